@@ -1,0 +1,59 @@
+# Everything a person types. Each target does its own set-up (.ci/setup), once; later calls start in seconds.
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+MAKEFLAGS += --no-print-directory
+
+BIN := .venv/bin
+# Proxies of the machine are no business of loopback traffic, and neither are a developer's own settings.
+PYTEST := env -u http_proxy -u https_proxy -u HTTP_PROXY -u HTTPS_PROXY
+
+.PHONY: help demo test test-all bench gen lint contract lock clean
+
+help:  ## What there is.
+	@sed -n 's/^\([a-z-]*\):.*##/  make \1 \t/p' $(MAKEFILE_LIST) | expand -t 20
+
+demo:  ## One real hand-off: prefill and decode in two processes, tokens compared (ARGS="--data-plane shm").
+	@.ci/setup main
+	@$(BIN)/kvgrpc demo $(ARGS)
+
+test: lint  ## What CI runs: lint, drift, all quick tests, tests/contract on protobuf 6 and 7 (ARGS="tests/unit -k plan").
+	@$(BIN)/python -m pytest -m "not slow" $(or $(ARGS),--ignore=tests/contract)
+	@$(if $(ARGS),,$(MAKE) contract)
+
+test-all: lint  ## The same with the long tests.
+	@$(BIN)/python -m pytest $(or $(ARGS),--ignore=tests/contract)
+	@$(if $(ARGS),,$(MAKE) contract)
+
+contract:  ## tests/contract without torch and Mooncake: on the floors of pyproject.toml (protobuf 6), and on protobuf 7.
+	@for world in protobuf6 protobuf7; do \
+	  .ci/setup $$world; \
+	  echo "contract tests on" $$(.venv-$$world/bin/python -c "import grpc, google.protobuf as p; print('protobuf', p.__version__, 'grpcio', grpc.__version__)"); \
+	  .venv-$$world/bin/python -m pytest tests/contract -q; \
+	done
+
+bench:  ## Every benchmark beside its baseline (ONLY=control,events for some).
+	@.ci/setup main
+	@$(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(ARGS)
+
+gen:  ## Generated code and docs/errors.md from protos/.
+	@.ci/setup gen
+	@.ci/generate .
+
+lint:  ## Style, types, which module may import which, protos, and drift of generated files.
+	@.ci/setup main
+	@.ci/setup gen
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+	@.venv-gen/bin/buf lint
+	@.venv-gen/bin/buf format --diff --exit-code
+	@.ci/drift
+
+lock:  ## Resolves the lock files anew.
+	@.ci/setup main
+	@.ci/lock
+
+clean:  ## Removes environments, caches and results.
+	@rm -rf .venv .venv-* .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

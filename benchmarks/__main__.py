@@ -1,0 +1,102 @@
+"""Runs the benchmarks: ``python -m benchmarks [--only control,events] [--rounds N] [--json PATH]``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.harness.plan import FULL, QUICK, Plan
+from benchmarks.harness.rounds import Benchmark, run
+from benchmarks.harness.table import Problem, Row, markdown, show, store
+from benchmarks.rows import control, dataplane, events, handoff
+
+RESULTS = Path(__file__).parent / "results.json"
+ROUNDS = 5
+LOG_WIDTH = 170
+# Load for each core before we begin.
+BUSY = 0.4
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 when every benchmark ran and every byte was right; missed targets are shown, they are no error."""
+    options = _parse(arguments)
+    console = Console() if sys.stdout.isatty() else Console(width=LOG_WIDTH)
+    chosen = [one for one in all_benchmarks(QUICK if options.quick else FULL) if one.matches(options.only)]
+    if not chosen:
+        console.print(f"no benchmark begins with {', '.join(options.only)}", style="red")
+        return 2
+    _warn_if_busy(console)
+    rows: list[Row] = []
+    problems: list[Problem] = []
+    for number, benchmark in enumerate(chosen, 1):
+        console.print(f"[dim]{number}/{len(chosen)} {benchmark.name} …[/]", end="", highlight=False)
+        begin = time.monotonic()
+        problem = _measure(benchmark, options.rounds, rows)
+        problems.extend([problem] if problem else [])
+        console.print(f"[dim] {time.monotonic() - begin:.0f} s[/]", highlight=False)
+    rows = [row for row in rows if _wanted(row.metric.name, options.only)]
+    show(rows, problems, console)
+    if options.markdown:
+        print(markdown(rows))
+    store(rows, options.json)
+    return 1 if any(not problem.skipped for problem in problems) else 0
+
+
+def all_benchmarks(plan: Plan) -> list[Benchmark]:
+    return [benchmark for family in (control, handoff, dataplane, events) for benchmark in family.benchmarks(plan)]
+
+
+def _measure(benchmark: Benchmark, rounds: int, rows: list[Row]) -> Problem | None:
+    if benchmark.missing:
+        return Problem(benchmark.name, benchmark.missing, skipped=True)
+    try:
+        rows.extend(run(benchmark, rounds))
+    except Exception as error:  # one that fails must not cost the others
+        return Problem(benchmark.name, f"{type(error).__name__}: {error}")
+    return None
+
+
+def _warn_if_busy(console: Console) -> None:
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > cores * BUSY:
+        console.print(
+            f"the machine is busy (load {load:.1f} on {cores} cores): do not quote what this run measures",
+            style="yellow",
+        )
+
+
+def _wanted(name: str, prefixes: Sequence[str]) -> bool:
+    return not prefixes or any(name.startswith(prefix) for prefix in prefixes)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks", description="Every row beside its baseline, in one run.")
+    parser.add_argument("--only", type=_prefixes, default=[], metavar="PREFIX,…", help="rows that begin with these")
+    parser.add_argument("--rounds", type=_at_least_one, default=ROUNDS, help=f"turns of each side (default {ROUNDS})")
+    parser.add_argument("--json", type=Path, default=RESULTS, metavar="PATH", help="where the results go")
+    parser.add_argument("--markdown", action="store_true", help="print the table for docs/performance.md too")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny sizes: shows that all runs, the figures mean nothing"
+    )
+    return parser.parse_args(arguments)
+
+
+def _prefixes(text: str) -> list[str]:
+    return [prefix.strip() for prefix in text.split(",") if prefix.strip()]
+
+
+def _at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

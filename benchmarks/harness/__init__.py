@@ -1,0 +1,1 @@
+"""How rows are measured: processes, rounds, and what is printed."""

@@ -1,0 +1,45 @@
+"""How big the work is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KIB, MIB = 2**10, 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Sizes of every row. The defaults are those of docs/performance.md; ``quick`` only shows that everything runs."""
+
+    rooms_in_flight: int = 20_000
+    sequential_rooms: int = 200
+    control_rooms: int = 1_000
+    timed_inits: int = 4_096
+    contacts: int = 3
+    regions: int = 64
+    page_bytes: int = 32 * KIB
+    concurrent_rooms: int = 64
+    concurrent_pages: int = 32
+    concurrent_regions: int = 16
+    bulk_bytes: int = 256 * MIB
+    bulk_repeats: int = 3
+    publishes: int = 4_000
+    replay_batches: int = 10_000
+
+
+FULL = Plan()
+QUICK = Plan(
+    rooms_in_flight=200,
+    sequential_rooms=5,
+    control_rooms=20,
+    timed_inits=64,
+    contacts=1,
+    regions=4,
+    concurrent_rooms=4,
+    concurrent_pages=4,
+    concurrent_regions=2,
+    bulk_bytes=2 * MIB,
+    bulk_repeats=1,
+    publishes=100,
+    replay_batches=50,
+)

@@ -1,0 +1,1 @@
+"""The rows of docs/performance.md, one module for each family."""

@@ -1,0 +1,108 @@
+"""handoff.*: one room or many, from init at decode to Success at decode."""
+
+from __future__ import annotations
+
+from benchmarks.baselines.engines import mooncake_is_here
+from benchmarks.harness.plan import Plan
+from benchmarks.harness.rounds import Benchmark, Figures
+from benchmarks.harness.table import Metric, Target
+from benchmarks.rows import rooms
+from benchmarks.rows.control import percentile
+from benchmarks.rows.pair import Pair, other
+from benchmarks.sides.base import Setting
+from benchmarks.sides.memory import Shape
+
+LATENCY = "handoff.latency"
+CONTROL_LATENCY = "handoff.control_latency"
+FIRST_CONTACT = "handoff.first_contact"
+CONCURRENT = "handoff.concurrent"
+# Naps of a waiting loop, in seconds. Shorter ones take interpreter and cores from the threads that are timed, of either
+# protocol: 100 us instead of 2 ms halve what Mooncake moves on two cores.
+CONTROL_PAUSE, PAGE_PAUSE, BULK_PAUSE = 100e-6, 200e-6, 1e-3
+SEED = "seed protocol"
+
+
+def benchmarks(plan: Plan) -> list[Benchmark]:
+    pages = min(plan.sequential_rooms, 64)
+    page = Shape(plan.regions, pages, plan.page_bytes, aux_items=pages)
+    moving, still = Setting("kvgrpc", "mooncake", page), Setting("kvgrpc", "null", page)
+    total_pages = plan.concurrent_rooms * plan.concurrent_pages
+    many = Setting(
+        "kvgrpc",
+        "mooncake",
+        Shape(plan.concurrent_regions, total_pages, plan.page_bytes, aux_items=plan.concurrent_rooms),
+    )
+    missing = "" if mooncake_is_here() else "mooncake.engine cannot be imported"
+    return [
+        Benchmark(
+            metrics=(
+                Metric(LATENCY, "ms", "lower", SEED, Target(ratio=2.5)),
+                Metric(f"{LATENCY}.p99", "ms", "lower", SEED),
+            ),
+            ours=lambda: Latency(moving, plan.sequential_rooms, LATENCY, PAGE_PAUSE),
+            baseline=lambda: Latency(other(moving), plan.sequential_rooms, LATENCY, PAGE_PAUSE),
+            missing=missing,
+        ),
+        Benchmark(
+            metrics=(
+                Metric(CONTROL_LATENCY, "ms", "lower", SEED, Target(ratio=1.2)),
+                Metric(f"{CONTROL_LATENCY}.p99", "ms", "lower", SEED),
+            ),
+            ours=lambda: Latency(still, plan.control_rooms, CONTROL_LATENCY, CONTROL_PAUSE),
+            baseline=lambda: Latency(other(still), plan.control_rooms, CONTROL_LATENCY, CONTROL_PAUSE),
+        ),
+        Benchmark(
+            metrics=(Metric(FIRST_CONTACT, "ms", "lower", SEED, Target(ratio=3)),),
+            ours=lambda: FirstContact(moving, plan.contacts),
+            baseline=lambda: FirstContact(other(moving), plan.contacts),
+            missing=missing,
+        ),
+        Benchmark(
+            metrics=(Metric(CONCURRENT, "GB/s", "higher", SEED, Target(ratio=2)),),
+            ours=lambda: Concurrent(many, plan),
+            baseline=lambda: Concurrent(other(many), plan),
+            missing=missing,
+        ),
+    ]
+
+
+class Latency(Pair):
+    """One room of one page after the other."""
+
+    def __init__(self, setting: Setting, number: int, name: str, pause: float) -> None:
+        super().__init__(setting)
+        self._rooms = number
+        self._name = name
+        self._pause = pause
+
+    def turn(self) -> Figures:
+        took = self.hand_off(self.orders(self._rooms, 1, self._pause), rooms.receive_one_by_one)
+        return {self._name: percentile(took, 50) * 1e3, f"{self._name}.p99": percentile(took, 99) * 1e3}
+
+
+class FirstContact(Pair):
+    """Resolve, connect, first room; both managers, and the data plane's engines, are new each time."""
+
+    def __init__(self, setting: Setting, contacts: int) -> None:
+        super().__init__(setting)
+        self._contacts = contacts
+
+    def turn(self) -> Figures:
+        took = []
+        for _ in range(self._contacts):
+            self.reopen()
+            took.append(self.hand_off_cold(self.orders(1, 1, PAGE_PAUSE), rooms.receive_first))
+        return {FIRST_CONTACT: percentile(took, 50) * 1e3}
+
+
+class Concurrent(Pair):
+    """Many rooms of scattered pages at once."""
+
+    def __init__(self, setting: Setting, plan: Plan) -> None:
+        super().__init__(setting)
+        self._plan = plan
+        self._bytes = setting.shape.regions * setting.shape.region_bytes
+
+    def turn(self) -> Figures:
+        orders = self.orders(self._plan.concurrent_rooms, self._plan.concurrent_pages, BULK_PAUSE)
+        return {CONCURRENT: self._bytes / self.hand_off(orders, rooms.receive_together) / 1e9}

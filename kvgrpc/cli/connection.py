@@ -1,0 +1,82 @@
+"""The options that every command shares which calls a server, and the client that they make."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Concatenate
+
+import click
+
+if TYPE_CHECKING:
+    from kvgrpc.client import SyncClient
+
+DEFAULT_SERVER = "127.0.0.1:8998"
+FILE = click.Path(exists=True, dir_okay=False)
+
+json_option = click.option("--json", "as_json", is_flag=True, help="JSON, one message a line, as grpcurl names fields.")
+
+_OPTIONS = (
+    click.option(
+        "-s",
+        "--server",
+        default=DEFAULT_SERVER,
+        show_default=True,
+        envvar="KVGRPC_SERVER",
+        help="HOST:PORT or unix:/path of the registry or rank to ask. `kvgrpc ranks` lists where ranks listen.",
+    ),
+    click.option("--ca-file", type=FILE, envvar="KVGRPC_CA_FILE", help="Use TLS; who signs the server's certificate."),
+    click.option("--cert-file", type=FILE, envvar="KVGRPC_CERT_FILE", help="Our own certificate, for mTLS."),
+    click.option("--key-file", type=FILE, envvar="KVGRPC_KEY_FILE", help="Key of our own certificate."),
+    click.option("--server-name", default="", envvar="KVGRPC_SERVER_NAME", help="Name in the server's certificate."),
+    click.option(
+        "--token-file", type=FILE, envvar="KVGRPC_TOKEN_FILE", help="File with a bearer token (or set KVGRPC_TOKEN)."
+    ),
+    click.option(
+        "--insecure", is_flag=True, envvar="KVGRPC_INSECURE", help="A token may go to another host in plaintext."
+    ),
+    click.option(
+        "--timeout",
+        type=click.FloatRange(0.1, 3600.0),
+        default=5.0,
+        show_default=True,
+        envvar="KVGRPC_TIMEOUT",
+        help="Seconds that an answer may take.",
+    ),
+)
+
+
+def calls_a_server(function: Callable[Concatenate[SyncClient, ...], None]) -> Callable[..., None]:
+    """Gives a command the options of a connection; it gets the client that they make as its first argument."""
+
+    @functools.wraps(function)
+    def run(
+        *arguments: Any,
+        server: str,
+        ca_file: str | None,
+        cert_file: str | None,
+        key_file: str | None,
+        server_name: str,
+        token_file: str | None,
+        insecure: bool,
+        timeout: float,
+        **options: Any,
+    ) -> None:
+        from kvgrpc.client import ClientSecurity, SyncClient
+
+        security = ClientSecurity(
+            ca_file=ca_file or "",
+            cert_file=cert_file or "",
+            key_file=key_file or "",
+            token="" if token_file else os.environ.get("KVGRPC_TOKEN", ""),
+            token_file=token_file or "",
+            server_name=server_name,
+            insecure=insecure,
+        )
+        with SyncClient(server, security, timeout) as client:
+            function(client, *arguments, **options)
+
+    for option in reversed(_OPTIONS):
+        run = option(run)
+    return run

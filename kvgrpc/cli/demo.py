@@ -1,0 +1,39 @@
+"""``kvgrpc demo``: one real hand-off on this machine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.option(
+    "--data-plane",
+    type=click.Choice(["mooncake", "shm"]),
+    help="What moves the pages: Mooncake over TCP on loopback, or shared memory.  [default: mooncake where it loads]",
+)
+@click.option(
+    "--prompts",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A file with one prompt a line, instead of the built-in ones.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of text.")
+@click.option("--keep-running", is_flag=True, help="Leave the servers up, and print grpcurl commands to look at them.")
+def demo(data_plane: str | None, prompts: Path | None, as_json: bool, keep_running: bool) -> None:
+    """Prefill in one process, decode in another, and compare.
+
+    Starts a registry, a prefill and a decode process, moves the KV cache of several prompts between them, and compares
+    the tokens with those of a single process, and the live KV events with their replay. Exit code 0 only when all is
+    equal.
+    """
+    try:
+        from kvgrpc.demo.runner import run
+    except ModuleNotFoundError as missing:
+        if missing.name is None or missing.name.split(".")[0] not in ("torch", "kvgrpc"):
+            raise
+        raise click.ClickException(
+            f"the demo's engine needs {missing.name}: pip install 'kvgrpc[demo]' (PyPI's torch is about 5 GB)"
+        ) from missing
+    sys.exit(run(data_plane=data_plane, prompts=prompts, as_json=as_json, keep_running=keep_running))

@@ -1,0 +1,124 @@
+"""``kvgrpc doctor``: can this machine run it, and what to type where it cannot."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+import kvgrpc
+from kvgrpc.cli.output import show_table, size
+from kvgrpc.errors import KvGrpcError
+
+CORE = (
+    "grpcio",
+    "grpcio-status",
+    "grpcio-health-checking",
+    "grpcio-reflection",
+    "protobuf",
+    "msgspec",
+    "numpy",
+    "pyzmq",
+)
+BROKEN_GRPCIO = ("1.83.0", "1.83.1")
+DEFAULT_PORT = 8998
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what was looked at, "ok", "missing" or "note", and what to know or to do."""
+
+    what: str
+    state: str
+    remark: str
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+def doctor(as_json: bool) -> None:
+    """Check the libraries, data planes and ports of this machine.
+
+    Exit code 1 when something that every process needs is missing. What only some need (Mooncake, torch) is a note.
+    """
+    findings = list(examine())
+    if as_json:
+        import json
+
+        for finding in findings:
+            print(json.dumps(vars(finding)))
+    else:
+        show_table(
+            "This machine", ("what", "state", "remark"), [(each.what, each.state, each.remark) for each in findings], ""
+        )
+    sys.exit(any(finding.state == "missing" for finding in findings))
+
+
+def examine() -> Iterator[Finding]:
+    yield Finding(
+        "kvgrpc", "ok", f"{kvgrpc.__version__}, {platform.python_implementation()} {platform.python_version()}"
+    )
+    yield from (package(name) for name in CORE)
+    yield plane("shm", "moves pages between processes of one host")
+    yield plane("mooncake", "moves pages between hosts, over TCP or RDMA")
+    yield optional("torch", "the demo's engine", "demo")
+    yield shared_memory()
+    yield devices()
+    yield port()
+
+
+def package(name: str) -> Finding:
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, "missing", f"pip install '{name}'")
+    if name == "grpcio" and version in BROKEN_GRPCIO:
+        return Finding(name, "missing", f"{version} is broken: pip install 'grpcio!=1.83.0,!=1.83.1'")
+    return Finding(name, "ok", version)
+
+
+def optional(name: str, purpose: str, extra: str) -> Finding:
+    try:
+        return Finding(name, "ok", f"{importlib.metadata.version(name)}, {purpose}")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, "note", f"not installed ({purpose}): pip install 'kvgrpc[{extra}]'")
+
+
+def plane(name: str, purpose: str) -> Finding:
+    from kvgrpc.dataplane import open_plane
+
+    try:
+        open_plane(name).close(1.0)
+    except KvGrpcError as error:
+        return Finding(f"data plane {name}", "note", error.message)
+    except OSError as error:
+        return Finding(f"data plane {name}", "note", str(error))
+    return Finding(f"data plane {name}", "ok", purpose)
+
+
+def shared_memory() -> Finding:
+    folder = Path("/dev/shm")
+    if not os.access(folder, os.W_OK):
+        return Finding("/dev/shm", "note", "not writable: the data plane shm cannot work here")
+    free = shutil.disk_usage(folder).free
+    return Finding("/dev/shm", "ok" if free > 2**28 else "note", f"{size(free)} free for the data plane shm")
+
+
+def devices() -> Finding:
+    folder = Path("/sys/class/infiniband")
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    return Finding("RDMA devices", "ok" if names else "note", ", ".join(names) or "none: Mooncake will use TCP")
+
+
+def port() -> Finding:
+    with socket.socket() as probe:
+        taken = probe.connect_ex(("127.0.0.1", DEFAULT_PORT)) == 0
+    remark = "something listens: `kvgrpc info` says whether it is ours" if taken else "free for `kvgrpc serve registry`"
+    return Finding(f"port {DEFAULT_PORT}", "note" if taken else "ok", remark)

@@ -1,0 +1,160 @@
+"""``kvgrpc streams`` and ``kvgrpc events``: the KV-cache events of one rank."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvgrpc.cli.connection import calls_a_server, json_option
+from kvgrpc.cli.names import incarnation_name
+from kvgrpc.cli.output import show_json, show_table, size
+
+if TYPE_CHECKING:
+    from kvgrpc.client import SyncClient, WatchPart
+    from kvgrpc.v1 import event_service_pb2
+
+SHOWN_HASHES = 4
+
+
+@click.command()
+@json_option
+@calls_a_server
+def streams(client: SyncClient, as_json: bool) -> None:
+    """List the event streams that a rank publishes."""
+    found = client.list_streams()
+    if as_json:
+        return show_json(*found)
+    columns = ("engine", "#dp", "#oldest", "#next", "#kept", "#dropped", "live (ZMQ PUB)", "topic", "log", "publisher")
+    rows = [
+        (
+            stream.engine,
+            stream.dp,
+            stream.oldest_sequence,
+            stream.next_sequence,
+            size(stream.journal_bytes),
+            stream.dropped_batches,
+            stream.pub_endpoint,
+            stream.topic.decode(errors="replace"),
+            stream.log,
+            incarnation_name(stream.publisher),
+        )
+        for stream in found
+    ]
+    show_table(f"Event streams of {client.address}", columns, rows, "this process publishes none")
+
+
+@click.group()
+def events() -> None:
+    """Read KV-cache events: `tail` follows, `replay` ends."""
+
+
+def reads_a_stream(command: Any) -> Any:
+    """The options of a Watch, for both ways of reading."""
+    for option in (
+        click.option("--raw", is_flag=True, help="With --json: the payload as base64 instead of decoded."),
+        click.option(
+            "--log", default="", help="The log that --from counts in; an error if it is not current any more."
+        ),
+        click.option("--from", "first", type=click.IntRange(0), help="First sequence; default: the oldest kept."),
+        click.option(
+            "--dp", type=click.IntRange(0), default=0, show_default=True, help="Which KV cache of the engine."
+        ),
+        click.option("--engine", default="", help="Needed only where a process publishes several streams."),
+    ):
+        command = option(command)
+    return command
+
+
+@events.command()
+@reads_a_stream
+@json_option
+@calls_a_server
+def tail(client: SyncClient, as_json: bool, raw: bool, first: int | None, **stream: Any) -> None:
+    """Show what is there, then what comes, until Ctrl-C."""
+    from kvgrpc.v1 import event_service_pb2
+
+    mode = event_service_pb2.WATCH_MODE_TAIL
+    show_parts(client.watch(mode=mode, from_sequence=first, **stream), as_json, raw)
+
+
+@events.command()
+@click.option("--to", "last", type=click.IntRange(0), help="Last sequence, inclusive; default: the newest there is.")
+@reads_a_stream
+@json_option
+@calls_a_server
+def replay(client: SyncClient, as_json: bool, raw: bool, first: int | None, last: int | None, **stream: Any) -> None:
+    """Show what is there, then end."""
+    from kvgrpc.v1 import event_service_pb2
+
+    mode = event_service_pb2.WATCH_MODE_REPLAY
+    show_parts(client.watch(mode=mode, from_sequence=first, end_sequence=last, **stream), as_json, raw)
+
+
+def show_parts(parts: Iterator[WatchPart], as_json: bool, raw: bool) -> None:
+    """A line for each batch. Heartbeats are not shown."""
+    from kvgrpc.client import Begin, Dropped, Payloads
+
+    for part in parts:
+        if isinstance(part, Payloads):
+            for sequence, payload in enumerate(part.payloads, part.first_sequence):
+                print(
+                    batch_as_json(sequence, payload, raw) if as_json else batch_as_text(sequence, payload), flush=True
+                )
+        elif isinstance(part, Dropped):
+            told = {"dropped": [part.first_sequence, part.last_sequence], "cause": part.cause}
+            text = f"{part.first_sequence:>8}  DROPPED up to {part.last_sequence}: {part.cause}"
+            print(json.dumps(told) if as_json else text, flush=True)
+        elif isinstance(part, Begin) and not as_json:
+            click.secho(begin_as_text(part.stream, part.first_sequence), dim=True, err=True)
+
+
+def begin_as_text(stream: event_service_pb2.EventStream, first: int) -> str:
+    return f"stream {stream.engine} dp {stream.dp}, log {stream.log}: from {first}, next is {stream.next_sequence}"
+
+
+def batch_as_json(sequence: int, payload: bytes, raw: bool) -> str:
+    if raw:
+        return json.dumps({"sequence": sequence, "payload": base64.b64encode(payload).decode()})
+    moment, listed = read_batch(payload)
+    return json.dumps({"sequence": sequence, "time": moment, "events": listed}, default=plain)
+
+
+def batch_as_text(sequence: int, payload: bytes) -> str:
+    moment, listed = read_batch(payload)
+    clock = time.strftime("%H:%M:%S", time.localtime(moment)) + f".{int(moment % 1 * 1000):03d}"
+    return f"{sequence:>8}  {clock}  " + "; ".join(map(event_as_text, listed))
+
+
+def event_as_text(event: Any) -> str:
+    """Name and hashes of an event in either form: a positional array, or a tagged map."""
+    name, hashes = (
+        (event.get("type", "?"), event.get("block_hashes"))
+        if isinstance(event, dict)
+        else (event[0], event[1] if len(event) > 1 else None)
+        if isinstance(event, list) and event
+        else ("?", None)
+    )
+    if not isinstance(hashes, list):
+        return str(name)
+    shown = " ".join(plain(value) if isinstance(value, bytes) else str(value) for value in hashes[:SHOWN_HASHES])
+    return f"{name} {len(hashes)}: {shown}" + (" …" if len(hashes) > SHOWN_HASHES else "")
+
+
+def read_batch(payload: bytes) -> tuple[float, list[Any]]:
+    """Time and events of a batch of any dialect; a payload that is no batch is one event that says so."""
+    import msgspec
+
+    try:
+        moment, listed, *_ = msgspec.msgpack.decode(payload)
+        return float(moment), list(listed)
+    except (msgspec.DecodeError, TypeError, ValueError):
+        return 0.0, [["not a batch", [payload]]]
+
+
+def plain(value: object) -> str:
+    return value.hex() if isinstance(value, bytes) else str(value)

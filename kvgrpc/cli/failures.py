@@ -1,0 +1,57 @@
+"""How a failure is told: what happened, what to do next, and with which exit code."""
+
+from __future__ import annotations
+
+from kvgrpc.errors import KvGrpcError, Reason
+
+INTERRUPTED = 130
+# As grpcurl does: 64 + the number of the status code.
+STATUS_EXIT = 64
+
+NEXT_STEP = {
+    Reason.PEER_UNREACHABLE: "Is it running? `kvgrpc serve registry` starts a registry; --server HOST:PORT names one.",
+    Reason.ENGINE_NOT_FOUND: "`kvgrpc engines` lists what is registered.",
+    Reason.WARMING_UP: "The registry has just started; repeat this in a few seconds.",
+    Reason.ROOM_NOT_FOUND: "`kvgrpc rooms` lists the rooms of a rank; a settled one is soon forgotten.",
+    Reason.STREAM_NOT_FOUND: "`kvgrpc streams` lists the streams of a rank; pp = cp = tp = 0 of each dp publishes.",
+    Reason.EVENTS_COMPACTED: "These events are gone. Leave out --from to read from the oldest that is kept.",
+    Reason.EVENTS_SEQUENCE_IN_FUTURE: "`kvgrpc streams` shows the next sequence.",
+    Reason.STALE_LOG: "Numbering has restarted. Leave out --log and --from to read the current log.",
+    Reason.CREDENTIALS_INVALID: "Give --token-file, or a certificate with --tls-cert and --tls-key.",
+    Reason.PERMISSION_DENIED: "Use a token or certificate of a role that may do this: docs/operations.md lists them.",
+    Reason.SERVER_DRAINING: "It is shutting down: ask another one.",
+    Reason.FEATURE_DISABLED: "Is this the right server? `kvgrpc info` lists what it serves.",
+    Reason.INTERNAL: "This is a bug. The server's log has the request id.",
+}
+# A status that the library or the network made, by its code.
+NEXT_STEP_AFTER_FOREIGN = {
+    "UNIMPLEMENTED": "Is this the right server? `kvgrpc info` lists what it serves, `kvgrpc ranks` where ranks listen.",
+    "NOT_FOUND": "`kvgrpc health` without a name lists the services.",
+}
+
+
+def explain(error: KvGrpcError) -> int:
+    """Prints the failure to stderr; the exit code."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    name = error.reason.name if error.reason else error.code
+    console.print(Text.assemble((name, "bold red"), ": ", error.message))
+    for key, value in sorted(error.metadata.items()):
+        if value and error.reason:
+            console.print(Text.assemble("  ", (key, "dim"), f" {value}"))
+    for violation in error.violations:
+        console.print(Text.assemble("  ", (violation.field, "yellow"), f": {violation.description}"))
+    if error.retry_after is not None:
+        console.print(f"  It may be repeated after {error.retry_after:g} s.")
+    next_step = NEXT_STEP.get(error.reason) or NEXT_STEP_AFTER_FOREIGN.get(error.code)
+    if next_step:
+        console.print(Text(next_step, style="cyan"))
+    return exit_code(error.code)
+
+
+def exit_code(code: str) -> int:
+    import grpc
+
+    return STATUS_EXIT + int(grpc.StatusCode[code].value[0])

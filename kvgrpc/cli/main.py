@@ -1,0 +1,71 @@
+"""The command itself: its subcommands, loaded when they are called, and how a failure ends."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+import click
+
+import kvgrpc
+from kvgrpc.cli.failures import INTERRUPTED, explain
+from kvgrpc.errors import KvGrpcError
+
+# Name -> module below kvgrpc.cli and attribute; in the order of the help.
+COMMANDS = {
+    "demo": "demo:demo",
+    "serve": "serve:serve",
+    "engines": "registry:engines",
+    "ranks": "registry:ranks",
+    "sessions": "rooms:sessions",
+    "rooms": "rooms:rooms",
+    "room": "rooms:room",
+    "cancel": "rooms:cancel",
+    "streams": "events:streams",
+    "events": "events:events",
+    "info": "server:info",
+    "health": "server:health",
+    "drain": "server:drain",
+    "doctor": "doctor:doctor",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command and exits: 0 done, 1 the answer is "no", 2 wrong usage, 64 + gRPC status code a refusal."""
+    try:
+        sys.exit(command(arguments, standalone_mode=False))
+    except click.exceptions.Abort:
+        sys.exit(INTERRUPTED)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except KvGrpcError as error:
+        sys.exit(explain(error))
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(0)
+
+
+class LazyGroup(click.Group):
+    """Imports a subcommand's module when it is used, so that ``kvgrpc --help`` answers at once."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        module, attribute = COMMANDS[name].split(":")
+        loaded = getattr(importlib.import_module(f"kvgrpc.cli.{module}"), attribute)
+        assert isinstance(loaded, click.Command)
+        return loaded
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(kvgrpc.__version__, prog_name="kvgrpc")
+def command() -> None:
+    """The control plane for KV-cache hand-offs between LLM engines.
+
+    Every option can be given as an environment variable, for example KVGRPC_SERVER or KVGRPC_TOKEN_FILE.
+    """

@@ -1,0 +1,46 @@
+"""Values of messages as people write and read them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvgrpc.wire import rank_id_from_pb, rank_ref_from_pb
+
+if TYPE_CHECKING:
+    from google.protobuf.duration_pb2 import Duration
+
+    from kvgrpc.v1 import common_pb2
+
+
+def rank_name(ref: common_pb2.RankRef) -> str:
+    """ "engine/dp0/pp0/cp0/tp0", without the epoch."""
+    return str(rank_id_from_pb(ref.rank))
+
+
+def incarnation_name(ref: common_pb2.RankRef) -> str:
+    """ "engine/dp0/pp0/cp0/tp0@epoch"."""
+    return str(rank_ref_from_pb(ref))
+
+
+def role_name(role: common_pb2.Role.ValueType) -> str:
+    from kvgrpc.v1 import common_pb2
+
+    return "" if not role else common_pb2.Role.Name(role).removeprefix("ROLE_").lower()
+
+
+def reason_name(failure: common_pb2.Failure) -> str:
+    from kvgrpc.v1 import error_reason_pb2
+
+    try:
+        return error_reason_pb2.ErrorReason.Name(failure.reason).removeprefix("ERROR_REASON_")
+    except ValueError:  # of a newer version
+        return f"reason {failure.reason}"
+
+
+def layout_name(layout: common_pb2.Layout) -> str:
+    """ "dp1 pp1 cp1 tp4"."""
+    return f"dp{layout.dp} pp{layout.pp} cp{layout.cp} tp{layout.tp}"
+
+
+def seconds_of(duration: Duration) -> float:
+    return duration.ToNanoseconds() / 1e9

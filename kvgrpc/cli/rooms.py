@@ -1,0 +1,139 @@
+"""``kvgrpc sessions``, ``rooms``, ``room`` and ``cancel``: the hand-offs of one rank, prefill or decode."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from kvgrpc.cli.connection import calls_a_server, json_option
+from kvgrpc.cli.names import incarnation_name, rank_name, reason_name, role_name, seconds_of
+from kvgrpc.cli.output import seconds, show_json, show_record, show_table
+
+if TYPE_CHECKING:
+    from kvgrpc.client import SyncClient
+    from kvgrpc.v1 import common_pb2, transfer_service_pb2
+
+STATES = ("bootstrapping", "waiting_for_input", "transferring", "success", "failed")
+ROOM = click.IntRange(1, 2**63 - 1)
+ATTEMPT = click.option("--attempt", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True)
+
+
+@click.command()
+@json_option
+@calls_a_server
+def sessions(client: SyncClient, as_json: bool) -> None:
+    """List the sessions of a rank: its pairs with ranks of the other side."""
+    found = client.list_sessions()
+    if as_json:
+        return show_json(*found)
+    columns = ("peer", "state", "address", "#rooms", "#waiting to be told", "#silence", "#stream")
+    rows = [
+        (
+            incarnation_name(session.peer),
+            session.state,
+            session.address,
+            session.rooms,
+            session.outbox,
+            seconds(seconds_of(session.silence)),
+            session.stream,
+        )
+        for session in found
+    ]
+    show_table(f"Sessions of {client.address}", columns, rows, "none")
+
+
+@click.command()
+@click.option("--state", "states", type=click.Choice(STATES), multiple=True, help="Only these; may be repeated.")
+@click.option("--held", is_flag=True, help="Only those whose pages wait for evidence that nobody writes to them.")
+@json_option
+@calls_a_server
+def rooms(client: SyncClient, states: tuple[str, ...], held: bool, as_json: bool) -> None:
+    """List the rooms (hand-offs) of a rank."""
+    from kvgrpc.v1 import transfer_service_pb2
+
+    wanted = [transfer_service_pb2.RoomState.Value(f"ROOM_STATE_{state.upper()}") for state in states]
+    found = client.list_rooms(states=wanted, held_only=held)
+    if as_json:
+        return show_json(*found)
+    columns = ("#room", "#attempt", "state", "#pages done", "writes", "held", "#age", "failure")
+    rows = [
+        (
+            room.room,
+            room.attempt,
+            state_name(room.state),
+            f"{pages_done(room)}/{room.pages or '?'}",
+            " ".join(sorted({writes_name(part.writes) for part in room.parts})),
+            "held" if room.held else "",
+            seconds(seconds_of(room.age)),
+            reason_name(room.failure) if room.HasField("failure") else "",
+        )
+        for room in found
+    ]
+    show_table(f"Rooms of {client.address}", columns, rows, "none")
+
+
+@click.command()
+@click.argument("room", type=ROOM)
+@ATTEMPT
+@json_option
+@calls_a_server
+def room(client: SyncClient, room: int, attempt: int, as_json: bool) -> None:
+    """Show one ROOM of a rank with its parts and its root cause."""
+    found = client.get_room(room, attempt)
+    show_json(found) if as_json else show_room(found)
+
+
+@click.command()
+@click.argument("room", type=ROOM)
+@ATTEMPT
+@click.option("--cause", default="cancelled with kvgrpc cancel", show_default=True, help="Said on both sides.")
+@json_option
+@calls_a_server
+def cancel(client: SyncClient, room: int, attempt: int, cause: str, as_json: bool) -> None:
+    """Cancel one ROOM; the other side is told. One that has ended stays as it is."""
+    found = client.cancel_room(room, attempt, cause)
+    show_json(found) if as_json else show_room(found)
+
+
+def show_room(room: transfer_service_pb2.Room) -> None:
+    fields: list[tuple[str, object]] = [
+        ("state", state_name(room.state)),
+        ("role here", role_name(room.role)),
+        ("pages", room.pages or None),
+        ("pages held", room.held),
+        ("handle open", room.local_handle),
+        ("age", seconds(seconds_of(room.age))),
+    ]
+    if room.HasField("failure"):
+        fields += failure_fields(room.failure)
+    show_record(f"Room {room.room}, attempt {room.attempt}", fields)
+    columns = ("peer", "state", "writes", "#pages done")
+    rows = [
+        (rank_name(part.peer), state_name(part.state), writes_name(part.writes), part.pages_done) for part in room.parts
+    ]
+    show_table("Parts", columns, rows, "none known yet")
+
+
+def failure_fields(failure: common_pb2.Failure) -> list[tuple[str, object]]:
+    fields: list[tuple[str, object]] = [("failure", reason_name(failure)), ("why", failure.message)]
+    if failure.HasField("origin"):
+        fields.append(("seen first by", incarnation_name(failure.origin)))
+    return fields + [(key, value) for key, value in sorted(failure.metadata.items())]
+
+
+def pages_done(room: transfer_service_pb2.Room) -> int:
+    """What all parts have: a page is done when every part of it is."""
+    return min((part.pages_done for part in room.parts), default=0)
+
+
+def state_name(state: transfer_service_pb2.RoomState.ValueType) -> str:
+    from kvgrpc.v1 import transfer_service_pb2
+
+    return transfer_service_pb2.RoomState.Name(state).removeprefix("ROOM_STATE_")
+
+
+def writes_name(writes: transfer_service_pb2.Writes.ValueType) -> str:
+    from kvgrpc.v1 import transfer_service_pb2
+
+    return transfer_service_pb2.Writes.Name(writes).removeprefix("WRITES_")

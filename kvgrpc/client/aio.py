@@ -1,0 +1,247 @@
+"""The asynchronous client. One object talks to one address; all of it belongs to the event loop that it is used on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvgrpc.client.silence import Silence
+from kvgrpc.client.watch import WatchPart, part_of
+from kvgrpc.errors import KvGrpcError, PeerUnreachable
+from kvgrpc.rpc.channel import open_channel
+from kvgrpc.rpc.retry import repeated
+from kvgrpc.rpc.security import ClientSecurity
+from kvgrpc.rpc.status import error_from
+from kvgrpc.v1 import common_pb2, event_service_pb2, registry_service_pb2, server_service_pb2, transfer_service_pb2
+from kvgrpc.v1.event_service_pb2_grpc import EventServiceStub
+from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
+from kvgrpc.v1.server_service_pb2_grpc import ServerServiceStub
+from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
+
+T = TypeVar("T")
+_LEAST_SILENCE_SECONDS = 3.0
+
+
+class Client:
+    """Reads and steers one kvgrpc process: ``async with Client("127.0.0.1:8998") as client``.
+
+    Answers are the protobuf messages of ``kvgrpc.v1``. Reads are repeated while the server is away, within ``timeout``
+    seconds. Raises the exceptions of ``kvgrpc.errors``; PeerUnreachable when nobody answers in time.
+    """
+
+    def __init__(self, address: str, security: ClientSecurity | None = None, timeout: float = 10.0) -> None:
+        self.address = address
+        self._timeout = timeout
+        self._security = security
+        self._opened: grpc.aio.Channel | None = None
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the connection; the client opens a new one when it is used again."""
+        channel, self._opened = self._opened, None
+        if channel is not None:
+            await channel.close()
+
+    # Registry.
+
+    async def list_engines(
+        self, *, role: common_pb2.Role.ValueType = common_pb2.ROLE_UNSPECIFIED, include_rows: bool = False
+    ) -> list[registry_service_pb2.Engine]:
+        """All engines, ordered by name."""
+        stub = RegistryServiceStub(self._channel())
+
+        async def page(token: str) -> tuple[Iterable[registry_service_pb2.Engine], str]:
+            request = registry_service_pb2.ListEnginesRequest(page_token=token, role=role, include_rows=include_rows)
+            response = await self._read(stub.ListEngines, request)
+            return response.engines, response.next_page_token
+
+        return await _pages(page)
+
+    async def get_engine(self, engine: str) -> registry_service_pb2.Engine:
+        """One engine with all of its rows."""
+        stub = RegistryServiceStub(self._channel())
+        whole: registry_service_pb2.Engine | None = None
+        token = ""
+        while whole is None or token:
+            request = registry_service_pb2.GetEngineRequest(engine=engine, page_token=token)
+            response = await self._read(stub.GetEngine, request)
+            token = response.next_page_token
+            if whole is None:
+                whole = response.engine
+            else:
+                whole.rows.extend(response.engine.rows)
+        return whole
+
+    async def resolve_ranks(
+        self,
+        engine: str,
+        role: common_pb2.Role.ValueType,
+        selectors: Sequence[registry_service_pb2.RankSelector] = (),
+        wait_ready: bool = False,
+    ) -> registry_service_pb2.Engine:
+        """The engine with the selected rows; with ``wait_ready`` once it is READY."""
+        request = registry_service_pb2.ResolveRanksRequest(
+            engine=engine, role=role, selectors=selectors, wait_ready=wait_ready
+        )
+        response: registry_service_pb2.ResolveRanksResponse = await self._read(
+            RegistryServiceStub(self._channel()).ResolveRanks, request
+        )
+        return response.engine
+
+    # Hand-offs.
+
+    async def list_sessions(self) -> list[transfer_service_pb2.Session]:
+        """All sessions of the rank."""
+        stub = TransferServiceStub(self._channel())
+
+        async def page(token: str) -> tuple[Iterable[transfer_service_pb2.Session], str]:
+            response = await self._read(
+                stub.ListSessions, transfer_service_pb2.ListSessionsRequest(page_token=token, page_size=1000)
+            )
+            return response.sessions, response.next_page_token
+
+        return await _pages(page)
+
+    async def list_rooms(
+        self, *, states: Sequence[transfer_service_pb2.RoomState.ValueType] = (), held_only: bool = False
+    ) -> list[transfer_service_pb2.Room]:
+        """The rooms of the rank, ordered by room and attempt."""
+        stub = TransferServiceStub(self._channel())
+
+        async def page(token: str) -> tuple[Iterable[transfer_service_pb2.Room], str]:
+            request = transfer_service_pb2.ListRoomsRequest(
+                page_token=token, page_size=1000, states=states, held_only=held_only
+            )
+            response = await self._read(stub.ListRooms, request)
+            return response.rooms, response.next_page_token
+
+        return await _pages(page)
+
+    async def get_room(self, room: int, attempt: int = 0) -> transfer_service_pb2.Room:
+        """One room with its parts."""
+        request = transfer_service_pb2.GetRoomRequest(room=room, attempt=attempt)
+        stub = TransferServiceStub(self._channel())
+        response: transfer_service_pb2.GetRoomResponse = await self._read(stub.GetRoom, request)
+        return response.room
+
+    async def cancel_room(self, room: int, attempt: int = 0, cause: str = "") -> transfer_service_pb2.Room:
+        """Cancels one room; it as it is now."""
+        request = transfer_service_pb2.CancelRoomRequest(room=room, attempt=attempt, cause=cause)
+        stub = TransferServiceStub(self._channel())
+        response: transfer_service_pb2.CancelRoomResponse = await self._read(stub.CancelRoom, request)
+        return response.room
+
+    async def get_topology(self) -> transfer_service_pb2.GetTopologyResponse:
+        """Who the rank is and the shapes of its pools."""
+        stub = TransferServiceStub(self._channel())
+        request = transfer_service_pb2.GetTopologyRequest()
+        response: transfer_service_pb2.GetTopologyResponse = await self._read(stub.GetTopology, request)
+        return response
+
+    # Events.
+
+    async def list_streams(self) -> list[event_service_pb2.EventStream]:
+        """The event streams of the process."""
+        stub = EventServiceStub(self._channel())
+        return list((await self._read(stub.ListStreams, event_service_pb2.ListStreamsRequest())).streams)
+
+    async def watch(
+        self,
+        *,
+        mode: event_service_pb2.WatchMode.ValueType = event_service_pb2.WATCH_MODE_REPLAY,
+        engine: str = "",
+        dp: int = 0,
+        log: str = "",
+        from_sequence: int | None = None,
+        end_sequence: int | None = None,
+    ) -> AsyncIterator[WatchPart]:
+        """One Watch, from Begin on. It is not resumed by itself: whoever follows knows its own cursor.
+
+        Raises PeerUnreachable when nothing comes for ``timeout`` seconds, at least 3 (heartbeats come each second).
+        Close the iterator (``contextlib.aclosing``) to end the Watch early.
+        """
+        request = event_service_pb2.WatchRequest(
+            engine=engine, dp=dp, log=log, mode=mode, from_sequence=from_sequence, end_sequence=end_sequence
+        )
+        call = EventServiceStub(self._channel()).Watch(request)
+        silence = Silence(call, max(self._timeout, _LEAST_SILENCE_SECONDS))
+        try:
+            while (message := await silence.next_message()) is not None:
+                part = part_of(message)
+                if part is not None:
+                    yield part
+        except grpc.aio.AioRpcError as error:
+            raise self._domain_error(error) from None
+        except TimeoutError as error:
+            raise PeerUnreachable(f"{self.address}: {error}", metadata={"address": self.address}) from None
+        finally:
+            silence.close()
+            call.cancel()
+
+    # The process.
+
+    async def get_server_info(self) -> server_service_pb2.GetServerInfoResponse:
+        """Who this is, since when, and what it can do."""
+        stub = ServerServiceStub(self._channel())
+        request = server_service_pb2.GetServerInfoRequest()
+        response: server_service_pb2.GetServerInfoResponse = await self._read(stub.GetServerInfo, request)
+        return response
+
+    async def drain(self, grace: float = 30.0) -> server_service_pb2.DrainResponse:
+        """Drains the process; returns when it is drained, at most some seconds after ``grace``."""
+        request = server_service_pb2.DrainRequest()
+        request.grace.FromMilliseconds(round(grace * 1000))
+        stub = ServerServiceStub(self._channel())
+        seconds = max(self._timeout, 2 * grace + 5.0)
+        response: server_service_pb2.DrainResponse = await self._read(stub.Drain, request, seconds)
+        return response
+
+    async def health(self, service: str = "") -> str:
+        """ "SERVING" or "NOT_SERVING", of one service or (empty) of all together."""
+        stub: Any = health_pb2_grpc.HealthStub(self._channel())
+        response: health_pb2.HealthCheckResponse = await self._read(
+            stub.Check, health_pb2.HealthCheckRequest(service=service)
+        )
+        return health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
+
+    def _channel(self) -> grpc.aio.Channel:
+        if self._opened is None:
+            self._opened = open_channel(self.address, self._security)
+        return self._opened
+
+    async def _read(self, method: Callable[..., Any], request: Any, timeout: float | None = None) -> Any:
+        async def once(seconds: float) -> Any:
+            try:
+                return await method(request, timeout=seconds)
+            except grpc.aio.AioRpcError as error:
+                raise self._domain_error(error) from None
+
+        return await repeated(once, timeout or self._timeout)
+
+    def _domain_error(self, error: grpc.aio.AioRpcError) -> KvGrpcError:
+        known = error_from(error)
+        silent = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+        if silent and known.reason == KvGrpcError.reason:
+            text = f"nobody answered at {self.address}: {error.details() or error.code().name}"
+            return PeerUnreachable(text, metadata={"address": self.address})
+        return known
+
+
+async def _pages(page: Callable[[str], Awaitable[tuple[Iterable[T], str]]]) -> list[T]:
+    found: list[T] = []
+    token = ""
+    while True:
+        rows, token = await page(token)
+        found.extend(rows)
+        if not token:
+            return found
+        await asyncio.sleep(0)

@@ -1,0 +1,137 @@
+"""The same client for code without an event loop: each call runs on the process's loop thread and blocks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
+
+from kvgrpc.client.aio import Client
+from kvgrpc.client.watch import WatchPart
+from kvgrpc.errors import PeerUnreachable
+from kvgrpc.rpc.loop import LoopThread
+from kvgrpc.rpc.security import ClientSecurity
+from kvgrpc.v1 import common_pb2, event_service_pb2, registry_service_pb2, server_service_pb2, transfer_service_pb2
+
+T = TypeVar("T")
+_MARGIN_SECONDS = 5.0
+
+
+class SyncClient:
+    """``Client`` for plain code and any thread but the loop's own: ``with SyncClient("127.0.0.1:8998") as client``."""
+
+    def __init__(self, address: str, security: ClientSecurity | None = None, timeout: float = 10.0) -> None:
+        self._client = Client(address, security, timeout)
+        self._seconds = timeout + _MARGIN_SECONDS
+        self._loop = LoopThread.shared()
+
+    def __enter__(self) -> SyncClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def address(self) -> str:
+        return self._client.address
+
+    def close(self) -> None:
+        """As ``Client.close``."""
+        self._run(self._client.close())
+
+    def list_engines(
+        self, *, role: common_pb2.Role.ValueType = common_pb2.ROLE_UNSPECIFIED, include_rows: bool = False
+    ) -> list[registry_service_pb2.Engine]:
+        """As ``Client.list_engines``."""
+        return self._run(self._client.list_engines(role=role, include_rows=include_rows))
+
+    def get_engine(self, engine: str) -> registry_service_pb2.Engine:
+        """As ``Client.get_engine``."""
+        return self._run(self._client.get_engine(engine))
+
+    def resolve_ranks(
+        self,
+        engine: str,
+        role: common_pb2.Role.ValueType,
+        selectors: Sequence[registry_service_pb2.RankSelector] = (),
+        wait_ready: bool = False,
+    ) -> registry_service_pb2.Engine:
+        """As ``Client.resolve_ranks``."""
+        return self._run(self._client.resolve_ranks(engine, role, selectors, wait_ready))
+
+    def list_sessions(self) -> list[transfer_service_pb2.Session]:
+        """As ``Client.list_sessions``."""
+        return self._run(self._client.list_sessions())
+
+    def list_rooms(
+        self, *, states: Sequence[transfer_service_pb2.RoomState.ValueType] = (), held_only: bool = False
+    ) -> list[transfer_service_pb2.Room]:
+        """As ``Client.list_rooms``."""
+        return self._run(self._client.list_rooms(states=states, held_only=held_only))
+
+    def get_room(self, room: int, attempt: int = 0) -> transfer_service_pb2.Room:
+        """As ``Client.get_room``."""
+        return self._run(self._client.get_room(room, attempt))
+
+    def cancel_room(self, room: int, attempt: int = 0, cause: str = "") -> transfer_service_pb2.Room:
+        """As ``Client.cancel_room``."""
+        return self._run(self._client.cancel_room(room, attempt, cause))
+
+    def get_topology(self) -> transfer_service_pb2.GetTopologyResponse:
+        """As ``Client.get_topology``."""
+        return self._run(self._client.get_topology())
+
+    def list_streams(self) -> list[event_service_pb2.EventStream]:
+        """As ``Client.list_streams``."""
+        return self._run(self._client.list_streams())
+
+    def watch(
+        self,
+        *,
+        mode: event_service_pb2.WatchMode.ValueType = event_service_pb2.WATCH_MODE_REPLAY,
+        engine: str = "",
+        dp: int = 0,
+        log: str = "",
+        from_sequence: int | None = None,
+        end_sequence: int | None = None,
+    ) -> Iterator[WatchPart]:
+        """One Watch, from Begin on; blocks for each part (heartbeats come each second)."""
+        parts = self._client.watch(
+            mode=mode, engine=engine, dp=dp, log=log, from_sequence=from_sequence, end_sequence=end_sequence
+        )
+        ended = object()
+
+        async def following() -> object:
+            return await anext(parts, ended)
+
+        async def close() -> None:
+            await parts.aclose()  # type: ignore[attr-defined]  # it is an async generator
+
+        try:
+            while True:
+                part = self._run(following())
+                if part is ended:
+                    return
+                yield part  # type: ignore[misc]  # the sentinel is the only other value
+        finally:
+            # A program may end without closing it; the loop's thread no longer runs then.
+            if not sys.is_finalizing():
+                self._run(close())
+
+    def get_server_info(self) -> server_service_pb2.GetServerInfoResponse:
+        """As ``Client.get_server_info``."""
+        return self._run(self._client.get_server_info())
+
+    def drain(self, grace: float = 30.0) -> server_service_pb2.DrainResponse:
+        """As ``Client.drain``."""
+        return self._run(self._client.drain(grace), self._seconds + 2 * grace)
+
+    def health(self, service: str = "") -> str:
+        """As ``Client.health``."""
+        return self._run(self._client.health(service))
+
+    def _run(self, coroutine: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
+        try:
+            return self._loop.run(coroutine, seconds or self._seconds)
+        except TimeoutError as error:
+            raise PeerUnreachable(f"{self.address}: {error}", metadata={"address": self.address}) from None

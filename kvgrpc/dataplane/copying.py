@@ -1,0 +1,145 @@
+"""Copies many pieces of memory within this process, as fast as memcpy allows and without starving other threads.
+
+Three ways, because the GIL decides which is fastest (2 cores, 256 MiB, GB/s with an idle interpreter / with one thread
+that computes in pure Python all the time):
+
+- one ``memmove`` for each piece, GIL released around it: 6.8 / 0.2 at 1 MiB, 4.8 / 0.03 at 32 KiB, 2.8 / 0.01 at 4 KiB.
+  After a piece the computing thread often has the GIL, and keeps it for its 5 ms.
+- ``process_vm_writev`` to ourselves, up to 1,024 pieces in one system call: 5.3 / 1.3, 4.6 / 1.2, 3.1 / 0.6. An address
+  that is not mapped is an error here, not the end of the process.
+- ``memmove`` with the GIL held: for so little that asking for the GIL again would cost more than the copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+
+import numpy as np
+
+from kvgrpc.dataplane.base import U64Array
+from kvgrpc.dataplane.ranges import split
+
+PIECE_BYTES = 4 << 20
+SLICE_BYTES = 8 << 20
+_SLICE_NANOSECONDS = 2_000_000
+_CALL_PIECES = 1024  # IOV_MAX
+_HOLD_BYTES = 128 << 10
+_SMALL_PIECE = 16 << 10
+_CONTENDED_NANOSECONDS = 1_000_000
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_pointer = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value
+_signature = (None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memmove = ctypes.CFUNCTYPE(*_signature)(_pointer or 0)
+_memmove_holding = ctypes.PYFUNCTYPE(*_signature)(_pointer or 0)
+
+
+class Pieces:
+    """What one submission copies: own addresses, own (mapped) addresses, bytes; uint64[n] each, range-checked."""
+
+    __slots__ = ("count", "ends", "nbytes", "source", "target", "total")
+
+    def __init__(self, source: U64Array, target: U64Array, nbytes: U64Array) -> None:
+        source, target, nbytes = split(PIECE_BYTES, source, target, nbytes)
+        self.nbytes = nbytes
+        self.ends = np.cumsum(nbytes, dtype=np.uint64)
+        self.source = _iovec(source, nbytes)
+        self.target = _iovec(target, nbytes)
+        self.count = len(nbytes)
+        self.total = int(self.ends[-1]) if self.count else 0
+
+    def done(self, first: int) -> int:
+        """Bytes of the pieces before ``first``."""
+        return int(self.ends[first - 1]) if first else 0
+
+
+class Copier:
+    """Copies slices of pieces. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._vectored = _can_write_to_itself()
+        self._contended = False
+
+    def copy(self, pieces: Pieces, first: int) -> int:
+        """Copies pieces from ``first`` on, about 8 MiB or 2 ms of them; the number of the next piece.
+
+        Raises OSError when memory is not there.
+        """
+        if pieces.total <= _HOLD_BYTES:
+            return self._hold(pieces, first)
+        began, worked = time.perf_counter_ns(), time.thread_time_ns()
+        small = pieces.total < _SMALL_PIECE * pieces.count
+        copy = self._call if self._vectored and (small or self._contended) else self._loop
+        following = copy(pieces, first)
+        waited = (time.perf_counter_ns() - began) - (time.thread_time_ns() - worked)
+        self._contended = waited > _CONTENDED_NANOSECONDS
+        return following
+
+    def _hold(self, pieces: Pieces, first: int) -> int:
+        for source, target, nbytes in _rows(pieces, first, pieces.count):
+            _memmove_holding(target, source, nbytes)
+        return pieces.count
+
+    def _loop(self, pieces: Pieces, first: int) -> int:
+        last = self._slice(pieces, first)
+        limit = time.perf_counter_ns() + _SLICE_NANOSECONDS
+        for number, (source, target, nbytes) in enumerate(_rows(pieces, first, last), first + 1):
+            _memmove(target, source, nbytes)
+            if time.perf_counter_ns() > limit:
+                return number
+        return last
+
+    def _call(self, pieces: Pieces, first: int) -> int:
+        last = min(self._slice(pieces, first), first + _CALL_PIECES)
+        expected = pieces.done(last) - pieces.done(first)
+        count, offset = last - first, first * 16
+        copied = _write(pieces.source.ctypes.data + offset, pieces.target.ctypes.data + offset, count)
+        if copied == expected:
+            return last
+        done = np.uint64(pieces.done(first) + copied)
+        following = int(np.searchsorted(pieces.ends, done, side="right"))
+        if following == first:  # not even one piece: say why, by asking for that piece alone
+            _write(pieces.source.ctypes.data + offset, pieces.target.ctypes.data + offset, 1)
+            raise OSError(f"piece {first} was copied in part only")
+        return following
+
+    @staticmethod
+    def _slice(pieces: Pieces, first: int) -> int:
+        """Number of the piece after a slice of at least one piece."""
+        limit = np.uint64(pieces.done(first) + SLICE_BYTES)
+        return max(int(np.searchsorted(pieces.ends, limit, side="right")), first + 1)
+
+
+def _iovec(addresses: U64Array, nbytes: U64Array) -> U64Array:
+    return np.ascontiguousarray(np.stack((addresses, nbytes), axis=1))
+
+
+def _rows(pieces: Pieces, first: int, last: int) -> zip[tuple[int, int, int]]:
+    source, target = pieces.source[first:last, 0], pieces.target[first:last, 0]
+    return zip(source.tolist(), target.tolist(), pieces.nbytes[first:last].tolist(), strict=True)
+
+
+def _write(source: int, target: int, count: int) -> int:
+    """Bytes copied from ``count`` iovecs at ``source`` to those at ``target``. Raises OSError when it is none."""
+    arguments = ctypes.c_int(os.getpid()), ctypes.c_void_p(source), ctypes.c_ulong(count)
+    copied = _libc.process_vm_writev(*arguments, ctypes.c_void_p(target), ctypes.c_ulong(count), ctypes.c_ulong(0))
+    if copied < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return int(copied)
+
+
+def _can_write_to_itself() -> bool:
+    """Old container runtimes and sandboxes forbid the call, and not every libc has it."""
+    if not hasattr(_libc, "process_vm_writev"):
+        return False
+    _libc.process_vm_writev.restype = ctypes.c_ssize_t
+    data = np.arange(2, dtype=np.uint64)
+    address, eight = np.array([data.ctypes.data], dtype=np.uint64), np.array([8], dtype=np.uint64)
+    source, target = _iovec(address + eight, eight), _iovec(address, eight)
+    try:
+        return _write(source.ctypes.data, target.ctypes.data, 1) == 8 and int(data[0]) == 1
+    except OSError:
+        return False

@@ -1,0 +1,118 @@
+"""What the prefill and the decode process have in common: opening the rank, the loop, events, reports, the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvgrpc.dataplane import open_plane
+from kvgrpc.demo.aux_rows import AuxRows
+from kvgrpc.demo.child import Router, RouterGone
+from kvgrpc.demo.config import EngineConfig
+from kvgrpc.demo.engine import Engine
+from kvgrpc.demo.measured_plane import MeasuredPlane
+from kvgrpc.demo.protocol import Clear, Compute, Failed, Loaded, Open, Opened, Refused, Report, Reported
+from kvgrpc.errors import Failure, KvGrpcError
+from kvgrpc.events import KVEventBatch
+from kvgrpc.model import Role
+from kvgrpc.server import Rank, RankConfig, open_rank
+
+EVENTS = {"publisher": "zmq", "endpoint": "tcp://127.0.0.1:0"}
+CLOSE_SECONDS = 3.0
+POLL_SECONDS = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRank:
+    """An engine and its opened rank; all of it belongs to the thread that opened it."""
+
+    router: Router
+    engine: Engine
+    rank: Rank
+    aux: AuxRows
+    plane: MeasuredPlane
+
+    def fail(self, room: int, failure: Failure | None) -> None:
+        """Tells the router that a room failed."""
+        reason, text = ("UNSPECIFIED", "no cause given") if failure is None else (failure.reason.name, failure.message)
+        self.router.tell(Failed(room, reason, text))
+
+    def publish_events(self) -> None:
+        """What happened in the prefix cache since the call before, as one batch."""
+        events = self.engine.cache.take_events()
+        if events:
+            self.rank.events.publish(KVEventBatch(time.time(), list(events)))
+
+    def report(self) -> Reported:
+        return Reported(self.engine.cache.hashes(), self.plane.written_bytes, self.plane.writing_seconds)
+
+
+class Scheduler(Protocol):
+    """What an engine does with its requests."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request has not ended."""
+
+    def accept(self, request: Compute) -> None:
+        """A request came."""
+
+    def step(self) -> bool:
+        """Moves everything on a little without waiting; False when there was nothing to compute."""
+
+
+def serve(
+    name: str, role: Role, config: EngineConfig, router: Router, scheduler: Callable[[EngineRank], Scheduler]
+) -> None:
+    """The process: opens the rank as the router says, serves it, and closes it when the router is gone."""
+    opened = None
+    try:
+        router.tell(Loaded())
+        while opened is None:
+            message = router.receive()
+            if isinstance(message, Open):
+                opened = _open(name, role, config, router, message)
+        _work(opened, scheduler(opened))
+    except RouterGone:
+        pass
+    finally:
+        if opened is not None:
+            opened.rank.close(CLOSE_SECONDS)
+
+
+def _open(name: str, role: Role, config: EngineConfig, router: Router, wanted: Open) -> EngineRank | None:
+    try:
+        plane = MeasuredPlane(open_plane(wanted.data_plane))
+        engine, aux = Engine(config, plane), AuxRows()
+        rank = open_rank(
+            RankConfig(
+                engine=name,
+                role=role,
+                pools=(engine.memory.pool,),
+                aux=(aux.buffer,),
+                data_plane=plane,
+                registry=wanted.registry,
+                events=EVENTS,
+            )
+        )
+    except KvGrpcError as error:
+        router.tell(Refused(error.reason.name, error.message))
+        return None
+    router.tell(Opened(rank.address, engine.memory.bytes_per_page))
+    return EngineRank(router, engine, rank, aux, plane)
+
+
+def _work(opened: EngineRank, scheduler: Scheduler) -> None:
+    computed = False
+    while True:
+        message = opened.router.receive(0 if computed else POLL_SECONDS if scheduler.busy else None)
+        if isinstance(message, Compute):
+            scheduler.accept(message)
+        elif isinstance(message, Clear):
+            opened.engine.cache.clear()
+        elif isinstance(message, Report):
+            opened.router.tell(opened.report())
+        computed = scheduler.step()
+        opened.publish_events()

@@ -1,0 +1,162 @@
+"""What the demo found out, as plain values: the base of the table, the JSON and the exit code."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from kvgrpc.demo.event_check import EventResult
+from kvgrpc.demo.prompts import Prompt
+from kvgrpc.demo.protocol import Failed, Finished, Prefilled, Received, Token
+
+
+@dataclass(slots=True)
+class PromptResult:
+    """One prompt: what prefill and decode made of it, and what the reference did. Moments are CLOCK_MONOTONIC."""
+
+    prompt: Prompt
+    room: int
+    asked_at: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+    reference_tokens: list[int] = field(default_factory=list)
+    digest: str = ""
+    reference_digest: str = ""
+    pages_moved: int = 0
+    reused_by_prefill: int = 0
+    reused_by_decode: int = 0
+    compute_seconds: float = 0.0
+    sent_at: float = 0.0
+    received_at: float = 0.0
+    first_token_at: float = 0.0
+    finished: bool = False
+    prefilled: bool = False
+    reference_finished: bool = False
+    failure: str = ""
+
+    @property
+    def ended(self) -> bool:
+        """Answered and its pages given back, or failed."""
+        return bool(self.failure) or (self.finished and self.prefilled)
+
+    @property
+    def handoff_seconds(self) -> float:
+        """From prefill's last send to decode's Success."""
+        return self.received_at - self.sent_at
+
+    @property
+    def difference(self) -> str:
+        """What is not as in the single process, in words; "" when everything is."""
+        if self.failure:
+            return self.failure
+        if self.tokens != self.reference_tokens:
+            return f"token {_first_difference(self.tokens, self.reference_tokens) + 1} differs from the single process"
+        if self.digest != self.reference_digest:
+            return "the KV cache that arrived differs from the single process's"
+        return ""
+
+
+@dataclass(slots=True)
+class DemoResult:
+    """Everything. ``problem``: what kept the demo from its end, "" when nothing did."""
+
+    data_plane: str
+    prompts: list[PromptResult] = field(default_factory=list)
+    events: list[EventResult] = field(default_factory=list)
+    addresses: dict[str, str] = field(default_factory=dict)
+    page_bytes: int = 0
+    written_bytes: int = 0
+    writing_seconds: float = 0.0
+    seconds: float = 0.0
+    problem: str = ""
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        return self.written_bytes / self.writing_seconds / 1e9 if self.writing_seconds else 0.0
+
+    @property
+    def difference(self) -> str:
+        """The first thing that was not equal, or the problem; "" when all is well."""
+        if self.problem:
+            return self.problem
+        for number, prompt in enumerate(self.prompts, 1):
+            if prompt.difference:
+                return f"prompt {number}: {prompt.difference}"
+        for stream in self.events:
+            if stream.difference:
+                return f"events of {stream.engine}: {stream.difference}"
+        moved = sum(prompt.pages_moved for prompt in self.prompts) * self.page_bytes
+        if moved != self.written_bytes:
+            return f"{self.written_bytes} bytes were written, the pages that arrived have {moved}"
+        return ""
+
+    @property
+    def summary(self) -> str:
+        """The demo's last line."""
+        if self.difference:
+            return f"kvgrpc demo: FAILED ({self.difference})"
+        tokens = sum(len(prompt.tokens) for prompt in self.prompts)
+        batches = sum(stream.batches for stream in self.events)
+        return (
+            f"kvgrpc demo: OK ({len(self.prompts)} prompts, {tokens} tokens as from a single process, "
+            f"{self.written_bytes:,} bytes over {self.data_plane}, {batches} event batches, {self.seconds:.1f} s)"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs: seconds, bytes and counts; tokens as numbers."""
+        return {
+            "ok": not self.difference,
+            "reason": self.difference,
+            "dataPlane": self.data_plane,
+            "seconds": round(self.seconds, 3),
+            "addresses": self.addresses,
+            "pageBytes": self.page_bytes,
+            "writtenBytes": self.written_bytes,
+            "writingSeconds": self.writing_seconds,
+            "gigabytesPerSecond": self.gigabytes_per_second,
+            "prompts": [_prompt_as_json(prompt) for prompt in self.prompts],
+            "events": [{**asdict(stream), "equal": not stream.difference} for stream in self.events],
+        }
+
+
+def note(result: PromptResult, kind: str, message: Prefilled | Received | Token | Finished | Failed) -> None:
+    """Puts down what the process ``kind`` said of the prompt."""
+    if isinstance(message, Token) and kind == "reference":
+        result.reference_tokens.append(message.token)
+    elif isinstance(message, Finished) and kind == "reference":
+        result.reference_finished, result.reference_digest = True, message.digest
+    elif isinstance(message, Token):
+        result.first_token_at = result.first_token_at or time.monotonic()
+        result.tokens.append(message.token)
+    elif isinstance(message, Finished):
+        result.finished = True
+    elif isinstance(message, Prefilled):
+        result.prefilled, result.reused_by_prefill = True, message.reused_pages
+        result.compute_seconds, result.sent_at = message.compute_seconds, message.sent_at
+    elif isinstance(message, Received):
+        result.pages_moved, result.reused_by_decode = message.pages, message.reused_pages
+        result.received_at, result.digest = message.received_at, message.digest
+    elif isinstance(message, Failed):
+        result.failure = result.failure or f"{kind} says {message.reason}: {message.message}"
+
+
+def _prompt_as_json(result: PromptResult) -> dict[str, Any]:
+    return {
+        "title": result.prompt.title,
+        "room": str(result.room),
+        "promptTokens": len(result.prompt.tokens),
+        "tokens": result.tokens,
+        "equal": not result.difference,
+        "difference": result.difference,
+        "pagesMoved": result.pages_moved,
+        "pagesReusedByPrefill": result.reused_by_prefill,
+        "pagesReusedByDecode": result.reused_by_decode,
+        "computeSeconds": result.compute_seconds,
+        "handoffSeconds": result.handoff_seconds,
+        "firstTokenSeconds": result.first_token_at - result.asked_at,
+    }
+
+
+def _first_difference(left: list[int], right: list[int]) -> int:
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((number for number, (mine, other) in pairs if mine != other), min(len(left), len(right)))

@@ -1,0 +1,222 @@
+"""``kvgrpc demo``: one real hand-off after the other, from prompt to tokens, each compared with a single process.
+
+This process is the router: it starts the others, sends the prompts, and believes nothing that it did not compare.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvgrpc.demo.event_check import EventCheck
+from kvgrpc.demo.processes import DemoFailed, Processes
+from kvgrpc.demo.prompts import ANSWER_TOKENS, PromptsInvalid, built_in, from_file
+from kvgrpc.demo.protocol import (
+    Clear,
+    Compute,
+    Loaded,
+    Open,
+    Opened,
+    Refused,
+    Report,
+    Reported,
+    ToRouter,
+)
+from kvgrpc.demo.results import DemoResult, PromptResult, note
+from kvgrpc.demo.view import JsonView, View
+from kvgrpc.errors import KvGrpcError, Reason
+
+if importlib.util.find_spec("torch") is None:  # this process needs none, but those that it starts do
+    raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+RANKS = ("prefill", "decode")
+KINDS = ("registry", *RANKS, "reference")
+# Importing torch takes seconds, and much longer the first time on a cold disk.
+LOAD_SECONDS = 120.0
+OPEN_SECONDS = 60.0
+ANSWER_SECONDS = 60.0
+REPORT_SECONDS = 10.0
+IN_FLIGHT = 3
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """``data_plane``: "mooncake", "shm", or None: Mooncake, and shm where it cannot load."""
+
+    data_plane: str | None = None
+    prompts: Path | None = None
+    as_json: bool = False
+    keep_running: bool = False
+
+
+def run(
+    data_plane: str | None = None,
+    prompts: Path | None = None,
+    as_json: bool = False,
+    keep_running: bool = False,
+) -> int:
+    """Runs the demo and returns the exit code: 0 when everything was equal, 1 when not, 130 after Ctrl-C."""
+    return main(DemoOptions(data_plane, prompts, as_json, keep_running))
+
+
+def main(options: DemoOptions) -> int:
+    """As ``run``."""
+    view = JsonView() if options.as_json else View()
+    result = DemoResult(options.data_plane or "mooncake")
+    began = time.monotonic()
+    try:
+        asked = built_in() if options.prompts is None else from_file(options.prompts)
+        result.prompts = [PromptResult(prompt, room) for prompt, room in zip(asked, _rooms(len(asked)), strict=True)]
+        with Processes(KINDS) as processes:
+            with view:
+                _Demo(options, processes, view, result).run()
+            result.seconds = time.monotonic() - began
+            view.result(result)
+            if options.keep_running:
+                view.last(result)
+                view.servers(result)
+                _stay(processes)
+    except (DemoFailed, PromptsInvalid, KvGrpcError) as error:
+        result.problem = str(error)
+        if options.as_json:
+            view.result(result)
+    except KeyboardInterrupt:
+        view.warn("interrupted")
+        return INTERRUPTED
+    view.last(result)
+    return 1 if result.difference else 0
+
+
+class _Demo:
+    """The steps, one after the other. Every message of the processes comes through ``_until``."""
+
+    def __init__(self, options: DemoOptions, processes: Processes, view: View, result: DemoResult) -> None:
+        self._options = options
+        self._processes = processes
+        self._view = view
+        self._result = result
+        self._by_room = {prompt.room: prompt for prompt in result.prompts}
+        self._loaded: set[str] = set()
+        self._opened: dict[str, Opened] = {}
+        self._refused: dict[str, Refused] = {}
+        self._reports: dict[str, Reported] = {}
+
+    def run(self) -> None:
+        """Fills the result. Raises DemoFailed where a step cannot be done at all."""
+        self._open()
+        with ExitStack() as stack:
+            checks = {rank: self._follow_events(rank, stack) for rank in RANKS}
+            self._answer()
+            self._answer_in_one_process()
+            self._ask_for_reports()
+            self._result.events = [check.result(self._reports[rank].cached) for rank, check in checks.items()]
+
+    def _open(self) -> None:
+        self._view.note("starting a registry, a prefill, a decode and a reference process; torch takes seconds to load")
+        self._until(lambda: "registry" in self._opened and self._loaded.issuperset(RANKS), LOAD_SECONDS, "to load")
+        self._open_ranks()
+        if self._refused and self._options.data_plane is None and self._may_do_without_mooncake():
+            self._view.warn(f"{self._refused[RANKS[0]].message}; until then the demo runs over shm")
+            self._result.data_plane = "shm"
+            self._open_ranks()
+        for rank in sorted(self._refused, key=RANKS.index):
+            refusal = self._refused[rank]
+            raise DemoFailed(f"{rank} cannot open {self._result.data_plane}: {refusal.reason}: {refusal.message}")
+        self._result.addresses = {kind: opened.address for kind, opened in self._opened.items()}
+        self._result.page_bytes = self._opened["prefill"].page_bytes
+        self._view.note(", ".join(f"{kind} at {address}" for kind, address in self._result.addresses.items()))
+
+    def _open_ranks(self) -> None:
+        self._refused.clear()
+        for rank in RANKS:
+            self._processes.tell(rank, Open(self._result.data_plane, self._opened["registry"].address))
+        self._until(lambda: (self._opened.keys() | self._refused.keys()).issuperset(RANKS), OPEN_SECONDS, "to open")
+
+    def _may_do_without_mooncake(self) -> bool:
+        return self._refused.keys() == set(RANKS) and all(
+            refusal.reason == Reason.FEATURE_DISABLED.name for refusal in self._refused.values()
+        )
+
+    def _follow_events(self, rank: str, stack: ExitStack) -> EventCheck:
+        check = EventCheck(self._opened[rank].address, lambda: self._processes.tell(rank, Clear()))
+        stack.callback(check.close)
+        return check
+
+    def _answer(self) -> None:
+        """Prompts in order, some in flight at once; a next turn waits for the answer before it."""
+        prompts = self._result.prompts
+        self._view.follow(prompts)
+        for prompt in prompts:
+            self._until(lambda prompt=prompt: self._may_ask(prompt), ANSWER_SECONDS, "to answer")  # type: ignore[misc]
+            prompt.asked_at = time.monotonic()
+            request = self._request(prompt)
+            for rank in RANKS:
+                self._processes.tell(rank, request)
+        self._until(lambda: all(prompt.ended for prompt in prompts), ANSWER_SECONDS, "to answer")
+
+    def _may_ask(self, prompt: PromptResult) -> bool:
+        asked = [each for each in self._result.prompts if each.asked_at]
+        after = prompt.prompt.after
+        in_flight = sum(not each.ended for each in asked)
+        return in_flight < IN_FLIGHT and (after is None or self._result.prompts[after].ended)
+
+    def _answer_in_one_process(self) -> None:
+        self._view.note("computing the same prompts in one process, without kvgrpc and without a prefix cache")
+        self._until(lambda: "reference" in self._loaded, LOAD_SECONDS, "to load")
+        for prompt in self._result.prompts:
+            self._processes.tell("reference", self._request(prompt))
+        for prompt in self._result.prompts:
+            self._until(lambda prompt=prompt: prompt.reference_finished, ANSWER_SECONDS, "to answer")  # type: ignore[misc]
+
+    def _ask_for_reports(self) -> None:
+        for rank in RANKS:
+            self._processes.tell(rank, Report())
+        self._until(lambda: self._reports.keys() == set(RANKS), REPORT_SECONDS, "to report")
+        self._result.written_bytes = self._reports["prefill"].written_bytes
+        self._result.writing_seconds = self._reports["prefill"].writing_seconds
+
+    def _request(self, prompt: PromptResult) -> Compute:
+        bootstrap_addr = f"{self._opened['registry'].address}/prefill"
+        return Compute(prompt.room, bootstrap_addr, list(prompt.prompt.tokens), ANSWER_TOKENS)
+
+    def _until(self, reached: Callable[[], bool], seconds: float, what: str) -> None:
+        """Handles what the processes say until ``reached``. Raises DemoFailed after ``seconds`` without it."""
+        deadline = time.monotonic() + seconds
+        while not reached():
+            heard = self._processes.receive(deadline)
+            if heard is None:
+                raise DemoFailed(f"waited {seconds:.0f} s for the processes {what}, in vain")
+            self._handle(*heard)
+
+    def _handle(self, kind: str, message: ToRouter) -> None:
+        if isinstance(message, Loaded):
+            self._loaded.add(kind)
+        elif isinstance(message, Opened):
+            self._opened[kind] = message
+        elif isinstance(message, Refused):
+            self._refused[kind] = message
+        elif isinstance(message, Reported):
+            self._reports[kind] = message
+        else:
+            prompt = self._by_room[message.room]
+            note(prompt, kind, message)
+            self._view.changed(prompt)
+
+
+def _stay(processes: Processes) -> None:
+    """Until Ctrl-C, or until a process ends by itself."""
+    with suppress(KeyboardInterrupt):
+        while True:
+            processes.receive(time.monotonic() + 3600.0)
+
+
+def _rooms(count: int) -> list[int]:
+    """Numbers that a router would draw: 1 to 2^63 - 1, never the same twice."""
+    first = secrets.randbelow(2**62) + 1
+    return [first + number for number in range(count)]

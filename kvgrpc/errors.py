@@ -1,0 +1,245 @@
+"""Every failure that kvgrpc names: one exception for each ErrorReason, and the record that travels in streams.
+
+Stdlib only. The numbers are those of ``protos/kvgrpc/v1/error_reason.proto`` (a test compares); the gRPC code is kept
+by name so that nothing here needs grpc. ``kvgrpc.rpc.status`` turns these into statuses and back.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+MAX_MESSAGE_CHARS = 1024
+
+
+class Reason(enum.IntEnum):
+    """Why something failed; the comments of error_reason.proto say the metadata keys and what to do."""
+
+    UNSPECIFIED = 0
+    ROOM_NOT_FOUND = 1
+    ROOM_CONFLICT = 2
+    ROOM_CANCELLED = 3
+    ROOM_DEADLINE = 4
+    PEER_LOST = 5
+    STALE_EPOCH = 6
+    PARALLEL_LAYOUT_MISMATCH = 7
+    KV_INDEX_OUT_OF_RANGE = 8
+    TRANSFER_FAILED = 9
+    TOO_MANY_REQUESTS = 10
+    PAGES_HELD = 11
+    INVALID_REQUEST = 12
+    SERVER_DRAINING = 13
+    FRAME_TOO_LARGE = 14
+    REGISTRATION_SHAPE_CONFLICT = 15
+    ENGINE_NOT_FOUND = 16
+    WARMING_UP = 17
+    WRONG_RANK = 18
+    EVENTS_COMPACTED = 19
+    EVENTS_SEQUENCE_IN_FUTURE = 20
+    STALE_LOG = 21
+    STREAM_NOT_FOUND = 22
+    CREDENTIALS_INVALID = 23
+    PERMISSION_DENIED = 24
+    FEATURE_DISABLED = 25
+    ADDRESS_NOT_ALLOWED = 26
+    INTERNAL = 27
+    PEER_UNREACHABLE = 28
+    CALL_TOO_LONG = 29
+
+    @property
+    def full_name(self) -> str:
+        """The name of the proto value, which is what ErrorInfo.reason carries."""
+        return f"ERROR_REASON_{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One field that is wrong: its proto path, and what would be right."""
+
+    field: str
+    description: str
+
+
+class KvGrpcError(Exception):
+    """Base of all domain exceptions.
+
+    ``message`` says what happened and what to do about it; ``metadata`` holds the documented keys, ``retry_after`` the
+    seconds after which the same call may be repeated (None: do not), ``violations`` the wrong fields of a request.
+    """
+
+    reason: ClassVar[Reason] = Reason.UNSPECIFIED
+    code: ClassVar[str] = "UNKNOWN"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        metadata: Mapping[str, object] | None = None,
+        retry_after: float | None = None,
+        violations: Sequence[Violation] = (),
+    ) -> None:
+        super().__init__(message)
+        self.message = message[:MAX_MESSAGE_CHARS]
+        self.metadata: dict[str, str] = {key: str(value) for key, value in (metadata or {}).items()}
+        self.retry_after = retry_after
+        self.violations = tuple(violations)
+
+    def __str__(self) -> str:
+        return f"{self.reason.name}: {self.message}"
+
+
+class RoomNotFound(KvGrpcError):
+    reason, code = Reason.ROOM_NOT_FOUND, "NOT_FOUND"
+
+
+class RoomConflict(KvGrpcError):
+    reason, code = Reason.ROOM_CONFLICT, "ALREADY_EXISTS"
+
+
+class RoomCancelled(KvGrpcError):
+    reason, code = Reason.ROOM_CANCELLED, "ABORTED"
+
+
+class RoomDeadline(KvGrpcError):
+    reason, code = Reason.ROOM_DEADLINE, "ABORTED"
+
+
+class PeerLost(KvGrpcError):
+    reason, code = Reason.PEER_LOST, "ABORTED"
+
+
+class StaleEpoch(KvGrpcError):
+    reason, code = Reason.STALE_EPOCH, "FAILED_PRECONDITION"
+
+
+class ParallelLayoutMismatch(KvGrpcError):
+    reason, code = Reason.PARALLEL_LAYOUT_MISMATCH, "FAILED_PRECONDITION"
+
+
+class KvIndexOutOfRange(KvGrpcError):
+    reason, code = Reason.KV_INDEX_OUT_OF_RANGE, "OUT_OF_RANGE"
+
+
+class TransferFailed(KvGrpcError):
+    reason, code = Reason.TRANSFER_FAILED, "ABORTED"
+
+
+class TooManyRequests(KvGrpcError):
+    reason, code = Reason.TOO_MANY_REQUESTS, "RESOURCE_EXHAUSTED"
+
+
+class PagesHeld(KvGrpcError):
+    reason, code = Reason.PAGES_HELD, "RESOURCE_EXHAUSTED"
+
+
+class InvalidRequest(KvGrpcError):
+    reason, code = Reason.INVALID_REQUEST, "INVALID_ARGUMENT"
+
+
+class ServerDraining(KvGrpcError):
+    reason, code = Reason.SERVER_DRAINING, "UNAVAILABLE"
+
+
+class FrameTooLarge(KvGrpcError):
+    reason, code = Reason.FRAME_TOO_LARGE, "INVALID_ARGUMENT"
+
+
+class RegistrationShapeConflict(KvGrpcError):
+    reason, code = Reason.REGISTRATION_SHAPE_CONFLICT, "ALREADY_EXISTS"
+
+
+class OldShapeStillLeased(RegistrationShapeConflict):
+    """The other shape belongs to an older incarnation whose lease still runs; ``retry_after`` says how long."""
+
+    reason, code = Reason.REGISTRATION_SHAPE_CONFLICT, "UNAVAILABLE"
+
+
+class EngineNotFound(KvGrpcError):
+    reason, code = Reason.ENGINE_NOT_FOUND, "NOT_FOUND"
+
+
+class WarmingUp(KvGrpcError):
+    reason, code = Reason.WARMING_UP, "UNAVAILABLE"
+
+
+class WrongRank(KvGrpcError):
+    reason, code = Reason.WRONG_RANK, "FAILED_PRECONDITION"
+
+
+class EventsCompacted(KvGrpcError):
+    reason, code = Reason.EVENTS_COMPACTED, "OUT_OF_RANGE"
+
+
+class EventsSequenceInFuture(KvGrpcError):
+    reason, code = Reason.EVENTS_SEQUENCE_IN_FUTURE, "OUT_OF_RANGE"
+
+
+class StaleLog(KvGrpcError):
+    reason, code = Reason.STALE_LOG, "ABORTED"
+
+
+class StreamNotFound(KvGrpcError):
+    reason, code = Reason.STREAM_NOT_FOUND, "NOT_FOUND"
+
+
+class CredentialsInvalid(KvGrpcError):
+    reason, code = Reason.CREDENTIALS_INVALID, "UNAUTHENTICATED"
+
+
+class PermissionDenied(KvGrpcError):
+    reason, code = Reason.PERMISSION_DENIED, "PERMISSION_DENIED"
+
+
+class FeatureDisabled(KvGrpcError):
+    reason, code = Reason.FEATURE_DISABLED, "UNIMPLEMENTED"
+
+
+class AddressNotAllowed(KvGrpcError):
+    reason, code = Reason.ADDRESS_NOT_ALLOWED, "INVALID_ARGUMENT"
+
+
+class Internal(KvGrpcError):
+    reason, code = Reason.INTERNAL, "INTERNAL"
+
+
+class PeerUnreachable(KvGrpcError):
+    reason, code = Reason.PEER_UNREACHABLE, "UNAVAILABLE"
+
+
+class CallTooLong(KvGrpcError):
+    reason, code = Reason.CALL_TOO_LONG, "DEADLINE_EXCEEDED"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The root cause of a failed room: an exception as a value that travels in streams and records.
+
+    ``origin`` names who saw it first ("engine/dp0/pp0/cp0/tp0@epoch", empty: this process), ``time`` is Unix seconds.
+    """
+
+    reason: Reason
+    message: str
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    origin: str = ""
+    time: float = field(default_factory=time.time)
+
+    @classmethod
+    def of(cls, error: KvGrpcError, origin: str = "") -> Failure:
+        return cls(error.reason, error.message, dict(error.metadata), origin)
+
+    def exception(self) -> KvGrpcError:
+        """The exception of this reason, for callers that want to raise it."""
+        return exception_of(self.reason)(self.message, metadata=self.metadata)
+
+
+def exception_of(reason: Reason) -> type[KvGrpcError]:
+    """The exception class of a reason; KvGrpcError itself for one that this version does not know."""
+    return _BY_REASON.get(reason, KvGrpcError)
+
+
+_BY_REASON: dict[Reason, type[KvGrpcError]] = {}
+for _class in KvGrpcError.__subclasses__():
+    _BY_REASON.setdefault(_class.reason, _class)

@@ -1,0 +1,50 @@
+"""KV-cache events of one engine: published live over ZMQ, kept in a journal, replayed over gRPC.
+
+Importing it loads neither zmq nor grpc; ``ZmqEventPublisher`` and ``EventServicer`` load theirs when first named.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from kvgrpc.events.base import EventPublisher, NullEventPublisher
+from kvgrpc.events.codec import Dialect, decode_batch
+from kvgrpc.events.config import EventsConfig
+from kvgrpc.events.factory import EventPublisherFactory, open_publisher
+from kvgrpc.events.gate import publishes
+from kvgrpc.events.journaling import JournalingPublisher, PublisherCounts
+from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from kvgrpc.events.stream import EventStream
+
+if TYPE_CHECKING:
+    from kvgrpc.events.publisher import ZmqEventPublisher
+    from kvgrpc.events.servicer import EventServicer
+
+__all__ = [
+    "AllBlocksCleared",
+    "BlockRemoved",
+    "BlockStored",
+    "Dialect",
+    "EventPublisher",
+    "EventPublisherFactory",
+    "EventServicer",
+    "EventStream",
+    "EventsConfig",
+    "JournalingPublisher",
+    "KVEventBatch",
+    "NullEventPublisher",
+    "PublisherCounts",
+    "ZmqEventPublisher",
+    "decode_batch",
+    "open_publisher",
+    "publishes",
+]
+
+_LOADED_WHEN_NAMED = {"ZmqEventPublisher": "kvgrpc.events.publisher", "EventServicer": "kvgrpc.events.servicer"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LOADED_WHEN_NAMED:
+        return getattr(importlib.import_module(_LOADED_WHEN_NAMED[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,51 @@
+"""What an engine sees of event publishing: one call that never blocks and never raises."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from kvgrpc.events.stream import EventStream
+
+SHUTDOWN_SECONDS = 1.0
+
+
+class EventPublisher(ABC):
+    """Publishes the KV-cache events of one data-parallel rank. Base of own publishers too (``register_publisher``)."""
+
+    def __init__(self, data_parallel_rank: int = 0) -> None:
+        self.data_parallel_rank = data_parallel_rank
+
+    @property
+    def stream(self) -> EventStream | None:
+        """What ListStreams and Watch serve; None where nothing is kept."""
+        return None
+
+    @property
+    def healthy(self) -> bool:
+        """False when events are no longer published although nobody shut it down."""
+        return True
+
+    @abstractmethod
+    def publish(self, batch: object) -> bool:
+        """Takes a batch, which belongs to the publisher from then on. Neither blocks nor raises; False: it is lost."""
+
+    def publish_raw(self, payload: bytes) -> bool:
+        """Takes a batch that is encoded already. Neither blocks nor raises; False: it is lost."""
+        return False
+
+    @abstractmethod
+    def shutdown(self, deadline: float = SHUTDOWN_SECONDS) -> None:
+        """Sends what was published and ends, within ``deadline`` seconds; harmless when repeated."""
+
+
+class NullEventPublisher(EventPublisher):
+    """For ranks that have nothing to say: takes everything, keeps nothing, opens nothing."""
+
+    def publish(self, batch: object) -> bool:
+        return True
+
+    def publish_raw(self, payload: bytes) -> bool:
+        return True
+
+    def shutdown(self, deadline: float = SHUTDOWN_SECONDS) -> None:
+        """Nothing to do."""

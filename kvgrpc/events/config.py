@@ -1,0 +1,101 @@
+"""The events part of an engine's configuration: the keys of the engines' own ``kv_events_config``, and ours."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from kvgrpc.errors import FeatureDisabled
+from kvgrpc.events.codec import Dialect
+from kvgrpc.events.journal import KEPT_BATCHES, KEPT_BYTES, KEPT_SECONDS, JournalLimits
+
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class EventsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether and how a rank publishes KV-cache events."""
+
+    enable_kv_cache_events: bool = True
+    publisher: str = "zmq"
+    """Name of the live transport: "zmq", "null" (journal and Watch only), or a registered one."""
+    endpoint: str | None = "tcp://*:5557"
+    """ZMQ PUB; dp is added to the port, or appended to the name of ipc and inproc. None: no PUB."""
+    replay_endpoint: str | None = None
+    """The engines' ROUTER replay, which is not served: use EventService.Watch."""
+    buffer_steps: Annotated[int, msgspec.Meta(ge=0)] = KEPT_BATCHES
+    """Batches kept for replay."""
+    hwm: AtLeastOne = 100_000
+    """Messages that PUB queues for one slow subscriber before it drops."""
+    max_queue_size: AtLeastOne = 100_000
+    """Batches that wait to be sent; what is published beyond them is dropped, and told."""
+    topic: str = ""
+    """First frame of PUB."""
+    bind: bool | None = None
+    """Whether PUB binds; None: wildcard addresses, port 0, ipc and inproc do, other addresses connect to a proxy."""
+    dialect: Dialect = Dialect.VLLM
+    """How our own batches are encoded; an engine's batches go as they are."""
+    journal_bytes: AtLeastOne = KEPT_BYTES
+    """Bytes kept for replay."""
+    journal_age: Annotated[float, msgspec.Meta(gt=0)] = KEPT_SECONDS
+    """Seconds that a batch is kept for replay."""
+
+    @classmethod
+    def parse(cls, value: object) -> EventsConfig:
+        """Reads None or "" (disabled), a JSON string, a mapping, or an object with these attributes.
+
+        Raises ValueError that names the key for an unknown key or a wrong value.
+        """
+        if isinstance(value, cls):
+            return value
+        if value is None or value == "":
+            return cls(enable_kv_cache_events=False)
+        settings = _settings(value)
+        unknown = [str(key) for key in settings if key not in cls.__struct_fields__]
+        if unknown:
+            raise ValueError(f"events: unknown key {unknown[0]!r}; known are {', '.join(cls.__struct_fields__)}")
+        try:
+            return msgspec.convert(settings, cls)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"events: {error}") from None
+
+    @property
+    def journal_limits(self) -> JournalLimits:
+        return JournalLimits(self.buffer_steps, self.journal_bytes, self.journal_age)
+
+    def refuse_replay_endpoint(self) -> None:
+        """Raises FeatureDisabled when the ROUTER replay is asked for."""
+        if self.replay_endpoint is not None:
+            raise FeatureDisabled(
+                "events: replay_endpoint (the ZMQ ROUTER replay) is not served: remove the key and replay with "
+                "kvgrpc.v1.EventService/Watch, mode WATCH_MODE_REPLAY, at the rank's gRPC address",
+                metadata={"feature": "events.replay_endpoint", "howToEnable": "use EventService.Watch instead"},
+            )
+
+
+def _settings(value: object) -> Mapping[Any, Any]:
+    if isinstance(value, str | bytes):
+        value = _parse_json(value)
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, type):
+        raise ValueError(f"events: an object, not the class {value.__name__}")
+    if isinstance(value, msgspec.Struct):
+        return msgspec.structs.asdict(value)
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if hasattr(value, "model_dump"):
+        dumped: Mapping[str, Any] = value.model_dump()
+        return dumped
+    if hasattr(value, "__dict__"):
+        return {name: setting for name, setting in vars(value).items() if not name.startswith("_")}
+    raise ValueError(f"events: a JSON object, a mapping or a configuration object, not {type(value).__name__}")
+
+
+def _parse_json(text: str | bytes) -> object:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"events: not JSON: {error}") from None

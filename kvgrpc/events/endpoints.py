@@ -1,0 +1,48 @@
+"""Which ZMQ endpoint a data-parallel rank uses, and whether it binds or connects. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WILDCARD_HOSTS = ("*", "[::]", "0.0.0.0")
+FREE_PORTS = ("0", "*")
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """What to do with a PUB socket."""
+
+    address: str
+    bind: bool
+    ipv6: bool = False
+
+
+def endpoint_of(endpoint: str, dp: int, bind: bool | None = None) -> Endpoint:
+    """The endpoint of rank ``dp``: tcp adds dp to the port unless any free one is asked for, others append ``_dpN``.
+
+    ``bind`` None: wildcard hosts, free ports, ipc and inproc bind, a concrete address connects. Raises ValueError for
+    what is no endpoint.
+    """
+    scheme, separator, rest = endpoint.partition("://")
+    if not separator or not rest or scheme not in ("tcp", "ipc", "inproc"):
+        raise ValueError(f"endpoint {endpoint!r}: must be tcp://host:port, ipc://path or inproc://name")
+    if scheme == "tcp":
+        return _tcp(endpoint, rest, dp, bind)
+    suffix = f"_dp{dp}" if dp and rest != "*" else ""
+    return Endpoint(f"{scheme}://{rest}{suffix}", bind is not False)
+
+
+def _tcp(endpoint: str, rest: str, dp: int, bind: bool | None) -> Endpoint:
+    host, _, port = rest.rpartition(":")
+    if not host or not (port in FREE_PORTS or (port.isascii() and port.isdigit())):
+        raise ValueError(f"endpoint {endpoint!r}: must be tcp://host:port, and the port a number or *")
+    if ":" in host and not host.startswith("["):
+        host = f"[{host}]"
+    if port not in FREE_PORTS:
+        port = str(int(port) + dp)
+        if int(port) > 65535:
+            raise ValueError(f"endpoint {endpoint!r}: the port of dp {dp} would be {port}")
+    anywhere = host in WILDCARD_HOSTS or port in FREE_PORTS
+    if bind is False and anywhere:
+        raise ValueError(f"endpoint {endpoint!r}: nothing to connect to, and bind is false")
+    return Endpoint(f"tcp://{host}:{port}", anywhere if bind is None else bind, ipv6=host.startswith("["))

@@ -1,0 +1,250 @@
+"""The publisher that keeps a journal, and the thread that encodes, sends live and records.
+
+``publish`` on the engine's thread only appends. The thread encodes each batch once; the same bytes go live, into the
+journal and to every Watch. One bad batch becomes a told hole, nothing ends the thread but ``shutdown``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvgrpc.events.base import SHUTDOWN_SECONDS, EventPublisher
+from kvgrpc.events.codec import BatchEncoder
+from kvgrpc.events.config import EventsConfig
+from kvgrpc.events.journal import Dropped, Journal
+from kvgrpc.events.outbox import Clear, Outbox
+from kvgrpc.events.stream import EventStream
+from kvgrpc.model import RankRef
+from kvgrpc.observability import metrics
+
+# What a gRPC client of any language takes in one message without being configured is 4 MiB.
+MAX_BATCH_BYTES = 4 * 2**20 - 64 * 1024
+IDLE_SECONDS = 1.0
+FAILED_PASS_SECONDS = 0.1
+# A pass takes at most IDLE_SECONDS when nothing is wrong.
+STUCK_SECONDS = 5.0
+GROUP_BATCHES = 64
+GROUP_BYTES = 256 * 1024
+
+_log = logging.getLogger(__name__)
+
+
+class LiveTransport(Protocol):
+    """Where batches go as they are published. Used by the publisher's thread only."""
+
+    @property
+    def endpoint(self) -> str:
+        """Where subscribers find it; empty when nowhere."""
+
+    def send(self, sequence: int, payload: bytes, batch: object) -> None:
+        """Sends one batch without blocking; may raise, which is counted. ``batch`` is what was published."""
+
+    def close(self, deadline: float) -> None:
+        """Ends within ``deadline`` seconds, with what was sent delivered as far as that goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherCounts:
+    """What became of the batches of one publisher.
+
+    ``dropped`` took a number and are told as holes, ``refused`` came after shutdown, ``failed_sends`` are in the
+    journal although the live transport refused them, ``unsent`` wait.
+    """
+
+    accepted: int
+    published: int
+    dropped: int
+    refused: int
+    failed_sends: int
+    unsent: int
+
+
+class JournalingPublisher(EventPublisher):
+    """Publishes into a journal and, where one is given, over a live transport. Thread-safe.
+
+    Its thread runs from construction to ``shutdown``, which also runs at a normal exit of the process. In a forked
+    child it is closed: the thread lives in the parent.
+    """
+
+    def __init__(self, rank: RankRef, config: EventsConfig, live: LiveTransport | None = None) -> None:
+        super().__init__(rank.rank.dp)
+        self._live = live
+        self._outbox = Outbox(config.max_queue_size)
+        self._journal = Journal(config.journal_limits)
+        self._max_batch_bytes = min(MAX_BATCH_BYTES, config.journal_bytes)
+        self._encoder = BatchEncoder(config.dialect, rank.rank.dp)
+        topic = config.topic.encode()
+        self._stream = EventStream(rank, self._outbox, self._journal, live.endpoint if live else "", topic)
+        self._last_payload = b""
+        self._published = self._failed_batches = self._failed_sends = self._failed_passes = 0
+        self._measured_bytes = 0
+        self._healthy = True
+        self._moved_at = time.monotonic()
+        self._give_up_at = float("inf")
+        self._thread = threading.Thread(target=self._serve, name=f"kvgrpc-events-dp{rank.rank.dp}", daemon=True)
+        self._thread.start()
+        _outboxes.add(self._outbox)
+        atexit.register(self.shutdown)
+
+    @property
+    def stream(self) -> EventStream:
+        return self._stream
+
+    @property
+    def healthy(self) -> bool:
+        """False when the thread has ended without a shutdown, its last pass failed, or it hangs in a live transport."""
+        if self._outbox.closed:
+            return True
+        return self._healthy and self._thread.is_alive() and time.monotonic() - self._moved_at < STUCK_SECONDS
+
+    @property
+    def counts(self) -> PublisherCounts:
+        return PublisherCounts(
+            self._outbox.accepted,
+            self._published,
+            self._stream.state().dropped_batches,
+            self._outbox.refused,
+            self._failed_sends,
+            self._outbox.unsent,
+        )
+
+    def publish(self, batch: object) -> bool:
+        return self._outbox.put(batch)
+
+    def publish_raw(self, payload: bytes) -> bool:
+        # A view would show what its owner writes later. What is no bytes at all is told as a hole.
+        return self._outbox.put(bytes(payload) if isinstance(payload, bytearray | memoryview) else payload)
+
+    def shutdown(self, deadline: float = SHUTDOWN_SECONDS) -> None:
+        self._give_up_at = time.monotonic() + deadline
+        self._outbox.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(deadline)
+        atexit.unregister(self.shutdown)
+        if self._outbox.unsent:
+            _log.warning("events: %d batches were not sent within %g s", self._outbox.unsent, deadline)
+
+    def _serve(self) -> None:
+        while time.monotonic() <= self._give_up_at:
+            try:
+                if not self._pass():
+                    break
+                self._healthy = True
+            except Exception:
+                self._healthy = False
+                self._failed_passes += 1
+                if _worth_logging(self._failed_passes):
+                    _log.exception("events: the publisher failed and goes on (%d times)", self._failed_passes)
+                time.sleep(FAILED_PASS_SECONDS)
+                # What it had taken is lost; the next pass, which this makes begin at once, says so.
+                self._outbox.owe_clear()
+        self._close()
+
+    def _pass(self) -> bool:
+        """One round over what waits; False: nothing waits and nothing comes."""
+        taken = self._outbox.take(IDLE_SECONDS)
+        self._moved_at = time.monotonic()
+        self._fill_hole(taken.first)
+        while taken.items:
+            if time.monotonic() > self._give_up_at:
+                return False
+            self._publish_group(taken.items)
+        self._journal.evict_old()
+        self._measure()
+        return not self._outbox.closed or self._outbox.unsent > 0
+
+    def _fill_hole(self, first: int) -> None:
+        """What a pass had taken that failed half-way is missing in the journal."""
+        recorded = self._journal.next_sequence
+        if recorded < first:
+            self._journal.extend([self._hole(recorded, first - 1, "encode", "a failed pass")])
+
+    def _publish_group(self, items: deque[object]) -> None:
+        """Publishes some of them, and records them together."""
+        entries: list[bytes | Dropped] = []
+        sequence, size = self._journal.next_sequence, 0
+        while items and len(entries) < GROUP_BATCHES and size < GROUP_BYTES:
+            entry = self._publish_one(sequence, items.popleft())
+            entries.append(entry)
+            if isinstance(entry, Dropped):
+                sequence = entry.last + 1
+            else:
+                sequence, size = sequence + 1, size + len(entry)
+        self._journal.extend(entries)
+        self._outbox.settle(len(entries))
+        self._stream.announce()
+        self._moved_at = time.monotonic()
+        metrics.EVENT_BYTES.inc(size)
+        metrics.EVENT_BATCHES.inc(sum(not isinstance(entry, Dropped) for entry in entries))
+
+    def _publish_one(self, sequence: int, item: object) -> bytes | Dropped:
+        if isinstance(item, Dropped):
+            metrics.EVENTS_DROPPED.labels(item.cause).inc(item.last - item.first + 1)
+            return item
+        try:
+            payload = self._encoder.clear(self._last_payload) if item is Clear.CLEAR else self._encoder.encode(item)
+        except Exception as error:
+            return self._hole(sequence, sequence, "encode", str(error))
+        if len(payload) > self._max_batch_bytes:
+            return self._hole(sequence, sequence, "too_large", f"{len(payload)} bytes")
+        self._send(sequence, payload, item)
+        self._last_payload = payload
+        self._published += 1
+        return payload
+
+    def _hole(self, first: int, last: int, cause: str, why: str) -> Dropped:
+        batches = last - first + 1
+        self._failed_batches += 1
+        if _worth_logging(self._failed_batches):
+            _log.warning("events: %d batches from %d are dropped (%s): %s", batches, first, cause, why)
+        self._stream.count_failed(batches)
+        self._outbox.owe_clear()
+        metrics.EVENTS_DROPPED.labels(cause).inc(batches)
+        return Dropped(first, last, cause)
+
+    def _send(self, sequence: int, payload: bytes, batch: object) -> None:
+        if self._live is None:
+            return
+        try:
+            self._live.send(sequence, payload, batch)
+        except Exception as error:
+            self._failed_sends += 1
+            if _worth_logging(self._failed_sends):
+                _log.warning("events: %d live sends failed; replay has them: %s", self._failed_sends, error)
+
+    def _measure(self) -> None:
+        kept = self._journal.kept_bytes
+        metrics.JOURNAL_BYTES.inc(kept - self._measured_bytes)
+        self._measured_bytes = kept
+
+    def _close(self) -> None:
+        self._stream.end()
+        metrics.JOURNAL_BYTES.dec(self._measured_bytes)
+        if self._live is None:
+            return
+        try:
+            self._live.close(max(0.0, self._give_up_at - time.monotonic()))
+        except Exception:
+            _log.exception("events: the live transport could not be closed")
+
+
+def _worth_logging(count: int) -> bool:
+    """The first of a kind, then ever fewer: 1, 2, 4, 8, ..."""
+    return count & (count - 1) == 0
+
+
+def _close_in_child() -> None:
+    for outbox in _outboxes:
+        outbox.abandon()
+
+
+_outboxes: weakref.WeakSet[Outbox] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_close_in_child)

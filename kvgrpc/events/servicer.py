@@ -1,0 +1,96 @@
+"""EventService: find the stream, admit the reader, say what ``watch`` says."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from kvgrpc.errors import StreamNotFound, TooManyRequests, Violation
+from kvgrpc.events.bell import Bell
+from kvgrpc.events.watch import WatchableStream, WatchMode, watch
+from kvgrpc.events.wire import order_from_pb, part_to_pb, stream_to_pb
+from kvgrpc.model import raise_if
+from kvgrpc.v1 import event_service_pb2 as pb
+from kvgrpc.v1.event_service_pb2_grpc import EventServiceServicer
+
+MAX_WATCHES = 256
+HEARTBEAT_SECONDS = 1.0
+RETRY_SECONDS = 1.0
+
+
+class EventServicer(EventServiceServicer):
+    """Serves the streams of this process. Its methods, ``drain`` too, run on one event loop."""
+
+    def __init__(
+        self,
+        streams: Sequence[WatchableStream],
+        *,
+        max_watches: int = MAX_WATCHES,
+        heartbeat_seconds: float = HEARTBEAT_SECONDS,
+    ) -> None:
+        self._streams = {(stream.engine, stream.dp): stream for stream in streams}
+        self._bells: dict[tuple[str, int, bool], Bell] = {}
+        self._max_watches = max_watches
+        self._heartbeat_seconds = heartbeat_seconds
+        self._watches = 0
+        self._draining = False
+
+    @property
+    def watches(self) -> int:
+        """Readers that are served now."""
+        return self._watches
+
+    def drain(self) -> None:
+        """Ends every Watch that would not end by itself, now and from now on, with ServerDraining."""
+        self._draining = True
+        for bell in self._bells.values():
+            bell.ring()
+
+    async def ListStreams(self, request: pb.ListStreamsRequest, context: Any) -> pb.ListStreamsResponse:
+        return pb.ListStreamsResponse(streams=[stream_to_pb(stream.state()) for stream in self._streams.values()])
+
+    async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.WatchResponse]:
+        stream, order = self._find(request), order_from_pb(request)
+        with self._admitted(), self._bell(stream, order.mode) as bell:
+            async for part in watch(stream, order, bell, self._heartbeat_seconds, lambda: self._draining):
+                yield part_to_pb(part)
+
+    def _find(self, request: pb.WatchRequest) -> WatchableStream:
+        key = (request.engine, request.dp)
+        if not request.engine and self._streams:
+            if len(self._streams) > 1:
+                raise_if([Violation("engine", "named, because this process publishes several streams")])
+            only = next(iter(self._streams.values()))
+            # dp 0 is also what was left out.
+            key = (only.engine, request.dp or only.dp)
+        if key not in self._streams:
+            raise StreamNotFound(
+                f"no event stream of engine {request.engine!r} dp {request.dp} here: ask its rank with pp, cp, tp = 0",
+                metadata={"engine": request.engine, "dp": request.dp},
+            )
+        return self._streams[key]
+
+    @contextmanager
+    def _admitted(self) -> Iterator[None]:
+        if self._watches >= self._max_watches:
+            raise TooManyRequests(
+                f"{self._watches} readers are served already",
+                metadata={"limit": self._max_watches, "value": self._watches + 1, "scope": "watches"},
+                retry_after=RETRY_SECONDS,
+            )
+        self._watches += 1
+        try:
+            yield
+        finally:
+            self._watches -= 1
+
+    def _bell(self, stream: WatchableStream, mode: WatchMode) -> AbstractContextManager[Bell]:
+        # Who takes no batches need not wake for each.
+        deaf = mode is WatchMode.HEARTBEAT
+        bell = self._bells.setdefault((stream.engine, stream.dp, deaf), Bell())
+        return bell.attached(_hear_nothing if deaf else stream.listen)
+
+
+def _hear_nothing(listener: Callable[[], None]) -> Callable[[], None]:
+    return lambda: None

@@ -1,0 +1,161 @@
+"""The words of common.proto as plain values: ranks, layouts, pools. Stdlib only; every capability may import it."""
+
+from __future__ import annotations
+
+import enum
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from kvgrpc.errors import InvalidRequest, Violation
+
+ENGINE_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+MAX_EPOCH = 2**53 - 1
+
+
+class Role(enum.IntEnum):
+    """What a rank does."""
+
+    PREFILL = 1
+    DECODE = 2
+
+
+class PoolKind(enum.IntEnum):
+    """What the pages of a pool hold."""
+
+    KV = 1
+    STATE = 2
+
+
+class RankId(NamedTuple):
+    """One rank of one engine in KV coordinates (attention sizes count). A tuple, because it is a key everywhere."""
+
+    engine: str
+    dp: int = 0
+    pp: int = 0
+    cp: int = 0
+    tp: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.engine}/dp{self.dp}/pp{self.pp}/cp{self.cp}/tp{self.tp}"
+
+
+class RankRef(NamedTuple):
+    """One incarnation of one rank. ``epoch``: Unix microseconds at the opening of the runtime; larger is newer."""
+
+    rank: RankId
+    epoch: int
+
+    def __str__(self) -> str:
+        return f"{self.rank}@{self.epoch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Parallel sizes of one engine, in KV coordinates."""
+
+    dp: int = 1
+    pp: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.pp * self.cp * self.tp
+
+    def __contains__(self, rank: RankId) -> bool:
+        return rank.dp < self.dp and rank.pp < self.pp and rank.cp < self.cp and rank.tp < self.tp
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Memory of one layer and component of a pool. ``address`` is in the owner's address space, sizes are bytes."""
+
+    layer: int
+    component: str
+    address: int
+    page_stride_bytes: int
+    page_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A set of regions that one page number addresses. ``page_tokens`` is 0 for pools that do not count tokens."""
+
+    name: str
+    kind: PoolKind
+    page_tokens: int
+    pages: int
+    dtype: str
+    regions: tuple[Region, ...]
+    axes: str = ""
+    heads_total: int = 0
+    head_start: int = 0
+    head_count: int = 0
+    location: str = "cpu:0"
+
+    def without_addresses(self) -> Pool:
+        """The shape alone, as it is told to a registry and to people."""
+        return replace(self, regions=tuple(replace(region, address=0) for region in self.regions))
+
+
+def new_epoch() -> int:
+    """Unix microseconds now."""
+    return time.time_ns() // 1000
+
+
+def flat_rank(engine: str, engine_rank: int, tp_size: int, dp_size: int) -> RankId:
+    """The rank of a flat engine rank, as seed 002 derives it: dp group = rank // (tp / dp), tp = rank % (tp / dp)."""
+    tp_per_dp = tp_size // dp_size
+    return RankId(engine, dp=engine_rank // tp_per_dp, tp=engine_rank % tp_per_dp)
+
+
+def check_rank(rank: RankRef, layout: Layout, path: str = "rank") -> None:
+    """Raises InvalidRequest naming every field of an identity that cannot be right."""
+    violations = []
+    if not ENGINE_NAME.fullmatch(rank.rank.engine):
+        violations.append(Violation(f"{path}.rank.engine", "1 to 128 characters of A-Z a-z 0-9 . _ -"))
+    if not 0 < rank.epoch <= MAX_EPOCH:
+        violations.append(Violation(f"{path}.epoch", f"1 to {MAX_EPOCH} (Unix microseconds)"))
+    for name in ("dp", "pp", "cp", "tp"):
+        size, coordinate = getattr(layout, name), getattr(rank.rank, name)
+        if size < 1:
+            violations.append(Violation(f"layout.{name}", "at least 1"))
+        elif coordinate >= size:
+            violations.append(Violation(f"{path}.rank.{name}", f"below layout.{name} = {size}, not {coordinate}"))
+    raise_if(violations)
+
+
+def check_pools(pools: Sequence[Pool], path: str = "pools", *, addresses: bool = True) -> None:
+    """Raises InvalidRequest naming every field of a pool that cannot be right."""
+    violations = []
+    names: set[str] = set()
+    for index, pool in enumerate(pools):
+        where = f"{path}[{index}]"
+        if not pool.name:
+            violations.append(Violation(f"{where}.name", "not empty"))
+        if pool.name in names:
+            violations.append(Violation(f"{where}.name", f"unique, {pool.name!r} is there twice"))
+        names.add(pool.name)
+        if not 0 < pool.pages < 2**32:
+            violations.append(Violation(f"{where}.pages", "1 to 2^32-1"))
+        if pool.kind == PoolKind.KV and pool.page_tokens < 1:
+            violations.append(Violation(f"{where}.page_tokens", "at least 1 for a KV pool"))
+        if not pool.regions:
+            violations.append(Violation(f"{where}.regions", "at least one"))
+        for number, region in enumerate(pool.regions):
+            if not 0 < region.page_bytes <= region.page_stride_bytes:
+                violations.append(Violation(f"{where}.regions[{number}].page_bytes", "1 to page_stride_bytes"))
+            elif addresses and not 0 < region.address <= 2**64 - pool.pages * region.page_stride_bytes:
+                violations.append(Violation(f"{where}.regions[{number}].address", "a region inside the address space"))
+    raise_if(violations)
+
+
+def raise_if(violations: Sequence[Violation]) -> None:
+    """Raises InvalidRequest of all violations, if there is any; the first one is in the text and the metadata."""
+    if violations:
+        first = violations[0]
+        text = "; ".join(f"{violation.field}: must be {violation.description}" for violation in violations[:5])
+        raise InvalidRequest(text, metadata={"field": first.field, "rule": first.description}, violations=violations)

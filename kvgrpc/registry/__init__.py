@@ -1,0 +1,1 @@
+"""Who serves what: engines, their ranks, shapes, leases and epochs."""

@@ -1,0 +1,50 @@
+"""What the clients of a registry share: errors as domain exceptions, what may be repeated, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Iterator
+
+import grpc
+
+from kvgrpc.errors import KvGrpcError, PeerUnreachable
+from kvgrpc.rpc.status import error_from
+
+# CANCELLED: past 1,000 calls that wait to be read, a server of the library drops some at random.
+_NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+
+
+@contextlib.contextmanager
+def domain_errors(address: str) -> Iterator[None]:
+    """Turns what a call of grpc.aio raises into KvGrpcError; a registry that does not answer is PeerUnreachable."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        known = error_from(error)
+        if error.code() in _NO_ANSWER and known.reason == KvGrpcError.reason:
+            known = unreachable(address, error.details() or error.code().name)
+        raise known from None
+    except asyncio.TimeoutError:
+        raise unreachable(address, "no answer in time") from None
+    except asyncio.InvalidStateError:  # grpc.aio: a stream that ended before it was written to
+        raise unreachable(address, "the stream ended") from None
+
+
+def unreachable(address: str, why: str) -> PeerUnreachable:
+    return PeerUnreachable(f"the registry at {address} did not answer: {why}", metadata={"address": address})
+
+
+def may_repeat(error: KvGrpcError) -> bool:
+    """Whether the same call may succeed later."""
+    return error.code == "UNAVAILABLE" or error.retry_after is not None
+
+
+def pause_before(attempt: int, first: float, longest: float, error: KvGrpcError | None) -> float:
+    """Seconds until the next attempt (counted from 0): jittered and doubling; never sooner than the error asks for.
+
+    The jitter is wide, because all ranks of a cluster lose their registry at the same moment.
+    """
+    pause = random.uniform(0.1, 1.0) * min(first * 2 ** min(attempt, 16), longest)
+    return pause if error is None or error.retry_after is None else error.retry_after + random.uniform(0.0, 0.1) * first

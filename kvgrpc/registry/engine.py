@@ -1,0 +1,174 @@
+"""One engine of the registry in memory: its leased rows, the shape that they share, and what is missing."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+from kvgrpc.model import Layout, Pool, RankId, Role
+from kvgrpc.registry.model import (
+    EVERY_RANK,
+    Coordinates,
+    RankRow,
+    RankSelector,
+    ResolvedEngine,
+    coordinates_of,
+    engine_differences,
+    pool_differences,
+)
+
+NAMED_MISSING_RANKS = 8
+
+
+class Shape:
+    """What all rows of an engine share: role, layout, and the shapes of the pools that they have in common."""
+
+    def __init__(self, role: Role, layout: Layout) -> None:
+        self.role = role
+        self.layout = layout
+        self._pools: dict[str, Pool] = {}
+        self._holders: dict[str, int] = {}
+
+    def differences(self, row: RankRow, replaced: Sequence[RankRow] = ()) -> dict[str, str]:
+        """What of the row does not fit: field -> both values; empty when it fits.
+
+        ``replaced`` are rows that go before this one comes: a pool that only they hold is no obstacle.
+        """
+        differences = engine_differences(self.role, self.layout, row)
+        for pool in row.pools:
+            known = self._pools.get(pool.name)
+            found = pool_differences(known, pool) if known is not None and known is not pool else {}
+            if found and self._holders[pool.name] > sum(_holds(other, pool.name) for other in replaced):
+                differences |= found
+        return differences
+
+    def add(self, row: RankRow) -> None:
+        for pool in row.pools:
+            self._pools.setdefault(pool.name, pool)
+            self._holders[pool.name] = self._holders.get(pool.name, 0) + 1
+
+    def remove(self, row: RankRow) -> None:
+        for pool in row.pools:
+            self._holders[pool.name] -= 1
+            if not self._holders[pool.name]:
+                del self._holders[pool.name], self._pools[pool.name]
+
+
+@dataclass(slots=True, eq=False)
+class LeasedRow:
+    """A row and its right to exist until ``expires_at`` (registry clock)."""
+
+    row: RankRow
+    lease_id: int
+    expires_at: float
+    engine: Engine
+
+
+class Engine:
+    """The rows of one engine. All have one role and layout, which the first of them brings."""
+
+    def __init__(self, first: RankRow) -> None:
+        self.name = first.ref.rank.engine
+        self.shape = Shape(first.role, first.layout)
+        self.last_renewal = 0.0
+        self._leased: dict[RankId, LeasedRow] = {}
+        self._ordered: tuple[RankRow, ...] | None = None
+        self._missing: str | None = None
+        self._newest: LeasedRow | None = None
+
+    @property
+    def role(self) -> Role:
+        return self.shape.role
+
+    @property
+    def registered(self) -> int:
+        return len(self._leased)
+
+    @property
+    def ready(self) -> bool:
+        # Rows are distinct and inside the one layout, so counting them is enough.
+        return len(self._leased) == self.shape.layout.ranks
+
+    def leased(self, rank: RankId) -> LeasedRow | None:
+        return self._leased.get(rank)
+
+    def add(self, leased: LeasedRow) -> None:
+        self._leased[leased.row.ref.rank] = leased
+        self.shape.add(leased.row)
+        if self._newest is not None and leased.row.ref.epoch > self._newest.row.ref.epoch:
+            self._newest = leased
+        self._ordered = self._missing = None
+
+    def remove(self, leased: LeasedRow) -> None:
+        del self._leased[leased.row.ref.rank]
+        self.shape.remove(leased.row)
+        if self._newest is leased:
+            self._newest = None
+        self._ordered = self._missing = None
+
+    def newest_epoch(self, without: Set[RankId]) -> int:
+        """The largest epoch of its rows but those; 0 when there is no other."""
+        if self._newest is None:
+            self._newest = max(self._leased.values(), key=_epoch_of, default=None)
+        if self._newest is None or self._newest.row.ref.rank not in without:
+            return _epoch_of(self._newest) if self._newest is not None else 0
+        others = (leased for rank, leased in self._leased.items() if rank not in without)
+        return max(map(_epoch_of, others), default=0)
+
+    def view(self, rows: Sequence[RankRow] = ()) -> ResolvedEngine:
+        return ResolvedEngine(self.name, self.role, self.shape.layout, self.ready, tuple(rows), self.registered)
+
+    def rows(self) -> tuple[RankRow, ...]:
+        """All rows, ordered by coordinates."""
+        if self._ordered is None:
+            self._ordered = tuple(sorted((leased.row for leased in self._leased.values()), key=_coordinates_of_row))
+        return self._ordered
+
+    def rows_behind(self, after: Coordinates, limit: int) -> tuple[RankRow, ...]:
+        """At most ``limit`` rows with coordinates larger than ``after``, ordered."""
+        rows = self.rows()
+        first = bisect.bisect_right(rows, after, key=_coordinates_of_row)
+        return rows[first : first + limit]
+
+    def select(self, selectors: Sequence[RankSelector]) -> tuple[RankRow, ...]:
+        """The rows that any of the selectors fits, each once, ordered by coordinates."""
+        distinct = set(selectors)
+        if EVERY_RANK in distinct:
+            return self.rows()
+        if len(distinct) == 1:
+            return tuple(self._selected(distinct.pop()))
+        rows = {row.ref.rank: row for selector in distinct for row in self._selected(selector)}
+        return tuple(sorted(rows.values(), key=_coordinates_of_row))
+
+    def missing(self) -> str:
+        """Ranks of the layout that are not registered, for people: the first few, and how many more."""
+        if self._missing is None:
+            absent = self.shape.layout.ranks - self.registered
+            named: list[str] = []
+            for rank in EVERY_RANK.ranks(self.name, self.shape.layout):
+                if len(named) == min(absent, NAMED_MISSING_RANKS):
+                    break
+                if rank not in self._leased:
+                    named.append(str(rank).partition("/")[2])
+            more = f" and {absent - len(named)} more" if absent > len(named) else ""
+            self._missing = ", ".join(named) + more
+        return self._missing
+
+    def _selected(self, selector: RankSelector) -> list[RankRow]:
+        if selector.count(self.shape.layout) > self.registered:
+            return [row for row in self.rows() if selector.fits(row.ref.rank)]
+        leased = (self._leased.get(rank) for rank in selector.ranks(self.name, self.shape.layout))
+        return [found.row for found in leased if found is not None]
+
+
+def _holds(row: RankRow, pool: str) -> bool:
+    return any(held.name == pool for held in row.pools)
+
+
+def _epoch_of(leased: LeasedRow) -> int:
+    return leased.row.ref.epoch
+
+
+def _coordinates_of_row(row: RankRow) -> Coordinates:
+    return coordinates_of(row.ref.rank)

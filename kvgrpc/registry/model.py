@@ -1,0 +1,171 @@
+"""The words of the registry as plain values: rows, shapes, selectors, engines. Pure and immutable."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from kvgrpc.model import Layout, Pool, RankId, RankRef, Role
+
+# Seconds that a lease lives without a renewal.
+DEFAULT_TTL = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """Where a rank listens: ``grpc`` as "host:port", ``events_pub`` as a ZMQ endpoint. Empty: not served."""
+
+    grpc: str = ""
+    events_pub: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """One rank that is there. ``pools`` are shapes, their region addresses are 0."""
+
+    ref: RankRef
+    role: Role
+    endpoints: Endpoints
+    layout: Layout
+    pools: tuple[Pool, ...] = ()
+    data_plane: str = ""
+    features: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A row's right to exist. ``lease_id`` means something only at the registry that gave it."""
+
+    ref: RankRef
+    lease_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedEngine:
+    """One engine as the registry saw it at one moment, with those rows that were asked for.
+
+    ``ready``: every distinct rank of the layout is registered, all with one layout.
+    """
+
+    name: str
+    role: Role
+    layout: Layout
+    ready: bool
+    rows: tuple[RankRow, ...] = ()
+    registered_ranks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RankSelector:
+    """Ranks whose coordinates equal the given ones; None stands for any."""
+
+    dp: int | None = None
+    pp: int | None = None
+    cp: int | None = None
+    tp: int | None = None
+
+    def ranks(self, engine: str, layout: Layout) -> Iterator[RankId]:
+        """The ranks of the layout that it selects, ordered by coordinates."""
+        return (RankId(engine, *coordinates) for coordinates in itertools.product(*self._axes(layout)))
+
+    def count(self, layout: Layout) -> int:
+        """How many ranks of the layout it selects."""
+        return math.prod(map(len, self._axes(layout)))
+
+    def fits(self, rank: RankId) -> bool:
+        return (
+            self.dp in (None, rank.dp)
+            and self.pp in (None, rank.pp)
+            and self.cp in (None, rank.cp)
+            and self.tp in (None, rank.tp)
+        )
+
+    def _axes(self, layout: Layout) -> tuple[range, ...]:
+        return (
+            _coordinates(self.dp, layout.dp),
+            _coordinates(self.pp, layout.pp),
+            _coordinates(self.cp, layout.cp),
+            _coordinates(self.tp, layout.tp),
+        )
+
+
+EVERY_RANK = RankSelector()
+
+
+Coordinates = tuple[int, int, int, int]
+BEFORE_ALL: Coordinates = (-1, -1, -1, -1)
+
+
+def coordinates_of(rank: RankId) -> Coordinates:
+    """The order in which rows are listed."""
+    return rank.dp, rank.pp, rank.cp, rank.tp
+
+
+def engine_differences(role: Role, layout: Layout, row: RankRow) -> dict[str, str]:
+    """What of a row does not fit the engine that it wants to join: field -> both values; empty when it fits."""
+    differences = {}
+    if row.role != role:
+        differences["role"] = _both(role.name, row.role.name)
+    for axis in ("dp", "pp", "cp", "tp"):
+        if getattr(row.layout, axis) != getattr(layout, axis):
+            differences[f"layout.{axis}"] = _both(getattr(layout, axis), getattr(row.layout, axis))
+    return differences
+
+
+def pool_differences(known: Pool, offered: Pool) -> dict[str, str]:
+    """What must be equal in all pools of one name of an engine, and is not: field -> both values.
+
+    Pages, held heads, location and layers may differ from rank to rank.
+    """
+    return {
+        f"pools[{known.name}].{field}": _both(getattr(known, field), getattr(offered, field))
+        for field in ("kind", "page_tokens", "dtype", "axes", "heads_total")
+        if getattr(known, field) != getattr(offered, field)
+    }
+
+
+def row_differences(known: RankRow, offered: RankRow) -> dict[str, str]:
+    """Where two rows of one incarnation differ: field -> both values."""
+    differences = engine_differences(known.role, known.layout, offered)
+    for field in ("grpc", "events_pub"):
+        if getattr(known.endpoints, field) != getattr(offered.endpoints, field):
+            differences[f"endpoints.{field}"] = _both(
+                getattr(known.endpoints, field), getattr(offered.endpoints, field)
+            )
+    if known.data_plane != offered.data_plane:
+        differences["data_plane"] = _both(known.data_plane, offered.data_plane)
+    if known.features != offered.features:
+        differences["features"] = _both(",".join(known.features), ",".join(offered.features))
+    if known.pools != offered.pools:
+        differences["pools"] = _both(_pool_names(known), _pool_names(offered))
+        offered_pools = {pool.name: pool for pool in offered.pools}
+        for pool in known.pools:
+            if pool.name in offered_pools:
+                differences |= pool_differences(pool, offered_pools[pool.name])
+    return differences
+
+
+def conflict_metadata(rank: RankId, differences: Mapping[str, str]) -> dict[str, str]:
+    """The metadata of REGISTRATION_SHAPE_CONFLICT: which fields differ, and one key a field with both values.
+
+    Bounded, because metadata of a status is: the first 16 fields, 120 characters a value.
+    """
+    shown = dict(itertools.islice(differences.items(), 16))
+    values = {field: value[:120] for field, value in shown.items()}
+    return {"rank": str(rank), "mismatchedFields": ",".join(shown), **values}
+
+
+def _coordinates(wanted: int | None, size: int) -> range:
+    if wanted is None:
+        return range(size)
+    return range(wanted, wanted + 1) if 0 <= wanted < size else range(0)
+
+
+def _both(known: object, offered: object) -> str:
+    return f"registered {known}, offered {offered}"
+
+
+def _pool_names(row: RankRow) -> str:
+    return ",".join(pool.name for pool in row.pools) or "none"

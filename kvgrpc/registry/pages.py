@@ -1,0 +1,62 @@
+"""Page tokens: opaque to clients, refused when they were not made here for the same question."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import zlib
+
+from kvgrpc.errors import InvalidRequest, Violation
+from kvgrpc.registry.model import BEFORE_ALL, Coordinates
+
+_CHECK_BYTES = 4
+
+
+def page_token(question: str, after: str) -> str:
+    """Continues the list that ``question`` names (method and filters) behind the entry ``after``."""
+    text = after.encode()
+    return base64.urlsafe_b64encode(_check(question, text) + text).decode()
+
+
+def read_page_token(question: str, token: str) -> str:
+    """The entry to continue behind; "" for the empty token. Raises InvalidRequest for a token that is not ours."""
+    if not token:
+        return ""
+    try:
+        raw = base64.b64decode(token.encode(), altchars=b"-_", validate=True)
+        check, text = raw[:_CHECK_BYTES], raw[_CHECK_BYTES:]
+        if text and check == _check(question, text):
+            return text.decode()
+    except (binascii.Error, UnicodeError):
+        pass
+    raise _not_ours()
+
+
+def coordinates_token(question: str, after: Coordinates) -> str:
+    """``page_token`` of a list that is ordered by coordinates."""
+    return page_token(question, ",".join(map(str, after)))
+
+
+def read_coordinates_token(question: str, token: str) -> Coordinates:
+    """The coordinates to continue behind. Raises InvalidRequest for a token that is not ours."""
+    text = read_page_token(question, token)
+    if not text:
+        return BEFORE_ALL
+    try:
+        dp, pp, cp, tp = map(int, text.split(","))
+    except ValueError:
+        raise _not_ours() from None
+    return dp, pp, cp, tp
+
+
+def _check(question: str, text: bytes) -> bytes:
+    return zlib.crc32(text, zlib.crc32(question.encode())).to_bytes(_CHECK_BYTES, "big")
+
+
+def _not_ours() -> InvalidRequest:
+    rule = "a next_page_token of the same list with the same filters, or empty"
+    return InvalidRequest(
+        f"page_token: must be {rule}",
+        metadata={"field": "page_token", "rule": rule},
+        violations=[Violation("page_token", rule)],
+    )

@@ -1,0 +1,244 @@
+"""Keeps the rows of this process registered, for as long as it lives and whatever the registry does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import TYPE_CHECKING, Literal, NoReturn
+
+import grpc
+
+from kvgrpc.errors import KvGrpcError, StaleEpoch
+from kvgrpc.model import RankRef
+from kvgrpc.registry import wire
+from kvgrpc.registry.calls import domain_errors, may_repeat, pause_before, unreachable
+from kvgrpc.registry.model import DEFAULT_TTL, RankRow
+from kvgrpc.v1 import registry_service_pb2 as pb
+from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
+from kvgrpc.wire import rank_ref_to_pb
+
+if TYPE_CHECKING:
+    from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceAsyncStub
+
+State = Literal["starting", "registered", "retrying", "superseded", "closed"]
+
+MAX_REQUEST_BYTES = 1 << 20
+CALL_SECONDS = 5.0
+CLOSE_SECONDS = 1.0
+LONGEST_PAUSE_SECONDS = 5.0
+
+_KeepAliveCall = grpc.aio.StreamStreamCall[pb.KeepAliveRequest, pb.KeepAliveResponse]
+
+_log = logging.getLogger(__name__)
+
+
+class Registration:
+    """The rows of this process at one registry: ``start`` once, ``close`` once, in between it looks after itself.
+
+    It renews the leases at a third of their time to live over one stream, and registers again when the registry does
+    not know a lease, was restarted, or the stream broke. It never gives up. All methods belong to one event loop; the
+    properties may be read from any thread.
+
+    ``open_channel`` is called anew after each break, so its channels should share no connection with others.
+    ``on_superseded`` is called on that loop with the current epoch when a newer incarnation took a row over: the rank
+    of that row was replaced and must stop. Other rows stay registered.
+    """
+
+    def __init__(
+        self,
+        open_channel: Callable[[str], grpc.aio.Channel],
+        address: str,
+        rows: Sequence[RankRow],
+        *,
+        on_superseded: Callable[[int], None] | None = None,
+    ) -> None:
+        self.address = address
+        self._open_channel = open_channel
+        self._channel: grpc.aio.Channel | None = None
+        self._rows = list(rows)
+        self._on_superseded = on_superseded
+        self._pools = wire.PoolCache()
+        self._leases: dict[int, RankRow] = {}
+        self._ttl = DEFAULT_TTL
+        self._state: State = "starting"
+        self._last_error: KvGrpcError | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def state(self) -> State:
+        """What it is at: starting, registered, retrying (it comes back by itself), superseded (all rows), closed."""
+        return self._state
+
+    @property
+    def healthy(self) -> bool:
+        """True while it looks after the rows; a registry that is away does not change that, being superseded does."""
+        return self._task is not None and not self._task.done() and self._state in ("registered", "retrying")
+
+    @property
+    def last_error(self) -> KvGrpcError | None:
+        """Why it is or was last retrying."""
+        return self._last_error
+
+    async def start(self, timeout: float) -> None:
+        """Registers all rows, trying again for at most ``timeout`` seconds while the registry is down or asks to wait.
+
+        Raises StaleEpoch (the metadata's currentEpoch + 1 would be accepted), RegistrationShapeConflict (code
+        UNAVAILABLE if the other shape was still held by older incarnations at the end), AddressNotAllowed,
+        InvalidRequest, PeerUnreachable, and what the server's front raises. Then nothing is registered, and a new
+        Registration is needed.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout
+        try:
+            await self._register_until(deadline)
+        except BaseException:
+            await self.close()
+            raise
+        self._state = "registered"
+        names = ", ".join(str(row.ref) for row in self._rows[:3])
+        self._task = asyncio.create_task(self._look_after(), name=f"registration {names}")
+
+    async def close(self) -> None:
+        """Stops, and deregisters within one second if the registry answers; otherwise the leases run out."""
+        self._state = "closed"
+        while self._task is not None and not self._task.done():
+            self._task.cancel()  # again, because wait_for swallows one that meets its end (before Python 3.12)
+            await asyncio.wait({self._task}, timeout=0.1)
+        if self._leases:
+            with contextlib.suppress(KvGrpcError):
+                await self._deregister()
+            self._leases = {}
+        await self._hang_up()
+
+    async def _register_until(self, deadline: float) -> None:
+        loop = asyncio.get_running_loop()
+        attempt = 0
+        while True:
+            try:
+                return await self._register(self._rows, min(CALL_SECONDS, max(deadline - loop.time(), 0.05)))
+            except KvGrpcError as error:
+                self._last_error = error
+                pause = self._pause(attempt)
+                if not may_repeat(error) or loop.time() + pause >= deadline:
+                    raise
+            await asyncio.sleep(pause)
+            await self._hang_up()
+            attempt += 1
+
+    async def _look_after(self) -> None:
+        attempt = 0
+        while self._rows:
+            try:
+                if self._state != "registered":
+                    await self._register(self._rows, CALL_SECONDS)
+                    self._state, attempt = "registered", 0
+                await self._keep_alive()
+            except StaleEpoch as error:
+                self._supersede(error)
+                continue
+            except KvGrpcError as error:
+                self._note(error)
+            except Exception as error:
+                _log.exception("looking after the registration at %s failed", self.address)
+                self._note(unreachable(self.address, type(error).__name__))
+            await asyncio.sleep(self._pause(attempt))
+            await self._hang_up()
+            attempt += 1
+
+    async def _keep_alive(self) -> NoReturn:
+        """Renews until the stream ends, and raises why."""
+        call = self._stub().KeepAlive()
+        ended = asyncio.Event()
+        call.add_done_callback(lambda _: ended.set())
+        try:
+            while True:
+                with domain_errors(self.address):
+                    unknown = await asyncio.wait_for(self._renew(call), max(self._ttl / 3, 1.0))
+                if unknown:
+                    await self._register(unknown, CALL_SECONDS)
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(ended.wait(), self._ttl / 3)
+        finally:
+            call.cancel()
+
+    async def _renew(self, call: _KeepAliveCall) -> list[RankRow]:
+        """One request and its answer: the rows whose leases the registry does not know."""
+        if not call.done():
+            await call.write(pb.KeepAliveRequest(lease_ids=self._leases))
+        response = await call.read()  # the status of a call that has ended is raised here
+        if not isinstance(response, pb.KeepAliveResponse):
+            raise unreachable(self.address, "it ended the keepalive stream")
+        self._ttl = response.ttl.ToMicroseconds() / 1e6
+        return [self._leases.pop(lease_id) for lease_id in response.unknown_lease_ids if lease_id in self._leases]
+
+    async def _register(self, rows: Sequence[RankRow], timeout: float) -> None:
+        for chunk, request in self._requests(rows):
+            with domain_errors(self.address):
+                response = await self._stub().Register(request, timeout=timeout)
+            self._ttl = response.ttl.ToMicroseconds() / 1e6
+            self._drop_leases({row.ref for row in chunk})
+            self._leases |= {lease.lease_id: row for lease, row in zip(response.leases, chunk, strict=True)}
+
+    def _requests(self, rows: Sequence[RankRow]) -> Iterator[tuple[list[RankRow], pb.RegisterRequest]]:
+        """Requests that stay below the limits of the registry, each with its rows."""
+        chunk: list[RankRow] = []
+        request, size = pb.RegisterRequest(), 0
+        for row in rows:
+            message = wire.row_to_pb(row, self._pools)
+            size += message.ByteSize()
+            if chunk and (size > MAX_REQUEST_BYTES or len(chunk) == wire.MAX_ROWS_PER_REQUEST):
+                yield chunk, request
+                chunk, request, size = [], pb.RegisterRequest(), message.ByteSize()
+            chunk.append(row)
+            request.rows.append(message)
+        if chunk:
+            yield chunk, request
+
+    async def _deregister(self) -> None:
+        refs = [row.ref for row in self._leases.values()]
+        requests = [
+            pb.DeregisterRequest(ranks=map(rank_ref_to_pb, refs[first : first + wire.MAX_ROWS_PER_REQUEST]))
+            for first in range(0, len(refs), wire.MAX_ROWS_PER_REQUEST)
+        ]
+        with domain_errors(self.address):
+            calls = [self._stub().Deregister(request, timeout=CLOSE_SECONDS) for request in requests]
+            await asyncio.gather(*calls)
+
+    def _supersede(self, error: StaleEpoch) -> None:
+        rank = error.metadata.get("rank")
+        gone = [row for row in self._rows if str(row.ref.rank) == rank] or self._rows
+        self._rows = [row for row in self._rows if row not in gone]
+        self._drop_leases({row.ref for row in gone})
+        self._last_error = error
+        self._state = "retrying" if self._rows else "superseded"
+        _log.warning("%s is superseded: %s", ", ".join(str(row.ref) for row in gone), error.message)
+        if self._on_superseded is not None:
+            try:
+                self._on_superseded(int(error.metadata.get("currentEpoch", 0)))
+            except Exception:
+                _log.exception("on_superseded failed")
+
+    def _drop_leases(self, refs: Set[RankRef]) -> None:
+        self._leases = {lease_id: row for lease_id, row in self._leases.items() if row.ref not in refs}
+
+    def _note(self, error: KvGrpcError) -> None:
+        if self._state == "registered":
+            _log.warning("registering at %s again: %s", self.address, error)
+        self._state, self._last_error = "retrying", error
+
+    def _pause(self, attempt: int) -> float:
+        return pause_before(
+            attempt, min(1.0, self._ttl / 10), min(self._ttl / 3, LONGEST_PAUSE_SECONDS), self._last_error
+        )
+
+    def _stub(self) -> RegistryServiceAsyncStub:
+        if self._channel is None:
+            self._channel = self._open_channel(self.address)
+        return RegistryServiceStub(self._channel)
+
+    async def _hang_up(self) -> None:
+        """The next attempt dials anew: it must not inherit how long a channel waits between its own attempts."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()

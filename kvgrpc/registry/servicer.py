@@ -1,0 +1,209 @@
+"""RegistryService over gRPC: decode, call the registry, encode. Errors leave as domain exceptions."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc.aio
+from google.protobuf import duration_pb2
+
+from kvgrpc.errors import ServerDraining, TooManyRequests
+from kvgrpc.model import Role
+from kvgrpc.observability import metrics
+from kvgrpc.registry import wire
+from kvgrpc.registry.addresses import peer_is_local
+from kvgrpc.registry.clock import TICK_SECONDS, RunningClock
+from kvgrpc.registry.memory import MemoryRegistry
+from kvgrpc.registry.model import DEFAULT_TTL, RankRow, ResolvedEngine, coordinates_of
+from kvgrpc.registry.pages import coordinates_token, page_token, read_coordinates_token, read_page_token
+from kvgrpc.registry.waiters import MAX_WAITERS, ReadyWaiters
+from kvgrpc.v1 import registry_service_pb2 as pb
+from kvgrpc.v1 import registry_service_pb2_grpc
+
+DEFAULT_PAGE = 100
+MAX_PAGE = 1_000
+MAX_PAGE_BYTES = 1 << 20
+MAX_RESOLVED_BYTES = 3 << 20
+# Below what a server grants a call that has no deadline.
+LONGEST_WAIT_SECONDS = 50.0
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
+    """A registry in memory behind RegistryService; lives on the event loop on which ``start`` was called.
+
+    Add it to a server with ``add_RegistryServiceServicer_to_server``; the server's interceptor turns the exceptions of
+    ``kvgrpc.errors`` into statuses.
+    """
+
+    def __init__(self, *, ttl: float = DEFAULT_TTL, max_waiters: int = MAX_WAITERS) -> None:
+        self._clock = RunningClock()
+        self.registry = MemoryRegistry(
+            clock=self._clock, registry_id=secrets.token_hex(8), first_lease_id=secrets.randbits(62) + 1, ttl=ttl
+        )
+        self._pools = wire.PoolCache()
+        self._waiters = ReadyWaiters(max_waiters)
+        self._ttl = duration_pb2.Duration()
+        self._ttl.FromMicroseconds(round(ttl * 1e6))
+        self._streams: set[asyncio.Future[None]] = set()
+        self._draining = False
+        self._ticking: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Starts to count time; leases do not run out before."""
+        self._ticking = asyncio.get_running_loop().create_task(self._tick(), name="registry-clock")
+
+    def drain(self) -> None:
+        """Ends keepalive streams and waiting calls with SERVER_DRAINING, and takes no more rows. Reads go on."""
+        self._draining = True
+        self._waiters.drain()
+        for drained in self._streams:
+            if not drained.done():
+                drained.set_result(None)
+
+    async def close(self) -> None:
+        """Drains and stops the clock."""
+        self.drain()
+        if self._ticking is not None:
+            self._ticking.cancel()
+            await asyncio.wait([self._ticking])
+
+    @property
+    def healthy(self) -> bool:
+        """True between ``start`` and ``close``, as long as the clock runs."""
+        return self._ticking is not None and not self._ticking.done()
+
+    async def Register(self, request: pb.RegisterRequest, context: _Context) -> pb.RegisterResponse:
+        self._refuse_if_draining()
+        rows = wire.rows_to_register(request, self._pools, peer_is_local=peer_is_local(context.peer()))
+        registered = self.registry.register(rows)
+        for name, role in registered.became_ready:
+            self._waiters.wake(name, role)
+        return pb.RegisterResponse(
+            leases=wire.leases_to_pb(registered.leases), ttl=self._ttl, registry_id=self.registry.registry_id
+        )
+
+    async def KeepAlive(self, request_iterator: object, context: _Context) -> AsyncIterator[pb.KeepAliveResponse]:
+        drained: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._streams.add(drained)
+        try:
+            while (request := await self._next_request(context, drained)) is not grpc.aio.EOF:
+                unknown = self.registry.keep_alive(wire.lease_ids(request))
+                yield pb.KeepAliveResponse(unknown_lease_ids=unknown, ttl=self._ttl)
+        finally:
+            self._streams.discard(drained)
+
+    async def Deregister(self, request: pb.DeregisterRequest, context: _Context) -> pb.DeregisterResponse:
+        return pb.DeregisterResponse(removed=self.registry.deregister(wire.refs_to_deregister(request)))
+
+    async def GetEngine(self, request: pb.GetEngineRequest, context: _Context) -> pb.GetEngineResponse:
+        question = f"GetEngine {request.engine}"
+        after = read_coordinates_token(question, request.page_token)
+        size = _page_size(request.page_size, MAX_PAGE)
+        engine = self.registry.get(request.engine, after, size + 1)
+        rows = self._rows_that_fit(engine.rows[:size])
+        response = pb.GetEngineResponse(engine=wire.engine_to_pb(engine, rows))
+        if len(rows) < len(engine.rows):
+            last = engine.rows[len(rows) - 1].ref.rank
+            response.next_page_token = coordinates_token(question, coordinates_of(last))
+        return response
+
+    async def ListEngines(self, request: pb.ListEnginesRequest, context: _Context) -> pb.ListEnginesResponse:
+        role = wire.optional_role(request.role)
+        question = f"ListEngines {request.role} {request.include_rows}"
+        after = read_page_token(question, request.page_token)
+        size = _page_size(request.page_size, DEFAULT_PAGE)
+        engines = self.registry.list_engines(role, after, size + 1, rows=request.include_rows)
+        response = pb.ListEnginesResponse(warming_up=self.registry.warming_up)
+        left = MAX_PAGE_BYTES
+        for engine in engines[:size]:
+            message = self._engine_with_rows(engine)
+            left -= message.ByteSize()
+            if left < 0 and response.engines:
+                break
+            response.engines.append(message)
+        if len(response.engines) < len(engines):
+            response.next_page_token = page_token(question, response.engines[-1].name)
+        return response
+
+    async def ResolveRanks(self, request: pb.ResolveRanksRequest, context: _Context) -> pb.ResolveRanksResponse:
+        role = wire.optional_role(request.role)
+        selectors = wire.selectors_from_pb(request.selectors)
+        if request.wait_ready:
+            await self._until_ready(request.engine, role, context.time_remaining())
+        engine = self.registry.resolve(request.engine, role, selectors)
+        rows = [wire.row_to_pb(row, self._pools) for row in engine.rows]
+        _check_fits(rows)
+        return pb.ResolveRanksResponse(engine=wire.engine_to_pb(engine, rows))
+
+    async def _until_ready(self, engine: str, role: Role | None, remaining: float | None) -> None:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + _patience(remaining)
+        while True:
+            found = self.registry.find(engine, role)
+            if found is not None and found.ready:
+                return
+            if loop.time() >= end or not await self._waiters.wait(engine, role, end - loop.time()):
+                raise self.registry.absence(engine, role)
+
+    async def _next_request(self, context: _Context, drained: asyncio.Future[None]) -> Any:
+        """The next message of a keepalive stream, or EOF. A drain does not wait for it: it may be seconds away."""
+        self._refuse_if_draining()
+        reading = asyncio.ensure_future(context.read())
+        try:
+            await asyncio.wait((reading, drained), return_when=asyncio.FIRST_COMPLETED)
+            self._refuse_if_draining()
+            return reading.result()
+        finally:
+            reading.cancel()
+
+    def _refuse_if_draining(self) -> None:
+        if self._draining:
+            raise ServerDraining("the registry drains", retry_after=1.0)
+
+    def _rows_that_fit(self, rows: Sequence[RankRow]) -> list[pb.RankRow]:
+        """The first rows up to one page of bytes, at least one."""
+        encoded: list[pb.RankRow] = []
+        left = MAX_PAGE_BYTES
+        for row in rows:
+            message = wire.row_to_pb(row, self._pools)
+            left -= message.ByteSize()
+            if left < 0 and encoded:
+                break
+            encoded.append(message)
+        return encoded
+
+    def _engine_with_rows(self, engine: ResolvedEngine) -> pb.Engine:
+        rows = self._rows_that_fit(engine.rows)
+        return wire.engine_to_pb(engine, rows if len(rows) == len(engine.rows) else ())
+
+    async def _tick(self) -> None:
+        while True:
+            self._clock.tick()
+            metrics.REGISTRY_EXPIRED.inc(len(self.registry.expire()))
+            metrics.REGISTRY_ROWS.set(self.registry.rows)
+            await asyncio.sleep(TICK_SECONDS)
+
+
+def _page_size(asked: int, default: int) -> int:
+    return min(asked or default, MAX_PAGE)
+
+
+def _patience(remaining: float | None) -> float:
+    """How long a call waits: until shortly before its deadline, so that the client gets a reason and not a timeout."""
+    if remaining is None:
+        return LONGEST_WAIT_SECONDS
+    return max(remaining - min(0.25, remaining / 4), 0.0)
+
+
+def _check_fits(rows: Sequence[pb.RankRow]) -> None:
+    size = sum(row.ByteSize() for row in rows) if len(rows) > 8 else 0
+    if size > MAX_RESOLVED_BYTES:
+        raise TooManyRequests(
+            f"the selectors fit {len(rows)} rows of {size} bytes: narrow them, or page through GetEngine",
+            metadata={"limit": MAX_RESOLVED_BYTES, "value": size, "scope": "bytes of rows in one answer"},
+        )

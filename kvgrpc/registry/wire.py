@@ -1,0 +1,215 @@
+"""registry_service.proto <-> model, and nothing else. Decoders raise InvalidRequest or AddressNotAllowed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from kvgrpc import wire
+from kvgrpc.errors import InvalidRequest, Violation
+from kvgrpc.model import Pool, RankRef, Role, check_pools, check_rank, raise_if
+from kvgrpc.registry.addresses import check_advertised, check_events_endpoint
+from kvgrpc.registry.model import Endpoints, Lease, RankRow, RankSelector, ResolvedEngine
+from kvgrpc.v1 import common_pb2
+from kvgrpc.v1 import registry_service_pb2 as pb
+
+MAX_ROWS_PER_REQUEST = 1_024
+MAX_LEASES_PER_REQUEST = 65_536
+MAX_SELECTORS = 256
+MAX_ENGINE_RANKS = 65_536
+MAX_ROW_BYTES = 256 * 1024
+MAX_POOLS = 64
+MAX_FEATURES = 64
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+class PoolCache:
+    """Makes equal pools one object, in both directions; holds at most ``size`` of them, the least used goes first.
+
+    The ranks of an engine have few distinct pool shapes with hundreds of regions each: without this, decoding and
+    keeping them would be nearly all that a registry of 10,000 ranks does. Not thread-safe.
+    """
+
+    def __init__(self, size: int = 1_024) -> None:
+        self._size = size
+        self._by_bytes: OrderedDict[bytes, Pool] = OrderedDict()
+        self._encoded: OrderedDict[int, tuple[Pool, common_pb2.Pool]] = OrderedDict()
+
+    def decode(self, message: common_pb2.Pool, path: str) -> Pool:
+        """The checked shape of a pool, without addresses."""
+        key = message.SerializeToString(deterministic=True)
+        pool = self._by_bytes.get(key)
+        if pool is None:
+            pool = _pool_from_pb(message, path)
+            self._by_bytes[key] = pool
+            _drop_oldest(self._by_bytes, self._size)
+        else:
+            self._by_bytes.move_to_end(key)
+        return pool
+
+    def encode(self, pool: Pool) -> common_pb2.Pool:
+        known = self._encoded.get(id(pool))
+        # The entry holds the pool itself, so its id cannot be another object's while it is here.
+        if known is None:
+            known = self._encoded[id(pool)] = (pool, wire.pool_to_pb(pool.without_addresses()))
+            _drop_oldest(self._encoded, self._size)
+        else:
+            self._encoded.move_to_end(id(pool))
+        return known[1]
+
+
+def row_to_pb(row: RankRow, pools: PoolCache) -> pb.RankRow:
+    return pb.RankRow(
+        rank=wire.rank_ref_to_pb(row.ref),
+        role=common_pb2.Role.ValueType(row.role),
+        endpoints=pb.Endpoints(grpc=row.endpoints.grpc, events_pub=row.endpoints.events_pub),
+        layout=wire.layout_to_pb(row.layout),
+        pools=[pools.encode(pool) for pool in row.pools],
+        data_plane=row.data_plane,
+        features=row.features,
+    )
+
+
+def row_from_pb(message: pb.RankRow, pools: PoolCache, path: str = "row") -> RankRow:
+    """Decodes a row that a registry sent; whoever dials its addresses may trust their syntax no further than that."""
+    return RankRow(
+        ref=wire.rank_ref_from_pb(message.rank),
+        role=wire.role_from_pb(message.role, f"{path}.role"),
+        endpoints=Endpoints(message.endpoints.grpc, message.endpoints.events_pub),
+        layout=wire.layout_from_pb(message.layout),
+        pools=tuple(pools.decode(pool, f"{path}.pools[{index}]") for index, pool in enumerate(message.pools)),
+        data_plane=message.data_plane,
+        features=tuple(message.features),
+    )
+
+
+def rows_to_register(request: pb.RegisterRequest, pools: PoolCache, *, peer_is_local: bool) -> list[RankRow]:
+    """Decodes and checks everything that a row says about itself, its addresses included."""
+    _check_count("rows", len(request.rows), 1, MAX_ROWS_PER_REQUEST)
+    rows = []
+    for index, message in enumerate(request.rows):
+        path = f"rows[{index}]"
+        _check_sizes(message, path)
+        row = row_from_pb(message, pools, path)
+        _check_row(row, path)
+        _check_endpoints(row, f"{path}.endpoints", peer_is_local)
+        rows.append(row)
+    return rows
+
+
+def leases_to_pb(leases: Iterable[Lease]) -> list[pb.Lease]:
+    return [pb.Lease(rank=wire.rank_ref_to_pb(lease.ref), lease_id=lease.lease_id) for lease in leases]
+
+
+def leases_from_pb(messages: Iterable[pb.Lease]) -> list[Lease]:
+    return [Lease(wire.rank_ref_from_pb(message.rank), message.lease_id) for message in messages]
+
+
+def lease_ids(request: pb.KeepAliveRequest) -> Sequence[int]:
+    _check_count("lease_ids", len(request.lease_ids), 0, MAX_LEASES_PER_REQUEST)
+    return request.lease_ids
+
+
+def refs_to_deregister(request: pb.DeregisterRequest) -> list[RankRef]:
+    _check_count("ranks", len(request.ranks), 0, MAX_ROWS_PER_REQUEST)
+    return [wire.rank_ref_from_pb(message) for message in request.ranks]
+
+
+def engine_to_pb(engine: ResolvedEngine, rows: Iterable[pb.RankRow] = ()) -> pb.Engine:
+    """The engine with the given rows, which need not be all that ``engine`` has."""
+    return pb.Engine(
+        name=engine.name,
+        role=common_pb2.Role.ValueType(engine.role),
+        layout=wire.layout_to_pb(engine.layout),
+        registered_ranks=engine.registered_ranks,
+        expected_ranks=engine.layout.ranks,
+        ready=engine.ready,
+        rows=rows,
+    )
+
+
+def engine_from_pb(message: pb.Engine, pools: PoolCache) -> ResolvedEngine:
+    return ResolvedEngine(
+        name=message.name,
+        role=wire.role_from_pb(message.role, "engine.role"),
+        layout=wire.layout_from_pb(message.layout),
+        ready=message.ready,
+        rows=tuple(row_from_pb(row, pools, f"engine.rows[{index}]") for index, row in enumerate(message.rows)),
+        registered_ranks=message.registered_ranks,
+    )
+
+
+def selector_to_pb(selector: RankSelector) -> pb.RankSelector:
+    return pb.RankSelector(dp=selector.dp, pp=selector.pp, cp=selector.cp, tp=selector.tp)
+
+
+def selectors_from_pb(messages: Sequence[pb.RankSelector]) -> list[RankSelector]:
+    _check_count("selectors", len(messages), 0, MAX_SELECTORS)
+    return [
+        RankSelector(
+            message.dp if message.HasField("dp") else None,
+            message.pp if message.HasField("pp") else None,
+            message.cp if message.HasField("cp") else None,
+            message.tp if message.HasField("tp") else None,
+        )
+        for message in messages
+    ]
+
+
+def optional_role(value: int) -> Role | None:
+    return wire.role_from_pb(value) if value else None
+
+
+def _pool_from_pb(message: common_pb2.Pool, path: str) -> Pool:
+    pool = wire.pool_from_pb(message, path).without_addresses()
+    try:
+        check_pools([pool], addresses=False)
+    except InvalidRequest as error:
+        raise_if(
+            [Violation(path + wrong.field.removeprefix("pools[0]"), wrong.description) for wrong in error.violations]
+        )
+    return pool
+
+
+def _check_row(row: RankRow, path: str) -> None:
+    check_rank(row.ref, row.layout, f"{path}.rank")
+    names = [pool.name for pool in row.pools]
+    violations = [
+        Violation(f"{path}.pools[{index}].name", f"unique, {name!r} is there twice")
+        for index, name in enumerate(names)
+        if name in names[:index]
+    ]
+    if row.layout.ranks > MAX_ENGINE_RANKS:
+        violations.append(Violation(f"{path}.layout", f"at most {MAX_ENGINE_RANKS} ranks, not {row.layout.ranks}"))
+    raise_if(violations)
+
+
+def _check_sizes(message: pb.RankRow, path: str) -> None:
+    size = message.ByteSize()
+    if size > MAX_ROW_BYTES:
+        raise_if([Violation(path, f"at most {MAX_ROW_BYTES} bytes, not {size}")])
+    _check_count(f"{path}.features", len(message.features), 0, MAX_FEATURES)
+    _check_count(f"{path}.pools", len(message.pools), 0, MAX_POOLS)
+
+
+def _check_endpoints(row: RankRow, path: str, peer_is_local: bool) -> None:
+    endpoints = row.endpoints
+    if endpoints.grpc:
+        check_advertised(endpoints.grpc, field=f"{path}.grpc", peer_is_local=peer_is_local)
+    elif row.role == Role.PREFILL:
+        raise_if([Violation(f"{path}.grpc", "set on a prefill rank: decode dials it")])
+    if endpoints.events_pub:
+        check_events_endpoint(endpoints.events_pub, field=f"{path}.events_pub", peer_is_local=peer_is_local)
+
+
+def _check_count(field: str, count: int, least: int, most: int) -> None:
+    if not least <= count <= most:
+        raise_if([Violation(field, f"{least} to {most} entries, not {count}")])
+
+
+def _drop_oldest(cache: OrderedDict[_Key, _Value], size: int) -> None:
+    if len(cache) > size:
+        cache.popitem(last=False)

@@ -1,0 +1,87 @@
+"""Opens channels: the one place where options and credentials of a client meet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from kvgrpc.rpc.options import CHANNEL_OPTIONS, OWN_CONNECTION, server_name
+from kvgrpc.rpc.security import AUTHORIZATION, ClientSecurity
+
+
+def open_channel(
+    address: str, security: ClientSecurity | None = None, *, own_connection: bool = False
+) -> grpc.aio.Channel:
+    """A channel to "host:port" or "unix:/path", for the running event loop; connects when it is first used.
+
+    ``own_connection``: a TCP connection that no other channel shares. Raises AddressNotAllowed for a token that would
+    travel in plaintext, InvalidRequest for half a configuration and for a file that cannot be read, RuntimeError
+    outside an event loop.
+    """
+    asyncio.get_running_loop()
+    security = security or ClientSecurity()
+    security.check(address)
+    options = CHANNEL_OPTIONS
+    if own_connection:
+        options += OWN_CONNECTION
+    if security.server_name:
+        options += server_name(security.server_name)
+    credentials = security.credentials()
+    if credentials is None:
+        channel = grpc.aio.insecure_channel(address, options=options)
+    else:
+        channel = grpc.aio.secure_channel(address, credentials, options=options)
+    token = security.token_source()
+    return channel if token is None else TokenChannel(channel, token)
+
+
+class TokenChannel(grpc.aio.Channel):
+    """A channel that sends the bearer token along with every call.
+
+    Call credentials are silently dropped on a plaintext channel (grpc#19234), and the library's interceptors pass each
+    message of a stream through a queue; this touches a call once, when it begins.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, token: Callable[[], str]) -> None:
+        self._channel = channel
+        self._token = token
+
+    def unary_unary(self, method: str, *arguments: Any, **options: Any) -> Any:
+        return self._with_token(self._channel.unary_unary(method, *arguments, **options))
+
+    def unary_stream(self, method: str, *arguments: Any, **options: Any) -> Any:
+        return self._with_token(self._channel.unary_stream(method, *arguments, **options))
+
+    def stream_unary(self, method: str, *arguments: Any, **options: Any) -> Any:
+        return self._with_token(self._channel.stream_unary(method, *arguments, **options))
+
+    def stream_stream(self, method: str, *arguments: Any, **options: Any) -> Any:
+        return self._with_token(self._channel.stream_stream(method, *arguments, **options))
+
+    async def __aenter__(self) -> TokenChannel:
+        return self
+
+    async def __aexit__(self, *details: object) -> None:
+        await self.close()
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._channel.channel_ready()
+
+    def _with_token(self, multi_callable: Callable[..., Any]) -> Callable[..., Any]:
+        def begin(*arguments: Any, metadata: Any = None, **options: Any) -> Any:
+            headers = (*(metadata or ()), (AUTHORIZATION, f"Bearer {self._token()}"))
+            return multi_callable(*arguments, metadata=headers, **options)
+
+        return begin

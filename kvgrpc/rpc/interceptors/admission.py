@@ -1,0 +1,80 @@
+"""How much at once: the library's own limit was bypassed by an underflow (grpc#41531)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from kvgrpc.errors import ServerDraining, TooManyRequests
+from kvgrpc.rpc.interceptors.call import Behaviour, Context, Method
+
+_RETRY_SECONDS = 0.2
+# A server that is full can still be looked at, and drained. Watching health is a stream like others.
+_NOT_COUNTED = ("/kvgrpc.v1.ServerService/", "/grpc.health.v1.Health/Check")
+
+
+class Admission:
+    """Bounds of one server: unary calls in flight, and open streams. Lives on one event loop."""
+
+    def __init__(self, unary: int = 4096, streams: int = 16_384) -> None:
+        self._max_unary = unary
+        self._max_streams = streams
+        self._unary = 0
+        self._streams: set[asyncio.Task[Any]] = set()
+        self._ending = False
+
+    def end_streams(self) -> None:
+        """Ends every open stream with SERVER_DRAINING, and each that begins from now on."""
+        self._ending = True
+        for task in self._streams:
+            task.cancel()
+
+    def layer(self, method: Method, inner: Behaviour) -> Behaviour:
+        """Counts the call, or raises TooManyRequests with the time after which to try again."""
+        if method.path.startswith(_NOT_COUNTED):
+            return inner
+        return self._stream(inner) if method.streams else self._call(inner)
+
+    def _call(self, inner: Behaviour) -> Behaviour:
+        async def call(request: Any, context: Context) -> Any:
+            if self._unary >= self._max_unary:
+                raise _too_many(self._max_unary, "calls")
+            self._unary += 1
+            try:
+                return await inner(request, context)
+            finally:
+                self._unary -= 1
+
+        return call
+
+    def _stream(self, inner: Behaviour) -> Behaviour:
+        async def call(request: Any, context: Context) -> Any:
+            if self._ending:
+                raise _draining()
+            if len(self._streams) >= self._max_streams:
+                raise _too_many(self._max_streams, "streams")
+            task = asyncio.current_task()
+            assert task is not None
+            self._streams.add(task)
+            try:
+                return await inner(request, context)
+            except asyncio.CancelledError:
+                if self._ending:
+                    raise _draining() from None
+                raise
+            finally:
+                self._streams.discard(task)
+
+        return call
+
+
+def _draining() -> ServerDraining:
+    return ServerDraining("the server stops; go on elsewhere, or here when it is back")
+
+
+def _too_many(limit: int, scope: str) -> TooManyRequests:
+    return TooManyRequests(
+        f"{limit} {scope} are open at this server",
+        metadata={"limit": limit, "value": limit + 1, "scope": scope},
+        retry_after=_RETRY_SECONDS,
+    )

@@ -1,0 +1,82 @@
+"""Who may call what. The table repeats the "Roles:" lines of the protos; a test compares them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvgrpc.errors import CredentialsInvalid, PermissionDenied
+from kvgrpc.rpc.interceptors.call import Behaviour, Context, Layer, Method
+from kvgrpc.rpc.security import AUTHORIZATION, CallerRole, ServerSecurity, TokenTable, certificate_role
+
+RANK, CONSUMER, OPERATOR = CallerRole.RANK, CallerRole.CONSUMER, CallerRole.OPERATOR
+EVERYBODY = frozenset(CallerRole)
+
+ALLOWED: dict[str, frozenset[CallerRole]] = {
+    "/kvgrpc.v1.RegistryService/Register": frozenset({RANK}),
+    "/kvgrpc.v1.RegistryService/KeepAlive": frozenset({RANK}),
+    "/kvgrpc.v1.RegistryService/Deregister": frozenset({RANK, OPERATOR}),
+    "/kvgrpc.v1.RegistryService/GetEngine": EVERYBODY,
+    "/kvgrpc.v1.RegistryService/ListEngines": EVERYBODY,
+    "/kvgrpc.v1.RegistryService/ResolveRanks": frozenset({RANK, OPERATOR}),
+    "/kvgrpc.v1.TransferService/Session": frozenset({RANK}),
+    "/kvgrpc.v1.TransferService/ListSessions": frozenset({RANK, OPERATOR}),
+    "/kvgrpc.v1.TransferService/ListRooms": frozenset({RANK, OPERATOR}),
+    "/kvgrpc.v1.TransferService/GetRoom": frozenset({RANK, OPERATOR}),
+    "/kvgrpc.v1.TransferService/CancelRoom": frozenset({OPERATOR}),
+    "/kvgrpc.v1.TransferService/GetTopology": frozenset({RANK, OPERATOR}),
+    "/kvgrpc.v1.EventService/ListStreams": EVERYBODY,
+    "/kvgrpc.v1.EventService/Watch": EVERYBODY,
+    "/kvgrpc.v1.ServerService/GetServerInfo": EVERYBODY,
+    "/kvgrpc.v1.ServerService/Drain": frozenset({OPERATOR}),
+}
+# For every authenticated caller.
+_OPEN = ("/grpc.health.v1.Health/", "/grpc.reflection.")
+
+
+def auth(security: ServerSecurity) -> Layer:
+    """Lets a call pass whose caller's role may make it. A method that nobody was given is for nobody."""
+    tokens = TokenTable(security)
+
+    def layer(method: Method, inner: Behaviour) -> Behaviour:
+        if not security.authenticates:
+            return inner
+        allowed = EVERYBODY if method.path.startswith(_OPEN) else ALLOWED.get(method.path, frozenset())
+
+        async def call(request: Any, context: Context) -> Any:
+            role = _role(context, tokens)
+            if role not in allowed:
+                names = ", ".join(sorted(each.value for each in allowed)) or "nobody"
+                raise PermissionDenied(
+                    f"{method.path} is for {names}, not for {role.value}",
+                    metadata={"method": method.path, "role": role.value, "allowed": names},
+                )
+            return await inner(request, context)
+
+        return call
+
+    return layer
+
+
+def _role(context: Context, tokens: TokenTable) -> CallerRole:
+    for key, value in context.invocation_metadata() or ():
+        if key == AUTHORIZATION:
+            role = tokens.role_of(value if isinstance(value, str) else value.decode(errors="replace"))
+            if role is not None:
+                return role
+            raise CredentialsInvalid("the bearer token is not one of this server's", metadata={"scheme": "bearer"})
+    role = certificate_role(_names_in_certificate(context))
+    if role is not None:
+        return role
+    raise CredentialsInvalid(
+        "no credentials: send 'authorization: Bearer TOKEN', or a client certificate with a name that ends in "
+        ".rank, .consumer or .operator",
+        metadata={"scheme": "bearer"},
+    )
+
+
+def _names_in_certificate(context: Context) -> Iterator[str]:
+    properties: Any = context.auth_context()
+    for key in ("x509_subject_alternative_name", "x509_common_name"):
+        for name in properties.get(key, ()):
+            yield name.decode(errors="replace")

@@ -1,0 +1,109 @@
+"""Wraps handlers of all four arities in the layers, once per method."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any, TypeAlias, cast
+
+import grpc
+
+from kvgrpc.errors import FeatureDisabled
+from kvgrpc.rpc.interceptors.admission import Admission
+from kvgrpc.rpc.interceptors.auth import ALLOWED, auth
+from kvgrpc.rpc.interceptors.call import Behaviour, Context, Layer, Method
+from kvgrpc.rpc.interceptors.deadline import deadline
+from kvgrpc.rpc.interceptors.errors import errors
+from kvgrpc.rpc.interceptors.telemetry import telemetry
+from kvgrpc.rpc.security import ServerSecurity
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+
+def interceptors_of(security: ServerSecurity, admission: Admission | None = None) -> list[grpc.aio.ServerInterceptor]:
+    """The interceptors of one server, in their order. Raises InvalidRequest for a token file that cannot be used."""
+    admission = admission or Admission()
+    return [_Interceptor((telemetry, errors, auth(security), admission.layer, deadline))]
+
+
+class _Interceptor(grpc.aio.ServerInterceptor):
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self._layers = layers
+        # Methods that exist, so bounded: what has no handler is not kept.
+        self._wrapped: dict[str, tuple[Handler, Handler]] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        path = handler_call_details.method
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return self._not_served(path) if path in ALLOWED else None
+        known = self._wrapped.get(path)
+        if known is None or known[0] is not handler:
+            known = self._wrapped[path] = (handler, self._wrap(handler, path))
+        return known[1]
+
+    def _wrap(self, handler: Any, path: str) -> Handler:
+        streams = handler.request_streaming or handler.response_streaming
+        behaviour, make = _ARITIES[bool(handler.request_streaming), bool(handler.response_streaming)](handler)
+        inner = _as_coroutine(behaviour, path)
+        deserializer = handler.request_deserializer
+        if not handler.request_streaming and deserializer is not None:
+            # Decoded inside the layers: the library answers what it cannot decode with a status that is not ours and a
+            # stack trace in the log for each.
+            inner, deserializer = partial(_decoded, inner, deserializer), None
+        made: Handler = make(self._layered(inner, Method(path, streams)), deserializer, handler.response_serializer)
+        return made
+
+    def _not_served(self, path: str) -> Handler:
+        async def refuse(request: Any, context: Context) -> None:
+            service = path.split("/")[1]
+            raise FeatureDisabled(
+                f"this process does not serve {service}: ask another one, GetServerInfo says what each serves",
+                metadata={"feature": service, "howToEnable": "ask a process that serves it"},
+            )
+
+        # Reads no request, so it answers methods of every arity.
+        return grpc.stream_stream_rpc_method_handler(self._layered(refuse, Method(path, True)))
+
+    def _layered(self, behaviour: Behaviour, method: Method) -> Any:
+        for layer in reversed(self._layers):
+            behaviour = layer(method, behaviour)
+
+        # The library looks for a coroutine function, and partial objects and the like do not always count as one.
+        async def call(request: Any, context: Context) -> Any:
+            return await behaviour(request, context)
+
+        return call
+
+
+_ARITIES: dict[tuple[bool, bool], Callable[[Any], tuple[Any, Callable[..., Any]]]] = {
+    (False, False): lambda handler: (handler.unary_unary, grpc.unary_unary_rpc_method_handler),
+    (False, True): lambda handler: (handler.unary_stream, grpc.unary_stream_rpc_method_handler),
+    (True, False): lambda handler: (handler.stream_unary, grpc.stream_unary_rpc_method_handler),
+    (True, True): lambda handler: (handler.stream_stream, grpc.stream_stream_rpc_method_handler),
+}
+
+
+def _as_coroutine(behaviour: Any, path: str) -> Behaviour:
+    if inspect.iscoroutinefunction(behaviour):
+        return cast(Behaviour, behaviour)
+    if inspect.isasyncgenfunction(behaviour):
+        return partial(_written, behaviour)
+    raise TypeError(f"{path}: a servicer's methods must be async, this one would block the event loop")
+
+
+async def _written(behaviour: Any, request: Any, context: Context) -> None:
+    # Without aclosing a cancelled call would leave the generator's finally to the garbage collector.
+    async with aclosing(behaviour(request, context)) as responses:
+        async for response in responses:
+            await context.write(response)
+
+
+async def _decoded(behaviour: Behaviour, deserializer: Callable[[bytes], Any], request: bytes, context: Context) -> Any:
+    return await behaviour(deserializer(request), context)

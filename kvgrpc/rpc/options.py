@@ -1,0 +1,64 @@
+"""Every option of our channels and servers, each with its reason. Keepalive pairs stand together (a test compares)."""
+
+from __future__ import annotations
+
+from kvgrpc import __version__
+
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+
+# A client that pings more often than its server allows is sent away with ENHANCE_YOUR_CALM (llm-d-kv-cache#359).
+PING_MILLISECONDS = 30_000
+PING_TIMEOUT_MILLISECONDS = 10_000
+SERVER_SHORTEST_PING_MILLISECONDS = 10_000
+
+Options = tuple[tuple[str, int | str], ...]
+
+_BOTH: Options = (
+    # A frame is at most 4 MiB and a page of a list less; decoding holds the event loop, so there is a bound at all.
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Either side finds the other's host or network gone; sessions and watches have quicker heartbeats of their own.
+    ("grpc.keepalive_time_ms", PING_MILLISECONDS),
+    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MILLISECONDS),
+    # Between calls too, so that the next one does not find a dead connection.
+    ("grpc.keepalive_permit_without_calls", 1),
+    # By default pings end after two that no data follows, and a quiet stream would never notice.
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+SERVER_OPTIONS: Options = (
+    *_BOTH,
+    # Two servers on one port would share its calls silently, and the address would prove nothing about a death.
+    ("grpc.so_reuseport", 0),
+    # By default one ping in five minutes is allowed, and clients of other languages ping every 10 to 30 s.
+    ("grpc.http2.min_ping_interval_without_data_ms", SERVER_SHORTEST_PING_MILLISECONDS),
+    ("grpc.http2.max_ping_strikes", 2),
+    # Past 1,000 calls that wait for the event loop the library drops some at random, without a reason that a client
+    # could read. When all ranks come back at once there are more; Admission refuses with a reason, further up.
+    ("grpc.server.max_pending_requests", 16_384),
+    ("grpc.server.max_pending_requests_hard_limit", 32_768),
+    # By default whoever connects and says nothing keeps the connection for two minutes.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+)
+
+CHANNEL_OPTIONS: Options = (
+    *_BOTH,
+    # The library's 1 s to 120 s would keep a rank away long after its registry is back.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+    # How long one attempt to connect may take, handshake included (20 s by default).
+    ("grpc.min_reconnect_backoff_ms", 5_000),
+    # http_proxy would capture even loopback.
+    ("grpc.enable_http_proxy", 0),
+    # There is no service configuration of ours in DNS: do not look for one at each connection.
+    ("grpc.service_config_disable_resolution", 1),
+    ("grpc.primary_user_agent", f"kvgrpc/{__version__}"),
+)
+
+# A stream of its own TCP connection: what happens to others says nothing about it.
+OWN_CONNECTION: Options = (("grpc.use_local_subchannel_pool", 1),)
+
+
+def server_name(name: str) -> Options:
+    """The name that the server's certificate must have; also the authority of the calls."""
+    return (("grpc.ssl_target_name_override", name), ("grpc.default_authority", name))

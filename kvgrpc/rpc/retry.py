@@ -1,0 +1,47 @@
+"""When a unary call is repeated: UNAVAILABLE, or RESOURCE_EXHAUSTED with RetryInfo, on idempotent calls, in time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import tenacity
+
+from kvgrpc.errors import KvGrpcError
+
+T = TypeVar("T")
+_FIRST_SECONDS, _LONGEST_SECONDS = 0.05, 2.0
+
+
+def may_repeat(error: BaseException) -> bool:
+    """Whether the very same call may succeed later."""
+    if not isinstance(error, KvGrpcError):
+        return False
+    return error.code == "UNAVAILABLE" or (error.code == "RESOURCE_EXHAUSTED" and error.retry_after is not None)
+
+
+async def repeated(call: Callable[[float], Awaitable[T]], timeout: float) -> T:
+    """Awaits ``call(seconds left)`` until it succeeds, may not be repeated, or ``timeout`` seconds would be over.
+
+    Waits with full jitter, never shorter than RetryInfo says. Raises the last error.
+    """
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + timeout
+    jitter = tenacity.wait_random_exponential(multiplier=_FIRST_SECONDS, max=_LONGEST_SECONDS)
+
+    def wait(state: tenacity.RetryCallState) -> float:
+        error = state.outcome.exception() if state.outcome is not None else None
+        asked = error.retry_after if isinstance(error, KvGrpcError) else None
+        return max(jitter(state), asked or 0.0)
+
+    def over(state: tenacity.RetryCallState) -> bool:
+        return clock() + state.upcoming_sleep >= deadline
+
+    retrying = tenacity.AsyncRetrying(
+        retry=tenacity.retry_if_exception(may_repeat), wait=wait, stop=over, reraise=True, sleep=asyncio.sleep
+    )
+    async for attempt in retrying:
+        with attempt:
+            return await call(max(deadline - clock(), 0.001))
+    raise AssertionError("tenacity ends by returning or raising")

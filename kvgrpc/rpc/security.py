@@ -1,0 +1,226 @@
+"""Who may talk to whom, and how: TLS, bearer tokens, and the three roles of callers.
+
+Structural: a server that others can reach and nothing protects exists only where ``insecure`` says so; so does a token
+in plaintext.
+"""
+
+from __future__ import annotations
+
+import enum
+import hmac
+import ipaddress
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from kvgrpc.errors import AddressNotAllowed, InvalidRequest, KvGrpcError
+from kvgrpc.rpc.reloading import ReloadedFile
+
+AUTHORIZATION = "authorization"
+
+
+class CallerRole(enum.Enum):
+    """What a caller is: a rank of an engine, a consumer of events, or an operator."""
+
+    RANK = "rank"
+    CONSUMER = "consumer"
+    OPERATOR = "operator"
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A bearer token and what its holder is."""
+
+    role: CallerRole
+    secret: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSecurity:
+    """How a server protects itself.
+
+    Attributes:
+        cert_file, key_file: its TLS certificate and key (PEM); empty: plaintext.
+        client_ca_file: who signs client certificates; set: clients must have one, and a name in it ends in their role
+            (``certificate_role``).
+        tokens: bearer tokens; none, no token_file and no client certificates: every caller has all roles.
+        token_file: more of them, a line "role:secret" each (``parse_tokens``); read again when it changes.
+        insecure: a listener that others can reach without TLS, or without any proof of who calls, is meant.
+    """
+
+    cert_file: str = ""
+    key_file: str = ""
+    client_ca_file: str = ""
+    tokens: tuple[Token, ...] = ()
+    token_file: str = ""
+    insecure: bool = False
+
+    @property
+    def tls(self) -> bool:
+        return bool(self.cert_file)
+
+    @property
+    def authenticates(self) -> bool:
+        return bool(self.tokens or self.token_file or self.client_ca_file)
+
+    def check(self, address: str) -> None:
+        """Raises AddressNotAllowed where others can reach what nothing protects, InvalidRequest for half of TLS."""
+        if bool(self.cert_file) != bool(self.key_file):
+            raise _wrong("cert_file", "needs key_file, and key_file needs cert_file")
+        if self.client_ca_file and not self.tls:
+            raise _wrong("client_ca_file", "needs cert_file and key_file: client certificates exist in TLS only")
+        if self.insecure or is_local(address):
+            return
+        if not self.tls:
+            raise _not_allowed(f"{address} is not loopback and there is no TLS: give cert_file and key_file", address)
+        if not self.authenticates:
+            raise _not_allowed(
+                f"{address} is not loopback and everybody could call it: give client_ca_file or token_file", address
+            )
+
+    def credentials(self) -> grpc.ServerCredentials | None:
+        """None: plaintext. Raises InvalidRequest naming a file that cannot be read."""
+        if not self.tls:
+            return None
+        ca = _read(self.client_ca_file, "client_ca_file") if self.client_ca_file else None
+        pair = (_read(self.key_file, "key_file"), _read(self.cert_file, "cert_file"))
+        return grpc.ssl_server_credentials([pair], ca, ca is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSecurity:
+    """How a client proves itself and whom it trusts.
+
+    Attributes:
+        ca_file: who signs the server's certificate (PEM); set: TLS.
+        cert_file, key_file: the client's own certificate (mTLS).
+        token, token_file: bearer token, or the file that holds it and nothing else; read again when it changes.
+        server_name: expected in the server's certificate when the address is not.
+        insecure: a token may travel in plaintext outside loopback.
+    """
+
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+    token: str = field(default="", repr=False)
+    token_file: str = ""
+    server_name: str = ""
+    insecure: bool = False
+
+    @property
+    def tls(self) -> bool:
+        return bool(self.ca_file)
+
+    def check(self, address: str) -> None:
+        """Raises AddressNotAllowed where a token would travel in plaintext, InvalidRequest for half of TLS."""
+        if bool(self.cert_file) != bool(self.key_file):
+            raise _wrong("cert_file", "needs key_file, and key_file needs cert_file")
+        if self.cert_file and not self.tls:
+            raise _wrong("cert_file", "needs ca_file: without it there is no TLS")
+        if (self.token or self.token_file) and not (self.tls or self.insecure or is_local(address)):
+            raise _not_allowed(f"a token would go to {address} in plaintext: give ca_file for TLS", address)
+
+    def credentials(self) -> grpc.ChannelCredentials | None:
+        """None: plaintext. Raises InvalidRequest naming a file that cannot be read."""
+        if not self.tls:
+            return None
+        key = _read(self.key_file, "key_file") if self.key_file else None
+        certificate = _read(self.cert_file, "cert_file") if self.cert_file else None
+        return grpc.ssl_channel_credentials(_read(self.ca_file, "ca_file"), key, certificate)
+
+    def token_source(self) -> Callable[[], str] | None:
+        """Gives the token of the moment; None: there is none. Raises InvalidRequest for a file without one."""
+        if self.token:
+            token = _one_token(self.token)
+            return lambda: token
+        if self.token_file:
+            return ReloadedFile(self.token_file, "token_file", _one_token).value
+        return None
+
+
+class TokenTable:
+    """The tokens of a server, from its configuration and from the file that may change. Thread-safe."""
+
+    def __init__(self, security: ServerSecurity) -> None:
+        """Raises InvalidRequest for a file that cannot be read or parsed."""
+        self._configured = security.tokens
+        self._file = ReloadedFile(security.token_file, "token_file", parse_tokens) if security.token_file else None
+
+    def role_of(self, authorization: str) -> CallerRole | None:
+        """The role of "Bearer SECRET". Compares with every token, each in a time that tells nothing of it."""
+        scheme, _, secret = authorization.partition(" ")
+        offered = secret.strip().encode(errors="replace")
+        found = None
+        for token in (*self._configured, *(self._file.value() if self._file is not None else ())):
+            if hmac.compare_digest(token.secret.encode(), offered):
+                found = token.role
+        return found if offered and scheme.lower() == "bearer" else None
+
+
+def parse_tokens(text: str) -> tuple[Token, ...]:
+    """Lines "role:secret"; blank lines and # comments are skipped. Raises InvalidRequest naming the line."""
+    tokens = []
+    for number, line in enumerate(text.splitlines(), 1):
+        role, colon, secret = line.strip().partition(":")
+        if not role or role.startswith("#"):
+            continue
+        if not colon or not secret.strip() or role.strip() not in _ROLE_NAMES:
+            raise InvalidRequest(
+                f"tokens, line {number}: must be rank:SECRET, consumer:SECRET or operator:SECRET",
+                metadata={"field": "tokens", "value": f"line {number}"},
+            )
+        tokens.append(Token(CallerRole(role.strip()), secret.strip()))
+    return tuple(tokens)
+
+
+def certificate_role(names: Iterable[str]) -> CallerRole | None:
+    """The role that the names of a client certificate give: subject alternative names first, then the common name.
+
+    A name gives the role that it ends in, after a dot or a slash or as a whole: "prefill-7.rank",
+    "spiffe://cluster/kvgrpc/consumer", "operator". The first name that gives one decides.
+    """
+    for name in names:
+        last = name.replace("/", ".").rpartition(".")[2]
+        if last in _ROLE_NAMES:
+            return CallerRole(last)
+    return None
+
+
+def is_local(address: str) -> bool:
+    """Whether only this host reaches it: loopback or a Unix socket. Wildcards and unknown names are not."""
+    if address.startswith(("unix:", "unix-abstract:")):
+        return True
+    host = address.rpartition(":")[0].strip("[]") or address
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+_ROLE_NAMES = {role.value for role in CallerRole}
+
+
+def _one_token(text: str) -> str:
+    token = text.strip()
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        raise _wrong("token", "must be one word of printable ASCII characters")
+    return token
+
+
+def _read(path: str, key: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise _wrong(key, f"cannot read {path}: {error.strerror}") from None
+
+
+def _wrong(key: str, rule: str) -> InvalidRequest:
+    return InvalidRequest(f"{key}: {rule}", metadata={"field": key, "rule": rule})
+
+
+def _not_allowed(text: str, address: str) -> KvGrpcError:
+    return AddressNotAllowed(f"{text}, or say --insecure", metadata={"address": address, "configKey": "insecure"})

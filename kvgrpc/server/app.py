@@ -1,0 +1,305 @@
+"""The only wiring: opens a rank or a registry out of the capabilities, and closes it in the right order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import grpc
+
+import kvgrpc
+from kvgrpc.dataplane import open_plane
+from kvgrpc.dataplane.base import DataPlane, MemoryRange
+from kvgrpc.errors import InvalidRequest, StaleEpoch
+from kvgrpc.events import EventPublisher, NullEventPublisher, open_publisher
+from kvgrpc.events.servicer import EventServicer
+from kvgrpc.model import RankId, RankRef, Role, check_pools, check_rank, new_epoch
+from kvgrpc.registry.addresses import AddressPolicy, parse_bootstrap_addr
+from kvgrpc.registry.model import Endpoints, RankRow, RankSelector
+from kvgrpc.registry.registration import Registration
+from kvgrpc.registry.resolver import Resolver
+from kvgrpc.registry.servicer import RegistryServicer
+from kvgrpc.rpc.channel import open_channel
+from kvgrpc.rpc.loop import LoopThread
+from kvgrpc.server.config import RankConfig
+from kvgrpc.server.listener import Listener
+from kvgrpc.server.servicer import ServerInfo, ServerServicer
+from kvgrpc.transfer.decode import DecodeManager, PrefillEngine
+from kvgrpc.transfer.manager import TransferConfig
+from kvgrpc.transfer.model import Target
+from kvgrpc.transfer.prefill import PrefillManager
+from kvgrpc.transfer.servicer import TransferServicer
+from kvgrpc.v1.event_service_pb2_grpc import add_EventServiceServicer_to_server
+from kvgrpc.v1.registry_service_pb2_grpc import add_RegistryServiceServicer_to_server
+from kvgrpc.v1.server_service_pb2_grpc import add_ServerServiceServicer_to_server
+from kvgrpc.v1.transfer_service_pb2_grpc import add_TransferServiceServicer_to_server
+
+logger = logging.getLogger(__name__)
+
+_EPOCH_TRIES = 3
+_STOP_GRACE_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """What ``Rank.close`` found: rooms that had not ended, and pages that nobody may reuse until the process ends."""
+
+    drained: bool
+    open_rooms: int
+    held_pages: int
+
+
+class Rank:
+    """One opened rank. ``transfer``, ``events`` and the properties are for engine threads; ``close`` blocks."""
+
+    def __init__(self, config: RankConfig, ref: RankRef, plane: DataPlane, loop: LoopThread) -> None:
+        self.config = config
+        self.ref = ref
+        self.plane = plane
+        self.address = ""
+        self.events: EventPublisher = NullEventPublisher(ref.rank.dp)
+        self._loop = loop
+        self._registry = RegistryServicer(ttl=config.lease_ttl) if config.registry == "embedded" else None
+        self._resolver = Resolver(self._own_channel)
+        self._policy = AddressPolicy(config.bootstrap_allow, _configured(config.registry))
+        self._registration: Registration | None = None
+        self._listener: Listener | None = None
+        self._event_servicer: EventServicer | None = None
+        self._superseded_by: int | None = None
+        self._closed: Closed | None = None
+        transfer = TransferConfig(
+            ref,
+            config.layout,
+            config.pools,
+            config.aux,
+            config.timing,
+            replace(config.bounds, held_pages=min(config.bounds.held_pages, _quarter_of_the_pool(config))),
+            config.max_frame_bytes,
+        )
+        self.transfer: PrefillManager | DecodeManager
+        if config.role is Role.PREFILL:
+            self.transfer = PrefillManager(transfer, plane, loop)
+        else:
+            self.transfer = DecodeManager(transfer, plane, loop, self._resolve, self._own_channel)
+
+    @property
+    def registration_state(self) -> str:
+        """ "registered", "retrying", "superseded"; "none" without a registry."""
+        return "none" if self._registration is None else self._registration.state
+
+    @property
+    def healthy(self) -> bool:
+        """All of its threads and tasks run, and no newer incarnation took its place."""
+        return self._closed is None and all(check() for check in self._health_checks().values())
+
+    def close(self, deadline: float = 10.0) -> Closed:
+        """Drains and closes: leaves the registry, ends its rooms, keeps its port until no write is left, then stops.
+
+        Blocks for about ``deadline`` seconds at most; repeating it is harmless. Pages that are still held then are
+        reported: the engine must not free that memory while the process lives.
+        """
+        if self._closed is None:
+            self._closed = self._loop.run(self._close(deadline), deadline * 2 + 15.0)
+        return self._closed
+
+    async def drain(self, grace: float) -> tuple[bool, int]:
+        """On the loop: refuses new work and waits for what runs (ServerService.Drain)."""
+        if self._listener is not None:
+            await self._listener.drain()
+        if self._registration is not None:
+            await self._registration.close()
+            self._registration = None
+        drained, open_rooms = await self.transfer.drain(grace)
+        if self._event_servicer is not None:
+            self._event_servicer.drain()
+        return drained, open_rooms
+
+    async def _open(self, deadline: float) -> None:
+        config = self.config
+        self.events = await asyncio.to_thread(open_publisher, config.events, self.ref)
+        self.transfer.start()
+        if self._registry is not None:
+            self._registry.start()
+        self._listener = Listener(health_checks=self._health_checks())
+        bound = await self._listener.start(
+            self._add_servicers, (config.listen, *config.admin_listen), config.server_security
+        )
+        self.address = _advertised(bound[0], config.advertise)
+        if config.registry:
+            registry = bound[0] if config.registry == "embedded" else config.registry
+            self._registration = Registration(
+                self._own_channel, registry, [self._row()], on_superseded=self._on_superseded
+            )
+            await self._registration.start(deadline)
+
+    async def _close(self, deadline: float) -> Closed:
+        drained, open_rooms = False, 0
+        try:
+            drained, open_rooms = await self.drain(deadline / 2)
+        finally:
+            manager = self.transfer
+            await manager.stop()
+            if isinstance(manager, PrefillManager):
+                drained = await asyncio.to_thread(manager.close_worker, deadline / 2) and drained
+            await asyncio.to_thread(self.events.shutdown)
+            drained = await asyncio.to_thread(self.plane.close, deadline / 2) and drained
+            if self._listener is not None:
+                await self._listener.stop(_STOP_GRACE_SECONDS)
+            if self._registry is not None:
+                await self._registry.close()
+            await self._resolver.close()
+        return Closed(drained, open_rooms, manager.held_pages)
+
+    async def _abandon(self) -> None:
+        """Undoes an opening that failed, except the data plane, which the next try uses."""
+        if self._registration is not None:
+            await self._registration.close()
+        await self.transfer.stop()
+        if isinstance(self.transfer, PrefillManager):
+            await asyncio.to_thread(self.transfer.close_worker, 1.0)
+        await asyncio.to_thread(self.events.shutdown)
+        if self._listener is not None:
+            await self._listener.stop(0.0)
+        if self._registry is not None:
+            await self._registry.close()
+        await self._resolver.close()
+
+    def _add_servicers(self, server: grpc.aio.Server) -> Sequence[str]:
+        add_TransferServiceServicer_to_server(TransferServicer(self.transfer), server)
+        stream = self.events.stream
+        self._event_servicer = EventServicer([] if stream is None else [stream])
+        add_EventServiceServicer_to_server(self._event_servicer, server)
+        names = ["kvgrpc.v1.TransferService", "kvgrpc.v1.EventService", "kvgrpc.v1.ServerService"]
+        if self._registry is not None:
+            add_RegistryServiceServicer_to_server(self._registry, server)
+            names.append("kvgrpc.v1.RegistryService")
+        info = ServerInfo(version=kvgrpc.__version__, services=tuple(names), rank=self.ref, role=self.config.role)
+
+        def draining() -> bool:
+            return self._listener is not None and self._listener.draining
+
+        add_ServerServiceServicer_to_server(ServerServicer(info, self, draining), server)
+        return names
+
+    def _row(self) -> RankRow:
+        config = self.config
+        stream = self.events.stream
+        return RankRow(
+            self.ref,
+            config.role,
+            Endpoints(self.address, "" if stream is None else stream.state().pub_endpoint),
+            config.layout,
+            tuple(pool.without_addresses() for pool in config.pools),
+            self.plane.name,
+        )
+
+    def _health_checks(self) -> Mapping[str, Callable[[], bool]]:
+        """What each service stands on: its threads and tasks, not only the port."""
+        checks: dict[str, Callable[[], bool]] = {
+            "kvgrpc.v1.TransferService": lambda: self.transfer.healthy and self._superseded_by is None,
+            "kvgrpc.v1.EventService": lambda: self.events.healthy,
+            "kvgrpc.v1.ServerService": lambda: self._loop.healthy,
+        }
+        if self._registry is not None:
+            registry = self._registry
+            checks["kvgrpc.v1.RegistryService"] = lambda: registry.healthy
+        return checks
+
+    def _on_superseded(self, epoch: int) -> None:
+        logger.error("%s was replaced by incarnation %d: close this rank", self.ref, epoch)
+        self._superseded_by = epoch
+
+    async def _resolve(self, bootstrap_addr: str, decode: RankId) -> PrefillEngine:
+        """The registry behind a request's address, if this rank may dial it (contract section 4)."""
+        address = parse_bootstrap_addr(bootstrap_addr)
+        self._policy.check(address)
+        engine = await self._resolver.resolve(
+            address.target,
+            address.engine,
+            Role.PREFILL,
+            [RankSelector(pp=decode.pp, tp=decode.tp)],
+            self.config.resolve_timeout,
+        )
+        targets = {
+            (row.ref.rank.dp, row.ref.rank.pp, row.ref.rank.cp, row.ref.rank.tp): Target(row.ref, row.endpoints.grpc)
+            for row in engine.rows
+        }
+        return PrefillEngine(engine.name, engine.layout, targets)
+
+    def _own_channel(self, address: str) -> grpc.aio.Channel:
+        return open_channel(address, self.config.client_security, own_connection=True)
+
+
+def open_rank(config: RankConfig) -> Rank:
+    """Opens a rank: memory is registered, the port is bound, the row is READY at the registry. Blocks until then.
+
+    Raises InvalidRequest (which names the field), FeatureDisabled (a data plane that cannot load, with the remedy),
+    RegistrationShapeConflict, PeerUnreachable (no registry within ``start_timeout``), AddressNotAllowed (a taken port,
+    plaintext that others reach).
+    Call it in the process that will use it: what a fork inherits refuses to work.
+    """
+    epoch = new_epoch()
+    check_rank(RankRef(config.rank, epoch), config.layout)
+    check_pools(config.pools)
+    if not config.pools:
+        raise InvalidRequest("pools: must have at least one", metadata={"field": "pools"})
+    loop = LoopThread.shared()
+    plane = _plane(config)
+    for _ in range(_EPOCH_TRIES):
+        rank = Rank(config, RankRef(config.rank, epoch), plane, loop)
+        try:
+            loop.run(rank._open(config.start_timeout), config.start_timeout + 5.0)
+        except StaleEpoch as error:  # our clock is behind an earlier incarnation's: count on from it
+            epoch = int(error.metadata.get("currentEpoch", epoch)) + 1
+            loop.run(rank._abandon(), 10.0)
+            last = error
+        except BaseException:
+            loop.run(rank._abandon(), 10.0)
+            if plane is not config.data_plane:
+                plane.close(1.0)
+            raise
+        else:
+            return rank
+    raise last
+
+
+def _plane(config: RankConfig) -> DataPlane:
+    if isinstance(config.data_plane, str):
+        host = (config.advertise or config.listen).rpartition(":")[0] or config.advertise
+        plane = open_plane(config.data_plane, host=host.strip("[]"), device=config.device)
+    else:
+        plane = config.data_plane
+    ranges = [
+        MemoryRange(region.address, pool.pages * region.page_stride_bytes, pool.location)
+        for pool in config.pools
+        for region in pool.regions
+    ]
+    try:
+        plane.register(ranges)
+    except ValueError as error:
+        raise InvalidRequest(f"pools: {error}", metadata={"field": "pools", "value": plane.name}) from error
+    return plane
+
+
+def _quarter_of_the_pool(config: RankConfig) -> int:
+    return max(1, min(pool.pages for pool in config.pools) // 4)
+
+
+def _configured(registry: str) -> tuple[str, ...]:
+    return () if registry in ("", "embedded") else (registry,)
+
+
+def _advertised(bound: str, advertise: str) -> str:
+    """What peers dial: the advertised host with the bound port, unless the advertised one names its own."""
+    if not advertise:
+        return bound
+    port = bound.rpartition(":")[2]
+    host, colon, given = advertise.rpartition(":")
+    if colon and given.isdigit() and (host.endswith("]") or ":" not in host):
+        return advertise
+    return f"[{advertise}]:{port}" if ":" in advertise and not advertise.startswith("[") else f"{advertise}:{port}"
+
+
+__all__ = ["Closed", "Rank", "open_rank"]

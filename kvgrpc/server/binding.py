@@ -1,0 +1,100 @@
+"""Binds listen addresses so that one address is one server: the library alone lets two share some of them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from typing import Any
+
+import grpc
+
+from kvgrpc.errors import AddressNotAllowed
+
+_UNIX_MODE = 0o600
+
+
+def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> str:
+    """Binds "host:port" or "unix:/path"; the address with the port that was taken for port 0.
+
+    Looks names up (the library does so too). Raises AddressNotAllowed for an address that is taken or not of this host.
+    """
+    path = _unix_path(address)
+    if _somebody_listens(path) if path else not _all_free(address):
+        raise _taken(address)
+    try:
+        if credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
+    except RuntimeError:
+        port = 0
+    if port == 0:
+        raise _taken(address)
+    if path:
+        os.chmod(path, _UNIX_MODE)
+    return address if address.startswith("unix") else f"{address.rpartition(':')[0]}:{port}"
+
+
+def _unix_path(address: str) -> str:
+    """The file of "unix:path" or "unix:///path"; empty for any other address."""
+    if not address.startswith("unix:"):
+        return ""
+    path = address.removeprefix("unix:")
+    return path.removeprefix("//") if path.startswith("//") else path
+
+
+def _somebody_listens(path: str) -> bool:
+    """The library replaces the file of a Unix socket without asking: so_reuseport does not guard it."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except BlockingIOError:
+            return True  # its queue of connections is full
+        except OSError:
+            return False
+    return True
+
+
+def _all_free(address: str) -> bool:
+    """A name may have several addresses ("localhost" has), and the library is content when one of them is free.
+
+    It also takes a port above 65535 for another one. Unix sockets in the abstract namespace pass.
+    """
+    host, _, port = address.rpartition(":")
+    if address.startswith("unix-abstract:"):
+        return True
+    if not port.isdigit() or int(port) > 65535:
+        return False
+    try:
+        found = socket.getaddrinfo(
+            host.strip("[]") or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError:
+        return False
+    return all(_is_free(family, where) for family, _, _, _, where in found)
+
+
+def _is_free(family: int, where: Any) -> bool:
+    try:
+        probe = socket.socket(family, socket.SOCK_STREAM)
+    except OSError:
+        return True  # an address family that this host does not have: nobody can listen there
+    with probe:
+        # As the library does it: ports of connections that have ended are free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        try:
+            probe.bind(where)
+        except OSError as error:
+            return error.errno == errno.EADDRNOTAVAIL
+    return True
+
+
+def _taken(address: str) -> AddressNotAllowed:
+    return AddressNotAllowed(
+        f"cannot listen on {address}: it is taken, or not an address of this host; port 0 takes a free one",
+        metadata={"address": address, "configKey": "listen"},
+    )

@@ -1,0 +1,164 @@
+"""The configuration of a rank: what the engine knows of itself, and settings that also come from the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kvgrpc.dataplane.base import DataPlane
+from kvgrpc.errors import InvalidRequest
+from kvgrpc.model import Layout, Pool, RankId, Role
+from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
+from kvgrpc.transfer.manager import MAX_FRAME_BYTES, AuxBuffer
+from kvgrpc.transfer.model import Bounds, Timing
+
+ENVIRONMENT_PREFIX = "KVGRPC_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankConfig:
+    """One rank to open.
+
+    Attributes:
+        engine: name of the engine, stable over restarts.
+        role: what the rank does.
+        pools: its KV memory; addresses are this process's own.
+        layout, dp, pp, cp, tp: sizes of the engine and coordinates of the rank, in KV coordinates.
+        aux: the engine's aux buffers; none where the engine has none.
+        data_plane: "mooncake", "shm", or one that was opened before (``kvgrpc.dataplane.open_plane``), whose
+            ``allocate`` may have given the pools' memory.
+        device: RDMA devices for Mooncake, comma separated; empty: TCP where there are none.
+        listen: "host:port" to bind; port 0 takes a free one.
+        advertise: host, or "host:port", that peers dial; empty: as bound. Needed when listening on a wildcard.
+        registry: where to register: "host:port", "embedded" (this rank serves one on its own port), or "" for none.
+        bootstrap_allow: hosts and CIDRs of registries that a request may name besides loopback and ``registry``.
+        events: configuration of KV events (None, a JSON string, a mapping or an object); None: off.
+        server_security, client_security: TLS, tokens; without them plaintext on loopback only.
+        admin_listen: addresses that serve the same besides ``listen``, for people: "unix:/path".
+        start_timeout: seconds that opening may take, registration included.
+        resolve_timeout: seconds that a receiver's registry may take to answer READY.
+        lease_ttl: seconds, of an embedded registry.
+    """
+
+    engine: str
+    role: Role
+    pools: tuple[Pool, ...]
+    layout: Layout = field(default_factory=Layout)
+    dp: int = 0
+    pp: int = 0
+    cp: int = 0
+    tp: int = 0
+    aux: tuple[AuxBuffer, ...] = ()
+    data_plane: str | DataPlane = "mooncake"
+    device: str = ""
+    listen: str = "127.0.0.1:0"
+    advertise: str = ""
+    registry: str = ""
+    bootstrap_allow: tuple[str, ...] = ()
+    events: object = None
+    server_security: ServerSecurity = field(default_factory=ServerSecurity)
+    client_security: ClientSecurity = field(default_factory=ClientSecurity)
+    admin_listen: tuple[str, ...] = ()
+    start_timeout: float = 30.0
+    resolve_timeout: float = 30.0
+    lease_ttl: float = 10.0
+    timing: Timing = field(default_factory=Timing)
+    bounds: Bounds = field(default_factory=Bounds)
+    max_frame_bytes: int = MAX_FRAME_BYTES
+
+    @property
+    def rank(self) -> RankId:
+        return RankId(self.engine, self.dp, self.pp, self.cp, self.tp)
+
+
+def settings(
+    mapping: Mapping[str, object] | None = None, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Keyword arguments of RankConfig from ``mapping``, and under it from ``KVGRPC_<KEY>`` of the environment.
+
+    Text becomes what the field is: numbers, and tuples at commas. TLS and tokens have flat keys: ``cert_file`` and
+    ``key_file`` (the rank's own, on both sides), ``client_ca_file`` and ``tokens_file`` (who may call it), ``ca_file``,
+    ``token_file`` and ``server_name`` (whom it calls, and as whom), ``insecure``. Raises InvalidRequest for an unknown
+    key of the mapping or a value that cannot be read; foreign variables with the prefix are ignored.
+    """
+    environment = os.environ if environment is None else environment
+    known = {each.name for each in fields(RankConfig)} | _SECURITY.keys()
+    found: dict[str, Any] = {}
+    for name in _FROM_TEXT.keys() | _SECURITY.keys():
+        text = environment.get(ENVIRONMENT_PREFIX + name.upper())
+        if text is not None:
+            found[name] = _read(name, text)
+    for name, value in (mapping or {}).items():
+        if name not in known:
+            raise InvalidRequest(
+                f"unknown setting {name!r}; known are {', '.join(sorted(known))}",
+                metadata={"field": name, "value": str(value)[:100]},
+            )
+        found[name] = _read(name, value) if isinstance(value, str) else value
+    return _with_security(found)
+
+
+def _items(text: str) -> tuple[str, ...]:
+    return tuple(item.strip() for item in text.split(",") if item.strip())
+
+
+_FROM_TEXT = {
+    "engine": str,
+    "data_plane": str,
+    "device": str,
+    "listen": str,
+    "advertise": str,
+    "registry": str,
+    "events": str,
+    "bootstrap_allow": _items,
+    "admin_listen": _items,
+    "start_timeout": float,
+    "resolve_timeout": float,
+    "lease_ttl": float,
+    "max_frame_bytes": int,
+}
+
+
+# Flat key -> fields of ServerSecurity, fields of ClientSecurity.
+_SECURITY: dict[str, tuple[str, str]] = {
+    "cert_file": ("cert_file", "cert_file"),
+    "key_file": ("key_file", "key_file"),
+    "client_ca_file": ("client_ca_file", ""),
+    "tokens_file": ("token_file", ""),
+    "ca_file": ("", "ca_file"),
+    "token": ("", "token"),
+    "token_file": ("", "token_file"),
+    "server_name": ("", "server_name"),
+    "insecure": ("insecure", "insecure"),
+}
+
+
+def _with_security(found: dict[str, Any]) -> dict[str, Any]:
+    """Flat keys become the two security values; a server's own certificate is a client's only where it trusts a CA."""
+    flat = {name: found.pop(name) for name in _SECURITY.keys() & found.keys()}
+    server = {_SECURITY[name][0]: value for name, value in flat.items() if _SECURITY[name][0]}
+    client = {_SECURITY[name][1]: value for name, value in flat.items() if _SECURITY[name][1]}
+    if "ca_file" not in client:
+        client.pop("cert_file", None)
+        client.pop("key_file", None)
+    if server:
+        found.setdefault("server_security", ServerSecurity(**server))
+    if client:
+        found.setdefault("client_security", ClientSecurity(**client))
+    return found
+
+
+def _flag(text: str) -> bool:
+    return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}[text.lower()]
+
+
+def _read(name: str, text: str) -> object:
+    reader: Any = _flag if name == "insecure" else _FROM_TEXT.get(name, str)
+    try:
+        return reader(text)
+    except (ValueError, KeyError):
+        raise InvalidRequest(
+            f"{name}: cannot read {text!r} as {reader.__name__}", metadata={"field": name, "value": text[:100]}
+        ) from None

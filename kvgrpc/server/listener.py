@@ -1,0 +1,141 @@
+"""A gRPC server's life: bind, health, reflection, drain, stop. Everything runs on the process's one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvgrpc.errors import AddressNotAllowed
+from kvgrpc.rpc.interceptors import Admission, interceptors_of
+from kvgrpc.rpc.options import SERVER_OPTIONS
+from kvgrpc.rpc.security import ServerSecurity
+from kvgrpc.server import health
+from kvgrpc.server.binding import bind
+
+_log = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.5
+_HARD_STOP_SECONDS = 3.0
+
+
+class Listener:
+    """One server with its health and reflection, for one start and one stop.
+
+    ``health_checks``, by the full name of a service, say what it stands on besides the port: its threads and tasks.
+    They are asked twice a second on the event loop, so they only read. A service is SERVING while its check holds and
+    nobody said otherwise (``set_serving``); the server (the empty name) while all of its services are.
+    """
+
+    def __init__(
+        self, health_checks: Mapping[str, Callable[[], bool]] | None = None, admission: Admission | None = None
+    ) -> None:
+        self._checks = dict(health_checks or {})
+        self._admission = admission or Admission()
+        self._health = health.HealthServicer()
+        self._services: tuple[str, ...] = ()
+        self._not_serving: set[str] = set()
+        self._failing: set[str] = set()
+        self._server: grpc.aio.Server | None = None
+        self._looking: asyncio.Task[None] | None = None
+        self._draining = False
+
+    @property
+    def draining(self) -> bool:
+        """True once ``drain`` or ``stop`` was called."""
+        return self._draining
+
+    async def start(
+        self,
+        add_servicers: Callable[[grpc.aio.Server], Sequence[str]],
+        addresses: Sequence[str],
+        security: ServerSecurity | None = None,
+    ) -> list[str]:
+        """Binds all addresses and serves; returns them as bound. ``add_servicers`` returns the services' full names.
+
+        The file of a Unix socket is for its owner only. Raises AddressNotAllowed for an address that nothing protects,
+        and for one that is taken or not of this host (then nothing stays bound); InvalidRequest for a file of
+        ``security`` that cannot be used.
+        """
+        security = security or ServerSecurity()
+        for address in addresses:
+            security.check(address)
+        server = grpc.aio.server(interceptors=interceptors_of(security, self._admission), options=SERVER_OPTIONS)
+        self._services = tuple(add_servicers(server))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection((*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        credentials = security.credentials()
+        try:
+            bound = [bind(server, address, credentials) for address in addresses]
+        except AddressNotAllowed:
+            # Only a server that ran lets go of what it bound before.
+            await server.start()
+            await server.stop(0)
+            raise
+        self._look()
+        await server.start()
+        self._server = server
+        self._looking = asyncio.get_running_loop().create_task(self._look_for_ever(), name="kvgrpc-health")
+        return bound
+
+    def set_serving(self, service: str, serving: bool) -> None:
+        """Says of one service whether it serves; its check must hold too. On the event loop."""
+        if serving:
+            self._not_serving.discard(service)
+        else:
+            self._not_serving.add(service)
+        self._look()
+
+    async def drain(self) -> None:
+        """Health says NOT_SERVING from now on; calls are still served."""
+        self._draining = True
+        self._look()
+
+    async def stop(self, grace: float) -> bool:
+        """Ends streams with SERVER_DRAINING, refuses new calls, gives unary ones ``grace`` seconds to end.
+
+        Nobody listens at the addresses from the start of it on. Returns within ``grace`` and 3 s more, whatever
+        servicers do; False if some did not end even when they were cancelled, and are left behind.
+        """
+        await self.drain()
+        if self._looking is not None:
+            self._looking.cancel()
+        server, self._server = self._server, None
+        if server is None:
+            return True
+        self._admission.end_streams()
+        stopping = asyncio.ensure_future(server.stop(grace))
+        done, _ = await asyncio.wait([stopping], timeout=grace + _HARD_STOP_SECONDS)
+        if not done:
+            _log.error("calls did not end within %.1f s of the server's stop; left behind", grace + _HARD_STOP_SECONDS)
+        return bool(done)
+
+    async def _look_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            self._look()
+
+    def _look(self) -> None:
+        well = not self._draining
+        for service in self._services:
+            serving = not self._draining and service not in self._not_serving and self._holds(service)
+            well = well and serving
+            self._health.set(service, serving)
+        self._health.set("", well)
+
+    def _holds(self, service: str) -> bool:
+        check, why = self._checks.get(service), None
+        try:
+            holds = check is None or check()
+        except Exception as error:
+            holds, why = False, error
+        if holds:
+            self._failing.discard(service)
+        elif service not in self._failing:
+            self._failing.add(service)
+            _log.error("the health check of %s fails", service, exc_info=why)
+        return holds

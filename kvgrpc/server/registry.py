@@ -1,0 +1,80 @@
+"""A registry that runs alone: ``kvgrpc serve registry``."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Sequence
+
+import grpc
+
+import kvgrpc
+from kvgrpc.registry.servicer import RegistryServicer
+from kvgrpc.rpc.loop import LoopThread
+from kvgrpc.rpc.security import ServerSecurity
+from kvgrpc.server.listener import Listener
+from kvgrpc.server.servicer import ServerInfo, ServerServicer
+from kvgrpc.v1.registry_service_pb2_grpc import add_RegistryServiceServicer_to_server
+from kvgrpc.v1.server_service_pb2_grpc import add_ServerServiceServicer_to_server
+
+_SERVICES = ("kvgrpc.v1.RegistryService", "kvgrpc.v1.ServerService")
+_START_SECONDS = 10.0
+
+
+class RegistryServer:
+    """A registry on a port of its own. ``open`` and ``close`` block; ``address`` is what was bound."""
+
+    def __init__(self, listen: Sequence[str], security: ServerSecurity | None = None, lease_ttl: float = 10.0) -> None:
+        self.address = ""
+        self._listen = tuple(listen)
+        self._security = security or ServerSecurity()
+        self._servicer = RegistryServicer(ttl=lease_ttl)
+        self._listener = Listener(health_checks={_SERVICES[0]: lambda: self._servicer.healthy})
+        self._loop = LoopThread.shared()
+
+    def open(self) -> RegistryServer:
+        self._loop.run(self._open(), _START_SECONDS)
+        return self
+
+    def close(self) -> None:
+        self._loop.run(self._close(), _START_SECONDS)
+
+    async def drain(self, grace: float) -> tuple[bool, int]:
+        """A registry holds nothing that a drain would have to wait for."""
+        self._servicer.drain()
+        await self._listener.drain()
+        return True, 0
+
+    async def _open(self) -> None:
+        self._servicer.start()
+        bound = await self._listener.start(self._add_servicers, self._listen, self._security)
+        self.address = bound[0]
+
+    async def _close(self) -> None:
+        await self.drain(0.0)
+        await self._listener.stop(1.0)
+        await self._servicer.close()
+
+    def _add_servicers(self, server: grpc.aio.Server) -> Sequence[str]:
+        add_RegistryServiceServicer_to_server(self._servicer, server)
+        info = ServerInfo(version=kvgrpc.__version__, services=_SERVICES, rank=None, role=None)
+        add_ServerServiceServicer_to_server(ServerServicer(info, self, lambda: self._listener.draining), server)
+        return _SERVICES
+
+
+def serve_registry(
+    listen: str,
+    *,
+    security: ServerSecurity | None = None,
+    lease_ttl: float = 10.0,
+    on_ready: Callable[[str], None] = lambda address: None,
+) -> None:
+    """Serves until SIGTERM or SIGINT, then drains. For the main thread of a process; ``on_ready`` gets the address."""
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    server = RegistryServer([listen], security, lease_ttl).open()
+    on_ready(server.address)
+    while not stopped.wait(1.0):
+        continue
+    server.close()

@@ -1,0 +1,75 @@
+"""ServerService: what a process says about itself, and Drain."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvgrpc.model import RankRef, Role
+from kvgrpc.v1 import common_pb2
+from kvgrpc.v1 import server_service_pb2 as pb
+from kvgrpc.v1.server_service_pb2_grpc import ServerServiceServicer
+from kvgrpc.wire import rank_ref_to_pb
+
+_DEFAULT_GRACE_SECONDS = 30.0
+_LONGEST_GRACE_SECONDS = 3600.0
+
+
+class Drainable(Protocol):
+    """What Drain drains. Called on the event loop, again only after the call before has ended."""
+
+    async def drain(self, grace: float) -> tuple[bool, int]:
+        """Ends within about ``grace`` seconds; (nothing is left, rooms that are still open)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What GetServerInfo says. ``limits``: bounds by lowerCamelCase name."""
+
+    version: str
+    services: Sequence[str]
+    rank: RankRef | None = None
+    role: Role | None = None
+    features: Sequence[str] = ()
+    limits: Mapping[str, int] = field(default_factory=dict)
+
+
+class ServerServicer(ServerServiceServicer):
+    """Served by every process; lives on its event loop. ``draining``: whether something else began to drain it."""
+
+    def __init__(self, info: ServerInfo, drainable: Drainable, draining: Callable[[], bool] = lambda: False) -> None:
+        self._info = info
+        self._drainable = drainable
+        self._draining_elsewhere = draining
+        self._started = time.time()
+        self._draining: asyncio.Task[tuple[bool, int]] | None = None
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: object) -> pb.GetServerInfoResponse:
+        info = self._info
+        response = pb.GetServerInfoResponse(
+            version=info.version,
+            services=info.services,
+            features=info.features,
+            limits=info.limits,
+            draining=self._draining is not None or self._draining_elsewhere(),
+            pid=os.getpid(),
+        )
+        response.start_time.FromMicroseconds(int(self._started * 1e6))
+        if info.rank is not None:
+            response.rank.CopyFrom(rank_ref_to_pb(info.rank))
+        if info.role is not None:
+            response.role = common_pb2.Role.ValueType(info.role)
+        return response
+
+    async def Drain(self, request: pb.DrainRequest, context: object) -> pb.DrainResponse:
+        grace = request.grace.ToMilliseconds() / 1000 if request.HasField("grace") else _DEFAULT_GRACE_SECONDS
+        if self._draining is None or self._draining.done():
+            grace = min(max(grace, 0.0), _LONGEST_GRACE_SECONDS)
+            self._draining = asyncio.get_running_loop().create_task(self._drainable.drain(grace), name="kvgrpc-drain")
+        # Shielded: a caller that goes away does not undo what it began.
+        drained, open_rooms = await asyncio.shield(self._draining)
+        return pb.DrainResponse(drained=drained, open_rooms=open_rooms)

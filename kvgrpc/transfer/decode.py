@@ -1,0 +1,468 @@
+"""The manager of a decode rank: resolves, dials prefill ranks, and keeps its receivers' rooms in step with them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+
+from kvgrpc.dataplane.base import DataPlane
+from kvgrpc.errors import EngineNotFound, Failure, InvalidRequest, KvGrpcError, Reason, ServerDraining
+from kvgrpc.model import Layout, RankId, RankRef, Role
+from kvgrpc.rpc.status import error_from
+from kvgrpc.transfer import topology, wire
+from kvgrpc.transfer.decode_core import DecodeCore, DecodePair, DecodeRoom, Stream
+from kvgrpc.transfer.manager import (
+    FRAMES_RECEIVED,
+    FRAMES_SENT,
+    ROOMS_RECEIVED,
+    ROOMS_SENT,
+    Loop,
+    TransferConfig,
+    TransferManager,
+    write_aux,
+)
+from kvgrpc.transfer.model import Destination, Handle, RoomKey, Target, prefill_dp
+from kvgrpc.transfer.outbox import Outbox
+from kvgrpc.transfer.plan import check_first_page, check_pages
+from kvgrpc.transfer.tables import PartRow, RoomRow, SessionRow
+from kvgrpc.v1 import transfer_service_pb2 as pb
+from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
+from kvgrpc.wire import failure_from_pb, layout_to_pb, pool_to_pb, rank_ref_from_pb, rank_ref_to_pb
+
+logger = logging.getLogger(__name__)
+_PROBE_WITHIN_SECONDS = 1.0
+_LONGEST_TRACEPARENT = 512
+_Call = grpc.aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillEngine:
+    """What a registry said of a prefill engine: its layout, and the ranks that could owe this decode rank a part."""
+
+    name: str
+    layout: Layout
+    targets: Mapping[tuple[int, int, int, int], Target]
+
+
+class Resolve(Protocol):
+    """Asks the registry behind a ``bootstrap_addr``, waiting until the engine is READY. Raises KvGrpcError."""
+
+    async def __call__(self, bootstrap_addr: str, decode: RankId) -> PrefillEngine: ...
+
+
+class ReceiverRoom(DecodeRoom):
+    """A room with the way to its prefill: the registry's address, and the dp rank if the router chose one."""
+
+    __slots__ = ("bootstrap_addr", "prefill_dp_rank")
+
+    def __init__(
+        self, key: RoomKey, handle: Handle, bootstrap_addr: str, prefill_dp_rank: int | None, traceparent: str
+    ) -> None:
+        readable = isinstance(traceparent, str) and traceparent.isascii() and len(traceparent) <= _LONGEST_TRACEPARENT
+        super().__init__(key, handle, traceparent if readable else "")
+        self.bootstrap_addr = bootstrap_addr
+        self.prefill_dp_rank = prefill_dp_rank
+
+
+class DecodeManager(TransferManager):
+    """See the module. ``open``, ``write`` and ``fail`` are posted by receivers and run on the loop thread."""
+
+    role = "decode"
+
+    def __init__(
+        self,
+        config: TransferConfig,
+        plane: DataPlane,
+        loop: Loop,
+        resolve: Resolve,
+        open_channel: Callable[[str], grpc.aio.Channel],
+    ) -> None:
+        super().__init__(config, plane, loop)
+        self.core = DecodeCore(
+            config.ref,
+            timing=config.timing,
+            bounds=config.bounds,
+            connections=self._connections,
+            deliver_aux=self._deliver_aux,
+        )
+        self._own_pages = min(pool.pages for pool in config.pools)
+        self._aux_bytes = sum(buffer.item_bytes for buffer in config.aux)
+        self._resolve = resolve
+        self._open_channel = open_channel
+        self._engines: dict[str, PrefillEngine] = {}
+        self._questions: dict[str, list[ReceiverRoom]] = {}
+        self._sessions: dict[Stream, _Session] = {}
+        self._data_addresses: dict[RankRef, bytes] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # For receivers: each is posted, and runs on the loop thread.
+
+    def open(self, room: ReceiverRoom) -> None:
+        if not self.core.open(room):
+            return
+        error = _route_error(room)
+        if error is not None:
+            self.core.fail(room, Failure.of(error, str(self.ref)))
+            return
+        engine = self._engines.get(room.bootstrap_addr)
+        if engine is None or not self._bind(room, engine, only_known=True):
+            self._ask(room)
+
+    def write(self, room: DecodeRoom, destination: Destination, aux_index: int | None) -> None:
+        try:
+            check_pages(destination.pages, self._own_pages, self.config.pools[0].name)
+            check_first_page(destination.first_page)
+            wire.check_size(destination, len(self.config.pools), self.config.max_frame_bytes)
+        except KvGrpcError as error:
+            self.core.fail(room, Failure.of(error, str(self.ref)))
+            return
+        self.core.write(room, destination, aux_index)
+
+    def fail(self, room: DecodeRoom, failure: Failure) -> None:
+        self.core.fail(room, failure)
+
+    # Life.
+
+    async def drain(self, grace: float) -> tuple[bool, int]:
+        """Waits for open rooms, then stops them; (nothing is left, open rooms)."""
+        await self.until(lambda: self.open_rooms() == 0, grace)
+        for room in list(self.core.rooms.values()):
+            self.core.fail(room, Failure.of(ServerDraining(f"{self.ref} drained before the room ended")))
+        self._pump()
+        await self.until(lambda: self.core.held_pages == 0, grace)
+        return not self.core.held_pages, self.open_rooms()
+
+    async def stop(self) -> None:
+        for session in list(self._sessions.values()):
+            session.close()
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=0.5)
+            for task in late:
+                task.cancel()
+        await super().stop()
+
+    def open_rooms(self) -> int:
+        return sum(not room.ended for room in self.core.rooms.values())
+
+    @property
+    def held_pages(self) -> int:
+        return self.core.held_pages
+
+    # Tables.
+
+    def sessions(self) -> list[SessionRow]:
+        seconds = self.config.timing.tick_seconds
+        return [
+            SessionRow(
+                pair.ref,
+                pair.address,
+                pair.state,
+                pair.stream.number if pair.stream is not None else 0,
+                len(pair.rooms),
+                (self.core.now - pair.heard_at) * seconds,
+                len(pair.dirty),
+            )
+            for pair in self.core.pairs.values()
+        ]
+
+    def rooms(self) -> list[RoomRow]:
+        return [self._row(room) for room in self.core.rooms.values()]
+
+    def room(self, key: RoomKey) -> RoomRow | None:
+        room = self.core.rooms.get(key)
+        return None if room is None else self._row(room)
+
+    def cancel(self, key: RoomKey, failure: Failure) -> bool:
+        room = self.core.rooms.get(key)
+        if room is None:
+            return False
+        self.core.fail(room, failure)
+        self._pump()
+        return True
+
+    def _row(self, room: DecodeRoom) -> RoomRow:
+        parts = tuple(PartRow(part.pair.ref, part.state, part.writes, part.pages_done) for part in room.parts.values())
+        held = room.ended and not room.handle.release_safe
+        age = (self.core.now - room.created_at) * self.config.timing.tick_seconds
+        return RoomRow(
+            room.key, Role.DECODE, room.state, parts, room.page_count, held, room.open_handle, age, room.failure
+        )
+
+    # Resolving.
+
+    def _ask(self, room: ReceiverRoom) -> None:
+        """One question for all rooms that wait for the same address."""
+        waiting = self._questions.get(room.bootstrap_addr)
+        if waiting is not None:
+            waiting.append(room)
+            return
+        self._questions[room.bootstrap_addr] = [room]
+        self._start(self._answer(room.bootstrap_addr), f"resolve {room.bootstrap_addr}")
+
+    async def _answer(self, bootstrap_addr: str) -> None:
+        failure: Failure | None = None
+        engine: PrefillEngine | None = None
+        try:
+            engine = await self._resolve(bootstrap_addr, self.ref.rank)
+            self._engines[bootstrap_addr] = engine
+        except KvGrpcError as error:
+            failure = Failure.of(error, str(self.ref))
+        except Exception as error:
+            logger.exception("resolving %s failed", bootstrap_addr)
+            failure = Failure(Reason.INTERNAL, f"resolving {bootstrap_addr}: {type(error).__name__}", {}, str(self.ref))
+        for room in self._questions.pop(bootstrap_addr):
+            if engine is not None:
+                self._bind(room, engine)
+            elif failure is not None:
+                self.core.fail(room, failure)
+        self._pump()
+
+    def _bind(self, room: ReceiverRoom, engine: PrefillEngine, only_known: bool = False) -> bool:
+        """Binds the room; with ``only_known`` only to a pair that stands, else False: then the registry is asked."""
+        dp = prefill_dp(room.key.room, engine.layout.dp) if room.prefill_dp_rank is None else room.prefill_dp_rank
+        try:
+            coordinates = topology.prefill_coordinates(self.ref.rank, engine.layout, self.config.layout, dp)
+            target = engine.targets.get(coordinates)
+            if target is None:
+                raise EngineNotFound(
+                    f"the registry knows no prefill rank {coordinates} (dp, pp, cp, tp) of engine {engine.name!r}",
+                    metadata={"engine": engine.name, "role": "PREFILL", "missingRanks": coordinates},
+                )
+        except KvGrpcError as error:
+            if not only_known:
+                self.core.fail(room, Failure.of(error, str(self.ref)))
+            return False
+        if only_known:
+            pair = self.core.pairs.get(target.ref)
+            if pair is None or pair.lost or pair.dead_at is not None:
+                return False
+        self.core.bind(room, [target])
+        return True
+
+    # Dialling.
+
+    async def _dial(self, stream: Stream) -> None:
+        """One stream from dial to end; the core hears how it went."""
+        session = self._sessions[stream]
+        channel = self._open_channel(stream.pair.address)
+        try:
+            session.call = TransferServiceStub(channel).Session()
+            await session.call.write(self._hello(stream))
+            await self._read(session, stream, session.call)
+        except grpc.aio.AioRpcError as error:
+            await self._not_welcome(stream, error)
+        except asyncio.InvalidStateError:  # grpc.aio: the call ended before the hello was written
+            await self._not_welcome(stream, None)
+        except KvGrpcError as error:
+            self.core.on_goodbye(stream, Failure.of(error, str(self.ref)))
+        except asyncio.CancelledError:
+            self.core.on_end(stream)
+        except Exception:
+            self._count_error(f"session to {stream.pair.ref} failed")
+            self.core.on_end(stream)
+        finally:
+            del self._sessions[stream]
+            session.end()
+            self._pump()
+            await channel.close()
+
+    async def _not_welcome(self, stream: Stream, error: grpc.aio.AioRpcError | None) -> None:
+        """The call failed: proof of death, an answer of the server's front (credentials, roles), or just a break."""
+        known = error_from(error) if error is not None else None
+        ours = known is not None and known.reason != Reason.UNSPECIFIED and known.code != "UNAVAILABLE"
+        if known is not None and ours and not stream.pair.welcomed:
+            self.core.on_goodbye(stream, Failure.of(known, stream.pair.address))
+        elif await _refuses(stream.pair.address):
+            self.core.on_refused(stream)
+        else:
+            self.core.on_end(stream)
+
+    async def _read(self, session: _Session, stream: Stream, call: _Call) -> None:
+        core = self.core
+        while True:
+            message = await call.read()
+            if not isinstance(message, pb.SessionResponse):
+                core.on_end(stream)
+                return
+            if message.rooms:
+                if session.writer is None:
+                    raise InvalidRequest("rooms: come after welcome", metadata={"field": "rooms"})
+                wire.check_frame(message, self.config.max_frame_bytes)
+                FRAMES_RECEIVED.inc()
+                ROOMS_RECEIVED.inc(len(message.rooms))
+                core.on_frame(stream, wire.prefill_entries(message))
+                self._pump()
+            elif message.HasField("welcome"):
+                self._welcome(session, stream, message.welcome)
+            elif message.HasField("goodbye"):
+                goodbye = message.goodbye
+                core.on_goodbye(stream, failure_from_pb(goodbye.failure) if goodbye.HasField("failure") else None)
+                return
+            else:
+                core.on_heard(stream)
+
+    def _welcome(self, session: _Session, stream: Stream, welcome: pb.Welcome) -> None:
+        answered = rank_ref_from_pb(getattr(welcome, "from"))
+        if session.writer is not None:
+            raise InvalidRequest("welcome: must come once", metadata={"field": "welcome"})
+        if answered != stream.pair.ref:
+            raise InvalidRequest(
+                f"{stream.pair.ref} was dialled, {answered} answered",
+                metadata={"field": "welcome.from", "value": answered},
+            )
+        self._data_addresses[stream.pair.ref] = welcome.data_plane_address
+        session.max_frame_bytes = min(self.config.max_frame_bytes, welcome.max_frame_bytes or 2**63)
+        self.core.on_welcome(stream)
+        session.writer = asyncio.get_running_loop().create_task(self._write(session, stream))
+        self._pump()
+
+    async def _write(self, session: _Session, stream: Stream) -> None:
+        core, call, pools = self.core, session.call, len(self.config.pools)
+        assert call is not None
+        try:
+            while not session.closing:
+                await session.news()
+                entries = core.flush(stream.pair) if stream.pair.stream is stream else []
+                if entries:
+                    ROOMS_SENT.inc(len(entries))
+                    for frame in wire.decode_frames(entries, pools, session.max_frame_bytes):
+                        FRAMES_SENT.inc()
+                        await call.write(frame)
+                elif session.heartbeat_due:
+                    session.heartbeat_due = False
+                    await call.write(_HEARTBEAT)
+            await call.write(pb.SessionRequest(goodbye=pb.Goodbye()))
+            await call.done_writing()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return  # the reader sees the same end, and says why
+        except Exception:
+            self._count_error(f"writing to {stream.pair.ref} failed")
+            call.cancel()
+
+    def _hello(self, stream: Stream) -> pb.SessionRequest:
+        shape = self.shape
+        hello = pb.Hello(
+            to=rank_ref_to_pb(stream.pair.ref),
+            stream=stream.number,
+            layout=layout_to_pb(shape.layout),
+            pools=[pool_to_pb(pool) for pool in shape.pools],
+            aux_item_bytes=shape.aux_item_bytes,
+            data_plane=shape.data_plane,
+            data_plane_address=self.plane.address(),
+            expected=wire.part_to_pb(topology.wanted_part(shape)),
+        )
+        getattr(hello, "from").CopyFrom(rank_ref_to_pb(self.ref))
+        return pb.SessionRequest(hello=hello)
+
+    # Between the core and the rest.
+
+    def _tick(self) -> None:
+        self.core.tick()
+        if len(self._data_addresses) > len(self.core.pairs):
+            self._forget_addresses()
+        if self.core.now % self.config.timing.heartbeat == 0:
+            for session in self._sessions.values():
+                session.beat()
+
+    def _pump(self) -> None:
+        core = self.core
+        for room in core.take_resolves():
+            if isinstance(room, ReceiverRoom):
+                self._engines.pop(room.bootstrap_addr, None)
+                self._ask(room)
+        for stream in core.take_dials():
+            self._sessions[stream] = _Session()
+            self._start(self._dial(stream), f"session {stream.pair.ref}")
+        for stream in core.take_closes():
+            session = self._sessions.get(stream)
+            if session is not None:
+                session.cancel()
+        for pair in core.take_dirty():
+            if pair.stream is not None:
+                session = self._sessions.get(pair.stream)
+                if session is not None:
+                    session.wake()
+
+    def _start(self, coroutine: Coroutine[None, None, None], name: str) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _connections(self, pair: DecodePair) -> frozenset[str]:
+        """Over which that peer's bytes could still arrive (8)."""
+        address = self._data_addresses.get(pair.ref)
+        return frozenset() if not address else self.plane.connections_from(address)
+
+    def _forget_addresses(self) -> None:
+        for ref in [ref for ref in self._data_addresses if ref not in self.core.pairs]:
+            del self._data_addresses[ref]
+
+    def _deliver_aux(self, room: DecodeRoom) -> Failure | None:
+        buffers, index, aux = self.config.aux, room.aux_index, room.aux or b""
+        if not buffers or index is None:
+            return None
+        expected = self._aux_bytes
+        if len(aux) != expected:
+            error = InvalidRequest(
+                f"aux: must have {expected} bytes, has {len(aux)}", metadata={"field": "aux", "value": len(aux)}
+            )
+            return Failure.of(error, str(self.ref))
+        if room.handle.aborted is None:
+            write_aux(buffers, index, aux)
+        return None
+
+
+class _Session(Outbox):
+    """One dialled stream."""
+
+    __slots__ = ("call", "max_frame_bytes", "writer")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.call: _Call | None = None
+        self.writer: asyncio.Task[None] | None = None
+        self.max_frame_bytes = 0
+
+    def cancel(self) -> None:
+        """Ends the stream without a word: the core gave the pair up."""
+        self.closing = True
+        if self.call is not None:
+            self.call.cancel()
+
+    def end(self) -> None:
+        self.closing = True
+        if self.writer is not None:
+            self.writer.cancel()
+
+
+def _route_error(room: ReceiverRoom) -> InvalidRequest | None:
+    """Why the engine's way to a prefill cannot be one: checked here, where many rooms ask one question together."""
+    address, dp = room.bootstrap_addr, room.prefill_dp_rank
+    if not isinstance(address, str) or not address.isascii():
+        return InvalidRequest("bootstrap_addr: must be host:port", metadata={"field": "bootstrap_addr"})
+    if dp is not None and (not hasattr(dp, "__index__") or dp < 0):
+        return InvalidRequest(
+            f"prefill_dp_rank: must be 0 or more, not {dp!r}", metadata={"field": "prefill_dp_rank", "value": dp}
+        )
+    return None
+
+
+async def _refuses(address: str) -> bool:
+    """True when nobody listens there: the one proof of death that a dial can give (4)."""
+    host, _, port = address.rpartition(":")
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), _PROBE_WITHIN_SECONDS)
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError, asyncio.TimeoutError):
+        return False
+    writer.close()
+    return False
+
+
+_HEARTBEAT = pb.SessionRequest()

@@ -1,0 +1,392 @@
+"""Decode's half of a session as a state machine: rooms, the pairs they depend on, and the pages they hold.
+
+Sans I/O. The shell (decode.py in the product, a world in tests/simulation) calls ``on_*`` when something happened and
+``tick`` every ``Timing.tick_seconds`` of its own running time, then does what the core asks: ``take_dials`` (streams
+to open), ``take_closes`` (streams to end), ``take_resolves`` (rooms to resolve again) and ``flush`` for every pair in
+``take_dirty``. All calls come from one thread. Numbers in comments are the rules of docs/session.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from kvgrpc.errors import Failure, KvGrpcError, Reason
+from kvgrpc.model import RankRef
+from kvgrpc.transfer import failures
+from kvgrpc.transfer.deadlines import Deadlines
+from kvgrpc.transfer.decode_held import HeldPages
+from kvgrpc.transfer.decode_outbox import Outbox
+from kvgrpc.transfer.decode_pair import DecodePair, Stream
+from kvgrpc.transfer.decode_room import DecodePart, DecodeRoom
+from kvgrpc.transfer.model import (
+    STATE_FAILED,
+    STATE_SUCCESS,
+    STATE_TRANSFERRING,
+    WANT_FORGET,
+    WRITES_STOPPED,
+    Bounds,
+    DecodeEntry,
+    Destination,
+    PrefillEntry,
+    RoomKey,
+    Target,
+    Timing,
+)
+
+__all__ = ["DecodeCore", "DecodePair", "DecodePart", "DecodeRoom", "Stream"]
+
+
+class DecodeCore:
+    """See the module. ``connections(pair)`` names the data connections of that peer to us (8); ``deliver_aux(room)``
+    copies ``room.aux`` into the engine's buffers before SUCCESS is told, and returns why it cannot (14)."""
+
+    held_pages_class = HeldPages
+
+    def __init__(
+        self,
+        me: RankRef,
+        *,
+        timing: Timing | None = None,
+        bounds: Bounds | None = None,
+        connections: Callable[[DecodePair], frozenset[str]] = lambda pair: frozenset(),
+        deliver_aux: Callable[[DecodeRoom], Failure | None] = lambda room: None,
+    ) -> None:
+        self.me = me
+        self.timing = timing or Timing()
+        self.bounds = bounds or Bounds()
+        self.now = 0
+        self.rooms: dict[RoomKey, DecodeRoom] = {}
+        self.pairs: dict[RankRef, DecodePair] = {}
+        self.ignored_entries = 0
+        self._deliver_aux = deliver_aux
+        self._held = self.held_pages_class(self.timing.settle, connections)
+        self._due: Deadlines[RoomKey] = Deadlines()
+        self._streams = 0
+        self._dials: list[Stream] = []
+        self._closes: list[Stream] = []
+        self._resolves: list[DecodeRoom] = []
+        self._outbox = Outbox()
+
+    # What the engine asks for.
+
+    def open(self, room: DecodeRoom) -> bool:
+        """Takes a new room, to be bound to its targets later; one that cannot be taken fails at once, and alone."""
+        error = self._refusal(room.key)
+        if error is not None:
+            failure = self._failure(error)
+            room.fail(failure)
+            room.handle.release_safe = True
+            room.handle.fail(failure)
+            return False
+        room.created_at = self.now
+        self.rooms[room.key] = room
+        self._set_deadline(room)
+        return True
+
+    def bind(self, room: DecodeRoom, targets: Sequence[Target]) -> None:
+        """Ties a room to the incarnations that owe it, all of them: a room belongs to pairs, not to streams."""
+        if room.ended or self.rooms.get(room.key) is not room:
+            return
+        for target in targets:
+            if target.ref.rank in room.parts:
+                continue
+            pair = self._pair(target)
+            room.parts[target.ref.rank] = DecodePart(pair)
+            pair.rooms.add(room.key)
+            pair.wait(self.now)
+            if pair.dead_at is not None:  # 5: a new room on a pair proven dead fails at once
+                self._end(room, self._lost_failure(pair, "it was proven dead"))
+                return
+        room.bound = True
+        room.refresh()
+
+    def write(self, room: DecodeRoom, destination: Destination, aux_index: int | None = None) -> None:
+        """The engine gave its pages: from now on they are the room's, until SUCCESS or evidence (8)."""
+        if room.ended or room.destination is not None:
+            return
+        room.destination = destination
+        room.aux_index = aux_index
+        self._set_deadline(room)
+        self._outbox.tell(room)
+
+    def fail(self, room: DecodeRoom, failure: Failure) -> None:
+        """Abort, cancel, or a resolve that failed: the handle ends here and now, the pages by evidence (6)."""
+        if self.rooms.get(room.key) is room:
+            self._end(room, failure)
+
+    def close_handle(self, room: DecodeRoom) -> None:
+        """The engine dropped its handle; what is held stays held (8)."""
+        room.open_handle = False
+
+    @property
+    def held_pages(self) -> int:
+        return self._held.pages
+
+    # What the shell does for the core.
+
+    def take_dials(self) -> list[Stream]:
+        dials, self._dials = self._dials, []
+        return dials
+
+    def take_closes(self) -> list[Stream]:
+        closes, self._closes = self._closes, []
+        return closes
+
+    def take_resolves(self) -> list[DecodeRoom]:
+        """Rooms to be bound again, to all their targets."""
+        resolves, self._resolves = self._resolves, []
+        return resolves
+
+    def take_dirty(self) -> Iterable[DecodePair]:
+        """Pairs with something to say and a stream to say it on."""
+        return self._outbox.take()
+
+    def flush(self, pair: DecodePair) -> list[DecodeEntry]:
+        """The latest state of every room of the pair that changed: one frame (or more, where it is too large)."""
+        entries: list[DecodeEntry] = []
+        keys, pair.dirty = pair.dirty, {}
+        for key in keys:
+            room = self.rooms.get(key)
+            part = room.part_of(pair) if room is not None else None
+            if room is None or part is None:
+                entries.append(DecodeEntry(key, WANT_FORGET))  # 11: decode answers a room it does not know
+                continue
+            entry = room.entry(part, self.now, self.timing)
+            if entry is not None:
+                entries.append(entry)
+                if part.forgot:
+                    self._drop_if_over(room)
+        return entries
+
+    # What happened.
+
+    def on_welcome(self, stream: Stream) -> None:
+        pair = stream.pair
+        if not self._current(stream) or pair.dead_at is not None:
+            return
+        pair.welcome(self.now)
+        for key in pair.rooms:
+            self.rooms[key].refresh()
+        self._outbox.resume(pair)
+
+    def on_heard(self, stream: Stream) -> None:
+        """Anything arrived on the stream."""
+        if self._current(stream):
+            stream.pair.heard_at = self.now
+
+    def on_frame(self, stream: Stream, entries: Iterable[PrefillEntry]) -> None:
+        pair = stream.pair
+        if not pair.up or not self._current(stream):
+            return
+        pair.heard_at = self.now
+        rooms = self.rooms
+        for entry in entries:
+            room = rooms.get(entry.key)
+            part = room.part_of(pair) if room is not None else None
+            if room is not None and part is not None:
+                self._apply(room, part, entry)
+            elif len(pair.dirty) < self.bounds.rooms:
+                self._outbox.forget(entry.key, pair)
+
+    def on_goodbye(self, stream: Stream, failure: Failure | None) -> None:
+        pair = stream.pair
+        if pair.stream is not stream:
+            return
+        pair.broke(self.now, self.timing)
+        if failure is not None and failure.reason in (Reason.STALE_EPOCH, Reason.WRONG_RANK):
+            if pair.welcomed:
+                self._prove_dead(pair)  # 4: another one answers at the address where this one listened
+            else:
+                self._resolve_again(pair, failure)
+        elif failure is None or (pair.welcomed and failure.reason is Reason.SERVER_DRAINING):
+            self._break(pair)
+        else:
+            if not pair.welcomed:
+                self._drop_pair(pair)  # the next room asks again
+            self._lose(pair, "refused", failure)  # what we said is wrong; saying it again would not help
+
+    def on_refused(self, stream: Stream) -> None:
+        """Nobody listens at the address: with the listener the writer is gone (4)."""
+        pair = stream.pair
+        if pair.stream is stream:
+            pair.end_stream()
+            self._prove_dead(pair)
+
+    def on_end(self, stream: Stream) -> None:
+        """The stream ended, or could not be opened, without a word: a break (3)."""
+        pair = stream.pair
+        if pair.stream is stream:
+            pair.broke(self.now, self.timing)
+            self._break(pair)
+
+    def tick(self) -> None:
+        self.now += 1
+        for key in self._due.due(self.now):
+            room = self.rooms[key]
+            limit = self.timing.milliseconds(self.timing.room_deadline)
+            self._end(room, self._failure(failures.out_of_time(key, room.state.name, limit, "decode")))
+        for pair in list(self.pairs.values()):
+            self._tick_pair(pair)
+        for room in self._held.due(self.now):
+            self._look(room)
+        self._outbox.tick()
+
+    # Rooms.
+
+    def _refusal(self, key: RoomKey) -> KvGrpcError | None:
+        if key in self.rooms:
+            return failures.conflict(key, f"a receiver of {self.me}")
+        if len(self.rooms) >= self.bounds.rooms:
+            return failures.too_many("rooms", self.bounds.rooms, len(self.rooms))
+        if self.held_pages > self.bounds.held_pages:
+            return failures.pages_held(self.held_pages, self.bounds.held_pages)
+        return None
+
+    def _set_deadline(self, room: DecodeRoom) -> None:
+        room.deadline = self.now + self.timing.room_deadline
+        self._due.set(room.key, room.deadline)
+
+    def _apply(self, room: DecodeRoom, part: DecodePart, entry: PrefillEntry) -> None:
+        stopped_before = part.writes is WRITES_STOPPED
+        if not part.take(entry):
+            self.ignored_entries += 1
+            return
+        if part.writes is WRITES_STOPPED and not stopped_before:
+            part.stopped_at = self.now
+        if part.state >= STATE_SUCCESS:
+            self._part_ended(room, part, entry)
+        elif part.state is STATE_TRANSFERRING:
+            room.transfer()
+
+    def _part_ended(self, room: DecodeRoom, part: DecodePart, entry: PrefillEntry) -> None:
+        """The first part that fails fails the room; SUCCESS needs every part that is owed (9)."""
+        if part.settled:
+            self._outbox.forget(room.key, part.pair)
+        if room.ended:
+            self._look(room)
+        elif part.state is STATE_FAILED:
+            self._end(room, entry.failure or failures.unexplained(part.pair.ref))
+        elif not part.told_write:
+            self._end(room, self._failure(failures.not_asked_for(part.pair.ref)))
+        elif len(entry.aux) > self.bounds.aux_bytes:
+            error = failures.too_much_aux(part.pair.ref, len(entry.aux), self.bounds.aux_bytes)
+            self._end(room, self._failure(error))
+        else:
+            if entry.aux:
+                room.aux = entry.aux
+            if room.arrived:
+                failure = self._deliver_aux(room)
+                if failure is not None:
+                    self._end(room, failure)
+                else:
+                    self._due.clear(room.key)
+                    room.succeed()
+
+    def _end(self, room: DecodeRoom, failure: Failure) -> None:
+        """One terminal state, at once, with the first cause; the other parts are told to stop with it (6, 9)."""
+        if room.ended:
+            return
+        room.fail(failure)
+        self._due.clear(room.key)
+        self._outbox.tell(room)
+        self._held.hold(room)
+        self._look(room)
+        room.handle.fail(failure)
+
+    def _look(self, room: DecodeRoom) -> None:
+        """Gives the room's pages back if there is evidence."""
+        if room.key in self._held and self._held.look(room, self.now):
+            room.handle.release_safe = True
+            self._drop_if_over(room)
+
+    def _drop_if_over(self, room: DecodeRoom) -> None:
+        if room.key not in self._held and room.over and self.rooms.get(room.key) is room:
+            del self.rooms[room.key]
+            for part in room.parts.values():
+                part.pair.rooms.discard(room.key)
+
+    # Pairs.
+
+    def _pair(self, target: Target) -> DecodePair:
+        pair = self.pairs.get(target.ref)
+        if pair is None:
+            pair = self.pairs[target.ref] = DecodePair(target, self.now)
+            self._dial(pair)
+        return pair
+
+    def _current(self, stream: Stream) -> bool:
+        """No frame of an older stream is applied (2)."""
+        return stream.pair.stream is stream
+
+    def _dial(self, pair: DecodePair) -> None:
+        self._close_stream(pair)
+        self._streams += 1  # counted over all pairs: a pair that is dropped and met again still counts upwards (2)
+        self._dials.append(pair.dial(self._streams, self.now, self.timing))
+
+    def _break(self, pair: DecodePair) -> None:
+        """Fails nothing; decode dials again, at once the first time (3)."""
+        if pair.rooms and self.now >= pair.next_dial_at:
+            self._dial(pair)
+
+    def _prove_dead(self, pair: DecodePair) -> None:
+        if pair.dead_at is None:
+            self._held.died(pair, self.now)
+        self._lose(pair, "its address refuses, or another one answers there")
+
+    def _lose(self, pair: DecodePair, how: str, cause: Failure | None = None) -> None:
+        """The pair is given up: its rooms fail, except those whose part here is settled (3)."""
+        pair.lost = True
+        pair.waiting_since = None
+        pair.next_dial_at = self.now
+        self._close_stream(pair)
+        failure = cause or self._lost_failure(pair, how)
+        for key in list(pair.rooms):
+            room = self.rooms[key]
+            part = room.part_of(pair)
+            if part is not None and not part.settled:
+                self._end(room, failure)
+            self._look(room)
+            self._drop_if_over(room)
+
+    def _resolve_again(self, pair: DecodePair, failure: Failure) -> None:
+        """Another one answered before the first Welcome: the registry was behind; ask it again, once (3)."""
+        self._drop_pair(pair)
+        again = []
+        for key in pair.rooms:
+            room = self.rooms[key]
+            if not room.ended and not room.resolved_again:
+                room.resolved_again = True
+                room.bound = False
+                del room.parts[pair.ref.rank]
+                again.append(room)
+        pair.rooms.difference_update([room.key for room in again])
+        self._resolves += again
+        self._lose(pair, "", failure)
+
+    def _tick_pair(self, pair: DecodePair) -> None:
+        if pair.dead_at is None:
+            how = pair.given_up(self.now, self.timing)
+            if how:
+                self._lose(pair, how)
+        if pair.up:
+            return
+        if not pair.rooms:
+            self._drop_pair(pair)
+        elif pair.dead_at is None and pair.dial_is_due(self.now, self.timing):
+            self._dial(pair)
+
+    def _drop_pair(self, pair: DecodePair) -> None:
+        if self.pairs.get(pair.ref) is pair:
+            del self.pairs[pair.ref]
+        self._close_stream(pair)
+
+    def _close_stream(self, pair: DecodePair) -> None:
+        stream = pair.end_stream()
+        if stream is not None:
+            self._closes.append(stream)
+
+    def _lost_failure(self, pair: DecodePair, how: str) -> Failure:
+        return self._failure(failures.peer_lost(pair.ref, f"prefill {pair.ref} at {pair.address}", how))
+
+    def _failure(self, error: KvGrpcError) -> Failure:
+        return Failure.of(error, str(self.me))

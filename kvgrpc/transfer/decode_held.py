@@ -1,0 +1,86 @@
+"""Pages of rooms that ended while somebody may still write to them: they come back by evidence (8). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvgrpc.transfer.deadlines import Deadlines
+from kvgrpc.transfer.decode_pair import DecodePair
+from kvgrpc.transfer.decode_room import DecodePart, DecodeRoom
+from kvgrpc.transfer.model import (
+    STATE_SUCCESS,
+    WRITES_SETTLED,
+    RoomKey,
+)
+
+
+class HeldPages:
+    """``rooms`` wait for evidence, with ``pages`` pages. Looks at a room when news of it came, or when time may help:
+    never at all of them. ``settle``: ticks from a proof on in which bytes may still arrive. ``connections(pair)``:
+    names of the connections over which they would.
+    """
+
+    def __init__(self, settle: int, connections: Callable[[DecodePair], frozenset[str]]) -> None:
+        self.rooms: dict[RoomKey, DecodeRoom] = {}
+        self.pages = 0
+        self._settle = settle
+        self._connections = connections
+        self._looks: Deadlines[RoomKey] = Deadlines()
+
+    def __contains__(self, key: RoomKey) -> bool:
+        return key in self.rooms
+
+    def hold(self, room: DecodeRoom) -> None:
+        self.rooms[room.key] = room
+        self.pages += room.page_count
+
+    def died(self, pair: DecodePair, now: int) -> None:
+        """The writer was proven dead: what its kernel still holds may arrive as long as its connections stand."""
+        pair.dead_at = now
+        pair.connections = self._connections(pair)
+
+    def look(self, room: DecodeRoom, now: int) -> bool:
+        """True: every part gave evidence, the pages are held no more. Else looks again when that can help."""
+        again = 0
+        for part in room.parts.values():
+            if not self._evidence(room, part, now):
+                since = _proven_at(part)
+                if since is None:
+                    return False  # only news can help
+                again = max(again, now + 1, since + self._settle + 1)
+        if again:
+            self._looks.set(room.key, again)
+            return False
+        del self.rooms[room.key]
+        self._looks.clear(room.key)
+        self.pages -= room.page_count
+        return True
+
+    def due(self, now: int) -> list[DecodeRoom]:
+        """Rooms to look at in this tick."""
+        return [self.rooms[key] for key in self._looks.due(now)]
+
+    def _evidence(self, room: DecodeRoom, part: DecodePart, now: int) -> bool:
+        """This part writes to the room's pages no more: said by its writer, or proven by its death."""
+        if not room.page_count or not part.told_write:
+            return True
+        if part.state >= STATE_SUCCESS and part.writes is WRITES_SETTLED:
+            return True
+        since = _proven_at(part)
+        if since is None or now - since <= self._settle:
+            return False
+        if part.stopped_at is not None:
+            return True  # a plane says so only when no byte is left on its host (7)
+        pair = part.pair
+        return not pair.connections or not (pair.connections & self._open_connections(pair, now))
+
+    def _open_connections(self, pair: DecodePair, now: int) -> frozenset[str]:
+        """Asked at most once a tick, however many rooms wait for them to close."""
+        if pair.open_connections_at != now:
+            pair.open_connections_at = now
+            pair.open_connections = self._connections(pair)
+        return pair.open_connections
+
+
+def _proven_at(part: DecodePart) -> int | None:
+    return part.pair.dead_at if part.stopped_at is None else part.stopped_at

@@ -1,0 +1,132 @@
+"""Decode's line to one incarnation of one prefill rank: when to dial, and when to give it up. Pure.
+
+Numbers in comments are the rules of docs/session.md; all times are ticks of our own loop (3).
+"""
+
+from __future__ import annotations
+
+from kvgrpc.transfer.model import RoomKey, Target, Timing
+
+
+class Stream:
+    """One dialled stream of a pair. A pair has at most one that counts (2)."""
+
+    __slots__ = ("number", "pair")
+
+    def __init__(self, pair: DecodePair, number: int) -> None:
+        self.pair = pair
+        self.number = number
+
+
+class DecodePair:
+    """``up``: welcomed on the stream that counts. ``welcomed``: ever. ``lost``: given up. ``dead_at``: proven dead (4).
+
+    ``connections``: over which its bytes could still arrive when it was proven dead (8).
+    ``rooms``: what is not over yet; ``dirty``: what is to be told.
+    """
+
+    __slots__ = (
+        "address",
+        "backoff",
+        "broken_at",
+        "connections",
+        "dead_at",
+        "dialled_at",
+        "dirty",
+        "heard_at",
+        "lost",
+        "next_dial_at",
+        "open_connections",
+        "open_connections_at",
+        "ref",
+        "rooms",
+        "stream",
+        "up",
+        "up_since",
+        "waiting_since",
+        "welcomed",
+    )
+
+    def __init__(self, target: Target, now: int) -> None:
+        self.ref = target.ref
+        self.address = target.address
+        self.stream: Stream | None = None
+        self.up = self.welcomed = self.lost = False
+        self.heard_at = self.dialled_at = self.next_dial_at = self.up_since = now
+        self.broken_at: int | None = None
+        self.waiting_since: int | None = now
+        self.dead_at: int | None = None
+        self.backoff = 0
+        self.connections: frozenset[str] = frozenset()
+        self.open_connections: frozenset[str] = frozenset()
+        self.open_connections_at = -1
+        self.dirty: dict[RoomKey, None] = {}
+        self.rooms: set[RoomKey] = set()
+
+    @property
+    def state(self) -> str:
+        """As tables show it."""
+        if self.dead_at is not None:
+            return "DEAD"
+        if self.up:
+            return "OPEN"
+        if self.lost:
+            return "LOST"
+        return "BROKEN" if self.welcomed else "CONNECTING"
+
+    def dial(self, number: int, now: int, timing: Timing) -> Stream:
+        """A new stream, the only one that counts from now on."""
+        self.up = False
+        self.stream = Stream(self, number)
+        self.dialled_at = now
+        longest = timing.longest_backoff if self.lost else timing.welcome_within // 2
+        self.backoff = min(longest, self.backoff * 2 or timing.first_backoff)
+        self.next_dial_at = now + self.backoff
+        return self.stream
+
+    def welcome(self, now: int) -> None:
+        self.up = self.welcomed = True
+        self.lost = False
+        self.broken_at = self.waiting_since = None
+        self.heard_at = self.up_since = now
+
+    def broke(self, now: int, timing: Timing) -> None:
+        """The stream ended; the next dial is due at once, unless streams break as soon as they are welcomed."""
+        if self.up and now - self.up_since > timing.patience:
+            self.backoff = 0
+            self.next_dial_at = now
+        self.end_stream()
+        if self.broken_at is None:
+            self.broken_at = now
+
+    def wait(self, now: int) -> None:
+        """A room needs a pair that is not up: it gets the time of a first dial."""
+        if not self.up and self.waiting_since is None:
+            self.waiting_since = now
+            if self.lost:
+                self.next_dial_at = now
+
+    def end_stream(self) -> Stream | None:
+        """Nothing of the stream counts any more; the stream that is to be closed, if there is one."""
+        stream, self.stream = self.stream, None
+        self.up = False
+        return stream
+
+    def dial_is_due(self, now: int, timing: Timing) -> bool:
+        """For a pair that is not up."""
+        if self.stream is None:
+            return now >= self.next_dial_at
+        return now - self.dialled_at > max(timing.abandon_dial, self.backoff if self.lost else 0)
+
+    def given_up(self, now: int, timing: Timing) -> str:
+        """How the pair was lost by now; empty: it was not (3)."""
+        if self.up:
+            limit, what, over = timing.patience, "silent for {} ms", now - self.heard_at > timing.patience
+        elif self.waiting_since is not None and now - self.waiting_since > timing.patience:
+            limit, what, over = timing.patience, "no welcome within {} ms", True
+        elif self.broken_at is not None and self.welcomed and not self.lost:
+            limit, what = timing.welcome_within, "no welcome within {} ms of a break"
+            over = now - self.broken_at > timing.welcome_within
+        else:
+            return ""
+        return what.format(timing.milliseconds(limit)) if over else ""

@@ -1,0 +1,175 @@
+"""One hand-off at decode, and the part of it that each prefill rank owes. Pure."""
+
+from __future__ import annotations
+
+from kvgrpc.errors import Failure
+from kvgrpc.model import RankId
+from kvgrpc.transfer.decode_pair import DecodePair
+from kvgrpc.transfer.model import (
+    STATE_BOOTSTRAPPING,
+    STATE_FAILED,
+    STATE_SUCCESS,
+    STATE_TRANSFERRING,
+    STATE_WAITING_FOR_INPUT,
+    WANT_FORGET,
+    WANT_STOP,
+    WANT_WRITE,
+    WRITES_OPEN,
+    WRITES_SETTLED,
+    WRITES_STOPPED,
+    DecodeEntry,
+    Destination,
+    Handle,
+    KVPoll,
+    PrefillEntry,
+    RoomKey,
+    Timing,
+)
+
+
+class DecodePart:
+    """What one prefill rank owes for one room, as decode knows it.
+
+    ``told_write``: it was told where to write. ``forgot``: it was told FORGET. ``stopped_at``: when it said STOPPED.
+    """
+
+    __slots__ = ("forgot", "pages_done", "pair", "state", "stopped_at", "told_write", "writes")
+
+    def __init__(self, pair: DecodePair) -> None:
+        self.pair = pair
+        self.state = STATE_BOOTSTRAPPING
+        self.writes = WRITES_OPEN
+        self.pages_done = 0
+        self.told_write = False
+        self.forgot = False
+        self.stopped_at: int | None = None
+
+    def take(self, entry: PrefillEntry) -> bool:
+        """News of this part; False, and nothing taken, when it would go back (5)."""
+        state, writes = entry.state, entry.writes
+        if state < self.state or writes < self.writes:
+            return False
+        if self.state is STATE_SUCCESS and state is STATE_FAILED:
+            return False
+        self.state, self.writes = state, writes
+        if entry.pages_done > self.pages_done:
+            self.pages_done = entry.pages_done
+        return True
+
+    @property
+    def arrived(self) -> bool:
+        """All of it is in place, and the writer is done with it (7, 9)."""
+        return self.state is STATE_SUCCESS and self.writes is WRITES_SETTLED
+
+    @property
+    def settled(self) -> bool:
+        """It ended, and the writer will not write: only then it may be told FORGET (6)."""
+        return self.state >= STATE_SUCCESS and (self.writes >= WRITES_STOPPED or not self.told_write)
+
+    @property
+    def over(self) -> bool:
+        """Nothing is left to tell: it was told FORGET, or nobody is there to tell and nothing depends on it."""
+        pair = self.pair
+        return self.forgot or pair.dead_at is not None or (pair.lost and (self.settled or not self.told_write))
+
+
+class DecodeRoom:
+    """One hand-off at decode. It outlives its handle until its pages are proven free (6, 8).
+
+    ``parts``: one for each prefill rank that owes something, all of them once ``bound``.
+    """
+
+    __slots__ = (
+        "aux",
+        "aux_index",
+        "bound",
+        "created_at",
+        "deadline",
+        "destination",
+        "ended",
+        "failure",
+        "handle",
+        "key",
+        "open_handle",
+        "parts",
+        "resolved_again",
+        "state",
+        "traceparent",
+    )
+
+    def __init__(self, key: RoomKey, handle: Handle, traceparent: str = "") -> None:
+        self.key = key
+        self.handle = handle
+        self.traceparent = traceparent
+        self.parts: dict[RankId, DecodePart] = {}
+        self.bound = False
+        self.destination: Destination | None = None
+        self.state = STATE_BOOTSTRAPPING
+        self.ended = False
+        self.failure: Failure | None = None
+        self.aux: bytes | None = None
+        self.aux_index: int | None = None
+        self.deadline = 0
+        self.created_at = 0
+        self.resolved_again = False
+        self.open_handle = True
+
+    @property
+    def page_count(self) -> int:
+        return 0 if self.destination is None else len(self.destination.pages)
+
+    @property
+    def over(self) -> bool:
+        """It ended, and no part has anything left to say or to hear."""
+        return self.ended and all(part.over for part in self.parts.values())
+
+    @property
+    def arrived(self) -> bool:
+        """Every part that is owed is in place (9)."""
+        return self.bound and all(part.arrived for part in self.parts.values())
+
+    def part_of(self, pair: DecodePair) -> DecodePart | None:
+        """The part that this incarnation owes, if it is the one that owes it."""
+        part = self.parts.get(pair.ref.rank)
+        return part if part is not None and part.pair is pair else None
+
+    def entry(self, part: DecodePart, now: int, timing: Timing) -> DecodeEntry | None:
+        """What is to be told of one part now, and noted as told; None: nothing yet."""
+        if part.settled:
+            part.forgot = True
+            return DecodeEntry(self.key, WANT_FORGET)
+        if self.ended:
+            return DecodeEntry(self.key, WANT_STOP, failure=self.failure)
+        if self.destination is None:
+            return None
+        part.told_write = True
+        left = timing.milliseconds(self.deadline - now)
+        return DecodeEntry(self.key, WANT_WRITE, self.destination, left, None, self.traceparent)
+
+    def refresh(self) -> None:
+        """WaitingForInput once every target is resolved and welcomed, so that the scheduler may allocate (12)."""
+        if self.state is not STATE_BOOTSTRAPPING or not self.bound:
+            return
+        if all(part.pair.welcomed for part in self.parts.values()):
+            self.state = STATE_WAITING_FOR_INPUT
+            self.handle.poll = KVPoll.WaitingForInput
+
+    def transfer(self) -> None:
+        """Pages move."""
+        if self.state < STATE_TRANSFERRING:
+            self.state = STATE_TRANSFERRING
+            self.handle.poll = KVPoll.Transferring
+
+    def succeed(self) -> None:
+        self.state = STATE_SUCCESS
+        self.ended = True
+        self.aux = None
+        self.handle.release_safe = True
+        self.handle.poll = KVPoll.Success
+
+    def fail(self, failure: Failure) -> None:
+        """The handle still says what it said before: it turns Failed when all else is known (6)."""
+        self.state = STATE_FAILED
+        self.ended = True
+        self.failure = failure
+        self.aux = None

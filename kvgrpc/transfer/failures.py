@@ -1,0 +1,95 @@
+"""The failures that the cores give to rooms: one place for their texts and metadata (docs/errors.md). Pure."""
+
+from __future__ import annotations
+
+from kvgrpc.errors import (
+    Failure,
+    InvalidRequest,
+    KvGrpcError,
+    PagesHeld,
+    PeerLost,
+    Reason,
+    RoomCancelled,
+    RoomConflict,
+    RoomDeadline,
+    RoomNotFound,
+    ServerDraining,
+    TooManyRequests,
+    TransferFailed,
+)
+from kvgrpc.model import RankRef
+from kvgrpc.transfer.model import RoomKey
+
+
+def conflict(key: RoomKey, owner: object) -> KvGrpcError:
+    """Somebody else has the room; ``owner`` says who."""
+    text = f"room {key.room} attempt {key.attempt} belongs to {owner}; a retry needs a new attempt"
+    return RoomConflict(text, metadata={**_of(key), "owner": owner})
+
+
+def pages_changed(key: RoomKey, owner: RankRef) -> KvGrpcError:
+    text = f"room {key.room} attempt {key.attempt}: the pages of a WRITE never change; a retry needs a new attempt"
+    return RoomConflict(text, metadata={**_of(key), "owner": owner})
+
+
+def stopped(key: RoomKey, by: RankRef) -> KvGrpcError:
+    text = f"room {key.room} attempt {key.attempt} was stopped by {by}"
+    return RoomCancelled(text, metadata={**_of(key), "by": by})
+
+
+def nobody_came(key: RoomKey, milliseconds: int) -> KvGrpcError:
+    text = f"room {key.room} attempt {key.attempt}: no local sender came within {milliseconds} ms at prefill"
+    return RoomNotFound(text, metadata=_of(key))
+
+
+def out_of_time(key: RoomKey, state: str, milliseconds: int, where: str) -> KvGrpcError:
+    text = f"room {key.room} attempt {key.attempt} was {state} for {milliseconds} ms at {where}"
+    return RoomDeadline(text, metadata={**_of(key), "state": state, "limitMs": milliseconds})
+
+
+def peer_lost(peer: RankRef, where: str, how: str) -> KvGrpcError:
+    return PeerLost(f"{where} was given up: {how}", metadata={"peer": peer, "how": how})
+
+
+def too_many(scope: str, limit: int, value: int) -> KvGrpcError:
+    text = f"{value} {scope} are open, the bound is {limit}"
+    return TooManyRequests(text, metadata={"limit": limit, "value": value, "scope": scope})
+
+
+def pages_held(held: int, limit: int) -> KvGrpcError:
+    text = f"{held} pages wait for evidence that nobody writes to them any more, the bound is {limit}"
+    return PagesHeld(text, metadata={"held": held, "limit": limit})
+
+
+def draining(rank: RankRef) -> KvGrpcError:
+    return ServerDraining(f"{rank} drains; use another prefill")
+
+
+def not_written(key: RoomKey, outcome: str, detail: str) -> KvGrpcError:
+    text = f"the data plane could not write room {key.room} attempt {key.attempt}: {outcome} {detail}".rstrip()
+    return TransferFailed(text, metadata={"outcome": outcome, "code": detail[:200]})
+
+
+def bad_send(key: RoomKey, text: str, field: str, value: int) -> KvGrpcError:
+    """The engine's ``send`` cannot be right (13)."""
+    return InvalidRequest(f"send: {text}", metadata={**_of(key), "field": field, "value": value})
+
+
+def not_asked_for(peer: RankRef) -> KvGrpcError:
+    """SUCCESS of a room that was not told where to write (15)."""
+    text = f"state: {peer} said SUCCESS, but was never told where to write"
+    return InvalidRequest(text, metadata={"field": "state", "value": "SUCCESS"})
+
+
+def too_much_aux(peer: RankRef, aux: int, limit: int) -> KvGrpcError:
+    """More aux than any room has (14)."""
+    text = f"aux: at most {limit} bytes a room, {peer} sent {aux}"
+    return InvalidRequest(text, metadata={"field": "aux", "value": aux, "rule": f"at most {limit} bytes"})
+
+
+def unexplained(peer: RankRef) -> Failure:
+    return Failure(Reason.UNSPECIFIED, f"{peer} said FAILED without a reason", {}, str(peer))
+
+
+def _of(key: RoomKey) -> dict[str, object]:
+    return {"room": key.room, "attempt": key.attempt}

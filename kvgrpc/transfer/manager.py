@@ -1,0 +1,265 @@
+"""What both managers share: engine threads append and wake, one loop thread owns the core, ticks are its own time."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvgrpc.dataplane.base import DataPlane
+from kvgrpc.errors import Failure, InvalidRequest, Reason, TooManyRequests
+from kvgrpc.model import Layout, Pool, RankRef
+from kvgrpc.observability import metrics
+from kvgrpc.transfer.model import Bounds, RoomKey, Timing
+from kvgrpc.transfer.tables import RoomRow, SessionRow
+from kvgrpc.transfer.topology import Shape
+
+logger = logging.getLogger(__name__)
+MAX_FRAME_BYTES = 4 * 1024 * 1024
+_COMMANDS_AT_ONCE = 4096
+_TICKS_BETWEEN_GAUGES = 10
+
+# Children of the counters, because labels() costs more than the count.
+FRAMES_SENT, FRAMES_RECEIVED = metrics.SESSION_FRAMES.labels("sent"), metrics.SESSION_FRAMES.labels("received")
+ROOMS_SENT, ROOMS_RECEIVED = metrics.SESSION_ROOMS.labels("sent"), metrics.SESSION_ROOMS.labels("received")
+
+
+@dataclass(frozen=True, slots=True)
+class AuxBuffer:
+    """One of the engine's aux buffers: ``items`` rows of ``item_bytes`` bytes from ``address`` on, in CPU memory."""
+
+    address: int
+    item_bytes: int
+    items: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferConfig:
+    """What a manager needs to know of its rank."""
+
+    ref: RankRef
+    layout: Layout
+    pools: tuple[Pool, ...]
+    aux: tuple[AuxBuffer, ...] = ()
+    timing: Timing = field(default_factory=Timing)
+    bounds: Bounds = field(default_factory=Bounds)
+    max_frame_bytes: int = MAX_FRAME_BYTES
+    commands: int = 262_144
+
+    def shape(self, data_plane: str) -> Shape:
+        return Shape(
+            self.ref.rank, self.layout, self.pools, tuple(buffer.item_bytes for buffer in self.aux), data_plane
+        )
+
+
+class Loop(Protocol):
+    """The process's one asyncio loop in its own thread (kvgrpc.rpc.loop)."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop: ...
+
+
+class TransferManager(ABC):
+    """The rank's side of all hand-offs. Engine threads call ``post`` (through senders and receivers); everything else
+    happens on the loop thread. Subclasses own the core: PrefillManager and DecodeManager.
+    """
+
+    role = ""
+
+    def __init__(self, config: TransferConfig, plane: DataPlane, loop: Loop) -> None:
+        self.config = config
+        self.plane = plane
+        self.shape = config.shape(plane.name)
+        self.closed = False
+        self.dropped_commands = 0
+        self.errors = 0
+        self._aux_rows = min((buffer.items for buffer in config.aux), default=0)
+        self._pid = os.getpid()
+        self._forks = _forks
+        self._loop = loop.loop
+        self._commands: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._waking = False
+        self._ticker: asyncio.Task[None] | None = None
+        self._shown = 0
+        self._conditions: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+
+    # For senders and receivers, on any thread.
+
+    @property
+    def ref(self) -> RankRef:
+        return self.config.ref
+
+    def refusal(self, key: RoomKey) -> Failure | None:
+        """Why no handle can be made now: closed, forked, or the outbox is full. Never raises."""
+        if self.closed:
+            return Failure(Reason.SERVER_DRAINING, f"the manager of {self.ref} is closed", {}, str(self.ref))
+        if self._forks != _forks:
+            text = f"the manager of {self.ref} belongs to process {self._pid}; start workers with spawn, not fork"
+            return Failure(Reason.FEATURE_DISABLED, text, {"feature": "fork", "howToEnable": "spawn"}, str(self.ref))
+        if len(self._commands) >= self.config.commands:
+            limit = self.config.commands
+            error = TooManyRequests(
+                f"room {key.room}: {limit} calls wait for the loop thread",
+                metadata={"limit": limit, "value": limit, "scope": "outbox"},
+            )
+            return Failure.of(error, str(self.ref))
+        return None
+
+    def post(self, action: Callable[..., None], *arguments: Any) -> None:
+        """Appends a call for the loop thread and wakes it, at most once for all that waits."""
+        self._commands.append((action, arguments))
+        if not self._waking:
+            self._waking = True
+            try:
+                self._loop.call_soon_threadsafe(self._run)
+            except RuntimeError:  # the loop has ended with its process
+                self.closed = True
+
+    def check_aux(self, index: int | None) -> None:
+        """Raises InvalidRequest for an aux row that is not there, or is missing where the engine has aux buffers."""
+        rows = self._aux_rows
+        if (index is None and rows) or (index is not None and not 0 <= index < rows):
+            raise InvalidRequest(
+                f"aux_index: must be 0 to {rows - 1}, a row of the {len(self.config.aux)} aux buffers, not {index}",
+                metadata={"field": "aux_index", "value": index},
+            )
+
+    def aux_row(self, index: int | None) -> bytes:
+        """A copy of row ``index`` of each aux buffer, in order; empty without aux buffers. Raises InvalidRequest."""
+        self.check_aux(index)
+        return b"" if index is None else read_aux(self.config.aux, index)
+
+    # Life, on the loop thread.
+
+    def start(self) -> None:
+        self._ticker = asyncio.get_running_loop().create_task(self._tick_for_ever(), name="kvgrpc-ticks")
+
+    async def until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Waits until the condition holds, looking once a tick; False when it did not within ``seconds``."""
+        if condition():
+            return True
+        done = asyncio.get_running_loop().create_future()
+        self._conditions.append((condition, done))
+        await asyncio.wait([done], timeout=seconds)
+        done.cancel()
+        return condition()
+
+    async def stop(self) -> None:
+        self.closed = True
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.gather(self._ticker, return_exceptions=True)
+
+    @property
+    def healthy(self) -> bool:
+        """False once the ticks stopped; before ``start`` and after ``stop`` too."""
+        return self._ticker is not None and not self._ticker.done()
+
+    # For people, on the loop thread.
+
+    @abstractmethod
+    def sessions(self) -> list[SessionRow]: ...
+
+    @abstractmethod
+    def rooms(self) -> list[RoomRow]: ...
+
+    @abstractmethod
+    def room(self, key: RoomKey) -> RoomRow | None: ...
+
+    @abstractmethod
+    def cancel(self, key: RoomKey, failure: Failure) -> bool:
+        """Fails the room; False when there is none."""
+
+    @property
+    def held_pages(self) -> int:
+        return 0
+
+    @abstractmethod
+    def open_rooms(self) -> int: ...
+
+    # For subclasses.
+
+    @abstractmethod
+    def _pump(self) -> None:
+        """Does what the core asks after something happened."""
+
+    @abstractmethod
+    def _tick(self) -> None: ...
+
+    def _run(self) -> None:
+        self._waking = False
+        commands = self._commands
+        for _ in range(min(len(commands), _COMMANDS_AT_ONCE)):
+            action, arguments = commands.popleft()
+            try:
+                action(*arguments)
+            except Exception:
+                self._count_error(f"{action.__name__} failed")
+        self._pump()
+        if commands and not self._waking:
+            self._waking = True
+            self._loop.call_soon(self._run)
+
+    async def _tick_for_ever(self) -> None:
+        """One tick a period of our own running time: after a stop of the process there is one, not hundreds (3)."""
+        period = self.config.timing.tick_seconds
+        while True:
+            await asyncio.sleep(period)
+            try:
+                self._tick()
+                self._pump()
+                self._show()
+                self._look_at_conditions()
+            except Exception:
+                self._count_error("tick failed")
+
+    def _show(self) -> None:
+        """Gauges, about once a second: counting open rooms costs as much as there are."""
+        self._shown += 1
+        if self._shown % _TICKS_BETWEEN_GAUGES == 0:
+            metrics.ROOMS_OPEN.labels(self.role).set(self.open_rooms())
+            metrics.PAGES_HELD.set(self.held_pages)
+
+    def _look_at_conditions(self) -> None:
+        for condition, done in self._conditions:
+            if not done.done() and condition():
+                done.set_result(None)
+        self._conditions = [waiting for waiting in self._conditions if not waiting[1].done()]
+
+    def _count_error(self, what: str) -> None:
+        self.errors += 1
+        logger.exception("%s: %s", self.ref, what)
+
+
+# How many forks lie behind this process: cheaper to compare than a process id is to ask for.
+_forks = 0
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+def read_aux(buffers: Sequence[AuxBuffer], index: int) -> bytes:
+    """Row ``index`` of each buffer, in order, as one string. The caller has checked the index."""
+    return b"".join(
+        ctypes.string_at(buffer.address + index * buffer.item_bytes, buffer.item_bytes) for buffer in buffers
+    )
+
+
+def write_aux(buffers: Sequence[AuxBuffer], index: int, aux: bytes) -> None:
+    """Writes row ``index`` of each buffer in order; the last one comes last, because engines look there (14)."""
+    offset = 0
+    for buffer in buffers:
+        item = aux[offset : offset + buffer.item_bytes]
+        ctypes.memmove(buffer.address + index * buffer.item_bytes, item, buffer.item_bytes)
+        offset += buffer.item_bytes

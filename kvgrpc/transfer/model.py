@@ -1,0 +1,204 @@
+"""The words of a hand-off, shared by both cores: keys, states, handles, times and bounds. Pure: no I/O, no clock.
+
+The rules behind them are numbered in docs/session.md; a number in a comment here or in the cores is one of those.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvgrpc.errors import Failure, KvGrpcError
+from kvgrpc.model import RankRef
+
+MAX_ROOM = 2**63 - 1
+U32Array = npt.NDArray[np.uint32]
+
+
+class RoomKey(NamedTuple):
+    """One hand-off: the router's room (1 to 2^63-1) and its attempt (0 unless the router retries)."""
+
+    room: int
+    attempt: int = 0
+
+
+class KVPoll(enum.IntEnum):
+    """What ``poll()`` of a sender or receiver says; the numbers are the engines'."""
+
+    Failed = 0
+    Bootstrapping = 1
+    WaitingForInput = 2
+    Transferring = 3
+    Success = 4
+
+
+class Want(enum.IntEnum):
+    """What decode wants of a room; it only rises. OPENED is never sent."""
+
+    OPENED = 0
+    WRITE = 2
+    STOP = 3
+    FORGET = 4
+
+
+class RoomState(enum.IntEnum):
+    """How far a room, or one part of it, is."""
+
+    BOOTSTRAPPING = 1
+    WAITING_FOR_INPUT = 2
+    TRANSFERRING = 3
+    SUCCESS = 4
+    FAILED = 5
+
+    @property
+    def poll(self) -> KVPoll:
+        return KVPoll.Failed if self is RoomState.FAILED else KVPoll(int(self))
+
+
+class Writes(enum.IntEnum):
+    """May the writer still write into the room's pages? It only advances (7)."""
+
+    OPEN = 1
+    UNKNOWN = 2
+    STOPPED = 3
+    SETTLED = 4
+
+
+# Members by name, for the hot paths: reading one off its class costs more than the comparison (CPython 3.11).
+STATE_BOOTSTRAPPING: Final = RoomState.BOOTSTRAPPING
+STATE_WAITING_FOR_INPUT: Final = RoomState.WAITING_FOR_INPUT
+STATE_TRANSFERRING: Final = RoomState.TRANSFERRING
+STATE_SUCCESS: Final = RoomState.SUCCESS
+STATE_FAILED: Final = RoomState.FAILED
+WRITES_OPEN: Final = Writes.OPEN
+WRITES_UNKNOWN: Final = Writes.UNKNOWN
+WRITES_STOPPED: Final = Writes.STOPPED
+WRITES_SETTLED: Final = Writes.SETTLED
+WANT_OPENED: Final = Want.OPENED
+WANT_WRITE: Final = Want.WRITE
+WANT_STOP: Final = Want.STOP
+WANT_FORGET: Final = Want.FORGET
+
+
+class Align(enum.Enum):
+    """How pages match when prefill sends more of them than decode wants: which end counts from the same page."""
+
+    HEAD = "head"
+    TAIL = "tail"
+
+
+class Handle:
+    """What an engine's sender or receiver reads: written by the core's thread, read by any thread without a lock.
+
+    ``poll`` is terminal once Success or Failed; ``failure`` is set before ``poll`` turns Failed. ``release_safe``: no
+    write can reach the room's pages any more. ``prefix_pages``: pages that decode already holds (senders only).
+    ``aborted`` is the one field that the engine's thread writes.
+    """
+
+    __slots__ = ("aborted", "failure", "poll", "prefix_pages", "release_safe")
+
+    def __init__(self) -> None:
+        self.aborted: Failure | None = None
+        self.poll = KVPoll.Bootstrapping
+        self.failure: Failure | None = None
+        self.release_safe = False
+        self.prefix_pages = 0
+
+    def fail(self, failure: Failure) -> None:
+        self.failure = failure
+        self.poll = KVPoll.Failed
+
+
+@dataclass(slots=True, eq=False)
+class Destination:
+    """Where decode wants a room: pages (uint32, in the order of the prompt), after the ``first_page`` it has."""
+
+    pages: U32Array
+    first_page: int = 0
+
+    def same(self, other: Destination) -> bool:
+        return self.first_page == other.first_page and np.array_equal(self.pages, other.pages)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A prefill rank that owes decode a part, and where it listens ("host:port")."""
+
+    ref: RankRef
+    address: str
+
+
+class DecodeEntry(NamedTuple):
+    """The latest state of one room at decode, as it travels. ``error``: what was wrong with the entry itself (15)."""
+
+    key: RoomKey
+    want: Want
+    destination: Destination | None = None
+    time_left_ms: int = 0
+    failure: Failure | None = None
+    traceparent: str = ""
+    error: KvGrpcError | None = None
+
+
+class PrefillEntry(NamedTuple):
+    """The latest state of one part at prefill, as it travels."""
+
+    key: RoomKey
+    state: RoomState
+    writes: Writes
+    pages_done: int = 0
+    aux: bytes = b""
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """All times of a session, in ticks of the owner's loop: a stopped process does not age (3)."""
+
+    tick_seconds: float = 0.1
+    heartbeat: int = 3
+    welcome_within: int = 10
+    patience: int = 30
+    settle: int = 20
+    first_backoff: int = 2
+    longest_backoff: int = 50
+    abandon_dial: int = 10
+    room_deadline: int = 3000
+    unclaimed: int = 3000
+    ended_record: int = 600
+
+    def ticks(self, milliseconds: int) -> int:
+        return max(1, round(milliseconds / 1000 / self.tick_seconds))
+
+    def milliseconds(self, ticks: int) -> int:
+        return max(0, round(ticks * self.tick_seconds * 1000))
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Bounds of one rank; past one a room fails TOO_MANY_REQUESTS (or PAGES_HELD), nothing grows."""
+
+    rooms: int = 131_072
+    unclaimed_per_session: int = 4_096
+    unclaimed: int = 65_536
+    ended_records: int = 65_536
+    known_streams: int = 65_536
+    held_pages: int = 2**32
+    chunks_per_room: int = 65_536
+    aux_bytes: int = 65_536
+
+
+def room_from_transfer_id(transfer_id: str) -> int:
+    """A stable room (1 to 2^63-1) of a string id, as vLLM's: the same on every host and in every version."""
+    digest = hashlib.sha256(transfer_id.encode()).digest()
+    return (int.from_bytes(digest[:8], "big") & MAX_ROOM) or 1
+
+
+def prefill_dp(room: int, dp_size: int) -> int:
+    """Which dp rank of prefill serves a room unless the router says otherwise: the seeds' ``room % dp``."""
+    return room % dp_size

@@ -1,0 +1,40 @@
+"""Page numbers as engines hand them over: int32 arrays, lists or CPU tensors, copied before the call returns."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvgrpc.errors import InvalidRequest
+from kvgrpc.transfer.model import U32Array
+
+
+def as_pages(pages: npt.ArrayLike) -> U32Array:
+    """A copy as uint32[n]. Raises InvalidRequest for what cannot be page numbers; never anything else."""
+    if type(pages) is np.ndarray and pages.dtype == np.int32 and pages.ndim == 1:
+        return pages.astype(np.uint32)  # a negative page is above every pool: check_pages names it
+    try:
+        numbers = np.asarray(pages)
+        if numbers.size == 0:
+            return _NO_PAGES
+        if numbers.ndim == 1 and numbers.dtype.kind in "iu":
+            if numbers.dtype.kind == "i" and int(numbers.min()) < 0:
+                raise _not_pages(f"page {int(numbers.min())} is negative")
+            if numbers.dtype.itemsize > 4 and int(numbers.max()) >= 2**32:
+                raise _not_pages(f"page {int(numbers.max())} is above 2^32-1")
+            return numbers.astype(np.uint32)
+        raise _not_pages(f"shape {numbers.shape}, dtype {numbers.dtype}")
+    except InvalidRequest:
+        raise
+    except Exception as error:  # foreign objects may raise anything in __array__
+        raise _not_pages(f"{type(error).__name__}: {error}") from error
+
+
+_NO_PAGES = np.empty(0, dtype=np.uint32)
+
+
+def _not_pages(what: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"pages: must be page numbers, one dimension of integers from 0 on; {what}",
+        metadata={"field": "pages", "value": what},
+    )

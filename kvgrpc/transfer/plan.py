@@ -1,0 +1,125 @@
+"""Which bytes go where: all layers of a chunk in one vectorised pass. Pure numpy.
+
+Pages that follow each other at the source *and* at the destination become one descriptor (the seeds'
+``group_concurrent_contiguous``), because a data plane pays per descriptor, not per byte (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvgrpc.errors import InvalidRequest, KvIndexOutOfRange
+from kvgrpc.model import Pool, Region
+
+U32Array = npt.NDArray[np.uint32]
+U64Array = npt.NDArray[np.uint64]
+_FEW = 16
+
+
+class Plan(NamedTuple):
+    """Descriptors of one chunk, uint64[n] each: own addresses, the peer's addresses, bytes."""
+
+    source: U64Array
+    destination: U64Array
+    nbytes: U64Array
+
+
+class Geometry:
+    """How one pair's pools lie in both memories; made once per pair, used for every chunk. Thread-safe, immutable."""
+
+    __slots__ = (
+        "_dense",
+        "_destination",
+        "_destination_stride",
+        "_flat",
+        "_page_bytes",
+        "_source",
+        "_source_stride",
+        "pages",
+    )
+
+    def __init__(self, source: Sequence[Region], destination: Sequence[Region], pages: int) -> None:
+        """Regions match by position (topology.py has compared them); ``pages``: of the destination's pool."""
+        self._source = _column([region.address for region in source])
+        self._destination = _column([region.address for region in destination])
+        self._source_stride = _column([region.page_stride_bytes for region in source])
+        self._destination_stride = _column([region.page_stride_bytes for region in destination])
+        self._page_bytes = _column([region.page_bytes for region in source])
+        gapless = (self._source_stride == self._page_bytes) & (self._destination_stride == self._page_bytes)
+        self._dense = bool(gapless.all())
+        columns = (self._source, self._source_stride, self._destination, self._destination_stride, self._page_bytes)
+        self._flat = tuple(column.ravel() for column in columns)
+        self.pages = pages
+
+    def plan(self, source: U32Array, destination: U32Array) -> Plan:
+        """Descriptors that write page ``source[i]`` (uint32[n]) to page ``destination[i]`` in every region.
+
+        With gaps between the pages of any region no run is merged: padding is nobody's to write.
+        """
+        if len(source) == 1:
+            return self._one(int(source[0]), int(destination[0]))
+        first, lengths = _runs(source, destination) if self._dense else (slice(None), np.ones(len(source), np.uint64))
+        return self._runs(source[first].astype(np.uint64), destination[first].astype(np.uint64), lengths)
+
+    def _one(self, source: int, destination: int) -> Plan:
+        """One page: no runs to look for."""
+        return Plan(
+            self._flat[0] + source * self._flat[1],
+            self._flat[2] + destination * self._flat[3],
+            self._flat[4],
+        )
+
+    def _runs(self, source: U64Array, destination: U64Array, lengths: U64Array) -> Plan:
+        return Plan(
+            (self._source + source * self._source_stride).ravel(),
+            (self._destination + destination * self._destination_stride).ravel(),
+            (self._page_bytes * lengths).ravel(),
+        )
+
+
+def geometry(source: Sequence[Pool], destination: Sequence[Pool]) -> Geometry:
+    """The geometry of a pair whose pools were compared: one page number addresses every pool."""
+    return Geometry(
+        [region for pool in source for region in pool.regions],
+        [region for pool in destination for region in pool.regions],
+        min(pool.pages for pool in destination),
+    )
+
+
+def check_pages(pages: U32Array, pool_pages: int, pool: str) -> None:
+    """Raises KvIndexOutOfRange naming the first page that is not in the pool."""
+    count = len(pages)
+    # A ufunc's reduction costs more than a handful of Python integers.
+    if count and (max(pages.tolist()) if count <= _FEW else int(pages.max())) >= pool_pages:
+        position = int(np.argmax(pages >= pool_pages))
+        page = int(pages[position])
+        raise KvIndexOutOfRange(
+            f"page {page if page < 2**31 else page - 2**32} at position {position} is outside pool {pool!r} of "
+            f"{pool_pages} pages",
+            metadata={"pool": pool, "page": page, "pages": pool_pages, "position": position},
+        )
+
+
+def check_first_page(first_page: int) -> None:
+    """Raises InvalidRequest for what cannot be a logical page."""
+    if not hasattr(first_page, "__index__") or not 0 <= first_page < 2**32:
+        raise InvalidRequest(
+            f"first_page: must be 0 to 2^32-1, not {first_page!r}",
+            metadata={"field": "first_page", "value": first_page},
+        )
+
+
+def _runs(source: U32Array, destination: U32Array) -> tuple[npt.NDArray[np.intp], U64Array]:
+    """Where each run begins that goes up by one on both sides, and how many pages it has."""
+    breaks = (source[1:] != source[:-1] + np.uint32(1)) | (destination[1:] != destination[:-1] + np.uint32(1))
+    first = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+    lengths = np.diff(first, append=len(source))
+    return first, lengths.astype(np.uint64)
+
+
+def _column(values: Sequence[int]) -> U64Array:
+    return np.array(values, dtype=np.uint64).reshape(-1, 1)

@@ -1,0 +1,389 @@
+"""The manager of a prefill rank: serves sessions, feeds the data plane, answers its senders."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from kvgrpc.dataplane.base import DataPlane
+from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, Reason, ServerDraining, WrongRank
+from kvgrpc.model import RankRef, Role, check_pools, check_rank
+from kvgrpc.transfer import topology, wire
+from kvgrpc.transfer.manager import (
+    FRAMES_RECEIVED,
+    FRAMES_SENT,
+    ROOMS_RECEIVED,
+    ROOMS_SENT,
+    Loop,
+    TransferConfig,
+    TransferManager,
+)
+from kvgrpc.transfer.model import Align, Handle, RoomKey
+from kvgrpc.transfer.outbox import Outbox
+from kvgrpc.transfer.plan import check_pages
+from kvgrpc.transfer.prefill_core import Chunk, PrefillCore, PrefillPair, PrefillRoom
+from kvgrpc.transfer.tables import PartRow, RoomRow, SessionRow
+from kvgrpc.transfer.worker import Outcomes, PeerMemory, TransferWorker
+from kvgrpc.v1 import transfer_service_pb2 as pb
+from kvgrpc.wire import failure_to_pb, layout_from_pb, pool_from_pb, rank_ref_from_pb, rank_ref_to_pb
+
+logger = logging.getLogger(__name__)
+_HELLO_WITHIN_SECONDS = 10.0
+_GOODBYE_WITHIN_SECONDS = 1.0
+_MOST_POOLS, _MOST_REGIONS, _MOST_AUX_BUFFERS = 64, 16_384, 256
+
+
+class Reader(Protocol):
+    """Reads the next message of a stream; None at its end."""
+
+    def __call__(self) -> Awaitable[pb.SessionRequest | None]: ...
+
+
+class SenderHandle(Handle):
+    """A sender's handle, with the record that the loop thread found or made for it."""
+
+    __slots__ = ("record",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.record: PrefillRoom | None = None
+
+
+class PrefillManager(TransferManager):
+    """See the module. Public methods that senders use are thread-safe; ``serve`` runs on the loop."""
+
+    role = "prefill"
+
+    def __init__(self, config: TransferConfig, plane: DataPlane, loop: Loop) -> None:
+        super().__init__(config, plane, loop)
+        self.core = PrefillCore(config.ref, timing=config.timing, bounds=config.bounds)
+        self._own_pages = min(pool.pages for pool in config.pools)
+        self._worker = TransferWorker(plane, config.pools, self._report)
+        self._sessions: dict[PrefillPair, _Session] = {}
+
+    # For senders: each is posted, and runs on the loop thread.
+
+    def claim(self, key: RoomKey, handle: SenderHandle) -> None:
+        handle.record = self.core.claim(key, handle)
+
+    def expect(self, handle: SenderHandle, pages: int | None, align: Align) -> None:
+        if handle.record is not None:
+            self.core.expect(handle.record, pages, align)
+
+    def send(self, handle: SenderHandle, chunk: Chunk, aux: bytes | None) -> None:
+        record = handle.record
+        if record is None:
+            return
+        try:
+            check_pages(chunk.pages, self._own_pages, self.config.pools[0].name)
+        except KvGrpcError as error:
+            self.core.fail(record, Failure.of(error, str(self.ref)))
+            return
+        self.core.send(record, chunk, aux)
+
+    def fail(self, handle: SenderHandle, failure: Failure) -> None:
+        if handle.record is not None:
+            self.core.fail(handle.record, failure)
+
+    # A session, on the loop thread.
+
+    async def serve(self, read: Reader, write: Callable[[pb.SessionResponse], Awaitable[None]]) -> None:
+        """One stream from Hello to Goodbye. Refusals travel in Goodbye (1); undecodable bytes end it in the library."""
+        session = await self._greet(read, write)
+        if session is None:
+            return
+        reading = asyncio.get_running_loop().create_task(self._read(session, read), name="kvgrpc-session-read")
+        try:
+            self._pump()  # 2: the older stream is told to end before the newer is welcomed
+            await write(self._welcome())
+            await self._write(session)
+        finally:
+            reading.cancel()
+            self._sessions_drop(session)
+            self.core.on_end(session, session.ref)
+
+    # Life.
+
+    async def drain(self, grace: float) -> tuple[bool, int]:
+        """Refuses new rooms, waits for running ones, then cancels them; (nothing is left, open rooms)."""
+        self.core.drain()
+        self._pump()
+        await self.until(lambda: self.core.open_rooms == 0, grace)
+        for record in list(self.core.rooms.values()):
+            self.core.fail(record, Failure.of(ServerDraining(f"{self.ref} drained before the room ended")))
+        self._pump()
+        await self.until(lambda: self.core.open_writes == 0, grace)
+        return self.core.open_writes == 0, self.core.open_rooms
+
+    async def stop(self) -> None:
+        for session in list(self._sessions.values()):
+            session.end(None)
+        await asyncio.sleep(0)
+        await super().stop()
+
+    def close_worker(self, deadline: float) -> bool:
+        """Ends the transfer thread; False when a write is still running."""
+        return self._worker.close(deadline)
+
+    @property
+    def healthy(self) -> bool:
+        return super().healthy and self._worker.healthy
+
+    @property
+    def bytes_written(self) -> int:
+        return self._worker.bytes_written
+
+    def open_rooms(self) -> int:
+        return self.core.open_rooms
+
+    # Tables.
+
+    def sessions(self) -> list[SessionRow]:
+        seconds = self.config.timing.tick_seconds
+        return [
+            SessionRow(
+                pair.ref,
+                "",
+                pair.state,
+                pair.number,
+                pair.open_rooms,
+                (self.core.now - pair.heard_at) * seconds,
+                len(pair.dirty),
+            )
+            for pair in self.core.pairs.values()
+        ]
+
+    def rooms(self) -> list[RoomRow]:
+        return [self._row(record) for record in self.core.rooms.values()]
+
+    def room(self, key: RoomKey) -> RoomRow | None:
+        record = self.core.rooms.get(key)
+        return None if record is None else self._row(record)
+
+    def cancel(self, key: RoomKey, failure: Failure) -> bool:
+        record = self.core.rooms.get(key)
+        if record is None:
+            return False
+        self.core.fail(record, failure)
+        self._pump()
+        return True
+
+    def _row(self, record: PrefillRoom) -> RoomRow:
+        owner = record.owner
+        parts = () if owner is None else (PartRow(owner.ref, record.state, record.writes, record.pages_done),)
+        pages = 0 if record.destination is None else len(record.destination.pages)
+        age = (self.core.now - record.created_at) * self.config.timing.tick_seconds
+        return RoomRow(
+            record.key,
+            Role.PREFILL,
+            record.state,
+            parts,
+            pages,
+            record.ended and record.pending > 0,
+            record.sender_live,
+            age,
+            record.failure,
+        )
+
+    # The session's two directions.
+
+    async def _greet(self, read: Reader, write: Callable[[pb.SessionResponse], Awaitable[None]]) -> _Session | None:
+        failure: Failure | None = None
+        try:
+            first = await asyncio.wait_for(read(), _HELLO_WITHIN_SECONDS)
+            if first is not None:
+                return self._open(first, write)
+        except KvGrpcError as error:
+            failure = Failure.of(error, str(self.ref))
+        except asyncio.TimeoutError:
+            late = InvalidRequest("hello: must be the first message, within 10 s", metadata={"field": "hello"})
+            failure = Failure.of(late, str(self.ref))
+        await write(_goodbye(failure))
+        return None
+
+    def _open(self, first: pb.SessionRequest, write: Callable[[pb.SessionResponse], Awaitable[None]]) -> _Session:
+        if self.closed:
+            raise ServerDraining(f"{self.ref} is closing; use another prefill")
+        if not first.HasField("hello"):
+            raise InvalidRequest("hello: must be in the first message", metadata={"field": "hello"})
+        hello = first.hello
+        _check_sizes(hello)
+        ref, layout = rank_ref_from_pb(getattr(hello, "from")), layout_from_pb(hello.layout)
+        check_rank(ref, layout, "hello.from")
+        pools = tuple(pool_from_pb(pool, f"hello.pools[{index}]") for index, pool in enumerate(hello.pools))
+        check_pools(pools, "hello.pools")
+        to = rank_ref_from_pb(hello.to)
+        if to.rank != self.ref.rank:
+            raise WrongRank(
+                f"{to.rank} was meant, {self.ref.rank} is here",
+                metadata={"expected": to.rank, "actual": self.ref.rank},
+            )
+        session = _Session(ref, write, [(pool.name, pool.pages) for pool in pools])
+        if to == self.ref:
+            self._check_part(
+                topology.Shape(ref.rank, layout, pools, tuple(hello.aux_item_bytes), hello.data_plane), hello
+            )
+        known = self.core.pairs.get(ref)
+        if known is not None and isinstance(known.peer, PeerMemory) and known.peer.pools != pools:
+            raise InvalidRequest(
+                "hello.pools: those of one incarnation never change", metadata={"field": "hello.pools"}
+            )
+        error = self.core.on_hello(session, ref, to, hello.stream, PeerMemory(pools, hello.data_plane_address))
+        if error is not None:
+            raise error
+        pair = self.core.pairs[ref]
+        self._sessions[pair] = session
+        if isinstance(pair.peer, PeerMemory):
+            self._worker.meet(pair.peer)
+        return session
+
+    def _check_part(self, decode: topology.Shape, hello: pb.Hello) -> None:
+        part, expected = topology.owed_part(self.shape, decode), wire.part_from_pb(hello.expected)
+        if part != expected:
+            raise topology.mismatch({"part": (part, expected)})
+
+    def _welcome(self) -> pb.SessionResponse:
+        timing = self.config.timing
+        welcome = pb.Welcome(max_frame_bytes=self.config.max_frame_bytes, data_plane_address=self.plane.address())
+        getattr(welcome, "from").CopyFrom(rank_ref_to_pb(self.ref))
+        welcome.heartbeat.FromMilliseconds(timing.milliseconds(timing.heartbeat))
+        welcome.patience.FromMilliseconds(timing.milliseconds(timing.patience))
+        return pb.SessionResponse(welcome=welcome)
+
+    async def _read(self, session: _Session, read: Reader) -> None:
+        core, ref, pool_pages = self.core, session.ref, session.pool_pages
+        failure: Failure | None = None
+        try:
+            while True:
+                message = await _next(read)
+                if message is None:
+                    break
+                if message.rooms or message.forget_rooms:
+                    wire.check_frame(message, self.config.max_frame_bytes)
+                    FRAMES_RECEIVED.inc()
+                    ROOMS_RECEIVED.inc(len(message.rooms) + len(message.forget_rooms))
+                    core.on_frame(session, ref, wire.decode_entries(message, pool_pages))
+                    self._pump()
+                else:
+                    core.on_heard(session, ref)
+                if message.HasField("goodbye"):
+                    break
+        except KvGrpcError as error:
+            failure = Failure.of(error, str(self.ref))
+        except Exception:
+            self._count_error(f"a frame of {ref} failed")
+            failure = Failure(Reason.INTERNAL, "a bug of this rank; its log has the cause", {}, str(self.ref))
+        session.end(failure)
+
+    async def _write(self, session: _Session) -> None:
+        while not session.closing:
+            await session.news()
+            if session.closing:
+                break
+            pair = self.core.pairs.get(session.ref)
+            entries = self.core.flush(pair) if pair is not None and pair.stream is session else []
+            if entries:
+                ROOMS_SENT.inc(len(entries))
+                for frame in wire.prefill_frames(entries, self.config.max_frame_bytes):
+                    FRAMES_SENT.inc()
+                    await session.write(frame)
+            elif session.heartbeat_due:
+                session.heartbeat_due = False
+                await session.write(_HEARTBEAT)
+        with contextlib.suppress(asyncio.TimeoutError):  # a peer that reads nothing
+            await asyncio.wait_for(session.write(_goodbye(session.failure)), _GOODBYE_WITHIN_SECONDS)
+
+    def _sessions_drop(self, session: _Session) -> None:
+        for pair, other in list(self._sessions.items()):
+            if other is session:
+                del self._sessions[pair]
+
+    # Between the core and the rest.
+
+    def _tick(self) -> None:
+        self.core.tick()
+        if self.core.now % self.config.timing.heartbeat == 0:
+            for session in self._sessions.values():
+                session.beat()
+
+    def _pump(self) -> None:
+        core = self.core
+        submissions = core.take_submissions()
+        if submissions:
+            self._worker.submit(submissions)
+        for record in core.take_stops():
+            self._worker.stop(record)
+        for pair in core.take_gone():
+            self._worker.forget(pair)
+        for token in core.take_closes():
+            if isinstance(token, _Session):
+                token.end(None)
+        for pair in core.take_dirty():
+            session = self._sessions.get(pair)
+            if session is not None:
+                session.wake()
+
+    def _report(self, ended: Outcomes) -> None:
+        self.post(self._take_outcomes, ended)
+
+    def _take_outcomes(self, ended: Outcomes) -> None:
+        for submission, result in ended:
+            self.core.on_outcome(submission, result.outcome, result.detail)
+
+
+class _Session(Outbox):
+    """One stream at prefill: whose it is, and how to write on it."""
+
+    __slots__ = ("failure", "pool_pages", "ref", "write")
+
+    def __init__(
+        self,
+        ref: RankRef,
+        write: Callable[[pb.SessionResponse], Awaitable[None]],
+        pool_pages: list[tuple[str, int]],
+    ) -> None:
+        super().__init__()
+        self.ref = ref
+        self.write = write
+        self.pool_pages = pool_pages
+        self.failure: Failure | None = None
+
+    def end(self, failure: Failure | None) -> None:
+        """Says goodbye and ends the stream; the first cause counts."""
+        if not self.closing:
+            self.failure = failure
+            self.close()
+
+
+async def _next(read: Reader) -> pb.SessionRequest | None:
+    """None too for a stream that broke, or brought what is no message: the library has ended it."""
+    try:
+        return await read()
+    except Exception as error:
+        logger.debug("a session ended: %s", error)
+        return None
+
+
+def _check_sizes(hello: pb.Hello) -> None:
+    """Bounds before anything is looked at: this runs on the loop that all sessions share."""
+    for field, size, limit in (
+        ("pools", len(hello.pools), _MOST_POOLS),
+        ("pools.regions", sum(len(pool.regions) for pool in hello.pools), _MOST_REGIONS),
+        ("aux_item_bytes", len(hello.aux_item_bytes), _MOST_AUX_BUFFERS),
+    ):
+        if size > limit:
+            raise InvalidRequest(
+                f"hello.{field}: must be at most {limit}, not {size}",
+                metadata={"field": f"hello.{field}", "value": size, "rule": f"at most {limit}"},
+            )
+
+
+def _goodbye(failure: Failure | None) -> pb.SessionResponse:
+    goodbye = pb.Goodbye() if failure is None else pb.Goodbye(failure=failure_to_pb(failure))
+    return pb.SessionResponse(goodbye=goodbye)
+
+
+_HEARTBEAT = pb.SessionResponse()

@@ -1,0 +1,77 @@
+"""Prefill's view of one decode incarnation: its stream, the rooms that it named, what it is to be told. Pure."""
+
+from __future__ import annotations
+
+from kvgrpc.errors import Failure
+from kvgrpc.model import RankRef
+from kvgrpc.transfer.model import RoomKey, Timing, Writes
+
+
+class PrefillPair:
+    """``stream``: the shell's token of the stream that counts (2). ``peer``: its memory, as Hello said; opaque.
+
+    ``rooms`` it owns; ``answers``: what it keeps hearing of rooms that it cannot have (10); ``unclaimed``: how many of
+    its rooms wait for a local sender; ``forgotten``: how many are kept only for a late one (11).
+    """
+
+    __slots__ = (
+        "answers",
+        "broken_at",
+        "dirty",
+        "forgotten",
+        "heard_at",
+        "lost",
+        "number",
+        "peer",
+        "ref",
+        "rooms",
+        "stream",
+        "unclaimed",
+    )
+
+    def __init__(self, ref: RankRef, peer: object, now: int) -> None:
+        self.ref = ref
+        self.peer = peer
+        self.number = 0
+        self.stream: object | None = None
+        self.heard_at = now
+        self.broken_at: int | None = None
+        self.lost = False
+        self.dirty: dict[RoomKey, None] = {}
+        self.answers: dict[RoomKey, tuple[Failure, Writes]] = {}
+        self.rooms: set[RoomKey] = set()
+        self.unclaimed = 0
+        self.forgotten = 0
+
+    @property
+    def open_rooms(self) -> int:
+        """Rooms that decode did not forget."""
+        return len(self.rooms) - self.forgotten
+
+    @property
+    def state(self) -> str:
+        """As tables show it."""
+        return "LOST" if self.lost else "OPEN" if self.stream is not None else "BROKEN"
+
+    def welcome(self, stream: object, number: int, now: int) -> object | None:
+        """A newer stream; the one that it ends, if there is one (2)."""
+        before, self.stream = self.stream, stream
+        self.number = number
+        self.heard_at, self.broken_at, self.lost = now, None, False
+        return before
+
+    def end_stream(self, now: int) -> object | None:
+        """Nothing of the stream counts any more; the stream that is to be closed, if there is one."""
+        stream, self.stream = self.stream, None
+        self.broken_at = now
+        return stream
+
+    def given_up(self, now: int, timing: Timing) -> str:
+        """How the pair was lost by now; empty: it was not (3)."""
+        if self.lost:
+            return ""
+        if self.stream is not None:
+            silent = now - self.heard_at > timing.patience
+            return f"silent for {timing.milliseconds(timing.patience)} ms" if silent else ""
+        late = self.broken_at is not None and now - self.broken_at > timing.welcome_within
+        return f"not back within {timing.milliseconds(timing.welcome_within)} ms of a break" if late else ""

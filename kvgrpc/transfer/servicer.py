@@ -1,0 +1,183 @@
+"""TransferService over a manager: decode the request, call, encode the answer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, TypeVar
+
+import grpc
+
+from kvgrpc.errors import Failure, InvalidRequest, RoomNotFound, WrongRank
+from kvgrpc.model import Role
+from kvgrpc.transfer.model import RoomKey, RoomState
+from kvgrpc.transfer.prefill import PrefillManager
+from kvgrpc.transfer.sender import cancelled
+from kvgrpc.transfer.tables import RoomRow, SessionRow
+from kvgrpc.v1 import common_pb2
+from kvgrpc.v1 import transfer_service_pb2 as pb
+from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceServicer
+from kvgrpc.wire import failure_to_pb, layout_to_pb, pool_to_pb, rank_ref_to_pb
+
+if TYPE_CHECKING:
+    from kvgrpc.transfer.manager import TransferManager
+
+_DEFAULT_PAGE, _LARGEST_PAGE = 100, 1000
+Row = TypeVar("Row")
+
+
+class TransferServicer(TransferServiceServicer):
+    """Served by every rank; ``Session`` only where prefill is."""
+
+    def __init__(self, manager: TransferManager) -> None:
+        self._manager = manager
+
+    async def Session(  # type: ignore[override]
+        self,
+        request_iterator: AsyncIterator[pb.SessionRequest],
+        context: grpc.aio.ServicerContext[pb.SessionRequest, pb.SessionResponse],
+    ) -> None:
+        async def read() -> pb.SessionRequest | None:
+            message = await context.read()
+            return message if isinstance(message, pb.SessionRequest) else None
+
+        manager = self._manager
+        if isinstance(manager, PrefillManager):
+            await manager.serve(read, context.write)
+            return
+        error = WrongRank(
+            f"{manager.ref} is a decode rank: it dials sessions and serves none",
+            metadata={"expected": "PREFILL", "actual": "DECODE"},
+        )
+        await context.write(pb.SessionResponse(goodbye=pb.Goodbye(failure=failure_to_pb(Failure.of(error)))))
+
+    async def ListSessions(self, request: pb.ListSessionsRequest, context: object) -> pb.ListSessionsResponse:
+        after = _parse_token(request.page_token, "s")
+        rows = sorted((row for row in self._manager.sessions() if str(row.peer) > after), key=lambda row: str(row.peer))
+        page, last = _page(rows, request.page_size)
+        token = "" if last is None else f"s:{last.peer}"
+        return pb.ListSessionsResponse(sessions=[_session_to_pb(row) for row in page], next_page_token=token)
+
+    async def ListRooms(self, request: pb.ListRoomsRequest, context: object) -> pb.ListRoomsResponse:
+        everything = self._manager.rooms()
+        states = {RoomState(state) for state in request.states if state in RoomState._value2member_map_}
+        if len(states) != len(set(request.states)):
+            raise InvalidRequest("states: unknown state", metadata={"field": "states", "value": list(request.states)})
+        after = _parse_room_token(request.page_token)
+        rows = sorted(
+            (
+                row
+                for row in everything
+                if row.key > after and (not states or row.state in states) and (row.held or not request.held_only)
+            ),
+            key=lambda row: row.key,
+        )
+        page, last = _page(rows, request.page_size)
+        token = "" if last is None else f"r:{last.key.room}:{last.key.attempt}"
+        return pb.ListRoomsResponse(
+            rooms=[_room_to_pb(row) for row in page], next_page_token=token, total=len(everything)
+        )
+
+    async def GetRoom(self, request: pb.GetRoomRequest, context: object) -> pb.GetRoomResponse:
+        return pb.GetRoomResponse(room=_room_to_pb(self._find(request.room, request.attempt)))
+
+    async def CancelRoom(self, request: pb.CancelRoomRequest, context: object) -> pb.CancelRoomResponse:
+        if len(request.cause) > 256:
+            raise InvalidRequest(
+                "cause: at most 256 characters", metadata={"field": "cause", "value": len(request.cause)}
+            )
+        row = self._find(request.room, request.attempt)
+        self._manager.cancel(row.key, cancelled(row.key, request.cause or "an operator cancelled it", "operator"))
+        return pb.CancelRoomResponse(room=_room_to_pb(self._manager.room(row.key) or row))
+
+    async def GetTopology(self, request: pb.GetTopologyRequest, context: object) -> pb.GetTopologyResponse:
+        manager = self._manager
+        config = manager.config
+        return pb.GetTopologyResponse(
+            rank=rank_ref_to_pb(config.ref),
+            role=_ROLES[Role.PREFILL if isinstance(manager, PrefillManager) else Role.DECODE],
+            layout=layout_to_pb(config.layout),
+            pools=[pool_to_pb(pool.without_addresses()) for pool in config.pools],
+            data_plane=manager.plane.name,
+            aux_item_bytes=manager.shape.aux_item_bytes,
+            pages_held=manager.held_pages,
+            pages_held_limit=min(config.bounds.held_pages, 2**32 - 1),
+        )
+
+    def _find(self, room: int, attempt: int) -> RoomRow:
+        row = self._manager.room(RoomKey(room, attempt))
+        if row is None:
+            raise RoomNotFound(
+                f"room {room} attempt {attempt} is not known to {self._manager.ref}",
+                metadata={"room": room, "attempt": attempt},
+            )
+        return row
+
+
+_ROLES = {Role.PREFILL: common_pb2.ROLE_PREFILL, Role.DECODE: common_pb2.ROLE_DECODE}
+
+
+def _page(rows: list[Row], size: int) -> tuple[list[Row], Row | None]:
+    """One page, and its last row when more follow."""
+    if size > _LARGEST_PAGE:
+        raise InvalidRequest(f"page_size: at most {_LARGEST_PAGE}", metadata={"field": "page_size", "value": size})
+    size = size or _DEFAULT_PAGE
+    return rows[:size], rows[size - 1] if len(rows) > size else None
+
+
+def _parse_token(token: str, kind: str) -> str:
+    if token and not token.startswith(f"{kind}:"):
+        raise _bad_token(token)
+    return token[2:]
+
+
+def _parse_room_token(token: str) -> RoomKey:
+    try:
+        room, attempt = _parse_token(token, "r").split(":") if token else (0, 0)
+        return RoomKey(int(room), int(attempt))
+    except ValueError:
+        raise _bad_token(token) from None
+
+
+def _bad_token(token: str) -> InvalidRequest:
+    return InvalidRequest(
+        "page_token: must be next_page_token of the response before",
+        metadata={"field": "page_token", "value": token[:100]},
+    )
+
+
+def _session_to_pb(row: SessionRow) -> pb.Session:
+    message = pb.Session(
+        peer=rank_ref_to_pb(row.peer),
+        address=row.address,
+        state=row.state,
+        stream=row.stream,
+        rooms=row.rooms,
+        outbox=row.outbox,
+    )
+    message.silence.FromMilliseconds(round(row.silence_seconds * 1000))
+    return message
+
+
+def _room_to_pb(row: RoomRow) -> pb.Room:
+    message = pb.Room(
+        room=row.key.room,
+        attempt=row.key.attempt,
+        role=_ROLES[row.role],
+        state=pb.RoomState.ValueType(row.state),
+        parts=[
+            pb.RoomPart(
+                peer=rank_ref_to_pb(part.peer),
+                state=pb.RoomState.ValueType(part.state),
+                writes=pb.Writes.ValueType(part.writes),
+                pages_done=part.pages_done,
+            )
+            for part in row.parts
+        ],
+        pages=row.pages,
+        held=row.held,
+        local_handle=row.local_handle,
+    )
+    message.age.FromMilliseconds(round(row.age_seconds * 1000))
+    if row.failure is not None:
+        message.failure.CopyFrom(failure_to_pb(row.failure))
+    return message

@@ -1,0 +1,246 @@
+"""transfer_service.proto <-> model, and nothing else.
+
+What is wrong with one entry of a frame becomes that entry's ``error`` and fails that room alone; what is wrong with the
+frame itself raises InvalidRequest and ends the session (15).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvgrpc.errors import FrameTooLarge, InvalidRequest, KvGrpcError
+from kvgrpc.transfer.model import (
+    MAX_ROOM,
+    STATE_FAILED,
+    WANT_FORGET,
+    WANT_OPENED,
+    WANT_WRITE,
+    DecodeEntry,
+    Destination,
+    PrefillEntry,
+    RoomKey,
+    RoomState,
+    U32Array,
+    Want,
+    Writes,
+)
+from kvgrpc.transfer.plan import check_pages
+from kvgrpc.transfer.topology import Part
+from kvgrpc.v1 import transfer_service_pb2 as pb
+from kvgrpc.v1.common_pb2 import PageSet
+from kvgrpc.wire import failure_from_pb, failure_to_pb
+
+MAX_PAGES = 2**24
+_ENTRY_BYTES = 64
+_FAILURE_BYTES = 8192
+# A NamedTuple's own constructor is Python code; these are made by the hundred thousand.
+_new: Any = tuple.__new__
+_WANTS = {int(want): want for want in Want if want is not WANT_OPENED}
+_STATES = {int(state): state for state in RoomState}
+_WRITES = {int(writes): writes for writes in Writes}
+
+
+def part_to_pb(part: Part) -> pb.Part:
+    return pb.Part(
+        layer_start=part.layer_start,
+        layer_count=part.layer_count,
+        head_start=part.head_start,
+        head_count=part.head_count,
+        aux=part.aux,
+    )
+
+
+def part_from_pb(message: pb.Part) -> Part:
+    return Part(message.layer_start, message.layer_count, message.head_start, message.head_count, message.aux)
+
+
+def decode_frames(entries: Sequence[DecodeEntry], pools: int, limit: int) -> Iterator[pb.SessionRequest]:
+    """One frame of all entries, or several where one would pass ``limit`` bytes. Sizes are estimated from above."""
+    frame = pb.SessionRequest()
+    add, used = frame.rooms.add, 0
+    forget: list[int] = []
+    for (room, attempt), want, destination, time_left_ms, failure, traceparent, _ in entries:
+        size = _ENTRY_BYTES if destination is None else _ENTRY_BYTES + pools * (8 * len(destination.pages) + 16)
+        if used and used + size > limit:
+            frame.forget_rooms.extend(forget)
+            yield frame
+            frame = pb.SessionRequest()
+            add, used, forget = frame.rooms.add, 0, []
+        used += size
+        if want is WANT_FORGET and not attempt:
+            forget.append(room)
+        elif want is WANT_WRITE and destination is not None:
+            message = add(room=room, attempt=attempt, want=2, time_left_ms=time_left_ms)
+            if destination.first_page:
+                message.first_page = destination.first_page
+            if traceparent:
+                message.traceparent = traceparent
+            _add_pages(message, destination.pages, pools)
+        else:
+            message = add(room=room, attempt=attempt, want=pb.Want.ValueType(want))
+            if failure is not None:
+                message.failure.CopyFrom(failure_to_pb(failure))
+                used += _FAILURE_BYTES
+    if used:
+        frame.forget_rooms.extend(forget)
+        yield frame
+
+
+def decode_entries(frame: pb.SessionRequest, pool_pages: Sequence[tuple[str, int]]) -> list[DecodeEntry]:
+    """The entries of a frame of decode. ``pool_pages``: name and pages of each pool of its Hello."""
+    entries = []
+    for index, message in enumerate(frame.rooms):
+        key = _key(message.room, message.attempt, index)
+        want = _WANTS.get(message.want)
+        if want is WANT_WRITE:
+            try:
+                destination, error = _destination(message, pool_pages, index), None
+            except KvGrpcError as found:
+                destination, error = None, found
+            fields = (key, want, destination, message.time_left_ms, None, message.traceparent, error)
+            entries.append(_new(DecodeEntry, fields))
+        elif want is None:
+            raise _invalid(f"rooms[{index}].want", message.want, "WANT_WRITE, WANT_STOP or WANT_FORGET")
+        else:
+            failure = failure_from_pb(message.failure) if message.HasField("failure") else None
+            entries.append(DecodeEntry(key, want, failure=failure))
+    for index, room in enumerate(frame.forget_rooms):
+        if not 0 < room <= MAX_ROOM:
+            raise _invalid(f"forget_rooms[{index}]", room, "1 to 2^63-1")
+        entries.append(_new(DecodeEntry, (_new(RoomKey, (room, 0)), WANT_FORGET, None, 0, None, "", None)))
+    return entries
+
+
+def prefill_frames(entries: Iterable[PrefillEntry], limit: int) -> Iterator[pb.SessionResponse]:
+    """As decode_frames, for the other direction."""
+    frame = pb.SessionResponse()
+    add, used = frame.rooms.add, 0
+    for (room, attempt), state, writes, pages_done, aux, failure in entries:
+        size = _ENTRY_BYTES + len(aux) + (0 if failure is None else _FAILURE_BYTES)
+        if used and used + size > limit:
+            yield frame
+            frame = pb.SessionResponse()
+            add, used = frame.rooms.add, 0
+        used += size
+        message = add(room=room, attempt=attempt, state=int(state), writes=int(writes), pages_done=pages_done, aux=aux)
+        if failure is not None:
+            message.failure.CopyFrom(failure_to_pb(failure))
+    if used:
+        yield frame
+
+
+def prefill_entries(frame: pb.SessionResponse) -> list[PrefillEntry]:
+    """The entries of a frame of prefill."""
+    entries = []
+    for index, message in enumerate(frame.rooms):
+        key = _key(message.room, message.attempt, index)
+        state, writes = _STATES.get(message.state), _WRITES.get(message.writes)
+        if state is None:
+            raise _invalid(f"rooms[{index}].state", message.state, "a known state")
+        if writes is None:
+            raise _invalid(f"rooms[{index}].writes", message.writes, "a known value")
+        failed = state is STATE_FAILED and message.HasField("failure")
+        failure = failure_from_pb(message.failure) if failed else None
+        entries.append(_new(PrefillEntry, (key, state, writes, message.pages_done, message.aux, failure)))
+    return entries
+
+
+def check_frame(frame: pb.SessionRequest | pb.SessionResponse, limit: int) -> None:
+    """Raises FrameTooLarge for a frame above what the Welcome allowed."""
+    size = frame.ByteSize()
+    if size > limit:
+        raise FrameTooLarge(
+            f"a frame of {size} bytes, at most {limit} are allowed", metadata={"limit": limit, "value": size}
+        )
+
+
+def check_size(destination: Destination, pools: int, limit: int) -> None:
+    """Raises FrameTooLarge for pages that no frame can carry."""
+    size = _ENTRY_BYTES + pools * (8 * len(destination.pages) + 16)
+    if size > limit:
+        raise FrameTooLarge(
+            f"{len(destination.pages)} pages take up to {size} bytes, a frame at most {limit}",
+            metadata={"limit": limit, "value": size},
+        )
+
+
+def pages_of(message: PageSet, where: str, most: int = MAX_PAGES) -> U32Array:
+    """Page numbers (uint32[n]) of a set. Raises InvalidRequest, also for more than ``most`` pages."""
+    most = min(most, MAX_PAGES)
+    raw = message.pages_u32_le
+    if raw:
+        if message.run_starts or message.run_lengths:
+            raise _invalid(f"{where}.run_starts", len(message.run_starts), "empty when pages_u32_le is given")
+        if len(raw) % 4:
+            raise _invalid(f"{where}.pages_u32_le", len(raw), "a multiple of 4 bytes")
+        if len(raw) > most * 4:
+            raise _invalid(f"{where}.pages_u32_le", len(raw), f"at most {most} pages")
+        return np.frombuffer(raw, dtype=_U32)
+    if not message.run_starts and not message.run_lengths:
+        return _NO_PAGES
+    starts = np.array(message.run_starts, dtype=np.uint64)
+    lengths = np.array(message.run_lengths, dtype=np.uint64)
+    if len(starts) != len(lengths):
+        raise _invalid(f"{where}.run_lengths", len(lengths), f"as many as run_starts ({len(starts)})")
+    total = int(lengths.sum())
+    if total > most or int((starts + lengths).max(initial=0)) > 2**32:
+        raise _invalid(f"{where}.run_lengths", total, f"at most {most} pages, each below 2^32")
+    offsets = np.arange(total, dtype=np.uint64) - np.repeat(np.cumsum(lengths) - lengths, lengths.astype(np.int64))
+    return (np.repeat(starts, lengths.astype(np.int64)) + offsets).astype(np.uint32)
+
+
+def fill_page_set(message: PageSet, pages: U32Array) -> None:
+    """Runs when there is at most one for eight pages, else raw."""
+    count = len(pages)
+    if count >= 8:
+        first = np.concatenate(([0], np.flatnonzero(np.diff(pages.astype(np.int64)) != 1) + 1))
+        if len(first) * 8 <= count:
+            message.run_starts.extend(pages[first].tolist())
+            message.run_lengths.extend(np.diff(first, append=count).tolist())
+            return
+    message.pages_u32_le = pages.astype(_U32, copy=False).tobytes()
+
+
+_NO_PAGES = np.empty(0, dtype=np.uint32)
+_U32 = np.dtype("<u4")
+
+
+def _add_pages(message: pb.DecodeRoom, pages: U32Array, pools: int) -> None:
+    fill_page_set(message.pages.add(), pages)
+    for pool in range(1, pools):
+        message.pages.add(pool=pool).MergeFrom(message.pages[0])
+        message.pages[pool].pool = pool
+
+
+def _destination(message: pb.DecodeRoom, pool_pages: Sequence[tuple[str, int]], index: int) -> Destination:
+    sets = message.pages
+    if len(sets) != len(pool_pages):
+        raise _invalid(f"rooms[{index}].pages", len(sets), f"one set for each of the {len(pool_pages)} pools")
+    first: U32Array | None = None
+    for pool, (name, count) in enumerate(pool_pages):
+        page_set = sets[pool]
+        if page_set.pool != pool:
+            raise _invalid(f"rooms[{index}].pages[{pool}].pool", page_set.pool, f"{pool}, in the order of the Hello")
+        pages = pages_of(page_set, f"rooms[{index}].pages[{pool}]", count)
+        check_pages(pages, count, name)
+        if first is None:
+            first = pages
+        elif not np.array_equal(first, pages):
+            raise _invalid(f"rooms[{index}].pages[{pool}]", len(pages), "the pages of the first pool, repeated")
+    return Destination(_NO_PAGES if first is None else first, message.first_page)
+
+
+def _key(room: int, attempt: int, index: int) -> RoomKey:
+    if not 0 < room <= MAX_ROOM:
+        raise _invalid(f"rooms[{index}].room", room, "1 to 2^63-1")
+    key: RoomKey = _new(RoomKey, (room, attempt))
+    return key
+
+
+def _invalid(field: str, value: object, rule: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{field}: must be {rule}, not {value}", metadata={"field": field, "value": value, "rule": rule}
+    )

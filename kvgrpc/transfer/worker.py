@@ -1,0 +1,204 @@
+"""One thread per data-plane engine: plans, submits, polls and reports. Nothing of it runs on the event loop.
+
+The loop hands over lists of submissions and gets lists of outcomes; neither side ever waits for the other.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvgrpc.dataplane.base import DataPlane, Outcome, Peer, Result, Transfer
+from kvgrpc.model import Pool
+from kvgrpc.observability import metrics
+from kvgrpc.transfer.plan import Geometry, geometry
+from kvgrpc.transfer.prefill_core import PrefillPair, PrefillRoom, Submission
+
+logger = logging.getLogger(__name__)
+Outcomes = list[tuple[Submission, Result]]
+
+_SHORTEST_SLEEP = 0.000_02
+_SUBMISSIONS_AT_ONCE = 256
+
+
+class PeerMemory:
+    """What decode said at Hello of its memory; attached by the worker at the first write."""
+
+    __slots__ = ("address", "geometry", "peer", "pools")
+
+    def __init__(self, pools: Sequence[Pool], address: bytes) -> None:
+        self.pools = tuple(pools)
+        self.address = address
+        self.peer: Peer | None = None
+        self.geometry: Geometry | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    submission: Submission
+    transfer: Transfer
+
+
+class TransferWorker:
+    """Writes pages to peers on its own daemon thread. All methods are thread-safe and return at once, except close().
+
+    ``report`` is called on the worker thread with what ended; it must only append and wake.
+    """
+
+    def __init__(self, plane: DataPlane, pools: Sequence[Pool], report: Callable[[Outcomes], None]) -> None:
+        self._plane = plane
+        self._pools = tuple(pools)
+        self._report = report
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._waiting: list[Submission] = []
+        self._running: list[_Running] = []
+        self._ended: Outcomes = []
+        self._stopping = threading.Event()
+        self.bytes_written = 0
+        self._thread = threading.Thread(target=self._work, name="kvgrpc-transfer", daemon=True)
+        self._thread.start()
+
+    @property
+    def healthy(self) -> bool:
+        return self._thread.is_alive() or self._stopping.is_set()
+
+    def submit(self, submissions: Sequence[Submission]) -> None:
+        """Queues writes. Each is reported exactly once."""
+        self._jobs.put(lambda: self._waiting.extend(submissions))
+
+    def meet(self, memory: PeerMemory) -> None:
+        """Attaches a peer before its first write, which then need not wait for it; a failure is told by that write."""
+        self._jobs.put(lambda: self._meet(memory))
+
+    def stop(self, record: PrefillRoom) -> None:
+        """Starts no further write of the room; its submissions are still reported."""
+        self._jobs.put(lambda: self._stop(record))
+
+    def forget(self, pair: PrefillPair) -> None:
+        """The pair is gone: its memory need not be known any more."""
+        self._jobs.put(lambda: self._forget(pair))
+
+    def close(self, deadline: float) -> bool:
+        """Stops after what runs has ended, at most ``deadline`` seconds; True when nothing is left."""
+        self._stopping.set()
+        self._jobs.put(None)
+        self._thread.join(deadline)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        sleep = _SHORTEST_SLEEP
+        while not (self._stopping.is_set() and not self._running and not self._waiting):
+            self._take_jobs()
+            self._start_some()
+            moved = self._poll()
+            if self._ended:
+                ended, self._ended = self._ended, []
+                self._count(ended)
+                self._report(ended)
+            if moved or self._waiting:
+                sleep = _SHORTEST_SLEEP
+            elif self._running and self._plane.poll_interval:
+                time.sleep(min(sleep, self._plane.poll_interval))
+                sleep *= 2
+
+    def _count(self, ended: Outcomes) -> None:
+        for outcome, count in Counter(result.outcome for _, result in ended).items():
+            metrics.DATA_PLANE_SUBMISSIONS.labels(self._plane.name, outcome.name).inc(count)
+        metrics.DATA_PLANE_BYTES.labels(self._plane.name).inc(sum(result.nbytes for _, result in ended))
+
+    def _take_jobs(self) -> None:
+        """Blocks only while there is nothing to move."""
+        idle = not self._running and not self._waiting
+        try:
+            job = self._jobs.get(timeout=0.5) if idle else self._jobs.get_nowait()
+            while job is not None:
+                job()
+                job = self._jobs.get_nowait()
+        except queue.Empty:
+            return
+
+    def _start_some(self) -> None:
+        waiting = self._waiting
+        if not waiting:
+            return
+        self._waiting = waiting[_SUBMISSIONS_AT_ONCE:]
+        for submission in waiting[:_SUBMISSIONS_AT_ONCE]:
+            try:
+                self._start(submission)
+            except Exception as error:
+                logger.exception("the data plane raised on submit")
+                self._ended.append((submission, Result(Outcome.FAILED_UNKNOWN, f"{type(error).__name__}: {error}")))
+
+    def _start(self, submission: Submission) -> None:
+        memory = submission.pair.peer
+        if submission.record.ended or not isinstance(memory, PeerMemory):
+            self._ended.append((submission, Result(Outcome.REJECTED, "the room ended before the write began")))
+            return
+        try:
+            if submission.wait is not None:
+                submission.wait()
+            self._attach(memory)
+        except Exception as error:  # a foreign callable, or an address that is not one: nothing was sent
+            self._ended.append((submission, Result(Outcome.REJECTED, f"{type(error).__name__}: {error}")))
+            return
+        assert memory.geometry is not None and memory.peer is not None
+        plan = memory.geometry.plan(submission.source, submission.destination)
+        transfer = self._plane.submit(memory.peer, *plan)
+        result = transfer.poll()
+        if result is None:
+            self._running.append(_Running(submission, transfer))
+        else:
+            self.bytes_written += result.nbytes
+            self._ended.append((submission, result))
+
+    def _attach(self, memory: PeerMemory) -> None:
+        if memory.peer is None:
+            memory.geometry = geometry(self._pools, memory.pools)
+            memory.peer = self._plane.attach(memory.address)
+
+    def _meet(self, memory: PeerMemory) -> None:
+        try:
+            self._attach(memory)
+        except Exception as error:
+            logger.info("a peer's memory could not be attached yet: %s", error)
+
+    def _poll(self) -> bool:
+        if not self._running:
+            return False
+        still = [running for running in self._running if not self._end(running, self._result(running))]
+        moved = len(still) != len(self._running)
+        self._running = still
+        return moved
+
+    def _result(self, running: _Running) -> Result | None:
+        try:
+            return running.transfer.poll()
+        except Exception as error:
+            logger.exception("the data plane raised on poll")
+            return Result(Outcome.FAILED_UNKNOWN, f"{type(error).__name__}: {error}")
+
+    def _end(self, running: _Running, result: Result | None) -> bool:
+        if result is None:
+            return False
+        self.bytes_written += result.nbytes
+        self._ended.append((running.submission, result))
+        return True
+
+    def _stop(self, record: PrefillRoom) -> None:
+        for running in self._running:
+            if running.submission.record is record:
+                running.transfer.stop()
+
+    def _forget(self, pair: PrefillPair) -> None:
+        memory = pair.peer
+        if isinstance(memory, PeerMemory) and memory.peer is not None:
+            peer, memory.peer = memory.peer, None
+            try:
+                self._plane.detach(peer)
+            except Exception:
+                logger.exception("the data plane raised on detach")

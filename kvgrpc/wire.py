@@ -1,0 +1,150 @@
+"""common.proto <-> model, and nothing else. Decoders raise InvalidRequest, encoders never fail."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvgrpc.errors import MAX_MESSAGE_CHARS, Failure, InvalidRequest, Reason
+from kvgrpc.model import Layout, Pool, PoolKind, RankId, RankRef, Region, Role
+from kvgrpc.v1 import common_pb2 as pb
+from kvgrpc.v1 import error_reason_pb2
+
+
+def rank_id_to_pb(rank: RankId) -> pb.RankId:
+    return pb.RankId(engine=rank.engine, dp=rank.dp, pp=rank.pp, cp=rank.cp, tp=rank.tp)
+
+
+def rank_id_from_pb(message: pb.RankId) -> RankId:
+    return RankId(message.engine, message.dp, message.pp, message.cp, message.tp)
+
+
+def rank_ref_to_pb(ref: RankRef) -> pb.RankRef:
+    return pb.RankRef(rank=rank_id_to_pb(ref.rank), epoch=ref.epoch)
+
+
+def rank_ref_from_pb(message: pb.RankRef) -> RankRef:
+    return RankRef(rank_id_from_pb(message.rank), message.epoch)
+
+
+def layout_to_pb(layout: Layout) -> pb.Layout:
+    return pb.Layout(dp=layout.dp, pp=layout.pp, cp=layout.cp, tp=layout.tp)
+
+
+def layout_from_pb(message: pb.Layout) -> Layout:
+    return Layout(message.dp, message.pp, message.cp, message.tp)
+
+
+def role_from_pb(value: int, path: str = "role") -> Role:
+    try:
+        return Role(value)
+    except ValueError:
+        raise InvalidRequest(
+            f"{path}: must be ROLE_PREFILL or ROLE_DECODE, not {value}", metadata={"field": path, "value": value}
+        ) from None
+
+
+def pool_to_pb(pool: Pool) -> pb.Pool:
+    return pb.Pool(
+        name=pool.name,
+        kind=pb.PoolKind.ValueType(pool.kind),
+        page_tokens=pool.page_tokens,
+        pages=pool.pages,
+        dtype=pool.dtype,
+        axes=pool.axes,
+        heads_total=pool.heads_total,
+        head_start=pool.head_start,
+        head_count=pool.head_count,
+        location=pool.location,
+        regions=[
+            pb.Region(
+                layer=region.layer,
+                component=region.component,
+                address=region.address,
+                page_stride_bytes=region.page_stride_bytes,
+                page_bytes=region.page_bytes,
+            )
+            for region in pool.regions
+        ],
+    )
+
+
+def pool_from_pb(message: pb.Pool, path: str = "pools[0]") -> Pool:
+    try:
+        kind = PoolKind(message.kind)
+    except ValueError:
+        raise InvalidRequest(
+            f"{path}.kind: must be POOL_KIND_KV or POOL_KIND_STATE, not {message.kind}",
+            metadata={"field": f"{path}.kind", "value": message.kind},
+        ) from None
+    return Pool(
+        name=message.name,
+        kind=kind,
+        page_tokens=message.page_tokens,
+        pages=message.pages,
+        dtype=message.dtype,
+        regions=tuple(
+            Region(r.layer, r.component, r.address, r.page_stride_bytes, r.page_bytes) for r in message.regions
+        ),
+        axes=message.axes,
+        heads_total=message.heads_total,
+        head_start=message.head_start,
+        head_count=message.head_count,
+        location=message.location,
+    )
+
+
+def failure_to_pb(failure: Failure) -> pb.Failure:
+    """At most 8 KiB, whatever the failure holds."""
+    message = pb.Failure(
+        reason=error_reason_pb2.ErrorReason.ValueType(failure.reason),
+        message=_text(failure.message, MAX_MESSAGE_CHARS),
+        metadata=_metadata(failure.metadata),
+    )
+    message.time.FromNanoseconds(int(min(max(failure.time, 0.0), _LAST_SECOND) * 1e9))
+    origin = _parse_origin(failure.origin)
+    if origin is not None:
+        message.origin.CopyFrom(rank_ref_to_pb(origin))
+    return message
+
+
+def failure_from_pb(message: pb.Failure) -> Failure:
+    """A reason that this version does not know becomes UNSPECIFIED; its text and metadata are kept."""
+    known = message.reason in Reason._value2member_map_
+    return Failure(
+        Reason(message.reason) if known else Reason.UNSPECIFIED,
+        message.message[:MAX_MESSAGE_CHARS],
+        _metadata(message.metadata),
+        str(rank_ref_from_pb(message.origin))[:MAX_MESSAGE_CHARS] if message.HasField("origin") else "",
+        float(min(max(message.time.seconds, 0), _LAST_SECOND)) + message.time.nanos / 1e9,
+    )
+
+
+_LAST_SECOND = 253_402_300_798  # what a Timestamp can say, less one
+_METADATA_CHARS = 2048
+_VALUE_CHARS = 1024
+
+
+def _metadata(metadata: Mapping[str, str]) -> dict[str, str]:
+    """As many pairs as fit, long values cut: what a peer says is kept and told on."""
+    kept, left = {}, _METADATA_CHARS
+    for key, value in metadata.items():
+        text = _text(value, _VALUE_CHARS)
+        left -= len(key) + len(text)
+        if left < 0:
+            break
+        kept[_text(key, _VALUE_CHARS)] = text
+    return kept
+
+
+def _text(text: str, size: int) -> str:
+    """Texts of file names and of other people's errors may hold lone surrogates, which protobuf refuses."""
+    return text[:size].encode(errors="replace").decode()
+
+
+def _parse_origin(text: str) -> RankRef | None:
+    try:
+        rank, epoch = text.rsplit("@", 1)
+        engine, dp, pp, cp, tp = rank.rsplit("/", 4)
+        return RankRef(RankId(engine, int(dp[2:]), int(pp[2:]), int(cp[2:]), int(tp[2:])), int(epoch))
+    except ValueError:
+        return None

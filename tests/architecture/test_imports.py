@@ -1,0 +1,122 @@
+"""Who may load what. import-linter keeps the arrows between our own packages (pyproject.toml)."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted(path for path in (ROOT / "kvgrpc").rglob("*.py") if "v1" not in path.relative_to(ROOT).parts)
+
+# Heavy or replaceable: each has its places. A folder ends with a slash.
+IMPORTERS = {
+    "torch": ["kvgrpc/demo/", "kvgrpc/engines/"],
+    "transformers": [],
+    "sglang": ["kvgrpc/engines/"],
+    "vllm": ["kvgrpc/engines/"],
+    "mooncake": ["kvgrpc/dataplane/mooncake.py"],
+    "zmq": ["kvgrpc/events/publisher.py", "kvgrpc/events/follower.py", "kvgrpc/demo/live_events.py"],
+    "prometheus_client": ["kvgrpc/observability/"],
+    "tenacity": ["kvgrpc/rpc/"],
+    "click": ["kvgrpc/cli/"],
+    "rich": ["kvgrpc/cli/", "kvgrpc/demo/"],
+    "google.rpc": ["kvgrpc/rpc/"],
+}
+# Sans-I/O cores: these files import only the standard library, these packages, and each other.
+CAPABILITIES = ("registry", "transfer", "events", "prefetch")
+PURE_FILES = ("model.py", "topology.py", "plan.py", "journal.py", "hashing.py")
+PURE_MAY_IMPORT = ("numpy", "msgspec", "kvgrpc.errors", "kvgrpc.model")
+HEAVY = (
+    *("torch", "mooncake", "zmq", "grpc", "google.protobuf", "numpy"),
+    *("prometheus_client", "tenacity", "rich", "click"),
+)
+
+
+def test_importing_kvgrpc_loads_nothing_heavy() -> None:
+    assert loaded_by("import kvgrpc, kvgrpc.errors, kvgrpc.model") == []
+
+
+def test_the_client_needs_neither_torch_nor_mooncake_nor_zmq() -> None:
+    core = {"grpc", "google.protobuf", "numpy", "prometheus_client", "tenacity"}
+    assert set(loaded_by("import kvgrpc.client")) <= core
+
+
+@pytest.mark.parametrize("package", IMPORTERS)
+def test_a_heavy_package_is_imported_in_its_places_only(package: str) -> None:
+    elsewhere = [
+        f"{path}:{line}"
+        for path in SOURCES
+        for name, line in imports(path)
+        if within(name, package) and not placed(path, IMPORTERS[package])
+    ]
+    assert elsewhere == []
+
+
+def test_pure_files_do_no_input_or_output() -> None:
+    impure = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in pure_sources()
+        for name, line in imports(path)
+        if name.split(".")[0] not in sys.stdlib_module_names
+        and not any(within(name, allowed) for allowed in PURE_MAY_IMPORT)
+        and not is_pure_sibling(path, name)
+    ]
+    assert impure == []
+
+
+def test_pure_files_start_no_thread_and_open_no_socket() -> None:
+    active = {"asyncio", "socket", "selectors", "multiprocessing", "concurrent", "subprocess"}
+    found = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in pure_sources()
+        for name, line in imports(path)
+        if name.split(".")[0] in active
+    ]
+    assert found == []
+
+
+def pure_sources() -> list[Path]:
+    folders = [ROOT / "kvgrpc", *(ROOT / "kvgrpc" / name for name in CAPABILITIES)]
+    return [path for path in SOURCES if path.parent in folders and path.name in PURE_FILES]
+
+
+def loaded_by(statement: str) -> list[str]:
+    """Which heavy packages a fresh interpreter holds after the statement."""
+    script = f"{statement}\nimport sys\nprint([name for name in {HEAVY!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 0, done.stderr
+    names = ast.literal_eval(done.stdout)
+    assert isinstance(names, list)
+    return names
+
+
+def imports(path: Path) -> Iterator[tuple[str, int]]:
+    """Every absolute import of a file, also those inside functions, but not those for type checkers only."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            node.body = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def placed(path: Path, places: list[str]) -> bool:
+    here = path.relative_to(ROOT).as_posix()
+    return any(here.startswith(place) if place.endswith("/") else here == place for place in places)
+
+
+def is_pure_sibling(path: Path, name: str) -> bool:
+    package = ".".join(path.parent.relative_to(ROOT).parts)
+    return any(within(name, f"{package}.{pure.removesuffix('.py')}") for pure in PURE_FILES)

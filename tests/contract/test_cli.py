@@ -1,0 +1,231 @@
+"""The command ``kvgrpc`` against real servers in this process: what people see, and with which exit code it ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from kvgrpc.cli.main import COMMANDS, command, main
+from kvgrpc.events import BlockStored, KVEventBatch
+from kvgrpc.rpc.security import ServerSecurity, parse_tokens
+from kvgrpc.server import RegistryServer
+from tests.integration.rank_host import RankHost
+
+HALF, STUCK = 2**63 - 25, 4242
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = ("README.md", "docs/operations.md")
+
+
+def documented_commands() -> list[str]:
+    text = "\n".join((ROOT / name).read_text() for name in DOCUMENTS)
+    return re.findall(r"^kvgrpc .+$", text, re.MULTILINE)
+
+
+@dataclass
+class Ended:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+    lines: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Handoff:
+    """A prefill with the registry in it and a decode: room HALF is on its way, room STUCK waits for its prefill."""
+
+    prefill: RankHost
+    decode: RankHost
+
+    @property
+    def prefill_address(self) -> str:
+        return self.prefill.rank.address
+
+    @property
+    def decode_address(self) -> str:
+        return self.decode.rank.address
+
+
+@pytest.fixture(scope="module")
+def handoff() -> Iterator[Handoff]:
+    events = {"publisher": "null", "enable_kv_cache_events": True}
+    prefill = RankHost("P", "PREFILL", {"registry": "embedded", "events": events, "lease_ttl": 1.0})
+    decode = RankHost("D", "DECODE", {"registry": prefill.rank.address})
+    prefill.fill(1)
+    decode.receive(HALF, prefill.rank.address, range(8))
+    prefill.send(HALF, range(8, 15), last=False)
+    decode.wait("receivers", [HALF], [3])
+    decode.receive(STUCK, prefill.rank.address, range(8, 12))
+    for first in (1, 2, 3):
+        prefill.rank.events.publish(KVEventBatch(time.time(), [BlockStored([first], None, [1, 2], 2)]))
+    yield Handoff(prefill, decode)
+    decode.close(2.0)
+    prefill.close(2.0)
+
+
+@pytest.fixture
+def kvgrpc(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+    def run(*arguments: str) -> Ended:
+        with pytest.raises(SystemExit) as exit_:
+            main(arguments)
+        out, err = capsys.readouterr()
+        lines = [json.loads(line) for line in out.splitlines()] if "--json" in arguments else []
+        return Ended(int(exit_.value.code or 0), out, err, lines)
+
+    return run
+
+
+def test_help_names_every_command(kvgrpc: Callable[..., Ended]) -> None:
+    ended = kvgrpc("--help")
+    assert ended.code == 0
+    assert [name for name in COMMANDS if f"\n  {name} " not in ended.out] == []
+
+
+def test_engines_and_ranks_show_who_serves_what(kvgrpc: Callable[..., Ended], handoff: Handoff) -> None:
+    engines = kvgrpc("engines", "-s", handoff.prefill_address)
+    assert [name for name in ("P", "D", "prefill", "decode", "READY", "1/1") if name not in engines.out] == []
+    ranks = kvgrpc("ranks", "-s", handoff.prefill_address, "--json")
+    assert [row["endpoints"]["grpc"] for row in ranks.lines] == [handoff.decode_address, handoff.prefill_address]
+    assert "P/dp0/pp0/cp0/tp0" in kvgrpc("ranks", "P", "-s", handoff.prefill_address).out
+
+
+def test_engines_can_be_asked_for_by_role(kvgrpc: Callable[..., Ended], handoff: Handoff) -> None:
+    ended = kvgrpc("engines", "--role", "decode", "-s", handoff.prefill_address, "--json")
+    assert [line["name"] for line in ended.lines] == ["D"]
+
+
+def test_rooms_are_shown_on_prefill_and_on_decode(kvgrpc: Callable[..., Ended], handoff: Handoff) -> None:
+    for address in (handoff.prefill_address, handoff.decode_address):
+        rooms = kvgrpc("rooms", "-s", address, "--json")
+        assert {line["room"]: line["state"] for line in rooms.lines}[str(HALF)] == "ROOM_STATE_TRANSFERRING"
+    shown = kvgrpc("rooms", "-s", handoff.decode_address, "--state", "transferring")
+    assert str(HALF) in shown.out and "7/8" in shown.out and str(STUCK) not in shown.out
+
+
+def test_a_room_shows_its_parts(kvgrpc: Callable[..., Ended], handoff: Handoff) -> None:
+    ended = kvgrpc("room", str(HALF), "-s", handoff.decode_address)
+    assert [word for word in ("TRANSFERRING", "decode", "P/dp0/pp0/cp0/tp0") if word not in ended.out] == []
+
+
+def test_sessions_name_the_peer_on_both_sides(kvgrpc: Callable[..., Ended], handoff: Handoff) -> None:
+    assert handoff.prefill.rank.ref.rank.engine == "P"
+    assert str(handoff.prefill.rank.ref) in kvgrpc("sessions", "-s", handoff.decode_address).out
+    assert str(handoff.decode.rank.ref) in kvgrpc("sessions", "-s", handoff.prefill_address).out
+
+
+def test_cancel_ends_a_room_with_its_cause(kvgrpc: Callable[..., Ended], handoff: Handoff) -> None:
+    ended = kvgrpc("cancel", str(STUCK), "--cause", "it took too long", "-s", handoff.decode_address)
+    assert ended.code == 0
+    assert [word for word in ("FAILED", "ROOM_CANCELLED", "it took too long") if word not in ended.out] == []
+
+
+def test_streams_and_events_show_what_was_published(kvgrpc: Callable[..., Ended], handoff: Handoff) -> None:
+    streams = kvgrpc("streams", "-s", handoff.prefill_address, "--json")
+    assert [line["nextSequence"] for line in streams.lines] == ["3"]
+    replay = kvgrpc("events", "replay", "-s", handoff.prefill_address, "--json", "--from", "1")
+    assert [line["sequence"] for line in replay.lines] == [1, 2]
+    assert replay.lines[0]["events"][0][:2] == ["BlockStored", [2]]
+    assert "BlockStored 1: 1" in kvgrpc("events", "replay", "-s", handoff.prefill_address).out
+
+
+def test_info_and_health_of_a_rank(kvgrpc: Callable[..., Ended], handoff: Handoff) -> None:
+    info = kvgrpc("info", "-s", handoff.decode_address)
+    assert [word for word in (str(handoff.decode.rank.ref), "shm", "512", "float32") if word not in info.out] == []
+    health = kvgrpc("health", "-s", handoff.decode_address)
+    assert health.code == 0 and "NOT_SERVING" not in health.out
+
+
+def test_health_of_one_service_is_a_probe(kvgrpc: Callable[..., Ended], handoff: Handoff) -> None:
+    assert kvgrpc("health", "kvgrpc.v1.TransferService", "-s", handoff.decode_address).code == 0
+    assert kvgrpc("health", "kvgrpc.v1.Nonsense", "-s", handoff.decode_address).code == 64 + 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "reason", "next_step"),
+    [
+        (["room", "4711"], 64 + 5, "ROOM_NOT_FOUND", "kvgrpc rooms"),
+        (["ranks", "nobody"], 64 + 5, "ENGINE_NOT_FOUND", "kvgrpc engines"),
+        (["events", "replay", "--from", "99"], 64 + 11, "EVENTS_SEQUENCE_IN_FUTURE", "kvgrpc streams"),
+        (["events", "replay", "--log", "0" * 32], 64 + 10, "STALE_LOG", "--log"),
+    ],
+)
+def test_a_refusal_says_what_to_do_next(
+    kvgrpc: Callable[..., Ended], handoff: Handoff, arguments: list[str], code: int, reason: str, next_step: str
+) -> None:
+    ended = kvgrpc(*arguments, "-s", handoff.prefill_address)
+    assert ended.code == code
+    assert ended.err.startswith(f"{reason}: ") and next_step in ended.err
+    assert ended.out == ""
+
+
+def test_nobody_there_is_said_within_the_timeout(kvgrpc: Callable[..., Ended]) -> None:
+    began = time.monotonic()
+    ended = kvgrpc("engines", "-s", "127.0.0.1:1", "--timeout", "0.3")
+    assert ended.code == 64 + 14
+    assert ended.err.startswith("PEER_UNREACHABLE") and "kvgrpc serve registry" in ended.err
+    assert time.monotonic() - began < 5.0
+
+
+def test_wrong_usage_is_exit_code_2(kvgrpc: Callable[..., Ended]) -> None:
+    for arguments in (["bogus"], ["room", "0"], ["room", str(2**63)], ["rooms", "--state", "lost"]):
+        assert kvgrpc(*arguments).code == 2
+
+
+def test_a_registry_with_tokens_lets_each_role_do_its_own(kvgrpc: Callable[..., Ended], tmp_path: Path) -> None:
+    security = ServerSecurity(tokens=parse_tokens("operator:o-secret\nconsumer:c-secret"))
+    registry = RegistryServer(["127.0.0.1:0"], security).open()
+    operator, consumer = tmp_path / "operator", tmp_path / "consumer"
+    operator.write_text("o-secret\n")
+    consumer.write_text("c-secret\n")
+    try:
+        assert kvgrpc("engines", "-s", registry.address).err.startswith("CREDENTIALS_INVALID")
+        assert kvgrpc("engines", "-s", registry.address, "--token-file", str(consumer)).code == 0
+        refused = kvgrpc("drain", "-s", registry.address, "--token-file", str(consumer))
+        assert refused.code == 64 + 7 and refused.err.startswith("PERMISSION_DENIED")
+        assert kvgrpc("drain", "-s", registry.address, "--token-file", str(operator)).code == 0
+        assert kvgrpc("health", "-s", registry.address, "--token-file", str(operator)).code == 1
+    finally:
+        registry.close()
+
+
+def test_settings_come_from_the_environment_too(
+    kvgrpc: Callable[..., Ended], handoff: Handoff, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVGRPC_SERVER", handoff.prefill_address)
+    assert "READY" in kvgrpc("engines").out
+
+
+def test_a_plaintext_registry_on_another_address_needs_insecure(kvgrpc: Callable[..., Ended]) -> None:
+    ended = kvgrpc("serve", "registry", "--listen", "0.0.0.0:0")
+    assert ended.code == 64 + 3
+    assert ended.err.startswith("ADDRESS_NOT_ALLOWED") and "--insecure" in ended.err
+
+
+def test_doctor_finds_what_every_process_needs(kvgrpc: Callable[..., Ended]) -> None:
+    ended = kvgrpc("doctor", "--json")
+    assert ended.code == 0
+    states = {line["what"]: line["state"] for line in ended.lines}
+    assert states["grpcio"] == states["protobuf"] == states["data plane shm"] == "ok"
+
+
+@pytest.mark.parametrize("line", documented_commands())
+def test_every_command_in_the_documents_exists_with_its_options(line: str) -> None:
+    words = shlex.split(line, comments=True)[1:]
+    found: click.Command = command
+    while isinstance(found, click.Group):
+        child = found.get_command(click.Context(found), words.pop(0))
+        assert child is not None
+        found = child
+    _, superfluous, _ = found.make_parser(click.Context(found)).parse_args(words)
+    assert superfluous == []

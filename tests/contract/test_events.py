@@ -1,0 +1,399 @@
+"""EventService over a real server: what the comments of event_service.proto promise."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+
+from kvgrpc.errors import KvGrpcError
+from kvgrpc.events import EventServicer, EventStream, JournalingPublisher, KVEventBatch, open_publisher
+from kvgrpc.events.model import BlockRemoved
+from kvgrpc.model import RankId, RankRef
+from kvgrpc.rpc.interceptors import interceptors_of
+from kvgrpc.rpc.options import SERVER_OPTIONS
+from kvgrpc.rpc.security import ServerSecurity
+from kvgrpc.rpc.status import error_from
+from kvgrpc.v1 import event_service_pb2 as pb
+from kvgrpc.v1.event_service_pb2_grpc import EventServiceStub, add_EventServiceServicer_to_server
+
+REPLAY, TAIL, HEARTBEAT = pb.WATCH_MODE_REPLAY, pb.WATCH_MODE_TAIL, pb.WATCH_MODE_HEARTBEAT
+
+
+@dataclass
+class Served:
+    """Publishers, the servicer over their streams, and a client of it."""
+
+    publishers: list[JournalingPublisher]
+    servicer: EventServicer
+    stub: Any
+
+    @property
+    def publisher(self) -> JournalingPublisher:
+        return self.publishers[0]
+
+    @property
+    def stream(self) -> EventStream:
+        return self.publishers[0].stream
+
+    async def publish(self, *payloads: bytes) -> None:
+        """Publishes and waits until they are in the journal."""
+        for payload in payloads:
+            assert self.publisher.publish_raw(payload)
+        await until(lambda: self.publisher.counts.unsent == 0)
+
+    def watch(self, mode: pb.WatchMode.ValueType = REPLAY, **fields: Any) -> Any:
+        return self.stub.Watch(pb.WatchRequest(mode=mode, **fields), timeout=30)
+
+    async def read(self, mode: pb.WatchMode.ValueType = REPLAY, **fields: Any) -> list[pb.WatchResponse]:
+        return [message async for message in self.watch(mode, **fields)]
+
+    async def refusal(self, mode: pb.WatchMode.ValueType = REPLAY, **fields: Any) -> KvGrpcError:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await self.read(mode, **fields)
+        return error_from(caught.value)
+
+
+@asynccontextmanager
+async def served(
+    *, dps: int = 1, max_watches: int = 256, heartbeat: float = 60.0, **settings: Any
+) -> AsyncIterator[Served]:
+    publishers = [open_publisher({"publisher": "null"} | settings, rank(dp)) for dp in range(dps)]
+    assert all(isinstance(publisher, JournalingPublisher) for publisher in publishers)
+    streams = [publisher.stream for publisher in publishers if publisher.stream is not None]
+    servicer = EventServicer(streams, max_watches=max_watches, heartbeat_seconds=heartbeat)
+    server = grpc.aio.server(interceptors=interceptors_of(ServerSecurity()), options=SERVER_OPTIONS)
+    add_EventServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield Served(publishers, servicer, EventServiceStub(channel))  # type: ignore[arg-type]
+    finally:
+        await server.stop(0)
+        for publisher in publishers:
+            publisher.shutdown(1)
+
+
+def rank(dp: int = 0) -> RankRef:
+    return RankRef(RankId("engine", dp=dp), 77)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline, "waited 5 s in vain"
+        await asyncio.sleep(0.001)
+
+
+def kinds(messages: list[pb.WatchResponse]) -> list[str | None]:
+    return [message.WhichOneof("kind") for message in messages]
+
+
+def payloads(messages: list[pb.WatchResponse]) -> list[bytes]:
+    return [payload for message in messages for payload in message.raw.payloads]
+
+
+async def test_a_stream_is_listed_as_it_stands() -> None:
+    async with served(dps=2, topic="kv", buffer_steps=2) as events:
+        await events.publish(b"a", b"bb", b"ccc")
+        listed = (await events.stub.ListStreams(pb.ListStreamsRequest())).streams
+        assert [(stream.engine, stream.dp) for stream in listed] == [("engine", 0), ("engine", 1)]
+        first = listed[0]
+        assert len(first.log) == 32
+        assert (first.oldest_sequence, first.next_sequence, first.journal_bytes) == (1, 3, 5)
+        assert (first.topic, first.pub_endpoint, first.dropped_batches) == (b"kv", "", 0)
+        assert (first.publisher.rank.engine, first.publisher.epoch) == ("engine", 77)
+        assert listed[1].oldest_sequence == listed[1].next_sequence == 0
+        assert listed[1].log != first.log
+
+
+async def test_a_replay_is_begin_then_the_exact_bytes_then_the_end() -> None:
+    async with served() as events:
+        sent = [b"%d" % number for number in range(1_000)]
+        await events.publish(*sent)
+        begin, *rest = await events.read()
+        assert begin.begin.first_sequence == 0
+        assert begin.begin.stream.log == events.stream.log
+        assert begin.begin.stream.next_sequence == 1_000
+        assert set(kinds(rest)) == {"raw"}
+        assert payloads(rest) == sent
+
+
+async def test_chunks_follow_each_other_and_stay_far_below_the_message_limit() -> None:
+    async with served() as events:
+        sent = [bytes([number]) * 100_000 for number in range(50)]
+        await events.publish(*sent)
+        expected = 0
+        for message in (await events.read())[1:]:
+            assert message.raw.first_sequence == expected
+            assert message.ByteSize() < 2 * 2**20
+            expected += len(message.raw.payloads)
+        assert expected == 50
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "expected"),
+    [(0, 0, [0]), (2, 4, [2, 3, 4]), (None, 3, [0, 1, 2, 3]), (3, None, [3, 4]), (4, 4, [4]), (5, None, [])],
+)
+async def test_a_replay_has_both_its_ends(first: int | None, last: int | None, expected: list[int]) -> None:
+    async with served() as events:
+        await events.publish(*(b"%d" % number for number in range(5)))
+        messages = await events.read(from_sequence=first, end_sequence=last)
+        assert messages[0].begin.first_sequence == (first or 0)
+        assert payloads(messages) == [b"%d" % number for number in expected]
+
+
+async def test_a_replay_of_an_empty_log_says_that_it_is_empty() -> None:
+    async with served() as events:
+        (begin,) = await events.read()
+        assert begin.begin.first_sequence == begin.begin.stream.next_sequence == 0
+
+
+async def test_a_replay_without_a_cursor_begins_with_the_oldest_kept() -> None:
+    async with served(buffer_steps=2) as events:
+        await events.publish(b"a", b"b", b"c")
+        messages = await events.read()
+        assert messages[0].begin.first_sequence == 1
+        assert payloads(messages) == [b"b", b"c"]
+
+
+async def test_a_hole_is_told_where_it_is() -> None:
+    async with served() as events:
+        await events.publish(b"a")
+        events.publisher.publish(None)
+        await events.publish(b"b")
+        messages = await events.read()
+        assert kinds(messages)[:3] == ["begin", "raw", "dropped"]
+        dropped = messages[2].dropped
+        assert (dropped.first_sequence, dropped.last_sequence, dropped.cause) == (1, 1, "encode")
+        assert b"AllBlocksCleared" in payloads(messages[3:])[-1] + payloads(messages[3:])[0]
+
+
+async def test_a_tail_goes_on_where_the_replay_ends() -> None:
+    async with served() as events:
+        await events.publish(b"a", b"b")
+        call = events.watch(TAIL, from_sequence=1)
+        seen: list[bytes] = []
+        for number in range(20):
+            while len(seen) < number + 1:
+                seen += (await call.read()).raw.payloads
+            await events.publish(b"%d" % number)
+        assert seen == [b"b", *(b"%d" % number for number in range(19))]
+
+
+async def test_an_idle_tail_says_that_it_is_current() -> None:
+    async with served(heartbeat=0.05) as events:
+        await events.publish(b"a")
+        call = events.watch(TAIL)
+        messages = [await call.read() for _ in range(4)]
+        assert kinds(messages) == ["begin", "raw", "heartbeat", "heartbeat"]
+        assert messages[-1].heartbeat.next_sequence == 1
+
+
+async def test_a_busy_tail_has_no_need_of_heartbeats() -> None:
+    async with served(heartbeat=0.5) as events:
+        call = events.watch(TAIL)
+        await call.read()
+        began = time.monotonic()
+        while time.monotonic() - began < 0.7:
+            await events.publish(b"a")
+            assert (await call.read()).WhichOneof("kind") == "raw"
+
+
+async def test_heartbeat_mode_tells_the_next_sequence_and_no_batches() -> None:
+    async with served(heartbeat=0.02) as events:
+        call = events.watch(HEARTBEAT, log=events.stream.log)
+        assert (await call.read()).begin.first_sequence == 0
+        await events.publish(b"a", b"b")
+        heartbeats = [await call.read() for _ in range(3)]
+        assert set(kinds(heartbeats)) == {"heartbeat"}
+        while (await call.read()).heartbeat.next_sequence < 2:
+            pass
+
+
+async def test_the_engine_may_be_left_out_where_there_is_one_stream() -> None:
+    async with served() as events:
+        assert kinds(await events.read()) == kinds(await events.read(engine="engine")) == ["begin"]
+    async with served(dps=2) as events:
+        assert kinds(await events.read(engine="engine", dp=1)) == ["begin"]
+        refused = await events.refusal()
+        assert (refused.code, refused.reason.name) == ("INVALID_ARGUMENT", "INVALID_REQUEST")
+        assert refused.metadata["field"] == "engine"
+
+
+@pytest.mark.parametrize("fields", [{"engine": "other"}, {"engine": "engine", "dp": 5}, {"dp": 5}], ids=str)
+async def test_an_unknown_stream_is_refused(fields: dict[str, Any]) -> None:
+    async with served() as events:
+        refused = await events.refusal(**fields)
+        assert (refused.code, refused.reason.name) == ("NOT_FOUND", "STREAM_NOT_FOUND")
+        assert refused.metadata == {"engine": fields.get("engine", ""), "dp": str(fields.get("dp", 0))}
+
+
+async def test_a_process_without_a_stream_says_so() -> None:
+    async with served(dps=0) as events:
+        assert not (await events.stub.ListStreams(pb.ListStreamsRequest())).streams
+        assert (await events.refusal()).reason.name == "STREAM_NOT_FOUND"
+
+
+@pytest.mark.parametrize("mode", [REPLAY, TAIL, HEARTBEAT])
+async def test_a_cursor_of_another_log_is_refused(mode: pb.WatchMode.ValueType) -> None:
+    async with served() as events:
+        refused = await events.refusal(mode, log="0" * 32)
+        assert (refused.code, refused.reason.name) == ("ABORTED", "STALE_LOG")
+        assert refused.metadata == {"requestLog": "0" * 32, "currentLog": events.stream.log}
+
+
+@pytest.mark.parametrize("mode", [REPLAY, TAIL])
+async def test_a_cursor_that_is_too_old_is_refused(mode: pb.WatchMode.ValueType) -> None:
+    async with served(buffer_steps=2) as events:
+        await events.publish(b"a", b"b", b"c")
+        refused = await events.refusal(mode, from_sequence=0)
+        assert (refused.code, refused.reason.name) == ("OUT_OF_RANGE", "EVENTS_COMPACTED")
+        assert refused.metadata == {
+            "log": events.stream.log,
+            "requestedSequence": "0",
+            "oldestSequence": "1",
+            "nextSequence": "3",
+        }
+
+
+async def test_an_end_that_is_too_old_is_no_empty_success() -> None:
+    async with served(buffer_steps=1) as events:
+        await events.publish(b"a", b"b", b"c")
+        assert (await events.refusal(end_sequence=0)).reason.name == "EVENTS_COMPACTED"
+
+
+@pytest.mark.parametrize(
+    ("mode", "fields", "requested"),
+    [
+        (REPLAY, {"from_sequence": 4}, 4),
+        (TAIL, {"from_sequence": 4}, 4),
+        (REPLAY, {"end_sequence": 3}, 3),
+        (REPLAY, {"from_sequence": 3, "end_sequence": 3}, 3),
+        (REPLAY, {"end_sequence": 2**64 - 1}, 2**64 - 1),
+    ],
+    ids=str,
+)
+async def test_what_nobody_published_is_refused(
+    mode: pb.WatchMode.ValueType, fields: dict[str, int], requested: int
+) -> None:
+    async with served() as events:
+        await events.publish(b"a", b"b", b"c")
+        refused = await events.refusal(mode, **fields)
+        assert (refused.code, refused.reason.name) == ("OUT_OF_RANGE", "EVENTS_SEQUENCE_IN_FUTURE")
+        assert refused.metadata == {
+            "log": events.stream.log,
+            "requestedSequence": str(requested),
+            "nextSequence": "3",
+        }
+
+
+@pytest.mark.parametrize(
+    ("mode", "fields", "field"),
+    [
+        (pb.WATCH_MODE_UNSPECIFIED, {}, "mode"),
+        (17, {}, "mode"),
+        (TAIL, {"end_sequence": 0}, "end_sequence"),
+        (HEARTBEAT, {"end_sequence": 0}, "end_sequence"),
+        (HEARTBEAT, {"from_sequence": 0}, "from_sequence"),
+        (REPLAY, {"from_sequence": 1, "end_sequence": 0}, "end_sequence"),
+    ],
+    ids=str,
+)
+async def test_requests_that_make_no_sense_are_refused(mode: Any, fields: dict[str, int], field: str) -> None:
+    async with served() as events:
+        await events.publish(b"a", b"b")
+        refused = await events.refusal(mode, **fields)
+        assert (refused.code, refused.reason.name) == ("INVALID_ARGUMENT", "INVALID_REQUEST")
+        assert refused.metadata["field"] == field
+
+
+async def test_a_reader_that_the_log_overtakes_is_told() -> None:
+    async with served(buffer_steps=5) as events:
+        call = events.watch(TAIL)
+        await call.read()
+        # More than the transport holds for a reader that does not read.
+        for _ in range(400):
+            await events.publish(b"x" * 50_000)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            while True:
+                await call.read()
+        assert error_from(caught.value).reason.name == "EVENTS_COMPACTED"
+
+
+async def test_a_reader_that_does_not_read_holds_up_nobody() -> None:
+    async with served() as events:
+        idle = events.watch(TAIL)
+        await idle.read()
+        busy = events.watch(TAIL)
+        await busy.read()
+        sent = [b"%d" % number * 10_000 for number in range(1_000)]
+        await events.publish(*sent)
+        seen: list[bytes] = []
+        while len(seen) < len(sent):
+            seen += (await busy.read()).raw.payloads
+        assert seen == sent
+        caught_up: list[bytes] = []
+        while len(caught_up) < len(sent):
+            caught_up += (await idle.read()).raw.payloads
+        assert caught_up == sent
+
+
+async def test_readers_are_bounded_and_one_that_leaves_makes_room() -> None:
+    async with served(max_watches=2) as events:
+        calls = [events.watch(TAIL) for _ in range(2)]
+        for call in calls:
+            await call.read()
+        refused = await events.refusal(TAIL)
+        assert (refused.code, refused.reason.name) == ("RESOURCE_EXHAUSTED", "TOO_MANY_REQUESTS")
+        assert refused.metadata == {"limit": "2", "value": "3", "scope": "watches"}
+        assert refused.retry_after
+        calls[0].cancel()
+        await until(lambda: events.servicer.watches == 1)
+        assert kinds(await events.read()) == ["begin"]
+        calls[1].cancel()
+        await until(lambda: events.servicer.watches == 0)
+        assert events.stream._listeners == ()
+
+
+@pytest.mark.parametrize("mode", [TAIL, HEARTBEAT])
+async def test_draining_ends_whoever_would_not_end(mode: pb.WatchMode.ValueType) -> None:
+    async with served() as events:
+        await events.publish(b"a")
+        call = events.watch(mode)
+        await call.read()
+        events.servicer.drain()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            while await call.read():
+                pass
+        refused = error_from(caught.value)
+        assert (refused.code, refused.reason.name) == ("UNAVAILABLE", "SERVER_DRAINING")
+        assert (await events.refusal(mode)).reason.name == "SERVER_DRAINING"
+        assert payloads(await events.read(REPLAY)) == [b"a"]
+
+
+async def test_a_tail_ends_with_its_publisher_and_after_its_last_batch() -> None:
+    async with served() as events:
+        call = events.watch(TAIL)
+        await call.read()
+        events.publisher.publish_raw(b"last")
+        await asyncio.to_thread(events.publisher.shutdown, 1)
+        assert list((await call.read()).raw.payloads) == [b"last"]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert error_from(caught.value).reason.name == "SERVER_DRAINING"
+
+
+async def test_what_is_published_as_objects_is_replayed_with_the_rank() -> None:
+    async with served(dps=2) as events:
+        events.publishers[1].publish(KVEventBatch(1.0, [BlockRemoved([7], "GPU")]))
+        await until(lambda: events.publishers[1].counts.unsent == 0)
+        (payload,) = payloads(await events.read(engine="engine", dp=1))
+        assert payload == b"\x93\xcb\x3f\xf0" + b"\0" * 6 + b"\x91\x93\xacBlockRemoved\x91\x07\xa3GPU\x01"

@@ -1,0 +1,715 @@
+"""TransferService of real ranks, message by message: what the comments of transfer_service.proto promise."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import grpc
+import numpy as np
+import pytest
+
+from kvgrpc.errors import KvGrpcError, Reason
+from kvgrpc.model import Layout, RankId, RankRef
+from kvgrpc.rpc.status import error_from
+from kvgrpc.transfer import KVPoll, KVReceiver, KVSender
+from kvgrpc.transfer.model import Timing
+from kvgrpc.v1 import common_pb2
+from kvgrpc.v1 import transfer_service_pb2 as pb
+from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
+from kvgrpc.wire import layout_to_pb, pool_to_pb, rank_ref_to_pb
+from tests.contract.transfer_peers import (
+    BOOTSTRAPPING,
+    FAILED,
+    FORGET,
+    OPEN,
+    SECONDS,
+    SETTLED,
+    STOP,
+    STOPPED,
+    SUCCESS,
+    DecodeClient,
+    Memory,
+    PrefillServer,
+    eventually,
+    said,
+)
+from tests.integration.rank_host import AUX_BYTES, LAYERS, PAGES, RankHost
+
+# Patience 1 s, a break 0.5 s, ended records 1 s.
+TIMING = Timing(
+    tick_seconds=0.05, heartbeat=4, welcome_within=10, patience=20, settle=4, abandon_dial=10, ended_record=20
+)
+Dial = Callable[..., DecodeClient]
+
+
+@pytest.fixture(scope="module")
+def prefill() -> Iterator[RankHost]:
+    host = RankHost("P", "PREFILL", {"registry": "embedded"})
+    host.fill(1)
+    yield host
+    assert host.rank.transfer.errors == 0
+    host.close(1.0)
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[RankHost]:
+    """A prefill whose patience is a second."""
+    host = RankHost("H", "PREFILL", {"timing": TIMING})
+    yield host
+    assert host.rank.transfer.errors == 0
+    host.close(1.0)
+
+
+@pytest.fixture(scope="module")
+def decode() -> Iterator[RankHost]:
+    host = RankHost("D", "DECODE", {})
+    yield host
+    assert host.rank.transfer.errors == 0
+    host.close(1.0)
+
+
+@pytest.fixture(scope="module")
+def memory() -> Iterator[Memory]:
+    made = Memory()
+    yield made
+    made.plane.close(1.0)
+
+
+@pytest.fixture
+def dial(memory: Memory) -> Iterator[Dial]:
+    """Makes decode clients, and closes them."""
+    clients: list[DecodeClient] = []
+
+    def make(host: RankHost, **named: Any) -> DecodeClient:
+        clients.append(DecodeClient(host, memory, **named))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+@pytest.fixture
+def stub_of() -> Iterator[Callable[[RankHost], Any]]:
+    channels: list[grpc.Channel] = []
+
+    def make(host: RankHost) -> Any:
+        channels.append(grpc.insecure_channel(host.rank.address))
+        return TransferServiceStub(channels[-1])
+
+    yield make
+    for channel in channels:
+        channel.close()
+
+
+ROOMS = iter(range(1_000, 10_000_000))
+
+
+def named(host: RankHost, room: int) -> None:
+    """Waits until the rank has heard of the room."""
+    eventually(lambda: (room, 0) in core_of(host).rooms)
+
+
+def sender_of(host: RankHost, room: int) -> Any:
+    return KVSender(cast(Any, host.rank.transfer), "", room)
+
+
+def receiver_of(host: RankHost, bootstrap: str, room: int) -> Any:
+    return KVReceiver(cast(Any, host.rank.transfer), bootstrap, room)
+
+
+def core_of(host: RankHost) -> Any:
+    return host.rank.transfer.core
+
+
+def refusal(call: Callable[..., Any], request: Any) -> KvGrpcError:
+    with pytest.raises(grpc.RpcError) as caught:
+        call(request, timeout=5)
+    return error_from(caught.value)
+
+
+class TestHello:
+    def test_welcome_says_who_answers_and_how_often_it_speaks(self, prefill: RankHost, dial: Dial) -> None:
+        client = dial(prefill).open()
+        welcome = client.kept[0].welcome
+        assert getattr(welcome, "from") == rank_ref_to_pb(prefill.rank.ref)
+        assert welcome.max_frame_bytes == 4 << 20
+        assert (welcome.heartbeat.ToMilliseconds(), welcome.patience.ToMilliseconds()) == (300, 3000)
+        assert welcome.data_plane_address == prefill.rank.plane.address()
+
+    def test_another_incarnation_is_stale_epoch_and_names_the_current(self, prefill: RankHost, dial: Dial) -> None:
+        epoch = prefill.rank.ref.epoch
+        for other in (epoch - 1, epoch + 1, 0):
+            to = rank_ref_to_pb(RankRef(prefill.rank.ref.rank, other))
+            failure = dial(prefill).refused(to=to)
+            assert failure.reason is Reason.STALE_EPOCH
+            assert failure.metadata["currentEpoch"] == str(epoch)
+            assert failure.metadata["requestEpoch"] == str(other)
+
+    def test_another_rank_is_wrong_rank(self, prefill: RankHost, dial: Dial) -> None:
+        for rank in (RankId("Q"), RankId("P", tp=1)):
+            failure = dial(prefill).refused(to=rank_ref_to_pb(RankRef(rank, prefill.rank.ref.epoch)))
+            assert failure.reason is Reason.WRONG_RANK
+            assert failure.metadata == {"expected": str(rank), "actual": "P/dp0/pp0/cp0/tp0"}
+
+    def test_a_decode_rank_serves_no_session(self, decode: RankHost, dial: Dial) -> None:
+        failure = dial(decode).refused()
+        assert failure.reason is Reason.WRONG_RANK
+        assert failure.metadata == {"expected": "PREFILL", "actual": "DECODE"}
+
+    def test_shapes_that_differ_are_named(self, prefill: RankHost, dial: Dial, memory: Memory) -> None:
+        pool = pool_to_pb(memory.pool)
+        pool.page_tokens, pool.dtype = 32, "bfloat16"
+        failure = dial(prefill).refused(pools=[pool], aux_item_bytes=[8], data_plane="mooncake")
+        assert failure.reason is Reason.PARALLEL_LAYOUT_MISMATCH
+        assert failure.metadata["mismatchedFields"].split(",") == [
+            "pools[0].page_tokens",
+            "pools[0].dtype",
+            "aux_item_bytes",
+            "data_plane",
+        ]
+        assert failure.metadata["pools[0].page_tokens"] == "16 != 32"
+
+    def test_sizes_and_parts_that_differ_are_named(self, prefill: RankHost, dial: Dial) -> None:
+        failure = dial(prefill).refused(layout=layout_to_pb(Layout(tp=2)))
+        assert failure.metadata["mismatchedFields"] == "layout.tp"
+        failure = dial(prefill).refused(expected=pb.Part(layer_count=LAYERS + 1, aux=True))
+        assert failure.reason is Reason.PARALLEL_LAYOUT_MISMATCH
+        assert failure.metadata["mismatchedFields"] == "part"
+        assert dial(prefill).refused(pools=[]).metadata["pools"] == "['kv'] != []"
+
+    def test_what_is_missing_or_wrong_is_invalid_request_and_names_the_field(
+        self, prefill: RankHost, dial: Dial, memory: Memory
+    ) -> None:
+        client = dial(prefill)
+        zero = pb.Hello(**{"from": rank_ref_to_pb(RankRef(client.ref.rank, 0))})
+        nameless = pb.Hello(**{"from": rank_ref_to_pb(RankRef(RankId(""), 1))})
+        unkind = pool_to_pb(memory.pool)
+        unkind.kind = 77  # type: ignore[assignment]
+        for changes, field in (
+            ({"stream": 0}, "stream"),
+            ({"pools": [unkind]}, "hello.pools[0].kind"),
+            ({"pools": [common_pb2.Pool(kind=1)]}, "hello.pools[0].name"),
+            ({"layout": common_pb2.Layout()}, "layout.dp"),
+            ({"from": getattr(zero, "from")}, "hello.from.epoch"),
+            ({"from": getattr(nameless, "from")}, "hello.from.rank.engine"),
+        ):
+            failure = dial(prefill).refused(**changes)
+            assert failure.reason is Reason.INVALID_REQUEST, (changes, failure)
+            assert failure.metadata["field"] == field
+
+    def test_anything_before_hello_is_refused(self, prefill: RankHost, dial: Dial) -> None:
+        for first in (
+            pb.SessionRequest(),
+            pb.SessionRequest(forget_rooms=[1]),
+            pb.SessionRequest(goodbye=pb.Goodbye()),
+        ):
+            failure = dial(prefill).dial().send_raw(first.SerializeToString()).goodbye()
+            assert failure.reason is Reason.INVALID_REQUEST
+            assert failure.metadata["field"] == "hello"
+
+    def test_no_hello_in_time_is_refused(self, prefill: RankHost, dial: Dial, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("kvgrpc.transfer.prefill._HELLO_WITHIN_SECONDS", 0.1)
+        client = dial(prefill).dial()
+        assert client.goodbye().reason is Reason.INVALID_REQUEST
+        assert client.over() is None
+
+    def test_a_client_that_leaves_before_hello_hears_goodbye(self, prefill: RankHost, dial: Dial) -> None:
+        client = dial(prefill).dial()
+        client.finish()
+        assert client.read() == pb.SessionResponse(goodbye=pb.Goodbye())
+        assert client.over() is None
+
+    def test_refusals_leave_no_pair(self, prefill: RankHost, dial: Dial, stub_of: Any) -> None:
+        client = dial(prefill)
+        client.refused(data_plane="mooncake")
+        sessions = stub_of(prefill).ListSessions(pb.ListSessionsRequest(page_size=1000), timeout=5).sessions
+        assert rank_ref_to_pb(client.ref) not in [each.peer for each in sessions]
+
+
+class TestStreams:
+    def test_a_newer_stream_ends_the_older_before_its_welcome(self, prefill: RankHost, dial: Dial) -> None:
+        old = dial(prefill).open()
+        new = old.again(2)
+        while not (last := old.read()).HasField("goodbye"):
+            pass
+        assert not last.goodbye.HasField("failure")
+        assert old.over() is None
+        new.want(room := next(ROOMS), STOP)
+        assert new.ended(room).state == FAILED
+        new.close()
+
+    def test_an_older_or_equal_stream_is_refused_also_after_the_pair_was_dropped(
+        self, hasty: RankHost, dial: Dial
+    ) -> None:
+        client = dial(hasty).open(stream=5)
+        for stream in (5, 4, 1):
+            refused = dial(hasty)
+            refused.ref = client.ref
+            failure = refused.refused(stream=stream)
+            assert failure.reason is Reason.INVALID_REQUEST
+            assert failure.metadata["field"] == "stream"
+        client.close()
+        eventually(lambda: client.ref not in core_of(hasty).pairs)
+        late = dial(hasty)
+        late.ref = client.ref
+        assert late.refused(stream=5).metadata["field"] == "stream"
+
+    def test_heartbeats_come_within_300_ms(self, prefill: RankHost, dial: Dial) -> None:
+        client = dial(prefill).open()
+        began = time.monotonic()
+        for _ in range(3):
+            assert client.read(1.0) == pb.SessionResponse()
+        assert time.monotonic() - began < 1.4  # three of 300 ms, on a busy machine
+
+    def test_decode_sends_heartbeats_within_300_ms(
+        self, prefill: RankHost, decode: RankHost, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        heard: list[float] = []
+        core = core_of(prefill)
+        on_heard = core.on_heard
+
+        def listen(stream: object, ref: RankRef) -> None:
+            if ref == decode.rank.ref:
+                heard.append(time.monotonic())
+            on_heard(stream, ref)
+
+        monkeypatch.setattr(core, "on_heard", listen)
+        receiver = receiver_of(decode, f"{prefill.rank.address}/P", next(ROOMS))
+        eventually(lambda: len(heard) >= 4)
+        assert max(np.diff(heard[:4])) < 0.6
+        receiver.abort()
+
+    def test_silence_for_the_patience_loses_the_pair(self, hasty: RankHost, dial: Dial) -> None:
+        client = dial(hasty).open()
+        client.write(room := next(ROOMS), [1, 2])
+        sender = sender_of(hasty, room)
+        began = time.monotonic()
+        eventually(lambda: sender.poll() is KVPoll.Failed)
+        assert 0.8 < time.monotonic() - began < 2.5
+        assert sender.failure.reason is Reason.PEER_LOST
+        assert sender.failure.metadata == {"peer": str(client.ref), "how": "silent for 1000 ms"}
+        client.over()
+
+    def test_heartbeats_keep_the_pair(self, hasty: RankHost, dial: Dial) -> None:
+        client = dial(hasty).open()
+        client.write(room := next(ROOMS), [1, 2])
+        sender = sender_of(hasty, room)
+        for _ in range(30):
+            client.send()
+            client.quiet(0.05)
+        assert sender.poll() is KVPoll.WaitingForInput
+        sender.abort()
+
+    def test_a_break_loses_nothing_when_decode_comes_back(self, prefill: RankHost, dial: Dial) -> None:
+        client = dial(prefill).open()
+        room = next(ROOMS)
+        client.write(room, [7])
+        sender = sender_of(prefill, room)
+        named(prefill, room)
+        client._call.cancel()
+        again = client.again(2)
+        again.write(room, [7])
+        sender.init(1, 0)
+        sender.send([9])
+        assert again.ended(room).state == SUCCESS
+        assert np.array_equal(client.memory.bytes[:, 7], prefill.memory[:, 9])
+        again.close()
+
+    def test_no_return_after_a_break_loses_the_pair(self, hasty: RankHost, dial: Dial) -> None:
+        client = dial(hasty).open()
+        client.write(room := next(ROOMS), [1])
+        sender = sender_of(hasty, room)
+        eventually(lambda: sender.poll() is KVPoll.WaitingForInput)
+        client.send(goodbye=pb.Goodbye())
+        assert client.over() is None
+        eventually(lambda: sender.poll() is KVPoll.Failed)
+        assert "back within 500 ms of a break" in sender.failure.metadata["how"]
+
+
+class TestRooms:
+    def test_write_moves_the_pages_and_success_brings_aux(self, prefill: RankHost, dial: Dial) -> None:
+        client = dial(prefill).open()
+        room = next(ROOMS)
+        source, destination = [3, 1, 400, 77], [500, 8, 9, 10]
+        client.memory.bytes[:] = 0
+        client.write(room, destination)
+        prefill.send(room, source, aux_row=5)
+        last = client.ended(room)
+        assert (last.state, last.writes, last.pages_done) == (SUCCESS, SETTLED, 4)
+        assert last.aux == prefill.aux_row(5)
+        assert len(last.aux) == AUX_BYTES
+        assert np.array_equal(client.memory.bytes[:, destination], prefill.memory[:, source])
+        untouched = np.setdiff1d(np.arange(PAGES), destination)
+        assert not client.memory.bytes[:, untouched].any()
+        client.want(room, FORGET)
+        eventually(lambda: (room, 0) not in core_of(prefill).rooms)
+
+    def test_states_only_advance(self, prefill: RankHost, dial: Dial) -> None:
+        client = dial(prefill).open()
+        room = next(ROOMS)
+        client.write(room, [1, 2, 3])
+        prefill.send(room, [1, 2], last=False)
+        prefill.senders[room, 0].init(3, 0)
+        client.room(room, lambda entry: entry.pages_done == 2)
+        prefill.send_rest(room, 3)
+        client.ended(room)
+        seen = [entry for message in client.kept for entry in message.rooms if entry.room == room]
+        for field in ("state", "writes", "pages_done"):
+            values = [getattr(entry, field) for entry in seen]
+            assert values == sorted(values)
+
+    def test_pages_travel_raw_and_as_runs(self, prefill: RankHost, dial: Dial) -> None:
+        client = dial(prefill).open()
+        room = next(ROOMS)
+        runs = [common_pb2.PageSet(run_starts=[100, 10], run_lengths=[3, 2])]
+        client.send(rooms=[pb.DecodeRoom(room=room, want=pb.WANT_WRITE, pages=runs)])
+        prefill.send(room, [20, 21, 22, 23, 24])
+        assert client.ended(room).state == SUCCESS
+        assert np.array_equal(client.memory.bytes[:, [100, 101, 102, 10, 11]], prefill.memory[:, 20:25])
+
+    def test_a_full_prefix_hit_is_a_set_without_pages(self, prefill: RankHost, dial: Dial) -> None:
+        client = dial(prefill).open()
+        room = next(ROOMS)
+        client.write(room, [], first_page=9)
+        prefill.send(room, [], aux_row=3)
+        last = client.ended(room)
+        assert (last.state, last.aux) == (SUCCESS, prefill.aux_row(3))
+        assert prefill.senders[room, 0].decode_prefix_pages == 9
+
+    def test_repeats_are_harmless(self, prefill: RankHost, dial: Dial) -> None:
+        client = dial(prefill).open()
+        room = next(ROOMS)
+        for _ in range(3):
+            client.write(room, [30, 31])
+        prefill.send(room, [1, 2])
+        done = client.ended(room)
+        client.write(room, [30, 31])
+        assert client.room(room) == done
+        for _ in range(3):
+            client.want(room, FORGET)
+        client.send(forget_rooms=[room, room])
+        eventually(lambda: (room, 0) not in core_of(prefill).rooms)
+
+    def test_changed_pages_are_a_conflict(self, prefill: RankHost, dial: Dial) -> None:
+        for pages, first_page in (([1, 3], 0), ([1], 0), ([1, 2], 1)):
+            client = dial(prefill).open()
+            room = next(ROOMS)
+            client.write(room, [1, 2])
+            sender = sender_of(prefill, room)
+            client.write(room, pages, first_page=first_page)
+            last = client.ended(room)
+            assert (last.state, last.failure.reason) == (FAILED, Reason.ROOM_CONFLICT)
+            eventually(lambda sender=sender: sender.poll() is KVPoll.Failed)
+
+    def test_stop_fails_both_sides_with_the_cause_that_decode_gave(self, prefill: RankHost, dial: Dial) -> None:
+        client = dial(prefill).open()
+        room = next(ROOMS)
+        client.write(room, [1, 2])
+        sender = sender_of(prefill, room)
+        cause = common_pb2.Failure(reason=2 + 2, message="why not", metadata={"a": "b"})
+        client.want(room, STOP, failure=cause)
+        last = client.ended(room)
+        assert (last.state, last.writes) == (FAILED, SETTLED)
+        assert (last.failure.reason, last.failure.message, last.failure.metadata) == (4, "why not", {"a": "b"})
+        eventually(lambda: sender.failure is not None)
+        assert (sender.failure.reason, sender.failure.message) == (Reason.ROOM_DEADLINE, "why not")
+
+    def test_stop_of_an_unclaimed_room_is_stopped_not_settled(self, prefill: RankHost, dial: Dial) -> None:
+        client = dial(prefill).open()
+        room = next(ROOMS)
+        client.want(room, STOP)
+        last = client.ended(room)
+        assert (last.state, last.writes, last.failure.reason) == (FAILED, STOPPED, Reason.ROOM_CANCELLED)
+        late = sender_of(prefill, room)
+        eventually(lambda: late.poll() is KVPoll.Failed)
+        assert late.failure.reason is Reason.ROOM_CANCELLED
+
+    def test_stop_after_success_changes_nothing(self, prefill: RankHost, dial: Dial) -> None:
+        client = dial(prefill).open()
+        room = next(ROOMS)
+        client.write(room, [1])
+        prefill.send(room, [1])
+        client.ended(room)
+        client.want(room, STOP)
+        again = client.room(room)
+        assert (again.state, again.writes) == (SUCCESS, SETTLED)
+        assert prefill.senders[room, 0].poll() is KVPoll.Success
+
+    def test_nothing_goes_back(self, prefill: RankHost, dial: Dial) -> None:
+        client = dial(prefill).open()
+        room = next(ROOMS)
+        client.want(room, STOP)
+        client.ended(room)
+        client.write(room, [1])
+        assert client.room(room).state == FAILED
+
+    def test_forget_of_what_is_not_settled_is_ignored(self, prefill: RankHost, dial: Dial) -> None:
+        client = dial(prefill).open()
+        room = next(ROOMS)
+        client.write(room, [1])
+        sender = sender_of(prefill, room)
+        eventually(lambda: sender.poll() is KVPoll.WaitingForInput)
+        core = core_of(prefill)
+        ignored = core.ignored_entries
+        client.want(room, FORGET)
+        client.want(next(ROOMS), FORGET)
+        eventually(lambda: core.ignored_entries > ignored)
+        client.write(room, [1])
+        sender.init(1, 0)
+        sender.send([5])
+        assert client.ended(room).state == SUCCESS
+
+    def test_no_local_sender_in_the_time_left_is_room_not_found(self, prefill: RankHost, dial: Dial) -> None:
+        client = dial(prefill).open()
+        room = next(ROOMS)
+        began = time.monotonic()
+        client.write(room, [1], time_left_ms=1500)
+        last = client.ended(room)
+        assert time.monotonic() - began < 1.5  # so that decode hears it before its own deadline
+        assert (last.state, last.writes, last.failure.reason) == (FAILED, STOPPED, Reason.ROOM_NOT_FOUND)
+        late = sender_of(prefill, room)
+        eventually(lambda: late.failure is not None)
+        assert late.failure.reason is Reason.ROOM_NOT_FOUND
+
+    def test_another_asker_gets_conflict_until_it_forgets_and_disturbs_nobody(
+        self, prefill: RankHost, dial: Dial
+    ) -> None:
+        owner, other = dial(prefill).open(), dial(prefill).open()
+        room = next(ROOMS)
+        owner.write(room, [1])
+        named(prefill, room)
+        for _ in range(2):
+            other.write(room, [2])
+            answer = other.room(room)
+            assert (answer.state, answer.writes > OPEN) == (FAILED, True)
+            assert answer.failure.reason == Reason.ROOM_CONFLICT
+            assert answer.failure.metadata["owner"] == str(owner.ref)
+        other.want(room, STOP)
+        assert other.room(room).failure.reason == Reason.ROOM_CONFLICT
+        other.want(room, FORGET)
+        assert other.quiet()
+        prefill.send(room, [1])
+        assert owner.ended(room).state == SUCCESS
+
+    def test_attempts_are_independent_rooms(self, prefill: RankHost, dial: Dial) -> None:
+        one, two = dial(prefill).open(), dial(prefill).open()
+        room = next(ROOMS)
+        one.write(room, [1])
+        two.write(room, [2], attempt=1)
+        prefill.send(room, [3], attempt=1)
+        done = two.ended(room)
+        assert (done.attempt, done.state) == (1, SUCCESS)
+        prefill.send(room, [4])
+        assert one.ended(room).attempt == 0
+
+    def test_a_sender_abort_reaches_decode(self, prefill: RankHost, dial: Dial) -> None:
+        client = dial(prefill).open()
+        room = next(ROOMS)
+        client.write(room, [1])
+        sender = sender_of(prefill, room)
+        sender.abort("too warm")
+        last = client.ended(room)
+        assert (last.state, last.writes, last.failure.message) == (FAILED, SETTLED, "too warm")
+
+    def test_a_draining_prefill_fails_new_rooms_and_finishes_old_ones(self, dial: Dial) -> None:
+        host = RankHost("Q", "PREFILL", {})
+        try:
+            client = dial(host).open()
+            running, late = next(ROOMS), next(ROOMS)
+            client.write(running, [1])
+            host.send(running, [1], last=False)
+            client.room(running, lambda entry: entry.pages_done == 1)
+            host.rank._loop.loop.call_soon_threadsafe(core_of(host).drain)
+            client.write(late, [2])
+            last = client.ended(late)
+            assert (last.state, last.failure.reason) == (FAILED, Reason.SERVER_DRAINING)
+            host.senders[running, 0].init(1, 0)
+            host.senders[running, 0].send([])
+            assert client.ended(running).state == SUCCESS
+        finally:
+            host.close(1.0)
+        assert not client.goodbye().message
+
+
+class TestTables:
+    def test_topology_says_the_shapes_without_addresses(
+        self, prefill: RankHost, decode: RankHost, stub_of: Any
+    ) -> None:
+        for host, role in ((prefill, common_pb2.ROLE_PREFILL), (decode, common_pb2.ROLE_DECODE)):
+            topology = stub_of(host).GetTopology(pb.GetTopologyRequest(), timeout=5)
+            assert topology.rank == rank_ref_to_pb(host.rank.ref)
+            assert (topology.role, topology.data_plane) == (role, "shm")
+            assert topology.layout == layout_to_pb(Layout())
+            assert [region.address for region in topology.pools[0].regions] == [0] * LAYERS
+            assert topology.pools[0].pages == PAGES
+            assert list(topology.aux_item_bytes) == [AUX_BYTES]
+            assert topology.pages_held_limit == PAGES // 4
+
+    def test_sessions_of_both_sides(self, prefill: RankHost, decode: RankHost, stub_of: Any) -> None:
+        room = next(ROOMS)
+        receiver = receiver_of(decode, f"{prefill.rank.address}/P", room)
+        eventually(lambda: receiver.poll() is KVPoll.WaitingForInput)
+        receiver.init([1], 0)
+        (session,) = stub_of(decode).ListSessions(pb.ListSessionsRequest(), timeout=5).sessions
+        assert session.peer == rank_ref_to_pb(prefill.rank.ref)
+        assert (session.address, session.state, session.rooms) == (prefill.rank.address, "OPEN", 1)
+        named(prefill, room)
+        sessions = stub_of(prefill).ListSessions(pb.ListSessionsRequest(page_size=1000), timeout=5).sessions
+        (ours,) = [each for each in sessions if each.peer == rank_ref_to_pb(decode.rank.ref)]
+        assert (ours.address, ours.state, ours.rooms > 0) == ("", "OPEN", True)
+        assert ours.silence.ToMilliseconds() < 2000
+        assert ours.stream == session.stream
+        receiver.abort()
+
+    def test_sessions_are_paged_by_peer(self, prefill: RankHost, dial: Dial, stub_of: Any) -> None:
+        clients = [dial(prefill, engine=f"Page{number}").open() for number in (3, 1, 2)]
+        names, token = [], ""
+        while True:
+            request = pb.ListSessionsRequest(page_size=2, page_token=token)
+            response = stub_of(prefill).ListSessions(request, timeout=5)
+            assert len(response.sessions) <= 2
+            names += [each.peer.rank.engine for each in response.sessions]
+            token = response.next_page_token
+            if not token:
+                break
+        assert [name for name in names if name.startswith("Page")] == ["Page1", "Page2", "Page3"]
+        assert len(names) == len(set(names))
+        assert len(clients) == 3
+
+    def test_rooms_are_paged_filtered_and_counted(self, prefill: RankHost, dial: Dial, stub_of: Any) -> None:
+        client, stub = dial(prefill).open(), stub_of(prefill)
+        first = 2**62  # after all others
+        for room in range(first, first + 7):
+            client.write(room, [1])
+        client.want(first + 3, STOP)
+        client.ended(first + 3)
+
+        def listed(token: str = f"r:{first - 1}:0", **fields: Any) -> Any:
+            return stub.ListRooms(pb.ListRoomsRequest(page_token=token, **fields), timeout=5)
+
+        found, token = [], f"r:{first - 1}:0"
+        while token:
+            response = listed(token, page_size=3)
+            found += [each.room for each in response.rooms]
+            token = response.next_page_token
+        assert found == list(range(first, first + 7))
+        assert response.total == len(core_of(prefill).rooms)
+        assert [each.room for each in listed(states=[FAILED]).rooms] == [first + 3]
+        assert len(listed(states=[BOOTSTRAPPING]).rooms) == 6
+        assert len(listed(states=[BOOTSTRAPPING, FAILED, FAILED]).rooms) == 7
+        assert not listed(held_only=True).rooms
+        last = listed(page_size=7)
+        assert (len(last.rooms), last.next_page_token) == (7, "")
+
+    @pytest.mark.parametrize("side", ["prefill", "decode"])
+    def test_bad_pages_are_refused_by_name(self, side: str, request: pytest.FixtureRequest, stub_of: Any) -> None:
+        stub = stub_of(request.getfixturevalue(side))
+        for token in ("x", "s", "s:", "r", "r:", "r:1", "r:1:2:3", "r:a:b", "r:1:", "s:x", "r:" + "9" * 5000 + ":0"):
+            if not token.startswith("s:"):
+                error = refusal(stub.ListSessions, pb.ListSessionsRequest(page_token=token))
+                assert (error.reason, error.metadata["field"]) == (Reason.INVALID_REQUEST, "page_token")
+            error = refusal(stub.ListRooms, pb.ListRoomsRequest(page_token=token))
+            assert (error.reason, error.metadata["field"]) == (Reason.INVALID_REQUEST, "page_token")
+        for call, page in ((stub.ListSessions, pb.ListSessionsRequest), (stub.ListRooms, pb.ListRoomsRequest)):
+            for size in (1001, 2**32 - 1):
+                error = refusal(call, page(page_size=size))
+                assert (error.reason, error.metadata["field"]) == (Reason.INVALID_REQUEST, "page_size")
+            assert call(page(page_size=1000), timeout=5)
+        for states in ([0], [6], [-1], [4, 99]):
+            error = refusal(stub.ListRooms, pb.ListRoomsRequest(states=states))  # type: ignore[arg-type]
+            assert (error.reason, error.metadata["field"]) == (Reason.INVALID_REQUEST, "states")
+
+    @pytest.mark.parametrize("side", ["prefill", "decode"])
+    def test_an_unknown_room_is_not_found(self, side: str, request: pytest.FixtureRequest, stub_of: Any) -> None:
+        stub = stub_of(request.getfixturevalue(side))
+        for room, attempt in ((0, 0), (999, 0), (2**64 - 1, 2**32 - 1)):
+            for call, message in ((stub.GetRoom, pb.GetRoomRequest), (stub.CancelRoom, pb.CancelRoomRequest)):
+                error = refusal(call, message(room=room, attempt=attempt))
+                assert error.reason is Reason.ROOM_NOT_FOUND
+                assert error.metadata == {"room": str(room), "attempt": str(attempt)}
+
+    def test_a_room_says_who_waits_for_whom(self, prefill: RankHost, decode: RankHost, stub_of: Any) -> None:
+        room = next(ROOMS)
+        receiver = receiver_of(decode, f"{prefill.rank.address}/P", room)
+        receiver.init([4, 5, 6], 0)
+        named(prefill, room)
+        there = stub_of(prefill).GetRoom(pb.GetRoomRequest(room=room), timeout=5).room
+        assert (there.role, there.state, there.pages) == (common_pb2.ROLE_PREFILL, BOOTSTRAPPING, 3)
+        assert not there.local_handle
+        assert there.parts[0].peer == rank_ref_to_pb(decode.rank.ref)
+        here = stub_of(decode).GetRoom(pb.GetRoomRequest(room=room), timeout=5).room
+        assert (here.role, here.pages, here.local_handle, here.held) == (common_pb2.ROLE_DECODE, 3, True, False)
+        assert here.parts[0].peer == rank_ref_to_pb(prefill.rank.ref)
+        assert here.age.ToMilliseconds() < 5000
+        receiver.abort()
+
+    @pytest.mark.parametrize("side", ["prefill", "decode"])
+    def test_cancel_fails_the_room_on_both_sides_with_the_operators_words(
+        self, side: str, prefill: RankHost, decode: RankHost, request: pytest.FixtureRequest, stub_of: Any
+    ) -> None:
+        room = next(ROOMS)
+        receiver = receiver_of(decode, f"{prefill.rank.address}/P", room)
+        receiver.init([4], 0)
+        sender = sender_of(prefill, room)
+        eventually(lambda: sender.poll() is KVPoll.WaitingForInput)
+        stub = stub_of(request.getfixturevalue(side))
+        answer = stub.CancelRoom(pb.CancelRoomRequest(room=room, cause="spring cleaning"), timeout=5).room
+        assert (answer.state, answer.failure.reason) == (FAILED, Reason.ROOM_CANCELLED)
+        eventually(lambda: sender.failure is not None and receiver.failure is not None)
+        for handle in (sender, receiver):
+            assert (handle.failure.message, handle.failure.metadata["by"]) == ("spring cleaning", "operator")
+        eventually(lambda: receiver.release_safe)
+
+    def test_cancel_of_what_has_ended_changes_nothing(self, prefill: RankHost, dial: Dial, stub_of: Any) -> None:
+        client = dial(prefill).open()
+        client.write(room := next(ROOMS), [1])
+        prefill.send(room, [1])
+        client.ended(room)
+        answer = stub_of(prefill).CancelRoom(pb.CancelRoomRequest(room=room), timeout=5).room
+        assert answer.state == SUCCESS
+        assert not answer.HasField("failure")
+
+    def test_a_long_cause_is_refused(self, prefill: RankHost, stub_of: Any) -> None:
+        error = refusal(stub_of(prefill).CancelRoom, pb.CancelRoomRequest(room=1, cause="x" * 257))
+        assert (error.reason, error.metadata["field"]) == (Reason.INVALID_REQUEST, "cause")
+
+    def test_held_pages_are_shown_until_the_writer_says_settled(
+        self, prefill: RankHost, decode: RankHost, memory: Memory, stub_of: Any
+    ) -> None:
+        room, say = next(ROOMS), threading.Event()
+
+        def script(server: PrefillServer, requests: Iterator[pb.SessionRequest]) -> Iterator[pb.SessionResponse]:
+            yield server.welcome()
+            yield from (said(room, FAILED, OPEN) for request in requests if request.rooms)
+
+        def settled(server: PrefillServer, requests: Iterator[pb.SessionRequest]) -> Iterator[pb.SessionResponse]:
+            yield server.welcome()
+            say.wait(SECONDS)
+            yield said(room, FAILED, SETTLED)
+            yield from (pb.SessionResponse() for request in requests)
+
+        server = PrefillServer(script, prefill.rank.address, memory.pool)
+        try:
+            receiver = receiver_of(decode, server.bootstrap, room)
+            receiver.init([1, 2, 3], 0)
+            eventually(lambda: receiver.poll() is KVPoll.Failed)
+            stub = stub_of(decode)
+            rooms = stub.ListRooms(pb.ListRoomsRequest(held_only=True), timeout=5).rooms
+            (held,) = [each for each in rooms if each.room == room]
+            assert (held.held, held.pages, held.state) == (True, 3, FAILED)
+            assert held.parts[0].writes == OPEN
+            assert stub.GetTopology(pb.GetTopologyRequest(), timeout=5).pages_held >= 3
+            assert not receiver.release_safe
+            server.script = settled
+            server.end_sessions()
+            say.set()
+            eventually(lambda: receiver.release_safe)
+            eventually(
+                lambda: room not in [each.room for each in stub.ListRooms(pb.ListRoomsRequest(), timeout=5).rooms]
+            )
+        finally:
+            server.close()

@@ -1,0 +1,202 @@
+"""Data planes that misbehave on purpose, and one that does nothing. For tests and benchmarks only."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvgrpc.dataplane.base import DataPlane, MemoryRange, Outcome, Peer, Result, Transfer, U64Array
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens to one submission.
+
+    ``delay``: seconds during which nothing is done. ``hang``: nothing is done until ``release()`` or a stop, which ends
+    it as ``outcome`` or FAILED_UNKNOWN. ``outcome``: reported instead of writing anything. ``late``: the bytes are
+    written all the same, after the report, when the test calls ``write_late()``.
+    """
+
+    outcome: Outcome | None = None
+    delay: float = 0.0
+    hang: bool = False
+    late: bool = False
+    detail: str = "injected"
+
+
+@dataclass(slots=True)
+class Submission:
+    """One call of submit(), for assertions; the arrays are copies. ``began``: monotonic seconds."""
+
+    peer: Peer
+    source: U64Array
+    destination: U64Array
+    nbytes: U64Array
+    began: float = field(default_factory=time.monotonic)
+
+
+class FaultyDataPlane:
+    """Wraps a plane; ``fault`` decides for each submission, counted from 0, what happens to it (None: nothing).
+
+    For example ``FaultyDataPlane(plane, lambda n, _: Fault(Outcome.FAILED_UNKNOWN, late=True) if n == 2 else None)``.
+    Read ``submissions`` for what was asked for. ``release``, ``write_late`` and the attributes may be used from any
+    thread.
+    """
+
+    def __init__(self, inner: DataPlane, fault: Callable[[int, Submission], Fault | None] = lambda n, s: None) -> None:
+        self.inner = inner
+        self.fault = fault
+        self.name = inner.name
+        self.poll_interval = inner.poll_interval
+        self.submissions: list[Submission] = []
+        self._released = threading.Event()
+        self._late: list[Submission] = []
+
+    def release(self) -> None:
+        """Lets everything that hangs, now or later, go on."""
+        self._released.set()
+
+    def write_late(self, deadline: float = 5.0) -> int:
+        """Writes what was reported as failed, as a stopped peer's kernel would; the number of submissions."""
+        late, self._late = self._late, []
+        for one in late:
+            transfer = self.inner.submit(one.peer, one.source, one.destination, one.nbytes)
+            result = wait(transfer, deadline)
+            assert result.outcome is Outcome.DONE, result
+        return len(late)
+
+    def submit(self, peer: Peer, source: U64Array, destination: U64Array, nbytes: U64Array) -> Transfer:
+        submission = Submission(peer, source.copy(), destination.copy(), nbytes.copy())
+        self.submissions.append(submission)
+        fault = self.fault(len(self.submissions) - 1, submission)
+        if fault is None:
+            return self.inner.submit(peer, source, destination, nbytes)
+        if fault.late:
+            self._late.append(submission)
+        return _FaultyTransfer(self, submission, fault)
+
+    def allocate(self, nbytes: int, location: str = "cpu:0") -> int:
+        return self.inner.allocate(nbytes, location)
+
+    def register(self, ranges: Sequence[MemoryRange]) -> None:
+        self.inner.register(ranges)
+
+    def address(self) -> bytes:
+        return self.inner.address()
+
+    def attach(self, address: bytes) -> Peer:
+        return self.inner.attach(address)
+
+    def detach(self, peer: Peer) -> None:
+        self.inner.detach(peer)
+
+    def connections_from(self, address: bytes) -> frozenset[str]:
+        return self.inner.connections_from(address)
+
+    def close(self, deadline: float) -> bool:
+        self.release()
+        return self.inner.close(deadline)
+
+
+class _FaultyTransfer:
+    def __init__(self, plane: FaultyDataPlane, submission: Submission, fault: Fault) -> None:
+        self._plane = plane
+        self._submission = submission
+        self._fault = fault
+        self._stopped = False
+        self._inner: Transfer | None = None
+        self._result: Result | None = None
+
+    def poll(self) -> Result | None:
+        if self._result is None:
+            self._result = self._move()
+        return self._result
+
+    def stop(self) -> None:
+        self._stopped = True
+        if self._inner is not None:
+            self._inner.stop()
+
+    def _move(self) -> Result | None:
+        fault, submission = self._fault, self._submission
+        if self._inner is not None:
+            return self._inner.poll()
+        if time.monotonic() - submission.began < fault.delay and not self._stopped:
+            return None
+        if fault.hang and not self._plane._released.is_set():
+            if not self._stopped:
+                return None
+            return Result(Outcome.FAILED_UNKNOWN if fault.outcome is None else fault.outcome, fault.detail)
+        if fault.outcome is not None:
+            return Result(fault.outcome, fault.detail)
+        if self._stopped:
+            return Result(Outcome.REJECTED, "stopped")
+        inner, s = self._plane.inner, submission
+        self._inner = inner.submit(s.peer, s.source, s.destination, s.nbytes)
+        return self._inner.poll()
+
+
+class NullDataPlane:
+    """Completes every submission at once without moving a byte: what the control plane alone costs."""
+
+    name = "null"
+    poll_interval = 0.0
+
+    def __init__(self) -> None:
+        self._blocks: list[mmap.mmap] = []
+
+    def allocate(self, nbytes: int, location: str = "cpu:0") -> int:
+        block = mmap.mmap(-1, nbytes)
+        self._blocks.append(block)
+        return int(np.frombuffer(block, dtype=np.uint8).ctypes.data)
+
+    def register(self, ranges: Sequence[MemoryRange]) -> None:
+        pass
+
+    def address(self) -> bytes:
+        return b"null"
+
+    def attach(self, address: bytes) -> Peer:
+        if address != b"null":
+            raise ValueError("not the address of a NullDataPlane")
+        return self
+
+    def detach(self, peer: Peer) -> None:
+        pass
+
+    def submit(self, peer: Peer, source: U64Array, destination: U64Array, nbytes: U64Array) -> Transfer:
+        return _Done(int(nbytes.sum()))
+
+    def connections_from(self, address: bytes) -> frozenset[str]:
+        return frozenset()
+
+    def close(self, deadline: float) -> bool:
+        self._blocks.clear()
+        return True
+
+
+class _Done:
+    __slots__ = ("_result",)
+
+    def __init__(self, nbytes: int) -> None:
+        self._result = Result(Outcome.DONE, "", nbytes)
+
+    def poll(self) -> Result | None:
+        return self._result
+
+    def stop(self) -> None:
+        pass
+
+
+def wait(transfer: Transfer, deadline: float = 10.0) -> Result:
+    """Polls until the end, at most ``deadline`` seconds."""
+    end = time.monotonic() + deadline
+    while (result := transfer.poll()) is None:
+        assert time.monotonic() < end, f"no outcome within {deadline} s"
+        time.sleep(0.0001)
+    return result

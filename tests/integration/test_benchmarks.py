@@ -1,0 +1,133 @@
+"""`make bench` on tiny sizes: it runs, checks bytes, and says what it measured in the documented form."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.baselines.disaggregation import contiguous_groups
+from benchmarks.harness.rounds import Benchmark, Figures, run
+from benchmarks.harness.table import Metric, Target
+from benchmarks.harness.worker import Desk, Worker, WorkerError
+from benchmarks.sides.memory import Memory, Shape
+
+REPOSITORY = Path(__file__).parents[2]
+FIELDS = {"name", "unit", "value", "baseline", "baseline_value", "ratio", "better", "runs", "spread"}
+# One of each family that needs no Mooncake: both protocols' managers, a raw ceiling, both publishers.
+ROWS = ("control.throughput", "dataplane.shm.32KiB", "events.replay.300B")
+
+
+def test_rows_run_beside_their_baselines_and_results_have_the_documented_fields(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    command = [sys.executable, "-m", "benchmarks", "--quick", "--rounds", "1", "--only", ",".join(ROWS)]
+    done = subprocess.run([*command, "--json", results], cwd=REPOSITORY, capture_output=True, text=True, timeout=55)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(results.read_text())
+    assert [row["name"] for row in rows] == list(ROWS)
+    for row in rows:
+        assert set(row) == FIELDS
+        assert row["runs"] == 1
+        assert row["ratio"] == pytest.approx(row["value"] / row["baseline_value"])
+        assert row["name"] in done.stdout
+
+
+def test_an_unknown_row_is_an_error() -> None:
+    assert main(["--only", "nonsense"]) == 2
+
+
+def test_a_ratio_above_one_means_that_ours_is_better_either_way() -> None:
+    faster = Metric("speed", "GB/s", "higher", "baseline", Target(ratio=2))
+    shorter = Metric("delay", "ms", "lower", "baseline", Target(ratio=2, value=1.0))
+    benchmark = Benchmark(
+        (faster, shorter),
+        ours=lambda: _Fixed({"speed": 4.0, "delay": 2.0}),
+        baseline=lambda: _Fixed({"speed": 2.0, "delay": 4.0}),
+    )
+    speed, delay = run(benchmark, rounds=3)
+    assert (speed.ratio, delay.ratio) == (2.0, 2.0)
+    assert (speed.runs, speed.spread) == (3, 0.0)
+    assert speed.met
+    assert not delay.met, "the ratio is reached, the value is not"
+
+
+def test_a_wrong_byte_is_found() -> None:
+    source, destination = (_memory() for _ in range(2))
+    pages, places = np.array([0, 2]), np.array([1, 0])
+    source.fill(7, pages)
+    with pytest.raises(AssertionError, match="not the bytes of the peer's page"):
+        destination.check(7, pages, places)
+
+
+def test_the_baseline_groups_pages_as_the_seed_does() -> None:
+    source, destination = np.array([4, 5, 6, 9, 10]), np.array([1, 2, 7, 8, 9])
+    assert contiguous_groups(source, destination) == [(4, 1, 2), (6, 7, 1), (9, 8, 2)]
+
+
+def test_an_error_in_a_worker_arrives_with_its_traceback() -> None:
+    worker = Worker("failing")
+    try:
+        with pytest.raises(WorkerError, match="ZeroDivisionError"):
+            worker.call(_divide, 0)
+        assert worker.call(_divide, 2) == 0.5
+    finally:
+        worker.close()
+
+
+def test_workers_die_with_their_parent(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import time\n"
+        "from benchmarks.harness.worker import Worker\n"
+        "if __name__ == '__main__':\n"
+        "    print(Worker('orphan').pid, flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    parent = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    end = time.monotonic() + 10
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end, "the worker outlived its parent"
+        time.sleep(0.01)
+
+
+class _Fixed:
+    def __init__(self, figures: Figures) -> None:
+        self._figures = figures
+
+    def turn(self) -> Figures:
+        return self._figures
+
+    def peak_rss(self) -> int:
+        return 1
+
+    def close(self) -> None: ...
+
+
+def _divide(desk: Desk, number: int) -> float:
+    return 1 / number
+
+
+def _memory() -> Memory:
+    blocks: list[np.ndarray] = []
+
+    def allocate(nbytes: int) -> int:
+        blocks.append(np.zeros(nbytes, dtype=np.uint8))
+        return int(blocks[-1].ctypes.data)
+
+    memory = Memory(Shape(regions=2, pages=4, page_bytes=64, aux_items=1), allocate)
+    memory.blocks = blocks  # type: ignore[attr-defined]  # keeps them alive
+    return memory

@@ -1,0 +1,204 @@
+"""``kvgrpc demo`` as a person runs it: processes, sockets, exit codes, and nothing left behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from kvgrpc.client import SyncClient
+from kvgrpc.v1 import transfer_service_pb2 as pb
+
+ROOT = Path(__file__).parents[2]
+# Four interpreters start, three of them with torch; a busy machine takes its time.
+DEMO_SECONDS = 150.0
+LEFT_SECONDS = 20.0
+
+pytestmark = [
+    pytest.mark.timeout(DEMO_SECONDS + 30),
+    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the demo's engine needs torch"),
+]
+
+
+class Demo:
+    """A running demo, whose stdout is read line by line."""
+
+    def __init__(self, *arguments: object, environment: dict[str, str] | None = None) -> None:
+        self._popen = subprocess.Popen(
+            [sys.executable, "-m", "kvgrpc", "demo", *map(str, arguments)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | (environment or {}),
+        )
+
+    def ended(self) -> tuple[int, str, str]:
+        """Waits for the end: exit code, stdout, stderr."""
+        out, err = self._popen.communicate(timeout=DEMO_SECONDS)
+        return self._popen.returncode, out, err
+
+    def line(self, wanted: str) -> str:
+        """Reads up to the first line with this in it."""
+        assert self._popen.stdout is not None
+        for line in self._popen.stdout:
+            if wanted in line:
+                return line
+        raise AssertionError(f"the demo ended without {wanted!r}")
+
+    def signal(self, number: int) -> None:
+        self._popen.send_signal(number)
+
+    def children(self) -> dict[str, psutil.Process]:
+        """Its processes by kind, once all four are there."""
+        found: dict[str, psutil.Process] = {}
+
+        def all_there() -> bool:
+            for child in psutil.Process(self._popen.pid).children():
+                command = child.cmdline()
+                if "kvgrpc.demo.process" in command:
+                    found[command[-1]] = child
+            return len(found) == 4
+
+        wait(all_there)
+        return found
+
+    def end(self) -> None:
+        self._popen.kill()
+        self._popen.communicate(timeout=LEFT_SECONDS)
+
+
+@contextmanager
+def running(*arguments: object, environment: dict[str, str] | None = None) -> Iterator[Demo]:
+    demo = Demo(*arguments, environment=environment)
+    try:
+        yield demo
+    finally:
+        demo.end()
+
+
+def wait(condition: Callable[[], bool], seconds: float = LEFT_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:.0f} s"
+        time.sleep(0.05)
+
+
+def gone(processes: dict[str, psutil.Process]) -> bool:
+    return not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes.values())
+
+
+def without_mooncake(folder: Path) -> dict[str, str]:
+    """An environment in which Mooncake is installed and cannot be loaded."""
+    (folder / "mooncake").mkdir()
+    (folder / "mooncake/__init__.py").write_text("raise ImportError('libibverbs.so.1: cannot open shared object file')")
+    (folder / "mooncake/engine.py").touch()
+    return {"PYTHONPATH": str(folder)}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mooncake") is None, reason="Mooncake is not installed")
+def test_every_prompt_over_mooncake_is_answered_as_in_a_single_process() -> None:
+    with running("--json") as demo:
+        code, out, err = demo.ended()
+    result: dict[str, Any] = json.loads(out)
+    assert (result["ok"], result["reason"], code) == (True, "", 0), err
+    assert result["dataPlane"] == "mooncake"
+    prompts = result["prompts"]
+    assert [prompt["equal"] for prompt in prompts] == [True] * 5
+    assert all(len(set(prompt["tokens"])) > 8 for prompt in prompts)
+    assert max(prompt["promptTokens"] for prompt in prompts) > 3000
+    assert result["writtenBytes"] == sum(prompt["pagesMoved"] for prompt in prompts) * result["pageBytes"]
+    # The shared instructions come from prefill's cache; of the next turn, decode has nearly everything.
+    assert prompts[2]["pagesReusedByPrefill"] == 64
+    assert prompts[4]["pagesMoved"] == 3
+    prefill, decode = result["events"]
+    assert prefill["removed"] > 0
+    assert min(prefill["stored"], decode["stored"]) > 250
+
+
+def test_servers_that_keep_running_can_be_looked_at_and_do_not_outlive_a_killed_demo(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts"
+    prompts.write_text("Where do the pages go?\n" + "A line that is longer than a chunk. " * 9 + "\n")
+    with running("--data-plane", "shm", "--prompts", prompts, "--keep-running") as demo:
+        assert "(2 prompts, 64 tokens as from a single process" in demo.line("kvgrpc demo: OK")
+        tables = ("RegistryService/ListEngines", "TransferService/ListRooms", "TransferService/ListRooms")
+        look_at(*(address_in(demo.line(table)) for table in tables))
+        children = demo.children()
+        demo.signal(signal.SIGKILL)
+        wait(lambda: gone(children))
+
+
+def address_in(command: str) -> str:
+    found = re.search(r"127\.0\.0\.1:\d+", command)
+    assert found is not None, command
+    return found.group()
+
+
+def look_at(registry: str, prefill: str, decode: str) -> None:
+    """What an operator sees of a demo that has ended."""
+    with SyncClient(registry) as client:
+        assert [engine.name for engine in client.list_engines()] == ["decode", "prefill"]
+    for address, name in ((prefill, "prefill"), (decode, "decode")):
+        with SyncClient(address) as client:
+            assert client.health() == "SERVING"
+            assert [session.state for session in client.list_sessions()] == ["OPEN"]
+            assert [stream.engine for stream in client.list_streams()] == [name]
+            assert {room.state for room in client.list_rooms()} <= {pb.ROOM_STATE_SUCCESS}
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_servers_that_keep_running_in_good_order(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts"
+    prompts.write_text("What is a lease?\n")
+    with running("--data-plane", "shm", "--prompts", prompts, "--keep-running") as demo:
+        for _ in range(2):  # the commands for prefill, and then those for decode
+            demo.line("EventService/ListStreams")
+        children = demo.children()
+        demo.signal(signal.SIGINT)
+        code, out, _ = demo.ended()
+        assert gone(children)
+    assert code == 0
+    assert out.splitlines()[-1].startswith("kvgrpc demo: OK (1 prompts, 32 tokens")
+
+
+def test_a_process_that_dies_fails_the_demo_which_says_which_one() -> None:
+    with running("--data-plane", "shm") as demo:
+        children = demo.children()
+        children["registry"].kill()
+        code, out, _ = demo.ended()
+        assert gone(children)
+    assert code == 1
+    assert "kvgrpc demo: FAILED (the registry process ended (exit code -9)" in out
+
+
+@pytest.mark.slow
+def test_mooncake_that_cannot_load_fails_with_the_remedy_when_it_was_asked_for(tmp_path: Path) -> None:
+    with running("--data-plane", "mooncake", environment=without_mooncake(tmp_path)) as demo:
+        code, out, _ = demo.ended()
+    assert code == 1
+    last = out.splitlines()[-1]
+    assert last.startswith("kvgrpc demo: FAILED (prefill cannot open mooncake: FEATURE_DISABLED")
+    assert "libibverbs" in last
+
+
+@pytest.mark.slow
+def test_mooncake_that_cannot_load_gives_way_to_shm_when_nobody_asked_for_it(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts"
+    prompts.write_text("What is a page?\n")
+    with running("--prompts", prompts, environment=without_mooncake(tmp_path)) as demo:
+        code, out, _ = demo.ended()
+    assert code == 0
+    assert "until then the demo runs over shm" in out
+    assert "over shm" in out.splitlines()[-1]

@@ -1,0 +1,224 @@
+"""Live events on real PUB sockets, and that replay has the same bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import zmq
+
+from kvgrpc.events import BlockRemoved, BlockStored, EventServicer, KVEventBatch, ZmqEventPublisher, decode_batch
+from kvgrpc.model import RankId, RankRef
+from kvgrpc.v1 import event_service_pb2 as pb
+from kvgrpc.v1.event_service_pb2_grpc import EventServiceStub, add_EventServiceServicer_to_server
+
+Frames = tuple[bytes, bytes, bytes]
+
+
+@contextmanager
+def publisher(endpoint: str = "tcp://127.0.0.1:0", dp: int = 0, **settings: Any) -> Iterator[ZmqEventPublisher]:
+    opened = ZmqEventPublisher(rank=RankRef(RankId("engine", dp=dp), 7), endpoint=endpoint, **settings)
+    try:
+        yield opened
+    finally:
+        opened.shutdown(1)
+
+
+@contextmanager
+def subscriber(endpoint: str, *, bind: bool = False, ipv6: bool = False) -> Iterator[zmq.Socket[bytes]]:
+    context = zmq.Context.instance() if endpoint.startswith("inproc") else zmq.Context()
+    with context.socket(zmq.SUB) as sub:
+        sub.set(zmq.IPV6, int(ipv6))
+        sub.set(zmq.RCVHWM, 0)
+        sub.set(zmq.RECONNECT_IVL, 10)
+        sub.subscribe(b"")
+        if bind:
+            sub.bind(endpoint)
+        else:
+            sub.connect(endpoint)
+        yield sub
+        sub.close(linger=0)
+    if context is not zmq.Context.instance():
+        context.term()
+
+
+@contextmanager
+def stuck_subscriber(opened: ZmqEventPublisher) -> Iterator[None]:
+    """One that subscribed and then does not read."""
+    with zmq.Context() as context, context.socket(zmq.SUB) as sub:
+        sub.set(zmq.RCVHWM, 1)
+        sub.subscribe(b"")
+        sub.connect(opened.stream.pub_endpoint)
+        publish_until_heard(opened, sub)
+        yield
+        sub.close(linger=0)
+
+
+def batch(number: int) -> KVEventBatch:
+    stored = BlockStored([number, 2**64 - 1 - number], number or None, list(range(32)), 16, None, "GPU")
+    return KVEventBatch(float(number), [stored, BlockRemoved([-number], "CPU")])
+
+
+def publish_until_heard(opened: ZmqEventPublisher, sub: zmq.Socket[bytes]) -> None:
+    """A subscription takes its time, and nobody is told when it is there."""
+    deadline = time.monotonic() + 10
+    while not sub.poll(5):
+        assert time.monotonic() < deadline, "nothing was heard in 10 s"
+        opened.publish(KVEventBatch(0.0, []))
+
+
+def receive(sub: zmq.Socket[bytes], last: int) -> list[Frames]:
+    """What comes, up to the batch with the sequence ``last``."""
+    received: list[Frames] = []
+    while not received or int.from_bytes(received[-1][1], "big") < last:
+        assert sub.poll(5_000), "5 s without a batch"
+        frames = sub.recv_multipart()
+        assert len(frames) == 3
+        received.append((frames[0], frames[1], frames[2]))
+    return received
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline, "waited 5 s in vain"
+        time.sleep(0.001)
+
+
+@asynccontextmanager
+async def replaying(opened: ZmqEventPublisher) -> AsyncIterator[Any]:
+    server = grpc.aio.server()
+    add_EventServiceServicer_to_server(EventServicer([opened.stream]), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield EventServiceStub(channel)
+    await server.stop(0)
+
+
+async def replay(opened: ZmqEventPublisher) -> dict[int, bytes]:
+    """Every batch by its sequence, as a subscriber gets it that comes now."""
+    batches: dict[int, bytes] = {}
+    async with replaying(opened) as stub:
+        async for message in stub.Watch(pb.WatchRequest(mode=pb.WATCH_MODE_REPLAY), timeout=30):
+            batches |= dict(enumerate(message.raw.payloads, message.raw.first_sequence))
+    return batches
+
+
+@pytest.mark.parametrize("dialect", ["sglang", "vllm"])
+async def test_a_late_subscriber_replays_byte_for_byte_what_was_live(dialect: str) -> None:
+    with publisher(topic="kv@pod", dialect=dialect, dp=3) as opened, subscriber(opened.stream.pub_endpoint) as sub:
+        publish_until_heard(opened, sub)
+        for number in range(2_000):
+            opened.publish(batch(number))
+        live = receive(sub, opened.stream.next_sequence - 1)
+        replayed = await replay(opened)
+    first = int.from_bytes(live[0][1], "big")
+    assert live == [
+        (b"kv@pod", sequence.to_bytes(8, "big"), replayed[sequence]) for sequence in range(first, first + len(live))
+    ]
+    assert sorted(replayed) == list(range(first + len(live)))
+    last = decode_batch(live[-1][2])
+    assert last.data_parallel_rank == 3
+    assert len(last.events) == (1 if dialect == "sglang" else 2)
+
+
+async def test_a_late_subscriber_tails_without_a_gap() -> None:
+    with publisher("inproc://tail") as opened:
+        for number in range(250):
+            opened.publish(batch(number))
+        seen: list[float] = []
+        async with replaying(opened) as stub:
+            async for message in stub.Watch(pb.WatchRequest(mode=pb.WATCH_MODE_TAIL), timeout=30):
+                if message.WhichOneof("kind") == "begin":
+                    publishing = asyncio.create_task(asyncio.to_thread(publish_more, opened, range(250, 501)))
+                seen += [decode_batch(payload).ts for payload in message.raw.payloads]
+                if seen and seen[-1] == 500:
+                    break
+            await publishing
+    assert seen == [float(number) for number in range(501)]
+
+
+def publish_more(opened: ZmqEventPublisher, numbers: Iterable[int]) -> None:
+    for number in numbers:
+        opened.publish(batch(number))
+
+
+def test_a_free_port_is_bound_and_told() -> None:
+    with publisher("tcp://*:0", dp=3) as opened, publisher("tcp://127.0.0.1:*") as other:
+        for stream in (opened.stream, other.stream):
+            assert int(stream.pub_endpoint.rpartition(":")[2]) > 0
+        assert opened.stream.pub_endpoint != other.stream.pub_endpoint
+
+
+def test_an_ipv6_address_is_bound() -> None:
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this host has no IPv6 loopback")
+    with publisher("tcp://[::1]:0") as opened, subscriber(opened.stream.pub_endpoint, ipv6=True) as sub:
+        publish_until_heard(opened, sub)
+
+
+def test_ipc_and_inproc_have_one_name_for_each_dp(tmp_path: Path) -> None:
+    for scheme in (f"ipc://{tmp_path}/events", "inproc://events"):
+        with publisher(scheme, dp=2) as opened:
+            assert opened.stream.pub_endpoint == f"{scheme}_dp2"
+            with subscriber(f"{scheme}_dp2") as sub:
+                publish_until_heard(opened, sub)
+
+
+def test_a_concrete_address_is_a_proxy_that_is_connected_to() -> None:
+    with subscriber("tcp://127.0.0.1:*", bind=True) as proxy:
+        port = proxy.last_endpoint.rpartition(b":")[2].decode()
+        with publisher(f"tcp://127.0.0.1:{port}") as opened:
+            assert opened.stream.pub_endpoint == ""
+            publish_until_heard(opened, proxy)
+
+
+def test_a_subscriber_that_does_not_read_holds_up_nobody() -> None:
+    with publisher(hwm=10) as opened, stuck_subscriber(opened):
+        for _ in range(200):
+            assert opened.publish_raw(b"x" * 100_000)
+        wait_for(lambda: opened.counts.unsent == 0)
+        assert opened.counts.published == opened.stream.next_sequence
+
+
+def test_shutdown_returns_when_the_subscribers_have_everything() -> None:
+    with publisher() as opened, subscriber(opened.stream.pub_endpoint) as sub:
+        publish_until_heard(opened, sub)
+        for _ in range(500):
+            opened.publish_raw(b"x" * 20_000)
+        last = opened.stream.next_sequence - 1
+        opened.shutdown(10)
+        # Nothing is sent any more: what is read now had been delivered.
+        assert int.from_bytes(receive(sub, last)[-1][1], "big") == last
+
+
+def test_shutdown_gives_up_on_a_subscriber_that_does_not_read() -> None:
+    with publisher() as opened, stuck_subscriber(opened):
+        for _ in range(500):
+            opened.publish_raw(b"x" * 100_000)
+        wait_for(lambda: opened.counts.unsent == 0)
+        began = time.monotonic()
+        opened.shutdown(0.3)
+        assert 0.2 < time.monotonic() - began < 2
+    with publisher() as next_one:
+        began = time.monotonic()
+        next_one.shutdown(5)
+        assert time.monotonic() - began < 2
+
+
+def test_an_endpoint_is_free_again_after_shutdown() -> None:
+    with publisher() as first:
+        endpoint = first.stream.pub_endpoint
+    with publisher(endpoint, bind=True) as second:
+        assert second.stream.pub_endpoint == endpoint

@@ -1,0 +1,191 @@
+"""What an operator sees with the real grpcurl, without knowing Python. Built with Go where it is at hand."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.rank_host import RankProcess
+
+ROOT = Path(__file__).parents[2]
+VERSION = "v1.9.4"
+ROOM = 2**63 - 1
+BATCHES = [b"\x93\x01\x90\x00", b"\x93\x02\x90\x00"]  # msgpack: [time, no events, rank]
+pytestmark = pytest.mark.timeout(400)  # building grpcurl takes a minute, once
+
+
+@pytest.fixture(scope="session")
+def grpcurl() -> Path:
+    folder = ROOT / ".cache" / f"grpcurl-{VERSION}"
+    built = folder / "grpcurl"
+    if built.exists():
+        return built
+    go = shutil.which("go")
+    if go is None:
+        pytest.skip("grpcurl is built with Go, and there is no Go here")
+    package = f"github.com/fullstorydev/grpcurl/cmd/grpcurl@{VERSION}"
+    done = subprocess.run(
+        [go, "install", package],
+        env={**os.environ, "GOBIN": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=360,
+        stdin=subprocess.DEVNULL,
+    )
+    if done.returncode != 0:
+        pytest.skip(f"grpcurl could not be built: {done.stderr.strip().splitlines()[-1:]}")
+    return built
+
+
+@dataclass(frozen=True)
+class Running:
+    """A registry, a prefill and a decode in processes of their own; ROOM is half done."""
+
+    registry: str
+    prefill: str
+    decode: str
+
+
+@pytest.fixture(scope="module")
+def running(grpcurl: Path) -> Iterator[Running]:
+    registry = subprocess.Popen(
+        [sys.executable, "-m", "kvgrpc", "serve", "registry", "--listen", "127.0.0.1:0", "--lease-ttl", "1"],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    ranks: list[RankProcess] = []
+    try:
+        assert registry.stdout is not None
+        address = registry.stdout.readline().split()[-1]
+        ranks += [
+            RankProcess("P", "PREFILL", registry=address, events={"publisher": "null"}),
+            RankProcess("D", "DECODE", registry=address),
+        ]
+        prefill, decode = (rank.opened() for rank in ranks)
+        decode.call("receive", ROOM, address, list(range(8)))
+        prefill.call("send", ROOM, list(range(7)), last=False)
+        decode.call("wait", "receivers", [ROOM], [3])
+        prefill.call("publish", BATCHES)
+        yield Running(address, prefill.address, decode.address)
+        registry.send_signal(signal.SIGTERM)
+        assert registry.wait(10) == 0
+    finally:
+        for rank in ranks:
+            rank.end()
+        registry.kill()
+
+
+@dataclass(frozen=True)
+class Answer:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def ask(grpcurl: Path, running: Running) -> Any:
+    def run(server: str, *words: str, data: object = None) -> Answer:
+        arguments = ["-plaintext", "-max-time", "10", "-format-error"]
+        if data is not None:
+            arguments += ["-d", json.dumps(data)]
+        done = subprocess.run(
+            [grpcurl, *arguments, server, *words], capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL
+        )
+        return Answer(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+def test_list_shows_the_services_of_every_process(ask: Any, running: Running) -> None:
+    common = {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection", "kvgrpc.v1.ServerService"}
+    rank = {"kvgrpc.v1.TransferService", "kvgrpc.v1.EventService"}
+    assert set(ask(running.registry, "list").out.split()) == common | {"kvgrpc.v1.RegistryService"}
+    assert set(ask(running.prefill, "list").out.split()) == common | rank
+    assert set(ask(running.decode, "list").out.split()) == common | rank
+
+
+def test_describe_shows_a_service_and_a_message(ask: Any, running: Running) -> None:
+    service = ask(running.decode, "describe", "kvgrpc.v1.TransferService").out
+    assert "rpc ListRooms ( .kvgrpc.v1.ListRoomsRequest ) returns ( .kvgrpc.v1.ListRoomsResponse )" in service
+    assert "uint64 room = 1" in ask(running.decode, "describe", "kvgrpc.v1.GetRoomRequest").out
+
+
+def test_engines_are_ready_and_their_rows_say_where_they_listen(ask: Any, running: Running) -> None:
+    found = ask(running.registry, "kvgrpc.v1.RegistryService/ListEngines", data={"includeRows": True}).json
+    assert {engine["name"]: engine["ready"] for engine in found["engines"]} == {"D": True, "P": True}
+    listens = {row["rank"]["rank"]["engine"]: row["endpoints"]["grpc"] for e in found["engines"] for row in e["rows"]}
+    assert listens == {"P": running.prefill, "D": running.decode}
+
+
+def test_a_room_is_seen_from_both_sides(ask: Any, running: Running) -> None:
+    for server, role in ((running.prefill, "ROLE_PREFILL"), (running.decode, "ROLE_DECODE")):
+        (room,) = ask(server, "kvgrpc.v1.TransferService/ListRooms").json["rooms"]
+        assert (room["room"], room["state"], room["role"]) == (str(ROOM), "ROOM_STATE_TRANSFERRING", role)
+        assert room["parts"][0]["pagesDone"] == 7
+        (session,) = ask(server, "kvgrpc.v1.TransferService/ListSessions").json["sessions"]
+        assert session["state"] == "OPEN"
+
+
+def test_events_are_replayed_with_their_exact_bytes(ask: Any, running: Running) -> None:
+    (stream,) = ask(running.prefill, "kvgrpc.v1.EventService/ListStreams").json["streams"]
+    assert (stream["engine"], stream["nextSequence"]) == ("P", "2")
+    watched = ask(running.prefill, "kvgrpc.v1.EventService/Watch", data={"mode": "WATCH_MODE_REPLAY"}).out
+    parts = read_all(watched)
+    payloads = [base64.b64decode(payload) for part in parts[1:] for payload in part["raw"]["payloads"]]
+    assert payloads == BATCHES
+    assert ask(running.decode, "kvgrpc.v1.EventService/ListStreams").json == {}
+
+
+def test_health_and_info_need_no_proto_at_hand(ask: Any, running: Running) -> None:
+    assert ask(running.decode, "grpc.health.v1.Health/Check").json == {"status": "SERVING"}
+    info = ask(running.decode, "kvgrpc.v1.ServerService/GetServerInfo").json
+    assert (info["rank"]["rank"]["engine"], info["role"]) == ("D", "ROLE_DECODE")
+
+
+@pytest.mark.parametrize(
+    ("where", "method", "data", "code", "reason"),
+    [
+        ("decode", "TransferService/GetRoom", {"room": "4711"}, 5, "ROOM_NOT_FOUND"),
+        ("decode", "TransferService/ListRooms", {"pageToken": "nonsense"}, 3, "INVALID_REQUEST"),
+        ("registry", "RegistryService/GetEngine", {"engine": "nobody"}, 5, "ENGINE_NOT_FOUND"),
+        ("registry", "RegistryService/Register", {"rows": []}, 3, "INVALID_REQUEST"),
+        ("prefill", "EventService/Watch", {}, 3, "INVALID_REQUEST"),
+        ("prefill", "EventService/Watch", {"mode": 1, "fromSequence": "99"}, 11, "EVENTS_SEQUENCE_IN_FUTURE"),
+        ("prefill", "EventService/Watch", {"mode": 1, "engine": "nobody"}, 5, "STREAM_NOT_FOUND"),
+    ],
+)
+def test_nonsense_gets_a_typed_error(
+    ask: Any, running: Running, where: str, method: str, data: object, code: int, reason: str
+) -> None:
+    refused = ask(getattr(running, where), f"kvgrpc.v1.{method}", data=data)
+    assert refused.code == 64 + code
+    (info,) = [
+        detail for detail in json.loads(refused.err)["details"] if detail["@type"].endswith("google.rpc.ErrorInfo")
+    ]
+    assert (info["reason"], info["domain"]) == (f"ERROR_REASON_{reason}", "kvgrpc.dev")
+
+
+def read_all(text: str) -> list[Any]:
+    """grpcurl prints the messages of a stream one after the other, each over many lines."""
+    decoder, found, position = json.JSONDecoder(), [], 0
+    while position < len(text):
+        message, position = decoder.raw_decode(text, position)
+        found.append(message)
+        position += len(text[position:]) - len(text[position:].lstrip())
+    return found

@@ -1,0 +1,388 @@
+"""Hand-offs between real processes: the right bytes, every refusal by name, every fault within its bound."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.integration.rank_host import PAGES, RankProcess
+
+FAILED, WAITING, TRANSFERRING, SUCCESS = 0, 2, 3, 4
+Start = Callable[..., RankProcess]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    processes: list[RankProcess] = []
+
+    def open_one(engine: str, role: str, **settings: Any) -> RankProcess:
+        process = RankProcess(engine, role, **settings)
+        processes.append(process)
+        return process
+
+    yield open_one
+    for process in processes:
+        process.end()
+
+
+@pytest.fixture
+def pair(start: Start) -> tuple[RankProcess, RankProcess]:
+    """A prefill with an embedded registry, and a decode, over shared memory."""
+    prefill, decode = start("P", "PREFILL", registry="embedded"), start("D", "DECODE")
+    prefill.opened(), decode.opened()
+    prefill.call("fill", 1)
+    return prefill, decode
+
+
+def random_pages(seed: int, count: int) -> list[int]:
+    return [int(page) for page in np.random.default_rng(seed).permutation(PAGES)[:count]]
+
+
+BOTH_PLANES = pytest.mark.parametrize(
+    "data_plane",
+    [
+        "shm",
+        pytest.param(
+            "mooncake",
+            marks=pytest.mark.skipif(not find_spec("mooncake"), reason="install kvgrpc[mooncake-cpu] for it"),
+        ),
+    ],
+)
+
+
+@BOTH_PLANES
+def test_bytes_and_aux_arrive_whole_in_any_chunks(start: Start, data_plane: str) -> None:
+    prefill = start("P", "PREFILL", registry="embedded", data_plane=data_plane)
+    decode = start("D", "DECODE", data_plane=data_plane)
+    prefill.opened(), decode.opened()
+    prefill.call("fill", 7)
+    for room, (count, chunk) in enumerate([(1, 0), (8, 3), (100, 0), (256, 64), (0, 0)], 1):
+        source, destination = random_pages(room, count), random_pages(room + 100, count)
+        decode.call("receive", room, prefill.address, destination, aux_row=room, wait_first=True)
+        prefill.call("send", room, source, aux_row=room + 10, chunk=chunk)
+        decode.call("wait", "receivers", [room], [SUCCESS])
+        prefill.call("wait", "senders", [room], [SUCCESS])
+        assert decode.call("page_sums", destination) == prefill.call("page_sums", source)
+        assert decode.call("aux_row", room) == prefill.call("aux_row", room + 10)
+        assert decode.call("state", "receivers", room)[2]
+
+
+def test_either_side_may_come_first(pair: tuple[RankProcess, RankProcess]) -> None:
+    prefill, decode = pair
+    prefill.call("send", 1, [1, 2, 3])
+    prefill.call("wait", "senders", [1], [WAITING])
+    decode.call("receive", 1, prefill.address, [4, 5, 6])
+    decode.call("wait", "receivers", [1], [SUCCESS])
+
+
+def test_1000_rooms_in_flight_end_right_and_leave_nothing(pair: tuple[RankProcess, RankProcess]) -> None:
+    prefill, decode = pair
+    rooms = list(range(1, 1001))
+    decode.call("receive_many", rooms, prefill.address, 2)
+    prefill.call("send_many", rooms, 2)
+    decode.call("wait", "receivers", rooms, [SUCCESS], 20.0)
+    prefill.call("wait", "senders", rooms, [SUCCESS])
+    everything = list(range(PAGES - 2))
+    assert decode.call("page_sums", everything) == prefill.call("page_sums", everything)
+    eventually(lambda: decode.call("rooms_open") == 0 and prefill.call("rooms_open") == 0)
+
+
+# Refusals.
+
+
+def test_a_wrong_layout_is_refused_with_the_differing_fields(start: Start) -> None:
+    prefill = start("P", "PREFILL", registry="embedded", pool={"page_tokens": 32, "dtype": "bfloat16"})
+    decode = start("D", "DECODE")
+    prefill.opened(), decode.opened()
+    decode.call("receive", 1, prefill.address, [1])
+    decode.call("wait", "receivers", [1], [FAILED])
+    reason, text, metadata = decode.call("failure_of", "receivers", 1)
+    assert reason == "PARALLEL_LAYOUT_MISMATCH"
+    assert metadata["mismatchedFields"] == "pools[0].page_tokens,pools[0].dtype"
+    assert metadata["pools[0].page_tokens"] == "32 != 16" and "bfloat16" in text
+    assert decode.call("state", "receivers", 1)[2]
+
+
+def test_a_page_outside_the_pool_fails_that_room_alone(pair: tuple[RankProcess, RankProcess]) -> None:
+    prefill, decode = pair
+    decode.call("receive", 1, prefill.address, [1, PAGES])
+    decode.call("receive", 2, prefill.address, [1, 2])
+    prefill.call("send", 2, [3, 4])
+    prefill.call("send", 3, [PAGES + 7])
+    decode.call("wait", "receivers", [1, 2], [FAILED, SUCCESS])
+    assert decode.call("state", "receivers", 1)[:2] == (FAILED, "KV_INDEX_OUT_OF_RANGE")
+    assert decode.call("failure_of", "receivers", 1)[2] == {
+        "pool": "kv",
+        "page": str(PAGES),
+        "pages": str(PAGES),
+        "position": "1",
+    }
+    assert decode.call("state", "receivers", 2)[0] == SUCCESS
+    prefill.call("wait", "senders", [3], [FAILED])
+    assert prefill.call("state", "senders", 3)[1] == "KV_INDEX_OUT_OF_RANGE"
+
+
+def test_a_duplicate_room_fails_only_the_newcomer(pair: tuple[RankProcess, RankProcess], start: Start) -> None:
+    prefill, decode = pair
+    other = start("D2", "DECODE").opened()
+    decode.call("receive", 1, prefill.address, [1])
+    prefill_sees(prefill, 1)
+    other.call("receive", 1, prefill.address, [1])
+    other.call("wait", "receivers", [1], [FAILED])
+    assert other.call("state", "receivers", 1)[1] == "ROOM_CONFLICT"
+    prefill.call("send", 1, [5])
+    decode.call("wait", "receivers", [1], [SUCCESS])
+
+
+def test_room_0_is_refused_with_a_reason(pair: tuple[RankProcess, RankProcess]) -> None:
+    _, decode = pair
+    decode.call("receive", 0, "127.0.0.1:1", [1])
+    assert decode.call("state", "receivers", 0) == (FAILED, "INVALID_REQUEST", True)
+
+
+def test_a_registry_that_may_not_be_dialled_names_the_setting(pair: tuple[RankProcess, RankProcess]) -> None:
+    _, decode = pair
+    decode.call("receive", 1, "10.1.2.3:8998", [1])
+    decode.call("wait", "receivers", [1], [FAILED], 2.0)
+    assert decode.call("state", "receivers", 1)[1] == "ADDRESS_NOT_ALLOWED"
+    assert decode.call("failure_of", "receivers", 1)[2]["configKey"] == "bootstrap_allow"
+
+
+# Cancels.
+
+
+@pytest.mark.parametrize("side", ["receivers", "senders"])
+def test_a_cancel_at_any_state_ends_both_sides_and_gives_the_pages_back(start: Start, side: str) -> None:
+    prefill = start("P", "PREFILL", registry="embedded", slow_seconds=0.3)
+    decode = start("D", "DECODE")
+    prefill.opened(), decode.opened()
+    canceller = decode if side == "receivers" else prefill
+
+    def both_end(room: int, poll: int) -> None:
+        decode.call("wait", "receivers", [room], [poll], 5.0)
+        prefill.call("wait", "senders", [room], [poll], 5.0)
+        decode.call("wait_release", [room], 5.0)
+
+    # Decode waits for pages to be given, prefill has computed.
+    prefill.call("send", 1, [1, 2])
+    decode.call("receive", 1, prefill.address, None, wait_first=True)
+    canceller.call("abort", side, 1)
+    if side == "senders":  # decode has not named the room yet: it is told once it does
+        decode.call("give_pages", 1, [3, 4])
+    both_end(1, FAILED)
+    # Both wait: decode gave pages, prefill computes.
+    prefill.call("send", 2, [], last=False)
+    decode.call("receive", 2, prefill.address, [3, 4])
+    prefill_sees(prefill, 1)
+    canceller.call("abort", side, 2)
+    both_end(2, FAILED)
+    # Pages move.
+    prefill.call("send", 3, [1, 2])
+    decode.call("receive", 3, prefill.address, [3, 4])
+    decode.call("wait", "receivers", [3], [TRANSFERRING])
+    canceller.call("abort", side, 3)
+    both_end(3, FAILED)
+    # All is over.
+    prefill.call("send", 4, [1, 2])
+    decode.call("receive", 4, prefill.address, [3, 4])
+    both_end(4, SUCCESS)
+    canceller.call("abort", side, 4)
+    both_end(4, SUCCESS)
+    # Only decode is there, then prefill comes late.
+    if side == "receivers":
+        decode.call("receive", 5, prefill.address, [3, 4])
+        prefill_sees(prefill, 1)
+        decode.call("abort", side, 5)
+        decode.call("wait_release", [5], 5.0)
+        prefill.call("send", 5, [1, 2])
+        prefill.call("wait", "senders", [5], [FAILED])
+        assert prefill.call("state", "senders", 5)[1] == "ROOM_CANCELLED"
+    eventually(lambda: decode.call("rooms_open") == 0)
+
+
+# Faults.
+
+
+def test_prefill_killed_before_a_transfer_fails_decode_within_a_second(pair: tuple[RankProcess, RankProcess]) -> None:
+    prefill, decode = pair
+    decode.call("receive", 1, prefill.address, [1, 2])
+    prefill_sees(prefill, 1)
+    killed = prefill.kill()
+    (state,) = decode.call("wait", "receivers", [1], [FAILED], 5.0).values()
+    assert state[1] == "PEER_LOST" and state[2] - killed < 1.0
+    assert decode.call("wait_release", [1], 5.0) - killed < 4.0
+
+
+@BOTH_PLANES
+def test_prefill_killed_during_a_transfer_holds_the_pages_until_they_are_safe(start: Start, data_plane: str) -> None:
+    prefill = start("P", "PREFILL", registry="embedded", slow_seconds=5.0, data_plane=data_plane)
+    decode = start("D", "DECODE", data_plane=data_plane)
+    prefill.opened(), decode.opened()
+    decode.call("receive", 1, prefill.address, [1, 2])
+    prefill.call("send", 1, [1, 2])
+    prefill.call("wait", "senders", [1], [3])
+    decode.call("wait", "receivers", [1], [3])
+    killed = prefill.kill()
+    (state,) = decode.call("wait", "receivers", [1], [FAILED], 5.0).values()
+    assert state[1] == "PEER_LOST" and state[2] - killed < 1.0
+    assert not decode.call("state", "receivers", 1)[2]
+    assert decode.call("held_pages") == 2
+    released = decode.call("wait_release", [1], 6.0) - killed
+    assert 2.0 <= released < 5.0
+    assert decode.call("held_pages") == 0
+
+
+def test_a_killed_peer_after_success_spares_the_room(pair: tuple[RankProcess, RankProcess]) -> None:
+    prefill, decode = pair
+    decode.call("receive", 1, prefill.address, [1])
+    prefill.call("send", 1, [1])
+    decode.call("wait", "receivers", [1], [SUCCESS])
+    prefill.kill()
+    eventually(lambda: decode.call("rooms_open") == 0)
+    assert decode.call("state", "receivers", 1) == (SUCCESS, "", True)
+
+
+def test_decode_killed_fails_prefill_within_two_seconds_and_it_serves_on(
+    pair: tuple[RankProcess, RankProcess], start: Start
+) -> None:
+    prefill, decode = pair
+    decode.call("receive", 1, prefill.address, [1])
+    prefill.call("send", 1, [1], last=False)
+    prefill.call("wait", "senders", [1], [3])
+    eventually(lambda: prefill.call("open_writes") == 0)  # else the write itself may fail first
+    killed = decode.kill()
+    (state,) = prefill.call("wait", "senders", [1], [FAILED], 5.0).values()
+    assert state[1] == "PEER_LOST" and state[2] - killed < 2.0
+    again = start("D", "DECODE").opened()
+    again.call("receive", 2, prefill.address, [9])
+    prefill.call("send", 2, [3])
+    again.call("wait", "receivers", [2], [SUCCESS])
+
+
+def test_a_stopped_prefill_is_known_after_the_patience_and_its_pages_wait_for_its_word(
+    pair: tuple[RankProcess, RankProcess],
+) -> None:
+    prefill, decode = pair
+    decode.call("receive", 1, prefill.address, [1, 2])
+    prefill_sees(prefill, 1)
+    stopped = prefill.stop()
+    (state,) = decode.call("wait", "receivers", [1], [FAILED], 8.0).values()
+    assert state[1] == "PEER_LOST" and 2.5 < state[2] - stopped < 4.5
+    time.sleep(2.5)
+    assert not decode.call("state", "receivers", 1)[2], "silence is no evidence, however long"
+    prefill.go_on()
+    decode.call("wait_release", [1], 10.0)
+
+
+def test_a_stopped_decode_is_known_after_the_patience(pair: tuple[RankProcess, RankProcess]) -> None:
+    prefill, decode = pair
+    decode.call("receive", 1, prefill.address, [1])
+    prefill.call("send", 1, [1], last=False)
+    prefill.call("wait", "senders", [1], [3])
+    eventually(lambda: prefill.call("open_writes") == 0)
+    stopped = decode.stop()
+    (state,) = prefill.call("wait", "senders", [1], [FAILED], 8.0).values()
+    assert state[1] == "PEER_LOST" and 2.5 < state[2] - stopped < 4.5
+    decode.go_on()
+    decode.call("wait", "receivers", [1], [FAILED], 5.0)
+    decode.call("receive", 2, prefill.address, [2])
+    prefill.call("send", 2, [2])
+    decode.call("wait", "receivers", [2], [SUCCESS])
+
+
+@BOTH_PLANES
+def test_a_restarted_prefill_on_the_same_port_serves_without_anyone_restarting(start: Start, data_plane: str) -> None:
+    port = free_port()
+    settings = {"registry": "embedded", "listen": f"127.0.0.1:{port}", "data_plane": data_plane}
+    prefill = start("P", "PREFILL", **settings).opened()
+    decode = start("D", "DECODE", data_plane=data_plane).opened()
+    decode.call("receive", 3, prefill.address, [5])
+    prefill.call("send", 3, [5])
+    decode.call("wait", "receivers", [3], [SUCCESS])
+    decode.call("receive", 1, prefill.address, [1])
+    prefill_sees(prefill, 1)
+    prefill.kill()
+    again = start("P", "PREFILL", **settings).opened()
+    decode.call("wait", "receivers", [1], [FAILED], 5.0)
+    decode.call("receive", 2, again.address, [2])
+    again.call("send", 2, [2])
+    decode.call("wait", "receivers", [2], [SUCCESS])
+    decode.call("wait_release", [1], 6.0)
+
+
+def test_a_killed_registry_fails_no_hand_off_and_everybody_comes_back(start: Start) -> None:
+    port = free_port()
+    registry = registry_process(port)
+    try:
+        prefill = start("P", "PREFILL", registry=f"127.0.0.1:{port}")
+        decode = start("D", "DECODE")
+        prefill.opened(), decode.opened()
+        rooms = list(range(1, 41))
+        decode.call("receive_many", rooms[:20], f"127.0.0.1:{port}", 4)
+        prefill.call("send_many", rooms[:10], 4)
+        decode.call("wait", "receivers", rooms[:10], [SUCCESS])
+        registry.kill()
+        registry.wait(5)
+        prefill.call("send_many", rooms[:20], 4)
+        decode.call("receive_many", rooms[20:40], f"127.0.0.1:{port}", 4)
+        prefill.call("send_many", rooms[20:40], 4)
+        decode.call("wait", "receivers", rooms, [SUCCESS])
+        registry = registry_process(port)
+        eventually(lambda: prefill.call("registration") == "registered", 10.0)
+        stranger = start("D2", "DECODE").opened()
+        stranger.call("receive", 99, f"127.0.0.1:{port}", [7])
+        prefill.call("send", 99, [7])
+        stranger.call("wait", "receivers", [99], [SUCCESS], 15.0)
+    finally:
+        registry.kill()
+        registry.wait(5)
+
+
+def test_close_with_open_rooms_ends_them_and_reports(pair: tuple[RankProcess, RankProcess]) -> None:
+    prefill, decode = pair
+    decode.call("receive", 1, prefill.address, [1])
+    prefill_sees(prefill, 1)
+    drained, open_rooms, _ = prefill.call("close", 1.0)
+    assert drained and open_rooms == 0
+    decode.call("wait", "receivers", [1], [FAILED], 5.0)
+    assert decode.call("state", "receivers", 1)[1] in ("SERVER_DRAINING", "PEER_LOST")
+
+
+# What the tests share.
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.02)
+
+
+def prefill_sees(prefill: RankProcess, rooms: int) -> None:
+    eventually(lambda: prefill.call("rooms_open") >= rooms)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def registry_process(port: int) -> subprocess.Popen[str]:
+    code = (
+        "from kvgrpc.server import serve_registry\n"
+        f"serve_registry('127.0.0.1:{port}', lease_ttl=2.0, on_ready=lambda a: print(a, flush=True))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == f"127.0.0.1:{port}"
+    return process

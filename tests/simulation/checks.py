@@ -1,0 +1,188 @@
+"""What must hold: bounds in time after a single fault; at the end nothing is open, held or kept without need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvgrpc.transfer.decode_core import DecodePart
+from kvgrpc.transfer.model import DecodeEntry, KVPoll, RoomKey, Writes
+from kvgrpc.transfer.prefill_core import PrefillCore, PrefillPair
+from tests.simulation.processes import POOL_PAGES, TIMING, DecodeProcess, PrefillProcess, Process
+
+if TYPE_CHECKING:
+    from tests.simulation.network import Link
+    from tests.simulation.world import World
+
+# A message is up to 2 ticks on its way each time, and each side looks once a tick.
+LATENCY = 5
+DECODE_KNOWS_OF_A_DEATH = 10
+PREFILL_KNOWS_OF_A_DEATH = 20
+
+
+@dataclass(eq=False)
+class Promise:
+    """Something that must be so ``by`` a tick, unless another fault touches one of ``processes`` before."""
+
+    what: str
+    key: RoomKey
+    since: int
+    by: int
+    kept: Callable[[], bool]
+    processes: tuple[Process, ...]
+    disturbances: int
+
+    @property
+    def void(self) -> bool:
+        """Another fault happened: the fault is not a single one."""
+        return sum(process.disturbances for process in self.processes) != self.disturbances
+
+
+class Promises:
+    """The liveness of the case table in docs/session.md, wherever a schedule happens to hold a single fault."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._open: list[Promise] = []
+        self.kept: dict[str, list[int]] = {}
+
+    def after_death_of_prefill(self, prefill: PrefillProcess) -> None:
+        for link in self._standing(prefill):
+            for key, kept in _open_at_decode(link):
+                self._promise("decode knows of a killed prefill", key, DECODE_KNOWS_OF_A_DEATH, kept, link.decode)
+
+    def after_stop_of_prefill(self, prefill: PrefillProcess) -> None:
+        for link in self._standing(prefill):
+            for key, kept in _open_at_decode(link):
+                self._promise("decode knows of a stopped prefill", key, TIMING.patience, kept, link.decode, prefill)
+
+    def after_death_of_decode(self, decode: DecodeProcess) -> None:
+        for link in self._standing(decode):
+            prefill = link.prefill
+            assert prefill is not None
+            for key, kept in _open_at_prefill(prefill.core, prefill.core.pairs[decode.ref]):
+                self._promise("prefill knows of a killed decode", key, PREFILL_KNOWS_OF_A_DEATH, kept, prefill)
+
+    def check(self) -> None:
+        """Once a tick."""
+        still = []
+        for promise in self._open:
+            if promise.kept():
+                self.kept.setdefault(promise.what, []).append(self._world.now - promise.since)
+            elif promise.void:
+                continue
+            elif self._world.now > promise.by:
+                self._world.violate(f"not in time: {promise.what}", promise.key)
+            else:
+                still.append(promise)
+        self._open = still
+
+    def _standing(self, process: Process) -> Iterator[Link]:
+        """Streams of a process that stood, and both ends knew it."""
+        for link in self._world.network.links:
+            if process is not link.prefill and process is not link.decode:
+                continue
+            other = link.decode if process is link.prefill else link.prefill
+            cut = (link.decode.number, link.address) in self._world.network.cuts
+            if not link.standing or link.slow or cut or other is None or other.state != "running":
+                continue
+            pair = link.prefill.core.pairs.get(link.decode.ref) if link.prefill is not None else None
+            if link.stream.pair.up and pair is not None and pair.stream is link:
+                yield link
+
+    def _promise(self, what: str, key: RoomKey, within: int, kept: Callable[[], bool], *processes: Process) -> None:
+        now, disturbances = self._world.now, sum(process.disturbances for process in processes)
+        self._open.append(Promise(what, key, now, now + within + LATENCY, kept, processes, disturbances))
+
+
+def _open_at_decode(link: Link) -> Iterator[tuple[RoomKey, Callable[[], bool]]]:
+    """Rooms that depend on this stream, and what ends that: the room's end, or a part that settled just before."""
+    pair = link.stream.pair
+    for key in sorted(pair.rooms):
+        room = link.decode.core.rooms[key]
+        part = room.part_of(pair)
+        if not room.ended and part is not None and not part.settled:
+            yield key, lambda room=room, part=part: room.ended or part.settled
+
+
+def _open_at_prefill(core: PrefillCore, pair: PrefillPair) -> Iterator[tuple[RoomKey, Callable[[], bool]]]:
+    for key in sorted(pair.rooms):
+        record = core.rooms[key]
+        if not record.ended:
+            yield key, lambda record=record: record.ended
+
+
+def check_rooms_are_known(
+    world: World, prefill: PrefillProcess, decode: DecodeProcess, entries: Iterable[DecodeEntry]
+) -> None:
+    """What decode is over with stays over: no frame opens it at prefill once more."""
+    for entry in entries:
+        record = prefill.core.rooms.get(entry.key)
+        if record is None or record.ended or record.owner is None or record.owner.ref != decode.ref:
+            continue
+        if decode.state != "dead" and entry.key not in decode.core.rooms:
+            world.violate("a room is back that decode was over with", entry.key)
+
+
+def check_end(world: World) -> None:
+    """After the quiet: no open handle, every page back for which evidence exists, no record or pair without need."""
+    for decode in world.decodes:
+        _check_pages(world, decode)
+        for room in decode.core.rooms.values():
+            if not room.ended:
+                world.violate("a handle is open at the end", room.key)
+        for receiving in decode.receiving.values():
+            if not receiving.told:
+                world.violate("a receiver never heard the end", receiving.room.key)
+    for prefill in world.prefills:
+        if prefill.state == "running":
+            _check_records(world, prefill)
+
+
+def _check_pages(world: World, decode: DecodeProcess) -> None:
+    held = 0
+    for key, receiving in decode.receiving.items():
+        held += len(receiving.pages or [])
+        if receiving.pages and receiving.told:
+            for part in receiving.room.parts.values():
+                _check_held(world, key, part, len(receiving.pages))
+    if held + len(decode.free) != POOL_PAGES:
+        world.violate("pages are gone", decode.ref)
+    known = sum(room.page_count for room in decode.core.rooms.values() if room.handle.poll is KVPoll.Failed)
+    if decode.core.held_pages > known:
+        world.violate("the core counts pages that nobody holds", decode.ref)
+
+
+def _check_held(world: World, key: RoomKey, part: DecodePart, pages: int) -> None:
+    """Pages may stay held only where no evidence can exist; those are listed."""
+    if not part.told_write or part.settled or part.pair.dead_at is not None:
+        return
+    writer = next((prefill for prefill in world.prefills if prefill.ref == part.pair.ref), None)
+    sitting = world.listening.get(part.pair.address)
+    if writer is not None and writer.state == "stopped":
+        world.held["the writer is stopped for ever"] += pages
+    elif writer is None and sitting is not None and sitting.state == "stopped":
+        world.held["a stopped process sits on the dead writer's address"] += pages
+    elif writer is not None and key in writer.plane.unknown:
+        world.held["UNKNOWN: a write may be on its way for ever"] += pages
+    elif writer is not None and part.writes is Writes.UNKNOWN and writer.plane.unknown:
+        world.held["UNKNOWN, said of a record that is gone"] += pages
+    else:
+        world.violate(f"a page is held without need ({part.writes.name})", key)
+
+
+def _check_records(world: World, prefill: PrefillProcess) -> None:
+    core = prefill.core
+    for record in core.rooms.values():
+        if record.writes is not Writes.UNKNOWN:
+            world.violate(f"a record was never dropped ({record.state.name})", record.key)
+    owners = {record.owner for record in core.rooms.values()}
+    alive = {decode.ref for decode in world.decodes}
+    for ref, pair in core.pairs.items():
+        if ref not in alive and pair not in owners:
+            world.violate("the pair of a dead decode was never dropped", ref)
+        if pair.unclaimed != sum(record.unclaimed for record in core.rooms.values() if record.owner is pair):
+            world.violate("unclaimed rooms are miscounted", ref)
+    if core.open_writes != len({write.submission for write in prefill.plane.in_flight}):
+        world.violate("open writes are miscounted", prefill.ref)

@@ -1,0 +1,212 @@
+"""Two kinds of simulated processes around the real cores: what an engine and its kernel would do."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvgrpc.errors import Failure, Reason
+from kvgrpc.model import RankId, RankRef
+from kvgrpc.transfer.decode_core import DecodeCore, DecodePair, DecodeRoom
+from kvgrpc.transfer.model import Bounds, Destination, KVPoll, RoomKey, Target, Timing
+from kvgrpc.transfer.prefill_core import Chunk, PrefillCore, PrefillRoom
+from tests.simulation.plane import Plane
+from tests.simulation.requests import Request, WatchedHandle
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+POOL_PAGES = 10
+# Long times are scaled, so that schedules of a minute meet them; short ones are the product's own.
+TIMING = Timing(room_deadline=300, unclaimed=300, ended_record=60)
+
+
+class Process:
+    """``state``: running, stopped (SIGSTOP) or dead. ``disturbances``: faults that touched it."""
+
+    def __init__(self, world: World, number: int, ref: RankRef) -> None:
+        self.world = world
+        self.number = number
+        self.ref = ref
+        self.state = "running"
+        self.stopped_forever = False
+        self.disturbances = 0
+
+    def handle(self, key: RoomKey) -> WatchedHandle:
+        return WatchedHandle(lambda text: self.world.violate(f"{self.ref.rank.engine[0]}: {text}", key))
+
+    def cancelled(self) -> Failure:
+        return Failure(Reason.ROOM_CANCELLED, f"{self.ref} cancelled", {}, str(self.ref))
+
+
+@dataclass(eq=False)
+class Receiving:
+    """A receiver, as its scheduler knows it. ``pages`` are the engine's, from allocation to release."""
+
+    request: Request
+    room: DecodeRoom
+    handle: WatchedHandle
+    pages: list[int] | None = None
+    told: bool = False
+
+
+class DecodeProcess(Process):
+    """A decode rank: the real core, a pool of pages that is reused at once, and a scheduler that retries nothing."""
+
+    def __init__(self, world: World, number: int, epoch: int, core: type[DecodeCore], bounds: Bounds) -> None:
+        super().__init__(world, number, RankRef(RankId(f"D{number}"), epoch))
+        self.core = core(
+            self.ref, timing=TIMING, bounds=bounds, connections=self._connections, deliver_aux=self._deliver_aux
+        )
+        self.free = list(range(POOL_PAGES))
+        self.owner: list[RoomKey | None] = [None] * POOL_PAGES
+        self.memory: list[dict[int, tuple[RoomKey, int]]] = [{} for _ in range(POOL_PAGES)]
+        self.receiving: dict[RoomKey, Receiving] = {}
+
+    def begin(self, request: Request) -> DecodeRoom | None:
+        """The scheduler makes a receiver; pages follow once it says WaitingForInput. None: it has one of that key."""
+        if request.key in self.receiving:
+            return None
+        handle = self.handle(request.key)
+        room = DecodeRoom(request.key, handle)
+        self.receiving[request.key] = Receiving(request, room, handle)
+        if self.core.open(room):
+            self._bind(room)
+        return room
+
+    def schedule(self, rnd: random.Random) -> None:
+        """One round of the engine's loop: allocate, look, release."""
+        for room in self.core.take_resolves():
+            self._bind(room)
+        for key, receiving in list(self.receiving.items()):
+            handle = receiving.handle
+            if handle.terminal:
+                if not receiving.told:
+                    receiving.told = True
+                    self._ended(receiving)
+                if handle.release_safe:
+                    del self.receiving[key]
+                    self._free(receiving.pages or [])
+            elif handle.poll is KVPoll.WaitingForInput and receiving.pages is None and rnd.random() < 0.4:
+                self._allocate(receiving)
+
+    def abort(self, key: RoomKey) -> None:
+        receiving = self.receiving.get(key)
+        if receiving is not None:
+            self.core.fail(receiving.room, self.cancelled())
+
+    def _bind(self, room: DecodeRoom) -> None:
+        registry = self.world.registry
+        self.core.bind(room, [registry[number] for number in self.receiving[room.key].request.prefills])
+
+    def _allocate(self, receiving: Receiving) -> None:
+        count = receiving.request.pages
+        if len(self.free) < count:
+            return
+        pages = receiving.pages = [self.free.pop() for _ in range(count)]  # last in, first out: reused at once
+        for page in pages:
+            self.owner[page] = receiving.room.key
+            self.memory[page] = {}
+        destination = Destination(np.array(pages, np.uint32), receiving.request.first_page)
+        self.core.write(receiving.room, destination, aux_index=0)
+
+    def _free(self, pages: list[int]) -> None:
+        for page in pages:
+            self.owner[page] = None
+            self.free.append(page)
+
+    def _ended(self, receiving: Receiving) -> None:
+        """The engine sees the end of a handle, and reads the pages of a good one."""
+        room, request = receiving.room, receiving.request
+        self.world.ended(self, room.key, receiving.handle)
+        if receiving.handle.poll is KVPoll.Success:
+            for index, page in enumerate(receiving.pages or []):
+                wanted = {number: (room.key, request.position(index)) for number in request.prefills}
+                if self.memory[page] != wanted:
+                    self.world.violate("SUCCESS with wrong bytes", room.key)
+
+    def _deliver_aux(self, room: DecodeRoom) -> Failure | None:
+        if room.aux != self.receiving[room.key].request.aux:
+            self.world.violate(f"SUCCESS with wrong aux {room.aux!r}", room.key)
+        return None
+
+    def _connections(self, pair: DecodePair) -> frozenset[str]:
+        return self.world.connections(self, pair.ref)
+
+
+@dataclass(eq=False)
+class Sending:
+    """A sender, as its scheduler knows it. ``chunks``: positions that are not computed yet."""
+
+    request: Request
+    record: PrefillRoom
+    handle: WatchedHandle
+    chunks: list[range]
+
+
+class PrefillProcess(Process):
+    """A prefill rank: the real core, a scheduler that computes in chunks of any order, and a data plane with moods."""
+
+    def __init__(
+        self, world: World, number: int, epoch: int, address: str, core: type[PrefillCore], bounds: Bounds
+    ) -> None:
+        super().__init__(world, number, RankRef(RankId(f"P{number}"), epoch))
+        self.address = address
+        self.core = core(self.ref, timing=TIMING, bounds=bounds)
+        self.plane = Plane(world, self)
+        self.draining = False
+        self.lazy = False
+        self.sending: dict[RoomKey, Sending] = {}
+
+    @property
+    def target(self) -> Target:
+        return Target(self.ref, self.address)
+
+    def begin(self, request: Request, rnd: random.Random) -> WatchedHandle:
+        """The scheduler makes a sender; its chunks follow, in any order. Page n of this pool holds position n."""
+        handle = self.handle(request.key)
+        record = self.core.claim(request.key, handle)
+        if record is None:
+            self.world.ended(self, request.key, handle)
+            return handle
+        self.core.expect(record, request.total, request.align)
+        size = 1 if rnd.random() < 0.7 else max(1, request.total)
+        chunks = [range(start, min(start + size, request.total)) for start in range(0, request.total, size)]
+        if rnd.random() < 0.3:
+            rnd.shuffle(chunks)
+        if not chunks or rnd.random() < 0.1:
+            chunks.append(range(request.total, request.total))  # an empty last one, for aux alone
+        self.sending[request.key] = Sending(request, record, handle, chunks)
+        return handle
+
+    def schedule(self, rnd: random.Random) -> None:
+        """One round of the engine's loop: look, compute, send. A ``lazy`` one computes nothing."""
+        for key, sending in list(self.sending.items()):
+            if sending.handle.terminal:
+                del self.sending[key]
+                self.world.ended(self, key, sending.handle)
+            elif sending.chunks and not self.lazy and rnd.random() < 0.3:
+                self._send(sending)
+
+    def abort(self, key: RoomKey) -> None:
+        sending = self.sending.get(key)
+        if sending is not None:
+            self.core.fail(sending.record, self.cancelled())
+
+    def feed(self, rnd: random.Random) -> None:
+        """The data plane starts and stops what the core asks for."""
+        self.core.take_gone()
+        self.plane.start(self.core.take_submissions())
+        stops = self.core.take_stops()
+        if stops:
+            self.plane.stop(stops, rnd)
+
+    def _send(self, sending: Sending) -> None:
+        positions, request = sending.chunks.pop(0), sending.request
+        last = not sending.chunks
+        chunk = Chunk(np.array(positions, np.uint32), positions.start, last)
+        aux = request.aux if last and self.number == request.prefills[0] else None
+        self.core.send(sending.record, chunk, aux)

@@ -1,0 +1,68 @@
+"""What a router asks of both engines, and a handle that complains when a core lets it go back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvgrpc.transfer.model import Align, Handle, KVPoll, RoomKey
+
+
+@dataclass(frozen=True)
+class Request:
+    """``prefills`` owe the room (several: fan-in); prefill sends ``extra`` pages more than the ``pages`` decode wants.
+
+    ``prefix``: these are the first ones, which decode has already.
+    """
+
+    key: RoomKey
+    prefills: tuple[int, ...] = (0,)
+    pages: int = 2
+    extra: int = 0
+    align: Align = Align.HEAD
+    prefix: bool = False
+
+    @property
+    def first_page(self) -> int:
+        return self.extra if self.prefix else 0
+
+    @property
+    def total(self) -> int:
+        """Pages that prefill sends."""
+        return self.pages + self.extra
+
+    @property
+    def aux(self) -> bytes:
+        """What the first of the prefills sends with SUCCESS."""
+        return f"first token of room {self.key.room}, attempt {self.key.attempt}".encode()
+
+    def position(self, index: int) -> int:
+        """Which of prefill's pages belongs into decode's page ``index``."""
+        return index + (self.extra if self.prefix or self.align is Align.TAIL else 0)
+
+
+class WatchedHandle(Handle):
+    """Exactly one terminal state, and nothing goes back."""
+
+    __slots__ = ("_complain",)
+
+    def __init__(self, complain: Callable[[str], None]) -> None:
+        object.__setattr__(self, "_complain", complain)
+        super().__init__()
+
+    @property
+    def terminal(self) -> bool:
+        return self.poll in (KVPoll.Failed, KVPoll.Success)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "poll" and hasattr(self, "poll"):
+            assert isinstance(value, KVPoll)
+            if self.terminal:
+                self._complain(f"a handle that said {self.poll.name} says {value.name}")
+            elif value is KVPoll.Failed and self.failure is None:
+                self._complain("a handle failed without a cause")
+            elif value is not KVPoll.Failed and value < self.poll:
+                self._complain(f"a handle went back from {self.poll.name} to {value.name}")
+        if name == "release_safe" and value is False and getattr(self, "release_safe", False):
+            self._complain("pages that were given back are taken again")
+        super().__setattr__(name, value)

@@ -1,0 +1,151 @@
+"""Random schedules: requests and faults of all kinds for a while, then quiet, until everything is over."""
+
+from __future__ import annotations
+
+import random
+
+from kvgrpc.transfer.decode_core import DecodeCore
+from kvgrpc.transfer.model import Align, Bounds, RoomKey
+from kvgrpc.transfer.prefill_core import PrefillCore
+from tests.simulation.checks import check_end
+from tests.simulation.processes import DecodeProcess, PrefillProcess
+from tests.simulation.requests import Request
+from tests.simulation.world import DECODES, PREFILLS, World
+
+REQUESTS_SHARE, FAULTS_SHARE = 0.12, 0.06
+TIGHT = Bounds(unclaimed_per_session=4, unclaimed=5, ended_records=6, known_streams=16, held_pages=4)
+FAULTS = (
+    *["break"] * 6,
+    *["kill prefill"] * 2,
+    "move prefill",
+    *["stop prefill"] * 2,
+    "stop decode",
+    "stop both",
+    *["cut"] * 2,
+    "kill prefill behind a cut",
+    "kill decode",
+    "drain",
+    *["destroy engine"] * 2,
+)
+
+
+class Schedule(World):
+    """One seed. Every fourth goes through the wire format, every third has tight bounds."""
+
+    def __init__(
+        self, seed: int, decode_core: type[DecodeCore] = DecodeCore, prefill_core: type[PrefillCore] = PrefillCore
+    ) -> None:
+        bounds = TIGHT if seed % 3 == 0 else Bounds()
+        super().__init__(seed, decode_core, prefill_core, bounds=bounds, through_wire=seed % 4 == 0)
+        self.network.slow_share = 0.4
+        self._rooms = 0
+
+    def run(self, faulty: int = 250, most: int = 900) -> Schedule:
+        """Trouble for ``faulty`` steps, then quiet until everything is over, at most ``most`` steps."""
+        for _ in range(faulty):
+            if self.random.random() < REQUESTS_SHARE:
+                self._request()
+            if self.random.random() < FAULTS_SHARE:
+                self._fault()
+            self.step()
+        self._calm_down()
+        for step in range(most):
+            self.step()
+            if step % 20 == 0 and self.over:
+                break
+        check_end(self)
+        return self
+
+    def _calm_down(self) -> None:
+        """Cuts heal, most of what was stopped goes on, data planes have no moods any more."""
+        self.calm = True
+        self.network.cuts.clear()
+        self.network.slow_share = 0.0
+        for prefill in self.prefills:
+            prefill.stopped_forever = prefill.state == "stopped" and self.random.random() < 0.4
+        for process in (*self.decodes, *self.prefills):
+            self.go_on(process)
+
+    def _request(self, attempt: int = 0, room: int = 0) -> None:
+        """Each side comes first, or late, or never; some ask again with a new attempt."""
+        rnd = self.random
+        if not room:
+            self._rooms += 1
+            room = self._rooms
+        prefills = tuple(sorted(rnd.sample(range(PREFILLS), rnd.randint(1, PREFILLS))))
+        align = rnd.choice([Align.HEAD, Align.TAIL])
+        extra, prefix = rnd.choice([0, 0, 1, 2]), rnd.random() < 0.5
+        request = Request(RoomKey(room, attempt), prefills, room % 4, extra, align, prefix)
+        if rnd.random() < 0.95:
+            chosen = rnd.randrange(DECODES)
+            self.at(rnd.choice([0, 0, 5, 20]), lambda: self.begin_decode(chosen, request))
+            if rnd.random() < 0.15:
+                self.at(rnd.randrange(60), lambda: self._abort(self.decodes[chosen], request))
+        for number in prefills:
+            if rnd.random() < 0.94:
+                self.at(rnd.choice([0, 0, 3, 20, 120]), lambda number=number: self.begin_prefill(number, request))
+                if rnd.random() < 0.08:
+                    self.at(rnd.randrange(60), lambda number=number: self._abort(self.current[number], request))
+        if rnd.random() < 0.15 and not attempt:
+            self.at(rnd.randrange(40), lambda: self._request(1, room))
+
+    def _abort(self, process: DecodeProcess | PrefillProcess, request: Request) -> None:
+        if process.state == "running":
+            process.abort(request.key)
+
+    def _fault(self) -> None:
+        rnd = self.random
+        kind = rnd.choice(FAULTS)
+        decode = rnd.choice(self.decodes)
+        prefill = self.current[rnd.randrange(PREFILLS)] if rnd.random() < 0.8 else rnd.choice(self.prefills)
+        long = rnd.choice([5, 15, 50, 200])
+        if prefill.state == "dead":
+            return
+        if kind == "break":
+            standing = [link for link in self.network.links if link.standing]
+            busy = [link for link in standing if link.to_prefill]  # what is on its way will be stale
+            if standing:
+                self.break_stream(rnd.choice(busy or standing))
+        elif kind == "kill prefill":
+            self.kill_prefill(prefill)
+            self._replace(prefill, prefill.address)
+        elif kind == "move prefill":
+            if rnd.random() < 0.7:
+                self.stop(prefill, rnd.randrange(20, 200))
+            self._replace(prefill, prefill.address + "'")
+        elif kind == "stop prefill":
+            self.stop(prefill, long)
+        elif kind == "stop decode":
+            self.stop(decode, long)
+        elif kind == "stop both":
+            self.stop(decode, long)
+            self.stop(prefill, long + rnd.randrange(5))
+        elif kind == "cut":
+            self.cut(decode, prefill, rnd.choice([5, 15, 50, 150]))
+        elif kind == "kill prefill behind a cut":  # what its kernel still has arrives long after
+            if prefill.plane.in_flight:
+                decode = prefill.plane.in_flight[0].target
+            if decode.state != "dead":
+                self.cut(decode, prefill, rnd.randrange(40, 150))
+            self.kill_prefill(prefill)
+            self._replace(prefill, prefill.address)
+        elif kind == "kill decode":
+            self._kill_decode(decode, rnd)
+        elif kind == "drain":
+            self.drain(prefill)
+        elif prefill.state == "running" and (prefill.plane.late or rnd.random() < 0.3):
+            self.note(prefill.ref, "destroys its engine")
+            prefill.plane.destroy()
+
+    def _replace(self, prefill: PrefillProcess, address: str) -> None:
+        """A new incarnation, unless the rank has one already; the registry may hear of it late."""
+        if self.current[prefill.number] is prefill:
+            lag = self.random.choice([0, 5, 20])
+            self.at(self.random.choice([0, 3, 30]), lambda: self.restart(prefill.number, address, lag))
+
+    def _kill_decode(self, decode: DecodeProcess, rnd: random.Random) -> None:
+        self.kill_decode(decode)
+        for receiving in decode.receiving.values():  # a router may retry the same key
+            if rnd.random() < 0.3:
+                request = receiving.request
+                self.at(rnd.randrange(10), lambda request=request: self.begin_decode(decode.number, request))

@@ -1,0 +1,141 @@
+"""Rules of docs/session.md that its case table leaves out, as directed schedules of the real cores."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvgrpc.dataplane.base import Outcome
+from kvgrpc.transfer.model import Destination, KVPoll, RoomKey, Writes
+from tests.simulation.checks import LATENCY
+from tests.simulation.processes import TIMING
+from tests.simulation.requests import Request
+from tests.simulation.stage import FOREVER, KEY, SECOND, Stage, failed, part_of
+
+REQUEST = Request(KEY)
+OTHER = Request(RoomKey(8, 0))
+
+
+@pytest.mark.parametrize(("outcome", "settle"), [(Outcome.REJECTED, 0), (Outcome.FAILED_SRC_FREE, TIMING.settle)])
+def test_a_failed_write_gives_the_pages_back_by_what_it_said(stage: Stage, outcome: Outcome, settle: int) -> None:
+    _, receiver = stage.receive(REQUEST)
+    stage.send(REQUEST)
+    plane = stage.freeze()
+    plane.end(plane.in_flight[0], outcome)
+    stage.until(lambda: failed(receiver, "TRANSFER_FAILED"))
+    passed = stage.until(lambda: receiver.release_safe)
+    assert settle <= passed <= settle + LATENCY + TIMING.settle
+    stage.until_over()
+
+
+def test_unknown_writes_hold_the_pages_until_the_engine_is_destroyed(stage: Stage) -> None:
+    _, receiver = stage.receive(REQUEST)
+    sender = stage.send(REQUEST)
+    plane = stage.freeze()
+    plane.end(plane.in_flight[0], Outcome.FAILED_UNKNOWN)
+    stage.until(lambda: failed(receiver, "TRANSFER_FAILED"))
+    stage.steps(2 * TIMING.ended_record)
+    assert not receiver.release_safe and not sender.release_safe
+    plane.destroy()
+    assert sender.release_safe
+    assert stage.until(lambda: receiver.release_safe) > TIMING.settle
+    stage.until_over()
+
+
+def test_a_connection_that_is_left_holds_the_pages_after_the_settle_time(stage: Stage) -> None:
+    _, receiver = stage.receive(REQUEST)
+    stage.send(REQUEST)
+    stage.freeze()
+    writer = stage.prefill.ref
+    stage.cut(stage.decode, stage.prefill, FOREVER)
+    stage.kill_prefill(stage.prefill)
+    stage.until(lambda: failed(receiver, "PEER_LOST"))
+    stage.steps(10 * TIMING.settle)
+    assert not receiver.release_safe, "nobody answers: nothing is proven"
+    stage.network.cuts.clear()
+    stage.until(lambda: receiver.release_safe, FOREVER)
+    assert not stage.connections(stage.decode, writer), "the last byte came before"
+    stage.until_over()
+
+
+def test_a_first_dial_without_an_answer_fails_after_the_patience(stage: Stage) -> None:
+    stage.stop(stage.prefill, FOREVER)
+    _, receiver = stage.receive(REQUEST)
+    passed = stage.until(lambda: failed(receiver, "PEER_LOST"))
+    assert TIMING.patience <= passed <= TIMING.patience + LATENCY
+    assert receiver.release_safe, "nothing was ever asked of it"
+    stage.until_over()
+
+
+def test_a_loss_spares_a_part_that_is_settled(stage: Stage) -> None:
+    request = Request(KEY, prefills=(0, 1))
+    room, receiver = stage.receive(request)
+    stage.send(request)
+    stage.until(lambda: part_of(room).arrived)
+    stage.kill_prefill(stage.prefill)
+    stage.steps(SECOND)
+    stage.send(request, 1)
+    stage.until(lambda: receiver.poll is KVPoll.Success)
+
+
+def test_a_room_meets_a_registry_that_was_behind_once(stage: Stage) -> None:
+    stale = stage.registry[0]
+    stage.kill_prefill(stage.prefill)
+    stage.restart(0, "a0")
+    current, stage.registry[0] = stage.registry[0], stale
+    request = Request(KEY, prefills=(0, 1))
+    _, receiver = stage.receive(request)
+    stage.until(lambda: bool(stage.decode.core._resolves))
+    stage.registry[0] = current
+    stage.send(request, 0)
+    stage.send(request, 1)
+    stage.until(lambda: receiver.poll is KVPoll.Success)
+    stage.registry[0] = stale
+    stage.kill_prefill(stage.prefill)
+    stage.restart(0, "a0")
+    stage.registry[0] = stale
+    _, other = stage.receive(OTHER)
+    stage.until(lambda: failed(other, "STALE_EPOCH"))
+    stage.until_over()
+
+
+def test_the_pages_of_a_write_never_change(stage: Stage) -> None:
+    room, receiver = stage.receive(REQUEST)
+    stage.prefill.lazy = True
+    sender = stage.send(REQUEST)
+    stage.until_named()
+    assert room.destination is not None
+    entry = room.entry(part_of(room), stage.decode.core.now, TIMING)
+    assert entry is not None
+    other = Destination(room.destination.pages[::-1].copy())
+    stage.prefill.core.on_frame(stage.link, stage.decode.ref, [entry._replace(destination=other)])
+    assert failed(sender, "ROOM_CONFLICT")
+    stage.until(lambda: failed(receiver, "ROOM_CONFLICT"))
+    stage.until_over()
+
+
+def test_another_asker_gets_a_conflict_and_disturbs_nobody(stage: Stage) -> None:
+    _, first = stage.receive(REQUEST)
+    stage.prefill.lazy = True
+    sender = stage.send(REQUEST)
+    stage.until_named()
+    stage.decodes[1].begin(REQUEST)
+    second = stage.decodes[1].receiving[KEY].handle
+    stage.until(lambda: failed(second, "ROOM_CONFLICT"))
+    stage.until(lambda: KEY not in stage.decodes[1].core.rooms and KEY not in stage.decodes[1].receiving)
+    assert failed(stage.send(REQUEST), "ROOM_CONFLICT"), "a second sender of the key"
+    stage.prefill.lazy = False
+    stage.until(lambda: first.poll is sender.poll is KVPoll.Success)
+
+
+def test_a_room_that_fails_without_a_sender_says_stopped_or_unknown_never_settled(stage: Stage) -> None:
+    room, receiver = stage.receive(REQUEST)
+    stage.send(REQUEST)
+    plane = stage.freeze()
+    plane.end(plane.in_flight[0], Outcome.FAILED_UNKNOWN)
+    stage.cut(stage.decode, stage.prefill, TIMING.ended_record + 10 * SECOND)
+    stage.until(lambda: KEY not in stage.prefill.core.rooms, FOREVER)  # the record expired, its write may still land
+    stage.until(lambda: part_of(room).writes is Writes.UNKNOWN, FOREVER)
+    assert not receiver.release_safe
+    plane.destroy()
+    stage.until(lambda: receiver.release_safe)
+    stage.until_over()

@@ -1,0 +1,49 @@
+"""Random schedules of the real cores: nothing is written where it does not belong, nothing hangs, nothing leaks.
+
+A failure prints its seed and how to replay it; the same schedules run by hand with ``python -m tests.simulation``.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.simulation.schedules import Schedule
+from tests.simulation.switches import cores
+
+
+def broken(seeds: range, off: tuple[int, ...] = ()) -> dict[str, tuple[int, str, object]]:
+    """The first violation of each schedule that has one, by the command that replays it."""
+    found = {}
+    for seed in seeds:
+        world = Schedule(seed, *cores(off)).run()
+        if world.violations:
+            found[f"python -m tests.simulation 1 --seed {seed} -v"] = world.violations[0]
+    return found
+
+
+@pytest.mark.parametrize("first", range(0, 150, 30))
+def test_schedules_end_without_a_violation(first: int) -> None:
+    assert broken(range(first, first + 30)) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_ten_thousand_schedules_end_without_a_violation() -> None:
+    command = [sys.executable, "-m", "tests.simulation", "10000", "--seed", "1000"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=1700)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("rule", "expected"), [(2, "a room is back"), (4, "foreign write"), (8, "foreign write")])
+def test_without_a_rule_many_schedules_break(rule: int, expected: str) -> None:
+    found = broken(range(60), (rule,))
+    assert len(found) >= 9, "a sixth of them"
+    assert any(expected in what for _, what, _ in found.values())
+
+
+def test_a_seed_replays_the_same_schedule() -> None:
+    assert Schedule(5).run().log == Schedule(5).run().log

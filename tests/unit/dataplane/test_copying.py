@@ -1,0 +1,109 @@
+"""All ways of copying copy the same bytes; memory that is not there is an error, not the end of the process."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvgrpc.dataplane import copying
+from kvgrpc.dataplane.copying import SLICE_BYTES, Copier, Pieces
+
+
+def address(array: np.ndarray) -> int:
+    return int(array.ctypes.data)
+
+
+def pieces_of(source: np.ndarray, target: np.ndarray, rows: list[tuple[int, int, int]]) -> Pieces:
+    s, t, n = (np.array(column, dtype=np.uint64) for column in zip(*rows, strict=True))
+    return Pieces(s + np.uint64(address(source)), t + np.uint64(address(target)), n)
+
+
+def copy_all(pieces: Pieces, step: Callable[[Pieces, int], int]) -> int:
+    following = calls = 0
+    while following < pieces.count:
+        now = step(pieces, following)
+        assert now > following
+        following, calls = now, calls + 1
+    return calls
+
+
+@pytest.mark.parametrize("way", ["_hold", "_loop", "_call"])
+@given(st.lists(st.tuples(st.integers(0, 900), st.integers(0, 100)), min_size=1, max_size=30), st.randoms())
+@settings(deadline=None, max_examples=30)
+def test_every_way_copies_what_numpy_copies(way: str, rows: list[tuple[int, int]], random: object) -> None:
+    source = np.arange(1000, dtype=np.uint8)
+    target, expected = np.zeros(4000, dtype=np.uint8), np.zeros(4000, dtype=np.uint8)
+    placed = [(start, 120 * number, nbytes) for number, (start, nbytes) in enumerate(rows)]
+    for start, where, nbytes in placed:
+        expected[where : where + nbytes] = source[start : start + nbytes]
+    copy_all(pieces_of(source, target, placed), getattr(Copier(), way))
+    assert (target == expected).all()
+
+
+@pytest.mark.parametrize("way", ["_loop", "_call"])
+def test_more_pieces_than_one_system_call_takes(way: str) -> None:
+    source = np.random.default_rng(0).integers(0, 255, 3000 * 16, dtype=np.uint8)
+    target = np.zeros_like(source)
+    rows = [(16 * n, 16 * (2999 - n), 16) for n in range(3000)]
+    copy_all(pieces_of(source, target, rows), getattr(Copier(), way))
+    assert (target.reshape(-1, 16)[::-1] == source.reshape(-1, 16)).all()
+
+
+@pytest.mark.parametrize("contended", [False, True])
+def test_one_step_copies_a_slice_not_the_whole(contended: bool) -> None:
+    source, copier = np.ones(5 * SLICE_BYTES, dtype=np.uint8), Copier()
+    target = np.zeros_like(source)
+    copier._contended = contended
+    pieces = pieces_of(source, target, [(0, 0, len(source))])
+    following = copier.copy(pieces, 0)
+    assert 0 < pieces.done(following) <= SLICE_BYTES
+    assert copy_all(pieces, copier.copy) >= 5
+    assert target.all()
+
+
+def test_memory_that_is_not_there_is_an_error_after_what_is_there_was_copied() -> None:
+    block = mmap.mmap(-1, 3 * mmap.PAGESIZE)
+    hole = address(np.frombuffer(block, dtype=np.uint8)) + mmap.PAGESIZE
+    assert copying._libc.mprotect(ctypes.c_void_p(hole), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    source = np.ones(64, dtype=np.uint8)
+    target = np.zeros(64, dtype=np.uint8)
+    at = np.array([address(target), hole], dtype=np.uint64)
+    pieces = Pieces(np.full(2, address(source), dtype=np.uint64), at, np.full(2, 64, dtype=np.uint64))
+    copier = Copier()
+    assert copier._call(pieces, 0) == 1
+    assert target.all()
+    with pytest.raises(OSError, match="Bad address"):
+        copier._call(pieces, 1)
+
+
+def test_without_the_system_call_the_loop_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*arguments: object) -> int:
+        raise PermissionError("seccomp")
+
+    monkeypatch.setattr(copying, "_write", forbidden)
+    copier = Copier()
+    source, target = np.arange(20 << 14, dtype=np.uint64), np.zeros(20 << 14, dtype=np.uint64)
+    rows = [(n * 512, n * 512, 512) for n in range(source.nbytes // 512)]
+    copy_all(pieces_of(source, target, rows), copier.copy)
+    assert (source == target).all()
+
+
+def test_it_notices_when_the_interpreter_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    copier = Copier()
+    source, target = np.ones(1 << 20, dtype=np.uint8), np.zeros(1 << 20, dtype=np.uint8)
+    pieces = pieces_of(source, target, [(0, 0, 1 << 20)])
+    wall = iter([0, 10**7] * 10)
+    monkeypatch.setattr(copying.time, "perf_counter_ns", lambda: next(wall))
+    monkeypatch.setattr(copier, "_loop", lambda pieces, first: 1)
+    copier.copy(pieces, 0)
+    assert copier._contended
+    monkeypatch.setattr(copying.time, "perf_counter_ns", lambda: 0)
+    copier.copy(pieces, 0)
+    assert not copier._contended
+    assert target.all()

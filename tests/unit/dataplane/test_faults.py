@@ -1,0 +1,75 @@
+"""The planes that tests use to misbehave do so exactly as told."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvgrpc.dataplane.base import DataPlane, Outcome
+from kvgrpc.dataplane.shm import ShmDataPlane
+from tests.faults.dataplane import Fault, FaultyDataPlane, NullDataPlane, wait
+
+
+class Setup:
+    def __init__(self, fault: Callable[[int], Fault | None]) -> None:
+        self.plane = FaultyDataPlane(ShmDataPlane(), lambda number, _: fault(number))
+        self.source, self.target = self.plane.allocate(16), self.plane.allocate(16)
+        ctypes.memset(self.source, 7, 16)
+        self.peer = self.plane.attach(self.plane.address())
+
+    def write(self):  # type: ignore[no-untyped-def]
+        columns = (np.array([value], dtype=np.uint64) for value in (self.source, self.target, 16))
+        return self.plane.submit(self.peer, *columns)
+
+    @property
+    def arrived(self) -> bool:
+        return ctypes.string_at(self.target, 16) == b"\x07" * 16
+
+
+@pytest.mark.parametrize("outcome", list(Outcome)[:3])
+def test_the_nth_submission_fails_as_told_and_the_others_do_not(outcome: Outcome) -> None:
+    setup = Setup(lambda number: Fault(outcome, detail="cable") if number == 0 else None)
+    assert (wait(setup.write()).outcome, setup.arrived) == (outcome, False)
+    assert (wait(setup.write()).outcome, setup.arrived) == (Outcome.DONE, True)
+    assert len(setup.plane.submissions) == 2
+
+
+def test_bytes_arrive_late_after_a_reported_failure() -> None:
+    setup = Setup(lambda number: Fault(Outcome.FAILED_UNKNOWN, late=True))
+    assert wait(setup.write()).outcome is Outcome.FAILED_UNKNOWN
+    assert not setup.arrived
+    assert setup.plane.write_late() == 1
+    assert setup.arrived
+    assert setup.plane.write_late() == 0
+
+
+def test_a_hang_lasts_until_it_is_released_or_stopped() -> None:
+    setup = Setup(lambda number: Fault(hang=True))
+    stopped, released = setup.write(), setup.write()
+    assert stopped.poll() is None and released.poll() is None
+    stopped.stop()
+    assert wait(stopped).outcome is Outcome.FAILED_UNKNOWN
+    assert released.poll() is None
+    setup.plane.release()
+    assert wait(released).outcome is Outcome.DONE
+
+
+def test_a_delay_can_be_stopped_before_anything_is_sent() -> None:
+    setup = Setup(lambda number: Fault(delay=60.0))
+    transfer = setup.write()
+    assert transfer.poll() is None
+    transfer.stop()
+    assert wait(transfer).outcome is Outcome.REJECTED
+    assert not setup.arrived
+
+
+def test_the_null_plane_is_done_at_once() -> None:
+    plane: DataPlane = NullDataPlane()
+    address = plane.allocate(16)
+    peer = plane.attach(plane.address())
+    columns = (np.array([value], dtype=np.uint64) for value in (address, address, 16))
+    assert plane.submit(peer, *columns).poll().nbytes == 16  # type: ignore[union-attr]
+    assert plane.close(1.0)

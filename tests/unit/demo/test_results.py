@@ -1,0 +1,86 @@
+"""The demo says OK only when everything was equal, and else the first thing that was not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvgrpc.demo.event_check import EventResult
+from kvgrpc.demo.prompts import Prompt
+from kvgrpc.demo.protocol import Failed, Finished, Prefilled, Received, Token
+from kvgrpc.demo.results import DemoResult, PromptResult, note
+
+
+def a_result() -> DemoResult:
+    """One prompt of two pages, all of it equal."""
+    prompt = PromptResult(Prompt("title", (256, 65)), room=7)
+    for kind, message in (
+        ("prefill", Prefilled(7, reused_pages=0, compute_seconds=0.1, sent_at=10.0)),
+        ("decode", Received(7, pages=2, reused_pages=0, received_at=10.5, digest="d")),
+        ("decode", Token(7, 1)),
+        ("decode", Token(7, 2)),
+        ("decode", Finished(7)),
+        ("reference", Token(7, 1)),
+        ("reference", Token(7, 2)),
+        ("reference", Finished(7, digest="d")),
+    ):
+        note(prompt, kind, message)
+    return DemoResult("shm", [prompt], [EventResult("prefill", 3)], page_bytes=100, written_bytes=200, seconds=1.0)
+
+
+def test_all_equal_is_ok() -> None:
+    result = a_result()
+    assert result.difference == ""
+    assert result.summary.startswith("kvgrpc demo: OK (1 prompts, 2 tokens")
+    assert result.as_json()["ok"] is True
+    assert result.prompts[0].handoff_seconds == 0.5
+
+
+def set_token(result: DemoResult) -> None:
+    result.prompts[0].tokens[1] = 3
+
+
+def cut_token(result: DemoResult) -> None:
+    del result.prompts[0].tokens[1:]
+
+
+def set_digest(result: DemoResult) -> None:
+    result.prompts[0].digest = "e"
+
+
+def lose_bytes(result: DemoResult) -> None:
+    result.written_bytes = 100
+
+
+def set_event(result: DemoResult) -> None:
+    result.events = [EventResult("decode", difference="2 batches came live, 3 were replayed")]
+
+
+def fail_room(result: DemoResult) -> None:
+    note(result.prompts[0], "decode", Failed(7, "PEER_LOST", "prefill is gone"))
+    note(result.prompts[0], "prefill", Failed(7, "ROOM_CANCELLED", "later"))
+
+
+def meet_problem(result: DemoResult) -> None:
+    result.problem = "the prefill process ended"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "difference"),
+    [
+        (set_token, "prompt 1: token 2 differs from the single process"),
+        (cut_token, "prompt 1: token 2 differs from the single process"),
+        (set_digest, "prompt 1: the KV cache that arrived differs from the single process's"),
+        (lose_bytes, "100 bytes were written, the pages that arrived have 200"),
+        (set_event, "events of decode: 2 batches came live, 3 were replayed"),
+        (fail_room, "prompt 1: decode says PEER_LOST: prefill is gone"),
+        (meet_problem, "the prefill process ended"),
+    ],
+)
+def test_anything_unequal_is_a_failure_that_says_what(spoil: Callable[[DemoResult], None], difference: str) -> None:
+    result = a_result()
+    spoil(result)
+    assert result.difference == difference
+    assert result.summary == f"kvgrpc demo: FAILED ({difference})"
+    assert result.as_json()["ok"] is False

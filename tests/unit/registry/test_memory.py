@@ -1,0 +1,319 @@
+"""What the registry promises about rows, epochs, shapes, leases and READY."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvgrpc.errors import (
+    EngineNotFound,
+    InvalidRequest,
+    KvGrpcError,
+    OldShapeStillLeased,
+    RegistrationShapeConflict,
+    StaleEpoch,
+    TooManyRequests,
+    WarmingUp,
+)
+from kvgrpc.model import Layout, RankId, RankRef, Role
+from kvgrpc.registry.memory import MemoryRegistry
+from kvgrpc.registry.model import BEFORE_ALL, EVERY_RANK, RankSelector
+from tests.unit.registry.builders import TTL, HandClock, pool, ranks, registry, row
+
+TP2 = Layout(tp=2)
+
+
+@pytest.fixture
+def clock() -> HandClock:
+    return HandClock()
+
+
+@pytest.fixture
+def known(clock: HandClock) -> MemoryRegistry:
+    return registry(clock)
+
+
+def names(found: MemoryRegistry, role: Role | None = None) -> list[str]:
+    return [engine.name for engine in found.list_engines(role, "", 100, rows=False)]
+
+
+class TestRegister:
+    def test_gives_one_lease_a_row_in_the_order_of_the_rows(self, known: MemoryRegistry) -> None:
+        rows = ranks(TP2)
+        leases = known.register(rows).leases
+        assert [lease.ref for lease in leases] == [asked.ref for asked in rows]
+        assert len({lease.lease_id for lease in leases}) == 2
+
+    def test_the_same_rows_again_keep_their_leases_and_renew_them(
+        self, known: MemoryRegistry, clock: HandClock
+    ) -> None:
+        first = known.register(ranks(TP2))
+        clock.now += TTL - 1
+        assert known.register(ranks(TP2)).leases == first.leases
+        clock.now += TTL - 1
+        assert known.expire() == ()
+
+    def test_a_newer_epoch_replaces_the_row_and_its_lease(self, known: MemoryRegistry) -> None:
+        old = known.register([row(epoch=5)]).leases[0]
+        new = known.register([row(epoch=6, port=2)]).leases[0]
+        assert known.rows == 1
+        assert known.resolve("P", Role.PREFILL, [EVERY_RANK]).rows == (row(epoch=6, port=2),)
+        assert known.keep_alive([old.lease_id, new.lease_id]) == [old.lease_id]
+
+    def test_a_smaller_epoch_is_refused_and_hears_the_current_one(self, known: MemoryRegistry) -> None:
+        known.register([row(epoch=6)])
+        with pytest.raises(StaleEpoch) as refused:
+            known.register([row(epoch=5)])
+        assert refused.value.metadata == {"rank": "P/dp0/pp0/cp0/tp0", "requestEpoch": "5", "currentEpoch": "6"}
+
+    @pytest.mark.parametrize("how", ["expired", "deregistered"])
+    def test_an_older_incarnation_stays_fenced_when_the_newer_one_is_gone(
+        self, known: MemoryRegistry, clock: HandClock, how: str
+    ) -> None:
+        known.register([row(epoch=6)])
+        if how == "expired":
+            clock.now += TTL
+        else:
+            known.deregister([row(epoch=6).ref])
+        with pytest.raises(StaleEpoch):
+            known.register([row(epoch=5)])
+        known.register([row(epoch=6)])
+
+    def test_fences_are_bounded_and_the_oldest_goes_first(self, clock: HandClock) -> None:
+        known = registry(clock, max_rows=2)
+        for engine in ("A", "B", "C"):
+            known.register([row(engine, epoch=6)])
+            known.deregister([row(engine, epoch=6).ref])
+        known.register([row("A", epoch=5)])
+        with pytest.raises(StaleEpoch):
+            known.register([row("C", epoch=5)])
+
+    def test_the_row_of_one_incarnation_never_changes(self, known: MemoryRegistry) -> None:
+        known.register([row(port=1, features=("a",))])
+        with pytest.raises(RegistrationShapeConflict) as refused:
+            known.register([row(port=2, features=("b",))])
+        assert refused.value.metadata["mismatchedFields"] == "endpoints.grpc,features"
+        assert refused.value.metadata["features"] == "registered a, offered b"
+
+    def test_all_rows_are_taken_or_none(self, known: MemoryRegistry) -> None:
+        known.register([row(tp=1, epoch=9, layout=TP2)])
+        with pytest.raises(StaleEpoch):
+            known.register(ranks(TP2, epoch=5))
+        assert known.rows == 1
+
+    def test_a_rank_may_not_be_there_twice_in_a_request(self, known: MemoryRegistry) -> None:
+        with pytest.raises(InvalidRequest) as refused:
+            known.register([row(epoch=1), row(epoch=2)])
+        assert refused.value.violations[0].field == "rows[1].rank"
+
+    def test_rows_and_engines_are_bounded(self, clock: HandClock) -> None:
+        known = registry(clock, max_rows=2, max_engines=1)
+        known.register([row("A", layout=Layout(tp=3))])
+        with pytest.raises(TooManyRequests) as engines:
+            known.register([row("B")])
+        with pytest.raises(TooManyRequests) as rows:
+            known.register([row("A", tp=tp, layout=Layout(tp=3)) for tp in range(3)])
+        assert (engines.value.metadata["scope"], rows.value.metadata["scope"]) == ("engines", "rows")
+        assert engines.value.retry_after == TTL
+        known.register([row("A", tp=tp, epoch=2, layout=Layout(tp=3)) for tp in range(2)])
+
+
+class TestShape:
+    def test_newer_ranks_wait_while_the_other_shape_is_of_older_incarnations(
+        self, known: MemoryRegistry, clock: HandClock
+    ) -> None:
+        known.register(ranks(TP2, epoch=5))
+        clock.now += 4
+        with pytest.raises(OldShapeStillLeased) as refused:
+            known.register([row(epoch=6, layout=Layout(tp=4))])
+        assert refused.value.code == "UNAVAILABLE"
+        assert refused.value.retry_after == pytest.approx(TTL - 4)
+        assert refused.value.metadata["layout.tp"] == "registered 2, offered 4"
+        clock.now += TTL - 4
+        known.register([row(epoch=6, layout=Layout(tp=4))])
+
+    def test_an_older_rank_of_another_shape_is_a_conflict_with_both_values(self, known: MemoryRegistry) -> None:
+        known.register([row(tp=1, epoch=7, layout=TP2)])
+        with pytest.raises(RegistrationShapeConflict) as refused:
+            known.register([row(epoch=6, layout=Layout(tp=4), role=Role.DECODE)])
+        assert refused.value.code == "ALREADY_EXISTS"
+        assert refused.value.metadata == {
+            "rank": "P/dp0/pp0/cp0/tp0",
+            "mismatchedFields": "role,layout.tp",
+            "role": "registered PREFILL, offered DECODE",
+            "layout.tp": "registered 2, offered 4",
+        }
+
+    def test_one_newer_rank_among_older_ones_makes_it_a_conflict(self, known: MemoryRegistry) -> None:
+        known.register([row(tp=0, epoch=5, layout=TP2), row(tp=1, epoch=8, layout=TP2)])
+        with pytest.raises(RegistrationShapeConflict):
+            known.register([row(tp=0, epoch=7, layout=Layout(tp=4))])
+
+    def test_it_is_no_conflict_any_more_once_the_newer_rank_is_gone(self, known: MemoryRegistry) -> None:
+        known.register([row(tp=0, epoch=5, layout=TP2), row(tp=1, epoch=8, layout=TP2)])
+        other = row(tp=3, epoch=7, layout=Layout(tp=4))
+        with pytest.raises(RegistrationShapeConflict):
+            known.register([other])
+        known.deregister([row(tp=1, epoch=8).ref])
+        with pytest.raises(OldShapeStillLeased):
+            known.register([other])
+
+    def test_ranks_that_the_request_itself_replaces_do_not_count(self, known: MemoryRegistry) -> None:
+        known.register([row(tp=0, epoch=8, layout=TP2), row(tp=1, epoch=1, layout=TP2)])
+        wider = Layout(tp=3)
+        with pytest.raises(OldShapeStillLeased):
+            known.register([row(tp=2, epoch=5, layout=wider), row(tp=0, epoch=9, layout=wider)])
+
+    def test_a_request_that_replaces_every_rank_brings_a_new_shape(self, known: MemoryRegistry) -> None:
+        known.register(ranks(TP2, epoch=5))
+        done = known.register(ranks(TP2, epoch=6, role=Role.DECODE))
+        assert done.became_ready == (("P", Role.DECODE),)
+        assert known.find("P", Role.PREFILL) is None
+        assert names(known, Role.DECODE) == ["P"]
+
+    def test_rows_of_one_request_must_agree(self, known: MemoryRegistry) -> None:
+        with pytest.raises(RegistrationShapeConflict, match="rows of one request"):
+            known.register([row(layout=TP2), row(tp=1, layout=Layout(tp=3))])
+
+    def test_pools_of_one_name_share_their_page_geometry(self, known: MemoryRegistry) -> None:
+        known.register([row(tp=0, epoch=9, layout=TP2, pools=(pool(page_tokens=16),))])
+        with pytest.raises(RegistrationShapeConflict) as refused:
+            known.register([row(tp=1, epoch=1, layout=TP2, pools=(pool(page_tokens=32),))])
+        assert refused.value.metadata["pools[kv].page_tokens"] == "registered 16, offered 32"
+
+    def test_pools_may_differ_in_what_differs_from_rank_to_rank(self, known: MemoryRegistry) -> None:
+        known.register([row(tp=0, layout=TP2, pools=(pool(pages=8, head_start=0),))])
+        known.register([row(tp=1, layout=TP2, pools=(pool(pages=9, head_start=4, layers=3), pool("swa")))])
+        assert known.find("P", None).ready  # type: ignore[union-attr]  # it was just registered
+
+    def test_a_pool_that_only_the_replaced_row_held_may_change(self, known: MemoryRegistry) -> None:
+        known.register([row(tp=0, layout=TP2, pools=(pool("swa", page_tokens=16),)), row(tp=1, layout=TP2)])
+        known.register([row(tp=0, epoch=2, layout=TP2, pools=(pool("swa", page_tokens=32),))])
+
+
+class TestLeases:
+    def test_a_row_lives_for_one_ttl_and_expires_once(self, known: MemoryRegistry, clock: HandClock) -> None:
+        known.register([row(epoch=3)])
+        clock.now += TTL - 0.01
+        assert known.expire() == ()
+        clock.now += 0.01
+        assert known.expire() == (RankRef(RankId("P"), 3),)
+        assert known.expire() == ()
+        assert (known.rows, known.engines) == (0, 0)
+
+    def test_keepalive_renews_and_names_what_it_does_not_know(self, known: MemoryRegistry, clock: HandClock) -> None:
+        lease = known.register([row()]).leases[0].lease_id
+        for _ in range(5):
+            clock.now += TTL - 1
+            assert known.keep_alive([77, lease, 78]) == [77, 78]
+        clock.now += TTL
+        assert known.keep_alive([lease]) == [lease]
+
+    def test_an_expired_row_is_not_seen_by_any_question(self, known: MemoryRegistry, clock: HandClock) -> None:
+        known.register([row()])
+        clock.now += TTL
+        assert known.find("P", Role.PREFILL) is None
+        assert names(known) == []
+        with pytest.raises(EngineNotFound):
+            known.get("P", BEFORE_ALL, 10)
+
+    def test_deregister_takes_the_very_incarnation_only(self, known: MemoryRegistry) -> None:
+        known.register([row(epoch=6)])
+        unknown = RankRef(RankId("Q"), 1)
+        assert known.deregister([row(epoch=5).ref, row(epoch=7).ref, unknown]) == 0
+        assert known.deregister([row(epoch=6).ref, row(epoch=6).ref]) == 1
+
+
+class TestReady:
+    def test_only_the_last_distinct_rank_makes_an_engine_ready(self, known: MemoryRegistry) -> None:
+        first, second = ranks(TP2)
+        assert known.register([first]).became_ready == ()
+        assert known.register([first]).became_ready == ()
+        assert known.register([second]).became_ready == (("P", Role.PREFILL),)
+        assert known.register([second]).became_ready == ()
+
+    def test_a_rank_that_is_gone_ends_it_and_its_return_is_news(self, known: MemoryRegistry) -> None:
+        rows = ranks(TP2)
+        known.register(rows)
+        known.deregister([rows[0].ref])
+        assert not known.resolve("P", Role.PREFILL).ready
+        assert known.register([rows[0]]).became_ready == (("P", Role.PREFILL),)
+
+    def test_a_replaced_rank_does_not_interrupt_it(self, known: MemoryRegistry) -> None:
+        known.register(ranks(TP2))
+        assert known.register([row(tp=1, epoch=2, layout=TP2)]).became_ready == ()
+        assert known.resolve("P", Role.PREFILL).ready
+
+
+class TestQuestions:
+    def test_resolve_returns_what_any_selector_fits_once_and_in_order(self, known: MemoryRegistry) -> None:
+        rows = ranks(Layout(dp=3, tp=2))
+        known.register(rows)
+        asked = [RankSelector(tp=1), RankSelector(dp=1), RankSelector(dp=9), RankSelector(dp=1, tp=1)]
+        found = known.resolve("P", Role.PREFILL, asked)
+        assert [(at.ref.rank.dp, at.ref.rank.tp) for at in found.rows] == [(0, 1), (1, 0), (1, 1), (2, 1)]
+        assert known.resolve("P", Role.PREFILL, [EVERY_RANK, RankSelector(dp=1)]).rows == tuple(rows)
+        assert known.resolve("P", Role.PREFILL).rows == ()
+
+    def test_resolve_finds_the_ranks_that_are_there_of_an_incomplete_engine(self, known: MemoryRegistry) -> None:
+        known.register([row(dp=2, tp=1, layout=Layout(dp=3, tp=2))])
+        found = known.resolve("P", Role.PREFILL, [RankSelector(tp=1)])
+        assert (found.ready, found.registered_ranks, len(found.rows)) == (False, 1, 1)
+
+    def test_an_empty_name_means_the_one_engine_of_the_role(self, known: MemoryRegistry) -> None:
+        known.register([row("P1"), row("D1", role=Role.DECODE)])
+        assert known.resolve("", Role.PREFILL).name == "P1"
+        known.register([row("P2")])
+        with pytest.raises(InvalidRequest) as refused:
+            known.resolve("", Role.PREFILL)
+        assert refused.value.metadata["field"] == "engine"
+        with pytest.raises(InvalidRequest):
+            known.resolve("", None)
+
+    def test_an_engine_of_another_role_is_not_found(self, known: MemoryRegistry) -> None:
+        known.register([row("D1", role=Role.DECODE)])
+        with pytest.raises(EngineNotFound) as refused:
+            known.resolve("D1", Role.PREFILL)
+        assert refused.value.metadata == {"engine": "D1", "role": "PREFILL", "missingRanks": "all"}
+        assert known.resolve("D1", None).role == Role.DECODE
+
+    def test_absence_names_some_missing_ranks_and_counts_the_rest(self, known: MemoryRegistry) -> None:
+        known.register([row(tp=1, layout=Layout(tp=20))])
+        missing = known.absence("P", Role.PREFILL).metadata["missingRanks"]
+        assert missing.startswith("dp0/pp0/cp0/tp0, dp0/pp0/cp0/tp2, ")
+        assert missing.endswith("and 11 more")
+        assert known.absence("", Role.PREFILL).metadata["engine"] == "P"
+
+    def test_engines_are_listed_by_name_from_any_place(self, known: MemoryRegistry) -> None:
+        for name in ("b", "a", "d", "c"):
+            known.register([row(name, role=Role.DECODE if name == "c" else Role.PREFILL)])
+        assert [engine.name for engine in known.list_engines(None, "a", 2, rows=False)] == ["b", "c"]
+        assert [engine.name for engine in known.list_engines(None, "bb", 9, rows=False)] == ["c", "d"]
+        assert names(known, Role.PREFILL) == ["a", "b", "d"]
+        assert [len(engine.rows) for engine in known.list_engines(None, "", 9, rows=True)] == [1, 1, 1, 1]
+
+    def test_rows_are_paged_by_coordinates(self, known: MemoryRegistry) -> None:
+        known.register(ranks(Layout(dp=3, tp=2)))
+        page = known.get("P", (0, 0, 0, 1), 2)
+        assert [(at.ref.rank.dp, at.ref.rank.tp) for at in page.rows] == [(1, 0), (1, 1)]
+
+
+class TestWarmingUp:
+    def test_for_one_ttl_an_absent_engine_is_warming_up(self, clock: HandClock) -> None:
+        known = registry(clock, warm=False)
+        clock.now += TTL - 0.5
+        assert isinstance(error_of(known), WarmingUp)
+        assert error_of(known).retry_after == pytest.approx(0.5)
+        clock.now += 0.5
+        assert isinstance(error_of(known), EngineNotFound)
+        assert not known.warming_up
+
+    def test_an_engine_that_is_there_is_found_meanwhile(self, clock: HandClock) -> None:
+        known = registry(clock, warm=False)
+        known.register([row()])
+        assert known.resolve("P", Role.PREFILL).ready
+
+
+def error_of(known: MemoryRegistry) -> KvGrpcError:
+    with pytest.raises(KvGrpcError) as refused:
+        known.resolve("P", Role.PREFILL)
+    return refused.value

@@ -1,0 +1,163 @@
+"""The small parts: the clock that stands still with its process, page tokens, and pools that become one object."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvgrpc.errors import AddressNotAllowed, InvalidRequest
+from kvgrpc.model import Layout, Role
+from kvgrpc.registry import wire
+from kvgrpc.registry.clock import MAX_STEP_SECONDS, RunningClock
+from kvgrpc.registry.model import Endpoints, RankRow, RankSelector, ResolvedEngine
+from kvgrpc.registry.pages import coordinates_token, page_token, read_coordinates_token, read_page_token
+from kvgrpc.v1 import registry_service_pb2 as pb
+from kvgrpc.wire import pool_to_pb
+from tests.unit.registry.builders import HandClock, pool, row
+
+
+def test_the_running_clock_counts_what_it_ticks() -> None:
+    real = HandClock()
+    clock = RunningClock(real)
+    for _ in range(8):
+        real.now += 0.25
+        clock.tick()
+    real.now += 0.125
+    assert clock() == pytest.approx(2.125)
+
+
+def test_the_running_clock_does_not_count_a_stop_of_its_process() -> None:
+    real = HandClock()
+    clock = RunningClock(real)
+    real.now += 3_600
+    assert clock() == MAX_STEP_SECONDS
+    clock.tick()
+    real.now += 0.5
+    assert clock() == pytest.approx(MAX_STEP_SECONDS + 0.5)
+
+
+@given(st.text(min_size=1), st.text())
+def test_a_page_token_reads_as_what_it_was_made_of(after: str, question: str) -> None:
+    if after.isascii():
+        assert read_page_token(question, page_token(question, after)) == after
+
+
+@pytest.mark.parametrize("token", ["x", "AAAA", "!!!!", "é", page_token("list", "a")[:-4], page_token("other", "a")])
+def test_a_token_that_is_not_ours_is_refused(token: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        read_page_token("list", token)
+    assert refused.value.metadata["field"] == "page_token"
+
+
+@given(st.binary())
+def test_no_token_breaks_the_reader(raw: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        read_page_token("list", base64.urlsafe_b64encode(raw + b"x").decode())
+
+
+def test_coordinates_survive_a_token_and_forged_ones_do_not() -> None:
+    assert read_coordinates_token("q", coordinates_token("q", (1, 2, 3, 4))) == (1, 2, 3, 4)
+    with pytest.raises(InvalidRequest):
+        read_coordinates_token("q", page_token("q", "1,2,x,4"))
+
+
+def test_equal_pools_become_one_object_without_addresses() -> None:
+    pools = wire.PoolCache()
+    first = pools.decode(pool_to_pb(pool()), "pools[0]")
+    assert pools.decode(pool_to_pb(pool()), "pools[0]") is first
+    assert pools.encode(first) is pools.encode(first)
+    message = pool_to_pb(pool("other"))
+    message.regions[0].address = 4_096
+    assert pools.decode(message, "pools[0]") == pool("other")
+
+
+def test_the_pool_cache_is_bounded() -> None:
+    pools = wire.PoolCache(size=2)
+    kept = [pools.decode(pool_to_pb(pool(pages=pages)), "pools[0]") for pages in (1, 2, 3)]
+    assert pools.decode(pool_to_pb(pool(pages=2)), "pools[0]") is kept[1]
+    assert pools.decode(pool_to_pb(pool(pages=1)), "pools[0]") is not kept[0]
+    assert pools.decode(pool_to_pb(pool(pages=2)), "pools[0]") is kept[1]
+    for made in kept:
+        assert pools.encode(made).pages == made.pages
+
+
+def test_rows_engines_and_selectors_survive_the_wire() -> None:
+    pools = wire.PoolCache()
+    full = RankRow(
+        ref=row(dp=1, tp=2, epoch=7).ref,
+        role=Role.DECODE,
+        endpoints=Endpoints("[fe80::1]:5", "tcp://10.0.0.1:6"),
+        layout=Layout(2, 1, 1, 4),
+        pools=(pool(), pool("swa")),
+        data_plane="mooncake",
+        features=("a", "b"),
+    )
+    assert wire.row_from_pb(wire.row_to_pb(full, pools), wire.PoolCache()) == full
+    engine = ResolvedEngine("P", Role.DECODE, Layout(2, 1, 1, 4), False, (full,), 1)
+    message = wire.engine_to_pb(engine, [wire.row_to_pb(full, pools)])
+    assert message.expected_ranks == 8
+    assert wire.engine_from_pb(message, pools) == engine
+    selectors = [RankSelector(), RankSelector(dp=0, tp=3), RankSelector(1, 2, 3, 4)]
+    assert wire.selectors_from_pb([wire.selector_to_pb(selector) for selector in selectors]) == selectors
+
+
+def decode(message: pb.RankRow) -> None:
+    wire.rows_to_register(pb.RegisterRequest(rows=[message]), wire.PoolCache(), peer_is_local=True)
+
+
+def message_of(at: RankRow) -> pb.RankRow:
+    return wire.row_to_pb(at, wire.PoolCache())
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda m: m.rank.rank.ClearField("engine"), "rows[0].rank.rank.engine"),
+        (lambda m: m.rank.ClearField("epoch"), "rows[0].rank.epoch"),
+        (lambda m: setattr(m.rank, "epoch", 2**53), "rows[0].rank.epoch"),
+        (lambda m: setattr(m.rank.rank, "tp", 2), "rows[0].rank.rank.tp"),
+        (lambda m: setattr(m.layout, "pp", 0), "layout.pp"),
+        (lambda m: setattr(m.layout, "pp", 65_537), "rows[0].layout"),
+        (lambda m: m.ClearField("role"), "rows[0].role"),
+        (lambda m: setattr(m, "role", 9), "rows[0].role"),
+        (lambda m: m.endpoints.ClearField("grpc"), "rows[0].endpoints.grpc"),
+        (lambda m: setattr(m.endpoints, "grpc", "nonsense"), "rows[0].endpoints.grpc"),
+        (lambda m: setattr(m.endpoints, "events_pub", "nonsense"), "rows[0].endpoints.events_pub"),
+        (lambda m: m.pools.append(m.pools[0]), "rows[0].pools[1].name"),
+        (lambda m: setattr(m.pools[0], "pages", 0), "rows[0].pools[0].pages"),
+        (lambda m: setattr(m.pools[0], "kind", 0), "rows[0].pools[0].kind"),
+        (lambda m: m.pools[0].ClearField("regions"), "rows[0].pools[0].regions"),
+        (lambda m: m.features.extend(["f"] * 65), "rows[0].features"),
+        (lambda m: setattr(m, "data_plane", "x" * 300_000), "rows[0]"),
+    ],
+)
+def test_each_wrong_field_of_a_row_is_named(change: object, field: str) -> None:
+    message = message_of(row(pools=(pool(),)))
+    change(message)  # type: ignore[operator]  # a lambda of the table above
+    with pytest.raises(InvalidRequest) as refused:
+        decode(message)
+    assert refused.value.metadata["field"] == field
+
+
+def test_a_decode_rank_may_serve_nothing() -> None:
+    message = message_of(row(role=Role.DECODE))
+    message.ClearField("endpoints")
+    decode(message)
+
+
+def test_a_wildcard_address_is_refused() -> None:
+    message = message_of(row())
+    message.endpoints.grpc = "0.0.0.0:80"
+    with pytest.raises(AddressNotAllowed):
+        decode(message)
+
+
+@pytest.mark.parametrize("count", [0, 1_025])
+def test_a_request_has_1_to_1024_rows(count: int) -> None:
+    with pytest.raises(InvalidRequest):
+        wire.rows_to_register(
+            pb.RegisterRequest(rows=[message_of(row())] * count), wire.PoolCache(), peer_is_local=True
+        )

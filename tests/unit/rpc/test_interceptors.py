@@ -1,0 +1,113 @@
+"""How the layers stand around a method: in one order, once per method, and beside the messages of a stream."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+
+from kvgrpc.errors import RoomNotFound
+from kvgrpc.rpc.interceptors import Admission, interceptors_of
+from kvgrpc.rpc.security import CallerRole, ServerSecurity, Token
+
+SESSION = "/kvgrpc.v1.TransferService/Session"
+GET_ROOM = "/kvgrpc.v1.TransferService/GetRoom"
+
+
+class Aborted(grpc.aio.AbortError):
+    pass
+
+
+class Context:
+    """As much of a servicer's context as the layers ask for."""
+
+    def __init__(self, *headers: tuple[str, str], seconds: float | None = 5.0) -> None:
+        self._headers = headers
+        self._seconds = seconds
+        self._code: grpc.StatusCode | None = None
+
+    def invocation_metadata(self) -> Any:
+        return self._headers
+
+    def auth_context(self) -> dict[str, Any]:
+        return {}
+
+    def time_remaining(self) -> float | None:
+        return self._seconds
+
+    def code(self) -> grpc.StatusCode | None:
+        return self._code
+
+    async def abort(self, code: grpc.StatusCode, text: str, metadata: Any) -> None:
+        self._code = code
+        raise Aborted
+
+
+async def wrapped(interceptor: grpc.aio.ServerInterceptor, path: str, handler: Any) -> Any:
+    async def resolve(details: Any) -> Any:
+        return handler
+
+    details: Any = SimpleNamespace(method=path, invocation_metadata=())
+    return await interceptor.intercept_service(resolve, details)
+
+
+async def test_a_stream_gets_the_very_context_and_requests_of_the_library() -> None:
+    """So nothing of ours stands between a session and its frames."""
+    seen: list[Any] = []
+
+    async def session(requests: Any, context: Any) -> None:
+        seen.extend((requests, context))
+
+    (interceptor,) = interceptors_of(ServerSecurity())
+    handler: Any = grpc.stream_stream_rpc_method_handler(session, bytes, bytes)
+    made = await wrapped(interceptor, SESSION, handler)
+    requests, context = object(), Context()
+    await made.stream_stream(requests, context)
+    assert seen == [requests, context]
+    assert (made.request_deserializer, made.response_serializer) == (bytes, bytes)
+
+
+async def test_a_method_is_wrapped_once() -> None:
+    async def get_room(request: Any, context: Any) -> Any:
+        return request
+
+    (interceptor,) = interceptors_of(ServerSecurity())
+    handler: Any = grpc.unary_unary_rpc_method_handler(get_room)
+    first = await wrapped(interceptor, GET_ROOM, handler)
+    assert await wrapped(interceptor, GET_ROOM, handler) is first
+    other: Any = grpc.unary_unary_rpc_method_handler(get_room)
+    assert await wrapped(interceptor, GET_ROOM, other) is not first
+
+
+async def test_who_may_not_call_takes_no_place_and_reaches_nothing() -> None:
+    """Auth before admission, admission before the servicer."""
+    reached: list[str] = []
+
+    async def get_room(request: Any, context: Any) -> Any:
+        reached.append(request)
+        raise RoomNotFound("no such room")
+
+    tokens = (Token(CallerRole.OPERATOR, "good"), Token(CallerRole.CONSUMER, "other"))
+    (interceptor,) = interceptors_of(ServerSecurity(tokens=tokens), Admission(unary=0))
+    handler: Any = grpc.unary_unary_rpc_method_handler(get_room)
+    made = await wrapped(interceptor, GET_ROOM, handler)
+    expected = [
+        ((), grpc.StatusCode.UNAUTHENTICATED),
+        ((("authorization", "Bearer bad"),), grpc.StatusCode.UNAUTHENTICATED),
+        ((("authorization", "Bearer other"),), grpc.StatusCode.PERMISSION_DENIED),
+        ((("authorization", "Bearer good"),), grpc.StatusCode.RESOURCE_EXHAUSTED),
+    ]
+    for headers, code in expected:
+        context = Context(*headers)
+        with pytest.raises(Aborted):
+            await made.unary_unary("request", context)
+        assert context.code() is code
+    assert reached == []
+
+
+async def test_a_method_of_another_package_without_handler_is_left_to_the_library() -> None:
+    (interceptor,) = interceptors_of(ServerSecurity())
+    assert await wrapped(interceptor, "/foreign.Service/Method", None) is None
+    assert await wrapped(interceptor, GET_ROOM, None) is not None

@@ -1,0 +1,408 @@
+"""Decode's half of a session: what it dials, says, believes and gives back. docs/session.md has the rules."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvgrpc.errors import Failure, Reason
+from kvgrpc.model import RankId, RankRef
+from kvgrpc.transfer.decode_core import DecodeCore, DecodePair, DecodeRoom, Stream
+from kvgrpc.transfer.model import (
+    Bounds,
+    DecodeEntry,
+    Destination,
+    Handle,
+    KVPoll,
+    PrefillEntry,
+    RoomKey,
+    RoomState,
+    Target,
+    Timing,
+    Want,
+    Writes,
+)
+
+ME, KEY, TIMING = RankRef(RankId("D"), 1), RoomKey(5), Timing()
+P0, P1 = Target(RankRef(RankId("P0"), 2), "host:1"), Target(RankRef(RankId("P1"), 3), "host:2")
+CANCELLED = Failure(Reason.ROOM_CANCELLED, "enough")
+
+
+class Side:
+    """A decode core, and the shell around it by hand."""
+
+    def __init__(self, **settings: object) -> None:
+        self.connections: frozenset[str] = frozenset()
+        self.aux: list[bytes | None] = []
+        self.aux_failure: Failure | None = None
+        self.core = DecodeCore(
+            ME,
+            connections=lambda pair: self.connections,
+            deliver_aux=self._deliver_aux,
+            **settings,  # type: ignore[arg-type]
+        )
+
+    def open(self, key: RoomKey = KEY, *targets: Target) -> DecodeRoom:
+        room = DecodeRoom(key, Handle())
+        if self.core.open(room):
+            self.core.bind(room, targets or (P0,))
+        return room
+
+    def welcome(self) -> list[Stream]:
+        streams = self.core.take_dials()
+        for stream in streams:
+            self.core.on_welcome(stream)
+        return streams
+
+    def writing(self, key: RoomKey = KEY, *targets: Target, pages: int = 2) -> tuple[DecodeRoom, Stream]:
+        """A room whose prefill was told where to write."""
+        room = self.open(key, *targets)
+        (stream, *_) = self.welcome()
+        self.core.write(room, Destination(np.arange(pages, dtype=np.uint32)))
+        assert {entry.want for entry in self.said()} == {Want.WRITE}
+        return room, stream
+
+    def said(self) -> list[DecodeEntry]:
+        return [entry for pair in self.core.take_dirty() for entry in self.core.flush(pair)]
+
+    def hear(self, stream: Stream, state: RoomState, writes: Writes, key: RoomKey = KEY, aux: bytes = b"") -> None:
+        failure = Failure(Reason.TRANSFER_FAILED, "no") if state is RoomState.FAILED else None
+        self.core.on_frame(stream, [PrefillEntry(key, state, writes, 0, aux, failure)])
+
+    def ticks(self, count: int, hear: Stream | None = None) -> None:
+        for _ in range(count):
+            self.core.tick()
+            if hear is not None:
+                self.core.on_heard(hear)
+
+    def _deliver_aux(self, room: DecodeRoom) -> Failure | None:
+        self.aux.append(room.aux)
+        return self.aux_failure
+
+
+@pytest.fixture
+def side() -> Side:
+    return Side()
+
+
+def reason(room: DecodeRoom) -> str:
+    assert room.handle.poll is KVPoll.Failed and room.handle.failure is not None
+    return room.handle.failure.reason.name
+
+
+class TestPoll:
+    def test_it_waits_for_input_once_all_targets_are_welcomed_and_before_there_are_pages(self, side: Side) -> None:
+        room = side.open(KEY, P0, P1)
+        first, second = side.core.take_dials()
+        side.core.on_welcome(first)
+        assert room.handle.poll is KVPoll.Bootstrapping
+        side.core.on_welcome(second)
+        assert room.handle.poll is KVPoll.WaitingForInput and not side.said()
+
+    def test_it_says_transferring_then_success(self, side: Side) -> None:
+        room, stream = side.writing()
+        side.hear(stream, RoomState.TRANSFERRING, Writes.OPEN)
+        assert room.handle.poll is KVPoll.Transferring
+        side.hear(stream, RoomState.SUCCESS, Writes.SETTLED)
+        assert room.handle.poll is KVPoll.Success and room.handle.release_safe
+
+    def test_success_waits_until_the_writer_is_settled(self, side: Side) -> None:
+        room, stream = side.writing()
+        side.hear(stream, RoomState.SUCCESS, Writes.OPEN)
+        assert room.handle.poll is KVPoll.WaitingForInput
+        side.hear(stream, RoomState.SUCCESS, Writes.SETTLED)
+        assert room.handle.poll is KVPoll.Success
+
+    def test_a_pair_that_stands_serves_the_next_room_at_once(self, side: Side) -> None:
+        side.writing()
+        assert side.open(RoomKey(6)).handle.poll is KVPoll.WaitingForInput
+        assert not side.core.take_dials()
+
+
+class TestRefusals:
+    def test_a_second_receiver_of_a_key_conflicts_and_the_first_goes_on(self, side: Side) -> None:
+        first, second = side.open(), side.open()
+        assert reason(second) == "ROOM_CONFLICT" and second.handle.release_safe
+        assert first.handle.poll is KVPoll.Bootstrapping
+
+    def test_rooms_are_bounded(self) -> None:
+        side = Side(bounds=Bounds(rooms=1))
+        side.open()
+        assert reason(side.open(RoomKey(6))) == "TOO_MANY_REQUESTS"
+
+    def test_past_the_bound_of_held_pages_new_rooms_are_refused(self) -> None:
+        side = Side(bounds=Bounds(held_pages=1))
+        room, _ = side.writing()
+        side.core.fail(room, CANCELLED)
+        assert side.core.held_pages == 2
+        assert reason(side.open(RoomKey(6))) == "PAGES_HELD"
+
+    def test_a_refusal_before_the_first_welcome_fails_with_its_cause_and_the_next_room_asks_again(
+        self, side: Side
+    ) -> None:
+        room = side.open()
+        (stream,) = side.core.take_dials()
+        side.core.on_goodbye(stream, Failure(Reason.PARALLEL_LAYOUT_MISMATCH, "tp 2 != 1"))
+        assert reason(room) == "PARALLEL_LAYOUT_MISMATCH" and not side.core.rooms and not side.core.pairs
+        side.open()
+        assert len(side.core.take_dials()) == 1
+
+
+class TestBreaksAndLoss:
+    def test_a_break_redials_at_once_and_says_every_room_again(self, side: Side) -> None:
+        _, stream = side.writing()
+        side.ticks(5, stream)
+        side.core.on_end(stream)
+        (again,) = side.core.take_dials()
+        assert again.number > stream.number
+        side.core.on_welcome(again)
+        assert [entry.want for entry in side.said()] == [Want.WRITE]
+
+    def test_without_a_welcome_within_a_second_of_a_break_the_pair_is_lost(self, side: Side) -> None:
+        room, stream = side.writing()
+        side.ticks(5, stream)
+        side.core.on_end(stream)
+        side.ticks(TIMING.welcome_within)
+        assert room.handle.poll is KVPoll.WaitingForInput
+        side.ticks(1)
+        assert reason(room) == "PEER_LOST" and not room.handle.release_safe
+
+    def test_silence_for_the_patience_loses_the_pair_and_ends_its_stream(self, side: Side) -> None:
+        room, stream = side.writing()
+        side.ticks(TIMING.patience)
+        assert room.handle.poll is KVPoll.WaitingForInput
+        side.ticks(1)
+        assert reason(room) == "PEER_LOST" and stream in side.core.take_closes()
+        side.hear(stream, RoomState.FAILED, Writes.SETTLED)
+        assert not room.handle.release_safe, "no later frame of it is applied"
+
+    def test_a_returning_peer_is_told_stop_and_its_word_gives_the_pages_back(self, side: Side) -> None:
+        room, _ = side.writing()
+        side.ticks(TIMING.patience + 1)
+        (again,) = side.welcome()
+        assert [entry.want for entry in side.said()] == [Want.STOP]
+        side.hear(again, RoomState.FAILED, Writes.SETTLED)
+        assert room.handle.release_safe
+        side.ticks(1)
+        assert [entry.want for entry in side.said()] == [Want.FORGET] and not side.core.rooms
+
+    def test_a_lost_pair_is_dialled_ever_more_seldom_while_pages_are_held(self, side: Side) -> None:
+        side.writing()
+        moments = []
+        for _ in range(600):
+            side.ticks(1)
+            for stream in side.core.take_dials():
+                moments.append(side.core.now)
+                side.core.on_end(stream)
+        waits = np.diff(moments)
+        assert waits.max() == waits[-1] == TIMING.longest_backoff and (np.diff(waits) >= 0).all()
+
+    def test_streams_that_break_as_soon_as_they_are_welcomed_are_not_dialled_in_a_loop(self, side: Side) -> None:
+        _, stream = side.writing()
+        side.core.on_end(stream)
+        dials = 0
+        for _ in range(100):
+            side.ticks(1)
+            for again in side.core.take_dials():
+                dials += 1
+                side.core.on_welcome(again)
+                side.core.on_end(again)
+        assert dials <= 30
+
+    def test_an_idle_pair_that_breaks_is_dropped(self, side: Side) -> None:
+        _, stream = side.writing()
+        side.hear(stream, RoomState.SUCCESS, Writes.SETTLED)
+        side.ticks(1)
+        side.said()
+        side.core.on_goodbye(stream, None)
+        side.ticks(1)
+        assert not side.core.pairs and not side.core.take_dials()
+
+
+class TestProofOfDeath:
+    def prove(self, side: Side, stream: Stream, how: str) -> None:
+        side.ticks(5, stream)
+        side.core.on_end(stream)
+        (again,) = side.core.take_dials()
+        if how == "refused":
+            side.core.on_refused(again)
+        else:
+            side.core.on_goodbye(again, Failure(Reason[how], "not me"))
+
+    @pytest.mark.parametrize("how", ["refused", "STALE_EPOCH", "WRONG_RANK"])
+    def test_pages_come_back_after_the_settle_time(self, side: Side, how: str) -> None:
+        room, stream = side.writing()
+        self.prove(side, stream, how)
+        assert reason(room) == "PEER_LOST"
+        side.ticks(TIMING.settle)
+        assert not room.handle.release_safe
+        side.ticks(1)
+        assert room.handle.release_safe and not side.core.rooms and not side.core.held_pages
+        side.ticks(1)
+        assert not side.core.pairs
+
+    def test_a_connection_that_stood_at_the_proof_holds_them_longer(self, side: Side) -> None:
+        room, stream = side.writing()
+        side.connections = frozenset({"host:1 -> us"})
+        self.prove(side, stream, "refused")
+        side.ticks(5 * TIMING.settle)
+        assert not room.handle.release_safe
+        side.connections = frozenset({"a later one"})
+        side.ticks(1)
+        assert room.handle.release_safe
+
+    def test_a_goodbye_is_none(self, side: Side) -> None:
+        room, stream = side.writing()
+        side.ticks(5, stream)
+        side.core.on_goodbye(stream, Failure(Reason.SERVER_DRAINING, "bye"))
+        assert room.handle.poll is not KVPoll.Failed and len(side.core.take_dials()) == 1
+
+    def test_a_new_room_on_it_fails_at_once(self, side: Side) -> None:
+        _, stream = side.writing()
+        self.prove(side, stream, "refused")
+        late = side.open(RoomKey(6))
+        assert reason(late) == "PEER_LOST" and late.handle.release_safe
+
+    def test_another_incarnation_before_the_first_welcome_means_resolve_again_once(self, side: Side) -> None:
+        room = side.open(KEY, P0, P1)
+        first, second = side.core.take_dials()
+        side.core.on_welcome(second)
+        side.core.on_goodbye(first, Failure(Reason.STALE_EPOCH, "restarted"))
+        assert side.core.take_resolves() == [room]
+        assert room.handle.poll is KVPoll.Bootstrapping, "one of its targets is open"
+        side.core.bind(room, (Target(RankRef(RankId("P0"), 9), "host:1"), P1))
+        (third,) = side.core.take_dials()
+        side.core.on_goodbye(third, Failure(Reason.STALE_EPOCH, "restarted again"))
+        assert not side.core.take_resolves() and reason(room) == "STALE_EPOCH"
+
+
+class TestEvidence:
+    def test_settled_gives_pages_back_at_once(self, side: Side) -> None:
+        room, stream = side.writing()
+        side.hear(stream, RoomState.FAILED, Writes.SETTLED)
+        assert reason(room) == "TRANSFER_FAILED" and room.handle.release_safe
+
+    def test_stopped_after_the_settle_time(self, side: Side) -> None:
+        room, stream = side.writing()
+        side.hear(stream, RoomState.FAILED, Writes.STOPPED)
+        side.ticks(TIMING.settle, stream)
+        assert not room.handle.release_safe
+        side.ticks(1, stream)
+        assert room.handle.release_safe
+
+    @pytest.mark.parametrize("writes", [Writes.OPEN, Writes.UNKNOWN])
+    def test_open_and_unknown_never(self, side: Side, writes: Writes) -> None:
+        room, stream = side.writing()
+        side.hear(stream, RoomState.FAILED, writes)
+        side.ticks(1000, stream)
+        assert not room.handle.release_safe
+        assert Want.FORGET not in [entry.want for entry in side.said()]
+        side.hear(stream, RoomState.FAILED, Writes.STOPPED)
+        side.ticks(TIMING.settle + 1, stream)
+        assert room.handle.release_safe and side.core.held_pages == 0
+
+    def test_an_abort_fails_the_handle_at_once_and_holds_the_pages(self, side: Side) -> None:
+        room, _ = side.writing()
+        side.core.fail(room, CANCELLED)
+        assert reason(room) == "ROOM_CANCELLED" and not room.handle.release_safe and side.core.held_pages == 2
+        (said,) = side.said()
+        assert said.want is Want.STOP and said.failure == CANCELLED
+
+    def test_an_abort_before_anybody_was_told_holds_nothing(self, side: Side) -> None:
+        room = side.open()
+        side.welcome()
+        side.core.fail(room, CANCELLED)
+        assert room.handle.release_safe
+        assert [entry.want for entry in side.said()] == [Want.STOP], "a late sender is to fail too"
+
+    def test_every_part_that_was_told_has_to_give_it(self, side: Side) -> None:
+        room = side.open(KEY, P0, P1)
+        first, second = side.welcome()
+        side.core.write(room, Destination(np.arange(2, dtype=np.uint32)))
+        side.said()
+        side.hear(first, RoomState.FAILED, Writes.SETTLED)
+        assert reason(room) == "TRANSFER_FAILED" and not room.handle.release_safe
+        assert {entry.want for entry in side.said()} == {Want.STOP, Want.FORGET}
+        side.hear(second, RoomState.SUCCESS, Writes.SETTLED)
+        assert room.handle.release_safe
+
+    def test_the_deadline_counts_anew_from_the_pages(self, side: Side) -> None:
+        room = side.open()
+        (stream,) = side.welcome()
+        side.ticks(TIMING.room_deadline - 1, stream)
+        side.core.write(room, Destination(np.arange(2, dtype=np.uint32)))
+        side.ticks(TIMING.room_deadline - 1, stream)
+        assert room.handle.poll is KVPoll.WaitingForInput
+        side.ticks(1, stream)
+        assert reason(room) == "ROOM_DEADLINE"
+
+
+class TestNews:
+    def test_what_would_go_back_is_ignored_and_counted(self, side: Side) -> None:
+        room, stream = side.writing()
+        side.hear(stream, RoomState.SUCCESS, Writes.SETTLED)
+        side.hear(stream, RoomState.FAILED, Writes.SETTLED)
+        side.hear(stream, RoomState.TRANSFERRING, Writes.OPEN)
+        assert room.handle.poll is KVPoll.Success and side.core.ignored_entries == 2
+
+    def test_a_room_it_does_not_know_is_answered_forget(self, side: Side) -> None:
+        _, stream = side.writing()
+        side.hear(stream, RoomState.FAILED, Writes.STOPPED, key=RoomKey(99))
+        side.ticks(1, stream)
+        assert side.said() == [DecodeEntry(RoomKey(99), Want.FORGET)]
+
+    def test_frames_of_an_older_stream_and_before_welcome_are_not_applied(self, side: Side) -> None:
+        room, stream = side.writing()
+        side.ticks(5, stream)
+        side.core.on_end(stream)
+        (again,) = side.core.take_dials()
+        for early_or_late in (stream, again):
+            side.hear(early_or_late, RoomState.FAILED, Writes.SETTLED)
+        assert room.handle.poll is KVPoll.WaitingForInput
+
+    def test_success_before_it_was_told_where_is_refused(self, side: Side) -> None:
+        room = side.open()
+        (stream,) = side.welcome()
+        side.hear(stream, RoomState.SUCCESS, Writes.SETTLED)
+        assert reason(room) == "INVALID_REQUEST"
+
+    def test_failed_without_a_reason_is_a_failure_too(self, side: Side) -> None:
+        room, stream = side.writing()
+        side.core.on_frame(stream, [PrefillEntry(KEY, RoomState.FAILED, Writes.SETTLED)])
+        assert reason(room) == "UNSPECIFIED"
+
+
+class TestAux:
+    def test_it_is_delivered_before_success_is_told(self, side: Side) -> None:
+        _, stream = side.writing()
+        side.hear(stream, RoomState.SUCCESS, Writes.SETTLED, aux=b"token")
+        assert side.aux == [b"token"]
+
+    def test_one_that_does_not_fit_fails_the_room(self, side: Side) -> None:
+        side.aux_failure = Failure(Reason.INVALID_REQUEST, "too short")
+        room, stream = side.writing()
+        side.hear(stream, RoomState.SUCCESS, Writes.SETTLED)
+        assert reason(room) == "INVALID_REQUEST" and room.handle.release_safe
+
+    def test_more_than_the_bound_is_not_even_kept(self, side: Side) -> None:
+        room, stream = side.writing()
+        side.hear(stream, RoomState.SUCCESS, Writes.SETTLED, aux=bytes(Bounds().aux_bytes + 1))
+        assert reason(room) == "INVALID_REQUEST" and not side.aux
+
+
+def test_nothing_is_left_of_rooms_that_are_over(side: Side) -> None:
+    stream: Stream | None = None
+    for number in range(1, 200):
+        key = RoomKey(number)
+        room = side.open(key)
+        for dialled in side.welcome():
+            stream = dialled
+        assert stream is not None
+        side.core.write(room, Destination(np.arange(2, dtype=np.uint32)))
+        side.said()
+        side.hear(stream, RoomState.SUCCESS, Writes.SETTLED, key)
+        side.ticks(1, stream)
+        side.said()
+    pair: DecodePair = stream.pair  # type: ignore[union-attr]
+    assert not side.core.rooms and not pair.rooms and not pair.dirty
+    assert len(side.core._due) == 0 and not side.core._held.rooms

@@ -1,0 +1,89 @@
+"""The plan writes exactly the bytes that a naive loop writes, in as few descriptors as runs allow."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvgrpc.errors import KvIndexOutOfRange
+from kvgrpc.model import Region
+from kvgrpc.transfer.plan import Geometry, Plan, check_pages
+
+PAGES = 64
+
+
+def regions(base: int, count: int, page_bytes: int, stride: int) -> list[Region]:
+    return [Region(layer, "k", base + layer * PAGES * stride, stride, page_bytes) for layer in range(count)]
+
+
+def naive_bytes(source: list[Region], destination: list[Region], pairs: list[tuple[int, int]]) -> dict[int, int]:
+    """Destination byte -> source byte, page by page and byte by byte."""
+    moved = {}
+    for ours, theirs in zip(source, destination, strict=True):
+        for page, other in pairs:
+            for byte in range(ours.page_bytes):
+                moved[theirs.address + other * theirs.page_stride_bytes + byte] = (
+                    ours.address + page * ours.page_stride_bytes + byte
+                )
+    return moved
+
+
+def planned_bytes(plan: Plan) -> dict[int, int]:
+    moved = {}
+    for source, destination, nbytes in zip(*(column.tolist() for column in plan), strict=True):
+        for byte in range(nbytes):
+            assert destination + byte not in moved, "a byte is written twice"
+            moved[destination + byte] = source + byte
+    return moved
+
+
+page_lists = st.integers(1, 12).flatmap(
+    lambda count: st.tuples(
+        st.lists(st.integers(0, PAGES - 1), min_size=count, max_size=count, unique=True),
+        st.lists(st.integers(0, PAGES - 1), min_size=count, max_size=count, unique=True),
+    )
+)
+
+
+@given(page_lists, st.integers(1, 3), st.integers(1, 8), st.integers(0, 4), st.integers(0, 4), st.booleans())
+def test_plan_moves_what_a_naive_loop_moves(
+    pages: tuple[list[int], list[int]], layers: int, page_bytes: int, gap: int, other_gap: int, ascending: bool
+) -> None:
+    source_pages, destination_pages = (sorted(side) for side in pages) if ascending else pages
+    source = regions(1 << 20, layers, page_bytes, page_bytes + gap)
+    destination = regions(1 << 30, layers, page_bytes, page_bytes + other_gap)
+    plan = Geometry(source, destination, PAGES).plan(
+        np.array(source_pages, dtype=np.uint32), np.array(destination_pages, dtype=np.uint32)
+    )
+    assert planned_bytes(plan) == naive_bytes(
+        source, destination, list(zip(source_pages, destination_pages, strict=True))
+    )
+
+
+def test_contiguous_on_both_sides_is_one_descriptor_a_region() -> None:
+    geometry = Geometry(regions(4096, 3, 8, 8), regions(1 << 30, 3, 8, 8), PAGES)
+    plan = geometry.plan(np.arange(10, 20, dtype=np.uint32), np.arange(30, 40, dtype=np.uint32))
+    assert [len(column) for column in plan] == [3, 3, 3]
+    assert plan.nbytes.tolist() == [80, 80, 80]
+
+
+def test_a_gap_on_one_side_breaks_the_run() -> None:
+    geometry = Geometry(regions(4096, 1, 8, 8), regions(1 << 30, 1, 8, 8), PAGES)
+    plan = geometry.plan(np.array([1, 2, 3, 4], np.uint32), np.array([1, 2, 9, 10], np.uint32))
+    assert plan.nbytes.tolist() == [16, 16]
+
+
+def test_padding_between_pages_is_never_written() -> None:
+    geometry = Geometry(regions(4096, 1, 8, 16), regions(1 << 30, 1, 8, 8), PAGES)
+    plan = geometry.plan(np.array([1, 2], np.uint32), np.array([1, 2], np.uint32))
+    assert plan.nbytes.tolist() == [8, 8]
+
+
+def test_a_page_outside_the_pool_is_named() -> None:
+    with pytest.raises(KvIndexOutOfRange) as caught:
+        check_pages(np.array([1, 64, 2], np.uint32), PAGES, "kv")
+    assert caught.value.metadata == {"pool": "kv", "page": "64", "pages": "64", "position": "1"}
+    check_pages(np.array([63], np.uint32), PAGES, "kv")
+    check_pages(np.array([], np.uint32), PAGES, "kv")

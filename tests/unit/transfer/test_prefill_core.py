@@ -1,0 +1,474 @@
+"""Prefill's half of a session: who owns a room, what is written, what is said and remembered. docs/session.md."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvgrpc.dataplane.base import Outcome
+from kvgrpc.errors import Failure, InvalidRequest, Reason
+from kvgrpc.model import RankId, RankRef
+from kvgrpc.transfer.model import (
+    Align,
+    Bounds,
+    DecodeEntry,
+    Destination,
+    Handle,
+    KVPoll,
+    PrefillEntry,
+    RoomKey,
+    RoomState,
+    Timing,
+    Want,
+    Writes,
+)
+from kvgrpc.transfer.prefill_core import Chunk, PrefillCore, PrefillRoom, Submission
+
+ME, KEY, TIMING = RankRef(RankId("P"), 1), RoomKey(5), Timing()
+D0, D1 = RankRef(RankId("D0"), 2), RankRef(RankId("D1"), 3)
+CANCELLED = Failure(Reason.ROOM_CANCELLED, "enough", {}, "D0")
+
+
+class Side:
+    """A prefill core, and the shell around it by hand."""
+
+    def __init__(self, **settings: object) -> None:
+        self.core = PrefillCore(ME, **settings)  # type: ignore[arg-type]
+        self.streams: dict[RankRef, object] = {}
+        self._number = 0
+
+    def hello(self, ref: RankRef = D0) -> object:
+        self._number += 1
+        stream = self.streams[ref] = object()
+        assert self.core.on_hello(stream, ref, ME, self._number) is None
+        return stream
+
+    def name(self, want: Want = Want.WRITE, key: RoomKey = KEY, pages: int = 3, ref: RankRef = D0) -> None:
+        """Decode says a room; its pages are 10, 11, …"""
+        if ref not in self.streams:
+            self.hello(ref)
+        destination = Destination(np.arange(10, 10 + pages, dtype=np.uint32)) if want is Want.WRITE else None
+        failure = CANCELLED if want is Want.STOP else None
+        self.core.on_frame(self.streams[ref], ref, [DecodeEntry(key, want, destination, 300_000, failure)])
+
+    def claim(self, key: RoomKey = KEY, total: int | None = 3, align: Align = Align.HEAD) -> tuple[PrefillRoom, Handle]:
+        handle = Handle()
+        record = self.core.claim(key, handle)
+        assert record is not None
+        self.core.expect(record, total, align)
+        return record, handle
+
+    def send(self, record: PrefillRoom, start: int, stop: int, last: bool = False, aux: bytes | None = None) -> None:
+        """Position n of the room is page 100 + n."""
+        self.core.send(record, Chunk(np.arange(100 + start, 100 + stop, dtype=np.uint32), start, last), aux)
+
+    def writing(self, key: RoomKey = KEY) -> tuple[PrefillRoom, Handle, Submission]:
+        self.name(key=key)
+        record, handle = self.claim(key)
+        self.send(record, 0, 3, last=True)
+        (submission,) = self.core.take_submissions()
+        return record, handle, submission
+
+    def done(self) -> dict[int, int]:
+        """Every write that was submitted ends well; decode's page -> our page."""
+        moved: dict[int, int] = {}
+        for submission in self.core.take_submissions():
+            moved.update(zip(submission.destination.tolist(), submission.source.tolist(), strict=True))
+            self.core.on_outcome(submission, Outcome.DONE)
+        return moved
+
+    def said(self, ref: RankRef = D0) -> dict[RoomKey, PrefillEntry]:
+        return {
+            entry.key: entry for pair in self.core.take_dirty() for entry in self.core.flush(pair) if pair.ref == ref
+        }
+
+    def ticks(self, count: int, heard: bool = True) -> None:
+        for _ in range(count):
+            self.core.tick()
+            for ref, stream in self.streams.items():
+                if heard:
+                    self.core.on_heard(stream, ref)
+
+
+@pytest.fixture
+def side() -> Side:
+    return Side()
+
+
+def reason(handle: Handle) -> str:
+    assert handle.poll is KVPoll.Failed and handle.failure is not None
+    return handle.failure.reason.name
+
+
+class TestPoll:
+    def test_sender_first(self, side: Side) -> None:
+        handle = Handle()
+        record = side.core.claim(KEY, handle)
+        assert record is not None and handle.poll is KVPoll.Bootstrapping
+        side.core.expect(record, 3)
+        assert handle.poll is KVPoll.WaitingForInput, "never Bootstrapping after init"
+        side.send(record, 0, 1)
+        assert not side.core.take_submissions()
+        side.name()
+        assert handle.poll is KVPoll.Transferring
+        side.send(record, 1, 3, last=True)
+        assert side.done() == {10: 100, 11: 101, 12: 102}
+        assert handle.poll is KVPoll.Success and handle.release_safe
+
+    def test_decode_first(self, side: Side) -> None:
+        side.name()
+        handle = Handle()
+        side.core.claim(KEY, handle)
+        assert handle.poll is KVPoll.WaitingForInput
+
+    def test_decode_hears_of_an_ordinary_room_once(self, side: Side) -> None:
+        _, _, submission = side.writing()
+        assert side.said() == {}
+        side.core.on_outcome(submission, Outcome.DONE)
+        entry = side.said()[KEY]
+        assert (entry.state, entry.writes, entry.pages_done) == (RoomState.SUCCESS, Writes.SETTLED, 3)
+
+    def test_of_a_long_one_it_hears_the_progress_once_a_tick(self, side: Side) -> None:
+        side.name()
+        record, _ = side.claim()
+        side.send(record, 0, 2)
+        side.done()
+        side.ticks(1)
+        entry = side.said()[KEY]
+        assert (entry.state, entry.writes, entry.pages_done) == (RoomState.TRANSFERRING, Writes.OPEN, 2)
+
+
+class TestChunks:
+    def test_slices_in_any_order(self, side: Side) -> None:
+        side.name()
+        record, handle = side.claim()
+        for start in (2, 0, 1):
+            side.send(record, start, start + 1, last=start == 1)
+        assert side.done() == {10: 100, 11: 101, 12: 102} and handle.poll is KVPoll.Success
+
+    def test_without_a_total_the_last_chunk_says_it(self, side: Side) -> None:
+        side.name()
+        record, handle = side.claim(total=None)
+        side.send(record, 0, 3, last=True)
+        assert len(side.done()) == 3 and handle.poll is KVPoll.Success
+
+    def test_an_empty_last_chunk_sends_aux_alone(self, side: Side) -> None:
+        side.name()
+        record, handle = side.claim()
+        side.send(record, 0, 3)
+        side.done()
+        assert handle.poll is KVPoll.Transferring
+        side.send(record, 3, 3, last=True, aux=b"token")
+        assert handle.poll is KVPoll.Success and side.said()[KEY].aux == b"token"
+
+    def test_a_full_prefix_hit_needs_no_page(self, side: Side) -> None:
+        side.name(pages=0)
+        record, handle = side.claim(total=0)
+        side.send(record, 0, 0, last=True)
+        assert handle.poll is KVPoll.Success
+
+    @pytest.mark.parametrize(
+        ("chunks", "said"),
+        [
+            ([(0, 2, False), (1, 3, True)], "sent before"),
+            ([(0, 4, True)], "init said 3"),
+            ([(0, 3, True), (0, 0, False)], "after the last"),
+            ([(0, 1, False), (2, 3, True)], "page 1 of 3 was not"),
+        ],
+    )
+    def test_what_cannot_be_right_fails_the_room(
+        self, side: Side, chunks: list[tuple[int, int, bool]], said: str
+    ) -> None:
+        side.name()
+        record, handle = side.claim()
+        for chunk in chunks:
+            side.send(record, *chunk)
+        assert reason(handle) == "INVALID_REQUEST" and said in str(handle.failure)
+
+    def test_chunks_that_wait_are_bounded(self) -> None:
+        side = Side(bounds=Bounds(chunks_per_room=2))
+        record, handle = side.claim()
+        for start in range(3):
+            side.send(record, start, start + 1)
+        assert reason(handle) == "TOO_MANY_REQUESTS"
+
+
+class TestOwnership:
+    def test_a_second_sender_fails_alone(self, side: Side) -> None:
+        _, first = side.claim()
+        second = Handle()
+        assert side.core.claim(KEY, second) is None
+        assert reason(second) == "ROOM_CONFLICT" and second.release_safe and first.poll is KVPoll.WaitingForInput
+
+    def test_another_asker_keeps_hearing_conflict_until_its_forget(self, side: Side) -> None:
+        _, handle, submission = side.writing()
+        for _ in range(2):
+            side.name(ref=D1)
+            entry = side.said(D1)[KEY]
+            assert entry.failure is not None and entry.failure.reason is Reason.ROOM_CONFLICT
+            assert entry.writes is Writes.STOPPED, "what an older record knew of its pages is gone"
+        side.name(Want.STOP, ref=D1)
+        assert KEY in side.said(D1)
+        side.name(Want.FORGET, ref=D1)
+        side.hello(D1)
+        assert side.said(D1) == {}
+        side.core.on_outcome(submission, Outcome.DONE)
+        assert handle.poll is KVPoll.Success
+
+    def test_the_pages_of_a_write_never_change(self, side: Side) -> None:
+        _, handle, _ = side.writing()
+        side.name()
+        assert handle.poll is KVPoll.Transferring, "a repeat is harmless"
+        side.name(pages=2)
+        assert reason(handle) == "ROOM_CONFLICT"
+
+    def test_want_never_goes_back(self, side: Side) -> None:
+        side.name(Want.STOP)
+        side.name(Want.WRITE)
+        assert side.core.ignored_entries == 1
+        assert side.said()[KEY].failure == CANCELLED
+
+    def test_a_wrong_entry_fails_its_room_alone(self, side: Side) -> None:
+        stream = side.hello()
+        good, bad = RoomKey(1), RoomKey(2)
+        pages = Destination(np.arange(3, dtype=np.uint32))
+        wrong = DecodeEntry(bad, Want.WRITE, error=InvalidRequest("pages: must fit"))
+        side.core.on_frame(stream, D0, [wrong, DecodeEntry(good, Want.WRITE, pages, 1000)])
+        entry = side.said()[bad]
+        assert entry.failure is not None and entry.failure.reason is Reason.INVALID_REQUEST
+        assert side.claim(good)[1].poll is KVPoll.WaitingForInput
+
+
+class TestWrites:
+    @pytest.mark.parametrize(
+        ("outcome", "writes"),
+        [
+            (Outcome.REJECTED, Writes.SETTLED),
+            (Outcome.FAILED_SRC_FREE, Writes.STOPPED),
+            (Outcome.FAILED_UNKNOWN, Writes.UNKNOWN),
+        ],
+    )
+    def test_they_end_as_the_worst_of_them(self, side: Side, outcome: Outcome, writes: Writes) -> None:
+        side.name()
+        record, handle = side.claim()
+        for start in range(3):
+            side.send(record, start, start + 1, last=start == 2)
+        first, second, third = side.core.take_submissions()
+        side.core.on_outcome(first, outcome)
+        assert reason(handle) == "TRANSFER_FAILED" and not handle.release_safe
+        assert side.said()[KEY].writes is Writes.OPEN
+        assert side.core.take_stops() == [record]
+        side.core.on_outcome(second, Outcome.DONE)
+        side.core.on_outcome(third, Outcome.DONE)
+        assert side.said()[KEY].writes is writes
+        assert handle.release_safe is (writes is not Writes.UNKNOWN) and side.core.open_writes == 0
+
+    def test_unknown_becomes_stopped_when_the_engine_is_destroyed(self, side: Side) -> None:
+        _, handle, submission = side.writing()
+        side.core.on_outcome(submission, Outcome.FAILED_UNKNOWN)
+        assert side.said()[KEY].writes is Writes.UNKNOWN
+        side.core.on_engine_destroyed()
+        assert side.said()[KEY].writes is Writes.STOPPED and handle.release_safe
+
+    def test_a_write_that_was_not_taken_yet_never_starts(self, side: Side) -> None:
+        side.name()
+        record, handle = side.claim()
+        side.send(record, 0, 3, last=True)
+        side.core.fail(record, CANCELLED)
+        assert side.core.take_submissions() == [] and side.core.open_writes == 0
+        assert reason(handle) == "ROOM_CANCELLED" and side.said()[KEY].writes is Writes.SETTLED
+
+    def test_a_stop_that_meets_success_changes_nothing(self, side: Side) -> None:
+        _, handle, submission = side.writing()
+        side.core.on_outcome(submission, Outcome.DONE)
+        side.name(Want.STOP)
+        assert handle.poll is KVPoll.Success and side.said()[KEY].state is RoomState.SUCCESS
+
+    def test_no_sender_in_this_record_means_stopped(self, side: Side) -> None:
+        side.name(Want.STOP)
+        assert side.said()[KEY].writes is Writes.STOPPED
+
+    def test_or_unknown_once_an_unknown_record_of_the_pair_was_dropped(self, side: Side) -> None:
+        _, _, submission = side.writing()
+        side.core.on_outcome(submission, Outcome.FAILED_UNKNOWN)
+        side.ticks(2 * TIMING.ended_record)
+        assert KEY in side.core.rooms, "it stays while its pair has a stream"
+        side.core.on_end(side.streams.pop(D0), D0)
+        side.ticks(2 * TIMING.ended_record)
+        assert KEY not in side.core.rooms
+        side.name(Want.STOP)
+        side.name(Want.STOP, RoomKey(6), ref=D1)
+        assert side.said()[KEY].writes is Writes.UNKNOWN
+        side.core.on_engine_destroyed()
+        assert side.said()[KEY].writes is Writes.STOPPED
+
+
+class TestMemory:
+    def test_a_late_sender_fails_at_once_with_the_cause_and_that_ends_the_record(self, side: Side) -> None:
+        side.name(Want.STOP)
+        side.name(Want.FORGET)
+        handle = Handle()
+        side.core.claim(KEY, handle)
+        assert handle.failure == CANCELLED and handle.release_safe and not side.core.rooms
+
+    def test_decode_is_answered_from_the_record(self, side: Side) -> None:
+        record, _ = side.claim()
+        side.core.fail(record, CANCELLED)
+        side.ticks(TIMING.ended_record - 1)
+        side.name()
+        entry = side.said()[KEY]
+        assert entry.failure == CANCELLED and entry.writes is Writes.SETTLED
+
+    def test_forget_drops_what_is_settled(self, side: Side) -> None:
+        _, _, submission = side.writing()
+        side.name(Want.FORGET)
+        assert KEY in side.core.rooms and side.core.ignored_entries == 1
+        side.core.on_outcome(submission, Outcome.DONE)
+        side.name(Want.FORGET)
+        assert not side.core.rooms
+
+    def test_an_ended_record_is_kept_for_a_minute(self, side: Side) -> None:
+        _, _, submission = side.writing()
+        side.core.on_outcome(submission, Outcome.DONE)
+        side.said()
+        side.ticks(TIMING.ended_record - 1)
+        assert KEY in side.core.rooms
+        side.ticks(1)
+        assert not side.core.rooms
+
+    def test_past_the_bound_the_oldest_goes_but_not_before_decode_forgot_it(self) -> None:
+        side = Side(bounds=Bounds(ended_records=1))
+        keys = {RoomKey(1), RoomKey(2), RoomKey(3)}
+        for key in keys:
+            side.name(Want.STOP, key)
+        side.ticks(5)
+        assert set(side.said()) == keys and set(side.core.rooms) == keys
+        for key in keys:
+            side.name(Want.FORGET, key)
+        side.ticks(1)
+        assert len(side.core.rooms) == 1
+
+    def test_a_decode_that_does_not_forget_in_time_has_to_dial_again(self, side: Side) -> None:
+        side.name(Want.STOP)
+        stream = side.streams[D0]
+        side.ticks(TIMING.ended_record)
+        assert not side.core.rooms and side.core.take_closes() == [stream]
+        side.core.on_frame(stream, D0, [DecodeEntry(KEY, Want.WRITE, Destination(np.arange(3, dtype=np.uint32)))])
+        assert not side.core.rooms, "what it said before it heard the end opens nothing"
+
+    def test_a_room_that_nobody_claims_is_not_found_before_decode_gives_it_up(self, side: Side) -> None:
+        side.name()
+        side.ticks(TIMING.unclaimed - TIMING.welcome_within - 1)
+        assert not side.said()
+        side.ticks(1)
+        failure = side.said()[KEY].failure
+        assert failure is not None and failure.reason is Reason.ROOM_NOT_FOUND
+
+    def test_unclaimed_rooms_are_bounded_and_ended_ones_count_no_more(self) -> None:
+        side = Side(bounds=Bounds(unclaimed_per_session=2))
+        for number in (1, 2, 3):
+            side.name(key=RoomKey(number))
+        refused = side.said()[RoomKey(3)].failure
+        assert refused is not None and refused.reason is Reason.TOO_MANY_REQUESTS
+        side.name(Want.STOP, RoomKey(1))
+        side.name(key=RoomKey(4))
+        side.claim(RoomKey(2))
+        side.name(key=RoomKey(5))
+        assert side.core.pairs[D0].unclaimed == 2 and side.said()[RoomKey(1)].failure == CANCELLED
+
+    def test_a_sender_without_decode_runs_into_its_deadline(self, side: Side) -> None:
+        _, handle = side.claim()
+        side.ticks(TIMING.room_deadline - 1)
+        assert handle.poll is KVPoll.WaitingForInput
+        side.ticks(1)
+        assert reason(handle) == "ROOM_DEADLINE" and handle.release_safe
+
+    def test_a_drain_refuses_rooms_without_a_sender_and_lets_the_others_go_on(self, side: Side) -> None:
+        _, running, submission = side.writing()
+        side.name(key=RoomKey(6))
+        side.core.drain()
+        side.name(key=RoomKey(7))
+        for key in (RoomKey(6), RoomKey(7)):
+            failure = side.core.rooms[key].failure
+            assert failure is not None and failure.reason is Reason.SERVER_DRAINING
+        handle = Handle()
+        side.core.claim(RoomKey(8), handle)
+        assert reason(handle) == "SERVER_DRAINING"
+        side.core.on_outcome(submission, Outcome.DONE)
+        assert running.poll is KVPoll.Success and side.core.open_rooms == 0
+
+
+class TestStreams:
+    def test_another_epoch_is_stale(self, side: Side) -> None:
+        error = side.core.on_hello(object(), D0, RankRef(ME.rank, 99), 1)
+        assert error is not None and error.reason is Reason.STALE_EPOCH and not side.core.pairs
+
+    def test_a_larger_number_ends_the_older_stream_and_its_frames(self, side: Side) -> None:
+        old = side.hello()
+        new = side.hello()
+        assert side.core.take_closes() == [old]
+        side.core.on_frame(old, D0, [DecodeEntry(KEY, Want.STOP)])
+        assert not side.core.rooms
+        side.core.on_end(old, D0)
+        assert side.core.pairs[D0].stream is new
+
+    def test_a_smaller_number_is_refused_even_after_the_pair_was_dropped(self, side: Side) -> None:
+        side.core.on_end(side.hello(), D0)
+        side.ticks(TIMING.welcome_within + 1)
+        assert D0 not in side.core.pairs and [pair.ref for pair in side.core.take_gone()] == [D0]
+        error = side.core.on_hello(object(), D0, ME, 1)
+        assert error is not None and error.reason is Reason.INVALID_REQUEST
+
+    def test_a_welcome_says_every_room_that_is_not_forgotten_again(self, side: Side) -> None:
+        side.writing()
+        side.name(Want.STOP, RoomKey(6))
+        side.said()
+        side.name(Want.FORGET, RoomKey(6))
+        assert side.core.pairs[D0].open_rooms == 1
+        side.hello()
+        assert set(side.said()) == {KEY}
+
+    @pytest.mark.parametrize(("broken", "after"), [(True, TIMING.welcome_within), (False, TIMING.patience)])
+    def test_a_lost_pair_fails_its_rooms_and_starts_no_further_write(
+        self, side: Side, broken: bool, after: int
+    ) -> None:
+        side.name()
+        record, handle = side.claim()
+        side.send(record, 0, 1)
+        (submission,) = side.core.take_submissions()
+        if broken:
+            side.core.on_end(side.streams[D0], D0)
+        side.ticks(after, heard=False)
+        assert handle.poll is KVPoll.Transferring
+        side.ticks(1, heard=False)
+        assert reason(handle) == "PEER_LOST" and side.core.take_stops() == [record]
+        assert bool(side.core.take_closes()) is not broken
+        side.send(record, 1, 3, last=True)
+        assert not side.core.take_submissions()
+        side.core.on_outcome(submission, Outcome.DONE)
+        assert handle.release_safe
+
+    def test_a_pair_is_dropped_when_nothing_of_it_is_remembered(self, side: Side) -> None:
+        side.name(Want.STOP)
+        side.core.on_end(side.streams.pop(D0), D0)
+        side.ticks(TIMING.ended_record + 1)
+        assert not side.core.rooms and not side.core.pairs
+
+    def test_an_asker_that_never_forgets_its_refusals_is_given_up(self) -> None:
+        side = Side(bounds=Bounds(unclaimed=1))
+        for number in (1, 2, 3):
+            side.name(key=RoomKey(number))
+        assert side.core.pairs[D0].state == "LOST"
+
+
+def test_nothing_is_left_of_rooms_that_are_over(side: Side) -> None:
+    for number in range(1, 200):
+        key = RoomKey(number)
+        _, _, submission = side.writing(key)
+        side.core.on_outcome(submission, Outcome.DONE)
+        side.said()
+        side.name(Want.FORGET, key)
+        side.ticks(1)
+    pair, records = side.core.pairs[D0], side.core._records
+    assert not side.core.rooms and not pair.rooms and not pair.dirty and not pair.unclaimed and not pair.forgotten
+    assert len(records._due) == 0 and not records._moving and not records._ended._since

@@ -1,0 +1,67 @@
+"""Equal layouts fit; every other pair is refused with every field that differs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvgrpc.errors import ParallelLayoutMismatch
+from kvgrpc.model import Layout, Pool, PoolKind, RankId, Region
+from kvgrpc.transfer.topology import Part, Shape, owed_part, prefill_coordinates
+
+POOL = Pool(
+    "kv",
+    PoolKind.KV,
+    16,
+    100,
+    "float32",
+    tuple(Region(layer, part, 4096, 512, 512) for layer in (2, 3) for part in ("k", "v")),
+    heads_total=8,
+    head_count=8,
+)
+DECODE = Shape(RankId("D"), Layout(), (POOL,), (16,), "shm")
+PREFILL = Shape(RankId("P"), Layout(), (replace(POOL, pages=7, location="cuda:1"),), (16,), "shm")
+
+
+def test_equal_shapes_owe_all_layers_and_aux() -> None:
+    assert owed_part(PREFILL, DECODE) == Part(2, 2, 0, 8, True)
+
+
+def test_without_aux_buffers_no_part_says_aux() -> None:
+    assert not owed_part(replace(PREFILL, aux_item_bytes=()), replace(DECODE, aux_item_bytes=())).aux
+
+
+@pytest.mark.parametrize(
+    ("prefill", "fields"),
+    [
+        (replace(PREFILL, layout=Layout(tp=2)), "layout.tp"),
+        (replace(PREFILL, layout=Layout(pp=2)), "layout.pp"),
+        (replace(PREFILL, rank=RankId("P", dp=0, cp=1), layout=Layout(cp=2)), "rank"),
+        (
+            replace(PREFILL, pools=(replace(POOL, page_tokens=32, dtype="bfloat16"),)),
+            "pools[0].page_tokens,pools[0].dtype",
+        ),
+        (replace(PREFILL, pools=(replace(POOL, regions=POOL.regions[:2]),)), "pools[0].regions"),
+        (
+            replace(PREFILL, pools=(replace(POOL, regions=tuple(replace(r, page_bytes=256) for r in POOL.regions)),)),
+            "pools[0].regions[0].page_bytes",
+        ),
+        (replace(PREFILL, pools=(POOL, POOL)), "pools"),
+        (replace(PREFILL, aux_item_bytes=(8, 8)), "aux_item_bytes"),
+        (replace(PREFILL, data_plane="mooncake"), "data_plane"),
+    ],
+)
+def test_what_differs_is_named(prefill: Shape, fields: str) -> None:
+    with pytest.raises(ParallelLayoutMismatch) as caught:
+        owed_part(prefill, DECODE)
+    assert caught.value.metadata["mismatchedFields"] == fields
+
+
+def test_any_dp_may_serve_any_other_and_context_parallel_prefill_sends_from_cp_0() -> None:
+    assert prefill_coordinates(RankId("D", dp=1, tp=1), Layout(dp=4, tp=2), Layout(dp=2, tp=2), 3) == (3, 0, 0, 1)
+    assert prefill_coordinates(RankId("D", tp=1), Layout(cp=4, tp=2), Layout(tp=2), 0) == (0, 0, 0, 1)
+    with pytest.raises(ParallelLayoutMismatch):
+        prefill_coordinates(RankId("D"), Layout(), Layout(cp=2), 0)
+    with pytest.raises(ParallelLayoutMismatch):
+        prefill_coordinates(RankId("D"), Layout(dp=2), Layout(), 2)

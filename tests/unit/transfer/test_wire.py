@@ -1,0 +1,126 @@
+"""Frames carry rooms unchanged, whatever their size; what is wrong with one entry stays with that entry."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvgrpc.errors import Failure, InvalidRequest, Reason
+from kvgrpc.transfer import wire
+from kvgrpc.transfer.model import DecodeEntry, Destination, PrefillEntry, RoomKey, RoomState, Want, Writes
+from kvgrpc.v1 import transfer_service_pb2 as pb
+from kvgrpc.v1.common_pb2 import PageSet
+
+POOLS = [("kv", 2**31)]
+pages = st.lists(st.integers(0, 2**31 - 1), max_size=40) | st.integers(0, 2**20).flatmap(
+    lambda start: st.integers(0, 60).map(lambda count: list(range(start, start + count)))
+)
+keys = st.tuples(st.integers(1, 2**63 - 1), st.integers(0, 2**32 - 1)).map(lambda pair: RoomKey(*pair))
+
+
+@given(pages)
+def test_page_sets_round_trip(numbers: list[int]) -> None:
+    message = PageSet()
+    wire.fill_page_set(message, np.array(numbers, dtype=np.uint32))
+    assert wire.pages_of(PageSet.FromString(message.SerializeToString()), "pages").tolist() == numbers
+
+
+def test_runs_only_where_they_are_at_most_one_for_eight_pages() -> None:
+    runs, raw = PageSet(), PageSet()
+    wire.fill_page_set(runs, np.arange(16, dtype=np.uint32))
+    wire.fill_page_set(raw, np.array([0, 1, 2, 3, 9, 10, 11, 12], dtype=np.uint32))
+    assert (list(runs.run_starts), list(runs.run_lengths), runs.pages_u32_le) == ([0], [16], b"")
+    assert not raw.run_starts and len(raw.pages_u32_le) == 32
+
+
+@given(st.lists(st.tuples(keys, pages, st.integers(0, 2**20)), max_size=8), st.integers(100, 2000))
+def test_decode_entries_round_trip_in_frames_of_any_size(
+    rooms: list[tuple[RoomKey, list[int], int]], limit: int
+) -> None:
+    entries = [
+        DecodeEntry(key, Want.WRITE, Destination(np.array(numbers, np.uint32), first), 5000, None, "00-ab-cd-01")
+        for key, numbers, first in rooms
+    ]
+    entries += [DecodeEntry(key, Want.FORGET) for key, _, _ in rooms]
+    frames = [frame.SerializeToString() for frame in wire.decode_frames(entries, 1, limit)]
+    decoded = [entry for frame in frames for entry in wire.decode_entries(pb.SessionRequest.FromString(frame), POOLS)]
+    said = sorted((entry.key, entry.want) for entry in decoded)  # order between rooms means nothing
+    assert said == sorted((entry.key, entry.want) for entry in entries)
+    writes = [entry for entry in decoded if entry.want is Want.WRITE]
+    for one, other in zip(entries[: len(rooms)], writes, strict=True):
+        assert other.error is None and one.destination is not None and other.destination is not None
+        assert one.destination.same(other.destination)
+        assert (other.time_left_ms, other.traceparent) == (5000, "00-ab-cd-01")
+
+
+def test_a_frame_stays_below_its_limit_when_its_rooms_allow() -> None:
+    entries = [
+        DecodeEntry(RoomKey(room), Want.WRITE, Destination(np.arange(0, 200, 2, dtype=np.uint32)))
+        for room in range(1, 100)
+    ]
+    frames = list(wire.decode_frames(entries, 1, 4096))
+    assert len(frames) > 1
+    assert all(len(frame.SerializeToString()) <= 4096 for frame in frames)
+
+
+@given(
+    keys,
+    st.sampled_from(RoomState),
+    st.sampled_from(Writes),
+    st.integers(0, 2**32 - 1),
+    st.binary(max_size=100),
+)
+def test_prefill_entries_round_trip(
+    key: RoomKey, state: RoomState, writes: Writes, pages_done: int, aux: bytes
+) -> None:
+    failure = Failure(Reason.TRANSFER_FAILED, "no", {"outcome": "REJECTED"}, "P/dp0/pp0/cp0/tp0@7", 12.5)
+    entry = PrefillEntry(key, state, writes, pages_done, aux, failure if state is RoomState.FAILED else None)
+    (frame,) = wire.prefill_frames([entry], 1 << 20)
+    assert wire.prefill_entries(pb.SessionResponse.FromString(frame.SerializeToString())) == [entry]
+
+
+@pytest.mark.parametrize(
+    ("room", "error"),
+    [
+        (pb.DecodeRoom(room=5, want=pb.WANT_WRITE), "rooms[0].pages"),
+        (pb.DecodeRoom(room=5, want=pb.WANT_WRITE, pages=[PageSet(pages_u32_le=b"123")]), "pages_u32_le"),
+        (pb.DecodeRoom(room=5, want=pb.WANT_WRITE, pages=[PageSet(run_starts=[1])]), "run_lengths"),
+        (
+            pb.DecodeRoom(room=5, want=pb.WANT_WRITE, pages=[PageSet(run_starts=[2**32 - 1], run_lengths=[2])]),
+            "run_lengths",
+        ),
+        (
+            pb.DecodeRoom(room=5, want=pb.WANT_WRITE, pages=[PageSet(run_starts=[0], run_lengths=[2**32 - 1])]),
+            "run_lengths",
+        ),
+        (pb.DecodeRoom(room=5, want=pb.WANT_WRITE, pages=[PageSet(pool=1)]), "pages[0].pool"),
+        (
+            pb.DecodeRoom(
+                room=5, want=pb.WANT_WRITE, pages=[PageSet(pages_u32_le=b"1234", run_starts=[1], run_lengths=[1])]
+            ),
+            "run_starts",
+        ),
+        (pb.DecodeRoom(room=5, want=pb.WANT_WRITE, pages=[PageSet(pages_u32_le=b"\xff\xff\xff\xff")]), "page"),
+    ],
+)
+def test_a_wrong_entry_fails_alone_and_names_the_field(room: pb.DecodeRoom, error: str) -> None:
+    frame = pb.SessionRequest(rooms=[room, pb.DecodeRoom(room=6, want=pb.WANT_FORGET)])
+    wrong, right = wire.decode_entries(frame, POOLS)
+    assert wrong.error is not None and error in str(wrong.error)
+    assert right == DecodeEntry(RoomKey(6), Want.FORGET)
+
+
+@pytest.mark.parametrize(
+    "room",
+    [
+        pb.DecodeRoom(room=0, want=pb.WANT_STOP),
+        pb.DecodeRoom(room=2**63, want=pb.WANT_STOP),
+        pb.DecodeRoom(room=1),
+        pb.DecodeRoom(room=1, want=1),
+    ],
+)
+def test_a_wrong_room_or_want_ends_the_session(room: pb.DecodeRoom) -> None:
+    with pytest.raises(InvalidRequest):
+        wire.decode_entries(pb.SessionRequest(rooms=[room]), POOLS)
