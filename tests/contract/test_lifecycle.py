@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from google.protobuf.wrappers_pb2 import StringValue
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -23,12 +24,13 @@ from kvgrpc.errors import AddressNotAllowed, Internal, KvGrpcError, ServerDraini
 from kvgrpc.model import RankId, RankRef, Role
 from kvgrpc.observability import metrics
 from kvgrpc.rpc.channel import open_channel
+from kvgrpc.rpc.interceptors import Admission
 from kvgrpc.server import listener as listener_module
 from kvgrpc.server.listener import Listener
 from kvgrpc.server.servicer import ServerInfo, ServerServicer
 from kvgrpc.v1 import server_service_pb2
 from kvgrpc.v1.server_service_pb2_grpc import ServerServiceStub, add_ServerServiceServicer_to_server
-from tests.contract.serving import SERVICE, Context, Servicer, begin, failure, once, responses_of, until
+from tests.contract.serving import SERVICE, Context, Servicer, begin, failure, once, responses_of, serving, until
 
 SERVER_SERVICE = "kvgrpc.v1.ServerService"
 SERVING, NOT_SERVING = "SERVING", "NOT_SERVING"
@@ -260,9 +262,9 @@ class TestHealth:
         for call in (leaves, sleeps, hears):
             assert await next_status(call) == SERVING
         leaves.cancel()
-        for serving in [False, True] * 50:
-            house.listener.set_serving(SERVICE, serving)
-            assert await next_status(hears) == (SERVING if serving else NOT_SERVING)
+        for serves in [False, True] * 50:
+            house.listener.set_serving(SERVICE, serves)
+            assert await next_status(hears) == (SERVING if serves else NOT_SERVING)
         await channels[0].close()
         house.listener.set_serving(SERVICE, False)
         assert await next_status(hears) == NOT_SERVING
@@ -379,6 +381,19 @@ class TestStop:
             await call.write(b"")
             assert await call.read() == b""
             assert await house.listener.stop(10.0)
+            assert isinstance(await failure(call.read()), ServerDraining)
+
+    async def test_a_stream_that_is_just_writing_its_first_response_is_told_why(self) -> None:
+        admission = Admission()
+
+        async def write_while_it_ends(context: Context) -> None:
+            admission.end_streams()
+            await context.write(StringValue())
+
+        async with serving(write_while_it_ends, admission=admission) as served:
+            call = served.channel.stream_stream(f"/{SERVICE}/StreamStream")()
+            await call.done_writing()
+            assert await call.read() == b""
             assert isinstance(await failure(call.read()), ServerDraining)
 
     async def test_a_health_watcher_is_told_before(self) -> None:

@@ -57,6 +57,7 @@ class Admission:
             assert task is not None
             self._streams.add(task)
             try:
+                await _send_headers(context)
                 return await inner(request, context)
             except asyncio.CancelledError:
                 if self._ending:
@@ -66,6 +67,20 @@ class Admission:
                 self._streams.discard(task)
 
         return call
+
+
+async def _send_headers(context: Context) -> None:
+    """Answers a stream at once, and takes no cancellation half-way.
+
+    The library notes that headers were sent only when the write that carried them returns: were that write cancelled,
+    the status that says why would be refused as a second answer, and the caller would hear nothing.
+    """
+    sending = asyncio.ensure_future(context.send_initial_metadata(()))
+    try:
+        await asyncio.shield(sending)
+    except asyncio.CancelledError:
+        await asyncio.wait([sending])
+        raise
 
 
 def _draining() -> ServerDraining:
