@@ -40,6 +40,8 @@ class Context:
     def code(self) -> grpc.StatusCode | None:
         return self._code
 
+    async def send_initial_metadata(self, metadata: Any) -> None: ...
+
     async def abort(self, code: grpc.StatusCode, text: str, metadata: Any) -> None:
         self._code = code
         raise Aborted
