@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 
-from kvgrpc.errors import Failure, InvalidRequest, RoomNotFound, WrongRank
+from kvgrpc.errors import Failure, InvalidRequest, RoomNotFound, Violation, WrongRank
 from kvgrpc.model import Role
-from kvgrpc.transfer.model import RoomKey, RoomState
+from kvgrpc.transfer.model import MAX_ROOM, RoomKey, RoomState
 from kvgrpc.transfer.prefill import PrefillManager
 from kvgrpc.transfer.sender import cancelled
 from kvgrpc.transfer.tables import RoomRow, SessionRow
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvgrpc.transfer.manager import TransferManager
 
 _DEFAULT_PAGE, _LARGEST_PAGE = 100, 1000
+_LONGEST_CAUSE = 256
 Row = TypeVar("Row")
 
 
@@ -59,9 +60,7 @@ class TransferServicer(TransferServiceServicer):
 
     async def ListRooms(self, request: pb.ListRoomsRequest, context: object) -> pb.ListRoomsResponse:
         everything = self._manager.rooms()
-        states = {RoomState(state) for state in request.states if state in RoomState._value2member_map_}
-        if len(states) != len(set(request.states)):
-            raise InvalidRequest("states: unknown state", metadata={"field": "states", "value": list(request.states)})
+        states = _states(request.states)
         after = _parse_room_token(request.page_token)
         rows = sorted(
             (
@@ -81,10 +80,8 @@ class TransferServicer(TransferServiceServicer):
         return pb.GetRoomResponse(room=_room_to_pb(self._find(request.room, request.attempt)))
 
     async def CancelRoom(self, request: pb.CancelRoomRequest, context: object) -> pb.CancelRoomResponse:
-        if len(request.cause) > 256:
-            raise InvalidRequest(
-                "cause: at most 256 characters", metadata={"field": "cause", "value": len(request.cause)}
-            )
+        if len(request.cause) > _LONGEST_CAUSE:
+            raise _invalid("cause", f"{len(request.cause)} characters", f"at most {_LONGEST_CAUSE} characters")
         row = self._find(request.room, request.attempt)
         self._manager.cancel(row.key, cancelled(row.key, request.cause or "an operator cancelled it", "operator"))
         return pb.CancelRoomResponse(room=_room_to_pb(self._manager.room(row.key) or row))
@@ -104,6 +101,8 @@ class TransferServicer(TransferServiceServicer):
         )
 
     def _find(self, room: int, attempt: int) -> RoomRow:
+        if not 0 < room <= MAX_ROOM:
+            raise _invalid("room", room, "1 to 2^63-1, as a router chooses it")
         row = self._manager.room(RoomKey(room, attempt))
         if row is None:
             raise RoomNotFound(
@@ -119,9 +118,18 @@ _ROLES = {Role.PREFILL: common_pb2.ROLE_PREFILL, Role.DECODE: common_pb2.ROLE_DE
 def _page(rows: list[Row], size: int) -> tuple[list[Row], Row | None]:
     """One page, and its last row when more follow."""
     if size > _LARGEST_PAGE:
-        raise InvalidRequest(f"page_size: at most {_LARGEST_PAGE}", metadata={"field": "page_size", "value": size})
+        raise _invalid("page_size", size, f"at most {_LARGEST_PAGE}")
     size = size or _DEFAULT_PAGE
     return rows[:size], rows[size - 1] if len(rows) > size else None
+
+
+def _states(asked: Sequence[int]) -> set[RoomState]:
+    known = RoomState._value2member_map_
+    unknown = [str(state) for state in asked if state not in known]
+    if unknown:
+        names = ", ".join(f"{state.name} ({state.value})" for state in RoomState)
+        raise _invalid("states", ", ".join(unknown[:10]), f"of {names}")
+    return {RoomState(state) for state in asked}
 
 
 def _parse_token(token: str, kind: str) -> str:
@@ -131,17 +139,26 @@ def _parse_token(token: str, kind: str) -> str:
 
 
 def _parse_room_token(token: str) -> RoomKey:
+    if not token:
+        return RoomKey(0)
     try:
-        room, attempt = _parse_token(token, "r").split(":") if token else (0, 0)
-        return RoomKey(int(room), int(attempt))
+        room, attempt = map(int, _parse_token(token, "r").split(":"))
     except ValueError:
         raise _bad_token(token) from None
+    if not (0 <= room <= MAX_ROOM and 0 <= attempt < 2**32):
+        raise _bad_token(token)
+    return RoomKey(room, attempt)
 
 
 def _bad_token(token: str) -> InvalidRequest:
+    return _invalid("page_token", token[:100], "next_page_token of the response before")
+
+
+def _invalid(field: str, value: object, rule: str) -> InvalidRequest:
     return InvalidRequest(
-        "page_token: must be next_page_token of the response before",
-        metadata={"field": "page_token", "value": token[:100]},
+        f"{field}: must be {rule}, not {value}",
+        metadata={"field": field, "value": value, "rule": rule},
+        violations=[Violation(field, rule)],
     )
 
 

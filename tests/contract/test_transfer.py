@@ -624,9 +624,30 @@ class TestTables:
             assert (error.reason, error.metadata["field"]) == (Reason.INVALID_REQUEST, "states")
 
     @pytest.mark.parametrize("side", ["prefill", "decode"])
+    def test_what_no_request_may_hold_is_named_with_its_value_and_the_rule(
+        self, side: str, request: pytest.FixtureRequest, stub_of: Any
+    ) -> None:
+        stub = stub_of(request.getfixturevalue(side))
+        for call, message, field, value in (
+            (stub.GetRoom, pb.GetRoomRequest(), "room", "0"),
+            (stub.GetRoom, pb.GetRoomRequest(room=2**63), "room", str(2**63)),
+            (stub.CancelRoom, pb.CancelRoomRequest(room=2**64 - 1), "room", str(2**64 - 1)),
+            (stub.CancelRoom, pb.CancelRoomRequest(room=1, cause="x" * 257), "cause", "257 characters"),
+            (stub.ListRooms, pb.ListRoomsRequest(states=[4, 99, -1]), "states", "99, -1"),  # type: ignore[list-item]
+            (stub.ListRooms, pb.ListRoomsRequest(page_token="r:-1:0"), "page_token", "r:-1:0"),
+            (stub.ListRooms, pb.ListRoomsRequest(page_size=1001), "page_size", "1001"),
+            (stub.ListSessions, pb.ListSessionsRequest(page_token="x"), "page_token", "x"),
+        ):
+            error = refusal(call, message)
+            assert error.reason is Reason.INVALID_REQUEST
+            assert (error.metadata["field"], error.metadata["value"]) == (field, value)
+            assert [each.field for each in error.violations] == [field]
+            assert error.metadata["rule"] in error.message
+
+    @pytest.mark.parametrize("side", ["prefill", "decode"])
     def test_an_unknown_room_is_not_found(self, side: str, request: pytest.FixtureRequest, stub_of: Any) -> None:
         stub = stub_of(request.getfixturevalue(side))
-        for room, attempt in ((0, 0), (999, 0), (2**64 - 1, 2**32 - 1)):
+        for room, attempt in ((999, 0), (2**63 - 1, 2**32 - 1)):
             for call, message in ((stub.GetRoom, pb.GetRoomRequest), (stub.CancelRoom, pb.CancelRoomRequest)):
                 error = refusal(call, message(room=room, attempt=attempt))
                 assert error.reason is Reason.ROOM_NOT_FOUND
@@ -672,10 +693,6 @@ class TestTables:
         answer = stub_of(prefill).CancelRoom(pb.CancelRoomRequest(room=room), timeout=5).room
         assert answer.state == SUCCESS
         assert not answer.HasField("failure")
-
-    def test_a_long_cause_is_refused(self, prefill: RankHost, stub_of: Any) -> None:
-        error = refusal(stub_of(prefill).CancelRoom, pb.CancelRoomRequest(room=1, cause="x" * 257))
-        assert (error.reason, error.metadata["field"]) == (Reason.INVALID_REQUEST, "cause")
 
     def test_held_pages_are_shown_until_the_writer_says_settled(
         self, prefill: RankHost, decode: RankHost, memory: Memory, stub_of: Any
