@@ -27,6 +27,7 @@ from kvgrpc.registry.model import (
     RankRow,
     RankSelector,
     ResolvedEngine,
+    absent,
     conflict_metadata,
     row_differences,
 )
@@ -167,8 +168,10 @@ class MemoryRegistry:
     def get(self, engine: str, after: Coordinates, limit: int) -> ResolvedEngine:
         """The engine with at most ``limit`` rows behind the coordinates ``after``.
 
-        Raises EngineNotFound, WarmingUp.
+        Raises EngineNotFound, WarmingUp, InvalidRequest (an empty name).
         """
+        if not engine:
+            raise_if([Violation("engine", "the name of an engine; ListEngines has them")])
         self.expire()
         found = self._engines.get(engine)
         if found is None:
@@ -191,21 +194,20 @@ class MemoryRegistry:
         """The error that says why this engine is not there, or not READY."""
         found = self._find(engine, role)
         name = engine or (found.name if found is not None else "")
-        what = f"{role.name.lower() if role is not None else 'any'} engine {name}".rstrip()
         if self.warming_up:
             ran = self._clock() - self._started
             return WarmingUp(
-                f"{what} is not complete here, and the registry runs for {ran:.1f} s only: ranks that are there come "
-                "back within one keepalive",
+                f"{absent(name, role, 'READY')} here, and the registry runs for {ran:.1f} s only: ranks that are there "
+                "come back within one keepalive",
                 metadata={"engine": name},
                 retry_after=min(max(self.ttl - ran, 0.05), self.ttl / 10),
             )
         metadata = {"engine": name, "role": role.name if role is not None else ""}
         if found is None:
-            return EngineNotFound(f"{what} is not registered", metadata=metadata | {"missingRanks": "all"})
+            return EngineNotFound(absent(name, role, "registered"), metadata=metadata | {"missingRanks": "all"})
         return EngineNotFound(
-            f"{what} is not READY: {found.registered} of {found.shape.layout.ranks} ranks are registered, missing: "
-            f"{found.missing()}",
+            f"{absent(name, role, 'READY')}: {found.registered} of {found.shape.layout.ranks} ranks are registered, "
+            f"missing: {found.missing()}",
             metadata=metadata | {"missingRanks": found.missing()},
         )
 

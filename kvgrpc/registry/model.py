@@ -169,3 +169,9 @@ def _both(known: object, offered: object) -> str:
 
 def _pool_names(row: RankRow) -> str:
     return ",".join(pool.name for pool in row.pools) or "none"
+
+
+def absent(engine: str, role: Role | None, state: str) -> str:
+    """Says "prefill engine P is not READY"; of an engine that was not named, "no prefill engine is READY"."""
+    kind = "engine" if role is None else f"{role.name.lower()} engine"
+    return f"{kind} {engine} is not {state}" if engine else f"no {kind} is {state}"

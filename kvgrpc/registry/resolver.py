@@ -13,7 +13,7 @@ from kvgrpc.errors import EngineNotFound, KvGrpcError, PeerUnreachable
 from kvgrpc.model import Role
 from kvgrpc.registry import wire
 from kvgrpc.registry.calls import domain_errors, may_repeat, pause_before, unreachable
-from kvgrpc.registry.model import RankSelector, ResolvedEngine
+from kvgrpc.registry.model import RankSelector, ResolvedEngine, absent
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
@@ -179,7 +179,7 @@ class _Pending:
         if not self._resolver.is_connected(asked.address) or not asked.wait_ready:
             return unreachable(asked.address, f"no answer within {timeout:g} s")
         return EngineNotFound(
-            f"engine {asked.engine or '(any)'} did not become READY at {asked.address} within {timeout:g} s",
+            f"{absent(asked.engine, asked.role, 'READY')} at {asked.address} after {timeout:g} s",
             metadata={"engine": asked.engine, "role": asked.role.name, "missingRanks": "unknown"},
         )
 

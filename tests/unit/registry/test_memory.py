@@ -283,6 +283,21 @@ class TestQuestions:
         assert missing.endswith("and 11 more")
         assert known.absence("", Role.PREFILL).metadata["engine"] == "P"
 
+    def test_absence_is_a_sentence_whatever_was_asked(self, known: MemoryRegistry) -> None:
+        assert known.absence("Q", None).message == "engine Q is not registered"
+        assert known.absence("Q", Role.DECODE).message == "decode engine Q is not registered"
+        assert known.absence("", Role.DECODE).message == "no decode engine is registered"
+        known.register([row(tp=1, layout=TP2)])
+        missing = "1 of 2 ranks are registered, missing: dp0/pp0/cp0/tp0"
+        assert known.absence("P", None).message == f"engine P is not READY: {missing}"
+        assert known.absence("", Role.PREFILL).message == f"prefill engine P is not READY: {missing}"
+
+    def test_one_engine_is_asked_for_by_name(self, known: MemoryRegistry) -> None:
+        known.register([row()])
+        with pytest.raises(InvalidRequest) as refused:
+            known.get("", BEFORE_ALL, 10)
+        assert refused.value.metadata["field"] == "engine"
+
     def test_engines_are_listed_by_name_from_any_place(self, known: MemoryRegistry) -> None:
         for name in ("b", "a", "d", "c"):
             known.register([row(name, role=Role.DECODE if name == "c" else Role.PREFILL)])
@@ -302,6 +317,7 @@ class TestWarmingUp:
         known = registry(clock, warm=False)
         clock.now += TTL - 0.5
         assert isinstance(error_of(known), WarmingUp)
+        assert error_of(known).message.startswith("prefill engine P is not READY here, and the registry runs for 9.5 s")
         assert error_of(known).retry_after == pytest.approx(0.5)
         clock.now += 0.5
         assert isinstance(error_of(known), EngineNotFound)
