@@ -1,4 +1,4 @@
-"""What the clients of a registry share: errors as domain exceptions, what may be repeated, and when."""
+"""What the clients of a registry share: errors as domain exceptions, and when a call is repeated."""
 
 from __future__ import annotations
 
@@ -34,11 +34,6 @@ def domain_errors(address: str) -> Iterator[None]:
 
 def unreachable(address: str, why: str) -> PeerUnreachable:
     return PeerUnreachable(f"the registry at {address} did not answer: {why}", metadata={"address": address})
-
-
-def may_repeat(error: KvGrpcError) -> bool:
-    """Whether the same call may succeed later."""
-    return error.code == "UNAVAILABLE" or error.retry_after is not None
 
 
 def pause_before(attempt: int, first: float, longest: float, error: KvGrpcError | None) -> float:

@@ -13,8 +13,9 @@ import grpc
 from kvgrpc.errors import KvGrpcError, StaleEpoch
 from kvgrpc.model import RankRef
 from kvgrpc.registry import wire
-from kvgrpc.registry.calls import domain_errors, may_repeat, pause_before, unreachable
+from kvgrpc.registry.calls import domain_errors, pause_before, unreachable
 from kvgrpc.registry.model import DEFAULT_TTL, RankRow
+from kvgrpc.rpc.retry import may_repeat
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
 from kvgrpc.wire import rank_ref_to_pb

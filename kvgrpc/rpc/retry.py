@@ -1,4 +1,4 @@
-"""When a unary call is repeated: UNAVAILABLE, or RESOURCE_EXHAUSTED with RetryInfo, on idempotent calls, in time."""
+"""When an idempotent unary call is repeated: one rule, whichever of our clients calls."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ _FIRST_SECONDS, _LONGEST_SECONDS = 0.05, 2.0
 
 
 def may_repeat(error: BaseException) -> bool:
-    """Whether the very same call may succeed later."""
-    if not isinstance(error, KvGrpcError):
-        return False
-    return error.code == "UNAVAILABLE" or (error.code == "RESOURCE_EXHAUSTED" and error.retry_after is not None)
+    """Whether the very same call may succeed later.
+
+    UNAVAILABLE means that, with or without a time, and so does RetryInfo, whatever the code: a server of ours sends it
+    for nothing else.
+    """
+    return isinstance(error, KvGrpcError) and (error.code == "UNAVAILABLE" or error.retry_after is not None)
 
 
 async def repeated(call: Callable[[float], Awaitable[T]], timeout: float) -> T:

@@ -6,7 +6,15 @@ import asyncio
 
 import pytest
 
-from kvgrpc.errors import KvGrpcError, PagesHeld, PeerUnreachable, RoomNotFound, TooManyRequests, WarmingUp
+from kvgrpc.errors import (
+    EngineNotFound,
+    KvGrpcError,
+    PagesHeld,
+    PeerUnreachable,
+    RoomNotFound,
+    TooManyRequests,
+    WarmingUp,
+)
 from kvgrpc.rpc.retry import may_repeat, repeated
 
 
@@ -33,12 +41,12 @@ class Server:
         (TooManyRequests("x"), False),
         (PagesHeld("x"), False),
         (RoomNotFound("x"), False),
-        (RoomNotFound("x", retry_after=1.0), False),
+        (EngineNotFound("x", retry_after=1.0), True),
         (KvGrpcError("x"), False),
         (ValueError("x"), False),
     ],
 )
-def test_only_unavailable_and_exhausted_with_a_time_are_repeated(error: Exception, may: bool) -> None:
+def test_what_is_unavailable_or_names_a_time_is_repeated(error: Exception, may: bool) -> None:
     assert may_repeat(error) is may
 
 
