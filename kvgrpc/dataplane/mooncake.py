@@ -39,7 +39,7 @@ MAX_RANGES = 1024
 MAX_NAMES = 65_536
 ANSWER_SECONDS = 3.0
 # Over TCP four writes move at a time (25 us each, and 1 us for each KiB), 16 keep them busy. RDMA: estimated.
-IN_FLIGHT = {"tcp": Limits(16, 256, 64 << 20), "rdma": Limits(1024, 1024, 1 << 30)}
+IN_FLIGHT = {"tcp": Limits(16, 256, 64 << 20, first_bytes=4 << 20), "rdma": Limits(1024, 1024, 1 << 30)}
 _OVERLAP = -7
 _SESSION = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):[0-9]{1,5}")
 

@@ -3,10 +3,11 @@
 A batch call of Mooncake says -1 for "refused", "failed" and "still running" alike; a single submitted write keeps a
 handle until it has ended (and is faster, docs/performance.md). What is in flight is bounded for each peer, not for each
 submission, and small: a peer that hangs fails only four writes per time-out of the engine, and what was never submitted
-needs no waiting for. It grows when a poll finds that most have ended, because this process polls late (its GIL is
-busy): 16 writes of 32 KiB keep TCP busy for half a millisecond, 256 for longer than the 5 ms that a thread may keep the
-GIL. After a failed write nothing more goes to that peer until all has ended or one was done, and then one at a time
-until one is: writes to a hung peer are bytes that arrive when nobody wants them any more.
+needs no waiting for. It begins with as many writes as make 4 MiB: a page of all layers is no more, and each nap between
+two fillings would be a good part of the 2 ms that it takes. It grows when a poll finds that most have ended, because
+this process polls late (its GIL is busy): 16 writes of 32 KiB keep TCP busy for half a millisecond, 256 for longer than
+the 5 ms that a thread may keep the GIL. After a failed write nothing more goes to that peer until all has ended or one
+was done, and then one at a time until one is: writes to a hung peer are bytes that arrive when nobody wants them.
 
 Engine and clock are injected; nothing here knows Mooncake.
 """
@@ -41,11 +42,15 @@ class Engine(Protocol):
 
 
 class Limits(NamedTuple):
-    """What may be in flight to one peer: writes at first and at most, bytes at most (but always ``FEWEST`` writes)."""
+    """What may be in flight to one peer: writes at first and at most, bytes at most (but always ``FEWEST`` writes).
+
+    More writes at first where they have no more than ``first_bytes`` together.
+    """
 
     writes: int
     most_writes: int
     nbytes: int
+    first_bytes: int = 0
 
 
 class PeerQueue:
@@ -81,10 +86,12 @@ class PeerQueue:
         """Whether the bytes in flight leave room for a write."""
         return self.bytes_in_flight + nbytes <= self.limits.nbytes or self.in_flight < FEWEST
 
-    def enter(self) -> None:
+    def enter(self, writes: int, nbytes: int) -> None:
         """One more submission; the first after a pause begins with half of what was needed before it."""
-        if self.active == 0 and self.limit > 1:
-            self.limit = max(self.limit // 2, self.limits.writes)
+        if self.limit > 1:
+            before = self.limit // 2 if self.active == 0 else self.limit
+            first = min(self.limits.first_bytes * writes // max(1, nbytes), self.limits.most_writes)
+            self.limit = max(before, first, self.limits.writes)
         self.active += 1
 
     def grow(self) -> None:
@@ -170,7 +177,7 @@ class WindowTransfer:
         self._failure: tuple[Outcome, str] | None = None
         self._stopped = False
         self._result: Result | None = None
-        queue.enter()
+        queue.enter(len(self._nbytes), int(self._nbytes.sum()))
 
     def poll(self) -> Result | None:
         if self._result is None:

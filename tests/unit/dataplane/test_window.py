@@ -236,6 +236,14 @@ def test_bytes_in_flight_are_bounded_too() -> None:
     assert small.queue.bytes_in_flight == 20 * 100
 
 
+def test_small_writes_begin_with_more_of_them() -> None:
+    limits = Limits(4, 16, 1 << 30, first_bytes=100)
+    for nbytes, expected in ((10, 10), (50, 4), (5, 16)):
+        setup = Setup(FakeEngine(lambda n: 0), limits)
+        setup.submit(*[nbytes] * 50).poll()
+        assert setup.queue.in_flight == expected
+
+
 def test_polling_late_makes_the_window_grow_and_pauses_make_it_small_again() -> None:
     setup = Setup(FakeEngine(), Limits(4, 16, 1 << 30))
     transfer = setup.submit(*[10] * 1000)
