@@ -3,6 +3,6 @@
 from kvgrpc.server.app import Closed, Rank, open_rank
 from kvgrpc.server.config import RankConfig, settings
 from kvgrpc.server.registry import RegistryServer, serve_registry
-from kvgrpc.transfer.manager import AuxBuffer
+from kvgrpc.transfer.aux import AuxBuffer
 
 __all__ = ["AuxBuffer", "Closed", "Rank", "RankConfig", "RegistryServer", "open_rank", "serve_registry", "settings"]

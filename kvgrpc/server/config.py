@@ -11,7 +11,8 @@ from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import Layout, Pool, RankId, Role
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
-from kvgrpc.transfer.manager import MAX_FRAME_BYTES, AuxBuffer
+from kvgrpc.transfer.aux import AuxBuffer
+from kvgrpc.transfer.manager import MAX_FRAME_BYTES
 from kvgrpc.transfer.model import Bounds, Timing
 
 ENVIRONMENT_PREFIX = "KVGRPC_"

@@ -24,7 +24,6 @@ from kvgrpc.transfer.manager import (
     Loop,
     TransferConfig,
     TransferManager,
-    write_aux,
 )
 from kvgrpc.transfer.model import Destination, Handle, RoomKey, Target, prefill_dp
 from kvgrpc.transfer.outbox import Outbox
@@ -91,7 +90,6 @@ class DecodeManager(TransferManager):
             deliver_aux=self._deliver_aux,
         )
         self._own_pages = min(pool.pages for pool in config.pools)
-        self._aux_bytes = sum(buffer.item_bytes for buffer in config.aux)
         self._resolve = resolve
         self._open_channel = open_channel
         self._engines: dict[str, PrefillEngine] = {}
@@ -403,17 +401,17 @@ class DecodeManager(TransferManager):
             del self._data_addresses[ref]
 
     def _deliver_aux(self, room: DecodeRoom) -> Failure | None:
-        buffers, index, aux = self.config.aux, room.aux_index, room.aux or b""
-        if not buffers or index is None:
+        index, row = room.aux_index, room.aux or b""
+        if not self.config.aux or index is None:
             return None
-        expected = self._aux_bytes
-        if len(aux) != expected:
+        if len(row) != self.aux.row_bytes:
             error = InvalidRequest(
-                f"aux: must have {expected} bytes, has {len(aux)}", metadata={"field": "aux", "value": len(aux)}
+                f"aux: must have {self.aux.row_bytes} bytes, has {len(row)}",
+                metadata={"field": "aux", "value": len(row)},
             )
             return Failure.of(error, str(self.ref))
         if room.handle.aborted is None:
-            write_aux(buffers, index, aux)
+            self.aux.write(index, row)
         return None
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import os
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvgrpc.dataplane.base import DataPlane
-from kvgrpc.errors import Failure, InvalidRequest, Reason, TooManyRequests
+from kvgrpc.errors import Failure, Reason, TooManyRequests
 from kvgrpc.model import Layout, Pool, RankRef
 from kvgrpc.observability import metrics
+from kvgrpc.transfer.aux import AuxBuffer, AuxRows
 from kvgrpc.transfer.model import Bounds, RoomKey, Timing
 from kvgrpc.transfer.tables import RoomRow, SessionRow
 from kvgrpc.transfer.topology import Shape
@@ -28,15 +28,6 @@ _TICKS_BETWEEN_GAUGES = 10
 # Children of the counters, because labels() costs more than the count.
 FRAMES_SENT, FRAMES_RECEIVED = metrics.SESSION_FRAMES.labels("sent"), metrics.SESSION_FRAMES.labels("received")
 ROOMS_SENT, ROOMS_RECEIVED = metrics.SESSION_ROOMS.labels("sent"), metrics.SESSION_ROOMS.labels("received")
-
-
-@dataclass(frozen=True, slots=True)
-class AuxBuffer:
-    """One of the engine's aux buffers: ``items`` rows of ``item_bytes`` bytes from ``address`` on, in CPU memory."""
-
-    address: int
-    item_bytes: int
-    items: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +70,7 @@ class TransferManager(ABC):
         self.closed = False
         self.dropped_commands = 0
         self.errors = 0
-        self._aux_rows = min((buffer.items for buffer in config.aux), default=0)
+        self.aux = AuxRows(config.aux)
         self._pid = os.getpid()
         self._forks = _forks
         self._loop = loop.loop
@@ -120,20 +111,6 @@ class TransferManager(ABC):
                 self._loop.call_soon_threadsafe(self._run)
             except RuntimeError:  # the loop has ended with its process
                 self.closed = True
-
-    def check_aux(self, index: int | None) -> None:
-        """Raises InvalidRequest for an aux row that is not there, or is missing where the engine has aux buffers."""
-        rows = self._aux_rows
-        if (index is None and rows) or (index is not None and not 0 <= index < rows):
-            raise InvalidRequest(
-                f"aux_index: must be 0 to {rows - 1}, a row of the {len(self.config.aux)} aux buffers, not {index}",
-                metadata={"field": "aux_index", "value": index},
-            )
-
-    def aux_row(self, index: int | None) -> bytes:
-        """A copy of row ``index`` of each aux buffer, in order; empty without aux buffers. Raises InvalidRequest."""
-        self.check_aux(index)
-        return b"" if index is None else read_aux(self.config.aux, index)
 
     # Life, on the loop thread.
 
@@ -247,19 +224,3 @@ def _count_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_count_fork)
-
-
-def read_aux(buffers: Sequence[AuxBuffer], index: int) -> bytes:
-    """Row ``index`` of each buffer, in order, as one string. The caller has checked the index."""
-    return b"".join(
-        ctypes.string_at(buffer.address + index * buffer.item_bytes, buffer.item_bytes) for buffer in buffers
-    )
-
-
-def write_aux(buffers: Sequence[AuxBuffer], index: int, aux: bytes) -> None:
-    """Writes row ``index`` of each buffer in order; the last one comes last, because engines look there (14)."""
-    offset = 0
-    for buffer in buffers:
-        item = aux[offset : offset + buffer.item_bytes]
-        ctypes.memmove(buffer.address + index * buffer.item_bytes, item, buffer.item_bytes)
-        offset += buffer.item_bytes

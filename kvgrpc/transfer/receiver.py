@@ -70,7 +70,7 @@ class KVReceiver:
         self._initialised = True
         try:
             destination = Destination(as_pages(pages), first_page)
-            self._manager.check_aux(aux_index)
+            self._manager.aux.check(aux_index)
         except KvGrpcError as error:
             self._manager.post(self._manager.fail, self._room, Failure.of(error, str(self._manager.ref)))
             return

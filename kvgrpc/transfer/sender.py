@@ -77,7 +77,7 @@ class KVSender:
             start = self._start(index_slice, len(numbers))
             self._sent += len(numbers)
             last = (self._total is not None and self._sent >= self._total) if is_last is None else is_last
-            aux = self._manager.aux_row(self._aux_index) if last else None
+            aux = self._manager.aux.read(self._aux_index) if last else None
         except KvGrpcError as error:
             self._manager.post(self._manager.fail, self._handle, Failure.of(error, str(self._manager.ref)))
             return

@@ -1,0 +1,55 @@
+"""The engine's aux buffers: a few hundred bytes a room (first token and the like) that travel with its last word."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvgrpc.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class AuxBuffer:
+    """One of the engine's aux buffers: ``items`` rows of ``item_bytes`` bytes from ``address`` on, in CPU memory."""
+
+    address: int
+    item_bytes: int
+    items: int
+
+
+class AuxRows:
+    """Row ``index`` of all buffers as one string of ``row_bytes`` bytes. Threads may use different rows at once."""
+
+    def __init__(self, buffers: Sequence[AuxBuffer]) -> None:
+        self._rows = min((buffer.items for buffer in buffers), default=0)
+        self._views = [(_view(buffer), buffer.item_bytes) for buffer in buffers]
+        self.row_bytes = sum(buffer.item_bytes for buffer in buffers)
+
+    def check(self, index: int | None) -> None:
+        """Raises InvalidRequest for a row that is not there, or none where the engine has aux buffers."""
+        rows = self._rows
+        there = not rows if index is None else hasattr(index, "__index__") and 0 <= index < rows
+        if not there:
+            raise InvalidRequest(
+                f"aux_index: must be 0 to {rows - 1}, a row of the {len(self._views)} aux buffers, not {index!r}",
+                metadata={"field": "aux_index", "value": index},
+            )
+
+    def read(self, index: int | None) -> bytes:
+        """A copy of the row of each buffer, in order; empty without aux buffers. Raises InvalidRequest."""
+        self.check(index)
+        if index is None:
+            return b""
+        return b"".join([view[index * size : (index + 1) * size] for view, size in self._views])
+
+    def write(self, index: int, row: bytes) -> None:
+        """Writes the row of each buffer in order; the last one comes last, because engines look there (14)."""
+        offset = 0
+        for view, size in self._views:
+            view[index * size : (index + 1) * size] = row[offset : offset + size]
+            offset += size
+
+
+def _view(buffer: AuxBuffer) -> memoryview:
+    return memoryview((ctypes.c_char * (buffer.items * buffer.item_bytes)).from_address(buffer.address)).cast("B")
