@@ -1,0 +1,1 @@
+"""Adapters that let serving engines use kvgrpc unpatched: one package an engine, none imports another."""

@@ -1,0 +1,14 @@
+"""How a failure of a room becomes the exception that SGLang reads."""
+
+from __future__ import annotations
+
+from sglang.srt.disaggregation.common.conn import KVTransferError
+
+from kvgrpc.errors import Failure
+
+
+def transfer_error(room: int, failure: Failure | None) -> KVTransferError:
+    """The reason by its name, and whose it is; without a failure it was another rank's, which SGLang logs there."""
+    if failure is None:
+        return KVTransferError(room, "another rank of this engine failed", is_from_another_rank=True)
+    return KVTransferError(room, f"{failure.reason.name}: {failure.message} [{failure.origin}]")

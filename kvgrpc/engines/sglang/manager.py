@@ -1,0 +1,115 @@
+"""One manager a scheduler process: opens the rank, and answers what SGLang asks about peers and held pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.disaggregation.base.conn import BaseKVManager
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import get_mooncake_transfer_engine
+from sglang.srt.runtime_context import get_device, get_disagg, get_parallel, get_serving
+from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
+
+from kvgrpc.engines.sglang.limits import check_supported
+from kvgrpc.engines.sglang.rank import Place, bracketed, external_registry, loopback_for, rank_config
+from kvgrpc.model import Layout, Role
+from kvgrpc.server import open_rank
+
+if TYPE_CHECKING:
+    from kvgrpc.dataplane.base import DataPlane
+    from kvgrpc.transfer import KVReceiver
+
+
+class KvGrpcManager(BaseKVManager):
+    """Made by SGLang once its KV pool stands; blocks until the rank is open, and raises where it cannot be.
+
+    Everything after the constructor is called on the scheduler's thread and neither blocks nor raises.
+    """
+
+    supports_deferred_decode_kv_release = True
+    enable_deferred_decode_kv_release = True
+    is_dummy_cp_rank = False
+
+    def __init__(
+        self, args: Any, disaggregation_mode: DisaggregationMode, server_args: Any, is_mla_backend: bool | None = False
+    ) -> None:
+        self.kv_args = args
+        self.prefill_info_table = _EveryPrefill()
+        self.external_registry = external_registry()
+        self.page_bytes = sum(args.kv_item_lens)
+        self._deferred: dict[int, KVReceiver] = {}
+        role = Role.PREFILL if disaggregation_mode is DisaggregationMode.PREFILL else Role.DECODE
+        check_supported(args, role)
+        place = _place(role)
+        self.rank = open_rank(rank_config(args, place, _shared_plane(place.local_ip)))
+        # A PrefillManager or a DecodeManager, as the class that SGLang makes on this one expects.
+        self.transfer: Any = self.rank.transfer
+
+    def register_to_bootstrap(self) -> None:
+        """The rank registers itself, and again whenever its registry was restarted."""
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """Always known; see _EveryPrefill."""
+        return True
+
+    # Decode: pages of failed requests, which SGLang keeps until every rank says that nobody writes to them any more.
+
+    def defer_release(self, room: int, receiver: KVReceiver) -> None:
+        self._deferred[room] = receiver
+
+    def is_abort_release_safe(self, room: int, required_acks: int) -> bool:
+        receiver = self._deferred.get(room)
+        return receiver is None or receiver.release_safe
+
+    def clear_deferred_abort_state(self, room: int) -> None:
+        self._deferred.pop(room, None)
+
+    def submit_prefill_recompute(self, receiver: Any, payload: Any) -> None:
+        """A retracted request would use its room again, which names one hand-off for good."""
+        receiver.abort("kvgrpc does not serve retraction with recompute at prefill")
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    dp_size: int = 2**63
+    follow_bootstrap_room: bool = True
+
+
+class _EveryPrefill:
+    """What SGLang wants to know of a prefill engine before it makes a receiver: how many dp ranks there are.
+
+    It would wait for the answer, a second at a time. The receiver finds out by itself, in the background, so SGLang is
+    told of more dp ranks than there are rooms: its own rule, room % dp_size, then hands the room itself to
+    ``receiver.init``, which reads it as "by the room". A dp rank of the router's choice comes through as it is.
+    """
+
+    def get(self, bootstrap_addr: str) -> _Prefill:
+        return _Prefill()
+
+
+def _place(role: Role) -> Place:
+    parallel, serving, disagg = get_parallel(), get_serving(), get_disagg()
+    attention_dp = parallel.attn_dp_size > 1
+    head = NetworkAddress.parse(parallel.dist_init_addr).resolved().host if parallel.dist_init_addr else serving.host
+    return Place(
+        role=role,
+        layout=Layout(dp=parallel.attn_dp_size if attention_dp else parallel.dp_size, tp=parallel.attn_tp_size),
+        dp=parallel.attn_dp_rank if attention_dp else parallel.dp_rank or 0,
+        tp=parallel.attn_tp_rank,
+        host=serving.host,
+        local_ip=get_local_ip_auto(loopback_for(serving.host)),
+        port=disagg.disaggregation_bootstrap_port if role is Role.PREFILL else serving.port,
+        bootstrap=f"{bracketed(loopback_for(head))}:{disagg.disaggregation_bootstrap_port}",
+        device=get_device().device,
+    )
+
+
+def _shared_plane(host: str) -> DataPlane | None:
+    """SGLang's own Mooncake engine, where it has started one; a second one would need its own ports and memory."""
+    shared = get_mooncake_transfer_engine()
+    if shared is None:
+        return None
+    from kvgrpc.dataplane.mooncake import MooncakeDataPlane
+
+    return MooncakeDataPlane.of(shared.engine, host)

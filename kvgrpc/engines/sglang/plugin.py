@@ -1,0 +1,73 @@
+"""Which of SGLang's names lead to our classes, and the hooks for that."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvgrpc.engines.sglang.compatibility import check_sglang
+from kvgrpc.errors import InvalidRequest
+
+ROUTE = "KVGRPC_SGLANG"
+BACKEND = "kvgrpc"
+_UTILS = "sglang.srt.disaggregation.utils"
+
+
+def install(environment: Mapping[str, str]) -> None:
+    """Registers the hooks; SGLang applies them when all its plug-ins ran.
+
+    ``KVGRPC_SGLANG`` in the environment: "backend" (the default) adds the transfer backend "kvgrpc"; "mooncake" takes
+    the place of SGLang's own Mooncake backend, for the features of SGLang that ask for that name; "off" does nothing.
+    Raises FeatureDisabled for an SGLang that this adapter was not made for, InvalidRequest for another route.
+    """
+    route = environment.get(ROUTE, "backend")
+    if route == "off":
+        return
+    if route not in ("backend", "mooncake"):
+        raise InvalidRequest(f"{ROUTE} must be backend, mooncake or off, not {route!r}", metadata={"field": ROUTE})
+    check_sglang()
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if route == "backend":
+        from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
+        from sglang.srt.disaggregation.utils import TransferBackend
+
+        add_disagg_transfer_backend_choices([BACKEND])
+        HookRegistry.register(f"{_UTILS}.TransferBackend", with_member(TransferBackend, BACKEND), HookType.REPLACE)
+    ours = BACKEND if route == "backend" else "mooncake"
+    HookRegistry.register(f"{_UTILS}.get_kv_class", class_chooser(ours), HookType.AROUND)
+
+
+def with_member(backends: type[enum.Enum], name: str) -> type[enum.Enum]:
+    """The same enumeration with one member more; an enumeration that has members cannot be extended."""
+    members = {member.name: member.value for member in backends}
+    return enum.Enum(backends.__name__, {**members, name.upper(): name})  # type: ignore[return-value]
+
+
+def class_chooser(backend: str) -> Callable[..., Any]:
+    """A hook around SGLang's ``get_kv_class``: our classes for ``backend``, SGLang's for everything else.
+
+    SGLang asks for its FAKE sender and receiver for warm-up and health requests and pairs them with our manager.
+    """
+
+    def get_kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
+        if transfer_backend.value != backend or class_type.value == "kvargs":
+            return original(transfer_backend, class_type)
+        return _classes()[class_type.value]
+
+    return get_kv_class
+
+
+def _classes() -> dict[str, type]:
+    from kvgrpc.engines.sglang.bootstrap import KvGrpcBootstrapServer
+    from kvgrpc.engines.sglang.manager import KvGrpcManager
+    from kvgrpc.engines.sglang.receiver import KvGrpcReceiver
+    from kvgrpc.engines.sglang.sender import KvGrpcSender
+
+    return {
+        "manager": KvGrpcManager,
+        "sender": KvGrpcSender,
+        "receiver": KvGrpcReceiver,
+        "bootstrap_server": KvGrpcBootstrapServer,
+    }

@@ -1,0 +1,72 @@
+"""SGLang's sender of one request at prefill."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from sglang.srt.disaggregation.base.conn import BaseKVSender, KVTransferMetric
+
+from kvgrpc.engines.sglang.failure import transfer_error
+from kvgrpc.transfer import KVPoll, KVSender
+
+if TYPE_CHECKING:
+    from kvgrpc.engines.sglang.manager import KvGrpcManager
+
+
+class KvGrpcSender(BaseKVSender):
+    """Only ``failure_exception`` raises, as SGLang asks; nothing blocks."""
+
+    def __init__(
+        self,
+        mgr: KvGrpcManager,
+        bootstrap_addr: str,
+        bootstrap_room: int,
+        req_has_disagg_prefill_dp_rank: bool = False,
+    ) -> None:
+        self.kv_mgr = mgr
+        self._sender = KVSender(mgr.transfer, bootstrap_addr, bootstrap_room)
+        self._pages_sent = 0
+        # SGLang sets a CUDA event here when the pages of the next send are still being computed.
+        self._early_send_wait_event: Any = None
+
+    def poll(self) -> KVPoll:
+        return self._sender.poll()
+
+    def pop_decode_prefix_len(self) -> int:
+        """Tokens that decode holds already, a whole number of pages."""
+        return self._sender.decode_prefix_pages * int(self.kv_mgr.kv_args.page_size)
+
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        self._sender.init(num_kv_indices, aux_index)
+
+    def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
+        """Where decode holds the whole prompt the last chunk has no pages, but the aux row."""
+        return num_pages > 0 or last_chunk
+
+    def send(
+        self,
+        kv_indices: npt.NDArray[np.int32],
+        state_indices: list[Any] | None = None,
+        num_kv_tokens: int | None = None,
+    ) -> None:
+        """Queues pages; the last ones, with the aux row, are known by the count of ``init``."""
+        event, self._early_send_wait_event = self._early_send_wait_event, None
+        self._pages_sent += len(kv_indices)
+        self._sender.send(kv_indices, wait=None if event is None else event.synchronize)
+
+    def failure_exception(self) -> None:
+        """Raises the reason. Where another rank failed, SGLang gives this rank's pages up too: so does the sender."""
+        failure = self._sender.failure
+        self._sender.abort("another rank of this prefill engine failed")
+        raise transfer_error(self._sender.room, failure)
+
+    def abort(self) -> None:
+        self._sender.abort()
+
+    def clear(self) -> None:
+        self._sender.close()
+
+    def get_transfer_metric(self) -> KVTransferMetric:
+        return KVTransferMetric(transfer_total_bytes=self._pages_sent * self.kv_mgr.page_bytes)

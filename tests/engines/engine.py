@@ -1,0 +1,337 @@
+"""Real SGLang engines as a router sees them: start, generate, abort, kill, stop; and a pair of prefill and decode."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+LOCAL = "127.0.0.1"
+PAGE = 16
+START_SECONDS = 170.0
+REQUEST_SECONDS = 60.0
+LEFT_IN_SHARED_MEMORY = ("psm_", "sem.mp-", "sglang_")
+
+
+class Request:
+    """One request at one engine: its tokens so far, and how it ended. ``wait`` says False when it did not in time."""
+
+    def __init__(self, engine: Engine, number: int) -> None:
+        self.engine = engine
+        self.number = number
+        self.sent = time.monotonic()
+        self.first: float | None = None
+        self.ended: float | None = None
+        self.tokens: list[int] = []
+        self.cached = 0
+        self.error: str | None = None
+        self.value: Any = None
+        self._done = threading.Event()
+
+    def wait(self, seconds: float = REQUEST_SECONDS) -> bool:
+        return self._done.wait(seconds)
+
+    def result(self, seconds: float = REQUEST_SECONDS) -> list[int]:
+        """The tokens; raises AssertionError with the engine's log when it failed or did not end."""
+        assert self.wait(seconds), f"request {self.number} did not end within {seconds:g} s\n{self.engine.log_tail()}"
+        assert self.error is None, f"{self.engine.role}: {self.error}\n{self.engine.log_tail()}"
+        return self.tokens
+
+    def failure(self, seconds: float = REQUEST_SECONDS) -> str:
+        """Why it failed; raises AssertionError when it did not."""
+        assert self.wait(seconds), f"request {self.number} did not end within {seconds:g} s\n{self.engine.log_tail()}"
+        assert self.error is not None, f"{self.engine.role} finished with {self.tokens}"
+        return self.error
+
+    def take(self, message: Mapping[str, Any]) -> None:
+        if message.get("end"):
+            self.ended, self.error, self.value = message["t"], message["error"], message.get("value")
+            self._done.set()
+        else:
+            self.tokens, self.cached = message["tokens"], message.get("cached") or 0
+            if self.tokens and self.first is None:
+                self.first = message["t"]
+
+
+class Engine:
+    """One SGLang engine: a worker that leads a session of its own, and all processes that SGLang starts in it.
+
+    Starting goes on in the background; ``wait_ready`` before the first request.
+    """
+
+    def __init__(
+        self, role: str, folder: Path, arguments: Mapping[str, Any], environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.role = role
+        self.began = time.monotonic()
+        self.startup_seconds = 0.0
+        self._numbers = itertools.count(1)
+        self._requests: dict[int, Request] = {}
+        self._ready, self._gone = threading.Event(), threading.Event()
+        self._shared_memory: set[int] = set()
+        self._log = tempfile.NamedTemporaryFile(prefix=f"{role}-", suffix=".log", dir=folder, delete=False)  # noqa: SIM115
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.engines.worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=_environment(folder, int(arguments.get("tp_size", 1)), environment or {}),
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                start_new_session=True,
+            )
+        self._send(arguments)
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def wait_ready(self, seconds: float = START_SECONDS) -> Engine:
+        while not self._ready.wait(0.1):
+            if self._gone.is_set() or time.monotonic() > self.began + seconds:
+                raise AssertionError(f"{self.role} did not start\n{self.log_tail()}")
+        self._note_shared_memory()
+        return self
+
+    def wait_gone(self, seconds: float) -> bool:
+        return self._gone.wait(seconds)
+
+    def generate(self, prompt: list[int], new_tokens: int, **extra: Any) -> Request:
+        return self._ask("generate", ids=prompt, n=new_tokens, extra=extra)
+
+    def abort(self, request: Request) -> None:
+        self._send({"op": "abort", "id": request.number})
+
+    def is_empty(self, seconds: float = 20.0) -> bool:
+        """Whether every page of the pool is free again once the prefix cache was emptied, within that time."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            flushed, used = self._ask("flush"), self._ask("used")
+            flushed.result(10)
+            used.result(10)
+            if flushed.value and used.value == 0:
+                return True
+            time.sleep(0.2)
+        return False
+
+    @property
+    def alive(self) -> bool:
+        return not self._gone.is_set() and bool(self.pids())
+
+    def kill(self) -> float:
+        """kill -9 of all its processes; the moment of the first."""
+        self._note_shared_memory()
+        moment = time.monotonic()
+        while (pids := self.pids()) and time.monotonic() < moment + 10:
+            _signal(pids, signal.SIGKILL)
+            time.sleep(0.01)
+        self._process.wait(5)
+        return moment
+
+    def stop(self) -> float:
+        moment = time.monotonic()
+        _signal(self.pids(), signal.SIGSTOP)
+        return moment
+
+    def go_on(self) -> None:
+        _signal(self.pids(), signal.SIGCONT)
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            self.go_on()
+            self._send({"op": "exit"})
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(10 if self._ready.is_set() else 0.1)
+        self.kill()
+        self._socket.close()
+        self._log.close()
+        for entry in os.scandir("/dev/shm"):
+            if entry.inode() in self._shared_memory and entry.name.startswith(LEFT_IN_SHARED_MEMORY):
+                with contextlib.suppress(OSError):
+                    os.unlink(entry.path)
+
+    def log(self) -> str:
+        return Path(self._log.name).read_text(errors="replace")
+
+    def log_tail(self, lines: int = 30) -> str:
+        return f"--- {self.role}\n" + "\n".join(self.log().splitlines()[-lines:])
+
+    def pids(self) -> list[int]:
+        """All processes of its session that live."""
+        found = []
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+                if int(fields[3]) == self._process.pid and fields[0] not in "ZX":
+                    found.append(int(pid))
+        return found
+
+    def _ask(self, operation: str, **arguments: Any) -> Request:
+        request = Request(self, next(self._numbers))
+        self._requests[request.number] = request
+        self._send({"op": operation, "id": request.number, **arguments})
+        return request
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.sendall((json.dumps(message) + "\n").encode())
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            for line in self._socket.makefile("r"):
+                message = json.loads(line)
+                if "ready" in message:
+                    self.startup_seconds = time.monotonic() - self.began
+                    self._ready.set()
+                else:
+                    self._requests[message["id"]].take(message)
+        self._gone.set()
+        gone = {"end": True, "t": time.monotonic(), "error": f"the {self.role} engine is gone"}
+        for request in list(self._requests.values()):
+            if not request.wait(0):
+                request.take(gone)
+
+    def _note_shared_memory(self) -> None:
+        """By inode: SIGKILL leaves it behind."""
+        for pid in self.pids():
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as maps:
+                parts = (line.split() for line in maps)
+                self._shared_memory.update(int(p[4]) for p in parts if len(p) > 5 and p[5].startswith("/dev/shm/"))
+
+
+class Pair:
+    """A prefill and a decode engine of one model, and requests to both, as a router sends them."""
+
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        *,
+        backend: str = "kvgrpc",
+        tp: int = 1,
+        environment: Mapping[str, str] | None = None,
+        prefill: Mapping[str, Any] | None = None,
+        decode: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.bootstrap_port = free_port()
+        self._folder, self._environment = folder, dict(environment or {})
+        common = {**arguments(model, tp), "disaggregation_transfer_backend": backend}
+        self._arguments = {
+            "prefill": {**common, "chunked_prefill_size": 64, **(prefill or {})},
+            "decode": {
+                **common,
+                "disaggregation_decode_retraction_backup": "none",  # the default one is for GPUs
+                **(decode or {}),
+            },
+        }
+        self._rooms = random.Random(os.urandom(8))
+        self.prefill, self.decode = self.start("prefill"), self.start("decode")
+
+    def start(self, role: str, **more: Any) -> Engine:
+        """One more engine of that role, on the port of the former for prefill; the caller waits and closes."""
+        own = {
+            "disaggregation_mode": role,
+            "disaggregation_bootstrap_port": self.bootstrap_port,
+            "port": free_port(),
+        }
+        return Engine(role, self._folder, {**self._arguments[role], **own, **more}, self._environment)
+
+    def wait_ready(self) -> Pair:
+        try:
+            self.prefill.wait_ready()
+            self.decode.wait_ready()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def restart(self, role: str) -> None:
+        """After a kill: the same engine anew. The other side is left alone."""
+        getattr(self, role).close()
+        engine = self.start(role)
+        setattr(self, role, engine)
+        engine.wait_ready()
+
+    def room(self) -> int:
+        return self._rooms.randrange(1, 1 << 62)
+
+    def submit(
+        self, prompt: list[int], new_tokens: int, room: int | None = None, decode: Engine | None = None
+    ) -> tuple[Request, Request]:
+        """The request at prefill, and at decode."""
+        room = self.room() if room is None else room
+        where = {"bootstrap_host": LOCAL, "bootstrap_port": self.bootstrap_port, "bootstrap_room": room}
+        return self.prefill.generate(prompt, 1, **where), (decode or self.decode).generate(prompt, new_tokens, **where)
+
+    def close(self) -> None:
+        threads = [threading.Thread(target=engine.close) for engine in (self.prefill, self.decode)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+def arguments(model: Path, tp: int) -> dict[str, Any]:
+    """What lets SGLang run without a GPU, on the loopback, in a small pool."""
+    return {
+        "model_path": str(model),
+        "skip_tokenizer_init": True,
+        "device": "cpu",
+        "dtype": "float32",
+        "tp_size": tp,
+        "page_size": PAGE,
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "disable_overlap_schedule": True,
+        "mem_fraction_static": 0.1,
+        "max_running_requests": 8,
+        "context_length": 512,
+        "max_total_tokens": 4096,
+        "host": LOCAL,
+        "log_level": "info",
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((LOCAL, 0))
+        return int(probe.getsockname()[1])
+
+
+def _environment(folder: Path, tp: int, more: Mapping[str, str]) -> dict[str, str]:
+    fixed = {
+        **dict.fromkeys(("TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"), str(folder)),
+        **dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "OMP_NUM_THREADS"), "1"),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "SGLANG_HOST_IP": LOCAL,
+        "MOONCAKE_PROTOCOL": "tcp",
+        "SGLANG_NCCL_SO_PATH": "no-nccl.so",
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",  # a page that leaks ends the engine
+        "PYTHONPATH": str(ROOT),
+    }
+    if tp > 1:  # a core a rank, else the ranks look for NUMA nodes
+        cores = sorted(os.sched_getaffinity(0))
+        fixed["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(tp))
+    # PYTHONDONTWRITEBYTECODE would compile SGLang anew at every start.
+    foreign = ("KVGRPC_", "SGLANG_", "PYTHONDONTWRITEBYTECODE")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    return {**kept, **fixed, **more}
+
+
+def _signal(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, number)
