@@ -12,9 +12,10 @@ import pytest
 
 import kvgrpc.dataplane
 from kvgrpc.client import ClientSecurity, SyncClient
-from kvgrpc.errors import CredentialsInvalid, PermissionDenied
+from kvgrpc.errors import CredentialsInvalid, PermissionDenied, Reason
 from kvgrpc.model import Pool, PoolKind, Region, Role
-from kvgrpc.server import Rank, RankConfig, open_rank, settings
+from kvgrpc.rpc.security import ServerSecurity
+from kvgrpc.server import Rank, RankConfig, RegistryServer, open_rank, settings
 from kvgrpc.transfer import KVPoll, KVReceiver, KVSender
 from tests.contract.certificates import OPENSSL, Authority, Certificate
 
@@ -86,12 +87,17 @@ def handed_over(prefill: Member, decode: Member, room: int) -> KVReceiver:
     sender = KVSender(prefill.rank.transfer, prefill.rank.address, room)  # type: ignore[arg-type]
     sender.init(2)
     sender.send([1, 2])
-    deadline = time.monotonic() + 10.0
-    while receiver.poll() not in (KVPoll.Success, KVPoll.Failed):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    ended(receiver)
     sender.close()
     return receiver
+
+
+def ended(receiver: KVReceiver) -> KVPoll:
+    deadline = time.monotonic() + 20.0
+    while (poll := receiver.poll()) not in (KVPoll.Success, KVPoll.Failed):
+        assert time.monotonic() < deadline, "the room did not end in time"
+        time.sleep(0.005)
+    return poll
 
 
 def test_ranks_with_the_token_hand_over_through_tls(prefill: Member, files: Files) -> None:
@@ -105,16 +111,48 @@ def test_ranks_with_the_token_hand_over_through_tls(prefill: Member, files: File
         decode.rank.close(2.0)
 
 
-@pytest.mark.parametrize("token", ["", "wrong", "secret-of-consumers"])
-def test_who_is_no_rank_gets_a_failed_room_with_the_reason(prefill: Member, files: Files, token: str) -> None:
+NO_RANKS = pytest.mark.parametrize(
+    ("token", "reason"),
+    [
+        ("", Reason.CREDENTIALS_INVALID),
+        ("wrong", Reason.CREDENTIALS_INVALID),
+        ("secret-of-consumers", Reason.PERMISSION_DENIED),
+    ],
+)
+
+
+@NO_RANKS
+def test_who_is_no_rank_gets_a_failed_room_with_the_reason(
+    prefill: Member, files: Files, token: str, reason: Reason
+) -> None:
     decode = open_decode(files, token)
     try:
         receiver = handed_over(prefill, decode, 2)
-        assert receiver.failure is not None
-        assert receiver.failure.reason.name in ("CREDENTIALS_INVALID", "PERMISSION_DENIED")
+        assert receiver.failure is not None and receiver.failure.reason is reason
         assert receiver.release_safe
     finally:
         decode.rank.close(2.0)
+
+
+@NO_RANKS
+def test_the_session_says_so_where_the_registry_lets_everybody_in(files: Files, token: str, reason: Reason) -> None:
+    """A refused stream loses its status now and then, while decode writes its hello: the next dial brings it."""
+    certificate = files.certificate
+    security = ServerSecurity(cert_file=certificate.cert_file, key_file=certificate.key_file)
+    registry = RegistryServer(["127.0.0.1:0"], security).open()
+    prefill = Member("P", Role.PREFILL, files, "secret-of-ranks", registry.address)
+    decode = open_decode(files, token)
+    try:
+        for room in range(1, 11):
+            receiver = KVReceiver(decode.rank.transfer, registry.address, room)  # type: ignore[arg-type]
+            receiver.init([3, 4])
+            assert ended(receiver) is KVPoll.Failed
+            assert receiver.failure is not None and receiver.failure.reason is reason
+            assert receiver.release_safe
+    finally:
+        decode.rank.close(2.0)
+        prefill.rank.close(2.0)
+        registry.close()
 
 
 def test_people_need_a_role_too(prefill: Member, files: Files) -> None:
