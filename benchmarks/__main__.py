@@ -14,7 +14,7 @@ from rich.console import Console
 from benchmarks.harness.plan import FULL, QUICK, Plan
 from benchmarks.harness.rounds import Benchmark, run
 from benchmarks.harness.table import Problem, Row, markdown, show, store
-from benchmarks.rows import control, dataplane, events, handoff
+from benchmarks.rows import control, dataplane, events, handoff, limits
 
 RESULTS = Path(__file__).parent / "results.json"
 ROUNDS = 5
@@ -49,7 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def all_benchmarks(plan: Plan) -> list[Benchmark]:
-    return [benchmark for family in (control, handoff, dataplane, events) for benchmark in family.benchmarks(plan)]
+    return [
+        benchmark for family in (control, handoff, limits, dataplane, events) for benchmark in family.benchmarks(plan)
+    ]
 
 
 def _measure(benchmark: Benchmark, rounds: int, rows: list[Row]) -> Problem | None:

@@ -45,6 +45,10 @@ class BareMooncake:
             self._best = min(self._ways(), key=lambda way: _median(way, session, descriptors))
         return _seconds(self._best, session, descriptors)
 
+    def write_at_once(self, session: str, descriptors: Descriptors) -> float:
+        """Seconds to write them all in flight together."""
+        return _seconds(_window(self._engine, len(descriptors[0])), session, descriptors)
+
     def _ways(self) -> list[Write]:
         windows = [_window(self._engine, size) for size in WINDOWS]
         return windows + [_batches(self._engine, size) for size in BATCHES]

@@ -69,15 +69,15 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
 class Latency(Pair):
     """One room of one page after the other."""
 
-    def __init__(self, setting: Setting, number: int, name: str, pause: float) -> None:
+    def __init__(self, setting: Setting, number: int, name: str, pause: float, tail: bool = True) -> None:
         super().__init__(setting)
         self._rooms = number
-        self._name = name
+        self._percentiles = {name: 50, f"{name}.p99": 99} if tail else {name: 50}
         self._pause = pause
 
     def turn(self) -> Figures:
         took = self.hand_off(self.orders(self._rooms, 1, self._pause), rooms.receive_one_by_one)
-        return {self._name: percentile(took, 50) * 1e3, f"{self._name}.p99": percentile(took, 99) * 1e3}
+        return {name: percentile(took, percent) * 1e3 for name, percent in self._percentiles.items()}
 
 
 class FirstContact(Pair):

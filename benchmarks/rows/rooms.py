@@ -76,13 +76,13 @@ def start_prefill(desk: Desk, setting: Setting) -> str:
     """Opens the side and returns the bootstrap address."""
     side = open_prefill(setting)
     desk.items[SIDE] = side
-    _settle()
+    settle()
     return side.bootstrap
 
 
 def start_decode(desk: Desk, setting: Setting, bootstrap: str) -> None:
     desk.items[SIDE] = open_decode(setting, bootstrap)
-    _settle()
+    settle()
 
 
 def stop(desk: Desk) -> None:
@@ -238,6 +238,17 @@ def check_pages(desk: Desk, orders: Orders) -> None:
     side.memory.check_aux(generation, min(orders.rooms, orders.aux_items))
 
 
+def settle() -> None:
+    """What engines do before they serve: what is there now need not be looked at by every garbage collection.
+
+    And naps shall be exact: without it one of 20 us takes 75, this thread's timer slack (in nanoseconds).
+    """
+    gc.collect()
+    gc.freeze()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)
+
+
 class _Clock:
     """Sleeps when there was no news, and ends a turn that hangs."""
 
@@ -272,14 +283,3 @@ def _pages(orders: Orders, side: DecodeSide) -> list[Pages]:
 
 def _resident() -> float:
     return float(psutil.Process().memory_info().rss)
-
-
-def _settle() -> None:
-    """What engines do before they serve: what is there now need not be looked at by every garbage collection.
-
-    And naps shall be exact: without it one of 20 us takes 75, this thread's timer slack (in nanoseconds).
-    """
-    gc.collect()
-    gc.freeze()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)

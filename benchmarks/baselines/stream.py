@@ -1,0 +1,77 @@
+"""The floor of control over gRPC: engine threads, a loop thread each, a bare bidirectional stream, and nothing else.
+
+An engine thread wakes the loop, the loop writes, the other loop reads and sets a number, the other engine's thread
+finds it at its next look, and back. No state, no plan, no data plane: no hand-off of one room can be faster than this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import grpc
+
+METHOD = "/benchmarks.Floor/Stream"
+DEADLINE = 60.0
+FRAME = bytes(100)
+
+
+class StreamEnd:
+    """One end, driven by one engine thread. ``wait`` looks each ``pause`` seconds, as an engine does."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._call: Any = None
+        self._heard = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def serve(self) -> int:
+        """The port."""
+        return asyncio.run_coroutine_threadsafe(self._serve(), self._loop).result(DEADLINE)
+
+    def connect(self, port: int) -> None:
+        asyncio.run_coroutine_threadsafe(self._connect(port), self._loop).result(DEADLINE)
+
+    def write(self) -> None:
+        self._loop.call_soon_threadsafe(self._start_write)
+
+    def wait(self, heard: int, pause: float) -> None:
+        """Returns once so many frames came."""
+        end = time.monotonic() + DEADLINE
+        while self._heard < heard:
+            time.sleep(pause)
+            if time.monotonic() > end:
+                raise TimeoutError(f"{self._heard} of {heard} frames came")
+
+    @property
+    def heard(self) -> int:
+        return self._heard
+
+    def _start_write(self) -> None:
+        self._start(self._call.write(FRAME))
+
+    def _start(self, coroutine: Any) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self) -> int:
+        self._server = grpc.aio.server()
+        handler: Any = grpc.stream_stream_rpc_method_handler(self._read)
+        service, method = METHOD[1:].split("/")
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        return port
+
+    async def _connect(self, port: int) -> None:
+        self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+        self._start(self._read(None, self._channel.stream_stream(METHOD)()))
+
+    async def _read(self, _: Any, call: Any) -> None:
+        self._call = call
+        while await call.read() is not grpc.aio.EOF:
+            self._heard += 1

@@ -1,0 +1,146 @@
+"""limit.*: what the parts of a hand-off need by themselves, beside the seeds' whole hand-off.
+
+Not a claim about kvgrpc: the ratio is the most that the row of that name could reach if all of our own work were free.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from benchmarks.baselines.engines import mooncake_is_here
+from benchmarks.baselines.raw import BareMooncake, Descriptors
+from benchmarks.baselines.stream import StreamEnd
+from benchmarks.harness.plan import Plan
+from benchmarks.harness.rounds import Benchmark, Contender, Figures
+from benchmarks.harness.table import Metric
+from benchmarks.harness.worker import Desk, Worker
+from benchmarks.rows.control import percentile
+from benchmarks.rows.handoff import CONTROL_PAUSE, PAGE_PAUSE, SEED, Latency
+from benchmarks.rows.rooms import settle
+from benchmarks.sides.base import Setting
+from benchmarks.sides.memory import Shape
+
+CONTROL, PAGE = "limit.control_latency", "limit.latency"
+END, ENGINE, MEMORY = "end", "engine", "memory"
+
+
+def benchmarks(plan: Plan) -> list[Benchmark]:
+    pages = min(plan.sequential_rooms, 64)
+    shape = Shape(plan.regions, pages, plan.page_bytes, aux_items=pages)
+    still, moving = Setting("seed", "null", shape), Setting("seed", "mooncake", shape)
+    missing = "" if mooncake_is_here() else "mooncake.engine cannot be imported"
+
+    def row(name: str, part: Callable[[], Contender], whole: Callable[[], Contender], missing: str = "") -> Benchmark:
+        return Benchmark((Metric(name, "ms", "lower", SEED),), part, whole, missing)
+
+    rooms = plan.sequential_rooms
+    return [
+        row(
+            CONTROL,
+            lambda: BareStream(plan.control_rooms),
+            lambda: Latency(still, plan.control_rooms, CONTROL, CONTROL_PAUSE, tail=False),
+        ),
+        row(
+            PAGE,
+            lambda: BarePages(plan, rooms),
+            lambda: Latency(moving, rooms, PAGE, PAGE_PAUSE, tail=False),
+            missing,
+        ),
+    ]
+
+
+class BareStream:
+    """A frame each way over a bare gRPC stream, between the engine threads of two processes."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._near, self._far = Worker("stream-near"), Worker("stream-far")
+        self._near.call(_connect, self._far.call(_serve))
+
+    def turn(self) -> Figures:
+        answering = self._far.begin(_answer, self._number)
+        took = self._near.call(_ask, self._number)
+        answering.result()
+        return {CONTROL: percentile(took, 50) * 1e3}
+
+    def peak_rss(self) -> int:
+        return self._near.peak_rss() + self._far.peak_rss()
+
+    def close(self) -> None:
+        self._near.close()
+        self._far.close()
+
+
+class BarePages:
+    """One page of all regions after the other by the bare engine, which nobody asks for them."""
+
+    def __init__(self, plan: Plan, number: int) -> None:
+        self._plan = plan
+        self._number = number
+        self._source, self._target = Worker("page-source"), Worker("page-target")
+        self._peer = self._target.call(_start_mooncake, plan)
+        self._source.call(_start_mooncake, plan)
+
+    def turn(self) -> Figures:
+        return {PAGE: percentile(self._source.call(_write_pages, self._plan, self._peer, self._number), 50) * 1e3}
+
+    def peak_rss(self) -> int:
+        return self._source.peak_rss() + self._target.peak_rss()
+
+    def close(self) -> None:
+        self._source.close()
+        self._target.close()
+
+
+def _serve(desk: Desk) -> int:
+    end = desk.items[END] = StreamEnd()
+    settle()
+    return end.serve()
+
+
+def _connect(desk: Desk, port: int) -> None:
+    end = desk.items[END] = StreamEnd()
+    settle()
+    end.connect(port)
+
+
+def _ask(desk: Desk, number: int) -> list[float]:
+    end: StreamEnd = desk.items[END]
+    took = []
+    for heard in range(end.heard + 1, end.heard + 1 + number):
+        begin = time.perf_counter()
+        end.write()
+        end.wait(heard, CONTROL_PAUSE)
+        took.append(time.perf_counter() - begin)
+    return took
+
+
+def _answer(desk: Desk, number: int) -> None:
+    end: StreamEnd = desk.items[END]
+    for heard in range(end.heard + 1, end.heard + 1 + number):
+        end.wait(heard, CONTROL_PAUSE)
+        end.write()
+
+
+def _start_mooncake(desk: Desk, plan: Plan) -> tuple[str, int]:
+    engine = desk.items[ENGINE] = BareMooncake()
+    desk.items[MEMORY] = engine.allocate(plan.regions * plan.sequential_rooms * plan.page_bytes)
+    settle()
+    return engine.session, desk.items[MEMORY]
+
+
+def _write_pages(desk: Desk, plan: Plan, peer: tuple[str, int], number: int) -> list[float]:
+    """Seconds of each page: all of its writes at once, which is the fastest way for so few."""
+    engine: BareMooncake = desk.items[ENGINE]
+    session, target = peer
+    return [
+        engine.write_at_once(session, _descriptors(plan, page, desk.items[MEMORY], target)) for page in range(number)
+    ]
+
+
+def _descriptors(plan: Plan, page: int, source: int, target: int) -> Descriptors:
+    offsets = (np.arange(plan.regions) * plan.sequential_rooms + page) * plan.page_bytes
+    return (offsets + source).tolist(), (offsets + target).tolist(), [plan.page_bytes] * plan.regions
