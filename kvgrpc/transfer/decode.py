@@ -68,10 +68,11 @@ class ReceiverRoom(DecodeRoom):
         self.prefill_dp_rank = prefill_dp_rank
 
 
-class DecodeManager(TransferManager):
+class DecodeManager(TransferManager[DecodeRoom]):
     """See the module. ``open``, ``write`` and ``fail`` are posted by receivers and run on the loop thread."""
 
     role = "decode"
+    core: DecodeCore
 
     def __init__(
         self,
@@ -167,21 +168,6 @@ class DecodeManager(TransferManager):
             )
             for pair in self.core.pairs.values()
         ]
-
-    def rooms(self) -> list[RoomRow]:
-        return [self._row(room) for room in self.core.rooms.values()]
-
-    def room(self, key: RoomKey) -> RoomRow | None:
-        room = self.core.rooms.get(key)
-        return None if room is None else self._row(room)
-
-    def cancel(self, key: RoomKey, failure: Failure) -> bool:
-        room = self.core.rooms.get(key)
-        if room is None:
-            return False
-        self.core.fail(room, failure)
-        self._pump()
-        return True
 
     def _row(self, room: DecodeRoom) -> RoomRow:
         parts = tuple(PartRow(part.pair.ref, part.state, part.writes, part.pages_done) for part in room.parts.values())

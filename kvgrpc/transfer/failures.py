@@ -32,6 +32,11 @@ def pages_changed(key: RoomKey, owner: RankRef) -> KvGrpcError:
     return RoomConflict(text, metadata={**_of(key), "owner": owner})
 
 
+def cancelled(key: RoomKey, why: str, by: object) -> Failure:
+    """An engine's abort, or an operator's."""
+    return Failure.of(RoomCancelled(why, metadata={**_of(key), "by": by}), str(by))
+
+
 def stopped(key: RoomKey, by: RankRef) -> KvGrpcError:
     text = f"room {key.room} attempt {key.attempt} was stopped by {by}"
     return RoomCancelled(text, metadata={**_of(key), "by": by})

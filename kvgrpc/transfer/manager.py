@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import Failure, Reason, TooManyRequests
@@ -56,12 +56,25 @@ class Loop(Protocol):
     def loop(self) -> asyncio.AbstractEventLoop: ...
 
 
-class TransferManager(ABC):
+Record = TypeVar("Record")
+
+
+class Core(Protocol[Record]):
+    """What both cores have."""
+
+    @property
+    def rooms(self) -> dict[RoomKey, Record]: ...
+
+    def fail(self, record: Record, failure: Failure, /) -> None: ...
+
+
+class TransferManager(ABC, Generic[Record]):
     """The rank's side of all hand-offs. Engine threads call ``post`` (through senders and receivers); everything else
     happens on the loop thread. Subclasses own the core: PrefillManager and DecodeManager.
     """
 
     role = ""
+    core: Core[Record]
 
     def __init__(self, config: TransferConfig, plane: DataPlane, loop: Loop) -> None:
         self.config = config
@@ -143,15 +156,21 @@ class TransferManager(ABC):
     @abstractmethod
     def sessions(self) -> list[SessionRow]: ...
 
-    @abstractmethod
-    def rooms(self) -> list[RoomRow]: ...
+    def rooms(self) -> list[RoomRow]:
+        return [self._row(record) for record in self.core.rooms.values()]
 
-    @abstractmethod
-    def room(self, key: RoomKey) -> RoomRow | None: ...
+    def room(self, key: RoomKey) -> RoomRow | None:
+        record = self.core.rooms.get(key)
+        return None if record is None else self._row(record)
 
-    @abstractmethod
     def cancel(self, key: RoomKey, failure: Failure) -> bool:
         """Fails the room; False when there is none."""
+        record = self.core.rooms.get(key)
+        if record is None:
+            return False
+        self.core.fail(record, failure)
+        self._pump()
+        return True
 
     @property
     def held_pages(self) -> int:
@@ -161,6 +180,9 @@ class TransferManager(ABC):
     def open_rooms(self) -> int: ...
 
     # For subclasses.
+
+    @abstractmethod
+    def _row(self, record: Record) -> RoomRow: ...
 
     @abstractmethod
     def _pump(self) -> None:

@@ -52,10 +52,11 @@ class SenderHandle(Handle):
         self.record: PrefillRoom | None = None
 
 
-class PrefillManager(TransferManager):
+class PrefillManager(TransferManager[PrefillRoom]):
     """See the module. Public methods that senders use are thread-safe; ``serve`` runs on the loop."""
 
     role = "prefill"
+    core: PrefillCore
 
     def __init__(self, config: TransferConfig, plane: DataPlane, loop: Loop) -> None:
         super().__init__(config, plane, loop)
@@ -155,21 +156,6 @@ class PrefillManager(TransferManager):
             )
             for pair in self.core.pairs.values()
         ]
-
-    def rooms(self) -> list[RoomRow]:
-        return [self._row(record) for record in self.core.rooms.values()]
-
-    def room(self, key: RoomKey) -> RoomRow | None:
-        record = self.core.rooms.get(key)
-        return None if record is None else self._row(record)
-
-    def cancel(self, key: RoomKey, failure: Failure) -> bool:
-        record = self.core.rooms.get(key)
-        if record is None:
-            return False
-        self.core.fail(record, failure)
-        self._pump()
-        return True
 
     def _row(self, record: PrefillRoom) -> RoomRow:
         owner = record.owner

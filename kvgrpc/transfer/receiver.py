@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 import numpy.typing as npt
 
 from kvgrpc.errors import Failure, KvGrpcError
-from kvgrpc.transfer.model import Destination, Handle, KVPoll, RoomKey
+from kvgrpc.transfer.model import Destination, Handle, RoomKey
 from kvgrpc.transfer.pages import as_pages
-from kvgrpc.transfer.sender import cancelled, check_key
+from kvgrpc.transfer.room_end import RoomEnd
 
 if TYPE_CHECKING:
     from kvgrpc.transfer.decode import DecodeManager
 
 
-class KVReceiver:
+class KVReceiver(RoomEnd):
     """Receives one room's pages from the prefill that the router chose (seed 002's receiver).
 
     For one engine thread at a time; ``poll``, ``failure`` and ``abort`` for any. Only ``failure_exception`` raises.
@@ -30,6 +30,9 @@ class KVReceiver:
         traceparent: W3C trace context of the request.
     """
 
+    __slots__ = ("_initialised", "_manager", "_room")
+    _engine = "decode"
+
     def __init__(
         self,
         manager: DecodeManager,
@@ -41,18 +44,12 @@ class KVReceiver:
     ) -> None:
         from kvgrpc.transfer.decode import ReceiverRoom
 
-        self.room, self.attempt = room, attempt
+        key, handle = RoomKey(room, attempt), Handle()
+        super().__init__(manager, key, handle)
         self._manager = manager
-        self._handle = Handle()
         self._initialised = False
-        self._closed = False
-        key = RoomKey(room, attempt)
-        self._room = ReceiverRoom(key, self._handle, bootstrap_addr, prefill_dp_rank, traceparent)
-        refusal = check_key(key) or manager.refusal(key)
-        if refusal is not None:
-            self._handle.release_safe = True
-            self._handle.fail(refusal)
-        else:
+        self._room = ReceiverRoom(key, handle, bootstrap_addr, prefill_dp_rank, traceparent)
+        if not self._refused():
             manager.post(manager.open, self._room)
 
     def init(self, pages: npt.ArrayLike, aux_index: int | None = None, first_page: int = 0) -> None:
@@ -65,47 +62,26 @@ class KVReceiver:
             aux_index: row of the aux buffers.
             first_page: logical page of the prompt that pages[0] stands for: how many pages this rank already holds.
         """
-        if self._initialised or self.poll() in (KVPoll.Failed, KVPoll.Success):
+        if self._initialised or self.ended:
             return
         self._initialised = True
         try:
             destination = Destination(as_pages(pages), first_page)
             self._manager.aux.check(aux_index)
         except KvGrpcError as error:
-            self._manager.post(self._manager.fail, self._room, Failure.of(error, str(self._manager.ref)))
+            self._reject(error)
             return
         self._manager.post(self._manager.write, self._room, destination, aux_index)
-
-    def poll(self) -> KVPoll:
-        """Where the room is; a plain read. Terminal states stay."""
-        return KVPoll.Failed if self._handle.aborted is not None else self._handle.poll
-
-    @property
-    def failure(self) -> Failure | None:
-        """The root cause, once ``poll`` says Failed."""
-        return self._handle.aborted or self._handle.failure
-
-    def failure_exception(self) -> None:
-        """Raises the failure as its exception; nothing when there is none."""
-        failure = self.failure
-        if failure is not None:
-            raise failure.exception()
 
     @property
     def release_safe(self) -> bool:
         """True once the pages may be reused: after Success, and after a failure as soon as nobody can write to them."""
         return self._handle.release_safe
 
-    def abort(self, why: str = "the decode engine aborted it") -> None:
-        """Failed at once; alone sufficient, harmless when repeated or late. The pages come back by ``release_safe``."""
-        if self.poll() not in (KVPoll.Failed, KVPoll.Success):
-            failure = cancelled(RoomKey(self.room, self.attempt), why, str(self._manager.ref))
-            self._handle.aborted = failure
-            self._manager.post(self._manager.fail, self._room, failure)
-
     def close(self) -> None:
-        """Drops the handle, not the hold; a room that has not ended is aborted."""
-        if not self._closed:
-            self._closed = True
-            self.abort("the decode engine closed its receiver")
-            self._room.open_handle = False
+        """As every end's; what the room holds stays held until ``release_safe``."""
+        super().close()
+        self._room.open_handle = False
+
+    def _fail(self, failure: Failure) -> None:
+        self._manager.post(self._manager.fail, self._room, failure)

@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING
 
 import numpy.typing as npt
 
-from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, Reason, RoomCancelled
-from kvgrpc.transfer.model import MAX_ROOM, Align, KVPoll, RoomKey
+from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError
+from kvgrpc.transfer.model import Align, KVPoll, RoomKey
 from kvgrpc.transfer.pages import as_pages
 from kvgrpc.transfer.prefill_core import Chunk
+from kvgrpc.transfer.room_end import RoomEnd
 
 if TYPE_CHECKING:
     from kvgrpc.transfer.prefill import PrefillManager
 
 
-class KVSender:
+class KVSender(RoomEnd):
     """Sends one room's pages to whichever decode named the room (seed 002's sender).
 
     For one engine thread at a time; ``poll``, ``failure`` and ``abort`` for any. Only ``failure_exception`` raises.
@@ -28,23 +29,21 @@ class KVSender:
         attempt: higher after the router retries with the same room.
     """
 
+    __slots__ = ("_aux_index", "_initialised", "_manager", "_sender", "_sent", "_total")
+    _engine = "prefill"
+
     def __init__(self, manager: PrefillManager, bootstrap_addr: str, room: int, attempt: int = 0) -> None:
         from kvgrpc.transfer.prefill import SenderHandle
 
-        self.room, self.attempt = room, attempt
-        self._manager = manager
-        self._handle = SenderHandle()
+        handle = SenderHandle()
+        super().__init__(manager, RoomKey(room, attempt), handle)
+        self._manager, self._sender = manager, handle
         self._aux_index: int | None = None
         self._total: int | None = None
         self._sent = 0
         self._initialised = False
-        self._closed = False
-        key = RoomKey(room, attempt)
-        refusal = check_key(key) or manager.refusal(key)
-        if refusal is not None:
-            self._refuse(refusal)
-        else:
-            manager.post(manager.claim, key, self._handle)
+        if not self._refused():
+            manager.post(manager.claim, RoomKey(room, attempt), handle)
 
     def init(self, num_pages: int | None, aux_index: int | None = None, align: Align = Align.HEAD) -> None:
         """Says how many pages will be sent in all (None: ``is_last`` says it) and which aux row goes with the last.
@@ -53,7 +52,7 @@ class KVSender:
         first ones, or, where it holds a prefix already, those behind the prefix.
         """
         self._total, self._aux_index, self._initialised = num_pages, aux_index, True
-        self._manager.post(self._manager.expect, self._handle, num_pages, align)
+        self._manager.post(self._manager.expect, self._sender, num_pages, align)
 
     def send(
         self,
@@ -70,7 +69,7 @@ class KVSender:
             is_last: None: when the count of ``init`` is reached. The aux row is read in the last call.
             wait: runs on the transfer thread before the pages are read.
         """
-        if self.poll() in (KVPoll.Failed, KVPoll.Success):
+        if self.ended:
             return
         try:
             numbers = as_pages(pages)
@@ -79,27 +78,14 @@ class KVSender:
             last = (self._total is not None and self._sent >= self._total) if is_last is None else is_last
             aux = self._manager.aux.read(self._aux_index) if last else None
         except KvGrpcError as error:
-            self._manager.post(self._manager.fail, self._handle, Failure.of(error, str(self._manager.ref)))
+            self._reject(error)
             return
-        self._manager.post(self._manager.send, self._handle, Chunk(numbers, start, last, wait), aux)
+        self._manager.post(self._manager.send, self._sender, Chunk(numbers, start, last, wait), aux)
 
     def poll(self) -> KVPoll:
         """Where the room is; a plain read. Terminal states stay."""
-        if self._handle.aborted is not None:
-            return KVPoll.Failed
-        poll = self._handle.poll
+        poll = super().poll()
         return KVPoll.WaitingForInput if poll is KVPoll.Bootstrapping and self._initialised else poll
-
-    @property
-    def failure(self) -> Failure | None:
-        """The root cause, once ``poll`` says Failed."""
-        return self._handle.aborted or self._handle.failure
-
-    def failure_exception(self) -> None:
-        """Raises the failure as its exception; nothing when there is none."""
-        failure = self.failure
-        if failure is not None:
-            raise failure.exception()
 
     @property
     def decode_prefix_pages(self) -> int:
@@ -111,18 +97,8 @@ class KVSender:
         """True once nothing reads the source pages any more."""
         return self._handle.release_safe
 
-    def abort(self, why: str = "the prefill engine aborted it") -> None:
-        """Failed at once; alone sufficient, harmless when repeated or late."""
-        if self.poll() not in (KVPoll.Failed, KVPoll.Success):
-            failure = cancelled(RoomKey(self.room, self.attempt), why, str(self._manager.ref))
-            self._handle.aborted = failure
-            self._manager.post(self._manager.fail, self._handle, failure)
-
-    def close(self) -> None:
-        """Drops the handle; a room that has not ended is aborted."""
-        if not self._closed:
-            self._closed = True
-            self.abort("the prefill engine closed its sender")
+    def _fail(self, failure: Failure) -> None:
+        self._manager.post(self._manager.fail, self._sender, failure)
 
     def _start(self, index_slice: slice | None, count: int) -> int:
         if index_slice is None:
@@ -135,22 +111,3 @@ class KVSender:
                 metadata={"field": "index_slice", "value": index_slice, "room": self.room},
             )
         return start
-
-    def _refuse(self, failure: Failure) -> None:
-        self._handle.release_safe = True
-        self._handle.fail(failure)
-
-
-def check_key(key: RoomKey) -> Failure | None:
-    """Why a room or attempt cannot be one; engines read room 0 as "nothing was written"."""
-    whole = isinstance(key.room, int) and hasattr(key.attempt, "__index__")
-    if whole and 0 < key.room <= MAX_ROOM and 0 <= key.attempt < 2**32:
-        return None
-    text = f"room must be 1 to 2^63-1 and attempt 0 to 2^32-1, not {key.room!r} and {key.attempt!r}"
-    return Failure(Reason.INVALID_REQUEST, text, {"field": "room", "value": str(key.room)})
-
-
-def cancelled(key: RoomKey, why: str, by: str) -> Failure:
-    """The failure of an abort."""
-    error = RoomCancelled(why, metadata={"room": key.room, "attempt": key.attempt, "by": by})
-    return Failure.of(error, by)

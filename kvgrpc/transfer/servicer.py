@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
 from kvgrpc.errors import Failure, InvalidRequest, RoomNotFound, Violation, WrongRank
 from kvgrpc.model import Role
+from kvgrpc.transfer.failures import cancelled
 from kvgrpc.transfer.model import MAX_ROOM, RoomKey, RoomState
 from kvgrpc.transfer.prefill import PrefillManager
-from kvgrpc.transfer.sender import cancelled
 from kvgrpc.transfer.tables import RoomRow, SessionRow
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
@@ -29,7 +29,7 @@ Row = TypeVar("Row")
 class TransferServicer(TransferServiceServicer):
     """Served by every rank; ``Session`` only where prefill is."""
 
-    def __init__(self, manager: TransferManager) -> None:
+    def __init__(self, manager: TransferManager[Any]) -> None:
         self._manager = manager
 
     async def Session(  # type: ignore[override]

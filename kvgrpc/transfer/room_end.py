@@ -1,0 +1,88 @@
+"""What KVSender and KVReceiver, the engine's two ends of a hand-off, share: how it went, and how to give it up."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from kvgrpc.errors import Failure, KvGrpcError, Reason
+from kvgrpc.transfer import failures
+from kvgrpc.transfer.manager import TransferManager
+from kvgrpc.transfer.model import MAX_ROOM, Handle, KVPoll, RoomKey
+
+
+class RoomEnd(ABC):
+    """For one engine thread at a time; ``poll``, ``failure``, ``release_safe`` and ``abort`` for any.
+
+    Every call is an append and a wake: it never blocks, and only ``failure_exception`` raises.
+    """
+
+    __slots__ = ("__weakref__", "_closed", "_handle", "_transfer", "attempt", "room")
+    _engine = ""
+
+    def __init__(self, manager: TransferManager[Any], key: RoomKey, handle: Handle) -> None:
+        self.room, self.attempt = key
+        self._transfer = manager
+        self._handle = handle
+        self._closed = False
+
+    def poll(self) -> KVPoll:
+        """Where the room is; a plain read. Terminal states stay."""
+        return KVPoll.Failed if self._handle.aborted is not None else self._handle.poll
+
+    @property
+    def ended(self) -> bool:
+        """True once ``poll`` says Failed or Success."""
+        return self._handle.aborted is not None or self._handle.poll in (KVPoll.Failed, KVPoll.Success)
+
+    @property
+    def failure(self) -> Failure | None:
+        """The root cause, once ``poll`` says Failed."""
+        return self._handle.aborted or self._handle.failure
+
+    def failure_exception(self) -> None:
+        """Raises the failure as its exception; nothing when there is none."""
+        failure = self.failure
+        if failure is not None:
+            raise failure.exception()
+
+    def abort(self, why: str = "") -> None:
+        """Failed at once; alone sufficient, harmless when repeated or late. ``why`` becomes the failure's message."""
+        if not self.ended:
+            message = why or f"the {self._engine} engine aborted it"
+            failure = failures.cancelled(RoomKey(self.room, self.attempt), message, self._transfer.ref)
+            self._handle.aborted = failure
+            self._fail(failure)
+
+    def close(self) -> None:
+        """Drops the handle; a room that has not ended is aborted. ``poll`` and ``failure`` stay readable."""
+        if not self._closed:
+            self._closed = True
+            self.abort(f"the {self._engine} engine closed its handle")
+
+    @abstractmethod
+    def _fail(self, failure: Failure) -> None:
+        """Tells the manager."""
+
+    def _refused(self) -> bool:
+        """Whether there can be no such room here now; the handle has failed then."""
+        key = RoomKey(self.room, self.attempt)
+        refusal = _no_key(key) or self._transfer.refusal(key)
+        if refusal is None:
+            return False
+        self._handle.release_safe = True
+        self._handle.fail(refusal)
+        return True
+
+    def _reject(self, error: KvGrpcError) -> None:
+        """Fails the room for what its engine asked."""
+        self._fail(Failure.of(error, str(self._transfer.ref)))
+
+
+def _no_key(key: RoomKey) -> Failure | None:
+    """Why a room or attempt cannot be one; engines read room 0 as "nothing was written"."""
+    whole = isinstance(key.room, int) and hasattr(key.attempt, "__index__")
+    if whole and 0 < key.room <= MAX_ROOM and 0 <= key.attempt < 2**32:
+        return None
+    text = f"room must be 1 to 2^63-1 and attempt 0 to 2^32-1, not {key.room!r} and {key.attempt!r}"
+    return Failure(Reason.INVALID_REQUEST, text, {"field": "room", "value": str(key.room)})
