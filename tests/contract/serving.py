@@ -177,7 +177,7 @@ async def failure(call: Awaitable[object]) -> KvGrpcError:
     raise AssertionError(f"the call did not fail but answered {answer!r}")
 
 
-async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
     """Waits for a condition, with a deadline."""
     end = asyncio.get_running_loop().time() + seconds
     while not condition():

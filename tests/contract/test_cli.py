@@ -174,7 +174,7 @@ def test_nobody_there_is_said_within_the_timeout(kvgrpc: Callable[..., Ended]) -
     ended = kvgrpc("engines", "-s", "127.0.0.1:1", "--timeout", "0.3")
     assert ended.code == 64 + 14
     assert ended.err.startswith("PEER_UNREACHABLE") and "kvgrpc serve registry" in ended.err
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 20.0
 
 
 def test_wrong_usage_is_exit_code_2(kvgrpc: Callable[..., Ended]) -> None:

@@ -246,7 +246,7 @@ class TestErrors:
             with pytest.raises(PeerUnreachable):
                 await anext(client.watch())
         assert caught.value.metadata == {"address": nobody}
-        assert time.monotonic() - begun < 3.0
+        assert time.monotonic() - begun < 8.0  # without a deadline of the call it would be for ever
 
     async def test_an_answer_that_does_not_come_is_told_in_time(self, process: Process) -> None:
         async with Client(process.address, timeout=0.3) as client:
@@ -261,7 +261,7 @@ class TestErrors:
             async with Client(f"127.0.0.1:{silent.getsockname()[1]}", timeout=0.5) as client:
                 with pytest.raises(PeerUnreachable):
                     await client.health()
-            assert time.monotonic() - begun < 3.0
+            assert time.monotonic() - begun < 8.0  # without a deadline of the call it would be for ever
 
     def test_the_plain_client_raises_the_same(self, elsewhere: Process, nobody: str) -> None:
         with SyncClient(elsewhere.address) as client:

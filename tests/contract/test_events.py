@@ -86,9 +86,9 @@ def rank(dp: int = 0) -> RankRef:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while not condition():
-        assert time.monotonic() < deadline, "waited 5 s in vain"
+        assert time.monotonic() < deadline, "waited 20 s in vain"
         await asyncio.sleep(0.001)
 
 
@@ -198,11 +198,11 @@ async def test_an_idle_tail_says_that_it_is_current() -> None:
 
 
 async def test_a_busy_tail_has_no_need_of_heartbeats() -> None:
-    async with served(heartbeat=0.5) as events:
+    async with served(heartbeat=2.0) as events:  # a busy machine may leave the test itself without time for a second
         call = events.watch(TAIL)
         await call.read()
         began = time.monotonic()
-        while time.monotonic() - began < 0.7:
+        while time.monotonic() - began < 2.2:
             await events.publish(b"a")
             assert (await call.read()).WhichOneof("kind") == "raw"
 

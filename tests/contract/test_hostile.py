@@ -186,7 +186,7 @@ class TestEntriesOfDecode:
         began = time.monotonic()
         client.send(rooms=rooms)
         client.ended(first + 499)
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 10.0
 
     def test_rooms_past_the_bound_are_too_many_requests_and_the_others_are_fine(
         self, dial: Dial, prefill: RankHost
@@ -341,7 +341,7 @@ class TestFramesOfDecode:
             failure = client.goodbye()
             assert failure.reason is not Reason.UNSPECIFIED
             assert client.kept[-1].ByteSize() < 10_000
-            assert time.monotonic() - began < 2.0
+            assert time.monotonic() - began < 10.0
 
     def test_messages_after_goodbye_and_second_hellos_are_ignored(self, dial: Dial) -> None:
         client = dial().open()
@@ -436,7 +436,7 @@ class TestSessionsOfDecode:
             next(ROOMS)
         cause = common_pb2.Failure(reason=3, message="x" * 1000)
         client.send(rooms=[pb.DecodeRoom(room=first + n, want=pb.WANT_STOP, failure=cause) for n in range(4000)])
-        eventually(lambda: client.ref not in core_of(prefill).pairs, 10.0)
+        eventually(lambda: client.ref not in core_of(prefill).pairs)
         eventually(lambda: session_tasks(prefill) <= before)
         assert client.ref not in [pair.ref for pair in transfer._sessions]
 
@@ -467,7 +467,7 @@ class TestPrefillsThatLie:
         return receiver
 
     def fails(self, receiver: Any, reason: Reason) -> Any:
-        eventually(lambda: receiver.poll() is KVPoll.Failed, 8.0)
+        eventually(lambda: receiver.poll() is KVPoll.Failed)
         assert receiver.failure.reason is reason, receiver.failure
         return receiver.failure
 
@@ -631,7 +631,7 @@ class TestPrefillsThatLie:
             yield pb.SessionResponse(goodbye=goodbye)
 
         receiver = self.meet(decode, serve(script), room)
-        eventually(lambda: receiver.poll() is KVPoll.Failed, 8.0)
+        eventually(lambda: receiver.poll() is KVPoll.Failed)
         assert receiver.failure.reason in (reason or 0, Reason.PEER_LOST)
         eventually(lambda: receiver.release_safe)
 
@@ -723,10 +723,10 @@ class TestEnginesThatErr:
 
 def test_nothing_of_all_this_stays(prefill: RankHost, decode: RankHost) -> None:
     """Runs last: what strangers named is forgotten, and so are they."""
-    eventually(lambda: len(core_of(prefill).pairs) <= 1, 8.0)
-    eventually(lambda: len(core_of(prefill).rooms) <= 1, 8.0)
-    eventually(lambda: len(core_of(decode).pairs) <= 1, 8.0)
-    eventually(lambda: len(core_of(decode).rooms) <= 1, 8.0)
+    eventually(lambda: len(core_of(prefill).pairs) <= 1)
+    eventually(lambda: len(core_of(prefill).rooms) <= 1)
+    eventually(lambda: len(core_of(decode).pairs) <= 1)
+    eventually(lambda: len(core_of(decode).rooms) <= 1)
     transfer = cast(Any, prefill.rank.transfer)
     assert len(transfer._sessions) <= 1
     assert core_of(prefill).open_writes == 0

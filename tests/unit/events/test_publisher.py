@@ -59,9 +59,9 @@ def removed(number: int) -> KVEventBatch:
 
 
 def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while not condition():
-        assert time.monotonic() < deadline, "waited 5 s in vain"
+        assert time.monotonic() < deadline, "waited 20 s in vain"
         time.sleep(0.001)
 
 
@@ -145,7 +145,7 @@ def test_a_full_queue_is_a_hole_and_a_clear_and_blocks_nobody() -> None:
         live.gate.clear()
         began = time.monotonic()
         taken = [opened.publish(removed(number)) for number in range(10)]
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 5  # the gate opens after 10 s by itself
         assert taken == [True] * 4 + [False] * 6
         live.gate.set()
         parts = told(opened)
@@ -230,7 +230,7 @@ def test_shutdown_ends_at_its_deadline_though_the_transport_hangs() -> None:
         opened.publish(removed(0))
         began = time.monotonic()
         opened.shutdown(0.1)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 5
         assert opened.counts.unsent == 1
         live.gate.set()
 
