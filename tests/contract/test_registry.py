@@ -1,23 +1,18 @@
-"""RegistryService over a real server: every RPC, every error that the proto names, and the two clients of it."""
+"""RegistryService over a real server: every RPC, and every error that the proto names."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 
 import grpc
-import pytest
 import pytest_asyncio
 
 from kvgrpc.errors import (
     AddressNotAllowed,
-    CredentialsInvalid,
     EngineNotFound,
     InvalidRequest,
-    KvGrpcError,
-    PeerUnreachable,
     RegistrationShapeConflict,
     ServerDraining,
     StaleEpoch,
@@ -26,72 +21,11 @@ from kvgrpc.errors import (
 )
 from kvgrpc.model import Layout, Role
 from kvgrpc.registry import wire
-from kvgrpc.registry.client import Registration, Resolver
-from kvgrpc.registry.model import RankRow, RankSelector
-from kvgrpc.registry.servicer import RegistryServicer
-from kvgrpc.rpc.channel import open_channel
-from kvgrpc.rpc.interceptors import interceptors_of
-from kvgrpc.rpc.options import SERVER_OPTIONS
-from kvgrpc.rpc.security import CallerRole, ClientSecurity, ServerSecurity, Token
-from kvgrpc.rpc.status import error_from
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
-from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub, add_RegistryServiceServicer_to_server
 from kvgrpc.wire import rank_ref_to_pb
+from tests.contract.registry_serving import POOLS, TP2, Served, failure, request_of, until
 from tests.unit.registry.builders import pool, ranks, row
-
-TP2 = Layout(tp=2)
-POOLS = wire.PoolCache()
-
-
-class Served:
-    """A registry behind a server, and a stub that talks to it."""
-
-    def __init__(
-        self, ttl: float = 10.0, max_waiters: int = 2_048, peer: str = "", security: ServerSecurity | None = None
-    ) -> None:
-        self.servicer = RegistryServicer(ttl=ttl, max_waiters=max_waiters)
-        if peer:
-            self.servicer = _from_peer(self.servicer, peer)
-        self.port = 0
-        self.security = security or ServerSecurity()
-
-    async def start(self, port: int = 0) -> Served:
-        self.server = grpc.aio.server(interceptors=interceptors_of(self.security), options=SERVER_OPTIONS)
-        add_RegistryServiceServicer_to_server(self.servicer, self.server)
-        self.port = self.server.add_insecure_port(f"127.0.0.1:{port}")
-        await self.server.start()
-        self.servicer.start()
-        self.channel = open_channel(self.address, own_connection=True)
-        self.stub = RegistryServiceStub(self.channel)
-        return self
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
-
-    async def stop(self, grace: float = 0.0) -> None:
-        await self.channel.close()
-        await self.servicer.close()
-        await self.server.stop(grace)
-
-    async def register(self, *rows: RankRow) -> pb.RegisterResponse:
-        return await self.stub.Register(request_of(*rows), timeout=10)
-
-    def grown_up(self) -> Served:
-        """As it is one TTL after its start."""
-        self.servicer.registry._started -= self.servicer.registry.ttl
-        return self
-
-
-def _from_peer(servicer: RegistryServicer, peer: str) -> RegistryServicer:
-    """The same servicer, for callers that seem to come from elsewhere."""
-
-    class Elsewhere(RegistryServicer):
-        async def Register(self, request: pb.RegisterRequest, context: object) -> pb.RegisterResponse:
-            return await super().Register(request, type("Context", (), {"peer": lambda self: peer})())
-
-    return Elsewhere(ttl=servicer.registry.ttl)
 
 
 @pytest_asyncio.fixture
@@ -99,34 +33,6 @@ async def served() -> AsyncIterator[Served]:
     made = (await Served().start()).grown_up()
     yield made
     await made.stop()
-
-
-@pytest_asyncio.fixture
-async def resolver() -> AsyncIterator[Resolver]:
-    made = Resolver(dial)
-    yield made
-    await made.close()
-
-
-def dial(address: str) -> grpc.aio.Channel:
-    return open_channel(address, own_connection=True)
-
-
-def request_of(*rows: RankRow) -> pb.RegisterRequest:
-    return pb.RegisterRequest(rows=[wire.row_to_pb(at, POOLS) for at in rows])
-
-
-async def failure(call: Awaitable[object]) -> KvGrpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await call
-    return error_from(refused.value)
-
-
-async def until(condition: Callable[[], bool], within: float = 20.0) -> None:
-    end = time.monotonic() + within
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        await asyncio.sleep(0.005)
 
 
 class TestRegister:
@@ -446,258 +352,3 @@ class TestResolveRanks:
         await until(lambda: served.servicer._waiters.count == 1)
         served.servicer.drain()
         assert isinstance(await failure(waiting), ServerDraining)
-
-
-class TestRegistration:
-    async def test_keeps_rows_registered_for_longer_than_their_ttl(self) -> None:
-        brief = await Served(ttl=0.6).start()
-        registration = Registration(dial, brief.address, ranks(TP2))
-        await registration.start(5)
-        assert (registration.state, registration.healthy) == ("registered", True)
-        for _ in range(30):
-            await asyncio.sleep(0.05)
-            assert brief.servicer.registry.rows == 2
-        await registration.close()
-        assert (registration.state, registration.healthy) == ("closed", False)
-        assert brief.servicer.registry.rows == 0
-        await brief.stop()
-
-    async def test_registers_thousands_of_rows_in_chunks(self, served: Served) -> None:
-        registration = Registration(dial, served.address, ranks(Layout(dp=300, tp=8)))
-        await registration.start(10)
-        assert served.servicer.registry.rows == 2_400
-        await registration.close()
-        assert served.servicer.registry.rows == 0
-
-    async def test_registers_again_what_the_registry_forgot(self) -> None:
-        brief = await Served(ttl=0.6).start()
-        registration = Registration(dial, brief.address, ranks(TP2))
-        await registration.start(5)
-        brief.servicer.registry.deregister([row(tp=1).ref])
-        await until(lambda: brief.servicer.registry.rows == 2)
-        await registration.close()
-        await brief.stop()
-
-    async def test_start_raises_conflicts_at_once_and_leaves_nothing_behind(self, served: Served) -> None:
-        await served.register(row("A", epoch=9), row("B", epoch=9, layout=TP2))
-        for rows, expected in (
-            ([row("A", epoch=8)], StaleEpoch),
-            ([row("B", tp=1, epoch=8, layout=Layout(tp=4))], RegistrationShapeConflict),
-            ([*(row(str(index)) for index in range(1_024)), row("A", epoch=8)], StaleEpoch),
-        ):
-            with pytest.raises(expected):
-                await Registration(dial, served.address, rows).start(5)
-        assert served.servicer.registry.rows == 2
-
-    async def test_start_waits_for_a_registry_that_is_not_there_yet(self) -> None:
-        late = await Served().start()
-        port = late.port
-        await late.stop()
-        registration = Registration(dial, f"127.0.0.1:{port}", [row()])
-        starting = asyncio.ensure_future(registration.start(10))
-        await asyncio.sleep(0.3)
-        assert not starting.done()
-        late = await Served().start(port)
-        await starting
-        assert late.servicer.registry.rows == 1
-        await registration.close()
-        await late.stop()
-
-    async def test_start_waits_while_older_incarnations_hold_another_shape(self) -> None:
-        brief = await Served(ttl=0.6).start()
-        await brief.register(row(tp=1, epoch=5, layout=TP2))
-        registration = Registration(dial, brief.address, [row(epoch=6)])
-        await registration.start(5)
-        assert brief.servicer.registry.rows == 1
-        await registration.close()
-        await brief.stop()
-
-    async def test_start_tries_again_when_the_library_dropped_the_call(
-        self, served: Served, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        register, dropped = served.servicer.registry.register, []
-
-        def drop_the_first(rows: list[RankRow]) -> object:
-            if not dropped:
-                dropped.append(rows)
-                error = KvGrpcError("too many calls are pending")
-                error.code = "CANCELLED"  # type: ignore[misc]  # as the library does past 1,000 pending calls
-                raise error
-            return register(rows)
-
-        monkeypatch.setattr(served.servicer.registry, "register", drop_the_first)
-        registration = Registration(dial, served.address, [row()])
-        await registration.start(5)
-        assert dropped
-        await registration.close()
-
-    async def test_start_gives_up_at_its_deadline(self) -> None:
-        gone = await Served().start()
-        await gone.stop()
-        started = time.monotonic()
-        with pytest.raises(PeerUnreachable) as refused:
-            await Registration(dial, gone.address, [row()]).start(0.5)
-        assert refused.value.metadata == {"address": gone.address}
-        assert time.monotonic() - started < 4  # one call alone may take 5 s
-
-    async def test_comes_back_after_the_registry_was_restarted(self, caplog: pytest.LogCaptureFixture) -> None:
-        caplog.set_level(logging.ERROR)
-        old = await Served(ttl=1.5).start()
-        registration = Registration(dial, old.address, ranks(TP2))
-        await registration.start(5)
-        await old.stop()
-        await until(lambda: registration.state == "retrying")
-        assert registration.healthy
-        new = await Served(ttl=1.5).start(old.port)
-        await until(lambda: new.servicer.registry.rows == 2)
-        await until(lambda: registration.state == "registered")
-        await registration.close()
-        await new.stop()
-        assert caplog.records == []
-
-    async def test_a_row_that_a_newer_incarnation_took_is_reported_and_left_to_it(self) -> None:
-        brief = await Served(ttl=0.6).start()
-        heard: list[int] = []
-        registration = Registration(dial, brief.address, ranks(TP2, epoch=5), on_superseded=heard.append)
-        await registration.start(5)
-        newer = [Registration(dial, brief.address, [row(tp=tp, epoch=7 + tp, layout=TP2)]) for tp in range(2)]
-        await newer[1].start(5)
-        await until(lambda: heard == [8])
-        await until(lambda: registration.state == "registered")
-        await newer[0].start(5)
-        await until(lambda: heard == [8, 7])
-        assert (registration.state, registration.healthy) == ("superseded", False)
-        await registration.close()
-        assert brief.servicer.registry.rows == 2
-        for each in newer:
-            await each.close()
-        await brief.stop()
-
-    async def test_works_through_a_channel_that_sends_a_token(self) -> None:
-        guarded = await Served(ttl=0.6, security=ServerSecurity(tokens=(Token(CallerRole.RANK, "s" * 32),))).start()
-        registration = Registration(
-            lambda address: open_channel(address, ClientSecurity(token="s" * 32)), guarded.address, [row()]
-        )
-        await registration.start(5)
-        guarded.servicer.registry.deregister([row().ref])
-        await until(lambda: guarded.servicer.registry.rows == 1)
-        await guarded.stop()
-        await until(lambda: registration.state == "retrying")
-        await registration.close()
-
-    async def test_a_registry_that_refuses_the_credentials_is_not_asked_again(self) -> None:
-        guarded = await Served(security=ServerSecurity(tokens=(Token(CallerRole.RANK, "s" * 32),))).start()
-        with pytest.raises(CredentialsInvalid):
-            await Registration(dial, guarded.address, [row()]).start(5)
-        await guarded.stop()
-
-    async def test_close_is_bounded_and_may_be_repeated(self) -> None:
-        gone = await Served().start()
-        registration = Registration(dial, gone.address, [row()])
-        await registration.start(5)
-        await gone.stop()
-        started = time.monotonic()
-        await registration.close()
-        await registration.close()
-        assert time.monotonic() - started < 4  # one call alone may take 5 s
-
-
-class TestResolver:
-    async def test_returns_the_engine_with_the_selected_rows(self, served: Served, resolver: Resolver) -> None:
-        rows = ranks(TP2)
-        await served.register(*rows)
-        engine = await resolver.resolve(served.address, "", Role.PREFILL, [RankSelector(tp=1)], timeout=5)
-        assert (engine.name, engine.role, engine.layout, engine.ready) == ("P", Role.PREFILL, TP2, True)
-        assert engine.rows == (rows[1],)
-
-    async def test_equal_questions_at_one_time_are_asked_once(self, served: Served, resolver: Resolver) -> None:
-        asked = [
-            asyncio.ensure_future(resolver.resolve(served.address, "P", Role.PREFILL, timeout=10)) for _ in range(100)
-        ]
-        await until(lambda: served.servicer._waiters.count > 0)
-        await served.register(row())
-        assert len(set(await asyncio.gather(*asked))) == 1
-        assert resolver._pending == {}
-
-    async def test_the_registry_is_asked_again_for_the_next_question(self, served: Served, resolver: Resolver) -> None:
-        await served.register(row(epoch=1))
-        first = await resolver.resolve(served.address, "P", Role.PREFILL, [RankSelector()], timeout=5)
-        await served.register(row(epoch=2))
-        second = await resolver.resolve(served.address, "P", Role.PREFILL, [RankSelector()], timeout=5)
-        assert [engine.rows[0].ref.epoch for engine in (first, second)] == [1, 2]
-
-    async def test_each_caller_has_its_own_timeout(self, served: Served, resolver: Resolver) -> None:
-        patient = asyncio.ensure_future(resolver.resolve(served.address, "P", Role.PREFILL, timeout=30))
-        await until(lambda: served.servicer._waiters.count == 1)
-        started = time.monotonic()
-        with pytest.raises(EngineNotFound):
-            await resolver.resolve(served.address, "P", Role.PREFILL, timeout=0.3)
-        assert time.monotonic() - started < 8
-        await served.register(row())
-        assert (await patient).ready
-
-    async def test_a_later_caller_gets_its_time_too(self, served: Served, resolver: Resolver) -> None:
-        hasty = asyncio.ensure_future(resolver.resolve(served.address, "P", Role.PREFILL, timeout=0.5))
-        await until(lambda: served.servicer._waiters.count == 1)
-        patient = asyncio.ensure_future(resolver.resolve(served.address, "P", Role.PREFILL, timeout=10))
-        with pytest.raises(EngineNotFound):
-            await hasty
-        await served.register(row())
-        assert (await patient).ready
-
-    async def test_a_caller_that_goes_away_disturbs_nobody(self, served: Served, resolver: Resolver) -> None:
-        asked = [
-            asyncio.ensure_future(resolver.resolve(served.address, "P", Role.PREFILL, timeout=10)) for _ in range(2)
-        ]
-        await until(lambda: served.servicer._waiters.count == 1)
-        asked[0].cancel()
-        await served.register(row())
-        assert (await asked[1]).ready
-        lone = asyncio.ensure_future(resolver.resolve(served.address, "Q", Role.PREFILL, timeout=10))
-        await until(lambda: served.servicer._waiters.count == 1)
-        lone.cancel()
-        await until(lambda: served.servicer._waiters.count == 0)
-
-    async def test_warming_up_is_waited_for(self, resolver: Resolver) -> None:
-        fresh = await Served(ttl=0.6).start()
-        asking = asyncio.ensure_future(resolver.resolve(fresh.address, "P", Role.PREFILL, timeout=5, wait_ready=False))
-        await asyncio.sleep(0.1)
-        await fresh.register(row())
-        assert (await asking).ready
-        with pytest.raises(EngineNotFound):
-            await resolver.resolve(fresh.address, "Q", Role.PREFILL, timeout=5, wait_ready=False)
-        await fresh.stop()
-
-    async def test_a_registry_that_restarts_is_asked_again(self, resolver: Resolver) -> None:
-        old = await Served().start()
-        asking = asyncio.ensure_future(resolver.resolve(old.address, "P", Role.PREFILL, timeout=10))
-        await until(lambda: old.servicer._waiters.count == 1)
-        await old.stop()
-        new = await Served().start(old.port)
-        await new.register(row())
-        assert (await asking).ready
-        await new.stop()
-
-    async def test_a_registry_that_is_not_there_is_unreachable_after_the_timeout(self, resolver: Resolver) -> None:
-        gone = await Served().start()
-        await gone.stop()
-        started = time.monotonic()
-        with pytest.raises(PeerUnreachable) as refused:
-            await resolver.resolve(gone.address, "P", Role.PREFILL, timeout=0.5)
-        assert refused.value.metadata["address"] == gone.address
-        assert time.monotonic() - started < 4
-
-    async def test_what_cannot_become_right_is_not_repeated(self, served: Served, resolver: Resolver) -> None:
-        for name in ("a", "b"):
-            await served.register(row(name))
-        started = time.monotonic()
-        with pytest.raises(InvalidRequest):
-            await resolver.resolve(served.address, "", Role.PREFILL, timeout=30)
-        assert time.monotonic() - started < 10
-
-    async def test_close_ends_open_questions(self, served: Served, resolver: Resolver) -> None:
-        asking = asyncio.ensure_future(resolver.resolve(served.address, "P", Role.PREFILL, timeout=10))
-        await until(lambda: served.servicer._waiters.count == 1)
-        await resolver.close()
-        with pytest.raises(PeerUnreachable):
-            await asking

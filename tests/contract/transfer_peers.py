@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import itertools
 import queue
@@ -9,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import numpy as np
@@ -17,12 +18,13 @@ import numpy as np
 import kvgrpc.dataplane
 from kvgrpc.errors import Failure
 from kvgrpc.model import Layout, Pool, PoolKind, RankId, RankRef, Region, new_epoch
+from kvgrpc.transfer import KVReceiver, KVSender
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import registry_service_pb2 as registry_pb
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
 from kvgrpc.wire import failure_from_pb, layout_to_pb, pool_to_pb, rank_ref_to_pb
-from tests.integration.rank_host import AUX_BYTES, LAYERS, PAGE_BYTES, PAGES
+from tests.integration.rank_host import AUX_BYTES, LAYERS, PAGE_BYTES, PAGES, RankHost
 
 SECONDS = 15.0
 METHOD = "/kvgrpc.v1.TransferService/Session"
@@ -273,3 +275,30 @@ def eventually(condition: Callable[[], object], seconds: float = SECONDS) -> Non
     while not condition():
         assert time.monotonic() < deadline, "it did not come to that in time"
         time.sleep(0.005)
+
+
+def named(host: RankHost, room: int) -> None:
+    """Waits until the rank has heard of the room."""
+    eventually(lambda: (room, 0) in core_of(host).rooms)
+
+
+def sender_of(host: RankHost, room: int) -> Any:
+    return KVSender(cast(Any, host.rank.transfer), "", room)
+
+
+def receiver_of(host: RankHost, bootstrap: str, room: int) -> Any:
+    return KVReceiver(cast(Any, host.rank.transfer), bootstrap, room)
+
+
+def core_of(host: RankHost) -> Any:
+    return host.rank.transfer.core
+
+
+def session_tasks(host: RankHost) -> int:
+    """Tasks of the rank's loop that serve or hold a session."""
+    loop = host.rank._loop.loop
+
+    async def count() -> int:
+        return sum("session" in repr(task) or "Session" in repr(task) for task in asyncio.all_tasks(loop))
+
+    return host.rank._loop.run(count(), SECONDS)

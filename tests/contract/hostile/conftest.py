@@ -1,0 +1,114 @@
+"""Honest ranks that must not notice what the tests beside do to them, and the peers that do it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from kvgrpc.transfer import KVPoll
+from kvgrpc.transfer.model import Timing
+from tests.contract.transfer_peers import (
+    DecodeClient,
+    Memory,
+    PrefillServer,
+    Script,
+    core_of,
+    eventually,
+    receiver_of,
+)
+from tests.integration.rank_host import RankHost
+
+# Patience 2 s, a break 0.5 s, ended records 1 s.
+TIMING = Timing(
+    tick_seconds=0.05, heartbeat=4, welcome_within=10, patience=40, settle=4, abandon_dial=10, ended_record=20
+)
+Dial = Callable[..., DecodeClient]
+Serve = Callable[[Script], PrefillServer]
+ROOMS = itertools.count(1_000_000)
+
+
+@pytest.fixture(scope="module")
+def prefill() -> Iterator[RankHost]:
+    host = RankHost("P", "PREFILL", {"registry": "embedded", "timing": TIMING})
+    host.fill(1)
+    yield host
+    host.close(1.0)
+
+
+@pytest.fixture(scope="module")
+def decode() -> Iterator[RankHost]:
+    host = RankHost("D", "DECODE", {"timing": TIMING})
+    yield host
+    host.close(1.0)
+
+
+@pytest.fixture(scope="module")
+def memory() -> Iterator[Memory]:
+    made = Memory()
+    yield made
+    made.plane.close(1.0)
+
+
+@pytest.fixture(autouse=True)
+def nobody_else_notices(prefill: RankHost, decode: RankHost, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Around every test: a hand-off between honest ranks goes on, nothing was a bug, and nothing stays."""
+    room = next(ROOMS)
+    receiver = receiver_of(decode, f"{prefill.rank.address}/P", room)
+    eventually(lambda: receiver.poll() is KVPoll.WaitingForInput)
+    yield
+    receiver.init([1, 2, 3], 1)
+    prefill.send(room, [4, 5, 6], aux_row=2)
+    eventually(lambda: receiver.poll() >= KVPoll.Success or receiver.failure is not None)
+    assert receiver.failure is None
+    assert np.array_equal(decode.memory[:, 1:4], prefill.memory[:, 4:7])
+    assert decode.aux_row(1) == prefill.aux_row(2)
+    for host in (prefill, decode):
+        assert host.rank.healthy
+        assert cast(Any, host.rank.transfer).errors == 0
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+@pytest.fixture
+def dial(prefill: RankHost, memory: Memory) -> Iterator[Dial]:
+    clients: list[DecodeClient] = []
+
+    def make(**named: Any) -> DecodeClient:
+        clients.append(DecodeClient(prefill, memory, **named))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+@pytest.fixture
+def serve(prefill: RankHost, memory: Memory) -> Iterator[Serve]:
+    """Makes prefill ranks that answer by a script, and closes them."""
+    servers: list[PrefillServer] = []
+
+    def make(script: Script) -> PrefillServer:
+        servers.append(PrefillServer(script, prefill.rank.address, memory.pool))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_of_all_this_stays(prefill: RankHost, decode: RankHost) -> Iterator[None]:
+    """Around each file: what strangers named is forgotten in the end, and so are they."""
+    yield
+    eventually(lambda: len(core_of(prefill).pairs) <= 1)
+    eventually(lambda: len(core_of(prefill).rooms) <= 1)
+    eventually(lambda: len(core_of(decode).pairs) <= 1)
+    eventually(lambda: len(core_of(decode).rooms) <= 1)
+    transfer = cast(Any, prefill.rank.transfer)
+    assert len(transfer._sessions) <= 1
+    assert core_of(prefill).open_writes == 0
+    assert decode.rank.transfer.held_pages == 0

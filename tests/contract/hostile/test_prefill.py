@@ -1,0 +1,258 @@
+"""Prefill ranks that lie, as a real decode rank sees them: each hurts itself alone (rule 15)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvgrpc.errors import Reason
+from kvgrpc.transfer import KVPoll
+from kvgrpc.v1 import common_pb2
+from kvgrpc.v1 import transfer_service_pb2 as pb
+from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
+from kvgrpc.wire import rank_ref_to_pb
+from tests.contract.transfer_peers import (
+    FAILED,
+    OPEN,
+    SETTLED,
+    SUCCESS,
+    PrefillServer,
+    Script,
+    eventually,
+    receiver_of,
+    said,
+    session_tasks,
+)
+from tests.integration.rank_host import RankHost
+
+Serve = Callable[[Script], PrefillServer]
+ROOMS = itertools.count(3_000_000)
+MEGABYTE = 1 << 20
+
+
+class TestPrefillsThatLie:
+    """Seen from a real decode rank: its room there fails by name, or waits; its other rooms go on."""
+
+    @pytest.fixture
+    def room(self) -> int:
+        return next(ROOMS)
+
+    def meet(self, decode: RankHost, server: PrefillServer, room: int) -> Any:
+        receiver = receiver_of(decode, server.bootstrap, room)
+        receiver.init([10, 11], 3)
+        return receiver
+
+    def fails(self, receiver: Any, reason: Reason) -> Any:
+        eventually(lambda: receiver.poll() is KVPoll.Failed)
+        assert receiver.failure.reason is reason, receiver.failure
+        return receiver.failure
+
+    def answering(self, *answers: Any) -> Script:
+        """Welcomes, and sends the answers once it was told where to write; then it listens."""
+
+        def script(server: PrefillServer, requests: Iterator[pb.SessionRequest]) -> Iterator[Any]:
+            next(requests)
+            yield server.welcome()
+            for request in requests:
+                if any(entry.want == pb.WANT_WRITE for entry in request.rooms):
+                    yield from answers
+            yield pb.SessionResponse(goodbye=pb.Goodbye())
+
+        return script
+
+    def test_aux_of_the_wrong_size(self, decode: RankHost, serve: Serve, room: int) -> None:
+        before = decode.aux.copy()
+        for aux in (b"", b"x" * 63, b"x" * 65, b"x" * MEGABYTE):
+            wrong = next(ROOMS)
+            server = serve(self.answering(said(wrong, SUCCESS, aux=aux, pages_done=2)))
+            receiver = self.meet(decode, server, wrong)
+            assert self.fails(receiver, Reason.INVALID_REQUEST).metadata["field"] == "aux"
+            eventually(lambda receiver=receiver: receiver.release_safe)
+        assert np.array_equal(decode.aux[3], before[3])
+
+    def test_it_welcomes_as_somebody_else(self, decode: RankHost, serve: Serve, prefill: RankHost, room: int) -> None:
+        def script(server: PrefillServer, requests: Iterator[pb.SessionRequest]) -> Iterator[Any]:
+            welcome = server.welcome()
+            getattr(welcome.welcome, "from").CopyFrom(rank_ref_to_pb(prefill.rank.ref))
+            yield welcome
+            yield from (pb.SessionResponse() for request in requests)
+
+        failure = self.fails(self.meet(decode, serve(script), room), Reason.INVALID_REQUEST)
+        assert failure.metadata["field"] == "welcome.from"
+
+    def test_it_welcomes_again_and_again(self, decode: RankHost, serve: Serve, room: int) -> None:
+        def script(server: PrefillServer, requests: Iterator[pb.SessionRequest]) -> Iterator[Any]:
+            for _ in range(50):
+                yield server.welcome()
+            for request in requests:
+                if request.rooms:
+                    yield said(room, FAILED, failure=common_pb2.Failure(reason=3, message="enough"))
+
+        server = serve(script)
+        before = session_tasks(decode)
+        receiver = self.meet(decode, server, room)
+        eventually(lambda: receiver.poll() is KVPoll.Failed)
+        assert session_tasks(decode) <= before + 3
+
+    def test_it_says_success_before_it_was_told_where_to_write(self, decode: RankHost, serve: Serve, room: int) -> None:
+        def script(server: PrefillServer, requests: Iterator[pb.SessionRequest]) -> Iterator[Any]:
+            yield said(room, SUCCESS, aux=b"x" * 64)
+            yield server.welcome()
+            yield said(room, SUCCESS, aux=b"x" * 64)
+            yield from (pb.SessionResponse() for request in requests)
+
+        receiver = receiver_of(decode, serve(script).bootstrap, room)
+        eventually(lambda: receiver.poll() is KVPoll.Failed)
+        assert receiver.failure.reason is Reason.INVALID_REQUEST
+
+    def test_it_talks_of_rooms_that_nobody_asked_for(
+        self, decode: RankHost, serve: Serve, prefill: RankHost, room: int
+    ) -> None:
+        other = next(ROOMS)
+        receiver = receiver_of(decode, f"{prefill.rank.address}/P", other)
+        frame = pb.SessionResponse(
+            rooms=[pb.PrefillRoom(room=number, state=SUCCESS, writes=SETTLED) for number in [*range(1, 3000), other]]
+        )
+        server = serve(self.answering(frame, said(room, FAILED, failure=common_pb2.Failure(message="last"))))
+        mine = self.meet(decode, server, room)
+        eventually(lambda: mine.poll() is KVPoll.Failed)
+        assert receiver.poll() is not KVPoll.Success
+        eventually(lambda: len({number for each in server.heard for number in each.forget_rooms}) >= 3000)
+        receiver.abort()
+
+    def test_it_goes_back(self, decode: RankHost, serve: Serve, room: int) -> None:
+        server = serve(
+            self.answering(
+                said(room, pb.ROOM_STATE_TRANSFERRING, OPEN, pages_done=2),
+                said(room, pb.ROOM_STATE_BOOTSTRAPPING, OPEN),
+                said(room, FAILED, SETTLED, failure=common_pb2.Failure(reason=9, message="first")),
+                said(room, SUCCESS, OPEN, aux=b"y" * 64),
+                said(room, SUCCESS, SETTLED, aux=b"y" * 64),
+                said(room, FAILED, SETTLED, failure=common_pb2.Failure(reason=8, message="second")),
+            )
+        )
+        receiver = self.meet(decode, server, room)
+        assert self.fails(receiver, Reason.TRANSFER_FAILED).message == "first"
+        eventually(lambda: receiver.release_safe)
+
+    def test_it_fails_without_a_failure(self, decode: RankHost, serve: Serve, room: int) -> None:
+        receiver = self.meet(decode, serve(self.answering(said(room, FAILED))), room)
+        assert "without a reason" in self.fails(receiver, Reason.UNSPECIFIED).message
+
+    def test_its_failure_has_a_megabyte_and_an_impossible_time(self, decode: RankHost, serve: Serve, room: int) -> None:
+        failure = common_pb2.Failure(reason=9, message="m" * MEGABYTE, metadata={"k": "v" * MEGABYTE})
+        failure.time.seconds = 2**62
+        receiver = self.meet(decode, serve(self.answering(said(room, FAILED, failure=failure))), room)
+        found = self.fails(receiver, Reason.TRANSFER_FAILED)
+        assert len(str(found)) < 10_000
+        with grpc.insecure_channel(decode.rank.address) as channel:
+            TransferServiceStub(channel).ListRooms(pb.ListRoomsRequest(), timeout=5)
+
+    @pytest.mark.parametrize(
+        ("room_number", "state", "writes"),
+        [
+            (0, SUCCESS, SETTLED),
+            (2**63, SUCCESS, SETTLED),
+            (5, 0, SETTLED),
+            (5, 6, SETTLED),
+            (5, SUCCESS, 0),
+            (5, 4, 9),
+        ],
+    )
+    def test_its_frames_are_nonsense(
+        self, decode: RankHost, serve: Serve, room: int, room_number: int, state: int, writes: int
+    ) -> None:
+        server = serve(self.answering(said(room_number, state, writes)))
+        receiver = self.meet(decode, server, room)
+        failure = self.fails(receiver, Reason.INVALID_REQUEST)
+        assert failure.metadata["field"].startswith("rooms[0].")
+
+    def test_it_sends_bytes_that_are_no_message(self, decode: RankHost, serve: Serve, room: int) -> None:
+        server = serve(self.answering(b"\xff\xff\xff"))
+        receiver = self.meet(decode, server, room)
+        eventually(lambda: server.sessions >= 3)
+        server.script = self.answering(said(room, SUCCESS, aux=b"z" * 64, pages_done=2))
+        eventually(lambda: receiver.poll() is KVPoll.Success)
+        assert decode.aux_row(3) == b"z" * 64
+
+    def test_it_sends_a_frame_above_the_librarys_limit(self, decode: RankHost, serve: Serve, room: int) -> None:
+        server = serve(self.answering(b"\x0a\x80\x80\x80\x10" + bytes(40 * MEGABYTE)))
+        receiver = self.meet(decode, server, room)
+        eventually(lambda: server.sessions >= 2)
+        receiver.abort()
+        server.script = self.answering()
+
+    def test_it_never_answers_the_hello(self, decode: RankHost, serve: Serve, room: int) -> None:
+        def script(server: PrefillServer, requests: Iterator[pb.SessionRequest]) -> Iterator[Any]:
+            server.stopping.wait(20)
+            yield pb.SessionResponse()
+
+        failure = self.fails(self.meet(decode, serve(script), room), Reason.PEER_LOST)
+        assert "no welcome" in failure.metadata["how"]
+
+    def test_it_only_breathes_before_welcome(self, decode: RankHost, serve: Serve, room: int) -> None:
+        def script(server: PrefillServer, requests: Iterator[pb.SessionRequest]) -> Iterator[Any]:
+            while not server.stopping.wait(0.05):
+                yield pb.SessionResponse()
+
+        self.fails(self.meet(decode, serve(script), room), Reason.PEER_LOST)
+
+    @pytest.mark.parametrize("reason", [None, 0, Reason.INVALID_REQUEST, Reason.STALE_EPOCH, Reason.SERVER_DRAINING])
+    def test_it_says_goodbye_at_once(self, decode: RankHost, serve: Serve, room: int, reason: int | None) -> None:
+        def script(server: PrefillServer, requests: Iterator[pb.SessionRequest]) -> Iterator[Any]:
+            goodbye = pb.Goodbye()
+            if reason is not None:
+                goodbye.failure.reason = reason  # type: ignore[assignment]
+                goodbye.failure.time.seconds = 2**62
+            yield pb.SessionResponse(goodbye=goodbye)
+
+        receiver = self.meet(decode, serve(script), room)
+        eventually(lambda: receiver.poll() is KVPoll.Failed)
+        assert receiver.failure.reason in (reason or 0, Reason.PEER_LOST)
+        eventually(lambda: receiver.release_safe)
+
+    def test_it_floods(self, decode: RankHost, serve: Serve, room: int) -> None:
+        frame = pb.SessionResponse(
+            rooms=[pb.PrefillRoom(room=n, state=SUCCESS, writes=SETTLED) for n in range(1, 5_000)]
+        )
+
+        def script(server: PrefillServer, requests: Iterator[pb.SessionRequest]) -> Iterator[Any]:
+            yield server.welcome()
+            for _ in range(10):
+                yield frame
+            yield said(room, FAILED, failure=common_pb2.Failure(reason=3))
+            yield from (pb.SessionResponse() for request in requests)
+
+        self.fails(self.meet(decode, serve(script), room), Reason.ROOM_CANCELLED)
+
+    def test_it_asks_for_tiny_frames(self, decode: RankHost, serve: Serve, room: int) -> None:
+        def script(server: PrefillServer, requests: Iterator[pb.SessionRequest]) -> Iterator[Any]:
+            yield server.welcome(max_frame_bytes=1)
+            for request in requests:
+                yield from (said(entry.room, SUCCESS, aux=b"t" * 64) for entry in request.rooms)
+
+        server = serve(script)
+        receivers = [self.meet(decode, server, next(ROOMS)) for _ in range(20)]
+        eventually(lambda: all(receiver.poll() is KVPoll.Success for receiver in receivers))
+
+    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(raw=st.binary(max_size=100))
+    def test_it_answers_at_random(self, decode: RankHost, serve: Serve, raw: bytes) -> None:
+        def script(server: PrefillServer, requests: Iterator[pb.SessionRequest]) -> Iterator[Any]:
+            yield raw
+            yield server.welcome()
+            yield raw
+
+        server = serve(script)
+        receiver = self.meet(decode, server, next(ROOMS))
+        eventually(lambda: server.sessions >= 1)
+        receiver.abort()
+        server.close()
+        eventually(lambda: receiver.release_safe)

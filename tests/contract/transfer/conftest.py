@@ -1,0 +1,83 @@
+"""The ranks that the tests of TransferService talk to, and what talks to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from kvgrpc.transfer.model import Timing
+from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
+from tests.contract.transfer_peers import (
+    DecodeClient,
+    Memory,
+)
+from tests.integration.rank_host import RankHost
+
+# Patience 1 s, a break 0.5 s, ended records 1 s.
+TIMING = Timing(
+    tick_seconds=0.05, heartbeat=4, welcome_within=10, patience=20, settle=4, abandon_dial=10, ended_record=20
+)
+Dial = Callable[..., DecodeClient]
+
+
+@pytest.fixture(scope="module")
+def prefill() -> Iterator[RankHost]:
+    host = RankHost("P", "PREFILL", {"registry": "embedded"})
+    host.fill(1)
+    yield host
+    assert host.rank.transfer.errors == 0
+    host.close(1.0)
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[RankHost]:
+    """A prefill whose patience is a second."""
+    host = RankHost("H", "PREFILL", {"timing": TIMING})
+    yield host
+    assert host.rank.transfer.errors == 0
+    host.close(1.0)
+
+
+@pytest.fixture(scope="module")
+def decode() -> Iterator[RankHost]:
+    host = RankHost("D", "DECODE", {})
+    yield host
+    assert host.rank.transfer.errors == 0
+    host.close(1.0)
+
+
+@pytest.fixture(scope="module")
+def memory() -> Iterator[Memory]:
+    made = Memory()
+    yield made
+    made.plane.close(1.0)
+
+
+@pytest.fixture
+def dial(memory: Memory) -> Iterator[Dial]:
+    """Makes decode clients, and closes them."""
+    clients: list[DecodeClient] = []
+
+    def make(host: RankHost, **named: Any) -> DecodeClient:
+        clients.append(DecodeClient(host, memory, **named))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+@pytest.fixture
+def stub_of() -> Iterator[Callable[[RankHost], Any]]:
+    channels: list[grpc.Channel] = []
+
+    def make(host: RankHost) -> Any:
+        channels.append(grpc.insecure_channel(host.rank.address))
+        return TransferServiceStub(channels[-1])
+
+    yield make
+    for channel in channels:
+        channel.close()

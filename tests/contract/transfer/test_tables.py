@@ -1,0 +1,243 @@
+"""The tables of real ranks: sessions, rooms, topology, and cancelling a room."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from kvgrpc.errors import KvGrpcError, Reason
+from kvgrpc.model import Layout
+from kvgrpc.rpc.status import error_from
+from kvgrpc.transfer import KVPoll
+from kvgrpc.v1 import common_pb2
+from kvgrpc.v1 import transfer_service_pb2 as pb
+from kvgrpc.wire import layout_to_pb, rank_ref_to_pb
+from tests.contract.transfer_peers import (
+    BOOTSTRAPPING,
+    FAILED,
+    OPEN,
+    SECONDS,
+    SETTLED,
+    STOP,
+    SUCCESS,
+    DecodeClient,
+    Memory,
+    PrefillServer,
+    core_of,
+    eventually,
+    named,
+    receiver_of,
+    said,
+    sender_of,
+)
+from tests.integration.rank_host import AUX_BYTES, LAYERS, PAGES, RankHost
+
+ROOMS = iter(range(1_000, 10_000_000))
+Dial = Callable[..., DecodeClient]
+
+
+def refusal(call: Callable[..., Any], request: Any) -> KvGrpcError:
+    with pytest.raises(grpc.RpcError) as caught:
+        call(request, timeout=5)
+    return error_from(caught.value)
+
+
+class TestTables:
+    def test_topology_says_the_shapes_without_addresses(
+        self, prefill: RankHost, decode: RankHost, stub_of: Any
+    ) -> None:
+        for host, role in ((prefill, common_pb2.ROLE_PREFILL), (decode, common_pb2.ROLE_DECODE)):
+            topology = stub_of(host).GetTopology(pb.GetTopologyRequest(), timeout=5)
+            assert topology.rank == rank_ref_to_pb(host.rank.ref)
+            assert (topology.role, topology.data_plane) == (role, "shm")
+            assert topology.layout == layout_to_pb(Layout())
+            assert [region.address for region in topology.pools[0].regions] == [0] * LAYERS
+            assert topology.pools[0].pages == PAGES
+            assert list(topology.aux_item_bytes) == [AUX_BYTES]
+            assert topology.pages_held_limit == PAGES // 4
+
+    def test_sessions_of_both_sides(self, prefill: RankHost, decode: RankHost, stub_of: Any) -> None:
+        room = next(ROOMS)
+        receiver = receiver_of(decode, f"{prefill.rank.address}/P", room)
+        eventually(lambda: receiver.poll() is KVPoll.WaitingForInput)
+        receiver.init([1], 0)
+        (session,) = stub_of(decode).ListSessions(pb.ListSessionsRequest(), timeout=5).sessions
+        assert session.peer == rank_ref_to_pb(prefill.rank.ref)
+        assert (session.address, session.state, session.rooms) == (prefill.rank.address, "OPEN", 1)
+        named(prefill, room)
+        sessions = stub_of(prefill).ListSessions(pb.ListSessionsRequest(page_size=1000), timeout=5).sessions
+        (ours,) = [each for each in sessions if each.peer == rank_ref_to_pb(decode.rank.ref)]
+        assert (ours.address, ours.state, ours.rooms > 0) == ("", "OPEN", True)
+        assert ours.silence.ToMilliseconds() < 3000
+        assert ours.stream == session.stream
+        receiver.abort()
+
+    def test_sessions_are_paged_by_peer(self, prefill: RankHost, dial: Dial, stub_of: Any) -> None:
+        clients = [dial(prefill, engine=f"Page{number}").open() for number in (3, 1, 2)]
+        names, token = [], ""
+        while True:
+            request = pb.ListSessionsRequest(page_size=2, page_token=token)
+            response = stub_of(prefill).ListSessions(request, timeout=5)
+            assert len(response.sessions) <= 2
+            names += [each.peer.rank.engine for each in response.sessions]
+            token = response.next_page_token
+            if not token:
+                break
+        assert [name for name in names if name.startswith("Page")] == ["Page1", "Page2", "Page3"]
+        assert len(names) == len(set(names))
+        assert len(clients) == 3
+
+    def test_rooms_are_paged_filtered_and_counted(self, prefill: RankHost, dial: Dial, stub_of: Any) -> None:
+        client, stub = dial(prefill).open(), stub_of(prefill)
+        first = 2**62  # after all others
+        for room in range(first, first + 7):
+            client.write(room, [1])
+        client.want(first + 3, STOP)
+        client.ended(first + 3)
+
+        def listed(token: str = f"r:{first - 1}:0", **fields: Any) -> Any:
+            return stub.ListRooms(pb.ListRoomsRequest(page_token=token, **fields), timeout=5)
+
+        found, token = [], f"r:{first - 1}:0"
+        while token:
+            response = listed(token, page_size=3)
+            found += [each.room for each in response.rooms]
+            token = response.next_page_token
+        assert found == list(range(first, first + 7))
+        assert response.total == len(core_of(prefill).rooms)
+        assert [each.room for each in listed(states=[FAILED]).rooms] == [first + 3]
+        assert len(listed(states=[BOOTSTRAPPING]).rooms) == 6
+        assert len(listed(states=[BOOTSTRAPPING, FAILED, FAILED]).rooms) == 7
+        assert not listed(held_only=True).rooms
+        last = listed(page_size=7)
+        assert (len(last.rooms), last.next_page_token) == (7, "")
+
+    @pytest.mark.parametrize("side", ["prefill", "decode"])
+    def test_bad_pages_are_refused_by_name(self, side: str, request: pytest.FixtureRequest, stub_of: Any) -> None:
+        stub = stub_of(request.getfixturevalue(side))
+        for token in ("x", "s", "s:", "r", "r:", "r:1", "r:1:2:3", "r:a:b", "r:1:", "s:x", "r:" + "9" * 5000 + ":0"):
+            if not token.startswith("s:"):
+                error = refusal(stub.ListSessions, pb.ListSessionsRequest(page_token=token))
+                assert (error.reason, error.metadata["field"]) == (Reason.INVALID_REQUEST, "page_token")
+            error = refusal(stub.ListRooms, pb.ListRoomsRequest(page_token=token))
+            assert (error.reason, error.metadata["field"]) == (Reason.INVALID_REQUEST, "page_token")
+        for call, page in ((stub.ListSessions, pb.ListSessionsRequest), (stub.ListRooms, pb.ListRoomsRequest)):
+            for size in (1001, 2**32 - 1):
+                error = refusal(call, page(page_size=size))
+                assert (error.reason, error.metadata["field"]) == (Reason.INVALID_REQUEST, "page_size")
+            assert call(page(page_size=1000), timeout=5)
+        for states in ([0], [6], [-1], [4, 99]):
+            error = refusal(stub.ListRooms, pb.ListRoomsRequest(states=states))  # type: ignore[arg-type]
+            assert (error.reason, error.metadata["field"]) == (Reason.INVALID_REQUEST, "states")
+
+    @pytest.mark.parametrize("side", ["prefill", "decode"])
+    def test_what_no_request_may_hold_is_named_with_its_value_and_the_rule(
+        self, side: str, request: pytest.FixtureRequest, stub_of: Any
+    ) -> None:
+        stub = stub_of(request.getfixturevalue(side))
+        for call, message, field, value in (
+            (stub.GetRoom, pb.GetRoomRequest(), "room", "0"),
+            (stub.GetRoom, pb.GetRoomRequest(room=2**63), "room", str(2**63)),
+            (stub.CancelRoom, pb.CancelRoomRequest(room=2**64 - 1), "room", str(2**64 - 1)),
+            (stub.CancelRoom, pb.CancelRoomRequest(room=1, cause="x" * 257), "cause", "257 characters"),
+            (stub.ListRooms, pb.ListRoomsRequest(states=[4, 99, -1]), "states", "99, -1"),  # type: ignore[list-item]
+            (stub.ListRooms, pb.ListRoomsRequest(page_token="r:-1:0"), "page_token", "r:-1:0"),
+            (stub.ListRooms, pb.ListRoomsRequest(page_size=1001), "page_size", "1001"),
+            (stub.ListSessions, pb.ListSessionsRequest(page_token="x"), "page_token", "x"),
+        ):
+            error = refusal(call, message)
+            assert error.reason is Reason.INVALID_REQUEST
+            assert (error.metadata["field"], error.metadata["value"]) == (field, value)
+            assert [each.field for each in error.violations] == [field]
+            assert error.metadata["rule"] in error.message
+
+    @pytest.mark.parametrize("side", ["prefill", "decode"])
+    def test_an_unknown_room_is_not_found(self, side: str, request: pytest.FixtureRequest, stub_of: Any) -> None:
+        stub = stub_of(request.getfixturevalue(side))
+        for room, attempt in ((999, 0), (2**63 - 1, 2**32 - 1)):
+            for call, message in ((stub.GetRoom, pb.GetRoomRequest), (stub.CancelRoom, pb.CancelRoomRequest)):
+                error = refusal(call, message(room=room, attempt=attempt))
+                assert error.reason is Reason.ROOM_NOT_FOUND
+                assert error.metadata == {"room": str(room), "attempt": str(attempt)}
+
+    def test_a_room_says_who_waits_for_whom(self, prefill: RankHost, decode: RankHost, stub_of: Any) -> None:
+        room = next(ROOMS)
+        receiver = receiver_of(decode, f"{prefill.rank.address}/P", room)
+        receiver.init([4, 5, 6], 0)
+        named(prefill, room)
+        there = stub_of(prefill).GetRoom(pb.GetRoomRequest(room=room), timeout=5).room
+        assert (there.role, there.state, there.pages) == (common_pb2.ROLE_PREFILL, BOOTSTRAPPING, 3)
+        assert not there.local_handle
+        assert there.parts[0].peer == rank_ref_to_pb(decode.rank.ref)
+        here = stub_of(decode).GetRoom(pb.GetRoomRequest(room=room), timeout=5).room
+        assert (here.role, here.pages, here.local_handle, here.held) == (common_pb2.ROLE_DECODE, 3, True, False)
+        assert here.parts[0].peer == rank_ref_to_pb(prefill.rank.ref)
+        assert here.age.ToMilliseconds() < 5000
+        receiver.abort()
+
+    @pytest.mark.parametrize("side", ["prefill", "decode"])
+    def test_cancel_fails_the_room_on_both_sides_with_the_operators_words(
+        self, side: str, prefill: RankHost, decode: RankHost, request: pytest.FixtureRequest, stub_of: Any
+    ) -> None:
+        room = next(ROOMS)
+        receiver = receiver_of(decode, f"{prefill.rank.address}/P", room)
+        receiver.init([4], 0)
+        sender = sender_of(prefill, room)
+        eventually(lambda: sender.poll() is KVPoll.WaitingForInput)
+        stub = stub_of(request.getfixturevalue(side))
+        answer = stub.CancelRoom(pb.CancelRoomRequest(room=room, cause="spring cleaning"), timeout=5).room
+        assert (answer.state, answer.failure.reason) == (FAILED, Reason.ROOM_CANCELLED)
+        eventually(lambda: sender.failure is not None and receiver.failure is not None)
+        for handle in (sender, receiver):
+            assert (handle.failure.message, handle.failure.metadata["by"]) == ("spring cleaning", "operator")
+        eventually(lambda: receiver.release_safe)
+
+    def test_cancel_of_what_has_ended_changes_nothing(self, prefill: RankHost, dial: Dial, stub_of: Any) -> None:
+        client = dial(prefill).open()
+        client.write(room := next(ROOMS), [1])
+        prefill.send(room, [1])
+        client.ended(room)
+        answer = stub_of(prefill).CancelRoom(pb.CancelRoomRequest(room=room), timeout=5).room
+        assert answer.state == SUCCESS
+        assert not answer.HasField("failure")
+
+    def test_held_pages_are_shown_until_the_writer_says_settled(
+        self, prefill: RankHost, decode: RankHost, memory: Memory, stub_of: Any
+    ) -> None:
+        room, say = next(ROOMS), threading.Event()
+
+        def script(server: PrefillServer, requests: Iterator[pb.SessionRequest]) -> Iterator[pb.SessionResponse]:
+            yield server.welcome()
+            yield from (said(room, FAILED, OPEN) for request in requests if request.rooms)
+
+        def settled(server: PrefillServer, requests: Iterator[pb.SessionRequest]) -> Iterator[pb.SessionResponse]:
+            yield server.welcome()
+            say.wait(SECONDS)
+            yield said(room, FAILED, SETTLED)
+            yield from (pb.SessionResponse() for request in requests)
+
+        server = PrefillServer(script, prefill.rank.address, memory.pool)
+        try:
+            receiver = receiver_of(decode, server.bootstrap, room)
+            receiver.init([1, 2, 3], 0)
+            eventually(lambda: receiver.poll() is KVPoll.Failed)
+            stub = stub_of(decode)
+            rooms = stub.ListRooms(pb.ListRoomsRequest(held_only=True), timeout=5).rooms
+            (held,) = [each for each in rooms if each.room == room]
+            assert (held.held, held.pages, held.state) == (True, 3, FAILED)
+            assert held.parts[0].writes == OPEN
+            assert stub.GetTopology(pb.GetTopologyRequest(), timeout=5).pages_held >= 3
+            assert not receiver.release_safe
+            server.script = settled
+            server.end_sessions()
+            say.set()
+            eventually(lambda: receiver.release_safe)
+            eventually(
+                lambda: room not in [each.room for each in stub.ListRooms(pb.ListRoomsRequest(), timeout=5).rooms]
+            )
+        finally:
+            server.close()
