@@ -26,10 +26,11 @@ from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.server.config import RankConfig
 from kvgrpc.server.listener import Listener
 from kvgrpc.server.servicer import ServerInfo, ServerServicer
-from kvgrpc.transfer.decode import DecodeManager, PrefillEngine
+from kvgrpc.transfer.decode import DecodeManager
 from kvgrpc.transfer.manager import TransferConfig
 from kvgrpc.transfer.model import Target
 from kvgrpc.transfer.prefill import PrefillManager
+from kvgrpc.transfer.routes import PrefillEngine
 from kvgrpc.transfer.servicer import TransferServicer
 from kvgrpc.v1.event_service_pb2_grpc import add_EventServiceServicer_to_server
 from kvgrpc.v1.registry_service_pb2_grpc import add_RegistryServiceServicer_to_server

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Coroutine
 
 import grpc
 
 from kvgrpc.dataplane.base import DataPlane
-from kvgrpc.errors import EngineNotFound, Failure, InvalidRequest, KvGrpcError, Reason, ServerDraining
-from kvgrpc.model import Layout, RankId, RankRef, Role
+from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, Reason, ServerDraining
+from kvgrpc.model import RankRef, Role
 from kvgrpc.rpc.status import error_from
 from kvgrpc.transfer import topology, wire
 from kvgrpc.transfer.decode_core import DecodeCore, DecodePair, DecodeRoom, Stream
@@ -25,9 +23,10 @@ from kvgrpc.transfer.manager import (
     TransferConfig,
     TransferManager,
 )
-from kvgrpc.transfer.model import Destination, Handle, RoomKey, Target, prefill_dp
+from kvgrpc.transfer.model import Destination
 from kvgrpc.transfer.outbox import Outbox
 from kvgrpc.transfer.plan import check_first_page, check_pages
+from kvgrpc.transfer.routes import ReceiverRoom, Resolve, Routes
 from kvgrpc.transfer.tables import PartRow, RoomRow, SessionRow
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
@@ -35,37 +34,7 @@ from kvgrpc.wire import failure_from_pb, layout_to_pb, pool_to_pb, rank_ref_from
 
 logger = logging.getLogger(__name__)
 _PROBE_WITHIN_SECONDS = 1.0
-_LONGEST_TRACEPARENT = 512
 _Call = grpc.aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillEngine:
-    """What a registry said of a prefill engine: its layout, and the ranks that could owe this decode rank a part."""
-
-    name: str
-    layout: Layout
-    targets: Mapping[tuple[int, int, int, int], Target]
-
-
-class Resolve(Protocol):
-    """Asks the registry behind a ``bootstrap_addr``, waiting until the engine is READY. Raises KvGrpcError."""
-
-    async def __call__(self, bootstrap_addr: str, decode: RankId) -> PrefillEngine: ...
-
-
-class ReceiverRoom(DecodeRoom):
-    """A room with the way to its prefill: the registry's address, and the dp rank if the router chose one."""
-
-    __slots__ = ("bootstrap_addr", "prefill_dp_rank")
-
-    def __init__(
-        self, key: RoomKey, handle: Handle, bootstrap_addr: str, prefill_dp_rank: int | None, traceparent: str
-    ) -> None:
-        readable = isinstance(traceparent, str) and traceparent.isascii() and len(traceparent) <= _LONGEST_TRACEPARENT
-        super().__init__(key, handle, traceparent if readable else "")
-        self.bootstrap_addr = bootstrap_addr
-        self.prefill_dp_rank = prefill_dp_rank
 
 
 class DecodeManager(TransferManager[DecodeRoom]):
@@ -91,10 +60,8 @@ class DecodeManager(TransferManager[DecodeRoom]):
             deliver_aux=self._deliver_aux,
         )
         self._own_pages = min(pool.pages for pool in config.pools)
-        self._resolve = resolve
+        self._routes = Routes(self.core, config.layout, resolve, self._start, self._pump)
         self._open_channel = open_channel
-        self._engines: dict[str, PrefillEngine] = {}
-        self._questions: dict[str, list[ReceiverRoom]] = {}
         self._sessions: dict[Stream, _Session] = {}
         self._data_addresses: dict[RankRef, bytes] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -102,15 +69,8 @@ class DecodeManager(TransferManager[DecodeRoom]):
     # For receivers: each is posted, and runs on the loop thread.
 
     def open(self, room: ReceiverRoom) -> None:
-        if not self.core.open(room):
-            return
-        error = _route_error(room)
-        if error is not None:
-            self.core.fail(room, Failure.of(error, str(self.ref)))
-            return
-        engine = self._engines.get(room.bootstrap_addr)
-        if engine is None or not self._bind(room, engine, only_known=True):
-            self._ask(room)
+        if self.core.open(room):
+            self._routes.find(room)
 
     def write(self, room: DecodeRoom, destination: Destination, aux_index: int | None) -> None:
         try:
@@ -176,57 +136,6 @@ class DecodeManager(TransferManager[DecodeRoom]):
         return RoomRow(
             room.key, Role.DECODE, room.state, parts, room.page_count, held, room.open_handle, age, room.failure
         )
-
-    # Resolving.
-
-    def _ask(self, room: ReceiverRoom) -> None:
-        """One question for all rooms that wait for the same address."""
-        waiting = self._questions.get(room.bootstrap_addr)
-        if waiting is not None:
-            waiting.append(room)
-            return
-        self._questions[room.bootstrap_addr] = [room]
-        self._start(self._answer(room.bootstrap_addr), f"resolve {room.bootstrap_addr}")
-
-    async def _answer(self, bootstrap_addr: str) -> None:
-        failure: Failure | None = None
-        engine: PrefillEngine | None = None
-        try:
-            engine = await self._resolve(bootstrap_addr, self.ref.rank)
-            self._engines[bootstrap_addr] = engine
-        except KvGrpcError as error:
-            failure = Failure.of(error, str(self.ref))
-        except Exception as error:
-            logger.exception("resolving %s failed", bootstrap_addr)
-            failure = Failure(Reason.INTERNAL, f"resolving {bootstrap_addr}: {type(error).__name__}", {}, str(self.ref))
-        for room in self._questions.pop(bootstrap_addr):
-            if engine is not None:
-                self._bind(room, engine)
-            elif failure is not None:
-                self.core.fail(room, failure)
-        self._pump()
-
-    def _bind(self, room: ReceiverRoom, engine: PrefillEngine, only_known: bool = False) -> bool:
-        """Binds the room; with ``only_known`` only to a pair that stands, else False: then the registry is asked."""
-        dp = prefill_dp(room.key.room, engine.layout.dp) if room.prefill_dp_rank is None else room.prefill_dp_rank
-        try:
-            coordinates = topology.prefill_coordinates(self.ref.rank, engine.layout, self.config.layout, dp)
-            target = engine.targets.get(coordinates)
-            if target is None:
-                raise EngineNotFound(
-                    f"the registry knows no prefill rank {coordinates} (dp, pp, cp, tp) of engine {engine.name!r}",
-                    metadata={"engine": engine.name, "role": "PREFILL", "missingRanks": coordinates},
-                )
-        except KvGrpcError as error:
-            if not only_known:
-                self.core.fail(room, Failure.of(error, str(self.ref)))
-            return False
-        if only_known:
-            pair = self.core.pairs.get(target.ref)
-            if pair is None or pair.lost or pair.dead_at is not None:
-                return False
-        self.core.bind(room, [target])
-        return True
 
     # Dialling.
 
@@ -357,8 +266,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
         core = self.core
         for room in core.take_resolves():
             if isinstance(room, ReceiverRoom):
-                self._engines.pop(room.bootstrap_addr, None)
-                self._ask(room)
+                self._routes.find_anew(room)
         for stream in core.take_dials():
             self._sessions[stream] = _Session()
             self._start(self._dial(stream), f"session {stream.pair.ref}")
@@ -422,18 +330,6 @@ class _Session(Outbox):
         self.closing = True
         if self.writer is not None:
             self.writer.cancel()
-
-
-def _route_error(room: ReceiverRoom) -> InvalidRequest | None:
-    """Why the engine's way to a prefill cannot be one: checked here, where many rooms ask one question together."""
-    address, dp = room.bootstrap_addr, room.prefill_dp_rank
-    if not isinstance(address, str) or not address.isascii():
-        return InvalidRequest("bootstrap_addr: must be host:port", metadata={"field": "bootstrap_addr"})
-    if dp is not None and (not hasattr(dp, "__index__") or dp < 0):
-        return InvalidRequest(
-            f"prefill_dp_rank: must be 0 or more, not {dp!r}", metadata={"field": "prefill_dp_rank", "value": dp}
-        )
-    return None
 
 
 async def _refuses(address: str) -> bool:

@@ -10,6 +10,7 @@ from kvgrpc.errors import Failure, KvGrpcError
 from kvgrpc.transfer.model import Destination, Handle, RoomKey
 from kvgrpc.transfer.pages import as_pages
 from kvgrpc.transfer.room_end import RoomEnd
+from kvgrpc.transfer.routes import ReceiverRoom
 
 if TYPE_CHECKING:
     from kvgrpc.transfer.decode import DecodeManager
@@ -42,8 +43,6 @@ class KVReceiver(RoomEnd):
         prefill_dp_rank: int | None = None,
         traceparent: str = "",
     ) -> None:
-        from kvgrpc.transfer.decode import ReceiverRoom
-
         key, handle = RoomKey(room, attempt), Handle()
         super().__init__(manager, key, handle)
         self._manager = manager

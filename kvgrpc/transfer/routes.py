@@ -1,0 +1,160 @@
+"""From the address that a request names to the prefill rank that owes this decode rank its part."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvgrpc.errors import EngineNotFound, Failure, InvalidRequest, KvGrpcError, Reason
+from kvgrpc.model import Layout, RankId
+from kvgrpc.transfer import topology
+from kvgrpc.transfer.decode_core import DecodeCore, DecodeRoom
+from kvgrpc.transfer.model import Handle, RoomKey, Target, prefill_dp
+
+logger = logging.getLogger(__name__)
+_KNOWN_ENGINES = 4096
+_LONGEST_TRACEPARENT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillEngine:
+    """What a registry said of a prefill engine: its layout, and the ranks that could owe this decode rank a part."""
+
+    name: str
+    layout: Layout
+    targets: Mapping[tuple[int, int, int, int], Target]
+
+
+class Resolve(Protocol):
+    """Asks the registry behind a ``bootstrap_addr``, waiting until the engine is READY. Raises KvGrpcError."""
+
+    async def __call__(self, bootstrap_addr: str, decode: RankId) -> PrefillEngine: ...
+
+
+class ReceiverRoom(DecodeRoom):
+    """A room with the way to its prefill: the registry's address, and the dp rank if the router chose one."""
+
+    __slots__ = ("bootstrap_addr", "prefill_dp_rank")
+
+    def __init__(
+        self, key: RoomKey, handle: Handle, bootstrap_addr: str, prefill_dp_rank: int | None, traceparent: str
+    ) -> None:
+        readable = isinstance(traceparent, str) and traceparent.isascii() and len(traceparent) <= _LONGEST_TRACEPARENT
+        super().__init__(key, handle, traceparent if readable else "")
+        self.bootstrap_addr = bootstrap_addr
+        self.prefill_dp_rank = prefill_dp_rank
+
+
+class Routes:
+    """Binds rooms to their prefill ranks. On the loop thread; ``start`` runs a question beside it, ``pump`` follows
+    every answer.
+    """
+
+    def __init__(
+        self,
+        core: DecodeCore,
+        layout: Layout,
+        resolve: Resolve,
+        start: Callable[[Coroutine[None, None, None], str], None],
+        pump: Callable[[], None],
+    ) -> None:
+        self._core = core
+        self._layout = layout
+        self._resolve = resolve
+        self._start = start
+        self._pump = pump
+        self._engines: dict[str, PrefillEngine] = {}
+        self._questions: dict[str, list[ReceiverRoom]] = {}
+
+    def find(self, room: ReceiverRoom) -> None:
+        """Binds a new room at once where its session stands; else the registry is asked first."""
+        error = _route_error(room)
+        if error is not None:
+            self._fail(room, error)
+            return
+        engine = self._engines.get(room.bootstrap_addr)
+        if engine is None or not self._bind_to_known(room, engine):
+            self._ask(room)
+
+    def find_anew(self, room: ReceiverRoom) -> None:
+        """The rank that was known is gone: somebody else may be there now."""
+        self._engines.pop(room.bootstrap_addr, None)
+        self._ask(room)
+
+    def _ask(self, room: ReceiverRoom) -> None:
+        """One question for all rooms that wait for the same address."""
+        waiting = self._questions.get(room.bootstrap_addr)
+        if waiting is not None:
+            waiting.append(room)
+            return
+        self._questions[room.bootstrap_addr] = [room]
+        self._start(self._answer(room.bootstrap_addr), f"resolve {room.bootstrap_addr}")
+
+    async def _answer(self, bootstrap_addr: str) -> None:
+        me, failure, engine = self._core.me, None, None
+        try:
+            engine = await self._resolve(bootstrap_addr, me.rank)
+            self._remember(bootstrap_addr, engine)
+        except KvGrpcError as error:
+            failure = Failure.of(error, str(me))
+        except Exception as error:
+            logger.exception("resolving %s failed", bootstrap_addr)
+            failure = Failure(Reason.INTERNAL, f"resolving {bootstrap_addr}: {type(error).__name__}", {}, str(me))
+        for room in self._questions.pop(bootstrap_addr):
+            if engine is not None:
+                self._bind(room, engine)
+            elif failure is not None:
+                self._core.fail(room, failure)
+        self._pump()
+
+    def _remember(self, bootstrap_addr: str, engine: PrefillEngine) -> None:
+        self._engines[bootstrap_addr] = engine
+        if len(self._engines) > _KNOWN_ENGINES:
+            del self._engines[next(iter(self._engines))]
+
+    def _bind(self, room: ReceiverRoom, engine: PrefillEngine) -> None:
+        try:
+            self._core.bind(room, [self._target(room, engine)])
+        except KvGrpcError as error:
+            self._fail(room, error)
+
+    def _bind_to_known(self, room: ReceiverRoom, engine: PrefillEngine) -> bool:
+        """False where no session to the rank stands: what is known of it may be old."""
+        try:
+            target = self._target(room, engine)
+        except KvGrpcError:
+            return False
+        pair = self._core.pairs.get(target.ref)
+        if pair is None or pair.lost or pair.dead_at is not None:
+            return False
+        self._core.bind(room, [target])
+        return True
+
+    def _target(self, room: ReceiverRoom, engine: PrefillEngine) -> Target:
+        """Raises LayoutMismatch, InvalidRequest or EngineNotFound."""
+        dp = prefill_dp(room.key.room, engine.layout.dp) if room.prefill_dp_rank is None else room.prefill_dp_rank
+        coordinates = topology.prefill_coordinates(self._core.me.rank, engine.layout, self._layout, dp)
+        target = engine.targets.get(coordinates)
+        if target is None:
+            raise EngineNotFound(
+                f"the registry knows no prefill rank {coordinates} (dp, pp, cp, tp) of engine {engine.name!r}",
+                metadata={"engine": engine.name, "role": "PREFILL", "missingRanks": coordinates},
+            )
+        return target
+
+    def _fail(self, room: ReceiverRoom, error: KvGrpcError) -> None:
+        self._core.fail(room, Failure.of(error, str(self._core.me)))
+
+
+def _route_error(room: ReceiverRoom) -> InvalidRequest | None:
+    """Why the engine's way to a prefill cannot be one: checked here, where many rooms ask one question together."""
+    address, dp = room.bootstrap_addr, room.prefill_dp_rank
+    if not isinstance(address, str) or not address.isascii():
+        return InvalidRequest("bootstrap_addr: must be host:port", metadata={"field": "bootstrap_addr"})
+    if dp is not None and (not hasattr(dp, "__index__") or dp < 0):
+        return InvalidRequest(
+            f"prefill_dp_rank: must be 0 or more, not {dp!r}", metadata={"field": "prefill_dp_rank", "value": dp}
+        )
+    return None
