@@ -7,7 +7,7 @@ BIN := .venv/bin
 # Proxies of the machine are no business of loopback traffic, and neither are a developer's own settings.
 PYTEST := env -u http_proxy -u https_proxy -u HTTP_PROXY -u HTTPS_PROXY
 
-.PHONY: help demo test test-all bench gen lint contract lock clean
+.PHONY: help demo test test-all test-engines bench bench-engines gen lint contract lock clean
 
 help:  ## What there is.
 	@sed -n 's/^\([a-z-]*\):.*##/  make \1 \t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -24,6 +24,11 @@ test-all: lint  ## The same with the long tests.
 	@$(BIN)/python -m pytest $(or $(ARGS),--ignore=tests/contract)
 	@$(if $(ARGS),,$(MAKE) contract)
 
+test-engines:  ## Real SGLang engines, prefill and decode, over kvgrpc: tokens, faults, restarts (some minutes; ARGS as in test).
+	@.ci/setup sglang
+	@$(PYTEST) .venv-sglang/bin/python -m pytest $(or $(ARGS),tests/engines)
+	@echo "kvgrpc engines: OK (sglang)"
+
 contract:  ## tests/contract without torch and Mooncake: on the floors of pyproject.toml (protobuf 6), and on protobuf 7.
 	@for world in protobuf6 protobuf7; do \
 	  .ci/setup $$world; \
@@ -34,6 +39,10 @@ contract:  ## tests/contract without torch and Mooncake: on the floors of pyproj
 bench:  ## Every benchmark beside its baseline (ONLY=control,events for some).
 	@.ci/setup main
 	@$(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(ARGS)
+
+bench-engines:  ## The same engines and requests over kvgrpc and over SGLang's own Mooncake backend, turn and turn about.
+	@.ci/setup sglang
+	@$(PYTEST) .venv-sglang/bin/python -m benchmarks.engines $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
 gen:  ## Generated code and docs/errors.md from protos/.
 	@.ci/setup gen

@@ -2,6 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.engines.model import Reference
 
 collect_ignore_glob = [] if find_spec("sglang") else ["test_sglang*.py"]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engines")
+
+
+@pytest.fixture(scope="session")
+def reference(folder: Path) -> Iterator[Reference]:
+    from tests.engines.model import Reference
+
+    yield Reference(folder)

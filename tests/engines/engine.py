@@ -23,7 +23,7 @@ LOCAL = "127.0.0.1"
 PAGE = 16
 START_SECONDS = 170.0
 REQUEST_SECONDS = 60.0
-LEFT_IN_SHARED_MEMORY = ("psm_", "sem.mp-", "sglang_")
+LEFT_IN_SHARED_MEMORY = ("psm_", "sem.mp-", "sgl")
 
 
 class Request:

@@ -1,0 +1,125 @@
+"""Prefill and decode of the published SGLang wheel over kvgrpc: the tokens are those of transformers."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engines.engine import PAGE, Pair
+from tests.engines.model import Case, Reference
+
+pytestmark = pytest.mark.timeout(220)
+FAKE_HOST = "2.2.2.2"
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path, reference: Reference) -> Iterator[Pair]:
+    pair = Pair(folder, reference.path, decode={"disaggregation_decode_enable_radix_cache": True})
+    yield pair.wait_ready()
+    pair.close()
+
+
+def check(pair: Pair, case: Case) -> int:
+    """How many tokens of the prompt decode, or before it prefill, held already."""
+    prefill, decode = pair.submit(case.prompt, len(case.tokens))
+    assert decode.result() == case.tokens
+    assert prefill.result() == case.tokens[:1]
+    return decode.cached
+
+
+@pytest.mark.parametrize("length", [3, PAGE, PAGE + 1, 100, 300], ids=lambda length: f"{length} tokens")
+def test_tokens_are_those_of_transformers(pair: Pair, reference: Reference, length: int) -> None:
+    check(pair, reference.case(length))
+
+
+def test_decode_takes_only_what_it_does_not_hold(pair: Pair, reference: Reference) -> None:
+    first = reference.case(12 * PAGE)
+    check(pair, first)
+    assert pair.prefill.is_empty()  # so that all that is cached from here on is cached at decode
+    second = reference.case(15 * PAGE + 3, prefix=first.prompt[: 10 * PAGE])
+    assert check(pair, second) == 10 * PAGE
+
+
+def test_a_prompt_that_decode_holds_whole_needs_no_page(pair: Pair, reference: Reference) -> None:
+    case = reference.case(8 * PAGE)
+    check(pair, case)
+    assert pair.prefill.is_empty()
+    assert check(pair, case) == 8 * PAGE
+
+
+def test_a_room_that_is_used_twice_fails_only_the_second(pair: Pair, reference: Reference) -> None:
+    case, room = reference.case(300), pair.room()
+    first = pair.submit(case.prompt, 8, room)
+    second = pair.submit(case.prompt, 8, room)
+    assert first[1].result() == case.tokens
+    assert "ROOM_CONFLICT" in second[0].failure() or "ROOM_CONFLICT" in second[1].failure()
+
+
+def test_room_zero_is_refused_with_a_reason(pair: Pair, reference: Reference) -> None:
+    for request in pair.submit(reference.case(20).prompt, 8, 0):
+        assert "room must be 1 to 2^63-1" in request.failure(5)
+
+
+def test_warm_up_requests_pass_by(pair: Pair, reference: Reference) -> None:
+    case = reference.case(40)
+    fake = {"bootstrap_host": FAKE_HOST, "bootstrap_room": 0}
+    assert pair.prefill.generate(case.prompt, 1, **fake).result() == case.tokens[:1]
+    assert len(pair.decode.generate(case.prompt, 4, **fake).result()) == 4
+
+
+def test_a_registry_that_nobody_allowed_is_not_dialled(pair: Pair, reference: Reference) -> None:
+    where = {"bootstrap_host": "192.0.2.7", "bootstrap_port": 8998, "bootstrap_room": pair.room()}
+    reason = pair.decode.generate(reference.case(20).prompt, 4, **where).failure(5)
+    assert "ADDRESS_NOT_ALLOWED" in reason and "bootstrap_allow" in reason
+
+
+def test_two_hundred_requests_with_random_cancels_leave_both_pools_empty(pair: Pair, reference: Reference) -> None:
+    draw = random.Random(4)
+    cases = [reference.case(draw.choice([5, PAGE, 70, 200])) for _ in range(20)]
+    places, wrong, finished, lock = threading.Semaphore(8), [], [0], threading.Lock()
+
+    def one(case: Case, cancel_after: float | None) -> None:
+        with places:
+            prefill, decode = pair.submit(case.prompt, 8)
+            if cancel_after is not None and not decode.wait(cancel_after):
+                for request in draw_sides((prefill, decode), cancel_after):
+                    request.engine.abort(request)
+            assert decode.wait() and prefill.wait(), "a request did not end"
+            with lock:
+                finished[0] += decode.error is None
+                if decode.error is None and decode.tokens != case.tokens:
+                    wrong.append((case, decode.tokens))
+                if decode.error is not None and cancel_after is None:
+                    wrong.append((case, decode.error))
+
+    cancels = [draw.uniform(0, 0.15) if draw.random() < 0.3 else None for _ in range(200)]
+    threads = [threading.Thread(target=one, args=(draw.choice(cases), cancel)) for cancel in cancels]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(200)
+    assert wrong == []
+    assert finished[0] >= 100
+    assert pair.prefill.is_empty() and pair.decode.is_empty()
+
+
+def draw_sides(sides: tuple, moment: float) -> tuple:
+    """Which of the two a client gave up: prefill alone, decode alone, both."""
+    return (sides[:1], sides[1:], sides)[int(moment * 1e6) % 3]
+
+
+def test_another_page_size_is_refused_with_the_field(pair: Pair, reference: Reference) -> None:
+    other = pair.start("decode", page_size=2 * PAGE)
+    try:
+        other.wait_ready()
+        prefill, decode = pair.submit(reference.case(100).prompt, 4, decode=other)
+        assert "page_tokens" in decode.failure(5)
+        pair.prefill.abort(prefill)
+        assert prefill.wait(5)
+    finally:
+        other.close()
+    check(pair, reference.case(50))

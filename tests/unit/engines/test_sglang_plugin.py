@@ -1,0 +1,85 @@
+"""The plug-in: which names lead to our classes, and that it ends the start rather than let SGLang go on without it."""
+
+from __future__ import annotations
+
+import enum
+import os
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+
+from kvgrpc.engines.sglang import EX_CONFIG, compatibility
+from kvgrpc.engines.sglang.plugin import class_chooser, install, with_member
+from kvgrpc.errors import FeatureDisabled, InvalidRequest
+
+
+class Backend(enum.Enum):
+    MOONCAKE = "mooncake"
+    FAKE = "fake"
+
+
+class Kind(enum.Enum):
+    KVARGS = "kvargs"
+    SENDER = "sender"
+
+
+def sglangs(backend: Backend, kind: Kind) -> str:
+    return f"SGLang's {backend.value} {kind.value}"
+
+
+def test_the_new_backend_is_found_by_its_name_beside_the_old_ones() -> None:
+    extended = with_member(Backend, "kvgrpc")
+    assert [member.value for member in extended] == ["mooncake", "fake", "kvgrpc"]
+    assert extended("kvgrpc").name == "KVGRPC"
+
+
+@pytest.mark.parametrize(("backend", "kind"), [(Backend.FAKE, Kind.SENDER), (Backend.MOONCAKE, Kind.KVARGS)])
+def test_warm_up_classes_and_sglangs_container_stay_sglangs(backend: Backend, kind: Kind) -> None:
+    assert class_chooser("mooncake")(sglangs, backend, kind) == sglangs(backend, kind)
+
+
+def test_an_unknown_version_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: "0.9.0")
+    with pytest.raises(FeatureDisabled, match=r"version 0\.9\.0; install sglang==0\.5\.23 .*KVGRPC_SGLANG=off"):
+        compatibility.check_sglang()
+
+
+def test_a_signature_that_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: compatibility.VERSIONS[0])
+    monkeypatch.setattr(compatibility, "SIGNATURES", {"os.path.join": "a b"})
+    with pytest.raises(FeatureDisabled, match=r"os\.path\.join takes \(a p\), not \(a b\)"):
+        compatibility.check_sglang()
+
+
+def test_a_name_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: compatibility.VERSIONS[0])
+    monkeypatch.setattr(compatibility, "SIGNATURES", {"os.path.gone": ""})
+    with pytest.raises(FeatureDisabled, match=r"it has no os\.path\.gone"):
+        compatibility.check_sglang()
+
+
+def test_an_unknown_route_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="KVGRPC_SGLANG must be backend, mooncake or off"):
+        install({"KVGRPC_SGLANG": "nixl"})
+
+
+def test_a_plug_in_that_cannot_work_ends_the_process_with_one_line() -> None:
+    done = start(KVGRPC_SGLANG="nixl")
+    assert done.returncode == EX_CONFIG
+    assert done.stderr.startswith("kvgrpc cannot serve this SGLang: ") and done.stderr.count("\n") == 1
+    assert "SGLang goes on" not in done.stdout
+
+
+def test_switched_off_it_does_nothing() -> None:
+    done = start(KVGRPC_SGLANG="off")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "SGLang goes on\n", "")
+
+
+def start(**environment: str) -> subprocess.CompletedProcess[str]:
+    """A process that loads the plug-in as SGLang does."""
+    script = "from kvgrpc.engines.sglang import register; register(); print('SGLang goes on')"
+    return subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, **environment}, capture_output=True, text=True, timeout=50
+    )

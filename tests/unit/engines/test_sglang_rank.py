@@ -1,0 +1,108 @@
+"""What SGLang says of a scheduler process, as a rank; without SGLang."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvgrpc.engines.sglang.rank import Place, engine_name, rank_config, registry_of
+from kvgrpc.errors import InvalidRequest
+from kvgrpc.model import Layout, Role
+from kvgrpc.server import AuxBuffer
+
+LAYERS, PAGES, PAGE_BYTES = 2, 10, 4096
+
+
+def kv_args(**more: Any) -> SimpleNamespace:
+    """As SGLang fills it for MHA: all K layers, then all V layers; items are pages."""
+    entries = 2 * LAYERS
+    given = {
+        "page_size": 16,
+        "kv_cache_dtype_str": "bfloat16",
+        "kv_data_ptrs": [0x10000 * (entry + 1) for entry in range(entries)],
+        "kv_data_lens": [PAGES * PAGE_BYTES] * entries,
+        "kv_item_lens": [PAGE_BYTES] * entries,
+        "aux_data_ptrs": [0x900000, 0xA00000],
+        "aux_data_lens": [640, 6400],
+        "aux_item_lens": [64, 640],
+        "gpu_id": 3,
+        **more,
+    }
+    return SimpleNamespace(**given)
+
+
+def place(role: Role = Role.PREFILL, host: str = "127.0.0.1", device: str = "cpu") -> Place:
+    return Place(
+        role=role,
+        layout=Layout(dp=2, tp=4),
+        dp=1,
+        tp=3,
+        host=host,
+        local_ip="10.1.2.3",
+        port=8998,
+        bootstrap="127.0.0.1:8998",
+        device=device,
+    )
+
+
+def test_every_entry_of_the_kv_cache_is_a_region_in_sglangs_order() -> None:
+    pool = rank_config(kv_args(), place()).pools[0]
+    assert [region.address for region in pool.regions] == kv_args().kv_data_ptrs
+    assert [region.layer for region in pool.regions] == [0, 1, 2, 3]
+    assert (pool.pages, pool.page_tokens, pool.dtype, pool.location) == (PAGES, 16, "bfloat16", "cpu:0")
+
+
+def test_memory_of_a_gpu_is_named_by_its_number() -> None:
+    assert rank_config(kv_args(), place(device="cuda")).pools[0].location == "cuda:3"
+
+
+def test_aux_buffers_keep_sglangs_order_with_the_room_last() -> None:
+    assert rank_config(kv_args(), place()).aux == (AuxBuffer(0x900000, 64, 10), AuxBuffer(0xA00000, 640, 10))
+
+
+def test_coordinates_and_the_registry_are_sglangs() -> None:
+    config = rank_config(kv_args(), place())
+    assert (config.layout, config.dp, config.tp) == (Layout(dp=2, tp=4), 1, 3)
+    assert (config.engine, config.registry, config.listen) == ("127.0.0.1-8998", "127.0.0.1:8998", "127.0.0.1:0")
+
+
+def test_decode_registers_nowhere() -> None:
+    assert rank_config(kv_args(), place(Role.DECODE)).registry == ""
+
+
+def test_a_wildcard_is_bound_and_an_address_given_to_peers() -> None:
+    config = rank_config(kv_args(), place(host="0.0.0.0"))
+    assert (config.listen, config.advertise, config.engine) == ("0.0.0.0:0", "10.1.2.3", "10.1.2.3-8998")
+
+
+def test_the_environment_is_stronger_than_sglang_but_for_what_sglang_alone_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVGRPC_ENGINE", "prefill-a")
+    monkeypatch.setenv("KVGRPC_LISTEN", "127.0.0.1:7777")
+    monkeypatch.setenv("KVGRPC_DEVICE", "mlx5_0")
+    config = rank_config(kv_args(ib_device="mlx5_7"), place())
+    assert (config.engine, config.listen, config.device) == ("prefill-a", "127.0.0.1:7777", "mlx5_0")
+    assert (config.role, config.tp) == (Role.PREFILL, 3)
+
+
+def test_a_setting_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVGRPC_START_TIMEOUT", "soon")
+    with pytest.raises(InvalidRequest, match="start_timeout"):
+        rank_config(kv_args(), place())
+
+
+def test_an_external_registry_may_be_dialled_and_knows_the_engine_by_its_bootstrap_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVGRPC_REGISTRY", "10.9.9.9:8000")
+    assert rank_config(kv_args(), place()).registry == "10.9.9.9:8000"
+    assert rank_config(kv_args(), place(Role.DECODE)).bootstrap_allow == ("10.9.9.9",)
+    assert registry_of("127.0.0.1:8998", "10.9.9.9:8000") == "10.9.9.9:8000/127.0.0.1-8998"
+    assert registry_of("127.0.0.1:8998", "") == "127.0.0.1:8998"
+
+
+def test_ipv6_with_and_without_brackets_is_one_name() -> None:
+    assert engine_name("[fe80::1]:8998") == engine_name("fe80::1:8998") == "fe80--1-8998"
