@@ -1,10 +1,22 @@
-"""What every test stands on: no setting of the developer's own shell reaches a test."""
+"""What every test stands on: neither the settings of a developer's shell, nor a clock, nor luck reach a test."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import pytest
+
+with contextlib.suppress(ImportError):  # the environment of an engine has no Hypothesis
+    from hypothesis import HealthCheck, settings
+
+    # By default an example may take 200 ms, which a busy machine does not keep to. The same examples in each run: a run
+    # judges the change and not its luck. To look further: pytest --hypothesis-profile search.
+    settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=1000)
+    settings.register_profile(
+        "steady", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True, database=None
+    )
+    settings.load_profile("steady")
 
 
 @pytest.fixture(autouse=True)
