@@ -108,7 +108,7 @@ class PlaneProcess:
         return json.loads(line)
 
 
-def until(condition: Callable[[], bool], deadline: float = 5.0) -> None:
+def until(condition: Callable[[], bool], deadline: float = 20.0) -> None:
     """Waits for a condition, at most ``deadline`` seconds."""
     end = time.monotonic() + deadline
     while not condition():

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 LAYERS, PAGES, PAGE_BYTES, AUX_BYTES, AUX_ROWS = 4, 512, 4096, 64, 64
-CALL_SECONDS = 30.0
+CALL_SECONDS = 50.0
 
 
 class RankProcess:
@@ -88,7 +88,10 @@ class RankProcess:
 
 
 class RankHost:
-    """What the child does. Memory: LAYERS regions of PAGES pages of PAGE_BYTES bytes; one aux buffer."""
+    """What the child does. Memory: LAYERS regions of PAGES pages of PAGE_BYTES bytes; one aux buffer.
+
+    Of ``settings``, ``slow_seconds`` is not RankConfig's: for how long the data plane does nothing, by submission.
+    """
 
     def __init__(self, engine: str, role: str, settings: dict[str, Any]) -> None:
         import kvgrpc.dataplane
@@ -97,7 +100,7 @@ class RankHost:
         from tests.faults.dataplane import Fault, FaultyDataPlane
 
         settings = dict(settings)
-        name, slow = settings.pop("data_plane", "shm"), settings.pop("slow_seconds", 0.0)
+        name, slow = settings.pop("data_plane", "shm"), settings.pop("slow_seconds", {})
         page_bytes = settings.pop("page_bytes", PAGE_BYTES)
         pool_changes = settings.pop("pool", {})
         plane: Any = kvgrpc.dataplane.open_plane(name)
@@ -110,7 +113,7 @@ class RankHost:
         )
         pool = replace(Pool("kv", PoolKind.KV, 16, PAGES, "float32", regions), **pool_changes)
         if slow:
-            plane = FaultyDataPlane(plane, lambda number, submission: Fault(delay=slow))
+            plane = FaultyDataPlane(plane, lambda number, _: Fault(delay=slow.get(number, 0.0)))
         settings.setdefault("layout", Layout())
         self.rank = open_rank(
             RankConfig(
@@ -187,7 +190,7 @@ class RankHost:
             first = (number * pages_each) % (PAGES - pages_each)
             self.send(room, range(first, first + pages_each), aux_row=number % AUX_ROWS)
 
-    def wait(self, side: str, rooms: Sequence[int], polls: Sequence[int], seconds: float = 10.0) -> dict[int, Any]:
+    def wait(self, side: str, rooms: Sequence[int], polls: Sequence[int], seconds: float = 20.0) -> dict[int, Any]:
         """Waits until every room's poll is one of ``polls``; room -> (poll, reason, moment of the last change)."""
         handles = getattr(self, side)
         chosen = [handles[room, attempt] for room in rooms for attempt in (0,)]
@@ -204,7 +207,7 @@ class RankHost:
         failure = getattr(self, side)[room, attempt].failure
         return None if failure is None else (failure.reason.name, failure.message, dict(failure.metadata))
 
-    def wait_release(self, rooms: Sequence[int], seconds: float = 10.0) -> float:
+    def wait_release(self, rooms: Sequence[int], seconds: float = 20.0) -> float:
         """Waits until the pages of all rooms may be reused; the moment."""
         deadline = time.monotonic() + seconds
         while not all(self.receivers[room, 0].release_safe for room in rooms):

@@ -43,7 +43,7 @@ def writer() -> Iterator[Writer]:
     except FeatureDisabled as missing:
         pytest.skip(str(missing))
     yield writer
-    assert writer.plane.close(5.0)
+    assert writer.plane.close(15.0)
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +84,10 @@ def test_wrong_ranges_are_rejected_and_disturb_nobody(writer: Writer, lasting: P
         result = wait(writer.plane.submit(attached, *columns))
         assert (result.outcome, result.nbytes) == (Outcome.REJECTED, 0)
         assert "descriptor 1" in result.detail
-    began = time.monotonic()
+    ports = frozenset(msgspec.json.decode(lasting.address)["data_ports"])
+    connected = {(each.local, each.remote) for each in arriving(read_table(ports), ports, None)}
     assert wait(writer.write(lasting, attached=attached)).outcome is Outcome.DONE
-    assert time.monotonic() - began < 0.5, "no connection was lost"
+    assert connected <= {(each.local, each.remote) for each in arriving(read_table(ports), ports, None)}
     assert lasting.digest(0, NBYTES) == before
 
 
@@ -96,7 +97,7 @@ def test_a_stopped_submission_ends_soon_and_certain(writer: Writer, lasting: Pla
     transfer = writer.plane.submit(writer.plane.attach(lasting.address), *columns)
     until(lambda: transfer.poll() is not None or len(transfer._handles) > 0)  # type: ignore[attr-defined]
     transfer.stop()
-    result = wait(transfer, 1.0)
+    result = wait(transfer)
     assert result.outcome is Outcome.REJECTED
     assert result.nbytes < count * 4096 / 2
 
@@ -136,21 +137,17 @@ def test_a_peer_that_is_stopped_for_a_second_receives_everything(writer: Writer,
 def test_a_peer_that_hangs_at_first_contact_stalls_nobody(
     writer: Writer, lasting: PlaneProcess, mortal: PlaneProcess
 ) -> None:
-    mortal.signal(signal.SIGSTOP)
-    began = time.monotonic()
+    mortal.signal(signal.SIGSTOP)  # for as long as the others write
     hangs = writer.write(mortal)
     for _ in range(20):
         assert wait(writer.write(lasting)).outcome is Outcome.DONE
         assert hangs.poll() is None
-    assert time.monotonic() - began < 1.0
     mortal.signal(signal.SIGCONT)
     assert wait(hangs).outcome is Outcome.DONE
 
 
 @pytest.mark.parametrize("nbytes", [4096, MIB], ids=["small", "large"])
-def test_a_peer_killed_during_a_write_is_known_within_two_seconds(
-    writer: Writer, mortal: PlaneProcess, nbytes: int
-) -> None:
+def test_a_peer_killed_during_a_write_is_known_soon(writer: Writer, mortal: PlaneProcess, nbytes: int) -> None:
     attached = writer.plane.attach(mortal.address)
     assert wait(writer.write(mortal, attached=attached)).outcome is Outcome.DONE
     mortal.signal(signal.SIGSTOP)  # so that much is on its way when it dies
@@ -162,14 +159,15 @@ def test_a_peer_killed_during_a_write_is_known_within_two_seconds(
         assert transfer.poll() is None
         time.sleep(0.002)
     mortal.kill()
-    result = wait(transfer, 2.0)
+    # An idle machine takes two seconds at most; without the reset it would be the ten that no progress may take.
+    result = wait(transfer, 8.0)
     assert result.outcome is Outcome.FAILED_SRC_FREE
-    assert wait(writer.write(mortal, attached=attached), 2.0).outcome in (Outcome.FAILED_SRC_FREE, Outcome.REJECTED)
+    assert wait(writer.write(mortal, attached=attached), 8.0).outcome in (Outcome.FAILED_SRC_FREE, Outcome.REJECTED)
 
 
 def test_a_peer_that_is_gone_was_sent_nothing(writer: Writer, mortal: PlaneProcess) -> None:
     mortal.kill()
-    result = wait(writer.write(mortal), 2.0)
+    result = wait(writer.write(mortal))
     assert result.outcome is Outcome.REJECTED
     assert "does not answer" in result.detail
 
@@ -224,7 +222,7 @@ def test_a_failed_write_is_reported_when_its_bytes_have_left_this_host(mortal: P
         assert impatient.ask("write", address=mortal.address.decode(), block=mortal.block, seed=2)[0] == "DONE"
         mortal.signal(signal.SIGSTOP)
         impatient.tell("write", address=mortal.address.decode(), block=mortal.block, seed=3)
-        until(lambda: len(unsent()) == 4, 10.0)
+        until(lambda: len(unsent()) == 4)
         assert sum(each.unsent for each in unsent()) > MIB
         time.sleep(0.3)
         assert not impatient.has_answered()
@@ -246,14 +244,14 @@ def test_an_engine_of_somebody_else_is_used_and_left_alone(lasting: PlaneProcess
     assert wait(owner.write(lasting)).outcome is Outcome.DONE
     back = lasting.ask("write", address=owner.plane.address().decode(), block=owner.block, seed=5)
     assert back == ["DONE", NBYTES], "what the owner registered stays registered"
-    assert owner.plane.close(5.0)
+    assert owner.plane.close(15.0)
 
 
 def test_closing_with_writes_in_flight_leaves_none(mortal: PlaneProcess) -> None:
     closing = Writer()
     transfer = closing.write(mortal, NBYTES)
     until(lambda: transfer.poll() is not None or len(transfer._handles) > 0)  # type: ignore[attr-defined]
-    assert closing.plane.close(5.0)
+    assert closing.plane.close(15.0)
     assert wait(transfer).outcome in (Outcome.REJECTED, Outcome.DONE), "what ran was waited for"
     assert wait(closing.write(mortal, attached=object())).outcome is Outcome.REJECTED
     with pytest.raises(ValueError, match="closed"):

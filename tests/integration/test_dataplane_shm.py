@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -75,9 +74,7 @@ def test_a_peer_killed_during_a_write_harms_nobody(plane: ShmDataPlane, source: 
     transfer = plane.submit(attached, *u64(source, peer.block, NBYTES))
     assert transfer.poll() is None
     peer.kill()
-    began = time.monotonic()
-    assert wait(transfer, 2.0).outcome is Outcome.DONE, "its memory is still mapped here"
-    assert time.monotonic() - began < 2.0
+    assert wait(transfer).outcome is Outcome.DONE, "its memory is still mapped here"
     with pytest.raises(PeerUnreachable, match="gone"):
         plane.attach(peer.address)
 

@@ -86,9 +86,9 @@ def receive(sub: zmq.Socket[bytes], last: int) -> list[Frames]:
 
 
 def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while not condition():
-        assert time.monotonic() < deadline, "waited 5 s in vain"
+        assert time.monotonic() < deadline, "waited 20 s in vain"
         time.sleep(0.001)
 
 
@@ -210,11 +210,11 @@ def test_shutdown_gives_up_on_a_subscriber_that_does_not_read() -> None:
         wait_for(lambda: opened.counts.unsent == 0)
         began = time.monotonic()
         opened.shutdown(0.3)
-        assert 0.2 < time.monotonic() - began < 2
+        assert 0.2 < time.monotonic() - began < 8  # in vain it would be until the subscriber reads: for ever
     with publisher() as next_one:
         began = time.monotonic()
-        next_one.shutdown(5)
-        assert time.monotonic() - began < 2
+        next_one.shutdown(15)
+        assert time.monotonic() - began < 8
 
 
 def test_an_endpoint_is_free_again_after_shutdown() -> None:

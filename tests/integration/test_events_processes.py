@@ -88,7 +88,7 @@ def test_a_normal_exit_delivers_what_was_published() -> None:
             leaving.wait(0.3)
         last: list[Any] = []
         while AllBlocksCleared() not in last:
-            assert sub.poll(5_000), "the last batch is lost"
+            assert sub.poll(int(SECONDS * 1000)), "the last batch is lost"
             last = decode_batch(sub.recv_multipart()[2]).events
         assert leaving.wait(SECONDS) == 0
 
@@ -205,7 +205,9 @@ def say(started: subprocess.Popen[bytes], word: str) -> None:
 
 async def watch(address: str, **fields: Any) -> list[Any]:
     async with grpc.aio.insecure_channel(address) as channel:
-        return [message async for message in EventServiceStub(channel).Watch(pb.WatchRequest(**fields), timeout=10)]
+        return [
+            message async for message in EventServiceStub(channel).Watch(pb.WatchRequest(**fields), timeout=SECONDS)
+        ]
 
 
 def run_ranks(plan: str) -> None:

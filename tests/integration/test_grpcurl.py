@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from kvgrpc.client import SyncClient
+from kvgrpc.errors import EngineNotFound
 from tests.integration.rank_host import RankProcess
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +62,7 @@ class Running:
 @pytest.fixture(scope="module")
 def running(grpcurl: Path) -> Iterator[Running]:
     registry = subprocess.Popen(
-        [sys.executable, "-m", "kvgrpc", "serve", "registry", "--listen", "127.0.0.1:0", "--lease-ttl", "1"],
+        [sys.executable, "-m", "kvgrpc", "serve", "registry", "--listen", "127.0.0.1:0", "--lease-ttl", "3"],
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
@@ -78,6 +80,8 @@ def running(grpcurl: Path) -> Iterator[Running]:
         prefill.call("send", ROOM, list(range(7)), last=False)
         decode.call("wait", "receivers", [ROOM], [3])
         prefill.call("publish", BATCHES)
+        with SyncClient(address, timeout=20.0) as client, pytest.raises(EngineNotFound):
+            client.get_engine("nobody")  # asks again until the registry is no longer warming up
         yield Running(address, prefill.address, decode.address)
         registry.send_signal(signal.SIGTERM)
         assert registry.wait(10) == 0
