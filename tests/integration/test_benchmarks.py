@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -27,10 +28,11 @@ FIELDS = {"name", "unit", "value", "baseline", "baseline_value", "ratio", "bette
 ROWS = ("control.throughput", "dataplane.shm.32KiB", "events.replay.300B")
 
 
+@pytest.mark.timeout(230)
 def test_rows_run_beside_their_baselines_and_results_have_the_documented_fields(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     command = [sys.executable, "-m", "benchmarks", "--quick", "--rounds", "1", "--only", ",".join(ROWS)]
-    done = subprocess.run([*command, "--json", results], cwd=REPOSITORY, capture_output=True, text=True, timeout=55)
+    done = subprocess.run([*command, "--json", results], cwd=REPOSITORY, capture_output=True, text=True, timeout=220)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(results.read_text())
     assert [row["name"] for row in rows] == list(ROWS)
@@ -98,10 +100,11 @@ def test_workers_die_with_their_parent(tmp_path: Path) -> None:
     child = int(parent.stdout.readline())
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    end = time.monotonic() + 10
-    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < end, "the worker outlived its parent"
-        time.sleep(0.01)
+    end = time.monotonic() + 20
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < end, "the worker outlived its parent"
+            time.sleep(0.01)
 
 
 class _Fixed:

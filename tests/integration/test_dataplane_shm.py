@@ -15,7 +15,7 @@ from kvgrpc.dataplane.base import MemoryRange, Outcome
 from kvgrpc.dataplane.shm import ShmDataPlane
 from kvgrpc.errors import PeerUnreachable
 from tests.faults.dataplane import wait
-from tests.integration.dataplane_process import PlaneProcess, digest, noise, u64, view
+from tests.integration.dataplane_process import PlaneProcess, digest, noise, u64, until, view
 
 MIB = 1 << 20
 NBYTES = 64 * MIB
@@ -96,11 +96,14 @@ def test_nothing_is_left_of_killed_processes(plane: ShmDataPlane, source: int, p
     plane.detach(attached)
     del attached
     gc.collect()
-    mapped = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:kvgrpc" in line]
-    assert not [fields for fields in mapped if int(fields[4]) in inodes], (
-        "the last mapping is gone, and so is the memory"
-    )
-    assert all(token in fields[5] for fields in mapped)
+
+    def mapped() -> list[list[str]]:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return [line.split() for line in lines if "memfd:kvgrpc" in line]
+
+    # The last mapping goes, and with it the memory, once the thread that touches new memory has ended too.
+    until(lambda: not [fields for fields in mapped() if int(fields[4]) in inodes])
+    assert all(token in fields[5] for fields in mapped())
 
 
 def memfds(pid: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -24,7 +25,7 @@ from kvgrpc.v1 import transfer_service_pb2 as pb
 ROOT = Path(__file__).parents[2]
 # Four interpreters start, three of them with torch; a busy machine takes its time.
 DEMO_SECONDS = 150.0
-LEFT_SECONDS = 20.0
+LEFT_SECONDS = 60.0
 
 pytestmark = [
     pytest.mark.timeout(DEMO_SECONDS + 30),
@@ -67,9 +68,10 @@ class Demo:
 
         def all_there() -> bool:
             for child in psutil.Process(self._popen.pid).children():
-                command = child.cmdline()
-                if "kvgrpc.demo.process" in command:
-                    found[command[-1]] = child
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    command = child.cmdline()
+                    if "kvgrpc.demo.process" in command:
+                        found[command[-1]] = child
             return len(found) == 4
 
         wait(all_there)
@@ -97,7 +99,14 @@ def wait(condition: Callable[[], bool], seconds: float = LEFT_SECONDS) -> None:
 
 
 def gone(processes: dict[str, psutil.Process]) -> bool:
-    return not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes.values())
+    return all(is_gone(process) for process in processes.values())
+
+
+def is_gone(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def without_mooncake(folder: Path) -> dict[str, str]:

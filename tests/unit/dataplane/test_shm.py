@@ -237,7 +237,8 @@ def test_closing_ends_everything_and_leaves_no_memory_behind() -> None:
         plane.allocate(16)
     del plane.peer, peer, transfer
     gc.collect()
-    assert f"kvgrpc-{plane._token}" not in Path("/proc/self/maps").read_text()
+    # The thread that touches the memory of a new peer may still be at it.
+    until(lambda: f"kvgrpc-{plane._token}" not in Path("/proc/self/maps").read_text())
 
 
 def test_the_address_is_small() -> None:
