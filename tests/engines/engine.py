@@ -227,7 +227,7 @@ class Pair:
     ) -> None:
         self.bootstrap_port = free_port()
         self._folder, self._environment = folder, dict(environment or {})
-        common = {**arguments(model, tp), "disaggregation_transfer_backend": backend}
+        common = {**engine_arguments(model, tp), "disaggregation_transfer_backend": backend}
         self._arguments = {
             "prefill": {**common, "chunked_prefill_size": 64, **(prefill or {})},
             "decode": {
@@ -271,9 +271,15 @@ class Pair:
         self, prompt: list[int], new_tokens: int, room: int | None = None, decode: Engine | None = None
     ) -> tuple[Request, Request]:
         """The request at prefill, and at decode."""
-        room = self.room() if room is None else room
-        where = {"bootstrap_host": LOCAL, "bootstrap_port": self.bootstrap_port, "bootstrap_room": room}
+        where = self._where(self.room() if room is None else room)
         return self.prefill.generate(prompt, 1, **where), (decode or self.decode).generate(prompt, new_tokens, **where)
+
+    def submit_to_decode(self, prompt: list[int], new_tokens: int) -> Request:
+        """A request that prefill never hears of: decode waits for it."""
+        return self.decode.generate(prompt, new_tokens, **self._where(self.room()))
+
+    def _where(self, room: int) -> dict[str, Any]:
+        return {"bootstrap_host": LOCAL, "bootstrap_port": self.bootstrap_port, "bootstrap_room": room}
 
     def close(self) -> None:
         threads = [threading.Thread(target=engine.close) for engine in (self.prefill, self.decode)]
@@ -283,7 +289,7 @@ class Pair:
             thread.join()
 
 
-def arguments(model: Path, tp: int) -> dict[str, Any]:
+def engine_arguments(model: Path, tp: int) -> dict[str, Any]:
     """What lets SGLang run without a GPU, on the loopback, in a small pool."""
     return {
         "model_path": str(model),

@@ -1,7 +1,8 @@
-"""The route over SGLang's own backend name, and a registry that is a process of its own."""
+"""How an operator may start it: what ends a start, the route over SGLang's own backend name, an external registry."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvgrpc.client import SyncClient
-from tests.engines.engine import LOCAL, ROOT, Pair, free_port
+from kvgrpc.engines.sglang import EX_CONFIG
+from tests.engines.engine import LOCAL, ROOT, Engine, Pair, engine_arguments, free_port
 from tests.engines.model import Reference
 
 pytestmark = pytest.mark.timeout(230)
@@ -61,6 +63,33 @@ def pair(folder: Path, reference: Reference, registry: Registry) -> Iterator[Pai
     pair = Pair(folder, reference.path, backend="mooncake", environment=environment)
     yield pair.wait_ready()
     pair.close()
+
+
+def test_a_plug_in_that_cannot_work_ends_every_process_of_sglang_at_its_start() -> None:
+    script = "from sglang.srt.plugins import load_plugins; load_plugins(); print('SGLang goes on')"
+    environment = {**os.environ, "KVGRPC_SGLANG": "nixl"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (EX_CONFIG, "")
+    assert "KVGRPC_SGLANG must be backend, mooncake or off, not 'nixl'" in done.stderr
+
+
+def test_a_setting_that_would_make_wrong_tokens_ends_the_start_with_what_to_do(
+    folder: Path, reference: Reference
+) -> None:
+    setting = {"SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE": "0"}
+    arguments = {
+        **engine_arguments(reference.path, 1),
+        "disaggregation_mode": "decode",
+        "disaggregation_transfer_backend": "kvgrpc",
+        "disaggregation_decode_retraction_backup": "none",
+        "port": free_port(),
+    }
+    engine = Engine("decode", folder, arguments, setting)
+    try:
+        assert engine.wait_gone(120)
+        assert "kvgrpc does not serve SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0: unset it" in engine.log()
+    finally:
+        engine.close()
 
 
 def serves(pair: Pair, reference: Reference) -> None:

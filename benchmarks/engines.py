@@ -1,0 +1,183 @@
+"""engine.*: real SGLang engines over kvgrpc, and over SGLang's own Mooncake backend: ``make bench-engines``.
+
+``python -m benchmarks.engines [--only engine.sglang.ttft] [--rounds N] [--json PATH]``, in the environment of
+tests/engines, whose engines these are. Both pairs live through the whole row and take turns. SGLang's schedulers poll
+without a pause, so the pair whose turn it is not is stopped (SIGSTOP), and the first requests after that do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.harness.rounds import Benchmark, Figures, run
+from benchmarks.harness.table import Metric, Problem, Row, Target, markdown, show, store
+from benchmarks.harness.worker import peak_rss
+from tests.engines.engine import Pair, Request
+from tests.engines.model import TINY, WIDE, Case, Reference, Size
+
+RESULTS = Path(__file__).parent / "results-engines.json"
+LOG_WIDTH = 170
+IN_TREE = "SGLang's Mooncake"
+TTFT, WIDE_TTFT = "engine.sglang.ttft", "engine.sglang.wide"
+DETECT, FIRST_REQUEST = "engine.sglang.detect", "engine.sglang.first_request"
+PROMPT_TOKENS, NEW_TOKENS = 100, 4
+TIMED_REQUESTS, UNCOUNTED_REQUESTS = 40, 4
+WIDE_PROMPT_TOKENS, WIDE_REQUESTS, WIDE_CONCURRENCY = 128, 12, 4
+DETECT_SECONDS = 60.0
+
+
+class Engines:
+    """One side: a pair of engines, stopped except in its turns. Subclasses do the work of a turn."""
+
+    size: Size = TINY
+    prompt_tokens = PROMPT_TOKENS
+
+    def __init__(self, backend: str) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="kvgrpc-bench-"))
+        reference = Reference(self._folder, self.size)
+        self._cases = endless([reference.case(self.prompt_tokens, NEW_TOKENS) for _ in range(24)])
+        # Every request is computed, and in one go.
+        alone = {"chunked_prefill_size": 512, "disable_radix_cache": True}
+        self.pair = Pair(self._folder, reference.path, backend=backend, prefill=alone, decode=alone)
+        self.pair.wait_ready()
+        self._stop()
+
+    def turn(self) -> Figures:
+        for engine in (self.pair.prefill, self.pair.decode):
+            engine.go_on()
+        try:
+            return self.work()
+        finally:
+            self._stop()
+
+    def work(self) -> Figures:
+        raise NotImplementedError
+
+    def peak_rss(self) -> int:
+        return sum(peak_rss(pid) for engine in (self.pair.prefill, self.pair.decode) for pid in engine.pids())
+
+    def close(self) -> None:
+        self.pair.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def submit(self) -> tuple[Case, Request, Request]:
+        case = next(self._cases)
+        return (case, *self.pair.submit(case.prompt, NEW_TOKENS))
+
+    def finish(self, case: Case, prefill: Request, decode: Request) -> float:
+        """Milliseconds from sending the request to the first token at decode. Raises for a wrong token."""
+        if decode.result() != case.tokens or prefill.result() != case.tokens[:1]:
+            raise RuntimeError(f"wrong tokens: {decode.tokens} for {case.tokens}")
+        return ((decode.first or 0.0) - prefill.sent) * 1e3
+
+    def one_by_one(self, count: int) -> list[float]:
+        return [self.finish(*self.submit()) for _ in range(count)]
+
+    def _stop(self) -> None:
+        for engine in (self.pair.decode, self.pair.prefill):
+            engine.stop()
+
+
+class FirstToken(Engines):
+    """Requests one after another."""
+
+    def work(self) -> Figures:
+        self.one_by_one(UNCOUNTED_REQUESTS)
+        took = sorted(self.one_by_one(TIMED_REQUESTS))
+        return {TTFT: statistics.median(took), f"{TTFT}.p99": took[int(0.99 * len(took))]}
+
+
+class Wide(Engines):
+    """4 MiB of KV cache a request, four at once."""
+
+    size = WIDE
+    prompt_tokens = WIDE_PROMPT_TOKENS
+
+    def work(self) -> Figures:
+        self.one_by_one(UNCOUNTED_REQUESTS)
+        running = [self.submit() for _ in range(WIDE_CONCURRENCY)]
+        took = []
+        for _ in range(WIDE_REQUESTS):
+            took.append(self.finish(*running.pop(0)))
+            running.append(self.submit())
+        for request in running:
+            self.finish(*request)
+        return {WIDE_TTFT: statistics.median(took)}
+
+
+class Faults(Engines):
+    """The first request to a prefill engine that has just started; then kill -9 while decode waits for it."""
+
+    def work(self) -> Figures:
+        if not self.pair.prefill.alive:
+            self.pair.restart("prefill")
+        first = self.one_by_one(1)[0]
+        self.one_by_one(1)
+        # Prefill never hears of this one, so that it is under way when prefill dies.
+        waiting = self.pair.submit_to_decode(next(self._cases).prompt, NEW_TOKENS)
+        time.sleep(0.5)
+        killed = self.pair.prefill.kill()
+        waiting.failure(DETECT_SECONDS)
+        return {FIRST_REQUEST: first, DETECT: (waiting.ended or 0.0) - killed}
+
+
+def benchmarks() -> list[Benchmark]:
+    return [
+        row(
+            FirstToken,
+            Metric(TTFT, "ms", "lower", IN_TREE, Target(ratio=1.4)),
+            Metric(f"{TTFT}.p99", "ms", "lower", IN_TREE, Target(ratio=1)),
+        ),
+        row(Wide, Metric(WIDE_TTFT, "ms", "lower", IN_TREE, Target(ratio=1))),
+        row(
+            Faults,
+            Metric(DETECT, "s", "lower", IN_TREE, Target(value=1)),
+            Metric(FIRST_REQUEST, "ms", "lower", IN_TREE, Target(ratio=1)),
+            warm_ups=0,
+        ),
+    ]
+
+
+def row(side: Callable[[str], Engines], *metrics: Metric, warm_ups: int = 1) -> Benchmark:
+    return Benchmark(metrics, lambda: side("kvgrpc"), lambda: side("mooncake"), warm_ups=warm_ups)
+
+
+def endless(cases: Sequence[Case]) -> Iterator[Case]:
+    while True:
+        yield from cases
+
+
+def main() -> int:
+    """0 when every row ran and every token was right; missed targets are shown, they are no error."""
+    parser = argparse.ArgumentParser(prog="benchmarks.engines", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="PREFIX,…")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--markdown", action="store_true")
+    options = parser.parse_args()
+    rows: list[Row] = []
+    problems: list[Problem] = []
+    for benchmark in benchmarks():
+        if benchmark.matches(options.only):
+            try:
+                rows += run(benchmark, options.rounds)
+            except Exception as error:  # one that fails must not cost the others
+                problems.append(Problem(benchmark.name, f"{type(error).__name__}: {error}"))
+    show(rows, problems, Console() if sys.stdout.isatty() else Console(width=LOG_WIDTH))
+    if options.markdown:
+        print(markdown(rows))
+    store(rows, options.json)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
