@@ -76,6 +76,8 @@ async def _send_headers(context: Context) -> None:
     the status that says why would be refused as a second answer, and the caller would hear nothing.
     """
     sending = asyncio.ensure_future(context.send_initial_metadata(()))
+    # It fails where the caller went away meanwhile: asyncio would log that as an exception that nobody looked at.
+    sending.add_done_callback(lambda sent: sent.cancelled() or sent.exception())
     try:
         await asyncio.shield(sending)
     except asyncio.CancelledError:

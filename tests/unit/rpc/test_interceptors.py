@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,3 +115,31 @@ async def test_a_method_of_another_package_without_handler_is_left_to_the_librar
     (interceptor,) = interceptors_of(ServerSecurity())
     assert await wrapped(interceptor, "/foreign.Service/Method", None) is None
     assert await wrapped(interceptor, GET_ROOM, None) is not None
+
+
+async def test_headers_that_can_no_longer_be_sent_when_a_stream_is_ended_are_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    begun, gone = asyncio.Event(), asyncio.Event()
+
+    class Leaving(Context):
+        async def send_initial_metadata(self, metadata: Any) -> None:
+            begun.set()
+            await gone.wait()
+            raise grpc.aio.InternalError("the caller went away")
+
+    async def session(requests: Any, context: Any) -> None:
+        raise AssertionError("never reached")
+
+    (interceptor,) = interceptors_of(ServerSecurity())
+    made = await wrapped(interceptor, SESSION, grpc.stream_stream_rpc_method_handler(session))
+    call = asyncio.ensure_future(made.stream_stream(None, Leaving()))
+    await asyncio.wait_for(begun.wait(), 5)
+    call.cancel()
+    await asyncio.sleep(0)
+    gone.set()
+    await asyncio.wait([call], timeout=5)
+    assert call.cancelled()
+    del call
+    gc.collect()
+    assert caplog.records == []
