@@ -142,4 +142,4 @@ async def test_headers_that_can_no_longer_be_sent_when_a_stream_is_ended_are_not
     assert call.cancelled()
     del call
     gc.collect()
-    assert caplog.records == []
+    assert not [record for record in caplog.records if record.exc_info and "went away" in str(record.exc_info[1])]
