@@ -6,6 +6,7 @@ by name so that nothing here needs grpc. ``kvgrpc.rpc.status`` turns these into 
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import time
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 MAX_MESSAGE_CHARS = 1024
+_SHOWN_CHARS = 200
 
 
 class Reason(enum.IntEnum):
@@ -57,10 +59,11 @@ class Reason(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One field that is wrong: its proto path, and what would be right."""
+    """One field that is wrong: its path, what would be right, and what it is (which BadRequest has no place for)."""
 
     field: str
     description: str
+    value: object = dataclasses.field(default=None, compare=False)
 
 
 class KvGrpcError(Exception):
@@ -136,6 +139,16 @@ class PagesHeld(KvGrpcError):
 
 
 class InvalidRequest(KvGrpcError):
+    @classmethod
+    def of(cls, field: str, value: object, rule: str, **metadata: object) -> InvalidRequest:
+        """``field`` must be what ``rule`` says, and is ``value``."""
+        shown = repr(value)[:_SHOWN_CHARS] if isinstance(value, str) else str(value)[:_SHOWN_CHARS]
+        return cls(
+            f"{field}: must be {rule}, not {shown}",
+            metadata={**metadata, "field": field, "value": shown, "rule": rule},
+            violations=[Violation(field, rule)],
+        )
+
     reason, code = Reason.INVALID_REQUEST, "INVALID_ARGUMENT"
 
 
@@ -243,3 +256,4 @@ def exception_of(reason: Reason) -> type[KvGrpcError]:
 _BY_REASON: dict[Reason, type[KvGrpcError]] = {}
 for _class in KvGrpcError.__subclasses__():
     _BY_REASON.setdefault(_class.reason, _class)
+del _class

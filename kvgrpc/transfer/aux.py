@@ -31,10 +31,11 @@ class AuxRows:
         rows = self._rows
         there = not rows if index is None else hasattr(index, "__index__") and 0 <= index < rows
         if not there:
-            raise InvalidRequest(
-                f"aux_index: must be 0 to {rows - 1}, a row of the {len(self._views)} aux buffers, not {index!r}",
-                metadata={"field": "aux_index", "value": index},
+            buffers = len(self._views)
+            rule = (
+                f"0 to {rows - 1}, a row of the {buffers} aux buffers" if buffers else "none, there are no aux buffers"
             )
+            raise InvalidRequest.of("aux_index", index, rule)
 
     def read(self, index: int | None) -> bytes:
         """A copy of the row of each buffer, in order; empty without aux buffers. Raises InvalidRequest."""

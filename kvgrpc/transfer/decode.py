@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+import socket
+from collections.abc import Callable, Coroutine, Sequence
 
 import grpc
 
@@ -23,7 +24,7 @@ from kvgrpc.transfer.manager import (
     TransferConfig,
     TransferManager,
 )
-from kvgrpc.transfer.model import Destination
+from kvgrpc.transfer.model import DecodeEntry, Destination
 from kvgrpc.transfer.outbox import Outbox
 from kvgrpc.transfer.plan import check_first_page, check_pages
 from kvgrpc.transfer.routes import ReceiverRoom, Resolve, Routes
@@ -88,7 +89,8 @@ class DecodeManager(TransferManager[DecodeRoom]):
     # Life.
 
     async def drain(self, grace: float) -> tuple[bool, int]:
-        """Waits for open rooms, then stops them; (nothing is left, open rooms)."""
+        """Refuses new rooms, waits for open ones, then stops them; (nothing is left, open rooms)."""
+        self.draining = True
         await self.until(lambda: self.open_rooms() == 0, grace)
         for room in list(self.core.rooms.values()):
             self.core.fail(room, Failure.of(ServerDraining(f"{self.ref} drained before the room ended")))
@@ -184,7 +186,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
                 return
             if message.rooms:
                 if session.writer is None:
-                    raise InvalidRequest("rooms: come after welcome", metadata={"field": "rooms"})
+                    raise InvalidRequest.of("rooms", len(message.rooms), "empty before welcome")
                 wire.check_frame(message, self.config.max_frame_bytes)
                 FRAMES_RECEIVED.inc()
                 ROOMS_RECEIVED.inc(len(message.rooms))
@@ -202,12 +204,9 @@ class DecodeManager(TransferManager[DecodeRoom]):
     def _welcome(self, session: _Session, stream: Stream, welcome: pb.Welcome) -> None:
         answered = rank_ref_from_pb(getattr(welcome, "from"))
         if session.writer is not None:
-            raise InvalidRequest("welcome: must come once", metadata={"field": "welcome"})
+            raise InvalidRequest.of("welcome", "another", "said once")
         if answered != stream.pair.ref:
-            raise InvalidRequest(
-                f"{stream.pair.ref} was dialled, {answered} answered",
-                metadata={"field": "welcome.from", "value": answered},
-            )
+            raise InvalidRequest.of("welcome.from", answered, f"{stream.pair.ref}, which was dialled")
         self._data_addresses[stream.pair.ref] = welcome.data_plane_address
         session.max_frame_bytes = min(self.config.max_frame_bytes, welcome.max_frame_bytes or 2**63)
         self.core.on_welcome(stream)
@@ -223,9 +222,11 @@ class DecodeManager(TransferManager[DecodeRoom]):
                 entries = core.flush(stream.pair) if stream.pair.stream is stream else []
                 if entries:
                     ROOMS_SENT.inc(len(entries))
-                    for frame in wire.decode_frames(entries, pools, session.max_frame_bytes):
+                    too_large: list[DecodeEntry] = []
+                    for frame in wire.decode_frames(entries, pools, session.max_frame_bytes, too_large):
                         FRAMES_SENT.inc()
                         await call.write(frame)
+                    self._fail_too_large(too_large, session.max_frame_bytes)
                 elif session.heartbeat_due:
                     session.heartbeat_due = False
                     await call.write(_HEARTBEAT)
@@ -236,6 +237,16 @@ class DecodeManager(TransferManager[DecodeRoom]):
         except Exception:
             self._count_error(f"writing to {stream.pair.ref} failed")
             call.cancel()
+
+    def _fail_too_large(self, entries: Sequence[DecodeEntry], limit: int) -> None:
+        """Rooms whose pages the peer's frames cannot carry; nothing of them was said, the others go on."""
+        for entry in entries:
+            room = self.core.rooms.get(entry.key)
+            if room is not None and entry.destination is not None:
+                error = wire.too_large(entry.destination, len(self.config.pools), limit)
+                self.core.fail(room, Failure.of(error, str(self.ref)))
+        if entries:
+            self._pump()
 
     def _hello(self, stream: Stream) -> pb.SessionRequest:
         shape = self.shape
@@ -299,11 +310,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
         if not self.config.aux or index is None:
             return None
         if len(row) != self.aux.row_bytes:
-            error = InvalidRequest(
-                f"aux: must have {self.aux.row_bytes} bytes, has {len(row)}",
-                metadata={"field": "aux", "value": len(row)},
-            )
-            return Failure.of(error, str(self.ref))
+            return Failure.of(InvalidRequest.of("aux", len(row), f"{self.aux.row_bytes} bytes"), str(self.ref))
         if room.handle.aborted is None:
             self.aux.write(index, row)
         return None
@@ -333,13 +340,22 @@ class _Session(Outbox):
 
 
 async def _refuses(address: str) -> bool:
-    """True when nobody listens there: the one proof of death that a dial can give (4)."""
+    """True when nobody listens at any address of that name: the one proof of death that a dial can give (4)."""
     host, _, port = address.rpartition(":")
     try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), _PROBE_WITHIN_SECONDS)
+        found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except (OSError, ValueError):
+        return False
+    answers = await asyncio.gather(*(_refuses_at(str(where[0]), int(where[1])) for *_, where in found))
+    return bool(answers) and all(answers)
+
+
+async def _refuses_at(host: str, port: int) -> bool:
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), _PROBE_WITHIN_SECONDS)
     except ConnectionRefusedError:
         return True
-    except (OSError, ValueError, asyncio.TimeoutError):
+    except (OSError, asyncio.TimeoutError):
         return False
     writer.close()
     return False

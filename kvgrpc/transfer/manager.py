@@ -81,6 +81,7 @@ class TransferManager(ABC, Generic[Record]):
         self.plane = plane
         self.shape = config.shape(plane.name)
         self.closed = False
+        self.draining = False
         self.dropped_commands = 0
         self.errors = 0
         self.aux = AuxRows(config.aux)
@@ -100,20 +101,25 @@ class TransferManager(ABC, Generic[Record]):
         return self.config.ref
 
     def refusal(self, key: RoomKey) -> Failure | None:
-        """Why no handle can be made now: closed, forked, or the outbox is full. Never raises."""
-        if self.closed:
-            return Failure(Reason.SERVER_DRAINING, f"the manager of {self.ref} is closed", {}, str(self.ref))
+        """Why no handle can be made now: closed, draining, forked, or the outbox is full. Never raises."""
+        if self.closed or self.draining:
+            what = "is closed" if self.closed else "drains"
+            return Failure(Reason.SERVER_DRAINING, f"the manager of {self.ref} {what}", {}, str(self.ref))
         if self._forks != _forks:
             text = f"the manager of {self.ref} belongs to process {self._pid}; start workers with spawn, not fork"
             return Failure(Reason.FEATURE_DISABLED, text, {"feature": "fork", "howToEnable": "spawn"}, str(self.ref))
-        if len(self._commands) >= self.config.commands:
-            limit = self.config.commands
-            error = TooManyRequests(
-                f"room {key.room}: {limit} calls wait for the loop thread",
-                metadata={"limit": limit, "value": limit, "scope": "outbox"},
-            )
-            return Failure.of(error, str(self.ref))
-        return None
+        return self.crowded(key)
+
+    def crowded(self, key: RoomKey) -> Failure | None:
+        """Why no more can be asked of the loop thread now. Never raises."""
+        waiting, limit = len(self._commands), self.config.commands
+        if waiting < limit:
+            return None
+        error = TooManyRequests(
+            f"room {key.room}: {waiting} calls wait for the loop thread",
+            metadata={"limit": limit, "value": waiting, "scope": "outbox"},
+        )
+        return Failure.of(error, str(self.ref))
 
     def post(self, action: Callable[..., None], *arguments: Any) -> None:
         """Appends a call for the loop thread and wakes it, at most once for all that waits."""

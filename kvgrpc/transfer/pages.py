@@ -34,7 +34,4 @@ _NO_PAGES = np.empty(0, dtype=np.uint32)
 
 
 def _not_pages(what: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"pages: must be page numbers, one dimension of integers from 0 on; {what}",
-        metadata={"field": "pages", "value": what},
-    )
+    return InvalidRequest.of("pages", what, "page numbers, one dimension of integers from 0 to 2^32-1")

@@ -107,10 +107,7 @@ def check_pages(pages: U32Array, pool_pages: int, pool: str) -> None:
 def check_first_page(first_page: int) -> None:
     """Raises InvalidRequest for what cannot be a logical page."""
     if not hasattr(first_page, "__index__") or not 0 <= first_page < 2**32:
-        raise InvalidRequest(
-            f"first_page: must be 0 to 2^32-1, not {first_page!r}",
-            metadata={"field": "first_page", "value": first_page},
-        )
+        raise InvalidRequest.of("first_page", first_page, "0 to 2^32-1")
 
 
 def _runs(source: U32Array, destination: U32Array) -> tuple[npt.NDArray[np.intp], U64Array]:

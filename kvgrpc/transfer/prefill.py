@@ -110,6 +110,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
 
     async def drain(self, grace: float) -> tuple[bool, int]:
         """Refuses new rooms, waits for running ones, then cancels them; (nothing is left, open rooms)."""
+        self.draining = True
         self.core.drain()
         self._pump()
         await self.until(lambda: self.core.open_rooms == 0, grace)
@@ -185,7 +186,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         except KvGrpcError as error:
             failure = Failure.of(error, str(self.ref))
         except asyncio.TimeoutError:
-            late = InvalidRequest("hello: must be the first message, within 10 s", metadata={"field": "hello"})
+            late = InvalidRequest.of("hello", "nothing", f"the first message, within {_HELLO_WITHIN_SECONDS:g} s")
             failure = Failure.of(late, str(self.ref))
         await write(_goodbye(failure))
         return None
@@ -194,7 +195,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         if self.closed:
             raise ServerDraining(f"{self.ref} is closing; use another prefill")
         if not first.HasField("hello"):
-            raise InvalidRequest("hello: must be in the first message", metadata={"field": "hello"})
+            raise InvalidRequest.of("hello", "absent", "in the first message")
         hello = first.hello
         _check_sizes(hello)
         ref, layout = rank_ref_from_pb(getattr(hello, "from")), layout_from_pb(hello.layout)
@@ -214,9 +215,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
             )
         known = self.core.pairs.get(ref)
         if known is not None and isinstance(known.peer, PeerMemory) and known.peer.pools != pools:
-            raise InvalidRequest(
-                "hello.pools: those of one incarnation never change", metadata={"field": "hello.pools"}
-            )
+            raise InvalidRequest.of("hello.pools", "others", "those that this incarnation said before")
         error = self.core.on_hello(session, ref, to, hello.stream, PeerMemory(pools, hello.data_plane_address))
         if error is not None:
             raise error
@@ -361,10 +360,7 @@ def _check_sizes(hello: pb.Hello) -> None:
         ("aux_item_bytes", len(hello.aux_item_bytes), _MOST_AUX_BUFFERS),
     ):
         if size > limit:
-            raise InvalidRequest(
-                f"hello.{field}: must be at most {limit}, not {size}",
-                metadata={"field": f"hello.{field}", "value": size, "rule": f"at most {limit}"},
-            )
+            raise InvalidRequest.of(f"hello.{field}", size, f"at most {limit}")
 
 
 def _goodbye(failure: Failure | None) -> pb.SessionResponse:

@@ -61,7 +61,7 @@ class KVReceiver(RoomEnd):
             aux_index: row of the aux buffers.
             first_page: logical page of the prompt that pages[0] stands for: how many pages this rank already holds.
         """
-        if self._initialised or self.ended:
+        if self._initialised or self.ended or self._crowded():
             return
         self._initialised = True
         try:

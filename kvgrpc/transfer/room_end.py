@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from kvgrpc.errors import Failure, KvGrpcError, Reason
+from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError
 from kvgrpc.transfer import failures
 from kvgrpc.transfer.manager import TransferManager
 from kvgrpc.transfer.model import MAX_ROOM, Handle, KVPoll, RoomKey
@@ -64,6 +64,13 @@ class RoomEnd(ABC):
     def _fail(self, failure: Failure) -> None:
         """Tells the manager."""
 
+    def _crowded(self) -> bool:
+        """Whether too many calls wait for the loop thread; the room has failed then."""
+        crowd = self._transfer.crowded(RoomKey(self.room, self.attempt))
+        if crowd is not None:
+            self._fail(crowd)
+        return crowd is not None
+
     def _refused(self) -> bool:
         """Whether there can be no such room here now; the handle has failed then."""
         key = RoomKey(self.room, self.attempt)
@@ -81,8 +88,8 @@ class RoomEnd(ABC):
 
 def _no_key(key: RoomKey) -> Failure | None:
     """Why a room or attempt cannot be one; engines read room 0 as "nothing was written"."""
-    whole = isinstance(key.room, int) and hasattr(key.attempt, "__index__")
-    if whole and 0 < key.room <= MAX_ROOM and 0 <= key.attempt < 2**32:
-        return None
-    text = f"room must be 1 to 2^63-1 and attempt 0 to 2^32-1, not {key.room!r} and {key.attempt!r}"
-    return Failure(Reason.INVALID_REQUEST, text, {"field": "room", "value": str(key.room)})
+    if not isinstance(key.room, int) or not 0 < key.room <= MAX_ROOM:
+        return Failure.of(InvalidRequest.of("room", key.room, "1 to 2^63-1"))
+    if not hasattr(key.attempt, "__index__") or not 0 <= key.attempt < 2**32:
+        return Failure.of(InvalidRequest.of("attempt", key.attempt, "0 to 2^32-1", room=key.room))
+    return None

@@ -15,7 +15,7 @@ from kvgrpc.transfer.model import Handle, RoomKey, Target, prefill_dp
 
 logger = logging.getLogger(__name__)
 _KNOWN_ENGINES = 4096
-_LONGEST_TRACEPARENT = 512
+_LONGEST_TRACEPARENT = 55  # what W3C allows
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +152,7 @@ def _route_error(room: ReceiverRoom) -> InvalidRequest | None:
     """Why the engine's way to a prefill cannot be one: checked here, where many rooms ask one question together."""
     address, dp = room.bootstrap_addr, room.prefill_dp_rank
     if not isinstance(address, str) or not address.isascii():
-        return InvalidRequest("bootstrap_addr: must be host:port", metadata={"field": "bootstrap_addr"})
+        return InvalidRequest.of("bootstrap_addr", address, "host:port, optionally /engine")
     if dp is not None and (not hasattr(dp, "__index__") or dp < 0):
-        return InvalidRequest(
-            f"prefill_dp_rank: must be 0 or more, not {dp!r}", metadata={"field": "prefill_dp_rank", "value": dp}
-        )
+        return InvalidRequest.of("prefill_dp_rank", dp, "0 or more")
     return None

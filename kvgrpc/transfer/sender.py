@@ -51,8 +51,16 @@ class KVSender(RoomEnd):
         Where decode asks for fewer pages it gets the last ones with ``Align.TAIL``. With ``Align.HEAD`` it gets the
         first ones, or, where it holds a prefix already, those behind the prefix.
         """
-        self._total, self._aux_index, self._initialised = num_pages, aux_index, True
-        self._manager.post(self._manager.expect, self._sender, num_pages, align)
+        self._initialised = True
+        if self.ended or self._crowded():
+            return
+        if num_pages is not None and (not hasattr(num_pages, "__index__") or num_pages < 0):
+            self._reject(InvalidRequest.of("num_pages", num_pages, "0 or more, or None", room=self.room))
+        elif not isinstance(align, Align):
+            self._reject(InvalidRequest.of("align", align, "Align.HEAD or Align.TAIL", room=self.room))
+        else:
+            self._total, self._aux_index = num_pages, aux_index
+            self._manager.post(self._manager.expect, self._sender, num_pages, align)
 
     def send(
         self,
@@ -67,9 +75,10 @@ class KVSender(RoomEnd):
             pages: int32[n] page numbers of this rank's pool (also a list or a CPU tensor), copied before return.
             index_slice: their positions in the room; None: after what was sent.
             is_last: None: when the count of ``init`` is reached. The aux row is read in the last call.
-            wait: runs on the transfer thread before the pages are read.
+            wait: runs on the transfer thread before the pages are read; while it blocks no write of this rank begins,
+                and past 5 s the rank is not healthy.
         """
-        if self.ended:
+        if self.ended or self._crowded():
             return
         try:
             numbers = as_pages(pages)
@@ -103,11 +112,9 @@ class KVSender(RoomEnd):
     def _start(self, index_slice: slice | None, count: int) -> int:
         if index_slice is None:
             return self._sent
-        start = index_slice.start or 0
-        stop = start + count if index_slice.stop is None else index_slice.stop
-        if start < 0 or stop - start != count or index_slice.step not in (None, 1):
-            raise InvalidRequest(
-                f"send: index_slice {index_slice} does not fit {count} pages",
-                metadata={"field": "index_slice", "value": index_slice, "room": self.room},
-            )
-        return start
+        if isinstance(index_slice, slice) and index_slice.step in (None, 1):
+            start = 0 if index_slice.start is None else index_slice.start
+            stop = index_slice.stop
+            if hasattr(start, "__index__") and start >= 0 and (stop is None or stop == start + count):
+                return int(start)
+        raise InvalidRequest.of("index_slice", index_slice, f"a slice of {count} positions", room=self.room)

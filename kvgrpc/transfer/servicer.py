@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
-from kvgrpc.errors import Failure, InvalidRequest, RoomNotFound, Violation, WrongRank
+from kvgrpc.errors import Failure, InvalidRequest, RoomNotFound, WrongRank
 from kvgrpc.model import Role
 from kvgrpc.transfer.failures import cancelled
 from kvgrpc.transfer.model import MAX_ROOM, RoomKey, RoomState
@@ -155,11 +155,7 @@ def _bad_token(token: str) -> InvalidRequest:
 
 
 def _invalid(field: str, value: object, rule: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"{field}: must be {rule}, not {value}",
-        metadata={"field": field, "value": value, "rule": rule},
-        violations=[Violation(field, rule)],
-    )
+    return InvalidRequest.of(field, value, rule)
 
 
 def _session_to_pb(row: SessionRow) -> pb.Session:

@@ -36,6 +36,7 @@ from kvgrpc.wire import failure_from_pb, failure_to_pb
 MAX_PAGES = 2**24
 _ENTRY_BYTES = 64
 _FAILURE_BYTES = 8192
+_LONGEST_TRACEPARENT = 55
 # A NamedTuple's own constructor is Python code; these are made by the hundred thousand.
 _new: Any = tuple.__new__
 _WANTS = {int(want): want for want in Want if want is not WANT_OPENED}
@@ -57,13 +58,26 @@ def part_from_pb(message: pb.Part) -> Part:
     return Part(message.layer_start, message.layer_count, message.head_start, message.head_count, message.aux)
 
 
-def decode_frames(entries: Sequence[DecodeEntry], pools: int, limit: int) -> Iterator[pb.SessionRequest]:
-    """One frame of all entries, or several where one would pass ``limit`` bytes. Sizes are estimated from above."""
+def decode_frames(
+    entries: Sequence[DecodeEntry], pools: int, limit: int, too_large: list[DecodeEntry]
+) -> Iterator[pb.SessionRequest]:
+    """One frame of all entries, or several where one would pass ``limit`` bytes. Sizes are estimated from above.
+
+    An entry that no frame can carry goes to ``too_large`` instead.
+    """
     frame = pb.SessionRequest()
     add, used = frame.rooms.add, 0
     forget: list[int] = []
-    for (room, attempt), want, destination, time_left_ms, failure, traceparent, _ in entries:
-        size = _ENTRY_BYTES if destination is None else _ENTRY_BYTES + pools * (8 * len(destination.pages) + 16)
+    for entry in entries:
+        (room, attempt), want, destination, time_left_ms, failure, traceparent, _ = entry
+        size = _ENTRY_BYTES + len(traceparent)
+        if destination is not None:
+            size += _destination_bytes(destination, pools)
+            if size > limit:
+                too_large.append(entry)
+                continue
+        elif failure is not None:
+            size += _FAILURE_BYTES
         if used and used + size > limit:
             frame.forget_rooms.extend(forget)
             yield frame
@@ -83,7 +97,6 @@ def decode_frames(entries: Sequence[DecodeEntry], pools: int, limit: int) -> Ite
             message = add(room=room, attempt=attempt, want=pb.Want.ValueType(want))
             if failure is not None:
                 message.failure.CopyFrom(failure_to_pb(failure))
-                used += _FAILURE_BYTES
     if used:
         frame.forget_rooms.extend(forget)
         yield frame
@@ -159,12 +172,17 @@ def check_frame(frame: pb.SessionRequest | pb.SessionResponse, limit: int) -> No
 
 def check_size(destination: Destination, pools: int, limit: int) -> None:
     """Raises FrameTooLarge for pages that no frame can carry."""
-    size = _ENTRY_BYTES + pools * (8 * len(destination.pages) + 16)
-    if size > limit:
-        raise FrameTooLarge(
-            f"{len(destination.pages)} pages take up to {size} bytes, a frame at most {limit}",
-            metadata={"limit": limit, "value": size},
-        )
+    if _ENTRY_BYTES + _LONGEST_TRACEPARENT + _destination_bytes(destination, pools) > limit:
+        raise too_large(destination, pools, limit)
+
+
+def too_large(destination: Destination, pools: int, limit: int) -> FrameTooLarge:
+    """Of pages that no frame of ``limit`` bytes can carry."""
+    size = _ENTRY_BYTES + _LONGEST_TRACEPARENT + _destination_bytes(destination, pools)
+    return FrameTooLarge(
+        f"{len(destination.pages)} pages take up to {size} bytes, a frame at most {limit}",
+        metadata={"limit": limit, "value": size},
+    )
 
 
 def pages_of(message: PageSet, where: str, most: int = MAX_PAGES) -> U32Array:
@@ -204,6 +222,10 @@ def fill_page_set(message: PageSet, pages: U32Array) -> None:
     message.pages_u32_le = pages.astype(_U32, copy=False).tobytes()
 
 
+def _destination_bytes(destination: Destination, pools: int) -> int:
+    return pools * (8 * len(destination.pages) + 16)
+
+
 _NO_PAGES = np.empty(0, dtype=np.uint32)
 _U32 = np.dtype("<u4")
 
@@ -241,6 +263,4 @@ def _key(room: int, attempt: int, index: int) -> RoomKey:
 
 
 def _invalid(field: str, value: object, rule: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"{field}: must be {rule}, not {value}", metadata={"field": field, "value": value, "rule": rule}
-    )
+    return InvalidRequest.of(field, value, rule)

@@ -216,7 +216,7 @@ class Network:
         if not self._through_wire:
             return entries
         read = [
-            pb.SessionRequest.FromString(f.SerializeToString()) for f in wire.decode_frames(entries, 1, FRAME_BYTES)
+            pb.SessionRequest.FromString(f.SerializeToString()) for f in wire.decode_frames(entries, 1, FRAME_BYTES, [])
         ]
         return [entry for frame in read for entry in wire.decode_entries(frame, [("kv", 1 << 16)])]
 

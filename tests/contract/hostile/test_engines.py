@@ -54,6 +54,36 @@ class TestEnginesThatErr:
         assert receiver.failure is not None
         assert receiver.failure.reason is Reason.INVALID_REQUEST
 
+    @pytest.mark.parametrize(
+        ("field", "init", "send"),
+        [
+            ("num_pages", ("2",), None),
+            ("num_pages", (2.5,), None),
+            ("num_pages", (-1,), None),
+            ("align", (1, 0, "head"), None),
+            ("index_slice", (2, 0), ([1, 2], (0, 2))),
+            ("index_slice", (2, 0), ([1, 2], slice("a", "b"))),
+            ("index_slice", (2, 0), ([1, 2], slice(0, 4, 2))),
+            ("index_slice", (2, 0), ([1, 2], slice(-2, 0))),
+            ("aux_index", (1, "0"), ([1],)),
+        ],
+    )
+    def test_what_no_sender_can_take_fails_that_room_and_names_the_field(
+        self, prefill: RankHost, decode: RankHost, field: str, init: Any, send: Any
+    ) -> None:
+        """The engine's thread never sees an exception, whatever it asks."""
+        room = next(ROOMS)
+        receiver, sender = receiver_of(decode, f"{prefill.rank.address}/P", room), sender_of(prefill, room)
+        receiver.init([30, 31], 5)
+        sender.init(*init)
+        if send is not None:
+            sender.send(*send)
+        eventually(lambda: sender.failure is not None and receiver.failure is not None)
+        for failure in (sender.failure, receiver.failure):
+            assert failure.reason is Reason.INVALID_REQUEST
+            assert failure.metadata["field"] == field
+            assert {"value", "rule"} <= failure.metadata.keys()
+
     @pytest.mark.parametrize("dp_rank", [-1, 7, "x"])
     def test_a_dp_rank_that_is_none_fails_that_room(self, prefill: RankHost, decode: RankHost, dp_rank: Any) -> None:
         receiver = KVReceiver(cast(Any, decode.rank.transfer), f"{prefill.rank.address}/P", next(ROOMS), 0, dp_rank)

@@ -240,7 +240,8 @@ class TestPrefillsThatLie:
 
         server = serve(script)
         receivers = [self.meet(decode, server, next(ROOMS)) for _ in range(20)]
-        eventually(lambda: all(receiver.poll() is KVPoll.Success for receiver in receivers))
+        eventually(lambda: all(receiver.failure is not None for receiver in receivers))
+        assert {receiver.failure.reason for receiver in receivers} == {Reason.FRAME_TOO_LARGE}
 
     @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
     @given(raw=st.binary(max_size=100))

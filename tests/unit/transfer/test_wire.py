@@ -35,7 +35,7 @@ def test_runs_only_where_they_are_at_most_one_for_eight_pages() -> None:
     assert not raw.run_starts and len(raw.pages_u32_le) == 32
 
 
-@given(st.lists(st.tuples(keys, pages, st.integers(0, 2**20)), max_size=8), st.integers(100, 2000))
+@given(st.lists(st.tuples(keys, pages, st.integers(0, 2**20)), max_size=8), st.integers(700, 4000))
 def test_decode_entries_round_trip_in_frames_of_any_size(
     rooms: list[tuple[RoomKey, list[int], int]], limit: int
 ) -> None:
@@ -44,7 +44,9 @@ def test_decode_entries_round_trip_in_frames_of_any_size(
         for key, numbers, first in rooms
     ]
     entries += [DecodeEntry(key, Want.FORGET) for key, _, _ in rooms]
-    frames = [frame.SerializeToString() for frame in wire.decode_frames(entries, 1, limit)]
+    too_large: list[DecodeEntry] = []
+    frames = [frame.SerializeToString() for frame in wire.decode_frames(entries, 1, limit, too_large)]
+    assert not too_large and all(len(frame) <= limit for frame in frames)
     decoded = [entry for frame in frames for entry in wire.decode_entries(pb.SessionRequest.FromString(frame), POOLS)]
     said = sorted((entry.key, entry.want) for entry in decoded)  # order between rooms means nothing
     assert said == sorted((entry.key, entry.want) for entry in entries)
@@ -55,12 +57,34 @@ def test_decode_entries_round_trip_in_frames_of_any_size(
         assert (other.time_left_ms, other.traceparent) == (5000, "00-ab-cd-01")
 
 
+def test_an_entry_that_no_frame_can_carry_is_told_and_leaves_the_others_alone() -> None:
+    large, small = (
+        DecodeEntry(RoomKey(room), Want.WRITE, Destination(np.arange(0, 2 * count, 2, dtype=np.uint32)))
+        for room, count in ((1, 2000), (2, 10))
+    )
+    too_large: list[DecodeEntry] = []
+    (frame,) = wire.decode_frames([large, small], 1, 4096, too_large)
+    assert too_large == [large]
+    assert [room.room for room in frame.rooms] == [2]
+
+
+def test_what_a_room_says_besides_its_pages_counts_too() -> None:
+    pages = Destination(np.array([1], dtype=np.uint32))
+    trace = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
+    entries = [DecodeEntry(RoomKey(2**63 - n, 2**32 - 1), Want.WRITE, pages, 2**31, None, trace) for n in range(1, 500)]
+    failure = Failure(Reason.ROOM_CANCELLED, "x" * 1000, {"by": "y" * 1000}, "z" * 100)
+    entries += [DecodeEntry(RoomKey(2**63 - n), Want.STOP, failure=failure) for n in range(500, 600)]
+    frames = list(wire.decode_frames(entries, 1, 16_384, []))
+    assert sum(len(frame.rooms) for frame in frames) == len(entries)
+    assert all(frame.ByteSize() <= 16_384 for frame in frames)
+
+
 def test_a_frame_stays_below_its_limit_when_its_rooms_allow() -> None:
     entries = [
         DecodeEntry(RoomKey(room), Want.WRITE, Destination(np.arange(0, 200, 2, dtype=np.uint32)))
         for room in range(1, 100)
     ]
-    frames = list(wire.decode_frames(entries, 1, 4096))
+    frames = list(wire.decode_frames(entries, 1, 4096, []))
     assert len(frames) > 1
     assert all(len(frame.SerializeToString()) <= 4096 for frame in frames)
 

@@ -1,0 +1,128 @@
+"""What a rank refuses for its own sake: while it drains, where a peer's frames are small, when a thread is stuck."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+
+from kvgrpc.client import SyncClient
+from kvgrpc.errors import Reason
+from kvgrpc.transfer import KVPoll
+from kvgrpc.transfer import decode as decode_module
+from kvgrpc.transfer import worker as worker_module
+from tests.contract.transfer_peers import eventually, receiver_of, sender_of
+from tests.integration.rank_host import PAGES, RankHost
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[RankHost, RankHost]]:
+    """A prefill whose frames are small, and a decode."""
+    hosts = RankHost("P", "PREFILL", {"registry": "embedded", "max_frame_bytes": 65_536}), RankHost("D", "DECODE", {})
+    yield hosts
+    for host in hosts:
+        host.close(1.0)
+
+
+def received(pair: tuple[RankHost, RankHost], room: int) -> Any:
+    prefill, decode = pair
+    receiver = receiver_of(decode, f"{prefill.rank.address}/P", room)
+    eventually(lambda: receiver.poll() is not KVPoll.Bootstrapping)
+    return receiver
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_rank_that_drains_takes_no_new_room(pair: tuple[RankHost, RankHost], role: str) -> None:
+    prefill, decode = pair
+    received(pair, 1).close()
+    host = prefill if role == "prefill" else decode
+    with SyncClient(host.rank.address) as client:
+        assert client.drain(grace=5.0).drained
+    handle = sender_of(prefill, 2) if role == "prefill" else receiver_of(decode, f"{prefill.rank.address}/P", 2)
+    assert handle.poll() is KVPoll.Failed
+    assert handle.failure.reason is Reason.SERVER_DRAINING
+    assert handle.release_safe
+
+
+def test_a_room_that_the_peers_frames_cannot_carry_fails_alone(pair: tuple[RankHost, RankHost]) -> None:
+    prefill, decode = pair
+    large, small = received(pair, 1), received(pair, 2)
+    cast(Any, decode.rank.transfer)._own_pages = 2**20  # a pool that is large enough for such a room
+    large.init(list(range(0, 40_000, 2)), 0)
+    small.init([1], 1)
+    prefill.send(2, [PAGES - 1], aux_row=1)
+    eventually(lambda: small.poll() is KVPoll.Success)
+    eventually(lambda: large.failure is not None)
+    assert large.failure.reason is Reason.FRAME_TOO_LARGE
+    assert large.failure.metadata["limit"] == "65536"
+    eventually(lambda: large.release_safe)
+
+
+def test_a_wait_that_never_returns_shows_in_the_ranks_health(
+    pair: tuple[RankHost, RankHost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "_LONGEST_TURN", 0.6)
+    prefill, _ = pair
+    receiver, sender, go_on = received(pair, 1), sender_of(prefill, 1), threading.Event()
+    receiver.init([1], 0)
+    sender.init(1, 0)
+    sender.send([1], wait=go_on.wait)
+    eventually(lambda: not prefill.rank.healthy)
+    go_on.set()
+    eventually(lambda: prefill.rank.healthy)
+    eventually(lambda: receiver.poll() is KVPoll.Success)
+
+
+def test_an_engine_that_asks_faster_than_the_loop_works_is_refused_by_the_room(
+    pair: tuple[RankHost, RankHost],
+) -> None:
+    prefill, _ = pair
+    receiver, sender = received(pair, 1), sender_of(prefill, 1)
+    receiver.init([1], 0)
+    transfer = cast(Any, prefill.rank.transfer)
+    held = threading.Event()
+    transfer._loop.call_soon_threadsafe(held.wait, 10.0)
+    object.__setattr__(transfer.config, "commands", 3)
+    sender.init(3, 0)
+    for page in range(3):
+        sender.send([page])
+    waiting = len(transfer._commands)
+    held.set()
+    assert waiting <= 5, "three calls, and the failures of those that were refused"
+    eventually(lambda: sender.failure is not None and receiver.failure is not None)
+    assert sender.failure.reason is Reason.TOO_MANY_REQUESTS
+
+
+class TestRefusedDials:
+    """The proof of a death (docs/session.md 4): nobody listens at any address that the name has."""
+
+    async def test_nobody_at_either_address_of_a_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert await self.refuses(monkeypatch, listening=False)
+
+    async def test_somebody_at_the_second_address(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert not await self.refuses(monkeypatch, listening=True)
+
+    async def test_a_name_that_has_no_address_proves_nothing(self) -> None:
+        assert not await decode_module._refuses("no-such-host.invalid:1")
+
+    async def refuses(self, monkeypatch: pytest.MonkeyPatch, listening: bool) -> bool:
+        server = await asyncio.start_server(lambda *_: None, "127.0.0.2", 0)
+        port = server.sockets[0].getsockname()[1]
+        if not listening:
+            server.close()
+            await server.wait_closed()
+
+        async def two_addresses(*_: object, **__: object) -> list[Any]:
+            return [(2, 1, 6, "", ("127.0.0.1", port)), (2, 1, 6, "", ("127.0.0.2", port))]
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", two_addresses)
+        began = time.monotonic()
+        try:
+            return await decode_module._refuses(f"two.example:{port}")
+        finally:
+            assert time.monotonic() - began < 5.0
+            server.close()
