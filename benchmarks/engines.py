@@ -115,11 +115,14 @@ class Wide(Engines):
 
 
 class Faults(Engines):
-    """The first request to a prefill engine that has just started; then kill -9 while decode waits for it."""
+    """Prefill starts again and gets its first request; later kill -9, while decode waits for it."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__(backend)
+        self.pair.prefill.kill()
 
     def work(self) -> Figures:
-        if not self.pair.prefill.alive:
-            self.pair.restart("prefill")
+        self.pair.restart("prefill")
         first = self.one_by_one(1)[0]
         self.one_by_one(1)
         # Prefill never hears of this one, so that it is under way when prefill dies.

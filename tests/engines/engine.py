@@ -248,6 +248,17 @@ class Pair:
         }
         return Engine(role, self._folder, {**self._arguments[role], **own, **more}, self._environment)
 
+    def start_decode_beside(self, **more: Any) -> Engine:
+        """A second decode engine, ready; meanwhile the pair is stopped, because schedulers poll without a pause."""
+        both = self.prefill, self.decode
+        for engine in both:
+            engine.stop()
+        try:
+            return self.start("decode", **more).wait_ready()
+        finally:
+            for engine in both:
+                engine.go_on()
+
     def wait_ready(self) -> Pair:
         try:
             self.prefill.wait_ready()

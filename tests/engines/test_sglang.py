@@ -61,7 +61,8 @@ def test_a_room_that_is_used_twice_fails_only_the_second(pair: Pair, reference: 
 
 def test_room_zero_is_refused_with_a_reason(pair: Pair, reference: Reference) -> None:
     for request in pair.submit(reference.case(20).prompt, 8, 0):
-        assert "room must be 1 to 2^63-1" in request.failure(5)
+        reason = request.failure(5)
+        assert "INVALID_REQUEST" in reason and "1 to 2^63-1" in reason
 
 
 def test_warm_up_requests_pass_by(pair: Pair, reference: Reference) -> None:
@@ -113,11 +114,10 @@ def draw_sides(sides: tuple, moment: float) -> tuple:
 
 
 def test_another_page_size_is_refused_with_the_field(pair: Pair, reference: Reference) -> None:
-    other = pair.start("decode", page_size=2 * PAGE)
+    other = pair.start_decode_beside(page_size=2 * PAGE)
     try:
-        other.wait_ready()
         prefill, decode = pair.submit(reference.case(100).prompt, 4, decode=other)
-        assert "page_tokens" in decode.failure(5)
+        assert "page_tokens: prefill 16, decode 32" in decode.failure(15)
         pair.prefill.abort(prefill)
         assert prefill.wait(5)
     finally:

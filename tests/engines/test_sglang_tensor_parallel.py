@@ -41,11 +41,10 @@ def test_requests_at_once_and_cancelled_ones_leave_no_page_behind(pair: Pair, re
 
 
 def test_another_tensor_parallel_size_is_refused_with_the_field(pair: Pair, reference: Reference) -> None:
-    other = pair.start("decode", tp_size=1)
+    other = pair.start_decode_beside(tp_size=1)
     try:
-        other.wait_ready()
         prefill, decode = pair.submit(reference.case(100).prompt, 4, decode=other)
-        reason = decode.failure(10)
+        reason = decode.failure(15)
         assert "layout.tp: prefill 2, decode 1" in reason, reason
         pair.prefill.abort(prefill)
         assert prefill.wait(10)
