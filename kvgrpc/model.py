@@ -13,6 +13,7 @@ from kvgrpc.errors import InvalidRequest, Violation
 
 ENGINE_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 MAX_EPOCH = 2**53 - 1
+_SHOWN_CHARS = 200
 
 
 class Role(enum.IntEnum):
@@ -106,25 +107,22 @@ def new_epoch() -> int:
     return time.time_ns() // 1000
 
 
-def flat_rank(engine: str, engine_rank: int, tp_size: int, dp_size: int) -> RankId:
-    """The rank of a flat engine rank, as seed 002 derives it: dp group = rank // (tp / dp), tp = rank % (tp / dp)."""
-    tp_per_dp = tp_size // dp_size
-    return RankId(engine, dp=engine_rank // tp_per_dp, tp=engine_rank % tp_per_dp)
-
-
 def check_rank(rank: RankRef, layout: Layout, path: str = "rank") -> None:
     """Raises InvalidRequest naming every field of an identity that cannot be right."""
     violations = []
     if not ENGINE_NAME.fullmatch(rank.rank.engine):
-        violations.append(Violation(f"{path}.rank.engine", "1 to 128 characters of A-Z a-z 0-9 . _ -"))
+        violations.append(
+            Violation(f"{path}.rank.engine", "1 to 128 characters of A-Z a-z 0-9 . _ -", rank.rank.engine)
+        )
     if not 0 < rank.epoch <= MAX_EPOCH:
-        violations.append(Violation(f"{path}.epoch", f"1 to {MAX_EPOCH} (Unix microseconds)"))
+        violations.append(Violation(f"{path}.epoch", f"1 to {MAX_EPOCH} (Unix microseconds)", rank.epoch))
     for name in ("dp", "pp", "cp", "tp"):
         size, coordinate = getattr(layout, name), getattr(rank.rank, name)
         if size < 1:
-            violations.append(Violation(f"layout.{name}", "at least 1"))
-        elif coordinate >= size:
-            violations.append(Violation(f"{path}.rank.{name}", f"below layout.{name} = {size}, not {coordinate}"))
+            violations.append(Violation(f"layout.{name}", "at least 1", size))
+        elif not 0 <= coordinate < size:
+            rule = f"below layout.{name} = {size}, not {coordinate}"
+            violations.append(Violation(f"{path}.rank.{name}", rule, coordinate))
     raise_if(violations)
 
 
@@ -135,21 +133,23 @@ def check_pools(pools: Sequence[Pool], path: str = "pools", *, addresses: bool =
     for index, pool in enumerate(pools):
         where = f"{path}[{index}]"
         if not pool.name:
-            violations.append(Violation(f"{where}.name", "not empty"))
+            violations.append(Violation(f"{where}.name", "not empty", pool.name))
         if pool.name in names:
-            violations.append(Violation(f"{where}.name", f"unique, {pool.name!r} is there twice"))
+            violations.append(Violation(f"{where}.name", f"unique, {pool.name!r} is there twice", pool.name))
         names.add(pool.name)
         if not 0 < pool.pages < 2**32:
-            violations.append(Violation(f"{where}.pages", "1 to 2^32-1"))
+            violations.append(Violation(f"{where}.pages", "1 to 2^32-1", pool.pages))
         if pool.kind == PoolKind.KV and pool.page_tokens < 1:
-            violations.append(Violation(f"{where}.page_tokens", "at least 1 for a KV pool"))
+            violations.append(Violation(f"{where}.page_tokens", "at least 1 for a KV pool", pool.page_tokens))
         if not pool.regions:
-            violations.append(Violation(f"{where}.regions", "at least one"))
+            violations.append(Violation(f"{where}.regions", "at least one", pool.regions))
         for number, region in enumerate(pool.regions):
+            region_path = f"{where}.regions[{number}]"
             if not 0 < region.page_bytes <= region.page_stride_bytes:
-                violations.append(Violation(f"{where}.regions[{number}].page_bytes", "1 to page_stride_bytes"))
+                violations.append(Violation(f"{region_path}.page_bytes", "1 to page_stride_bytes", region.page_bytes))
             elif addresses and not 0 < region.address <= 2**64 - pool.pages * region.page_stride_bytes:
-                violations.append(Violation(f"{where}.regions[{number}].address", "a region inside the address space"))
+                rule = "a region inside the address space"
+                violations.append(Violation(f"{region_path}.address", rule, region.address))
     raise_if(violations)
 
 
@@ -158,4 +158,8 @@ def raise_if(violations: Sequence[Violation]) -> None:
     if violations:
         first = violations[0]
         text = "; ".join(f"{violation.field}: must be {violation.description}" for violation in violations[:5])
-        raise InvalidRequest(text, metadata={"field": first.field, "rule": first.description}, violations=violations)
+        raise InvalidRequest(
+            text,
+            metadata={"field": first.field, "value": str(first.value)[:_SHOWN_CHARS], "rule": first.description},
+            violations=violations,
+        )

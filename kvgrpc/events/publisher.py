@@ -49,7 +49,7 @@ class PubSocket:
             self._open(endpoint)
         except zmq.ZMQError as error:
             self._socket.close()
-            raise OSError(error.errno or errno.EINVAL, f"{endpoint.address}: {error.strerror}") from None
+            raise OSError(error.errno or errno.EINVAL, error.strerror, endpoint.address) from None
         self.endpoint = self._socket.last_endpoint.decode().rstrip("\0") if endpoint.bind else ""
 
     def send(self, sequence: int, payload: bytes, batch: object) -> None:

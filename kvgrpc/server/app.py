@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 import grpc
 
 import kvgrpc
-from kvgrpc.dataplane import open_plane
-from kvgrpc.dataplane.base import DataPlane, MemoryRange
-from kvgrpc.errors import InvalidRequest, StaleEpoch
-from kvgrpc.events import EventPublisher, NullEventPublisher, open_publisher
+from kvgrpc.dataplane.base import DataPlane
+from kvgrpc.errors import StaleEpoch
+from kvgrpc.events import EventPublisher, NullEventPublisher
 from kvgrpc.events.servicer import EventServicer
-from kvgrpc.model import RankId, RankRef, Role, check_pools, check_rank, new_epoch
+from kvgrpc.model import RankId, RankRef, Role, new_epoch
 from kvgrpc.registry.addresses import AddressPolicy, parse_bootstrap_addr
 from kvgrpc.registry.model import Endpoints, RankRow, RankSelector
 from kvgrpc.registry.registration import Registration
@@ -23,8 +22,11 @@ from kvgrpc.registry.resolver import Resolver
 from kvgrpc.registry.servicer import RegistryServicer
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.loop import LoopThread
+from kvgrpc.server.addresses import advertised
+from kvgrpc.server.check import check
 from kvgrpc.server.config import RankConfig
 from kvgrpc.server.listener import Listener
+from kvgrpc.server.opening import plane_of, publisher_of
 from kvgrpc.server.servicer import ServerInfo, ServerServicer
 from kvgrpc.transfer.decode import DecodeManager
 from kvgrpc.transfer.manager import TransferConfig
@@ -119,7 +121,7 @@ class Rank:
 
     async def _open(self, deadline: float) -> None:
         config = self.config
-        self.events = await asyncio.to_thread(open_publisher, config.events, self.ref)
+        self.events = await asyncio.to_thread(publisher_of, config, self.ref)
         self.transfer.start()
         if self._registry is not None:
             self._registry.start()
@@ -127,9 +129,10 @@ class Rank:
         bound = await self._listener.start(
             self._add_servicers, (config.listen, *config.admin_listen), config.server_security
         )
-        self.address = _advertised(bound[0], config.advertise)
+        self.address = advertised(bound[0], config.advertise)
         if config.registry:
-            registry = bound[0] if config.registry == "embedded" else config.registry
+            embedded = config.registry == "embedded"
+            registry = bound[0] if embedded else parse_bootstrap_addr(config.registry).target
             self._registration = Registration(
                 self._own_channel, registry, [self._row()], on_superseded=self._on_superseded
             )
@@ -236,52 +239,38 @@ class Rank:
 def open_rank(config: RankConfig) -> Rank:
     """Opens a rank: memory is registered, the port is bound, the row is READY at the registry. Blocks until then.
 
-    Raises InvalidRequest (which names the field), FeatureDisabled (a data plane that cannot load, with the remedy),
+    Raises InvalidRequest (which names the field, its value and the rule) and AddressNotAllowed before anything is
+    opened; FeatureDisabled (a data plane that cannot load, with the remedy),
     RegistrationShapeConflict, PeerUnreachable (no registry within ``start_timeout``), AddressNotAllowed (a taken port,
     plaintext that others reach).
     Call it in the process that will use it: what a fork inherits refuses to work.
     """
-    epoch = new_epoch()
-    check_rank(RankRef(config.rank, epoch), config.layout)
-    check_pools(config.pools)
-    if not config.pools:
-        raise InvalidRequest("pools: must have at least one", metadata={"field": "pools"})
+    check(config)
     loop = LoopThread.shared()
-    plane = _plane(config)
-    for _ in range(_EPOCH_TRIES):
+    plane = plane_of(config)
+    try:
+        return _open_on(plane, config, loop)
+    except BaseException:
+        if plane is not config.data_plane:
+            plane.close(1.0)
+        raise
+
+
+def _open_on(plane: DataPlane, config: RankConfig, loop: LoopThread) -> Rank:
+    epoch, tries = new_epoch(), 0
+    while True:
         rank = Rank(config, RankRef(config.rank, epoch), plane, loop)
         try:
             loop.run(rank._open(config.start_timeout), config.start_timeout + 5.0)
-        except StaleEpoch as error:  # our clock is behind an earlier incarnation's: count on from it
+        except BaseException as error:
+            loop.run(rank._abandon(), 10.0)
+            tries += 1
+            if not isinstance(error, StaleEpoch) or tries == _EPOCH_TRIES:
+                raise
+            # Our clock is behind an earlier incarnation's: count on from it.
             epoch = int(error.metadata.get("currentEpoch", epoch)) + 1
-            loop.run(rank._abandon(), 10.0)
-            last = error
-        except BaseException:
-            loop.run(rank._abandon(), 10.0)
-            if plane is not config.data_plane:
-                plane.close(1.0)
-            raise
         else:
             return rank
-    raise last
-
-
-def _plane(config: RankConfig) -> DataPlane:
-    if isinstance(config.data_plane, str):
-        host = (config.advertise or config.listen).rpartition(":")[0] or config.advertise
-        plane = open_plane(config.data_plane, host=host.strip("[]"), device=config.device)
-    else:
-        plane = config.data_plane
-    ranges = [
-        MemoryRange(region.address, pool.pages * region.page_stride_bytes, pool.location)
-        for pool in config.pools
-        for region in pool.regions
-    ]
-    try:
-        plane.register(ranges)
-    except ValueError as error:
-        raise InvalidRequest(f"pools: {error}", metadata={"field": "pools", "value": plane.name}) from error
-    return plane
 
 
 def _quarter_of_the_pool(config: RankConfig) -> int:
@@ -290,17 +279,6 @@ def _quarter_of_the_pool(config: RankConfig) -> int:
 
 def _configured(registry: str) -> tuple[str, ...]:
     return () if registry in ("", "embedded") else (registry,)
-
-
-def _advertised(bound: str, advertise: str) -> str:
-    """What peers dial: the advertised host with the bound port, unless the advertised one names its own."""
-    if not advertise:
-        return bound
-    port = bound.rpartition(":")[2]
-    host, colon, given = advertise.rpartition(":")
-    if colon and given.isdigit() and (host.endswith("]") or ":" not in host):
-        return advertise
-    return f"[{advertise}]:{port}" if ":" in advertise and not advertise.startswith("[") else f"{advertise}:{port}"
 
 
 __all__ = ["Closed", "Rank", "open_rank"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -79,10 +79,11 @@ def settings(
 ) -> dict[str, Any]:
     """Keyword arguments of RankConfig from ``mapping``, and under it from ``KVGRPC_<KEY>`` of the environment.
 
-    Text becomes what the field is: numbers, and tuples at commas. TLS and tokens have flat keys: ``cert_file`` and
-    ``key_file`` (the rank's own, on both sides), ``client_ca_file`` and ``tokens_file`` (who may call it), ``ca_file``,
-    ``token_file`` and ``server_name`` (whom it calls, and as whom), ``insecure``. Raises InvalidRequest for an unknown
-    key of the mapping or a value that cannot be read; foreign variables with the prefix are ignored.
+    Text becomes what the field is: numbers, the role, and tuples at commas. TLS and tokens have flat keys:
+    ``cert_file`` and ``key_file`` (the rank's own, on both sides), ``client_ca_file`` and ``tokens_file`` (who may call
+    it), ``ca_file``, ``token_file`` and ``server_name`` (whom it calls, and as whom), ``insecure``. Raises
+    InvalidRequest for an unknown key of the mapping or a value that cannot be read; foreign variables with the prefix
+    are ignored.
     """
     environment = os.environ if environment is None else environment
     known = {each.name for each in fields(RankConfig)} | _SECURITY.keys()
@@ -93,10 +94,7 @@ def settings(
             found[name] = _read(name, text)
     for name, value in (mapping or {}).items():
         if name not in known:
-            raise InvalidRequest(
-                f"unknown setting {name!r}; known are {', '.join(sorted(known))}",
-                metadata={"field": name, "value": str(value)[:100]},
-            )
+            raise InvalidRequest.of(name, value, f"one of the settings {', '.join(sorted(known))}")
         found[name] = _read(name, value) if isinstance(value, str) else value
     return _with_security(found)
 
@@ -105,8 +103,17 @@ def _items(text: str) -> tuple[str, ...]:
     return tuple(item.strip() for item in text.split(",") if item.strip())
 
 
-_FROM_TEXT = {
+def _flag(text: str) -> bool:
+    return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}[text.lower()]
+
+
+def _role(text: str) -> Role:
+    return {"prefill": Role.PREFILL, "decode": Role.DECODE}[text.strip().lower()]
+
+
+_FROM_TEXT: dict[str, Callable[[str], object]] = {
     "engine": str,
+    "role": _role,
     "data_plane": str,
     "device": str,
     "listen": str,
@@ -119,6 +126,12 @@ _FROM_TEXT = {
     "resolve_timeout": float,
     "lease_ttl": float,
     "max_frame_bytes": int,
+}
+_RULES: dict[object, str] = {
+    _flag: "true or false",
+    _role: "prefill or decode",
+    float: "a number",
+    int: "a whole number",
 }
 
 
@@ -151,15 +164,9 @@ def _with_security(found: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _flag(text: str) -> bool:
-    return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}[text.lower()]
-
-
 def _read(name: str, text: str) -> object:
-    reader: Any = _flag if name == "insecure" else _FROM_TEXT.get(name, str)
+    reader = _flag if name == "insecure" else _FROM_TEXT.get(name, str)
     try:
         return reader(text)
     except (ValueError, KeyError):
-        raise InvalidRequest(
-            f"{name}: cannot read {text!r} as {reader.__name__}", metadata={"field": name, "value": text[:100]}
-        ) from None
+        raise InvalidRequest.of(name, text, _RULES[reader]) from None

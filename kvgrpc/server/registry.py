@@ -12,6 +12,7 @@ import kvgrpc
 from kvgrpc.registry.servicer import RegistryServicer
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.security import ServerSecurity
+from kvgrpc.server.check import check_lease_ttl
 from kvgrpc.server.listener import Listener
 from kvgrpc.server.servicer import ServerInfo, ServerServicer
 from kvgrpc.v1.registry_service_pb2_grpc import add_RegistryServiceServicer_to_server
@@ -22,9 +23,13 @@ _START_SECONDS = 10.0
 
 
 class RegistryServer:
-    """A registry on a port of its own. ``open`` and ``close`` block; ``address`` is what was bound."""
+    """A registry on a port of its own. ``open`` and ``close`` block; ``address`` is what was bound.
+
+    Raises InvalidRequest for a ``lease_ttl`` (seconds) outside 1 to 600.
+    """
 
     def __init__(self, listen: Sequence[str], security: ServerSecurity | None = None, lease_ttl: float = 10.0) -> None:
+        check_lease_ttl(lease_ttl)
         self.address = ""
         self._listen = tuple(listen)
         self._security = security or ServerSecurity()

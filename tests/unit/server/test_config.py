@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvgrpc.errors import InvalidRequest
+from kvgrpc.model import Role
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from kvgrpc.server import settings
 
@@ -29,8 +30,17 @@ def test_flat_keys_make_both_securities() -> None:
     assert found["client_security"] == ClientSecurity(ca_file="a", cert_file="c", token_file="t", server_name="p")
 
 
-@pytest.mark.parametrize("wrong", [{"lissten": "x"}, {"start_timeout": "soon"}, {"insecure": "perhaps"}])
+@pytest.mark.parametrize(
+    "wrong", [{"lissten": "x"}, {"start_timeout": "soon"}, {"insecure": "perhaps"}, {"role": "router"}]
+)
 def test_what_cannot_be_read_is_named(wrong: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest) as caught:
         settings(wrong, {})
     assert caught.value.metadata["field"] == next(iter(wrong))
+    assert caught.value.metadata["rule"] and caught.value.metadata["value"]
+
+
+@pytest.mark.parametrize("text", ["prefill", "PREFILL", " Prefill "])
+def test_a_role_may_be_text(text: str) -> None:
+    assert settings({"role": text}, {})["role"] is Role.PREFILL
+    assert settings({}, {"KVGRPC_ROLE": "decode"})["role"] is Role.DECODE

@@ -1,0 +1,175 @@
+"""What a RankConfig must be before anything is opened. Every refusal names the field, its value and the rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any, SupportsIndex
+
+from kvgrpc import dataplane
+from kvgrpc.errors import InvalidRequest, Violation
+from kvgrpc.events.config import EventsConfig
+from kvgrpc.model import Layout, Pool, PoolKind, RankRef, Region, Role, check_pools, check_rank, raise_if
+from kvgrpc.registry.addresses import AddressPolicy, check_advertised, parse_bootstrap_addr
+from kvgrpc.rpc.options import MAX_MESSAGE_BYTES
+from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
+from kvgrpc.server.addresses import advertised, split
+from kvgrpc.server.config import RankConfig
+from kvgrpc.transfer.aux import AuxBuffer
+from kvgrpc.transfer.model import Bounds, Timing
+
+# Below it the names and pools of an ordinary Hello would not fit.
+SMALLEST_FRAME_BYTES = 64 * 1024
+SHORTEST_LEASE_SECONDS, LONGEST_LEASE_SECONDS = 1.0, 600.0
+
+_WILDCARDS = ("", "*", "0.0.0.0", "::")
+_KINDS: tuple[tuple[str, type, str], ...] = (
+    ("engine", str, "text"),
+    ("role", Role, 'Role.PREFILL or Role.DECODE (kvgrpc.server.settings reads "prefill" and "decode")'),
+    ("layout", Layout, "a kvgrpc.model.Layout"),
+    *((name, SupportsIndex, "a whole number") for name in ("dp", "pp", "cp", "tp", "max_frame_bytes")),
+    *((name, str, "text") for name in ("device", "listen", "advertise", "registry")),
+    ("server_security", ServerSecurity, "a kvgrpc.rpc.security.ServerSecurity"),
+    ("client_security", ClientSecurity, "a kvgrpc.rpc.security.ClientSecurity"),
+    ("timing", Timing, "a kvgrpc.transfer.model.Timing"),
+    ("bounds", Bounds, "a kvgrpc.transfer.model.Bounds"),
+)
+_LISTS: tuple[tuple[str, type, str], ...] = (
+    ("pools", Pool, "kvgrpc.model.Pool"),
+    ("aux", AuxBuffer, "kvgrpc.server.AuxBuffer"),
+    ("bootstrap_allow", str, "text"),
+    ("admin_listen", str, "text"),
+)
+_POOL_KINDS: tuple[tuple[str, type, str], ...] = (
+    *((name, str, "text") for name in ("name", "dtype", "axes", "location")),
+    *((name, SupportsIndex, "a whole number") for name in ("page_tokens", "pages")),
+    ("kind", PoolKind, "a kvgrpc.model.PoolKind"),
+    ("regions", tuple, "a tuple of kvgrpc.model.Region"),
+)
+_REGION_KINDS: tuple[tuple[str, type, str], ...] = tuple(
+    (name, SupportsIndex, "a whole number") for name in ("layer", "address", "page_stride_bytes", "page_bytes")
+)
+
+
+def check(config: RankConfig) -> None:
+    """Raises InvalidRequest for what cannot be right, AddressNotAllowed for a wildcard that would be advertised."""
+    raise_if([*_wrong_kinds(config), *_wrong_lists(config)])
+    raise_if(list(_wrong_pool_kinds(config)))
+    raise_if(list(_out_of_range(config)))
+    check_rank(RankRef(config.rank, epoch=1), config.layout)
+    check_pools(config.pools)
+    _check_addresses(config)
+    try:
+        EventsConfig.parse(config.events)
+    except ValueError as error:
+        raise events_refused(config, error) from error
+
+
+def check_lease_ttl(seconds: object) -> None:
+    """Raises InvalidRequest for a lease that is too short to be renewed, or that outlives every patience."""
+    raise_if(list(_wrong_lease_ttl(seconds)))
+
+
+def events_refused(config: RankConfig, error: ValueError) -> InvalidRequest:
+    """The typed form of what the events' own configuration raises, which the engines' tests expect as ValueError."""
+    rule = str(error)
+    return InvalidRequest(rule, metadata={"field": "events", "value": str(config.events)[:200], "rule": rule})
+
+
+def _wrong_kinds(config: RankConfig) -> Iterator[Violation]:
+    yield from _of_kinds(config, _KINDS, "")
+    plane = config.data_plane
+    if plane not in dataplane.NAMES if isinstance(plane, str) else not hasattr(plane, "register"):
+        names = " or ".join(repr(name) for name in dataplane.NAMES)
+        yield Violation("data_plane", f"{names}, or a data plane that was opened before", plane)
+
+
+def _of_kinds(holder: object, kinds: tuple[tuple[str, type, str], ...], path: str) -> Iterator[Violation]:
+    for name, kind, rule in kinds:
+        value = getattr(holder, name)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            yield Violation(path + name, rule, value)
+
+
+def _wrong_lists(config: RankConfig) -> Iterator[Violation]:
+    for name, kind, rule in _LISTS:
+        items = getattr(config, name)
+        if not isinstance(items, (tuple, list)):
+            yield Violation(name, f"a tuple of {rule}", items)
+            continue
+        if name == "pools" and not items:
+            yield Violation(name, "at least one", items)
+        for index, item in enumerate(items):
+            if not isinstance(item, kind):
+                yield Violation(f"{name}[{index}]", rule, item)
+
+
+def _wrong_pool_kinds(config: RankConfig) -> Iterator[Violation]:
+    for index, pool in enumerate(config.pools):
+        yield from _of_kinds(pool, _POOL_KINDS, f"pools[{index}].")
+        for number, region in enumerate(pool.regions if isinstance(pool.regions, tuple) else ()):
+            path = f"pools[{index}].regions[{number}]"
+            if not isinstance(region, Region):
+                yield Violation(path, "a kvgrpc.model.Region", region)
+            else:
+                yield from _of_kinds(region, _REGION_KINDS, f"{path}.")
+
+
+def _out_of_range(config: RankConfig) -> Iterator[Violation]:
+    if not SMALLEST_FRAME_BYTES <= config.max_frame_bytes <= MAX_MESSAGE_BYTES:
+        rule = f"{SMALLEST_FRAME_BYTES} to {MAX_MESSAGE_BYTES} bytes"
+        yield Violation("max_frame_bytes", rule, config.max_frame_bytes)
+    for name in ("start_timeout", "resolve_timeout"):
+        if not _is_positive(seconds := getattr(config, name)):
+            yield Violation(name, "a number of seconds above 0", seconds)
+    yield from _wrong_lease_ttl(config.lease_ttl)
+    for each in fields(Timing):
+        if not _is_positive(value := getattr(config.timing, each.name)):
+            yield Violation(f"timing.{each.name}", "a number above 0", value)
+    for each in fields(Bounds):
+        if not _is_count(value := getattr(config.bounds, each.name)):
+            yield Violation(f"bounds.{each.name}", "a whole number, at least 1", value)
+    for index, buffer in enumerate(config.aux):
+        for each in fields(AuxBuffer):
+            if not _is_count(value := getattr(buffer, each.name)):
+                yield Violation(f"aux[{index}].{each.name}", "a whole number, at least 1", value)
+
+
+def _wrong_lease_ttl(seconds: Any) -> Iterator[Violation]:
+    if not _is_positive(seconds) or not SHORTEST_LEASE_SECONDS <= seconds <= LONGEST_LEASE_SECONDS:
+        yield Violation("lease_ttl", f"{SHORTEST_LEASE_SECONDS:g} to {LONGEST_LEASE_SECONDS:g} seconds", seconds)
+
+
+def _is_positive(value: Any) -> bool:
+    is_number = isinstance(value, (SupportsIndex, float)) and not isinstance(value, bool)
+    return is_number and bool(0 < value < math.inf)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, SupportsIndex) and _is_positive(value)
+
+
+def _check_addresses(config: RankConfig) -> None:
+    _check_port("listen", config.listen)
+    for index, address in enumerate(config.admin_listen):
+        if not address.startswith(("unix:", "unix-abstract:")):
+            _check_port(f"admin_listen[{index}]", address)
+    if not config.advertise and split(config.listen)[0] in _WILDCARDS:
+        rule = f"the host that peers dial, because listen is the wildcard {config.listen}"
+        raise_if([Violation("advertise", rule, config.advertise)])
+    if config.advertise:
+        # Any port but 0 will do: the one to be bound is not known yet.
+        check_advertised(advertised("any:1", config.advertise), field="advertise", peer_is_local=True)
+    if config.registry not in ("", "embedded"):
+        try:
+            parse_bootstrap_addr(config.registry)
+        except InvalidRequest:
+            raise_if([Violation("registry", '"host:port", "embedded" or empty', config.registry)])
+    AddressPolicy(config.bootstrap_allow)
+
+
+def _check_port(field: str, address: str) -> None:
+    port = split(address)[1]
+    if not (port.isascii() and port.isdigit() and int(port) <= 65_535):
+        raise_if([Violation(field, "host:port with a port from 0 to 65535, IPv6 in brackets", address)])

@@ -1,0 +1,97 @@
+"""Opening and closing a rank: what it stands on is opened with typed errors, and given back in the right order."""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+import kvgrpc.dataplane
+from kvgrpc.dataplane.shm import ShmDataPlane
+from kvgrpc.errors import AddressNotAllowed, InvalidRequest, StaleEpoch
+from kvgrpc.model import Pool, PoolKind, Region, Role
+from kvgrpc.server import Rank, RankConfig, open_rank, opening
+
+PAGES, PAGE_BYTES = 8, 4096
+needs_mooncake = pytest.mark.skipif(not find_spec("mooncake"), reason="install kvgrpc[mooncake-cpu] for it")
+
+
+@pytest.fixture
+def plane() -> Iterator[Any]:
+    plane = kvgrpc.dataplane.open_plane("shm")
+    yield plane
+    plane.close(1.0)
+
+
+def config(plane: Any, **changes: Any) -> RankConfig:
+    address = plane.allocate(PAGES * PAGE_BYTES)
+    pool = Pool("kv", PoolKind.KV, 16, PAGES, "float32", (Region(0, "kv", address, PAGE_BYTES, PAGE_BYTES),))
+    settings = {"engine": "P", "role": Role.PREFILL, "pools": (pool,), "data_plane": plane, **changes}
+    return RankConfig(**settings)
+
+
+class TestWhatARankStandsOn:
+    def test_an_events_endpoint_that_is_taken_is_named(self, plane: Any) -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+            with pytest.raises(AddressNotAllowed) as refused:
+                open_rank(config(plane, events={"endpoint": endpoint, "bind": True}))
+        assert refused.value.metadata == {"address": endpoint, "configKey": "events"}
+
+    @pytest.mark.parametrize("events", [{"publisher": "pigeon"}, {"endpoint": "nowhere"}])
+    def test_events_that_cannot_be_are_named(self, plane: Any, events: dict[str, str]) -> None:
+        with pytest.raises(InvalidRequest) as refused:
+            open_rank(config(plane, events=events))
+        assert refused.value.metadata["field"] == "events"
+        assert refused.value.metadata["rule"] and next(iter(events.values())) in refused.value.metadata["value"]
+
+    @needs_mooncake
+    def test_a_device_that_is_not_there_is_named(self, plane: Any) -> None:
+        with pytest.raises(InvalidRequest) as refused:
+            open_rank(config(plane, data_plane="mooncake", device="mlx5_99"))
+        metadata = refused.value.metadata
+        assert (metadata["field"], metadata["value"]) == ("device", "mlx5_99")
+        assert "mlx5_99" in metadata["rule"]
+
+    @needs_mooncake
+    def test_mooncake_is_reached_at_the_whole_of_an_ipv6_address(self, plane: Any) -> None:
+        plane = opening.plane_of(config(plane, data_plane="mooncake", device="tcp", advertise="::1"))
+        assert plane.session.startswith("[::1]:")  # type: ignore[attr-defined]
+        plane.close(1.0)
+
+    def test_memory_that_the_plane_cannot_move_is_named_and_a_plane_of_ours_closed(
+        self, plane: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        closed: list[Any] = []
+        close = ShmDataPlane.close
+        monkeypatch.setattr(ShmDataPlane, "close", lambda self, deadline: closed.append(self) or close(self, deadline))
+        memory = ctypes.create_string_buffer(2 * PAGE_BYTES)
+        pool = Pool("kv", PoolKind.KV, 16, 1, "x", (Region(0, "kv", ctypes.addressof(memory), PAGE_BYTES, PAGE_BYTES),))
+        with pytest.raises(InvalidRequest) as refused:
+            open_rank(config(plane, pools=(pool,), data_plane="shm"))
+        assert refused.value.metadata["field"] == "pools" and refused.value.metadata["rule"]
+        assert len(closed) == 1
+
+    def test_an_epoch_that_never_fits_gives_a_plane_of_ours_back(
+        self, plane: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        closed: list[Any] = []
+        tried: list[int] = []
+
+        async def refused_as_old(rank: Rank, deadline: float) -> None:
+            tried.append(rank.ref.epoch)
+            raise StaleEpoch("older than what is here", metadata={"currentEpoch": rank.ref.epoch + 7})
+
+        monkeypatch.setattr(ShmDataPlane, "register", lambda self, ranges: None)
+        monkeypatch.setattr(ShmDataPlane, "close", lambda self, deadline: closed.append(self) or True)
+        monkeypatch.setattr(Rank, "_open", refused_as_old)
+        with pytest.raises(StaleEpoch):
+            open_rank(config(plane, data_plane="shm"))
+        assert tried == [tried[0], tried[0] + 8, tried[0] + 16]
+        assert len(closed) == 1

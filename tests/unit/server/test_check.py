@@ -1,0 +1,127 @@
+"""A configuration that cannot be right is refused before anything is opened, by field, value and rule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvgrpc.dataplane.shm import ShmDataPlane
+from kvgrpc.errors import AddressNotAllowed, InvalidRequest
+from kvgrpc.model import Layout, Pool, PoolKind, Region, Role
+from kvgrpc.server import AuxBuffer, RankConfig, RegistryServer, open_rank
+from kvgrpc.server.check import check
+from kvgrpc.transfer.model import Bounds, Timing
+
+POOL = Pool("kv", PoolKind.KV, 16, 8, "float32", (Region(0, "kv", 4096, 4096, 4096),))
+
+
+def config(**changes: Any) -> RankConfig:
+    settings = {"engine": "P", "role": Role.PREFILL, "pools": (POOL,), "data_plane": "shm", **changes}
+    return RankConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        {},
+        {"data_plane": ShmDataPlane()},
+        {"aux": (AuxBuffer(4096, 64, 4),), "pools": [POOL]},
+        {"listen": "[::1]:0", "admin_listen": ("unix:/run/a", "127.0.0.1:0")},
+        {"listen": "0.0.0.0:0", "advertise": "fd00::5"},
+        {"advertise": "[fd00::5]:9001", "registry": "registry-a:8998"},
+        {"advertise": "host-a", "registry": "embedded", "bootstrap_allow": ("10.0.0.0/8", "host-b")},
+        {"lease_ttl": 1, "start_timeout": 0.5, "max_frame_bytes": 64 * 1024},
+        {"max_frame_bytes": 16 * 1024 * 1024, "events": {"publisher": "null"}},
+    ],
+)
+def test_what_can_be_right_passes(right: dict[str, Any]) -> None:
+    check(config(**right))
+
+
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    ("role", {"role": "prefill"}),
+    ("role", {"role": 1}),
+    ("engine", {"engine": 5}),
+    ("rank.rank.engine", {"engine": "a b"}),
+    ("dp", {"dp": "1"}),
+    ("rank.rank.tp", {"tp": 1}),
+    ("rank.rank.tp", {"tp": -1}),
+    ("layout", {"layout": (1, 1, 1, 1)}),
+    ("layout.tp", {"layout": Layout(tp=0)}),
+    ("pools", {"pools": ()}),
+    ("pools", {"pools": POOL}),
+    ("pools[0]", {"pools": ("kv",)}),
+    ("pools[0].pages", {"pools": (replace(POOL, pages="8"),)}),
+    ("pools[0].kind", {"pools": (replace(POOL, kind=1),)}),
+    ("pools[0].regions", {"pools": (replace(POOL, regions=()),)}),
+    ("pools[0].regions[0]", {"pools": (replace(POOL, regions=((0, "kv", 1, 2, 2),)),)}),
+    ("pools[0].regions[0].address", {"pools": (replace(POOL, regions=(Region(0, "kv", 0, 8, 8),)),)}),
+    ("aux", {"aux": AuxBuffer(4096, 64, 4)}),
+    ("aux[0]", {"aux": ((4096, 64, 4),)}),
+    ("aux[0].item_bytes", {"aux": (AuxBuffer(4096, 0, 4),)}),
+    ("aux[0].items", {"aux": (AuxBuffer(4096, 64, 1.5),)}),
+    ("data_plane", {"data_plane": "moonshine"}),
+    ("data_plane", {"data_plane": None}),
+    ("device", {"device": None}),
+    ("listen", {"listen": "127.0.0.1"}),
+    ("listen", {"listen": "unix:/run/p0.sock"}),
+    ("listen", {"listen": "127.0.0.1:70000"}),
+    ("admin_listen", {"admin_listen": "unix:/run/p0.sock"}),
+    ("admin_listen[0]", {"admin_listen": ("nonsense",)}),
+    ("advertise", {"listen": "0.0.0.0:0"}),
+    ("advertise", {"listen": "[::]:0"}),
+    ("advertise", {"advertise": "a b"}),
+    ("advertise", {"advertise": "host:port"}),
+    ("registry", {"registry": "host:"}),
+    ("registry", {"registry": None}),
+    ("bootstrap_allow", {"bootstrap_allow": "10.0.0.0/8"}),
+    ("bootstrap_allow", {"bootstrap_allow": ("http://x",)}),
+    ("events", {"events": {"nonsense": 1}}),
+    ("events", {"events": "{"}),
+    ("server_security", {"server_security": None}),
+    ("client_security", {"client_security": "token"}),
+    ("start_timeout", {"start_timeout": "soon"}),
+    ("start_timeout", {"start_timeout": float("nan")}),
+    ("resolve_timeout", {"resolve_timeout": 0}),
+    ("lease_ttl", {"lease_ttl": -1}),
+    ("lease_ttl", {"lease_ttl": 601}),
+    ("lease_ttl", {"lease_ttl": "10"}),
+    ("timing", {"timing": None}),
+    ("timing.patience", {"timing": Timing(patience=0)}),
+    ("timing.tick_seconds", {"timing": Timing(tick_seconds=-0.1)}),
+    ("bounds.rooms", {"bounds": Bounds(rooms=0)}),
+    ("max_frame_bytes", {"max_frame_bytes": 1}),
+    ("max_frame_bytes", {"max_frame_bytes": 64 * 1024 - 1}),
+    ("max_frame_bytes", {"max_frame_bytes": 16 * 1024 * 1024 + 1}),
+    ("max_frame_bytes", {"max_frame_bytes": 1e6}),
+]
+
+
+@pytest.mark.parametrize(("field", "wrong"), WRONG, ids=[f"{name}-{i}" for i, (name, _) in enumerate(WRONG)])
+def test_what_cannot_is_named_with_its_value_and_the_rule(field: str, wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        open_rank(config(**wrong))
+    metadata = refused.value.metadata
+    assert metadata["field"] == field
+    assert metadata["rule"] and metadata["value"] is not None
+    assert field in refused.value.message
+
+
+def test_the_value_is_the_one_that_was_given() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        check(config(max_frame_bytes=1))
+    assert refused.value.metadata == {"field": "max_frame_bytes", "value": "1", "rule": "65536 to 16777216 bytes"}
+
+
+def test_a_wildcard_is_not_advertised() -> None:
+    with pytest.raises(AddressNotAllowed) as refused:
+        check(config(advertise="0.0.0.0"))
+    assert refused.value.metadata["configKey"] == "advertise"
+
+
+def test_a_registry_alone_is_checked_too() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        RegistryServer(["127.0.0.1:0"], lease_ttl=-1)
+    assert refused.value.metadata["field"] == "lease_ttl"
