@@ -201,7 +201,8 @@ class Client:
         request = server_service_pb2.DrainRequest()
         request.grace.FromMilliseconds(round(grace * 1000))
         stub = ServerServiceStub(self._channel())
-        seconds = max(self._timeout, 2 * grace + 5.0)
+        # The server takes 5 s more for the writes of rooms that it cancels.
+        seconds = max(self._timeout, grace + 10.0)
         response: server_service_pb2.DrainResponse = await self._read(stub.Drain, request, seconds)
         return response
 

@@ -13,6 +13,7 @@ import kvgrpc
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import StaleEpoch
 from kvgrpc.events import EventPublisher, NullEventPublisher
+from kvgrpc.events.base import SHUTDOWN_SECONDS
 from kvgrpc.events.servicer import EventServicer
 from kvgrpc.model import RankId, RankRef, Role, new_epoch
 from kvgrpc.registry.addresses import AddressPolicy, parse_bootstrap_addr
@@ -24,6 +25,7 @@ from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.server.addresses import advertised
 from kvgrpc.server.check import check
+from kvgrpc.server.closing import ClosingTime
 from kvgrpc.server.config import RankConfig
 from kvgrpc.server.listener import Listener
 from kvgrpc.server.opening import plane_of, publisher_of
@@ -43,15 +45,28 @@ logger = logging.getLogger(__name__)
 
 _EPOCH_TRIES = 3
 _STOP_GRACE_SECONDS = 1.0
+# For the writes of rooms that a drain cancelled: their pages come back after the settle time of 2 s.
+_CANCELLED_WRITES_SECONDS = 5.0
+_ABANDON_SECONDS = 4.0
+# A stop that takes longer is the library's fault, and is left behind.
+_LEAST_STOP_SECONDS = 0.5
+# How much later than its own end a close may be before the loop is taken for stuck.
+_STUCK_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """What ``Rank.close`` found: rooms that had not ended, and pages that nobody may reuse until the process ends."""
+    """What ``Rank.close`` found.
+
+    ``drained``: nothing was left. ``open_rooms`` had not ended. ``held_pages``: nobody may reuse them until the process
+    ends. ``listening``: a write may be left, so the address stays bound and answers SERVER_DRAINING (a refused dial
+    would prove the opposite), until a later ``close`` finds none or the process ends.
+    """
 
     drained: bool
     open_rooms: int
     held_pages: int
+    listening: bool = False
 
 
 class Rank:
@@ -100,24 +115,20 @@ class Rank:
     def close(self, deadline: float = 10.0) -> Closed:
         """Drains and closes: leaves the registry, ends its rooms, keeps its port until no write is left, then stops.
 
-        Blocks for about ``deadline`` seconds at most; repeating it is harmless. Pages that are still held then are
-        reported: the engine must not free that memory while the process lives.
+        Blocks for about ``deadline`` seconds at most; repeating it is harmless, and looks again where a write may have
+        been left. Pages that are still held then are reported: the engine must not free that memory while the process
+        lives.
         """
         if self._closed is None:
-            self._closed = self._loop.run(self._close(deadline), deadline * 2 + 15.0)
+            self._closed = self._loop.run(self._close(ClosingTime(deadline)), deadline + _STUCK_SECONDS)
+        elif self._closed.listening:
+            again = self._close_again(self._closed, ClosingTime(deadline))
+            self._closed = self._loop.run(again, deadline + _STUCK_SECONDS)
         return self._closed
 
     async def drain(self, grace: float) -> tuple[bool, int]:
-        """On the loop: refuses new work and waits for what runs (ServerService.Drain)."""
-        if self._listener is not None:
-            await self._listener.drain()
-        if self._registration is not None:
-            await self._registration.close()
-            self._registration = None
-        drained, open_rooms = await self.transfer.drain(grace)
-        if self._event_servicer is not None:
-            self._event_servicer.drain()
-        return drained, open_rooms
+        """On the loop: refuses new work, waits ``grace`` seconds for what runs, and 5 s for the writes of the rest."""
+        return await self._drain(grace, grace + _CANCELLED_WRITES_SECONDS)
 
     async def _open(self, deadline: float) -> None:
         config = self.config
@@ -138,37 +149,73 @@ class Rank:
             )
             await self._registration.start(deadline)
 
-    async def _close(self, deadline: float) -> Closed:
+    async def _drain(self, grace: float, seconds: float) -> tuple[bool, int]:
+        time = ClosingTime(seconds)
+        if self._listener is not None:
+            await self._listener.drain()
+        if self._registration is not None:
+            leaving = asyncio.ensure_future(self._registration.close())
+            self._registration = None
+            await asyncio.wait([leaving], timeout=time.left())
+        left = time.left()
+        try:
+            drained, open_rooms = await asyncio.wait_for(self.transfer.drain(min(grace, left * 0.8)), left)
+        except asyncio.TimeoutError:
+            drained, open_rooms = False, self.transfer.open_rooms()
+        if self._event_servicer is not None:
+            self._event_servicer.drain()
+        return drained, open_rooms
+
+    async def _close(self, time: ClosingTime) -> Closed:
         drained, open_rooms = False, 0
         try:
-            drained, open_rooms = await self.drain(deadline / 2)
+            drained, open_rooms = await self._drain(time.seconds * 0.5, time.seconds * 0.8)
         finally:
-            manager = self.transfer
-            await manager.stop()
-            if isinstance(manager, PrefillManager):
-                drained = await asyncio.to_thread(manager.close_worker, deadline / 2) and drained
-            await asyncio.to_thread(self.events.shutdown)
-            drained = await asyncio.to_thread(self.plane.close, deadline / 2) and drained
+            await self.transfer.stop()
             if self._listener is not None:
-                await self._listener.stop(_STOP_GRACE_SECONDS)
-            if self._registry is not None:
-                await self._registry.close()
-            await self._resolver.close()
-        return Closed(drained, open_rooms, manager.held_pages)
+                await self._listener.refuse()
+            await asyncio.to_thread(self.events.shutdown, min(SHUTDOWN_SECONDS, time.left(0.85)))
+            written = await self._end_writes(time)
+            await self._let_go(written, time)
+        return Closed(drained and written, open_rooms, self.transfer.held_pages, listening=not written)
 
-    async def _abandon(self) -> None:
-        """Undoes an opening that failed, except the data plane, which the next try uses."""
-        if self._registration is not None:
-            await self._registration.close()
-        await self.transfer.stop()
+    async def _close_again(self, before: Closed, time: ClosingTime) -> Closed:
+        written = await self._end_writes(time)
+        await self._let_go(written, time)
+        return replace(before, listening=not written)
+
+    async def _end_writes(self, time: ClosingTime) -> bool:
+        """False where a write may be left."""
+        ended = await self._end_worker(time.left(0.9))
+        closed = await asyncio.to_thread(self.plane.close, time.left())
+        # A thread that waited for the plane ends with it.
+        return closed and (ended or await self._end_worker(time.left()))
+
+    async def _end_worker(self, seconds: float) -> bool:
         if isinstance(self.transfer, PrefillManager):
-            await asyncio.to_thread(self.transfer.close_worker, 1.0)
-        await asyncio.to_thread(self.events.shutdown)
-        if self._listener is not None:
-            await self._listener.stop(0.0)
+            return await asyncio.to_thread(self.transfer.close_worker, seconds)
+        return True
+
+    async def _let_go(self, written: bool, time: ClosingTime) -> None:
+        """A dial that is refused proves to a peer that nobody writes any more: the address outlives every write (4)."""
+        if not written:
+            logger.error("%s: a write may be left, so %s stays bound; end the process", self.ref, self.address)
+        elif self._listener is not None:
+            await self._listener.stop(min(_STOP_GRACE_SECONDS, time.left()), time.left() + _LEAST_STOP_SECONDS)
         if self._registry is not None:
             await self._registry.close()
         await self._resolver.close()
+
+    async def _abandon(self) -> None:
+        """Undoes an opening that failed, except the data plane, which the next try uses."""
+        time = ClosingTime(_ABANDON_SECONDS)
+        if self._registration is not None:
+            await self._registration.close()
+        await self.transfer.stop()
+        if self._listener is not None:
+            await self._listener.refuse()
+        await asyncio.to_thread(self.events.shutdown)
+        await self._let_go(await self._end_worker(time.left(0.5)), time)
 
     def _add_servicers(self, server: grpc.aio.Server) -> Sequence[str]:
         add_TransferServiceServicer_to_server(TransferServicer(self.transfer), server)

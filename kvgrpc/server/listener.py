@@ -95,11 +95,17 @@ class Listener:
         self._draining = True
         self._look()
 
-    async def stop(self, grace: float) -> bool:
+    async def refuse(self) -> None:
+        """Keeps its addresses, and answers calls with SERVER_DRAINING; ServerService and health checks go on."""
+        await self.drain()
+        self._admission.refuse()
+
+    async def stop(self, grace: float, deadline: float | None = None) -> bool:
         """Ends streams with SERVER_DRAINING, refuses new calls, gives unary ones ``grace`` seconds to end.
 
-        Nobody listens at the addresses from the start of it on. Returns within ``grace`` and 3 s more, whatever
-        servicers do; False if some did not end even when they were cancelled, and are left behind.
+        Nobody listens at the addresses from the start of it on. Returns within ``deadline`` seconds (None: ``grace``
+        and 3 s more), whatever servicers do; False if some did not end even when they were cancelled, and are left
+        behind.
         """
         await self.drain()
         if self._looking is not None:
@@ -109,9 +115,10 @@ class Listener:
             return True
         self._admission.end_streams()
         stopping = asyncio.ensure_future(server.stop(grace))
-        done, _ = await asyncio.wait([stopping], timeout=grace + _HARD_STOP_SECONDS)
+        seconds = grace + _HARD_STOP_SECONDS if deadline is None else deadline
+        done, _ = await asyncio.wait([stopping], timeout=seconds)
         if not done:
-            _log.error("calls did not end within %.1f s of the server's stop; left behind", grace + _HARD_STOP_SECONDS)
+            _log.error("calls did not end within %.1f s of the server's stop; left behind", seconds)
         return bool(done)
 
     async def _look_for_ever(self) -> None:

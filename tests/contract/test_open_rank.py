@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import socket
+import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
+import grpc
 import pytest
 
 import kvgrpc.dataplane
 from kvgrpc.dataplane.shm import ShmDataPlane
-from kvgrpc.errors import AddressNotAllowed, InvalidRequest, StaleEpoch
+from kvgrpc.errors import AddressNotAllowed, InvalidRequest, ServerDraining, StaleEpoch
 from kvgrpc.model import Pool, PoolKind, Region, Role
-from kvgrpc.server import Rank, RankConfig, open_rank, opening
+from kvgrpc.rpc.status import error_from
+from kvgrpc.server import Rank, RankConfig, app, open_rank, opening
+from kvgrpc.v1 import server_service_pb2 as server_pb
+from kvgrpc.v1 import transfer_service_pb2 as transfer_pb
+from kvgrpc.v1.server_service_pb2_grpc import ServerServiceStub
+from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
 
 PAGES, PAGE_BYTES = 8, 4096
 needs_mooncake = pytest.mark.skipif(not find_spec("mooncake"), reason="install kvgrpc[mooncake-cpu] for it")
@@ -95,3 +103,77 @@ class TestWhatARankStandsOn:
             open_rank(config(plane, data_plane="shm"))
         assert tried == [tried[0], tried[0] + 8, tried[0] + 16]
         assert len(closed) == 1
+
+
+class Lingering(ShmDataPlane):
+    """A plane that cannot say that no write is left, until ``gone``; it takes all the time that it gets for that."""
+
+    gone = False
+
+    def close(self, deadline: float) -> bool:
+        if not self.gone:
+            time.sleep(deadline)
+        return self.gone and super().close(deadline)
+
+
+class TestClosing:
+    def test_the_address_outlives_every_write(self, caplog: pytest.LogCaptureFixture) -> None:
+        plane = Lingering()
+        rank = open_rank(config(plane))
+        closed = rank.close(1.0)
+        assert (closed.drained, closed.listening) == (False, True)
+        assert "stays bound" in caplog.text
+        assert connects(rank.address), "a refused dial would prove that nobody writes any more"
+        with grpc.insecure_channel(rank.address) as channel:
+            transfer = TransferServiceStub(channel)
+            for call in (
+                lambda: transfer.ListRooms(transfer_pb.ListRoomsRequest(), timeout=5),
+                lambda: next(transfer.Session(iter([transfer_pb.SessionRequest()]), timeout=5)),
+            ):
+                with pytest.raises(grpc.RpcError) as refused:
+                    call()
+                assert isinstance(error_from(refused.value), ServerDraining)
+            info = ServerServiceStub(channel).GetServerInfo(server_pb.GetServerInfoRequest(), timeout=5)
+            assert info.draining
+        plane.gone = True
+        assert not rank.close(1.0).listening
+        assert not connects(rank.address)
+
+    def test_all_steps_share_one_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        rank = open_rank(config(Lingering()))
+        worker_of = rank.transfer.close_worker  # type: ignore[union-attr]
+
+        async def as_long_as_it_may(grace: float) -> tuple[bool, int]:
+            await asyncio.sleep(2 * grace)
+            return False, 1
+
+        def ends_late(deadline: float) -> bool:
+            time.sleep(deadline)
+            return worker_of(deadline)
+
+        monkeypatch.setattr(rank.transfer, "drain", as_long_as_it_may)
+        monkeypatch.setattr(rank.transfer, "close_worker", ends_late)
+        began = time.monotonic()
+        assert rank.close(3.0).listening
+        assert time.monotonic() - began < 4.5
+
+    def test_a_drain_takes_its_grace_and_not_twice(self, monkeypatch: pytest.MonkeyPatch, plane: Any) -> None:
+        rank = open_rank(config(plane))
+
+        async def as_long_as_it_may(grace: float) -> tuple[bool, int]:
+            await asyncio.sleep(2 * grace)
+            return False, 1
+
+        monkeypatch.setattr(app, "_CANCELLED_WRITES_SECONDS", 0.1)
+        monkeypatch.setattr(rank.transfer, "drain", as_long_as_it_may)
+        began = time.monotonic()
+        assert rank._loop.run(rank.drain(2.0), 10.0) == (False, 0)
+        assert time.monotonic() - began < 3.5
+        monkeypatch.undo()
+        assert rank.close(1.0).drained
+
+
+def connects(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0

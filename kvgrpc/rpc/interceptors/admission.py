@@ -22,12 +22,18 @@ class Admission:
         self._unary = 0
         self._streams: set[asyncio.Task[Any]] = set()
         self._ending = False
+        self._refusing = False
 
     def end_streams(self) -> None:
         """Ends every open stream with SERVER_DRAINING, and each that begins from now on."""
         self._ending = True
         for task in self._streams:
             task.cancel()
+
+    def refuse(self) -> None:
+        """Ends the streams and answers every call that is counted with SERVER_DRAINING from now on."""
+        self._refusing = True
+        self.end_streams()
 
     def layer(self, method: Method, inner: Behaviour) -> Behaviour:
         """Counts the call, or raises TooManyRequests with the time after which to try again."""
@@ -37,6 +43,8 @@ class Admission:
 
     def _call(self, inner: Behaviour) -> Behaviour:
         async def call(request: Any, context: Context) -> Any:
+            if self._refusing:
+                raise _draining()
             if self._unary >= self._max_unary:
                 raise _too_many(self._max_unary, "calls")
             self._unary += 1
