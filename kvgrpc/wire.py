@@ -38,9 +38,7 @@ def role_from_pb(value: int, path: str = "role") -> Role:
     try:
         return Role(value)
     except ValueError:
-        raise InvalidRequest(
-            f"{path}: must be ROLE_PREFILL or ROLE_DECODE, not {value}", metadata={"field": path, "value": value}
-        ) from None
+        raise InvalidRequest.of(path, value, "ROLE_PREFILL or ROLE_DECODE") from None
 
 
 def pool_to_pb(pool: Pool) -> pb.Pool:
@@ -72,10 +70,7 @@ def pool_from_pb(message: pb.Pool, path: str = "pools[0]") -> Pool:
     try:
         kind = PoolKind(message.kind)
     except ValueError:
-        raise InvalidRequest(
-            f"{path}.kind: must be POOL_KIND_KV or POOL_KIND_STATE, not {message.kind}",
-            metadata={"field": f"{path}.kind", "value": message.kind},
-        ) from None
+        raise InvalidRequest.of(f"{path}.kind", message.kind, "POOL_KIND_KV or POOL_KIND_STATE") from None
     return Pool(
         name=message.name,
         kind=kind,

@@ -74,11 +74,12 @@ def start_engine(load: Callable[[], type[Any]], host: str, device: str) -> Start
         with _forced(transport):
             code = engine.initialize(name, "P2PHANDSHAKE", transport, ",".join(adapters))
         if code != 0:
-            raise FeatureDisabled(f"Mooncake did not start on {host} over {transport} (initialize returned {code})")
+            what = f"Mooncake did not start on {host} over {transport} (initialize returned {code})"
+            raise _disabled(what, "is the host one of this machine, and a port from 15000 to 17000 free?")
         rpc_port = engine.get_rpc_port()
         data_ports = _listening() - before - {rpc_port}
     if transport == "tcp" and not data_ports:
-        raise FeatureDisabled("Mooncake opened no TCP data port although TCP was forced: does MC_FORCE_HCA contradict?")
+        raise _disabled("Mooncake opened no TCP data port although TCP was forced", "unset MC_FORCE_HCA")
     return StartedEngine(engine, f"{name}:{rpc_port}", transport, data_ports if transport == "tcp" else frozenset())
 
 
@@ -125,20 +126,24 @@ def _check_versions() -> None:
             continue
         if tuple(int(number) for number in re.findall(r"\d+", version)[:3]) < LOWEST_VERSION:
             lowest = ".".join(map(str, LOWEST_VERSION))
-            raise FeatureDisabled(f"{package} {version} does not check addresses, {lowest} is needed: {_INSTALL}")
+            raise _disabled(f"{package} {version} does not check addresses, {lowest} is needed", _INSTALL)
 
 
 def _loaded(load: Callable[[], type[Any]]) -> type[Any]:
     try:
         engine = load()
     except ModuleNotFoundError as error:
-        raise FeatureDisabled(f"data plane 'mooncake' needs Mooncake ({error}): {_INSTALL}") from error
+        raise _disabled(f"data plane 'mooncake' needs Mooncake ({error})", _INSTALL) from error
     except ImportError as error:
-        raise FeatureDisabled(f"Mooncake is installed but cannot be loaded ({error}): {_LIBRARIES}") from error
+        raise _disabled(f"Mooncake is installed but cannot be loaded ({error})", _LIBRARIES) from error
     # Built from source there may be no package; locations came with the address checks.
     if "location" not in (getattr(engine, "register_memory", None).__doc__ or ""):
-        raise FeatureDisabled(f"this Mooncake is too old, 0.3.12 is needed: {_INSTALL}")
+        raise _disabled("this Mooncake is too old, 0.3.12 is needed", _INSTALL)
     return engine
+
+
+def _disabled(what: str, remedy: str) -> FeatureDisabled:
+    return FeatureDisabled(f"{what}: {remedy}", metadata={"feature": "dataplane.mooncake", "howToEnable": remedy})
 
 
 def _adapters(engine: Any) -> list[str]:

@@ -86,15 +86,18 @@ def open_peer(pid: int, descriptor: int, name: str, nbytes: int) -> Mapping:
     except PermissionError as error:
         raise ValueError(f"{path} may not be opened: run both processes as one user") from error
     except OSError as error:
-        raise PeerUnreachable(f"the peer's memory is gone: {error}") from error
+        raise PeerUnreachable(f"the peer's memory is gone: {error}", metadata={"address": path}) from error
     try:
         if os.readlink(f"/proc/self/fd/{opened}").partition(" ")[0] != f"/memfd:{_memfd_name(name)}":
-            raise PeerUnreachable(f"{path} is not the peer's memory any more: pid or descriptor were used again")
+            raise PeerUnreachable(
+                f"{path} is not the peer's memory any more: pid or descriptor were used again",
+                metadata={"address": path},
+            )
         if os.fstat(opened).st_size < nbytes or not fcntl.fcntl(opened, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise ValueError(f"{path} is shorter than {nbytes} bytes, or could become so")
         return Mapping(mmap.mmap(opened, nbytes, flags=mmap.MAP_SHARED))
     except OSError as error:
-        raise PeerUnreachable(f"the peer's memory cannot be mapped: {error}") from error
+        raise PeerUnreachable(f"the peer's memory cannot be mapped: {error}", metadata={"address": path}) from error
     finally:
         os.close(opened)
 

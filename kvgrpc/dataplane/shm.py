@@ -32,7 +32,10 @@ class ShmDataPlane:
     def __init__(self) -> None:
         """Raises FeatureDisabled where there is no memfd (not Linux)."""
         if not hasattr(os, "memfd_create"):
-            raise FeatureDisabled("data plane 'shm' needs Linux (memfd_create); use 'mooncake'")
+            raise FeatureDisabled(
+                "data plane 'shm' needs Linux (memfd_create); use 'mooncake'",
+                metadata={"feature": "dataplane.shm", "howToEnable": "run on Linux, or use 'mooncake'"},
+            )
         self._token = secrets.token_hex(16)
         self._allocating = threading.Lock()
         self._lock = threading.Lock()  # held while a slice is copied: nothing on the event loop takes it
@@ -213,5 +216,6 @@ def _decode(address: bytes) -> _Address:
     if not decoded.process.visible:
         raise ValueError("the peer runs in another pid namespace: share it (--pid=host), or use 'mooncake'")
     if not decoded.process.alive:
-        raise PeerUnreachable(f"process {decoded.process.pid} of the peer is gone")
+        pid = decoded.process.pid
+        raise PeerUnreachable(f"process {pid} of the peer is gone", metadata={"address": f"pid {pid}"})
     return decoded

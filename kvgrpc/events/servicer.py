@@ -60,7 +60,7 @@ class EventServicer(EventServiceServicer):
         key = (request.engine, request.dp)
         if not request.engine and self._streams:
             if len(self._streams) > 1:
-                raise_if([Violation("engine", "named, because this process publishes several streams")])
+                raise_if([Violation("engine", "named, because this process publishes several streams", "")])
             only = next(iter(self._streams.values()))
             # dp 0 is also what was left out.
             key = (only.engine, request.dp or only.dp)

@@ -125,9 +125,11 @@ def _begin(stream: WatchableStream, order: WatchOrder) -> tuple[Begin, int | Non
 def _check(order: WatchOrder) -> None:
     violations = []
     if order.last is not None and order.mode is not WatchMode.REPLAY:
-        violations.append(Violation("end_sequence", "absent but in WATCH_MODE_REPLAY"))
+        violations.append(Violation("end_sequence", "absent but in WATCH_MODE_REPLAY", order.last))
     if order.first is not None and order.mode is WatchMode.HEARTBEAT:
-        violations.append(Violation("from_sequence", "absent in WATCH_MODE_HEARTBEAT, which sends no batches"))
+        violations.append(
+            Violation("from_sequence", "absent in WATCH_MODE_HEARTBEAT, which sends no batches", order.first)
+        )
     if order.first is not None and order.last is not None and order.last < order.first:
-        violations.append(Violation("end_sequence", f"at least from_sequence = {order.first}"))
+        violations.append(Violation("end_sequence", f"at least from_sequence = {order.first}", order.last))
     raise_if(violations)

@@ -14,7 +14,8 @@ from kvgrpc.wire import rank_ref_to_pb
 def order_from_pb(request: pb.WatchRequest) -> WatchOrder:
     """Raises InvalidRequest for a mode that is none of ours."""
     if request.mode not in WatchMode._value2member_map_:
-        raise_if([Violation("mode", f"one of {', '.join(f'WATCH_MODE_{mode.name}' for mode in WatchMode)}")])
+        rule = f"one of {', '.join(f'WATCH_MODE_{mode.name}' for mode in WatchMode)}"
+        raise_if([Violation("mode", rule, request.mode)])
     return WatchOrder(
         WatchMode(request.mode),
         request.log,

@@ -8,7 +8,7 @@ import urllib.parse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvgrpc.errors import AddressNotAllowed, InvalidRequest, Violation
+from kvgrpc.errors import AddressNotAllowed, InvalidRequest
 from kvgrpc.model import ENGINE_NAME
 
 DEFAULT_PORT = 8998
@@ -46,7 +46,7 @@ def parse_bootstrap_addr(text: str) -> BootstrapAddress:
     host, port = _split(address)
     normal = _normal_host(host)
     if normal is None or port is None or (slash and not ENGINE_NAME.fullmatch(engine)):
-        raise _invalid("bootstrap_addr", text, "host[:port][/engine]")
+        raise InvalidRequest.of("bootstrap_addr", text, "host[:port][/engine]")
     return BootstrapAddress(normal, port, engine)
 
 
@@ -87,7 +87,9 @@ class AddressPolicy:
         except ValueError:
             name = _normal_host(entry)
             if name is None:
-                raise _invalid("bootstrap_allow", entry, "a host name, an IP address or a network (CIDR)") from None
+                raise InvalidRequest.of(
+                    "bootstrap_allow", entry, "a host name, an IP address or a network (CIDR)"
+                ) from None
             self._names.add(name)
 
 
@@ -102,7 +104,7 @@ def check_advertised(address: str, *, field: str, peer_is_local: bool) -> None:
     normal = _normal_host(host)
     bare_ipv6 = address.count(":") > 1 and not address.startswith("[")
     if normal is None or port is None or bare_ipv6:
-        raise _invalid(field, address, "host:port with a port from 1 to 65535, IPv6 in brackets")
+        raise InvalidRequest.of(field, address, "host:port with a port from 1 to 65535, IPv6 in brackets")
     ip = _ip(normal)
     if ip is not None and ip.is_unspecified:
         raise _not_dialable(address, "a wildcard is no address to dial")
@@ -114,7 +116,7 @@ def check_events_endpoint(endpoint: str, *, field: str, peer_is_local: bool) -> 
     """The same for a ZMQ endpoint: "tcp://host:port", or "ipc://" and "inproc://" from the registry's own host."""
     scheme, separator, rest = endpoint.partition("://")
     if not separator or not rest or scheme not in ("tcp", "ipc", "inproc"):
-        raise _invalid(field, endpoint, "tcp://host:port, ipc://path or inproc://name")
+        raise InvalidRequest.of(field, endpoint, "tcp://host:port, ipc://path or inproc://name")
     if scheme == "tcp":
         check_advertised(rest, field=field, peer_is_local=peer_is_local)
     elif not peer_is_local:
@@ -175,15 +177,6 @@ def _ip(host: str) -> _IpAddress | None:
         return None
     mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
     return mapped if mapped is not None else ip
-
-
-def _invalid(field: str, value: str, rule: str) -> InvalidRequest:
-    shown = value[:200]
-    return InvalidRequest(
-        f"{field}: must be {rule}, not {shown!r}",
-        metadata={"field": field, "value": shown, "rule": rule},
-        violations=[Violation(field, rule)],
-    )
 
 
 def _not_dialable(address: str, why: str) -> AddressNotAllowed:

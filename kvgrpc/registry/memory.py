@@ -171,7 +171,7 @@ class MemoryRegistry:
         Raises EngineNotFound, WarmingUp, InvalidRequest (an empty name).
         """
         if not engine:
-            raise_if([Violation("engine", "the name of an engine; ListEngines has them")])
+            raise_if([Violation("engine", "the name of an engine; ListEngines has them", engine)])
         self.expire()
         found = self._engines.get(engine)
         if found is None:
@@ -327,16 +327,12 @@ class MemoryRegistry:
             engine = self._engines.get(name)
             return engine if engine is not None and role in (None, engine.role) else None
         if role is None:
-            raise_if([Violation("role", "set when the engine is not named")])
+            raise_if([Violation("role", "set when the engine is not named", "unspecified")])
             return None
         candidates = self._by_role[role]
         if len(candidates) > 1:
             rule = f"the name of one of the {len(candidates)} engines with {role.name}"
-            raise InvalidRequest(
-                f"engine: must be {rule}",
-                metadata={"field": "engine", "value": "", "rule": rule},
-                violations=[Violation("engine", rule)],
-            )
+            raise InvalidRequest.of("engine", name, rule)
         return next(iter(candidates.values()), None)
 
 
@@ -346,7 +342,8 @@ def _group(rows: Sequence[RankRow]) -> dict[str, list[RankRow]]:
     for index, row in enumerate(rows):
         first = seen.setdefault(row.ref.rank, index)
         if first != index:
-            raise_if([Violation(f"rows[{index}].rank", f"a rank of its own, {row.ref.rank} is rows[{first}] too")])
+            rule = f"a rank of its own, {row.ref.rank} is rows[{first}] too"
+            raise_if([Violation(f"rows[{index}].rank", rule, row.ref.rank)])
         by_engine.setdefault(row.ref.rank.engine, []).append(row)
     return by_engine
 

@@ -6,7 +6,7 @@ import base64
 import binascii
 import zlib
 
-from kvgrpc.errors import InvalidRequest, Violation
+from kvgrpc.errors import InvalidRequest
 from kvgrpc.registry.model import BEFORE_ALL, Coordinates
 
 _CHECK_BYTES = 4
@@ -29,7 +29,7 @@ def read_page_token(question: str, token: str) -> str:
             return text.decode()
     except (binascii.Error, UnicodeError):
         pass
-    raise _not_ours()
+    raise _not_ours(token)
 
 
 def coordinates_token(question: str, after: Coordinates) -> str:
@@ -45,7 +45,7 @@ def read_coordinates_token(question: str, token: str) -> Coordinates:
     try:
         dp, pp, cp, tp = map(int, text.split(","))
     except ValueError:
-        raise _not_ours() from None
+        raise _not_ours(token) from None
     return dp, pp, cp, tp
 
 
@@ -53,10 +53,5 @@ def _check(question: str, text: bytes) -> bytes:
     return zlib.crc32(text, zlib.crc32(question.encode())).to_bytes(_CHECK_BYTES, "big")
 
 
-def _not_ours() -> InvalidRequest:
-    rule = "a next_page_token of the same list with the same filters, or empty"
-    return InvalidRequest(
-        f"page_token: must be {rule}",
-        metadata={"field": "page_token", "rule": rule},
-        violations=[Violation("page_token", rule)],
-    )
+def _not_ours(token: str) -> InvalidRequest:
+    return InvalidRequest.of("page_token", token, "a next_page_token of the same list with the same filters, or empty")

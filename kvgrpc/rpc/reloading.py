@@ -65,5 +65,5 @@ class ReloadedFile(Generic[T]):
                 raise OSError(None, f"larger than {MAX_BYTES} bytes")
             return self._parse(text)
         except (OSError, UnicodeDecodeError) as error:
-            rule = f"cannot read {self._path}: {getattr(error, 'strerror', None) or 'not UTF-8'}"
-            raise InvalidRequest(f"{self._key}: {rule}", metadata={"field": self._key, "rule": rule}) from None
+            why = getattr(error, "strerror", None) or "not UTF-8"
+            raise InvalidRequest.of(self._key, self._path, f"a file that can be read ({why})") from None

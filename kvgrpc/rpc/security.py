@@ -68,9 +68,11 @@ class ServerSecurity:
     def check(self, address: str) -> None:
         """Raises AddressNotAllowed where others can reach what nothing protects, InvalidRequest for half of TLS."""
         if bool(self.cert_file) != bool(self.key_file):
-            raise _wrong("cert_file", "needs key_file, and key_file needs cert_file")
+            raise InvalidRequest.of("cert_file", self.cert_file, "given with key_file, and key_file with cert_file")
         if self.client_ca_file and not self.tls:
-            raise _wrong("client_ca_file", "needs cert_file and key_file: client certificates exist in TLS only")
+            raise InvalidRequest.of(
+                "client_ca_file", self.client_ca_file, "given with cert_file and key_file: only TLS has certificates"
+            )
         if self.insecure or is_local(address):
             return
         if not self.tls:
@@ -116,9 +118,9 @@ class ClientSecurity:
     def check(self, address: str) -> None:
         """Raises AddressNotAllowed where a token would travel in plaintext, InvalidRequest for half of TLS."""
         if bool(self.cert_file) != bool(self.key_file):
-            raise _wrong("cert_file", "needs key_file, and key_file needs cert_file")
+            raise InvalidRequest.of("cert_file", self.cert_file, "given with key_file, and key_file with cert_file")
         if self.cert_file and not self.tls:
-            raise _wrong("cert_file", "needs ca_file: without it there is no TLS")
+            raise InvalidRequest.of("cert_file", self.cert_file, "given with ca_file: without it there is no TLS")
         if (self.token or self.token_file) and not (self.tls or self.insecure or is_local(address)):
             raise _not_allowed(f"a token would go to {address} in plaintext: give ca_file for TLS", address)
 
@@ -167,10 +169,8 @@ def parse_tokens(text: str) -> tuple[Token, ...]:
         if not role or role.startswith("#"):
             continue
         if not colon or not secret.strip() or role.strip() not in _ROLE_NAMES:
-            raise InvalidRequest(
-                f"tokens, line {number}: must be rank:SECRET, consumer:SECRET or operator:SECRET",
-                metadata={"field": "tokens", "value": f"line {number}"},
-            )
+            # The line itself may hold a secret.
+            raise InvalidRequest.of("tokens", f"line {number}", "rank:SECRET, consumer:SECRET or operator:SECRET")
         tokens.append(Token(CallerRole(role.strip()), secret.strip()))
     return tuple(tokens)
 
@@ -207,7 +207,7 @@ _ROLE_NAMES = {role.value for role in CallerRole}
 def _one_token(text: str) -> str:
     token = text.strip()
     if not token or not token.isascii() or not token.isprintable() or " " in token:
-        raise _wrong("token", "must be one word of printable ASCII characters")
+        raise InvalidRequest.of("token", "a secret", "one word of printable ASCII characters")
     return token
 
 
@@ -215,11 +215,7 @@ def _read(path: str, key: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise _wrong(key, f"cannot read {path}: {error.strerror}") from None
-
-
-def _wrong(key: str, rule: str) -> InvalidRequest:
-    return InvalidRequest(f"{key}: {rule}", metadata={"field": key, "rule": rule})
+        raise InvalidRequest.of(key, path, f"a file that can be read ({error.strerror})") from None
 
 
 def _not_allowed(text: str, address: str) -> KvGrpcError:

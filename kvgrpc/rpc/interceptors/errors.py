@@ -27,8 +27,7 @@ def errors(method: Method, inner: Behaviour) -> Behaviour:
         except KvGrpcError as error:
             await _refuse(context, error)
         except DecodeError:
-            rule = "a message of this method's type"
-            await _refuse(context, InvalidRequest(f"the request must be {rule}", metadata={"field": "", "rule": rule}))
+            await _refuse(context, InvalidRequest.of("request", "undecodable", "a message of this method's type"))
         except grpc.aio.InternalError as error:
             await _refuse_if_alive(method, context, error)
         except grpc.aio.BaseError:
