@@ -33,7 +33,6 @@ def info(client: SyncClient, as_json: bool) -> None:
         ("up", seconds(max(0.0, time.time() - server.start_time.ToNanoseconds() / 1e9))),
         ("draining", server.draining),
         ("services", ", ".join(name.rpartition(".")[2] for name in server.services)),
-        ("features", ", ".join(server.features)),
         *((name, limit) for name, limit in sorted(server.limits.items())),
     ]
     if topology:

@@ -31,7 +31,6 @@ class RankRow:
     layout: Layout
     pools: tuple[Pool, ...] = ()
     data_plane: str = ""
-    features: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +135,6 @@ def row_differences(known: RankRow, offered: RankRow) -> dict[str, str]:
             )
     if known.data_plane != offered.data_plane:
         differences["data_plane"] = _both(known.data_plane, offered.data_plane)
-    if known.features != offered.features:
-        differences["features"] = _both(",".join(known.features), ",".join(offered.features))
     if known.pools != offered.pools:
         differences["pools"] = _both(_pool_names(known), _pool_names(offered))
         offered_pools = {pool.name: pool for pool in offered.pools}

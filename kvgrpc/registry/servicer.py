@@ -10,7 +10,7 @@ from typing import Any
 import grpc.aio
 from google.protobuf import duration_pb2
 
-from kvgrpc.errors import ServerDraining, TooManyRequests
+from kvgrpc.errors import InvalidRequest, ServerDraining, TooManyRequests
 from kvgrpc.model import Role
 from kvgrpc.observability import metrics
 from kvgrpc.registry import wire
@@ -52,6 +52,16 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
         self._streams: set[asyncio.Future[None]] = set()
         self._draining = False
         self._ticking: asyncio.Task[None] | None = None
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """What GetServerInfo says of a registry."""
+        return {
+            "maxPageSize": MAX_PAGE,
+            "maxRowsPerRequest": wire.MAX_ROWS_PER_REQUEST,
+            "maxLeasesPerRequest": wire.MAX_LEASES_PER_REQUEST,
+            "leaseTtlMs": self._ttl.ToMilliseconds(),
+        }
 
     def start(self) -> None:
         """Starts to count time; leases do not run out before."""
@@ -190,7 +200,9 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
 
 
 def _page_size(asked: int, default: int) -> int:
-    return min(asked or default, MAX_PAGE)
+    if asked > MAX_PAGE:
+        raise InvalidRequest.of("page_size", asked, f"at most {MAX_PAGE}")
+    return asked or default
 
 
 def _patience(remaining: float | None) -> float:

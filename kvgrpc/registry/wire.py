@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from kvgrpc import wire
@@ -20,7 +21,6 @@ MAX_SELECTORS = 256
 MAX_ENGINE_RANKS = 65_536
 MAX_ROW_BYTES = 256 * 1024
 MAX_POOLS = 64
-MAX_FEATURES = 64
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -69,7 +69,6 @@ def row_to_pb(row: RankRow, pools: PoolCache) -> pb.RankRow:
         layout=wire.layout_to_pb(row.layout),
         pools=[pools.encode(pool) for pool in row.pools],
         data_plane=row.data_plane,
-        features=row.features,
     )
 
 
@@ -82,7 +81,6 @@ def row_from_pb(message: pb.RankRow, pools: PoolCache, path: str = "row") -> Ran
         layout=wire.layout_from_pb(message.layout),
         pools=tuple(pools.decode(pool, f"{path}.pools[{index}]") for index, pool in enumerate(message.pools)),
         data_plane=message.data_plane,
-        features=tuple(message.features),
     )
 
 
@@ -102,10 +100,6 @@ def rows_to_register(request: pb.RegisterRequest, pools: PoolCache, *, peer_is_l
 
 def leases_to_pb(leases: Iterable[Lease]) -> list[pb.Lease]:
     return [pb.Lease(rank=wire.rank_ref_to_pb(lease.ref), lease_id=lease.lease_id) for lease in leases]
-
-
-def leases_from_pb(messages: Iterable[pb.Lease]) -> list[Lease]:
-    return [Lease(wire.rank_ref_from_pb(message.rank), message.lease_id) for message in messages]
 
 
 def lease_ids(request: pb.KeepAliveRequest) -> Sequence[int]:
@@ -168,9 +162,7 @@ def _pool_from_pb(message: common_pb2.Pool, path: str) -> Pool:
     try:
         check_pools([pool], addresses=False)
     except InvalidRequest as error:
-        raise_if(
-            [Violation(path + wrong.field.removeprefix("pools[0]"), wrong.description) for wrong in error.violations]
-        )
+        raise_if([replace(wrong, field=path + wrong.field.removeprefix("pools[0]")) for wrong in error.violations])
     return pool
 
 
@@ -178,20 +170,20 @@ def _check_row(row: RankRow, path: str) -> None:
     check_rank(row.ref, row.layout, f"{path}.rank")
     names = [pool.name for pool in row.pools]
     violations = [
-        Violation(f"{path}.pools[{index}].name", f"unique, {name!r} is there twice")
+        Violation(f"{path}.pools[{index}].name", f"unique, {name!r} is there twice", name)
         for index, name in enumerate(names)
         if name in names[:index]
     ]
     if row.layout.ranks > MAX_ENGINE_RANKS:
-        violations.append(Violation(f"{path}.layout", f"at most {MAX_ENGINE_RANKS} ranks, not {row.layout.ranks}"))
+        ranks = row.layout.ranks
+        violations.append(Violation(f"{path}.layout", f"at most {MAX_ENGINE_RANKS} ranks, not {ranks}", ranks))
     raise_if(violations)
 
 
 def _check_sizes(message: pb.RankRow, path: str) -> None:
     size = message.ByteSize()
     if size > MAX_ROW_BYTES:
-        raise_if([Violation(path, f"at most {MAX_ROW_BYTES} bytes, not {size}")])
-    _check_count(f"{path}.features", len(message.features), 0, MAX_FEATURES)
+        raise_if([Violation(path, f"at most {MAX_ROW_BYTES} bytes, not {size}", size)])
     _check_count(f"{path}.pools", len(message.pools), 0, MAX_POOLS)
 
 
@@ -200,14 +192,14 @@ def _check_endpoints(row: RankRow, path: str, peer_is_local: bool) -> None:
     if endpoints.grpc:
         check_advertised(endpoints.grpc, field=f"{path}.grpc", peer_is_local=peer_is_local)
     elif row.role == Role.PREFILL:
-        raise_if([Violation(f"{path}.grpc", "set on a prefill rank: decode dials it")])
+        raise_if([Violation(f"{path}.grpc", "set on a prefill rank: decode dials it", endpoints.grpc)])
     if endpoints.events_pub:
         check_events_endpoint(endpoints.events_pub, field=f"{path}.events_pub", peer_is_local=peer_is_local)
 
 
 def _check_count(field: str, count: int, least: int, most: int) -> None:
     if not least <= count <= most:
-        raise_if([Violation(field, f"{least} to {most} entries, not {count}")])
+        raise_if([Violation(field, f"{least} to {most} entries, not {count}", count)])
 
 
 def _drop_oldest(cache: OrderedDict[_Key, _Value], size: int) -> None:

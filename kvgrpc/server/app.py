@@ -29,7 +29,7 @@ from kvgrpc.server.closing import ClosingTime
 from kvgrpc.server.config import RankConfig
 from kvgrpc.server.listener import Listener
 from kvgrpc.server.opening import plane_of, publisher_of
-from kvgrpc.server.servicer import ServerInfo, ServerServicer
+from kvgrpc.server.servicer import ServerInfo, ServerServicer, transfer_limits
 from kvgrpc.transfer.decode import DecodeManager
 from kvgrpc.transfer.manager import TransferConfig
 from kvgrpc.transfer.model import Target
@@ -226,7 +226,13 @@ class Rank:
         if self._registry is not None:
             add_RegistryServiceServicer_to_server(self._registry, server)
             names.append("kvgrpc.v1.RegistryService")
-        info = ServerInfo(version=kvgrpc.__version__, services=tuple(names), rank=self.ref, role=self.config.role)
+        info = ServerInfo(
+            version=kvgrpc.__version__,
+            services=tuple(names),
+            rank=self.ref,
+            role=self.config.role,
+            limits=transfer_limits(self.transfer.config) | ({} if self._registry is None else self._registry.limits),
+        )
 
         def draining() -> bool:
             return self._listener is not None and self._listener.draining

@@ -62,7 +62,7 @@ class RegistryServer:
 
     def _add_servicers(self, server: grpc.aio.Server) -> Sequence[str]:
         add_RegistryServiceServicer_to_server(self._servicer, server)
-        info = ServerInfo(version=kvgrpc.__version__, services=_SERVICES, rank=None, role=None)
+        info = ServerInfo(version=kvgrpc.__version__, services=_SERVICES, limits=self._servicer.limits)
         add_ServerServiceServicer_to_server(ServerServicer(info, self, lambda: self._listener.draining), server)
         return _SERVICES
 

@@ -6,10 +6,11 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 from kvgrpc.model import RankRef, Role
+from kvgrpc.transfer.manager import TransferConfig
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import server_service_pb2 as pb
 from kvgrpc.v1.server_service_pb2_grpc import ServerServiceServicer
@@ -34,8 +35,13 @@ class ServerInfo:
     services: Sequence[str]
     rank: RankRef | None = None
     role: Role | None = None
-    features: Sequence[str] = ()
     limits: Mapping[str, int] = field(default_factory=dict)
+
+
+def transfer_limits(config: TransferConfig) -> dict[str, int]:
+    """The bounds of a rank: "maxFrameBytes", and each field of Bounds as "maxRooms", "maxHeldPages"."""
+    bounds = {f"max{name.title().replace('_', '')}": value for name, value in asdict(config.bounds).items()}
+    return {"maxFrameBytes": config.max_frame_bytes, **bounds}
 
 
 class ServerServicer(ServerServiceServicer):
@@ -53,7 +59,6 @@ class ServerServicer(ServerServiceServicer):
         response = pb.GetServerInfoResponse(
             version=info.version,
             services=info.services,
-            features=info.features,
             limits=info.limits,
             draining=self._draining is not None or self._draining_elsewhere(),
             pid=os.getpid(),

@@ -58,7 +58,6 @@ class RankRow(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     POOLS_FIELD_NUMBER: _builtins.int
     DATA_PLANE_FIELD_NUMBER: _builtins.int
-    FEATURES_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     """What it does."""
     data_plane: _builtins.str
@@ -79,10 +78,6 @@ class RankRow(_message.Message):
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Pool]:
         """Shapes of its pools, with region addresses left at 0."""
 
-    @_builtins.property
-    def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Optional behaviour it knows, at most 64."""
-
     def __init__(
         self,
         *,
@@ -92,11 +87,10 @@ class RankRow(_message.Message):
         layout: _common_pb2.Layout | None = ...,
         pools: _abc.Iterable[_common_pb2.Pool] | None = ...,
         data_plane: _builtins.str = ...,
-        features: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "layout", b"layout", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_plane", b"data_plane", "endpoints", b"endpoints", "features", b"features", "layout", b"layout", "pools", b"pools", "rank", b"rank", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_plane", b"data_plane", "endpoints", b"endpoints", "layout", b"layout", "pools", b"pools", "rank", b"rank", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -350,7 +344,7 @@ class GetEngineRequest(_message.Message):
     engine: _builtins.str
     """Name of the engine."""
     page_size: _builtins.int
-    """At most this many rows, and at most 1 MiB of them; 0 means 1,000, at most 1,000."""
+    """At most this many rows, and at most 1 MiB of them; 0 means 1,000. More than 1,000 is refused."""
     page_token: _builtins.str
     """From the response before; empty at first."""
     def __init__(
@@ -407,7 +401,7 @@ class ListEnginesRequest(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     INCLUDE_ROWS_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """At most this many; 0 means 100, at most 1,000."""
+    """At most this many; 0 means 100. More than 1,000 is refused."""
     page_token: _builtins.str
     """From the response before; empty at first."""
     role: _common_pb2.Role.ValueType

@@ -68,7 +68,6 @@ class GetServerInfoResponse(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     SERVICES_FIELD_NUMBER: _builtins.int
-    FEATURES_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     START_TIME_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
@@ -90,12 +89,10 @@ class GetServerInfoResponse(_message.Message):
         """Full names of the services here."""
 
     @_builtins.property
-    def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Optional behaviour."""
-
-    @_builtins.property
     def limits(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Bounds by name, for example "maxRooms", "maxFrameBytes"."""
+        """Bounds of this process by name. A rank: "maxFrameBytes", "maxHeldPages" and those that docs/operations.md lists. A
+        process with a registry: "maxPageSize", "maxRowsPerRequest", "maxLeasesPerRequest", "leaseTtlMs".
+        """
 
     @_builtins.property
     def start_time(self) -> _timestamp_pb2.Timestamp:
@@ -108,7 +105,6 @@ class GetServerInfoResponse(_message.Message):
         rank: _common_pb2.RankRef | None = ...,
         role: _common_pb2.Role.ValueType = ...,
         services: _abc.Iterable[_builtins.str] | None = ...,
-        features: _abc.Iterable[_builtins.str] | None = ...,
         limits: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         start_time: _timestamp_pb2.Timestamp | None = ...,
         draining: _builtins.bool = ...,
@@ -116,7 +112,7 @@ class GetServerInfoResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "features", b"features", "limits", b"limits", "pid", b"pid", "rank", b"rank", "role", b"role", "services", b"services", "start_time", b"start_time", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "limits", b"limits", "pid", b"pid", "rank", b"rank", "role", b"role", "services", b"services", "start_time", b"start_time", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -52,7 +52,7 @@ class ServerServiceServicer(object):
     """
 
     def GetServerInfo(self, request, context):
-        """Says who this is, since when, what it can do and its limits.
+        """Says who this is, since when, what it serves and its limits.
         Roles: rank, consumer, operator. Errors: none of its own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -132,7 +132,6 @@ class Hello(_message.Message):
     DATA_PLANE_FIELD_NUMBER: _builtins.int
     DATA_PLANE_ADDRESS_FIELD_NUMBER: _builtins.int
     EXPECTED_FIELD_NUMBER: _builtins.int
-    FEATURES_FIELD_NUMBER: _builtins.int
     stream: _builtins.int
     """Counts the streams that the speaker opened to this incarnation, from 1; a larger one ends the older."""
     data_plane: _builtins.str
@@ -159,10 +158,6 @@ class Hello(_message.Message):
     def expected(self) -> Global___Part:
         """Which part the speaker expects of the other side; must equal what the other side computes."""
 
-    @_builtins.property
-    def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Optional behaviour the speaker knows."""
-
     def __init__(
         self,
         *,
@@ -174,11 +169,10 @@ class Hello(_message.Message):
         data_plane: _builtins.str = ...,
         data_plane_address: _builtins.bytes = ...,
         expected: Global___Part | None = ...,
-        features: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expected", b"expected", "from", b"from", "layout", b"layout", "to", b"to"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aux_item_bytes", b"aux_item_bytes", "data_plane", b"data_plane", "data_plane_address", b"data_plane_address", "expected", b"expected", "features", b"features", "from", b"from", "layout", b"layout", "pools", b"pools", "stream", b"stream", "to", b"to"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aux_item_bytes", b"aux_item_bytes", "data_plane", b"data_plane", "data_plane_address", b"data_plane_address", "expected", b"expected", "from", b"from", "layout", b"layout", "pools", b"pools", "stream", b"stream", "to", b"to"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -229,7 +223,6 @@ class Welcome(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FROM_FIELD_NUMBER: _builtins.int
-    FEATURES_FIELD_NUMBER: _builtins.int
     MAX_FRAME_BYTES_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     PATIENCE_FIELD_NUMBER: _builtins.int
@@ -238,10 +231,6 @@ class Welcome(_message.Message):
     """Largest frame accepted, in bytes."""
     data_plane_address: _builtins.bytes
     """Opaque address of the answerer's data plane: tells which connections its bytes arrive over."""
-    @_builtins.property
-    def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Features in force."""
-
     @_builtins.property
     def heartbeat(self) -> _duration_pb2.Duration:
         """Something is sent at least this often."""
@@ -253,7 +242,6 @@ class Welcome(_message.Message):
     def __init__(
         self,
         *,
-        features: _abc.Iterable[_builtins.str] | None = ...,
         max_frame_bytes: _builtins.int = ...,
         heartbeat: _duration_pb2.Duration | None = ...,
         patience: _duration_pb2.Duration | None = ...,
@@ -261,7 +249,7 @@ class Welcome(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["from", b"from", "heartbeat", b"heartbeat", "patience", b"patience"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_plane_address", b"data_plane_address", "features", b"features", "from", b"from", "heartbeat", b"heartbeat", "max_frame_bytes", b"max_frame_bytes", "patience", b"patience"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_plane_address", b"data_plane_address", "from", b"from", "heartbeat", b"heartbeat", "max_frame_bytes", b"max_frame_bytes", "patience", b"patience"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -630,7 +618,7 @@ class ListSessionsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """At most this many; 0 means 100, at most 1,000."""
+    """At most this many; 0 means 100. More than 1,000 is refused."""
     page_token: _builtins.str
     """From the response before; empty at first."""
     def __init__(
@@ -686,7 +674,7 @@ class ListRoomsRequest(_message.Message):
     STATES_FIELD_NUMBER: _builtins.int
     HELD_ONLY_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """At most this many; 0 means 100, at most 1,000."""
+    """At most this many; 0 means 100. More than 1,000 is refused."""
     page_token: _builtins.str
     """From the response before; empty at first."""
     held_only: _builtins.bool

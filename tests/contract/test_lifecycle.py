@@ -57,6 +57,8 @@ class House:
     """A listener with the real ServerService and the service of all arities."""
 
     def __init__(self, **options: Any) -> None:
+        self.well = True
+        options.setdefault("health_checks", {SERVICE: lambda: self.well})
         self.listener = Listener(**options)
         self.servicer = Servicer()
         self.machine = Machine()
@@ -77,7 +79,6 @@ class House:
             [SERVICE, SERVER_SERVICE],
             RankRef(RankId("P"), 7),
             Role.PREFILL,
-            features=["x"],
             limits={"maxRooms": 9},
         )
         servicer = ServerServicer(info, self.machine, lambda: self.listener.draining)
@@ -223,13 +224,13 @@ class TestHealth:
         for service in ("", SERVICE, SERVER_SERVICE):
             assert await status(channel, service) == SERVING
         assert (await failure(status(channel, "no.Such"))).code == "NOT_FOUND"
-        house.listener.set_serving(SERVICE, False)
-        assert [await status(channel, service) for service in ("", SERVICE, SERVER_SERVICE)] == [
-            NOT_SERVING,
-            NOT_SERVING,
-            SERVING,
-        ]
-        house.listener.set_serving(SERVICE, True)
+        seen = watch(channel, SERVICE)
+        assert await next_status(seen) == SERVING
+        house.well = False
+        assert await next_status(seen) == NOT_SERVING
+        assert [await status(channel, service) for service in ("", SERVER_SERVICE)] == [NOT_SERVING, SERVING]
+        house.well = True
+        assert await next_status(seen) == SERVING
         assert await status(channel) == SERVING
 
     async def test_it_follows_what_a_service_stands_on(self, caplog: pytest.LogCaptureFixture) -> None:
@@ -254,17 +255,20 @@ class TestHealth:
         records = [record for record in caplog.records if "health check" in record.getMessage()]
         assert len(records) == 2, "a check that fails is logged once, not twice a second"
 
-    async def test_a_watcher_that_goes_away_or_does_not_read_keeps_no_other_from_hearing(self, house: House) -> None:
+    async def test_a_watcher_that_goes_away_or_does_not_read_keeps_no_other_from_hearing(
+        self, house: House, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(listener_module, "_LOOK_SECONDS", 0.005)
         channels: list[Any] = [open_channel(house.address, own_connection=True) for _ in range(3)]
         leaves, sleeps, hears = (watch(channel, SERVICE) for channel in channels)
         for call in (leaves, sleeps, hears):
             assert await next_status(call) == SERVING
         leaves.cancel()
         for serves in [False, True] * 50:
-            house.listener.set_serving(SERVICE, serves)
+            house.well = serves
             assert await next_status(hears) == (SERVING if serves else NOT_SERVING)
         await channels[0].close()
-        house.listener.set_serving(SERVICE, False)
+        house.well = False
         assert await next_status(hears) == NOT_SERVING
         for channel in channels:
             await channel.close()
@@ -298,7 +302,7 @@ class TestServerInfo:
         info = await ServerServiceStub(channel).GetServerInfo(server_service_pb2.GetServerInfoRequest(), timeout=5)
         assert (info.version, info.rank.rank.engine, info.rank.epoch, info.pid) == ("1.2.3", "P", 7, os.getpid())
         assert list(info.services) == [SERVICE, SERVER_SERVICE]
-        assert (list(info.features), dict(info.limits)) == (["x"], {"maxRooms": 9})
+        assert dict(info.limits) == {"maxRooms": 9}
         assert abs(info.start_time.ToNanoseconds() / 1e9 - time.time()) < 30
         assert not info.draining
 
@@ -316,8 +320,6 @@ class TestDrain:
         assert await next_status(seen) == NOT_SERVING
         assert [await status(channel, name) for name in (SERVICE, SERVER_SERVICE)] == [NOT_SERVING] * 2
         assert await responses_of(begin(channel, f"/{SERVICE}/StreamStream")) == ["hello"]
-        house.listener.set_serving(SERVICE, True)
-        assert await status(channel, SERVICE) == NOT_SERVING, "nothing ends a drain"
 
     async def test_it_answers_what_is_left_when_the_grace_is_over(self, house: House) -> None:
         async with Client(house.address) as client:

@@ -19,6 +19,7 @@ from kvgrpc.errors import AddressNotAllowed, InvalidRequest, ServerDraining, Sta
 from kvgrpc.model import Pool, PoolKind, Region, Role
 from kvgrpc.rpc.status import error_from
 from kvgrpc.server import Rank, RankConfig, app, open_rank, opening
+from kvgrpc.transfer.model import Bounds
 from kvgrpc.v1 import server_service_pb2 as server_pb
 from kvgrpc.v1 import transfer_service_pb2 as transfer_pb
 from kvgrpc.v1.server_service_pb2_grpc import ServerServiceStub
@@ -103,6 +104,29 @@ class TestWhatARankStandsOn:
             open_rank(config(plane, data_plane="shm"))
         assert tried == [tried[0], tried[0] + 8, tried[0] + 16]
         assert len(closed) == 1
+
+
+def test_the_limits_that_a_rank_tells_are_those_that_it_keeps(plane: Any) -> None:
+    bounds = Bounds(rooms=77, chunks_per_room=5)
+    rank = open_rank(config(plane, registry="embedded", lease_ttl=2.0, bounds=bounds, max_frame_bytes=70_000))
+    with grpc.insecure_channel(rank.address) as channel:
+        info = ServerServiceStub(channel).GetServerInfo(server_pb.GetServerInfoRequest(), timeout=5)
+    assert info.limits == {
+        "maxFrameBytes": 70_000,
+        "maxRooms": 77,
+        "maxUnclaimedPerSession": 4_096,
+        "maxUnclaimed": 65_536,
+        "maxEndedRecords": 65_536,
+        "maxKnownStreams": 65_536,
+        "maxHeldPages": PAGES // 4,
+        "maxChunksPerRoom": 5,
+        "maxAuxBytes": 65_536,
+        "maxPageSize": 1_000,
+        "maxRowsPerRequest": 1_024,
+        "maxLeasesPerRequest": 65_536,
+        "leaseTtlMs": 2_000,
+    }
+    rank.close(1.0)
 
 
 class Lingering(ShmDataPlane):

@@ -44,8 +44,19 @@ class TestRegister:
         assert (first.ttl.ToSeconds(), first.leases[0].lease_id > 0) == (10, True)
         assert second == first
 
+    async def test_a_page_that_is_too_large_is_refused(self, served: Served) -> None:
+        await served.register(row())
+        for call in (
+            served.stub.GetEngine(pb.GetEngineRequest(engine="P", page_size=1_001)),
+            served.stub.ListEngines(pb.ListEnginesRequest(page_size=1_001)),
+        ):
+            error = await failure(call)
+            assert isinstance(error, InvalidRequest)
+            assert error.metadata == {"field": "page_size", "value": "1001", "rule": "at most 1000"}
+        assert await served.stub.ListEngines(pb.ListEnginesRequest(page_size=1_000))
+
     async def test_rows_come_back_as_they_were_given(self, served: Served) -> None:
-        given = row(pools=(pool(), pool("swa")), features=("a", "b"))
+        given = row(pools=(pool(), pool("swa")))
         await served.register(given)
         response = await served.stub.GetEngine(pb.GetEngineRequest(engine="P"))
         assert wire.engine_from_pb(response.engine, POOLS).rows == (given,)
@@ -183,7 +194,7 @@ class TestGetEngine:
         assert seen == rows
 
     async def test_a_page_ends_at_one_mebibyte(self, served: Served) -> None:
-        fat = [row(tp=tp, layout=Layout(tp=12), features=("x" * 100_000,)) for tp in range(12)]
+        fat = [row(tp=tp, layout=Layout(tp=12), data_plane="x" * 100_000) for tp in range(12)]
         for at in fat:
             await served.register(at)
         page = await served.stub.GetEngine(pb.GetEngineRequest(engine="P"))
@@ -229,9 +240,9 @@ class TestListEngines:
 
     async def test_with_rows_a_page_ends_at_one_mebibyte_and_a_huge_engine_comes_without(self, served: Served) -> None:
         for name in ("a", "b", "c"):
-            await served.register(row(name, features=("x" * 200_000,) * 1))
+            await served.register(row(name, data_plane="x" * 200_000))
         for tp in range(6):
-            await served.register(row("d", tp=tp, layout=Layout(tp=6), features=("x" * 200_000,)))
+            await served.register(row("d", tp=tp, layout=Layout(tp=6), data_plane="x" * 200_000))
         token, seen = "", []
         for _ in range(9):
             page = await served.stub.ListEngines(pb.ListEnginesRequest(include_rows=True, page_token=token))
@@ -336,7 +347,7 @@ class TestResolveRanks:
 
     async def test_more_rows_than_a_message_holds(self, served: Served) -> None:
         for tp in range(20):
-            await served.register(row(tp=tp, layout=Layout(tp=20), features=("x" * 200_000,)))
+            await served.register(row(tp=tp, layout=Layout(tp=20), data_plane="x" * 200_000))
         request = pb.ResolveRanksRequest(engine="P", role=ROLE_PREFILL, selectors=[pb.RankSelector()])
         error = await failure(served.stub.ResolveRanks(request))
         assert isinstance(error, TooManyRequests)

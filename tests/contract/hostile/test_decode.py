@@ -240,7 +240,7 @@ class TestFramesOfDecode:
             {"pools": [common_pb2.Pool(name="kv", kind=1, regions=[common_pb2.Region()] * 300_000)]},
             {"aux_item_bytes": [1] * 500_000},
             {"data_plane": "x" * MEGABYTE},
-            {"to": rank_ref_to_pb(RankRef(dial().ref.rank, 1)), "features": ["y" * MEGABYTE]},
+            {"to": rank_ref_to_pb(RankRef(dial().ref.rank, 1)), "data_plane_address": b"y" * MEGABYTE},
         ):
             client = dial()
             hello = client.hello(**changes)

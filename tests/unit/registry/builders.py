@@ -36,7 +36,7 @@ def row(
     role: Role = Role.PREFILL,
     port: int = 1,
     pools: tuple[Pool, ...] = (),
-    features: tuple[str, ...] = (),
+    data_plane: str = "shm",
 ) -> RankRow:
     return RankRow(
         ref=RankRef(RankId(engine, dp=dp, tp=tp), epoch),
@@ -44,8 +44,7 @@ def row(
         endpoints=Endpoints(grpc=f"127.0.0.1:{port}"),
         layout=layout or Layout(),
         pools=pools,
-        data_plane="shm",
-        features=features,
+        data_plane=data_plane,
     )
 
 

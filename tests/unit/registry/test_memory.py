@@ -88,11 +88,11 @@ class TestRegister:
             known.register([row("C", epoch=5)])
 
     def test_the_row_of_one_incarnation_never_changes(self, known: MemoryRegistry) -> None:
-        known.register([row(port=1, features=("a",))])
+        known.register([row(port=1, data_plane="a")])
         with pytest.raises(RegistrationShapeConflict) as refused:
-            known.register([row(port=2, features=("b",))])
-        assert refused.value.metadata["mismatchedFields"] == "endpoints.grpc,features"
-        assert refused.value.metadata["features"] == "registered a, offered b"
+            known.register([row(port=2, data_plane="b")])
+        assert refused.value.metadata["mismatchedFields"] == "endpoints.grpc,data_plane"
+        assert refused.value.metadata["data_plane"] == "registered a, offered b"
 
     def test_all_rows_are_taken_or_none(self, known: MemoryRegistry) -> None:
         known.register([row(tp=1, epoch=9, layout=TP2)])
