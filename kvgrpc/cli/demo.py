@@ -29,11 +29,11 @@ def demo(data_plane: str | None, prompts: Path | None, as_json: bool, keep_runni
     equal.
     """
     try:
-        from kvgrpc.demo.runner import run
+        from kvgrpc.demo.runner import DemoOptions, run
     except ModuleNotFoundError as missing:
         if missing.name is None or missing.name.split(".")[0] not in ("torch", "kvgrpc"):
             raise
         raise click.ClickException(
             f"the demo's engine needs {missing.name}: pip install 'kvgrpc[demo]' (PyPI's torch is about 5 GB)"
         ) from missing
-    sys.exit(run(data_plane=data_plane, prompts=prompts, as_json=as_json, keep_running=keep_running))
+    sys.exit(run(DemoOptions(data_plane, prompts, as_json, keep_running)))

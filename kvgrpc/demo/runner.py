@@ -55,18 +55,8 @@ class DemoOptions:
     keep_running: bool = False
 
 
-def run(
-    data_plane: str | None = None,
-    prompts: Path | None = None,
-    as_json: bool = False,
-    keep_running: bool = False,
-) -> int:
+def run(options: DemoOptions) -> int:
     """Runs the demo and returns the exit code: 0 when everything was equal, 1 when not, 130 after Ctrl-C."""
-    return main(DemoOptions(data_plane, prompts, as_json, keep_running))
-
-
-def main(options: DemoOptions) -> int:
-    """As ``run``."""
     view = JsonView() if options.as_json else View()
     result = DemoResult(options.data_plane or "mooncake")
     began = time.monotonic()

@@ -77,11 +77,6 @@ class Registration:
         """True while it looks after the rows; a registry that is away does not change that, being superseded does."""
         return self._task is not None and not self._task.done() and self._state in ("registered", "retrying")
 
-    @property
-    def last_error(self) -> KvGrpcError | None:
-        """Why it is or was last retrying."""
-        return self._last_error
-
     async def start(self, timeout: float) -> None:
         """Registers all rows, trying again for at most ``timeout`` seconds while the registry is down or asks to wait.
 

@@ -28,7 +28,7 @@ class Listener:
 
     ``health_checks``, by the full name of a service, say what it stands on besides the port: its threads and tasks.
     They are asked twice a second on the event loop, so they only read. A service is SERVING while its check holds and
-    nobody said otherwise (``set_serving``); the server (the empty name) while all of its services are.
+    no drain began; the server (the empty name) while all of its services are.
     """
 
     def __init__(
@@ -38,7 +38,6 @@ class Listener:
         self._admission = admission or Admission()
         self._health = health.HealthServicer()
         self._services: tuple[str, ...] = ()
-        self._not_serving: set[str] = set()
         self._failing: set[str] = set()
         self._server: grpc.aio.Server | None = None
         self._looking: asyncio.Task[None] | None = None
@@ -82,14 +81,6 @@ class Listener:
         self._looking = asyncio.get_running_loop().create_task(self._look_for_ever(), name="kvgrpc-health")
         return bound
 
-    def set_serving(self, service: str, serving: bool) -> None:
-        """Says of one service whether it serves; its check must hold too. On the event loop."""
-        if serving:
-            self._not_serving.discard(service)
-        else:
-            self._not_serving.add(service)
-        self._look()
-
     async def drain(self) -> None:
         """Health says NOT_SERVING from now on; calls are still served."""
         self._draining = True
@@ -129,7 +120,7 @@ class Listener:
     def _look(self) -> None:
         well = not self._draining
         for service in self._services:
-            serving = not self._draining and service not in self._not_serving and self._holds(service)
+            serving = not self._draining and self._holds(service)
             well = well and serving
             self._health.set(service, serving)
         self._health.set("", well)

@@ -54,7 +54,7 @@ asyncio.run(main())
 NODE = """
 import asyncio, functools, sys
 from kvgrpc.model import Layout, RankId, RankRef, Role, new_epoch
-from kvgrpc.registry.client import Registration
+from kvgrpc.registry.registration import Registration
 from kvgrpc.registry.model import Endpoints, RankRow
 from kvgrpc.rpc.channel import open_channel
 
