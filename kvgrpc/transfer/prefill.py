@@ -33,6 +33,7 @@ from kvgrpc.wire import failure_to_pb, layout_from_pb, pool_from_pb, rank_ref_fr
 logger = logging.getLogger(__name__)
 _HELLO_WITHIN_SECONDS = 10.0
 _GOODBYE_WITHIN_SECONDS = 1.0
+_LONGEST_TURN_TICKS = 50
 _MOST_POOLS, _MOST_REGIONS, _MOST_AUX_BUFFERS = 64, 16_384, 256
 
 
@@ -63,6 +64,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         self.core = PrefillCore(config.ref, timing=config.timing, bounds=config.bounds)
         self._own_pages = min(pool.pages for pool in config.pools)
         self._worker = TransferWorker(plane, config.pools, self._report)
+        self._turns, self._ticks_in_turn = 0, 0
         self._sessions: dict[PrefillPair, _Session] = {}
 
     # For senders: each is posted, and runs on the loop thread.
@@ -132,7 +134,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
 
     @property
     def healthy(self) -> bool:
-        return super().healthy and self._worker.healthy
+        return super().healthy and self._worker.healthy and self._ticks_in_turn < _LONGEST_TURN_TICKS
 
     @property
     def bytes_written(self) -> int:
@@ -290,9 +292,18 @@ class PrefillManager(TransferManager[PrefillRoom]):
 
     def _tick(self) -> None:
         self.core.tick()
+        self._watch_worker()
         if self.core.now % self.config.timing.heartbeat == 0:
             for session in self._sessions.values():
                 session.beat()
+
+    def _watch_worker(self) -> None:
+        """Whether the transfer thread stands in one call, the plane's or a ``wait``: in ticks, so a stop of the process
+        does not count.
+        """
+        turns = self._worker.turns
+        self._ticks_in_turn = self._ticks_in_turn + 1 if turns == self._turns else 0
+        self._turns = turns
 
     def _pump(self) -> None:
         core = self.core

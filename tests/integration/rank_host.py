@@ -227,6 +227,9 @@ class RankHost:
     def rooms_open(self) -> int:
         return len(self.rank.transfer.core.rooms)
 
+    def data_plane(self) -> str:
+        return self.rank.transfer.plane.name
+
     def open_writes(self) -> int:
         return self.rank.transfer.core.open_writes
 

@@ -14,7 +14,7 @@ from kvgrpc.client import SyncClient
 from kvgrpc.errors import Reason
 from kvgrpc.transfer import KVPoll
 from kvgrpc.transfer import decode as decode_module
-from kvgrpc.transfer import worker as worker_module
+from kvgrpc.transfer import prefill as prefill_module
 from tests.contract.transfer_peers import eventually, receiver_of, sender_of
 from tests.integration.rank_host import PAGES, RankHost
 
@@ -65,7 +65,7 @@ def test_a_room_that_the_peers_frames_cannot_carry_fails_alone(pair: tuple[RankH
 def test_a_wait_that_never_returns_shows_in_the_ranks_health(
     pair: tuple[RankHost, RankHost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "_LONGEST_TURN", 0.6)
+    monkeypatch.setattr(prefill_module, "_LONGEST_TURN_TICKS", 10)
     prefill, _ = pair
     receiver, sender, go_on = received(pair, 1), sender_of(prefill, 1), threading.Event()
     receiver.init([1], 0)
