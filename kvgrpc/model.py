@@ -121,8 +121,7 @@ def check_rank(rank: RankRef, layout: Layout, path: str = "rank") -> None:
         if size < 1:
             violations.append(Violation(f"layout.{name}", "at least 1", size))
         elif not 0 <= coordinate < size:
-            rule = f"below layout.{name} = {size}, not {coordinate}"
-            violations.append(Violation(f"{path}.rank.{name}", rule, coordinate))
+            violations.append(Violation(f"{path}.rank.{name}", f"below layout.{name} = {size}", coordinate))
     raise_if(violations)
 
 
@@ -157,9 +156,13 @@ def raise_if(violations: Sequence[Violation]) -> None:
     """Raises InvalidRequest of all violations, if there is any; the first one is in the text and the metadata."""
     if violations:
         first = violations[0]
-        text = "; ".join(f"{violation.field}: must be {violation.description}" for violation in violations[:5])
         raise InvalidRequest(
-            text,
+            "; ".join(_said(violation) for violation in violations[:5]),
             metadata={"field": first.field, "value": str(first.value)[:_SHOWN_CHARS], "rule": first.description},
             violations=violations,
         )
+
+
+def _said(violation: Violation) -> str:
+    value = "" if violation.value is None else f", not {violation.value!r:.{_SHOWN_CHARS}}"
+    return f"{violation.field}: must be {violation.description}{value}"

@@ -176,14 +176,14 @@ def _check_row(row: RankRow, path: str) -> None:
     ]
     if row.layout.ranks > MAX_ENGINE_RANKS:
         ranks = row.layout.ranks
-        violations.append(Violation(f"{path}.layout", f"at most {MAX_ENGINE_RANKS} ranks, not {ranks}", ranks))
+        violations.append(Violation(f"{path}.layout", f"at most {MAX_ENGINE_RANKS} ranks", ranks))
     raise_if(violations)
 
 
 def _check_sizes(message: pb.RankRow, path: str) -> None:
     size = message.ByteSize()
     if size > MAX_ROW_BYTES:
-        raise_if([Violation(path, f"at most {MAX_ROW_BYTES} bytes, not {size}", size)])
+        raise_if([Violation(path, f"at most {MAX_ROW_BYTES} bytes", size)])
     _check_count(f"{path}.pools", len(message.pools), 0, MAX_POOLS)
 
 
@@ -199,7 +199,7 @@ def _check_endpoints(row: RankRow, path: str, peer_is_local: bool) -> None:
 
 def _check_count(field: str, count: int, least: int, most: int) -> None:
     if not least <= count <= most:
-        raise_if([Violation(field, f"{least} to {most} entries, not {count}", count)])
+        raise_if([Violation(field, f"{least} to {most} entries", count)])
 
 
 def _drop_oldest(cache: OrderedDict[_Key, _Value], size: int) -> None:

@@ -94,7 +94,8 @@ def settings(
             found[name] = _read(name, text)
     for name, value in (mapping or {}).items():
         if name not in known:
-            raise InvalidRequest.of(name, value, f"one of the settings {', '.join(sorted(known))}")
+            # Its value may be a token.
+            raise InvalidRequest.of(name, name, f"one of the settings {', '.join(sorted(known))}")
         found[name] = _read(name, value) if isinstance(value, str) else value
     return _with_security(found)
 

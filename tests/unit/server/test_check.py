@@ -10,7 +10,7 @@ import pytest
 from kvgrpc.dataplane.shm import ShmDataPlane
 from kvgrpc.errors import AddressNotAllowed, InvalidRequest
 from kvgrpc.model import Layout, Pool, PoolKind, Region, Role
-from kvgrpc.server import AuxBuffer, RankConfig, RegistryServer, open_rank
+from kvgrpc.server import AuxBuffer, RankConfig, RegistryServer, open_rank, settings
 from kvgrpc.server.check import check
 from kvgrpc.transfer.model import Bounds, Timing
 
@@ -113,6 +113,16 @@ def test_the_value_is_the_one_that_was_given() -> None:
     with pytest.raises(InvalidRequest) as refused:
         check(config(max_frame_bytes=1))
     assert refused.value.metadata == {"field": "max_frame_bytes", "value": "1", "rule": "65536 to 16777216 bytes"}
+    assert refused.value.message == "max_frame_bytes: must be 65536 to 16777216 bytes, not 1"
+
+
+def test_what_may_be_a_token_is_not_shown() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        check(config(client_security={"token": "s3cret"}))
+    assert "s3cret" not in f"{refused.value} {refused.value.metadata}"
+    with pytest.raises(InvalidRequest) as refused:
+        settings({"tokn": "s3cret"}, {})
+    assert "s3cret" not in f"{refused.value} {refused.value.metadata}"
 
 
 def test_a_wildcard_is_not_advertised() -> None:
