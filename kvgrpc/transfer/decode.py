@@ -311,8 +311,9 @@ class DecodeManager(TransferManager[DecodeRoom]):
             return None
         if len(row) != self.aux.row_bytes:
             return Failure.of(InvalidRequest.of("aux", len(row), f"{self.aux.row_bytes} bytes"), str(self.ref))
-        if room.handle.aborted is None:
-            self.aux.write(index, row)
+        with self.aborting:
+            if room.handle.aborted is None:
+                self.aux.write(index, row)
         return None
 
 

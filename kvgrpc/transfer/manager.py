@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -85,6 +86,8 @@ class TransferManager(ABC, Generic[Record]):
         self.dropped_commands = 0
         self.errors = 0
         self.aux = AuxRows(config.aux)
+        # Held while an aux row is written and while an engine aborts: after its abort a row is the engine's again.
+        self.aborting = threading.Lock()
         self._pid = os.getpid()
         self._forks = _forks
         self._loop = loop.loop

@@ -51,7 +51,8 @@ class RoomEnd(ABC):
         if not self.ended:
             message = why or f"the {self._engine} engine aborted it"
             failure = failures.cancelled(RoomKey(self.room, self.attempt), message, self._transfer.ref)
-            self._handle.aborted = failure
+            with self._transfer.aborting:
+                self._handle.aborted = failure
             self._fail(failure)
 
     def close(self) -> None:

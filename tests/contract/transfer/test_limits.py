@@ -97,6 +97,34 @@ def test_an_engine_that_asks_faster_than_the_loop_works_is_refused_by_the_room(
     assert sender.failure.reason is Reason.TOO_MANY_REQUESTS
 
 
+def test_an_abort_waits_for_an_aux_row_that_is_being_written(
+    pair: tuple[RankHost, RankHost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once abort returned the row is the engine's again, which gives it to another request."""
+    prefill, decode = pair
+    rows, begun, go_on = cast(Any, decode.rank.transfer).aux, threading.Event(), threading.Event()
+    write = rows.write
+
+    def slow_write(index: int, row: bytes) -> None:
+        begun.set()
+        go_on.wait(10.0)
+        write(index, row)
+
+    monkeypatch.setattr(rows, "write", slow_write)
+    receiver = received(pair, 1)
+    receiver.init([1], 3)
+    prefill.send(1, [2], aux_row=5)
+    assert begun.wait(10.0)
+    aborting = threading.Thread(target=receiver.abort)
+    aborting.start()
+    aborting.join(0.2)
+    assert aborting.is_alive()
+    go_on.set()
+    aborting.join(10.0)
+    assert not aborting.is_alive()
+    assert decode.aux_row(3) == prefill.aux_row(5)
+
+
 class TestRefusedDials:
     """The proof of a death (docs/session.md 4): nobody listens at any address that the name has."""
 
