@@ -25,7 +25,7 @@ def install(environment: Mapping[str, str]) -> None:
     if route == "off":
         return
     if route not in ("backend", "mooncake"):
-        raise InvalidRequest(f"{ROUTE} must be backend, mooncake or off, not {route!r}", metadata={"field": ROUTE})
+        raise InvalidRequest.of(ROUTE, route, "backend, mooncake or off")
     check_sglang()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
