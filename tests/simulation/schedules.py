@@ -97,7 +97,8 @@ class Schedule(World):
         rnd = self.random
         kind = rnd.choice(FAULTS)
         decode = rnd.choice(self.decodes)
-        prefill = self.current[rnd.randrange(PREFILLS)] if rnd.random() < 0.8 else rnd.choice(self.prefills)
+        alive = self.prefills or list(self.current)  # none where all were killed and none is back yet
+        prefill = self.current[rnd.randrange(PREFILLS)] if rnd.random() < 0.8 else rnd.choice(alive)
         long = rnd.choice([5, 15, 50, 200])
         if prefill.state == "dead":
             return
