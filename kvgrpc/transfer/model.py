@@ -193,6 +193,9 @@ class Bounds:
     aux_bytes: int = 65_536
 
 
+LONGEST_TRACEPARENT = 55  # characters; what W3C allows
+
+
 def room_from_transfer_id(transfer_id: str) -> int:
     """A stable room (1 to 2^63-1) of a string id, as vLLM's: the same on every host and in every version."""
     digest = hashlib.sha256(transfer_id.encode()).digest()

@@ -11,11 +11,10 @@ from kvgrpc.errors import EngineNotFound, Failure, InvalidRequest, KvGrpcError, 
 from kvgrpc.model import Layout, RankId
 from kvgrpc.transfer import topology
 from kvgrpc.transfer.decode_core import DecodeCore, DecodeRoom
-from kvgrpc.transfer.model import Handle, RoomKey, Target, prefill_dp
+from kvgrpc.transfer.model import LONGEST_TRACEPARENT, Handle, RoomKey, Target, prefill_dp
 
 logger = logging.getLogger(__name__)
 _KNOWN_ENGINES = 4096
-_LONGEST_TRACEPARENT = 55  # what W3C allows
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class ReceiverRoom(DecodeRoom):
     def __init__(
         self, key: RoomKey, handle: Handle, bootstrap_addr: str, prefill_dp_rank: int | None, traceparent: str
     ) -> None:
-        readable = isinstance(traceparent, str) and traceparent.isascii() and len(traceparent) <= _LONGEST_TRACEPARENT
+        readable = isinstance(traceparent, str) and traceparent.isascii() and len(traceparent) <= LONGEST_TRACEPARENT
         super().__init__(key, handle, traceparent if readable else "")
         self.bootstrap_addr = bootstrap_addr
         self.prefill_dp_rank = prefill_dp_rank

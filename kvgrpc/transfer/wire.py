@@ -13,6 +13,7 @@ import numpy as np
 
 from kvgrpc.errors import FrameTooLarge, InvalidRequest, KvGrpcError
 from kvgrpc.transfer.model import (
+    LONGEST_TRACEPARENT,
     MAX_ROOM,
     STATE_FAILED,
     WANT_FORGET,
@@ -36,7 +37,6 @@ from kvgrpc.wire import failure_from_pb, failure_to_pb
 MAX_PAGES = 2**24
 _ENTRY_BYTES = 64
 _FAILURE_BYTES = 8192
-_LONGEST_TRACEPARENT = 55
 # A NamedTuple's own constructor is Python code; these are made by the hundred thousand.
 _new: Any = tuple.__new__
 _WANTS = {int(want): want for want in Want if want is not WANT_OPENED}
@@ -172,13 +172,13 @@ def check_frame(frame: pb.SessionRequest | pb.SessionResponse, limit: int) -> No
 
 def check_size(destination: Destination, pools: int, limit: int) -> None:
     """Raises FrameTooLarge for pages that no frame can carry."""
-    if _ENTRY_BYTES + _LONGEST_TRACEPARENT + _destination_bytes(destination, pools) > limit:
+    if _ENTRY_BYTES + LONGEST_TRACEPARENT + _destination_bytes(destination, pools) > limit:
         raise too_large(destination, pools, limit)
 
 
 def too_large(destination: Destination, pools: int, limit: int) -> FrameTooLarge:
     """Of pages that no frame of ``limit`` bytes can carry."""
-    size = _ENTRY_BYTES + _LONGEST_TRACEPARENT + _destination_bytes(destination, pools)
+    size = _ENTRY_BYTES + LONGEST_TRACEPARENT + _destination_bytes(destination, pools)
     return FrameTooLarge(
         f"{len(destination.pages)} pages take up to {size} bytes, a frame at most {limit}",
         metadata={"limit": limit, "value": size},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import itertools
 import queue
@@ -10,10 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import grpc
 import numpy as np
+import pytest
 
 import kvgrpc.dataplane
 from kvgrpc.errors import Failure
@@ -32,6 +34,13 @@ WRITE, STOP, FORGET = pb.WANT_WRITE, pb.WANT_STOP, pb.WANT_FORGET
 BOOTSTRAPPING, FAILED, SUCCESS = pb.ROOM_STATE_BOOTSTRAPPING, pb.ROOM_STATE_FAILED, pb.ROOM_STATE_SUCCESS
 OPEN, STOPPED, SETTLED = pb.WRITES_OPEN, pb.WRITES_STOPPED, pb.WRITES_SETTLED
 UNLIMITED = (("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1))
+
+
+class Closable(Protocol):
+    def close(self) -> object: ...
+
+
+Made = TypeVar("Made", bound=Closable)
 
 
 class Memory:
@@ -261,6 +270,27 @@ class PrefillServer:
             yield from self.script(self, listen())
         except grpc.RpcError:
             return
+
+
+@contextlib.contextmanager
+def closed_in_the_end(make: Callable[..., Made]) -> Iterator[Callable[..., Made]]:
+    """The same maker; what it made is closed after."""
+    made: list[Made] = []
+
+    def make_one(*arguments: Any, **named: Any) -> Made:
+        made.append(make(*arguments, **named))
+        return made[-1]
+
+    yield make_one
+    for one in made:
+        one.close()
+
+
+@pytest.fixture(scope="module")
+def memory() -> Iterator[Memory]:
+    made = Memory()
+    yield made
+    made.plane.close(1.0)
 
 
 def said(room: int, state: int, writes: int = SETTLED, **fields: Any) -> pb.SessionResponse:

@@ -17,11 +17,15 @@ from tests.contract.transfer_peers import (
     Memory,
     PrefillServer,
     Script,
+    closed_in_the_end,
     core_of,
     eventually,
+    memory,
     receiver_of,
 )
 from tests.integration.rank_host import RankHost
+
+__all__ = ["memory"]
 
 # Patience 2 s, a break 0.5 s, ended records 1 s.
 TIMING = Timing(
@@ -47,13 +51,6 @@ def decode() -> Iterator[RankHost]:
     host.close(1.0)
 
 
-@pytest.fixture(scope="module")
-def memory() -> Iterator[Memory]:
-    made = Memory()
-    yield made
-    made.plane.close(1.0)
-
-
 @pytest.fixture(autouse=True)
 def nobody_else_notices(prefill: RankHost, decode: RankHost, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Around every test: a hand-off between honest ranks goes on, nothing was a bug, and nothing stays."""
@@ -75,29 +72,15 @@ def nobody_else_notices(prefill: RankHost, decode: RankHost, caplog: pytest.LogC
 
 @pytest.fixture
 def dial(prefill: RankHost, memory: Memory) -> Iterator[Dial]:
-    clients: list[DecodeClient] = []
-
-    def make(**named: Any) -> DecodeClient:
-        clients.append(DecodeClient(prefill, memory, **named))
-        return clients[-1]
-
-    yield make
-    for client in clients:
-        client.close()
+    with closed_in_the_end(lambda **named: DecodeClient(prefill, memory, **named)) as make:
+        yield make
 
 
 @pytest.fixture
 def serve(prefill: RankHost, memory: Memory) -> Iterator[Serve]:
     """Makes prefill ranks that answer by a script, and closes them."""
-    servers: list[PrefillServer] = []
-
-    def make(script: Script) -> PrefillServer:
-        servers.append(PrefillServer(script, prefill.rank.address, memory.pool))
-        return servers[-1]
-
-    yield make
-    for server in servers:
-        server.close()
+    with closed_in_the_end(lambda script: PrefillServer(script, prefill.rank.address, memory.pool)) as make:
+        yield make
 
 
 @pytest.fixture(scope="module", autouse=True)

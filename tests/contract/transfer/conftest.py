@@ -13,8 +13,12 @@ from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
 from tests.contract.transfer_peers import (
     DecodeClient,
     Memory,
+    closed_in_the_end,
+    memory,
 )
 from tests.integration.rank_host import RankHost
+
+__all__ = ["memory"]
 
 # Patience 1 s, a break 0.5 s, ended records 1 s.
 TIMING = Timing(
@@ -49,35 +53,14 @@ def decode() -> Iterator[RankHost]:
     host.close(1.0)
 
 
-@pytest.fixture(scope="module")
-def memory() -> Iterator[Memory]:
-    made = Memory()
-    yield made
-    made.plane.close(1.0)
-
-
 @pytest.fixture
 def dial(memory: Memory) -> Iterator[Dial]:
     """Makes decode clients, and closes them."""
-    clients: list[DecodeClient] = []
-
-    def make(host: RankHost, **named: Any) -> DecodeClient:
-        clients.append(DecodeClient(host, memory, **named))
-        return clients[-1]
-
-    yield make
-    for client in clients:
-        client.close()
+    with closed_in_the_end(lambda host, **named: DecodeClient(host, memory, **named)) as make:
+        yield make
 
 
 @pytest.fixture
 def stub_of() -> Iterator[Callable[[RankHost], Any]]:
-    channels: list[grpc.Channel] = []
-
-    def make(host: RankHost) -> Any:
-        channels.append(grpc.insecure_channel(host.rank.address))
-        return TransferServiceStub(channels[-1])
-
-    yield make
-    for channel in channels:
-        channel.close()
+    with closed_in_the_end(lambda host: grpc.insecure_channel(host.rank.address)) as channel:
+        yield lambda host: TransferServiceStub(channel(host))
