@@ -99,6 +99,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
         return not self.core.held_pages, self.open_rooms()
 
     async def stop(self) -> None:
+        self._routes.close()
         for session in list(self._sessions.values()):
             session.close()
         if self._tasks:
@@ -278,6 +279,8 @@ class DecodeManager(TransferManager[DecodeRoom]):
         for room in core.take_resolves():
             if isinstance(room, ReceiverRoom):
                 self._routes.find_anew(room)
+        for departed in core.take_departed():
+            self._routes.follow(departed)
         for stream in core.take_dials():
             self._sessions[stream] = _Session()
             self._start(self._dial(stream), f"session {stream.pair.ref}")
@@ -291,10 +294,11 @@ class DecodeManager(TransferManager[DecodeRoom]):
                 if session is not None:
                     session.wake()
 
-    def _start(self, coroutine: Coroutine[None, None, None], name: str) -> None:
+    def _start(self, coroutine: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _connections(self, pair: DecodePair) -> frozenset[str]:
         """Over which that peer's bytes could still arrive (8)."""

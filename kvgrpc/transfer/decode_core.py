@@ -65,6 +65,7 @@ class DecodeCore:
         self._dials: list[Stream] = []
         self._closes: list[Stream] = []
         self._resolves: list[DecodeRoom] = []
+        self._departed: list[RankRef] = []
         self._outbox = Outbox()
 
     # What the engine asks for.
@@ -99,6 +100,10 @@ class DecodeCore:
                 return
         room.bound = True
         room.refresh()
+
+    def meet(self, target: Target) -> None:
+        """Dials a rank before a room needs it, once: a session that does not come about is nobody's failure."""
+        self._pair(target)
 
     def write(self, room: DecodeRoom, destination: Destination, aux_index: int | None = None) -> None:
         """The engine gave its pages: from now on they are the room's, until SUCCESS or evidence (8)."""
@@ -136,6 +141,11 @@ class DecodeCore:
         """Rooms to be bound again, to all their targets."""
         resolves, self._resolves = self._resolves, []
         return resolves
+
+    def take_departed(self) -> list[RankRef]:
+        """Peers that welcomed us once, and to whom no session stands any more: they or a successor may come back."""
+        departed, self._departed = self._departed, []
+        return departed
 
     def take_dirty(self) -> Iterable[DecodePair]:
         """Pairs with something to say and a stream to say it on."""
@@ -335,6 +345,7 @@ class DecodeCore:
 
     def _lose(self, pair: DecodePair, how: str, cause: Failure | None = None) -> None:
         """The pair is given up: its rooms fail, except those whose part here is settled (3)."""
+        self._note_departure(pair)
         pair.lost = True
         pair.waiting_since = None
         pair.next_dial_at = self.now
@@ -370,7 +381,7 @@ class DecodeCore:
                 self._lose(pair, how)
         if pair.up:
             return
-        if not pair.rooms:
+        if not pair.rooms and not pair.is_dialling(self.now, self.timing):
             self._drop_pair(pair)
         elif pair.dead_at is None and pair.dial_is_due(self.now, self.timing):
             self._dial(pair)
@@ -378,7 +389,12 @@ class DecodeCore:
     def _drop_pair(self, pair: DecodePair) -> None:
         if self.pairs.get(pair.ref) is pair:
             del self.pairs[pair.ref]
+            self._note_departure(pair)
         self._close_stream(pair)
+
+    def _note_departure(self, pair: DecodePair) -> None:
+        if pair.welcomed and not pair.lost:
+            self._departed.append(pair.ref)
 
     def _close_stream(self, pair: DecodePair) -> None:
         stream = pair.end_stream()

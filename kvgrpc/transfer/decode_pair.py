@@ -112,6 +112,10 @@ class DecodePair:
         self.up = False
         return stream
 
+    def is_dialling(self, now: int, timing: Timing) -> bool:
+        """A dial is under way that may still be answered."""
+        return self.stream is not None and now - self.dialled_at <= timing.abandon_dial
+
     def dial_is_due(self, now: int, timing: Timing) -> bool:
         """For a pair that is not up."""
         if self.stream is None:

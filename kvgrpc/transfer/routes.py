@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvgrpc.errors import EngineNotFound, Failure, InvalidRequest, KvGrpcError, Reason
-from kvgrpc.model import Layout, RankId
+from kvgrpc.model import Layout, RankId, RankRef
 from kvgrpc.transfer import topology
 from kvgrpc.transfer.decode_core import DecodeCore, DecodeRoom
 from kvgrpc.transfer.model import LONGEST_TRACEPARENT, Handle, RoomKey, Target, prefill_dp
 
 logger = logging.getLogger(__name__)
 _KNOWN_ENGINES = 4096
+_FOLLOW_SECONDS = 600.0
+_FOLLOW_PAUSE_SECONDS = 1.0
+Coordinates = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +27,7 @@ class PrefillEngine:
 
     name: str
     layout: Layout
-    targets: Mapping[tuple[int, int, int, int], Target]
+    targets: Mapping[Coordinates, Target]
 
 
 class Resolve(Protocol):
@@ -56,7 +60,7 @@ class Routes:
         core: DecodeCore,
         layout: Layout,
         resolve: Resolve,
-        start: Callable[[Coroutine[None, None, None], str], None],
+        start: Callable[[Coroutine[None, None, None], str], asyncio.Task[None]],
         pump: Callable[[], None],
     ) -> None:
         self._core = core
@@ -66,6 +70,8 @@ class Routes:
         self._pump = pump
         self._engines: dict[str, PrefillEngine] = {}
         self._questions: dict[str, list[ReceiverRoom]] = {}
+        self._followed: dict[tuple[str, Coordinates], asyncio.Task[None]] = {}
+        self._closed = False
 
     def find(self, room: ReceiverRoom) -> None:
         """Binds a new room at once where its session stands; else the registry is asked first."""
@@ -81,6 +87,48 @@ class Routes:
         """The rank that was known is gone: somebody else may be there now."""
         self._engines.pop(room.bootstrap_addr, None)
         self._ask(room)
+
+    def follow(self, departed: RankRef) -> None:
+        """The rank is gone, or hangs. Whoever is at its place next gets a session before a request needs one: for some
+        minutes the registry is asked for it.
+        """
+        for bootstrap_addr, engine in self._engines.items():
+            for coordinates, target in engine.targets.items():
+                place = (bootstrap_addr, coordinates)
+                if target.ref == departed and place not in self._followed and not self._closed:
+                    self._followed[place] = self._start(self._meet_again(*place), f"follow {departed.rank}")
+
+    def close(self) -> None:
+        self._closed = True
+        for task in self._followed.values():
+            task.cancel()
+
+    async def _meet_again(self, bootstrap_addr: str, coordinates: Coordinates) -> None:
+        now = asyncio.get_running_loop().time
+        give_up_at = now() + _FOLLOW_SECONDS
+        try:
+            while now() < give_up_at:
+                if await self._stands(bootstrap_addr, coordinates):
+                    break
+                await asyncio.sleep(_FOLLOW_PAUSE_SECONDS)
+        except Exception:
+            logger.exception("asking %s for a rank that departed failed", bootstrap_addr)
+        finally:
+            del self._followed[bootstrap_addr, coordinates]
+
+    async def _stands(self, bootstrap_addr: str, coordinates: Coordinates) -> bool:
+        """Whether there is a session to the rank that is registered there now; one is dialled where there is none."""
+        try:
+            engine = await self._resolve(bootstrap_addr, self._core.me.rank)
+        except KvGrpcError:
+            return False  # not back yet
+        self._remember(bootstrap_addr, engine)
+        target = engine.targets.get(coordinates)
+        if target is None:
+            return False
+        self._core.meet(target)
+        self._pump()
+        return self._core.pairs[target.ref].up
 
     def _ask(self, room: ReceiverRoom) -> None:
         """One question for all rooms that wait for the same address."""

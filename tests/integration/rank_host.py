@@ -227,6 +227,10 @@ class RankHost:
     def rooms_open(self) -> int:
         return len(self.rank.transfer.core.rooms)
 
+    def peers(self) -> dict[str, str]:
+        """The state of each session by the peer's incarnation."""
+        return {str(pair.ref): pair.state for pair in tuple(self.rank.transfer.core.pairs.values())}
+
     def data_plane(self) -> str:
         return self.rank.transfer.plane.name
 

@@ -340,6 +340,22 @@ def test_a_restarted_prefill_on_the_same_port_serves_without_anyone_restarting(s
     decode.call("wait_release", [1])
 
 
+def test_decode_meets_the_successor_of_a_killed_prefill_before_a_request_needs_it(start: Start) -> None:
+    settings = {"registry": "embedded", "listen": f"127.0.0.1:{free_port()}"}
+    prefill = start("P", "PREFILL", **settings).opened()
+    decode = start("D", "DECODE").opened()
+    decode.call("receive", 1, prefill.address, [1])
+    prefill.call("send", 1, [1])
+    decode.call("wait", "receivers", [1], [SUCCESS])
+    prefill.kill()
+    successor = start("P", "PREFILL", **settings).opened()
+    deadline = time.monotonic() + 10.0
+    while decode.call("peers") != {successor.ref: "OPEN"}:
+        assert time.monotonic() < deadline, decode.call("peers")
+        time.sleep(0.05)
+    assert decode.call("close")[0]
+
+
 def test_a_killed_registry_fails_no_hand_off_and_everybody_comes_back(start: Start) -> None:
     port = free_port()
     registry = registry_process(port)

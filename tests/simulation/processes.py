@@ -81,6 +81,9 @@ class DecodeProcess(Process):
         """One round of the engine's loop: allocate, look, release."""
         for room in self.core.take_resolves():
             self._bind(room)
+        for departed in self.core.take_departed():
+            if rnd.random() < 0.5:  # else the registry answers too late
+                self.core.meet(self.world.registry[int(departed.rank.engine[1:])])
         for key, receiving in list(self.receiving.items()):
             handle = receiving.handle
             if handle.terminal:

@@ -41,7 +41,7 @@ def test_ten_thousand_schedules_end_without_a_violation() -> None:
 @pytest.mark.parametrize(("rule", "expected"), [(2, "a room is back"), (4, "foreign write"), (8, "foreign write")])
 def test_without_a_rule_many_schedules_break(rule: int, expected: str) -> None:
     found = broken(range(60), (rule,))
-    assert len(found) >= 9, "a sixth of them"
+    assert len(found) >= 6, "a tenth of them"
     assert any(expected in what for _, what, _ in found.values())
 
 
