@@ -109,6 +109,7 @@ class ShmDataPlane:
             self._running.clear()
             segments, self._segments = self._segments, ()
             self._own = RangeTable(())
+        self._copier.close()
         for segment in segments:
             segment.free()
         return True

@@ -33,6 +33,13 @@ def copy_all(pieces: Pieces, step: Callable[[Pieces, int], int]) -> int:
     return calls
 
 
+def way_of(way: str) -> Callable[[Pieces, int], int]:
+    """One way of a copier, which would copy all that is left."""
+    copier = Copier()
+    call = getattr(copier, way)
+    return call if way in ("_hold", "copy") else lambda pieces, first: call(pieces, first, pieces.count)
+
+
 @pytest.mark.parametrize("way", ["_hold", "_loop", "_call"])
 @given(st.lists(st.tuples(st.integers(0, 900), st.integers(0, 100)), min_size=1, max_size=30), st.randoms())
 @settings(deadline=None, max_examples=30)
@@ -42,7 +49,7 @@ def test_every_way_copies_what_numpy_copies(way: str, rows: list[tuple[int, int]
     placed = [(start, 120 * number, nbytes) for number, (start, nbytes) in enumerate(rows)]
     for start, where, nbytes in placed:
         expected[where : where + nbytes] = source[start : start + nbytes]
-    copy_all(pieces_of(source, target, placed), getattr(Copier(), way))
+    copy_all(pieces_of(source, target, placed), way_of(way))
     assert (target == expected).all()
 
 
@@ -51,7 +58,7 @@ def test_more_pieces_than_one_system_call_takes(way: str) -> None:
     source = np.random.default_rng(0).integers(0, 255, 3000 * 16, dtype=np.uint8)
     target = np.zeros_like(source)
     rows = [(16 * n, 16 * (2999 - n), 16) for n in range(3000)]
-    copy_all(pieces_of(source, target, rows), getattr(Copier(), way))
+    copy_all(pieces_of(source, target, rows), way_of(way))
     assert (target.reshape(-1, 16)[::-1] == source.reshape(-1, 16)).all()
 
 
@@ -62,9 +69,43 @@ def test_one_step_copies_a_slice_not_the_whole(contended: bool) -> None:
     copier._contended = contended
     pieces = pieces_of(source, target, [(0, 0, len(source))])
     following = copier.copy(pieces, 0)
-    assert 0 < pieces.done(following) <= SLICE_BYTES
-    assert copy_all(pieces, copier.copy) >= 5
+    assert 0 < pieces.done(following) <= 2 * SLICE_BYTES
+    assert copy_all(pieces, copier.copy) >= 3
     assert target.all()
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize("piece_bytes", [4 << 10, 32 << 10, 300_000, 6 << 20])
+def test_large_copies_of_one_or_two_threads_are_whole(
+    cores: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying.os, "sched_getaffinity", lambda pid: set(range(cores)))
+    source = np.random.default_rng(1).integers(0, 255, 41_000_000, dtype=np.uint8)
+    target = np.zeros_like(source)
+    starts = range(0, len(source), piece_bytes)
+    rows = [
+        (start, start, min(piece_bytes, len(source) - start)) for start in np.random.default_rng(2).permutation(starts)
+    ]
+    copier = Copier()
+    copy_all(pieces_of(source, target, rows), copier.copy)
+    copier.close()
+    assert (target == source).all()
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_memory_that_is_not_there_stops_both_halves_before_it(half: int) -> None:
+    block = mmap.mmap(-1, 8 << 20)
+    base = address(np.frombuffer(block, dtype=np.uint8))
+    hole = half << 22
+    assert copying._libc.mprotect(ctypes.c_void_p(base + hole), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    source = np.ones(8 << 20, dtype=np.uint8)
+    offsets = np.arange(0, 8 << 20, 4096, dtype=np.uint64)
+    pieces = Pieces(offsets + np.uint64(address(source)), offsets + np.uint64(base), np.full(2048, 4096, np.uint64))
+    copier, following = Copier(), 0
+    with pytest.raises(OSError, match="Bad address"):
+        while following < pieces.count:
+            following = copier.copy(pieces, following)
+    assert pieces.done(following) <= hole
 
 
 def test_memory_that_is_not_there_is_an_error_after_what_is_there_was_copied() -> None:
@@ -76,10 +117,10 @@ def test_memory_that_is_not_there_is_an_error_after_what_is_there_was_copied() -
     at = np.array([address(target), hole], dtype=np.uint64)
     pieces = Pieces(np.full(2, address(source), dtype=np.uint64), at, np.full(2, 64, dtype=np.uint64))
     copier = Copier()
-    assert copier._call(pieces, 0) == 1
+    assert copier._call(pieces, 0, 2) == 1
     assert target.all()
     with pytest.raises(OSError, match="Bad address"):
-        copier._call(pieces, 1)
+        copier._call(pieces, 1, 2)
 
 
 def test_without_the_system_call_the_loop_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +141,7 @@ def test_it_notices_when_the_interpreter_is_busy(monkeypatch: pytest.MonkeyPatch
     pieces = pieces_of(source, target, [(0, 0, 1 << 20)])
     wall = iter([0, 10**7] * 10)
     monkeypatch.setattr(copying.time, "perf_counter_ns", lambda: next(wall))
-    monkeypatch.setattr(copier, "_loop", lambda pieces, first: 1)
+    monkeypatch.setattr(copier, "_loop", lambda pieces, first, last: 1)
     copier.copy(pieces, 0)
     assert copier._contended
     monkeypatch.setattr(copying.time, "perf_counter_ns", lambda: 0)
