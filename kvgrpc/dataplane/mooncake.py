@@ -137,7 +137,7 @@ class MooncakeDataPlane:
         decoded = _decode(address)
         if decoded.transport != self.transport:
             both = f"the peer moves bytes over {decoded.transport}, this side over {self.transport}"
-            raise ValueError(f"{both}: open both planes with the same device (or MC_FORCE_TCP=1)")
+            raise ValueError(f"{both}: open both planes with the same device (KVGRPC_DEVICE)")
         with self._lock:
             self._check_open()
             name = self._name(decoded)

@@ -172,9 +172,8 @@ def _choose(adapters: list[str], device: str) -> tuple[str, list[str]]:
         return "tcp", []
     asked = [name.strip() for name in device.split(",") if name.strip()]
     if missing := sorted(set(asked) - set(adapters)):
-        raise ValueError(
-            f"no adapter {', '.join(missing)} here, only: {', '.join(adapters) or 'none (use device tcp)'}"
-        )
+        here = ", ".join(adapters) or "none (set device to tcp, KVGRPC_DEVICE=tcp)"
+        raise ValueError(f"no adapter {', '.join(missing)} here, only: {here}")
     return "rdma", asked
 
 

@@ -71,7 +71,7 @@ class AddressPolicy:
             return
         raise AddressNotAllowed(
             f"{address.target} may not be dialled: it is neither loopback nor a configured registry. List the host or "
-            "its network in bootstrap_allow if it is to be trusted",
+            "its network in bootstrap_allow (KVGRPC_BOOTSTRAP_ALLOW) if it is to be trusted",
             metadata={"address": address.target, "configKey": "bootstrap_allow"},
         )
 
@@ -181,6 +181,7 @@ def _ip(host: str) -> _IpAddress | None:
 
 def _not_dialable(address: str, why: str) -> AddressNotAllowed:
     return AddressNotAllowed(
-        f"{address} cannot be advertised: {why}. Set advertise to a host and port that the other ranks can dial",
+        f"{address} cannot be advertised: {why}. "
+        "Set advertise (KVGRPC_ADVERTISE) to a host and port that the other ranks can dial",
         metadata={"address": address, "configKey": "advertise"},
     )

@@ -76,11 +76,11 @@ class ServerSecurity:
         if self.insecure or is_local(address):
             return
         if not self.tls:
-            raise _not_allowed(f"{address} is not loopback and there is no TLS: give cert_file and key_file", address)
+            how = "give cert_file and key_file (KVGRPC_CERT_FILE, KVGRPC_KEY_FILE)"
+            raise _not_allowed(f"{address} is not loopback and there is no TLS: {how}", address)
         if not self.authenticates:
-            raise _not_allowed(
-                f"{address} is not loopback and everybody could call it: give client_ca_file or token_file", address
-            )
+            how = "give client_ca_file or tokens_file (KVGRPC_CLIENT_CA_FILE, KVGRPC_TOKENS_FILE)"
+            raise _not_allowed(f"{address} is not loopback and everybody could call it: {how}", address)
 
     def credentials(self) -> grpc.ServerCredentials | None:
         """None: plaintext. Raises InvalidRequest naming a file that cannot be read."""
@@ -122,7 +122,8 @@ class ClientSecurity:
         if self.cert_file and not self.tls:
             raise InvalidRequest.of("cert_file", self.cert_file, "given with ca_file: without it there is no TLS")
         if (self.token or self.token_file) and not (self.tls or self.insecure or is_local(address)):
-            raise _not_allowed(f"a token would go to {address} in plaintext: give ca_file for TLS", address)
+            how = "give ca_file (KVGRPC_CA_FILE) for TLS"
+            raise _not_allowed(f"a token would go to {address} in plaintext: {how}", address)
 
     def credentials(self) -> grpc.ChannelCredentials | None:
         """None: plaintext. Raises InvalidRequest naming a file that cannot be read."""
@@ -148,7 +149,7 @@ class TokenTable:
     def __init__(self, security: ServerSecurity) -> None:
         """Raises InvalidRequest for a file that cannot be read or parsed."""
         self._configured = security.tokens
-        self._file = ReloadedFile(security.token_file, "token_file", parse_tokens) if security.token_file else None
+        self._file = ReloadedFile(security.token_file, "tokens_file", parse_tokens) if security.token_file else None
 
     def role_of(self, authorization: str) -> CallerRole | None:
         """The role of "Bearer SECRET". Compares with every token, each in a time that tells nothing of it."""
@@ -219,4 +220,8 @@ def _read(path: str, key: str) -> bytes:
 
 
 def _not_allowed(text: str, address: str) -> KvGrpcError:
-    return AddressNotAllowed(f"{text}, or say --insecure", metadata={"address": address, "configKey": "insecure"})
+    """Programs take options, engines that embed us often only the environment: both names are said."""
+    return AddressNotAllowed(
+        f"{text}, or allow it with --insecure (KVGRPC_INSECURE=1)",
+        metadata={"address": address, "configKey": "insecure"},
+    )

@@ -25,6 +25,7 @@ from kvgrpc.rpc import reloading
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.interceptors import ALLOWED
 from kvgrpc.rpc.security import CallerRole, ClientSecurity, ServerSecurity, Token
+from kvgrpc.server import settings
 from kvgrpc.server.listener import Listener
 from tests.contract.certificates import OPENSSL, Authority, Certificate
 from tests.contract.serving import failure, once
@@ -218,7 +219,7 @@ class TestTokenFiles:
 
     @pytest.mark.parametrize("content", [*UNREADABLE, "operator", "root:secret", "rank:"])
     async def test_a_server_does_not_start_with_a_file_that_it_cannot_use(self, file: str, content: str | None) -> None:
-        with pytest.raises(InvalidRequest, match="token") as caught:
+        with pytest.raises(InvalidRequest, match="tokens") as caught:
             await Listener().start(lambda server: [], ["127.0.0.1:0"], ServerSecurity(token_file=file))
         assert "secret" not in str(caught.value)
 
@@ -244,22 +245,24 @@ class TestWhatNothingProtects:
         for security in (ServerSecurity(), WITH_TOKENS):
             with pytest.raises(AddressNotAllowed) as caught:
                 await Listener().start(lambda server: [], [address], security)
-            assert "--insecure" in caught.value.message and "cert_file" in caught.value.message
+            assert names_in(caught.value) == {"cert_file", "key_file", "--insecure"}
             assert caught.value.metadata == {"address": address, "configKey": "insecure"}
         ServerSecurity(insecure=True).check(address)
 
     @pytest.mark.parametrize("address", OTHERS_REACH)
     def test_so_does_tls_that_lets_everybody_in(self, address: str) -> None:
         tls = {"cert_file": "server.pem", "key_file": "server.key"}
-        with pytest.raises(AddressNotAllowed, match="--insecure"):
+        with pytest.raises(AddressNotAllowed) as caught:
             ServerSecurity(**tls).check(address)  # type: ignore[arg-type]  # strings only
+        assert names_in(caught.value) == {"client_ca_file", "tokens_file", "--insecure"}
         for more in ({"client_ca_file": "ca.pem"}, {"token_file": "tokens"}, {"tokens": TOKENS}, {"insecure": True}):
             ServerSecurity(**tls, **more).check(address)  # type: ignore[arg-type]
 
     @pytest.mark.parametrize("address", OTHERS_REACH)
     async def test_a_token_in_plaintext_needs_insecure(self, address: str) -> None:
-        with pytest.raises(AddressNotAllowed, match="--insecure") as caught:
+        with pytest.raises(AddressNotAllowed) as caught:
             open_channel(address, OPERATOR)
+        assert names_in(caught.value) == {"ca_file", "--insecure"}
         assert caught.value.metadata == {"address": address, "configKey": "insecure"}
         ClientSecurity(token="x", insecure=True).check(address)
         ClientSecurity(token="x", ca_file="ca.pem").check(address)
@@ -415,6 +418,15 @@ class TestTls:
         return ClientSecurity(
             ca_file=authority.ca_file, cert_file=certificate.cert_file, key_file=certificate.key_file, token=token
         )
+
+
+def names_in(error: KvGrpcError) -> set[str]:
+    """The settings that a refusal names, each with its variable too: an engine that embeds us has no options."""
+    named = set(re.findall(r"--[a-z-]+|\b[a-z_]+_file\b", error.message))
+    variables = set(re.findall(r"KVGRPC_[A-Z_]+", error.message))
+    assert variables == {f"KVGRPC_{name.lstrip('-').upper()}" for name in named}
+    assert [name for name in variables if not settings({}, {name: "1"})] == []
+    return named
 
 
 async def health(channel: grpc.aio.Channel) -> Any:

@@ -75,7 +75,7 @@ def test_warm_up_requests_pass_by(pair: Pair, reference: Reference) -> None:
 def test_a_registry_that_nobody_allowed_is_not_dialled(pair: Pair, reference: Reference) -> None:
     where = {"bootstrap_host": "192.0.2.7", "bootstrap_port": 8998, "bootstrap_room": pair.room()}
     reason = pair.decode.generate(reference.case(20).prompt, 4, **where).failure(5)
-    assert "ADDRESS_NOT_ALLOWED" in reason and "bootstrap_allow" in reason
+    assert "ADDRESS_NOT_ALLOWED" in reason and "KVGRPC_BOOTSTRAP_ALLOW" in reason
 
 
 def test_two_hundred_requests_with_random_cancels_leave_both_pools_empty(pair: Pair, reference: Reference) -> None:
