@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any, Concatenate
 
 import click
 
+from kvgrpc.cli.unanswered import Unanswered, next_step
+from kvgrpc.errors import PeerUnreachable
+
 if TYPE_CHECKING:
     from kvgrpc.client import SyncClient
 
@@ -47,8 +50,27 @@ _OPTIONS = (
 )
 
 
-def calls_a_server(function: Callable[Concatenate[SyncClient, ...], None]) -> Callable[..., None]:
+def calls_a_registry(function: Callable[Concatenate[SyncClient, ...], None]) -> Callable[..., None]:
     """Gives a command the options of a connection; it gets the client that they make as its first argument."""
+    return _with_client(function, "`kvgrpc serve registry` starts a registry; --server HOST:PORT names one.")
+
+
+def calls_a_rank(function: Callable[Concatenate[SyncClient, ...], None]) -> Callable[..., None]:
+    """The same."""
+    return _with_client(function, "`kvgrpc ranks -s REGISTRY` lists where ranks listen; --server HOST:PORT names one.")
+
+
+def calls_a_server(function: Callable[Concatenate[SyncClient, ...], None]) -> Callable[..., None]:
+    """The same, for what registries and ranks answer alike."""
+    return _with_client(
+        function,
+        "`kvgrpc serve registry` starts a registry, `kvgrpc ranks -s REGISTRY` lists where ranks listen; "
+        "--server HOST:PORT names one of them.",
+    )
+
+
+def _with_client(function: Callable[Concatenate[SyncClient, ...], None], where: str) -> Callable[..., None]:
+    """``where`` says how to find what the command asks, to whoever asked where nobody answers."""
 
     @functools.wraps(function)
     def run(
@@ -74,8 +96,11 @@ def calls_a_server(function: Callable[Concatenate[SyncClient, ...], None]) -> Ca
             server_name=server_name,
             insecure=insecure,
         )
-        with SyncClient(server, security, timeout) as client:
-            function(client, *arguments, **options)
+        try:
+            with SyncClient(server, security, timeout) as client:
+                function(client, *arguments, **options)
+        except PeerUnreachable as error:
+            raise Unanswered(error, next_step(server, with_tls=security.tls, where=where)) from error
 
     for option in reversed(_OPTIONS):
         run = option(run)

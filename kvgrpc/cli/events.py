@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvgrpc.cli.connection import calls_a_server, json_option
+from kvgrpc.cli.connection import calls_a_rank, json_option
 from kvgrpc.cli.names import incarnation_name
 from kvgrpc.cli.output import show_json, show_table, size
 
@@ -23,7 +23,7 @@ SHOWN_HASHES = 4
 
 @click.command()
 @json_option
-@calls_a_server
+@calls_a_rank
 def streams(client: SyncClient, as_json: bool) -> None:
     """List the event streams that a rank publishes."""
     found = client.list_streams()
@@ -73,7 +73,7 @@ def reads_a_stream(command: Any) -> Any:
 @events.command()
 @reads_a_stream
 @json_option
-@calls_a_server
+@calls_a_rank
 def tail(client: SyncClient, as_json: bool, raw: bool, first: int | None, **stream: Any) -> None:
     """Show what is there, then what comes, until Ctrl-C."""
     from kvgrpc.v1 import event_service_pb2
@@ -86,7 +86,7 @@ def tail(client: SyncClient, as_json: bool, raw: bool, first: int | None, **stre
 @click.option("--to", "last", type=click.IntRange(0), help="Last sequence, inclusive; default: the newest there is.")
 @reads_a_stream
 @json_option
-@calls_a_server
+@calls_a_rank
 def replay(client: SyncClient, as_json: bool, raw: bool, first: int | None, last: int | None, **stream: Any) -> None:
     """Show what is there, then end."""
     from kvgrpc.v1 import event_service_pb2

@@ -9,7 +9,6 @@ INTERRUPTED = 130
 STATUS_EXIT = 64
 
 NEXT_STEP = {
-    Reason.PEER_UNREACHABLE: "Is it running? `kvgrpc serve registry` starts a registry; --server HOST:PORT names one.",
     Reason.ENGINE_NOT_FOUND: "`kvgrpc engines` lists what is registered.",
     Reason.WARMING_UP: "The registry has just started; repeat this in a few seconds.",
     Reason.ROOM_NOT_FOUND: "`kvgrpc rooms` lists the rooms of a rank; a settled one is soon forgotten.",
@@ -17,7 +16,7 @@ NEXT_STEP = {
     Reason.EVENTS_COMPACTED: "These events are gone. Leave out --from to read from the oldest that is kept.",
     Reason.EVENTS_SEQUENCE_IN_FUTURE: "`kvgrpc streams` shows the next sequence.",
     Reason.STALE_LOG: "Numbering has restarted. Leave out --log and --from to read the current log.",
-    Reason.CREDENTIALS_INVALID: "Give --token-file, or a certificate with --tls-cert and --tls-key.",
+    Reason.CREDENTIALS_INVALID: "Give --token-file, or a certificate with --cert-file and --key-file.",
     Reason.PERMISSION_DENIED: "Use a token or certificate of a role that may do this: docs/operations.md lists them.",
     Reason.SERVER_DRAINING: "It is shutting down: ask another one.",
     Reason.FEATURE_DISABLED: "Is this the right server? `kvgrpc info` lists what it serves.",
@@ -30,8 +29,8 @@ NEXT_STEP_AFTER_FOREIGN = {
 }
 
 
-def explain(error: KvGrpcError) -> int:
-    """Prints the failure to stderr; the exit code."""
+def explain(error: KvGrpcError, next_step: str = "") -> int:
+    """Prints the failure to stderr, with this next step or that of its reason; the exit code."""
     from rich.console import Console
     from rich.text import Text
 
@@ -45,7 +44,7 @@ def explain(error: KvGrpcError) -> int:
         console.print(Text.assemble("  ", (violation.field, "yellow"), f": {violation.description}"))
     if error.retry_after is not None:
         console.print(f"  It may be repeated after {error.retry_after:g} s.")
-    next_step = NEXT_STEP.get(error.reason) or NEXT_STEP_AFTER_FOREIGN.get(error.code)
+    next_step = next_step or NEXT_STEP.get(error.reason) or NEXT_STEP_AFTER_FOREIGN.get(error.code, "")
     if next_step:
         console.print(Text(next_step, style="cyan"))
     return exit_code(error.code)

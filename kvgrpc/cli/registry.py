@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvgrpc.cli.connection import calls_a_server, json_option
+from kvgrpc.cli.connection import calls_a_registry, json_option
 from kvgrpc.cli.names import layout_name, rank_name, role_name
 from kvgrpc.cli.output import show_json, show_table, size
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.option("--role", type=click.Choice(["prefill", "decode"]), help="Only engines of this role.")
 @json_option
-@calls_a_server
+@calls_a_registry
 def engines(client: SyncClient, role: str | None, as_json: bool) -> None:
     """List the engines of a registry."""
     from kvgrpc.v1 import common_pb2
@@ -44,7 +44,7 @@ def engines(client: SyncClient, role: str | None, as_json: bool) -> None:
 @click.command()
 @click.argument("engine", required=False)
 @json_option
-@calls_a_server
+@calls_a_registry
 def ranks(client: SyncClient, engine: str | None, as_json: bool) -> None:
     """List the ranks of one ENGINE, or of all, and where they listen."""
     names = [engine] if engine else [found.name for found in client.list_engines()]

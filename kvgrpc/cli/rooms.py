@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvgrpc.cli.connection import calls_a_server, json_option
+from kvgrpc.cli.connection import calls_a_rank, json_option
 from kvgrpc.cli.names import incarnation_name, rank_name, reason_name, role_name, seconds_of
 from kvgrpc.cli.output import seconds, show_json, show_record, show_table
 
@@ -21,7 +21,7 @@ ATTEMPT = click.option("--attempt", type=click.IntRange(0, 2**32 - 1), default=0
 
 @click.command()
 @json_option
-@calls_a_server
+@calls_a_rank
 def sessions(client: SyncClient, as_json: bool) -> None:
     """List the sessions of a rank: its pairs with ranks of the other side."""
     found = client.list_sessions()
@@ -47,7 +47,7 @@ def sessions(client: SyncClient, as_json: bool) -> None:
 @click.option("--state", "states", type=click.Choice(STATES), multiple=True, help="Only these; may be repeated.")
 @click.option("--held", is_flag=True, help="Only those whose pages wait for evidence that nobody writes to them.")
 @json_option
-@calls_a_server
+@calls_a_rank
 def rooms(client: SyncClient, states: tuple[str, ...], held: bool, as_json: bool) -> None:
     """List the rooms (hand-offs) of a rank."""
     from kvgrpc.v1 import transfer_service_pb2
@@ -77,7 +77,7 @@ def rooms(client: SyncClient, states: tuple[str, ...], held: bool, as_json: bool
 @click.argument("room", type=ROOM)
 @ATTEMPT
 @json_option
-@calls_a_server
+@calls_a_rank
 def room(client: SyncClient, room: int, attempt: int, as_json: bool) -> None:
     """Show one ROOM of a rank with its parts and its root cause."""
     found = client.get_room(room, attempt)
@@ -89,7 +89,7 @@ def room(client: SyncClient, room: int, attempt: int, as_json: bool) -> None:
 @ATTEMPT
 @click.option("--cause", default="cancelled with kvgrpc cancel", show_default=True, help="Said on both sides.")
 @json_option
-@calls_a_server
+@calls_a_rank
 def cancel(client: SyncClient, room: int, attempt: int, cause: str, as_json: bool) -> None:
     """Cancel one ROOM; the other side is told. One that has ended stays as it is."""
     found = client.cancel_room(room, attempt, cause)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import re
 import shlex
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,17 +21,19 @@ from kvgrpc.cli.main import COMMANDS, command, main
 from kvgrpc.events import BlockStored, KVEventBatch
 from kvgrpc.rpc.security import ServerSecurity, parse_tokens
 from kvgrpc.server import RegistryServer
+from tests.contract.certificates import OPENSSL, Authority
 from tests.integration.rank_host import RankHost
 
 HALF, STUCK = 2**63 - 25, 4242
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("README.md", "docs/operations.md")
+DOCUMENTS = ("README.md", "docs/operations.md", "docs/engines/sglang.md")
 
 
 def documented_commands() -> list[str]:
     text = "\n".join((ROOT / name).read_text() for name in DOCUMENTS)
-    return re.findall(r"^kvgrpc .+$", text, re.MULTILINE)
+    blocks = re.findall(r"^```\w*$(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return re.findall(r"^kvgrpc .+$", "".join(blocks), re.MULTILINE)
 
 
 @dataclass
@@ -175,6 +180,76 @@ def test_nobody_there_is_said_within_the_timeout(kvgrpc: Callable[..., Ended]) -
     assert ended.code == 64 + 14
     assert ended.err.startswith("PEER_UNREACHABLE") and "kvgrpc serve registry" in ended.err
     assert time.monotonic() - began < 20.0
+
+
+@pytest.mark.parametrize(("asked", "where"), [(["rooms"], "kvgrpc ranks"), (["events", "tail"], "kvgrpc ranks")])
+def test_who_asks_a_rank_is_not_told_to_start_a_registry(
+    kvgrpc: Callable[..., Ended], asked: list[str], where: str
+) -> None:
+    ended = kvgrpc(*asked, "-s", "127.0.0.1:1", "--timeout", "0.3")
+    assert "Is it running?" in ended.err and where in ended.err and "serve registry" not in ended.err
+
+
+class TestAPortThatSpeaksSomethingElse:
+    """What is said of a port that answers, but not to us."""
+
+    @pytest.fixture
+    def says(self, kvgrpc: Callable[..., Ended]) -> Callable[..., str]:
+        def ask(address: str, *options: str) -> str:
+            ended = kvgrpc("engines", "-s", address, "--timeout", "0.5", *options)
+            assert ended.code == 64 + 14
+            assert ended.err.startswith("PEER_UNREACHABLE") and "Is it running?" not in ended.err
+            return ended.err.splitlines()[-1]
+
+        return ask
+
+    @pytest.mark.skipif(OPENSSL is None, reason="the certificates are made by openssl")
+    @pytest.mark.parametrize("mutual", [False, True])
+    def test_tls(self, says: Callable[..., str], tmp_path: Path, mutual: bool) -> None:
+        authority, other = Authority(tmp_path), Authority(tmp_path, "other")
+        own = authority.sign("server", "IP:127.0.0.1")
+        client_ca = authority.ca_file if mutual else ""
+        registry = RegistryServer(
+            ["127.0.0.1:0"], ServerSecurity(own.cert_file, own.key_file, client_ca_file=client_ca)
+        ).open()
+        try:
+            assert "speaks TLS: give --ca-file" in says(registry.address)
+            untrusted = says(registry.address, "--ca-file", other.ca_file)
+            assert [word for word in ("does --ca-file sign", "--server-name") if word not in untrusted] == []
+        finally:
+            registry.close()
+
+    @pytest.mark.skipif(OPENSSL is None, reason="the certificates are made by openssl")
+    def test_plaintext(self, says: Callable[..., str], handoff: Handoff, tmp_path: Path) -> None:
+        assert "leave out --ca-file" in says(handoff.prefill_address, "--ca-file", Authority(tmp_path).ca_file)
+
+    def test_http_1(self, says: Callable[..., str]) -> None:
+        with http.server.HTTPServer(("127.0.0.1", 0), Deaf) as server:
+            thread = threading.Thread(target=server.serve_forever)
+            thread.start()
+            try:
+                assert "does not speak gRPC" in says(f"127.0.0.1:{server.server_port}")
+            finally:
+                server.shutdown()
+                thread.join()
+
+    def test_nothing_at_all(self, says: Callable[..., str]) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as hangs:
+            assert "says nothing" in says(f"127.0.0.1:{hangs.getsockname()[1]}")
+
+    def test_a_unix_socket_is_looked_at_too(self, says: Callable[..., str], tmp_path: Path) -> None:
+        path = str(tmp_path / "s")
+        with socket.socket(socket.AF_UNIX) as hangs:
+            hangs.bind(path)
+            hangs.listen()
+            assert "says nothing" in says(f"unix:{path}")
+
+
+class Deaf(http.server.BaseHTTPRequestHandler):
+    """An HTTP server that logs nothing."""
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass
 
 
 def test_wrong_usage_is_exit_code_2(kvgrpc: Callable[..., Ended]) -> None:
