@@ -13,7 +13,9 @@ import pytest
 from kvgrpc.dataplane.base import MemoryRange, Outcome, Transfer
 from kvgrpc.dataplane.connections import Connection, arriving, lingering, read_table
 from kvgrpc.dataplane.mooncake import MooncakeDataPlane
-from kvgrpc.errors import FeatureDisabled
+from kvgrpc.errors import FeatureDisabled, InvalidRequest
+from kvgrpc.model import Pool, PoolKind, Region, Role
+from kvgrpc.server import RankConfig, open_rank
 from tests.faults.dataplane import wait
 from tests.integration.dataplane_process import PlaneProcess, digest, noise, u64, until, view
 
@@ -229,6 +231,15 @@ def test_a_failed_write_is_reported_when_its_bytes_have_left_this_host(mortal: P
         mortal.signal(signal.SIGCONT)
         assert impatient.answer() == ["FAILED_SRC_FREE", 0]
         assert not unsent()
+
+
+def test_a_rank_names_the_device_that_is_not_there(writer: Writer) -> None:
+    pool = Pool("kv", PoolKind.KV, 16, 8, "float32", (Region(0, "kv", writer.block, 4096, 4096),))
+    with pytest.raises(InvalidRequest) as refused:
+        open_rank(RankConfig(engine="P", role=Role.PREFILL, pools=(pool,), data_plane="mooncake", device="mlx5_99"))
+    metadata = refused.value.metadata
+    assert (metadata["field"], metadata["value"]) == ("device", "mlx5_99")
+    assert "no adapter mlx5_99 here" in metadata["rule"]
 
 
 def test_an_engine_of_somebody_else_is_used_and_left_alone(lasting: PlaneProcess) -> None:
