@@ -20,7 +20,7 @@ import click
     help="A file with one prompt a line, instead of the built-in ones.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of text.")
-@click.option("--keep-running", is_flag=True, help="Leave the servers up, and print grpcurl commands to look at them.")
+@click.option("--keep-running", is_flag=True, help="Leave the servers up, and print commands that look at them.")
 def demo(data_plane: str | None, prompts: Path | None, as_json: bool, keep_running: bool) -> None:
     """Prefill in one process, decode in another, and compare.
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console, Group
@@ -84,6 +87,9 @@ class View:
         self._console.print("\nThe servers stay up until Ctrl-C. Look at them from another terminal:", style="bold")
         for command in commands(result):
             self._console.print(f"  {command}", soft_wrap=True)
+        self._console.print("Or with grpcurl, which needs nothing of kvgrpc:", style="bold")
+        for command in grpcurl_commands(result):
+            self._console.print(f"  {command}", soft_wrap=True)
 
     def last(self, result: DemoResult) -> None:
         """The last line."""
@@ -120,7 +126,26 @@ class JsonView(View):
 
 
 def commands(result: DemoResult) -> list[str]:
-    """grpcurl commands that show every table of the running demo."""
+    """Our own commands that show every table of the running demo."""
+    kvgrpc, registry = program(), result.addresses["registry"]
+    found = [f"{kvgrpc} {table} -s {registry}" for table in ("engines", "ranks")]
+    for kind in ("prefill", "decode"):
+        tables = ("info", "sessions", "rooms", "streams", "events replay")
+        found += [f"{kvgrpc} {table} -s {result.addresses[kind]}" for table in tables]
+    return found
+
+
+def program() -> str:
+    """How the command ``kvgrpc`` is called here, from another terminal in the same folder."""
+    called = sys.argv[0]
+    if Path(called).name != "kvgrpc":
+        return f"{shlex.quote(sys.executable)} -m kvgrpc"
+    found = shutil.which("kvgrpc")
+    return "kvgrpc" if found and Path(found).absolute() == Path(called).absolute() else shlex.quote(called)
+
+
+def grpcurl_commands(result: DemoResult) -> list[str]:
+    """The same for grpcurl."""
     grpcurl = "grpcurl -plaintext"
     registry = result.addresses["registry"]
     found = [f"{grpcurl} {registry} list", f"{grpcurl} {registry} kvgrpc.v1.RegistryService/ListEngines"]

@@ -142,8 +142,11 @@ def test_servers_that_keep_running_can_be_looked_at_and_do_not_outlive_a_killed_
     prompts.write_text("Where do the pages go?\n" + "A line that is longer than a chunk. " * 9 + "\n")
     with running("--data-plane", "shm", "--prompts", prompts, "--keep-running") as demo:
         assert "(2 prompts, 64 tokens as from a single process" in demo.line("kvgrpc demo: OK")
-        tables = ("RegistryService/ListEngines", "TransferService/ListRooms", "TransferService/ListRooms")
-        look_at(*(address_in(demo.line(table)) for table in tables))
+        printed = [demo.line(table).split() for table in ("kvgrpc engines", *2 * ("kvgrpc info", "kvgrpc events"))]
+        for command in printed:
+            subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=LEFT_SECONDS)
+        assert address_in(demo.line("RegistryService/ListEngines")) == printed[0][-1]
+        look_at(printed[0][-1], printed[1][-1], printed[3][-1])
         children = demo.children()
         demo.signal(signal.SIGKILL)
         wait(lambda: gone(children))
