@@ -220,7 +220,11 @@ class DecodeManager(TransferManager[DecodeRoom]):
         try:
             while not session.closing:
                 await session.news()
-                entries = core.flush(stream.pair) if stream.pair.stream is stream else []
+                entries = []
+                if stream.pair.stream is stream:
+                    entries = core.flush(stream.pair)
+                    if stream.pair.dirty:
+                        session.wake()
                 if entries:
                     ROOMS_SENT.inc(len(entries))
                     too_large: list[DecodeEntry] = []

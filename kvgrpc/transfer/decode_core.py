@@ -18,6 +18,7 @@ from kvgrpc.transfer.decode_held import HeldPages
 from kvgrpc.transfer.decode_outbox import Outbox
 from kvgrpc.transfer.decode_pair import DecodePair, Stream
 from kvgrpc.transfer.decode_room import DecodePart, DecodeRoom
+from kvgrpc.transfer.dirty import take
 from kvgrpc.transfer.model import (
     STATE_FAILED,
     STATE_SUCCESS,
@@ -152,10 +153,9 @@ class DecodeCore:
         return self._outbox.take()
 
     def flush(self, pair: DecodePair) -> list[DecodeEntry]:
-        """The latest state of every room of the pair that changed: one frame (or more, where it is too large)."""
+        """The latest state of the rooms of the pair that changed, a frame's worth; ``pair.dirty`` keeps the others."""
         entries: list[DecodeEntry] = []
-        keys, pair.dirty = pair.dirty, {}
-        for key in keys:
+        for key in take(pair.dirty):
             room = self.rooms.get(key)
             part = room.part_of(pair) if room is not None else None
             if room is None or part is None:

@@ -23,7 +23,7 @@ from kvgrpc.transfer.topology import Shape
 
 logger = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 4 * 1024 * 1024
-_COMMANDS_AT_ONCE = 4096
+_COMMANDS_AT_ONCE = 1024
 _TICKS_BETWEEN_GAUGES = 10
 
 # Children of the counters, because labels() costs more than the count.
@@ -91,6 +91,7 @@ class TransferManager(ABC, Generic[Record]):
         self._pid = os.getpid()
         self._forks = _forks
         self._loop = loop.loop
+        self._most_commands = config.commands
         self._commands: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._waking = False
         self._ticker: asyncio.Task[None] | None = None
@@ -111,13 +112,16 @@ class TransferManager(ABC, Generic[Record]):
         if self._forks != _forks:
             text = f"the manager of {self.ref} belongs to process {self._pid}; start workers with spawn, not fork"
             return Failure(Reason.FEATURE_DISABLED, text, {"feature": "fork", "howToEnable": "spawn"}, str(self.ref))
-        return self.crowded(key)
+        return self.crowd(key) if self.is_crowded else None
 
-    def crowded(self, key: RoomKey) -> Failure | None:
-        """Why no more can be asked of the loop thread now. Never raises."""
-        waiting, limit = len(self._commands), self.config.commands
-        if waiting < limit:
-            return None
+    @property
+    def is_crowded(self) -> bool:
+        """No more can be asked of the loop thread now."""
+        return len(self._commands) >= self._most_commands
+
+    def crowd(self, key: RoomKey) -> Failure:
+        """What is said of a room then."""
+        waiting, limit = len(self._commands), self._most_commands
         error = TooManyRequests(
             f"room {key.room}: {waiting} calls wait for the loop thread",
             metadata={"limit": limit, "value": waiting, "scope": "outbox"},

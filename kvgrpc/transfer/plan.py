@@ -6,6 +6,7 @@ Pages that follow each other at the source *and* at the destination become one d
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -35,7 +36,6 @@ class Geometry:
         "_dense",
         "_destination",
         "_destination_stride",
-        "_flat",
         "_page_bytes",
         "_source",
         "_source_stride",
@@ -51,8 +51,6 @@ class Geometry:
         self._page_bytes = _column([region.page_bytes for region in source])
         gapless = (self._source_stride == self._page_bytes) & (self._destination_stride == self._page_bytes)
         self._dense = bool(gapless.all())
-        columns = (self._source, self._source_stride, self._destination, self._destination_stride, self._page_bytes)
-        self._flat = tuple(column.ravel() for column in columns)
         self.pages = pages
 
     def plan(self, source: U32Array, destination: U32Array) -> Plan:
@@ -60,25 +58,27 @@ class Geometry:
 
         With gaps between the pages of any region no run is merged: padding is nobody's to write.
         """
-        if len(source) == 1:
-            return self._one(int(source[0]), int(destination[0]))
-        first, lengths = _runs(source, destination) if self._dense else (slice(None), np.ones(len(source), np.uint64))
-        return self._runs(source[first].astype(np.uint64), destination[first].astype(np.uint64), lengths)
+        return self.plans([(source, destination)])[0]
 
-    def _one(self, source: int, destination: int) -> Plan:
-        """One page: no runs to look for."""
-        return Plan(
-            self._flat[0] + source * self._flat[1],
-            self._flat[2] + destination * self._flat[3],
-            self._flat[4],
-        )
-
-    def _runs(self, source: U64Array, destination: U64Array, lengths: U64Array) -> Plan:
-        return Plan(
-            (self._source + source * self._source_stride).ravel(),
-            (self._destination + destination * self._destination_stride).ravel(),
-            (self._page_bytes * lengths).ravel(),
-        )
+    def plans(self, chunks: Sequence[tuple[U32Array, U32Array]]) -> list[Plan]:
+        """As ``plan``, for several chunks of one page or more in one pass; no run goes on from one into the next."""
+        ends = list(itertools.accumulate(len(source) for source, _ in chunks))
+        if len(chunks) == 1:
+            source, destination = chunks[0]
+        else:
+            source, destination = (np.concatenate(column) for column in zip(*chunks, strict=True))
+        if not self._dense or len(source) == 1:
+            first, lengths = np.arange(len(source)), np.ones(len(source), np.uint64)
+        else:
+            first, lengths = _runs(source, destination, np.array(ends[:-1], np.intp))
+        sources = self._source + source[first].astype(np.uint64) * self._source_stride
+        destinations = self._destination + destination[first].astype(np.uint64) * self._destination_stride
+        nbytes = self._page_bytes * lengths
+        cuts = [0, *np.searchsorted(first, ends).tolist()]
+        return [
+            Plan(sources[:, cut:end].ravel(), destinations[:, cut:end].ravel(), nbytes[:, cut:end].ravel())
+            for cut, end in itertools.pairwise(cuts)
+        ]
 
 
 def geometry(source: Sequence[Pool], destination: Sequence[Pool]) -> Geometry:
@@ -110,9 +110,10 @@ def check_first_page(first_page: int) -> None:
         raise InvalidRequest.of("first_page", first_page, "0 to 2^32-1")
 
 
-def _runs(source: U32Array, destination: U32Array) -> tuple[npt.NDArray[np.intp], U64Array]:
-    """Where each run begins that goes up by one on both sides, and how many pages it has."""
+def _runs(source: U32Array, destination: U32Array, cuts: npt.NDArray[np.intp]) -> tuple[npt.NDArray[np.intp], U64Array]:
+    """Where each run begins that goes up by one on both sides, and how many pages it has; one begins at each cut."""
     breaks = (source[1:] != source[:-1] + np.uint32(1)) | (destination[1:] != destination[:-1] + np.uint32(1))
+    breaks[cuts - 1] = True
     first = np.concatenate(([0], np.flatnonzero(breaks) + 1))
     lengths = np.diff(first, append=len(source))
     return first, lengths.astype(np.uint64)

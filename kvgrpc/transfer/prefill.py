@@ -72,11 +72,9 @@ class PrefillManager(TransferManager[PrefillRoom]):
     def claim(self, key: RoomKey, handle: SenderHandle) -> None:
         handle.record = self.core.claim(key, handle)
 
-    def expect(self, handle: SenderHandle, pages: int | None, align: Align) -> None:
-        if handle.record is not None:
-            self.core.expect(handle.record, pages, align)
-
-    def send(self, handle: SenderHandle, chunk: Chunk, aux: bytes | None) -> None:
+    def send(
+        self, handle: SenderHandle, chunk: Chunk, aux: bytes | None, expectation: tuple[int | None, Align] | None
+    ) -> None:
         record = handle.record
         if record is None:
             return
@@ -85,6 +83,8 @@ class PrefillManager(TransferManager[PrefillRoom]):
         except KvGrpcError as error:
             self.core.fail(record, Failure.of(error, str(self.ref)))
             return
+        if expectation is not None:
+            self.core.expect(record, *expectation)
         self.core.send(record, chunk, aux)
 
     def fail(self, handle: SenderHandle, failure: Failure) -> None:
@@ -271,7 +271,11 @@ class PrefillManager(TransferManager[PrefillRoom]):
             if session.closing:
                 break
             pair = self.core.pairs.get(session.ref)
-            entries = self.core.flush(pair) if pair is not None and pair.stream is session else []
+            entries = []
+            if pair is not None and pair.stream is session:
+                entries = self.core.flush(pair)
+                if pair.dirty:
+                    session.wake()
             if entries:
                 ROOMS_SENT.inc(len(entries))
                 for frame in wire.prefill_frames(entries, self.config.max_frame_bytes):

@@ -14,6 +14,7 @@ from kvgrpc.dataplane.base import Outcome
 from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, StaleEpoch
 from kvgrpc.model import RankRef
 from kvgrpc.transfer import failures
+from kvgrpc.transfer.dirty import take
 from kvgrpc.transfer.model import (
     STATE_FAILED,
     STATE_SUCCESS,
@@ -137,10 +138,12 @@ class PrefillCore:
         return [pair for pair in dirty if pair.stream is not None]
 
     def flush(self, pair: PrefillPair) -> list[PrefillEntry]:
-        """The latest state of every room of the pair that changed. Only rooms that this pair named (11)."""
+        """The latest state of the rooms of the pair that changed, a frame's worth; ``pair.dirty`` keeps the others.
+
+        Only rooms that this pair named (11).
+        """
         entries = []
-        keys, pair.dirty = pair.dirty, {}
-        for key in keys:
+        for key in take(pair.dirty):
             answer = pair.answers.get(key)
             if answer is not None:
                 entries.append(PrefillEntry(key, STATE_FAILED, answer[1], failure=answer[0]))

@@ -8,7 +8,7 @@ from typing import Any
 from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError
 from kvgrpc.transfer import failures
 from kvgrpc.transfer.manager import TransferManager
-from kvgrpc.transfer.model import MAX_ROOM, Handle, KVPoll, RoomKey
+from kvgrpc.transfer.model import MAX_ROOM, POLL_FAILED, POLL_SUCCESS, Handle, KVPoll, RoomKey
 
 
 class RoomEnd(ABC):
@@ -28,12 +28,15 @@ class RoomEnd(ABC):
 
     def poll(self) -> KVPoll:
         """Where the room is; a plain read. Terminal states stay."""
-        return KVPoll.Failed if self._handle.aborted is not None else self._handle.poll
+        handle = self._handle
+        return POLL_FAILED if handle.aborted is not None else handle.poll
 
     @property
     def ended(self) -> bool:
         """True once ``poll`` says Failed or Success."""
-        return self._handle.aborted is not None or self._handle.poll in (KVPoll.Failed, KVPoll.Success)
+        handle = self._handle
+        poll = handle.poll
+        return poll is POLL_SUCCESS or poll is POLL_FAILED or handle.aborted is not None
 
     @property
     def failure(self) -> Failure | None:
@@ -67,10 +70,10 @@ class RoomEnd(ABC):
 
     def _crowded(self) -> bool:
         """Whether too many calls wait for the loop thread; the room has failed then."""
-        crowd = self._transfer.crowded(RoomKey(self.room, self.attempt))
-        if crowd is not None:
-            self._fail(crowd)
-        return crowd is not None
+        if not self._transfer.is_crowded:
+            return False
+        self._fail(self._transfer.crowd(RoomKey(self.room, self.attempt)))
+        return True
 
     def _refused(self) -> bool:
         """Whether there can be no such room here now; the handle has failed then."""

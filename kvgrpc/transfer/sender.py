@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy.typing as npt
 
 from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError
-from kvgrpc.transfer.model import Align, KVPoll, RoomKey
+from kvgrpc.transfer.model import POLL_BOOTSTRAPPING, POLL_WAITING_FOR_INPUT, Align, KVPoll, RoomKey
 from kvgrpc.transfer.pages import as_pages
 from kvgrpc.transfer.prefill_core import Chunk
 from kvgrpc.transfer.room_end import RoomEnd
@@ -29,7 +29,7 @@ class KVSender(RoomEnd):
         attempt: higher after the router retries with the same room.
     """
 
-    __slots__ = ("_aux_index", "_initialised", "_manager", "_sender", "_sent", "_total")
+    __slots__ = ("_aux_index", "_expectation", "_initialised", "_manager", "_sender", "_sent", "_total")
     _engine = "prefill"
 
     def __init__(self, manager: PrefillManager, bootstrap_addr: str, room: int, attempt: int = 0) -> None:
@@ -40,6 +40,8 @@ class KVSender(RoomEnd):
         self._manager, self._sender = manager, handle
         self._aux_index: int | None = None
         self._total: int | None = None
+        # What init said, until it is told with the next send: the pages wait for it, nothing else does.
+        self._expectation: tuple[int | None, Align] | None = None
         self._sent = 0
         self._initialised = False
         if not self._refused():
@@ -52,7 +54,7 @@ class KVSender(RoomEnd):
         first ones, or, where it holds a prefix already, those behind the prefix.
         """
         self._initialised = True
-        if self.ended or self._crowded():
+        if self.ended:
             return
         if num_pages is not None and (not hasattr(num_pages, "__index__") or num_pages < 0):
             self._reject(InvalidRequest.of("num_pages", num_pages, "0 or more, or None", room=self.room))
@@ -60,7 +62,7 @@ class KVSender(RoomEnd):
             self._reject(InvalidRequest.of("align", align, "Align.HEAD or Align.TAIL", room=self.room))
         else:
             self._total, self._aux_index = num_pages, aux_index
-            self._manager.post(self._manager.expect, self._sender, num_pages, align)
+            self._expectation = num_pages, align
 
     def send(
         self,
@@ -89,12 +91,13 @@ class KVSender(RoomEnd):
         except KvGrpcError as error:
             self._reject(error)
             return
-        self._manager.post(self._manager.send, self._sender, Chunk(numbers, start, last, wait), aux)
+        expectation, self._expectation = self._expectation, None
+        self._manager.post(self._manager.send, self._sender, Chunk(numbers, start, last, wait), aux, expectation)
 
     def poll(self) -> KVPoll:
         """Where the room is; a plain read. Terminal states stay."""
         poll = super().poll()
-        return KVPoll.WaitingForInput if poll is KVPoll.Bootstrapping and self._initialised else poll
+        return POLL_WAITING_FOR_INPUT if poll is POLL_BOOTSTRAPPING and self._initialised else poll
 
     @property
     def decode_prefix_pages(self) -> int:

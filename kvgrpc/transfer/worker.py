@@ -10,13 +10,13 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvgrpc.dataplane.base import DataPlane, Outcome, Peer, Result, Transfer
 from kvgrpc.model import Pool
 from kvgrpc.observability import metrics
-from kvgrpc.transfer.plan import Geometry, geometry
+from kvgrpc.transfer.plan import Geometry, Plan, geometry
 from kvgrpc.transfer.prefill_core import PrefillPair, PrefillRoom, Submission
 
 logger = logging.getLogger(__name__)
@@ -24,6 +24,7 @@ Outcomes = list[tuple[Submission, Result]]
 
 _SHORTEST_SLEEP = 0.000_02
 _SUBMISSIONS_AT_ONCE = 256
+_SHORT_CHUNK_PAGES = 16
 
 
 class PeerMemory:
@@ -130,29 +131,59 @@ class TransferWorker:
         if not waiting:
             return
         self._waiting = waiting[_SUBMISSIONS_AT_ONCE:]
-        for submission in waiting[:_SUBMISSIONS_AT_ONCE]:
+        for group in self._groups(waiting[:_SUBMISSIONS_AT_ONCE]):
             try:
-                self._start(submission)
-            except Exception as error:
-                logger.exception("the data plane raised on submit")
-                self._ended.append((submission, Result(Outcome.FAILED_UNKNOWN, f"{type(error).__name__}: {error}")))
+                self._start_group(group)
+            except Exception as error:  # of planning: nothing was sent
+                logger.exception("%d writes could not be planned", len(group))
+                result = Result(Outcome.REJECTED, f"{type(error).__name__}: {error}")
+                self._ended += [(submission, result) for submission in group]
 
-    def _start(self, submission: Submission) -> None:
+    def _start_group(self, group: Sequence[Submission]) -> None:
+        memory = group[0].pair.peer
+        assert isinstance(memory, PeerMemory) and memory.geometry is not None and memory.peer is not None
+        plans = memory.geometry.plans([(submission.source, submission.destination) for submission in group])
+        for submission, plan in zip(group, plans, strict=True):
+            self._start(submission, memory.peer, plan)
+
+    def _groups(self, submissions: Iterable[Submission]) -> Iterator[list[Submission]]:
+        """Neighbours that are planned in one pass: short chunks for one peer. None waits for another's ``wait``."""
+        group: list[Submission] = []
+        for submission in submissions:
+            short = submission.wait is None and len(submission.source) <= _SHORT_CHUNK_PAGES
+            if group and not (short and submission.pair.peer is group[0].pair.peer):
+                yield group
+                group = []
+            if self._may_start(submission):
+                group.append(submission)
+                if not short:
+                    yield group
+                    group = []
+        if group:
+            yield group
+
+    def _may_start(self, submission: Submission) -> bool:
+        """The room is open still, its pages are computed, and the peer's memory is known."""
         memory = submission.pair.peer
         if submission.record.ended or not isinstance(memory, PeerMemory):
             self._ended.append((submission, Result(Outcome.REJECTED, "the room ended before the write began")))
-            return
+            return False
         try:
             if submission.wait is not None:
                 submission.wait()
             self._attach(memory)
         except Exception as error:  # a foreign callable, or an address that is not one: nothing was sent
             self._ended.append((submission, Result(Outcome.REJECTED, f"{type(error).__name__}: {error}")))
-            return
-        assert memory.geometry is not None and memory.peer is not None
-        plan = memory.geometry.plan(submission.source, submission.destination)
-        transfer = self._plane.submit(memory.peer, *plan)
-        result = transfer.poll()
+            return False
+        return True
+
+    def _start(self, submission: Submission, peer: Peer, plan: Plan) -> None:
+        try:
+            transfer = self._plane.submit(peer, *plan)
+            result = transfer.poll()
+        except Exception as error:
+            logger.exception("the data plane raised on submit")
+            result = Result(Outcome.FAILED_UNKNOWN, f"{type(error).__name__}: {error}")
         if result is None:
             self._running.append(_Running(submission, transfer))
         else:

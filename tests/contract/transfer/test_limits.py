@@ -86,13 +86,13 @@ def test_an_engine_that_asks_faster_than_the_loop_works_is_refused_by_the_room(
     transfer = cast(Any, prefill.rank.transfer)
     held = threading.Event()
     transfer._loop.call_soon_threadsafe(held.wait, 10.0)
-    object.__setattr__(transfer.config, "commands", 3)
+    transfer._most_commands = 2
     sender.init(3, 0)
     for page in range(3):
         sender.send([page])
     waiting = len(transfer._commands)
     held.set()
-    assert waiting <= 5, "three calls, and the failures of those that were refused"
+    assert waiting <= 3, "two calls, and the failure of the one that was refused"
     eventually(lambda: sender.failure is not None and receiver.failure is not None)
     assert sender.failure.reason is Reason.TOO_MANY_REQUESTS
 

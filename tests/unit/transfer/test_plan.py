@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvgrpc.errors import KvIndexOutOfRange
@@ -87,3 +87,18 @@ def test_a_page_outside_the_pool_is_named() -> None:
     assert caught.value.metadata == {"pool": "kv", "page": "64", "pages": "64", "position": "1"}
     check_pages(np.array([63], np.uint32), PAGES, "kv")
     check_pages(np.array([], np.uint32), PAGES, "kv")
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_chunks_that_are_planned_together_are_planned_as_each_by_itself(data: st.DataObject) -> None:
+    page_stride = data.draw(st.sampled_from([8, 12]))
+    geometry = Geometry(regions(0, 2, 8, page_stride), regions(10**6, 2, 8, page_stride), PAGES)
+    pages = st.lists(st.integers(0, PAGES - 1), min_size=1, max_size=6)
+    chunks = []
+    for source in data.draw(st.lists(pages, min_size=1, max_size=5)):
+        destination = data.draw(st.lists(st.integers(0, PAGES - 1), min_size=len(source), max_size=len(source)))
+        chunks.append((np.array(source, np.uint32), np.array(destination, np.uint32)))
+    together = geometry.plans(chunks)
+    for chunk, plan in zip(chunks, together, strict=True):
+        assert [column.tolist() for column in plan] == [column.tolist() for column in geometry.plan(*chunk)]
