@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import grpc
@@ -19,9 +20,13 @@ FRAME = bytes(100)
 
 
 class StreamEnd:
-    """One end, driven by one engine thread. ``wait`` looks each ``pause`` seconds, as an engine does."""
+    """One end, driven by one engine thread. ``wait`` looks each ``pause`` seconds, as an engine does.
 
-    def __init__(self) -> None:
+    ``take`` gets each frame, on the loop thread.
+    """
+
+    def __init__(self, take: Callable[[bytes], None] = lambda frame: None) -> None:
+        self._take = take
         self._loop = asyncio.new_event_loop()
         self._call: Any = None
         self._heard = 0
@@ -36,7 +41,20 @@ class StreamEnd:
         asyncio.run_coroutine_threadsafe(self._connect(port), self._loop).result(DEADLINE)
 
     def write(self) -> None:
-        self._loop.call_soon_threadsafe(self._start_write)
+        self.on_loop(lambda: self.start(self.send(FRAME)))
+
+    def on_loop(self, action: Callable[[], None]) -> None:
+        self._loop.call_soon_threadsafe(action)
+
+    async def send(self, frame: bytes) -> None:
+        """On the loop thread, one at a time."""
+        await self._call.write(frame)
+
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """On the loop thread."""
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def wait(self, heard: int, pause: float) -> None:
         """Returns once so many frames came."""
@@ -50,14 +68,6 @@ class StreamEnd:
     def heard(self) -> int:
         return self._heard
 
-    def _start_write(self) -> None:
-        self._start(self._call.write(FRAME))
-
-    def _start(self, coroutine: Any) -> None:
-        task = self._loop.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     async def _serve(self) -> int:
         self._server = grpc.aio.server()
         handler: Any = grpc.stream_stream_rpc_method_handler(self._read)
@@ -69,9 +79,10 @@ class StreamEnd:
 
     async def _connect(self, port: int) -> None:
         self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
-        self._start(self._read(None, self._channel.stream_stream(METHOD)()))
+        self.start(self._read(None, self._channel.stream_stream(METHOD)()))
 
     async def _read(self, _: Any, call: Any) -> None:
         self._call = call
-        while await call.read() is not grpc.aio.EOF:
+        while (frame := await call.read()) is not grpc.aio.EOF:
             self._heard += 1
+            self._take(frame)

@@ -5,6 +5,7 @@ Not a claim about kvgrpc: the ratio is the most that the row of that name could 
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 
@@ -17,13 +18,13 @@ from benchmarks.harness.plan import Plan
 from benchmarks.harness.rounds import Benchmark, Contender, Figures
 from benchmarks.harness.table import Metric
 from benchmarks.harness.worker import Desk, Worker
-from benchmarks.rows.control import percentile
+from benchmarks.rows.control import Throughput, many_rooms, percentile
 from benchmarks.rows.handoff import CONTROL_PAUSE, PAGE_PAUSE, SEED, Latency
 from benchmarks.rows.rooms import settle
 from benchmarks.sides.base import Setting
 from benchmarks.sides.memory import Shape
 
-CONTROL, PAGE = "limit.control_latency", "limit.latency"
+ROOMS, CONTROL, PAGE = "limit.throughput", "limit.control_latency", "limit.latency"
 END, ENGINE, MEMORY = "end", "engine", "memory"
 
 
@@ -37,7 +38,14 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
         return Benchmark((Metric(name, "ms", "lower", SEED),), part, whole, missing)
 
     rooms = plan.sequential_rooms
+    many = many_rooms(plan)
+    bare, seed = (dataclasses.replace(many, protocol=protocol) for protocol in ("bare", "seed"))
     return [
+        Benchmark(
+            (Metric(ROOMS, "rooms/s", "higher", "seed managers"),),
+            lambda: Throughput(bare, plan, ROOMS),
+            lambda: Throughput(seed, plan, ROOMS),
+        ),
         row(
             CONTROL,
             lambda: BareStream(plan.control_rooms),

@@ -33,6 +33,7 @@ from benchmarks.sides.memory import Numbers
 
 TURN_TIMEOUT = 120.0
 PR_SET_TIMERSLACK = 29
+_MODULES = {"kvgrpc": "benchmarks.sides.ours", "seed": "benchmarks.sides.seed", "bare": "benchmarks.baselines.bare"}
 SIDE, SENDERS, RECEIVERS, GENERATION = "side", "senders", "receivers", "generation"
 
 
@@ -69,7 +70,7 @@ class Orders:
 
 def load(desk: Desk, setting: Setting) -> None:
     """Imports what ``start`` needs; both processes can do so at once."""
-    importlib.import_module("benchmarks.sides.seed" if setting.protocol == "seed" else "benchmarks.sides.ours")
+    importlib.import_module(_MODULES[setting.protocol])
 
 
 def start_prefill(desk: Desk, setting: Setting) -> str:

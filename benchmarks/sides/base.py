@@ -51,7 +51,7 @@ class Receiver(Protocol):
 class Setting:
     """Where a hand-off takes place."""
 
-    protocol: Literal["kvgrpc", "seed"]
+    protocol: Literal["kvgrpc", "seed", "bare"]
     plane: Plane
     shape: Shape
 
@@ -84,6 +84,10 @@ def open_prefill(setting: Setting) -> PrefillSide:
         from benchmarks.sides.seed import SeedPrefill
 
         return SeedPrefill(setting)
+    if setting.protocol == "bare":
+        from benchmarks.baselines.bare import BarePrefill
+
+        return BarePrefill(setting)
     from benchmarks.sides.ours import KvgrpcPrefill
 
     return KvgrpcPrefill(setting)
@@ -94,6 +98,10 @@ def open_decode(setting: Setting, bootstrap: str) -> DecodeSide:
         from benchmarks.sides.seed import SeedDecode
 
         return SeedDecode(setting, bootstrap)
+    if setting.protocol == "bare":
+        from benchmarks.baselines.bare import BareDecode
+
+        return BareDecode(setting, bootstrap)
     from benchmarks.sides.ours import KvgrpcDecode
 
     return KvgrpcDecode(setting, bootstrap)
