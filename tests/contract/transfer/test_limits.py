@@ -92,7 +92,7 @@ def test_an_engine_that_asks_faster_than_the_loop_works_is_refused_by_the_room(
         sender.send([page])
     waiting = len(transfer._commands)
     held.set()
-    assert waiting <= 3, "two calls, and the failure of the one that was refused"
+    assert waiting <= 4, "two calls, and the failures of those that were refused"
     eventually(lambda: sender.failure is not None and receiver.failure is not None)
     assert sender.failure.reason is Reason.TOO_MANY_REQUESTS
 
