@@ -292,6 +292,31 @@ def test_doctor_finds_what_every_process_needs(kvgrpc: Callable[..., Ended]) -> 
     assert ended.code == 0
     states = {line["what"]: line["state"] for line in ended.lines}
     assert states["grpcio"] == states["protobuf"] == states["data plane shm"] == "ok"
+    assert ended.err == ""
+
+
+@pytest.mark.parametrize(
+    ("mooncake", "remark", "heard"),
+    [
+        ("raise ImportError('no libibverbs')", "no libibverbs", ""),
+        ("import os; os.write(2, b'glog says why'); os.abort()", "exit code -6", "glog says why"),
+    ],
+)
+def test_doctor_survives_a_mooncake_that_does_not_open_and_shows_what_it_said(
+    kvgrpc: Callable[..., Ended],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mooncake: str,
+    remark: str,
+    heard: str,
+) -> None:
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake/__init__.py").write_text(mooncake)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    ended = kvgrpc("doctor", "--json")
+    (found,) = [line for line in ended.lines if line["what"] == "data plane mooncake"]
+    assert (found["state"], ended.code) == ("note", 0) and remark in found["remark"]
+    assert ended.err == heard
 
 
 @pytest.mark.parametrize("line", documented_commands())
