@@ -148,6 +148,18 @@ class Rank:
                 self._own_channel, registry, [self._row()], on_superseded=self._on_superseded
             )
             await self._registration.start(deadline)
+        self._say_where_it_is()
+
+    def _say_where_it_is(self) -> None:
+        """Decode ranks of some engines register nowhere: this line is how they are found."""
+        logger.info(
+            "kvgrpc: %s rank %s listens on %s, registry %s, data plane %s",
+            self.config.role.name.lower(),
+            self.ref,
+            self.address,
+            self.config.registry or "none",
+            self.plane.name,
+        )
 
     async def _drain(self, grace: float, seconds: float) -> tuple[bool, int]:
         time = ClosingTime(seconds)

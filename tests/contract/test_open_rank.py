@@ -124,6 +124,16 @@ def test_the_limits_that_a_rank_tells_are_those_that_it_keeps(plane: Any) -> Non
     rank.close(1.0)
 
 
+@pytest.mark.parametrize(("role", "registry"), [(Role.PREFILL, "embedded"), (Role.DECODE, "")])
+def test_a_rank_logs_where_it_is_found(plane: Any, caplog: pytest.LogCaptureFixture, role: Role, registry: str) -> None:
+    caplog.set_level("INFO")
+    rank = open_rank(config(plane, role=role, registry=registry))
+    where = f"rank {rank.ref} listens on {rank.address}, registry {registry or 'none'}, data plane shm"
+    assert [record.levelname for record in caplog.records if where in record.message] == ["INFO"]
+    assert role.name.lower() in caplog.text
+    rank.close(1.0)
+
+
 class Lingering(ShmDataPlane):
     """A plane that cannot say that no write is left, until ``gone``; it takes all the time that it gets for that."""
 

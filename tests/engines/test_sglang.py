@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvgrpc.client import SyncClient
+from kvgrpc.v1 import common_pb2
 from tests.engines.engine import PAGE, Pair
 from tests.engines.model import Case, Reference
 
@@ -34,6 +37,13 @@ def check(pair: Pair, case: Case) -> int:
 @pytest.mark.parametrize("length", [3, PAGE, PAGE + 1, 100, 300], ids=lambda length: f"{length} tokens")
 def test_tokens_are_those_of_transformers(pair: Pair, reference: Reference, length: int) -> None:
     check(pair, reference.case(length))
+
+
+def test_the_engines_logs_say_where_their_ranks_are(pair: Pair) -> None:
+    for role, engine in (("prefill", pair.prefill), ("decode", pair.decode)):
+        (address,) = re.findall(rf"{role} rank \S+ listens on (\S+), ", engine.log())
+        with SyncClient(address) as client:
+            assert client.get_topology().role == common_pb2.Role.Value(f"ROLE_{role.upper()}")
 
 
 def test_decode_takes_only_what_it_does_not_hold(pair: Pair, reference: Reference) -> None:
