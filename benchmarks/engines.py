@@ -27,7 +27,11 @@ from tests.engines.model import TINY, WIDE, Case, Reference, Size
 RESULTS = Path(__file__).parent / "results-engines.json"
 LOG_WIDTH = 170
 IN_TREE = "SGLang's Mooncake"
+# A socket and nothing else (baselines/sglang_bare.py): no claim about kvgrpc, but the most that ttft could reach.
+BARE = "bare"
+BARE_ENVIRONMENT = {"KVGRPC_SGLANG": "off", "SGLANG_ON_CPU_PLUGIN": "benchmarks.baselines.sglang_bare:install"}
 TTFT, WIDE_TTFT = "engine.sglang.ttft", "engine.sglang.wide"
+LIMIT = "limit.sglang.ttft"
 DETECT, FIRST_REQUEST = "engine.sglang.detect", "engine.sglang.first_request"
 PROMPT_TOKENS, NEW_TOKENS = 100, 4
 TIMED_REQUESTS, UNCOUNTED_REQUESTS = 40, 4
@@ -47,7 +51,10 @@ class Engines:
         self._cases = endless([reference.case(self.prompt_tokens, NEW_TOKENS) for _ in range(24)])
         # Every request is computed, and in one go.
         alone = {"chunked_prefill_size": 512, "disable_radix_cache": True}
-        self.pair = Pair(self._folder, reference.path, backend=backend, prefill=alone, decode=alone)
+        environment = BARE_ENVIRONMENT if backend == BARE else {}
+        self.pair = Pair(
+            self._folder, reference.path, backend=backend, environment=environment, prefill=alone, decode=alone
+        )
         self.pair.wait_ready()
         self._stop()
 
@@ -96,6 +103,11 @@ class FirstToken(Engines):
         return {TTFT: statistics.median(took), f"{TTFT}.p99": took[int(0.99 * len(took))]}
 
 
+class BareFirstToken(FirstToken):
+    def work(self) -> Figures:
+        return {LIMIT: super().work()[TTFT]}
+
+
 class Wide(Engines):
     """4 MiB of KV cache a request, four at once."""
 
@@ -141,6 +153,9 @@ def benchmarks() -> list[Benchmark]:
             FirstToken,
             Metric(TTFT, "ms", "lower", IN_TREE, Target(ratio=1.4)),
             Metric(f"{TTFT}.p99", "ms", "lower", IN_TREE, Target(ratio=1)),
+        ),
+        Benchmark(
+            (Metric(LIMIT, "ms", "lower", IN_TREE),), lambda: BareFirstToken(BARE), lambda: BareFirstToken("mooncake")
         ),
         row(Wide, Metric(WIDE_TTFT, "ms", "lower", IN_TREE, Target(ratio=1))),
         row(

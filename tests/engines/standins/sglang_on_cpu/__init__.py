@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import os
@@ -23,7 +24,14 @@ def prepare() -> None:
 
 
 def register() -> None:
-    """SGLang's plug-in: its own Mooncake sender takes page numbers without pinned memory and CUDA events."""
+    """SGLang's plug-in: its own Mooncake sender takes page numbers without pinned memory and CUDA events.
+
+    SGLANG_ON_CPU_PLUGIN ("module:function") names one more plug-in, which needs not be installed.
+    """
+    more = os.environ.get("SGLANG_ON_CPU_PLUGIN")
+    if more:
+        module, _, function = more.partition(":")
+        getattr(importlib.import_module(module), function)()
     from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
 
     MooncakeKVSender.supports_host_tensor_indices = False
