@@ -1,8 +1,8 @@
 """The floor of a hand-off between SGLang engines: a transfer backend that is a TCP socket and nothing else.
 
 One prefill, one decode, tensor parallelism 1. No registry, no session, no failure, no data plane: decode says which
-pages it wants, prefill's scheduler thread sends their bytes, a thread at decode puts them in place. What remains is what
-SGLang's interfaces and two Python processes cost.
+pages it wants, prefill's scheduler thread sends their bytes, a thread at decode puts them in place. What is left is
+the cost of SGLang's interfaces and of two Python processes.
 """
 
 from __future__ import annotations
