@@ -48,7 +48,7 @@ class MooncakeDataPlane:
     """See DataPlane. ``transport``: "tcp" or "rdma"; ``session``: Mooncake's name of this engine, host:port."""
 
     name = "mooncake"
-    poll_interval = 0.0005
+    poll_interval = 0.0002
 
     def __init__(self, host: str = "127.0.0.1", device: str = "") -> None:
         """Starts an engine; see start_engine for the arguments and the errors."""
