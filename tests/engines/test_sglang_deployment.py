@@ -74,7 +74,7 @@ def test_a_plug_in_that_cannot_work_ends_every_process_of_sglang_at_its_start() 
     environment = {**os.environ, "KVGRPC_SGLANG": "nixl"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (EX_CONFIG, "")
-    assert "KVGRPC_SGLANG must be backend, mooncake or off, not 'nixl'" in done.stderr
+    assert "KVGRPC_SGLANG: must be backend, mooncake or off, not 'nixl'" in done.stderr
 
 
 def test_a_setting_that_would_make_wrong_tokens_ends_the_start_with_what_to_do(
