@@ -28,7 +28,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode, TransferBackend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_disagg
 
-from kvgrpc.engines.sglang.manager import _EveryPrefill
+from kvgrpc.engines.sglang.manager import EveryPrefill
 from kvgrpc.engines.sglang.plugin import with_member
 
 BACKEND = "bare"
@@ -54,7 +54,7 @@ class BareManager(BaseKVManager):
         self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False
     ) -> None:
         self.kv_args = args
-        self.prefill_info_table = _EveryPrefill()
+        self.prefill_info_table = EveryPrefill()
         self.wanted: dict[int, tuple[socket.socket, Any, int]] = {}
         self.receivers: dict[int, BareReceiver] = {}
         self._prefill: socket.socket | None = None

@@ -35,7 +35,7 @@ class KvGrpcManager(BaseKVManager):
         self, args: Any, disaggregation_mode: DisaggregationMode, server_args: Any, is_mla_backend: bool | None = False
     ) -> None:
         self.kv_args = args
-        self.prefill_info_table = _EveryPrefill()
+        self.prefill_info_table = EveryPrefill()
         self.external_registry = external_registry()
         self.page_bytes = sum(args.kv_item_lens)
         self._deferred: dict[int, KVReceiver] = {}
@@ -50,7 +50,7 @@ class KvGrpcManager(BaseKVManager):
         """The rank registers itself, and again whenever its registry was restarted."""
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Always known; see _EveryPrefill."""
+        """Always known; see EveryPrefill."""
         return True
 
     # Decode: pages of failed requests, which SGLang keeps until every rank says that nobody writes to them any more.
@@ -76,7 +76,7 @@ class _Prefill:
     follow_bootstrap_room: bool = True
 
 
-class _EveryPrefill:
+class EveryPrefill:
     """What SGLang wants to know of a prefill engine before it makes a receiver: how many dp ranks there are.
 
     It would wait for the answer, a second at a time. The receiver finds out by itself, in the background, so SGLang is

@@ -33,7 +33,7 @@ class KvGrpcReceiver(BaseKVReceiver):
         self._has_pages = False
 
     def init(self, prefill_dp_rank: int) -> None:
-        """``prefill_dp_rank``: the router's choice, or the room itself for "by the room" (see _EveryPrefill)."""
+        """``prefill_dp_rank``: the router's choice, or the room itself for "by the room" (see EveryPrefill)."""
         if not self._aborted_early:
             self._receiver = KVReceiver(
                 self.kv_mgr.transfer,
