@@ -59,14 +59,12 @@ def test_contents_arrive_whole_and_fragmented(plane: ShmDataPlane, source: int, 
 
 def test_two_peers_at_once(plane: ShmDataPlane, source: int, peer: PlaneProcess) -> None:
     with PlaneProcess("shm", NBYTES) as other:
-        running = [
-            plane.submit(plane.attach(each.address), *u64(source, each.block, NBYTES // 2)) for each in (peer, other)
-        ]
+        running = [plane.submit(plane.attach(each.address), *u64(source, each.block, NBYTES)) for each in (peer, other)]
         polls = 0
         while None in [transfer.poll() for transfer in running]:
             polls += 1
-        assert polls >= 1, "slices of both in turn"
-        assert peer.digest(0, NBYTES // 2) == other.digest(0, NBYTES // 2) == digest(view(source, NBYTES // 2))
+        assert polls >= 3, "slices of both in turn"
+        assert peer.digest(0, NBYTES) == other.digest(0, NBYTES) == digest(view(source, NBYTES))
 
 
 def test_a_peer_killed_during_a_write_harms_nobody(plane: ShmDataPlane, source: int, peer: PlaneProcess) -> None:
