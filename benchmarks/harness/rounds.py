@@ -28,13 +28,17 @@ class Contender(Protocol):
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One piece of work that gives one or more metrics. ``missing`` says what it needs and this machine lacks."""
+    """One piece of work that gives one or more metrics. ``missing`` says what it needs and this machine lacks.
+
+    ``starts``: how often both sides are started anew, where processes of the same program differ by more than turns do.
+    """
 
     metrics: tuple[Metric, ...]
     ours: Callable[[], Contender]
     baseline: Callable[[], Contender]
     missing: str = ""
     warm_ups: int = 1
+    starts: int = 1
 
     @property
     def name(self) -> str:
@@ -51,8 +55,16 @@ class _Samples:
 
 
 def run(benchmark: Benchmark, rounds: int) -> list[Row]:
-    """The rows of one benchmark. Raises whatever a contender raises; both are closed in any case."""
+    """The rows of one benchmark, from that many rounds a start. Raises whatever a contender raises; both are closed in
+    any case.
+    """
     samples = {metric.name: _Samples() for metric in benchmark.metrics}
+    memory = [_run_once(benchmark, rounds, samples) for _ in range(benchmark.starts)]
+    return [_row(metric, samples[metric.name], max(memory)) for metric in benchmark.metrics]
+
+
+def _run_once(benchmark: Benchmark, rounds: int, samples: Mapping[str, _Samples]) -> tuple[int, int]:
+    """From the start of both sides to their end; their peak memory."""
     with contextlib.ExitStack() as stack:
         ours = stack.enter_context(contextlib.closing(benchmark.ours()))
         baseline = stack.enter_context(contextlib.closing(benchmark.baseline()))
@@ -64,8 +76,7 @@ def run(benchmark: Benchmark, rounds: int) -> list[Row]:
             for is_ours in (ours_first, not ours_first):
                 for name, value in (ours if is_ours else baseline).turn().items():
                     (samples[name].ours if is_ours else samples[name].baseline).append(value)
-        memory = ours.peak_rss(), baseline.peak_rss()
-    return [_row(metric, samples[metric.name], memory) for metric in benchmark.metrics]
+        return ours.peak_rss(), baseline.peak_rss()
 
 
 def _row(metric: Metric, samples: _Samples, memory: tuple[int, int]) -> Row:
