@@ -101,6 +101,8 @@ class DecodeCore:
                 return
         room.bound = True
         room.refresh()
+        if room.destination is not None:  # its pages came first, and the session may stand already
+            self._outbox.tell(room)
 
     def meet(self, target: Target) -> None:
         """Dials a rank before a room needs it, once: a session that does not come about is nobody's failure."""

@@ -99,6 +99,17 @@ class TestPoll:
         side.core.on_welcome(second)
         assert room.handle.poll is KVPoll.WaitingForInput and not side.said()
 
+    def test_pages_that_came_before_the_rank_was_known_are_told_to_a_session_that_stands_already(
+        self, side: Side
+    ) -> None:
+        side.writing()
+        late = DecodeRoom(RoomKey(6), Handle())
+        side.core.open(late)
+        side.core.write(late, Destination(np.arange(2, dtype=np.uint32)))
+        assert not side.said()
+        side.core.bind(late, (P0,))
+        assert [(entry.key, entry.want) for entry in side.said()] == [(late.key, Want.WRITE)]
+
     def test_it_says_transferring_then_success(self, side: Side) -> None:
         room, stream = side.writing()
         side.hear(stream, RoomState.TRANSFERRING, Writes.OPEN)
