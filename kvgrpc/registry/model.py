@@ -31,6 +31,7 @@ class RankRow:
     layout: Layout
     pools: tuple[Pool, ...] = ()
     data_plane: str = ""
+    places_rooms: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +134,9 @@ def row_differences(known: RankRow, offered: RankRow) -> dict[str, str]:
             differences[f"endpoints.{field}"] = _both(
                 getattr(known.endpoints, field), getattr(offered.endpoints, field)
             )
-    if known.data_plane != offered.data_plane:
-        differences["data_plane"] = _both(known.data_plane, offered.data_plane)
+    for field in ("data_plane", "places_rooms"):
+        if getattr(known, field) != getattr(offered, field):
+            differences[field] = _both(getattr(known, field), getattr(offered, field))
     if known.pools != offered.pools:
         differences["pools"] = _both(_pool_names(known), _pool_names(offered))
         offered_pools = {pool.name: pool for pool in offered.pools}

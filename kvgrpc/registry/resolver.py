@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,12 +13,12 @@ from kvgrpc.model import Role
 from kvgrpc.registry import wire
 from kvgrpc.registry.calls import domain_errors, pause_before, unreachable
 from kvgrpc.registry.model import RankSelector, ResolvedEngine, absent
+from kvgrpc.rpc.channels import ChannelPool
 from kvgrpc.rpc.retry import may_repeat
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
 
-MAX_CHANNELS = 256
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 1.0
 # An answer that comes this long before the end of the question is not worth another round.
@@ -43,8 +42,7 @@ class Resolver:
     """
 
     def __init__(self, open_channel: Callable[[str], grpc.aio.Channel]) -> None:
-        self._open_channel = open_channel
-        self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
+        self._channels = ChannelPool(open_channel)
         self._pending: dict[_Question, _Pending] = {}
         self._pools = wire.PoolCache()
 
@@ -73,9 +71,7 @@ class Resolver:
         """Ends open questions, whose callers get PeerUnreachable, and closes the channels."""
         for pending in list(self._pending.values()):
             pending.cancel()
-        channels, self._channels = list(self._channels.values()), OrderedDict()
-        for channel in channels:
-            await channel.close()
+        await self._channels.close()
 
     async def ask(self, question: _Question, timeout: float) -> ResolvedEngine:
         """One call."""
@@ -85,7 +81,8 @@ class Resolver:
             selectors=[wire.selector_to_pb(selector) for selector in question.selectors],
             wait_ready=question.wait_ready,
         )
-        channel = await self._channel(question.address)
+        channel = self._channels.get(question.address)
+        await self._channels.trim({pending.address for pending in self._pending})
         with domain_errors(question.address):
             response = await RegistryServiceStub(channel).ResolveRanks(request, timeout=timeout)
         return wire.engine_from_pb(response.engine, self._pools)
@@ -95,27 +92,12 @@ class Resolver:
             del self._pending[question]
 
     async def hang_up(self, question: _Question) -> None:
-        """The next attempt dials anew: it must not inherit how long a channel waits between its own attempts."""
+        """Unless another question goes over the same channel."""
         if all(other.address != question.address for other in self._pending if other != question):
-            channel = self._channels.pop(question.address, None)
-            if channel is not None:
-                await channel.close()
+            await self._channels.hang_up(question.address)
 
     def is_connected(self, address: str) -> bool:
-        channel = self._channels.get(address)
-        return channel is not None and channel.get_state() == grpc.ChannelConnectivity.READY
-
-    async def _channel(self, address: str) -> grpc.aio.Channel:
-        channel = self._channels.get(address)
-        if channel is None:
-            channel = self._channels[address] = self._open_channel(address)
-        self._channels.move_to_end(address)
-        if len(self._channels) > MAX_CHANNELS:
-            in_use = {question.address for question in self._pending}
-            idle = next((known for known in self._channels if known not in in_use), None)
-            if idle is not None:
-                await self._channels.pop(idle).close()
-        return channel
+        return self._channels.is_connected(address)
 
 
 class _Pending:

@@ -20,6 +20,7 @@ from kvgrpc.registry.memory import MemoryRegistry
 from kvgrpc.registry.model import DEFAULT_TTL, RankRow, ResolvedEngine, coordinates_of
 from kvgrpc.registry.pages import coordinates_token, page_token, read_coordinates_token, read_page_token
 from kvgrpc.registry.waiters import MAX_WAITERS, ReadyWaiters
+from kvgrpc.rpc.patience import patience
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1 import registry_service_pb2_grpc
 
@@ -27,8 +28,6 @@ DEFAULT_PAGE = 100
 MAX_PAGE = 1_000
 MAX_PAGE_BYTES = 1 << 20
 MAX_RESOLVED_BYTES = 3 << 20
-# Below what a server grants a call that has no deadline.
-LONGEST_WAIT_SECONDS = 50.0
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -152,7 +151,7 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
 
     async def _until_ready(self, engine: str, role: Role | None, remaining: float | None) -> None:
         loop = asyncio.get_running_loop()
-        end = loop.time() + _patience(remaining)
+        end = loop.time() + patience(remaining)
         while True:
             found = self.registry.find(engine, role)
             if found is not None and found.ready:
@@ -203,13 +202,6 @@ def _page_size(asked: int, default: int) -> int:
     if asked > MAX_PAGE:
         raise InvalidRequest.of("page_size", asked, f"at most {MAX_PAGE}")
     return asked or default
-
-
-def _patience(remaining: float | None) -> float:
-    """How long a call waits: until shortly before its deadline, so that the client gets a reason and not a timeout."""
-    if remaining is None:
-        return LONGEST_WAIT_SECONDS
-    return max(remaining - min(0.25, remaining / 4), 0.0)
 
 
 def _check_fits(rows: Sequence[pb.RankRow]) -> None:

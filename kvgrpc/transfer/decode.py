@@ -61,7 +61,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
             deliver_aux=self._deliver_aux,
         )
         self._own_pages = min(pool.pages for pool in config.pools)
-        self._routes = Routes(self.core, config.layout, resolve, self._start, self._pump)
+        self._routes = Routes(self.core, config.layout, resolve, open_channel, self._start, self._pump)
         self._open_channel = open_channel
         self._sessions: dict[Stream, _Session] = {}
         self._data_addresses: dict[RankRef, bytes] = {}
@@ -99,7 +99,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
         return not self.core.held_pages, self.open_rooms()
 
     async def stop(self) -> None:
-        self._routes.close()
+        await self._routes.close()
         for session in list(self._sessions.values()):
             session.close()
         if self._tasks:

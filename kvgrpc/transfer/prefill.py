@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from kvgrpc.dataplane.base import DataPlane
@@ -25,6 +25,7 @@ from kvgrpc.transfer.model import Align, Handle, RoomKey
 from kvgrpc.transfer.outbox import Outbox
 from kvgrpc.transfer.plan import check_pages
 from kvgrpc.transfer.prefill_core import Chunk, PrefillCore, PrefillPair, PrefillRoom
+from kvgrpc.transfer.sought import SoughtRooms
 from kvgrpc.transfer.tables import PartRow, RoomRow, SessionRow
 from kvgrpc.transfer.worker import Outcomes, PeerMemory, TransferWorker
 from kvgrpc.v1 import transfer_service_pb2 as pb
@@ -66,11 +67,13 @@ class PrefillManager(TransferManager[PrefillRoom]):
         self._worker = TransferWorker(plane, config.pools, self._report)
         self._turns, self._ticks_in_turn = 0, 0
         self._sessions: dict[PrefillPair, _Session] = {}
+        self._sought = SoughtRooms()
 
     # For senders: each is posted, and runs on the loop thread.
 
     def claim(self, key: RoomKey, handle: SenderHandle) -> None:
         handle.record = self.core.claim(key, handle)
+        self._sought.wake(key)
 
     def send(
         self, handle: SenderHandle, chunk: Chunk, aux: bytes | None, expectation: tuple[int | None, Align] | None
@@ -108,12 +111,24 @@ class PrefillManager(TransferManager[PrefillRoom]):
             self._sessions_drop(session)
             self.core.on_end(session, session.ref)
 
+    async def locate(self, keys: Sequence[RoomKey], timeout: float) -> list[RoomKey]:
+        """Those that have a sender here; waits for the first, at most ``timeout`` seconds. On the loop thread.
+
+        Raises TooManyRequests, and ServerDraining where none has one and none will.
+        """
+        found = self._with_sender(keys)
+        if not found:
+            await self._sought.wait(keys, timeout)
+            found = self._with_sender(keys)
+        return found
+
     # Life.
 
     async def drain(self, grace: float) -> tuple[bool, int]:
         """Refuses new rooms, waits for running ones, then cancels them; (nothing is left, open rooms)."""
         self.draining = True
         self.core.drain()
+        self._sought.drain()
         self._pump()
         await self.until(lambda: self.core.open_rooms == 0, grace)
         for record in list(self.core.rooms.values()):
@@ -123,6 +138,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         return self.core.open_writes == 0, self.core.open_rooms
 
     async def stop(self) -> None:
+        self._sought.drain()
         for session in list(self._sessions.values()):
             session.end(None)
         await asyncio.sleep(0)
@@ -293,6 +309,10 @@ class PrefillManager(TransferManager[PrefillRoom]):
                 del self._sessions[pair]
 
     # Between the core and the rest.
+
+    def _with_sender(self, keys: Sequence[RoomKey]) -> list[RoomKey]:
+        rooms = self.core.rooms
+        return [key for key in keys if (record := rooms.get(key)) is not None and record.claimed]
 
     def _tick(self) -> None:
         self.core.tick()

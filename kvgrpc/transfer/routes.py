@@ -8,11 +8,14 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import grpc
+
 from kvgrpc.errors import EngineNotFound, Failure, InvalidRequest, KvGrpcError, Reason
 from kvgrpc.model import Layout, RankId, RankRef
 from kvgrpc.transfer import topology
 from kvgrpc.transfer.decode_core import DecodeCore, DecodeRoom
 from kvgrpc.transfer.model import LONGEST_TRACEPARENT, Handle, RoomKey, Target, prefill_dp
+from kvgrpc.transfer.search import RoomSearch
 
 logger = logging.getLogger(__name__)
 _KNOWN_ENGINES = 4096
@@ -23,11 +26,15 @@ Coordinates = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class PrefillEngine:
-    """What a registry said of a prefill engine: its layout, and the ranks that could owe this decode rank a part."""
+    """What a registry said of a prefill engine: its layout, and the ranks that could owe this decode rank a part.
+
+    ``places_rooms``: its own balancer chooses the dp rank of a room that no router chose, and not room % dp.
+    """
 
     name: str
     layout: Layout
     targets: Mapping[Coordinates, Target]
+    places_rooms: bool = False
 
 
 class Resolve(Protocol):
@@ -60,6 +67,7 @@ class Routes:
         core: DecodeCore,
         layout: Layout,
         resolve: Resolve,
+        open_channel: Callable[[str], grpc.aio.Channel],
         start: Callable[[Coroutine[None, None, None], str], asyncio.Task[None]],
         pump: Callable[[], None],
     ) -> None:
@@ -71,6 +79,7 @@ class Routes:
         self._engines: dict[str, PrefillEngine] = {}
         self._questions: dict[str, list[ReceiverRoom]] = {}
         self._followed: dict[tuple[str, Coordinates], asyncio.Task[None]] = {}
+        self._search = RoomSearch(open_channel, start, self._on_found, self._on_silence)
         self._closed = False
 
     def find(self, room: ReceiverRoom) -> None:
@@ -98,10 +107,11 @@ class Routes:
                 if target.ref == departed and place not in self._followed and not self._closed:
                     self._followed[place] = self._start(self._meet_again(*place), f"follow {departed.rank}")
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._closed = True
         for task in self._followed.values():
             task.cancel()
+        await self._search.close()
 
     async def _meet_again(self, bootstrap_addr: str, coordinates: Coordinates) -> None:
         now = asyncio.get_running_loop().time
@@ -163,13 +173,19 @@ class Routes:
 
     def _bind(self, room: ReceiverRoom, engine: PrefillEngine) -> None:
         try:
-            self._core.bind(room, [self._target(room, engine)])
+            if _must_be_found(room, engine):
+                self._look_for(room, engine)
+            else:
+                self._core.bind(room, [self._target(room, engine)])
         except KvGrpcError as error:
             self._fail(room, error)
 
     def _bind_to_known(self, room: ReceiverRoom, engine: PrefillEngine) -> bool:
         """False where no session to the rank stands: what is known of it may be old."""
         try:
+            if _must_be_found(room, engine):
+                self._look_for(room, engine)
+                return True
             target = self._target(room, engine)
         except KvGrpcError:
             return False
@@ -179,9 +195,24 @@ class Routes:
         self._core.bind(room, [target])
         return True
 
+    def _look_for(self, room: ReceiverRoom, engine: PrefillEngine) -> None:
+        """Which dp rank has its sender, the ranks themselves say. Raises as ``_target_of``."""
+        self._search.add(room, [self._target_of(dp, engine) for dp in range(engine.layout.dp)])
+
+    def _on_found(self, room: DecodeRoom, target: Target) -> None:
+        self._core.bind(room, [target])
+        self._pump()
+
+    def _on_silence(self, room: DecodeRoom) -> None:
+        if isinstance(room, ReceiverRoom) and not room.ended:
+            self.find_anew(room)
+
     def _target(self, room: ReceiverRoom, engine: PrefillEngine) -> Target:
-        """Raises LayoutMismatch, InvalidRequest or EngineNotFound."""
         dp = prefill_dp(room.key.room, engine.layout.dp) if room.prefill_dp_rank is None else room.prefill_dp_rank
+        return self._target_of(dp, engine)
+
+    def _target_of(self, dp: int, engine: PrefillEngine) -> Target:
+        """Raises LayoutMismatch, InvalidRequest or EngineNotFound."""
         coordinates = topology.prefill_coordinates(self._core.me.rank, engine.layout, self._layout, dp)
         target = engine.targets.get(coordinates)
         if target is None:
@@ -193,6 +224,10 @@ class Routes:
 
     def _fail(self, room: ReceiverRoom, error: KvGrpcError) -> None:
         self._core.fail(room, Failure.of(error, str(self._core.me)))
+
+
+def _must_be_found(room: ReceiverRoom, engine: PrefillEngine) -> bool:
+    return engine.places_rooms and engine.layout.dp > 1 and room.prefill_dp_rank is None
 
 
 def _route_error(room: ReceiverRoom) -> InvalidRequest | None:

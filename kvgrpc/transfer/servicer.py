@@ -9,6 +9,8 @@ import grpc
 
 from kvgrpc.errors import Failure, InvalidRequest, RoomNotFound, WrongRank
 from kvgrpc.model import Role
+from kvgrpc.rpc.patience import patience
+from kvgrpc.transfer import wire
 from kvgrpc.transfer.failures import cancelled
 from kvgrpc.transfer.model import MAX_ROOM, RoomKey, RoomState
 from kvgrpc.transfer.prefill import PrefillManager
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_PAGE, _LARGEST_PAGE = 100, 1000
 _LONGEST_CAUSE = 256
+MAX_LOCATED_ROOMS = 4_096
 Row = TypeVar("Row")
 
 
@@ -45,10 +48,7 @@ class TransferServicer(TransferServiceServicer):
         if isinstance(manager, PrefillManager):
             await manager.serve(read, context.write)
             return
-        error = WrongRank(
-            f"{manager.ref} is a decode rank: it dials sessions and serves none",
-            metadata={"expected": "PREFILL", "actual": "DECODE"},
-        )
+        error = _decode_rank(manager, "it dials sessions and serves none")
         await context.write(pb.SessionResponse(goodbye=pb.Goodbye(failure=failure_to_pb(Failure.of(error)))))
 
     async def ListSessions(self, request: pb.ListSessionsRequest, context: object) -> pb.ListSessionsResponse:
@@ -78,6 +78,18 @@ class TransferServicer(TransferServiceServicer):
 
     async def GetRoom(self, request: pb.GetRoomRequest, context: object) -> pb.GetRoomResponse:
         return pb.GetRoomResponse(room=_room_to_pb(self._find(request.room, request.attempt)))
+
+    async def LocateRooms(
+        self,
+        request: pb.LocateRoomsRequest,
+        context: grpc.aio.ServicerContext[pb.LocateRoomsRequest, pb.LocateRoomsResponse],
+    ) -> pb.LocateRoomsResponse:
+        if not isinstance(self._manager, PrefillManager):
+            raise _decode_rank(self._manager, "senders are at prefill")
+        if not 0 < len(request.rooms) <= MAX_LOCATED_ROOMS:
+            raise _invalid("rooms", f"{len(request.rooms)} items", f"1 to {MAX_LOCATED_ROOMS} items")
+        found = await self._manager.locate(wire.room_keys(request.rooms), patience(context.time_remaining()))
+        return pb.LocateRoomsResponse(rooms=wire.room_keys_to_pb(found))
 
     async def CancelRoom(self, request: pb.CancelRoomRequest, context: object) -> pb.CancelRoomResponse:
         if len(request.cause) > _LONGEST_CAUSE:
@@ -113,6 +125,12 @@ class TransferServicer(TransferServiceServicer):
 
 
 _ROLES = {Role.PREFILL: common_pb2.ROLE_PREFILL, Role.DECODE: common_pb2.ROLE_DECODE}
+
+
+def _decode_rank(manager: TransferManager[Any], why: str) -> WrongRank:
+    return WrongRank(
+        f"{manager.ref} is a decode rank: {why}", metadata={"expected": Role.PREFILL.name, "actual": Role.DECODE.name}
+    )
 
 
 def _page(rows: list[Row], size: int) -> tuple[list[Row], Row | None]:

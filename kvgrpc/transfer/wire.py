@@ -58,6 +58,15 @@ def part_from_pb(message: pb.Part) -> Part:
     return Part(message.layer_start, message.layer_count, message.head_start, message.head_count, message.aux)
 
 
+def room_keys(messages: Sequence[pb.RoomKey]) -> list[RoomKey]:
+    """Raises InvalidRequest for a room that cannot be one."""
+    return [_key(message.room, message.attempt, index) for index, message in enumerate(messages)]
+
+
+def room_keys_to_pb(keys: Iterable[RoomKey]) -> list[pb.RoomKey]:
+    return [pb.RoomKey(room=key.room, attempt=key.attempt) for key in keys]
+
+
 def decode_frames(
     entries: Sequence[DecodeEntry], pools: int, limit: int, too_large: list[DecodeEntry]
 ) -> Iterator[pb.SessionRequest]:

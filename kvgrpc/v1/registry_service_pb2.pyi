@@ -58,10 +58,15 @@ class RankRow(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     POOLS_FIELD_NUMBER: _builtins.int
     DATA_PLANE_FIELD_NUMBER: _builtins.int
+    PLACES_ROOMS_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     """What it does."""
     data_plane: _builtins.str
     """Name of its data plane: "mooncake", "shm"."""
+    places_rooms: _builtins.bool
+    """True where the engine's own balancer chooses the dp rank of a request, and not room % dp: TransferService.LocateRooms
+    tells.
+    """
     @_builtins.property
     def rank(self) -> _common_pb2.RankRef:
         """Which rank, and which incarnation."""
@@ -87,10 +92,11 @@ class RankRow(_message.Message):
         layout: _common_pb2.Layout | None = ...,
         pools: _abc.Iterable[_common_pb2.Pool] | None = ...,
         data_plane: _builtins.str = ...,
+        places_rooms: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "layout", b"layout", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_plane", b"data_plane", "endpoints", b"endpoints", "layout", b"layout", "pools", b"pools", "rank", b"rank", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_plane", b"data_plane", "endpoints", b"endpoints", "layout", b"layout", "places_rooms", b"places_rooms", "pools", b"pools", "rank", b"rank", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

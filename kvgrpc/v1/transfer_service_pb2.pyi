@@ -782,6 +782,80 @@ class GetRoomResponse(_message.Message):
 Global___GetRoomResponse: _TypeAlias = GetRoomResponse  # noqa: Y015
 
 @_typing.final
+class RoomKey(_message.Message):
+    """Names one hand-off."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROOM_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    room: _builtins.int
+    """Chosen by the router, 1 to 2^63-1."""
+    attempt: _builtins.int
+    """Chosen by the router."""
+    def __init__(
+        self,
+        *,
+        room: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "room", b"room"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoomKey: _TypeAlias = RoomKey  # noqa: Y015
+
+@_typing.final
+class LocateRoomsRequest(_message.Message):
+    """Request of LocateRooms."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROOMS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def rooms(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoomKey]:
+        """1 to 4,096 rooms."""
+
+    def __init__(
+        self,
+        *,
+        rooms: _abc.Iterable[Global___RoomKey] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rooms", b"rooms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocateRoomsRequest: _TypeAlias = LocateRoomsRequest  # noqa: Y015
+
+@_typing.final
+class LocateRoomsResponse(_message.Message):
+    """Response of LocateRooms."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROOMS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def rooms(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoomKey]:
+        """Those that have a sender here."""
+
+    def __init__(
+        self,
+        *,
+        rooms: _abc.Iterable[Global___RoomKey] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rooms", b"rooms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocateRoomsResponse: _TypeAlias = LocateRoomsResponse  # noqa: Y015
+
+@_typing.final
 class CancelRoomRequest(_message.Message):
     """Request of CancelRoom."""
 

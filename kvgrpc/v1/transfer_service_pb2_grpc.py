@@ -55,6 +55,11 @@ class TransferServiceStub(object):
                 request_serializer=kvgrpc_dot_v1_dot_transfer__service__pb2.GetRoomRequest.SerializeToString,
                 response_deserializer=kvgrpc_dot_v1_dot_transfer__service__pb2.GetRoomResponse.FromString,
                 _registered_method=True)
+        self.LocateRooms = channel.unary_unary(
+                '/kvgrpc.v1.TransferService/LocateRooms',
+                request_serializer=kvgrpc_dot_v1_dot_transfer__service__pb2.LocateRoomsRequest.SerializeToString,
+                response_deserializer=kvgrpc_dot_v1_dot_transfer__service__pb2.LocateRoomsResponse.FromString,
+                _registered_method=True)
         self.CancelRoom = channel.unary_unary(
                 '/kvgrpc.v1.TransferService/CancelRoom',
                 request_serializer=kvgrpc_dot_v1_dot_transfer__service__pb2.CancelRoomRequest.SerializeToString,
@@ -108,6 +113,15 @@ class TransferServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LocateRooms(self, request, context):
+        """Tells which of these rooms have a sender at this prefill rank. Waits until one has, up to the deadline of the call:
+        shortly before it the answer is empty. Decode asks every dp rank of an engine whose row says places_rooms.
+        Roles: rank, operator. Errors: INVALID_REQUEST, WRONG_RANK (a decode rank), TOO_MANY_REQUESTS, SERVER_DRAINING.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CancelRoom(self, request, context):
         """Cancels one room here; the other side is told. A room that has ended stays as it is.
         Roles: operator. Errors: ROOM_NOT_FOUND, INVALID_REQUEST.
@@ -146,6 +160,11 @@ def add_TransferServiceServicer_to_server(servicer, server):
                     servicer.GetRoom,
                     request_deserializer=kvgrpc_dot_v1_dot_transfer__service__pb2.GetRoomRequest.FromString,
                     response_serializer=kvgrpc_dot_v1_dot_transfer__service__pb2.GetRoomResponse.SerializeToString,
+            ),
+            'LocateRooms': grpc.unary_unary_rpc_method_handler(
+                    servicer.LocateRooms,
+                    request_deserializer=kvgrpc_dot_v1_dot_transfer__service__pb2.LocateRoomsRequest.FromString,
+                    response_serializer=kvgrpc_dot_v1_dot_transfer__service__pb2.LocateRoomsResponse.SerializeToString,
             ),
             'CancelRoom': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelRoom,
@@ -267,6 +286,33 @@ class TransferService(object):
             '/kvgrpc.v1.TransferService/GetRoom',
             kvgrpc_dot_v1_dot_transfer__service__pb2.GetRoomRequest.SerializeToString,
             kvgrpc_dot_v1_dot_transfer__service__pb2.GetRoomResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LocateRooms(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvgrpc.v1.TransferService/LocateRooms',
+            kvgrpc_dot_v1_dot_transfer__service__pb2.LocateRoomsRequest.SerializeToString,
+            kvgrpc_dot_v1_dot_transfer__service__pb2.LocateRoomsResponse.FromString,
             options,
             channel_credentials,
             insecure,

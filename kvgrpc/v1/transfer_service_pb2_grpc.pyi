@@ -54,6 +54,11 @@ class TransferServiceStub:
     """Returns one room with its parts.
     Roles: rank, operator. Errors: ROOM_NOT_FOUND, INVALID_REQUEST.
     """
+    LocateRooms: _grpc.UnaryUnaryMultiCallable[_transfer_service_pb2.LocateRoomsRequest, _transfer_service_pb2.LocateRoomsResponse]
+    """Tells which of these rooms have a sender at this prefill rank. Waits until one has, up to the deadline of the call:
+    shortly before it the answer is empty. Decode asks every dp rank of an engine whose row says places_rooms.
+    Roles: rank, operator. Errors: INVALID_REQUEST, WRONG_RANK (a decode rank), TOO_MANY_REQUESTS, SERVER_DRAINING.
+    """
     CancelRoom: _grpc.UnaryUnaryMultiCallable[_transfer_service_pb2.CancelRoomRequest, _transfer_service_pb2.CancelRoomResponse]
     """Cancels one room here; the other side is told. A room that has ended stays as it is.
     Roles: operator. Errors: ROOM_NOT_FOUND, INVALID_REQUEST.
@@ -88,6 +93,11 @@ class TransferServiceAsyncStub(TransferServiceStub):
     GetRoom: _aio.UnaryUnaryMultiCallable[_transfer_service_pb2.GetRoomRequest, _transfer_service_pb2.GetRoomResponse]  # type: ignore[assignment]
     """Returns one room with its parts.
     Roles: rank, operator. Errors: ROOM_NOT_FOUND, INVALID_REQUEST.
+    """
+    LocateRooms: _aio.UnaryUnaryMultiCallable[_transfer_service_pb2.LocateRoomsRequest, _transfer_service_pb2.LocateRoomsResponse]  # type: ignore[assignment]
+    """Tells which of these rooms have a sender at this prefill rank. Waits until one has, up to the deadline of the call:
+    shortly before it the answer is empty. Decode asks every dp rank of an engine whose row says places_rooms.
+    Roles: rank, operator. Errors: INVALID_REQUEST, WRONG_RANK (a decode rank), TOO_MANY_REQUESTS, SERVER_DRAINING.
     """
     CancelRoom: _aio.UnaryUnaryMultiCallable[_transfer_service_pb2.CancelRoomRequest, _transfer_service_pb2.CancelRoomResponse]  # type: ignore[assignment]
     """Cancels one room here; the other side is told. A room that has ended stays as it is.
@@ -144,6 +154,17 @@ class TransferServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_transfer_service_pb2.GetRoomResponse, _abc.Awaitable[_transfer_service_pb2.GetRoomResponse]]:
         """Returns one room with its parts.
         Roles: rank, operator. Errors: ROOM_NOT_FOUND, INVALID_REQUEST.
+        """
+
+    @_abc_1.abstractmethod
+    def LocateRooms(
+        self,
+        request: _transfer_service_pb2.LocateRoomsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_transfer_service_pb2.LocateRoomsResponse, _abc.Awaitable[_transfer_service_pb2.LocateRoomsResponse]]:
+        """Tells which of these rooms have a sender at this prefill rank. Waits until one has, up to the deadline of the call:
+        shortly before it the answer is empty. Decode asks every dp rank of an engine whose row says places_rooms.
+        Roles: rank, operator. Errors: INVALID_REQUEST, WRONG_RANK (a decode rank), TOO_MANY_REQUESTS, SERVER_DRAINING.
         """
 
     @_abc_1.abstractmethod

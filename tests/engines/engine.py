@@ -88,7 +88,7 @@ class Engine:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.engines.worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                env=_environment(folder, int(arguments.get("tp_size", 1)), environment or {}),
+                env=_environment(folder, _processes(arguments), environment or {}),
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -328,7 +328,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _environment(folder: Path, tp: int, more: Mapping[str, str]) -> dict[str, str]:
+def _processes(arguments: Mapping[str, Any]) -> int:
+    """Scheduler processes of an engine."""
+    return int(arguments.get("tp_size", 1)) * int(arguments.get("dp_size", 1))
+
+
+def _environment(folder: Path, processes: int, more: Mapping[str, str]) -> dict[str, str]:
     fixed = {
         **dict.fromkeys(("TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"), str(folder)),
         **dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "OMP_NUM_THREADS"), "1"),
@@ -339,9 +344,9 @@ def _environment(folder: Path, tp: int, more: Mapping[str, str]) -> dict[str, st
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",  # a page that leaks ends the engine
         "PYTHONPATH": str(ROOT),
     }
-    if tp > 1:  # a core a rank, else the ranks look for NUMA nodes
+    if processes > 1:  # a core a rank, else the ranks look for NUMA nodes
         cores = sorted(os.sched_getaffinity(0))
-        fixed["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(tp))
+        fixed["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(processes))
     # PYTHONDONTWRITEBYTECODE would compile SGLang anew at every start.
     foreign = ("KVGRPC_", "SGLANG_", "PYTHONDONTWRITEBYTECODE")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvgrpc.model import Layout
 from tests.integration.rank_host import PAGES, RankProcess
 
-FAILED, WAITING, TRANSFERRING, SUCCESS = 0, 2, 3, 4
+FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = 0, 1, 2, 3, 4
 # A death is known within 1 s at decode and 2 s at prefill: tests/simulation holds them to that, in ticks. Here a busy
 # machine may add to it, but not so much that it would be the patience of 3 s that found out.
 BELOW_PATIENCE = 2.9
@@ -91,6 +92,50 @@ def test_1000_rooms_in_flight_end_right_and_leave_nothing(pair: tuple[RankProces
     everything = list(range(PAGES - 2))
     assert decode.call("page_sums", everything) == prefill.call("page_sums", everything)
     eventually(lambda: decode.call("rooms_open") == 0 and prefill.call("rooms_open") == 0)
+
+
+# An engine whose own balancer chooses the dp rank.
+
+
+def balanced(start: Start) -> tuple[RankProcess, RankProcess, RankProcess]:
+    """Two dp ranks of one prefill engine that do not go by room % 2, and a decode."""
+    both = {"layout": Layout(dp=2), "places_rooms": True}
+    first = start("P", "PREFILL", registry="embedded", **both).opened()
+    second = start("P", "PREFILL", registry=first.address, dp=1, **both).opened()
+    return first, second, start("D", "DECODE").opened()
+
+
+def test_decode_finds_the_dp_rank_that_an_engines_own_balancer_chose(start: Start) -> None:
+    first, second, decode = balanced(start)
+    first.call("fill", 1), second.call("fill", 2)
+    for room, prefill in [(1, first), (2, second), (3, second), (4, first)]:
+        decode.call("receive", room, first.address, None)
+        assert decode.call("state", "receivers", room)[0] == BOOTSTRAPPING
+        prefill.call("send", room, [room + 10])
+        decode.call("wait", "receivers", [room], [WAITING])
+        decode.call("give_pages", room, [room])
+        decode.call("wait", "receivers", [room], [SUCCESS])
+        assert decode.call("page_sums", [room]) == prefill.call("page_sums", [room + 10])
+    # A sender that was there first is found at once, and the router's own choice is not asked about.
+    second.call("send", 5, [5])
+    decode.call("receive", 5, first.address, [5])
+    first.call("send", 6, [6])
+    decode.call("receive", 6, first.address, [6], prefill_dp_rank=0)
+    decode.call("wait", "receivers", [5, 6], [SUCCESS])
+    rooms = list(range(100, 1100))
+    decode.call("receive_many", rooms, first.address, 1)
+    first.call("send_many", rooms[:300], 1), second.call("send_many", rooms[300:], 1)
+    decode.call("wait", "receivers", rooms, [SUCCESS])
+
+
+def test_a_room_that_no_rank_has_yet_waits_until_the_killed_rank_is_back_and_has_it(start: Start) -> None:
+    first, second, decode = balanced(start)
+    decode.call("receive", 1, first.address, [1])
+    second.kill()
+    third = start("P", "PREFILL", registry=first.address, dp=1, layout=Layout(dp=2), places_rooms=True).opened()
+    third.call("send", 1, [7])
+    decode.call("wait", "receivers", [1], [SUCCESS])
+    assert decode.call("page_sums", [1]) == third.call("page_sums", [7])
 
 
 # Refusals.

@@ -8,14 +8,12 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel
 
 from kvgrpc.errors import FeatureDisabled
-from kvgrpc.model import Role
 
 
-def check_supported(kv_args: Any, role: Role) -> None:
+def check_supported(kv_args: Any) -> None:
     """Raises FeatureDisabled that names the first setting of SGLang which cannot be served, and what to do."""
     parallel, disagg = get_parallel(), get_disagg()
     states = ", ".join(state.value for state in getattr(kv_args, "state_types", ()))
-    dp_size = max(parallel.attn_dp_size, parallel.dp_size)
     refused = (
         (bool(states), f"the model has state besides its KV cache ({states})", "use another transfer backend"),
         (parallel.pp_size > 1, f"--pp-size {parallel.pp_size}", "use --pp-size 1"),
@@ -31,19 +29,9 @@ def check_supported(kv_args: Any, role: Role) -> None:
         (get_exec().features.enable_memory_saver, "--enable-memory-saver", "leave it out: KV memory must stay"),
         (envs.SGLANG_DISAGG_STAGING_BUFFER.get(), "SGLANG_DISAGG_STAGING_BUFFER", "unset it"),
         (
-            envs.SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK.get(),
-            "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK",
-            "unset it: the router names the rank or room % dp does",
-        ),
-        (
             not envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get(),
             "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0",
             "unset it: pages would be used again while prefill may still write to them",
-        ),
-        (
-            role is Role.PREFILL and dp_size > 1 and parallel.load_balance_method != "follow_bootstrap_room",
-            f"--load-balance-method {parallel.load_balance_method} with {dp_size} dp ranks",
-            "use follow_bootstrap_room",
         ),
     )
     for holds, what, remedy in refused:

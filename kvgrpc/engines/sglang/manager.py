@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.disaggregation.base.conn import BaseKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import get_mooncake_transfer_engine
+from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_device, get_disagg, get_parallel, get_serving
 from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
 
@@ -40,7 +41,7 @@ class KvGrpcManager(BaseKVManager):
         self.page_bytes = sum(args.kv_item_lens)
         self._deferred: dict[int, KVReceiver] = {}
         role = Role.PREFILL if disaggregation_mode is DisaggregationMode.PREFILL else Role.DECODE
-        check_supported(args, role)
+        check_supported(args)
         place = _place(role)
         self.rank = open_rank(rank_config(args, place, _shared_plane(place.local_ip)))
         # A PrefillManager or a DecodeManager, as the class that SGLang makes on this one expects.
@@ -102,7 +103,14 @@ def _place(role: Role) -> Place:
         port=disagg.disaggregation_bootstrap_port if role is Role.PREFILL else serving.port,
         bootstrap=f"{bracketed(loopback_for(head))}:{disagg.disaggregation_bootstrap_port}",
         device=get_device().device,
+        places_rooms=role is Role.PREFILL and _places_rooms(),
     )
+
+
+def _places_rooms() -> bool:
+    """Whether the dp controller of this engine has a mind of its own; SGLang's decode would ask for each room then."""
+    follows = get_parallel().load_balance_method == "follow_bootstrap_room"
+    return not follows or bool(envs.SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK.get())
 
 
 def _shared_plane(host: str) -> DataPlane | None:

@@ -23,6 +23,7 @@ ALLOWED: dict[str, frozenset[CallerRole]] = {
     "/kvgrpc.v1.TransferService/ListSessions": frozenset({RANK, OPERATOR}),
     "/kvgrpc.v1.TransferService/ListRooms": frozenset({RANK, OPERATOR}),
     "/kvgrpc.v1.TransferService/GetRoom": frozenset({RANK, OPERATOR}),
+    "/kvgrpc.v1.TransferService/LocateRooms": frozenset({RANK, OPERATOR}),
     "/kvgrpc.v1.TransferService/CancelRoom": frozenset({OPERATOR}),
     "/kvgrpc.v1.TransferService/GetTopology": frozenset({RANK, OPERATOR}),
     "/kvgrpc.v1.EventService/ListStreams": EVERYBODY,

@@ -1,0 +1,47 @@
+"""One channel per address, for calls that come and go."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Container
+
+import grpc
+
+MAX_CHANNELS = 256
+
+
+class ChannelPool:
+    """Opens a channel when an address is first asked for. Bounded by ``trim``. All methods belong to one event loop."""
+
+    def __init__(self, open_channel: Callable[[str], grpc.aio.Channel]) -> None:
+        self._open_channel = open_channel
+        self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
+
+    def get(self, address: str) -> grpc.aio.Channel:
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = self._open_channel(address)
+        self._channels.move_to_end(address)
+        return channel
+
+    async def trim(self, in_use: Container[str]) -> None:
+        """Closes the least used channel that is not in use, where there are more than MAX_CHANNELS."""
+        if len(self._channels) > MAX_CHANNELS:
+            idle = next((address for address in self._channels if address not in in_use), None)
+            if idle is not None:
+                await self.hang_up(idle)
+
+    async def hang_up(self, address: str) -> None:
+        """The next call dials anew: it must not inherit how long a channel waits between its own attempts."""
+        channel = self._channels.pop(address, None)
+        if channel is not None:
+            await channel.close()
+
+    def is_connected(self, address: str) -> bool:
+        channel = self._channels.get(address)
+        return channel is not None and channel.get_state() == grpc.ChannelConnectivity.READY
+
+    async def close(self) -> None:
+        channels, self._channels = list(self._channels.values()), OrderedDict()
+        for channel in channels:
+            await channel.close()

@@ -1,0 +1,113 @@
+"""LocateRooms against real ranks: which rooms have a sender here, and how long a call waits for one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from kvgrpc.errors import KvGrpcError, Reason
+from kvgrpc.rpc.status import error_from
+from kvgrpc.transfer.sought import SoughtRooms
+from kvgrpc.v1 import transfer_service_pb2 as pb
+from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
+from tests.contract.transfer_peers import sender_of
+from tests.integration.rank_host import RankHost
+
+ROOMS = iter(range(20_000_000, 30_000_000))
+LONG = 20.0
+
+
+def ask(stub: TransferServiceStub, *rooms: int, timeout: float = LONG, attempt: int = 0) -> list[int]:
+    request = pb.LocateRoomsRequest(rooms=[pb.RoomKey(room=room, attempt=attempt) for room in rooms])
+    return [key.room for key in stub.LocateRooms(request, timeout=timeout).rooms]
+
+
+def refusal(stub: TransferServiceStub, *rooms: int) -> KvGrpcError:
+    with pytest.raises(grpc.RpcError) as caught:
+        ask(stub, *rooms)
+    return error_from(caught.value)
+
+
+@pytest.fixture
+def stub(prefill: RankHost, stub_of: Any) -> TransferServiceStub:
+    made: TransferServiceStub = stub_of(prefill)
+    return made
+
+
+class TestAnswers:
+    def test_only_rooms_with_a_sender_of_that_attempt_are_named(
+        self, prefill: RankHost, stub: TransferServiceStub
+    ) -> None:
+        here, absent = next(ROOMS), next(ROOMS)
+        sender = sender_of(prefill, here)
+        assert ask(stub, absent, here) == [here]
+        assert ask(stub, here, timeout=0.5, attempt=1) == []
+        sender.abort()
+
+    def test_a_call_waits_for_the_first_sender(self, prefill: RankHost, stub: TransferServiceStub) -> None:
+        first, second = next(ROOMS), next(ROOMS)
+        found: list[int] = []
+        asking = threading.Thread(target=lambda: found.extend(ask(stub, first, second)))
+        asking.start()
+        time.sleep(0.3)  # the call is most likely there; it finds the room either way
+        sender = sender_of(prefill, second)
+        asking.join(LONG)
+        assert found == [second]
+        sender.abort()
+
+    def test_shortly_before_the_deadline_the_answer_is_empty(self, stub: TransferServiceStub) -> None:
+        assert ask(stub, next(ROOMS), timeout=0.4) == []
+
+
+class TestRefusals:
+    def test_a_decode_rank_has_no_senders(self, decode: RankHost, stub_of: Any) -> None:
+        error = refusal(stub_of(decode), 1)
+        assert error.reason is Reason.WRONG_RANK
+        assert error.metadata["expected"] == "PREFILL" and error.metadata["actual"] == "DECODE"
+
+    @pytest.mark.parametrize(("rooms", "field"), [((), "rooms"), ((1,) * 4097, "rooms"), ((5, 0), "rooms[1].room")])
+    def test_nonsense_is_named(self, stub: TransferServiceStub, rooms: tuple[int, ...], field: str) -> None:
+        error = refusal(stub, *rooms)
+        assert error.reason is Reason.INVALID_REQUEST
+        assert error.metadata["field"] == field
+
+    def test_more_rooms_than_a_rank_can_watch_for_are_refused(
+        self, prefill: RankHost, stub: TransferServiceStub
+    ) -> None:
+        manager: Any = prefill.rank.transfer
+        manager._sought = SoughtRooms(limit=1)
+        try:
+            error = refusal(stub, next(ROOMS), next(ROOMS))
+        finally:
+            manager._sought = SoughtRooms()
+        assert error.reason is Reason.TOO_MANY_REQUESTS
+        assert error.metadata["scope"] == "rooms sought" and error.metadata["limit"] == "1"
+
+
+class TestDrain:
+    @pytest.fixture
+    def leaving(self) -> Iterator[RankHost]:
+        host = RankHost("L", "PREFILL", {})
+        yield host
+        host.close(1.0)
+
+    def test_a_waiting_call_ends_and_a_room_that_is_here_is_still_found(self, leaving: RankHost, stub_of: Any) -> None:
+        here, absent = next(ROOMS), next(ROOMS)
+        sender_of(leaving, here)
+        stub = stub_of(leaving)
+        assert ask(stub, here) == [here]
+        errors: list[KvGrpcError] = []
+        waiting = threading.Thread(target=lambda: errors.append(refusal(stub, absent)))
+        waiting.start()
+        time.sleep(0.3)
+        closing = threading.Thread(target=leaving.close, args=(8.0,))
+        closing.start()
+        waiting.join(LONG)
+        assert errors[0].reason is Reason.SERVER_DRAINING
+        assert ask(stub, absent, here) == [here]
+        closing.join(LONG)
