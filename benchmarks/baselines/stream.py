@@ -14,9 +14,10 @@ from typing import Any
 
 import grpc
 
-METHOD = "/benchmarks.Floor/Stream"
+METHOD, QUESTION = "/benchmarks.Floor/Stream", "/benchmarks.Floor/Question"
 DEADLINE = 60.0
 FRAME = bytes(100)
+ANSWER = bytes(300)
 
 
 class StreamEnd:
@@ -29,6 +30,8 @@ class StreamEnd:
         self._take = take
         self._loop = asyncio.new_event_loop()
         self._call: Any = None
+        self._server: Any = None
+        self._channels: list[grpc.aio.Channel] = []
         self._heard = 0
         self._tasks: set[asyncio.Task[None]] = set()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
@@ -39,6 +42,14 @@ class StreamEnd:
 
     def connect(self, port: int) -> None:
         asyncio.run_coroutine_threadsafe(self._connect(port), self._loop).result(DEADLINE)
+
+    def ask(self, port: int) -> None:
+        """A question and its answer, over a channel of its own."""
+        asyncio.run_coroutine_threadsafe(self._ask(port), self._loop).result(DEADLINE)
+
+    def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(DEADLINE)
+        self._loop.call_soon_threadsafe(self._loop.stop)
 
     def write(self) -> None:
         self.on_loop(lambda: self.start(self.send(FRAME)))
@@ -71,18 +82,40 @@ class StreamEnd:
     async def _serve(self) -> int:
         self._server = grpc.aio.server()
         handler: Any = grpc.stream_stream_rpc_method_handler(self._read)
+        answerer: Any = grpc.unary_unary_rpc_method_handler(_answer)
         service, method = METHOD[1:].split("/")
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
-        port = self._server.add_insecure_port("127.0.0.1:0")
+        handlers = {method: handler, QUESTION.rpartition("/")[2]: answerer}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+        port: int = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
         return port
 
+    async def _ask(self, port: int) -> None:
+        question: Any = self._channel(port).unary_unary(QUESTION)
+        await question(FRAME)
+
     async def _connect(self, port: int) -> None:
-        self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
-        self.start(self._read(None, self._channel.stream_stream(METHOD)()))
+        self._call = self._channel(port).stream_stream(METHOD)()
+        self.start(self._read(None, self._call))
+
+    def _channel(self, port: int) -> grpc.aio.Channel:
+        """On a connection of its own, as a session is."""
+        options = (("grpc.use_local_subchannel_pool", 1),)
+        self._channels.append(grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options))
+        return self._channels[-1]
+
+    async def _close(self) -> None:
+        for channel in self._channels:
+            await channel.close()
+        if self._server is not None:
+            await self._server.stop(0)
 
     async def _read(self, _: Any, call: Any) -> None:
         self._call = call
         while (frame := await call.read()) is not grpc.aio.EOF:
             self._heard += 1
             self._take(frame)
+
+
+async def _answer(question: bytes, context: Any) -> bytes:
+    return ANSWER

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from benchmarks.baselines.contact import BareDecode, BarePrefill
 from benchmarks.baselines.engines import mooncake_is_here
 from benchmarks.baselines.raw import BareMooncake, Descriptors
 from benchmarks.baselines.stream import StreamEnd
@@ -19,12 +20,13 @@ from benchmarks.harness.rounds import Benchmark, Contender, Figures
 from benchmarks.harness.table import Metric
 from benchmarks.harness.worker import Desk, Worker
 from benchmarks.rows.control import Throughput, many_rooms, percentile
-from benchmarks.rows.handoff import CONTROL_PAUSE, PAGE_PAUSE, SEED, Latency
+from benchmarks.rows.handoff import CONTROL_PAUSE, PAGE_PAUSE, SEED, FirstContact, Latency
 from benchmarks.rows.rooms import settle
 from benchmarks.sides.base import Setting
 from benchmarks.sides.memory import Shape
 
 ROOMS, CONTROL, PAGE = "limit.throughput", "limit.control_latency", "limit.latency"
+CONTACT = "limit.first_contact"
 END, ENGINE, MEMORY = "end", "engine", "memory"
 
 
@@ -57,6 +59,7 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
             lambda: Latency(moving, rooms, PAGE, PAGE_PAUSE, tail=False),
             missing,
         ),
+        row(CONTACT, lambda: BareContact(plan), lambda: FirstContact(moving, plan.contacts, CONTACT), missing),
     ]
 
 
@@ -103,6 +106,31 @@ class BarePages:
         self._target.close()
 
 
+class BareContact:
+    """A question, a stream and a page between an engine and a process that never met."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._prefill, self._decode = Worker("contact-prefill"), Worker("contact-decode")
+
+    def turn(self) -> Figures:
+        took = []
+        for _ in range(self._plan.contacts):
+            port = self._prefill.call(_open_prefill, self._plan)
+            self._decode.call(_open_decode, self._plan)
+            took.append(self._decode.call(_make_contact, port))
+            for worker in (self._decode, self._prefill):
+                worker.call(_close_contact)
+        return {CONTACT: percentile(took, 50) * 1e3}
+
+    def peak_rss(self) -> int:
+        return self._prefill.peak_rss() + self._decode.peak_rss()
+
+    def close(self) -> None:
+        self._prefill.close()
+        self._decode.close()
+
+
 def _serve(desk: Desk) -> int:
     end = desk.items[END] = StreamEnd()
     settle()
@@ -131,6 +159,27 @@ def _answer(desk: Desk, number: int) -> None:
     for heard in range(end.heard + 1, end.heard + 1 + number):
         end.wait(heard, CONTROL_PAUSE)
         end.write()
+
+
+def _open_prefill(desk: Desk, plan: Plan) -> int:
+    end = desk.items[END] = BarePrefill(plan.regions, plan.page_bytes)
+    settle()
+    return end.port
+
+
+def _open_decode(desk: Desk, plan: Plan) -> None:
+    desk.items[END] = BareDecode(plan.regions, plan.page_bytes)
+    settle()
+
+
+def _make_contact(desk: Desk, port: int) -> float:
+    end: BareDecode = desk.items[END]
+    return end.contact(port)
+
+
+def _close_contact(desk: Desk) -> None:
+    end: BarePrefill | BareDecode = desk.items.pop(END)
+    end.close()
 
 
 def _start_mooncake(desk: Desk, plan: Plan) -> tuple[str, int]:

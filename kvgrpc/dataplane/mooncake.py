@@ -360,7 +360,7 @@ def _first_contact(
         if handle in NO_HANDLE:
             return f"Mooncake cannot open {session}"
         while (status := engine.transfer_check_status(handle)) == 0:
-            time.sleep(0.001)
+            time.sleep(0.000_1)
         return "" if status == 1 else f"the first, empty write to {session} failed"
     return ""
 

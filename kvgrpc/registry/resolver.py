@@ -55,7 +55,7 @@ class Resolver:
         timeout: float = 10.0,
         wait_ready: bool = True,
     ) -> ResolvedEngine:
-        """The engine with the rows that any of the selectors fits (none: no rows, only the engine).
+        """The engine with the rows that any of the selectors fits, without their pools (none: only the engine).
 
         ``engine`` may be empty when the registry has exactly one of the role. With ``wait_ready`` it waits until every
         rank is registered. A registry that is down or warming up is asked again until ``timeout`` seconds are over.
@@ -80,6 +80,7 @@ class Resolver:
             role=common_pb2.Role.ValueType(question.role),
             selectors=[wire.selector_to_pb(selector) for selector in question.selectors],
             wait_ready=question.wait_ready,
+            without_pools=True,
         )
         channel = self._channels.get(question.address)
         await self._channels.trim({pending.address for pending in self._pending})

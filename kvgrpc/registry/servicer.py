@@ -145,7 +145,8 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
         if request.wait_ready:
             await self._until_ready(request.engine, role, context.time_remaining())
         engine = self.registry.resolve(request.engine, role, selectors)
-        rows = [wire.row_to_pb(row, self._pools) for row in engine.rows]
+        pools = None if request.without_pools else self._pools
+        rows = [wire.row_to_pb(row, pools) for row in engine.rows]
         _check_fits(rows)
         return pb.ResolveRanksResponse(engine=wire.engine_to_pb(engine, rows))
 

@@ -61,13 +61,14 @@ class PoolCache:
         return known[1]
 
 
-def row_to_pb(row: RankRow, pools: PoolCache) -> pb.RankRow:
+def row_to_pb(row: RankRow, pools: PoolCache | None) -> pb.RankRow:
+    """``pools`` None: the row without its pools."""
     return pb.RankRow(
         rank=wire.rank_ref_to_pb(row.ref),
         role=common_pb2.Role.ValueType(row.role),
         endpoints=pb.Endpoints(grpc=row.endpoints.grpc, events_pub=row.endpoints.events_pub),
         layout=wire.layout_to_pb(row.layout),
-        pools=[pools.encode(pool) for pool in row.pools],
+        pools=[] if pools is None else [pools.encode(pool) for pool in row.pools],
         data_plane=row.data_plane,
         places_rooms=row.places_rooms,
     )

@@ -521,12 +521,15 @@ class ResolveRanksRequest(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     SELECTORS_FIELD_NUMBER: _builtins.int
     WAIT_READY_FIELD_NUMBER: _builtins.int
+    WITHOUT_POOLS_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
     """Name of the engine; empty when the registry has exactly one of this role."""
     role: _common_pb2.Role.ValueType
     """Role of the engine; may be left out when the engine is named."""
     wait_ready: _builtins.bool
     """True to wait until the engine is READY, up to the deadline of the call."""
+    without_pools: _builtins.bool
+    """True to leave the pools of the rows out: whoever only wants to dial needs none, and they are nearly all of a row."""
     @_builtins.property
     def selectors(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankSelector]:
         """Ranks to return, joined by "or", at most 256; none: no rows, only the engine. A selector that fits no registered
@@ -540,10 +543,11 @@ class ResolveRanksRequest(_message.Message):
         role: _common_pb2.Role.ValueType = ...,
         selectors: _abc.Iterable[Global___RankSelector] | None = ...,
         wait_ready: _builtins.bool = ...,
+        without_pools: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "role", b"role", "selectors", b"selectors", "wait_ready", b"wait_ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "role", b"role", "selectors", b"selectors", "wait_ready", b"wait_ready", "without_pools", b"without_pools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

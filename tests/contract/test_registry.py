@@ -277,6 +277,16 @@ class TestResolveRanks:
         assert (engine.ready, engine.registered_ranks, engine.expected_ranks) == (False, 1, 2)
         assert [at.rank.rank.dp for at in engine.rows] == [1]
 
+    async def test_leaves_the_pools_out_for_who_only_wants_to_dial(self, served: Served) -> None:
+        await served.register(row())
+        whole = pb.ResolveRanksRequest(engine="P", selectors=[pb.RankSelector()])
+        bare = pb.ResolveRanksRequest(engine="P", selectors=[pb.RankSelector()], without_pools=True)
+        (with_pools,) = (await served.stub.ResolveRanks(whole)).engine.rows
+        (without,) = (await served.stub.ResolveRanks(bare)).engine.rows
+        assert with_pools.pools and not without.pools
+        with_pools.ClearField("pools")
+        assert with_pools == without
+
     async def test_wait_ready_is_woken_by_the_last_rank_within_tens_of_milliseconds(self, served: Served) -> None:
         first, second = ranks(TP2)
         request = pb.ResolveRanksRequest(role=ROLE_PREFILL, selectors=[pb.RankSelector()], wait_ready=True)
