@@ -105,6 +105,8 @@ def show_room(room: transfer_service_pb2.Room) -> None:
         ("handle open", room.local_handle),
         ("age", seconds(seconds_of(room.age))),
     ]
+    if room.traceparent:
+        fields.append(("trace", room.traceparent))
     if room.HasField("failure"):
         fields += failure_fields(room.failure)
     show_record(f"Room {room.room}, attempt {room.attempt}", fields)

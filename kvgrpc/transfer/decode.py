@@ -137,7 +137,16 @@ class DecodeManager(TransferManager[DecodeRoom]):
         held = room.ended and not room.handle.release_safe
         age = (self.core.now - room.created_at) * self.config.timing.tick_seconds
         return RoomRow(
-            room.key, Role.DECODE, room.state, parts, room.page_count, held, room.open_handle, age, room.failure
+            room.key,
+            Role.DECODE,
+            room.state,
+            parts,
+            room.page_count,
+            held,
+            room.open_handle,
+            age,
+            room.failure,
+            room.traceparent,
         )
 
     # Dialling.

@@ -8,6 +8,7 @@ to open), ``take_closes`` (streams to end), ``take_resolves`` (rooms to resolve 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from kvgrpc.errors import Failure, KvGrpcError, Reason
@@ -20,6 +21,7 @@ from kvgrpc.transfer.decode_pair import DecodePair, Stream
 from kvgrpc.transfer.decode_room import DecodePart, DecodeRoom
 from kvgrpc.transfer.dirty import take
 from kvgrpc.transfer.model import (
+    PAST_FAILURES,
     STATE_FAILED,
     STATE_SUCCESS,
     STATE_TRANSFERRING,
@@ -67,6 +69,7 @@ class DecodeCore:
         self._closes: list[Stream] = []
         self._resolves: list[DecodeRoom] = []
         self._departed: list[RankRef] = []
+        self._past_failures: deque[DecodeRoom] = deque(maxlen=PAST_FAILURES)
         self._outbox = Outbox()
 
     # What the engine asks for.
@@ -149,6 +152,12 @@ class DecodeCore:
         """Peers that welcomed us once, and to whom no session stands any more: they or a successor may come back."""
         departed, self._departed = self._departed, []
         return departed
+
+    def take_past_failures(self) -> list[DecodeRoom]:
+        """Failed rooms that were dropped: people may still ask why."""
+        past = list(self._past_failures)
+        self._past_failures.clear()
+        return past
 
     def take_dirty(self) -> Iterable[DecodePair]:
         """Pairs with something to say and a stream to say it on."""
@@ -314,6 +323,8 @@ class DecodeCore:
     def _drop_if_over(self, room: DecodeRoom) -> None:
         if room.key not in self._held and room.over and self.rooms.get(room.key) is room:
             del self.rooms[room.key]
+            if room.failure is not None:
+                self._past_failures.append(room)
             for part in room.parts.values():
                 part.pair.rooms.discard(room.key)
 

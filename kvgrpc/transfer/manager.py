@@ -8,8 +8,8 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from kvgrpc.dataplane.base import DataPlane
@@ -17,7 +17,7 @@ from kvgrpc.errors import Failure, Reason, TooManyRequests
 from kvgrpc.model import Layout, Pool, RankRef
 from kvgrpc.observability import metrics
 from kvgrpc.transfer.aux import AuxBuffer, AuxRows
-from kvgrpc.transfer.model import Bounds, RoomKey, Timing
+from kvgrpc.transfer.model import PAST_FAILURES, Bounds, RoomKey, Timing
 from kvgrpc.transfer.tables import RoomRow, SessionRow
 from kvgrpc.transfer.topology import Shape
 
@@ -68,6 +68,8 @@ class Core(Protocol[Record]):
 
     def fail(self, record: Record, failure: Failure, /) -> None: ...
 
+    def take_past_failures(self) -> Sequence[Record]: ...
+
 
 class TransferManager(ABC, Generic[Record]):
     """The rank's side of all hand-offs. Engine threads call ``post`` (through senders and receivers); everything else
@@ -97,6 +99,7 @@ class TransferManager(ABC, Generic[Record]):
         self._ticker: asyncio.Task[None] | None = None
         self._shown = 0
         self._conditions: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        self._past: dict[RoomKey, tuple[RoomRow, float]] = {}
 
     # For senders and receivers, on any thread.
 
@@ -170,11 +173,17 @@ class TransferManager(ABC, Generic[Record]):
     def sessions(self) -> list[SessionRow]: ...
 
     def rooms(self) -> list[RoomRow]:
-        return [self._row(record) for record in self.core.rooms.values()]
+        """Those of the core, and the last that failed and are over."""
+        self._keep_past_failures()
+        past = [self._past_row(key) for key in self._past if key not in self.core.rooms]
+        return [self._row(record) for record in self.core.rooms.values()] + past
 
     def room(self, key: RoomKey) -> RoomRow | None:
         record = self.core.rooms.get(key)
-        return None if record is None else self._row(record)
+        if record is not None:
+            return self._row(record)
+        self._keep_past_failures()
+        return self._past_row(key) if key in self._past else None
 
     def cancel(self, key: RoomKey, failure: Failure) -> bool:
         """Fails the room; False when there is none."""
@@ -204,6 +213,18 @@ class TransferManager(ABC, Generic[Record]):
     @abstractmethod
     def _tick(self) -> None: ...
 
+    def _keep_past_failures(self) -> None:
+        for record in self.core.take_past_failures():
+            row = self._row(record)
+            self._past.pop(row.key, None)
+            self._past[row.key] = row, self._loop.time()
+        while len(self._past) > PAST_FAILURES:
+            del self._past[next(iter(self._past))]
+
+    def _past_row(self, key: RoomKey) -> RoomRow:
+        row, since = self._past[key]
+        return replace(row, age_seconds=row.age_seconds + self._loop.time() - since)
+
     def _run(self) -> None:
         self._waking = False
         commands = self._commands
@@ -226,6 +247,7 @@ class TransferManager(ABC, Generic[Record]):
             try:
                 self._tick()
                 self._pump()
+                self._keep_past_failures()
                 self._show()
                 self._look_at_conditions()
             except Exception:

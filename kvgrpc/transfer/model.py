@@ -197,6 +197,7 @@ class Bounds:
     aux_bytes: int = 65_536
 
 
+PAST_FAILURES = 256  # rooms that people may still ask about
 LONGEST_TRACEPARENT = 55  # characters; what W3C allows
 
 

@@ -96,11 +96,16 @@ class PrefillManager(TransferManager[PrefillRoom]):
 
     # A session, on the loop thread.
 
-    async def serve(self, read: Reader, write: Callable[[pb.SessionResponse], Awaitable[None]]) -> None:
-        """One stream from Hello to Goodbye. Refusals travel in Goodbye (1); undecodable bytes end it in the library."""
+    async def serve(
+        self, read: Reader, write: Callable[[pb.SessionResponse], Awaitable[None]], caller: str = ""
+    ) -> None:
+        """One stream from Hello to Goodbye, of ``caller`` ("host:port"). Refusals travel in Goodbye (1); undecodable
+        bytes end it in the library.
+        """
         session = await self._greet(read, write)
         if session is None:
             return
+        session.caller = caller
         reading = asyncio.get_running_loop().create_task(self._read(session, read), name="kvgrpc-session-read")
         try:
             self._pump()  # 2: the older stream is told to end before the newer is welcomed
@@ -166,7 +171,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         return [
             SessionRow(
                 pair.ref,
-                "",
+                self._sessions[pair].caller if pair in self._sessions else "",
                 pair.state,
                 pair.number,
                 pair.open_rooms,
@@ -191,6 +196,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
             record.sender_live,
             age,
             record.failure,
+            record.traceparent,
         )
 
     # The session's two directions.
@@ -357,7 +363,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
 class _Session(Outbox):
     """One stream at prefill: whose it is, and how to write on it."""
 
-    __slots__ = ("failure", "pool_pages", "ref", "write")
+    __slots__ = ("caller", "failure", "pool_pages", "ref", "write")
 
     def __init__(
         self,
@@ -370,6 +376,7 @@ class _Session(Outbox):
         self.write = write
         self.pool_pages = pool_pages
         self.failure: Failure | None = None
+        self.caller = ""
 
     def end(self, failure: Failure | None) -> None:
         """Says goodbye and ends the stream; the first cause counts."""

@@ -130,6 +130,12 @@ class PrefillCore:
         gone, self._gone = self._gone, []
         return gone
 
+    def take_past_failures(self) -> list[PrefillRoom]:
+        """Failed rooms that were dropped: people may still ask why."""
+        past = list(self._records.past_failures)
+        self._records.past_failures.clear()
+        return past
+
     def take_dirty(self) -> Iterable[PrefillPair]:
         """Pairs with something to say and a stream to say it on."""
         if not self._records.dirty:

@@ -5,12 +5,15 @@ Numbers in comments are the rules of docs/session.md.
 
 from __future__ import annotations
 
+from collections import deque
+
 from kvgrpc.dataplane.base import Outcome
 from kvgrpc.errors import Failure, KvGrpcError
 from kvgrpc.model import RankRef
 from kvgrpc.transfer import failures
 from kvgrpc.transfer.deadlines import Deadlines
 from kvgrpc.transfer.model import (
+    PAST_FAILURES,
     STATE_FAILED,
     STATE_SUCCESS,
     STATE_TRANSFERRING,
@@ -45,6 +48,7 @@ class PrefillRecords:
         self.open_writes = 0
         self.submissions: list[Submission] = []
         self.stops: list[PrefillRoom] = []
+        self.past_failures: deque[PrefillRoom] = deque(maxlen=PAST_FAILURES)
         self.dirty: dict[PrefillPair, None] = {}
         self.overdue: dict[PrefillPair, None] = {}
         self.unknown = UnknownWrites(bounds.known_streams)
@@ -298,6 +302,8 @@ class PrefillRecords:
 
     def _drop(self, record: PrefillRoom) -> None:
         del self.rooms[record.key]
+        if record.failure is not None:
+            self.past_failures.append(record)
         self._ended.drop(record.key)
         self._due.clear(record.key)
         self._wait_no_more(record)

@@ -9,6 +9,7 @@ import grpc
 
 from kvgrpc.errors import Failure, InvalidRequest, RoomNotFound, WrongRank
 from kvgrpc.model import Role
+from kvgrpc.rpc.callers import caller_address
 from kvgrpc.rpc.patience import patience
 from kvgrpc.transfer import wire
 from kvgrpc.transfer.failures import cancelled
@@ -46,7 +47,7 @@ class TransferServicer(TransferServiceServicer):
 
         manager = self._manager
         if isinstance(manager, PrefillManager):
-            await manager.serve(read, context.write)
+            await manager.serve(read, context.write, caller_address(context.peer()))
             return
         error = _decode_rank(manager, "it dials sessions and serves none")
         await context.write(pb.SessionResponse(goodbye=pb.Goodbye(failure=failure_to_pb(Failure.of(error)))))
@@ -207,6 +208,7 @@ def _room_to_pb(row: RoomRow) -> pb.Room:
         pages=row.pages,
         held=row.held,
         local_handle=row.local_handle,
+        traceparent=row.traceparent,
     )
     message.age.FromMilliseconds(round(row.age_seconds * 1000))
     if row.failure is not None:

@@ -45,3 +45,4 @@ class RoomRow:
     local_handle: bool
     age_seconds: float
     failure: Failure | None
+    traceparent: str = ""

@@ -473,7 +473,7 @@ class Session(_message.Message):
     SILENCE_FIELD_NUMBER: _builtins.int
     OUTBOX_FIELD_NUMBER: _builtins.int
     address: _builtins.str
-    """Where the other side listens; empty at prefill, which does not dial."""
+    """Where the other side listens; at prefill, which does not dial, from where it calls, while a stream stands."""
     state: _builtins.str
     """"CONNECTING", "OPEN", "BROKEN", "LOST", "DEAD"."""
     stream: _builtins.int
@@ -561,6 +561,7 @@ class Room(_message.Message):
     LOCAL_HANDLE_FIELD_NUMBER: _builtins.int
     AGE_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     room: _builtins.int
     """Chosen by the router."""
     attempt: _builtins.int
@@ -575,6 +576,8 @@ class Room(_message.Message):
     """True while pages wait for evidence after the end."""
     local_handle: _builtins.bool
     """True while an engine's handle is open."""
+    traceparent: _builtins.str
+    """W3C trace context of the request, where decode's engine gave one."""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoomPart]:
         """What is known of each part."""
@@ -600,10 +603,11 @@ class Room(_message.Message):
         local_handle: _builtins.bool = ...,
         age: _duration_pb2.Duration | None = ...,
         failure: _common_pb2.Failure | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "failure", b"failure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "attempt", b"attempt", "failure", b"failure", "held", b"held", "local_handle", b"local_handle", "pages", b"pages", "parts", b"parts", "role", b"role", "room", b"room", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "attempt", b"attempt", "failure", b"failure", "held", b"held", "local_handle", b"local_handle", "pages", b"pages", "parts", b"parts", "role", b"role", "room", b"room", "state", b"state", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -711,7 +715,7 @@ class ListRoomsResponse(_message.Message):
     next_page_token: _builtins.str
     """Empty at the end of the list."""
     total: _builtins.int
-    """Rooms there are, of every state."""
+    """Rooms there are, of every state, and the last that failed."""
     @_builtins.property
     def rooms(self) -> _containers.RepeatedCompositeFieldContainer[Global___Room]:
         """Ordered by room and attempt."""

@@ -98,7 +98,8 @@ class TransferServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListRooms(self, request, context):
-        """Lists the rooms of this rank, paged, ordered by room and attempt.
+        """Lists the rooms of this rank, paged, ordered by room and attempt. A room that went well is soon over; the last 256
+        that failed stay.
         Roles: rank, operator. Errors: INVALID_REQUEST.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -47,7 +47,8 @@ class TransferServiceStub:
     Roles: rank, operator. Errors: INVALID_REQUEST.
     """
     ListRooms: _grpc.UnaryUnaryMultiCallable[_transfer_service_pb2.ListRoomsRequest, _transfer_service_pb2.ListRoomsResponse]
-    """Lists the rooms of this rank, paged, ordered by room and attempt.
+    """Lists the rooms of this rank, paged, ordered by room and attempt. A room that went well is soon over; the last 256
+    that failed stay.
     Roles: rank, operator. Errors: INVALID_REQUEST.
     """
     GetRoom: _grpc.UnaryUnaryMultiCallable[_transfer_service_pb2.GetRoomRequest, _transfer_service_pb2.GetRoomResponse]
@@ -87,7 +88,8 @@ class TransferServiceAsyncStub(TransferServiceStub):
     Roles: rank, operator. Errors: INVALID_REQUEST.
     """
     ListRooms: _aio.UnaryUnaryMultiCallable[_transfer_service_pb2.ListRoomsRequest, _transfer_service_pb2.ListRoomsResponse]  # type: ignore[assignment]
-    """Lists the rooms of this rank, paged, ordered by room and attempt.
+    """Lists the rooms of this rank, paged, ordered by room and attempt. A room that went well is soon over; the last 256
+    that failed stay.
     Roles: rank, operator. Errors: INVALID_REQUEST.
     """
     GetRoom: _aio.UnaryUnaryMultiCallable[_transfer_service_pb2.GetRoomRequest, _transfer_service_pb2.GetRoomResponse]  # type: ignore[assignment]
@@ -142,7 +144,8 @@ class TransferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _transfer_service_pb2.ListRoomsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_transfer_service_pb2.ListRoomsResponse, _abc.Awaitable[_transfer_service_pb2.ListRoomsResponse]]:
-        """Lists the rooms of this rank, paged, ordered by room and attempt.
+        """Lists the rooms of this rank, paged, ordered by room and attempt. A room that went well is soon over; the last 256
+        that failed stay.
         Roles: rank, operator. Errors: INVALID_REQUEST.
         """
 

@@ -278,7 +278,7 @@ class TestResolveRanks:
         assert [at.rank.rank.dp for at in engine.rows] == [1]
 
     async def test_leaves_the_pools_out_for_who_only_wants_to_dial(self, served: Served) -> None:
-        await served.register(row())
+        await served.register(row(pools=(pool(),)))
         whole = pb.ResolveRanksRequest(engine="P", selectors=[pb.RankSelector()])
         bare = pb.ResolveRanksRequest(engine="P", selectors=[pb.RankSelector()], without_pools=True)
         (with_pools,) = (await served.stub.ResolveRanks(whole)).engine.rows

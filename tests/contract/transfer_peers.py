@@ -316,8 +316,8 @@ def sender_of(host: RankHost, room: int) -> Any:
     return KVSender(cast(Any, host.rank.transfer), "", room)
 
 
-def receiver_of(host: RankHost, bootstrap: str, room: int) -> Any:
-    return KVReceiver(cast(Any, host.rank.transfer), bootstrap, room)
+def receiver_of(host: RankHost, bootstrap: str, room: int, **more: Any) -> Any:
+    return KVReceiver(cast(Any, host.rank.transfer), bootstrap, room, **more)
 
 
 def core_of(host: RankHost) -> Any:
