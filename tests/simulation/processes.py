@@ -44,13 +44,16 @@ class Process:
 
 @dataclass(eq=False)
 class Receiving:
-    """A receiver, as its scheduler knows it. ``pages`` are the engine's, from allocation to release."""
+    """A receiver, as its scheduler knows it. ``pages`` are the engine's, from allocation to release. ``late``: the
+    registry's answer is on its way, and the engine may give its pages before it comes.
+    """
 
     request: Request
     room: DecodeRoom
     handle: WatchedHandle
     pages: list[int] | None = None
     told: bool = False
+    late: bool = False
 
 
 class DecodeProcess(Process):
@@ -66,14 +69,14 @@ class DecodeProcess(Process):
         self.memory: list[dict[int, tuple[RoomKey, int]]] = [{} for _ in range(POOL_PAGES)]
         self.receiving: dict[RoomKey, Receiving] = {}
 
-    def begin(self, request: Request) -> DecodeRoom | None:
+    def begin(self, request: Request, late: bool = False) -> DecodeRoom | None:
         """The scheduler makes a receiver; pages follow once it says WaitingForInput. None: it has one of that key."""
         if request.key in self.receiving:
             return None
         handle = self.handle(request.key)
         room = DecodeRoom(request.key, handle)
-        self.receiving[request.key] = Receiving(request, room, handle)
-        if self.core.open(room):
+        self.receiving[request.key] = Receiving(request, room, handle, late=late)
+        if self.core.open(room) and not late:
             self._bind(room)
         return room
 
@@ -93,7 +96,14 @@ class DecodeProcess(Process):
                 if handle.release_safe:
                     del self.receiving[key]
                     self._free(receiving.pages or [])
-            elif handle.poll is KVPoll.WaitingForInput and receiving.pages is None and rnd.random() < 0.4:
+            elif receiving.late and rnd.random() < 0.2:
+                receiving.late = False
+                self._bind(receiving.room)
+            elif (
+                receiving.pages is None
+                and (receiving.late or handle.poll is KVPoll.WaitingForInput)
+                and rnd.random() < 0.4
+            ):
                 self._allocate(receiving)
 
     def abort(self, key: RoomKey) -> None:

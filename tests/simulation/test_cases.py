@@ -23,6 +23,15 @@ def test_decode_first_and_prefill_never_comes(stage: Stage) -> None:
     stage.until_over()
 
 
+def test_pages_before_the_registrys_answer_go_out_with_it_though_the_session_stands(stage: Stage) -> None:
+    stage.receive(OTHER)
+    stage.until_named(OTHER.key)
+    stage.decode.begin(REQUEST, late=True)
+    stage.send(REQUEST)
+    handle = stage.decode.receiving[KEY].handle
+    stage.until(lambda: handle.poll is KVPoll.Success)
+
+
 def test_prefill_first_and_decode_never_comes(stage: Stage) -> None:
     handle = stage.send(REQUEST)
     assert stage.until(lambda: failed(handle, "ROOM_DEADLINE"), FOREVER) == TIMING.room_deadline

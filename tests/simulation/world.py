@@ -90,7 +90,7 @@ class World:
         decode = self.decodes[number]
         if decode.state == "running":
             self.note(decode.ref, "opens", request)
-            decode.begin(request)
+            decode.begin(request, late=self.random.random() < 0.2)
 
     def begin_prefill(self, number: int, request: Request) -> None:
         prefill = self.current[number]
