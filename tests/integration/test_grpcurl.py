@@ -144,6 +144,8 @@ def test_a_room_is_seen_from_both_sides(ask: Any, running: Running) -> None:
         assert room["parts"][0]["pagesDone"] == 7
         (session,) = ask(server, "kvgrpc.v1.TransferService/ListSessions").json["sessions"]
         assert session["state"] == "OPEN"
+    sought = {"rooms": [{"room": str(ROOM)}]}
+    assert ask(running.prefill, "kvgrpc.v1.TransferService/LocateRooms", data=sought).json == sought
 
 
 def test_events_are_replayed_with_their_exact_bytes(ask: Any, running: Running) -> None:

@@ -11,11 +11,14 @@ import grpc
 import pytest
 
 from kvgrpc.errors import KvGrpcError, Reason
+from kvgrpc.model import Layout
 from kvgrpc.rpc.status import error_from
+from kvgrpc.transfer import KVPoll
+from kvgrpc.transfer.search import ROOMS_TOGETHER
 from kvgrpc.transfer.sought import SoughtRooms
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
-from tests.contract.transfer_peers import sender_of
+from tests.contract.transfer_peers import eventually, receiver_of, sender_of
 from tests.integration.rank_host import RankHost
 
 ROOMS = iter(range(20_000_000, 30_000_000))
@@ -37,6 +40,17 @@ def refusal(stub: TransferServiceStub, *rooms: int) -> KvGrpcError:
 def stub(prefill: RankHost, stub_of: Any) -> TransferServiceStub:
     made: TransferServiceStub = stub_of(prefill)
     return made
+
+
+@pytest.fixture(scope="module")
+def balanced() -> Iterator[tuple[RankHost, RankHost]]:
+    """An engine of two dp ranks whose balancer has a mind of its own."""
+    both = {"layout": Layout(dp=2), "places_rooms": True}
+    first = RankHost("B", "PREFILL", {"registry": "embedded", **both})
+    second = RankHost("B", "PREFILL", {"registry": first.rank.address, "dp": 1, **both})
+    yield first, second
+    second.close(1.0)
+    first.close(1.0)
 
 
 class TestAnswers:
@@ -87,6 +101,40 @@ class TestRefusals:
             manager._sought = SoughtRooms()
         assert error.reason is Reason.TOO_MANY_REQUESTS
         assert error.metadata["scope"] == "rooms sought" and error.metadata["limit"] == "1"
+
+
+class TestSearch:
+    """Decode's side."""
+
+    def test_more_rooms_than_one_call_may_name_are_all_found(
+        self, balanced: tuple[RankHost, RankHost], decode: RankHost
+    ) -> None:
+        rooms = [next(ROOMS) for _ in range(ROOMS_TOGETHER + 500)]
+        bootstrap = f"{balanced[0].rank.address}/B"
+        receivers = [receiver_of(decode, bootstrap, room) for room in rooms]
+        senders = [sender_of(balanced[room // 2 % 2], room) for room in rooms]
+        eventually(lambda: all(receiver.poll() is KVPoll.WaitingForInput for receiver in receivers), LONG)
+        for each in (*receivers, *senders):
+            each.abort()
+
+    def test_a_room_that_is_given_up_leaves_the_others_to_be_found(
+        self, balanced: tuple[RankHost, RankHost], decode: RankHost
+    ) -> None:
+        given_up, wanted = (receiver_of(decode, f"{balanced[0].rank.address}/B", next(ROOMS)) for _ in range(2))
+        given_up.abort()
+        sender = sender_of(balanced[1], wanted.room)
+        eventually(lambda: wanted.poll() is KVPoll.WaitingForInput, LONG)
+        assert given_up.poll() is KVPoll.Failed and given_up.release_safe
+        wanted.abort()
+        sender.abort()
+
+    def test_a_rank_that_the_engine_does_not_have_is_named(
+        self, balanced: tuple[RankHost, RankHost], decode: RankHost
+    ) -> None:
+        lost = receiver_of(decode, f"{balanced[0].rank.address}/B", next(ROOMS), prefill_dp_rank=2)
+        eventually(lambda: lost.poll() is KVPoll.Failed)
+        assert lost.failure.reason is Reason.PARALLEL_LAYOUT_MISMATCH
+        assert lost.failure.metadata["prefill_dp_rank"] == "below 2 != 2"
 
 
 class TestDrain:
