@@ -90,7 +90,8 @@ class RankProcess:
 class RankHost:
     """What the child does. Memory: LAYERS regions of PAGES pages of PAGE_BYTES bytes; one aux buffer.
 
-    Of ``settings``, ``slow_seconds`` is not RankConfig's: for how long the data plane does nothing, by submission.
+    Not RankConfig's, of ``settings``: ``slow_seconds``, for how long the data plane does nothing, by submission; and
+    ``own_memory``, the engine's own and not the data plane's, as real engines have it.
     """
 
     def __init__(self, engine: str, role: str, settings: dict[str, Any]) -> None:
@@ -103,9 +104,11 @@ class RankHost:
         name, slow = settings.pop("data_plane", "shm"), settings.pop("slow_seconds", {})
         page_bytes = settings.pop("page_bytes", PAGE_BYTES)
         pool_changes = settings.pop("pool", {})
-        plane: Any = kvgrpc.dataplane.open_plane(name)
+        own_memory = settings.pop("own_memory", False)
+        plane: Any = name if own_memory else kvgrpc.dataplane.open_plane(name)
         size = LAYERS * PAGES * page_bytes
-        address, aux = plane.allocate(size), plane.allocate(AUX_BYTES * AUX_ROWS)
+        allocate = self._allocate if own_memory else plane.allocate
+        address, aux = allocate(size), allocate(AUX_BYTES * AUX_ROWS)
         self.memory = _view(address, (LAYERS, PAGES, page_bytes))
         self.aux = _view(aux, (AUX_ROWS, AUX_BYTES))
         regions = tuple(
@@ -115,18 +118,26 @@ class RankHost:
         if slow:
             plane = FaultyDataPlane(plane, lambda number, _: Fault(delay=slow.get(number, 0.0)))
         settings.setdefault("layout", Layout())
-        self.rank = open_rank(
-            RankConfig(
-                engine=engine,
-                role=Role[role],
-                pools=(pool,),
-                aux=(AuxBuffer(aux, AUX_BYTES, AUX_ROWS),),
-                data_plane=plane,
-                **settings,
-            )
+        config = RankConfig(
+            engine=engine,
+            role=Role[role],
+            pools=(pool,),
+            aux=(AuxBuffer(aux, AUX_BYTES, AUX_ROWS),),
+            data_plane=plane,
+            **settings,
         )
+        self.rank = open_rank(config)
         self.senders: dict[tuple[int, int], Any] = {}
         self.receivers: dict[tuple[int, int], Any] = {}
+
+    def reopen(self) -> str:
+        """The same rank anew, on the same memory and address, as after an engine's sleep; its incarnation."""
+        from kvgrpc.server import open_rank
+
+        config = replace(self.rank.config, listen=self.rank.address)
+        assert self.rank.close(5.0).drained
+        self.rank = open_rank(config)
+        return str(self.rank.ref)
 
     def fill(self, seed: int) -> None:
         """Every page gets bytes that say where they come from."""
@@ -249,6 +260,10 @@ class RankHost:
     def close(self, deadline: float = 5.0) -> tuple[bool, int, int]:
         closed = self.rank.close(deadline)
         return closed.drained, closed.open_rooms, closed.held_pages
+
+    def _allocate(self, nbytes: int) -> int:
+        self._owned = [*getattr(self, "_owned", []), np.zeros(nbytes, np.uint8)]
+        return int(self._owned[-1].ctypes.data)
 
     @staticmethod
     def _wait(handles: Sequence[Any], polls: set[int], seconds: float) -> None:

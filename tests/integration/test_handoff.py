@@ -94,6 +94,25 @@ def test_1000_rooms_in_flight_end_right_and_leave_nothing(pair: tuple[RankProces
     eventually(lambda: decode.call("rooms_open") == 0 and prefill.call("rooms_open") == 0)
 
 
+@NEEDS_MOONCAKE
+@pytest.mark.parametrize("sleeper", ["prefill", "decode"])
+def test_a_side_that_slept_and_came_back_on_its_own_memory_is_used_again(start: Start, sleeper: str) -> None:
+    """Suspend is close, resume is open_rank: another incarnation of the same rank, and the other side goes on."""
+    prefill = start("P", "PREFILL", registry="embedded", data_plane="mooncake", own_memory=True)
+    decode = start("D", "DECODE", data_plane="mooncake", own_memory=True)
+    prefill.opened(), decode.opened()
+    prefill.call("fill", 3)
+    for room in (1, 2):
+        decode.call("receive", room, prefill.address, [room])
+        prefill.call("send", room, [room + 5])
+        decode.call("wait", "receivers", [room], [SUCCESS])
+        prefill.call("wait", "senders", [room], [SUCCESS])
+        assert decode.call("page_sums", [room]) == prefill.call("page_sums", [room + 5])
+        if room == 1:
+            process = prefill if sleeper == "prefill" else decode
+            assert process.call("reopen") != process.ref
+
+
 # An engine whose own balancer chooses the dp rank.
 
 
