@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 ROOMS_TOGETHER = 4_096
 _CALL_SECONDS = 10.0
 _PAUSE_SECONDS = 1.0
+# A rank waits before it says "none": one that does not must not keep us busy.
+_FRUITLESS_PAUSE_SECONDS = 0.1
 _Rooms = dict[RoomKey, DecodeRoom]
 
 
@@ -79,22 +81,30 @@ class RoomSearch:
                     target, answer = asking.pop(call), call.result()
                     if answer is None:
                         return
-                    self._take(rooms, target, answer)
-                    asking[self._ask(target, rooms)] = target
+                    found = self._take(rooms, target, answer)
+                    asking[self._ask(target, rooms, 0.0 if found else _FRUITLESS_PAUSE_SECONDS)] = target
         finally:
             for call in asking:
                 call.cancel()
 
-    def _take(self, rooms: _Rooms, target: Target, keys: Sequence[RoomKey]) -> None:
-        for key in keys:
-            room = rooms.pop(key, None)
-            if room is not None:
-                self._found(room, target)
+    def _take(self, rooms: _Rooms, target: Target, keys: Sequence[RoomKey]) -> int:
+        """How many of the rooms that we look for it has."""
+        found = [room for key in keys if (room := rooms.pop(key, None)) is not None]
+        for room in found:
+            self._found(room, target)
         for room in [room for room in rooms.values() if room.ended]:
             del rooms[room.key]
+        return len(found)
 
-    def _ask(self, target: Target, rooms: _Rooms) -> asyncio.Task[list[RoomKey] | None]:
-        return asyncio.get_running_loop().create_task(self._located(target, list(rooms)), name=f"locate {target.ref}")
+    def _ask(self, target: Target, rooms: _Rooms, pause: float = 0.0) -> asyncio.Task[list[RoomKey] | None]:
+        return asyncio.get_running_loop().create_task(
+            self._ask_after(pause, target, rooms), name=f"locate {target.ref}"
+        )
+
+    async def _ask_after(self, pause: float, target: Target, rooms: _Rooms) -> list[RoomKey] | None:
+        if pause:
+            await asyncio.sleep(pause)
+        return await self._located(target, list(rooms))
 
     async def _located(self, target: Target, keys: Sequence[RoomKey]) -> list[RoomKey] | None:
         """None: no answer. Empty: none of them has a sender there yet."""
