@@ -19,8 +19,8 @@ from kvgrpc.registry.clock import TICK_SECONDS, RunningClock
 from kvgrpc.registry.memory import MemoryRegistry
 from kvgrpc.registry.model import DEFAULT_TTL, RankRow, ResolvedEngine, coordinates_of
 from kvgrpc.registry.pages import coordinates_token, page_token, read_coordinates_token, read_page_token
-from kvgrpc.registry.waiters import MAX_WAITERS, ReadyWaiters
 from kvgrpc.rpc.patience import patience
+from kvgrpc.rpc.waiters import Waiters
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1 import registry_service_pb2_grpc
 
@@ -28,6 +28,8 @@ DEFAULT_PAGE = 100
 MAX_PAGE = 1_000
 MAX_PAGE_BYTES = 1 << 20
 MAX_RESOLVED_BYTES = 3 << 20
+# Waiting calls must not use up what a server admits (4,096 unary calls), or no rank could register and end the wait.
+MAX_WAITERS = 2_048
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -45,7 +47,10 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
             clock=self._clock, registry_id=secrets.token_hex(8), first_lease_id=secrets.randbits(62) + 1, ttl=ttl
         )
         self._pools = wire.PoolCache()
-        self._waiters = ReadyWaiters(max_waiters)
+        # By the engine's name, or by role where none was named.
+        self._waiters = Waiters[str | Role | None](
+            max_waiters, "waiting ResolveRanks calls", draining="the registry drains"
+        )
         self._ttl = duration_pb2.Duration()
         self._ttl.FromMicroseconds(round(ttl * 1e6))
         self._streams: set[asyncio.Future[None]] = set()
@@ -91,7 +96,8 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
         rows = wire.rows_to_register(request, self._pools, peer_is_local=peer_is_local(context.peer()))
         registered = self.registry.register(rows)
         for name, role in registered.became_ready:
-            self._waiters.wake(name, role)
+            self._waiters.wake(name)
+            self._waiters.wake(role)
         return pb.RegisterResponse(
             leases=wire.leases_to_pb(registered.leases), ttl=self._ttl, registry_id=self.registry.registry_id
         )
@@ -157,7 +163,7 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
             found = self.registry.find(engine, role)
             if found is not None and found.ready:
                 return
-            if loop.time() >= end or not await self._waiters.wait(engine, role, end - loop.time()):
+            if loop.time() >= end or not await self._waiters.wait([engine or role], end - loop.time()):
                 raise self.registry.absence(engine, role)
 
     async def _next_request(self, context: _Context, drained: asyncio.Future[None]) -> Any:

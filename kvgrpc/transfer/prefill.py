@@ -11,6 +11,7 @@ from typing import Protocol
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, Reason, ServerDraining, WrongRank
 from kvgrpc.model import RankRef, Role, check_pools, check_rank
+from kvgrpc.rpc.waiters import Waiters
 from kvgrpc.transfer import topology, wire
 from kvgrpc.transfer.manager import (
     FRAMES_RECEIVED,
@@ -25,7 +26,6 @@ from kvgrpc.transfer.model import Align, Handle, RoomKey
 from kvgrpc.transfer.outbox import Outbox
 from kvgrpc.transfer.plan import check_pages
 from kvgrpc.transfer.prefill_core import Chunk, PrefillCore, PrefillPair, PrefillRoom
-from kvgrpc.transfer.sought import SoughtRooms
 from kvgrpc.transfer.tables import PartRow, RoomRow, SessionRow
 from kvgrpc.transfer.worker import Outcomes, PeerMemory, TransferWorker
 from kvgrpc.v1 import transfer_service_pb2 as pb
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 _HELLO_WITHIN_SECONDS = 10.0
 _GOODBYE_WITHIN_SECONDS = 1.0
 _LONGEST_TURN_TICKS = 50
+MAX_SOUGHT_ROOMS = 65_536
 _MOST_POOLS, _MOST_REGIONS, _MOST_AUX_BUFFERS = 64, 16_384, 256
 
 
@@ -67,7 +68,9 @@ class PrefillManager(TransferManager[PrefillRoom]):
         self._worker = TransferWorker(plane, config.pools, self._report)
         self._turns, self._ticks_in_turn = 0, 0
         self._sessions: dict[PrefillPair, _Session] = {}
-        self._sought = SoughtRooms()
+        self._sought = Waiters[RoomKey](
+            MAX_SOUGHT_ROOMS, "rooms sought", draining=f"{self.ref} drains: a room without a sender gets none here"
+        )
 
     # For senders: each is posted, and runs on the loop thread.
 

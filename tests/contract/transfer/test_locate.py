@@ -15,7 +15,6 @@ from kvgrpc.model import Layout
 from kvgrpc.rpc.status import error_from
 from kvgrpc.transfer import KVPoll
 from kvgrpc.transfer.search import ROOMS_TOGETHER
-from kvgrpc.transfer.sought import SoughtRooms
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
 from tests.contract.transfer_peers import eventually, receiver_of, sender_of
@@ -91,14 +90,11 @@ class TestRefusals:
         assert error.metadata["field"] == field
 
     def test_more_rooms_than_a_rank_can_watch_for_are_refused(
-        self, prefill: RankHost, stub: TransferServiceStub
+        self, prefill: RankHost, stub: TransferServiceStub, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         manager: Any = prefill.rank.transfer
-        manager._sought = SoughtRooms(limit=1)
-        try:
-            error = refusal(stub, next(ROOMS), next(ROOMS))
-        finally:
-            manager._sought = SoughtRooms()
+        monkeypatch.setattr(manager._sought, "_limit", 1)
+        error = refusal(stub, next(ROOMS), next(ROOMS))
         assert error.reason is Reason.TOO_MANY_REQUESTS
         assert error.metadata["scope"] == "rooms sought" and error.metadata["limit"] == "1"
 

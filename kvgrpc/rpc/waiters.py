@@ -1,0 +1,82 @@
+"""Calls that wait for something to be there: bounded in number, woken by changes, never by polling."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Hashable, Sequence
+from typing import Generic, TypeVar
+
+from kvgrpc.errors import ServerDraining, TooManyRequests
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Waiters(Generic[Key]):
+    """Who waits for what. Lives on one event loop.
+
+    ``limit``: things that may be waited for at a time, over all calls; ``scope`` says of what, in the refusal.
+    ``draining``: what is said when it drains.
+    """
+
+    def __init__(self, limit: int, scope: str, draining: str) -> None:
+        self._limit = limit
+        self._scope = scope
+        self._draining_text = draining
+        self._count = 0
+        self._waiting: dict[Key, set[asyncio.Future[None]]] = {}
+        self._draining = False
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    async def wait(self, keys: Sequence[Key], timeout: float) -> bool:
+        """Waits for one of them; False after ``timeout`` seconds.
+
+        Raises TooManyRequests past the limit, ServerDraining after ``drain``.
+        """
+        if self._draining:
+            raise self._refusal()
+        if self._count + len(keys) > self._limit:
+            raise TooManyRequests(
+                f"{self._count} {self._scope} are there already, {self._limit} are the most",
+                metadata={"limit": self._limit, "value": self._count + len(keys), "scope": self._scope},
+                retry_after=1.0,
+            )
+        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        for key in keys:
+            self._waiting.setdefault(key, set()).add(woken)
+        self._count += len(keys)
+        try:
+            await asyncio.wait([woken], timeout=timeout)
+        finally:
+            self._count -= len(keys)
+            for key in keys:
+                self._forget(key, woken)
+        if woken.done():
+            woken.result()
+        return woken.done()
+
+    def wake(self, key: Key) -> None:
+        """It is there."""
+        for woken in self._waiting.pop(key, ()):
+            if not woken.done():
+                woken.set_result(None)
+
+    def drain(self) -> None:
+        """Ends all waits, now and later, with ServerDraining."""
+        self._draining = True
+        for waiting in self._waiting.values():
+            for woken in waiting:
+                if not woken.done():
+                    woken.set_exception(self._refusal())
+
+    def _forget(self, key: Key, woken: asyncio.Future[None]) -> None:
+        waiting = self._waiting.get(key)
+        if waiting is not None:
+            waiting.discard(woken)
+            if not waiting:
+                del self._waiting[key]
+
+    def _refusal(self) -> ServerDraining:
+        return ServerDraining(self._draining_text, retry_after=1.0)
