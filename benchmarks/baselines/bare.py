@@ -18,7 +18,7 @@ from benchmarks.baselines.stream import StreamEnd
 from benchmarks.sides.base import Pages, Poll, Setting
 from benchmarks.sides.memory import Memory
 from kvgrpc.model import Region
-from kvgrpc.transfer.plan import Geometry
+from kvgrpc.transfer.layout.plan import Geometry
 from kvgrpc.v1 import transfer_service_pb2 as pb
 
 _NO_PAGES = np.empty(0, np.uint32)

@@ -14,8 +14,8 @@ from kvgrpc.dataplane.base import DataPlane, MemoryRange
 from kvgrpc.model import Pool, PoolKind, Region, Role
 from kvgrpc.server import AuxBuffer, Rank, RankConfig, open_rank
 from kvgrpc.transfer import KVReceiver, KVSender
-from kvgrpc.transfer.decode import DecodeManager
-from kvgrpc.transfer.prefill import PrefillManager
+from kvgrpc.transfer.runtime.decode_manager import DecodeManager
+from kvgrpc.transfer.runtime.prefill_manager import PrefillManager
 
 CLOSE_DEADLINE = 5.0
 JOURNAL_BYTES = 2**30

@@ -17,11 +17,11 @@ def open_plane(name: str, *, host: str = "127.0.0.1", device: str = "") -> DataP
     FeatureDisabled with the remedy where a package or a library is missing.
     """
     if name == "shm":
-        from kvgrpc.dataplane.shm import ShmDataPlane
+        from kvgrpc.dataplane.shm.plane import ShmDataPlane
 
         return ShmDataPlane()
     if name == "mooncake":
-        from kvgrpc.dataplane.mooncake import MooncakeDataPlane
+        from kvgrpc.dataplane.mooncake.plane import MooncakeDataPlane
 
         return MooncakeDataPlane(host, device)
     raise ValueError(f"unknown data plane {name!r}: choose one of {', '.join(NAMES)}")

@@ -16,7 +16,7 @@ from kvgrpc.demo.rank_process import EngineRank, serve
 from kvgrpc.errors import Failure, Reason
 from kvgrpc.model import Role
 from kvgrpc.transfer import KVPoll, KVReceiver
-from kvgrpc.transfer.decode import DecodeManager
+from kvgrpc.transfer.runtime.decode_manager import DecodeManager
 
 
 def main(router: Router) -> None:

@@ -16,7 +16,7 @@ from kvgrpc.demo.protocol import Compute, Prefilled
 from kvgrpc.demo.rank_process import EngineRank, serve
 from kvgrpc.model import Role
 from kvgrpc.transfer import Align, KVPoll, KVSender
-from kvgrpc.transfer.prefill import PrefillManager
+from kvgrpc.transfer.runtime.prefill_manager import PrefillManager
 
 
 def main(router: Router) -> None:

@@ -7,11 +7,11 @@ yet wait in the outbox, so that nothing unsent can be evicted here.
 from __future__ import annotations
 
 import secrets
-import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from threading import Lock
 
 from kvgrpc.errors import EventsCompacted
 
@@ -62,7 +62,7 @@ class Journal:
         self.log = secrets.token_hex(16)
         self._limits = limits
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._next = 0
         # One entry is one batch or one hole. The lists run in parallel; what lies before _head is evicted.
         self._entries: list[bytes | Dropped] = []

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from kvgrpc.errors import StreamNotFound, TooManyRequests, Violation
-from kvgrpc.events.bell import Bell
+from kvgrpc.events.notifier import Bell
 from kvgrpc.events.watch import WatchableStream, WatchMode, watch
 from kvgrpc.events.wire import order_from_pb, part_to_pb, stream_to_pb
 from kvgrpc.model import raise_if

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvgrpc.errors import ServerDraining, Violation
-from kvgrpc.events.bell import Bell
 from kvgrpc.events.journal import Batches, Dropped
+from kvgrpc.events.notifier import Bell
 from kvgrpc.events.stream import StreamState
 from kvgrpc.model import raise_if
 

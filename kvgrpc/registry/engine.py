@@ -125,7 +125,7 @@ class Engine:
             self._ordered = tuple(sorted((leased.row for leased in self._leased.values()), key=_coordinates_of_row))
         return self._ordered
 
-    def rows_behind(self, after: Coordinates, limit: int) -> tuple[RankRow, ...]:
+    def rows_behind(self, after: tuple[int, ...], limit: int) -> tuple[RankRow, ...]:
         """At most ``limit`` rows with coordinates larger than ``after``, ordered."""
         rows = self.rows()
         first = bisect.bisect_right(rows, after, key=_coordinates_of_row)

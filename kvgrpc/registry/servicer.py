@@ -13,12 +13,12 @@ from google.protobuf import duration_pb2
 from kvgrpc.errors import InvalidRequest, ServerDraining, TooManyRequests
 from kvgrpc.model import Role
 from kvgrpc.observability import metrics
+from kvgrpc.paging import numbers_token, page_token, read_numbers_token, read_page_token
 from kvgrpc.registry import wire
 from kvgrpc.registry.addresses import peer_is_local
 from kvgrpc.registry.clock import TICK_SECONDS, RunningClock
-from kvgrpc.registry.memory import MemoryRegistry
-from kvgrpc.registry.model import DEFAULT_TTL, RankRow, ResolvedEngine, coordinates_of
-from kvgrpc.registry.pages import coordinates_token, page_token, read_coordinates_token, read_page_token
+from kvgrpc.registry.model import BEFORE_ALL, DEFAULT_TTL, RankRow, ResolvedEngine, coordinates_of
+from kvgrpc.registry.store.memory import MemoryRegistry
 from kvgrpc.rpc.patience import patience
 from kvgrpc.rpc.waiters import Waiters
 from kvgrpc.v1 import registry_service_pb2 as pb
@@ -117,14 +117,14 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
 
     async def GetEngine(self, request: pb.GetEngineRequest, context: _Context) -> pb.GetEngineResponse:
         question = f"GetEngine {request.engine}"
-        after = read_coordinates_token(question, request.page_token)
+        after = read_numbers_token(question, request.page_token, 4) or BEFORE_ALL
         size = _page_size(request.page_size, MAX_PAGE)
         engine = self.registry.get(request.engine, after, size + 1)
         rows = self._rows_that_fit(engine.rows[:size])
         response = pb.GetEngineResponse(engine=wire.engine_to_pb(engine, rows))
         if len(rows) < len(engine.rows):
             last = engine.rows[len(rows) - 1].ref.rank
-            response.next_page_token = coordinates_token(question, coordinates_of(last))
+            response.next_page_token = numbers_token(question, coordinates_of(last))
         return response
 
     async def ListEngines(self, request: pb.ListEnginesRequest, context: _Context) -> pb.ListEnginesResponse:

@@ -17,9 +17,9 @@ from kvgrpc.events.base import SHUTDOWN_SECONDS
 from kvgrpc.events.servicer import EventServicer
 from kvgrpc.model import RankId, RankRef, Role, new_epoch
 from kvgrpc.registry.addresses import AddressPolicy, parse_bootstrap_addr
+from kvgrpc.registry.client.registration import Registration
+from kvgrpc.registry.client.resolver import Resolver
 from kvgrpc.registry.model import Endpoints, RankRow, RankSelector
-from kvgrpc.registry.registration import Registration
-from kvgrpc.registry.resolver import Resolver
 from kvgrpc.registry.servicer import RegistryServicer
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.loop import LoopThread
@@ -30,11 +30,11 @@ from kvgrpc.server.config import RankConfig
 from kvgrpc.server.listener import Listener
 from kvgrpc.server.opening import plane_of, publisher_of
 from kvgrpc.server.servicer import ServerInfo, ServerServicer, transfer_limits
-from kvgrpc.transfer.decode import DecodeManager
-from kvgrpc.transfer.manager import TransferConfig
-from kvgrpc.transfer.model import Target
-from kvgrpc.transfer.prefill import PrefillManager
-from kvgrpc.transfer.routes import PrefillEngine
+from kvgrpc.transfer.protocol.types import Target
+from kvgrpc.transfer.runtime.decode_manager import DecodeManager
+from kvgrpc.transfer.runtime.manager import TransferConfig
+from kvgrpc.transfer.runtime.prefill_manager import PrefillManager
+from kvgrpc.transfer.runtime.resolve import PrefillEngine
 from kvgrpc.transfer.servicer import TransferServicer
 from kvgrpc.v1.event_service_pb2_grpc import add_EventServiceServicer_to_server
 from kvgrpc.v1.registry_service_pb2_grpc import add_RegistryServiceServicer_to_server

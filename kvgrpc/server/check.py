@@ -17,7 +17,7 @@ from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from kvgrpc.server.addresses import advertised, split
 from kvgrpc.server.config import RankConfig
 from kvgrpc.transfer.aux import AuxBuffer
-from kvgrpc.transfer.model import Bounds, Timing
+from kvgrpc.transfer.protocol.types import Bounds, Timing
 
 # Below it the names and pools of an ordinary Hello would not fit.
 SMALLEST_FRAME_BYTES = 64 * 1024
@@ -32,8 +32,8 @@ _KINDS: tuple[tuple[str, type, str], ...] = (
     *((name, str, "text") for name in ("device", "listen", "advertise", "registry")),
     ("server_security", ServerSecurity, "a kvgrpc.rpc.security.ServerSecurity"),
     ("client_security", ClientSecurity, "a kvgrpc.rpc.security.ClientSecurity"),
-    ("timing", Timing, "a kvgrpc.transfer.model.Timing"),
-    ("bounds", Bounds, "a kvgrpc.transfer.model.Bounds"),
+    ("timing", Timing, "a kvgrpc.transfer.protocol.types.Timing"),
+    ("bounds", Bounds, "a kvgrpc.transfer.protocol.types.Bounds"),
 )
 _LISTS: tuple[tuple[str, type, str], ...] = (
     ("pools", Pool, "kvgrpc.model.Pool"),

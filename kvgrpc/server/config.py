@@ -12,8 +12,8 @@ from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import Layout, Pool, RankId, Role
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from kvgrpc.transfer.aux import AuxBuffer
-from kvgrpc.transfer.manager import MAX_FRAME_BYTES
-from kvgrpc.transfer.model import Bounds, Timing
+from kvgrpc.transfer.protocol.types import Bounds, Timing
+from kvgrpc.transfer.runtime.manager import MAX_FRAME_BYTES
 
 ENVIRONMENT_PREFIX = "KVGRPC_"
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 from kvgrpc.model import RankRef, Role
-from kvgrpc.transfer.manager import TransferConfig
+from kvgrpc.transfer.runtime.manager import TransferConfig
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import server_service_pb2 as pb
 from kvgrpc.v1.server_service_pb2_grpc import ServerServiceServicer

@@ -3,7 +3,7 @@
 Engines use ``KVSender`` and ``KVReceiver`` over ``rank.transfer`` (kvgrpc.server.open_rank).
 """
 
-from kvgrpc.transfer.model import Align, KVPoll, room_from_transfer_id
+from kvgrpc.transfer.protocol.types import Align, KVPoll, room_from_transfer_id
 from kvgrpc.transfer.receiver import KVReceiver
 from kvgrpc.transfer.sender import KVSender
 

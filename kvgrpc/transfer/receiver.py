@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import numpy.typing as npt
 
 from kvgrpc.errors import Failure, KvGrpcError
-from kvgrpc.transfer.model import Destination, Handle, RoomKey
-from kvgrpc.transfer.pages import as_pages
-from kvgrpc.transfer.room_end import RoomEnd
-from kvgrpc.transfer.routes import ReceiverRoom
+from kvgrpc.transfer.handle import RoomEnd
+from kvgrpc.transfer.layout.pools import as_pages
+from kvgrpc.transfer.protocol.types import Destination, Handle, RoomKey
+from kvgrpc.transfer.runtime.resolve import ReceiverRoom
 
 if TYPE_CHECKING:
-    from kvgrpc.transfer.decode import DecodeManager
+    from kvgrpc.transfer.runtime.decode_manager import DecodeManager
 
 
 class KVReceiver(RoomEnd):

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import numpy.typing as npt
 
 from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError
-from kvgrpc.transfer.model import POLL_BOOTSTRAPPING, POLL_WAITING_FOR_INPUT, Align, KVPoll, RoomKey
-from kvgrpc.transfer.pages import as_pages
-from kvgrpc.transfer.prefill_core import Chunk
-from kvgrpc.transfer.room_end import RoomEnd
+from kvgrpc.transfer.handle import RoomEnd
+from kvgrpc.transfer.layout.pools import as_pages
+from kvgrpc.transfer.protocol.prefill_core import Chunk
+from kvgrpc.transfer.protocol.types import POLL_BOOTSTRAPPING, POLL_WAITING_FOR_INPUT, Align, KVPoll, RoomKey
 
 if TYPE_CHECKING:
-    from kvgrpc.transfer.prefill import PrefillManager
+    from kvgrpc.transfer.runtime.prefill_manager import PrefillManager
 
 
 class KVSender(RoomEnd):
@@ -33,7 +33,7 @@ class KVSender(RoomEnd):
     _engine = "prefill"
 
     def __init__(self, manager: PrefillManager, bootstrap_addr: str, room: int, attempt: int = 0) -> None:
-        from kvgrpc.transfer.prefill import SenderHandle
+        from kvgrpc.transfer.runtime.prefill_manager import SenderHandle
 
         handle = SenderHandle()
         super().__init__(manager, RoomKey(room, attempt), handle)

@@ -12,9 +12,9 @@ from kvgrpc.model import Role
 from kvgrpc.rpc.callers import caller_address
 from kvgrpc.rpc.patience import patience
 from kvgrpc.transfer import wire
-from kvgrpc.transfer.failures import cancelled
-from kvgrpc.transfer.model import MAX_ROOM, RoomKey, RoomState
-from kvgrpc.transfer.prefill import PrefillManager
+from kvgrpc.transfer.protocol.failures import cancelled
+from kvgrpc.transfer.protocol.types import MAX_ROOM, RoomKey, RoomState
+from kvgrpc.transfer.runtime.prefill_manager import PrefillManager
 from kvgrpc.transfer.tables import RoomRow, SessionRow
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
@@ -22,7 +22,7 @@ from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceServicer
 from kvgrpc.wire import failure_to_pb, layout_to_pb, pool_to_pb, rank_ref_to_pb
 
 if TYPE_CHECKING:
-    from kvgrpc.transfer.manager import TransferManager
+    from kvgrpc.transfer.runtime.manager import TransferManager
 
 _DEFAULT_PAGE, _LARGEST_PAGE = 100, 1000
 _LONGEST_CAUSE = 256

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvgrpc.errors import Failure
 from kvgrpc.model import RankRef, Role
-from kvgrpc.transfer.model import RoomKey, RoomState, Writes
+from kvgrpc.transfer.protocol.types import RoomKey, RoomState, Writes
 
 
 @dataclass(frozen=True, slots=True)

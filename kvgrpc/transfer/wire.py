@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from kvgrpc.errors import FrameTooLarge, InvalidRequest, KvGrpcError
-from kvgrpc.transfer.model import (
+from kvgrpc.transfer.layout.plan import check_pages
+from kvgrpc.transfer.layout.topology import Part
+from kvgrpc.transfer.protocol.types import (
     LONGEST_TRACEPARENT,
     MAX_ROOM,
     STATE_FAILED,
@@ -28,8 +30,6 @@ from kvgrpc.transfer.model import (
     Want,
     Writes,
 )
-from kvgrpc.transfer.plan import check_pages
-from kvgrpc.transfer.topology import Part
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.common_pb2 import PageSet
 from kvgrpc.wire import failure_from_pb, failure_to_pb

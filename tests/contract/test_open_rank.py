@@ -14,12 +14,12 @@ import grpc
 import pytest
 
 import kvgrpc.dataplane
-from kvgrpc.dataplane.shm import ShmDataPlane
+from kvgrpc.dataplane.shm.plane import ShmDataPlane
 from kvgrpc.errors import AddressNotAllowed, InvalidRequest, ServerDraining, StaleEpoch
 from kvgrpc.model import Pool, PoolKind, Region, Role
 from kvgrpc.rpc.status import error_from
 from kvgrpc.server import Rank, RankConfig, app, open_rank, opening
-from kvgrpc.transfer.model import Bounds
+from kvgrpc.transfer.protocol.types import Bounds
 from kvgrpc.v1 import server_service_pb2 as server_pb
 from kvgrpc.v1 import transfer_service_pb2 as transfer_pb
 from kvgrpc.v1.server_service_pb2_grpc import ServerServiceStub

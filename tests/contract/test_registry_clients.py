@@ -20,9 +20,9 @@ from kvgrpc.errors import (
     StaleEpoch,
 )
 from kvgrpc.model import Layout, Role
+from kvgrpc.registry.client.registration import Registration
+from kvgrpc.registry.client.resolver import Resolver
 from kvgrpc.registry.model import RankRow, RankSelector
-from kvgrpc.registry.registration import Registration
-from kvgrpc.registry.resolver import Resolver
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.security import CallerRole, ClientSecurity, ServerSecurity, Token
 from tests.contract.registry_serving import TP2, Served, dial, until

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvgrpc.dataplane.base import MemoryRange, Outcome, Transfer
-from kvgrpc.dataplane.connections import Connection, arriving, lingering, read_table
-from kvgrpc.dataplane.mooncake import MooncakeDataPlane
+from kvgrpc.dataplane.mooncake.connections import Connection, arriving, lingering, read_table
+from kvgrpc.dataplane.mooncake.plane import MooncakeDataPlane
 from kvgrpc.errors import FeatureDisabled, InvalidRequest
 from kvgrpc.model import Pool, PoolKind, Region, Role
 from kvgrpc.server import RankConfig, open_rank

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvgrpc.dataplane.base import MemoryRange, Outcome
-from kvgrpc.dataplane.shm import ShmDataPlane
+from kvgrpc.dataplane.shm.plane import ShmDataPlane
 from kvgrpc.errors import PeerUnreachable
 from tests.faults.dataplane import wait
 from tests.integration.dataplane_process import PlaneProcess, digest, noise, u64, until, view

@@ -18,8 +18,8 @@ import pytest_asyncio
 
 from kvgrpc.errors import EngineNotFound, WarmingUp
 from kvgrpc.model import Role
+from kvgrpc.registry.client.resolver import Resolver
 from kvgrpc.registry.model import EVERY_RANK, ResolvedEngine
-from kvgrpc.registry.resolver import Resolver
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.status import error_from
 from kvgrpc.v1 import registry_service_pb2 as pb
@@ -54,7 +54,7 @@ asyncio.run(main())
 NODE = """
 import asyncio, functools, sys
 from kvgrpc.model import Layout, RankId, RankRef, Role, new_epoch
-from kvgrpc.registry.registration import Registration
+from kvgrpc.registry.client.registration import Registration
 from kvgrpc.registry.model import Endpoints, RankRow
 from kvgrpc.rpc.channel import open_channel
 

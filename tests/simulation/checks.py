@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvgrpc.transfer.decode_core import DecodePart
-from kvgrpc.transfer.model import DecodeEntry, KVPoll, RoomKey, Writes
-from kvgrpc.transfer.prefill_core import PrefillCore, PrefillPair
+from kvgrpc.transfer.protocol.decode_core import DecodePart
+from kvgrpc.transfer.protocol.prefill_core import PrefillCore, PrefillPair
+from kvgrpc.transfer.protocol.types import DecodeEntry, KVPoll, RoomKey, Writes
 from tests.simulation.processes import POOL_PAGES, TIMING, DecodeProcess, PrefillProcess, Process
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvgrpc.errors import Failure
 from kvgrpc.transfer import wire
-from kvgrpc.transfer.decode_core import Stream
-from kvgrpc.transfer.model import DecodeEntry, PrefillEntry
+from kvgrpc.transfer.protocol.decode_core import Stream
+from kvgrpc.transfer.protocol.types import DecodeEntry, PrefillEntry
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from tests.simulation.checks import check_rooms_are_known
 

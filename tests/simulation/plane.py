@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from kvgrpc.dataplane.base import Outcome
 from kvgrpc.model import RankRef
-from kvgrpc.transfer.model import RoomKey
-from kvgrpc.transfer.prefill_core import PrefillRoom, Submission
+from kvgrpc.transfer.protocol.prefill_core import PrefillRoom, Submission
+from kvgrpc.transfer.protocol.types import RoomKey
 
 if TYPE_CHECKING:
     from tests.simulation.processes import DecodeProcess, PrefillProcess

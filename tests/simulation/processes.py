@@ -10,9 +10,9 @@ import numpy as np
 
 from kvgrpc.errors import Failure, Reason
 from kvgrpc.model import RankId, RankRef
-from kvgrpc.transfer.decode_core import DecodeCore, DecodePair, DecodeRoom
-from kvgrpc.transfer.model import Bounds, Destination, KVPoll, RoomKey, Target, Timing
-from kvgrpc.transfer.prefill_core import Chunk, PrefillCore, PrefillRoom
+from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodePair, DecodeRoom
+from kvgrpc.transfer.protocol.prefill_core import Chunk, PrefillCore, PrefillRoom
+from kvgrpc.transfer.protocol.types import Bounds, Destination, KVPoll, RoomKey, Target, Timing
 from tests.simulation.plane import Plane
 from tests.simulation.requests import Request, WatchedHandle
 

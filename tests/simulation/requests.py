@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvgrpc.transfer.model import Align, Handle, KVPoll, RoomKey
+from kvgrpc.transfer.protocol.types import Align, Handle, KVPoll, RoomKey
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from kvgrpc.transfer.decode_core import DecodeCore
-from kvgrpc.transfer.model import Align, Bounds, RoomKey
-from kvgrpc.transfer.prefill_core import PrefillCore
+from kvgrpc.transfer.protocol.decode_core import DecodeCore
+from kvgrpc.transfer.protocol.prefill_core import PrefillCore
+from kvgrpc.transfer.protocol.types import Align, Bounds, RoomKey
 from tests.simulation.checks import check_end
 from tests.simulation.processes import DecodeProcess, PrefillProcess
 from tests.simulation.requests import Request

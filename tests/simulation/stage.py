@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvgrpc.transfer.decode_core import DecodePart, DecodeRoom
-from kvgrpc.transfer.model import Bounds, RoomKey
-from kvgrpc.transfer.prefill_core import PrefillRoom
+from kvgrpc.transfer.protocol.decode_core import DecodePart, DecodeRoom
+from kvgrpc.transfer.protocol.prefill_core import PrefillRoom
+from kvgrpc.transfer.protocol.types import Bounds, RoomKey
 from tests.simulation.network import Link
 from tests.simulation.plane import Plane
 from tests.simulation.processes import DecodeProcess, PrefillProcess

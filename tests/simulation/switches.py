@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from kvgrpc.errors import Failure
-from kvgrpc.transfer.decode_core import DecodeCore, DecodePair, DecodePart, DecodeRoom, Stream
-from kvgrpc.transfer.decode_held import HeldPages
-from kvgrpc.transfer.prefill_core import PrefillCore, PrefillPair
+from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodePair, DecodePart, DecodeRoom, Stream
+from kvgrpc.transfer.protocol.decode_held import HeldPages
+from kvgrpc.transfer.protocol.prefill_core import PrefillCore, PrefillPair
 
 
 def cores(off: Collection[int]) -> tuple[type[DecodeCore], type[PrefillCore]]:

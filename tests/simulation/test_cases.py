@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvgrpc.transfer.model import KVPoll, RoomKey, RoomState, Want, Writes
+from kvgrpc.transfer.protocol.types import KVPoll, RoomKey, RoomState, Want, Writes
 from tests.simulation.checks import LATENCY
 from tests.simulation.processes import TIMING
 from tests.simulation.requests import Request

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvgrpc.dataplane.base import Outcome
-from kvgrpc.transfer.model import Destination, KVPoll, RoomKey, Writes
+from kvgrpc.transfer.protocol.types import Destination, KVPoll, RoomKey, Writes
 from tests.simulation.checks import LATENCY
 from tests.simulation.processes import TIMING
 from tests.simulation.requests import Request

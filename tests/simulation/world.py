@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable
 
 from kvgrpc.model import RankRef
-from kvgrpc.transfer.decode_core import DecodeCore
-from kvgrpc.transfer.model import Bounds, RoomKey, Target
-from kvgrpc.transfer.prefill_core import PrefillCore
+from kvgrpc.transfer.protocol.decode_core import DecodeCore
+from kvgrpc.transfer.protocol.prefill_core import PrefillCore
+from kvgrpc.transfer.protocol.types import Bounds, RoomKey, Target
 from tests.simulation.checks import Promises
 from tests.simulation.network import Link, Network
 from tests.simulation.plane import Residue, Write

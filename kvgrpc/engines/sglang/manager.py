@@ -118,6 +118,6 @@ def _shared_plane(host: str) -> DataPlane | None:
     shared = get_mooncake_transfer_engine()
     if shared is None:
         return None
-    from kvgrpc.dataplane.mooncake import MooncakeDataPlane
+    from kvgrpc.dataplane.mooncake.plane import MooncakeDataPlane
 
     return MooncakeDataPlane.of(shared.engine, host)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvgrpc.transfer import KVPoll
-from kvgrpc.transfer.model import Timing
+from kvgrpc.transfer.protocol.types import Timing
 from tests.contract.transfer_peers import (
     DecodeClient,
     Memory,

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvgrpc.transfer.model import Timing
+from kvgrpc.transfer.protocol.types import Timing
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
 from tests.contract.transfer_peers import (
     DecodeClient,

@@ -13,8 +13,8 @@ import pytest
 from kvgrpc.client import SyncClient
 from kvgrpc.errors import Reason
 from kvgrpc.transfer import KVPoll
-from kvgrpc.transfer import decode as decode_module
-from kvgrpc.transfer import prefill as prefill_module
+from kvgrpc.transfer.runtime import decode_manager as decode_module
+from kvgrpc.transfer.runtime import prefill_manager as prefill_module
 from tests.contract.transfer_peers import eventually, receiver_of, sender_of
 from tests.integration.rank_host import PAGES, RankHost
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from kvgrpc.dataplane.connections import (
+from kvgrpc.dataplane.mooncake.connections import (
     CLOSE_WAIT,
     ESTABLISHED,
     FIN_WAIT1,

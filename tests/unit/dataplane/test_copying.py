@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvgrpc.dataplane import copying
-from kvgrpc.dataplane.copying import SLICE_BYTES, Copier, Pieces
+from kvgrpc.dataplane.shm import copying
+from kvgrpc.dataplane.shm.copying import SLICE_BYTES, Copier, Pieces
 
 
 def address(array: np.ndarray) -> int:

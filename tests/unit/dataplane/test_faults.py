@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvgrpc.dataplane.base import DataPlane, Outcome
-from kvgrpc.dataplane.shm import ShmDataPlane
+from kvgrpc.dataplane.shm.plane import ShmDataPlane
 from tests.faults.dataplane import Fault, FaultyDataPlane, NullDataPlane, wait
 
 

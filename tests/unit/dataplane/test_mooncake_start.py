@@ -8,8 +8,8 @@ from importlib import metadata
 
 import pytest
 
-from kvgrpc.dataplane import mooncake_start
-from kvgrpc.dataplane.mooncake_start import DEFAULTS, StartedEngine, adopt_engine, start_engine
+from kvgrpc.dataplane.mooncake import start as mooncake_start
+from kvgrpc.dataplane.mooncake.start import DEFAULTS, StartedEngine, adopt_engine, start_engine
 from kvgrpc.errors import FeatureDisabled
 
 

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from kvgrpc.dataplane import mooncake, open_plane
+from kvgrpc.dataplane import open_plane
+from kvgrpc.dataplane.mooncake import plane as mooncake
 from kvgrpc.errors import FeatureDisabled
 
 

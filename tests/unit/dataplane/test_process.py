@@ -9,7 +9,7 @@ import sys
 
 import msgspec
 
-from kvgrpc.dataplane.process import ProcessIdentity, own_identity, socket_inodes, start_of
+from kvgrpc.dataplane.shm.process import ProcessIdentity, own_identity, socket_inodes, start_of
 
 
 def test_this_process_is_visible_and_alive() -> None:

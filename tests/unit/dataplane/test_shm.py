@@ -16,10 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvgrpc.dataplane import segments, shm
 from kvgrpc.dataplane.base import MemoryRange, Outcome, Result, Transfer, U64Array
-from kvgrpc.dataplane.copying import SLICE_BYTES
-from kvgrpc.dataplane.shm import ShmDataPlane
+from kvgrpc.dataplane.shm import plane as shm
+from kvgrpc.dataplane.shm import segments
+from kvgrpc.dataplane.shm.copying import SLICE_BYTES
+from kvgrpc.dataplane.shm.plane import ShmDataPlane
 from kvgrpc.errors import FeatureDisabled, PeerUnreachable
 from tests.faults.dataplane import wait
 

@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvgrpc.dataplane.base import Outcome, Result
-from kvgrpc.dataplane.window import FEWEST, PIECE_BYTES, STALL_SECONDS, Limits, PeerQueue, Submitter, WindowTransfer
+from kvgrpc.dataplane.mooncake.window import (
+    FEWEST,
+    PIECE_BYTES,
+    STALL_SECONDS,
+    Limits,
+    PeerQueue,
+    Submitter,
+    WindowTransfer,
+)
 
 SMALL = Limits(4, 16, 1 << 30)
 

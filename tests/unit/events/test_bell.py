@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 
-from kvgrpc.events.bell import Bell
+from kvgrpc.events.notifier import Bell
 
 
 async def test_everybody_who_waits_hears_one_ring() -> None:

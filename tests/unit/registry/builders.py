@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvgrpc.model import Layout, Pool, PoolKind, RankId, RankRef, Region, Role
-from kvgrpc.registry.memory import MemoryRegistry
 from kvgrpc.registry.model import Endpoints, RankRow
+from kvgrpc.registry.store.memory import MemoryRegistry
 
 TTL = 10.0
 

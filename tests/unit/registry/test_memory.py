@@ -15,8 +15,8 @@ from kvgrpc.errors import (
     WarmingUp,
 )
 from kvgrpc.model import Layout, RankId, RankRef, Role
-from kvgrpc.registry.memory import MemoryRegistry
 from kvgrpc.registry.model import BEFORE_ALL, EVERY_RANK, RankSelector
+from kvgrpc.registry.store.memory import MemoryRegistry
 from tests.unit.registry.builders import TTL, HandClock, pool, ranks, registry, row
 
 TP2 = Layout(tp=2)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from kvgrpc.errors import AddressNotAllowed, InvalidRequest
 from kvgrpc.model import Layout, Role
+from kvgrpc.paging import numbers_token, page_token, read_numbers_token, read_page_token
 from kvgrpc.registry import wire
 from kvgrpc.registry.clock import MAX_STEP_SECONDS, RunningClock
 from kvgrpc.registry.model import Endpoints, RankRow, RankSelector, ResolvedEngine
-from kvgrpc.registry.pages import coordinates_token, page_token, read_coordinates_token, read_page_token
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.wire import pool_to_pb
 from tests.unit.registry.builders import HandClock, pool, row
@@ -59,9 +59,11 @@ def test_no_token_breaks_the_reader(raw: bytes) -> None:
 
 
 def test_coordinates_survive_a_token_and_forged_ones_do_not() -> None:
-    assert read_coordinates_token("q", coordinates_token("q", (1, 2, 3, 4))) == (1, 2, 3, 4)
-    with pytest.raises(InvalidRequest):
-        read_coordinates_token("q", page_token("q", "1,2,x,4"))
+    assert read_numbers_token("q", numbers_token("q", (1, 2, 3, 4)), 4) == (1, 2, 3, 4)
+    assert read_numbers_token("q", "", 4) is None
+    for forged in ("1,2,x,4", "1,2,3", "1,2,3,4,5"):
+        with pytest.raises(InvalidRequest):
+            read_numbers_token("q", page_token("q", forged), 4)
 
 
 def test_equal_pools_become_one_object_without_addresses() -> None:

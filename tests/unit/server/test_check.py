@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from kvgrpc.dataplane.shm import ShmDataPlane
+from kvgrpc.dataplane.shm.plane import ShmDataPlane
 from kvgrpc.errors import AddressNotAllowed, InvalidRequest
 from kvgrpc.model import Layout, Pool, PoolKind, Region, Role
 from kvgrpc.server import AuxBuffer, RankConfig, RegistryServer, open_rank, settings
 from kvgrpc.server.check import check
-from kvgrpc.transfer.model import Bounds, Timing
+from kvgrpc.transfer.protocol.types import Bounds, Timing
 
 POOL = Pool("kv", PoolKind.KV, 16, 8, "float32", (Region(0, "kv", 4096, 4096, 4096),))
 

@@ -7,8 +7,8 @@ import pytest
 
 from kvgrpc.dataplane.base import Outcome
 from kvgrpc.model import RankId, RankRef
-from kvgrpc.transfer.model import Align, DecodeEntry, Destination, Handle, KVPoll, RoomKey, Want
-from kvgrpc.transfer.prefill_core import Chunk, PrefillCore
+from kvgrpc.transfer.protocol.prefill_core import Chunk, PrefillCore
+from kvgrpc.transfer.protocol.types import Align, DecodeEntry, Destination, Handle, KVPoll, RoomKey, Want
 
 PREFILL, DECODE, KEY = RankRef(RankId("P"), 1), RankRef(RankId("D"), 2), RoomKey(5)
 WHOLE_PROMPT = 6

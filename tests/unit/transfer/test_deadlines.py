@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvgrpc.transfer.deadlines import Deadlines
+from kvgrpc.transfer.protocol.timers import Deadlines
 
 actions = st.lists(st.tuples(st.sampled_from(["set", "clear"]), st.integers(0, 5), st.integers(1, 8)), max_size=6)
 

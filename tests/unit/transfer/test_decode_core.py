@@ -7,8 +7,8 @@ import pytest
 
 from kvgrpc.errors import Failure, Reason
 from kvgrpc.model import RankId, RankRef
-from kvgrpc.transfer.decode_core import DecodeCore, DecodePair, DecodeRoom, Stream
-from kvgrpc.transfer.model import (
+from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodePair, DecodeRoom, Stream
+from kvgrpc.transfer.protocol.types import (
     Bounds,
     DecodeEntry,
     Destination,

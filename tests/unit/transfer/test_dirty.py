@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvgrpc.transfer.dirty import take
-from kvgrpc.transfer.model import RoomKey
+from kvgrpc.transfer.protocol.dirty import take
+from kvgrpc.transfer.protocol.types import RoomKey
 
 
 def test_a_piece_is_taken_from_the_front_and_the_rest_stays() -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.transfer import room_from_transfer_id
-from kvgrpc.transfer.model import MAX_ROOM
-from kvgrpc.transfer.pages import as_pages
+from kvgrpc.transfer.layout.pools import as_pages
+from kvgrpc.transfer.protocol.types import MAX_ROOM
 
 
 @pytest.mark.parametrize("given", [[1, 2, 3], (1, 2, 3), np.array([1, 2, 3], np.int32), np.array([1, 2, 3], np.int64)])

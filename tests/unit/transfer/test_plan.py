@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvgrpc.errors import KvIndexOutOfRange
 from kvgrpc.model import Region
-from kvgrpc.transfer.plan import Geometry, Plan, check_pages
+from kvgrpc.transfer.layout.plan import Geometry, Plan, check_pages
 
 PAGES = 64
 

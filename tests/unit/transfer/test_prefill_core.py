@@ -8,7 +8,8 @@ import pytest
 from kvgrpc.dataplane.base import Outcome
 from kvgrpc.errors import Failure, InvalidRequest, Reason
 from kvgrpc.model import RankId, RankRef
-from kvgrpc.transfer.model import (
+from kvgrpc.transfer.protocol.prefill_core import Chunk, PrefillCore, PrefillRoom, Submission
+from kvgrpc.transfer.protocol.types import (
     Align,
     Bounds,
     DecodeEntry,
@@ -22,7 +23,6 @@ from kvgrpc.transfer.model import (
     Want,
     Writes,
 )
-from kvgrpc.transfer.prefill_core import Chunk, PrefillCore, PrefillRoom, Submission
 
 ME, KEY, TIMING = RankRef(RankId("P"), 1), RoomKey(5), Timing()
 D0, D1 = RankRef(RankId("D0"), 2), RankRef(RankId("D1"), 3)

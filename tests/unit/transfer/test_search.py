@@ -7,9 +7,9 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from kvgrpc.model import RankId, RankRef
-from kvgrpc.transfer.decode_core import DecodeRoom
-from kvgrpc.transfer.model import Handle, RoomKey, Target
-from kvgrpc.transfer.search import RoomSearch
+from kvgrpc.transfer.protocol.decode_core import DecodeRoom
+from kvgrpc.transfer.protocol.types import Handle, RoomKey, Target
+from kvgrpc.transfer.runtime.search import RoomSearch
 
 RANKS = [Target(RankRef(RankId("P", dp=dp), 1), f"127.0.0.1:{dp + 1}") for dp in range(2)]
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvgrpc.errors import ParallelLayoutMismatch
 from kvgrpc.model import Layout, Pool, PoolKind, RankId, Region
-from kvgrpc.transfer.topology import Part, Shape, owed_part, prefill_coordinates
+from kvgrpc.transfer.layout.topology import Part, Shape, owed_part, prefill_coordinates
 
 POOL = Pool(
     "kv",

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvgrpc.errors import Failure, InvalidRequest, Reason
 from kvgrpc.transfer import wire
-from kvgrpc.transfer.model import DecodeEntry, Destination, PrefillEntry, RoomKey, RoomState, Want, Writes
+from kvgrpc.transfer.protocol.types import DecodeEntry, Destination, PrefillEntry, RoomKey, RoomState, Want, Writes
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.common_pb2 import PageSet
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from kvgrpc.model import RankRef
-from kvgrpc.transfer.model import (
+from kvgrpc.transfer.protocol.types import (
     WRITES_STOPPED,
     WRITES_UNKNOWN,
     RoomKey,

@@ -12,9 +12,10 @@ import numpy as np
 
 from kvgrpc.dataplane.base import Outcome
 from kvgrpc.errors import Failure, KvGrpcError
-from kvgrpc.transfer import failures
-from kvgrpc.transfer.coverage import Coverage
-from kvgrpc.transfer.model import (
+from kvgrpc.transfer.protocol import failures
+from kvgrpc.transfer.protocol.coverage import Coverage
+from kvgrpc.transfer.protocol.prefill_pair import PrefillPair
+from kvgrpc.transfer.protocol.types import (
     STATE_BOOTSTRAPPING,
     WANT_OPENED,
     WRITES_OPEN,
@@ -27,7 +28,6 @@ from kvgrpc.transfer.model import (
     RoomKey,
     U32Array,
 )
-from kvgrpc.transfer.prefill_pair import PrefillPair
 
 # By Outcome: FAILED_UNKNOWN, FAILED_SRC_FREE, REJECTED, DONE (7).
 _WRITES_AFTER = (WRITES_UNKNOWN, WRITES_STOPPED, WRITES_SETTLED, WRITES_SETTLED)

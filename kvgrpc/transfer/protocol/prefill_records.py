@@ -10,9 +10,12 @@ from collections import deque
 from kvgrpc.dataplane.base import Outcome
 from kvgrpc.errors import Failure, KvGrpcError
 from kvgrpc.model import RankRef
-from kvgrpc.transfer import failures
-from kvgrpc.transfer.deadlines import Deadlines
-from kvgrpc.transfer.model import (
+from kvgrpc.transfer.protocol import failures
+from kvgrpc.transfer.protocol.prefill_memory import EndedRecords, UnknownWrites
+from kvgrpc.transfer.protocol.prefill_pair import PrefillPair
+from kvgrpc.transfer.protocol.prefill_room import Chunk, PrefillRoom, Submission
+from kvgrpc.transfer.protocol.timers import Deadlines
+from kvgrpc.transfer.protocol.types import (
     PAST_FAILURES,
     STATE_FAILED,
     STATE_SUCCESS,
@@ -31,9 +34,6 @@ from kvgrpc.transfer.model import (
     Timing,
     Writes,
 )
-from kvgrpc.transfer.prefill_memory import EndedRecords, UnknownWrites
-from kvgrpc.transfer.prefill_pair import PrefillPair
-from kvgrpc.transfer.prefill_room import Chunk, PrefillRoom, Submission
 
 
 class PrefillRecords:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-from kvgrpc.dataplane.connections import LISTEN, read_table
-from kvgrpc.dataplane.process import socket_inodes
+from kvgrpc.dataplane.mooncake.connections import LISTEN, read_table
+from kvgrpc.dataplane.shm.process import socket_inodes
 from kvgrpc.errors import FeatureDisabled
 
 logger = logging.getLogger(__name__)

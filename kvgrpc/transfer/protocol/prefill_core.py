@@ -13,9 +13,13 @@ from collections.abc import Iterable
 from kvgrpc.dataplane.base import Outcome
 from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, StaleEpoch
 from kvgrpc.model import RankRef
-from kvgrpc.transfer import failures
-from kvgrpc.transfer.dirty import take
-from kvgrpc.transfer.model import (
+from kvgrpc.transfer.protocol import failures
+from kvgrpc.transfer.protocol.dirty import take
+from kvgrpc.transfer.protocol.prefill_memory import StreamNumbers
+from kvgrpc.transfer.protocol.prefill_pair import PrefillPair
+from kvgrpc.transfer.protocol.prefill_records import PrefillRecords
+from kvgrpc.transfer.protocol.prefill_room import Chunk, PrefillRoom, Submission
+from kvgrpc.transfer.protocol.types import (
     STATE_FAILED,
     STATE_SUCCESS,
     WANT_FORGET,
@@ -30,10 +34,6 @@ from kvgrpc.transfer.model import (
     RoomKey,
     Timing,
 )
-from kvgrpc.transfer.prefill_memory import StreamNumbers
-from kvgrpc.transfer.prefill_pair import PrefillPair
-from kvgrpc.transfer.prefill_records import PrefillRecords
-from kvgrpc.transfer.prefill_room import Chunk, PrefillRoom, Submission
 
 __all__ = ["Chunk", "PrefillCore", "PrefillPair", "PrefillRoom", "Submission"]
 

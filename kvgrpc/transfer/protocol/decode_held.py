@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvgrpc.transfer.deadlines import Deadlines
-from kvgrpc.transfer.decode_pair import DecodePair
-from kvgrpc.transfer.decode_room import DecodePart, DecodeRoom
-from kvgrpc.transfer.model import (
+from kvgrpc.transfer.protocol.decode_pair import DecodePair
+from kvgrpc.transfer.protocol.decode_room import DecodePart, DecodeRoom
+from kvgrpc.transfer.protocol.timers import Deadlines
+from kvgrpc.transfer.protocol.types import (
     STATE_SUCCESS,
     WRITES_SETTLED,
     RoomKey,

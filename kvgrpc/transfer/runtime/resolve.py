@@ -12,10 +12,10 @@ import grpc
 
 from kvgrpc.errors import EngineNotFound, Failure, InvalidRequest, KvGrpcError, Reason
 from kvgrpc.model import Layout, RankId, RankRef
-from kvgrpc.transfer import topology
-from kvgrpc.transfer.decode_core import DecodeCore, DecodeRoom
-from kvgrpc.transfer.model import LONGEST_TRACEPARENT, Handle, RoomKey, Target, prefill_dp
-from kvgrpc.transfer.search import RoomSearch
+from kvgrpc.transfer.layout import topology
+from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodeRoom
+from kvgrpc.transfer.protocol.types import LONGEST_TRACEPARENT, Handle, RoomKey, Target, prefill_dp
+from kvgrpc.transfer.runtime.search import RoomSearch
 
 logger = logging.getLogger(__name__)
 _KNOWN_ENGINES = 4096

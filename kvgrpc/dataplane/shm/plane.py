@@ -14,10 +14,10 @@ import msgspec
 import numpy as np
 
 from kvgrpc.dataplane.base import MemoryRange, Outcome, Peer, Result, Transfer, U64Array
-from kvgrpc.dataplane.copying import Copier, Pieces
-from kvgrpc.dataplane.process import ProcessIdentity, own_identity
 from kvgrpc.dataplane.ranges import RangeTable, arrays, first_outside
-from kvgrpc.dataplane.segments import Mapping, Segment, create, open_peer
+from kvgrpc.dataplane.shm.copying import Copier, Pieces
+from kvgrpc.dataplane.shm.process import ProcessIdentity, own_identity
+from kvgrpc.dataplane.shm.segments import Mapping, Segment, create, open_peer
 from kvgrpc.errors import FeatureDisabled, PeerUnreachable
 
 MAX_SEGMENTS = 256

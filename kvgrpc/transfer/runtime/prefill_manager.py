@@ -12,8 +12,12 @@ from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, Reason, ServerDraining, WrongRank
 from kvgrpc.model import RankRef, Role, check_pools, check_rank
 from kvgrpc.rpc.waiters import Waiters
-from kvgrpc.transfer import topology, wire
-from kvgrpc.transfer.manager import (
+from kvgrpc.transfer import wire
+from kvgrpc.transfer.layout import topology
+from kvgrpc.transfer.layout.plan import check_pages
+from kvgrpc.transfer.protocol.prefill_core import Chunk, PrefillCore, PrefillPair, PrefillRoom
+from kvgrpc.transfer.protocol.types import Align, Handle, RoomKey
+from kvgrpc.transfer.runtime.manager import (
     FRAMES_RECEIVED,
     FRAMES_SENT,
     ROOMS_RECEIVED,
@@ -22,12 +26,9 @@ from kvgrpc.transfer.manager import (
     TransferConfig,
     TransferManager,
 )
-from kvgrpc.transfer.model import Align, Handle, RoomKey
-from kvgrpc.transfer.outbox import Outbox
-from kvgrpc.transfer.plan import check_pages
-from kvgrpc.transfer.prefill_core import Chunk, PrefillCore, PrefillPair, PrefillRoom
+from kvgrpc.transfer.runtime.session_writer import Outbox
+from kvgrpc.transfer.runtime.worker import Outcomes, PeerMemory, TransferWorker
 from kvgrpc.transfer.tables import PartRow, RoomRow, SessionRow
-from kvgrpc.transfer.worker import Outcomes, PeerMemory, TransferWorker
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.wire import failure_to_pb, layout_from_pb, pool_from_pb, rank_ref_from_pb, rank_ref_to_pb
 

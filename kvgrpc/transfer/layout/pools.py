@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvgrpc.errors import InvalidRequest
-from kvgrpc.transfer.model import U32Array
+from kvgrpc.transfer.protocol.types import U32Array
 
 
 def as_pages(pages: npt.ArrayLike) -> U32Array:

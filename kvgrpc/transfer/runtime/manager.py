@@ -17,9 +17,9 @@ from kvgrpc.errors import Failure, Reason, TooManyRequests
 from kvgrpc.model import Layout, Pool, RankRef
 from kvgrpc.observability import metrics
 from kvgrpc.transfer.aux import AuxBuffer, AuxRows
-from kvgrpc.transfer.model import PAST_FAILURES, Bounds, RoomKey, Timing
+from kvgrpc.transfer.layout.topology import Shape
+from kvgrpc.transfer.protocol.types import PAST_FAILURES, Bounds, RoomKey, Timing
 from kvgrpc.transfer.tables import RoomRow, SessionRow
-from kvgrpc.transfer.topology import Shape
 
 logger = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 4 * 1024 * 1024

@@ -26,12 +26,19 @@ import msgspec
 import numpy as np
 
 from kvgrpc.dataplane.base import MemoryRange, Outcome, Peer, Result, Transfer, U64Array
-from kvgrpc.dataplane.connections import Connection, UnsentBytes, arriving, lingering, local_addresses, read_table
-from kvgrpc.dataplane.mooncake_start import StartedEngine, adopt_engine, start_engine
-from kvgrpc.dataplane.process import ProcessIdentity, own_identity, socket_inodes
+from kvgrpc.dataplane.mooncake.connections import (
+    Connection,
+    UnsentBytes,
+    arriving,
+    lingering,
+    local_addresses,
+    read_table,
+)
+from kvgrpc.dataplane.mooncake.start import StartedEngine, adopt_engine, start_engine
+from kvgrpc.dataplane.mooncake.window import NO_HANDLE, Limits, PeerQueue, Submitter
 from kvgrpc.dataplane.ranges import RangeTable, arrays, first_outside, merged
-from kvgrpc.dataplane.segments import check_available, populate
-from kvgrpc.dataplane.window import NO_HANDLE, Limits, PeerQueue, Submitter
+from kvgrpc.dataplane.shm.process import ProcessIdentity, own_identity, socket_inodes
+from kvgrpc.dataplane.shm.segments import check_available, populate
 
 logger = logging.getLogger(__name__)
 

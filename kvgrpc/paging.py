@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 import binascii
 import zlib
+from collections.abc import Sequence
 
 from kvgrpc.errors import InvalidRequest
-from kvgrpc.registry.model import BEFORE_ALL, Coordinates
 
 _CHECK_BYTES = 4
 
@@ -32,21 +32,23 @@ def read_page_token(question: str, token: str) -> str:
     raise _not_ours(token)
 
 
-def coordinates_token(question: str, after: Coordinates) -> str:
-    """``page_token`` of a list that is ordered by coordinates."""
+def numbers_token(question: str, after: Sequence[int]) -> str:
+    """``page_token`` of a list that is ordered by tuples of numbers."""
     return page_token(question, ",".join(map(str, after)))
 
 
-def read_coordinates_token(question: str, token: str) -> Coordinates:
-    """The coordinates to continue behind. Raises InvalidRequest for a token that is not ours."""
+def read_numbers_token(question: str, token: str, count: int) -> tuple[int, ...] | None:
+    """The ``count`` numbers to continue behind; None for the empty token. Raises InvalidRequest for one not ours."""
     text = read_page_token(question, token)
     if not text:
-        return BEFORE_ALL
+        return None
     try:
-        dp, pp, cp, tp = map(int, text.split(","))
+        numbers = tuple(map(int, text.split(",")))
     except ValueError:
         raise _not_ours(token) from None
-    return dp, pp, cp, tp
+    if len(numbers) != count:
+        raise _not_ours(token)
+    return numbers
 
 
 def _check(question: str, text: bytes) -> bytes:
@@ -54,4 +56,6 @@ def _check(question: str, text: bytes) -> bytes:
 
 
 def _not_ours(token: str) -> InvalidRequest:
-    return InvalidRequest.of("page_token", token, "a next_page_token of the same list with the same filters, or empty")
+    return InvalidRequest.of(
+        "page_token", token[:100], "a next_page_token of the same list with the same filters, or empty"
+    )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvgrpc.errors import Failure
 from kvgrpc.model import RankId
-from kvgrpc.transfer.decode_pair import DecodePair
-from kvgrpc.transfer.model import (
+from kvgrpc.transfer.protocol.decode_pair import DecodePair
+from kvgrpc.transfer.protocol.types import (
     STATE_BOOTSTRAPPING,
     STATE_FAILED,
     STATE_SUCCESS,

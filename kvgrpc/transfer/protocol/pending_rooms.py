@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvgrpc.transfer.decode_pair import DecodePair
-from kvgrpc.transfer.decode_room import DecodeRoom
-from kvgrpc.transfer.model import RoomKey
+from kvgrpc.transfer.protocol.decode_pair import DecodePair
+from kvgrpc.transfer.protocol.decode_room import DecodeRoom
+from kvgrpc.transfer.protocol.types import RoomKey
 
 _FORGETS_AT_MOST = 1024
 

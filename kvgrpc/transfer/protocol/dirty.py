@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from kvgrpc.transfer.model import RoomKey
+from kvgrpc.transfer.protocol.types import RoomKey
 
 # Of one frame. More at once are no faster, and what lives for a frame's time is what the garbage collector looks at.
 ROOMS_AT_ONCE = 1024

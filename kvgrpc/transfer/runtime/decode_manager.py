@@ -13,9 +13,12 @@ from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, Reason, ServerDraining
 from kvgrpc.model import RankRef, Role
 from kvgrpc.rpc.status import error_from
-from kvgrpc.transfer import topology, wire
-from kvgrpc.transfer.decode_core import DecodeCore, DecodePair, DecodeRoom, Stream
-from kvgrpc.transfer.manager import (
+from kvgrpc.transfer import wire
+from kvgrpc.transfer.layout import topology
+from kvgrpc.transfer.layout.plan import check_first_page, check_pages
+from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodePair, DecodeRoom, Stream
+from kvgrpc.transfer.protocol.types import DecodeEntry, Destination
+from kvgrpc.transfer.runtime.manager import (
     FRAMES_RECEIVED,
     FRAMES_SENT,
     ROOMS_RECEIVED,
@@ -24,10 +27,8 @@ from kvgrpc.transfer.manager import (
     TransferConfig,
     TransferManager,
 )
-from kvgrpc.transfer.model import DecodeEntry, Destination
-from kvgrpc.transfer.outbox import Outbox
-from kvgrpc.transfer.plan import check_first_page, check_pages
-from kvgrpc.transfer.routes import ReceiverRoom, Resolve, Routes
+from kvgrpc.transfer.runtime.resolve import ReceiverRoom, Resolve, Routes
+from kvgrpc.transfer.runtime.session_writer import Outbox
 from kvgrpc.transfer.tables import PartRow, RoomRow, SessionRow
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub

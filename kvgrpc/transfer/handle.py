@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError
-from kvgrpc.transfer import failures
-from kvgrpc.transfer.manager import TransferManager
-from kvgrpc.transfer.model import MAX_ROOM, POLL_FAILED, POLL_SUCCESS, Handle, KVPoll, RoomKey
+from kvgrpc.transfer.protocol import failures
+from kvgrpc.transfer.protocol.types import MAX_ROOM, POLL_FAILED, POLL_SUCCESS, Handle, KVPoll, RoomKey
+from kvgrpc.transfer.runtime.manager import TransferManager
 
 
 class RoomEnd(ABC):

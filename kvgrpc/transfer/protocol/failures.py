@@ -18,7 +18,7 @@ from kvgrpc.errors import (
     TransferFailed,
 )
 from kvgrpc.model import RankRef
-from kvgrpc.transfer.model import RoomKey
+from kvgrpc.transfer.protocol.types import RoomKey
 
 
 def conflict(key: RoomKey, owner: object) -> KvGrpcError:

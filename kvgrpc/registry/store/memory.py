@@ -22,7 +22,6 @@ from kvgrpc.model import RankId, RankRef, Role, raise_if
 from kvgrpc.registry.engine import Engine, LeasedRow, Shape
 from kvgrpc.registry.model import (
     DEFAULT_TTL,
-    Coordinates,
     Lease,
     RankRow,
     RankSelector,
@@ -165,7 +164,7 @@ class MemoryRegistry:
             raise self.absence(engine, role)
         return found.view(found.select(selectors))
 
-    def get(self, engine: str, after: Coordinates, limit: int) -> ResolvedEngine:
+    def get(self, engine: str, after: tuple[int, ...], limit: int) -> ResolvedEngine:
         """The engine with at most ``limit`` rows behind the coordinates ``after``.
 
         Raises EngineNotFound, WarmingUp, InvalidRequest (an empty name).

@@ -5,7 +5,7 @@ Numbers in comments are the rules of docs/session.md; all times are ticks of our
 
 from __future__ import annotations
 
-from kvgrpc.transfer.model import RoomKey, Target, Timing
+from kvgrpc.transfer.protocol.types import RoomKey, Target, Timing
 
 
 class Stream:

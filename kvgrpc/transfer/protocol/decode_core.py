@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvgrpc.errors import Failure, KvGrpcError, Reason
 from kvgrpc.model import RankRef
-from kvgrpc.transfer import failures
-from kvgrpc.transfer.deadlines import Deadlines
-from kvgrpc.transfer.decode_held import HeldPages
-from kvgrpc.transfer.decode_outbox import Outbox
-from kvgrpc.transfer.decode_pair import DecodePair, Stream
-from kvgrpc.transfer.decode_room import DecodePart, DecodeRoom
-from kvgrpc.transfer.dirty import take
-from kvgrpc.transfer.model import (
+from kvgrpc.transfer.protocol import failures
+from kvgrpc.transfer.protocol.decode_held import HeldPages
+from kvgrpc.transfer.protocol.decode_pair import DecodePair, Stream
+from kvgrpc.transfer.protocol.decode_room import DecodePart, DecodeRoom
+from kvgrpc.transfer.protocol.dirty import take
+from kvgrpc.transfer.protocol.pending_rooms import Outbox
+from kvgrpc.transfer.protocol.timers import Deadlines
+from kvgrpc.transfer.protocol.types import (
     PAST_FAILURES,
     STATE_FAILED,
     STATE_SUCCESS,

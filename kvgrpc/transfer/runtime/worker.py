@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from kvgrpc.dataplane.base import DataPlane, Outcome, Peer, Result, Transfer
 from kvgrpc.model import Pool
 from kvgrpc.observability import metrics
-from kvgrpc.transfer.plan import Geometry, Plan, geometry
-from kvgrpc.transfer.prefill_core import PrefillPair, PrefillRoom, Submission
+from kvgrpc.transfer.layout.plan import Geometry, Plan, geometry
+from kvgrpc.transfer.protocol.prefill_core import PrefillPair, PrefillRoom, Submission
 
 logger = logging.getLogger(__name__)
 Outcomes = list[tuple[Submission, Result]]

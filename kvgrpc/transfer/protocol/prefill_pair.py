@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvgrpc.errors import Failure
 from kvgrpc.model import RankRef
-from kvgrpc.transfer.model import RoomKey, Timing, Writes
+from kvgrpc.transfer.protocol.types import RoomKey, Timing, Writes
 
 
 class PrefillPair:

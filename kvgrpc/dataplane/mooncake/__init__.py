@@ -1,0 +1,1 @@
+"""Mooncake's transfer engine as a data plane: one-sided writes over RDMA or TCP."""

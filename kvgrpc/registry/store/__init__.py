@@ -1,0 +1,1 @@
+"""Where the registry keeps its rows."""

@@ -1,0 +1,1 @@
+"""Pure: which bytes of which pages go where."""
