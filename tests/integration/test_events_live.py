@@ -178,7 +178,7 @@ def test_ipc_and_inproc_have_one_name_for_each_dp(tmp_path: Path) -> None:
 
 def test_a_concrete_address_is_a_proxy_that_is_connected_to() -> None:
     with subscriber("tcp://127.0.0.1:*", bind=True) as proxy:
-        port = proxy.last_endpoint.rpartition(b":")[2].decode()
+        port = bytes(proxy.getsockopt(zmq.LAST_ENDPOINT)).rpartition(b":")[2].decode()
         with publisher(f"tcp://127.0.0.1:{port}") as opened:
             assert opened.stream.pub_endpoint == ""
             publish_until_heard(opened, proxy)

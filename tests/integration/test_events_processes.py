@@ -272,4 +272,4 @@ if __name__ == "__main__":
     if role == "serve":
         asyncio.run(run_serve())
     else:
-        {"ranks": run_ranks, "exit": run_exit}[role](*arguments)
+        run_ranks(*arguments) if role == "ranks" else run_exit()

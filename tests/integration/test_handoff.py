@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -348,7 +349,7 @@ def test_of_three_kills_the_soonest_is_known_within_a_second_at_decode_and_two_a
         decode.call("receive", 1, prefill.address, [1])
         prefill.call("send", 1, [1], last=False)
         prefill.call("wait", "senders", [1], [TRANSFERRING])
-        eventually(lambda prefill=prefill: prefill.call("open_writes") == 0)
+        eventually(partial(no_open_writes, prefill))
         dies, lives, handles = (prefill, decode, "receivers") if role == "PREFILL" else (decode, prefill, "senders")
         killed = dies.kill()
         (state,) = lives.call("wait", handles, [1], [FAILED]).values()
@@ -465,6 +466,10 @@ def test_close_with_open_rooms_ends_them_and_reports(pair: tuple[RankProcess, Ra
 
 
 # What the tests share.
+
+
+def no_open_writes(prefill: RankProcess) -> bool:
+    return bool(prefill.call("open_writes") == 0)
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
