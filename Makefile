@@ -7,7 +7,7 @@ BIN := .venv/bin
 # Proxies of the machine are no business of loopback traffic, and neither are a developer's own settings.
 PYTEST := env -u http_proxy -u https_proxy -u HTTP_PROXY -u HTTPS_PROXY
 
-.PHONY: help demo test test-all test-engines bench bench-engines gen lint contract lock clean
+.PHONY: help demo test test-all test-engines soak bench bench-engines gen lint contract lock clean
 
 help:  ## What there is.
 	@sed -n 's/^\([a-z-]*\):.*##/  make \1 \t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -28,6 +28,10 @@ test-engines:  ## Real SGLang engines, prefill and decode, over kvgrpc: tokens, 
 	@.ci/setup sglang
 	@$(PYTEST) .venv-sglang/bin/python -m pytest $(or $(ARGS),tests/engines)
 	@echo "kvgrpc engines: OK (sglang)"
+
+soak:  ## Thousands of hand-offs while ranks are killed, rooms cancelled, writes fail (SOAK=full: 20,000 in ten minutes).
+	@.ci/setup main
+	@$(PYTEST) $(BIN)/python -m tests.soak $(if $(filter full,$(SOAK)),--rooms 20000 --seconds 600) $(ARGS)
 
 contract:  ## tests/contract without torch and Mooncake: on the floors of pyproject.toml (protobuf 6), and on protobuf 7.
 	@for world in protobuf6 protobuf7; do \
