@@ -20,7 +20,7 @@ IMPORTERS = {
     "sglang": ["kvgrpc/engines/"],
     "vllm": ["kvgrpc/engines/"],
     "mooncake": ["kvgrpc/dataplane/mooncake/"],
-    "zmq": ["kvgrpc/events/publisher.py", "kvgrpc/events/follower.py", "kvgrpc/demo/live_events.py"],
+    "zmq": ["kvgrpc/events/publisher.py", "kvgrpc/client/live.py", "kvgrpc/demo/live_events.py"],
     "prometheus_client": ["kvgrpc/observability/"],
     "tenacity": ["kvgrpc/rpc/"],
     "click": ["kvgrpc/cli/"],
@@ -34,6 +34,7 @@ PURE = (
     *("kvgrpc/transfer/protocol/", "kvgrpc/transfer/layout/", "kvgrpc/registry/model.py", "kvgrpc/registry/engine.py"),
     "kvgrpc/dataplane/base.py",
     *("kvgrpc/events/journal.py", "kvgrpc/events/model.py", "kvgrpc/events/codec.py", "kvgrpc/events/codec/"),
+    *("kvgrpc/events/index.py", "kvgrpc/events/follower.py"),
     *("kvgrpc/prefetch/tree.py", "kvgrpc/prefetch/agreement.py"),
 )
 PURE_MAY_IMPORT = ("numpy", "msgspec")
