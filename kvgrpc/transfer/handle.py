@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -24,6 +25,7 @@ class RoomEnd(ABC):
         self.room, self.attempt = key
         self._transfer = manager
         self._handle = handle
+        handle.began = time.monotonic()
         self._closed = False
 
     def poll(self) -> KVPoll:

@@ -30,6 +30,7 @@ from kvgrpc.transfer.protocol.types import (
     Bounds,
     DecodeEntry,
     Destination,
+    LostPair,
     PrefillEntry,
     RoomKey,
     Target,
@@ -70,6 +71,8 @@ class DecodeCore:
         self._resolves: list[DecodeRoom] = []
         self._departed: list[RankRef] = []
         self._past_failures: deque[DecodeRoom] = deque(maxlen=PAST_FAILURES)
+        self._ended: list[DecodeRoom] = []
+        self._lost: list[LostPair] = []
         self._outbox = Outbox()
 
     # What the engine asks for.
@@ -82,6 +85,7 @@ class DecodeCore:
             room.fail(failure)
             room.handle.release_safe = True
             room.handle.fail(failure)
+            self._ended.append(room)
             return False
         room.created_at = self.now
         self.rooms[room.key] = room
@@ -158,6 +162,16 @@ class DecodeCore:
         past = list(self._past_failures)
         self._past_failures.clear()
         return past
+
+    def take_ended(self) -> list[DecodeRoom]:
+        """Rooms that got their terminal state."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def take_lost(self) -> list[LostPair]:
+        """Pairs that were given up."""
+        lost, self._lost = self._lost, []
+        return lost
 
     def take_dirty(self) -> Iterable[DecodePair]:
         """Pairs with something to say and a stream to say it on."""
@@ -302,6 +316,7 @@ class DecodeCore:
                 else:
                     self._due.clear(room.key)
                     room.succeed()
+                    self._ended.append(room)
 
     def _end(self, room: DecodeRoom, failure: Failure) -> None:
         """One terminal state, at once, with the first cause; the other parts are told to stop with it (6, 9)."""
@@ -313,6 +328,7 @@ class DecodeCore:
         self._held.hold(room)
         self._look(room)
         room.handle.fail(failure)
+        self._ended.append(room)
 
     def _look(self, room: DecodeRoom) -> None:
         """Gives the room's pages back if there is evidence."""
@@ -359,6 +375,8 @@ class DecodeCore:
     def _lose(self, pair: DecodePair, how: str, cause: Failure | None = None) -> None:
         """The pair is given up: its rooms fail, except those whose part here is settled (3)."""
         self._note_departure(pair)
+        if not pair.lost:
+            self._lost.append(LostPair(pair.ref, cause.message if cause is not None else how, len(pair.rooms)))
         pair.lost = True
         pair.waiting_since = None
         pair.next_dial_at = self.now

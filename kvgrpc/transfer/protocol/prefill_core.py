@@ -30,6 +30,7 @@ from kvgrpc.transfer.protocol.types import (
     DecodeEntry,
     Handle,
     KVPoll,
+    LostPair,
     PrefillEntry,
     RoomKey,
     Timing,
@@ -53,6 +54,7 @@ class PrefillCore:
         self._numbers = StreamNumbers(self.bounds.known_streams)
         self._closes: list[object] = []
         self._gone: list[PrefillPair] = []
+        self._lost: list[LostPair] = []
 
     @property
     def now(self) -> int:
@@ -129,6 +131,16 @@ class PrefillCore:
         """Pairs that were dropped: the data plane may forget their memory."""
         gone, self._gone = self._gone, []
         return gone
+
+    def take_ended(self) -> list[PrefillRoom]:
+        """Rooms that got their terminal state."""
+        ended, self._records.ended = self._records.ended, []
+        return ended
+
+    def take_lost(self) -> list[LostPair]:
+        """Pairs that were given up."""
+        lost, self._lost = self._lost, []
+        return lost
 
     def take_past_failures(self) -> list[PrefillRoom]:
         """Failed rooms that were dropped: people may still ask why."""
@@ -296,6 +308,8 @@ class PrefillCore:
 
     def _lose(self, pair: PrefillPair, how: str) -> None:
         """The pair is given up: its rooms fail, and no further write for them starts (3)."""
+        if not pair.lost:
+            self._lost.append(LostPair(pair.ref, how, pair.open_rooms))
         pair.lost = True
         self._end_stream(pair)
         failure = self._failure(failures.peer_lost(pair.ref, f"decode {pair.ref}", how))

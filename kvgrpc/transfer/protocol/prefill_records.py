@@ -48,6 +48,7 @@ class PrefillRecords:
         self.open_writes = 0
         self.submissions: list[Submission] = []
         self.stops: list[PrefillRoom] = []
+        self.ended: list[PrefillRoom] = []
         self.past_failures: deque[PrefillRoom] = deque(maxlen=PAST_FAILURES)
         self.dirty: dict[PrefillPair, None] = {}
         self.overdue: dict[PrefillPair, None] = {}
@@ -236,6 +237,7 @@ class PrefillRecords:
             self.stops.append(record)
         self._settle(record)
         self._mark(record)
+        self.ended.append(record)
         handle = record.handle
         if handle is not None:
             if record.failure is not None:

@@ -307,6 +307,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
                 session = self._sessions.get(pair.stream)
                 if session is not None:
                     session.wake()
+        self._observe()
 
     def _start(self, coroutine: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine, name=name)

@@ -6,25 +6,26 @@ import asyncio
 import logging
 import os
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import Failure, Reason, TooManyRequests
 from kvgrpc.model import Layout, Pool, RankRef
 from kvgrpc.observability import metrics
+from kvgrpc.observability.hand_offs import HandOffs
 from kvgrpc.transfer.aux import AuxBuffer, AuxRows
 from kvgrpc.transfer.layout.topology import Shape
-from kvgrpc.transfer.protocol.types import PAST_FAILURES, Bounds, RoomKey, Timing
+from kvgrpc.transfer.protocol.types import PAST_FAILURES, Bounds, Destination, Handle, LostPair, RoomKey, Timing
 from kvgrpc.transfer.tables import RoomRow, SessionRow
 
 logger = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 4 * 1024 * 1024
 _COMMANDS_AT_ONCE = 1024
-_TICKS_BETWEEN_GAUGES = 10
 
 # Children of the counters, because labels() costs more than the count.
 FRAMES_SENT, FRAMES_RECEIVED = metrics.SESSION_FRAMES.labels("sent"), metrics.SESSION_FRAMES.labels("received")
@@ -70,6 +71,19 @@ class Core(Protocol[Record]):
 
     def take_past_failures(self) -> Sequence[Record]: ...
 
+    def take_ended(self) -> Sequence[Record]: ...
+
+    def take_lost(self) -> Sequence[LostPair]: ...
+
+
+class _EndedRoom(Protocol):
+    """What the records of both cores have."""
+
+    key: RoomKey
+    handle: Handle | None
+    failure: Failure | None
+    destination: Destination | None
+
 
 class TransferManager(ABC, Generic[Record]):
     """The rank's side of all hand-offs. Engine threads call ``post`` (through senders and receivers); everything else
@@ -97,9 +111,10 @@ class TransferManager(ABC, Generic[Record]):
         self._commands: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._waking = False
         self._ticker: asyncio.Task[None] | None = None
-        self._shown = 0
         self._conditions: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self._past: dict[RoomKey, tuple[RoomRow, float]] = {}
+        self._hand_offs = HandOffs(self.role, logger)
+        self._page_bytes = sum(region.page_bytes for region in config.pools[0].regions)
 
     # For senders and receivers, on any thread.
 
@@ -248,17 +263,26 @@ class TransferManager(ABC, Generic[Record]):
                 self._tick()
                 self._pump()
                 self._keep_past_failures()
-                self._show()
+                self._hand_offs.flush()
                 self._look_at_conditions()
             except Exception:
                 self._count_error("tick failed")
 
-    def _show(self) -> None:
-        """Gauges, about once a second: counting open rooms costs as much as there are."""
-        self._shown += 1
-        if self._shown % _TICKS_BETWEEN_GAUGES == 0:
-            metrics.ROOMS_OPEN.labels(self.role).set(self.open_rooms())
-            metrics.PAGES_HELD.set(self.held_pages)
+    def _observe(self) -> None:
+        """Counts what ended, and says what failed; at the end of each ``_pump``."""
+        ended = self.core.take_ended()
+        if ended:
+            now = time.monotonic()
+            for record in ended:
+                room = cast(_EndedRoom, record)
+                seconds = None if room.handle is None else now - room.handle.began
+                if room.failure is None:
+                    pages = 0 if room.destination is None else len(room.destination.pages)
+                    self._hand_offs.succeeded(seconds, pages * self._page_bytes)
+                else:
+                    self._hand_offs.failed(*room.key, room.failure, seconds)
+        for peer, how, rooms in self.core.take_lost():
+            self._hand_offs.lost(self.ref, peer, how, rooms)
 
     def _look_at_conditions(self) -> None:
         for condition, done in self._conditions:

@@ -355,6 +355,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
             session = self._sessions.get(pair)
             if session is not None:
                 session.wake()
+        self._observe()
 
     def _report(self, ended: Outcomes) -> None:
         self.post(self._take_outcomes, ended)
