@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvgrpc.cli.connection import calls_a_registry, json_option
-from kvgrpc.cli.names import layout_name, rank_name, role_name
+from kvgrpc.cli.names import layout_name, model_name, rank_name, role_name
 from kvgrpc.cli.output import show_json, show_table, size
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def engines(client: SyncClient, role: str | None, as_json: bool) -> None:
     found = client.list_engines(role=wanted)
     if as_json:
         return show_json(*found)
-    columns = ("engine", "role", "state", "#ranks", "layout")
+    columns = ("engine", "role", "state", "#ranks", "layout", "model")
     rows = [
         (
             engine.name,
@@ -35,6 +35,7 @@ def engines(client: SyncClient, role: str | None, as_json: bool) -> None:
             "READY" if engine.ready else "incomplete",
             f"{engine.registered_ranks}/{engine.expected_ranks}",
             layout_name(engine.layout),
+            model_name(engine.model),
         )
         for engine in found
     ]

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from kvgrpc.model import Layout, Pool, RankId, RankRef, Role
+from kvgrpc.model import UNKNOWN_MODEL, Layout, ModelIdentity, Pool, RankId, RankRef, Role
 
 # Seconds that a lease lives without a renewal.
 DEFAULT_TTL = 10.0
@@ -32,6 +32,7 @@ class RankRow:
     pools: tuple[Pool, ...] = ()
     data_plane: str = ""
     places_rooms: bool = False
+    model: ModelIdentity = UNKNOWN_MODEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class ResolvedEngine:
     ready: bool
     rows: tuple[RankRow, ...] = ()
     registered_ranks: int = 0
+    model: ModelIdentity = UNKNOWN_MODEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ def coordinates_of(rank: RankId) -> Coordinates:
     return rank.dp, rank.pp, rank.cp, rank.tp
 
 
-def engine_differences(role: Role, layout: Layout, row: RankRow) -> dict[str, str]:
+def engine_differences(role: Role, layout: Layout, model: ModelIdentity, row: RankRow) -> dict[str, str]:
     """What of a row does not fit the engine that it wants to join: field -> both values; empty when it fits."""
     differences = {}
     if row.role != role:
@@ -111,6 +113,9 @@ def engine_differences(role: Role, layout: Layout, row: RankRow) -> dict[str, st
     for axis in ("dp", "pp", "cp", "tp"):
         if getattr(row.layout, axis) != getattr(layout, axis):
             differences[f"layout.{axis}"] = _both(getattr(layout, axis), getattr(row.layout, axis))
+    for (field, known), (_, offered) in zip(model.items(), row.model.items(), strict=True):
+        if known != offered:
+            differences[field] = _both(repr(known), repr(offered))
     return differences
 
 
@@ -128,7 +133,7 @@ def pool_differences(known: Pool, offered: Pool) -> dict[str, str]:
 
 def row_differences(known: RankRow, offered: RankRow) -> dict[str, str]:
     """Where two rows of one incarnation differ: field -> both values."""
-    differences = engine_differences(known.role, known.layout, offered)
+    differences = engine_differences(known.role, known.layout, known.model, offered)
     for field in ("grpc", "events_pub"):
         if getattr(known.endpoints, field) != getattr(offered.endpoints, field):
             differences[f"endpoints.{field}"] = _both(

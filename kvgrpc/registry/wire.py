@@ -71,6 +71,7 @@ def row_to_pb(row: RankRow, pools: PoolCache | None) -> pb.RankRow:
         pools=[] if pools is None else [pools.encode(pool) for pool in row.pools],
         data_plane=row.data_plane,
         places_rooms=row.places_rooms,
+        model=wire.model_to_pb(row.model),
     )
 
 
@@ -84,6 +85,7 @@ def row_from_pb(message: pb.RankRow, pools: PoolCache, path: str = "row") -> Ran
         pools=tuple(pools.decode(pool, f"{path}.pools[{index}]") for index, pool in enumerate(message.pools)),
         data_plane=message.data_plane,
         places_rooms=message.places_rooms,
+        model=wire.model_from_pb(message.model),
     )
 
 
@@ -125,6 +127,7 @@ def engine_to_pb(engine: ResolvedEngine, rows: Iterable[pb.RankRow] = ()) -> pb.
         expected_ranks=engine.layout.ranks,
         ready=engine.ready,
         rows=rows,
+        model=wire.model_to_pb(engine.model),
     )
 
 
@@ -136,6 +139,7 @@ def engine_from_pb(message: pb.Engine, pools: PoolCache) -> ResolvedEngine:
         ready=message.ready,
         rows=tuple(row_from_pb(row, pools, f"engine.rows[{index}]") for index, row in enumerate(message.rows)),
         registered_ranks=message.registered_ranks,
+        model=wire.model_from_pb(message.model),
     )
 
 

@@ -263,6 +263,7 @@ class Rank:
             tuple(pool.without_addresses() for pool in config.pools),
             self.plane.name,
             config.places_rooms,
+            config.model,
         )
 
     def _health_checks(self) -> Mapping[str, Callable[[], bool]]:

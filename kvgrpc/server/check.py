@@ -10,7 +10,7 @@ from typing import Any, SupportsIndex
 from kvgrpc import dataplane
 from kvgrpc.errors import InvalidRequest, Violation
 from kvgrpc.events.config import EventsConfig
-from kvgrpc.model import Layout, Pool, PoolKind, RankRef, Region, Role, check_pools, check_rank, raise_if
+from kvgrpc.model import Layout, ModelIdentity, Pool, PoolKind, RankRef, Region, Role, check_pools, check_rank, raise_if
 from kvgrpc.registry.addresses import AddressPolicy, check_advertised, parse_bootstrap_addr
 from kvgrpc.rpc.options import MAX_MESSAGE_BYTES
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
@@ -28,6 +28,7 @@ _KINDS: tuple[tuple[str, type, str], ...] = (
     ("engine", str, "text"),
     ("role", Role, 'Role.PREFILL or Role.DECODE (kvgrpc.server.settings reads "prefill" and "decode")'),
     ("layout", Layout, "a kvgrpc.model.Layout"),
+    ("model", ModelIdentity, "a kvgrpc.model.ModelIdentity"),
     *((name, SupportsIndex, "a whole number") for name in ("dp", "pp", "cp", "tp", "max_frame_bytes")),
     *((name, str, "text") for name in ("device", "listen", "advertise", "registry")),
     ("server_security", ServerSecurity, "a kvgrpc.rpc.security.ServerSecurity"),

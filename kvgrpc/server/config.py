@@ -9,7 +9,7 @@ from typing import Any
 
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import InvalidRequest
-from kvgrpc.model import Layout, Pool, RankId, Role
+from kvgrpc.model import UNKNOWN_MODEL, Layout, ModelIdentity, Pool, RankId, Role
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from kvgrpc.transfer.aux import AuxBuffer
 from kvgrpc.transfer.protocol.types import Bounds, Timing
@@ -27,6 +27,7 @@ class RankConfig:
         role: what the rank does.
         pools: its KV memory; addresses are this process's own.
         layout, dp, pp, cp, tp: sizes of the engine and coordinates of the rank, in KV coordinates.
+        model: what the engine runs; ranks of different models never exchange a page.
         aux: the engine's aux buffers; none where the engine has none.
         data_plane: "mooncake", "shm", or one that was opened before (``kvgrpc.dataplane.open_plane``), whose
             ``allocate`` may have given the pools' memory.
@@ -52,6 +53,7 @@ class RankConfig:
     pp: int = 0
     cp: int = 0
     tp: int = 0
+    model: ModelIdentity = UNKNOWN_MODEL
     aux: tuple[AuxBuffer, ...] = ()
     data_plane: str | DataPlane = "mooncake"
     device: str = ""

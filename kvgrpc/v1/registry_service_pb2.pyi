@@ -59,6 +59,7 @@ class RankRow(_message.Message):
     POOLS_FIELD_NUMBER: _builtins.int
     DATA_PLANE_FIELD_NUMBER: _builtins.int
     PLACES_ROOMS_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     """What it does."""
     data_plane: _builtins.str
@@ -83,6 +84,10 @@ class RankRow(_message.Message):
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Pool]:
         """Shapes of its pools, with region addresses left at 0."""
 
+    @_builtins.property
+    def model(self) -> _common_pb2.ModelIdentity:
+        """What the bytes of its pools mean; equal in all rows of its engine."""
+
     def __init__(
         self,
         *,
@@ -93,10 +98,11 @@ class RankRow(_message.Message):
         pools: _abc.Iterable[_common_pb2.Pool] | None = ...,
         data_plane: _builtins.str = ...,
         places_rooms: _builtins.bool = ...,
+        model: _common_pb2.ModelIdentity | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "layout", b"layout", "rank", b"rank"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "layout", b"layout", "model", b"model", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_plane", b"data_plane", "endpoints", b"endpoints", "layout", b"layout", "places_rooms", b"places_rooms", "pools", b"pools", "rank", b"rank", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_plane", b"data_plane", "endpoints", b"endpoints", "layout", b"layout", "model", b"model", "places_rooms", b"places_rooms", "pools", b"pools", "rank", b"rank", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -115,6 +121,7 @@ class Engine(_message.Message):
     EXPECTED_RANKS_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
     role: _common_pb2.Role.ValueType
@@ -133,6 +140,10 @@ class Engine(_message.Message):
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankRow]:
         """The rows; empty in ListEngines unless asked for."""
 
+    @_builtins.property
+    def model(self) -> _common_pb2.ModelIdentity:
+        """What its ranks run."""
+
     def __init__(
         self,
         *,
@@ -143,10 +154,11 @@ class Engine(_message.Message):
         expected_ranks: _builtins.int = ...,
         ready: _builtins.bool = ...,
         rows: _abc.Iterable[Global___RankRow] | None = ...,
+        model: _common_pb2.ModelIdentity | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_ranks", b"expected_ranks", "layout", b"layout", "name", b"name", "ready", b"ready", "registered_ranks", b"registered_ranks", "role", b"role", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_ranks", b"expected_ranks", "layout", b"layout", "model", b"model", "name", b"name", "ready", b"ready", "registered_ranks", b"registered_ranks", "role", b"role", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

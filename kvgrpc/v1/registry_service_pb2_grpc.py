@@ -76,8 +76,8 @@ class RegistryServiceServicer(object):
     def Register(self, request, context):
         """Registers rows, many in one call. All rows are taken, or none. Repeating the same rows is harmless and renews
         their leases; a newer epoch replaces the row and fences the older incarnation, also after the newer one has gone.
-        The row of one incarnation never changes, and all rows of an engine share role, layout and the shapes of the pools
-        they have in common.
+        The row of one incarnation never changes, and all rows of an engine share role, layout, model and the shapes of
+        the pools they have in common.
         Roles: rank. Errors: INVALID_REQUEST, ADDRESS_NOT_ALLOWED, STALE_EPOCH (FAILED_PRECONDITION, names the current epoch),
         REGISTRATION_SHAPE_CONFLICT (ALREADY_EXISTS, or UNAVAILABLE with RetryInfo while only ranks of an older incarnation
         hold the other shape), TOO_MANY_REQUESTS, SERVER_DRAINING.

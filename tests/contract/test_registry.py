@@ -20,7 +20,7 @@ from kvgrpc.errors import (
     TooManyRequests,
     WarmingUp,
 )
-from kvgrpc.model import Layout, Role
+from kvgrpc.model import Attention, Layout, ModelIdentity, Role
 from kvgrpc.registry import wire
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
@@ -56,10 +56,12 @@ class TestRegister:
         assert await served.stub.ListEngines(pb.ListEnginesRequest(page_size=1_000))
 
     async def test_rows_come_back_as_they_were_given(self, served: Served) -> None:
-        given = row(pools=(pool(), pool("swa")))
+        model = ModelIdentity("llama", "main", "fp8_e4m3", Attention.MLA)
+        given = row(pools=(pool(), pool("swa")), model=model)
         await served.register(given)
         response = await served.stub.GetEngine(pb.GetEngineRequest(engine="P"))
-        assert wire.engine_from_pb(response.engine, POOLS).rows == (given,)
+        engine = wire.engine_from_pb(response.engine, POOLS)
+        assert (engine.rows, engine.model) == ((given,), model)
 
     async def test_addresses_of_memory_stay_with_their_rank(self, served: Served) -> None:
         request = request_of(row(pools=(pool(),)))

@@ -226,7 +226,7 @@ class MemoryRegistry:
             raise _shape_conflict(rank, row_differences(leased.row, row), "this very incarnation registered otherwise")
 
     def _check_shape(self, name: str, rows: Sequence[RankRow]) -> None:
-        asked = Shape(rows[0].role, rows[0].layout)
+        asked = Shape(rows[0].role, rows[0].layout, rows[0].model)
         for row in rows:
             differences = asked.differences(row)
             if differences:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvgrpc.errors import (
@@ -14,7 +16,7 @@ from kvgrpc.errors import (
     TooManyRequests,
     WarmingUp,
 )
-from kvgrpc.model import Layout, RankId, RankRef, Role
+from kvgrpc.model import Attention, Layout, ModelIdentity, RankId, RankRef, Role
 from kvgrpc.registry.model import BEFORE_ALL, EVERY_RANK, RankSelector
 from kvgrpc.registry.store.memory import MemoryRegistry
 from tests.unit.registry.builders import TTL, HandClock, pool, ranks, registry, row
@@ -173,6 +175,15 @@ class TestShape:
     def test_rows_of_one_request_must_agree(self, known: MemoryRegistry) -> None:
         with pytest.raises(RegistrationShapeConflict, match="rows of one request"):
             known.register([row(layout=TP2), row(tp=1, layout=Layout(tp=3))])
+
+    def test_ranks_of_one_engine_run_one_model(self, known: MemoryRegistry) -> None:
+        llama = ModelIdentity("llama", "main", "bfloat16", Attention.MHA)
+        known.register([row(tp=0, epoch=9, layout=TP2, model=llama)])
+        with pytest.raises(RegistrationShapeConflict) as refused:
+            known.register([row(tp=1, epoch=1, layout=TP2, model=replace(llama, revision="v2"))])
+        assert refused.value.metadata["model.revision"] == "registered 'main', offered 'v2'"
+        known.register([row(tp=1, epoch=1, layout=TP2, model=llama)])
+        assert known.get("P", BEFORE_ALL, 9).model == llama
 
     def test_pools_of_one_name_share_their_page_geometry(self, known: MemoryRegistry) -> None:
         known.register([row(tp=0, epoch=9, layout=TP2, pools=(pool(page_tokens=16),))])
