@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 from kvgrpc.client.aio import Client
@@ -15,6 +15,7 @@ from kvgrpc.v1 import common_pb2, event_service_pb2, registry_service_pb2, serve
 
 T = TypeVar("T")
 _MARGIN_SECONDS = 5.0
+_ENGINE_MARGIN_SECONDS = 15.0
 
 
 class SyncClient:
@@ -59,6 +60,17 @@ class SyncClient:
         """As ``Client.resolve_ranks``."""
         return self._run(self._client.resolve_ranks(engine, role, selectors, wait_ready))
 
+    def watch_engines(
+        self,
+        *,
+        engine: str = "",
+        role: common_pb2.Role.ValueType = common_pb2.ROLE_UNSPECIFIED,
+        without_pools: bool = False,
+    ) -> Iterator[registry_service_pb2.WatchEnginesResponse]:
+        """As ``Client.watch_engines``; blocks for each message (one comes each 5 seconds)."""
+        messages = self._client.watch_engines(engine=engine, role=role, without_pools=without_pools)
+        return self._iterate(messages, self._seconds + _ENGINE_MARGIN_SECONDS)
+
     def list_sessions(self) -> list[transfer_service_pb2.Session]:
         """As ``Client.list_sessions``."""
         return self._run(self._client.list_sessions())
@@ -99,24 +111,7 @@ class SyncClient:
         parts = self._client.watch(
             mode=mode, engine=engine, dp=dp, log=log, from_sequence=from_sequence, end_sequence=end_sequence
         )
-        ended = object()
-
-        async def following() -> object:
-            return await anext(parts, ended)
-
-        async def close() -> None:
-            await parts.aclose()  # type: ignore[attr-defined]  # it is an async generator
-
-        try:
-            while True:
-                part = self._run(following())
-                if part is ended:
-                    return
-                yield part  # type: ignore[misc]  # the sentinel is the only other value
-        finally:
-            # A program may end without closing it; the loop's thread no longer runs then.
-            if not sys.is_finalizing():
-                self._run(close())
+        return self._iterate(parts)
 
     def get_server_info(self) -> server_service_pb2.GetServerInfoResponse:
         """As ``Client.get_server_info``."""
@@ -129,6 +124,26 @@ class SyncClient:
     def health(self, service: str = "") -> str:
         """As ``Client.health``."""
         return self._run(self._client.health(service))
+
+    def _iterate(self, parts: AsyncIterator[T], seconds: float | None = None) -> Iterator[T]:
+        ended = object()
+
+        async def following() -> object:
+            return await anext(parts, ended)
+
+        async def close() -> None:
+            await parts.aclose()  # type: ignore[attr-defined]  # it is an async generator
+
+        try:
+            while True:
+                part = self._run(following(), seconds)
+                if part is ended:
+                    return
+                yield part  # type: ignore[misc]  # the sentinel is the only other value
+        finally:
+            # A program may end without closing it; the loop's thread no longer runs then.
+            if not sys.is_finalizing():
+                self._run(close())
 
     def _run(self, coroutine: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvgrpc.model import UNKNOWN_MODEL, Layout, ModelIdentity, Pool, RankId, RankRef, Role
 
@@ -57,6 +57,42 @@ class ResolvedEngine:
     rows: tuple[RankRow, ...] = ()
     registered_ranks: int = 0
     model: ModelIdentity = UNKNOWN_MODEL
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChange:
+    """What is new of one engine, as it is now.
+
+    ``engine.rows``: rows that are new or were replaced. ``gone``: incarnations that are there no more and have no
+    successor; with ``engine.registered_ranks`` 0 the engine itself is gone. ``before``: the incarnations that the new
+    and the gone ones replace, and ``role_before`` what the engine did then (None: it was not there).
+    """
+
+    engine: ResolvedEngine
+    gone: tuple[RankRef, ...] = ()
+    before: tuple[RankRef, ...] = ()
+    role_before: Role | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFilter:
+    """Which engines a reader follows, and whether it wants their pools."""
+
+    engine: str = ""
+    role: Role | None = None
+    pools: bool = True
+
+    def takes(self, name: str, role: Role | None) -> bool:
+        return self.engine in ("", name) and role is not None and self.role in (None, role)
+
+    def applied_to(self, change: EngineChange) -> EngineChange | None:
+        """What a follower hears of a change; an engine that took another role is gone for who follows the old one."""
+        name, engine = change.engine.name, change.engine
+        if self.takes(name, engine.role):
+            return change
+        if not self.takes(name, change.role_before):
+            return None
+        return EngineChange(replace(engine, ready=False, rows=(), registered_ranks=0), change.before)
 
 
 @dataclass(frozen=True, slots=True)

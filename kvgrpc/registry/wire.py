@@ -11,7 +11,7 @@ from kvgrpc import wire
 from kvgrpc.errors import InvalidRequest, Violation
 from kvgrpc.model import Pool, RankRef, Role, check_pools, check_rank, raise_if
 from kvgrpc.registry.addresses import check_advertised, check_events_endpoint
-from kvgrpc.registry.model import Endpoints, Lease, RankRow, RankSelector, ResolvedEngine
+from kvgrpc.registry.model import Endpoints, EngineChange, EngineFilter, Lease, RankRow, RankSelector, ResolvedEngine
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import registry_service_pb2 as pb
 
@@ -131,6 +131,14 @@ def engine_to_pb(engine: ResolvedEngine, rows: Iterable[pb.RankRow] = ()) -> pb.
     )
 
 
+def change_to_pb(engine: ResolvedEngine, rows: Iterable[pb.RankRow], gone: Iterable[RankRef]) -> pb.EngineChange:
+    return pb.EngineChange(engine=engine_to_pb(engine, rows), gone=map(wire.rank_ref_to_pb, gone))
+
+
+def change_from_pb(message: pb.EngineChange, pools: PoolCache) -> EngineChange:
+    return EngineChange(engine_from_pb(message.engine, pools), tuple(map(wire.rank_ref_from_pb, message.gone)))
+
+
 def engine_from_pb(message: pb.Engine, pools: PoolCache) -> ResolvedEngine:
     return ResolvedEngine(
         name=message.name,
@@ -158,6 +166,10 @@ def selectors_from_pb(messages: Sequence[pb.RankSelector]) -> list[RankSelector]
         )
         for message in messages
     ]
+
+
+def filter_from_pb(message: pb.WatchEnginesRequest) -> EngineFilter:
+    return EngineFilter(message.engine, optional_role(message.role), not message.without_pools)
 
 
 def optional_role(value: int) -> Role | None:

@@ -20,7 +20,8 @@ from kvgrpc.registry.addresses import AddressPolicy, parse_bootstrap_addr
 from kvgrpc.registry.client.registration import Registration
 from kvgrpc.registry.client.resolver import Resolver
 from kvgrpc.registry.model import Endpoints, RankRow, RankSelector
-from kvgrpc.registry.servicer import RegistryServicer
+from kvgrpc.registry.servicer import RegistryServicer, add_registry_to_server
+from kvgrpc.registry.store.memory import MemoryStore
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.server.addresses import advertised
@@ -37,7 +38,6 @@ from kvgrpc.transfer.runtime.prefill_manager import PrefillManager
 from kvgrpc.transfer.runtime.resolve import PrefillEngine
 from kvgrpc.transfer.servicer import TransferServicer
 from kvgrpc.v1.event_service_pb2_grpc import add_EventServiceServicer_to_server
-from kvgrpc.v1.registry_service_pb2_grpc import add_RegistryServiceServicer_to_server
 from kvgrpc.v1.server_service_pb2_grpc import add_ServerServiceServicer_to_server
 from kvgrpc.v1.transfer_service_pb2_grpc import add_TransferServiceServicer_to_server
 
@@ -79,7 +79,7 @@ class Rank:
         self.address = ""
         self.events: EventPublisher = NullEventPublisher(ref.rank.dp)
         self._loop = loop
-        self._registry = RegistryServicer(ttl=config.lease_ttl) if config.registry == "embedded" else None
+        self._registry = RegistryServicer(MemoryStore(ttl=config.lease_ttl)) if config.registry == "embedded" else None
         self._resolver = Resolver(self._own_channel)
         self._policy = AddressPolicy(config.bootstrap_allow, _configured(config.registry))
         self._registration: Registration | None = None
@@ -135,7 +135,7 @@ class Rank:
         self.events = await asyncio.to_thread(publisher_of, config, self.ref)
         self.transfer.start()
         if self._registry is not None:
-            self._registry.start()
+            await self._registry.start()
         self._listener = Listener(health_checks=self._health_checks())
         bound = await self._listener.start(
             self._add_servicers, (config.listen, *config.admin_listen), config.server_security
@@ -236,7 +236,7 @@ class Rank:
         add_EventServiceServicer_to_server(self._event_servicer, server)
         names = ["kvgrpc.v1.TransferService", "kvgrpc.v1.EventService", "kvgrpc.v1.ServerService"]
         if self._registry is not None:
-            add_RegistryServiceServicer_to_server(self._registry, server)
+            add_registry_to_server(self._registry, server)
             names.append("kvgrpc.v1.RegistryService")
         info = ServerInfo(
             version=kvgrpc.__version__,

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 import grpc
 
 import kvgrpc
-from kvgrpc.registry.servicer import RegistryServicer
+from kvgrpc.registry.servicer import RegistryServicer, add_registry_to_server
+from kvgrpc.registry.store.memory import MemoryStore
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.server.check import check_lease_ttl
 from kvgrpc.server.listener import Listener
 from kvgrpc.server.servicer import ServerInfo, ServerServicer
-from kvgrpc.v1.registry_service_pb2_grpc import add_RegistryServiceServicer_to_server
 from kvgrpc.v1.server_service_pb2_grpc import add_ServerServiceServicer_to_server
 
 _SERVICES = ("kvgrpc.v1.RegistryService", "kvgrpc.v1.ServerService")
@@ -33,7 +33,7 @@ class RegistryServer:
         self.address = ""
         self._listen = tuple(listen)
         self._security = security or ServerSecurity()
-        self._servicer = RegistryServicer(ttl=lease_ttl)
+        self._servicer = RegistryServicer(MemoryStore(ttl=lease_ttl))
         self._listener = Listener(health_checks={_SERVICES[0]: lambda: self._servicer.healthy})
         self._loop = LoopThread.shared()
 
@@ -51,7 +51,7 @@ class RegistryServer:
         return True, 0
 
     async def _open(self) -> None:
-        self._servicer.start()
+        await self._servicer.start()
         bound = await self._listener.start(self._add_servicers, self._listen, self._security)
         self.address = bound[0]
 
@@ -61,7 +61,7 @@ class RegistryServer:
         await self._servicer.close()
 
     def _add_servicers(self, server: grpc.aio.Server) -> Sequence[str]:
-        add_RegistryServiceServicer_to_server(self._servicer, server)
+        add_registry_to_server(self._servicer, server)
         info = ServerInfo(version=kvgrpc.__version__, services=_SERVICES, limits=self._servicer.limits)
         add_ServerServiceServicer_to_server(ServerServicer(info, self, lambda: self._listener.draining), server)
         return _SERVICES

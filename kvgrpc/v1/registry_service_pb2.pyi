@@ -588,3 +588,101 @@ class ResolveRanksResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResolveRanksResponse: _TypeAlias = ResolveRanksResponse  # noqa: Y015
+
+@_typing.final
+class WatchEnginesRequest(_message.Message):
+    """Request of WatchEngines."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    WITHOUT_POOLS_FIELD_NUMBER: _builtins.int
+    engine: _builtins.str
+    """Only the engine of this name; empty: all."""
+    role: _common_pb2.Role.ValueType
+    """Only engines of this role; unspecified: all."""
+    without_pools: _builtins.bool
+    """True to leave the pools of the rows out."""
+    def __init__(
+        self,
+        *,
+        engine: _builtins.str = ...,
+        role: _common_pb2.Role.ValueType = ...,
+        without_pools: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "role", b"role", "without_pools", b"without_pools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchEnginesRequest: _TypeAlias = WatchEnginesRequest  # noqa: Y015
+
+@_typing.final
+class EngineChange(_message.Message):
+    """One engine of which something is new."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_FIELD_NUMBER: _builtins.int
+    GONE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def engine(self) -> Global___Engine:
+        """The engine as it is now, with those of its rows that are new or were replaced. registered_ranks 0: it is gone."""
+
+    @_builtins.property
+    def gone(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.RankRef]:
+        """Ranks that are there no more. One that came back with another epoch is only in the rows."""
+
+    def __init__(
+        self,
+        *,
+        engine: Global___Engine | None = ...,
+        gone: _abc.Iterable[_common_pb2.RankRef] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "gone", b"gone"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineChange: _TypeAlias = EngineChange  # noqa: Y015
+
+@_typing.final
+class WatchEnginesResponse(_message.Message):
+    """Response of WatchEngines."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_BEGINS_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    STATE_COMPLETE_FIELD_NUMBER: _builtins.int
+    WARMING_UP_FIELD_NUMBER: _builtins.int
+    state_begins: _builtins.bool
+    """True in the first message of a full state: forget all that came before."""
+    state_complete: _builtins.bool
+    """True in the last message of a full state."""
+    warming_up: _builtins.bool
+    """True while what is not there may only not have been heard of yet: the registry started less than one TTL ago, or
+    cannot reach its store. Told whenever it changes.
+    """
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineChange]:
+        """In order; an engine may be there more than once."""
+
+    def __init__(
+        self,
+        *,
+        state_begins: _builtins.bool = ...,
+        changes: _abc.Iterable[Global___EngineChange] | None = ...,
+        state_complete: _builtins.bool = ...,
+        warming_up: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "state_begins", b"state_begins", "state_complete", b"state_complete", "warming_up", b"warming_up"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchEnginesResponse: _TypeAlias = WatchEnginesResponse  # noqa: Y015

@@ -66,6 +66,12 @@ class RegistryServiceStub:
     Roles: rank, operator. Errors: ENGINE_NOT_FOUND, WARMING_UP (UNAVAILABLE), INVALID_REQUEST, TOO_MANY_REQUESTS (too
     many calls wait, or the selectors fit more rows than one message holds), SERVER_DRAINING.
     """
+    WatchEngines: _grpc.UnaryStreamMultiCallable[_registry_service_pb2.WatchEnginesRequest, _registry_service_pb2.WatchEnginesResponse]
+    """Follows engines: the full state first, in messages of at most 1 MiB, the last of which says state_complete; then
+    what changes, as it is at that moment and in order. There is no cursor: a stream that broke, or a reader that was
+    too slow, starts with the full state again. Without a change a message without content comes each 5 seconds.
+    Roles: rank, consumer, operator. Errors: INVALID_REQUEST, TOO_MANY_REQUESTS, SERVER_DRAINING.
+    """
 
 @_typing.type_check_only
 class RegistryServiceAsyncStub(RegistryServiceStub):
@@ -104,6 +110,12 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     it the answer is ENGINE_NOT_FOUND, which names ranks that are missing.
     Roles: rank, operator. Errors: ENGINE_NOT_FOUND, WARMING_UP (UNAVAILABLE), INVALID_REQUEST, TOO_MANY_REQUESTS (too
     many calls wait, or the selectors fit more rows than one message holds), SERVER_DRAINING.
+    """
+    WatchEngines: _aio.UnaryStreamMultiCallable[_registry_service_pb2.WatchEnginesRequest, _registry_service_pb2.WatchEnginesResponse]  # type: ignore[assignment]
+    """Follows engines: the full state first, in messages of at most 1 MiB, the last of which says state_complete; then
+    what changes, as it is at that moment and in order. There is no cursor: a stream that broke, or a reader that was
+    too slow, starts with the full state again. Without a change a message without content comes each 5 seconds.
+    Roles: rank, consumer, operator. Errors: INVALID_REQUEST, TOO_MANY_REQUESTS, SERVER_DRAINING.
     """
 
 class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -176,6 +188,18 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         it the answer is ENGINE_NOT_FOUND, which names ranks that are missing.
         Roles: rank, operator. Errors: ENGINE_NOT_FOUND, WARMING_UP (UNAVAILABLE), INVALID_REQUEST, TOO_MANY_REQUESTS (too
         many calls wait, or the selectors fit more rows than one message holds), SERVER_DRAINING.
+        """
+
+    @_abc_1.abstractmethod
+    def WatchEngines(
+        self,
+        request: _registry_service_pb2.WatchEnginesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_registry_service_pb2.WatchEnginesResponse], _abc.AsyncIterator[_registry_service_pb2.WatchEnginesResponse]]:
+        """Follows engines: the full state first, in messages of at most 1 MiB, the last of which says state_complete; then
+        what changes, as it is at that moment and in order. There is no cursor: a stream that broke, or a reader that was
+        too slow, starts with the full state again. Without a change a message without content comes each 5 seconds.
+        Roles: rank, consumer, operator. Errors: INVALID_REQUEST, TOO_MANY_REQUESTS, SERVER_DRAINING.
         """
 
 def add_RegistryServiceServicer_to_server(servicer: RegistryServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

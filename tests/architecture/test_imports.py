@@ -32,6 +32,7 @@ IMPORTERS = {
 PURE = (
     *("kvgrpc/errors.py", "kvgrpc/model.py", "kvgrpc/paging.py", "kvgrpc/hashing.py"),
     *("kvgrpc/transfer/protocol/", "kvgrpc/transfer/layout/", "kvgrpc/registry/model.py", "kvgrpc/registry/engine.py"),
+    *("kvgrpc/registry/table.py", "kvgrpc/registry/acceptance.py"),
     "kvgrpc/dataplane/base.py",
     *("kvgrpc/events/journal.py", "kvgrpc/events/model.py", "kvgrpc/events/codec.py", "kvgrpc/events/codec/"),
     *("kvgrpc/events/index.py", "kvgrpc/events/follower.py"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import grpc
 import pytest_asyncio
@@ -112,7 +113,7 @@ class TestRegister:
         assert error.metadata["layout.tp"] == "registered 2, offered 4"
 
     async def test_too_many_rows(self, served: Served) -> None:
-        served.servicer.registry._max_rows = 1
+        served.registry._acceptance = replace(served.registry._acceptance, max_rows=1)
         error = await failure(served.stub.Register(request_of(*ranks(TP2))))
         assert isinstance(error, TooManyRequests)
         assert error.retry_after == 10
@@ -145,7 +146,7 @@ class TestKeepAlive:
             assert not (await call.read()).unknown_lease_ids
             await asyncio.sleep(0.2)
         call.cancel()
-        await until(lambda: brief.servicer.registry.rows == 0)
+        await until(lambda: brief.registry.rows == 0)
         await brief.stop()
 
     async def test_too_many_leases_end_the_stream_and_no_other(self, served: Served) -> None:
@@ -304,7 +305,7 @@ class TestResolveRanks:
             assert len(response.engine.rows) == 2
             if took[-1] < 0.1:
                 break
-            served.servicer.registry.deregister([first.ref, second.ref])
+            served.registry.deregister([first.ref, second.ref])
         assert min(took) < 0.1
 
     async def test_a_thousand_calls_wait_and_are_all_woken(self, served: Served) -> None:

@@ -19,6 +19,7 @@ ALLOWED: dict[str, frozenset[CallerRole]] = {
     "/kvgrpc.v1.RegistryService/GetEngine": EVERYBODY,
     "/kvgrpc.v1.RegistryService/ListEngines": EVERYBODY,
     "/kvgrpc.v1.RegistryService/ResolveRanks": frozenset({RANK, OPERATOR}),
+    "/kvgrpc.v1.RegistryService/WatchEngines": EVERYBODY,
     "/kvgrpc.v1.TransferService/Session": frozenset({RANK}),
     "/kvgrpc.v1.TransferService/ListSessions": frozenset({RANK, OPERATOR}),
     "/kvgrpc.v1.TransferService/ListRooms": frozenset({RANK, OPERATOR}),
