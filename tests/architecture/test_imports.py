@@ -15,12 +15,22 @@ SOURCES = sorted(path for path in (ROOT / "kvgrpc").rglob("*.py") if "v1" not in
 
 # Heavy or replaceable: each has its places. A folder ends with a slash.
 IMPORTERS = {
-    "torch": ["kvgrpc/demo/", "kvgrpc/engines/"],
+    "torch": [
+        "kvgrpc/demo/",
+        "kvgrpc/engines/",
+    ],
     "transformers": [],
     "sglang": ["kvgrpc/engines/"],
     "vllm": ["kvgrpc/engines/"],
-    "mooncake": ["kvgrpc/dataplane/mooncake/"],
-    "zmq": ["kvgrpc/events/publisher.py", "kvgrpc/client/live.py", "kvgrpc/demo/live_events.py"],
+    "mooncake": [
+        "kvgrpc/dataplane/mooncake/",
+        "kvgrpc/prefetch/storage/mooncake/child.py",
+    ],
+    "zmq": [
+        "kvgrpc/events/publisher.py",
+        "kvgrpc/client/live.py",
+        "kvgrpc/demo/live_events.py",
+    ],
     "prometheus_client": ["kvgrpc/observability/"],
     "tenacity": ["kvgrpc/rpc/"],
     "click": ["kvgrpc/cli/"],
