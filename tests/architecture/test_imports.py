@@ -45,7 +45,8 @@ PURE = (
     *("kvgrpc/registry/table.py", "kvgrpc/registry/acceptance.py"),
     "kvgrpc/dataplane/base.py",
     *("kvgrpc/events/journal.py", "kvgrpc/events/model.py", "kvgrpc/events/codec.py", "kvgrpc/events/codec/"),
-    *("kvgrpc/events/index.py", "kvgrpc/events/follower.py"),
+    *("kvgrpc/events/digest.py", "kvgrpc/events/index.py", "kvgrpc/events/contents.py"),
+    *("kvgrpc/events/follower.py", "kvgrpc/events/following.py"),
     *("kvgrpc/prefetch/tree.py", "kvgrpc/prefetch/agreement.py"),
 )
 PURE_MAY_IMPORT = ("numpy", "msgspec")

@@ -9,66 +9,71 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvgrpc.events import index as indexes
-from kvgrpc.events.index import CachedBlocks, Match, PrefixIndex, Tier
+from kvgrpc.events.index import MAX_MEDIA, BlockIndex, BlockSet, Match
 
-DEVICE, HOST, STORAGE = Tier
+DEVICE, HOST, STORAGE = "GPU", "CPU", "DISK"
+MEDIA = [DEVICE, HOST, "CPU_PINNED", STORAGE, "EXTERNAL"]
+TIERS = [[DEVICE], [DEVICE, HOST, "CPU_PINNED"], MEDIA]
 
 
-def shown(index: PrefixIndex, **tiers: list[int]) -> CachedBlocks:
+def shown(
+    index: BlockIndex, gpu: list[int] | None = None, cpu: list[int] | None = None, disk: list[int] | None = None
+) -> BlockSet:
     cache = index.cache()
-    for name, blocks in tiers.items():
-        cache.stored(Tier[name.upper()], blocks)
+    cache.stored(DEVICE, gpu or [])
+    cache.stored(HOST, cpu or [])
+    cache.stored(STORAGE, disk or [])
     cache.show()
     return cache
 
 
 def test_every_cache_that_holds_the_beginning_is_told_with_its_tiers() -> None:
-    index = PrefixIndex()
-    fast = shown(index, device=[1, 2, 3])
-    mixed = shown(index, device=[1, 3], host=[2], storage=[4])
-    shown(index, device=[2, 3])
+    index = BlockIndex()
+    fast = shown(index, gpu=[1, 2, 3])
+    mixed = shown(index, gpu=[1, 3], cpu=[2], disk=[4])
+    shown(index, gpu=[2, 3])
     assert index.score([1, 2, 3, 4, 5]) == {fast: Match(3, 3, 3), mixed: Match(1, 3, 4)}
 
 
 def test_a_request_of_nothing_and_a_request_nobody_has_match_nobody() -> None:
-    index = PrefixIndex()
-    shown(index, device=[1])
+    index = BlockIndex()
+    shown(index, gpu=[1])
     assert index.score([]) == {}
     assert index.score([7, 1]) == {}
 
 
 def test_a_hole_ends_the_match() -> None:
-    index = PrefixIndex()
-    cache = shown(index, device=[1, 2, 4])
+    index = BlockIndex()
+    cache = shown(index, gpu=[1, 2, 4])
     assert index.score([1, 2, 3, 4]) == {cache: Match(2, 2, 2)}
 
 
 def test_a_block_that_is_stored_twice_is_there_until_it_is_removed_twice() -> None:
-    index = PrefixIndex()
-    cache = shown(index, device=[1, 1, 1])
+    index = BlockIndex()
+    cache = shown(index, gpu=[1, 1, 1])
     for left in (True, True, False):
         cache.removed(DEVICE, [1])
         assert bool(index.score([1])) is left
 
 
 def test_what_is_removed_and_was_not_there_is_left_alone() -> None:
-    index = PrefixIndex()
-    cache = shown(index, host=[1])
+    index = BlockIndex()
+    cache = shown(index, cpu=[1])
     cache.removed(DEVICE, [1, 2])
     assert index.score([1]) == {cache: Match(0, 1, 1)}
     assert len(cache) == 1
 
 
 def test_nobody_sees_a_cache_before_it_is_shown() -> None:
-    index = PrefixIndex()
+    index = BlockIndex()
     index.cache().stored(DEVICE, [1])
     assert index.score([1]) == {}
 
 
 def test_a_rebuilt_cache_takes_the_place_of_the_old_one_in_one_step() -> None:
-    index = PrefixIndex()
-    old = shown(index, device=[1, 2])
-    other = shown(index, device=[2])
+    index = BlockIndex()
+    old = shown(index, gpu=[1, 2])
+    other = shown(index, gpu=[2])
     new = index.cache()
     new.stored(DEVICE, [2, 3])
     assert index.score([1]) == {old: Match(1, 1, 1)}
@@ -78,9 +83,9 @@ def test_a_rebuilt_cache_takes_the_place_of_the_old_one_in_one_step() -> None:
 
 
 def test_a_cleared_cache_holds_nothing_and_can_be_filled_again() -> None:
-    index = PrefixIndex()
-    cache = shown(index, device=[1, 1], host=[2])
-    other = shown(index, device=[1])
+    index = BlockIndex()
+    cache = shown(index, gpu=[1, 1], cpu=[2])
+    other = shown(index, gpu=[1])
     cache.cleared()
     assert len(cache) == 0
     assert index.score([1]) == {other: Match(1, 1, 1)}
@@ -90,30 +95,36 @@ def test_a_cleared_cache_holds_nothing_and_can_be_filled_again() -> None:
 
 
 def test_only_changes_are_called_changes() -> None:
-    cache = PrefixIndex().cache()
-    appeared: list[int] = []
-    vanished: list[int] = []
-    cache.stored(DEVICE, [1, 2, 1], appeared.append)
-    cache.removed(DEVICE, [1, 3], vanished.append)
-    assert (appeared, vanished) == ([1, 2], [])
-    cache.removed(DEVICE, [1], vanished.append)
-    assert vanished == [1]
+    cache = BlockIndex().cache()
+    assert cache.stored(DEVICE, [1, 2, 1]) == [1, 2]
+    assert cache.stored(HOST, [1]) == [1]
+    assert cache.removed(DEVICE, [1, 3]) == []
+    assert cache.removed(DEVICE, [1]) == [1]
+    assert cache.media_of(1) == {HOST}
+
+
+def test_media_beyond_any_engine_s_are_one() -> None:
+    index = BlockIndex()
+    cache = shown(index)
+    for number in range(2 * MAX_MEDIA):
+        cache.stored(f"MEDIUM{number}", [number])
+        assert index.score([number]) == {cache: Match(0, 0, 1)}
 
 
 @pytest.mark.parametrize("caches", [1, 70])
 def test_emptied_caches_leave_no_blocks_behind_for_long(monkeypatch: pytest.MonkeyPatch, caches: int) -> None:
     monkeypatch.setattr(indexes, "LEAST_GARBAGE", 8)
-    index = PrefixIndex()
+    index = BlockIndex()
     for round_ in range(20):
         for number in range(caches):
-            cache = shown(index, device=list(range(round_ * 1000 + number, round_ * 1000 + number + 10)))
+            cache = shown(index, gpu=list(range(round_ * 1000 + number, round_ * 1000 + number + 10)))
             cache.drop()
     assert index.blocks <= 30
 
 
 def test_sets_of_holders_that_no_block_has_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(indexes, "LEAST_GARBAGE", 8)
-    index = PrefixIndex()
+    index = BlockIndex()
     caches = [shown(index) for _ in range(12)]
     for pattern in range(1, 2**12):
         holders = [cache for number, cache in enumerate(caches) if pattern >> number & 1]
@@ -129,7 +140,7 @@ blocks = st.lists(st.integers(0, 12), max_size=6)
 steps = st.tuples(
     st.sampled_from(["stored", "stored", "removed", "cleared", "rebuild", "drop"]),
     st.integers(0, 3),
-    st.sampled_from(list(Tier)),
+    st.sampled_from(MEDIA),
     blocks,
 )
 
@@ -137,41 +148,41 @@ steps = st.tuples(
 @settings(max_examples=300)
 @given(st.lists(steps, max_size=60), st.lists(blocks, min_size=1, max_size=4))
 def test_the_index_answers_like_a_set_for_each_cache_and_tier(
-    history: list[tuple[str, int, Tier, list[int]]], requests: list[list[int]]
+    history: list[tuple[str, int, str, list[int]]], requests: list[list[int]]
 ) -> None:
     indexes.LEAST_GARBAGE, before = 3, indexes.LEAST_GARBAGE
     try:
-        index = PrefixIndex()
+        index = BlockIndex()
         caches = {number: shown(index) for number in range(4)}
-        naive: dict[int, dict[Tier, Counter[int]]] = {number: empty() for number in range(4)}
-        for what, number, tier, changed in history:
-            act(index, caches, naive, what, number, tier, changed)
+        naive: dict[int, dict[str, Counter[int]]] = {number: empty() for number in range(4)}
+        for what, number, medium, changed in history:
+            act(index, caches, naive, what, number, medium, changed)
             for request in requests:
                 expected = {caches[one]: match for one in caches if (match := naive_match(naive[one], request)).storage}
                 assert index.score(request) == expected
             for one, cache in caches.items():
-                for each in Tier:
+                for each in MEDIA:
                     assert cache.count(each) == len(+naive[one][each])
     finally:
         indexes.LEAST_GARBAGE = before
 
 
 def act(
-    index: PrefixIndex,
-    caches: dict[int, CachedBlocks],
-    naive: dict[int, dict[Tier, Counter[int]]],
+    index: BlockIndex,
+    caches: dict[int, BlockSet],
+    naive: dict[int, dict[str, Counter[int]]],
     what: str,
     number: int,
-    tier: Tier,
+    medium: str,
     changed: list[int],
 ) -> None:
     if what == "stored":
-        caches[number].stored(tier, changed)
-        naive[number][tier].update(changed)
+        caches[number].stored(medium, changed)
+        naive[number][medium].update(changed)
     elif what == "removed":
-        caches[number].removed(tier, changed)
+        caches[number].removed(medium, changed)
         for block in changed:
-            naive[number][tier][block] = max(0, naive[number][tier][block] - 1)
+            naive[number][medium][block] = max(0, naive[number][medium][block] - 1)
     else:
         naive[number] = empty()
         if what == "cleared":
@@ -181,20 +192,19 @@ def act(
             caches[number] = shown(index)
         else:
             rebuilt = index.cache()
-            rebuilt.stored(tier, changed)
+            rebuilt.stored(medium, changed)
             rebuilt.show(instead_of=caches[number])
             caches[number] = rebuilt
-            naive[number][tier].update(changed)
+            naive[number][medium].update(changed)
 
 
-def empty() -> dict[Tier, Counter[int]]:
-    return {tier: Counter() for tier in Tier}
+def empty() -> dict[str, Counter[int]]:
+    return {medium: Counter() for medium in MEDIA}
 
 
-def naive_match(tiers: dict[Tier, Counter[int]], request: list[int]) -> Match:
-    held: set[int] = set()
+def naive_match(tiers: dict[str, Counter[int]], request: list[int]) -> Match:
     lengths = []
-    for tier in Tier:
-        held |= set(+tiers[tier])
+    for media in TIERS:
+        held = {block for medium in media for block in +tiers[medium]}
         lengths.append(next((at for at, block in enumerate(request) if block not in held), len(request)))
     return Match(*lengths)
