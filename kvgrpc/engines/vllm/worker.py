@@ -16,11 +16,12 @@ import torch
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from kvgrpc.engines.addresses import registry_of
+from kvgrpc.engines.vllm.bootstrap import Bootstrap
 from kvgrpc.engines.vllm.handoffs import Handoffs, Receive
 from kvgrpc.engines.vllm.rank import Place, bootstrap_address, kv_pool, rank_config
 from kvgrpc.engines.vllm.rooms import Receiving, Sending
 from kvgrpc.engines.vllm.stats import TransferStats
-from kvgrpc.server import RegistryServer, open_rank
+from kvgrpc.server import open_rank
 from kvgrpc.transfer import KVReceiver, KVSender, room_from_transfer_id
 
 logger = logging.getLogger("vllm." + __name__)
@@ -40,10 +41,10 @@ class Worker:
         self._receiving: dict[str, Receiving] = {}
         self._failed_pages: set[int] = set()
         self._stats = TransferStats()
-        self._registry: RegistryServer | None = None
+        self._bootstrap: Bootstrap | None = None
         if place.serves_registry:
             security, ttl = place.configured.get("server_security"), place.configured.get("lease_ttl", 10.0)
-            self._registry = RegistryServer([place.bootstrap], security, ttl).open()
+            self._bootstrap = Bootstrap(place.bootstrap, config.kv_transfer_config.engine_id, security, ttl).open()
         self._rank = open_rank(rank_config(place, pool))
         # A PrefillManager or a DecodeManager, as the rooms of this role expect.
         self._transfer: Any = self._rank.transfer
@@ -51,8 +52,8 @@ class Worker:
 
     def close(self) -> None:
         self._rank.close(_CLOSE_SECONDS)
-        if self._registry is not None:
-            self._registry.close()
+        if self._bootstrap is not None:
+            self._bootstrap.close()
 
     def take_on(self, handoffs: Handoffs) -> None:
         """Begins what the scheduler said of this step."""
