@@ -9,7 +9,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -59,6 +59,7 @@ class Loop(Protocol):
 
 
 Record = TypeVar("Record")
+Ended = TypeVar("Ended", covariant=True)
 
 
 class Core(Protocol[Record]):
@@ -69,12 +70,6 @@ class Core(Protocol[Record]):
 
     def fail(self, record: Record, failure: Failure, /) -> None: ...
 
-    def take_past_failures(self) -> Sequence[Record]: ...
-
-    def take_ended(self) -> Sequence[Record]: ...
-
-    def take_lost(self) -> Sequence[LostPair]: ...
-
 
 class _EndedRoom(Protocol):
     """What the records of both cores have."""
@@ -83,6 +78,19 @@ class _EndedRoom(Protocol):
     handle: Handle | None
     failure: Failure | None
     destination: Destination | None
+
+
+class _Work(Protocol[Ended]):
+    """What the work of both cores has for people."""
+
+    @property
+    def failed(self) -> Iterable[Ended]: ...
+
+    @property
+    def ended(self) -> Sequence[Ended]: ...
+
+    @property
+    def lost(self) -> Sequence[LostPair]: ...
 
 
 class TransferManager(ABC, Generic[Record]):
@@ -123,26 +131,26 @@ class TransferManager(ABC, Generic[Record]):
         return self.config.ref
 
     def refusal(self, key: RoomKey) -> Failure | None:
-        """Why no handle can be made now: closed, draining, forked, or the outbox is full. Never raises."""
+        """Why no handle can be made now: closed, draining, forked, or the command queue is full. Never raises."""
         if self.closed or self.draining:
             what = "is closed" if self.closed else "drains"
             return Failure(Reason.SERVER_DRAINING, f"the manager of {self.ref} {what}", {}, str(self.ref))
         if self._forks != _forks:
             text = f"the manager of {self.ref} belongs to process {self._pid}; start workers with spawn, not fork"
             return Failure(Reason.FEATURE_DISABLED, text, {"feature": "fork", "howToEnable": "spawn"}, str(self.ref))
-        return self.crowd(key) if self.is_crowded else None
+        return self.overflow(key) if self.queue_full else None
 
     @property
-    def is_crowded(self) -> bool:
-        """No more can be asked of the loop thread now."""
+    def queue_full(self) -> bool:
+        """The command queue has reached its bound: no more can be asked of the loop thread now."""
         return len(self._commands) >= self._most_commands
 
-    def crowd(self, key: RoomKey) -> Failure:
+    def overflow(self, key: RoomKey) -> Failure:
         """What is said of a room then."""
         waiting, limit = len(self._commands), self._most_commands
         error = TooManyRequests(
             f"room {key.room}: {waiting} calls wait for the loop thread",
-            metadata={"limit": limit, "value": waiting, "scope": "outbox"},
+            metadata={"limit": limit, "value": waiting, "scope": "command_queue"},
         )
         return Failure.of(error, str(self.ref))
 
@@ -189,7 +197,6 @@ class TransferManager(ABC, Generic[Record]):
 
     def rooms(self) -> list[RoomRow]:
         """Those of the core, and the last that failed and are over."""
-        self._keep_past_failures()
         past = [self._past_row(key) for key in self._past if key not in self.core.rooms]
         return [self._row(record) for record in self.core.rooms.values()] + past
 
@@ -197,7 +204,6 @@ class TransferManager(ABC, Generic[Record]):
         record = self.core.rooms.get(key)
         if record is not None:
             return self._row(record)
-        self._keep_past_failures()
         return self._past_row(key) if key in self._past else None
 
     def cancel(self, key: RoomKey, failure: Failure) -> bool:
@@ -228,14 +234,6 @@ class TransferManager(ABC, Generic[Record]):
     @abstractmethod
     def _tick(self) -> None: ...
 
-    def _keep_past_failures(self) -> None:
-        for record in self.core.take_past_failures():
-            row = self._row(record)
-            self._past.pop(row.key, None)
-            self._past[row.key] = row, self._loop.time()
-        while len(self._past) > PAST_FAILURES:
-            del self._past[next(iter(self._past))]
-
     def _past_row(self, key: RoomKey) -> RoomRow:
         row, since = self._past[key]
         return replace(row, age_seconds=row.age_seconds + self._loop.time() - since)
@@ -262,26 +260,29 @@ class TransferManager(ABC, Generic[Record]):
             try:
                 self._tick()
                 self._pump()
-                self._keep_past_failures()
                 self._hand_offs.flush()
                 self._look_at_conditions()
             except Exception:
                 self._count_error("tick failed")
 
-    def _observe(self) -> None:
-        """Counts what ended, and says what failed; at the end of each ``_pump``."""
-        ended = self.core.take_ended()
-        if ended:
-            now = time.monotonic()
-            for record in ended:
-                room = cast(_EndedRoom, record)
-                seconds = None if room.handle is None else now - room.handle.began
-                if room.failure is None:
-                    pages = 0 if room.destination is None else len(room.destination.pages)
-                    self._hand_offs.succeeded(seconds, pages * self._page_bytes)
-                else:
-                    self._hand_offs.failed(*room.key, room.failure, seconds)
-        for peer, how, rooms in self.core.take_lost():
+    def _observe(self, work: _Work[Record]) -> None:
+        """Counts what ended, says what failed, and keeps the last failures: people may still ask why."""
+        for record in work.failed:
+            row = self._row(record)
+            self._past.pop(row.key, None)
+            self._past[row.key] = row, self._loop.time()
+        while len(self._past) > PAST_FAILURES:
+            del self._past[next(iter(self._past))]
+        now = time.monotonic() if work.ended else 0.0
+        for record in work.ended:
+            room = cast(_EndedRoom, record)
+            seconds = None if room.handle is None else now - room.handle.began
+            if room.failure is None:
+                pages = 0 if room.destination is None else len(room.destination.pages)
+                self._hand_offs.succeeded(seconds, pages * self._page_bytes)
+            else:
+                self._hand_offs.failed(*room.key, room.failure, seconds)
+        for peer, how, rooms in work.lost:
             self._hand_offs.lost(self.ref, peer, how, rooms)
 
     def _look_at_conditions(self) -> None:

@@ -26,7 +26,7 @@ from kvgrpc.transfer.runtime.manager import (
     TransferConfig,
     TransferManager,
 )
-from kvgrpc.transfer.runtime.session_writer import Outbox
+from kvgrpc.transfer.runtime.session_writer import SessionWriter
 from kvgrpc.transfer.runtime.worker import Outcomes, PeerMemory, TransferWorker
 from kvgrpc.transfer.tables import PartRow, RoomRow, SessionRow
 from kvgrpc.v1 import transfer_service_pb2 as pb
@@ -146,7 +146,13 @@ class PrefillManager(TransferManager[PrefillRoom]):
         await self.until(lambda: self.core.open_writes == 0, grace)
         return self.core.open_writes == 0, self.core.open_rooms
 
+    def on_plane_closed(self) -> None:
+        """No write of ours is left anywhere, so writes of which nobody knew are stopped (rule 7, writes)."""
+        self.core.on_engine_destroyed()
+        self._pump()
+
     async def stop(self) -> None:
+        """Ends all sessions with Goodbye, after what was still to be said."""
         self._sought.drain()
         for session in list(self._sessions.values()):
             session.end(None)
@@ -180,7 +186,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
                 pair.number,
                 pair.open_rooms,
                 (self.core.now - pair.heard_at) * seconds,
-                len(pair.dirty),
+                len(pair.pending_rooms),
             )
             for pair in self.core.pairs.values()
         ]
@@ -196,7 +202,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
             record.state,
             parts,
             pages,
-            record.ended and record.pending > 0,
+            record.ended and record.open_writes > 0,
             record.sender_live,
             age,
             record.failure,
@@ -293,14 +299,12 @@ class PrefillManager(TransferManager[PrefillRoom]):
 
     async def _write(self, session: _Session) -> None:
         while not session.closing:
-            await session.news()
-            if session.closing:
-                break
+            await session.news()  # of an end too: what was pending is said before goodbye
             pair = self.core.pairs.get(session.ref)
             entries = []
             if pair is not None and pair.stream is session:
                 entries = self.core.flush(pair)
-                if pair.dirty:
+                if pair.pending_rooms:
                     session.wake()
             if entries:
                 ROOMS_SENT.inc(len(entries))
@@ -340,22 +344,21 @@ class PrefillManager(TransferManager[PrefillRoom]):
         self._turns = turns
 
     def _pump(self) -> None:
-        core = self.core
-        submissions = core.take_submissions()
-        if submissions:
-            self._worker.submit(submissions)
-        for record in core.take_stops():
+        work = self.core.take_work()
+        if work.submissions:
+            self._worker.submit(work.submissions)
+        for record in work.stops:
             self._worker.stop(record)
-        for pair in core.take_gone():
+        for pair in work.gone:
             self._worker.forget(pair)
-        for token in core.take_closes():
-            if isinstance(token, _Session):
-                token.end(None)
-        for pair in core.take_dirty():
+        for stream in work.closes:
+            if isinstance(stream, _Session):
+                stream.end(None)
+        for pair in work.tell:
             session = self._sessions.get(pair)
             if session is not None:
                 session.wake()
-        self._observe()
+        self._observe(work)
 
     def _report(self, ended: Outcomes) -> None:
         self.post(self._take_outcomes, ended)
@@ -365,7 +368,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
             self.core.on_outcome(submission, result.outcome, result.detail)
 
 
-class _Session(Outbox):
+class _Session(SessionWriter):
     """One stream at prefill: whose it is, and how to write on it."""
 
     __slots__ = ("caller", "failure", "pool_pages", "ref", "write")
