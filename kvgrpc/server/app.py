@@ -183,17 +183,17 @@ class Rank:
         try:
             drained, open_rooms = await self._drain(time.seconds * 0.5, time.seconds * 0.8)
         finally:
+            await asyncio.to_thread(self.events.shutdown, min(SHUTDOWN_SECONDS, time.left(0.85)))
             if isinstance(self.transfer, DecodeManager):
                 await self.transfer.stop()
-            if self._listener is not None:
-                await self._listener.refuse()
-            await asyncio.to_thread(self.events.shutdown, min(SHUTDOWN_SECONDS, time.left(0.85)))
             written = await self._end_writes(time)
             if isinstance(self.transfer, PrefillManager):
                 # After its data plane: its sessions still say which writes are over for certain.
                 if written:
                     self.transfer.on_plane_closed()
                 await self.transfer.stop()
+            if self._listener is not None:
+                await self._listener.refuse()
             await self._let_go(written, time)
         return Closed(drained and written, open_rooms, self.transfer.held_pages, listening=not written)
 

@@ -119,6 +119,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
             reading.cancel()
             self._sessions_drop(session)
             self.core.on_end(session, session.ref)
+            session.over.set_result(None)
 
     async def locate(self, keys: Sequence[RoomKey], timeout: float) -> list[RoomKey]:
         """Those that have a sender here; waits for the first, at most ``timeout`` seconds. On the loop thread.
@@ -154,9 +155,11 @@ class PrefillManager(TransferManager[PrefillRoom]):
     async def stop(self) -> None:
         """Ends all sessions with Goodbye, after what was still to be said."""
         self._sought.drain()
-        for session in list(self._sessions.values()):
+        sessions = list(self._sessions.values())
+        for session in sessions:
             session.end(None)
-        await asyncio.sleep(0)
+        if sessions:
+            await asyncio.wait([session.over for session in sessions], timeout=_GOODBYE_WITHIN_SECONDS)
         await super().stop()
 
     def close_worker(self, deadline: float) -> bool:
@@ -371,7 +374,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
 class _Session(SessionWriter):
     """One stream at prefill: whose it is, and how to write on it."""
 
-    __slots__ = ("caller", "failure", "pool_pages", "ref", "write")
+    __slots__ = ("caller", "failure", "over", "pool_pages", "ref", "write")
 
     def __init__(
         self,
@@ -385,6 +388,7 @@ class _Session(SessionWriter):
         self.pool_pages = pool_pages
         self.failure: Failure | None = None
         self.caller = ""
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def end(self, failure: Failure | None) -> None:
         """Says goodbye and ends the stream; the first cause counts."""
