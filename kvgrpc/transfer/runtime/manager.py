@@ -197,6 +197,7 @@ class TransferManager(ABC, Generic[Record]):
 
     def rooms(self) -> list[RoomRow]:
         """Those of the core, and the last that failed and are over."""
+        self._pump()  # rooms may have been dropped since
         past = [self._past_row(key) for key in self._past if key not in self.core.rooms]
         return [self._row(record) for record in self.core.rooms.values()] + past
 
@@ -204,6 +205,7 @@ class TransferManager(ABC, Generic[Record]):
         record = self.core.rooms.get(key)
         if record is not None:
             return self._row(record)
+        self._pump()
         return self._past_row(key) if key in self._past else None
 
     def cancel(self, key: RoomKey, failure: Failure) -> bool:
