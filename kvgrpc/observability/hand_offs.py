@@ -46,8 +46,12 @@ class HandOffs:
         again = f" attempt {attempt}" if attempt else ""
         after = "" if seconds is None else f" after {seconds:.3f} s"
         origin = f" (seen first by {failure.origin})" if failure.origin else ""
-        self._lines.warning(
-            reason, f"room {room}{again} failed at {self._role}{after}: {reason}: {one_line(failure.message)}{origin}"
+        # An engine that gives a request up is daily business.
+        level = logging.INFO if failure.reason is Reason.ROOM_CANCELLED else logging.WARNING
+        self._lines.say(
+            level,
+            reason,
+            f"room {room}{again} failed at {self._role}{after}: {reason}: {one_line(failure.message)}{origin}",
         )
 
     def lost(self, own: object, peer: object, how: str, rooms: int) -> None:

@@ -7,7 +7,7 @@ thread-safe and cost about a microsecond; on a hot path keep the child that ``la
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 REGISTRY = CollectorRegistry(auto_describe=True)
 
@@ -58,13 +58,3 @@ CACHE_OPERATIONS = _counter("kvgrpc_cache_operations", "Prefetches and backups t
 # The registry.
 REGISTRY_ROWS = _gauge("kvgrpc_registry_rows", "Rows that are registered.")
 REGISTRY_EXPIRED = _counter("kvgrpc_registry_leases_expired", "Leases that ran out.")
-
-
-def serve(port: int, host: str = "127.0.0.1") -> int:
-    """Serves ``REGISTRY`` over HTTP from a daemon thread until the process ends; returns the bound port.
-
-    Nothing calls it unless asked to. ``port`` 0 takes any free one. Raises OSError when the port is taken.
-    """
-    server, thread = start_http_server(port, host, registry=REGISTRY)
-    thread.name = "kvgrpc-metrics"
-    return int(server.server_port)

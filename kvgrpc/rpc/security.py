@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import hmac
-import ipaddress
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import grpc
 
 from kvgrpc.errors import AddressNotAllowed, InvalidRequest, KvGrpcError
+from kvgrpc.net import is_local
 from kvgrpc.rpc.reloading import ReloadedFile
 
 AUTHORIZATION = "authorization"
@@ -48,6 +48,8 @@ class ServerSecurity:
         tokens: bearer tokens; none, no token_file and no client certificates: every caller has all roles.
         token_file: more of them, a line "role:secret" each (``parse_tokens``); read again when it changes.
         insecure: a listener that others can reach without TLS, or without any proof of who calls, is meant.
+        health_without_token: whether ``Health/Check`` answers callers that prove nothing, as a kubelet; with
+            client_ca_file they still need a certificate to connect at all.
     """
 
     cert_file: str = ""
@@ -56,6 +58,7 @@ class ServerSecurity:
     tokens: tuple[Token, ...] = ()
     token_file: str = ""
     insecure: bool = False
+    health_without_token: bool = True
 
     @property
     def tls(self) -> bool:
@@ -187,19 +190,6 @@ def certificate_role(names: Iterable[str]) -> CallerRole | None:
         if last in _ROLE_NAMES:
             return CallerRole(last)
     return None
-
-
-def is_local(address: str) -> bool:
-    """Whether only this host reaches it: loopback or a Unix socket. Wildcards and unknown names are not."""
-    if address.startswith(("unix:", "unix-abstract:")):
-        return True
-    host = address.rpartition(":")[0].strip("[]") or address
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 _ROLE_NAMES = {role.value for role in CallerRole}

@@ -16,7 +16,7 @@ from kvgrpc.events import EventPublisher, NullEventPublisher
 from kvgrpc.events.base import SHUTDOWN_SECONDS
 from kvgrpc.events.servicer import EventServicer
 from kvgrpc.model import RankId, RankRef, Role, new_epoch
-from kvgrpc.registry.addresses import AddressPolicy, parse_bootstrap_addr
+from kvgrpc.net import AddressPolicy, advertised, parse_bootstrap_addr
 from kvgrpc.registry.client.registration import Registration
 from kvgrpc.registry.client.resolver import Resolver
 from kvgrpc.registry.model import Endpoints, RankRow, RankSelector
@@ -24,13 +24,13 @@ from kvgrpc.registry.servicer import RegistryServicer, add_registry_to_server
 from kvgrpc.registry.store.memory import MemoryStore
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.loop import LoopThread
-from kvgrpc.server.addresses import advertised
 from kvgrpc.server.check import check
 from kvgrpc.server.closing import ClosingTime
 from kvgrpc.server.config import RankConfig
 from kvgrpc.server.listener import Listener
 from kvgrpc.server.opening import plane_of, publisher_of
 from kvgrpc.server.servicer import ServerInfo, ServerServicer, transfer_limits
+from kvgrpc.server.status import RankStatus
 from kvgrpc.transfer.protocol.types import Target
 from kvgrpc.transfer.runtime.decode_manager import DecodeManager
 from kvgrpc.transfer.runtime.manager import TransferConfig
@@ -101,6 +101,8 @@ class Rank:
             self.transfer = PrefillManager(transfer, plane, loop)
         else:
             self.transfer = DecodeManager(transfer, plane, loop, self._resolve, self._own_channel)
+        self._status = RankStatus(config.metrics_listen, loop, self.transfer)
+        self._closing = False
 
     @property
     def registration_state(self) -> str:
@@ -111,6 +113,11 @@ class Rank:
     def healthy(self) -> bool:
         """All of its threads and tasks run, and no newer incarnation took its place."""
         return self._closed is None and all(check() for check in self._health_checks().values())
+
+    @property
+    def metrics_address(self) -> str:
+        """Where ``/metrics``, ``/livez`` and ``/readyz`` are, "host:port"; empty without ``metrics_listen``."""
+        return self._status.address
 
     def close(self, deadline: float = 10.0) -> Closed:
         """Drains and closes: leaves the registry, ends its rooms, keeps its port until no write is left, then stops.
@@ -141,6 +148,7 @@ class Rank:
             self._add_servicers, (config.listen, *config.admin_listen), config.server_security
         )
         self.address = advertised(bound[0], config.advertise)
+        self._status.open(self._live, self._ready)
         if config.registry:
             embedded = config.registry == "embedded"
             registry = bound[0] if embedded else parse_bootstrap_addr(config.registry).target
@@ -153,16 +161,18 @@ class Rank:
     def _say_where_it_is(self) -> None:
         """Decode ranks of some engines register nowhere: this line is how they are found."""
         logger.info(
-            "kvgrpc: %s rank %s listens on %s, registry %s, data plane %s",
+            "kvgrpc: %s rank %s listens on %s, registry %s, data plane %s, metrics %s",
             self.config.role.name.lower(),
             self.ref,
             self.address,
             self.config.registry or "none",
             self.plane.name,
+            self.metrics_address or "none",
         )
 
     async def _drain(self, grace: float, seconds: float) -> tuple[bool, int]:
         time = ClosingTime(seconds)
+        logger.info("%s drains: %d rooms are open, and have %.1f s", self.ref, self.transfer.open_rooms(), grace)
         if self._listener is not None:
             await self._listener.drain()
         if self._registration is not None:
@@ -176,10 +186,13 @@ class Rank:
             drained, open_rooms = False, self.transfer.open_rooms()
         if self._event_servicer is not None:
             self._event_servicer.drain()
+        left_over = "nothing is left" if drained else f"{open_rooms} rooms and {self.transfer.held_pages} held pages"
+        logger.log(logging.INFO if drained else logging.WARNING, "%s drained: %s", self.ref, left_over)
         return drained, open_rooms
 
     async def _close(self, time: ClosingTime) -> Closed:
         drained, open_rooms = False, 0
+        self._closing = True
         try:
             drained, open_rooms = await self._drain(time.seconds * 0.5, time.seconds * 0.8)
         finally:
@@ -218,8 +231,10 @@ class Rank:
         """A dial that is refused proves to a peer that nobody writes any more: the address outlives every write (4)."""
         if not written:
             logger.error("%s: a write may be left, so %s stays bound; end the process", self.ref, self.address)
-        elif self._listener is not None:
-            await self._listener.stop(min(_STOP_GRACE_SECONDS, time.left()), time.left() + _LEAST_STOP_SECONDS)
+        else:
+            await asyncio.to_thread(self._status.close)
+            if self._listener is not None:
+                await self._listener.stop(min(_STOP_GRACE_SECONDS, time.left()), time.left() + _LEAST_STOP_SECONDS)
         if self._registry is not None:
             await self._registry.close()
         await self._resolver.close()
@@ -283,6 +298,17 @@ class Rank:
             registry = self._registry
             checks["kvgrpc.v1.RegistryService"] = lambda: registry.healthy
         return checks
+
+    def _live(self) -> Mapping[str, bool]:
+        """What a restart would mend. Neither a drain nor a newer incarnation is."""
+        return {
+            "loop": self._loop.healthy,
+            "transfer": self._closing or self.transfer.healthy,
+            "events": self._closing or self.events.healthy,
+        }
+
+    def _ready(self) -> Mapping[str, bool]:
+        return {"loop": self._loop.healthy, **(self._listener.serving() if self._listener is not None else {})}
 
     def _on_superseded(self, epoch: int) -> None:
         logger.error("%s was replaced by incarnation %d: close this rank", self.ref, epoch)

@@ -40,6 +40,8 @@ class RankConfig:
         events: configuration of KV events (None, a JSON string, a mapping or an object); None: off.
         server_security, client_security: TLS, tokens; without them plaintext on loopback only.
         admin_listen: addresses that serve the same besides ``listen``, for people: "unix:/path".
+        metrics_listen: "host:port" for Prometheus' ``/metrics`` and a kubelet's ``/livez`` and ``/readyz``, over HTTP;
+            empty: none.
         start_timeout: seconds that opening may take, registration included.
         resolve_timeout: seconds that a receiver's registry may take to answer READY.
         lease_ttl: seconds, of an embedded registry.
@@ -66,6 +68,7 @@ class RankConfig:
     server_security: ServerSecurity = field(default_factory=ServerSecurity)
     client_security: ClientSecurity = field(default_factory=ClientSecurity)
     admin_listen: tuple[str, ...] = ()
+    metrics_listen: str = ""
     start_timeout: float = 30.0
     resolve_timeout: float = 30.0
     lease_ttl: float = 10.0
@@ -124,6 +127,7 @@ _FROM_TEXT: dict[str, Callable[[str], object]] = {
     "listen": str,
     "advertise": str,
     "registry": str,
+    "metrics_listen": str,
     "events": str,
     "bootstrap_allow": _items,
     "admin_listen": _items,
@@ -140,6 +144,7 @@ _RULES: dict[object, str] = {
 }
 
 
+_FLAGS = ("insecure", "health_without_token")
 # Flat key -> fields of ServerSecurity, fields of ClientSecurity.
 _SECURITY: dict[str, tuple[str, str]] = {
     "cert_file": ("cert_file", "cert_file"),
@@ -150,6 +155,7 @@ _SECURITY: dict[str, tuple[str, str]] = {
     "token": ("", "token"),
     "token_file": ("", "token_file"),
     "server_name": ("", "server_name"),
+    "health_without_token": ("health_without_token", ""),
     "insecure": ("insecure", "insecure"),
 }
 
@@ -170,7 +176,7 @@ def _with_security(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(name: str, text: str) -> object:
-    reader = _flag if name == "insecure" else _FROM_TEXT.get(name, str)
+    reader = _flag if name in _FLAGS else _FROM_TEXT.get(name, str)
     try:
         return reader(text)
     except (ValueError, KeyError):

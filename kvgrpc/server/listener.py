@@ -48,6 +48,10 @@ class Listener:
         """True once ``drain`` or ``stop`` was called."""
         return self._draining
 
+    def serving(self) -> dict[str, bool]:
+        """Whether each service is SERVING, by its full name; on any thread."""
+        return {name: self._health.serving(name) for name in self._services}
+
     async def start(
         self,
         add_servicers: Callable[[grpc.aio.Server], Sequence[str]],

@@ -8,7 +8,7 @@ from kvgrpc.errors import AddressNotAllowed, InvalidRequest
 from kvgrpc.events import EventPublisher, open_publisher
 from kvgrpc.events.config import EventsConfig
 from kvgrpc.model import RankRef
-from kvgrpc.server.addresses import split
+from kvgrpc.net import split
 from kvgrpc.server.check import events_refused
 from kvgrpc.server.config import RankConfig
 

@@ -9,6 +9,7 @@ from typing import Any
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.engines.addresses import bracketed, engine_name, is_wildcard
 from kvgrpc.model import Layout, Pool, PoolKind, Region, Role
+from kvgrpc.net import split
 from kvgrpc.server import AuxBuffer, RankConfig, settings
 
 
@@ -74,7 +75,7 @@ def reachable(place: Place) -> tuple[str, str]:
 
 
 def _host(address: str) -> tuple[str, ...]:
-    return (address.rpartition(":")[0],) if address else ()
+    return (split(address)[0],) if address else ()
 
 
 def kv_pool(kv_args: Any, device: str) -> Pool:

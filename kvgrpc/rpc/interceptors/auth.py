@@ -32,6 +32,7 @@ ALLOWED: dict[str, frozenset[CallerRole]] = {
     "/kvgrpc.v1.ServerService/GetServerInfo": EVERYBODY,
     "/kvgrpc.v1.ServerService/Drain": frozenset({OPERATOR}),
 }
+HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 # For every authenticated caller.
 _OPEN = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 
@@ -41,7 +42,7 @@ def auth(security: ServerSecurity) -> Layer:
     tokens = TokenTable(security)
 
     def layer(method: Method, inner: Behaviour) -> Behaviour:
-        if not security.authenticates:
+        if not security.authenticates or (method.path == HEALTH_CHECK and security.health_without_token):
             return inner
         allowed = EVERYBODY if method.path.startswith(_OPEN) else ALLOWED.get(method.path, frozenset())
 

@@ -12,6 +12,7 @@ import grpc
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, Reason, ServerDraining
 from kvgrpc.model import RankRef, Role
+from kvgrpc.net import split
 from kvgrpc.rpc.status import error_from
 from kvgrpc.transfer import wire
 from kvgrpc.transfer.layout import topology
@@ -361,9 +362,9 @@ class _Session(SessionWriter):
 
 async def _refuses(address: str) -> bool:
     """True when nobody listens at any address of that name: the one proof of death that a dial can give (4)."""
-    host, _, port = address.rpartition(":")
+    host, port = split(address)
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
     except (OSError, ValueError):
         return False
     answers = await asyncio.gather(*(_refuses_at(str(where[0]), int(where[1])) for *_, where in found))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
 
 from kvgrpc.errors import Failure, Reason
-from kvgrpc.observability import logging as kvgrpc_logging
 from kvgrpc.observability.hand_offs import HandOffs
 from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.observability.metrics import REGISTRY
@@ -56,7 +56,7 @@ def test_many_lines_of_one_reason_become_a_count(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(kvgrpc_logging.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     limited = RateLimited(logger, lines=3, seconds=10.0)
     for number in range(1000):
         limited.warning("PEER_LOST", f"room {number}")

@@ -7,14 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvgrpc.errors import AddressNotAllowed, InvalidRequest
-from kvgrpc.registry.addresses import (
+from kvgrpc.net import (
     AddressPolicy,
     BootstrapAddress,
+    advertised,
+    caller_address,
     check_advertised,
-    check_events_endpoint,
+    check_listen,
+    check_target,
     parse_bootstrap_addr,
     peer_is_local,
+    split,
 )
+from kvgrpc.registry.addresses import check_events_endpoint
 
 
 @pytest.mark.parametrize(
@@ -162,3 +167,75 @@ def test_event_endpoints_follow_the_same_rules() -> None:
 )
 def test_a_peer_is_local_by_its_socket(peer: str, local: bool) -> None:
     assert peer_is_local(peer) is local
+
+
+@pytest.mark.parametrize(
+    ("bound", "advertise", "dialled"),
+    [
+        ("127.0.0.1:9", "", "127.0.0.1:9"),
+        ("[::]:9", "fd00::5", "[fd00::5]:9"),
+        ("[::]:9", "[fd00::5]", "[fd00::5]:9"),
+        ("[::]:9", "[fd00::5]:7", "[fd00::5]:7"),
+        ("0.0.0.0:9", "host-a", "host-a:9"),
+        ("0.0.0.0:9", "host-a:7", "host-a:7"),
+    ],
+)
+def test_the_bound_port_unless_the_advertised_one_names_its_own(bound: str, advertise: str, dialled: str) -> None:
+    assert advertised(bound, advertise) == dialled
+
+
+@pytest.mark.parametrize(
+    ("address", "parts"),
+    [
+        ("fd00::5", ("fd00::5", "")),
+        ("[fd00::5]", ("fd00::5", "")),
+        ("[fd00::5]:7", ("fd00::5", "7")),
+        ("10.0.0.7", ("10.0.0.7", "")),
+        ("10.0.0.7:7", ("10.0.0.7", "7")),
+        (":7", ("", "7")),
+    ],
+)
+def test_an_ipv6_address_stays_whole(address: str, parts: tuple[str, str]) -> None:
+    assert split(address) == parts
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        ("ipv4:10.0.0.2:4312", "10.0.0.2:4312"),
+        ("ipv6:%5B::1%5D:80", "[::1]:80"),
+        ("unix:/run/kvgrpc.sock", "unix:/run/kvgrpc.sock"),
+        ("", ""),
+    ],
+)
+def test_a_caller_is_shown_as_addresses_are_written(peer: str, address: str) -> None:
+    assert caller_address(peer) == address
+
+
+@pytest.mark.parametrize("address", ["host:1", "10.0.0.1:65535", "[fe80::1]:80", "unix:/run/x", "unix-abstract:x"])
+def test_what_can_be_dialled_is_a_target(address: str) -> None:
+    assert check_target(address) == address
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", None, 8998, "localhost", "host:", "host:0", "host:22222222", ":1", "fe80::1:80", "http://host:1", "[host]:1",
+     "a b:1", "unix:", "host:1/P", "127.1:80", b"host:1"],
+)  # fmt: skip
+def test_what_cannot_be_dialled_is_refused_with_its_field_and_value(address: object) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        check_target(address, "server")
+    assert refused.value.metadata["field"] == "server"
+    assert str(address)[:20] in refused.value.metadata["value"]
+    assert "host:port" in refused.value.metadata["rule"]
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", ":8998", "[::]:0", "*:1", "unix:/run/x"])
+def test_a_server_may_bind_wildcards_and_free_ports(address: str) -> None:
+    assert check_listen(address) == address
+
+
+@pytest.mark.parametrize("address", ["", "localhost", "host:65536", "host:-1", "fe80::1:80", None, 80])
+def test_a_server_binds_nothing_else(address: object) -> None:
+    with pytest.raises(InvalidRequest):
+        check_listen(address)
