@@ -81,17 +81,31 @@ def _shown(character: str) -> str:
 
 
 def drop_poller_noise() -> None:
-    """Hides one harmless record of grpc.aio. Repeating it changes nothing.
+    """Hides two records of grpc.aio that say nothing of ours. Repeating it changes nothing.
 
+    A header that is not UTF-8 writes a traceback for each call, whoever sends it: that becomes one line in 10 s.
     Several loops of a process share one completion-queue poller; a loop that wakes after another one has read the
     queue's socket reports BlockingIOError from PollerCompletionQueue, and nothing is lost by it.
     """
-    asyncio_logger = logging.getLogger("asyncio")
-    if not any(isinstance(present, _PollerNoise) for present in asyncio_logger.filters):
-        asyncio_logger.addFilter(_PollerNoise())
+    for name, noise in (("asyncio", _PollerNoise), ("grpc._cython.cygrpc", _InvalidEncoding)):
+        noisy = logging.getLogger(name)
+        if not any(isinstance(present, noise) for present in noisy.filters):
+            noisy.addFilter(noise())
 
 
 class _PollerNoise(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         return not (isinstance(error, BlockingIOError) and "PollerCompletionQueue" in record.getMessage())
+
+
+class _InvalidEncoding(logging.Filter):
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines = RateLimited(logging.getLogger("kvgrpc.rpc"), lines=1)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not str(record.msg).startswith("Invalid encoding on"):
+            return True
+        self._lines.warning("headers that are not UTF-8", "a caller sent a header that is not UTF-8")
+        return False

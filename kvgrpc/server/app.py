@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 _EPOCH_TRIES = 3
 _STOP_GRACE_SECONDS = 1.0
+# The largest requests of a rank are frames: one entry may take a little more than the sender counted.
+_BESIDES_A_FRAME_BYTES = 64 * 1024
 # For the writes of rooms that a drain cancelled: their pages come back after the settle time of 2 s.
 _CANCELLED_WRITES_SECONDS = 5.0
 _ABANDON_SECONDS = 4.0
@@ -145,7 +147,10 @@ class Rank:
             await self._registry.start()
         self._listener = Listener(health_checks=self._health_checks())
         bound = await self._listener.start(
-            self._add_servicers, (config.listen, *config.admin_listen), config.server_security
+            self._add_servicers,
+            (config.listen, *config.admin_listen),
+            config.server_security,
+            config.max_frame_bytes + _BESIDES_A_FRAME_BYTES,
         )
         self.address = advertised(bound[0], config.advertise)
         self._status.open(self._live, self._ready)

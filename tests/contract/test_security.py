@@ -53,8 +53,8 @@ class Everything:
         for path in ALLOWED:
             _, service, method = path.split("/")
             services.setdefault(service, {})[method] = self._handler(path, method)
-        handlers = [grpc.method_handlers_generic_handler(name, methods) for name, methods in services.items()]
-        server.add_generic_rpc_handlers(handlers)
+        for name, methods in services.items():
+            server.add_registered_method_handlers(name, methods)
         return list(services)
 
     def _handler(self, path: str, method: str) -> Any:
@@ -147,7 +147,7 @@ class TestRolesAndMethods:
                 return request
 
             handler: Any = grpc.unary_unary_rpc_method_handler(answer)
-            server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.New", {"Method": handler}),))
+            server.add_registered_method_handlers("test.New", {"Method": handler})
             return ["test.New"]
 
         listener = Listener()

@@ -11,6 +11,7 @@ from typing import Protocol
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, Reason, ServerDraining, WrongRank
 from kvgrpc.model import RankRef, Role, check_pools, check_rank
+from kvgrpc.rpc.callers import check_speaker
 from kvgrpc.rpc.waiters import Waiters
 from kvgrpc.transfer import wire
 from kvgrpc.transfer.layout import topology
@@ -237,6 +238,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         _check_sizes(hello)
         ref, layout = rank_ref_from_pb(getattr(hello, "from")), layout_from_pb(hello.layout)
         check_rank(ref, layout, "hello.from")
+        check_speaker(ref, Role.DECODE, "hello.from")
         pools = tuple(pool_from_pb(pool, f"hello.pools[{index}]") for index, pool in enumerate(hello.pools))
         check_pools(pools, "hello.pools")
         to = rank_ref_from_pb(hello.to)
