@@ -180,7 +180,7 @@ class Client:
         mode: event_service_pb2.WatchMode.ValueType = event_service_pb2.WATCH_MODE_REPLAY,
         engine: str = "",
         dp: int = 0,
-        log: str = "",
+        log_id: str = "",
         from_sequence: int | None = None,
         end_sequence: int | None = None,
     ) -> AsyncIterator[WatchPart]:
@@ -190,7 +190,7 @@ class Client:
         Close the iterator (``contextlib.aclosing``) to end the Watch early.
         """
         request = event_service_pb2.WatchRequest(
-            engine=engine, dp=dp, log=log, mode=mode, from_sequence=from_sequence, end_sequence=end_sequence
+            engine=engine, dp=dp, log_id=log_id, mode=mode, from_sequence=from_sequence, end_sequence=end_sequence
         )
         call = EventServiceStub(self._channel()).Watch(request)
         async with aclosing(self._messages(call, max(self._timeout, _LEAST_SILENCE_SECONDS))) as messages:

@@ -103,13 +103,13 @@ class SyncClient:
         mode: event_service_pb2.WatchMode.ValueType = event_service_pb2.WATCH_MODE_REPLAY,
         engine: str = "",
         dp: int = 0,
-        log: str = "",
+        log_id: str = "",
         from_sequence: int | None = None,
         end_sequence: int | None = None,
     ) -> Iterator[WatchPart]:
         """One Watch, from Begin on; blocks for each part (heartbeats come each second)."""
         parts = self._client.watch(
-            mode=mode, engine=engine, dp=dp, log=log, from_sequence=from_sequence, end_sequence=end_sequence
+            mode=mode, engine=engine, dp=dp, log_id=log_id, from_sequence=from_sequence, end_sequence=end_sequence
         )
         return self._iterate(parts)
 

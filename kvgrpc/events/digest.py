@@ -1,6 +1,7 @@
-"""What a cache holds in a few numbers, for followers to compare. docs/events.md has vectors. Pure.
+"""What a cache holds in a few numbers, so that a follower and its publisher can compare. Pure.
 
 For each tier and group: how many distinct blocks there are, and the exclusive or of a 64-bit mix of their hashes.
+docs/events.md has the formula and vectors.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ EVENT_BATCHES = _counter("kvgrpc_event_batches", "Batches that were published.")
 EVENT_BYTES = _counter("kvgrpc_event_bytes", "Bytes of those batches.")
 # cause: as in DroppedRange.cause.
 EVENTS_DROPPED = _counter("kvgrpc_event_batches_dropped", "Batches that could not be published.", "cause")
+EVENTS_UNKNOWN = _counter("kvgrpc_events_unknown", "Events in those batches of a kind that is not known.")
 JOURNAL_BYTES = _gauge("kvgrpc_event_journal_bytes", "Bytes that the journals keep.")
 
 # The hierarchical cache. kind, state, stop: names of kvgrpc.prefetch.model.

@@ -296,7 +296,7 @@ class Rank:
         """What each service stands on: its threads and tasks, not only the port."""
         checks: dict[str, Callable[[], bool]] = {
             "kvgrpc.v1.TransferService": lambda: self.transfer.healthy and self._superseded_by is None,
-            "kvgrpc.v1.EventService": lambda: self.events.healthy,
+            "kvgrpc.v1.EventService": lambda: self.events.healthy and self._superseded_by is None,
             "kvgrpc.v1.ServerService": lambda: self._loop.healthy,
         }
         if self._registry is not None:
@@ -318,6 +318,8 @@ class Rank:
     def _on_superseded(self, epoch: int) -> None:
         logger.error("%s was replaced by incarnation %d: close this rank", self.ref, epoch)
         self._superseded_by = epoch
+        # At once: two streams of one cache would be two truths.
+        self.events.fence()
 
     async def _resolve(self, bootstrap_addr: str, decode: RankId) -> PrefillEngine:
         """The registry behind a request's address, if this rank may dial it (contract section 4)."""

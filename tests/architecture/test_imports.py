@@ -27,7 +27,7 @@ IMPORTERS = {
         "kvgrpc/prefetch/storage/mooncake/child.py",
     ],
     "zmq": [
-        "kvgrpc/events/publisher.py",
+        "kvgrpc/events/live/",
         "kvgrpc/client/live.py",
         "kvgrpc/demo/live_events.py",
     ],
@@ -44,7 +44,7 @@ PURE = (
     *("kvgrpc/transfer/protocol/", "kvgrpc/transfer/layout/", "kvgrpc/registry/model.py", "kvgrpc/registry/engine.py"),
     *("kvgrpc/registry/table.py", "kvgrpc/registry/acceptance.py"),
     "kvgrpc/dataplane/base.py",
-    *("kvgrpc/events/journal.py", "kvgrpc/events/model.py", "kvgrpc/events/codec.py", "kvgrpc/events/codec/"),
+    *("kvgrpc/events/journal.py", "kvgrpc/events/model.py", "kvgrpc/events/codec/", "kvgrpc/events/snapshot.py"),
     *("kvgrpc/events/digest.py", "kvgrpc/events/index.py", "kvgrpc/events/contents.py"),
     *("kvgrpc/events/follower.py", "kvgrpc/events/following.py"),
     *("kvgrpc/prefetch/tree.py", "kvgrpc/prefetch/agreement.py"),

@@ -1,6 +1,6 @@
 """Batches between the engine's thread and the publisher's: here each takes its sequence number.
 
-Pure but for the lock and the wake-up. A full outbox never blocks: the batch becomes part of a hole, and the next number
+Pure but for the lock and the wake-up. A full queue never blocks: the batch becomes part of a hole, and the next number
 after a hole goes to AllBlocksCleared, so that followers under-state the cache rather than lie.
 """
 
@@ -30,17 +30,18 @@ class Taken:
     items: deque[object]
 
 
-class Outbox:
+class BatchQueue:
     """A bounded queue for many writers and one reader that numbers what is put into it. Thread-safe."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, *, clear_first: bool = False) -> None:
+        """``clear_first``: number 0 goes to AllBlocksCleared, also when nothing follows."""
         self._limit = limit
         self._lock = threading.Lock()
         self._items: deque[object] = deque()
         self._next = 0
         self._items_first = 0
         self._taken = 0
-        self._clear_owed = False
+        self._clear_owed = clear_first
         self._closed = False
         self._asleep = False
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -68,8 +69,13 @@ class Outbox:
         return self._accepted
 
     @property
+    def idle(self) -> bool:
+        """Nothing waits to be taken."""
+        return not self._items
+
+    @property
     def dropped(self) -> int:
-        """Batches that found it full."""
+        """Batches that found it full, or that the reader could not publish."""
         return self._dropped
 
     @property
@@ -84,7 +90,7 @@ class Outbox:
                 self._refused += 1
                 return False
             if len(self._items) + self._taken >= self._limit:
-                self._drop()
+                self._put_hole()
                 return False
             if self._clear_owed:
                 self._put_clear()
@@ -96,9 +102,10 @@ class Outbox:
             self._wake.put(None)
         return True
 
-    def owe_clear(self) -> None:
-        """The next number goes to AllBlocksCleared: the reader could not publish something."""
+    def drop(self, batches: int) -> None:
+        """The reader could not publish so many: the next number goes to AllBlocksCleared."""
         with self._lock:
+            self._dropped += batches
             self._clear_owed = True
 
     def take(self, timeout: float) -> Taken:
@@ -130,6 +137,14 @@ class Outbox:
             self._closed = True
         self._wake.put(None)
 
+    def discard(self) -> None:
+        """Closes it and forgets what waits."""
+        with self._lock:
+            self._closed = True
+            self._items.clear()
+            self._clear_owed = False
+        self._wake.put(None)
+
     def abandon(self) -> None:
         """Closes it in a forked child, where the reader does not live and the lock may be held by nobody."""
         self._lock = threading.Lock()
@@ -144,7 +159,7 @@ class Outbox:
         self._next += 1
         self._clear_owed = False
 
-    def _drop(self) -> None:
+    def _put_hole(self) -> None:
         first = self._next
         if self._items and isinstance(self._items[-1], Dropped):
             first = self._items.pop().first  # type: ignore[attr-defined]  # it is a Dropped
