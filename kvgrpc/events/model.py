@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -23,11 +24,11 @@ class BlockStored(KVCacheEvent):
     ``docs/events.md`` says where each engine writes it.
     """
 
-    block_hashes: list[BlockHash]
+    block_hashes: Sequence[BlockHash]
     """Opaque: integers from -2^63 to 2^64 - 1, or digests."""
     parent_block_hash: BlockHash | None = None
     """The block before the first; None: there is none."""
-    token_ids: list[Token] = []
+    token_ids: Sequence[Token] = []
     """Of all blocks, ``block_size`` each; numbers, or pairs of them (EAGLE). [] where the engine names none."""
     block_size: int = 0
     """Tokens in a block; 0 where the engine does not say."""
@@ -53,7 +54,7 @@ class BlockStored(KVCacheEvent):
 class BlockRemoved(KVCacheEvent):
     """Blocks left the tier that ``medium`` names, one copy of each; None means the device's."""
 
-    block_hashes: list[BlockHash]
+    block_hashes: Sequence[BlockHash]
     medium: str | None = None
     group_idx: int | None = None
     locality: str | None = None
@@ -84,7 +85,7 @@ class KVEventBatch(msgspec.Struct, array_like=True, gc=False):
     """
 
     ts: float
-    events: list[Event]
+    events: Sequence[Event]
     data_parallel_rank: int | None = None
 
 

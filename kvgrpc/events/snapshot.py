@@ -6,7 +6,7 @@ state's shards, and the state copies a shard before it changes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,7 +185,7 @@ def stored_event(run: list[Block]) -> BlockStored:
     return BlockStored(
         [block.block_hash for block in run],
         first.parent,
-        _joined([block.tokens for block in run]),  # type: ignore[arg-type]  # Raw
+        _joined([block.tokens for block in run]),
         about.block_size,
         about.lora_id,
         about.medium,
@@ -272,7 +272,7 @@ def _about(event: BlockStored) -> About:
     )
 
 
-def _tokens_of_each(tokens: list[Token], size: int, blocks: int) -> list[bytes] | None:
+def _tokens_of_each(tokens: Sequence[Token], size: int, blocks: int) -> list[bytes] | None:
     """None where they cannot be shared out: sparse groups name the tokens of blocks that they do not have."""
     if not size or len(tokens) != size * blocks:
         return None

@@ -56,7 +56,7 @@ def decode_batch(payload: bytes) -> KVEventBatch:
             arrays = _arrays.decode(payload)
             return KVEventBatch(_seconds(arrays.ts), [event_of(array) for array in arrays.events], arrays.rank)
         maps = _maps.decode(payload)
-        return KVEventBatch(_seconds(maps.ts), maps.events, maps.rank)  # type: ignore[arg-type]  # list is invariant
+        return KVEventBatch(_seconds(maps.ts), maps.events, maps.rank)
     except (msgspec.ValidationError, RecursionError, UnicodeDecodeError):
         return _decode_one_by_one(payload)
 

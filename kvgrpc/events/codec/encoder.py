@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -73,7 +73,7 @@ class BatchEncoder:
         """A batch that says AllBlocksCleared, now."""
         return self._own(time.time(), [AllBlocksCleared()], self._rank)
 
-    def _own(self, ts: float, events: list[Event], rank: int | None) -> bytes:
+    def _own(self, ts: float, events: Sequence[Event], rank: int | None) -> bytes:
         # Not even empty batches are left out: a sequence without a batch would read as a loss.
         written = [form for event in events if (form := self._write(event)) is not None]
         return self._encoder.encode((ts, written, self._rank if rank is None else rank))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -24,9 +25,9 @@ class _Map(msgspec.Struct, omit_defaults=True, gc=False):
 
 
 class _SglangStored(_Map, tag="BlockStored"):
-    block_hashes: list[BlockHash]
+    block_hashes: Sequence[BlockHash]
     parent_block_hash: BlockHash | None
-    token_ids: list[Token]
+    token_ids: Sequence[Token]
     block_size: int
     lora_id: int | None
     medium: str | None = None
@@ -36,14 +37,14 @@ class _SglangStored(_Map, tag="BlockStored"):
 
 
 class _SglangRemoved(_Map, tag="BlockRemoved"):
-    block_hashes: list[BlockHash]
+    block_hashes: Sequence[BlockHash]
     medium: str | None = None
 
 
 class _VllmStored(_Map, tag="BlockStored"):
-    block_hashes: list[BlockHash]
+    block_hashes: Sequence[BlockHash]
     parent_block_hash: BlockHash | None
-    token_ids: list[Token]
+    token_ids: Sequence[Token]
     block_size: int
     lora_id: int | None
     medium: str | None
@@ -59,7 +60,7 @@ class _VllmStored(_Map, tag="BlockStored"):
 
 
 class _VllmRemoved(_Map, tag="BlockRemoved"):
-    block_hashes: list[BlockHash]
+    block_hashes: Sequence[BlockHash]
     medium: str | None
     group_idx: int | None = None
     locality: str | None = None

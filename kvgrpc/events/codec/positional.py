@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -24,15 +25,15 @@ class _Array(msgspec.Struct, array_like=True, gc=False):
 
 
 class _Seed000Stored(_Array, tag="BlockStored"):
-    block_hashes: list[BlockHash]
+    block_hashes: Sequence[BlockHash]
     parent_block_hash: BlockHash | None
-    token_ids: list[Token]
+    token_ids: Sequence[Token]
     block_size: int
     lora_id: int | None
 
 
 class _Seed000Removed(_Array, tag="BlockRemoved"):
-    block_hashes: list[BlockHash]
+    block_hashes: Sequence[BlockHash]
 
 
 class _Seed001Stored(_Seed000Stored, tag="BlockStored"):
@@ -50,9 +51,9 @@ class _Cleared(_Array, tag="AllBlocksCleared"):
 class _AnyStored(_Array, tag="BlockStored", forbid_unknown_fields=True):
     """What any version appended. Element 7 became the adapter's name in vLLM and a map of metadata in SGLang."""
 
-    block_hashes: list[BlockHash]
+    block_hashes: Sequence[BlockHash]
     parent_block_hash: BlockHash | None
-    token_ids: list[Token]
+    token_ids: Sequence[Token]
     block_size: int
     lora_id: int | None = None
     medium: str | None = None
@@ -65,7 +66,7 @@ class _AnyStored(_Array, tag="BlockStored", forbid_unknown_fields=True):
 
 
 class _AnyRemoved(_Array, tag="BlockRemoved", forbid_unknown_fields=True):
-    block_hashes: list[BlockHash]
+    block_hashes: Sequence[BlockHash]
     medium: str | None = None
     group_idx: int | None = None
     locality: str | None = None
