@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,12 +20,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request, RequestStatus
 
 from kvgrpc.engines.vllm import compatibility
+from kvgrpc.engines.vllm.bootstrap import Bootstrap
 from kvgrpc.engines.vllm.handoffs import Handoffs, Receive
 from kvgrpc.engines.vllm.limits import check_supported
 from kvgrpc.engines.vllm.rank import Place, bootstrap_address, kv_pool, rank_config
 from kvgrpc.engines.vllm.scheduler import Scheduler
 from kvgrpc.engines.vllm.stats import TransferStats
-from kvgrpc.errors import FeatureDisabled, InvalidRequest
+from kvgrpc.errors import AddressNotAllowed, FeatureDisabled, InvalidRequest
 from kvgrpc.model import Role
 
 BLOCK = 16
@@ -229,6 +231,22 @@ def test_an_external_registry_is_asked_for_prefill_by_its_name() -> None:
 def test_a_setting_that_cannot_be_is_named(extra: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=next(iter(extra))):
         Place(engine(extra=extra), 0, {})
+
+
+def test_a_bootstrap_port_that_others_reach_in_plaintext_is_not_opened() -> None:
+    bootstrap = Bootstrap("0.0.0.0:0", "e", None, 10.0)
+    with pytest.raises(AddressNotAllowed, match="KVGRPC_INSECURE"):
+        bootstrap.open()
+    bootstrap.close()
+
+
+def test_a_bootstrap_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        bootstrap = Bootstrap(address, "e", None, 10.0)
+        with pytest.raises(AddressNotAllowed, match=f"{address} cannot be bound.*bootstrap_port"):
+            bootstrap.open()
+        bootstrap.close()
 
 
 def test_stats_add_up_and_travel_as_plain_values() -> None:
