@@ -160,11 +160,11 @@ class Client:
         response: transfer_service_pb2.CancelRoomResponse = await self._read(stub.CancelRoom, request)
         return response.room
 
-    async def get_topology(self) -> transfer_service_pb2.GetTopologyResponse:
+    async def get_rank(self) -> transfer_service_pb2.GetRankResponse:
         """Who the rank is and the shapes of its pools."""
         stub = TransferServiceStub(self._channel())
-        request = transfer_service_pb2.GetTopologyRequest()
-        response: transfer_service_pb2.GetTopologyResponse = await self._read(stub.GetTopology, request)
+        request = transfer_service_pb2.GetRankRequest()
+        response: transfer_service_pb2.GetRankResponse = await self._read(stub.GetRank, request)
         return response
 
     # Events.

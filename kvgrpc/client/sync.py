@@ -89,9 +89,9 @@ class SyncClient:
         """As ``Client.cancel_room``."""
         return self._run(self._client.cancel_room(room, attempt, cause))
 
-    def get_topology(self) -> transfer_service_pb2.GetTopologyResponse:
+    def get_rank(self) -> transfer_service_pb2.GetRankResponse:
         """As ``Client.get_topology``."""
-        return self._run(self._client.get_topology())
+        return self._run(self._client.get_rank())
 
     def list_streams(self) -> list[event_service_pb2.EventStream]:
         """As ``Client.list_streams``."""

@@ -94,6 +94,10 @@ class LoopThread:
             coroutine.close()
             raise
 
+    def task(self, coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        """As ``spawn``, for what runs on the loop already: a supervised task."""
+        return self._loop.create_task(self._supervise(coroutine, name), name=name)
+
     @property
     def healthy(self) -> bool:
         """False once a supervised task has failed, the thread has ended, or the loop is stuck for 5 s."""

@@ -27,7 +27,7 @@ _LARGE_METHODS = {
     "/kvgrpc.v1.RegistryService/Deregister": 1024 * 1024,
     "/kvgrpc.v1.RegistryService/ResolveRanks": 1024 * 1024,
     "/kvgrpc.v1.TransferService/LocateRooms": 256 * 1024,
-    "/kvgrpc.v1.TransferService/GetTopology": 1024 * 1024,
+    "/kvgrpc.v1.TransferService/GetRank": 1024 * 1024,
 }
 
 Options = tuple[tuple[str, int | str], ...]

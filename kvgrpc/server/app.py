@@ -288,7 +288,7 @@ class Rank:
             config.layout,
             tuple(pool.without_addresses() for pool in config.pools),
             self.plane.name,
-            config.places_rooms,
+            config.engine_selects_dp,
             config.model,
         )
 
@@ -336,8 +336,8 @@ class Rank:
             (row.ref.rank.dp, row.ref.rank.pp, row.ref.rank.cp, row.ref.rank.tp): Target(row.ref, row.endpoints.grpc)
             for row in engine.rows
         }
-        places_rooms = any(row.places_rooms for row in engine.rows)
-        return PrefillEngine(engine.name, engine.layout, targets, places_rooms)
+        engine_selects_dp = any(row.engine_selects_dp for row in engine.rows)
+        return PrefillEngine(engine.name, engine.layout, targets, engine_selects_dp)
 
     def _own_channel(self, address: str) -> grpc.aio.Channel:
         return open_channel(address, self.config.client_security, own_connection=True)

@@ -36,7 +36,7 @@ class RankConfig:
         advertise: host, or "host:port", that peers dial; empty: as bound. Needed when listening on a wildcard.
         registry: where to register: "host:port", "embedded" (this rank serves one on its own port), or "" for none.
         bootstrap_allow: hosts and CIDRs of registries that a request may name besides loopback and ``registry``.
-        places_rooms: the engine's own balancer chooses the dp rank of a request, and not room % dp; of a prefill rank.
+        engine_selects_dp: the engine's own balancer chooses the dp rank of a request, and not room % dp; of a prefill rank.
         events: configuration of KV events (None, a JSON string, a mapping or an object); None: off.
         server_security, client_security: TLS, tokens; without them plaintext on loopback only.
         admin_listen: addresses that serve the same besides ``listen``, for people: "unix:/path".
@@ -63,7 +63,7 @@ class RankConfig:
     advertise: str = ""
     registry: str = ""
     bootstrap_allow: tuple[str, ...] = ()
-    places_rooms: bool = False
+    engine_selects_dp: bool = False
     events: object = None
     server_security: ServerSecurity = field(default_factory=ServerSecurity)
     client_security: ClientSecurity = field(default_factory=ClientSecurity)

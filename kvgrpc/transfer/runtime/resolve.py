@@ -28,13 +28,13 @@ Coordinates = tuple[int, int, int, int]
 class PrefillEngine:
     """What a registry said of a prefill engine: its layout, and the ranks that could owe this decode rank a part.
 
-    ``places_rooms``: its own balancer chooses the dp rank of a room that no router chose, and not room % dp.
+    ``engine_selects_dp``: its own balancer chooses the dp rank of a room that no router chose, and not room % dp.
     """
 
     name: str
     layout: Layout
     targets: Mapping[Coordinates, Target]
-    places_rooms: bool = False
+    engine_selects_dp: bool = False
 
 
 class Resolve(Protocol):
@@ -227,7 +227,7 @@ class Routes:
 
 
 def _must_be_found(room: ReceiverRoom, engine: PrefillEngine) -> bool:
-    return engine.places_rooms and engine.layout.dp > 1 and room.prefill_dp_rank is None
+    return engine.engine_selects_dp and engine.layout.dp > 1 and room.prefill_dp_rank is None
 
 
 def _route_error(room: ReceiverRoom) -> InvalidRequest | None:

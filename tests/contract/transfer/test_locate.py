@@ -44,7 +44,7 @@ def stub(prefill: RankHost, stub_of: Any) -> TransferServiceStub:
 @pytest.fixture(scope="module")
 def balanced() -> Iterator[tuple[RankHost, RankHost]]:
     """An engine of two dp ranks whose balancer has a mind of its own."""
-    both = {"layout": Layout(dp=2), "places_rooms": True}
+    both = {"layout": Layout(dp=2), "engine_selects_dp": True}
     first = RankHost("B", "PREFILL", {"registry": "embedded", **both})
     second = RankHost("B", "PREFILL", {"registry": first.rank.address, "dp": 1, **both})
     yield first, second

@@ -19,6 +19,7 @@ from kvgrpc.transfer.protocol.types import (
     PrefillEntry,
     RoomKey,
     RoomState,
+    SessionState,
     Timing,
     Want,
     Writes,
@@ -80,9 +81,7 @@ class Side:
         return moved
 
     def said(self, ref: RankRef = D0) -> dict[RoomKey, PrefillEntry]:
-        return {
-            entry.key: entry for pair in self.take("tell") for entry in self.core.flush(pair) if pair.ref == ref
-        }
+        return {entry.key: entry for pair in self.take("tell") for entry in self.core.flush(pair) if pair.ref == ref}
 
     def ticks(self, count: int, heard: bool = True) -> None:
         for _ in range(count):
@@ -430,7 +429,7 @@ class TestStreams:
         side.hello()
         assert set(side.said()) == {KEY}
 
-    @pytest.mark.parametrize(("broken", "after"), [(True, TIMING.welcome_within), (False, TIMING.patience)])
+    @pytest.mark.parametrize(("broken", "after"), [(True, TIMING.welcome_within), (False, TIMING.idle_timeout)])
     def test_a_lost_pair_fails_its_rooms_and_starts_no_further_write(
         self, side: Side, broken: bool, after: int
     ) -> None:
@@ -460,7 +459,7 @@ class TestStreams:
         side = Side(bounds=Bounds(unclaimed=1))
         for number in (1, 2, 3):
             side.name(key=RoomKey(number))
-        assert side.core.pairs[D0].state == "LOST"
+        assert side.core.pairs[D0].state is SessionState.LOST
 
 
 def test_nothing_is_left_of_rooms_that_are_over(side: Side) -> None:
