@@ -26,6 +26,7 @@ from kvgrpc.rpc import reloading
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.interceptors import ALLOWED
 from kvgrpc.rpc.security import CallerRole, ClientSecurity, ServerSecurity, Token
+from kvgrpc.rpc.server import add_methods
 from kvgrpc.server import settings
 from kvgrpc.server.listener import Listener
 from tests.contract.certificates import OPENSSL, Authority, Certificate
@@ -54,7 +55,7 @@ class Everything:
             _, service, method = path.split("/")
             services.setdefault(service, {})[method] = self._handler(path, method)
         for name, methods in services.items():
-            server.add_registered_method_handlers(name, methods)
+            add_methods(server, name, methods)
         return list(services)
 
     def _handler(self, path: str, method: str) -> Any:
@@ -147,7 +148,7 @@ class TestRolesAndMethods:
                 return request
 
             handler: Any = grpc.unary_unary_rpc_method_handler(answer)
-            server.add_registered_method_handlers("test.New", {"Method": handler})
+            add_methods(server, "test.New", {"Method": handler})
             return ["test.New"]
 
         listener = Listener()

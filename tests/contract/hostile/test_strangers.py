@@ -16,8 +16,8 @@ import pytest
 from kvgrpc.rpc.interceptors import interceptors_of
 from kvgrpc.rpc.options import LARGEST_REQUEST_BYTES, MAX_CALLS_OF_A_CONNECTION, SERVER_OPTIONS
 from kvgrpc.rpc.security import ServerSecurity
-from kvgrpc.rpc.server import new_server
-from tests.contract.hostile.http2 import DATA, GOAWAY, HEADERS, MAX_CONCURRENT_STREAMS, Connection, frame
+from kvgrpc.rpc.server import add_methods, new_server
+from tests.contract.hostile.http2 import DATA, GOAWAY, HEADERS, MAX_CONCURRENT_STREAMS, WINDOW_UPDATE, Connection, frame
 from tests.contract.transfer_peers import eventually
 from tests.integration.rank_host import RankHost
 
@@ -29,6 +29,7 @@ UNIMPLEMENTED, RESOURCE_EXHAUSTED = b"12", b"8"
 @pytest.fixture
 def stranger(prefill: RankHost) -> Iterator[Connection]:
     with Connection(prefill.rank.address) as connection:
+        eventually(lambda: connection.of(WINDOW_UPDATE, 0))  # 4 MiB, which no test here fills
         yield connection
 
 
@@ -106,7 +107,7 @@ class TestConnections:
             return b""
 
         handler: Any = grpc.unary_unary_rpc_method_handler(never)
-        server.add_registered_method_handlers("test.Never", {"Answers": handler})
+        add_methods(server, "test.Never", {"Answers": handler})
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         yield f"127.0.0.1:{port}"
