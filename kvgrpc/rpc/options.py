@@ -9,8 +9,8 @@ MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 LARGEST_REQUEST_BYTES = 4 * 1024 * 1024 + 64 * 1024
 
 # A client that pings more often than its server allows is sent away with ENHANCE_YOUR_CALM (llm-d-kv-cache#359).
-# Of one connection. Ours need a handful; a client that wants more waits for one to end, and is not refused.
-MAX_CALLS_OF_A_CONNECTION = 256
+# Of one connection. Past it a client waits until one of its calls has ended: a decode may wait for a thousand rooms.
+MAX_CALLS_OF_A_CONNECTION = 2_048
 # A connection without a call. Clients dial again when they need one, without telling anybody.
 IDLE_MILLISECONDS = 120_000
 
