@@ -28,6 +28,19 @@ def serve() -> None:
     envvar="KVGRPC_LEASE_TTL",
     help="Seconds that a row lives without a renewal.",
 )
+@click.option(
+    "--store",
+    type=click.Choice(["memory", "etcd"]),
+    default="memory",
+    show_default=True,
+    envvar="KVGRPC_STORE",
+    help="Where rows are: in this process, or in etcd, where several registries share them.",
+)
+@click.option("--etcd", multiple=True, envvar="KVGRPC_ETCD", help="HOST:PORT of a member of etcd; may repeat.")
+@click.option("--etcd-prefix", default="", envvar="KVGRPC_ETCD_PREFIX", help="Keys begin with it (/kvgrpc/registry/).")
+@click.option("--etcd-ca-file", type=FILE, envvar="KVGRPC_ETCD_CA_FILE", help="TLS to etcd, trusting this (PEM).")
+@click.option("--etcd-cert-file", type=FILE, envvar="KVGRPC_ETCD_CERT_FILE", help="Our certificate for etcd.")
+@click.option("--etcd-key-file", type=FILE, envvar="KVGRPC_ETCD_KEY_FILE", help="Key of that certificate.")
 @click.option("--cert-file", type=FILE, envvar="KVGRPC_CERT_FILE", help="Serve TLS with this certificate (PEM).")
 @click.option("--key-file", type=FILE, envvar="KVGRPC_KEY_FILE", help="Key of the certificate.")
 @click.option(
@@ -62,6 +75,12 @@ def serve() -> None:
 def registry(
     listen: str,
     lease_ttl: float,
+    store: str,
+    etcd: tuple[str, ...],
+    etcd_prefix: str,
+    etcd_ca_file: str | None,
+    etcd_cert_file: str | None,
+    etcd_key_file: str | None,
     cert_file: str | None,
     key_file: str | None,
     client_ca_file: str | None,
@@ -71,13 +90,17 @@ def registry(
     metrics_listen: str,
     log_level: str,
 ) -> None:
-    """Run a registry: who serves what, with leases. State is in memory; ranks register again after a restart.
+    """Run a registry: who serves what, with leases. In memory, ranks register again after a restart; with --store
+    etcd, all registries over one etcd are one, and any of them may stop.
 
     Prints one line with the bound address once it serves. SIGTERM and Ctrl-C drain it.
     """
     from kvgrpc.observability import logging
-    from kvgrpc.rpc.security import ServerSecurity
+    from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
     from kvgrpc.server import RegistryServer, serve_registry
+
+    if (store == "etcd") != bool(etcd):
+        raise click.UsageError("--store etcd needs --etcd HOST:PORT, and --etcd needs --store etcd")
 
     logging.configure(log_level.upper())
     security = ServerSecurity(
@@ -94,4 +117,15 @@ def registry(
             click.echo(f"metrics at {server.metrics_address}")
         click.echo(f"kvgrpc registry listens on {server.address}")
 
-    serve_registry(listen, security=security, lease_ttl=lease_ttl, metrics_listen=metrics_listen, on_ready=ready)
+    serve_registry(
+        listen,
+        security=security,
+        lease_ttl=lease_ttl,
+        metrics_listen=metrics_listen,
+        etcd=etcd,
+        etcd_prefix=etcd_prefix,
+        etcd_security=ClientSecurity(
+            ca_file=etcd_ca_file or "", cert_file=etcd_cert_file or "", key_file=etcd_key_file or ""
+        ),
+        on_ready=ready,
+    )

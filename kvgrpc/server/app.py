@@ -16,7 +16,7 @@ from kvgrpc.events import EventPublisher, NullEventPublisher
 from kvgrpc.events.base import SHUTDOWN_SECONDS
 from kvgrpc.events.servicer import EventServicer
 from kvgrpc.model import RankId, RankRef, Role, new_epoch
-from kvgrpc.net import AddressPolicy, advertised, parse_bootstrap_addr
+from kvgrpc.net import AddressPolicy, advertised, parse_bootstrap_addr, replicas
 from kvgrpc.registry.client.registration import Registration
 from kvgrpc.registry.client.resolver import Resolver
 from kvgrpc.registry.model import Endpoints, RankRow, RankSelector
@@ -156,7 +156,7 @@ class Rank:
         self._status.open(self._live, self._ready)
         if config.registry:
             embedded = config.registry == "embedded"
-            registry = bound[0] if embedded else parse_bootstrap_addr(config.registry).target
+            registry = bound[0] if embedded else ",".join(replicas(config.registry))
             self._registration = Registration(
                 self._own_channel, registry, [self._row()], on_superseded=self._on_superseded
             )
@@ -385,7 +385,7 @@ def _quarter_of_the_pool(config: RankConfig) -> int:
 
 
 def _configured(registry: str) -> tuple[str, ...]:
-    return () if registry in ("", "embedded") else (registry,)
+    return () if registry in ("", "embedded") else tuple(replicas(registry))
 
 
 __all__ = ["Closed", "Rank", "open_rank"]

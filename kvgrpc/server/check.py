@@ -17,7 +17,7 @@ from kvgrpc.net import (
     check_advertised,
     check_listen,
     is_wildcard,
-    parse_bootstrap_addr,
+    replicas,
     split,
 )
 from kvgrpc.rpc.options import MAX_MESSAGE_BYTES
@@ -172,7 +172,8 @@ def _check_addresses(config: RankConfig) -> None:
         check_advertised(advertised("any:1", config.advertise), field="advertise", peer_is_local=True)
     if config.registry not in ("", "embedded"):
         try:
-            parse_bootstrap_addr(config.registry)
+            replicas(config.registry)
         except InvalidRequest:
-            raise_if([Violation("registry", '"host:port", "embedded" or empty', config.registry)])
+            rule = '"host:port" (replicas with commas between them), "embedded" or empty'
+            raise_if([Violation("registry", rule, config.registry)])
     AddressPolicy(config.bootstrap_allow)

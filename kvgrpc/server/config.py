@@ -34,7 +34,8 @@ class RankConfig:
         device: RDMA devices for Mooncake, comma separated; empty: TCP where there are none.
         listen: "host:port" to bind; port 0 takes a free one.
         advertise: host, or "host:port", that peers dial; empty: as bound. Needed when listening on a wildcard.
-        registry: where to register: "host:port", "embedded" (this rank serves one on its own port), or "" for none.
+        registry: where to register: "host:port" (several with commas: replicas over one store), "embedded" (this rank
+            serves one on its own port), or "" for none.
         bootstrap_allow: hosts and CIDRs of registries that a request may name besides loopback and ``registry``.
         engine_selects_dp: the engine's own balancer chooses the dp rank of a request, and not room % dp; of a prefill rank.
         events: configuration of KV events (None, a JSON string, a mapping or an object); None: off.
