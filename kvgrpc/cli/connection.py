@@ -60,6 +60,13 @@ def calls_a_rank(function: Callable[Concatenate[SyncClient, ...], None]) -> Call
     return _with_client(function, "`kvgrpc ranks -s REGISTRY` lists where ranks listen; --server HOST:PORT names one.")
 
 
+def calls_an_index(function: Callable[Concatenate[SyncClient, ...], None]) -> Callable[..., None]:
+    """The same."""
+    return _with_client(
+        function, "`kvgrpc serve index --registry REGISTRY` starts an index; --server HOST:PORT names one."
+    )
+
+
 def calls_a_server(function: Callable[Concatenate[SyncClient, ...], None]) -> Callable[..., None]:
     """The same, for what registries and ranks answer alike."""
     return _with_client(

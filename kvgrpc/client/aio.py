@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -17,11 +17,22 @@ from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.retry import repeated
 from kvgrpc.rpc.security import ClientSecurity
 from kvgrpc.rpc.status import error_from
-from kvgrpc.v1 import common_pb2, event_service_pb2, registry_service_pb2, server_service_pb2, transfer_service_pb2
+from kvgrpc.v1 import (
+    common_pb2,
+    event_service_pb2,
+    index_service_pb2,
+    registry_service_pb2,
+    server_service_pb2,
+    transfer_service_pb2,
+)
 from kvgrpc.v1.event_service_pb2_grpc import EventServiceStub
+from kvgrpc.v1.index_service_pb2_grpc import IndexServiceStub
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
 from kvgrpc.v1.server_service_pb2_grpc import ServerServiceStub
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
+
+if TYPE_CHECKING:
+    from kvgrpc.client.follower import EventFollower
 
 T = TypeVar("T")
 _LEAST_SILENCE_SECONDS = 3.0
@@ -198,6 +209,30 @@ class Client:
                 part = part_of(message)
                 if part is not None:
                     yield part
+
+    def follow(self, *, engine: str = "", dp: int = 0, live: bool = False) -> EventFollower:
+        """A follower of one stream of the process, to be started: ``async with client.follow() as follower``."""
+        from kvgrpc.client.follower import EventFollower
+
+        return EventFollower(self.address, engine=engine, dp=dp, live=live, security=self._security)
+
+    # The index.
+
+    async def score(self, request: index_service_pb2.ScoreRequest) -> index_service_pb2.ScoreResponse:
+        """Who holds the beginning of a request, of an index (``kvgrpc serve index``)."""
+        stub = IndexServiceStub(self._channel())
+        response: index_service_pb2.ScoreResponse = await self._read(stub.Score, request)
+        return response
+
+    async def list_sources(self) -> list[index_service_pb2.Source]:
+        """The caches that an index follows."""
+        stub = IndexServiceStub(self._channel())
+
+        async def page(token: str) -> tuple[Iterable[index_service_pb2.Source], str]:
+            response = await self._read(stub.ListSources, index_service_pb2.ListSourcesRequest(page_token=token))
+            return response.sources, response.next_page_token
+
+        return await _pages(page)
 
     # The process.
 

@@ -31,6 +31,8 @@ ALLOWED: dict[str, frozenset[CallerRole]] = {
     "/kvgrpc.v1.TransferService/GetRank": frozenset({RANK, OPERATOR}),
     "/kvgrpc.v1.EventService/ListStreams": EVERYBODY,
     "/kvgrpc.v1.EventService/Watch": EVERYBODY,
+    "/kvgrpc.v1.IndexService/Score": EVERYBODY,
+    "/kvgrpc.v1.IndexService/ListSources": EVERYBODY,
     "/kvgrpc.v1.ServerService/GetServerInfo": EVERYBODY,
     "/kvgrpc.v1.ServerService/Drain": frozenset({OPERATOR}),
 }
