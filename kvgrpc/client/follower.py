@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -27,6 +29,8 @@ from kvgrpc.v1.event_service_pb2_grpc import EventServiceStub
 
 # Heartbeats come each second.
 SILENCE_SECONDS = 5.0
+
+_log = logging.getLogger(__name__)
 
 
 class EventFollower:
@@ -150,7 +154,7 @@ class EventFollower:
             if isinstance(command, OpenWatch):
                 task = asyncio.ensure_future(self._watch(command))
                 self._watches[command.number] = task
-                task.add_done_callback(lambda _, number=command.number: self._watches.pop(number, None))
+                task.add_done_callback(partial(self._watch_ended, command.number))
             elif isinstance(command, CloseWatch):
                 closed = self._watches.pop(command.number, None)
                 if closed is not None:
@@ -165,6 +169,14 @@ class EventFollower:
             self._timer = asyncio.get_running_loop().call_later(delay, self._tick)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+    def _watch_ended(self, number: int, task: asyncio.Task[None]) -> None:
+        self._watches.pop(number, None)
+        if not task.cancelled() and task.exception() is not None:
+            # A bug of ours must not end the follower: it is said, and the Watch is one that failed.
+            _log.error("following %s failed", self.address, exc_info=task.exception())
+            self.core.ended(number, KvGrpcError(f"a bug: {task.exception()!r}"), time.monotonic())
+            self._obey()
 
     def _tick(self) -> None:
         self.core.tick(time.monotonic())
@@ -191,7 +203,7 @@ class EventFollower:
         self.core.ended(order.number, error, time.monotonic())
         self._obey()
 
-    async def _messages(self, order: OpenWatch) -> AsyncIterator[pb.WatchResponse]:
+    async def _messages(self, order: OpenWatch) -> AsyncGenerator[pb.WatchResponse, None]:
         assert self._channel is not None
         request = pb.WatchRequest(
             engine=self.engine,
