@@ -107,16 +107,40 @@ def serve() -> None:
     envvar="KVGRPC_LEASE_TTL",
     help="Seconds that a row lives without a renewal.",
 )
+@click.option(
+    "--store",
+    type=click.Choice(["memory", "etcd"]),
+    default="memory",
+    show_default=True,
+    envvar="KVGRPC_STORE",
+    help="Where rows are: in this process, or in etcd, where several registries share them.",
+)
+@click.option("--etcd", multiple=True, envvar="KVGRPC_ETCD", help="HOST:PORT of a member of etcd; may repeat.")
+@click.option("--etcd-prefix", default="", envvar="KVGRPC_ETCD_PREFIX", help="Keys begin with it (/kvgrpc/registry/).")
+@click.option("--etcd-ca-file", type=FILE, envvar="KVGRPC_ETCD_CA_FILE", help="TLS to etcd, trusting this (PEM).")
+@click.option("--etcd-cert-file", type=FILE, envvar="KVGRPC_ETCD_CERT_FILE", help="Our certificate for etcd.")
+@click.option("--etcd-key-file", type=FILE, envvar="KVGRPC_ETCD_KEY_FILE", help="Key of that certificate.")
 @serves
-def registry(listen: str, lease_ttl: float, metrics_listen: str, security: Any, insecure: bool) -> None:
-    """Run a registry: who serves what, with leases. State is in memory; ranks register again after a restart.
+def registry(
+    store: str,
+    etcd_ca_file: str | None,
+    etcd_cert_file: str | None,
+    etcd_key_file: str | None,
+    insecure: bool,
+    **options: Any,
+) -> None:
+    """Run a registry: who serves what, with leases. In memory, ranks register again after a restart; with --store
+    etcd, all registries over one etcd are one, and any of them may stop.
 
     Prints one line with the bound address once it serves. SIGTERM and Ctrl-C drain it.
     """
+    from kvgrpc.rpc.security import ClientSecurity
     from kvgrpc.server import serve_registry
 
-    ready = functools.partial(_say_where, "registry")
-    serve_registry(listen, security=security, lease_ttl=lease_ttl, metrics_listen=metrics_listen, on_ready=ready)
+    if (store == "etcd") != bool(options["etcd"]):
+        raise click.UsageError("--store etcd needs --etcd HOST:PORT, and --etcd needs --store etcd")
+    calls = ClientSecurity(ca_file=etcd_ca_file or "", cert_file=etcd_cert_file or "", key_file=etcd_key_file or "")
+    serve_registry(etcd_security=calls, on_ready=functools.partial(_say_where, "registry"), **options)
 
 
 @serve.command()
