@@ -1,0 +1,168 @@
+"""The names that engines give to pages: their own vectors, and the rules written down a second time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvgrpc.errors import InvalidRequest
+from kvgrpc.hashing import (
+    block_hashes,
+    canonical_hash,
+    event_seed,
+    page_hashes,
+    sglang_event_hash,
+    storage_seed,
+    vllm_event_hash,
+)
+
+# From SGLang 0.5.23's own C++ (the chain) and Python (the namespace).
+FIRST = "34fb5c825de7ca4aea6e712f19d439c1da0c92c37b423936c5f618545ca4fa1f"
+SECOND = "c57b445f90651b9a650e516ab2238c965b21af35608a31c303e6d9e407f2915c"
+TENANT = "1788ab758c62a241d83bbc10f0cb8b745cec48d7a3d2a78a2e84123d48ff4c99"
+OF_TENANT = "a2692acc9ec0dd2ae22fe5f336c1b0fb57ffea009d9c3320c35754acd78a8f16"
+BIGRAM = "ede8ef26a097f0fd889f9f39f6f5af921370630b164c4a4fa28eb716b2df9269"
+WIDE = "66af2f218931e670270f1b4ea79f49befb670188f60c94856ed7a1743298f181"
+# With vLLM's rules over the libraries that it uses: pickle, and cbor2 in canonical form.
+VLLM = {
+    "sha256": (
+        [
+            "762b2e7e1520febd3a0aedb7358e8602facf3924440e18538fce057e23bae91d",
+            "9e62b5a7ec298f33cb4c7d9e00b659874bb2432d23ad6879ad1746592a2b036b",
+        ],
+        [
+            "a3c763f0798d303779ead8fc0ad6cb6125377aa4f9a055b22097d983b442737b",
+            "3f61a85f744fb52a7478e64638f24f6c8c3eb92e24d1f1d04ac2bd47f248be2e",
+        ],
+    ),
+    "sha256_cbor": (
+        [
+            "c9d58ba695280d69b243e1e0df813136ca9196b286fb1a021e0b2e028ef071cb",
+            "24125b23e68883b5c2141db2959d48433fe6bde2f26bd914efad121d154ab2d6",
+        ],
+        [
+            "817741b45e581d027c56b1e52f54ce98438aca8f44dff52a13c54f451635f0ff",
+            "54b4f296c51ec81e89c746027d3ab54a907e95014bb65cdda3574ecee722b889",
+        ],
+    ),
+}
+
+narrow = st.integers(0, 2**32 - 1)
+prompts = st.lists(narrow, max_size=40) | st.lists(narrow | st.integers(0, 2**63 - 1), max_size=40)
+
+
+def hexes(hashes: Sequence[bytes]) -> list[str]:
+    return [one.hex() for one in hashes]
+
+
+def test_sglang_names_pages_by_a_chain_of_sha256() -> None:
+    assert hexes(page_hashes([1, 2, 3, 4], 2)) == [FIRST, SECOND]
+
+
+def test_a_chain_is_continued_behind_its_last_hash() -> None:
+    assert hexes(page_hashes([3, 4], 2, after=bytes.fromhex(FIRST))) == [SECOND]
+
+
+def test_sglang_names_a_namespace_in_storage_by_its_seed() -> None:
+    seed = storage_seed(None, "tenantA")
+    assert seed.hex() == TENANT
+    assert hexes(page_hashes([1, 2], 2, after=seed)) == [OF_TENANT]
+
+
+def test_the_common_namespace_has_no_seed() -> None:
+    assert storage_seed() == storage_seed("", "") == event_seed() == event_seed("") == b""
+
+
+def test_namespaces_differ_by_every_part() -> None:
+    seeds = {storage_seed("a"), storage_seed(None, "a"), storage_seed("a", "b"), storage_seed("ab"), event_seed("a")}
+    assert len(seeds) == 5
+
+
+def test_eagle_reads_pairs() -> None:
+    assert hexes(page_hashes([1, 2, 3], 2, bigram=True)) == [BIGRAM]
+
+
+def test_a_page_with_a_wide_token_is_hashed_in_eight_bytes() -> None:
+    assert hexes(page_hashes([1, 2**32], 2)) == [WIDE]
+
+
+@given(prompts, st.integers(1, 20), st.booleans(), st.sampled_from([b"", bytes(32), event_seed("salt")]))
+def test_page_hashes_follow_the_rules(tokens: list[int], page_size: int, bigram: bool, after: bytes) -> None:
+    assert page_hashes(tokens, page_size, after=after, bigram=bigram) == by_the_rules(tokens, page_size, after, bigram)
+
+
+def test_numpy_tokens_have_the_same_names() -> None:
+    assert page_hashes(np.arange(100), 16) == page_hashes(range(100), 16)
+    assert block_hashes(np.arange(100), 16, hash_seed="0") == block_hashes(range(100), 16, hash_seed="0")
+
+
+@pytest.mark.parametrize("token", [-1, 2**63, 1.5, None, "1"])
+def test_a_token_that_is_none_is_refused_by_its_place(token: object) -> None:
+    with pytest.raises(InvalidRequest, match=r"tokens\[1\]: must be an integer of 0 to 2\^63-1"):
+        page_hashes([7, token], 2)  # type: ignore[list-item]
+    with pytest.raises(InvalidRequest, match=r"tokens\[1\]"):
+        block_hashes([7, token], 2, hash_seed="0")  # type: ignore[list-item]
+
+
+def test_a_page_holds_at_least_one_token() -> None:
+    with pytest.raises(InvalidRequest, match="page_size"):
+        page_hashes([1], 0)
+    with pytest.raises(InvalidRequest, match="block_size"):
+        block_hashes([1], 0, hash_seed="0")
+
+
+def test_sglang_s_events_carry_the_first_eight_bytes_signed() -> None:
+    assert sglang_event_hash(bytes.fromhex(FIRST)) == 0x34FB5C825DE7CA4A
+    assert sglang_event_hash(bytes.fromhex(SECOND)) == 0xC57B445F90651B9A - 2**64
+
+
+@pytest.mark.parametrize("algorithm", VLLM)
+def test_vllm_names_blocks_by_its_configured_hash(algorithm: str) -> None:
+    plain, adapted = VLLM[algorithm]
+    assert hexes(block_hashes(range(1, 9), 4, hash_seed="0", algorithm=algorithm)) == plain
+    of_tenant = block_hashes(
+        [1, 2, 300, 70000], 2, hash_seed="0", algorithm=algorithm, lora_name="adapter", cache_salt="tenantA"
+    )
+    assert hexes(of_tenant) == adapted
+
+
+def test_vllm_names_full_blocks_only() -> None:
+    assert block_hashes([1, 2, 3], 2, hash_seed="0") == block_hashes([1, 2], 2, hash_seed="0")
+    assert block_hashes([1], 2, hash_seed="0") == []
+
+
+def test_an_unknown_algorithm_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="algorithm: must be one of sha256, sha256_cbor, not 'xxhash'"):
+        block_hashes([1], 1, hash_seed="0", algorithm="xxhash")
+
+
+def test_vllm_s_events_carry_the_last_eight_bytes_unsigned() -> None:
+    assert vllm_event_hash(bytes(24) + b"\xff" * 8) == 2**64 - 1
+
+
+def test_signed_unsigned_and_bytes_are_one_number() -> None:
+    assert canonical_hash(-2) == canonical_hash(2**64 - 2) == canonical_hash(bytes(24) + (2**64 - 2).to_bytes(8, "big"))
+
+
+def by_the_rules(tokens: list[int], page_size: int, after: bytes, bigram: bool) -> list[bytes]:
+    """One token at a time, as the rules are told; shares nothing with what is tested."""
+    count = max(0, len(tokens) - bigram)
+    found = []
+    for start in range(0, count, page_size):
+        words: list[int] = []
+        for position in range(start, min(start + page_size, count)):
+            words += tokens[position : position + 2] if bigram else [tokens[position]]
+        wide = any(word >= 2**32 for word in words)
+        digest = hashlib.sha256(after)
+        if wide:
+            digest.update(b"\xff")
+        for word in words:
+            digest.update(word.to_bytes(8 if wide else 4, "little"))
+        after = digest.digest()
+        found.append(after)
+    return found
