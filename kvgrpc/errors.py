@@ -50,6 +50,11 @@ class Reason(enum.IntEnum):
     INTERNAL = 27
     PEER_UNREACHABLE = 28
     CALL_TOO_LONG = 29
+    OPERATION_NOT_FOUND = 50
+    REQUEST_ID_REUSED = 51
+    STORAGE_FAILED = 52
+    COPY_FAILED = 53
+    PAGE_STATE_INVALID = 54
 
     @property
     def full_name(self) -> str:
@@ -224,6 +229,26 @@ class PeerUnreachable(KvGrpcError):
 
 class CallTooLong(KvGrpcError):
     reason, code = Reason.CALL_TOO_LONG, "DEADLINE_EXCEEDED"
+
+
+class OperationNotFound(KvGrpcError):
+    reason, code = Reason.OPERATION_NOT_FOUND, "NOT_FOUND"
+
+
+class RequestIdReused(KvGrpcError):
+    reason, code = Reason.REQUEST_ID_REUSED, "ALREADY_EXISTS"
+
+
+class StorageFailed(KvGrpcError):
+    reason, code = Reason.STORAGE_FAILED, "UNAVAILABLE"
+
+
+class CopyFailed(KvGrpcError):
+    reason, code = Reason.COPY_FAILED, "ABORTED"
+
+
+class PageStateInvalid(KvGrpcError):
+    reason, code = Reason.PAGE_STATE_INVALID, "FAILED_PRECONDITION"
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,9 @@ EVENT_BYTES = _counter("kvgrpc_event_bytes", "Bytes of those batches.")
 EVENTS_DROPPED = _counter("kvgrpc_event_batches_dropped", "Batches that could not be published.", "cause")
 JOURNAL_BYTES = _gauge("kvgrpc_event_journal_bytes", "Bytes that the journals keep.")
 
+# The hierarchical cache. kind, state, stop: names of kvgrpc.prefetch.model.
+CACHE_OPERATIONS = _counter("kvgrpc_cache_operations", "Prefetches and backups that ended.", "kind", "state", "stop")
+
 # The registry.
 REGISTRY_ROWS = _gauge("kvgrpc_registry_rows", "Rows that are registered.")
 REGISTRY_EXPIRED = _counter("kvgrpc_registry_leases_expired", "Leases that ran out.")

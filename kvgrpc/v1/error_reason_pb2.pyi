@@ -92,6 +92,18 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """A unary call without a deadline took as long as the server lets one take. Metadata: method, limitMs. Repeat it with
     a deadline.
     """
+    ERROR_REASON_OPERATION_NOT_FOUND: _ErrorReason.ValueType  # 50
+    """No such prefetch or backup here; those that ended are kept for a while. Metadata: operationId."""
+    ERROR_REASON_REQUEST_ID_REUSED: _ErrorReason.ValueType  # 51
+    """The request id began an operation with other pages. Metadata: requestId, operationId. Use a new id."""
+    ERROR_REASON_STORAGE_FAILED: _ErrorReason.ValueType  # 52
+    """The storage backend did not do what was asked of it. Metadata: backend, status. Compute the pages, or try again."""
+    ERROR_REASON_COPY_FAILED: _ErrorReason.ValueType  # 53
+    """A copy between device and host failed or did not come in time. Metadata: direction, layer. Compute the pages."""
+    ERROR_REASON_PAGE_STATE_INVALID: _ErrorReason.ValueType  # 54
+    """A page of a pool was freed, read or filled by somebody who may not. Metadata: pool, verb, what, rule. A bug of the
+    caller.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Failure.reason, and (by full name) ErrorInfo.reason in the domain kvgrpc.dev. Each value says its metadata keys and
@@ -168,5 +180,17 @@ ERROR_REASON_PEER_UNREACHABLE: ErrorReason.ValueType  # 28
 ERROR_REASON_CALL_TOO_LONG: ErrorReason.ValueType  # 29
 """A unary call without a deadline took as long as the server lets one take. Metadata: method, limitMs. Repeat it with
 a deadline.
+"""
+ERROR_REASON_OPERATION_NOT_FOUND: ErrorReason.ValueType  # 50
+"""No such prefetch or backup here; those that ended are kept for a while. Metadata: operationId."""
+ERROR_REASON_REQUEST_ID_REUSED: ErrorReason.ValueType  # 51
+"""The request id began an operation with other pages. Metadata: requestId, operationId. Use a new id."""
+ERROR_REASON_STORAGE_FAILED: ErrorReason.ValueType  # 52
+"""The storage backend did not do what was asked of it. Metadata: backend, status. Compute the pages, or try again."""
+ERROR_REASON_COPY_FAILED: ErrorReason.ValueType  # 53
+"""A copy between device and host failed or did not come in time. Metadata: direction, layer. Compute the pages."""
+ERROR_REASON_PAGE_STATE_INVALID: ErrorReason.ValueType  # 54
+"""A page of a pool was freed, read or filled by somebody who may not. Metadata: pool, verb, what, rule. A bug of the
+caller.
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015

@@ -1,0 +1,163 @@
+"""How ranks agree on one number for each step of an operation: the smallest that any of them said. Pure.
+
+One rank of a replica leads; each rank says its own number under the operation's key, in whatever order its scheduler
+comes to it, and hears the minimum once all have spoken, or that somebody was absent once the time is over. Nothing here
+waits, and nothing depends on the order in which ranks or operations speak.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvgrpc.prefetch.model import Stop
+
+
+class Stage(enum.IntEnum):
+    """What is agreed on: HITS: leading pages that every rank finds. RESERVED: for which each has room. COMPLETED: that
+    arrived at each."""
+
+    HITS = 1
+    RESERVED = 2
+    COMPLETED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """What one rank says: ``pages`` leading pages of operation ``key``, and why they are so few."""
+
+    key: str
+    stage: Stage
+    pages: int
+    stop: Stop = Stop.NONE
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What holds for all ranks. ``stop``: why of the rank with the fewest, RANK_ABSENT with 0 pages where one is gone."""
+
+    key: str
+    stage: Stage
+    pages: int
+    stop: Stop = Stop.NONE
+
+
+Decided = Callable[[Decision], None]
+
+
+class Agreement(Protocol):
+    """How a controller reaches the other ranks. Thread-safe; nothing here waits."""
+
+    def vote(self, vote: Vote, timeout: float, decided: Decided) -> None:
+        """Says this rank's number. ``decided`` is called once, on any thread, within ``timeout`` and a little."""
+
+    def forget(self, key: str) -> None:
+        """The operation is over here."""
+
+
+class AloneAgreement:
+    """A replica of one rank: what it says holds."""
+
+    def vote(self, vote: Vote, timeout: float, decided: Decided) -> None:
+        decided(Decision(vote.key, vote.stage, vote.pages, vote.stop))
+
+    def forget(self, key: str) -> None:
+        """Nothing was kept."""
+
+
+@dataclass(slots=True)
+class _Ballot:
+    deadline: float
+    votes: dict[Hashable, Vote] = field(default_factory=dict)
+
+
+class AgreementCore:
+    """The leader's table. ``members``: who must speak. Times are in seconds of any one clock, given by the caller.
+
+    Bounded: past ``limit`` open ballots the oldest is decided as absent; decisions are remembered for as many, so that
+    a rank that comes late hears what was decided without it.
+    """
+
+    def __init__(self, members: Iterable[Hashable], *, limit: int = 4096, grace: float = 0.0) -> None:
+        self._members = frozenset(members)
+        self._limit = limit
+        self._grace = grace
+        self._ballots: OrderedDict[tuple[str, Stage], _Ballot] = OrderedDict()
+        self._decided: OrderedDict[tuple[str, Stage], Decision] = OrderedDict()
+        self._lost: set[Hashable] = set()
+        self.epoch = 1
+
+    @property
+    def members(self) -> frozenset[Hashable]:
+        return self._members
+
+    @property
+    def live(self) -> frozenset[Hashable]:
+        """Members that are not known to be gone."""
+        return self._members - self._lost
+
+    @property
+    def open_ballots(self) -> int:
+        return len(self._ballots)
+
+    def vote(self, member: Hashable, vote: Vote, now: float, timeout: float) -> list[Decision]:
+        """One rank speaks; what that decides. A repeat is harmless, a late one hears what was decided."""
+        key = (vote.key, vote.stage)
+        if member not in self._members:
+            return []
+        if key in self._decided:
+            return [self._decided[key]]
+        if self._lost:
+            return [self._decide(key, Decision(vote.key, vote.stage, 0, Stop.RANK_ABSENT))]
+        ballot = self._ballots.setdefault(key, _Ballot(now + timeout))
+        ballot.votes.setdefault(member, vote)
+        decisions = []
+        if ballot.votes.keys() == self._members:
+            lowest = min(ballot.votes.values(), key=lambda each: (each.pages, -each.stop))
+            decisions.append(self._decide(key, Decision(vote.key, vote.stage, lowest.pages, lowest.stop)))
+        while len(self._ballots) > self._limit:
+            oldest = next(iter(self._ballots))
+            decisions.append(self._decide(oldest, _absent(oldest)))
+        return decisions
+
+    def expire(self, now: float) -> list[Decision]:
+        """Decides what waits for too long: somebody is absent."""
+        over = [key for key, ballot in self._ballots.items() if ballot.deadline + self._grace <= now]
+        return [self._decide(key, _absent(key)) for key in over]
+
+    def next_deadline(self) -> float | None:
+        return min((ballot.deadline + self._grace for ballot in self._ballots.values()), default=None)
+
+    def lose(self, member: Hashable) -> list[Decision]:
+        """A rank is gone: what waits for it is decided at once, and what comes later too, until it is back.
+
+        A new epoch begins: what its former self said counts for nothing.
+        """
+        if member not in self._members or member in self._lost:
+            return []
+        self._lost.add(member)
+        self.epoch += 1
+        return [self._decide(key, _absent(key)) for key in list(self._ballots)]
+
+    def join(self, member: Hashable) -> bool:
+        """A rank is there, for the first time or again; False for one that is no member."""
+        if member not in self._members:
+            return False
+        if member in self._lost:
+            self._lost.discard(member)
+            self.epoch += 1
+        return True
+
+    def _decide(self, key: tuple[str, Stage], decision: Decision) -> Decision:
+        self._ballots.pop(key, None)
+        self._decided[key] = decision
+        while len(self._decided) > self._limit:
+            self._decided.popitem(last=False)
+        return decision
+
+
+def _absent(key: tuple[str, Stage]) -> Decision:
+    return Decision(key[0], key[1], 0, Stop.RANK_ABSENT)

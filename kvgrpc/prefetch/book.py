@@ -1,0 +1,155 @@
+"""The operations of a controller: those that run, the last that ended, and who is told of changes. Thread-safe."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+from kvgrpc.errors import Failure, OperationNotFound, RequestIdReused, TooManyRequests
+from kvgrpc.observability import metrics
+from kvgrpc.prefetch.model import OperationKind, OperationState, PrefetchLimits, Stop
+from kvgrpc.prefetch.operation import Operation
+
+_log = logging.getLogger(__name__)
+
+Listener = Callable[[Operation], None]
+
+
+class OperationBook:
+    """``lock`` is the one lock of all operations: hold it while a field of one is read or changed."""
+
+    def __init__(self, limits: PrefetchLimits) -> None:
+        self.lock = threading.RLock()
+        self._limits = limits
+        self._open: OrderedDict[str, Operation] = OrderedDict()
+        self._ended: OrderedDict[str, Operation] = OrderedDict()
+        self._by_request: dict[tuple[OperationKind, str], Operation] = {}
+        self._listeners: list[Listener] = []
+        self._revision = 0
+        self._idle = threading.Condition(self.lock)
+
+    @property
+    def revision(self) -> int:
+        return self._revision
+
+    def add(self, operation: Operation) -> Operation:
+        """The operation, or the one that its request id began before.
+
+        Raises RequestIdReused where that one asks for something else, TooManyRequests.
+        """
+        with self.lock:
+            before = self._by_request.get((operation.kind, operation.request_id)) if operation.request_id else None
+            if before is not None:
+                if before.hashes != operation.hashes:
+                    raise RequestIdReused(
+                        f"request {operation.request_id!r} began {before.operation_id} with other pages: use a new id",
+                        metadata={"requestId": operation.request_id, "operationId": before.operation_id},
+                    )
+                return before
+            if len(self._open) >= self._limits.operations:
+                raise TooManyRequests(
+                    f"{len(self._open)} operations have not ended",
+                    metadata={
+                        "limit": self._limits.operations,
+                        "value": len(self._open) + 1,
+                        "scope": "cache operations",
+                    },
+                    retry_after=1.0,
+                )
+            self._open[operation.operation_id] = operation
+            if operation.request_id:
+                self._by_request[operation.kind, operation.request_id] = operation
+        self.changed(operation)
+        return operation
+
+    def get(self, operation_id: str) -> Operation:
+        """Raises OperationNotFound."""
+        with self.lock:
+            found = self._open.get(operation_id) or self._ended.get(operation_id)
+        if found is None:
+            raise OperationNotFound(
+                f"no operation {operation_id[:64]!r}; those that ended are kept for a while only",
+                metadata={"operationId": operation_id[:64]},
+            )
+        return found
+
+    def of_request(self, kind: OperationKind, request_id: str) -> Operation | None:
+        with self.lock:
+            return self._by_request.get((kind, request_id))
+
+    def open(self) -> list[Operation]:
+        with self.lock:
+            return list(self._open.values())
+
+    def all(self) -> list[Operation]:
+        """Those that ended first, oldest first."""
+        with self.lock:
+            return [*self._ended.values(), *self._open.values()]
+
+    def listen(self, listener: Listener) -> Callable[[], None]:
+        """Calls it after each change, on the thread that made it; returns what ends that. It must not block."""
+        with self.lock:
+            self._listeners.append(listener)
+
+        def end() -> None:
+            with self.lock:
+                if listener in self._listeners:
+                    self._listeners.remove(listener)
+
+        return end
+
+    def changed(self, operation: Operation) -> None:
+        """Numbers the change and tells the listeners."""
+        with self.lock:
+            self._revision += 1
+            operation.revision = self._revision
+            listeners = list(self._listeners)
+        for listener in listeners:
+            try:
+                listener(operation)
+            except Exception as error:
+                _log.error("a listener of operations failed: %s", error, exc_info=error)
+
+    def end(
+        self, operation: Operation, state: OperationState, stop: Stop = Stop.NONE, failure: Failure | None = None
+    ) -> bool:
+        """Its last state; False when it had one already. The caller has given its pages away by then."""
+        with self.lock:
+            if operation.state.ended:
+                return False
+            operation.state = state
+            operation.stop = operation.stop or stop
+            operation.failure = operation.failure or failure
+            operation.ended_at = time.monotonic()
+            self._open.pop(operation.operation_id, None)
+            self._ended[operation.operation_id] = operation
+            while len(self._ended) > self._limits.remembered:
+                self._forget(self._ended.popitem(last=False)[1])
+            if not self._open:
+                self._idle.notify_all()
+        metrics.CACHE_OPERATIONS.labels(operation.kind.name, state.name, operation.stop.name).inc()
+        self.changed(operation)
+        operation.over.set()
+        return True
+
+    def wait_idle(self, timeout: float) -> bool:
+        """Waits until no operation is open."""
+        with self.lock:
+            return self._idle.wait_for(lambda: not self._open, timeout)
+
+    def forget_ended(self) -> None:
+        """Drops the records of what ended, with their request ids."""
+        with self.lock:
+            for operation in self._ended.values():
+                self._forget(operation)
+            self._ended.clear()
+
+    def _forget(self, operation: Operation) -> None:
+        key = (operation.kind, operation.request_id)
+        if self._by_request.get(key) is operation:
+            del self._by_request[key]
+
+

@@ -1,0 +1,92 @@
+"""Where a controller gets host pages from and who has them afterwards: an engine's radix cache, ours, or nobody's yet."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from kvgrpc.prefetch.model import Short
+from kvgrpc.prefetch.pools.pages import Pages, PageTable
+
+
+class Keeper(Protocol):
+    """Thread-safe; called on the controller's threads, so that each call is short. It may evict, the pools never do."""
+
+    def leading(self, hashes: Sequence[str]) -> int:
+        """How many pages from the first on need not come, because host or device has them."""
+
+    def reserve(self, count: int) -> Pages | Short:
+        """So many RESERVED host pages."""
+
+    def keep(self, hashes: Sequence[str], covered: int, pages: Pages, tenant: str) -> None:
+        """PRESENT pages of ``hashes[covered:]`` are the keeper's from now on."""
+
+    def pages_of(self, hashes: Sequence[str]) -> Pages:
+        """The PRESENT host pages of the leading hashes, each read-locked in the pool's table: whoever asks ends that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """A prefetch that left pages: those of ``hashes[covered:]``, in order, now the taker's."""
+
+    hashes: tuple[str, ...]
+    covered: int
+    pages: Pages
+    tenant: str
+
+
+class CompletionQueue:
+    """The keeper of a controller whose engine has its own radix cache: what landed waits until the engine takes it.
+
+    Until then the pages are ordinary evictable ones: the oldest are given up when a later prefetch needs room.
+    """
+
+    def __init__(self, table: PageTable) -> None:
+        self._table = table
+        self._lock = threading.Lock()
+        self._waiting: OrderedDict[int, Landed] = OrderedDict()
+        self._number = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def take(self) -> list[Landed]:
+        """What landed since the call before, oldest first. The pages belong to the caller, who frees them one day."""
+        with self._lock:
+            taken, self._waiting = list(self._waiting.values()), OrderedDict()
+        return taken
+
+    def leading(self, hashes: Sequence[str]) -> int:
+        return 0
+
+    def reserve(self, count: int) -> Pages | Short:
+        pages = self._table.take(count)
+        while isinstance(pages, Short):
+            with self._lock:
+                if not self._waiting:
+                    return pages
+                _, oldest = self._waiting.popitem(last=False)
+            self._table.release(oldest.pages)
+            pages = self._table.take(count)
+        return pages
+
+    def keep(self, hashes: Sequence[str], covered: int, pages: Pages, tenant: str) -> None:
+        with self._lock:
+            self._number += 1
+            self._waiting[self._number] = Landed(tuple(hashes), covered, pages, tenant)
+
+    def pages_of(self, hashes: Sequence[str]) -> Pages:
+        """What waits is known by the request it came for only."""
+        wanted = tuple(hashes)
+        with self._lock:
+            for landed in self._waiting.values():
+                if landed.covered == 0 and landed.hashes[: len(wanted)] == wanted[: len(landed.pages)]:
+                    pages = landed.pages[: len(wanted)]
+                    self._table.read(pages)
+                    return pages
+        return np.empty(0, dtype=np.int64)

@@ -1,0 +1,210 @@
+"""The words of the hierarchical cache as plain values: tiers, operations, why one ended, what became of a page."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from kvgrpc.errors import Failure, InvalidRequest
+
+
+class Tier(enum.IntEnum):
+    """Where pages are."""
+
+    DEVICE = 1
+    HOST = 2
+    STORAGE = 3
+
+
+class OperationKind(enum.IntEnum):
+    """PREFETCH: storage to host. BACKUP: host to storage."""
+
+    PREFETCH = 1
+    BACKUP = 2
+
+
+class OperationState(enum.IntEnum):
+    """The numbers of the proto. An operation ends in exactly one of the states from DONE on, and stays there.
+
+    DONE: every agreed page is in place. PARTIAL: a leading part of them. DECLINED: nothing was begun, see the stop.
+    CANCELLED, EXPIRED: ended early by a caller or by its time, with what was in place by then. FAILED: see the failure.
+    """
+
+    QUEUED = 1
+    QUERYING = 2
+    AGREEING = 3
+    TRANSFERRING = 4
+    ENDING = 5
+    DONE = 6
+    PARTIAL = 7
+    DECLINED = 8
+    CANCELLED = 9
+    EXPIRED = 10
+    FAILED = 11
+
+    @property
+    def ended(self) -> bool:
+        return self >= OperationState.DONE
+
+
+class Stop(enum.IntEnum):
+    """Why an operation was declined, or ended before its last page."""
+
+    NONE = 0
+    TOO_SHORT = 1
+    BELOW_THRESHOLD = 2
+    CAPACITY = 3
+    RATE_LIMITED = 4
+    BACKEND_DOWN = 5
+    RANK_ABSENT = 6
+    COVERED = 7
+    DEADLINE = 8
+    CANCELLED = 9
+    PAGE_LOST = 10
+    SHUT_DOWN = 11
+    NOT_PRESENT = 12
+
+
+class PageOutcome(enum.IntEnum):
+    """What became of one page of an operation."""
+
+    PENDING = 0
+    OK = 1
+    MISSING = 2
+    FAILED = 3
+    TIMEOUT = 4
+    SKIPPED = 5
+
+
+class StopPolicy(enum.Enum):
+    """When a local scheduler stops waiting for a prefetch: at its first look, never, or after a time by size."""
+
+    BEST_EFFORT = "best_effort"
+    WAIT_COMPLETE = "wait_complete"
+    TIMEOUT = "timeout"
+
+
+class WritePolicy(enum.Enum):
+    """When device pages are copied to the host: when they are evicted, at their first use, or once they were used often."""
+
+    WRITE_BACK = "write_back"
+    WRITE_THROUGH = "write_through"
+    WRITE_THROUGH_SELECTIVE = "write_through_selective"
+
+
+@dataclass(frozen=True, slots=True)
+class Short:
+    """A pool's answer when so many pages are not free: nothing was taken, ``missing`` more would do."""
+
+    missing: int
+
+    def __bool__(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class OperationRow:
+    """One operation as it was at one moment. ``revision`` grows with each change of any operation of the controller.
+
+    Counts are pages: ``asked`` by the caller, ``covered`` at the front that were on the host or device already,
+    ``hit`` in storage behind those on this rank, ``agreed`` by all ranks, ``completed`` the prefix that is in place.
+    """
+
+    operation_id: str
+    request_id: str
+    kind: OperationKind
+    state: OperationState
+    stop: Stop
+    revision: int
+    asked: int
+    covered: int
+    hit: int
+    agreed: int
+    completed: int
+    nbytes: int
+    retries: int
+    priority: int
+    tenant: str
+    quiescent: bool
+    age_seconds: float
+    took_seconds: float
+    outcomes: tuple[PageOutcome, ...] = ()
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchLimits:
+    """Bounds and defaults of a controller, in the words of the engines' settings.
+
+    Attributes:
+        threshold_tokens: a prefetch of fewer tokens is not worth its cost; at least one page counts.
+        batch_pages: pages of one call of the storage backend.
+        storage_timeout: seconds that one such call may take.
+        attempts: how often a page that failed is tried, the first time included.
+        readers, writers: threads that read from and write to storage.
+        occupancy: share of the host pool that prefetches which have not ended may hold (the seed: 0.8 x (host - device)).
+        operations: operations that have not ended; one more is refused.
+        remembered: ended operations that can still be asked for.
+        stop_policy, timeout_base, timeout_per_ki_tokens: ``StopPolicy.TIMEOUT`` waits ``timeout_base`` and
+            ``timeout_per_ki_tokens`` for each 1,024 tokens, in seconds, from the first look that found it unfinished.
+        operation_timeout: seconds that an operation may take that came without a limit of its own.
+        agreement_timeout: seconds that all ranks may take to say what they have.
+    """
+
+    threshold_tokens: int = 256
+    batch_pages: int = 128
+    storage_timeout: float = 5.0
+    attempts: int = 2
+    readers: int = 2
+    writers: int = 1
+    occupancy: float = 0.5
+    operations: int = 4096
+    remembered: int = 4096
+    stop_policy: StopPolicy = StopPolicy.TIMEOUT
+    timeout_base: float = 1.0
+    timeout_per_ki_tokens: float = 0.25
+    operation_timeout: float = 30.0
+    agreement_timeout: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name in ("batch_pages", "attempts", "readers", "writers", "operations", "remembered"):
+            if not 1 <= getattr(self, name) <= 1 << 20:
+                raise InvalidRequest.of(f"prefetch.limits.{name}", getattr(self, name), "1 to 1048576")
+        if self.threshold_tokens < 0:
+            raise InvalidRequest.of("prefetch.limits.threshold_tokens", self.threshold_tokens, "at least 0")
+        for name in ("storage_timeout", "operation_timeout", "agreement_timeout"):
+            if not 0 < getattr(self, name) <= 3600:
+                raise InvalidRequest.of(f"prefetch.limits.{name}", getattr(self, name), "above 0, at most 3600 seconds")
+        for name in ("timeout_base", "timeout_per_ki_tokens"):
+            if not 0 <= getattr(self, name) <= 3600:
+                raise InvalidRequest.of(f"prefetch.limits.{name}", getattr(self, name), "0 to 3600 seconds")
+        if not 0 < self.occupancy <= 1:
+            raise InvalidRequest.of("prefetch.limits.occupancy", self.occupancy, "a share above 0 and at most 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """What must be equal for a page to be usable: pages of two namespaces never meet, whatever their hashes."""
+
+    model: str
+    dtype: str
+    layout: str
+    page_tokens: int
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    replicated: bool = False
+    """True where every tensor-parallel rank holds the same bytes (MLA): one of them writes, each reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """Pages of one tier: all, held in some way, reserved by operations, and bytes of one page."""
+
+    tier: Tier
+    pages: int
+    used: int
+    reserved: int
+    page_bytes: int
+    details: dict[str, int] = field(default_factory=dict)

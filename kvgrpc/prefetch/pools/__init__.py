@@ -1,0 +1,1 @@
+"""Device and host pools: who owns which page, and where its bytes lie."""

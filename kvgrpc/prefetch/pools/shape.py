@@ -1,0 +1,121 @@
+"""What a page is made of, and where its bytes lie in each layout. Pure arithmetic on bytes: a dtype is only a size."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from kvgrpc.errors import InvalidRequest
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "uint8": 1}
+
+
+class HostLayout(enum.Enum):
+    """Axes of the host pool for each component, outermost first (L layers, P pages, T tokens of a page).
+
+    LAYER_FIRST: L P T; the device's own order, a page lies in L pieces. PAGE_FIRST: P T L; a page is one piece, and so is
+    a token. PAGE_FIRST_DIRECT: P L T; a page is one piece, and so is a layer of it.
+    """
+
+    LAYER_FIRST = "layer_first"
+    PAGE_FIRST = "page_first"
+    PAGE_FIRST_DIRECT = "page_first_direct"
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One part of a page, the same size in each layer: "k", "v", "latent", "indexer", "state".
+
+    ``layer_bytes`` is its size in one layer of one page.
+    """
+
+    name: str
+    layer_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PageShape:
+    """The make of a page. All components of a page are copied, stored and present together, or none is."""
+
+    layers: int
+    page_tokens: int
+    components: tuple[Component, ...]
+    dtype: str = "bfloat16"
+    kind: str = "mha"
+
+    def __post_init__(self) -> None:
+        if self.layers < 1:
+            raise InvalidRequest.of("shape.layers", self.layers, "at least 1")
+        if self.page_tokens < 1:
+            raise InvalidRequest.of("shape.page_tokens", self.page_tokens, "at least 1")
+        if not self.components:
+            raise InvalidRequest.of("shape.components", self.components, "at least one")
+        names = [component.name for component in self.components]
+        if len(set(names)) != len(names):
+            raise InvalidRequest.of("shape.components", names, "named differently")
+        for component in self.components:
+            if component.layer_bytes < 1:
+                raise InvalidRequest.of(f"shape.components.{component.name}", component.layer_bytes, "at least 1 byte")
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, over all layers and components."""
+        return self.layers * sum(component.layer_bytes for component in self.components)
+
+    @classmethod
+    def mha(cls, layers: int, page_tokens: int, heads: int, head_dim: int, dtype: str = "bfloat16") -> PageShape:
+        """Keys and values, ``[page_tokens, heads, head_dim]`` each. Raises InvalidRequest."""
+        nbytes = page_tokens * _count("heads", heads) * _count("head_dim", head_dim) * dtype_bytes(dtype)
+        return cls(layers, page_tokens, (Component("k", nbytes), Component("v", nbytes)), dtype, "mha")
+
+    @classmethod
+    def mla(
+        cls, layers: int, page_tokens: int, latent_dim: int, dtype: str = "bfloat16", indexer_bytes: int = 0
+    ) -> PageShape:
+        """One latent, ``[page_tokens, latent_dim]``; ``indexer_bytes`` of a sidecar for each token and layer, if any."""
+        latent = Component("latent", page_tokens * _count("latent_dim", latent_dim) * dtype_bytes(dtype))
+        sidecar = (Component("indexer", page_tokens * indexer_bytes),) if indexer_bytes else ()
+        return cls(layers, page_tokens, (latent, *sidecar), dtype, "mla")
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Raises InvalidRequest for a dtype that no KV cache has."""
+    if dtype not in DTYPE_BYTES:
+        raise InvalidRequest.of("dtype", dtype, f"one of {', '.join(DTYPE_BYTES)}")
+    return DTYPE_BYTES[dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The memory of one component in a host pool: bytes from its start.
+
+    Layer ``l`` of page ``p`` begins at ``p * page_stride + l * layer_stride``, and is ``rows`` pieces of ``row_bytes``,
+    ``row_stride`` apart.
+    """
+
+    component: Component
+    nbytes: int
+    page_stride: int
+    layer_stride: int
+    rows: int
+    row_bytes: int
+    row_stride: int
+
+
+def block_of(component: Component, shape: PageShape, layout: HostLayout, pages: int) -> Block:
+    """Where the bytes of a component lie."""
+    layer, layers = component.layer_bytes, shape.layers
+    whole = pages * layers * layer
+    if layout is HostLayout.LAYER_FIRST:
+        return Block(component, whole, layer, pages * layer, 1, layer, layer)
+    if layout is HostLayout.PAGE_FIRST and layer % shape.page_tokens == 0:
+        token = layer // shape.page_tokens
+        return Block(component, whole, layers * layer, token, shape.page_tokens, token, layers * token)
+    # State that does not divide into tokens has no order of tokens either.
+    return Block(component, whole, layers * layer, layer, 1, layer, layer)
+
+
+def _count(name: str, value: int) -> int:
+    if value < 1:
+        raise InvalidRequest.of(f"shape.{name}", value, "at least 1")
+    return value

@@ -1,0 +1,451 @@
+"""The way of a prefetch, step by step: look up, agree, reserve, agree, read in batches, agree, hand over.
+
+Each step runs on a worker thread of the controller and ends by putting the next one. Host pages are reserved once it is
+known what comes, and belong to the operation until nothing reads or writes them any more.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from kvgrpc.errors import Failure, KvGrpcError, StorageFailed
+from kvgrpc.prefetch.agreement import Agreement, Decision, Stage, Vote
+from kvgrpc.prefetch.alarms import Alarms
+from kvgrpc.prefetch.book import OperationBook
+from kvgrpc.prefetch.keeper import Keeper
+from kvgrpc.prefetch.model import OperationState, PageOutcome, PrefetchLimits, Short, Stop
+from kvgrpc.prefetch.operation import Operation
+from kvgrpc.prefetch.pools.host import HostPool
+from kvgrpc.prefetch.pools.pages import Pages
+from kvgrpc.prefetch.storage.base import PageResult, PageStatus, StorageBackend
+from kvgrpc.prefetch.worker import Worker
+
+Step = tuple[Operation, Callable[[], None]]
+
+_OUTCOMES = {
+    PageStatus.OK: PageOutcome.OK,
+    PageStatus.MISSING: PageOutcome.MISSING,
+    PageStatus.FAILED: PageOutcome.FAILED,
+    PageStatus.TIMEOUT: PageOutcome.TIMEOUT,
+}
+_LOOK_AGAIN_SECONDS = 0.05
+_NONE: Pages = np.empty(0, dtype=np.int64)
+
+
+class Prefetcher:
+    """Brings pages from storage to the host. ``start`` only appends; everything else happens on its threads."""
+
+    def __init__(
+        self,
+        book: OperationBook,
+        host: HostPool,
+        storage: StorageBackend,
+        key_of: Callable[[str], str],
+        keeper: Keeper,
+        agreement: Agreement,
+        limits: PrefetchLimits,
+        alarms: Alarms,
+    ) -> None:
+        self._book = book
+        self._host = host
+        self._storage = storage
+        self._key_of = key_of
+        self._keeper = keeper
+        self._agreement = agreement
+        self._limits = limits
+        self._alarms = alarms
+        self._occupied = 0
+        self._lingering = 0
+        self._queries: Worker[Step] = Worker("prefetch-query", self._step, self._step_failed)
+        self._reads: Worker[Step] = Worker("prefetch-read", self._step, self._step_failed, threads=limits.readers)
+
+    @property
+    def occupied(self) -> int:
+        """Host pages that prefetches hold which have not ended, and pages that a backend has not let go of."""
+        return self._occupied
+
+    @property
+    def healthy(self) -> bool:
+        return self._queries.healthy and self._reads.healthy
+
+    @property
+    def waiting(self) -> int:
+        """Steps that wait for a thread."""
+        return self._queries.waiting + self._reads.waiting
+
+    def capacity(self) -> int:
+        """Host pages that prefetches may hold at a time."""
+        return max(1, int(self._host.pages * self._limits.occupancy))
+
+    def start(self, operation: Operation) -> None:
+        """Begins an operation that the book has, or declines it at once. Never waits."""
+        tokens = len(operation.hashes) * self._host.shape.page_tokens
+        if tokens < max(self._limits.threshold_tokens, self._host.shape.page_tokens):
+            self._end(operation, OperationState.DECLINED, Stop.TOO_SHORT)
+        elif self._occupied >= self.capacity():
+            self._end(operation, OperationState.DECLINED, Stop.RATE_LIMITED)
+        else:
+            self._alarms.after(max(0.0, operation.deadline - time.monotonic()), partial(self._expire, operation))
+            self._put(self._queries, operation, self._query)
+
+    def terminate(self, operation: Operation, stop: Stop = Stop.CANCELLED) -> None:
+        """Stops it after the batches that are on their way; what is in place by then stays usable."""
+        with self._book.lock:
+            if operation.state.ended or operation.cut:
+                return
+            operation.cut = True
+            operation.stop = operation.stop or stop
+            begun = operation.state is OperationState.TRANSFERRING
+            before = operation.state in (OperationState.QUEUED, OperationState.QUERYING, OperationState.AGREEING)
+            if begun:
+                operation.state = OperationState.ENDING
+            idle = begun and operation.in_flight == 0
+        self._book.changed(operation)
+        if idle or before:
+            # A rank that stops early says so to the others: they get nothing from it.
+            self._put(self._queries, operation, self._finish_when_quiet if idle else self._leave)
+
+    def stop(self, timeout: float) -> bool:
+        """Ends the threads; False when one was left behind. The operations have ended before."""
+        end = time.monotonic() + timeout
+        queries = self._queries.stop(timeout)
+        return self._reads.stop(max(0.0, end - time.monotonic())) and queries
+
+    # The steps.
+
+    def _query(self, operation: Operation) -> None:
+        with self._book.lock:
+            if operation.cut or operation.state is not OperationState.QUEUED:
+                return
+            operation.state = OperationState.QUERYING
+        self._book.changed(operation)
+        operation.covered = min(self._keeper.leading(operation.hashes), len(operation.hashes))
+        operation.completed = operation.covered
+        hit, stop, failure = self._count(operation)
+        with self._book.lock:
+            if operation.cut:
+                return
+            operation.hit = hit
+            operation.failure = failure
+            operation.state = OperationState.AGREEING
+        self._book.changed(operation)
+        stop = stop or (Stop.COVERED if operation.covered == len(operation.hashes) else Stop.BELOW_THRESHOLD)
+        self._vote(operation, Stage.HITS, operation.covered + hit, stop, self._reserve)
+
+    def _count(self, operation: Operation) -> tuple[int, Stop, Failure | None]:
+        """Leading pages in storage behind what is covered; one call for each batch, as long as all of it is there."""
+        keys = [self._key_of(each) for each in operation.hashes[operation.covered :]]
+        hit = 0
+        for start in range(0, len(keys), self._limits.batch_pages):
+            batch = keys[start : start + self._limits.batch_pages]
+            seconds = min(self._limits.storage_timeout, operation.deadline - time.monotonic())
+            if seconds <= 0 or operation.cut:
+                return hit, Stop.DEADLINE, None
+            try:
+                found = self._storage.count_leading(batch, seconds)
+            except Exception as error:
+                return hit, Stop.BACKEND_DOWN, _failure_of(error, self._storage.name)
+            hit += found
+            if found < len(batch):
+                break
+        return hit, Stop.NONE, None
+
+    def _reserve(self, operation: Operation, decision: Decision) -> None:
+        """Room for what all ranks have, or for as much of it as is worth the while."""
+        if self._gone(operation):
+            return
+        with self._book.lock:
+            operation.agreed = max(decision.pages, operation.covered)
+        wanted = decision.pages - operation.covered
+        least = max(1, -(-self._limits.threshold_tokens // self._host.shape.page_tokens))
+        if decision.stop is Stop.RANK_ABSENT or wanted < min(least, len(operation.hashes)):
+            self._withdraw(operation, decision.stop or Stop.BELOW_THRESHOLD)
+            return
+        room = self._room(wanted, least)
+        if not len(room):
+            self._withdraw(operation, Stop.CAPACITY)
+            return
+        with self._book.lock:
+            operation.pages = room
+            self._occupied += len(room)
+        stop = Stop.CAPACITY if len(room) < wanted else Stop.NONE
+        self._vote(operation, Stage.RESERVED, operation.covered + len(room), stop, self._begin_reading)
+
+    def _room(self, wanted: int, least: int) -> Pages:
+        with self._book.lock:
+            wanted = min(wanted, self.capacity() - self._occupied)
+        pages = self._keeper.reserve(wanted) if wanted >= least else Short(wanted)
+        if isinstance(pages, Short) and wanted - pages.missing >= least:
+            pages = self._keeper.reserve(wanted - pages.missing)
+        return _NONE.copy() if isinstance(pages, Short) else pages
+
+    def _withdraw(self, operation: Operation, stop: Stop) -> None:
+        """This rank reads nothing: it has what it has, and the others hear so for the steps that are left."""
+        if stop is not Stop.RANK_ABSENT:
+            self._say_covered(operation, stop)
+        self._end(operation, OperationState.DECLINED, stop)
+
+    def _say_covered(self, operation: Operation, stop: Stop) -> None:
+        for stage in (Stage.RESERVED, Stage.COMPLETED):
+            vote = Vote(operation.operation_id, stage, operation.covered, stop)
+            self._agreement.vote(vote, self._limits.agreement_timeout, _heard)
+
+    def _begin_reading(self, operation: Operation, decision: Decision) -> None:
+        if self._gone(operation):
+            return
+        count = decision.pages - operation.covered
+        if count < 1:
+            self._end(operation, OperationState.DECLINED, decision.stop or Stop.CAPACITY)
+            return
+        with self._book.lock:
+            operation.agreed = decision.pages
+            self._give_back(operation, count)
+            operation.outcomes = [PageOutcome.PENDING] * count
+            operation.state = OperationState.TRANSFERRING
+            starts = min(self._limits.readers, -(-count // self._limits.batch_pages))
+        self._book.changed(operation)
+        for _ in range(starts):
+            self._put(self._reads, operation, self._read_batch)
+
+    def _read_batch(self, operation: Operation) -> None:
+        with self._book.lock:
+            first = operation.next_page
+            if operation.cut or operation.state is not OperationState.TRANSFERRING or first >= len(operation.pages):
+                batch = _NONE
+            else:
+                batch = operation.pages[first : first + self._limits.batch_pages]
+                operation.next_page += len(batch)
+                operation.in_flight += 1
+        if not len(batch):
+            self._finish_when_quiet(operation)
+            return
+        try:
+            self._read(operation, first, batch)
+        finally:
+            with self._book.lock:
+                operation.in_flight -= 1
+                operation.completed = operation.prefix()
+                more = operation.next_page < len(operation.pages) and not operation.cut
+        self._book.changed(operation)
+        if more:
+            self._put(self._reads, operation, self._read_batch)
+        else:
+            self._finish_when_quiet(operation)
+
+    def _read(self, operation: Operation, first: int, batch: Pages) -> None:
+        """Reads one batch; pages that may come at another try are asked for again, the others end the operation."""
+        keys = [self._key_of(each) for each in operation.hashes[operation.covered + first :][: len(batch)]]
+        buffers = [self._host.page_buffers(int(page)) for page in batch]
+        wanted = list(range(len(batch)))
+        for attempt in range(self._limits.attempts):
+            seconds = min(self._limits.storage_timeout, operation.deadline - time.monotonic())
+            if seconds <= 0 or (attempt and operation.cut):
+                break
+            results = self._call(wanted, keys, buffers, seconds)
+            again = []
+            for index, result in zip(wanted, results, strict=True):
+                self._note(operation, first + index, int(batch[index]), result)
+                if not result.ok and result.retryable and result.quiescent:
+                    again.append(index)
+            if not again:
+                break
+            wanted = again
+            with self._book.lock:
+                operation.retries += len(again)
+        with self._book.lock:
+            ours = operation.outcomes[first : first + len(batch)]
+            if any(outcome not in (PageOutcome.OK, PageOutcome.PENDING) for outcome in ours):
+                operation.cut = True
+                operation.stop = operation.stop or Stop.PAGE_LOST
+
+    def _call(
+        self, wanted: Sequence[int], keys: Sequence[str], buffers: Sequence[tuple[tuple[int, int], ...]], seconds: float
+    ) -> list[PageResult]:
+        try:
+            results = self._storage.read([keys[i] for i in wanted], [buffers[i] for i in wanted], seconds)
+        except Exception as error:
+            # A backend promises not to; one that breaks it has ended its reads with it.
+            return [PageResult(PageStatus.FAILED, f"{type(error).__name__}: {error}", True)] * len(wanted)
+        if len(results) != len(wanted):
+            text = f"{self._storage.name} answered {len(results)} of {len(wanted)} pages"
+            return [PageResult(PageStatus.FAILED, text)] * len(wanted)
+        return results
+
+    def _note(self, operation: Operation, index: int, page: int, result: PageResult) -> None:
+        """What came of one page. Its bytes are in place before anybody can see that it completed."""
+        with self._book.lock:
+            operation.outcomes[index] = _OUTCOMES[result.status]
+            if result.ok:
+                operation.nbytes += self._host.shape.page_bytes
+            else:
+                operation.failure = operation.failure or Failure.of(
+                    StorageFailed(
+                        f"{self._storage.name}: page {operation.covered + index}: "
+                        f"{result.detail or result.status.value}",
+                        metadata={"backend": self._storage.name, "status": result.status.name},
+                    )
+                )
+            if result.released is not None and not result.quiescent:
+                # Nobody may have these bytes until the backend lets go of them.
+                self._lingering += 1
+                keep = operation.lingering.setdefault(page, [])
+                keep.append(result.released)
+
+    def _finish_when_quiet(self, operation: Operation) -> None:
+        with self._book.lock:
+            quiet = operation.in_flight == 0 and not operation.finishing
+            quiet = quiet and (operation.cut or operation.next_page >= len(operation.pages))
+            if not quiet or operation.state not in (OperationState.TRANSFERRING, OperationState.ENDING):
+                return
+            operation.finishing = True
+            operation.state = OperationState.ENDING
+        self._book.changed(operation)
+        self._vote(operation, Stage.COMPLETED, operation.prefix(), operation.stop, self._hand_over)
+
+    def _leave(self, operation: Operation) -> None:
+        """Cut before its first read: the other ranks hear that nothing comes from here."""
+        with self._book.lock:
+            if operation.state.ended or operation.state is OperationState.TRANSFERRING:
+                return
+        self._agreement.vote(
+            Vote(operation.operation_id, Stage.HITS, operation.covered, operation.stop),
+            self._limits.agreement_timeout,
+            _heard,
+        )
+        self._say_covered(operation, operation.stop)
+        self._end(operation, _state_of(operation.stop, 0), operation.stop)
+
+    def _hand_over(self, operation: Operation, decision: Decision) -> None:
+        """The agreed prefix is the keeper's, the rest goes back; both only once no backend holds any of it."""
+        self._hand_over_now(decision, operation)
+
+    def _hand_over_now(self, decision: Decision, operation: Operation) -> None:
+        with self._book.lock:
+            if operation.state.ended:
+                return
+            if any(not event.is_set() for events in operation.lingering.values() for event in events):
+                self._alarms.after(
+                    _LOOK_AGAIN_SECONDS,
+                    lambda: self._put(self._queries, operation, partial(self._hand_over_now, decision)),
+                )
+                return
+            self._lingering -= sum(map(len, operation.lingering.values()))
+            operation.lingering.clear()
+            completed = min(decision.pages, operation.prefix())
+            count = max(0, completed - operation.covered)
+            self._give_back(operation, count)
+            pages, operation.pages = operation.pages, _NONE
+            operation.completed = operation.covered + count
+            operation.outcomes[count:] = [
+                PageOutcome.SKIPPED if outcome is PageOutcome.OK else outcome for outcome in operation.outcomes[count:]
+            ]
+            self._occupied -= len(pages)
+        if len(pages):
+            self._keep(operation, pages)
+        stop = operation.stop or decision.stop
+        whole = operation.completed == operation.agreed and not operation.cut
+        state = OperationState.DONE if whole else _state_of(stop, count)
+        self._book.end(operation, state, Stop.NONE if whole else stop)
+        self._agreement.forget(operation.operation_id)
+
+    def _keep(self, operation: Operation, pages: Pages) -> None:
+        self._host.table.commit(pages)
+        try:
+            self._keeper.keep(operation.hashes[: operation.completed], operation.covered, pages, operation.tenant)
+        except Exception:
+            # A keeper that raised took nothing.
+            self._host.table.release(pages)
+            raise
+
+    # What the steps share.
+
+    def _vote(
+        self,
+        operation: Operation,
+        stage: Stage,
+        pages: int,
+        stop: Stop,
+        then: Callable[[Operation, Decision], None],
+    ) -> None:
+        def decided(decision: Decision) -> None:
+            if threading.current_thread() is here:
+                then(operation, decision)
+            else:
+                self._put(self._queries, operation, lambda each: then(each, decision))
+
+        here = threading.current_thread()
+        vote = Vote(operation.operation_id, stage, pages, stop)
+        self._agreement.vote(vote, self._limits.agreement_timeout, decided)
+
+    def _gone(self, operation: Operation) -> bool:
+        return operation.state.ended or (operation.cut and operation.state is not OperationState.TRANSFERRING)
+
+    def _expire(self, operation: Operation) -> None:
+        self.terminate(operation, Stop.DEADLINE)
+
+    def _give_back(self, operation: Operation, keep: int) -> None:
+        """Releases its pages behind the first ``keep``; under the book's lock."""
+        rest = operation.pages[keep:]
+        operation.pages = operation.pages[:keep]
+        if len(rest):
+            self._occupied -= len(rest)
+            self._host.table.release(rest)
+
+    def _end(
+        self, operation: Operation, state: OperationState, stop: Stop = Stop.NONE, failure: Failure | None = None
+    ) -> None:
+        with self._book.lock:
+            self._give_back(operation, 0)
+        self._book.end(operation, state, stop, failure)
+        self._agreement.forget(operation.operation_id)
+
+    def _put(self, worker: Worker[Step], operation: Operation, step: Callable[[Operation], None]) -> None:
+        try:
+            worker.put((operation, lambda: step(operation)), operation.priority, operation.tenant)
+        except KvGrpcError as error:
+            self._fail(operation, error)
+
+    def _step(self, items: list[Step]) -> None:
+        for _, step in items:
+            step()
+
+    def _step_failed(self, items: list[Step], error: Exception) -> None:
+        for operation, _ in items:
+            self._fail(operation, error)
+
+    def _fail(self, operation: Operation, error: Exception) -> None:
+        """A bug of ours or of a backend ends this operation; pages that are still read stay reserved until they are not."""
+        with self._book.lock:
+            operation.failure = operation.failure or _failure_of(error, self._storage.name)
+            reading = operation.state in (OperationState.TRANSFERRING, OperationState.ENDING)
+            reading = reading and not operation.finishing
+            operation.cut = operation.cut or reading
+        if reading:
+            self._finish_when_quiet(operation)
+        else:
+            self._end(operation, OperationState.FAILED, Stop.NONE, operation.failure)
+
+
+def _state_of(stop: Stop, pages: int) -> OperationState:
+    """How an operation ended that did not bring all that was agreed."""
+    if stop in (Stop.CANCELLED, Stop.SHUT_DOWN):
+        return OperationState.CANCELLED
+    if stop is Stop.DEADLINE:
+        return OperationState.EXPIRED
+    return OperationState.PARTIAL if pages else OperationState.FAILED
+
+
+def _failure_of(error: Exception, backend: str) -> Failure:
+    if isinstance(error, KvGrpcError):
+        return Failure.of(error)
+    text = f"{backend}: {type(error).__name__}: {error}"
+    return Failure.of(StorageFailed(text, metadata={"backend": backend, "status": "FAILED"}))
+
+
+def _heard(decision: Decision) -> None:
+    """Whoever said that it takes no part needs no answer."""

@@ -1,0 +1,114 @@
+"""A supervised thread with a fair, bounded queue: what one item does wrong ends that item, never the thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from kvgrpc.errors import TooManyRequests
+from kvgrpc.observability import metrics
+from kvgrpc.prefetch.fair_queue import FairQueue
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Worker(Generic[T]):
+    """``threads`` daemon threads that hand items to ``handle``, up to ``most`` at once where that many wait.
+
+    ``handle`` that raises has its items given to ``failed`` with the error. All methods are thread-safe; ``put`` only
+    appends and wakes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        handle: Callable[[list[T]], None],
+        failed: Callable[[list[T], Exception], None],
+        *,
+        threads: int = 1,
+        most: int = 1,
+        limit: int = 65_536,
+    ) -> None:
+        self.name = name
+        self._handle = handle
+        self._failed = failed
+        self._most = most
+        self._limit = limit
+        self._queue: FairQueue[T] = FairQueue()
+        self._wake = threading.Condition()
+        self._stopped = False
+        self._busy = 0
+        self._threads = [
+            threading.Thread(target=self._run, name=f"kvgrpc-{name}-{number}", daemon=True) for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether all threads live; True for one that was stopped in order."""
+        return self._stopped or all(thread.is_alive() for thread in self._threads)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
+    def put(self, item: T, priority: int = 0, tenant: str = "") -> None:
+        """Raises TooManyRequests past the limit, and after ``stop``."""
+        with self._wake:
+            if self._stopped or len(self._queue) >= self._limit:
+                raise TooManyRequests(
+                    f"{self.name}: " + ("it was closed" if self._stopped else f"{self._limit} items wait already"),
+                    metadata={"limit": self._limit, "value": len(self._queue) + 1, "scope": self.name},
+                    retry_after=None if self._stopped else 1.0,
+                )
+            self._queue.put(item, priority, tenant)
+            self._wake.notify()
+
+    def clear(self) -> list[T]:
+        """Takes back what waits."""
+        with self._wake:
+            return self._queue.clear()
+
+    def stop(self, timeout: float) -> bool:
+        """Lets go of what waits, ends the threads after what they do now; False when one was left behind."""
+        with self._wake:
+            self._stopped = True
+            self._queue.clear()
+            self._wake.notify_all()
+        end = time.monotonic() + timeout
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, end - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        while (items := self._take()) is not None:
+            try:
+                self._handle(items)
+            except Exception as error:
+                self._record(items, error)
+            finally:
+                with self._wake:
+                    self._busy -= 1
+
+    def _take(self) -> list[T] | None:
+        with self._wake:
+            while not self._queue and not self._stopped:
+                self._wake.wait()
+            if self._stopped:
+                return None
+            self._busy += 1
+            return [self._queue.pop() for _ in range(min(self._most, len(self._queue)))]
+
+    def _record(self, items: list[T], error: Exception) -> None:
+        _log.error("%s: %s", self.name, error, exc_info=error)
+        metrics.TASK_FAILURES.labels(f"kvgrpc-{self.name}").inc()
+        try:
+            self._failed(items, error)
+        except Exception as second:
+            _log.error("%s: what failed could not be told: %s", self.name, second, exc_info=second)
