@@ -158,7 +158,7 @@ def check_keys(keys: Sequence[str]) -> None:
     if len(keys) > MAX_BATCH_PAGES:
         raise InvalidRequest.of("keys", f"{len(keys)} keys", f"at most {MAX_BATCH_PAGES} at once")
     for key in keys:
-        if not isinstance(key, str) or not key or len(key) > MAX_KEY_BYTES or len(key.encode()) > MAX_KEY_BYTES:
+        if not isinstance(key, str) or not 0 < _key_bytes(key) <= MAX_KEY_BYTES:
             raise InvalidRequest.of("keys", key, f"text of 1 to {MAX_KEY_BYTES} bytes")
 
 
@@ -170,6 +170,14 @@ def check_batch(keys: Sequence[str], pages: Sequence[PageBuffers]) -> None:
     for page in pages:
         if not page or any(nbytes < 1 or address < 1 for address, nbytes in page):
             raise InvalidRequest.of("pages", page, "(address, bytes) of at least one buffer, none of them empty")
+
+
+def _key_bytes(key: str) -> int:
+    """0 for what is no text: half a surrogate pair has no bytes."""
+    try:
+        return len(key.encode())
+    except UnicodeEncodeError:
+        return 0
 
 
 def page_bytes(page: PageBuffers) -> int:

@@ -197,6 +197,7 @@ def test_without_time_nothing_is_begun(backend: StorageBackend, arena: Arena) ->
         (["a"], [((4096, 0),)]),
         (["a"], [((0, 16),)]),
         ([""], [((4096, 16),)]),
+        (["\ud800"], [((4096, 16),)]),
         (["x" * 1025], [((4096, 16),)]),
     ],
 )
