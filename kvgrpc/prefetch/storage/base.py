@@ -1,0 +1,184 @@
+"""What a storage backend is: pages of host memory go in under a key and come back with the same bytes, or not at all.
+
+A *page* is the unit of commit: all its buffers (K and V, a latent, an indexer) are stored together or none is. Keys are
+content hashes with an identity (``keys``), so the bytes under a key never change and a second write of one is harmless.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from kvgrpc.dataplane.base import MemoryRange
+from kvgrpc.errors import InvalidRequest, PeerUnreachable
+
+__all__ = ["MemoryRange", "PageBuffers", "PageResult", "PageStatus", "StorageBackend", "StorageDown", "StorageStats"]
+
+PageBuffers: TypeAlias = tuple[tuple[int, int], ...]
+"""One page: (address, bytes) of each of its buffers, in memory of this process; always in the same order."""
+
+MAX_KEY_BYTES = 1024
+MAX_BATCH_PAGES = 65_536
+
+
+class PageStatus(enum.Enum):
+    """What became of one page of a batch."""
+
+    OK = "ok"
+    MISSING = "missing"
+    FAILED = "failed"
+    TIMEOUT = "timeout"
+
+
+@dataclass(frozen=True, slots=True)
+class PageResult:
+    """The end of one page of a read or a write; the pages beside it have their own.
+
+    Attributes:
+        status: OK: all bytes are in place. MISSING (reads only): there is no complete page of this size under the key.
+            FAILED: the backend said why. TIMEOUT: it did not end in time, or was not begun.
+        detail: FAILED and TIMEOUT in words, for logs and for people.
+        retryable: whether the same call may succeed later; False where it never will.
+        released: None: the backend touches the page's buffers no more. Otherwise it still may, and this event is set
+            once it does not: until then nobody may use the buffers again.
+
+    After any status but OK, a read may have changed some bytes of the buffers.
+    """
+
+    status: PageStatus
+    detail: str = ""
+    retryable: bool = False
+    released: threading.Event | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.status is PageStatus.OK
+
+    @property
+    def quiescent(self) -> bool:
+        """Whether the page's buffers may be used again now."""
+        return self.released is None or self.released.is_set()
+
+
+OK = PageResult(PageStatus.OK)
+MISSING = PageResult(PageStatus.MISSING)
+
+
+def failed(detail: str, *, retryable: bool = False) -> PageResult:
+    return PageResult(PageStatus.FAILED, detail, retryable)
+
+
+def timed_out(detail: str, released: threading.Event | None = None) -> PageResult:
+    return PageResult(PageStatus.TIMEOUT, detail, True, released)
+
+
+@dataclass(frozen=True, slots=True)
+class StorageStats:
+    """What a backend holds and did since it was opened.
+
+    Attributes:
+        healthy: whether calls are answered now; ``detail`` says why not.
+        pages, nbytes: stored now, as far as this process knows; None where only the store itself does.
+        capacity: bytes that may be stored; None: unbounded, or known to the store only.
+        hits, misses: pages that reads found, and did not.
+        written: pages that writes stored (not those that were there before).
+        failed, timeouts: pages of reads and writes that ended so.
+        evicted: pages that this process dropped to stay within ``capacity``.
+        in_use: pages that ended TIMEOUT and whose buffers are not released yet.
+    """
+
+    healthy: bool = True
+    detail: str = ""
+    pages: int | None = None
+    nbytes: int | None = None
+    capacity: int | None = None
+    hits: int = 0
+    misses: int = 0
+    written: int = 0
+    failed: int = 0
+    timeouts: int = 0
+    evicted: int = 0
+    in_use: int = 0
+
+
+class StorageDown(PeerUnreachable):
+    """The backend as a whole cannot answer; pages may well be there. Metadata: address (what did not answer)."""
+
+    def __init__(self, message: str, address: str, retry_after: float | None = None) -> None:
+        super().__init__(message, metadata={"address": address}, retry_after=retry_after)
+
+
+class StorageBackend(Protocol):
+    """Thread-safe. Every call ends within ``timeout`` seconds, and a little for its own bookkeeping.
+
+    All calls raise InvalidRequest for arguments that make no sense (lengths that differ, empty pages or keys); only
+    ``count_leading``, ``delete`` and ``clear`` raise StorageDown. ``read`` and ``write`` answer with one result a key,
+    in the order of the keys, and begin nothing after ``timeout``.
+    """
+
+    name: str
+
+    def register(self, memory: Sequence[MemoryRange]) -> None:
+        """Host memory in which buffers will lie: what a zero-copy backend prepares once. Repeats are harmless.
+
+        A backend that copies ignores it; buffers outside it work too, with a copy. Registered memory stays mapped until
+        ``close`` returned True.
+        """
+
+    def count_leading(self, keys: Sequence[str], timeout: float) -> int:
+        """How many pages from the first on are there, each complete. Raises StorageDown rather than answer too few."""
+
+    def read(self, keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
+        """Fills the buffers. A page whose stored size is not the sum of its buffers is MISSING."""
+
+    def write(self, keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
+        """Stores pages; OK also for one that is there already. One that is there with another size is FAILED, kept."""
+
+    def delete(self, keys: Sequence[str], timeout: float) -> int:
+        """Drops pages; how many were there and are gone."""
+
+    def clear(self) -> None:
+        """Drops all pages of this backend's own namespace, and nothing of anybody else's. Waits for nothing else."""
+
+    def stats(self) -> StorageStats:
+        """Never blocks on the store."""
+
+    def close(self, timeout: float) -> bool:
+        """Ends it; later calls answer FAILED or raise StorageDown. Repeats are harmless.
+
+        True when every buffer is released and no thread or process is left; False when something still hangs.
+        """
+
+
+def check_keys(keys: Sequence[str]) -> None:
+    """Raises InvalidRequest."""
+    if len(keys) > MAX_BATCH_PAGES:
+        raise InvalidRequest.of("keys", f"{len(keys)} keys", f"at most {MAX_BATCH_PAGES} at once")
+    for key in keys:
+        if not isinstance(key, str) or not 0 < _key_bytes(key) <= MAX_KEY_BYTES:
+            raise InvalidRequest.of("keys", key, f"text of 1 to {MAX_KEY_BYTES} bytes")
+
+
+def check_batch(keys: Sequence[str], pages: Sequence[PageBuffers]) -> None:
+    """Raises InvalidRequest."""
+    check_keys(keys)
+    if len(keys) != len(pages):
+        raise InvalidRequest.of("pages", f"{len(pages)} pages for {len(keys)} keys", "as many as keys")
+    for page in pages:
+        if not page or any(nbytes < 1 or address < 1 for address, nbytes in page):
+            raise InvalidRequest.of("pages", page, "(address, bytes) of at least one buffer, none of them empty")
+
+
+def _key_bytes(key: str) -> int:
+    """0 for what is no text: half a surrogate pair has no bytes."""
+    try:
+        return len(key.encode())
+    except UnicodeEncodeError:
+        return 0
+
+
+def page_bytes(page: PageBuffers) -> int:
+    return sum(nbytes for _, nbytes in page)

@@ -1,0 +1,1 @@
+"""Storage in files of a local or shared folder: one file a page."""

@@ -1,0 +1,297 @@
+"""The storage backend ``file``. docs/storage.md has its config, its promises and its figures."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
+
+from kvgrpc.errors import InvalidRequest
+from kvgrpc.prefetch.storage.base import (
+    MISSING,
+    OK,
+    MemoryRange,
+    PageBuffers,
+    PageResult,
+    StorageDown,
+    StorageStats,
+    check_batch,
+    check_keys,
+    failed,
+    page_bytes,
+)
+from kvgrpc.prefetch.storage.file.folder import Folder, is_full
+from kvgrpc.prefetch.storage.file.formats import Format, Header, OwnFormat, SglangFormat, checksum
+from kvgrpc.prefetch.storage.file.io import aligned, header_block, read_all, write_all
+from kvgrpc.prefetch.storage.file.usage import Usage
+from kvgrpc.prefetch.storage.flat import other_size, unfinished
+from kvgrpc.prefetch.storage.memory import views
+from kvgrpc.prefetch.storage.settings import Nbytes, Seconds, Threads, read_settings
+from kvgrpc.prefetch.storage.tally import Tally
+from kvgrpc.prefetch.storage.workers import Unfinished, Workers
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+_OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class FileConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Config of the backend ``file``."""
+
+    path: str
+    """Folder; made if it is not there. Several ranks, processes and hosts may share it."""
+    max_bytes: Nbytes = 0
+    """Bytes of disk; the pages that were not used for longest make room. 0: unbounded."""
+    threads: Threads = 4
+    direct: bool = False
+    """O_DIRECT for pages whose buffers are aligned to 4,096 bytes: for disks that outrun the page cache."""
+    checksum: bool = True
+    """Of every page, against blocks that a crash of the machine lost. Not in SGLang's format."""
+    sync: bool = False
+    """Every page is on disk before it has a name. Only needed where ``checksum`` is off and power may fail."""
+    format: Literal["kvgrpc", "sglang"] = "kvgrpc"
+    """How files look; "sglang": those of SGLang 0.5.23's own backend ``file``."""
+    rescan_interval: Seconds = 30.0
+    """Seconds after which pages that other processes wrote are counted too."""
+
+
+class FileBackend:
+    """A StorageBackend with a file for each page. A call that hangs in the kernel keeps one thread and its page."""
+
+    name = "file"
+
+    @classmethod
+    def of(cls, settings: Mapping[str, object]) -> FileBackend:
+        """Raises InvalidRequest for settings that are not right, also for a folder that cannot be written to."""
+        return cls(read_settings(FileConfig, settings))
+
+    def __init__(self, config: FileConfig) -> None:
+        self._config = config
+        self._form: Format = SglangFormat() if config.format == "sglang" else OwnFormat()
+        try:
+            self._folder = Folder(Path(config.path), self._form)
+            self._folder.clean()
+        except OSError as error:
+            raise InvalidRequest.of(
+                "path", config.path, f"a folder that this process may write to ({error})"
+            ) from error
+        self._direct = config.direct and _takes_direct(self._folder)
+        if config.direct and not self._direct:
+            logger.warning("storage 'file': %s takes no O_DIRECT, pages go through the page cache", config.path)
+        self._usage = Usage(config.max_bytes or None)
+        self._tally = Tally()
+        self._closed = threading.Event()
+        self._rescan()
+        self._workers = Workers("kvgrpc-file", config.threads)
+        self._scanner = threading.Thread(target=self._keep_scanning, name="kvgrpc-file-scan", daemon=True)
+        self._scanner.start()
+
+    def register(self, memory: Sequence[MemoryRange]) -> None:
+        """Nothing to prepare: files are read into any memory, without a copy."""
+
+    def count_leading(self, keys: Sequence[str], timeout: float) -> int:
+        check_keys(keys)
+        there = self._ask(lambda number: self._complete(keys[number]) is not None, len(keys), timeout)
+        return there.index(False) if False in there else len(there)
+
+    def read(self, keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
+        check_batch(keys, pages)
+        return self._tally.read(self._run(lambda number: self._read(keys[number], pages[number]), len(keys), timeout))
+
+    def write(self, keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
+        check_batch(keys, pages)
+        return self._tally.write(self._run(lambda number: self._write(keys[number], pages[number]), len(keys), timeout))
+
+    def delete(self, keys: Sequence[str], timeout: float) -> int:
+        check_keys(keys)
+        return sum(self._ask(lambda number: self._remove(self._form.path(keys[number])), len(keys), timeout))
+
+    def clear(self) -> None:
+        """Drops every page in the folder, those of other processes that share it too."""
+        if self._closed.is_set():
+            raise self._down("it is closed")
+        try:
+            for name, _, _ in list(self._folder.scan()):
+                self._remove(name)
+        except OSError as error:
+            raise self._down(str(error)) from error
+
+    def stats(self) -> StorageStats:
+        closed = self._closed.is_set()
+        return self._tally.stats(
+            healthy=not closed,
+            detail="closed" if closed else "",
+            pages=len(self._usage),
+            nbytes=self._usage.nbytes,
+            capacity=self._usage.capacity,
+        )
+
+    def close(self, timeout: float) -> bool:
+        deadline = time.monotonic() + timeout
+        self._closed.set()
+        ended = self._workers.close(timeout)
+        self._scanner.join(max(0.0, deadline - time.monotonic()))
+        return ended and not self._scanner.is_alive()
+
+    def _read(self, key: str, page: PageBuffers) -> PageResult:
+        name = self._form.path(key)
+        if name is None:
+            return MISSING
+        try:
+            descriptor = os.open(self._folder.path(name), _OPEN | self._flags(page))
+        except FileNotFoundError:
+            self._usage.remove(name)
+            return MISSING
+        except OSError as error:
+            return failed(str(error), retryable=True)
+        try:
+            return self._read_open(descriptor, key, name, page)
+        except OSError as error:
+            return failed(str(error), retryable=True)
+        finally:
+            os.close(descriptor)
+
+    def _read_open(self, descriptor: int, key: str, name: str, page: PageBuffers) -> PageResult:
+        header_bytes, nbytes, pieces = self._form.header_bytes, page_bytes(page), views(page)
+        if os.fstat(descriptor).st_size != header_bytes + nbytes:
+            return MISSING
+        block = [header_block()] if header_bytes else []
+        if read_all(descriptor, block + pieces) != header_bytes + nbytes:
+            return MISSING
+        if block and not self._proves(Header.decode(block[0]), key, pieces):
+            self._remove(name)  # torn or foreign: away with it, so that the page can be written again
+            return MISSING
+        if self._usage.used(name, header_bytes + nbytes, time.time()):
+            with contextlib.suppress(OSError):
+                os.utime(descriptor)
+        return OK
+
+    def _proves(self, header: Header | None, key: str, pieces: Sequence[memoryview]) -> bool:
+        """Whether what was read is this page and all of it."""
+        if header is None or header.key != key:
+            return False
+        return not header.checksum or not self._config.checksum or header.checksum == checksum(pieces)
+
+    def _write(self, key: str, page: PageBuffers) -> PageResult:
+        name, nbytes = self._form.path(key), page_bytes(page)
+        if name is None:
+            return failed(f"{key[:80]!r} cannot be the name of a file in SGLang's format")
+        there = self._complete(key)
+        if there is not None and (there == nbytes or self._form.header_bytes):
+            return OK if there == nbytes else failed(other_size(key, there, nbytes))
+        size = self._form.header_bytes + nbytes
+        evicted = self._usage.reserve(name, size, time.time())
+        if evicted is None:
+            return failed(f"the page has {size} bytes, and max_bytes is {self._usage.capacity}")
+        try:
+            self._evict(evicted)
+            self._write_new(key, name, page)
+        except OSError as error:
+            self._usage.remove(name)
+            remedy = ": set max_bytes below what the disk can hold" if is_full(error) else ""
+            return failed(f"{error}{remedy}", retryable=True)
+        self._tally.add("written")
+        return OK
+
+    def _write_new(self, key: str, name: str, page: PageBuffers) -> None:
+        pieces = views(page)
+        if self._form.header_bytes:
+            block = header_block()
+            block[:] = Header(key, page_bytes(page), checksum(pieces) if self._config.checksum else 0).encode()
+            pieces = [block, *pieces]
+        descriptor, temporary = self._folder.create(self._flags(page))
+        try:
+            try:
+                write_all(descriptor, pieces)
+                if self._config.sync:
+                    os.fdatasync(descriptor)
+            finally:
+                os.close(descriptor)
+            self._folder.publish(temporary, name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+    def _complete(self, key: str) -> int | None:
+        """Bytes of the page's payload by its header and by its size; None if it is not there, or not whole."""
+        name = self._form.path(key)
+        if name is None:
+            return None
+        try:
+            descriptor = os.open(self._folder.path(name), _OPEN)
+        except FileNotFoundError:
+            return None
+        try:
+            nbytes = os.fstat(descriptor).st_size - self._form.header_bytes
+            if not self._form.header_bytes:
+                return nbytes
+            header = Header.decode(os.pread(descriptor, self._form.header_bytes, 0))
+            return nbytes if header and header.key == key and header.nbytes == nbytes else None
+        finally:
+            os.close(descriptor)
+
+    def _flags(self, page: PageBuffers) -> int:
+        return os.O_DIRECT if self._direct and aligned(page) else 0
+
+    def _remove(self, name: str | None) -> bool:
+        if name is None:
+            return False
+        self._usage.remove(name)
+        return self._folder.remove(name)
+
+    def _evict(self, names: Sequence[str]) -> None:
+        for name in names:
+            if self._folder.remove(name):
+                self._tally.add("evicted")
+
+    def _keep_scanning(self) -> None:
+        """What other processes wrote and dropped; a scan takes at most a twentieth of the time."""
+        interval = self._config.rescan_interval
+        while not self._closed.wait(interval):
+            began = time.monotonic()
+            try:
+                self._rescan()
+            except OSError as error:
+                logger.warning("storage 'file': %s cannot be looked through: %s", self._config.path, error)
+            interval = max(self._config.rescan_interval, 20 * (time.monotonic() - began))
+
+    def _rescan(self) -> None:
+        began = time.time()
+        found = {name: (nbytes, modified) for name, nbytes, modified in self._folder.scan()}
+        self._usage.replace(found, began)
+        self._evict(self._usage.excess())
+
+    def _run(self, function: Callable[[int], PageResult], count: int, timeout: float) -> list[PageResult]:
+        results = self._workers.run(function, count, timeout)
+        closed = self._closed.is_set()
+        return [unfinished(each, closed) if isinstance(each, Unfinished) else each for each in results]
+
+    def _ask(self, function: Callable[[int], T], count: int, timeout: float) -> list[T]:
+        answers: list[T] = []
+        for result in self._workers.run(function, count, timeout):
+            if isinstance(result, Unfinished):
+                raise self._down(unfinished(result, self._closed.is_set()).detail)
+            answers.append(result)
+        return answers
+
+    def _down(self, why: str) -> StorageDown:
+        return StorageDown(f"storage 'file' does not answer: {why}", self._config.path)
+
+
+def _takes_direct(folder: Folder) -> bool:
+    """Whether the file system below knows O_DIRECT."""
+    try:
+        descriptor, path = folder.create(os.O_DIRECT)
+    except OSError:
+        return False
+    os.close(descriptor)
+    os.unlink(path)
+    return True

@@ -1,0 +1,111 @@
+"""How a page lies in a file: in our own format, which proves itself complete, or in SGLang's, which is bytes only."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import numpy as np
+
+# A block: the payload behind it stays aligned for O_DIRECT.
+HEADER_BYTES = 4096
+_MAGIC = b"kvgrpc\x00\x01"
+# Magic, bytes of payload, checksum of payload (0: none), bytes of key, key, BLAKE2b-128 of all that.
+_FIXED = struct.Struct("<8sQQI")
+_DIGEST_BYTES = 16
+_ROW = 512  # words of a block of 4,096 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What the first block of a file says. ``checksum`` 0: none was taken."""
+
+    key: str
+    nbytes: int
+    checksum: int
+
+    def encode(self) -> bytes:
+        key = self.key.encode("utf-8")
+        text = _FIXED.pack(_MAGIC, self.nbytes, self.checksum, len(key)) + key
+        return (text + _digest(text)).ljust(HEADER_BYTES, b"\0")
+
+    @classmethod
+    def decode(cls, block: bytes | bytearray | memoryview) -> Header | None:
+        """None for anything but a whole header of ours."""
+        block = bytes(block)
+        if len(block) < HEADER_BYTES or not block.startswith(_MAGIC):
+            return None
+        _, nbytes, checksum, length = _FIXED.unpack_from(block)
+        end = _FIXED.size + length
+        if end + _DIGEST_BYTES > HEADER_BYTES or block[end : end + _DIGEST_BYTES] != _digest(block[:end]):
+            return None
+        return cls(block[_FIXED.size : end].decode("utf-8"), nbytes, checksum)
+
+
+class Format(Protocol):
+    """``header_bytes``: what precedes the payload. ``folders``: where pages lie, under the root; each is ours alone."""
+
+    header_bytes: ClassVar[int]
+
+    def path(self, key: str) -> str | None:
+        """Relative to the root and always inside it; None for a key that has no file name."""
+
+    def is_page(self, name: str) -> bool:
+        """Whether a file of this name can be a page."""
+
+
+class OwnFormat:
+    """``ab/cdef….kv``: names are digests of keys, so any key is one and none leads out of the folder."""
+
+    header_bytes: ClassVar[int] = HEADER_BYTES
+
+    def path(self, key: str) -> str:
+        name = hashlib.blake2b(key.encode("utf-8"), digest_size=16).hexdigest()
+        return f"{name[:2]}/{name[2:]}.kv"
+
+    def is_page(self, name: str) -> bool:
+        return name.endswith(".kv")
+
+
+class SglangFormat:
+    """``<key>.bin`` in one folder, as SGLang 0.5.23's backend ``file`` has them: nothing proves them whole."""
+
+    header_bytes: ClassVar[int] = 0
+    _SUFFIX = ".bin"
+
+    def path(self, key: str) -> str | None:
+        name = key + self._SUFFIX
+        if "/" in key or "\0" in key or key.startswith(".") or len(name.encode("utf-8")) > 255:
+            return None
+        return name
+
+    def is_page(self, name: str) -> bool:
+        return name.endswith(self._SUFFIX) and not name.startswith(".")
+
+
+def checksum(pieces: Sequence[memoryview]) -> int:
+    """Of all bytes in order, however they are cut: sums of 4 KiB blocks, each with a weight of its own; never 0.
+
+    Finds blocks that a crash of the machine left empty, stale or elsewhere, at the speed of memory. Against malice it
+    is no protection.
+    """
+    if any(len(piece) % HEADER_BYTES for piece in pieces[:-1]):
+        pieces = [memoryview(b"".join(pieces))]
+    total, rows = 0, 0
+    for piece in pieces:
+        whole = len(piece) // HEADER_BYTES * HEADER_BYTES
+        sums = np.frombuffer(piece[:whole], dtype="<u8").reshape(-1, _ROW).sum(axis=1, dtype=np.uint64)
+        if whole < len(piece):
+            rest = bytes(piece[whole:]).ljust(HEADER_BYTES, b"\0")
+            sums = np.append(sums, np.frombuffer(rest, dtype="<u8").sum(dtype=np.uint64))
+        weights = np.arange(rows, rows + len(sums), dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+        total += int((sums * weights).sum(dtype=np.uint64))
+        rows += len(sums)
+    return total % 2**64 or 1
+
+
+def _digest(text: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()

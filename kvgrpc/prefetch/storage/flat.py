@@ -1,0 +1,142 @@
+"""A storage backend from five plain functions: for stores that take and give whole pages as bytes.
+
+Copies every page once. A third-party store needs no more than ``FlatStore``; docs/storage.md builds one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from kvgrpc.prefetch.storage.base import (
+    MISSING,
+    OK,
+    MemoryRange,
+    PageBuffers,
+    PageResult,
+    StorageDown,
+    StorageStats,
+    check_batch,
+    check_keys,
+    failed,
+    page_bytes,
+    timed_out,
+)
+from kvgrpc.prefetch.storage.memory import gather, scatter
+from kvgrpc.prefetch.storage.tally import Tally
+from kvgrpc.prefetch.storage.workers import Unfinished, Workers
+
+T = TypeVar("T")
+
+
+class FlatStore(Protocol):
+    """Called from several threads at once. May block and raise as it likes: that fails the page alone."""
+
+    def size(self, key: str) -> int | None:
+        """Bytes of a complete page; None if it is not there."""
+
+    def get(self, key: str) -> bytes | None: ...
+
+    def put(self, key: str, data: bytes) -> None:
+        """Afterwards a reader sees all of ``data``, or never sees the key."""
+
+    def delete(self, key: str) -> bool:
+        """Whether it was there."""
+
+    def clear(self) -> None: ...
+
+
+class FlatBackend:
+    """A StorageBackend over a FlatStore. A call of the store that hangs costs one of ``threads`` until it returns."""
+
+    def __init__(self, name: str, store: FlatStore, *, threads: int = 4) -> None:
+        self.name = name
+        self._store = store
+        self._workers = Workers(f"kvgrpc-{name}", threads)
+        self._tally = Tally()
+        self._closed = False
+
+    def register(self, memory: Sequence[MemoryRange]) -> None:
+        """Pages are copied: nothing to prepare."""
+
+    def count_leading(self, keys: Sequence[str], timeout: float) -> int:
+        check_keys(keys)
+        sizes = self._ask(lambda number: self._store.size(keys[number]), len(keys), timeout)
+        return next((number for number, size in enumerate(sizes) if size is None), len(keys))
+
+    def read(self, keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
+        check_batch(keys, pages)
+
+        def one(number: int) -> PageResult:
+            data = self._store.get(keys[number])
+            if data is None or len(data) != page_bytes(pages[number]):
+                return MISSING
+            scatter(data, pages[number])
+            return OK
+
+        return self._tally.read(self._run(one, len(keys), timeout))
+
+    def write(self, keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
+        check_batch(keys, pages)
+
+        def one(number: int) -> PageResult:
+            size, wanted = self._store.size(keys[number]), page_bytes(pages[number])
+            if size is None:
+                self._store.put(keys[number], gather(pages[number]))
+                self._tally.add("written")
+            elif size != wanted:
+                return failed(other_size(keys[number], size, wanted))
+            return OK
+
+        return self._tally.write(self._run(one, len(keys), timeout))
+
+    def delete(self, keys: Sequence[str], timeout: float) -> int:
+        check_keys(keys)
+        return sum(self._ask(lambda number: self._store.delete(keys[number]), len(keys), timeout))
+
+    def clear(self) -> None:
+        if self._closed:
+            raise self._down("it is closed")
+        try:
+            self._store.clear()
+        except Exception as error:
+            raise self._down(repr(error)) from error
+
+    def stats(self) -> StorageStats:
+        return self._tally.stats(healthy=not self._closed, detail="closed" if self._closed else "")
+
+    def close(self, timeout: float) -> bool:
+        self._closed = True
+        return self._workers.close(timeout)
+
+    def _run(self, function: Callable[[int], PageResult], count: int, timeout: float) -> list[PageResult]:
+        results = self._workers.run(function, count, timeout)
+        return [unfinished(result, self._closed) if isinstance(result, Unfinished) else result for result in results]
+
+    def _ask(self, function: Callable[[int], T], count: int, timeout: float) -> list[T]:
+        """Answers to all questions, or StorageDown: a missing answer must not look like a missing page."""
+        answers: list[T] = []
+        for result in self._workers.run(function, count, timeout):
+            if isinstance(result, Unfinished):
+                raise self._down(unfinished(result, self._closed).detail)
+            answers.append(result)
+        return answers
+
+    def _down(self, why: str) -> StorageDown:
+        return StorageDown(f"storage {self.name!r} does not answer: {why}", self.name)
+
+
+def unfinished(result: Unfinished, closed: bool) -> PageResult:
+    """What the caller hears of an item of Workers that has no result."""
+    if result.error is not None:
+        return failed(f"{type(result.error).__name__}: {result.error}", retryable=True)
+    if closed and result.released is None:
+        return failed("the backend is closed")
+    return timed_out(
+        "it was begun and did not end in time" if result.released else "not begun in time", result.released
+    )
+
+
+def other_size(key: str, there: int, wanted: int) -> str:
+    """Words for a page that is stored already, but not as it would be written now."""
+    return f"{key[:80]} is stored with {there} bytes, not {wanted}: do two layouts share keys?"

@@ -1,0 +1,56 @@
+"""Pages of host memory for the storage tests: what is in them follows from a number."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import numpy.typing as npt
+
+from kvgrpc.prefetch.storage.base import MemoryRange, PageBuffers
+
+
+class Arena:
+    """Page-aligned memory, cut into pages of ``buffers`` pieces that lie apart, as K and V of a pool do."""
+
+    def __init__(self, count: int, nbytes: int = 16384, buffers: int = 2, *, mapping: mmap.mmap | None = None) -> None:
+        self.count, self.nbytes, self.buffers = count, nbytes, buffers
+        self.mapping = mapping or mmap.mmap(-1, max(1, count * nbytes * buffers))
+        self.data: npt.NDArray[np.uint8] = np.frombuffer(self.mapping, dtype=np.uint8)
+        self.address = int(self.data.ctypes.data)
+
+    @property
+    def range(self) -> MemoryRange:
+        return MemoryRange(self.address, self.count * self.nbytes * self.buffers)
+
+    def page(self, number: int) -> PageBuffers:
+        """Buffer b of all pages lie together."""
+        return tuple(
+            (self.address + (buffer * self.count + number) * self.nbytes, self.nbytes) for buffer in range(self.buffers)
+        )
+
+    def pages(self, *numbers: int) -> list[PageBuffers]:
+        return [self.page(number) for number in numbers or range(self.count)]
+
+    def bytes(self, number: int) -> bytes:
+        starts = [address - self.address for address, _ in self.page(number)]
+        return b"".join(self.data[start : start + self.nbytes].tobytes() for start in starts)
+
+    def fill(self, number: int, seed: int) -> bytes:
+        """Noise that follows from ``seed``; returns it."""
+        noise = content(seed, self.nbytes * self.buffers)
+        for buffer, (address, nbytes) in enumerate(self.page(number)):
+            start = address - self.address
+            piece = noise[buffer * nbytes : (buffer + 1) * nbytes]
+            self.data[start : start + nbytes] = np.frombuffer(piece, dtype=np.uint8)
+        return noise
+
+    def fill_all(self, seed: int = 0) -> list[bytes]:
+        return [self.fill(number, seed + number) for number in range(self.count)]
+
+    def clear(self) -> None:
+        self.data[:] = 0
+
+
+def content(seed: int, nbytes: int) -> bytes:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8).tobytes()

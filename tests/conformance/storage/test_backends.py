@@ -1,0 +1,230 @@
+"""What every storage backend promises. A third-party one passes it by adding a fixture parameter."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kvgrpc.errors import InvalidRequest
+from kvgrpc.prefetch.storage.base import OK, PageStatus, StorageBackend, StorageDown
+from tests.conformance.storage.openers import OPENERS
+from tests.conformance.storage.pages import Arena
+
+SECONDS = 20.0
+
+
+@pytest.fixture(params=OPENERS)
+def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StorageBackend]:
+    opened = OPENERS[request.param](tmp_path_factory)
+    try:
+        yield opened
+    finally:
+        if opened.stats().healthy:
+            opened.clear()
+        assert opened.close(SECONDS)
+
+
+@pytest.fixture
+def arena(backend: StorageBackend) -> Arena:
+    arena = Arena(16)
+    backend.register([arena.range])
+    return arena
+
+
+def keys(count: int, prefix: str = "page") -> list[str]:
+    return [f"{prefix}-{number:04x}" for number in range(count)]
+
+
+def test_pages_come_back_with_their_bytes(backend: StorageBackend, arena: Arena) -> None:
+    written = arena.fill_all()
+    assert backend.write(keys(16), arena.pages(), SECONDS) == [OK] * 16
+    assert backend.count_leading(keys(16), SECONDS) == 16
+    arena.clear()
+    assert backend.read(keys(16), arena.pages(), SECONDS) == [OK] * 16
+    assert [arena.bytes(number) for number in range(16)] == written
+
+
+def test_they_come_back_into_other_pages_in_another_order_and_split_otherwise(
+    backend: StorageBackend, arena: Arena
+) -> None:
+    written = arena.fill_all()
+    backend.write(keys(16), arena.pages(), SECONDS)
+    other = Arena(16, nbytes=32768, buffers=1)
+    backend.register([other.range])
+    numbers = [9, 3, 14]
+    assert backend.read([keys(16)[number] for number in numbers], other.pages(5, 0, 2), SECONDS) == [OK] * 3
+    assert [other.bytes(place) for place in (5, 0, 2)] == [written[number] for number in numbers]
+    assert other.bytes(1) == bytes(32768), "no other page is touched"
+
+
+def test_a_page_that_is_not_there_is_missing_and_the_others_are_read(backend: StorageBackend, arena: Arena) -> None:
+    written = arena.fill_all()
+    here = [key for number, key in enumerate(keys(16)) if number not in (3, 7)]
+    assert backend.write(here, [arena.page(int(key[-4:], 16)) for key in here], SECONDS) == [OK] * 14
+    arena.clear()
+    results = backend.read(keys(16), arena.pages(), SECONDS)
+    assert [number for number, result in enumerate(results) if result.status is PageStatus.MISSING] == [3, 7]
+    assert all(arena.bytes(number) == written[number] for number, result in enumerate(results) if result.ok)
+    assert all(result.quiescent for result in results)
+
+
+@pytest.mark.parametrize(("there", "leading"), [([], 0), ([0], 1), ([0, 1, 2], 3), ([1, 2], 0), ([0, 1, 3, 4], 2)])
+def test_pages_are_counted_up_to_the_first_that_is_missing(
+    backend: StorageBackend, arena: Arena, there: list[int], leading: int
+) -> None:
+    arena.fill_all()
+    backend.write([keys(5)[number] for number in there], arena.pages(*there) if there else [], SECONDS)
+    assert backend.count_leading(keys(5), SECONDS) == leading
+
+
+def test_a_second_write_is_ok_and_keeps_the_first_bytes(backend: StorageBackend, arena: Arena) -> None:
+    first = arena.fill(0, seed=1)
+    assert backend.write(["k"], [arena.page(0)], SECONDS) == [OK]
+    arena.fill(1, seed=2)
+    assert backend.write(["k"], [arena.page(1)], SECONDS) == [OK]
+    assert backend.read(["k"], [arena.page(2)], SECONDS) == [OK]
+    assert arena.bytes(2) == first
+
+
+def test_a_key_twice_in_a_batch_is_stored_once(backend: StorageBackend, arena: Arena) -> None:
+    first = arena.fill(0, seed=1)
+    assert backend.write(["k", "k"], arena.pages(0, 0), SECONDS) == [OK] * 2
+    assert backend.read(["k", "k"], arena.pages(1, 2), SECONDS) == [OK] * 2
+    assert arena.bytes(1) == arena.bytes(2) == first
+
+
+def test_a_page_of_another_size_is_missing_to_a_reader_and_failed_to_a_writer(
+    backend: StorageBackend, arena: Arena
+) -> None:
+    first = arena.fill(0, seed=1)
+    small, large = Arena(1, nbytes=4096), Arena(1, nbytes=65536)
+    backend.register([small.range, large.range])
+    assert backend.write(["k"], [arena.page(0)], SECONDS) == [OK]
+    for other in (small, large):
+        assert [each.status for each in backend.read(["k"], other.pages(), SECONDS)] == [PageStatus.MISSING]
+        assert [each.status for each in backend.write(["k"], other.pages(), SECONDS)] == [PageStatus.FAILED]
+    assert backend.read(["k"], [arena.page(3)], SECONDS) == [OK]
+    assert arena.bytes(3) == first
+
+
+def test_memory_that_was_never_registered_works_too(backend: StorageBackend) -> None:
+    stranger = Arena(2, nbytes=4000, buffers=3)
+    written = stranger.fill_all()
+    assert backend.write(keys(2), stranger.pages(), SECONDS) == [OK] * 2
+    stranger.clear()
+    assert backend.read(keys(2), stranger.pages(), SECONDS) == [OK] * 2
+    assert [stranger.bytes(number) for number in range(2)] == written
+
+
+def test_deleted_pages_are_gone_and_counted(backend: StorageBackend, arena: Arena) -> None:
+    arena.fill_all()
+    backend.write(keys(4), arena.pages(0, 1, 2, 3), SECONDS)
+    assert backend.delete([keys(4)[1], "never", keys(4)[2]], SECONDS) == 2
+    assert backend.count_leading(keys(4), SECONDS) == 1
+    statuses = [result.status for result in backend.read(keys(4), arena.pages(4, 5, 6, 7), SECONDS)]
+    assert statuses == [PageStatus.OK, PageStatus.MISSING, PageStatus.MISSING, PageStatus.OK]
+
+
+def test_clear_drops_everything(backend: StorageBackend, arena: Arena) -> None:
+    arena.fill_all()
+    backend.write(keys(4), arena.pages(0, 1, 2, 3), SECONDS)
+    backend.clear()
+    assert backend.count_leading(keys(4), SECONDS) == 0
+    assert backend.write(keys(4), arena.pages(0, 1, 2, 3), SECONDS) == [OK] * 4
+
+
+@pytest.mark.parametrize(
+    "key", ["../../escape", "/etc/passwd", "a/b/../c", ".", "a\0b", "名前" * 20, "x" * 1000, "C:\\"]
+)
+def test_any_text_is_a_key_and_stays_apart(backend: StorageBackend, arena: Arena, key: str) -> None:
+    written = arena.fill(0, seed=1)
+    assert backend.count_leading([key], SECONDS) == 0
+    assert backend.write([key], [arena.page(0)], SECONDS) == [OK]
+    assert backend.count_leading([key, key + "'"], SECONDS) == 1
+    assert backend.read([key], [arena.page(1)], SECONDS) == [OK]
+    assert arena.bytes(1) == written
+
+
+def test_many_threads_at_once_disturb_each_other_nowhere(backend: StorageBackend) -> None:
+    wrong: list[str] = []
+
+    def work(number: int) -> None:
+        arena = Arena(8)
+        backend.register([arena.range])
+        for turn in range(4):
+            names = keys(8, f"shared-{turn}" if number % 2 else f"own-{number}-{turn}")
+            seed = 1000 * turn if number % 2 else 1000 * turn + 100_000 * (number + 1)
+            written = arena.fill_all(seed)
+            if any(not result.ok for result in backend.write(names, arena.pages(), SECONDS)):
+                wrong.append(f"write {number} {turn}")
+            arena.clear()
+            if any(not result.ok for result in backend.read(names, arena.pages(), SECONDS)):
+                wrong.append(f"read {number} {turn}")
+            if [arena.bytes(page) for page in range(8)] != written:
+                wrong.append(f"bytes {number} {turn}")
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_no_pages_are_no_work(backend: StorageBackend) -> None:
+    assert backend.read([], [], SECONDS) == backend.write([], [], SECONDS) == []
+    assert backend.count_leading([], SECONDS) == backend.delete([], SECONDS) == 0
+
+
+def test_without_time_nothing_is_begun(backend: StorageBackend, arena: Arena) -> None:
+    arena.fill_all()
+    results = backend.write(keys(2), arena.pages(0, 1), 0.0)
+    assert [result.status for result in results] == [PageStatus.TIMEOUT] * 2
+    assert all(result.quiescent for result in results)
+    assert backend.count_leading(keys(2), SECONDS) == 0
+    with pytest.raises(StorageDown):
+        backend.count_leading(keys(2), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("names", "pages"),
+    [
+        (["a"], []),
+        ([], [((4096, 16),)]),
+        (["a"], [()]),
+        (["a"], [((4096, 0),)]),
+        (["a"], [((0, 16),)]),
+        ([""], [((4096, 16),)]),
+        (["\ud800"], [((4096, 16),)]),
+        (["x" * 1025], [((4096, 16),)]),
+    ],
+)
+def test_arguments_without_sense_are_refused(backend: StorageBackend, names: list[str], pages: list[object]) -> None:
+    for call in (backend.read, backend.write):
+        with pytest.raises(InvalidRequest):
+            call(names, pages, SECONDS)  # type: ignore[arg-type]
+
+
+def test_stats_count_what_happened(backend: StorageBackend, arena: Arena) -> None:
+    arena.fill_all()
+    backend.write(keys(4), arena.pages(0, 1, 2, 3), SECONDS)
+    backend.write(keys(4), arena.pages(0, 1, 2, 3), SECONDS)
+    backend.read(keys(6), arena.pages(4, 5, 6, 7, 8, 9), SECONDS)
+    stats = backend.stats()
+    assert (stats.written, stats.hits, stats.misses, stats.failed, stats.timeouts) == (4, 4, 2, 0, 0)
+    assert stats.healthy and stats.in_use == 0
+
+
+def test_a_closed_backend_answers_and_never_hangs(backend: StorageBackend, arena: Arena) -> None:
+    arena.fill_all()
+    backend.write(keys(1), [arena.page(0)], SECONDS)
+    backend.clear()
+    assert backend.close(SECONDS)
+    assert [each.status for each in backend.read(keys(1), [arena.page(0)], SECONDS)] == [PageStatus.FAILED]
+    assert [each.status for each in backend.write(keys(1), [arena.page(0)], SECONDS)] == [PageStatus.FAILED]
+    with pytest.raises(StorageDown):
+        backend.count_leading(keys(1), SECONDS)
+    assert not backend.stats().healthy
+    assert backend.close(SECONDS)
