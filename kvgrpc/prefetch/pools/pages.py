@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -116,6 +116,15 @@ class PageTable:
         with self._lock:
             return bool(np.all(self._state[pages] == PageState.PRESENT))
 
+    def reserved_of(self, pages: Pages) -> Pages:
+        """Those of them that are RESERVED."""
+        with self._lock:
+            return pages[self._state[pages] == PageState.RESERVED]
+
+    def all_reserved(self, pages: Pages) -> bool:
+        with self._lock:
+            return bool(np.all(self._state[pages] == PageState.RESERVED))
+
     def _expect(self, verb: str, pages: Pages, states: tuple[PageState, ...]) -> None:
         if not len(pages):
             return
@@ -134,7 +143,3 @@ class PageTable:
             f"{self.name}: cannot {verb} {what}: it takes {rule}",
             metadata={"pool": self.name, "verb": verb, "what": what, "rule": rule},
         )
-
-
-Evict = Callable[[int], int]
-"""Asked for so many pages, frees what it can and says how many."""

@@ -1,0 +1,419 @@
+"""The whole hierarchical cache for an engine without a radix cache of its own: a prefix tree over device and host, the
+copies between them, and a controller that brings pages from storage.
+
+It is the caller of every eviction: pools never make room by themselves. It counts the hits that write policies ask for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvgrpc.errors import FeatureDisabled
+from kvgrpc.prefetch.model import Short, Tier, TierUse, WritePolicy
+from kvgrpc.prefetch.pools.host import HostPool
+from kvgrpc.prefetch.pools.pages import Pages, as_pages
+from kvgrpc.prefetch.tree import Node, PrefixTree
+
+if TYPE_CHECKING:
+    from kvgrpc.prefetch.controller import CacheController
+    from kvgrpc.prefetch.copies.engine import CopyEngine
+    from kvgrpc.prefetch.copies.layers import LayerSignal
+    from kvgrpc.prefetch.copies.operation import CopyAck
+
+# tier, hashes that came ("stored") or went ("removed"), in order, and the hash before the first.
+CacheListener = Callable[[Tier, str, Sequence[str], str], None]
+_HITS = {WritePolicy.WRITE_THROUGH: 1, WritePolicy.WRITE_THROUGH_SELECTIVE: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A cached prefix that stays until ``TieredCache.release``: ``device`` pages from the front, then ``host`` pages."""
+
+    device: tuple[int, ...]
+    host: tuple[int, ...]
+    node: Node | None
+
+    @property
+    def pages(self) -> int:
+        return len(self.device) + len(self.host)
+
+
+class TieredCache:
+    """Thread-safe; nothing waits. ``copies`` None: there is no device tier here, only host and storage.
+
+    ``write_hits``: uses of a prefix after which a selective write-through copies it; by default the policy's own.
+    ``backup``: what reaches the host by a write is backed up to storage.
+    """
+
+    def __init__(
+        self,
+        host: HostPool,
+        copies: CopyEngine | None = None,
+        *,
+        write_policy: WritePolicy = WritePolicy.WRITE_THROUGH_SELECTIVE,
+        write_hits: int | None = None,
+        backup: bool = True,
+        listener: CacheListener | None = None,
+    ) -> None:
+        self.host = host
+        self.copies = copies
+        self.write_policy = write_policy
+        self._write_hits = _HITS.get(write_policy, 0) if write_hits is None else write_hits
+        self._backup = backup
+        self._listener = listener
+        self._controller: CacheController | None = None
+        self._tree = PrefixTree()
+        self._lock = threading.RLock()
+        self._counts = {name: 0 for name in ("device_hits", "host_hits", "misses", "evicted_device", "evicted_host")}
+
+    def attach(self, controller: CacheController) -> None:
+        """The controller whose keeper this is."""
+        self._controller = controller
+
+    # For the engine's scheduler.
+
+    def match(self, hashes: Sequence[str]) -> Held:
+        """The longest prefix on device and host, kept until ``release``; counts as a use."""
+        with self._lock:
+            found = self._tree.match(hashes)
+            self._tree.lock(found.last)
+            self._counts["device_hits"] += len(found.device)
+            self._counts["host_hits"] += len(found.host)
+            self._counts["misses"] += len(hashes) - found.pages
+            self._write_through(found.nodes)
+            return Held(found.device, found.host, found.last)
+
+    def release(self, held: Held) -> None:
+        """Its pages may be evicted again. Once for each ``match``."""
+        with self._lock:
+            self._tree.unlock(held.node)
+
+    def take_device(self, count: int) -> Pages | Short:
+        """So many device pages for the engine to compute into, RESERVED; evicts what is worth least.
+
+        With ``WritePolicy.WRITE_BACK`` what goes is copied to the host first, and ``Short`` says to ask again when that
+        is done. The engine gives them back with ``insert`` or to ``copies.device.table``.
+        """
+        copies = self._copies()
+        with self._lock:
+            pages = copies.device.table.take(count)
+            if isinstance(pages, Short):
+                self._evict_device(pages.missing)
+                pages = copies.device.table.take(count)
+            return pages
+
+    def insert(self, hashes: Sequence[str], device_pages: Sequence[int], *, tenant: str = "", priority: int = 0) -> None:
+        """The engine computed ``device_pages[i]`` as ``hashes[i]``, from the prompt's first page on: they are the cache's.
+
+        Pages that were cached already under another number are freed. Cached pages of a ``match`` are passed again.
+        """
+        copies = self._copies()
+        with self._lock:
+            table = copies.device.table
+            pages = as_pages(device_pages)
+            fresh = table.reserved_of(pages)
+            table.commit(fresh)
+            spare = as_pages(self._tree.insert_device(hashes, pages.tolist(), tenant=tenant, priority=priority))
+            if len(spare):
+                table.release(np.intersect1d(spare, fresh))
+            self._tell_stored(Tier.DEVICE, hashes)
+            if self.write_policy is WritePolicy.WRITE_THROUGH:
+                self._write_through(self._tree.match(hashes, touch=False).nodes, used=1)
+
+    def load(self, held: Held, *, priority: int = 0) -> Pages | Short:
+        """Queues the host part of a match for the device; its device pages. ``start_loading`` begins, its ack ends it."""
+        copies = self._copies()
+        with self._lock:
+            nodes = []
+            node = held.node
+            while node is not None and node.parent is not None and node.device is None:
+                nodes.append(node)
+                node = node.parent
+            nodes.reverse()
+            count = sum(map(len, nodes))
+            device = self.take_device(count)
+            if isinstance(device, Short) or not count:
+                return device
+            host = as_pages([page for node in nodes for page in node.host or ()])
+            last = nodes[-1]
+            self._tree.lock(last)
+            copies.load(host, node=(last, tuple(nodes)), priority=priority, device_pages=device)
+            return device
+
+    def start_loading(self) -> LayerSignal | None:
+        """Begins all queued loads; what a forward pass waits on layer by layer."""
+        return self._copies().start_loading()
+
+    def write_back(self, hashes: Sequence[str]) -> int:
+        """Copies what the device has of a prefix and the host has not; how many pages were begun."""
+        with self._lock:
+            return sum(len(node) for node in self._tree.match(hashes).nodes if self._write(node))
+
+    def evict_device(self, count: int) -> int:
+        """Frees about so many device pages of what is worth least; how many."""
+        with self._lock:
+            return self._evict_device(count)
+
+    def evict_host(self, count: int) -> int:
+        """The same for host pages."""
+        with self._lock:
+            return self._evict_host(count)
+
+    def pin(self, hashes: Sequence[str], seconds: float) -> int:
+        """Keeps what device and host have of a prefix for so long; how many pages. 0 seconds end it."""
+        with self._lock:
+            return self._tree.pin(hashes, time.monotonic() + seconds if seconds > 0 else 0.0)
+
+    def purge(self, tier: Tier, tenant: str | None = None, *, dry_run: bool = False) -> tuple[list[str], int]:
+        """Drops every page of device or host that is not in use, of one tenant or of all; (hashes, pages that stay)."""
+        with self._lock:
+
+            def wanted(node: Node) -> bool:
+                return tenant is None or node.tenant == tenant
+
+            now = time.monotonic()
+            everything = self._tree.device_pages if tier is Tier.DEVICE else self._tree.host_pages
+            count = max(1, everything)
+            device = tier is Tier.DEVICE
+            victims = (self._tree.device_victims if device else self._tree.host_victims)(count, now, wanted)
+            hashes = [each for node in victims for each in node.hashes]
+            there = sum(
+                len(node)
+                for node in self._tree.nodes()
+                if wanted(node) and (node.device if device else node.host) is not None
+            )
+            if not dry_run:
+                for node in victims:
+                    self._drop_device(node) if device else self._drop_host(node)
+            return hashes, there - len(hashes)
+
+    # For operators and the service.
+
+    def leading(self, hashes: Sequence[str]) -> int:
+        with self._lock:
+            return self._tree.leading(hashes)[1]
+
+    def leading_by_tier(self, hashes: Sequence[str]) -> tuple[int, int]:
+        """(pages on the device, pages on device or host) from the front."""
+        with self._lock:
+            return self._tree.leading(hashes)
+
+    def hashes(self, tier: Tier, tenant: str | None = None) -> list[str]:
+        """All pages of a tier, each behind the pages before it."""
+        with self._lock:
+            return [
+                each
+                for node in self._tree.nodes()
+                if (node.device if tier is Tier.DEVICE else node.host) is not None
+                and (tenant is None or node.tenant == tenant)
+                for each in node.hashes
+            ]
+
+    def use(self) -> list[TierUse]:
+        """How full device and host are."""
+        page_bytes = self.host.shape.page_bytes
+        tables = [(Tier.HOST, self.host.table)]
+        if self.copies is not None:
+            tables.insert(0, (Tier.DEVICE, self.copies.device.table))
+        with self._lock:
+            now = time.monotonic()
+            pinned = sum(len(node) for node in self._tree.nodes() if node.pinned_until > now)
+            details = {
+                Tier.DEVICE: {"hits": self._counts["device_hits"], "evicted": self._counts["evicted_device"]},
+                Tier.HOST: {
+                    "hits": self._counts["host_hits"],
+                    "evicted": self._counts["evicted_host"],
+                    "misses": self._counts["misses"],
+                    "pinned": pinned,
+                },
+            }
+        uses = []
+        for tier, table in tables:
+            counts = table.counts()
+            used = counts["reserved"] + counts["present"]
+            details[tier]["read"] = counts["read"]
+            uses.append(TierUse(tier, table.pages, used, counts["reserved"], page_bytes, details[tier]))
+        return uses
+
+    # Keeper of the controller.
+
+    def reserve(self, count: int) -> Pages | Short:
+        """Host pages, at the cost of what is worth least."""
+        with self._lock:
+            pages = self.host.table.take(count)
+            if isinstance(pages, Short):
+                self._evict_host(pages.missing)
+                pages = self.host.table.take(count)
+            return pages
+
+    def keep(self, hashes: Sequence[str], covered: int, pages: Pages, tenant: str) -> None:
+        """Prefetched pages are in the tree from now on; what came twice, or stands on nothing any more, is freed."""
+        with self._lock:
+            spare = self._tree.insert_host(hashes, covered, pages.tolist(), tenant=tenant)
+            if spare:
+                self.host.table.release(as_pages(spare))
+            if len(spare) < len(pages):
+                self._tell_stored(Tier.HOST, hashes[covered:], hashes[covered - 1] if covered else "")
+
+    def pages_of(self, hashes: Sequence[str]) -> Pages:
+        """Host pages of the leading hashes, read-locked; as many as the host has, whether the device has them or not."""
+        with self._lock:
+            found: list[int] = []
+            for node in self._tree.match(hashes).nodes:
+                if node.host is None or node.writing:
+                    break
+                found.extend(node.host)
+            pages = as_pages(found[: len(hashes)])
+            self.host.table.read(pages)
+            return pages
+
+    def on_ack(self, ack: CopyAck) -> None:
+        """For ``CopyEngine(on_ack=...)``: settles the tree, on the copying thread."""
+        from kvgrpc.prefetch.copies.operation import Direction
+
+        with self._lock:
+            if ack.direction is Direction.DOWN:
+                self._written(ack)
+            else:
+                self._loaded(ack)
+
+    # Under the lock.
+
+    def _written(self, ack: CopyAck) -> None:
+        node = ack.node
+        assert isinstance(node, Node)
+        ours = set(ack.host_pages.tolist())
+        written: list[Node] = []
+        walk: Node | None = node
+        # A node that was split meanwhile is several now, the parts before it above it.
+        while walk is not None and walk.host and walk.host[0] in ours:
+            written.insert(0, walk)
+            walk = walk.parent
+        for part in written:
+            part.writing = False
+            if not ack.ok:
+                self._tree.set_host(part, None)
+        self._tree.unlock(node)
+        if ack.ok and written:
+            self._tell_stored(Tier.HOST, [each for part in written for each in part.hashes], _before(written[0]))
+            self._back_up(written[-1], [each for part in written for each in part.hashes], ack.host_pages)
+
+    def _loaded(self, ack: CopyAck) -> None:
+        assert isinstance(ack.node, tuple)
+        last, _ = ack.node
+        table = self._copies().device.table
+        if ack.ok:
+            # Nodes may have been split, so the chain is read anew; it is locked, so it is there.
+            chain: list[Node] = []
+            walk: Node | None = last
+            left = len(ack.device_pages)
+            while walk is not None and left > 0:
+                chain.insert(0, walk)
+                left -= len(walk)
+                walk = walk.parent
+            done = 0
+            for node in chain:
+                part = ack.device_pages[done : done + len(node)]
+                done += len(node)
+                if node.device is None:
+                    self._tree.set_device(node, part.tolist())
+                    self._tell(Tier.DEVICE, "stored", node.hashes, _before(node))
+                else:
+                    table.release(part)
+        self._tree.unlock(last)
+
+    def _back_up(self, last: Node, hashes: Sequence[str], pages: Pages) -> None:
+        if self._controller is None or self._controller.storage is None or not self._backup:
+            return
+        self._controller.write_storage(hashes, pages, tenant=last.tenant)
+
+    def _write_through(self, nodes: Sequence[Node], used: int | None = None) -> None:
+        if self.write_policy is WritePolicy.WRITE_BACK:
+            return
+        for node in nodes:
+            if (node.hits if used is None else used) >= self._write_hits:
+                self._write(node)
+
+    def _write(self, node: Node) -> bool:
+        if self.copies is None or node.device is None or node.host is not None:
+            return False
+        # Host pages stand behind those of the prefix before them, or nobody would ever find them.
+        if node.parent is not None and node.parent.parent is not None and node.parent.host is None:
+            self._write(node.parent)
+        room = self.reserve(len(node))
+        if isinstance(room, Short):
+            return False
+        self._tree.set_host(node, room.tolist(), writing=True)
+        self._tree.lock(node)
+        try:
+            self.copies.write(node.device, node=node, priority=node.priority, host_pages=room)
+        except Exception:
+            self._tree.unlock(node)
+            self._tree.set_host(node, None)
+            self.host.table.release(room)
+            raise
+        return True
+
+    def _evict_device(self, count: int) -> int:
+        freed = 0
+        back = self.write_policy is WritePolicy.WRITE_BACK
+        for node in self._tree.device_victims(count, time.monotonic()):
+            if back and node.host is None and self._write(node):
+                continue
+            freed += self._drop_device(node)
+        return freed
+
+    def _drop_device(self, node: Node) -> int:
+        before, hashes = _before(node), list(node.hashes)
+        pages = as_pages(self._tree.drop_device(node))
+        self._copies().device.table.release(pages)
+        self._counts["evicted_device"] += len(pages)
+        self._tell(Tier.DEVICE, "removed", hashes, before)
+        return len(pages)
+
+    def _evict_host(self, count: int) -> int:
+        table = self.host.table
+
+        def idle(node: Node) -> bool:
+            pages = as_pages(node.host or [])
+            return len(table.unread(pages)) == len(pages)
+
+        return sum(self._drop_host(node) for node in self._tree.host_victims(count, time.monotonic(), idle))
+
+    def _drop_host(self, node: Node) -> int:
+        before, hashes = _before(node), list(node.hashes)
+        pages = as_pages(self._tree.drop_host(node))
+        self.host.table.release(pages)
+        self._counts["evicted_host"] += len(pages)
+        self._tell(Tier.HOST, "removed", hashes, before)
+        return len(pages)
+
+    def _tell_stored(self, tier: Tier, hashes: Sequence[str], before: str = "") -> None:
+        self._tell(tier, "stored", hashes, before)
+
+    def _tell(self, tier: Tier, what: str, hashes: Sequence[str], before: str) -> None:
+        if self._listener is not None and hashes:
+            self._listener(tier, what, hashes, before)
+
+    def _copies(self) -> CopyEngine:
+        if self.copies is None:
+            raise FeatureDisabled(
+                "this cache has no device tier",
+                metadata={"feature": "device tier", "howToEnable": "give TieredCache a CopyEngine"},
+            )
+        return self.copies
+
+
+def _before(node: Node) -> str:
+    parent = node.parent
+    return parent.hashes[-1] if parent is not None and parent.hashes else ""
+
+
+
+__all__ = ["CacheListener", "Held", "TieredCache"]

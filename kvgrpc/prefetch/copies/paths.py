@@ -1,0 +1,130 @@
+"""Moves the bytes of pages between a device pool and a host pool, a layer at a time, on whatever stream is current."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvgrpc.errors import InvalidRequest
+from kvgrpc.prefetch.pools.device import DevicePool
+from kvgrpc.prefetch.pools.host import HostPool
+from kvgrpc.prefetch.pools.pages import Pages
+
+# One slice copy costs about as much as gathering so many rows.
+_ROWS_OF_A_SLICE = 2
+
+
+class IoBackend(enum.Enum):
+    """KERNEL: rows are gathered and scattered on the device, and cross in runs of host pages. DIRECT: runs of pages that
+    are adjacent on both sides cross as they are, which is best where pages are."""
+
+    KERNEL = "kernel"
+    DIRECT = "direct"
+
+
+class CopyPath:
+    """Both directions between two pools of one shape. Not thread-safe; every copy is asynchronous on CUDA."""
+
+    def __init__(self, device: DevicePool, host: HostPool, backend: IoBackend = IoBackend.KERNEL) -> None:
+        if device.shape != host.shape:
+            raise InvalidRequest.of("device_pool.shape", device.shape, f"the host pool's, {host.shape}")
+        self._device = device
+        self._host = host
+        self._direct = backend is IoBackend.DIRECT
+        self._views = {
+            (layer, block.component.name): _view(host, number, layer)
+            for number, block in enumerate(host.blocks)
+            for layer in range(host.shape.layers)
+        }
+        self._components = [block.component.name for block in host.blocks]
+        self._cuda = device.device.type == "cuda"
+
+    @property
+    def layers(self) -> int:
+        return self._host.shape.layers
+
+    def down(self, layer: int, device_pages: Pages, host_pages: Pages) -> None:
+        """One layer of the pages, from device to host."""
+        for component in self._components:
+            rows, view = self._device.rows(layer, component), self._views[layer, component]
+            if self._direct and _few(runs := list(_runs(device_pages, host_pages)), len(host_pages)):
+                for start, device_first, host_first, count in runs:
+                    _copy(view[host_first : host_first + count], rows[device_first : device_first + count])
+            elif self._cuda:
+                gathered = rows.index_select(0, self._index(device_pages))
+                for start, _, host_first, count in _runs(None, host_pages):
+                    _copy(view[host_first : host_first + count], gathered[start : start + count])
+            else:
+                _scatter(view, host_pages, rows, device_pages)
+
+    def up(self, layer: int, host_pages: Pages, device_pages: Pages) -> None:
+        """One layer of the pages, from host to device."""
+        for component in self._components:
+            rows, view = self._device.rows(layer, component), self._views[layer, component]
+            if self._direct and _few(runs := list(_runs(device_pages, host_pages)), len(host_pages)):
+                for start, device_first, host_first, count in runs:
+                    _copy(rows[device_first : device_first + count], view[host_first : host_first + count])
+            elif self._cuda:
+                staged = torch.empty((len(host_pages), rows.shape[1]), dtype=torch.uint8, device=rows.device)
+                for start, _, host_first, count in _runs(None, host_pages):
+                    _copy(staged[start : start + count], view[host_first : host_first + count])
+                rows.index_copy_(0, self._index(device_pages), staged)
+            else:
+                _scatter(rows, device_pages, view, host_pages)
+
+    def _index(self, pages: Pages) -> Tensor:
+        return torch.from_numpy(pages).to(self._device.device, non_blocking=True)
+
+
+def _view(host: HostPool, number: int, layer: int) -> Tensor:
+    """Live bytes of one component and layer: uint8 ``[pages, row_bytes]`` or ``[pages, rows, row_bytes]``."""
+    block = host.blocks[number]
+    memory = torch.from_numpy(host.block_memory(number))
+    if block.rows == 1:
+        size, stride = (host.pages, block.row_bytes), (block.page_stride, 1)
+        return torch.as_strided(memory, size, stride, memory.storage_offset() + layer * block.layer_stride)
+    shape = (host.pages, block.rows, block.row_bytes)
+    strides = (block.page_stride, block.row_stride, 1)
+    return torch.as_strided(memory, shape, strides, memory.storage_offset() + layer * block.layer_stride)
+
+
+def _copy(destination: Tensor, source: Tensor) -> None:
+    destination, source = _alike(destination, source)
+    destination.copy_(source, non_blocking=True)
+
+
+def _scatter(to: Tensor, to_pages: Pages, source: Tensor, source_pages: Pages) -> None:
+    """Page by page without a buffer between: on a CPU a second pass over the bytes costs more than the loop."""
+    to, source = _alike(to, source)
+    for target, origin in zip(to_pages.tolist(), source_pages.tolist(), strict=True):
+        to[target].copy_(source[origin])
+
+
+def _alike(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a page that is one row here and several there, the one is seen as the several; it is contiguous."""
+    if one.dim() < other.dim():
+        return one.view(one.shape[0], *other.shape[1:]), other
+    if other.dim() < one.dim():
+        return one, other.view(other.shape[0], *one.shape[1:])
+    return one, other
+
+
+def _few(runs: list[tuple[int, int, int, int]], pages: int) -> bool:
+    return len(runs) * _ROWS_OF_A_SLICE <= pages or pages <= _ROWS_OF_A_SLICE
+
+
+def _runs(first: Pages | None, second: Pages) -> Iterator[tuple[int, int, int, int]]:
+    """(position, page of the first, page of the second, pages) of what is adjacent in both."""
+    if not len(second):
+        return
+    breaks = np.diff(second) != 1
+    if first is not None:
+        breaks |= np.diff(first) != 1
+    starts = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(second)]
+    for start, end in itertools.pairwise(starts):
+        yield start, 0 if first is None else int(first[start]), int(second[start]), end - start

@@ -1,0 +1,361 @@
+"""A prefix tree over two pools: which pages of which prefix are on the device and on the host, and who goes first. Pure.
+
+A node is a run of pages that one prompt needs in order; prompts that part inside a run split it there. What is on the
+device is closed upwards: a node is there only if its parent is. Page numbers are the caller's; the tree takes and frees
+none, it says which ones are no longer needed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvgrpc.errors import InvalidRequest
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """Pages ``hashes`` behind those of ``parent``. ``device`` and ``host`` are their page numbers there, or None.
+
+    ``hits`` counts the matches that used it, ``locks`` those who need it to stay. ``pinned_until`` is in the caller's
+    seconds. ``writing``: the host pages are on their way.
+    """
+
+    hashes: list[str]
+    parent: Node | None
+    tenant: str = ""
+    priority: int = 0
+    device: list[int] | None = None
+    host: list[int] | None = None
+    children: dict[str, Node] = field(default_factory=dict)
+    hits: int = 0
+    locks: int = 0
+    used: int = 0
+    pinned_until: float = 0.0
+    writing: bool = False
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest cached prefix: ``device`` pages from the front, then ``host`` pages. ``nodes`` hold them, in order."""
+
+    nodes: tuple[Node, ...]
+    device: tuple[int, ...]
+    host: tuple[int, ...]
+
+    @property
+    def pages(self) -> int:
+        return len(self.device) + len(self.host)
+
+    @property
+    def last(self) -> Node | None:
+        return self.nodes[-1] if self.nodes else None
+
+
+class PrefixTree:
+    """Not thread-safe; nothing in it waits. Times are whatever clock the caller has."""
+
+    def __init__(self) -> None:
+        self._root = Node([], None)
+        self._clock = 0
+        self._device_pages = 0
+        self._host_pages = 0
+
+    @property
+    def device_pages(self) -> int:
+        """Device pages that the tree knows."""
+        return self._device_pages
+
+    @property
+    def host_pages(self) -> int:
+        """Host pages that the tree knows, those on their way included."""
+        return self._host_pages
+
+    def nodes(self) -> Iterator[Node]:
+        """All of them, parents before children."""
+        waiting = list(self._root.children.values())
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting.extend(node.children.values())
+
+    def match(self, hashes: Sequence[str], *, touch: bool = True) -> Match:
+        """What is cached of a prompt. ``touch`` counts it as a use: recency and hits; nodes are split where it ends."""
+        path = self._path(hashes, split=touch)
+        device: list[int] = []
+        host: list[int] = []
+        nodes: list[Node] = []
+        for node, length in path:
+            if node.device is not None and not host:
+                device.extend(node.device[:length])
+            elif node.host is not None and not node.writing:
+                host.extend(node.host[:length])
+            else:
+                break
+            nodes.append(node)
+        if touch:
+            self._clock += 1
+            for node in nodes:
+                node.used = self._clock
+                node.hits += 1
+        return Match(tuple(nodes), tuple(device), tuple(host))
+
+    def leading(self, hashes: Sequence[str]) -> tuple[int, int]:
+        """(pages on the device, pages on device or host) from the front; changes nothing."""
+        found = self.match(hashes, touch=False)
+        return len(found.device), found.pages
+
+    def insert_device(
+        self, hashes: Sequence[str], pages: Sequence[int], *, tenant: str = "", priority: int = 0
+    ) -> list[int]:
+        """``pages[i]`` of the device holds ``hashes[i]``, from the prompt's first page on. The tree keeps those that it
+        did not have; returned are the others, which the caller frees (unless they are the very pages it has)."""
+        _same_length(hashes, pages)
+        spare: list[int] = []
+        done = 0
+        for node in self._grow(hashes, tenant, priority):
+            part = list(pages[done : done + len(node)])
+            if node.device is None:
+                node.device = part
+                self._device_pages += len(part)
+            else:
+                spare.extend(new for new, old in zip(part, node.device, strict=True) if new != old)
+            done += len(node)
+        return spare
+
+    def insert_host(
+        self, hashes: Sequence[str], start: int, pages: Sequence[int], *, tenant: str = "", priority: int = 0
+    ) -> list[int]:
+        """Host pages of ``hashes[start:]``. What lies before must be cached; else nothing is kept. Returned: the spare."""
+        _same_length(hashes[start:], pages)
+        if self._known(hashes) < start:
+            return list(pages)
+        spare: list[int] = []
+        done = 0
+        for node in self._grow(hashes, tenant, priority, cut=start):
+            first, done = done, done + len(node)
+            if first < start:
+                continue
+            part = list(pages[first - start : done - start])
+            if node.host is None:
+                node.host = part
+                self._host_pages += len(part)
+            else:
+                spare.extend(part)
+        return spare
+
+    def set_host(self, node: Node, pages: Sequence[int] | None, *, writing: bool = False) -> None:
+        """Host pages of a node that is on the device; None takes them away (a copy that failed)."""
+        if node.host is not None:
+            self._host_pages -= len(node.host)
+        node.host = None if pages is None else list(pages)
+        node.writing = writing and pages is not None
+        if node.host is not None:
+            _same_length(node.hashes, node.host)
+            self._host_pages += len(node.host)
+
+    def set_device(self, node: Node, pages: Sequence[int] | None) -> None:
+        """The same for the device."""
+        if node.device is not None:
+            self._device_pages -= len(node.device)
+        node.device = None if pages is None else list(pages)
+        if node.device is not None:
+            _same_length(node.hashes, node.device)
+            self._device_pages += len(node.device)
+
+    def lock(self, node: Node | None) -> None:
+        """Keeps the prefix that ends with the node, in the tiers where it is."""
+        while node is not None and node is not self._root:
+            node.locks += 1
+            node = node.parent
+
+    def unlock(self, node: Node | None) -> None:
+        """Raises InvalidRequest for one that is not locked."""
+        while node is not None and node is not self._root:
+            if node.locks < 1:
+                raise InvalidRequest.of("node", node.hashes[-1][:16], "locked")
+            node.locks -= 1
+            node = node.parent
+
+    def pin(self, hashes: Sequence[str], until: float) -> int:
+        """Keeps what is cached of a prefix from eviction until then; how many pages."""
+        found = self.match(hashes)
+        for node in found.nodes:
+            node.pinned_until = until
+        return found.pages
+
+    def device_victims(self, count: int, now: float, wanted: Callable[[Node], bool] | None = None) -> list[Node]:
+        """Nodes, ends before their parents, whose device pages are worth least; about ``count`` pages, fewer if there
+        are not so many. Least priority first (the larger number), then least recently used."""
+        return self._victims(count, now, _on_device, wanted)
+
+    def host_victims(self, count: int, now: float, wanted: Callable[[Node], bool] | None = None) -> list[Node]:
+        """The same for host pages: those of nodes that the device does not need any more come first."""
+        found = self._victims(count, now, _on_host_only, wanted)
+        missing = count - sum(len(node) for node in found)
+        if missing > 0:
+            found += self._victims(missing, now, _on_both, wanted)
+        return found
+
+    def drop_device(self, node: Node) -> list[int]:
+        """Takes a node off the device; its pages. A node that is nowhere else is gone."""
+        pages = node.device or []
+        self.set_device(node, None)
+        self._remove_if_nowhere(node)
+        return pages
+
+    def drop_host(self, node: Node) -> list[int]:
+        """The same for the host."""
+        pages = node.host or []
+        self.set_host(node, None)
+        self._remove_if_nowhere(node)
+        return pages
+
+    def _victims(
+        self,
+        count: int,
+        now: float,
+        there: Callable[[Node], bool],
+        wanted: Callable[[Node], bool] | None,
+    ) -> list[Node]:
+        def free(node: Node) -> bool:
+            return (
+                node.locks == 0
+                and not node.writing
+                and node.pinned_until <= now
+                and (wanted is None or wanted(node))
+                and not any(child not in chosen and _needs_parent(child, there) for child in node.children.values())
+            )
+
+        chosen: set[Node] = set()
+        order: list[Node] = []
+        heap = [
+            (*_worth(node), number, node) for number, node in enumerate(self.nodes()) if there(node) and free(node)
+        ]
+        heapq.heapify(heap)
+        number = len(heap)
+        pages = 0
+        while heap and pages < count:
+            node = heapq.heappop(heap)[-1]
+            chosen.add(node)
+            order.append(node)
+            pages += len(node)
+            parent = node.parent
+            if parent is not None and parent is not self._root and there(parent) and free(parent):
+                number += 1
+                heapq.heappush(heap, (*_worth(parent), number + 1_000_000, parent))
+        return order
+
+    def _remove_if_nowhere(self, node: Node) -> None:
+        while node.parent is not None and not node.children and node.device is None and node.host is None:
+            parent = node.parent
+            del parent.children[node.hashes[0]]
+            node.parent = None
+            node = parent
+
+    def _path(self, hashes: Sequence[str], *, split: bool) -> list[tuple[Node, int]]:
+        """(node, how many of its pages match) along the prompt."""
+        path = []
+        node, done = self._root, 0
+        while done < len(hashes):
+            child = node.children.get(hashes[done])
+            if child is None:
+                break
+            # A hash covers everything before it: where the last one is equal, all are.
+            length = _common(child.hashes, hashes[done : done + len(child)])
+            if length < len(child) and split:
+                child = self._split(child, length)
+            path.append((child, length))
+            done += length
+            if length < len(child):
+                break
+            node = child
+        return path
+
+    def _known(self, hashes: Sequence[str]) -> int:
+        return sum(length for _, length in self._path(hashes, split=False))
+
+    def _grow(self, hashes: Sequence[str], tenant: str, priority: int, cut: int = 0) -> Iterator[Node]:
+        """Nodes that are exactly ``hashes``, those that were missing made; a border lies at ``cut``."""
+        if cut:
+            self._path(hashes[:cut], split=True)
+        path = self._path(hashes, split=True)
+        self._clock += 1
+        node, done = self._root, 0
+        for node, length in path:
+            node.used = self._clock
+            node.priority = min(node.priority, priority)
+            done += length
+            yield node
+        if done < len(hashes):
+            parts = [hashes[done:cut], hashes[max(cut, done) :]] if done < cut else [hashes[done:]]
+            for part in parts:
+                child = Node(list(part), node, tenant, priority, used=self._clock)
+                node.children[child.hashes[0]] = child
+                node = child
+                yield child
+
+    def _split(self, node: Node, length: int) -> Node:
+        """The front part, new, in the node's place; the node itself stays the back part, so locks and copies on their
+        way hold on to what they meant."""
+        assert node.parent is not None
+        front = Node(
+            node.hashes[:length],
+            node.parent,
+            node.tenant,
+            node.priority,
+            None if node.device is None else node.device[:length],
+            None if node.host is None else node.host[:length],
+            {node.hashes[length]: node},
+            node.hits,
+            node.locks,
+            node.used,
+            node.pinned_until,
+            node.writing,
+        )
+        node.parent.children[front.hashes[0]] = front
+        node.parent = front
+        node.hashes = node.hashes[length:]
+        node.device = None if node.device is None else node.device[length:]
+        node.host = None if node.host is None else node.host[length:]
+        return front
+
+
+def _worth(node: Node) -> tuple[int, int]:
+    return (-node.priority, node.used)
+
+
+def _on_device(node: Node) -> bool:
+    return node.device is not None
+
+
+def _on_host_only(node: Node) -> bool:
+    return node.host is not None and node.device is None
+
+
+def _on_both(node: Node) -> bool:
+    return node.host is not None and node.device is not None
+
+
+def _needs_parent(child: Node, there: Callable[[Node], bool]) -> bool:
+    """A child on the device needs its parent there; one that is only on the host needs its parent anywhere."""
+    if there is _on_device:
+        return child.device is not None
+    if there is _on_host_only:
+        return True
+    return False
+
+
+def _common(ours: Sequence[str], theirs: Sequence[str]) -> int:
+    if len(theirs) >= len(ours) and ours[-1] == theirs[len(ours) - 1]:
+        return len(ours)
+    return next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+
+
+def _same_length(hashes: Sequence[str], pages: Sequence[int]) -> None:
+    if len(hashes) != len(pages):
+        raise InvalidRequest.of("pages", f"{len(pages)} pages for {len(hashes)} hashes", "as many as hashes")
