@@ -16,6 +16,8 @@ from kvgrpc.events import EventPublisher, NullEventPublisher
 from kvgrpc.events.base import SHUTDOWN_SECONDS
 from kvgrpc.events.servicer import EventServicer
 from kvgrpc.model import RankId, RankRef, Role, new_epoch
+from kvgrpc.prefetch.manager import PrefetchManager
+from kvgrpc.prefetch.servicer import PrefetchServicer
 from kvgrpc.registry.addresses import AddressPolicy, parse_bootstrap_addr
 from kvgrpc.registry.client.registration import Registration
 from kvgrpc.registry.client.resolver import Resolver
@@ -28,7 +30,7 @@ from kvgrpc.server.check import check
 from kvgrpc.server.closing import ClosingTime
 from kvgrpc.server.config import RankConfig
 from kvgrpc.server.listener import Listener
-from kvgrpc.server.opening import plane_of, publisher_of
+from kvgrpc.server.opening import cache_of, plane_of, publisher_of
 from kvgrpc.server.servicer import ServerInfo, ServerServicer, transfer_limits
 from kvgrpc.transfer.protocol.types import Target
 from kvgrpc.transfer.runtime.decode_manager import DecodeManager
@@ -37,6 +39,7 @@ from kvgrpc.transfer.runtime.prefill_manager import PrefillManager
 from kvgrpc.transfer.runtime.resolve import PrefillEngine
 from kvgrpc.transfer.servicer import TransferServicer
 from kvgrpc.v1.event_service_pb2_grpc import add_EventServiceServicer_to_server
+from kvgrpc.v1.prefetch_service_pb2_grpc import add_PrefetchServiceServicer_to_server
 from kvgrpc.v1.registry_service_pb2_grpc import add_RegistryServiceServicer_to_server
 from kvgrpc.v1.server_service_pb2_grpc import add_ServerServiceServicer_to_server
 from kvgrpc.v1.transfer_service_pb2_grpc import add_TransferServiceServicer_to_server
@@ -70,7 +73,11 @@ class Closed:
 
 
 class Rank:
-    """One opened rank. ``transfer``, ``events`` and the properties are for engine threads; ``close`` blocks."""
+    """One opened rank. ``transfer``, ``events``, ``prefetch`` and the properties are for engine threads; ``close``
+    blocks.
+
+    ``prefetch`` is None where the configuration has none.
+    """
 
     def __init__(self, config: RankConfig, ref: RankRef, plane: DataPlane, loop: LoopThread) -> None:
         self.config = config
@@ -85,6 +92,8 @@ class Rank:
         self._registration: Registration | None = None
         self._listener: Listener | None = None
         self._event_servicer: EventServicer | None = None
+        self.prefetch: PrefetchManager | None = None
+        self._prefetch_servicer: PrefetchServicer | None = None
         self._superseded_by: int | None = None
         self._closed: Closed | None = None
         transfer = TransferConfig(
@@ -133,6 +142,7 @@ class Rank:
     async def _open(self, deadline: float) -> None:
         config = self.config
         self.events = await asyncio.to_thread(publisher_of, config, self.ref)
+        self.prefetch = await asyncio.to_thread(cache_of, config, self.ref)
         self.transfer.start()
         if self._registry is not None:
             self._registry.start()
@@ -176,6 +186,8 @@ class Rank:
             drained, open_rooms = False, self.transfer.open_rooms()
         if self._event_servicer is not None:
             self._event_servicer.drain()
+        if self._prefetch_servicer is not None:
+            self._prefetch_servicer.drain()
         return drained, open_rooms
 
     async def _close(self, time: ClosingTime) -> Closed:
@@ -187,6 +199,7 @@ class Rank:
             if self._listener is not None:
                 await self._listener.refuse()
             await asyncio.to_thread(self.events.shutdown, min(SHUTDOWN_SECONDS, time.left(0.85)))
+            await self._close_cache(time.left(0.85))
             written = await self._end_writes(time)
             await self._let_go(written, time)
         return Closed(drained and written, open_rooms, self.transfer.held_pages, listening=not written)
@@ -195,6 +208,12 @@ class Rank:
         written = await self._end_writes(time)
         await self._let_go(written, time)
         return replace(before, listening=not written)
+
+    async def _close_cache(self, seconds: float) -> None:
+        if self._prefetch_servicer is not None:
+            self._prefetch_servicer.close()
+        if self.prefetch is not None and not await asyncio.to_thread(self.prefetch.close, seconds):
+            logger.error("%s: a page of the cache may still move, so its memory stays; end the process", self.ref)
 
     async def _end_writes(self, time: ClosingTime) -> bool:
         """False where a write may be left."""
@@ -227,6 +246,7 @@ class Rank:
         if self._listener is not None:
             await self._listener.refuse()
         await asyncio.to_thread(self.events.shutdown)
+        await self._close_cache(time.left(0.5))
         await self._let_go(await self._end_worker(time.left(0.5)), time)
 
     def _add_servicers(self, server: grpc.aio.Server) -> Sequence[str]:
@@ -235,6 +255,10 @@ class Rank:
         self._event_servicer = EventServicer([] if stream is None else [stream])
         add_EventServiceServicer_to_server(self._event_servicer, server)
         names = ["kvgrpc.v1.TransferService", "kvgrpc.v1.EventService", "kvgrpc.v1.ServerService"]
+        if self.prefetch is not None:
+            self._prefetch_servicer = PrefetchServicer(self.prefetch)
+            add_PrefetchServiceServicer_to_server(self._prefetch_servicer, server)
+            names.append("kvgrpc.v1.PrefetchService")
         if self._registry is not None:
             add_RegistryServiceServicer_to_server(self._registry, server)
             names.append("kvgrpc.v1.RegistryService")
@@ -272,6 +296,9 @@ class Rank:
             "kvgrpc.v1.EventService": lambda: self.events.healthy,
             "kvgrpc.v1.ServerService": lambda: self._loop.healthy,
         }
+        if self.prefetch is not None:
+            prefetch = self.prefetch
+            checks["kvgrpc.v1.PrefetchService"] = lambda: prefetch.healthy
         if self._registry is not None:
             registry = self._registry
             checks["kvgrpc.v1.RegistryService"] = lambda: registry.healthy

@@ -10,6 +10,7 @@ from typing import Any
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import Layout, Pool, RankId, Role
+from kvgrpc.prefetch.config import PrefetchConfig
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from kvgrpc.transfer.aux import AuxBuffer
 from kvgrpc.transfer.protocol.types import Bounds, Timing
@@ -37,6 +38,7 @@ class RankConfig:
         bootstrap_allow: hosts and CIDRs of registries that a request may name besides loopback and ``registry``.
         places_rooms: the engine's own balancer chooses the dp rank of a request, and not room % dp; of a prefill rank.
         events: configuration of KV events (None, a JSON string, a mapping or an object); None: off.
+        prefetch: the hierarchical cache of this rank; None: it has none.
         server_security, client_security: TLS, tokens; without them plaintext on loopback only.
         admin_listen: addresses that serve the same besides ``listen``, for people: "unix:/path".
         start_timeout: seconds that opening may take, registration included.
@@ -61,6 +63,7 @@ class RankConfig:
     bootstrap_allow: tuple[str, ...] = ()
     places_rooms: bool = False
     events: object = None
+    prefetch: PrefetchConfig | None = None
     server_security: ServerSecurity = field(default_factory=ServerSecurity)
     client_security: ClientSecurity = field(default_factory=ClientSecurity)
     admin_listen: tuple[str, ...] = ()

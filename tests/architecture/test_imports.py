@@ -15,7 +15,7 @@ SOURCES = sorted(path for path in (ROOT / "kvgrpc").rglob("*.py") if "v1" not in
 
 # Heavy or replaceable: each has its places. A folder ends with a slash.
 IMPORTERS = {
-    "torch": ["kvgrpc/demo/", "kvgrpc/engines/"],
+    "torch": ["kvgrpc/prefetch/pools/", "kvgrpc/prefetch/copies/", "kvgrpc/demo/", "kvgrpc/engines/"],
     "transformers": [],
     "sglang": ["kvgrpc/engines/"],
     "vllm": ["kvgrpc/engines/"],
@@ -34,7 +34,8 @@ PURE = (
     *("kvgrpc/transfer/protocol/", "kvgrpc/transfer/layout/", "kvgrpc/registry/model.py", "kvgrpc/registry/engine.py"),
     "kvgrpc/dataplane/base.py",
     *("kvgrpc/events/journal.py", "kvgrpc/events/model.py", "kvgrpc/events/codec.py", "kvgrpc/events/codec/"),
-    *("kvgrpc/prefetch/tree.py", "kvgrpc/prefetch/agreement.py"),
+    *("kvgrpc/prefetch/tree.py", "kvgrpc/prefetch/agreement.py", "kvgrpc/prefetch/model.py"),
+    "kvgrpc/prefetch/fair_queue.py",
 )
 PURE_MAY_IMPORT = ("numpy", "msgspec")
 HEAVY = (
