@@ -51,6 +51,9 @@ class OperationBook:
                         metadata={"requestId": operation.request_id, "operationId": before.operation_id},
                     )
                 return before
+            known = self._open.get(operation.operation_id) or self._ended.get(operation.operation_id)
+            if known is not None:
+                return known
             if len(self._open) >= self._limits.operations:
                 raise TooManyRequests(
                     f"{len(self._open)} operations have not ended",

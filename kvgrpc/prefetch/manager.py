@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
 
 from kvgrpc.errors import FeatureDisabled, InvalidRequest, ServerDraining, WrongRank
 from kvgrpc.model import Layout, RankId, RankRef
@@ -13,6 +12,8 @@ from kvgrpc.prefetch.backing_up import Writes, every_page, writer_of
 from kvgrpc.prefetch.cache import TieredCache
 from kvgrpc.prefetch.config import PrefetchConfig
 from kvgrpc.prefetch.controller import CacheController, no_storage
+from kvgrpc.prefetch.joining import FindLeader, JoinedAgreement, OpenChannel, Spawn, StartOrder
+from kvgrpc.prefetch.leading import LeaderAgreement
 from kvgrpc.prefetch.model import Namespace, OperationKind, OperationState, Stop, Tier, TierUse
 from kvgrpc.prefetch.operation import Operation
 from kvgrpc.prefetch.pools.host import HostPool
@@ -23,19 +24,12 @@ MAX_PINS = 4_096
 _PINS_RETRY_SECONDS = 1.0
 
 
-class LeaderLike(Protocol):
-    """The leading rank's end of the agreement streams."""
-
-    async def serve(self, context: Any) -> None:
-        """One rank's stream, until it breaks."""
-
-
 class PrefetchManager:
     """``cache`` (None with ``own_radix_cache``), ``controller``, ``copies`` (None without a device), ``host``,
     ``storage``.
 
-    For engine threads and the service; only ``close`` and what says so wait. ``agreement``: how the ranks of a replica
-    agree; of a replica of one rank, alone. ``tell_others``: passes a start on to them.
+    For engine threads and the service; only ``close`` and what says so wait. Of a replica of several ranks the one with
+    pp = cp = tp = 0 has a ``leader``, the others have ``joined``, which needs ``connect``.
     """
 
     def __init__(
@@ -43,7 +37,6 @@ class PrefetchManager:
         config: PrefetchConfig,
         rank: RankRef,
         layout: Layout | None = None,
-        agreement: Agreement | None = None,
     ) -> None:
         self.config = config
         self.rank = rank
@@ -63,7 +56,9 @@ class PrefetchManager:
                 listener=config.listener,
             )
         )
-        self.agreement = agreement or AloneAgreement()
+        self.leader: LeaderAgreement | None = None
+        self.joined: JoinedAgreement | None = None
+        self.agreement = self._agreement()
         self.copies = None
         try:
             if config.device is not None:
@@ -88,9 +83,6 @@ class PrefetchManager:
         if self.cache is not None:
             self.cache.copies = self.copies
             self.cache.attach(self.controller)
-        self.leader: LeaderLike | None = None
-        self.tell_others: Callable[[Operation, float], None] | None = None
-        self.live_ranks: Callable[[], frozenset[int]] = lambda: frozenset(range(self.layout.tp))
         self.leader_address = config.leader
         self._draining = False
         self._closed = False
@@ -128,9 +120,15 @@ class PrefetchManager:
         operation = self.controller.prefetch(
             hashes, request_id=request_id, priority=priority, tenant=tenant, extra_key=extra_key, timeout=timeout
         )
-        if self.tell_others is not None and operation is not before and not operation.state.ended:
-            self.tell_others(operation, operation.deadline - time.monotonic())
+        if self.leader is not None and operation is not before and not operation.state.ended:
+            self.leader.tell_start(operation, operation.deadline - time.monotonic())
         return operation
+
+    def terminate(self, operation: Operation) -> None:
+        """As ``CacheController.terminate``, at all ranks of the replica."""
+        self.controller.terminate(operation)
+        if self.leader is not None:
+            self.leader.tell_terminated(operation.operation_id)
 
     def start_backup(
         self,
@@ -204,7 +202,14 @@ class PrefetchManager:
 
     def agreeing_ranks(self) -> int:
         """Ranks of the replica that are known to take part."""
-        return 1 if self.ranks == 1 else len(self.live_ranks())
+        if self.leader is not None:
+            return len(self.leader.live)
+        return 1 if self.joined is None else len(self.joined.live)
+
+    def connect(self, find_leader: FindLeader, open_channel: OpenChannel, spawn: Spawn) -> None:
+        """Joins the leader of the replica, and again whenever that is lost. For ranks that do not lead."""
+        if self.joined is not None:
+            self.joined.connect(find_leader, open_channel, spawn, self._begin_for_the_leader)
 
     def drain(self) -> None:
         """Takes no new starts from now on; what runs goes on."""
@@ -221,6 +226,9 @@ class PrefetchManager:
             return True
         end = time.monotonic() + timeout
         well = self.controller.close(timeout * 0.5)
+        for agreement in (self.leader, self.joined):
+            if agreement is not None:
+                well = agreement.close(max(0.1, (end - time.monotonic()) * 0.3)) and well
         if self.copies is not None:
             well = self.copies.close(max(0.1, (end - time.monotonic()) * 0.5)) and well
         if self._own_storage and self.storage is not None:
@@ -259,7 +267,40 @@ class PrefetchManager:
         if not self.namespace.replicated:
             return every_page
         own = self.rank.rank.tp
-        return lambda page_hash: writer_of(page_hash, self.live_ranks() | {own}) == own
+
+        def writes(page_hash: str) -> bool:
+            return writer_of(page_hash, self._live_tp() | {own}) == own
+
+        return writes
+
+    def _live_tp(self) -> frozenset[int]:
+        """Tensor-parallel ranks of this pipeline stage that are known to live: they hold the same pages."""
+        agreement = self.leader or self.joined
+        if agreement is None:
+            return frozenset({self.rank.rank.tp})
+        return frozenset(rank.tp for rank in agreement.live if rank.pp == self.rank.rank.pp)
+
+    def _agreement(self) -> Agreement:
+        if self.ranks == 1:
+            return AloneAgreement()
+        if self.leads:
+            self.leader = LeaderAgreement(self.rank, self.layout)
+            return self.leader
+        self.joined = JoinedAgreement(self.rank, self.layout)
+        return self.joined
+
+    def _begin_for_the_leader(self, order: StartOrder) -> None:
+        if order.terminated:
+            self.controller.terminate(self.controller.book.get(order.operation_id))
+        elif not self._draining:
+            self.controller.prefetch(
+                order.hashes,
+                operation_id=order.operation_id,
+                priority=order.priority,
+                tenant=order.tenant,
+                extra_key=order.extra_key,
+                timeout=order.timeout,
+            )
 
     def _close_parts(self, timeout: float) -> None:
         if self.copies is not None:

@@ -96,7 +96,7 @@ class PrefetchServicer(PrefetchServiceServicer):
         controller = self._manager.controller
         operation = controller.book.get(request.operation_id)
         with self._listening(operation) as wake:
-            controller.terminate(operation)
+            self._manager.terminate(operation)
             end = time.monotonic() + _seconds_left(context)
             while not operation.ended and time.monotonic() < end:
                 await _wait(wake, end - time.monotonic())

@@ -11,7 +11,7 @@ import grpc
 
 import kvgrpc
 from kvgrpc.dataplane.base import DataPlane
-from kvgrpc.errors import StaleEpoch
+from kvgrpc.errors import EngineNotFound, StaleEpoch
 from kvgrpc.events import EventPublisher, NullEventPublisher
 from kvgrpc.events.base import SHUTDOWN_SECONDS
 from kvgrpc.events.servicer import EventServicer
@@ -158,7 +158,37 @@ class Rank:
                 self._own_channel, registry, [self._row()], on_superseded=self._on_superseded
             )
             await self._registration.start(deadline)
+        self._join_replica()
         self._say_where_it_is()
+
+    def _join_replica(self) -> None:
+        """Ranks of one replica agree on what they prefetch; the one with pp = cp = tp = 0 leads."""
+        if self.prefetch is not None:
+            self.prefetch.connect(self._find_cache_leader, self._own_channel, self._loop.spawn)
+
+    async def _find_cache_leader(self) -> str:
+        config = self.config
+        assert config.prefetch is not None and self.prefetch is not None
+        if config.prefetch.leader:
+            return config.prefetch.leader
+        if not config.registry:
+            raise EngineNotFound(
+                "a replica of several ranks needs prefetch.leader, or a registry to find it",
+                metadata={"engine": config.engine, "role": config.role.name, "missingRanks": ""},
+            )
+        target = parse_bootstrap_addr(self.address if config.registry == "embedded" else config.registry).target
+        engine = await self._resolver.resolve(
+            target, config.engine, config.role, [RankSelector(pp=0, tp=0)], config.resolve_timeout
+        )
+        own = self.ref.rank
+        leader = next((row for row in engine.rows if row.ref.rank == RankId(own.engine, own.dp)), None)
+        if leader is None:
+            raise EngineNotFound(
+                f"the registry has no rank pp0/cp0/tp0 of {own.engine}/dp{own.dp}",
+                metadata={"engine": config.engine, "role": config.role.name, "missingRanks": str(own)},
+            )
+        self.prefetch.leader_address = leader.endpoints.grpc
+        return leader.endpoints.grpc
 
     def _say_where_it_is(self) -> None:
         """Decode ranks of some engines register nowhere: this line is how they are found."""
