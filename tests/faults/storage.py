@@ -99,6 +99,10 @@ class FaultyBackend:
         self._before("count", keys, timeout)
         return self.inner.count_leading(keys, timeout)
 
+    def contains(self, keys: Sequence[str], timeout: float) -> list[bool]:
+        self._before("count", keys, timeout)
+        return self.inner.contains(keys, timeout)
+
     def read(self, keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
         return self._pages("read", keys, pages, timeout)
 

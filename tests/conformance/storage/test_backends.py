@@ -80,6 +80,7 @@ def test_pages_are_counted_up_to_the_first_that_is_missing(
     arena.fill_all()
     backend.write([keys(5)[number] for number in there], arena.pages(*there) if there else [], SECONDS)
     assert backend.count_leading(keys(5), SECONDS) == leading
+    assert backend.contains(keys(5), SECONDS) == [number in there for number in range(5)]
 
 
 def test_a_second_write_is_ok_and_keeps_the_first_bytes(backend: StorageBackend, arena: Arena) -> None:

@@ -120,16 +120,19 @@ class MooncakeBackend:
         self._windows.add(memory)
 
     def count_leading(self, keys: Sequence[str], timeout: float) -> int:
+        return [*self.contains(keys, timeout), False].index(False)
+
+    def contains(self, keys: Sequence[str], timeout: float) -> list[bool]:
         check_keys(keys)
         deadline = time.monotonic() + timeout
+        there: list[bool] = []
         for first in range(0, len(keys), _MOST_IN_CALL):
             part = keys[first : first + _MOST_IN_CALL]
-            for number, code in enumerate(self._ask("exist", self._stored(part), deadline).codes):
+            for key, code in zip(part, self._ask("exist", self._stored(part), deadline).codes, strict=True):
                 if code < 0:
                     raise StorageDown(result_of(code).detail, self._config.master)
-                if code == 0 or part[number] in self._lost:
-                    return first + number
-        return len(keys)
+                there.append(code == EXISTS and key not in self._lost)
+        return there
 
     def read(self, keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
         check_batch(keys, pages)
