@@ -115,8 +115,8 @@ class StorageBackend(Protocol):
     """Thread-safe. Every call ends within ``timeout`` seconds, and a little for its own bookkeeping.
 
     All calls raise InvalidRequest for arguments that make no sense (lengths that differ, empty pages or keys); only
-    ``count_leading``, ``contains``, ``delete`` and ``clear`` raise StorageDown. ``read`` and ``write`` answer with one result a key,
-    in the order of the keys, and begin nothing after ``timeout``.
+    ``count_leading``, ``contains``, ``delete`` and ``clear`` raise StorageDown. ``read`` and ``write`` answer with one
+    result a key, in the order of the keys, and begin nothing after ``timeout``.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Keys of stored pages: a page's hash, and what else decides whether its bytes are the right ones. Pure.
 
-The hash covers the tokens (with extra key and cache salt). Everything else that changes bytes must be in the key, or two
-engines that share a store exchange pages that do not fit: SGLang's own keys lack dtype and layout.
+The hash covers the tokens (with extra key and cache salt). Everything else that changes bytes must be in the key, or
+two engines that share a store exchange pages that do not fit: SGLang's own keys lack dtype and layout.
 """
 
 from __future__ import annotations

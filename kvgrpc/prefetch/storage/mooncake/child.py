@@ -20,8 +20,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvgrpc.prefetch.storage.mooncake.codes import EXISTS, EXPIRED, INVALID, TRANSFER_FAILED
+from kvgrpc.prefetch.storage.mooncake.codes import EXISTS, EXPIRED, INVALID, NOT_READY, TRANSFER_FAILED
 from kvgrpc.prefetch.storage.mooncake.messages import Area, Call, Reply, Start, Wire
+
+_POLL_SECONDS = 0.005
+_OTHERS_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,21 @@ class Child:
                 new.append(number)
         for number, code in zip(new, self._moved(self._store.batch_put_from_multi_buffers, call, new), strict=True):
             codes[number] = code
+        for number in self._incomplete(call, [number for number in new if codes[number] == 0]):
+            codes[number] = NOT_READY
         return codes, sizes
+
+    def _incomplete(self, call: Call, numbers: list[int]) -> list[int]:
+        """Which of these are still not there. The Store also says 0 while another client is writing the same key."""
+        until = min(call.deadline, time.monotonic() + _OTHERS_SECONDS)
+        while numbers:
+            there = self._store.batch_is_exist([call.keys[number] for number in numbers])
+            numbers = [number for number, code in zip(numbers, there, strict=True) if code == 0]
+            if time.monotonic() + _POLL_SECONDS > until:
+                break
+            if numbers:
+                time.sleep(_POLL_SECONDS)
+        return numbers
 
     def _moved(self, move: Callable[..., list[int]], call: Call, numbers: range | list[int]) -> list[int]:
         """Codes of moving the pages ``numbers``; INVALID for those in memory that is not here.

@@ -9,6 +9,7 @@ EXISTS = 1
 EXPIRED = -20_000
 """Ours: the process that talks to the Store came to it after its deadline, and did not begin."""
 INVALID = -600
+NOT_READY = -703
 TRANSFER_FAILED = -800
 MASTER_DOWN = frozenset({-900, -901, -1010})
 
@@ -26,7 +27,7 @@ _WORDS = {
     -700: ("invalid write", True),
     -701: ("invalid read", True),
     -702: ("invalid replica", True),
-    -703: ("another client is still writing it", True),
+    NOT_READY: ("another client is still writing it", True),
     -705: ("another client is still writing it", True),
     -706: ("a reader has a lease on it", True),
     -707: ("the lease ended before the transfer did", True),
