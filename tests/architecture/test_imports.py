@@ -19,7 +19,7 @@ IMPORTERS = {
     "transformers": [],
     "sglang": ["kvgrpc/engines/"],
     "vllm": ["kvgrpc/engines/"],
-    "mooncake": ["kvgrpc/dataplane/mooncake/"],
+    "mooncake": ["kvgrpc/dataplane/mooncake/", "kvgrpc/prefetch/storage/mooncake/child.py"],
     "zmq": ["kvgrpc/events/publisher.py", "kvgrpc/events/follower.py", "kvgrpc/demo/live_events.py"],
     "prometheus_client": ["kvgrpc/observability/"],
     "tenacity": ["kvgrpc/rpc/"],

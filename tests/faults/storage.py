@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvgrpc.prefetch.storage.base import (
@@ -46,6 +46,11 @@ class MemoryStore:
 
 def memory_backend(store: MemoryStore | None = None) -> FlatBackend:
     return FlatBackend("memory", store or MemoryStore())
+
+
+def from_config(config: Mapping[str, object]) -> FlatBackend:
+    """As an entry point of the group ``kvgrpc.storage`` offers it."""
+    return FlatBackend("dictionary", MemoryStore(), threads=int(str(config.get("threads", 4))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,10 @@ class FaultyBackend:
     def count_leading(self, keys: Sequence[str], timeout: float) -> int:
         self._before("count", keys, timeout)
         return self.inner.count_leading(keys, timeout)
+
+    def contains(self, keys: Sequence[str], timeout: float) -> list[bool]:
+        self._before("count", keys, timeout)
+        return self.inner.contains(keys, timeout)
 
     def read(self, keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
         return self._pages("read", keys, pages, timeout)

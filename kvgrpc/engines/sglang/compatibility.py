@@ -31,9 +31,7 @@ SIGNATURES: Mapping[str, str] = {
 
 def check_sglang() -> None:
     """Raises FeatureDisabled, whose text says what to do, for an SGLang that this adapter does not know."""
-    version = metadata.version("sglang")
-    if version not in VERSIONS:
-        raise _unknown(f"it is version {version}")
+    check_version()
     for name, expected in SIGNATURES.items():
         try:
             found = " ".join(inspect.signature(pkgutil.resolve_name(name)).parameters)
@@ -41,6 +39,13 @@ def check_sglang() -> None:
             raise _unknown(f"it has no {name}") from None
         if found != expected:
             raise _unknown(f"{name} takes ({found}), not ({expected})")
+
+
+def check_version() -> None:
+    """Raises FeatureDisabled for a version that this adapter does not know."""
+    version = metadata.version("sglang")
+    if version not in VERSIONS:
+        raise _unknown(f"it is version {version}")
 
 
 def _unknown(what: str) -> FeatureDisabled:

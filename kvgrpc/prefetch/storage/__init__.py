@@ -30,6 +30,10 @@ def open_backend(name: str, config: Mapping[str, object] | str | None = None) ->
         from kvgrpc.prefetch.storage.file.backend import FileBackend
 
         return FileBackend.of(settings)
+    if name == "mooncake":
+        from kvgrpc.prefetch.storage.mooncake.backend import MooncakeBackend
+
+        return MooncakeBackend.of(settings)
     found = {each.name: each for each in metadata.entry_points(group=ENTRY_POINTS)}
     if name not in found:
         known = ", ".join((*NAMES, *sorted(found)))

@@ -115,8 +115,8 @@ class StorageBackend(Protocol):
     """Thread-safe. Every call ends within ``timeout`` seconds, and a little for its own bookkeeping.
 
     All calls raise InvalidRequest for arguments that make no sense (lengths that differ, empty pages or keys); only
-    ``count_leading``, ``delete`` and ``clear`` raise StorageDown. ``read`` and ``write`` answer with one result a key,
-    in the order of the keys, and begin nothing after ``timeout``.
+    ``count_leading``, ``contains``, ``delete`` and ``clear`` raise StorageDown. ``read`` and ``write`` answer with one
+    result a key, in the order of the keys, and begin nothing after ``timeout``.
     """
 
     name: str
@@ -130,6 +130,9 @@ class StorageBackend(Protocol):
 
     def count_leading(self, keys: Sequence[str], timeout: float) -> int:
         """How many pages from the first on are there, each complete. Raises StorageDown rather than answer too few."""
+
+    def contains(self, keys: Sequence[str], timeout: float) -> list[bool]:
+        """Which pages are there, each complete. For what is no prefix; raises StorageDown as ``count_leading``."""
 
     def read(self, keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
         """Fills the buffers. A page whose stored size is not the sum of its buffers is MISSING."""

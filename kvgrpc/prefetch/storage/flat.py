@@ -60,9 +60,11 @@ class FlatBackend:
         """Pages are copied: nothing to prepare."""
 
     def count_leading(self, keys: Sequence[str], timeout: float) -> int:
+        return [*self.contains(keys, timeout), False].index(False)
+
+    def contains(self, keys: Sequence[str], timeout: float) -> list[bool]:
         check_keys(keys)
-        sizes = self._ask(lambda number: self._store.size(keys[number]), len(keys), timeout)
-        return next((number for number, size in enumerate(sizes) if size is None), len(keys))
+        return self._ask(lambda number: self._store.size(keys[number]) is not None, len(keys), timeout)
 
     def read(self, keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
         check_batch(keys, pages)

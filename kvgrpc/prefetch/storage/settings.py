@@ -30,7 +30,9 @@ def read_settings(kind: type[C], mapping: Mapping[str, object]) -> C:
     except msgspec.ValidationError as error:
         key = str(error).rpartition("$.")[2].rstrip("`")
         wrong = key if key in mapping else "storage_config"
-        raise InvalidRequest.of(wrong, mapping.get(key, "not given"), f"right ({error})") from None
+        raise InvalidRequest.of(
+            wrong, mapping.get(key, "not given"), f"as docs/storage.md says ({str(error).partition(' - at')[0]})"
+        ) from None
 
 
 def _size(key: str, value: object) -> object:

@@ -10,13 +10,24 @@ from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.prefetch.storage.base import StorageBackend
 from tests.faults.storage import FaultyBackend, memory_backend
 
-Opener = Callable[[pytest.TempPathFactory], StorageBackend]
+
+def _mooncake(request: pytest.FixtureRequest, **settings: object) -> StorageBackend:
+    store = request.getfixturevalue("mooncake_store")
+    config = {"master": store.address, "namespace": "suite", "lost_seconds": 1, **settings}
+    return open_backend("mooncake", config)
+
+
+Opener = Callable[[pytest.FixtureRequest, pytest.TempPathFactory], StorageBackend]
 
 OPENERS: dict[str, Opener] = {
-    "memory": lambda folders: memory_backend(),
-    "without a fault": lambda folders: FaultyBackend(memory_backend()),
-    "file": lambda folders: open_backend("file", {"path": str(folders.mktemp("file"))}),
-    "file past the page cache": lambda folders: open_backend(
+    "memory": lambda request, folders: memory_backend(),
+    "without a fault": lambda request, folders: FaultyBackend(memory_backend()),
+    "file": lambda request, folders: open_backend("file", {"path": str(folders.mktemp("file"))}),
+    "file past the page cache": lambda request, folders: open_backend(
         "file", {"path": str(folders.mktemp("direct")), "direct": True, "sync": True, "max_bytes": "64MB"}
     ),
+    "mooncake": lambda request, folders: _mooncake(request),
+    "mooncake, zero copy": lambda request, folders: _mooncake(request),
 }
+SHARED = {"mooncake, zero copy"}
+"""Opened like the one before them, but the suite's pages lie in memory that other processes can map."""

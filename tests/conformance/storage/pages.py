@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import mmap
+import os
 
 import numpy as np
 import numpy.typing as npt
 
 from kvgrpc.prefetch.storage.base import MemoryRange, PageBuffers
 
+_mapped: list[mmap.mmap] = []  # what was registered stays mapped
+
 
 class Arena:
     """Page-aligned memory, cut into pages of ``buffers`` pieces that lie apart, as K and V of a pool do."""
 
-    def __init__(self, count: int, nbytes: int = 16384, buffers: int = 2, *, mapping: mmap.mmap | None = None) -> None:
+    def __init__(self, count: int, nbytes: int = 16384, buffers: int = 2, *, shared: bool = False) -> None:
         self.count, self.nbytes, self.buffers = count, nbytes, buffers
-        self.mapping = mapping or mmap.mmap(-1, max(1, count * nbytes * buffers))
+        self.mapping = _shared(count * nbytes * buffers) if shared else _private(count * nbytes * buffers)
+        _mapped.append(self.mapping)
         self.data: npt.NDArray[np.uint8] = np.frombuffer(self.mapping, dtype=np.uint8)
         self.address = int(self.data.ctypes.data)
 
@@ -50,6 +54,19 @@ class Arena:
 
     def clear(self) -> None:
         self.data[:] = 0
+
+
+def _private(nbytes: int) -> mmap.mmap:
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _shared(nbytes: int) -> mmap.mmap:
+    descriptor = os.memfd_create("pages")
+    try:
+        os.ftruncate(descriptor, nbytes)
+        return mmap.mmap(descriptor, nbytes)
+    finally:
+        os.close(descriptor)
 
 
 def content(seed: int, nbytes: int) -> bytes:

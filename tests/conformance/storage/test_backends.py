@@ -9,26 +9,29 @@ import pytest
 
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.prefetch.storage.base import OK, PageStatus, StorageBackend, StorageDown
-from tests.conformance.storage.openers import OPENERS
+from tests.conformance.storage.openers import OPENERS, SHARED
 from tests.conformance.storage.pages import Arena
 
 SECONDS = 20.0
 
 
-@pytest.fixture(params=OPENERS)
-def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StorageBackend]:
-    opened = OPENERS[request.param](tmp_path_factory)
-    try:
-        yield opened
-    finally:
-        if opened.stats().healthy:
-            opened.clear()
-        assert opened.close(SECONDS)
+@pytest.fixture(scope="session", params=OPENERS)
+def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StorageBackend]:
+    """One for all tests, because some take a second to open."""
+    backend = OPENERS[request.param](request, tmp_path_factory)
+    yield backend
+    assert backend.close(SECONDS)
 
 
 @pytest.fixture
-def arena(backend: StorageBackend) -> Arena:
-    arena = Arena(16)
+def backend(opened: StorageBackend) -> Iterator[StorageBackend]:
+    yield opened
+    opened.clear()
+
+
+@pytest.fixture
+def arena(backend: StorageBackend, request: pytest.FixtureRequest) -> Arena:
+    arena = Arena(16, shared=request.node.callspec.params["opened"] in SHARED)
     backend.register([arena.range])
     return arena
 
@@ -77,6 +80,7 @@ def test_pages_are_counted_up_to_the_first_that_is_missing(
     arena.fill_all()
     backend.write([keys(5)[number] for number in there], arena.pages(*there) if there else [], SECONDS)
     assert backend.count_leading(keys(5), SECONDS) == leading
+    assert backend.contains(keys(5), SECONDS) == [number in there for number in range(5)]
 
 
 def test_a_second_write_is_ok_and_keeps_the_first_bytes(backend: StorageBackend, arena: Arena) -> None:
@@ -208,22 +212,30 @@ def test_arguments_without_sense_are_refused(backend: StorageBackend, names: lis
 
 
 def test_stats_count_what_happened(backend: StorageBackend, arena: Arena) -> None:
+    def counts() -> list[int]:
+        stats = backend.stats()
+        return [stats.written, stats.hits, stats.misses, stats.failed, stats.timeouts]
+
+    before = counts()
     arena.fill_all()
     backend.write(keys(4), arena.pages(0, 1, 2, 3), SECONDS)
     backend.write(keys(4), arena.pages(0, 1, 2, 3), SECONDS)
     backend.read(keys(6), arena.pages(4, 5, 6, 7, 8, 9), SECONDS)
-    stats = backend.stats()
-    assert (stats.written, stats.hits, stats.misses, stats.failed, stats.timeouts) == (4, 4, 2, 0, 0)
-    assert stats.healthy and stats.in_use == 0
+    assert [after - earlier for after, earlier in zip(counts(), before, strict=True)] == [4, 4, 2, 0, 0]
+    assert backend.stats().healthy and backend.stats().in_use == 0
 
 
-def test_a_closed_backend_answers_and_never_hangs(backend: StorageBackend, arena: Arena) -> None:
+@pytest.mark.parametrize("name", OPENERS)
+def test_a_closed_backend_answers_and_never_hangs(
+    name: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    backend, arena = OPENERS[name](request, tmp_path_factory), Arena(1)
     arena.fill_all()
-    backend.write(keys(1), [arena.page(0)], SECONDS)
+    assert backend.write(keys(1), arena.pages(), SECONDS) == [OK]
     backend.clear()
     assert backend.close(SECONDS)
-    assert [each.status for each in backend.read(keys(1), [arena.page(0)], SECONDS)] == [PageStatus.FAILED]
-    assert [each.status for each in backend.write(keys(1), [arena.page(0)], SECONDS)] == [PageStatus.FAILED]
+    assert [each.status for each in backend.read(keys(1), arena.pages(), SECONDS)] == [PageStatus.FAILED]
+    assert [each.status for each in backend.write(keys(1), arena.pages(), SECONDS)] == [PageStatus.FAILED]
     with pytest.raises(StorageDown):
         backend.count_leading(keys(1), SECONDS)
     assert not backend.stats().healthy

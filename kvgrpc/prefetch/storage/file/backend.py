@@ -97,9 +97,11 @@ class FileBackend:
         """Nothing to prepare: files are read into any memory, without a copy."""
 
     def count_leading(self, keys: Sequence[str], timeout: float) -> int:
+        return [*self.contains(keys, timeout), False].index(False)
+
+    def contains(self, keys: Sequence[str], timeout: float) -> list[bool]:
         check_keys(keys)
-        there = self._ask(lambda number: self._complete(keys[number]) is not None, len(keys), timeout)
-        return there.index(False) if False in there else len(there)
+        return self._ask(lambda number: self._complete(keys[number]) is not None, len(keys), timeout)
 
     def read(self, keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
         check_batch(keys, pages)

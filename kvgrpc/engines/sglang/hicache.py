@@ -1,0 +1,250 @@
+"""SGLang's hierarchical cache over kvgrpc's storage backends: a class for ``--hicache-storage-backend dynamic``.
+
+SGLang imports this module by the name in its extra config, so it needs no plug-in to be loaded. Calls come from four of
+its threads at once. docs/engines/sglang.md, section HiCache, has the flags.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
+
+from kvgrpc.engines.sglang.compatibility import check_version
+from kvgrpc.errors import InvalidRequest
+from kvgrpc.prefetch.storage import open_backend
+from kvgrpc.prefetch.storage.base import MemoryRange, PageBuffers, PageResult, StorageBackend, StorageDown
+from kvgrpc.prefetch.storage.keys import KeyMode, Keys, PageIdentity
+from kvgrpc.prefetch.storage.settings import Seconds, read_settings
+
+logger = logging.getLogger(__name__)
+
+_LOADER_KEYS = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
+_CLOSE_SECONDS = 5.0
+_QUIET_SECONDS = 30.0
+
+
+class HiCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``--hicache-storage-backend-extra-config`` holds besides SGLang's own keys."""
+
+    storage: str
+    """Name of a kvgrpc storage backend."""
+    storage_config: dict[str, object] = {}
+    """Its config."""
+    key_mode: KeyMode = KeyMode.KVGRPC
+    timeout: Annotated[Seconds, msgspec.Meta(le=8)] = 4.0
+    """Seconds for a batch of pages. SGLang's threads are joined for 10 when it detaches."""
+
+
+class KvGrpcStorage(HiCacheStorage):
+    """One rank's view of the store. To SGLang a failure is False or 0; the log says why, once in 30 s."""
+
+    def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
+        """Raises InvalidRequest, FeatureDisabled: SGLang then does not start, or refuses to attach."""
+        check_version()
+        given = {key: value for key, value in (storage_config.extra_config or {}).items() if key not in _LOADER_KEYS}
+        self._settings = read_settings(HiCacheSettings, given)
+        self._sglang = storage_config
+        self._keys: Keys | None = None
+        self._pools: dict[str, Any] = {}
+        self._silent_since = -_QUIET_SECONDS
+        self._backend: StorageBackend = open_backend(self._settings.storage, self._settings.storage_config)
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        super().register_mem_pool_host(mem_pool_host)
+        self._keys = Keys(self._settings.key_mode, _identity(self._sglang, mem_pool_host))
+        self._add_pool(str(PoolName.KV), mem_pool_host)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._add_pool(str(host_pool_name), host_pool)
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        return self._leading(self._names(keys))
+
+    def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        return self._move("read", str(PoolName.KV), keys, host_indices)
+
+    def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        return self._move("write", str(PoolName.KV), keys, host_indices)
+
+    def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        return self._move_all("read", transfers)
+
+    def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        return self._move_all("write", transfers)
+
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: list[Any] | None = None, extra_info: Any = None
+    ) -> PoolTransferResult:
+        """How long a prefix is there with all that its other pools need; prefixes in between may lack something."""
+        leading = self._leading(self._names(keys))
+        hits = {PoolName.KV: leading} if leading else {}
+        restorable = set(range(1, leading + 1))
+        for transfer in pool_transfers or ():
+            there = self._contained(self._names(keys[:leading], str(transfer.name))) if restorable else []
+            usable = _usable(there, transfer)
+            if usable:
+                hits[transfer.name] = max(usable)
+            restorable &= usable
+        return PoolTransferResult(max(restorable, default=0), hits, sorted(restorable))
+
+    def exists(self, key: str) -> bool:
+        return self._leading(self._names([key])) == 1
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+        return self.batch_get([key], [target_location])[0]
+
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
+        """The interface without ``interface_v1``: into flat tensors, which SGLang copies once more."""
+        done = self._run("read", self._names(keys), [_flat(tensor) for tensor in target_locations])
+        return [tensor if ok else None for tensor, ok in zip(target_locations, done, strict=True)]
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        return all(self._run("write", self._names(keys), [_flat(tensor) for tensor in values]))
+
+    def clear(self) -> bool:
+        """Drops what the storage backend calls its own, also of other ranks; False when it could not."""
+        try:
+            self._backend.clear()
+        except (StorageDown, InvalidRequest) as error:
+            logger.error("kvgrpc: the storage was not cleared: %s", error)
+            return False
+        return True
+
+    def close(self) -> None:
+        if not self._backend.close(_CLOSE_SECONDS):
+            logger.error("kvgrpc: storage %r still hangs after %.0f s", self._settings.storage, _CLOSE_SECONDS)
+
+    def _add_pool(self, name: str, pool: Any) -> None:
+        self._pools[name] = pool
+        self._backend.register(_memory(pool))
+
+    def _names(self, hashes: Sequence[str], pool: str = str(PoolName.KV)) -> list[str]:
+        if self._keys is None:
+            raise InvalidRequest.of("mem_pool_host", None, "registered before pages are asked for")
+        return self._keys.of_all(hashes, pool)
+
+    def _leading(self, names: list[str]) -> int:
+        try:
+            return self._backend.count_leading(names, self._settings.timeout)
+        except StorageDown as error:
+            self._complain(error.message)
+            return 0
+
+    def _contained(self, names: list[str]) -> list[bool]:
+        try:
+            return self._backend.contains(names, self._settings.timeout)
+        except StorageDown as error:
+            self._complain(error.message)
+            return [False] * len(names)
+
+    def _move_all(self, what: str, transfers: list[Any]) -> dict[str, list[bool]]:
+        return {
+            transfer.name: self._move(what, str(transfer.name), transfer.keys or [], transfer.host_indices)
+            for transfer in transfers
+        }
+
+    def _move(self, what: str, pool_name: str, hashes: list[str], host_indices: Any) -> list[bool]:
+        pool = self._pools[pool_name]
+        page_size = getattr(pool, "page_size", 1) or 1
+        if host_indices is None or len(host_indices) != len(hashes) * page_size:
+            found = 0 if host_indices is None else len(host_indices)
+            self._complain(f"{found} indices of pool {pool_name} for {len(hashes)} pages of {page_size}")
+            return [False] * len(hashes)
+        pages = _pages(pool, host_indices, len(hashes), self._settings.key_mode)
+        return self._run(what, self._names(hashes, pool_name), pages)
+
+    def _run(self, what: str, names: list[str], pages: list[PageBuffers]) -> list[bool]:
+        """Whether each page was moved. Returns only when nothing touches the pages any more: SGLang uses them again."""
+        call = self._backend.read if what == "read" else self._backend.write
+        results = call(names, pages, self._settings.timeout)
+        _settle(results)
+        bad = next((result for result in results if result.detail), None)
+        if bad is not None:
+            self._complain(f"{what} of {names[results.index(bad)][-80:]}: {bad.detail}")
+        return [result.ok for result in results]
+
+    def _complain(self, what: str) -> None:
+        """At most a line each 30 s: a store that is down is asked for every request."""
+        now = time.monotonic()
+        if now - self._silent_since >= _QUIET_SECONDS:
+            self._silent_since = now
+            logger.warning("kvgrpc: storage %r: %s", self._settings.storage, what)
+
+
+def _settle(results: Sequence[PageResult]) -> None:
+    for result in results:
+        if result.released is not None:
+            while not result.released.wait(_QUIET_SECONDS):
+                logger.error("kvgrpc: storage still uses pages of a call that timed out; SGLang must not have them yet")
+
+
+def _identity(config: Any, pool: Any) -> PageIdentity:
+    shape = [f"{name}={getattr(pool, name)}" for name in ("layer_num", "head_num", "head_dim") if hasattr(pool, name)]
+    return PageIdentity(
+        model=config.model_name or "",
+        dtype=str(getattr(pool, "dtype", "")).removeprefix("torch."),
+        layout=" ".join([type(pool).__name__, str(getattr(pool, "layout", "")), *shape]),
+        page_size=config.logical_page_size or getattr(pool, "page_size", 1),
+        tp_rank=config.tp_rank,
+        tp_size=config.tp_size,
+        pp_rank=config.pp_rank,
+        pp_size=config.pp_size,
+        cp_rank=config.attn_cp_rank,
+        cp_size=config.attn_cp_size,
+        dcp_rank=config.dcp_rank,
+        dcp_size=config.dcp_size,
+        replicated=config.is_mla_model,
+    )
+
+
+def _usable(there: list[bool], transfer: Any) -> set[int]:
+    """Lengths of prefixes for which this pool has what it needs. Raises InvalidRequest."""
+    lengths = range(1, len(there) + 1)
+    if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+        return set(range(1, [*there, False].index(False) + 1))
+    if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+        window = max(1, len(transfer.keys or ()))
+        return {length for length in lengths if all(there[max(0, length - window) : length])}
+    raise InvalidRequest.of("hit_policy", transfer.hit_policy, "all_pages or trailing_pages")
+
+
+def _pages(pool: Any, host_indices: Any, count: int, mode: KeyMode) -> list[PageBuffers]:
+    if not count:
+        return []
+    addresses, sizes = pool.get_page_buffer_meta(host_indices)
+    pieces = list(zip(addresses, sizes, strict=True))
+    each = len(pieces) // count
+    pages = [tuple(pieces[number * each : (number + 1) * each]) for number in range(count)]
+    if mode is not KeyMode.KVGRPC and each > 2:
+        # One address a layer, K and V in turn; in SGLang's own objects all K come first.
+        pages = [page[0::2] + page[1::2] for page in pages]
+    return pages
+
+
+def _memory(pool: Any) -> list[MemoryRange]:
+    """The tensors of a host pool, whatever they are called in its class."""
+    found = []
+    for value in vars(pool).values():
+        for tensor in value if isinstance(value, (list, tuple)) else [value]:
+            if hasattr(tensor, "data_ptr") and hasattr(tensor, "untyped_storage") and not tensor.is_cuda:
+                storage = tensor.untyped_storage()
+                if storage.nbytes():
+                    found.append(MemoryRange(storage.data_ptr(), storage.nbytes()))
+    return sorted(set(found), key=lambda each: each.address)
+
+
+def _flat(tensor: Any) -> PageBuffers:
+    if tensor.is_cuda or not tensor.is_contiguous():
+        raise InvalidRequest.of("values", tuple(tensor.shape), "contiguous tensors of host memory")
+    return ((tensor.data_ptr(), tensor.numel() * tensor.element_size()),)

@@ -1,0 +1,93 @@
+"""What the engine's process and the one that talks to the Store say to each other: msgpack behind its length."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from typing import TypeVar
+
+import msgspec
+
+_LENGTH = struct.Struct("<I")
+_MOST_BYTES = 256 << 20
+
+
+class Start(msgspec.Struct, frozen=True):
+    """First message to the child: how to reach the Store."""
+
+    host: str
+    master: str
+    protocol: str
+    device: str
+    segment_bytes: int
+    local_buffer_bytes: int
+    threads: int
+
+
+class Area(msgspec.Struct, frozen=True, tag=True):
+    """Shared memory that the child registers: descriptor ``file`` of process ``pid``, from ``offset`` on."""
+
+    number: int
+    pid: int
+    file: int
+    offset: int
+    nbytes: int
+
+
+class Call(msgspec.Struct, frozen=True, tag=True):
+    """``what``: exist, get, put, remove or clear (then ``keys`` is one regular expression).
+
+    ``buffers``: for each key the (area, offset, bytes) of its pieces. ``deadline``: monotonic seconds of this machine.
+    """
+
+    number: int
+    what: str
+    keys: list[str]
+    buffers: list[list[tuple[int, int, int]]]
+    deadline: float
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """A code for each key; ``sizes``: bytes of the object where a code leaves that open, else 0.
+
+    Number 0 is the answer to Start: an ``error`` says why there will be no other.
+    """
+
+    number: int
+    codes: list[int] = []
+    sizes: list[int] = []
+    error: str = ""
+
+
+M = TypeVar("M")
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Wire:
+    """One end of the connection. One thread reads; writers take turns themselves."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._file = end.makefile("rb")
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Raises OSError when the other end is gone."""
+        data = _encoder.encode(message)
+        self._end.sendall(_LENGTH.pack(len(data)) + data)
+
+    def receive(self, decoder: msgspec.msgpack.Decoder[M]) -> M | None:
+        """The next message; None when the other end is gone, or sent nonsense."""
+        try:
+            head = self._file.read(_LENGTH.size)
+            if head is None or len(head) < _LENGTH.size or (length := _LENGTH.unpack(head)[0]) > _MOST_BYTES:
+                return None
+            data = self._file.read(length)
+            return decoder.decode(data) if data is not None and len(data) == length else None
+        except (OSError, ValueError, msgspec.MsgspecError):
+            return None
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)
+        self._end.close()

@@ -1,0 +1,65 @@
+"""Which memory of ours the Store's process sees too, and as what."""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import mmap
+import threading
+from collections.abc import Sequence
+
+from kvgrpc.prefetch.storage.base import MemoryRange, PageBuffers
+from kvgrpc.prefetch.storage.mooncake.link import Link
+from kvgrpc.prefetch.storage.shared import SharedFile, shared_file
+
+logger = logging.getLogger(__name__)
+
+
+class Windows:
+    """Registered ranges by address. Thread-safe; ranges are never forgotten."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._lock = threading.Lock()
+        # (address, end, area, offset in the area), sorted; replaced as a whole, so that readers need no lock
+        self._ranges: tuple[tuple[int, int, int, int], ...] = ()
+
+    def add(self, memory: Sequence[MemoryRange]) -> None:
+        """Ranges that only this process can see are left out: their pages are copied."""
+        with self._lock:
+            for each in memory:
+                if any(
+                    start <= each.address and each.address + each.nbytes <= end for start, end, _, _ in self._ranges
+                ):
+                    continue
+                if self._share(each.address, each.nbytes) is None:
+                    logger.info("storage 'mooncake': %d bytes are no shared memory and will be copied", each.nbytes)
+
+    def share(self, address: int, nbytes: int) -> int:
+        """The area of memory that is known to be shared. Raises MemoryError."""
+        with self._lock:
+            area = self._share(address, nbytes)
+        if area is None:
+            raise MemoryError("staging memory cannot be shared with another process")
+        return area
+
+    def find(self, page: PageBuffers) -> list[tuple[int, int, int]] | None:
+        """The (area, offset, bytes) of a page's buffers; None when one of them lies outside."""
+        ranges = self._ranges
+        pieces = []
+        for address, nbytes in page:
+            place = bisect.bisect_right(ranges, (address, 1 << 64)) - 1
+            if place < 0 or address + nbytes > ranges[place][1]:
+                return None
+            start, _, area, offset = ranges[place]
+            pieces.append((area, offset + address - start, nbytes))
+        return pieces
+
+    def _share(self, address: int, nbytes: int) -> int | None:
+        found = shared_file(address, nbytes)
+        if found is None:
+            return None
+        inside = found.offset % mmap.ALLOCATIONGRANULARITY
+        area = self._link.share(SharedFile(found.descriptor, found.offset - inside), nbytes + inside)
+        self._ranges = tuple(sorted((*self._ranges, (address, address + nbytes, area, inside))))
+        return area

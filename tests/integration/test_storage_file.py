@@ -1,0 +1,264 @@
+"""The storage backend ``file`` beside crashes, full disks, foreign files and other processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvgrpc.prefetch.storage import open_backend
+from kvgrpc.prefetch.storage.base import OK, PageStatus, StorageBackend, StorageDown
+from kvgrpc.prefetch.storage.file.formats import HEADER_BYTES, OwnFormat
+from tests.conformance.storage.pages import Arena
+from tests.integration.storage_writer import PAGE_BYTES, bytes_of, key
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 30.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "pages"
+
+
+def opened(folder: Path, **settings: object) -> StorageBackend:
+    return open_backend("file", {"path": str(folder), **settings})
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def start_writer(folder: Path, seed: int, count: int, **settings: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.integration.storage_writer", str(folder), str(seed), str(count)]
+    process = subprocess.Popen(
+        [*command, json.dumps(settings)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": "."},
+    )
+    assert process.stdout is not None and process.stdout.readline() == "began\n"
+    return process
+
+
+def check_all(folder: Path, seeds: int, count: int) -> int:
+    """Reads every page that a writer may have written: right bytes or MISSING. How many were there."""
+    backend, arena, there = opened(folder), Arena(8, PAGE_BYTES), 0
+    for seed in range(seeds):
+        for first in range(0, count, 8):
+            numbers = range(first, min(first + 8, count))
+            arena.clear()
+            results = backend.read([key(seed, n) for n in numbers], arena.pages(*range(len(numbers))), SECONDS)
+            assert {result.status for result in results} <= {PageStatus.OK, PageStatus.MISSING}
+            for place, (number, result) in enumerate(zip(numbers, results, strict=True)):
+                if result.ok:
+                    there += 1
+                    assert arena.bytes(place) == bytes_of(seed, number)
+    assert backend.close(SECONDS)
+    return there
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(40, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
+def test_a_writer_that_is_killed_leaves_whole_pages_and_nothing_else(folder: Path, kills: int) -> None:
+    rng, said = random.Random(kills), 0
+    for seed in range(kills):
+        with start_writer(folder, seed, 100_000) as writer:
+            assert writer.stdout is not None
+            for _ in range(rng.randrange(1, 8)):
+                said += int(writer.stdout.readline())
+            time.sleep(rng.random() * 0.005)  # anywhere within the next pages
+            writer.send_signal(signal.SIGKILL)
+    assert check_all(folder, kills, 64) >= said > 0
+    assert not [path for path in files(folder) if path.suffix != ".kv"], "what killed writers left behind is removed"
+
+
+def test_several_processes_share_a_folder(folder: Path) -> None:
+    writers = [start_writer(folder, seed, 16) for seed in range(3)]
+    reader = opened(folder)
+    for writer in writers:
+        assert writer.wait(SECONDS) == 0
+        assert writer.stdout is not None
+        writer.stdout.close()
+    assert reader.count_leading([key(seed, n) for seed in range(3) for n in range(16)], SECONDS) == 48
+    assert reader.close(SECONDS)
+    assert check_all(folder, 3, 16) == 48
+
+
+@pytest.fixture
+def page(folder: Path) -> Iterator[tuple[StorageBackend, Arena, Path]]:
+    """A stored page "k", and its file."""
+    backend, arena = opened(folder), Arena(2)
+    arena.fill_all()
+    assert backend.write(["k"], [arena.page(0)], SECONDS) == [OK]
+    yield backend, arena, folder / OwnFormat().path("k")
+    assert backend.close(SECONDS)
+
+
+@pytest.mark.parametrize("left", [0, 1, 8, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 1, 36863])
+def test_a_torn_file_is_missing_and_written_again(page: tuple[StorageBackend, Arena, Path], left: int) -> None:
+    backend, arena, path = page
+    os.truncate(path, left)
+    assert backend.count_leading(["k"], SECONDS) == 0
+    assert backend.read(["k"], [arena.page(1)], SECONDS)[0].status is PageStatus.MISSING
+    assert backend.write(["k"], [arena.page(0)], SECONDS) == [OK]
+    assert backend.read(["k"], [arena.page(1)], SECONDS) == [OK]
+    assert arena.bytes(1) == arena.bytes(0)
+
+
+@pytest.mark.parametrize("place", [0, 9, 40, HEADER_BYTES, HEADER_BYTES + 20_000])
+def test_a_block_that_a_crash_lost_is_missing(page: tuple[StorageBackend, Arena, Path], place: int) -> None:
+    backend, arena, path = page
+    with path.open("r+b") as file:
+        file.seek(place)
+        file.write(bytes(512))
+    assert backend.read(["k"], [arena.page(1)], SECONDS)[0].status is PageStatus.MISSING
+    assert backend.write(["k"], [arena.page(0)], SECONDS) == [OK], "and can be written again"
+    assert backend.read(["k"], [arena.page(1)], SECONDS) == [OK]
+
+
+def test_another_pages_file_under_this_name_is_missing(page: tuple[StorageBackend, Arena, Path]) -> None:
+    backend, arena, path = page
+    other = path.parents[1] / OwnFormat().path("other")
+    other.parent.mkdir(exist_ok=True)
+    shutil.copy(path, other)
+    assert backend.count_leading(["other"], SECONDS) == 0
+    assert backend.read(["other"], [arena.page(1)], SECONDS)[0].status is PageStatus.MISSING
+
+
+@pytest.mark.parametrize("thing", ["folder", "link"])
+def test_what_is_no_file_is_that_pages_failure(page: tuple[StorageBackend, Arena, Path], thing: str) -> None:
+    backend, arena, path = page
+    path.unlink()
+    path.mkdir() if thing == "folder" else path.symlink_to("/etc/passwd")
+    arena.fill_all()
+    results = backend.read(["k", "elsewhere"], arena.pages(), SECONDS)
+    assert [result.status for result in results][1] is PageStatus.MISSING
+    assert not results[0].ok
+    assert backend.write(["elsewhere"], [arena.page(1)], SECONDS) == [OK]
+
+
+def test_the_bound_holds_and_what_was_used_stays(folder: Path) -> None:
+    backend, arena = opened(folder, max_bytes=10 * 36864), Arena(1)
+    arena.fill_all()
+    for number in range(30):
+        assert backend.write([f"k{number}"], arena.pages(), SECONDS) == [OK]
+        assert backend.read(["k0"], arena.pages(), SECONDS) == [OK]
+        assert sum(path.stat().st_size for path in files(folder)) <= 10 * 36864
+    assert backend.contains(["k0", "k1", "k29"], SECONDS) == [True, False, True]
+    stats = backend.stats()
+    assert (stats.pages, stats.nbytes, stats.evicted) == (10, 10 * 36864, 20)
+    assert backend.close(SECONDS)
+
+
+def test_a_page_larger_than_the_bound_is_its_own_failure(folder: Path) -> None:
+    backend, small, large = opened(folder, max_bytes="40KB"), Arena(1), Arena(1, nbytes=65536)
+    assert backend.write(["small"], small.pages(), SECONDS) == [OK]
+    (result,) = backend.write(["large"], large.pages(), SECONDS)
+    assert result.status is PageStatus.FAILED and "max_bytes" in result.detail and not result.retryable
+    assert backend.contains(["small"], SECONDS) == [True]
+    assert backend.close(SECONDS)
+
+
+def test_use_is_remembered_over_a_restart(folder: Path) -> None:
+    backend, arena = opened(folder), Arena(1)
+    for name in "abc":
+        assert backend.write([name], arena.pages(), SECONDS) == [OK]
+    assert backend.close(SECONDS)
+    for age, name in enumerate("bca"):
+        path = folder / OwnFormat().path(name)
+        os.utime(path, (1_600_000_000 - age, 1_600_000_000 - age))
+    backend = opened(folder)
+    assert backend.read(["a"], arena.pages(), SECONDS) == [OK]
+    assert backend.close(SECONDS)
+    backend = opened(folder, max_bytes=2 * 36864)
+    assert backend.contains(list("abc"), SECONDS) == [True, True, False]
+    assert backend.close(SECONDS)
+
+
+def test_the_bound_holds_also_for_what_others_write(folder: Path) -> None:
+    backend, other, arena = opened(folder, max_bytes=4 * 36864, rescan_interval=0.05), opened(folder), Arena(1)
+    for number in range(12):
+        assert other.write([f"k{number}"], arena.pages(), SECONDS) == [OK]
+    deadline = time.monotonic() + SECONDS
+    while len(files(folder)) > 4 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(files(folder)) == 4
+    assert backend.close(SECONDS) and other.close(SECONDS)
+
+
+def test_a_folder_that_is_emptied_under_us_is_made_again(folder: Path) -> None:
+    backend, arena = opened(folder), Arena(1)
+    arena.fill_all()
+    assert backend.write(["k"], arena.pages(), SECONDS) == [OK]
+    shutil.rmtree(folder)
+    assert backend.read(["k"], arena.pages(), SECONDS)[0].status is PageStatus.MISSING
+    assert backend.write(["k"], arena.pages(), SECONDS) == [OK]
+    assert backend.read(["k"], arena.pages(), SECONDS) == [OK]
+    assert backend.close(SECONDS)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a small tmpfs")
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], capture_output=True, text=True, timeout=SECONDS
+    )
+    if done.returncode != 0:
+        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True, timeout=SECONDS)
+
+
+def test_a_full_disk_fails_the_pages_that_do_not_fit_and_no_other(small_disk: Path) -> None:
+    backend, arena = opened(small_disk), Arena(40)
+    written = arena.fill_all()
+    names = [f"k{number}" for number in range(40)]
+    results = backend.write(names, arena.pages(), SECONDS)
+    full = [result for result in results if not result.ok]
+    assert 0 < len(full) < 40
+    assert all(result.status is PageStatus.FAILED and "No space left" in result.detail for result in full)
+    assert "set max_bytes" in full[0].detail
+    arena.clear()
+    there = backend.read(names, arena.pages(), SECONDS)
+    assert [result.ok for result in there] == [result.ok for result in results]
+    assert all(arena.bytes(number) == written[number] for number, result in enumerate(there) if result.ok)
+    assert not list((small_disk / ".tmp").iterdir()), "nothing half written is left"
+    assert backend.delete(names[:20], SECONDS) > 0
+    arena.fill_all()
+    again = [names[number] for number, result in enumerate(results) if not result.ok][:5]
+    assert backend.write(again, arena.pages(*range(len(again))), SECONDS) == [OK] * len(again), "once there is room"
+    assert backend.close(SECONDS)
+
+
+def test_a_disk_that_hangs_costs_a_time_out_and_gives_the_page_back_later(folder: Path) -> None:
+    backend, arena = opened(folder, threads=1), Arena(3)
+    name = folder / OwnFormat().path("hangs")
+    name.parent.mkdir()
+    os.mkfifo(name)  # opening it for reading waits for a writer, as a disk that is gone would
+    first, second = backend.read(["hangs", "behind it"], arena.pages(0, 1), 0.2)
+    assert first.status is PageStatus.TIMEOUT and first.released is not None and not first.quiescent
+    assert second.status is PageStatus.TIMEOUT and second.quiescent, "it was never begun"
+    with pytest.raises(StorageDown):
+        backend.count_leading(["other"], 0.1)
+    assert backend.stats().in_use == 1
+    assert not backend.close(0.1)
+    writer = threading.Thread(target=lambda: os.close(os.open(name, os.O_WRONLY)))
+    writer.start()
+    assert first.released.wait(SECONDS)
+    writer.join()
+    assert backend.close(SECONDS)
