@@ -7,7 +7,7 @@ BIN := .venv/bin
 # Proxies of the machine are no business of loopback traffic, and neither are a developer's own settings.
 PYTEST := env -u http_proxy -u https_proxy -u HTTP_PROXY -u HTTPS_PROXY
 
-.PHONY: help demo test test-all test-engines bench bench-engines gen lint contract lock clean
+.PHONY: help demo test test-all test-engines soak clients bench bench-engines gen lint contract lock clean
 
 help:  ## What there is.
 	@sed -n 's/^\([a-z-]*\):.*##/  make \1 \t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -16,11 +16,11 @@ demo:  ## One real hand-off: prefill and decode in two processes, tokens compare
 	@.ci/setup main
 	@$(BIN)/kvgrpc demo $(ARGS)
 
-test: lint  ## What CI runs: lint, drift, all quick tests, tests/contract on protobuf 6 and 7 (ARGS="tests/unit -k plan").
+test: lint clients  ## What CI runs: lint, drift, all quick tests, tests/contract on protobuf 6 and 7 (ARGS="tests/unit -k plan").
 	@$(BIN)/python -m pytest -m "not slow" $(or $(ARGS),--ignore=tests/contract)
 	@$(if $(ARGS),,$(MAKE) contract)
 
-test-all: lint  ## The same with the long tests.
+test-all: lint clients  ## The same with the long tests.
 	@$(BIN)/python -m pytest $(or $(ARGS),--ignore=tests/contract)
 	@$(if $(ARGS),,$(MAKE) contract)
 
@@ -28,6 +28,13 @@ test-engines:  ## Real SGLang engines, prefill and decode, over kvgrpc: tokens, 
 	@.ci/setup sglang
 	@$(PYTEST) .venv-sglang/bin/python -m pytest $(or $(ARGS),tests/engines)
 	@echo "kvgrpc engines: OK (sglang)"
+
+clients:  ## Clients in other languages: generated code, build, golden batches (each where its tools are).
+	@.ci/typescript
+
+soak:  ## Thousands of hand-offs while ranks are killed, rooms cancelled, writes fail (SOAK=full: 20,000 in ten minutes).
+	@.ci/setup main
+	@$(PYTEST) $(BIN)/python -m tests.soak $(if $(filter full,$(SOAK)),--rooms 20000 --seconds 600) $(ARGS)
 
 contract:  ## tests/contract without torch and Mooncake: on the floors of pyproject.toml (protobuf 6), and on protobuf 7.
 	@for world in protobuf6 protobuf7; do \

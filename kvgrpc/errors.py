@@ -50,6 +50,7 @@ class Reason(enum.IntEnum):
     INTERNAL = 27
     PEER_UNREACHABLE = 28
     CALL_TOO_LONG = 29
+    IDENTITY_MISMATCH = 35
     OPERATION_NOT_FOUND = 50
     REQUEST_ID_REUSED = 51
     STORAGE_FAILED = 52
@@ -249,6 +250,10 @@ class CopyFailed(KvGrpcError):
 
 class PageStateInvalid(KvGrpcError):
     reason, code = Reason.PAGE_STATE_INVALID, "FAILED_PRECONDITION"
+
+
+class IdentityMismatch(KvGrpcError):
+    reason, code = Reason.IDENTITY_MISMATCH, "PERMISSION_DENIED"
 
 
 @dataclass(frozen=True, slots=True)

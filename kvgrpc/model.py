@@ -30,6 +30,14 @@ class PoolKind(enum.IntEnum):
     STATE = 2
 
 
+class Attention(enum.IntEnum):
+    """How the attention of a model keeps its KV cache: heads over the tensor-parallel ranks, or one latent in each."""
+
+    UNKNOWN = 0
+    MHA = 1
+    MLA = 2
+
+
 class RankId(NamedTuple):
     """One rank of one engine in KV coordinates (attention sizes count). A tuple, because it is a key everywhere."""
 
@@ -68,6 +76,37 @@ class Layout:
 
     def __contains__(self, rank: RankId) -> bool:
         return rank.dp < self.dp and rank.pp < self.pp and rank.cp < self.cp and rank.tp < self.tp
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """What the bytes of a KV cache mean. What is left empty is not said, and fits everything."""
+
+    name: str = ""
+    revision: str = ""
+    cache_dtype: str = ""
+    attention: Attention = Attention.UNKNOWN
+
+    def items(self) -> tuple[tuple[str, str], ...]:
+        """Each field by the name that a refusal gives it, as text; empty where it is not said."""
+        attention = self.attention.name if self.attention else ""
+        return (
+            ("model.name", self.name),
+            ("model.revision", self.revision),
+            ("model.cache_dtype", self.cache_dtype),
+            ("model.attention", attention),
+        )
+
+    def differences(self, other: ModelIdentity) -> dict[str, tuple[str, str]]:
+        """Field -> both values, where both sides say something and it differs."""
+        return {
+            field: (mine, theirs)
+            for (field, mine), (_, theirs) in zip(self.items(), other.items(), strict=True)
+            if mine and theirs and mine != theirs
+        }
+
+
+UNKNOWN_MODEL = ModelIdentity()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvgrpc.errors import MAX_MESSAGE_CHARS, Failure, InvalidRequest, Reason
-from kvgrpc.model import Layout, Pool, PoolKind, RankId, RankRef, Region, Role
+from kvgrpc.model import Attention, Layout, ModelIdentity, Pool, PoolKind, RankId, RankRef, Region, Role
 from kvgrpc.v1 import common_pb2 as pb
 from kvgrpc.v1 import error_reason_pb2
 
@@ -32,6 +32,22 @@ def layout_to_pb(layout: Layout) -> pb.Layout:
 
 def layout_from_pb(message: pb.Layout) -> Layout:
     return Layout(message.dp, message.pp, message.cp, message.tp)
+
+
+def model_to_pb(model: ModelIdentity) -> pb.ModelIdentity:
+    return pb.ModelIdentity(
+        name=model.name,
+        revision=model.revision,
+        cache_dtype=model.cache_dtype,
+        attention=pb.AttentionKind.ValueType(model.attention),
+    )
+
+
+def model_from_pb(message: pb.ModelIdentity) -> ModelIdentity:
+    """A kind of attention that this version does not know is not said."""
+    known = message.attention in Attention._value2member_map_
+    attention = Attention(message.attention) if known else Attention.UNKNOWN
+    return ModelIdentity(message.name, message.revision, message.cache_dtype, attention)
 
 
 def role_from_pb(value: int, path: str = "role") -> Role:

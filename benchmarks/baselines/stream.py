@@ -67,11 +67,11 @@ class StreamEnd:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def wait(self, heard: int, pause: float) -> None:
-        """Returns once so many frames came."""
+    def wait(self, heard: int, pause: float, work: Callable[[float], None] = time.sleep) -> None:
+        """Returns once so many frames came; between two looks it does ``work`` for ``pause`` seconds."""
         end = time.monotonic() + DEADLINE
         while self._heard < heard:
-            time.sleep(pause)
+            work(pause)
             if time.monotonic() > end:
                 raise TimeoutError(f"{self._heard} of {heard} frames came")
 

@@ -14,6 +14,7 @@ class Plan:
     rooms_in_flight: int = 20_000
     sequential_rooms: int = 200
     control_rooms: int = 1_000
+    busy_rooms: int = 300
     timed_inits: int = 4_096
     contacts: int = 3
     regions: int = 64
@@ -32,6 +33,7 @@ QUICK = Plan(
     rooms_in_flight=200,
     sequential_rooms=5,
     control_rooms=20,
+    busy_rooms=10,
     timed_inits=64,
     contacts=1,
     regions=4,

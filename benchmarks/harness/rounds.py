@@ -80,13 +80,13 @@ def _run_once(benchmark: Benchmark, rounds: int, samples: Mapping[str, _Samples]
 
 
 def _row(metric: Metric, samples: _Samples, memory: tuple[int, int]) -> Row:
-    value, baseline_value = statistics.median(samples.ours), statistics.median(samples.baseline)
+    """The ratio is the median of those of the rounds: what slows both sides of a round down cancels out."""
     ratios = [_ratio(metric, ours, theirs) for ours, theirs in zip(samples.ours, samples.baseline, strict=True)]
     return Row(
         metric=metric,
-        value=value,
-        baseline_value=baseline_value,
-        ratio=_ratio(metric, value, baseline_value),
+        value=statistics.median(samples.ours),
+        baseline_value=statistics.median(samples.baseline),
+        ratio=statistics.median(ratios),
         runs=len(ratios),
         spread=(max(ratios) - min(ratios)) / statistics.median(ratios),
         rss=memory[0],

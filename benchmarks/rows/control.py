@@ -26,7 +26,7 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
     many = many_rooms(plan)
     return [
         Benchmark(
-            metrics=(Metric(THROUGHPUT, "rooms/s", "higher", "seed managers", Target(ratio=5)),),
+            metrics=(Metric(THROUGHPUT, "rooms/s", "higher", "seed managers", Target(ratio=2.2)),),
             ours=lambda: Throughput(many, plan),
             baseline=lambda: Throughput(other(many), plan),
         ),

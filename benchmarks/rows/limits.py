@@ -20,13 +20,13 @@ from benchmarks.harness.rounds import Benchmark, Contender, Figures
 from benchmarks.harness.table import Metric
 from benchmarks.harness.worker import Desk, Worker
 from benchmarks.rows.control import Throughput, many_rooms, percentile
-from benchmarks.rows.handoff import CONTROL_PAUSE, PAGE_PAUSE, SEED, FirstContact, Latency
-from benchmarks.rows.rooms import settle
+from benchmarks.rows.handoff import CONTROL_PAUSE, ENGINE_STEP, PAGE_PAUSE, SEED, FirstContact, Latency
+from benchmarks.rows.rooms import WORK, Between, settle
 from benchmarks.sides.base import Setting
 from benchmarks.sides.memory import Shape
 
 ROOMS, CONTROL, PAGE = "limit.throughput", "limit.control_latency", "limit.latency"
-CONTACT = "limit.first_contact"
+CONTACT, BUSY, TORCH = "limit.first_contact", "limit.busy_engine", "limit.torch_engine"
 END, ENGINE, MEMORY = "end", "engine", "memory"
 
 
@@ -39,6 +39,13 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
     def row(name: str, part: Callable[[], Contender], whole: Callable[[], Contender], missing: str = "") -> Benchmark:
         return Benchmark((Metric(name, "ms", "lower", SEED),), part, whole, missing)
 
+    def stream(name: str, number: int, pause: float, between: Between) -> Benchmark:
+        return row(
+            name,
+            lambda: BareStream(name, number, pause, between),
+            lambda: Latency(still, number, name, pause, tail=False, between=between),
+        )
+
     rooms = plan.sequential_rooms
     many = many_rooms(plan)
     bare, seed = (dataclasses.replace(many, protocol=protocol) for protocol in ("bare", "seed"))
@@ -48,11 +55,9 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
             lambda: Throughput(bare, plan, ROOMS),
             lambda: Throughput(seed, plan, ROOMS),
         ),
-        row(
-            CONTROL,
-            lambda: BareStream(plan.control_rooms),
-            lambda: Latency(still, plan.control_rooms, CONTROL, CONTROL_PAUSE, tail=False),
-        ),
+        stream(CONTROL, plan.control_rooms, CONTROL_PAUSE, Between.NAP),
+        stream(BUSY, plan.busy_rooms, ENGINE_STEP, Between.PYTHON),
+        stream(TORCH, plan.busy_rooms, ENGINE_STEP, Between.TORCH),
         row(
             PAGE,
             lambda: BarePages(plan, rooms),
@@ -66,16 +71,17 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
 class BareStream:
     """A frame each way over a bare gRPC stream, between the engine threads of two processes."""
 
-    def __init__(self, number: int) -> None:
-        self._number = number
+    def __init__(self, name: str, number: int, pause: float, between: Between) -> None:
+        self._name = name
+        self._work = (number, pause, between)
         self._near, self._far = Worker("stream-near"), Worker("stream-far")
         self._near.call(_connect, self._far.call(_serve))
 
     def turn(self) -> Figures:
-        answering = self._far.begin(_answer, self._number)
-        took = self._near.call(_ask, self._number)
+        answering = self._far.begin(_answer, *self._work)
+        took = self._near.call(_ask, *self._work)
         answering.result()
-        return {CONTROL: percentile(took, 50) * 1e3}
+        return {self._name: percentile(took, 50) * 1e3}
 
     def peak_rss(self) -> int:
         return self._near.peak_rss() + self._far.peak_rss()
@@ -143,21 +149,21 @@ def _connect(desk: Desk, port: int) -> None:
     end.connect(port)
 
 
-def _ask(desk: Desk, number: int) -> list[float]:
+def _ask(desk: Desk, number: int, pause: float, between: Between) -> list[float]:
     end: StreamEnd = desk.items[END]
     took = []
     for heard in range(end.heard + 1, end.heard + 1 + number):
         begin = time.perf_counter()
         end.write()
-        end.wait(heard, CONTROL_PAUSE)
+        end.wait(heard, pause, WORK[between])
         took.append(time.perf_counter() - begin)
     return took
 
 
-def _answer(desk: Desk, number: int) -> None:
+def _answer(desk: Desk, number: int, pause: float, between: Between) -> None:
     end: StreamEnd = desk.items[END]
     for heard in range(end.heard + 1, end.heard + 1 + number):
-        end.wait(heard, CONTROL_PAUSE)
+        end.wait(heard, pause, WORK[between])
         end.write()
 
 

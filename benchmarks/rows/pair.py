@@ -8,7 +8,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from benchmarks.harness.worker import Desk, Worker
 from benchmarks.rows import rooms
-from benchmarks.rows.rooms import Orders
+from benchmarks.rows.rooms import Between, Orders
 from benchmarks.sides.base import Setting
 
 Parameters = ParamSpec("Parameters")
@@ -44,9 +44,9 @@ class Pair:
         self.prefill.call(rooms.stop)
         self.open()
 
-    def orders(self, number: int, pages_per_room: int, pause: float) -> Orders:
+    def orders(self, number: int, pages_per_room: int, pause: float, between: Between = Between.NAP) -> Orders:
         shape = self._setting.shape
-        return Orders(self._next_room, number, pages_per_room, shape.pages, shape.aux_items, pause)
+        return Orders(self._next_room, number, pages_per_room, shape.pages, shape.aux_items, pause, between)
 
     def hand_off(
         self,

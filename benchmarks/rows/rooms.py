@@ -1,17 +1,19 @@
 """What the two processes of a hand-off do in one turn. The same lines drive both protocols.
 
 As in an engine, prefill waits until it knows the destination, then sends. Nobody looks at rooms more than it must: only
-the oldest open one is polled, and a loop without news sleeps for ``pause`` seconds.
+the oldest open one is polled, and a loop without news does what engines do between two looks (``Between``).
 """
 
 from __future__ import annotations
 
 import ctypes
+import enum
 import gc
 import importlib
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,20 +28,31 @@ from benchmarks.sides.base import (
     Receiver,
     Sender,
     Setting,
-    open_decode,
-    open_prefill,
 )
 from benchmarks.sides.memory import Numbers
+from benchmarks.sides.opening import open_decode, open_prefill
 
 TURN_TIMEOUT = 120.0
 PR_SET_TIMERSLACK = 29
-_MODULES = {"kvgrpc": "benchmarks.sides.ours", "seed": "benchmarks.sides.seed", "bare": "benchmarks.baselines.bare"}
+_MODULES = {"kvgrpc": "benchmarks.sides.ours", "seed": "benchmarks.sides.seed", "bare": "benchmarks.sides.bare"}
 SIDE, SENDERS, RECEIVERS, GENERATION = "side", "senders", "receivers", "generation"
+
+
+class Between(enum.Enum):
+    """What an engine does between two looks at its rooms.
+
+    A running engine holds the interpreter (PYTHON) or gives it up at each of many small operations (TORCH); one that
+    waits sleeps (NAP).
+    """
+
+    NAP = enum.auto()
+    PYTHON = enum.auto()
+    TORCH = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """The rooms of one turn: numbers from ``first_room`` on, scattered pages, sleep between two looks in seconds."""
+    """The rooms of one turn: numbers from ``first_room`` on, scattered pages, ``pause`` seconds between two looks."""
 
     first_room: int
     rooms: int
@@ -47,6 +60,7 @@ class Orders:
     pool_pages: int
     aux_items: int
     pause: float
+    between: Between = Between.NAP
 
     @property
     def numbers(self) -> range:
@@ -113,7 +127,7 @@ def make_receivers(desk: Desk, orders: Orders) -> None:
     side: DecodeSide = desk.items[SIDE]
     receivers = [side.receiver(room) for room in orders.numbers]
     for receiver in receivers:
-        _wait(receiver, Poll.WAITING_FOR_INPUT, orders.pause)
+        _wait(receiver, Poll.WAITING_FOR_INPUT, orders)
     desk.items[RECEIVERS] = receivers
 
 
@@ -124,7 +138,7 @@ def send_rooms(desk: Desk, orders: Orders) -> None:
     waiting: deque[tuple[int, Sender]] = deque(enumerate(desk.items.pop(SENDERS)))
     sent: deque[Sender] = deque()
     everything = slice(0, orders.pages_per_room)
-    clock = _Clock(orders.pause)
+    clock = _Clock(orders)
     while waiting or sent:
         news = False
         while waiting and _reached(waiting[0][1], Poll.WAITING_FOR_INPUT):
@@ -144,7 +158,7 @@ def receive_together(desk: Desk, orders: Orders) -> float:
     side: DecodeSide = desk.items[SIDE]
     pages = _pages(orders, side)
     running = deque(desk.items.pop(RECEIVERS))
-    clock = _Clock(orders.pause)
+    clock = _Clock(orders)
     begin = time.perf_counter()
     for number, receiver in enumerate(running):
         receiver.init(pages[number], orders.aux_index(number))
@@ -166,7 +180,7 @@ def receive_one_by_one(desk: Desk, orders: Orders) -> list[float]:
     for number, receiver in enumerate(desk.items.pop(RECEIVERS)):
         begin = time.perf_counter()
         receiver.init(pages[number], orders.aux_index(number))
-        _wait(receiver, Poll.SUCCESS, orders.pause)
+        _wait(receiver, Poll.SUCCESS, orders)
         took.append(time.perf_counter() - begin)
         receiver.close()
         if generation is not None:
@@ -180,9 +194,9 @@ def receive_first(desk: Desk, orders: Orders) -> float:
     pages = _pages(orders, side)
     begin = time.perf_counter()
     receiver = side.receiver(orders.first_room)
-    _wait(receiver, Poll.WAITING_FOR_INPUT, orders.pause)
+    _wait(receiver, Poll.WAITING_FOR_INPUT, orders)
     receiver.init(pages[0], orders.aux_index(0))
-    _wait(receiver, Poll.SUCCESS, orders.pause)
+    _wait(receiver, Poll.SUCCESS, orders)
     took = time.perf_counter() - begin
     receiver.close()
     return took
@@ -202,7 +216,7 @@ def time_inits(desk: Desk, orders: Orders, burst: int) -> list[float]:
             init(page, aux_index)
             took.append(time.perf_counter() - begin)
         for number in step:
-            _wait(receivers[number], Poll.SUCCESS, orders.pause)
+            _wait(receivers[number], Poll.SUCCESS, orders)
             receivers[number].close()
     return took
 
@@ -222,7 +236,7 @@ def hold_at_prefill(desk: Desk, orders: Orders) -> float:
     """Waits until every destination is known here; by how many bytes the resident set grew."""
     before: float = desk.items[GENERATION]
     for sender in desk.items[SENDERS]:
-        _wait(sender, Poll.WAITING_FOR_INPUT, orders.pause)
+        _wait(sender, Poll.WAITING_FOR_INPUT, orders)
     return _resident() - before
 
 
@@ -251,18 +265,44 @@ def settle() -> None:
 
 
 class _Clock:
-    """Sleeps when there was no news, and ends a turn that hangs."""
+    """Lets the engine do its own work when there was no news, and ends a turn that hangs."""
 
-    def __init__(self, pause: float) -> None:
-        self._pause = pause
+    def __init__(self, orders: Orders) -> None:
+        self._pause = orders.pause
+        self._work = WORK[orders.between]
         self._end = time.monotonic() + TURN_TIMEOUT
 
     def tick(self, news: bool) -> None:
         if news:
             return
-        time.sleep(self._pause)
+        self._work(self._pause)
         if time.monotonic() > self._end:
             raise TimeoutError(f"rooms were still open after {TURN_TIMEOUT} s")
+
+
+def _compute(seconds: float) -> None:
+    """Pure Python, which keeps the interpreter until another thread asks for it and its switch interval is over."""
+    end = time.perf_counter() + seconds
+    number = 1
+    while time.perf_counter() < end:
+        number = (number * 6364136223846793005 + 1) % 2**64
+
+
+def _compute_with_torch(seconds: float) -> None:
+    """Small operations, each of which gives the interpreter up for a moment."""
+    import torch  # only the rows that ask for it pay its import
+
+    values = torch.ones(256)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        values = values.mul(1.0)
+
+
+WORK: dict[Between, Callable[[float], None]] = {
+    Between.NAP: time.sleep,
+    Between.PYTHON: _compute,
+    Between.TORCH: _compute_with_torch,
+}
 
 
 def _reached(handle: Sender | Receiver, wanted: Poll) -> bool:
@@ -272,8 +312,8 @@ def _reached(handle: Sender | Receiver, wanted: Poll) -> bool:
     return state >= wanted
 
 
-def _wait(handle: Sender | Receiver, wanted: Poll, pause: float) -> None:
-    clock = _Clock(pause)
+def _wait(handle: Sender | Receiver, wanted: Poll, orders: Orders) -> None:
+    clock = _Clock(orders)
     while not _reached(handle, wanted):
         clock.tick(False)
 

@@ -77,31 +77,3 @@ class DecodeSide(Protocol):
     def receiver(self, room: int) -> Receiver: ...
 
     def close(self) -> None: ...
-
-
-def open_prefill(setting: Setting) -> PrefillSide:
-    if setting.protocol == "seed":
-        from benchmarks.sides.seed import SeedPrefill
-
-        return SeedPrefill(setting)
-    if setting.protocol == "bare":
-        from benchmarks.baselines.bare import BarePrefill
-
-        return BarePrefill(setting)
-    from benchmarks.sides.ours import KvgrpcPrefill
-
-    return KvgrpcPrefill(setting)
-
-
-def open_decode(setting: Setting, bootstrap: str) -> DecodeSide:
-    if setting.protocol == "seed":
-        from benchmarks.sides.seed import SeedDecode
-
-        return SeedDecode(setting, bootstrap)
-    if setting.protocol == "bare":
-        from benchmarks.baselines.bare import BareDecode
-
-        return BareDecode(setting, bootstrap)
-    from benchmarks.sides.ours import KvgrpcDecode
-
-    return KvgrpcDecode(setting, bootstrap)

@@ -56,6 +56,4 @@ def _start_engine(setting: Setting) -> tuple[Engine, Memory, Buffers]:
     for address in memory.regions:
         engine.register(address, shape.region_bytes)
     engine.register(memory.aux, shape.aux_items * shape.aux_item_bytes)
-    # With nothing to move, the loop over the layers would be the cost, not control: then there is one layer.
-    layers = tuple(memory.regions[:1] if setting.plane == "null" else memory.regions)
-    return engine, memory, Buffers(layers, shape.page_bytes, memory.aux, shape.aux_item_bytes)
+    return engine, memory, Buffers(tuple(memory.regions), shape.page_bytes, memory.aux, shape.aux_item_bytes)

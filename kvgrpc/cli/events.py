@@ -40,7 +40,7 @@ def streams(client: SyncClient, as_json: bool) -> None:
             stream.dropped_batches,
             stream.pub_endpoint,
             stream.topic.decode(errors="replace"),
-            stream.log,
+            stream.log_id,
             incarnation_name(stream.publisher),
         )
         for stream in found
@@ -58,7 +58,7 @@ def reads_a_stream(command: Any) -> Any:
     for option in (
         click.option("--raw", is_flag=True, help="With --json: the payload as base64 instead of decoded."),
         click.option(
-            "--log", default="", help="The log that --from counts in; an error if it is not current any more."
+            "--log", "log_id", default="", help="The log that --from counts in; an error if it is not current any more."
         ),
         click.option("--from", "first", type=click.IntRange(0), help="First sequence; default: the oldest kept."),
         click.option(
@@ -114,7 +114,7 @@ def show_parts(parts: Iterator[WatchPart], as_json: bool, raw: bool) -> None:
 
 
 def begin_as_text(stream: event_service_pb2.EventStream, first: int) -> str:
-    return f"stream {stream.engine} dp {stream.dp}, log {stream.log}: from {first}, next is {stream.next_sequence}"
+    return f"stream {stream.engine} dp {stream.dp}, log {stream.log_id}: from {first}, next is {stream.next_sequence}"
 
 
 def batch_as_json(sequence: int, payload: bytes, raw: bool) -> str:

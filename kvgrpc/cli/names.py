@@ -42,5 +42,16 @@ def layout_name(layout: common_pb2.Layout) -> str:
     return f"dp{layout.dp} pp{layout.pp} cp{layout.cp} tp{layout.tp}"
 
 
+def model_name(model: common_pb2.ModelIdentity) -> str:
+    """ "llama@main, bfloat16, MHA": what is said of it."""
+    from kvgrpc.wire import model_from_pb
+
+    known = model_from_pb(model)
+    name = known.name + (f"@{known.revision}" if known.revision else "")
+    return ", ".join(
+        text for text in (name, known.cache_dtype, known.attention.name if known.attention else "") if text
+    )
+
+
 def seconds_of(duration: Duration) -> float:
     return duration.ToNanoseconds() / 1e9

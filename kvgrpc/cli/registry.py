@@ -7,27 +7,33 @@ from typing import TYPE_CHECKING
 import click
 
 from kvgrpc.cli.connection import calls_a_registry, json_option
-from kvgrpc.cli.names import layout_name, rank_name, role_name
+from kvgrpc.cli.names import incarnation_name, layout_name, model_name, rank_name, role_name
 from kvgrpc.cli.output import show_json, show_table, size
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvgrpc.client import SyncClient
     from kvgrpc.v1 import common_pb2
+    from kvgrpc.v1 import registry_service_pb2 as pb
 
 
 @click.command()
 @click.option("--role", type=click.Choice(["prefill", "decode"]), help="Only engines of this role.")
+@click.option("--watch", is_flag=True, help="Show what is there, then what changes, until Ctrl-C.")
 @json_option
 @calls_a_registry
-def engines(client: SyncClient, role: str | None, as_json: bool) -> None:
+def engines(client: SyncClient, role: str | None, watch: bool, as_json: bool) -> None:
     """List the engines of a registry."""
     from kvgrpc.v1 import common_pb2
 
     wanted = common_pb2.Role.Value(f"ROLE_{role.upper()}") if role else common_pb2.ROLE_UNSPECIFIED
+    if watch:
+        return show_changes(client.watch_engines(role=wanted, without_pools=True), as_json)
     found = client.list_engines(role=wanted)
     if as_json:
         return show_json(*found)
-    columns = ("engine", "role", "state", "#ranks", "layout")
+    columns = ("engine", "role", "state", "#ranks", "layout", "model")
     rows = [
         (
             engine.name,
@@ -35,10 +41,39 @@ def engines(client: SyncClient, role: str | None, as_json: bool) -> None:
             "READY" if engine.ready else "incomplete",
             f"{engine.registered_ranks}/{engine.expected_ranks}",
             layout_name(engine.layout),
+            model_name(engine.model),
         )
         for engine in found
     ]
     show_table(f"Engines at {client.address}", columns, rows, "none is registered")
+
+
+def show_changes(messages: Iterator[pb.WatchEnginesResponse], as_json: bool) -> None:
+    """A line for each engine and rank that is new, and for each that is gone; heartbeats are not shown."""
+    warming_up = False
+    for message in messages:
+        if as_json and (message.changes or message.state_complete or message.warming_up != warming_up):
+            show_json(message)
+        elif not as_json:
+            for change in message.changes:
+                for line in change_lines(change):
+                    print(line, flush=True)
+            if message.state_complete:
+                print("that is all; now what changes", flush=True)
+            if message.warming_up != warming_up:
+                print("the registry warms up: more may be there" if message.warming_up else "it knows everybody now")
+        warming_up = message.warming_up
+
+
+def change_lines(change: pb.EngineChange) -> Iterator[str]:
+    engine = change.engine
+    if not engine.registered_ranks:
+        yield f"{engine.name}  gone"
+        return
+    state = "READY" if engine.ready else "incomplete"
+    yield f"{engine.name}  {role_name(engine.role)}  {state}  {engine.registered_ranks}/{engine.expected_ranks}"
+    yield from (f"  + {incarnation_name(row.rank)}  {row.endpoints.grpc}" for row in engine.rows)
+    yield from (f"  - {incarnation_name(ref)}" for ref in change.gone)
 
 
 @click.command()

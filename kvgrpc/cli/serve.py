@@ -43,10 +43,20 @@ def serve() -> None:
     help="Callers need a token of this file: a line each, rank:SECRET, consumer:SECRET or operator:SECRET.",
 )
 @click.option(
+    "--health-without-token/--health-needs-token",
+    default=True,
+    show_default=True,
+    envvar="KVGRPC_HEALTH_WITHOUT_TOKEN",
+    help="Whether health checks (only those) need a token too.",
+)
+@click.option(
     "--insecure", is_flag=True, envvar="KVGRPC_INSECURE", help="Plaintext on an address that others reach is meant."
 )
 @click.option(
-    "--metrics-port", type=click.IntRange(0, 65535), envvar="KVGRPC_METRICS_PORT", help="Prometheus, on loopback."
+    "--metrics-listen",
+    default="",
+    envvar="KVGRPC_METRICS_LISTEN",
+    help="HOST:PORT of /metrics (Prometheus), /livez and /readyz (a kubelet), over HTTP.",
 )
 @click.option("--log-level", default="INFO", show_default=True, envvar="KVGRPC_LOG_LEVEL", help="DEBUG, INFO, WARNING.")
 def registry(
@@ -56,17 +66,18 @@ def registry(
     key_file: str | None,
     client_ca_file: str | None,
     tokens_file: str | None,
+    health_without_token: bool,
     insecure: bool,
-    metrics_port: int | None,
+    metrics_listen: str,
     log_level: str,
 ) -> None:
     """Run a registry: who serves what, with leases. State is in memory; ranks register again after a restart.
 
     Prints one line with the bound address once it serves. SIGTERM and Ctrl-C drain it.
     """
-    from kvgrpc.observability import logging, metrics
+    from kvgrpc.observability import logging
     from kvgrpc.rpc.security import ServerSecurity
-    from kvgrpc.server import serve_registry
+    from kvgrpc.server import RegistryServer, serve_registry
 
     logging.configure(log_level.upper())
     security = ServerSecurity(
@@ -74,16 +85,13 @@ def registry(
         key_file=key_file or "",
         client_ca_file=client_ca_file or "",
         token_file=tokens_file or "",
+        health_without_token=health_without_token,
         insecure=insecure,
     )
-    if metrics_port is not None:
-        try:
-            click.echo(f"metrics at 127.0.0.1:{metrics.serve(metrics_port)}")
-        except OSError as error:
-            raise click.ClickException(f"--metrics-port {metrics_port}: {error.strerror}") from error
-    serve_registry(
-        listen,
-        security=security,
-        lease_ttl=lease_ttl,
-        on_ready=lambda address: click.echo(f"kvgrpc registry listens on {address}"),
-    )
+
+    def ready(server: RegistryServer) -> None:
+        if server.metrics_address:
+            click.echo(f"metrics at {server.metrics_address}")
+        click.echo(f"kvgrpc registry listens on {server.address}")
+
+    serve_registry(listen, security=security, lease_ttl=lease_ttl, metrics_listen=metrics_listen, on_ready=ready)

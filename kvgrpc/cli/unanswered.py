@@ -6,6 +6,7 @@ import enum
 import socket
 
 from kvgrpc.errors import PeerUnreachable
+from kvgrpc.net import is_unix, split
 
 LOOK_SECONDS = 1.0
 # What a client of HTTP/2 says first, and an empty SETTINGS frame.
@@ -102,9 +103,9 @@ def _answer_to_http2(address: str) -> bytes | None:
 
 def _connected(address: str) -> socket.socket:
     """Raises OSError where nobody listens, ValueError for an address that is neither host:port nor a Unix socket."""
-    if not address.startswith("unix:"):
-        host, _, port = address.rpartition(":")
-        return socket.create_connection((host.strip("[]"), int(port)), LOOK_SECONDS)
+    if not is_unix(address):
+        host, port = split(address)
+        return socket.create_connection((host, int(port)), LOOK_SECONDS)
     path = address.removeprefix("unix:")
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(LOOK_SECONDS)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 import grpc
@@ -33,6 +34,7 @@ from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
 
 T = TypeVar("T")
 _LEAST_SILENCE_SECONDS = 3.0
+_LEAST_ENGINE_SILENCE_SECONDS = 15.0
 
 
 class Client:
@@ -106,6 +108,24 @@ class Client:
         )
         return response.engine
 
+    async def watch_engines(
+        self,
+        *,
+        engine: str = "",
+        role: common_pb2.Role.ValueType = common_pb2.ROLE_UNSPECIFIED,
+        without_pools: bool = False,
+    ) -> AsyncIterator[registry_service_pb2.WatchEnginesResponse]:
+        """The full state of the registry, then what changes. It is not resumed by itself: watch again.
+
+        Raises PeerUnreachable when nothing comes for ``timeout`` seconds, at least 15 (a message comes each 5 seconds).
+        Close the iterator (``contextlib.aclosing``) to end it early.
+        """
+        request = registry_service_pb2.WatchEnginesRequest(engine=engine, role=role, without_pools=without_pools)
+        call = RegistryServiceStub(self._channel()).WatchEngines(request)
+        async with aclosing(self._messages(call, max(self._timeout, _LEAST_ENGINE_SILENCE_SECONDS))) as messages:
+            async for message in messages:
+                yield message
+
     # Hand-offs.
 
     async def list_sessions(self) -> list[transfer_service_pb2.Session]:
@@ -169,7 +189,7 @@ class Client:
         mode: event_service_pb2.WatchMode.ValueType = event_service_pb2.WATCH_MODE_REPLAY,
         engine: str = "",
         dp: int = 0,
-        log: str = "",
+        log_id: str = "",
         from_sequence: int | None = None,
         end_sequence: int | None = None,
     ) -> AsyncIterator[WatchPart]:
@@ -179,22 +199,14 @@ class Client:
         Close the iterator (``contextlib.aclosing``) to end the Watch early.
         """
         request = event_service_pb2.WatchRequest(
-            engine=engine, dp=dp, log=log, mode=mode, from_sequence=from_sequence, end_sequence=end_sequence
+            engine=engine, dp=dp, log_id=log_id, mode=mode, from_sequence=from_sequence, end_sequence=end_sequence
         )
         call = EventServiceStub(self._channel()).Watch(request)
-        silence = Silence(call, max(self._timeout, _LEAST_SILENCE_SECONDS))
-        try:
-            while (message := await silence.next_message()) is not None:
+        async with aclosing(self._messages(call, max(self._timeout, _LEAST_SILENCE_SECONDS))) as messages:
+            async for message in messages:
                 part = part_of(message)
                 if part is not None:
                     yield part
-        except grpc.aio.AioRpcError as error:
-            raise self._domain_error(error) from None
-        except TimeoutError as error:
-            raise PeerUnreachable(f"{self.address}: {error}", metadata={"address": self.address}) from None
-        finally:
-            silence.close()
-            call.cancel()
 
     # The hierarchical cache.
 
@@ -260,17 +272,9 @@ class Client:
         ``watch``."""
         request = prefetch_service_pb2.WatchOperationsRequest(operation_ids=operation_ids, open_only=open_only)
         call = PrefetchServiceStub(self._channel()).WatchOperations(request)
-        silence = Silence(call, max(self._timeout, _LEAST_SILENCE_SECONDS))
-        try:
-            while (message := await silence.next_message()) is not None:
+        async with aclosing(self._messages(call, max(self._timeout, _LEAST_SILENCE_SECONDS))) as messages:
+            async for message in messages:
                 yield message
-        except grpc.aio.AioRpcError as error:
-            raise self._domain_error(error) from None
-        except TimeoutError as error:
-            raise PeerUnreachable(f"{self.address}: {error}", metadata={"address": self.address}) from None
-        finally:
-            silence.close()
-            call.cancel()
 
     async def list_operations(self, *, open_only: bool = False) -> list[prefetch_service_pb2.CacheOperation]:
         """Prefetches and backups of the rank, in the order in which they began."""
@@ -340,6 +344,20 @@ class Client:
         if self._opened is None:
             self._opened = open_channel(self.address, self._security)
         return self._opened
+
+    async def _messages(self, call: Any, seconds: float) -> AsyncGenerator[Any, None]:
+        """What a stream says until it ends, or is silent for so long."""
+        silence = Silence(call, seconds)
+        try:
+            while (message := await silence.next_message()) is not None:
+                yield message
+        except grpc.aio.AioRpcError as error:
+            raise self._domain_error(error) from None
+        except TimeoutError as error:
+            raise PeerUnreachable(f"{self.address}: {error}", metadata={"address": self.address}) from None
+        finally:
+            silence.close()
+            call.cancel()
 
     async def _read(self, method: Callable[..., Any], request: Any, timeout: float | None = None) -> Any:
         async def once(seconds: float) -> Any:

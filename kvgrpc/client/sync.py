@@ -22,6 +22,7 @@ from kvgrpc.v1 import (
 
 T = TypeVar("T")
 _MARGIN_SECONDS = 5.0
+_ENGINE_MARGIN_SECONDS = 15.0
 
 
 class SyncClient:
@@ -66,6 +67,17 @@ class SyncClient:
         """As ``Client.resolve_ranks``."""
         return self._run(self._client.resolve_ranks(engine, role, selectors, wait_ready))
 
+    def watch_engines(
+        self,
+        *,
+        engine: str = "",
+        role: common_pb2.Role.ValueType = common_pb2.ROLE_UNSPECIFIED,
+        without_pools: bool = False,
+    ) -> Iterator[registry_service_pb2.WatchEnginesResponse]:
+        """As ``Client.watch_engines``; blocks for each message (one comes each 5 seconds)."""
+        messages = self._client.watch_engines(engine=engine, role=role, without_pools=without_pools)
+        return self._iterate(messages, self._seconds + _ENGINE_MARGIN_SECONDS)
+
     def list_sessions(self) -> list[transfer_service_pb2.Session]:
         """As ``Client.list_sessions``."""
         return self._run(self._client.list_sessions())
@@ -98,16 +110,15 @@ class SyncClient:
         mode: event_service_pb2.WatchMode.ValueType = event_service_pb2.WATCH_MODE_REPLAY,
         engine: str = "",
         dp: int = 0,
-        log: str = "",
+        log_id: str = "",
         from_sequence: int | None = None,
         end_sequence: int | None = None,
     ) -> Iterator[WatchPart]:
         """One Watch, from Begin on; blocks for each part (heartbeats come each second)."""
-        return self._iterate(
-            self._client.watch(
-                mode=mode, engine=engine, dp=dp, log=log, from_sequence=from_sequence, end_sequence=end_sequence
-            )
+        parts = self._client.watch(
+            mode=mode, engine=engine, dp=dp, log_id=log_id, from_sequence=from_sequence, end_sequence=end_sequence
         )
+        return self._iterate(parts)
 
     def lookup(
         self, pages: prefetch_service_pb2.PromptPages, *, without_storage: bool = False
@@ -171,26 +182,6 @@ class SyncClient:
         """As ``Client.pin_pages``."""
         return self._run(self._client.pin_pages(pages, seconds))
 
-    def _iterate(self, parts: AsyncIterator[T]) -> Iterator[T]:
-        ended = object()
-
-        async def following() -> object:
-            return await anext(parts, ended)
-
-        async def close() -> None:
-            await parts.aclose()  # type: ignore[attr-defined]  # it is an async generator
-
-        try:
-            while True:
-                part = self._run(following())
-                if part is ended:
-                    return
-                yield part  # type: ignore[misc]  # the sentinel is the only other value
-        finally:
-            # A program may end without closing it; the loop's thread no longer runs then.
-            if not sys.is_finalizing():
-                self._run(close())
-
     def get_server_info(self) -> server_service_pb2.GetServerInfoResponse:
         """As ``Client.get_server_info``."""
         return self._run(self._client.get_server_info())
@@ -202,6 +193,26 @@ class SyncClient:
     def health(self, service: str = "") -> str:
         """As ``Client.health``."""
         return self._run(self._client.health(service))
+
+    def _iterate(self, parts: AsyncIterator[T], seconds: float | None = None) -> Iterator[T]:
+        ended = object()
+
+        async def following() -> object:
+            return await anext(parts, ended)
+
+        async def close() -> None:
+            await parts.aclose()  # type: ignore[attr-defined]  # it is an async generator
+
+        try:
+            while True:
+                part = self._run(following(), seconds)
+                if part is ended:
+                    return
+                yield part  # type: ignore[misc]  # the sentinel is the only other value
+        finally:
+            # A program may end without closing it; the loop's thread no longer runs then.
+            if not sys.is_finalizing():
+                self._run(close())
 
     def _run(self, coroutine: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
         try:

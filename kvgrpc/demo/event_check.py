@@ -9,6 +9,7 @@ from kvgrpc.client import Payloads, SyncClient
 from kvgrpc.demo.live_events import LiveEvents
 from kvgrpc.demo.processes import DemoFailed
 from kvgrpc.events import AllBlocksCleared, BlockRemoved, BlockStored, decode_batch
+from kvgrpc.events.model import Event
 
 SUBSCRIBED_SECONDS = 10.0
 ARRIVED_SECONDS = 5.0
@@ -81,7 +82,7 @@ class EventCheck:
         return ""
 
 
-def _follow(events: Iterable[BlockStored | BlockRemoved | AllBlocksCleared]) -> set[int | bytes]:
+def _follow(events: Iterable[Event]) -> set[int | bytes]:
     """The pages that a reader of these events takes for cached."""
     cached: set[int | bytes] = set()
     for event in events:
@@ -89,6 +90,6 @@ def _follow(events: Iterable[BlockStored | BlockRemoved | AllBlocksCleared]) -> 
             cached.update(event.block_hashes)
         elif isinstance(event, BlockRemoved):
             cached.difference_update(event.block_hashes)
-        else:
+        elif isinstance(event, AllBlocksCleared):
             cached.clear()
     return cached

@@ -9,16 +9,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from kvgrpc.events.base import EventPublisher, NullEventPublisher
-from kvgrpc.events.codec import Dialect, decode_batch
+from kvgrpc.events.codec import Dialect, Encoding, decode_batch
 from kvgrpc.events.config import EventsConfig
 from kvgrpc.events.factory import EventPublisherFactory, open_publisher
-from kvgrpc.events.gate import publishes
-from kvgrpc.events.journaling import JournalingPublisher, PublisherCounts
-from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from kvgrpc.events.gate import owns_event_stream
+from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, UnknownEvent
+from kvgrpc.events.publisher import JournalingPublisher, PublisherCounts
 from kvgrpc.events.stream import EventStream
 
 if TYPE_CHECKING:
-    from kvgrpc.events.publisher import ZmqEventPublisher
+    from kvgrpc.events.live.pub import ZmqEventPublisher
     from kvgrpc.events.servicer import EventServicer
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "BlockRemoved",
     "BlockStored",
     "Dialect",
+    "Encoding",
     "EventPublisher",
     "EventPublisherFactory",
     "EventServicer",
@@ -35,13 +36,14 @@ __all__ = [
     "KVEventBatch",
     "NullEventPublisher",
     "PublisherCounts",
+    "UnknownEvent",
     "ZmqEventPublisher",
     "decode_batch",
     "open_publisher",
-    "publishes",
+    "owns_event_stream",
 ]
 
-_LOADED_WHEN_NAMED = {"ZmqEventPublisher": "kvgrpc.events.publisher", "EventServicer": "kvgrpc.events.servicer"}
+_LOADED_WHEN_NAMED = {"ZmqEventPublisher": "kvgrpc.events.live.pub", "EventServicer": "kvgrpc.events.servicer"}
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 from kvgrpc.events.stream import EventStream
 
@@ -32,6 +33,18 @@ class EventPublisher(ABC):
     def publish_raw(self, payload: bytes) -> bool:
         """Takes a batch that is encoded already. Neither blocks nor raises; False: it is lost."""
         return False
+
+    def fence(self) -> None:
+        """A newer incarnation took this rank's place: nothing more is sent, not even what waits. Does not block."""
+        self.shutdown(0.0)
+
+    def describe_local_source(self, block_size: int) -> dict[str, Any] | None:
+        """Where live events are, as SGLang asks its publishers; None: nowhere."""
+        return None
+
+    def get_publisher_config(self) -> None:
+        """What vLLM asks its publishers for its own table of sources: not told, ListStreams has it."""
+        return None
 
     @abstractmethod
     def shutdown(self, deadline: float = SHUTDOWN_SECONDS) -> None:

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from kvgrpc.errors import FeatureDisabled
-from kvgrpc.events.codec import Dialect
+from kvgrpc.events.codec import Dialect, Encoding
 from kvgrpc.events.journal import KEPT_BATCHES, KEPT_BYTES, KEPT_SECONDS, JournalLimits
 
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class ReplayShape(enum.Enum):
+    """What a ROUTER reply looks like after the identity."""
+
+    SEED = "seed"
+    """Delimiter, sequence, payload."""
+    TOPIC = "topic"
+    """Delimiter, topic, sequence, payload."""
 
 
 class EventsConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,7 +33,10 @@ class EventsConfig(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str | None = "tcp://*:5557"
     """ZMQ PUB; dp is added to the port, or appended to the name of ipc and inproc. None: no PUB."""
     replay_endpoint: str | None = None
-    """The engines' ROUTER replay, which is not served: use EventService.Watch."""
+    """ZMQ ROUTER for the engines' own replay, with dp added as in ``endpoint``; None: off. For "zmq" only."""
+    replay_shape: ReplayShape | None = None
+    """Frames of its replies: "topic" as both engines send today, "seed" without it. None: "topic" with maps, "seed"
+    with arrays."""
     buffer_steps: Annotated[int, msgspec.Meta(ge=0)] = KEPT_BATCHES
     """Batches kept for replay."""
     hwm: AtLeastOne = 100_000
@@ -36,7 +48,15 @@ class EventsConfig(msgspec.Struct, frozen=True, kw_only=True):
     bind: bool | None = None
     """Whether PUB binds; None: wildcard addresses, port 0, ipc and inproc do, other addresses connect to a proxy."""
     dialect: Dialect = Dialect.VLLM
-    """How our own batches are encoded; an engine's batches go as they are."""
+    """Whose events our own batches look like; an engine's batches go as they are."""
+    encoding: Encoding = Encoding.MAP
+    """"map" as both engines send today; "array" as in the seeds."""
+    format: Literal["default", "dynamo"] = "default"
+    """SGLang's key: which hashes its cache puts into events. It is for the engine, and changes nothing here."""
+    clear_first: bool = True
+    """The first batch of a log says AllBlocksCleared, for consumers that know nothing of logs."""
+    snapshots: bool = True
+    """Whether the present state is kept, for snapshots and digests: about 350 bytes for each block that is cached."""
     journal_bytes: AtLeastOne = KEPT_BYTES
     """Bytes kept for replay."""
     journal_age: Annotated[float, msgspec.Meta(gt=0)] = KEPT_SECONDS
@@ -65,14 +85,11 @@ class EventsConfig(msgspec.Struct, frozen=True, kw_only=True):
     def journal_limits(self) -> JournalLimits:
         return JournalLimits(self.buffer_steps, self.journal_bytes, self.journal_age)
 
-    def refuse_replay_endpoint(self) -> None:
-        """Raises FeatureDisabled when the ROUTER replay is asked for."""
-        if self.replay_endpoint is not None:
-            raise FeatureDisabled(
-                "events: replay_endpoint (the ZMQ ROUTER replay) is not served: remove the key and replay with "
-                "kvgrpc.v1.EventService/Watch, mode WATCH_MODE_REPLAY, at the rank's gRPC address",
-                metadata={"feature": "events.replay_endpoint", "howToEnable": "use EventService.Watch instead"},
-            )
+    @property
+    def shape_of_replay(self) -> ReplayShape:
+        if self.replay_shape is not None:
+            return self.replay_shape
+        return ReplayShape.TOPIC if self.encoding is Encoding.MAP else ReplayShape.SEED
 
 
 def _settings(value: object) -> Mapping[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 
 WILDCARD_HOSTS = ("*", "[::]", "0.0.0.0")
@@ -46,3 +47,32 @@ def _tcp(endpoint: str, rest: str, dp: int, bind: bool | None) -> Endpoint:
     if bind is False and anywhere:
         raise ValueError(f"endpoint {endpoint!r}: nothing to connect to, and bind is false")
     return Endpoint(f"tcp://{host}:{port}", anywhere if bind is None else bind, ipv6=host.startswith("["))
+
+
+def check_apart(pub: str | None, replay: str | None) -> None:
+    """Raises ValueError when PUB and ROUTER would be bound to one address."""
+    if pub is not None and pub == replay and pub.rpartition(":")[2] not in FREE_PORTS:
+        raise ValueError(f"replay_endpoint {replay!r}: must be another than endpoint, by as many ports as there are dp")
+
+
+def is_open_to_others(address: str) -> bool:
+    """Whether other hosts reach what is bound there."""
+    if not address.startswith("tcp://"):
+        return False
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return False
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        # "*", or the name of an interface or a host.
+        return True
+
+
+def on_this_host(address: str) -> str:
+    """How another process of this host connects to a bound address; empty: it cannot."""
+    if not address.startswith("tcp://"):
+        return address if address.startswith("ipc://") else ""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    local = {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
+    return f"tcp://{local}:{port}"

@@ -10,16 +10,16 @@ from typing import ClassVar
 import msgspec
 
 from kvgrpc.events.base import EventPublisher, NullEventPublisher
+from kvgrpc.events.batch_queue import Clear
 from kvgrpc.events.codec import RANK_FIELDS
 from kvgrpc.events.config import EventsConfig
-from kvgrpc.events.gate import publishes
-from kvgrpc.events.journaling import JournalingPublisher
+from kvgrpc.events.gate import owns_event_stream
 from kvgrpc.events.model import AllBlocksCleared, KVEventBatch
-from kvgrpc.events.outbox import Clear
+from kvgrpc.events.publisher import JournalingPublisher
 from kvgrpc.model import RankRef
 
-# They say which publisher, and are not for it.
-NOT_FOR_PUBLISHERS = ("enable_kv_cache_events", "publisher")
+# They say which publisher, or what the engine's cache writes, and are not for a publisher.
+NOT_FOR_PUBLISHERS = ("enable_kv_cache_events", "publisher", "format")
 
 PublisherClass = Callable[..., EventPublisher]
 
@@ -29,15 +29,13 @@ def open_publisher(config: object, rank: RankRef) -> EventPublisher:
 
     ``config``: whatever ``EventsConfig.parse`` takes. Where events are off, and for ranks that do not publish (pp, cp
     or tp above 0), it takes everything and does nothing. Raises ValueError for a wrong configuration on every rank
-    alike, FeatureDisabled for a replay_endpoint, OSError when the endpoint cannot be bound.
+    alike, OSError when an endpoint cannot be bound.
     """
     settings = EventsConfig.parse(config)
     if not settings.enable_kv_cache_events:
         return NullEventPublisher(rank.rank.dp)
     constructor = EventPublisherFactory.constructor(settings.publisher)
-    if settings.publisher in ("null", "zmq"):
-        settings.refuse_replay_endpoint()
-    if not publishes(rank.rank):
+    if not owns_event_stream(rank.rank):
         return NullEventPublisher(rank.rank.dp)
     if settings.publisher == "null":
         return JournalingPublisher(rank, settings)
@@ -73,12 +71,15 @@ class EventPublisherFactory:
             raise ValueError(f"events: unknown publisher {name!r}; known are {known}") from None
 
     @classmethod
-    def create(cls, config: object, data_parallel_rank: int = 0) -> EventPublisher:
-        """The named publisher alone, as the engines' factory makes it: no gate, and a journal only with "zmq"."""
-        settings = EventsConfig.parse(config)
+    def create(cls, config: object, data_parallel_rank: int = 0, *, attn_dp_rank: int | None = None) -> EventPublisher:
+        """The named publisher alone, as the engines' factory makes it: no gate, and a journal only with "zmq".
+
+        The rank has vLLM's name or SGLang's.
+        """
+        settings, dp = EventsConfig.parse(config), data_parallel_rank if attn_dp_rank is None else attn_dp_rank
         if not settings.enable_kv_cache_events:
-            return NullEventPublisher(data_parallel_rank)
-        return _construct(cls.constructor(settings.publisher), settings, data_parallel_rank)
+            return NullEventPublisher(dp)
+        return _construct(cls.constructor(settings.publisher), settings, dp)
 
 
 class _Forwarding:
@@ -114,13 +115,14 @@ def _construct(
         for key, value in msgspec.structs.asdict(settings).items()
         if key not in NOT_FOR_PUBLISHERS and (takes_any or key in named)
     }
-    rank_names = [name for name in RANK_FIELDS if name in named] or (["data_parallel_rank"] if takes_any else [])
+    # One name, also where a publisher knows both.
+    rank_names = [name for name in RANK_FIELDS if name in named][-1:] or (["data_parallel_rank"] if takes_any else [])
     return constructor(**arguments, **dict.fromkeys(rank_names, data_parallel_rank), **more)
 
 
 def _zmq_publisher(**arguments: object) -> EventPublisher:
     # Loads zmq only where it is used.
-    from kvgrpc.events.publisher import ZmqEventPublisher
+    from kvgrpc.events.live.pub import ZmqEventPublisher
 
     return ZmqEventPublisher(**arguments)  # type: ignore[arg-type]  # checked by EventsConfig
 

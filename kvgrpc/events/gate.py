@@ -5,6 +5,6 @@ from __future__ import annotations
 from kvgrpc.model import RankId
 
 
-def publishes(rank: RankId) -> bool:
+def owns_event_stream(rank: RankId) -> bool:
     """Whether it is the one rank of its dp that publishes; the others hold parts or copies of the same blocks."""
     return rank.pp == rank.cp == rank.tp == 0

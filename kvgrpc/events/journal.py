@@ -1,7 +1,7 @@
 """The log of one event stream: encoded batches in sequence, bounded by batches, bytes and age.
 
 Pure: no thread of its own, the clock is injected. One thread extends it, any thread reads. Batches that were not sent
-yet wait in the outbox, so that nothing unsent can be evicted here.
+yet wait in the queue, so that nothing unsent can be evicted here.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Journal:
     """A bounded log. Thread-safe; each entry costs about 150 bytes beside its payload."""
 
     def __init__(self, limits: JournalLimits, clock: Callable[[], float] = time.monotonic) -> None:
-        self.log = secrets.token_hex(16)
+        self.log_id = secrets.token_hex(16)
         self._limits = limits
         self._clock = clock
         self._lock = Lock()
@@ -111,7 +111,7 @@ class Journal:
         with self._lock:
             oldest = self._oldest()
             if first < oldest:
-                raise compacted(self.log, first, oldest, self._next)
+                raise compacted(self.log_id, first, oldest, self._next)
             if first >= self._next:
                 return None
             index = bisect_right(self._sequences, first, lo=self._head) - 1
@@ -170,12 +170,12 @@ class Journal:
             self._head = 0
 
 
-def compacted(log: str, requested: int, oldest: int, upcoming: int) -> EventsCompacted:
+def compacted(log_id: str, requested: int, oldest: int, upcoming: int) -> EventsCompacted:
     """The error of a reader whose next batch is not kept any more."""
     return EventsCompacted(
         f"sequence {requested} is not kept any more, the oldest is {oldest}: rebuild, then read from the oldest",
         metadata={
-            "log": log,
+            "log": log_id,
             "requestedSequence": requested,
             "oldestSequence": oldest,
             "nextSequence": upcoming,

@@ -1,45 +1,81 @@
-"""KV-cache events and their batches, in the positional form of the seeds.
-
-A struct is an array on the wire, an event's class name its first element. One class serves every positional dialect:
-``codec`` leaves fields out where the dialect has none, and an array that lacks the last ones is read with defaults.
-"""
+"""KV-cache events and their batches, as engines and consumers handle them; ``codec`` puts them on the wire. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import msgspec
 
-MEDIUM_DEVICE = "GPU"
+from kvgrpc.events.digest import DEVICE, medium_key
+
+BlockHash = int | bytes
+Token = int | str | list[int]
 
 
-class KVCacheEvent(msgspec.Struct, array_like=True, tag=True, gc=False):
+class KVCacheEvent(msgspec.Struct, tag=True, omit_defaults=True, forbid_unknown_fields=True, gc=False):
     """Something that happened to blocks of a KV cache."""
 
 
 class BlockStored(KVCacheEvent):
     """Blocks came into a tier, each the child of the one before it.
 
-    ``block_hashes`` are opaque: integers from -2^63 to 2^64 - 1, or bytes. ``parent_block_hash`` is that of the block
-    before the first, None: there is none. ``token_ids`` are those of all blocks, ``block_size`` tokens each. ``medium``
-    names the tier, None means the device's.
+    Everything from ``lora_id`` on may be absent; which of it a payload can carry depends on its encoding and dialect.
+    ``docs/events.md`` says where each engine writes it.
     """
 
-    block_hashes: list[int | bytes]
-    parent_block_hash: int | bytes | None
-    token_ids: list[int]
-    block_size: int
+    block_hashes: Sequence[BlockHash]
+    """Opaque: integers from -2^63 to 2^64 - 1, or digests."""
+    parent_block_hash: BlockHash | None = None
+    """The block before the first; None: there is none."""
+    token_ids: Sequence[Token] = []
+    """Of all blocks, ``block_size`` each; numbers, or pairs of them (EAGLE). [] where the engine names none."""
+    block_size: int = 0
+    """Tokens in a block; 0 where the engine does not say."""
     lora_id: int | None = None
     medium: str | None = None
+    """The engine's name for the tier ("GPU", "CPU_PINNED", "STORAGE", ...); None: the device's."""
+    lora_name: str | None = None
+    extra_keys: list[Any] | None = None
+    """For each block, what went into its hash besides tokens; vLLM."""
+    group_idx: int | None = None
+    """Cache group; None: the engine has one."""
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+    lookahead_token_ids: list[list[int]] | None = None
+    cache_salt: str | None = None
+    unknown_keys: dict[str, Any] | None = msgspec.field(default=None, name="kvgrpc.unknown_keys")
+    """Keys of a map that no known version has; they are written back."""
 
 
 class BlockRemoved(KVCacheEvent):
-    """Blocks left the tier that ``medium`` names; None means the device's."""
+    """Blocks left the tier that ``medium`` names, one copy of each; None means the device's."""
 
-    block_hashes: list[int | bytes]
+    block_hashes: Sequence[BlockHash]
     medium: str | None = None
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    unknown_keys: dict[str, Any] | None = msgspec.field(default=None, name="kvgrpc.unknown_keys")
 
 
 class AllBlocksCleared(KVCacheEvent):
     """Nothing is cached any more, in any tier."""
+
+    unknown_keys: dict[str, Any] | None = msgspec.field(default=None, name="kvgrpc.unknown_keys")
+
+
+class UnknownEvent(msgspec.Struct, frozen=True):
+    """An event that is none of the three, or that cannot be read: its bytes, and what it calls itself."""
+
+    name: str
+    raw: bytes
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared | UnknownEvent
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, gc=False):
@@ -49,11 +85,10 @@ class KVEventBatch(msgspec.Struct, array_like=True, gc=False):
     """
 
     ts: float
-    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    events: Sequence[Event]
     data_parallel_rank: int | None = None
 
 
-def on_device(event: KVCacheEvent) -> bool:
-    """Whether it concerns the device tier; engines write the tier in either case, or not at all."""
-    medium: str | None = getattr(event, "medium", None)
-    return medium is None or medium.casefold() == MEDIUM_DEVICE.casefold()
+def on_device(event: BlockStored | BlockRemoved) -> bool:
+    """Whether it concerns the device tier."""
+    return medium_key(event.medium) == DEVICE

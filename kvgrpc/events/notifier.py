@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
-class Bell:
-    """Rings from any thread; everything else belongs to the loop on which it was made.
+class Notifier:
+    """Notifies from any thread; everything else belongs to the loop on which it was made.
 
-    Any number of rings before the loop gets to it is one.
+    Any number of notifications before the loop gets to them is one.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._rung = self._loop.create_future()
+        self._next = self._loop.create_future()
         self._scheduled = False
         self._waiting = 0
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Wakes everybody who waits. Thread-safe, does not block; harmless after the loop was closed."""
         if self._scheduled:
             return
@@ -30,10 +30,10 @@ class Bell:
             self._scheduled = False
 
     @contextmanager
-    def attached(self, listen: Callable[[Callable[[], None]], Callable[[], None]]) -> Iterator[Bell]:
-        """Has ``listen`` call ``ring`` while at least one caller is inside."""
+    def attached(self, listen: Callable[[Callable[[], None]], Callable[[], None]]) -> Iterator[Notifier]:
+        """Has ``listen`` call ``notify`` while at least one caller is inside."""
         if self._waiting == 0:
-            self._detach = listen(self.ring)
+            self._detach = listen(self.notify)
         self._waiting += 1
         try:
             yield self
@@ -42,12 +42,12 @@ class Bell:
             if self._waiting == 0:
                 self._detach()
 
-    def next_ring(self) -> asyncio.Future[None]:
-        """Done at the next ring: take it, look for news, then wait for it. Shared, so never cancel it."""
-        return self._rung
+    def next_change(self) -> asyncio.Future[None]:
+        """Done at the next notification: take it, look for news, then wait for it. Shared, so never cancel it."""
+        return self._next
 
     def _wake(self) -> None:
-        # First of all: what changes from now on needs a ring of its own.
+        # First of all: what changes from now on needs a notification of its own.
         self._scheduled = False
-        rung, self._rung = self._rung, self._loop.create_future()
-        rung.set_result(None)
+        done, self._next = self._next, self._loop.create_future()
+        done.set_result(None)

@@ -1,73 +1,283 @@
-"""Live events over ZMQ PUB: three frames (topic, 8-byte big-endian sequence, msgpack batch), as the engines send."""
+"""The publisher that keeps a journal, and the thread that encodes, sends live and records.
+
+``publish`` on the engine's thread only appends. The thread encodes each batch once; the same bytes go live, into the
+journal and to every Watch. One bad batch becomes a told hole, nothing ends the thread but ``shutdown``.
+"""
 
 from __future__ import annotations
 
-import errno
+import atexit
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
 
-import zmq
+import msgspec
 
+from kvgrpc.events.base import SHUTDOWN_SECONDS, EventPublisher
+from kvgrpc.events.batch_queue import BatchQueue, Clear
+from kvgrpc.events.codec import BatchEncoder
 from kvgrpc.events.config import EventsConfig
-from kvgrpc.events.endpoints import Endpoint, endpoint_of
-from kvgrpc.events.journaling import JournalingPublisher
-from kvgrpc.model import RankId, RankRef, new_epoch
+from kvgrpc.events.journal import Dropped, Journal
+from kvgrpc.events.recorder import Recorder
+from kvgrpc.events.stream import EventStream
+from kvgrpc.model import RankRef
+from kvgrpc.observability import metrics
 
-# zmq lingers for this part of a deadline, and reports a little later.
-LINGER_SHARE = 0.9
-GRACE_SECONDS = 0.5
+# What a gRPC client of any language takes in one message without being configured is 4 MiB.
+MAX_BATCH_BYTES = 4 * 2**20 - 64 * 1024
+IDLE_SECONDS = 1.0
+FAILED_PASS_SECONDS = 0.1
+# A pass takes at most IDLE_SECONDS when nothing is wrong.
+STUCK_SECONDS = 5.0
+GROUP_BATCHES = 64
+GROUP_BYTES = 256 * 1024
 
-_unstopped: list[zmq.Socket[bytes]] = []
-
-
-class ZmqEventPublisher(JournalingPublisher):
-    """Publishes on ZMQ PUB and into the journal. ``settings`` are the keys of EventsConfig.
-
-    Raises ValueError for a wrong setting, FeatureDisabled for a replay_endpoint, OSError when the endpoint cannot be
-    bound.
-    """
-
-    def __init__(self, data_parallel_rank: int = 0, *, rank: RankRef | None = None, **settings: object) -> None:
-        config = EventsConfig.parse(settings)
-        config.refuse_replay_endpoint()
-        rank = rank or RankRef(RankId("engine", dp=data_parallel_rank), new_epoch())
-        live = None
-        if config.endpoint is not None:
-            endpoint = endpoint_of(config.endpoint, rank.rank.dp, config.bind)
-            live = PubSocket(endpoint, config.topic.encode(), config.hwm)
-        super().__init__(rank, config, live)
+_log = logging.getLogger(__name__)
 
 
-class PubSocket:
-    """A PUB socket, opened on one thread and from then on used by one other."""
+class LiveTransport(Protocol):
+    """Where batches go as they are published. Used by the publisher's thread only."""
 
-    def __init__(self, endpoint: Endpoint, topic: bytes, hwm: int) -> None:
-        self._topic = topic
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
-        self._socket.set(zmq.SNDHWM, hwm)
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.IPV6, int(endpoint.ipv6))
-        try:
-            self._open(endpoint)
-        except zmq.ZMQError as error:
-            self._socket.close()
-            raise OSError(error.errno or errno.EINVAL, error.strerror, endpoint.address) from None
-        self.endpoint = self._socket.last_endpoint.decode().rstrip("\0") if endpoint.bind else ""
+    @property
+    def endpoint(self) -> str:
+        """Where subscribers find it; empty when nowhere."""
 
     def send(self, sequence: int, payload: bytes, batch: object) -> None:
-        self._socket.send_multipart((self._topic, sequence.to_bytes(8, "big"), payload), zmq.NOBLOCK)
+        """Sends one batch without blocking; may raise, which is counted. ``batch`` is what was published."""
 
     def close(self, deadline: float) -> None:
-        """Returns when all subscribers have what was sent, or after ``deadline`` seconds; what is left is dropped."""
-        # A closed socket lives on until it has delivered, and says then that its monitor stops.
-        monitor = self._socket.get_monitor_socket(zmq.EVENT_MONITOR_STOPPED)
-        self._socket.close(linger=round(deadline * LINGER_SHARE * 1000))
-        if monitor.poll(round((deadline + GRACE_SECONDS) * 1000)):
-            monitor.close(linger=0)
-        else:
-            # Closing it first would block zmq's reaper thread, and with it every socket of the process, for good.
-            _unstopped.append(monitor)
+        """Ends within ``deadline`` seconds, with what was sent delivered as far as that goes."""
 
-    def _open(self, endpoint: Endpoint) -> None:
-        if endpoint.bind:
-            self._socket.bind(endpoint.address)
-        else:
-            self._socket.connect(endpoint.address)
+
+@dataclass(frozen=True, slots=True)
+class PublisherCounts:
+    """What became of the batches of one publisher.
+
+    ``dropped`` took a number and are told as holes, ``refused`` came after shutdown, ``failed_sends`` are in the
+    journal although the live transport refused them, ``unsent`` wait.
+    """
+
+    accepted: int
+    published: int
+    dropped: int
+    refused: int
+    failed_sends: int
+    unsent: int
+
+
+class JournalingPublisher(EventPublisher):
+    """Publishes into a journal and, where one is given, over a live transport. Thread-safe.
+
+    Its thread runs from construction to ``shutdown``, which also runs at a normal exit of the process. In a forked
+    child it is closed: the thread lives in the parent.
+    """
+
+    def __init__(
+        self, rank: RankRef, config: EventsConfig, live: LiveTransport | None = None, *, replay_endpoint: str = ""
+    ) -> None:
+        super().__init__(rank.rank.dp)
+        self._live = live
+        self._queue = BatchQueue(config.max_queue_size, clear_first=config.clear_first)
+        self._journal = Journal(config.journal_limits)
+        self._max_batch_bytes = min(MAX_BATCH_BYTES, config.journal_bytes)
+        self._encoder = BatchEncoder(config.dialect, config.encoding, rank.rank.dp)
+        self._recorder = Recorder(config.dialect, rank.rank.dp) if config.snapshots else None
+        self._stream = EventStream(
+            rank,
+            self._queue,
+            self._journal,
+            self._recorder,
+            pub_endpoint=live.endpoint if live else "",
+            topic=config.topic.encode(),
+            replay_endpoint=replay_endpoint,
+        )
+        self._published = self._failed_batches = self._failed_sends = self._failed_passes = 0
+        self._measured_bytes = 0
+        self._healthy = True
+        self._fenced = False
+        self._moved_at = time.monotonic()
+        self._give_up_at = float("inf")
+        self._thread = threading.Thread(target=self._serve, name=f"kvgrpc-events-dp{rank.rank.dp}", daemon=True)
+        self._thread.start()
+        _queues.add(self._queue)
+        atexit.register(self.shutdown)
+
+    @property
+    def stream(self) -> EventStream:
+        return self._stream
+
+    @property
+    def healthy(self) -> bool:
+        """False when it was fenced, its thread has ended without a shutdown, the last pass failed, or it hangs in a
+        live transport."""
+        if self._fenced:
+            return False
+        if self._queue.closed:
+            return True
+        return self._healthy and self._thread.is_alive() and time.monotonic() - self._moved_at < STUCK_SECONDS
+
+    @property
+    def counts(self) -> PublisherCounts:
+        return PublisherCounts(
+            self._queue.accepted,
+            self._published,
+            self._queue.dropped,
+            self._queue.refused,
+            self._failed_sends,
+            self._queue.unsent,
+        )
+
+    def publish(self, batch: object) -> bool:
+        return self._queue.put(batch)
+
+    def publish_raw(self, payload: bytes) -> bool:
+        # A view would show what its owner writes later. What is no bytes at all is told as a hole.
+        return self._queue.put(bytes(payload) if isinstance(payload, bytearray | memoryview) else payload)
+
+    def fence(self) -> None:
+        self._fenced = True
+        self._give_up_at = 0.0
+        self._queue.discard()
+
+    def shutdown(self, deadline: float = SHUTDOWN_SECONDS) -> None:
+        if self._fenced:
+            deadline = 0.0
+        self._give_up_at = time.monotonic() + deadline
+        self._queue.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(deadline)
+        atexit.unregister(self.shutdown)
+        if self._queue.unsent:
+            _log.warning("events: %d batches were not sent within %g s", self._queue.unsent, deadline)
+
+    def _serve(self) -> None:
+        while time.monotonic() <= self._give_up_at:
+            try:
+                if not self._pass():
+                    break
+                self._healthy = True
+            except Exception:
+                self._healthy = False
+                self._failed_passes += 1
+                if _worth_logging(self._failed_passes):
+                    _log.exception("events: the publisher failed and goes on (%d times)", self._failed_passes)
+                time.sleep(FAILED_PASS_SECONDS)
+                # What it had taken is lost; the next pass, which this makes begin at once, says so.
+                self._queue.drop(0)
+        self._close()
+
+    def _pass(self) -> bool:
+        """One round over what waits; False: nothing waits and nothing comes."""
+        taken = self._queue.take(IDLE_SECONDS)
+        self._moved_at = time.monotonic()
+        self._fill_hole(taken.first)
+        while taken.items:
+            if time.monotonic() > self._give_up_at:
+                return False
+            self._publish_group(taken.items)
+        self._journal.evict_old()
+        self._measure()
+        if self._recorder is not None:
+            while self._queue.idle and self._recorder.fold():
+                pass
+        return not self._queue.closed or self._queue.unsent > 0
+
+    def _fill_hole(self, first: int) -> None:
+        """What a pass had taken that failed half-way is missing in the journal."""
+        recorded = self._journal.next_sequence
+        if recorded < first:
+            self._record([self._hole(recorded, first - 1, "encode", "a failed pass")])
+
+    def _record(self, entries: list[bytes | Dropped]) -> None:
+        self._journal.extend(entries)
+        if self._recorder is not None:
+            self._recorder.add(entries)
+
+    def _publish_group(self, items: deque[object]) -> None:
+        """Publishes some of them, and records them together."""
+        entries: list[bytes | Dropped] = []
+        sequence, size = self._journal.next_sequence, 0
+        while items and len(entries) < GROUP_BATCHES and size < GROUP_BYTES:
+            entry = self._publish_one(sequence, items.popleft())
+            entries.append(entry)
+            if isinstance(entry, Dropped):
+                sequence = entry.last + 1
+            else:
+                sequence, size = sequence + 1, size + len(entry)
+        self._record(entries)
+        self._queue.settle(len(entries))
+        self._stream.announce()
+        if self._recorder is not None:
+            self._recorder.catch_up()
+        self._moved_at = time.monotonic()
+        metrics.EVENT_BYTES.inc(size)
+        metrics.EVENT_BATCHES.inc(sum(not isinstance(entry, Dropped) for entry in entries))
+
+    def _publish_one(self, sequence: int, item: object) -> bytes | Dropped:
+        if isinstance(item, Dropped):
+            metrics.EVENTS_DROPPED.labels(item.cause).inc(item.last - item.first + 1)
+            return item
+        try:
+            payload = self._encoder.clear() if item is Clear.CLEAR else self._encoder.encode(item)
+        except msgspec.DecodeError as error:
+            return self._hole(sequence, sequence, "not_a_batch", str(error))
+        except Exception as error:
+            return self._hole(sequence, sequence, "encode", str(error))
+        if len(payload) > self._max_batch_bytes:
+            return self._hole(sequence, sequence, "too_large", f"{len(payload)} bytes")
+        self._send(sequence, payload, item)
+        self._published += 1
+        return payload
+
+    def _hole(self, first: int, last: int, cause: str, why: str) -> Dropped:
+        batches = last - first + 1
+        self._failed_batches += 1
+        if _worth_logging(self._failed_batches):
+            _log.warning("events: %d batches from %d are dropped (%s): %s", batches, first, cause, why)
+        self._queue.drop(batches)
+        metrics.EVENTS_DROPPED.labels(cause).inc(batches)
+        return Dropped(first, last, cause)
+
+    def _send(self, sequence: int, payload: bytes, batch: object) -> None:
+        if self._live is None:
+            return
+        try:
+            self._live.send(sequence, payload, batch)
+        except Exception as error:
+            self._failed_sends += 1
+            if _worth_logging(self._failed_sends):
+                _log.warning("events: %d live sends failed; replay has them: %s", self._failed_sends, error)
+
+    def _measure(self) -> None:
+        kept = self._journal.kept_bytes
+        metrics.JOURNAL_BYTES.inc(kept - self._measured_bytes)
+        self._measured_bytes = kept
+
+    def _close(self) -> None:
+        self._stream.end()
+        metrics.JOURNAL_BYTES.dec(self._measured_bytes)
+        if self._live is None:
+            return
+        try:
+            self._live.close(max(0.0, self._give_up_at - time.monotonic()))
+        except Exception:
+            _log.exception("events: the live transport could not be closed")
+
+
+def _worth_logging(count: int) -> bool:
+    """The first of a kind, then ever fewer: 1, 2, 4, 8, ..."""
+    return count & (count - 1) == 0
+
+
+def _close_in_child() -> None:
+    for queue in _queues:
+        queue.abandon()
+
+
+_queues: weakref.WeakSet[BatchQueue] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_close_in_child)

@@ -7,14 +7,17 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from kvgrpc.errors import StreamNotFound, TooManyRequests, Violation
-from kvgrpc.events.notifier import Bell
-from kvgrpc.events.watch import WatchableStream, WatchMode, watch
+from kvgrpc.events.notifier import Notifier
+from kvgrpc.events.stream import EventStream
+from kvgrpc.events.watch import WatchMode, watch
 from kvgrpc.events.wire import order_from_pb, part_to_pb, stream_to_pb
 from kvgrpc.model import raise_if
+from kvgrpc.paging import page_token, read_page_token
 from kvgrpc.v1 import event_service_pb2 as pb
 from kvgrpc.v1.event_service_pb2_grpc import EventServiceServicer
 
-MAX_WATCHES = 256
+MAX_WATCHES = 4096
+MAX_PAGE = 1000
 HEARTBEAT_SECONDS = 1.0
 RETRY_SECONDS = 1.0
 
@@ -24,13 +27,13 @@ class EventServicer(EventServiceServicer):
 
     def __init__(
         self,
-        streams: Sequence[WatchableStream],
+        streams: Sequence[EventStream],
         *,
         max_watches: int = MAX_WATCHES,
         heartbeat_seconds: float = HEARTBEAT_SECONDS,
     ) -> None:
         self._streams = {(stream.engine, stream.dp): stream for stream in streams}
-        self._bells: dict[tuple[str, int, bool], Bell] = {}
+        self._notifiers: dict[tuple[str, int, bool], Notifier] = {}
         self._max_watches = max_watches
         self._heartbeat_seconds = heartbeat_seconds
         self._watches = 0
@@ -44,19 +47,28 @@ class EventServicer(EventServiceServicer):
     def drain(self) -> None:
         """Ends every Watch that would not end by itself, now and from now on, with ServerDraining."""
         self._draining = True
-        for bell in self._bells.values():
-            bell.ring()
+        for notifier in self._notifiers.values():
+            notifier.notify()
 
     async def ListStreams(self, request: pb.ListStreamsRequest, context: Any) -> pb.ListStreamsResponse:
-        return pb.ListStreamsResponse(streams=[stream_to_pb(stream.state()) for stream in self._streams.values()])
+        after = read_page_token("ListStreams", request.page_token)
+        size = min(request.page_size or MAX_PAGE, MAX_PAGE)
+        # Six digits order dp as a number.
+        names = sorted((f"{engine}/{dp:06}", (engine, dp)) for engine, dp in self._streams)
+        rest = [(name, key) for name, key in names if name > after]
+        page = rest[:size]
+        return pb.ListStreamsResponse(
+            streams=[stream_to_pb(self._streams[key].state()) for _, key in page],
+            next_page_token=page_token("ListStreams", page[-1][0]) if len(rest) > size else "",
+        )
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.WatchResponse]:
-        stream, order = self._find(request), order_from_pb(request)
-        with self._admitted(), self._bell(stream, order.mode) as bell:
-            async for part in watch(stream, order, bell, self._heartbeat_seconds, lambda: self._draining):
-                yield part_to_pb(part)
+        stream, (order, form) = self._find(request), order_from_pb(request)
+        with self._admitted(), self._notifier(stream, order.mode) as notifier:
+            async for part in watch(stream, order, notifier, self._heartbeat_seconds, lambda: self._draining):
+                yield part_to_pb(part, form)
 
-    def _find(self, request: pb.WatchRequest) -> WatchableStream:
+    def _find(self, request: pb.WatchRequest) -> EventStream:
         key = (request.engine, request.dp)
         if not request.engine and self._streams:
             if len(self._streams) > 1:
@@ -85,12 +97,12 @@ class EventServicer(EventServiceServicer):
         finally:
             self._watches -= 1
 
-    def _bell(self, stream: WatchableStream, mode: WatchMode) -> AbstractContextManager[Bell]:
+    def _notifier(self, stream: EventStream, mode: WatchMode) -> AbstractContextManager[Notifier]:
         # Who takes no batches need not wake for each.
-        deaf = mode is WatchMode.HEARTBEAT
-        bell = self._bells.setdefault((stream.engine, stream.dp, deaf), Bell())
-        return bell.attached(_hear_nothing if deaf else stream.listen)
+        heartbeat_only = mode is WatchMode.HEARTBEAT
+        notifier = self._notifiers.setdefault((stream.engine, stream.dp, heartbeat_only), Notifier())
+        return notifier.attached(_listen_to_nothing if heartbeat_only else stream.listen)
 
 
-def _hear_nothing(listener: Callable[[], None]) -> Callable[[], None]:
+def _listen_to_nothing(listener: Callable[[], None]) -> Callable[[], None]:
     return lambda: None

@@ -6,13 +6,24 @@ import asyncio
 import enum
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Protocol
 
-from kvgrpc.errors import ServerDraining, Violation
-from kvgrpc.events.journal import Batches, Dropped
-from kvgrpc.events.notifier import Bell
-from kvgrpc.events.stream import StreamState
+from kvgrpc.errors import (
+    EventsCompacted,
+    EventsSequenceInFuture,
+    FeatureDisabled,
+    ServerDraining,
+    StaleLog,
+    Violation,
+)
+from kvgrpc.events.digest import StateDigest
+from kvgrpc.events.journal import CHUNK_BYTES, Batches, Dropped, compacted
+from kvgrpc.events.notifier import Notifier
+from kvgrpc.events.recorder import Snapshot
+from kvgrpc.events.stream import EventStream, StreamState
 from kvgrpc.model import raise_if
+
+# A reader that is overtaken again and again, without ever being current, cannot be served.
+MAX_SNAPSHOTS_IN_A_ROW = 3
 
 
 class WatchMode(enum.IntEnum):
@@ -21,16 +32,21 @@ class WatchMode(enum.IntEnum):
     REPLAY = 1
     TAIL = 2
     HEARTBEAT = 3
+    SNAPSHOT = 4
 
 
 @dataclass(frozen=True, slots=True)
 class WatchOrder:
-    """What a reader asks for: sequences inclusive, None where it leaves the choice to us."""
+    """What a reader asks for: sequences inclusive, None where it leaves the choice to us.
+
+    ``chunk_bytes``: how much may be read of the journal at once.
+    """
 
     mode: WatchMode
-    log: str = ""
+    log_id: str = ""
     first: int | None = None
     last: int | None = None
+    chunk_bytes: int = CHUNK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,94 +58,149 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotPart:
+    """One part of ``snapshot``, as the payload of a batch."""
+
+    snapshot: Snapshot
+    index: int
+    payload: bytes
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat:
     """Nothing was said for a while; the next batch will get this sequence."""
 
     next_sequence: int
+    state: StateDigest | None = None
 
 
-Part = Begin | Batches | Dropped | Heartbeat
+Part = Begin | Batches | Dropped | SnapshotPart | Heartbeat
 
 
-class WatchableStream(Protocol):
-    """What a Watch needs of a stream; ``kvgrpc.events.stream.EventStream`` is one."""
+class Watch:
+    """One reader of a stream. It begins at ``cursor`` and goes on until ``last``, or without end."""
+
+    def __init__(self, stream: EventStream, order: WatchOrder) -> None:
+        """Raises InvalidRequest, FeatureDisabled, StaleLog, EventsCompacted, EventsSequenceInFuture."""
+        check_order(stream, order)
+        self.state = stream.state()
+        self.cursor = self.state.next_sequence
+        self.last = order.last
+        self._stream = stream
+        self._order = order
+        self._snapshot: Snapshot | None = None
+        self._next_part = 0
+        self._snapshots_in_a_row = 0
+        if order.mode in (WatchMode.REPLAY, WatchMode.TAIL):
+            self.cursor = self.state.oldest_sequence if order.first is None else order.first
+        if order.mode is WatchMode.REPLAY and order.last is None:
+            self.last = self.state.next_sequence - 1
 
     @property
-    def engine(self) -> str: ...
-    @property
-    def dp(self) -> int: ...
-    @property
-    def next_sequence(self) -> int: ...
-    @property
-    def ended(self) -> bool: ...
-    def state(self) -> StreamState: ...
-    def check_log(self, log: str) -> None: ...
-    def check_cursor(self, first: int) -> None: ...
-    def check_end(self, last: int) -> None: ...
-    def read(self, first: int, last: int | None = None) -> Batches | Dropped | None: ...
-    def listen(self, listener: Callable[[], None]) -> Callable[[], None]: ...
+    def complete(self) -> bool:
+        """It has said everything up to its last sequence."""
+        return self.last is not None and self.cursor > self.last
+
+    async def next_part(self) -> Part | None:
+        """What comes next, None: nothing yet. Raises EventsCompacted when the log has overtaken it."""
+        if self._order.mode is WatchMode.HEARTBEAT:
+            return None
+        if self._order.mode is WatchMode.SNAPSHOT and (self._snapshot is not None or self._snapshots_in_a_row == 0):
+            return await self._part_of_snapshot()
+        try:
+            part = self._stream.journal.read(self.cursor, self.last, self._order.chunk_bytes)
+        except EventsCompacted:
+            if self._order.mode is not WatchMode.SNAPSHOT or self._snapshots_in_a_row >= MAX_SNAPSHOTS_IN_A_ROW:
+                raise
+            return await self._part_of_snapshot()
+        if part is not None:
+            self.cursor = part.last + 1
+        else:
+            # It is current: what comes later is no live-lock.
+            self._snapshots_in_a_row = min(self._snapshots_in_a_row, 1)
+        return part
+
+    async def _part_of_snapshot(self) -> SnapshotPart:
+        recorder, journal = self._stream.recorder, self._stream.journal
+        assert recorder is not None  # check_order asked
+        if self._snapshot is None:
+            # Old enough to be shared, young enough to be read before the journal overtakes it.
+            useful = (journal.oldest_sequence + journal.next_sequence) // 2
+            self._snapshot = await asyncio.to_thread(recorder.snapshot, useful)
+            self._next_part = 0
+            self._snapshots_in_a_row += 1
+        snapshot, index = self._snapshot, self._next_part
+        payload, last = await asyncio.to_thread(snapshot.part, index)
+        self._next_part += 1
+        if last:
+            self._snapshot, self.cursor = None, snapshot.next_sequence
+        return SnapshotPart(snapshot, index, payload, last)
 
 
 async def watch(
-    stream: WatchableStream, order: WatchOrder, bell: Bell, heartbeat: float, draining: Callable[[], bool]
+    stream: EventStream, order: WatchOrder, notifier: Notifier, heartbeat: float, draining: Callable[[], bool]
 ) -> AsyncIterator[Part]:
     """Says begin, then what the order asks for, with a heartbeat after each ``heartbeat`` seconds without a part.
 
-    ``bell`` rings when there is more to read, or ``draining`` has changed. Raises what the Watch RPC documents.
+    ``notifier`` wakes when there is more to read, or ``draining`` has changed. Raises what the Watch RPC documents.
     """
-    begin, last = _begin(stream, order)
-    cursor = begin.first
-    yield begin
+    reader = Watch(stream, order)
+    yield Begin(reader.state, reader.cursor)
     clock = asyncio.get_running_loop().time
     idle_at = clock() + heartbeat
-    while True:
+    while not reader.complete:
         # Taken before the look, so that nothing can come unheard between look and wait.
-        ring = bell.next_ring()
+        change = notifier.next_change()
         if draining() and order.mode is not WatchMode.REPLAY:
             raise ServerDraining("the server drains: read on from the cursor at another time or place")
-        if last is not None and cursor > last:
-            return
-        part: Part | None = None if order.mode is WatchMode.HEARTBEAT else stream.read(cursor, last)
-        if part is None and stream.ended:
-            raise ServerDraining("the publisher of this stream was shut down: look for its successor")
+        ended = stream.ended
+        part = await reader.next_part()
+        if part is None and ended:
+            raise ServerDraining("the publisher of this stream was shut down or replaced: look for its successor")
         if part is None and clock() >= idle_at:
-            part = Heartbeat(stream.next_sequence)
+            part = Heartbeat(stream.next_sequence, stream.digest())
         if part is None:
-            await asyncio.wait((ring,), timeout=idle_at - clock())
+            await asyncio.wait((change,), timeout=idle_at - clock())
             continue
-        if isinstance(part, Batches | Dropped):
-            cursor = part.last + 1
         yield part
         idle_at = clock() + heartbeat
 
 
-def _begin(stream: WatchableStream, order: WatchOrder) -> tuple[Begin, int | None]:
-    """Where to begin and, for a replay, where to end."""
-    _check(order)
-    if order.log:
-        stream.check_log(order.log)
-    state = stream.state()
-    if order.mode is WatchMode.HEARTBEAT:
-        return Begin(state, state.next_sequence), None
-    if order.first is not None:
-        stream.check_cursor(order.first)
-    first = state.oldest_sequence if order.first is None else order.first
-    if order.mode is WatchMode.TAIL:
-        return Begin(state, first), None
-    if order.last is None:
-        return Begin(state, first), state.next_sequence - 1
-    stream.check_end(order.last)
-    return Begin(state, first), order.last
-
-
-def _check(order: WatchOrder) -> None:
-    violations = []
-    if order.last is not None and order.mode is not WatchMode.REPLAY:
-        violations.append(Violation("end_sequence", "absent but in WATCH_MODE_REPLAY", order.last))
-    if order.first is not None and order.mode is WatchMode.HEARTBEAT:
-        violations.append(
-            Violation("from_sequence", "absent in WATCH_MODE_HEARTBEAT, which sends no batches", order.first)
+def check_order(stream: EventStream, order: WatchOrder) -> None:
+    """Raises what is wrong with an order for this stream as it stands."""
+    raise_if(list(_violations(order)))
+    if order.mode is WatchMode.SNAPSHOT and stream.recorder is None:
+        raise FeatureDisabled(
+            "events: no snapshot is kept here: remove snapshots=false from the publisher's configuration",
+            metadata={"feature": "events.snapshots", "howToEnable": "events: snapshots: true"},
         )
+    if order.log_id and order.log_id != stream.log_id:
+        raise StaleLog(
+            f"log {order.log_id!r} is not the current one, {stream.log_id}: rebuild from the current log",
+            metadata={"requestLog": order.log_id, "currentLog": stream.log_id},
+        )
+    oldest = stream.journal.oldest_sequence
+    upcoming = stream.next_sequence
+    for sequence, limit in ((order.first, upcoming), (order.last, upcoming - 1)):
+        if sequence is None:
+            continue
+        if sequence > limit:
+            raise EventsSequenceInFuture(
+                f"sequence {sequence} was not published yet, the next is {upcoming}: is the cursor of this log?",
+                metadata={"log": stream.log_id, "requestedSequence": sequence, "nextSequence": upcoming},
+            )
+        if sequence < oldest:
+            raise compacted(stream.log_id, sequence, oldest, upcoming)
+
+
+def _violations(order: WatchOrder) -> list[Violation]:
+    found = []
+    if order.last is not None and order.mode is not WatchMode.REPLAY:
+        found.append(Violation("end_sequence", "absent but in WATCH_MODE_REPLAY", order.last))
+    if order.first is not None and order.mode not in (WatchMode.REPLAY, WatchMode.TAIL):
+        rule = f"absent in WATCH_MODE_{order.mode.name}, which begins by itself"
+        found.append(Violation("from_sequence", rule, order.first))
     if order.first is not None and order.last is not None and order.last < order.first:
-        violations.append(Violation("end_sequence", f"at least from_sequence = {order.first}", order.last))
-    raise_if(violations)
+        found.append(Violation("end_sequence", f"at least from_sequence = {order.first}", order.last))
+    return found

@@ -6,6 +6,10 @@ A library does not configure logging; ``configure`` is for our own programs (``k
 from __future__ import annotations
 
 import logging
+import time
+import unicodedata
+
+LONGEST_LINE = 400  # characters of foreign text in one record
 
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s [%(threadName)s] %(message)s"
 
@@ -16,18 +20,92 @@ def configure(level: str | int = "INFO") -> None:
     drop_poller_noise()
 
 
-def drop_poller_noise() -> None:
-    """Hides one harmless record of grpc.aio. Repeating it changes nothing.
+def one_line(text: str, longest: int = LONGEST_LINE) -> str:
+    """Text of others as one printable line: control characters, line breaks and what turns text around are escaped."""
+    cut = text if len(text) <= longest else text[: longest - 3] + "..."
+    return cut if cut.isprintable() else "".join(_shown(character) for character in cut)
 
+
+class RateLimited:
+    """Records of a logger, at most ``lines`` of one key in ``seconds``; then how many were left out. For one thread.
+
+    Keys are few and our own: names of reasons, not what a peer says.
+    """
+
+    def __init__(self, logger: logging.Logger, lines: int = 5, seconds: float = 10.0) -> None:
+        self._logger = logger
+        self._lines = lines
+        self._seconds = seconds
+        self._windows: dict[str, _Window] = {}
+
+    def warning(self, key: str, text: str) -> None:
+        self.say(logging.WARNING, key, text)
+
+    def say(self, level: int, key: str, text: str) -> None:
+        now = time.monotonic()
+        window = self._windows.get(key)
+        if window is None or now >= window.end:
+            self._close(key)
+            window = self._windows[key] = _Window(now + self._seconds, level)
+        window.said += 1
+        if window.said <= self._lines:
+            self._logger.log(level, "%s", text)
+
+    def flush(self) -> None:
+        """Ends the windows whose time is over; cheap enough for every tick."""
+        if self._windows:
+            now = time.monotonic()
+            for key in [key for key, window in self._windows.items() if now >= window.end]:
+                self._close(key)
+
+    def _close(self, key: str) -> None:
+        window = self._windows.pop(key, None)
+        if window is not None and window.said > self._lines:
+            more = window.said - self._lines
+            self._logger.log(window.level, "%d more like these of %s in %g s", more, key, self._seconds)
+
+
+class _Window:
+    __slots__ = ("end", "level", "said")
+
+    def __init__(self, end: float, level: int) -> None:
+        self.end = end
+        self.level = level
+        self.said = 0
+
+
+def _shown(character: str) -> str:
+    if character.isprintable() and unicodedata.category(character) not in ("Cf", "Cc"):
+        return character
+    return character.encode("unicode_escape").decode()
+
+
+def drop_poller_noise() -> None:
+    """Hides two records of grpc.aio that say nothing of ours. Repeating it changes nothing.
+
+    A header that is not UTF-8 writes a traceback for each call, whoever sends it: that becomes one line in 10 s.
     Several loops of a process share one completion-queue poller; a loop that wakes after another one has read the
     queue's socket reports BlockingIOError from PollerCompletionQueue, and nothing is lost by it.
     """
-    asyncio_logger = logging.getLogger("asyncio")
-    if not any(isinstance(present, _PollerNoise) for present in asyncio_logger.filters):
-        asyncio_logger.addFilter(_PollerNoise())
+    for name, noise in (("asyncio", _PollerNoise), ("grpc._cython.cygrpc", _InvalidEncoding)):
+        noisy = logging.getLogger(name)
+        if not any(isinstance(present, noise) for present in noisy.filters):
+            noisy.addFilter(noise())
 
 
 class _PollerNoise(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         return not (isinstance(error, BlockingIOError) and "PollerCompletionQueue" in record.getMessage())
+
+
+class _InvalidEncoding(logging.Filter):
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines = RateLimited(logging.getLogger("kvgrpc.rpc"), lines=1)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not str(record.msg).startswith("Invalid encoding on"):
+            return True
+        self._lines.warning("headers that are not UTF-8", "a caller sent a header that is not UTF-8")
+        return False

@@ -7,11 +7,11 @@ thread-safe and cost about a microsecond; on a hot path keep the child that ``la
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 REGISTRY = CollectorRegistry(auto_describe=True)
 
-_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
 def _counter(name: str, text: str, *labels: str) -> Counter:
@@ -23,7 +23,7 @@ def _gauge(name: str, text: str, *labels: str) -> Gauge:
 
 
 def _histogram(name: str, text: str, *labels: str) -> Histogram:
-    return Histogram(name, text, labels, registry=REGISTRY, buckets=_SECONDS)
+    return Histogram(name, text, labels, registry=REGISTRY, buckets=SECONDS)
 
 
 # Calls that this process serves. method: "/kvgrpc.v1.RegistryService/Register"; code: "OK", "NOT_FOUND", ...
@@ -37,9 +37,7 @@ ERRORS = _counter("kvgrpc_errors", "Statuses that were sent as errors.", "reason
 TASK_FAILURES = _counter("kvgrpc_task_failures", "Background tasks that ended by an unexpected exception.", "task")
 LOOP_LAG_SECONDS = _gauge("kvgrpc_loop_lag_seconds", "How late the event loop last woke.")
 
-# Hand-offs. role: "prefill", "decode".
-ROOMS_OPEN = _gauge("kvgrpc_rooms_open", "Rooms that have not ended.", "role")
-PAGES_HELD = _gauge("kvgrpc_pages_held", "Pages that wait for evidence that nobody writes to them.")
+# Hand-offs. Those that ended: hand_offs.py; what is open now: ranks.py.
 # direction: "sent", "received".
 SESSION_FRAMES = _counter("kvgrpc_session_frames", "Frames of sessions.", "direction")
 SESSION_ROOMS = _counter("kvgrpc_session_rooms", "Room states in those frames.", "direction")
@@ -52,6 +50,7 @@ EVENT_BATCHES = _counter("kvgrpc_event_batches", "Batches that were published.")
 EVENT_BYTES = _counter("kvgrpc_event_bytes", "Bytes of those batches.")
 # cause: as in DroppedRange.cause.
 EVENTS_DROPPED = _counter("kvgrpc_event_batches_dropped", "Batches that could not be published.", "cause")
+EVENTS_UNKNOWN = _counter("kvgrpc_events_unknown", "Events in those batches of a kind that is not known.")
 JOURNAL_BYTES = _gauge("kvgrpc_event_journal_bytes", "Bytes that the journals keep.")
 
 # The hierarchical cache. kind, state, stop: names of kvgrpc.prefetch.model.
@@ -60,13 +59,3 @@ CACHE_OPERATIONS = _counter("kvgrpc_cache_operations", "Prefetches and backups t
 # The registry.
 REGISTRY_ROWS = _gauge("kvgrpc_registry_rows", "Rows that are registered.")
 REGISTRY_EXPIRED = _counter("kvgrpc_registry_leases_expired", "Leases that ran out.")
-
-
-def serve(port: int, host: str = "127.0.0.1") -> int:
-    """Serves ``REGISTRY`` over HTTP from a daemon thread until the process ends; returns the bound port.
-
-    Nothing calls it unless asked to. ``port`` 0 takes any free one. Raises OSError when the port is taken.
-    """
-    server, thread = start_http_server(port, host, registry=REGISTRY)
-    thread.name = "kvgrpc-metrics"
-    return int(server.server_port)

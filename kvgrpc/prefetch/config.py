@@ -21,7 +21,7 @@ class PrefetchConfig:
     """The ``prefetch`` of a RankConfig.
 
     Attributes:
-        model: name of the model, part of the storage keys.
+        model, revision: name of the model and of its weights, parts of the storage keys.
         shape: what a page is made of (``PageShape.mha``, ``PageShape.mla``).
         host_pages: pages of the host pool.
         host_layout: how they lie; storage keys tell layouts apart.
@@ -52,6 +52,7 @@ class PrefetchConfig:
     storage_config: Mapping[str, object] | str | None = None
     backup: bool = True
     key_mode: str = "kvgrpc"
+    revision: str = ""
     limits: PrefetchLimits = field(default_factory=PrefetchLimits)
     leader: str = ""
     listener: CacheListener | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from kvgrpc.errors import FeatureDisabled, InvalidRequest, ServerDraining, WrongRank
+from kvgrpc.errors import FeatureDisabled, ServerDraining, WrongRank
 from kvgrpc.model import Layout, RankId, RankRef
 from kvgrpc.prefetch.agreement import Agreement, AloneAgreement
 from kvgrpc.prefetch.backing_up import Writes, every_page, writer_of
@@ -19,6 +19,7 @@ from kvgrpc.prefetch.operation import Operation
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.prefetch.storage.base import StorageBackend
+from kvgrpc.prefetch.storage.keys import Keys, PageIdentity
 
 MAX_PINS = 4_096
 _PINS_RETRY_SECONDS = 1.0
@@ -312,13 +313,24 @@ class PrefetchManager:
 
 def key_builder(config: PrefetchConfig, namespace: Namespace) -> Callable[[str], str]:
     """What makes a storage key of a page hash. Raises InvalidRequest for an unknown mode."""
-    if config.key_mode != "kvgrpc":
-        raise InvalidRequest.of("prefetch.key_mode", config.key_mode, "kvgrpc")
-    head = f"{namespace.model.replace('/', '-')}.{namespace.dtype}.{namespace.layout}.{namespace.page_tokens}"
-    rank = f"pp{namespace.pp_rank}of{namespace.pp_size}"
-    if not namespace.replicated:
-        rank += f".tp{namespace.tp_rank}of{namespace.tp_size}"
-    return lambda page_hash: f"{head}.{rank}.{page_hash}"
+    shape = config.shape
+    parts = ".".join(f"{component.name}{component.layer_bytes}" for component in shape.components)
+    identity = PageIdentity(
+        model=namespace.model,
+        revision=config.revision,
+        dtype=namespace.dtype,
+        # Two pages of one hash that differ in any of it do not fit into each other's place.
+        layout=f"{namespace.layout}.{shape.layers}.{parts}",
+        page_size=namespace.page_tokens,
+        tp_rank=namespace.tp_rank,
+        tp_size=namespace.tp_size,
+        pp_rank=namespace.pp_rank,
+        pp_size=namespace.pp_size,
+        cp_rank=namespace.cp_rank,
+        cp_size=namespace.cp_size,
+        replicated=namespace.replicated,
+    )
+    return Keys(config.key_mode, identity).of
 
 
 def _namespace(config: PrefetchConfig, rank: RankId, layout: Layout) -> Namespace:
@@ -332,6 +344,8 @@ def _namespace(config: PrefetchConfig, rank: RankId, layout: Layout) -> Namespac
         layout.tp,
         rank.pp,
         layout.pp,
+        rank.cp,
+        layout.cp,
         shape.kind == "mla",
     )
 

@@ -196,6 +196,8 @@ class Namespace:
     tp_size: int = 1
     pp_rank: int = 0
     pp_size: int = 1
+    cp_rank: int = 0
+    cp_size: int = 1
     replicated: bool = False
     """True where every tensor-parallel rank holds the same bytes (MLA): one of them writes, each reads."""
 

@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from kvgrpc.model import Layout, Pool, RankId, Role
+from kvgrpc.model import Layout, ModelIdentity, Pool, RankId, Role
 from kvgrpc.registry.model import (
     EVERY_RANK,
     Coordinates,
@@ -22,11 +22,12 @@ NAMED_MISSING_RANKS = 8
 
 
 class Shape:
-    """What all rows of an engine share: role, layout, and the shapes of the pools that they have in common."""
+    """What all rows of an engine share: role, layout, model, and the shapes of the pools that they have in common."""
 
-    def __init__(self, role: Role, layout: Layout) -> None:
+    def __init__(self, role: Role, layout: Layout, model: ModelIdentity) -> None:
         self.role = role
         self.layout = layout
+        self.model = model
         self._pools: dict[str, Pool] = {}
         self._holders: dict[str, int] = {}
 
@@ -35,7 +36,7 @@ class Shape:
 
         ``replaced`` are rows that go before this one comes: a pool that only they hold is no obstacle.
         """
-        differences = engine_differences(self.role, self.layout, row)
+        differences = engine_differences(self.role, self.layout, self.model, row)
         for pool in row.pools:
             known = self._pools.get(pool.name)
             found = pool_differences(known, pool) if known is not None and known is not pool else {}
@@ -66,11 +67,11 @@ class LeasedRow:
 
 
 class Engine:
-    """The rows of one engine. All have one role and layout, which the first of them brings."""
+    """The rows of one engine. All have one role, layout and model, which the first of them brings."""
 
     def __init__(self, first: RankRow) -> None:
         self.name = first.ref.rank.engine
-        self.shape = Shape(first.role, first.layout)
+        self.shape = Shape(first.role, first.layout, first.model)
         self.last_renewal = 0.0
         self._leased: dict[RankId, LeasedRow] = {}
         self._ordered: tuple[RankRow, ...] | None = None
@@ -117,7 +118,9 @@ class Engine:
         return max(map(_epoch_of, others), default=0)
 
     def view(self, rows: Sequence[RankRow] = ()) -> ResolvedEngine:
-        return ResolvedEngine(self.name, self.role, self.shape.layout, self.ready, tuple(rows), self.registered)
+        return ResolvedEngine(
+            self.name, self.role, self.shape.layout, self.ready, tuple(rows), self.registered, self.shape.model
+        )
 
     def rows(self) -> tuple[RankRow, ...]:
         """All rows, ordered by coordinates."""

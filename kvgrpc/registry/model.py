@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kvgrpc.model import Layout, Pool, RankId, RankRef, Role
+from kvgrpc.model import UNKNOWN_MODEL, Layout, ModelIdentity, Pool, RankId, RankRef, Role
 
 # Seconds that a lease lives without a renewal.
 DEFAULT_TTL = 10.0
@@ -32,6 +32,7 @@ class RankRow:
     pools: tuple[Pool, ...] = ()
     data_plane: str = ""
     places_rooms: bool = False
+    model: ModelIdentity = UNKNOWN_MODEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,43 @@ class ResolvedEngine:
     ready: bool
     rows: tuple[RankRow, ...] = ()
     registered_ranks: int = 0
+    model: ModelIdentity = UNKNOWN_MODEL
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChange:
+    """What is new of one engine, as it is now.
+
+    ``engine.rows``: rows that are new or were replaced. ``gone``: incarnations that are there no more and have no
+    successor; with ``engine.registered_ranks`` 0 the engine itself is gone. ``before``: the incarnations that the new
+    and the gone ones replace, and ``role_before`` what the engine did then (None: it was not there).
+    """
+
+    engine: ResolvedEngine
+    gone: tuple[RankRef, ...] = ()
+    before: tuple[RankRef, ...] = ()
+    role_before: Role | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFilter:
+    """Which engines a reader follows, and whether it wants their pools."""
+
+    engine: str = ""
+    role: Role | None = None
+    pools: bool = True
+
+    def takes(self, name: str, role: Role | None) -> bool:
+        return self.engine in ("", name) and role is not None and self.role in (None, role)
+
+    def applied_to(self, change: EngineChange) -> EngineChange | None:
+        """What a follower hears of a change; an engine that took another role is gone for who follows the old one."""
+        name, engine = change.engine.name, change.engine
+        if self.takes(name, engine.role):
+            return change
+        if not self.takes(name, change.role_before):
+            return None
+        return EngineChange(replace(engine, ready=False, rows=(), registered_ranks=0), change.before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +141,7 @@ def coordinates_of(rank: RankId) -> Coordinates:
     return rank.dp, rank.pp, rank.cp, rank.tp
 
 
-def engine_differences(role: Role, layout: Layout, row: RankRow) -> dict[str, str]:
+def engine_differences(role: Role, layout: Layout, model: ModelIdentity, row: RankRow) -> dict[str, str]:
     """What of a row does not fit the engine that it wants to join: field -> both values; empty when it fits."""
     differences = {}
     if row.role != role:
@@ -111,6 +149,9 @@ def engine_differences(role: Role, layout: Layout, row: RankRow) -> dict[str, st
     for axis in ("dp", "pp", "cp", "tp"):
         if getattr(row.layout, axis) != getattr(layout, axis):
             differences[f"layout.{axis}"] = _both(getattr(layout, axis), getattr(row.layout, axis))
+    for (field, known), (_, offered) in zip(model.items(), row.model.items(), strict=True):
+        if known != offered:
+            differences[field] = _both(repr(known), repr(offered))
     return differences
 
 
@@ -128,7 +169,7 @@ def pool_differences(known: Pool, offered: Pool) -> dict[str, str]:
 
 def row_differences(known: RankRow, offered: RankRow) -> dict[str, str]:
     """Where two rows of one incarnation differ: field -> both values."""
-    differences = engine_differences(known.role, known.layout, offered)
+    differences = engine_differences(known.role, known.layout, known.model, offered)
     for field in ("grpc", "events_pub"):
         if getattr(known.endpoints, field) != getattr(offered.endpoints, field):
             differences[f"endpoints.{field}"] = _both(

@@ -1,24 +1,22 @@
-"""RegistryService over gRPC: decode, call the registry, encode. Errors leave as domain exceptions."""
+"""RegistryService over gRPC: decode, call the store, encode. Errors leave as domain exceptions."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc.aio
 from google.protobuf import duration_pb2
 
-from kvgrpc.errors import InvalidRequest, ServerDraining, TooManyRequests
+from kvgrpc.errors import InvalidRequest, KvGrpcError, ServerDraining, TooManyRequests
 from kvgrpc.model import Role
-from kvgrpc.observability import metrics
 from kvgrpc.paging import numbers_token, page_token, read_numbers_token, read_page_token
 from kvgrpc.registry import wire
 from kvgrpc.registry.addresses import peer_is_local
-from kvgrpc.registry.clock import TICK_SECONDS, RunningClock
-from kvgrpc.registry.model import BEFORE_ALL, DEFAULT_TTL, RankRow, ResolvedEngine, coordinates_of
-from kvgrpc.registry.store.memory import MemoryRegistry
+from kvgrpc.registry.model import BEFORE_ALL, EngineChange, RankRow, ResolvedEngine, coordinates_of
+from kvgrpc.registry.store.base import Store
+from kvgrpc.registry.watching import Watching
 from kvgrpc.rpc.patience import patience
 from kvgrpc.rpc.waiters import Waiters
 from kvgrpc.v1 import registry_service_pb2 as pb
@@ -34,28 +32,36 @@ MAX_WAITERS = 2_048
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
-    """A registry in memory behind RegistryService; lives on the event loop on which ``start`` was called.
+def add_registry_to_server(servicer: RegistryServicer, server: grpc.aio.Server) -> None:
+    """As the generated function does it, but what WatchEngines sends is encoded already, once for all who read it."""
+    encoded: grpc.RpcMethodHandler[pb.WatchEnginesRequest, bytes] = grpc.unary_stream_rpc_method_handler(
+        servicer.watch_encoded, request_deserializer=pb.WatchEnginesRequest.FromString
+    )
+    service = pb.DESCRIPTOR.services_by_name["RegistryService"].full_name
+    # Of two handlers of one method the first one counts.
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {"WatchEngines": encoded}),))
+    registry_service_pb2_grpc.add_RegistryServiceServicer_to_server(servicer, server)
 
-    Add it to a server with ``add_RegistryServiceServicer_to_server``; the server's interceptor turns the exceptions of
+
+class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
+    """A store behind RegistryService; lives on the event loop on which ``start`` was called.
+
+    Add it to a server with ``add_registry_to_server``; the server's interceptor turns the exceptions of
     ``kvgrpc.errors`` into statuses.
     """
 
-    def __init__(self, *, ttl: float = DEFAULT_TTL, max_waiters: int = MAX_WAITERS) -> None:
-        self._clock = RunningClock()
-        self.registry = MemoryRegistry(
-            clock=self._clock, registry_id=secrets.token_hex(8), first_lease_id=secrets.randbits(62) + 1, ttl=ttl
-        )
+    def __init__(self, store: Store, *, max_waiters: int = MAX_WAITERS) -> None:
+        self.store = store
         self._pools = wire.PoolCache()
         # By the engine's name, or by role where none was named.
         self._waiters = Waiters[str | Role | None](
             max_waiters, "waiting ResolveRanks calls", draining="the registry drains"
         )
+        self._watching = Watching(store, self._pools)
         self._ttl = duration_pb2.Duration()
-        self._ttl.FromMicroseconds(round(ttl * 1e6))
+        self._ttl.FromMicroseconds(round(store.ttl * 1e6))
         self._streams: set[asyncio.Future[None]] = set()
         self._draining = False
-        self._ticking: asyncio.Task[None] | None = None
 
     @property
     def limits(self) -> dict[str, int]:
@@ -67,59 +73,55 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
             "leaseTtlMs": self._ttl.ToMilliseconds(),
         }
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Starts to count time; leases do not run out before."""
-        self._ticking = asyncio.get_running_loop().create_task(self._tick(), name="registry-clock")
+        await self.store.start(self._on_change)
 
     def drain(self) -> None:
-        """Ends keepalive streams and waiting calls with SERVER_DRAINING, and takes no more rows. Reads go on."""
+        """Ends streams and waiting calls with SERVER_DRAINING, and takes no more rows. Reads go on."""
         self._draining = True
         self._waiters.drain()
+        self._watching.drain()
         for drained in self._streams:
             if not drained.done():
                 drained.set_result(None)
 
     async def close(self) -> None:
-        """Drains and stops the clock."""
+        """Drains and closes the store."""
         self.drain()
-        if self._ticking is not None:
-            self._ticking.cancel()
-            await asyncio.wait([self._ticking])
+        await self.store.close()
 
     @property
     def healthy(self) -> bool:
-        """True between ``start`` and ``close``, as long as the clock runs."""
-        return self._ticking is not None and not self._ticking.done()
+        """True between ``start`` and ``close``, as long as the store's own tasks run."""
+        return self.store.healthy
 
     async def Register(self, request: pb.RegisterRequest, context: _Context) -> pb.RegisterResponse:
         self._refuse_if_draining()
         rows = wire.rows_to_register(request, self._pools, peer_is_local=peer_is_local(context.peer()))
-        registered = self.registry.register(rows)
-        for name, role in registered.became_ready:
-            self._waiters.wake(name)
-            self._waiters.wake(role)
-        return pb.RegisterResponse(
-            leases=wire.leases_to_pb(registered.leases), ttl=self._ttl, registry_id=self.registry.registry_id
-        )
+        leases = await self.store.register(rows)
+        return pb.RegisterResponse(leases=wire.leases_to_pb(leases), ttl=self._ttl, registry_id=self.store.registry_id)
 
     async def KeepAlive(self, request_iterator: object, context: _Context) -> AsyncIterator[pb.KeepAliveResponse]:
         drained: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._streams.add(drained)
         try:
             while (request := await self._next_request(context, drained)) is not grpc.aio.EOF:
-                unknown = self.registry.keep_alive(wire.lease_ids(request))
+                unknown = await self.store.keep_alive(wire.lease_ids(request))
                 yield pb.KeepAliveResponse(unknown_lease_ids=unknown, ttl=self._ttl)
         finally:
             self._streams.discard(drained)
 
     async def Deregister(self, request: pb.DeregisterRequest, context: _Context) -> pb.DeregisterResponse:
-        return pb.DeregisterResponse(removed=self.registry.deregister(wire.refs_to_deregister(request)))
+        return pb.DeregisterResponse(removed=await self.store.deregister(wire.refs_to_deregister(request)))
 
     async def GetEngine(self, request: pb.GetEngineRequest, context: _Context) -> pb.GetEngineResponse:
         question = f"GetEngine {request.engine}"
         after = read_numbers_token(question, request.page_token, 4) or BEFORE_ALL
         size = _page_size(request.page_size, MAX_PAGE)
-        engine = self.registry.get(request.engine, after, size + 1)
+        engine = self.store.table.get(request.engine, after, size + 1)
+        if engine is None:
+            raise self._absence(request.engine, None)
         rows = self._rows_that_fit(engine.rows[:size])
         response = pb.GetEngineResponse(engine=wire.engine_to_pb(engine, rows))
         if len(rows) < len(engine.rows):
@@ -132,8 +134,8 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
         question = f"ListEngines {request.role} {request.include_rows}"
         after = read_page_token(question, request.page_token)
         size = _page_size(request.page_size, DEFAULT_PAGE)
-        engines = self.registry.list_engines(role, after, size + 1, rows=request.include_rows)
-        response = pb.ListEnginesResponse(warming_up=self.registry.warming_up)
+        engines = self.store.table.list_engines(role, after, size + 1, rows=request.include_rows)
+        response = pb.ListEnginesResponse(warming_up=self.store.warming_up_for > 0)
         left = MAX_PAGE_BYTES
         for engine in engines[:size]:
             message = self._engine_with_rows(engine)
@@ -150,21 +152,46 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
         selectors = wire.selectors_from_pb(request.selectors)
         if request.wait_ready:
             await self._until_ready(request.engine, role, context.time_remaining())
-        engine = self.registry.resolve(request.engine, role, selectors)
+        engine = self.store.table.select(request.engine, role, selectors)
+        if engine is None:
+            raise self._absence(request.engine, role)
         pools = None if request.without_pools else self._pools
         rows = [wire.row_to_pb(row, pools) for row in engine.rows]
         _check_fits(rows)
         return pb.ResolveRanksResponse(engine=wire.engine_to_pb(engine, rows))
 
+    async def WatchEngines(
+        self, request: pb.WatchEnginesRequest, context: _Context
+    ) -> AsyncIterator[pb.WatchEnginesResponse]:
+        async for message in self.watch_encoded(request, context):
+            yield pb.WatchEnginesResponse.FromString(message)
+
+    async def watch_encoded(self, request: pb.WatchEnginesRequest, context: _Context) -> AsyncIterator[bytes]:
+        """WatchEngines with responses as bytes."""
+        self._refuse_if_draining()
+        only = wire.filter_from_pb(request)
+        async for message in self._watching.follow(only):
+            yield message
+
+    def _on_change(self, changes: Sequence[EngineChange]) -> None:
+        for change in changes:
+            if change.engine.ready:
+                self._waiters.wake(change.engine.name)
+                self._waiters.wake(change.engine.role)
+        self._watching.publish(changes)
+
+    def _absence(self, engine: str, role: Role | None) -> KvGrpcError:
+        return self.store.table.absence(engine, role, self.store.warming_up_for)
+
     async def _until_ready(self, engine: str, role: Role | None, remaining: float | None) -> None:
         loop = asyncio.get_running_loop()
         end = loop.time() + patience(remaining)
         while True:
-            found = self.registry.find(engine, role)
+            found = self.store.table.find(engine, role)
             if found is not None and found.ready:
                 return
             if loop.time() >= end or not await self._waiters.wait([engine or role], end - loop.time()):
-                raise self.registry.absence(engine, role)
+                raise self._absence(engine, role)
 
     async def _next_request(self, context: _Context, drained: asyncio.Future[None]) -> Any:
         """The next message of a keepalive stream, or EOF. A drain does not wait for it: it may be seconds away."""
@@ -196,13 +223,6 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
     def _engine_with_rows(self, engine: ResolvedEngine) -> pb.Engine:
         rows = self._rows_that_fit(engine.rows)
         return wire.engine_to_pb(engine, rows if len(rows) == len(engine.rows) else ())
-
-    async def _tick(self) -> None:
-        while True:
-            self._clock.tick()
-            metrics.REGISTRY_EXPIRED.inc(len(self.registry.expire()))
-            metrics.REGISTRY_ROWS.set(self.registry.rows)
-            await asyncio.sleep(TICK_SECONDS)
 
 
 def _page_size(asked: int, default: int) -> int:

@@ -11,7 +11,7 @@ from kvgrpc import wire
 from kvgrpc.errors import InvalidRequest, Violation
 from kvgrpc.model import Pool, RankRef, Role, check_pools, check_rank, raise_if
 from kvgrpc.registry.addresses import check_advertised, check_events_endpoint
-from kvgrpc.registry.model import Endpoints, Lease, RankRow, RankSelector, ResolvedEngine
+from kvgrpc.registry.model import Endpoints, EngineChange, EngineFilter, Lease, RankRow, RankSelector, ResolvedEngine
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import registry_service_pb2 as pb
 
@@ -71,6 +71,7 @@ def row_to_pb(row: RankRow, pools: PoolCache | None) -> pb.RankRow:
         pools=[] if pools is None else [pools.encode(pool) for pool in row.pools],
         data_plane=row.data_plane,
         places_rooms=row.places_rooms,
+        model=wire.model_to_pb(row.model),
     )
 
 
@@ -84,6 +85,7 @@ def row_from_pb(message: pb.RankRow, pools: PoolCache, path: str = "row") -> Ran
         pools=tuple(pools.decode(pool, f"{path}.pools[{index}]") for index, pool in enumerate(message.pools)),
         data_plane=message.data_plane,
         places_rooms=message.places_rooms,
+        model=wire.model_from_pb(message.model),
     )
 
 
@@ -125,7 +127,16 @@ def engine_to_pb(engine: ResolvedEngine, rows: Iterable[pb.RankRow] = ()) -> pb.
         expected_ranks=engine.layout.ranks,
         ready=engine.ready,
         rows=rows,
+        model=wire.model_to_pb(engine.model),
     )
+
+
+def change_to_pb(engine: ResolvedEngine, rows: Iterable[pb.RankRow], gone: Iterable[RankRef]) -> pb.EngineChange:
+    return pb.EngineChange(engine=engine_to_pb(engine, rows), gone=map(wire.rank_ref_to_pb, gone))
+
+
+def change_from_pb(message: pb.EngineChange, pools: PoolCache) -> EngineChange:
+    return EngineChange(engine_from_pb(message.engine, pools), tuple(map(wire.rank_ref_from_pb, message.gone)))
 
 
 def engine_from_pb(message: pb.Engine, pools: PoolCache) -> ResolvedEngine:
@@ -136,6 +147,7 @@ def engine_from_pb(message: pb.Engine, pools: PoolCache) -> ResolvedEngine:
         ready=message.ready,
         rows=tuple(row_from_pb(row, pools, f"engine.rows[{index}]") for index, row in enumerate(message.rows)),
         registered_ranks=message.registered_ranks,
+        model=wire.model_from_pb(message.model),
     )
 
 
@@ -154,6 +166,10 @@ def selectors_from_pb(messages: Sequence[pb.RankSelector]) -> list[RankSelector]
         )
         for message in messages
     ]
+
+
+def filter_from_pb(message: pb.WatchEnginesRequest) -> EngineFilter:
+    return EngineFilter(message.engine, optional_role(message.role), not message.without_pools)
 
 
 def optional_role(value: int) -> Role | None:

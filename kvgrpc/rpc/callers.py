@@ -1,11 +1,94 @@
-"""Who calls, as the library says it."""
+"""Who makes the call that runs now, and for which ranks it may speak."""
 
 from __future__ import annotations
 
-from urllib.parse import unquote
+import fnmatch
+import re
+import time
+from collections.abc import Iterable
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from kvgrpc.errors import IdentityMismatch, InvalidRequest
+from kvgrpc.model import RankRef, Role
+from kvgrpc.rpc.security import CallerRole, Token
+
+MAX_CLOCK_SKEW_SECONDS = 600.0
+
+_ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
+_RANK_NAME = re.compile(r"(?:.*/)?(?P<engine>[^/]+)[./](?P<role>prefill|decode)[./]rank")
 
 
-def caller_address(peer: str) -> str:
-    """ "host:port" of ServicerContext.peer(), IPv6 in brackets; "unix:…" and what is not known stay as they are."""
-    scheme, _, address = peer.partition(":")
-    return unquote(address) if scheme in ("ipv4", "ipv6") else peer
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """``name``: what its limits are counted by; the name of its token or certificate, else the host of its address.
+
+    ``role``: None where nobody has to prove anything. ``engines`` (a pattern as of file names) and ``engine_role``: the
+    only ranks that it may speak for; empty and None: any.
+    """
+
+    name: str
+    role: CallerRole | None = None
+    engines: str = ""
+    engine_role: Role | None = None
+
+    @classmethod
+    def with_token(cls, token: Token, host: str) -> Caller:
+        name = f"{token.role.value} {token.name}" if token.name else host
+        engines = token.name if token.role is CallerRole.RANK else ""
+        return cls(name, token.role, engines, _ROLES.get(token.engine_role))
+
+    @classmethod
+    def with_certificate(cls, names: Iterable[str]) -> Caller | None:
+        """By the first of its names that gives a role; None: none does.
+
+        A name gives the role that it ends in, after a dot or a slash or as a whole: "prefill-7.rank",
+        "spiffe://cluster/kvgrpc/consumer", "operator". "ENGINE.prefill.rank" (or with slashes) speaks for the prefill
+        ranks of that engine only.
+        """
+        for name in names:
+            last = name.replace("/", ".").rpartition(".")[2]
+            if last in CallerRole._value2member_map_:
+                scope = _RANK_NAME.fullmatch(name)
+                if scope is None:
+                    return cls(f"certificate {name}", CallerRole(last))
+                # As it stands: no character of a certificate's name is a pattern.
+                return cls(f"certificate {name}", CallerRole.RANK, glob_escape(scope["engine"]), _ROLES[scope["role"]])
+        return None
+
+
+CALLER: ContextVar[Caller] = ContextVar("kvgrpc-caller")
+
+
+def caller() -> Caller:
+    """Of the call that runs now; outside of one, somebody with every right."""
+    return CALLER.get(_NOBODY)
+
+
+def check_speaker(ref: RankRef, role: Role, field: str) -> None:
+    """What somebody says who speaks for a rank, at ``field`` of the request.
+
+    Raises IdentityMismatch where the caller's token or certificate is another rank's, InvalidRequest for an epoch more
+    than ten minutes ahead of our clock: it would fence every later incarnation.
+    """
+    known = caller()
+    engine = ref.rank.engine
+    matches = not known.engines or fnmatch.fnmatchcase(engine, known.engines)
+    if not matches or known.engine_role not in (None, role):
+        wanted = "" if known.engine_role is None else f", {known.engine_role.name.lower()} only"
+        scope = f"{known.engines or '*'}{wanted}"
+        raise IdentityMismatch(
+            f"{field}: {known.name} may speak for {scope}, not for {role.name.lower()} of {engine}",
+            metadata={"rank": ref.rank, "caller": known.name, "scope": scope},
+        )
+    ahead = ref.epoch / 1e6 - time.time()
+    if ahead > MAX_CLOCK_SKEW_SECONDS:
+        rule = f"at most {MAX_CLOCK_SKEW_SECONDS / 60:g} minutes ahead of this host's clock (Unix microseconds)"
+        raise InvalidRequest.of(f"{field}.epoch", ref.epoch, rule)
+
+
+def glob_escape(text: str) -> str:
+    return re.sub(r"([*?[])", r"[\1]", text)
+
+
+_NOBODY = Caller("")

@@ -5,11 +5,30 @@ from __future__ import annotations
 from kvgrpc import __version__
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+# What the services of a server need, if it does not say otherwise: a frame of a session, a node's rows.
+LARGEST_REQUEST_BYTES = 4 * 1024 * 1024 + 64 * 1024
 
 # A client that pings more often than its server allows is sent away with ENHANCE_YOUR_CALM (llm-d-kv-cache#359).
+# Of one connection. Ours need a handful; a client that wants more waits for one to end, and is not refused.
+MAX_CALLS_OF_A_CONNECTION = 256
+# A connection without a call. Clients dial again when they need one, without telling anybody.
+IDLE_MILLISECONDS = 120_000
+
 PING_MILLISECONDS = 30_000
 PING_TIMEOUT_MILLISECONDS = 10_000
 SERVER_SHORTEST_PING_MILLISECONDS = 10_000
+
+# Parsing a request holds the event loop. Of the unary methods only these may take all that the server takes; names of
+# services that are not here have a bound of their own at the server.
+_SMALL_BYTES = 64 * 1024
+_SMALL_SERVICES = ("RegistryService", "TransferService", "EventService", "ServerService")
+_LARGE_METHODS = {
+    "/kvgrpc.v1.RegistryService/Register": MAX_MESSAGE_BYTES,
+    "/kvgrpc.v1.RegistryService/Deregister": 1024 * 1024,
+    "/kvgrpc.v1.RegistryService/ResolveRanks": 1024 * 1024,
+    "/kvgrpc.v1.TransferService/LocateRooms": 256 * 1024,
+    "/kvgrpc.v1.TransferService/GetTopology": 1024 * 1024,
+}
 
 Options = tuple[tuple[str, int | str], ...]
 
@@ -20,6 +39,10 @@ _BOTH: Options = (
     # Either side finds the other's host or network gone; sessions and watches have quicker heartbeats of their own.
     ("grpc.keepalive_time_ms", PING_MILLISECONDS),
     ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MILLISECONDS),
+    # Without it an unanswered ping counts for a minute, whatever the line above says.
+    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MILLISECONDS),
+    # 15 KB of compressed zeros are 16 MiB that are held until somebody has looked: identity only, either way.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
     # Between calls too, so that the next one does not find a dead connection.
     ("grpc.keepalive_permit_without_calls", 1),
     # By default pings end after two that no data follows, and a quiet stream would never notice.
@@ -39,7 +62,29 @@ SERVER_OPTIONS: Options = (
     ("grpc.server.max_pending_requests_hard_limit", 32_768),
     # By default whoever connects and says nothing keeps the connection for two minutes.
     ("grpc.server_handshake_timeout_ms", 10_000),
+    # What a stranger may hold at once on one connection, before anybody asked who it is. How long a call may take to
+    # send its headers and its body the library cannot bound (docs/security.md): a front can.
+    ("grpc.max_concurrent_streams", MAX_CALLS_OF_A_CONNECTION),
+    # Not max_connection_age: that cuts honest streams.
+    ("grpc.max_connection_idle_ms", IDLE_MILLISECONDS),
 )
+
+
+def largest_request(path: str) -> int:
+    """Bytes of one request of a method, "/package.Service/Method"."""
+    if path.startswith("/grpc."):
+        return _SMALL_BYTES
+    service = path.rpartition("/")[0].removeprefix("/kvgrpc.v1.")
+    return _LARGE_METHODS.get(path, _SMALL_BYTES if service in _SMALL_SERVICES else MAX_MESSAGE_BYTES)
+
+
+def server_options(largest_request: int) -> Options:
+    """Of a server whose services need no request above ``largest_request`` bytes."""
+    return tuple(
+        (name, min(largest_request, MAX_MESSAGE_BYTES) if name == "grpc.max_receive_message_length" else value)
+        for name, value in SERVER_OPTIONS
+    )
+
 
 CHANNEL_OPTIONS: Options = (
     *_BOTH,

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import enum
 import hmac
-import ipaddress
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
 
 from kvgrpc.errors import AddressNotAllowed, InvalidRequest, KvGrpcError
+from kvgrpc.net import is_local
 from kvgrpc.rpc.reloading import ReloadedFile
 
 AUTHORIZATION = "authorization"
@@ -31,10 +32,16 @@ class CallerRole(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A bearer token and what its holder is."""
+    """A bearer token and what its holder is.
+
+    ``name``: whose it is; of a rank's token the engines that its holder may speak for, "prefill-*", and
+    ``engine_role``, "prefill" or "decode", as what. Empty: any.
+    """
 
     role: CallerRole
     secret: str = field(repr=False)
+    name: str = ""
+    engine_role: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +51,12 @@ class ServerSecurity:
     Attributes:
         cert_file, key_file: its TLS certificate and key (PEM); empty: plaintext.
         client_ca_file: who signs client certificates; set: clients must have one, and a name in it ends in their role
-            (``certificate_role``).
+            (``Caller.with_certificate``).
         tokens: bearer tokens; none, no token_file and no client certificates: every caller has all roles.
-        token_file: more of them, a line "role:secret" each (``parse_tokens``); read again when it changes.
+        token_file: more of them, a line each (``parse_tokens``); read again when it changes.
         insecure: a listener that others can reach without TLS, or without any proof of who calls, is meant.
+        health_without_token: whether ``Health/Check`` answers callers that prove nothing, as a kubelet; with
+            client_ca_file they still need a certificate to connect at all.
     """
 
     cert_file: str = ""
@@ -56,6 +65,7 @@ class ServerSecurity:
     tokens: tuple[Token, ...] = ()
     token_file: str = ""
     insecure: bool = False
+    health_without_token: bool = True
 
     @property
     def tls(self) -> bool:
@@ -151,58 +161,52 @@ class TokenTable:
         self._configured = security.tokens
         self._file = ReloadedFile(security.token_file, "tokens_file", parse_tokens) if security.token_file else None
 
-    def role_of(self, authorization: str) -> CallerRole | None:
-        """The role of "Bearer SECRET". Compares with every token, each in a time that tells nothing of it."""
+    def find(self, authorization: str) -> Token | None:
+        """The token of "Bearer SECRET". Compares with every token, each in a time that tells nothing of it."""
         scheme, _, secret = authorization.partition(" ")
         offered = secret.strip().encode(errors="replace")
         found = None
         for token in (*self._configured, *(self._file.value() if self._file is not None else ())):
             if hmac.compare_digest(token.secret.encode(), offered):
-                found = token.role
+                found = token
         return found if offered and scheme.lower() == "bearer" else None
 
 
 def parse_tokens(text: str) -> tuple[Token, ...]:
-    """Lines "role:secret"; blank lines and # comments are skipped. Raises InvalidRequest naming the line."""
+    """Lines "role:secret", with a name or a scope before the colon: "consumer router-a:secret",
+    "rank prefill-* role=prefill:secret". Blank lines and # comments are skipped. Raises InvalidRequest naming the line.
+    """
     tokens = []
     for number, line in enumerate(text.splitlines(), 1):
-        role, colon, secret = line.strip().partition(":")
-        if not role or role.startswith("#"):
-            continue
-        if not colon or not secret.strip() or role.strip() not in _ROLE_NAMES:
-            # The line itself may hold a secret.
-            raise InvalidRequest.of("tokens", f"line {number}", "rank:SECRET, consumer:SECRET or operator:SECRET")
-        tokens.append(Token(CallerRole(role.strip()), secret.strip()))
+        if line.strip() and not line.strip().startswith("#"):
+            token = _token_of(line)
+            if token is None:
+                # The line itself may hold a secret.
+                rule = (
+                    "ROLE [NAME]:SECRET with rank, consumer or operator, or rank ENGINES [role=prefill|decode]:SECRET"
+                )
+                raise InvalidRequest.of("tokens", f"line {number}", rule)
+            tokens.append(token)
     return tuple(tokens)
 
 
-def certificate_role(names: Iterable[str]) -> CallerRole | None:
-    """The role that the names of a client certificate give: subject alternative names first, then the common name.
-
-    A name gives the role that it ends in, after a dot or a slash or as a whole: "prefill-7.rank",
-    "spiffe://cluster/kvgrpc/consumer", "operator". The first name that gives one decides.
-    """
-    for name in names:
-        last = name.replace("/", ".").rpartition(".")[2]
-        if last in _ROLE_NAMES:
-            return CallerRole(last)
-    return None
-
-
-def is_local(address: str) -> bool:
-    """Whether only this host reaches it: loopback or a Unix socket. Wildcards and unknown names are not."""
-    if address.startswith(("unix:", "unix-abstract:")):
-        return True
-    host = address.rpartition(":")[0].strip("[]") or address
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 _ROLE_NAMES = {role.value for role in CallerRole}
+_ENGINE_PATTERN = re.compile(r"[A-Za-z0-9._*?-]{1,128}")
+
+
+def _token_of(line: str) -> Token | None:
+    words, colon, secret = line.strip().partition(":")
+    role, *scope = words.split() or [""]
+    if not colon or not secret.strip() or role not in _ROLE_NAMES:
+        return None
+    engine_role = ""
+    if role == CallerRole.RANK.value and scope and scope[-1].startswith("role="):
+        engine_role = scope.pop().removeprefix("role=")
+        if engine_role not in ("prefill", "decode"):
+            return None
+    if len(scope) > 1 or not all(_ENGINE_PATTERN.fullmatch(name) for name in scope):
+        return None
+    return Token(CallerRole(role), secret.strip(), "".join(scope), engine_role)
 
 
 def _one_token(text: str) -> str:

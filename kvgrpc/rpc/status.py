@@ -141,7 +141,7 @@ def _unpacked(detail: Message, message: Message) -> bool:
 def _class_of(reason: Reason, code: str) -> type[KvGrpcError]:
     """The exception of the reason, or the narrower one of it that this code means."""
     general = exception_of(reason)
-    narrower = general.__subclasses__() if reason else []
+    narrower = general.__subclasses__() if reason and general.code != code else []
     return next((known for known in narrower if known.reason is reason and known.code == code), general)
 
 

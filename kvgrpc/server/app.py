@@ -16,22 +16,23 @@ from kvgrpc.events import EventPublisher, NullEventPublisher
 from kvgrpc.events.base import SHUTDOWN_SECONDS
 from kvgrpc.events.servicer import EventServicer
 from kvgrpc.model import RankId, RankRef, Role, new_epoch
+from kvgrpc.net import AddressPolicy, advertised, parse_bootstrap_addr
 from kvgrpc.prefetch.manager import PrefetchManager
 from kvgrpc.prefetch.servicer import PrefetchServicer
-from kvgrpc.registry.addresses import AddressPolicy, parse_bootstrap_addr
 from kvgrpc.registry.client.registration import Registration
 from kvgrpc.registry.client.resolver import Resolver
 from kvgrpc.registry.model import Endpoints, RankRow, RankSelector
-from kvgrpc.registry.servicer import RegistryServicer
+from kvgrpc.registry.servicer import RegistryServicer, add_registry_to_server
+from kvgrpc.registry.store.memory import MemoryStore
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.loop import LoopThread
-from kvgrpc.server.addresses import advertised
 from kvgrpc.server.check import check
 from kvgrpc.server.closing import ClosingTime
 from kvgrpc.server.config import RankConfig
 from kvgrpc.server.listener import Listener
 from kvgrpc.server.opening import cache_of, plane_of, publisher_of
 from kvgrpc.server.servicer import ServerInfo, ServerServicer, transfer_limits
+from kvgrpc.server.status import RankStatus
 from kvgrpc.transfer.protocol.types import Target
 from kvgrpc.transfer.runtime.decode_manager import DecodeManager
 from kvgrpc.transfer.runtime.manager import TransferConfig
@@ -40,7 +41,6 @@ from kvgrpc.transfer.runtime.resolve import PrefillEngine
 from kvgrpc.transfer.servicer import TransferServicer
 from kvgrpc.v1.event_service_pb2_grpc import add_EventServiceServicer_to_server
 from kvgrpc.v1.prefetch_service_pb2_grpc import add_PrefetchServiceServicer_to_server
-from kvgrpc.v1.registry_service_pb2_grpc import add_RegistryServiceServicer_to_server
 from kvgrpc.v1.server_service_pb2_grpc import add_ServerServiceServicer_to_server
 from kvgrpc.v1.transfer_service_pb2_grpc import add_TransferServiceServicer_to_server
 
@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 _EPOCH_TRIES = 3
 _STOP_GRACE_SECONDS = 1.0
+# The largest requests of a rank are frames: one entry may take a little more than the sender counted.
+_BESIDES_A_FRAME_BYTES = 64 * 1024
 # For the writes of rooms that a drain cancelled: their pages come back after the settle time of 2 s.
 _CANCELLED_WRITES_SECONDS = 5.0
 _ABANDON_SECONDS = 4.0
@@ -86,7 +88,7 @@ class Rank:
         self.address = ""
         self.events: EventPublisher = NullEventPublisher(ref.rank.dp)
         self._loop = loop
-        self._registry = RegistryServicer(ttl=config.lease_ttl) if config.registry == "embedded" else None
+        self._registry = RegistryServicer(MemoryStore(ttl=config.lease_ttl)) if config.registry == "embedded" else None
         self._resolver = Resolver(self._own_channel)
         self._policy = AddressPolicy(config.bootstrap_allow, _configured(config.registry))
         self._registration: Registration | None = None
@@ -110,6 +112,8 @@ class Rank:
             self.transfer = PrefillManager(transfer, plane, loop)
         else:
             self.transfer = DecodeManager(transfer, plane, loop, self._resolve, self._own_channel)
+        self._status = RankStatus(config.metrics_listen, loop, self.transfer)
+        self._closing = False
 
     @property
     def registration_state(self) -> str:
@@ -120,6 +124,11 @@ class Rank:
     def healthy(self) -> bool:
         """All of its threads and tasks run, and no newer incarnation took its place."""
         return self._closed is None and all(check() for check in self._health_checks().values())
+
+    @property
+    def metrics_address(self) -> str:
+        """Where ``/metrics``, ``/livez`` and ``/readyz`` are, "host:port"; empty without ``metrics_listen``."""
+        return self._status.address
 
     def close(self, deadline: float = 10.0) -> Closed:
         """Drains and closes: leaves the registry, ends its rooms, keeps its port until no write is left, then stops.
@@ -145,12 +154,16 @@ class Rank:
         self.prefetch = await asyncio.to_thread(cache_of, config, self.ref)
         self.transfer.start()
         if self._registry is not None:
-            self._registry.start()
+            await self._registry.start()
         self._listener = Listener(health_checks=self._health_checks())
         bound = await self._listener.start(
-            self._add_servicers, (config.listen, *config.admin_listen), config.server_security
+            self._add_servicers,
+            (config.listen, *config.admin_listen),
+            config.server_security,
+            config.max_frame_bytes + _BESIDES_A_FRAME_BYTES,
         )
         self.address = advertised(bound[0], config.advertise)
+        self._status.open(self._live, self._ready)
         if config.registry:
             embedded = config.registry == "embedded"
             registry = bound[0] if embedded else parse_bootstrap_addr(config.registry).target
@@ -193,16 +206,18 @@ class Rank:
     def _say_where_it_is(self) -> None:
         """Decode ranks of some engines register nowhere: this line is how they are found."""
         logger.info(
-            "kvgrpc: %s rank %s listens on %s, registry %s, data plane %s",
+            "kvgrpc: %s rank %s listens on %s, registry %s, data plane %s, metrics %s",
             self.config.role.name.lower(),
             self.ref,
             self.address,
             self.config.registry or "none",
             self.plane.name,
+            self.metrics_address or "none",
         )
 
     async def _drain(self, grace: float, seconds: float) -> tuple[bool, int]:
         time = ClosingTime(seconds)
+        logger.info("%s drains: %d rooms are open, and have %.1f s", self.ref, self.transfer.open_rooms(), grace)
         if self._listener is not None:
             await self._listener.drain()
         if self._registration is not None:
@@ -218,19 +233,28 @@ class Rank:
             self._event_servicer.drain()
         if self._prefetch_servicer is not None:
             self._prefetch_servicer.drain()
+        left_over = "nothing is left" if drained else f"{open_rooms} rooms and {self.transfer.held_pages} held pages"
+        logger.log(logging.INFO if drained else logging.WARNING, "%s drained: %s", self.ref, left_over)
         return drained, open_rooms
 
     async def _close(self, time: ClosingTime) -> Closed:
         drained, open_rooms = False, 0
+        self._closing = True
         try:
             drained, open_rooms = await self._drain(time.seconds * 0.5, time.seconds * 0.8)
         finally:
-            await self.transfer.stop()
-            if self._listener is not None:
-                await self._listener.refuse()
             await asyncio.to_thread(self.events.shutdown, min(SHUTDOWN_SECONDS, time.left(0.85)))
             await self._close_cache(time.left(0.85))
+            if isinstance(self.transfer, DecodeManager):
+                await self.transfer.stop()
             written = await self._end_writes(time)
+            if isinstance(self.transfer, PrefillManager):
+                # After its data plane: its sessions still say which writes are over for certain.
+                if written:
+                    self.transfer.on_plane_closed()
+                await self.transfer.stop()
+            if self._listener is not None:
+                await self._listener.refuse()
             await self._let_go(written, time)
         return Closed(drained and written, open_rooms, self.transfer.held_pages, listening=not written)
 
@@ -261,8 +285,10 @@ class Rank:
         """A dial that is refused proves to a peer that nobody writes any more: the address outlives every write (4)."""
         if not written:
             logger.error("%s: a write may be left, so %s stays bound; end the process", self.ref, self.address)
-        elif self._listener is not None:
-            await self._listener.stop(min(_STOP_GRACE_SECONDS, time.left()), time.left() + _LEAST_STOP_SECONDS)
+        else:
+            await asyncio.to_thread(self._status.close)
+            if self._listener is not None:
+                await self._listener.stop(min(_STOP_GRACE_SECONDS, time.left()), time.left() + _LEAST_STOP_SECONDS)
         if self._registry is not None:
             await self._registry.close()
         await self._resolver.close()
@@ -290,7 +316,7 @@ class Rank:
             add_PrefetchServiceServicer_to_server(self._prefetch_servicer, server)
             names.append("kvgrpc.v1.PrefetchService")
         if self._registry is not None:
-            add_RegistryServiceServicer_to_server(self._registry, server)
+            add_registry_to_server(self._registry, server)
             names.append("kvgrpc.v1.RegistryService")
         info = ServerInfo(
             version=kvgrpc.__version__,
@@ -317,13 +343,14 @@ class Rank:
             tuple(pool.without_addresses() for pool in config.pools),
             self.plane.name,
             config.places_rooms,
+            config.model,
         )
 
     def _health_checks(self) -> Mapping[str, Callable[[], bool]]:
         """What each service stands on: its threads and tasks, not only the port."""
         checks: dict[str, Callable[[], bool]] = {
             "kvgrpc.v1.TransferService": lambda: self.transfer.healthy and self._superseded_by is None,
-            "kvgrpc.v1.EventService": lambda: self.events.healthy,
+            "kvgrpc.v1.EventService": lambda: self.events.healthy and self._superseded_by is None,
             "kvgrpc.v1.ServerService": lambda: self._loop.healthy,
         }
         if self.prefetch is not None:
@@ -334,9 +361,22 @@ class Rank:
             checks["kvgrpc.v1.RegistryService"] = lambda: registry.healthy
         return checks
 
+    def _live(self) -> Mapping[str, bool]:
+        """What a restart would mend. Neither a drain nor a newer incarnation is."""
+        return {
+            "loop": self._loop.healthy,
+            "transfer": self._closing or self.transfer.healthy,
+            "events": self._closing or self.events.healthy,
+        }
+
+    def _ready(self) -> Mapping[str, bool]:
+        return {"loop": self._loop.healthy, **(self._listener.serving() if self._listener is not None else {})}
+
     def _on_superseded(self, epoch: int) -> None:
         logger.error("%s was replaced by incarnation %d: close this rank", self.ref, epoch)
         self._superseded_by = epoch
+        # At once: two streams of one cache would be two truths.
+        self.events.fence()
 
     async def _resolve(self, bootstrap_addr: str, decode: RankId) -> PrefillEngine:
         """The registry behind a request's address, if this rank may dial it (contract section 4)."""

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from kvgrpc.errors import AddressNotAllowed
+from kvgrpc.net import is_unix, joined, port_of, split
 
 _UNIX_MODE = 0o600
 
@@ -33,7 +34,7 @@ def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
         raise _taken(address)
     if path:
         os.chmod(path, _UNIX_MODE)
-    return address if address.startswith("unix") else f"{address.rpartition(':')[0]}:{port}"
+    return address if is_unix(address) else joined(split(address)[0], port)
 
 
 def _unix_path(address: str) -> str:
@@ -62,15 +63,14 @@ def _all_free(address: str) -> bool:
 
     It also takes a port above 65535 for another one. Unix sockets in the abstract namespace pass.
     """
-    host, _, port = address.rpartition(":")
-    if address.startswith("unix-abstract:"):
+    if is_unix(address):
         return True
-    if not port.isdigit() or int(port) > 65535:
+    host, text = split(address)
+    port = port_of(text, lowest=0)
+    if port is None:
         return False
     try:
-        found = socket.getaddrinfo(
-            host.strip("[]") or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError:
         return False
     return all(_is_free(family, where) for family, _, _, _, where in found)

@@ -10,11 +10,18 @@ from typing import Any, SupportsIndex
 from kvgrpc import dataplane
 from kvgrpc.errors import InvalidRequest, Violation
 from kvgrpc.events.config import EventsConfig
-from kvgrpc.model import Layout, Pool, PoolKind, RankRef, Region, Role, check_pools, check_rank, raise_if
-from kvgrpc.registry.addresses import AddressPolicy, check_advertised, parse_bootstrap_addr
+from kvgrpc.model import Layout, ModelIdentity, Pool, PoolKind, RankRef, Region, Role, check_pools, check_rank, raise_if
+from kvgrpc.net import (
+    AddressPolicy,
+    advertised,
+    check_advertised,
+    check_listen,
+    is_wildcard,
+    parse_bootstrap_addr,
+    split,
+)
 from kvgrpc.rpc.options import MAX_MESSAGE_BYTES
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
-from kvgrpc.server.addresses import advertised, split
 from kvgrpc.server.config import RankConfig
 from kvgrpc.transfer.aux import AuxBuffer
 from kvgrpc.transfer.protocol.types import Bounds, Timing
@@ -23,13 +30,13 @@ from kvgrpc.transfer.protocol.types import Bounds, Timing
 SMALLEST_FRAME_BYTES = 64 * 1024
 SHORTEST_LEASE_SECONDS, LONGEST_LEASE_SECONDS = 1.0, 600.0
 
-_WILDCARDS = ("", "*", "0.0.0.0", "::")
 _KINDS: tuple[tuple[str, type, str], ...] = (
     ("engine", str, "text"),
     ("role", Role, 'Role.PREFILL or Role.DECODE (kvgrpc.server.settings reads "prefill" and "decode")'),
     ("layout", Layout, "a kvgrpc.model.Layout"),
+    ("model", ModelIdentity, "a kvgrpc.model.ModelIdentity"),
     *((name, SupportsIndex, "a whole number") for name in ("dp", "pp", "cp", "tp", "max_frame_bytes")),
-    *((name, str, "text") for name in ("device", "listen", "advertise", "registry")),
+    *((name, str, "text") for name in ("device", "listen", "advertise", "registry", "metrics_listen")),
     ("server_security", ServerSecurity, "a kvgrpc.rpc.security.ServerSecurity"),
     ("client_security", ClientSecurity, "a kvgrpc.rpc.security.ClientSecurity"),
     ("timing", Timing, "a kvgrpc.transfer.protocol.types.Timing"),
@@ -152,11 +159,12 @@ def _is_count(value: Any) -> bool:
 
 
 def _check_addresses(config: RankConfig) -> None:
-    _check_port("listen", config.listen)
+    check_listen(config.listen, unix=False)
     for index, address in enumerate(config.admin_listen):
-        if not address.startswith(("unix:", "unix-abstract:")):
-            _check_port(f"admin_listen[{index}]", address)
-    if not config.advertise and split(config.listen)[0] in _WILDCARDS:
+        check_listen(address, f"admin_listen[{index}]")
+    if config.metrics_listen:
+        check_listen(config.metrics_listen, "metrics_listen", unix=False)
+    if not config.advertise and is_wildcard(split(config.listen)[0]):
         rule = f"the host that peers dial, because listen is the wildcard {config.listen}"
         raise_if([Violation("advertise", rule, config.advertise)])
     if config.advertise:
@@ -168,9 +176,3 @@ def _check_addresses(config: RankConfig) -> None:
         except InvalidRequest:
             raise_if([Violation("registry", '"host:port", "embedded" or empty', config.registry)])
     AddressPolicy(config.bootstrap_allow)
-
-
-def _check_port(field: str, address: str) -> None:
-    port = split(address)[1]
-    if not (port.isascii() and port.isdigit() and int(port) <= 65_535):
-        raise_if([Violation(field, "host:port with a port from 0 to 65535, IPv6 in brackets", address)])

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import InvalidRequest
-from kvgrpc.model import Layout, Pool, RankId, Role
+from kvgrpc.model import UNKNOWN_MODEL, Layout, ModelIdentity, Pool, RankId, Role
 from kvgrpc.prefetch.config import PrefetchConfig
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from kvgrpc.transfer.aux import AuxBuffer
@@ -28,6 +28,7 @@ class RankConfig:
         role: what the rank does.
         pools: its KV memory; addresses are this process's own.
         layout, dp, pp, cp, tp: sizes of the engine and coordinates of the rank, in KV coordinates.
+        model: what the engine runs; ranks of different models never exchange a page.
         aux: the engine's aux buffers; none where the engine has none.
         data_plane: "mooncake", "shm", or one that was opened before (``kvgrpc.dataplane.open_plane``), whose
             ``allocate`` may have given the pools' memory.
@@ -41,6 +42,8 @@ class RankConfig:
         prefetch: the hierarchical cache of this rank; None: it has none.
         server_security, client_security: TLS, tokens; without them plaintext on loopback only.
         admin_listen: addresses that serve the same besides ``listen``, for people: "unix:/path".
+        metrics_listen: "host:port" for Prometheus' ``/metrics`` and a kubelet's ``/livez`` and ``/readyz``, over HTTP;
+            empty: none.
         start_timeout: seconds that opening may take, registration included.
         resolve_timeout: seconds that a receiver's registry may take to answer READY.
         lease_ttl: seconds, of an embedded registry.
@@ -54,6 +57,7 @@ class RankConfig:
     pp: int = 0
     cp: int = 0
     tp: int = 0
+    model: ModelIdentity = UNKNOWN_MODEL
     aux: tuple[AuxBuffer, ...] = ()
     data_plane: str | DataPlane = "mooncake"
     device: str = ""
@@ -67,6 +71,7 @@ class RankConfig:
     server_security: ServerSecurity = field(default_factory=ServerSecurity)
     client_security: ClientSecurity = field(default_factory=ClientSecurity)
     admin_listen: tuple[str, ...] = ()
+    metrics_listen: str = ""
     start_timeout: float = 30.0
     resolve_timeout: float = 30.0
     lease_ttl: float = 10.0
@@ -125,6 +130,7 @@ _FROM_TEXT: dict[str, Callable[[str], object]] = {
     "listen": str,
     "advertise": str,
     "registry": str,
+    "metrics_listen": str,
     "events": str,
     "bootstrap_allow": _items,
     "admin_listen": _items,
@@ -141,6 +147,7 @@ _RULES: dict[object, str] = {
 }
 
 
+_FLAGS = ("insecure", "health_without_token")
 # Flat key -> fields of ServerSecurity, fields of ClientSecurity.
 _SECURITY: dict[str, tuple[str, str]] = {
     "cert_file": ("cert_file", "cert_file"),
@@ -151,6 +158,7 @@ _SECURITY: dict[str, tuple[str, str]] = {
     "token": ("", "token"),
     "token_file": ("", "token_file"),
     "server_name": ("", "server_name"),
+    "health_without_token": ("health_without_token", ""),
     "insecure": ("insecure", "insecure"),
 }
 
@@ -171,7 +179,7 @@ def _with_security(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(name: str, text: str) -> object:
-    reader = _flag if name == "insecure" else _FROM_TEXT.get(name, str)
+    reader = _flag if name in _FLAGS else _FROM_TEXT.get(name, str)
     try:
         return reader(text)
     except (ValueError, KeyError):

@@ -38,6 +38,10 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
             changed, self._changed = self._changed, asyncio.Event()
             changed.set()
 
+    def serving(self, service: str) -> bool:
+        """On any thread."""
+        return self._statuses.get(service) == _SERVING
+
     async def Check(self, request: health_pb2.HealthCheckRequest, context: object) -> health_pb2.HealthCheckResponse:
         status = self._statuses.get(request.service)
         if status is None:

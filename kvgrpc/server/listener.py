@@ -12,8 +12,9 @@ from grpc_reflection.v1alpha import reflection
 
 from kvgrpc.errors import AddressNotAllowed
 from kvgrpc.rpc.interceptors import Admission, interceptors_of
-from kvgrpc.rpc.options import SERVER_OPTIONS
+from kvgrpc.rpc.options import LARGEST_REQUEST_BYTES, server_options
 from kvgrpc.rpc.security import ServerSecurity
+from kvgrpc.rpc.server import new_server, register_absent
 from kvgrpc.server import health
 from kvgrpc.server.binding import bind
 
@@ -48,13 +49,19 @@ class Listener:
         """True once ``drain`` or ``stop`` was called."""
         return self._draining
 
+    def serving(self) -> dict[str, bool]:
+        """Whether each service is SERVING, by its full name; on any thread."""
+        return {name: self._health.serving(name) for name in self._services}
+
     async def start(
         self,
         add_servicers: Callable[[grpc.aio.Server], Sequence[str]],
         addresses: Sequence[str],
         security: ServerSecurity | None = None,
+        largest_request: int = LARGEST_REQUEST_BYTES,
     ) -> list[str]:
-        """Binds all addresses and serves; returns them as bound. ``add_servicers`` returns the services' full names.
+        """Binds all addresses and serves; returns them as bound. ``add_servicers`` returns the services' full names; it
+        registers their methods, as generated code does. ``largest_request``: bytes; above it a call is refused unread.
 
         The file of a Unix socket is for its owner only. Raises AddressNotAllowed for an address that nothing protects,
         and for one that is taken or not of this host (then nothing stays bound); InvalidRequest for a file of
@@ -63,8 +70,9 @@ class Listener:
         security = security or ServerSecurity()
         for address in addresses:
             security.check(address)
-        server = grpc.aio.server(interceptors=interceptors_of(security, self._admission), options=SERVER_OPTIONS)
+        server = new_server(interceptors_of(security, self._admission), server_options(largest_request))
         self._services = tuple(add_servicers(server))
+        register_absent(server, self._services)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         credentials = security.credentials()

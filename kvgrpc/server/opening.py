@@ -8,8 +8,8 @@ from kvgrpc.errors import AddressNotAllowed, InvalidRequest
 from kvgrpc.events import EventPublisher, open_publisher
 from kvgrpc.events.config import EventsConfig
 from kvgrpc.model import RankRef
+from kvgrpc.net import split
 from kvgrpc.prefetch.manager import PrefetchManager
-from kvgrpc.server.addresses import split
 from kvgrpc.server.check import events_refused
 from kvgrpc.server.config import RankConfig
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -9,49 +10,79 @@ from collections.abc import Callable, Sequence
 import grpc
 
 import kvgrpc
-from kvgrpc.registry.servicer import RegistryServicer
+from kvgrpc.net import check_listen
+from kvgrpc.observability.http import StatusServer
+from kvgrpc.registry.servicer import RegistryServicer, add_registry_to_server
+from kvgrpc.registry.store.memory import MemoryStore
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.server.check import check_lease_ttl
 from kvgrpc.server.listener import Listener
 from kvgrpc.server.servicer import ServerInfo, ServerServicer
-from kvgrpc.v1.registry_service_pb2_grpc import add_RegistryServiceServicer_to_server
 from kvgrpc.v1.server_service_pb2_grpc import add_ServerServiceServicer_to_server
+
+logger = logging.getLogger(__name__)
 
 _SERVICES = ("kvgrpc.v1.RegistryService", "kvgrpc.v1.ServerService")
 _START_SECONDS = 10.0
 
 
 class RegistryServer:
-    """A registry on a port of its own. ``open`` and ``close`` block; ``address`` is what was bound.
+    """A registry on a port of its own. ``open`` and ``close`` block; ``address`` and ``metrics_address`` are as bound.
 
-    Raises InvalidRequest for a ``lease_ttl`` (seconds) outside 1 to 600.
+    ``metrics_listen``: "host:port" of ``/metrics``, ``/livez`` and ``/readyz``; empty: none. Raises InvalidRequest for
+    what is no address and for a ``lease_ttl`` (seconds) outside 1 to 600.
     """
 
-    def __init__(self, listen: Sequence[str], security: ServerSecurity | None = None, lease_ttl: float = 10.0) -> None:
+    def __init__(
+        self,
+        listen: Sequence[str],
+        security: ServerSecurity | None = None,
+        lease_ttl: float = 10.0,
+        metrics_listen: str = "",
+    ) -> None:
         check_lease_ttl(lease_ttl)
+        for address in listen:
+            check_listen(address)
         self.address = ""
+        self.metrics_address = ""
+        self._metrics_listen = metrics_listen
+        self._status: StatusServer | None = None
+        self._closing = False
         self._listen = tuple(listen)
         self._security = security or ServerSecurity()
-        self._servicer = RegistryServicer(ttl=lease_ttl)
+        self._servicer = RegistryServicer(MemoryStore(ttl=lease_ttl))
         self._listener = Listener(health_checks={_SERVICES[0]: lambda: self._servicer.healthy})
         self._loop = LoopThread.shared()
 
     def open(self) -> RegistryServer:
         self._loop.run(self._open(), _START_SECONDS)
+        if self._metrics_listen:
+            self._status = StatusServer(self._metrics_listen, self._live, self._ready)
+            self.metrics_address = self._status.address
         return self
 
     def close(self) -> None:
+        self._closing = True
         self._loop.run(self._close(), _START_SECONDS)
+        if self._status is not None:
+            self._status.close()
 
     async def drain(self, grace: float) -> tuple[bool, int]:
         """A registry holds nothing that a drain would have to wait for."""
+        logger.info("the registry at %s drains", self.address)
         self._servicer.drain()
         await self._listener.drain()
         return True, 0
 
+    def _live(self) -> dict[str, bool]:
+        return {"loop": self._loop.healthy, "registry": self._closing or self._servicer.healthy}
+
+    def _ready(self) -> dict[str, bool]:
+        return {"loop": self._loop.healthy, **self._listener.serving()}
+
     async def _open(self) -> None:
-        self._servicer.start()
+        await self._servicer.start()
         bound = await self._listener.start(self._add_servicers, self._listen, self._security)
         self.address = bound[0]
 
@@ -61,7 +92,7 @@ class RegistryServer:
         await self._servicer.close()
 
     def _add_servicers(self, server: grpc.aio.Server) -> Sequence[str]:
-        add_RegistryServiceServicer_to_server(self._servicer, server)
+        add_registry_to_server(self._servicer, server)
         info = ServerInfo(version=kvgrpc.__version__, services=_SERVICES, limits=self._servicer.limits)
         add_ServerServiceServicer_to_server(ServerServicer(info, self, lambda: self._listener.draining), server)
         return _SERVICES
@@ -72,14 +103,15 @@ def serve_registry(
     *,
     security: ServerSecurity | None = None,
     lease_ttl: float = 10.0,
-    on_ready: Callable[[str], None] = lambda address: None,
+    metrics_listen: str = "",
+    on_ready: Callable[[RegistryServer], None] = lambda server: None,
 ) -> None:
-    """Serves until SIGTERM or SIGINT, then drains. For the main thread of a process; ``on_ready`` gets the address."""
+    """Serves until SIGTERM or SIGINT, then drains. For the main thread of a process; ``on_ready`` gets the server."""
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
-    server = RegistryServer([listen], security, lease_ttl).open()
-    on_ready(server.address)
+    server = RegistryServer([listen], security, lease_ttl, metrics_listen).open()
+    on_ready(server)
     while not stopped.wait(1.0):
         continue
     server.close()

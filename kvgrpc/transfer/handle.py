@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -24,6 +25,7 @@ class RoomEnd(ABC):
         self.room, self.attempt = key
         self._transfer = manager
         self._handle = handle
+        handle.began = time.monotonic()
         self._closed = False
 
     def poll(self) -> KVPoll:
@@ -68,11 +70,11 @@ class RoomEnd(ABC):
     def _fail(self, failure: Failure) -> None:
         """Tells the manager."""
 
-    def _crowded(self) -> bool:
+    def _queue_full(self) -> bool:
         """Whether too many calls wait for the loop thread; the room has failed then."""
-        if not self._transfer.is_crowded:
+        if not self._transfer.queue_full:
             return False
-        self._fail(self._transfer.crowd(RoomKey(self.room, self.attempt)))
+        self._fail(self._transfer.overflow(RoomKey(self.room, self.attempt)))
         return True
 
     def _refused(self) -> bool:

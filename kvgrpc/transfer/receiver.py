@@ -61,7 +61,7 @@ class KVReceiver(RoomEnd):
             aux_index: row of the aux buffers.
             first_page: logical page of the prompt that pages[0] stands for: how many pages this rank already holds.
         """
-        if self._initialised or self.ended or self._crowded():
+        if self._initialised or self.ended or self._queue_full():
             return
         self._initialised = True
         try:

@@ -80,7 +80,7 @@ class KVSender(RoomEnd):
             wait: runs on the transfer thread before the pages are read; while it blocks no write of this rank begins,
                 and past 5 s the rank is not healthy.
         """
-        if self.ended or self._crowded():
+        if self.ended or self._queue_full():
             return
         try:
             numbers = as_pages(pages)

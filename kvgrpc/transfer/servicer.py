@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -9,7 +10,7 @@ import grpc
 
 from kvgrpc.errors import Failure, InvalidRequest, RoomNotFound, WrongRank
 from kvgrpc.model import Role
-from kvgrpc.rpc.callers import caller_address
+from kvgrpc.net import caller_address
 from kvgrpc.rpc.patience import patience
 from kvgrpc.transfer import wire
 from kvgrpc.transfer.protocol.failures import cancelled
@@ -24,6 +25,7 @@ from kvgrpc.wire import failure_to_pb, layout_to_pb, pool_to_pb, rank_ref_to_pb
 if TYPE_CHECKING:
     from kvgrpc.transfer.runtime.manager import TransferManager
 
+logger = logging.getLogger(__name__)
 _DEFAULT_PAGE, _LARGEST_PAGE = 100, 1000
 _LONGEST_CAUSE = 256
 MAX_LOCATED_ROOMS = 4_096
@@ -92,10 +94,11 @@ class TransferServicer(TransferServiceServicer):
         found = await self._manager.locate(wire.room_keys(request.rooms), patience(context.time_remaining()))
         return pb.LocateRoomsResponse(rooms=wire.room_keys_to_pb(found))
 
-    async def CancelRoom(self, request: pb.CancelRoomRequest, context: object) -> pb.CancelRoomResponse:
+    async def CancelRoom(self, request: pb.CancelRoomRequest, context: Any) -> pb.CancelRoomResponse:
         if len(request.cause) > _LONGEST_CAUSE:
             raise _invalid("cause", f"{len(request.cause)} characters", f"at most {_LONGEST_CAUSE} characters")
         row = self._find(request.room, request.attempt)
+        logger.info("room %d attempt %d: cancelled by %s", *row.key, caller_address(context.peer()))
         self._manager.cancel(row.key, cancelled(row.key, request.cause or "an operator cancelled it", "operator"))
         return pb.CancelRoomResponse(room=_room_to_pb(self._manager.room(row.key) or row))
 

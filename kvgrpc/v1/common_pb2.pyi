@@ -21,6 +21,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _AttentionKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _AttentionKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AttentionKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ATTENTION_KIND_UNSPECIFIED: _AttentionKind.ValueType  # 0
+    """Not said."""
+    ATTENTION_KIND_MHA: _AttentionKind.ValueType  # 1
+    """Keys and values for each head (MHA, GQA, MQA): tensor-parallel ranks hold different heads."""
+    ATTENTION_KIND_MLA: _AttentionKind.ValueType  # 2
+    """One latent for all heads: tensor-parallel ranks hold copies."""
+
+class AttentionKind(_AttentionKind, metaclass=_AttentionKindEnumTypeWrapper):
+    """How the attention of a model keeps its KV cache."""
+
+ATTENTION_KIND_UNSPECIFIED: AttentionKind.ValueType  # 0
+"""Not said."""
+ATTENTION_KIND_MHA: AttentionKind.ValueType  # 1
+"""Keys and values for each head (MHA, GQA, MQA): tensor-parallel ranks hold different heads."""
+ATTENTION_KIND_MLA: AttentionKind.ValueType  # 2
+"""One latent for all heads: tensor-parallel ranks hold copies."""
+Global___AttentionKind: _TypeAlias = AttentionKind  # noqa: Y015
+
 class _Role:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -172,6 +196,42 @@ class Layout(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Layout: _TypeAlias = Layout  # noqa: Y015
+
+@_typing.final
+class ModelIdentity(_message.Message):
+    """What the bytes of a KV cache mean. Two engines whose pools have one shape may run different models: their caches must
+    never meet. A field that one side leaves empty is not compared.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    CACHE_DTYPE_FIELD_NUMBER: _builtins.int
+    ATTENTION_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the model, as the operator knows it."""
+    revision: _builtins.str
+    """Which version of its weights."""
+    cache_dtype: _builtins.str
+    """Element type of the cache, for example "bfloat16", "fp8_e4m3"."""
+    attention: Global___AttentionKind.ValueType
+    """How its attention keeps the cache."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        revision: _builtins.str = ...,
+        cache_dtype: _builtins.str = ...,
+        attention: Global___AttentionKind.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "cache_dtype", b"cache_dtype", "name", b"name", "revision", b"revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelIdentity: _TypeAlias = ModelIdentity  # noqa: Y015
 
 @_typing.final
 class Region(_message.Message):

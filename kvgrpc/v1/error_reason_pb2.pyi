@@ -92,6 +92,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """A unary call without a deadline took as long as the server lets one take. Metadata: method, limitMs. Repeat it with
     a deadline.
     """
+    ERROR_REASON_IDENTITY_MISMATCH: _ErrorReason.ValueType  # 35
+    """The caller's token or certificate is for other ranks than the one that it speaks for. Metadata: rank, caller, scope.
+    Use the rank's own, or widen its scope at the server.
+    """
     ERROR_REASON_OPERATION_NOT_FOUND: _ErrorReason.ValueType  # 50
     """No such prefetch or backup here; those that ended are kept for a while. Metadata: operationId."""
     ERROR_REASON_REQUEST_ID_REUSED: _ErrorReason.ValueType  # 51
@@ -180,6 +184,10 @@ ERROR_REASON_PEER_UNREACHABLE: ErrorReason.ValueType  # 28
 ERROR_REASON_CALL_TOO_LONG: ErrorReason.ValueType  # 29
 """A unary call without a deadline took as long as the server lets one take. Metadata: method, limitMs. Repeat it with
 a deadline.
+"""
+ERROR_REASON_IDENTITY_MISMATCH: ErrorReason.ValueType  # 35
+"""The caller's token or certificate is for other ranks than the one that it speaks for. Metadata: rank, caller, scope.
+Use the rank's own, or widen its scope at the server.
 """
 ERROR_REASON_OPERATION_NOT_FOUND: ErrorReason.ValueType  # 50
 """No such prefetch or backup here; those that ended are kept for a while. Metadata: operationId."""

@@ -54,20 +54,23 @@ class EventServiceServicer(object):
     """
 
     def ListStreams(self, request, context):
-        """Lists the streams that this process publishes.
-        Roles: rank, consumer, operator. Errors: none of its own.
+        """Lists the streams that this process publishes, ordered by engine and dp, paged.
+        Roles: rank, consumer, operator. Errors: INVALID_REQUEST.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Reads one stream from a cursor. The first message is begin; batches follow in sequence without a gap that is not
-        told (as dropped); REPLAY ends after end_sequence, or after the newest batch there is at the start.
+        """Reads one stream. The first message is begin; batches follow in sequence without a gap that is not told (as
+        dropped); REPLAY ends after end_sequence, or after the newest batch there is at the start.
+        SNAPSHOT sends the whole state in parts, then the batches that follow it; when the log overtakes the reader there is
+        another snapshot, at most 3 before the reader has caught up once, then EVENTS_COMPACTED.
         Never an empty success: a cursor that cannot be served is an error.
         Roles: rank, consumer, operator. Errors: STREAM_NOT_FOUND, STALE_LOG (ABORTED), EVENTS_COMPACTED (OUT_OF_RANGE, also
         when the log overtakes the reader), EVENTS_SEQUENCE_IN_FUTURE (OUT_OF_RANGE), INVALID_REQUEST, TOO_MANY_REQUESTS,
-        SERVER_DRAINING (UNAVAILABLE; read on from the cursor at another time).
+        FEATURE_DISABLED (a snapshot where none is kept), SERVER_DRAINING (UNAVAILABLE; read on from the cursor at another
+        time).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -59,6 +59,7 @@ class RankRow(_message.Message):
     POOLS_FIELD_NUMBER: _builtins.int
     DATA_PLANE_FIELD_NUMBER: _builtins.int
     PLACES_ROOMS_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     """What it does."""
     data_plane: _builtins.str
@@ -83,6 +84,10 @@ class RankRow(_message.Message):
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Pool]:
         """Shapes of its pools, with region addresses left at 0."""
 
+    @_builtins.property
+    def model(self) -> _common_pb2.ModelIdentity:
+        """What the bytes of its pools mean; equal in all rows of its engine."""
+
     def __init__(
         self,
         *,
@@ -93,10 +98,11 @@ class RankRow(_message.Message):
         pools: _abc.Iterable[_common_pb2.Pool] | None = ...,
         data_plane: _builtins.str = ...,
         places_rooms: _builtins.bool = ...,
+        model: _common_pb2.ModelIdentity | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "layout", b"layout", "rank", b"rank"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "layout", b"layout", "model", b"model", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_plane", b"data_plane", "endpoints", b"endpoints", "layout", b"layout", "places_rooms", b"places_rooms", "pools", b"pools", "rank", b"rank", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_plane", b"data_plane", "endpoints", b"endpoints", "layout", b"layout", "model", b"model", "places_rooms", b"places_rooms", "pools", b"pools", "rank", b"rank", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -115,6 +121,7 @@ class Engine(_message.Message):
     EXPECTED_RANKS_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
     role: _common_pb2.Role.ValueType
@@ -133,6 +140,10 @@ class Engine(_message.Message):
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankRow]:
         """The rows; empty in ListEngines unless asked for."""
 
+    @_builtins.property
+    def model(self) -> _common_pb2.ModelIdentity:
+        """What its ranks run."""
+
     def __init__(
         self,
         *,
@@ -143,10 +154,11 @@ class Engine(_message.Message):
         expected_ranks: _builtins.int = ...,
         ready: _builtins.bool = ...,
         rows: _abc.Iterable[Global___RankRow] | None = ...,
+        model: _common_pb2.ModelIdentity | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_ranks", b"expected_ranks", "layout", b"layout", "name", b"name", "ready", b"ready", "registered_ranks", b"registered_ranks", "role", b"role", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_ranks", b"expected_ranks", "layout", b"layout", "model", b"model", "name", b"name", "ready", b"ready", "registered_ranks", b"registered_ranks", "role", b"role", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -576,3 +588,101 @@ class ResolveRanksResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResolveRanksResponse: _TypeAlias = ResolveRanksResponse  # noqa: Y015
+
+@_typing.final
+class WatchEnginesRequest(_message.Message):
+    """Request of WatchEngines."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    WITHOUT_POOLS_FIELD_NUMBER: _builtins.int
+    engine: _builtins.str
+    """Only the engine of this name; empty: all."""
+    role: _common_pb2.Role.ValueType
+    """Only engines of this role; unspecified: all."""
+    without_pools: _builtins.bool
+    """True to leave the pools of the rows out."""
+    def __init__(
+        self,
+        *,
+        engine: _builtins.str = ...,
+        role: _common_pb2.Role.ValueType = ...,
+        without_pools: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "role", b"role", "without_pools", b"without_pools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchEnginesRequest: _TypeAlias = WatchEnginesRequest  # noqa: Y015
+
+@_typing.final
+class EngineChange(_message.Message):
+    """One engine of which something is new."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_FIELD_NUMBER: _builtins.int
+    GONE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def engine(self) -> Global___Engine:
+        """The engine as it is now, with those of its rows that are new or were replaced. registered_ranks 0: it is gone."""
+
+    @_builtins.property
+    def gone(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.RankRef]:
+        """Ranks that are there no more. One that came back with another epoch is only in the rows."""
+
+    def __init__(
+        self,
+        *,
+        engine: Global___Engine | None = ...,
+        gone: _abc.Iterable[_common_pb2.RankRef] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "gone", b"gone"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineChange: _TypeAlias = EngineChange  # noqa: Y015
+
+@_typing.final
+class WatchEnginesResponse(_message.Message):
+    """Response of WatchEngines."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_BEGINS_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    STATE_COMPLETE_FIELD_NUMBER: _builtins.int
+    WARMING_UP_FIELD_NUMBER: _builtins.int
+    state_begins: _builtins.bool
+    """True in the first message of a full state: forget all that came before."""
+    state_complete: _builtins.bool
+    """True in the last message of a full state."""
+    warming_up: _builtins.bool
+    """True while what is not there may only not have been heard of yet: the registry started less than one TTL ago, or
+    cannot reach its store. Told whenever it changes.
+    """
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineChange]:
+        """In order; an engine may be there more than once."""
+
+    def __init__(
+        self,
+        *,
+        state_begins: _builtins.bool = ...,
+        changes: _abc.Iterable[Global___EngineChange] | None = ...,
+        state_complete: _builtins.bool = ...,
+        warming_up: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "state_begins", b"state_begins", "state_complete", b"state_complete", "warming_up", b"warming_up"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchEnginesResponse: _TypeAlias = WatchEnginesResponse  # noqa: Y015

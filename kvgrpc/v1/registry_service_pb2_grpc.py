@@ -66,6 +66,11 @@ class RegistryServiceStub(object):
                 request_serializer=kvgrpc_dot_v1_dot_registry__service__pb2.ResolveRanksRequest.SerializeToString,
                 response_deserializer=kvgrpc_dot_v1_dot_registry__service__pb2.ResolveRanksResponse.FromString,
                 _registered_method=True)
+        self.WatchEngines = channel.unary_stream(
+                '/kvgrpc.v1.RegistryService/WatchEngines',
+                request_serializer=kvgrpc_dot_v1_dot_registry__service__pb2.WatchEnginesRequest.SerializeToString,
+                response_deserializer=kvgrpc_dot_v1_dot_registry__service__pb2.WatchEnginesResponse.FromString,
+                _registered_method=True)
 
 
 class RegistryServiceServicer(object):
@@ -76,8 +81,8 @@ class RegistryServiceServicer(object):
     def Register(self, request, context):
         """Registers rows, many in one call. All rows are taken, or none. Repeating the same rows is harmless and renews
         their leases; a newer epoch replaces the row and fences the older incarnation, also after the newer one has gone.
-        The row of one incarnation never changes, and all rows of an engine share role, layout and the shapes of the pools
-        they have in common.
+        The row of one incarnation never changes, and all rows of an engine share role, layout, model and the shapes of
+        the pools they have in common.
         Roles: rank. Errors: INVALID_REQUEST, ADDRESS_NOT_ALLOWED, STALE_EPOCH (FAILED_PRECONDITION, names the current epoch),
         REGISTRATION_SHAPE_CONFLICT (ALREADY_EXISTS, or UNAVAILABLE with RetryInfo while only ranks of an older incarnation
         hold the other shape), TOO_MANY_REQUESTS, SERVER_DRAINING.
@@ -128,6 +133,16 @@ class RegistryServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchEngines(self, request, context):
+        """Follows engines: the full state first, in messages of at most 1 MiB, the last of which says state_complete; then
+        what changes, as it is at that moment and in order. There is no cursor: a stream that broke, or a reader that was
+        too slow, starts with the full state again. Without a change a message without content comes each 5 seconds.
+        Roles: rank, consumer, operator. Errors: INVALID_REQUEST, TOO_MANY_REQUESTS, SERVER_DRAINING.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RegistryServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -160,6 +175,11 @@ def add_RegistryServiceServicer_to_server(servicer, server):
                     servicer.ResolveRanks,
                     request_deserializer=kvgrpc_dot_v1_dot_registry__service__pb2.ResolveRanksRequest.FromString,
                     response_serializer=kvgrpc_dot_v1_dot_registry__service__pb2.ResolveRanksResponse.SerializeToString,
+            ),
+            'WatchEngines': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchEngines,
+                    request_deserializer=kvgrpc_dot_v1_dot_registry__service__pb2.WatchEnginesRequest.FromString,
+                    response_serializer=kvgrpc_dot_v1_dot_registry__service__pb2.WatchEnginesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -326,6 +346,33 @@ class RegistryService(object):
             '/kvgrpc.v1.RegistryService/ResolveRanks',
             kvgrpc_dot_v1_dot_registry__service__pb2.ResolveRanksRequest.SerializeToString,
             kvgrpc_dot_v1_dot_registry__service__pb2.ResolveRanksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchEngines(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvgrpc.v1.RegistryService/WatchEngines',
+            kvgrpc_dot_v1_dot_registry__service__pb2.WatchEnginesRequest.SerializeToString,
+            kvgrpc_dot_v1_dot_registry__service__pb2.WatchEnginesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,8 +38,8 @@ class RegistryServiceStub:
     Register: _grpc.UnaryUnaryMultiCallable[_registry_service_pb2.RegisterRequest, _registry_service_pb2.RegisterResponse]
     """Registers rows, many in one call. All rows are taken, or none. Repeating the same rows is harmless and renews
     their leases; a newer epoch replaces the row and fences the older incarnation, also after the newer one has gone.
-    The row of one incarnation never changes, and all rows of an engine share role, layout and the shapes of the pools
-    they have in common.
+    The row of one incarnation never changes, and all rows of an engine share role, layout, model and the shapes of
+    the pools they have in common.
     Roles: rank. Errors: INVALID_REQUEST, ADDRESS_NOT_ALLOWED, STALE_EPOCH (FAILED_PRECONDITION, names the current epoch),
     REGISTRATION_SHAPE_CONFLICT (ALREADY_EXISTS, or UNAVAILABLE with RetryInfo while only ranks of an older incarnation
     hold the other shape), TOO_MANY_REQUESTS, SERVER_DRAINING.
@@ -66,6 +66,12 @@ class RegistryServiceStub:
     Roles: rank, operator. Errors: ENGINE_NOT_FOUND, WARMING_UP (UNAVAILABLE), INVALID_REQUEST, TOO_MANY_REQUESTS (too
     many calls wait, or the selectors fit more rows than one message holds), SERVER_DRAINING.
     """
+    WatchEngines: _grpc.UnaryStreamMultiCallable[_registry_service_pb2.WatchEnginesRequest, _registry_service_pb2.WatchEnginesResponse]
+    """Follows engines: the full state first, in messages of at most 1 MiB, the last of which says state_complete; then
+    what changes, as it is at that moment and in order. There is no cursor: a stream that broke, or a reader that was
+    too slow, starts with the full state again. Without a change a message without content comes each 5 seconds.
+    Roles: rank, consumer, operator. Errors: INVALID_REQUEST, TOO_MANY_REQUESTS, SERVER_DRAINING.
+    """
 
 @_typing.type_check_only
 class RegistryServiceAsyncStub(RegistryServiceStub):
@@ -77,8 +83,8 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     Register: _aio.UnaryUnaryMultiCallable[_registry_service_pb2.RegisterRequest, _registry_service_pb2.RegisterResponse]  # type: ignore[assignment]
     """Registers rows, many in one call. All rows are taken, or none. Repeating the same rows is harmless and renews
     their leases; a newer epoch replaces the row and fences the older incarnation, also after the newer one has gone.
-    The row of one incarnation never changes, and all rows of an engine share role, layout and the shapes of the pools
-    they have in common.
+    The row of one incarnation never changes, and all rows of an engine share role, layout, model and the shapes of
+    the pools they have in common.
     Roles: rank. Errors: INVALID_REQUEST, ADDRESS_NOT_ALLOWED, STALE_EPOCH (FAILED_PRECONDITION, names the current epoch),
     REGISTRATION_SHAPE_CONFLICT (ALREADY_EXISTS, or UNAVAILABLE with RetryInfo while only ranks of an older incarnation
     hold the other shape), TOO_MANY_REQUESTS, SERVER_DRAINING.
@@ -105,6 +111,12 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     Roles: rank, operator. Errors: ENGINE_NOT_FOUND, WARMING_UP (UNAVAILABLE), INVALID_REQUEST, TOO_MANY_REQUESTS (too
     many calls wait, or the selectors fit more rows than one message holds), SERVER_DRAINING.
     """
+    WatchEngines: _aio.UnaryStreamMultiCallable[_registry_service_pb2.WatchEnginesRequest, _registry_service_pb2.WatchEnginesResponse]  # type: ignore[assignment]
+    """Follows engines: the full state first, in messages of at most 1 MiB, the last of which says state_complete; then
+    what changes, as it is at that moment and in order. There is no cursor: a stream that broke, or a reader that was
+    too slow, starts with the full state again. Without a change a message without content comes each 5 seconds.
+    Roles: rank, consumer, operator. Errors: INVALID_REQUEST, TOO_MANY_REQUESTS, SERVER_DRAINING.
+    """
 
 class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
     """Keeps the rows of ranks that are there. Soft state: every process registers again within one keepalive after the
@@ -119,8 +131,8 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_registry_service_pb2.RegisterResponse, _abc.Awaitable[_registry_service_pb2.RegisterResponse]]:
         """Registers rows, many in one call. All rows are taken, or none. Repeating the same rows is harmless and renews
         their leases; a newer epoch replaces the row and fences the older incarnation, also after the newer one has gone.
-        The row of one incarnation never changes, and all rows of an engine share role, layout and the shapes of the pools
-        they have in common.
+        The row of one incarnation never changes, and all rows of an engine share role, layout, model and the shapes of
+        the pools they have in common.
         Roles: rank. Errors: INVALID_REQUEST, ADDRESS_NOT_ALLOWED, STALE_EPOCH (FAILED_PRECONDITION, names the current epoch),
         REGISTRATION_SHAPE_CONFLICT (ALREADY_EXISTS, or UNAVAILABLE with RetryInfo while only ranks of an older incarnation
         hold the other shape), TOO_MANY_REQUESTS, SERVER_DRAINING.
@@ -176,6 +188,18 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         it the answer is ENGINE_NOT_FOUND, which names ranks that are missing.
         Roles: rank, operator. Errors: ENGINE_NOT_FOUND, WARMING_UP (UNAVAILABLE), INVALID_REQUEST, TOO_MANY_REQUESTS (too
         many calls wait, or the selectors fit more rows than one message holds), SERVER_DRAINING.
+        """
+
+    @_abc_1.abstractmethod
+    def WatchEngines(
+        self,
+        request: _registry_service_pb2.WatchEnginesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_registry_service_pb2.WatchEnginesResponse], _abc.AsyncIterator[_registry_service_pb2.WatchEnginesResponse]]:
+        """Follows engines: the full state first, in messages of at most 1 MiB, the last of which says state_complete; then
+        what changes, as it is at that moment and in order. There is no cursor: a stream that broke, or a reader that was
+        too slow, starts with the full state again. Without a change a message without content comes each 5 seconds.
+        Roles: rank, consumer, operator. Errors: INVALID_REQUEST, TOO_MANY_REQUESTS, SERVER_DRAINING.
         """
 
 def add_RegistryServiceServicer_to_server(servicer: RegistryServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

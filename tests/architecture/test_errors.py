@@ -33,7 +33,7 @@ def made(name: str) -> Iterator[tuple[str, ast.Call]]:
 def keys(call: ast.Call) -> set[str]:
     for keyword in call.keywords:
         if keyword.arg == "metadata" and isinstance(keyword.value, ast.Dict):
-            return {key.value for key in keyword.value.keys if isinstance(key, ast.Constant)}
+            return {str(key.value) for key in keyword.value.keys if isinstance(key, ast.Constant)}
     return set()
 
 

@@ -15,12 +15,24 @@ SOURCES = sorted(path for path in (ROOT / "kvgrpc").rglob("*.py") if "v1" not in
 
 # Heavy or replaceable: each has its places. A folder ends with a slash.
 IMPORTERS = {
-    "torch": ["kvgrpc/prefetch/pools/", "kvgrpc/prefetch/copies/", "kvgrpc/demo/", "kvgrpc/engines/"],
+    "torch": [
+        "kvgrpc/prefetch/pools/",
+        "kvgrpc/prefetch/copies/",
+        "kvgrpc/demo/",
+        "kvgrpc/engines/",
+    ],
     "transformers": [],
     "sglang": ["kvgrpc/engines/"],
     "vllm": ["kvgrpc/engines/"],
-    "mooncake": ["kvgrpc/dataplane/mooncake/", "kvgrpc/prefetch/storage/mooncake/child.py"],
-    "zmq": ["kvgrpc/events/publisher.py", "kvgrpc/events/follower.py", "kvgrpc/demo/live_events.py"],
+    "mooncake": [
+        "kvgrpc/dataplane/mooncake/",
+        "kvgrpc/prefetch/storage/mooncake/child.py",
+    ],
+    "zmq": [
+        "kvgrpc/events/live/",
+        "kvgrpc/client/live.py",
+        "kvgrpc/demo/live_events.py",
+    ],
     "prometheus_client": ["kvgrpc/observability/"],
     "tenacity": ["kvgrpc/rpc/"],
     "click": ["kvgrpc/cli/"],
@@ -30,10 +42,13 @@ IMPORTERS = {
 # Without clock, thread, socket or framework: a folder ends with a slash. They import the standard library, each other,
 # and what PURE_MAY_IMPORT names.
 PURE = (
-    *("kvgrpc/errors.py", "kvgrpc/model.py", "kvgrpc/paging.py", "kvgrpc/hashing.py"),
+    *("kvgrpc/errors.py", "kvgrpc/model.py", "kvgrpc/net.py", "kvgrpc/paging.py", "kvgrpc/hashing.py"),
     *("kvgrpc/transfer/protocol/", "kvgrpc/transfer/layout/", "kvgrpc/registry/model.py", "kvgrpc/registry/engine.py"),
+    *("kvgrpc/registry/table.py", "kvgrpc/registry/acceptance.py"),
     "kvgrpc/dataplane/base.py",
-    *("kvgrpc/events/journal.py", "kvgrpc/events/model.py", "kvgrpc/events/codec.py", "kvgrpc/events/codec/"),
+    *("kvgrpc/events/journal.py", "kvgrpc/events/model.py", "kvgrpc/events/codec/", "kvgrpc/events/snapshot.py"),
+    *("kvgrpc/events/digest.py", "kvgrpc/events/index.py", "kvgrpc/events/contents.py"),
+    *("kvgrpc/events/follower.py", "kvgrpc/events/following.py"),
     *("kvgrpc/prefetch/tree.py", "kvgrpc/prefetch/agreement.py", "kvgrpc/prefetch/model.py"),
     "kvgrpc/prefetch/fair_queue.py",
 )

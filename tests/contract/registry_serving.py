@@ -15,14 +15,15 @@ from kvgrpc.errors import (
 from kvgrpc.model import Layout
 from kvgrpc.registry import wire
 from kvgrpc.registry.model import RankRow
-from kvgrpc.registry.servicer import RegistryServicer
+from kvgrpc.registry.servicer import RegistryServicer, add_registry_to_server
+from kvgrpc.registry.store.memory import MemoryRegistry, MemoryStore
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.interceptors import interceptors_of
 from kvgrpc.rpc.options import SERVER_OPTIONS
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.rpc.status import error_from
 from kvgrpc.v1 import registry_service_pb2 as pb
-from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub, add_RegistryServiceServicer_to_server
+from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
 
 TP2 = Layout(tp=2)
 POOLS = wire.PoolCache()
@@ -34,7 +35,8 @@ class Served:
     def __init__(
         self, ttl: float = 10.0, max_waiters: int = 2_048, peer: str = "", security: ServerSecurity | None = None
     ) -> None:
-        self.servicer = RegistryServicer(ttl=ttl, max_waiters=max_waiters)
+        self.store = MemoryStore(ttl=ttl)
+        self.servicer = RegistryServicer(self.store, max_waiters=max_waiters)
         if peer:
             self.servicer = _from_peer(self.servicer, peer)
         self.port = 0
@@ -42,13 +44,17 @@ class Served:
 
     async def start(self, port: int = 0) -> Served:
         self.server = grpc.aio.server(interceptors=interceptors_of(self.security), options=SERVER_OPTIONS)
-        add_RegistryServiceServicer_to_server(self.servicer, self.server)
+        add_registry_to_server(self.servicer, self.server)
         self.port = self.server.add_insecure_port(f"127.0.0.1:{port}")
         await self.server.start()
-        self.servicer.start()
+        await self.servicer.start()
         self.channel = open_channel(self.address, own_connection=True)
         self.stub = RegistryServiceStub(self.channel)
         return self
+
+    @property
+    def registry(self) -> MemoryRegistry:
+        return self.store.registry
 
     @property
     def address(self) -> str:
@@ -64,7 +70,7 @@ class Served:
 
     def grown_up(self) -> Served:
         """As it is one TTL after its start."""
-        self.servicer.registry._started -= self.servicer.registry.ttl
+        self.registry._started -= self.registry.ttl
         return self
 
 
@@ -75,7 +81,7 @@ def _from_peer(servicer: RegistryServicer, peer: str) -> RegistryServicer:
         async def Register(self, request: pb.RegisterRequest, context: object) -> pb.RegisterResponse:
             return await super().Register(request, type("Context", (), {"peer": lambda self: peer})())
 
-    return Elsewhere(ttl=servicer.registry.ttl)
+    return Elsewhere(servicer.store)
 
 
 def dial(address: str) -> grpc.aio.Channel:

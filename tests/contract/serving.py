@@ -40,21 +40,21 @@ class Servicer:
     ended: list[str] = field(default_factory=list)
 
     def handlers(self) -> grpc.GenericRpcHandler:
+        return grpc.method_handlers_generic_handler(SERVICE, self.methods())
+
+    def methods(self) -> dict[str, Any]:
         codec: dict[str, Any] = {
             "request_deserializer": StringValue.FromString,
             "response_serializer": StringValue.SerializeToString,
         }
-        return grpc.method_handlers_generic_handler(
-            SERVICE,
-            {
-                "UnaryUnary": grpc.unary_unary_rpc_method_handler(self.unary_unary, **codec),
-                "UnaryStream": grpc.unary_stream_rpc_method_handler(self.unary_stream, **codec),
-                "StreamUnary": grpc.stream_unary_rpc_method_handler(self.stream_unary, **codec),
-                "StreamStream": grpc.stream_stream_rpc_method_handler(self.stream_stream, **codec),
-                "UnaryGenerator": grpc.unary_stream_rpc_method_handler(self.unary_generator, **codec),
-                "StreamGenerator": grpc.stream_stream_rpc_method_handler(self.stream_generator, **codec),
-            },
-        )
+        return {
+            "UnaryUnary": grpc.unary_unary_rpc_method_handler(self.unary_unary, **codec),
+            "UnaryStream": grpc.unary_stream_rpc_method_handler(self.unary_stream, **codec),
+            "StreamUnary": grpc.stream_unary_rpc_method_handler(self.stream_unary, **codec),
+            "StreamStream": grpc.stream_stream_rpc_method_handler(self.stream_stream, **codec),
+            "UnaryGenerator": grpc.unary_stream_rpc_method_handler(self.unary_generator, **codec),
+            "StreamGenerator": grpc.stream_stream_rpc_method_handler(self.stream_generator, **codec),
+        }
 
     async def unary_unary(self, request: StringValue, context: Context) -> StringValue:
         async with self.call("UnaryUnary", context):

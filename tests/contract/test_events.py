@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import msgspec
 import pytest
 
 from kvgrpc.errors import KvGrpcError
@@ -42,10 +43,10 @@ class Served:
     def stream(self) -> EventStream:
         return self.publishers[0].stream
 
-    async def publish(self, *payloads: bytes) -> None:
-        """Publishes and waits until they are in the journal."""
-        for payload in payloads:
-            assert self.publisher.publish_raw(payload)
+    async def publish(self, *words: bytes) -> None:
+        """Publishes a batch for each word and waits until they are in the journal."""
+        for word in words:
+            assert self.publisher.publish_raw(said(word))
         await until(lambda: self.publisher.counts.unsent == 0)
 
     def watch(self, mode: pb.WatchMode.ValueType = REPLAY, **fields: Any) -> Any:
@@ -64,7 +65,7 @@ class Served:
 async def served(
     *, dps: int = 1, max_watches: int = 256, heartbeat: float = 60.0, **settings: Any
 ) -> AsyncIterator[Served]:
-    publishers = [open_publisher({"publisher": "null"} | settings, rank(dp)) for dp in range(dps)]
+    publishers = [open_publisher({"publisher": "null", "clear_first": False} | settings, rank(dp)) for dp in range(dps)]
     assert all(isinstance(publisher, JournalingPublisher) for publisher in publishers)
     streams = [publisher.stream for publisher in publishers if publisher.stream is not None]
     servicer = EventServicer(streams, max_watches=max_watches, heartbeat_seconds=heartbeat)
@@ -79,6 +80,11 @@ async def served(
         await server.stop(0)
         for publisher in publishers:
             publisher.shutdown(1)
+
+
+def said(word: bytes) -> bytes:
+    """A batch that can be told from others."""
+    return msgspec.msgpack.encode([1.0, [{"type": "Said", "word": word}], 0])
 
 
 def rank(dp: int = 0) -> RankRef:
@@ -106,12 +112,16 @@ async def test_a_stream_is_listed_as_it_stands() -> None:
         listed = (await events.stub.ListStreams(pb.ListStreamsRequest())).streams
         assert [(stream.engine, stream.dp) for stream in listed] == [("engine", 0), ("engine", 1)]
         first = listed[0]
-        assert len(first.log) == 32
-        assert (first.oldest_sequence, first.next_sequence, first.journal_bytes) == (1, 3, 5)
+        assert len(first.log_id) == 32
+        assert (first.oldest_sequence, first.next_sequence, first.journal_bytes) == (
+            1,
+            3,
+            len(said(b"bb") + said(b"ccc")),
+        )
         assert (first.topic, first.pub_endpoint, first.dropped_batches) == (b"kv", "", 0)
         assert (first.publisher.rank.engine, first.publisher.epoch) == ("engine", 77)
         assert listed[1].oldest_sequence == listed[1].next_sequence == 0
-        assert listed[1].log != first.log
+        assert listed[1].log_id != first.log_id
 
 
 async def test_a_replay_is_begin_then_the_exact_bytes_then_the_end() -> None:
@@ -120,10 +130,10 @@ async def test_a_replay_is_begin_then_the_exact_bytes_then_the_end() -> None:
         await events.publish(*sent)
         begin, *rest = await events.read()
         assert begin.begin.first_sequence == 0
-        assert begin.begin.stream.log == events.stream.log
+        assert begin.begin.stream.log_id == events.stream.log_id
         assert begin.begin.stream.next_sequence == 1_000
         assert set(kinds(rest)) == {"raw"}
-        assert payloads(rest) == sent
+        assert payloads(rest) == [said(word) for word in sent]
 
 
 async def test_chunks_follow_each_other_and_stay_far_below_the_message_limit() -> None:
@@ -147,7 +157,7 @@ async def test_a_replay_has_both_its_ends(first: int | None, last: int | None, e
         await events.publish(*(b"%d" % number for number in range(5)))
         messages = await events.read(from_sequence=first, end_sequence=last)
         assert messages[0].begin.first_sequence == (first or 0)
-        assert payloads(messages) == [b"%d" % number for number in expected]
+        assert payloads(messages) == [said(b"%d" % number) for number in expected]
 
 
 async def test_a_replay_of_an_empty_log_says_that_it_is_empty() -> None:
@@ -161,7 +171,7 @@ async def test_a_replay_without_a_cursor_begins_with_the_oldest_kept() -> None:
         await events.publish(b"a", b"b", b"c")
         messages = await events.read()
         assert messages[0].begin.first_sequence == 1
-        assert payloads(messages) == [b"b", b"c"]
+        assert payloads(messages) == [said(b"b"), said(b"c")]
 
 
 async def test_a_hole_is_told_where_it_is() -> None:
@@ -185,7 +195,7 @@ async def test_a_tail_goes_on_where_the_replay_ends() -> None:
             while len(seen) < number + 1:
                 seen += (await call.read()).raw.payloads
             await events.publish(b"%d" % number)
-        assert seen == [b"b", *(b"%d" % number for number in range(19))]
+        assert seen == [said(b"b"), *(said(b"%d" % number) for number in range(19))]
 
 
 async def test_an_idle_tail_says_that_it_is_current() -> None:
@@ -209,7 +219,7 @@ async def test_a_busy_tail_has_no_need_of_heartbeats() -> None:
 
 async def test_heartbeat_mode_tells_the_next_sequence_and_no_batches() -> None:
     async with served(heartbeat=0.02) as events:
-        call = events.watch(HEARTBEAT, log=events.stream.log)
+        call = events.watch(HEARTBEAT, log_id=events.stream.log_id)
         assert (await call.read()).begin.first_sequence == 0
         await events.publish(b"a", b"b")
         heartbeats = [await call.read() for _ in range(3)]
@@ -245,9 +255,9 @@ async def test_a_process_without_a_stream_says_so() -> None:
 @pytest.mark.parametrize("mode", [REPLAY, TAIL, HEARTBEAT])
 async def test_a_cursor_of_another_log_is_refused(mode: pb.WatchMode.ValueType) -> None:
     async with served() as events:
-        refused = await events.refusal(mode, log="0" * 32)
+        refused = await events.refusal(mode, log_id="0" * 32)
         assert (refused.code, refused.reason.name) == ("ABORTED", "STALE_LOG")
-        assert refused.metadata == {"requestLog": "0" * 32, "currentLog": events.stream.log}
+        assert refused.metadata == {"requestLog": "0" * 32, "currentLog": events.stream.log_id}
 
 
 @pytest.mark.parametrize("mode", [REPLAY, TAIL])
@@ -257,7 +267,7 @@ async def test_a_cursor_that_is_too_old_is_refused(mode: pb.WatchMode.ValueType)
         refused = await events.refusal(mode, from_sequence=0)
         assert (refused.code, refused.reason.name) == ("OUT_OF_RANGE", "EVENTS_COMPACTED")
         assert refused.metadata == {
-            "log": events.stream.log,
+            "log": events.stream.log_id,
             "requestedSequence": "0",
             "oldestSequence": "1",
             "nextSequence": "3",
@@ -289,7 +299,7 @@ async def test_what_nobody_published_is_refused(
         refused = await events.refusal(mode, **fields)
         assert (refused.code, refused.reason.name) == ("OUT_OF_RANGE", "EVENTS_SEQUENCE_IN_FUTURE")
         assert refused.metadata == {
-            "log": events.stream.log,
+            "log": events.stream.log_id,
             "requestedSequence": str(requested),
             "nextSequence": "3",
         }
@@ -339,11 +349,11 @@ async def test_a_reader_that_does_not_read_holds_up_nobody() -> None:
         seen: list[bytes] = []
         while len(seen) < len(sent):
             seen += (await busy.read()).raw.payloads
-        assert seen == sent
+        assert seen == [said(word) for word in sent]
         caught_up: list[bytes] = []
         while len(caught_up) < len(sent):
             caught_up += (await idle.read()).raw.payloads
-        assert caught_up == sent
+        assert caught_up == seen
 
 
 async def test_readers_are_bounded_and_one_that_leaves_makes_room() -> None:
@@ -376,16 +386,16 @@ async def test_draining_ends_whoever_would_not_end(mode: pb.WatchMode.ValueType)
         refused = error_from(caught.value)
         assert (refused.code, refused.reason.name) == ("UNAVAILABLE", "SERVER_DRAINING")
         assert (await events.refusal(mode)).reason.name == "SERVER_DRAINING"
-        assert payloads(await events.read(REPLAY)) == [b"a"]
+        assert payloads(await events.read(REPLAY)) == [said(b"a")]
 
 
 async def test_a_tail_ends_with_its_publisher_and_after_its_last_batch() -> None:
     async with served() as events:
         call = events.watch(TAIL)
         await call.read()
-        events.publisher.publish_raw(b"last")
+        events.publisher.publish_raw(said(b"last"))
         await asyncio.to_thread(events.publisher.shutdown, 1)
-        assert list((await call.read()).raw.payloads) == [b"last"]
+        assert list((await call.read()).raw.payloads) == [said(b"last")]
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
         assert error_from(caught.value).reason.name == "SERVER_DRAINING"
@@ -396,4 +406,8 @@ async def test_what_is_published_as_objects_is_replayed_with_the_rank() -> None:
         events.publishers[1].publish(KVEventBatch(1.0, [BlockRemoved([7], "GPU")]))
         await until(lambda: events.publishers[1].counts.unsent == 0)
         (payload,) = payloads(await events.read(engine="engine", dp=1))
-        assert payload == b"\x93\xcb\x3f\xf0" + b"\0" * 6 + b"\x91\x93\xacBlockRemoved\x91\x07\xa3GPU\x01"
+        assert payload == (
+            b"\x93\xcb\x3f\xf0"
+            + b"\0" * 6
+            + b"\x91\x83\xa4type\xacBlockRemoved\xacblock_hashes\x91\x07\xa6medium\xa3GPU\x01"
+        )

@@ -73,7 +73,7 @@ class House:
         return self.bound[0]
 
     def _add(self, server: grpc.aio.Server) -> Sequence[str]:
-        server.add_generic_rpc_handlers((self.servicer.handlers(),))
+        server.add_registered_method_handlers(SERVICE, self.servicer.methods())
         info = ServerInfo(
             "1.2.3",
             [SERVICE, SERVER_SERVICE],

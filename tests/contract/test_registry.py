@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import grpc
 import pytest_asyncio
@@ -20,7 +21,7 @@ from kvgrpc.errors import (
     TooManyRequests,
     WarmingUp,
 )
-from kvgrpc.model import Layout, Role
+from kvgrpc.model import Attention, Layout, ModelIdentity, Role
 from kvgrpc.registry import wire
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
@@ -56,10 +57,12 @@ class TestRegister:
         assert await served.stub.ListEngines(pb.ListEnginesRequest(page_size=1_000))
 
     async def test_rows_come_back_as_they_were_given(self, served: Served) -> None:
-        given = row(pools=(pool(), pool("swa")))
+        model = ModelIdentity("llama", "main", "fp8_e4m3", Attention.MLA)
+        given = row(pools=(pool(), pool("swa")), model=model)
         await served.register(given)
         response = await served.stub.GetEngine(pb.GetEngineRequest(engine="P"))
-        assert wire.engine_from_pb(response.engine, POOLS).rows == (given,)
+        engine = wire.engine_from_pb(response.engine, POOLS)
+        assert (engine.rows, engine.model) == ((given,), model)
 
     async def test_addresses_of_memory_stay_with_their_rank(self, served: Served) -> None:
         request = request_of(row(pools=(pool(),)))
@@ -110,7 +113,7 @@ class TestRegister:
         assert error.metadata["layout.tp"] == "registered 2, offered 4"
 
     async def test_too_many_rows(self, served: Served) -> None:
-        served.servicer.registry._max_rows = 1
+        served.registry._acceptance = replace(served.registry._acceptance, max_rows=1)
         error = await failure(served.stub.Register(request_of(*ranks(TP2))))
         assert isinstance(error, TooManyRequests)
         assert error.retry_after == 10
@@ -143,7 +146,7 @@ class TestKeepAlive:
             assert not (await call.read()).unknown_lease_ids
             await asyncio.sleep(0.2)
         call.cancel()
-        await until(lambda: brief.servicer.registry.rows == 0)
+        await until(lambda: brief.registry.rows == 0)
         await brief.stop()
 
     async def test_too_many_leases_end_the_stream_and_no_other(self, served: Served) -> None:
@@ -302,7 +305,7 @@ class TestResolveRanks:
             assert len(response.engine.rows) == 2
             if took[-1] < 0.1:
                 break
-            served.servicer.registry.deregister([first.ref, second.ref])
+            served.registry.deregister([first.ref, second.ref])
         assert min(took) < 0.1
 
     async def test_a_thousand_calls_wait_and_are_all_woken(self, served: Served) -> None:

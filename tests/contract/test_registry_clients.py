@@ -51,25 +51,25 @@ class TestRegistration:
         assert (registration.state, registration.healthy) == ("registered", True)
         for _ in range(30):
             await asyncio.sleep(0.05)
-            assert brief.servicer.registry.rows == 2
+            assert brief.registry.rows == 2
         await registration.close()
         assert (registration.state, registration.healthy) == ("closed", False)
-        assert brief.servicer.registry.rows == 0
+        assert brief.registry.rows == 0
         await brief.stop()
 
     async def test_registers_thousands_of_rows_in_chunks(self, served: Served) -> None:
         registration = Registration(dial, served.address, ranks(Layout(dp=300, tp=8)))
         await registration.start(10)
-        assert served.servicer.registry.rows == 2_400
+        assert served.registry.rows == 2_400
         await registration.close()
-        assert served.servicer.registry.rows == 0
+        assert served.registry.rows == 0
 
     async def test_registers_again_what_the_registry_forgot(self) -> None:
         brief = await Served(ttl=0.6).start()
         registration = Registration(dial, brief.address, ranks(TP2))
         await registration.start(5)
-        brief.servicer.registry.deregister([row(tp=1).ref])
-        await until(lambda: brief.servicer.registry.rows == 2)
+        brief.registry.deregister([row(tp=1).ref])
+        await until(lambda: brief.registry.rows == 2)
         await registration.close()
         await brief.stop()
 
@@ -82,7 +82,7 @@ class TestRegistration:
         ):
             with pytest.raises(expected):
                 await Registration(dial, served.address, rows).start(5)
-        assert served.servicer.registry.rows == 2
+        assert served.registry.rows == 2
 
     async def test_start_waits_for_a_registry_that_is_not_there_yet(self) -> None:
         late = await Served().start()
@@ -94,7 +94,7 @@ class TestRegistration:
         assert not starting.done()
         late = await Served().start(port)
         await starting
-        assert late.servicer.registry.rows == 1
+        assert late.registry.rows == 1
         await registration.close()
         await late.stop()
 
@@ -103,14 +103,14 @@ class TestRegistration:
         await brief.register(row(tp=1, epoch=5, layout=TP2))
         registration = Registration(dial, brief.address, [row(epoch=6)])
         await registration.start(5)
-        assert brief.servicer.registry.rows == 1
+        assert brief.registry.rows == 1
         await registration.close()
         await brief.stop()
 
     async def test_start_tries_again_when_the_library_dropped_the_call(
         self, served: Served, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        register, dropped = served.servicer.registry.register, []
+        register, dropped = served.registry.register, []
 
         def drop_the_first(rows: list[RankRow]) -> object:
             if not dropped:
@@ -120,7 +120,7 @@ class TestRegistration:
                 raise error
             return register(rows)
 
-        monkeypatch.setattr(served.servicer.registry, "register", drop_the_first)
+        monkeypatch.setattr(served.registry, "register", drop_the_first)
         registration = Registration(dial, served.address, [row()])
         await registration.start(5)
         assert dropped
@@ -144,7 +144,7 @@ class TestRegistration:
         await until(lambda: registration.state == "retrying")
         assert registration.healthy
         new = await Served(ttl=1.5).start(old.port)
-        await until(lambda: new.servicer.registry.rows == 2)
+        await until(lambda: new.registry.rows == 2)
         await until(lambda: registration.state == "registered")
         await registration.close()
         await new.stop()
@@ -163,7 +163,7 @@ class TestRegistration:
         await until(lambda: heard == [8, 7])
         assert (registration.state, registration.healthy) == ("superseded", False)
         await registration.close()
-        assert brief.servicer.registry.rows == 2
+        assert brief.registry.rows == 2
         for each in newer:
             await each.close()
         await brief.stop()
@@ -174,8 +174,8 @@ class TestRegistration:
             lambda address: open_channel(address, ClientSecurity(token="s" * 32)), guarded.address, [row()]
         )
         await registration.start(5)
-        guarded.servicer.registry.deregister([row().ref])
-        await until(lambda: guarded.servicer.registry.rows == 1)
+        guarded.registry.deregister([row().ref])
+        await until(lambda: guarded.registry.rows == 1)
         await guarded.stop()
         await until(lambda: registration.state == "retrying")
         await registration.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,8 @@ class Everything:
         for path in ALLOWED:
             _, service, method = path.split("/")
             services.setdefault(service, {})[method] = self._handler(path, method)
-        handlers = [grpc.method_handlers_generic_handler(name, methods) for name, methods in services.items()]
-        server.add_generic_rpc_handlers(handlers)
+        for name, methods in services.items():
+            server.add_registered_method_handlers(name, methods)
         return list(services)
 
     def _handler(self, path: str, method: str) -> Any:
@@ -146,7 +147,7 @@ class TestRolesAndMethods:
                 return request
 
             handler: Any = grpc.unary_unary_rpc_method_handler(answer)
-            server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.New", {"Method": handler}),))
+            server.add_registered_method_handlers("test.New", {"Method": handler})
             return ["test.New"]
 
         listener = Listener()
@@ -173,8 +174,18 @@ class TestRolesAndMethods:
                     await health(channel)
                     await services(channel)
             async with open_channel(address) as channel:
-                assert isinstance(await failure(health(channel)), CredentialsInvalid)
                 assert isinstance(await failure(services(channel)), CredentialsInvalid)
+
+    async def test_a_probe_without_a_token_is_answered_unless_that_is_switched_off(self) -> None:
+        async with listening(WITH_TOKENS) as (address, _), open_channel(address) as channel:
+            await health(channel)
+            watching: Any = health_pb2_grpc.HealthStub(channel)
+            assert isinstance(
+                await failure(watching.Watch(health_pb2.HealthCheckRequest(), timeout=5).read()), CredentialsInvalid
+            )
+        closed = replace(WITH_TOKENS, health_without_token=False)
+        async with listening(closed) as (address, _), open_channel(address) as channel:
+            assert isinstance(await failure(health(channel)), CredentialsInvalid)
 
     async def test_without_any_configuration_every_local_caller_has_every_role(self) -> None:
         async with listening(ServerSecurity()) as (address, everything):

@@ -12,7 +12,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.engines.model import Reference
 
-collect_ignore_glob = [] if find_spec("sglang") else ["test_sglang*.py"]
+collect_ignore_glob = [f"test_{engine}*.py" for engine in ("sglang", "vllm") if not find_spec(engine)]
 
 
 @pytest.fixture(scope="session")

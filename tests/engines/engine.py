@@ -1,4 +1,7 @@
-"""Real SGLang engines as a router sees them: start, generate, abort, kill, stop; and a pair of prefill and decode."""
+"""Real engines as a router sees them: start, generate, abort, kill, stop; and a pair of prefill and decode of SGLang.
+
+vllm_engine.py has the same of vLLM.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 LOCAL = "127.0.0.1"
 PAGE = 16
-START_SECONDS = 170.0
 REQUEST_SECONDS = 60.0
-LEFT_IN_SHARED_MEMORY = ("psm_", "sem.mp-", "sgl")
+LEFT_IN_SHARED_MEMORY = ("psm_", "sem.mp-", "sgl", "vllm_")
 
 
 class Request:
@@ -72,6 +74,9 @@ class Engine:
     Starting goes on in the background; ``wait_ready`` before the first request.
     """
 
+    worker = "tests.engines.worker"
+    start_seconds = 170.0
+
     def __init__(
         self, role: str, folder: Path, arguments: Mapping[str, Any], environment: Mapping[str, str] | None = None
     ) -> None:
@@ -86,9 +91,9 @@ class Engine:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.engines.worker", str(theirs.fileno())],
+                [sys.executable, "-m", self.worker, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                env=_environment(folder, _processes(arguments), environment or {}),
+                env=self.environment(folder, arguments, environment or {}),
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -98,9 +103,14 @@ class Engine:
         self._send(arguments)
         threading.Thread(target=self._read, daemon=True).start()
 
-    def wait_ready(self, seconds: float = START_SECONDS) -> Engine:
+    @staticmethod
+    def environment(folder: Path, arguments: Mapping[str, Any], more: Mapping[str, str]) -> dict[str, str]:
+        """Of its processes."""
+        return _environment(folder, _processes(arguments), more)
+
+    def wait_ready(self) -> Engine:
         while not self._ready.wait(0.1):
-            if self._gone.is_set() or time.monotonic() > self.began + seconds:
+            if self._gone.is_set() or time.monotonic() > self.began + self.start_seconds:
                 raise AssertionError(f"{self.role} did not start\n{self.log_tail()}")
         self._note_shared_memory()
         return self
@@ -214,6 +224,9 @@ class Engine:
 class Pair:
     """A prefill and a decode engine of one model, and requests to both, as a router sends them."""
 
+    prefill: Engine
+    decode: Engine
+
     def __init__(
         self,
         folder: Path,
@@ -225,10 +238,8 @@ class Pair:
         prefill: Mapping[str, Any] | None = None,
         decode: Mapping[str, Any] | None = None,
     ) -> None:
-        self.bootstrap_port = free_port()
-        self._folder, self._environment = folder, dict(environment or {})
         common = {**engine_arguments(model, tp), "disaggregation_transfer_backend": backend}
-        self._arguments = {
+        arguments = {
             "prefill": {**common, "chunked_prefill_size": 64, **(prefill or {})},
             "decode": {
                 **common,
@@ -236,6 +247,13 @@ class Pair:
                 **(decode or {}),
             },
         }
+        self._open(folder, free_port(), arguments, environment or {})
+
+    def _open(
+        self, folder: Path, port: int, arguments: Mapping[str, Mapping[str, Any]], environment: Mapping[str, str]
+    ) -> None:
+        self.bootstrap_port = port
+        self._folder, self._arguments, self._environment = folder, arguments, environment
         self._rooms = random.Random(os.urandom(8))
         self.prefill, self.decode = self.start("prefill"), self.start("decode")
 
@@ -333,24 +351,31 @@ def _processes(arguments: Mapping[str, Any]) -> int:
     return int(arguments.get("tp_size", 1)) * int(arguments.get("dp_size", 1))
 
 
-def _environment(folder: Path, processes: int, more: Mapping[str, str]) -> dict[str, str]:
-    fixed = {
+def common_environment(folder: Path, foreign: tuple[str, ...]) -> dict[str, str]:
+    """What engines of both kinds need, and of ours all but ``foreign`` prefixes."""
+    # PYTHONDONTWRITEBYTECODE would compile the engine anew at every start.
+    unwanted = ("KVGRPC_", "PYTHONDONTWRITEBYTECODE", *foreign)
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith(unwanted)},
         **dict.fromkeys(("TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"), str(folder)),
         **dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "OMP_NUM_THREADS"), "1"),
         "GLOO_SOCKET_IFNAME": "lo",
-        "SGLANG_HOST_IP": LOCAL,
         "MOONCAKE_PROTOCOL": "tcp",
+        "PYTHONPATH": str(ROOT),
+    }
+
+
+def _environment(folder: Path, processes: int, more: Mapping[str, str]) -> dict[str, str]:
+    fixed = {
+        **common_environment(folder, foreign=("SGLANG_",)),
+        "SGLANG_HOST_IP": LOCAL,
         "SGLANG_NCCL_SO_PATH": "no-nccl.so",
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",  # a page that leaks ends the engine
-        "PYTHONPATH": str(ROOT),
     }
     if processes > 1:  # a core a rank, else the ranks look for NUMA nodes
         cores = sorted(os.sched_getaffinity(0))
         fixed["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(processes))
-    # PYTHONDONTWRITEBYTECODE would compile SGLang anew at every start.
-    foreign = ("KVGRPC_", "SGLANG_", "PYTHONDONTWRITEBYTECODE")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    return {**kept, **fixed, **more}
+    return {**fixed, **more}
 
 
 def _signal(pids: list[int], number: signal.Signals) -> None:

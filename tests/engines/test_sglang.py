@@ -12,7 +12,7 @@ import pytest
 
 from kvgrpc.client import SyncClient
 from kvgrpc.v1 import common_pb2
-from tests.engines.engine import PAGE, Pair
+from tests.engines.engine import PAGE, Pair, Request
 from tests.engines.model import Case, Reference
 
 pytestmark = pytest.mark.timeout(220)
@@ -91,7 +91,8 @@ def test_a_registry_that_nobody_allowed_is_not_dialled(pair: Pair, reference: Re
 def test_two_hundred_requests_with_random_cancels_leave_both_pools_empty(pair: Pair, reference: Reference) -> None:
     draw = random.Random(4)
     cases = [reference.case(draw.choice([5, PAGE, 70, 200])) for _ in range(20)]
-    places, wrong, finished, lock = threading.Semaphore(8), [], [0], threading.Lock()
+    wrong: list[tuple[Case, object]] = []
+    places, finished, lock = threading.Semaphore(8), [0], threading.Lock()
 
     def one(case: Case, cancel_after: float | None) -> None:
         with places:
@@ -118,7 +119,7 @@ def test_two_hundred_requests_with_random_cancels_leave_both_pools_empty(pair: P
     assert pair.prefill.is_empty() and pair.decode.is_empty()
 
 
-def draw_sides(sides: tuple, moment: float) -> tuple:
+def draw_sides(sides: tuple[Request, ...], moment: float) -> tuple[Request, ...]:
     """Which of the two a client gave up: prefill alone, decode alone, both."""
     return (sides[:1], sides[1:], sides)[int(moment * 1e6) % 3]
 

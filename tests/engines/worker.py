@@ -1,5 +1,7 @@
 """One real SGLang engine in a session of its own: ``python -m tests.engines.worker FD``, started by engine.py only.
 
+vllm_worker.py has the same of vLLM.
+
 JSON lines on the inherited socket. In: the engine's arguments, then {"op": "generate", "id", "ids", "n", "extra"},
 {"op": "abort", "id"}, {"op": "used", "id"}, {"op": "flush", "id"}, {"op": "exit"}. Out: {"ready": true}, {"id", "t",
 "tokens", "cached"} as tokens come, {"id", "t", "end": true, "error", "value"}. Times are CLOCK_MONOTONIC.
@@ -21,37 +23,39 @@ MOST_ERROR_TEXT = 2000
 
 
 class Worker:
+    """Engines differ in ``_start`` to ``_flush``; these are SGLang's."""
+
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._lines = connection.makefile("r")
         self._writing = threading.Lock()
         self._engine: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
 
     def run(self) -> None:
         arguments = json.loads(self._lines.readline())
         threading.Thread(target=self._read, daemon=True).start()
-        import sglang
-
-        self._engine = sglang.Engine(**arguments)
+        loop = self._start(arguments)
+        self._loop = loop
         self._say(ready=True)
-        self._engine.loop.run_until_complete(self._stop.wait())
+        loop.run_until_complete(self._stop.wait())
         self._engine.shutdown()
 
     def _read(self) -> None:
         for line in self._lines:
             message = json.loads(line)
-            if self._engine is None:
+            loop = self._loop
+            if loop is None:
                 break
-            loop = self._engine.loop
             if message["op"] == "exit":
                 loop.call_soon_threadsafe(self._stop.set)
                 return
             if message["op"] == "abort":
-                loop.call_soon_threadsafe(self._engine.tokenizer_manager.abort_request, str(message["id"]))
+                loop.call_soon_threadsafe(self._abort, str(message["id"]))
             else:
                 asyncio.run_coroutine_threadsafe(self._handle(message), loop)
-        os.killpg(0, signal.SIGKILL)  # whoever started us is gone, or gives up: so are we, and SGLang's children
+        os.killpg(0, signal.SIGKILL)  # whoever started us is gone, or gives up: so are we, and the engine's children
 
     async def _handle(self, message: dict[str, Any]) -> None:
         number, error, value = message["id"], None, None
@@ -60,6 +64,16 @@ class Worker:
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"[:MOST_ERROR_TEXT]
         self._say(id=number, t=time.monotonic(), end=True, error=error, value=value)
+
+    def _start(self, arguments: dict[str, Any]) -> asyncio.AbstractEventLoop:
+        import sglang
+
+        self._engine = sglang.Engine(**arguments)
+        loop: asyncio.AbstractEventLoop = self._engine.loop
+        return loop
+
+    def _abort(self, number: str) -> None:
+        self._engine.tokenizer_manager.abort_request(number)
 
     async def _generate(self, message: dict[str, Any]) -> None:
         sampling = {"max_new_tokens": message["n"], "temperature": 0, "ignore_eos": True}
@@ -89,7 +103,11 @@ class Worker:
             self._connection.sendall((json.dumps(message) + "\n").encode())
 
 
-if __name__ == "__main__":
+def main(kind: type[Worker]) -> None:
     inherited = socket.socket(fileno=int(sys.argv[1]))
     inherited.set_inheritable(False)
-    Worker(inherited).run()
+    kind(inherited).run()
+
+
+if __name__ == "__main__":
+    main(Worker)

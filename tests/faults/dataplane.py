@@ -44,16 +44,23 @@ class FaultyDataPlane:
     """Wraps a plane; ``fault`` decides for each submission, counted from 0, what happens to it (None: nothing).
 
     For example ``FaultyDataPlane(plane, lambda n, _: Fault(Outcome.FAILED_UNKNOWN, late=True) if n == 2 else None)``.
-    Read ``submissions`` for what was asked for. ``release``, ``write_late`` and the attributes may be used from any
-    thread.
+    Read ``submissions`` for what was asked for (unless ``remember`` is False: they are copies). ``release``,
+    ``write_late`` and the attributes may be used from any thread.
     """
 
-    def __init__(self, inner: DataPlane, fault: Callable[[int, Submission], Fault | None] = lambda n, s: None) -> None:
+    def __init__(
+        self,
+        inner: DataPlane,
+        fault: Callable[[int, Submission], Fault | None] = lambda n, s: None,
+        remember: bool = True,
+    ) -> None:
         self.inner = inner
         self.fault = fault
         self.name = inner.name
         self.poll_interval = inner.poll_interval
         self.submissions: list[Submission] = []
+        self._remember = remember
+        self._submitted = 0
         self._released = threading.Event()
         self._late: list[Submission] = []
 
@@ -72,8 +79,10 @@ class FaultyDataPlane:
 
     def submit(self, peer: Peer, source: U64Array, destination: U64Array, nbytes: U64Array) -> Transfer:
         submission = Submission(peer, source.copy(), destination.copy(), nbytes.copy())
-        self.submissions.append(submission)
-        fault = self.fault(len(self.submissions) - 1, submission)
+        if self._remember:
+            self.submissions.append(submission)
+        fault = self.fault(self._submitted, submission)
+        self._submitted += 1
         if fault is None:
             return self.inner.submit(peer, source, destination, nbytes)
         if fault.late:

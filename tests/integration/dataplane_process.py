@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 
 def view(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
     """Memory as an array."""
-    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
 
 def noise(nbytes: int, seed: int) -> npt.NDArray[np.uint8]:
@@ -81,6 +81,7 @@ class PlaneProcess:
 
     def has_answered(self) -> bool:
         """Whether an answer waits to be read."""
+        assert self.process.stdout is not None
         return bool(select.select([self.process.stdout], [], [], 0)[0])
 
     def answer(self) -> Any:

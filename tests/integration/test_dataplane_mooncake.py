@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -108,10 +109,11 @@ def test_a_new_process_on_the_port_of_an_old_one_is_not_taken_for_it(writer: Wri
     """The engine would go on writing to the data port of the old one; under a new name it asks again."""
     assert wait(writer.write(lasting)).outcome is Outcome.DONE
     successor = msgspec.json.encode({**msgspec.json.decode(lasting.address), "incarnation": "another"})
-    attached = writer.plane.attach(successor)
+    attached: Any = writer.plane.attach(successor)
     host, port = msgspec.json.decode(lasting.address)["session"].split(":")
     assert attached.queue.session == f"{host}:0{port}"
-    assert writer.plane.attach(successor).queue is attached.queue
+    again: Any = writer.plane.attach(successor)
+    assert again.queue is attached.queue
     assert wait(writer.write(lasting, MIB, MIB, attached)).outcome is Outcome.DONE
     assert lasting.digest(MIB, MIB) == digest(writer.memory[MIB : 2 * MIB])
 

@@ -7,15 +7,17 @@ import math
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from kvgrpc.dataplane import open_plane  # noqa: E402
-from kvgrpc.demo.config import EngineConfig, ModelConfig  # noqa: E402
-from kvgrpc.demo.engine import Engine, Run  # noqa: E402
-from kvgrpc.demo.model import Llama  # noqa: E402
-from kvgrpc.demo.page_allocator import OutOfPages  # noqa: E402
-from kvgrpc.demo.paging import OwnMemory  # noqa: E402
-from kvgrpc.demo.prompts import ANSWER_TOKENS, built_in  # noqa: E402
+import torch
+
+from kvgrpc.dataplane import open_plane
+from kvgrpc.demo.config import EngineConfig, ModelConfig
+from kvgrpc.demo.engine import Engine, Run
+from kvgrpc.demo.model import Llama
+from kvgrpc.demo.page_allocator import OutOfPages
+from kvgrpc.demo.paging import OwnMemory
+from kvgrpc.demo.prompts import ANSWER_TOKENS, built_in
 
 CONFIG = EngineConfig()
 LONG = tuple(built_in()[3].tokens)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import msgspec
 import pytest
 import zmq
 
@@ -24,6 +25,7 @@ Frames = tuple[bytes, bytes, bytes]
 
 @contextmanager
 def publisher(endpoint: str = "tcp://127.0.0.1:0", dp: int = 0, **settings: Any) -> Iterator[ZmqEventPublisher]:
+    settings = {"clear_first": False} | settings
     opened = ZmqEventPublisher(rank=RankRef(RankId("engine", dp=dp), 7), endpoint=endpoint, **settings)
     try:
         yield opened
@@ -64,6 +66,10 @@ def stuck_subscriber(opened: ZmqEventPublisher) -> Iterator[None]:
 def batch(number: int) -> KVEventBatch:
     stored = BlockStored([number, 2**64 - 1 - number], number or None, list(range(32)), 16, None, "GPU")
     return KVEventBatch(float(number), [stored, BlockRemoved([-number], "CPU")])
+
+
+def raw(size: int) -> bytes:
+    return msgspec.msgpack.encode([1.0, [{"type": "Padding", "bytes": bytes(size)}], 0])
 
 
 def publish_until_heard(opened: ZmqEventPublisher, sub: zmq.Socket[bytes]) -> None:
@@ -113,8 +119,10 @@ async def replay(opened: ZmqEventPublisher) -> dict[int, bytes]:
 
 
 @pytest.mark.parametrize("dialect", ["sglang", "vllm"])
-async def test_a_late_subscriber_replays_byte_for_byte_what_was_live(dialect: str) -> None:
-    with publisher(topic="kv@pod", dialect=dialect, dp=3) as opened, subscriber(opened.stream.pub_endpoint) as sub:
+@pytest.mark.parametrize("encoding", ["array", "map"])
+async def test_a_late_subscriber_replays_byte_for_byte_what_was_live(dialect: str, encoding: str) -> None:
+    form = {"dialect": dialect, "encoding": encoding}
+    with publisher(topic="kv@pod", dp=3, **form) as opened, subscriber(opened.stream.pub_endpoint) as sub:
         publish_until_heard(opened, sub)
         for number in range(2_000):
             opened.publish(batch(number))
@@ -127,7 +135,7 @@ async def test_a_late_subscriber_replays_byte_for_byte_what_was_live(dialect: st
     assert sorted(replayed) == list(range(first + len(live)))
     last = decode_batch(live[-1][2])
     assert last.data_parallel_rank == 3
-    assert len(last.events) == (1 if dialect == "sglang" else 2)
+    assert len(last.events) == (1 if form == {"dialect": "sglang", "encoding": "array"} else 2)
 
 
 async def test_a_late_subscriber_tails_without_a_gap() -> None:
@@ -178,7 +186,7 @@ def test_ipc_and_inproc_have_one_name_for_each_dp(tmp_path: Path) -> None:
 
 def test_a_concrete_address_is_a_proxy_that_is_connected_to() -> None:
     with subscriber("tcp://127.0.0.1:*", bind=True) as proxy:
-        port = proxy.last_endpoint.rpartition(b":")[2].decode()
+        port = bytes(proxy.getsockopt(zmq.LAST_ENDPOINT)).rpartition(b":")[2].decode()
         with publisher(f"tcp://127.0.0.1:{port}") as opened:
             assert opened.stream.pub_endpoint == ""
             publish_until_heard(opened, proxy)
@@ -187,7 +195,7 @@ def test_a_concrete_address_is_a_proxy_that_is_connected_to() -> None:
 def test_a_subscriber_that_does_not_read_holds_up_nobody() -> None:
     with publisher(hwm=10) as opened, stuck_subscriber(opened):
         for _ in range(200):
-            assert opened.publish_raw(b"x" * 100_000)
+            assert opened.publish_raw(raw(100_000))
         wait_for(lambda: opened.counts.unsent == 0)
         assert opened.counts.published == opened.stream.next_sequence
 
@@ -196,7 +204,7 @@ def test_shutdown_returns_when_the_subscribers_have_everything() -> None:
     with publisher() as opened, subscriber(opened.stream.pub_endpoint) as sub:
         publish_until_heard(opened, sub)
         for _ in range(500):
-            opened.publish_raw(b"x" * 20_000)
+            opened.publish_raw(raw(20_000))
         last = opened.stream.next_sequence - 1
         opened.shutdown(10)
         # Nothing is sent any more: what is read now had been delivered.
@@ -206,7 +214,7 @@ def test_shutdown_returns_when_the_subscribers_have_everything() -> None:
 def test_shutdown_gives_up_on_a_subscriber_that_does_not_read() -> None:
     with publisher() as opened, stuck_subscriber(opened):
         for _ in range(500):
-            opened.publish_raw(b"x" * 100_000)
+            opened.publish_raw(raw(100_000))
         wait_for(lambda: opened.counts.unsent == 0)
         began = time.monotonic()
         opened.shutdown(0.3)

@@ -96,15 +96,15 @@ def test_a_normal_exit_delivers_what_was_published() -> None:
 async def test_after_a_kill_there_is_a_new_log_and_the_old_cursor_is_refused() -> None:
     with process("serve") as killed:
         begin, *rest = await watch(line_of(killed), mode="WATCH_MODE_REPLAY")
-        old = begin.begin.stream.log
-        assert sum(len(message.raw.payloads) for message in rest) == 10
+        old = begin.begin.stream.log_id
+        assert sum(len(message.raw.payloads) for message in rest) == 11
         killed.kill()
     with process("serve") as successor:
         address = line_of(successor)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await watch(address, mode="WATCH_MODE_TAIL", log=old, from_sequence=10)
+            await watch(address, mode="WATCH_MODE_TAIL", log_id=old, from_sequence=10)
         error = error_from(caught.value)
-        current = (await watch(address, mode="WATCH_MODE_REPLAY"))[0].begin.stream.log
+        current = (await watch(address, mode="WATCH_MODE_REPLAY"))[0].begin.stream.log_id
     assert error.reason.name == "STALE_LOG"
     assert error.metadata == {"requestLog": old, "currentLog": current}
     assert current != old
@@ -122,6 +122,10 @@ class Heard:
         _, sequence, payload = frames
         batch = decode_batch(payload)
         (event,) = batch.events
+        if isinstance(event, AllBlocksCleared):
+            # The first of a log.
+            assert (sequence, batch.data_parallel_rank) == (bytes(8), stream[1])
+            return
         assert isinstance(event, BlockRemoved)
         assert batch.data_parallel_rank == stream[1]
         assert self.hashes.isdisjoint(event.block_hashes), "a block was announced twice"
@@ -272,4 +276,4 @@ if __name__ == "__main__":
     if role == "serve":
         asyncio.run(run_serve())
     else:
-        {"ranks": run_ranks, "exit": run_exit}[role](*arguments)
+        run_ranks(*arguments) if role == "ranks" else run_exit()

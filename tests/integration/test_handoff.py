@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -348,7 +349,7 @@ def test_of_three_kills_the_soonest_is_known_within_a_second_at_decode_and_two_a
         decode.call("receive", 1, prefill.address, [1])
         prefill.call("send", 1, [1], last=False)
         prefill.call("wait", "senders", [1], [TRANSFERRING])
-        eventually(lambda prefill=prefill: prefill.call("open_writes") == 0)
+        eventually(partial(no_open_writes, prefill))
         dies, lives, handles = (prefill, decode, "receivers") if role == "PREFILL" else (decode, prefill, "senders")
         killed = dies.kill()
         (state,) = lives.call("wait", handles, [1], [FAILED]).values()
@@ -467,6 +468,10 @@ def test_close_with_open_rooms_ends_them_and_reports(pair: tuple[RankProcess, Ra
 # What the tests share.
 
 
+def no_open_writes(prefill: RankProcess) -> bool:
+    return bool(prefill.call("open_writes") == 0)
+
+
 def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -488,7 +493,7 @@ def free_port() -> int:
 def registry_process(port: int) -> subprocess.Popen[str]:
     code = (
         "from kvgrpc.server import serve_registry\n"
-        f"serve_registry('127.0.0.1:{port}', lease_ttl=2.0, on_ready=lambda a: print(a, flush=True))"
+        f"serve_registry('127.0.0.1:{port}', lease_ttl=2.0, on_ready=lambda server: print(server.address, flush=True))"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

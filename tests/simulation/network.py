@@ -114,15 +114,15 @@ class Network:
     def _open_and_close(self) -> None:
         for decode in self._world.decodes:
             if decode.state == "running":
-                self.links += [self._dialled(decode, stream) for stream in decode.core.take_dials()]
-                for stream in decode.core.take_closes():
+                self.links += [self._dialled(decode, stream) for stream in decode.take("dials")]
+                for stream in decode.take("closes"):
                     for link in self.links:
                         if link.stream is stream and not link.decode_closed:
                             link.decode_closed = True
                             self._end(link, link.to_prefill)
         for prefill in self._world.prefills:
             if prefill.state == "running":
-                for link in prefill.core.take_closes():
+                for link in prefill.take("closes"):
                     assert isinstance(link, Link)
                     if not link.prefill_closed:
                         link.prefill_closed = True
@@ -193,13 +193,13 @@ class Network:
         """What the cores have to say goes onto the streams that they hold to be the right ones."""
         for decode in self._world.decodes:
             if decode.state == "running":
-                for pair in decode.core.take_dirty():
+                for pair in decode.take("tell"):
                     link = next((link for link in self.links if link.stream is pair.stream), None)
                     if link is not None:
                         self._frames(link, link.to_prefill, self._decode_frames(decode.core.flush(pair)))
         for prefill in self._world.prefills:
             if prefill.state == "running":
-                for owner in prefill.core.take_dirty():
+                for owner in prefill.take("tell"):
                     if isinstance(owner.stream, Link):
                         frames = self._prefill_frames(prefill.core.flush(owner))
                         self._frames(owner.stream, owner.stream.to_decode, frames)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvgrpc.dataplane.base import Outcome
 from kvgrpc.errors import Failure, Reason
 from kvgrpc.model import RankId, RankRef
 from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodePair, DecodeRoom
@@ -15,6 +16,7 @@ from kvgrpc.transfer.protocol.prefill_core import Chunk, PrefillCore, PrefillRoo
 from kvgrpc.transfer.protocol.types import Bounds, Destination, KVPoll, RoomKey, Target, Timing
 from tests.simulation.plane import Plane
 from tests.simulation.requests import Request, WatchedHandle
+from tests.simulation.work import Work
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -64,6 +66,7 @@ class DecodeProcess(Process):
         self.core = core(
             self.ref, timing=TIMING, bounds=bounds, connections=self._connections, deliver_aux=self._deliver_aux
         )
+        self.take = Work(self.core).take
         self.free = list(range(POOL_PAGES))
         self.owner: list[RoomKey | None] = [None] * POOL_PAGES
         self.memory: list[dict[int, tuple[RoomKey, int]]] = [{} for _ in range(POOL_PAGES)]
@@ -82,11 +85,11 @@ class DecodeProcess(Process):
 
     def schedule(self, rnd: random.Random) -> None:
         """One round of the engine's loop: allocate, look, release."""
-        for room in self.core.take_resolves():
+        for room in self.take("resolves"):
             self._bind(room)
-        for departed in self.core.take_departed():
+        for lost in self.take("lost_peers"):
             if rnd.random() < 0.5:  # else the registry answers too late
-                self.core.meet(self.world.registry[int(departed.rank.engine[1:])])
+                self.core.predial(self.world.registry[int(lost.rank.engine[1:])])
         for key, receiving in list(self.receiving.items()):
             handle = receiving.handle
             if handle.terminal:
@@ -169,6 +172,7 @@ class PrefillProcess(Process):
         super().__init__(world, number, RankRef(RankId(f"P{number}"), epoch))
         self.address = address
         self.core = core(self.ref, timing=TIMING, bounds=bounds)
+        self.take = Work(self.core).take
         self.plane = Plane(world, self)
         self.draining = False
         self.lazy = False
@@ -211,9 +215,12 @@ class PrefillProcess(Process):
 
     def feed(self, rnd: random.Random) -> None:
         """The data plane starts and stops what the core asks for."""
-        self.core.take_gone()
-        self.plane.start(self.core.take_submissions())
-        stops = self.core.take_stops()
+        submissions = self.take("submissions")
+        for submission in submissions:
+            if submission.record.ended:  # while it waited for the transfer thread
+                self.core.on_outcome(submission, Outcome.REJECTED)
+        self.plane.start(submission for submission in submissions if not submission.record.ended)
+        stops = self.take("stops")
         if stops:
             self.plane.stop(stops, rnd)
 

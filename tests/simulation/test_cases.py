@@ -312,7 +312,7 @@ def test_close_with_held_pages_keeps_them(stage: Stage) -> None:
     stage.until_named()
     stage.stop(stage.prefill, FOREVER)
     stage.decode.abort(KEY)
-    stage.decode.core.close_handle(room)
+    room.open_handle = False
     stage.steps(10 * SECOND)
     assert not room.open_handle and not receiver.release_safe
     assert stage.decode.core.held_pages == 2, "reported, not freed"

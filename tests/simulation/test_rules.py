@@ -83,8 +83,8 @@ def test_a_room_meets_a_registry_that_was_behind_once(stage: Stage) -> None:
     stage.restart(0, "a0")
     current, stage.registry[0] = stage.registry[0], stale
     request = Request(KEY, prefills=(0, 1))
-    _, receiver = stage.receive(request)
-    stage.until(lambda: bool(stage.decode.core._resolves))
+    room, receiver = stage.receive(request)
+    stage.until(lambda: room.resolved_again)
     stage.registry[0] = current
     stage.send(request, 0)
     stage.send(request, 1)

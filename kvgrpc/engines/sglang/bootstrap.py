@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from sglang.srt.disaggregation.base.conn import BaseKVBootstrapServer
 
-from kvgrpc.engines.sglang.rank import bracketed, external_registry
+from kvgrpc.engines.addresses import bracketed
+from kvgrpc.engines.sglang.rank import external_registry
 from kvgrpc.server import RegistryServer, settings
 
 

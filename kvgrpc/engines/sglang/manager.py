@@ -12,8 +12,9 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_device, get_disagg, get_parallel, get_serving
 from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
 
+from kvgrpc.engines.addresses import bracketed, loopback_for
 from kvgrpc.engines.sglang.limits import check_supported
-from kvgrpc.engines.sglang.rank import Place, bracketed, external_registry, loopback_for, rank_config
+from kvgrpc.engines.sglang.rank import Place, external_registry, rank_config
 from kvgrpc.model import Layout, Role
 from kvgrpc.server import open_rank
 

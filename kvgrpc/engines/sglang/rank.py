@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvgrpc.dataplane.base import DataPlane
+from kvgrpc.engines.addresses import bracketed, engine_name, is_wildcard
 from kvgrpc.model import Layout, Pool, PoolKind, Region, Role
+from kvgrpc.net import split
 from kvgrpc.server import AuxBuffer, RankConfig, settings
-
-_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,32 +69,13 @@ def external_registry() -> str:
     return str(settings().get("registry", ""))
 
 
-def registry_of(bootstrap_addr: str, external: str) -> str:
-    """Where decode asks for the prefill engine that a request names: there, or at the external registry by its name."""
-    return f"{external}/{engine_name(bootstrap_addr)}" if external else bootstrap_addr
-
-
-def engine_name(address: str) -> str:
-    """A stable name of the engine at "host:port" or "host-port", of the characters that names may have."""
-    return re.sub(r"[^A-Za-z0-9._-]", "-", address.replace("[", "").replace("]", ""))[-128:]
-
-
 def reachable(place: Place) -> tuple[str, str]:
     """Which address to bind, and which one to give to peers."""
-    return place.host, place.local_ip if place.host in _WILDCARDS else place.host
-
-
-def loopback_for(host: str) -> str:
-    """Where this machine reaches what listens on ``host``."""
-    return _WILDCARDS.get(host, host)
+    return place.host, place.local_ip if is_wildcard(place.host) else place.host
 
 
 def _host(address: str) -> tuple[str, ...]:
-    return (address.rpartition(":")[0],) if address else ()
-
-
-def bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+    return (split(address)[0],) if address else ()
 
 
 def kv_pool(kv_args: Any, device: str) -> Pool:

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from sglang.srt.disaggregation.base.conn import BaseKVReceiver
 
+from kvgrpc.engines.addresses import registry_of
 from kvgrpc.engines.sglang.failure import transfer_error
-from kvgrpc.engines.sglang.rank import registry_of
 from kvgrpc.transfer import KVPoll, KVReceiver
 
 if TYPE_CHECKING:

@@ -10,13 +10,14 @@ from typing import Any, TypeAlias, cast
 
 import grpc
 
-from kvgrpc.errors import FeatureDisabled
+from kvgrpc.errors import FrameTooLarge
 from kvgrpc.rpc.interceptors.admission import Admission
-from kvgrpc.rpc.interceptors.auth import ALLOWED, auth
+from kvgrpc.rpc.interceptors.auth import auth
 from kvgrpc.rpc.interceptors.call import Behaviour, Context, Layer, Method
 from kvgrpc.rpc.interceptors.deadline import deadline
 from kvgrpc.rpc.interceptors.errors import errors
 from kvgrpc.rpc.interceptors.telemetry import telemetry
+from kvgrpc.rpc.options import largest_request
 from kvgrpc.rpc.security import ServerSecurity
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -42,7 +43,7 @@ class _Interceptor(grpc.aio.ServerInterceptor):
         path = handler_call_details.method
         handler = await continuation(handler_call_details)
         if handler is None:
-            return self._not_served(path) if path in ALLOWED else None
+            return None
         known = self._wrapped.get(path)
         if known is None or known[0] is not handler:
             known = self._wrapped[path] = (handler, self._wrap(handler, path))
@@ -56,20 +57,9 @@ class _Interceptor(grpc.aio.ServerInterceptor):
         if not handler.request_streaming and deserializer is not None:
             # Decoded inside the layers: the library answers what it cannot decode with a status that is not ours and a
             # stack trace in the log for each.
-            inner, deserializer = partial(_decoded, inner, deserializer), None
+            inner, deserializer = partial(_decoded, inner, deserializer, largest_request(path)), None
         made: Handler = make(self._layered(inner, Method(path, streams)), deserializer, handler.response_serializer)
         return made
-
-    def _not_served(self, path: str) -> Handler:
-        async def refuse(request: Any, context: Context) -> None:
-            service = path.split("/")[1]
-            raise FeatureDisabled(
-                f"this process does not serve {service}: ask another one, GetServerInfo says what each serves",
-                metadata={"feature": service, "howToEnable": "ask a process that serves it"},
-            )
-
-        # Reads no request, so it answers methods of every arity.
-        return grpc.stream_stream_rpc_method_handler(self._layered(refuse, Method(path, True)))
 
     def _layered(self, behaviour: Behaviour, method: Method) -> Any:
         for layer in reversed(self._layers):
@@ -105,5 +95,10 @@ async def _written(behaviour: Any, request: Any, context: Context) -> None:
             await context.write(response)
 
 
-async def _decoded(behaviour: Behaviour, deserializer: Callable[[bytes], Any], request: bytes, context: Context) -> Any:
+async def _decoded(
+    behaviour: Behaviour, deserializer: Callable[[bytes], Any], limit: int, request: bytes, context: Context
+) -> Any:
+    if len(request) > limit:
+        text = f"a request of {len(request)} bytes, at most {limit} are allowed"
+        raise FrameTooLarge(text, metadata={"limit": limit, "value": len(request)})
     return await behaviour(deserializer(request), context)

@@ -1,15 +1,15 @@
 """Decode's half of a session as a state machine: rooms, the pairs they depend on, and the pages they hold.
 
-Sans I/O. The shell (decode.py in the product, a world in tests/simulation) calls ``on_*`` when something happened and
-``tick`` every ``Timing.tick_seconds`` of its own running time, then does what the core asks: ``take_dials`` (streams
-to open), ``take_closes`` (streams to end), ``take_resolves`` (rooms to resolve again) and ``flush`` for every pair in
-``take_dirty``. All calls come from one thread. Numbers in comments are the rules of docs/session.md.
+Sans I/O. The shell (runtime/decode_manager.py in the product, a world in tests/simulation) calls ``on_*`` when
+something happened and ``tick`` every ``Timing.tick_seconds`` of its own running time; then it takes the ``DecodeWork``
+and does it. All calls come from one thread. Numbers in comments are the rules of docs/session.md.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from kvgrpc.errors import Failure, KvGrpcError, Reason
 from kvgrpc.model import RankRef
@@ -17,8 +17,7 @@ from kvgrpc.transfer.protocol import failures
 from kvgrpc.transfer.protocol.decode_held import HeldPages
 from kvgrpc.transfer.protocol.decode_pair import DecodePair, Stream
 from kvgrpc.transfer.protocol.decode_room import DecodePart, DecodeRoom
-from kvgrpc.transfer.protocol.dirty import take
-from kvgrpc.transfer.protocol.pending_rooms import Outbox
+from kvgrpc.transfer.protocol.pending_rooms import PendingRooms, take_keys
 from kvgrpc.transfer.protocol.timers import Deadlines
 from kvgrpc.transfer.protocol.types import (
     PAST_FAILURES,
@@ -30,13 +29,35 @@ from kvgrpc.transfer.protocol.types import (
     Bounds,
     DecodeEntry,
     Destination,
+    LostPair,
     PrefillEntry,
     RoomKey,
     Target,
     Timing,
 )
 
-__all__ = ["DecodeCore", "DecodePair", "DecodePart", "DecodeRoom", "Stream"]
+__all__ = ["DecodeCore", "DecodePair", "DecodePart", "DecodeRoom", "DecodeWork", "Stream"]
+
+
+@dataclass(slots=True)
+class DecodeWork:
+    """What the shell is to do, in this order.
+
+    ``resolves``: rooms to be bound again, to all their targets. ``lost_peers``: peers that welcomed us once, and to
+    whom no session stands any more: they or a successor may come back. ``dials``: streams to open. ``closes``: streams
+    to end. ``tell``: pairs with something to say, each to be flushed when its stream has room. ``failed``: rooms that
+    failed and are dropped, of which people may still ask why; the last 256. ``ended``: rooms that got their terminal
+    state. ``lost``: pairs that were given up.
+    """
+
+    resolves: list[DecodeRoom] = field(default_factory=list)
+    lost_peers: list[RankRef] = field(default_factory=list)
+    dials: list[Stream] = field(default_factory=list)
+    closes: list[Stream] = field(default_factory=list)
+    tell: list[DecodePair] = field(default_factory=list)
+    failed: deque[DecodeRoom] = field(default_factory=lambda: deque(maxlen=PAST_FAILURES))
+    ended: list[DecodeRoom] = field(default_factory=list)
+    lost: list[LostPair] = field(default_factory=list)
 
 
 class DecodeCore:
@@ -65,12 +86,8 @@ class DecodeCore:
         self._held = self.held_pages_class(self.timing.settle, connections)
         self._due: Deadlines[RoomKey] = Deadlines()
         self._streams = 0
-        self._dials: list[Stream] = []
-        self._closes: list[Stream] = []
-        self._resolves: list[DecodeRoom] = []
-        self._departed: list[RankRef] = []
-        self._past_failures: deque[DecodeRoom] = deque(maxlen=PAST_FAILURES)
-        self._outbox = Outbox()
+        self._work = DecodeWork()
+        self._pending: PendingRooms[DecodePair] = PendingRooms()
 
     # What the engine asks for.
 
@@ -82,6 +99,7 @@ class DecodeCore:
             room.fail(failure)
             room.handle.release_safe = True
             room.handle.fail(failure)
+            self._work.ended.append(room)
             return False
         room.created_at = self.now
         self.rooms[room.key] = room
@@ -105,9 +123,9 @@ class DecodeCore:
         room.bound = True
         room.refresh()
         if room.destination is not None:  # its pages came first, and the session may stand already
-            self._outbox.tell(room)
+            self._tell(room)
 
-    def meet(self, target: Target) -> None:
+    def predial(self, target: Target) -> None:
         """Dials a rank before a room needs it, once: a session that does not come about is nobody's failure."""
         self._pair(target)
 
@@ -118,16 +136,12 @@ class DecodeCore:
         room.destination = destination
         room.aux_index = aux_index
         self._set_deadline(room)
-        self._outbox.tell(room)
+        self._tell(room)
 
     def fail(self, room: DecodeRoom, failure: Failure) -> None:
         """Abort, cancel, or a resolve that failed: the handle ends here and now, the pages by evidence (6)."""
         if self.rooms.get(room.key) is room:
             self._end(room, failure)
-
-    def close_handle(self, room: DecodeRoom) -> None:
-        """The engine dropped its handle; what is held stays held (8)."""
-        room.open_handle = False
 
     @property
     def held_pages(self) -> int:
@@ -135,38 +149,16 @@ class DecodeCore:
 
     # What the shell does for the core.
 
-    def take_dials(self) -> list[Stream]:
-        dials, self._dials = self._dials, []
-        return dials
-
-    def take_closes(self) -> list[Stream]:
-        closes, self._closes = self._closes, []
-        return closes
-
-    def take_resolves(self) -> list[DecodeRoom]:
-        """Rooms to be bound again, to all their targets."""
-        resolves, self._resolves = self._resolves, []
-        return resolves
-
-    def take_departed(self) -> list[RankRef]:
-        """Peers that welcomed us once, and to whom no session stands any more: they or a successor may come back."""
-        departed, self._departed = self._departed, []
-        return departed
-
-    def take_past_failures(self) -> list[DecodeRoom]:
-        """Failed rooms that were dropped: people may still ask why."""
-        past = list(self._past_failures)
-        self._past_failures.clear()
-        return past
-
-    def take_dirty(self) -> Iterable[DecodePair]:
-        """Pairs with something to say and a stream to say it on."""
-        return self._outbox.take()
+    def take_work(self) -> DecodeWork:
+        """What is to be done now; it is the caller's."""
+        work, self._work = self._work, DecodeWork()
+        work.tell = self._pending.take_pairs()
+        return work
 
     def flush(self, pair: DecodePair) -> list[DecodeEntry]:
-        """The latest state of the rooms of the pair that changed, a frame's worth; ``pair.dirty`` keeps the others."""
+        """The latest state of the rooms of the pair that changed, a frame's worth; ``pending_rooms`` keeps the others."""
         entries: list[DecodeEntry] = []
-        for key in take(pair.dirty):
+        for key in take_keys(pair):
             room = self.rooms.get(key)
             part = room.part_of(pair) if room is not None else None
             if room is None or part is None:
@@ -188,7 +180,7 @@ class DecodeCore:
         pair.welcome(self.now)
         for key in pair.rooms:
             self.rooms[key].refresh()
-        self._outbox.resume(pair)
+        self._pending.add_all(pair, pair.rooms)
 
     def on_heard(self, stream: Stream) -> None:
         """Anything arrived on the stream."""
@@ -206,8 +198,8 @@ class DecodeCore:
             part = room.part_of(pair) if room is not None else None
             if room is not None and part is not None:
                 self._apply(room, part, entry)
-            elif len(pair.dirty) < self.bounds.rooms:
-                self._outbox.forget(entry.key, pair)
+            elif len(pair.pending_rooms) < self.bounds.rooms:
+                self._pending.add_later(pair, entry.key)
 
     def on_goodbye(self, stream: Stream, failure: Failure | None) -> None:
         pair = stream.pair
@@ -250,7 +242,7 @@ class DecodeCore:
             self._tick_pair(pair)
         for room in self._held.due(self.now):
             self._look(room)
-        self._outbox.tick()
+        self._pending.tick()
 
     # Rooms.
 
@@ -282,7 +274,7 @@ class DecodeCore:
     def _part_ended(self, room: DecodeRoom, part: DecodePart, entry: PrefillEntry) -> None:
         """The first part that fails fails the room; SUCCESS needs every part that is owed (9)."""
         if part.settled:
-            self._outbox.forget(room.key, part.pair)
+            self._pending.add_later(part.pair, room.key)
         if room.ended:
             self._look(room)
         elif part.state is STATE_FAILED:
@@ -302,6 +294,13 @@ class DecodeCore:
                 else:
                     self._due.clear(room.key)
                     room.succeed()
+                    self._work.ended.append(room)
+
+    def _tell(self, room: DecodeRoom) -> None:
+        """All pairs of the room, now."""
+        for part in room.parts.values():
+            if not part.forgot:
+                self._pending.add(part.pair, room.key)
 
     def _end(self, room: DecodeRoom, failure: Failure) -> None:
         """One terminal state, at once, with the first cause; the other parts are told to stop with it (6, 9)."""
@@ -309,10 +308,11 @@ class DecodeCore:
             return
         room.fail(failure)
         self._due.clear(room.key)
-        self._outbox.tell(room)
+        self._tell(room)
         self._held.hold(room)
         self._look(room)
         room.handle.fail(failure)
+        self._work.ended.append(room)
 
     def _look(self, room: DecodeRoom) -> None:
         """Gives the room's pages back if there is evidence."""
@@ -324,7 +324,7 @@ class DecodeCore:
         if room.key not in self._held and room.over and self.rooms.get(room.key) is room:
             del self.rooms[room.key]
             if room.failure is not None:
-                self._past_failures.append(room)
+                self._work.failed.append(room)
             for part in room.parts.values():
                 part.pair.rooms.discard(room.key)
 
@@ -344,7 +344,7 @@ class DecodeCore:
     def _dial(self, pair: DecodePair) -> None:
         self._close_stream(pair)
         self._streams += 1  # counted over all pairs: a pair that is dropped and met again still counts upwards (2)
-        self._dials.append(pair.dial(self._streams, self.now, self.timing))
+        self._work.dials.append(pair.dial(self._streams, self.now, self.timing))
 
     def _break(self, pair: DecodePair) -> None:
         """Fails nothing; decode dials again, at once the first time (3)."""
@@ -358,7 +358,10 @@ class DecodeCore:
 
     def _lose(self, pair: DecodePair, how: str, cause: Failure | None = None) -> None:
         """The pair is given up: its rooms fail, except those whose part here is settled (3)."""
-        self._note_departure(pair)
+        self._note_loss(pair)
+        if not pair.lost:
+            lost = LostPair(pair.ref, cause.message if cause is not None else how, len(pair.rooms))
+            self._work.lost.append(lost)
         pair.lost = True
         pair.waiting_since = None
         pair.next_dial_at = self.now
@@ -384,7 +387,7 @@ class DecodeCore:
                 del room.parts[pair.ref.rank]
                 again.append(room)
         pair.rooms.difference_update([room.key for room in again])
-        self._resolves += again
+        self._work.resolves += again
         self._lose(pair, "", failure)
 
     def _tick_pair(self, pair: DecodePair) -> None:
@@ -402,17 +405,17 @@ class DecodeCore:
     def _drop_pair(self, pair: DecodePair) -> None:
         if self.pairs.get(pair.ref) is pair:
             del self.pairs[pair.ref]
-            self._note_departure(pair)
+            self._note_loss(pair)
         self._close_stream(pair)
 
-    def _note_departure(self, pair: DecodePair) -> None:
+    def _note_loss(self, pair: DecodePair) -> None:
         if pair.welcomed and not pair.lost:
-            self._departed.append(pair.ref)
+            self._work.lost_peers.append(pair.ref)
 
     def _close_stream(self, pair: DecodePair) -> None:
         stream = pair.end_stream()
         if stream is not None:
-            self._closes.append(stream)
+            self._work.closes.append(stream)
 
     def _lost_failure(self, pair: DecodePair, how: str) -> Failure:
         return self._failure(failures.peer_lost(pair.ref, f"prefill {pair.ref} at {pair.address}", how))

@@ -22,7 +22,7 @@ class DecodePair:
     """``up``: welcomed on the stream that counts. ``welcomed``: ever. ``lost``: given up. ``dead_at``: proven dead (4).
 
     ``connections``: over which its bytes could still arrive when it was proven dead (8).
-    ``rooms``: what is not over yet; ``dirty``: what is to be told.
+    ``rooms``: what is not over yet; ``pending_rooms``: what is to be told.
     """
 
     __slots__ = (
@@ -32,12 +32,12 @@ class DecodePair:
         "connections",
         "dead_at",
         "dialled_at",
-        "dirty",
         "heard_at",
         "lost",
         "next_dial_at",
         "open_connections",
         "open_connections_at",
+        "pending_rooms",
         "ref",
         "rooms",
         "stream",
@@ -60,7 +60,7 @@ class DecodePair:
         self.connections: frozenset[str] = frozenset()
         self.open_connections: frozenset[str] = frozenset()
         self.open_connections_at = -1
-        self.dirty: dict[RoomKey, None] = {}
+        self.pending_rooms: dict[RoomKey, None] = {}
         self.rooms: set[RoomKey] = set()
 
     @property

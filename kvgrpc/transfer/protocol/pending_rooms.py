@@ -1,52 +1,81 @@
-"""What decode has to tell its peers: which rooms of a pair changed, and which pairs have something to say now. Pure."""
+"""What a core has to tell its peers: which rooms of a pair changed, and which pairs have something to say now. Pure.
+
+No message is kept: a pair's ``pending_rooms`` says which rooms changed, their latest state is read when it is told. So
+it is bounded by the rooms.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
+from typing import Generic, Protocol, TypeVar
 
-from kvgrpc.transfer.protocol.decode_pair import DecodePair
-from kvgrpc.transfer.protocol.decode_room import DecodeRoom
 from kvgrpc.transfer.protocol.types import RoomKey
 
-_FORGETS_AT_MOST = 1024
+# Of one frame. More at once are no faster, and what lives for a frame's time is what the garbage collector looks at.
+ROOMS_AT_ONCE = 1024
+_LATER_AT_MOST = 1024
 
 
-class Outbox:
-    """Bounded by the rooms: it keeps which ones changed (``DecodePair.dirty``), their state is read when it is told."""
+class Peer(Protocol):
+    """One pair of incarnations. ``up``: a stream stands that counts."""
+
+    pending_rooms: dict[RoomKey, None]
+
+    @property
+    def up(self) -> bool: ...
+
+
+P = TypeVar("P", bound=Peer)
+
+
+class PendingRooms(Generic[P]):
+    """The pairs that have something to say, in the order in which they got it."""
 
     def __init__(self) -> None:
-        self._now: dict[DecodePair, None] = {}
-        self._soon: dict[DecodePair, None] = {}
+        self._now: dict[P, None] = {}
+        self._later: dict[P, None] = {}
 
-    def tell(self, room: DecodeRoom) -> None:
-        """All pairs of the room, now."""
-        for part in room.parts.values():
-            if not part.forgot:
-                part.pair.dirty[room.key] = None
-                self._now[part.pair] = None
+    def add(self, pair: P, key: RoomKey) -> None:
+        """This room, now."""
+        pair.pending_rooms[key] = None
+        self._now[pair] = None
 
-    def forget(self, key: RoomKey, pair: DecodePair) -> None:
-        """FORGET rides with what else is said, or goes with the next tick: nobody waits for it."""
-        pair.dirty[key] = None
-        if len(pair.dirty) < _FORGETS_AT_MOST:
-            self._soon[pair] = None
+    def add_later(self, pair: P, key: RoomKey) -> None:
+        """This room, with what else is said, or with the next tick: nobody waits for it."""
+        pair.pending_rooms[key] = None
+        if len(pair.pending_rooms) < _LATER_AT_MOST:
+            self._later[pair] = None
         else:
             self._now[pair] = None
 
-    def resume(self, pair: DecodePair) -> None:
-        """Every room of the pair, now (3)."""
-        for key in pair.rooms:
-            pair.dirty[key] = None
+    def add_all(self, pair: P, keys: Iterable[RoomKey]) -> None:
+        """These rooms, now: a stream was welcomed, and resumption is no more than that (rule 3, break and loss)."""
+        pair.pending_rooms.update(dict.fromkeys(keys))
         self._now[pair] = None
 
     def tick(self) -> None:
-        if self._soon:
-            self._now.update(self._soon)
-            self._soon.clear()
+        if self._later:
+            self._now.update(self._later)
+            self._later.clear()
 
-    def take(self) -> Iterable[DecodePair]:
-        """Pairs with something to say and a stream to say it on."""
+    def take_pairs(self) -> list[P]:
+        """Pairs with something to say and a stream to say it on. The others say everything when they are welcomed."""
         if not self._now:
-            return ()
+            return []
         pairs, self._now = self._now, {}
         return [pair for pair in pairs if pair.up]
+
+
+def take_keys(pair: Peer, most: int = ROOMS_AT_ONCE) -> list[RoomKey]:
+    """The oldest ``most`` of its pending rooms, which are pending no more: in pieces, so that one peer's thousands hold
+    up nobody's ten."""
+    pending = pair.pending_rooms
+    if len(pending) <= most:
+        taken = list(pending)
+        pending.clear()
+    else:
+        taken = list(islice(pending, most))
+        for key in taken:
+            del pending[key]
+    return taken

@@ -1,163 +1,169 @@
 """Prefill's half of a session as a state machine: one record per (room, attempt), and the pairs that own them.
 
-Sans I/O, as decode_core.py: the shell calls ``on_*`` and ``tick``, and does what the core asks: ``take_submissions``
-(writes for the data plane), ``take_stops`` (rooms whose writes shall start no more), ``take_closes`` (streams to end),
-``take_gone`` (pairs to forget) and ``flush`` for every pair in ``take_dirty``. All calls come from one thread. Numbers
-in comments are the rules of docs/session.md.
+Sans I/O, as decode_core.py. The shell (runtime/prefill_manager.py in the product, a world in tests/simulation) calls
+``on_*`` when something happened and ``tick`` every ``Timing.tick_seconds`` of its own running time; then it takes the
+``PrefillWork`` and does it. All calls come from one thread. Numbers in comments are the rules of docs/session.md.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from kvgrpc.dataplane.base import Outcome
 from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, StaleEpoch
 from kvgrpc.model import RankRef
 from kvgrpc.transfer.protocol import failures
-from kvgrpc.transfer.protocol.dirty import take
-from kvgrpc.transfer.protocol.prefill_memory import StreamNumbers
+from kvgrpc.transfer.protocol.chunks import Chunk
+from kvgrpc.transfer.protocol.pending_rooms import PendingRooms, take_keys
+from kvgrpc.transfer.protocol.prefill_memory import EndedRecords, StreamNumbers, UnknownWrites
 from kvgrpc.transfer.protocol.prefill_pair import PrefillPair
-from kvgrpc.transfer.protocol.prefill_records import PrefillRecords
-from kvgrpc.transfer.protocol.prefill_room import Chunk, PrefillRoom, Submission
+from kvgrpc.transfer.protocol.prefill_room import PrefillRoom, Submission
+from kvgrpc.transfer.protocol.timers import Deadlines
 from kvgrpc.transfer.protocol.types import (
+    PAST_FAILURES,
     STATE_FAILED,
-    STATE_SUCCESS,
     WANT_FORGET,
     WANT_STOP,
+    WRITES_OPEN,
     WRITES_UNKNOWN,
     Align,
     Bounds,
     DecodeEntry,
     Handle,
-    KVPoll,
+    LostPair,
     PrefillEntry,
     RoomKey,
     Timing,
 )
 
-__all__ = ["Chunk", "PrefillCore", "PrefillPair", "PrefillRoom", "Submission"]
+__all__ = ["Chunk", "PrefillCore", "PrefillPair", "PrefillRoom", "PrefillWork", "Submission"]
+
+
+@dataclass(slots=True)
+class PrefillWork:
+    """What the shell is to do, in this order.
+
+    ``submissions``: writes to start. ``stops``: rooms that ended while writes were open, of which no further one shall
+    start. ``gone``: pairs whose memory the data plane may forget. ``closes``: streams to end. ``tell``: pairs with
+    something to say, each to be flushed when its stream has room. ``failed``: rooms that failed and are dropped, of
+    which people may still ask why; the last 256. ``ended``: rooms that got their terminal state. ``lost``: pairs that
+    were given up.
+    """
+
+    submissions: list[Submission] = field(default_factory=list)
+    stops: list[PrefillRoom] = field(default_factory=list)
+    gone: list[PrefillPair] = field(default_factory=list)
+    closes: list[object] = field(default_factory=list)
+    tell: list[PrefillPair] = field(default_factory=list)
+    failed: deque[PrefillRoom] = field(default_factory=lambda: deque(maxlen=PAST_FAILURES))
+    ended: list[PrefillRoom] = field(default_factory=list)
+    lost: list[LostPair] = field(default_factory=list)
 
 
 class PrefillCore:
-    """See the module."""
+    """See the module. ``open_writes``: submissions without an outcome."""
 
     def __init__(self, me: RankRef, *, timing: Timing | None = None, bounds: Bounds | None = None) -> None:
         self.me = me
         self.timing = timing or Timing()
         self.bounds = bounds or Bounds()
+        self.now = 0
         self.draining = False
+        self.rooms: dict[RoomKey, PrefillRoom] = {}
         self.pairs: dict[RankRef, PrefillPair] = {}
+        self.open_writes = 0
         self.ignored_entries = 0
-        self._records = PrefillRecords(me, self.timing, self.bounds)
-        self.rooms = self._records.rooms
+        self._work = PrefillWork()
+        self._pending: PendingRooms[PrefillPair] = PendingRooms()
+        self._due: Deadlines[RoomKey] = Deadlines()
+        self._moving: dict[RoomKey, PrefillRoom] = {}
+        self._ended = EndedRecords(self.timing.ended_record, self.bounds.ended_records)
+        self._unknown = UnknownWrites(self.bounds.known_streams)
         self._numbers = StreamNumbers(self.bounds.known_streams)
-        self._closes: list[object] = []
-        self._gone: list[PrefillPair] = []
-
-    @property
-    def now(self) -> int:
-        return self._records.now
-
-    @property
-    def open_writes(self) -> int:
-        """Submissions without an outcome."""
-        return self._records.open_writes
+        self._unclaimed = 0
 
     @property
     def open_rooms(self) -> int:
-        return sum(not record.ended for record in self.rooms.values())
+        return sum(not room.ended for room in self.rooms.values())
 
     # What the engine asks for.
 
     def claim(self, key: RoomKey, handle: Handle) -> PrefillRoom | None:
-        """A local sender takes the room; a second one for a known key fails alone (10). None: the handle has failed."""
-        record = self.rooms.get(key)
-        if record is None and len(self.rooms) >= self.bounds.rooms:
-            self._refuse(handle, failures.too_many("rooms", self.bounds.rooms, len(self.rooms)))
+        """A local sender takes the room; a second one for a known key fails alone (10, ownership). None: the handle has
+        failed."""
+        room = self.rooms.get(key)
+        error: KvGrpcError | None = None
+        if room is None and len(self.rooms) >= self.bounds.rooms:
+            error = failures.too_many("rooms", self.bounds.rooms, len(self.rooms))
+        elif room is not None and room.claimed:
+            error = failures.conflict(key, f"a local sender of {self.me}")
+        if error is not None:
+            handle.release_safe = True
+            handle.fail(self._failure(error))
             return None
-        if record is not None and record.claimed:
-            self._refuse(handle, failures.conflict(key, f"a local sender of {self.me}"))
-            return None
-        if record is None:
-            record = self._records.make(key)
-        self._records.claim(record, handle)
+        if room is None:
+            room = self._make(key)
+        if room.ended:
+            room.claim(handle)
+            if room.forgotten:
+                self._drop(room)
+            return room
+        self._wait_no_more(room)
+        self._due.set(key, self.now + self.timing.room_deadline)
+        self._follow(room, room.claim(handle))
+        if room.destination is not None:
+            self._due.clear(key)
         if self.draining:
-            self._records.refuse(record, failures.draining(self.me))
-        return record
+            self._refuse(room, failures.draining(self.me))
+        return room
 
-    def expect(self, record: PrefillRoom, pages: int | None, align: Align = Align.HEAD) -> None:
+    def expect(self, room: PrefillRoom, pages: int | None, align: Align = Align.HEAD) -> None:
         """The engine's ``init``: how many pages it will send in all (None: ``is_last`` says it)."""
-        if record.ended:
-            return
-        record.expected_pages = pages
-        record.align = align
-        if record.handle is not None and record.handle.poll is KVPoll.Bootstrapping:
-            record.handle.poll = KVPoll.WaitingForInput  # 12: never Bootstrapping after init
+        if not room.ended:
+            room.expect(pages, align)
 
-    def send(self, record: PrefillRoom, chunk: Chunk, aux: bytes | None = None) -> None:
+    def send(self, room: PrefillRoom, chunk: Chunk, aux: bytes | None = None) -> None:
         """Takes pages that are computed; they wait for the destination if it is not known yet (12, 13)."""
-        self._records.send(record, chunk, aux)
+        if not room.ended:
+            self._follow(room, room.send(chunk, aux, self.bounds.chunks_per_room))
 
-    def fail(self, record: PrefillRoom, failure: Failure) -> None:
+    def fail(self, room: PrefillRoom, failure: Failure) -> None:
         """Abort or cancel: Failed at once, and no further write starts."""
-        if self.rooms.get(record.key) is record:
-            self._records.fail(record, failure)
+        if self.rooms.get(room.key) is room:
+            self._fail(room, failure)
 
     def drain(self) -> None:
         """Refuses new rooms; those that have a local sender go on (4)."""
         self.draining = True
-        for record in list(self.rooms.values()):
-            if not record.claimed:
-                self._records.refuse(record, failures.draining(self.me))
+        for room in list(self.rooms.values()):
+            if not room.claimed:
+                self._refuse(room, failures.draining(self.me))
 
     # What the shell does for the core.
 
-    def take_submissions(self) -> list[Submission]:
-        """Writes to start."""
-        return self._records.take_submissions()
-
-    def take_stops(self) -> list[PrefillRoom]:
-        """Rooms that ended while writes were open: no further one shall start."""
-        stops, self._records.stops = self._records.stops, []
-        return stops
-
-    def take_closes(self) -> list[object]:
-        closes, self._closes = self._closes, []
-        return closes
-
-    def take_gone(self) -> list[PrefillPair]:
-        """Pairs that were dropped: the data plane may forget their memory."""
-        gone, self._gone = self._gone, []
-        return gone
-
-    def take_past_failures(self) -> list[PrefillRoom]:
-        """Failed rooms that were dropped: people may still ask why."""
-        past = list(self._records.past_failures)
-        self._records.past_failures.clear()
-        return past
-
-    def take_dirty(self) -> Iterable[PrefillPair]:
-        """Pairs with something to say and a stream to say it on."""
-        if not self._records.dirty:
-            return ()
-        dirty, self._records.dirty = self._records.dirty, {}
-        return [pair for pair in dirty if pair.stream is not None]
+    def take_work(self) -> PrefillWork:
+        """What is to be done now; it is the caller's."""
+        work, self._work = self._work, PrefillWork()
+        self._reject_ended(work)
+        work.tell = self._pending.take_pairs()
+        return work
 
     def flush(self, pair: PrefillPair) -> list[PrefillEntry]:
-        """The latest state of the rooms of the pair that changed, a frame's worth; ``pair.dirty`` keeps the others.
+        """The latest state of the rooms of the pair that changed, a frame's worth; ``pending_rooms`` keeps the others.
 
-        Only rooms that this pair named (11).
+        Only rooms that this pair named (11, memory of the ended).
         """
         entries = []
-        for key in take(pair.dirty):
+        for key in take_keys(pair):
             answer = pair.answers.get(key)
             if answer is not None:
                 entries.append(PrefillEntry(key, STATE_FAILED, answer[1], failure=answer[0]))
                 continue
-            record = self.rooms.get(key)
-            if record is not None and record.owner is pair:
-                aux = record.aux if record.state is STATE_SUCCESS else b""
-                entries.append(PrefillEntry(key, record.state, record.writes, record.done.prefix, aux, record.failure))
+            room = self.rooms.get(key)
+            if room is not None and room.owner is pair:
+                entries.append(room.entry())
         return entries
 
     # What happened.
@@ -179,12 +185,9 @@ class PrefillCore:
             pair = self.pairs[ref] = PrefillPair(ref, peer, self.now)
         older = pair.welcome(stream, number, self.now)
         if older is not None:
-            self._closes.append(older)  # 2: a larger stream ends the older before welcome is sent
-        for key in pair.rooms:  # 3: every unsettled room, that is all of resumption
-            if not self.rooms[key].forgotten:
-                pair.dirty[key] = None
-        pair.dirty.update(dict.fromkeys(pair.answers))
-        self._records.dirty[pair] = None
+            self._work.closes.append(older)  # 2, one stream: a larger one ends the older before welcome is sent
+        unsettled = (key for key in pair.rooms if not self.rooms[key].forgotten)
+        self._pending.add_all(pair, (*unsettled, *pair.answers))
         return None
 
     def on_heard(self, stream: object, ref: RankRef) -> None:
@@ -202,8 +205,6 @@ class PrefillCore:
             self._apply(pair, entry)
             if pair.lost:
                 break
-        if pair.dirty:
-            self._records.dirty[pair] = None
 
     def on_end(self, stream: object, ref: RankRef) -> None:
         """The stream ended, with Goodbye or without: prefill cannot dial, so it waits for decode to (3)."""
@@ -212,116 +213,266 @@ class PrefillCore:
             pair.end_stream(self.now)
 
     def on_outcome(self, submission: Submission, outcome: Outcome, detail: str = "") -> None:
-        """The data plane ended one submission (7)."""
-        self._records.outcome(submission, outcome, detail)
+        """The data plane ended one submission (7, writes)."""
+        room = submission.record
+        self.open_writes -= 1
+        had_ended = room.ended
+        room.end_write(submission, outcome, detail)
+        if not had_ended:
+            self._follow(room)
+        elif not room.open_writes:
+            self._keep(room)
+            self._tell(room)
 
     def on_engine_destroyed(self) -> None:
-        """All outcomes were reported, and no write of ours is left anywhere: UNKNOWN becomes STOPPED (7)."""
-        self._records.engine_destroyed()
+        """All outcomes were reported, and no write of ours is left anywhere: UNKNOWN becomes STOPPED (7, writes)."""
+        self._unknown.clear()
+        for room in self.rooms.values():
+            if room.engine_destroyed():
+                self._keep(room)
+                self._tell(room)
         for pair in self.pairs.values():
             for key, (failure, writes) in pair.answers.items():
                 if writes is WRITES_UNKNOWN:
-                    self._answer(pair, key, failure)
+                    pair.answers[key] = (failure, self._unknown.without_record(pair.ref))
+                    self._pending.add(pair, key)
 
     def tick(self) -> None:
-        self._records.tick()
-        for pair in self._records.overdue:
-            self._end_stream(pair)
-        self._records.overdue.clear()
+        self.now += 1
+        for key in self._due.due(self.now):
+            self._run_out(self.rooms[key])
+        overdue = {self._expire(self.rooms[key], aged): None for key, aged in self._ended.take_over(self.now)}
+        self._tell_progress()
+        for late in overdue:
+            if late is not None:
+                self._end_stream(late)
         for pair in list(self.pairs.values()):
             how = pair.given_up(self.now, self.timing)
             if how:
                 self._lose(pair, how)
             if pair.lost and pair.stream is None and not pair.rooms:
                 del self.pairs[pair.ref]
-                self._gone.append(pair)
+                self._work.gone.append(pair)
 
     # One entry of a frame.
 
     def _apply(self, pair: PrefillPair, entry: DecodeEntry) -> None:
         key, want = entry.key, entry.want
-        record = self.rooms.get(key)
+        room = self.rooms.get(key)
         if want is WANT_FORGET:
-            self._forget(pair, key, record)
+            self._forget(pair, key, room)
         elif key in pair.answers:
-            pair.dirty[key] = None
-        elif record is None:
-            error = self._records.full(pair)
+            self._pending.add(pair, key)
+        elif room is None:
+            error = self._full(pair)
             if error is None:
-                self._own(pair, self._records.make(key), entry)
+                self._own(pair, self._make(key), entry)
             else:
-                self._answer(pair, key, self._failure(error))
-        elif record.owner is pair:
-            self._want(pair, record, entry)
-        elif record.owner is None:
-            self._own(pair, record, entry)
+                self._answer(pair, key, error)
+        elif room.owner is pair:
+            self._want(pair, room, entry)
+        elif room.owner is None:
+            self._own(pair, room, entry)
         else:
-            self._answer(pair, key, self._failure(failures.conflict(key, record.owner.ref)))
+            self._answer(pair, key, failures.conflict(key, room.owner.ref))
 
-    def _own(self, pair: PrefillPair, record: PrefillRoom, entry: DecodeEntry) -> None:
-        self._records.own(record, pair, entry)
-        if self.draining and not record.claimed:
-            self._records.refuse(record, failures.draining(self.me))
-        self._want(pair, record, entry)
+    def _own(self, pair: PrefillPair, room: PrefillRoom, entry: DecodeEntry) -> None:
+        """The first decode incarnation that names a room owns it (10, ownership)."""
+        room.owner = pair
+        pair.rooms.add(room.key)
+        if not room.claimed:
+            room.unclaimed = True
+            pair.unclaimed += 1
+            self._unclaimed += 1
+            left = self.timing.ticks(entry.time_left_ms) if entry.time_left_ms else self.timing.unclaimed
+            # A second early, so that decode hears the reason before its own deadline ends the room.
+            ticks = min(left - self.timing.welcome_within, self.timing.unclaimed)
+            self._due.set(room.key, self.now + max(1, ticks))
+            if self.draining:
+                self._refuse(room, failures.draining(self.me))
+        self._want(pair, room, entry)
 
-    def _want(self, pair: PrefillPair, record: PrefillRoom, entry: DecodeEntry) -> None:
+    def _want(self, pair: PrefillPair, room: PrefillRoom, entry: DecodeEntry) -> None:
         want = entry.want
-        if want < record.want:
+        if want < room.want:
             self.ignored_entries += 1  # 5: nothing goes back
-        elif not record.ended:
-            record.want = want
+        elif not room.ended:
+            room.want = want
             if entry.error is not None:
-                self._records.refuse(record, entry.error)
+                self._refuse(room, entry.error)
             elif want is WANT_STOP:
-                self._records.fail(record, entry.failure or self._failure(failures.stopped(record.key, pair.ref)))
+                self._fail(room, entry.failure or self._failure(failures.stopped(room.key, pair.ref)))
             elif entry.destination is not None:
-                self._records.direct(record, entry.destination, entry.traceparent)
-        if record.ended:
-            pair.dirty[record.key] = None  # it is answered from the record, also a second time (11)
+                submissions = room.set_destination(entry.destination, entry.traceparent)
+                if room.claimed:
+                    self._due.clear(room.key)
+                self._follow(room, submissions)
+        if room.ended:
+            self._pending.add(pair, room.key)  # it is answered from the record, also a second time (11, memory)
 
-    def _forget(self, pair: PrefillPair, key: RoomKey, record: PrefillRoom | None) -> None:
-        pair.dirty.pop(key, None)
-        known = pair.answers.pop(key, None) is not None
-        if not known and record is not None and record.owner is pair and not self._records.forget(record):
-            self.ignored_entries += 1
+    def _forget(self, pair: PrefillPair, key: RoomKey, room: PrefillRoom | None) -> None:
+        """Decode has what it needs (11, memory of the ended)."""
+        pair.pending_rooms.pop(key, None)
+        if pair.answers.pop(key, None) is not None or room is None or room.owner is not pair:
+            return
+        if not room.ended and not room.claimed:
+            self._drop(room)  # nothing was ever written for it, and decode does not know it
+        elif room.writes is WRITES_OPEN:
+            self.ignored_entries += 1  # it forgets what is not settled (6, ending)
+        elif room.writes is not WRITES_UNKNOWN:
+            if room.claimed:
+                self._drop(room)
+            elif not room.forgotten:
+                room.forgotten = True  # a sender may still come, and fails with the record's cause
+                pair.forgotten += 1
 
-    def _answer(self, pair: PrefillPair, key: RoomKey, failure: Failure) -> None:
-        """An answer that is no record: the asker keeps it until its FORGET and disturbs nobody (10)."""
+    def _full(self, pair: PrefillPair) -> KvGrpcError | None:
+        """Why decode may not name one more room before a local sender does (11, memory of the ended)."""
+        bounds = self.bounds
+        if pair.unclaimed >= bounds.unclaimed_per_session:
+            return failures.too_many("unclaimed rooms of one session", bounds.unclaimed_per_session, pair.unclaimed)
+        if self._unclaimed >= bounds.unclaimed:
+            return failures.too_many("unclaimed rooms", bounds.unclaimed, self._unclaimed)
+        if len(self.rooms) >= bounds.rooms:
+            return failures.too_many("rooms", bounds.rooms, len(self.rooms))
+        return None
+
+    def _answer(self, pair: PrefillPair, key: RoomKey, error: KvGrpcError) -> None:
+        """An answer that is no record: the asker keeps it until its FORGET and disturbs nobody (10, ownership)."""
         if key not in pair.answers and len(pair.answers) >= self.bounds.unclaimed:
             self._lose(pair, f"{len(pair.answers)} rooms were refused and not forgotten")
             return
-        pair.answers[key] = (failure, self._records.unknown.without_record(pair.ref))
-        pair.dirty[key] = None
-        self._records.dirty[pair] = None
+        pair.answers[key] = (self._failure(error), self._unknown.without_record(pair.ref))
+        self._pending.add(pair, key)
+
+    # Rooms.
+
+    def _make(self, key: RoomKey) -> PrefillRoom:
+        room = self.rooms[key] = PrefillRoom(key, self.me, self.now)
+        return room
+
+    def _follow(self, room: PrefillRoom, submissions: Iterable[Submission] = ()) -> None:
+        """What follows for the rank from what an open room did: writes to start, progress to tell, its end."""
+        for submission in submissions:
+            self._work.submissions.append(submission)
+            self.open_writes += 1
+        if room.progress:
+            self._moving[room.key] = room
+        if room.ended:
+            self._work.ended.append(room)
+            self._due.clear(room.key)
+            self._wait_no_more(room)
+            if room.open_writes:
+                self._work.stops.append(room)
+            else:
+                self._keep(room)
+            self._tell(room)
+
+    def _refuse(self, room: PrefillRoom, error: KvGrpcError) -> None:
+        self._fail(room, self._failure(error))
+
+    def _fail(self, room: PrefillRoom, failure: Failure) -> None:
+        if room.ended:
+            return
+        if not room.claimed and room.owner is not None:
+            # 11, memory of the ended: an older record of the room may have expired.
+            room.worst = min(room.worst, self._unknown.without_record(room.owner.ref))
+        room.fail(failure)
+        self._follow(room)
+
+    def _reject_ended(self, work: PrefillWork) -> None:
+        """A write that the plane did not start yet never does once its room has ended (7, writes)."""
+        ended = [submission for submission in work.submissions if submission.record.ended]
+        if ended:
+            work.submissions = [submission for submission in work.submissions if not submission.record.ended]
+            for submission in ended:
+                self.on_outcome(submission, Outcome.REJECTED)
+
+    def _tell(self, room: PrefillRoom) -> None:
+        if room.owner is not None and not room.forgotten:
+            self._pending.add(room.owner, room.key)
+
+    def _tell_progress(self) -> None:
+        """Once a tick is enough: decode needs the end, and most rooms reach it sooner."""
+        moving, self._moving = self._moving, {}
+        for room in moving.values():
+            room.progress = False
+            if not room.ended:
+                self._tell(room)
+
+    def _run_out(self, room: PrefillRoom) -> None:
+        """No local sender, or no decode, came in time (6, 11)."""
+        waited = self.timing.milliseconds(self.now - room.created_at)
+        if room.claimed:
+            self._refuse(room, failures.out_of_time(room.key, room.state.name, waited, "prefill"))
+        else:
+            self._refuse(room, failures.nobody_came(room.key, waited))
+
+    def _wait_no_more(self, room: PrefillRoom) -> None:
+        """The room counts as one without a local sender no more."""
+        if room.unclaimed and room.owner is not None:
+            room.unclaimed = False
+            room.owner.unclaimed -= 1
+            self._unclaimed -= 1
+
+    def _keep(self, room: PrefillRoom) -> None:
+        """Its last change: from now on the record has its time (11, memory of the ended)."""
+        self._ended.keep(room.key, self.now)
+
+    def _expire(self, room: PrefillRoom, aged: bool) -> PrefillPair | None:
+        """An ended record is remembered no more, but not before its decode forgot it: a WRITE may be on its way on the
+        same stream, said before decode heard the end, and would open the room once more (11, memory of the ended).
+
+        The pair that did not forget it in time, and therefore loses its stream.
+        """
+        owner, unknown = room.owner, room.writes is WRITES_UNKNOWN
+        remembered = owner is not None and owner.up and not room.forgotten
+        if remembered and (unknown or not aged):
+            self._keep(room)
+            return None
+        if owner is not None and unknown:
+            self._unknown.add(owner.ref)
+        self._drop(room)
+        return owner if remembered else None
+
+    def _drop(self, room: PrefillRoom) -> None:
+        del self.rooms[room.key]
+        if room.failure is not None:
+            self._work.failed.append(room)
+        self._ended.drop(room.key)
+        self._due.clear(room.key)
+        self._wait_no_more(room)
+        if room.owner is not None:
+            room.owner.rooms.discard(room.key)
+            room.owner.forgotten -= room.forgotten
+            room.owner.pending_rooms.pop(room.key, None)
+
+    # Pairs.
 
     def _lose(self, pair: PrefillPair, how: str) -> None:
-        """The pair is given up: its rooms fail, and no further write for them starts (3)."""
+        """The pair is given up: its rooms fail, and no further write for them starts (3, break and loss)."""
+        if not pair.lost:
+            self._work.lost.append(LostPair(pair.ref, how, pair.open_rooms))
         pair.lost = True
         self._end_stream(pair)
         failure = self._failure(failures.peer_lost(pair.ref, f"decode {pair.ref}", how))
         for key in list(pair.rooms):
-            self._records.fail(self.rooms[key], failure)
+            self._fail(self.rooms[key], failure)
 
     def _end_stream(self, pair: PrefillPair) -> None:
         stream = pair.end_stream(self.now)
         if stream is not None:
-            self._closes.append(stream)
+            self._work.closes.append(stream)
+
+    def _failure(self, error: KvGrpcError) -> Failure:
+        return Failure.of(error, str(self.me))
 
     # Who is current: methods of their own, so that the simulation can switch the rules off.
 
     def _counts(self) -> bool:
-        """A smaller stream number is refused (2)."""
+        """A smaller stream number is refused (2, one stream)."""
         return True
 
     def _current(self, pair: PrefillPair, stream: object) -> bool:
-        """No frame of an older stream is applied (2)."""
+        """No frame of an older stream is applied (2, one stream)."""
         return pair.stream is stream
-
-    # Failures.
-
-    def _refuse(self, handle: Handle, error: KvGrpcError) -> None:
-        handle.release_safe = True
-        handle.fail(self._failure(error))
-
-    def _failure(self, error: KvGrpcError) -> Failure:
-        return Failure.of(error, str(self.me))

@@ -8,21 +8,22 @@ from kvgrpc.transfer.protocol.types import RoomKey, Timing, Writes
 
 
 class PrefillPair:
-    """``stream``: the shell's token of the stream that counts (2). ``peer``: its memory, as Hello said; opaque.
+    """``stream``: the shell's token of the stream that counts (rule 2). ``peer``: its memory, as Hello said; opaque.
 
-    ``rooms`` it owns; ``answers``: what it keeps hearing of rooms that it cannot have (10); ``unclaimed``: how many of
-    its rooms wait for a local sender; ``forgotten``: how many are kept only for a late one (11).
+    ``rooms`` it owns; ``answers``: what it keeps hearing of rooms that it cannot have (rule 10, ownership);
+    ``unclaimed``: how many of its rooms wait for a local sender; ``forgotten``: how many are kept only for a late one
+    (rule 11, memory of the ended); ``pending_rooms``: what it is to be told.
     """
 
     __slots__ = (
         "answers",
         "broken_at",
-        "dirty",
         "forgotten",
         "heard_at",
         "lost",
         "number",
         "peer",
+        "pending_rooms",
         "ref",
         "rooms",
         "stream",
@@ -37,11 +38,16 @@ class PrefillPair:
         self.heard_at = now
         self.broken_at: int | None = None
         self.lost = False
-        self.dirty: dict[RoomKey, None] = {}
+        self.pending_rooms: dict[RoomKey, None] = {}
         self.answers: dict[RoomKey, tuple[Failure, Writes]] = {}
         self.rooms: set[RoomKey] = set()
         self.unclaimed = 0
         self.forgotten = 0
+
+    @property
+    def up(self) -> bool:
+        """A stream stands that counts."""
+        return self.stream is not None
 
     @property
     def open_rooms(self) -> int:

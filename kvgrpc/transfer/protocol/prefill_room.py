@@ -1,22 +1,25 @@
-"""The record of one (room, attempt) at prefill: which chunks came, where they go, how their writes ended. Pure.
+"""One hand-off at prefill as a state machine: a sender's chunks, decode's pages, the writes between them. Pure.
 
 Numbers in comments are the rules of docs/session.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-
-import numpy as np
 
 from kvgrpc.dataplane.base import Outcome
 from kvgrpc.errors import Failure, KvGrpcError
+from kvgrpc.model import RankRef
 from kvgrpc.transfer.protocol import failures
+from kvgrpc.transfer.protocol.chunks import Chunk, Chunks, Wait
 from kvgrpc.transfer.protocol.coverage import Coverage
 from kvgrpc.transfer.protocol.prefill_pair import PrefillPair
 from kvgrpc.transfer.protocol.types import (
     STATE_BOOTSTRAPPING,
+    STATE_FAILED,
+    STATE_SUCCESS,
+    STATE_TRANSFERRING,
+    STATE_WAITING_FOR_INPUT,
     WANT_OPENED,
     WRITES_OPEN,
     WRITES_SETTLED,
@@ -25,25 +28,15 @@ from kvgrpc.transfer.protocol.types import (
     Align,
     Destination,
     Handle,
+    KVPoll,
+    PrefillEntry,
     RoomKey,
+    RoomState,
     U32Array,
 )
 
-# By Outcome: FAILED_UNKNOWN, FAILED_SRC_FREE, REJECTED, DONE (7).
+# By Outcome: FAILED_UNKNOWN, FAILED_SRC_FREE, REJECTED, DONE (rule 7, writes).
 _WRITES_AFTER = (WRITES_UNKNOWN, WRITES_STOPPED, WRITES_SETTLED, WRITES_SETTLED)
-
-
-@dataclass(slots=True, eq=False)
-class Chunk:
-    """Pages of one ``send``: uint32 pages of prefill's pool for the positions start, start + 1, … of the room.
-
-    ``wait`` runs on the worker before the pages are read (an engine's "forward is done" event).
-    """
-
-    pages: U32Array
-    start: int
-    is_last: bool
-    wait: Callable[[], None] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -55,34 +48,37 @@ class Submission:
     source: U32Array
     destination: U32Array
     start: int
-    wait: Callable[[], None] | None = None
+    wait: Wait | None = None
 
 
 class PrefillRoom:
-    """Made by whoever names the room first, a decode or a local sender (10).
+    """Made by whoever names the room first, a decode or a local sender (rule 10, ownership).
 
-    ``claimed``: a local sender came, ever. ``owner``: the decode it is owed to. ``unclaimed``: an owner waits for a
-    sender. ``chunks`` wait for the destination; ``pending`` writes run; ``worst``: how the writes so far ended (7).
+    Of the sender: ``claimed`` (it came, ever), ``handle``, ``chunks``, ``aux``. Of the decode that it is owed to:
+    ``owner``, ``want``, ``destination``, ``open_writes`` (submissions without an outcome), ``worst`` (how the others
+    ended), ``done`` (pages in place), ``forgotten``. ``unclaimed``: an owner waits for a sender. ``progress``: pages
+    moved since decode was told.
+
+    The methods that start writes return them; the room has ended by itself when there is nothing to write or to wait
+    for. What follows for the rank is the core's.
     """
 
     __slots__ = (
-        "align",
         "aux",
         "chunks",
         "claimed",
-        "coverage",
         "created_at",
         "destination",
         "done",
         "ended",
-        "expected_pages",
         "failure",
         "forgotten",
         "handle",
         "key",
-        "last_seen",
+        "me",
+        "open_writes",
         "owner",
-        "pending",
+        "progress",
         "state",
         "traceparent",
         "unclaimed",
@@ -91,29 +87,27 @@ class PrefillRoom:
         "writes",
     )
 
-    def __init__(self, key: RoomKey, now: int) -> None:
+    def __init__(self, key: RoomKey, me: RankRef, now: int) -> None:
         self.key = key
+        self.me = me
         self.created_at = now
         self.handle: Handle | None = None
         self.claimed = False
+        self.chunks = Chunks()
+        self.aux = b""
         self.owner: PrefillPair | None = None
         self.unclaimed = False
         self.want = WANT_OPENED
         self.destination: Destination | None = None
+        self.traceparent = ""
         self.state = STATE_BOOTSTRAPPING
         self.ended = False
         self.failure: Failure | None = None
         self.writes = WRITES_OPEN
         self.worst = WRITES_SETTLED
-        self.pending = 0
-        self.chunks: list[Chunk] = []
-        self.expected_pages: int | None = None
-        self.align = Align.HEAD
-        self.coverage = Coverage()
+        self.open_writes = 0
         self.done = Coverage()
-        self.last_seen = False
-        self.aux = b""
-        self.traceparent = ""
+        self.progress = False
         self.forgotten = False
 
     @property
@@ -125,88 +119,145 @@ class PrefillRoom:
     def pages_done(self) -> int:
         return self.done.prefix
 
-    def take(self, chunk: Chunk, chunks_at_most: int) -> KvGrpcError | None:
-        """A chunk of the engine, to be placed when the destination is known; or what is wrong with it (13)."""
-        start, count = chunk.start, len(chunk.pages)
-        if len(self.chunks) >= chunks_at_most:
-            return failures.too_many("chunks of one room", chunks_at_most, len(self.chunks))
-        if self.last_seen:
-            return failures.bad_send(self.key, "pages were sent after the last chunk", "index_slice", start)
-        if not self.coverage.add(start, count):
-            text = f"positions {start} to {start + count - 1} were sent before"
-            return failures.bad_send(self.key, text, "index_slice", start)
-        stop = self.coverage.stop
-        if self.expected_pages is not None and stop > self.expected_pages:
-            text = f"positions end at {stop}, init said {self.expected_pages} pages"
-            return failures.bad_send(self.key, text, "index_slice", stop)
-        if chunk.is_last:
-            self.last_seen = True
-            if self.expected_pages is None:
-                self.expected_pages = stop
-        self.chunks.append(chunk)
-        return None
+    def entry(self) -> PrefillEntry:
+        """What its decode is told."""
+        aux = self.aux if self.state is STATE_SUCCESS else b""
+        return PrefillEntry(self.key, self.state, self.writes, self.done.prefix, aux, self.failure)
 
-    def place(self) -> list[Submission]:
-        """The writes of all chunks that wait; positions that decode does not want are dropped (13)."""
-        destination, owner = self.destination, self.owner
-        if destination is None or owner is None or not self.chunks:
-            return []
-        shift = self._shift(destination)
-        if shift is None:
-            return []
-        chunks, self.chunks = self.chunks, []
-        placed = [_place(self, owner, chunk, destination.pages, shift) for chunk in chunks]
-        submissions = [submission for submission in placed if submission is not None]
-        self.pending += len(submissions)
-        return submissions
+    # The sender.
 
-    def missing(self) -> KvGrpcError | None:
-        """What decode wants, but will not come: the last chunk was seen (13)."""
-        destination = self.destination
-        if destination is None or not self.last_seen:
-            return None
-        shift, wanted = self._shift(destination), len(destination.pages)
-        if shift is None or (shift >= 0 and self.coverage.covers(shift, shift + wanted)):
-            return None
-        page = 0 if shift < 0 else self.coverage.first_gap(shift) - shift
-        text = f"the last chunk was sent, but decode's page {page} of {wanted} was not"
-        return failures.bad_send(self.key, text, "pages", page)
+    def claim(self, handle: Handle) -> list[Submission]:
+        """The local sender came. One that finds an ended record fails at once with its cause (rule 11, memory)."""
+        self.handle = handle
+        self.claimed = True
+        if not self.ended:
+            return self._meet()
+        handle.release_safe = True
+        if self.failure is not None:
+            handle.fail(self.failure)
+        return []
 
-    @property
-    def complete(self) -> bool:
-        """The last chunk was seen, and every page is in place."""
-        destination = self.destination
-        if destination is None or not self.last_seen or self.pending or self.chunks:
-            return False
-        return self.done.prefix >= len(destination.pages)
+    def expect(self, pages: int | None, align: Align) -> None:
+        """``init``: how many pages come in all, and how they match decode's."""
+        self.chunks.total = pages
+        self.chunks.align = align
+        if self.handle is not None and self.handle.poll is KVPoll.Bootstrapping:
+            self.handle.poll = KVPoll.WaitingForInput  # 12, poll: never Bootstrapping after init
 
-    def outcome(self, submission: Submission, outcome: Outcome) -> None:
-        """One write ended."""
-        self.pending -= 1
+    def send(self, chunk: Chunk, aux: bytes | None, at_most: int) -> list[Submission]:
+        """Pages that are computed; they wait while the destination is not known, at most ``at_most`` chunks."""
+        if aux is not None:
+            self.aux = aux
+        error = self.chunks.add(self.key, chunk, at_most)
+        if error is None:
+            return self._advance()
+        self.refuse(error)
+        return []
+
+    # Decode.
+
+    def set_destination(self, destination: Destination, traceparent: str) -> list[Submission]:
+        """Decode said where to; saying something else later fails the room (rule 5, nothing goes back)."""
+        if self.destination is None:
+            self.destination = destination
+            self.traceparent = traceparent
+            return self._meet()
+        if self.owner is not None and not self.destination.same(destination):
+            self.refuse(failures.pages_changed(self.key, self.owner.ref))
+        return []
+
+    # The data plane.
+
+    def end_write(self, submission: Submission, outcome: Outcome, detail: str) -> None:
+        """One write ended (rule 7, writes)."""
+        self.open_writes -= 1
         self.worst = min(self.worst, _WRITES_AFTER[outcome])
         if outcome is Outcome.DONE:
             self.done.add(submission.start, len(submission.destination))
+        if self.ended:
+            self._settle()
+        elif outcome is not Outcome.DONE:
+            self.refuse(failures.not_written(self.key, outcome.name, detail))
+        elif self._complete():
+            self._end(STATE_SUCCESS)
+        else:
+            self.progress = True
 
-    def _shift(self, destination: Destination) -> int | None:
-        """Which of our positions decode's first page is; None: not known yet, the total is open.
+    def engine_destroyed(self) -> bool:
+        """No write of ours is left anywhere: UNKNOWN becomes STOPPED. True: it did (rule 7, writes)."""
+        self.worst = max(self.worst, WRITES_STOPPED)
+        if self.writes is not WRITES_UNKNOWN:
+            return False
+        self._settle()
+        return True
 
-        Whoever sends more than decode wants, and decode has a prefix, sends the whole prompt.
-        """
-        first, wanted, total = destination.first_page, len(destination.pages), self.expected_pages
-        if self.align is Align.HEAD and not first:
-            return 0
-        if total is None:
-            return None
-        if self.align is Align.HEAD:
-            return first if total > wanted else 0
-        return total - wanted
+    # The end.
 
+    def refuse(self, error: KvGrpcError) -> None:
+        self.fail(Failure.of(error, str(self.me)))
 
-def _place(record: PrefillRoom, owner: PrefillPair, chunk: Chunk, pages: U32Array, shift: int) -> Submission | None:
-    start = chunk.start - shift
-    first = max(start, 0)
-    stop = min(start + len(chunk.pages), len(pages))
-    if first >= stop:
-        return None
-    source = chunk.pages[first - start : stop - start]
-    return Submission(record, owner, np.ascontiguousarray(source), pages[first:stop], first, chunk.wait)
+    def fail(self, failure: Failure) -> None:
+        """Failed at once, with the first cause; no further write starts."""
+        if not self.ended:
+            self.failure = failure
+            self._end(STATE_FAILED)
+
+    # One step.
+
+    def _meet(self) -> list[Submission]:
+        """Both sides are there once the destination is known and a sender claimed the room."""
+        destination, handle = self.destination, self.handle
+        if destination is None or handle is None:
+            return []
+        self.state = STATE_WAITING_FOR_INPUT
+        handle.prefix_pages = destination.first_page
+        handle.poll = KVPoll.WaitingForInput
+        return self._advance() if self.chunks.waiting else []
+
+    def _advance(self) -> list[Submission]:
+        """Places what can be placed; the room ends where nothing is left to place, or something cannot come."""
+        destination, owner = self.destination, self.owner
+        if destination is None or owner is None:
+            return []
+        error = self.chunks.missing(self.key, destination)
+        if error is not None:
+            self.refuse(error)
+            return []
+        submissions = [Submission(self, owner, *placed) for placed in self.chunks.place(destination)]
+        self.open_writes += len(submissions)
+        if submissions and self.state is not STATE_TRANSFERRING:
+            self.state = STATE_TRANSFERRING
+            self.progress = True
+            if self.handle is not None:
+                self.handle.poll = KVPoll.Transferring
+        elif not submissions and self._complete():
+            self._end(STATE_SUCCESS)
+        return submissions
+
+    def _complete(self) -> bool:
+        """The last chunk was seen, and every page is in place."""
+        destination, chunks = self.destination, self.chunks
+        if destination is None or not chunks.last_seen or self.open_writes or chunks.waiting:
+            return False
+        return self.done.prefix >= len(destination.pages)
+
+    def _end(self, state: RoomState) -> None:
+        """One terminal state; the handle hears it last, when all else is known (rule 6, ending)."""
+        self.state = state
+        self.ended = True
+        self.chunks.drop()
+        self._settle()
+        if self.handle is None:
+            return
+        if self.failure is not None:
+            self.handle.fail(self.failure)
+        else:
+            self.handle.poll = KVPoll.Success
+
+    def _settle(self) -> None:
+        """Writes advance from OPEN once the state is terminal and none is open (rule 7, writes)."""
+        if self.open_writes:
+            return
+        self.writes = self.worst
+        if self.handle is not None and self.writes is not WRITES_UNKNOWN:
+            self.handle.release_safe = True  # of the source: nothing reads it any more

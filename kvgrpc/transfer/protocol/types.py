@@ -101,13 +101,14 @@ class Handle:
 
     ``poll`` is terminal once Success or Failed; ``failure`` is set before ``poll`` turns Failed. ``release_safe``: no
     write can reach the room's pages any more. ``prefix_pages``: pages that decode already holds (senders only).
-    ``aborted`` is the one field that the engine's thread writes.
+    ``aborted`` is the one field that the engine's thread writes. ``began``: when it was made (s).
     """
 
-    __slots__ = ("aborted", "failure", "poll", "prefix_pages", "release_safe")
+    __slots__ = ("aborted", "began", "failure", "poll", "prefix_pages", "release_safe")
 
     def __init__(self) -> None:
         self.aborted: Failure | None = None
+        self.began = 0.0
         self.poll = KVPoll.Bootstrapping
         self.failure: Failure | None = None
         self.release_safe = False
@@ -135,6 +136,14 @@ class Target:
 
     ref: RankRef
     address: str
+
+
+class LostPair(NamedTuple):
+    """A pair that was given up, why, and how many rooms it had."""
+
+    ref: RankRef
+    how: str
+    rooms: int
 
 
 class DecodeEntry(NamedTuple):

@@ -12,6 +12,7 @@ import grpc
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, Reason, ServerDraining
 from kvgrpc.model import RankRef, Role
+from kvgrpc.net import split
 from kvgrpc.rpc.status import error_from
 from kvgrpc.transfer import wire
 from kvgrpc.transfer.layout import topology
@@ -28,7 +29,7 @@ from kvgrpc.transfer.runtime.manager import (
     TransferManager,
 )
 from kvgrpc.transfer.runtime.resolve import ReceiverRoom, Resolve, Routes
-from kvgrpc.transfer.runtime.session_writer import Outbox
+from kvgrpc.transfer.runtime.session_writer import SessionWriter
 from kvgrpc.transfer.tables import PartRow, RoomRow, SessionRow
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
@@ -128,7 +129,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
                 pair.stream.number if pair.stream is not None else 0,
                 len(pair.rooms),
                 (self.core.now - pair.heard_at) * seconds,
-                len(pair.dirty),
+                len(pair.pending_rooms),
             )
             for pair in self.core.pairs.values()
         ]
@@ -233,7 +234,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
                 entries = []
                 if stream.pair.stream is stream:
                     entries = core.flush(stream.pair)
-                    if stream.pair.dirty:
+                    if stream.pair.pending_rooms:
                         session.wake()
                 if entries:
                     ROOMS_SENT.inc(len(entries))
@@ -289,24 +290,25 @@ class DecodeManager(TransferManager[DecodeRoom]):
                 session.beat()
 
     def _pump(self) -> None:
-        core = self.core
-        for room in core.take_resolves():
+        work = self.core.take_work()
+        for room in work.resolves:
             if isinstance(room, ReceiverRoom):
                 self._routes.find_anew(room)
-        for departed in core.take_departed():
-            self._routes.follow(departed)
-        for stream in core.take_dials():
+        for lost in work.lost_peers:
+            self._routes.await_restart(lost)
+        for stream in work.dials:
             self._sessions[stream] = _Session()
             self._start(self._dial(stream), f"session {stream.pair.ref}")
-        for stream in core.take_closes():
+        for stream in work.closes:
             session = self._sessions.get(stream)
             if session is not None:
                 session.cancel()
-        for pair in core.take_dirty():
+        for pair in work.tell:
             if pair.stream is not None:
                 session = self._sessions.get(pair.stream)
                 if session is not None:
                     session.wake()
+        self._observe(work)
 
     def _start(self, coroutine: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine, name=name)
@@ -335,7 +337,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
         return None
 
 
-class _Session(Outbox):
+class _Session(SessionWriter):
     """One dialled stream."""
 
     __slots__ = ("call", "max_frame_bytes", "writer")
@@ -360,9 +362,9 @@ class _Session(Outbox):
 
 async def _refuses(address: str) -> bool:
     """True when nobody listens at any address of that name: the one proof of death that a dial can give (4)."""
-    host, _, port = address.rpartition(":")
+    host, port = split(address)
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
     except (OSError, ValueError):
         return False
     answers = await asyncio.gather(*(_refuses_at(str(where[0]), int(where[1])) for *_, where in found))

@@ -6,25 +6,26 @@ import asyncio
 import logging
 import os
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import Failure, Reason, TooManyRequests
 from kvgrpc.model import Layout, Pool, RankRef
 from kvgrpc.observability import metrics
+from kvgrpc.observability.hand_offs import HandOffs
 from kvgrpc.transfer.aux import AuxBuffer, AuxRows
 from kvgrpc.transfer.layout.topology import Shape
-from kvgrpc.transfer.protocol.types import PAST_FAILURES, Bounds, RoomKey, Timing
+from kvgrpc.transfer.protocol.types import PAST_FAILURES, Bounds, Destination, Handle, LostPair, RoomKey, Timing
 from kvgrpc.transfer.tables import RoomRow, SessionRow
 
 logger = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 4 * 1024 * 1024
 _COMMANDS_AT_ONCE = 1024
-_TICKS_BETWEEN_GAUGES = 10
 
 # Children of the counters, because labels() costs more than the count.
 FRAMES_SENT, FRAMES_RECEIVED = metrics.SESSION_FRAMES.labels("sent"), metrics.SESSION_FRAMES.labels("received")
@@ -58,6 +59,7 @@ class Loop(Protocol):
 
 
 Record = TypeVar("Record")
+Ended = TypeVar("Ended", covariant=True)
 
 
 class Core(Protocol[Record]):
@@ -68,7 +70,27 @@ class Core(Protocol[Record]):
 
     def fail(self, record: Record, failure: Failure, /) -> None: ...
 
-    def take_past_failures(self) -> Sequence[Record]: ...
+
+class _EndedRoom(Protocol):
+    """What the records of both cores have."""
+
+    key: RoomKey
+    handle: Handle | None
+    failure: Failure | None
+    destination: Destination | None
+
+
+class _Work(Protocol[Ended]):
+    """What the work of both cores has for people."""
+
+    @property
+    def failed(self) -> Iterable[Ended]: ...
+
+    @property
+    def ended(self) -> Sequence[Ended]: ...
+
+    @property
+    def lost(self) -> Sequence[LostPair]: ...
 
 
 class TransferManager(ABC, Generic[Record]):
@@ -97,9 +119,10 @@ class TransferManager(ABC, Generic[Record]):
         self._commands: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._waking = False
         self._ticker: asyncio.Task[None] | None = None
-        self._shown = 0
         self._conditions: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self._past: dict[RoomKey, tuple[RoomRow, float]] = {}
+        self._hand_offs = HandOffs(self.role, logger)
+        self._page_bytes = sum(region.page_bytes for region in config.pools[0].regions)
 
     # For senders and receivers, on any thread.
 
@@ -108,26 +131,26 @@ class TransferManager(ABC, Generic[Record]):
         return self.config.ref
 
     def refusal(self, key: RoomKey) -> Failure | None:
-        """Why no handle can be made now: closed, draining, forked, or the outbox is full. Never raises."""
+        """Why no handle can be made now: closed, draining, forked, or the command queue is full. Never raises."""
         if self.closed or self.draining:
             what = "is closed" if self.closed else "drains"
             return Failure(Reason.SERVER_DRAINING, f"the manager of {self.ref} {what}", {}, str(self.ref))
         if self._forks != _forks:
             text = f"the manager of {self.ref} belongs to process {self._pid}; start workers with spawn, not fork"
             return Failure(Reason.FEATURE_DISABLED, text, {"feature": "fork", "howToEnable": "spawn"}, str(self.ref))
-        return self.crowd(key) if self.is_crowded else None
+        return self.overflow(key) if self.queue_full else None
 
     @property
-    def is_crowded(self) -> bool:
-        """No more can be asked of the loop thread now."""
+    def queue_full(self) -> bool:
+        """The command queue has reached its bound: no more can be asked of the loop thread now."""
         return len(self._commands) >= self._most_commands
 
-    def crowd(self, key: RoomKey) -> Failure:
+    def overflow(self, key: RoomKey) -> Failure:
         """What is said of a room then."""
         waiting, limit = len(self._commands), self._most_commands
         error = TooManyRequests(
             f"room {key.room}: {waiting} calls wait for the loop thread",
-            metadata={"limit": limit, "value": waiting, "scope": "outbox"},
+            metadata={"limit": limit, "value": waiting, "scope": "command_queue"},
         )
         return Failure.of(error, str(self.ref))
 
@@ -174,7 +197,7 @@ class TransferManager(ABC, Generic[Record]):
 
     def rooms(self) -> list[RoomRow]:
         """Those of the core, and the last that failed and are over."""
-        self._keep_past_failures()
+        self._pump()  # rooms may have been dropped since
         past = [self._past_row(key) for key in self._past if key not in self.core.rooms]
         return [self._row(record) for record in self.core.rooms.values()] + past
 
@@ -182,7 +205,7 @@ class TransferManager(ABC, Generic[Record]):
         record = self.core.rooms.get(key)
         if record is not None:
             return self._row(record)
-        self._keep_past_failures()
+        self._pump()
         return self._past_row(key) if key in self._past else None
 
     def cancel(self, key: RoomKey, failure: Failure) -> bool:
@@ -213,14 +236,6 @@ class TransferManager(ABC, Generic[Record]):
     @abstractmethod
     def _tick(self) -> None: ...
 
-    def _keep_past_failures(self) -> None:
-        for record in self.core.take_past_failures():
-            row = self._row(record)
-            self._past.pop(row.key, None)
-            self._past[row.key] = row, self._loop.time()
-        while len(self._past) > PAST_FAILURES:
-            del self._past[next(iter(self._past))]
-
     def _past_row(self, key: RoomKey) -> RoomRow:
         row, since = self._past[key]
         return replace(row, age_seconds=row.age_seconds + self._loop.time() - since)
@@ -247,18 +262,30 @@ class TransferManager(ABC, Generic[Record]):
             try:
                 self._tick()
                 self._pump()
-                self._keep_past_failures()
-                self._show()
+                self._hand_offs.flush()
                 self._look_at_conditions()
             except Exception:
                 self._count_error("tick failed")
 
-    def _show(self) -> None:
-        """Gauges, about once a second: counting open rooms costs as much as there are."""
-        self._shown += 1
-        if self._shown % _TICKS_BETWEEN_GAUGES == 0:
-            metrics.ROOMS_OPEN.labels(self.role).set(self.open_rooms())
-            metrics.PAGES_HELD.set(self.held_pages)
+    def _observe(self, work: _Work[Record]) -> None:
+        """Counts what ended, says what failed, and keeps the last failures: people may still ask why."""
+        for record in work.failed:
+            row = self._row(record)
+            self._past.pop(row.key, None)
+            self._past[row.key] = row, self._loop.time()
+        while len(self._past) > PAST_FAILURES:
+            del self._past[next(iter(self._past))]
+        now = time.monotonic() if work.ended else 0.0
+        for record in work.ended:
+            room = cast(_EndedRoom, record)
+            seconds = None if room.handle is None else now - room.handle.began
+            if room.failure is None:
+                pages = 0 if room.destination is None else len(room.destination.pages)
+                self._hand_offs.succeeded(seconds, pages * self._page_bytes)
+            else:
+                self._hand_offs.failed(*room.key, room.failure, seconds)
+        for peer, how, rooms in work.lost:
+            self._hand_offs.lost(self.ref, peer, how, rooms)
 
     def _look_at_conditions(self) -> None:
         for condition, done in self._conditions:

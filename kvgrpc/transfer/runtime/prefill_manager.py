@@ -11,6 +11,7 @@ from typing import Protocol
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, Reason, ServerDraining, WrongRank
 from kvgrpc.model import RankRef, Role, check_pools, check_rank
+from kvgrpc.rpc.callers import check_speaker
 from kvgrpc.rpc.waiters import Waiters
 from kvgrpc.transfer import wire
 from kvgrpc.transfer.layout import topology
@@ -26,7 +27,7 @@ from kvgrpc.transfer.runtime.manager import (
     TransferConfig,
     TransferManager,
 )
-from kvgrpc.transfer.runtime.session_writer import Outbox
+from kvgrpc.transfer.runtime.session_writer import SessionWriter
 from kvgrpc.transfer.runtime.worker import Outcomes, PeerMemory, TransferWorker
 from kvgrpc.transfer.tables import PartRow, RoomRow, SessionRow
 from kvgrpc.v1 import transfer_service_pb2 as pb
@@ -119,6 +120,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
             reading.cancel()
             self._sessions_drop(session)
             self.core.on_end(session, session.ref)
+            session.over.set_result(None)
 
     async def locate(self, keys: Sequence[RoomKey], timeout: float) -> list[RoomKey]:
         """Those that have a sender here; waits for the first, at most ``timeout`` seconds. On the loop thread.
@@ -146,11 +148,19 @@ class PrefillManager(TransferManager[PrefillRoom]):
         await self.until(lambda: self.core.open_writes == 0, grace)
         return self.core.open_writes == 0, self.core.open_rooms
 
+    def on_plane_closed(self) -> None:
+        """No write of ours is left anywhere, so writes of which nobody knew are stopped (rule 7, writes)."""
+        self.core.on_engine_destroyed()
+        self._pump()
+
     async def stop(self) -> None:
+        """Ends all sessions with Goodbye, after what was still to be said."""
         self._sought.drain()
-        for session in list(self._sessions.values()):
+        sessions = list(self._sessions.values())
+        for session in sessions:
             session.end(None)
-        await asyncio.sleep(0)
+        if sessions:
+            await asyncio.wait([session.over for session in sessions], timeout=_GOODBYE_WITHIN_SECONDS)
         await super().stop()
 
     def close_worker(self, deadline: float) -> bool:
@@ -180,7 +190,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
                 pair.number,
                 pair.open_rooms,
                 (self.core.now - pair.heard_at) * seconds,
-                len(pair.dirty),
+                len(pair.pending_rooms),
             )
             for pair in self.core.pairs.values()
         ]
@@ -196,7 +206,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
             record.state,
             parts,
             pages,
-            record.ended and record.pending > 0,
+            record.ended and record.open_writes > 0,
             record.sender_live,
             age,
             record.failure,
@@ -228,6 +238,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         _check_sizes(hello)
         ref, layout = rank_ref_from_pb(getattr(hello, "from")), layout_from_pb(hello.layout)
         check_rank(ref, layout, "hello.from")
+        check_speaker(ref, Role.DECODE, "hello.from")
         pools = tuple(pool_from_pb(pool, f"hello.pools[{index}]") for index, pool in enumerate(hello.pools))
         check_pools(pools, "hello.pools")
         to = rank_ref_from_pb(hello.to)
@@ -293,14 +304,12 @@ class PrefillManager(TransferManager[PrefillRoom]):
 
     async def _write(self, session: _Session) -> None:
         while not session.closing:
-            await session.news()
-            if session.closing:
-                break
+            await session.news()  # of an end too: what was pending is said before goodbye
             pair = self.core.pairs.get(session.ref)
             entries = []
             if pair is not None and pair.stream is session:
                 entries = self.core.flush(pair)
-                if pair.dirty:
+                if pair.pending_rooms:
                     session.wake()
             if entries:
                 ROOMS_SENT.inc(len(entries))
@@ -340,21 +349,21 @@ class PrefillManager(TransferManager[PrefillRoom]):
         self._turns = turns
 
     def _pump(self) -> None:
-        core = self.core
-        submissions = core.take_submissions()
-        if submissions:
-            self._worker.submit(submissions)
-        for record in core.take_stops():
+        work = self.core.take_work()
+        if work.submissions:
+            self._worker.submit(work.submissions)
+        for record in work.stops:
             self._worker.stop(record)
-        for pair in core.take_gone():
+        for pair in work.gone:
             self._worker.forget(pair)
-        for token in core.take_closes():
-            if isinstance(token, _Session):
-                token.end(None)
-        for pair in core.take_dirty():
+        for stream in work.closes:
+            if isinstance(stream, _Session):
+                stream.end(None)
+        for pair in work.tell:
             session = self._sessions.get(pair)
             if session is not None:
                 session.wake()
+        self._observe(work)
 
     def _report(self, ended: Outcomes) -> None:
         self.post(self._take_outcomes, ended)
@@ -364,10 +373,10 @@ class PrefillManager(TransferManager[PrefillRoom]):
             self.core.on_outcome(submission, result.outcome, result.detail)
 
 
-class _Session(Outbox):
+class _Session(SessionWriter):
     """One stream at prefill: whose it is, and how to write on it."""
 
-    __slots__ = ("caller", "failure", "pool_pages", "ref", "write")
+    __slots__ = ("caller", "failure", "over", "pool_pages", "ref", "write")
 
     def __init__(
         self,
@@ -381,6 +390,7 @@ class _Session(Outbox):
         self.pool_pages = pool_pages
         self.failure: Failure | None = None
         self.caller = ""
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def end(self, failure: Failure | None) -> None:
         """Says goodbye and ends the stream; the first cause counts."""

@@ -19,8 +19,8 @@ from kvgrpc.transfer.runtime.search import RoomSearch
 
 logger = logging.getLogger(__name__)
 _KNOWN_ENGINES = 4096
-_FOLLOW_SECONDS = 600.0
-_FOLLOW_PAUSE_SECONDS = 1.0
+_AWAIT_SECONDS = 600.0
+_AWAIT_PAUSE_SECONDS = 1.0
 Coordinates = tuple[int, int, int, int]
 
 
@@ -78,7 +78,7 @@ class Routes:
         self._pump = pump
         self._engines: dict[str, PrefillEngine] = {}
         self._questions: dict[str, list[ReceiverRoom]] = {}
-        self._followed: dict[tuple[str, Coordinates], asyncio.Task[None]] = {}
+        self._awaited: dict[tuple[str, Coordinates], asyncio.Task[None]] = {}
         self._search = RoomSearch(open_channel, start, self._on_found, self._on_silence)
         self._closed = False
 
@@ -97,34 +97,34 @@ class Routes:
         self._engines.pop(room.bootstrap_addr, None)
         self._ask(room)
 
-    def follow(self, departed: RankRef) -> None:
+    def await_restart(self, lost: RankRef) -> None:
         """The rank is gone, or hangs. Whoever is at its place next gets a session before a request needs one: for some
         minutes the registry is asked for it.
         """
         for bootstrap_addr, engine in self._engines.items():
             for coordinates, target in engine.targets.items():
                 place = (bootstrap_addr, coordinates)
-                if target.ref == departed and place not in self._followed and not self._closed:
-                    self._followed[place] = self._start(self._meet_again(*place), f"follow {departed.rank}")
+                if target.ref == lost and place not in self._awaited and not self._closed:
+                    self._awaited[place] = self._start(self._meet_again(*place), f"await {lost.rank}")
 
     async def close(self) -> None:
         self._closed = True
-        for task in self._followed.values():
+        for task in self._awaited.values():
             task.cancel()
         await self._search.close()
 
     async def _meet_again(self, bootstrap_addr: str, coordinates: Coordinates) -> None:
         now = asyncio.get_running_loop().time
-        give_up_at = now() + _FOLLOW_SECONDS
+        give_up_at = now() + _AWAIT_SECONDS
         try:
             while now() < give_up_at:
                 if await self._stands(bootstrap_addr, coordinates):
                     break
-                await asyncio.sleep(_FOLLOW_PAUSE_SECONDS)
+                await asyncio.sleep(_AWAIT_PAUSE_SECONDS)
         except Exception:
-            logger.exception("asking %s for a rank that departed failed", bootstrap_addr)
+            logger.exception("asking %s for a rank that was lost failed", bootstrap_addr)
         finally:
-            del self._followed[bootstrap_addr, coordinates]
+            del self._awaited[bootstrap_addr, coordinates]
 
     async def _stands(self, bootstrap_addr: str, coordinates: Coordinates) -> bool:
         """Whether there is a session to the rank that is registered there now; one is dialled where there is none."""
@@ -136,7 +136,7 @@ class Routes:
         target = engine.targets.get(coordinates)
         if target is None:
             return False
-        self._core.meet(target)
+        self._core.predial(target)
         self._pump()
         return self._core.pairs[target.ref].up
 

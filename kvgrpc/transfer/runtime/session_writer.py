@@ -1,11 +1,11 @@
-"""What the writer of a session waits for. It holds no messages: the core is asked when there is room to send."""
+"""What the task that writes a session waits for. It holds no messages: the core is asked when there is room to send."""
 
 from __future__ import annotations
 
 import asyncio
 
 
-class Outbox:
+class SessionWriter:
     """News of rooms, a heartbeat that is due, or the end. One writer waits; everything is on the loop thread."""
 
     __slots__ = ("_waiter", "closing", "heartbeat_due", "ready")

@@ -79,7 +79,7 @@ def test_one_step_copies_a_slice_not_the_whole(contended: bool) -> None:
 def test_large_copies_of_one_or_two_threads_are_whole(
     cores: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copying.os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr("kvgrpc.dataplane.shm.copying.os.sched_getaffinity", lambda pid: set(range(cores)))
     source = np.random.default_rng(1).integers(0, 255, 41_000_000, dtype=np.uint8)
     target = np.zeros_like(source)
     starts = range(0, len(source), piece_bytes)
@@ -140,11 +140,11 @@ def test_it_notices_when_the_interpreter_is_busy(monkeypatch: pytest.MonkeyPatch
     source, target = np.ones(1 << 20, dtype=np.uint8), np.zeros(1 << 20, dtype=np.uint8)
     pieces = pieces_of(source, target, [(0, 0, 1 << 20)])
     wall = iter([0, 10**7] * 10)
-    monkeypatch.setattr(copying.time, "perf_counter_ns", lambda: next(wall))
+    monkeypatch.setattr("kvgrpc.dataplane.shm.copying.time.perf_counter_ns", lambda: next(wall))
     monkeypatch.setattr(copier, "_loop", lambda pieces, first, last: 1)
     copier.copy(pieces, 0)
     assert copier._contended
-    monkeypatch.setattr(copying.time, "perf_counter_ns", lambda: 0)
+    monkeypatch.setattr("kvgrpc.dataplane.shm.copying.time.perf_counter_ns", lambda: 0)
     copier.copy(pieces, 0)
     assert not copier._contended
     assert target.all()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvgrpc.dataplane.base import DataPlane, Outcome
+from kvgrpc.dataplane.base import DataPlane, Outcome, Transfer
 from kvgrpc.dataplane.shm.plane import ShmDataPlane
 from tests.faults.dataplane import Fault, FaultyDataPlane, NullDataPlane, wait
 
@@ -20,9 +20,9 @@ class Setup:
         ctypes.memset(self.source, 7, 16)
         self.peer = self.plane.attach(self.plane.address())
 
-    def write(self):  # type: ignore[no-untyped-def]
-        columns = (np.array([value], dtype=np.uint64) for value in (self.source, self.target, 16))
-        return self.plane.submit(self.peer, *columns)
+    def write(self) -> Transfer:
+        source, target, nbytes = (np.array([value], dtype=np.uint64) for value in (self.source, self.target, 16))
+        return self.plane.submit(self.peer, source, target, nbytes)
 
     @property
     def arrived(self) -> bool:

@@ -56,7 +56,7 @@ def shared() -> Iterator[Plane]:
 
 
 def view(address: int, nbytes: int) -> np.ndarray:
-    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
 
 def u64(*rows: tuple[int, int, int]) -> tuple[U64Array, U64Array, U64Array]:

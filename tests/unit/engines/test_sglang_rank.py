@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvgrpc.engines.sglang.rank import Place, engine_name, rank_config, registry_of
+from kvgrpc.engines.addresses import engine_name, registry_of
+from kvgrpc.engines.sglang.rank import Place, rank_config
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import Layout, Role
 from kvgrpc.server import AuxBuffer

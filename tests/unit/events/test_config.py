@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvgrpc.errors import FeatureDisabled
-from kvgrpc.events.codec import Dialect
-from kvgrpc.events.config import EventsConfig
+from kvgrpc.events.codec import Dialect, Encoding
+from kvgrpc.events.config import EventsConfig, ReplayShape
 
 
 @dataclass
@@ -57,13 +56,22 @@ def test_all_keys_are_read() -> None:
         "topic": "t",
         "bind": True,
         "dialect": "sglang",
+        "encoding": "array",
+        "replay_shape": "topic",
+        "format": "dynamo",
+        "clear_first": False,
+        "snapshots": False,
         "journal_bytes": 4,
         "journal_age": 5.0,
     }
     assert set(settings) == set(EventsConfig.__struct_fields__)
     config = EventsConfig.parse(settings)
     assert config.dialect is Dialect.SGLANG
-    assert {name: getattr(config, name) for name in settings} == settings | {"dialect": Dialect.SGLANG}
+    assert {name: getattr(config, name) for name in settings} == settings | {
+        "dialect": Dialect.SGLANG,
+        "encoding": Encoding.ARRAY,
+        "replay_shape": ReplayShape.TOPIC,
+    }
 
 
 @pytest.mark.parametrize(
@@ -91,7 +99,15 @@ def test_what_is_wrong_is_named(value: object, named: str) -> None:
         EventsConfig.parse(value)
 
 
-def test_a_router_replay_is_refused_with_the_remedy() -> None:
-    with pytest.raises(FeatureDisabled, match="EventService/Watch"):
-        EventsConfig.parse({"replay_endpoint": "tcp://*:5558"}).refuse_replay_endpoint()
-    EventsConfig.parse({}).refuse_replay_endpoint()
+@pytest.mark.parametrize(
+    ("settings", "shape"),
+    [
+        ({}, "topic"),
+        ({"encoding": "array"}, "seed"),
+        ({"encoding": "array", "replay_shape": "topic"}, "topic"),
+        ({"replay_shape": "seed"}, "seed"),
+    ],
+    ids=str,
+)
+def test_the_shape_of_a_replay_follows_the_encoding_unless_it_is_chosen(settings: object, shape: str) -> None:
+    assert EventsConfig.parse(settings).shape_of_replay.value == shape

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvgrpc.errors import FeatureDisabled
 from kvgrpc.events import (
     EventPublisher,
     EventPublisherFactory,
@@ -17,7 +16,7 @@ from kvgrpc.events import (
     NullEventPublisher,
     ZmqEventPublisher,
     open_publisher,
-    publishes,
+    owns_event_stream,
 )
 from kvgrpc.model import RankId, RankRef
 
@@ -62,8 +61,8 @@ def register() -> Iterator[Register]:
 
 @pytest.mark.parametrize("coordinate", ["pp", "cp", "tp"])
 def test_only_the_first_rank_of_each_dp_publishes(coordinate: str) -> None:
-    assert publishes(RankId("engine", dp=1))
-    assert not publishes(RankId("engine", **{coordinate: 1}))
+    assert owns_event_stream(RankId("engine", dp=1))
+    assert not owns_event_stream(RankId("engine", **{coordinate: 1}))
     gated = open_publisher({"endpoint": "tcp://*:0"}, rank(**{coordinate: 1}))
     assert isinstance(gated, NullEventPublisher)
     assert gated.publish(KVEventBatch(0.0, []))
@@ -114,7 +113,7 @@ def test_a_registered_publisher_gets_the_rank_by_the_name_it_uses(register: Regi
 def test_a_registered_publisher_is_live_beside_our_journal(register: Register) -> None:
     made: list[Sglang] = []
     register("mine", lambda attn_dp_rank: made.append(Sglang(attn_dp_rank)) or made[0])  # type: ignore[func-returns-value]
-    opened = open_publisher({"publisher": "mine"}, rank(dp=1))
+    opened = open_publisher({"publisher": "mine", "clear_first": False}, rank(dp=1))
     batch = KVEventBatch(0.0, [])
     opened.publish(batch)
     opened.publish(None)
@@ -143,10 +142,20 @@ def test_a_name_is_taken_once(name: str) -> None:
         EventPublisherFactory.register_publisher(name, NullEventPublisher)
 
 
-def test_a_router_replay_is_refused_on_every_rank() -> None:
-    for tp in (0, 1):
-        with pytest.raises(FeatureDisabled):
-            open_publisher({"replay_endpoint": "tcp://*:0"}, rank(tp=tp))
+@pytest.mark.parametrize("name", ["attn_dp_rank", "data_parallel_rank"])
+def test_the_rank_comes_under_either_engines_name(name: str) -> None:
+    for opened in (
+        EventPublisherFactory.create({"endpoint": None}, **{name: 3}),
+        ZmqEventPublisher(endpoint=None, **{name: 3}),
+    ):
+        assert opened.stream is not None
+        assert opened.stream.dp == 3
+        opened.shutdown()
+
+
+def test_a_router_beside_pub_cannot_have_its_address() -> None:
+    with pytest.raises(ValueError, match="replay_endpoint"):
+        open_publisher({"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5557"}, rank())
 
 
 def test_an_endpoint_that_is_taken_is_an_error_at_opening() -> None:

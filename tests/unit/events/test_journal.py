@@ -98,7 +98,7 @@ def test_what_was_evicted_is_an_error_that_says_where_to_go_on() -> None:
     with pytest.raises(EventsCompacted) as caught:
         log.read(0)
     assert caught.value.metadata == {
-        "log": log.log,
+        "log": log.log_id,
         "requestedSequence": "0",
         "oldestSequence": "1",
         "nextSequence": "3",
@@ -151,7 +151,7 @@ def test_long_logs_keep_only_what_the_limits_say() -> None:
 
 
 def test_each_log_has_its_own_id() -> None:
-    first, second = journal().log, journal().log
+    first, second = journal().log_id, journal().log_id
     assert first != second
     assert len(first) == 32
     assert int(first, 16) >= 0

@@ -14,10 +14,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvgrpc.events import EventsConfig, JournalingPublisher, decode_batch, journaling
+from kvgrpc.events import EventsConfig, JournalingPublisher, decode_batch
+from kvgrpc.events import publisher as publishing
 from kvgrpc.events.journal import Batches, Dropped
-from kvgrpc.events.journaling import MAX_BATCH_BYTES
 from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, KVEventBatch
+from kvgrpc.events.publisher import MAX_BATCH_BYTES
 from kvgrpc.model import RankId, RankRef
 
 RANK = RankRef(RankId("engine", dp=1), 7)
@@ -47,7 +48,7 @@ class Live:
 
 @contextmanager
 def publisher(live: Live | None = None, **settings: Any) -> Iterator[JournalingPublisher]:
-    opened = JournalingPublisher(RANK, EventsConfig.parse(settings), live)
+    opened = JournalingPublisher(RANK, EventsConfig.parse({"clear_first": False} | settings), live)
     try:
         yield opened
     finally:
@@ -71,7 +72,7 @@ def told(opened: JournalingPublisher) -> list[object]:
     wait_for(lambda: opened.counts.unsent == 0)
     parts: list[object] = []
     cursor = stream.state().oldest_sequence
-    while part := stream.read(cursor):
+    while part := stream.journal.read(cursor):
         parts += [decode_batch(payload) for payload in part.payloads] if isinstance(part, Batches) else [part]
         cursor = part.last + 1
     assert cursor == stream.next_sequence
@@ -88,7 +89,7 @@ def test_batches_are_live_and_in_the_journal_with_the_same_bytes() -> None:
         assert all(opened.publish(removed(number)) for number in range(3))
         assert opened.publish_raw(msgspec.msgpack.encode(removed(3)))
         assert told(opened) == [KVEventBatch(float(n), [BlockRemoved([n])], 1) for n in range(3)] + [removed(3)]
-        part = opened.stream.read(0)
+        part = opened.stream.journal.read(0)
         assert isinstance(part, Batches)
         assert live.sent == list(enumerate(part.payloads))
         assert opened.counts.published == 4
@@ -106,12 +107,13 @@ def test_raw_bytes_are_copied_from_a_buffer() -> None:
     with publisher(live := Live()) as opened:
         live.gate.clear()
         opened.publish(removed(0))
-        buffer = bytearray(b"\x93first")
+        payload = msgspec.msgpack.encode(removed(1))
+        buffer = bytearray(payload)
         opened.publish_raw(buffer)
         buffer[:] = b"second"
         live.gate.set()
         wait_for(lambda: opened.counts.unsent == 0)
-        assert live.sent[1] == (1, b"\x93first")
+        assert live.sent[1] == (1, payload)
 
 
 @pytest.mark.parametrize("nonsense", [None, 7, object(), "text", KVEventBatch(1.0, [BlockRemoved([2**64])])], ids=repr)
@@ -131,9 +133,45 @@ def test_what_cannot_be_encoded_is_a_hole_and_a_clear(nonsense: object) -> None:
         assert opened.stream.state().dropped_batches == opened.counts.dropped == 2
 
 
+def test_raw_bytes_that_are_no_batch_never_go_live() -> None:
+    with publisher(live := Live()) as opened:
+        opened.publish_raw(b"\xc1\xff")
+        hole, clear = told(opened)
+        assert hole == Dropped(0, 0, "not_a_batch")
+        assert is_clear(clear)
+        assert [sequence for sequence, _ in live.sent] == [1]
+
+
+@pytest.mark.parametrize("encoding", ["array", "map"])
+def test_the_first_batch_of_a_log_clears_though_nothing_is_published(encoding: str) -> None:
+    with publisher(live := Live(), clear_first=True, encoding=encoding) as opened:
+        wait_for(lambda: live.sent)
+        opened.publish(removed(0))
+        first, second = told(opened)
+        assert is_clear(first)
+        assert second == KVEventBatch(0.0, [BlockRemoved([0])], 1)
+        assert live.sent[0][1][10:12] == (b"\x91\x91" if encoding == "array" else b"\x91\x81")
+
+
+def test_a_fenced_publisher_stops_at_once_and_says_so() -> None:
+    with publisher(live := Live()) as opened:
+        live.gate.clear()
+        for number in range(100):
+            opened.publish(removed(number))
+        opened.fence()
+        live.gate.set()
+        wait_for(lambda: opened.stream.ended)
+        assert len(live.sent) <= 1
+        assert not opened.publish(removed(0))
+        assert not opened.healthy
+        opened.shutdown(5)
+        assert not opened.healthy
+        assert live.closed_within == 0.0
+
+
 def test_a_batch_that_no_client_could_receive_is_a_hole_and_a_clear() -> None:
     with publisher() as opened:
-        opened.publish_raw(b"x" * (MAX_BATCH_BYTES + 1))
+        opened.publish_raw(msgspec.msgpack.encode([1.0, [b"x" * MAX_BATCH_BYTES], 0]))
         hole, clear = told(opened)
         assert hole == Dropped(0, 0, "too_large")
         assert is_clear(clear)
@@ -191,7 +229,7 @@ def test_a_transport_that_hangs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
         live.gate.clear()
         opened.publish(removed(0))
         wait_for(lambda: opened.healthy)
-        monkeypatch.setattr(journaling, "STUCK_SECONDS", 0.01)
+        monkeypatch.setattr(publishing, "STUCK_SECONDS", 0.01)
         wait_for(lambda: not opened.healthy)
         monkeypatch.undo()
         live.gate.set()

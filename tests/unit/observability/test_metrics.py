@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
-import urllib.request
 
 import prometheus_client
-import pytest
 
 from kvgrpc.observability import metrics
 
@@ -28,22 +25,6 @@ def test_a_host_may_add_our_page_to_its_own() -> None:
     host = prometheus_client.CollectorRegistry()
     host.register(metrics.REGISTRY)
     assert "kvgrpc_rpc_calls" in {family.name for family in host.collect()}
-
-
-def test_the_page_is_served_on_loopback_when_asked_for() -> None:
-    metrics.EVENT_BATCHES.inc()
-    port = metrics.serve(0)
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
-        text = page.read().decode()
-    assert "kvgrpc_event_batches_total" in text
-    threads = [thread for thread in threading.enumerate() if thread.name == "kvgrpc-metrics"]
-    assert threads and all(thread.daemon for thread in threads)
-
-
-def test_a_taken_port_is_an_os_error() -> None:
-    with pytest.raises(OSError):
-        metrics.serve(metrics.serve(0))
 
 
 def test_importing_kvgrpc_configures_no_logging() -> None:

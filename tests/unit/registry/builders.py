@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvgrpc.model import Layout, Pool, PoolKind, RankId, RankRef, Region, Role
+from kvgrpc.model import Layout, ModelIdentity, Pool, PoolKind, RankId, RankRef, Region, Role
 from kvgrpc.registry.model import Endpoints, RankRow
 from kvgrpc.registry.store.memory import MemoryRegistry
 
@@ -37,6 +37,7 @@ def row(
     port: int = 1,
     pools: tuple[Pool, ...] = (),
     data_plane: str = "shm",
+    model: ModelIdentity | None = None,
 ) -> RankRow:
     return RankRow(
         ref=RankRef(RankId(engine, dp=dp, tp=tp), epoch),
@@ -45,6 +46,7 @@ def row(
         layout=layout or Layout(),
         pools=pools,
         data_plane=data_plane,
+        model=model or ModelIdentity(),
     )
 
 

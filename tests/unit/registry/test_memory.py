@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 
 from kvgrpc.errors import (
@@ -14,8 +17,8 @@ from kvgrpc.errors import (
     TooManyRequests,
     WarmingUp,
 )
-from kvgrpc.model import Layout, RankId, RankRef, Role
-from kvgrpc.registry.model import BEFORE_ALL, EVERY_RANK, RankSelector
+from kvgrpc.model import Attention, Layout, ModelIdentity, RankId, RankRef, Role
+from kvgrpc.registry.model import BEFORE_ALL, EVERY_RANK, EngineChange, EngineFilter, RankSelector, ResolvedEngine
 from kvgrpc.registry.store.memory import MemoryRegistry
 from tests.unit.registry.builders import TTL, HandClock, pool, ranks, registry, row
 
@@ -33,13 +36,13 @@ def known(clock: HandClock) -> MemoryRegistry:
 
 
 def names(found: MemoryRegistry, role: Role | None = None) -> list[str]:
-    return [engine.name for engine in found.list_engines(role, "", 100, rows=False)]
+    return [engine.name for engine in found.table.list_engines(role, "", 100, rows=False)]
 
 
 class TestRegister:
     def test_gives_one_lease_a_row_in_the_order_of_the_rows(self, known: MemoryRegistry) -> None:
         rows = ranks(TP2)
-        leases = known.register(rows).leases
+        leases = known.register(rows)
         assert [lease.ref for lease in leases] == [asked.ref for asked in rows]
         assert len({lease.lease_id for lease in leases}) == 2
 
@@ -48,15 +51,15 @@ class TestRegister:
     ) -> None:
         first = known.register(ranks(TP2))
         clock.now += TTL - 1
-        assert known.register(ranks(TP2)).leases == first.leases
+        assert known.register(ranks(TP2)) == first
         clock.now += TTL - 1
         assert known.expire() == ()
 
     def test_a_newer_epoch_replaces_the_row_and_its_lease(self, known: MemoryRegistry) -> None:
-        old = known.register([row(epoch=5)]).leases[0]
-        new = known.register([row(epoch=6, port=2)]).leases[0]
+        old = known.register([row(epoch=5)])[0]
+        new = known.register([row(epoch=6, port=2)])[0]
         assert known.rows == 1
-        assert known.resolve("P", Role.PREFILL, [EVERY_RANK]).rows == (row(epoch=6, port=2),)
+        assert resolve(known, "P", Role.PREFILL, [EVERY_RANK]).rows == (row(epoch=6, port=2),)
         assert known.keep_alive([old.lease_id, new.lease_id]) == [old.lease_id]
 
     def test_a_smaller_epoch_is_refused_and_hears_the_current_one(self, known: MemoryRegistry) -> None:
@@ -165,14 +168,22 @@ class TestShape:
 
     def test_a_request_that_replaces_every_rank_brings_a_new_shape(self, known: MemoryRegistry) -> None:
         known.register(ranks(TP2, epoch=5))
-        done = known.register(ranks(TP2, epoch=6, role=Role.DECODE))
-        assert done.became_ready == (("P", Role.DECODE),)
-        assert known.find("P", Role.PREFILL) is None
+        known.register(ranks(TP2, epoch=6, role=Role.DECODE))
+        assert known.table.find("P", Role.PREFILL) is None
         assert names(known, Role.DECODE) == ["P"]
 
     def test_rows_of_one_request_must_agree(self, known: MemoryRegistry) -> None:
         with pytest.raises(RegistrationShapeConflict, match="rows of one request"):
             known.register([row(layout=TP2), row(tp=1, layout=Layout(tp=3))])
+
+    def test_ranks_of_one_engine_run_one_model(self, known: MemoryRegistry) -> None:
+        llama = ModelIdentity("llama", "main", "bfloat16", Attention.MHA)
+        known.register([row(tp=0, epoch=9, layout=TP2, model=llama)])
+        with pytest.raises(RegistrationShapeConflict) as refused:
+            known.register([row(tp=1, epoch=1, layout=TP2, model=replace(llama, revision="v2"))])
+        assert refused.value.metadata["model.revision"] == "registered 'main', offered 'v2'"
+        known.register([row(tp=1, epoch=1, layout=TP2, model=llama)])
+        assert resolve(known, "P", None).model == llama
 
     def test_pools_of_one_name_share_their_page_geometry(self, known: MemoryRegistry) -> None:
         known.register([row(tp=0, epoch=9, layout=TP2, pools=(pool(page_tokens=16),))])
@@ -183,7 +194,7 @@ class TestShape:
     def test_pools_may_differ_in_what_differs_from_rank_to_rank(self, known: MemoryRegistry) -> None:
         known.register([row(tp=0, layout=TP2, pools=(pool(pages=8, head_start=0),))])
         known.register([row(tp=1, layout=TP2, pools=(pool(pages=9, head_start=4, layers=3), pool("swa")))])
-        assert known.find("P", None).ready  # type: ignore[union-attr]  # it was just registered
+        assert known.table.find("P", None).ready  # type: ignore[union-attr]  # it was just registered
 
     def test_a_pool_that_only_the_replaced_row_held_may_change(self, known: MemoryRegistry) -> None:
         known.register([row(tp=0, layout=TP2, pools=(pool("swa", page_tokens=16),)), row(tp=1, layout=TP2)])
@@ -198,10 +209,10 @@ class TestLeases:
         clock.now += 0.01
         assert known.expire() == (RankRef(RankId("P"), 3),)
         assert known.expire() == ()
-        assert (known.rows, known.engines) == (0, 0)
+        assert (known.rows, known.table.engines) == (0, 0)
 
     def test_keepalive_renews_and_names_what_it_does_not_know(self, known: MemoryRegistry, clock: HandClock) -> None:
-        lease = known.register([row()]).leases[0].lease_id
+        lease = known.register([row()])[0].lease_id
         for _ in range(5):
             clock.now += TTL - 1
             assert known.keep_alive([77, lease, 78]) == [77, 78]
@@ -211,10 +222,9 @@ class TestLeases:
     def test_an_expired_row_is_not_seen_by_any_question(self, known: MemoryRegistry, clock: HandClock) -> None:
         known.register([row()])
         clock.now += TTL
-        assert known.find("P", Role.PREFILL) is None
+        assert known.table.find("P", Role.PREFILL) is None
         assert names(known) == []
-        with pytest.raises(EngineNotFound):
-            known.get("P", BEFORE_ALL, 10)
+        assert known.table.get("P", BEFORE_ALL, 10) is None
 
     def test_deregister_takes_the_very_incarnation_only(self, known: MemoryRegistry) -> None:
         known.register([row(epoch=6)])
@@ -223,25 +233,59 @@ class TestLeases:
         assert known.deregister([row(epoch=6).ref, row(epoch=6).ref]) == 1
 
 
-class TestReady:
+class TestChanges:
     def test_only_the_last_distinct_rank_makes_an_engine_ready(self, known: MemoryRegistry) -> None:
         first, second = ranks(TP2)
-        assert known.register([first]).became_ready == ()
-        assert known.register([first]).became_ready == ()
-        assert known.register([second]).became_ready == (("P", Role.PREFILL),)
-        assert known.register([second]).became_ready == ()
+        known.register([first])
+        known.register([first])
+        assert [(change.engine.ready, change.engine.rows) for change in changes(known)] == [(False, (first,))]
+        known.register([second])
+        assert [(change.engine.ready, change.engine.rows) for change in changes(known)] == [(True, (second,))]
+        known.register([first, second])
+        assert changes(known) == []
 
     def test_a_rank_that_is_gone_ends_it_and_its_return_is_news(self, known: MemoryRegistry) -> None:
         rows = ranks(TP2)
         known.register(rows)
+        changes(known)
         known.deregister([rows[0].ref])
-        assert not known.resolve("P", Role.PREFILL).ready
-        assert known.register([rows[0]]).became_ready == (("P", Role.PREFILL),)
+        (gone,) = changes(known)
+        assert (gone.gone, gone.engine.rows, gone.engine.ready) == ((rows[0].ref,), (), False)
+        known.register([rows[0]])
+        (back,) = changes(known)
+        assert (back.gone, back.engine.rows, back.engine.ready) == ((), (rows[0],), True)
 
-    def test_a_replaced_rank_does_not_interrupt_it(self, known: MemoryRegistry) -> None:
+    def test_a_replaced_rank_is_new_and_not_gone(self, known: MemoryRegistry) -> None:
         known.register(ranks(TP2))
-        assert known.register([row(tp=1, epoch=2, layout=TP2)]).became_ready == ()
-        assert known.resolve("P", Role.PREFILL).ready
+        changes(known)
+        newer = row(tp=1, epoch=2, layout=TP2)
+        known.register([newer])
+        (change,) = changes(known)
+        assert (change.gone, change.engine.rows, change.engine.ready) == ((), (newer,), True)
+        assert change.before == (row(tp=1, epoch=1).ref,)
+
+    def test_an_engine_without_ranks_is_gone(self, known: MemoryRegistry) -> None:
+        known.register(ranks(TP2))
+        changes(known)
+        known.deregister([at.ref for at in ranks(TP2)])
+        (change,) = changes(known)
+        assert (change.engine.registered_ranks, len(change.gone)) == (0, 2)
+
+    def test_what_came_and_went_before_anybody_asked_is_no_news(self, known: MemoryRegistry) -> None:
+        known.register([row("Q")])
+        known.deregister([row("Q").ref])
+        assert changes(known) == []
+
+    def test_who_follows_a_role_hears_that_an_engine_has_left_it(self, known: MemoryRegistry) -> None:
+        known.register(ranks(TP2, epoch=1))
+        changes(known)
+        known.register(ranks(TP2, epoch=2, role=Role.DECODE))
+        (change,) = changes(known)
+        left = EngineFilter(role=Role.PREFILL).applied_to(change)
+        assert left is not None
+        assert (left.engine.registered_ranks, set(left.gone)) == (0, {at.ref for at in ranks(TP2, epoch=1)})
+        assert EngineFilter(role=Role.DECODE).applied_to(change) == change
+        assert EngineFilter("Q").applied_to(change) is None
 
 
 class TestQuestions:
@@ -249,66 +293,67 @@ class TestQuestions:
         rows = ranks(Layout(dp=3, tp=2))
         known.register(rows)
         asked = [RankSelector(tp=1), RankSelector(dp=1), RankSelector(dp=9), RankSelector(dp=1, tp=1)]
-        found = known.resolve("P", Role.PREFILL, asked)
+        found = resolve(known, "P", Role.PREFILL, asked)
         assert [(at.ref.rank.dp, at.ref.rank.tp) for at in found.rows] == [(0, 1), (1, 0), (1, 1), (2, 1)]
-        assert known.resolve("P", Role.PREFILL, [EVERY_RANK, RankSelector(dp=1)]).rows == tuple(rows)
-        assert known.resolve("P", Role.PREFILL).rows == ()
+        assert resolve(known, "P", Role.PREFILL, [EVERY_RANK, RankSelector(dp=1)]).rows == tuple(rows)
+        assert resolve(known, "P", Role.PREFILL).rows == ()
 
     def test_resolve_finds_the_ranks_that_are_there_of_an_incomplete_engine(self, known: MemoryRegistry) -> None:
         known.register([row(dp=2, tp=1, layout=Layout(dp=3, tp=2))])
-        found = known.resolve("P", Role.PREFILL, [RankSelector(tp=1)])
+        found = resolve(known, "P", Role.PREFILL, [RankSelector(tp=1)])
         assert (found.ready, found.registered_ranks, len(found.rows)) == (False, 1, 1)
 
     def test_an_empty_name_means_the_one_engine_of_the_role(self, known: MemoryRegistry) -> None:
         known.register([row("P1"), row("D1", role=Role.DECODE)])
-        assert known.resolve("", Role.PREFILL).name == "P1"
+        assert resolve(known, "", Role.PREFILL).name == "P1"
         known.register([row("P2")])
         with pytest.raises(InvalidRequest) as refused:
-            known.resolve("", Role.PREFILL)
+            resolve(known, "", Role.PREFILL)
         assert refused.value.metadata["field"] == "engine"
         with pytest.raises(InvalidRequest):
-            known.resolve("", None)
+            resolve(known, "", None)
 
     def test_an_engine_of_another_role_is_not_found(self, known: MemoryRegistry) -> None:
         known.register([row("D1", role=Role.DECODE)])
         with pytest.raises(EngineNotFound) as refused:
-            known.resolve("D1", Role.PREFILL)
+            resolve(known, "D1", Role.PREFILL)
         assert refused.value.metadata == {"engine": "D1", "role": "PREFILL", "missingRanks": "all"}
-        assert known.resolve("D1", None).role == Role.DECODE
+        assert resolve(known, "D1", None).role == Role.DECODE
 
     def test_absence_names_some_missing_ranks_and_counts_the_rest(self, known: MemoryRegistry) -> None:
         known.register([row(tp=1, layout=Layout(tp=20))])
-        missing = known.absence("P", Role.PREFILL).metadata["missingRanks"]
+        missing = absence(known, "P", Role.PREFILL).metadata["missingRanks"]
         assert missing.startswith("dp0/pp0/cp0/tp0, dp0/pp0/cp0/tp2, ")
         assert missing.endswith("and 11 more")
-        assert known.absence("", Role.PREFILL).metadata["engine"] == "P"
+        assert absence(known, "", Role.PREFILL).metadata["engine"] == "P"
 
     def test_absence_is_a_sentence_whatever_was_asked(self, known: MemoryRegistry) -> None:
-        assert known.absence("Q", None).message == "engine Q is not registered"
-        assert known.absence("Q", Role.DECODE).message == "decode engine Q is not registered"
-        assert known.absence("", Role.DECODE).message == "no decode engine is registered"
+        assert absence(known, "Q", None).message == "engine Q is not registered"
+        assert absence(known, "Q", Role.DECODE).message == "decode engine Q is not registered"
+        assert absence(known, "", Role.DECODE).message == "no decode engine is registered"
         known.register([row(tp=1, layout=TP2)])
         missing = "1 of 2 ranks are registered, missing: dp0/pp0/cp0/tp0"
-        assert known.absence("P", None).message == f"engine P is not READY: {missing}"
-        assert known.absence("", Role.PREFILL).message == f"prefill engine P is not READY: {missing}"
+        assert absence(known, "P", None).message == f"engine P is not READY: {missing}"
+        assert absence(known, "", Role.PREFILL).message == f"prefill engine P is not READY: {missing}"
 
     def test_one_engine_is_asked_for_by_name(self, known: MemoryRegistry) -> None:
         known.register([row()])
         with pytest.raises(InvalidRequest) as refused:
-            known.get("", BEFORE_ALL, 10)
+            known.table.get("", BEFORE_ALL, 10)
         assert refused.value.metadata["field"] == "engine"
 
     def test_engines_are_listed_by_name_from_any_place(self, known: MemoryRegistry) -> None:
         for name in ("b", "a", "d", "c"):
             known.register([row(name, role=Role.DECODE if name == "c" else Role.PREFILL)])
-        assert [engine.name for engine in known.list_engines(None, "a", 2, rows=False)] == ["b", "c"]
-        assert [engine.name for engine in known.list_engines(None, "bb", 9, rows=False)] == ["c", "d"]
+        assert [engine.name for engine in known.table.list_engines(None, "a", 2, rows=False)] == ["b", "c"]
+        assert [engine.name for engine in known.table.list_engines(None, "bb", 9, rows=False)] == ["c", "d"]
         assert names(known, Role.PREFILL) == ["a", "b", "d"]
-        assert [len(engine.rows) for engine in known.list_engines(None, "", 9, rows=True)] == [1, 1, 1, 1]
+        assert [len(engine.rows) for engine in known.table.list_engines(None, "", 9, rows=True)] == [1, 1, 1, 1]
 
     def test_rows_are_paged_by_coordinates(self, known: MemoryRegistry) -> None:
         known.register(ranks(Layout(dp=3, tp=2)))
-        page = known.get("P", (0, 0, 0, 1), 2)
+        page = known.table.get("P", (0, 0, 0, 1), 2)
+        assert page is not None
         assert [(at.ref.rank.dp, at.ref.rank.tp) for at in page.rows] == [(1, 0), (1, 1)]
 
 
@@ -317,19 +362,36 @@ class TestWarmingUp:
         known = registry(clock, warm=False)
         clock.now += TTL - 0.5
         assert isinstance(error_of(known), WarmingUp)
-        assert error_of(known).message.startswith("prefill engine P is not READY here, and the registry runs for 9.5 s")
+        assert error_of(known).message.startswith("prefill engine P is not READY here, and the registry does not know")
         assert error_of(known).retry_after == pytest.approx(0.5)
         clock.now += 0.5
         assert isinstance(error_of(known), EngineNotFound)
-        assert not known.warming_up
+        assert known.warming_up_for == 0
 
     def test_an_engine_that_is_there_is_found_meanwhile(self, clock: HandClock) -> None:
         known = registry(clock, warm=False)
         known.register([row()])
-        assert known.resolve("P", Role.PREFILL).ready
+        assert resolve(known, "P", Role.PREFILL).ready
 
 
 def error_of(known: MemoryRegistry) -> KvGrpcError:
     with pytest.raises(KvGrpcError) as refused:
-        known.resolve("P", Role.PREFILL)
+        resolve(known, "P", Role.PREFILL)
     return refused.value
+
+
+def absence(known: MemoryRegistry, engine: str, role: Role | None) -> KvGrpcError:
+    return known.table.absence(engine, role, known.warming_up_for)
+
+
+def resolve(
+    known: MemoryRegistry, engine: str, role: Role | None, selectors: Sequence[RankSelector] = ()
+) -> ResolvedEngine:
+    found = known.table.select(engine, role, selectors)
+    if found is None:
+        raise absence(known, engine, role)
+    return found
+
+
+def changes(known: MemoryRegistry) -> list[EngineChange]:
+    return known.table.take_changes()

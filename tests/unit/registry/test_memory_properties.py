@@ -11,7 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvgrpc.errors import OldShapeStillLeased, RegistrationShapeConflict, StaleEpoch
 from kvgrpc.model import Layout, RankId, RankRef, Role
-from kvgrpc.registry.model import EVERY_RANK, RankRow, RankSelector
+from kvgrpc.registry import wire
+from kvgrpc.registry.mirror import EngineMirror
+from kvgrpc.registry.model import EVERY_RANK, EngineChange, EngineFilter, RankRow, RankSelector
+from kvgrpc.v1 import registry_service_pb2 as pb
 from tests.unit.registry.builders import TTL, HandClock, registry, row
 
 ENGINES = st.sampled_from(["A", "B"])
@@ -29,7 +32,8 @@ class TheRegistry(RuleBasedStateMachine):
         self.rows: dict[RankId, tuple[RankRow, float]] = {}
         self.leases: dict[int, RankRef] = {}
         self.largest: dict[RankId, int] = {}
-        self.expired: list[RankRef] = []
+        followed = (EngineFilter(), EngineFilter(role=Role.PREFILL), EngineFilter(role=Role.DECODE), EngineFilter("A"))
+        self.followers = {only: EngineMirror() for only in followed}
 
     @rule(
         engine=ENGINES,
@@ -52,15 +56,12 @@ class TheRegistry(RuleBasedStateMachine):
             with pytest.raises(refusal):
                 self.registry.register(rows)
             return
-        was_ready = self.ready(engine)
         registered = self.registry.register(rows)
-        for taken, lease in zip(rows, registered.leases, strict=True):
+        for taken, lease in zip(rows, registered, strict=True):
             assert lease.ref == taken.ref
             assert self.leases.setdefault(lease.lease_id, lease.ref) == lease.ref
             self.rows[taken.ref.rank] = (taken, self.clock.now + TTL)
             self.largest[taken.ref.rank] = taken.ref.epoch
-        news = self.ready(engine) and (not was_ready or was_ready != self.ready(engine))
-        assert registered.became_ready == (((engine, role),) if news else ())
 
     @rule(data=st.data())
     def keep_alive(self, data: st.DataObject) -> None:
@@ -100,7 +101,7 @@ class TheRegistry(RuleBasedStateMachine):
     @invariant()
     def the_registry_shows_exactly_the_rows_of_the_model(self) -> None:
         self.expire()
-        engines = self.registry.list_engines(None, "", 10, rows=True)
+        engines = self.registry.table.list_engines(None, "", 10, rows=True)
         shown = [shown for engine in engines for shown in engine.rows]
         assert len({at.ref.rank for at in shown}) == len(shown) == self.registry.rows
         assert {at.ref.rank: at for at in shown} == {rank: kept for rank, (kept, _) in self.rows.items()}
@@ -109,7 +110,7 @@ class TheRegistry(RuleBasedStateMachine):
     @invariant()
     def an_engine_is_ready_iff_all_of_its_ranks_are_there_with_one_shape(self) -> None:
         self.expire()
-        for engine in self.registry.list_engines(None, "", 10, rows=True):
+        for engine in self.registry.table.list_engines(None, "", 10, rows=True):
             assert {(at.role, at.layout) for at in engine.rows} == {(engine.role, engine.layout)}
             wanted = set(EVERY_RANK.ranks(engine.name, engine.layout))
             assert engine.ready == (wanted == {at.ref.rank for at in engine.rows})
@@ -118,12 +119,23 @@ class TheRegistry(RuleBasedStateMachine):
     @invariant()
     def selectors_choose_what_a_filter_would(self) -> None:
         self.expire()
-        for engine in self.registry.list_engines(None, "", 10, rows=True):
+        for engine in self.registry.table.list_engines(None, "", 10, rows=True):
             for dp, tp in itertools.product((None, 0, 1), (None, 0, 1)):
-                chosen = self.registry.resolve(engine.name, engine.role, [RankSelector(dp=dp, tp=tp)]).rows
-                assert chosen == tuple(
+                found = self.registry.table.select(engine.name, engine.role, [RankSelector(dp=dp, tp=tp)])
+                assert found is not None
+                assert found.rows == tuple(
                     at for at in engine.rows if dp in (None, at.ref.rank.dp) and tp in (None, at.ref.rank.tp)
                 )
+
+    @invariant()
+    def whoever_follows_the_changes_knows_what_the_registry_shows(self) -> None:
+        changes = self.registry.table.take_changes()
+        for only, follower in self.followers.items():
+            for change in changes:
+                if (told := only.applied_to(change)) is not None:
+                    follower.apply(message_of(told))
+            shown = self.registry.table.list_engines(only.role, "", 10, rows=True)
+            assert follower.engines == {at.name: at for at in shown if only.takes(at.name, at.role)}
 
     def refusal(self, rows: list[RankRow]) -> type[Exception] | None:
         asked = {taken.ref.rank for taken in rows}
@@ -143,9 +155,10 @@ class TheRegistry(RuleBasedStateMachine):
         older = all(other.ref.epoch < rows[0].ref.epoch for other in others)
         return OldShapeStillLeased if older else RegistrationShapeConflict
 
-    def ready(self, engine: str) -> Role | None:
-        kept = [kept for rank, (kept, _) in self.rows.items() if rank.engine == engine]
-        return kept[0].role if kept and len(kept) == kept[0].layout.ranks else None
+
+def message_of(change: EngineChange) -> pb.WatchEnginesResponse:
+    rows = [wire.row_to_pb(at, None) for at in change.engine.rows]
+    return pb.WatchEnginesResponse(changes=[wire.change_to_pb(change.engine, rows, change.gone)])
 
 
 TheRegistry.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

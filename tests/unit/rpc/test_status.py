@@ -8,7 +8,8 @@ import grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvgrpc.errors import KvGrpcError, Reason, Violation, exception_of
+from kvgrpc.errors import KvGrpcError, PeerUnreachable, Reason, Violation, exception_of
+from kvgrpc.prefetch.storage.base import StorageDown
 from kvgrpc.rpc.status import DETAILS_KEY, MAX_ENCODED_MESSAGE_BYTES, MAX_STATUS_BYTES, error_from, trailing
 
 REASONS = st.sampled_from([reason for reason in Reason if reason])
@@ -89,3 +90,8 @@ def test_a_status_without_details_says_its_code() -> None:
 
 def test_an_error_of_no_call_at_all_is_decoded_too() -> None:
     assert error_from(grpc.RpcError()).code == "UNKNOWN"
+
+
+def test_a_narrower_exception_with_the_code_of_its_reason_is_not_taken_for_what_was_sent() -> None:
+    assert StorageDown.code == PeerUnreachable.code
+    assert type(there_and_back(PeerUnreachable("nobody there", metadata={"address": "a:1"}))) is PeerUnreachable

@@ -26,7 +26,7 @@ def placed(wanted: list[int], first_page: int, total: int | None, sent: int, ali
     for position in range(sent):
         core.send(record, Chunk(np.array([100 + position], np.uint32), position, position == sent - 1))
     moved = {}
-    for submission in core.take_submissions():
+    for submission in core.take_work().submissions:
         moved.update(zip(submission.destination.tolist(), submission.source.tolist(), strict=True))
         core.on_outcome(submission, Outcome.DONE)
     if handle.failure is not None:

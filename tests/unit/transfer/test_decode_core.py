@@ -22,6 +22,7 @@ from kvgrpc.transfer.protocol.types import (
     Want,
     Writes,
 )
+from tests.simulation.work import Work
 
 ME, KEY, TIMING = RankRef(RankId("D"), 1), RoomKey(5), Timing()
 P0, P1 = Target(RankRef(RankId("P0"), 2), "host:1"), Target(RankRef(RankId("P1"), 3), "host:2")
@@ -41,6 +42,7 @@ class Side:
             deliver_aux=self._deliver_aux,
             **settings,  # type: ignore[arg-type]
         )
+        self.take = Work(self.core).take
 
     def open(self, key: RoomKey = KEY, *targets: Target) -> DecodeRoom:
         room = DecodeRoom(key, Handle())
@@ -49,7 +51,7 @@ class Side:
         return room
 
     def welcome(self) -> list[Stream]:
-        streams = self.core.take_dials()
+        streams = self.take("dials")
         for stream in streams:
             self.core.on_welcome(stream)
         return streams
@@ -63,7 +65,7 @@ class Side:
         return room, stream
 
     def said(self) -> list[DecodeEntry]:
-        return [entry for pair in self.core.take_dirty() for entry in self.core.flush(pair)]
+        return [entry for pair in self.take("tell") for entry in self.core.flush(pair)]
 
     def hear(self, stream: Stream, state: RoomState, writes: Writes, key: RoomKey = KEY, aux: bytes = b"") -> None:
         failure = Failure(Reason.TRANSFER_FAILED, "no") if state is RoomState.FAILED else None
@@ -93,7 +95,7 @@ def reason(room: DecodeRoom) -> str:
 class TestPoll:
     def test_it_waits_for_input_once_all_targets_are_welcomed_and_before_there_are_pages(self, side: Side) -> None:
         room = side.open(KEY, P0, P1)
-        first, second = side.core.take_dials()
+        first, second = side.take("dials")
         side.core.on_welcome(first)
         assert room.handle.poll is KVPoll.Bootstrapping
         side.core.on_welcome(second)
@@ -127,7 +129,7 @@ class TestPoll:
     def test_a_pair_that_stands_serves_the_next_room_at_once(self, side: Side) -> None:
         side.writing()
         assert side.open(RoomKey(6)).handle.poll is KVPoll.WaitingForInput
-        assert not side.core.take_dials()
+        assert not side.take("dials")
 
 
 class TestRefusals:
@@ -152,11 +154,11 @@ class TestRefusals:
         self, side: Side
     ) -> None:
         room = side.open()
-        (stream,) = side.core.take_dials()
+        (stream,) = side.take("dials")
         side.core.on_goodbye(stream, Failure(Reason.PARALLEL_LAYOUT_MISMATCH, "tp 2 != 1"))
         assert reason(room) == "PARALLEL_LAYOUT_MISMATCH" and not side.core.rooms and not side.core.pairs
         side.open()
-        assert len(side.core.take_dials()) == 1
+        assert len(side.take("dials")) == 1
 
 
 class TestBreaksAndLoss:
@@ -164,7 +166,7 @@ class TestBreaksAndLoss:
         _, stream = side.writing()
         side.ticks(5, stream)
         side.core.on_end(stream)
-        (again,) = side.core.take_dials()
+        (again,) = side.take("dials")
         assert again.number > stream.number
         side.core.on_welcome(again)
         assert [entry.want for entry in side.said()] == [Want.WRITE]
@@ -183,7 +185,7 @@ class TestBreaksAndLoss:
         side.ticks(TIMING.patience)
         assert room.handle.poll is KVPoll.WaitingForInput
         side.ticks(1)
-        assert reason(room) == "PEER_LOST" and stream in side.core.take_closes()
+        assert reason(room) == "PEER_LOST" and stream in side.take("closes")
         side.hear(stream, RoomState.FAILED, Writes.SETTLED)
         assert not room.handle.release_safe, "no later frame of it is applied"
 
@@ -202,7 +204,7 @@ class TestBreaksAndLoss:
         moments = []
         for _ in range(600):
             side.ticks(1)
-            for stream in side.core.take_dials():
+            for stream in side.take("dials"):
                 moments.append(side.core.now)
                 side.core.on_end(stream)
         waits = np.diff(moments)
@@ -214,7 +216,7 @@ class TestBreaksAndLoss:
         dials = 0
         for _ in range(100):
             side.ticks(1)
-            for again in side.core.take_dials():
+            for again in side.take("dials"):
                 dials += 1
                 side.core.on_welcome(again)
                 side.core.on_end(again)
@@ -227,14 +229,14 @@ class TestBreaksAndLoss:
         side.said()
         side.core.on_goodbye(stream, None)
         side.ticks(1)
-        assert not side.core.pairs and not side.core.take_dials()
+        assert not side.core.pairs and not side.take("dials")
 
 
 class TestProofOfDeath:
     def prove(self, side: Side, stream: Stream, how: str) -> None:
         side.ticks(5, stream)
         side.core.on_end(stream)
-        (again,) = side.core.take_dials()
+        (again,) = side.take("dials")
         if how == "refused":
             side.core.on_refused(again)
         else:
@@ -266,7 +268,7 @@ class TestProofOfDeath:
         room, stream = side.writing()
         side.ticks(5, stream)
         side.core.on_goodbye(stream, Failure(Reason.SERVER_DRAINING, "bye"))
-        assert room.handle.poll is not KVPoll.Failed and len(side.core.take_dials()) == 1
+        assert room.handle.poll is not KVPoll.Failed and len(side.take("dials")) == 1
 
     def test_a_new_room_on_it_fails_at_once(self, side: Side) -> None:
         _, stream = side.writing()
@@ -276,15 +278,15 @@ class TestProofOfDeath:
 
     def test_another_incarnation_before_the_first_welcome_means_resolve_again_once(self, side: Side) -> None:
         room = side.open(KEY, P0, P1)
-        first, second = side.core.take_dials()
+        first, second = side.take("dials")
         side.core.on_welcome(second)
         side.core.on_goodbye(first, Failure(Reason.STALE_EPOCH, "restarted"))
-        assert side.core.take_resolves() == [room]
+        assert side.take("resolves") == [room]
         assert room.handle.poll is KVPoll.Bootstrapping, "one of its targets is open"
         side.core.bind(room, (Target(RankRef(RankId("P0"), 9), "host:1"), P1))
-        (third,) = side.core.take_dials()
+        (third,) = side.take("dials")
         side.core.on_goodbye(third, Failure(Reason.STALE_EPOCH, "restarted again"))
-        assert not side.core.take_resolves() and reason(room) == "STALE_EPOCH"
+        assert not side.take("resolves") and reason(room) == "STALE_EPOCH"
 
 
 class TestEvidence:
@@ -366,7 +368,7 @@ class TestNews:
         room, stream = side.writing()
         side.ticks(5, stream)
         side.core.on_end(stream)
-        (again,) = side.core.take_dials()
+        (again,) = side.take("dials")
         for early_or_late in (stream, again):
             side.hear(early_or_late, RoomState.FAILED, Writes.SETTLED)
         assert room.handle.poll is KVPoll.WaitingForInput
@@ -415,5 +417,5 @@ def test_nothing_is_left_of_rooms_that_are_over(side: Side) -> None:
         side.ticks(1, stream)
         side.said()
     pair: DecodePair = stream.pair  # type: ignore[union-attr]
-    assert not side.core.rooms and not pair.rooms and not pair.dirty
+    assert not side.core.rooms and not pair.rooms and not pair.pending_rooms
     assert len(side.core._due) == 0 and not side.core._held.rooms

@@ -23,6 +23,7 @@ from kvgrpc.transfer.protocol.types import (
     Want,
     Writes,
 )
+from tests.simulation.work import Work
 
 ME, KEY, TIMING = RankRef(RankId("P"), 1), RoomKey(5), Timing()
 D0, D1 = RankRef(RankId("D0"), 2), RankRef(RankId("D1"), 3)
@@ -34,6 +35,7 @@ class Side:
 
     def __init__(self, **settings: object) -> None:
         self.core = PrefillCore(ME, **settings)  # type: ignore[arg-type]
+        self.take = Work(self.core).take
         self.streams: dict[RankRef, object] = {}
         self._number = 0
 
@@ -66,21 +68,19 @@ class Side:
         self.name(key=key)
         record, handle = self.claim(key)
         self.send(record, 0, 3, last=True)
-        (submission,) = self.core.take_submissions()
+        (submission,) = self.take("submissions")
         return record, handle, submission
 
     def done(self) -> dict[int, int]:
         """Every write that was submitted ends well; decode's page -> our page."""
         moved: dict[int, int] = {}
-        for submission in self.core.take_submissions():
+        for submission in self.take("submissions"):
             moved.update(zip(submission.destination.tolist(), submission.source.tolist(), strict=True))
             self.core.on_outcome(submission, Outcome.DONE)
         return moved
 
     def said(self, ref: RankRef = D0) -> dict[RoomKey, PrefillEntry]:
-        return {
-            entry.key: entry for pair in self.core.take_dirty() for entry in self.core.flush(pair) if pair.ref == ref
-        }
+        return {entry.key: entry for pair in self.take("tell") for entry in self.core.flush(pair) if pair.ref == ref}
 
     def ticks(self, count: int, heard: bool = True) -> None:
         for _ in range(count):
@@ -108,7 +108,7 @@ class TestPoll:
         side.core.expect(record, 3)
         assert handle.poll is KVPoll.WaitingForInput, "never Bootstrapping after init"
         side.send(record, 0, 1)
-        assert not side.core.take_submissions()
+        assert not side.take("submissions")
         side.name()
         assert handle.poll is KVPoll.Transferring
         side.send(record, 1, 3, last=True)
@@ -253,11 +253,11 @@ class TestWrites:
         record, handle = side.claim()
         for start in range(3):
             side.send(record, start, start + 1, last=start == 2)
-        first, second, third = side.core.take_submissions()
+        first, second, third = side.take("submissions")
         side.core.on_outcome(first, outcome)
         assert reason(handle) == "TRANSFER_FAILED" and not handle.release_safe
         assert side.said()[KEY].writes is Writes.OPEN
-        assert side.core.take_stops() == [record]
+        assert side.take("stops") == [record]
         side.core.on_outcome(second, Outcome.DONE)
         side.core.on_outcome(third, Outcome.DONE)
         assert side.said()[KEY].writes is writes
@@ -275,7 +275,7 @@ class TestWrites:
         record, handle = side.claim()
         side.send(record, 0, 3, last=True)
         side.core.fail(record, CANCELLED)
-        assert side.core.take_submissions() == [] and side.core.open_writes == 0
+        assert side.take("submissions") == [] and side.core.open_writes == 0
         assert reason(handle) == "ROOM_CANCELLED" and side.said()[KEY].writes is Writes.SETTLED
 
     def test_a_stop_that_meets_success_changes_nothing(self, side: Side) -> None:
@@ -352,7 +352,7 @@ class TestMemory:
         side.name(Want.STOP)
         stream = side.streams[D0]
         side.ticks(TIMING.ended_record)
-        assert not side.core.rooms and side.core.take_closes() == [stream]
+        assert not side.core.rooms and side.take("closes") == [stream]
         side.core.on_frame(stream, D0, [DecodeEntry(KEY, Want.WRITE, Destination(np.arange(3, dtype=np.uint32)))])
         assert not side.core.rooms, "what it said before it heard the end opens nothing"
 
@@ -406,7 +406,7 @@ class TestStreams:
     def test_a_larger_number_ends_the_older_stream_and_its_frames(self, side: Side) -> None:
         old = side.hello()
         new = side.hello()
-        assert side.core.take_closes() == [old]
+        assert side.take("closes") == [old]
         side.core.on_frame(old, D0, [DecodeEntry(KEY, Want.STOP)])
         assert not side.core.rooms
         side.core.on_end(old, D0)
@@ -415,7 +415,7 @@ class TestStreams:
     def test_a_smaller_number_is_refused_even_after_the_pair_was_dropped(self, side: Side) -> None:
         side.core.on_end(side.hello(), D0)
         side.ticks(TIMING.welcome_within + 1)
-        assert D0 not in side.core.pairs and [pair.ref for pair in side.core.take_gone()] == [D0]
+        assert D0 not in side.core.pairs and [pair.ref for pair in side.take("gone")] == [D0]
         error = side.core.on_hello(object(), D0, ME, 1)
         assert error is not None and error.reason is Reason.INVALID_REQUEST
 
@@ -435,16 +435,16 @@ class TestStreams:
         side.name()
         record, handle = side.claim()
         side.send(record, 0, 1)
-        (submission,) = side.core.take_submissions()
+        (submission,) = side.take("submissions")
         if broken:
             side.core.on_end(side.streams[D0], D0)
         side.ticks(after, heard=False)
         assert handle.poll is KVPoll.Transferring
         side.ticks(1, heard=False)
-        assert reason(handle) == "PEER_LOST" and side.core.take_stops() == [record]
-        assert bool(side.core.take_closes()) is not broken
+        assert reason(handle) == "PEER_LOST" and side.take("stops") == [record]
+        assert bool(side.take("closes")) is not broken
         side.send(record, 1, 3, last=True)
-        assert not side.core.take_submissions()
+        assert not side.take("submissions")
         side.core.on_outcome(submission, Outcome.DONE)
         assert handle.release_safe
 
@@ -469,6 +469,6 @@ def test_nothing_is_left_of_rooms_that_are_over(side: Side) -> None:
         side.said()
         side.name(Want.FORGET, key)
         side.ticks(1)
-    pair, records = side.core.pairs[D0], side.core._records
-    assert not side.core.rooms and not pair.rooms and not pair.dirty and not pair.unclaimed and not pair.forgotten
-    assert len(records._due) == 0 and not records._moving and not records._ended._since
+    pair, core = side.core.pairs[D0], side.core
+    assert not core.rooms and not pair.rooms and not pair.pending_rooms and not pair.unclaimed and not pair.forgotten
+    assert len(core._due) == 0 and not core._moving and not core._ended._since

@@ -1,0 +1,39 @@
+/** A connection to a kvgrpc server. */
+import { createClient, type Client, type Interceptor, type Transport } from "@connectrpc/connect";
+import type { DescService } from "@bufbuild/protobuf";
+import { createGrpcTransport } from "@connectrpc/connect-node";
+import type { SecureClientSessionOptions } from "node:http2";
+
+export interface ConnectOptions {
+  /** A bearer token, for servers that ask for one. Goes over TLS only. */
+  token?: string;
+  /** Certificates and keys as node:tls takes them; `{}` trusts the system's authorities. Absent: plaintext. */
+  tls?: SecureClientSessionOptions;
+}
+
+/** `address`: "host:port". Throws TypeError for an address without a port, and for a token that would go in plaintext. */
+export function connect(address: string, options: ConnectOptions = {}): Transport {
+  if (!/^(\[[^\]]+\]|[^:/]+):\d{1,5}$/.test(address)) {
+    throw new TypeError(`address ${JSON.stringify(address)}: "host:port" is needed`);
+  }
+  if (options.token !== undefined && options.tls === undefined) {
+    throw new TypeError("token: it would travel in plaintext; give tls too");
+  }
+  return createGrpcTransport({
+    baseUrl: `${options.tls ? "https" : "http"}://${address}`,
+    interceptors: options.token === undefined ? [] : [bearer(options.token)],
+    ...(options.tls ? { nodeOptions: options.tls } : {}),
+  });
+}
+
+/** A client of one service: `clientOf(RegistryService, connect("127.0.0.1:8998"))`. */
+export function clientOf<Service extends DescService>(service: Service, transport: Transport): Client<Service> {
+  return createClient(service, transport);
+}
+
+function bearer(token: string): Interceptor {
+  return (next) => (request) => {
+    request.header.set("authorization", `Bearer ${token}`);
+    return next(request);
+  };
+}

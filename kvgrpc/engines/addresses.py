@@ -1,0 +1,30 @@
+"""Addresses and names of engines, as every adapter writes them. Pure."""
+
+from __future__ import annotations
+
+import re
+
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def engine_name(address: str) -> str:
+    """A stable name of the engine at "host:port" or "host-port", of the characters that names may have."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", address.replace("[", "").replace("]", ""))[-128:]
+
+
+def registry_of(bootstrap_addr: str, external: str) -> str:
+    """Where decode asks for the prefill engine that a request names: there, or at the external registry by its name."""
+    return f"{external}/{engine_name(bootstrap_addr)}" if external else bootstrap_addr
+
+
+def is_wildcard(host: str) -> bool:
+    return host in _WILDCARDS
+
+
+def loopback_for(host: str) -> str:
+    """Where this machine reaches what listens on ``host``."""
+    return _WILDCARDS.get(host, host)
+
+
+def bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host

@@ -1,0 +1,9 @@
+"""vLLM's prefill/decode disaggregation over kvgrpc: a KV connector, loaded by module path. docs/engines/vllm.md.
+
+vLLM imports this module in every process it starts, and forks some of them afterwards: nothing heavy is imported, and
+nothing starts, before a worker registers its KV caches.
+"""
+
+from kvgrpc.engines.vllm.connector import KvGrpcConnector
+
+__all__ = ["KvGrpcConnector"]

@@ -1,0 +1,123 @@
+"""The bootstrap port of a prefill engine: our registry, and the one question that proxies of vLLM's own Mooncake
+connector ask there, ``GET /query``, which engine is behind it.
+
+gRPC's server takes HTTP/2 only, so a listener in front of it looks at the first bytes of each connection: the question
+is answered, everything else goes to the registry byte by byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+
+from kvgrpc.errors import AddressNotAllowed
+from kvgrpc.rpc.loop import LoopThread
+from kvgrpc.rpc.security import ServerSecurity
+from kvgrpc.server import RegistryServer
+
+_QUESTION = b"GET /query"
+_MOST_CONNECTIONS = 1024
+_FIRST_BYTES_SECONDS = 5.0
+_PIECE = 64 * 1024
+_START_SECONDS = 10.0
+
+
+class Bootstrap:
+    """Serves ``address`` ("host:port"). ``open`` and ``close`` block; for other threads than the loop's.
+
+    ``open`` raises AddressNotAllowed for a port that is taken, or plaintext that others reach.
+    """
+
+    def __init__(self, address: str, engine_id: str, security: ServerSecurity | None, lease_ttl: float) -> None:
+        self._address = address
+        self._security = security or ServerSecurity()
+        self._answer = _http(json.dumps({"0": {"engine_id": engine_id, "worker_addr": {}}}))
+        # Nobody else may open the folder, and with it the registry's own socket.
+        self._folder = tempfile.mkdtemp(prefix="kvgrpc-")
+        self._path = os.path.join(self._folder, "registry")
+        self._registry = RegistryServer([f"unix:{self._path}"], self._security, lease_ttl)
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    def open(self) -> Bootstrap:
+        self._security.check(self._address)
+        self._registry.open()
+        LoopThread.shared().run(self._listen(), _START_SECONDS)
+        return self
+
+    def close(self) -> None:
+        LoopThread.shared().run(self._stop(), _START_SECONDS)
+        self._registry.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _listen(self) -> None:
+        host, _, port = self._address.rpartition(":")
+        try:
+            self._server = await asyncio.start_server(self._serve, host.strip("[]"), int(port), limit=_PIECE)
+        except OSError as error:
+            raise AddressNotAllowed(
+                f"{self._address} cannot be bound: {error.strerror}; give each prefill engine its own bootstrap_port",
+                metadata={"address": self._address, "configKey": "bootstrap_port"},
+            ) from error
+
+    async def _stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for connection in self._connections:
+            connection.cancel()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        if len(self._connections) >= _MOST_CONNECTIONS:
+            writer.close()
+            return
+        self._connections.add(task)
+        try:
+            await self._answer_or_pass_on(reader, writer)
+        except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            pass  # the peer's affair
+        finally:
+            self._connections.discard(task)
+            writer.close()
+
+    async def _answer_or_pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        first = await asyncio.wait_for(reader.readexactly(len(_QUESTION)), _FIRST_BYTES_SECONDS)
+        if first == _QUESTION:
+            await asyncio.wait_for(_rest_of_head(reader), _FIRST_BYTES_SECONDS)
+            writer.write(self._answer)
+            await writer.drain()
+            return
+        registry_reader, registry_writer = await asyncio.open_unix_connection(self._path, limit=_PIECE)
+        registry_writer.write(first)
+        ways = [
+            asyncio.ensure_future(_copy(reader, registry_writer)),
+            asyncio.ensure_future(_copy(registry_reader, writer)),
+        ]
+        try:
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
+            registry_writer.close()
+
+
+async def _rest_of_head(reader: asyncio.StreamReader) -> None:
+    await reader.readuntil(b"\r\n\r\n")
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while piece := await reader.read(_PIECE):
+            writer.write(piece)
+            await writer.drain()
+
+
+def _http(body: str) -> bytes:
+    head = ("HTTP/1.1 200 OK", "Content-Type: application/json", f"Content-Length: {len(body)}", "Connection: close")
+    return "\r\n".join((*head, "", body)).encode()

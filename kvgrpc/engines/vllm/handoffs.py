@@ -1,0 +1,35 @@
+"""What the scheduler tells its workers of hand-offs, once a step. Plain values: vLLM pickles them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Decode wants the KV cache of a prompt.
+
+    ``pages``: its own, for the prompt behind the ``first_page`` pages that it holds already; none where it holds, or
+    computes, everything, and prefill shall only hear that. ``abort``: nobody wants it any more.
+    """
+
+    transfer_id: str
+    bootstrap_addr: str
+    engine_id: str
+    pages: tuple[int, ...] = ()
+    first_page: int = 0
+    abort: bool = False
+
+
+@dataclass(slots=True)
+class Handoffs(KVConnectorMetadata):
+    """By vLLM's request id. ``announced``: transfer ids whose prompts prefill begins to compute; ``computed``: all
+    pages of their KV caches; ``dropped``: transfer ids of those that prefill will not compute.
+    """
+
+    announced: dict[str, str] = field(default_factory=dict)
+    computed: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+    receives: dict[str, Receive] = field(default_factory=dict)

@@ -1,0 +1,130 @@
+"""vLLM's description of a worker process as the configuration of a kvgrpc rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kvgrpc.engines.addresses import bracketed, engine_name, loopback_for
+from kvgrpc.errors import FeatureDisabled, InvalidRequest
+from kvgrpc.model import Layout, Pool, PoolKind, Region, Role
+from kvgrpc.server import RankConfig, settings
+
+BOOTSTRAP_PORT = "bootstrap_port"
+
+
+class Place:
+    """Where a worker stands: role, rank and addresses, from vLLM's configuration and ours over it.
+
+    ``host`` is what the rank binds: VLLM_HOST_IP, or loopback where nobody has said that others may come.
+    ``bootstrap`` is "host:port" of the engine's own registry, "" at decode; ``external`` that of one for all engines.
+    """
+
+    def __init__(self, config: Any, tp_rank: int, environment: Mapping[str, str]) -> None:
+        transfer, parallel = config.kv_transfer_config, config.parallel_config
+        extra = dict(transfer.kv_connector_extra_config)
+        port = extra.pop(BOOTSTRAP_PORT, environment.get("VLLM_MOONCAKE_BOOTSTRAP_PORT", "8998"))
+        self.configured = settings(extra, environment)
+        self.role = Role.PREFILL if transfer.kv_role == "kv_producer" else Role.DECODE
+        self.tp, self.tp_size = tp_rank, parallel.tensor_parallel_size
+        self.host = environment.get("VLLM_HOST_IP") or "127.0.0.1"
+        self.external = str(self.configured.pop("registry", ""))
+        head = parallel.master_addr if parallel.nnodes > 1 else self.host
+        self.bootstrap = f"{bracketed(loopback_for(head))}:{_port(port)}" if self.role is Role.PREFILL else ""
+        self.serves_registry = self.role is Role.PREFILL and not self.external and tp_rank == 0
+
+    @property
+    def name(self) -> str:
+        """Of the engine: as requests name prefill, which must be found; decode is looked for by people only."""
+        return engine_name(self.bootstrap or f"{self.host}-decode")
+
+
+def rank_config(place: Place, pool: Pool) -> RankConfig:
+    """The rank to open: KVGRPC_… and kv_connector_extra_config over what vLLM says, but not over memory and place."""
+    configured = dict(place.configured)
+    defaults: dict[str, Any] = {
+        "engine": place.name,
+        "listen": f"{bracketed(place.host)}:0",
+        "data_plane": "mooncake",
+    }
+    facts: dict[str, Any] = {
+        "role": place.role,
+        "layout": Layout(tp=place.tp_size),
+        "tp": place.tp,
+        "pools": (pool,),
+        # Decode is dialled by nobody, and its requests name their registry.
+        "registry": (place.external or place.bootstrap) if place.role is Role.PREFILL else "",
+        "bootstrap_allow": (*configured.pop("bootstrap_allow", ()), *_host(place.external)),
+    }
+    return RankConfig(**{**defaults, **configured, **facts})
+
+
+def kv_pool(caches: Mapping[str, torch.Tensor], config: Any, kv_cache_config: Any, tp_rank: int) -> Pool:
+    """The KV cache: one region a layer, in vLLM's order, which both sides share; a page is a block of the scheduler.
+
+    Raises FeatureDisabled for a cache whose blocks are not dense, each layer by itself.
+    """
+    blocks = kv_cache_config.num_blocks
+    layers = {cache.data_ptr(): cache for cache in caches.values()}  # layers may share one cache
+    for name, cache in caches.items():
+        if cache.shape[0] % blocks or cache.stride(0) != cache[0].numel() or not _is_dense(cache[0]):
+            raise FeatureDisabled(
+                f"kvgrpc does not serve the KV cache of {name}, shape {tuple(cache.shape)}, strides {cache.stride()}: "
+                f"its {blocks} blocks do not lie one behind the other; use another attention backend or kv_connector",
+                metadata={"feature": "KV cache layout", "howToEnable": "another --attention-backend"},
+            )
+    page_bytes = {address: cache.nbytes // blocks for address, cache in layers.items()}
+    first = next(iter(caches.values()))
+    dtype = config.cache_config.cache_dtype
+    return Pool(
+        name="kv",
+        kind=PoolKind.KV,
+        page_tokens=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+        pages=blocks,
+        dtype=str(first.dtype).removeprefix("torch.") if dtype == "auto" else dtype,
+        regions=tuple(
+            Region(layer, "kv", address, page_bytes[address], page_bytes[address])
+            for layer, address in enumerate(page_bytes)
+        ),
+        axes=kv_cache_config.kv_cache_layout or "",
+        location=f"cuda:{first.device.index}" if first.is_cuda else "cpu:0",
+        **_heads(config, tp_rank),
+    )
+
+
+def bootstrap_address(text: str) -> str:
+    """ "host:port" of a router's remote_bootstrap_addr, which is a URL."""
+    return re.sub(r"^[a-z]+://", "", text.strip()).rstrip("/")
+
+
+def _heads(config: Any, tp_rank: int) -> dict[str, int]:
+    """Which KV heads the rank holds; nothing where they do not apply (MLA), or several ranks hold the same."""
+    model, tp = config.model_config, config.parallel_config.tensor_parallel_size
+    total = model.get_total_num_kv_heads()
+    if model.use_mla or total % tp:
+        return {}
+    return {"heads_total": total, "head_start": tp_rank * (total // tp), "head_count": total // tp}
+
+
+def _is_dense(block: torch.Tensor) -> bool:
+    """Whether the elements fill a stretch of memory, in whatever order of axes."""
+    expected = 1
+    for stride, size in sorted(zip(block.stride(), block.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _port(value: object) -> int:
+    if not str(value).isdigit() or not 0 < int(str(value)) < 65536:
+        raise InvalidRequest.of(BOOTSTRAP_PORT, value, "a port, 1 to 65535")
+    return int(str(value))
+
+
+def _host(address: str) -> tuple[str, ...]:
+    return (address.rpartition(":")[0],) if address else ()

@@ -1,0 +1,61 @@
+"""One request's hand-off as a worker follows it: at prefill a sender, at decode a receiver."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from kvgrpc.transfer import KVPoll, KVReceiver, KVSender
+
+
+class Sending:
+    """Prefill: made when vLLM begins to compute the prompt, so that decode finds it."""
+
+    def __init__(self, sender: KVSender) -> None:
+        self.room = sender
+        self.pages: Sequence[int] = ()
+        self.began = 0.0
+        self._holds = False
+
+    def send(self, pages: Sequence[int]) -> None:
+        """All pages of the prompt. From now on vLLM holds them until ``over``."""
+        self.pages, self.began, self._holds = pages, time.monotonic(), True
+        self.room.init(len(pages))
+        self.room.send(pages)
+
+    @property
+    def over(self) -> bool:
+        """Whether vLLM may have the pages back: it was given them, and nobody reads them any more."""
+        return self._holds and self.room.ended and self.room.release_safe
+
+
+class Receiving:
+    """Decode: with ``pages``, vLLM waits for them; without, prefill only hears that it need not."""
+
+    def __init__(self, receiver: KVReceiver, pages: Sequence[int], first_page: int, abort: bool) -> None:
+        self.room = receiver
+        self.pages = pages
+        self.began = time.monotonic()
+        self.unwanted = abort
+        self.told_failure = False
+        if not abort:
+            receiver.init(pages, first_page=first_page)
+
+    def give_up(self) -> None:
+        """The request is over for vLLM."""
+        self.unwanted = True
+
+    def follow(self) -> None:
+        """An abort waits until prefill is known: only then it hears of it, and gets its blocks back."""
+        if self.unwanted and self.room.poll() is not KVPoll.Bootstrapping:
+            self.room.abort()
+
+    @property
+    def failed(self) -> bool:
+        """Just now: vLLM has to be told."""
+        return not self.told_failure and not self.unwanted and self.room.failure is not None
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody writes to the pages any more."""
+        return self.room.ended and self.room.release_safe

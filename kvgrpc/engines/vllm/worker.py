@@ -1,0 +1,129 @@
+"""The connector's half in each of vLLM's workers: one kvgrpc rank, and the hand-offs of its requests.
+
+Made when vLLM has allocated the KV cache. After that vLLM calls it on the worker's thread, in every step: nothing but
+``close`` blocks, and nothing raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+from kvgrpc.engines.addresses import registry_of
+from kvgrpc.engines.vllm.bootstrap import Bootstrap
+from kvgrpc.engines.vllm.handoffs import Handoffs, Receive
+from kvgrpc.engines.vllm.rank import Place, bootstrap_address, kv_pool, rank_config
+from kvgrpc.engines.vllm.rooms import Receiving, Sending
+from kvgrpc.engines.vllm.stats import TransferStats
+from kvgrpc.server import open_rank
+from kvgrpc.transfer import KVReceiver, KVSender, room_from_transfer_id
+
+logger = logging.getLogger("vllm." + __name__)
+_CLOSE_SECONDS = 3.0
+
+
+class Worker:
+    """Blocks until the rank is open. Raises what open_rank raises, FeatureDisabled for memory that cannot be served."""
+
+    def __init__(self, config: Any, kv_cache_config: Any, caches: Mapping[str, torch.Tensor]) -> None:
+        tp_rank = get_tensor_model_parallel_rank()
+        place = Place(config, tp_rank, os.environ)
+        pool = kv_pool(caches, config, kv_cache_config, tp_rank)
+        self._external = place.external
+        self._page_bytes = sum(region.page_bytes for region in pool.regions)
+        self._sending: dict[str, Sending] = {}
+        self._receiving: dict[str, Receiving] = {}
+        self._failed_pages: set[int] = set()
+        self._stats = TransferStats()
+        self._bootstrap: Bootstrap | None = None
+        if place.serves_registry:
+            security, ttl = place.configured.get("server_security"), place.configured.get("lease_ttl", 10.0)
+            self._bootstrap = Bootstrap(place.bootstrap, config.kv_transfer_config.engine_id, security, ttl).open()
+        self._rank = open_rank(rank_config(place, pool))
+        # A PrefillManager or a DecodeManager, as the rooms of this role expect.
+        self._transfer: Any = self._rank.transfer
+        logger.info("kvgrpc: %s rank %s listens on %s", place.role.name.lower(), self._rank.ref, self._rank.address)
+
+    def close(self) -> None:
+        self._rank.close(_CLOSE_SECONDS)
+        if self._bootstrap is not None:
+            self._bootstrap.close()
+
+    def take_on(self, handoffs: Handoffs) -> None:
+        """Begins what the scheduler said of this step."""
+        for number, transfer_id in handoffs.announced.items():
+            if number not in self._sending:  # a request that was preempted is announced again
+                self._announce(number, transfer_id)
+        for number, pages in handoffs.computed.items():
+            self._sending[number].send(pages)
+        for number, transfer_id in handoffs.dropped.items():
+            if number not in self._sending:
+                self._announce(number, transfer_id)
+            self._sending.pop(number).room.abort("prefill gave the request up")
+        for number, receive in handoffs.receives.items():
+            self._receiving[number] = self._receive(receive)
+
+    def finished(self, ended_requests: Collection[str]) -> tuple[set[str], set[str]]:
+        """Requests whose pages were sent, and whose pages are no longer written to, each once.
+
+        ``ended_requests``: vLLM is through with them; one that still waits for its pages was given up.
+        """
+        for number in self._receiving.keys() & ended_requests:
+            self._receiving[number].give_up()
+        return self._sent(), self._received()
+
+    def take_failed_pages(self) -> set[int]:
+        """Pages of hand-offs that failed since the last call; vLLM fails or recomputes the requests that own them."""
+        failed, self._failed_pages = self._failed_pages, set()
+        return failed
+
+    def take_stats(self) -> TransferStats | None:
+        return self._stats.take()
+
+    def _sent(self) -> set[str]:
+        over = {number: sending for number, sending in self._sending.items() if sending.over}
+        for number, sending in over.items():
+            del self._sending[number]
+            self._count(number, sending)
+            sending.room.close()
+        return set(over)
+
+    def _received(self) -> set[str]:
+        waited_for = set()
+        for number, receiving in list(self._receiving.items()):
+            receiving.follow()
+            if receiving.failed:
+                receiving.told_failure = True
+                self._failed_pages.update(receiving.pages)
+                self._count(number, receiving)
+            if receiving.over:
+                del self._receiving[number]
+                if receiving.room.failure is None:
+                    self._count(number, receiving)
+                receiving.room.close()
+                if receiving.pages:
+                    waited_for.add(number)
+        return waited_for
+
+    def _announce(self, number: str, transfer_id: str) -> None:
+        self._sending[number] = Sending(KVSender(self._transfer, "", room_from_transfer_id(transfer_id)))
+
+    def _receive(self, receive: Receive) -> Receiving:
+        where = registry_of(bootstrap_address(receive.bootstrap_addr), self._external)
+        receiver = KVReceiver(self._transfer, where, room_from_transfer_id(receive.transfer_id))
+        return Receiving(receiver, receive.pages, receive.first_page, receive.abort)
+
+    def _count(self, number: str, handoff: Sending | Receiving) -> None:
+        failure = handoff.room.failure
+        if failure is None:
+            self._stats.succeeded(time.monotonic() - handoff.began, len(handoff.pages) * self._page_bytes)
+        else:
+            self._stats.failed(failure.reason.name)
+            what = f"{failure.reason.name}: {failure.message} (seen by {failure.origin or 'this rank'})"
+            logger.warning("kvgrpc: hand-off of request %s, room %d: %s", number, handoff.room.room, what)

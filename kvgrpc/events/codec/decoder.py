@@ -1,0 +1,109 @@
+"""Payload -> batch: one reader for every version that engines have written.
+
+A payload in which all events have one form and known fields takes the typed way. Whatever that refuses is read again,
+event by event, so that one strange event costs nobody else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvgrpc.events.codec.map import read_map
+from kvgrpc.events.codec.positional import AnyArray, event_of, read_array
+from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, Event, KVEventBatch, UnknownEvent
+
+# Mooncake writes milliseconds; as seconds they would lie in the year 5138 or later.
+_LATEST_SECONDS = 1e11
+_NAME_CHARACTERS = 100
+
+
+class _Arrays(msgspec.Struct, array_like=True, gc=False):
+    ts: float
+    events: list[AnyArray]
+    rank: int | None = None
+
+
+class _Maps(msgspec.Struct, array_like=True, gc=False):
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    rank: int | None = None
+
+
+class _Shape(msgspec.Struct, array_like=True, gc=False):
+    """A batch whose events are only passed over."""
+
+    ts: float
+    events: list[msgspec.Raw]
+    rank: Any = None
+
+
+_arrays = msgspec.msgpack.Decoder(_Arrays)
+_maps = msgspec.msgpack.Decoder(_Maps)
+_shapes = msgspec.msgpack.Decoder(_Shape)
+_anything = msgspec.msgpack.Decoder()
+
+
+def decode_batch(payload: bytes) -> KVEventBatch:
+    """The batch of a payload in any encoding and dialect.
+
+    Events that cannot be read are UnknownEvents with their bytes. Raises msgspec.DecodeError for what is no batch, and
+    nothing else; memory stays within a constant times the payload's length.
+    """
+    try:
+        if _holds_arrays(payload):
+            arrays = _arrays.decode(payload)
+            return KVEventBatch(_seconds(arrays.ts), [event_of(array) for array in arrays.events], arrays.rank)
+        maps = _maps.decode(payload)
+        return KVEventBatch(_seconds(maps.ts), maps.events, maps.rank)
+    except (msgspec.ValidationError, RecursionError, UnicodeDecodeError):
+        return _decode_one_by_one(payload)
+
+
+def check_batch(payload: bytes) -> None:
+    """Raises msgspec.DecodeError for what is no batch. Quick: events are passed over."""
+    _shape_of(payload)
+
+
+def _decode_one_by_one(payload: bytes) -> KVEventBatch:
+    shape = _shape_of(payload)
+    rank = shape.rank if isinstance(shape.rank, int) else None
+    return KVEventBatch(_seconds(shape.ts), [_event(bytes(raw)) for raw in shape.events], rank)
+
+
+def _shape_of(payload: bytes) -> _Shape:
+    try:
+        return _shapes.decode(payload)
+    except (RecursionError, UnicodeDecodeError) as error:
+        raise msgspec.DecodeError(str(error)) from None
+
+
+def _event(raw: bytes) -> Event:
+    try:
+        values = _anything.decode(raw)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, TypeError, ValueError, OverflowError):
+        return UnknownEvent("", raw)
+    event: Event | None = None
+    name: object = None
+    if isinstance(values, dict):
+        event, name = read_map(values), values.get("type")
+    elif isinstance(values, list) and values:
+        event, name = read_array(values), values[0]
+    if event is None:
+        return UnknownEvent(name[:_NAME_CHARACTERS] if isinstance(name, str) else "", raw)
+    return event
+
+
+def _seconds(ts: float) -> float:
+    return ts / 1000 if ts > _LATEST_SECONDS else ts
+
+
+def _holds_arrays(payload: bytes) -> bool:
+    """Whether the first event is an array, in a batch as engines write it: [float64, [event, ...], ...]."""
+    header = payload[10:11]
+    first = 11 + (2 if header == b"\xdc" else 4 if header == b"\xdd" else 0)
+    return payload[first : first + 1] in _ARRAY_HEADERS
+
+
+_ARRAY_HEADERS = frozenset(bytes([header]) for header in (*range(0x90, 0xA0), 0xDC, 0xDD))

@@ -1,0 +1,161 @@
+"""Events as positional arrays: how the seeds write them, and everything that was appended to them later. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from kvgrpc.events.model import (
+    AllBlocksCleared,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    KVCacheEvent,
+    Token,
+    UnknownEvent,
+    on_device,
+)
+
+
+class _Array(msgspec.Struct, array_like=True, gc=False):
+    """An event whose first element is its tag."""
+
+
+class _Seed000Stored(_Array, tag="BlockStored"):
+    block_hashes: Sequence[BlockHash]
+    parent_block_hash: BlockHash | None
+    token_ids: Sequence[Token]
+    block_size: int
+    lora_id: int | None
+
+
+class _Seed000Removed(_Array, tag="BlockRemoved"):
+    block_hashes: Sequence[BlockHash]
+
+
+class _Seed001Stored(_Seed000Stored, tag="BlockStored"):
+    medium: str | None
+
+
+class _Seed001Removed(_Seed000Removed, tag="BlockRemoved"):
+    medium: str | None
+
+
+class _Cleared(_Array, tag="AllBlocksCleared"):
+    pass
+
+
+class _AnyStored(_Array, tag="BlockStored", forbid_unknown_fields=True):
+    """What any version appended. Element 7 became the adapter's name in vLLM and a map of metadata in SGLang."""
+
+    block_hashes: Sequence[BlockHash]
+    parent_block_hash: BlockHash | None
+    token_ids: Sequence[Token]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+    name_or_metadata: str | dict[str, Any] | None = None
+    extra_keys: list[Any] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+
+
+class _AnyRemoved(_Array, tag="BlockRemoved", forbid_unknown_fields=True):
+    block_hashes: Sequence[BlockHash]
+    medium: str | None = None
+    group_idx: int | None = None
+    locality: str | None = None
+
+
+class _AnyCleared(_Array, tag="AllBlocksCleared", forbid_unknown_fields=True):
+    pass
+
+
+AnyArray = _AnyStored | _AnyRemoved | _AnyCleared
+_ANY = {"BlockStored": _AnyStored, "BlockRemoved": _AnyRemoved, "AllBlocksCleared": _AnyCleared}
+_CLEARED = _Cleared()
+
+
+def seed_000(event: Event) -> object | None:
+    """SGLang's first form. It has neither medium nor group, so a reader takes every event for one of the device's
+    first group: others are None, which leaves them out."""
+    if isinstance(event, BlockStored):
+        if not _is_plain(event) or not on_device(event):
+            return None
+        return _Seed000Stored(
+            event.block_hashes, event.parent_block_hash, event.token_ids, event.block_size, event.lora_id
+        )
+    if isinstance(event, BlockRemoved):
+        return _Seed000Removed(event.block_hashes) if _is_plain(event) and on_device(event) else None
+    return _CLEARED if isinstance(event, AllBlocksCleared) else _other(event)
+
+
+def seed_001(event: Event) -> object | None:
+    """vLLM's first form, with a medium; events of other groups than the first are left out."""
+    if isinstance(event, BlockStored):
+        if not _is_plain(event):
+            return None
+        return _Seed001Stored(
+            event.block_hashes, event.parent_block_hash, event.token_ids, event.block_size, event.lora_id, event.medium
+        )
+    if isinstance(event, BlockRemoved):
+        return _Seed001Removed(event.block_hashes, event.medium) if _is_plain(event) else None
+    return _CLEARED if isinstance(event, AllBlocksCleared) else _other(event)
+
+
+def event_of(array: AnyArray) -> Event:
+    """The event of a decoded array."""
+    if isinstance(array, _AnyStored):
+        name, salt = array.name_or_metadata, None
+        if isinstance(name, dict):
+            salt, name = name.get("cache_salt"), None
+        return BlockStored(
+            array.block_hashes,
+            array.parent_block_hash,
+            array.token_ids,
+            array.block_size,
+            array.lora_id,
+            array.medium,
+            name,
+            array.extra_keys,
+            array.group_idx,
+            array.kv_cache_spec_kind,
+            array.kv_cache_spec_sliding_window,
+            array.locality,
+            cache_salt=salt if isinstance(salt, str) else None,
+        )
+    if isinstance(array, _AnyRemoved):
+        return BlockRemoved(array.block_hashes, array.medium, array.group_idx, array.locality)
+    return AllBlocksCleared()
+
+
+def read_array(values: list[Any]) -> Event | None:
+    """An event of an array that the typed decoder refused: longer than any known version, or with nil for tokens or
+    size. None: it cannot be read."""
+    known = _ANY.get(values[0]) if values and isinstance(values[0], str) else None
+    if known is None:
+        return None
+    fields = values[1 : 1 + len(known.__struct_fields__)]
+    if known is _AnyStored and len(fields) >= 4:
+        fields[2:4] = [fields[2] if fields[2] is not None else [], fields[3] if fields[3] is not None else 0]
+    try:
+        return event_of(msgspec.convert([values[0], *fields], known))
+    except msgspec.ValidationError:
+        return None
+
+
+def _is_plain(event: BlockStored | BlockRemoved) -> bool:
+    return not event.group_idx
+
+
+def _other(event: object) -> object:
+    if isinstance(event, UnknownEvent):
+        return msgspec.Raw(event.raw)
+    if isinstance(event, KVCacheEvent):
+        return event
+    raise TypeError(f"an event is one of kvgrpc.events.model, not {type(event).__name__}")

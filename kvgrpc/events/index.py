@@ -1,0 +1,339 @@
+"""Who holds the beginning of a request: the contents of many caches in one table that answers all of them at once.
+
+Pure: no clock, thread or socket; belongs to one thread. A block that several caches hold is one entry, about 100 bytes
+(a dictionary slot and the hash), whoever holds it; the sets of holders are shared by all blocks that have the same.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+# Names of tiers that are told apart; what engines have is a handful.
+MAX_MEDIA = 32
+OTHER = "OTHER"
+LEAST_GARBAGE = 4096
+
+# The caches that hold a block, a bit for each, in one number for each medium; without the last ones that are 0.
+Holders = tuple[int, ...]
+# The caches that hold a block on the device, on device or host, anywhere.
+Reach = tuple[int, int, int]
+_NOBODY: Holders = ()
+_NOWHERE: Reach = (0, 0, 0)
+
+
+class Tier(enum.IntEnum):
+    """Where a block is, the fastest first; the numbers of the proto."""
+
+    DEVICE = 1
+    HOST = 2
+    STORAGE = 3
+
+
+def tier_of(medium: str) -> Tier:
+    """The tier that an engine's name for it (in capitals) means."""
+    if medium == "GPU":
+        return Tier.DEVICE
+    return Tier.HOST if medium in ("CPU", "CPU_PINNED") else Tier.STORAGE
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How many leading blocks of a request one cache holds.
+
+    ``device`` of them lie on the device without a gap, ``host`` on device or host, ``storage`` anywhere at all; so
+    ``device <= host <= storage``.
+    """
+
+    device: int
+    host: int
+    storage: int
+
+
+class BlockIndex:
+    """Hash of a block (unsigned 64 bits, ``digest.hash_key``) -> which caches hold it in which tier."""
+
+    def __init__(self) -> None:
+        # Blocks refer to sets of holders by number, so that a cache that empties changes the sets and no block.
+        self._numbers: dict[int, int] = {}
+        self._holders: list[Holders] = [_NOBODY]
+        self._reach: list[Reach] = [_NOWHERE]
+        self._number_of: dict[Holders, int] = {_NOBODY: 0}
+        self._media: dict[str, int] = {}
+        self._tiers: list[Tier] = []
+        self._caches: list[BlockSet | None] = []
+        self._shown = 0
+        self._garbage = 0
+        self._sweep_at = LEAST_GARBAGE
+
+    @property
+    def blocks(self) -> int:
+        """Different blocks that somebody holds; for some time after a cache emptied, more."""
+        return len(self._numbers)
+
+    def cache(self) -> BlockSet:
+        """Room for the contents of one more cache, which ``score`` does not see before it is shown."""
+        slot = self._caches.index(None) if None in self._caches else len(self._caches)
+        if slot == len(self._caches):
+            self._caches.append(None)
+        cache = self._caches[slot] = BlockSet(self, slot)
+        return cache
+
+    def score(self, hashes: Sequence[int]) -> dict[BlockSet, Match]:
+        """For each shown cache that holds the first block, how many leading blocks of ``hashes`` it holds."""
+        device = host = storage = self._shown
+        ends: tuple[dict[int, int], dict[int, int], dict[int, int]] = ({}, {}, {})
+        before: int | None = -1
+        for position, number in enumerate(map(self._numbers.get, hashes)):
+            if number == before:
+                continue
+            before = number
+            on_device, to_host, anywhere = _NOWHERE if number is None else self._reach[number]
+            if device & ~on_device:
+                _note(ends[0], device & ~on_device, position)
+                device &= on_device
+            if host & ~to_host:
+                _note(ends[1], host & ~to_host, position)
+                host &= to_host
+            if storage & ~anywhere:
+                _note(ends[2], storage & ~anywhere, position)
+                storage &= anywhere
+            if not storage:
+                break
+        for end, left in zip(ends, (device, host, storage), strict=True):
+            _note(end, left, len(hashes))
+        return {
+            cache: Match(ends[0][slot], ends[1][slot], longest)
+            for slot, longest in ends[2].items()
+            if longest and (cache := self._caches[slot]) is not None
+        }
+
+    def plane(self, medium: str) -> int:
+        """Where holders of a medium (in capitals) stand in Holders. For BlockSet."""
+        plane = self._media.get(medium)
+        if plane is None:
+            if len(self._media) >= MAX_MEDIA - 1:
+                medium = OTHER
+            plane = self._media.setdefault(medium, len(self._media))
+            if plane == len(self._tiers):
+                self._tiers.append(tier_of(medium))
+        return plane
+
+    def number_of(self, holders: Holders) -> int:
+        """The number of a set of holders, made where it is new. For BlockSet."""
+        holders = _stripped(list(holders))
+        number = self._number_of.get(holders)
+        if number is None:
+            number = self._number_of[holders] = len(self._holders)
+            self._holders.append(holders)
+            self._reach.append(self._reach_of(holders))
+        return number
+
+    def tables(self) -> tuple[dict[int, int], list[Holders]]:
+        """Blocks -> numbers, and numbers -> holders. For BlockSet."""
+        return self._numbers, self._holders
+
+    def show(self, slot: int) -> None:
+        """From now on ``score`` sees this cache. For BlockSet."""
+        self._shown |= 1 << slot
+
+    def hide(self, slot: int) -> None:
+        """From now on ``score`` does not see it. For BlockSet."""
+        self._shown &= ~(1 << slot)
+
+    def empty(self, slot: int, blocks: int) -> None:
+        """Nothing is in this cache any more: the sets lose it, and the blocks stay as they are. For BlockSet."""
+        if not blocks:
+            return
+        others = ~(1 << slot)
+        self._holders = [_stripped([plane & others for plane in holders]) for holders in self._holders]
+        self._reach = [self._reach_of(holders) for holders in self._holders]
+        self._number_of = {}
+        for number, holders in enumerate(self._holders):
+            self._number_of.setdefault(holders, number)
+        self._forget_steps()
+        self._garbage += blocks
+        if self._garbage > max(LEAST_GARBAGE, len(self._numbers) // 2):
+            self._sweep()
+
+    def tidy(self) -> None:
+        """Sets that no block has any more are forgotten now and then. For BlockSet, between two events."""
+        if len(self._holders) > self._sweep_at:
+            self._sweep()
+
+    def free(self, slot: int) -> None:
+        """The room is for another cache. For BlockSet."""
+        self.hide(slot)
+        self._caches[slot] = None
+
+    def _sweep(self) -> None:
+        """Forgets blocks that nobody holds and sets that no block has."""
+        before = self._holders
+        self._holders, self._reach, self._number_of = [_NOBODY], [_NOWHERE], {_NOBODY: 0}
+        self._numbers = {
+            block: self.number_of(before[number]) for block, number in self._numbers.items() if before[number]
+        }
+        self._garbage = 0
+        self._sweep_at = max(2 * len(self._holders), len(self._numbers) // 4) + LEAST_GARBAGE
+        self._forget_steps()
+
+    def _forget_steps(self) -> None:
+        """Numbers of sets changed their meaning."""
+        for cache in self._caches:
+            if cache is not None:
+                cache.forget_steps()
+
+    def _reach_of(self, holders: Holders) -> Reach:
+        device = host = storage = 0
+        for tier, plane in zip(self._tiers, holders, strict=False):
+            device |= plane if tier is Tier.DEVICE else 0
+            host |= plane if tier is not Tier.STORAGE else 0
+            storage |= plane
+        return device, host, storage
+
+
+class BlockSet:
+    """Which blocks one cache holds in which medium, as a part of an index.
+
+    A block that is stored twice is there until it is removed twice (engines keep several copies); what is removed and
+    was not there is left alone. Media are named in capitals (``digest.medium_key``).
+    """
+
+    def __init__(self, index: BlockIndex, slot: int) -> None:
+        self._index = index
+        self._slot = slot
+        self._media: dict[str, _Medium] = {}
+
+    def __len__(self) -> int:
+        """Placements: a block in two media counts twice."""
+        return sum(medium.count for medium in self._media.values())
+
+    def count(self, medium: str) -> int:
+        """Different blocks in a medium."""
+        return self._media[medium].count if medium in self._media else 0
+
+    def stored(self, medium: str, hashes: Iterable[int]) -> list[int]:
+        """Blocks came; those that were not there before."""
+        numbers, _ = self._index.tables()
+        place = self._place(medium)
+        steps, copies, appeared = place.joining, place.copies, []
+        for block in hashes:
+            before = numbers.get(block, 0)
+            after = steps.get(before)
+            if after is None:
+                after = steps[before] = self._step(before, place.plane, present=True)
+            if after != before:
+                numbers[block] = after
+                appeared.append(block)
+            else:
+                copies[block] = copies.get(block, 1) + 1
+        place.count += len(appeared)
+        self._index.tidy()
+        return appeared
+
+    def removed(self, medium: str, hashes: Iterable[int]) -> list[int]:
+        """One copy of each went; those of which it was the last."""
+        numbers, _ = self._index.tables()
+        place = self._place(medium)
+        steps, copies, vanished = place.leaving, place.copies, []
+        for block in hashes:
+            before = numbers.get(block, 0)
+            after = steps.get(before)
+            if after is None:
+                after = steps[before] = self._step(before, place.plane, present=False)
+            if after == before:
+                continue
+            if block in copies:
+                copies[block] -= 1
+                if copies[block] == 1:
+                    del copies[block]
+                continue
+            if after:
+                numbers[block] = after
+            else:
+                del numbers[block]
+            vanished.append(block)
+        place.count -= len(vanished)
+        self._index.tidy()
+        return vanished
+
+    def cleared(self) -> None:
+        """Nothing is there any more."""
+        self._index.empty(self._slot, len(self))
+        self._media.clear()
+
+    def show(self, instead_of: BlockSet | None = None) -> None:
+        """From now on the index answers with this, in one step in place of the other, which is dropped."""
+        if instead_of is not None:
+            instead_of.drop()
+        self._index.show(self._slot)
+
+    def hide(self) -> None:
+        """The index answers without this until it is shown again."""
+        self._index.hide(self._slot)
+
+    def drop(self) -> None:
+        """Takes it out of the index. It must not be used afterwards."""
+        self.cleared()
+        self._index.free(self._slot)
+
+    def media_of(self, block: int) -> frozenset[str]:
+        """Where the block is in this cache."""
+        numbers, holders = self._index.tables()
+        planes = holders[numbers.get(block, 0)]
+        return frozenset(
+            name
+            for name, place in self._media.items()
+            if place.plane < len(planes) and planes[place.plane] >> self._slot & 1
+        )
+
+    def forget_steps(self) -> None:
+        """Sets of holders got other numbers. For BlockIndex."""
+        for place in self._media.values():
+            place.joining.clear()
+            place.leaving.clear()
+
+    def _place(self, medium: str) -> _Medium:
+        place = self._media.get(medium)
+        if place is None:
+            place = self._media[medium] = _Medium(self._index.plane(medium))
+        return place
+
+    def _step(self, number: int, plane: int, *, present: bool) -> int:
+        """The number of the set that has us or not; the same number where it is so already."""
+        _, holders = self._index.tables()
+        planes, bit = list(holders[number]), 1 << self._slot
+        planes.extend([0] * (plane + 1 - len(planes)))
+        if bool(planes[plane] & bit) == present:
+            return number
+        planes[plane] ^= bit
+        return self._index.number_of(tuple(planes))
+
+
+class _Medium:
+    """One medium of one cache. A step leads from the number of a set of holders to that of the same with, or without,
+    this cache."""
+
+    __slots__ = ("copies", "count", "joining", "leaving", "plane")
+
+    def __init__(self, plane: int) -> None:
+        self.plane = plane
+        self.count = 0
+        # Of blocks with more than one copy only.
+        self.copies: dict[int, int] = {}
+        self.joining: dict[int, int] = {}
+        self.leaving: dict[int, int] = {}
+
+
+def _stripped(planes: list[int]) -> Holders:
+    while planes and not planes[-1]:
+        planes.pop()
+    return tuple(planes)
+
+
+def _note(ends: dict[int, int], slots: int, position: int) -> None:
+    while slots:
+        lowest = slots & -slots
+        ends[lowest.bit_length() - 1] = position
+        slots ^= lowest

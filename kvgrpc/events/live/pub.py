@@ -1,0 +1,92 @@
+"""Live events over ZMQ PUB: three frames (topic, 8-byte big-endian sequence, msgpack batch), as the engines send."""
+
+from __future__ import annotations
+
+import zmq
+
+from kvgrpc.events.config import EventsConfig
+from kvgrpc.events.endpoints import Endpoint, check_apart, endpoint_of, on_this_host
+from kvgrpc.events.live.router import ReplayRouter
+from kvgrpc.events.live.sockets import bound_address, close_delivered, open_socket
+from kvgrpc.events.publisher import JournalingPublisher
+from kvgrpc.model import RankId, RankRef, new_epoch
+
+
+class ZmqEventPublisher(JournalingPublisher):
+    """Publishes on ZMQ PUB and into the journal; replays over ROUTER where ``replay_endpoint`` is set.
+
+    The rank comes as ``data_parallel_rank`` (vLLM's factory), ``attn_dp_rank`` (SGLang's) or ``rank``; ``settings`` are
+    the keys of EventsConfig. Raises ValueError for a wrong setting, OSError when an endpoint cannot be bound.
+    """
+
+    def __init__(
+        self,
+        data_parallel_rank: int = 0,
+        *,
+        attn_dp_rank: int | None = None,
+        rank: RankRef | None = None,
+        **settings: object,
+    ) -> None:
+        config = EventsConfig.parse(settings)
+        dp = data_parallel_rank if attn_dp_rank is None else attn_dp_rank
+        rank = rank or RankRef(RankId("engine", dp=dp), new_epoch())
+        check_apart(config.endpoint, config.replay_endpoint)
+        live = router = None
+        if config.endpoint is not None:
+            endpoint = endpoint_of(config.endpoint, rank.rank.dp, config.bind)
+            live = PubSocket(endpoint, config.topic.encode(), config.hwm)
+        if config.replay_endpoint is not None:
+            try:
+                # The engines bind it, whatever the host.
+                replay = endpoint_of(config.replay_endpoint, rank.rank.dp, bind=True)
+                router = ReplayRouter(replay, config.topic.encode(), config.shape_of_replay)
+            except BaseException:
+                if live is not None:
+                    live.close(0.0)
+                raise
+        self._router = router
+        super().__init__(rank, config, live, replay_endpoint=router.endpoint if router else "")
+        if router is not None:
+            router.serve(self.stream)
+
+    @property
+    def healthy(self) -> bool:
+        return super().healthy and (self._router is None or self._router.healthy)
+
+    def fence(self) -> None:
+        super().fence()
+        if self._router is not None:
+            self._router.stop()
+
+    def shutdown(self, deadline: float = 1.0) -> None:
+        super().shutdown(deadline)
+        if self._router is not None:
+            self._router.close(deadline)
+
+    def describe_local_source(self, block_size: int) -> dict[str, object] | None:
+        state = self.stream.state()
+        endpoint, replay = on_this_host(state.pub_endpoint), on_this_host(state.replay_endpoint)
+        if not endpoint:
+            return None
+        return {
+            "dp_rank": self.stream.dp,
+            "endpoint": endpoint,
+            "topic": state.topic.decode(),
+            "block_size": block_size,
+        } | ({"replay_endpoint": replay} if replay else {})
+
+
+class PubSocket:
+    """A PUB socket, opened on one thread and from then on used by one other."""
+
+    def __init__(self, endpoint: Endpoint, topic: bytes, hwm: int) -> None:
+        self._topic = topic
+        self._socket = open_socket(zmq.PUB, endpoint, hwm)
+        self.endpoint = bound_address(self._socket) if endpoint.bind else ""
+
+    def send(self, sequence: int, payload: bytes, batch: object) -> None:
+        self._socket.send_multipart((self._topic, sequence.to_bytes(8, "big"), payload), zmq.NOBLOCK)
+
+    def close(self, deadline: float) -> None:
+        """Returns when all subscribers have what was sent, or after ``deadline`` seconds; what is left is dropped."""
+        close_delivered(self._socket, deadline)

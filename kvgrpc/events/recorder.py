@@ -1,0 +1,165 @@
+"""Keeps the state of a cache beside its journal, and shares cuts of it among the readers who want a snapshot.
+
+The publisher hands over what it has published and folds it when it has nothing else to do, so that live events never
+wait for it; past a bound it folds first, so that nothing is ever lost to the state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from kvgrpc.errors import TooManyRequests
+from kvgrpc.events.codec import BatchEncoder, Dialect, Encoding, decode_batch
+from kvgrpc.events.digest import StateDigest
+from kvgrpc.events.journal import Dropped
+from kvgrpc.events.model import Event, KVEventBatch, UnknownEvent
+from kvgrpc.events.snapshot import CacheState, Cut, stored_event
+from kvgrpc.observability import metrics
+
+# What may wait to be folded: some milliseconds of work.
+WAITING_BATCHES = 256
+WAITING_BYTES = 1 * 2**20
+# A message of TYPED is about twice as large; what a gRPC client takes without being configured is 4 MiB.
+PART_BYTES = 512 * 1024
+_BLOCK_BYTES = 16
+# Snapshots that readers still read; each holds its encoded parts.
+MAX_SNAPSHOTS = 4
+# Blocks that are encoded before the interpreter is left to others, and for how long: an engine thread that waits for it
+# would otherwise wait for its switch interval of 5 ms.
+_SLICE_BLOCKS = 512
+_PAUSE_SECONDS = 0.0001
+_RETRY_SECONDS = 1.0
+
+
+class Recorder:
+    """The state of one stream. Thread-safe."""
+
+    def __init__(self, dialect: Dialect, rank: int) -> None:
+        self._dialect = dialect
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._state = CacheState()
+        self._waiting: deque[bytes | Dropped] = deque()
+        # The first is written by the publisher's thread alone, the second under the lock.
+        self._added_bytes = self._folded_bytes = 0
+        self._digest = self._state.digest()
+        self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
+
+    @property
+    def digest(self) -> StateDigest:
+        """The digest of what is folded; under load it lags behind the journal."""
+        return self._digest
+
+    def add(self, entries: Sequence[bytes | Dropped]) -> None:
+        """What was published, in sequence. For the publisher's thread; an append."""
+        self._waiting.extend(entries)
+        self._added_bytes += sum(len(entry) for entry in entries if not isinstance(entry, Dropped))
+
+    def catch_up(self) -> None:
+        """Folds what waits, if it is too much. For the publisher's thread."""
+        if len(self._waiting) > WAITING_BATCHES or self._added_bytes - self._folded_bytes > WAITING_BYTES:
+            while self.fold():
+                pass
+
+    def fold(self) -> bool:
+        """Folds one batch that waits; False: none did."""
+        with self._lock:
+            if not self._fold_one():
+                return False
+            if not self._waiting:
+                self._digest = self._state.digest()
+            return True
+
+    def snapshot(self, oldest_useful: int) -> Snapshot:
+        """A snapshot at ``oldest_useful`` or later: the one that others read, or a new one. May take milliseconds.
+
+        Raises TooManyRequests when readers hold too many older ones.
+        """
+        while self.fold():
+            pass
+        with self._lock:
+            for snapshot in list(self._snapshots):
+                if snapshot.next_sequence >= oldest_useful:
+                    return snapshot
+            if len(self._snapshots) >= MAX_SNAPSHOTS:
+                raise TooManyRequests(
+                    f"readers still read {len(self._snapshots)} older snapshots",
+                    metadata={"limit": MAX_SNAPSHOTS, "value": len(self._snapshots) + 1, "scope": "snapshots"},
+                    retry_after=_RETRY_SECONDS,
+                )
+            snapshot = Snapshot(self._state.cut(), BatchEncoder(self._dialect, Encoding.MAP, self._rank))
+            self._snapshots.add(snapshot)
+            return snapshot
+
+    def _fold_one(self) -> bool:
+        try:
+            entry = self._waiting.popleft()
+        except IndexError:
+            return False
+        state = self._state
+        if isinstance(entry, Dropped):
+            state.next_sequence = entry.last + 1
+            return True
+        self._folded_bytes += len(entry)
+        state.next_sequence += 1
+        with contextlib.suppress(msgspec.DecodeError):
+            events = decode_batch(entry).events
+            metrics.EVENTS_UNKNOWN.inc(sum(isinstance(event, UnknownEvent) for event in events))
+            state.apply(events)
+        return True
+
+
+class Snapshot:
+    """A cut in parts, each encoded once for all readers, by the one that comes to it first. Thread-safe."""
+
+    def __init__(self, cut: Cut, encoder: BatchEncoder) -> None:
+        self.next_sequence = cut.next_sequence
+        self.copies = cut.copies
+        self.digest = cut.digest
+        self._encoder = encoder
+        self._lock = threading.Lock()
+        self._parts: list[bytes] = []
+        self._rest: Iterator[list[Event]] = _parts_of(cut)
+        self._complete = False
+
+    def part(self, index: int) -> tuple[bytes, bool]:
+        """A part (0, 1, ...) as the payload of a batch of tagged maps, and whether it is the last.
+
+        Takes milliseconds; call it on a thread that may wait.
+        """
+        with self._lock:
+            # One more than asked for: only then is it known whether it is the last.
+            while len(self._parts) <= index + 1 and not self._complete:
+                self._encode_next()
+            return self._parts[index], self._complete and index == len(self._parts) - 1
+
+    def _encode_next(self) -> None:
+        events = next(self._rest, None)
+        # There is always one part, so that an empty state is said too.
+        self._complete = events is None
+        if events is not None or not self._parts:
+            self._parts.append(self._encoder.encode(KVEventBatch(time.time(), events or [])))
+
+
+def _parts_of(cut: Cut) -> Iterator[list[Event]]:
+    part: list[Event] = []
+    size = blocks = 0
+    for run in cut.runs():
+        part.append(stored_event(run))
+        size += sum(_BLOCK_BYTES + len(block.tokens) for block in run)
+        blocks += len(run)
+        if blocks >= _SLICE_BLOCKS:
+            time.sleep(_PAUSE_SECONDS)
+            blocks = 0
+        if size >= PART_BYTES:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part

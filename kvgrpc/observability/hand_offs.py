@@ -1,0 +1,105 @@
+"""How hand-offs ended: what is counted of them, and the one line that a failed one writes.
+
+Counted in plain integers by the loop thread, read when somebody scrapes: a hot path pays for no lock.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvgrpc.errors import Failure, Reason
+from kvgrpc.observability.logging import RateLimited, one_line
+from kvgrpc.observability.metrics import REGISTRY, SECONDS
+
+ROLES = ("prefill", "decode")
+
+
+class HandOffs:
+    """Counts for one rank, into the sums of its role in this process. For the loop thread.
+
+    The lines are those of ``logger``: at most 5 in 10 seconds for one reason, with the count of those left out.
+    """
+
+    def __init__(self, role: str, logger: logging.Logger) -> None:
+        self._role = role
+        self._sums = _SUMS[role]
+        self._lines = RateLimited(logger)
+
+    def succeeded(self, seconds: float | None, nbytes: int) -> None:
+        """``seconds`` since the engine made its handle (None: it made none); ``nbytes``: of the room's pages."""
+        sums = self._sums
+        sums.ended[_SUCCESS] += 1
+        sums.nbytes += nbytes
+        if seconds is not None:
+            sums.seconds += seconds
+            sums.buckets[bisect_left(SECONDS, seconds)] += 1
+
+    def failed(self, room: int, attempt: int, failure: Failure, seconds: float | None) -> None:
+        reason = failure.reason.name if isinstance(failure.reason, Reason) else Reason.UNSPECIFIED.name
+        self._sums.ended["failed", reason] += 1
+        again = f" attempt {attempt}" if attempt else ""
+        after = "" if seconds is None else f" after {seconds:.3f} s"
+        origin = f" (seen first by {failure.origin})" if failure.origin else ""
+        # An engine that gives a request up is daily business.
+        level = logging.INFO if failure.reason is Reason.ROOM_CANCELLED else logging.WARNING
+        self._lines.say(
+            level,
+            reason,
+            f"room {room}{again} failed at {self._role}{after}: {reason}: {one_line(failure.message)}{origin}",
+        )
+
+    def lost(self, own: object, peer: object, how: str, rooms: int) -> None:
+        """A pair was given up; without a room of its own that is only news."""
+        text = f"{own} lost its pair with {peer}, {rooms} rooms: {one_line(how) or 'it said goodbye'}"
+        self._lines.say(logging.WARNING if rooms else logging.INFO, "pair", text)
+
+    def flush(self) -> None:
+        """Says what was left out, once its time is over; to be called now and then."""
+        self._lines.flush()
+
+
+class _Sums:
+    """Of one role."""
+
+    def __init__(self) -> None:
+        self.ended: Counter[tuple[str, str]] = Counter({_SUCCESS: 0})
+        self.nbytes = 0
+        self.seconds = 0.0
+        self.buckets = [0] * (len(SECONDS) + 1)
+
+
+class _Collected(Collector):
+    def describe(self) -> Iterator[Metric]:
+        yield from ()
+
+    def collect(self) -> Iterator[Metric]:
+        ended = CounterMetricFamily("kvgrpc_rooms_ended", "Hand-offs that ended.", labels=("role", "outcome", "reason"))
+        nbytes = CounterMetricFamily("kvgrpc_hand_off_bytes", "Bytes of pages that are in place.", labels=("role",))
+        took = HistogramMetricFamily(
+            "kvgrpc_hand_off_seconds", "From the engine's handle to Success.", labels=("role",)
+        )
+        for role, sums in _SUMS.items():
+            for (outcome, reason), count in list(sums.ended.items()):
+                ended.add_metric((role, outcome, reason), count)
+            nbytes.add_metric((role,), sums.nbytes)
+            took.add_metric((role,), _cumulated(list(sums.buckets)), sums.seconds)
+        yield from (ended, nbytes, took)
+
+
+def _cumulated(buckets: list[int]) -> list[tuple[str, float]]:
+    total, cumulated = 0, []
+    for bound, count in zip((*map(str, SECONDS), "+Inf"), buckets, strict=True):
+        total += count
+        cumulated.append((bound, float(total)))
+    return cumulated
+
+
+_SUCCESS = ("success", "")
+_SUMS = {role: _Sums() for role in ROLES}
+REGISTRY.register(_Collected())

@@ -1,0 +1,119 @@
+"""Who follows engines: readers of WatchEngines, each at its own speed, none of them able to hold another or to grow."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+
+from kvgrpc.errors import ServerDraining, TooManyRequests
+from kvgrpc.registry.feed import Feed
+from kvgrpc.registry.model import EngineChange, EngineFilter
+from kvgrpc.registry.store.base import Store
+from kvgrpc.registry.table import EngineTable
+from kvgrpc.registry.wire import PoolCache
+from kvgrpc.v1 import registry_service_pb2 as pb
+
+MAX_WATCHERS = 8_192
+HEARTBEAT_SECONDS = 5.0
+# Changes that follow each other faster are gathered: what 10,000 ranks that register cause must not be multiplied by
+# what follows them.
+PACE_SECONDS = 0.02
+
+_WARMING_UP = pb.WatchEnginesResponse(warming_up=True).SerializeToString()
+
+
+class Watching:
+    """The readers of one registry. Lives on one event loop.
+
+    A reader holds one message at a time, and a position in what all readers of its filter share.
+    """
+
+    def __init__(self, store: Store, pools: PoolCache, *, max_watchers: int = MAX_WATCHERS) -> None:
+        self._store = store
+        self._pools = pools
+        self._max_watchers = max_watchers
+        self._feeds: dict[EngineFilter, Feed] = {}
+        self._waiting: list[EngineChange] = []
+        self._resting = False
+        self._draining = False
+
+    @property
+    def watchers(self) -> int:
+        return sum(feed.readers for feed in self._feeds.values())
+
+    def publish(self, changes: Sequence[EngineChange]) -> None:
+        """Tells the readers: at once, or with what else comes within the pace."""
+        if self._feeds:
+            self._waiting.extend(changes)
+            if not self._resting:
+                self._publish_waiting()
+                self._rest()
+
+    def drain(self) -> None:
+        """Ends all readers, now and later, with ServerDraining."""
+        self._draining = True
+        for feed in self._feeds.values():
+            feed.wake()
+
+    async def follow(self, only: EngineFilter) -> AsyncIterator[bytes]:
+        """Encoded responses for one reader, without end. Raises TooManyRequests, ServerDraining."""
+        with self._reading(only) as feed:
+            position, said = -1, False
+            while True:
+                self._refuse_if_draining()
+                messages, position = feed.behind(position)
+                warming_up = self._store.warming_up_for > 0
+                for message in messages or ([] if warming_up == said else [b""]):
+                    yield message + _WARMING_UP if warming_up else message
+                said = warming_up
+                if not messages and not await feed.change(self._patience()):
+                    yield _WARMING_UP if said else b""
+
+    def _patience(self) -> float:
+        """Until the next message at the latest: a heartbeat, or that the registry knows everybody now."""
+        warming_up_for = self._store.warming_up_for
+        return min(warming_up_for or HEARTBEAT_SECONDS, HEARTBEAT_SECONDS)
+
+    @contextmanager
+    def _reading(self, only: EngineFilter) -> Iterator[Feed]:
+        if self.watchers >= self._max_watchers:
+            raise TooManyRequests(
+                f"{self.watchers} readers follow engines already",
+                metadata={"limit": self._max_watchers, "value": self.watchers + 1, "scope": "watchers"},
+                retry_after=1.0,
+            )
+        feed = self._feeds.get(only)
+        if feed is None:
+            feed = self._feeds[only] = Feed(only, self._table, self._pools)
+        feed.readers += 1
+        try:
+            yield feed
+        finally:
+            feed.readers -= 1
+            if not feed.readers:
+                del self._feeds[only]
+
+    def _table(self) -> EngineTable:
+        """For a full state, which must not be ahead of what was published."""
+        self._publish_waiting()
+        return self._store.table
+
+    def _publish_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for feed in self._feeds.values():
+            feed.publish(waiting)
+
+    def _rest(self) -> None:
+        self._resting = True
+        asyncio.get_running_loop().call_later(PACE_SECONDS, self._end_rest)
+
+    def _end_rest(self) -> None:
+        self._resting = False
+        if self._waiting:
+            self._publish_waiting()
+            self._rest()
+
+    def _refuse_if_draining(self) -> None:
+        if self._draining:
+            raise ServerDraining("the registry drains", retry_after=1.0)

@@ -1,0 +1,50 @@
+"""What a process says of itself to a kubelet and to Prometheus: its HTTP port, and the gauges of a rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from kvgrpc.observability.http import Checks, StatusServer
+from kvgrpc.observability.ranks import RankGauges, forget_rank, watch_rank
+from kvgrpc.rpc.loop import LoopThread
+from kvgrpc.transfer.runtime.manager import TransferManager
+
+_READ_SECONDS = 1.0
+
+
+class RankStatus:
+    """Of one rank, from ``open`` to ``close``. ``listen``: "host:port" of the HTTP port, empty for none."""
+
+    def __init__(self, listen: str, loop: LoopThread, transfer: TransferManager[Any]) -> None:
+        self._listen = listen
+        self._loop = loop
+        self._transfer = transfer
+        self._server: StatusServer | None = None
+
+    def open(self, live: Checks, ready: Checks) -> None:
+        """As ``StatusServer``."""
+        if self._listen:
+            self._server = StatusServer(self._listen, live, ready)
+        watch_rank(self._read)
+
+    @property
+    def address(self) -> str:
+        """ "host:port" as bound; empty where nothing listens."""
+        return "" if self._server is None else self._server.address
+
+    def close(self) -> None:
+        forget_rank(self._read)
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+
+    def _read(self) -> RankGauges:
+        """On the thread of a scraper: the tables belong to the loop."""
+        return self._loop.run(self._look(), _READ_SECONDS)
+
+    async def _look(self) -> RankGauges:
+        transfer = self._transfer
+        sessions = Counter(row.state.lower() for row in transfer.sessions())
+        limit = transfer.config.bounds.held_pages
+        return RankGauges(transfer.role, transfer.open_rooms(), transfer.held_pages, limit, sessions)

@@ -1,0 +1,131 @@
+"""What a sender gives for one room, and which of its positions go to which of decode's pages (rule 13). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from kvgrpc.errors import KvGrpcError
+from kvgrpc.transfer.protocol import failures
+from kvgrpc.transfer.protocol.coverage import Coverage
+from kvgrpc.transfer.protocol.types import Align, Destination, RoomKey, U32Array
+
+Wait = Callable[[], None]
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """Pages of one ``send``: uint32 pages of prefill's pool for the positions start, start + 1, … of the room.
+
+    ``wait`` runs on the transfer thread before the pages are read (an engine's "forward is done" event).
+    """
+
+    pages: U32Array
+    start: int
+    is_last: bool
+    wait: Wait | None = None
+
+
+class Placed(NamedTuple):
+    """One chunk, or what decode wants of it: our page ``source[i]`` goes to ``destination[i]``, at start + i there."""
+
+    source: U32Array
+    destination: U32Array
+    start: int
+    wait: Wait | None
+
+
+class Chunks:
+    """Of one room. ``total``: pages that the sender will send in all, None: the last chunk says it.
+
+    Chunks wait here until the destination is known. Nothing here knows where the pages go: ``destination`` is an
+    argument.
+    """
+
+    __slots__ = ("_covered", "_waiting", "align", "last_seen", "total")
+
+    def __init__(self) -> None:
+        self.align = Align.HEAD
+        self.total: int | None = None
+        self.last_seen = False
+        self._waiting: list[Chunk] = []
+        self._covered = Coverage()
+
+    @property
+    def waiting(self) -> bool:
+        """Some are not placed yet."""
+        return bool(self._waiting)
+
+    def add(self, key: RoomKey, chunk: Chunk, at_most: int) -> KvGrpcError | None:
+        """Takes a chunk of the engine; or what is wrong with it, and nothing taken."""
+        start, count = chunk.start, len(chunk.pages)
+        if len(self._waiting) >= at_most:
+            return failures.too_many("chunks of one room", at_most, len(self._waiting))
+        if self.last_seen:
+            return failures.bad_send(key, "pages were sent after the last chunk", "index_slice", start)
+        if not self._covered.add(start, count):
+            text = f"positions {start} to {start + count - 1} were sent before"
+            return failures.bad_send(key, text, "index_slice", start)
+        stop = self._covered.stop
+        if self.total is not None and stop > self.total:
+            text = f"positions end at {stop}, init said {self.total} pages"
+            return failures.bad_send(key, text, "index_slice", stop)
+        if chunk.is_last:
+            self.last_seen = True
+            if self.total is None:
+                self.total = stop
+        self._waiting.append(chunk)
+        return None
+
+    def place(self, destination: Destination) -> list[Placed]:
+        """Where the chunks that waited go; positions that decode does not want are dropped."""
+        if not self._waiting:
+            return []
+        shift = self._shift(destination)
+        if shift is None:
+            return []
+        waiting, self._waiting = self._waiting, []
+        placed = [_place(chunk, destination.pages, shift) for chunk in waiting]
+        return [each for each in placed if each is not None]
+
+    def missing(self, key: RoomKey, destination: Destination) -> KvGrpcError | None:
+        """What decode wants, but will not come: the last chunk was seen."""
+        if not self.last_seen:
+            return None
+        shift, wanted = self._shift(destination), len(destination.pages)
+        if shift is None or (shift >= 0 and self._covered.covers(shift, shift + wanted)):
+            return None
+        page = 0 if shift < 0 else self._covered.first_gap(shift) - shift
+        text = f"the last chunk was sent, but decode's page {page} of {wanted} was not"
+        return failures.bad_send(key, text, "pages", page)
+
+    def drop(self) -> None:
+        """The room ended: nothing more is placed."""
+        self._waiting = []
+
+    def _shift(self, destination: Destination) -> int | None:
+        """Which of our positions decode's first page is; None: not known yet, the total is open.
+
+        Whoever sends more than decode wants, and decode has a prefix, sends the whole prompt.
+        """
+        first, wanted, total = destination.first_page, len(destination.pages), self.total
+        if self.align is Align.HEAD and not first:
+            return 0
+        if total is None:
+            return None
+        if self.align is Align.HEAD:
+            return first if total > wanted else 0
+        return total - wanted
+
+
+def _place(chunk: Chunk, pages: U32Array, shift: int) -> Placed | None:
+    start = chunk.start - shift
+    first = max(start, 0)
+    stop = min(start + len(chunk.pages), len(pages))
+    if first >= stop:
+        return None
+    source = chunk.pages[first - start : stop - start]
+    return Placed(np.ascontiguousarray(source), pages[first:stop], first, chunk.wait)

@@ -1,0 +1,151 @@
+"""What a kubelet, Prometheus and whoever reads the log see of a rank and of a registry."""
+
+from __future__ import annotations
+
+import logging
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import kvgrpc.dataplane
+from kvgrpc.client import SyncClient
+from kvgrpc.model import Pool, PoolKind, Region, Role
+from kvgrpc.server import Rank, RankConfig, RegistryServer, open_rank
+from kvgrpc.transfer import KVPoll, KVReceiver, KVSender
+from tests.contract.transfer_peers import eventually
+
+PAGES, PAGE_BYTES = 64, 4096
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def open_one(engine: str, role: Role, **settings: Any) -> Rank:
+    plane = kvgrpc.dataplane.open_plane("shm")
+    address = plane.allocate(PAGES * PAGE_BYTES)
+    pool = Pool("kv", PoolKind.KV, 16, PAGES, "float32", (Region(0, "kv", address, PAGE_BYTES, PAGE_BYTES),))
+    return open_rank(
+        RankConfig(engine=engine, role=role, pools=(pool,), data_plane=plane, metrics_listen="127.0.0.1:0", **settings)
+    )
+
+
+def ask(address: str, path: str) -> tuple[int, str]:
+    try:
+        with OPENER.open(f"http://{address}{path}", timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as refusal:
+        return refusal.code, refusal.read().decode()
+
+
+def metric(rank: Rank, name: str, **labels: str) -> float:
+    page = ask(rank.metrics_address, "/metrics")[1]
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
+
+
+@pytest.fixture
+def ranks() -> Iterator[tuple[Rank, Rank]]:
+    prefill, decode = open_one("P", Role.PREFILL, registry="embedded"), open_one("D", Role.DECODE)
+    yield prefill, decode
+    decode.close(2.0), prefill.close(2.0)
+
+
+def hand_off(prefill: Rank, decode: Rank, room: int) -> KVReceiver:
+    receiver = KVReceiver(decode.transfer, prefill.address, room)  # type: ignore[arg-type]
+    sender = KVSender(prefill.transfer, prefill.address, room)  # type: ignore[arg-type]
+    eventually(lambda: receiver.poll() is KVPoll.WaitingForInput)
+    receiver.init(np.array([3, 4, 5], np.int32))
+    sender.init(3)
+    sender.send(np.array([10, 20, 30], np.int32))
+    eventually(lambda: receiver.ended and sender.ended)
+    return receiver
+
+
+def test_a_rank_counts_its_hand_offs(ranks: tuple[Rank, Rank]) -> None:
+    prefill, decode = ranks
+    names = {
+        "kvgrpc_rooms_ended_total": {"outcome": "success"},
+        "kvgrpc_hand_off_seconds_count": {},
+        "kvgrpc_hand_off_bytes_total": {},
+    }
+
+    def values(role: str) -> list[float]:
+        return [metric(decode, name, role=role, **labels) for name, labels in names.items()]
+
+    before = values("prefill"), values("decode")
+    assert hand_off(prefill, decode, 7).poll() is KVPoll.Success
+    for then, role in zip(before, ("prefill", "decode"), strict=True):
+        eventually(lambda role=role: values(role)[0] > then[0])  # type: ignore[misc]  # noqa: B023
+        assert values(role) == [then[0] + 1, then[1] + 1, then[2] + 3 * PAGE_BYTES]
+    assert metric(prefill, "kvgrpc_sessions", role="prefill") >= 1
+    assert metric(decode, "kvgrpc_sessions", role="decode", state="open") == 1
+    assert metric(decode, "kvgrpc_pages_held_limit", role="decode") == PAGES // 4
+    assert metric(decode, "kvgrpc_rooms_open") == 0
+
+
+def test_a_failed_room_is_counted_by_its_reason_and_writes_one_line(
+    ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill, decode = ranks
+    labels = {"role": "decode", "outcome": "failed", "reason": "ROOM_CANCELLED"}
+    before = metric(decode, "kvgrpc_rooms_ended_total", **labels)
+    with caplog.at_level(logging.INFO, "kvgrpc"):
+        receiver = KVReceiver(decode.transfer, prefill.address, 8)  # type: ignore[arg-type]
+        eventually(lambda: receiver.poll() is KVPoll.WaitingForInput)
+        with SyncClient(decode.address) as client:
+            client.cancel_room(8, cause="stuck\x1b[2J")
+        eventually(lambda: metric(decode, "kvgrpc_rooms_ended_total", **labels) == before + 1)
+    lines = [record.getMessage() for record in caplog.records if "room 8" in record.getMessage()]
+    lines = [line for line in lines if "at prefill" not in line]
+    assert len(lines) == 2, lines
+    assert "cancelled by 127.0.0.1:" in lines[0]
+    assert "room 8 failed at decode after" in lines[1] and "ROOM_CANCELLED" in lines[1] and "\x1b" not in lines[1]
+
+
+def test_a_lost_pair_writes_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    prefill, decode = open_one("P", Role.PREFILL, registry="embedded"), open_one("D", Role.DECODE)
+    hand_off(prefill, decode, 9)
+    with caplog.at_level(logging.INFO, "kvgrpc"):
+        decode.close(2.0)
+        eventually(lambda: any("lost its pair with D/" in record.getMessage() for record in caplog.records))
+    prefill.close(2.0)
+
+
+def test_a_drain_takes_readiness_away_and_leaves_the_process_alive(
+    ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = ranks[0]
+    assert ask(rank.metrics_address, "/livez") == (200, "[+] loop\n[+] transfer\n[+] events\n")
+    assert ask(rank.metrics_address, "/readyz")[0] == 200
+    with caplog.at_level(logging.INFO, "kvgrpc"), SyncClient(rank.address) as client, ThreadPoolExecutor(1) as other:
+        other.submit(client.drain, 0.1).result(30)
+    assert ask(rank.metrics_address, "/readyz")[0] == 503
+    assert ask(rank.metrics_address, "/livez")[0] == 200
+    said = [record.getMessage() for record in caplog.records]
+    assert any("drains: 0 rooms are open" in line for line in said)
+    assert any("drained: nothing is left" in line for line in said)
+
+
+def test_a_closed_rank_is_gone_from_the_page_and_its_port_free(ranks: tuple[Rank, Rank]) -> None:
+    prefill, decode = ranks
+    address = decode.metrics_address
+    decode.close(2.0)
+    assert metric(prefill, "kvgrpc_pages_held_limit", role="decode") == 0
+    with pytest.raises(OSError):
+        ask(address, "/livez")
+
+
+def test_a_registry_answers_the_same_questions() -> None:
+    registry = RegistryServer(["127.0.0.1:0"], metrics_listen="127.0.0.1:0").open()
+    assert ask(registry.metrics_address, "/livez") == (200, "[+] loop\n[+] registry\n")
+    assert ask(registry.metrics_address, "/readyz")[0] == 200
+    assert "kvgrpc_registry_rows" in ask(registry.metrics_address, "/metrics")[1]
+    registry.close()

@@ -1,0 +1,109 @@
+"""In torch, the kernels of vLLM's CPU worker that only a CPU build of vLLM has. Slow, and meant to be read.
+
+A KV cache is (blocks, heads, tokens of a block, head size); a slot is block * tokens of a block + position in it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+_LIBRARY = torch.library.Library("_C", "FRAGMENT")
+
+
+def _kernel(arguments: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def define(function: Callable[..., Any]) -> Callable[..., Any]:
+        _LIBRARY.define(function.__name__ + arguments)
+        _LIBRARY.impl(function.__name__, function, "CompositeExplicitAutograd")
+        return function
+
+    return define
+
+
+@_kernel("(int[] nodes) -> ()")
+def init_cpu_memory_env(nodes: list[int]) -> None:
+    """Binds memory to NUMA nodes; here there is nothing to bind."""
+
+
+@_kernel("(Tensor starts, Tensor positions, Tensor blocks, Tensor(a!) slots, int size) -> ()")
+def compute_slot_mapping_kernel_impl(
+    starts: Tensor, positions: Tensor, blocks: Tensor, slots: Tensor, size: int
+) -> None:
+    """The slot of every token of a batch. Request i has tokens starts[i] to starts[i + 1]; blocks[i] are its own."""
+    lengths = (starts[1:] - starts[:-1]).long()
+    owners = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    where = positions[: len(owners)].long()
+    slots[: len(owners)] = (blocks[owners, where // size].long() * size + where % size).to(slots.dtype)
+
+
+@_kernel(
+    "(int requests, int heads, int kv_heads, int head_size, Tensor lengths, ScalarType dtype, Tensor starts,"
+    " bool causal, int window, str isa, bool split, Tensor? causal_of_request, str cache_dtype) -> Tensor"
+)
+def get_scheduler_metadata(*about: Any) -> Tensor:
+    """How a parallel kernel would divide the work; ours does not."""
+    return torch.zeros(1)
+
+
+@_kernel(
+    "(Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor slots, str isa, float key_scale,"
+    " float value_scale, str cache_dtype) -> ()"
+)
+def cpu_attn_reshape_and_cache(
+    key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor, *about: Any
+) -> None:
+    """Writes new tokens (tokens, heads, head size) to their slots; a negative slot is padding."""
+    tokens = torch.nonzero(slots >= 0).flatten()
+    blocks, offsets = slots[tokens].long() // keys.shape[2], slots[tokens].long() % keys.shape[2]
+    for new, cache in ((key, keys), (value, values)):
+        cache[blocks, :, offsets] = new[tokens].to(cache.dtype)
+
+
+@_kernel(
+    "(Tensor query, Tensor keys, Tensor values, Tensor(a!) out, Tensor starts, Tensor lengths, float scale,"
+    " bool causal, Tensor? slopes, int window, Tensor blocks, float softcap, Tensor metadata, Tensor? sinks,"
+    " Tensor? causal_of_request, float key_scale, float value_scale, str cache_dtype) -> ()"
+)
+def cpu_attention_with_kv_cache(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    scale: float,
+    causal: bool,
+    slopes: Tensor | None,
+    window: int,
+    blocks: Tensor,
+    *about: Any,
+) -> None:
+    """Attention of each request's new tokens (tokens, heads, head size) over all that its blocks hold."""
+    result = out.view(len(out), query.shape[1], -1)
+    for number, (begin, end) in enumerate(itertools.pairwise(starts.tolist())):
+        length = int(lengths[number])
+        new = query[begin:end].transpose(0, 1).float()
+        if not end - begin:
+            continue
+        held = [_gather(cache, blocks[number], length, query.shape[1]) for cache in (keys, values)]
+        # Token i of the new ones sees all up to itself.
+        seen = torch.arange(length) <= torch.arange(length - (end - begin), length)[:, None] if causal else None
+        attended = scaled_dot_product_attention(new, *held, seen, scale=scale)
+        result[begin:end] = attended.transpose(0, 1).to(out.dtype)
+
+
+def _gather(cache: Tensor, blocks: Tensor, length: int, heads: int) -> Tensor:
+    """(heads, length, head size) of one request, its heads repeated for the query's."""
+    size = cache.shape[2]
+    own = cache[blocks[: -(-length // size)].long()].transpose(0, 1).flatten(1, 2)[:, :length]
+    return own.repeat_interleave(heads // cache.shape[1], 0).float()
+
+
+@_kernel("(Tensor logits) -> Tensor")
+def greedy_argmax(logits: Tensor) -> Tensor:
+    return logits.argmax(-1)

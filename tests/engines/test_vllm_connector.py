@@ -1,0 +1,288 @@
+"""The two halves of the connector, with vLLM's own requests and blocks, and no engine."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.request import Request, RequestStatus
+
+from kvgrpc.engines.vllm import compatibility
+from kvgrpc.engines.vllm.bootstrap import Bootstrap
+from kvgrpc.engines.vllm.handoffs import Handoffs, Receive
+from kvgrpc.engines.vllm.limits import check_supported
+from kvgrpc.engines.vllm.rank import Place, bootstrap_address, kv_pool, rank_config
+from kvgrpc.engines.vllm.scheduler import Scheduler
+from kvgrpc.engines.vllm.stats import TransferStats
+from kvgrpc.errors import AddressNotAllowed, FeatureDisabled, InvalidRequest
+from kvgrpc.model import Role
+
+BLOCK = 16
+AT_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "x"}
+AT_DECODE = {
+    "do_remote_decode": False,
+    "do_remote_prefill": True,
+    "transfer_id": "x",
+    "remote_engine_id": "e",
+    "remote_bootstrap_addr": "http://10.0.0.1:8998",
+}
+
+
+def request(params: dict[str, Any] | None, tokens: int = 40) -> Request:
+    sampling = SamplingParams(max_tokens=1, extra_args=None if params is None else {"kv_transfer_params": dict(params)})
+    return Request("r", list(range(tokens)), sampling, None)
+
+
+def blocks(*numbers: int) -> KVCacheBlocks:
+    return KVCacheBlocks(([KVCacheBlock(number) for number in numbers],))
+
+
+def finished(params: dict[str, Any], status: RequestStatus) -> Request:
+    done = request(params)
+    done.status = status
+    return done
+
+
+def test_decode_takes_the_blocks_behind_those_that_it_holds() -> None:
+    scheduler, wanted = Scheduler(False, BLOCK), request(AT_DECODE)
+    assert scheduler.tokens_elsewhere(wanted, computed=16) == 24
+    scheduler.on_blocks(wanted, blocks(5, 9, 7, 8), elsewhere=24)  # 8 is for tokens to come
+    assert scheduler.take().receives == {"r": Receive("x", AT_DECODE["remote_bootstrap_addr"], "e", (9, 7), 1)}
+
+
+def test_decode_asks_once_and_computes_its_prompt_itself_when_it_was_preempted() -> None:
+    scheduler, wanted = Scheduler(False, BLOCK), request(AT_DECODE)
+    scheduler.on_blocks(wanted, blocks(1, 2, 3), elsewhere=40)
+    scheduler.on_blocks(wanted, blocks(1, 2, 3), elsewhere=0)
+    assert len(scheduler.take().receives) == 1
+    assert scheduler.tokens_elsewhere(wanted, computed=0) == 0
+    assert scheduler.take() == Handoffs()
+
+
+def test_decode_that_loads_nothing_says_so_to_prefill() -> None:
+    scheduler = Scheduler(False, BLOCK)
+    scheduler.on_blocks(request(AT_DECODE), blocks(1, 2, 3), elsewhere=0)
+    assert scheduler.take().receives["r"] == Receive("x", AT_DECODE["remote_bootstrap_addr"], "e", (), 3)
+
+
+def test_a_request_that_ended_before_it_had_blocks_is_called_off_at_prefill() -> None:
+    scheduler = Scheduler(False, BLOCK)
+    assert not scheduler.on_finished(finished(AT_DECODE, RequestStatus.FINISHED_ABORTED), [])
+    assert scheduler.take().receives["r"].abort
+
+
+@pytest.mark.parametrize("status", [RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED])
+def test_prefill_keeps_the_blocks_of_a_prompt_that_it_computed(status: RequestStatus) -> None:
+    scheduler = Scheduler(True, BLOCK)
+    scheduler.on_blocks(request(AT_PREFILL), blocks(4, 5, 6), 0)
+    assert scheduler.take().announced == {"r": "x"}
+    assert scheduler.on_finished(finished(AT_PREFILL, status), [4, 5, 6, 7])
+    assert scheduler.take().computed == {"r": (4, 5, 6)}
+
+
+def test_prefill_that_gives_up_lets_its_blocks_go() -> None:
+    scheduler = Scheduler(True, BLOCK)
+    assert not scheduler.on_finished(finished(AT_PREFILL, RequestStatus.FINISHED_ABORTED), [4, 5, 6])
+    assert scheduler.take().dropped == {"r": "x"}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        None,
+        {},
+        {"do_remote_prefill": True},
+        {**AT_DECODE, "transfer_id": ""},
+        {**AT_DECODE, "remote_bootstrap_addr": 0},
+    ],
+)
+@pytest.mark.parametrize("prefill", [True, False])
+def test_a_request_without_a_hand_off_is_left_to_vllm(params: dict[str, Any] | None, prefill: bool) -> None:
+    scheduler, ordinary = Scheduler(prefill, BLOCK), request(params)
+    assert scheduler.tokens_elsewhere(ordinary, 0) == 0
+    scheduler.on_blocks(ordinary, blocks(1, 2, 3), 0)
+    ordinary.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    assert not scheduler.on_finished(ordinary, [1, 2, 3])
+    assert scheduler.take() == Handoffs()
+
+
+@pytest.mark.parametrize("value", [7, ["x"], {"a": 1}, True, 1.5])
+def test_parameters_of_any_type_raise_nothing(value: object) -> None:
+    for role, base in ((True, AT_PREFILL), (False, AT_DECODE)):
+        scheduler, odd = Scheduler(role, BLOCK), request({name: value for name in base})
+        scheduler.tokens_elsewhere(odd, 0)
+        scheduler.on_blocks(odd, blocks(1, 2, 3), 40)
+        pickle.loads(pickle.dumps(scheduler.take()))
+
+
+def test_handoffs_travel_to_workers() -> None:
+    handoffs = Handoffs({"a": "x"}, {"b": (1, 2)}, {"c": "y"}, {"d": Receive("z", "h:1", "", (3,), 1, True)})
+    assert pickle.loads(pickle.dumps(handoffs)) == handoffs
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [("http://10.0.0.1:8998", "10.0.0.1:8998"), ("http://[::1]:8998/", "[::1]:8998"), ("host:1", "host:1")],
+)
+def test_a_routers_url_is_the_address_of_a_registry(text: str, address: str) -> None:
+    assert bootstrap_address(text) == address
+
+
+def engine(role: str = "kv_producer", extra: dict[str, Any] | None = None, **parallel: Any) -> SimpleNamespace:
+    sizes: dict[str, Any] = {
+        **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size"), 1),
+        **dict.fromkeys(("prefill_context_parallel_size", "tensor_parallel_size", "nnodes"), 1),
+        **parallel,
+    }
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_role=role, kv_connector_extra_config=extra or {}),
+        parallel_config=SimpleNamespace(**sizes, master_addr="10.0.0.9"),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        model_config=SimpleNamespace(use_mla=False, get_total_num_kv_heads=lambda: 4),
+    )
+
+
+def cache_config(*specs: Any, blocks: int = 8) -> KVCacheConfig:
+    return KVCacheConfig(blocks, [], [KVCacheGroupSpec(["l"], spec) for spec in specs], kv_cache_layout="LBHNC")
+
+
+def attention(kind: Any = FullAttentionSpec, **more: Any) -> Any:
+    return kind(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.float32, **more)
+
+
+@pytest.mark.parametrize(
+    ("config", "caches", "what"),
+    [
+        (engine("kv_both"), cache_config(attention()), "kv_both"),
+        (engine(pipeline_parallel_size=2), cache_config(attention()), "pipeline parallelism"),
+        (engine(data_parallel_size=2), cache_config(attention()), "data parallelism"),
+        (engine(), cache_config(attention(), attention()), "hybrid"),
+        (engine(), cache_config(attention(SlidingWindowSpec, sliding_window=64)), "hybrid"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(config: Any, caches: Any, what: str) -> None:
+    with pytest.raises(FeatureDisabled, match=what):
+        check_supported(config, caches)
+
+
+def test_a_page_is_a_block_of_the_scheduler_also_where_kernels_use_smaller_ones() -> None:
+    check_supported(engine(), cache_config(attention()))
+    layers = {name: torch.zeros(16, 2, BLOCK // 2, 16) for name in ("a", "b")}
+    pool = kv_pool({**layers, "shares b": layers["b"]}, engine(tensor_parallel_size=2), cache_config(attention()), 1)
+    assert (pool.pages, pool.page_tokens, len(pool.regions)) == (8, BLOCK, 2)
+    assert pool.regions[1].page_bytes == pool.regions[1].page_stride_bytes == 2 * 2 * (BLOCK // 2) * 16 * 4
+    assert (pool.heads_total, pool.head_start, pool.head_count) == (4, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        torch.zeros(8, 2, 2, BLOCK, 16)[:, 0],
+        torch.zeros(2, 8, 2, BLOCK, 16).transpose(0, 1),
+        torch.zeros(9, 2, BLOCK, 16),
+    ],
+    ids=["layers packed in a row", "keys and values apart", "no whole number of blocks"],
+)
+def test_memory_that_is_not_block_behind_block_is_refused(cache: torch.Tensor) -> None:
+    with pytest.raises(FeatureDisabled, match="KV cache of l"):
+        kv_pool({"l": cache}, engine(), cache_config(attention()), 0)
+
+
+def rank(place: Place) -> Any:
+    return rank_config(place, kv_pool({"l": torch.zeros(8, 2, BLOCK, 16)}, engine(), cache_config(attention()), 0))
+
+
+def test_prefill_serves_its_registry_where_proxies_of_vllms_mooncake_connector_look() -> None:
+    place = Place(engine(), 0, {"VLLM_MOONCAKE_BOOTSTRAP_PORT": "9000"})
+    assert place.serves_registry and not Place(engine(), 1, {}).serves_registry
+    config = rank(place)
+    assert (config.role, config.registry, config.engine) == (Role.PREFILL, "127.0.0.1:9000", "127.0.0.1-9000")
+    assert config.listen == "127.0.0.1:0"
+
+
+def test_settings_come_from_extra_config_over_the_environment() -> None:
+    extra = {"bootstrap_port": 9001, "device": "mlx5_0", "resolve_timeout": "5"}
+    place = Place(engine(extra=extra), 0, {"VLLM_HOST_IP": "10.0.0.1", "KVGRPC_DEVICE": "tcp"})
+    config = rank(place)
+    assert (config.device, config.resolve_timeout, config.registry) == ("mlx5_0", 5.0, "10.0.0.1:9001")
+
+
+def test_an_external_registry_is_asked_for_prefill_by_its_name() -> None:
+    environment = {"KVGRPC_REGISTRY": "10.0.0.5:9000"}
+    prefill, decode = Place(engine(), 0, environment), Place(engine("kv_consumer"), 0, environment)
+    assert not prefill.serves_registry and rank(prefill).registry == "10.0.0.5:9000"
+    assert decode.external == "10.0.0.5:9000" and rank(decode).registry == ""
+    assert rank(decode).bootstrap_allow == ("10.0.0.5",)
+
+
+@pytest.mark.parametrize("extra", [{"bootstrap_port": "x"}, {"bootstrap_port": 0}, {"no_such_key": 1}])
+def test_a_setting_that_cannot_be_is_named(extra: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=next(iter(extra))):
+        Place(engine(extra=extra), 0, {})
+
+
+def test_a_bootstrap_port_that_others_reach_in_plaintext_is_not_opened() -> None:
+    bootstrap = Bootstrap("0.0.0.0:0", "e", None, 10.0)
+    with pytest.raises(AddressNotAllowed, match="KVGRPC_INSECURE"):
+        bootstrap.open()
+    bootstrap.close()
+
+
+def test_a_bootstrap_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        bootstrap = Bootstrap(address, "e", None, 10.0)
+        with pytest.raises(AddressNotAllowed, match=f"{address} cannot be bound.*bootstrap_port"):
+            bootstrap.open()
+        bootstrap.close()
+
+
+def test_stats_add_up_and_travel_as_plain_values() -> None:
+    one, other = TransferStats(), TransferStats()
+    one.succeeded(0.25, 1 << 20)
+    other.succeeded(0.5, 1 << 20)
+    other.failed("PEER_LOST")
+    total = TransferStats(json.loads(json.dumps(one.aggregate(other).to_dict())))
+    assert total.reduce() == {"hand-offs": 2, "MB": 2.0, "median ms": 500.0, "longest ms": 500.0, "failed PEER_LOST": 1}
+    taken = one.take()
+    assert taken is not None and not taken.is_empty() and one.take() is None
+
+
+def test_another_version_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    compatibility.check_vllm()
+    monkeypatch.setattr(compatibility.metadata, "version", lambda name: "0.33.0+cu130")
+    compatibility.check_vllm()
+    monkeypatch.setattr(compatibility.metadata, "version", lambda name: "0.34.0")
+    with pytest.raises(FeatureDisabled, match=r"version 0\.34\.0; install vllm==0\.33\.0"):
+        compatibility.check_vllm()
+
+
+def test_another_signature_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compatibility, "SIGNATURES", {f"{compatibility._CONNECTOR}.get_finished": "self"})
+    with pytest.raises(FeatureDisabled, match=r"get_finished takes \(self finished_req_ids\), not \(self\)"):
+        compatibility.check_vllm()
+
+
+def test_importing_the_connector_starts_nothing_that_a_fork_would_break() -> None:
+    script = (
+        "import sys, threading, vllm.config, vllm.v1.core.kv_cache_manager\n"
+        "from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics\n"
+        "before = set(sys.modules), threading.active_count()\n"
+        "import kvgrpc.engines.vllm\n"
+        "new = set(sys.modules) - before[0]\n"
+        "print(threading.active_count() - before[1], sorted(new & {'grpc', 'mooncake', 'mooncake.engine', 'zmq'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=Path.cwd())
+    assert done.stdout.splitlines()[-1:] == ["0 []"], done.stderr

@@ -1,0 +1,116 @@
+"""Other ways to start vLLM over kvgrpc: inside MultiConnector, recomputing what was lost, with several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engines.model import Reference
+from tests.engines.vllm_engine import BLOCK, CONNECTOR, ROLES, VllmPair
+
+pytestmark = pytest.mark.timeout(500)
+
+
+def check(pair: VllmPair, reference: Reference, length: int = 100) -> None:
+    case = reference.case(length)
+    prefill, decode = pair.submit(case.prompt, 8)
+    assert decode.result() == case.tokens
+    assert prefill.result() == case.tokens[:1]
+
+
+@pytest.fixture(scope="module")
+def several_connectors(folder: Path, reference: Reference) -> Iterator[VllmPair]:
+    """Beside ours one of vLLM's own that stores in files; decode recomputes what it does not get."""
+
+    def both(role: str) -> dict[str, object]:
+        store = {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(folder / f"store-{role}")},
+        }
+        return {
+            "disable_log_stats": False,
+            "transfer": {
+                "kv_connector": "MultiConnector",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"connectors": [{**CONNECTOR, "kv_role": ROLES[role]}, store]},
+            },
+        }
+
+    pair = VllmPair(folder, reference.path, transfer={}, prefill=both("prefill"), decode=both("decode"))
+    pair.wait_ready()
+    yield pair
+    pair.close()
+
+
+def test_it_works_inside_multiconnector(several_connectors: VllmPair, reference: Reference) -> None:
+    for length in (3, BLOCK, 100, 300):
+        check(several_connectors, reference, length)
+    assert several_connectors.prefill.is_empty() and several_connectors.decode.is_empty()
+
+
+def test_with_policy_recompute_a_hand_off_that_failed_costs_time_and_no_token(
+    several_connectors: VllmPair, reference: Reference
+) -> None:
+    decode, case = several_connectors.decode, reference.case(300)
+    params = {**several_connectors.at_decode(several_connectors.room()), "remote_bootstrap_addr": "http://192.0.2.7:1"}
+    assert decode.generate(case.prompt, 8, **params).result() == case.tokens
+    assert "ADDRESS_NOT_ALLOWED" in decode.reason()
+    assert decode.is_empty()
+
+
+def test_with_policy_recompute_a_killed_prefill_costs_time_and_no_token(
+    several_connectors: VllmPair, reference: Reference
+) -> None:
+    pair, case = several_connectors, reference.case(300)
+    check(pair, reference)
+    waiting = pair.submit_to_decode(case.prompt, 8)
+    assert not waiting.wait(0.5)
+    pair.prefill.kill()
+    assert waiting.result(15) == case.tokens
+    assert "PEER_LOST" in pair.decode.reason()
+    assert pair.decode.is_empty()
+
+
+@pytest.mark.parametrize(
+    ("more", "what"),
+    [
+        ({"transfer": {"kv_role": "kv_both"}}, "kvgrpc does not serve kv_role kv_both"),
+        ({"transfer": {"kv_connector_extra_config": {"no_such_key": 1}}}, "no_such_key"),
+    ],
+    ids=["a role that is not served", "a setting that does not exist"],
+)
+def test_an_engine_that_cannot_be_served_does_not_start(
+    folder: Path, reference: Reference, more: dict[str, object], what: str
+) -> None:
+    pair = VllmPair(folder, reference.path, prefill=more, decode={"block_size": 0})
+    try:
+        with pytest.raises(AssertionError, match="did not start"):
+            pair.prefill.wait_ready()
+        assert what in pair.prefill.log()
+    finally:
+        pair.close()
+
+
+def test_tensor_parallel_ranks_hand_over_to_their_counterparts(folder: Path, reference: Reference) -> None:
+    pair = VllmPair(folder, reference.path, tp=2)
+    try:
+        pair.wait_ready()
+        for length in (3, BLOCK + 1, 300):
+            check(pair, reference, length)
+        assert pair.prefill.is_empty() and pair.decode.is_empty()
+    finally:
+        pair.close()
+
+
+def test_unequal_tensor_parallelism_is_refused_with_the_field(folder: Path, reference: Reference) -> None:
+    pair = VllmPair(folder, reference.path, prefill={"tensor_parallel_size": 2})
+    try:
+        pair.wait_ready()
+        _, decode = pair.submit(reference.case(100).prompt, 8)
+        decode.failure(20)
+        assert "layout.tp: prefill 2, decode 1" in pair.decode.reason()
+    finally:
+        pair.close()

@@ -1,0 +1,127 @@
+"""Real vLLM engines as a router sees them: see engine.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.engines.engine import LOCAL, Engine, Pair, Request, common_environment, free_port
+
+BLOCK = 32
+CONNECTOR = {"kv_connector": "KvGrpcConnector", "kv_connector_module_path": "kvgrpc.engines.vllm"}
+IN_TREE = {"kv_connector": "MooncakeConnector"}
+ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+
+
+class VllmEngine(Engine):
+    """One vLLM engine; see Engine."""
+
+    worker = "tests.engines.vllm_worker"
+    start_seconds = 240.0
+
+    @staticmethod
+    def environment(folder: Path, arguments: Mapping[str, Any], more: Mapping[str, str]) -> dict[str, str]:
+        return {
+            **common_environment(folder, foreign=("VLLM_",)),
+            "VLLM_HOST_IP": LOCAL,
+            "VLLM_CACHE_ROOT": str(folder),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+            **more,
+        }
+
+    def reason(self) -> str:
+        """What the last line of its log about a hand-off that failed says."""
+        lines = [line for line in self.log().splitlines() if "kvgrpc: hand-off of request" in line]
+        return lines[-1] if lines else ""
+
+
+class VllmPair(Pair):
+    """Both sides get their parameters at once, as from the proxy of vLLM's Mooncake connector.
+
+    ``transfer``: what ``kv_transfer_config`` says beside the role; ``prefill`` and ``decode``: more arguments of one
+    side, of which "transfer" is merged into its ``kv_transfer_config``.
+    """
+
+    engine: type[VllmEngine] = VllmEngine
+    prefill: VllmEngine
+    decode: VllmEngine
+
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        *,
+        tp: int = 1,
+        transfer: Mapping[str, Any] = CONNECTOR,
+        environment: Mapping[str, str] | None = None,
+        prefill: Mapping[str, Any] | None = None,
+        decode: Mapping[str, Any] | None = None,
+    ) -> None:
+        port = free_port()
+        common = vllm_arguments(model, tp)
+        arguments = {
+            role: {
+                **common,
+                **{name: value for name, value in (more or {}).items() if name != "transfer"},
+                "kv_transfer_config": {
+                    "kv_role": ROLES[role],
+                    "engine_id": f"{role}-{port}",
+                    **transfer,
+                    **(more or {}).get("transfer", {}),
+                },
+            }
+            for role, more in (("prefill", prefill), ("decode", decode))
+        }
+        self._open(folder, port, arguments, {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(port), **(environment or {})})
+
+    def start(self, role: str, **more: Any) -> VllmEngine:
+        """One more engine of that role; the caller waits and closes."""
+        return VllmEngine(role, self._folder, {**self._arguments[role], **more}, self._environment)
+
+    def submit(
+        self, prompt: list[int], new_tokens: int, room: int | None = None, decode: Engine | None = None
+    ) -> tuple[Request, Request]:
+        """The request at prefill, and at decode."""
+        room = self.room() if room is None else room
+        return (
+            self.prefill.generate(prompt, 1, **self.at_prefill(room)),
+            (decode or self.decode).generate(prompt, new_tokens, **self.at_decode(room)),
+        )
+
+    def submit_to_decode(self, prompt: list[int], new_tokens: int) -> Request:
+        """A request that prefill never hears of: decode waits for it."""
+        return self.decode.generate(prompt, new_tokens, **self.at_decode(self.room()))
+
+    def at_prefill(self, room: int) -> dict[str, Any]:
+        return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": f"xfer-{room}"}
+
+    def at_decode(self, room: int) -> dict[str, Any]:
+        return {
+            "do_remote_decode": False,
+            "do_remote_prefill": True,
+            "transfer_id": f"xfer-{room}",
+            "remote_engine_id": f"prefill-{self.bootstrap_port}",
+            "remote_bootstrap_addr": f"http://{LOCAL}:{self.bootstrap_port}",
+        }
+
+
+def vllm_arguments(model: Path, tp: int) -> dict[str, Any]:
+    """What lets vLLM run without a GPU, in a small pool."""
+    return {
+        "model": str(model),
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "tensor_parallel_size": tp,
+        "block_size": BLOCK,
+        "enforce_eager": True,
+        "compilation_config": {"custom_ops": ["none"]},
+        "max_num_seqs": 8,
+        "max_model_len": 512,
+        "max_num_batched_tokens": 128,
+        "num_gpu_blocks_override": 8 * 512 // BLOCK + 1,
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+    }

@@ -1,0 +1,52 @@
+"""One real vLLM engine in a session of its own: ``python -m tests.engines.vllm_worker FD``. See worker.py."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from tests.engines.worker import Worker, main
+
+
+class VllmWorker(Worker):
+    def _start(self, arguments: dict[str, Any]) -> asyncio.AbstractEventLoop:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(loop)
+        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        return loop
+
+    def _abort(self, number: str) -> None:
+        self._running = asyncio.ensure_future(self._engine.abort(number))
+
+    async def _generate(self, message: dict[str, Any]) -> None:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            max_tokens=message["n"],
+            temperature=0,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_transfer_params": message["extra"]} if message["extra"] else None,
+        )
+        number = str(message["id"])
+        async for output in self._engine.generate({"prompt_token_ids": message["ids"]}, sampling, number):
+            (only,) = output.outputs
+            if only.finish_reason in ("error", "abort"):
+                raise RuntimeError(f"finish_reason {only.finish_reason}")
+            cached = output.num_cached_tokens
+            self._say(id=message["id"], t=time.monotonic(), tokens=list(only.token_ids), cached=cached)
+
+    async def _used(self, message: dict[str, Any]) -> int:
+        return 0
+
+    async def _flush(self, message: dict[str, Any]) -> bool:
+        """Empties the prefix cache; false while any block is in use."""
+        return bool(await self._engine.reset_prefix_cache())
+
+
+if __name__ == "__main__":
+    main(VllmWorker)

@@ -1,0 +1,106 @@
+"""``make soak``: thousands of hand-offs between ranks that are killed, cancelled and lied to.
+
+``python -m tests.soak [--rooms 2000] [--seconds 60] [--data-plane shm] [--data-plane mooncake] [--json PATH]``. With
+several data planes each gets its share of rooms and time. The last line is ``kvgrpc soak: OK (...)`` or ``FAILED``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from tests.soak.router import Plan, Result, Router
+
+
+def main() -> int:
+    options = _parse()
+    console = Console() if sys.stdout.isatty() else Console(width=140)
+    results = []
+    logs = Path(tempfile.mkdtemp(prefix="kvgrpc-soak-"))
+    for number, data_plane in enumerate(options.data_plane):
+        share = len(options.data_plane)
+        plan = Plan(
+            rooms=options.rooms // share,
+            seconds=options.seconds / share,
+            data_plane=data_plane,
+            seed=options.seed + number,
+            in_flight=options.in_flight,
+            kill_every=options.kill_every,
+        )
+        results.append(_run(plan, logs / data_plane, console))
+        _show(results[-1], console)
+    if options.json:
+        options.json.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=1) + "\n")
+    problems = [problem for result in results for problem in result.problems]
+    for problem in problems[:20]:
+        console.print(problem, style="red", markup=False)
+    if problems:
+        console.print(f"what the processes said: {logs}", markup=False)
+    else:
+        shutil.rmtree(logs)
+    print(f"kvgrpc soak: {'FAILED' if problems else 'OK'} ({_summary(results)})")
+    return 1 if problems else 0
+
+
+def _run(plan: Plan, logs: Path, console: Console) -> Result:
+    logs.mkdir()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[state]}"), console=console) as progress:
+        task = progress.add_task(f"rooms over {plan.data_plane}", total=plan.rooms, state="")
+
+        def watch(result: Result, open_rooms: int) -> None:
+            state = f"{open_rooms} open, {sum(result.kills.values())} kills, {len(result.problems)} problems"
+            progress.update(task, completed=result.rooms - open_rooms, state=state)
+
+        return Router(plan, logs, watch).run()
+
+
+def _show(result: Result, console: Console) -> None:
+    table = Table(title=f"how the rooms over {result.plan.data_plane} ended at decode", title_justify="left")
+    table.add_column("outcome")
+    table.add_column("rooms", justify="right")
+    for reason, count in result.reasons.most_common():
+        table.add_row(reason, str(count), style="green" if reason == "SUCCESS" else "")
+    console.print(table)
+    console.print(f"killed: {dict(result.kills)}; longest room {result.longest_room:.2f} s", markup=False)
+    for name, (first, last) in result.resources.items():
+        console.print(
+            f"{name}: {first.resident / 2**20:.0f} -> {last.resident / 2**20:.0f} MiB, "
+            f"{first.threads} -> {last.threads} threads, {first.descriptors} -> {last.descriptors} descriptors"
+        )
+
+
+def _summary(results: list[Result]) -> str:
+    rooms, good = sum(result.rooms for result in results), sum(result.successes for result in results)
+    kills = sum(sum(result.kills.values()) for result in results)
+    checked = sum(result.bytes_checked for result in results)
+    seconds = sum(result.seconds for result in results)
+    planes = " and ".join(result.plan.data_plane for result in results)
+    return f"{rooms} hand-offs over {planes}, {good} with {checked:,} bytes checked, {kills} kills, {seconds:.0f} s"
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="soak", description=__doc__.split("\n")[0])
+    parser.add_argument("--rooms", type=int, default=2_000)
+    parser.add_argument("--seconds", type=float, default=60.0, help="over which they are spread")
+    parser.add_argument("--data-plane", action="append", choices=["shm", "mooncake"])
+    parser.add_argument("--in-flight", type=int, default=24)
+    parser.add_argument("--kill-every", type=float, default=4.0, help="seconds")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    options = parser.parse_args()
+    options.data_plane = options.data_plane or ["shm", "mooncake"]
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

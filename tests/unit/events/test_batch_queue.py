@@ -1,0 +1,133 @@
+"""Numbers are taken where batches are published; a full queue leaves a hole and a clear, never a blocked engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvgrpc.events.batch_queue import BatchQueue, Clear
+from kvgrpc.events.journal import Dropped
+
+
+def numbered(queue: BatchQueue) -> list[tuple[int, object]]:
+    """What is taken, each item with the number that it has."""
+    taken = queue.take(0)
+    result, sequence = [], taken.first
+    for item in taken.items:
+        result.append((sequence, item))
+        sequence = item.last + 1 if isinstance(item, Dropped) else sequence + 1
+    return result
+
+
+def test_numbers_follow_each_other_over_takes() -> None:
+    queue = BatchQueue(10)
+    assert queue.put("a")
+    assert queue.put("b")
+    assert numbered(queue) == [(0, "a"), (1, "b")]
+    queue.put("c")
+    assert queue.next_sequence == 3
+    assert numbered(queue) == [(2, "c")]
+
+
+def test_full_is_one_hole_followed_by_a_clear() -> None:
+    queue = BatchQueue(2)
+    assert [queue.put(name) for name in "abcd"] == [True, True, False, False]
+    assert numbered(queue) == [(0, "a"), (1, "b"), (2, Dropped(2, 3, "queue_full")), (4, Clear.CLEAR)]
+    assert queue.dropped == 2
+
+
+def test_what_was_taken_counts_until_it_is_settled() -> None:
+    queue = BatchQueue(2)
+    queue.put("a")
+    queue.put("b")
+    queue.take(0)
+    assert not queue.put("c")
+    queue.settle(2)
+    assert queue.unsent == 2
+    assert queue.put("d")
+    assert numbered(queue) == [(2, Dropped(2, 2, "queue_full")), (3, Clear.CLEAR), (4, "d")]
+
+
+def test_an_owed_clear_takes_the_next_number() -> None:
+    queue = BatchQueue(10)
+    queue.put("a")
+    queue.drop(1)
+    queue.put("b")
+    assert numbered(queue) == [(0, "a"), (1, Clear.CLEAR), (2, "b")]
+
+
+def test_an_owed_clear_needs_no_further_batch() -> None:
+    queue = BatchQueue(10)
+    queue.drop(1)
+    assert queue.unsent == 1
+    assert numbered(queue) == [(0, Clear.CLEAR)]
+    assert numbered(queue) == []
+
+
+def test_closed_refuses_and_counts_but_hands_out_what_was_put() -> None:
+    queue = BatchQueue(10)
+    queue.put("a")
+    queue.close()
+    assert not queue.put("b")
+    assert (queue.refused, queue.next_sequence) == (1, 1)
+    assert numbered(queue) == [(0, "a")]
+
+
+def test_a_put_wakes_the_reader() -> None:
+    queue = BatchQueue(10)
+    threading.Timer(0.05, queue.put, ("a",)).start()
+    began = time.monotonic()
+    while not (items := queue.take(10).items):
+        assert time.monotonic() - began < 5
+    assert list(items) == ["a"]
+    assert time.monotonic() - began < 5
+
+
+def test_closing_wakes_the_reader() -> None:
+    queue = BatchQueue(10)
+    threading.Timer(0.05, queue.close).start()
+    began = time.monotonic()
+    assert not queue.take(10).items
+    assert time.monotonic() - began < 5
+
+
+@given(st.integers(1, 4), st.lists(st.sampled_from(["put", "take", "settle", "fail"]), max_size=60))
+def test_every_number_is_told_once_and_each_hole_is_cleared(limit: int, steps: list[str]) -> None:
+    queue, told = BatchQueue(limit), []
+    published = 0
+    for step in [*steps, "take", "take"]:
+        if step == "put":
+            published += 1
+            queue.put(published)
+        elif step == "take":
+            told += numbered(queue)
+        elif step == "settle":
+            queue.settle(queue._taken)
+        else:
+            queue.drop(1)
+        # Beyond the limit: two clears and a hole among what was taken, a hole and a clear after it.
+        assert queue.unsent <= limit + 5
+    expected = 0
+    for position, (sequence, item) in enumerate(told):
+        assert sequence == expected
+        expected = item.last + 1 if isinstance(item, Dropped) else sequence + 1
+        if isinstance(item, Dropped):
+            assert told[position + 1][1] is Clear.CLEAR
+    assert expected == queue.next_sequence
+    batches = [item for _, item in told if isinstance(item, int)]
+    holes = [item.last - item.first + 1 for _, item in told if isinstance(item, Dropped)]
+    assert batches == sorted(batches)
+    assert len(batches) + sum(holes) == published
+
+
+def test_many_threads_share_one_numbering() -> None:
+    queue = BatchQueue(10_000)
+    threads = [threading.Thread(target=lambda: [queue.put(n) for n in range(1_000)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(queue.take(0).items) == queue.next_sequence == 4_000

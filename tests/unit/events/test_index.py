@@ -1,0 +1,210 @@
+"""Who holds how much of a request, held against a dictionary of sets for each cache."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvgrpc.events import index as indexes
+from kvgrpc.events.index import MAX_MEDIA, BlockIndex, BlockSet, Match
+
+DEVICE, HOST, STORAGE = "GPU", "CPU", "DISK"
+MEDIA = [DEVICE, HOST, "CPU_PINNED", STORAGE, "EXTERNAL"]
+TIERS = [[DEVICE], [DEVICE, HOST, "CPU_PINNED"], MEDIA]
+
+
+def shown(
+    index: BlockIndex, gpu: list[int] | None = None, cpu: list[int] | None = None, disk: list[int] | None = None
+) -> BlockSet:
+    cache = index.cache()
+    cache.stored(DEVICE, gpu or [])
+    cache.stored(HOST, cpu or [])
+    cache.stored(STORAGE, disk or [])
+    cache.show()
+    return cache
+
+
+def test_every_cache_that_holds_the_beginning_is_told_with_its_tiers() -> None:
+    index = BlockIndex()
+    fast = shown(index, gpu=[1, 2, 3])
+    mixed = shown(index, gpu=[1, 3], cpu=[2], disk=[4])
+    shown(index, gpu=[2, 3])
+    assert index.score([1, 2, 3, 4, 5]) == {fast: Match(3, 3, 3), mixed: Match(1, 3, 4)}
+
+
+def test_a_request_of_nothing_and_a_request_nobody_has_match_nobody() -> None:
+    index = BlockIndex()
+    shown(index, gpu=[1])
+    assert index.score([]) == {}
+    assert index.score([7, 1]) == {}
+
+
+def test_a_hole_ends_the_match() -> None:
+    index = BlockIndex()
+    cache = shown(index, gpu=[1, 2, 4])
+    assert index.score([1, 2, 3, 4]) == {cache: Match(2, 2, 2)}
+
+
+def test_a_block_that_is_stored_twice_is_there_until_it_is_removed_twice() -> None:
+    index = BlockIndex()
+    cache = shown(index, gpu=[1, 1, 1])
+    for left in (True, True, False):
+        cache.removed(DEVICE, [1])
+        assert bool(index.score([1])) is left
+
+
+def test_what_is_removed_and_was_not_there_is_left_alone() -> None:
+    index = BlockIndex()
+    cache = shown(index, cpu=[1])
+    cache.removed(DEVICE, [1, 2])
+    assert index.score([1]) == {cache: Match(0, 1, 1)}
+    assert len(cache) == 1
+
+
+def test_nobody_sees_a_cache_before_it_is_shown() -> None:
+    index = BlockIndex()
+    index.cache().stored(DEVICE, [1])
+    assert index.score([1]) == {}
+
+
+def test_a_rebuilt_cache_takes_the_place_of_the_old_one_in_one_step() -> None:
+    index = BlockIndex()
+    old = shown(index, gpu=[1, 2])
+    other = shown(index, gpu=[2])
+    new = index.cache()
+    new.stored(DEVICE, [2, 3])
+    assert index.score([1]) == {old: Match(1, 1, 1)}
+    new.show(instead_of=old)
+    assert index.score([1]) == {}
+    assert index.score([2, 3]) == {new: Match(2, 2, 2), other: Match(1, 1, 1)}
+
+
+def test_a_cleared_cache_holds_nothing_and_can_be_filled_again() -> None:
+    index = BlockIndex()
+    cache = shown(index, gpu=[1, 1], cpu=[2])
+    other = shown(index, gpu=[1])
+    cache.cleared()
+    assert len(cache) == 0
+    assert index.score([1]) == {other: Match(1, 1, 1)}
+    cache.stored(DEVICE, [1])
+    cache.removed(DEVICE, [1])
+    assert index.score([1]) == {other: Match(1, 1, 1)}
+
+
+def test_only_changes_are_called_changes() -> None:
+    cache = BlockIndex().cache()
+    assert cache.stored(DEVICE, [1, 2, 1]) == [1, 2]
+    assert cache.stored(HOST, [1]) == [1]
+    assert cache.removed(DEVICE, [1, 3]) == []
+    assert cache.removed(DEVICE, [1]) == [1]
+    assert cache.media_of(1) == {HOST}
+
+
+def test_media_beyond_any_engine_s_are_one() -> None:
+    index = BlockIndex()
+    cache = shown(index)
+    for number in range(2 * MAX_MEDIA):
+        cache.stored(f"MEDIUM{number}", [number])
+        assert index.score([number]) == {cache: Match(0, 0, 1)}
+
+
+@pytest.mark.parametrize("caches", [1, 70])
+def test_emptied_caches_leave_no_blocks_behind_for_long(monkeypatch: pytest.MonkeyPatch, caches: int) -> None:
+    monkeypatch.setattr(indexes, "LEAST_GARBAGE", 8)
+    index = BlockIndex()
+    for round_ in range(20):
+        for number in range(caches):
+            cache = shown(index, gpu=list(range(round_ * 1000 + number, round_ * 1000 + number + 10)))
+            cache.drop()
+    assert index.blocks <= 30
+
+
+def test_sets_of_holders_that_no_block_has_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexes, "LEAST_GARBAGE", 8)
+    index = BlockIndex()
+    caches = [shown(index) for _ in range(12)]
+    for pattern in range(1, 2**12):
+        holders = [cache for number, cache in enumerate(caches) if pattern >> number & 1]
+        for cache in holders:
+            cache.stored(DEVICE, [1])
+        assert set(index.score([1])) == set(holders)
+        for cache in holders:
+            cache.removed(DEVICE, [1])
+    assert len(index.tables()[1]) < 100
+
+
+blocks = st.lists(st.integers(0, 12), max_size=6)
+steps = st.tuples(
+    st.sampled_from(["stored", "stored", "removed", "cleared", "rebuild", "drop"]),
+    st.integers(0, 3),
+    st.sampled_from(MEDIA),
+    blocks,
+)
+
+
+@settings(max_examples=300)
+@given(st.lists(steps, max_size=60), st.lists(blocks, min_size=1, max_size=4))
+def test_the_index_answers_like_a_set_for_each_cache_and_tier(
+    history: list[tuple[str, int, str, list[int]]], requests: list[list[int]]
+) -> None:
+    indexes.LEAST_GARBAGE, before = 3, indexes.LEAST_GARBAGE
+    try:
+        index = BlockIndex()
+        caches = {number: shown(index) for number in range(4)}
+        naive: dict[int, dict[str, Counter[int]]] = {number: empty() for number in range(4)}
+        for what, number, medium, changed in history:
+            act(index, caches, naive, what, number, medium, changed)
+            for request in requests:
+                expected = {caches[one]: match for one in caches if (match := naive_match(naive[one], request)).storage}
+                assert index.score(request) == expected
+            for one, cache in caches.items():
+                for each in MEDIA:
+                    assert cache.count(each) == len(+naive[one][each])
+    finally:
+        indexes.LEAST_GARBAGE = before
+
+
+def act(
+    index: BlockIndex,
+    caches: dict[int, BlockSet],
+    naive: dict[int, dict[str, Counter[int]]],
+    what: str,
+    number: int,
+    medium: str,
+    changed: list[int],
+) -> None:
+    if what == "stored":
+        caches[number].stored(medium, changed)
+        naive[number][medium].update(changed)
+    elif what == "removed":
+        caches[number].removed(medium, changed)
+        for block in changed:
+            naive[number][medium][block] = max(0, naive[number][medium][block] - 1)
+    else:
+        naive[number] = empty()
+        if what == "cleared":
+            caches[number].cleared()
+        elif what == "drop":
+            caches[number].drop()
+            caches[number] = shown(index)
+        else:
+            rebuilt = index.cache()
+            rebuilt.stored(medium, changed)
+            rebuilt.show(instead_of=caches[number])
+            caches[number] = rebuilt
+            naive[number][medium].update(changed)
+
+
+def empty() -> dict[str, Counter[int]]:
+    return {medium: Counter() for medium in MEDIA}
+
+
+def naive_match(tiers: dict[str, Counter[int]], request: list[int]) -> Match:
+    lengths = []
+    for media in TIERS:
+        held = {block for medium in media for block in +tiers[medium]}
+        lengths.append(next((at for at, block in enumerate(request) if block not in held), len(request)))
+    return Match(*lengths)

@@ -1,0 +1,86 @@
+"""What operators see of hand-offs: counts by outcome and reason, how long they took, one line for a failure."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+
+from kvgrpc.errors import Failure, Reason
+from kvgrpc.observability.hand_offs import HandOffs
+from kvgrpc.observability.logging import RateLimited, one_line
+from kvgrpc.observability.metrics import REGISTRY
+
+logger = logging.getLogger("kvgrpc.tests.hand_offs")
+
+
+def value(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(name, labels) or 0.0
+
+
+def test_ends_are_counted_by_outcome_and_reason() -> None:
+    hand_offs = HandOffs("decode", logger)
+    labels = {"role": "decode", "outcome": "failed", "reason": "PEER_LOST"}
+    before = value("kvgrpc_rooms_ended_total", **labels)
+    hand_offs.failed(7, 0, Failure(Reason.PEER_LOST, "gone"), 1.5)
+    assert value("kvgrpc_rooms_ended_total", **labels) == before + 1
+
+
+def test_a_reason_that_only_a_newer_version_knows_makes_no_new_label() -> None:
+    labels = {"role": "prefill", "outcome": "failed", "reason": "UNSPECIFIED"}
+    before = value("kvgrpc_rooms_ended_total", **labels)
+    HandOffs("prefill", logger).failed(7, 0, Failure(4711, "new"), None)  # type: ignore[arg-type]
+    assert value("kvgrpc_rooms_ended_total", **labels) == before + 1
+
+
+def test_durations_fall_into_the_bucket_that_holds_them() -> None:
+    names = {"role": "prefill"}
+    before = [value("kvgrpc_hand_off_seconds_bucket", le=le, **names) for le in ("0.01", "0.025", "+Inf")]
+    HandOffs("prefill", logger).succeeded(0.02, 4096)
+    after = [value("kvgrpc_hand_off_seconds_bucket", le=le, **names) for le in ("0.01", "0.025", "+Inf")]
+    assert [now - then for now, then in zip(after, before, strict=True)] == [0, 1, 1]
+
+
+def test_a_failed_room_writes_one_line_that_says_all(caplog: pytest.LogCaptureFixture) -> None:
+    failure = Failure(Reason.TRANSFER_FAILED, "the cable\nis \x1b[31mcut", origin="P/dp0/pp0/cp0/tp0@5")
+    HandOffs("decode", logger).failed(8123, 2, failure, 0.25)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "room 8123 attempt 2 failed at decode after 0.250 s: TRANSFER_FAILED: "
+        "the cable\\nis \\x1b[31mcut (seen first by P/dp0/pp0/cp0/tp0@5)"
+    )
+
+
+def test_many_lines_of_one_reason_become_a_count(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    limited = RateLimited(logger, lines=3, seconds=10.0)
+    for number in range(1000):
+        limited.warning("PEER_LOST", f"room {number}")
+    limited.warning("ROOM_DEADLINE", "another reason has lines of its own")
+    limited.flush()
+    assert len(caplog.records) == 4
+    now = 111.0
+    limited.flush()
+    limited.flush()
+    assert caplog.records[-1].getMessage() == "997 more like these of PEER_LOST in 10 s"
+    assert len(caplog.records) == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain words, ümlaut", "plain words, ümlaut"),
+        ("a\nb\r\tc", "a\\nb\\r\\tc"),
+        ("\x1b]0;title\x07", "\\x1b]0;title\\x07"),
+        ("\u202eevil\u200b", "\\u202eevil\\u200b"),
+        ("\udcff", "\\udcff"),
+        ("x" * 500, "x" * 397 + "..."),
+    ],
+)
+def test_text_of_others_is_one_printable_line(text: str, shown: str) -> None:
+    assert one_line(text) == shown
+    shown.encode()
