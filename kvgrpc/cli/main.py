@@ -25,6 +25,8 @@ COMMANDS = {
     "cancel": "rooms:cancel",
     "streams": "events:streams",
     "events": "events:events",
+    "prefetch": "prefetch:prefetch",
+    "cache": "cache:cache",
     "info": "server:info",
     "health": "server:health",
     "drain": "server:drain",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,12 +22,14 @@ from kvgrpc.v1 import (
     common_pb2,
     event_service_pb2,
     index_service_pb2,
+    prefetch_service_pb2,
     registry_service_pb2,
     server_service_pb2,
     transfer_service_pb2,
 )
 from kvgrpc.v1.event_service_pb2_grpc import EventServiceStub
 from kvgrpc.v1.index_service_pb2_grpc import IndexServiceStub
+from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceStub
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
 from kvgrpc.v1.server_service_pb2_grpc import ServerServiceStub
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
@@ -233,6 +236,111 @@ class Client:
             return response.sources, response.next_page_token
 
         return await _pages(page)
+
+    # The hierarchical cache.
+
+    async def lookup(
+        self, pages: prefetch_service_pb2.PromptPages, *, without_storage: bool = False
+    ) -> prefetch_service_pb2.LookupResponse:
+        """How many leading pages of a prompt are on device, host and in storage."""
+        stub = PrefetchServiceStub(self._channel())
+        request = prefetch_service_pb2.LookupRequest(pages=pages, without_storage=without_storage)
+        response: prefetch_service_pb2.LookupResponse = await self._read(stub.Lookup, request)
+        return response
+
+    async def start_prefetch(
+        self,
+        pages: prefetch_service_pb2.PromptPages,
+        *,
+        request_id: str = "",
+        timeout: float | None = None,
+        priority: int = 0,
+        tenant: str = "",
+    ) -> prefetch_service_pb2.CacheOperation:
+        """Begins to bring pages from storage to the host. Repeated while the server is away if ``request_id`` is given,
+        by default a new one; ``timeout``: seconds that the operation may take."""
+        request = prefetch_service_pb2.StartPrefetchRequest(
+            request_id=request_id or uuid.uuid4().hex, pages=pages, priority=priority, tenant=tenant
+        )
+        if timeout is not None:
+            request.timeout.FromMicroseconds(round(timeout * 1e6))
+        response = await self._read(PrefetchServiceStub(self._channel()).StartPrefetch, request)
+        operation: prefetch_service_pb2.CacheOperation = response.operation
+        return operation
+
+    async def start_backup(
+        self,
+        pages: prefetch_service_pb2.PromptPages,
+        *,
+        request_id: str = "",
+        timeout: float | None = None,
+        priority: int = 0,
+        tenant: str = "",
+    ) -> prefetch_service_pb2.CacheOperation:
+        """Begins to write the leading pages that the host has to storage; otherwise as ``start_prefetch``."""
+        request = prefetch_service_pb2.StartBackupRequest(
+            request_id=request_id or uuid.uuid4().hex, pages=pages, priority=priority, tenant=tenant
+        )
+        if timeout is not None:
+            request.timeout.FromMicroseconds(round(timeout * 1e6))
+        response = await self._read(PrefetchServiceStub(self._channel()).StartBackup, request)
+        operation: prefetch_service_pb2.CacheOperation = response.operation
+        return operation
+
+    async def terminate_prefetch(self, operation_id: str) -> prefetch_service_pb2.CacheOperation:
+        """Cuts an operation short; it as it is now, and whether it is quiescent."""
+        request = prefetch_service_pb2.TerminatePrefetchRequest(operation_id=operation_id)
+        response = await self._read(PrefetchServiceStub(self._channel()).TerminatePrefetch, request)
+        operation: prefetch_service_pb2.CacheOperation = response.operation
+        return operation
+
+    async def watch_operations(
+        self, operation_ids: Sequence[str] = (), *, open_only: bool = False
+    ) -> AsyncIterator[prefetch_service_pb2.WatchOperationsResponse]:
+        """One watch, from the present state on; ends when the operations that are named have ended. Close it as
+        ``watch``."""
+        request = prefetch_service_pb2.WatchOperationsRequest(operation_ids=operation_ids, open_only=open_only)
+        call = PrefetchServiceStub(self._channel()).WatchOperations(request)
+        async with aclosing(self._messages(call, max(self._timeout, _LEAST_SILENCE_SECONDS))) as messages:
+            async for message in messages:
+                yield message
+
+    async def list_operations(self, *, open_only: bool = False) -> list[prefetch_service_pb2.CacheOperation]:
+        """Prefetches and backups of the rank, in the order in which they began."""
+        stub = PrefetchServiceStub(self._channel())
+
+        async def page(token: str) -> tuple[Iterable[prefetch_service_pb2.CacheOperation], str]:
+            request = prefetch_service_pb2.ListOperationsRequest(page_token=token, page_size=1000, open_only=open_only)
+            response = await self._read(stub.ListOperations, request)
+            return response.operations, response.next_page_token
+
+        return await _pages(page)
+
+    async def get_cache_info(self) -> prefetch_service_pb2.GetCacheInfoResponse:
+        """What the rank's cache is made of, and how full its tiers are."""
+        stub = PrefetchServiceStub(self._channel())
+        request = prefetch_service_pb2.GetCacheInfoRequest()
+        response: prefetch_service_pb2.GetCacheInfoResponse = await self._read(stub.GetCacheInfo, request)
+        return response
+
+    async def purge_pages(
+        self, request: prefetch_service_pb2.PurgePagesRequest
+    ) -> prefetch_service_pb2.PurgePagesResponse:
+        """Drops pages that nobody uses; how many went."""
+        stub = PrefetchServiceStub(self._channel())
+        response: prefetch_service_pb2.PurgePagesResponse = await self._read(stub.PurgePages, request)
+        return response
+
+    async def pin_pages(
+        self, pages: prefetch_service_pb2.PromptPages, seconds: float
+    ) -> prefetch_service_pb2.PinPagesResponse:
+        """Keeps the leading pages that device and host have from eviction; 0 seconds end it."""
+        request = prefetch_service_pb2.PinPagesRequest(pages=pages)
+        request.duration.FromMicroseconds(round(seconds * 1e6))
+        response: prefetch_service_pb2.PinPagesResponse = await self._read(
+            PrefetchServiceStub(self._channel()).PinPages, request
+        )
+        return response
 
     # The process.
 

@@ -15,6 +15,7 @@ from kvgrpc.v1 import (
     common_pb2,
     event_service_pb2,
     index_service_pb2,
+    prefetch_service_pb2,
     registry_service_pb2,
     server_service_pb2,
     transfer_service_pb2,
@@ -137,6 +138,68 @@ class SyncClient:
     def list_sources(self) -> list[index_service_pb2.Source]:
         """As ``Client.list_sources``."""
         return self._run(self._client.list_sources())
+
+    def lookup(
+        self, pages: prefetch_service_pb2.PromptPages, *, without_storage: bool = False
+    ) -> prefetch_service_pb2.LookupResponse:
+        """As ``Client.lookup``."""
+        return self._run(self._client.lookup(pages, without_storage=without_storage))
+
+    def start_prefetch(
+        self,
+        pages: prefetch_service_pb2.PromptPages,
+        *,
+        request_id: str = "",
+        timeout: float | None = None,
+        priority: int = 0,
+        tenant: str = "",
+    ) -> prefetch_service_pb2.CacheOperation:
+        """As ``Client.start_prefetch``."""
+        return self._run(
+            self._client.start_prefetch(pages, request_id=request_id, timeout=timeout, priority=priority, tenant=tenant)
+        )
+
+    def start_backup(
+        self,
+        pages: prefetch_service_pb2.PromptPages,
+        *,
+        request_id: str = "",
+        timeout: float | None = None,
+        priority: int = 0,
+        tenant: str = "",
+    ) -> prefetch_service_pb2.CacheOperation:
+        """As ``Client.start_backup``."""
+        return self._run(
+            self._client.start_backup(pages, request_id=request_id, timeout=timeout, priority=priority, tenant=tenant)
+        )
+
+    def terminate_prefetch(self, operation_id: str) -> prefetch_service_pb2.CacheOperation:
+        """As ``Client.terminate_prefetch``."""
+        return self._run(self._client.terminate_prefetch(operation_id))
+
+    def watch_operations(
+        self, operation_ids: Sequence[str] = (), *, open_only: bool = False
+    ) -> Iterator[prefetch_service_pb2.WatchOperationsResponse]:
+        """As ``Client.watch_operations``; blocks for each message (one comes each second at least)."""
+        return self._iterate(self._client.watch_operations(operation_ids, open_only=open_only))
+
+    def list_operations(self, *, open_only: bool = False) -> list[prefetch_service_pb2.CacheOperation]:
+        """As ``Client.list_operations``."""
+        return self._run(self._client.list_operations(open_only=open_only))
+
+    def get_cache_info(self) -> prefetch_service_pb2.GetCacheInfoResponse:
+        """As ``Client.get_cache_info``."""
+        return self._run(self._client.get_cache_info())
+
+    def purge_pages(self, request: prefetch_service_pb2.PurgePagesRequest) -> prefetch_service_pb2.PurgePagesResponse:
+        """As ``Client.purge_pages``."""
+        return self._run(self._client.purge_pages(request))
+
+    def pin_pages(
+        self, pages: prefetch_service_pb2.PromptPages, seconds: float
+    ) -> prefetch_service_pb2.PinPagesResponse:
+        """As ``Client.pin_pages``."""
+        return self._run(self._client.pin_pages(pages, seconds))
 
     def get_server_info(self) -> server_service_pb2.GetServerInfoResponse:
         """As ``Client.get_server_info``."""

@@ -37,7 +37,8 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What holds for all ranks. ``stop``: why of the rank with the fewest, RANK_ABSENT with 0 pages where one is gone."""
+    """What holds for all ranks. ``stop``: why of the rank with the fewest, RANK_ABSENT with 0 pages where one is
+    gone."""
 
     key: str
     stage: Stage

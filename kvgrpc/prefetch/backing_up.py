@@ -31,7 +31,8 @@ _LOOK_AGAIN_SECONDS = 0.05
 
 
 def writer_of(page_hash: str, ranks: Iterable[int]) -> int:
-    """Which of the live ranks writes a page that all of them hold: spread evenly, and when one goes only its pages move.
+    """Which of the live ranks writes a page that all of them hold: spread evenly, and when one goes only its pages
+    move.
 
     Rendezvous hashing; every rank that knows the same ranks names the same one. Raises ValueError without any rank.
     """

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from kvgrpc.errors import Failure, OperationNotFound, RequestIdReused, TooManyRequests
 from kvgrpc.observability import metrics
-from kvgrpc.prefetch.model import OperationKind, OperationState, PrefetchLimits, Stop
+from kvgrpc.prefetch.model import OperationKind, OperationRow, OperationState, PrefetchLimits, Stop
 from kvgrpc.prefetch.operation import Operation
 
 _log = logging.getLogger(__name__)
@@ -29,6 +29,8 @@ class OperationBook:
         self._by_request: dict[tuple[OperationKind, str], Operation] = {}
         self._listeners: list[Listener] = []
         self._revision = 0
+        self._number = 0
+        self._by_change: OrderedDict[str, Operation] = OrderedDict()
         self._idle = threading.Condition(self.lock)
 
     @property
@@ -49,6 +51,9 @@ class OperationBook:
                         metadata={"requestId": operation.request_id, "operationId": before.operation_id},
                     )
                 return before
+            known = self._open.get(operation.operation_id) or self._ended.get(operation.operation_id)
+            if known is not None:
+                return known
             if len(self._open) >= self._limits.operations:
                 raise TooManyRequests(
                     f"{len(self._open)} operations have not ended",
@@ -59,6 +64,8 @@ class OperationBook:
                     },
                     retry_after=1.0,
                 )
+            self._number += 1
+            operation.number = self._number
             self._open[operation.operation_id] = operation
             if operation.request_id:
                 self._by_request[operation.kind, operation.request_id] = operation
@@ -79,6 +86,21 @@ class OperationBook:
     def of_request(self, kind: OperationKind, request_id: str) -> Operation | None:
         with self.lock:
             return self._by_request.get((kind, request_id))
+
+    def changed_since(self, revision: int) -> list[Operation]:
+        """Those that changed after it, oldest change first."""
+        found = []
+        with self.lock:
+            for operation in reversed(self._by_change.values()):
+                if operation.revision <= revision:
+                    break
+                found.append(operation)
+        return found[::-1]
+
+    def row(self, operation: Operation, *, with_pages: bool = True) -> OperationRow:
+        """The operation as it is at one moment."""
+        with self.lock:
+            return operation.row(with_pages=with_pages)
 
     def open(self) -> list[Operation]:
         with self.lock:
@@ -106,6 +128,8 @@ class OperationBook:
         with self.lock:
             self._revision += 1
             operation.revision = self._revision
+            self._by_change[operation.operation_id] = operation
+            self._by_change.move_to_end(operation.operation_id)
             listeners = list(self._listeners)
         for listener in listeners:
             try:
@@ -131,8 +155,8 @@ class OperationBook:
             if not self._open:
                 self._idle.notify_all()
         metrics.CACHE_OPERATIONS.labels(operation.kind.name, state.name, operation.stop.name).inc()
-        self.changed(operation)
         operation.over.set()
+        self.changed(operation)
         return True
 
     def wait_idle(self, timeout: float) -> bool:
@@ -148,8 +172,7 @@ class OperationBook:
             self._ended.clear()
 
     def _forget(self, operation: Operation) -> None:
+        self._by_change.pop(operation.operation_id, None)
         key = (operation.kind, operation.request_id)
         if self._by_request.get(key) is operation:
             del self._by_request[key]
-
-

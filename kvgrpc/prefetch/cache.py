@@ -33,7 +33,8 @@ _HITS = {WritePolicy.WRITE_THROUGH: 1, WritePolicy.WRITE_THROUGH_SELECTIVE: 2}
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A cached prefix that stays until ``TieredCache.release``: ``device`` pages from the front, then ``host`` pages."""
+    """A cached prefix that stays until ``TieredCache.release``: ``device`` pages from the front, then ``host``
+    pages."""
 
     device: tuple[int, ...]
     host: tuple[int, ...]
@@ -108,8 +109,11 @@ class TieredCache:
                 pages = copies.device.table.take(count)
             return pages
 
-    def insert(self, hashes: Sequence[str], device_pages: Sequence[int], *, tenant: str = "", priority: int = 0) -> None:
-        """The engine computed ``device_pages[i]`` as ``hashes[i]``, from the prompt's first page on: they are the cache's.
+    def insert(
+        self, hashes: Sequence[str], device_pages: Sequence[int], *, extra_key: str = "", priority: int = 0
+    ) -> None:
+        """The engine computed ``device_pages[i]`` as ``hashes[i]``, from the prompt's first page on: they are the
+        cache's.
 
         Pages that were cached already under another number are freed. Cached pages of a ``match`` are passed again.
         """
@@ -119,7 +123,7 @@ class TieredCache:
             pages = as_pages(device_pages)
             fresh = table.reserved_of(pages)
             table.commit(fresh)
-            spare = as_pages(self._tree.insert_device(hashes, pages.tolist(), tenant=tenant, priority=priority))
+            spare = as_pages(self._tree.insert_device(hashes, pages.tolist(), extra_key=extra_key, priority=priority))
             if len(spare):
                 table.release(np.intersect1d(spare, fresh))
             self._tell_stored(Tier.DEVICE, hashes)
@@ -127,7 +131,8 @@ class TieredCache:
                 self._write_through(self._tree.match(hashes, touch=False).nodes, used=1)
 
     def load(self, held: Held, *, priority: int = 0) -> Pages | Short:
-        """Queues the host part of a match for the device; its device pages. ``start_loading`` begins, its ack ends it."""
+        """Queues the host part of a match for the device; its device pages. ``start_loading`` begins, its ack ends
+        it."""
         copies = self._copies()
         with self._lock:
             nodes = []
@@ -170,12 +175,13 @@ class TieredCache:
         with self._lock:
             return self._tree.pin(hashes, time.monotonic() + seconds if seconds > 0 else 0.0)
 
-    def purge(self, tier: Tier, tenant: str | None = None, *, dry_run: bool = False) -> tuple[list[str], int]:
-        """Drops every page of device or host that is not in use, of one tenant or of all; (hashes, pages that stay)."""
+    def purge(self, tier: Tier, extra_key: str | None = None, *, dry_run: bool = False) -> tuple[list[str], int]:
+        """Drops every page of device or host that is not in use, of one extra key or of all; (hashes, pages that
+        stay)."""
         with self._lock:
 
             def wanted(node: Node) -> bool:
-                return tenant is None or node.tenant == tenant
+                return extra_key is None or node.extra_key == extra_key
 
             now = time.monotonic()
             everything = self._tree.device_pages if tier is Tier.DEVICE else self._tree.host_pages
@@ -204,14 +210,14 @@ class TieredCache:
         with self._lock:
             return self._tree.leading(hashes)
 
-    def hashes(self, tier: Tier, tenant: str | None = None) -> list[str]:
+    def hashes(self, tier: Tier, extra_key: str | None = None) -> list[str]:
         """All pages of a tier, each behind the pages before it."""
         with self._lock:
             return [
                 each
                 for node in self._tree.nodes()
                 if (node.device if tier is Tier.DEVICE else node.host) is not None
-                and (tenant is None or node.tenant == tenant)
+                and (extra_key is None or node.extra_key == extra_key)
                 for each in node.hashes
             ]
 
@@ -252,17 +258,18 @@ class TieredCache:
                 pages = self.host.table.take(count)
             return pages
 
-    def keep(self, hashes: Sequence[str], covered: int, pages: Pages, tenant: str) -> None:
+    def keep(self, hashes: Sequence[str], covered: int, pages: Pages, extra_key: str) -> None:
         """Prefetched pages are in the tree from now on; what came twice, or stands on nothing any more, is freed."""
         with self._lock:
-            spare = self._tree.insert_host(hashes, covered, pages.tolist(), tenant=tenant)
+            spare = self._tree.insert_host(hashes, covered, pages.tolist(), extra_key=extra_key)
             if spare:
                 self.host.table.release(as_pages(spare))
             if len(spare) < len(pages):
                 self._tell_stored(Tier.HOST, hashes[covered:], hashes[covered - 1] if covered else "")
 
     def pages_of(self, hashes: Sequence[str]) -> Pages:
-        """Host pages of the leading hashes, read-locked; as many as the host has, whether the device has them or not."""
+        """Host pages of the leading hashes, read-locked; as many as the host has, whether the device has them or
+        not."""
         with self._lock:
             found: list[int] = []
             for node in self._tree.match(hashes).nodes:
@@ -331,7 +338,7 @@ class TieredCache:
     def _back_up(self, last: Node, hashes: Sequence[str], pages: Pages) -> None:
         if self._controller is None or self._controller.storage is None or not self._backup:
             return
-        self._controller.write_storage(hashes, pages, tenant=last.tenant)
+        self._controller.write_storage(hashes, pages, tenant=last.extra_key)
 
     def _write_through(self, nodes: Sequence[Node], used: int | None = None) -> None:
         if self.write_policy is WritePolicy.WRITE_BACK:
@@ -413,7 +420,6 @@ class TieredCache:
 def _before(node: Node) -> str:
     parent = node.parent
     return parent.hashes[-1] if parent is not None and parent.hashes else ""
-
 
 
 __all__ = ["CacheListener", "Held", "TieredCache"]

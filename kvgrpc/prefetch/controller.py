@@ -35,10 +35,11 @@ MAX_PRIORITY = 1_000
 
 
 class CacheController:
-    """Moves pages between one host pool and one storage backend. Thread-safe; no call waits but ``reset`` and ``close``.
+    """Moves pages between one host pool and one storage backend. Thread-safe; no call waits but ``reset`` and
+    ``close``.
 
-    ``key_of`` makes the storage key of a page hash (``kvgrpc.prefetch.storage.keys``). The host pool and the backend are
-    the caller's, who closes them after this. ``storage`` None: prefetches are declined, backups refused.
+    ``key_of`` makes the storage key of a page hash (``kvgrpc.prefetch.storage.keys``). The host pool and the backend
+    are the caller's, who closes them after this. ``storage`` None: prefetches are declined, backups refused.
     """
 
     def __init__(
@@ -87,6 +88,11 @@ class CacheController:
         """Host pages that prefetches hold which have not ended."""
         return 0 if self._prefetcher is None else self._prefetcher.occupied
 
+    @property
+    def capacity(self) -> int:
+        """Host pages that prefetches may hold at a time; past it they are declined."""
+        return 0 if self._prefetcher is None else self._prefetcher.capacity()
+
     def prefetch(
         self,
         hashes: Sequence[str],
@@ -95,6 +101,7 @@ class CacheController:
         operation_id: str = "",
         priority: int = 0,
         tenant: str = "",
+        extra_key: str = "",
         timeout: float | None = None,
     ) -> Operation:
         """Begins to bring the leading pages of ``hashes`` from storage; never waits, and always answers.
@@ -104,6 +111,7 @@ class CacheController:
         TooManyRequests; declines are states of the operation.
         """
         operation = self._operation(OperationKind.PREFETCH, hashes, request_id, operation_id, priority, tenant, timeout)
+        operation.extra_key = extra_key
         kept = self.book.add(operation)
         if kept is operation:
             if self._prefetcher is None:
@@ -119,7 +127,7 @@ class CacheController:
         its way. The time of ``StopPolicy.TIMEOUT`` begins with the first look that found it unfinished.
         """
         if operation.ended:
-            return operation.row()
+            return self.book.row(operation)
         policy = policy or self.limits.stop_policy
         now = time.monotonic()
         if operation.blocked_since is None:
@@ -128,7 +136,7 @@ class CacheController:
             policy is StopPolicy.TIMEOUT and now - operation.blocked_since >= self.patience(len(operation.hashes))
         ):
             self.terminate(operation, Stop.DEADLINE if policy is StopPolicy.TIMEOUT else Stop.CANCELLED)
-        return operation.row() if operation.ended else None
+        return self.book.row(operation) if operation.ended else None
 
     def patience(self, pages: int) -> float:
         """Seconds that ``StopPolicy.TIMEOUT`` waits for so many pages, SGLang's formula."""
@@ -197,7 +205,8 @@ class CacheController:
         return self.storage.delete([self._key_of(each) for each in hashes], timeout)
 
     def reset(self, timeout: float = 10.0) -> bool:
-        """Ends every operation and forgets those that ended. The threads stay; False when something still moves pages."""
+        """Ends every operation and forgets those that ended. The threads stay; False when something still moves
+        pages."""
         for operation in self.book.open():
             self.terminate(operation, Stop.SHUT_DOWN)
         idle = self.book.wait_idle(timeout)
@@ -205,7 +214,8 @@ class CacheController:
         return idle
 
     def close(self, timeout: float = 10.0) -> bool:
-        """Ends every operation and every thread, within about ``timeout`` seconds; False when something was left behind.
+        """Ends every operation and every thread, within about ``timeout`` seconds; False when something was left
+        behind.
 
         Then host memory and backend must stay until the process ends. Repeats are harmless.
         """
@@ -240,9 +250,7 @@ class CacheController:
         if timeout is not None and not 0 < timeout <= 3600:
             raise InvalidRequest.of("timeout", timeout, "above 0, at most 3600 seconds")
         seconds = self.limits.operation_timeout if timeout is None else timeout
-        operation = Operation(
-            kind, tuple(hashes), request_id, priority, tenant, deadline=time.monotonic() + seconds
-        )
+        operation = Operation(kind, tuple(hashes), request_id, priority, tenant, deadline=time.monotonic() + seconds)
         if operation_id:
             operation.operation_id = operation_id
         return operation

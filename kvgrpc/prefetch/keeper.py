@@ -1,4 +1,5 @@
-"""Where a controller gets host pages from and who has them afterwards: an engine's radix cache, ours, or nobody's yet."""
+"""Where a controller gets host pages from and who has them afterwards: an engine's radix cache, ours, or nobody's
+yet."""
 
 from __future__ import annotations
 
@@ -23,11 +24,12 @@ class Keeper(Protocol):
     def reserve(self, count: int) -> Pages | Short:
         """So many RESERVED host pages."""
 
-    def keep(self, hashes: Sequence[str], covered: int, pages: Pages, tenant: str) -> None:
+    def keep(self, hashes: Sequence[str], covered: int, pages: Pages, extra_key: str) -> None:
         """PRESENT pages of ``hashes[covered:]`` are the keeper's from now on."""
 
     def pages_of(self, hashes: Sequence[str]) -> Pages:
-        """The PRESENT host pages of the leading hashes, each read-locked in the pool's table: whoever asks ends that."""
+        """The PRESENT host pages of the leading hashes, each read-locked in the pool's table: whoever asks ends
+        that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class Landed:
     hashes: tuple[str, ...]
     covered: int
     pages: Pages
-    tenant: str
+    extra_key: str
 
 
 class CompletionQueue:
@@ -75,10 +77,10 @@ class CompletionQueue:
             pages = self._table.take(count)
         return pages
 
-    def keep(self, hashes: Sequence[str], covered: int, pages: Pages, tenant: str) -> None:
+    def keep(self, hashes: Sequence[str], covered: int, pages: Pages, extra_key: str) -> None:
         with self._lock:
             self._number += 1
-            self._waiting[self._number] = Landed(tuple(hashes), covered, pages, tenant)
+            self._waiting[self._number] = Landed(tuple(hashes), covered, pages, extra_key)
 
     def pages_of(self, hashes: Sequence[str]) -> Pages:
         """What waits is known by the request it came for only."""

@@ -85,7 +85,8 @@ class StopPolicy(enum.Enum):
 
 
 class WritePolicy(enum.Enum):
-    """When device pages are copied to the host: when they are evicted, at their first use, or once they were used often."""
+    """When device pages are copied to the host: when they are evicted, at their first use, or once they were used
+    often."""
 
     WRITE_BACK = "write_back"
     WRITE_THROUGH = "write_through"
@@ -142,7 +143,8 @@ class PrefetchLimits:
         storage_timeout: seconds that one such call may take.
         attempts: how often a page that failed is tried, the first time included.
         readers, writers: threads that read from and write to storage.
-        occupancy: share of the host pool that prefetches which have not ended may hold (the seed: 0.8 x (host - device)).
+        occupancy: share of the host pool that prefetches which have not ended may hold (the seed: 0.8 x (host -
+        device)).
         operations: operations that have not ended; one more is refused.
         remembered: ended operations that can still be asked for.
         stop_policy, timeout_base, timeout_per_ki_tokens: ``StopPolicy.TIMEOUT`` waits ``timeout_base`` and
@@ -194,6 +196,8 @@ class Namespace:
     tp_size: int = 1
     pp_rank: int = 0
     pp_size: int = 1
+    cp_rank: int = 0
+    cp_size: int = 1
     replicated: bool = False
     """True where every tensor-parallel rank holds the same bytes (MLA): one of them writes, each reads."""
 

@@ -30,11 +30,13 @@ class Operation:
     request_id: str = ""
     priority: int = 0
     tenant: str = ""
+    extra_key: str = ""
     deadline: float = 0.0
     operation_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     state: OperationState = OperationState.QUEUED
     stop: Stop = Stop.NONE
     failure: Failure | None = None
+    number: int = 0
     revision: int = 0
     covered: int = 0
     hit: int = 0

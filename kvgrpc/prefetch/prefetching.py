@@ -356,7 +356,7 @@ class Prefetcher:
     def _keep(self, operation: Operation, pages: Pages) -> None:
         self._host.table.commit(pages)
         try:
-            self._keeper.keep(operation.hashes[: operation.completed], operation.covered, pages, operation.tenant)
+            self._keeper.keep(operation.hashes[: operation.completed], operation.covered, pages, operation.extra_key)
         except Exception:
             # A keeper that raised took nothing.
             self._host.table.release(pages)
@@ -419,7 +419,8 @@ class Prefetcher:
             self._fail(operation, error)
 
     def _fail(self, operation: Operation, error: Exception) -> None:
-        """A bug of ours or of a backend ends this operation; pages that are still read stay reserved until they are not."""
+        """A bug of ours or of a backend ends this operation; pages that are still read stay reserved until they are
+        not."""
         with self._book.lock:
             operation.failure = operation.failure or _failure_of(error, self._storage.name)
             reading = operation.state in (OperationState.TRANSFERRING, OperationState.ENDING)

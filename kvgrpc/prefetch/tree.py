@@ -1,4 +1,5 @@
-"""A prefix tree over two pools: which pages of which prefix are on the device and on the host, and who goes first. Pure.
+"""A prefix tree over two pools: which pages of which prefix are on the device and on the host, and who goes first.
+Pure.
 
 A node is a run of pages that one prompt needs in order; prompts that part inside a run split it there. What is on the
 device is closed upwards: a node is there only if its parent is. Page numbers are the caller's; the tree takes and frees
@@ -24,7 +25,7 @@ class Node:
 
     hashes: list[str]
     parent: Node | None
-    tenant: str = ""
+    extra_key: str = ""
     priority: int = 0
     device: list[int] | None = None
     host: list[int] | None = None
@@ -41,7 +42,8 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest cached prefix: ``device`` pages from the front, then ``host`` pages. ``nodes`` hold them, in order."""
+    """The longest cached prefix: ``device`` pages from the front, then ``host`` pages. ``nodes`` hold them, in
+    order."""
 
     nodes: tuple[Node, ...]
     device: tuple[int, ...]
@@ -110,14 +112,14 @@ class PrefixTree:
         return len(found.device), found.pages
 
     def insert_device(
-        self, hashes: Sequence[str], pages: Sequence[int], *, tenant: str = "", priority: int = 0
+        self, hashes: Sequence[str], pages: Sequence[int], *, extra_key: str = "", priority: int = 0
     ) -> list[int]:
         """``pages[i]`` of the device holds ``hashes[i]``, from the prompt's first page on. The tree keeps those that it
         did not have; returned are the others, which the caller frees (unless they are the very pages it has)."""
         _same_length(hashes, pages)
         spare: list[int] = []
         done = 0
-        for node in self._grow(hashes, tenant, priority):
+        for node in self._grow(hashes, extra_key, priority):
             part = list(pages[done : done + len(node)])
             if node.device is None:
                 node.device = part
@@ -128,15 +130,16 @@ class PrefixTree:
         return spare
 
     def insert_host(
-        self, hashes: Sequence[str], start: int, pages: Sequence[int], *, tenant: str = "", priority: int = 0
+        self, hashes: Sequence[str], start: int, pages: Sequence[int], *, extra_key: str = "", priority: int = 0
     ) -> list[int]:
-        """Host pages of ``hashes[start:]``. What lies before must be cached; else nothing is kept. Returned: the spare."""
+        """Host pages of ``hashes[start:]``. What lies before must be cached; else nothing is kept. Returned: the
+        spare."""
         _same_length(hashes[start:], pages)
         if self._known(hashes) < start:
             return list(pages)
         spare: list[int] = []
         done = 0
-        for node in self._grow(hashes, tenant, priority, cut=start):
+        for node in self._grow(hashes, extra_key, priority, cut=start):
             first, done = done, done + len(node)
             if first < start:
                 continue
@@ -233,9 +236,7 @@ class PrefixTree:
 
         chosen: set[Node] = set()
         order: list[Node] = []
-        heap = [
-            (*_worth(node), number, node) for number, node in enumerate(self.nodes()) if there(node) and free(node)
-        ]
+        heap = [(*_worth(node), number, node) for number, node in enumerate(self.nodes()) if there(node) and free(node)]
         heapq.heapify(heap)
         number = len(heap)
         pages = 0
@@ -279,7 +280,7 @@ class PrefixTree:
     def _known(self, hashes: Sequence[str]) -> int:
         return sum(length for _, length in self._path(hashes, split=False))
 
-    def _grow(self, hashes: Sequence[str], tenant: str, priority: int, cut: int = 0) -> Iterator[Node]:
+    def _grow(self, hashes: Sequence[str], extra_key: str, priority: int, cut: int = 0) -> Iterator[Node]:
         """Nodes that are exactly ``hashes``, those that were missing made; a border lies at ``cut``."""
         if cut:
             self._path(hashes[:cut], split=True)
@@ -294,7 +295,7 @@ class PrefixTree:
         if done < len(hashes):
             parts = [hashes[done:cut], hashes[max(cut, done) :]] if done < cut else [hashes[done:]]
             for part in parts:
-                child = Node(list(part), node, tenant, priority, used=self._clock)
+                child = Node(list(part), node, extra_key, priority, used=self._clock)
                 node.children[child.hashes[0]] = child
                 node = child
                 yield child
@@ -306,7 +307,7 @@ class PrefixTree:
         front = Node(
             node.hashes[:length],
             node.parent,
-            node.tenant,
+            node.extra_key,
             node.priority,
             None if node.device is None else node.device[:length],
             None if node.host is None else node.host[:length],
@@ -343,11 +344,7 @@ def _on_both(node: Node) -> bool:
 
 def _needs_parent(child: Node, there: Callable[[Node], bool]) -> bool:
     """A child on the device needs its parent there; one that is only on the host needs its parent anywhere."""
-    if there is _on_device:
-        return child.device is not None
-    if there is _on_host_only:
-        return True
-    return False
+    return child.device is not None if there is _on_device else there is _on_host_only
 
 
 def _common(ours: Sequence[str], theirs: Sequence[str]) -> int:

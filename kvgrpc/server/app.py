@@ -11,12 +11,14 @@ import grpc
 
 import kvgrpc
 from kvgrpc.dataplane.base import DataPlane
-from kvgrpc.errors import StaleEpoch
+from kvgrpc.errors import EngineNotFound, StaleEpoch
 from kvgrpc.events import EventPublisher, NullEventPublisher
 from kvgrpc.events.base import SHUTDOWN_SECONDS
 from kvgrpc.events.servicer import EventServicer
 from kvgrpc.model import RankId, RankRef, Role, new_epoch
 from kvgrpc.net import AddressPolicy, advertised, parse_bootstrap_addr, replicas
+from kvgrpc.prefetch.manager import PrefetchManager
+from kvgrpc.prefetch.servicer import PrefetchServicer
 from kvgrpc.registry.client.registration import Registration
 from kvgrpc.registry.client.resolver import Resolver
 from kvgrpc.registry.model import Endpoints, RankRow, RankSelector
@@ -28,7 +30,7 @@ from kvgrpc.server.check import check
 from kvgrpc.server.closing import ClosingTime
 from kvgrpc.server.config import RankConfig
 from kvgrpc.server.listener import Listener
-from kvgrpc.server.opening import plane_of, publisher_of
+from kvgrpc.server.opening import cache_of, plane_of, publisher_of
 from kvgrpc.server.servicer import ServerInfo, ServerServicer, transfer_limits
 from kvgrpc.server.status import RankStatus
 from kvgrpc.transfer.protocol.types import Target
@@ -38,6 +40,7 @@ from kvgrpc.transfer.runtime.prefill_manager import PrefillManager
 from kvgrpc.transfer.runtime.resolve import PrefillEngine
 from kvgrpc.transfer.servicer import TransferServicer
 from kvgrpc.v1.event_service_pb2_grpc import add_EventServiceServicer_to_server
+from kvgrpc.v1.prefetch_service_pb2_grpc import add_PrefetchServiceServicer_to_server
 from kvgrpc.v1.server_service_pb2_grpc import add_ServerServiceServicer_to_server
 from kvgrpc.v1.transfer_service_pb2_grpc import add_TransferServiceServicer_to_server
 
@@ -72,7 +75,11 @@ class Closed:
 
 
 class Rank:
-    """One opened rank. ``transfer``, ``events`` and the properties are for engine threads; ``close`` blocks."""
+    """One opened rank. ``transfer``, ``events``, ``prefetch`` and the properties are for engine threads; ``close``
+    blocks.
+
+    ``prefetch`` is None where the configuration has none.
+    """
 
     def __init__(self, config: RankConfig, ref: RankRef, plane: DataPlane, loop: LoopThread) -> None:
         self.config = config
@@ -87,6 +94,8 @@ class Rank:
         self._registration: Registration | None = None
         self._listener: Listener | None = None
         self._event_servicer: EventServicer | None = None
+        self.prefetch: PrefetchManager | None = None
+        self._prefetch_servicer: PrefetchServicer | None = None
         self._superseded_by: int | None = None
         self._closed: Closed | None = None
         transfer = TransferConfig(
@@ -142,6 +151,7 @@ class Rank:
     async def _open(self, deadline: float) -> None:
         config = self.config
         self.events = await asyncio.to_thread(publisher_of, config, self.ref)
+        self.prefetch = await asyncio.to_thread(cache_of, config, self.ref)
         self.transfer.start()
         if self._registry is not None:
             await self._registry.start()
@@ -161,7 +171,37 @@ class Rank:
                 self._own_channel, registry, [self._row()], on_superseded=self._on_superseded
             )
             await self._registration.start(deadline)
+        self._join_replica()
         self._say_where_it_is()
+
+    def _join_replica(self) -> None:
+        """Ranks of one replica agree on what they prefetch; the one with pp = cp = tp = 0 leads."""
+        if self.prefetch is not None:
+            self.prefetch.connect(self._find_cache_leader, self._own_channel, self._loop.spawn)
+
+    async def _find_cache_leader(self) -> str:
+        config = self.config
+        assert config.prefetch is not None and self.prefetch is not None
+        if config.prefetch.leader:
+            return config.prefetch.leader
+        if not config.registry:
+            raise EngineNotFound(
+                "a replica of several ranks needs prefetch.leader, or a registry to find it",
+                metadata={"engine": config.engine, "role": config.role.name, "missingRanks": ""},
+            )
+        target = parse_bootstrap_addr(self.address if config.registry == "embedded" else config.registry).target
+        engine = await self._resolver.resolve(
+            target, config.engine, config.role, [RankSelector(pp=0, tp=0)], config.resolve_timeout
+        )
+        own = self.ref.rank
+        leader = next((row for row in engine.rows if row.ref.rank == RankId(own.engine, own.dp)), None)
+        if leader is None:
+            raise EngineNotFound(
+                f"the registry has no rank pp0/cp0/tp0 of {own.engine}/dp{own.dp}",
+                metadata={"engine": config.engine, "role": config.role.name, "missingRanks": str(own)},
+            )
+        self.prefetch.leader_address = leader.endpoints.grpc
+        return leader.endpoints.grpc
 
     def _say_where_it_is(self) -> None:
         """Decode ranks of some engines register nowhere: this line is how they are found."""
@@ -191,6 +231,8 @@ class Rank:
             drained, open_rooms = False, self.transfer.open_rooms()
         if self._event_servicer is not None:
             self._event_servicer.drain()
+        if self._prefetch_servicer is not None:
+            self._prefetch_servicer.drain()
         left_over = "nothing is left" if drained else f"{open_rooms} rooms and {self.transfer.held_pages} held pages"
         logger.log(logging.INFO if drained else logging.WARNING, "%s drained: %s", self.ref, left_over)
         return drained, open_rooms
@@ -202,6 +244,7 @@ class Rank:
             drained, open_rooms = await self._drain(time.seconds * 0.5, time.seconds * 0.8)
         finally:
             await asyncio.to_thread(self.events.shutdown, min(SHUTDOWN_SECONDS, time.left(0.85)))
+            await self._close_cache(time.left(0.85))
             if isinstance(self.transfer, DecodeManager):
                 await self.transfer.stop()
             written = await self._end_writes(time)
@@ -219,6 +262,12 @@ class Rank:
         written = await self._end_writes(time)
         await self._let_go(written, time)
         return replace(before, listening=not written)
+
+    async def _close_cache(self, seconds: float) -> None:
+        if self._prefetch_servicer is not None:
+            self._prefetch_servicer.close()
+        if self.prefetch is not None and not await asyncio.to_thread(self.prefetch.close, seconds):
+            logger.error("%s: a page of the cache may still move, so its memory stays; end the process", self.ref)
 
     async def _end_writes(self, time: ClosingTime) -> bool:
         """False where a write may be left."""
@@ -253,6 +302,7 @@ class Rank:
         if self._listener is not None:
             await self._listener.refuse()
         await asyncio.to_thread(self.events.shutdown)
+        await self._close_cache(time.left(0.5))
         await self._let_go(await self._end_worker(time.left(0.5)), time)
 
     def _add_servicers(self, server: grpc.aio.Server) -> Sequence[str]:
@@ -261,6 +311,10 @@ class Rank:
         self._event_servicer = EventServicer([] if stream is None else [stream])
         add_EventServiceServicer_to_server(self._event_servicer, server)
         names = ["kvgrpc.v1.TransferService", "kvgrpc.v1.EventService", "kvgrpc.v1.ServerService"]
+        if self.prefetch is not None:
+            self._prefetch_servicer = PrefetchServicer(self.prefetch)
+            add_PrefetchServiceServicer_to_server(self._prefetch_servicer, server)
+            names.append("kvgrpc.v1.PrefetchService")
         if self._registry is not None:
             add_registry_to_server(self._registry, server)
             names.append("kvgrpc.v1.RegistryService")
@@ -299,6 +353,9 @@ class Rank:
             "kvgrpc.v1.EventService": lambda: self.events.healthy and self._superseded_by is None,
             "kvgrpc.v1.ServerService": lambda: self._loop.healthy,
         }
+        if self.prefetch is not None:
+            prefetch = self.prefetch
+            checks["kvgrpc.v1.PrefetchService"] = lambda: prefetch.healthy
         if self._registry is not None:
             registry = self._registry
             checks["kvgrpc.v1.RegistryService"] = lambda: registry.healthy

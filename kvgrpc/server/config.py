@@ -10,6 +10,7 @@ from typing import Any
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import UNKNOWN_MODEL, Layout, ModelIdentity, Pool, RankId, Role
+from kvgrpc.prefetch.config import PrefetchConfig
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from kvgrpc.transfer.aux import AuxBuffer
 from kvgrpc.transfer.protocol.types import Bounds, Timing
@@ -37,8 +38,9 @@ class RankConfig:
         registry: where to register: "host:port" (several with commas: replicas over one store), "embedded" (this rank
             serves one on its own port), or "" for none.
         bootstrap_allow: hosts and CIDRs of registries that a request may name besides loopback and ``registry``.
-        engine_selects_dp: the engine's own balancer chooses the dp rank of a request, and not room % dp; of a prefill rank.
+        engine_selects_dp: the engine's own balancer chooses the dp rank of a request, not room % dp; at prefill.
         events: configuration of KV events (None, a JSON string, a mapping or an object); None: off.
+        prefetch: the hierarchical cache of this rank; None: it has none.
         server_security, client_security: TLS, tokens; without them plaintext on loopback only.
         admin_listen: addresses that serve the same besides ``listen``, for people: "unix:/path".
         metrics_listen: "host:port" for Prometheus' ``/metrics`` and a kubelet's ``/livez`` and ``/readyz``, over HTTP;
@@ -66,6 +68,7 @@ class RankConfig:
     bootstrap_allow: tuple[str, ...] = ()
     engine_selects_dp: bool = False
     events: object = None
+    prefetch: PrefetchConfig | None = None
     server_security: ServerSecurity = field(default_factory=ServerSecurity)
     client_security: ClientSecurity = field(default_factory=ClientSecurity)
     admin_listen: tuple[str, ...] = ()

@@ -9,6 +9,7 @@ from kvgrpc.events import EventPublisher, open_publisher
 from kvgrpc.events.config import EventsConfig
 from kvgrpc.model import RankRef
 from kvgrpc.net import split
+from kvgrpc.prefetch.manager import PrefetchManager
 from kvgrpc.server.check import events_refused
 from kvgrpc.server.config import RankConfig
 
@@ -55,6 +56,12 @@ def publisher_of(config: RankConfig, rank: RankRef) -> EventPublisher:
             f"events: cannot open {address}: {error.strerror or error}; port 0 takes a free one",
             metadata={"address": address, "configKey": "events"},
         ) from error
+
+
+def cache_of(config: RankConfig, rank: RankRef) -> PrefetchManager | None:
+    """The hierarchical cache of a rank. Raises InvalidRequest for what its storage or device cannot be,
+    FeatureDisabled."""
+    return None if config.prefetch is None else PrefetchManager(config.prefetch, rank, config.layout)
 
 
 def _refused(field: str, value: object, error: ValueError) -> InvalidRequest:

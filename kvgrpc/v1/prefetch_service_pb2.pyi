@@ -1208,12 +1208,15 @@ class AgreementStart(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    EXTRA_KEY_FIELD_NUMBER: _builtins.int
     operation_id: _builtins.str
     """Under which id."""
     priority: _builtins.int
     """As in StartPrefetch."""
     tenant: _builtins.str
     """As in StartPrefetch."""
+    extra_key: _builtins.str
+    """Namespace within the model, for a later purge."""
     @_builtins.property
     def page_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Its pages, as hashes."""
@@ -1230,10 +1233,11 @@ class AgreementStart(_message.Message):
         timeout: _duration_pb2.Duration | None = ...,
         priority: _builtins.int = ...,
         tenant: _builtins.str = ...,
+        extra_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["operation_id", b"operation_id", "page_hashes", b"page_hashes", "priority", b"priority", "tenant", b"tenant", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["extra_key", b"extra_key", "operation_id", b"operation_id", "page_hashes", b"page_hashes", "priority", b"priority", "tenant", b"tenant", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1279,8 +1283,9 @@ class JoinAgreementResponse(_message.Message):
     STARTS_FIELD_NUMBER: _builtins.int
     DECISIONS_FIELD_NUMBER: _builtins.int
     TERMINATED_FIELD_NUMBER: _builtins.int
+    LIVE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Grows whenever a rank is lost or comes back; 0 but in the first message."""
+    """Grows whenever a rank is lost or comes back; 0: nothing changed since the message before."""
     @_builtins.property
     def starts(self) -> _containers.RepeatedCompositeFieldContainer[Global___AgreementStart]:
         """Prefetches to begin."""
@@ -1293,6 +1298,10 @@ class JoinAgreementResponse(_message.Message):
     def terminated(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Operations that a caller ended."""
 
+    @_builtins.property
+    def live(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.RankId]:
+        """With an epoch: the ranks that take part now."""
+
     def __init__(
         self,
         *,
@@ -1300,10 +1309,11 @@ class JoinAgreementResponse(_message.Message):
         starts: _abc.Iterable[Global___AgreementStart] | None = ...,
         decisions: _abc.Iterable[Global___AgreementDecision] | None = ...,
         terminated: _abc.Iterable[_builtins.str] | None = ...,
+        live: _abc.Iterable[_common_pb2.RankId] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions", "epoch", b"epoch", "starts", b"starts", "terminated", b"terminated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions", "epoch", b"epoch", "live", b"live", "starts", b"starts", "terminated", b"terminated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -140,7 +140,7 @@ class PrefetchServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListOperations(self, request, context):
-        """Lists operations, those that ended first, paged.
+        """Lists operations in the order in which they began, paged.
         Roles: rank, consumer, operator. Errors: INVALID_REQUEST.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

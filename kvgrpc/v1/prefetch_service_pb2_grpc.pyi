@@ -62,7 +62,7 @@ class PrefetchServiceStub:
     SERVER_DRAINING.
     """
     ListOperations: _grpc.UnaryUnaryMultiCallable[_prefetch_service_pb2.ListOperationsRequest, _prefetch_service_pb2.ListOperationsResponse]
-    """Lists operations, those that ended first, paged.
+    """Lists operations in the order in which they began, paged.
     Roles: rank, consumer, operator. Errors: INVALID_REQUEST.
     """
     GetCacheInfo: _grpc.UnaryUnaryMultiCallable[_prefetch_service_pb2.GetCacheInfoRequest, _prefetch_service_pb2.GetCacheInfoResponse]
@@ -118,7 +118,7 @@ class PrefetchServiceAsyncStub(PrefetchServiceStub):
     SERVER_DRAINING.
     """
     ListOperations: _aio.UnaryUnaryMultiCallable[_prefetch_service_pb2.ListOperationsRequest, _prefetch_service_pb2.ListOperationsResponse]  # type: ignore[assignment]
-    """Lists operations, those that ended first, paged.
+    """Lists operations in the order in which they began, paged.
     Roles: rank, consumer, operator. Errors: INVALID_REQUEST.
     """
     GetCacheInfo: _aio.UnaryUnaryMultiCallable[_prefetch_service_pb2.GetCacheInfoRequest, _prefetch_service_pb2.GetCacheInfoResponse]  # type: ignore[assignment]
@@ -207,7 +207,7 @@ class PrefetchServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _prefetch_service_pb2.ListOperationsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_prefetch_service_pb2.ListOperationsResponse, _abc.Awaitable[_prefetch_service_pb2.ListOperationsResponse]]:
-        """Lists operations, those that ended first, paged.
+        """Lists operations in the order in which they began, paged.
         Roles: rank, consumer, operator. Errors: INVALID_REQUEST.
         """
 

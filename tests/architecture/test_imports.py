@@ -16,6 +16,8 @@ SOURCES = sorted(path for path in (ROOT / "kvgrpc").rglob("*.py") if "v1" not in
 # Heavy or replaceable: each has its places. A folder ends with a slash.
 IMPORTERS = {
     "torch": [
+        "kvgrpc/prefetch/pools/",
+        "kvgrpc/prefetch/copies/",
         "kvgrpc/demo/",
         "kvgrpc/engines/",
     ],
@@ -47,7 +49,8 @@ PURE = (
     *("kvgrpc/events/journal.py", "kvgrpc/events/model.py", "kvgrpc/events/codec/", "kvgrpc/events/snapshot.py"),
     *("kvgrpc/events/digest.py", "kvgrpc/events/index.py", "kvgrpc/events/contents.py"),
     *("kvgrpc/events/follower.py", "kvgrpc/events/following.py", "kvgrpc/events/sources.py"),
-    *("kvgrpc/prefetch/tree.py", "kvgrpc/prefetch/agreement.py"),
+    *("kvgrpc/prefetch/tree.py", "kvgrpc/prefetch/agreement.py", "kvgrpc/prefetch/model.py"),
+    "kvgrpc/prefetch/fair_queue.py",
 )
 PURE_MAY_IMPORT = ("numpy", "msgspec")
 HEAVY = (

@@ -72,7 +72,12 @@ class CopyEngine:
         return self._in_flight
 
     def write(
-        self, device_pages: Sequence[int] | Pages, *, node: object = None, priority: int = 0, host_pages: Pages | None = None
+        self,
+        device_pages: Sequence[int] | Pages,
+        *,
+        node: object = None,
+        priority: int = 0,
+        host_pages: Pages | None = None,
     ) -> Pages | Short:
         """Copies device pages to the host: their host pages at once, PRESENT after the ack.
 
@@ -139,13 +144,15 @@ class CopyEngine:
         return signal
 
     def acks(self) -> list[CopyAck]:
-        """What ended since the call before, oldest first. Bounded by what was asked: every copy is acknowledged once."""
+        """What ended since the call before, oldest first. Bounded by what was asked: every copy is acknowledged
+        once."""
         with self._lock:
             taken, self._acks = list(self._acks), deque()
         return taken
 
     def evict_device(self, device_pages: Sequence[int] | Pages, host_pages: Sequence[int] | Pages) -> int:
-        """Frees device pages whose bytes the host has; how many. Raises PageStateInvalid when it has not all of them."""
+        """Frees device pages whose bytes the host has; how many. Raises PageStateInvalid when it has not all of
+        them."""
         device, host = as_pages(device_pages), as_pages(host_pages)
         self.host.table.read(host)
         try:
@@ -278,7 +285,8 @@ class CopyEngine:
 
 
 def _settle(table: PageTable, pages: Pages, error: KvGrpcError | None) -> None:
-    """Pages that were filled are present, those that were not go back. An engine's own pages are none of the table's."""
+    """Pages that were filled are present, those that were not go back. An engine's own pages are none of the
+    table's."""
     if not len(pages) or not table.all_reserved(pages):
         return
     if error is None:

@@ -20,8 +20,8 @@ _ROWS_OF_A_SLICE = 2
 
 
 class IoBackend(enum.Enum):
-    """KERNEL: rows are gathered and scattered on the device, and cross in runs of host pages. DIRECT: runs of pages that
-    are adjacent on both sides cross as they are, which is best where pages are."""
+    """KERNEL: rows are gathered and scattered on the device, and cross in runs of host pages. DIRECT: runs of pages
+    that are adjacent on both sides cross as they are, which is best where pages are."""
 
     KERNEL = "kernel"
     DIRECT = "direct"
@@ -53,7 +53,7 @@ class CopyPath:
         for component in self._components:
             rows, view = self._device.rows(layer, component), self._views[layer, component]
             if self._direct and _few(runs := list(_runs(device_pages, host_pages)), len(host_pages)):
-                for start, device_first, host_first, count in runs:
+                for _, device_first, host_first, count in runs:
                     _copy(view[host_first : host_first + count], rows[device_first : device_first + count])
             elif self._cuda:
                 gathered = rows.index_select(0, self._index(device_pages))
@@ -67,7 +67,7 @@ class CopyPath:
         for component in self._components:
             rows, view = self._device.rows(layer, component), self._views[layer, component]
             if self._direct and _few(runs := list(_runs(device_pages, host_pages)), len(host_pages)):
-                for start, device_first, host_first, count in runs:
+                for _, device_first, host_first, count in runs:
                     _copy(rows[device_first : device_first + count], view[host_first : host_first + count])
             elif self._cuda:
                 staged = torch.empty((len(host_pages), rows.shape[1]), dtype=torch.uint8, device=rows.device)

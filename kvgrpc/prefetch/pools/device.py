@@ -16,8 +16,8 @@ class DevicePool:
     """``pages`` pages on one device. ``tensors[layer, component]`` is contiguous and holds them page after page.
 
     The tensors are the engine's, in whatever dtype and shape, for example ``[pages * page_tokens, heads, head_dim]``;
-    copies see ``rows(layer, component)``, uint8 ``[pages, layer_bytes]`` of the same memory. ``table`` says who owns what;
-    an engine with an allocator of its own leaves it alone and passes page numbers to the copies.
+    copies see ``rows(layer, component)``, uint8 ``[pages, layer_bytes]`` of the same memory. ``table`` says who owns
+    what; an engine with an allocator of its own leaves it alone and passes page numbers to the copies.
     """
 
     def __init__(self, shape: PageShape, pages: int, tensors: Mapping[tuple[int, str], Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 from collections.abc import Sequence
@@ -76,7 +77,8 @@ class HostPool:
         return np.concatenate([_at(address, nbytes) for address, nbytes in self.page_buffers(page)])
 
     def set_flat(self, page: int, data: Bytes) -> None:
-        """Writes what ``flat`` gave into a page that is RESERVED by the caller. Raises InvalidRequest for another size."""
+        """Writes what ``flat`` gave into a page that is RESERVED by the caller. Raises InvalidRequest for another
+        size."""
         if data.nbytes != self.shape.page_bytes:
             raise InvalidRequest.of("data", f"{data.nbytes} bytes", f"{self.shape.page_bytes} bytes, one page")
         if self.table.state(page) != 1:
@@ -95,11 +97,9 @@ class HostPool:
         counts = self.table.counts()
         if self._map is not None and not counts["reserved"] and not counts["read"]:
             self._memory = np.empty(0, dtype=np.uint8)
-            try:
+            # A tensor or an array that still shows it makes close() refuse; the last of them unmaps it.
+            with contextlib.suppress(BufferError):
                 self._map.close()
-            except BufferError:
-                # A tensor or an array still shows it; the last of them unmaps it.
-                pass
             self._map = None
         return self._map is None
 
@@ -112,4 +112,4 @@ def _pieces(block: Block, start: int, page: int, layers: int) -> list[tuple[int,
 
 
 def _at(address: int, nbytes: int) -> Bytes:
-    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=np.uint8)
+    return np.frombuffer(memoryview((ctypes.c_uint8 * nbytes).from_address(address)).cast("B"), dtype=np.uint8)

@@ -66,7 +66,7 @@ class PageTable:
         with self._lock:
             if count > self._free_count:
                 return Short(count - self._free_count)
-            pages = self._free[self._free_count - count : self._free_count][::-1].copy()
+            pages: Pages = self._free[self._free_count - count : self._free_count][::-1].copy()
             if np.any(self._state[pages] != PageState.FREE):
                 raise self._invalid("take", "a page that is in use", "a free page")
             self._free_count -= count
@@ -107,7 +107,8 @@ class PageTable:
     def unread(self, pages: Pages) -> Pages:
         """Those of them that are PRESENT and have no reader."""
         with self._lock:
-            return pages[(self._state[pages] == PageState.PRESENT) & (self._readers[pages] == 0)]
+            idle: Pages = pages[(self._state[pages] == PageState.PRESENT) & (self._readers[pages] == 0)]
+            return idle
 
     def state(self, page: int) -> PageState:
         return PageState(int(self._state[page]))
@@ -119,7 +120,8 @@ class PageTable:
     def reserved_of(self, pages: Pages) -> Pages:
         """Those of them that are RESERVED."""
         with self._lock:
-            return pages[self._state[pages] == PageState.RESERVED]
+            reserved: Pages = pages[self._state[pages] == PageState.RESERVED]
+            return reserved
 
     def all_reserved(self, pages: Pages) -> bool:
         with self._lock:

@@ -13,8 +13,8 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "f
 class HostLayout(enum.Enum):
     """Axes of the host pool for each component, outermost first (L layers, P pages, T tokens of a page).
 
-    LAYER_FIRST: L P T; the device's own order, a page lies in L pieces. PAGE_FIRST: P T L; a page is one piece, and so is
-    a token. PAGE_FIRST_DIRECT: P L T; a page is one piece, and so is a layer of it.
+    LAYER_FIRST: L P T; the device's own order, a page lies in L pieces. PAGE_FIRST: P T L; a page is one piece, and so
+    is a token. PAGE_FIRST_DIRECT: P L T; a page is one piece, and so is a layer of it.
     """
 
     LAYER_FIRST = "layer_first"
@@ -72,7 +72,8 @@ class PageShape:
     def mla(
         cls, layers: int, page_tokens: int, latent_dim: int, dtype: str = "bfloat16", indexer_bytes: int = 0
     ) -> PageShape:
-        """One latent, ``[page_tokens, latent_dim]``; ``indexer_bytes`` of a sidecar for each token and layer, if any."""
+        """One latent, ``[page_tokens, latent_dim]``; ``indexer_bytes`` of a sidecar for each token and layer, if
+        any."""
         latent = Component("latent", page_tokens * _count("latent_dim", latent_dim) * dtype_bytes(dtype))
         sidecar = (Component("indexer", page_tokens * indexer_bytes),) if indexer_bytes else ()
         return cls(layers, page_tokens, (latent, *sidecar), dtype, "mla")

@@ -1,0 +1,214 @@
+"""A rank's end of JoinAgreement: its votes go to the leader, decisions and starts come back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from kvgrpc.errors import KvGrpcError
+from kvgrpc.model import Layout, RankId, RankRef
+from kvgrpc.prefetch import wire
+from kvgrpc.prefetch.agreement import Decided, Decision, Stage, Vote
+from kvgrpc.prefetch.alarms import Alarms
+from kvgrpc.prefetch.model import Stop
+from kvgrpc.rpc.status import error_from
+from kvgrpc.v1 import prefetch_service_pb2 as pb
+from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceStub
+from kvgrpc.wire import layout_to_pb, rank_id_from_pb, rank_ref_to_pb
+
+_log = logging.getLogger(__name__)
+
+FindLeader = Callable[[], Awaitable[str]]
+OpenChannel = Callable[[str], grpc.aio.Channel]
+Spawn = Callable[[Coroutine[Any, Any, None], str], Any]
+
+_LONGEST_PAUSE_SECONDS = 1.0
+_VOTES_OF_A_MESSAGE = 1_024
+_MOST_UNSENT = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class StartOrder:
+    """What the leader wants begun here, or (``terminated``) ended."""
+
+    operation_id: str
+    hashes: tuple[str, ...] = ()
+    timeout: float = 0.0
+    priority: int = 0
+    tenant: str = ""
+    extra_key: str = ""
+    terminated: bool = False
+
+
+@dataclass(slots=True)
+class _Waiting:
+    vote: Vote
+    decided: Decided
+
+
+class JoinedAgreement:
+    """Votes from any thread. A vote that nobody decides in its time is decided here: the leader is absent.
+
+    After a break the rank dials again and says every vote that is still undecided; the leader remembers what it
+    decided.
+    """
+
+    def __init__(self, rank: RankRef, layout: Layout) -> None:
+        self._rank = rank
+        self._layout = layout
+        self._lock = threading.Lock()
+        self._waiting: dict[tuple[str, Stage], _Waiting] = {}
+        self._unsent: list[Vote] = []
+        self._live: frozenset[RankId] = frozenset({rank.rank})
+        self._alarms = Alarms("agreement-alarms")
+        self._wake: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: Any = None
+        self._connected = False
+        self._begin: Callable[[StartOrder], None] = _nobody
+
+    @property
+    def live(self) -> frozenset[RankId]:
+        """Ranks that take part now, as the leader said last; this one alone while it is not connected."""
+        return self._live
+
+    @property
+    def connected(self) -> bool:
+        return self._connected
+
+    def vote(self, vote: Vote, timeout: float, decided: Decided) -> None:
+        with self._lock:
+            self._waiting[vote.key, vote.stage] = _Waiting(vote, decided)
+            self._unsent.append(vote)
+            # While there is no leader only the newest are kept: the others are decided by their time anyway.
+            del self._unsent[:-_MOST_UNSENT]
+        self._alarms.after(timeout, lambda: self._decide(Decision(vote.key, vote.stage, 0, Stop.RANK_ABSENT)))
+        self._ring()
+
+    def forget(self, key: str) -> None:
+        with self._lock:
+            for stage in Stage:
+                self._waiting.pop((key, stage), None)
+
+    def connect(
+        self, find_leader: FindLeader, open_channel: OpenChannel, spawn: Spawn, begin: Callable[[StartOrder], None]
+    ) -> None:
+        """Dials the leader on the event loop, for as long as it takes, and again after each break."""
+        self._begin = begin
+        self._task = spawn(self._stay_joined(find_leader, open_channel), f"prefetch-agreement {self._rank.rank}")
+
+    def close(self, timeout: float) -> bool:
+        """Ends the stream and its thread."""
+        if self._task is not None:
+            self._task.cancel()
+        return self._alarms.stop(timeout)
+
+    async def _stay_joined(self, find_leader: FindLeader, open_channel: OpenChannel) -> None:
+        self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
+        pause = 0.05
+        while True:
+            try:
+                address = await find_leader()
+                channel = open_channel(address)
+                try:
+                    await self._join(channel)
+                    pause = 0.05
+                finally:
+                    await channel.close()
+            except (KvGrpcError, grpc.aio.AioRpcError) as error:
+                cause = error_from(error) if isinstance(error, grpc.aio.AioRpcError) else error
+                _log.info("%s has no leader to agree with, tries again: %s", self._rank.rank, cause)
+            self._live = frozenset({self._rank.rank})
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(_LONGEST_PAUSE_SECONDS, pause * 2)
+
+    async def _join(self, channel: grpc.aio.Channel) -> None:
+        """One stream until it breaks."""
+        assert self._wake is not None
+        call = PrefetchServiceStub(channel).JoinAgreement(self._messages())
+        try:
+            async for message in call:
+                if not self._connected:
+                    self._connected = True
+                    _log.info("%s agrees with its replica", self._rank.rank)
+                self._heard(message)
+        finally:
+            self._connected = False
+            call.cancel()
+
+    async def _messages(self) -> AsyncIterator[pb.JoinAgreementRequest]:
+        assert self._wake is not None
+        hello = pb.JoinAgreementRequest()
+        getattr(hello.hello, "from").CopyFrom(rank_ref_to_pb(self._rank))
+        hello.hello.layout.CopyFrom(layout_to_pb(self._layout))
+        with self._lock:
+            # What was said on an earlier stream may not have arrived.
+            said = {(vote.key, vote.stage) for vote in self._unsent}
+            self._unsent[:0] = [each.vote for key, each in self._waiting.items() if key not in said]
+        yield hello
+        self._wake.set()
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            with self._lock:
+                votes, self._unsent = self._unsent, []
+            for start in range(0, len(votes), _VOTES_OF_A_MESSAGE):
+                part = votes[start : start + _VOTES_OF_A_MESSAGE]
+                yield pb.JoinAgreementRequest(votes=[wire.vote_to_pb(vote) for vote in part])
+
+    def _heard(self, message: pb.JoinAgreementResponse) -> None:
+        if message.epoch:
+            self._live = frozenset(map(rank_id_from_pb, message.live))
+        for start in message.starts:
+            self._order(
+                StartOrder(
+                    start.operation_id,
+                    tuple(each.hex() for each in start.page_hashes),
+                    max(0.001, start.timeout.ToMicroseconds() / 1e6),
+                    start.priority,
+                    start.tenant,
+                    start.extra_key,
+                )
+            )
+        for operation_id in message.terminated:
+            self._order(StartOrder(operation_id, terminated=True))
+        for decision in message.decisions:
+            try:
+                self._decide(wire.decision_from_pb(decision))
+            except KvGrpcError as error:
+                _log.warning("%s: a decision that cannot be read: %s", self._rank.rank, error)
+
+    def _order(self, order: StartOrder) -> None:
+        try:
+            self._begin(order)
+        except KvGrpcError as error:
+            # The leader hears of it as a rank that does not vote.
+            _log.warning("%s: operation %s cannot be begun here: %s", self._rank.rank, order.operation_id, error)
+            if not order.terminated:
+                vote = Vote(order.operation_id, Stage.HITS, 0, Stop.RATE_LIMITED)
+                self.vote(vote, 1.0, lambda decision: None)
+
+    def _decide(self, decision: Decision) -> None:
+        with self._lock:
+            waiting = self._waiting.pop((decision.key, decision.stage), None)
+        if waiting is not None:
+            waiting.decided(decision)
+
+    def _ring(self) -> None:
+        loop, wake = self._loop, self._wake
+        if loop is not None and wake is not None:
+            loop.call_soon_threadsafe(wake.set)
+
+
+def _nobody(order: StartOrder) -> None:
+    """Before ``connect``."""
+
+
+__all__ = ["FindLeader", "JoinedAgreement", "OpenChannel", "Spawn", "StartOrder"]

@@ -1,0 +1,237 @@
+"""The leading rank's end of JoinAgreement: counts the votes of all ranks, tells decisions and starts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvgrpc.errors import InvalidRequest, StaleEpoch, TooManyRequests, WrongRank
+from kvgrpc.model import Layout, RankId, RankRef
+from kvgrpc.prefetch import wire
+from kvgrpc.prefetch.agreement import AgreementCore, Decided, Decision, Stage, Vote
+from kvgrpc.prefetch.alarms import Alarms
+from kvgrpc.prefetch.operation import Operation
+from kvgrpc.v1 import prefetch_service_pb2 as pb
+from kvgrpc.wire import layout_from_pb, rank_id_to_pb, rank_ref_from_pb
+
+MAX_VOTES_OF_A_MESSAGE = 4_096
+MAX_WAITING_MESSAGES = 65_536
+_HELLO_SECONDS = 5.0
+
+
+class LeaderAgreement:
+    """Votes of this rank from any thread, of the others from their streams on the loop.
+
+    A rank that has no stream is absent: what needs it is declined at once. So nobody waits for a rank that is known to
+    be gone, and for one that hangs no longer than the votes' own time.
+    """
+
+    def __init__(self, rank: RankRef, layout: Layout) -> None:
+        self._rank = rank
+        self._layout = layout
+        self._lock = threading.Lock()
+        self._core = AgreementCore(ranks_of(rank.rank, layout))
+        self._waiting: dict[tuple[str, Stage], Decided] = {}
+        self._streams: dict[RankId, _Stream] = {}
+        self._alarms = Alarms("agreement-alarms")
+        for member in self._core.members - {rank.rank}:
+            self._core.lose(member)
+
+    @property
+    def live(self) -> frozenset[RankId]:
+        """Ranks that take part now, this one included."""
+        with self._lock:
+            return frozenset(member for member in self._core.live if isinstance(member, RankId))
+
+    def vote(self, vote: Vote, timeout: float, decided: Decided) -> None:
+        with self._lock:
+            self._waiting[vote.key, vote.stage] = decided
+            decisions = self._core.vote(self._rank.rank, vote, time.monotonic(), timeout)
+        self._alarms.after(timeout, self._expire)
+        self._tell(decisions)
+
+    def forget(self, key: str) -> None:
+        with self._lock:
+            for stage in Stage:
+                self._waiting.pop((key, stage), None)
+
+    def tell_start(self, operation: Operation, timeout: float) -> None:
+        """Every rank begins this prefetch."""
+        order = pb.AgreementStart(
+            operation_id=operation.operation_id,
+            page_hashes=[bytes.fromhex(each) for each in operation.hashes],
+            priority=operation.priority,
+            tenant=operation.tenant,
+            extra_key=operation.extra_key,
+            timeout=wire.seconds_to_pb(timeout),
+        )
+        self._send(pb.JoinAgreementResponse(starts=[order]))
+
+    def tell_terminated(self, operation_id: str) -> None:
+        """Every rank ends it."""
+        self._send(pb.JoinAgreementResponse(terminated=[operation_id]))
+
+    def close(self, timeout: float) -> bool:
+        """Ends its thread; streams end with the server."""
+        return self._alarms.stop(timeout)
+
+    async def serve(self, context: Any) -> None:
+        """One rank's stream, on the event loop, until it breaks: then the rank is absent.
+
+        Raises InvalidRequest, WrongRank, StaleEpoch for a hello that is not right.
+        """
+        member = self._member_of(await self._hello(context))
+        stream = _Stream(asyncio.get_running_loop())
+        with self._lock:
+            older = self._streams.pop(member, None)
+            decisions = [] if older is None else self._core.lose(member)
+            self._core.join(member)
+            self._streams[member] = stream
+        if older is not None:
+            older.end()
+        self._tell(decisions)
+        self._tell_live()
+        writing = asyncio.ensure_future(stream.write_all(context.write))
+        reading = asyncio.ensure_future(self._read_all(member, context))
+        try:
+            done, _ = await asyncio.wait([writing, reading], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in (writing, reading):
+                task.cancel()
+            self._leave(member, stream)
+
+    async def _hello(self, context: Any) -> pb.AgreementHello:
+        with contextlib.suppress(asyncio.TimeoutError):
+            message = await asyncio.wait_for(context.read(), _HELLO_SECONDS)
+            if isinstance(message, pb.JoinAgreementRequest) and message.HasField("hello"):
+                return message.hello
+        raise InvalidRequest.of("hello", "missing", f"the first message, within {_HELLO_SECONDS:g} s")
+
+    def _member_of(self, hello: pb.AgreementHello) -> RankId:
+        speaker, meant = rank_ref_from_pb(getattr(hello, "from")), rank_ref_from_pb(hello.to)
+        if speaker.rank not in self._core.members or speaker.rank == self._rank.rank:
+            raise WrongRank(
+                f"{speaker.rank} is no other rank of the replica that {self._rank.rank} leads",
+                metadata={"expected": str(self._rank.rank), "actual": str(speaker.rank)},
+            )
+        if meant.epoch not in (0, self._rank.epoch):
+            raise StaleEpoch(
+                f"incarnation {meant.epoch} was meant, this is {self._rank.epoch}",
+                metadata={
+                    "requestEpoch": meant.epoch,
+                    "currentEpoch": self._rank.epoch,
+                    "rank": str(self._rank.rank),
+                },
+            )
+        if layout_from_pb(hello.layout) != self._layout:
+            raise InvalidRequest.of("hello.layout", layout_from_pb(hello.layout), f"the leader's, {self._layout}")
+        return speaker.rank
+
+    async def _read_all(self, member: RankId, context: Any) -> None:
+        while isinstance(message := await context.read(), pb.JoinAgreementRequest):
+            if len(message.votes) > MAX_VOTES_OF_A_MESSAGE:
+                text = f"{len(message.votes)} votes"
+                raise InvalidRequest.of("votes", text, f"at most {MAX_VOTES_OF_A_MESSAGE} in one message")
+            for vote in map(wire.vote_from_pb, message.votes):
+                with self._lock:
+                    decisions = self._core.vote(member, vote, time.monotonic(), _OTHERS_SECONDS)
+                self._alarms.after(_OTHERS_SECONDS, self._expire)
+                self._tell(decisions)
+
+    def _leave(self, member: RankId, stream: _Stream) -> None:
+        with self._lock:
+            if self._streams.get(member) is not stream:
+                return
+            del self._streams[member]
+            decisions = self._core.lose(member)
+        self._tell(decisions)
+        self._tell_live()
+
+    def _expire(self) -> None:
+        with self._lock:
+            decisions = self._core.expire(time.monotonic())
+        self._tell(decisions)
+
+    def _tell(self, decisions: list[Decision]) -> None:
+        if not decisions:
+            return
+        self._send(pb.JoinAgreementResponse(decisions=[wire.decision_to_pb(each) for each in decisions]))
+        for decision in decisions:
+            with self._lock:
+                decided = self._waiting.pop((decision.key, decision.stage), None)
+            if decided is not None:
+                decided(decision)
+
+    def _tell_live(self) -> None:
+        with self._lock:
+            epoch = self._core.epoch
+        live = [rank_id_to_pb(each) for each in sorted(self.live)]
+        self._send(pb.JoinAgreementResponse(epoch=epoch, live=live))
+
+    def _send(self, message: pb.JoinAgreementResponse) -> None:
+        with self._lock:
+            streams = list(self._streams.values())
+        for stream in streams:
+            stream.put(message)
+
+
+# A rank that speaks first waits for the others' schedulers, whose own time is the agreement_timeout of their limits.
+_OTHERS_SECONDS = 30.0
+
+
+class _Stream:
+    """What is to be told to one rank: appended from any thread, written on the loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._wake = asyncio.Event()
+        self._lock = threading.Lock()
+        self._waiting: list[pb.JoinAgreementResponse] = []
+        self._ended = False
+
+    def put(self, message: pb.JoinAgreementResponse) -> None:
+        with self._lock:
+            self._waiting.append(message)
+            self._ended = self._ended or len(self._waiting) > MAX_WAITING_MESSAGES
+        self._loop.call_soon_threadsafe(self._wake.set)
+
+    def end(self) -> None:
+        self._ended = True
+        self._loop.call_soon_threadsafe(self._wake.set)
+
+    async def write_all(self, write: Callable[[pb.JoinAgreementResponse], Any]) -> None:
+        """Everything that waits as one message, until the stream ends. Raises TooManyRequests when it was too slow."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            if self._ended:
+                raise TooManyRequests(
+                    "this stream was too slow, or a newer one took its place",
+                    metadata={"limit": MAX_WAITING_MESSAGES, "value": len(self._waiting), "scope": "agreement"},
+                    retry_after=0.1,
+                )
+            with self._lock:
+                messages, self._waiting = self._waiting, []
+            merged = pb.JoinAgreementResponse()
+            for message in messages:
+                if message.epoch:
+                    merged.ClearField("live")
+                merged.MergeFrom(message)
+            if messages:
+                await write(merged)
+
+
+def ranks_of(rank: RankId, layout: Layout) -> list[RankId]:
+    """All ranks of the replica that a rank belongs to."""
+    return [
+        RankId(rank.engine, rank.dp, pp, cp, tp)
+        for pp in range(layout.pp)
+        for cp in range(layout.cp)
+        for tp in range(layout.tp)
+    ]

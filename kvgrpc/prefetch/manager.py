@@ -1,0 +1,356 @@
+"""The hierarchical cache of one rank, opened as its config says: what ``Rank.prefetch`` is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from kvgrpc.errors import FeatureDisabled, ServerDraining, WrongRank
+from kvgrpc.model import Layout, RankId, RankRef
+from kvgrpc.prefetch.agreement import Agreement, AloneAgreement
+from kvgrpc.prefetch.backing_up import Writes, every_page, writer_of
+from kvgrpc.prefetch.cache import TieredCache
+from kvgrpc.prefetch.config import PrefetchConfig
+from kvgrpc.prefetch.controller import CacheController, no_storage
+from kvgrpc.prefetch.joining import FindLeader, JoinedAgreement, OpenChannel, Spawn, StartOrder
+from kvgrpc.prefetch.leading import LeaderAgreement
+from kvgrpc.prefetch.model import Namespace, OperationKind, OperationState, Stop, Tier, TierUse
+from kvgrpc.prefetch.operation import Operation
+from kvgrpc.prefetch.pools.host import HostPool
+from kvgrpc.prefetch.storage import open_backend
+from kvgrpc.prefetch.storage.base import StorageBackend
+from kvgrpc.prefetch.storage.keys import Keys, PageIdentity
+
+MAX_PINS = 4_096
+_PINS_RETRY_SECONDS = 1.0
+
+
+class PrefetchManager:
+    """``cache`` (None with ``own_radix_cache``), ``controller``, ``copies`` (None without a device), ``host``,
+    ``storage``.
+
+    For engine threads and the service; only ``close`` and what says so wait. Of a replica of several ranks the one with
+    pp = cp = tp = 0 has a ``leader``, the others have ``joined``, which needs ``connect``.
+    """
+
+    def __init__(
+        self,
+        config: PrefetchConfig,
+        rank: RankRef,
+        layout: Layout | None = None,
+    ) -> None:
+        self.config = config
+        self.rank = rank
+        self.layout = layout or Layout()
+        self.namespace = _namespace(config, rank.rank, self.layout)
+        self.host = HostPool(config.shape, config.host_pages, config.host_layout)
+        self._own_storage = isinstance(config.storage, str)
+        self.storage = _storage_of(config)
+        self.cache = (
+            None
+            if config.own_radix_cache
+            else TieredCache(
+                self.host,
+                write_policy=config.write_policy,
+                write_hits=config.write_hits,
+                backup=config.backup,
+                listener=config.listener,
+            )
+        )
+        self.leader: LeaderAgreement | None = None
+        self.joined: JoinedAgreement | None = None
+        self.agreement = self._agreement()
+        self.copies = None
+        try:
+            if config.device is not None:
+                from kvgrpc.prefetch.copies.engine import CopyEngine
+                from kvgrpc.prefetch.copies.paths import IoBackend
+
+                on_ack = None if self.cache is None else self.cache.on_ack
+                backend = IoBackend(config.io_backend)
+                self.copies = CopyEngine(config.device, self.host, backend=backend, on_ack=on_ack)
+            self.controller = CacheController(
+                self.host,
+                self.storage,
+                key_builder(config, self.namespace),
+                keeper=self.cache,
+                agreement=self.agreement,
+                limits=config.limits,
+                writes=self._writes(),
+            )
+        except BaseException:
+            self._close_parts(1.0)
+            raise
+        if self.cache is not None:
+            self.cache.copies = self.copies
+            self.cache.attach(self.controller)
+        self.leader_address = config.leader
+        self._draining = False
+        self._closed = False
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that takes starts for its replica."""
+        rank = self.rank.rank
+        return rank.pp == rank.cp == rank.tp == 0
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the replica."""
+        return self.layout.pp * self.layout.cp * self.layout.tp
+
+    @property
+    def healthy(self) -> bool:
+        """All of its threads live. Storage that is away does not count: the cache goes on without it."""
+        return not self._closed and self.controller.healthy and (self.copies is None or self.copies.healthy)
+
+    def start_prefetch(
+        self,
+        hashes: Sequence[str],
+        *,
+        request_id: str = "",
+        priority: int = 0,
+        tenant: str = "",
+        extra_key: str = "",
+        timeout: float | None = None,
+    ) -> Operation:
+        """As ``CacheController.prefetch``, for all ranks of the replica. Raises WrongRank on any but the leading
+        one."""
+        self._check_start()
+        before = self.controller.book.of_request(OperationKind.PREFETCH, request_id)
+        operation = self.controller.prefetch(
+            hashes, request_id=request_id, priority=priority, tenant=tenant, extra_key=extra_key, timeout=timeout
+        )
+        if self.leader is not None and operation is not before and not operation.state.ended:
+            self.leader.tell_start(operation, operation.deadline - time.monotonic())
+        return operation
+
+    def terminate(self, operation: Operation) -> None:
+        """As ``CacheController.terminate``, at all ranks of the replica."""
+        self.controller.terminate(operation)
+        if self.leader is not None:
+            self.leader.tell_terminated(operation.operation_id)
+
+    def start_backup(
+        self,
+        hashes: Sequence[str],
+        *,
+        request_id: str = "",
+        priority: int = 0,
+        tenant: str = "",
+        timeout: float | None = None,
+    ) -> Operation:
+        """Writes the leading pages that the host has to storage; declines with NOT_PRESENT when it has none."""
+        self._check_start()
+        if self.storage is None:
+            raise no_storage()
+        operation = self.controller.backup_operation(hashes, request_id, priority, tenant, timeout)
+        pages = self.controller.keeper.pages_of(hashes)
+        if len(pages):
+            return self.controller.start_backup(operation, pages)
+        kept = self.controller.book.add(operation)
+        if kept is operation:
+            self.controller.book.end(operation, OperationState.DECLINED, Stop.NOT_PRESENT)
+        return kept
+
+    def lookup(self, hashes: Sequence[str], timeout: float, *, storage: bool = True) -> tuple[int, int, int]:
+        """Leading pages on the device; on device or host; anywhere. Blocks for at most ``timeout`` seconds."""
+        device, near = (0, 0) if self.cache is None else self.cache.leading_by_tier(hashes)
+        far = self.controller.count_in_storage(hashes[near:], timeout) if storage else 0
+        return device, near, near + far
+
+    def purge(
+        self, tiers: Sequence[Tier], extra_key: str | None, *, dry_run: bool, timeout: float
+    ) -> tuple[dict[Tier, int], int]:
+        """(pages that went by tier, pages that stay because they are in use). Blocks for about ``timeout`` seconds."""
+        cache = self.known_cache()
+        gone: dict[Tier, int] = {}
+        kept = 0
+        known = cache.hashes(Tier.DEVICE, extra_key) + cache.hashes(Tier.HOST, extra_key)
+        for tier in (Tier.DEVICE, Tier.HOST):
+            if tier in tiers and (tier is Tier.HOST or self.copies is not None):
+                hashes, stay = cache.purge(tier, extra_key, dry_run=dry_run)
+                gone[tier], kept = len(hashes), kept + stay
+        if Tier.STORAGE in tiers and not dry_run:
+            gone[Tier.STORAGE] = self._purge_storage(list(dict.fromkeys(known)), extra_key, timeout)
+        return gone, kept
+
+    def known_cache(self) -> TieredCache:
+        """Raises FeatureDisabled where the engine has its own radix cache."""
+        if self.cache is None:
+            raise FeatureDisabled(
+                "the engine keeps its own radix cache: purge and pin there",
+                metadata={"feature": "prefix tree", "howToEnable": "own_radix_cache=False"},
+            )
+        return self.cache
+
+    def use(self) -> list[TierUse]:
+        """How full the tiers are."""
+        page_bytes = self.config.shape.page_bytes
+        if self.cache is not None:
+            uses = self.cache.use()
+        else:
+            counts = self.host.table.counts()
+            used = counts["reserved"] + counts["present"]
+            uses = [TierUse(Tier.HOST, self.host.pages, used, counts["reserved"], page_bytes)]
+        if self.storage is not None:
+            stats = self.storage.stats()
+            names = ("hits", "misses", "written", "failed", "timeouts", "evicted", "in_use")
+            details = {name: int(getattr(stats, name)) for name in names}
+            most = (stats.capacity or 0) // page_bytes
+            uses.append(TierUse(Tier.STORAGE, most, stats.pages or 0, 0, page_bytes, details))
+        return uses
+
+    def agreeing_ranks(self) -> int:
+        """Ranks of the replica that are known to take part."""
+        if self.leader is not None:
+            return len(self.leader.live)
+        return 1 if self.joined is None else len(self.joined.live)
+
+    def connect(self, find_leader: FindLeader, open_channel: OpenChannel, spawn: Spawn) -> None:
+        """Joins the leader of the replica, and again whenever that is lost. For ranks that do not lead."""
+        if self.joined is not None:
+            self.joined.connect(find_leader, open_channel, spawn, self._begin_for_the_leader)
+
+    def drain(self) -> None:
+        """Takes no new starts from now on; what runs goes on."""
+        self._draining = True
+
+    def close(self, timeout: float = 10.0) -> bool:
+        """Ends every operation, copy and thread, then frees the host memory; False when something was left behind.
+
+        What was left may still move bytes: the memory stays mapped then, and the engine's device pages are not to be
+        freed while the process lives. Repeats are harmless.
+        """
+        self._draining = True
+        if self._closed:
+            return True
+        end = time.monotonic() + timeout
+        well = self.controller.close(timeout * 0.5)
+        for agreement in (self.leader, self.joined):
+            if agreement is not None:
+                well = agreement.close(max(0.1, (end - time.monotonic()) * 0.3)) and well
+        if self.copies is not None:
+            well = self.copies.close(max(0.1, (end - time.monotonic()) * 0.5)) and well
+        if self._own_storage and self.storage is not None:
+            well = self.storage.close(max(0.1, end - time.monotonic())) and well
+        if well:
+            well = self.host.close()
+        self._closed = well
+        return well
+
+    def _check_start(self) -> None:
+        if not self.leads:
+            raise WrongRank(
+                f"{self.rank} does not take starts: pp0/cp0/tp0 of its dp does"
+                + (f", at {self.leader_address}" if self.leader_address else ""),
+                metadata={
+                    "expected": f"{self.rank.rank.engine}/dp{self.rank.rank.dp}/pp0/cp0/tp0",
+                    "actual": str(self.rank.rank),
+                    "address": self.leader_address,
+                },
+            )
+        if self._draining:
+            raise ServerDraining("this rank drains and begins nothing new", retry_after=1.0)
+
+    def _purge_storage(self, known: list[str], extra_key: str | None, timeout: float) -> int:
+        if self.storage is None:
+            return 0
+        if extra_key is not None:
+            # Storage knows pages by their hash only: those of one key are the ones that device and host know.
+            return self.controller.delete_from_storage(known, timeout)
+        before = self.storage.stats().pages
+        self.storage.clear()
+        after = self.storage.stats().pages
+        return 0 if before is None or after is None else max(0, before - after)
+
+    def _writes(self) -> Writes:
+        if not self.namespace.replicated:
+            return every_page
+        own = self.rank.rank.tp
+
+        def writes(page_hash: str) -> bool:
+            return writer_of(page_hash, self._live_tp() | {own}) == own
+
+        return writes
+
+    def _live_tp(self) -> frozenset[int]:
+        """Tensor-parallel ranks of this pipeline stage that are known to live: they hold the same pages."""
+        agreement = self.leader or self.joined
+        if agreement is None:
+            return frozenset({self.rank.rank.tp})
+        return frozenset(rank.tp for rank in agreement.live if rank.pp == self.rank.rank.pp)
+
+    def _agreement(self) -> Agreement:
+        if self.ranks == 1:
+            return AloneAgreement()
+        if self.leads:
+            self.leader = LeaderAgreement(self.rank, self.layout)
+            return self.leader
+        self.joined = JoinedAgreement(self.rank, self.layout)
+        return self.joined
+
+    def _begin_for_the_leader(self, order: StartOrder) -> None:
+        if order.terminated:
+            self.controller.terminate(self.controller.book.get(order.operation_id))
+        elif not self._draining:
+            self.controller.prefetch(
+                order.hashes,
+                operation_id=order.operation_id,
+                priority=order.priority,
+                tenant=order.tenant,
+                extra_key=order.extra_key,
+                timeout=order.timeout,
+            )
+
+    def _close_parts(self, timeout: float) -> None:
+        if self.copies is not None:
+            self.copies.close(timeout)
+        if self._own_storage and self.storage is not None:
+            self.storage.close(timeout)
+        self.host.close()
+
+
+def key_builder(config: PrefetchConfig, namespace: Namespace) -> Callable[[str], str]:
+    """What makes a storage key of a page hash. Raises InvalidRequest for an unknown mode."""
+    shape = config.shape
+    parts = ".".join(f"{component.name}{component.layer_bytes}" for component in shape.components)
+    identity = PageIdentity(
+        model=namespace.model,
+        revision=config.revision,
+        dtype=namespace.dtype,
+        # Two pages of one hash that differ in any of it do not fit into each other's place.
+        layout=f"{namespace.layout}.{shape.layers}.{parts}",
+        page_size=namespace.page_tokens,
+        tp_rank=namespace.tp_rank,
+        tp_size=namespace.tp_size,
+        pp_rank=namespace.pp_rank,
+        pp_size=namespace.pp_size,
+        cp_rank=namespace.cp_rank,
+        cp_size=namespace.cp_size,
+        replicated=namespace.replicated,
+    )
+    return Keys(config.key_mode, identity).of
+
+
+def _namespace(config: PrefetchConfig, rank: RankId, layout: Layout) -> Namespace:
+    shape = config.shape
+    return Namespace(
+        config.model,
+        shape.dtype,
+        config.host_layout.value,
+        shape.page_tokens,
+        rank.tp,
+        layout.tp,
+        rank.pp,
+        layout.pp,
+        rank.cp,
+        layout.cp,
+        shape.kind == "mla",
+    )
+
+
+def _storage_of(config: PrefetchConfig) -> StorageBackend | None:
+    if isinstance(config.storage, str):
+        return open_backend(config.storage, config.storage_config)
+    return config.storage

@@ -1,0 +1,297 @@
+"""PrefetchService over a manager: decode the request, call, encode the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from kvgrpc.errors import FeatureDisabled, InvalidRequest, ServerDraining, StorageFailed, TooManyRequests
+from kvgrpc.paging import numbers_token, read_numbers_token
+from kvgrpc.prefetch import wire
+from kvgrpc.prefetch.manager import PrefetchManager
+from kvgrpc.prefetch.model import Tier
+from kvgrpc.prefetch.operation import Operation
+from kvgrpc.v1 import prefetch_service_pb2 as pb
+from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceServicer
+from kvgrpc.wire import rank_ref_to_pb
+
+MAX_WATCHES = 256
+MAX_WATCHED = 1_000
+MAX_BLOCKING = 64
+MAX_PIN_SECONDS = 3600.0
+HEARTBEAT_SECONDS = 1.0
+_THREADS = 4
+_DEFAULT_PAGE, _LARGEST_PAGE = 100, 1000
+_OPERATIONS_OF_A_MESSAGE = 256
+# Changes of one operation come in bursts; a watcher needs the latest only.
+_COALESCE_SECONDS = 0.02
+_ON_THE_LOOP_TOKENS = 4_096
+_STORAGE_SECONDS = 10.0
+_MARGIN_SECONDS = 0.2
+T = TypeVar("T")
+
+
+class PrefetchServicer(PrefetchServiceServicer):
+    """Its methods, ``drain`` too, run on one event loop; what may block does so on threads of its own, a bounded
+    number."""
+
+    def __init__(self, manager: PrefetchManager) -> None:
+        self._manager = manager
+        self._threads = ThreadPoolExecutor(_THREADS, "kvgrpc-prefetch-call")
+        self._blocking = 0
+        self._watches: set[asyncio.Event] = set()
+        self._draining = False
+
+    def drain(self) -> None:
+        """Ends every watch with ServerDraining; no start is taken from now on."""
+        self._draining = True
+        self._manager.drain()
+        for wake in self._watches:
+            wake.set()
+
+    def close(self) -> None:
+        """Lets go of the threads; calls that still run on them are left behind."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
+        hashes = await self._hashes(request.pages)
+        storage = not request.without_storage
+        seconds = _seconds_left(context)
+        device, near, far = await self._block(lambda: self._manager.lookup(hashes, seconds, storage=storage))
+        return pb.LookupResponse(
+            asked_pages=len(hashes),
+            device_pages=device,
+            host_pages=near,
+            storage_pages=far,
+            page_tokens=self._manager.config.shape.page_tokens,
+        )
+
+    async def StartPrefetch(self, request: pb.StartPrefetchRequest, context: Any) -> pb.StartPrefetchResponse:
+        operation = self._manager.start_prefetch(
+            await self._hashes(request.pages),
+            request_id=wire.text_from_pb("request_id", request.request_id),
+            priority=request.priority,
+            tenant=wire.text_from_pb("tenant", request.tenant) or request.pages.extra_key[: wire.MAX_TEXT],
+            extra_key=request.pages.extra_key,
+            timeout=wire.timeout_from_pb(request),
+        )
+        return pb.StartPrefetchResponse(operation=self._to_pb(operation))
+
+    async def StartBackup(self, request: pb.StartBackupRequest, context: Any) -> pb.StartBackupResponse:
+        operation = self._manager.start_backup(
+            await self._hashes(request.pages),
+            request_id=wire.text_from_pb("request_id", request.request_id),
+            priority=request.priority,
+            tenant=wire.text_from_pb("tenant", request.tenant) or request.pages.extra_key[: wire.MAX_TEXT],
+            timeout=wire.timeout_from_pb(request),
+        )
+        return pb.StartBackupResponse(operation=self._to_pb(operation))
+
+    async def TerminatePrefetch(
+        self, request: pb.TerminatePrefetchRequest, context: Any
+    ) -> pb.TerminatePrefetchResponse:
+        controller = self._manager.controller
+        operation = controller.book.get(request.operation_id)
+        with self._listening(operation) as wake:
+            self._manager.terminate(operation)
+            end = time.monotonic() + _seconds_left(context)
+            while not operation.ended and time.monotonic() < end:
+                await _wait(wake, end - time.monotonic())
+        return pb.TerminatePrefetchResponse(operation=self._to_pb(operation))
+
+    async def WatchOperations(
+        self, request: pb.WatchOperationsRequest, context: Any
+    ) -> AsyncIterator[pb.WatchOperationsResponse]:
+        book = self._manager.controller.book
+        if len(request.operation_ids) > MAX_WATCHED:
+            text = f"{len(request.operation_ids)} operations"
+            raise InvalidRequest.of("operation_ids", text, f"at most {MAX_WATCHED}, or none for all")
+        named = [book.get(each) for each in request.operation_ids]
+        with self._listening() as wake:
+            seen = book.revision
+            wanted = {operation.operation_id for operation in named}
+            ended: set[str] = set()
+            for message in self._chunks(named or (book.open() if request.open_only else book.all())):
+                ended.update(each.operation_id for each in message.operations if each.quiescent)
+                yield message
+            yield pb.WatchOperationsResponse(complete=True)
+            while not (wanted and wanted <= ended):
+                woken = await _wait(wake, HEARTBEAT_SECONDS)
+                if self._draining:
+                    raise ServerDraining("the rank drains; ask again elsewhere", retry_after=1.0)
+                await asyncio.sleep(_COALESCE_SECONDS if woken else 0)
+                seen, before = book.revision, seen
+                changed = [each for each in book.changed_since(before) if not wanted or each.operation_id in wanted]
+                for message in self._chunks(changed):
+                    ended.update(each.operation_id for each in message.operations if each.quiescent)
+                    yield message
+                if not woken:
+                    yield pb.WatchOperationsResponse()
+
+    async def ListOperations(self, request: pb.ListOperationsRequest, context: Any) -> pb.ListOperationsResponse:
+        if request.page_size > _LARGEST_PAGE:
+            raise InvalidRequest.of("page_size", request.page_size, f"at most {_LARGEST_PAGE}")
+        book = self._manager.controller.book
+        question = f"operations {request.open_only}"
+        after = read_numbers_token(question, request.page_token, 1)
+        rows = book.open() if request.open_only else book.all()
+        rows = sorted((row for row in rows if after is None or row.number > after[0]), key=lambda row: row.number)
+        size = request.page_size or _DEFAULT_PAGE
+        return pb.ListOperationsResponse(
+            operations=[self._to_pb(row, with_pages=False) for row in rows[:size]],
+            next_page_token=numbers_token(question, [rows[size - 1].number]) if len(rows) > size else "",
+        )
+
+    async def GetCacheInfo(self, request: pb.GetCacheInfoRequest, context: Any) -> pb.GetCacheInfoResponse:
+        manager = self._manager
+        controller, config = manager.controller, manager.config
+        uses = await self._block(manager.use)
+        response = pb.GetCacheInfoResponse(
+            rank=rank_ref_to_pb(manager.rank),
+            namespace=wire.namespace_to_pb(manager.namespace),
+            tiers=[wire.use_to_pb(use) for use in uses],
+            write_policy=config.write_policy.value,
+            stop_policy=config.limits.stop_policy.value,
+            occupied_pages=controller.occupied,
+            occupied_limit=controller.capacity,
+            threshold_tokens=config.limits.threshold_tokens,
+            open_operations=len(controller.book.open()),
+            agreeing_ranks=manager.agreeing_ranks(),
+        )
+        if manager.storage is not None:
+            stats = manager.storage.stats()
+            response.storage_backend = manager.storage.name
+            response.storage_healthy = stats.healthy
+            response.storage_detail = stats.detail
+        return response
+
+    async def PurgePages(self, request: pb.PurgePagesRequest, context: Any) -> pb.PurgePagesResponse:
+        mine = wire.namespace_to_pb(self._manager.namespace)
+        if request.namespace != mine:
+            raise InvalidRequest.of("namespace", _one_line(request.namespace), f"this cache's, {_one_line(mine)}")
+        tiers = wire.tiers_from_pb(list(request.tiers))
+        extra_key = request.extra_key if request.HasField("extra_key") else None
+        seconds, dry_run = _seconds_left(context), request.dry_run
+        gone, kept = await self._block(lambda: self._manager.purge(tiers, extra_key, dry_run=dry_run, timeout=seconds))
+        return pb.PurgePagesResponse(
+            device_pages=gone.get(Tier.DEVICE, 0),
+            host_pages=gone.get(Tier.HOST, 0),
+            storage_pages=gone.get(Tier.STORAGE, 0),
+            kept_pages=kept,
+        )
+
+    async def PinPages(self, request: pb.PinPagesRequest, context: Any) -> pb.PinPagesResponse:
+        seconds = request.duration.ToMicroseconds() / 1e6
+        if not 0 <= seconds <= MAX_PIN_SECONDS:
+            raise InvalidRequest.of("duration", seconds, f"0 to {MAX_PIN_SECONDS:g} seconds")
+        cache = self._manager.known_cache()
+        pinned = cache.pin(await self._hashes(request.pages), seconds)
+        response = pb.PinPagesResponse(pinned_pages=pinned)
+        response.until.FromMicroseconds(round((time.time() + seconds) * 1e6))
+        return response
+
+    async def JoinAgreement(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[pb.JoinAgreementRequest], context: Any
+    ) -> None:
+        leader = self._manager.leader
+        if leader is None:
+            raise FeatureDisabled(
+                f"{self._manager.rank} leads no replica of several ranks",
+                metadata={"feature": "rank agreement", "howToEnable": "dial the rank with pp = cp = tp = 0"},
+            )
+        await leader.serve(context)
+
+    async def _hashes(self, pages: pb.PromptPages) -> tuple[str, ...]:
+        page_tokens = self._manager.config.shape.page_tokens
+        if len(pages.tokens) <= _ON_THE_LOOP_TOKENS:
+            return wire.pages_from_pb(pages, page_tokens)
+        return await self._block(lambda: wire.pages_from_pb(pages, page_tokens))
+
+    async def _block(self, call: Callable[[], T]) -> T:
+        """Runs it on one of the threads; what a backend raises that is none of ours is STORAGE_FAILED."""
+        if self._blocking >= MAX_BLOCKING:
+            raise TooManyRequests(
+                f"{self._blocking} calls wait for storage already",
+                metadata={"limit": MAX_BLOCKING, "value": self._blocking + 1, "scope": "calls that ask storage"},
+                retry_after=1.0,
+            )
+        self._blocking += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        except OSError as error:
+            storage = self._manager.storage
+            name = "storage" if storage is None else storage.name
+            text = f"{name}: {type(error).__name__}: {error}"
+            raise StorageFailed(text, metadata={"backend": name, "status": "FAILED"}) from error
+        finally:
+            self._blocking -= 1
+
+    def _to_pb(self, operation: Operation, *, with_pages: bool = True) -> pb.CacheOperation:
+        return wire.operation_to_pb(self._manager.controller.book.row(operation, with_pages=with_pages), time.time())
+
+    def _chunks(self, operations: list[Operation]) -> list[pb.WatchOperationsResponse]:
+        """Page by page only for what has ended: what runs is told many times."""
+        size = _OPERATIONS_OF_A_MESSAGE
+        return [
+            pb.WatchOperationsResponse(
+                operations=[self._to_pb(each, with_pages=each.ended) for each in operations[start : start + size]]
+            )
+            for start in range(0, len(operations), size)
+        ]
+
+    def _listening(self, only: Operation | None = None) -> _Listening:
+        if len(self._watches) >= MAX_WATCHES:
+            raise TooManyRequests(
+                f"{len(self._watches)} watches are served already",
+                metadata={"limit": MAX_WATCHES, "value": len(self._watches) + 1, "scope": "watches of operations"},
+                retry_after=1.0,
+            )
+        return _Listening(self._manager, self._watches, only)
+
+
+class _Listening:
+    """An event of this loop that changes of operations set, from whatever thread."""
+
+    def __init__(self, manager: PrefetchManager, watches: set[asyncio.Event], only: Operation | None) -> None:
+        self._book = manager.controller.book
+        self._watches = watches
+        self._only = only
+        self._wake = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._end: Callable[[], None] | None = None
+
+    def __enter__(self) -> asyncio.Event:
+        self._end = self._book.listen(self._changed)
+        self._watches.add(self._wake)
+        return self._wake
+
+    def __exit__(self, *_: object) -> None:
+        self._watches.discard(self._wake)
+        if self._end is not None:
+            self._end()
+
+    def _changed(self, operation: Operation) -> None:
+        if self._only is None or operation is self._only:
+            self._loop.call_soon_threadsafe(self._wake.set)
+
+
+async def _wait(wake: asyncio.Event, seconds: float) -> bool:
+    try:
+        await asyncio.wait_for(wake.wait(), seconds)
+    except asyncio.TimeoutError:
+        return False
+    wake.clear()
+    return True
+
+
+def _seconds_left(context: Any) -> float:
+    """What a call may take: a little less than its own deadline, so that the answer still arrives."""
+    left = context.time_remaining()
+    return _STORAGE_SECONDS if left is None else max(0.01, min(_STORAGE_SECONDS, left - _MARGIN_SECONDS))
+
+
+def _one_line(namespace: pb.CacheNamespace) -> str:
+    return f"{namespace.model} {namespace.dtype} {namespace.layout} {namespace.page_tokens}"

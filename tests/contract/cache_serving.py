@@ -1,0 +1,120 @@
+"""A real rank with a hierarchical cache on a real file backend, without torch: pages go in through the host pool."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import kvgrpc.dataplane
+from kvgrpc.hashing import page_hashes, storage_seed
+from kvgrpc.model import Pool, PoolKind, Region, Role
+from kvgrpc.prefetch.config import PrefetchConfig
+from kvgrpc.prefetch.manager import PrefetchManager
+from kvgrpc.prefetch.model import PrefetchLimits, Short
+from kvgrpc.prefetch.pools.host import Bytes
+from kvgrpc.prefetch.pools.shape import PageShape
+from kvgrpc.server import Rank, RankConfig, open_rank
+
+PAGE_TOKENS = 4
+SHAPE = PageShape.mha(layers=3, page_tokens=PAGE_TOKENS, heads=2, head_dim=8, dtype="float16")
+LIMITS = PrefetchLimits(threshold_tokens=PAGE_TOKENS, batch_pages=4, storage_timeout=5.0)
+
+
+def prompt(pages: int, first: int = 0) -> list[int]:
+    return list(range(first * 1000, first * 1000 + pages * PAGE_TOKENS))
+
+
+def hashes_of(tokens: Sequence[int], extra_key: str | None = None) -> list[str]:
+    return [each.hex() for each in page_hashes(tokens, PAGE_TOKENS, after=storage_seed(extra_key))]
+
+
+def bytes_of(page_hash: str) -> Bytes:
+    """What the page with this hash holds in every test: no two pages alike."""
+    return np.random.default_rng(int(page_hash[:16], 16)).integers(0, 256, SHAPE.page_bytes, dtype=np.uint8)
+
+
+@dataclass
+class CacheRank:
+    """A rank with a cache, and ways to put pages on its host and look at them."""
+
+    rank: Rank
+    plane: Any
+
+    @property
+    def manager(self) -> PrefetchManager:
+        assert self.rank.prefetch is not None
+        return self.rank.prefetch
+
+    @property
+    def address(self) -> str:
+        return self.rank.address
+
+    def fill(self, hashes: Sequence[str], extra_key: str = "") -> None:
+        """The host has these pages, as if an engine had written them."""
+        manager = self.manager
+        pages = manager.host.table.take(len(hashes))
+        assert not isinstance(pages, Short)
+        for page, each in zip(pages, hashes, strict=True):
+            manager.host.set_flat(int(page), bytes_of(each))
+        manager.host.table.commit(pages)
+        manager.known_cache().keep(hashes, 0, pages, extra_key)
+
+    def evict(self) -> int:
+        return self.manager.known_cache().evict_host(self.manager.host.pages)
+
+    def assert_bytes(self, hashes: Sequence[str]) -> None:
+        """The host has all of them, with the right bytes."""
+        manager = self.manager
+        pages = manager.known_cache().pages_of(hashes)
+        try:
+            assert len(pages) == len(hashes)
+            for page, each in zip(pages, hashes, strict=True):
+                assert (manager.host.flat(int(page)) == bytes_of(each)).all()
+        finally:
+            manager.host.table.end_read(pages)
+
+    def store(self, hashes: Sequence[str], extra_key: str = "") -> None:
+        """Storage has these pages, and nothing else has."""
+        self.fill(hashes, extra_key)
+        operation = self.manager.start_backup(hashes)
+        assert operation.wait(20)
+        self.evict()
+
+    def close(self) -> None:
+        self.rank.close(5.0)
+        self.plane.close(1.0)
+
+
+def open_cache_rank(path: Path, storage: Any = "file", **changes: Any) -> CacheRank:
+    plane = kvgrpc.dataplane.open_plane("shm")
+    pool = Pool("kv", PoolKind.KV, 16, 8, "x", (Region(0, "kv", plane.allocate(8 * 4096), 4096, 4096),))
+    config = {key: changes.pop(key) for key in list(changes) if key not in _PREFETCH}
+    settings = {"model": "test/model", "shape": SHAPE, "host_pages": 64, "limits": LIMITS, **changes}
+    if storage == "file":
+        settings["storage_config"] = {"path": str(path)}
+    prefetch = PrefetchConfig(storage=storage, **settings)
+    settings = {
+        "engine": "E",
+        "role": Role.PREFILL,
+        "pools": (pool,),
+        "data_plane": plane,
+        "prefetch": prefetch,
+        **config,
+    }
+    return CacheRank(open_rank(RankConfig(**settings)), plane)
+
+
+_PREFETCH = set(PrefetchConfig.__dataclass_fields__)
+
+
+def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    """Waits for a condition, with a deadline."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "condition was not met in time"
+        time.sleep(0.005)
