@@ -30,7 +30,7 @@ from kvgrpc.server.check import check
 from kvgrpc.server.closing import ClosingTime
 from kvgrpc.server.config import RankConfig
 from kvgrpc.server.listener import Listener
-from kvgrpc.server.opening import cache_of, plane_of, publisher_of
+from kvgrpc.server.opening import cache_of, plane_of, publisher_of, watch_limit
 from kvgrpc.server.servicer import ServerInfo, ServerServicer, transfer_limits
 from kvgrpc.server.status import RankStatus
 from kvgrpc.transfer.protocol.types import Target
@@ -308,7 +308,7 @@ class Rank:
     def _add_servicers(self, server: grpc.aio.Server) -> Sequence[str]:
         add_TransferServiceServicer_to_server(TransferServicer(self.transfer), server)
         stream = self.events.stream
-        self._event_servicer = EventServicer([] if stream is None else [stream])
+        self._event_servicer = EventServicer([] if stream is None else [stream], max_watches=watch_limit(self.config))
         add_EventServiceServicer_to_server(self._event_servicer, server)
         names = ["kvgrpc.v1.TransferService", "kvgrpc.v1.EventService", "kvgrpc.v1.ServerService"]
         if self.prefetch is not None:
