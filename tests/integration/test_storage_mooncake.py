@@ -84,6 +84,7 @@ def works_again(backend: StorageBackend, arena: Arena) -> bool:
     return backend.write(KEYS, arena.pages(), SECONDS) == backend.read(KEYS, arena.pages(), SECONDS) == [OK] * PAGES
 
 
+@pytest.mark.slow
 def test_without_a_master_it_opens_and_connects_when_there_is_one() -> None:
     store = LocalStore(owners=0)
     began = time.monotonic()
@@ -121,6 +122,7 @@ def test_a_killed_master_costs_no_call_more_than_its_time_out(
     assert not backend.stats().healthy
 
 
+@pytest.mark.slow
 def test_a_master_that_is_started_again_has_lost_its_pages_and_takes_new_ones(
     store: LocalStore, backend: StorageBackend, arena: Arena
 ) -> None:
@@ -133,6 +135,7 @@ def test_a_master_that_is_started_again_has_lost_its_pages_and_takes_new_ones(
     until(lambda: works_again(backend, arena))
 
 
+@pytest.mark.slow
 def test_of_two_owners_one_is_killed_and_the_others_pages_stay(
     store: LocalStore, backend: StorageBackend, arena: Arena
 ) -> None:
@@ -153,6 +156,7 @@ def test_of_two_owners_one_is_killed_and_the_others_pages_stay(
     until(lambda: works_again(backend, arena))
 
 
+@pytest.mark.slow
 def test_a_full_store_fails_pages_one_by_one_and_takes_others_later(store: LocalStore, backend: StorageBackend) -> None:
     arena = Arena(96, nbytes=512 << 10, shared=True)  # 96 MiB into 64 MiB
     backend.register([arena.range])
@@ -171,6 +175,7 @@ def test_a_full_store_fails_pages_one_by_one_and_takes_others_later(store: Local
     until(lambda: backend.write(["later"], [arena.page(0)], SECONDS) == [OK])
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_gives_the_pages_back_when_it_is_killed(backend: StorageBackend, arena: Arena) -> None:
     stored(backend, arena)
     hung = child()
@@ -185,6 +190,7 @@ def test_a_process_that_hangs_gives_the_pages_back_when_it_is_killed(backend: St
     assert works_again(backend, arena)
 
 
+@pytest.mark.slow
 def test_pages_that_are_copied_are_free_at_once(backend: StorageBackend, arena: Arena) -> None:
     stored(backend, arena)
     private = Arena(PAGES)
@@ -194,6 +200,7 @@ def test_pages_that_are_copied_are_free_at_once(backend: StorageBackend, arena: 
     until(lambda: backend.stats().healthy and works_again(backend, private))
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_replaced(backend: StorageBackend, arena: Arena) -> None:
     written = stored(backend, arena)
     for _ in range(3):
@@ -205,6 +212,7 @@ def test_a_killed_process_is_replaced(backend: StorageBackend, arena: Arena) -> 
         assert [arena.bytes(number) for number in range(PAGES)] == written
 
 
+@pytest.mark.slow
 def test_a_hung_owner_ends_in_a_reason_and_not_in_a_hang(
     store: LocalStore, backend: StorageBackend, arena: Arena
 ) -> None:
@@ -226,6 +234,7 @@ def test_a_hung_owner_ends_in_a_reason_and_not_in_a_hang(
     until(lambda: back() or works_again(backend, arena))
 
 
+@pytest.mark.slow
 def test_namespaces_share_a_store_and_clear_only_themselves(store: LocalStore) -> None:
     ours, theirs, arena = opened(store, namespace="ours"), opened(store, namespace="ours-too"), Arena(2)
     arena.fill_all()
@@ -237,6 +246,7 @@ def test_namespaces_share_a_store_and_clear_only_themselves(store: LocalStore) -
     assert ours.close(SECONDS) and theirs.close(SECONDS)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_closed_backend(store: LocalStore) -> None:
     before = set(psutil.Process().children(recursive=True))
     descriptors, threads = psutil.Process().num_fds(), psutil.Process().num_threads()
