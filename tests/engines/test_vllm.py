@@ -19,7 +19,7 @@ from tests.engines.engine import LOCAL
 from tests.engines.model import Case, Reference
 from tests.engines.vllm_engine import BLOCK, VllmPair
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(700)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from tests.engines.engine import LOCAL, free_port
 from tests.engines.model import Case, Reference
 from tests.engines.vllm_engine import BLOCK, CONNECTOR, VllmEngine, vllm_arguments
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = pytest.mark.timeout(900)
 # Without it the hashes of blocks begin with a random number.
 HASH_SEED = {"PYTHONHASHSEED": "0"}
 

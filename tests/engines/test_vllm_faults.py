@@ -14,7 +14,7 @@ from tests.engines.engine import Request
 from tests.engines.model import Reference
 from tests.engines.vllm_engine import VllmEngine, VllmPair
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = pytest.mark.timeout(900)
 # As in test_sglang_faults.py.
 GONE_SECONDS, SILENT_SECONDS = 2.5, 6.0
 

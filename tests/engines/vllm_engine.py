@@ -18,7 +18,7 @@ class VllmEngine(Engine):
     """One vLLM engine; see Engine."""
 
     worker = "tests.engines.vllm_worker"
-    start_seconds = 240.0
+    start_seconds = 400.0
 
     @staticmethod
     def environment(folder: Path, arguments: Mapping[str, Any], more: Mapping[str, str]) -> dict[str, str]:
