@@ -168,25 +168,25 @@ def vllm_pair(folder: Path, model: Path, backend: str) -> Pair:
     return VllmPair(folder, model, transfer=transfer, prefill=alone, decode=alone)
 
 
-def benchmarks() -> list[Benchmark]:
-    return [each for each in all_benchmarks() if ENGINE == "sglang" or each.name != LIMIT]
+def benchmarks(starts: int = STARTS) -> list[Benchmark]:
+    return [each for each in all_benchmarks(starts) if ENGINE == "sglang" or each.name != LIMIT]
 
 
-def all_benchmarks() -> list[Benchmark]:
+def all_benchmarks(starts: int) -> list[Benchmark]:
     return [
         row(
             FirstToken,
             Metric(TTFT, "ms", "lower", IN_TREE, Target(ratio=1.4)),
             Metric(f"{TTFT}.p99", "ms", "lower", IN_TREE, Target(ratio=1)),
-            starts=STARTS,
+            starts=starts,
         ),
         Benchmark(
             (Metric(LIMIT, "ms", "lower", IN_TREE),),
             lambda: BareFirstToken(BARE),
             lambda: BareFirstToken("mooncake"),
-            starts=STARTS,
+            starts=starts,
         ),
-        row(Wide, Metric(WIDE_TTFT, "ms", "lower", IN_TREE, Target(ratio=1)), starts=STARTS),
+        row(Wide, Metric(WIDE_TTFT, "ms", "lower", IN_TREE, Target(ratio=1)), starts=starts),
         row(
             Faults,
             Metric(DETECT, "s", "lower", IN_TREE, Target(value=1)),
@@ -210,12 +210,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.engines", description=__doc__.splitlines()[0])
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="PREFIX,…")
     parser.add_argument("--rounds", type=int, default=3, help="of each start")
+    parser.add_argument("--starts", type=int, default=STARTS, help="of the pairs, for rows of a latency")
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
     rows: list[Row] = []
     problems: list[Problem] = []
-    for benchmark in benchmarks():
+    for benchmark in benchmarks(options.starts):
         if benchmark.matches(options.only):
             try:
                 rows += run(benchmark, options.rounds)
