@@ -1,6 +1,6 @@
-"""Opens ranks, registries and indexes: the composition root. An engine needs ``open_rank`` and ``RankConfig`` only."""
+"""Opens ranks, registries and indexes: the composition root. Engines need ``open_prefill`` or ``open_decode``."""
 
-from kvgrpc.server.app import Closed, Rank, open_rank
+from kvgrpc.server.app import Closed, Rank, open_decode, open_prefill, open_rank
 from kvgrpc.server.config import RankConfig, settings
 from kvgrpc.server.index import IndexServer, serve_index
 from kvgrpc.server.registry import RegistryServer, serve_registry
@@ -13,6 +13,8 @@ __all__ = [
     "Rank",
     "RankConfig",
     "RegistryServer",
+    "open_decode",
+    "open_prefill",
     "open_rank",
     "serve_index",
     "serve_registry",

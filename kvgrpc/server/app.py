@@ -6,12 +6,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar, cast
 
 import grpc
 
 import kvgrpc
 from kvgrpc.dataplane.base import DataPlane
-from kvgrpc.errors import EngineNotFound, StaleEpoch
+from kvgrpc.errors import EngineNotFound, InvalidRequest, StaleEpoch
 from kvgrpc.events import EventPublisher, NullEventPublisher
 from kvgrpc.events.base import SHUTDOWN_SECONDS
 from kvgrpc.events.servicer import EventServicer
@@ -74,12 +75,17 @@ class Closed:
     listening: bool = False
 
 
-class Rank:
-    """One opened rank. ``transfer``, ``events``, ``prefetch`` and the properties are for engine threads; ``close``
-    blocks.
+Transfer = TypeVar("Transfer", bound=PrefillManager | DecodeManager)
 
-    ``prefetch`` is None where the configuration has none.
+
+class Rank(Generic[Transfer]):
+    """One opened rank, also a context manager that closes it.
+
+    ``transfer`` (what senders or receivers are made of), ``events``, ``prefetch`` (None where the configuration has
+    none) and the properties are for engine threads; ``close`` blocks.
     """
+
+    transfer: Transfer
 
     def __init__(self, config: RankConfig, ref: RankRef, plane: DataPlane, loop: LoopThread) -> None:
         self.config = config
@@ -107,13 +113,24 @@ class Rank:
             replace(config.bounds, held_pages=min(config.bounds.held_pages, _quarter_of_the_pool(config))),
             config.max_frame_bytes,
         )
-        self.transfer: PrefillManager | DecodeManager
+        manager: PrefillManager | DecodeManager
         if config.role is Role.PREFILL:
-            self.transfer = PrefillManager(transfer, plane, loop)
+            manager = PrefillManager(transfer, plane, loop)
         else:
-            self.transfer = DecodeManager(transfer, plane, loop, self._resolve, self._own_channel)
+            manager = DecodeManager(transfer, plane, loop, self._resolve, self._own_channel)
+        self.transfer = cast(Transfer, manager)
         self._status = RankStatus(config.metrics_listen, loop, self.transfer)
         self._closing = False
+
+    def __enter__(self) -> Rank[Transfer]:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed is not None else "healthy" if self.healthy else "not healthy"
+        return f"<Rank {self.ref} {self.config.role.name.lower()} at {self.address} over {self.plane.name}: {state}>"
 
     @property
     def registration_state(self) -> str:
@@ -400,7 +417,17 @@ class Rank:
         return open_channel(address, self.config.client_security, own_connection=True)
 
 
-def open_rank(config: RankConfig) -> Rank:
+def open_prefill(config: RankConfig) -> Rank[PrefillManager]:
+    """``open_rank`` of a prefill rank: ``KVSender(rank.transfer, …)`` type-checks. Another role is InvalidRequest."""
+    return _open(config, Role.PREFILL)
+
+
+def open_decode(config: RankConfig) -> Rank[DecodeManager]:
+    """``open_rank`` of a decode rank: ``KVReceiver(rank.transfer, …)`` type-checks. Another role is InvalidRequest."""
+    return _open(config, Role.DECODE)
+
+
+def open_rank(config: RankConfig) -> Rank[Any]:
     """Opens a rank: memory is registered, the port is bound, the row is READY at the registry. Blocks until then.
 
     Raises InvalidRequest (which names the field, its value and the rule) and AddressNotAllowed before anything is
@@ -409,7 +436,13 @@ def open_rank(config: RankConfig) -> Rank:
     plaintext that others reach).
     Call it in the process that will use it: what a fork inherits refuses to work.
     """
+    return _open(config, None)
+
+
+def _open(config: RankConfig, role: Role | None) -> Rank[Any]:
     check(config)
+    if role is not None and config.role is not role:
+        raise InvalidRequest.of("role", config.role.name, f"Role.{role.name}, or open the rank with open_rank")
     loop = LoopThread.shared()
     plane = plane_of(config)
     try:
@@ -420,10 +453,10 @@ def open_rank(config: RankConfig) -> Rank:
         raise
 
 
-def _open_on(plane: DataPlane, config: RankConfig, loop: LoopThread) -> Rank:
+def _open_on(plane: DataPlane, config: RankConfig, loop: LoopThread) -> Rank[Any]:
     epoch, tries = new_epoch(), 0
     while True:
-        rank = Rank(config, RankRef(config.rank, epoch), plane, loop)
+        rank: Rank[Any] = Rank(config, RankRef(config.rank, epoch), plane, loop)
         try:
             loop.run(rank._open(config.start_timeout), config.start_timeout + 5.0)
         except BaseException as error:
@@ -445,4 +478,4 @@ def _configured(registry: str) -> tuple[str, ...]:
     return () if registry in ("", "embedded") else tuple(replicas(registry))
 
 
-__all__ = ["Closed", "Rank", "open_rank"]
+__all__ = ["Closed", "Rank", "open_decode", "open_prefill", "open_rank"]

@@ -38,7 +38,7 @@ class RankConfig:
         registry: where to register: "host:port" (several with commas: replicas over one store), "embedded" (this rank
             serves one on its own port), or "" for none.
         bootstrap_allow: hosts and CIDRs of registries that a request may name besides loopback and ``registry``.
-        engine_selects_dp: the engine's own balancer chooses the dp rank of a request, not room % dp; at prefill.
+        engine_selects_dp: the balancer of a prefill engine chooses the dp rank of a request, and not room % dp.
         events: configuration of KV events (None, a JSON string, a mapping or an object); None: off.
         prefetch: the hierarchical cache of this rank; None: it has none.
         server_security, client_security: TLS, tokens; without them plaintext on loopback only.
