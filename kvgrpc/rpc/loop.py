@@ -96,7 +96,9 @@ class LoopThread:
 
     def task(self, coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         """As ``spawn``, for what runs on the loop already: a supervised task."""
-        return self._loop.create_task(self._supervise(coroutine, name), name=name)
+        task = self._loop.create_task(self._supervise(coroutine, name), name=name)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # it was logged
+        return task
 
     @property
     def healthy(self) -> bool:

@@ -79,7 +79,7 @@ class Routes:
         self._engines: dict[str, PrefillEngine] = {}
         self._questions: dict[str, list[ReceiverRoom]] = {}
         self._awaited: dict[tuple[str, Coordinates], asyncio.Task[None]] = {}
-        self._search = RoomSearch(open_channel, start, self._on_found, self._on_silence)
+        self._search = RoomSearch(open_channel, start, self._on_found, self._on_silence, self._targets_now)
         self._closed = False
 
     def find(self, room: ReceiverRoom) -> None:
@@ -202,6 +202,18 @@ class Routes:
     def _on_found(self, room: DecodeRoom, target: Target) -> None:
         self._core.bind(room, [target])
         self._pump()
+
+    async def _targets_now(self, room: DecodeRoom) -> list[Target] | None:
+        """All dp ranks of the room's engine as its registry knows them now; None: it does not know all of them."""
+        if not isinstance(room, ReceiverRoom):
+            return None
+        try:
+            engine = await self._resolve(room.bootstrap_addr, self._core.me.rank)
+            targets = [self._target_of(dp, engine) for dp in range(engine.layout.dp)]
+        except KvGrpcError:
+            return None
+        self._remember(room.bootstrap_addr, engine)
+        return targets
 
     def _on_silence(self, room: DecodeRoom) -> None:
         if isinstance(room, ReceiverRoom) and not room.ended:
