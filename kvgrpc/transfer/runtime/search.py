@@ -88,8 +88,8 @@ class RoomSearch:
             if rooms:
                 await asyncio.sleep(_PAUSE_SECONDS)
         finally:
-            for call in (*asking, *([] if renewing is None else [renewing])):
-                call.cancel()
+            for task in (*asking, *([] if renewing is None else [renewing])):
+                task.cancel()
         for room in rooms.values():
             self._again(room)
 
