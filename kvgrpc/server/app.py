@@ -26,6 +26,7 @@ from kvgrpc.registry.model import Endpoints, RankRow, RankSelector
 from kvgrpc.registry.servicer import RegistryServicer, add_registry_to_server
 from kvgrpc.registry.store.memory import MemoryStore
 from kvgrpc.rpc.channel import open_channel
+from kvgrpc.rpc.interceptors import Admission
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.server.check import check
 from kvgrpc.server.closing import ClosingTime
@@ -172,7 +173,7 @@ class Rank(Generic[Transfer]):
         self.transfer.start()
         if self._registry is not None:
             await self._registry.start()
-        self._listener = Listener(health_checks=self._health_checks())
+        self._listener = Listener(self._health_checks(), Admission(config.call_limits))
         bound = await self._listener.start(
             self._add_servicers,
             (config.listen, *config.admin_listen),

@@ -20,6 +20,7 @@ from kvgrpc.net import (
     replicas,
     split,
 )
+from kvgrpc.rpc.interceptors import CallLimits
 from kvgrpc.rpc.options import MAX_MESSAGE_BYTES
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from kvgrpc.server.config import RankConfig
@@ -41,6 +42,7 @@ _KINDS: tuple[tuple[str, type, str], ...] = (
     ("client_security", ClientSecurity, "a kvgrpc.rpc.security.ClientSecurity"),
     ("timing", Timing, "a kvgrpc.transfer.protocol.types.Timing"),
     ("bounds", Bounds, "a kvgrpc.transfer.protocol.types.Bounds"),
+    ("call_limits", CallLimits, "a kvgrpc.server.CallLimits"),
 )
 _LISTS: tuple[tuple[str, type, str], ...] = (
     ("pools", Pool, "kvgrpc.model.Pool"),
@@ -138,6 +140,9 @@ def _out_of_range(config: RankConfig) -> Iterator[Violation]:
     for each in fields(Bounds):
         if not _is_count(value := getattr(config.bounds, each.name)):
             yield Violation(f"bounds.{each.name}", "a whole number, at least 1", value)
+    for each in fields(CallLimits):
+        if not _is_count(value := getattr(config.call_limits, each.name)):
+            yield Violation(f"call_limits.{each.name}", "a whole number, at least 1", value)
     for index, buffer in enumerate(config.aux):
         for each in fields(AuxBuffer):
             if not _is_count(value := getattr(buffer, each.name)):

@@ -11,6 +11,7 @@ from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import UNKNOWN_MODEL, Layout, ModelIdentity, Pool, RankId, Role
 from kvgrpc.prefetch.config import PrefetchConfig
+from kvgrpc.rpc.interceptors import CallLimits
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from kvgrpc.transfer.aux import AuxBuffer
 from kvgrpc.transfer.protocol.types import Bounds, Timing
@@ -48,6 +49,7 @@ class RankConfig:
         start_timeout: seconds that opening may take, registration included.
         resolve_timeout: seconds that a receiver's registry may take to answer READY.
         lease_ttl: seconds, of an embedded registry.
+        call_limits: how many calls run at once at this rank's port, of all callers and of one.
     """
 
     engine: str
@@ -79,6 +81,7 @@ class RankConfig:
     timing: Timing = field(default_factory=Timing)
     bounds: Bounds = field(default_factory=Bounds)
     max_frame_bytes: int = MAX_FRAME_BYTES
+    call_limits: CallLimits = field(default_factory=CallLimits)
 
     @property
     def rank(self) -> RankId:

@@ -16,6 +16,7 @@ from kvgrpc.observability.http import StatusServer
 from kvgrpc.registry.servicer import RegistryServicer, add_registry_to_server
 from kvgrpc.registry.store.base import Store
 from kvgrpc.registry.store.memory import MemoryStore
+from kvgrpc.rpc.interceptors import Admission, CallLimits
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from kvgrpc.server.check import check_lease_ttl
@@ -44,6 +45,7 @@ class RegistryServer:
         lease_ttl: float = 10.0,
         metrics_listen: str = "",
         store: Store | None = None,
+        call_limits: CallLimits | None = None,
     ) -> None:
         check_lease_ttl(lease_ttl)
         for address in listen:
@@ -56,7 +58,8 @@ class RegistryServer:
         self._listen = tuple(listen)
         self._security = security or ServerSecurity()
         self._servicer = RegistryServicer(store or MemoryStore(ttl=lease_ttl))
-        self._listener = Listener(health_checks={_SERVICES[0]: lambda: self._servicer.healthy})
+        checks = {_SERVICES[0]: lambda: self._servicer.healthy}
+        self._listener = Listener(checks, Admission(call_limits))
         self._loop = LoopThread.shared()
 
     def open(self) -> RegistryServer:
