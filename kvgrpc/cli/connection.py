@@ -11,6 +11,7 @@ import click
 
 from kvgrpc.cli.unanswered import Unanswered, next_step
 from kvgrpc.errors import PeerUnreachable
+from kvgrpc.net import check_target
 
 if TYPE_CHECKING:
     from kvgrpc.client import SyncClient
@@ -94,6 +95,7 @@ def _with_client(function: Callable[Concatenate[SyncClient, ...], None], where: 
     ) -> None:
         from kvgrpc.client import ClientSecurity, SyncClient
 
+        check_target(server, "--server")
         security = ClientSecurity(
             ca_file=ca_file or "",
             cert_file=cert_file or "",

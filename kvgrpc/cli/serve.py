@@ -47,7 +47,11 @@ _OPTIONS = (
         help="HOST:PORT of /metrics (Prometheus), /livez and /readyz (a kubelet), over HTTP.",
     ),
     click.option(
-        "--log-level", default="INFO", show_default=True, envvar="KVGRPC_LOG_LEVEL", help="DEBUG, INFO, WARNING."
+        "--log-level",
+        type=click.Choice(("DEBUG", "INFO", "WARNING", "ERROR"), case_sensitive=False),
+        default="INFO",
+        show_default=True,
+        envvar="KVGRPC_LOG_LEVEL",
     ),
 )
 

@@ -13,7 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvgrpc.client.silence import Silence
 from kvgrpc.client.watch import WatchPart, part_of
-from kvgrpc.errors import KvGrpcError, PeerUnreachable
+from kvgrpc.errors import InvalidRequest, KvGrpcError, PeerUnreachable
+from kvgrpc.net import check_target
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.retry import repeated
 from kvgrpc.rpc.security import ClientSecurity
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _LEAST_SILENCE_SECONDS = 3.0
+LONGEST_TIMEOUT_SECONDS = 86_400.0
 _LEAST_ENGINE_SILENCE_SECONDS = 15.0
 
 
@@ -46,13 +48,19 @@ class Client:
     """Reads and steers one kvgrpc process: ``async with Client("127.0.0.1:8998") as client``.
 
     Answers are the protobuf messages of ``kvgrpc.v1``. Reads are repeated while the server is away, within ``timeout``
-    seconds. Raises the exceptions of ``kvgrpc.errors``; PeerUnreachable when nobody answers in time.
+    seconds. Raises the exceptions of ``kvgrpc.errors``; PeerUnreachable when nobody answers in time. Certificates that
+    were replaced are read again when a call fails.
     """
 
     def __init__(self, address: str, security: ClientSecurity | None = None, timeout: float = 10.0) -> None:
-        self.address = address
+        self.address = check_target(address)
+        if not 0 < timeout <= LONGEST_TIMEOUT_SECONDS:
+            raise InvalidRequest.of("timeout", timeout, f"above 0 and at most {LONGEST_TIMEOUT_SECONDS:g} seconds")
         self._timeout = timeout
-        self._security = security
+        self._security = security or ClientSecurity()
+        self._stamp: tuple[object, ...] = ()
+        self._outdated = False
+        self._closing: asyncio.Task[None] | None = None
         self._opened: grpc.aio.Channel | None = None
 
     async def __aenter__(self) -> Client:
@@ -370,7 +378,12 @@ class Client:
         return health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
 
     def _channel(self) -> grpc.aio.Channel:
+        if self._outdated and self._opened is not None:
+            self._closing = asyncio.get_running_loop().create_task(self._opened.close())
+            self._opened = None
         if self._opened is None:
+            self._outdated = False
+            self._stamp = self._security.stamp
             self._opened = open_channel(self.address, self._security)
         return self._opened
 
@@ -393,6 +406,7 @@ class Client:
             try:
                 return await method(request, timeout=seconds)
             except grpc.aio.AioRpcError as error:
+                self._outdated = self._security.stamp != self._stamp
                 raise self._domain_error(error) from None
 
         return await repeated(once, timeout or self._timeout)

@@ -29,6 +29,7 @@ from kvgrpc.transfer.protocol.types import Bounds, Timing
 
 # Below it the names and pools of an ordinary Hello would not fit.
 SMALLEST_FRAME_BYTES = 64 * 1024
+LONGEST_TIMEOUT_SECONDS = 86_400.0
 SHORTEST_LEASE_SECONDS, LONGEST_LEASE_SECONDS = 1.0, 600.0
 
 _KINDS: tuple[tuple[str, type, str], ...] = (
@@ -71,6 +72,8 @@ def check(config: RankConfig) -> None:
     _check_addresses(config)
     try:
         EventsConfig.parse(config.events)
+    except RecursionError:
+        raise events_refused(config, ValueError("events: nested too deeply")) from None
     except ValueError as error:
         raise events_refused(config, error) from error
 
@@ -131,8 +134,8 @@ def _out_of_range(config: RankConfig) -> Iterator[Violation]:
         rule = f"{SMALLEST_FRAME_BYTES} to {MAX_MESSAGE_BYTES} bytes"
         yield Violation("max_frame_bytes", rule, config.max_frame_bytes)
     for name in ("start_timeout", "resolve_timeout"):
-        if not _is_positive(seconds := getattr(config, name)):
-            yield Violation(name, "a number of seconds above 0", seconds)
+        if not _is_positive(seconds := getattr(config, name)) or seconds > LONGEST_TIMEOUT_SECONDS:
+            yield Violation(name, f"a number of seconds above 0, at most {LONGEST_TIMEOUT_SECONDS:g}", seconds)
     yield from _wrong_lease_ttl(config.lease_ttl)
     for each in fields(Timing):
         if not _is_positive(value := getattr(config.timing, each.name)):
