@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 def layered(kinds: Mapping[str, Any], keywords: Mapping[str, object], environment: Mapping[str, str]) -> dict[str, Any]:
-    """What was set, converted to its kind: str, int, float, bool, an enum by its name, a tuple of text (text has commas),
+    """What was set, converted to its kind: str, int, float, bool, an enum by its name, a tuple of text (with commas),
     a dataclass (a table of the file, JSON in text), or object (as it is).
 
     Keywords that are no text stay as they are. Raises InvalidRequest for a key that is none, with the nearest that is
