@@ -93,7 +93,7 @@ def purge(
     fields: list[tuple[str, object]] = [
         (tier, count) for tier, count in zip(TIERS, counts, strict=True) if tier in tiers
     ]
-    show_record("Pages that would go" if dry_run else "Pages that went", [*fields, ("stay, in use", found.kept_pages)])
+    show_record("Would go" if dry_run else "Went", [*fields, ("stay, in use", found.kept_pages)])
 
 
 @cache.command()

@@ -217,16 +217,18 @@ class CacheController:
         """Ends every operation and every thread, within about ``timeout`` seconds; False when something was left
         behind.
 
-        Then host memory and backend must stay until the process ends. Repeats are harmless.
+        Then host memory and backend must stay; a later call ends it once the backend lets go. Repeats are harmless.
         """
         end = time.monotonic() + timeout
         self._closed = True
-        idle = self.reset(timeout * 0.7)
+        if not self.reset(timeout * 0.7):
+            # Its threads are what settles the pages that still move.
+            return False
         stopped = True
         for part in (self._prefetcher, self._backup, self._alarms):
             if part is not None:
                 stopped = part.stop(max(0.1, end - time.monotonic())) and stopped
-        return idle and stopped
+        return stopped
 
     def _operation(
         self,

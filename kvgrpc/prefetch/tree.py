@@ -236,9 +236,10 @@ class PrefixTree:
 
         chosen: set[Node] = set()
         order: list[Node] = []
-        heap = [(*_worth(node), number, node) for number, node in enumerate(self.nodes()) if there(node) and free(node)]
+        ends = [node for node in self.nodes() if there(node) and free(node)]
+        queued = set(ends)
+        heap = [(*_worth(node), number, node) for number, node in enumerate(ends)]
         heapq.heapify(heap)
-        number = len(heap)
         pages = 0
         while heap and pages < count:
             node = heapq.heappop(heap)[-1]
@@ -246,9 +247,10 @@ class PrefixTree:
             order.append(node)
             pages += len(node)
             parent = node.parent
-            if parent is not None and parent is not self._root and there(parent) and free(parent):
-                number += 1
-                heapq.heappush(heap, (*_worth(parent), number + 1_000_000, parent))
+            # An end that goes lets the one before it go.
+            if parent is not None and parent not in queued and there(parent) and free(parent):
+                queued.add(parent)
+                heapq.heappush(heap, (*_worth(parent), len(queued), parent))
         return order
 
     def _remove_if_nowhere(self, node: Node) -> None:

@@ -6,13 +6,28 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
 from kvgrpc.cli.main import main
 from kvgrpc.client import SyncClient
+from kvgrpc.errors import (
+    FeatureDisabled,
+    InvalidRequest,
+    OperationNotFound,
+    PeerUnreachable,
+    RequestIdReused,
+    ServerDraining,
+    StorageFailed,
+)
+from kvgrpc.prefetch.storage import open_backend
+from kvgrpc.rpc.status import error_from
 from kvgrpc.v1 import prefetch_service_pb2 as pb
-from tests.contract.cache_serving import CacheRank, hashes_of, open_cache_rank, prompt
+from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceStub
+from tests.contract.cache_serving import SHAPE, CacheRank, hashes_of, open_cache_rank, prompt
+from tests.faults.storage import DOWN, Fault, FaultyBackend
 
 
 @pytest.fixture
@@ -55,6 +70,221 @@ class TestPrefetch:
         assert client.lookup(pages).host_pages == 20
         cache.assert_bytes(hashes)
 
+    def test_a_repeat_with_one_request_id_is_one_operation(self, cache: CacheRank, client: SyncClient) -> None:
+        cache.store(hashes_of(prompt(6)))
+        pages = pb.PromptPages(tokens=prompt(6))
+        first = client.start_prefetch(pages, request_id="r")
+        assert client.start_prefetch(pages, request_id="r").operation_id == first.operation_id
+        with pytest.raises(RequestIdReused):
+            client.start_prefetch(pb.PromptPages(tokens=prompt(7)), request_id="r")
+
+    def test_hashes_name_the_same_pages_as_their_tokens(self, cache: CacheRank, client: SyncClient) -> None:
+        tokens = prompt(6)
+        cache.store(hashes_of(tokens))
+        pages = pb.PromptPages(page_hashes=[bytes.fromhex(each) for each in hashes_of(tokens)])
+        assert ended(client, client.start_prefetch(pages)).completed_pages == 6
+        assert client.lookup(pb.PromptPages(tokens=tokens)).host_pages == 6
+
+    def test_pages_of_another_extra_key_or_salt_are_other_pages(self, cache: CacheRank, client: SyncClient) -> None:
+        tokens = prompt(6)
+        cache.store(hashes_of(tokens, "lora"), "lora")
+        for pages, found in (
+            (pb.PromptPages(tokens=tokens), 0),
+            (pb.PromptPages(tokens=tokens, extra_key="lora"), 6),
+            (pb.PromptPages(tokens=tokens, cache_salt="lora"), 0),
+            (pb.PromptPages(tokens=tokens, bigram=True), 0),
+        ):
+            assert client.lookup(pages).storage_pages == found
+
+    def test_what_is_there_already_is_declined_as_covered(self, cache: CacheRank, client: SyncClient) -> None:
+        cache.fill(hashes_of(prompt(6)))
+        operation = ended(client, client.start_prefetch(pb.PromptPages(tokens=prompt(6))))
+        assert (operation.state, operation.stop) == (pb.OPERATION_STATE_DECLINED, pb.OPERATION_STOP_COVERED)
+        assert operation.covered_pages == 6
+
+    def test_only_what_is_missing_behind_the_covered_pages_is_read(self, cache: CacheRank, client: SyncClient) -> None:
+        hashes = hashes_of(prompt(10))
+        cache.store(hashes)
+        cache.fill(hashes[:4])
+        operation = ended(client, client.start_prefetch(pb.PromptPages(tokens=prompt(10))))
+        assert (operation.covered_pages, operation.hit_pages, operation.completed_pages) == (4, 6, 10)
+        assert operation.bytes == 6 * SHAPE.page_bytes and len(operation.page_outcomes) == 6
+        cache.assert_bytes(hashes)
+
+    def test_nothing_in_storage_is_declined_with_the_reason(self, client: SyncClient) -> None:
+        operation = ended(client, client.start_prefetch(pb.PromptPages(tokens=prompt(10))))
+        assert (operation.state, operation.stop) == (pb.OPERATION_STATE_DECLINED, pb.OPERATION_STOP_BELOW_THRESHOLD)
+
+    def test_the_host_has_nothing_to_back_up(self, client: SyncClient) -> None:
+        operation = ended(client, client.start_backup(pb.PromptPages(tokens=prompt(10))))
+        assert (operation.state, operation.stop) == (pb.OPERATION_STATE_DECLINED, pb.OPERATION_STOP_NOT_PRESENT)
+
+    @pytest.mark.parametrize(
+        ("field", "pages", "order"),
+        [
+            ("pages", pb.PromptPages(), {}),
+            ("pages", pb.PromptPages(tokens=[1] * 8, page_hashes=[b"x" * 32]), {}),
+            ("pages.page_hashes[1]", pb.PromptPages(page_hashes=[b"x" * 32, b"y" * 31]), {}),
+            ("pages.tokens", pb.PromptPages(tokens=[1, 2, 3]), {}),
+            ("priority", pb.PromptPages(tokens=[1] * 8), {"priority": 2000}),
+            ("timeout", pb.PromptPages(tokens=[1] * 8), {"timeout": 4000.0}),
+            ("request_id", pb.PromptPages(tokens=[1] * 8), {"request_id": "r" * 129}),
+            ("tenant", pb.PromptPages(tokens=[1] * 8), {"tenant": "t" * 129}),
+            ("tokens[0]", pb.PromptPages(tokens=[2**64 - 1] * 8), {}),
+        ],
+    )
+    def test_what_cannot_be_right_is_named(
+        self, client: SyncClient, field: str, pages: pb.PromptPages, order: dict[str, Any]
+    ) -> None:
+        with pytest.raises(InvalidRequest) as refused:
+            client.start_prefetch(pages, **order)
+        assert refused.value.metadata["field"] == field
+
+
+class TestWatching:
+    def test_all_operations_are_told_as_they_stand_and_then_as_they_change(
+        self, cache: CacheRank, client: SyncClient
+    ) -> None:
+        cache.store(hashes_of(prompt(6)))
+        messages = client.watch_operations()
+        before = next(messages).operations
+        assert [each.kind for each in before] == [pb.OPERATION_KIND_BACKUP] and before[0].quiescent
+        assert next(messages).complete
+        started = client.start_prefetch(pb.PromptPages(tokens=prompt(6)))
+        for message in messages:
+            told = [each for each in message.operations if each.quiescent]
+            if told:
+                break
+        assert told[0].operation_id == started.operation_id
+        messages.close()  # type: ignore[attr-defined]  # it is a generator
+
+    def test_an_operation_that_is_not_known_is_named(self, client: SyncClient) -> None:
+        with pytest.raises(OperationNotFound):
+            list(client.watch_operations(["nobody"]))
+        with pytest.raises(OperationNotFound):
+            client.terminate_prefetch("nobody")
+
+    def test_lists_are_paged_in_the_order_of_their_begin(self, cache: CacheRank, client: SyncClient) -> None:
+        names = [client.start_prefetch(pb.PromptPages(tokens=prompt(4, n))).operation_id for n in range(7)]
+        with grpc.insecure_channel(cache.address) as channel:
+            stub = PrefetchServiceStub(channel)
+            found, token = [], ""
+            while True:
+                page = stub.ListOperations(pb.ListOperationsRequest(page_size=3, page_token=token), timeout=10)
+                found += [each.operation_id for each in page.operations]
+                token = page.next_page_token
+                if not token:
+                    break
+            with pytest.raises(grpc.RpcError) as refused:
+                stub.ListOperations(pb.ListOperationsRequest(page_size=1001), timeout=10)
+        assert found == names == [each.operation_id for each in client.list_operations()]
+        assert isinstance(error_from(refused.value), InvalidRequest)
+
+    def test_a_terminated_operation_is_quiescent_when_the_answer_comes(self, tmp_path: Path) -> None:
+        storage = FaultyBackend(open_backend("file", {"path": str(tmp_path)}))
+        cache = open_cache_rank(tmp_path, storage)
+        cache.store(hashes_of(prompt(12)))
+        storage.fault = lambda call, key: Fault(delay=0.2) if call == "read" else None
+        with SyncClient(cache.address) as client:
+            operation = client.start_prefetch(pb.PromptPages(tokens=prompt(12)))
+            terminated = client.terminate_prefetch(operation.operation_id)
+            assert terminated.quiescent and terminated.stop == pb.OPERATION_STOP_CANCELLED
+            again = client.terminate_prefetch(operation.operation_id)
+            assert again.revision == terminated.revision
+        cache.close()
+        assert storage.close(5.0)
+
+
+class TestTheCache:
+    def test_info_says_what_it_is_made_of_and_how_full_it_is(self, cache: CacheRank, client: SyncClient) -> None:
+        cache.store(hashes_of(prompt(6)))
+        cache.fill(hashes_of(prompt(4, 1)))
+        info = client.get_cache_info()
+        assert (info.namespace.model, info.namespace.dtype, info.namespace.page_tokens) == ("test/model", "float16", 4)
+        assert [(use.tier, use.used_pages) for use in info.tiers] == [
+            (pb.CACHE_TIER_HOST, 4),
+            (pb.CACHE_TIER_STORAGE, 6),
+        ]
+        assert info.storage_backend == "file" and info.storage_healthy and info.agreeing_ranks == 1
+
+    def test_a_purge_needs_the_caches_own_namespace(self, client: SyncClient) -> None:
+        namespace = client.get_cache_info().namespace
+        namespace.dtype = "bfloat16"
+        with pytest.raises(InvalidRequest) as refused:
+            client.purge_pages(pb.PurgePagesRequest(namespace=namespace, tiers=[pb.CACHE_TIER_HOST]))
+        assert refused.value.metadata["field"] == "namespace"
+        with pytest.raises(InvalidRequest):
+            client.purge_pages(pb.PurgePagesRequest(namespace=client.get_cache_info().namespace))
+
+    def test_a_purge_drops_one_extra_key_from_all_tiers_and_counts(self, cache: CacheRank, client: SyncClient) -> None:
+        cache.fill(hashes_of(prompt(6), "lora"), "lora")
+        cache.fill(hashes_of(prompt(5)))
+        for pages in (pb.PromptPages(tokens=prompt(6), extra_key="lora"), pb.PromptPages(tokens=prompt(5))):
+            ended(client, client.start_backup(pages))
+        request = pb.PurgePagesRequest(
+            namespace=client.get_cache_info().namespace,
+            tiers=[pb.CACHE_TIER_HOST, pb.CACHE_TIER_STORAGE],
+            extra_key="lora",
+            dry_run=True,
+        )
+        counted = client.purge_pages(request)
+        assert (counted.host_pages, counted.storage_pages) == (6, 0)
+        request.dry_run = False
+        gone = client.purge_pages(request)
+        assert (gone.host_pages, gone.storage_pages) == (6, 6)
+        assert client.lookup(pb.PromptPages(tokens=prompt(6), extra_key="lora")).storage_pages == 0
+        assert client.lookup(pb.PromptPages(tokens=prompt(5))).host_pages == 5
+
+    def test_pinned_pages_stay_until_their_time(self, cache: CacheRank, client: SyncClient) -> None:
+        cache.fill(hashes_of(prompt(6)))
+        cache.fill(hashes_of(prompt(4, 1)))
+        assert client.pin_pages(pb.PromptPages(tokens=prompt(8)), 60.0).pinned_pages == 6
+        assert cache.evict() == 4
+        assert client.pin_pages(pb.PromptPages(tokens=prompt(8)), 0.0).pinned_pages == 6
+        assert cache.evict() == 6
+        with pytest.raises(InvalidRequest):
+            client.pin_pages(pb.PromptPages(tokens=prompt(8)), 3601.0)
+
+    def test_storage_that_does_not_answer_is_told_and_the_rest_goes_on(self, tmp_path: Path) -> None:
+        storage = FaultyBackend(open_backend("file", {"path": str(tmp_path)}))
+        cache = open_cache_rank(tmp_path, storage)
+        cache.fill(hashes_of(prompt(6)))
+        storage.fault = lambda call, key: DOWN
+        with SyncClient(cache.address, timeout=3.0) as client:
+            pages = pb.PromptPages(tokens=prompt(8))
+            with pytest.raises(PeerUnreachable):
+                client.lookup(pages)
+            assert client.lookup(pages, without_storage=True).host_pages == 6
+            operation = ended(client, client.start_prefetch(pages))
+            assert operation.stop == pb.OPERATION_STOP_BACKEND_DOWN
+            storage.count_leading = broken_disk  # type: ignore[method-assign]
+            with pytest.raises(StorageFailed):
+                client.lookup(pages)
+            assert client.health("kvgrpc.v1.PrefetchService") == "SERVING"
+        cache.close()
+
+    def test_a_rank_without_the_tier_or_tree_says_so(self, tmp_path: Path) -> None:
+        cache = open_cache_rank(tmp_path, None, own_radix_cache=True)
+        with SyncClient(cache.address) as client:
+            pages = pb.PromptPages(tokens=prompt(8))
+            with pytest.raises(FeatureDisabled):
+                client.start_backup(pages)
+            with pytest.raises(FeatureDisabled):
+                client.pin_pages(pages, 5.0)
+            assert client.start_prefetch(pages).stop == pb.OPERATION_STOP_BACKEND_DOWN
+            assert client.get_cache_info().storage_backend == ""
+        cache.close()
+
+    def test_a_draining_rank_begins_nothing_new(self, cache: CacheRank, client: SyncClient) -> None:
+        assert client.drain(0.1).drained
+        with pytest.raises(ServerDraining):
+            client.start_prefetch(pb.PromptPages(tokens=prompt(8)))
+        assert client.get_cache_info().storage_backend == "file"
+
+
+def broken_disk(*arguments: Any) -> int:
+    raise OSError("input/output error")
+
 
 class TestCommands:
     def test_prefetch_start_brings_the_pages_and_says_so(
@@ -68,3 +298,38 @@ class TestCommands:
         last = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert (last["state"], last["completedPages"]) == ("OPERATION_STATE_DONE", 6)
         cache.assert_bytes(hashes_of(tokens))
+
+    @pytest.mark.parametrize(
+        ("arguments", "code", "words"),
+        [
+            (["prefetch", "lookup", "--tokens", "0 1 2 3 4 5 6 7"], 0, "device, host or storage"),
+            (["prefetch", "list"], 0, "Cache operations"),
+            (["prefetch", "start", "--tokens", "9,9,9,9,9"], 1, "BELOW_THRESHOLD"),
+            (["prefetch", "start", "--tokens", "9,9,9,9,9", "--no-wait"], 0, "pages asked"),
+            (["prefetch", "backup", "--tokens", "9,9,9,9,9"], 1, "NOT_PRESENT"),
+            (["prefetch", "start"], 2, ""),
+            (["prefetch", "start", "--tokens", "1,x"], 2, ""),
+            (["prefetch", "lookup", "--hash", "12"], 2, ""),
+            (["prefetch", "cancel", "nobody"], 64 + 5, ""),
+            (["cache", "info"], 0, "test/model"),
+            (["cache", "pin", "--tokens", "1 2 3 4", "--for", "5"], 0, "pages"),
+            (["cache", "purge", "--tier", "host", "--dry-run"], 0, "Would go"),
+            (["cache", "purge", "--tier", "host", "--tier", "storage", "--yes"], 0, "Went"),
+        ],
+    )
+    def test_each_says_what_is_to_know_and_ends_with_its_code(
+        self, cache: CacheRank, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, words: str
+    ) -> None:
+        with pytest.raises(SystemExit) as exit:
+            main([*arguments, "-s", cache.address])
+        assert (exit.value.code or 0) == code
+        assert words in capsys.readouterr().out
+
+    def test_tokens_come_from_a_file_of_either_form(self, cache: CacheRank, tmp_path: Path) -> None:
+        cache.fill(hashes_of(prompt(6)))
+        for text in ("\n".join(map(str, prompt(6))), json.dumps(prompt(6)), json.dumps({"tokens": prompt(6)})):
+            file = tmp_path / "tokens"
+            file.write_text(text)
+            with pytest.raises(SystemExit) as exit:
+                main(["cache", "pin", "--tokens-file", str(file), "-s", cache.address])
+            assert not exit.value.code

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvgrpc.errors import CopyFailed, Failure, KvGrpcError
+from kvgrpc.errors import CopyFailed, Failure, InvalidRequest, KvGrpcError
 from kvgrpc.prefetch.copies.layers import LayerSignal
 from kvgrpc.prefetch.copies.operation import CopyAck, CopyOperation, Direction, merge
 from kvgrpc.prefetch.copies.paths import CopyPath, IoBackend
@@ -84,7 +84,7 @@ class CopyEngine:
         ``host_pages``: RESERVED ones of the caller; None: taken from the host pool, which may be ``Short``. The device
         pages must stay as they are until the ack.
         """
-        device = as_pages(device_pages)
+        device = self._checked(device_pages)
         host = self.host.table.take(len(device)) if host_pages is None else host_pages
         if isinstance(host, Short):
             return host
@@ -115,8 +115,9 @@ class CopyEngine:
         read-locked until the ack.
         """
         host = as_pages(host_pages)
+        given = None if device_pages is None else self._checked(device_pages)
         self.host.table.read(host)
-        device = self.device.table.take(len(host)) if device_pages is None else device_pages
+        device = self.device.table.take(len(host)) if given is None else given
         if isinstance(device, Short):
             self.host.table.end_read(host)
             return device
@@ -191,6 +192,14 @@ class CopyEngine:
             self._pinned = False
         return stopped
 
+    def _checked(self, device_pages: Sequence[int] | Pages) -> Pages:
+        """Device pages that may be an engine's own, of which no table knows."""
+        pages = as_pages(device_pages)
+        if len(pages) and not (int(pages.min()) >= 0 and int(pages.max()) < self.device.pages):
+            rule = f"0 to {self.device.pages - 1}"
+            raise InvalidRequest.of("device_pages", f"{int(pages.min())} to {int(pages.max())}", rule)
+        return pages
+
     def _cancel_queued(self) -> None:
         with self._lock:
             operations, self._queued = self._queued, []
@@ -220,8 +229,15 @@ class CopyEngine:
             self._acknowledge(operation, time.monotonic() - began, None)
 
     def _writes_failed(self, operations: list[CopyOperation], error: Exception) -> None:
+        if len(operations) == 1:
+            self._acknowledge(operations[0], 0.0, _copy_failed(Direction.DOWN, error))
+            return
         for operation in operations:
-            self._acknowledge(operation, 0.0, _copy_failed(Direction.DOWN, error))
+            # Which of them it was is not known: each alone.
+            try:
+                self._write_all([operation])
+            except Exception as own:
+                self._acknowledge(operation, 0.0, _copy_failed(Direction.DOWN, own))
 
     # On the loading thread.
 

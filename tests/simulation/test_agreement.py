@@ -1,0 +1,164 @@
+"""Rank agreement under a seeded world: ranks come to operations in any order, hang, die and come back; nobody waits
+long."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvgrpc.prefetch.agreement import AgreementCore, Decision, Stage, Vote
+from kvgrpc.prefetch.model import Stop
+
+RANKS, OPERATIONS, TIMEOUT = 4, 30, 2.0
+ABSENT = (0, Stop.RANK_ABSENT)
+
+
+@dataclass
+class Rank:
+    """What one rank said and heard, and when."""
+
+    number: int
+    said: dict[tuple[str, Stage], tuple[float, Vote]] = field(default_factory=dict)
+    heard: dict[tuple[str, Stage], tuple[float, Decision]] = field(default_factory=dict)
+    alive: bool = True
+    hung: bool = False
+    born: int = 0
+
+
+class World:
+    """A leader's core, ranks that speak to it over links with delays, and a clock that only events move."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.core = AgreementCore(range(RANKS))
+        self.ranks = [Rank(number) for number in range(RANKS)]
+        self.decided: dict[tuple[str, Stage], Decision] = {}
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = 0
+
+    def at(self, seconds: float, call: Callable[[], None]) -> None:
+        self._number += 1
+        heapq.heappush(self._events, (self.now + seconds, self._number, call))
+
+    def run(self) -> None:
+        while self._events:
+            self.now, _, call = heapq.heappop(self._events)
+            call()
+            self.tell(self.core.expire(self.now))
+            deadline = self.core.next_deadline()
+            if deadline is not None:
+                self.at(max(0.0, deadline - self.now) + 1e-6, lambda: None)
+
+    def say(self, rank: Rank, vote: Vote) -> None:
+        if not rank.alive or rank.hung:
+            return
+        rank.said[vote.key, vote.stage] = (self.now, vote)
+        born = rank.born
+
+        def arrive() -> None:
+            if rank.alive and rank.born == born:
+                self.tell(self.core.vote(rank.number, vote, self.now, TIMEOUT))
+
+        self.at(self.random.uniform(0, 0.2), arrive)
+
+    def tell(self, decisions: list[Decision]) -> None:
+        for decision in decisions:
+            key = (decision.key, decision.stage)
+            assert self.decided.setdefault(key, decision) == decision, "two decisions of one step"
+            for rank in self.ranks:
+                self.at(self.random.uniform(0, 0.2), lambda rank=rank, decision=decision: self.hear(rank, decision))  # type: ignore[misc]
+
+    def hear(self, rank: Rank, decision: Decision) -> None:
+        key = (decision.key, decision.stage)
+        if not rank.alive or key in rank.heard:
+            return
+        rank.heard[key] = (self.now, decision)
+        if decision.pages and decision.stage is not Stage.COMPLETED and key in rank.said:
+            pages = self.random.randint(1, decision.pages)
+            self.say(rank, Vote(decision.key, Stage(decision.stage + 1), pages))
+
+    def kill(self, rank: Rank) -> None:
+        rank.alive = False
+        self.at(self.random.uniform(0, 0.3), lambda: self.tell(self.core.lose(rank.number)))
+
+    def revive(self, rank: Rank) -> None:
+        rank.alive, rank.hung, rank.born = True, False, rank.born + 1
+        rank.said.clear()
+        rank.heard.clear()
+        self.tell(self.core.lose(rank.number))
+        self.core.join(rank.number)
+
+
+def run(seed: int, faults: int) -> World:
+    world = World(seed)
+    for rank in world.ranks:
+        order = list(range(OPERATIONS))
+        world.random.shuffle(order)
+        when = 0.0
+        for operation in order:
+            when += world.random.uniform(0, 0.02)
+            pages = world.random.randint(0, 50)
+            vote = Vote(f"op{operation}", Stage.HITS, pages, Stop.NONE if pages else Stop.BELOW_THRESHOLD)
+            world.at(when, lambda rank=rank, vote=vote: world.say(rank, vote))  # type: ignore[misc]
+    for _ in range(faults):
+        rank = world.random.choice(world.ranks[1:])
+        moment = world.random.uniform(0, 1.5)
+        if world.random.random() < 0.5:
+            world.at(moment, lambda rank=rank: setattr(rank, "hung", True))  # type: ignore[misc]
+        else:
+            world.at(moment, lambda rank=rank: world.kill(rank))  # type: ignore[misc]
+        if world.random.random() < 0.5:
+            world.at(moment + world.random.uniform(0.5, 3), lambda rank=rank: world.revive(rank))  # type: ignore[misc]
+    world.run()
+    return world
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_the_order_all_ranks_hear_the_smallest_number(seed: int) -> None:
+    world = run(seed, faults=0)
+    assert len([key for key in world.decided if key[1] is Stage.HITS]) == OPERATIONS
+    for key, decision in world.decided.items():
+        votes = [rank.said[key][1] for rank in world.ranks]
+        assert decision.pages == min(vote.pages for vote in votes)
+        assert all(rank.heard[key][1] == decision for rank in world.ranks)
+    assert world.core.open_ballots == 0
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_whoever_hangs_or_dies_nobody_waits_longer_than_the_time_of_a_vote(seed: int) -> None:
+    world = run(seed, faults=3)
+    for rank in world.ranks:
+        if not rank.alive:
+            continue
+        for key, (said, vote) in rank.said.items():
+            heard, decision = rank.heard[key]
+            assert heard - said <= TIMEOUT + 1.0
+            assert decision.pages <= vote.pages
+    for decision in world.decided.values():
+        assert decision.pages or decision.stop is not Stop.NONE or decision.stage is not Stage.HITS
+    assert world.core.open_ballots == 0
+
+
+def test_the_table_is_bounded() -> None:
+    core = AgreementCore(range(2), limit=10)
+    decided = [each for number in range(50) for each in core.vote(0, Vote(f"op{number}", Stage.HITS, 5), 0.0, 1.0)]
+    assert core.open_ballots == 10
+    assert [(each.key, each.pages, each.stop) for each in decided] == [(f"op{n}", *ABSENT) for n in range(40)]
+
+
+def test_one_who_comes_late_hears_what_was_decided_without_it() -> None:
+    core = AgreementCore(range(2))
+    core.vote(0, Vote("op", Stage.HITS, 5), 0.0, 1.0)
+    (absent,) = core.expire(1.0)
+    assert core.vote(1, Vote("op", Stage.HITS, 7), 5.0, 1.0) == [absent]
+
+
+def test_a_stranger_decides_nothing() -> None:
+    core = AgreementCore(range(2))
+    assert core.vote("nobody", Vote("op", Stage.HITS, 5), 0.0, 1.0) == []
+    assert not core.join("nobody") and core.open_ballots == 0

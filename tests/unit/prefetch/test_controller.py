@@ -1,0 +1,519 @@
+"""The controller beside storage that fails in every way: each operation ends once, with its reason, and leaves
+nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvgrpc.errors import FeatureDisabled, InvalidRequest, OperationNotFound, RequestIdReused, TooManyRequests
+from kvgrpc.prefetch.backing_up import writer_of
+from kvgrpc.prefetch.controller import CacheController
+from kvgrpc.prefetch.keeper import CompletionQueue
+from kvgrpc.prefetch.model import OperationState, PageOutcome, PrefetchLimits, Short, Stop, StopPolicy
+from kvgrpc.prefetch.operation import Operation
+from kvgrpc.prefetch.pools.host import HostPool
+from kvgrpc.prefetch.pools.shape import PageShape
+from tests.faults.storage import BROKEN, DOWN, FAILED, HANG, Fault, FaultyBackend, memory_backend
+
+SHAPE = PageShape.mha(2, 4, 1, 8, "float16")
+LIMITS = PrefetchLimits(threshold_tokens=4, batch_pages=4, storage_timeout=0.3, readers=2)
+
+
+def hashes(count: int, name: str = "a") -> list[str]:
+    return [f"{name}{number:04d}" for number in range(count)]
+
+
+def content(page_hash: str) -> Any:
+    return np.random.default_rng(list(page_hash.encode())).integers(0, 256, SHAPE.page_bytes, dtype=np.uint8)
+
+
+def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "condition was not met in time"
+        time.sleep(0.002)
+
+
+@dataclass
+class Rig:
+    """A controller over a backend whose faults a test decides."""
+
+    limits: PrefetchLimits = LIMITS
+    pages: int = 64
+    writes: Callable[[str], bool] = lambda page_hash: True
+    storage: FaultyBackend = field(default_factory=lambda: FaultyBackend(memory_backend()))
+
+    def __post_init__(self) -> None:
+        self.host = HostPool(SHAPE, self.pages)
+        self.controller = CacheController(
+            self.host, self.storage, lambda page_hash: f"key-{page_hash}", limits=self.limits, writes=self.writes
+        )
+
+    @property
+    def queue(self) -> CompletionQueue:
+        assert isinstance(self.controller.keeper, CompletionQueue)
+        return self.controller.keeper
+
+    def on_host(self, names: Sequence[str]) -> Any:
+        pages = self.host.table.take(len(names))
+        assert not isinstance(pages, Short)
+        for page, name in zip(pages, names, strict=True):
+            self.host.set_flat(int(page), content(name))
+        self.host.table.commit(pages)
+        return pages
+
+    def stored(self, names: Sequence[str]) -> list[str]:
+        """Storage has them and the host has not."""
+        pages = self.on_host(names)
+        operation = self.ended(self.controller.write_storage(names, pages))
+        assert operation.state is OperationState.DONE
+        self.host.table.release(pages)
+        return list(names)
+
+    def ended(self, operation: Operation) -> Operation:
+        assert operation.wait(20), operation.state
+        return operation
+
+    def fault(self, call: str, faults: dict[str, Fault]) -> None:
+        by_key = {f"key-{name}": fault for name, fault in faults.items()}
+        self.storage.fault = lambda which, key: by_key.get(key) if which == call else None
+
+    def once(self, call: str, name: str, fault: Fault) -> None:
+        """The fault happens the first time only."""
+        left = [fault]
+        self.storage.fault = lambda which, key: left.pop() if which == call and key == f"key-{name}" and left else None
+
+    def take(self) -> list[str]:
+        """What landed, its bytes compared; the pages are freed."""
+        found = []
+        for landed in self.queue.take():
+            for page, name in zip(landed.pages, landed.hashes[landed.covered :], strict=True):
+                assert (self.host.flat(int(page)) == content(name)).all(), name
+                found.append(name)
+            self.host.table.release(landed.pages)
+        return found
+
+    def nothing_is_left(self) -> None:
+        assert self.controller.occupied == 0
+        assert not self.controller.book.open()
+        assert self.host.table.counts() == {"free": self.pages, "reserved": 0, "present": 0, "read": 0}
+
+    def close(self) -> None:
+        self.storage.release()
+        assert self.controller.close(20)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    made.close()
+
+
+class TestPrefetch:
+    def test_every_page_of_every_batch_has_its_own_bytes(self, rig: Rig) -> None:
+        names = rig.stored(hashes(23))
+        operation = rig.ended(rig.controller.prefetch(names))
+        assert (operation.state, operation.completed, operation.stop) == (OperationState.DONE, 23, Stop.NONE)
+        assert operation.outcomes == [PageOutcome.OK] * 23 and operation.nbytes == 23 * SHAPE.page_bytes
+        assert rig.take() == names
+        rig.nothing_is_left()
+
+    def test_host_pages_are_reserved_for_what_storage_has_and_not_before(self, rig: Rig) -> None:
+        names = hashes(64)
+        rig.stored(names[:9])
+        assert rig.ended(rig.controller.prefetch([*names, *hashes(100, "z")])).completed == 9
+        assert rig.take() == names[:9]
+        assert rig.ended(rig.controller.prefetch(hashes(40, "q"))).stop is Stop.BELOW_THRESHOLD
+        rig.nothing_is_left()
+
+    def test_a_page_that_fails_once_is_tried_again(self, rig: Rig) -> None:
+        names = rig.stored(hashes(10))
+        rig.once("read", names[5], FAILED)
+        operation = rig.ended(rig.controller.prefetch(names))
+        assert (operation.state, operation.retries) == (OperationState.DONE, 1)
+        assert rig.take() == names
+
+    def test_a_page_that_is_lost_ends_the_prefix_there(self, rig: Rig) -> None:
+        names = rig.stored(hashes(10))
+        rig.fault("read", {names[5]: BROKEN})
+        operation = rig.ended(rig.controller.prefetch(names))
+        assert (operation.state, operation.stop, operation.completed) == (OperationState.PARTIAL, Stop.PAGE_LOST, 5)
+        assert operation.outcomes[5] is PageOutcome.FAILED
+        assert operation.failure is not None and "injected" in operation.failure.message
+        assert rig.take() == names[:5]
+        rig.nothing_is_left()
+
+    def test_a_first_page_that_is_lost_leaves_nothing(self, rig: Rig) -> None:
+        names = rig.stored(hashes(10))
+        rig.fault("read", {names[0]: BROKEN})
+        operation = rig.ended(rig.controller.prefetch(names))
+        assert (operation.state, operation.completed) == (OperationState.FAILED, 0)
+        assert rig.take() == []
+        rig.nothing_is_left()
+
+    def test_pages_that_the_backend_still_holds_are_nobodys_until_it_lets_go(self, rig: Rig) -> None:
+        names = rig.stored(hashes(8))
+        rig.fault("read", {names[2]: HANG})
+        operation = rig.controller.prefetch(names)
+        until(lambda: operation.finishing)
+        assert not operation.wait(0.2), "it ended while the backend may still write into its pages"
+        assert rig.host.table.counts()["reserved"] == 8
+        rig.storage.release()
+        rig.ended(operation)
+        assert operation.outcomes[2] is PageOutcome.TIMEOUT and operation.completed == 2
+        assert rig.take() == names[:2]
+        rig.nothing_is_left()
+
+    def test_storage_that_is_down_declines_and_the_next_one_goes_on(self, rig: Rig) -> None:
+        names = rig.stored(hashes(6))
+        rig.fault("count", {names[0]: DOWN})
+        operation = rig.ended(rig.controller.prefetch(names))
+        assert (operation.state, operation.stop) == (OperationState.DECLINED, Stop.BACKEND_DOWN)
+        assert operation.failure is not None
+        rig.fault("count", {})
+        assert rig.ended(rig.controller.prefetch(names)).state is OperationState.DONE
+        rig.take()
+
+    @pytest.mark.parametrize("call", ["count_leading", "read"])
+    def test_a_backend_that_raises_ends_that_operation_and_no_thread(
+        self, rig: Rig, call: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        names = rig.stored(hashes(6))
+
+        def broken(*arguments: Any) -> Any:
+            raise ZeroDivisionError("a bug of the backend")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(rig.storage, call, broken)
+            for _ in range(3):
+                operation = rig.ended(rig.controller.prefetch(names))
+                assert operation.state in (OperationState.DECLINED, OperationState.FAILED)
+                assert operation.failure is not None and "a bug of the backend" in operation.failure.message
+        rig.nothing_is_left()
+        assert rig.controller.healthy
+        assert rig.ended(rig.controller.prefetch(names)).state is OperationState.DONE
+        rig.take()
+
+    def test_a_backend_that_answers_too_few_pages_is_believed_nothing(
+        self, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        names = rig.stored(hashes(4))
+        read = rig.storage.read
+        monkeypatch.setattr(rig.storage, "read", lambda *arguments: read(*arguments)[:-1])
+        operation = rig.ended(rig.controller.prefetch(names))
+        assert operation.state is OperationState.FAILED and "3 of 4 pages" in str(operation.failure)
+        rig.nothing_is_left()
+
+    def test_a_keeper_that_raises_leaks_no_page(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+        names = rig.stored(hashes(6))
+
+        def broken(*arguments: Any) -> None:
+            raise KeyError("a bug of the engine")
+
+        monkeypatch.setattr(rig.queue, "keep", broken)
+        assert rig.ended(rig.controller.prefetch(names)).state is OperationState.FAILED
+        rig.nothing_is_left()
+
+
+class TestDeclining:
+    def test_too_few_tokens_are_not_worth_it(self) -> None:
+        rig = Rig(replace(LIMITS, threshold_tokens=16))
+        names = rig.stored(hashes(8))
+        assert rig.ended(rig.controller.prefetch(names[:3])).stop is Stop.TOO_SHORT
+        rig.fault("count", {})
+        assert rig.ended(rig.controller.prefetch([*names[:3], *hashes(8, "q")])).stop is Stop.BELOW_THRESHOLD
+        assert rig.ended(rig.controller.prefetch(names[:4])).state is OperationState.DONE
+        rig.take()
+        rig.nothing_is_left()
+        rig.close()
+
+    def test_a_full_host_takes_what_it_can_or_declines(self) -> None:
+        rig = Rig(pages=16)
+        names = rig.stored(hashes(12))
+        theirs = rig.on_host(hashes(10, "z"))
+        operation = rig.ended(rig.controller.prefetch(names))
+        assert (operation.state, operation.completed) == (OperationState.DONE, 6)
+        assert rig.take() == names[:6]
+        more = rig.on_host(hashes(6, "y"))
+        assert rig.ended(rig.controller.prefetch(names)).stop is Stop.CAPACITY
+        rig.host.table.release(theirs)
+        rig.host.table.release(more)
+        rig.nothing_is_left()
+        rig.close()
+
+    def test_what_landed_and_was_not_taken_makes_room_for_what_comes(self) -> None:
+        rig = Rig(pages=16)
+        for name in "abcdef":
+            names = rig.stored(hashes(8, name)) if name == "a" else hashes(8, name)
+            if name != "a":
+                rig.take()
+                rig.stored(names)
+            assert rig.ended(rig.controller.prefetch(names)).state is OperationState.DONE
+        assert rig.take() == hashes(8, "f")
+        rig.nothing_is_left()
+        rig.close()
+
+    def test_prefetches_hold_no_more_than_their_share(self, rig: Rig) -> None:
+        names = rig.stored(hashes(40))
+        rig.fault("read", {each: HANG for each in names[:1]})
+        first = rig.controller.prefetch(names)
+        until(lambda: first.finishing)
+        assert rig.controller.occupied == 32
+        assert rig.ended(rig.controller.prefetch(hashes(8, "b"))).stop is Stop.RATE_LIMITED
+        rig.storage.release()
+        rig.ended(first)
+        assert rig.controller.occupied == 0
+        rig.take()
+
+    def test_a_pool_that_is_no_larger_than_the_device_still_prefetches(self) -> None:
+        """The seed's 0.8 x (host - device) is 0 there."""
+        assert Rig(pages=1).controller.capacity == 1
+
+    def test_without_storage_it_declines(self) -> None:
+        host = HostPool(SHAPE, 4)
+        controller = CacheController(host, None, str)
+        assert controller.prefetch(hashes(4)).stop is Stop.BACKEND_DOWN
+        pages = host.table.take(1)
+        assert not isinstance(pages, Short)
+        host.table.commit(pages)
+        with pytest.raises(FeatureDisabled):
+            controller.write_storage(hashes(1), pages)
+        assert host.table.counts()["read"] == 0
+        assert controller.close(5)
+
+
+class TestEndingEarly:
+    def test_a_cancel_keeps_what_is_in_place_once_nothing_moves(self, rig: Rig) -> None:
+        names = rig.stored(hashes(32))
+        gate = threading.Event()
+        read, begun = rig.storage.read, threading.Semaphore(0)
+
+        def slow(keys: Any, pages: Any, timeout: float) -> Any:
+            begun.release()
+            if keys[0] != f"key-{names[0]}":
+                gate.wait(20)
+            return read(keys, pages, timeout)
+
+        rig.storage.read = slow  # type: ignore[method-assign]
+        operation = rig.controller.prefetch(names)
+        for _ in range(3):
+            assert begun.acquire(timeout=20)
+        rig.controller.terminate(operation)
+        assert operation.state is OperationState.ENDING and not operation.ended
+        gate.set()
+        rig.ended(operation)
+        assert (operation.state, operation.stop) == (OperationState.CANCELLED, Stop.CANCELLED)
+        assert 4 <= operation.completed <= 16
+        assert rig.take() == names[: operation.completed]
+        rig.nothing_is_left()
+
+    def test_a_cancel_before_the_first_read_reads_nothing(self, rig: Rig) -> None:
+        names = rig.stored(hashes(8))
+        rig.storage.fault = lambda call, key: Fault(delay=0.1) if call == "count" else None
+        rig.storage.calls.clear()
+        operation = rig.controller.prefetch(names)
+        rig.controller.terminate(operation)
+        assert rig.ended(operation).state is OperationState.CANCELLED
+        assert not [call for call, _ in rig.storage.calls if call == "read"]
+        rig.nothing_is_left()
+
+    def test_time_that_is_over_ends_it_with_what_it_has(self, rig: Rig) -> None:
+        names = rig.stored(hashes(60))
+        rig.storage.fault = lambda call, key: Fault(delay=0.1) if call == "read" else None
+        operation = rig.ended(rig.controller.prefetch(names, timeout=0.25))
+        assert (operation.state, operation.stop) == (OperationState.EXPIRED, Stop.DEADLINE)
+        assert 0 < operation.completed < 60
+        assert rig.take() == names[: operation.completed]
+        rig.nothing_is_left()
+
+    def test_a_scheduler_waits_as_its_policy_says(self, rig: Rig) -> None:
+        names = rig.stored(hashes(8))
+        rig.storage.fault = lambda call, key: Fault(delay=0.05) if call == "read" else None
+        waited = rig.controller.prefetch(names)
+        until(lambda: rig.controller.poll(waited, StopPolicy.WAIT_COMPLETE))
+        assert waited.completed == 8
+        best = rig.controller.prefetch(names)
+        assert rig.controller.poll(best, StopPolicy.BEST_EFFORT) is None
+        assert rig.ended(best).state is OperationState.CANCELLED
+        rig.take()
+
+    def test_the_time_of_the_policy_follows_the_engines_formula(self) -> None:
+        rig = Rig(replace(LIMITS, timeout_base=0.05, timeout_per_ki_tokens=0.5))
+        assert rig.controller.patience(512) == pytest.approx(0.05 + 512 * 4 / 1024 * 0.5)
+        names = rig.stored(hashes(40))
+        rig.storage.fault = lambda call, key: Fault(delay=0.1) if call == "read" else None
+        operation = rig.controller.prefetch(names)
+        began = time.monotonic()
+        until(lambda: rig.controller.poll(operation, StopPolicy.TIMEOUT))
+        assert operation.state is OperationState.EXPIRED
+        assert time.monotonic() - began >= rig.controller.patience(40)
+        rig.take()
+        rig.close()
+
+
+class TestRequests:
+    def test_a_repeat_is_the_same_operation_and_other_pages_are_refused(self, rig: Rig) -> None:
+        names = rig.stored(hashes(8))
+        first = rig.controller.prefetch(names, request_id="r")
+        assert rig.controller.prefetch(names, request_id="r") is first
+        rig.ended(first)
+        assert rig.controller.prefetch(names, request_id="r") is first
+        with pytest.raises(RequestIdReused) as refused:
+            rig.controller.prefetch(names[:4], request_id="r")
+        assert refused.value.metadata == {"requestId": "r", "operationId": first.operation_id}
+        assert rig.take() == names
+
+    def test_operations_are_bounded_and_those_that_ended_are_forgotten_in_order(self) -> None:
+        rig = Rig(replace(LIMITS, operations=2, remembered=3))
+        rig.storage.fault = lambda call, key: Fault(delay=0.2) if call == "count" else None
+        begun = [rig.controller.prefetch(hashes(4)) for _ in range(2)]
+        with pytest.raises(TooManyRequests):
+            rig.controller.prefetch(hashes(4))
+        for operation in begun:
+            rig.ended(operation)
+        rig.storage.fault = lambda call, key: None
+        for _ in range(3):
+            rig.ended(rig.controller.prefetch(hashes(4)))
+        with pytest.raises(OperationNotFound):
+            rig.controller.book.get(begun[0].operation_id)
+        rig.close()
+
+    def test_tenants_of_one_priority_are_served_in_turn(self) -> None:
+        rig = Rig(replace(LIMITS, readers=1), pages=256)
+        order: list[str] = []
+        names = {name: rig.stored(hashes(16, name)) for name in "abz"}
+        rig.storage.fault = lambda call, key: order.append(key) if call == "read" else Fault(delay=0.05)  # type: ignore[func-returns-value]
+        begun = [rig.controller.prefetch(names["z"], tenant="z")]
+        begun += [rig.controller.prefetch(names["a"], tenant="a"), rig.controller.prefetch(names["a"], tenant="a")]
+        begun.append(rig.controller.prefetch(names["b"], tenant="b"))
+        for operation in begun:
+            assert rig.ended(operation).state is OperationState.DONE
+        first_b = next(i for i, key in enumerate(order) if key.startswith("key-b"))
+        last_a = max(i for i, key in enumerate(order) if key.startswith("key-a"))
+        assert first_b < last_a, "b waited for everything of a"
+        rig.take()
+        rig.close()
+
+    @pytest.mark.parametrize(
+        ("field", "order"),
+        [
+            ("page_hashes", {"hashes": []}),
+            ("priority", {"priority": 1001}),
+            ("timeout", {"timeout": 0.0}),
+            ("timeout", {"timeout": 3601.0}),
+        ],
+    )
+    def test_what_cannot_be_right_is_named(self, rig: Rig, field: str, order: dict[str, Any]) -> None:
+        with pytest.raises(InvalidRequest) as refused:
+            rig.controller.prefetch(**{"hashes": hashes(4), **order})
+        assert refused.value.metadata["field"] == field
+
+
+class TestBackup:
+    def test_a_batch_that_fails_ends_its_own_pages_only(self, rig: Rig) -> None:
+        names = hashes(20)
+        pages = rig.on_host(names)
+        rig.fault("write", {names[5]: BROKEN, names[6]: FAILED})
+        operation = rig.ended(rig.controller.write_storage(names, pages))
+        assert (operation.state, operation.completed) == (OperationState.PARTIAL, 18)
+        lost = {5, 6}
+        expected = [PageOutcome.FAILED if i in lost else PageOutcome.OK for i in range(20)]
+        assert operation.outcomes == expected and operation.retries == 1
+        assert [rig.controller.count_in_storage([name], 1.0) for name in names] == [
+            int(i not in lost) for i in range(20)
+        ]
+        rig.host.table.release(pages)
+        rig.nothing_is_left()
+
+    def test_a_page_that_fails_once_is_written_at_the_next_try(self, rig: Rig) -> None:
+        names = hashes(8)
+        pages = rig.on_host(names)
+        rig.once("write", names[3], FAILED)
+        operation = rig.ended(rig.controller.write_storage(names, pages))
+        assert (operation.state, operation.retries) == (OperationState.DONE, 1)
+        rig.host.table.release(pages)
+
+    def test_pages_are_not_freed_while_they_are_written(self, rig: Rig) -> None:
+        names = hashes(4)
+        pages = rig.on_host(names)
+        rig.fault("write", {names[1]: HANG})
+        operation = rig.controller.write_storage(names, pages)
+        until(lambda: operation.cut)
+        assert len(rig.host.table.unread(pages)) == 0 and not operation.ended
+        rig.storage.release()
+        assert rig.ended(operation).outcomes[1] is PageOutcome.TIMEOUT
+        rig.host.table.release(pages)
+        rig.nothing_is_left()
+
+    def test_replicated_pages_are_spread_over_the_ranks_and_taken_over(self) -> None:
+        names = hashes(600)
+        before = {name: writer_of(name, range(4)) for name in names}
+        counts = [list(before.values()).count(rank) for rank in range(4)]
+        assert min(counts) > 100
+        after = {name: writer_of(name, (0, 1, 3)) for name in names}
+        assert all(after[name] == before[name] for name in names if before[name] != 2)
+        assert len({after[name] for name in names if before[name] == 2}) == 3
+
+    def test_pages_of_another_writer_are_skipped_and_said_to_be(self) -> None:
+        names = hashes(12)
+        rig = Rig(writes=lambda page_hash: writer_of(page_hash, range(2)) == 0)
+        pages = rig.on_host(names)
+        operation = rig.ended(rig.controller.write_storage(names, pages))
+        mine = [writer_of(name, range(2)) == 0 for name in names]
+        assert operation.state is OperationState.DONE
+        assert operation.outcomes == [PageOutcome.OK if own else PageOutcome.SKIPPED for own in mine]
+        rig.host.table.release(pages)
+        rig.close()
+
+
+class TestClosing:
+    def test_many_resets_leave_no_thread_page_or_operation(self) -> None:
+        rig = Rig(replace(LIMITS, storage_timeout=5.0))
+        names = rig.stored(hashes(16))
+        threads = threading.active_count()
+        for cycle in range(100):
+            for _ in range(3):
+                rig.controller.prefetch(names, request_id=f"r{cycle}")
+            assert rig.controller.reset(20)
+            rig.take()
+            rig.nothing_is_left()
+        assert threading.active_count() == threads
+        assert not rig.controller.book.all()
+        rig.close()
+
+    @pytest.mark.slow
+    def test_a_thousand_openings_leave_nothing(self) -> None:
+        backend = FaultyBackend(memory_backend())
+        threads = threading.active_count()
+        for cycle in range(1000):
+            rig = Rig(storage=backend)
+            if cycle == 0:
+                rig.stored(hashes(8))
+            operation = rig.controller.prefetch(hashes(8))
+            if cycle % 2:
+                rig.ended(operation)
+            assert rig.controller.close(20)
+            rig.take()
+            rig.nothing_is_left()
+            assert rig.host.close()
+        assert threading.active_count() == threads
+
+    def test_a_close_during_a_hang_is_bounded_and_says_that_something_is_left(self, rig: Rig) -> None:
+        names = rig.stored(hashes(4))
+        rig.fault("read", {names[0]: HANG})
+        operation = rig.controller.prefetch(names)
+        until(lambda: operation.state is not OperationState.QUEUED)
+        began = time.monotonic()
+        assert not rig.controller.close(1.0)
+        assert time.monotonic() - began < 10
+        assert not rig.host.close(), "the backend may still write there"
+        with pytest.raises(FeatureDisabled):
+            rig.controller.prefetch(names)

@@ -1,0 +1,84 @@
+"""Who is served next, and what becomes of work that fails."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from kvgrpc.errors import TooManyRequests
+from kvgrpc.prefetch.alarms import Alarms
+from kvgrpc.prefetch.fair_queue import FairQueue
+from kvgrpc.prefetch.worker import Worker
+
+
+def test_the_urgent_come_first_and_tenants_in_turn() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for item, priority, tenant in [("a1", 0, "a"), ("a2", 0, "a"), ("a3", 0, "a"), ("b1", 0, "b"), ("now", -1, "c")]:
+        queue.put(item, priority, tenant)
+    assert [queue.pop() for _ in range(len(queue))] == ["now", "a1", "b1", "a2", "a3"]
+    with pytest.raises(IndexError):
+        queue.pop()
+
+
+def test_a_worker_outlives_whatever_its_items_do() -> None:
+    done: list[int] = []
+    failed: list[tuple[list[int], Exception]] = []
+    every = threading.Event()
+
+    def handle(items: list[int]) -> None:
+        if items[0] < 3:
+            raise OSError("broken")
+        done.extend(items)
+        every.set()
+
+    worker = Worker("test", handle, lambda items, error: failed.append((items, error)))
+    for number in range(4):
+        worker.put(number)
+    assert every.wait(20)
+    assert done == [3] and [items for items, _ in failed] == [[0], [1], [2]]
+    assert worker.healthy and worker.stop(5.0)
+
+
+def test_a_full_or_closed_worker_says_so() -> None:
+    holding, begun = threading.Event(), threading.Event()
+
+    def handle(items: list[int]) -> None:
+        begun.set()
+        holding.wait(20)
+
+    worker: Worker[int] = Worker("test", handle, lambda items, error: None, limit=2)
+    worker.put(0)
+    assert begun.wait(20)
+    worker.put(1)
+    worker.put(2)
+    with pytest.raises(TooManyRequests) as refused:
+        worker.put(3)
+    assert refused.value.retry_after
+    assert worker.clear() == [1, 2]
+    holding.set()
+    assert worker.stop(5.0)
+    with pytest.raises(TooManyRequests):
+        worker.put(4)
+
+
+def test_an_idle_worker_ends_at_once() -> None:
+    """No poll stands between a stop and the end of a thread."""
+    for _ in range(50):
+        assert Worker("test", lambda items: None, lambda items, error: None, threads=2).stop(5.0)
+
+
+def test_alarms_come_in_order_and_one_that_fails_stops_none() -> None:
+    heard: list[int] = []
+    every = threading.Event()
+    alarms = Alarms("test")
+
+    def broken() -> None:
+        raise OSError("broken")
+
+    alarms.after(0.04, every.set)
+    alarms.after(0.02, lambda: heard.append(2))
+    alarms.after(0.015, broken)
+    alarms.after(0.01, lambda: heard.append(1))
+    assert every.wait(20) and heard == [1, 2]
+    assert alarms.healthy and alarms.stop(5.0)
