@@ -26,6 +26,7 @@ from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from kvgrpc.server.config import RankConfig
 from kvgrpc.transfer.aux import AuxBuffer
 from kvgrpc.transfer.protocol.types import Bounds, Timing
+from kvgrpc.transfer.wire import smallest_frame
 
 # Below it the names and pools of an ordinary Hello would not fit.
 SMALLEST_FRAME_BYTES = 64 * 1024
@@ -130,8 +131,12 @@ def _wrong_pool_kinds(config: RankConfig) -> Iterator[Violation]:
 
 
 def _out_of_range(config: RankConfig) -> Iterator[Violation]:
+    aux_bytes = sum(buffer.item_bytes for buffer in config.aux if _is_count(buffer.item_bytes))
     if not SMALLEST_FRAME_BYTES <= config.max_frame_bytes <= MAX_MESSAGE_BYTES:
         rule = f"{SMALLEST_FRAME_BYTES} to {MAX_MESSAGE_BYTES} bytes"
+        yield Violation("max_frame_bytes", rule, config.max_frame_bytes)
+    elif config.max_frame_bytes < smallest_frame(aux_bytes):
+        rule = f"at least {smallest_frame(aux_bytes)} bytes, because a room ends with {aux_bytes} bytes of aux"
         yield Violation("max_frame_bytes", rule, config.max_frame_bytes)
     for name in ("start_timeout", "resolve_timeout"):
         if not _is_positive(seconds := getattr(config, name)) or seconds > LONGEST_TIMEOUT_SECONDS:

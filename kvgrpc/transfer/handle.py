@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from abc import ABC, abstractmethod
 from typing import Any
@@ -54,7 +55,7 @@ class TransferHandle(ABC):
     def abort(self, why: str = "") -> None:
         """Failed at once; alone sufficient, harmless when repeated or late. ``why`` becomes the failure's message."""
         if not self.ended:
-            message = why or f"the {self._engine} engine aborted it"
+            message = failures.in_words(why) or f"the {self._engine} engine aborted it"
             failure = failures.cancelled(RoomKey(self.room, self.attempt), message, self._transfer.ref)
             with self._transfer.aborting:
                 self._handle.aborted = failure
@@ -96,15 +97,38 @@ class TransferHandle(ABC):
         error = WrongRank(text, metadata={"expected": self._engine.upper(), "actual": role.upper()})
         return Failure.of(error, str(self._transfer.ref))
 
-    def _reject(self, error: KvGrpcError) -> None:
-        """Fails the room for what its engine asked."""
+    def _reject(self, error: Exception) -> None:
+        """Fails the room for what its engine asked: engine threads never see an exception."""
+        if not isinstance(error, KvGrpcError):  # foreign objects raise anything when they are looked at
+            error = InvalidRequest.of("arguments", failures.raised(error), "values of the documented types")
         self._fail(Failure.of(error, str(self._transfer.ref)))
+
+
+def room_key(room: Any, attempt: Any) -> RoomKey:
+    """Whole numbers of any library become ints; anything else stays, for the handle to refuse."""
+    return RoomKey(as_int(room), as_int(attempt))
+
+
+def whole_number(value: Any, field: str, below: int) -> int:
+    """Raises InvalidRequest for what is no whole number from 0 on, below ``below``."""
+    number = as_int(value)
+    if type(number) is not int or not 0 <= number < below:
+        raise InvalidRequest.of(field, value, f"a whole number from 0 to {below - 1}")
+    return number
+
+
+def as_int(value: Any) -> Any:
+    """An int where the value is a whole number of any library, else the value."""
+    try:
+        return operator.index(value)
+    except Exception:
+        return value
 
 
 def _no_key(key: RoomKey) -> Failure | None:
     """Why a room or attempt cannot be one; engines read room 0 as "nothing was written"."""
-    if not isinstance(key.room, int) or not 0 < key.room <= MAX_ROOM:
+    if type(key.room) is not int or not 0 < key.room <= MAX_ROOM:
         return Failure.of(InvalidRequest.of("room", key.room, "1 to 2^63-1"))
-    if not hasattr(key.attempt, "__index__") or not 0 <= key.attempt < 2**32:
+    if type(key.attempt) is not int or not 0 <= key.attempt < 2**32:
         return Failure.of(InvalidRequest.of("attempt", key.attempt, "0 to 2^32-1", room=key.room))
     return None

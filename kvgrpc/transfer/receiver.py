@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy.typing as npt
 
-from kvgrpc.errors import Failure, KvGrpcError
-from kvgrpc.transfer.handle import TransferHandle
-from kvgrpc.transfer.layout.pools import as_pages
-from kvgrpc.transfer.protocol.types import Destination, Handle, RoomKey
+from kvgrpc.errors import Failure
+from kvgrpc.transfer.handle import TransferHandle, as_int, room_key, whole_number
+from kvgrpc.transfer.layout.pools import as_pages, check_distinct
+from kvgrpc.transfer.protocol.types import Destination, Handle
 from kvgrpc.transfer.runtime.resolve import ReceiverRoom
 
 if TYPE_CHECKING:
@@ -43,11 +43,11 @@ class KVReceiver(TransferHandle):
         prefill_dp_rank: int | None = None,
         traceparent: str = "",
     ) -> None:
-        key, handle = RoomKey(room, attempt), Handle()
+        key, handle = room_key(room, attempt), Handle()
         super().__init__(manager, key, handle)
         self._manager = manager
         self._initialised = False
-        self._room = ReceiverRoom(key, handle, bootstrap_addr, prefill_dp_rank, traceparent)
+        self._room = ReceiverRoom(key, handle, bootstrap_addr, as_int(prefill_dp_rank), traceparent)
         if not self._refused():
             manager.post(manager.open, self._room)
 
@@ -57,7 +57,7 @@ class KVReceiver(TransferHandle):
 
         Args:
             pages: int32[n] page numbers of this rank's pool in the order of the prompt, copied before return; none for
-                a full prefix hit.
+                a full prefix hit. Each page once: two pages of the prompt in one page would be one of them lost.
             aux_index: row of the aux buffers.
             first_page: logical page of the prompt that pages[0] stands for: how many pages this rank already holds.
         """
@@ -65,9 +65,10 @@ class KVReceiver(TransferHandle):
             return
         self._initialised = True
         try:
-            destination = Destination(as_pages(pages), first_page)
+            destination = Destination(as_pages(pages), whole_number(first_page, "first_page", 2**32))
+            check_distinct(destination.pages)
             self._manager.aux.check(aux_index)
-        except KvGrpcError as error:
+        except Exception as error:
             self._reject(error)
             return
         self._manager.post(self._manager.write, self._room, destination, aux_index)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy.typing as npt
 
-from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError
-from kvgrpc.transfer.handle import TransferHandle
+from kvgrpc.errors import Failure, InvalidRequest
+from kvgrpc.transfer.handle import TransferHandle, room_key, whole_number
 from kvgrpc.transfer.layout.pools import as_pages
 from kvgrpc.transfer.protocol.prefill_core import Chunk
-from kvgrpc.transfer.protocol.types import POLL_BOOTSTRAPPING, POLL_WAITING_FOR_INPUT, Align, KVPoll, RoomKey
+from kvgrpc.transfer.protocol.types import POLL_BOOTSTRAPPING, POLL_WAITING_FOR_INPUT, Align, KVPoll
 
 if TYPE_CHECKING:
     from kvgrpc.transfer.runtime.prefill_manager import PrefillManager
@@ -36,7 +36,8 @@ class KVSender(TransferHandle):
         from kvgrpc.transfer.runtime.prefill_manager import SenderHandle
 
         handle = SenderHandle()
-        super().__init__(manager, RoomKey(room, attempt), handle)
+        key = room_key(room, attempt)
+        super().__init__(manager, key, handle)
         self._manager, self._sender = manager, handle
         self._aux_index: int | None = None
         self._total: int | None = None
@@ -45,7 +46,7 @@ class KVSender(TransferHandle):
         self._sent = 0
         self._initialised = False
         if not self._refused():
-            manager.post(manager.claim, RoomKey(room, attempt), handle)
+            manager.post(manager.claim, key, handle)
 
     def init(self, num_pages: int | None, aux_index: int | None = None, align: Align = Align.HEAD) -> None:
         """Says how many pages will be sent in all (None: ``is_last`` says it) and which aux row goes with the last.
@@ -56,13 +57,16 @@ class KVSender(TransferHandle):
         self._initialised = True
         if self.ended:
             return
-        if num_pages is not None and (not hasattr(num_pages, "__index__") or num_pages < 0):
-            self._reject(InvalidRequest.of("num_pages", num_pages, "0 or more, or None", room=self.room))
-        elif not isinstance(align, Align):
+        try:
+            total = None if num_pages is None else whole_number(num_pages, "num_pages", 2**32)
+        except InvalidRequest as error:
+            self._reject(error)
+            return
+        if not isinstance(align, Align):
             self._reject(InvalidRequest.of("align", align, "Align.HEAD or Align.TAIL", room=self.room))
         else:
-            self._total, self._aux_index = num_pages, aux_index
-            self._expectation = num_pages, align
+            self._total, self._aux_index = total, aux_index
+            self._expectation = total, align
 
     def send(
         self,
@@ -86,9 +90,9 @@ class KVSender(TransferHandle):
             numbers = as_pages(pages)
             start = self._start(index_slice, len(numbers))
             self._sent += len(numbers)
-            last = (self._total is not None and self._sent >= self._total) if is_last is None else is_last
+            last = (self._total is not None and self._sent >= self._total) if is_last is None else bool(is_last)
             aux = self._manager.aux.read(self._aux_index) if last else None
-        except KvGrpcError as error:
+        except Exception as error:
             self._reject(error)
             return
         expectation, self._expectation = self._expectation, None

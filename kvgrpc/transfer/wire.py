@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvgrpc.errors import FrameTooLarge, InvalidRequest, KvGrpcError
-from kvgrpc.transfer.layout.plan import check_pages
+from kvgrpc.transfer.layout.plan import check_destination
 from kvgrpc.transfer.layout.topology import Part
 from kvgrpc.transfer.protocol.types import (
     LONGEST_TRACEPARENT,
@@ -111,29 +111,35 @@ def encode_requests(
         yield frame
 
 
-def parse_request(frame: pb.SessionRequest, pool_pages: Sequence[tuple[str, int]]) -> list[DecodeEntry]:
-    """The entries of a frame of decode. ``pool_pages``: name and pages of each pool of its Hello."""
-    entries = []
+def parse_request(
+    frame: pb.SessionRequest, pool_pages: Sequence[tuple[str, int]], most_pages: int = MAX_PAGES
+) -> Iterator[DecodeEntry]:
+    """The entries of a frame of decode, made as they are asked for.
+
+    ``pool_pages``: name and pages of each pool of its Hello. ``most_pages``: what one room may have. Raises
+    InvalidRequest when it comes to an entry that is none.
+    """
     for index, message in enumerate(frame.rooms):
         key = _key(message.room, message.attempt, index)
         want = _WANTS.get(message.want)
         if want is WANT_WRITE:
             try:
-                destination, error = _destination(message, pool_pages, index), None
+                destination, error = _destination(message, pool_pages, most_pages, index), None
             except KvGrpcError as found:
                 destination, error = None, found
-            fields = (key, want, destination, message.time_left_ms, None, message.traceparent, error)
-            entries.append(_new(DecodeEntry, fields))
+            yield _new(
+                DecodeEntry,
+                (key, want, destination, message.time_left_ms, None, "" if error else message.traceparent, error),
+            )
         elif want is None:
             raise _invalid(f"rooms[{index}].want", message.want, "WANT_WRITE, WANT_STOP or WANT_FORGET")
         else:
             failure = failure_from_pb(message.failure) if message.HasField("failure") else None
-            entries.append(DecodeEntry(key, want, failure=failure))
+            yield DecodeEntry(key, want, failure=failure)
     for index, room in enumerate(frame.forget_rooms):
         if not 0 < room <= MAX_ROOM:
             raise _invalid(f"forget_rooms[{index}]", room, "1 to 2^63-1")
-        entries.append(_new(DecodeEntry, (_new(RoomKey, (room, 0)), WANT_FORGET, None, 0, None, "", None)))
-    return entries
+        yield _new(DecodeEntry, (_new(RoomKey, (room, 0)), WANT_FORGET, None, 0, None, "", None))
 
 
 def encode_responses(entries: Iterable[PrefillEntry], limit: int) -> Iterator[pb.SessionResponse]:
@@ -154,9 +160,8 @@ def encode_responses(entries: Iterable[PrefillEntry], limit: int) -> Iterator[pb
         yield frame
 
 
-def parse_response(frame: pb.SessionResponse) -> list[PrefillEntry]:
-    """The entries of a frame of prefill."""
-    entries = []
+def parse_response(frame: pb.SessionResponse) -> Iterator[PrefillEntry]:
+    """The entries of a frame of prefill, made as they are asked for. Raises as ``parse_request``."""
     for index, message in enumerate(frame.rooms):
         key = _key(message.room, message.attempt, index)
         state, writes = _STATES.get(message.state), _WRITES.get(message.writes)
@@ -166,17 +171,27 @@ def parse_response(frame: pb.SessionResponse) -> list[PrefillEntry]:
             raise _invalid(f"rooms[{index}].writes", message.writes, "a known value")
         failed = state is STATE_FAILED and message.HasField("failure")
         failure = failure_from_pb(message.failure) if failed else None
-        entries.append(_new(PrefillEntry, (key, state, writes, message.pages_done, message.aux, failure)))
-    return entries
+        yield _new(PrefillEntry, (key, state, writes, message.pages_done, message.aux, failure))
 
 
 def check_frame(frame: pb.SessionRequest | pb.SessionResponse, limit: int) -> None:
-    """Raises FrameTooLarge for a frame above what the Welcome allowed."""
+    """Raises FrameTooLarge for a frame above what was allowed: ``limit`` bytes, and an entry for each 64 of them."""
+    entries = len(frame.rooms) + (len(frame.forget_rooms) if isinstance(frame, pb.SessionRequest) else 0)
+    if entries > limit // _ENTRY_BYTES:
+        raise FrameTooLarge(
+            f"a frame of {entries} rooms, at most {limit // _ENTRY_BYTES} are allowed",
+            metadata={"limit": limit // _ENTRY_BYTES, "value": entries},
+        )
     size = frame.ByteSize()
     if size > limit:
         raise FrameTooLarge(
             f"a frame of {size} bytes, at most {limit} are allowed", metadata={"limit": limit, "value": size}
         )
+
+
+def smallest_frame(aux_bytes: int) -> int:
+    """What every frame must be allowed to have: bytes of one room that ends with its aux, or with a failure."""
+    return 2 * (_ENTRY_BYTES + _FAILURE_BYTES) + aux_bytes
 
 
 def check_size(destination: Destination, pools: int, limit: int) -> None:
@@ -189,13 +204,13 @@ def too_large(destination: Destination, pools: int, limit: int) -> FrameTooLarge
     """Of pages that no frame of ``limit`` bytes can carry."""
     size = _ENTRY_BYTES + LONGEST_TRACEPARENT + _destination_bytes(destination, pools)
     return FrameTooLarge(
-        f"{len(destination.pages)} pages take up to {size} bytes, a frame at most {limit}",
+        f"{destination.count} pages take up to {size} bytes, a frame at most {limit}",
         metadata={"limit": limit, "value": size},
     )
 
 
-def pages_of(message: PageSet, where: str, most: int = MAX_PAGES) -> U32Array:
-    """Page numbers (uint32[n]) of a set. Raises InvalidRequest, also for more than ``most`` pages."""
+def destination_of(message: PageSet, where: str, most: int = MAX_PAGES, first_page: int = 0) -> Destination:
+    """The pages of a set; runs stay runs. Raises InvalidRequest, also for more than ``most`` pages."""
     most = min(most, MAX_PAGES)
     raw = message.pages_u32_le
     if raw:
@@ -205,9 +220,9 @@ def pages_of(message: PageSet, where: str, most: int = MAX_PAGES) -> U32Array:
             raise _invalid(f"{where}.pages_u32_le", len(raw), "a multiple of 4 bytes")
         if len(raw) > most * 4:
             raise _invalid(f"{where}.pages_u32_le", len(raw), f"at most {most} pages")
-        return np.frombuffer(raw, dtype=_U32)
+        return Destination(np.frombuffer(raw, dtype=_U32), first_page)
     if not message.run_starts and not message.run_lengths:
-        return _NO_PAGES
+        return Destination(_NO_PAGES, first_page)
     starts = np.array(message.run_starts, dtype=np.uint64)
     lengths = np.array(message.run_lengths, dtype=np.uint64)
     if len(starts) != len(lengths):
@@ -215,8 +230,7 @@ def pages_of(message: PageSet, where: str, most: int = MAX_PAGES) -> U32Array:
     total = int(lengths.sum())
     if total > most or int((starts + lengths).max(initial=0)) > 2**32:
         raise _invalid(f"{where}.run_lengths", total, f"at most {most} pages, each below 2^32")
-    offsets = np.arange(total, dtype=np.uint64) - np.repeat(np.cumsum(lengths) - lengths, lengths.astype(np.int64))
-    return (np.repeat(starts, lengths.astype(np.int64)) + offsets).astype(np.uint32)
+    return Destination.of_runs(starts, lengths, first_page)
 
 
 def fill_page_set(message: PageSet, pages: U32Array) -> None:
@@ -232,7 +246,7 @@ def fill_page_set(message: PageSet, pages: U32Array) -> None:
 
 
 def _destination_bytes(destination: Destination, pools: int) -> int:
-    return pools * (8 * len(destination.pages) + 16)
+    return pools * (8 * destination.count + 16)
 
 
 _NO_PAGES = np.empty(0, dtype=np.uint32)
@@ -246,22 +260,37 @@ def _add_pages(message: pb.DecodeRoom, pages: U32Array, pools: int) -> None:
         message.pages[pool].pool = pool
 
 
-def _destination(message: pb.DecodeRoom, pool_pages: Sequence[tuple[str, int]], index: int) -> Destination:
+def _destination(
+    message: pb.DecodeRoom, pool_pages: Sequence[tuple[str, int]], most_pages: int, index: int
+) -> Destination:
+    if len(message.traceparent) > LONGEST_TRACEPARENT:
+        rule = f"at most {LONGEST_TRACEPARENT} characters"
+        raise _invalid(f"rooms[{index}].traceparent", f"{len(message.traceparent)} characters", rule)
     sets = message.pages
     if len(sets) != len(pool_pages):
         raise _invalid(f"rooms[{index}].pages", len(sets), f"one set for each of the {len(pool_pages)} pools")
-    first: U32Array | None = None
+    first: Destination | None = None
     for pool, (name, count) in enumerate(pool_pages):
         page_set = sets[pool]
         if page_set.pool != pool:
             raise _invalid(f"rooms[{index}].pages[{pool}].pool", page_set.pool, f"{pool}, in the order of the Hello")
-        pages = pages_of(page_set, f"rooms[{index}].pages[{pool}]", count)
-        check_pages(pages, count, name)
+        where = f"rooms[{index}].pages[{pool}]"
+        found = destination_of(page_set, where, min(count, most_pages), message.first_page)
+        check_destination(found, count, name)
         if first is None:
-            first = pages
-        elif not np.array_equal(first, pages):
-            raise _invalid(f"rooms[{index}].pages[{pool}]", len(pages), "the pages of the first pool, repeated")
-    return Destination(_NO_PAGES if first is None else first, message.first_page)
+            first = found
+        elif not _same_pages(sets[0], page_set):
+            raise _invalid(where, found.count, "the pages of the first pool, repeated")
+    return Destination(_NO_PAGES, message.first_page) if first is None else first
+
+
+def _same_pages(one: PageSet, other: PageSet) -> bool:
+    """Said in the same way: what a run expands to is nobody's business here."""
+    return (
+        one.pages_u32_le == other.pages_u32_le
+        and one.run_starts == other.run_starts
+        and one.run_lengths == other.run_lengths
+    )
 
 
 def _key(room: int, attempt: int, index: int) -> RoomKey:

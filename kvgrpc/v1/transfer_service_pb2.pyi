@@ -168,12 +168,15 @@ class Hello(_message.Message):
     DATA_PLANE_FIELD_NUMBER: _builtins.int
     DATA_PLANE_ADDRESS_FIELD_NUMBER: _builtins.int
     EXPECTED_FIELD_NUMBER: _builtins.int
+    MAX_FRAME_BYTES_FIELD_NUMBER: _builtins.int
     stream: _builtins.int
     """Counts the streams that the opener opened, from 1; a larger one ends the older."""
     data_plane: _builtins.str
     """Data plane: "mooncake", "shm"."""
     data_plane_address: _builtins.bytes
     """Opaque address of the data plane."""
+    max_frame_bytes: _builtins.int
+    """Largest frame that the opener accepts, in bytes; 0: as large as what welcome says."""
     @_builtins.property
     def opener(self) -> _common_pb2.RankRef:
         """Who opens the stream: a decode rank."""
@@ -210,10 +213,11 @@ class Hello(_message.Message):
         data_plane: _builtins.str = ...,
         data_plane_address: _builtins.bytes = ...,
         expected: Global___Part | None = ...,
+        max_frame_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expected", b"expected", "layout", b"layout", "opener", b"opener", "to", b"to"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aux_item_bytes", b"aux_item_bytes", "data_plane", b"data_plane", "data_plane_address", b"data_plane_address", "expected", b"expected", "layout", b"layout", "opener", b"opener", "pools", b"pools", "stream", b"stream", "to", b"to"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aux_item_bytes", b"aux_item_bytes", "data_plane", b"data_plane", "data_plane_address", b"data_plane_address", "expected", b"expected", "layout", b"layout", "max_frame_bytes", b"max_frame_bytes", "opener", b"opener", "pools", b"pools", "stream", b"stream", "to", b"to"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from kvgrpc.errors import InvalidRequest, KvIndexOutOfRange
 from kvgrpc.model import Pool, Region
+from kvgrpc.transfer.protocol.destination import Destination
 
 U32Array = npt.NDArray[np.uint32]
 U64Array = npt.NDArray[np.uint64]
-_FEW = 16
 
 
 class Plan(NamedTuple):
@@ -92,11 +92,14 @@ def geometry(source: Sequence[Pool], destination: Sequence[Pool]) -> Geometry:
 
 def check_pages(pages: U32Array, pool_pages: int, pool: str) -> None:
     """Raises KvIndexOutOfRange naming the first page that is not in the pool."""
-    count = len(pages)
-    # A ufunc's reduction costs more than a handful of Python integers.
-    if count and (max(pages.tolist()) if count <= _FEW else int(pages.max())) >= pool_pages:
-        position = int(np.argmax(pages >= pool_pages))
-        page = int(pages[position])
+    check_destination(Destination(pages), pool_pages, pool)
+
+
+def check_destination(destination: Destination, pool_pages: int, pool: str) -> None:
+    """As ``check_pages``; runs are looked at as runs."""
+    outside = destination.outside(pool_pages)
+    if outside is not None:
+        position, page = outside
         raise KvIndexOutOfRange(
             f"page {page if page < 2**31 else page - 2**32} at position {position} is outside pool {pool!r} of "
             f"{pool_pages} pages",

@@ -30,6 +30,16 @@ def as_pages(pages: npt.ArrayLike) -> U32Array:
         raise _not_pages(f"{type(error).__name__}: {error}") from error
 
 
+def check_distinct(pages: U32Array) -> None:
+    """Raises InvalidRequest for a page that is there twice."""
+    if len(pages) < 2 or bool((pages[1:] > pages[:-1]).all()):
+        return
+    ordered = np.sort(pages)
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if len(twice):
+        raise InvalidRequest.of("pages", int(twice[0]), "page numbers that are there once")
+
+
 _NO_PAGES = np.empty(0, dtype=np.uint32)
 
 

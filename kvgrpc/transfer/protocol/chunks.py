@@ -88,14 +88,14 @@ class Chunks:
         if shift is None:
             return []
         waiting, self._waiting = self._waiting, []
-        placed = [_place(chunk, destination.pages, shift) for chunk in waiting]
+        placed = [_place(chunk, destination, shift) for chunk in waiting]
         return [each for each in placed if each is not None]
 
     def missing(self, key: RoomKey, destination: Destination) -> KvGrpcError | None:
         """What decode wants, but will not come: the last chunk was seen."""
         if not self.last_seen:
             return None
-        shift, wanted = self._shift(destination), len(destination.pages)
+        shift, wanted = self._shift(destination), destination.count
         if shift is None or (shift >= 0 and self._covered.covers(shift, shift + wanted)):
             return None
         page = 0 if shift < 0 else self._covered.first_gap(shift) - shift
@@ -111,7 +111,7 @@ class Chunks:
 
         Whoever sends more than decode wants, and decode has a prefix, sends the whole prompt.
         """
-        first, wanted, total = destination.first_page, len(destination.pages), self.total
+        first, wanted, total = destination.first_page, destination.count, self.total
         if self.align is Align.HEAD and not first:
             return 0
         if total is None:
@@ -121,11 +121,11 @@ class Chunks:
         return total - wanted
 
 
-def _place(chunk: Chunk, pages: U32Array, shift: int) -> Placed | None:
+def _place(chunk: Chunk, destination: Destination, shift: int) -> Placed | None:
     start = chunk.start - shift
     first = max(start, 0)
-    stop = min(start + len(chunk.pages), len(pages))
+    stop = min(start + len(chunk.pages), destination.count)
     if first >= stop:
         return None
     source = chunk.pages[first - start : stop - start]
-    return Placed(np.ascontiguousarray(source), pages[first:stop], first, chunk.wait)
+    return Placed(np.ascontiguousarray(source), destination.slice(first, stop), first, chunk.wait)

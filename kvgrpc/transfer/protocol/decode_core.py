@@ -173,11 +173,12 @@ class DecodeCore:
 
     # What happened.
 
-    def on_welcome(self, stream: Stream) -> None:
+    def on_welcome(self, stream: Stream, idle_timeout: int | None = None) -> None:
+        """``idle_timeout``: the peer's, in ticks; None: our own."""
         pair = stream.pair
         if not self._current(stream) or pair.dead_at is not None:
             return
-        pair.welcome(self.now)
+        pair.welcome(self.now, idle_timeout or self.timing.idle_timeout)
         for key in pair.rooms:
             self.rooms[key].refresh()
         self._pending.add_all(pair, pair.rooms)

@@ -33,6 +33,7 @@ class DecodePair:
         "dead_at",
         "dialled_at",
         "heard_at",
+        "idle_timeout",
         "lost",
         "next_dial_at",
         "open_connections",
@@ -57,6 +58,7 @@ class DecodePair:
         self.waiting_since: int | None = now
         self.dead_at: int | None = None
         self.backoff = 0
+        self.idle_timeout = 0
         self.connections: frozenset[str] = frozenset()
         self.open_connections: frozenset[str] = frozenset()
         self.open_connections_at = -1
@@ -84,8 +86,10 @@ class DecodePair:
         self.next_dial_at = now + self.backoff
         return self.stream
 
-    def welcome(self, now: int) -> None:
+    def welcome(self, now: int, idle_timeout: int) -> None:
+        """``idle_timeout``: after how many ticks without a word the peer is given up, as it said itself."""
         self.up = self.welcomed = True
+        self.idle_timeout = idle_timeout
         self.lost = False
         self.broken_at = self.waiting_since = None
         self.heard_at = self.up_since = now
@@ -125,7 +129,7 @@ class DecodePair:
     def given_up(self, now: int, timing: Timing) -> str:
         """How the pair was lost by now; empty: it was not (3)."""
         if self.up:
-            limit, what, over = timing.idle_timeout, "silent for {} ms", now - self.heard_at > timing.idle_timeout
+            limit, what, over = self.idle_timeout, "silent for {} ms", now - self.heard_at > self.idle_timeout
         elif self.waiting_since is not None and now - self.waiting_since > timing.idle_timeout:
             limit, what, over = timing.idle_timeout, "no welcome within {} ms", True
         elif self.broken_at is not None and self.welcomed and not self.lost:

@@ -116,7 +116,7 @@ class DecodeRoom:
 
     @property
     def page_count(self) -> int:
-        return 0 if self.destination is None else len(self.destination.pages)
+        return 0 if self.destination is None else self.destination.count
 
     @property
     def over(self) -> bool:

@@ -21,6 +21,19 @@ from kvgrpc.model import RankRef
 from kvgrpc.transfer.protocol.types import RoomKey
 
 
+def in_words(value: object) -> str:
+    """A foreign value as text: where even that raises, its type."""
+    try:
+        return str(value)
+    except Exception:
+        return f"a {type(value).__name__} that cannot be printed"
+
+
+def raised(error: BaseException) -> str:
+    """A foreign exception as text."""
+    return f"{type(error).__name__}: {in_words(error)}"
+
+
 def conflict(key: RoomKey, owner: object) -> KvGrpcError:
     """Somebody else has the room; ``owner`` says who."""
     text = f"room {key.room} attempt {key.attempt} belongs to {owner}; a retry needs a new attempt"

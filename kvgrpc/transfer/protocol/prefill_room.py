@@ -239,7 +239,7 @@ class PrefillRoom:
         destination, chunks = self.destination, self.chunks
         if destination is None or not chunks.last_seen or self.open_writes or chunks.waiting:
             return False
-        return self.done.prefix >= len(destination.pages)
+        return self.done.prefix >= destination.count
 
     def _end(self, state: RoomState) -> None:
         """One terminal state; the handle hears it last, when all else is known (rule 6, ending)."""

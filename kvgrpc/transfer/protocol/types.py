@@ -10,14 +10,12 @@ import hashlib
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from kvgrpc.errors import Failure, KvGrpcError
 from kvgrpc.model import RankRef
+from kvgrpc.transfer.protocol.destination import Destination as Destination
+from kvgrpc.transfer.protocol.destination import U32Array as U32Array
 
 MAX_ROOM = 2**63 - 1
-U32Array = npt.NDArray[np.uint32]
 
 
 class RoomKey(NamedTuple):
@@ -117,17 +115,6 @@ class Handle:
     def fail(self, failure: Failure) -> None:
         self.failure = failure
         self.poll = KVPoll.Failed
-
-
-@dataclass(slots=True, eq=False)
-class Destination:
-    """Where decode wants a room: pages (uint32, in the order of the prompt), after the ``first_page`` it has."""
-
-    pages: U32Array
-    first_page: int = 0
-
-    def same(self, other: Destination) -> bool:
-        return self.first_page == other.first_page and np.array_equal(self.pages, other.pages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 import grpc
 
 from kvgrpc.dataplane.base import DataPlane
-from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, Reason, ServerDraining
+from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, Reason
 from kvgrpc.model import RankRef, Role
 from kvgrpc.net import split
 from kvgrpc.rpc.status import error_from
@@ -37,6 +37,8 @@ from kvgrpc.wire import failure_from_pb, layout_to_pb, pool_to_pb, rank_ref_from
 
 logger = logging.getLogger(__name__)
 _PROBE_WITHIN_SECONDS = 1.0
+# A peer that asks for more patience gets this much: past it a hung one would hold our rooms too long.
+LONGEST_IDLE_TIMEOUT_MS = 60_000
 _Call = grpc.aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]
 
 
@@ -72,7 +74,9 @@ class DecodeManager(TransferManager[DecodeRoom]):
     # For receivers: each is posted, and runs on the loop thread.
 
     def open(self, room: ReceiverRoom) -> None:
-        if self.core.open(room):
+        if self.draining or self.closed:
+            self._refuse_late(room.handle)
+        elif self.core.open(room):
             self._routes.find(room)
 
     def write(self, room: DecodeRoom, destination: Destination, aux_index: int | None) -> None:
@@ -94,13 +98,13 @@ class DecodeManager(TransferManager[DecodeRoom]):
         """Refuses new rooms, waits for open ones, then stops them; (nothing is left, open rooms)."""
         self.draining = True
         await self.until(lambda: self.open_rooms() == 0, grace)
-        for room in list(self.core.rooms.values()):
-            self.core.fail(room, Failure.of(ServerDraining(f"{self.ref} drained before the room ended")))
-        self._pump()
+        self._fail_all(self.core.rooms)
         await self.until(lambda: self.core.held_pages == 0, grace)
         return not self.core.held_pages, self.open_rooms()
 
     async def stop(self) -> None:
+        self.closed = True
+        self._fail_all(self.core.rooms)
         await self._routes.close()
         for session in list(self._sessions.values()):
             session.close()
@@ -156,8 +160,9 @@ class DecodeManager(TransferManager[DecodeRoom]):
     async def _dial(self, stream: Stream) -> None:
         """One stream from dial to end; the core hears how it went."""
         session = self._sessions[stream]
-        channel = self._open_channel(stream.pair.address)
+        channel: grpc.aio.Channel | None = None
         try:
+            channel = self._open_channel(stream.pair.address)
             session.call = TransferServiceStub(channel).Session()
             await session.call.write(self._hello(stream))
             await self._read(session, stream, session.call)
@@ -169,14 +174,19 @@ class DecodeManager(TransferManager[DecodeRoom]):
             self.core.on_goodbye(stream, Failure.of(error, str(self.ref)))
         except asyncio.CancelledError:
             self.core.on_end(stream)
-        except Exception:
+        except Exception as error:
             self._count_error(f"session to {stream.pair.ref} failed")
-            self.core.on_end(stream)
+            if stream.pair.welcomed:
+                self.core.on_end(stream)
+            else:  # nothing says that the next dial would get further
+                text = f"{stream.pair.ref} cannot be dialled: {type(error).__name__}; the log has the cause"
+                self.core.on_goodbye(stream, Failure(Reason.INTERNAL, text, {}, str(self.ref)))
         finally:
             del self._sessions[stream]
             session.end()
             self._pump()
-            await channel.close()
+            if channel is not None:
+                await channel.close()
 
     async def _not_welcome(self, stream: Stream, error: grpc.aio.AioRpcError | None) -> None:
         """The call failed: proof of death, an answer of the server's front (credentials, roles), or just a break."""
@@ -202,8 +212,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
                 wire.check_frame(message, self.config.max_frame_bytes)
                 FRAMES_RECEIVED.inc()
                 ROOMS_RECEIVED.inc(len(message.rooms))
-                core.on_frame(stream, wire.parse_response(message))
-                self._pump()
+                await self._in_turns(wire.parse_response(message), lambda some: core.on_frame(stream, some))
             elif message.HasField("welcome"):
                 self._welcome(session, stream, message.welcome)
             elif message.HasField("goodbye"):
@@ -221,9 +230,22 @@ class DecodeManager(TransferManager[DecodeRoom]):
             raise InvalidRequest.of("welcome.rank", answered, f"{stream.pair.ref}, which was dialled")
         self._data_addresses[stream.pair.ref] = welcome.data_plane_address
         session.max_frame_bytes = min(self.config.max_frame_bytes, welcome.max_frame_bytes or 2**63)
-        self.core.on_welcome(stream)
+        session.heartbeat, idle_timeout = self._pace_of(welcome)
+        self.core.on_welcome(stream, idle_timeout)
         session.writer = self._start(self._write(session, stream), f"session-write {stream.pair.ref}")
         self._pump()
+
+    def _pace_of(self, welcome: pb.Welcome) -> tuple[int, int]:
+        """Ticks between our heartbeats, and after how many without a word the peer is given up: as it asks, within
+        reason, and never with less patience than our own."""
+        timing = self.config.timing
+        heartbeat, idle_timeout = timing.heartbeat, timing.idle_timeout
+        if welcome.HasField("heartbeat"):
+            heartbeat = min(heartbeat, timing.ticks(max(1, welcome.heartbeat.ToMilliseconds())))
+        if welcome.HasField("idle_timeout"):
+            asked = min(welcome.idle_timeout.ToMilliseconds(), LONGEST_IDLE_TIMEOUT_MS)
+            idle_timeout = max(idle_timeout, timing.ticks(asked))
+        return heartbeat, idle_timeout
 
     async def _write(self, session: _Session, stream: Stream) -> None:
         core, call, pools = self.core, session.call, len(self.config.pools)
@@ -274,6 +296,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
             aux_item_bytes=shape.aux_item_bytes,
             data_plane=shape.data_plane,
             data_plane_address=self.plane.address(),
+            max_frame_bytes=self.config.max_frame_bytes,
             expected=wire.part_to_pb(topology.wanted_part(shape)),
         )
         hello.opener.CopyFrom(rank_ref_to_pb(self.ref))
@@ -285,8 +308,8 @@ class DecodeManager(TransferManager[DecodeRoom]):
         self.core.tick()
         if len(self._data_addresses) > len(self.core.pairs):
             self._forget_addresses()
-        if self.core.now % self.config.timing.heartbeat == 0:
-            for session in self._sessions.values():
+        for session in self._sessions.values():
+            if self.core.now % session.heartbeat == 0:
                 session.beat()
 
     def _pump(self) -> None:
@@ -341,13 +364,14 @@ class DecodeManager(TransferManager[DecodeRoom]):
 class _Session(SessionWriter):
     """One dialled stream."""
 
-    __slots__ = ("call", "max_frame_bytes", "writer")
+    __slots__ = ("call", "heartbeat", "max_frame_bytes", "writer")
 
     def __init__(self) -> None:
         super().__init__()
         self.call: _Call | None = None
         self.writer: asyncio.Task[None] | None = None
         self.max_frame_bytes = 0
+        self.heartbeat = 1
 
     def cancel(self) -> None:
         """Ends the stream without a word: the core gave the pair up."""

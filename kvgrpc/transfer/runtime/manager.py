@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import itertools
 import logging
 import os
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from kvgrpc.dataplane.base import DataPlane
-from kvgrpc.errors import Failure, Reason, TooManyRequests
+from kvgrpc.errors import Failure, Reason, ServerDraining, TooManyRequests
 from kvgrpc.model import Layout, Pool, RankRef
 from kvgrpc.observability import metrics
 from kvgrpc.observability.hand_offs import HandOffs
@@ -27,6 +28,7 @@ from kvgrpc.transfer.tables import RoomRow, SessionRow
 logger = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 4 * 1024 * 1024
 _COMMANDS_AT_ONCE = 1024
+ENTRIES_IN_A_TURN = 1024
 _ROOMS_LOOKED_AT_IN_A_TURN = 2048
 _BEHIND_ALL_ROOMS = RoomKey(2**64)
 
@@ -55,6 +57,7 @@ class TransferConfig:
 
 
 T = TypeVar("T")
+Entry = TypeVar("Entry")
 
 
 class Loop(Protocol):
@@ -142,8 +145,7 @@ class TransferManager(ABC, Generic[Record]):
     def refusal(self, key: RoomKey) -> Failure | None:
         """Why no handle can be made now: closed, draining, forked, or the command queue is full. Never raises."""
         if self.closed or self.draining:
-            what = "is closed" if self.closed else "drains"
-            return Failure(Reason.SERVER_DRAINING, f"the manager of {self.ref} {what}", {}, str(self.ref))
+            return self._leaving()
         if self._forks != _forks:
             text = f"the manager of {self.ref} belongs to process {self._pid}; start workers with spawn, not fork"
             return Failure(Reason.FEATURE_DISABLED, text, {"feature": "fork", "howToEnable": "spawn"}, str(self.ref))
@@ -252,6 +254,23 @@ class TransferManager(ABC, Generic[Record]):
 
     # For subclasses.
 
+    def _leaving(self) -> Failure:
+        """Why there can be no new room any more."""
+        what = "is closed" if self.closed else "drains"
+        return Failure(Reason.SERVER_DRAINING, f"the manager of {self.ref} {what}", {}, str(self.ref))
+
+    def _refuse_late(self, handle: Handle) -> None:
+        """It was made while the manager was being closed."""
+        handle.release_safe = True
+        handle.fail(self._leaving())
+
+    def _fail_all(self, rooms: Mapping[RoomKey, Record]) -> None:
+        """Before the ticks end, so that no handle waits for ever."""
+        failure = Failure.of(ServerDraining(f"{self.ref} drained before the room ended"))
+        for record in list(rooms.values()):
+            self.core.fail(record, failure)
+        self._pump()
+
     @abstractmethod
     def _row(self, record: Record) -> RoomRow: ...
 
@@ -271,6 +290,15 @@ class TransferManager(ABC, Generic[Record]):
     def _past_row(self, key: RoomKey) -> RoomRow:
         row, since = self._past[key]
         return replace(row, age_seconds=row.age_seconds + self._loop.time() - since)
+
+    async def _in_turns(self, entries: Iterable[Entry], apply: Callable[[Sequence[Entry]], None]) -> None:
+        """Applies the entries of one frame, at most some hundred a turn of the loop that all sessions share."""
+        rest = iter(entries)
+        while some := list(itertools.islice(rest, ENTRIES_IN_A_TURN)):
+            apply(some)
+            self._pump()
+            if len(some) == ENTRIES_IN_A_TURN:
+                await asyncio.sleep(0)
 
     def _run(self) -> None:
         self._waking = False
@@ -312,7 +340,7 @@ class TransferManager(ABC, Generic[Record]):
             room = cast(_EndedRoom, record)
             seconds = None if room.handle is None else now - room.handle.began
             if room.failure is None:
-                pages = 0 if room.destination is None else len(room.destination.pages)
+                pages = 0 if room.destination is None else room.destination.count
                 self._hand_offs.succeeded(seconds, pages * self._page_bytes)
             else:
                 self._hand_offs.failed(*room.key, room.failure, seconds)

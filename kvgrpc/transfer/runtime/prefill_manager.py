@@ -77,6 +77,9 @@ class PrefillManager(TransferManager[PrefillRoom]):
     # For senders: each is posted, and runs on the loop thread.
 
     def claim(self, key: RoomKey, handle: SenderHandle) -> None:
+        if self.closed:
+            self._refuse_late(handle)
+            return
         handle.record = self.core.claim(key, handle)
         self._sought.wake(key)
 
@@ -142,9 +145,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         self._sought.drain()
         self._pump()
         await self.until(lambda: self.core.open_rooms == 0, grace)
-        for record in list(self.core.rooms.values()):
-            self.core.fail(record, Failure.of(ServerDraining(f"{self.ref} drained before the room ended")))
-        self._pump()
+        self._fail_all(self.core.rooms)
         await self.until(lambda: self.core.open_writes == 0, grace)
         return self.core.open_writes == 0, self.core.open_rooms
 
@@ -156,6 +157,8 @@ class PrefillManager(TransferManager[PrefillRoom]):
     async def stop(self) -> None:
         """Ends all sessions with Goodbye, after what was still to be said."""
         self._sought.drain()
+        self.closed = True
+        self._fail_all(self.core.rooms)
         sessions = list(self._sessions.values())
         for session in sessions:
             session.end(None)
@@ -198,7 +201,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
     def _row(self, record: PrefillRoom) -> RoomRow:
         owner = record.owner
         parts = () if owner is None else (PartRow(owner.ref, record.state, record.writes, record.pages_done),)
-        pages = 0 if record.destination is None else len(record.destination.pages)
+        pages = 0 if record.destination is None else record.destination.count
         age = (self.core.now - record.created_at) * self.config.timing.tick_seconds
         return RoomRow(
             record.key,
@@ -234,8 +237,9 @@ class PrefillManager(TransferManager[PrefillRoom]):
             raise ServerDraining(f"{self.ref} is closing; use another prefill")
         if not first.HasField("hello"):
             raise InvalidRequest.of("hello", "absent", "in the first message")
+        wire.check_frame(first, self.config.max_frame_bytes)
         hello = first.hello
-        _check_sizes(hello)
+        self._check_sizes(hello)
         ref, layout = rank_ref_from_pb(hello.opener), layout_from_pb(hello.layout)
         check_rank(ref, layout, "hello.opener")
         check_speaker(ref, Role.DECODE, "hello.opener")
@@ -248,6 +252,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
                 metadata={"expected": to.rank, "actual": self.ref.rank},
             )
         session = _Session(ref, write, [(pool.name, pool.pages) for pool in pools])
+        session.max_frame_bytes = min(self.config.max_frame_bytes, hello.max_frame_bytes or 2**63)
         if to == self.ref:
             self._check_part(
                 topology.Shape(ref.rank, layout, pools, tuple(hello.aux_item_bytes), hello.data_plane), hello
@@ -277,6 +282,20 @@ class PrefillManager(TransferManager[PrefillRoom]):
         welcome.idle_timeout.FromMilliseconds(timing.milliseconds(timing.idle_timeout))
         return pb.SessionResponse(welcome=welcome)
 
+    def _check_sizes(self, hello: pb.Hello) -> None:
+        """Bounds before anything is looked at: this runs on the loop that all sessions share."""
+        for field, size, limit in (
+            ("pools", len(hello.pools), _MOST_POOLS),
+            ("pools.regions", sum(len(pool.regions) for pool in hello.pools), _MOST_REGIONS),
+            ("aux_item_bytes", len(hello.aux_item_bytes), _MOST_AUX_BUFFERS),
+        ):
+            if size > limit:
+                raise InvalidRequest.of(f"hello.{field}", size, f"at most {limit}")
+        least = wire.smallest_frame(self.aux.row_bytes)
+        if 0 < hello.max_frame_bytes < least:
+            rule = f"at least {least}, which the end of a room with its aux takes; or absent"
+            raise InvalidRequest.of("hello.max_frame_bytes", hello.max_frame_bytes, rule)
+
     async def _read(self, session: _Session, read: Reader) -> None:
         core, ref, pool_pages = self.core, session.ref, session.pool_pages
         failure: Failure | None = None
@@ -289,8 +308,8 @@ class PrefillManager(TransferManager[PrefillRoom]):
                     wire.check_frame(message, self.config.max_frame_bytes)
                     FRAMES_RECEIVED.inc()
                     ROOMS_RECEIVED.inc(len(message.rooms) + len(message.forget_rooms))
-                    core.on_frame(session, ref, wire.parse_request(message, pool_pages))
-                    self._pump()
+                    entries = wire.parse_request(message, pool_pages, self._own_pages)
+                    await self._in_turns(entries, lambda some: core.on_frame(session, ref, some))
                 else:
                     core.on_heard(session, ref)
                 if message.HasField("goodbye"):
@@ -313,7 +332,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
                     session.wake()
             if entries:
                 ROOMS_SENT.inc(len(entries))
-                for frame in wire.encode_responses(entries, self.config.max_frame_bytes):
+                for frame in wire.encode_responses(entries, session.max_frame_bytes):
                     FRAMES_SENT.inc()
                     await session.write(frame)
             elif session.heartbeat_due:
@@ -376,7 +395,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
 class _Session(SessionWriter):
     """One stream at prefill: whose it is, and how to write on it."""
 
-    __slots__ = ("caller", "failure", "over", "pool_pages", "ref", "write")
+    __slots__ = ("caller", "failure", "max_frame_bytes", "over", "pool_pages", "ref", "write")
 
     def __init__(
         self,
@@ -390,6 +409,7 @@ class _Session(SessionWriter):
         self.pool_pages = pool_pages
         self.failure: Failure | None = None
         self.caller = ""
+        self.max_frame_bytes = 0
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def end(self, failure: Failure | None) -> None:
@@ -406,17 +426,6 @@ async def _next(read: Reader) -> pb.SessionRequest | None:
     except Exception as error:
         logger.debug("a session ended: %s", error)
         return None
-
-
-def _check_sizes(hello: pb.Hello) -> None:
-    """Bounds before anything is looked at: this runs on the loop that all sessions share."""
-    for field, size, limit in (
-        ("pools", len(hello.pools), _MOST_POOLS),
-        ("pools.regions", sum(len(pool.regions) for pool in hello.pools), _MOST_REGIONS),
-        ("aux_item_bytes", len(hello.aux_item_bytes), _MOST_AUX_BUFFERS),
-    ):
-        if size > limit:
-            raise InvalidRequest.of(f"hello.{field}", size, f"at most {limit}")
 
 
 def _goodbye(failure: Failure | None) -> pb.SessionResponse:

@@ -19,6 +19,7 @@ from kvgrpc.transfer.runtime.search import RoomSearch
 
 logger = logging.getLogger(__name__)
 _KNOWN_ENGINES = 4096
+_JOIN_WITHIN_SECONDS = 0.25
 _AWAIT_SECONDS = 600.0
 _AWAIT_PAUSE_SECONDS = 1.0
 Coordinates = tuple[int, int, int, int]
@@ -77,7 +78,7 @@ class Routes:
         self._start = start
         self._pump = pump
         self._engines: dict[str, PrefillEngine] = {}
-        self._questions: dict[str, list[ReceiverRoom]] = {}
+        self._questions: dict[str, tuple[float, list[ReceiverRoom]]] = {}
         self._awaited: dict[tuple[str, Coordinates], asyncio.Task[None]] = {}
         self._search = RoomSearch(open_channel, start, self._on_found, self._on_silence, self._targets_now)
         self._closed = False
@@ -141,15 +142,19 @@ class Routes:
         return self._core.pairs[target.ref].up
 
     def _ask(self, room: ReceiverRoom) -> None:
-        """One question for all rooms that wait for the same address."""
-        waiting = self._questions.get(room.bootstrap_addr)
-        if waiting is not None:
+        """One question for all rooms that wait for the same address, if they come soon after each other: a question has
+        a time of its own, and whoever joined late would have less of it.
+        """
+        now = asyncio.get_running_loop().time()
+        asked_at, waiting = self._questions.get(room.bootstrap_addr, (-_JOIN_WITHIN_SECONDS, []))
+        if now - asked_at < _JOIN_WITHIN_SECONDS:
             waiting.append(room)
             return
-        self._questions[room.bootstrap_addr] = [room]
-        self._start(self._answer(room.bootstrap_addr), f"resolve {room.bootstrap_addr}")
+        rooms = [room]
+        self._questions[room.bootstrap_addr] = now, rooms
+        self._start(self._answer(room.bootstrap_addr, rooms), f"resolve {room.bootstrap_addr}")
 
-    async def _answer(self, bootstrap_addr: str) -> None:
+    async def _answer(self, bootstrap_addr: str, rooms: list[ReceiverRoom]) -> None:
         me, failure, engine = self._core.me, None, None
         try:
             engine = await self._resolve(bootstrap_addr, me.rank)
@@ -159,7 +164,9 @@ class Routes:
         except Exception as error:
             logger.exception("resolving %s failed", bootstrap_addr)
             failure = Failure(Reason.INTERNAL, f"resolving {bootstrap_addr}: {type(error).__name__}", {}, str(me))
-        for room in self._questions.pop(bootstrap_addr):
+        if self._questions.get(bootstrap_addr, (0.0, []))[1] is rooms:
+            del self._questions[bootstrap_addr]
+        for room in rooms:
             if engine is not None:
                 self._bind(room, engine)
             elif failure is not None:
@@ -247,6 +254,6 @@ def _route_error(room: ReceiverRoom) -> InvalidRequest | None:
     address, dp = room.bootstrap_addr, room.prefill_dp_rank
     if not isinstance(address, str) or not address.isascii():
         return InvalidRequest.of("bootstrap_addr", address, "host:port, optionally /engine")
-    if dp is not None and (not hasattr(dp, "__index__") or dp < 0):
+    if dp is not None and (type(dp) is not int or dp < 0):
         return InvalidRequest.of("prefill_dp_rank", dp, "0 or more")
     return None

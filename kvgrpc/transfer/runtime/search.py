@@ -74,13 +74,12 @@ class RoomSearch:
         try:
             while rooms and len(silent) < len(asking):
                 waiting = [*asking, *([] if renewing is None else [renewing])]
-                ended, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for call in [call for call in asking if call.done()]:
-                    target = asking.pop(call)
-                    pause = self._take(rooms, target, call.result(), silent)
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for answered in [call for call in asking if call.done()]:
+                    target = asking.pop(answered)
+                    pause = self._take(rooms, target, answered.result(), silent)
                     asking[self._ask(target, rooms, pause)] = target
-                if renewing in ended:
-                    assert renewing is not None
+                if renewing is not None and renewing.done():
                     self._replace(asking, silent, renewing.result(), rooms)
                     renewing = None
                 if silent and renewing is None and rooms:

@@ -17,6 +17,7 @@ from kvgrpc.dataplane.base import DataPlane, Outcome, Peer, Result, Transfer
 from kvgrpc.model import Pool
 from kvgrpc.observability import metrics
 from kvgrpc.transfer.layout.plan import Geometry, Plan, geometry
+from kvgrpc.transfer.protocol.failures import raised
 from kvgrpc.transfer.protocol.prefill_core import PrefillPair, PrefillRoom, Submission
 
 logger = logging.getLogger(__name__)
@@ -136,7 +137,7 @@ class TransferWorker:
                 self._start_group(group)
             except Exception as error:  # of planning: nothing was sent
                 logger.exception("%d writes could not be planned", len(group))
-                result = Result(Outcome.REJECTED, f"{type(error).__name__}: {error}")
+                result = Result(Outcome.REJECTED, raised(error))
                 self._ended += [(submission, result) for submission in group]
 
     def _start_group(self, group: Sequence[Submission]) -> None:
@@ -173,7 +174,7 @@ class TransferWorker:
                 submission.wait()
             self._attach(memory)
         except Exception as error:  # a foreign callable, or an address that is not one: nothing was sent
-            self._ended.append((submission, Result(Outcome.REJECTED, f"{type(error).__name__}: {error}")))
+            self._ended.append((submission, Result(Outcome.REJECTED, raised(error))))
             return False
         return True
 
@@ -183,7 +184,7 @@ class TransferWorker:
             result = transfer.poll()
         except Exception as error:
             logger.exception("the data plane raised on submit")
-            result = Result(Outcome.FAILED_UNKNOWN, f"{type(error).__name__}: {error}")
+            result = Result(Outcome.FAILED_UNKNOWN, raised(error))
         if result is None:
             self._running.append(_Running(submission, transfer))
         else:
@@ -214,7 +215,7 @@ class TransferWorker:
             return running.transfer.poll()
         except Exception as error:
             logger.exception("the data plane raised on poll")
-            return Result(Outcome.FAILED_UNKNOWN, f"{type(error).__name__}: {error}")
+            return Result(Outcome.FAILED_UNKNOWN, raised(error))
 
     def _end(self, running: _Running, result: Result | None) -> bool:
         if result is None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import grpc
@@ -31,7 +32,7 @@ from tests.contract.transfer_peers import (
     eventually,
     session_tasks,
 )
-from tests.integration.rank_host import PAGES, RankHost
+from tests.integration.rank_host import AUX_BYTES, PAGES, RankHost
 
 Dial = Callable[..., DecodeClient]
 ROOMS = itertools.count(2_000_000)
@@ -44,6 +45,18 @@ def raw_pages(pages: Any) -> common_pb2.PageSet:
 
 def runs(starts: list[int], lengths: list[int]) -> common_pb2.PageSet:
     return common_pb2.PageSet(run_starts=starts, run_lengths=lengths)
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def all_ended(client: DecodeClient, rooms: Sequence[int]) -> list[Any]:
+    """The terminal states of rooms that may come in one frame."""
+    ended: dict[int, Any] = {}
+    while len(ended) < len(rooms):
+        ended.update({each.room: each for each in client.read().rooms if each.state >= SUCCESS})
+    return [ended[room] for room in rooms]
 
 
 class TestEntriesOfDecode:
@@ -229,10 +242,67 @@ class TestFramesOfDecode:
 
     def test_a_frame_above_what_the_welcome_allows_is_named(self, dial: Dial) -> None:
         client = dial().open()
-        client.send(rooms=[pb.DecodeRoom(room=5, want=pb.WANT_STOP, traceparent="x" * 5 * MEGABYTE)])
+        client.send(rooms=[pb.DecodeRoom(room=5, want=pb.WANT_STOP, traceparent="x" * (4 * MEGABYTE + 20_000))])
         failure = client.goodbye()
-        assert failure.reason.name == "FRAME_TOO_LARGE" and int(failure.metadata["value"]) > 5 * MEGABYTE
+        assert failure.reason.name == "FRAME_TOO_LARGE" and int(failure.metadata["value"]) > 4 * MEGABYTE
         client.again(2).close()
+
+    def test_more_rooms_than_a_frame_may_have_are_refused_before_any_is_looked_at(self, dial: Dial) -> None:
+        client = dial().open()
+        client.send(forget_rooms=list(range(1, 65_538)))
+        failure = client.goodbye()
+        assert failure.reason.name == "FRAME_TOO_LARGE"
+        assert failure.metadata == {"limit": "65536", "value": "65537"}
+
+    def test_one_frame_takes_many_turns_of_the_loop_and_others_have_theirs_between(
+        self, dial: Dial, prefill: RankHost, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        applied: list[int] = []
+        core = core_of(prefill)
+        frame = core.on_frame
+
+        def on_frame(stream: object, ref: RankRef, entries: Any) -> None:
+            applied.append(len(entries))
+            frame(stream, ref, entries)
+
+        monkeypatch.setattr(core, "on_frame", on_frame)
+        client = dial().open()
+        client.send(forget_rooms=list(range(1, 65_537)))
+        room = next(ROOMS)
+        client.want(room, STOP)
+        client.ended(room)
+        assert sum(applied) >= 65_536 and max(applied) <= 1024
+
+    def test_runs_of_whole_pools_cost_nothing(self, dial: Dial, prefill: RankHost) -> None:
+        client = dial()
+        pool = pool_to_pb(client.memory.pool)
+        pool.pages = 2**24
+        client.open(pools=[pool])
+        began, before = time.monotonic(), _peak_bytes()
+        rooms = [next(ROOMS) for _ in range(60)]
+        client.send(rooms=[pb.DecodeRoom(room=room, want=1 + 1, pages=[runs([0], [2**24])]) for room in rooms])
+        for last in all_ended(client, rooms):
+            assert last.failure.reason == Reason.INVALID_REQUEST, "it wants more than this prefill's pool has"
+        assert _peak_bytes() - before < 256 * MEGABYTE and time.monotonic() - began < 5
+
+    def test_a_trace_context_that_is_none_fails_its_room_and_is_not_kept(self, dial: Dial, prefill: RankHost) -> None:
+        client, long, good = dial().open(), next(ROOMS), next(ROOMS)
+        client.write(long, [1], traceparent="x" * 100_000).write(good, [1])
+        last = client.ended(long)
+        assert last.failure.reason == Reason.INVALID_REQUEST and "traceparent" in last.failure.metadata["field"]
+        assert len(last.failure.SerializeToString()) < 1024
+        eventually(lambda: (good, 0) in core_of(prefill).rooms)
+        assert len(core_of(prefill).rooms[long, 0].traceparent) == 0
+
+    def test_frames_to_a_decode_fit_what_it_said_it_takes(self, dial: Dial) -> None:
+        least = 2 * (64 + 8192) + AUX_BYTES
+        refused = dial().refused(max_frame_bytes=least - 1)
+        assert (refused.reason, refused.metadata["field"]) == (Reason.INVALID_REQUEST, "hello.max_frame_bytes")
+        client = dial().open(max_frame_bytes=least)
+        rooms = [next(ROOMS) for _ in range(200)]
+        client.send(rooms=[pb.DecodeRoom(room=room, want=STOP) for room in rooms])
+        all_ended(client, rooms)
+        assert max(message.ByteSize() for message in client.kept) <= least
 
     def test_a_giant_hello_is_refused_at_once(self, dial: Dial) -> None:
         for changes in (

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from kvgrpc.errors import Reason
-from kvgrpc.transfer import KVPoll, KVReceiver
+from kvgrpc.transfer import KVPoll, KVReceiver, KVSender
 from tests.contract.transfer_peers import (
     eventually,
     receiver_of,
@@ -17,6 +18,13 @@ from tests.contract.transfer_peers import (
 from tests.integration.rank_host import RankHost
 
 ROOMS = itertools.count(4_000_000)
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("not even that")
+
+    __repr__ = __str__
 
 
 class TestEnginesThatErr:
@@ -39,7 +47,7 @@ class TestEnginesThatErr:
         senders[2].send([1])
         eventually(lambda: receivers[2].poll() is KVPoll.Success)
 
-    @pytest.mark.parametrize("first_page", [-1, 2**32, "x", 1.5])
+    @pytest.mark.parametrize("first_page", [-1, 2**32, "x", 1.5, None, np.array([1, 2]), b"1"])
     def test_a_first_page_that_is_none_fails_that_room(
         self, prefill: RankHost, decode: RankHost, first_page: Any
     ) -> None:
@@ -84,7 +92,54 @@ class TestEnginesThatErr:
             assert failure.metadata["field"] == field
             assert {"value", "rule"} <= failure.metadata.keys()
 
-    @pytest.mark.parametrize("dp_rank", [-1, 7, "x"])
+    @pytest.mark.parametrize("why", [b"enough", 7, Unprintable(), np.array([1, 2]), None])
+    def test_an_abort_says_why_whatever_it_is_given(self, prefill: RankHost, decode: RankHost, why: Any) -> None:
+        room = next(ROOMS)
+        receiver, sender = receiver_of(decode, f"{prefill.rank.address}/P", room), sender_of(prefill, room)
+        receiver.init([33], 6)
+        eventually(lambda: sender.poll() is KVPoll.WaitingForInput)
+        receiver.abort(why)
+        eventually(lambda: sender.poll() is KVPoll.Failed)
+        assert receiver.failure.reason is sender.failure.reason is Reason.ROOM_CANCELLED
+        assert isinstance(receiver.failure.message, str) and receiver.failure.message == sender.failure.message
+
+    def test_a_wait_that_raises_what_cannot_be_printed_fails_its_room_alone(
+        self, prefill: RankHost, decode: RankHost
+    ) -> None:
+        def wait() -> None:
+            raise Unprintable
+
+        room = next(ROOMS)
+        receiver, sender = receiver_of(decode, f"{prefill.rank.address}/P", room), sender_of(prefill, room)
+        receiver.init([34], 7)
+        sender.init(1, 0)
+        sender.send([1], wait=wait)
+        eventually(lambda: receiver.poll() is KVPoll.Failed)
+        assert receiver.failure.reason is Reason.TRANSFER_FAILED
+        assert "Unprintable" in receiver.failure.metadata["code"]
+
+    @pytest.mark.parametrize("pages", [[5, 5], [7, 1, 7], np.array([3, 2, 1, 3], np.int32)])
+    def test_a_page_given_twice_fails_its_room_before_a_page_of_the_prompt_is_lost(
+        self, prefill: RankHost, decode: RankHost, pages: Any
+    ) -> None:
+        receiver = receiver_of(decode, f"{prefill.rank.address}/P", next(ROOMS))
+        receiver.init(pages, 0)
+        eventually(lambda: receiver.poll() is KVPoll.Failed)
+        assert receiver.failure.reason is Reason.INVALID_REQUEST and receiver.failure.metadata["field"] == "pages"
+
+    def test_numbers_of_numpy_are_numbers(self, prefill: RankHost, decode: RankHost) -> None:
+        room, one, zero = np.int64(next(ROOMS)), np.int32(1), np.uint8(0)
+        address = f"{prefill.rank.address}/P"
+        receiver = KVReceiver(
+            cast(Any, decode.rank.transfer), address, cast(Any, room), cast(Any, one), cast(Any, zero)
+        )
+        receiver.init([35], cast(Any, zero), cast(Any, zero))
+        sender = KVSender(cast(Any, prefill.rank.transfer), address, cast(Any, room), cast(Any, one))
+        sender.init(cast(Any, one), cast(Any, zero))
+        sender.send([2], is_last=cast(Any, np.bool_(True)))
+        eventually(lambda: receiver.poll() is KVPoll.Success)
+
+    @pytest.mark.parametrize("dp_rank", [-1, 7, "x", np.array([1, 2])])
     def test_a_dp_rank_that_is_none_fails_that_room(self, prefill: RankHost, decode: RankHost, dp_rank: Any) -> None:
         receiver = KVReceiver(cast(Any, decode.rank.transfer), f"{prefill.rank.address}/P", next(ROOMS), 0, dp_rank)
         eventually(lambda: receiver.failure is not None)

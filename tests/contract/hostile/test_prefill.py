@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -100,6 +102,24 @@ class TestPrefillsThatLie:
         receiver = self.meet(decode, server, room)
         eventually(lambda: receiver.poll() is KVPoll.Failed)
         assert session_tasks(decode) <= before + 3
+
+    def test_one_that_speaks_rarely_and_said_so_is_healthy(self, decode: RankHost, serve: Serve, room: int) -> None:
+        """Decode gives a silent peer up after 2 s; this one asked for 4 s, and for heartbeats each 0.1 s."""
+        heard_at: list[float] = []
+
+        def script(server: PrefillServer, requests: Iterator[pb.SessionRequest]) -> Iterator[Any]:
+            yield server.welcome(heartbeat=Duration(nanos=100_000_000), idle_timeout=Duration(seconds=4))
+            began = time.monotonic()
+            for _ in requests:
+                heard_at.append(time.monotonic())
+                if time.monotonic() - began > 2.8:
+                    break
+            yield said(room, FAILED, failure=common_pb2.Failure(reason=3, message="enough"))
+            yield from (pb.SessionResponse() for request in requests)
+
+        server = serve(script)
+        assert self.fails(self.meet(decode, server, room), Reason.ROOM_CANCELLED).message == "enough"
+        assert server.sessions == 1 and len(heard_at) > 14, "its own pace would be one in 0.2 s"
 
     def test_it_says_success_before_it_was_told_where_to_write(self, decode: RankHost, serve: Serve, room: int) -> None:
         def script(server: PrefillServer, requests: Iterator[pb.SessionRequest]) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from kvgrpc.client import SyncClient
-from kvgrpc.errors import Reason
+from kvgrpc.errors import AddressNotAllowed, Reason
 from kvgrpc.transfer import KVPoll
 from kvgrpc.transfer.runtime import decode_manager as decode_module
 from kvgrpc.transfer.runtime import prefill_manager as prefill_module
@@ -154,3 +155,48 @@ class TestRefusedDials:
         finally:
             assert time.monotonic() - began < 5.0
             server.close()
+
+
+@pytest.mark.parametrize("error", [AddressNotAllowed("a token needs TLS"), RuntimeError("a bug")])
+def test_a_channel_that_cannot_be_made_fails_the_room_with_its_cause_and_leaves_nothing(
+    pair: tuple[RankHost, RankHost], error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = pair
+    manager: Any = decode.rank.transfer
+
+    def no_channel(address: str) -> Any:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(manager, "_open_channel", no_channel)
+        receiver = receiver_of(decode, f"{prefill.rank.address}/P", 1)
+        eventually(lambda: receiver.poll() is KVPoll.Failed)
+        known = isinstance(error, AddressNotAllowed)
+        assert receiver.failure.reason is (Reason.ADDRESS_NOT_ALLOWED if known else Reason.INTERNAL)
+        eventually(lambda: not manager._sessions)
+    receiver = receiver_of(decode, f"{prefill.rank.address}/P", 2)
+    eventually(lambda: receiver.poll() is KVPoll.WaitingForInput)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_handles_made_while_a_rank_closes_end(
+    pair: tuple[RankHost, RankHost], role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = pair
+    rooms = itertools.count(1_000)
+
+    def make() -> Any:
+        room = next(rooms)
+        return sender_of(prefill, room) if role == "prefill" else receiver_of(decode, f"{prefill.rank.address}/P", room)
+
+    host = prefill if role == "prefill" else decode
+    monkeypatch.setattr(host.rank.transfer, "refusal", lambda key: None)  # as it was when the engine looked
+    closing = threading.Thread(target=host.close, args=(2.0,))
+    closing.start()
+    made = []
+    while closing.is_alive():
+        made.append(make())
+        time.sleep(0.01)
+    made += [make() for _ in range(3)]
+    eventually(lambda: all(each.poll() is KVPoll.Failed for each in made))
+    assert {each.failure.reason for each in made} == {Reason.SERVER_DRAINING}

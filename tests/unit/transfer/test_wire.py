@@ -24,7 +24,8 @@ keys = st.tuples(st.integers(1, 2**63 - 1), st.integers(0, 2**32 - 1)).map(lambd
 def test_page_sets_round_trip(numbers: list[int]) -> None:
     message = PageSet()
     wire.fill_page_set(message, np.array(numbers, dtype=np.uint32))
-    assert wire.pages_of(PageSet.FromString(message.SerializeToString()), "pages").tolist() == numbers
+    read = wire.destination_of(PageSet.FromString(message.SerializeToString()), "pages", first_page=7)
+    assert (read.pages.tolist(), read.first_page) == (numbers, 7)
 
 
 def test_runs_only_where_they_are_at_most_one_for_eight_pages() -> None:
@@ -102,7 +103,7 @@ def test_prefill_entries_round_trip(
     failure = Failure(Reason.TRANSFER_FAILED, "no", {"outcome": "REJECTED"}, "P/dp0/pp0/cp0/tp0@7", 12.5)
     entry = PrefillEntry(key, state, writes, pages_done, aux, failure if state is RoomState.FAILED else None)
     (frame,) = wire.encode_responses([entry], 1 << 20)
-    assert wire.parse_response(pb.SessionResponse.FromString(frame.SerializeToString())) == [entry]
+    assert list(wire.parse_response(pb.SessionResponse.FromString(frame.SerializeToString()))) == [entry]
 
 
 @pytest.mark.parametrize(
@@ -147,4 +148,4 @@ def test_a_wrong_entry_fails_alone_and_names_the_field(room: pb.DecodeRoom, erro
 )
 def test_a_wrong_room_or_want_ends_the_session(room: pb.DecodeRoom) -> None:
     with pytest.raises(InvalidRequest):
-        wire.parse_request(pb.SessionRequest(rooms=[room]), POOLS)
+        list(wire.parse_request(pb.SessionRequest(rooms=[room]), POOLS))

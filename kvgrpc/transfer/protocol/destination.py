@@ -1,0 +1,88 @@
+"""Where decode wants a room: pages of its pool, as a list or as runs that stay runs until somebody writes. Pure."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+U32Array = npt.NDArray[np.uint32]
+_Index = npt.NDArray[np.int64]
+
+
+class Destination:
+    """``count`` pages (uint32, in the order of the prompt), after the ``first_page`` logical pages that decode has.
+
+    Runs of a few bytes may name millions of pages: they take no memory until ``slice`` is asked for some.
+    """
+
+    __slots__ = ("_ends", "_pages", "_starts", "count", "first_page")
+
+    def __init__(self, pages: U32Array, first_page: int = 0) -> None:
+        self._pages: U32Array | None = pages
+        self._starts: _Index = _NONE
+        self._ends: _Index = _NONE
+        self.count = len(pages)
+        self.first_page = first_page
+
+    @classmethod
+    def of_runs(cls, starts: npt.ArrayLike, lengths: npt.ArrayLike, first_page: int = 0) -> Destination:
+        """Run i is the pages ``starts[i]``, ``starts[i] + 1``, …, ``lengths[i]`` of them; both below 2^32."""
+        made = cls(_NO_PAGES, first_page)
+        made._pages = None
+        made._starts = np.array(starts, np.int64)
+        made._ends = np.cumsum(np.array(lengths, np.int64))
+        made.count = int(made._ends[-1]) if len(made._ends) else 0
+        return made
+
+    @property
+    def pages(self) -> U32Array:
+        """All of them."""
+        return self.slice(0, self.count)
+
+    def outside(self, pages: int) -> tuple[int, int] | None:
+        """(position, page) of the first page number that a pool of ``pages`` pages does not have."""
+        if not self.count:
+            return None
+        if self._pages is not None:
+            # A ufunc's reduction costs more than a handful of Python integers.
+            largest = max(self._pages.tolist()) if self.count <= _FEW else int(self._pages.max())
+            position = int(np.argmax(self._pages >= pages))
+            return (position, int(self._pages[position])) if largest >= pages else None
+        lengths = self._lengths()
+        wrong = np.flatnonzero((self._starts + lengths > pages) & (lengths > 0))
+        if not len(wrong):
+            return None
+        run = wrong[0]
+        page = max(pages, int(self._starts[run]))
+        return int(self._ends[run] - lengths[run]) + page - int(self._starts[run]), page
+
+    def slice(self, first: int, stop: int) -> U32Array:
+        """Pages [first, stop) of it, and no more than these are made."""
+        if self._pages is not None:
+            return self._pages[first:stop]
+        if first >= stop:
+            return _NO_PAGES
+        from_run = int(np.searchsorted(self._ends, first, side="right"))
+        to_run = int(np.searchsorted(self._ends, stop, side="left")) + 1
+        begins = self._ends[from_run:to_run] - self._lengths()[from_run:to_run]
+        lengths = np.minimum(self._ends[from_run:to_run], stop) - np.maximum(begins, first)
+        # A position of the room is a page of its run: what is added is the same all along a run.
+        shifts = np.repeat(self._starts[from_run:to_run] - begins, lengths)
+        pages: U32Array = (np.arange(first, stop, dtype=np.int64) + shifts).astype(np.uint32)
+        return pages
+
+    def same(self, other: Destination) -> bool:
+        """The same pages in the same order, and the same prefix."""
+        if self.first_page != other.first_page or self.count != other.count:
+            return False
+        if self._pages is None and other._pages is None:
+            return np.array_equal(self._starts, other._starts) and np.array_equal(self._ends, other._ends)
+        return np.array_equal(self.pages, other.pages)
+
+    def _lengths(self) -> _Index:
+        return np.diff(self._ends, prepend=0)
+
+
+_NO_PAGES: U32Array = np.empty(0, dtype=np.uint32)
+_FEW = 16
+_NONE: _Index = np.empty(0, dtype=np.int64)

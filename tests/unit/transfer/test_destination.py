@@ -1,0 +1,52 @@
+"""Runs are the pages that they stand for, and take no memory until somebody writes."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvgrpc.transfer.protocol.destination import Destination
+
+runs = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 9)), max_size=8)
+
+
+def spelled_out(parts: list[tuple[int, int]]) -> list[int]:
+    return [page for start, length in parts for page in range(start, start + length)]
+
+
+@given(runs, st.data())
+def test_any_slice_of_runs_is_that_of_their_pages(parts: list[tuple[int, int]], data: st.DataObject) -> None:
+    pages = spelled_out(parts)
+    destination = Destination.of_runs([start for start, _ in parts], [length for _, length in parts], 3)
+    assert (destination.count, destination.first_page, destination.pages.tolist()) == (len(pages), 3, pages)
+    first = data.draw(st.integers(0, len(pages)))
+    stop = data.draw(st.integers(first, len(pages)))
+    assert destination.slice(first, stop).tolist() == pages[first:stop]
+    assert destination.slice(first, stop).dtype == np.uint32
+    listed = Destination(np.array(pages, np.uint32), 3)
+    assert destination.same(listed) and listed.same(destination) and destination.same(destination)
+    assert not destination.same(Destination(np.array(pages, np.uint32), 4))
+    assert not destination.same(Destination(np.array([*pages, 1], np.uint32), 3))
+
+
+@given(runs, st.integers(1, 1010))
+def test_the_first_page_that_a_pool_does_not_have_is_found_without_making_any(
+    parts: list[tuple[int, int]], pool: int
+) -> None:
+    pages = spelled_out(parts)
+    wrong = next(((position, page) for position, page in enumerate(pages) if page >= pool), None)
+    assert Destination.of_runs([start for start, _ in parts], [length for _, length in parts]).outside(pool) == wrong
+    assert Destination(np.array(pages, np.uint32)).outside(pool) == wrong
+
+
+def test_a_run_of_millions_of_pages_takes_no_memory_until_it_is_written() -> None:
+    tracemalloc.start()
+    destinations = [Destination.of_runs([0], [2**24]) for _ in range(60)]
+    assert all(destination.outside(2**24) is None for destination in destinations)
+    assert destinations[0].slice(2**23, 2**23 + 3).tolist() == [2**23, 2**23 + 1, 2**23 + 2]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**20
