@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvgrpc.errors import InvalidRequest, KvIndexOutOfRange
 from kvgrpc.model import Pool, Region
+from kvgrpc.transfer.layout.heads import runs
 from kvgrpc.transfer.protocol.destination import Destination
 
 U32Array = npt.NDArray[np.uint32]
@@ -82,10 +83,13 @@ class Geometry:
 
 
 def geometry(source: Sequence[Pool], destination: Sequence[Pool]) -> Geometry:
-    """The geometry of a pair whose pools were compared: one page number addresses every pool."""
+    """The geometry of a pair whose pools were compared: one page number addresses every pool, and of the heads those
+    move that both sides hold.
+    """
+    pairs = [runs(ours, theirs) for ours, theirs in zip(source, destination, strict=True)]
     return Geometry(
-        [region for pool in source for region in pool.regions],
-        [region for pool in destination for region in pool.regions],
+        [region for ours, _ in pairs for region in ours],
+        [region for _, theirs in pairs for region in theirs],
         min(pool.pages for pool in destination),
     )
 

@@ -1,18 +1,25 @@
-"""Who owes what: one pure function of both shapes that both sides compute and compare at Hello.
+"""Who owes what: pure functions of two layouts and two shapes, which both sides compute and compare at Hello.
 
-Equal layouts only, for now: every prefill rank owes exactly the decode rank of the same coordinates (cp 0 where
-prefill alone has context parallelism). Anything else is refused with every field that differs.
+Tensor-parallel sizes may differ where one divides the other. With heads (MHA, GQA) a decode rank gets its heads from
+every prefill rank that holds some of them; of prefill ranks that hold copies the first one sends. Without heads (MLA,
+and state) every rank holds all of it, and one prefill rank sends. Context parallelism of prefill alone: cp 0 sends.
+Whoever owes nothing is told about each room all the same, so that its sender ends. Pipeline stages must be equal, and
+dp replicas are independent caches: any serves any.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvgrpc.errors import ParallelLayoutMismatch
-from kvgrpc.model import Layout, Pool, RankId
+from kvgrpc.model import UNKNOWN_MODEL, Attention, Layout, ModelIdentity, Pool, RankId
+from kvgrpc.transfer.layout.heads import head_axis
 
 MAX_AUX_BYTES = 64 * 1024
+Coordinates = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +31,14 @@ class Shape:
     pools: tuple[Pool, ...]
     aux_item_bytes: tuple[int, ...]
     data_plane: str
+    model: ModelIdentity = UNKNOWN_MODEL
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one prefill rank owes one decode rank: global layers, heads (0: they do not apply), and aux."""
+    """What one prefill rank owes one decode rank: global layers (none: it owes nothing), heads (0: they do not apply),
+    and aux.
+    """
 
     layer_start: int
     layer_count: int
@@ -36,37 +46,100 @@ class Part:
     head_count: int
     aux: bool
 
-
-def owed_part(prefill: Shape, decode: Shape) -> Part:
-    """What ``prefill`` owes ``decode``. Raises ParallelLayoutMismatch naming every field in which they differ."""
-    differences = _layout_differences(prefill, decode)
-    differences.update(_pool_differences(prefill.pools, decode.pools))
-    if prefill.aux_item_bytes != decode.aux_item_bytes:
-        differences["aux_item_bytes"] = (list(prefill.aux_item_bytes), list(decode.aux_item_bytes))
-    if prefill.data_plane != decode.data_plane:
-        differences["data_plane"] = (prefill.data_plane, decode.data_plane)
-    if differences:
-        raise mismatch(differences)
-    return wanted_part(decode)
+    @property
+    def empty(self) -> bool:
+        """It owes nothing: another rank sends the same bytes."""
+        return not self.layer_count
 
 
-def wanted_part(decode: Shape) -> Part:
-    """What a decode rank expects of the one prefill rank that owes it."""
-    layers = [region.layer for pool in decode.pools for region in pool.regions]
-    first = decode.pools[0]
-    return Part(
-        min(layers), max(layers) - min(layers) + 1, first.head_start, first.head_count, bool(decode.aux_item_bytes)
-    )
+NOTHING = Part(0, 0, 0, 0, False)
 
 
-def prefill_coordinates(decode: RankId, prefill: Layout, decode_layout: Layout, dp: int) -> tuple[int, int, int, int]:
-    """(dp, pp, cp, tp) of the prefill rank that owes this decode rank. Raises ParallelLayoutMismatch."""
+class Heads(NamedTuple):
+    """Heads from ``start`` to ``stop`` (exclusive) of ``total``. Total 0: heads do not apply."""
+
+    start: int
+    stop: int
+    total: int
+
+    def overlap(self, other: Heads) -> Heads:
+        start, stop = max(self.start, other.start), min(self.stop, other.stop)
+        return Heads(start, max(start, stop), self.total)
+
+
+def heads_of(total: int, tp_size: int, tp: int) -> Heads:
+    """The heads of one tensor-parallel rank: an equal share, or a copy where there are fewer heads than ranks."""
+    if not total:
+        return Heads(0, 0, 0)
+    start = tp * total // tp_size
+    return Heads(start, start + max(total // tp_size, 1), total)
+
+
+def prefill_ranks(decode: RankId, decode_layout: Layout, prefill: Layout, dp: int) -> list[Coordinates]:
+    """(dp, pp, cp, tp) of every prefill rank that this decode rank names its rooms to; the one that sends aux is first.
+
+    ``dp``: which replica of prefill computed the prompt. Raises ParallelLayoutMismatch.
+    """
     differences = _size_differences(prefill, decode_layout)
     if dp >= prefill.dp:
         differences["prefill_dp_rank"] = (f"below {prefill.dp}", dp)
     if differences:
         raise mismatch(differences)
-    return dp, decode.pp, decode.cp if prefill.cp == decode_layout.cp else 0, decode.tp
+    cps = [decode.cp] if prefill.cp == decode_layout.cp else range(prefill.cp)
+    tps = _prefill_tps(decode.tp, decode_layout.tp, prefill.tp)
+    return [(dp, decode.pp, cp, tp) for cp, tp in itertools.product(cps, tps)]
+
+
+def decode_ranks_of(prefill: Layout, decode: Layout) -> int:
+    """How many ranks of one decode replica name a room to one prefill rank."""
+    return max(decode.tp // prefill.tp, 1)
+
+
+def place_of(decode: RankId, prefill: Layout, decode_layout: Layout) -> int:
+    """Which of the decode ranks that name a room to one prefill rank this one is, from 0."""
+    return decode.tp % decode_ranks_of(prefill, decode_layout)
+
+
+def wanted_part(decode: Shape, prefill: Coordinates | None = None, prefill_layout: Layout | None = None) -> Part:
+    """What a decode rank expects of one prefill rank; of its equal where the layout is not given."""
+    layout, rank = prefill_layout or decode.layout, decode.rank
+    _, _, cp, tp = prefill or (rank.dp, rank.pp, rank.cp, rank.tp)
+    tps = _prefill_tps(rank.tp, decode.layout.tp, layout.tp)
+    pool = decode.pools[0]
+    if cp and layout.cp != decode.layout.cp:
+        return NOTHING
+    aux = bool(decode.aux_item_bytes) and tp == tps[0]
+    layers = [region.layer for each in decode.pools for region in each.regions]
+    first, count = min(layers), max(layers) - min(layers) + 1
+    if len(tps) == 1 and layout.tp == decode.layout.tp:
+        return Part(first, count, pool.head_start, pool.head_count, aux)
+    heads = _sent_heads(pool, tp, tps, layout.tp)
+    if heads is None:
+        return NOTHING
+    return Part(first, count, heads.start, heads.stop - heads.start, aux)
+
+
+def owed_part(prefill: Shape, decode: Shape) -> Part:
+    """What ``prefill`` owes ``decode``. Raises ParallelLayoutMismatch naming every field in which they differ."""
+    differences = _layout_differences(prefill, decode)
+    same_tp = prefill.layout.tp == decode.layout.tp
+    differences.update(_pool_differences(prefill.pools, decode.pools, same_tp, _is_mla(prefill.model, decode.model)))
+    if prefill.aux_item_bytes != decode.aux_item_bytes:
+        differences["aux_item_bytes"] = (list(prefill.aux_item_bytes), list(decode.aux_item_bytes))
+    if prefill.data_plane != decode.data_plane:
+        differences["data_plane"] = (prefill.data_plane, decode.data_plane)
+    differences.update(prefill.model.differences(decode.model))
+    if differences:
+        raise mismatch(differences)
+    rank = prefill.rank
+    part = wanted_part(decode, (rank.dp, rank.pp, rank.cp, rank.tp), prefill.layout)
+    held = prefill.pools[0]
+    last, last_held = part.head_start + part.head_count, held.head_start + held.head_count
+    if not part.empty and not held.head_start <= part.head_start <= last <= last_held:
+        raise mismatch(
+            {"pools[0].head_start": ((held.head_start, held.head_count), (part.head_start, part.head_count))}
+        )
+    return part
 
 
 def mismatch(differences: dict[str, tuple[object, object]]) -> ParallelLayoutMismatch:
@@ -77,11 +150,35 @@ def mismatch(differences: dict[str, tuple[object, object]]) -> ParallelLayoutMis
     return ParallelLayoutMismatch(f"prefill and decode do not fit: {text}", metadata=metadata)
 
 
+# Below: one thing each.
+
+
+def _prefill_tps(tp: int, decode_size: int, prefill_size: int) -> range:
+    """The prefill ranks that hold what a decode rank holds, or copies of it."""
+    if prefill_size >= decode_size:
+        share = prefill_size // decode_size
+        return range(tp * share, (tp + 1) * share)
+    at = tp // (decode_size // prefill_size)
+    return range(at, at + 1)
+
+
+def _sent_heads(pool: Pool, tp: int, tps: range, prefill_size: int) -> Heads | None:
+    """The heads of decode's pool that this rank of the group sends; None: another one sends all that it has."""
+    if not pool.heads_total:
+        return Heads(0, 0, 0) if tp == tps[0] else None
+    own = Heads(pool.head_start, pool.head_start + pool.head_count, pool.heads_total)
+    mine = heads_of(pool.heads_total, prefill_size, tp)
+    if tp != tps[0] and heads_of(pool.heads_total, prefill_size, tp - 1) == mine:
+        return None
+    found = own.overlap(mine)
+    return found if found.stop > found.start else None
+
+
 def _size_differences(prefill: Layout, decode: Layout) -> dict[str, tuple[object, object]]:
     differences: dict[str, tuple[object, object]] = {}
     if prefill.pp != decode.pp:
         differences["layout.pp"] = (prefill.pp, decode.pp)
-    if prefill.tp != decode.tp:
+    if prefill.tp % decode.tp and decode.tp % prefill.tp:
         differences["layout.tp"] = (prefill.tp, decode.tp)
     if prefill.cp != decode.cp and decode.cp != 1:
         differences["layout.cp"] = (prefill.cp, decode.cp)
@@ -91,25 +188,36 @@ def _size_differences(prefill: Layout, decode: Layout) -> dict[str, tuple[object
 def _layout_differences(prefill: Shape, decode: Shape) -> dict[str, tuple[object, object]]:
     differences = _size_differences(prefill.layout, decode.layout)
     if not differences:
-        expected = prefill_coordinates(decode.rank, prefill.layout, decode.layout, prefill.rank.dp)
+        expected = prefill_ranks(decode.rank, decode.layout, prefill.layout, prefill.rank.dp)
         actual = (prefill.rank.dp, prefill.rank.pp, prefill.rank.cp, prefill.rank.tp)
-        if actual != expected:
-            differences["rank"] = (actual, expected)
+        if actual not in expected:
+            differences["rank"] = (actual, expected[0])
     return differences
 
 
-_POOL_FIELDS = ("name", "kind", "page_tokens", "dtype", "axes", "heads_total", "head_start", "head_count")
+_POOL_FIELDS = ("name", "kind", "page_tokens", "dtype", "axes", "heads_total")
 
 
-def _pool_differences(prefill: Sequence[Pool], decode: Sequence[Pool]) -> dict[str, tuple[object, object]]:
+def _is_mla(*models: ModelIdentity) -> bool:
+    return any(model.attention is Attention.MLA for model in models)
+
+
+def _pool_differences(
+    prefill: Sequence[Pool], decode: Sequence[Pool], same_tp: bool, mla: bool
+) -> dict[str, tuple[object, object]]:
     if len(prefill) != len(decode):
         return {"pools": ([pool.name for pool in prefill], [pool.name for pool in decode])}
     differences: dict[str, tuple[object, object]] = {}
+    fields = (*_POOL_FIELDS, "head_start", "head_count") if same_tp else _POOL_FIELDS
     for index, (ours, theirs) in enumerate(zip(prefill, decode, strict=True)):
-        for field in _POOL_FIELDS:
-            one, other = getattr(ours, field), getattr(theirs, field)
+        for name in fields:
+            one, other = getattr(ours, name), getattr(theirs, name)
             if one != other:
-                differences[f"pools[{index}].{field}"] = (one, other)
+                differences[f"pools[{index}].{name}"] = (one, other)
+        if not same_tp and not theirs.heads_total and not mla:
+            differences[f"pools[{index}].heads_total"] = (0, "above 0, or model.attention MLA: layout.tp differs")
+        if ours.head_count != theirs.head_count and (head_axis(ours) is None or head_axis(theirs) is None):
+            differences[f"pools[{index}].axes"] = (ours.axes, f"{theirs.axes}: must say where heads are")
         differences.update(_region_differences(f"pools[{index}]", ours, theirs))
     return differences
 
@@ -118,8 +226,11 @@ def _region_differences(where: str, prefill: Pool, decode: Pool) -> dict[str, tu
     if len(prefill.regions) != len(decode.regions):
         return {f"{where}.regions": (len(prefill.regions), len(decode.regions))}
     for number, (ours, theirs) in enumerate(zip(prefill.regions, decode.regions, strict=True)):
-        for field in ("layer", "component", "page_bytes"):
-            one, other = getattr(ours, field), getattr(theirs, field)
+        for name in ("layer", "component"):
+            one, other = getattr(ours, name), getattr(theirs, name)
             if one != other:
-                return {f"{where}.regions[{number}].{field}": (one, other)}
+                return {f"{where}.regions[{number}].{name}": (one, other)}
+        # Bytes of a page for each head, crosswise so that nothing is divided.
+        if ours.page_bytes * max(decode.head_count, 1) != theirs.page_bytes * max(prefill.head_count, 1):
+            return {f"{where}.regions[{number}].page_bytes": (ours.page_bytes, theirs.page_bytes)}
     return {}

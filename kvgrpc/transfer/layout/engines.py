@@ -1,0 +1,80 @@
+"""The topology of two whole engines: every line of who owes what, for people and for tests. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from kvgrpc.errors import InvalidRequest
+from kvgrpc.model import Attention, Layout, ModelIdentity, Pool, PoolKind, RankId, Region
+from kvgrpc.transfer.layout.heads import runs
+from kvgrpc.transfer.layout.topology import Coordinates, Part, Shape, heads_of, owed_part, prefill_ranks
+
+MOST_LINES = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What a topology needs to know. ``heads``: key and value heads of the whole model; 0: MLA, each rank holds all."""
+
+    layout: Layout
+    heads: int = 0
+    layers: int = 1
+    axes: str = "head,token,dim"
+    page_tokens: int = 16
+
+    def shape(self, coordinates: Coordinates) -> Shape:
+        """One rank, with a pool of two bytes a token and head, or a token."""
+        dp, pp, cp, tp = coordinates
+        heads = heads_of(self.heads, self.layout.tp, tp)
+        first, count = layers_of(self.layers, self.layout.pp, pp)
+        nbytes = 2 * self.page_tokens * max(heads.stop - heads.start, 1)
+        pool = Pool(
+            name="kv",
+            kind=PoolKind.KV,
+            page_tokens=self.page_tokens,
+            pages=1,
+            dtype="bfloat16",
+            regions=tuple(Region(layer, "kv", 0, nbytes, nbytes) for layer in range(first, first + count)),
+            axes=self.axes if self.heads else "token,dim",
+            heads_total=heads.total,
+            head_start=heads.start,
+            head_count=heads.stop - heads.start,
+        )
+        model = ModelIdentity(attention=Attention.MHA if self.heads else Attention.MLA)
+        return Shape(RankId("engine", dp, pp, cp, tp), self.layout, (pool,), (1,), "", model)
+
+
+@dataclass(frozen=True, slots=True)
+class Owed:
+    """What one prefill rank owes one decode rank. ``descriptors``: that a page costs; 0: it owes nothing."""
+
+    prefill: Coordinates
+    decode: Coordinates
+    part: Part
+    descriptors: int
+
+
+def topology(prefill: Engine, decode: Engine) -> list[Owed]:
+    """What the ranks of one prefill replica owe those of one decode replica, ordered by prefill and decode.
+
+    Raises ParallelLayoutMismatch, and InvalidRequest for engines with too many ranks.
+    """
+    size = decode.layout.ranks // decode.layout.dp
+    if size * max(prefill.layout.tp // decode.layout.tp, 1) * prefill.layout.cp > MOST_LINES:
+        raise InvalidRequest.of("layout", size, f"small enough for {MOST_LINES} lines")
+    lines = []
+    for pp, cp, tp in itertools.product(*map(range, (decode.layout.pp, decode.layout.cp, decode.layout.tp))):
+        target = decode.shape((0, pp, cp, tp))
+        for coordinates in prefill_ranks(target.rank, decode.layout, prefill.layout, 0):
+            source = prefill.shape(coordinates)
+            part = owed_part(source, target)
+            descriptors = 0 if part.empty else len(runs(source.pools[0], target.pools[0])[0])
+            lines.append(Owed(coordinates, (0, pp, cp, tp), part, descriptors))
+    return sorted(lines, key=lambda line: (line.prefill, line.decode))
+
+
+def layers_of(layers: int, pp_size: int, pp: int) -> tuple[int, int]:
+    """First layer and number of layers of a stage, in equal shares; the first stages have what is left over."""
+    share, left = divmod(layers, pp_size)
+    return pp * share + min(pp, left), share + (pp < left)

@@ -1,0 +1,57 @@
+"""Where heads lie in a page: which runs of bytes a range of them is. Pure.
+
+The order of the axes decides how many runs there are: with the head outermost a range of heads is one run a page and
+region, with tokens before it one for each token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from kvgrpc.model import Pool, Region
+
+HEAD, TOKEN = "head", "token"
+
+
+class HeadAxis(NamedTuple):
+    """How often the heads of a page follow each other (once for each index of the axes before them)."""
+
+    repeats: int
+
+
+def head_axis(pool: Pool) -> HeadAxis | None:
+    """Of a pool whose ``axes`` ("token,head,dim") say where heads are; None where that cannot be told."""
+    axes = [axis.strip() for axis in pool.axes.split(",")]
+    if HEAD not in axes or not pool.head_count:
+        return None
+    before = axes[: axes.index(HEAD)]
+    if before not in ([], [TOKEN]):
+        return None
+    return HeadAxis(pool.page_tokens if before else 1)
+
+
+def runs(source: Pool, destination: Pool) -> tuple[list[Region], list[Region]]:
+    """The bytes of the heads that both pools hold, on either side: region by region, run by run.
+
+    Whole regions where both hold the same heads. Raises ValueError for heads that cannot be told apart.
+    """
+    if (source.head_start, source.head_count) == (destination.head_start, destination.head_count):
+        return list(source.regions), list(destination.regions)
+    first = max(source.head_start, destination.head_start)
+    last = min(source.head_start + source.head_count, destination.head_start + destination.head_count)
+    return _runs(source, first, last), _runs(destination, first, last)
+
+
+def _runs(pool: Pool, first: int, last: int) -> list[Region]:
+    axis = head_axis(pool)
+    if axis is None or last <= first:
+        raise ValueError(f"pool {pool.name!r} does not say where its heads {first} to {last - 1} lie")
+    start, count = first - pool.head_start, last - first
+    return [
+        replace(region, address=region.address + repeat * size + start * size // pool.head_count, page_bytes=nbytes)
+        for region in pool.regions
+        for size in [region.page_bytes // axis.repeats]
+        for nbytes in [count * size // pool.head_count]
+        for repeat in range(axis.repeats)
+    ]

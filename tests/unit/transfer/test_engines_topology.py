@@ -1,0 +1,176 @@
+"""For any two layouts that fit: every byte of every (layer, head, page) arrives exactly once."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvgrpc.errors import InvalidRequest, ParallelLayoutMismatch
+from kvgrpc.model import Attention, Layout, ModelIdentity, Pool, Region
+from kvgrpc.transfer.layout.engines import Engine, layers_of, topology
+from kvgrpc.transfer.layout.plan import geometry
+from kvgrpc.transfer.layout.topology import Coordinates, decode_ranks_of, owed_part, place_of, prefill_ranks
+
+SIZES = st.sampled_from([1, 2, 4, 8])
+PAGES, TOKENS, DIM = 5, 3, 2
+AXES = st.sampled_from(["token,head,dim", "head,token,dim"])
+
+
+@st.composite
+def engines(draw: st.DrawFn) -> tuple[Engine, Engine]:
+    pp = draw(st.sampled_from([1, 2, 3]))
+    cp = draw(st.sampled_from([1, 2]))
+    prefill = Layout(dp=draw(SIZES), pp=pp, cp=cp, tp=draw(SIZES))
+    decode = Layout(dp=draw(SIZES), pp=pp, cp=draw(st.sampled_from([1, cp])), tp=draw(SIZES))
+    heads, layers, axes = draw(st.sampled_from([0, 1, 2, 8, 16])), draw(st.integers(pp, 7)), draw(AXES)
+    made = [Engine(layout, heads, layers, axes, TOKENS) for layout in (prefill, decode)]
+    return made[0], made[1]
+
+
+@given(engines())
+@settings(max_examples=150, deadline=None)
+def test_every_byte_arrives_exactly_once(both: tuple[Engine, Engine]) -> None:
+    """Real memories, real plans: each decode rank is written to by all who owe it, then compared with what it wants."""
+    prefill, decode = both
+    memories = {at: Memory(prefill, at) for at in ranks(prefill.layout, dp=1)}
+    for source in memories.values():
+        source.fill()
+    lines = topology(prefill, decode)
+    for target in ranks(decode.layout, dp=1):
+        memory = Memory(decode, target)
+        written = np.zeros(memory.array.nbytes, np.uint8)
+        for line in (line for line in lines if line.decode == target and not line.part.empty):
+            source = memories[line.prefill]
+            shape = geometry([source.pool], [memory.pool])
+            pages = np.array([3, 1, 2], np.uint32)
+            plan = shape.plan(pages, np.array([0, 4, 2], np.uint32))
+            assert len(plan.nbytes) <= 3 * line.descriptors
+            for origin, destination, nbytes in zip(*plan, strict=True):
+                start = int(destination) - memory.address
+                memory.bytes[start : start + int(nbytes)] = source.bytes[int(origin) - source.address :][: int(nbytes)]
+                written[start : start + int(nbytes)] += 1
+        expected = Memory(decode, target)
+        expected.fill()
+        pages_written = written.reshape(memory.layers, PAGES, -1)
+        assert (pages_written[:, [0, 2, 4]] == 1).all() and not pages_written[:, [1, 3]].any()
+        shown = memory.array.reshape(memory.layers, PAGES, -1)
+        assert (shown[:, [0, 4, 2]] == expected.array.reshape(memory.layers, PAGES, -1)[:, [3, 1, 2]]).all()
+
+
+@given(engines())
+def test_every_prefill_rank_is_named_by_as_many_decode_ranks_as_it_expects(both: tuple[Engine, Engine]) -> None:
+    """Also one that owes nothing: its sender waits for them."""
+    prefill, decode = both
+    if prefill.layout.cp == decode.layout.cp > 1:
+        decode = replace(decode, layout=replace(decode.layout, cp=prefill.layout.cp))
+    lines = topology(prefill, decode)
+    expected = decode_ranks_of(prefill.layout, decode.layout)
+    for at in ranks(prefill.layout, dp=1):
+        named_by = [line.decode for line in lines if line.prefill == at]
+        assert len(named_by) == expected
+        places = {place_of(decode.shape(by).rank, prefill.layout, decode.layout) for by in named_by}
+        assert places == set(range(expected))
+
+
+@given(engines())
+def test_exactly_one_rank_sends_aux_to_each_decode_rank(both: tuple[Engine, Engine]) -> None:
+    prefill, decode = both
+    lines = topology(prefill, decode)
+    for target in ranks(decode.layout, dp=1):
+        mine = [line for line in lines if line.decode == target]
+        assert sum(line.part.aux for line in mine) == 1
+        assert mine[0].prefill == prefill_ranks(decode.shape(target).rank, decode.layout, prefill.layout, 0)[0]
+        assert mine[0].part.aux
+
+
+def test_equal_layouts_are_pairs_of_equal_ranks() -> None:
+    layout = Layout(dp=2, pp=2, tp=4)
+    lines = topology(Engine(layout, 8, 4), Engine(layout, 8, 4))
+    assert [(line.prefill, line.decode) for line in lines] == [(at, at) for at in ranks(layout, dp=1)]
+    assert {line.descriptors for line in lines} == {2}
+
+
+def test_head_slices_cost_a_descriptor_for_each_token_where_tokens_come_first() -> None:
+    for axes, expected in (("head,token,dim", 4), ("token,head,dim", 4 * 16)):
+        lines = topology(Engine(Layout(tp=4), 8, 4, axes), Engine(Layout(tp=2), 8, 4, axes))
+        assert {line.descriptors for line in lines} == {expected}
+
+
+def test_of_copies_the_first_one_sends_and_the_others_owe_nothing() -> None:
+    grouped = topology(Engine(Layout(tp=4), 2), Engine(Layout(tp=1), 2))
+    assert [line.part.head_count for line in grouped] == [1, 0, 1, 0]
+    latent = topology(Engine(Layout(tp=4)), Engine(Layout(tp=2)))
+    assert [(line.decode[3], line.part.empty) for line in latent] == [(0, False), (0, True), (1, False), (1, True)]
+
+
+def test_layouts_of_which_neither_divides_the_other_are_refused_with_the_field() -> None:
+    for one, other, field in (
+        (Layout(tp=3), Layout(tp=2), "layout.tp"),
+        (Layout(pp=2), Layout(pp=1), "layout.pp"),
+        (Layout(cp=1), Layout(cp=2), "layout.cp"),
+        (Layout(cp=4), Layout(cp=2), "layout.cp"),
+    ):
+        with pytest.raises(ParallelLayoutMismatch) as refused:
+            topology(Engine(one, 6), Engine(other, 6))
+        assert refused.value.metadata["mismatchedFields"] == field
+    with pytest.raises(InvalidRequest):
+        topology(Engine(Layout(tp=1)), Engine(Layout(tp=1 << 20)))
+
+
+def test_models_that_differ_are_refused_with_the_field() -> None:
+    prefill, decode = Engine(Layout(), 8).shape((0, 0, 0, 0)), Engine(Layout(), 8).shape((0, 0, 0, 0))
+    llama = ModelIdentity("llama", "main", "bfloat16", Attention.MHA)
+    for field, other in (
+        ("model.name", replace(llama, name="qwen")),
+        ("model.revision", replace(llama, revision="v2")),
+        ("model.cache_dtype", replace(llama, cache_dtype="fp8_e4m3")),
+        ("model.attention", replace(llama, attention=Attention.MLA)),
+    ):
+        with pytest.raises(ParallelLayoutMismatch) as refused:
+            owed_part(replace(prefill, model=llama), replace(decode, model=other))
+        assert refused.value.metadata["mismatchedFields"] == field
+    owed_part(replace(prefill, model=llama), replace(decode, model=ModelIdentity(name="llama")))
+
+
+def test_stages_share_layers_and_the_first_have_what_is_left_over() -> None:
+    assert [layers_of(7, 3, pp) for pp in range(3)] == [(0, 3), (3, 2), (5, 2)]
+
+
+def ranks(layout: Layout, dp: int) -> list[Coordinates]:
+    return list(itertools.product(range(dp), range(layout.pp), range(layout.cp), range(layout.tp)))
+
+
+class Memory:
+    """The pool of one rank in real memory: one region a layer, DIM bytes a token and head (or token)."""
+
+    def __init__(self, engine: Engine, at: Coordinates) -> None:
+        shape = engine.shape(at)
+        (pool,) = shape.pools
+        self.layers = len(pool.regions)
+        heads = max(pool.head_count, 1)
+        self.order = (TOKENS, heads) if engine.axes.startswith("token") or not engine.heads else (heads, TOKENS)
+        self.head_first = self.order == (heads, TOKENS) and bool(engine.heads) and not engine.axes.startswith("token")
+        self.array = np.zeros((self.layers, PAGES, *self.order, DIM), np.uint8)
+        self.bytes = self.array.reshape(-1)
+        self.address = self.array.__array_interface__["data"][0]
+        page_bytes = TOKENS * heads * DIM
+        regions = tuple(
+            Region(region.layer, "kv", self.address + number * PAGES * page_bytes, page_bytes, page_bytes)
+            for number, region in enumerate(pool.regions)
+        )
+        self.pool: Pool = replace(pool, regions=regions, pages=PAGES)
+
+    def fill(self) -> None:
+        """Every byte tells its layer, page, token, head and place."""
+        for number, region in enumerate(self.pool.regions):
+            for page, token, head, place in itertools.product(
+                range(PAGES), range(TOKENS), range(max(self.pool.head_count, 1)), range(DIM)
+            ):
+                value = (region.layer * 31 + page * 7 + token * 5 + (self.pool.head_start + head) * 11 + place) % 251
+                where = (head, token) if self.head_first else (token, head)
+                self.array[(number, page, *where, place)] = value
