@@ -113,6 +113,7 @@ class Rank(Generic[Transfer]):
             config.timing,
             replace(config.bounds, held_pages=min(config.bounds.held_pages, _quarter_of_the_pool(config))),
             config.max_frame_bytes,
+            model=config.model,
         )
         manager: PrefillManager | DecodeManager
         if config.role is Role.PREFILL:
@@ -404,13 +405,10 @@ class Rank(Generic[Transfer]):
             address.target,
             address.engine,
             Role.PREFILL,
-            [RankSelector(pp=decode.pp, tp=decode.tp)],
+            [RankSelector(pp=decode.pp)],
             self.config.resolve_timeout,
         )
-        targets = {
-            (row.ref.rank.dp, row.ref.rank.pp, row.ref.rank.cp, row.ref.rank.tp): Target(row.ref, row.endpoints.grpc)
-            for row in engine.rows
-        }
+        targets = {row.ref.rank[1:]: Target(row.ref, row.endpoints.grpc, engine.layout) for row in engine.rows}
         engine_selects_dp = any(row.engine_selects_dp for row in engine.rows)
         return PrefillEngine(engine.name, engine.layout, targets, engine_selects_dp)
 

@@ -23,7 +23,7 @@ class TransferHandle(ABC):
     _engine = ""
 
     def __init__(self, manager: TransferManager[Any], key: RoomKey, handle: Handle) -> None:
-        self.room, self.attempt = key
+        self.room, self.attempt = key.room, key.attempt
         self._transfer = manager
         self._handle = handle
         handle.began = time.monotonic()

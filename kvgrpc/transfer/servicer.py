@@ -75,7 +75,7 @@ class TransferServicer(TransferServiceServicer):
         rows, total = await self._manager.page_of_rooms(
             RoomKey(*after) if after else RoomKey(0), size + 1, None if everything else wanted
         )
-        token = numbers_token(question, rows[size - 1].key) if len(rows) > size else ""
+        token = numbers_token(question, rows[size - 1].key[:2]) if len(rows) > size else ""
         return pb.ListRoomsResponse(rooms=[_room_to_pb(row) for row in rows[:size]], next_page_token=token, total=total)
 
     async def GetRoom(self, request: pb.GetRoomRequest, context: object) -> pb.GetRoomResponse:
@@ -97,7 +97,7 @@ class TransferServicer(TransferServiceServicer):
         if len(request.cause) > _LONGEST_CAUSE:
             raise _invalid("cause", f"{len(request.cause)} characters", f"at most {_LONGEST_CAUSE} characters")
         row = self._find(request.room, request.attempt)
-        logger.info("room %d attempt %d: cancelled by %s", *row.key, caller_address(context.peer()))
+        logger.info("room %d attempt %d: cancelled by %s", *row.key[:2], caller_address(context.peer()))
         self._manager.cancel(row.key, cancelled(row.key, request.cause or "an operator cancelled it", "operator"))
         return pb.CancelRoomResponse(room=_room_to_pb(self._manager.room(row.key) or row))
 

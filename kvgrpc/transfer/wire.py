@@ -78,7 +78,7 @@ def encode_requests(
     add, used = frame.rooms.add, 0
     forget: list[int] = []
     for entry in entries:
-        (room, attempt), want, destination, time_left_ms, failure, traceparent, _ = entry
+        (room, attempt, _), want, destination, time_left_ms, failure, traceparent, _ = entry
         size = _ENTRY_BYTES + len(traceparent)
         if destination is not None:
             size += _destination_bytes(destination, pools)
@@ -139,14 +139,14 @@ def parse_request(
     for index, room in enumerate(frame.forget_rooms):
         if not 0 < room <= MAX_ROOM:
             raise _invalid(f"forget_rooms[{index}]", room, "1 to 2^63-1")
-        yield _new(DecodeEntry, (_new(RoomKey, (room, 0)), WANT_FORGET, None, 0, None, "", None))
+        yield _new(DecodeEntry, (_new(RoomKey, (room, 0, 0)), WANT_FORGET, None, 0, None, "", None))
 
 
 def encode_responses(entries: Iterable[PrefillEntry], limit: int) -> Iterator[pb.SessionResponse]:
     """As encode_requests, for the other direction."""
     frame = pb.SessionResponse()
     add, used = frame.rooms.add, 0
-    for (room, attempt), state, writes, pages_done, aux, failure in entries:
+    for (room, attempt, _), state, writes, pages_done, aux, failure in entries:
         size = _ENTRY_BYTES + len(aux) + (0 if failure is None else _FAILURE_BYTES)
         if used and used + size > limit:
             yield frame
@@ -296,7 +296,7 @@ def _same_pages(one: PageSet, other: PageSet) -> bool:
 def _key(room: int, attempt: int, index: int) -> RoomKey:
     if not 0 < room <= MAX_ROOM:
         raise _invalid(f"rooms[{index}].room", room, "1 to 2^63-1")
-    key: RoomKey = _new(RoomKey, (room, attempt))
+    key: RoomKey = _new(RoomKey, (room, attempt, 0))
     return key
 
 

@@ -169,6 +169,7 @@ class Hello(_message.Message):
     DATA_PLANE_ADDRESS_FIELD_NUMBER: _builtins.int
     EXPECTED_FIELD_NUMBER: _builtins.int
     MAX_FRAME_BYTES_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     stream: _builtins.int
     """Counts the streams that the opener opened, from 1; a larger one ends the older."""
     data_plane: _builtins.str
@@ -201,6 +202,10 @@ class Hello(_message.Message):
     def expected(self) -> Global___Part:
         """Which part the opener expects of the other side; must equal what the other side computes."""
 
+    @_builtins.property
+    def model(self) -> _common_pb2.ModelIdentity:
+        """What the opener runs. Fields that either side leaves empty are not compared."""
+
     def __init__(
         self,
         *,
@@ -214,10 +219,11 @@ class Hello(_message.Message):
         data_plane_address: _builtins.bytes = ...,
         expected: Global___Part | None = ...,
         max_frame_bytes: _builtins.int = ...,
+        model: _common_pb2.ModelIdentity | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["expected", b"expected", "layout", b"layout", "opener", b"opener", "to", b"to"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expected", b"expected", "layout", b"layout", "model", b"model", "opener", b"opener", "to", b"to"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aux_item_bytes", b"aux_item_bytes", "data_plane", b"data_plane", "data_plane_address", b"data_plane_address", "expected", b"expected", "layout", b"layout", "max_frame_bytes", b"max_frame_bytes", "opener", b"opener", "pools", b"pools", "stream", b"stream", "to", b"to"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aux_item_bytes", b"aux_item_bytes", "data_plane", b"data_plane", "data_plane_address", b"data_plane_address", "expected", b"expected", "layout", b"layout", "max_frame_bytes", b"max_frame_bytes", "model", b"model", "opener", b"opener", "pools", b"pools", "stream", b"stream", "to", b"to"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

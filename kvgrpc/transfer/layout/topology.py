@@ -123,6 +123,8 @@ def owed_part(prefill: Shape, decode: Shape) -> Part:
     """What ``prefill`` owes ``decode``. Raises ParallelLayoutMismatch naming every field in which they differ."""
     differences = _layout_differences(prefill, decode)
     same_tp = prefill.layout.tp == decode.layout.tp
+    if not same_tp:
+        differences.update(_share_differences(prefill, decode))
     differences.update(_pool_differences(prefill.pools, decode.pools, same_tp, _is_mla(prefill.model, decode.model)))
     if prefill.aux_item_bytes != decode.aux_item_bytes:
         differences["aux_item_bytes"] = (list(prefill.aux_item_bytes), list(decode.aux_item_bytes))
@@ -132,14 +134,7 @@ def owed_part(prefill: Shape, decode: Shape) -> Part:
     if differences:
         raise mismatch(differences)
     rank = prefill.rank
-    part = wanted_part(decode, (rank.dp, rank.pp, rank.cp, rank.tp), prefill.layout)
-    held = prefill.pools[0]
-    last, last_held = part.head_start + part.head_count, held.head_start + held.head_count
-    if not part.empty and not held.head_start <= part.head_start <= last <= last_held:
-        raise mismatch(
-            {"pools[0].head_start": ((held.head_start, held.head_count), (part.head_start, part.head_count))}
-        )
-    return part
+    return wanted_part(decode, (rank.dp, rank.pp, rank.cp, rank.tp), prefill.layout)
 
 
 def mismatch(differences: dict[str, tuple[object, object]]) -> ParallelLayoutMismatch:
@@ -196,6 +191,22 @@ def _layout_differences(prefill: Shape, decode: Shape) -> dict[str, tuple[object
 
 
 _POOL_FIELDS = ("name", "kind", "page_tokens", "dtype", "axes", "heads_total")
+
+
+def _share_differences(prefill: Shape, decode: Shape) -> dict[str, tuple[object, object]]:
+    """With other sizes a rank must hold the heads that its coordinates say: what the other side expects of it."""
+    differences: dict[str, tuple[object, object]] = {}
+    for shape in (prefill, decode):
+        for index, pool in enumerate(shape.pools):
+            heads = heads_of(pool.heads_total, shape.layout.tp, shape.rank.tp)
+            if pool.heads_total and (pool.head_start, pool.head_count) != (heads.start, heads.stop - heads.start):
+                differences[f"pools[{index}].head_count"] = _both(prefill.pools, decode.pools, index)
+    return differences
+
+
+def _both(prefill: Sequence[Pool], decode: Sequence[Pool], index: int) -> tuple[object, object]:
+    held = [pools[index].head_count if index < len(pools) else None for pools in (prefill, decode)]
+    return held[0], held[1]
 
 
 def _is_mla(*models: ModelIdentity) -> bool:

@@ -54,6 +54,15 @@ class Chunks:
         self._waiting: list[Chunk] = []
         self._covered = Coverage()
 
+    def copy(self) -> Chunks:
+        """The same chunks for another destination; only while none was placed."""
+        other = Chunks()
+        other.align, other.total, other.last_seen = self.align, self.total, self.last_seen
+        for chunk in self._waiting:
+            other._covered.add(chunk.start, len(chunk.pages))
+        other._waiting = list(self._waiting)
+        return other
+
     @property
     def waiting(self) -> bool:
         """Some are not placed yet."""

@@ -22,7 +22,7 @@ class DecodePair:
     """``up``: welcomed on the stream that counts. ``welcomed``: ever. ``lost``: given up. ``dead_at``: proven dead (4).
 
     ``connections``: over which its bytes could still arrive when it was proven dead (8).
-    ``rooms``: what is not over yet; ``pending_rooms``: what is to be told.
+    ``layout``: of its engine; None: as ours. ``rooms``: what is not over yet; ``pending_rooms``: what is to be told.
     """
 
     __slots__ = (
@@ -34,6 +34,7 @@ class DecodePair:
         "dialled_at",
         "heard_at",
         "idle_timeout",
+        "layout",
         "lost",
         "next_dial_at",
         "open_connections",
@@ -51,6 +52,7 @@ class DecodePair:
     def __init__(self, target: Target, now: int) -> None:
         self.ref = target.ref
         self.address = target.address
+        self.layout = target.layout
         self.stream: Stream | None = None
         self.up = self.welcomed = self.lost = False
         self.heard_at = self.dialled_at = self.next_dial_at = self.up_since = now

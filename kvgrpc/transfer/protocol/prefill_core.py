@@ -16,6 +16,7 @@ from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, StaleEpoch
 from kvgrpc.model import RankRef
 from kvgrpc.transfer.protocol import failures
 from kvgrpc.transfer.protocol.chunks import Chunk
+from kvgrpc.transfer.protocol.fan_out import FanOut
 from kvgrpc.transfer.protocol.pending_rooms import PendingRooms, take_keys
 from kvgrpc.transfer.protocol.prefill_memory import EndedRecords, StreamNumbers, UnknownWrites
 from kvgrpc.transfer.protocol.prefill_pair import PrefillPair
@@ -83,6 +84,8 @@ class PrefillCore:
         self._unknown = UnknownWrites(self.bounds.known_streams)
         self._numbers = StreamNumbers(self.bounds.known_streams)
         self._unclaimed = 0
+        # Rooms that several decode ranks name, by the key of their sender.
+        self._places: dict[RoomKey, int] = {}
 
     @property
     def open_rooms(self) -> int:
@@ -105,29 +108,24 @@ class PrefillCore:
             return None
         if room is None:
             room = self._make(key)
-        if room.ended:
-            room.claim(handle)
-            if room.forgotten:
-                self._drop(room)
-            return room
-        self._wait_no_more(room)
-        self._due.set(key, self.now + self.timing.room_deadline)
-        self._follow(room, room.claim(handle))
-        if room.destination is not None:
-            self._due.clear(key)
-        if self.draining:
-            self._refuse(room, failures.draining(self.me))
+        places = self._places.get(key, 1)
+        if places == 1:
+            self._claim(room, handle)
+        else:
+            self._spread(room, FanOut(handle, places))
         return room
 
     def expect(self, room: PrefillRoom, pages: int | None, align: Align = Align.HEAD) -> None:
         """The engine's ``init``: how many pages it will send in all (None: ``is_last`` says it)."""
-        if not room.ended:
-            room.expect(pages, align)
+        for each in room.siblings:
+            if not each.ended:
+                each.expect(pages, align)
 
     def send(self, room: PrefillRoom, chunk: Chunk, aux: bytes | None = None) -> None:
         """Takes pages that are computed; they wait for the destination if it is not known yet (12, 13)."""
-        if not room.ended:
-            self._follow(room, room.send(chunk, aux, self.bounds.chunks_per_room))
+        for each in room.siblings:
+            if not each.ended:
+                self._follow(each, each.send(chunk, aux, self.bounds.chunks_per_room))
 
     def fail(self, room: PrefillRoom, failure: Failure) -> None:
         """Abort or cancel: Failed at once, and no further write starts."""
@@ -258,28 +256,44 @@ class PrefillCore:
 
     def _apply(self, pair: PrefillPair, entry: DecodeEntry) -> None:
         key, want = entry.key, entry.want
+        if pair.place:
+            key = key._replace(place=pair.place)
         room = self.rooms.get(key)
         if want is WANT_FORGET:
             self._forget(pair, key, room)
         elif key in pair.answers:
             self._pending.add(pair, key)
-        elif room is None:
+        elif room is not None and room.owner is pair:
+            self._want(pair, room, entry)
+        elif (other := self._other_owner(pair, key)) is not None:
+            self._answer(pair, key, failures.conflict(key, other.ref))
+        elif room is not None:
+            self._own(pair, room, entry)
+        else:
             error = self._full(pair)
             if error is None:
                 self._own(pair, self._make(key), entry)
             else:
                 self._answer(pair, key, error)
-        elif room.owner is pair:
-            self._want(pair, room, entry)
-        elif room.owner is None:
-            self._own(pair, room, entry)
-        else:
-            self._answer(pair, key, failures.conflict(key, room.owner.ref))
+
+    def _other_owner(self, pair: PrefillPair, key: RoomKey) -> PrefillPair | None:
+        """Who has the room, where this pair may not name it: another one at its place, or another engine at any."""
+        if pair.places == 1 and not self._places:
+            room = self.rooms.get(key)
+            return room.owner if room is not None else None
+        for place in range(max(self._places.get(key._replace(place=0), 1), pair.places)):
+            room = self.rooms.get(key._replace(place=place))
+            owner = room.owner if room is not None else None
+            if owner is not None and (place == pair.place or not owner.serves_with(pair)):
+                return owner
+        return None
 
     def _own(self, pair: PrefillPair, room: PrefillRoom, entry: DecodeEntry) -> None:
-        """The first decode incarnation that names a room owns it (10, ownership)."""
+        """The first decode incarnation that names a room owns it, for its place (10, ownership)."""
         room.owner = pair
         pair.rooms.add(room.key)
+        if pair.places > 1:
+            self._expect_places(room.key._replace(place=0), pair.places)
         if not room.claimed:
             room.unclaimed = True
             pair.unclaimed += 1
@@ -345,7 +359,55 @@ class PrefillCore:
         pair.answers[key] = (self._failure(error), self._unknown.without_record(pair.ref))
         self._pending.add(pair, key)
 
+    # A sender that several decode ranks are owed (9, 10).
+
+    def _expect_places(self, key: RoomKey, places: int) -> None:
+        """Decode says by its layout how many of its ranks name the room."""
+        if key in self._places:
+            return
+        self._places[key] = places
+        sender = self.rooms.get(key)
+        if sender is not None and sender.claimed and sender.handle is not None:
+            self._spread(sender, FanOut(sender.handle, places))
+
+    def _spread(self, sender: PrefillRoom, fan_out: FanOut) -> None:
+        """Makes the sender's chunks those of every place, and its handle that of all."""
+        keys = [sender.key._replace(place=place) for place in range(len(fan_out.places))]
+        rooms = tuple(self.rooms.get(key) or self._make(key) for key in keys)
+        for room in rooms:
+            room.join(rooms, sender)
+        for room, handle in zip(rooms, fan_out.places, strict=True):
+            self._claim(room, handle)
+        failed = next((room.failure for room in rooms if room.failure is not None), None)
+        if failed is not None:
+            self._fail_siblings(sender, failed)
+
+    def _forget_places(self, key: RoomKey) -> None:
+        """The last record of a room that several decode ranks named is gone."""
+        first = key._replace(place=0)
+        places = self._places.get(first, 0)
+        if places and not any(first._replace(place=place) in self.rooms for place in range(places)):
+            del self._places[first]
+
+    def _fail_siblings(self, room: PrefillRoom, failure: Failure) -> None:
+        for other in room.siblings:
+            self._fail(other, failure)
+
     # Rooms.
+
+    def _claim(self, room: PrefillRoom, handle: Handle) -> None:
+        if room.ended:
+            room.claim(handle)
+            if room.forgotten:
+                self._drop(room)
+            return
+        self._wait_no_more(room)
+        self._due.set(room.key, self.now + self.timing.room_deadline)
+        self._follow(room, room.claim(handle))
+        if room.destination is not None:
+            self._due.clear(room.key)
+        if self.draining:
+            self._refuse(room, failures.draining(self.me))
 
     def _make(self, key: RoomKey) -> PrefillRoom:
         room = self.rooms[key] = PrefillRoom(key, self.me, self.now)
@@ -359,7 +421,8 @@ class PrefillCore:
         if room.progress:
             self._moving[room.key] = room
         if room.ended:
-            self._work.ended.append(room)
+            if not room.key.place:
+                self._work.ended.append(room)
             self._due.clear(room.key)
             self._wait_no_more(room)
             if room.open_writes:
@@ -367,6 +430,8 @@ class PrefillCore:
             else:
                 self._keep(room)
             self._tell(room)
+            if room.failure is not None:
+                self._fail_siblings(room, room.failure)
 
     def _refuse(self, room: PrefillRoom, error: KvGrpcError) -> None:
         self._fail(room, self._failure(error))
@@ -437,8 +502,10 @@ class PrefillCore:
 
     def _drop(self, room: PrefillRoom) -> None:
         del self.rooms[room.key]
-        if room.failure is not None:
+        if room.failure is not None and not room.key.place:
             self._work.failed.append(room)
+        if self._places:
+            self._forget_places(room.key)
         self._ended.drop(room.key)
         self._due.clear(room.key)
         self._wait_no_more(room)

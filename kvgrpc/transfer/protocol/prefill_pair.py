@@ -9,6 +9,8 @@ from kvgrpc.transfer.protocol.types import RoomKey, SessionState, Timing, Writes
 
 class PrefillPair:
     """``stream``: the shell's token of the stream that counts (rule 2). ``peer``: its memory, as Hello said; opaque.
+    ``places``: how many ranks of its engine name each room to us, ``place``: which of them it is. ``sends_aux``: we
+    are the rank that sends it the first token and its metadata.
 
     ``rooms`` it owns; ``answers``: what it keeps hearing of rooms that it cannot have (rule 10, ownership);
     ``unclaimed``: how many of its rooms wait for a local sender; ``forgotten``: how many are kept only for a late one
@@ -24,8 +26,11 @@ class PrefillPair:
         "number",
         "peer",
         "pending_rooms",
+        "place",
+        "places",
         "ref",
         "rooms",
+        "sends_aux",
         "stream",
         "unclaimed",
     )
@@ -33,6 +38,8 @@ class PrefillPair:
     def __init__(self, ref: RankRef, peer: object, now: int) -> None:
         self.ref = ref
         self.peer = peer
+        self.sends_aux = True
+        self.place, self.places = 0, 1
         self.number = 0
         self.stream: object | None = None
         self.heard_at = now
@@ -43,6 +50,11 @@ class PrefillPair:
         self.rooms: set[RoomKey] = set()
         self.unclaimed = 0
         self.forgotten = 0
+
+    def serves_with(self, other: PrefillPair) -> bool:
+        """Whether both are ranks of one decode replica, to which the same prompts are owed."""
+        mine, theirs = self.ref.rank, other.ref.rank
+        return mine[:4] == theirs[:4] and self.places == other.places
 
     @property
     def up(self) -> bool:

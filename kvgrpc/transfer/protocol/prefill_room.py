@@ -57,7 +57,7 @@ class PrefillRoom:
     Of the sender: ``claimed`` (it came, ever), ``handle``, ``chunks``, ``aux``. Of the decode that it is owed to:
     ``owner``, ``want``, ``destination``, ``open_writes`` (submissions without an outcome), ``worst`` (how the others
     ended), ``done`` (pages in place), ``forgotten``. ``unclaimed``: an owner waits for a sender. ``progress``: pages
-    moved since decode was told.
+    moved since decode was told. ``siblings``: the records of all decode ranks that the sender owes, this one included.
 
     The methods that start writes return them; the room has ended by itself when there is nothing to write or to wait
     for. What follows for the rank is the core's.
@@ -79,6 +79,7 @@ class PrefillRoom:
         "open_writes",
         "owner",
         "progress",
+        "siblings",
         "state",
         "traceparent",
         "unclaimed",
@@ -109,6 +110,7 @@ class PrefillRoom:
         self.done = Coverage()
         self.progress = False
         self.forgotten = False
+        self.siblings: tuple[PrefillRoom, ...] = (self,)
 
     @property
     def sender_live(self) -> bool:
@@ -121,8 +123,15 @@ class PrefillRoom:
 
     def entry(self) -> PrefillEntry:
         """What its decode is told."""
-        aux = self.aux if self.state is STATE_SUCCESS else b""
+        sends_aux = self.owner is not None and self.owner.sends_aux
+        aux = self.aux if sends_aux and self.state is STATE_SUCCESS else b""
         return PrefillEntry(self.key, self.state, self.writes, self.done.prefix, aux, self.failure)
+
+    def join(self, siblings: tuple[PrefillRoom, ...], sender: PrefillRoom) -> None:
+        """Becomes one of the records of a sender, with the chunks that it gave so far."""
+        self.siblings = siblings
+        if self is not sender:
+            self.chunks, self.aux = sender.chunks.copy(), sender.aux
 
     # The sender.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from kvgrpc.errors import Failure, KvGrpcError
-from kvgrpc.model import RankRef
+from kvgrpc.model import Layout, RankRef
 from kvgrpc.transfer.protocol.destination import Destination as Destination
 from kvgrpc.transfer.protocol.destination import U32Array as U32Array
 
@@ -19,10 +19,14 @@ MAX_ROOM = 2**63 - 1
 
 
 class RoomKey(NamedTuple):
-    """One hand-off: the router's room (1 to 2^63-1) and its attempt (0 unless the router retries)."""
+    """One hand-off: the router's room (1 to 2^63-1) and its attempt (0 unless the router retries).
+
+    ``place``: at a prefill rank that owes the room to several decode ranks, which of them; no other side knows it.
+    """
 
     room: int
     attempt: int = 0
+    place: int = 0
 
 
 class KVPoll(enum.IntEnum):
@@ -119,10 +123,13 @@ class Handle:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A prefill rank that owes decode a part, and where it listens ("host:port")."""
+    """A prefill rank that owes decode a part, where it listens ("host:port"), and the layout of its engine (None: as
+    ours).
+    """
 
     ref: RankRef
     address: str
+    layout: Layout | None = None
 
 
 class LostPair(NamedTuple):

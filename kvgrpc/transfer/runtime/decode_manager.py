@@ -33,7 +33,7 @@ from kvgrpc.transfer.runtime.session_writer import SessionWriter
 from kvgrpc.transfer.tables import PartRow, RoomRow, SessionRow
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
-from kvgrpc.wire import failure_from_pb, layout_to_pb, pool_to_pb, rank_ref_from_pb, rank_ref_to_pb
+from kvgrpc.wire import failure_from_pb, layout_to_pb, model_to_pb, pool_to_pb, rank_ref_from_pb, rank_ref_to_pb
 
 logger = logging.getLogger(__name__)
 _PROBE_WITHIN_SECONDS = 1.0
@@ -297,7 +297,8 @@ class DecodeManager(TransferManager[DecodeRoom]):
             data_plane=shape.data_plane,
             data_plane_address=self.plane.address(),
             max_frame_bytes=self.config.max_frame_bytes,
-            expected=wire.part_to_pb(topology.wanted_part(shape)),
+            expected=wire.part_to_pb(topology.wanted_part(shape, stream.pair.ref.rank[1:], stream.pair.layout)),
+            model=model_to_pb(shape.model),
         )
         hello.opener.CopyFrom(rank_ref_to_pb(self.ref))
         return pb.SessionRequest(hello=hello)

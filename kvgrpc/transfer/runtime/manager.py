@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import Failure, Reason, ServerDraining, TooManyRequests
-from kvgrpc.model import Layout, Pool, RankRef
+from kvgrpc.model import UNKNOWN_MODEL, Layout, ModelIdentity, Pool, RankRef
 from kvgrpc.observability import metrics
 from kvgrpc.observability.hand_offs import HandOffs
 from kvgrpc.transfer.aux import AuxBuffer, AuxRows
@@ -49,11 +49,11 @@ class TransferConfig:
     bounds: Bounds = field(default_factory=Bounds)
     max_frame_bytes: int = MAX_FRAME_BYTES
     commands: int = 262_144
+    model: ModelIdentity = UNKNOWN_MODEL
 
     def shape(self, data_plane: str) -> Shape:
-        return Shape(
-            self.ref.rank, self.layout, self.pools, tuple(buffer.item_bytes for buffer in self.aux), data_plane
-        )
+        aux = tuple(buffer.item_bytes for buffer in self.aux)
+        return Shape(self.ref.rank, self.layout, self.pools, aux, data_plane, self.model)
 
 
 T = TypeVar("T")
@@ -216,7 +216,7 @@ class TransferManager(ABC, Generic[Record]):
         """
         self._pump()  # rooms may have been dropped since
         past = [key for key in self._past if key not in self.core.rooms]
-        keys = [*self.core.rooms, *past]
+        keys = [*(key for key in self.core.rooms if not key.place), *past]
 
         def is_wanted(key: RoomKey) -> bool:
             row = self._row_of(key)
@@ -343,7 +343,7 @@ class TransferManager(ABC, Generic[Record]):
                 pages = 0 if room.destination is None else room.destination.count
                 self._hand_offs.succeeded(seconds, pages * self._page_bytes)
             else:
-                self._hand_offs.failed(*room.key, room.failure, seconds)
+                self._hand_offs.failed(*room.key[:2], room.failure, seconds)
         for peer, how, rooms in work.lost:
             self._hand_offs.lost(self.ref, peer, how, rooms)
 

@@ -31,7 +31,7 @@ from kvgrpc.transfer.runtime.session_writer import SessionWriter
 from kvgrpc.transfer.runtime.worker import Outcomes, PeerMemory, TransferWorker
 from kvgrpc.transfer.tables import PartRow, RoomRow, SessionRow
 from kvgrpc.v1 import transfer_service_pb2 as pb
-from kvgrpc.wire import failure_to_pb, layout_from_pb, pool_from_pb, rank_ref_from_pb, rank_ref_to_pb
+from kvgrpc.wire import failure_to_pb, layout_from_pb, model_from_pb, pool_from_pb, rank_ref_from_pb, rank_ref_to_pb
 
 logger = logging.getLogger(__name__)
 _HELLO_WITHIN_SECONDS = 10.0
@@ -199,8 +199,11 @@ class PrefillManager(TransferManager[PrefillRoom]):
         ]
 
     def _row(self, record: PrefillRoom) -> RoomRow:
-        owner = record.owner
-        parts = () if owner is None else (PartRow(owner.ref, record.state, record.writes, record.pages_done),)
+        parts = tuple(
+            PartRow(part.owner.ref, part.state, part.writes, part.pages_done)
+            for part in record.siblings
+            if part.owner is not None
+        )
         pages = 0 if record.destination is None else record.destination.count
         age = (self.core.now - record.created_at) * self.config.timing.tick_seconds
         return RoomRow(
@@ -253,26 +256,32 @@ class PrefillManager(TransferManager[PrefillRoom]):
             )
         session = _Session(ref, write, [(pool.name, pool.pages) for pool in pools])
         session.max_frame_bytes = min(self.config.max_frame_bytes, hello.max_frame_bytes or 2**63)
+        part = topology.NOTHING
         if to == self.ref:
-            self._check_part(
-                topology.Shape(ref.rank, layout, pools, tuple(hello.aux_item_bytes), hello.data_plane), hello
-            )
+            aux, model = tuple(hello.aux_item_bytes), model_from_pb(hello.model)
+            part = self._part(topology.Shape(ref.rank, layout, pools, aux, hello.data_plane, model), hello)
         known = self.core.pairs.get(ref)
         if known is not None and isinstance(known.peer, PeerMemory) and known.peer.pools != pools:
             raise InvalidRequest.of("hello.pools", "others", "those that this incarnation said before")
-        error = self.core.on_hello(session, ref, to, hello.stream, PeerMemory(pools, hello.data_plane_address))
+        memory = PeerMemory(pools, hello.data_plane_address, owes=not part.empty)
+        error = self.core.on_hello(session, ref, to, hello.stream, memory)
         if error is not None:
             raise error
         pair = self.core.pairs[ref]
+        pair.sends_aux = part.aux
+        pair.places = topology.decode_ranks_of(self.config.layout, layout)
+        pair.place = topology.place_of(ref.rank, self.config.layout, layout)
         self._sessions[pair] = session
         if isinstance(pair.peer, PeerMemory):
             self._worker.meet(pair.peer)
         return session
 
-    def _check_part(self, decode: topology.Shape, hello: pb.Hello) -> None:
+    def _part(self, decode: topology.Shape, hello: pb.Hello) -> topology.Part:
+        """What we owe it. Raises ParallelLayoutMismatch, also where it expects something else."""
         part, expected = topology.owed_part(self.shape, decode), wire.part_from_pb(hello.expected)
         if part != expected:
             raise topology.mismatch({"part": (part, expected)})
+        return part
 
     def _welcome(self) -> pb.SessionResponse:
         timing = self.config.timing

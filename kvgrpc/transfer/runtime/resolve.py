@@ -27,7 +27,7 @@ Coordinates = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class PrefillEngine:
-    """What a registry said of a prefill engine: its layout, and the ranks that could owe this decode rank a part.
+    """What a registry said of a prefill engine: its layout, and its ranks that could owe this decode rank a part.
 
     ``engine_selects_dp``: its own balancer chooses the dp rank of a room that no router chose, and not room % dp.
     """
@@ -183,7 +183,7 @@ class Routes:
             if _must_be_found(room, engine):
                 self._look_for(room, engine)
             else:
-                self._core.bind(room, [self._target(room, engine)])
+                self._core.bind(room, self._targets(room, engine))
         except KvGrpcError as error:
             self._fail(room, error)
 
@@ -193,21 +193,27 @@ class Routes:
             if _must_be_found(room, engine):
                 self._look_for(room, engine)
                 return True
-            target = self._target(room, engine)
+            targets = self._targets(room, engine)
         except KvGrpcError:
             return False
-        pair = self._core.pairs.get(target.ref)
-        if pair is None or pair.lost or pair.dead_at is not None:
-            return False
-        self._core.bind(room, [target])
+        for target in targets:
+            pair = self._core.pairs.get(target.ref)
+            if pair is None or pair.lost or pair.dead_at is not None:
+                return False
+        self._core.bind(room, targets)
         return True
 
     def _look_for(self, room: ReceiverRoom, engine: PrefillEngine) -> None:
-        """Which dp rank has its sender, the ranks themselves say. Raises as ``_target_of``."""
-        self._search.add(room, [self._target_of(dp, engine) for dp in range(engine.layout.dp)])
+        """Which dp rank has its sender, the ranks themselves say: one of each is asked. Raises as ``_targets_of``."""
+        self._search.add(room, [self._targets_of(dp, engine)[0] for dp in range(engine.layout.dp)])
 
     def _on_found(self, room: DecodeRoom, target: Target) -> None:
-        self._core.bind(room, [target])
+        engine = self._engines.get(room.bootstrap_addr) if isinstance(room, ReceiverRoom) else None
+        try:
+            targets = [target] if engine is None else self._targets_of(target.ref.rank.dp, engine)
+            self._core.bind(room, targets)
+        except KvGrpcError as error:
+            self._fail(room, error)
         self._pump()
 
     async def _targets_now(self, room: DecodeRoom) -> list[Target] | None:
@@ -216,7 +222,7 @@ class Routes:
             return None
         try:
             engine = await self._resolve(room.bootstrap_addr, self._core.me.rank)
-            targets = [self._target_of(dp, engine) for dp in range(engine.layout.dp)]
+            targets = [self._targets_of(dp, engine)[0] for dp in range(engine.layout.dp)]
         except KvGrpcError:
             return None
         self._remember(room.bootstrap_addr, engine)
@@ -226,22 +232,25 @@ class Routes:
         if isinstance(room, ReceiverRoom) and not room.ended:
             self.find_anew(room)
 
-    def _target(self, room: ReceiverRoom, engine: PrefillEngine) -> Target:
+    def _targets(self, room: ReceiverRoom, engine: PrefillEngine) -> list[Target]:
         dp = prefill_dp(room.key.room, engine.layout.dp) if room.prefill_dp_rank is None else room.prefill_dp_rank
-        return self._target_of(dp, engine)
+        return self._targets_of(dp, engine)
 
-    def _target_of(self, dp: int, engine: PrefillEngine) -> Target:
-        """Raises LayoutMismatch, InvalidRequest or EngineNotFound."""
-        coordinates = topology.prefill_coordinates(self._core.me.rank, engine.layout, self._layout, dp)
-        target = engine.targets.get(coordinates)
-        if target is None:
+    def _targets_of(self, dp: int, engine: PrefillEngine) -> list[Target]:
+        """Every rank that owes us a part, or is to hear of our rooms; the one that sends aux is first.
+
+        Raises ParallelLayoutMismatch, InvalidRequest or EngineNotFound.
+        """
+        places = topology.prefill_ranks(self._core.me.rank, self._layout, engine.layout, dp)
+        missing = [place for place in places if place not in engine.targets]
+        if missing:
             raise EngineNotFound(
-                f"the registry knows no prefill rank {coordinates} (dp, pp, cp, tp) of engine {engine.name!r}",
-                metadata={"engine": engine.name, "role": "PREFILL", "missingRanks": coordinates},
+                f"the registry knows no prefill rank {missing[0]} (dp, pp, cp, tp) of engine {engine.name!r}",
+                metadata={"engine": engine.name, "role": "PREFILL", "missingRanks": missing[0]},
             )
-        return target
+        return [engine.targets[place] for place in places]
 
-    def _fail(self, room: ReceiverRoom, error: KvGrpcError) -> None:
+    def _fail(self, room: DecodeRoom, error: KvGrpcError) -> None:
         self._core.fail(room, Failure.of(error, str(self._core.me)))
 
 

@@ -29,12 +29,16 @@ _SHORT_CHUNK_PAGES = 16
 
 
 class PeerMemory:
-    """What decode said at Hello of its memory; attached by the worker at the first write."""
+    """What decode said at Hello of its memory; attached by the worker at the first write.
 
-    __slots__ = ("address", "geometry", "peer", "pools")
+    ``owes``: False where another rank writes the same bytes, and a write here is done at once.
+    """
 
-    def __init__(self, pools: Sequence[Pool], address: bytes) -> None:
+    __slots__ = ("address", "geometry", "owes", "peer", "pools")
+
+    def __init__(self, pools: Sequence[Pool], address: bytes, owes: bool = True) -> None:
         self.pools = tuple(pools)
+        self.owes = owes
         self.address = address
         self.peer: Peer | None = None
         self.geometry: Geometry | None = None
@@ -179,6 +183,9 @@ class TransferWorker:
         return True
 
     def _start(self, submission: Submission, peer: Peer, plan: Plan) -> None:
+        if not len(plan.nbytes):
+            self._ended.append((submission, Result(Outcome.DONE)))
+            return
         try:
             transfer = self._plane.submit(peer, *plan)
             result = transfer.poll()
@@ -193,7 +200,7 @@ class TransferWorker:
 
     def _attach(self, memory: PeerMemory) -> None:
         if memory.peer is None:
-            memory.geometry = geometry(self._pools, memory.pools)
+            memory.geometry = geometry(self._pools, memory.pools) if memory.owes else Geometry([], [], 0)
             memory.peer = self._plane.attach(memory.address)
 
     def _meet(self, memory: PeerMemory) -> None:

@@ -1,4 +1,4 @@
-"""Equal layouts fit; every other pair is refused with every field that differs."""
+"""What does not fit is refused with every field that differs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from kvgrpc.errors import ParallelLayoutMismatch
 from kvgrpc.model import Layout, Pool, PoolKind, RankId, Region
-from kvgrpc.transfer.layout.topology import Part, Shape, owed_part, prefill_coordinates
+from kvgrpc.transfer.layout.topology import Part, Shape, owed_part, prefill_ranks
 
 POOL = Pool(
     "kv",
@@ -35,9 +35,9 @@ def test_without_aux_buffers_no_part_says_aux() -> None:
 @pytest.mark.parametrize(
     ("prefill", "fields"),
     [
-        (replace(PREFILL, layout=Layout(tp=2)), "layout.tp"),
+        (replace(PREFILL, layout=Layout(tp=2)), "pools[0].head_count"),
         (replace(PREFILL, layout=Layout(pp=2)), "layout.pp"),
-        (replace(PREFILL, rank=RankId("P", dp=0, cp=1), layout=Layout(cp=2)), "rank"),
+        (replace(PREFILL, rank=RankId("P", pp=1)), "rank"),
         (
             replace(PREFILL, pools=(replace(POOL, page_tokens=32, dtype="bfloat16"),)),
             "pools[0].page_tokens,pools[0].dtype",
@@ -59,9 +59,10 @@ def test_what_differs_is_named(prefill: Shape, fields: str) -> None:
 
 
 def test_any_dp_may_serve_any_other_and_context_parallel_prefill_sends_from_cp_0() -> None:
-    assert prefill_coordinates(RankId("D", dp=1, tp=1), Layout(dp=4, tp=2), Layout(dp=2, tp=2), 3) == (3, 0, 0, 1)
-    assert prefill_coordinates(RankId("D", tp=1), Layout(cp=4, tp=2), Layout(tp=2), 0) == (0, 0, 0, 1)
+    assert prefill_ranks(RankId("D", dp=1, tp=1), Layout(dp=2, tp=2), Layout(dp=4, tp=2), 3) == [(3, 0, 0, 1)]
+    named = prefill_ranks(RankId("D", tp=1), Layout(tp=2), Layout(cp=4, tp=2), 0)
+    assert named == [(0, 0, cp, 1) for cp in range(4)]
     with pytest.raises(ParallelLayoutMismatch):
-        prefill_coordinates(RankId("D"), Layout(), Layout(cp=2), 0)
+        prefill_ranks(RankId("D"), Layout(cp=2), Layout(), 0)
     with pytest.raises(ParallelLayoutMismatch):
-        prefill_coordinates(RankId("D"), Layout(dp=2), Layout(), 2)
+        prefill_ranks(RankId("D"), Layout(), Layout(dp=2), 2)

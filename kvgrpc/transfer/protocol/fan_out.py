@@ -1,0 +1,75 @@
+"""One sender whose pages several decode ranks are owed: its handle says what holds for all of them. Pure.
+
+Each of those decode ranks has a record of its own at prefill, with chunks, writes and an end of its own; a record sees
+a ``PlaceHandle`` where the others see the engine's handle.
+"""
+
+from __future__ import annotations
+
+from kvgrpc.errors import Failure
+from kvgrpc.transfer.protocol.types import Handle, KVPoll
+
+
+class FanOut:
+    """The engine's handle and one for each decode rank that names the room."""
+
+    def __init__(self, handle: Handle, places: int) -> None:
+        self.handle = handle
+        self.places = [PlaceHandle(self) for _ in range(places)]
+
+    def update(self) -> None:
+        """The furthest state that all places reached; pages are free once nobody reads them."""
+        handle = self.handle
+        handle.release_safe = all(place.release_safe for place in self.places)
+        if handle.poll not in (KVPoll.Failed, KVPoll.Success):
+            handle.poll = max(handle.poll, min(place.poll for place in self.places))
+
+    def fail(self, failure: Failure) -> None:
+        """The first place that fails fails the room."""
+        if self.handle.poll not in (KVPoll.Failed, KVPoll.Success):
+            self.handle.fail(failure)
+
+
+class PlaceHandle(Handle):
+    """What one record knows as its handle."""
+
+    __slots__ = ("_fan_out", "_poll", "_prefix_pages", "_release_safe")
+
+    def __init__(self, fan_out: FanOut) -> None:
+        self._fan_out = fan_out
+        self._poll, self._release_safe, self._prefix_pages = KVPoll.Bootstrapping, False, 0
+        self.aborted = None
+        self.failure = None
+        self.began = fan_out.handle.began
+
+    @property
+    def poll(self) -> KVPoll:
+        return self._poll
+
+    @poll.setter
+    def poll(self, poll: KVPoll) -> None:
+        self._poll = poll
+        self._fan_out.update()
+
+    @property
+    def release_safe(self) -> bool:
+        return self._release_safe
+
+    @release_safe.setter
+    def release_safe(self, safe: bool) -> None:
+        self._release_safe = safe
+        self._fan_out.update()
+
+    @property
+    def prefix_pages(self) -> int:
+        return self._prefix_pages
+
+    @prefix_pages.setter
+    def prefix_pages(self, pages: int) -> None:
+        self._prefix_pages = pages
+        self._fan_out.handle.prefix_pages = pages
+
+    def fail(self, failure: Failure) -> None:
+        self.failure = failure
+        self._poll = KVPoll.Failed
+        self._fan_out.fail(failure)

@@ -1,0 +1,136 @@
+"""Engines with other tensor-parallel sizes: real ranks, real bytes, over shared memory and over Mooncake."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvgrpc.model import Attention, Layout, ModelIdentity
+from kvgrpc.server import RegistryServer
+from tests.integration.rank_host import LAYERS, RankHost
+
+TOKENS, HEADS, DIM = 16, 8, 16
+SUCCESS, FAILED, WAITING = 4, 0, 2
+LATENT = ModelIdentity("latent", attention=Attention.MLA)
+Open = Callable[..., list[RankHost]]
+
+
+@pytest.fixture
+def registry() -> Iterator[str]:
+    server = RegistryServer(["127.0.0.1:0"]).open()
+    yield server.address
+    server.close()
+
+
+@pytest.fixture
+def engine(registry: str) -> Iterator[Open]:
+    opened: list[RankHost] = []
+
+    def open_engine(
+        name: str, role: str, tp: int, *, heads: int = HEADS, axes: str = "token,head,dim", cp: int = 1, **more: Any
+    ) -> list[RankHost]:
+        ranks = []
+        for at_cp, at_tp in itertools.product(range(cp), range(tp)):
+            pool: dict[str, Any] = {"page_tokens": TOKENS}
+            page_bytes = TOKENS * DIM
+            if heads:
+                held = max(heads // tp, 1)
+                pool |= {"heads_total": heads, "head_start": at_tp * heads // tp, "head_count": held, "axes": axes}
+                page_bytes *= held
+            settings = {"registry": registry, "layout": Layout(tp=tp, cp=cp), "tp": at_tp, "cp": at_cp, **more}
+            if role == "DECODE":
+                settings["bootstrap_allow"] = ("127.0.0.1",)
+            ranks.append(RankHost(name, role, {"pool": pool, "page_bytes": page_bytes, **settings}))
+        opened.extend(ranks)
+        return ranks
+
+    yield open_engine
+    for host in reversed(opened):
+        host.close(2.0)
+
+
+def cache_of(ranks: Sequence[RankHost], axes: str, pages: Sequence[int]) -> Any:
+    """What an engine holds of these pages: [layers, pages, tokens, heads, dim]."""
+    parts = []
+    for rank in ranks:
+        held = rank.memory.shape[2] // (TOKENS * DIM)
+        order = (TOKENS, held, DIM) if axes.startswith("token") else (held, TOKENS, DIM)
+        part = rank.memory[:, list(pages)].reshape(LAYERS, len(pages), *order)
+        parts.append(part if axes.startswith("token") else part.swapaxes(2, 3))
+    return np.concatenate(parts, axis=3)
+
+
+def hand_off(prefill: Sequence[RankHost], decode: Sequence[RankHost], registry: str, room: int) -> None:
+    """Prefill's pages 3 to 8 become decode's pages 10 to 15, on every rank of both."""
+    for rank in decode:
+        rank.receive(room, registry, range(10, 16), aux_row=2)
+    for rank in prefill:
+        rank.send(room, range(3, 9), aux_row=1, chunk=2)
+    for rank in decode:
+        assert rank.wait("receivers", [room], [SUCCESS, FAILED])[room][0] == SUCCESS, rank.failure_of("receivers", room)
+    for rank in prefill:
+        assert rank.wait("senders", [room], [SUCCESS, FAILED])[room][0] == SUCCESS, rank.failure_of("senders", room)
+
+
+@pytest.mark.parametrize("axes", ["token,head,dim", "head,token,dim"])
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2), (4, 2), (2, 4), (2, 2)])
+def test_heads_arrive_where_they_belong(
+    engine: Open, registry: str, prefill_tp: int, decode_tp: int, axes: str
+) -> None:
+    prefill = engine("P", "PREFILL", prefill_tp, axes=axes)
+    decode = engine("D", "DECODE", decode_tp, axes=axes)
+    for number, rank in enumerate(prefill):
+        rank.fill(number)
+        rank.aux[:] = prefill[0].aux
+    before = cache_of(decode, axes, [0, 9, 16])
+    for room in (1, 2):
+        hand_off(prefill, decode, registry, room)
+        assert (cache_of(prefill, axes, range(3, 9)) == cache_of(decode, axes, range(10, 16))).all()
+        for rank in decode:
+            assert rank.aux_row(2) == prefill[0].aux_row(1)
+        for rank in decode:
+            rank.memory[:, 10:16] = 0
+    assert (cache_of(decode, axes, [0, 9, 16]) == before).all()
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
+def test_a_latent_cache_is_sent_once_to_each_decode_rank(
+    engine: Open, registry: str, prefill_tp: int, decode_tp: int
+) -> None:
+    """MLA: every rank holds all of it. A prefill rank that owes nothing ends with the others."""
+    prefill = engine("P", "PREFILL", prefill_tp, heads=0, model=LATENT)
+    decode = engine("D", "DECODE", decode_tp, heads=0, model=LATENT)
+    for rank in prefill:
+        rank.fill(7)
+    hand_off(prefill, decode, registry, 1)
+    for rank in decode:
+        assert (rank.memory[:, 10:16] == prefill[0].memory[:, 3:9]).all()
+    sent = [rank.rank.transfer.bytes_written for rank in prefill]
+    assert sent == [decode_tp * 6 * LAYERS * TOKENS * DIM, *[0] * (prefill_tp - 1)]
+
+
+def test_of_context_parallel_prefill_ranks_the_first_sends_and_all_end(engine: Open, registry: str) -> None:
+    prefill, decode = engine("P", "PREFILL", 1, cp=2), engine("D", "DECODE", 1)
+    for rank in prefill:
+        rank.fill(7)
+    hand_off(prefill, decode, registry, 1)
+    assert (decode[0].memory[:, 10:16] == prefill[0].memory[:, 3:9]).all()
+    assert prefill[1].rank.transfer.bytes_written == 0
+
+
+def test_engines_of_one_shape_and_different_models_never_exchange_a_page(engine: Open, registry: str) -> None:
+    prefill = engine("P", "PREFILL", 1, model=ModelIdentity("llama", "v1", "bfloat16", Attention.MHA))
+    decode = engine("D", "DECODE", 1, model=ModelIdentity("llama", "v2", "bfloat16", Attention.MHA))
+    prefill[0].fill(1)
+    decode[0].receive(1, registry, range(3))
+    prefill[0].send(1, range(3))
+    decode[0].wait("receivers", [1], [FAILED])
+    failure = decode[0].failure_of("receivers", 1)
+    assert failure is not None
+    assert (failure[0], failure[2]["mismatchedFields"]) == ("PARALLEL_LAYOUT_MISMATCH", "model.revision")
+    assert failure[2]["model.revision"] == "v1 != v2"
+    assert not decode[0].memory.any()
