@@ -27,6 +27,7 @@ COMMANDS = {
     "events": "events:events",
     "prefetch": "prefetch:prefetch",
     "cache": "cache:cache",
+    "topology": "topology:topology",
     "info": "server:info",
     "health": "server:health",
     "drain": "server:drain",

@@ -182,6 +182,15 @@ class Client:
         response: transfer_service_pb2.CancelRoomResponse = await self._read(stub.CancelRoom, request)
         return response.room
 
+    async def get_topology(
+        self, prefill: transfer_service_pb2.EngineShape, decode: transfer_service_pb2.EngineShape
+    ) -> list[transfer_service_pb2.OwedPart]:
+        """Which prefill ranks owe what to which decode ranks, for any two engines."""
+        stub = TransferServiceStub(self._channel())
+        request = transfer_service_pb2.GetTopologyRequest(prefill=prefill, decode=decode)
+        response: transfer_service_pb2.GetTopologyResponse = await self._read(stub.GetTopology, request)
+        return list(response.parts)
+
     async def get_rank(self) -> transfer_service_pb2.GetRankResponse:
         """Who the rank is and the shapes of its pools."""
         stub = TransferServiceStub(self._channel())

@@ -101,6 +101,12 @@ class SyncClient:
         """As ``Client.cancel_room``."""
         return self._run(self._client.cancel_room(room, attempt, cause))
 
+    def get_topology(
+        self, prefill: transfer_service_pb2.EngineShape, decode: transfer_service_pb2.EngineShape
+    ) -> list[transfer_service_pb2.OwedPart]:
+        """As ``Client.get_topology``."""
+        return self._run(self._client.get_topology(prefill, decode))
+
     def get_rank(self) -> transfer_service_pb2.GetRankResponse:
         """As ``Client.get_topology``."""
         return self._run(self._client.get_rank())

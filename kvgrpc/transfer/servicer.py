@@ -14,6 +14,7 @@ from kvgrpc.net import caller_address
 from kvgrpc.paging import numbers_token, page_token, read_numbers_token, read_page_token
 from kvgrpc.rpc.patience import patience
 from kvgrpc.transfer import wire
+from kvgrpc.transfer.layout import engines
 from kvgrpc.transfer.protocol.failures import cancelled
 from kvgrpc.transfer.protocol.types import MAX_ROOM, RoomKey, RoomState
 from kvgrpc.transfer.runtime.prefill_manager import PrefillManager
@@ -100,6 +101,10 @@ class TransferServicer(TransferServiceServicer):
         logger.info("room %d attempt %d: cancelled by %s", *row.key[:2], caller_address(context.peer()))
         self._manager.cancel(row.key, cancelled(row.key, request.cause or "an operator cancelled it", "operator"))
         return pb.CancelRoomResponse(room=_room_to_pb(self._manager.room(row.key) or row))
+
+    async def GetTopology(self, request: pb.GetTopologyRequest, context: object) -> pb.GetTopologyResponse:
+        owed = engines.topology(wire.engine_from_pb(request.prefill), wire.engine_from_pb(request.decode))
+        return pb.GetTopologyResponse(parts=map(wire.owed_to_pb, owed))
 
     async def GetRank(self, request: pb.GetRankRequest, context: object) -> pb.GetRankResponse:
         manager = self._manager

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from kvgrpc.errors import FrameTooLarge, InvalidRequest, KvGrpcError
+from kvgrpc.model import RankId
+from kvgrpc.transfer.layout.engines import Engine, Owed
 from kvgrpc.transfer.layout.plan import check_destination
 from kvgrpc.transfer.layout.topology import Part
 from kvgrpc.transfer.protocol.types import (
@@ -32,7 +34,7 @@ from kvgrpc.transfer.protocol.types import (
 )
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.common_pb2 import PageSet
-from kvgrpc.wire import failure_from_pb, failure_to_pb
+from kvgrpc.wire import failure_from_pb, failure_to_pb, layout_from_pb, rank_id_to_pb
 
 MAX_PAGES = 2**24
 _ENTRY_BYTES = 64
@@ -42,6 +44,25 @@ _new: Any = tuple.__new__
 _WANTS = {int(want): want for want in Want if want is not WANT_OPENED}
 _STATES = {int(state): state for state in RoomState}
 _WRITES = {int(writes): writes for writes in Writes}
+
+
+def engine_from_pb(message: pb.EngineShape) -> Engine:
+    """Raises InvalidRequest for sizes below 1."""
+    layout = layout_from_pb(message.layout)
+    for axis in ("dp", "pp", "cp", "tp"):
+        if getattr(layout, axis) < 1:
+            raise _invalid(f"layout.{axis}", getattr(layout, axis), "at least 1")
+    axes = message.axes or "token,head,dim"
+    return Engine(layout, message.heads, message.layers or 1, axes, message.page_tokens or 16)
+
+
+def owed_to_pb(owed: Owed) -> pb.OwedPart:
+    return pb.OwedPart(
+        prefill=rank_id_to_pb(RankId("", *owed.prefill)),
+        decode=rank_id_to_pb(RankId("", *owed.decode)),
+        part=part_to_pb(owed.part),
+        descriptors_per_page=owed.descriptors,
+    )
 
 
 def part_to_pb(part: Part) -> pb.Part:

@@ -1043,3 +1043,137 @@ class GetRankResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetRankResponse: _TypeAlias = GetRankResponse  # noqa: Y015
+
+@_typing.final
+class EngineShape(_message.Message):
+    """What a topology depends on, of one engine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    HEADS_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    AXES_FIELD_NUMBER: _builtins.int
+    PAGE_TOKENS_FIELD_NUMBER: _builtins.int
+    heads: _builtins.int
+    """Key and value heads of the whole model; 0: MLA, each rank holds all of the cache."""
+    layers: _builtins.int
+    """Layers of the whole model; 0 means 1."""
+    axes: _builtins.str
+    """Axis order inside a page; empty means "token,head,dim"."""
+    page_tokens: _builtins.int
+    """Tokens in one page; 0 means 16."""
+    @_builtins.property
+    def layout(self) -> _common_pb2.Layout:
+        """Parallel sizes."""
+
+    def __init__(
+        self,
+        *,
+        layout: _common_pb2.Layout | None = ...,
+        heads: _builtins.int = ...,
+        layers: _builtins.int = ...,
+        axes: _builtins.str = ...,
+        page_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["axes", b"axes", "heads", b"heads", "layers", b"layers", "layout", b"layout", "page_tokens", b"page_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineShape: _TypeAlias = EngineShape  # noqa: Y015
+
+@_typing.final
+class GetTopologyRequest(_message.Message):
+    """Request of GetTopology."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def prefill(self) -> Global___EngineShape:
+        """Who sends."""
+
+    @_builtins.property
+    def decode(self) -> Global___EngineShape:
+        """Who receives."""
+
+    def __init__(
+        self,
+        *,
+        prefill: Global___EngineShape | None = ...,
+        decode: Global___EngineShape | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTopologyRequest: _TypeAlias = GetTopologyRequest  # noqa: Y015
+
+@_typing.final
+class OwedPart(_message.Message):
+    """What one rank owes another."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    DESCRIPTORS_PER_PAGE_FIELD_NUMBER: _builtins.int
+    descriptors_per_page: _builtins.int
+    """Descriptors that each page costs the data plane, where its neighbours are not contiguous."""
+    @_builtins.property
+    def prefill(self) -> _common_pb2.RankId:
+        """The rank that sends; without an engine's name, and of dp 0, which stands for any."""
+
+    @_builtins.property
+    def decode(self) -> _common_pb2.RankId:
+        """The rank that receives."""
+
+    @_builtins.property
+    def part(self) -> Global___Part:
+        """What it owes. No layers: nothing, but it hears of each room, so that its sender ends."""
+
+    def __init__(
+        self,
+        *,
+        prefill: _common_pb2.RankId | None = ...,
+        decode: _common_pb2.RankId | None = ...,
+        part: Global___Part | None = ...,
+        descriptors_per_page: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "part", b"part", "prefill", b"prefill"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "descriptors_per_page", b"descriptors_per_page", "part", b"part", "prefill", b"prefill"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OwedPart: _TypeAlias = OwedPart  # noqa: Y015
+
+@_typing.final
+class GetTopologyResponse(_message.Message):
+    """Response of GetTopology."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___OwedPart]:
+        """Ordered by prefill, then decode."""
+
+    def __init__(
+        self,
+        *,
+        parts: _abc.Iterable[Global___OwedPart] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTopologyResponse: _TypeAlias = GetTopologyResponse  # noqa: Y015

@@ -70,6 +70,11 @@ class TransferServiceStub(object):
                 request_serializer=kvgrpc_dot_v1_dot_transfer__service__pb2.GetRankRequest.SerializeToString,
                 response_deserializer=kvgrpc_dot_v1_dot_transfer__service__pb2.GetRankResponse.FromString,
                 _registered_method=True)
+        self.GetTopology = channel.unary_unary(
+                '/kvgrpc.v1.TransferService/GetTopology',
+                request_serializer=kvgrpc_dot_v1_dot_transfer__service__pb2.GetTopologyRequest.SerializeToString,
+                response_deserializer=kvgrpc_dot_v1_dot_transfer__service__pb2.GetTopologyResponse.FromString,
+                _registered_method=True)
 
 
 class TransferServiceServicer(object):
@@ -139,6 +144,15 @@ class TransferServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTopology(self, request, context):
+        """Tells which ranks of one prefill replica owe which layers and heads to which ranks of one decode replica. It depends
+        on the request alone: any rank answers for any two engines.
+        Roles: rank, operator. Errors: INVALID_REQUEST, PARALLEL_LAYOUT_MISMATCH (FAILED_PRECONDITION, names the field).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TransferServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -176,6 +190,11 @@ def add_TransferServiceServicer_to_server(servicer, server):
                     servicer.GetRank,
                     request_deserializer=kvgrpc_dot_v1_dot_transfer__service__pb2.GetRankRequest.FromString,
                     response_serializer=kvgrpc_dot_v1_dot_transfer__service__pb2.GetRankResponse.SerializeToString,
+            ),
+            'GetTopology': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTopology,
+                    request_deserializer=kvgrpc_dot_v1_dot_transfer__service__pb2.GetTopologyRequest.FromString,
+                    response_serializer=kvgrpc_dot_v1_dot_transfer__service__pb2.GetTopologyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -368,6 +387,33 @@ class TransferService(object):
             '/kvgrpc.v1.TransferService/GetRank',
             kvgrpc_dot_v1_dot_transfer__service__pb2.GetRankRequest.SerializeToString,
             kvgrpc_dot_v1_dot_transfer__service__pb2.GetRankResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTopology(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvgrpc.v1.TransferService/GetTopology',
+            kvgrpc_dot_v1_dot_transfer__service__pb2.GetTopologyRequest.SerializeToString,
+            kvgrpc_dot_v1_dot_transfer__service__pb2.GetTopologyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -68,6 +68,11 @@ class TransferServiceStub:
     """Returns who this rank is and the shapes of its pools.
     Roles: rank, operator. Errors: none of its own.
     """
+    GetTopology: _grpc.UnaryUnaryMultiCallable[_transfer_service_pb2.GetTopologyRequest, _transfer_service_pb2.GetTopologyResponse]
+    """Tells which ranks of one prefill replica owe which layers and heads to which ranks of one decode replica. It depends
+    on the request alone: any rank answers for any two engines.
+    Roles: rank, operator. Errors: INVALID_REQUEST, PARALLEL_LAYOUT_MISMATCH (FAILED_PRECONDITION, names the field).
+    """
 
 @_typing.type_check_only
 class TransferServiceAsyncStub(TransferServiceStub):
@@ -108,6 +113,11 @@ class TransferServiceAsyncStub(TransferServiceStub):
     GetRank: _aio.UnaryUnaryMultiCallable[_transfer_service_pb2.GetRankRequest, _transfer_service_pb2.GetRankResponse]  # type: ignore[assignment]
     """Returns who this rank is and the shapes of its pools.
     Roles: rank, operator. Errors: none of its own.
+    """
+    GetTopology: _aio.UnaryUnaryMultiCallable[_transfer_service_pb2.GetTopologyRequest, _transfer_service_pb2.GetTopologyResponse]  # type: ignore[assignment]
+    """Tells which ranks of one prefill replica owe which layers and heads to which ranks of one decode replica. It depends
+    on the request alone: any rank answers for any two engines.
+    Roles: rank, operator. Errors: INVALID_REQUEST, PARALLEL_LAYOUT_MISMATCH (FAILED_PRECONDITION, names the field).
     """
 
 class TransferServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -188,6 +198,17 @@ class TransferServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_transfer_service_pb2.GetRankResponse, _abc.Awaitable[_transfer_service_pb2.GetRankResponse]]:
         """Returns who this rank is and the shapes of its pools.
         Roles: rank, operator. Errors: none of its own.
+        """
+
+    @_abc_1.abstractmethod
+    def GetTopology(
+        self,
+        request: _transfer_service_pb2.GetTopologyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_transfer_service_pb2.GetTopologyResponse, _abc.Awaitable[_transfer_service_pb2.GetTopologyResponse]]:
+        """Tells which ranks of one prefill replica owe which layers and heads to which ranks of one decode replica. It depends
+        on the request alone: any rank answers for any two engines.
+        Roles: rank, operator. Errors: INVALID_REQUEST, PARALLEL_LAYOUT_MISMATCH (FAILED_PRECONDITION, names the field).
         """
 
 def add_TransferServiceServicer_to_server(servicer: TransferServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

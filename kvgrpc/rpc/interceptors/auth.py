@@ -29,6 +29,7 @@ ALLOWED: dict[str, frozenset[CallerRole]] = {
     "/kvgrpc.v1.TransferService/LocateRooms": frozenset({RANK, OPERATOR}),
     "/kvgrpc.v1.TransferService/CancelRoom": frozenset({OPERATOR}),
     "/kvgrpc.v1.TransferService/GetRank": frozenset({RANK, OPERATOR}),
+    "/kvgrpc.v1.TransferService/GetTopology": frozenset({RANK, OPERATOR}),
     "/kvgrpc.v1.EventService/ListStreams": EVERYBODY,
     "/kvgrpc.v1.EventService/Watch": EVERYBODY,
     "/kvgrpc.v1.IndexService/Score": EVERYBODY,

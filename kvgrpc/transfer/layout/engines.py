@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import Attention, Layout, ModelIdentity, Pool, PoolKind, RankId, Region
 from kvgrpc.transfer.layout.heads import runs
-from kvgrpc.transfer.layout.topology import Coordinates, Part, Shape, heads_of, owed_part, prefill_ranks
+from kvgrpc.transfer.layout.topology import Coordinates, Part, Shape, heads_of, mismatch, owed_part, prefill_ranks
 
-MOST_LINES = 65_536
+MOST_LINES = 8_192
+MOST_REGIONS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +61,16 @@ def topology(prefill: Engine, decode: Engine) -> list[Owed]:
 
     Raises ParallelLayoutMismatch, and InvalidRequest for engines with too many ranks.
     """
-    size = decode.layout.ranks // decode.layout.dp
-    if size * max(prefill.layout.tp // decode.layout.tp, 1) * prefill.layout.cp > MOST_LINES:
-        raise InvalidRequest.of("layout", size, f"small enough for {MOST_LINES} lines")
+    lines_expected = decode.layout.ranks // decode.layout.dp * prefill.layout.cp
+    lines_expected *= max(prefill.layout.tp // decode.layout.tp, 1)
+    if lines_expected > MOST_LINES:
+        raise InvalidRequest.of("layout", lines_expected, f"small enough for {MOST_LINES} lines")
+    if decode.layers * decode.page_tokens > MOST_REGIONS:
+        rule = f"layers x page_tokens of at most {MOST_REGIONS}"
+        raise InvalidRequest.of("layers", decode.layers * decode.page_tokens, rule)
+    for field, one, other in (("heads", prefill.heads, decode.heads), ("layers", prefill.layers, decode.layers)):
+        if one != other:
+            raise mismatch({field: (one, other)})
     lines = []
     for pp, cp, tp in itertools.product(*map(range, (decode.layout.pp, decode.layout.cp, decode.layout.tp))):
         target = decode.shape((0, pp, cp, tp))

@@ -8,7 +8,7 @@ import type { GenEnum, GenFile, GenMessage, GenService } from "@bufbuild/protobu
 import { enumDesc, fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
 import type { Duration } from "@bufbuild/protobuf/wkt";
 import { file_google_protobuf_duration } from "@bufbuild/protobuf/wkt";
-import type { Failure, Layout, ModelIdentity, PageSet, Pool, RankRef, Role } from "./common_pb.js";
+import type { Failure, Layout, ModelIdentity, PageSet, Pool, RankId, RankRef, Role } from "./common_pb.js";
 import { file_kvgrpc_v1_common } from "./common_pb.js";
 import type { Message } from "@bufbuild/protobuf";
 
@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file kvgrpc/v1/transfer_service.proto.
  */
 export const file_kvgrpc_v1_transfer_service: GenFile = /*@__PURE__*/
-  fileDesc("CiBrdmdycGMvdjEvdHJhbnNmZXJfc2VydmljZS5wcm90bxIJa3ZncnBjLnYxIs8CCgVIZWxsbxIiCgZvcGVuZXIYASABKAsyEi5rdmdycGMudjEuUmFua1JlZhIeCgJ0bxgCIAEoCzISLmt2Z3JwYy52MS5SYW5rUmVmEhIKBnN0cmVhbRgDIAEoBEICMAESIQoGbGF5b3V0GAQgASgLMhEua3ZncnBjLnYxLkxheW91dBIeCgVwb29scxgFIAMoCzIPLmt2Z3JwYy52MS5Qb29sEhYKDmF1eF9pdGVtX2J5dGVzGAYgAygNEhIKCmRhdGFfcGxhbmUYByABKAkSGgoSZGF0YV9wbGFuZV9hZGRyZXNzGAggASgMEiEKCGV4cGVjdGVkGAkgASgLMg8ua3ZncnBjLnYxLlBhcnQSFwoPbWF4X2ZyYW1lX2J5dGVzGAogASgEEicKBW1vZGVsGAsgASgLMhgua3ZncnBjLnYxLk1vZGVsSWRlbnRpdHkiZQoEUGFydBITCgtsYXllcl9zdGFydBgBIAEoDRITCgtsYXllcl9jb3VudBgCIAEoDRISCgpoZWFkX3N0YXJ0GAMgASgNEhIKCmhlYWRfY291bnQYBCABKA0SCwoDYXV4GAUgASgIIr8BCgdXZWxjb21lEiAKBHJhbmsYASABKAsyEi5rdmdycGMudjEuUmFua1JlZhIXCg9tYXhfZnJhbWVfYnl0ZXMYAiABKAQSLAoJaGVhcnRiZWF0GAMgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEi8KDGlkbGVfdGltZW91dBgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIaChJkYXRhX3BsYW5lX2FkZHJlc3MYBSABKAwiLgoHR29vZGJ5ZRIjCgdmYWlsdXJlGAEgASgLMhIua3ZncnBjLnYxLkZhaWx1cmUi1QEKCkRlY29kZVJvb20SEAoEcm9vbRgBIAEoBEICMAESDwoHYXR0ZW1wdBgCIAEoDRIdCgR3YW50GAMgASgOMg8ua3ZncnBjLnYxLldhbnQSFAoMdGltZV9sZWZ0X21zGAQgASgNEhIKCmZpcnN0X3BhZ2UYBSABKA0SIQoFcGFnZXMYBiADKAsyEi5rdmdycGMudjEuUGFnZVNldBIjCgdmYWlsdXJlGAcgASgLMhIua3ZncnBjLnYxLkZhaWx1cmUSEwoLdHJhY2VwYXJlbnQYCCABKAkivgEKC1ByZWZpbGxSb29tEhAKBHJvb20YASABKARCAjABEg8KB2F0dGVtcHQYAiABKA0SIwoFc3RhdGUYAyABKA4yFC5rdmdycGMudjEuUm9vbVN0YXRlEiEKBndyaXRlcxgEIAEoDjIRLmt2Z3JwYy52MS5Xcml0ZXMSEgoKcGFnZXNfZG9uZRgFIAEoDRILCgNhdXgYBiABKAwSIwoHZmFpbHVyZRgHIAEoCzISLmt2Z3JwYy52MS5GYWlsdXJlIpYBCg5TZXNzaW9uUmVxdWVzdBIfCgVoZWxsbxgBIAEoCzIQLmt2Z3JwYy52MS5IZWxsbxIkCgVyb29tcxgCIAMoCzIVLmt2Z3JwYy52MS5EZWNvZGVSb29tEiMKB2dvb2RieWUYAyABKAsyEi5rdmdycGMudjEuR29vZGJ5ZRIYCgxmb3JnZXRfcm9vbXMYBCADKARCAjABIoIBCg9TZXNzaW9uUmVzcG9uc2USIwoHd2VsY29tZRgBIAEoCzISLmt2Z3JwYy52MS5XZWxjb21lEiUKBXJvb21zGAIgAygLMhYua3ZncnBjLnYxLlByZWZpbGxSb29tEiMKB2dvb2RieWUYAyABKAsyEi5rdmdycGMudjEuR29vZGJ5ZSLMAQoHU2Vzc2lvbhIgCgRwZWVyGAEgASgLMhIua3ZncnBjLnYxLlJhbmtSZWYSDwoHYWRkcmVzcxgCIAEoCRImCgVzdGF0ZRgDIAEoDjIXLmt2Z3JwYy52MS5TZXNzaW9uU3RhdGUSEgoGc3RyZWFtGAQgASgEQgIwARINCgVyb29tcxgFIAEoDRIsCglpZGxlX3RpbWUYBiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SFQoNcGVuZGluZ19yb29tcxgHIAEoDSKIAQoIUm9vbVBhcnQSIAoEcGVlchgBIAEoCzISLmt2Z3JwYy52MS5SYW5rUmVmEiMKBXN0YXRlGAIgASgOMhQua3ZncnBjLnYxLlJvb21TdGF0ZRIhCgZ3cml0ZXMYAyABKA4yES5rdmdycGMudjEuV3JpdGVzEhIKCnBhZ2VzX2RvbmUYBCABKA0ipgIKBFJvb20SEAoEcm9vbRgBIAEoBEICMAESDwoHYXR0ZW1wdBgCIAEoDRIdCgRyb2xlGAMgASgOMg8ua3ZncnBjLnYxLlJvbGUSIwoFc3RhdGUYBCABKA4yFC5rdmdycGMudjEuUm9vbVN0YXRlEiIKBXBhcnRzGAUgAygLMhMua3ZncnBjLnYxLlJvb21QYXJ0Eg0KBXBhZ2VzGAYgASgNEgwKBGhlbGQYByABKAgSFAoMbG9jYWxfaGFuZGxlGAggASgIEiYKA2FnZRgJIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIjCgdmYWlsdXJlGAogASgLMhIua3ZncnBjLnYxLkZhaWx1cmUSEwoLdHJhY2VwYXJlbnQYCyABKAkiPAoTTGlzdFNlc3Npb25zUmVxdWVzdBIRCglwYWdlX3NpemUYASABKA0SEgoKcGFnZV90b2tlbhgCIAEoCSJVChRMaXN0U2Vzc2lvbnNSZXNwb25zZRIkCghzZXNzaW9ucxgBIAMoCzISLmt2Z3JwYy52MS5TZXNzaW9uEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSJyChBMaXN0Um9vbXNSZXF1ZXN0EhEKCXBhZ2Vfc2l6ZRgBIAEoDRISCgpwYWdlX3Rva2VuGAIgASgJEiQKBnN0YXRlcxgDIAMoDjIULmt2Z3JwYy52MS5Sb29tU3RhdGUSEQoJaGVsZF9vbmx5GAQgASgIIlsKEUxpc3RSb29tc1Jlc3BvbnNlEh4KBXJvb21zGAEgAygLMg8ua3ZncnBjLnYxLlJvb20SFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJEg0KBXRvdGFsGAMgASgNIjMKDkdldFJvb21SZXF1ZXN0EhAKBHJvb20YASABKARCAjABEg8KB2F0dGVtcHQYAiABKA0iMAoPR2V0Um9vbVJlc3BvbnNlEh0KBHJvb20YASABKAsyDy5rdmdycGMudjEuUm9vbSIsCgdSb29tS2V5EhAKBHJvb20YASABKARCAjABEg8KB2F0dGVtcHQYAiABKA0iNwoSTG9jYXRlUm9vbXNSZXF1ZXN0EiEKBXJvb21zGAEgAygLMhIua3ZncnBjLnYxLlJvb21LZXkiOAoTTG9jYXRlUm9vbXNSZXNwb25zZRIhCgVyb29tcxgBIAMoCzISLmt2Z3JwYy52MS5Sb29tS2V5IkUKEUNhbmNlbFJvb21SZXF1ZXN0EhAKBHJvb20YASABKARCAjABEg8KB2F0dGVtcHQYAiABKA0SDQoFY2F1c2UYAyABKAkiMwoSQ2FuY2VsUm9vbVJlc3BvbnNlEh0KBHJvb20YASABKAsyDy5rdmdycGMudjEuUm9vbSIQCg5HZXRSYW5rUmVxdWVzdCLvAQoPR2V0UmFua1Jlc3BvbnNlEiAKBHJhbmsYASABKAsyEi5rdmdycGMudjEuUmFua1JlZhIdCgRyb2xlGAIgASgOMg8ua3ZncnBjLnYxLlJvbGUSIQoGbGF5b3V0GAMgASgLMhEua3ZncnBjLnYxLkxheW91dBIeCgVwb29scxgEIAMoCzIPLmt2Z3JwYy52MS5Qb29sEhIKCmRhdGFfcGxhbmUYBSABKAkSFgoOYXV4X2l0ZW1fYnl0ZXMYBiADKA0SEgoKcGFnZXNfaGVsZBgHIAEoDRIYChBwYWdlc19oZWxkX2xpbWl0GAggASgNKkwKBFdhbnQSFAoQV0FOVF9VTlNQRUNJRklFRBAAEg4KCldBTlRfV1JJVEUQAhINCglXQU5UX1NUT1AQAxIPCgtXQU5UX0ZPUkdFVBAEKrMBCglSb29tU3RhdGUSGgoWUk9PTV9TVEFURV9VTlNQRUNJRklFRBAAEhwKGFJPT01fU1RBVEVfQk9PVFNUUkFQUElORxABEiAKHFJPT01fU1RBVEVfV0FJVElOR19GT1JfSU5QVVQQAhIbChdST09NX1NUQVRFX1RSQU5TRkVSUklORxADEhYKElJPT01fU1RBVEVfU1VDQ0VTUxAEEhUKEVJPT01fU1RBVEVfRkFJTEVEEAUqbQoGV3JpdGVzEhYKEldSSVRFU19VTlNQRUNJRklFRBAAEg8KC1dSSVRFU19PUEVOEAESEgoOV1JJVEVTX1VOS05PV04QAhISCg5XUklURVNfU1RPUFBFRBADEhIKDldSSVRFU19TRVRUTEVEEAQqrQEKDFNlc3Npb25TdGF0ZRIdChlTRVNTSU9OX1NUQVRFX1VOU1BFQ0lGSUVEEAASHAoYU0VTU0lPTl9TVEFURV9DT05ORUNUSU5HEAESFgoSU0VTU0lPTl9TVEFURV9PUEVOEAISGAoUU0VTU0lPTl9TVEFURV9CUk9LRU4QAxIWChJTRVNTSU9OX1NUQVRFX0xPU1QQBBIWChJTRVNTSU9OX1NUQVRFX0RFQUQQBTKrBAoPVHJhbnNmZXJTZXJ2aWNlEkQKB1Nlc3Npb24SGS5rdmdycGMudjEuU2Vzc2lvblJlcXVlc3QaGi5rdmdycGMudjEuU2Vzc2lvblJlc3BvbnNlKAEwARJUCgxMaXN0U2Vzc2lvbnMSHi5rdmdycGMudjEuTGlzdFNlc3Npb25zUmVxdWVzdBofLmt2Z3JwYy52MS5MaXN0U2Vzc2lvbnNSZXNwb25zZSIDkAIBEksKCUxpc3RSb29tcxIbLmt2Z3JwYy52MS5MaXN0Um9vbXNSZXF1ZXN0Ghwua3ZncnBjLnYxLkxpc3RSb29tc1Jlc3BvbnNlIgOQAgESRQoHR2V0Um9vbRIZLmt2Z3JwYy52MS5HZXRSb29tUmVxdWVzdBoaLmt2Z3JwYy52MS5HZXRSb29tUmVzcG9uc2UiA5ACARJRCgtMb2NhdGVSb29tcxIdLmt2Z3JwYy52MS5Mb2NhdGVSb29tc1JlcXVlc3QaHi5rdmdycGMudjEuTG9jYXRlUm9vbXNSZXNwb25zZSIDkAIBEk4KCkNhbmNlbFJvb20SHC5rdmdycGMudjEuQ2FuY2VsUm9vbVJlcXVlc3QaHS5rdmdycGMudjEuQ2FuY2VsUm9vbVJlc3BvbnNlIgOQAgISRQoHR2V0UmFuaxIZLmt2Z3JwYy52MS5HZXRSYW5rUmVxdWVzdBoaLmt2Z3JwYy52MS5HZXRSYW5rUmVzcG9uc2UiA5ACAUIiWiBrdmdycGMuZGV2L2dvL2t2Z3JwYy92MTtrdmdycGN2MWIGcHJvdG8z", [file_google_protobuf_duration, file_kvgrpc_v1_common]);
+  fileDesc("CiBrdmdycGMvdjEvdHJhbnNmZXJfc2VydmljZS5wcm90bxIJa3ZncnBjLnYxIs8CCgVIZWxsbxIiCgZvcGVuZXIYASABKAsyEi5rdmdycGMudjEuUmFua1JlZhIeCgJ0bxgCIAEoCzISLmt2Z3JwYy52MS5SYW5rUmVmEhIKBnN0cmVhbRgDIAEoBEICMAESIQoGbGF5b3V0GAQgASgLMhEua3ZncnBjLnYxLkxheW91dBIeCgVwb29scxgFIAMoCzIPLmt2Z3JwYy52MS5Qb29sEhYKDmF1eF9pdGVtX2J5dGVzGAYgAygNEhIKCmRhdGFfcGxhbmUYByABKAkSGgoSZGF0YV9wbGFuZV9hZGRyZXNzGAggASgMEiEKCGV4cGVjdGVkGAkgASgLMg8ua3ZncnBjLnYxLlBhcnQSFwoPbWF4X2ZyYW1lX2J5dGVzGAogASgEEicKBW1vZGVsGAsgASgLMhgua3ZncnBjLnYxLk1vZGVsSWRlbnRpdHkiZQoEUGFydBITCgtsYXllcl9zdGFydBgBIAEoDRITCgtsYXllcl9jb3VudBgCIAEoDRISCgpoZWFkX3N0YXJ0GAMgASgNEhIKCmhlYWRfY291bnQYBCABKA0SCwoDYXV4GAUgASgIIr8BCgdXZWxjb21lEiAKBHJhbmsYASABKAsyEi5rdmdycGMudjEuUmFua1JlZhIXCg9tYXhfZnJhbWVfYnl0ZXMYAiABKAQSLAoJaGVhcnRiZWF0GAMgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEi8KDGlkbGVfdGltZW91dBgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIaChJkYXRhX3BsYW5lX2FkZHJlc3MYBSABKAwiLgoHR29vZGJ5ZRIjCgdmYWlsdXJlGAEgASgLMhIua3ZncnBjLnYxLkZhaWx1cmUi1QEKCkRlY29kZVJvb20SEAoEcm9vbRgBIAEoBEICMAESDwoHYXR0ZW1wdBgCIAEoDRIdCgR3YW50GAMgASgOMg8ua3ZncnBjLnYxLldhbnQSFAoMdGltZV9sZWZ0X21zGAQgASgNEhIKCmZpcnN0X3BhZ2UYBSABKA0SIQoFcGFnZXMYBiADKAsyEi5rdmdycGMudjEuUGFnZVNldBIjCgdmYWlsdXJlGAcgASgLMhIua3ZncnBjLnYxLkZhaWx1cmUSEwoLdHJhY2VwYXJlbnQYCCABKAkivgEKC1ByZWZpbGxSb29tEhAKBHJvb20YASABKARCAjABEg8KB2F0dGVtcHQYAiABKA0SIwoFc3RhdGUYAyABKA4yFC5rdmdycGMudjEuUm9vbVN0YXRlEiEKBndyaXRlcxgEIAEoDjIRLmt2Z3JwYy52MS5Xcml0ZXMSEgoKcGFnZXNfZG9uZRgFIAEoDRILCgNhdXgYBiABKAwSIwoHZmFpbHVyZRgHIAEoCzISLmt2Z3JwYy52MS5GYWlsdXJlIpYBCg5TZXNzaW9uUmVxdWVzdBIfCgVoZWxsbxgBIAEoCzIQLmt2Z3JwYy52MS5IZWxsbxIkCgVyb29tcxgCIAMoCzIVLmt2Z3JwYy52MS5EZWNvZGVSb29tEiMKB2dvb2RieWUYAyABKAsyEi5rdmdycGMudjEuR29vZGJ5ZRIYCgxmb3JnZXRfcm9vbXMYBCADKARCAjABIoIBCg9TZXNzaW9uUmVzcG9uc2USIwoHd2VsY29tZRgBIAEoCzISLmt2Z3JwYy52MS5XZWxjb21lEiUKBXJvb21zGAIgAygLMhYua3ZncnBjLnYxLlByZWZpbGxSb29tEiMKB2dvb2RieWUYAyABKAsyEi5rdmdycGMudjEuR29vZGJ5ZSLMAQoHU2Vzc2lvbhIgCgRwZWVyGAEgASgLMhIua3ZncnBjLnYxLlJhbmtSZWYSDwoHYWRkcmVzcxgCIAEoCRImCgVzdGF0ZRgDIAEoDjIXLmt2Z3JwYy52MS5TZXNzaW9uU3RhdGUSEgoGc3RyZWFtGAQgASgEQgIwARINCgVyb29tcxgFIAEoDRIsCglpZGxlX3RpbWUYBiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SFQoNcGVuZGluZ19yb29tcxgHIAEoDSKIAQoIUm9vbVBhcnQSIAoEcGVlchgBIAEoCzISLmt2Z3JwYy52MS5SYW5rUmVmEiMKBXN0YXRlGAIgASgOMhQua3ZncnBjLnYxLlJvb21TdGF0ZRIhCgZ3cml0ZXMYAyABKA4yES5rdmdycGMudjEuV3JpdGVzEhIKCnBhZ2VzX2RvbmUYBCABKA0ipgIKBFJvb20SEAoEcm9vbRgBIAEoBEICMAESDwoHYXR0ZW1wdBgCIAEoDRIdCgRyb2xlGAMgASgOMg8ua3ZncnBjLnYxLlJvbGUSIwoFc3RhdGUYBCABKA4yFC5rdmdycGMudjEuUm9vbVN0YXRlEiIKBXBhcnRzGAUgAygLMhMua3ZncnBjLnYxLlJvb21QYXJ0Eg0KBXBhZ2VzGAYgASgNEgwKBGhlbGQYByABKAgSFAoMbG9jYWxfaGFuZGxlGAggASgIEiYKA2FnZRgJIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIjCgdmYWlsdXJlGAogASgLMhIua3ZncnBjLnYxLkZhaWx1cmUSEwoLdHJhY2VwYXJlbnQYCyABKAkiPAoTTGlzdFNlc3Npb25zUmVxdWVzdBIRCglwYWdlX3NpemUYASABKA0SEgoKcGFnZV90b2tlbhgCIAEoCSJVChRMaXN0U2Vzc2lvbnNSZXNwb25zZRIkCghzZXNzaW9ucxgBIAMoCzISLmt2Z3JwYy52MS5TZXNzaW9uEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSJyChBMaXN0Um9vbXNSZXF1ZXN0EhEKCXBhZ2Vfc2l6ZRgBIAEoDRISCgpwYWdlX3Rva2VuGAIgASgJEiQKBnN0YXRlcxgDIAMoDjIULmt2Z3JwYy52MS5Sb29tU3RhdGUSEQoJaGVsZF9vbmx5GAQgASgIIlsKEUxpc3RSb29tc1Jlc3BvbnNlEh4KBXJvb21zGAEgAygLMg8ua3ZncnBjLnYxLlJvb20SFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJEg0KBXRvdGFsGAMgASgNIjMKDkdldFJvb21SZXF1ZXN0EhAKBHJvb20YASABKARCAjABEg8KB2F0dGVtcHQYAiABKA0iMAoPR2V0Um9vbVJlc3BvbnNlEh0KBHJvb20YASABKAsyDy5rdmdycGMudjEuUm9vbSIsCgdSb29tS2V5EhAKBHJvb20YASABKARCAjABEg8KB2F0dGVtcHQYAiABKA0iNwoSTG9jYXRlUm9vbXNSZXF1ZXN0EiEKBXJvb21zGAEgAygLMhIua3ZncnBjLnYxLlJvb21LZXkiOAoTTG9jYXRlUm9vbXNSZXNwb25zZRIhCgVyb29tcxgBIAMoCzISLmt2Z3JwYy52MS5Sb29tS2V5IkUKEUNhbmNlbFJvb21SZXF1ZXN0EhAKBHJvb20YASABKARCAjABEg8KB2F0dGVtcHQYAiABKA0SDQoFY2F1c2UYAyABKAkiMwoSQ2FuY2VsUm9vbVJlc3BvbnNlEh0KBHJvb20YASABKAsyDy5rdmdycGMudjEuUm9vbSIQCg5HZXRSYW5rUmVxdWVzdCLvAQoPR2V0UmFua1Jlc3BvbnNlEiAKBHJhbmsYASABKAsyEi5rdmdycGMudjEuUmFua1JlZhIdCgRyb2xlGAIgASgOMg8ua3ZncnBjLnYxLlJvbGUSIQoGbGF5b3V0GAMgASgLMhEua3ZncnBjLnYxLkxheW91dBIeCgVwb29scxgEIAMoCzIPLmt2Z3JwYy52MS5Qb29sEhIKCmRhdGFfcGxhbmUYBSABKAkSFgoOYXV4X2l0ZW1fYnl0ZXMYBiADKA0SEgoKcGFnZXNfaGVsZBgHIAEoDRIYChBwYWdlc19oZWxkX2xpbWl0GAggASgNInIKC0VuZ2luZVNoYXBlEiEKBmxheW91dBgBIAEoCzIRLmt2Z3JwYy52MS5MYXlvdXQSDQoFaGVhZHMYAiABKA0SDgoGbGF5ZXJzGAMgASgNEgwKBGF4ZXMYBCABKAkSEwoLcGFnZV90b2tlbnMYBSABKA0iZQoSR2V0VG9wb2xvZ3lSZXF1ZXN0EicKB3ByZWZpbGwYASABKAsyFi5rdmdycGMudjEuRW5naW5lU2hhcGUSJgoGZGVjb2RlGAIgASgLMhYua3ZncnBjLnYxLkVuZ2luZVNoYXBlIo4BCghPd2VkUGFydBIiCgdwcmVmaWxsGAEgASgLMhEua3ZncnBjLnYxLlJhbmtJZBIhCgZkZWNvZGUYAiABKAsyES5rdmdycGMudjEuUmFua0lkEh0KBHBhcnQYAyABKAsyDy5rdmdycGMudjEuUGFydBIcChRkZXNjcmlwdG9yc19wZXJfcGFnZRgEIAEoDSI5ChNHZXRUb3BvbG9neVJlc3BvbnNlEiIKBXBhcnRzGAEgAygLMhMua3ZncnBjLnYxLk93ZWRQYXJ0KkwKBFdhbnQSFAoQV0FOVF9VTlNQRUNJRklFRBAAEg4KCldBTlRfV1JJVEUQAhINCglXQU5UX1NUT1AQAxIPCgtXQU5UX0ZPUkdFVBAEKrMBCglSb29tU3RhdGUSGgoWUk9PTV9TVEFURV9VTlNQRUNJRklFRBAAEhwKGFJPT01fU1RBVEVfQk9PVFNUUkFQUElORxABEiAKHFJPT01fU1RBVEVfV0FJVElOR19GT1JfSU5QVVQQAhIbChdST09NX1NUQVRFX1RSQU5TRkVSUklORxADEhYKElJPT01fU1RBVEVfU1VDQ0VTUxAEEhUKEVJPT01fU1RBVEVfRkFJTEVEEAUqbQoGV3JpdGVzEhYKEldSSVRFU19VTlNQRUNJRklFRBAAEg8KC1dSSVRFU19PUEVOEAESEgoOV1JJVEVTX1VOS05PV04QAhISCg5XUklURVNfU1RPUFBFRBADEhIKDldSSVRFU19TRVRUTEVEEAQqrQEKDFNlc3Npb25TdGF0ZRIdChlTRVNTSU9OX1NUQVRFX1VOU1BFQ0lGSUVEEAASHAoYU0VTU0lPTl9TVEFURV9DT05ORUNUSU5HEAESFgoSU0VTU0lPTl9TVEFURV9PUEVOEAISGAoUU0VTU0lPTl9TVEFURV9CUk9LRU4QAxIWChJTRVNTSU9OX1NUQVRFX0xPU1QQBBIWChJTRVNTSU9OX1NUQVRFX0RFQUQQBTL+BAoPVHJhbnNmZXJTZXJ2aWNlEkQKB1Nlc3Npb24SGS5rdmdycGMudjEuU2Vzc2lvblJlcXVlc3QaGi5rdmdycGMudjEuU2Vzc2lvblJlc3BvbnNlKAEwARJUCgxMaXN0U2Vzc2lvbnMSHi5rdmdycGMudjEuTGlzdFNlc3Npb25zUmVxdWVzdBofLmt2Z3JwYy52MS5MaXN0U2Vzc2lvbnNSZXNwb25zZSIDkAIBEksKCUxpc3RSb29tcxIbLmt2Z3JwYy52MS5MaXN0Um9vbXNSZXF1ZXN0Ghwua3ZncnBjLnYxLkxpc3RSb29tc1Jlc3BvbnNlIgOQAgESRQoHR2V0Um9vbRIZLmt2Z3JwYy52MS5HZXRSb29tUmVxdWVzdBoaLmt2Z3JwYy52MS5HZXRSb29tUmVzcG9uc2UiA5ACARJRCgtMb2NhdGVSb29tcxIdLmt2Z3JwYy52MS5Mb2NhdGVSb29tc1JlcXVlc3QaHi5rdmdycGMudjEuTG9jYXRlUm9vbXNSZXNwb25zZSIDkAIBEk4KCkNhbmNlbFJvb20SHC5rdmdycGMudjEuQ2FuY2VsUm9vbVJlcXVlc3QaHS5rdmdycGMudjEuQ2FuY2VsUm9vbVJlc3BvbnNlIgOQAgISRQoHR2V0UmFuaxIZLmt2Z3JwYy52MS5HZXRSYW5rUmVxdWVzdBoaLmt2Z3JwYy52MS5HZXRSYW5rUmVzcG9uc2UiA5ACARJRCgtHZXRUb3BvbG9neRIdLmt2Z3JwYy52MS5HZXRUb3BvbG9neVJlcXVlc3QaHi5rdmdycGMudjEuR2V0VG9wb2xvZ3lSZXNwb25zZSIDkAIBQiJaIGt2Z3JwYy5kZXYvZ28va3ZncnBjL3YxO2t2Z3JwY3YxYgZwcm90bzM", [file_google_protobuf_duration, file_kvgrpc_v1_common]);
 
 /**
  * First message of a session.
@@ -1028,6 +1028,146 @@ export const GetRankResponseSchema: GenMessage<GetRankResponse> = /*@__PURE__*/
   messageDesc(file_kvgrpc_v1_transfer_service, 23);
 
 /**
+ * What a topology depends on, of one engine.
+ *
+ * @generated from message kvgrpc.v1.EngineShape
+ */
+export type EngineShape = Message<"kvgrpc.v1.EngineShape"> & {
+  /**
+   * Parallel sizes.
+   *
+   * @generated from field: kvgrpc.v1.Layout layout = 1;
+   */
+  layout?: Layout | undefined;
+
+  /**
+   * Key and value heads of the whole model; 0: MLA, each rank holds all of the cache.
+   *
+   * @generated from field: uint32 heads = 2;
+   */
+  heads: number;
+
+  /**
+   * Layers of the whole model; 0 means 1.
+   *
+   * @generated from field: uint32 layers = 3;
+   */
+  layers: number;
+
+  /**
+   * Axis order inside a page; empty means "token,head,dim".
+   *
+   * @generated from field: string axes = 4;
+   */
+  axes: string;
+
+  /**
+   * Tokens in one page; 0 means 16.
+   *
+   * @generated from field: uint32 page_tokens = 5;
+   */
+  pageTokens: number;
+};
+
+/**
+ * Describes the message kvgrpc.v1.EngineShape.
+ * Use `create(EngineShapeSchema)` to create a new message.
+ */
+export const EngineShapeSchema: GenMessage<EngineShape> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_transfer_service, 24);
+
+/**
+ * Request of GetTopology.
+ *
+ * @generated from message kvgrpc.v1.GetTopologyRequest
+ */
+export type GetTopologyRequest = Message<"kvgrpc.v1.GetTopologyRequest"> & {
+  /**
+   * Who sends.
+   *
+   * @generated from field: kvgrpc.v1.EngineShape prefill = 1;
+   */
+  prefill?: EngineShape | undefined;
+
+  /**
+   * Who receives.
+   *
+   * @generated from field: kvgrpc.v1.EngineShape decode = 2;
+   */
+  decode?: EngineShape | undefined;
+};
+
+/**
+ * Describes the message kvgrpc.v1.GetTopologyRequest.
+ * Use `create(GetTopologyRequestSchema)` to create a new message.
+ */
+export const GetTopologyRequestSchema: GenMessage<GetTopologyRequest> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_transfer_service, 25);
+
+/**
+ * What one rank owes another.
+ *
+ * @generated from message kvgrpc.v1.OwedPart
+ */
+export type OwedPart = Message<"kvgrpc.v1.OwedPart"> & {
+  /**
+   * The rank that sends; without an engine's name, and of dp 0, which stands for any.
+   *
+   * @generated from field: kvgrpc.v1.RankId prefill = 1;
+   */
+  prefill?: RankId | undefined;
+
+  /**
+   * The rank that receives.
+   *
+   * @generated from field: kvgrpc.v1.RankId decode = 2;
+   */
+  decode?: RankId | undefined;
+
+  /**
+   * What it owes. No layers: nothing, but it hears of each room, so that its sender ends.
+   *
+   * @generated from field: kvgrpc.v1.Part part = 3;
+   */
+  part?: Part | undefined;
+
+  /**
+   * Descriptors that each page costs the data plane, where its neighbours are not contiguous.
+   *
+   * @generated from field: uint32 descriptors_per_page = 4;
+   */
+  descriptorsPerPage: number;
+};
+
+/**
+ * Describes the message kvgrpc.v1.OwedPart.
+ * Use `create(OwedPartSchema)` to create a new message.
+ */
+export const OwedPartSchema: GenMessage<OwedPart> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_transfer_service, 26);
+
+/**
+ * Response of GetTopology.
+ *
+ * @generated from message kvgrpc.v1.GetTopologyResponse
+ */
+export type GetTopologyResponse = Message<"kvgrpc.v1.GetTopologyResponse"> & {
+  /**
+   * Ordered by prefill, then decode.
+   *
+   * @generated from field: repeated kvgrpc.v1.OwedPart parts = 1;
+   */
+  parts: OwedPart[];
+};
+
+/**
+ * Describes the message kvgrpc.v1.GetTopologyResponse.
+ * Use `create(GetTopologyResponseSchema)` to create a new message.
+ */
+export const GetTopologyResponseSchema: GenMessage<GetTopologyResponse> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_transfer_service, 27);
+
+/**
  * What decode wants of a room; it only rises.
  *
  * @generated from enum kvgrpc.v1.Want
@@ -1315,6 +1455,18 @@ export const TransferService: GenService<{
     methodKind: "unary";
     input: typeof GetRankRequestSchema;
     output: typeof GetRankResponseSchema;
+  },
+  /**
+   * Tells which ranks of one prefill replica owe which layers and heads to which ranks of one decode replica. It depends
+   * on the request alone: any rank answers for any two engines.
+   * Roles: rank, operator. Errors: INVALID_REQUEST, PARALLEL_LAYOUT_MISMATCH (FAILED_PRECONDITION, names the field).
+   *
+   * @generated from rpc kvgrpc.v1.TransferService.GetTopology
+   */
+  getTopology: {
+    methodKind: "unary";
+    input: typeof GetTopologyRequestSchema;
+    output: typeof GetTopologyResponseSchema;
   },
 }> = /*@__PURE__*/
   serviceDesc(file_kvgrpc_v1_transfer_service, 0);

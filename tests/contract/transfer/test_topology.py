@@ -1,0 +1,64 @@
+"""GetTopology and ``kvgrpc topology``: who owes what, of two layouts that nobody need run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvgrpc.cli.main import command
+from kvgrpc.client import SyncClient
+from kvgrpc.errors import InvalidRequest, ParallelLayoutMismatch
+from kvgrpc.v1 import common_pb2
+from kvgrpc.v1 import transfer_service_pb2 as pb
+from tests.integration.rank_host import RankHost
+
+
+def shape(tp: int, heads: int = 8, **more: object) -> pb.EngineShape:
+    layout = common_pb2.Layout(dp=1, pp=1, cp=1, tp=tp)
+    return pb.EngineShape(layout=layout, heads=heads, layers=4, **more)  # type: ignore[arg-type]  # keywords of a proto
+
+
+def test_any_rank_answers_for_any_two_engines(prefill: RankHost, decode: RankHost) -> None:
+    answers = []
+    for host in (prefill, decode):
+        with SyncClient(host.rank.address) as client:
+            answers.append(client.get_topology(shape(4), shape(2)))
+    assert answers[0] == answers[1]
+    assert [(owed.prefill.tp, owed.decode.tp, owed.part.head_start, owed.part.head_count) for owed in answers[0]] == [
+        (0, 0, 0, 2),
+        (1, 0, 2, 2),
+        (2, 1, 4, 2),
+        (3, 1, 6, 2),
+    ]
+    assert [owed.part.aux for owed in answers[0]] == [True, False, True, False]
+    assert {owed.descriptors_per_page for owed in answers[0]} == {4 * 16}
+
+
+def test_what_does_not_fit_or_cannot_be_is_refused_with_the_field(prefill: RankHost) -> None:
+    with SyncClient(prefill.rank.address) as client:
+        with pytest.raises(ParallelLayoutMismatch) as mismatch:
+            client.get_topology(shape(3), shape(2))
+        assert mismatch.value.metadata["mismatchedFields"] == "layout.tp"
+        with pytest.raises(ParallelLayoutMismatch) as heads:
+            client.get_topology(shape(2, heads=4), shape(2))
+        assert heads.value.metadata["mismatchedFields"] == "heads"
+        with pytest.raises(InvalidRequest) as empty:
+            client.get_topology(shape(0), shape(2))
+        assert empty.value.metadata["field"] == "layout.tp"
+        with pytest.raises(InvalidRequest):
+            client.get_topology(shape(1), shape(1 << 20))
+        with pytest.raises(InvalidRequest):
+            client.get_topology(shape(1, page_tokens=1 << 30), shape(1, page_tokens=1 << 30))
+
+
+def test_the_command_asks_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+    command(["topology", "--prefill", "tp=2", "--decode", "tp=1", "--mla", "--json"], standalone_mode=False)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["prefill"]["tp"], line["layerCount"], line["aux"]) for line in lines] == [
+        (0, 32, True),
+        (1, 0, False),
+    ]
+    command(["topology", "--prefill", "tp=2", "--decode", "tp=1"], standalone_mode=False)
+    shown = capsys.readouterr().out
+    assert "0 to 3" in shown and "4 to 7" in shown
