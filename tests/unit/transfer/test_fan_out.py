@@ -1,0 +1,212 @@
+"""One sender whose pages several decode ranks are owed: one outcome, one owner a place, nothing left behind."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from kvgrpc.dataplane.base import Outcome
+from kvgrpc.model import RankId, RankRef
+from kvgrpc.transfer.protocol.prefill_core import PrefillRoom
+from kvgrpc.transfer.protocol.types import Handle, KVPoll, RoomKey, RoomState, Want, Writes
+from tests.unit.transfer.test_prefill_core import CANCELLED, KEY, TIMING, Side, reason
+
+T0, T1 = (RankRef(RankId("D", tp=tp), 7) for tp in range(2))
+LATER = RankRef(RankId("D", tp=1), 9)
+OTHER = RankRef(RankId("E", tp=1), 7)
+
+
+class Wide(Side):
+    """A prefill rank that owes each room to two decode ranks."""
+
+    def hello(self, ref: RankRef = T0) -> object:
+        stream = super().hello(ref)
+        pair = self.core.pairs[ref]
+        pair.place, pair.places, pair.sends_aux = ref.rank.tp, 2, True
+        return stream
+
+    def both_named(self) -> None:
+        for ref in (T0, T1):
+            self.name(ref=ref)
+
+    def end_writes(self, outcome: Outcome = Outcome.DONE) -> int:
+        submissions = self.take("submissions")
+        for submission in submissions:
+            self.core.on_outcome(submission, outcome)
+        return len(submissions)
+
+
+@pytest.fixture
+def side() -> Wide:
+    return Wide()
+
+
+def steps(side: Wide) -> dict[str, object]:
+    record: list[PrefillRoom] = []
+    handle = Handle()
+
+    def claim() -> None:
+        made = side.core.claim(KEY, handle)
+        assert made is not None
+        record.append(made)
+        side.core.expect(made, 3)
+
+    return {
+        "handle": handle,
+        "claim": claim,
+        "first": lambda: side.send(record[0], 0, 1),
+        "last": lambda: side.send(record[0], 1, 3, last=True, aux=b"aux"),
+        "t0": lambda: side.name(ref=T0),
+        "t1": lambda: side.name(ref=T1),
+    }
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        o
+        for o in itertools.permutations(["claim", "first", "last", "t0", "t1"])
+        if o.index("claim") < o.index("first") < o.index("last")
+    ],
+    ids="-".join,
+)
+def test_in_whichever_order_they_come_each_rank_gets_every_page_and_the_sender_ends_once(
+    order: tuple[str, ...],
+) -> None:
+    side = Wide()
+    step = steps(side)
+    for name in order:
+        step[name]()  # type: ignore[operator]
+    handle = step["handle"]
+    assert isinstance(handle, Handle) and handle.poll is KVPoll.Transferring and not handle.release_safe
+    moved: dict[RankRef, dict[int, int]] = {T0: {}, T1: {}}
+    submissions = side.take("submissions")
+    for number, submission in enumerate(submissions):
+        moved[submission.pair.ref].update(zip(submission.destination.tolist(), submission.source.tolist(), strict=True))
+        assert handle.poll is not KVPoll.Success
+        side.core.on_outcome(submission, Outcome.DONE)
+        assert (handle.poll is KVPoll.Success) == (number == len(submissions) - 1)
+    assert moved[T0] == moved[T1] == {10: 100, 11: 101, 12: 102}
+    assert handle.release_safe
+    for ref in (T0, T1):
+        side.core._pending.add(side.core.pairs[ref], KEY._replace(place=ref.rank.tp))
+    said = {ref: side.core.flush(side.core.pairs[ref])[0] for ref in (T0, T1)}
+    assert {(entry.state, entry.writes, entry.aux) for entry in said.values()} == {
+        (RoomState.SUCCESS, Writes.SETTLED, b"aux")
+    }
+
+
+def test_it_waits_for_every_rank(side: Wide) -> None:
+    _, handle = side.claim()
+    side.name(ref=T1)
+    assert handle.poll is KVPoll.WaitingForInput  # init was called
+    fresh = Handle()
+    side.name(ref=T0, key=RoomKey(6))
+    side.core.claim(RoomKey(6), fresh)
+    assert fresh.poll is KVPoll.Bootstrapping
+    side.name(ref=T1, key=RoomKey(6))
+    assert fresh.poll is KVPoll.WaitingForInput
+
+
+def test_the_first_rank_whose_write_fails_fails_the_room_for_all(side: Wide) -> None:
+    side.both_named()
+    record, handle = side.claim()
+    side.send(record, 0, 3, last=True)
+    first, second = side.take("submissions")
+    side.core.on_outcome(first, Outcome.FAILED_SRC_FREE, "cut")
+    assert reason(handle) == "TRANSFER_FAILED" and not handle.release_safe
+    side.core.on_outcome(second, Outcome.DONE)
+    assert handle.release_safe
+    assert {room.state for room in side.core.rooms.values()} == {RoomState.FAILED}
+
+
+def test_one_rank_that_stops_stops_the_others(side: Wide) -> None:
+    side.both_named()
+    _, handle = side.claim()
+    side.name(Want.STOP, ref=T1)
+    assert reason(handle) == "ROOM_CANCELLED"
+    assert {room.state for room in side.core.rooms.values()} == {RoomState.FAILED}
+
+
+def test_a_rank_that_is_lost_takes_the_room_with_it(side: Wide) -> None:
+    side.both_named()
+    _, handle = side.claim()
+    side.core.on_end(side.streams.pop(T1), T1)
+    side.ticks(TIMING.welcome_within + 1)
+    assert reason(handle) == "PEER_LOST"
+
+
+def test_an_abort_reaches_every_rank(side: Wide) -> None:
+    side.both_named()
+    record, handle = side.claim()
+    side.core.fail(record, CANCELLED)
+    assert reason(handle) == "ROOM_CANCELLED"
+    for ref in (T0, T1):
+        assert side.core.flush(side.core.pairs[ref])[0].state is RoomState.FAILED
+
+
+def test_a_sender_that_comes_after_one_rank_stopped_fails_at_once_and_tells_the_other(side: Wide) -> None:
+    side.both_named()
+    side.name(Want.STOP, ref=T1)
+    handle = Handle()
+    side.core.claim(KEY, handle)
+    assert reason(handle) == "ROOM_CANCELLED" and handle.release_safe
+    assert side.core.flush(side.core.pairs[T0])[0].state is RoomState.FAILED
+
+
+def test_each_place_has_one_owner_and_another_engine_gets_none(side: Wide) -> None:
+    side.both_named()
+    _, handle = side.claim()
+    side.name(ref=LATER)
+    side.name(ref=OTHER)
+    for ref in (LATER, OTHER):
+        (entry,) = side.core.flush(side.core.pairs[ref])
+        assert entry.failure is not None and entry.failure.reason.name == "ROOM_CONFLICT"
+    assert handle.poll is KVPoll.WaitingForInput
+
+
+def test_a_rank_that_never_comes_ends_the_room_by_its_deadline(side: Wide) -> None:
+    side.name(ref=T0)
+    _, handle = side.claim()
+    side.ticks(TIMING.room_deadline + 1)
+    assert reason(handle) == "ROOM_DEADLINE"
+
+
+def test_nothing_is_left_of_rooms_that_went_any_way() -> None:
+    """Random interleavings of everything that can happen to 200 rooms of two ranks."""
+    for seed in range(30):
+        chance = random.Random(seed)
+        side = Wide()
+        todo: list[tuple[str, int]] = []
+        for room in range(1, 8):
+            todo += [("t0", room), ("t1", room), ("claim", room)]
+            todo += [("stop0", room)] if chance.random() < 0.2 else []
+            todo += [("abort", room)] if chance.random() < 0.2 else []
+        chance.shuffle(todo)
+        handles: dict[int, tuple[PrefillRoom | None, Handle]] = {}
+        for what, number in todo:
+            key = RoomKey(number)
+            if what == "claim":
+                handle = Handle()
+                handles[number] = side.core.claim(key, handle), handle
+                record = handles[number][0]
+                if record is not None:
+                    side.core.expect(record, 3)
+                    side.send(record, 0, 3, last=True)
+            elif what == "abort":
+                record = handles.get(number, (None, None))[0]
+                if record is not None:
+                    side.core.fail(record, CANCELLED)
+            else:
+                side.name(Want.STOP if what == "stop0" else Want.WRITE, key=key, ref=T1 if what == "t1" else T0)
+            if chance.random() < 0.5:
+                side.end_writes(chance.choice([Outcome.DONE, Outcome.DONE, Outcome.FAILED_SRC_FREE]))
+        side.end_writes()
+        assert all(handle.poll in (KVPoll.Success, KVPoll.Failed) for _, handle in handles.values())
+        assert all(handle.release_safe for _, handle in handles.values())
+        for number, ref in itertools.product(range(1, 8), (T0, T1)):
+            side.name(Want.FORGET, key=RoomKey(number), ref=ref)
+        side.ticks(TIMING.ended_record + 2)
+        assert side.core.rooms == {} and side.core._places == {} and side.core.open_writes == 0
