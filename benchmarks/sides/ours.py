@@ -39,6 +39,7 @@ class KvgrpcPrefill:
     def close(self) -> None:
         self.memory.forget()
         self._rank.close(CLOSE_DEADLINE)
+        self._rank.plane.close(CLOSE_DEADLINE)
 
 
 class KvgrpcDecode:
@@ -59,6 +60,7 @@ class KvgrpcDecode:
     def close(self) -> None:
         self.memory.forget()
         self._rank.close(CLOSE_DEADLINE)
+        self._rank.plane.close(CLOSE_DEADLINE)
 
 
 def open_publishing_rank() -> Rank[Any]:

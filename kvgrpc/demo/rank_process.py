@@ -80,6 +80,7 @@ def serve(
     finally:
         if opened is not None:
             opened.rank.close(CLOSE_SECONDS)
+            opened.plane.close(CLOSE_SECONDS)
 
 
 def _open(name: str, role: Role, config: EngineConfig, router: Router, wanted: Open) -> EngineRank | None:

@@ -32,7 +32,7 @@ from kvgrpc.server.check import check
 from kvgrpc.server.closing import ClosingTime
 from kvgrpc.server.config import RankConfig
 from kvgrpc.server.listener import Listener
-from kvgrpc.server.opening import cache_of, plane_of, publisher_of, watch_limit
+from kvgrpc.server.opening import cache_of, dialled_endpoint, plane_of, publisher_of, watch_limit
 from kvgrpc.server.servicer import ServerInfo, ServerServicer, transfer_limits
 from kvgrpc.server.status import RankStatus
 from kvgrpc.transfer.protocol.types import Target
@@ -123,6 +123,7 @@ class Rank(Generic[Transfer]):
         self.transfer = cast(Transfer, manager)
         self._status = RankStatus(config.metrics_listen, loop, self.transfer)
         self._closing = False
+        self._owns_plane = plane is not config.data_plane
 
     def __enter__(self) -> Rank[Transfer]:
         return self
@@ -154,7 +155,8 @@ class Rank(Generic[Transfer]):
 
         Blocks for about ``deadline`` seconds at most; repeating it is harmless, and looks again where a write may have
         been left. Pages that are still held then are reported: the engine must not free that memory while the process
-        lives.
+        lives. A data plane that the caller opened stays open, with the memory that it gave: the caller may open another
+        rank on it, and closes it in the end.
         """
         if self._closed is None:
             self._closed = self._loop.run(self._close(ClosingTime(deadline)), deadline + _STUCK_SECONDS)
@@ -269,7 +271,7 @@ class Rank(Generic[Transfer]):
             written = await self._end_writes(time)
             if isinstance(self.transfer, PrefillManager):
                 # After its data plane: its sessions still say which writes are over for certain.
-                if written:
+                if written and self._owns_plane:
                     self.transfer.on_plane_closed()
                 await self.transfer.stop()
             if self._listener is not None:
@@ -289,8 +291,10 @@ class Rank(Generic[Transfer]):
             logger.error("%s: a page of the cache may still move, so its memory stays; end the process", self.ref)
 
     async def _end_writes(self, time: ClosingTime) -> bool:
-        """False where a write may be left."""
+        """False where a write may be left. Who opened the data plane closes it: memory that it gave is theirs."""
         ended = await self._end_worker(time.left(0.9))
+        if not self._owns_plane:
+            return ended and not (isinstance(self.transfer, PrefillManager) and self.transfer.core.has_unknown_writes)
         closed = await asyncio.to_thread(self.plane.close, time.left())
         # A thread that waited for the plane ends with it.
         return closed and (ended or await self._end_worker(time.left()))
@@ -357,7 +361,9 @@ class Rank(Generic[Transfer]):
         return RankRow(
             self.ref,
             config.role,
-            Endpoints(self.address, "" if stream is None else stream.state().pub_endpoint),
+            Endpoints(
+                self.address, "" if stream is None else dialled_endpoint(stream.state().pub_endpoint, self.address)
+            ),
             config.layout,
             tuple(pool.without_addresses() for pool in config.pools),
             self.plane.name,

@@ -30,7 +30,7 @@ class RankConfig:
         model: what the engine runs; ranks of different models never exchange a page.
         aux: the engine's aux buffers; none where the engine has none.
         data_plane: "mooncake", "shm", or one that was opened before (``kvgrpc.dataplane.open_plane``), whose
-            ``allocate`` may have given the pools' memory.
+            ``allocate`` may have given the pools' memory; whoever opened it closes it, after the rank.
         device: RDMA devices for Mooncake, comma separated; empty: TCP where there are none.
         listen: "host:port" to bind; port 0 takes a free one.
         advertise: host, or "host:port", that peers dial; empty: as bound. Needed when listening on a wildcard.

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import msgspec
+
 from kvgrpc.dataplane import open_plane
 from kvgrpc.dataplane.base import DataPlane, MemoryRange
 from kvgrpc.errors import AddressNotAllowed, InvalidRequest
 from kvgrpc.events import EventPublisher, open_publisher
 from kvgrpc.events.config import EventsConfig
 from kvgrpc.model import RankRef
-from kvgrpc.net import split
+from kvgrpc.net import is_local, is_wildcard, joined, split
 from kvgrpc.prefetch.manager import PrefetchManager
 from kvgrpc.server.check import events_refused
 from kvgrpc.server.config import RankConfig
+
+_ANYWHERE, _ON_LOOPBACK = "tcp://*:5557", "tcp://127.0.0.1:5557"
 
 
 def plane_of(config: RankConfig) -> DataPlane:
@@ -47,7 +53,7 @@ def publisher_of(config: RankConfig, rank: RankRef) -> EventPublisher:
     """The events of a rank. Raises InvalidRequest for a wrong key, AddressNotAllowed for an endpoint that is taken,
     FeatureDisabled."""
     try:
-        return open_publisher(config.events, rank)
+        return open_publisher(_where_others_may_reach(config), rank)
     except ValueError as error:
         raise events_refused(config, error) from error
     except OSError as error:
@@ -67,6 +73,27 @@ def cache_of(config: RankConfig, rank: RankRef) -> PrefetchManager | None:
 def watch_limit(config: RankConfig) -> int:
     """How many readers of events a rank serves at once."""
     return EventsConfig.parse(config.events).max_watches
+
+
+def dialled_endpoint(endpoint: str, address: str) -> str:
+    """What subscribers dial: where PUB is bound to every address, the host that peers dial."""
+    scheme, _, rest = endpoint.partition("://")
+    host, port = split(rest)
+    return f"tcp://{joined(split(address)[0], port)}" if scheme == "tcp" and is_wildcard(host) else endpoint
+
+
+def _where_others_may_reach(config: RankConfig) -> EventsConfig:
+    """PUB proves nobody. Beside a port that only this host reaches it stays there too, unless it was told otherwise."""
+    events = EventsConfig.parse(config.events)
+    if not is_local(config.listen) or events.endpoint != _ANYWHERE or _names_endpoint(config.events):
+        return events
+    return msgspec.structs.replace(events, endpoint=_ON_LOOPBACK, bind=True)
+
+
+def _names_endpoint(events: object) -> bool:
+    if isinstance(events, (str, bytes)):
+        events = msgspec.json.decode(events) if events else {}
+    return not isinstance(events, Mapping) or "endpoint" in events
 
 
 def _refused(field: str, value: object, error: ValueError) -> InvalidRequest:

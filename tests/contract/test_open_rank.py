@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import mmap
 import socket
 import time
 from collections.abc import Iterator
@@ -146,10 +147,42 @@ class Lingering(ShmDataPlane):
         return self.gone and super().close(deadline)
 
 
+class OfTheEngine:
+    """Memory that no data plane gave."""
+
+    def __init__(self) -> None:
+        self.memory = mmap.mmap(-1, PAGES * PAGE_BYTES)
+
+    def allocate(self, nbytes: int) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+
+@pytest.fixture
+def lingering(monkeypatch: pytest.MonkeyPatch) -> Lingering:
+    """Opened by the next rank, whose own it is."""
+    plane = Lingering()
+    monkeypatch.setattr(plane, "register", lambda ranges: None)
+    monkeypatch.setattr(opening, "open_plane", lambda name, host, device: plane)
+    return plane
+
+
 class TestClosing:
-    def test_the_address_outlives_every_write(self, caplog: pytest.LogCaptureFixture) -> None:
-        plane = Lingering()
-        rank = open_rank(config(plane))
+    def test_memory_of_the_callers_own_plane_stays_and_is_opened_again(self, plane: Any) -> None:
+        settings = config(plane, registry="embedded")
+        address = settings.pools[0].regions[0].address
+        memory = (ctypes.c_uint8 * PAGES * PAGE_BYTES).from_address(address)
+        for _ in range(2):
+            rank = open_rank(settings)
+            ctypes.memset(memory, 7, PAGES * PAGE_BYTES)
+            closed = rank.close(2.0)
+            assert closed.drained and not closed.listening
+            assert not connects(rank.address)
+            assert bytes(memory) == b"\x07" * (PAGES * PAGE_BYTES)
+        assert plane.close(1.0)
+
+    def test_the_address_outlives_every_write(self, lingering: Lingering, caplog: pytest.LogCaptureFixture) -> None:
+        plane = lingering
+        rank = open_rank(replace(config(OfTheEngine()), data_plane="shm"))
         closed = rank.close(1.0)
         assert (closed.drained, closed.listening) == (False, True)
         assert "stays bound" in caplog.text
@@ -169,8 +202,8 @@ class TestClosing:
         assert not rank.close(1.0).listening
         assert not connects(rank.address)
 
-    def test_all_steps_share_one_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        rank = open_rank(config(Lingering()))
+    def test_all_steps_share_one_end(self, lingering: Lingering, monkeypatch: pytest.MonkeyPatch) -> None:
+        rank = open_rank(replace(config(OfTheEngine()), data_plane="shm"))
         worker_of = rank.transfer.close_worker  # type: ignore[union-attr]
 
         async def as_long_as_it_may(grace: float) -> tuple[bool, int]:

@@ -259,6 +259,7 @@ class RankHost:
 
     def close(self, deadline: float = 5.0) -> tuple[bool, int, int]:
         closed = self.rank.close(deadline)
+        self.rank.plane.close(deadline)
         return closed.drained, closed.open_rooms, closed.held_pages
 
     def _allocate(self, nbytes: int) -> int:

@@ -33,6 +33,7 @@ def opened(engine: str, role: Role, registry: str = "") -> Iterator[tuple[Rank, 
     finally:
         closed = rank.close(10.0)
         assert closed.drained, closed
+        assert plane.close(5.0)
 
 
 def hand_off(prefill: Rank, decode: Rank, room: int, page: int) -> None:

@@ -222,6 +222,11 @@ class PrefillCore:
             self._keep(room)
             self._tell(room)
 
+    @property
+    def has_unknown_writes(self) -> bool:
+        """Whether a write that failed may still be on its way (7)."""
+        return bool(self._unknown) or any(room.writes is WRITES_UNKNOWN for room in self.rooms.values())
+
     def on_engine_destroyed(self) -> None:
         """All outcomes were reported, and no write of ours is left anywhere: UNKNOWN becomes STOPPED (7, writes)."""
         self._unknown.clear()

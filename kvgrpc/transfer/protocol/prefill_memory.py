@@ -75,6 +75,9 @@ class UnknownWrites:
         else:
             self._anybody = True
 
+    def __bool__(self) -> bool:
+        return self._anybody or bool(self._decodes)
+
     def clear(self) -> None:
         """The engine that wrote was destroyed."""
         self._decodes.clear()

@@ -1,0 +1,65 @@
+"""Where PUB listens, and what a registry is told of it."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+import kvgrpc.dataplane
+from kvgrpc.client import SyncClient
+from kvgrpc.model import Pool, PoolKind, Region, Role
+from kvgrpc.server import RankConfig, open_rank, opening
+from kvgrpc.server.opening import dialled_endpoint
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def endpoints(**settings: Any) -> tuple[str, str]:
+    """What the stream says it bound, and what the registry says to dial."""
+    plane = kvgrpc.dataplane.open_plane("shm")
+    address = plane.allocate(4096)
+    pool = Pool("kv", PoolKind.KV, 16, 1, "x", (Region(0, "kv", address, 4096, 4096),))
+    rank = open_rank(
+        RankConfig(engine="P", role=Role.PREFILL, pools=(pool,), data_plane=plane, registry="embedded", **settings)
+    )
+    try:
+        with SyncClient(rank.address) as client:
+            (row,) = client.get_engine("P").rows
+            (stream,) = client.list_streams()
+            return stream.pub_endpoint, row.endpoints.events_pub
+    finally:
+        rank.close(2.0)
+        plane.close(1.0)
+
+
+def test_the_documented_endpoint_opens_with_a_registry_which_is_told_what_to_dial() -> None:
+    port = free_port()
+    bound, told = endpoints(events=f'{{"endpoint": "tcp://*:{port}"}}')
+    assert (bound, told) == (f"tcp://0.0.0.0:{port}", f"tcp://127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize("events", [{"publisher": "zmq"}, "{}"])
+def test_beside_a_loopback_port_pub_binds_loopback_unless_told(events: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    monkeypatch.setattr(opening, "_ON_LOOPBACK", endpoint)
+    assert endpoints(events=events) == (endpoint, endpoint)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "address", "dialled"),
+    [
+        ("tcp://0.0.0.0:5557", "10.0.0.7:9001", "tcp://10.0.0.7:5557"),
+        ("tcp://[::]:5557", "[fd00::5]:9001", "tcp://[fd00::5]:5557"),
+        ("tcp://10.0.0.8:5557", "10.0.0.7:9001", "tcp://10.0.0.8:5557"),
+        ("ipc:///tmp/events", "10.0.0.7:9001", "ipc:///tmp/events"),
+        ("", "10.0.0.7:9001", ""),
+    ],
+)
+def test_a_wildcard_becomes_the_host_that_peers_dial(endpoint: str, address: str, dialled: str) -> None:
+    assert dialled_endpoint(endpoint, address) == dialled
