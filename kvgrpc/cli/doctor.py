@@ -71,6 +71,7 @@ def examine() -> Iterator[Finding]:
     yield from (package(name) for name in CORE)
     yield plane("shm", "moves pages between processes of one host")
     yield plane("mooncake", "moves pages between hosts, over TCP or RDMA")
+    yield mooncake_ports()
     yield optional("torch", "the demo's engine", "demo")
     yield shared_memory()
     yield devices()
@@ -111,6 +112,17 @@ def plane(name: str, purpose: str) -> Finding:
     sys.stderr.write(ran.stderr)
     why = ran.stdout.strip() or f"ended the process that opened it (exit code {ran.returncode})"
     return Finding(f"data plane {name}", "note", why)
+
+
+def mooncake_ports() -> Finding:
+    """What no setting of it changes."""
+    low, high = os.environ.get("MC_MIN_RPC_PORT", "15000"), os.environ.get("MC_MAX_RPC_PORT", "17000")
+    return Finding(
+        "Mooncake's ports",
+        "note",
+        f"{low} to {high} listen on every address, and whoever reaches them reads and writes KV pages or ends the "
+        "process: let engines only through (docs/security.md has firewall lines)",
+    )
 
 
 def open_and_close(name: str) -> None:

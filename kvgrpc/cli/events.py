@@ -14,6 +14,7 @@ from kvgrpc.cli.connection import calls_a_rank, json_option
 from kvgrpc.cli.index import follow, score, sources
 from kvgrpc.cli.names import incarnation_name
 from kvgrpc.cli.output import show_json, show_table, size
+from kvgrpc.observability.logging import one_line
 
 if TYPE_CHECKING:
     from kvgrpc.client import SyncClient, WatchPart
@@ -108,12 +109,13 @@ def show_parts(parts: Iterator[WatchPart], as_json: bool, raw: bool) -> None:
         if isinstance(part, Payloads):
             for sequence, payload in enumerate(part.payloads, part.first_sequence):
                 print(
-                    batch_as_json(sequence, payload, raw) if as_json else batch_as_text(sequence, payload), flush=True
+                    batch_as_json(sequence, payload, raw) if as_json else one_line(batch_as_text(sequence, payload)),
+                    flush=True,
                 )
         elif isinstance(part, Dropped):
             told = {"dropped": [part.first_sequence, part.last_sequence], "cause": part.cause}
             text = f"{part.first_sequence:>8}  DROPPED up to {part.last_sequence}: {part.cause}"
-            print(json.dumps(told) if as_json else text, flush=True)
+            print(json.dumps(told) if as_json else one_line(text), flush=True)
         elif isinstance(part, Begin) and not as_json:
             click.secho(begin_as_text(part.stream, part.first_sequence), dim=True, err=True)
 

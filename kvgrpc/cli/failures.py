@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from kvgrpc.errors import KvGrpcError, Reason
+from kvgrpc.observability.logging import one_line
 
 INTERRUPTED = 130
 # As grpcurl does: 64 + the number of the status code.
 STATUS_EXIT = 64
+_LONGEST_MESSAGE = 1024
 
 NEXT_STEP = {
     Reason.ENGINE_NOT_FOUND: "`kvgrpc engines` lists what is registered.",
@@ -36,12 +38,14 @@ def explain(error: KvGrpcError, next_step: str = "") -> int:
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     name = error.reason.name if error.reason else error.code
-    console.print(Text.assemble((name, "bold red"), ": ", error.message))
+    console.print(Text.assemble((name, "bold red"), ": ", one_line(error.message, _LONGEST_MESSAGE)))
     for key, value in sorted(error.metadata.items()):
         if value and error.reason:
-            console.print(Text.assemble("  ", (key, "dim"), f" {value}"))
+            console.print(Text.assemble("  ", (one_line(key), "dim"), f" {one_line(value)}"))
     for violation in error.violations:
-        console.print(Text.assemble("  ", (violation.field, "yellow"), f": {violation.description}"))
+        console.print(
+            Text.assemble("  ", (one_line(violation.field), "yellow"), f": {one_line(violation.description)}")
+        )
     if error.retry_after is not None:
         console.print(f"  It may be repeated after {error.retry_after:g} s.")
     next_step = next_step or NEXT_STEP.get(error.reason) or NEXT_STEP_AFTER_FOREIGN.get(error.code, "")

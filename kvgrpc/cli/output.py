@@ -11,6 +11,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvgrpc.observability.logging import one_line
+
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
@@ -58,6 +60,7 @@ def cell(value: object) -> Text:
     text = (
         "-" if value is None or value == "" else ("yes" if value else "no") if isinstance(value, bool) else str(value)
     )
+    text = one_line(text)  # words of others: an escape sequence would steer the terminal
     return Text(text, style="green" if text in GOOD else "red" if text in BAD else "")
 
 

@@ -9,6 +9,7 @@ import click
 from kvgrpc.cli.connection import calls_a_registry, json_option
 from kvgrpc.cli.names import incarnation_name, layout_name, model_name, rank_name, role_name
 from kvgrpc.cli.output import show_json, show_table, size
+from kvgrpc.observability.logging import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,7 +58,7 @@ def show_changes(messages: Iterator[pb.WatchEnginesResponse], as_json: bool) -> 
         elif not as_json:
             for change in message.changes:
                 for line in change_lines(change):
-                    print(line, flush=True)
+                    print(one_line(line), flush=True)
             if message.state_complete:
                 print("that is all; now what changes", flush=True)
             if message.warming_up != warming_up:

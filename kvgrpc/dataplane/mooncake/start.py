@@ -80,6 +80,7 @@ def start_engine(load: Callable[[], type[Any]], host: str, device: str) -> Start
         data_ports = _listening() - before - {rpc_port}
     if transport == "tcp" and not data_ports:
         raise _disabled("Mooncake opened no TCP data port although TCP was forced", "unset MC_FORCE_HCA")
+    _warn_of_ports(rpc_port, data_ports)
     return StartedEngine(engine, f"{name}:{rpc_port}", transport, data_ports if transport == "tcp" else frozenset())
 
 
@@ -93,6 +94,17 @@ def adopt_engine(engine: Any, host: str) -> StartedEngine:
     data_ports = _listening() - {rpc_port}
     transport = "tcp" if data_ports else "rdma"
     return StartedEngine(engine, f"{_session_host(host)}:{rpc_port}", transport, data_ports)
+
+
+def _warn_of_ports(rpc_port: int, data_ports: frozenset[int] | set[int]) -> None:
+    """It has no setting that binds them to one address, and proves nobody."""
+    data = ", ".join(map(str, sorted(data_ports))) or "none"
+    logger.warning(
+        "Mooncake listens on every address of this host: port %d (handshakes), data ports %s. Whoever reaches them "
+        "reads and writes all registered memory, or ends this process: let engines only through (docs/security.md)",
+        rpc_port,
+        data,
+    )
 
 
 def _session_host(host: str) -> str:
