@@ -5,14 +5,18 @@ from __future__ import annotations
 import enum
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from kvgrpc.arrays import rows_of
 from kvgrpc.errors import InvalidRequest, Violation
 
 ENGINE_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 MAX_EPOCH = 2**53 - 1
+MAX_WORD_CHARS = 64
+_LONGEST = {"name": 128, "dtype": MAX_WORD_CHARS, "axes": 256, "location": MAX_WORD_CHARS}
+COMPONENTS = ("k", "v", "kv", "latent", "indexer", "conv", "temporal")
 _SHOWN_CHARS = 200
 
 
@@ -111,7 +115,11 @@ UNKNOWN_MODEL = ModelIdentity()
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Memory of one layer and component of a pool. ``address`` is in the owner's address space, sizes are bytes."""
+    """Memory of one layer and component of a pool. ``address`` is in the owner's address space, sizes are bytes.
+
+    ``layer``: its number in the whole model, whatever the pipeline stage. ``component``: one of COMPONENTS, or a word
+    that both engines use.
+    """
 
     layer: int
     component: str
@@ -122,7 +130,21 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A set of regions that one page number addresses. ``page_tokens`` is 0 for pools that do not count tokens."""
+    """A set of regions that one page number addresses; all of it but addresses and location is compared by both sides.
+
+    Attributes:
+        name: "kv" for the only pool of an engine; "swa", "mamba" and the like for others.
+        kind: what the pages hold.
+        page_tokens: tokens in one page; 0 for pools that do not count tokens.
+        pages: pages in the pool; a page number is below it.
+        dtype: as torch and numpy name it, "bfloat16", "float8_e4m3fn", "uint8".
+        regions: one for each layer and component.
+        axes: of one page, outermost first, with commas: "token,head,dim", "head,token,dim", "kv,token,head,dim",
+            "token,latent"; "" where nobody needs to know (equal layouts).
+        heads_total, head_start, head_count: KV heads of the model, the first one held here, and how many; 0 for MLA
+            and state.
+        location: where the memory is: "cpu:0", "cuda:3".
+    """
 
     name: str
     kind: PoolKind
@@ -135,6 +157,43 @@ class Pool:
     head_start: int = 0
     head_count: int = 0
     location: str = "cpu:0"
+
+    @classmethod
+    def from_arrays(
+        cls,
+        arrays: Sequence[Any] | Mapping[tuple[int, str], Any],
+        *,
+        page_tokens: int,
+        name: str = "kv",
+        kind: PoolKind = PoolKind.KV,
+        component: str = "kv",
+        axes: str = "",
+        heads_total: int = 0,
+        head_start: int = 0,
+        head_count: int = 0,
+    ) -> Pool:
+        """The pool of an engine's own arrays, numpy's or torch's, which have a page along their first axis.
+
+        Args:
+            arrays: one for each layer (all of them ``component``), or by (global layer, component):
+                ``{(0, "k"): keys[0], (0, "v"): values[0], …}``. Their memory stays the caller's, who keeps it alive.
+            page_tokens, name, kind, axes, heads_total, head_start, head_count: as the attributes.
+
+        Raises InvalidRequest for arrays whose pages are not dense, or differ in number, dtype or location.
+        """
+        by_key = arrays if isinstance(arrays, Mapping) else {(n, component): each for n, each in enumerate(arrays)}
+        found = [(key, rows_of(array, f"arrays[{key[0]}, {key[1]!r}]")) for key, array in by_key.items()]
+        if not found:
+            raise InvalidRequest.of("arrays", "empty", "at least one array")
+        first = found[0][1]
+        for (layer, part), each in found:
+            for what in ("rows", "dtype", "location"):
+                if getattr(each, what) != getattr(first, what):
+                    rule = f"{what} {getattr(first, what)}, as the first array has"
+                    raise InvalidRequest.of(f"arrays[{layer}, {part!r}]", getattr(each, what), rule)
+        regions = tuple(Region(*key, each.address, each.stride_bytes, each.row_bytes) for key, each in found)
+        heads = heads_total, head_start, head_count
+        return cls(name, kind, page_tokens, first.rows, first.dtype, regions, axes, *heads, first.location)
 
     def without_addresses(self) -> Pool:
         """The shape alone, as it is told to a registry and to people."""
@@ -181,8 +240,24 @@ def check_pools(pools: Sequence[Pool], path: str = "pools", *, addresses: bool =
             violations.append(Violation(f"{where}.page_tokens", "at least 1 for a KV pool", pool.page_tokens))
         if not pool.regions:
             violations.append(Violation(f"{where}.regions", "at least one", pool.regions))
+        for field, limit in _LONGEST.items():
+            if len(getattr(pool, field)) > limit:
+                violations.append(Violation(f"{where}.{field}", f"at most {limit} characters", getattr(pool, field)))
+        for field in ("heads_total", "head_start", "head_count"):
+            if not 0 <= getattr(pool, field) < 2**32:
+                violations.append(Violation(f"{where}.{field}", "0 to 2^32-1", getattr(pool, field)))
+        seen: set[tuple[int, str]] = set()
         for number, region in enumerate(pool.regions):
             region_path = f"{where}.regions[{number}]"
+            if not 0 <= region.layer < 2**32:
+                violations.append(Violation(f"{region_path}.layer", "0 to 2^32-1", region.layer))
+            if not 0 < len(region.component) <= MAX_WORD_CHARS:
+                rule = f"1 to {MAX_WORD_CHARS} characters"
+                violations.append(Violation(f"{region_path}.component", rule, region.component))
+            if (region.layer, region.component) in seen:
+                rule = "another layer or component than the regions before"
+                violations.append(Violation(region_path, rule, f"{region.layer}, {region.component!r}"))
+            seen.add((region.layer, region.component))
             if not 0 < region.page_bytes <= region.page_stride_bytes:
                 violations.append(Violation(f"{region_path}.page_bytes", "1 to page_stride_bytes", region.page_bytes))
             elif addresses and not 0 < region.address <= 2**64 - pool.pages * region.page_stride_bytes:

@@ -54,12 +54,16 @@ _LISTS: tuple[tuple[str, type, str], ...] = (
 )
 _POOL_KINDS: tuple[tuple[str, type, str], ...] = (
     *((name, str, "text") for name in ("name", "dtype", "axes", "location")),
-    *((name, SupportsIndex, "a whole number") for name in ("page_tokens", "pages")),
+    *(
+        (name, SupportsIndex, "a whole number")
+        for name in ("page_tokens", "pages", "heads_total", "head_start", "head_count")
+    ),
     ("kind", PoolKind, "a kvgrpc.model.PoolKind"),
     ("regions", tuple, "a tuple of kvgrpc.model.Region"),
 )
-_REGION_KINDS: tuple[tuple[str, type, str], ...] = tuple(
-    (name, SupportsIndex, "a whole number") for name in ("layer", "address", "page_stride_bytes", "page_bytes")
+_REGION_KINDS: tuple[tuple[str, type, str], ...] = (
+    ("component", str, "text"),
+    *((name, SupportsIndex, "a whole number") for name in ("layer", "address", "page_stride_bytes", "page_bytes")),
 )
 
 

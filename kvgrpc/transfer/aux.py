@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from kvgrpc.arrays import rows_of
 from kvgrpc.errors import InvalidRequest
 
 
@@ -16,6 +18,20 @@ class AuxBuffer:
     address: int
     item_bytes: int
     items: int
+
+    @classmethod
+    def from_arrays(cls, arrays: Sequence[Any]) -> tuple[AuxBuffer, ...]:
+        """Of arrays with a row for each room along their first axis, numpy's or torch's, dense, in CPU memory. The
+        caller keeps them alive. Raises InvalidRequest.
+        """
+        found = []
+        for number, array in enumerate(arrays):
+            rows = rows_of(array, f"arrays[{number}]")
+            if rows.stride_bytes != rows.row_bytes or not rows.location.startswith("cpu"):
+                rule = "rows without gaps, in CPU memory"
+                raise InvalidRequest.of(f"arrays[{number}]", f"{rows.stride_bytes} bytes on {rows.location}", rule)
+            found.append(cls(rows.address, rows.row_bytes, rows.rows))
+        return tuple(found)
 
 
 class AuxRows:

@@ -42,7 +42,14 @@ IMPORTERS = {
 # Without clock, thread, socket or framework: a folder ends with a slash. They import the standard library, each other,
 # and what PURE_MAY_IMPORT names.
 PURE = (
-    *("kvgrpc/errors.py", "kvgrpc/model.py", "kvgrpc/net.py", "kvgrpc/paging.py", "kvgrpc/hashing.py"),
+    *(
+        "kvgrpc/errors.py",
+        "kvgrpc/arrays.py",
+        "kvgrpc/model.py",
+        "kvgrpc/net.py",
+        "kvgrpc/paging.py",
+        "kvgrpc/hashing.py",
+    ),
     *("kvgrpc/transfer/protocol/", "kvgrpc/transfer/layout/", "kvgrpc/registry/model.py", "kvgrpc/registry/engine.py"),
     *("kvgrpc/registry/table.py", "kvgrpc/registry/acceptance.py"),
     "kvgrpc/dataplane/base.py",
