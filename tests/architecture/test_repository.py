@@ -9,9 +9,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TOP_LEVEL = {
-    *("protos", "kvgrpc", "clients", "examples", "tests", "benchmarks", "docs", ".ci"),
+    *("protos", "kvgrpc", "clients", "examples", "tests", "benchmarks", "docs", ".ci", ".github"),
     *("pyproject.toml", "buf.yaml", "buf.gen.yaml", "Makefile", ".gitignore", ".gitattributes"),
-    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"),
+    *(".editorconfig", ".pre-commit-config.yaml"),
+    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE"),
 }
 # Split, so that this file does not contain what it looks for.
 ONE_MACHINE = ["/" + "root/", "/" + "home/", "/" + "work/", "/" + "opt/wheels"]
