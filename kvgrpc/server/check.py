@@ -31,6 +31,7 @@ from kvgrpc.transfer.wire import smallest_frame
 # Below it the names and pools of an ordinary Hello would not fit.
 SMALLEST_FRAME_BYTES = 64 * 1024
 LONGEST_TIMEOUT_SECONDS = 86_400.0
+SHORTEST_TICK_SECONDS, LONGEST_TICK_SECONDS = 0.001, 10.0
 SHORTEST_LEASE_SECONDS, LONGEST_LEASE_SECONDS = 1.0, 600.0
 
 _KINDS: tuple[tuple[str, type, str], ...] = (
@@ -146,9 +147,7 @@ def _out_of_range(config: RankConfig) -> Iterator[Violation]:
         if not _is_positive(seconds := getattr(config, name)) or seconds > LONGEST_TIMEOUT_SECONDS:
             yield Violation(name, f"a number of seconds above 0, at most {LONGEST_TIMEOUT_SECONDS:g}", seconds)
     yield from _wrong_lease_ttl(config.lease_ttl)
-    for each in fields(Timing):
-        if not _is_positive(value := getattr(config.timing, each.name)):
-            yield Violation(f"timing.{each.name}", "a number above 0", value)
+    yield from _wrong_timing(config.timing)
     for each in fields(Bounds):
         if not _is_count(value := getattr(config.bounds, each.name)):
             yield Violation(f"bounds.{each.name}", "a whole number, at least 1", value)
@@ -159,6 +158,22 @@ def _out_of_range(config: RankConfig) -> Iterator[Violation]:
         for each in fields(AuxBuffer):
             if not _is_count(value := getattr(buffer, each.name)):
                 yield Violation(f"aux[{index}].{each.name}", "a whole number, at least 1", value)
+
+
+def _wrong_timing(timing: Timing) -> Iterator[Violation]:
+    """A tick that is no whole number never comes, and times travel as milliseconds of 32 bits."""
+    tick = timing.tick_seconds
+    if not _is_positive(tick) or not SHORTEST_TICK_SECONDS <= tick <= LONGEST_TICK_SECONDS:
+        rule = f"{SHORTEST_TICK_SECONDS:g} to {LONGEST_TICK_SECONDS:g} seconds"
+        yield Violation("timing.tick_seconds", rule, timing.tick_seconds)
+        return
+    most = int(LONGEST_TIMEOUT_SECONDS / timing.tick_seconds)
+    for each in fields(Timing):
+        value = getattr(timing, each.name)
+        if each.name != "tick_seconds" and not (_is_count(value) and value <= most):
+            yield Violation(f"timing.{each.name}", f"a whole number of ticks, 1 to {most} (a day)", value)
+        elif each.name == "idle_timeout" and _is_count(timing.heartbeat) and value <= timing.heartbeat:
+            yield Violation("timing.idle_timeout", f"above timing.heartbeat = {timing.heartbeat}", value)
 
 
 def _wrong_lease_ttl(seconds: Any) -> Iterator[Violation]:

@@ -1005,9 +1005,9 @@ class GetRankResponse(_message.Message):
     data_plane: _builtins.str
     """Data plane: "mooncake", "shm"."""
     pages_held: _builtins.int
-    """Pages that wait for evidence, and the bound."""
+    """Pages that wait for evidence that nobody writes to them any more."""
     pages_held_limit: _builtins.int
-    """Bound of pages_held."""
+    """How many of them may wait for one peer: past it rooms of that peer are refused, and all when two peers are past it."""
     @_builtins.property
     def rank(self) -> _common_pb2.RankRef:
         """Who this is."""

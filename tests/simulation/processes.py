@@ -79,7 +79,7 @@ class DecodeProcess(Process):
         handle = self.handle(request.key)
         room = DecodeRoom(request.key, handle)
         self.receiving[request.key] = Receiving(request, room, handle, late=late)
-        if self.core.open(room) and not late:
+        if (self.core.open(room) or room.refused) and not late:
             self._bind(room)
         return room
 

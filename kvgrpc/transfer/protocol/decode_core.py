@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvgrpc.errors import Failure, KvGrpcError, Reason
+from kvgrpc.errors import Failure, KvGrpcError, Reason, RoomConflict
 from kvgrpc.model import RankRef
 from kvgrpc.transfer.protocol import failures
 from kvgrpc.transfer.protocol.decode_held import HeldPages
@@ -25,6 +25,7 @@ from kvgrpc.transfer.protocol.types import (
     STATE_SUCCESS,
     STATE_TRANSFERRING,
     WANT_FORGET,
+    WANT_STOP,
     WRITES_STOPPED,
     Bounds,
     DecodeEntry,
@@ -36,6 +37,7 @@ from kvgrpc.transfer.protocol.types import (
     Timing,
 )
 
+REFUSALS_AT_MOST = 4096  # of one pair
 __all__ = ["DecodeCore", "DecodePair", "DecodePart", "DecodeRoom", "DecodeWork", "Stream"]
 
 
@@ -92,11 +94,15 @@ class DecodeCore:
     # What the engine asks for.
 
     def open(self, room: DecodeRoom) -> bool:
-        """Takes a new room, to be bound to its targets later; one that cannot be taken fails at once, and alone."""
+        """Takes a new room, to be bound to its targets later; one that cannot be taken fails at once, and alone.
+
+        False: it failed. Where ``room.refused`` then, it is to be bound nevertheless, so that its prefill hears of it.
+        """
         error = self._refusal(room.key)
         if error is not None:
             failure = self._failure(error)
             room.fail(failure)
+            room.refused = not isinstance(error, RoomConflict)
             room.handle.release_safe = True
             room.handle.fail(failure)
             self._work.ended.append(room)
@@ -108,6 +114,8 @@ class DecodeCore:
 
     def bind(self, room: DecodeRoom, targets: Sequence[Target]) -> None:
         """Ties a room to the incarnations that owe it, all of them: a room belongs to pairs, not to streams."""
+        if room.refused and room.key not in self.rooms:
+            self._tell_refusal(room, targets)
         if room.ended or self.rooms.get(room.key) is not room:
             return
         for target in targets:
@@ -119,6 +127,10 @@ class DecodeCore:
             pair.wait(self.now)
             if pair.dead_at is not None:  # 5: a new room on a pair proven dead fails at once
                 self._end(room, self._lost_failure(pair, "it was proven dead"))
+                return
+            held = self._held.of_pair.get(pair, 0)
+            if held > self.bounds.held_pages:
+                self._end(room, self._failure(failures.pages_held(held, self.bounds.held_pages, pair.ref)))
                 return
         room.bound = True
         room.refresh()
@@ -147,6 +159,12 @@ class DecodeCore:
     def held_pages(self) -> int:
         return self._held.pages
 
+    @property
+    def refuses_all(self) -> bool:
+        """More than one peer has more pages than it may; one alone has only its own rooms refused (8, pages)."""
+        past = self.bounds.held_pages + 1
+        return self._held.counted(past) >= 2 * past
+
     # What the shell does for the core.
 
     def take_work(self) -> DecodeWork:
@@ -161,6 +179,9 @@ class DecodeCore:
         for key in take_keys(pair):
             room = self.rooms.get(key)
             part = room.part_of(pair) if room is not None else None
+            if room is None and key in pair.refusals:
+                entries.append(DecodeEntry(key, WANT_STOP, failure=pair.refusals[key]))
+                continue
             if room is None or part is None:
                 entries.append(DecodeEntry(key, WANT_FORGET))  # 11: decode answers a room it does not know
                 continue
@@ -181,7 +202,7 @@ class DecodeCore:
         pair.welcome(self.now, idle_timeout or self.timing.idle_timeout)
         for key in pair.rooms:
             self.rooms[key].refresh()
-        self._pending.add_all(pair, pair.rooms)
+        self._pending.add_all(pair, (*pair.rooms, *pair.refusals))
 
     def on_heard(self, stream: Stream) -> None:
         """Anything arrived on the stream."""
@@ -199,7 +220,7 @@ class DecodeCore:
             part = room.part_of(pair) if room is not None else None
             if room is not None and part is not None:
                 self._apply(room, part, entry)
-            elif len(pair.pending_rooms) < self.bounds.rooms:
+            elif pair.refusals.pop(entry.key, None) is not None or len(pair.pending_rooms) < self.bounds.rooms:
                 self._pending.add_later(pair, entry.key)
 
     def on_goodbye(self, stream: Stream, failure: Failure | None) -> None:
@@ -247,13 +268,21 @@ class DecodeCore:
 
     # Rooms.
 
+    def _tell_refusal(self, room: DecodeRoom, targets: Sequence[Target]) -> None:
+        """Nothing is kept of a refused room but why, for as long as its prefill's pages would wait for it."""
+        for target in targets:
+            pair = self._pair(target)
+            if room.failure is not None and len(pair.refusals) < REFUSALS_AT_MOST and pair.dead_at is None:
+                pair.refusals[room.key] = room.failure
+                self._pending.add(pair, room.key)
+
     def _refusal(self, key: RoomKey) -> KvGrpcError | None:
         if key in self.rooms:
             return failures.conflict(key, f"a receiver of {self.me}")
         if len(self.rooms) >= self.bounds.rooms:
             return failures.too_many("rooms", self.bounds.rooms, len(self.rooms))
-        if self.held_pages > self.bounds.held_pages:
-            return failures.pages_held(self.held_pages, self.bounds.held_pages)
+        if self.refuses_all:
+            return failures.pages_held(self.held_pages, 2 * self.bounds.held_pages)
         return None
 
     def _set_deadline(self, room: DecodeRoom) -> None:

@@ -15,14 +15,16 @@ from kvgrpc.transfer.protocol.types import (
 
 
 class HeldPages:
-    """``rooms`` wait for evidence, with ``pages`` pages. Looks at a room when news of it came, or when time may help:
-    never at all of them. ``settle``: ticks from a proof on in which bytes may still arrive. ``connections(pair)``:
-    names of the connections over which they would.
+    """``rooms`` wait for evidence, with ``pages`` pages; ``of_pair``: those that wait for one writer's.
+
+    Looks at a room when news of it came, or when time may help: never at all of them. ``settle``: ticks from a proof on
+    in which bytes may still arrive. ``connections(pair)``: names of the connections over which they would.
     """
 
     def __init__(self, settle: int, connections: Callable[[DecodePair], frozenset[str]]) -> None:
         self.rooms: dict[RoomKey, DecodeRoom] = {}
         self.pages = 0
+        self.of_pair: dict[DecodePair, int] = {}
         self._settle = settle
         self._connections = connections
         self._looks: Deadlines[RoomKey] = Deadlines()
@@ -32,7 +34,7 @@ class HeldPages:
 
     def hold(self, room: DecodeRoom) -> None:
         self.rooms[room.key] = room
-        self.pages += room.page_count
+        self._count(room, room.page_count)
 
     def died(self, pair: DecodePair, now: int) -> None:
         """The writer was proven dead: what its kernel still holds may arrive as long as its connections stand."""
@@ -53,12 +55,24 @@ class HeldPages:
             return False
         del self.rooms[room.key]
         self._looks.clear(room.key)
-        self.pages -= room.page_count
+        self._count(room, -room.page_count)
         return True
+
+    def counted(self, at_most: int) -> int:
+        """All of them, where one writer counts for ``at_most`` pages at most."""
+        return sum(min(pages, at_most) for pages in self.of_pair.values())
 
     def due(self, now: int) -> list[DecodeRoom]:
         """Rooms to look at in this tick."""
         return [self.rooms[key] for key in self._looks.due(now)]
+
+    def _count(self, room: DecodeRoom, pages: int) -> None:
+        self.pages += pages
+        for part in room.parts.values():
+            if part.told_write:  # which never changes once the room has ended
+                self.of_pair[part.pair] = self.of_pair.get(part.pair, 0) + pages
+                if not self.of_pair[part.pair]:
+                    del self.of_pair[part.pair]
 
     def _evidence(self, room: DecodeRoom, part: DecodePart, now: int) -> bool:
         """This part writes to the room's pages no more: said by its writer, or proven by its death."""

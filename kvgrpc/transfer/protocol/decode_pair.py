@@ -5,6 +5,7 @@ Numbers in comments are the rules of docs/session.md; all times are ticks of our
 
 from __future__ import annotations
 
+from kvgrpc.errors import Failure
 from kvgrpc.transfer.protocol.types import RoomKey, SessionState, Target, Timing
 
 
@@ -23,6 +24,7 @@ class DecodePair:
 
     ``connections``: over which its bytes could still arrive when it was proven dead (8).
     ``layout``: of its engine; None: as ours. ``rooms``: what is not over yet; ``pending_rooms``: what is to be told.
+    ``refusals``: rooms that were refused here, of which the peer is told why until it answers.
     """
 
     __slots__ = (
@@ -41,6 +43,7 @@ class DecodePair:
         "open_connections_at",
         "pending_rooms",
         "ref",
+        "refusals",
         "rooms",
         "stream",
         "up",
@@ -66,6 +69,7 @@ class DecodePair:
         self.open_connections_at = -1
         self.pending_rooms: dict[RoomKey, None] = {}
         self.rooms: set[RoomKey] = set()
+        self.refusals: dict[RoomKey, Failure] = {}
 
     @property
     def state(self) -> SessionState:

@@ -92,6 +92,7 @@ class DecodeRoom:
         "key",
         "open_handle",
         "parts",
+        "refused",
         "resolved_again",
         "state",
         "traceparent",
@@ -112,6 +113,7 @@ class DecodeRoom:
         self.deadline = 0
         self.created_at = 0
         self.resolved_again = False
+        self.refused = False
         self.open_handle = True
 
     @property

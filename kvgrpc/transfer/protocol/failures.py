@@ -74,9 +74,10 @@ def too_many(scope: str, limit: int, value: int) -> KvGrpcError:
     return TooManyRequests(text, metadata={"limit": limit, "value": value, "scope": scope})
 
 
-def pages_held(held: int, limit: int) -> KvGrpcError:
-    text = f"{held} pages wait for evidence that nobody writes to them any more, the bound is {limit}"
-    return PagesHeld(text, metadata={"held": held, "limit": limit})
+def pages_held(held: int, limit: int, peer: RankRef | None = None) -> KvGrpcError:
+    """``peer``: the one writer whose evidence they wait for."""
+    what = "evidence that nobody writes to them any more" if peer is None else f"evidence that {peer} writes no more"
+    return PagesHeld(f"{held} pages wait for {what}, the bound is {limit}", metadata={"held": held, "limit": limit})
 
 
 def draining(rank: RankRef) -> KvGrpcError:

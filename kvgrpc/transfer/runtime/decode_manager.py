@@ -76,7 +76,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
     def open(self, room: ReceiverRoom) -> None:
         if self.draining or self.closed:
             self._refuse_late(room.handle)
-        elif self.core.open(room):
+        elif self.core.open(room) or room.refused:
             self._routes.find(room)
 
     def write(self, room: DecodeRoom, destination: Destination, aux_index: int | None) -> None:
@@ -116,6 +116,11 @@ class DecodeManager(TransferManager[DecodeRoom]):
 
     def open_rooms(self) -> int:
         return sum(not room.ended for room in self.core.rooms.values())
+
+    @property
+    def healthy(self) -> bool:
+        """False too while every new room is refused, because too many pages are held."""
+        return super().healthy and not self.core.refuses_all
 
     @property
     def held_pages(self) -> int:

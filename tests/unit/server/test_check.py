@@ -90,6 +90,11 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("lease_ttl", {"lease_ttl": "10"}),
     ("timing", {"timing": None}),
     ("timing.idle_timeout", {"timing": Timing(idle_timeout=0)}),
+    ("timing.idle_timeout", {"timing": Timing(idle_timeout=3, heartbeat=3)}),
+    ("timing.room_deadline", {"timing": Timing(room_deadline=10.5)}),  # type: ignore[arg-type]
+    ("timing.room_deadline", {"timing": Timing(room_deadline=43_000_000)}),
+    ("timing.tick_seconds", {"timing": Timing(tick_seconds=11.0)}),
+    ("timing.tick_seconds", {"timing": Timing(tick_seconds=0.0001)}),
     ("timing.tick_seconds", {"timing": Timing(tick_seconds=-0.1)}),
     ("bounds.rooms", {"bounds": Bounds(rooms=0)}),
     ("max_frame_bytes", {"max_frame_bytes": 1}),

@@ -143,12 +143,50 @@ class TestRefusals:
         side.open()
         assert reason(side.open(RoomKey(6))) == "TOO_MANY_REQUESTS"
 
-    def test_past_the_bound_of_held_pages_new_rooms_are_refused(self) -> None:
+    def test_past_the_bound_of_held_pages_new_rooms_of_that_peer_are_refused(self) -> None:
         side = Side(bounds=Bounds(held_pages=1))
         room, _ = side.writing()
         side.core.fail(room, CANCELLED)
         assert side.core.held_pages == 2
         assert reason(side.open(RoomKey(6))) == "PAGES_HELD"
+        assert side.open(RoomKey(7), P1).handle.poll is KVPoll.Bootstrapping, "another peer's"
+        assert not side.core.refuses_all
+
+    def test_past_the_bound_with_two_peers_all_are_refused(self) -> None:
+        side = Side(bounds=Bounds(held_pages=1))
+        first, stream = side.writing(KEY, P0)
+        second, _ = side.writing(RoomKey(6), P1)
+        side.core.fail(first, CANCELLED)
+        side.core.fail(second, CANCELLED)
+        assert side.core.refuses_all
+        third = DecodeRoom(RoomKey(7), Handle())
+        assert not side.core.open(third) and reason(third) == "PAGES_HELD"
+        side.hear(stream, RoomState.FAILED, Writes.SETTLED)
+        assert not side.core.refuses_all and side.core.held_pages == 2
+
+    def test_a_room_that_is_refused_here_is_told_to_its_prefill_until_it_answers(self) -> None:
+        side = Side(bounds=Bounds(rooms=1))
+        _, stream = side.writing()
+        refused = DecodeRoom(RoomKey(6), Handle())
+        assert not side.core.open(refused) and refused.refused and refused.handle.release_safe
+        side.core.bind(refused, (P0,))
+        (entry,) = side.said()
+        assert (entry.key, entry.want, entry.failure) == (refused.key, Want.STOP, refused.failure)
+        side.ticks(5, stream)
+        side.core.on_end(stream)
+        (again,) = side.welcome()
+        assert {each.key: each.want for each in side.said()} == {KEY: Want.WRITE, refused.key: Want.STOP}
+        side.hear(again, RoomState.FAILED, Writes.STOPPED, refused.key)
+        side.ticks(1, again)
+        assert [(each.key, each.want) for each in side.said()] == [(refused.key, Want.FORGET)]
+        assert not stream.pair.refusals and list(side.core.rooms) == [KEY]
+
+    def test_a_receiver_that_conflicts_with_a_living_one_is_not_told_to_anybody(self, side: Side) -> None:
+        side.writing()
+        second = DecodeRoom(KEY, Handle())
+        assert not side.core.open(second) and not second.refused
+        side.core.bind(second, (P0,))
+        assert side.said() == []
 
     def test_a_refusal_before_the_first_welcome_fails_with_its_cause_and_the_next_room_asks_again(
         self, side: Side
@@ -162,6 +200,15 @@ class TestRefusals:
 
 
 class TestBreaksAndLoss:
+    def test_a_peer_that_asked_for_more_patience_gets_it(self, side: Side) -> None:
+        room = side.open()
+        (stream,) = side.take("dials")
+        side.core.on_welcome(stream, 2 * TIMING.idle_timeout)
+        side.ticks(2 * TIMING.idle_timeout)
+        assert room.handle.poll is KVPoll.WaitingForInput
+        side.ticks(1)
+        assert reason(room) == "PEER_LOST"
+
     def test_a_break_redials_at_once_and_says_every_room_again(self, side: Side) -> None:
         _, stream = side.writing()
         side.ticks(5, stream)

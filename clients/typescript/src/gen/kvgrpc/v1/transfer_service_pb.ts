@@ -1006,14 +1006,14 @@ export type GetRankResponse = Message<"kvgrpc.v1.GetRankResponse"> & {
   auxItemBytes: number[];
 
   /**
-   * Pages that wait for evidence, and the bound.
+   * Pages that wait for evidence that nobody writes to them any more.
    *
    * @generated from field: uint32 pages_held = 7;
    */
   pagesHeld: number;
 
   /**
-   * Bound of pages_held.
+   * How many of them may wait for one peer: past it rooms of that peer are refused, and all when two peers are past it.
    *
    * @generated from field: uint32 pages_held_limit = 8;
    */
