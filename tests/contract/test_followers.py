@@ -110,7 +110,6 @@ async def test_without_snapshots_and_without_the_beginning_it_says_that_there_ma
             assert not follower.freshness.whole
             assert (follower.match([1]).device, follower.match([2]).device) == (0, 1)
             await engine.clear()
-            await engine.store([3])
             await until(lambda: knows(follower, engine))
             assert follower.freshness.whole
 

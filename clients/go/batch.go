@@ -1,0 +1,223 @@
+// Package kvgrpc is what generated code cannot give: event batches as typed values, a Watch that goes on over breaks and
+// restarts, the contents of a cache with their digest, and failures by their reason.
+package kvgrpc
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"maps"
+)
+
+// ErrNotABatch says that a payload is no batch of KV-cache events at all.
+var ErrNotABatch = errors.New("not a batch of KV-cache events")
+
+// What is above are milliseconds: as seconds they would lie in the year 5138 or later.
+const latestSeconds = 1e11
+
+// Batch is one payload of PUB, or of a Watch. docs/events.md has the layout.
+type Batch struct {
+	// Time is Unix seconds of the publisher, for people: order comes from the sequence.
+	Time   float64
+	Events []Event
+	// Rank is nil where the writer named none.
+	Rank *int64
+}
+
+// Event is a BlockStored, BlockRemoved, AllBlocksCleared or UnknownEvent.
+type Event interface{ event() }
+
+// BlockStored says that blocks came into a tier, each the child of the one before it.
+type BlockStored struct {
+	Hashes []BlockHash
+	// Parent is the block before the first; nil: there is none.
+	Parent *BlockHash
+	// TokenIDs are those of all blocks, BlockSize each: numbers, or pairs of them where the engine drafts by bigrams.
+	TokenIDs  []any
+	BlockSize int64
+	// Medium is the engine's name of the tier ("GPU", "CPU_PINNED", ...); empty: the device's.
+	Medium string
+	// Group is the cache group; 0 where the engine has one.
+	Group int64
+	// More is what else the event said, by its name on the wire: lora_name, extra_keys, cache_salt, ...
+	More map[string]any
+}
+
+// BlockRemoved says that one copy of each block left a tier.
+type BlockRemoved struct {
+	Hashes []BlockHash
+	Medium string
+	Group  int64
+	More   map[string]any
+}
+
+// AllBlocksCleared says that nothing is cached any more, in any tier.
+type AllBlocksCleared struct{}
+
+// UnknownEvent is an event of a kind that this version does not know, or that it cannot read. The other events of its
+// batch count all the same.
+type UnknownEvent struct {
+	Name  string
+	Value any
+}
+
+func (BlockStored) event()      {}
+func (BlockRemoved) event()     {}
+func (AllBlocksCleared) event() {}
+func (UnknownEvent) event()     {}
+
+// BlockHash is opaque: a 64-bit number, or a digest.
+type BlockHash struct {
+	Value  uint64
+	Digest []byte
+}
+
+// Key identifies a block in 64 bits: signed and unsigned numbers are the same, of a digest the last 8 bytes count.
+func (hash BlockHash) Key() uint64 {
+	if hash.Digest == nil {
+		return hash.Value
+	}
+	var last [8]byte
+	copy(last[max(0, 8-len(hash.Digest)):], hash.Digest[max(0, len(hash.Digest)-8):])
+	return binary.BigEndian.Uint64(last[:])
+}
+
+// Names of the fields of arrays behind the event's name, oldest first; absent ones at the end are left out.
+var (
+	storedFields = []string{
+		"block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys",
+		"group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality",
+	}
+	removedFields = []string{"block_hashes", "medium", "group_idx", "locality"}
+)
+
+// DecodeBatch reads a payload in any encoding and dialect. The error is ErrNotABatch; an event that cannot be read is an
+// UnknownEvent.
+func DecodeBatch(payload []byte) (Batch, error) {
+	value, failure := decodeMsgpack(payload)
+	parts, _ := value.([]any)
+	if failure != nil || len(parts) < 2 {
+		return Batch{}, fmt.Errorf("%w: [time, [event, ...], rank] was expected", ErrNotABatch)
+	}
+	events, isList := parts[1].([]any)
+	seconds, isTime := number(parts[0])
+	if !isList || !isTime {
+		return Batch{}, fmt.Errorf("%w: a time and a list of events were expected", ErrNotABatch)
+	}
+	if seconds > latestSeconds {
+		seconds /= 1000
+	}
+	batch := Batch{Time: seconds}
+	if len(parts) > 2 {
+		if rank, isNumber := parts[2].(int64); isNumber {
+			batch.Rank = &rank
+		}
+	}
+	for _, event := range events {
+		batch.Events = append(batch.Events, decodeEvent(event))
+	}
+	return batch, nil
+}
+
+func decodeEvent(value any) Event {
+	name, fields := "", map[string]any{}
+	switch written := value.(type) {
+	case []any:
+		if len(written) > 0 {
+			name, _ = written[0].(string)
+			fields = byName(name, written[1:])
+		}
+	case map[string]any:
+		name, _ = written["type"].(string)
+		for key, field := range written {
+			if key != "type" {
+				fields[key] = field
+			}
+		}
+	}
+	event, err := fromFields(name, fields)
+	if err != nil {
+		return UnknownEvent{Name: name, Value: value}
+	}
+	return event
+}
+
+func byName(name string, values []any) map[string]any {
+	names := map[string][]string{"BlockStored": storedFields, "BlockRemoved": removedFields}[name]
+	fields := map[string]any{}
+	for position, value := range values[:min(len(values), len(names))] {
+		// SGLang's arrays once had a map of more fields where vLLM's have the name of the adapter.
+		if metadata, isMap := value.(map[string]any); isMap && names[position] == "lora_name" {
+			maps.Copy(fields, metadata)
+		} else {
+			fields[names[position]] = value
+		}
+	}
+	return fields
+}
+
+func fromFields(name string, fields map[string]any) (Event, error) {
+	if name == "AllBlocksCleared" {
+		return AllBlocksCleared{}, nil
+	}
+	if name != "BlockStored" && name != "BlockRemoved" {
+		return nil, errors.New("another event")
+	}
+	listed, isList := fields["block_hashes"].([]any)
+	if !isList {
+		return nil, errors.New("no block_hashes")
+	}
+	hashes := make([]BlockHash, len(listed))
+	for index, value := range listed {
+		hash, isHash := hashOf(value)
+		if !isHash {
+			return nil, errors.New("no hash")
+		}
+		hashes[index] = hash
+	}
+	medium, _ := fields["medium"].(string)
+	group, _ := fields["group_idx"].(int64)
+	parent, hasParent := hashOf(fields["parent_block_hash"])
+	tokens, _ := fields["token_ids"].([]any)
+	size, _ := fields["block_size"].(int64)
+	for key, value := range fields {
+		if value == nil || key == "block_hashes" || key == "medium" || key == "group_idx" {
+			delete(fields, key)
+		}
+	}
+	if name == "BlockRemoved" {
+		return BlockRemoved{Hashes: hashes, Medium: medium, Group: group, More: fields}, nil
+	}
+	for _, key := range []string{"parent_block_hash", "token_ids", "block_size"} {
+		delete(fields, key)
+	}
+	stored := BlockStored{Hashes: hashes, TokenIDs: tokens, BlockSize: size, Medium: medium, Group: group, More: fields}
+	if hasParent {
+		stored.Parent = &parent
+	}
+	return stored, nil
+}
+
+func hashOf(value any) (BlockHash, bool) {
+	switch hash := value.(type) {
+	case int64:
+		return BlockHash{Value: uint64(hash)}, true
+	case uint64:
+		return BlockHash{Value: hash}, true
+	case []byte:
+		return BlockHash{Digest: hash}, true
+	}
+	return BlockHash{}, false
+}
+
+func number(value any) (float64, bool) {
+	switch written := value.(type) {
+	case float64:
+		return written, true
+	case int64:
+		return float64(written), true
+	case uint64:
+		return float64(written), true
+	}
+	return 0, false
+}

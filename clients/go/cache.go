@@ -1,0 +1,144 @@
+package kvgrpc
+
+import (
+	"sort"
+	"strings"
+
+	kvgrpcv1 "kvgrpc.dev/go/kvgrpc/v1"
+)
+
+// Place is a tier and group: the engine's name of the tier in capitals, "GPU" where it named none.
+type Place struct {
+	Medium string
+	Group  uint32
+}
+
+// Cache is what one cache holds by what its events said. The zero value is an empty cache.
+//
+// A block that is stored twice is there until it is removed twice; what is removed and was not there changes nothing.
+type Cache struct {
+	copies map[Place]map[uint64]int
+	mixed  map[Place]uint64
+}
+
+// Apply takes the events of one batch, in order.
+func (cache *Cache) Apply(events []Event) {
+	for _, event := range events {
+		switch event := event.(type) {
+		case BlockStored:
+			cache.store(placeOf(event.Medium, event.Group), event.Hashes)
+		case BlockRemoved:
+			cache.remove(placeOf(event.Medium, event.Group), event.Hashes)
+		case AllBlocksCleared:
+			cache.Clear()
+		}
+	}
+}
+
+// Clear empties it.
+func (cache *Cache) Clear() {
+	cache.copies, cache.mixed = nil, nil
+}
+
+// Holds says whether a block is in a place.
+func (cache *Cache) Holds(place Place, hash BlockHash) bool {
+	return cache.copies[place][hash.Key()] > 0
+}
+
+// Blocks counts the different blocks of each place that has any.
+func (cache *Cache) Blocks() map[Place]int {
+	counts := map[Place]int{}
+	for place, copies := range cache.copies {
+		if len(copies) > 0 {
+			counts[place] = len(copies)
+		}
+	}
+	return counts
+}
+
+// Is compares with what the publisher says of its own state at the same sequence.
+func (cache *Cache) Is(state *kvgrpcv1.StateDigest) bool {
+	digest := cache.digest()
+	if len(digest) != len(state.GetTiers()) {
+		return false
+	}
+	for index, told := range state.GetTiers() {
+		own := digest[index]
+		same := own.Medium == told.Medium && own.Group == told.Group && own.Blocks == told.Blocks
+		if !same || own.MixedHashes != told.MixedHashes {
+			return false
+		}
+	}
+	return true
+}
+
+func (cache *Cache) digest() []*kvgrpcv1.TierDigest {
+	var tiers []*kvgrpcv1.TierDigest
+	for place, count := range cache.Blocks() {
+		tiers = append(tiers, &kvgrpcv1.TierDigest{
+			Medium: place.Medium, Group: place.Group, Blocks: uint64(count), MixedHashes: cache.mixed[place],
+		})
+	}
+	sort.Slice(tiers, func(a, b int) bool {
+		if tiers[a].Medium != tiers[b].Medium {
+			return tiers[a].Medium < tiers[b].Medium
+		}
+		return tiers[a].Group < tiers[b].Group
+	})
+	return tiers
+}
+
+func (cache *Cache) store(place Place, hashes []BlockHash) {
+	if cache.copies == nil {
+		cache.copies, cache.mixed = map[Place]map[uint64]int{}, map[Place]uint64{}
+	}
+	if cache.copies[place] == nil {
+		cache.copies[place] = map[uint64]int{}
+	}
+	for _, hash := range hashes {
+		key := hash.Key()
+		if cache.copies[place][key] == 0 {
+			cache.mixed[place] ^= mix(key)
+		}
+		cache.copies[place][key]++
+	}
+}
+
+func (cache *Cache) remove(place Place, hashes []BlockHash) {
+	for _, hash := range hashes {
+		key := hash.Key()
+		switch cache.copies[place][key] {
+		case 0:
+		case 1:
+			delete(cache.copies[place], key)
+			cache.mixed[place] ^= mix(key)
+		default:
+			cache.copies[place][key]--
+		}
+	}
+}
+
+func placeOf(medium string, group int64) Place {
+	if medium == "" {
+		medium = "GPU"
+	}
+	return Place{asciiUpper(medium), uint32(group)}
+}
+
+// Only a to z: what else a name holds is left as it is, in every language.
+func asciiUpper(text string) string {
+	return strings.Map(func(letter rune) rune {
+		if 'a' <= letter && letter <= 'z' {
+			return letter - 'a' + 'A'
+		}
+		return letter
+	}, text)
+}
+
+// The finalizer of splitmix64, as docs/events.md has it.
+func mix(key uint64) uint64 {
+	key += 0x9E3779B97F4A7C15
+	key = (key ^ key>>30) * 0xBF58476D1CE4E5B9
+	key = (key ^ key>>27) * 0x94D049BB133111EB
+	return key ^ key>>31
+}

@@ -1,0 +1,57 @@
+package kvgrpc
+
+import (
+	"testing"
+
+	kvgrpcv1 "kvgrpc.dev/go/kvgrpc/v1"
+)
+
+func numbers(values ...uint64) []BlockHash {
+	hashes := make([]BlockHash, len(values))
+	for index, value := range values {
+		hashes[index] = BlockHash{Value: value}
+	}
+	return hashes
+}
+
+func TestABlockIsThereUntilItsLastCopyGoes(t *testing.T) {
+	var cache Cache
+	device := Place{Medium: "GPU"}
+	cache.Apply([]Event{BlockStored{Hashes: numbers(1, 1, 2)}, BlockRemoved{Hashes: numbers(1, 3), Medium: "gpu"}})
+	if !cache.Holds(device, BlockHash{Value: 1}) || cache.Blocks()[device] != 2 {
+		t.Error(cache.Blocks())
+	}
+	cache.Apply([]Event{BlockRemoved{Hashes: numbers(1)}})
+	if cache.Holds(device, BlockHash{Value: 1}) {
+		t.Error("its last copy went")
+	}
+	cache.Apply([]Event{AllBlocksCleared{}})
+	if len(cache.Blocks()) != 0 {
+		t.Error(cache.Blocks())
+	}
+}
+
+// From kvgrpc/events/digest.py: hashes 1, 2^64 - 2 on GPU and the digest of 32 bytes 0 to 31 in group 1 of CPU.
+func TestTheDigestIsThatOfThePublisher(t *testing.T) {
+	var cache Cache
+	digest := make([]byte, 32)
+	for index := range digest {
+		digest[index] = byte(index)
+	}
+	cache.Apply([]Event{
+		BlockStored{Hashes: numbers(1, 1<<64-2, 5)},
+		BlockStored{Hashes: []BlockHash{{Digest: digest}}, Medium: "cpu", Group: 1},
+		BlockRemoved{Hashes: numbers(5)},
+	})
+	state := &kvgrpcv1.StateDigest{Tiers: []*kvgrpcv1.TierDigest{
+		{Medium: "CPU", Group: 1, Blocks: 1, MixedHashes: 0xc1950c7bba2b5c3b},
+		{Medium: "GPU", Blocks: 2, MixedHashes: 0x622a137cb0f6f4e0},
+	}}
+	if !cache.Is(state) {
+		t.Errorf("%v is not %v", cache.digest(), state)
+	}
+	cache.Apply([]Event{BlockStored{Hashes: numbers(6)}})
+	if cache.Is(state) {
+		t.Error("one more block is another state")
+	}
+}

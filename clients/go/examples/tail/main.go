@@ -1,0 +1,81 @@
+// Tail prints what a rank publishes, and how its cache stands: go run . HOST:PORT. An index that follows the rank is asked
+// too where one is named: go run . HOST:PORT INDEX_HOST:PORT.
+package main
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"os/signal"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
+
+	kvgrpc "kvgrpc.dev/go"
+	kvgrpcv1 "kvgrpc.dev/go/kvgrpc/v1"
+)
+
+func main() {
+	if len(os.Args) < 2 {
+		fmt.Fprintln(os.Stderr, "usage: tail HOST:PORT [INDEX_HOST:PORT]")
+		os.Exit(2)
+	}
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
+	defer stop()
+	events := kvgrpcv1.NewEventServiceClient(dial(os.Args[1]))
+	var cache kvgrpc.Cache
+	var first *kvgrpc.BlockHash
+	for item, err := range kvgrpc.Watch(ctx, events, kvgrpc.Stream{}) {
+		if err != nil {
+			failure, _ := kvgrpc.FailureOf(err)
+			fmt.Fprintln(os.Stderr, failure.Reason, err)
+			os.Exit(1)
+		}
+		switch item := item.(type) {
+		case kvgrpc.Reset:
+			cache.Clear()
+			fmt.Printf("log %s: from the beginning\n", item.LogID)
+		case kvgrpc.Events:
+			cache.Apply(item.Events)
+			for _, event := range item.Events {
+				if stored, isStored := event.(kvgrpc.BlockStored); isStored && len(stored.Hashes) > 0 {
+					first = &stored.Hashes[0]
+				}
+				fmt.Printf("%8d  %T\n", item.NextSequence, event)
+			}
+		case kvgrpc.Current:
+			exact := item.State != nil && cache.Is(item.State)
+			fmt.Printf("current at %d: %v, digest equal: %v\n", item.NextSequence, cache.Blocks(), exact)
+			if len(os.Args) > 2 && first != nil {
+				score(ctx, os.Args[2], *first)
+			}
+		}
+	}
+}
+
+func score(ctx context.Context, address string, hash kvgrpc.BlockHash) {
+	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
+	defer cancel()
+	index := kvgrpcv1.NewIndexServiceClient(dial(address))
+	hashes := &kvgrpcv1.BlockHashes{Values: []uint64{hash.Key()}}
+	answer, err := index.Score(ctx, &kvgrpcv1.ScoreRequest{
+		Prefix: &kvgrpcv1.ScoreRequest_BlockHashes{BlockHashes: hashes},
+	})
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return
+	}
+	for _, one := range answer.Scores {
+		fmt.Printf("block %d: %s dp%d holds it, %s\n", hash.Key(), one.Engine, one.Dp, one.Freshness.State)
+	}
+}
+
+func dial(address string) *grpc.ClientConn {
+	connection, err := grpc.NewClient(address, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+	return connection
+}
