@@ -14,7 +14,7 @@ from benchmarks.harness.plan import FULL, QUICK, Plan
 from benchmarks.harness.quiet import MOST_FOREIGN, ForeignWork
 from benchmarks.harness.rounds import Benchmark, run
 from benchmarks.harness.table import Problem, Row, markdown, show, store
-from benchmarks.rows import control, dataplane, events, handoff, limits
+from benchmarks.rows import control, dataplane, events, handoff, index, limits
 
 RESULTS = Path(__file__).parent / "results.json"
 ROUNDS = 5
@@ -48,9 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def all_benchmarks(plan: Plan) -> list[Benchmark]:
-    return [
-        benchmark for family in (control, handoff, limits, dataplane, events) for benchmark in family.benchmarks(plan)
-    ]
+    families = (control, handoff, limits, dataplane, events, index)
+    return [benchmark for family in families for benchmark in family.benchmarks(plan)]
 
 
 def _measure(benchmark: Benchmark, rounds: int, rows: list[Row], console: Console, tries: int) -> Problem | None:

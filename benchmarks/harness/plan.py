@@ -26,6 +26,8 @@ class Plan:
     bulk_repeats: int = 3
     publishes: int = 4_000
     replay_batches: int = 10_000
+    index_blocks: int = 1_000_000
+    index_queries: int = 300
 
 
 FULL = Plan()
@@ -44,4 +46,6 @@ QUICK = Plan(
     bulk_repeats=1,
     publishes=100,
     replay_batches=50,
+    index_blocks=65_536,
+    index_queries=5,
 )

@@ -1,0 +1,243 @@
+"""index.*: who holds the beginning of a request, asked of one process over gRPC, beside the same maps in one's own."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+import psutil
+
+from benchmarks.harness.plan import Plan
+from benchmarks.harness.rounds import Benchmark, Figures
+from benchmarks.harness.table import Metric, Target
+from benchmarks.harness.worker import Desk, Worker
+from benchmarks.rows.control import percentile
+from kvgrpc.events.digest import mix
+from kvgrpc.events.follower import FollowerCore
+from kvgrpc.events.following import Mode
+from kvgrpc.events.index_servicer import IndexServicer
+from kvgrpc.events.sources import CacheScore, Source, SourceTable
+from kvgrpc.rpc.interceptors import interceptors_of
+from kvgrpc.rpc.loop import LoopThread
+from kvgrpc.rpc.options import SERVER_OPTIONS
+from kvgrpc.rpc.security import ServerSecurity
+from kvgrpc.v1 import index_service_pb2 as pb
+from kvgrpc.v1.index_service_pb2_grpc import IndexServiceStub, add_IndexServiceServicer_to_server
+
+SCORE, MEMORY = "index.score", "index.memory"
+DIRECT = f"{SCORE}.direct"
+BASELINE = "a dict for each engine"
+ENGINES = 64
+REQUEST_BLOCKS = 512
+# A prompt that all share, a conversation that some have seen, one that few have whole.
+HELD = [(4, REQUEST_BLOCKS), (16, 256), (ENGINES, 64)]
+TABLE, MAPS = "table", "maps"
+
+Fill = Callable[[Desk, int], int]
+Ask = Callable[[Desk, int], list[float]]
+
+
+def benchmarks(plan: Plan) -> list[Benchmark]:
+    blocks, queries = plan.index_blocks, plan.index_queries
+    return [
+        Benchmark(
+            metrics=(
+                Metric(SCORE, "queries/s", "higher", BASELINE, Target(ratio=0.5)),
+                Metric(f"{SCORE}.p50", "us", "lower", BASELINE),
+            ),
+            ours=lambda: OverGrpc(blocks, queries),
+            baseline=lambda: InProcess(_fill_maps, _ask_maps, blocks, queries, SCORE),
+        ),
+        Benchmark(
+            metrics=(Metric(DIRECT, "queries/s", "higher", BASELINE), Metric(f"{DIRECT}.p50", "us", "lower", BASELINE)),
+            ours=lambda: InProcess(_fill_table, _ask_table, blocks, queries, DIRECT),
+            baseline=lambda: InProcess(_fill_maps, _ask_maps, blocks, queries, DIRECT),
+        ),
+        Benchmark(
+            metrics=(Metric(MEMORY, "B/block", "lower", BASELINE),),
+            ours=lambda: Memory(_fill_table, blocks),
+            baseline=lambda: Memory(_fill_maps, blocks),
+            warm_ups=0,
+        ),
+    ]
+
+
+class InProcess:
+    """Filled once, asked in turns."""
+
+    def __init__(self, fill: Fill, ask: Ask, blocks: int, queries: int, name: str) -> None:
+        self._worker = Worker(f"{name}-direct")
+        self._ask, self._queries, self._name = ask, queries, name
+        self._worker.call(fill, blocks)
+
+    def turn(self) -> Figures:
+        return figures(self._worker.call(self._ask, self._queries), self._name)
+
+    def peak_rss(self) -> int:
+        return self._worker.peak_rss()
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+class OverGrpc:
+    """The service in one process, a router in another that asks one question after the other."""
+
+    def __init__(self, blocks: int, queries: int) -> None:
+        self._server, self._router = Worker("index-server"), Worker("index-router")
+        self._queries = queries
+        self._server.call(_fill_table, blocks)
+        self._router.call(_dial, self._server.call(_serve))
+
+    def turn(self) -> Figures:
+        return figures(self._router.call(_ask_service, self._queries), SCORE)
+
+    def peak_rss(self) -> int:
+        return self._server.peak_rss() + self._router.peak_rss()
+
+    def close(self) -> None:
+        self._router.close()
+        self._server.close()
+
+
+@dataclass
+class Memory:
+    """By how much a process grows for each block of an engine, in a fresh process each turn."""
+
+    fill: Fill
+    blocks: int
+    highest: int = 0
+
+    def turn(self) -> Figures:
+        worker = Worker("index-memory")
+        try:
+            grown = worker.call(self.fill, self.blocks)
+            self.highest = max(self.highest, worker.peak_rss())
+        finally:
+            worker.close()
+        return {MEMORY: grown / self.blocks}
+
+    def peak_rss(self) -> int:
+        return self.highest
+
+    def close(self) -> None: ...
+
+
+def figures(took: list[float], name: str) -> Figures:
+    return {name: len(took) / sum(took), f"{name}.p50": percentile(took, 50) * 1e6}
+
+
+def request() -> list[int]:
+    return [mix(number) for number in range(REQUEST_BLOCKS)]
+
+
+def contents(engine: int, blocks: int) -> list[int]:
+    """So many blocks: what it has of the request, the rest its own."""
+    held = next(count for below, count in HELD if engine < below)
+    rng = random.Random(engine)
+    return request()[:held] + [rng.getrandbits(64) for _ in range(max(0, blocks // ENGINES - held))]
+
+
+def expected() -> dict[str, int]:
+    return {f"engine{engine}": next(count for below, count in HELD if engine < below) for engine in range(ENGINES)}
+
+
+def _fill_table(desk: Desk, blocks: int) -> int:
+    before, table = _resident(), SourceTable()
+    desk.items[TABLE] = table
+    for engine in range(ENGINES):
+        core = FollowerCore(table.index, lambda payload: [])
+        core.start()
+        core.begun(1, "log", 0, 0, 0.0)
+        core.snapshot(1, 0, 0, [], 0.0)
+        core.snapshot_complete(1, None, 0.0)
+        assert core.contents is not None and core.take_commands()[0].mode is Mode.SNAPSHOT  # type: ignore[union-attr]
+        core.contents.blocks.stored("GPU", contents(engine, blocks))
+        table.add(f"engine{engine}", 0, core, "", live=False)
+    return _resident() - before
+
+
+def _fill_maps(desk: Desk, blocks: int) -> int:
+    before = _resident()
+    desk.items[MAPS] = {f"engine{engine}": dict.fromkeys(contents(engine, blocks), 1) for engine in range(ENGINES)}
+    return _resident() - before
+
+
+def _ask_table(desk: Desk, queries: int) -> list[float]:
+    table, asked, took = desk.items[TABLE], request(), []
+    for _ in range(queries):
+        begin = time.perf_counter()
+        scores = table.score(asked, (), 0.0)
+        took.append(time.perf_counter() - begin)
+        _check({score.engine: score.blocks for score in scores})
+    return took
+
+
+def _ask_maps(desk: Desk, queries: int) -> list[float]:
+    maps, asked, took = desk.items[MAPS], request(), []
+    for _ in range(queries):
+        begin = time.perf_counter()
+        found = {}
+        for engine, blocks in maps.items():
+            leading = 0
+            for block in asked:
+                if block not in blocks:
+                    break
+                leading += 1
+            if leading:
+                found[engine] = leading
+        took.append(time.perf_counter() - begin)
+        _check(found)
+    return took
+
+
+class _Table:
+    """What the servicer asks."""
+
+    def __init__(self, table: SourceTable) -> None:
+        self._table = table
+
+    def score(self, hashes: list[int], engines: frozenset[str] = frozenset()) -> list[CacheScore]:
+        return self._table.score(hashes, engines, 0.0)
+
+    def sources(self) -> list[Source]:
+        return self._table.sources(0.0)
+
+
+def _serve(desk: Desk) -> str:
+    async def serve() -> str:
+        server = desk.items["server"] = grpc.aio.server(
+            interceptors=interceptors_of(ServerSecurity()), options=SERVER_OPTIONS
+        )
+        add_IndexServiceServicer_to_server(IndexServicer(_Table(desk.items[TABLE])), server)  # type: ignore[arg-type]
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        return f"127.0.0.1:{port}"
+
+    return LoopThread.shared().run(serve(), 30)
+
+
+def _dial(desk: Desk, address: str) -> None:
+    desk.items["stub"] = IndexServiceStub(grpc.insecure_channel(address))
+
+
+def _ask_service(desk: Desk, queries: int) -> list[float]:
+    stub, asked, took = desk.items["stub"], request(), []
+    for _ in range(queries):
+        begin = time.perf_counter()
+        response = stub.Score(pb.ScoreRequest(block_hashes=pb.BlockHashes(values=asked)), timeout=30)
+        took.append(time.perf_counter() - begin)
+        _check({score.engine: score.blocks for score in response.scores})
+    return took
+
+
+def _check(found: dict[str, int]) -> None:
+    if found != expected():
+        raise AssertionError("an engine was scored wrong")
+
+
+def _resident() -> int:
+    return int(psutil.Process().memory_info().rss)
