@@ -29,6 +29,8 @@ class VllmEngine(Engine):
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+            # With several ranks the first request would have a C++ compiler run for a minute, for the embedding.
+            "TORCHDYNAMO_DISABLE": "1",
             **more,
         }
 
