@@ -39,7 +39,7 @@ class Bootstrap:
         self._path = f"kvgrpc-registry-{os.getpid()}-{secrets.token_hex(8)}"
         self._registry = RegistryServer([f"unix-abstract:{self._path}"], self._security, lease_ttl)
         self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections: set[asyncio.StreamWriter] = set()
 
     def open(self) -> Bootstrap:
         self._security.check(self._address)
@@ -65,21 +65,19 @@ class Bootstrap:
         if self._server is not None:
             self._server.close()
         for connection in self._connections:
-            connection.cancel()
+            connection.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
         if len(self._connections) >= _MOST_CONNECTIONS:
             writer.close()
             return
-        self._connections.add(task)
+        self._connections.add(writer)
         try:
             await self._answer_or_pass_on(reader, writer)
         except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             pass  # the peer's affair
         finally:
-            self._connections.discard(task)
+            self._connections.discard(writer)
             writer.close()
 
     async def _answer_or_pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

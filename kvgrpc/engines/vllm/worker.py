@@ -25,7 +25,8 @@ from kvgrpc.server import open_rank
 from kvgrpc.transfer import KVReceiver, KVSender, room_from_transfer_id
 
 logger = logging.getLogger("vllm." + __name__)
-_CLOSE_SECONDS = 3.0
+# vLLM kills a worker that takes more than 5 s.
+_CLOSE_SECONDS = 2.0
 
 
 class Worker:
