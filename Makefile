@@ -51,9 +51,10 @@ bench-engines:  ## The same engines and requests over kvgrpc and over SGLang's o
 	@.ci/setup sglang
 	@$(PYTEST) .venv-sglang/bin/python -m benchmarks.engines $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
-gen:  ## Generated code and docs/errors.md from protos/.
+gen:  ## Generated code of all languages, and docs/errors.md, from protos/.
 	@.ci/setup gen
 	@.ci/generate .
+	@.ci/typescript gen
 
 lint:  ## Style, types, which module may import which, protos, and drift of generated files.
 	@.ci/setup main

@@ -1,10 +1,10 @@
-"""engine.*: real SGLang engines over kvgrpc, and over SGLang's own Mooncake backend: ``make bench-engines``.
+"""engine.*: real engines over kvgrpc, and over the engine's own Mooncake backend: ``make bench-engines``.
 
-``python -m benchmarks.engines [--only engine.sglang.ttft] [--rounds N] [--json PATH]``, in the environment of
-tests/engines, whose engines these are. Both pairs take turns. SGLang's schedulers poll without a pause, so the pair
-whose turn it is not is stopped (SIGSTOP), and the first requests after that do not count. One pair of engines is a
-tenth faster or slower than the next of the same kind, for as long as it lives: rows of a latency start them several
-times.
+``python -m benchmarks.engines [--only engine.sglang.ttft] [--rounds N] [--json PATH]``, in an environment of
+tests/engines, whose engines these are: SGLang's or vLLM's. Both pairs take turns. Schedulers poll without a pause, so
+the pair whose turn it is not is stopped (SIGSTOP), and the first requests after that do not count. One pair of engines
+is a tenth faster or slower than the next of the same kind, for as long as it lives: rows of a latency start them
+several times.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
@@ -25,21 +26,24 @@ from benchmarks.harness.table import Metric, Problem, Row, Target, markdown, sho
 from benchmarks.harness.worker import peak_rss
 from tests.engines.engine import Pair, Request
 from tests.engines.model import TINY, WIDE, Case, Reference, Size
+from tests.engines.vllm_engine import CONNECTOR, IN_TREE_CONNECTOR, VllmPair
 
-RESULTS = Path(__file__).parent / "results-engines.json"
+ENGINE = "sglang" if find_spec("sglang") else "vllm"
+RESULTS = Path(__file__).parent / f"results-engines-{ENGINE}.json"
 LOG_WIDTH = 170
-IN_TREE = "SGLang's Mooncake"
+IN_TREE = {"sglang": "SGLang's Mooncake", "vllm": "vLLM's Mooncake"}[ENGINE]
 # A socket and nothing else (baselines/sglang_bare.py): no claim about kvgrpc, but the most that ttft could reach.
 BARE = "bare"
 BARE_ENVIRONMENT = {"KVGRPC_SGLANG": "off", "SGLANG_ON_CPU_PLUGIN": "benchmarks.baselines.sglang_bare:install"}
-TTFT, WIDE_TTFT = "engine.sglang.ttft", "engine.sglang.wide"
+TTFT, WIDE_TTFT = f"engine.{ENGINE}.ttft", f"engine.{ENGINE}.wide"
 LIMIT = "limit.sglang.ttft"
-DETECT, FIRST_REQUEST = "engine.sglang.detect", "engine.sglang.first_request"
+DETECT, FIRST_REQUEST = f"engine.{ENGINE}.detect", f"engine.{ENGINE}.first_request"
 PROMPT_TOKENS, NEW_TOKENS = 100, 4
 TIMED_REQUESTS, UNCOUNTED_REQUESTS = 100, 4
 STARTS = 3
 WIDE_PROMPT_TOKENS, WIDE_REQUESTS, WIDE_CONCURRENCY = 128, 12, 4
-DETECT_SECONDS = 60.0
+# How long a request is waited for whose prefill is dead; one that waits on is counted with it.
+DETECT_SECONDS = {"sglang": 60.0, "vllm": 30.0}[ENGINE]
 
 
 class Engines:
@@ -52,12 +56,7 @@ class Engines:
         self._folder = Path(tempfile.mkdtemp(prefix="kvgrpc-bench-"))
         reference = Reference(self._folder, self.size)
         self._cases = endless([reference.case(self.prompt_tokens, NEW_TOKENS) for _ in range(24)])
-        # Every request is computed, and in one go.
-        alone = {"chunked_prefill_size": 512, "disable_radix_cache": True}
-        environment = BARE_ENVIRONMENT if backend == BARE else {}
-        self.pair = Pair(
-            self._folder, reference.path, backend=backend, environment=environment, prefill=alone, decode=alone
-        )
+        self.pair = {"sglang": sglang_pair, "vllm": vllm_pair}[ENGINE](self._folder, reference.path, backend)
         self.pair.wait_ready()
         self._stop()
 
@@ -148,25 +147,46 @@ class Faults(Engines):
         waiting = self.pair.submit_to_decode(next(self._cases).prompt, NEW_TOKENS)
         time.sleep(0.5)
         killed = self.pair.prefill.kill()
-        waiting.failure(DETECT_SECONDS)
+        if not waiting.wait(DETECT_SECONDS):
+            self.pair.decode.abort(waiting)
+            return {FIRST_REQUEST: first, DETECT: DETECT_SECONDS}
+        waiting.failure(0)
         return {FIRST_REQUEST: first, DETECT: (waiting.ended or 0.0) - killed}
 
 
-def benchmarks() -> list[Benchmark]:
+def sglang_pair(folder: Path, model: Path, backend: str) -> Pair:
+    """Every request is computed, and in one go."""
+    alone = {"chunked_prefill_size": 512, "disable_radix_cache": True}
+    environment = BARE_ENVIRONMENT if backend == BARE else {}
+    return Pair(folder, model, backend=backend, environment=environment, prefill=alone, decode=alone)
+
+
+def vllm_pair(folder: Path, model: Path, backend: str) -> Pair:
+    """As for SGLang."""
+    alone = {"max_num_batched_tokens": 512, "enable_prefix_caching": False}
+    transfer = CONNECTOR if backend == "kvgrpc" else IN_TREE_CONNECTOR
+    return VllmPair(folder, model, transfer=transfer, prefill=alone, decode=alone)
+
+
+def benchmarks(starts: int = STARTS) -> list[Benchmark]:
+    return [each for each in all_benchmarks(starts) if ENGINE == "sglang" or each.name != LIMIT]
+
+
+def all_benchmarks(starts: int) -> list[Benchmark]:
     return [
         row(
             FirstToken,
             Metric(TTFT, "ms", "lower", IN_TREE, Target(ratio=1.4)),
             Metric(f"{TTFT}.p99", "ms", "lower", IN_TREE, Target(ratio=1)),
-            starts=STARTS,
+            starts=starts,
         ),
         Benchmark(
             (Metric(LIMIT, "ms", "lower", IN_TREE),),
             lambda: BareFirstToken(BARE),
             lambda: BareFirstToken("mooncake"),
-            starts=STARTS,
+            starts=starts,
         ),
-        row(Wide, Metric(WIDE_TTFT, "ms", "lower", IN_TREE, Target(ratio=1)), starts=STARTS),
+        row(Wide, Metric(WIDE_TTFT, "ms", "lower", IN_TREE, Target(ratio=1)), starts=starts),
         row(
             Faults,
             Metric(DETECT, "s", "lower", IN_TREE, Target(value=1)),
@@ -190,12 +210,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.engines", description=__doc__.splitlines()[0])
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="PREFIX,…")
     parser.add_argument("--rounds", type=int, default=3, help="of each start")
+    parser.add_argument("--starts", type=int, default=STARTS, help="of the pairs, for rows of a latency")
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
     rows: list[Row] = []
     problems: list[Problem] = []
-    for benchmark in benchmarks():
+    for benchmark in benchmarks(options.starts):
         if benchmark.matches(options.only):
             try:
                 rows += run(benchmark, options.rounds)

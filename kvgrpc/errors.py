@@ -56,6 +56,7 @@ class Reason(enum.IntEnum):
     STORAGE_FAILED = 52
     COPY_FAILED = 53
     PAGE_STATE_INVALID = 54
+    STORE_UNAVAILABLE = 60
 
     @property
     def full_name(self) -> str:
@@ -254,6 +255,10 @@ class PageStateInvalid(KvGrpcError):
 
 class IdentityMismatch(KvGrpcError):
     reason, code = Reason.IDENTITY_MISMATCH, "PERMISSION_DENIED"
+
+
+class StoreUnavailable(KvGrpcError):
+    reason, code = Reason.STORE_UNAVAILABLE, "UNAVAILABLE"
 
 
 @dataclass(frozen=True, slots=True)

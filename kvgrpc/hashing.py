@@ -95,14 +95,6 @@ def vllm_event_hash(block_hash: bytes) -> int:
     return int.from_bytes(block_hash[-8:], "big")
 
 
-def canonical_hash(event_hash: int | bytes) -> int:
-    """One unsigned 64-bit number for what any engine writes: signed and unsigned numbers are the same, of bytes the
-    last eight count."""
-    if isinstance(event_hash, int):
-        return event_hash & 0xFFFF_FFFF_FFFF_FFFF
-    return int.from_bytes(event_hash[-8:], "big")
-
-
 def _pages(tokens: Sequence[int], page_size: int, bigram: bool) -> Iterator[bytes]:
     """What SGLang hashes of each page: 4 little-endian bytes a word, or a mark and 8 where one word needs them."""
     try:
@@ -177,3 +169,4 @@ def _cbor_head(major: int, number: int) -> bytes:
 
 
 _SERIALIZERS: dict[str, Callable[[object], bytes]] = {"sha256": _pickled, "sha256_cbor": _cbor}
+BLOCK_HASH_ALGORITHMS = tuple(_SERIALIZERS)

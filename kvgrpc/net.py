@@ -130,6 +130,11 @@ def parse_bootstrap_addr(text: str) -> BootstrapAddress:
     return BootstrapAddress(normal, port, engine)
 
 
+def replicas(text: str) -> list[str]:
+    """Reads "host[:port]", or several replicas of a registry with commas between them. Raises InvalidRequest."""
+    return [parse_bootstrap_addr(address).target for address in text.split(",")]
+
+
 class AddressPolicy:
     """What a request may make this process dial: loopback, the configured registries, and what ``allow`` lists.
 

@@ -61,14 +61,14 @@ class KvgrpcDecode:
         self._rank.close(CLOSE_DEADLINE)
 
 
-def open_publishing_rank() -> Rank:
+def open_publishing_rank() -> Rank[Any]:
     """A rank with live events and a journal that keeps every batch of a replay row."""
     setting = Setting("kvgrpc", "null", Shape(regions=1, pages=1, page_bytes=4096, aux_items=1))
     events = {"publisher": "zmq", "endpoint": "tcp://127.0.0.1:0", "journal_bytes": JOURNAL_BYTES}
     return _open(setting, Role.PREFILL, events=events)[0]
 
 
-def _open(setting: Setting, role: Role, **options: Any) -> tuple[Rank, Memory]:
+def _open(setting: Setting, role: Role, **options: Any) -> tuple[Rank[Any], Memory]:
     shape = setting.shape
     plane = _open_plane(setting.plane)
     memory = Memory(shape, plane.allocate)

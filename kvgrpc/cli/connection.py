@@ -11,6 +11,7 @@ import click
 
 from kvgrpc.cli.unanswered import Unanswered, next_step
 from kvgrpc.errors import PeerUnreachable
+from kvgrpc.net import check_target
 
 if TYPE_CHECKING:
     from kvgrpc.client import SyncClient
@@ -60,6 +61,13 @@ def calls_a_rank(function: Callable[Concatenate[SyncClient, ...], None]) -> Call
     return _with_client(function, "`kvgrpc ranks -s REGISTRY` lists where ranks listen; --server HOST:PORT names one.")
 
 
+def calls_an_index(function: Callable[Concatenate[SyncClient, ...], None]) -> Callable[..., None]:
+    """The same."""
+    return _with_client(
+        function, "`kvgrpc serve index --registry REGISTRY` starts an index; --server HOST:PORT names one."
+    )
+
+
 def calls_a_server(function: Callable[Concatenate[SyncClient, ...], None]) -> Callable[..., None]:
     """The same, for what registries and ranks answer alike."""
     return _with_client(
@@ -87,6 +95,7 @@ def _with_client(function: Callable[Concatenate[SyncClient, ...], None], where: 
     ) -> None:
         from kvgrpc.client import ClientSecurity, SyncClient
 
+        check_target(server, "--server")
         security = ClientSecurity(
             ca_file=ca_file or "",
             cert_file=cert_file or "",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvgrpc.cli.connection import calls_a_rank, json_option
+from kvgrpc.cli.index import follow, score, sources
 from kvgrpc.cli.names import incarnation_name
 from kvgrpc.cli.output import show_json, show_table, size
 
@@ -50,7 +51,11 @@ def streams(client: SyncClient, as_json: bool) -> None:
 
 @click.group()
 def events() -> None:
-    """Read KV-cache events: `tail` follows, `replay` ends."""
+    """Read KV-cache events: `tail` shows them as they come, `replay` ends, `follow` keeps what they come to."""
+
+
+for _command in (follow, score, sources):
+    events.add_command(_command)
 
 
 def reads_a_stream(command: Any) -> Any:

@@ -37,7 +37,7 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command and exits: 0 done, 1 the answer is "no", 2 wrong usage, 64 + gRPC status code a refusal."""
     try:
-        sys.exit(command(arguments, standalone_mode=False))
+        sys.exit(command(arguments, standalone_mode=False, auto_envvar_prefix="KVGRPC"))
     except click.exceptions.Abort:
         sys.exit(INTERRUPTED)
     except click.ClickException as error:
@@ -72,5 +72,6 @@ class LazyGroup(click.Group):
 def command() -> None:
     """The control plane for KV-cache hand-offs between LLM engines.
 
-    Every option can be given as an environment variable, for example KVGRPC_SERVER or KVGRPC_TOKEN_FILE.
+    Every option can be given as an environment variable: those of a connection as KVGRPC_SERVER or KVGRPC_TOKEN_FILE,
+    any other with the name of its command, as KVGRPC_ROOMS_HELD.
     """

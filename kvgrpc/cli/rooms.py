@@ -31,11 +31,11 @@ def sessions(client: SyncClient, as_json: bool) -> None:
     rows = [
         (
             incarnation_name(session.peer),
-            session.state,
+            session_state_name(session.state),
             session.address,
             session.rooms,
-            session.outbox,
-            seconds(seconds_of(session.silence)),
+            session.pending_rooms,
+            seconds(seconds_of(session.idle_time)),
             session.stream,
         )
         for session in found
@@ -127,6 +127,12 @@ def failure_fields(failure: common_pb2.Failure) -> list[tuple[str, object]]:
 def pages_done(room: transfer_service_pb2.Room) -> int:
     """What all parts have: a page is done when every part of it is."""
     return min((part.pages_done for part in room.parts), default=0)
+
+
+def session_state_name(state: transfer_service_pb2.SessionState.ValueType) -> str:
+    from kvgrpc.v1 import transfer_service_pb2
+
+    return transfer_service_pb2.SessionState.Name(state).removeprefix("SESSION_STATE_")
 
 
 def state_name(state: transfer_service_pb2.RoomState.ValueType) -> str:

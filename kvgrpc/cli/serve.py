@@ -1,10 +1,93 @@
-"""``kvgrpc serve registry``: the one kvgrpc process that needs no engine."""
+"""``kvgrpc serve registry`` and ``kvgrpc serve index``: the kvgrpc processes that need no engine."""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvgrpc.cli.connection import DEFAULT_SERVER, FILE
+
+if TYPE_CHECKING:
+    from kvgrpc.server import IndexServer, RegistryServer
+
+DEFAULT_INDEX = "127.0.0.1:8997"
+
+_OPTIONS = (
+    click.option("--cert-file", type=FILE, envvar="KVGRPC_CERT_FILE", help="Serve TLS with this certificate (PEM)."),
+    click.option("--key-file", type=FILE, envvar="KVGRPC_KEY_FILE", help="Key of the certificate."),
+    click.option(
+        "--client-ca-file",
+        type=FILE,
+        envvar="KVGRPC_CLIENT_CA_FILE",
+        help="mTLS: clients need a certificate signed by this; a name in it ends in .rank, .consumer or .operator.",
+    ),
+    click.option(
+        "--tokens-file",
+        type=FILE,
+        envvar="KVGRPC_TOKENS_FILE",
+        help="Callers need a token of this file: a line each, rank:SECRET, consumer:SECRET or operator:SECRET.",
+    ),
+    click.option(
+        "--health-without-token/--health-needs-token",
+        default=True,
+        show_default=True,
+        envvar="KVGRPC_HEALTH_WITHOUT_TOKEN",
+        help="Whether health checks (only those) need a token too.",
+    ),
+    click.option(
+        "--insecure", is_flag=True, envvar="KVGRPC_INSECURE", help="Plaintext on an address that others reach is meant."
+    ),
+    click.option(
+        "--metrics-listen",
+        default="",
+        envvar="KVGRPC_METRICS_LISTEN",
+        help="HOST:PORT of /metrics (Prometheus), /livez and /readyz (a kubelet), over HTTP.",
+    ),
+    click.option(
+        "--log-level",
+        type=click.Choice(("DEBUG", "INFO", "WARNING", "ERROR"), case_sensitive=False),
+        default="INFO",
+        show_default=True,
+        envvar="KVGRPC_LOG_LEVEL",
+    ),
+)
+
+
+def serves(function: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options of a server; it gets what they make as ``security`` and ``insecure``."""
+
+    @functools.wraps(function)
+    def run(
+        *,
+        cert_file: str | None,
+        key_file: str | None,
+        client_ca_file: str | None,
+        tokens_file: str | None,
+        health_without_token: bool,
+        insecure: bool,
+        log_level: str,
+        **options: Any,
+    ) -> None:
+        from kvgrpc.observability import logging
+        from kvgrpc.rpc.security import ServerSecurity
+
+        logging.configure(log_level.upper())
+        security = ServerSecurity(
+            cert_file=cert_file or "",
+            key_file=key_file or "",
+            client_ca_file=client_ca_file or "",
+            token_file=tokens_file or "",
+            health_without_token=health_without_token,
+            insecure=insecure,
+        )
+        function(security=security, insecure=insecure, **options)
+
+    for option in reversed(_OPTIONS):
+        run = option(run)
+    return run
 
 
 @click.group()
@@ -28,70 +111,73 @@ def serve() -> None:
     envvar="KVGRPC_LEASE_TTL",
     help="Seconds that a row lives without a renewal.",
 )
-@click.option("--cert-file", type=FILE, envvar="KVGRPC_CERT_FILE", help="Serve TLS with this certificate (PEM).")
-@click.option("--key-file", type=FILE, envvar="KVGRPC_KEY_FILE", help="Key of the certificate.")
 @click.option(
-    "--client-ca-file",
-    type=FILE,
-    envvar="KVGRPC_CLIENT_CA_FILE",
-    help="mTLS: clients need a certificate signed by this; a name in it ends in .rank, .consumer or .operator.",
-)
-@click.option(
-    "--tokens-file",
-    type=FILE,
-    envvar="KVGRPC_TOKENS_FILE",
-    help="Callers need a token of this file: a line each, rank:SECRET, consumer:SECRET or operator:SECRET.",
-)
-@click.option(
-    "--health-without-token/--health-needs-token",
-    default=True,
+    "--store",
+    type=click.Choice(["memory", "etcd"]),
+    default="memory",
     show_default=True,
-    envvar="KVGRPC_HEALTH_WITHOUT_TOKEN",
-    help="Whether health checks (only those) need a token too.",
+    envvar="KVGRPC_STORE",
+    help="Where rows are: in this process, or in etcd, where several registries share them.",
 )
-@click.option(
-    "--insecure", is_flag=True, envvar="KVGRPC_INSECURE", help="Plaintext on an address that others reach is meant."
-)
-@click.option(
-    "--metrics-listen",
-    default="",
-    envvar="KVGRPC_METRICS_LISTEN",
-    help="HOST:PORT of /metrics (Prometheus), /livez and /readyz (a kubelet), over HTTP.",
-)
-@click.option("--log-level", default="INFO", show_default=True, envvar="KVGRPC_LOG_LEVEL", help="DEBUG, INFO, WARNING.")
+@click.option("--etcd", multiple=True, envvar="KVGRPC_ETCD", help="HOST:PORT of a member of etcd; may repeat.")
+@click.option("--etcd-prefix", default="", envvar="KVGRPC_ETCD_PREFIX", help="Keys begin with it (/kvgrpc/registry/).")
+@click.option("--etcd-ca-file", type=FILE, envvar="KVGRPC_ETCD_CA_FILE", help="TLS to etcd, trusting this (PEM).")
+@click.option("--etcd-cert-file", type=FILE, envvar="KVGRPC_ETCD_CERT_FILE", help="Our certificate for etcd.")
+@click.option("--etcd-key-file", type=FILE, envvar="KVGRPC_ETCD_KEY_FILE", help="Key of that certificate.")
+@serves
 def registry(
-    listen: str,
-    lease_ttl: float,
-    cert_file: str | None,
-    key_file: str | None,
-    client_ca_file: str | None,
-    tokens_file: str | None,
-    health_without_token: bool,
+    store: str,
+    etcd_ca_file: str | None,
+    etcd_cert_file: str | None,
+    etcd_key_file: str | None,
     insecure: bool,
-    metrics_listen: str,
-    log_level: str,
+    **options: Any,
 ) -> None:
-    """Run a registry: who serves what, with leases. State is in memory; ranks register again after a restart.
+    """Run a registry: who serves what, with leases. In memory, ranks register again after a restart; with --store
+    etcd, all registries over one etcd are one, and any of them may stop.
 
     Prints one line with the bound address once it serves. SIGTERM and Ctrl-C drain it.
     """
-    from kvgrpc.observability import logging
-    from kvgrpc.rpc.security import ServerSecurity
-    from kvgrpc.server import RegistryServer, serve_registry
+    from kvgrpc.rpc.security import ClientSecurity
+    from kvgrpc.server import serve_registry
 
-    logging.configure(log_level.upper())
-    security = ServerSecurity(
-        cert_file=cert_file or "",
-        key_file=key_file or "",
-        client_ca_file=client_ca_file or "",
-        token_file=tokens_file or "",
-        health_without_token=health_without_token,
-        insecure=insecure,
-    )
+    if (store == "etcd") != bool(options["etcd"]):
+        raise click.UsageError("--store etcd needs --etcd HOST:PORT, and --etcd needs --store etcd")
+    calls = ClientSecurity(ca_file=etcd_ca_file or "", cert_file=etcd_cert_file or "", key_file=etcd_key_file or "")
+    serve_registry(etcd_security=calls, on_ready=functools.partial(_say_where, "registry"), **options)
 
-    def ready(server: RegistryServer) -> None:
-        if server.metrics_address:
-            click.echo(f"metrics at {server.metrics_address}")
-        click.echo(f"kvgrpc registry listens on {server.address}")
 
-    serve_registry(listen, security=security, lease_ttl=lease_ttl, metrics_listen=metrics_listen, on_ready=ready)
+@serve.command()
+@click.option(
+    "--listen",
+    default=DEFAULT_INDEX,
+    show_default=True,
+    envvar="KVGRPC_LISTEN",
+    help="HOST:PORT (port 0: a free one) or unix:/path.",
+)
+@click.option("--registry", default="", envvar="KVGRPC_REGISTRY", help="Follow every engine that this registry lists.")
+@click.option(
+    "--source", "sources", multiple=True, help="Follow the streams of the rank at this HOST:PORT; may be repeated."
+)
+@click.option("--live", is_flag=True, help="Take batches from ZMQ PUB; Watches fill what it lost.")
+@click.option("--ca-file", type=FILE, envvar="KVGRPC_CA_FILE", help="Call ranks with TLS; who signs them.")
+@click.option("--token-file", type=FILE, envvar="KVGRPC_TOKEN_FILE", help="Call ranks with the token in this file.")
+@serves
+def index(ca_file: str | None, token_file: str | None, insecure: bool, registry: str, **options: Any) -> None:
+    """Run an index: it follows the caches of many engines, and tells routers who holds the beginning of a request.
+
+    Prints one line with the bound address once it serves. SIGTERM and Ctrl-C end it.
+    """
+    from kvgrpc.rpc.security import ClientSecurity
+    from kvgrpc.server import serve_index
+
+    if not registry and not options["sources"]:
+        raise click.UsageError("nothing to follow: name a --registry, or ranks by --source")
+    calls = ClientSecurity(ca_file=ca_file or "", token_file=token_file or "", insecure=insecure)
+    serve_index(registry=registry, client_security=calls, on_ready=functools.partial(_say_where, "index"), **options)
+
+
+def _say_where(what: str, server: RegistryServer | IndexServer) -> None:
+    if server.metrics_address:
+        click.echo(f"metrics at {server.metrics_address}")
+    click.echo(f"kvgrpc {what} listens on {server.address}")

@@ -24,7 +24,7 @@ TRANSFER = "kvgrpc.v1.TransferService"
 def info(client: SyncClient, as_json: bool) -> None:
     """Show who a process is, what it serves, and the shape of its pools."""
     server = client.get_server_info()
-    topology = client.get_topology() if TRANSFER in server.services else None
+    topology = client.get_rank() if TRANSFER in server.services else None
     if as_json:
         return show_json(server, *([topology] if topology else []))
     fields: list[tuple[str, object]] = [

@@ -1,11 +1,49 @@
 """The Python client of every kvgrpc service, for operators, consumers and tests. Needs neither torch nor Mooncake.
 
-``Client`` is asynchronous, ``SyncClient`` has the same methods for plain code. Errors are those of ``kvgrpc.errors``.
+``Client`` is asynchronous, ``SyncClient`` has the same methods for plain code. ``EventFollower`` keeps the exact
+contents of one cache, ``PrefixIndex`` those of many; ``SyncEventFollower`` and ``SyncPrefixIndex`` are the same for
+plain code. Errors are those of ``kvgrpc.errors``.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from kvgrpc.client.aio import Client
 from kvgrpc.client.sync import SyncClient
 from kvgrpc.client.watch import Begin, Dropped, Heartbeat, Payloads, WatchPart
 from kvgrpc.rpc.security import ClientSecurity
 
-__all__ = ["Begin", "Client", "ClientSecurity", "Dropped", "Heartbeat", "Payloads", "SyncClient", "WatchPart"]
+if TYPE_CHECKING:
+    from kvgrpc.client.follower import EventFollower
+    from kvgrpc.client.prefix_index import PrefixIndex
+    from kvgrpc.client.sync_follower import SyncEventFollower, SyncPrefixIndex
+
+__all__ = [
+    "Begin",
+    "Client",
+    "ClientSecurity",
+    "Dropped",
+    "EventFollower",
+    "Heartbeat",
+    "Payloads",
+    "PrefixIndex",
+    "SyncClient",
+    "SyncEventFollower",
+    "SyncPrefixIndex",
+    "WatchPart",
+]
+
+_LOADED_WHEN_NAMED = {
+    "EventFollower": "follower",
+    "PrefixIndex": "prefix_index",
+    "SyncEventFollower": "sync_follower",
+    "SyncPrefixIndex": "sync_follower",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LOADED_WHEN_NAMED:
+        return getattr(importlib.import_module(f"kvgrpc.client.{_LOADED_WHEN_NAMED[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

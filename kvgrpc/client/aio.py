@@ -6,14 +6,15 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvgrpc.client.silence import Silence
 from kvgrpc.client.watch import WatchPart, part_of
-from kvgrpc.errors import KvGrpcError, PeerUnreachable
+from kvgrpc.errors import InvalidRequest, KvGrpcError, PeerUnreachable
+from kvgrpc.net import check_target
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.retry import repeated
 from kvgrpc.rpc.security import ClientSecurity
@@ -21,19 +22,25 @@ from kvgrpc.rpc.status import error_from
 from kvgrpc.v1 import (
     common_pb2,
     event_service_pb2,
+    index_service_pb2,
     prefetch_service_pb2,
     registry_service_pb2,
     server_service_pb2,
     transfer_service_pb2,
 )
 from kvgrpc.v1.event_service_pb2_grpc import EventServiceStub
+from kvgrpc.v1.index_service_pb2_grpc import IndexServiceStub
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceStub
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
 from kvgrpc.v1.server_service_pb2_grpc import ServerServiceStub
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
 
+if TYPE_CHECKING:
+    from kvgrpc.client.follower import EventFollower
+
 T = TypeVar("T")
 _LEAST_SILENCE_SECONDS = 3.0
+LONGEST_TIMEOUT_SECONDS = 86_400.0
 _LEAST_ENGINE_SILENCE_SECONDS = 15.0
 
 
@@ -41,13 +48,19 @@ class Client:
     """Reads and steers one kvgrpc process: ``async with Client("127.0.0.1:8998") as client``.
 
     Answers are the protobuf messages of ``kvgrpc.v1``. Reads are repeated while the server is away, within ``timeout``
-    seconds. Raises the exceptions of ``kvgrpc.errors``; PeerUnreachable when nobody answers in time.
+    seconds. Raises the exceptions of ``kvgrpc.errors``; PeerUnreachable when nobody answers in time. Certificates that
+    were replaced are read again when a call fails.
     """
 
     def __init__(self, address: str, security: ClientSecurity | None = None, timeout: float = 10.0) -> None:
-        self.address = address
+        self.address = check_target(address)
+        if not 0 < timeout <= LONGEST_TIMEOUT_SECONDS:
+            raise InvalidRequest.of("timeout", timeout, f"above 0 and at most {LONGEST_TIMEOUT_SECONDS:g} seconds")
         self._timeout = timeout
-        self._security = security
+        self._security = security or ClientSecurity()
+        self._stamp: tuple[object, ...] = ()
+        self._outdated = False
+        self._closing: asyncio.Task[None] | None = None
         self._opened: grpc.aio.Channel | None = None
 
     async def __aenter__(self) -> Client:
@@ -169,11 +182,11 @@ class Client:
         response: transfer_service_pb2.CancelRoomResponse = await self._read(stub.CancelRoom, request)
         return response.room
 
-    async def get_topology(self) -> transfer_service_pb2.GetTopologyResponse:
+    async def get_rank(self) -> transfer_service_pb2.GetRankResponse:
         """Who the rank is and the shapes of its pools."""
         stub = TransferServiceStub(self._channel())
-        request = transfer_service_pb2.GetTopologyRequest()
-        response: transfer_service_pb2.GetTopologyResponse = await self._read(stub.GetTopology, request)
+        request = transfer_service_pb2.GetRankRequest()
+        response: transfer_service_pb2.GetRankResponse = await self._read(stub.GetRank, request)
         return response
 
     # Events.
@@ -207,6 +220,30 @@ class Client:
                 part = part_of(message)
                 if part is not None:
                     yield part
+
+    def follow(self, *, engine: str = "", dp: int = 0, live: bool = False) -> EventFollower:
+        """A follower of one stream of the process, to be started: ``async with client.follow() as follower``."""
+        from kvgrpc.client.follower import EventFollower
+
+        return EventFollower(self.address, engine=engine, dp=dp, live=live, security=self._security)
+
+    # The index.
+
+    async def score(self, request: index_service_pb2.ScoreRequest) -> index_service_pb2.ScoreResponse:
+        """Who holds the beginning of a request, of an index (``kvgrpc serve index``)."""
+        stub = IndexServiceStub(self._channel())
+        response: index_service_pb2.ScoreResponse = await self._read(stub.Score, request)
+        return response
+
+    async def list_sources(self) -> list[index_service_pb2.Source]:
+        """The caches that an index follows."""
+        stub = IndexServiceStub(self._channel())
+
+        async def page(token: str) -> tuple[Iterable[index_service_pb2.Source], str]:
+            response = await self._read(stub.ListSources, index_service_pb2.ListSourcesRequest(page_token=token))
+            return response.sources, response.next_page_token
+
+        return await _pages(page)
 
     # The hierarchical cache.
 
@@ -341,7 +378,12 @@ class Client:
         return health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
 
     def _channel(self) -> grpc.aio.Channel:
+        if self._outdated and self._opened is not None:
+            self._closing = asyncio.get_running_loop().create_task(self._opened.close())
+            self._opened = None
         if self._opened is None:
+            self._outdated = False
+            self._stamp = self._security.stamp
             self._opened = open_channel(self.address, self._security)
         return self._opened
 
@@ -364,6 +406,7 @@ class Client:
             try:
                 return await method(request, timeout=seconds)
             except grpc.aio.AioRpcError as error:
+                self._outdated = self._security.stamp != self._stamp
                 raise self._domain_error(error) from None
 
         return await repeated(once, timeout or self._timeout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvgrpc.client.aio import Client
 from kvgrpc.client.watch import WatchPart
@@ -14,11 +14,15 @@ from kvgrpc.rpc.security import ClientSecurity
 from kvgrpc.v1 import (
     common_pb2,
     event_service_pb2,
+    index_service_pb2,
     prefetch_service_pb2,
     registry_service_pb2,
     server_service_pb2,
     transfer_service_pb2,
 )
+
+if TYPE_CHECKING:
+    from kvgrpc.client.sync_follower import SyncEventFollower
 
 T = TypeVar("T")
 _MARGIN_SECONDS = 5.0
@@ -30,6 +34,7 @@ class SyncClient:
 
     def __init__(self, address: str, security: ClientSecurity | None = None, timeout: float = 10.0) -> None:
         self._client = Client(address, security, timeout)
+        self._security = security
         self._seconds = timeout + _MARGIN_SECONDS
         self._loop = LoopThread.shared()
 
@@ -96,9 +101,9 @@ class SyncClient:
         """As ``Client.cancel_room``."""
         return self._run(self._client.cancel_room(room, attempt, cause))
 
-    def get_topology(self) -> transfer_service_pb2.GetTopologyResponse:
+    def get_rank(self) -> transfer_service_pb2.GetRankResponse:
         """As ``Client.get_topology``."""
-        return self._run(self._client.get_topology())
+        return self._run(self._client.get_rank())
 
     def list_streams(self) -> list[event_service_pb2.EventStream]:
         """As ``Client.list_streams``."""
@@ -119,6 +124,20 @@ class SyncClient:
             mode=mode, engine=engine, dp=dp, log_id=log_id, from_sequence=from_sequence, end_sequence=end_sequence
         )
         return self._iterate(parts)
+
+    def follow(self, *, engine: str = "", dp: int = 0, live: bool = False) -> SyncEventFollower:
+        """A follower of one stream of the process, to be started: ``with client.follow() as follower``."""
+        from kvgrpc.client.sync_follower import SyncEventFollower
+
+        return SyncEventFollower(self.address, engine=engine, dp=dp, live=live, security=self._security)
+
+    def score(self, request: index_service_pb2.ScoreRequest) -> index_service_pb2.ScoreResponse:
+        """As ``Client.score``."""
+        return self._run(self._client.score(request))
+
+    def list_sources(self) -> list[index_service_pb2.Source]:
+        """As ``Client.list_sources``."""
+        return self._run(self._client.list_sources())
 
     def lookup(
         self, pages: prefetch_service_pb2.PromptPages, *, without_storage: bool = False

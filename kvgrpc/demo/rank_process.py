@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvgrpc.dataplane import open_plane
 from kvgrpc.demo.aux_rows import AuxRows
@@ -43,7 +43,7 @@ class EngineRank:
 
     router: Router
     engine: Engine
-    rank: Rank
+    rank: Rank[Any]
     aux: AuxRows
     plane: MeasuredPlane
     tiers: Tiers | None

@@ -19,7 +19,7 @@ from kvgrpc.events.publisher import JournalingPublisher
 from kvgrpc.model import RankRef
 
 # They say which publisher, or what the engine's cache writes, and are not for a publisher.
-NOT_FOR_PUBLISHERS = ("enable_kv_cache_events", "publisher", "format")
+NOT_FOR_PUBLISHERS = ("enable_kv_cache_events", "publisher", "format", "max_watches")
 
 PublisherClass = Callable[..., EventPublisher]
 

@@ -82,32 +82,16 @@ class BlockIndex:
 
     def score(self, hashes: Sequence[int]) -> dict[BlockSet, Match]:
         """For each shown cache that holds the first block, how many leading blocks of ``hashes`` it holds."""
-        device = host = storage = self._shown
-        ends: tuple[dict[int, int], dict[int, int], dict[int, int]] = ({}, {}, {})
-        before: int | None = -1
-        for position, number in enumerate(map(self._numbers.get, hashes)):
-            if number == before:
-                continue
-            before = number
-            on_device, to_host, anywhere = _NOWHERE if number is None else self._reach[number]
-            if device & ~on_device:
-                _note(ends[0], device & ~on_device, position)
-                device &= on_device
-            if host & ~to_host:
-                _note(ends[1], host & ~to_host, position)
-                host &= to_host
-            if storage & ~anywhere:
-                _note(ends[2], storage & ~anywhere, position)
-                storage &= anywhere
-            if not storage:
-                break
-        for end, left in zip(ends, (device, host, storage), strict=True):
-            _note(end, left, len(hashes))
+        matches = self._matches(self._shown, hashes)
         return {
-            cache: Match(ends[0][slot], ends[1][slot], longest)
-            for slot, longest in ends[2].items()
-            if longest and (cache := self._caches[slot]) is not None
+            cache: match
+            for slot, match in matches.items()
+            if match.storage and (cache := self._caches[slot]) is not None
         }
+
+    def match(self, slot: int, hashes: Sequence[int]) -> Match:
+        """How many leading blocks one cache holds. For BlockSet."""
+        return self._matches(1 << slot, hashes)[slot]
 
     def plane(self, medium: str) -> int:
         """Where holders of a medium (in capitals) stand in Holders. For BlockSet."""
@@ -167,6 +151,30 @@ class BlockIndex:
         self.hide(slot)
         self._caches[slot] = None
 
+    def _matches(self, slots: int, hashes: Sequence[int]) -> dict[int, Match]:
+        device = host = storage = slots
+        ends: tuple[dict[int, int], dict[int, int], dict[int, int]] = ({}, {}, {})
+        before: int | None = -1
+        for position, number in enumerate(map(self._numbers.get, hashes)):
+            if number == before:
+                continue
+            before = number
+            on_device, to_host, anywhere = _NOWHERE if number is None else self._reach[number]
+            if device & ~on_device:
+                _note(ends[0], device & ~on_device, position)
+                device &= on_device
+            if host & ~to_host:
+                _note(ends[1], host & ~to_host, position)
+                host &= to_host
+            if storage & ~anywhere:
+                _note(ends[2], storage & ~anywhere, position)
+                storage &= anywhere
+            if not storage:
+                break
+        for end, left in zip(ends, (device, host, storage), strict=True):
+            _note(end, left, len(hashes))
+        return {slot: Match(ends[0][slot], ends[1][slot], longest) for slot, longest in ends[2].items()}
+
     def _sweep(self) -> None:
         """Forgets blocks that nobody holds and sets that no block has."""
         before = self._holders
@@ -212,6 +220,10 @@ class BlockSet:
     def count(self, medium: str) -> int:
         """Different blocks in a medium."""
         return self._media[medium].count if medium in self._media else 0
+
+    def counts(self) -> dict[str, int]:
+        """Different blocks in each medium that has any."""
+        return {name: medium.count for name, medium in sorted(self._media.items()) if medium.count}
 
     def stored(self, medium: str, hashes: Iterable[int]) -> list[int]:
         """Blocks came; those that were not there before."""
@@ -277,6 +289,10 @@ class BlockSet:
         """Takes it out of the index. It must not be used afterwards."""
         self.cleared()
         self._index.free(self._slot)
+
+    def match(self, hashes: Sequence[int]) -> Match:
+        """How many leading blocks of ``hashes`` are here, whether or not the index shows it."""
+        return self._index.match(self._slot, hashes)
 
     def media_of(self, block: int) -> frozenset[str]:
         """Where the block is in this cache."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -101,8 +101,4 @@ class EventServicer(EventServiceServicer):
         # Who takes no batches need not wake for each.
         heartbeat_only = mode is WatchMode.HEARTBEAT
         notifier = self._notifiers.setdefault((stream.engine, stream.dp, heartbeat_only), Notifier())
-        return notifier.attached(_listen_to_nothing if heartbeat_only else stream.listen)
-
-
-def _listen_to_nothing(listener: Callable[[], None]) -> Callable[[], None]:
-    return lambda: None
+        return notifier.attached(stream.listen_for_end if heartbeat_only else stream.listen)

@@ -54,6 +54,7 @@ class EventStream:
         self.replay_endpoint = replay_endpoint
         self._queue = queue
         self._listeners: tuple[Callable[[], None], ...] = ()
+        self._end_listeners: tuple[Callable[[], None], ...] = ()
         self._listeners_lock = threading.Lock()
         self._ended = False
 
@@ -107,6 +108,12 @@ class EventStream:
             self._listeners = (*self._listeners, listener)
         return lambda: self._forget(listener)
 
+    def listen_for_end(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """As ``listen``, but calls it only when nothing follows any more."""
+        with self._listeners_lock:
+            self._end_listeners = (*self._end_listeners, listener)
+        return lambda: self._forget(listener)
+
     def announce(self) -> None:
         """Tells the listeners that there is more. For the publisher's thread."""
         for listener in self._listeners:
@@ -115,8 +122,11 @@ class EventStream:
     def end(self) -> None:
         """Nothing follows. For the publisher's thread."""
         self._ended = True
-        self.announce()
+        for listener in (*self._listeners, *self._end_listeners):
+            listener()
 
     def _forget(self, listener: Callable[[], None]) -> None:
         with self._listeners_lock:
-            self._listeners = tuple(other for other in self._listeners if other is not listener)
+            # Bound methods are equal, and not the same.
+            self._listeners = tuple(other for other in self._listeners if other != listener)
+            self._end_listeners = tuple(other for other in self._end_listeners if other != listener)

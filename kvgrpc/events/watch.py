@@ -92,6 +92,7 @@ class Watch:
         self._snapshot: Snapshot | None = None
         self._next_part = 0
         self._snapshots_in_a_row = 0
+        self._caught_up_at = 0
         if order.mode in (WatchMode.REPLAY, WatchMode.TAIL):
             self.cursor = self.state.oldest_sequence if order.first is None else order.first
         if order.mode is WatchMode.REPLAY and order.last is None:
@@ -116,9 +117,9 @@ class Watch:
             return await self._part_of_snapshot()
         if part is not None:
             self.cursor = part.last + 1
-        else:
-            # It is current: what comes later is no live-lock.
-            self._snapshots_in_a_row = min(self._snapshots_in_a_row, 1)
+            if self.cursor >= self._caught_up_at:
+                # If it is overtaken later, that is no live-lock.
+                self._snapshots_in_a_row = 1
         return part
 
     async def _part_of_snapshot(self) -> SnapshotPart:
@@ -135,6 +136,7 @@ class Watch:
         self._next_part += 1
         if last:
             self._snapshot, self.cursor = None, snapshot.next_sequence
+            self._caught_up_at = journal.next_sequence
         return SnapshotPart(snapshot, index, payload, last)
 
 

@@ -44,6 +44,10 @@ class Shape:
                 differences |= found
         return differences
 
+    def covers(self, row: RankRow) -> bool:
+        """Whether the row adds nothing to the shape, and contradicts nothing."""
+        return all(pool.name in self._pools for pool in row.pools) and not self.differences(row)
+
     def add(self, row: RankRow) -> None:
         for pool in row.pools:
             self._pools.setdefault(pool.name, pool)

@@ -31,7 +31,7 @@ class RankRow:
     layout: Layout
     pools: tuple[Pool, ...] = ()
     data_plane: str = ""
-    places_rooms: bool = False
+    engine_selects_dp: bool = False
     model: ModelIdentity = UNKNOWN_MODEL
 
 
@@ -175,7 +175,7 @@ def row_differences(known: RankRow, offered: RankRow) -> dict[str, str]:
             differences[f"endpoints.{field}"] = _both(
                 getattr(known.endpoints, field), getattr(offered.endpoints, field)
             )
-    for field in ("data_plane", "places_rooms"):
+    for field in ("data_plane", "engine_selects_dp"):
         if getattr(known, field) != getattr(offered, field):
             differences[field] = _both(getattr(known, field), getattr(offered, field))
     if known.pools != offered.pools:

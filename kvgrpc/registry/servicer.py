@@ -17,6 +17,7 @@ from kvgrpc.registry.addresses import peer_is_local
 from kvgrpc.registry.model import BEFORE_ALL, EngineChange, RankRow, ResolvedEngine, coordinates_of
 from kvgrpc.registry.store.base import Store
 from kvgrpc.registry.watching import Watching
+from kvgrpc.rpc.callers import check_speaker
 from kvgrpc.rpc.patience import patience
 from kvgrpc.rpc.waiters import Waiters
 from kvgrpc.v1 import registry_service_pb2 as pb
@@ -41,6 +42,8 @@ def add_registry_to_server(servicer: RegistryServicer, server: grpc.aio.Server) 
     # Of two handlers of one method the first one counts.
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {"WatchEngines": encoded}),))
     registry_service_pb2_grpc.add_RegistryServiceServicer_to_server(servicer, server)
+    # Of registered ones the last, and they count first where the library knows them.
+    server.add_registered_method_handlers(service, {"WatchEngines": encoded})
 
 
 class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
@@ -99,6 +102,8 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
     async def Register(self, request: pb.RegisterRequest, context: _Context) -> pb.RegisterResponse:
         self._refuse_if_draining()
         rows = wire.rows_to_register(request, self._pools, peer_is_local=peer_is_local(context.peer()))
+        for index, row in enumerate(rows):
+            check_speaker(row.ref, row.role, f"rows[{index}].rank")
         leases = await self.store.register(rows)
         return pb.RegisterResponse(leases=wire.leases_to_pb(leases), ttl=self._ttl, registry_id=self.store.registry_id)
 

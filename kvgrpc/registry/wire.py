@@ -70,7 +70,7 @@ def row_to_pb(row: RankRow, pools: PoolCache | None) -> pb.RankRow:
         layout=wire.layout_to_pb(row.layout),
         pools=[] if pools is None else [pools.encode(pool) for pool in row.pools],
         data_plane=row.data_plane,
-        places_rooms=row.places_rooms,
+        engine_selects_dp=row.engine_selects_dp,
         model=wire.model_to_pb(row.model),
     )
 
@@ -84,7 +84,7 @@ def row_from_pb(message: pb.RankRow, pools: PoolCache, path: str = "row") -> Ran
         layout=wire.layout_from_pb(message.layout),
         pools=tuple(pools.decode(pool, f"{path}.pools[{index}]") for index, pool in enumerate(message.pools)),
         data_plane=message.data_plane,
-        places_rooms=message.places_rooms,
+        engine_selects_dp=message.engine_selects_dp,
         model=wire.model_from_pb(message.model),
     )
 

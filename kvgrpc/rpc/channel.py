@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from kvgrpc.net import check_target
 from kvgrpc.rpc.options import CHANNEL_OPTIONS, OWN_CONNECTION, server_name
 from kvgrpc.rpc.security import AUTHORIZATION, ClientSecurity
 
@@ -18,12 +19,13 @@ def open_channel(
     """A channel to "host:port" or "unix:/path", for the running event loop; connects when it is first used.
 
     ``own_connection``: a TCP connection that no other channel shares. Raises AddressNotAllowed for a token that would
-    travel in plaintext, InvalidRequest for half a configuration and for a file that cannot be read, RuntimeError
-    outside an event loop.
+    travel in plaintext, InvalidRequest for what is no address, half a configuration and a file that cannot be used,
+    RuntimeError outside an event loop.
     """
     asyncio.get_running_loop()
     security = security or ClientSecurity()
     security.check(address)
+    check_target(address)
     options = CHANNEL_OPTIONS
     if own_connection:
         options += OWN_CONNECTION

@@ -94,6 +94,12 @@ class LoopThread:
             coroutine.close()
             raise
 
+    def task(self, coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        """As ``spawn``, for what runs on the loop already: a supervised task."""
+        task = self._loop.create_task(self._supervise(coroutine, name), name=name)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # it was logged
+        return task
+
     @property
     def healthy(self) -> bool:
         """False once a supervised task has failed, the thread has ended, or the loop is stuck for 5 s."""

@@ -9,8 +9,8 @@ MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 LARGEST_REQUEST_BYTES = 4 * 1024 * 1024 + 64 * 1024
 
 # A client that pings more often than its server allows is sent away with ENHANCE_YOUR_CALM (llm-d-kv-cache#359).
-# Of one connection. Ours need a handful; a client that wants more waits for one to end, and is not refused.
-MAX_CALLS_OF_A_CONNECTION = 256
+# Of one connection. Past it a client waits until one of its calls has ended: a decode may wait for a thousand rooms.
+MAX_CALLS_OF_A_CONNECTION = 2_048
 # A connection without a call. Clients dial again when they need one, without telling anybody.
 IDLE_MILLISECONDS = 120_000
 
@@ -27,7 +27,7 @@ _LARGE_METHODS = {
     "/kvgrpc.v1.RegistryService/Deregister": 1024 * 1024,
     "/kvgrpc.v1.RegistryService/ResolveRanks": 1024 * 1024,
     "/kvgrpc.v1.TransferService/LocateRooms": 256 * 1024,
-    "/kvgrpc.v1.TransferService/GetTopology": 1024 * 1024,
+    "/kvgrpc.v1.TransferService/GetRank": 1024 * 1024,
 }
 
 Options = tuple[tuple[str, int | str], ...]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -51,19 +52,34 @@ class ReloadedFile(Generic[T]):
             _log.error("%s changed and cannot be used, what it held before stays: %s", self._path, error.message)
 
     def _look(self) -> tuple[int, ...]:
-        try:
-            status = os.stat(self._path)
-        except OSError:
-            return ()
-        return status.st_mtime_ns, status.st_size, status.st_ino
+        return stamp_of(self._path)
 
     def _read(self) -> T:
-        try:
-            with open(self._path, encoding="utf-8") as file:
-                text = file.read(MAX_BYTES + 1)
-            if len(text) > MAX_BYTES:
-                raise OSError(None, f"larger than {MAX_BYTES} bytes")
-            return self._parse(text)
-        except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", None) or "not UTF-8"
-            raise InvalidRequest.of(self._key, self._path, f"a file that can be read ({why})") from None
+        return self._parse(read_small_file(self._path, self._key))
+
+
+def stamp_of(path: str) -> tuple[int, ...]:
+    """What changes when a file is replaced or written; empty where there is none."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ()
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def read_small_file(path: str, key: str) -> str:
+    """The text of a regular file (a pipe would block until somebody writes to it), at most MAX_BYTES.
+
+    Raises InvalidRequest, which names the configuration ``key``.
+    """
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise OSError(None, "not a regular file")
+        with open(path, encoding="utf-8") as file:
+            text = file.read(MAX_BYTES + 1)
+        if len(text) > MAX_BYTES:
+            raise OSError(None, f"larger than {MAX_BYTES} bytes")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "not UTF-8"
+        raise InvalidRequest.of(key, path, f"a file that can be read ({why})") from None
+    return text

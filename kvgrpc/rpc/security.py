@@ -11,13 +11,13 @@ import hmac
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import grpc
 
 from kvgrpc.errors import AddressNotAllowed, InvalidRequest, KvGrpcError
 from kvgrpc.net import is_local
-from kvgrpc.rpc.reloading import ReloadedFile
+from kvgrpc.rpc.reloading import ReloadedFile, stamp_of
+from kvgrpc.rpc.tls import ServerCertificates, client_credentials
 
 AUTHORIZATION = "authorization"
 
@@ -93,12 +93,10 @@ class ServerSecurity:
             raise _not_allowed(f"{address} is not loopback and everybody could call it: {how}", address)
 
     def credentials(self) -> grpc.ServerCredentials | None:
-        """None: plaintext. Raises InvalidRequest naming a file that cannot be read."""
+        """None: plaintext. The files are read again when they change. Raises InvalidRequest for one that is wrong."""
         if not self.tls:
             return None
-        ca = _read(self.client_ca_file, "client_ca_file") if self.client_ca_file else None
-        pair = (_read(self.key_file, "key_file"), _read(self.cert_file, "cert_file"))
-        return grpc.ssl_server_credentials([pair], ca, ca is not None)
+        return ServerCertificates(self.cert_file, self.key_file, self.client_ca_file).credentials()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +134,13 @@ class ClientSecurity:
             raise _not_allowed(f"a token would go to {address} in plaintext: {how}", address)
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """None: plaintext. Raises InvalidRequest naming a file that cannot be read."""
-        if not self.tls:
-            return None
-        key = _read(self.key_file, "key_file") if self.key_file else None
-        certificate = _read(self.cert_file, "cert_file") if self.cert_file else None
-        return grpc.ssl_channel_credentials(_read(self.ca_file, "ca_file"), key, certificate)
+        """None: plaintext. Raises InvalidRequest for a file that is wrong."""
+        return client_credentials(self.ca_file, self.cert_file, self.key_file) if self.tls else None
+
+    @property
+    def stamp(self) -> tuple[object, ...]:
+        """Other once a file changed: a channel that was opened before has the old ones."""
+        return tuple(stamp_of(path) for path in (self.ca_file, self.cert_file, self.key_file) if path)
 
     def token_source(self) -> Callable[[], str] | None:
         """Gives the token of the moment; None: there is none. Raises InvalidRequest for a file without one."""
@@ -214,13 +213,6 @@ def _one_token(text: str) -> str:
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         raise InvalidRequest.of("token", "a secret", "one word of printable ASCII characters")
     return token
-
-
-def _read(path: str, key: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise InvalidRequest.of(key, path, f"a file that can be read ({error.strerror})") from None
 
 
 def _not_allowed(text: str, address: str) -> KvGrpcError:

@@ -2,16 +2,15 @@
 
 Since 1.84 the library decodes the path of a call in the task that accepts calls: one path that is not UTF-8 ends the
 task, and with it the whole server, before anybody was asked for credentials. It decodes the paths of unregistered
-methods only, so ours are registered (generated code does that, ``register_absent`` the rest), and any other call gets
+methods only, so ours are registered (generated code does that, ``add_absent`` the rest), and any other call gets
 its UNIMPLEMENTED here, without a look at its path. tests/contract/hostile/test_strangers.py shows both.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Container, Mapping, Sequence
+from typing import Any, cast
 
 import grpc
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # an extension module
@@ -20,29 +19,43 @@ from kvgrpc.errors import FeatureDisabled
 from kvgrpc.rpc.interceptors.auth import ALLOWED
 from kvgrpc.rpc.options import Options
 
-_log = logging.getLogger(__name__)
+
+class Server(grpc.aio.Server):
+    """A server of grpc.aio that knows which methods it was given. Make it with ``new_server``."""
+
+    paths: set[str]
+
+    def add_registered_method_handlers(self, service_name: str, method_handlers: Any) -> None:
+        self.paths.update(f"/{service_name}/{name}" for name in method_handlers)
+        super().add_registered_method_handlers(service_name, method_handlers)
 
 
-def new_server(interceptors: Sequence[grpc.aio.ServerInterceptor], options: Options) -> grpc.aio.Server:
+def new_server(interceptors: Sequence[grpc.aio.ServerInterceptor], options: Options) -> Server:
     """As ``grpc.aio.server``; methods count only where they are registered, as generated code does it."""
-    server = grpc.aio.server(interceptors=interceptors, options=options)
+    server: Any = grpc.aio.server(interceptors=interceptors, options=options)
+    server.__class__ = type("Server", (Server, type(server)), {})
+    server.paths = set()
     if hasattr(cygrpc.AioServer, "_make_request_call_future"):
-        loop = asyncio.get_running_loop()
-        safe: Any = _acceptor_class()(loop, None, (), tuple(interceptors), options, None)
         # The one that it was made with was not started, and binds nothing.
-        server._server = safe  # type: ignore[attr-defined]
-    return server
+        server._server = _acceptor(tuple(interceptors), options)
+    return cast(Server, server)
 
 
-def register_absent(server: grpc.aio.Server, services: Sequence[str]) -> None:
-    """Methods of ours whose service is not among ``services`` answer FEATURE_DISABLED."""
+def add_methods(server: grpc.aio.Server, service: str, handlers: Mapping[str, Any]) -> None:
+    """Adds handlers by the name of their method, both ways that servers know: older ones look at the first only."""
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, dict(handlers)),))
+    server.add_registered_method_handlers(service, dict(handlers))
+
+
+def add_absent(server: grpc.aio.Server, present: Container[str] = ()) -> None:
+    """Methods of ours that are not ``present`` answer FEATURE_DISABLED. After all others were added."""
     absent: dict[str, dict[str, Any]] = {}
     for path in ALLOWED:
-        _, service, method = path.split("/")
-        if service not in services:
+        if path not in present:
+            _, service, method = path.split("/")
             absent.setdefault(service, {})[method] = _refusing(service)
     for service, handlers in absent.items():
-        server.add_registered_method_handlers(service, handlers)
+        add_methods(server, service, handlers)
 
 
 def _refusing(service: str) -> Any:
@@ -56,7 +69,7 @@ def _refusing(service: str) -> Any:
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def _acceptor_class() -> Any:
+def _acceptor(interceptors: tuple[grpc.aio.ServerInterceptor, ...], options: Options) -> Any:
     class Acceptor(cygrpc.AioServer):  # type: ignore[misc]
         """The library's own, which leaves calls of unregistered methods to us."""
 
@@ -76,4 +89,4 @@ def _acceptor_class() -> Any:
                 answers.add(task)
                 task.add_done_callback(answers.discard)
 
-    return Acceptor
+    return Acceptor(asyncio.get_running_loop(), None, (), interceptors, options, None)

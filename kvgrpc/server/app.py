@@ -6,17 +6,18 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar, cast
 
 import grpc
 
 import kvgrpc
 from kvgrpc.dataplane.base import DataPlane
-from kvgrpc.errors import EngineNotFound, StaleEpoch
+from kvgrpc.errors import EngineNotFound, InvalidRequest, StaleEpoch
 from kvgrpc.events import EventPublisher, NullEventPublisher
 from kvgrpc.events.base import SHUTDOWN_SECONDS
 from kvgrpc.events.servicer import EventServicer
 from kvgrpc.model import RankId, RankRef, Role, new_epoch
-from kvgrpc.net import AddressPolicy, advertised, parse_bootstrap_addr
+from kvgrpc.net import AddressPolicy, advertised, parse_bootstrap_addr, replicas
 from kvgrpc.prefetch.manager import PrefetchManager
 from kvgrpc.prefetch.servicer import PrefetchServicer
 from kvgrpc.registry.client.registration import Registration
@@ -25,12 +26,13 @@ from kvgrpc.registry.model import Endpoints, RankRow, RankSelector
 from kvgrpc.registry.servicer import RegistryServicer, add_registry_to_server
 from kvgrpc.registry.store.memory import MemoryStore
 from kvgrpc.rpc.channel import open_channel
+from kvgrpc.rpc.interceptors import Admission
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.server.check import check
 from kvgrpc.server.closing import ClosingTime
 from kvgrpc.server.config import RankConfig
 from kvgrpc.server.listener import Listener
-from kvgrpc.server.opening import cache_of, plane_of, publisher_of
+from kvgrpc.server.opening import cache_of, plane_of, publisher_of, watch_limit
 from kvgrpc.server.servicer import ServerInfo, ServerServicer, transfer_limits
 from kvgrpc.server.status import RankStatus
 from kvgrpc.transfer.protocol.types import Target
@@ -74,12 +76,17 @@ class Closed:
     listening: bool = False
 
 
-class Rank:
-    """One opened rank. ``transfer``, ``events``, ``prefetch`` and the properties are for engine threads; ``close``
-    blocks.
+Transfer = TypeVar("Transfer", bound=PrefillManager | DecodeManager)
 
-    ``prefetch`` is None where the configuration has none.
+
+class Rank(Generic[Transfer]):
+    """One opened rank, also a context manager that closes it.
+
+    ``transfer`` (what senders or receivers are made of), ``events``, ``prefetch`` (None where the configuration has
+    none) and the properties are for engine threads; ``close`` blocks.
     """
+
+    transfer: Transfer
 
     def __init__(self, config: RankConfig, ref: RankRef, plane: DataPlane, loop: LoopThread) -> None:
         self.config = config
@@ -107,13 +114,24 @@ class Rank:
             replace(config.bounds, held_pages=min(config.bounds.held_pages, _quarter_of_the_pool(config))),
             config.max_frame_bytes,
         )
-        self.transfer: PrefillManager | DecodeManager
+        manager: PrefillManager | DecodeManager
         if config.role is Role.PREFILL:
-            self.transfer = PrefillManager(transfer, plane, loop)
+            manager = PrefillManager(transfer, plane, loop)
         else:
-            self.transfer = DecodeManager(transfer, plane, loop, self._resolve, self._own_channel)
+            manager = DecodeManager(transfer, plane, loop, self._resolve, self._own_channel)
+        self.transfer = cast(Transfer, manager)
         self._status = RankStatus(config.metrics_listen, loop, self.transfer)
         self._closing = False
+
+    def __enter__(self) -> Rank[Transfer]:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed is not None else "healthy" if self.healthy else "not healthy"
+        return f"<Rank {self.ref} {self.config.role.name.lower()} at {self.address} over {self.plane.name}: {state}>"
 
     @property
     def registration_state(self) -> str:
@@ -155,7 +173,7 @@ class Rank:
         self.transfer.start()
         if self._registry is not None:
             await self._registry.start()
-        self._listener = Listener(health_checks=self._health_checks())
+        self._listener = Listener(self._health_checks(), Admission(config.call_limits))
         bound = await self._listener.start(
             self._add_servicers,
             (config.listen, *config.admin_listen),
@@ -166,7 +184,7 @@ class Rank:
         self._status.open(self._live, self._ready)
         if config.registry:
             embedded = config.registry == "embedded"
-            registry = bound[0] if embedded else parse_bootstrap_addr(config.registry).target
+            registry = bound[0] if embedded else ",".join(replicas(config.registry))
             self._registration = Registration(
                 self._own_channel, registry, [self._row()], on_superseded=self._on_superseded
             )
@@ -308,7 +326,7 @@ class Rank:
     def _add_servicers(self, server: grpc.aio.Server) -> Sequence[str]:
         add_TransferServiceServicer_to_server(TransferServicer(self.transfer), server)
         stream = self.events.stream
-        self._event_servicer = EventServicer([] if stream is None else [stream])
+        self._event_servicer = EventServicer([] if stream is None else [stream], max_watches=watch_limit(self.config))
         add_EventServiceServicer_to_server(self._event_servicer, server)
         names = ["kvgrpc.v1.TransferService", "kvgrpc.v1.EventService", "kvgrpc.v1.ServerService"]
         if self.prefetch is not None:
@@ -342,7 +360,7 @@ class Rank:
             config.layout,
             tuple(pool.without_addresses() for pool in config.pools),
             self.plane.name,
-            config.places_rooms,
+            config.engine_selects_dp,
             config.model,
         )
 
@@ -393,14 +411,24 @@ class Rank:
             (row.ref.rank.dp, row.ref.rank.pp, row.ref.rank.cp, row.ref.rank.tp): Target(row.ref, row.endpoints.grpc)
             for row in engine.rows
         }
-        places_rooms = any(row.places_rooms for row in engine.rows)
-        return PrefillEngine(engine.name, engine.layout, targets, places_rooms)
+        engine_selects_dp = any(row.engine_selects_dp for row in engine.rows)
+        return PrefillEngine(engine.name, engine.layout, targets, engine_selects_dp)
 
     def _own_channel(self, address: str) -> grpc.aio.Channel:
         return open_channel(address, self.config.client_security, own_connection=True)
 
 
-def open_rank(config: RankConfig) -> Rank:
+def open_prefill(config: RankConfig) -> Rank[PrefillManager]:
+    """``open_rank`` of a prefill rank: ``KVSender(rank.transfer, …)`` type-checks. Another role is InvalidRequest."""
+    return _open(config, Role.PREFILL)
+
+
+def open_decode(config: RankConfig) -> Rank[DecodeManager]:
+    """``open_rank`` of a decode rank: ``KVReceiver(rank.transfer, …)`` type-checks. Another role is InvalidRequest."""
+    return _open(config, Role.DECODE)
+
+
+def open_rank(config: RankConfig) -> Rank[Any]:
     """Opens a rank: memory is registered, the port is bound, the row is READY at the registry. Blocks until then.
 
     Raises InvalidRequest (which names the field, its value and the rule) and AddressNotAllowed before anything is
@@ -409,7 +437,13 @@ def open_rank(config: RankConfig) -> Rank:
     plaintext that others reach).
     Call it in the process that will use it: what a fork inherits refuses to work.
     """
+    return _open(config, None)
+
+
+def _open(config: RankConfig, role: Role | None) -> Rank[Any]:
     check(config)
+    if role is not None and config.role is not role:
+        raise InvalidRequest.of("role", config.role.name, f"Role.{role.name}, or open the rank with open_rank")
     loop = LoopThread.shared()
     plane = plane_of(config)
     try:
@@ -420,10 +454,10 @@ def open_rank(config: RankConfig) -> Rank:
         raise
 
 
-def _open_on(plane: DataPlane, config: RankConfig, loop: LoopThread) -> Rank:
+def _open_on(plane: DataPlane, config: RankConfig, loop: LoopThread) -> Rank[Any]:
     epoch, tries = new_epoch(), 0
     while True:
-        rank = Rank(config, RankRef(config.rank, epoch), plane, loop)
+        rank: Rank[Any] = Rank(config, RankRef(config.rank, epoch), plane, loop)
         try:
             loop.run(rank._open(config.start_timeout), config.start_timeout + 5.0)
         except BaseException as error:
@@ -442,7 +476,7 @@ def _quarter_of_the_pool(config: RankConfig) -> int:
 
 
 def _configured(registry: str) -> tuple[str, ...]:
-    return () if registry in ("", "embedded") else (registry,)
+    return () if registry in ("", "embedded") else tuple(replicas(registry))
 
 
-__all__ = ["Closed", "Rank", "open_rank"]
+__all__ = ["Closed", "Rank", "open_decode", "open_prefill", "open_rank"]

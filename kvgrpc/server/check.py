@@ -17,9 +17,10 @@ from kvgrpc.net import (
     check_advertised,
     check_listen,
     is_wildcard,
-    parse_bootstrap_addr,
+    replicas,
     split,
 )
+from kvgrpc.rpc.interceptors import CallLimits
 from kvgrpc.rpc.options import MAX_MESSAGE_BYTES
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from kvgrpc.server.config import RankConfig
@@ -28,6 +29,7 @@ from kvgrpc.transfer.protocol.types import Bounds, Timing
 
 # Below it the names and pools of an ordinary Hello would not fit.
 SMALLEST_FRAME_BYTES = 64 * 1024
+LONGEST_TIMEOUT_SECONDS = 86_400.0
 SHORTEST_LEASE_SECONDS, LONGEST_LEASE_SECONDS = 1.0, 600.0
 
 _KINDS: tuple[tuple[str, type, str], ...] = (
@@ -41,6 +43,7 @@ _KINDS: tuple[tuple[str, type, str], ...] = (
     ("client_security", ClientSecurity, "a kvgrpc.rpc.security.ClientSecurity"),
     ("timing", Timing, "a kvgrpc.transfer.protocol.types.Timing"),
     ("bounds", Bounds, "a kvgrpc.transfer.protocol.types.Bounds"),
+    ("call_limits", CallLimits, "a kvgrpc.server.CallLimits"),
 )
 _LISTS: tuple[tuple[str, type, str], ...] = (
     ("pools", Pool, "kvgrpc.model.Pool"),
@@ -69,6 +72,8 @@ def check(config: RankConfig) -> None:
     _check_addresses(config)
     try:
         EventsConfig.parse(config.events)
+    except RecursionError:
+        raise events_refused(config, ValueError("events: nested too deeply")) from None
     except ValueError as error:
         raise events_refused(config, error) from error
 
@@ -129,8 +134,8 @@ def _out_of_range(config: RankConfig) -> Iterator[Violation]:
         rule = f"{SMALLEST_FRAME_BYTES} to {MAX_MESSAGE_BYTES} bytes"
         yield Violation("max_frame_bytes", rule, config.max_frame_bytes)
     for name in ("start_timeout", "resolve_timeout"):
-        if not _is_positive(seconds := getattr(config, name)):
-            yield Violation(name, "a number of seconds above 0", seconds)
+        if not _is_positive(seconds := getattr(config, name)) or seconds > LONGEST_TIMEOUT_SECONDS:
+            yield Violation(name, f"a number of seconds above 0, at most {LONGEST_TIMEOUT_SECONDS:g}", seconds)
     yield from _wrong_lease_ttl(config.lease_ttl)
     for each in fields(Timing):
         if not _is_positive(value := getattr(config.timing, each.name)):
@@ -138,6 +143,9 @@ def _out_of_range(config: RankConfig) -> Iterator[Violation]:
     for each in fields(Bounds):
         if not _is_count(value := getattr(config.bounds, each.name)):
             yield Violation(f"bounds.{each.name}", "a whole number, at least 1", value)
+    for each in fields(CallLimits):
+        if not _is_count(value := getattr(config.call_limits, each.name)):
+            yield Violation(f"call_limits.{each.name}", "a whole number, at least 1", value)
     for index, buffer in enumerate(config.aux):
         for each in fields(AuxBuffer):
             if not _is_count(value := getattr(buffer, each.name)):
@@ -172,7 +180,8 @@ def _check_addresses(config: RankConfig) -> None:
         check_advertised(advertised("any:1", config.advertise), field="advertise", peer_is_local=True)
     if config.registry not in ("", "embedded"):
         try:
-            parse_bootstrap_addr(config.registry)
+            replicas(config.registry)
         except InvalidRequest:
-            raise_if([Violation("registry", '"host:port", "embedded" or empty', config.registry)])
+            rule = '"host:port" (replicas with commas between them), "embedded" or empty'
+            raise_if([Violation("registry", rule, config.registry)])
     AddressPolicy(config.bootstrap_allow)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvgrpc.dataplane.base import DataPlane
-from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import UNKNOWN_MODEL, Layout, ModelIdentity, Pool, RankId, Role
 from kvgrpc.prefetch.config import PrefetchConfig
+from kvgrpc.rpc.interceptors import CallLimits
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
+from kvgrpc.settings import layered
 from kvgrpc.transfer.aux import AuxBuffer
 from kvgrpc.transfer.protocol.types import Bounds, Timing
 from kvgrpc.transfer.runtime.manager import MAX_FRAME_BYTES
-
-ENVIRONMENT_PREFIX = "KVGRPC_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +34,10 @@ class RankConfig:
         device: RDMA devices for Mooncake, comma separated; empty: TCP where there are none.
         listen: "host:port" to bind; port 0 takes a free one.
         advertise: host, or "host:port", that peers dial; empty: as bound. Needed when listening on a wildcard.
-        registry: where to register: "host:port", "embedded" (this rank serves one on its own port), or "" for none.
+        registry: where to register: "host:port" (several with commas: replicas over one store), "embedded" (this rank
+            serves one on its own port), or "" for none.
         bootstrap_allow: hosts and CIDRs of registries that a request may name besides loopback and ``registry``.
-        places_rooms: the engine's own balancer chooses the dp rank of a request, and not room % dp; of a prefill rank.
+        engine_selects_dp: the balancer of a prefill engine chooses the dp rank of a request, and not room % dp.
         events: configuration of KV events (None, a JSON string, a mapping or an object); None: off.
         prefetch: the hierarchical cache of this rank; None: it has none.
         server_security, client_security: TLS, tokens; without them plaintext on loopback only.
@@ -47,6 +47,7 @@ class RankConfig:
         start_timeout: seconds that opening may take, registration included.
         resolve_timeout: seconds that a receiver's registry may take to answer READY.
         lease_ttl: seconds, of an embedded registry.
+        call_limits: how many calls run at once at this rank's port, of all callers and of one.
     """
 
     engine: str
@@ -65,7 +66,7 @@ class RankConfig:
     advertise: str = ""
     registry: str = ""
     bootstrap_allow: tuple[str, ...] = ()
-    places_rooms: bool = False
+    engine_selects_dp: bool = False
     events: object = None
     prefetch: PrefetchConfig | None = None
     server_security: ServerSecurity = field(default_factory=ServerSecurity)
@@ -78,6 +79,7 @@ class RankConfig:
     timing: Timing = field(default_factory=Timing)
     bounds: Bounds = field(default_factory=Bounds)
     max_frame_bytes: int = MAX_FRAME_BYTES
+    call_limits: CallLimits = field(default_factory=CallLimits)
 
     @property
     def rank(self) -> RankId:
@@ -87,67 +89,20 @@ class RankConfig:
 def settings(
     mapping: Mapping[str, object] | None = None, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Keyword arguments of RankConfig from ``mapping``, and under it from ``KVGRPC_<KEY>`` of the environment.
+    """Keyword arguments of RankConfig: from ``mapping``, else ``KVGRPC_<KEY>`` of the environment, else the TOML file
+    that ``KVGRPC_CONFIG`` names (see ``kvgrpc.settings.layered``).
 
-    Text becomes what the field is: numbers, the role, and tuples at commas. TLS and tokens have flat keys:
-    ``cert_file`` and ``key_file`` (the rank's own, on both sides), ``client_ca_file`` and ``tokens_file`` (who may call
-    it), ``ca_file``, ``token_file`` and ``server_name`` (whom it calls, and as whom), ``insecure``. Raises
-    InvalidRequest for an unknown key of the mapping or a value that cannot be read; foreign variables with the prefix
-    are ignored.
+    TLS and tokens have flat keys: ``cert_file`` and ``key_file`` (the rank's own, on both sides), ``client_ca_file``
+    and ``tokens_file`` (who may call it), ``ca_file``, ``token_file`` and ``server_name`` (whom it calls, and as whom),
+    ``insecure``. Only keywords give what an engine alone knows: its memory and its coordinates. Raises InvalidRequest.
     """
     environment = os.environ if environment is None else environment
-    known = {each.name for each in fields(RankConfig)} | _SECURITY.keys()
-    found: dict[str, Any] = {}
-    for name in _FROM_TEXT.keys() | _SECURITY.keys():
-        text = environment.get(ENVIRONMENT_PREFIX + name.upper())
-        if text is not None:
-            found[name] = _read(name, text)
-    for name, value in (mapping or {}).items():
-        if name not in known:
-            # Its value may be a token.
-            raise InvalidRequest.of(name, name, f"one of the settings {', '.join(sorted(known))}")
-        found[name] = _read(name, value) if isinstance(value, str) else value
-    return _with_security(found)
+    given = dict(mapping or {})
+    # What only an engine knows is taken as it is.
+    own = {name: given.pop(name) for name in _OF_THE_ENGINE if name in given and not isinstance(given[name], str)}
+    return _with_security(own | layered(_KINDS, given, environment))
 
 
-def _items(text: str) -> tuple[str, ...]:
-    return tuple(item.strip() for item in text.split(",") if item.strip())
-
-
-def _flag(text: str) -> bool:
-    return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}[text.lower()]
-
-
-def _role(text: str) -> Role:
-    return {"prefill": Role.PREFILL, "decode": Role.DECODE}[text.strip().lower()]
-
-
-_FROM_TEXT: dict[str, Callable[[str], object]] = {
-    "engine": str,
-    "role": _role,
-    "data_plane": str,
-    "device": str,
-    "listen": str,
-    "advertise": str,
-    "registry": str,
-    "metrics_listen": str,
-    "events": str,
-    "bootstrap_allow": _items,
-    "admin_listen": _items,
-    "start_timeout": float,
-    "resolve_timeout": float,
-    "lease_ttl": float,
-    "max_frame_bytes": int,
-}
-_RULES: dict[object, str] = {
-    _flag: "true or false",
-    _role: "prefill or decode",
-    float: "a number",
-    int: "a whole number",
-}
-
-
-_FLAGS = ("insecure", "health_without_token")
 # Flat key -> fields of ServerSecurity, fields of ClientSecurity.
 _SECURITY: dict[str, tuple[str, str]] = {
     "cert_file": ("cert_file", "cert_file"),
@@ -178,9 +133,17 @@ def _with_security(found: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _read(name: str, text: str) -> object:
-    reader = _flag if name in _FLAGS else _FROM_TEXT.get(name, str)
-    try:
-        return reader(text)
-    except (ValueError, KeyError):
-        raise InvalidRequest.of(name, text, _RULES[reader]) from None
+_OF_THE_ENGINE = frozenset({"pools", "layout", "dp", "pp", "cp", "tp", "aux", "model"})
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("engine", "device", "listen", "advertise", "registry", "metrics_listen"), str),
+    **dict.fromkeys(("bootstrap_allow", "admin_listen"), tuple[str, ...]),
+    **dict.fromkeys(("start_timeout", "resolve_timeout", "lease_ttl"), float),
+    **dict.fromkeys(_SECURITY, str),
+    **dict.fromkeys(("insecure", "health_without_token", "places_rooms"), bool),
+    **dict.fromkeys(("data_plane", "events", "server_security", "client_security"), object),
+    **dict.fromkeys(("dp", "pp", "cp", "tp", "max_frame_bytes"), int),
+    "role": Role,
+    "timing": Timing,
+    "bounds": Bounds,
+    "call_limits": CallLimits,
+}

@@ -14,7 +14,7 @@ from kvgrpc.errors import AddressNotAllowed
 from kvgrpc.rpc.interceptors import Admission, interceptors_of
 from kvgrpc.rpc.options import LARGEST_REQUEST_BYTES, server_options
 from kvgrpc.rpc.security import ServerSecurity
-from kvgrpc.rpc.server import new_server, register_absent
+from kvgrpc.rpc.server import add_absent, new_server
 from kvgrpc.server import health
 from kvgrpc.server.binding import bind
 
@@ -72,8 +72,8 @@ class Listener:
             security.check(address)
         server = new_server(interceptors_of(security, self._admission), server_options(largest_request))
         self._services = tuple(add_servicers(server))
-        register_absent(server, self._services)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        add_absent(server, server.paths)
         reflection.enable_server_reflection((*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         credentials = security.credentials()
         try:

@@ -64,6 +64,11 @@ def cache_of(config: RankConfig, rank: RankRef) -> PrefetchManager | None:
     return None if config.prefetch is None else PrefetchManager(config.prefetch, rank, config.layout)
 
 
+def watch_limit(config: RankConfig) -> int:
+    """How many readers of events a rank serves at once."""
+    return EventsConfig.parse(config.events).max_watches
+
+
 def _refused(field: str, value: object, error: ValueError) -> InvalidRequest:
     """The plane's own words, which say what would be right."""
     rule = str(error)

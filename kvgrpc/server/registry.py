@@ -10,12 +10,15 @@ from collections.abc import Callable, Sequence
 import grpc
 
 import kvgrpc
-from kvgrpc.net import check_listen
+from kvgrpc.errors import InvalidRequest
+from kvgrpc.net import check_advertised, check_listen
 from kvgrpc.observability.http import StatusServer
 from kvgrpc.registry.servicer import RegistryServicer, add_registry_to_server
+from kvgrpc.registry.store.base import Store
 from kvgrpc.registry.store.memory import MemoryStore
+from kvgrpc.rpc.interceptors import Admission, CallLimits
 from kvgrpc.rpc.loop import LoopThread
-from kvgrpc.rpc.security import ServerSecurity
+from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from kvgrpc.server.check import check_lease_ttl
 from kvgrpc.server.listener import Listener
 from kvgrpc.server.servicer import ServerInfo, ServerServicer
@@ -30,8 +33,9 @@ _START_SECONDS = 10.0
 class RegistryServer:
     """A registry on a port of its own. ``open`` and ``close`` block; ``address`` and ``metrics_address`` are as bound.
 
-    ``metrics_listen``: "host:port" of ``/metrics``, ``/livez`` and ``/readyz``; empty: none. Raises InvalidRequest for
-    what is no address and for a ``lease_ttl`` (seconds) outside 1 to 600.
+    ``metrics_listen``: "host:port" of ``/metrics``, ``/livez`` and ``/readyz``; empty: none. ``store``: where the rows
+    are; in its own memory unless given, with leases of ``lease_ttl`` seconds. Raises InvalidRequest for what is no
+    address and for a ``lease_ttl`` outside 1 to 600.
     """
 
     def __init__(
@@ -40,6 +44,8 @@ class RegistryServer:
         security: ServerSecurity | None = None,
         lease_ttl: float = 10.0,
         metrics_listen: str = "",
+        store: Store | None = None,
+        call_limits: CallLimits | None = None,
     ) -> None:
         check_lease_ttl(lease_ttl)
         for address in listen:
@@ -51,8 +57,9 @@ class RegistryServer:
         self._closing = False
         self._listen = tuple(listen)
         self._security = security or ServerSecurity()
-        self._servicer = RegistryServicer(MemoryStore(ttl=lease_ttl))
-        self._listener = Listener(health_checks={_SERVICES[0]: lambda: self._servicer.healthy})
+        self._servicer = RegistryServicer(store or MemoryStore(ttl=lease_ttl))
+        checks = {_SERVICES[0]: lambda: self._servicer.healthy}
+        self._listener = Listener(checks, Admission(call_limits))
         self._loop = LoopThread.shared()
 
     def open(self) -> RegistryServer:
@@ -104,14 +111,36 @@ def serve_registry(
     security: ServerSecurity | None = None,
     lease_ttl: float = 10.0,
     metrics_listen: str = "",
+    etcd: Sequence[str] = (),
+    etcd_prefix: str = "",
+    etcd_security: ClientSecurity | None = None,
     on_ready: Callable[[RegistryServer], None] = lambda server: None,
 ) -> None:
-    """Serves until SIGTERM or SIGINT, then drains. For the main thread of a process; ``on_ready`` gets the server."""
+    """Serves until SIGTERM or SIGINT, then drains. For the main thread of a process; ``on_ready`` gets the server.
+
+    ``etcd``: members ("host:port") of the cluster that keeps the rows; all registries over one cluster and prefix are
+    one registry. None: they are in memory. Raises InvalidRequest.
+    """
+    check_lease_ttl(lease_ttl)
+    store = etcd_store(etcd, lease_ttl, etcd_prefix, etcd_security) if etcd else None
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
-    server = RegistryServer([listen], security, lease_ttl, metrics_listen).open()
+    server = RegistryServer([listen], security, lease_ttl, metrics_listen, store).open()
     on_ready(server)
     while not stopped.wait(1.0):
         continue
     server.close()
+
+
+def etcd_store(endpoints: Sequence[str], ttl: float, prefix: str, security: ClientSecurity | None) -> Store:
+    """The store over etcd. Raises InvalidRequest for an endpoint without a port, or a prefix that is none."""
+    from kvgrpc.registry.store.etcd import EtcdStore
+    from kvgrpc.registry.store.etcd.store import DEFAULT_PREFIX
+
+    for endpoint in endpoints:
+        check_advertised(endpoint, field="etcd", peer_is_local=True)
+    prefix = prefix or DEFAULT_PREFIX
+    if not prefix.isascii() or not prefix.endswith("/"):
+        raise InvalidRequest.of("etcd_prefix", prefix, 'ASCII text that ends in "/"')
+    return EtcdStore(endpoints, ttl=ttl, prefix=prefix, security=security)

@@ -45,6 +45,6 @@ class RankStatus:
 
     async def _look(self) -> RankGauges:
         transfer = self._transfer
-        sessions = Counter(row.state.lower() for row in transfer.sessions())
+        sessions = Counter(row.state.name.lower() for row in transfer.sessions())
         limit = transfer.config.bounds.held_pages
         return RankGauges(transfer.role, transfer.open_rooms(), transfer.held_pages, limit, sessions)

@@ -6,13 +6,13 @@ import time
 from abc import ABC, abstractmethod
 from typing import Any
 
-from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError
+from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, WrongRank
 from kvgrpc.transfer.protocol import failures
 from kvgrpc.transfer.protocol.types import MAX_ROOM, POLL_FAILED, POLL_SUCCESS, Handle, KVPoll, RoomKey
 from kvgrpc.transfer.runtime.manager import TransferManager
 
 
-class RoomEnd(ABC):
+class TransferHandle(ABC):
     """For one engine thread at a time; ``poll``, ``failure``, ``release_safe`` and ``abort`` for any.
 
     Every call is an append and a wake: it never blocks, and only ``failure_exception`` raises.
@@ -80,12 +80,21 @@ class RoomEnd(ABC):
     def _refused(self) -> bool:
         """Whether there can be no such room here now; the handle has failed then."""
         key = RoomKey(self.room, self.attempt)
-        refusal = _no_key(key) or self._transfer.refusal(key)
+        refusal = _no_key(key) or self._wrong_role() or self._transfer.refusal(key)
         if refusal is None:
             return False
         self._handle.release_safe = True
         self._handle.fail(refusal)
         return True
+
+    def _wrong_role(self) -> Failure | None:
+        """Why a manager of the other role has no such handle."""
+        role = self._transfer.role
+        if role == self._engine:
+            return None
+        text = f"{type(self).__name__} needs a {self._engine} rank, {self._transfer.ref} is a {role} rank"
+        error = WrongRank(text, metadata={"expected": self._engine.upper(), "actual": role.upper()})
+        return Failure.of(error, str(self._transfer.ref))
 
     def _reject(self, error: KvGrpcError) -> None:
         """Fails the room for what its engine asked."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy.typing as npt
 
 from kvgrpc.errors import Failure, KvGrpcError
-from kvgrpc.transfer.handle import RoomEnd
+from kvgrpc.transfer.handle import TransferHandle
 from kvgrpc.transfer.layout.pools import as_pages
 from kvgrpc.transfer.protocol.types import Destination, Handle, RoomKey
 from kvgrpc.transfer.runtime.resolve import ReceiverRoom
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvgrpc.transfer.runtime.decode_manager import DecodeManager
 
 
-class KVReceiver(RoomEnd):
+class KVReceiver(TransferHandle):
     """Receives one room's pages from the prefill that the router chose (seed 002's receiver).
 
     For one engine thread at a time; ``poll``, ``failure`` and ``abort`` for any. Only ``failure_exception`` raises.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy.typing as npt
 
 from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError
-from kvgrpc.transfer.handle import RoomEnd
+from kvgrpc.transfer.handle import TransferHandle
 from kvgrpc.transfer.layout.pools import as_pages
 from kvgrpc.transfer.protocol.prefill_core import Chunk
 from kvgrpc.transfer.protocol.types import POLL_BOOTSTRAPPING, POLL_WAITING_FOR_INPUT, Align, KVPoll, RoomKey
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvgrpc.transfer.runtime.prefill_manager import PrefillManager
 
 
-class KVSender(RoomEnd):
+class KVSender(TransferHandle):
     """Sends one room's pages to whichever decode named the room (seed 002's sender).
 
     For one engine thread at a time; ``poll``, ``failure`` and ``abort`` for any. Only ``failure_exception`` raises.

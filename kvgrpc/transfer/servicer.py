@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from kvgrpc.errors import Failure, InvalidRequest, RoomNotFound, WrongRank
 from kvgrpc.model import Role
 from kvgrpc.net import caller_address
+from kvgrpc.paging import numbers_token, page_token, read_numbers_token, read_page_token
 from kvgrpc.rpc.patience import patience
 from kvgrpc.transfer import wire
 from kvgrpc.transfer.protocol.failures import cancelled
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 _DEFAULT_PAGE, _LARGEST_PAGE = 100, 1000
 _LONGEST_CAUSE = 256
 MAX_LOCATED_ROOMS = 4_096
-Row = TypeVar("Row")
+_SESSIONS = "ListSessions"
 
 
 class TransferServicer(TransferServiceServicer):
@@ -55,29 +56,27 @@ class TransferServicer(TransferServiceServicer):
         await context.write(pb.SessionResponse(goodbye=pb.Goodbye(failure=failure_to_pb(Failure.of(error)))))
 
     async def ListSessions(self, request: pb.ListSessionsRequest, context: object) -> pb.ListSessionsResponse:
-        after = _parse_token(request.page_token, "s")
+        after = read_page_token(_SESSIONS, request.page_token)
         rows = sorted((row for row in self._manager.sessions() if str(row.peer) > after), key=lambda row: str(row.peer))
-        page, last = _page(rows, request.page_size)
-        token = "" if last is None else f"s:{last.peer}"
-        return pb.ListSessionsResponse(sessions=[_session_to_pb(row) for row in page], next_page_token=token)
+        size = _page_size(request.page_size)
+        token = page_token(_SESSIONS, str(rows[size - 1].peer)) if len(rows) > size else ""
+        return pb.ListSessionsResponse(sessions=[_session_to_pb(row) for row in rows[:size]], next_page_token=token)
 
     async def ListRooms(self, request: pb.ListRoomsRequest, context: object) -> pb.ListRoomsResponse:
-        everything = self._manager.rooms()
         states = _states(request.states)
-        after = _parse_room_token(request.page_token)
-        rows = sorted(
-            (
-                row
-                for row in everything
-                if row.key > after and (not states or row.state in states) and (row.held or not request.held_only)
-            ),
-            key=lambda row: row.key,
+        question = f"ListRooms {sorted(map(int, states))} {request.held_only}"
+        after = read_numbers_token(question, request.page_token, 2)
+        size = _page_size(request.page_size)
+
+        def wanted(row: RoomRow) -> bool:
+            return (not states or row.state in states) and (row.held or not request.held_only)
+
+        everything = not states and not request.held_only
+        rows, total = await self._manager.page_of_rooms(
+            RoomKey(*after) if after else RoomKey(0), size + 1, None if everything else wanted
         )
-        page, last = _page(rows, request.page_size)
-        token = "" if last is None else f"r:{last.key.room}:{last.key.attempt}"
-        return pb.ListRoomsResponse(
-            rooms=[_room_to_pb(row) for row in page], next_page_token=token, total=len(everything)
-        )
+        token = numbers_token(question, rows[size - 1].key) if len(rows) > size else ""
+        return pb.ListRoomsResponse(rooms=[_room_to_pb(row) for row in rows[:size]], next_page_token=token, total=total)
 
     async def GetRoom(self, request: pb.GetRoomRequest, context: object) -> pb.GetRoomResponse:
         return pb.GetRoomResponse(room=_room_to_pb(self._find(request.room, request.attempt)))
@@ -102,10 +101,10 @@ class TransferServicer(TransferServiceServicer):
         self._manager.cancel(row.key, cancelled(row.key, request.cause or "an operator cancelled it", "operator"))
         return pb.CancelRoomResponse(room=_room_to_pb(self._manager.room(row.key) or row))
 
-    async def GetTopology(self, request: pb.GetTopologyRequest, context: object) -> pb.GetTopologyResponse:
+    async def GetRank(self, request: pb.GetRankRequest, context: object) -> pb.GetRankResponse:
         manager = self._manager
         config = manager.config
-        return pb.GetTopologyResponse(
+        return pb.GetRankResponse(
             rank=rank_ref_to_pb(config.ref),
             role=_ROLES[Role.PREFILL if isinstance(manager, PrefillManager) else Role.DECODE],
             layout=layout_to_pb(config.layout),
@@ -137,12 +136,8 @@ def _decode_rank(manager: TransferManager[Any], why: str) -> WrongRank:
     )
 
 
-def _page(rows: list[Row], size: int) -> tuple[list[Row], Row | None]:
-    """One page, and its last row when more follow."""
-    if size > _LARGEST_PAGE:
-        raise _invalid("page_size", size, f"at most {_LARGEST_PAGE}")
-    size = size or _DEFAULT_PAGE
-    return rows[:size], rows[size - 1] if len(rows) > size else None
+def _page_size(asked: int) -> int:
+    return min(asked or _DEFAULT_PAGE, _LARGEST_PAGE)
 
 
 def _states(asked: Sequence[int]) -> set[RoomState]:
@@ -154,28 +149,6 @@ def _states(asked: Sequence[int]) -> set[RoomState]:
     return {RoomState(state) for state in asked}
 
 
-def _parse_token(token: str, kind: str) -> str:
-    if token and not token.startswith(f"{kind}:"):
-        raise _bad_token(token)
-    return token[2:]
-
-
-def _parse_room_token(token: str) -> RoomKey:
-    if not token:
-        return RoomKey(0)
-    try:
-        room, attempt = map(int, _parse_token(token, "r").split(":"))
-    except ValueError:
-        raise _bad_token(token) from None
-    if not (0 <= room <= MAX_ROOM and 0 <= attempt < 2**32):
-        raise _bad_token(token)
-    return RoomKey(room, attempt)
-
-
-def _bad_token(token: str) -> InvalidRequest:
-    return _invalid("page_token", token[:100], "next_page_token of the response before")
-
-
 def _invalid(field: str, value: object, rule: str) -> InvalidRequest:
     return InvalidRequest.of(field, value, rule)
 
@@ -184,12 +157,12 @@ def _session_to_pb(row: SessionRow) -> pb.Session:
     message = pb.Session(
         peer=rank_ref_to_pb(row.peer),
         address=row.address,
-        state=row.state,
+        state=pb.SessionState.ValueType(row.state),
         stream=row.stream,
         rooms=row.rooms,
-        outbox=row.outbox,
+        pending_rooms=row.pending_rooms,
     )
-    message.silence.FromMilliseconds(round(row.silence_seconds * 1000))
+    message.idle_time.FromMilliseconds(round(row.idle_seconds * 1000))
     return message
 
 

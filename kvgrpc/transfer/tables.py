@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvgrpc.errors import Failure
 from kvgrpc.model import RankRef, Role
-from kvgrpc.transfer.protocol.types import RoomKey, RoomState, Writes
+from kvgrpc.transfer.protocol.types import RoomKey, RoomState, SessionState, Writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,11 +15,11 @@ class SessionRow:
 
     peer: RankRef
     address: str
-    state: str
+    state: SessionState
     stream: int
     rooms: int
-    silence_seconds: float
-    outbox: int
+    idle_seconds: float
+    pending_rooms: int
 
 
 @dataclass(frozen=True, slots=True)

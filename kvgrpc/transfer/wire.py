@@ -67,7 +67,7 @@ def room_keys_to_pb(keys: Iterable[RoomKey]) -> list[pb.RoomKey]:
     return [pb.RoomKey(room=key.room, attempt=key.attempt) for key in keys]
 
 
-def decode_frames(
+def encode_requests(
     entries: Sequence[DecodeEntry], pools: int, limit: int, too_large: list[DecodeEntry]
 ) -> Iterator[pb.SessionRequest]:
     """One frame of all entries, or several where one would pass ``limit`` bytes. Sizes are estimated from above.
@@ -111,7 +111,7 @@ def decode_frames(
         yield frame
 
 
-def decode_entries(frame: pb.SessionRequest, pool_pages: Sequence[tuple[str, int]]) -> list[DecodeEntry]:
+def parse_request(frame: pb.SessionRequest, pool_pages: Sequence[tuple[str, int]]) -> list[DecodeEntry]:
     """The entries of a frame of decode. ``pool_pages``: name and pages of each pool of its Hello."""
     entries = []
     for index, message in enumerate(frame.rooms):
@@ -136,8 +136,8 @@ def decode_entries(frame: pb.SessionRequest, pool_pages: Sequence[tuple[str, int
     return entries
 
 
-def prefill_frames(entries: Iterable[PrefillEntry], limit: int) -> Iterator[pb.SessionResponse]:
-    """As decode_frames, for the other direction."""
+def encode_responses(entries: Iterable[PrefillEntry], limit: int) -> Iterator[pb.SessionResponse]:
+    """As encode_requests, for the other direction."""
     frame = pb.SessionResponse()
     add, used = frame.rooms.add, 0
     for (room, attempt), state, writes, pages_done, aux, failure in entries:
@@ -154,7 +154,7 @@ def prefill_frames(entries: Iterable[PrefillEntry], limit: int) -> Iterator[pb.S
         yield frame
 
 
-def prefill_entries(frame: pb.SessionResponse) -> list[PrefillEntry]:
+def parse_response(frame: pb.SessionResponse) -> list[PrefillEntry]:
     """The entries of a frame of prefill."""
     entries = []
     for index, message in enumerate(frame.rooms):

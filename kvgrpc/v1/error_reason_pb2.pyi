@@ -108,6 +108,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """A page of a pool was freed, read or filled by somebody who may not. Metadata: pool, verb, what, rule. A bug of the
     caller.
     """
+    ERROR_REASON_STORE_UNAVAILABLE: _ErrorReason.ValueType  # 60
+    """The registry does not reach the store behind it. What it knew still stands, and no lease was judged. Metadata: store,
+    address. Carries RetryInfo: ask again, or another replica.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Failure.reason, and (by full name) ErrorInfo.reason in the domain kvgrpc.dev. Each value says its metadata keys and
@@ -200,5 +204,9 @@ ERROR_REASON_COPY_FAILED: ErrorReason.ValueType  # 53
 ERROR_REASON_PAGE_STATE_INVALID: ErrorReason.ValueType  # 54
 """A page of a pool was freed, read or filled by somebody who may not. Metadata: pool, verb, what, rule. A bug of the
 caller.
+"""
+ERROR_REASON_STORE_UNAVAILABLE: ErrorReason.ValueType  # 60
+"""The registry does not reach the store behind it. What it knew still stands, and no lease was judged. Metadata: store,
+address. Carries RetryInfo: ask again, or another replica.
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015

@@ -58,13 +58,13 @@ class RankRow(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     POOLS_FIELD_NUMBER: _builtins.int
     DATA_PLANE_FIELD_NUMBER: _builtins.int
-    PLACES_ROOMS_FIELD_NUMBER: _builtins.int
+    ENGINE_SELECTS_DP_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     """What it does."""
     data_plane: _builtins.str
     """Name of its data plane: "mooncake", "shm"."""
-    places_rooms: _builtins.bool
+    engine_selects_dp: _builtins.bool
     """True where the engine's own balancer chooses the dp rank of a request, and not room % dp: TransferService.LocateRooms
     tells.
     """
@@ -97,12 +97,12 @@ class RankRow(_message.Message):
         layout: _common_pb2.Layout | None = ...,
         pools: _abc.Iterable[_common_pb2.Pool] | None = ...,
         data_plane: _builtins.str = ...,
-        places_rooms: _builtins.bool = ...,
+        engine_selects_dp: _builtins.bool = ...,
         model: _common_pb2.ModelIdentity | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "layout", b"layout", "model", b"model", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_plane", b"data_plane", "endpoints", b"endpoints", "layout", b"layout", "model", b"model", "places_rooms", b"places_rooms", "pools", b"pools", "rank", b"rank", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_plane", b"data_plane", "endpoints", b"endpoints", "engine_selects_dp", b"engine_selects_dp", "layout", b"layout", "model", b"model", "pools", b"pools", "rank", b"rank", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -117,13 +117,49 @@ WRITES_SETTLED: Writes.ValueType  # 4
 """No write is left anywhere."""
 Global___Writes: _TypeAlias = Writes  # noqa: Y015
 
+class _SessionState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SessionStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SessionState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SESSION_STATE_UNSPECIFIED: _SessionState.ValueType  # 0
+    """Never sent."""
+    SESSION_STATE_CONNECTING: _SessionState.ValueType  # 1
+    """Dialled, and not welcomed yet. Decode only."""
+    SESSION_STATE_OPEN: _SessionState.ValueType  # 2
+    """A stream stands."""
+    SESSION_STATE_BROKEN: _SessionState.ValueType  # 3
+    """The stream broke; nothing has failed yet."""
+    SESSION_STATE_LOST: _SessionState.ValueType  # 4
+    """Given up: its rooms have failed."""
+    SESSION_STATE_DEAD: _SessionState.ValueType  # 5
+    """Given up, and the other side is proven dead. Decode only."""
+
+class SessionState(_SessionState, metaclass=_SessionStateEnumTypeWrapper):
+    """How a session is."""
+
+SESSION_STATE_UNSPECIFIED: SessionState.ValueType  # 0
+"""Never sent."""
+SESSION_STATE_CONNECTING: SessionState.ValueType  # 1
+"""Dialled, and not welcomed yet. Decode only."""
+SESSION_STATE_OPEN: SessionState.ValueType  # 2
+"""A stream stands."""
+SESSION_STATE_BROKEN: SessionState.ValueType  # 3
+"""The stream broke; nothing has failed yet."""
+SESSION_STATE_LOST: SessionState.ValueType  # 4
+"""Given up: its rooms have failed."""
+SESSION_STATE_DEAD: SessionState.ValueType  # 5
+"""Given up, and the other side is proven dead. Decode only."""
+Global___SessionState: _TypeAlias = SessionState  # noqa: Y015
+
 @_typing.final
 class Hello(_message.Message):
     """First message of a session."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    FROM_FIELD_NUMBER: _builtins.int
+    OPENER_FIELD_NUMBER: _builtins.int
     TO_FIELD_NUMBER: _builtins.int
     STREAM_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
@@ -133,18 +169,22 @@ class Hello(_message.Message):
     DATA_PLANE_ADDRESS_FIELD_NUMBER: _builtins.int
     EXPECTED_FIELD_NUMBER: _builtins.int
     stream: _builtins.int
-    """Counts the streams that the speaker opened to this incarnation, from 1; a larger one ends the older."""
+    """Counts the streams that the opener opened, from 1; a larger one ends the older."""
     data_plane: _builtins.str
     """Data plane: "mooncake", "shm"."""
     data_plane_address: _builtins.bytes
     """Opaque address of the data plane."""
+    @_builtins.property
+    def opener(self) -> _common_pb2.RankRef:
+        """Who opens the stream: a decode rank."""
+
     @_builtins.property
     def to(self) -> _common_pb2.RankRef:
         """Which incarnation is meant, as the registry said. Another one answers goodbye STALE_EPOCH and attaches nothing."""
 
     @_builtins.property
     def layout(self) -> _common_pb2.Layout:
-        """Parallel sizes of the speaker's engine, from which both sides compute the same part."""
+        """Parallel sizes of the opener's engine, from which both sides compute the same part."""
 
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Pool]:
@@ -156,11 +196,12 @@ class Hello(_message.Message):
 
     @_builtins.property
     def expected(self) -> Global___Part:
-        """Which part the speaker expects of the other side; must equal what the other side computes."""
+        """Which part the opener expects of the other side; must equal what the other side computes."""
 
     def __init__(
         self,
         *,
+        opener: _common_pb2.RankRef | None = ...,
         to: _common_pb2.RankRef | None = ...,
         stream: _builtins.int = ...,
         layout: _common_pb2.Layout | None = ...,
@@ -170,9 +211,9 @@ class Hello(_message.Message):
         data_plane_address: _builtins.bytes = ...,
         expected: Global___Part | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["expected", b"expected", "from", b"from", "layout", b"layout", "to", b"to"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expected", b"expected", "layout", b"layout", "opener", b"opener", "to", b"to"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aux_item_bytes", b"aux_item_bytes", "data_plane", b"data_plane", "data_plane_address", b"data_plane_address", "expected", b"expected", "from", b"from", "layout", b"layout", "pools", b"pools", "stream", b"stream", "to", b"to"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aux_item_bytes", b"aux_item_bytes", "data_plane", b"data_plane", "data_plane_address", b"data_plane_address", "expected", b"expected", "layout", b"layout", "opener", b"opener", "pools", b"pools", "stream", b"stream", "to", b"to"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -222,34 +263,39 @@ class Welcome(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    FROM_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
     MAX_FRAME_BYTES_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
-    PATIENCE_FIELD_NUMBER: _builtins.int
+    IDLE_TIMEOUT_FIELD_NUMBER: _builtins.int
     DATA_PLANE_ADDRESS_FIELD_NUMBER: _builtins.int
     max_frame_bytes: _builtins.int
     """Largest frame accepted, in bytes."""
     data_plane_address: _builtins.bytes
     """Opaque address of the answerer's data plane: tells which connections its bytes arrive over."""
     @_builtins.property
-    def heartbeat(self) -> _duration_pb2.Duration:
-        """Something is sent at least this often."""
+    def rank(self) -> _common_pb2.RankRef:
+        """Who answers: a prefill rank."""
 
     @_builtins.property
-    def patience(self) -> _duration_pb2.Duration:
-        """Silence for this long gives the pair up."""
+    def heartbeat(self) -> _duration_pb2.Duration:
+        """Something is sent at least this often, by both."""
+
+    @_builtins.property
+    def idle_timeout(self) -> _duration_pb2.Duration:
+        """Either side gives the pair up when it heard nothing for this long."""
 
     def __init__(
         self,
         *,
+        rank: _common_pb2.RankRef | None = ...,
         max_frame_bytes: _builtins.int = ...,
         heartbeat: _duration_pb2.Duration | None = ...,
-        patience: _duration_pb2.Duration | None = ...,
+        idle_timeout: _duration_pb2.Duration | None = ...,
         data_plane_address: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["from", b"from", "heartbeat", b"heartbeat", "patience", b"patience"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "idle_timeout", b"idle_timeout", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_plane_address", b"data_plane_address", "from", b"from", "heartbeat", b"heartbeat", "max_frame_bytes", b"max_frame_bytes", "patience", b"patience"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_plane_address", b"data_plane_address", "heartbeat", b"heartbeat", "idle_timeout", b"idle_timeout", "max_frame_bytes", b"max_frame_bytes", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -470,24 +516,24 @@ class Session(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     STREAM_FIELD_NUMBER: _builtins.int
     ROOMS_FIELD_NUMBER: _builtins.int
-    SILENCE_FIELD_NUMBER: _builtins.int
-    OUTBOX_FIELD_NUMBER: _builtins.int
+    IDLE_TIME_FIELD_NUMBER: _builtins.int
+    PENDING_ROOMS_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """Where the other side listens; at prefill, which does not dial, from where it calls, while a stream stands."""
-    state: _builtins.str
-    """"CONNECTING", "OPEN", "BROKEN", "LOST", "DEAD"."""
+    state: Global___SessionState.ValueType
+    """How it is."""
     stream: _builtins.int
     """Counts the streams of this pair."""
     rooms: _builtins.int
     """Rooms of the pair that are not forgotten."""
-    outbox: _builtins.int
+    pending_rooms: _builtins.int
     """Rooms that wait to be told to the other side."""
     @_builtins.property
     def peer(self) -> _common_pb2.RankRef:
         """The other side."""
 
     @_builtins.property
-    def silence(self) -> _duration_pb2.Duration:
+    def idle_time(self) -> _duration_pb2.Duration:
         """Time since something was heard, while this side ran."""
 
     def __init__(
@@ -495,15 +541,15 @@ class Session(_message.Message):
         *,
         peer: _common_pb2.RankRef | None = ...,
         address: _builtins.str = ...,
-        state: _builtins.str = ...,
+        state: Global___SessionState.ValueType = ...,
         stream: _builtins.int = ...,
         rooms: _builtins.int = ...,
-        silence: _duration_pb2.Duration | None = ...,
-        outbox: _builtins.int = ...,
+        idle_time: _duration_pb2.Duration | None = ...,
+        pending_rooms: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["peer", b"peer", "silence", b"silence"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["idle_time", b"idle_time", "peer", b"peer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "outbox", b"outbox", "peer", b"peer", "rooms", b"rooms", "silence", b"silence", "state", b"state", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "idle_time", b"idle_time", "peer", b"peer", "pending_rooms", b"pending_rooms", "rooms", b"rooms", "state", b"state", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -622,7 +668,7 @@ class ListSessionsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """At most this many; 0 means 100. More than 1,000 is refused."""
+    """At most this many; 0 means 100, more than 1,000 means 1,000."""
     page_token: _builtins.str
     """From the response before; empty at first."""
     def __init__(
@@ -678,7 +724,7 @@ class ListRoomsRequest(_message.Message):
     STATES_FIELD_NUMBER: _builtins.int
     HELD_ONLY_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """At most this many; 0 means 100. More than 1,000 is refused."""
+    """At most this many; 0 means 100, more than 1,000 means 1,000."""
     page_token: _builtins.str
     """From the response before; empty at first."""
     held_only: _builtins.bool
@@ -914,8 +960,8 @@ class CancelRoomResponse(_message.Message):
 Global___CancelRoomResponse: _TypeAlias = CancelRoomResponse  # noqa: Y015
 
 @_typing.final
-class GetTopologyRequest(_message.Message):
-    """Request of GetTopology."""
+class GetRankRequest(_message.Message):
+    """Request of GetRank."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -928,11 +974,11 @@ class GetTopologyRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GetTopologyRequest: _TypeAlias = GetTopologyRequest  # noqa: Y015
+Global___GetRankRequest: _TypeAlias = GetRankRequest  # noqa: Y015
 
 @_typing.final
-class GetTopologyResponse(_message.Message):
-    """Response of GetTopology."""
+class GetRankResponse(_message.Message):
+    """Response of GetRank."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -986,4 +1032,4 @@ class GetTopologyResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GetTopologyResponse: _TypeAlias = GetTopologyResponse  # noqa: Y015
+Global___GetRankResponse: _TypeAlias = GetRankResponse  # noqa: Y015

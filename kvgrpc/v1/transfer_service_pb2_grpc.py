@@ -65,10 +65,10 @@ class TransferServiceStub(object):
                 request_serializer=kvgrpc_dot_v1_dot_transfer__service__pb2.CancelRoomRequest.SerializeToString,
                 response_deserializer=kvgrpc_dot_v1_dot_transfer__service__pb2.CancelRoomResponse.FromString,
                 _registered_method=True)
-        self.GetTopology = channel.unary_unary(
-                '/kvgrpc.v1.TransferService/GetTopology',
-                request_serializer=kvgrpc_dot_v1_dot_transfer__service__pb2.GetTopologyRequest.SerializeToString,
-                response_deserializer=kvgrpc_dot_v1_dot_transfer__service__pb2.GetTopologyResponse.FromString,
+        self.GetRank = channel.unary_unary(
+                '/kvgrpc.v1.TransferService/GetRank',
+                request_serializer=kvgrpc_dot_v1_dot_transfer__service__pb2.GetRankRequest.SerializeToString,
+                response_deserializer=kvgrpc_dot_v1_dot_transfer__service__pb2.GetRankResponse.FromString,
                 _registered_method=True)
 
 
@@ -116,7 +116,7 @@ class TransferServiceServicer(object):
 
     def LocateRooms(self, request, context):
         """Tells which of these rooms have a sender at this prefill rank. Waits until one has, up to the deadline of the call:
-        shortly before it the answer is empty. Decode asks every dp rank of an engine whose row says places_rooms.
+        shortly before it the answer is empty. Decode asks every dp rank of an engine whose row says engine_selects_dp.
         Roles: rank, operator. Errors: INVALID_REQUEST, WRONG_RANK (a decode rank), TOO_MANY_REQUESTS, SERVER_DRAINING.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -131,7 +131,7 @@ class TransferServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetTopology(self, request, context):
+    def GetRank(self, request, context):
         """Returns who this rank is and the shapes of its pools.
         Roles: rank, operator. Errors: none of its own.
         """
@@ -172,10 +172,10 @@ def add_TransferServiceServicer_to_server(servicer, server):
                     request_deserializer=kvgrpc_dot_v1_dot_transfer__service__pb2.CancelRoomRequest.FromString,
                     response_serializer=kvgrpc_dot_v1_dot_transfer__service__pb2.CancelRoomResponse.SerializeToString,
             ),
-            'GetTopology': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetTopology,
-                    request_deserializer=kvgrpc_dot_v1_dot_transfer__service__pb2.GetTopologyRequest.FromString,
-                    response_serializer=kvgrpc_dot_v1_dot_transfer__service__pb2.GetTopologyResponse.SerializeToString,
+            'GetRank': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRank,
+                    request_deserializer=kvgrpc_dot_v1_dot_transfer__service__pb2.GetRankRequest.FromString,
+                    response_serializer=kvgrpc_dot_v1_dot_transfer__service__pb2.GetRankResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -352,7 +352,7 @@ class TransferService(object):
             _registered_method=True)
 
     @staticmethod
-    def GetTopology(request,
+    def GetRank(request,
             target,
             options=(),
             channel_credentials=None,
@@ -365,9 +365,9 @@ class TransferService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvgrpc.v1.TransferService/GetTopology',
-            kvgrpc_dot_v1_dot_transfer__service__pb2.GetTopologyRequest.SerializeToString,
-            kvgrpc_dot_v1_dot_transfer__service__pb2.GetTopologyResponse.FromString,
+            '/kvgrpc.v1.TransferService/GetRank',
+            kvgrpc_dot_v1_dot_transfer__service__pb2.GetRankRequest.SerializeToString,
+            kvgrpc_dot_v1_dot_transfer__service__pb2.GetRankResponse.FromString,
             options,
             channel_credentials,
             insecure,

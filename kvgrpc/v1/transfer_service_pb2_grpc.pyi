@@ -57,14 +57,14 @@ class TransferServiceStub:
     """
     LocateRooms: _grpc.UnaryUnaryMultiCallable[_transfer_service_pb2.LocateRoomsRequest, _transfer_service_pb2.LocateRoomsResponse]
     """Tells which of these rooms have a sender at this prefill rank. Waits until one has, up to the deadline of the call:
-    shortly before it the answer is empty. Decode asks every dp rank of an engine whose row says places_rooms.
+    shortly before it the answer is empty. Decode asks every dp rank of an engine whose row says engine_selects_dp.
     Roles: rank, operator. Errors: INVALID_REQUEST, WRONG_RANK (a decode rank), TOO_MANY_REQUESTS, SERVER_DRAINING.
     """
     CancelRoom: _grpc.UnaryUnaryMultiCallable[_transfer_service_pb2.CancelRoomRequest, _transfer_service_pb2.CancelRoomResponse]
     """Cancels one room here; the other side is told. A room that has ended stays as it is.
     Roles: operator. Errors: ROOM_NOT_FOUND, INVALID_REQUEST.
     """
-    GetTopology: _grpc.UnaryUnaryMultiCallable[_transfer_service_pb2.GetTopologyRequest, _transfer_service_pb2.GetTopologyResponse]
+    GetRank: _grpc.UnaryUnaryMultiCallable[_transfer_service_pb2.GetRankRequest, _transfer_service_pb2.GetRankResponse]
     """Returns who this rank is and the shapes of its pools.
     Roles: rank, operator. Errors: none of its own.
     """
@@ -98,14 +98,14 @@ class TransferServiceAsyncStub(TransferServiceStub):
     """
     LocateRooms: _aio.UnaryUnaryMultiCallable[_transfer_service_pb2.LocateRoomsRequest, _transfer_service_pb2.LocateRoomsResponse]  # type: ignore[assignment]
     """Tells which of these rooms have a sender at this prefill rank. Waits until one has, up to the deadline of the call:
-    shortly before it the answer is empty. Decode asks every dp rank of an engine whose row says places_rooms.
+    shortly before it the answer is empty. Decode asks every dp rank of an engine whose row says engine_selects_dp.
     Roles: rank, operator. Errors: INVALID_REQUEST, WRONG_RANK (a decode rank), TOO_MANY_REQUESTS, SERVER_DRAINING.
     """
     CancelRoom: _aio.UnaryUnaryMultiCallable[_transfer_service_pb2.CancelRoomRequest, _transfer_service_pb2.CancelRoomResponse]  # type: ignore[assignment]
     """Cancels one room here; the other side is told. A room that has ended stays as it is.
     Roles: operator. Errors: ROOM_NOT_FOUND, INVALID_REQUEST.
     """
-    GetTopology: _aio.UnaryUnaryMultiCallable[_transfer_service_pb2.GetTopologyRequest, _transfer_service_pb2.GetTopologyResponse]  # type: ignore[assignment]
+    GetRank: _aio.UnaryUnaryMultiCallable[_transfer_service_pb2.GetRankRequest, _transfer_service_pb2.GetRankResponse]  # type: ignore[assignment]
     """Returns who this rank is and the shapes of its pools.
     Roles: rank, operator. Errors: none of its own.
     """
@@ -166,7 +166,7 @@ class TransferServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_transfer_service_pb2.LocateRoomsResponse, _abc.Awaitable[_transfer_service_pb2.LocateRoomsResponse]]:
         """Tells which of these rooms have a sender at this prefill rank. Waits until one has, up to the deadline of the call:
-        shortly before it the answer is empty. Decode asks every dp rank of an engine whose row says places_rooms.
+        shortly before it the answer is empty. Decode asks every dp rank of an engine whose row says engine_selects_dp.
         Roles: rank, operator. Errors: INVALID_REQUEST, WRONG_RANK (a decode rank), TOO_MANY_REQUESTS, SERVER_DRAINING.
         """
 
@@ -181,11 +181,11 @@ class TransferServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def GetTopology(
+    def GetRank(
         self,
-        request: _transfer_service_pb2.GetTopologyRequest,
+        request: _transfer_service_pb2.GetRankRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_transfer_service_pb2.GetTopologyResponse, _abc.Awaitable[_transfer_service_pb2.GetTopologyResponse]]:
+    ) -> _typing.Union[_transfer_service_pb2.GetRankResponse, _abc.Awaitable[_transfer_service_pb2.GetRankResponse]]:
         """Returns who this rank is and the shapes of its pools.
         Roles: rank, operator. Errors: none of its own.
         """

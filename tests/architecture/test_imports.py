@@ -48,7 +48,7 @@ PURE = (
     "kvgrpc/dataplane/base.py",
     *("kvgrpc/events/journal.py", "kvgrpc/events/model.py", "kvgrpc/events/codec/", "kvgrpc/events/snapshot.py"),
     *("kvgrpc/events/digest.py", "kvgrpc/events/index.py", "kvgrpc/events/contents.py"),
-    *("kvgrpc/events/follower.py", "kvgrpc/events/following.py"),
+    *("kvgrpc/events/follower.py", "kvgrpc/events/following.py", "kvgrpc/events/sources.py"),
     *("kvgrpc/prefetch/tree.py", "kvgrpc/prefetch/agreement.py", "kvgrpc/prefetch/model.py"),
     "kvgrpc/prefetch/fair_queue.py",
 )

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TOP_LEVEL = {
-    *("protos", "kvgrpc", "clients", "tests", "benchmarks", "docs", ".ci"),
+    *("protos", "kvgrpc", "clients", "examples", "tests", "benchmarks", "docs", ".ci"),
     *("pyproject.toml", "buf.yaml", "buf.gen.yaml", "Makefile", ".gitignore", ".gitattributes"),
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"),
 }

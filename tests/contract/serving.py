@@ -16,6 +16,7 @@ from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.interceptors import Admission, interceptors_of
 from kvgrpc.rpc.options import SERVER_OPTIONS
 from kvgrpc.rpc.security import ServerSecurity
+from kvgrpc.rpc.server import add_absent
 from kvgrpc.rpc.status import error_from
 
 SERVICE = "test.Arities"
@@ -129,6 +130,7 @@ async def serving(
         interceptors=interceptors_of(security or ServerSecurity(), admission), options=SERVER_OPTIONS
     )
     server.add_generic_rpc_handlers((servicer.handlers(),))
+    add_absent(server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     channel = open_channel(address)

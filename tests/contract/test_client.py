@@ -88,8 +88,8 @@ class Transfer(TransferServiceServicer):
     async def CancelRoom(self, request: Any, context: Any) -> Any:
         return transfer_pb.CancelRoomResponse(room=transfer_pb.Room(room=request.room))
 
-    async def GetTopology(self, request: Any, context: Any) -> Any:
-        return transfer_pb.GetTopologyResponse(data_plane="shm")
+    async def GetRank(self, request: Any, context: Any) -> Any:
+        return transfer_pb.GetRankResponse(data_plane="shm")
 
 
 class Events(EventServiceServicer):
@@ -192,7 +192,7 @@ class TestAnswers:
     async def test_single_things_are_their_messages(self, client: Client) -> None:
         assert (await client.get_room(7, attempt=2)).attempt == 2
         assert (await client.cancel_room(9, cause="test")).room == 9
-        assert (await client.get_topology()).data_plane == "shm"
+        assert (await client.get_rank()).data_plane == "shm"
         assert (await client.resolve_ranks("A", common_pb2.Role.ROLE_PREFILL)).name == "A"
         assert [stream.engine for stream in await client.list_streams()] == ["A"]
         assert await client.health() == "SERVING"

@@ -26,7 +26,7 @@ from kvgrpc.errors import (
     exception_of,
 )
 from kvgrpc.observability import metrics
-from kvgrpc.rpc.interceptors import ALLOWED, Admission, deadline
+from kvgrpc.rpc.interceptors import ALLOWED, Admission, CallLimits, deadline
 from kvgrpc.rpc.status import DETAILS_KEY, error_from
 from tests.contract.serving import ARITIES, METHODS, SERVICE, Act, Context, failure, responses_of, serving, until
 
@@ -280,7 +280,7 @@ class TestAdmission:
         ("method", "scope"), [("UnaryUnary", "calls"), *((name, "streams") for name in METHODS[1:])]
     )
     async def test_past_the_bound_calls_are_refused_with_the_time_to_wait(self, method: str, scope: str) -> None:
-        async with serving(for_ever, admission=Admission(unary=2, streams=2)) as served:
+        async with serving(for_ever, admission=Admission(CallLimits(unary=2, streams=2))) as served:
             running = [served.start(method) for _ in range(2)]
             await until(lambda: len(served.servicer.begun) == 2)
             error = await served.failure(method)
@@ -293,7 +293,7 @@ class TestAdmission:
             await until(lambda: len(served.servicer.begun) == 3)
 
     async def test_calls_and_streams_are_counted_apart(self) -> None:
-        async with serving(for_ever, admission=Admission(unary=1, streams=1)) as served:
+        async with serving(for_ever, admission=Admission(CallLimits(unary=1, streams=1))) as served:
             running = [served.start("StreamStream")]
             await until(lambda: len(served.servicer.begun) == 1)
             running.append(served.start("UnaryUnary"))

@@ -13,9 +13,11 @@ import grpc
 import msgspec
 import pytest
 
-from kvgrpc.errors import KvGrpcError
-from kvgrpc.events import EventServicer, EventStream, JournalingPublisher, KVEventBatch, open_publisher
-from kvgrpc.events.model import BlockRemoved
+from kvgrpc.errors import EventsCompacted, KvGrpcError
+from kvgrpc.events import EventServicer, EventStream, JournalingPublisher, KVEventBatch, decode_batch, open_publisher
+from kvgrpc.events.digest import mix
+from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, Event, UnknownEvent
+from kvgrpc.events.watch import MAX_SNAPSHOTS_IN_A_ROW, Watch, WatchMode, WatchOrder
 from kvgrpc.model import RankId, RankRef
 from kvgrpc.rpc.interceptors import interceptors_of
 from kvgrpc.rpc.options import SERVER_OPTIONS
@@ -25,6 +27,7 @@ from kvgrpc.v1 import event_service_pb2 as pb
 from kvgrpc.v1.event_service_pb2_grpc import EventServiceStub, add_EventServiceServicer_to_server
 
 REPLAY, TAIL, HEARTBEAT = pb.WATCH_MODE_REPLAY, pb.WATCH_MODE_TAIL, pb.WATCH_MODE_HEARTBEAT
+SNAPSHOT, TYPED = pb.WATCH_MODE_SNAPSHOT, pb.WATCH_ENCODING_TYPED
 
 
 @dataclass
@@ -411,3 +414,249 @@ async def test_what_is_published_as_objects_is_replayed_with_the_rank() -> None:
             + b"\0" * 6
             + b"\x91\x83\xa4type\xacBlockRemoved\xacblock_hashes\x91\x07\xa6medium\xa3GPU\x01"
         )
+
+
+def stored(
+    *hashes: int, medium: str | None = "GPU", parent: int | None = None, group: int | None = None
+) -> BlockStored:
+    return BlockStored([*hashes], parent, [7] * 4 * len(hashes), 4, None, medium, group_idx=group)
+
+
+async def publish(events: Served, *happened: Event) -> None:
+    """A batch for each."""
+    for event in happened:
+        assert events.publisher.publish(KVEventBatch(1.0, [event]))
+    await until(lambda: events.publisher.counts.unsent == 0)
+
+
+async def snapshot_of(call: Any) -> list[pb.SnapshotPart]:
+    """The parts of the snapshot that comes next."""
+    parts: list[pb.SnapshotPart] = []
+    while not parts or not parts[-1].last:
+        message = await call.read()
+        assert message.WhichOneof("kind") == "snapshot"
+        assert message.snapshot.index == len(parts)
+        parts.append(message.snapshot)
+    return parts
+
+
+def blocks_of(parts: list[pb.SnapshotPart]) -> list[int | bytes]:
+    """The blocks that RAW parts say, in their order."""
+    return [
+        block
+        for part in parts
+        for payload in part.payloads
+        for event in decode_batch(payload).events
+        if isinstance(event, BlockStored)
+        for block in event.block_hashes
+    ]
+
+
+async def test_a_snapshot_is_the_state_and_then_what_comes() -> None:
+    async with served() as events:
+        await publish(events, stored(1, 2, 3), stored(4, parent=3), BlockRemoved([2], "GPU"), stored(9, medium="CPU"))
+        call = events.watch(SNAPSHOT)
+        assert (await call.read()).WhichOneof("kind") == "begin"
+        parts = await snapshot_of(call)
+        assert sorted(blocks_of(parts), key=int) == [1, 3, 4, 9]
+        assert (parts[-1].next_sequence, parts[-1].total_blocks) == (4, 4)
+        tiers = [(tier.medium, tier.group, tier.blocks, tier.mixed_hashes) for tier in parts[-1].state.tiers]
+        assert tiers == [("CPU", 0, 1, mix(9)), ("GPU", 0, 3, mix(1) ^ mix(3) ^ mix(4))]
+        assert parts[-1].state.next_sequence == 4
+        await publish(events, stored(5))
+        message = await call.read()
+        assert message.raw.first_sequence == 4
+        assert decode_batch(message.raw.payloads[0]).events == [stored(5)]
+
+
+async def test_a_snapshot_of_nothing_is_one_empty_part() -> None:
+    async with served() as events:
+        call = events.watch(SNAPSHOT)
+        await call.read()
+        (part,) = await snapshot_of(call)
+        assert blocks_of([part]) == []
+        assert (part.next_sequence, part.total_blocks, list(part.state.tiers)) == (0, 0, [])
+
+
+async def test_a_snapshot_needs_no_journal() -> None:
+    async with served(buffer_steps=0) as events:
+        await publish(events, *(stored(number) for number in range(20)))
+        call = events.watch(SNAPSHOT)
+        await call.read()
+        assert sorted(blocks_of(await snapshot_of(call)), key=int) == list(range(20))
+
+
+async def test_a_snapshot_that_the_log_overtakes_is_followed_by_another_one() -> None:
+    async with served(buffer_steps=100) as events:
+        await publish(events, *(stored(number) for number in range(5)))
+        call = events.watch(SNAPSHOT)
+        await call.read()
+        assert len(blocks_of(await snapshot_of(call))) == 5
+        # More than the transport holds for a reader that does not read.
+        filler = BlockStored([1], None, list(range(70_000, 80_000)), 10_000)
+        await publish(events, *[filler] * 400, *(stored(number) for number in range(100, 110)))
+        known: set[int | bytes] = set()
+        snapshots = reached = 0
+        while reached < events.stream.next_sequence:
+            message = await call.read()
+            if message.WhichOneof("kind") == "snapshot":
+                if message.snapshot.index == 0:
+                    known, snapshots = set(), snapshots + 1
+                known |= set(blocks_of([message.snapshot]))
+                reached = message.snapshot.next_sequence if message.snapshot.last else reached
+            for payload in message.raw.payloads:
+                known |= {block for event in decode_batch(payload).events for block in event.block_hashes}  # type: ignore[union-attr]
+                reached += 1
+        assert known == {*range(5), *range(100, 110)}
+        assert snapshots >= 1
+
+
+async def test_a_reader_that_is_overtaken_again_and_again_is_told() -> None:
+    async with served(buffer_steps=0) as events:
+        await publish(events, stored(1))
+
+        class Overtaken(Watch):
+            async def next_part(self) -> Any:
+                await publish(events, stored(2))
+                return await super().next_part()
+
+        reader = Overtaken(events.stream, WatchOrder(WatchMode.SNAPSHOT))
+        snapshots = 0
+        with pytest.raises(EventsCompacted):
+            while True:
+                part = await reader.next_part()
+                snapshots += part is not None and part.last
+        assert snapshots == MAX_SNAPSHOTS_IN_A_ROW
+
+
+async def test_a_publisher_without_snapshots_says_so() -> None:
+    async with served(snapshots=False, heartbeat=0.02) as events:
+        refused = await events.refusal(SNAPSHOT)
+        assert (refused.code, refused.reason.name) == ("UNIMPLEMENTED", "FEATURE_DISABLED")
+        call = events.watch(HEARTBEAT)
+        assert not (await call.read()).begin.stream.HasField("state")
+        assert not (await call.read()).heartbeat.HasField("state")
+
+
+@pytest.mark.parametrize("mode", [TAIL, HEARTBEAT, SNAPSHOT])
+async def test_a_heartbeat_says_what_the_state_comes_to(mode: pb.WatchMode.ValueType) -> None:
+    async with served(heartbeat=0.02) as events:
+        await publish(events, stored(-2, 5), stored(5), BlockRemoved([7], "GPU"), stored(-2, group=3))
+        call = events.watch(mode)
+        while True:
+            message = await call.read()
+            if message.WhichOneof("kind") == "heartbeat" and message.heartbeat.state.next_sequence == 4:
+                break
+        tiers = [(tier.medium, tier.group, tier.blocks, tier.mixed_hashes) for tier in message.heartbeat.state.tiers]
+        assert tiers == [("GPU", 0, 2, mix(2**64 - 2) ^ mix(5)), ("GPU", 3, 1, mix(2**64 - 2))]
+
+
+async def test_typed_batches_have_one_form_for_all_engines() -> None:
+    async with served() as events:
+        digest = bytes(range(32))
+        everything = BlockStored(
+            [-2, digest], 2**64 - 1, [10, 11], 1, 3, "CPU_PINNED", "adapter", None, 2, "mamba", 64, "LOCAL", "o", "s",
+            None, "salt",
+        )  # fmt: skip
+        strange = UnknownEvent("BlockMoved", msgspec.msgpack.encode({"type": "BlockMoved"}))
+        bigrams = BlockStored([1], None, [[1, 2]], 1, None, "DISK")
+        for happened in (everything, BlockRemoved([-2]), AllBlocksCleared(), strange, bigrams):
+            await publish(events, happened)
+        _, message = await events.read(encoding=TYPED)
+        assert message.typed.first_sequence == 0
+        full, removed, cleared, unknown, pairs = (batch.events[0] for batch in message.typed.batches)
+        assert [hash.WhichOneof("kind") for hash in full.stored.block_hashes] == ["value", "digest"]
+        assert full.stored.block_hashes[0].value == 2**64 - 2
+        assert full.stored.block_hashes[1].digest == digest
+        assert full.stored.parent_block_hash.value == 2**64 - 1
+        assert list(full.stored.token_ids) == [10, 11]
+        told = full.stored
+        assert (told.block_size, told.tier, told.medium, told.group) == (1, pb.TIER_HOST, "CPU_PINNED", 2)
+        assert (told.lora_id, told.lora_name, told.cache_salt) == (3, "adapter", "salt")
+        assert (told.cache_kind, told.sliding_window, told.locality) == ("mamba", 64, "LOCAL")
+        assert (told.ownership, told.session_id) == ("o", "s")
+        assert (removed.removed.tier, removed.removed.medium) == (pb.TIER_DEVICE, "")
+        assert cleared.WhichOneof("kind") == "cleared"
+        assert unknown.unknown == strange.raw
+        assert (list(pairs.stored.token_ids), pairs.stored.tier) == ([], pb.TIER_STORAGE)
+        assert not pairs.stored.HasField("parent_block_hash")
+
+
+@pytest.mark.parametrize(
+    ("filters", "expected"),
+    [
+        ({}, [1, 2, 3, 4]),
+        ({"tiers": [pb.TIER_DEVICE]}, [1, 4]),
+        ({"tiers": [pb.TIER_HOST, pb.TIER_STORAGE]}, [2, 3]),
+        ({"groups": [0]}, [1, 2, 3]),
+        ({"groups": [1], "tiers": [pb.TIER_DEVICE]}, [4]),
+    ],
+    ids=str,
+)
+async def test_filters_leave_events_out_and_no_batch(filters: dict[str, Any], expected: list[int]) -> None:
+    async with served() as events:
+        await publish(
+            events, stored(1), stored(2, medium="CPU"), stored(3, medium="DISK"), stored(4, group=1), AllBlocksCleared()
+        )
+        _, message = await events.read(encoding=TYPED, **filters)
+        assert len(message.typed.batches) == 5
+        told = [event for batch in message.typed.batches for event in batch.events]
+        assert [event.stored.block_hashes[0].value for event in told[:-1]] == expected
+        assert told[-1].WhichOneof("kind") == "cleared"
+
+
+async def test_a_typed_snapshot_is_filtered_and_its_digest_is_not() -> None:
+    async with served() as events:
+        await publish(events, stored(1, 2), stored(3, medium="CPU"))
+        call = events.watch(SNAPSHOT, encoding=TYPED, tiers=[pb.TIER_HOST])
+        await call.read()
+        (part,) = await snapshot_of(call)
+        assert [event.stored.block_hashes[0].value for event in part.events] == [3]
+        assert [tier.blocks for tier in part.state.tiers] == [1, 2]
+        assert not part.payloads
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"encoding": 9}, "encoding"),
+        ({"tiers": [pb.TIER_HOST]}, "tiers"),
+        ({"groups": [0]}, "groups"),
+        ({"tiers": [0], "encoding": pb.WATCH_ENCODING_TYPED}, "tiers"),
+        ({"tiers": [9], "encoding": pb.WATCH_ENCODING_TYPED}, "tiers"),
+        ({"mode": SNAPSHOT, "from_sequence": 0}, "from_sequence"),
+    ],
+    ids=str,
+)
+async def test_forms_that_make_no_sense_are_refused(fields: dict[str, Any], field: str) -> None:
+    async with served() as events:
+        refused = await events.refusal(**{"mode": REPLAY} | fields)
+        assert (refused.code, refused.reason.name) == ("INVALID_ARGUMENT", "INVALID_REQUEST")
+        assert refused.metadata["field"] == field
+
+
+async def test_streams_are_listed_in_pages() -> None:
+    async with served(dps=12) as events:
+        listed: list[int] = []
+        token = ""
+        for _ in range(3):
+            page = await events.stub.ListStreams(pb.ListStreamsRequest(page_size=5, page_token=token))
+            listed += [stream.dp for stream in page.streams]
+            token = page.next_page_token
+        assert (listed, token) == (list(range(12)), "")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await events.stub.ListStreams(pb.ListStreamsRequest(page_token="nonsense"))
+        assert error_from(caught.value).reason.name == "INVALID_REQUEST"
+
+
+async def test_the_readers_of_a_fenced_publisher_are_sent_away() -> None:
+    async with served() as events:
+        calls = [events.watch(mode) for mode in (TAIL, HEARTBEAT, SNAPSHOT)]
+        for call in calls:
+            await call.read()
+        events.publisher.fence()
+        for call in calls:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+            assert error_from(caught.value).reason.name == "SERVER_DRAINING"

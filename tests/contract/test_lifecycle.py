@@ -25,6 +25,7 @@ from kvgrpc.model import RankId, RankRef, Role
 from kvgrpc.observability import metrics
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.interceptors import Admission
+from kvgrpc.rpc.server import add_methods
 from kvgrpc.server import listener as listener_module
 from kvgrpc.server.listener import Listener
 from kvgrpc.server.servicer import ServerInfo, ServerServicer
@@ -73,7 +74,7 @@ class House:
         return self.bound[0]
 
     def _add(self, server: grpc.aio.Server) -> Sequence[str]:
-        server.add_registered_method_handlers(SERVICE, self.servicer.methods())
+        add_methods(server, SERVICE, self.servicer.methods())
         info = ServerInfo(
             "1.2.3",
             [SERVICE, SERVER_SERVICE],

@@ -15,10 +15,11 @@ import pytest
 
 import kvgrpc.dataplane
 from kvgrpc.dataplane.shm.plane import ShmDataPlane
-from kvgrpc.errors import AddressNotAllowed, InvalidRequest, ServerDraining, StaleEpoch
+from kvgrpc.errors import AddressNotAllowed, InvalidRequest, Reason, ServerDraining, StaleEpoch
 from kvgrpc.model import Pool, PoolKind, Region, Role
 from kvgrpc.rpc.status import error_from
-from kvgrpc.server import Rank, RankConfig, app, open_rank, opening
+from kvgrpc.server import Rank, RankConfig, app, open_decode, open_prefill, open_rank, opening
+from kvgrpc.transfer import KVPoll, KVReceiver, KVSender
 from kvgrpc.transfer.protocol.types import Bounds
 from kvgrpc.v1 import server_service_pb2 as server_pb
 from kvgrpc.v1 import transfer_service_pb2 as transfer_pb
@@ -88,7 +89,7 @@ class TestWhatARankStandsOn:
         closed: list[Any] = []
         tried: list[int] = []
 
-        async def refused_as_old(rank: Rank, deadline: float) -> None:
+        async def refused_as_old(rank: Rank[Any], deadline: float) -> None:
             tried.append(rank.ref.epoch)
             raise StaleEpoch("older than what is here", metadata={"currentEpoch": rank.ref.epoch + 7})
 
@@ -206,3 +207,35 @@ def connects(address: str) -> bool:
     host, _, port = address.rpartition(":")
     with socket.socket() as probe:
         return probe.connect_ex((host, int(port))) == 0
+
+
+class TestRoles:
+    """mypy reads this file: ``rank.transfer`` has the type of its role."""
+
+    def test_the_transfer_of_a_rank_is_typed_by_its_role(self, plane: Any) -> None:
+        with open_prefill(config(plane)) as prefill, open_decode(config(plane, engine="D", role=Role.DECODE)) as decode:
+            assert not KVSender(prefill.transfer, "", 1).ended
+            assert not KVReceiver(decode.transfer, "127.0.0.1:1", 1).ended
+            assert f"{prefill.ref} prefill at {prefill.address} over shm: healthy" in repr(prefill)
+        assert "closed" in repr(prefill)
+
+    def test_another_role_is_refused_before_anything_is_opened(self, plane: Any) -> None:
+        for open_one, role in ((open_prefill, Role.DECODE), (open_decode, Role.PREFILL)):
+            with pytest.raises(InvalidRequest) as refused:
+                open_one(config(plane, role=role))
+            assert (refused.value.metadata["field"], refused.value.metadata["value"]) == ("role", repr(role.name))
+
+    def test_a_handle_of_the_other_role_fails_with_its_reason_and_raises_nothing(self, plane: Any) -> None:
+        with open_rank(config(plane)) as prefill, open_rank(config(plane, engine="D", role=Role.DECODE)) as decode:
+            receiver, sender = KVReceiver(prefill.transfer, "127.0.0.1:1", 1), KVSender(decode.transfer, "", 1)
+            receiver.init([1])
+            sender.init(1)
+            sender.send([1])
+            for handle in (receiver, sender):
+                assert handle.poll() is KVPoll.Failed and handle.release_safe
+                assert handle.failure is not None and handle.failure.reason is Reason.WRONG_RANK
+                handle.abort()
+                handle.close()
+            assert receiver.failure is not None
+            assert receiver.failure.metadata == {"expected": "DECODE", "actual": "PREFILL"}
+            assert prefill.healthy and decode.healthy

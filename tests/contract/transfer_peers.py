@@ -86,7 +86,7 @@ class DecodeClient:
             data_plane_address=self.memory.plane.address(),
             expected=pb.Part(layer_start=0, layer_count=LAYERS, aux=True),
         )
-        getattr(hello, "from").CopyFrom(rank_ref_to_pb(self.ref))
+        hello.opener.CopyFrom(rank_ref_to_pb(self.ref))
         for field, value in changes.items():
             hello.ClearField(field)  # type: ignore[arg-type]
             hello.MergeFrom(pb.Hello(**{field: value}))
@@ -244,7 +244,7 @@ class PrefillServer:
 
     def welcome(self, **changes: Any) -> pb.SessionResponse:
         welcome = pb.Welcome(max_frame_bytes=4 << 20)
-        getattr(welcome, "from").CopyFrom(rank_ref_to_pb(self.ref))
+        welcome.rank.CopyFrom(rank_ref_to_pb(self.ref))
         welcome.MergeFrom(pb.Welcome(**changes))
         return pb.SessionResponse(welcome=welcome)
 

@@ -43,7 +43,7 @@ def test_the_engines_logs_say_where_their_ranks_are(pair: Pair) -> None:
     for role, engine in (("prefill", pair.prefill), ("decode", pair.decode)):
         (address,) = re.findall(rf"{role} rank \S+ listens on (\S+), ", engine.log())
         with SyncClient(address) as client:
-            assert client.get_topology().role == common_pb2.Role.Value(f"ROLE_{role.upper()}")
+            assert client.get_rank().role == common_pb2.Role.Value(f"ROLE_{role.upper()}")
 
 
 def test_decode_takes_only_what_it_does_not_hold(pair: Pair, reference: Reference) -> None:

@@ -21,7 +21,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvgrpc.engines.vllm import compatibility
 from kvgrpc.engines.vllm.bootstrap import Bootstrap
-from kvgrpc.engines.vllm.handoffs import Handoffs, Receive
+from kvgrpc.engines.vllm.handoffs import Handoffs, Receive, Send
 from kvgrpc.engines.vllm.limits import check_supported
 from kvgrpc.engines.vllm.rank import Place, bootstrap_address, kv_pool, rank_config
 from kvgrpc.engines.vllm.scheduler import Scheduler
@@ -89,7 +89,7 @@ def test_prefill_keeps_the_blocks_of_a_prompt_that_it_computed(status: RequestSt
     scheduler.on_blocks(request(AT_PREFILL), blocks(4, 5, 6), 0)
     assert scheduler.take().announced == {"r": "x"}
     assert scheduler.on_finished(finished(AT_PREFILL, status), [4, 5, 6, 7])
-    assert scheduler.take().computed == {"r": (4, 5, 6)}
+    assert scheduler.take().computed == {"r": Send("x", (4, 5, 6))}
 
 
 def test_prefill_that_gives_up_lets_its_blocks_go() -> None:
@@ -128,7 +128,7 @@ def test_parameters_of_any_type_raise_nothing(value: object) -> None:
 
 
 def test_handoffs_travel_to_workers() -> None:
-    handoffs = Handoffs({"a": "x"}, {"b": (1, 2)}, {"c": "y"}, {"d": Receive("z", "h:1", "", (3,), 1, True)})
+    handoffs = Handoffs({"a": "x"}, {"b": Send("w", (1, 2))}, {"c": "y"}, {"d": Receive("z", "h:1", "", (3,), 1, True)})
     assert pickle.loads(pickle.dumps(handoffs)) == handoffs
 
 
@@ -275,6 +275,7 @@ def test_another_signature_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatc
         compatibility.check_vllm()
 
 
+@pytest.mark.timeout(300)
 def test_importing_the_connector_starts_nothing_that_a_fork_would_break() -> None:
     script = (
         "import sys, threading, vllm.config, vllm.v1.core.kv_cache_manager\n"
@@ -284,5 +285,5 @@ def test_importing_the_connector_starts_nothing_that_a_fork_would_break() -> Non
         "new = set(sys.modules) - before[0]\n"
         "print(threading.active_count() - before[1], sorted(new & {'grpc', 'mooncake', 'mooncake.engine', 'zmq'}))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=Path.cwd())
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=280, cwd=Path.cwd())
     assert done.stdout.splitlines()[-1:] == ["0 []"], done.stderr

@@ -10,7 +10,7 @@ import pytest
 from tests.engines.model import Reference
 from tests.engines.vllm_engine import BLOCK, CONNECTOR, ROLES, VllmPair
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = pytest.mark.timeout(900)
 
 
 def check(pair: VllmPair, reference: Reference, length: int = 100) -> None:

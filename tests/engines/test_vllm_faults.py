@@ -14,7 +14,7 @@ from tests.engines.engine import Request
 from tests.engines.model import Reference
 from tests.engines.vllm_engine import VllmEngine, VllmPair
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = pytest.mark.timeout(900)
 # As in test_sglang_faults.py.
 GONE_SECONDS, SILENT_SECONDS = 2.5, 6.0
 
@@ -97,12 +97,19 @@ def test_a_side_that_is_stopped_ends_the_request_of_the_other_and_is_used_again_
     survivor = other(pair, role)
     serves(pair, reference)
     request, tokens = request_under_way(pair, reference, survivor, draw)
+    waiting = pair.submit_to_decode(reference.case(100).prompt, 8)
     stopped = getattr(pair, role).stop()
     try:
         assert request.wait(SILENT_SECONDS), survivor.log_tail()
+        assert request.error is not None or request.tokens == tokens
+        if role == "prefill":
+            waiting.failure(SILENT_SECONDS)
+            assert "PEER_LOST" in survivor.reason()
+            print(f"prefill stopped: decode's request ended after {(waiting.ended or 0) - stopped:.3f} s")
+            assert not survivor.is_empty(1), "pages were given back that a stopped prefill may still write to"
     finally:
         getattr(pair, role).go_on()
-    assert request.error is not None or request.tokens == tokens
-    print(f"{role} stopped: the other side ended after {(request.ended or 0) - stopped:.3f} s: {survivor.reason()}")
+    if role == "decode":
+        pair.decode.abort(waiting)
     serves_again(pair, reference)
     assert survivor.is_empty(40)

@@ -10,7 +10,7 @@ from tests.engines.engine import LOCAL, Engine, Pair, Request, common_environmen
 
 BLOCK = 32
 CONNECTOR = {"kv_connector": "KvGrpcConnector", "kv_connector_module_path": "kvgrpc.engines.vllm"}
-IN_TREE = {"kv_connector": "MooncakeConnector"}
+IN_TREE_CONNECTOR = {"kv_connector": "MooncakeConnector", "kv_connector_extra_config": {"mooncake_protocol": "tcp"}}
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
@@ -18,7 +18,7 @@ class VllmEngine(Engine):
     """One vLLM engine; see Engine."""
 
     worker = "tests.engines.vllm_worker"
-    start_seconds = 240.0
+    start_seconds = 400.0
 
     @staticmethod
     def environment(folder: Path, arguments: Mapping[str, Any], more: Mapping[str, str]) -> dict[str, str]:

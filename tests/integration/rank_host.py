@@ -240,7 +240,7 @@ class RankHost:
 
     def peers(self) -> dict[str, str]:
         """The state of each session by the peer's incarnation."""
-        return {str(pair.ref): pair.state for pair in tuple(self.rank.transfer.core.pairs.values())}
+        return {str(pair.ref): pair.state.name for pair in tuple(self.rank.transfer.core.pairs.values())}
 
     def data_plane(self) -> str:
         return self.rank.transfer.plane.name

@@ -168,7 +168,7 @@ def look_at(registry: str, prefill: str, decode: str) -> None:
     for address, name in ((prefill, "prefill"), (decode, "decode")):
         with SyncClient(address) as client:
             assert client.health() == "SERVING"
-            assert [session.state for session in client.list_sessions()] == ["OPEN"]
+            assert [session.state for session in client.list_sessions()] == [pb.SESSION_STATE_OPEN]
             assert [stream.engine for stream in client.list_streams()] == [name]
             assert {room.state for room in client.list_rooms()} <= {pb.ROOM_STATE_SUCCESS}
 

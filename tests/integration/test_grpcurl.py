@@ -143,7 +143,7 @@ def test_a_room_is_seen_from_both_sides(ask: Any, running: Running) -> None:
         assert (room["room"], room["state"], room["role"]) == (str(ROOM), "ROOM_STATE_TRANSFERRING", role)
         assert room["parts"][0]["pagesDone"] == 7
         (session,) = ask(server, "kvgrpc.v1.TransferService/ListSessions").json["sessions"]
-        assert session["state"] == "OPEN"
+        assert session["state"] == "SESSION_STATE_OPEN"
     sought = {"rooms": [{"room": str(ROOM)}]}
     assert ask(running.prefill, "kvgrpc.v1.TransferService/LocateRooms", data=sought).json == sought
 

@@ -125,7 +125,7 @@ def test_a_side_that_slept_and_came_back_on_its_own_memory_is_used_again(start: 
 
 def balanced(start: Start) -> tuple[RankProcess, RankProcess, RankProcess]:
     """Two dp ranks of one prefill engine that do not go by room % 2, and a decode."""
-    both = {"layout": Layout(dp=2), "places_rooms": True}
+    both = {"layout": Layout(dp=2), "engine_selects_dp": True}
     first = start("P", "PREFILL", registry="embedded", **both).opened()
     second = start("P", "PREFILL", registry=first.address, dp=1, **both).opened()
     return first, second, start("D", "DECODE").opened()
@@ -158,7 +158,7 @@ def test_a_room_that_no_rank_has_yet_waits_until_the_killed_rank_is_back_and_has
     first, second, decode = balanced(start)
     decode.call("receive", 1, first.address, [1])
     second.kill()
-    third = start("P", "PREFILL", registry=first.address, dp=1, layout=Layout(dp=2), places_rooms=True).opened()
+    third = start("P", "PREFILL", registry=first.address, dp=1, layout=Layout(dp=2), engine_selects_dp=True).opened()
     third.call("send", 1, [7])
     decode.call("wait", "receivers", [1], [SUCCESS])
     assert decode.call("page_sums", [1]) == third.call("page_sums", [7])

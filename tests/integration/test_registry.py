@@ -31,19 +31,19 @@ KEEPALIVE = TTL / 3
 
 REGISTRY = """
 import asyncio, sys, grpc
-from kvgrpc.registry.servicer import RegistryServicer
+from kvgrpc.registry.servicer import RegistryServicer, add_registry_to_server
+from kvgrpc.registry.store.memory import MemoryStore
 from kvgrpc.rpc.interceptors import interceptors_of
 from kvgrpc.rpc.options import SERVER_OPTIONS
 from kvgrpc.rpc.security import ServerSecurity
-from kvgrpc.v1.registry_service_pb2_grpc import add_RegistryServiceServicer_to_server
 
 async def main():
     server = grpc.aio.server(interceptors=interceptors_of(ServerSecurity()), options=SERVER_OPTIONS)
-    servicer = RegistryServicer(ttl=float(sys.argv[1]))
-    add_RegistryServiceServicer_to_server(servicer, server)
+    servicer = RegistryServicer(MemoryStore(ttl=float(sys.argv[1])))
+    add_registry_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:" + sys.argv[2])
     await server.start()
-    servicer.start()
+    await servicer.start()
     print(port, flush=True)
     await server.wait_for_termination()
 

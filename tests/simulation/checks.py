@@ -55,7 +55,7 @@ class Promises:
     def after_stop_of_prefill(self, prefill: PrefillProcess) -> None:
         for link in self._standing(prefill):
             for key, kept in _open_at_decode(link):
-                self._promise("decode knows of a stopped prefill", key, TIMING.patience, kept, link.decode, prefill)
+                self._promise("decode knows of a stopped prefill", key, TIMING.idle_timeout, kept, link.decode, prefill)
 
     def after_death_of_decode(self, decode: DecodeProcess) -> None:
         for link in self._standing(decode):

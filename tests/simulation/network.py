@@ -216,15 +216,18 @@ class Network:
         if not self._through_wire:
             return entries
         read = [
-            pb.SessionRequest.FromString(f.SerializeToString()) for f in wire.decode_frames(entries, 1, FRAME_BYTES, [])
+            pb.SessionRequest.FromString(f.SerializeToString())
+            for f in wire.encode_requests(entries, 1, FRAME_BYTES, [])
         ]
-        return [entry for frame in read for entry in wire.decode_entries(frame, [("kv", 1 << 16)])]
+        return [entry for frame in read for entry in wire.parse_request(frame, [("kv", 1 << 16)])]
 
     def _prefill_frames(self, entries: list[PrefillEntry]) -> list[PrefillEntry]:
         if not self._through_wire:
             return entries
-        read = [pb.SessionResponse.FromString(f.SerializeToString()) for f in wire.prefill_frames(entries, FRAME_BYTES)]
-        return [entry for frame in read for entry in wire.prefill_entries(frame)]
+        read = [
+            pb.SessionResponse.FromString(f.SerializeToString()) for f in wire.encode_responses(entries, FRAME_BYTES)
+        ]
+        return [entry for frame in read for entry in wire.parse_response(frame)]
 
     def _send(self, queue: Queue, kind: str, content: Any, delay: int | None = None) -> None:
         """In order: nothing overtakes what was sent before."""

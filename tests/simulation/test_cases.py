@@ -148,7 +148,7 @@ def test_prefill_stopped_or_cut_off_and_later_continued(stage: Stage, kind: str)
     else:
         stage.cut(stage.decode, stage.prefill, FOREVER)
     passed = stage.until(lambda: failed(receiver, "PEER_LOST"))
-    assert TIMING.patience <= passed <= TIMING.patience + LATENCY
+    assert TIMING.idle_timeout <= passed <= TIMING.idle_timeout + LATENCY
     stage.steps(10 * SECOND)
     assert not receiver.release_safe, "silence is no evidence"
     stage.network.cuts.clear()

@@ -61,7 +61,7 @@ def test_a_first_dial_without_an_answer_fails_after_the_patience(stage: Stage) -
     stage.stop(stage.prefill, FOREVER)
     _, receiver = stage.receive(REQUEST)
     passed = stage.until(lambda: failed(receiver, "PEER_LOST"))
-    assert TIMING.patience <= passed <= TIMING.patience + LATENCY
+    assert TIMING.idle_timeout <= passed <= TIMING.idle_timeout + LATENCY
     assert receiver.release_safe, "nothing was ever asked of it"
     stage.until_over()
 

@@ -19,7 +19,7 @@ from kvgrpc.errors import InvalidRequest
 from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.prefetch.storage.base import MemoryRange, PageBuffers, PageResult, StorageBackend, StorageDown
 from kvgrpc.prefetch.storage.keys import KeyMode, Keys, PageIdentity
-from kvgrpc.prefetch.storage.settings import Seconds, read_settings
+from kvgrpc.prefetch.storage.settings import read_settings
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class HiCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
     storage_config: dict[str, object] = {}
     """Its config."""
     key_mode: KeyMode = KeyMode.KVGRPC
-    timeout: Annotated[Seconds, msgspec.Meta(le=8)] = 4.0
+    timeout: Annotated[float, msgspec.Meta(gt=0, le=8)] = 4.0
     """Seconds for a batch of pages. SGLang's threads are joined for 10 when it detaches."""
 
 

@@ -104,11 +104,11 @@ def _place(role: Role) -> Place:
         port=disagg.disaggregation_bootstrap_port if role is Role.PREFILL else serving.port,
         bootstrap=f"{bracketed(loopback_for(head))}:{disagg.disaggregation_bootstrap_port}",
         device=get_device().device,
-        places_rooms=role is Role.PREFILL and _places_rooms(),
+        engine_selects_dp=role is Role.PREFILL and _engine_selects_dp(),
     )
 
 
-def _places_rooms() -> bool:
+def _engine_selects_dp() -> bool:
     """Whether the dp controller of this engine has a mind of its own; SGLang's decode would ask for each room then."""
     follows = get_parallel().load_balance_method == "follow_bootstrap_room"
     return not follows or bool(envs.SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK.get())

@@ -19,7 +19,7 @@ class Place:
 
     ``host`` is what SGLang's HTTP server binds; ``local_ip`` is what others dial when that is a wildcard.
     ``bootstrap`` is "host:port" of the engine's own registry, ``device`` of its tensors ("cpu", "cuda").
-    ``places_rooms``: its dp controller gives requests to other dp ranks than room % dp.
+    ``engine_selects_dp``: its dp controller gives requests to other dp ranks than room % dp.
     """
 
     role: Role
@@ -31,7 +31,7 @@ class Place:
     port: int
     bootstrap: str
     device: str
-    places_rooms: bool = False
+    engine_selects_dp: bool = False
 
 
 def rank_config(kv_args: Any, place: Place, plane: DataPlane | None = None) -> RankConfig:
@@ -58,7 +58,7 @@ def rank_config(kv_args: Any, place: Place, plane: DataPlane | None = None) -> R
         "aux": aux_buffers(kv_args.aux_data_ptrs, kv_args.aux_data_lens, kv_args.aux_item_lens),
         # Decode is dialled by nobody, and its requests name their registry.
         "registry": registry if place.role is Role.PREFILL else "",
-        "places_rooms": place.places_rooms,
+        "engine_selects_dp": place.engine_selects_dp,
         "bootstrap_allow": (*configured.pop("bootstrap_allow", ()), *_host(external_registry())),
     }
     return RankConfig(**{**defaults, **configured, **facts})

@@ -11,8 +11,7 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
-import tempfile
+import secrets
 
 from kvgrpc.errors import AddressNotAllowed
 from kvgrpc.rpc.loop import LoopThread
@@ -36,10 +35,9 @@ class Bootstrap:
         self._address = address
         self._security = security or ServerSecurity()
         self._answer = _http(json.dumps({"0": {"engine_id": engine_id, "worker_addr": {}}}))
-        # Nobody else may open the folder, and with it the registry's own socket.
-        self._folder = tempfile.mkdtemp(prefix="kvgrpc-")
-        self._path = os.path.join(self._folder, "registry")
-        self._registry = RegistryServer([f"unix:{self._path}"], self._security, lease_ttl)
+        # In the abstract namespace, where a kill leaves nothing behind. It asks for the same proof as the port.
+        self._path = f"kvgrpc-registry-{os.getpid()}-{secrets.token_hex(8)}"
+        self._registry = RegistryServer([f"unix-abstract:{self._path}"], self._security, lease_ttl)
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -52,7 +50,6 @@ class Bootstrap:
     def close(self) -> None:
         LoopThread.shared().run(self._stop(), _START_SECONDS)
         self._registry.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _listen(self) -> None:
         host, _, port = self._address.rpartition(":")
@@ -92,7 +89,7 @@ class Bootstrap:
             writer.write(self._answer)
             await writer.drain()
             return
-        registry_reader, registry_writer = await asyncio.open_unix_connection(self._path, limit=_PIECE)
+        registry_reader, registry_writer = await asyncio.open_unix_connection("\0" + self._path, limit=_PIECE)
         registry_writer.write(first)
         ways = [
             asyncio.ensure_future(_copy(reader, registry_writer)),

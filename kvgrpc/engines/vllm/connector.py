@@ -34,6 +34,11 @@ class KvGrpcConnector(KVConnectorBase_V1):
         block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._scheduler = Scheduler(vllm_config.kv_transfer_config.is_kv_producer, block_tokens)
         self._worker: Worker | None = None
+        if role is KVConnectorRole.SCHEDULER and vllm_config.kv_events_config is not None:
+            # vLLM's scheduler makes its publisher after this. Only where events are published are they loaded.
+            from kvgrpc.engines.vllm.events import publish_with_kvgrpc
+
+            publish_with_kvgrpc(vllm_config)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:

@@ -23,13 +23,21 @@ class Receive:
     abort: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Prefill has computed a prompt. ``pages``: all pages of its KV cache; vLLM holds them until it is told."""
+
+    transfer_id: str
+    pages: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class Handoffs(KVConnectorMetadata):
-    """By vLLM's request id. ``announced``: transfer ids whose prompts prefill begins to compute; ``computed``: all
-    pages of their KV caches; ``dropped``: transfer ids of those that prefill will not compute.
+    """By vLLM's request id. ``announced``: transfer ids whose prompts prefill begins to compute; ``dropped``: of those
+    that it will not compute.
     """
 
     announced: dict[str, str] = field(default_factory=dict)
-    computed: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    computed: dict[str, Send] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     receives: dict[str, Receive] = field(default_factory=dict)

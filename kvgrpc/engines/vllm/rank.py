@@ -13,7 +13,7 @@ from kvgrpc.errors import FeatureDisabled, InvalidRequest
 from kvgrpc.model import Layout, Pool, PoolKind, Region, Role
 from kvgrpc.server import RankConfig, settings
 
-BOOTSTRAP_PORT = "bootstrap_port"
+BOOTSTRAP_PORT, EVENTS_LISTEN = "bootstrap_port", "events_listen"
 
 
 class Place:
@@ -21,12 +21,14 @@ class Place:
 
     ``host`` is what the rank binds: VLLM_HOST_IP, or loopback where nobody has said that others may come.
     ``bootstrap`` is "host:port" of the engine's own registry, "" at decode; ``external`` that of one for all engines.
+    ``events_listen``: "host:port" where the scheduler's process serves KV events; "": vLLM publishes them itself.
     """
 
     def __init__(self, config: Any, tp_rank: int, environment: Mapping[str, str]) -> None:
         transfer, parallel = config.kv_transfer_config, config.parallel_config
         extra = dict(transfer.kv_connector_extra_config)
         port = extra.pop(BOOTSTRAP_PORT, environment.get("VLLM_MOONCAKE_BOOTSTRAP_PORT", "8998"))
+        self.events_listen = str(extra.pop(EVENTS_LISTEN, environment.get("KVGRPC_EVENTS_LISTEN", "")))
         self.configured = settings(extra, environment)
         self.role = Role.PREFILL if transfer.kv_role == "kv_producer" else Role.DECODE
         self.tp, self.tp_size = tp_rank, parallel.tensor_parallel_size

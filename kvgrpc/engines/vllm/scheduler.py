@@ -12,7 +12,7 @@ from typing import Any
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.request import Request, RequestStatus
 
-from kvgrpc.engines.vllm.handoffs import Handoffs, Receive
+from kvgrpc.engines.vllm.handoffs import Handoffs, Receive, Send
 
 logger = logging.getLogger("vllm." + __name__)
 _COMPUTED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
@@ -54,7 +54,7 @@ class Scheduler:
             params["do_remote_prefill"] = False
         elif self._gives(request):
             if request.status in _COMPUTED and blocks:
-                self._next.computed[number] = tuple(blocks[: self._pages(request)])
+                self._next.computed[number] = Send(str(params["transfer_id"]), tuple(blocks[: self._pages(request)]))
                 return True
             self._next.dropped[number] = str(params["transfer_id"])
         return False

@@ -58,14 +58,12 @@ class Worker:
     def take_on(self, handoffs: Handoffs) -> None:
         """Begins what the scheduler said of this step."""
         for number, transfer_id in handoffs.announced.items():
-            if number not in self._sending:  # a request that was preempted is announced again
-                self._announce(number, transfer_id)
-        for number, pages in handoffs.computed.items():
-            self._sending[number].send(pages)
+            self._sending_of(number, transfer_id)
+        for number, send in handoffs.computed.items():
+            self._sending_of(number, send.transfer_id).send(send.pages)
         for number, transfer_id in handoffs.dropped.items():
-            if number not in self._sending:
-                self._announce(number, transfer_id)
-            self._sending.pop(number).room.abort("prefill gave the request up")
+            self._sending_of(number, transfer_id).room.abort("prefill gave the request up")
+            del self._sending[number]
         for number, receive in handoffs.receives.items():
             self._receiving[number] = self._receive(receive)
 
@@ -111,8 +109,11 @@ class Worker:
                     waited_for.add(number)
         return waited_for
 
-    def _announce(self, number: str, transfer_id: str) -> None:
-        self._sending[number] = Sending(KVSender(self._transfer, "", room_from_transfer_id(transfer_id)))
+    def _sending_of(self, number: str, transfer_id: str) -> Sending:
+        """A request that was preempted is announced again."""
+        if number not in self._sending:
+            self._sending[number] = Sending(KVSender(self._transfer, "", room_from_transfer_id(transfer_id)))
+        return self._sending[number]
 
     def _receive(self, receive: Receive) -> Receiving:
         where = registry_of(bootstrap_address(receive.bootstrap_addr), self._external)

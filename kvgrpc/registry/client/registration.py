@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import TYPE_CHECKING, Literal, NoReturn
 
@@ -38,6 +39,9 @@ _log = logging.getLogger(__name__)
 class Registration:
     """The rows of this process at one registry: ``start`` once, ``close`` once, in between it looks after itself.
 
+    ``address``: "host:port", or several with commas between them, of replicas that share a store: when one does not
+    answer, the next is asked.
+
     It renews the leases at a third of their time to live over one stream, and registers again when the registry does
     not know a lease, was restarted, or the stream broke. It never gives up. All methods belong to one event loop; the
     properties may be read from any thread.
@@ -55,7 +59,7 @@ class Registration:
         *,
         on_superseded: Callable[[int], None] | None = None,
     ) -> None:
-        self.address = address
+        self._addresses = deque(address.split(","))
         self._open_channel = open_channel
         self._channel: grpc.aio.Channel | None = None
         self._rows = list(rows)
@@ -66,6 +70,11 @@ class Registration:
         self._state: State = "starting"
         self._last_error: KvGrpcError | None = None
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        """Where the rows are looked after now."""
+        return self._addresses[0]
 
     @property
     def state(self) -> State:
@@ -234,7 +243,10 @@ class Registration:
         return RegistryServiceStub(self._channel)
 
     async def _hang_up(self) -> None:
-        """The next attempt dials anew: it must not inherit how long a channel waits between its own attempts."""
+        """The next attempt dials anew, and the next replica: it must not inherit how long a channel waits between its
+        own attempts.
+        """
+        self._addresses.rotate(-1)
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 from kvgrpc.errors import ServerDraining, TooManyRequests
+from kvgrpc.rpc.callers import caller
 from kvgrpc.rpc.interceptors.call import Behaviour, Context, Method
 
 _RETRY_SECONDS = 0.2
@@ -13,12 +16,50 @@ _RETRY_SECONDS = 0.2
 _NOT_COUNTED = ("/kvgrpc.v1.ServerService/", "/grpc.health.v1.Health/Check")
 
 
-class Admission:
-    """Bounds of one server: unary calls in flight, and open streams. Lives on one event loop."""
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """How many calls run at once at one server, of all callers and of one (``Caller.name``); past it TooManyRequests.
 
-    def __init__(self, unary: int = 4096, streams: int = 16_384) -> None:
-        self._max_unary = unary
-        self._max_streams = streams
+    Attributes:
+        unary, streams: of all callers.
+        watches_per_caller: of EventService.Watch, and of RegistryService.WatchEngines.
+        health_watches_per_caller: of Health/Watch.
+        reflections_per_caller: streams of server reflection.
+        locates_per_caller: LocateRooms that wait.
+        keepalives_per_caller: of RegistryService.KeepAlive, one for each process.
+    """
+
+    unary: int = 4_096
+    streams: int = 16_384
+    watches_per_caller: int = 64
+    health_watches_per_caller: int = 16
+    reflections_per_caller: int = 16
+    locates_per_caller: int = 1_024
+    keepalives_per_caller: int = 1_024
+
+    def per_caller(self, path: str) -> tuple[int, str] | None:
+        """The bound of a method for one caller, and what it bounds; None: only that of all callers holds."""
+        if path.startswith("/grpc.reflection."):
+            return self.reflections_per_caller, "reflection streams"
+        name = _PER_CALLER.get(path)
+        return None if name is None else (getattr(self, name), path.rpartition("/")[2])
+
+
+_PER_CALLER = {
+    "/kvgrpc.v1.EventService/Watch": "watches_per_caller",
+    "/kvgrpc.v1.RegistryService/WatchEngines": "watches_per_caller",
+    "/grpc.health.v1.Health/Watch": "health_watches_per_caller",
+    "/kvgrpc.v1.TransferService/LocateRooms": "locates_per_caller",
+    "/kvgrpc.v1.RegistryService/KeepAlive": "keepalives_per_caller",
+}
+
+
+class Admission:
+    """Bounds of one server: unary calls in flight, open streams, and both of one caller. Lives on one event loop."""
+
+    def __init__(self, limits: CallLimits | None = None) -> None:
+        self._limits = limits or CallLimits()
+        self._of_callers: Counter[tuple[str, str]] = Counter()
         self._unary = 0
         self._streams: set[asyncio.Task[Any]] = set()
         self._ending = False
@@ -39,14 +80,37 @@ class Admission:
         """Counts the call, or raises TooManyRequests with the time after which to try again."""
         if method.path.startswith(_NOT_COUNTED):
             return inner
-        return self._stream(inner) if method.streams else self._call(inner)
+        bounded = self._of_caller(method, inner)
+        return self._stream(bounded) if method.streams else self._call(bounded)
+
+    def _of_caller(self, method: Method, inner: Behaviour) -> Behaviour:
+        bound = self._limits.per_caller(method.path)
+        if bound is None:
+            return inner
+        limit, what = bound
+        counts = self._of_callers
+
+        async def call(request: Any, context: Context) -> Any:
+            name = caller().name
+            key = what, name
+            if counts[key] >= limit:
+                raise _too_many(limit, f"{what} of one caller", name)
+            counts[key] += 1
+            try:
+                return await inner(request, context)
+            finally:
+                counts[key] -= 1
+                if not counts[key]:
+                    del counts[key]
+
+        return call
 
     def _call(self, inner: Behaviour) -> Behaviour:
         async def call(request: Any, context: Context) -> Any:
             if self._refusing:
                 raise _draining()
-            if self._unary >= self._max_unary:
-                raise _too_many(self._max_unary, "calls")
+            if self._unary >= self._limits.unary:
+                raise _too_many(self._limits.unary, "calls")
             self._unary += 1
             try:
                 return await inner(request, context)
@@ -59,8 +123,8 @@ class Admission:
         async def call(request: Any, context: Context) -> Any:
             if self._ending:
                 raise _draining()
-            if len(self._streams) >= self._max_streams:
-                raise _too_many(self._max_streams, "streams")
+            if len(self._streams) >= self._limits.streams:
+                raise _too_many(self._limits.streams, "streams")
             task = asyncio.current_task()
             assert task is not None
             self._streams.add(task)
@@ -97,9 +161,9 @@ def _draining() -> ServerDraining:
     return ServerDraining("the server stops; go on elsewhere, or here when it is back")
 
 
-def _too_many(limit: int, scope: str) -> TooManyRequests:
+def _too_many(limit: int, scope: str, who: str = "") -> TooManyRequests:
     return TooManyRequests(
-        f"{limit} {scope} are open at this server",
+        f"{limit} {scope} are open at this server" + (f" ({who})" if who else ""),
         metadata={"limit": limit, "value": limit + 1, "scope": scope},
         retry_after=_RETRY_SECONDS,
     )

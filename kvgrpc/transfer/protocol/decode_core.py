@@ -156,8 +156,7 @@ class DecodeCore:
         return work
 
     def flush(self, pair: DecodePair) -> list[DecodeEntry]:
-        """The latest state of the rooms of the pair that changed, a frame's worth; ``pending_rooms`` keeps the
-        others."""
+        """The latest state of the pair's rooms that changed, a frame's worth; ``pending_rooms`` keeps the others."""
         entries: list[DecodeEntry] = []
         for key in take_keys(pair):
             room = self.rooms.get(key)

@@ -5,7 +5,7 @@ Numbers in comments are the rules of docs/session.md; all times are ticks of our
 
 from __future__ import annotations
 
-from kvgrpc.transfer.protocol.types import RoomKey, Target, Timing
+from kvgrpc.transfer.protocol.types import RoomKey, SessionState, Target, Timing
 
 
 class Stream:
@@ -64,15 +64,15 @@ class DecodePair:
         self.rooms: set[RoomKey] = set()
 
     @property
-    def state(self) -> str:
+    def state(self) -> SessionState:
         """As tables show it."""
         if self.dead_at is not None:
-            return "DEAD"
+            return SessionState.DEAD
         if self.up:
-            return "OPEN"
+            return SessionState.OPEN
         if self.lost:
-            return "LOST"
-        return "BROKEN" if self.welcomed else "CONNECTING"
+            return SessionState.LOST
+        return SessionState.BROKEN if self.welcomed else SessionState.CONNECTING
 
     def dial(self, number: int, now: int, timing: Timing) -> Stream:
         """A new stream, the only one that counts from now on."""
@@ -92,7 +92,7 @@ class DecodePair:
 
     def broke(self, now: int, timing: Timing) -> None:
         """The stream ended; the next dial is due at once, unless streams break as soon as they are welcomed."""
-        if self.up and now - self.up_since > timing.patience:
+        if self.up and now - self.up_since > timing.idle_timeout:
             self.backoff = 0
             self.next_dial_at = now
         self.end_stream()
@@ -125,9 +125,9 @@ class DecodePair:
     def given_up(self, now: int, timing: Timing) -> str:
         """How the pair was lost by now; empty: it was not (3)."""
         if self.up:
-            limit, what, over = timing.patience, "silent for {} ms", now - self.heard_at > timing.patience
-        elif self.waiting_since is not None and now - self.waiting_since > timing.patience:
-            limit, what, over = timing.patience, "no welcome within {} ms", True
+            limit, what, over = timing.idle_timeout, "silent for {} ms", now - self.heard_at > timing.idle_timeout
+        elif self.waiting_since is not None and now - self.waiting_since > timing.idle_timeout:
+            limit, what, over = timing.idle_timeout, "no welcome within {} ms", True
         elif self.broken_at is not None and self.welcomed and not self.lost:
             limit, what = timing.welcome_within, "no welcome within {} ms of a break"
             over = now - self.broken_at > timing.welcome_within

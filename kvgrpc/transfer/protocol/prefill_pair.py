@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvgrpc.errors import Failure
 from kvgrpc.model import RankRef
-from kvgrpc.transfer.protocol.types import RoomKey, Timing, Writes
+from kvgrpc.transfer.protocol.types import RoomKey, SessionState, Timing, Writes
 
 
 class PrefillPair:
@@ -55,9 +55,11 @@ class PrefillPair:
         return len(self.rooms) - self.forgotten
 
     @property
-    def state(self) -> str:
+    def state(self) -> SessionState:
         """As tables show it."""
-        return "LOST" if self.lost else "OPEN" if self.stream is not None else "BROKEN"
+        if self.lost:
+            return SessionState.LOST
+        return SessionState.BROKEN if self.stream is None else SessionState.OPEN
 
     def welcome(self, stream: object, number: int, now: int) -> object | None:
         """A newer stream; the one that it ends, if there is one (2)."""
@@ -77,7 +79,7 @@ class PrefillPair:
         if self.lost:
             return ""
         if self.stream is not None:
-            silent = now - self.heard_at > timing.patience
-            return f"silent for {timing.milliseconds(timing.patience)} ms" if silent else ""
+            silent = now - self.heard_at > timing.idle_timeout
+            return f"silent for {timing.milliseconds(timing.idle_timeout)} ms" if silent else ""
         late = self.broken_at is not None and now - self.broken_at > timing.welcome_within
         return f"not back within {timing.milliseconds(timing.welcome_within)} ms of a break" if late else ""

@@ -169,14 +169,39 @@ class PrefillEntry(NamedTuple):
     failure: Failure | None = None
 
 
+class SessionState(enum.IntEnum):
+    """How the session of a pair is."""
+
+    CONNECTING = 1
+    OPEN = 2
+    BROKEN = 3
+    LOST = 4
+    DEAD = 5
+
+
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """All times of a session, in ticks of the owner's loop: a stopped process does not age (3)."""
+    """All times of a session. Ticks, of ``tick_seconds`` each, are counted by the owner's loop while it runs: a process
+    that was stopped has not aged (rule 3, break and loss).
+
+    Attributes:
+        tick_seconds: length of a tick, in seconds. All others are whole numbers of ticks.
+        heartbeat: something is said at least this often.
+        welcome_within: after a break the pair is given up unless it is welcomed again within this.
+        idle_timeout: a peer of which nothing was heard for this long is given up; so is a first dial.
+        settle: bytes that were on their way when a writer stopped may land for this long; then its pages come back.
+        first_backoff: pause before the second dial; it doubles from dial to dial.
+        longest_backoff: the longest pause between two dials of a pair that was given up.
+        abandon_dial: a dial that was not answered within this is replaced by another.
+        room_deadline: a receiver may take this long until ``init``, and again from it; a sender to meet its decode.
+        unclaimed: a room that decode named waits this long at most for its local sender.
+        ended_record: what ended is remembered this long for a decode that comes back, or a late sender.
+    """
 
     tick_seconds: float = 0.1
     heartbeat: int = 3
     welcome_within: int = 10
-    patience: int = 30
+    idle_timeout: int = 30
     settle: int = 20
     first_backoff: int = 2
     longest_backoff: int = 50
@@ -194,7 +219,19 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bounds of one rank; past one a room fails TOO_MANY_REQUESTS (or PAGES_HELD), nothing grows."""
+    """Bounds of one rank; past one a room fails TOO_MANY_REQUESTS (or PAGES_HELD), nothing grows.
+
+    Attributes:
+        rooms: rooms that are known at a time, ended ones that are remembered included.
+        unclaimed_per_session: rooms that one decode rank named and no local sender claimed (prefill).
+        unclaimed: the same of all decode ranks together (prefill); also rooms that a decode rank was refused.
+        ended_records: ended rooms that are remembered; past it the oldest is forgotten (prefill).
+        known_streams: decode incarnations whose largest stream number is remembered; the oldest goes first (prefill).
+        held_pages: pages that wait for evidence that nobody writes to them (decode); a rank lowers it to a quarter of
+            its smallest pool.
+        chunks_per_room: sends of one room that wait for its destination (prefill).
+        aux_bytes: aux of one room, in bytes.
+    """
 
     rooms: int = 131_072
     unclaimed_per_session: int = 4_096

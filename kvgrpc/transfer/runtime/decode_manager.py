@@ -63,7 +63,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
             deliver_aux=self._deliver_aux,
         )
         self._own_pages = min(pool.pages for pool in config.pools)
-        self._routes = Routes(self.core, config.layout, resolve, open_channel, self._start, self._pump)
+        self._routes = Routes(self.core, config.layout, resolve, open_channel, self._begin, self._pump)
         self._open_channel = open_channel
         self._sessions: dict[Stream, _Session] = {}
         self._data_addresses: dict[RankRef, bytes] = {}
@@ -202,7 +202,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
                 wire.check_frame(message, self.config.max_frame_bytes)
                 FRAMES_RECEIVED.inc()
                 ROOMS_RECEIVED.inc(len(message.rooms))
-                core.on_frame(stream, wire.prefill_entries(message))
+                core.on_frame(stream, wire.parse_response(message))
                 self._pump()
             elif message.HasField("welcome"):
                 self._welcome(session, stream, message.welcome)
@@ -214,15 +214,15 @@ class DecodeManager(TransferManager[DecodeRoom]):
                 core.on_heard(stream)
 
     def _welcome(self, session: _Session, stream: Stream, welcome: pb.Welcome) -> None:
-        answered = rank_ref_from_pb(getattr(welcome, "from"))
+        answered = rank_ref_from_pb(welcome.rank)
         if session.writer is not None:
             raise InvalidRequest.of("welcome", "another", "said once")
         if answered != stream.pair.ref:
-            raise InvalidRequest.of("welcome.from", answered, f"{stream.pair.ref}, which was dialled")
+            raise InvalidRequest.of("welcome.rank", answered, f"{stream.pair.ref}, which was dialled")
         self._data_addresses[stream.pair.ref] = welcome.data_plane_address
         session.max_frame_bytes = min(self.config.max_frame_bytes, welcome.max_frame_bytes or 2**63)
         self.core.on_welcome(stream)
-        session.writer = asyncio.get_running_loop().create_task(self._write(session, stream))
+        session.writer = self._start(self._write(session, stream), f"session-write {stream.pair.ref}")
         self._pump()
 
     async def _write(self, session: _Session, stream: Stream) -> None:
@@ -239,7 +239,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
                 if entries:
                     ROOMS_SENT.inc(len(entries))
                     too_large: list[DecodeEntry] = []
-                    for frame in wire.decode_frames(entries, pools, session.max_frame_bytes, too_large):
+                    for frame in wire.encode_requests(entries, pools, session.max_frame_bytes, too_large):
                         FRAMES_SENT.inc()
                         await call.write(frame)
                     self._fail_too_large(too_large, session.max_frame_bytes)
@@ -276,7 +276,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
             data_plane_address=self.plane.address(),
             expected=wire.part_to_pb(topology.wanted_part(shape)),
         )
-        getattr(hello, "from").CopyFrom(rank_ref_to_pb(self.ref))
+        hello.opener.CopyFrom(rank_ref_to_pb(self.ref))
         return pb.SessionRequest(hello=hello)
 
     # Between the core and the rest.
@@ -298,7 +298,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
             self._routes.await_restart(lost)
         for stream in work.dials:
             self._sessions[stream] = _Session()
-            self._start(self._dial(stream), f"session {stream.pair.ref}")
+            self._begin(self._dial(stream), f"session {stream.pair.ref}")
         for stream in work.closes:
             session = self._sessions.get(stream)
             if session is not None:
@@ -310,8 +310,9 @@ class DecodeManager(TransferManager[DecodeRoom]):
                     session.wake()
         self._observe(work)
 
-    def _start(self, coroutine: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(coroutine, name=name)
+    def _begin(self, coroutine: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+        """A task that ``stop`` ends."""
+        task = self._start(coroutine, name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import os
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -26,6 +27,8 @@ from kvgrpc.transfer.tables import RoomRow, SessionRow
 logger = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 4 * 1024 * 1024
 _COMMANDS_AT_ONCE = 1024
+_ROOMS_LOOKED_AT_IN_A_TURN = 2048
+_BEHIND_ALL_ROOMS = RoomKey(2**64)
 
 # Children of the counters, because labels() costs more than the count.
 FRAMES_SENT, FRAMES_RECEIVED = metrics.SESSION_FRAMES.labels("sent"), metrics.SESSION_FRAMES.labels("received")
@@ -51,11 +54,17 @@ class TransferConfig:
         )
 
 
+T = TypeVar("T")
+
+
 class Loop(Protocol):
-    """The process's one asyncio loop in its own thread (kvgrpc.rpc.loop)."""
+    """The process's one asyncio loop in its own thread (kvgrpc.rpc.loop). ``task`` supervises: a task that fails is
+    logged, counted, and makes the process unhealthy."""
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop: ...
+
+    def task(self, coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]: ...
 
 
 Record = TypeVar("Record")
@@ -107,7 +116,6 @@ class TransferManager(ABC, Generic[Record]):
         self.shape = config.shape(plane.name)
         self.closed = False
         self.draining = False
-        self.dropped_commands = 0
         self.errors = 0
         self.aux = AuxRows(config.aux)
         # Held while an aux row is written and while an engine aborts: after its abort a row is the engine's again.
@@ -115,6 +123,7 @@ class TransferManager(ABC, Generic[Record]):
         self._pid = os.getpid()
         self._forks = _forks
         self._loop = loop.loop
+        self._start = loop.task
         self._most_commands = config.commands
         self._commands: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._waking = False
@@ -167,7 +176,7 @@ class TransferManager(ABC, Generic[Record]):
     # Life, on the loop thread.
 
     def start(self) -> None:
-        self._ticker = asyncio.get_running_loop().create_task(self._tick_for_ever(), name="kvgrpc-ticks")
+        self._ticker = self._start(self._tick_for_ever(), "transfer-ticks")
 
     async def until(self, condition: Callable[[], bool], seconds: float) -> bool:
         """Waits until the condition holds, looking once a tick; False when it did not within ``seconds``."""
@@ -195,18 +204,35 @@ class TransferManager(ABC, Generic[Record]):
     @abstractmethod
     def sessions(self) -> list[SessionRow]: ...
 
-    def rooms(self) -> list[RoomRow]:
-        """Those of the core, and the last that failed and are over."""
+    async def page_of_rooms(
+        self, after: RoomKey, count: int, wanted: Callable[[RoomRow], bool] | None = None
+    ) -> tuple[list[RoomRow], int]:
+        """The first ``count`` wanted rooms behind ``after``, in order, and how many rooms there are in all.
+
+        Rooms are those of the core, and the last that failed and are over. However many there are, no turn of the loop
+        looks at more than some thousand.
+        """
         self._pump()  # rooms may have been dropped since
-        past = [self._past_row(key) for key in self._past if key not in self.core.rooms]
-        return [self._row(record) for record in self.core.rooms.values()] + past
+        past = [key for key in self._past if key not in self.core.rooms]
+        keys = [*self.core.rooms, *past]
+
+        def is_wanted(key: RoomKey) -> bool:
+            row = self._row_of(key)
+            return row is not None and (wanted is None or wanted(row))
+
+        found: list[RoomKey] = []
+        for start in range(0, len(keys), _ROOMS_LOOKED_AT_IN_A_TURN):
+            if start:
+                await asyncio.sleep(0)
+            end = found[-1] if len(found) == count else _BEHIND_ALL_ROOMS
+            some = [key for key in keys[start : start + _ROOMS_LOOKED_AT_IN_A_TURN] if after < key < end]
+            found = heapq.nsmallest(count, found + (some if wanted is None else list(filter(is_wanted, some))))
+        rows = [self._row_of(key) for key in found]
+        return [row for row in rows if row is not None], len(keys)
 
     def room(self, key: RoomKey) -> RoomRow | None:
-        record = self.core.rooms.get(key)
-        if record is not None:
-            return self._row(record)
         self._pump()
-        return self._past_row(key) if key in self._past else None
+        return self._row_of(key)
 
     def cancel(self, key: RoomKey, failure: Failure) -> bool:
         """Fails the room; False when there is none."""
@@ -235,6 +261,12 @@ class TransferManager(ABC, Generic[Record]):
 
     @abstractmethod
     def _tick(self) -> None: ...
+
+    def _row_of(self, key: RoomKey) -> RoomRow | None:
+        record = self.core.rooms.get(key)
+        if record is not None:
+            return self._row(record)
+        return self._past_row(key) if key in self._past else None
 
     def _past_row(self, key: RoomKey) -> RoomRow:
         row, since = self._past[key]

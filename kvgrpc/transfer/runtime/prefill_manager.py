@@ -111,7 +111,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         if session is None:
             return
         session.caller = caller
-        reading = asyncio.get_running_loop().create_task(self._read(session, read), name="kvgrpc-session-read")
+        reading = self._start(self._read(session, read), f"session-read {session.ref}")
         try:
             self._pump()  # 2: the older stream is told to end before the newer is welcomed
             await write(self._welcome())
@@ -236,9 +236,9 @@ class PrefillManager(TransferManager[PrefillRoom]):
             raise InvalidRequest.of("hello", "absent", "in the first message")
         hello = first.hello
         _check_sizes(hello)
-        ref, layout = rank_ref_from_pb(getattr(hello, "from")), layout_from_pb(hello.layout)
-        check_rank(ref, layout, "hello.from")
-        check_speaker(ref, Role.DECODE, "hello.from")
+        ref, layout = rank_ref_from_pb(hello.opener), layout_from_pb(hello.layout)
+        check_rank(ref, layout, "hello.opener")
+        check_speaker(ref, Role.DECODE, "hello.opener")
         pools = tuple(pool_from_pb(pool, f"hello.pools[{index}]") for index, pool in enumerate(hello.pools))
         check_pools(pools, "hello.pools")
         to = rank_ref_from_pb(hello.to)
@@ -272,9 +272,9 @@ class PrefillManager(TransferManager[PrefillRoom]):
     def _welcome(self) -> pb.SessionResponse:
         timing = self.config.timing
         welcome = pb.Welcome(max_frame_bytes=self.config.max_frame_bytes, data_plane_address=self.plane.address())
-        getattr(welcome, "from").CopyFrom(rank_ref_to_pb(self.ref))
+        welcome.rank.CopyFrom(rank_ref_to_pb(self.ref))
         welcome.heartbeat.FromMilliseconds(timing.milliseconds(timing.heartbeat))
-        welcome.patience.FromMilliseconds(timing.milliseconds(timing.patience))
+        welcome.idle_timeout.FromMilliseconds(timing.milliseconds(timing.idle_timeout))
         return pb.SessionResponse(welcome=welcome)
 
     async def _read(self, session: _Session, read: Reader) -> None:
@@ -289,7 +289,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
                     wire.check_frame(message, self.config.max_frame_bytes)
                     FRAMES_RECEIVED.inc()
                     ROOMS_RECEIVED.inc(len(message.rooms) + len(message.forget_rooms))
-                    core.on_frame(session, ref, wire.decode_entries(message, pool_pages))
+                    core.on_frame(session, ref, wire.parse_request(message, pool_pages))
                     self._pump()
                 else:
                     core.on_heard(session, ref)
@@ -313,7 +313,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
                     session.wake()
             if entries:
                 ROOMS_SENT.inc(len(entries))
-                for frame in wire.prefill_frames(entries, self.config.max_frame_bytes):
+                for frame in wire.encode_responses(entries, self.config.max_frame_bytes):
                     FRAMES_SENT.inc()
                     await session.write(frame)
             elif session.heartbeat_due:

@@ -28,13 +28,13 @@ Coordinates = tuple[int, int, int, int]
 class PrefillEngine:
     """What a registry said of a prefill engine: its layout, and the ranks that could owe this decode rank a part.
 
-    ``places_rooms``: its own balancer chooses the dp rank of a room that no router chose, and not room % dp.
+    ``engine_selects_dp``: its own balancer chooses the dp rank of a room that no router chose, and not room % dp.
     """
 
     name: str
     layout: Layout
     targets: Mapping[Coordinates, Target]
-    places_rooms: bool = False
+    engine_selects_dp: bool = False
 
 
 class Resolve(Protocol):
@@ -79,7 +79,7 @@ class Routes:
         self._engines: dict[str, PrefillEngine] = {}
         self._questions: dict[str, list[ReceiverRoom]] = {}
         self._awaited: dict[tuple[str, Coordinates], asyncio.Task[None]] = {}
-        self._search = RoomSearch(open_channel, start, self._on_found, self._on_silence)
+        self._search = RoomSearch(open_channel, start, self._on_found, self._on_silence, self._targets_now)
         self._closed = False
 
     def find(self, room: ReceiverRoom) -> None:
@@ -203,6 +203,18 @@ class Routes:
         self._core.bind(room, [target])
         self._pump()
 
+    async def _targets_now(self, room: DecodeRoom) -> list[Target] | None:
+        """All dp ranks of the room's engine as its registry knows them now; None: it does not know all of them."""
+        if not isinstance(room, ReceiverRoom):
+            return None
+        try:
+            engine = await self._resolve(room.bootstrap_addr, self._core.me.rank)
+            targets = [self._target_of(dp, engine) for dp in range(engine.layout.dp)]
+        except KvGrpcError:
+            return None
+        self._remember(room.bootstrap_addr, engine)
+        return targets
+
     def _on_silence(self, room: DecodeRoom) -> None:
         if isinstance(room, ReceiverRoom) and not room.ended:
             self.find_anew(room)
@@ -227,7 +239,7 @@ class Routes:
 
 
 def _must_be_found(room: ReceiverRoom, engine: PrefillEngine) -> bool:
-    return engine.places_rooms and engine.layout.dp > 1 and room.prefill_dp_rank is None
+    return engine.engine_selects_dp and engine.layout.dp > 1 and room.prefill_dp_rank is None
 
 
 def _route_error(room: ReceiverRoom) -> InvalidRequest | None:

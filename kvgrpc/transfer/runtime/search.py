@@ -29,8 +29,12 @@ _Rooms = dict[RoomKey, DecodeRoom]
 class RoomSearch:
     """Asks every dp rank at once (LocateRooms); rooms that come in one turn of the loop are asked for together.
 
-    A room is looked for until it is found or has ended, by its deadline at the latest. On the loop thread.
-    ``found`` gets each room with its rank; ``again`` those that are to be resolved anew, because a rank was silent.
+    A room is looked for until it is found or has ended, by its deadline at the latest. A rank that does not answer
+    ends nothing: the others are asked on, it is asked again, and the registry is asked who is at its place now. Only
+    where none answers are the rooms resolved anew. On the loop thread.
+
+    ``start`` runs a search beside the others. ``found`` gets each room with its rank, ``again`` those that are to be
+    resolved anew. ``renew`` asks the registry of a room for the ranks of its engine; None: it does not know them now.
     """
 
     def __init__(
@@ -39,11 +43,13 @@ class RoomSearch:
         start: Callable[[Coroutine[None, None, None], str], asyncio.Task[None]],
         found: Callable[[DecodeRoom, Target], None],
         again: Callable[[DecodeRoom], None],
+        renew: Callable[[DecodeRoom], Coroutine[None, None, Sequence[Target] | None]],
     ) -> None:
         self._channels = ChannelPool(open_channel)
         self._start = start
         self._found = found
         self._again = again
+        self._renew = renew
         self._batches: dict[tuple[Target, ...], _Rooms] = {}
         self._asked: Counter[str] = Counter()
 
@@ -62,39 +68,66 @@ class RoomSearch:
     async def _find(self, targets: tuple[Target, ...], rooms: _Rooms) -> None:
         if self._batches.get(targets) is rooms:
             del self._batches[targets]
+        asking = {self._ask(target, rooms): target for target in targets}
+        renewing: asyncio.Task[Sequence[Target] | None] | None = None
+        silent: set[Target] = set()
         try:
-            await self._ask_all(targets, rooms)
+            while rooms and len(silent) < len(asking):
+                waiting = [*asking, *([] if renewing is None else [renewing])]
+                ended, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for call in [call for call in asking if call.done()]:
+                    target = asking.pop(call)
+                    pause = self._take(rooms, target, call.result(), silent)
+                    asking[self._ask(target, rooms, pause)] = target
+                if renewing in ended:
+                    assert renewing is not None
+                    self._replace(asking, silent, renewing.result(), rooms)
+                    renewing = None
+                if silent and renewing is None and rooms:
+                    renewing = asyncio.ensure_future(self._renew_soon(next(iter(rooms.values()))))
             if rooms:
                 await asyncio.sleep(_PAUSE_SECONDS)
-            for room in rooms.values():
-                self._again(room)
-        except Exception:  # of a bug: the rooms end by their deadline
-            logger.exception("looking for %d rooms failed", len(rooms))
-
-    async def _ask_all(self, targets: Sequence[Target], rooms: _Rooms) -> None:
-        """Until no room is left, or a rank is silent: whoever is there now, the registry knows."""
-        asking = {self._ask(target, rooms): target for target in targets}
-        try:
-            while rooms:
-                ended, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
-                for call in ended:
-                    target, answer = asking.pop(call), call.result()
-                    if answer is None:
-                        return
-                    found = self._take(rooms, target, answer)
-                    asking[self._ask(target, rooms, 0.0 if found else _FRUITLESS_PAUSE_SECONDS)] = target
         finally:
-            for call in asking:
-                call.cancel()
+            for task in (*asking, *([] if renewing is None else [renewing])):
+                task.cancel()
+        for room in rooms.values():
+            self._again(room)
 
-    def _take(self, rooms: _Rooms, target: Target, keys: Sequence[RoomKey]) -> int:
-        """How many of the rooms that we look for it has."""
+    def _take(self, rooms: _Rooms, target: Target, keys: Sequence[RoomKey] | None, silent: set[Target]) -> float:
+        """What a rank answered; the seconds until it is asked again. None: nothing."""
+        if keys is None:
+            silent.add(target)
+            return _PAUSE_SECONDS
+        silent.discard(target)
         found = [room for key in keys if (room := rooms.pop(key, None)) is not None]
         for room in found:
             self._found(room, target)
         for room in [room for room in rooms.values() if room.ended]:
             del rooms[room.key]
-        return len(found)
+        return 0.0 if found else _FRUITLESS_PAUSE_SECONDS
+
+    def _replace(
+        self,
+        asking: dict[asyncio.Task[list[RoomKey] | None], Target],
+        silent: set[Target],
+        targets: Sequence[Target] | None,
+        rooms: _Rooms,
+    ) -> None:
+        """The registry said who is there now: silent ranks that are not are asked no more, new ones are."""
+        if targets is None:
+            return
+        for call, target in list(asking.items()):
+            if target in silent and target not in targets:
+                silent.discard(target)
+                del asking[call]
+                call.cancel()
+        for target in targets:
+            if target not in asking.values():
+                asking[self._ask(target, rooms)] = target
+
+    async def _renew_soon(self, room: DecodeRoom) -> Sequence[Target] | None:
+        await asyncio.sleep(_PAUSE_SECONDS)
+        return await self._renew(room)
 
     def _ask(self, target: Target, rooms: _Rooms, pause: float = 0.0) -> asyncio.Task[list[RoomKey] | None]:
         return asyncio.get_running_loop().create_task(

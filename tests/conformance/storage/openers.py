@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +20,16 @@ def _mooncake(request: pytest.FixtureRequest, **settings: object) -> StorageBack
     return open_backend("mooncake", config)
 
 
+def _documented(folder: Path) -> StorageBackend:
+    """The backend that docs/storage.md builds."""
+    text = (Path(__file__).parents[3] / "docs" / "storage.md").read_text()
+    (program,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(program, names)
+    backend: StorageBackend = names["from_config"]({"path": str(folder / "pages.db")})
+    return backend
+
+
 Opener = Callable[[pytest.FixtureRequest, pytest.TempPathFactory], StorageBackend]
 
 OPENERS: dict[str, Opener] = {
@@ -26,8 +39,10 @@ OPENERS: dict[str, Opener] = {
     "file past the page cache": lambda request, folders: open_backend(
         "file", {"path": str(folders.mktemp("direct")), "direct": True, "sync": True, "max_bytes": "64MB"}
     ),
+    "documented": lambda request, folders: _documented(folders.mktemp("documented")),
     "mooncake": lambda request, folders: _mooncake(request),
     "mooncake, zero copy": lambda request, folders: _mooncake(request),
 }
+PARAMS = [pytest.param(name, marks=pytest.mark.slow) if name == "mooncake" else name for name in OPENERS]
 SHARED = {"mooncake, zero copy"}
 """Opened like the one before them, but the suite's pages lie in memory that other processes can map."""

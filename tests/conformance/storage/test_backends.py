@@ -9,13 +9,13 @@ import pytest
 
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.prefetch.storage.base import OK, PageStatus, StorageBackend, StorageDown
-from tests.conformance.storage.openers import OPENERS, SHARED
+from tests.conformance.storage.openers import OPENERS, PARAMS, SHARED
 from tests.conformance.storage.pages import Arena
 
 SECONDS = 20.0
 
 
-@pytest.fixture(scope="session", params=OPENERS)
+@pytest.fixture(scope="session", params=PARAMS)
 def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StorageBackend]:
     """One for all tests, because some take a second to open."""
     backend = OPENERS[request.param](request, tmp_path_factory)
@@ -225,7 +225,7 @@ def test_stats_count_what_happened(backend: StorageBackend, arena: Arena) -> Non
     assert backend.stats().healthy and backend.stats().in_use == 0
 
 
-@pytest.mark.parametrize("name", OPENERS)
+@pytest.mark.parametrize("name", PARAMS)
 def test_a_closed_backend_answers_and_never_hangs(
     name: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -13,7 +13,7 @@ from types import TracebackType
 from kvgrpc.net import split
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY = 0, 1, 3, 4, 6, 7
+DATA, HEADERS, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 4, 6, 7, 8
 END_STREAM, ACK, END_HEADERS = 1, 1, 4
 MAX_CONCURRENT_STREAMS = 3
 

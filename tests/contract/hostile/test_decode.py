@@ -312,7 +312,7 @@ class TestFramesOfDecode:
         source = np.random.default_rng(3)
         for host in (prefill, decode):
             with grpc.insecure_channel(host.rank.address) as channel:
-                for name in ("ListSessions", "ListRooms", "GetRoom", "CancelRoom", "GetTopology"):
+                for name in ("ListSessions", "ListRooms", "GetRoom", "CancelRoom", "GetRank"):
                     call = channel.unary_unary(f"/kvgrpc.v1.TransferService/{name}")
                     for size in (0, 1, 5, 50):
                         try:

@@ -80,12 +80,12 @@ class TestPrefillsThatLie:
     def test_it_welcomes_as_somebody_else(self, decode: RankHost, serve: Serve, prefill: RankHost, room: int) -> None:
         def script(server: PrefillServer, requests: Iterator[pb.SessionRequest]) -> Iterator[Any]:
             welcome = server.welcome()
-            getattr(welcome.welcome, "from").CopyFrom(rank_ref_to_pb(prefill.rank.ref))
+            welcome.welcome.rank.CopyFrom(rank_ref_to_pb(prefill.rank.ref))
             yield welcome
             yield from (pb.SessionResponse() for request in requests)
 
         failure = self.fails(self.meet(decode, serve(script), room), Reason.INVALID_REQUEST)
-        assert failure.metadata["field"] == "welcome.from"
+        assert failure.metadata["field"] == "welcome.rank"
 
     def test_it_welcomes_again_and_again(self, decode: RankHost, serve: Serve, room: int) -> None:
         def script(server: PrefillServer, requests: Iterator[pb.SessionRequest]) -> Iterator[Any]:

@@ -16,19 +16,21 @@ import pytest
 from kvgrpc.rpc.interceptors import interceptors_of
 from kvgrpc.rpc.options import LARGEST_REQUEST_BYTES, MAX_CALLS_OF_A_CONNECTION, SERVER_OPTIONS
 from kvgrpc.rpc.security import ServerSecurity
-from kvgrpc.rpc.server import new_server
-from tests.contract.hostile.http2 import DATA, GOAWAY, HEADERS, MAX_CONCURRENT_STREAMS, Connection, frame
+from kvgrpc.rpc.server import add_methods, new_server
+from tests.contract.hostile.http2 import DATA, GOAWAY, HEADERS, MAX_CONCURRENT_STREAMS, WINDOW_UPDATE, Connection, frame
 from tests.contract.transfer_peers import eventually
 from tests.integration.rank_host import RankHost
 
 LIST_ROOMS = "/kvgrpc.v1.TransferService/ListRooms"
 REGISTER = "/kvgrpc.v1.RegistryService/Register"
+GRPC = tuple(int(part) for part in grpc.__version__.split(".")[:2])
 UNIMPLEMENTED, RESOURCE_EXHAUSTED = b"12", b"8"
 
 
 @pytest.fixture
 def stranger(prefill: RankHost) -> Iterator[Connection]:
     with Connection(prefill.rank.address) as connection:
+        eventually(lambda: connection.of(WINDOW_UPDATE, 0))  # 4 MiB, which no test here fills
         yield connection
 
 
@@ -74,6 +76,7 @@ class TestBodies:
         stranger.message(stream, zeros, compressed=True)
         status_comes(stranger, stream, UNIMPLEMENTED)
 
+    @pytest.mark.skipif(GRPC < (1, 84), reason="older ones refuse it when all of it has come")
     def test_a_request_above_the_servers_limit_is_refused_by_its_first_bytes(self, stranger: Connection) -> None:
         for path in (LIST_ROOMS, REGISTER, "/kvgrpc.v1.TransferService/Session"):
             stream = stranger.begin(path)
@@ -106,7 +109,7 @@ class TestConnections:
             return b""
 
         handler: Any = grpc.unary_unary_rpc_method_handler(never)
-        server.add_registered_method_handlers("test.Never", {"Answers": handler})
+        add_methods(server, "test.Never", {"Answers": handler})
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         yield f"127.0.0.1:{port}"

@@ -44,7 +44,7 @@ def stub(prefill: RankHost, stub_of: Any) -> TransferServiceStub:
 @pytest.fixture(scope="module")
 def balanced() -> Iterator[tuple[RankHost, RankHost]]:
     """An engine of two dp ranks whose balancer has a mind of its own."""
-    both = {"layout": Layout(dp=2), "places_rooms": True}
+    both = {"layout": Layout(dp=2), "engine_selects_dp": True}
     first = RankHost("B", "PREFILL", {"registry": "embedded", **both})
     second = RankHost("B", "PREFILL", {"registry": first.rank.address, "dp": 1, **both})
     yield first, second
@@ -123,6 +123,26 @@ class TestSearch:
         assert given_up.poll() is KVPoll.Failed and given_up.release_safe
         wanted.abort()
         sender.abort()
+
+    def test_one_dp_rank_that_is_gone_fails_no_room_of_the_others(self, decode: RankHost) -> None:
+        both = {"layout": Layout(dp=2), "engine_selects_dp": True}
+        first = RankHost("G", "PREFILL", {"registry": "embedded", **both})
+        second = RankHost("G", "PREFILL", {"registry": first.rank.address, "dp": 1, **both})
+        try:
+            bootstrap = f"{first.rank.address}/G"
+            met = receiver_of(decode, bootstrap, next(ROOMS))
+            sender_of(first, met.room)
+            eventually(lambda: met.poll() is KVPoll.WaitingForInput, LONG)
+            second.close(1.0)
+            late = receiver_of(decode, bootstrap, next(ROOMS))
+            time.sleep(1.5)  # longer than the rank that is gone takes to be noticed
+            sender = sender_of(first, late.room)
+            eventually(lambda: late.poll() is KVPoll.WaitingForInput, LONG)
+            for each in (met, late, sender):
+                each.abort()
+        finally:
+            second.close(1.0)
+            first.close(1.0)
 
     def test_a_rank_that_the_engine_does_not_have_is_named(
         self, balanced: tuple[RankHost, RankHost], decode: RankHost

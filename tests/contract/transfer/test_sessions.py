@@ -41,9 +41,9 @@ class TestHello:
     def test_welcome_says_who_answers_and_how_often_it_speaks(self, prefill: RankHost, dial: Dial) -> None:
         client = dial(prefill).open()
         welcome = client.kept[0].welcome
-        assert getattr(welcome, "from") == rank_ref_to_pb(prefill.rank.ref)
+        assert welcome.rank == rank_ref_to_pb(prefill.rank.ref)
         assert welcome.max_frame_bytes == 4 << 20
-        assert (welcome.heartbeat.ToMilliseconds(), welcome.patience.ToMilliseconds()) == (300, 3000)
+        assert (welcome.heartbeat.ToMilliseconds(), welcome.idle_timeout.ToMilliseconds()) == (300, 3000)
         assert welcome.data_plane_address == prefill.rank.plane.address()
 
     def test_another_incarnation_is_stale_epoch_and_names_the_current(self, prefill: RankHost, dial: Dial) -> None:
@@ -91,8 +91,8 @@ class TestHello:
         self, prefill: RankHost, dial: Dial, memory: Memory
     ) -> None:
         client = dial(prefill)
-        zero = pb.Hello(**{"from": rank_ref_to_pb(RankRef(client.ref.rank, 0))})
-        nameless = pb.Hello(**{"from": rank_ref_to_pb(RankRef(RankId(""), 1))})
+        zero = pb.Hello(opener=rank_ref_to_pb(RankRef(client.ref.rank, 0)))
+        nameless = pb.Hello(opener=rank_ref_to_pb(RankRef(RankId(""), 1)))
         unkind = pool_to_pb(memory.pool)
         unkind.kind = 77  # type: ignore[assignment]
         for changes, field in (
@@ -100,8 +100,8 @@ class TestHello:
             ({"pools": [unkind]}, "hello.pools[0].kind"),
             ({"pools": [common_pb2.Pool(kind=1)]}, "hello.pools[0].name"),
             ({"layout": common_pb2.Layout()}, "layout.dp"),
-            ({"from": getattr(zero, "from")}, "hello.from.epoch"),
-            ({"from": getattr(nameless, "from")}, "hello.from.rank.engine"),
+            ({"opener": zero.opener}, "hello.opener.epoch"),
+            ({"opener": nameless.opener}, "hello.opener.rank.engine"),
         ):
             failure = dial(prefill).refused(**changes)
             assert failure.reason is Reason.INVALID_REQUEST, (changes, failure)

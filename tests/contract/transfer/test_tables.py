@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -11,8 +12,11 @@ import pytest
 
 from kvgrpc.errors import KvGrpcError, Reason
 from kvgrpc.model import Layout
+from kvgrpc.paging import numbers_token, page_token
 from kvgrpc.rpc.status import error_from
 from kvgrpc.transfer import KVPoll
+from kvgrpc.transfer.protocol.types import RoomKey
+from kvgrpc.transfer.runtime import manager
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.wire import layout_to_pb, rank_ref_to_pb
@@ -51,7 +55,7 @@ class TestTables:
         self, prefill: RankHost, decode: RankHost, stub_of: Any
     ) -> None:
         for host, role in ((prefill, common_pb2.ROLE_PREFILL), (decode, common_pb2.ROLE_DECODE)):
-            topology = stub_of(host).GetTopology(pb.GetTopologyRequest(), timeout=5)
+            topology = stub_of(host).GetRank(pb.GetRankRequest(), timeout=5)
             assert topology.rank == rank_ref_to_pb(host.rank.ref)
             assert (topology.role, topology.data_plane) == (role, "shm")
             assert topology.layout == layout_to_pb(Layout())
@@ -67,13 +71,13 @@ class TestTables:
         receiver.init([1], 0)
         (session,) = stub_of(decode).ListSessions(pb.ListSessionsRequest(), timeout=5).sessions
         assert session.peer == rank_ref_to_pb(prefill.rank.ref)
-        assert (session.address, session.state, session.rooms) == (prefill.rank.address, "OPEN", 1)
+        assert (session.address, session.state, session.rooms) == (prefill.rank.address, pb.SESSION_STATE_OPEN, 1)
         named(prefill, room)
         sessions = stub_of(prefill).ListSessions(pb.ListSessionsRequest(page_size=1000), timeout=5).sessions
         (ours,) = [each for each in sessions if each.peer == rank_ref_to_pb(decode.rank.ref)]
-        assert (ours.state, ours.rooms > 0) == ("OPEN", True)
+        assert (ours.state, ours.rooms > 0) == (pb.SESSION_STATE_OPEN, True)
         assert ours.address.startswith("127.0.0.1:"), "from where decode calls"
-        assert ours.silence.ToMilliseconds() < 3000
+        assert ours.idle_time.ToMilliseconds() < 3000
         assert ours.stream == session.stream
         receiver.abort()
 
@@ -100,10 +104,15 @@ class TestTables:
         client.want(first + 3, STOP)
         client.ended(first + 3)
 
-        def listed(token: str = f"r:{first - 1}:0", **fields: Any) -> Any:
-            return stub.ListRooms(pb.ListRoomsRequest(page_token=token, **fields), timeout=5)
+        def behind_the_others(states: Sequence[int] = (), held_only: bool = False) -> str:
+            return numbers_token(f"ListRooms {sorted(set(states))} {held_only}", (first - 1, 0))
 
-        found, token = [], f"r:{first - 1}:0"
+        def listed(token: str | None = None, page_size: int = 0, **filters: Any) -> Any:
+            token = behind_the_others(**filters) if token is None else token
+            request = pb.ListRoomsRequest(page_token=token, page_size=page_size, **filters)
+            return stub.ListRooms(request, timeout=5)
+
+        found, token = [], behind_the_others()
         while token:
             response = listed(token, page_size=3)
             found += [each.room for each in response.rooms]
@@ -116,21 +125,43 @@ class TestTables:
         assert not listed(held_only=True).rooms
         last = listed(page_size=7)
         assert (len(last.rooms), last.next_page_token) == (7, "")
+        elsewhere = pb.ListRoomsRequest(page_token=behind_the_others(), held_only=True)
+        assert refusal(stub.ListRooms, elsewhere).metadata["field"] == "page_token", "of the same filters only"
+
+    def test_no_turn_of_the_loop_looks_at_all_rooms(
+        self, prefill: RankHost, dial: Dial, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        client = dial(prefill).open()
+        rooms = [next(ROOMS) for _ in range(40)]
+        for room in rooms:
+            client.write(room, [1])
+        eventually(lambda: all(RoomKey(room) in core_of(prefill).rooms for room in rooms))
+        monkeypatch.setattr(manager, "_ROOMS_LOOKED_AT_IN_A_TURN", 8)
+        turns = 0
+
+        async def list_them() -> tuple[list[Any], int]:
+            nonlocal turns
+            listing = asyncio.ensure_future(prefill.rank.transfer.page_of_rooms(RoomKey(rooms[0]), 5))
+            while not listing.done():
+                turns += 1
+                await asyncio.sleep(0)
+            return await listing
+
+        rows, total = prefill.rank._loop.run(list_them(), 5.0)
+        assert [row.key.room for row in rows] == rooms[1:6] and turns >= total // 8
 
     @pytest.mark.parametrize("side", ["prefill", "decode"])
     def test_bad_pages_are_refused_by_name(self, side: str, request: pytest.FixtureRequest, stub_of: Any) -> None:
         stub = stub_of(request.getfixturevalue(side))
-        for token in ("x", "s", "s:", "r", "r:", "r:1", "r:1:2:3", "r:a:b", "r:1:", "s:x", "r:" + "9" * 5000 + ":0"):
-            if not token.startswith("s:"):
-                error = refusal(stub.ListSessions, pb.ListSessionsRequest(page_token=token))
+        question = "ListRooms [] False"
+        forged = [page_token(question, text) for text in ("x", "1", "1,2,3", "a,b", "1,", "9" * 5000 + ",0")]
+        for token in ("x", "s:", "r:1:0", *forged):
+            for call, page in ((stub.ListSessions, pb.ListSessionsRequest), (stub.ListRooms, pb.ListRoomsRequest)):
+                error = refusal(call, page(page_token=token))
                 assert (error.reason, error.metadata["field"]) == (Reason.INVALID_REQUEST, "page_token")
-            error = refusal(stub.ListRooms, pb.ListRoomsRequest(page_token=token))
-            assert (error.reason, error.metadata["field"]) == (Reason.INVALID_REQUEST, "page_token")
         for call, page in ((stub.ListSessions, pb.ListSessionsRequest), (stub.ListRooms, pb.ListRoomsRequest)):
-            for size in (1001, 2**32 - 1):
-                error = refusal(call, page(page_size=size))
-                assert (error.reason, error.metadata["field"]) == (Reason.INVALID_REQUEST, "page_size")
-            assert call(page(page_size=1000), timeout=5)
+            for size in (1000, 1001, 2**32 - 1):
+                assert call(page(page_size=size), timeout=5), "more than the bound means the bound"
         for states in ([0], [6], [-1], [4, 99]):
             error = refusal(stub.ListRooms, pb.ListRoomsRequest(states=states))  # type: ignore[arg-type]
             assert (error.reason, error.metadata["field"]) == (Reason.INVALID_REQUEST, "states")
@@ -147,7 +178,6 @@ class TestTables:
             (stub.CancelRoom, pb.CancelRoomRequest(room=1, cause="x" * 257), "cause", "257 characters"),
             (stub.ListRooms, pb.ListRoomsRequest(states=[4, 99, -1]), "states", "99, -1"),  # type: ignore[list-item]
             (stub.ListRooms, pb.ListRoomsRequest(page_token="r:-1:0"), "page_token", "r:-1:0"),
-            (stub.ListRooms, pb.ListRoomsRequest(page_size=1001), "page_size", "1001"),
             (stub.ListSessions, pb.ListSessionsRequest(page_token="x"), "page_token", "x"),
         ):
             error = refusal(call, message)
@@ -251,7 +281,7 @@ class TestTables:
             (held,) = [each for each in rooms if each.room == room]
             assert (held.held, held.pages, held.state) == (True, 3, FAILED)
             assert held.parts[0].writes == OPEN
-            assert stub.GetTopology(pb.GetTopologyRequest(), timeout=5).pages_held >= 3
+            assert stub.GetRank(pb.GetRankRequest(), timeout=5).pages_held >= 3
             assert not receiver.release_safe
             server.script = settled
             server.end_sessions()

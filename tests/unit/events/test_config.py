@@ -61,6 +61,7 @@ def test_all_keys_are_read() -> None:
         "format": "dynamo",
         "clear_first": False,
         "snapshots": False,
+        "max_watches": 6,
         "journal_bytes": 4,
         "journal_age": 5.0,
     }

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from kvgrpc.errors import RoomNotFound
-from kvgrpc.rpc.interceptors import Admission, interceptors_of
+from kvgrpc.rpc.interceptors import Admission, CallLimits, interceptors_of
 from kvgrpc.rpc.security import CallerRole, ServerSecurity, Token
 
 SESSION = "/kvgrpc.v1.TransferService/Session"
@@ -32,6 +32,9 @@ class Context:
 
     def invocation_metadata(self) -> Any:
         return self._headers
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:4711"
 
     def auth_context(self) -> dict[str, Any]:
         return {}
@@ -94,7 +97,7 @@ async def test_who_may_not_call_takes_no_place_and_reaches_nothing() -> None:
         raise RoomNotFound("no such room")
 
     tokens = (Token(CallerRole.OPERATOR, "good"), Token(CallerRole.CONSUMER, "other"))
-    (interceptor,) = interceptors_of(ServerSecurity(tokens=tokens), Admission(unary=0))
+    (interceptor,) = interceptors_of(ServerSecurity(tokens=tokens), Admission(CallLimits(unary=0)))
     handler: Any = grpc.unary_unary_rpc_method_handler(get_room)
     made = await wrapped(interceptor, GET_ROOM, handler)
     expected = [

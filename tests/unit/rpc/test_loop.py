@@ -168,3 +168,17 @@ def test_the_poller_record_of_grpc_is_hidden_and_others_are_not(
         logger.error("Exception in callback PollerCompletionQueue._handle_events(<loop>)()", exc_info=True)
         logger.error("Exception in callback something_else()", exc_info=True)
     assert [record.getMessage() for record in caplog.records] == ["Exception in callback something_else()"]
+
+
+def test_a_task_that_fails_is_noticed_also_where_nobody_awaits_it(
+    loop_thread: LoopThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail() -> None:
+        raise ValueError("a bug")
+
+    async def begin() -> None:
+        loop_thread.task(fail(), "transfer-ticks of nobody")
+
+    loop_thread.run(begin(), 5)
+    wait_until(lambda: not loop_thread.healthy)
+    assert loop_thread.failures == ("transfer-ticks of nobody",)

@@ -89,7 +89,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("lease_ttl", {"lease_ttl": 601}),
     ("lease_ttl", {"lease_ttl": "10"}),
     ("timing", {"timing": None}),
-    ("timing.patience", {"timing": Timing(patience=0)}),
+    ("timing.idle_timeout", {"timing": Timing(idle_timeout=0)}),
     ("timing.tick_seconds", {"timing": Timing(tick_seconds=-0.1)}),
     ("bounds.rooms", {"bounds": Bounds(rooms=0)}),
     ("max_frame_bytes", {"max_frame_bytes": 1}),

@@ -182,7 +182,7 @@ class TestBreaksAndLoss:
 
     def test_silence_for_the_patience_loses_the_pair_and_ends_its_stream(self, side: Side) -> None:
         room, stream = side.writing()
-        side.ticks(TIMING.patience)
+        side.ticks(TIMING.idle_timeout)
         assert room.handle.poll is KVPoll.WaitingForInput
         side.ticks(1)
         assert reason(room) == "PEER_LOST" and stream in side.take("closes")
@@ -191,7 +191,7 @@ class TestBreaksAndLoss:
 
     def test_a_returning_peer_is_told_stop_and_its_word_gives_the_pages_back(self, side: Side) -> None:
         room, _ = side.writing()
-        side.ticks(TIMING.patience + 1)
+        side.ticks(TIMING.idle_timeout + 1)
         (again,) = side.welcome()
         assert [entry.want for entry in side.said()] == [Want.STOP]
         side.hear(again, RoomState.FAILED, Writes.SETTLED)

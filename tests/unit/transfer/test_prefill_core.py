@@ -19,6 +19,7 @@ from kvgrpc.transfer.protocol.types import (
     PrefillEntry,
     RoomKey,
     RoomState,
+    SessionState,
     Timing,
     Want,
     Writes,
@@ -428,7 +429,7 @@ class TestStreams:
         side.hello()
         assert set(side.said()) == {KEY}
 
-    @pytest.mark.parametrize(("broken", "after"), [(True, TIMING.welcome_within), (False, TIMING.patience)])
+    @pytest.mark.parametrize(("broken", "after"), [(True, TIMING.welcome_within), (False, TIMING.idle_timeout)])
     def test_a_lost_pair_fails_its_rooms_and_starts_no_further_write(
         self, side: Side, broken: bool, after: int
     ) -> None:
@@ -458,7 +459,7 @@ class TestStreams:
         side = Side(bounds=Bounds(unclaimed=1))
         for number in (1, 2, 3):
             side.name(key=RoomKey(number))
-        assert side.core.pairs[D0].state == "LOST"
+        assert side.core.pairs[D0].state is SessionState.LOST
 
 
 def test_nothing_is_left_of_rooms_that_are_over(side: Side) -> None:

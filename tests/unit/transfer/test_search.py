@@ -6,9 +6,12 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+import pytest
+
 from kvgrpc.model import RankId, RankRef
 from kvgrpc.transfer.protocol.decode_core import DecodeRoom
 from kvgrpc.transfer.protocol.types import Handle, RoomKey, Target
+from kvgrpc.transfer.runtime import search as search_module
 from kvgrpc.transfer.runtime.search import RoomSearch
 
 RANKS = [Target(RankRef(RankId("P", dp=dp), 1), f"127.0.0.1:{dp + 1}") for dp in range(2)]
@@ -22,8 +25,13 @@ class Search(RoomSearch):
         self.calls = 0
         self.found: list[tuple[RoomKey, Target]] = []
         self.again: list[RoomKey] = []
+        self.now: list[Target] | None = None
         super().__init__(
-            self._no_channel, self._run, lambda room, target: self.found.append((room.key, target)), self._give_back
+            self._no_channel,
+            self._run,
+            lambda room, target: self.found.append((room.key, target)),
+            self._give_back,
+            self._who_is_there,
         )
 
     async def _located(self, target: Target, keys: Sequence[RoomKey]) -> list[RoomKey] | None:
@@ -38,6 +46,9 @@ class Search(RoomSearch):
     def _run(self, coroutine: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
         self.task = asyncio.get_running_loop().create_task(coroutine)
         return self.task
+
+    async def _who_is_there(self, room: DecodeRoom) -> list[Target] | None:
+        return self.now
 
     def _give_back(self, room: DecodeRoom) -> None:
         self.again.append(room.key)
@@ -71,9 +82,31 @@ async def test_a_room_that_has_ended_is_looked_for_no_more() -> None:
     assert not search.found and not search.again
 
 
-async def test_a_silent_rank_has_its_rooms_resolved_anew() -> None:
-    search = Search({RANKS[1]: None})
+async def test_a_dead_rank_ends_nothing_for_rooms_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_module, "_PAUSE_SECONDS", 0.05)
+    search = Search({RANKS[0]: [], RANKS[1]: None})
+    search.add(room(1), RANKS)
+    await asyncio.sleep(0.3)
+    assert not search.again and not search.task.done(), "it is looked for on"
+    search.answers[RANKS[0]] = [RoomKey(1)]  # its sender comes, long after the dead rank did not answer
+    await asyncio.wait_for(search.task, 5.0)
+    assert search.found == [(RoomKey(1), RANKS[0])] and not search.again
+
+
+async def test_the_successor_of_a_dead_rank_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_module, "_PAUSE_SECONDS", 0.05)
+    successor = Target(RankRef(RankId("P", dp=1), 2), "127.0.0.1:9")
+    search = Search({RANKS[0]: [], RANKS[1]: None, successor: [RoomKey(1)]})
+    search.now = [RANKS[0], successor]
+    search.add(room(1), RANKS)
+    await asyncio.wait_for(search.task, 5.0)
+    assert search.found == [(RoomKey(1), successor)]
+
+
+async def test_where_no_rank_answers_the_rooms_are_resolved_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_module, "_PAUSE_SECONDS", 0.05)
+    search = Search({RANKS[0]: None, RANKS[1]: None})
     search.add(room(1), RANKS)
     search.add(room(2), RANKS)
-    await search.task
-    assert search.again == [RoomKey(1), RoomKey(2)] and search.calls == 2
+    await asyncio.wait_for(search.task, 5.0)
+    assert search.again == [RoomKey(1), RoomKey(2)]

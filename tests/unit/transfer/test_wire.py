@@ -45,9 +45,9 @@ def test_decode_entries_round_trip_in_frames_of_any_size(
     ]
     entries += [DecodeEntry(key, Want.FORGET) for key, _, _ in rooms]
     too_large: list[DecodeEntry] = []
-    frames = [frame.SerializeToString() for frame in wire.decode_frames(entries, 1, limit, too_large)]
+    frames = [frame.SerializeToString() for frame in wire.encode_requests(entries, 1, limit, too_large)]
     assert not too_large and all(len(frame) <= limit for frame in frames)
-    decoded = [entry for frame in frames for entry in wire.decode_entries(pb.SessionRequest.FromString(frame), POOLS)]
+    decoded = [entry for frame in frames for entry in wire.parse_request(pb.SessionRequest.FromString(frame), POOLS)]
     said = sorted((entry.key, entry.want) for entry in decoded)  # order between rooms means nothing
     assert said == sorted((entry.key, entry.want) for entry in entries)
     writes = [entry for entry in decoded if entry.want is Want.WRITE]
@@ -63,7 +63,7 @@ def test_an_entry_that_no_frame_can_carry_is_told_and_leaves_the_others_alone() 
         for room, count in ((1, 2000), (2, 10))
     )
     too_large: list[DecodeEntry] = []
-    (frame,) = wire.decode_frames([large, small], 1, 4096, too_large)
+    (frame,) = wire.encode_requests([large, small], 1, 4096, too_large)
     assert too_large == [large]
     assert [room.room for room in frame.rooms] == [2]
 
@@ -74,7 +74,7 @@ def test_what_a_room_says_besides_its_pages_counts_too() -> None:
     entries = [DecodeEntry(RoomKey(2**63 - n, 2**32 - 1), Want.WRITE, pages, 2**31, None, trace) for n in range(1, 500)]
     failure = Failure(Reason.ROOM_CANCELLED, "x" * 1000, {"by": "y" * 1000}, "z" * 100)
     entries += [DecodeEntry(RoomKey(2**63 - n), Want.STOP, failure=failure) for n in range(500, 600)]
-    frames = list(wire.decode_frames(entries, 1, 16_384, []))
+    frames = list(wire.encode_requests(entries, 1, 16_384, []))
     assert sum(len(frame.rooms) for frame in frames) == len(entries)
     assert all(frame.ByteSize() <= 16_384 for frame in frames)
 
@@ -84,7 +84,7 @@ def test_a_frame_stays_below_its_limit_when_its_rooms_allow() -> None:
         DecodeEntry(RoomKey(room), Want.WRITE, Destination(np.arange(0, 200, 2, dtype=np.uint32)))
         for room in range(1, 100)
     ]
-    frames = list(wire.decode_frames(entries, 1, 4096, []))
+    frames = list(wire.encode_requests(entries, 1, 4096, []))
     assert len(frames) > 1
     assert all(len(frame.SerializeToString()) <= 4096 for frame in frames)
 
@@ -101,8 +101,8 @@ def test_prefill_entries_round_trip(
 ) -> None:
     failure = Failure(Reason.TRANSFER_FAILED, "no", {"outcome": "REJECTED"}, "P/dp0/pp0/cp0/tp0@7", 12.5)
     entry = PrefillEntry(key, state, writes, pages_done, aux, failure if state is RoomState.FAILED else None)
-    (frame,) = wire.prefill_frames([entry], 1 << 20)
-    assert wire.prefill_entries(pb.SessionResponse.FromString(frame.SerializeToString())) == [entry]
+    (frame,) = wire.encode_responses([entry], 1 << 20)
+    assert wire.parse_response(pb.SessionResponse.FromString(frame.SerializeToString())) == [entry]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_prefill_entries_round_trip(
 )
 def test_a_wrong_entry_fails_alone_and_names_the_field(room: pb.DecodeRoom, error: str) -> None:
     frame = pb.SessionRequest(rooms=[room, pb.DecodeRoom(room=6, want=pb.WANT_FORGET)])
-    wrong, right = wire.decode_entries(frame, POOLS)
+    wrong, right = wire.parse_request(frame, POOLS)
     assert wrong.error is not None and error in str(wrong.error)
     assert right == DecodeEntry(RoomKey(6), Want.FORGET)
 
@@ -147,4 +147,4 @@ def test_a_wrong_entry_fails_alone_and_names_the_field(room: pb.DecodeRoom, erro
 )
 def test_a_wrong_room_or_want_ends_the_session(room: pb.DecodeRoom) -> None:
     with pytest.raises(InvalidRequest):
-        wire.decode_entries(pb.SessionRequest(rooms=[room]), POOLS)
+        wire.parse_request(pb.SessionRequest(rooms=[room]), POOLS)

@@ -77,7 +77,6 @@ class FileBackend:
         self._form: Format = SglangFormat() if config.format == "sglang" else OwnFormat()
         try:
             self._folder = Folder(Path(config.path), self._form)
-            self._folder.clean()
         except OSError as error:
             raise InvalidRequest.of(
                 "path", config.path, f"a folder that this process may write to ({error})"
@@ -88,7 +87,7 @@ class FileBackend:
         self._usage = Usage(config.max_bytes or None)
         self._tally = Tally()
         self._closed = threading.Event()
-        self._rescan()
+        self._rescan(clean=True)
         self._workers = Workers("kvgrpc-file", config.threads)
         self._scanner = threading.Thread(target=self._keep_scanning, name="kvgrpc-file-scan", daemon=True)
         self._scanner.start()
@@ -208,7 +207,7 @@ class FileBackend:
             block = header_block()
             block[:] = Header(key, page_bytes(page), checksum(pieces) if self._config.checksum else 0).encode()
             pieces = [block, *pieces]
-        descriptor, temporary = self._folder.create(self._flags(page))
+        descriptor, temporary = self._folder.create(name, self._flags(page))
         try:
             try:
                 write_all(descriptor, pieces)
@@ -265,9 +264,9 @@ class FileBackend:
                 logger.warning("storage 'file': %s cannot be looked through: %s", self._config.path, error)
             interval = max(self._config.rescan_interval, 20 * (time.monotonic() - began))
 
-    def _rescan(self) -> None:
+    def _rescan(self, clean: bool = False) -> None:
         began = time.time()
-        found = {name: (nbytes, modified) for name, nbytes, modified in self._folder.scan()}
+        found = {name: (nbytes, modified) for name, nbytes, modified in self._folder.scan(clean)}
         self._usage.replace(found, began)
         self._evict(self._usage.excess())
 
@@ -291,7 +290,7 @@ class FileBackend:
 def _takes_direct(folder: Folder) -> bool:
     """Whether the file system below knows O_DIRECT."""
     try:
-        descriptor, path = folder.create(os.O_DIRECT)
+        descriptor, path = folder.create("", os.O_DIRECT)
     except OSError:
         return False
     os.close(descriptor)

@@ -26,33 +26,31 @@ class Folder:
         self.root = str(root.absolute())
         self._form = form
         self._numbers = itertools.count()
-        self._temporary = os.path.join(self.root, _TEMPORARY)
-        os.makedirs(self._temporary, exist_ok=True)
-        descriptor = self.create()
-        os.close(descriptor[0])
-        os.unlink(descriptor[1])
+        os.makedirs(self.root, exist_ok=True)
+        descriptor, path = self.create("")
+        os.close(descriptor)
+        os.unlink(path)
 
     def path(self, name: str) -> str:
         return os.path.join(self.root, name)
 
-    def create(self, flags: int = 0) -> tuple[int, str]:
-        """A new file that nobody looks for: (descriptor, path)."""
-        path = os.path.join(self._temporary, f"{_HOST}-{os.getpid()}-{next(self._numbers)}")
+    def create(self, name: str, flags: int = 0) -> tuple[int, str]:
+        """A new file that nobody looks for, beside the page ``name``: (descriptor, path).
+
+        In the page's own folder: through one for all, ext4 took 456 us of CPU for a file of 64 KiB instead of 129.
+        """
+        folder = os.path.dirname(self.path(name))
+        path = os.path.join(folder, f".{_HOST}-{os.getpid()}-{next(self._numbers)}{_TEMPORARY}")
         wanted = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flags
         try:
             return os.open(path, wanted, 0o644), path
-        except FileNotFoundError:  # somebody emptied the folder under us
-            os.makedirs(self._temporary, exist_ok=True)
+        except FileNotFoundError:
+            os.makedirs(folder, exist_ok=True)
             return os.open(path, wanted, 0o644), path
 
     def publish(self, temporary: str, name: str) -> None:
         """Gives a finished file its name; whoever opens it sees all of it."""
-        target = self.path(name)
-        try:
-            os.replace(temporary, target)
-        except FileNotFoundError:
-            os.makedirs(os.path.dirname(target), exist_ok=True)
-            os.replace(temporary, target)
+        os.replace(temporary, self.path(name))
 
     def remove(self, name: str) -> bool:
         """Whether it was there."""
@@ -62,8 +60,8 @@ class Folder:
             return False
         return True
 
-    def scan(self) -> Iterator[tuple[str, int, float]]:
-        """(name, bytes, modification time) of every page."""
+    def scan(self, clean: bool = False) -> Iterator[tuple[str, int, float]]:
+        """(name, bytes, modification time) of every page; ``clean`` removes what killed writers left behind."""
         for folder, prefix in self._folders():
             with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
                 for entry in entries:
@@ -71,18 +69,14 @@ class Folder:
                         with contextlib.suppress(FileNotFoundError):
                             status = entry.stat(follow_symlinks=False)
                             yield prefix + entry.name, status.st_size, status.st_mtime
-
-    def clean(self) -> None:
-        """Removes what writers left behind that were killed."""
-        with os.scandir(self._temporary) as entries:
-            for entry in entries:
-                with contextlib.suppress(OSError):
-                    if _abandoned(entry.name, entry.stat(follow_symlinks=False).st_mtime):
-                        os.unlink(entry.path)
+                    elif clean and entry.name.endswith(_TEMPORARY):
+                        with contextlib.suppress(OSError):
+                            if _abandoned(entry.name, entry.stat(follow_symlinks=False).st_mtime):
+                                os.unlink(entry.path)
 
     def _folders(self) -> Iterator[tuple[str, str]]:
+        yield self.root, ""
         if not self._form.header_bytes:
-            yield self.root, ""
             return
         with os.scandir(self.root) as entries:
             names = [entry.name for entry in entries if len(entry.name) == 2 and entry.is_dir(follow_symlinks=False)]
@@ -92,7 +86,7 @@ class Folder:
 
 def _abandoned(name: str, modified: float) -> bool:
     """Whether the process that wrote it is gone; of another host, whether it has been still for an hour."""
-    host, _, rest = name.partition("-")
+    host, _, rest = name.removeprefix(".").partition("-")
     pid = rest.partition("-")[0]
     if host == _HOST and pid.isdigit():
         return not os.path.exists(f"/proc/{pid}")

@@ -160,14 +160,13 @@ class MooncakeBackend:
         return self._tally.stats(healthy=self._link.ready, detail=self._link.detail)
 
     def close(self, timeout: float) -> bool:
+        deadline = time.monotonic() + timeout
         self._closed = True
-        if not self._link.close(timeout) or not self._tally.idle(0.0):
-            return False
+        ended = self._link.close(timeout)
         with self._lock:
-            staging, self._staging = self._staging, None
-        if staging is not None:
-            staging[0].free()
-        return True
+            if self._staging is not None and self._staging[0].free(deadline - time.monotonic()):
+                self._staging = None
+            return ended and self._staging is None and self._tally.idle(0.0)
 
     def _stored(self, keys: Sequence[str]) -> list[str]:
         return [self._prefix + key for key in keys]

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvgrpc.prefetch.storage.mooncake.codes import EXISTS, EXPIRED, INVALID, NOT_READY, TRANSFER_FAILED
+from kvgrpc.prefetch.storage.mooncake.codes import EXISTS, EXPIRED, INVALID, LEASE_ENDED, NOT_READY, TRANSFER_FAILED
 from kvgrpc.prefetch.storage.mooncake.messages import Area, Call, Reply, Start, Wire
 
 _POLL_SECONDS = 0.005
@@ -102,6 +102,10 @@ class Child:
 
     def _get(self, call: Call) -> tuple[list[int], list[int]]:
         codes = self._moved(self._store.batch_get_into_multi_buffers, call, range(len(call.keys)))
+        # A page whose owner is gone takes a second, in which the leases of the pages beside it may end.
+        late = [number for number, code in enumerate(codes) if code == LEASE_ENDED and time.monotonic() < call.deadline]
+        for number, code in zip(late, self._moved(self._store.batch_get_into_multi_buffers, call, late), strict=True):
+            codes[number] = code
         # A buffer of another size than the object is reported as a failed transfer, or as invalid.
         doubtful = [number for number, code in enumerate(codes) if code in (INVALID, TRANSFER_FAILED)]
         sizes = [0] * len(codes)

@@ -10,6 +10,7 @@ EXPIRED = -20_000
 """Ours: the process that talks to the Store came to it after its deadline, and did not begin."""
 INVALID = -600
 NOT_READY = -703
+LEASE_ENDED = -707
 TRANSFER_FAILED = -800
 MASTER_DOWN = frozenset({-900, -901, -1010})
 
@@ -30,7 +31,7 @@ _WORDS = {
     NOT_READY: ("another client is still writing it", True),
     -705: ("another client is still writing it", True),
     -706: ("a reader has a lease on it", True),
-    -707: ("the lease ended before the transfer did", True),
+    LEASE_ENDED: ("the lease ended before the transfer did", True),
     -714: ("a replica is busy", True),
     TRANSFER_FAILED: ("the transfer failed: the owner of its segment may be gone", True),
     -801: ("the checksum does not match", True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import queue
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ class Staging:
         size = max(_ALIGNMENT, nbytes // lanes // _ALIGNMENT * _ALIGNMENT)
         self.segment = segments.create("storage", size * lanes)
         self.lane_bytes = size
+        self._lanes = lanes
         self._free: queue.SimpleQueue[Lane] = queue.SimpleQueue()
         for number in range(lanes):
             self._free.put(Lane(number * size, size))
@@ -66,5 +68,12 @@ class Staging:
             ctypes.memmove(address, source, nbytes)
             source += nbytes
 
-    def free(self) -> None:
+    def free(self, timeout: float) -> bool:
+        """Unmaps the memory once no call is in it; False when one still is. Nobody may acquire a lane any more."""
+        deadline = time.monotonic() + timeout
+        while self._lanes and self.acquire(deadline - time.monotonic()) is not None:
+            self._lanes -= 1
+        if self._lanes:
+            return False
         self.segment.free()
+        return True

@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file kvgrpc/v1/transfer_service.proto.
  */
 export const file_kvgrpc_v1_transfer_service: GenFile = /*@__PURE__*/
-  fileDesc("CiBrdmdycGMvdjEvdHJhbnNmZXJfc2VydmljZS5wcm90bxIJa3ZncnBjLnYxIpcCCgVIZWxsbxIgCgRmcm9tGAEgASgLMhIua3ZncnBjLnYxLlJhbmtSZWYSHgoCdG8YAiABKAsyEi5rdmdycGMudjEuUmFua1JlZhIOCgZzdHJlYW0YAyABKAQSIQoGbGF5b3V0GAQgASgLMhEua3ZncnBjLnYxLkxheW91dBIeCgVwb29scxgFIAMoCzIPLmt2Z3JwYy52MS5Qb29sEhYKDmF1eF9pdGVtX2J5dGVzGAYgAygNEhIKCmRhdGFfcGxhbmUYByABKAkSGgoSZGF0YV9wbGFuZV9hZGRyZXNzGAggASgMEiEKCGV4cGVjdGVkGAkgASgLMg8ua3ZncnBjLnYxLlBhcnRKBAgKEAtSCGZlYXR1cmVzImUKBFBhcnQSEwoLbGF5ZXJfc3RhcnQYASABKA0SEwoLbGF5ZXJfY291bnQYAiABKA0SEgoKaGVhZF9zdGFydBgDIAEoDRISCgpoZWFkX2NvdW50GAQgASgNEgsKA2F1eBgFIAEoCCLLAQoHV2VsY29tZRIgCgRmcm9tGAEgASgLMhIua3ZncnBjLnYxLlJhbmtSZWYSFwoPbWF4X2ZyYW1lX2J5dGVzGAMgASgEEiwKCWhlYXJ0YmVhdBgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIrCghwYXRpZW5jZRgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIaChJkYXRhX3BsYW5lX2FkZHJlc3MYBiABKAxKBAgCEANSCGZlYXR1cmVzIi4KB0dvb2RieWUSIwoHZmFpbHVyZRgBIAEoCzISLmt2Z3JwYy52MS5GYWlsdXJlItUBCgpEZWNvZGVSb29tEhAKBHJvb20YASABKARCAjABEg8KB2F0dGVtcHQYAiABKA0SHQoEd2FudBgDIAEoDjIPLmt2Z3JwYy52MS5XYW50EhQKDHRpbWVfbGVmdF9tcxgEIAEoDRISCgpmaXJzdF9wYWdlGAUgASgNEiEKBXBhZ2VzGAYgAygLMhIua3ZncnBjLnYxLlBhZ2VTZXQSIwoHZmFpbHVyZRgHIAEoCzISLmt2Z3JwYy52MS5GYWlsdXJlEhMKC3RyYWNlcGFyZW50GAggASgJIr4BCgtQcmVmaWxsUm9vbRIQCgRyb29tGAEgASgEQgIwARIPCgdhdHRlbXB0GAIgASgNEiMKBXN0YXRlGAMgASgOMhQua3ZncnBjLnYxLlJvb21TdGF0ZRIhCgZ3cml0ZXMYBCABKA4yES5rdmdycGMudjEuV3JpdGVzEhIKCnBhZ2VzX2RvbmUYBSABKA0SCwoDYXV4GAYgASgMEiMKB2ZhaWx1cmUYByABKAsyEi5rdmdycGMudjEuRmFpbHVyZSKWAQoOU2Vzc2lvblJlcXVlc3QSHwoFaGVsbG8YASABKAsyEC5rdmdycGMudjEuSGVsbG8SJAoFcm9vbXMYAiADKAsyFS5rdmdycGMudjEuRGVjb2RlUm9vbRIjCgdnb29kYnllGAMgASgLMhIua3ZncnBjLnYxLkdvb2RieWUSGAoMZm9yZ2V0X3Jvb21zGAQgAygEQgIwASKCAQoPU2Vzc2lvblJlc3BvbnNlEiMKB3dlbGNvbWUYASABKAsyEi5rdmdycGMudjEuV2VsY29tZRIlCgVyb29tcxgCIAMoCzIWLmt2Z3JwYy52MS5QcmVmaWxsUm9vbRIjCgdnb29kYnllGAMgASgLMhIua3ZncnBjLnYxLkdvb2RieWUiqgEKB1Nlc3Npb24SIAoEcGVlchgBIAEoCzISLmt2Z3JwYy52MS5SYW5rUmVmEg8KB2FkZHJlc3MYAiABKAkSDQoFc3RhdGUYAyABKAkSEgoGc3RyZWFtGAQgASgEQgIwARINCgVyb29tcxgFIAEoDRIqCgdzaWxlbmNlGAYgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEg4KBm91dGJveBgHIAEoDSKIAQoIUm9vbVBhcnQSIAoEcGVlchgBIAEoCzISLmt2Z3JwYy52MS5SYW5rUmVmEiMKBXN0YXRlGAIgASgOMhQua3ZncnBjLnYxLlJvb21TdGF0ZRIhCgZ3cml0ZXMYAyABKA4yES5rdmdycGMudjEuV3JpdGVzEhIKCnBhZ2VzX2RvbmUYBCABKA0ipgIKBFJvb20SEAoEcm9vbRgBIAEoBEICMAESDwoHYXR0ZW1wdBgCIAEoDRIdCgRyb2xlGAMgASgOMg8ua3ZncnBjLnYxLlJvbGUSIwoFc3RhdGUYBCABKA4yFC5rdmdycGMudjEuUm9vbVN0YXRlEiIKBXBhcnRzGAUgAygLMhMua3ZncnBjLnYxLlJvb21QYXJ0Eg0KBXBhZ2VzGAYgASgNEgwKBGhlbGQYByABKAgSFAoMbG9jYWxfaGFuZGxlGAggASgIEiYKA2FnZRgJIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIjCgdmYWlsdXJlGAogASgLMhIua3ZncnBjLnYxLkZhaWx1cmUSEwoLdHJhY2VwYXJlbnQYCyABKAkiPAoTTGlzdFNlc3Npb25zUmVxdWVzdBIRCglwYWdlX3NpemUYASABKA0SEgoKcGFnZV90b2tlbhgCIAEoCSJVChRMaXN0U2Vzc2lvbnNSZXNwb25zZRIkCghzZXNzaW9ucxgBIAMoCzISLmt2Z3JwYy52MS5TZXNzaW9uEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSJyChBMaXN0Um9vbXNSZXF1ZXN0EhEKCXBhZ2Vfc2l6ZRgBIAEoDRISCgpwYWdlX3Rva2VuGAIgASgJEiQKBnN0YXRlcxgDIAMoDjIULmt2Z3JwYy52MS5Sb29tU3RhdGUSEQoJaGVsZF9vbmx5GAQgASgIIlsKEUxpc3RSb29tc1Jlc3BvbnNlEh4KBXJvb21zGAEgAygLMg8ua3ZncnBjLnYxLlJvb20SFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJEg0KBXRvdGFsGAMgASgNIjMKDkdldFJvb21SZXF1ZXN0EhAKBHJvb20YASABKARCAjABEg8KB2F0dGVtcHQYAiABKA0iMAoPR2V0Um9vbVJlc3BvbnNlEh0KBHJvb20YASABKAsyDy5rdmdycGMudjEuUm9vbSIsCgdSb29tS2V5EhAKBHJvb20YASABKARCAjABEg8KB2F0dGVtcHQYAiABKA0iNwoSTG9jYXRlUm9vbXNSZXF1ZXN0EiEKBXJvb21zGAEgAygLMhIua3ZncnBjLnYxLlJvb21LZXkiOAoTTG9jYXRlUm9vbXNSZXNwb25zZRIhCgVyb29tcxgBIAMoCzISLmt2Z3JwYy52MS5Sb29tS2V5IkUKEUNhbmNlbFJvb21SZXF1ZXN0EhAKBHJvb20YASABKARCAjABEg8KB2F0dGVtcHQYAiABKA0SDQoFY2F1c2UYAyABKAkiMwoSQ2FuY2VsUm9vbVJlc3BvbnNlEh0KBHJvb20YASABKAsyDy5rdmdycGMudjEuUm9vbSIUChJHZXRUb3BvbG9neVJlcXVlc3Qi8wEKE0dldFRvcG9sb2d5UmVzcG9uc2USIAoEcmFuaxgBIAEoCzISLmt2Z3JwYy52MS5SYW5rUmVmEh0KBHJvbGUYAiABKA4yDy5rdmdycGMudjEuUm9sZRIhCgZsYXlvdXQYAyABKAsyES5rdmdycGMudjEuTGF5b3V0Eh4KBXBvb2xzGAQgAygLMg8ua3ZncnBjLnYxLlBvb2wSEgoKZGF0YV9wbGFuZRgFIAEoCRIWCg5hdXhfaXRlbV9ieXRlcxgGIAMoDRISCgpwYWdlc19oZWxkGAcgASgNEhgKEHBhZ2VzX2hlbGRfbGltaXQYCCABKA0qTAoEV2FudBIUChBXQU5UX1VOU1BFQ0lGSUVEEAASDgoKV0FOVF9XUklURRACEg0KCVdBTlRfU1RPUBADEg8KC1dBTlRfRk9SR0VUEAQqswEKCVJvb21TdGF0ZRIaChZST09NX1NUQVRFX1VOU1BFQ0lGSUVEEAASHAoYUk9PTV9TVEFURV9CT09UU1RSQVBQSU5HEAESIAocUk9PTV9TVEFURV9XQUlUSU5HX0ZPUl9JTlBVVBACEhsKF1JPT01fU1RBVEVfVFJBTlNGRVJSSU5HEAMSFgoSUk9PTV9TVEFURV9TVUNDRVNTEAQSFQoRUk9PTV9TVEFURV9GQUlMRUQQBSptCgZXcml0ZXMSFgoSV1JJVEVTX1VOU1BFQ0lGSUVEEAASDwoLV1JJVEVTX09QRU4QARISCg5XUklURVNfVU5LTk9XThACEhIKDldSSVRFU19TVE9QUEVEEAMSEgoOV1JJVEVTX1NFVFRMRUQQBDK3BAoPVHJhbnNmZXJTZXJ2aWNlEkQKB1Nlc3Npb24SGS5rdmdycGMudjEuU2Vzc2lvblJlcXVlc3QaGi5rdmdycGMudjEuU2Vzc2lvblJlc3BvbnNlKAEwARJUCgxMaXN0U2Vzc2lvbnMSHi5rdmdycGMudjEuTGlzdFNlc3Npb25zUmVxdWVzdBofLmt2Z3JwYy52MS5MaXN0U2Vzc2lvbnNSZXNwb25zZSIDkAIBEksKCUxpc3RSb29tcxIbLmt2Z3JwYy52MS5MaXN0Um9vbXNSZXF1ZXN0Ghwua3ZncnBjLnYxLkxpc3RSb29tc1Jlc3BvbnNlIgOQAgESRQoHR2V0Um9vbRIZLmt2Z3JwYy52MS5HZXRSb29tUmVxdWVzdBoaLmt2Z3JwYy52MS5HZXRSb29tUmVzcG9uc2UiA5ACARJRCgtMb2NhdGVSb29tcxIdLmt2Z3JwYy52MS5Mb2NhdGVSb29tc1JlcXVlc3QaHi5rdmdycGMudjEuTG9jYXRlUm9vbXNSZXNwb25zZSIDkAIBEk4KCkNhbmNlbFJvb20SHC5rdmdycGMudjEuQ2FuY2VsUm9vbVJlcXVlc3QaHS5rdmdycGMudjEuQ2FuY2VsUm9vbVJlc3BvbnNlIgOQAgISUQoLR2V0VG9wb2xvZ3kSHS5rdmdycGMudjEuR2V0VG9wb2xvZ3lSZXF1ZXN0Gh4ua3ZncnBjLnYxLkdldFRvcG9sb2d5UmVzcG9uc2UiA5ACAUIiWiBrdmdycGMuZGV2L2dvL2t2Z3JwYy92MTtrdmdycGN2MWIGcHJvdG8z", [file_google_protobuf_duration, file_kvgrpc_v1_common]);
+  fileDesc("CiBrdmdycGMvdjEvdHJhbnNmZXJfc2VydmljZS5wcm90bxIJa3ZncnBjLnYxIo0CCgVIZWxsbxIiCgZvcGVuZXIYASABKAsyEi5rdmdycGMudjEuUmFua1JlZhIeCgJ0bxgCIAEoCzISLmt2Z3JwYy52MS5SYW5rUmVmEhIKBnN0cmVhbRgDIAEoBEICMAESIQoGbGF5b3V0GAQgASgLMhEua3ZncnBjLnYxLkxheW91dBIeCgVwb29scxgFIAMoCzIPLmt2Z3JwYy52MS5Qb29sEhYKDmF1eF9pdGVtX2J5dGVzGAYgAygNEhIKCmRhdGFfcGxhbmUYByABKAkSGgoSZGF0YV9wbGFuZV9hZGRyZXNzGAggASgMEiEKCGV4cGVjdGVkGAkgASgLMg8ua3ZncnBjLnYxLlBhcnQiZQoEUGFydBITCgtsYXllcl9zdGFydBgBIAEoDRITCgtsYXllcl9jb3VudBgCIAEoDRISCgpoZWFkX3N0YXJ0GAMgASgNEhIKCmhlYWRfY291bnQYBCABKA0SCwoDYXV4GAUgASgIIr8BCgdXZWxjb21lEiAKBHJhbmsYASABKAsyEi5rdmdycGMudjEuUmFua1JlZhIXCg9tYXhfZnJhbWVfYnl0ZXMYAiABKAQSLAoJaGVhcnRiZWF0GAMgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEi8KDGlkbGVfdGltZW91dBgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIaChJkYXRhX3BsYW5lX2FkZHJlc3MYBSABKAwiLgoHR29vZGJ5ZRIjCgdmYWlsdXJlGAEgASgLMhIua3ZncnBjLnYxLkZhaWx1cmUi1QEKCkRlY29kZVJvb20SEAoEcm9vbRgBIAEoBEICMAESDwoHYXR0ZW1wdBgCIAEoDRIdCgR3YW50GAMgASgOMg8ua3ZncnBjLnYxLldhbnQSFAoMdGltZV9sZWZ0X21zGAQgASgNEhIKCmZpcnN0X3BhZ2UYBSABKA0SIQoFcGFnZXMYBiADKAsyEi5rdmdycGMudjEuUGFnZVNldBIjCgdmYWlsdXJlGAcgASgLMhIua3ZncnBjLnYxLkZhaWx1cmUSEwoLdHJhY2VwYXJlbnQYCCABKAkivgEKC1ByZWZpbGxSb29tEhAKBHJvb20YASABKARCAjABEg8KB2F0dGVtcHQYAiABKA0SIwoFc3RhdGUYAyABKA4yFC5rdmdycGMudjEuUm9vbVN0YXRlEiEKBndyaXRlcxgEIAEoDjIRLmt2Z3JwYy52MS5Xcml0ZXMSEgoKcGFnZXNfZG9uZRgFIAEoDRILCgNhdXgYBiABKAwSIwoHZmFpbHVyZRgHIAEoCzISLmt2Z3JwYy52MS5GYWlsdXJlIpYBCg5TZXNzaW9uUmVxdWVzdBIfCgVoZWxsbxgBIAEoCzIQLmt2Z3JwYy52MS5IZWxsbxIkCgVyb29tcxgCIAMoCzIVLmt2Z3JwYy52MS5EZWNvZGVSb29tEiMKB2dvb2RieWUYAyABKAsyEi5rdmdycGMudjEuR29vZGJ5ZRIYCgxmb3JnZXRfcm9vbXMYBCADKARCAjABIoIBCg9TZXNzaW9uUmVzcG9uc2USIwoHd2VsY29tZRgBIAEoCzISLmt2Z3JwYy52MS5XZWxjb21lEiUKBXJvb21zGAIgAygLMhYua3ZncnBjLnYxLlByZWZpbGxSb29tEiMKB2dvb2RieWUYAyABKAsyEi5rdmdycGMudjEuR29vZGJ5ZSLMAQoHU2Vzc2lvbhIgCgRwZWVyGAEgASgLMhIua3ZncnBjLnYxLlJhbmtSZWYSDwoHYWRkcmVzcxgCIAEoCRImCgVzdGF0ZRgDIAEoDjIXLmt2Z3JwYy52MS5TZXNzaW9uU3RhdGUSEgoGc3RyZWFtGAQgASgEQgIwARINCgVyb29tcxgFIAEoDRIsCglpZGxlX3RpbWUYBiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SFQoNcGVuZGluZ19yb29tcxgHIAEoDSKIAQoIUm9vbVBhcnQSIAoEcGVlchgBIAEoCzISLmt2Z3JwYy52MS5SYW5rUmVmEiMKBXN0YXRlGAIgASgOMhQua3ZncnBjLnYxLlJvb21TdGF0ZRIhCgZ3cml0ZXMYAyABKA4yES5rdmdycGMudjEuV3JpdGVzEhIKCnBhZ2VzX2RvbmUYBCABKA0ipgIKBFJvb20SEAoEcm9vbRgBIAEoBEICMAESDwoHYXR0ZW1wdBgCIAEoDRIdCgRyb2xlGAMgASgOMg8ua3ZncnBjLnYxLlJvbGUSIwoFc3RhdGUYBCABKA4yFC5rdmdycGMudjEuUm9vbVN0YXRlEiIKBXBhcnRzGAUgAygLMhMua3ZncnBjLnYxLlJvb21QYXJ0Eg0KBXBhZ2VzGAYgASgNEgwKBGhlbGQYByABKAgSFAoMbG9jYWxfaGFuZGxlGAggASgIEiYKA2FnZRgJIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIjCgdmYWlsdXJlGAogASgLMhIua3ZncnBjLnYxLkZhaWx1cmUSEwoLdHJhY2VwYXJlbnQYCyABKAkiPAoTTGlzdFNlc3Npb25zUmVxdWVzdBIRCglwYWdlX3NpemUYASABKA0SEgoKcGFnZV90b2tlbhgCIAEoCSJVChRMaXN0U2Vzc2lvbnNSZXNwb25zZRIkCghzZXNzaW9ucxgBIAMoCzISLmt2Z3JwYy52MS5TZXNzaW9uEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSJyChBMaXN0Um9vbXNSZXF1ZXN0EhEKCXBhZ2Vfc2l6ZRgBIAEoDRISCgpwYWdlX3Rva2VuGAIgASgJEiQKBnN0YXRlcxgDIAMoDjIULmt2Z3JwYy52MS5Sb29tU3RhdGUSEQoJaGVsZF9vbmx5GAQgASgIIlsKEUxpc3RSb29tc1Jlc3BvbnNlEh4KBXJvb21zGAEgAygLMg8ua3ZncnBjLnYxLlJvb20SFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJEg0KBXRvdGFsGAMgASgNIjMKDkdldFJvb21SZXF1ZXN0EhAKBHJvb20YASABKARCAjABEg8KB2F0dGVtcHQYAiABKA0iMAoPR2V0Um9vbVJlc3BvbnNlEh0KBHJvb20YASABKAsyDy5rdmdycGMudjEuUm9vbSIsCgdSb29tS2V5EhAKBHJvb20YASABKARCAjABEg8KB2F0dGVtcHQYAiABKA0iNwoSTG9jYXRlUm9vbXNSZXF1ZXN0EiEKBXJvb21zGAEgAygLMhIua3ZncnBjLnYxLlJvb21LZXkiOAoTTG9jYXRlUm9vbXNSZXNwb25zZRIhCgVyb29tcxgBIAMoCzISLmt2Z3JwYy52MS5Sb29tS2V5IkUKEUNhbmNlbFJvb21SZXF1ZXN0EhAKBHJvb20YASABKARCAjABEg8KB2F0dGVtcHQYAiABKA0SDQoFY2F1c2UYAyABKAkiMwoSQ2FuY2VsUm9vbVJlc3BvbnNlEh0KBHJvb20YASABKAsyDy5rdmdycGMudjEuUm9vbSIQCg5HZXRSYW5rUmVxdWVzdCLvAQoPR2V0UmFua1Jlc3BvbnNlEiAKBHJhbmsYASABKAsyEi5rdmdycGMudjEuUmFua1JlZhIdCgRyb2xlGAIgASgOMg8ua3ZncnBjLnYxLlJvbGUSIQoGbGF5b3V0GAMgASgLMhEua3ZncnBjLnYxLkxheW91dBIeCgVwb29scxgEIAMoCzIPLmt2Z3JwYy52MS5Qb29sEhIKCmRhdGFfcGxhbmUYBSABKAkSFgoOYXV4X2l0ZW1fYnl0ZXMYBiADKA0SEgoKcGFnZXNfaGVsZBgHIAEoDRIYChBwYWdlc19oZWxkX2xpbWl0GAggASgNKkwKBFdhbnQSFAoQV0FOVF9VTlNQRUNJRklFRBAAEg4KCldBTlRfV1JJVEUQAhINCglXQU5UX1NUT1AQAxIPCgtXQU5UX0ZPUkdFVBAEKrMBCglSb29tU3RhdGUSGgoWUk9PTV9TVEFURV9VTlNQRUNJRklFRBAAEhwKGFJPT01fU1RBVEVfQk9PVFNUUkFQUElORxABEiAKHFJPT01fU1RBVEVfV0FJVElOR19GT1JfSU5QVVQQAhIbChdST09NX1NUQVRFX1RSQU5TRkVSUklORxADEhYKElJPT01fU1RBVEVfU1VDQ0VTUxAEEhUKEVJPT01fU1RBVEVfRkFJTEVEEAUqbQoGV3JpdGVzEhYKEldSSVRFU19VTlNQRUNJRklFRBAAEg8KC1dSSVRFU19PUEVOEAESEgoOV1JJVEVTX1VOS05PV04QAhISCg5XUklURVNfU1RPUFBFRBADEhIKDldSSVRFU19TRVRUTEVEEAQqrQEKDFNlc3Npb25TdGF0ZRIdChlTRVNTSU9OX1NUQVRFX1VOU1BFQ0lGSUVEEAASHAoYU0VTU0lPTl9TVEFURV9DT05ORUNUSU5HEAESFgoSU0VTU0lPTl9TVEFURV9PUEVOEAISGAoUU0VTU0lPTl9TVEFURV9CUk9LRU4QAxIWChJTRVNTSU9OX1NUQVRFX0xPU1QQBBIWChJTRVNTSU9OX1NUQVRFX0RFQUQQBTKrBAoPVHJhbnNmZXJTZXJ2aWNlEkQKB1Nlc3Npb24SGS5rdmdycGMudjEuU2Vzc2lvblJlcXVlc3QaGi5rdmdycGMudjEuU2Vzc2lvblJlc3BvbnNlKAEwARJUCgxMaXN0U2Vzc2lvbnMSHi5rdmdycGMudjEuTGlzdFNlc3Npb25zUmVxdWVzdBofLmt2Z3JwYy52MS5MaXN0U2Vzc2lvbnNSZXNwb25zZSIDkAIBEksKCUxpc3RSb29tcxIbLmt2Z3JwYy52MS5MaXN0Um9vbXNSZXF1ZXN0Ghwua3ZncnBjLnYxLkxpc3RSb29tc1Jlc3BvbnNlIgOQAgESRQoHR2V0Um9vbRIZLmt2Z3JwYy52MS5HZXRSb29tUmVxdWVzdBoaLmt2Z3JwYy52MS5HZXRSb29tUmVzcG9uc2UiA5ACARJRCgtMb2NhdGVSb29tcxIdLmt2Z3JwYy52MS5Mb2NhdGVSb29tc1JlcXVlc3QaHi5rdmdycGMudjEuTG9jYXRlUm9vbXNSZXNwb25zZSIDkAIBEk4KCkNhbmNlbFJvb20SHC5rdmdycGMudjEuQ2FuY2VsUm9vbVJlcXVlc3QaHS5rdmdycGMudjEuQ2FuY2VsUm9vbVJlc3BvbnNlIgOQAgISRQoHR2V0UmFuaxIZLmt2Z3JwYy52MS5HZXRSYW5rUmVxdWVzdBoaLmt2Z3JwYy52MS5HZXRSYW5rUmVzcG9uc2UiA5ACAUIiWiBrdmdycGMuZGV2L2dvL2t2Z3JwYy92MTtrdmdycGN2MWIGcHJvdG8z", [file_google_protobuf_duration, file_kvgrpc_v1_common]);
 
 /**
  * First message of a session.
@@ -25,11 +25,11 @@ export const file_kvgrpc_v1_transfer_service: GenFile = /*@__PURE__*/
  */
 export type Hello = Message<"kvgrpc.v1.Hello"> & {
   /**
-   * Who speaks.
+   * Who opens the stream: a decode rank.
    *
-   * @generated from field: kvgrpc.v1.RankRef from = 1;
+   * @generated from field: kvgrpc.v1.RankRef opener = 1;
    */
-  from?: RankRef | undefined;
+  opener?: RankRef | undefined;
 
   /**
    * Which incarnation is meant, as the registry said. Another one answers goodbye STALE_EPOCH and attaches nothing.
@@ -39,14 +39,14 @@ export type Hello = Message<"kvgrpc.v1.Hello"> & {
   to?: RankRef | undefined;
 
   /**
-   * Counts the streams that the speaker opened to this incarnation, from 1; a larger one ends the older.
+   * Counts the streams that the opener opened, from 1; a larger one ends the older.
    *
-   * @generated from field: uint64 stream = 3;
+   * @generated from field: uint64 stream = 3 [jstype = JS_STRING];
    */
-  stream: bigint;
+  stream: string;
 
   /**
-   * Parallel sizes of the speaker's engine, from which both sides compute the same part.
+   * Parallel sizes of the opener's engine, from which both sides compute the same part.
    *
    * @generated from field: kvgrpc.v1.Layout layout = 4;
    */
@@ -81,7 +81,7 @@ export type Hello = Message<"kvgrpc.v1.Hello"> & {
   dataPlaneAddress: Uint8Array;
 
   /**
-   * Which part the speaker expects of the other side; must equal what the other side computes.
+   * Which part the opener expects of the other side; must equal what the other side computes.
    *
    * @generated from field: kvgrpc.v1.Part expected = 9;
    */
@@ -151,37 +151,37 @@ export const PartSchema: GenMessage<Part> = /*@__PURE__*/
  */
 export type Welcome = Message<"kvgrpc.v1.Welcome"> & {
   /**
-   * Who answers.
+   * Who answers: a prefill rank.
    *
-   * @generated from field: kvgrpc.v1.RankRef from = 1;
+   * @generated from field: kvgrpc.v1.RankRef rank = 1;
    */
-  from?: RankRef | undefined;
+  rank?: RankRef | undefined;
 
   /**
    * Largest frame accepted, in bytes.
    *
-   * @generated from field: uint64 max_frame_bytes = 3;
+   * @generated from field: uint64 max_frame_bytes = 2;
    */
   maxFrameBytes: bigint;
 
   /**
-   * Something is sent at least this often.
+   * Something is sent at least this often, by both.
    *
-   * @generated from field: google.protobuf.Duration heartbeat = 4;
+   * @generated from field: google.protobuf.Duration heartbeat = 3;
    */
   heartbeat?: Duration | undefined;
 
   /**
-   * Silence for this long gives the pair up.
+   * Either side gives the pair up when it heard nothing for this long.
    *
-   * @generated from field: google.protobuf.Duration patience = 5;
+   * @generated from field: google.protobuf.Duration idle_timeout = 4;
    */
-  patience?: Duration | undefined;
+  idleTimeout?: Duration | undefined;
 
   /**
    * Opaque address of the answerer's data plane: tells which connections its bytes arrive over.
    *
-   * @generated from field: bytes data_plane_address = 6;
+   * @generated from field: bytes data_plane_address = 5;
    */
   dataPlaneAddress: Uint8Array;
 };
@@ -445,11 +445,11 @@ export type Session = Message<"kvgrpc.v1.Session"> & {
   address: string;
 
   /**
-   * "CONNECTING", "OPEN", "BROKEN", "LOST", "DEAD".
+   * How it is.
    *
-   * @generated from field: string state = 3;
+   * @generated from field: kvgrpc.v1.SessionState state = 3;
    */
-  state: string;
+  state: SessionState;
 
   /**
    * Counts the streams of this pair.
@@ -468,16 +468,16 @@ export type Session = Message<"kvgrpc.v1.Session"> & {
   /**
    * Time since something was heard, while this side ran.
    *
-   * @generated from field: google.protobuf.Duration silence = 6;
+   * @generated from field: google.protobuf.Duration idle_time = 6;
    */
-  silence?: Duration | undefined;
+  idleTime?: Duration | undefined;
 
   /**
    * Rooms that wait to be told to the other side.
    *
-   * @generated from field: uint32 outbox = 7;
+   * @generated from field: uint32 pending_rooms = 7;
    */
-  outbox: number;
+  pendingRooms: number;
 };
 
 /**
@@ -627,7 +627,7 @@ export const RoomSchema: GenMessage<Room> = /*@__PURE__*/
  */
 export type ListSessionsRequest = Message<"kvgrpc.v1.ListSessionsRequest"> & {
   /**
-   * At most this many; 0 means 100. More than 1,000 is refused.
+   * At most this many; 0 means 100, more than 1,000 means 1,000.
    *
    * @generated from field: uint32 page_size = 1;
    */
@@ -683,7 +683,7 @@ export const ListSessionsResponseSchema: GenMessage<ListSessionsResponse> = /*@_
  */
 export type ListRoomsRequest = Message<"kvgrpc.v1.ListRoomsRequest"> & {
   /**
-   * At most this many; 0 means 100. More than 1,000 is refused.
+   * At most this many; 0 means 100, more than 1,000 means 1,000.
    *
    * @generated from field: uint32 page_size = 1;
    */
@@ -929,26 +929,26 @@ export const CancelRoomResponseSchema: GenMessage<CancelRoomResponse> = /*@__PUR
   messageDesc(file_kvgrpc_v1_transfer_service, 21);
 
 /**
- * Request of GetTopology.
+ * Request of GetRank.
  *
- * @generated from message kvgrpc.v1.GetTopologyRequest
+ * @generated from message kvgrpc.v1.GetRankRequest
  */
-export type GetTopologyRequest = Message<"kvgrpc.v1.GetTopologyRequest"> & {
+export type GetRankRequest = Message<"kvgrpc.v1.GetRankRequest"> & {
 };
 
 /**
- * Describes the message kvgrpc.v1.GetTopologyRequest.
- * Use `create(GetTopologyRequestSchema)` to create a new message.
+ * Describes the message kvgrpc.v1.GetRankRequest.
+ * Use `create(GetRankRequestSchema)` to create a new message.
  */
-export const GetTopologyRequestSchema: GenMessage<GetTopologyRequest> = /*@__PURE__*/
+export const GetRankRequestSchema: GenMessage<GetRankRequest> = /*@__PURE__*/
   messageDesc(file_kvgrpc_v1_transfer_service, 22);
 
 /**
- * Response of GetTopology.
+ * Response of GetRank.
  *
- * @generated from message kvgrpc.v1.GetTopologyResponse
+ * @generated from message kvgrpc.v1.GetRankResponse
  */
-export type GetTopologyResponse = Message<"kvgrpc.v1.GetTopologyResponse"> & {
+export type GetRankResponse = Message<"kvgrpc.v1.GetRankResponse"> & {
   /**
    * Who this is.
    *
@@ -1007,10 +1007,10 @@ export type GetTopologyResponse = Message<"kvgrpc.v1.GetTopologyResponse"> & {
 };
 
 /**
- * Describes the message kvgrpc.v1.GetTopologyResponse.
- * Use `create(GetTopologyResponseSchema)` to create a new message.
+ * Describes the message kvgrpc.v1.GetRankResponse.
+ * Use `create(GetRankResponseSchema)` to create a new message.
  */
-export const GetTopologyResponseSchema: GenMessage<GetTopologyResponse> = /*@__PURE__*/
+export const GetRankResponseSchema: GenMessage<GetRankResponse> = /*@__PURE__*/
   messageDesc(file_kvgrpc_v1_transfer_service, 23);
 
 /**
@@ -1158,6 +1158,61 @@ export const WritesSchema: GenEnum<Writes> = /*@__PURE__*/
   enumDesc(file_kvgrpc_v1_transfer_service, 2);
 
 /**
+ * How a session is.
+ *
+ * @generated from enum kvgrpc.v1.SessionState
+ */
+export enum SessionState {
+  /**
+   * Never sent.
+   *
+   * @generated from enum value: SESSION_STATE_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * Dialled, and not welcomed yet. Decode only.
+   *
+   * @generated from enum value: SESSION_STATE_CONNECTING = 1;
+   */
+  CONNECTING = 1,
+
+  /**
+   * A stream stands.
+   *
+   * @generated from enum value: SESSION_STATE_OPEN = 2;
+   */
+  OPEN = 2,
+
+  /**
+   * The stream broke; nothing has failed yet.
+   *
+   * @generated from enum value: SESSION_STATE_BROKEN = 3;
+   */
+  BROKEN = 3,
+
+  /**
+   * Given up: its rooms have failed.
+   *
+   * @generated from enum value: SESSION_STATE_LOST = 4;
+   */
+  LOST = 4,
+
+  /**
+   * Given up, and the other side is proven dead. Decode only.
+   *
+   * @generated from enum value: SESSION_STATE_DEAD = 5;
+   */
+  DEAD = 5,
+}
+
+/**
+ * Describes the enum kvgrpc.v1.SessionState.
+ */
+export const SessionStateSchema: GenEnum<SessionState> = /*@__PURE__*/
+  enumDesc(file_kvgrpc_v1_transfer_service, 3);
+
+/**
  * Hands KV caches from prefill to decode. Every rank serves the reads; Session only where prefill is.
  *
  * @generated from service kvgrpc.v1.TransferService
@@ -1215,7 +1270,7 @@ export const TransferService: GenService<{
   },
   /**
    * Tells which of these rooms have a sender at this prefill rank. Waits until one has, up to the deadline of the call:
-   * shortly before it the answer is empty. Decode asks every dp rank of an engine whose row says places_rooms.
+   * shortly before it the answer is empty. Decode asks every dp rank of an engine whose row says engine_selects_dp.
    * Roles: rank, operator. Errors: INVALID_REQUEST, WRONG_RANK (a decode rank), TOO_MANY_REQUESTS, SERVER_DRAINING.
    *
    * @generated from rpc kvgrpc.v1.TransferService.LocateRooms
@@ -1240,12 +1295,12 @@ export const TransferService: GenService<{
    * Returns who this rank is and the shapes of its pools.
    * Roles: rank, operator. Errors: none of its own.
    *
-   * @generated from rpc kvgrpc.v1.TransferService.GetTopology
+   * @generated from rpc kvgrpc.v1.TransferService.GetRank
    */
-  getTopology: {
+  getRank: {
     methodKind: "unary";
-    input: typeof GetTopologyRequestSchema;
-    output: typeof GetTopologyResponseSchema;
+    input: typeof GetRankRequestSchema;
+    output: typeof GetRankResponseSchema;
   },
 }> = /*@__PURE__*/
   serviceDesc(file_kvgrpc_v1_transfer_service, 0);

@@ -1,0 +1,160 @@
+"""``kvgrpc events follow``, ``score`` and ``sources``: what caches hold, of one rank and of an index."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvgrpc.cli.connection import calls_a_rank, calls_an_index, json_option
+from kvgrpc.cli.names import seconds_of
+from kvgrpc.cli.output import seconds, show_json, show_table
+
+if TYPE_CHECKING:
+    from kvgrpc.client import SyncClient, SyncEventFollower
+    from kvgrpc.v1 import index_service_pb2
+
+TELL_SECONDS = 1.0
+
+
+@click.command()
+@click.option("--engine", default="", help="Needed only where a process publishes several streams.")
+@click.option("--dp", type=click.IntRange(0), default=0, show_default=True, help="Which KV cache of the engine.")
+@click.option("--live", is_flag=True, help="Take batches from ZMQ PUB; Watches fill what it lost.")
+@click.option("--once", is_flag=True, help="End once the contents are exact and complete; without, go on until Ctrl-C.")
+@json_option
+@calls_a_rank
+def follow(client: SyncClient, as_json: bool, engine: str, dp: int, live: bool, once: bool) -> None:
+    """Keep the exact contents of a rank's cache, and say each second how they stand."""
+    with client.follow(engine=engine, dp=dp, live=live) as follower:
+        if once:
+            follower.until_current()
+            return print(_standing(follower, as_json), flush=True)
+        while True:
+            print(_standing(follower, as_json), flush=True)
+            time.sleep(TELL_SECONDS)
+
+
+@click.command()
+@click.option("--hash", "hashes", multiple=True, help="A block's hash as events carry it, in order; may be repeated.")
+@click.option(
+    "--tokens", "token_file", type=click.Path(exists=True, dir_okay=False), help="File with token ids as a JSON array."
+)
+@click.option("--page-size", type=click.IntRange(1), default=1, show_default=True, help="With --tokens: of the engine.")
+@click.option("--cache-salt", default="", help="With --tokens: salt of the request.")
+@click.option("--bigram", is_flag=True, help="With --tokens: the SGLang engine decodes with EAGLE.")
+@click.option("--vllm-hash-seed", help="With --tokens: a vLLM engine, which was started with this PYTHONHASHSEED.")
+@click.option("--engine", "engines", multiple=True, help="Only caches of this engine; may be repeated.")
+@json_option
+@calls_an_index
+def score(client: SyncClient, as_json: bool, **options: Any) -> None:
+    """Ask an index which caches hold the beginning of a request."""
+    response = client.score(_request(**options))
+    if as_json:
+        return show_json(response)
+    columns = ("engine", "#dp", "#on device", "#to host", "#anywhere", "state", "#lag", "#silence")
+    rows = [
+        (each.engine, each.dp, each.device_blocks, each.host_blocks, each.blocks, *_fresh(each.freshness))
+        for each in response.scores
+    ]
+    show_table(f"{response.blocks} blocks at {client.address}", columns, rows, "no cache holds the first")
+
+
+@click.command()
+@json_option
+@calls_an_index
+def sources(client: SyncClient, as_json: bool) -> None:
+    """List the caches that an index follows."""
+    found = client.list_sources()
+    if as_json:
+        return show_json(*found)
+    columns = ("engine", "#dp", "address", "blocks", "state", "#lag", "#silence", "log", "#next", "last error")
+    rows = [
+        (
+            source.engine,
+            source.dp,
+            source.address,
+            ", ".join(f"{medium} {count}" for medium, count in sorted(source.blocks.items())),
+            *_fresh(source.freshness),
+            source.freshness.log_id,
+            source.freshness.next_sequence,
+            source.last_error,
+        )
+        for source in found
+    ]
+    show_table(f"Caches that {client.address} follows", columns, rows, "none yet")
+
+
+def _request(
+    hashes: tuple[str, ...],
+    token_file: str | None,
+    page_size: int,
+    cache_salt: str,
+    bigram: bool,
+    vllm_hash_seed: str | None,
+    engines: tuple[str, ...],
+) -> index_service_pb2.ScoreRequest:
+    from kvgrpc.v1 import index_service_pb2
+
+    request = index_service_pb2.ScoreRequest(engines=engines)
+    if token_file is None:
+        request.block_hashes.values.extend(_hash(text) for text in hashes)
+        return request
+    tokens = _tokens(token_file)
+    if vllm_hash_seed is None:
+        request.sglang.token_ids.extend(tokens)
+        request.sglang.page_size, request.sglang.cache_salt, request.sglang.bigram = page_size, cache_salt, bigram
+    else:
+        request.vllm.token_ids.extend(tokens)
+        request.vllm.block_size, request.vllm.cache_salt, request.vllm.hash_seed = page_size, cache_salt, vllm_hash_seed
+    return request
+
+
+def _hash(text: str) -> int:
+    try:
+        return int(text, 0) & 0xFFFF_FFFF_FFFF_FFFF
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is no integer", param_hint="--hash") from None
+
+
+def _tokens(path: str) -> list[int]:
+    try:
+        tokens = json.loads(Path(path).read_text())
+    except ValueError as error:
+        raise click.BadParameter(f"{path} is no JSON: {error}", param_hint="--tokens") from None
+    if not isinstance(tokens, list) or not all(isinstance(token, int) and 0 <= token < 2**32 for token in tokens):
+        raise click.BadParameter(f"{path} is no array of integers of 0 to 2^32-1", param_hint="--tokens")
+    return tokens
+
+
+def _fresh(freshness: index_service_pb2.Freshness) -> tuple[str, int, str]:
+    from kvgrpc.v1 import index_service_pb2
+
+    state = index_service_pb2.SourceState.Name(freshness.state).removeprefix("SOURCE_STATE_").lower()
+    silence = seconds(seconds_of(freshness.silence)) if freshness.HasField("silence") else "-"
+    return state, freshness.lag_batches, silence
+
+
+def _standing(follower: SyncEventFollower, as_json: bool) -> str:
+    fresh, counts, blocks = follower.freshness, follower.counts, follower.blocks
+    if as_json:
+        told = {
+            "state": fresh.state.value,
+            "logId": fresh.log_id,
+            "nextSequence": str(fresh.next_sequence),
+            "lagBatches": str(fresh.lag),
+            "silence": fresh.silence,
+            "whole": fresh.whole,
+            "blocks": blocks,
+            "lastError": str(follower.last_error or ""),
+        }
+        return json.dumps(told)
+    held = ", ".join(f"{count} in {medium}" for medium, count in blocks.items()) or "no blocks"
+    healed = f"{counts.snapshots} snapshots, {counts.replays} replays, {counts.new_logs} new logs"
+    line = (
+        f"{fresh.state.value:<12} log {fresh.log_id[:8] or '-':<8} next {fresh.next_sequence} lag {fresh.lag}: {held}"
+    )
+    return f"{line} ({healed}, digests {counts.digests_equal} equal {counts.digests_different} not)"

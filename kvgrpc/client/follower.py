@@ -1,0 +1,259 @@
+"""Follows one event stream over the network: makes the Watches that the core asks for, and tells it what they say."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Iterable
+from functools import partial
+from typing import Any
+
+import grpc
+
+from kvgrpc.client.live import LiveFrames
+from kvgrpc.client.silence import Silence
+from kvgrpc.errors import KvGrpcError, PeerUnreachable
+from kvgrpc.events.codec import decode_batch
+from kvgrpc.events.digest import StateDigest, TierDigest, hash_key
+from kvgrpc.events.follower import FollowerCore
+from kvgrpc.events.following import CloseWatch, FollowerCounts, FollowerState, OpenWatch, ResetLive
+from kvgrpc.events.index import BlockIndex, Match
+from kvgrpc.events.sources import Freshness, freshness
+from kvgrpc.rpc.channel import open_channel
+from kvgrpc.rpc.security import ClientSecurity
+from kvgrpc.rpc.status import error_from
+from kvgrpc.v1 import event_service_pb2 as pb
+from kvgrpc.v1.event_service_pb2_grpc import EventServiceStub
+
+# Heartbeats come each second.
+SILENCE_SECONDS = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+class EventFollower:
+    """The exact contents of one cache, kept so: ``async with EventFollower("127.0.0.1:50051") as follower``.
+
+    It reads a snapshot and then what follows, begins again where a connection broke, rebuilds where the log moved on
+    without it or another one began, and compares with the publisher's digest. With ``live`` the batches come over ZMQ
+    PUB and Watches fill what PUB lost. It never gives up; ``state`` and ``last_error`` say how it stands. All methods
+    belong to one event loop; hashes are what events carry (integers of either sign, or digests).
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        engine: str = "",
+        dp: int = 0,
+        live: bool = False,
+        security: ClientSecurity | None = None,
+        index: BlockIndex | None = None,
+    ) -> None:
+        self.address = address
+        self.engine = engine
+        self.dp = dp
+        self.core = FollowerCore(index or BlockIndex(), _events, live=live)
+        self._security = security
+        self._channel: grpc.aio.Channel | None = None
+        self._watches: dict[int, asyncio.Task[None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._changed = asyncio.Event()
+        self._frames = LiveFrames(address, self._on_frame) if live else None
+
+    async def __aenter__(self) -> EventFollower:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Begins to follow. Raises AddressNotAllowed and InvalidRequest for security that cannot be used."""
+        self._channel = open_channel(self.address, self._security)
+        self.core.start()
+        self._obey()
+
+    async def close(self) -> None:
+        """Ends, and forgets the contents."""
+        self.core.stop()
+        self._obey()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._frames is not None:
+            await self._frames.close()
+        ending = list(self._watches.values())
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+    @property
+    def state(self) -> FollowerState:
+        """How what is known relates to the cache."""
+        return self.core.state
+
+    @property
+    def freshness(self) -> Freshness:
+        """Log, sequence, lag, and how long the publisher was silent."""
+        return freshness(self.core, time.monotonic())
+
+    @property
+    def counts(self) -> FollowerCounts:
+        """What happened since the start."""
+        return self.core.counts
+
+    @property
+    def last_error(self) -> Exception | None:
+        """Why something last failed; None: nothing did."""
+        return self.core.last_error
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        """How many different blocks the cache holds in each medium."""
+        contents = self.core.contents
+        return {} if contents is None else contents.blocks.counts()
+
+    def match(self, hashes: Iterable[int | bytes]) -> Match:
+        """How many leading blocks of ``hashes`` the cache holds in which tiers."""
+        contents = self.core.contents
+        nothing = Match(0, 0, 0)
+        if contents is None:
+            return nothing
+        return contents.blocks.match([hash_key(block) for block in hashes])
+
+    def media_of(self, block: int | bytes) -> frozenset[str]:
+        """Where the cache holds a block, by the engine's names in capitals ("GPU", "CPU_PINNED"); empty: nowhere."""
+        contents = self.core.contents
+        return frozenset() if contents is None else contents.blocks.media_of(hash_key(block))
+
+    async def until_current(self, timeout: float = 30.0) -> None:
+        """Waits until the contents are exact and nothing is known to be missing.
+
+        Raises PeerUnreachable after ``timeout`` seconds, with what failed last.
+        """
+        end = time.monotonic() + timeout
+        while self.state is not FollowerState.CURRENT:
+            try:
+                await asyncio.wait_for(self.changed(), max(0.0, end - time.monotonic()))
+            except asyncio.TimeoutError:
+                why = f"{self.address}: not current after {timeout:g} s, {self.state.value}; {self.last_error or ''}"
+                raise PeerUnreachable(why, metadata={"address": self.address}) from None
+
+    async def changed(self) -> None:
+        """Waits for the next thing that the publisher says, or that fails."""
+        await self._changed.wait()
+
+    def _obey(self) -> None:
+        """Does what the core wants, and wakes who waits."""
+        for command in self.core.take_commands():
+            if isinstance(command, OpenWatch):
+                task = asyncio.ensure_future(self._watch(command))
+                self._watches[command.number] = task
+                task.add_done_callback(partial(self._watch_ended, command.number))
+            elif isinstance(command, CloseWatch):
+                closed = self._watches.pop(command.number, None)
+                if closed is not None:
+                    closed.cancel()
+            elif isinstance(command, ResetLive) and self._frames is not None:
+                self._frames.reset()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self.core.wake_at is not None:
+            delay = max(0.0, self.core.wake_at - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay, self._tick)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _watch_ended(self, number: int, task: asyncio.Task[None]) -> None:
+        self._watches.pop(number, None)
+        if not task.cancelled() and task.exception() is not None:
+            # A bug of ours must not end the follower: it is said, and the Watch is one that failed.
+            _log.error("following %s failed", self.address, exc_info=task.exception())
+            self.core.ended(number, KvGrpcError(f"a bug: {task.exception()!r}"), time.monotonic())
+            self._obey()
+
+    def _tick(self) -> None:
+        self.core.tick(time.monotonic())
+        self._obey()
+
+    def _on_frame(self, sequence: int, payload: bytes) -> None:
+        self.core.live(sequence, payload, time.monotonic())
+        self._obey()
+
+    async def _watch(self, order: OpenWatch) -> None:
+        """One Watch, from its call to its end."""
+        error: Exception | None = None
+        try:
+            async with contextlib.aclosing(self._messages(order)) as messages:
+                async for message in messages:
+                    self._hear(order.number, message)
+                    self._obey()
+        except grpc.aio.AioRpcError as failure:
+            error = _named(failure, self.address)
+        except TimeoutError as silence:
+            error = PeerUnreachable(f"{self.address}: {silence}", metadata={"address": self.address})
+        except KvGrpcError as refusal:
+            error = refusal
+        self.core.ended(order.number, error, time.monotonic())
+        self._obey()
+
+    async def _messages(self, order: OpenWatch) -> AsyncGenerator[pb.WatchResponse, None]:
+        assert self._channel is not None
+        request = pb.WatchRequest(
+            engine=self.engine,
+            dp=self.dp,
+            log_id=order.log_id,
+            from_sequence=order.first,
+            end_sequence=order.last,
+            mode=pb.WatchMode.ValueType(order.mode),
+        )
+        call = EventServiceStub(self._channel).Watch(request, wait_for_ready=False)
+        silence = Silence(call, SILENCE_SECONDS)
+        try:
+            while (message := await silence.next_message()) is not None:
+                yield message
+        finally:
+            silence.close()
+            call.cancel()
+
+    def _hear(self, number: int, message: pb.WatchResponse) -> None:
+        core, now, kind = self.core, time.monotonic(), message.WhichOneof("kind")
+        if kind == "begin":
+            stream = message.begin.stream
+            if self._frames is not None:
+                self._frames.subscribe(stream.pub_endpoint, stream.topic)
+            core.begun(number, stream.log_id, stream.next_sequence, message.begin.first_sequence, now)
+        elif kind == "raw":
+            core.batches(number, message.raw.first_sequence, message.raw.payloads, now)
+        elif kind == "dropped":
+            core.dropped(number, message.dropped.first_sequence, message.dropped.last_sequence, now)
+        elif kind == "heartbeat":
+            beat = message.heartbeat
+            core.heartbeat(number, beat.next_sequence, _digest(beat.state) if beat.HasField("state") else None, now)
+        elif kind == "snapshot":
+            part = message.snapshot
+            core.snapshot(number, part.index, part.next_sequence, part.payloads, now)
+            if part.last:
+                core.snapshot_complete(number, _digest(part.state) if part.HasField("state") else None, now)
+
+
+def _events(payload: bytes) -> Iterable[object]:
+    return decode_batch(payload).events
+
+
+def _digest(state: pb.StateDigest) -> StateDigest:
+    tiers = (TierDigest(tier.medium, tier.group, tier.blocks, tier.mixed_hashes) for tier in state.tiers)
+    return StateDigest(state.next_sequence, tuple(tiers))
+
+
+def _named(error: grpc.aio.AioRpcError, address: str) -> KvGrpcError:
+    known: Any = error_from(error)
+    if known.reason == KvGrpcError.reason and error.code() is grpc.StatusCode.UNAVAILABLE:
+        return PeerUnreachable(f"nobody answered at {address}: {error.details()}", metadata={"address": address})
+    return known  # type: ignore[no-any-return]

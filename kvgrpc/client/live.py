@@ -1,0 +1,90 @@
+"""The live frames of one stream: a ZMQ SUB socket on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from kvgrpc.errors import FeatureDisabled
+
+# What waits here is read again where it is lost; a reader that is so far behind should not hold more.
+RECEIVED_FRAMES = 10_000
+_POLL_MILLISECONDS = 1000
+_SEQUENCE = struct.Struct(">Q")
+
+
+class LiveFrames:
+    """Calls ``on_frame`` with the sequence and payload of each frame. All methods belong to one event loop.
+
+    Frames that are none of ours are passed over and counted. Raises FeatureDisabled where ZMQ is not installed.
+    """
+
+    def __init__(self, address: str, on_frame: Callable[[int, bytes], None]) -> None:
+        try:
+            import zmq.asyncio
+        except ImportError as error:
+            raise FeatureDisabled(
+                "live events need pyzmq", metadata={"feature": "live", "howToEnable": "pip install pyzmq"}
+            ) from error
+        self._zmq: Any = zmq
+        self._address = address
+        self._on_frame = on_frame
+        self._target: tuple[str, bytes] | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self.strange_frames = 0
+
+    def subscribe(self, endpoint: str, topic: bytes) -> None:
+        """Takes frames from there from now on; nothing happens where it does so already, or the endpoint is empty."""
+        target = (endpoint, topic)
+        if endpoint and target != self._target:
+            self._target = target
+            self.reset()
+
+    def reset(self) -> None:
+        """Subscribes anew, and forgets what waits."""
+        if self._reading is not None:
+            self._reading.cancel()
+        if self._target is not None:
+            self._reading = asyncio.ensure_future(self._read(*self._target))
+
+    async def close(self) -> None:
+        """Takes no more."""
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+
+    async def _read(self, endpoint: str, topic: bytes) -> None:
+        zmq = self._zmq
+        socket = zmq.asyncio.Context.instance().socket(zmq.SUB)
+        socket.linger = 0
+        socket.rcvhwm = RECEIVED_FRAMES
+        socket.ipv6 = True
+        try:
+            socket.subscribe(topic)
+            socket.connect(reachable(endpoint, self._address))
+            while True:
+                # A recv that is cancelled may drop what it had taken; a poll does not.
+                if await socket.poll(_POLL_MILLISECONDS):
+                    with contextlib.suppress(zmq.Again):
+                        while True:
+                            self._take(socket.recv_multipart(zmq.NOBLOCK).result())
+        finally:
+            socket.close()
+
+    def _take(self, frames: list[bytes]) -> None:
+        if len(frames) == 3 and len(frames[1]) == _SEQUENCE.size:
+            self._on_frame(_SEQUENCE.unpack(frames[1])[0], frames[2])
+        else:
+            self.strange_frames += 1
+
+
+def reachable(endpoint: str, address: str) -> str:
+    """The endpoint as others reach it: in place of a wildcard, the host at which the publisher's gRPC is reached."""
+    scheme, _, place = endpoint.partition("://")
+    host, _, port = place.rpartition(":")
+    if scheme != "tcp" or host not in ("*", "0.0.0.0", "[::]", "::"):
+        return endpoint
+    return f"tcp://{address.rpartition(':')[0]}:{port}"

@@ -1,0 +1,158 @@
+"""Who holds the beginning of a request, over the caches of many engines: followers for each, and one index."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection, Sequence
+
+from kvgrpc.client.aio import Client
+from kvgrpc.client.follower import EventFollower
+from kvgrpc.errors import KvGrpcError
+from kvgrpc.events.following import FollowerState
+from kvgrpc.events.sources import CacheScore, Source, SourceTable
+from kvgrpc.rpc.security import ClientSecurity
+from kvgrpc.v1 import registry_service_pb2
+
+FIND_SECONDS = 2.0
+_ANSWER_SECONDS = 5.0
+_Cache = tuple[str, int]
+
+_log = logging.getLogger(__name__)
+
+
+class PrefixIndex:
+    """``async with PrefixIndex(registry="127.0.0.1:8998") as index: index.score(hashes)``.
+
+    Follows the caches of every engine that the registry lists, and those of the ranks that ``sources`` names by the
+    addresses of their gRPC. An engine that the registry does not list any more is followed as long as it answers: a
+    registry's silence proves nothing. All methods belong to one event loop.
+    """
+
+    def __init__(
+        self,
+        *,
+        registry: str = "",
+        sources: Sequence[str] = (),
+        live: bool = False,
+        security: ClientSecurity | None = None,
+    ) -> None:
+        self._table = SourceTable()
+        self._registry = registry
+        self._named = tuple(sources)
+        self._live = live
+        self._security = security
+        self._followers: dict[_Cache, tuple[EventFollower, str]] = {}
+        self._finding: asyncio.Task[None] | None = None
+        self._complained = ""
+
+    async def __aenter__(self) -> PrefixIndex:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether it still looks for caches."""
+        return self._finding is not None and not self._finding.done()
+
+    async def start(self) -> None:
+        """Begins to look for caches and to follow them."""
+        self._finding = asyncio.ensure_future(self._find_for_ever())
+
+    async def close(self) -> None:
+        """Ends all followers."""
+        if self._finding is not None:
+            self._finding.cancel()
+            await asyncio.gather(self._finding, return_exceptions=True)
+        for cache in list(self._followers):
+            await self._unfollow(cache)
+
+    def score(self, hashes: Sequence[int], engines: Collection[str] = ()) -> list[CacheScore]:
+        """The caches (of these engines; none named: of all) that hold the first block, those with most blocks first.
+
+        Hashes are unsigned 64-bit: ``kvgrpc.events.digest.hash_key`` of what events carry.
+        """
+        return self._table.score(hashes, engines, time.monotonic())
+
+    def sources(self) -> list[Source]:
+        """All caches that are followed, by engine and dp."""
+        return self._table.sources(time.monotonic())
+
+    async def until_current(self, caches: int = 1, timeout: float = 30.0) -> None:
+        """Waits until so many caches are current. Raises TimeoutError after ``timeout`` seconds."""
+        end = time.monotonic() + timeout
+        while sum(source.freshness.state is FollowerState.CURRENT for source in self.sources()) < caches:
+            if time.monotonic() >= end:
+                raise TimeoutError(f"not {caches} caches are current after {timeout:g} s")
+            await asyncio.sleep(0.02)
+
+    async def _find_for_ever(self) -> None:
+        while True:
+            known = {address for _, address in self._followers.values()}
+            looks = [self._ask_source(address) for address in self._named if address not in known]
+            if self._registry:
+                looks.append(self._ask_registry())
+            found: dict[_Cache, str] = {}
+            answers = await asyncio.gather(*looks, return_exceptions=True)
+            for answer in answers:
+                if isinstance(answer, KvGrpcError):
+                    self._complain(answer)
+                elif isinstance(answer, BaseException):
+                    raise answer
+                else:
+                    found |= answer
+            await self._follow(found, all(isinstance(answer, dict) for answer in answers))
+            await asyncio.sleep(FIND_SECONDS)
+
+    async def _ask_registry(self) -> dict[_Cache, str]:
+        """The publishing rank of each cache: the one with pp = cp = tp = 0."""
+        async with Client(self._registry, self._security, _ANSWER_SECONDS) as client:
+            rows = [row for engine in await client.list_engines(include_rows=True) for row in engine.rows]
+        return {_cache(row): row.endpoints.grpc for row in rows if _publishes(row) and row.endpoints.grpc}
+
+    async def _ask_source(self, address: str) -> dict[_Cache, str]:
+        async with Client(address, self._security, _ANSWER_SECONDS) as client:
+            return {(stream.engine, stream.dp): address for stream in await client.list_streams()}
+
+    def _complain(self, error: KvGrpcError) -> None:
+        if str(error) != self._complained:
+            self._complained = str(error)
+            _log.warning("looking for caches: %s", error)
+
+    async def _follow(self, found: dict[_Cache, str], complete: bool) -> None:
+        for cache, address in found.items():
+            if cache not in self._followers or self._followers[cache][1] != address:
+                await self._unfollow(cache)
+                await self._begin(cache, address)
+        for cache, (follower, address) in list(self._followers.items()):
+            gone = complete and cache not in found and address not in self._named
+            if gone and follower.state is FollowerState.CONNECTING:
+                await self._unfollow(cache)
+
+    async def _begin(self, cache: _Cache, address: str) -> None:
+        engine, dp = cache
+        follower = EventFollower(
+            address, engine=engine, dp=dp, live=self._live, security=self._security, index=self._table.index
+        )
+        await follower.start()
+        self._followers[cache] = follower, address
+        self._table.add(engine, dp, follower.core, address, live=self._live)
+
+    async def _unfollow(self, cache: _Cache) -> None:
+        follower = self._followers.pop(cache, None)
+        if follower is not None:
+            self._table.remove(*cache)
+            await follower[0].close()
+
+
+def _cache(row: registry_service_pb2.RankRow) -> _Cache:
+    return row.rank.rank.engine, row.rank.rank.dp
+
+
+def _publishes(row: registry_service_pb2.RankRow) -> bool:
+    rank = row.rank.rank
+    return not (rank.pp or rank.cp or rank.tp)

@@ -1,0 +1,138 @@
+"""The same followers for code without an event loop: they live on the process's loop thread, each call asks there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+from kvgrpc.client.follower import EventFollower
+from kvgrpc.client.prefix_index import PrefixIndex
+from kvgrpc.events.following import FollowerCounts, FollowerState
+from kvgrpc.events.index import Match
+from kvgrpc.events.sources import CacheScore, Freshness, Source
+from kvgrpc.rpc.loop import LoopThread
+from kvgrpc.rpc.security import ClientSecurity
+
+T = TypeVar("T")
+_ASK_SECONDS = 10.0
+
+
+class SyncEventFollower:
+    """``EventFollower`` for plain code, from any thread: ``with SyncEventFollower("127.0.0.1:50051") as follower``."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        engine: str = "",
+        dp: int = 0,
+        live: bool = False,
+        security: ClientSecurity | None = None,
+    ) -> None:
+        self._loop = LoopThread.shared()
+        self._follower = _on(
+            self._loop, lambda: EventFollower(address, engine=engine, dp=dp, live=live, security=security)
+        )
+
+    def __enter__(self) -> SyncEventFollower:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """As ``EventFollower.start``."""
+        self._loop.run(self._follower.start(), _ASK_SECONDS)
+
+    def close(self) -> None:
+        """As ``EventFollower.close``."""
+        self._loop.run(self._follower.close(), _ASK_SECONDS)
+
+    @property
+    def state(self) -> FollowerState:
+        """As ``EventFollower.state``."""
+        return self._follower.state
+
+    @property
+    def freshness(self) -> Freshness:
+        """As ``EventFollower.freshness``."""
+        return _on(self._loop, lambda: self._follower.freshness)
+
+    @property
+    def counts(self) -> FollowerCounts:
+        """As ``EventFollower.counts``."""
+        return self._follower.counts
+
+    @property
+    def last_error(self) -> Exception | None:
+        """As ``EventFollower.last_error``."""
+        return self._follower.last_error
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        """As ``EventFollower.blocks``."""
+        return _on(self._loop, lambda: self._follower.blocks)
+
+    def match(self, hashes: Iterable[int | bytes]) -> Match:
+        """As ``EventFollower.match``."""
+        asked = list(hashes)
+        return _on(self._loop, lambda: self._follower.match(asked))
+
+    def media_of(self, block: int | bytes) -> frozenset[str]:
+        """As ``EventFollower.media_of``."""
+        return _on(self._loop, lambda: self._follower.media_of(block))
+
+    def until_current(self, timeout: float = 30.0) -> None:
+        """As ``EventFollower.until_current``."""
+        self._loop.run(self._follower.until_current(timeout), timeout + _ASK_SECONDS)
+
+
+class SyncPrefixIndex:
+    """``PrefixIndex`` for plain code, from any thread: ``with SyncPrefixIndex(registry="127.0.0.1:8998") as index``."""
+
+    def __init__(
+        self,
+        *,
+        registry: str = "",
+        sources: Sequence[str] = (),
+        live: bool = False,
+        security: ClientSecurity | None = None,
+    ) -> None:
+        self._loop = LoopThread.shared()
+        self._index = PrefixIndex(registry=registry, sources=sources, live=live, security=security)
+
+    def __enter__(self) -> SyncPrefixIndex:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """As ``PrefixIndex.start``."""
+        self._loop.run(self._index.start(), _ASK_SECONDS)
+
+    def close(self) -> None:
+        """As ``PrefixIndex.close``."""
+        self._loop.run(self._index.close(), _ASK_SECONDS)
+
+    def score(self, hashes: Sequence[int], engines: Collection[str] = ()) -> list[CacheScore]:
+        """As ``PrefixIndex.score``."""
+        return _on(self._loop, lambda: self._index.score(hashes, engines))
+
+    def sources(self) -> list[Source]:
+        """As ``PrefixIndex.sources``."""
+        return _on(self._loop, self._index.sources)
+
+    def until_current(self, caches: int = 1, timeout: float = 30.0) -> None:
+        """As ``PrefixIndex.until_current``."""
+        self._loop.run(self._index.until_current(caches, timeout), timeout + _ASK_SECONDS)
+
+
+def _on(loop: LoopThread, ask: Callable[[], T]) -> T:
+    async def there() -> T:
+        return ask()
+
+    coroutine: Coroutine[Any, Any, T] = there()
+    return loop.run(coroutine, _ASK_SECONDS)

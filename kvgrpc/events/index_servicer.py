@@ -1,0 +1,153 @@
+"""IndexService: checks what was asked, asks the index, puts the answer into messages."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+from kvgrpc import hashing
+from kvgrpc.errors import InvalidRequest, ServerDraining
+from kvgrpc.events.sources import CacheScore, Freshness, Source
+from kvgrpc.paging import page_token, read_page_token
+from kvgrpc.v1 import index_service_pb2 as pb
+from kvgrpc.v1.index_service_pb2_grpc import IndexServiceServicer
+
+MAX_BLOCKS = 65_536
+# What a request may carry; the server's own limit for a message lies above it.
+MAX_TOKENS = 2**20
+MAX_PAGE = 1000
+_LIST = "ListSources"
+
+
+class Scores(Protocol):
+    """What answers; ``kvgrpc.client.PrefixIndex`` is one."""
+
+    def score(self, hashes: Sequence[int], engines: Collection[str] = ()) -> list[CacheScore]: ...
+    def sources(self) -> list[Source]: ...
+
+
+class IndexServicer(IndexServiceServicer):
+    """Belongs to the event loop of the index."""
+
+    def __init__(self, index: Scores) -> None:
+        self._index = index
+        self._draining = False
+
+    def drain(self) -> None:
+        """Answers SERVER_DRAINING from now on."""
+        self._draining = True
+
+    async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
+        self._check_open()
+        hashes = _hashes(request)
+        scores = self._index.score(hashes, frozenset(request.engines))
+        return pb.ScoreResponse(scores=map(_score_to_pb, scores), blocks=len(hashes))
+
+    async def ListSources(self, request: pb.ListSourcesRequest, context: Any) -> pb.ListSourcesResponse:
+        self._check_open()
+        after = read_page_token(_LIST, request.page_token)
+        size = request.page_size if 0 < request.page_size <= MAX_PAGE else MAX_PAGE
+        found = [source for source in self._index.sources() if _place(source) > after]
+        token = page_token(_LIST, _place(found[size - 1])) if len(found) > size else ""
+        return pb.ListSourcesResponse(sources=map(_source_to_pb, found[:size]), next_page_token=token)
+
+    def _check_open(self) -> None:
+        if self._draining:
+            raise ServerDraining("this index stops: ask another one")
+
+
+def _place(source: Source) -> str:
+    return f"{source.engine}\0{source.dp:010d}"
+
+
+def _hashes(request: pb.ScoreRequest) -> Sequence[int]:
+    """Unsigned 64-bit hashes of the request's blocks. Raises InvalidRequest."""
+    kind = request.WhichOneof("prefix")
+    if kind == "block_hashes":
+        values = request.block_hashes.values
+        if len(values) > MAX_BLOCKS:
+            raise InvalidRequest.of("block_hashes.values", f"{len(values)} of them", f"at most {MAX_BLOCKS}")
+        return values
+    if kind == "sglang":
+        return _sglang_hashes(request.sglang)
+    if kind == "vllm":
+        return _vllm_hashes(request.vllm)
+    raise InvalidRequest.of("prefix", "absent", "one of block_hashes, sglang, vllm")
+
+
+def _sglang_hashes(prompt: pb.SglangPrompt) -> list[int]:
+    _check_size("sglang", len(prompt.token_ids), "page_size", prompt.page_size)
+    # Only whole pages are cached; a pair needs one more token.
+    pages = (len(prompt.token_ids) - prompt.bigram) // prompt.page_size if prompt.token_ids else 0
+    tokens = prompt.token_ids[: pages * prompt.page_size + prompt.bigram] if pages > 0 else []
+    seed = hashing.event_seed(prompt.cache_salt)
+    hashes = hashing.page_hashes(tokens, prompt.page_size, after=seed, bigram=prompt.bigram)
+    return [hashing.sglang_event_hash(one) & 0xFFFF_FFFF_FFFF_FFFF for one in hashes]
+
+
+def _vllm_hashes(prompt: pb.VllmPrompt) -> list[int]:
+    _check_size("vllm", len(prompt.token_ids), "block_size", prompt.block_size)
+    if prompt.algorithm not in ("", *hashing.BLOCK_HASH_ALGORITHMS):
+        raise InvalidRequest.of(
+            "vllm.algorithm", prompt.algorithm, f"one of {', '.join(hashing.BLOCK_HASH_ALGORITHMS)}"
+        )
+    hashes = hashing.block_hashes(
+        prompt.token_ids,
+        prompt.block_size,
+        hash_seed=prompt.hash_seed,
+        algorithm=prompt.algorithm or "sha256",
+        lora_name=prompt.lora_name,
+        cache_salt=prompt.cache_salt,
+    )
+    return [hashing.vllm_event_hash(one) for one in hashes]
+
+
+def _check_size(kind: str, tokens: int, name: str, size: int) -> None:
+    if size < 1:
+        raise InvalidRequest.of(f"{kind}.{name}", size, "at least 1, the engine's own")
+    if tokens > MAX_TOKENS:
+        raise InvalidRequest.of(f"{kind}.token_ids", f"{tokens} of them", f"at most {MAX_TOKENS}")
+    if tokens // size > MAX_BLOCKS:
+        raise InvalidRequest.of(f"{kind}.token_ids", f"{tokens // size} blocks", f"at most {MAX_BLOCKS} blocks")
+
+
+def _score_to_pb(score: CacheScore) -> pb.CacheScore:
+    return pb.CacheScore(
+        engine=score.engine,
+        dp=score.dp,
+        device_blocks=score.device_blocks,
+        host_blocks=score.host_blocks,
+        blocks=score.blocks,
+        freshness=_freshness_to_pb(score.freshness),
+    )
+
+
+def _source_to_pb(source: Source) -> pb.Source:
+    return pb.Source(
+        engine=source.engine,
+        dp=source.dp,
+        address=source.address,
+        live=source.live,
+        freshness=_freshness_to_pb(source.freshness),
+        blocks=source.blocks,
+        page_size=source.page_size,
+        snapshots=source.counts.snapshots,
+        replays=source.counts.replays,
+        new_logs=source.counts.new_logs,
+        digests_equal=source.counts.digests_equal,
+        digests_different=source.counts.digests_different,
+        last_error=source.last_error,
+    )
+
+
+def _freshness_to_pb(fresh: Freshness) -> pb.Freshness:
+    message = pb.Freshness(
+        state=pb.SourceState.Value(f"SOURCE_STATE_{fresh.state.name}"),
+        log_id=fresh.log_id,
+        next_sequence=fresh.next_sequence,
+        lag_batches=fresh.lag,
+        whole=fresh.whole,
+    )
+    if fresh.silence is not None:
+        message.silence.FromMilliseconds(round(fresh.silence * 1000))
+    return message

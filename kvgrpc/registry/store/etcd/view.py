@@ -1,0 +1,221 @@
+"""What one registry knows of the rows in etcd: read once, then followed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Iterable
+
+from kvgrpc.errors import KvGrpcError
+from kvgrpc.model import RankId
+from kvgrpc.observability import metrics
+from kvgrpc.registry import wire
+from kvgrpc.registry.model import RankRow, engine_differences
+from kvgrpc.registry.store.etcd.client import CALL_SECONDS, EtcdClient, WatchCall
+from kvgrpc.registry.store.etcd.keys import Keys, after, lease_id
+from kvgrpc.registry.store.etcd.transactions import Fence, naming
+from kvgrpc.registry.store.etcd.v1 import etcd_pb2 as pb
+from kvgrpc.registry.table import EngineTable
+from kvgrpc.v1 import registry_service_pb2
+
+PROGRESS_SECONDS = 1.0
+SILENCE_SECONDS = 3.0
+_PAUSE_SECONDS = 0.2
+
+_log = logging.getLogger(__name__)
+
+
+class View:
+    """A table of rows that follows etcd, with the fences and shapes beside them. Belongs to one event loop.
+
+    ``current``: it follows now. What it knew stands while it does not.
+    """
+
+    def __init__(self, client: EtcdClient, keys: Keys, on_change: Callable[[], None]) -> None:
+        self.table = EngineTable()
+        self.fences: dict[RankId, Fence] = {}
+        self.shapes: dict[str, int] = {}
+        self.registry_id = ""
+        self.revision = 0
+        self.current = False
+        self._client = client
+        self._keys = keys
+        self._on_change = on_change
+        self._cluster = 0
+        self._leases: dict[int, RankId] = {}
+        self.pools = wire.PoolCache()
+        self._moved: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def knows_lease(self, lease: int) -> bool:
+        return lease in self._leases
+
+    async def follow(self) -> None:
+        """For ever: through broken streams, compactions, and an etcd that lost its data."""
+        while True:
+            try:
+                await self._follow_once()
+            except KvGrpcError as error:
+                if self.current:
+                    _log.warning("what changes is not heard of until etcd answers again: %s", error.message)
+            except Exception:
+                _log.exception("following etcd failed")
+            self.current = False
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+    async def reached(self, revision: int, seconds: float) -> bool:
+        """Waits until everything up to the revision is in the table; False after so many seconds."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        while self.revision < revision:
+            if end <= loop.time():
+                return False
+            await asyncio.wait([self._moved], timeout=end - loop.time())
+        return True
+
+    async def moved(self, seconds: float) -> None:
+        """Waits for the next change, or so many seconds."""
+        await asyncio.wait([self._moved], timeout=seconds)
+
+    async def _follow_once(self) -> None:
+        if not self.revision:
+            await self._load()
+        call = self._client.watch()
+        try:
+            await self._watch(call)
+        finally:
+            call.cancel()
+
+    async def _load(self) -> None:
+        """Takes all that is there now in the place of what was known."""
+        header, found = await self._client.read(self._keys.prefix)
+        self.fences, self.shapes = {}, {}
+        there = {key_value.key for key_value in found}
+        gone = [rank for rank in self._leases.values() if self._keys.row(rank) not in there]
+        self._apply([*(pb.Event(type=pb.Event.PUT, kv=key_value) for key_value in found), *map(self._gone, gone)])
+        self._cluster = header.cluster_id
+        self._move(header.revision)
+        if not self.registry_id:
+            await self._client.transact(naming(self._keys, secrets.token_hex(8)))
+
+    async def _watch(self, call: WatchCall) -> None:
+        with self._client.errors():
+            start = pb.WatchCreateRequest(
+                key=self._keys.prefix,
+                range_end=after(self._keys.prefix),
+                start_revision=self.revision + 1,
+                fragment=True,
+            )
+            await call.write(pb.WatchRequest(create_request=start))
+            created = await asyncio.wait_for(call.read(), CALL_SECONDS)
+        if not isinstance(created, pb.WatchResponse) or not created.created:
+            raise self._client.unavailable(self._client.address, "it did not begin a watch")
+        if created.header.cluster_id != self._cluster or created.header.revision < self.revision:
+            _log.warning("etcd lost its data, or is another one: everything is read again")
+            self.revision = 0
+            return
+        asking = asyncio.create_task(self._ask_for_progress(call), name="etcd-progress")
+        try:
+            self.current = not created.canceled
+            await self._read_events(call, created)
+        finally:
+            asking.cancel()
+            await asyncio.wait([asking])
+
+    async def _read_events(self, call: WatchCall, created: pb.WatchResponse) -> None:
+        events: list[pb.Event] = []
+        response = created
+        while not response.canceled:
+            events += response.events
+            if events and not response.fragment:
+                self._apply(events)
+                self._move(events[-1].kv.mod_revision)
+                events = []
+            with self._client.errors():
+                read = await asyncio.wait_for(call.read(), SILENCE_SECONDS)
+            if not isinstance(read, pb.WatchResponse):
+                raise self._client.unavailable(self._client.address, "it ended the watch")
+            response = read
+        _log.warning("etcd ended a watch (%s): everything is read again", response.cancel_reason or "compacted")
+        self.revision = 0
+
+    async def _ask_for_progress(self, call: WatchCall) -> None:
+        """So that a member which hangs is noticed: an answer comes even when nothing changes."""
+        while not call.done():
+            await asyncio.sleep(PROGRESS_SECONDS)
+            try:
+                await call.write(pb.WatchRequest(progress_request=pb.WatchProgressRequest()))
+            except (asyncio.InvalidStateError, Exception):
+                return
+
+    def _apply(self, events: Iterable[pb.Event]) -> None:
+        """What is gone or replaced first: an engine that changed its shape must not be there in both."""
+        rows: dict[RankId, tuple[RankRow, int] | None] = {}
+        for event in events:
+            try:
+                self._read(event, rows)
+            except Exception as error:  # written by somebody else
+                _log.error("what stands at %r cannot be read, and is left out: %s", event.kv.key, error)
+        for rank, stored in rows.items():
+            self._remove(rank, stored)
+        for stored in rows.values():
+            if stored is not None:
+                self._add(*stored)
+        metrics.REGISTRY_ROWS.set(self.table.rows)
+        self._on_change()
+
+    def _read(self, event: pb.Event, rows: dict[RankId, tuple[RankRow, int] | None]) -> None:
+        """A row with its lease id (None: gone) goes to ``rows``, everything else is taken at once."""
+        key, put, revision = event.kv.key, event.type == pb.Event.PUT, event.kv.mod_revision
+        if key.startswith(self._keys.rows):
+            rank = self._keys.rank_of(key)
+            rows[rank] = self._row(event.kv) if put else None
+        elif key.startswith(self._keys.fences):
+            rank = self._keys.rank_of(key)
+            if put:
+                self.fences[rank] = Fence(int(event.kv.value), revision)
+            else:
+                self.fences.pop(rank, None)
+        elif key.startswith(self._keys.shapes):
+            if put:
+                self.shapes[self._keys.engine_of(key)] = revision
+            else:
+                self.shapes.pop(self._keys.engine_of(key), None)
+        elif key == self._keys.id and put:
+            self.registry_id = event.kv.value.decode(errors="replace")
+
+    def _row(self, key_value: pb.KeyValue) -> tuple[RankRow, int]:
+        stored = pb.StoredRow.FromString(key_value.value)
+        row = wire.row_from_pb(registry_service_pb2.RankRow.FromString(stored.row), self.pools)
+        return row, lease_id(key_value.lease, stored.index)
+
+    def _remove(self, rank: RankId, stored: tuple[RankRow, int] | None) -> None:
+        known = self.table.leased(rank)
+        if known is None:
+            return
+        del self._leases[known.lease_id]
+        if stored is not None and stored[0] == known.row:
+            known.lease_id = stored[1]
+            self._leases[known.lease_id] = known.row.ref.rank
+        else:
+            self.table.remove(known)
+            metrics.REGISTRY_EXPIRED.inc(stored is None)
+
+    def _add(self, row: RankRow, lease: int) -> None:
+        if self.table.leased(row.ref.rank) is not None:
+            return
+        engine = self.table.engine(row.ref.rank.engine)
+        shape = engine.shape if engine is not None else None
+        if shape is not None and engine_differences(shape.role, shape.layout, shape.model, row):
+            _log.error("%s has another shape than its engine, and is left out", row.ref)
+            return
+        self.table.add(row, lease, expires_at=float("inf"))
+        self._leases[lease] = row.ref.rank
+
+    def _gone(self, rank: RankId) -> pb.Event:
+        return pb.Event(type=pb.Event.DELETE, kv=pb.KeyValue(key=self._keys.row(rank)))
+
+    def _move(self, revision: int) -> None:
+        self.revision = revision
+        moved, self._moved = self._moved, asyncio.get_running_loop().create_future()
+        moved.set_result(None)

@@ -1,0 +1,66 @@
+"""Events served where the rank is not: engines whose scheduler and workers are different processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grpc
+
+import kvgrpc
+from kvgrpc.events import EventPublisher
+from kvgrpc.events.servicer import EventServicer
+from kvgrpc.rpc.loop import LoopThread
+from kvgrpc.rpc.security import ServerSecurity
+from kvgrpc.server.listener import Listener
+from kvgrpc.server.servicer import ServerInfo, ServerServicer
+from kvgrpc.v1.event_service_pb2_grpc import add_EventServiceServicer_to_server
+from kvgrpc.v1.server_service_pb2_grpc import add_ServerServiceServicer_to_server
+
+_SERVICES = ("kvgrpc.v1.EventService", "kvgrpc.v1.ServerService")
+_SECONDS = 10.0
+
+
+class EventServer:
+    """Serves ListStreams and Watch of one publisher. ``open`` and ``close`` block; ``address`` is what was bound.
+
+    The publisher stays its owner's, who shuts it down.
+    """
+
+    def __init__(
+        self, publisher: EventPublisher, listen: Sequence[str], security: ServerSecurity | None = None
+    ) -> None:
+        self.address = ""
+        self._listen = tuple(listen)
+        self._security = security or ServerSecurity()
+        stream = publisher.stream
+        self._servicer = EventServicer([] if stream is None else [stream])
+        self._listener = Listener(health_checks={_SERVICES[0]: lambda: publisher.healthy})
+        self._loop = LoopThread.shared()
+
+    def open(self) -> EventServer:
+        """Raises AddressNotAllowed for an address that is taken, or plaintext that others reach."""
+        self._loop.run(self._open(), _SECONDS)
+        return self
+
+    def close(self) -> None:
+        self._loop.run(self._close(), _SECONDS)
+
+    async def drain(self, grace: float) -> tuple[bool, int]:
+        """Ends the Watches."""
+        self._servicer.drain()
+        await self._listener.drain()
+        return True, 0
+
+    async def _open(self) -> None:
+        bound = await self._listener.start(self._add_servicers, self._listen, self._security)
+        self.address = bound[0]
+
+    async def _close(self) -> None:
+        await self.drain(0.0)
+        await self._listener.stop(1.0)
+
+    def _add_servicers(self, server: grpc.aio.Server) -> Sequence[str]:
+        add_EventServiceServicer_to_server(self._servicer, server)
+        info = ServerInfo(version=kvgrpc.__version__, services=_SERVICES)
+        add_ServerServiceServicer_to_server(ServerServicer(info, self, lambda: self._listener.draining), server)
+        return _SERVICES

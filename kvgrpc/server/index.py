@@ -1,0 +1,133 @@
+"""An index that runs alone: ``kvgrpc serve index``."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Sequence
+
+import grpc
+
+import kvgrpc
+from kvgrpc.client.prefix_index import PrefixIndex
+from kvgrpc.errors import InvalidRequest
+from kvgrpc.events.index_servicer import MAX_BLOCKS, MAX_TOKENS, IndexServicer
+from kvgrpc.net import check_listen
+from kvgrpc.observability.http import StatusServer
+from kvgrpc.rpc.loop import LoopThread
+from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
+from kvgrpc.server.listener import Listener
+from kvgrpc.server.servicer import ServerInfo, ServerServicer
+from kvgrpc.v1.index_service_pb2_grpc import add_IndexServiceServicer_to_server
+from kvgrpc.v1.server_service_pb2_grpc import add_ServerServiceServicer_to_server
+
+_SERVICES = ("kvgrpc.v1.IndexService", "kvgrpc.v1.ServerService")
+_START_SECONDS = 10.0
+
+
+class IndexServer:
+    """An index on a port of its own. ``open`` and ``close`` block; ``address`` and ``metrics_address`` are as bound.
+
+    It follows the caches of the engines at ``registry``, and of the ranks whose gRPC addresses ``sources`` names, with
+    ``client_security``. ``metrics_listen``: "host:port" of ``/metrics``, ``/livez`` and ``/readyz``; "": none. Raises
+    InvalidRequest where neither is named, and for what is no address.
+    """
+
+    def __init__(
+        self,
+        listen: Sequence[str],
+        *,
+        registry: str = "",
+        sources: Sequence[str] = (),
+        live: bool = False,
+        security: ServerSecurity | None = None,
+        client_security: ClientSecurity | None = None,
+        metrics_listen: str = "",
+    ) -> None:
+        if not registry and not sources:
+            raise InvalidRequest.of("registry", registry, "the address of a registry, or sources must name ranks")
+        for address in listen:
+            check_listen(address)
+        self.address = ""
+        self.metrics_address = ""
+        self._metrics_listen = metrics_listen
+        self._status: StatusServer | None = None
+        self._closing = False
+        self.index = PrefixIndex(registry=registry, sources=sources, live=live, security=client_security)
+        self._listen = tuple(listen)
+        self._security = security or ServerSecurity()
+        self._servicer = IndexServicer(self.index)
+        self._listener = Listener(health_checks={_SERVICES[0]: lambda: self.index.healthy})
+        self._loop = LoopThread.shared()
+
+    def open(self) -> IndexServer:
+        self._loop.run(self._open(), _START_SECONDS)
+        if self._metrics_listen:
+            self._status = StatusServer(self._metrics_listen, self._live, self._ready)
+            self.metrics_address = self._status.address
+        return self
+
+    def close(self) -> None:
+        self._closing = True
+        self._loop.run(self._close(), _START_SECONDS)
+        if self._status is not None:
+            self._status.close()
+
+    async def drain(self, grace: float) -> tuple[bool, int]:
+        """An index holds nothing that a drain would have to wait for."""
+        self._servicer.drain()
+        await self._listener.drain()
+        return True, 0
+
+    def _live(self) -> dict[str, bool]:
+        return {"loop": self._loop.healthy, "index": self._closing or self.index.healthy}
+
+    def _ready(self) -> dict[str, bool]:
+        return {"loop": self._loop.healthy, **self._listener.serving()}
+
+    async def _open(self) -> None:
+        await self.index.start()
+        bound = await self._listener.start(self._add_servicers, self._listen, self._security)
+        self.address = bound[0]
+
+    async def _close(self) -> None:
+        await self.drain(0.0)
+        await self._listener.stop(1.0)
+        await self.index.close()
+
+    def _add_servicers(self, server: grpc.aio.Server) -> Sequence[str]:
+        add_IndexServiceServicer_to_server(self._servicer, server)
+        limits = {"maxScoreBlocks": MAX_BLOCKS, "maxScoreTokens": MAX_TOKENS}
+        info = ServerInfo(version=kvgrpc.__version__, services=_SERVICES, limits=limits)
+        add_ServerServiceServicer_to_server(ServerServicer(info, self, lambda: self._listener.draining), server)
+        return _SERVICES
+
+
+def serve_index(
+    listen: str,
+    *,
+    registry: str = "",
+    sources: Sequence[str] = (),
+    live: bool = False,
+    security: ServerSecurity | None = None,
+    client_security: ClientSecurity | None = None,
+    metrics_listen: str = "",
+    on_ready: Callable[[IndexServer], None] = lambda server: None,
+) -> None:
+    """Serves until SIGTERM or SIGINT, then drains. For the main thread of a process; ``on_ready`` gets the server."""
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    server = IndexServer(
+        [listen],
+        registry=registry,
+        sources=sources,
+        live=live,
+        security=security,
+        client_security=client_security,
+        metrics_listen=metrics_listen,
+    ).open()
+    on_ready(server)
+    while not stopped.wait(1.0):
+        continue
+    server.close()

@@ -1,0 +1,171 @@
+"""Who calls: limits of one caller beside those of all, and for which ranks a token or a certificate may speak."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvgrpc.errors import CredentialsInvalid, IdentityMismatch, InvalidRequest, KvGrpcError, TooManyRequests
+from kvgrpc.model import RankId, RankRef, Role, new_epoch
+from kvgrpc.rpc.callers import CALLER, Caller, check_speaker
+from kvgrpc.rpc.channel import open_channel
+from kvgrpc.rpc.interceptors import Admission, CallLimits
+from kvgrpc.rpc.security import ClientSecurity, ServerSecurity, parse_tokens
+from kvgrpc.server.listener import Listener
+from kvgrpc.v1 import common_pb2, registry_service_pb2
+from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
+from tests.contract.registry_serving import Served
+from tests.contract.serving import failure
+
+TOKENS = """
+rank:any
+rank prefill-*:engines
+rank prefill-* role=prefill:prefills
+rank d-7 role=decode:one
+consumer router-a:a
+consumer router-b:b
+"""
+
+
+def ref(engine: str, epoch: int | None = None) -> RankRef:
+    return RankRef(RankId(engine), new_epoch() if epoch is None else epoch)
+
+
+class TestLimitsOfOneCaller:
+    async def watch(self, channel: Any) -> Any:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        call = stub.Watch(health_pb2.HealthCheckRequest(), timeout=20)
+        await call.read()
+        return call
+
+    async def test_one_that_watches_too_much_locks_nobody_else_out(self) -> None:
+        listener = Listener({}, Admission(CallLimits(health_watches_per_caller=2)))
+        (address,) = await listener.start(
+            lambda server: [], ["127.0.0.1:0"], ServerSecurity(tokens=parse_tokens(TOKENS))
+        )
+        async with open_channel(address, ClientSecurity(token="a")) as greedy:
+            watches = [await self.watch(greedy), await self.watch(greedy)]
+            error = await failure(self.watch(greedy))
+            assert isinstance(error, TooManyRequests)
+            assert error.metadata == {"limit": "2", "value": "3", "scope": "Watch of one caller"}
+            assert "consumer router-a" in error.message and error.retry_after
+            async with open_channel(address, ClientSecurity(token="b")) as other:
+                watches.append(await self.watch(other))
+            watches[0].cancel()
+            while isinstance(await self.outcome(greedy), TooManyRequests):
+                continue
+            for watch in watches:
+                watch.cancel()
+        await listener.stop(0.0)
+
+    async def outcome(self, channel: Any) -> KvGrpcError | None:
+        try:
+            (await self.watch(channel)).cancel()
+        except grpc.aio.AioRpcError as error:
+            from kvgrpc.rpc.status import error_from
+
+            return error_from(error)
+        return None
+
+    def test_callers_without_a_name_are_told_apart_by_their_hosts(self) -> None:
+        unnamed, named = parse_tokens("consumer:x\nconsumer router:y")
+        assert Caller.with_token(unnamed, "10.0.0.7").name == "10.0.0.7"
+        assert Caller.with_token(named, "10.0.0.7").name == "consumer router"
+
+    def test_every_method_with_a_bound_of_its_own_exists(self) -> None:
+        from kvgrpc.rpc.interceptors import ALLOWED
+        from kvgrpc.rpc.interceptors.admission import _PER_CALLER
+
+        assert {path for path in _PER_CALLER if path.startswith("/kvgrpc.")} <= ALLOWED.keys()
+
+
+class TestWhoMaySpeakForARank:
+    @pytest.mark.parametrize(
+        ("secret", "engine", "role", "may"),
+        [
+            ("any", "whoever", Role.DECODE, True),
+            ("engines", "prefill-3", Role.DECODE, True),
+            ("engines", "other", Role.PREFILL, False),
+            ("prefills", "prefill-3", Role.PREFILL, True),
+            ("prefills", "prefill-3", Role.DECODE, False),
+            ("prefills", "decode-3", Role.PREFILL, False),
+            ("one", "d-7", Role.DECODE, True),
+            ("one", "d-77", Role.DECODE, False),
+        ],
+    )
+    async def test_rows_are_held_to_the_scope_of_the_token(
+        self, secret: str, engine: str, role: Role, may: bool
+    ) -> None:
+        served = await Served(security=ServerSecurity(tokens=parse_tokens(TOKENS))).start()
+        row = registry_service_pb2.RankRow(
+            rank=common_pb2.RankRef(rank=common_pb2.RankId(engine=engine), epoch=new_epoch()),
+            role=common_pb2.Role.ValueType(role),
+            layout=common_pb2.Layout(dp=1, pp=1, cp=1, tp=1),
+            endpoints=registry_service_pb2.Endpoints(grpc="127.0.0.1:9"),
+            data_plane="shm",
+        )
+        request = registry_service_pb2.RegisterRequest(rows=[row])
+        async with open_channel(served.address, ClientSecurity(token=secret)) as channel:
+            call = RegistryServiceStub(channel).Register(request, timeout=5)
+            if may:
+                await call
+            else:
+                error = await failure(call)
+                assert isinstance(error, IdentityMismatch)
+                assert set(error.metadata) == {"rank", "caller", "scope"}
+                assert secret not in str(error.metadata) + error.message or secret == "one"
+        await served.stop()
+
+    @pytest.mark.parametrize(
+        ("names", "engine", "role", "may"),
+        [
+            (["P-1.prefill.rank"], "P-1", Role.PREFILL, True),
+            (["P-1.prefill.rank"], "P-1", Role.DECODE, False),
+            (["P-1.prefill.rank"], "P-2", Role.PREFILL, False),
+            (["a.b.decode.rank"], "a.b", Role.DECODE, True),
+            (["spiffe://cluster/ns/P-1/prefill/rank"], "P-1", Role.PREFILL, True),
+            (["node-7", "prefill-7.rank"], "whoever", Role.DECODE, True),
+            (["*.prefill.rank"], "P-1", Role.PREFILL, False),
+        ],
+    )
+    def test_so_is_the_name_of_a_certificate(self, names: list[str], engine: str, role: Role, may: bool) -> None:
+        known = Caller.with_certificate(names)
+        assert known is not None
+        token = CALLER.set(known)
+        try:
+            if may:
+                check_speaker(ref(engine), role, "hello.from")
+            else:
+                with pytest.raises(IdentityMismatch, match=r"hello\.from"):
+                    check_speaker(ref(engine), role, "hello.from")
+        finally:
+            CALLER.reset(token)
+
+    def test_an_epoch_far_ahead_would_fence_every_later_one_and_is_refused(self) -> None:
+        check_speaker(ref("P", round((time.time() + 500) * 1e6)), Role.PREFILL, "rows[0].rank")
+        with pytest.raises(InvalidRequest) as refused:
+            check_speaker(ref("P", 2**53 - 1), Role.PREFILL, "rows[0].rank")
+        assert refused.value.metadata["field"] == "rows[0].rank.epoch"
+
+    @pytest.mark.parametrize(
+        "line", ["rank a b:x", "rank role=both:x", "consumer role=prefill:x", "rank a;b:x", "rank prefill-*", "root:x"]
+    )
+    def test_a_line_that_means_nothing_is_refused_without_showing_it(self, line: str, tmp_path: Path) -> None:
+        with pytest.raises(InvalidRequest) as refused:
+            parse_tokens(f"# tokens\n{line}")
+        assert refused.value.metadata["value"] == "'line 2'"
+
+    async def test_a_token_of_nobody_is_still_nobody(self) -> None:
+        listener = Listener()
+        tokens = parse_tokens(TOKENS)
+        (address,) = await listener.start(lambda server: [], ["127.0.0.1:0"], ServerSecurity(tokens=tokens))
+        async with open_channel(address, ClientSecurity(token="prefill-*")) as channel:
+            watch: Any = health_pb2_grpc.HealthStub(channel)
+            error = await failure(watch.Watch(health_pb2.HealthCheckRequest(), timeout=5).read())
+            assert isinstance(error, CredentialsInvalid)
+        await listener.stop(0.0)

@@ -1,0 +1,309 @@
+"""Followers and the index over real servers: what they know is what the cache holds, whatever happened in between."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack
+
+import grpc
+import pytest
+
+from kvgrpc.client import Client, EventFollower, PrefixIndex, SyncEventFollower, SyncPrefixIndex
+from kvgrpc.errors import InvalidRequest, PeerUnreachable, ServerDraining
+from kvgrpc.events.following import FollowerState
+from kvgrpc.events.index import Match
+from kvgrpc.events.index_servicer import MAX_BLOCKS, IndexServicer
+from kvgrpc.hashing import block_hashes, event_seed, page_hashes, sglang_event_hash, vllm_event_hash
+from kvgrpc.rpc.interceptors import interceptors_of
+from kvgrpc.rpc.options import SERVER_OPTIONS
+from kvgrpc.rpc.security import ServerSecurity
+from kvgrpc.v1 import index_service_pb2 as pb
+from kvgrpc.v1.index_service_pb2_grpc import add_IndexServiceServicer_to_server
+from tests.contract.publishing import Publishing, until
+
+LIVE = {"publisher": "zmq", "endpoint": "tcp://127.0.0.1:0"}
+
+
+def knows(follower: EventFollower, engine: Publishing, blocks: Iterable[int] = range(20)) -> bool:
+    """Whether the follower is current and knows what the cache holds."""
+    if follower.state is not FollowerState.CURRENT or follower.freshness.next_sequence != engine.next_sequence:
+        return False
+    for block in blocks:
+        assert follower.media_of(block) == engine.media_of(block), block
+    return True
+
+
+async def test_a_follower_knows_what_was_there_and_what_came() -> None:
+    async with Publishing() as engine:
+        await engine.store([1, 2, 3])
+        await engine.store([2, -5], "CPU")
+        async with EventFollower(engine.address) as follower:
+            await follower.until_current()
+            assert knows(follower, engine)
+            assert follower.match([1, 2, 3, 4]) == Match(3, 3, 3)
+            assert follower.media_of(2**64 - 5) == {"CPU"}
+            assert follower.blocks == {"CPU": 2, "GPU": 3}
+            await engine.remove([1])
+            await engine.store([4])
+            await until(lambda: knows(follower, engine))
+            assert follower.match([1]) == Match(0, 0, 0)
+            await engine.clear()
+            await until(lambda: knows(follower, engine))
+            assert follower.blocks == {}
+            assert follower.counts.snapshots == 1
+
+
+async def test_a_follower_goes_on_where_a_connection_broke() -> None:
+    async with Publishing() as engine, EventFollower(engine.address) as follower:
+        await engine.store([1])
+        await follower.until_current()
+        await engine.hang_up()
+        await engine.store([2])
+        await until(lambda: follower.state is FollowerState.CONNECTING)
+        assert follower.match([1]) == Match(1, 1, 1)
+        await engine.serve()
+        await until(lambda: knows(follower, engine))
+        assert follower.counts.snapshots == 1
+
+
+async def test_another_log_is_another_cache() -> None:
+    async with Publishing() as engine, EventFollower(engine.address) as follower:
+        await engine.store([1, 2])
+        await until(lambda: knows(follower, engine))
+        before = follower.freshness.log_id
+        await engine.restart()
+        await engine.store([3])
+        await until(lambda: follower.freshness.log_id != before and knows(follower, engine))
+        assert follower.match([1]) == Match(0, 0, 0)
+        assert follower.counts.new_logs == 1
+
+
+async def test_a_follower_that_fell_behind_takes_a_snapshot() -> None:
+    async with Publishing(buffer_steps=3) as engine, EventFollower(engine.address) as follower:
+        await engine.store([1])
+        await until(lambda: knows(follower, engine))
+        await engine.hang_up()
+        for block in range(2, 12):
+            await engine.store([block])
+        await engine.remove([1])
+        await engine.serve()
+        await until(lambda: knows(follower, engine))
+        assert follower.counts.snapshots == 2
+
+
+async def test_without_snapshots_a_follower_reads_the_log_from_its_beginning() -> None:
+    async with Publishing(snapshots=False) as engine:
+        await engine.store([1, 2])
+        async with EventFollower(engine.address) as follower:
+            await until(lambda: knows(follower, engine))
+            assert follower.freshness.whole
+
+
+async def test_without_snapshots_and_without_the_beginning_it_says_that_there_may_be_more() -> None:
+    async with Publishing(snapshots=False, buffer_steps=1) as engine:
+        await engine.store([1])
+        await engine.store([2])
+        async with EventFollower(engine.address) as follower:
+            await until(lambda: follower.state is FollowerState.CURRENT)
+            assert not follower.freshness.whole
+            assert (follower.match([1]).device, follower.match([2]).device) == (0, 1)
+            await engine.clear()
+            await engine.store([3])
+            await until(lambda: knows(follower, engine))
+            assert follower.freshness.whole
+
+
+async def test_the_digest_is_compared() -> None:
+    async with Publishing() as engine, EventFollower(engine.address) as follower:
+        await engine.store(range(100))
+        await until(lambda: follower.counts.digests_equal >= 2)
+        contents = follower.core.contents
+        assert contents is not None
+        contents.blocks.stored("GPU", [777])
+        contents._digest.add("GPU", 0, [777])
+        await until(lambda: follower.counts.digests_different == 1)
+        await until(lambda: knows(follower, engine, [*range(100), 777]))
+
+
+async def test_live_frames_bring_what_follows() -> None:
+    async with Publishing(**LIVE) as engine, EventFollower(engine.address, live=True) as follower:
+        await engine.store([1])
+        await follower.until_current()
+        for block in range(2, 18):
+            await engine.store([block], "CPU" if block % 2 else None)
+        await until(lambda: knows(follower, engine))
+        assert (follower.counts.snapshots, follower.counts.failures) == (1, 0)
+        await engine.restart()
+        await engine.store([5])
+        await until(lambda: follower.counts.new_logs == 1 and knows(follower, engine))
+
+
+async def test_what_live_frames_lost_is_read_again() -> None:
+    async with Publishing(**LIVE) as engine, EventFollower(engine.address, live=True) as follower:
+        await engine.store([1])
+        await follower.until_current()
+        core, live, frames = follower.core, follower.core.live, []
+
+        def lossy(sequence: int, payload: bytes, now: float) -> None:
+            frames.append(sequence)
+            if sequence % 3:
+                live(sequence, payload, now)
+
+        core.live = lossy  # type: ignore[method-assign]
+        for block in range(2, 14):
+            await engine.store([block])
+            await engine.remove([block - 1])
+        await until(lambda: knows(follower, engine))
+        assert frames and follower.counts.replays > 0
+        assert follower.counts.snapshots == 1
+
+
+async def test_nobody_there_is_said_and_tried_again() -> None:
+    async with Publishing() as engine:
+        await engine.hang_up()
+        async with EventFollower(engine.address) as follower:
+            with pytest.raises(PeerUnreachable, match=r"not current after 0\.3 s, connecting; PEER_UNREACHABLE"):
+                await follower.until_current(0.3)
+            await engine.serve()
+            await follower.until_current()
+
+
+async def test_one_index_over_several_engines() -> None:
+    async with Publishing("a") as first, Publishing("b", dp=1) as second:
+        await first.store([1, 2, 3])
+        await second.store([1, 2])
+        await second.store([3, 4], "DISK")
+        async with PrefixIndex(sources=[first.address, second.address]) as index:
+            await index.until_current(2)
+            found = index.score([1, 2, 3, 4, 5])
+            assert [(one.engine, one.dp, one.device_blocks, one.host_blocks, one.blocks) for one in found] == [
+                ("b", 1, 2, 2, 4),
+                ("a", 0, 3, 3, 3),
+            ]
+            assert found[0].freshness.log_id == second.publisher.stream.log_id
+            assert [one.engine for one in index.score([1], engines=["a"])] == ["a"]
+            assert index.score([9]) == []
+            assert [(one.engine, one.dp, one.blocks) for one in index.sources()] == [
+                ("a", 0, {"GPU": 3}),
+                ("b", 1, {"DISK": 2, "GPU": 2}),
+            ]
+
+
+class TestIndexService:
+    @pytest.fixture
+    async def client(self) -> AsyncIterator[Client]:
+        async with AsyncExitStack() as stack:
+            self.engines = [await stack.enter_async_context(Publishing(name)) for name in ("a", "b", "c")]
+            index = PrefixIndex(sources=[engine.address for engine in self.engines])
+            await stack.enter_async_context(index)
+            self.servicer = IndexServicer(index)
+            server = grpc.aio.server(interceptors=interceptors_of(ServerSecurity()), options=SERVER_OPTIONS)
+            add_IndexServiceServicer_to_server(self.servicer, server)
+            port = server.add_insecure_port("127.0.0.1:0")
+            await server.start()
+            await index.until_current(3)
+            yield await stack.enter_async_context(Client(f"127.0.0.1:{port}"))
+            await server.stop(0)
+
+    async def scores(self, client: Client, request: pb.ScoreRequest) -> list[tuple[str, int]]:
+        return [(score.engine, score.blocks) for score in (await client.score(request)).scores]
+
+    async def test_hashes_are_scored(self, client: Client) -> None:
+        a, b, _ = self.engines
+        await a.store([1, -2])
+        await b.store([1])
+        asked = pb.ScoreRequest(block_hashes=pb.BlockHashes(values=[1, 2**64 - 2, 3]))
+
+        async def known() -> bool:
+            return await self.scores(client, asked) == [("a", 2), ("b", 1)]
+
+        await eventually(known)
+        response = await client.score(asked)
+        assert response.blocks == 3
+        fresh = response.scores[0].freshness
+        assert fresh.log_id == a.publisher.stream.log_id
+        assert (fresh.next_sequence, fresh.lag_batches, fresh.whole) == (a.next_sequence, 0, True)
+        assert fresh.state == pb.SOURCE_STATE_CURRENT
+        assert fresh.HasField("silence")
+
+    async def test_tokens_are_hashed_as_the_engines_do(self, client: Client) -> None:
+        tokens = list(range(100, 170))
+        a, b, c = self.engines
+        await a.store([sglang_event_hash(one) for one in page_hashes(tokens[:64], 16)])
+        salted = page_hashes(tokens[:33], 16, after=event_seed("tenant"), bigram=True)
+        await b.store([sglang_event_hash(one) for one in salted])
+        hashed = block_hashes(tokens, 32, hash_seed="0", algorithm="sha256_cbor", lora_name="adapter")
+        await c.store([vllm_event_hash(one) for one in hashed])
+        sglang = pb.SglangPrompt(token_ids=tokens, page_size=16)
+        eagle = pb.SglangPrompt(token_ids=tokens, page_size=16, cache_salt="tenant", bigram=True)
+        vllm = pb.VllmPrompt(
+            token_ids=tokens, block_size=32, hash_seed="0", algorithm="sha256_cbor", lora_name="adapter"
+        )
+
+        async def known() -> bool:
+            return (
+                await self.scores(client, pb.ScoreRequest(sglang=sglang)) == [("a", 4)]
+                and await self.scores(client, pb.ScoreRequest(sglang=eagle)) == [("b", 2)]
+                and await self.scores(client, pb.ScoreRequest(vllm=vllm)) == [("c", 2)]
+            )
+
+        await eventually(known)
+        assert (await client.score(pb.ScoreRequest(sglang=sglang))).blocks == 4
+
+    @pytest.mark.parametrize(
+        ("request_", "field"),
+        [
+            (pb.ScoreRequest(), "prefix"),
+            (pb.ScoreRequest(block_hashes=pb.BlockHashes(values=[0] * (MAX_BLOCKS + 1))), "block_hashes.values"),
+            (pb.ScoreRequest(sglang=pb.SglangPrompt(token_ids=[1])), "sglang.page_size"),
+            (pb.ScoreRequest(sglang=pb.SglangPrompt(token_ids=[1] * 70_000, page_size=1)), "sglang.token_ids"),
+            (pb.ScoreRequest(vllm=pb.VllmPrompt(token_ids=[1])), "vllm.block_size"),
+            (pb.ScoreRequest(vllm=pb.VllmPrompt(token_ids=[1], block_size=1, algorithm="md5")), "vllm.algorithm"),
+        ],
+    )
+    async def test_what_cannot_be_scored_is_refused_by_its_field(
+        self, client: Client, request_: pb.ScoreRequest, field: str
+    ) -> None:
+        with pytest.raises(InvalidRequest) as refused:
+            await client.score(request_)
+        assert refused.value.metadata["field"] == field
+
+    async def test_sources_are_listed_in_pages(self, client: Client) -> None:
+        assert [source.engine for source in await client.list_sources()] == ["a", "b", "c"]
+        page = await self.servicer.ListSources(pb.ListSourcesRequest(page_size=2), None)
+        assert [source.engine for source in page.sources] == ["a", "b"]
+        rest = await self.servicer.ListSources(pb.ListSourcesRequest(page_token=page.next_page_token), None)
+        assert [source.engine for source in rest.sources] == ["c"]
+        assert not rest.next_page_token
+        with pytest.raises(InvalidRequest, match="page_token"):
+            await self.servicer.ListSources(pb.ListSourcesRequest(page_token="nonsense"), None)
+
+    async def test_a_draining_index_says_so(self, client: Client) -> None:
+        self.servicer.drain()
+        with pytest.raises(ServerDraining):
+            await self.servicer.Score(pb.ScoreRequest(), None)
+
+
+async def test_the_same_for_plain_code() -> None:
+    async with Publishing() as engine:
+        await engine.store([1, 2])
+
+        def plain() -> None:
+            with SyncEventFollower(engine.address) as follower:
+                follower.until_current()
+                assert follower.match([1, 2, 3]) == Match(2, 2, 2)
+                assert follower.blocks == {"GPU": 2}
+            with SyncPrefixIndex(sources=[engine.address]) as index:
+                index.until_current()
+                assert [score.blocks for score in index.score([1, 2, 3])] == [2]
+
+        await asyncio.to_thread(plain)
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
+    end = time.monotonic() + 20
+    while not await condition():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.01)

@@ -1,0 +1,174 @@
+"""Values that cannot be: each is refused before anything is opened, by its field, its value and what would be right."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvgrpc.client import Client, ClientSecurity, SyncClient
+from kvgrpc.errors import InvalidRequest, PeerUnreachable
+from kvgrpc.rpc import tls
+from kvgrpc.rpc.channel import open_channel
+from kvgrpc.rpc.security import CallerRole, ServerSecurity, Token
+from kvgrpc.rpc.tls import ServerCertificates
+from kvgrpc.server import RegistryServer
+from tests.contract.certificates import OPENSSL, Authority, Certificate, openssl
+from tests.contract.test_security import DRAIN, call, listening, refusal
+
+
+def refused(make: Callable[[], object], field: str, *words: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        make()
+    assert caught.value.metadata["field"] == field
+    assert caught.value.metadata["value"] and caught.value.metadata["rule"]
+    for word in words:
+        assert word in caught.value.message
+
+
+class TestAddresses:
+    @pytest.mark.parametrize("address", ["", None, "localhost", "127.0.0.1:22222222", "127.0.0.1:0", 8998])
+    def test_a_client_of_no_address(self, address: Any) -> None:
+        refused(lambda: SyncClient(address), "address", "host:port")
+
+    @pytest.mark.parametrize("timeout", [0.0, -1.0, 1e308, float("inf"), float("nan")])
+    def test_a_client_without_an_end(self, timeout: float) -> None:
+        refused(lambda: SyncClient("127.0.0.1:1", timeout=timeout), "timeout", "seconds")
+
+    @pytest.mark.parametrize("address", ["localhost", "127.0.0.1:22222222", ""])
+    def test_a_registry_at_no_address(self, address: str) -> None:
+        refused(lambda: RegistryServer([address]), "listen", "host:port")
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvgrpc", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"NO_COLOR": "1"} | environment,
+    )
+
+
+class TestTheCommand:
+    @pytest.mark.parametrize("server", ["localhost", "127.0.0.1:22222222", ""])
+    def test_a_server_that_is_no_address(self, server: str) -> None:
+        ran = run("engines", "-s", server)
+        assert ran.returncode == 67 and "INVALID_REQUEST: --server: must be host:port" in ran.stderr
+        assert "Traceback" not in ran.stderr
+
+    def test_a_level_that_is_none(self) -> None:
+        ran = run("serve", "registry", "--log-level", "foo")
+        assert ran.returncode == 2 and "'foo' is not one of" in ran.stderr
+
+    def test_a_file_that_is_not_there(self) -> None:
+        ran = run("engines", KVGRPC_CA_FILE="/nowhere/ca.pem")
+        assert ran.returncode == 2 and "/nowhere/ca.pem" in ran.stderr
+
+    def test_every_option_is_a_variable_too(self) -> None:
+        ran = run("rooms", KVGRPC_ROOMS_STATES="nonsense")
+        assert ran.returncode == 2 and "nonsense" in ran.stderr
+
+
+class TestFiles:
+    def test_a_pipe_is_no_file_and_nobody_waits_for_it(self, tmp_path: Path) -> None:
+        fifo = tmp_path / "tokens"
+        os.mkfifo(fifo)
+        security = ServerSecurity(token_file=str(fifo))
+        refused(lambda: RegistryServer(["127.0.0.1:0"], security).open(), "tokens_file", "not a regular file")
+
+    async def test_an_authority_that_is_not_there(self) -> None:
+        security = ClientSecurity(ca_file="/nowhere/ca.pem")
+        refused(lambda: open_channel("127.0.0.1:1", security), "ca_file", "/nowhere/ca.pem")
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(scope="module")
+def pair(authority: Authority) -> Certificate:
+    return authority.sign("engine", "IP:127.0.0.1")
+
+
+@pytest.mark.skipif(OPENSSL is None, reason="makes its certificates with openssl")
+class TestCertificates:
+    def test_wrong_ones_are_named_and_not_said_to_be_a_taken_port(
+        self, authority: Authority, pair: Certificate, tmp_path: Path
+    ) -> None:
+        other = authority.sign("other", "IP:127.0.0.1")
+        nonsense = tmp_path / "nonsense.pem"
+        nonsense.write_text("-----BEGIN CERTIFICATE-----\nbm9uc2Vuc2U=\n-----END CERTIFICATE-----\n")
+        locked = str(tmp_path / "locked.key")
+        openssl("ec", "-in", pair.key_file, "-aes256", "-passout", "pass:secret", "-out", locked)
+        cases = [
+            (ServerSecurity(pair.key_file, pair.cert_file), "cert_file"),
+            (ServerSecurity(pair.cert_file, other.key_file), "key_file"),
+            (ServerSecurity(pair.cert_file, locked), "key_file"),
+            (ServerSecurity(str(nonsense), pair.key_file), "key_file"),
+            (ServerSecurity(pair.cert_file, pair.key_file, str(tmp_path)), "client_ca_file"),
+            (ServerSecurity(pair.cert_file, pair.key_file, pair.key_file), "client_ca_file"),
+        ]
+        for security, field in cases:
+            refused(security.credentials, field)
+            refused(lambda security=security: RegistryServer(["127.0.0.1:0"], security).open(), field)  # type: ignore[misc]
+        refused(ClientSecurity(ca_file=pair.key_file).credentials, "ca_file")
+        swapped = ClientSecurity(ca_file=authority.ca_file, cert_file=pair.key_file, key_file=pair.cert_file)
+        refused(swapped.credentials, "cert_file")
+
+    async def test_a_server_follows_its_files_and_keeps_the_last_good_pair(
+        self, authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        cert, key = tmp_path / "server.pem", tmp_path / "server.key"
+
+        def put(certificate: Certificate) -> None:
+            cert.write_bytes(Path(certificate.cert_file).read_bytes())
+            key.write_bytes(Path(certificate.key_file).read_bytes())
+
+        put(authority.sign("old", "DNS:old.internal"))
+        security = ServerSecurity(str(cert), str(key), tokens=(Token(CallerRole.OPERATOR, "x"),))
+        old, new = (
+            ClientSecurity(authority.ca_file, token="x", server_name=f"{name}.internal") for name in ("old", "new")
+        )
+        async with listening(security) as (address, _):
+            await call(address, DRAIN, old)
+            assert (await refusal(address, DRAIN, new)).code == "UNAVAILABLE"
+            put(authority.sign("new", "DNS:new.internal"))
+            await call(address, DRAIN, new)
+            assert (await refusal(address, DRAIN, old)).code == "UNAVAILABLE"
+            cert.write_text("half a cert")
+            await call(address, DRAIN, new)
+            await call(address, DRAIN, new)
+        lines = [record for record in caplog.records if "the one before stays" in record.getMessage()]
+        assert len(lines) == 1
+
+    def test_a_handshake_reads_no_file_that_did_not_change(self, pair: Certificate, monkeypatch: Any) -> None:
+        certificates = ServerCertificates(pair.cert_file, pair.key_file, "")
+        monkeypatch.setattr(tls, "read_small_file", None)
+        assert certificates.fetch() is None
+
+    async def test_a_client_reads_its_own_again_when_a_call_failed(self, authority: Authority, tmp_path: Path) -> None:
+        server = authority.sign("engine", "IP:127.0.0.1")
+        cert, key = tmp_path / "mine.pem", tmp_path / "mine.key"
+
+        def put(certificate: Certificate) -> None:
+            cert.write_bytes(Path(certificate.cert_file).read_bytes())
+            key.write_bytes(Path(certificate.key_file).read_bytes())
+
+        put(Authority(tmp_path, "other").sign("ops.operator"))
+        async with listening(ServerSecurity(server.cert_file, server.key_file, authority.ca_file)) as (address, _):
+            client = Client(address, ClientSecurity(authority.ca_file, str(cert), str(key)), timeout=1.0)
+            with pytest.raises(PeerUnreachable):
+                await client.health()
+            put(authority.sign("ops.operator"))
+            with contextlib.suppress(PeerUnreachable):
+                await client.health()
+            assert await client.health() == "SERVING"
+            await client.close()

@@ -1,0 +1,285 @@
+"""The storage class over SGLang's own parts: its factory, host pools and backend ``file``. No engine is started."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheFile,
+    HiCacheStorageConfig,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+)
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.storage import StorageBackendFactory
+
+from kvgrpc.errors import InvalidRequest
+from kvgrpc.prefetch.storage.mooncake.local import LocalStore
+from tests.faults.storage import FAILED, HANG, FaultyBackend, memory_backend
+
+PAGE = 16
+PAGES = 12
+HASHES = [f"{number:064x}" for number in range(PAGES)]
+LAYOUTS = ["page_first", "page_first_direct", "layer_first"]
+
+
+def host_pool(layout: str = "page_first") -> Any:
+    device = MHATokenToKVPool(
+        size=PAGES * PAGE,
+        page_size=PAGE,
+        dtype=torch.bfloat16,
+        head_num=2,
+        head_dim=8,
+        layer_num=3,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    pool = MHATokenToKVPoolHost(
+        device._mha_buffer_info(),
+        host_to_device_ratio=2.0,
+        host_size=0,
+        page_size=PAGE,
+        layout=layout,
+        pin_memory=False,
+        device_capacity_tokens=PAGES * PAGE,
+        start_layer=0,
+        end_layer=3,
+    )
+    pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape))
+    return pool
+
+
+def indices(*pages: int) -> torch.Tensor:
+    return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
+
+
+def flat(pool: Any, page: int) -> torch.Tensor:
+    return pool.get_data_page(page * PAGE, flat=True).clone()
+
+
+def config(rank: int = 0, **extra: object) -> HiCacheStorageConfig:
+    loader = {
+        "backend_name": "kvgrpc",
+        "module_path": "kvgrpc.engines.sglang.hicache",
+        "class_name": "KvGrpcStorage",
+        "interface_v1": 1,
+    }
+    return HiCacheStorageConfig(
+        tp_rank=rank,
+        tp_size=2,
+        pp_rank=0,
+        pp_size=1,
+        attn_cp_rank=0,
+        attn_cp_size=1,
+        is_mla_model=False,
+        enable_storage_metrics=False,
+        is_page_first_layout=True,
+        model_name="tiny/Llama",
+        extra_config={**loader, **extra},
+    )
+
+
+def created(pool: Any, **extra: object) -> Any:
+    """As SGLang attaches it."""
+    storage = StorageBackendFactory.create_backend("dynamic", config(**extra), pool)
+    storage.register_mem_pool_host(pool)
+    storage.register_mem_host_pool_v2(pool, PoolName.KV)
+    storage.on_host_pools_registered()
+    return storage
+
+
+@pytest.fixture(scope="module")
+def mooncake_store() -> Iterator[LocalStore]:
+    with LocalStore() as store:
+        yield store
+
+
+@pytest.fixture(params=["file", "mooncake"])
+def settings(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, object]:
+    if request.param == "file":
+        return {"storage": "file", "storage_config": {"path": str(tmp_path / "kv")}}
+    store = request.getfixturevalue("mooncake_store")
+    return {"storage": "mooncake", "storage_config": {"master": store.address, "namespace": "sglang"}}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pages_leave_the_host_pool_and_come_back(settings: dict[str, object], layout: str) -> None:
+    pool = host_pool(layout)
+    storage = created(pool, **settings)
+    before = [flat(pool, page) for page in range(4)]
+    assert storage.batch_exists(HASHES) == 0
+    assert storage.batch_set_v1(HASHES[:4], indices(0, 1, 2, 3)) == [True] * 4
+    assert storage.batch_exists(HASHES) == 4
+    pool.kv_buffer.zero_()
+    assert storage.batch_get_v1(HASHES[:5], indices(7, 5, 6, 4, 8)) == [True] * 4 + [False]
+    assert all(torch.equal(flat(pool, page), data) for page, data in zip((7, 5, 6, 4), before, strict=True))
+    assert not flat(pool, 0).any(), "no other page is touched"
+    assert storage.clear()
+    assert storage.batch_exists(HASHES) == 0
+    storage.close()
+
+
+def test_without_interface_v1_flat_tensors_work_too(settings: dict[str, object]) -> None:
+    pool = host_pool()
+    storage = created(pool, **settings)
+    data = [flat(pool, page) for page in range(3)]
+    assert storage.batch_set(HASHES[:3], data)
+    blank = [torch.zeros_like(pool.get_dummy_flat_data_page()) for _ in range(4)]
+    came = storage.batch_get(HASHES[:4], blank)
+    assert came[3] is None and all(torch.equal(one, other) for one, other in zip(came[:3], data, strict=True))
+    assert storage.exists(HASHES[0]) and not storage.exists(HASHES[5])
+    assert storage.get(HASHES[5], blank[0]) is None and storage.set(HASHES[5], data[0])
+    storage.clear()
+    storage.close()
+
+
+def transfer(name: str, pages: list[int], policy: Any = PoolHitPolicy.ALL_PAGES, keys: list[str] | None = None) -> Any:
+    hashes = [HASHES[page] for page in pages] if keys is None else keys
+    return PoolTransfer(name=name, host_indices=indices(*pages), keys=hashes, hit_policy=policy)
+
+
+def test_pools_beside_the_kv_cache_shorten_the_hit(settings: dict[str, object]) -> None:
+    kv, indexer = host_pool(), host_pool()
+    storage = created(kv, **settings)
+    storage.register_mem_host_pool_v2(indexer, "indexer")
+    done = storage.batch_set_v2([transfer("kv", [0, 1, 2, 3, 4, 5]), transfer("indexer", [0, 1, 3, 4])])
+    assert done == {"kv": [True] * 6, "indexer": [True] * 4}
+    every = storage.batch_exists_v2(HASHES, [transfer("indexer", [0, 1, 2, 3, 4, 5])])
+    assert (every.kv_hit_pages, every.extra_pool_hit_pages) == (2, {"kv": 6, "indexer": 2})
+    assert every.restorable_prefix_pages == [1, 2]
+    tail = storage.batch_exists_v2(HASHES, [transfer("indexer", [0, 1], PoolHitPolicy.TRAILING_PAGES)])
+    assert (tail.kv_hit_pages, tail.restorable_prefix_pages) == (5, [1, 2, 5]), "a prefix of 3 or 4 lacks page 2"
+    before = [flat(indexer, page) for page in range(2)]
+    indexer.kv_buffer.zero_()
+    assert storage.batch_get_v2([transfer("indexer", [6, 7], keys=HASHES[:2])]) == {"indexer": [True, True]}
+    assert all(torch.equal(flat(indexer, 6 + place), data) for place, data in enumerate(before))
+    assert storage.batch_get_v2([PoolTransfer(name="kv", host_indices=None, keys=HASHES[:2])]) == {"kv": [False] * 2}
+    storage.clear()
+    storage.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sglangs_own_file_backend_reads_what_we_wrote_and_we_what_it_wrote(
+    tmp_path: Path, layout: str, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path))
+    pool = host_pool(layout)
+    own = HiCacheFile(config(rank))
+    own.register_mem_pool_host(pool)
+    own.register_mem_host_pool_v2(pool, PoolName.KV)
+    extra = {"storage": "file", "storage_config": {"path": str(tmp_path), "format": "sglang"}, "key_mode": "sglang"}
+    ours = created(pool, rank=rank, **extra)
+    before = [flat(pool, page) for page in range(8)]
+
+    assert ours.batch_set_v1(HASHES[:4], indices(0, 1, 2, 3)) == [True] * 4
+    assert own.batch_set_v2([transfer("kv", [4, 5, 6, 7])]) == {"kv": [True] * 4}
+    assert len(list(tmp_path.glob("*.bin"))) == 8
+    pool.kv_buffer.zero_()
+    assert own.batch_exists(HASHES) == ours.batch_exists(HASHES) == 8
+    assert own.batch_get_v2([transfer("kv", [0, 1, 2, 3])]) == {"kv": [True] * 4}
+    assert ours.batch_get_v1(HASHES[4:8], indices(4, 5, 6, 7)) == [True] * 4
+    assert all(torch.equal(flat(pool, page), data) for page, data in enumerate(before))
+    assert ours.batch_set_v1(HASHES[4:8], indices(4, 5, 6, 7)) == [True] * 4, "there already"
+    assert len(list(tmp_path.glob("*.bin"))) == 8
+    ours.close()
+
+
+def test_ranks_and_dtypes_do_not_meet_in_one_folder(tmp_path: Path) -> None:
+    extra = {"storage": "file", "storage_config": {"path": str(tmp_path)}}
+    pool = host_pool()
+    first, second = created(pool, rank=0, **extra), created(pool, rank=1, **extra)
+    assert first.batch_set_v1(HASHES[:2], indices(0, 1)) == [True] * 2
+    assert (first.batch_exists(HASHES), second.batch_exists(HASHES)) == (2, 0)
+    pool.dtype = torch.float8_e4m3fn
+    assert created(pool, rank=0, **extra).batch_exists(HASHES) == 0
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({}, "storage"),
+        ({"storage": "flie"}, "one of file, mooncake"),
+        ({"storage": "file", "storage_config": {}}, "path"),
+        ({"storage": "file", "storage_config": {"path": "/tmp"}, "key_mode": "x"}, "key_mode"),
+        ({"storage": "file", "storag_config": {}}, "storag_config"),
+        ({"storage": "file", "storage_config": {"path": "/tmp"}, "timeout": 60}, "timeout"),
+    ],
+)
+def test_a_wrong_config_refuses_to_attach(extra: dict[str, object], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        created(host_pool(), **json.loads(json.dumps(extra)))
+
+
+def with_backend(storage: Any, backend: Any) -> Any:
+    storage._backend.close(10)
+    storage._backend = backend
+    backend.register([])
+    return storage
+
+
+def test_a_store_that_fails_is_a_miss_and_a_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    faulty = FaultyBackend(memory_backend(), lambda call, key: FAILED if key.endswith(HASHES[2]) else None)
+    storage = created(host_pool(), storage="file", storage_config={"path": str(tmp_path)})
+    with_backend(storage, faulty)
+    assert storage.batch_set_v1(HASHES[:4], indices(0, 1, 2, 3)) == [True, True, False, True]
+    assert storage.batch_exists(HASHES[:4]) == 2
+    assert storage.batch_get_v1(HASHES[:4], indices(0, 1, 2, 3)) == [True, True, False, True]
+    assert sum("injected" in record.message for record in caplog.records) == 1, "not a line a page"
+
+
+def test_a_page_that_timed_out_is_not_given_back_before_it_is_quiet(tmp_path: Path) -> None:
+    """SGLang uses the page again as soon as the call returns."""
+    faulty = FaultyBackend(memory_backend(), lambda call, key: HANG if key.endswith(HASHES[0]) else None)
+    storage = created(host_pool(), storage="file", storage_config={"path": str(tmp_path)}, timeout=0.05)
+    with_backend(storage, faulty)
+    answers: list[list[bool]] = []
+    asking = threading.Thread(target=lambda: answers.append(storage.batch_get_v1(HASHES[:1], indices(0))))
+    asking.start()
+    while not faulty._hanging:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert not answers
+    faulty.release()
+    asking.join(30)
+    assert answers == [[False]]
+
+
+def test_it_is_detached_while_its_threads_are_busy(settings: dict[str, object]) -> None:
+    pool = host_pool()
+    storage = created(pool, **settings)
+    stop, wrong = threading.Event(), []
+
+    def work(first: int) -> None:
+        while not stop.is_set():
+            try:
+                storage.batch_set_v1(HASHES[first : first + 4], indices(*range(first, first + 4)))
+                storage.batch_get_v1(HASHES[first : first + 4], indices(*range(first, first + 4)))
+                storage.batch_exists(HASHES)
+            except Exception as error:
+                wrong.append(error)
+                return
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in (0, 4, 8)]
+    for thread in threads:
+        thread.start()
+    for _ in range(3):
+        storage.clear()
+    began = time.monotonic()
+    storage.close()
+    assert time.monotonic() - began < 10
+    time.sleep(0.05)
+    stop.set()
+    for thread in threads:
+        thread.join(30)
+    assert wrong == []
+    assert storage.batch_exists(HASHES) == 0 and storage.batch_get_v1(HASHES[:1], indices(0)) == [False]

@@ -1,0 +1,106 @@
+"""KV events of a real vLLM engine, by vLLM's publisher and by ours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from kvgrpc.client import SyncClient
+from kvgrpc.client.watch import Payloads
+from kvgrpc.v1 import event_service_pb2
+from tests.engines.engine import LOCAL, free_port
+from tests.engines.model import Case, Reference
+from tests.engines.vllm_engine import BLOCK, CONNECTOR, VllmEngine, vllm_arguments
+
+pytestmark = pytest.mark.timeout(900)
+# Without it the hashes of blocks begin with a random number.
+HASH_SEED = {"PYTHONHASHSEED": "0"}
+
+
+class Published:
+    """An engine whose events somebody reads, from the first on."""
+
+    def __init__(self, folder: Path, model: Path, **extra: Any) -> None:
+        self.port = free_port()
+        arguments = {
+            **vllm_arguments(model, 1),
+            "num_gpu_blocks_override": 1 + 16,  # so that blocks are removed
+            "kv_events_config": {"enable_kv_cache_events": True, "endpoint": f"tcp://*:{self.port}", "topic": "kv"},
+            "kv_transfer_config": {**CONNECTOR, "kv_role": "kv_producer", "kv_connector_extra_config": extra},
+        }
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._socket.connect(f"tcp://{LOCAL}:{self.port}")
+        port = str(free_port())
+        self.engine = VllmEngine("prefill", folder, arguments, {**HASH_SEED, "VLLM_MOONCAKE_BOOTSTRAP_PORT": port})
+
+    def serve(self, cases: list[Case]) -> list[tuple[bytes, int, bytes]]:
+        """Topic, sequence number and payload of what was published while these were computed, one after another."""
+        for case in cases:
+            assert self.engine.generate(case.prompt, len(case.tokens)).result() == case.tokens
+        assert self.engine.is_empty()
+        messages = []
+        while self._socket.poll(2000):
+            topic, number, payload = self._socket.recv_multipart()
+            messages.append((topic, int.from_bytes(number, "big"), payload))
+        return messages
+
+    def close(self) -> None:
+        self.engine.close()
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture(scope="module")
+def cases(reference: Reference) -> list[Case]:
+    first = reference.case(4 * BLOCK + 3)
+    return [first, reference.case(6 * BLOCK, prefix=first.prompt[: 2 * BLOCK]), *map(reference.case, (300, 300))]
+
+
+@pytest.fixture(scope="module")
+def ours(folder: Path, reference: Reference) -> Iterator[Published]:
+    published = Published(folder, reference.path, events_listen=f"{LOCAL}:0")
+    published.engine.wait_ready()
+    yield published
+    published.close()
+
+
+def without_times(messages: list[tuple[bytes, int, bytes]]) -> list[bytes]:
+    """The payloads; their times are float64, so that this changes no length."""
+    return [msgspec.msgpack.encode(timeless(msgspec.msgpack.decode(payload))) for _, _, payload in messages]
+
+
+def timeless(batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return {**batch, "ts": 0.0}
+    return [0.0, *batch[1:]]
+
+
+def test_events_are_those_of_vllms_own_publisher_byte_by_byte(
+    ours: Published, folder: Path, reference: Reference, cases: list[Case]
+) -> None:
+    published = ours.serve(cases)
+    (address,) = re.findall(r"kvgrpc: events of .* replayed at (\S+)", ours.engine.log())
+    with SyncClient(address) as client:
+        (stream,) = client.list_streams()
+        parts = client.watch(mode=event_service_pb2.WATCH_MODE_REPLAY, engine=stream.engine)
+        replayed = [payload for part in parts if isinstance(part, Payloads) for payload in part.payloads]
+    assert replayed == [payload for _, _, payload in published]
+    assert [number for _, number, _ in published] == list(range(len(published)))
+
+    theirs = Published(folder, reference.path)
+    try:
+        theirs.engine.wait_ready()
+        expected = theirs.serve(cases)
+    finally:
+        theirs.close()
+    assert {topic for topic, _, _ in published} == {topic for topic, _, _ in expected} == {b"kv"}
+    removed = [payload for payload in without_times(expected) if b"BlockRemoved" in payload]
+    assert removed, "the pool is not small enough for the test"
+    assert without_times(published) == without_times(expected)

@@ -1,0 +1,92 @@
+"""A real etcd in a process of its own, and registries over it."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ETCD = shutil.which("etcd")
+needs_etcd = pytest.mark.skipif(ETCD is None, reason="etcd is not installed (Debian: etcd-server)")
+
+
+class Etcd:
+    """One member that keeps its address and its data over restarts."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._client, self._peer = free_port(), free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self._client}"
+
+    def start(self) -> Etcd:
+        assert ETCD is not None
+        client, peer = f"http://{self.address}", f"http://127.0.0.1:{self._peer}"
+        with (self._folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    ETCD,
+                    *("--name", "only", "--data-dir", str(self._folder / "data"), "--unsafe-no-fsync"),
+                    *("--listen-client-urls", client, "--advertise-client-urls", client),
+                    *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
+                    *("--initial-cluster", f"only={peer}"),
+                ],
+                stdout=log,
+                stderr=log,
+            )
+        end = time.monotonic() + 30
+        while not self._answers():
+            assert time.monotonic() < end and self._process.poll() is None, (self._folder / "log").read_text()[-2_000:]
+            time.sleep(0.02)
+        return self
+
+    def kill(self) -> None:
+        """As kill -9: data stay."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def pause(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def lose_everything(self) -> None:
+        """Only while it is killed."""
+        shutil.rmtree(self._folder / "data")
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._client), 1):
+            return True
+        return False
+
+
+@contextlib.contextmanager
+def running_etcd() -> Iterator[Etcd]:
+    with tempfile.TemporaryDirectory() as folder:
+        etcd = Etcd(Path(folder)).start()
+        try:
+            yield etcd
+        finally:
+            etcd.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+        return port

@@ -1,0 +1,217 @@
+"""A publisher that is killed, stopped, flooded or fed with junk: its followers end with exactly what it caches.
+
+Run as a script this file is the publisher: it serves the requests of the trace, and says on demand what it caches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvgrpc.client import EventFollower
+from kvgrpc.events import EventPublisher, EventServicer, JournalingPublisher, KVEventBatch, open_publisher
+from kvgrpc.model import RankId, RankRef, new_epoch
+from kvgrpc.rpc.interceptors import interceptors_of
+from kvgrpc.rpc.security import ServerSecurity
+from kvgrpc.v1.event_service_pb2_grpc import add_EventServiceServicer_to_server
+from tests.support.prefix_cache import PrefixCache, requests
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 30.0
+Content = dict[str, set[int]]
+
+
+class Publisher:
+    """The process. ``ask`` tells it a word and returns its answer."""
+
+    def __init__(self, grpc_port: int, pub_port: int, **settings: Any) -> None:
+        self.address = f"127.0.0.1:{grpc_port}"
+        settings = {"endpoint": f"tcp://127.0.0.1:{pub_port}", "bind": True} | settings
+        self._arguments = [str(grpc_port), json.dumps(settings)]
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, *self._arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
+        assert self._line() == "ready"
+
+    def ask(self, word: str) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(word.encode() + b"\n")
+        return self._line()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(SECONDS)
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def _line(self) -> Any:
+        assert self.process.stdout is not None
+        assert select.select([self.process.stdout], [], [], SECONDS)[0], f"no line in {SECONDS:g} s"
+        return json.loads(self.process.stdout.readline())
+
+
+@contextmanager
+def publisher(**settings: Any) -> Iterator[Publisher]:
+    started = Publisher(free_port(), free_port(), **settings)
+    try:
+        yield started
+    finally:
+        if started.process.poll() is None:
+            started.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    assert isinstance(port, int)
+    return port
+
+
+async def healed(follower: EventFollower, content: Content, next_sequence: int) -> float:
+    """Seconds until it has exactly this content; fails after SECONDS."""
+    began = time.monotonic()
+    while follower.freshness.next_sequence != next_sequence or follower.blocks != sizes(content):
+        assert time.monotonic() - began < SECONDS, f"{follower.state}, {follower.freshness}, {follower.last_error}"
+        await asyncio.wait_for(follower.changed(), SECONDS)
+    for medium, hashes in content.items():
+        assert all(medium in follower.media_of(block) for block in hashes)
+    assert follower.counts.digests_different == 0
+    return time.monotonic() - began
+
+
+def sizes(content: Content) -> dict[str, int]:
+    return {medium: len(hashes) for medium, hashes in content.items()}
+
+
+async def told(source: Publisher, word: str) -> tuple[Content, int]:
+    content, next_sequence = await asyncio.to_thread(source.ask, word)
+    return {medium: set(hashes) for medium, hashes in content.items()}, next_sequence
+
+
+@pytest.fixture(params=[False, True], ids=["watch", "pub"])
+def live(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.mark.slow
+async def test_a_publisher_that_is_killed_and_started_again(live: bool) -> None:
+    with publisher() as source:
+        async with EventFollower(source.address, live=live) as follower:
+            await healed(follower, *await told(source, "serve 300"))
+            source.kill()
+            await asyncio.to_thread(source.start)
+            took = await healed(follower, *await told(source, "serve 120"))
+            print(f"\nkilled and started again, live={live}: exact {took:.2f} s after the last batch")
+
+
+@pytest.mark.slow
+async def test_a_publisher_that_is_stopped_for_longer_than_silence(live: bool) -> None:
+    with publisher() as source:
+        async with EventFollower(source.address, live=live) as follower:
+            await healed(follower, *await told(source, "serve 200"))
+            source.process.send_signal(signal.SIGSTOP)
+            await asyncio.sleep(7.0)  # the fault itself
+            source.process.send_signal(signal.SIGCONT)
+            took = await healed(follower, *await told(source, "serve 200"))
+            print(f"\nstopped for 7 s, live={live}: exact {took:.2f} s after the last batch")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"hwm": 1}, {"hwm": 1, "buffer_steps": 10}], ids=str)
+async def test_live_events_that_are_dropped_on_the_way(settings: dict[str, int]) -> None:
+    with publisher(**settings) as source:
+        async with EventFollower(source.address, live=True) as follower:
+            took = await healed(follower, *await told(source, "flood 1000"))
+            print(f"\nflooded with {settings}: exact {took:.2f} s after the last batch")
+
+
+@pytest.mark.slow
+async def test_junk_among_the_batches(live: bool) -> None:
+    with publisher() as source:
+        async with EventFollower(source.address, live=live) as follower:
+            await healed(follower, *await told(source, "serve 100"))
+            assert await asyncio.to_thread(source.ask, "junk") == "published"
+            took = await healed(follower, *await told(source, "restate"))
+            print(f"\njunk, live={live}: exact {took:.2f} s after it was stated again")
+
+
+@pytest.mark.slow
+async def test_a_follower_that_is_stopped_while_the_log_runs_away(live: bool) -> None:
+    """A follower in a process of its own would be SIGSTOPped; here its loop is held for as long."""
+    with publisher(buffer_steps=20) as source:
+        async with EventFollower(source.address, live=live) as follower:
+            await healed(follower, *await told(source, "serve 50"))
+            state = source.ask("serve 300")  # holds this loop
+            content, next_sequence = {medium: set(hashes) for medium, hashes in state[0].items()}, state[1]
+            took = await healed(follower, content, next_sequence)
+            print(f"\nheld, live={live}: exact after {took:.2f} s, {follower.counts.snapshots} snapshots")
+
+
+async def serve(port: int, settings: dict[str, Any]) -> None:
+    """The publisher's process."""
+    source = open_publisher(settings, RankRef(RankId("engine"), new_epoch()))
+    assert source.stream is not None
+    server = grpc.aio.server(interceptors=interceptors_of(ServerSecurity()))
+    add_EventServiceServicer_to_server(EventServicer([source.stream]), server)
+    server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    cache, trace = PrefixCache(500, 1_000), requests()
+    say("ready")
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        word, *number = line.split()
+        if word == "junk":
+            source.publish_raw(b"\xc1\xff")
+            source.publish(object())
+            say("published")
+            continue
+        if word == "restate":
+            # What the clear after the junk has taken away.
+            cache = PrefixCache(500, 1_000)
+            number = ["100"]
+            trace = requests()
+        for count in range(int(number[0])):
+            happened = cache.request(next(trace))
+            if happened:
+                source.publish(KVEventBatch(time.time(), happened))
+            if word != "flood" and count % 4 == 0:
+                await asyncio.sleep(0.002)
+        await asyncio.to_thread(wait_published, source)
+        content = {medium: sorted(hashes) for medium, hashes in cache.content.items()}
+        say([content, source.stream.next_sequence])
+
+
+def wait_published(source: EventPublisher) -> None:
+    assert isinstance(source, JournalingPublisher)
+    while source.counts.unsent:
+        time.sleep(0.005)
+
+
+def say(word: object) -> None:
+    os.write(1, json.dumps(word).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(int(sys.argv[1]), json.loads(sys.argv[2])))

@@ -1,0 +1,61 @@
+"""The digest of a state: the formula of docs/events.md, with its vectors."""
+
+from __future__ import annotations
+
+import functools
+import json
+import operator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvgrpc.events.digest import DigestCounter, StateDigest, TierDigest, hash_key, medium_key, mix, mix_all
+
+VECTORS = json.loads((Path(__file__).parents[2] / "conformance" / "events" / "digests.json").read_text())
+keys = st.integers(0, 2**64 - 1)
+
+
+@pytest.mark.parametrize("vector", VECTORS["hashes"], ids=str)
+def test_a_hash_has_its_key_and_its_mix(vector: dict[str, str]) -> None:
+    block_hash = bytes.fromhex(vector["hash"][4:]) if vector["hash"].startswith("hex:") else int(vector["hash"])
+    assert hash_key(block_hash) == int(vector["key"])
+    assert mix(hash_key(block_hash)) == int(vector["mix"])
+
+
+@pytest.mark.parametrize("vector", VECTORS["states"], ids=lambda vector: vector["name"])
+def test_a_state_has_its_digest(vector: dict[str, object]) -> None:
+    counter = DigestCounter()
+    for medium, group, block_hash in vector["blocks"]:  # type: ignore[attr-defined]  # of JSON
+        counter.add(medium_key(medium), group or 0, [hash_key(int(block_hash))])
+    expected = [TierDigest(t["medium"], t["group"], t["blocks"], int(t["mixed_hashes"])) for t in vector["digest"]]  # type: ignore[attr-defined]
+    assert counter.digest(7) == StateDigest(7, tuple(expected))
+
+
+@given(st.lists(keys, max_size=50))
+def test_many_are_mixed_as_one_by_one(several: list[int]) -> None:
+    assert mix_all(several) == functools.reduce(operator.xor, map(mix, several), 0)
+
+
+@given(st.sets(keys, max_size=50), st.data())
+def test_the_order_and_what_came_and_went_do_not_matter(present: set[int], data: st.DataObject) -> None:
+    order = data.draw(st.permutations(sorted(present)))
+    gone = data.draw(st.sets(keys)) - present
+    straight, roundabout = DigestCounter(), DigestCounter()
+    straight.add("GPU", 0, sorted(present))
+    for key in (*order, *gone):
+        roundabout.add("GPU", 0, [key])
+    roundabout.remove("GPU", 0, gone)
+    assert straight.digest(0) == roundabout.digest(0)
+
+
+def test_signed_and_unsigned_hashes_are_one_block_and_digests_end_in_it() -> None:
+    assert hash_key(-2) == hash_key(2**64 - 2) == hash_key(b"\x01" * 24 + (2**64 - 2).to_bytes(8, "big"))
+    assert hash_key(b"\x05") == 5
+
+
+def test_a_tier_is_named_in_capitals_of_ascii_alone() -> None:
+    assert [medium_key(medium) for medium in (None, "", "gpu", "Cpu_Pinned", "straße")] == [
+        "GPU", "GPU", "GPU", "CPU_PINNED", "STRAßE",
+    ]  # fmt: skip

@@ -1,0 +1,88 @@
+"""Settings: keyword over environment over file, and nothing misspelt passes in silence."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvgrpc.cli.main import COMMANDS
+from kvgrpc.errors import InvalidRequest
+from kvgrpc.server import CallLimits, settings
+from kvgrpc.settings import OTHER_PREFIXES
+from kvgrpc.transfer.protocol.types import Bounds
+
+needs_toml = pytest.mark.skipif(sys.version_info < (3, 11), reason="no TOML in the standard library")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "kvgrpc.toml"
+    path.write_text(
+        'listen = "10.0.0.1:1"\nregistry = "10.0.0.9:8998"\nstart_timeout = 5\nbootstrap_allow = ["10.0.0.0/8"]\n'
+        '[bounds]\nrooms = 7\n[events]\npublisher = "zmq"\n'
+    )
+    return path
+
+
+@needs_toml
+def test_keyword_over_environment_over_file(file: Path) -> None:
+    environment = {"KVGRPC_CONFIG": str(file), "KVGRPC_LISTEN": "10.0.0.2:2", "KVGRPC_REGISTRY": "10.0.0.8:1"}
+    found = settings({"listen": "10.0.0.3:3"}, environment)
+    assert (found["listen"], found["registry"], found["start_timeout"]) == ("10.0.0.3:3", "10.0.0.8:1", 5.0)
+    assert found["bootstrap_allow"] == ("10.0.0.0/8",)
+    assert found["bounds"] == Bounds(rooms=7)
+    assert found["events"] == {"publisher": "zmq"}
+
+
+def test_a_table_is_json_in_the_environment() -> None:
+    found = settings({}, {"KVGRPC_CALL_LIMITS": '{"watches_per_caller": 3}'})
+    assert found["call_limits"] == CallLimits(watches_per_caller=3)
+
+
+@pytest.mark.parametrize(
+    ("environment", "field", "hint"),
+    [
+        ({"KVGRPC_LISSTEN": "x"}, "KVGRPC_LISSTEN", "listen perhaps"),
+        ({"KVGRPC_TOKEN_FILES": "s3cret"}, "KVGRPC_TOKEN_FILES", "token_file perhaps"),
+        ({"KVGRPC_START_TIMEOUT": "soon"}, "start_timeout", "a number"),
+        ({"KVGRPC_MAX_FRAME_BYTES": "1.5"}, "max_frame_bytes", "a whole number"),
+        ({"KVGRPC_INSECURE": "perhaps"}, "insecure", "true or false"),
+        ({"KVGRPC_ROLE": "router"}, "role", "prefill or decode"),
+        ({"KVGRPC_BOUNDS": '{"roms": 1}'}, "bounds.roms", "rooms perhaps"),
+        ({"KVGRPC_BOUNDS": "[" * 100_000}, "bounds", "a table"),
+        ({"KVGRPC_BOUNDS": "7"}, "bounds", "a table"),
+        ({"KVGRPC_CONFIG": "/nowhere/kvgrpc.toml"}, "config", "a file that can be read"),
+    ],
+)
+def test_what_cannot_be_read_is_named_with_what_would_be_right(
+    environment: dict[str, str], field: str, hint: str
+) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        settings({}, environment)
+    assert refused.value.metadata["field"] == field
+    assert hint in refused.value.message
+    assert "s3cret" not in str(refused.value) + str(refused.value.metadata)
+
+
+@needs_toml
+@pytest.mark.parametrize(("content", "field"), [("lissten = 1", "lissten"), ("= nonsense", "config")])
+def test_a_file_is_read_as_strictly(tmp_path: Path, content: str, field: str) -> None:
+    path = tmp_path / "kvgrpc.toml"
+    path.write_text(content)
+    with pytest.raises(InvalidRequest) as refused:
+        settings({}, {"KVGRPC_CONFIG": str(path)})
+    assert refused.value.metadata["field"] == field
+
+
+def test_a_variable_that_is_like_nothing_of_ours_is_only_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert settings({}, {"KVGRPC_WHATEVER": "x", "KVGRPC_SGLANG": "backend", "KVGRPC_ROOMS_HELD": "1"}) == {}
+    (record,) = caplog.records
+    assert "KVGRPC_WHATEVER" in record.getMessage()
+
+
+def test_variables_of_every_command_are_known() -> None:
+    assert {f"{name}_" for name in COMMANDS} <= set(OTHER_PREFIXES)
