@@ -14,7 +14,7 @@ from benchmarks.harness.plan import FULL, QUICK, Plan
 from benchmarks.harness.quiet import MOST_FOREIGN, ForeignWork
 from benchmarks.harness.rounds import Benchmark, run
 from benchmarks.harness.table import Problem, Row, markdown, show, store
-from benchmarks.rows import control, dataplane, events, handoff, limits
+from benchmarks.rows import control, dataplane, events, handoff, limits, storage
 
 RESULTS = Path(__file__).parent / "results.json"
 ROUNDS = 5
@@ -49,7 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def all_benchmarks(plan: Plan) -> list[Benchmark]:
     return [
-        benchmark for family in (control, handoff, limits, dataplane, events) for benchmark in family.benchmarks(plan)
+        benchmark
+        for family in (control, handoff, limits, dataplane, storage, events)
+        for benchmark in family.benchmarks(plan)
     ]
 
 

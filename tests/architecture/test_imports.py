@@ -51,6 +51,7 @@ PURE = (
     *("kvgrpc/events/follower.py", "kvgrpc/events/following.py", "kvgrpc/events/sources.py"),
     *("kvgrpc/prefetch/tree.py", "kvgrpc/prefetch/agreement.py", "kvgrpc/prefetch/model.py"),
     "kvgrpc/prefetch/fair_queue.py",
+    *("kvgrpc/prefetch/storage/keys.py", "kvgrpc/prefetch/storage/file/formats.py"),
 )
 PURE_MAY_IMPORT = ("numpy", "msgspec")
 HEAVY = (
