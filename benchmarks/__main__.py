@@ -14,7 +14,7 @@ from benchmarks.harness.plan import FULL, QUICK, Plan
 from benchmarks.harness.quiet import MOST_FOREIGN, ForeignWork
 from benchmarks.harness.rounds import Benchmark, run
 from benchmarks.harness.table import Problem, Row, markdown, show, store
-from benchmarks.rows import control, dataplane, events, handoff, limits, storage
+from benchmarks.rows import cache, control, dataplane, events, handoff, limits, storage
 
 RESULTS = Path(__file__).parent / "results.json"
 ROUNDS = 5
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def all_benchmarks(plan: Plan) -> list[Benchmark]:
     return [
         benchmark
-        for family in (control, handoff, limits, dataplane, storage, events)
+        for family in (control, handoff, limits, dataplane, storage, cache, events)
         for benchmark in family.benchmarks(plan)
     ]
 
