@@ -172,7 +172,7 @@ def _open_prefetch(desk: Desk, pages: int) -> None:
     desk.items["folder"] = folder = tempfile.mkdtemp()
     host = HostPool(_shape(), pages)
     backend = open_backend("file", {"path": folder})
-    limits = PrefetchLimits(occupancy=1.0, operation_timeout=SECONDS, storage_timeout=SECONDS)
+    limits = PrefetchLimits(threshold_tokens=1, occupancy=1.0, operation_timeout=SECONDS, storage_timeout=SECONDS)
     controller = CacheController(host, backend, str, limits=limits)
     desk.items.update(host=host, backend=backend, controller=controller)
     noise = np.random.default_rng(1).integers(0, 256, host.nbytes, dtype=np.uint8)

@@ -18,6 +18,7 @@ IMPORTERS = {
     "torch": [
         "kvgrpc/prefetch/pools/",
         "kvgrpc/prefetch/copies/",
+        "kvgrpc/prefetch/gloo.py",
         "kvgrpc/demo/",
         "kvgrpc/engines/",
     ],
