@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -53,6 +53,8 @@ class PagedPool:
         self._page_bytes = config.page_tokens * model.kv_heads * model.head_dim * 4
         region_bytes = config.pages * self._page_bytes
         names = [(layer, component) for layer in range(model.layers) for component in COMPONENTS]
+        # Called before a layer is read: while a load is on its way, its pages come layer by layer.
+        self.before_layer: Callable[[int], None] | None = None
         self._memory = memory  # which may end with its last user
         # One allocation for all regions: a data plane registers few large blocks far faster than many.
         base = memory.allocate(len(names) * region_bytes)
@@ -86,7 +88,13 @@ class PagedPool:
         """For each layer, the cache of a sequence whose tokens lie in ``pages``, in order."""
         index = torch.tensor(pages, dtype=torch.int64)
         layers = range(self.config.model.layers)
-        return [_PagedLayer(self.region(layer, "k"), self.region(layer, "v"), index) for layer in layers]
+        return [
+            _PagedLayer(self.region(layer, "k"), self.region(layer, "v"), index, self._gate(layer)) for layer in layers
+        ]
+
+    def _gate(self, layer: int) -> Callable[[], None] | None:
+        wait = self.before_layer
+        return None if wait is None else lambda: wait(layer)
 
     def digest(self, pages: Sequence[int], tokens: int) -> str:
         """A hash of the first ``tokens`` tokens in ``pages``, over all regions: equal exactly when the bytes are."""
@@ -100,8 +108,9 @@ class PagedPool:
 class _PagedLayer:
     """One layer of one sequence. Reads gather the pages into fresh memory: where they lie never changes a result."""
 
-    def __init__(self, keys: Tensor, values: Tensor, pages: Tensor) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, pages: Tensor, gate: Callable[[], None] | None) -> None:
         self._keys, self._values, self._pages = keys, values, pages
+        self._gate = gate
 
     def append(self, start: int, keys: Tensor, values: Tensor) -> None:
         page_tokens = self._keys.shape[1]
@@ -111,6 +120,8 @@ class _PagedLayer:
         self._values[page, slot] = values
 
     def read(self, length: int) -> tuple[Tensor, Tensor]:
+        if self._gate is not None:
+            self._gate()
         pages = self._pages[: -(-length // self._keys.shape[1])]
         return self._keys[pages].flatten(0, 1)[:length], self._values[pages].flatten(0, 1)[:length]
 

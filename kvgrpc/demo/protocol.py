@@ -18,6 +18,8 @@ class Open(Message, frozen=True):
 
     data_plane: str
     registry: str
+    storage: str = ""
+    """Folder of the storage tier; empty: the rank has no hierarchical cache."""
 
 
 class Compute(Message, frozen=True):
@@ -35,6 +37,19 @@ class Clear(Message, frozen=True):
 
 class Report(Message, frozen=True):
     """Router to a rank: answered by Reported."""
+
+
+class Offload(Message, frozen=True):
+    """Router to decode: move the cached pages of this prompt to storage, and drop them. Answered by Offloaded."""
+
+    prompt: list[int]
+
+
+class Resume(Message, frozen=True):
+    """Router to decode: load what was prefetched for this prompt and answer it again. Answered by Resumed."""
+
+    prompt: list[int]
+    answer_tokens: int
 
 
 class Close(Message, frozen=True):
@@ -108,8 +123,27 @@ class Reported(Message, frozen=True):
     writing_seconds: float
 
 
-ToProcess = Open | Compute | Clear | Report | Close
-ToRouter = Loaded | Opened | Refused | Prefilled | Received | Token | Finished | Failed | Reported
+class Offloaded(Message, frozen=True):
+    """Decode: so many pages were cached, and are in storage now; seconds from device to host, and to storage."""
+
+    pages: int
+    stored_pages: int
+    nbytes: int
+    copy_seconds: float
+    store_seconds: float
+
+
+class Resumed(Message, frozen=True):
+    """Decode: the answer, the pages that were loaded and of those reused, seconds from the order to the first token."""
+
+    tokens: list[int]
+    loaded_pages: int
+    reused_pages: int
+    first_token_seconds: float
+
+
+ToProcess = Open | Compute | Clear | Report | Offload | Resume | Close
+ToRouter = Loaded | Opened | Refused | Prefilled | Received | Token | Finished | Failed | Reported | Offloaded | Resumed
 
 to_process = msgspec.json.Decoder(ToProcess)
 to_router = msgspec.json.Decoder(ToRouter)

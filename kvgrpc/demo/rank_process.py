@@ -13,7 +13,20 @@ from kvgrpc.demo.child import Router, RouterGone
 from kvgrpc.demo.config import EngineConfig
 from kvgrpc.demo.engine import Engine
 from kvgrpc.demo.measured_plane import MeasuredPlane
-from kvgrpc.demo.protocol import Clear, Compute, Failed, Loaded, Open, Opened, Refused, Report, Reported
+from kvgrpc.demo.protocol import (
+    Clear,
+    Compute,
+    Failed,
+    Loaded,
+    Offload,
+    Open,
+    Opened,
+    Refused,
+    Report,
+    Reported,
+    Resume,
+)
+from kvgrpc.demo.tiers import Tiers, config_of
 from kvgrpc.errors import Failure, KvGrpcError
 from kvgrpc.events import KVEventBatch
 from kvgrpc.model import Role
@@ -33,6 +46,7 @@ class EngineRank:
     rank: Rank[Any]
     aux: AuxRows
     plane: MeasuredPlane
+    tiers: Tiers | None
 
     def fail(self, room: int, failure: Failure | None) -> None:
         """Tells the router that a room failed."""
@@ -96,13 +110,15 @@ def _open(name: str, role: Role, config: EngineConfig, router: Router, wanted: O
                 data_plane=plane,
                 registry=wanted.registry,
                 events=EVENTS,
+                prefetch=config_of(config, engine, wanted.storage) if wanted.storage else None,
             )
         )
     except KvGrpcError as error:
         router.tell(Refused(error.reason.name, error.message))
         return None
     router.tell(Opened(rank.address, engine.memory.bytes_per_page))
-    return EngineRank(router, engine, rank, aux, plane)
+    tiers = None if rank.prefetch is None else Tiers(engine, rank.prefetch)
+    return EngineRank(router, engine, rank, aux, plane, tiers)
 
 
 def _work(opened: EngineRank, scheduler: Scheduler) -> None:
@@ -115,5 +131,9 @@ def _work(opened: EngineRank, scheduler: Scheduler) -> None:
             opened.engine.cache.clear()
         elif isinstance(message, Report):
             opened.router.tell(opened.report())
+        elif isinstance(message, Offload) and opened.tiers is not None:
+            opened.router.tell(opened.tiers.offload(message))
+        elif isinstance(message, Resume) and opened.tiers is not None:
+            opened.router.tell(opened.tiers.resume(message))
         computed = scheduler.step()
         opened.publish_events()

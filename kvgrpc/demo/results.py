@@ -57,12 +57,51 @@ class PromptResult:
 
 
 @dataclass(slots=True)
+class CacheResult:
+    """The second act: one conversation through storage. Pages, and seconds of each step."""
+
+    title: str
+    first_tokens: list[int]
+    pages: int = 0
+    stored_pages: int = 0
+    nbytes: int = 0
+    copy_seconds: float = 0.0
+    store_seconds: float = 0.0
+    found_after: tuple[int, int, int] = (0, 0, 0)
+    """Leading pages on the device, on device or host, and anywhere, once they were dropped from device and host."""
+    prefetched_pages: int = 0
+    prefetch_seconds: float = 0.0
+    loaded_pages: int = 0
+    reused_pages: int = 0
+    first_token_seconds: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+    problem: str = ""
+
+    @property
+    def difference(self) -> str:
+        """What went another way than it should; "" when all is well."""
+        if self.problem:
+            return self.problem
+        if not 0 < self.pages == self.stored_pages == self.found_after[2] == self.prefetched_pages == self.loaded_pages:
+            return (
+                f"of {self.pages} pages {self.stored_pages} were stored, {self.found_after[2]} found, "
+                f"{self.prefetched_pages} prefetched and {self.loaded_pages} loaded"
+            )
+        if self.found_after[:2] != (0, 0):
+            return "pages were left on device or host after they were dropped"
+        if self.tokens != self.first_tokens:
+            return f"token {_first_difference(self.tokens, self.first_tokens) + 1} differs from the first answer"
+        return ""
+
+
+@dataclass(slots=True)
 class DemoResult:
     """Everything. ``problem``: what kept the demo from its end, "" when nothing did."""
 
     data_plane: str
     prompts: list[PromptResult] = field(default_factory=list)
     events: list[EventResult] = field(default_factory=list)
+    cache: CacheResult | None = None
     addresses: dict[str, str] = field(default_factory=dict)
     page_bytes: int = 0
     written_bytes: int = 0
@@ -85,6 +124,8 @@ class DemoResult:
         for stream in self.events:
             if stream.difference:
                 return f"events of {stream.engine}: {stream.difference}"
+        if self.cache is not None and self.cache.difference:
+            return f"storage: {self.cache.difference}"
         moved = sum(prompt.pages_moved for prompt in self.prompts) * self.page_bytes
         if moved != self.written_bytes:
             return f"{self.written_bytes} bytes were written, the pages that arrived have {moved}"
@@ -115,6 +156,7 @@ class DemoResult:
             "writingSeconds": self.writing_seconds,
             "gigabytesPerSecond": self.gigabytes_per_second,
             "prompts": [_prompt_as_json(prompt) for prompt in self.prompts],
+            "cache": None if self.cache is None else _cache_as_json(self.cache),
             "events": [{**asdict(stream), "equal": not stream.difference} for stream in self.events],
         }
 
@@ -154,6 +196,24 @@ def _prompt_as_json(result: PromptResult) -> dict[str, Any]:
         "computeSeconds": result.compute_seconds,
         "handoffSeconds": result.handoff_seconds,
         "firstTokenSeconds": result.first_token_at - result.asked_at,
+    }
+
+
+def _cache_as_json(result: CacheResult) -> dict[str, Any]:
+    return {
+        "title": result.title,
+        "equal": not result.difference,
+        "difference": result.difference,
+        "pages": result.pages,
+        "bytes": result.nbytes,
+        "copySeconds": result.copy_seconds,
+        "storeSeconds": result.store_seconds,
+        "prefetchedPages": result.prefetched_pages,
+        "prefetchSeconds": result.prefetch_seconds,
+        "loadedPages": result.loaded_pages,
+        "reusedPages": result.reused_pages,
+        "firstTokenSeconds": result.first_token_seconds,
+        "tokens": result.tokens,
     }
 
 

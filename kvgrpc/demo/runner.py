@@ -12,7 +12,10 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from kvgrpc.client import SyncClient
+from kvgrpc.demo.config import PREFILL
 from kvgrpc.demo.event_check import EventCheck
 from kvgrpc.demo.processes import DemoFailed, Processes
 from kvgrpc.demo.prompts import ANSWER_TOKENS, PromptsInvalid, built_in, from_file
@@ -20,16 +23,21 @@ from kvgrpc.demo.protocol import (
     Clear,
     Compute,
     Loaded,
+    Offload,
+    Offloaded,
     Open,
     Opened,
     Refused,
     Report,
     Reported,
+    Resume,
+    Resumed,
     ToRouter,
 )
-from kvgrpc.demo.results import DemoResult, PromptResult, note
+from kvgrpc.demo.results import CacheResult, DemoResult, PromptResult, note
 from kvgrpc.demo.view import JsonView, View
 from kvgrpc.errors import KvGrpcError, Reason
+from kvgrpc.v1 import prefetch_service_pb2
 
 if importlib.util.find_spec("torch") is None:  # this process needs none, but those that it starts do
     raise ModuleNotFoundError("No module named 'torch'", name="torch")
@@ -63,9 +71,9 @@ def run(options: DemoOptions) -> int:
     try:
         asked = built_in() if options.prompts is None else from_file(options.prompts)
         result.prompts = [PromptResult(prompt, room) for prompt, room in zip(asked, _rooms(len(asked)), strict=True)]
-        with Processes(KINDS) as processes:
+        with TemporaryDirectory(prefix="kvgrpc-demo-") as storage, Processes(KINDS) as processes:
             with view:
-                _Demo(options, processes, view, result).run()
+                _Demo(options, processes, view, result, storage).run()
             result.seconds = time.monotonic() - began
             view.result(result)
             if options.keep_running:
@@ -86,7 +94,9 @@ def run(options: DemoOptions) -> int:
 class _Demo:
     """The steps, one after the other. Every message of the processes comes through ``_until``."""
 
-    def __init__(self, options: DemoOptions, processes: Processes, view: View, result: DemoResult) -> None:
+    def __init__(
+        self, options: DemoOptions, processes: Processes, view: View, result: DemoResult, storage: str
+    ) -> None:
         self._options = options
         self._processes = processes
         self._view = view
@@ -96,6 +106,9 @@ class _Demo:
         self._opened: dict[str, Opened] = {}
         self._refused: dict[str, Refused] = {}
         self._reports: dict[str, Reported] = {}
+        self._storage = storage
+        self._offloaded: Offloaded | None = None
+        self._resumed: Resumed | None = None
 
     def run(self) -> None:
         """Fills the result. Raises DemoFailed where a step cannot be done at all."""
@@ -106,6 +119,7 @@ class _Demo:
             self._answer_in_one_process()
             self._ask_for_reports()
             self._result.events = [check.result(self._reports[rank].cached) for rank, check in checks.items()]
+        self._through_storage()
 
     def _open(self) -> None:
         self._view.note("starting a registry, a prefill, a decode and a reference process; torch takes seconds to load")
@@ -125,7 +139,8 @@ class _Demo:
     def _open_ranks(self) -> None:
         self._refused.clear()
         for rank in RANKS:
-            self._processes.tell(rank, Open(self._result.data_plane, self._opened["registry"].address))
+            storage = self._storage if rank == "decode" else ""
+            self._processes.tell(rank, Open(self._result.data_plane, self._opened["registry"].address, storage))
         self._until(lambda: (self._opened.keys() | self._refused.keys()).issuperset(RANKS), OPEN_SECONDS, "to open")
 
     def _may_do_without_mooncake(self) -> bool:
@@ -171,6 +186,30 @@ class _Demo:
         self._result.written_bytes = self._reports["prefill"].written_bytes
         self._result.writing_seconds = self._reports["prefill"].writing_seconds
 
+    def _through_storage(self) -> None:
+        """The longest conversation leaves device and host, and comes back from files on the order of a remote
+        client."""
+        asked = max(self._result.prompts, key=lambda each: len(each.prompt.tokens))
+        prompt = list(asked.prompt.tokens)
+        if asked.failure or len(prompt) <= PREFILL.chunk_tokens:
+            return
+        self._view.note("moving a finished conversation to storage, and back over PrefetchService")
+        cache = self._result.cache = CacheResult(asked.prompt.title, asked.tokens)
+        self._processes.tell("decode", Offload(prompt))
+        self._until(lambda: self._offloaded is not None, ANSWER_SECONDS, "to offload")
+        assert self._offloaded is not None
+        cache.pages, cache.stored_pages = self._offloaded.pages, self._offloaded.stored_pages
+        cache.nbytes = self._offloaded.nbytes
+        cache.copy_seconds, cache.store_seconds = self._offloaded.copy_seconds, self._offloaded.store_seconds
+        with SyncClient(self._opened["decode"].address) as client:
+            _prefetch(client, prompt, cache)
+        self._processes.tell("decode", Resume(prompt, ANSWER_TOKENS))
+        self._until(lambda: self._resumed is not None, ANSWER_SECONDS, "to answer again")
+        assert self._resumed is not None
+        cache.tokens, cache.loaded_pages = self._resumed.tokens, self._resumed.loaded_pages
+        cache.reused_pages = self._resumed.reused_pages
+        cache.first_token_seconds = self._resumed.first_token_seconds
+
     def _request(self, prompt: PromptResult) -> Compute:
         bootstrap_addr = f"{self._opened['registry'].address}/prefill"
         return Compute(prompt.room, bootstrap_addr, list(prompt.prompt.tokens), ANSWER_TOKENS)
@@ -193,10 +232,28 @@ class _Demo:
             self._refused[kind] = message
         elif isinstance(message, Reported):
             self._reports[kind] = message
+        elif isinstance(message, Offloaded):
+            self._offloaded = message
+        elif isinstance(message, Resumed):
+            self._resumed = message
         else:
             prompt = self._by_room[message.room]
             note(prompt, kind, message)
             self._view.changed(prompt)
+
+
+def _prefetch(client: SyncClient, prompt: list[int], cache: CacheResult) -> None:
+    """What a router does that knows which request comes next."""
+    pages = prefetch_service_pb2.PromptPages(tokens=prompt)
+    found = client.lookup(pages)
+    cache.found_after = (found.device_pages, found.host_pages, found.storage_pages)
+    began = time.monotonic()
+    operation = client.start_prefetch(pages)
+    for message in client.watch_operations([operation.operation_id]):
+        for each in message.operations:
+            operation = each
+    cache.prefetch_seconds = time.monotonic() - began
+    cache.prefetched_pages = operation.completed_pages
 
 
 def _stay(processes: Processes) -> None:

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvgrpc.demo.prompts import ANSWER_TOKENS
-from kvgrpc.demo.results import DemoResult, PromptResult
+from kvgrpc.demo.results import CacheResult, DemoResult, PromptResult
 
 PIPE_WIDTH = 160
 REDRAWN_PER_SECOND = 12
@@ -81,6 +81,8 @@ class View:
             self._console.print(_prompt_table(result))
         if result.events:
             self._console.print(_event_table(result))
+        if result.cache is not None:
+            self._console.print(_cache_table(result.cache))
 
     def servers(self, result: DemoResult) -> None:
         """How to look at the servers that were left running."""
@@ -195,6 +197,31 @@ def _event_table(result: DemoResult) -> Table:
         equal = Text(stream.difference, style="red") if stream.difference else Text("equal", style="green")
         counts = (stream.batches, stream.nbytes, stream.stored, stream.removed)
         table.add_row(stream.engine, *(f"{count:,}" for count in counts), equal)
+    return table
+
+
+def _cache_table(cache: CacheResult) -> Table:
+    table = Table(
+        title=f"Through storage and back: {cache.title!r}", title_justify="left", title_style="bold", show_header=True
+    )
+    table.add_column("step")
+    for column in ("pages", "bytes", "time", "rate"):
+        table.add_column(column, justify="right")
+    size = cache.nbytes // max(1, cache.stored_pages)
+    steps = (
+        ("device to host", cache.pages, cache.copy_seconds),
+        ("host to files", cache.stored_pages, cache.store_seconds),
+        ("dropped from device and host", cache.pages - cache.found_after[1], 0.0),
+        ("files to host, ordered over gRPC", cache.prefetched_pages, cache.prefetch_seconds),
+        ("host to device layer by layer, to the first token", cache.loaded_pages, cache.first_token_seconds),
+    )
+    for step, pages, seconds in steps:
+        computes = step.endswith("first token")
+        rate = f"{pages * size / seconds / 1e9:.2f} GB/s" if seconds and not computes else ""
+        table.add_row(step, str(pages), f"{pages * size:,}", f"{seconds * 1000:.1f} ms" if seconds else "", rate)
+    table.add_section()
+    equal = Text(cache.difference, style="red") if cache.difference else Text("the same tokens", style="green")
+    table.add_row(f"answered again, {cache.reused_pages} pages reused", "", "", "", equal)
     return table
 
 

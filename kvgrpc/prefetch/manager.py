@@ -282,6 +282,8 @@ class PrefetchManager:
         return frozenset(rank.tp for rank in agreement.live if rank.pp == self.rank.rank.pp)
 
     def _agreement(self) -> Agreement:
+        if self.config.agreement is not None:
+            return self.config.agreement
         if self.ranks == 1:
             return AloneAgreement()
         if self.leads:

@@ -18,6 +18,7 @@ IMPORTERS = {
     "torch": [
         "kvgrpc/prefetch/pools/",
         "kvgrpc/prefetch/copies/",
+        "kvgrpc/prefetch/gloo.py",
         "kvgrpc/demo/",
         "kvgrpc/engines/",
     ],
@@ -58,6 +59,7 @@ PURE = (
     *("kvgrpc/events/follower.py", "kvgrpc/events/following.py", "kvgrpc/events/sources.py"),
     *("kvgrpc/prefetch/tree.py", "kvgrpc/prefetch/agreement.py", "kvgrpc/prefetch/model.py"),
     "kvgrpc/prefetch/fair_queue.py",
+    *("kvgrpc/prefetch/storage/keys.py", "kvgrpc/prefetch/storage/file/formats.py"),
 )
 PURE_MAY_IMPORT = ("numpy", "msgspec")
 HEAVY = (

@@ -135,6 +135,9 @@ def test_every_prompt_over_mooncake_is_answered_as_in_a_single_process() -> None
     prefill, decode = result["events"]
     assert prefill["removed"] > 0
     assert min(prefill["stored"], decode["stored"]) > 250
+    cache = result["cache"]
+    assert cache["equal"] and cache["pages"] == cache["prefetchedPages"] == cache["loadedPages"] > 180
+    assert cache["tokens"] == prompts[4]["tokens"]
 
 
 def test_servers_that_keep_running_can_be_looked_at_and_do_not_outlive_a_killed_demo(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -154,6 +155,18 @@ class StorageBackend(Protocol):
 
         True when every buffer is released and no thread or process is left; False when something still hangs.
         """
+
+
+def leading_pages(contains: Callable[[Sequence[str], float], list[bool]], keys: Sequence[str], timeout: float) -> int:
+    """``count_leading`` by ``contains``, which is asked for more and more keys until one is missing."""
+    check_keys(keys)
+    deadline, first, step = time.monotonic() + timeout, 0, 64
+    while first < len(keys):
+        there = contains(keys[first : first + step], deadline - time.monotonic())
+        if False in there:
+            return first + there.index(False)
+        first, step = first + step, 2 * step
+    return len(keys)
 
 
 def check_keys(keys: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ from kvgrpc.prefetch.storage.base import (
     check_batch,
     check_keys,
     failed,
+    leading_pages,
     page_bytes,
     timed_out,
 )
@@ -60,7 +61,7 @@ class FlatBackend:
         """Pages are copied: nothing to prepare."""
 
     def count_leading(self, keys: Sequence[str], timeout: float) -> int:
-        return [*self.contains(keys, timeout), False].index(False)
+        return leading_pages(self.contains, keys, timeout)
 
     def contains(self, keys: Sequence[str], timeout: float) -> list[bool]:
         check_keys(keys)

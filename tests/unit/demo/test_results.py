@@ -9,7 +9,7 @@ import pytest
 from kvgrpc.demo.event_check import EventResult
 from kvgrpc.demo.prompts import Prompt
 from kvgrpc.demo.protocol import Failed, Finished, Prefilled, Received, Token
-from kvgrpc.demo.results import DemoResult, PromptResult, note
+from kvgrpc.demo.results import CacheResult, DemoResult, PromptResult, note
 
 
 def a_result() -> DemoResult:
@@ -62,6 +62,24 @@ def fail_room(result: DemoResult) -> None:
     note(result.prompts[0], "prefill", Failed(7, "ROOM_CANCELLED", "later"))
 
 
+def went_through_storage(result: DemoResult) -> CacheResult:
+    cache = CacheResult("title", [1, 2], 3, 3, found_after=(0, 0, 3), prefetched_pages=3, loaded_pages=3, tokens=[1, 2])
+    result.cache = cache
+    return cache
+
+
+def lose_a_page(result: DemoResult) -> None:
+    went_through_storage(result).prefetched_pages = 2
+
+
+def leave_a_page(result: DemoResult) -> None:
+    went_through_storage(result).found_after = (0, 1, 3)
+
+
+def answer_otherwise(result: DemoResult) -> None:
+    went_through_storage(result).tokens = [1, 3]
+
+
 def meet_problem(result: DemoResult) -> None:
     result.problem = "the prefill process ended"
 
@@ -75,6 +93,9 @@ def meet_problem(result: DemoResult) -> None:
         (lose_bytes, "100 bytes were written, the pages that arrived have 200"),
         (set_event, "events of decode: 2 batches came live, 3 were replayed"),
         (fail_room, "prompt 1: decode says PEER_LOST: prefill is gone"),
+        (lose_a_page, "storage: of 3 pages 3 were stored, 3 found, 2 prefetched and 3 loaded"),
+        (leave_a_page, "storage: pages were left on device or host after they were dropped"),
+        (answer_otherwise, "storage: token 2 differs from the first answer"),
         (meet_problem, "the prefill process ended"),
     ],
 )
@@ -84,3 +105,9 @@ def test_anything_unequal_is_a_failure_that_says_what(spoil: Callable[[DemoResul
     assert result.difference == difference
     assert result.summary == f"kvgrpc demo: FAILED ({difference})"
     assert result.as_json()["ok"] is False
+
+
+def test_a_conversation_that_went_through_storage_unchanged_is_well() -> None:
+    result = a_result()
+    went_through_storage(result)
+    assert result.difference == ""

@@ -25,6 +25,7 @@ from kvgrpc.prefetch.storage.base import (
     check_batch,
     check_keys,
     failed,
+    leading_pages,
     page_bytes,
 )
 from kvgrpc.prefetch.storage.file.folder import Folder, is_full
@@ -96,7 +97,7 @@ class FileBackend:
         """Nothing to prepare: files are read into any memory, without a copy."""
 
     def count_leading(self, keys: Sequence[str], timeout: float) -> int:
-        return [*self.contains(keys, timeout), False].index(False)
+        return leading_pages(self.contains, keys, timeout)
 
     def contains(self, keys: Sequence[str], timeout: float) -> list[bool]:
         check_keys(keys)

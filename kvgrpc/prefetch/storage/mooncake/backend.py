@@ -24,6 +24,7 @@ from kvgrpc.prefetch.storage.base import (
     check_batch,
     check_keys,
     failed,
+    leading_pages,
     page_bytes,
     timed_out,
 )
@@ -120,7 +121,7 @@ class MooncakeBackend:
         self._windows.add(memory)
 
     def count_leading(self, keys: Sequence[str], timeout: float) -> int:
-        return [*self.contains(keys, timeout), False].index(False)
+        return leading_pages(self.contains, keys, timeout)
 
     def contains(self, keys: Sequence[str], timeout: float) -> list[bool]:
         check_keys(keys)

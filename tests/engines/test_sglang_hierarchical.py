@@ -1,0 +1,114 @@
+"""A real SGLang engine whose third tier is a kvgrpc storage backend: pages leave both memories and come back."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvgrpc.prefetch.storage.mooncake.local import LocalStore
+from tests.engines.engine import PAGE, Engine, Request, engine_arguments
+from tests.engines.model import Case, Reference
+
+pytestmark = pytest.mark.timeout(300)
+PROMPT = 8 * PAGE + 5
+
+
+def started(folder: Path, reference: Reference, **storage: Any) -> Engine:
+    config = {
+        "backend_name": "kvgrpc",
+        "module_path": "kvgrpc.engines.sglang.hicache",
+        "class_name": "KvGrpcStorage",
+        "interface_v1": 1,
+        "prefetch_threshold": PAGE,
+        **storage,
+    }
+    arguments = {
+        **engine_arguments(reference.path, 1),
+        "enable_hierarchical_cache": True,
+        "hicache_ratio": 2.0,
+        "hicache_io_backend": "direct",
+        "hicache_mem_layout": "page_first_direct",
+        "hicache_write_policy": "write_through",
+        "hicache_storage_prefetch_policy": "wait_complete",
+        "hicache_storage_backend": "dynamic",
+        "hicache_storage_backend_extra_config": json.dumps(config),
+    }
+    return Engine("hicache", folder, arguments, {"SGLANG_ON_CPU_PLUGIN": "tests.engines.hicache_on_cpu:register"})
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[LocalStore]:
+    with LocalStore(owners=1) as store:
+        yield store
+
+
+@pytest.fixture(scope="module", params=["file", "mooncake"])
+def storage(request: pytest.FixtureRequest, folder: Path) -> dict[str, object]:
+    if request.param == "file":
+        return {"storage": "file", "storage_config": {"path": str(folder / "kv")}}
+    return {"storage": "mooncake", "storage_config": {"master": request.getfixturevalue("store").address}}
+
+
+@pytest.fixture(scope="module")
+def engine(storage: dict[str, object], folder: Path, reference: Reference) -> Iterator[Engine]:
+    engine = started(folder, reference, **storage)
+    try:
+        yield engine.wait_ready()
+    finally:
+        engine.close()
+
+
+def ask(engine: Engine, case: Case) -> Request:
+    request = engine.generate(case.prompt, len(case.tokens))
+    assert request.result() == case.tokens
+    return request
+
+
+def comes_back(engine: Engine, case: Case, cached: int) -> None:
+    """Empties device and host until the prompt's pages come from the store, which is written in the background."""
+    deadline = time.monotonic() + 60
+    while True:
+        assert engine.is_empty()
+        found = ask(engine, case).cached
+        assert found in (0, cached) or found % PAGE == 0
+        if found == cached:
+            return
+        assert time.monotonic() < deadline, f"{found} of {cached} tokens came back"
+
+
+def test_a_prompt_comes_back_from_the_store_with_the_same_tokens(engine: Engine, reference: Reference) -> None:
+    case = reference.case(PROMPT)
+    assert ask(engine, case).cached == 0
+    comes_back(engine, case, 8 * PAGE)
+
+
+def test_a_longer_prompt_takes_what_it_shares(engine: Engine, reference: Reference) -> None:
+    first = reference.case(PROMPT)
+    ask(engine, first)
+    comes_back(engine, first, 8 * PAGE)
+    comes_back(engine, reference.case(12 * PAGE + 1, prefix=first.prompt[: 6 * PAGE]), 12 * PAGE)
+
+
+def test_a_store_that_dies_costs_its_hits_and_no_request(
+    engine: Engine, storage: dict[str, object], reference: Reference, request: pytest.FixtureRequest
+) -> None:
+    if storage["storage"] != "mooncake":
+        pytest.skip("of the Mooncake Store")
+    store = request.getfixturevalue("store")
+    case = reference.case(PROMPT)
+    ask(engine, case)
+    comes_back(engine, case, 8 * PAGE)
+    store.kill_master()
+    assert engine.is_empty()
+    began = time.monotonic()
+    assert ask(engine, case).cached == 0
+    assert time.monotonic() - began < 30
+    for _ in range(3):
+        ask(engine, reference.case(PROMPT))
+    store.start_master()
+    comes_back(engine, reference.case(PROMPT), 8 * PAGE)

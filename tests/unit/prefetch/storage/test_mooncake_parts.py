@@ -1,0 +1,126 @@
+"""What the Store's codes become, which pages count as lost, and how calls end."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import threading
+
+import msgspec
+import pytest
+
+from kvgrpc.prefetch.storage.base import PageStatus, leading_pages
+from kvgrpc.prefetch.storage.mooncake import lost
+from kvgrpc.prefetch.storage.mooncake.codes import is_lost, result_of
+from kvgrpc.prefetch.storage.mooncake.link import Pending
+from kvgrpc.prefetch.storage.mooncake.messages import Call, Reply, Wire
+from kvgrpc.prefetch.storage.mooncake.staging import Staging
+from kvgrpc.prefetch.storage.shared import shared_file
+
+
+@pytest.mark.parametrize("code", [-704, -710, -712])
+def test_what_is_not_there_is_missing(code: int) -> None:
+    assert result_of(code).status is PageStatus.MISSING
+
+
+@pytest.mark.parametrize(
+    ("code", "retryable", "words"),
+    [
+        (-1, False, "internal"),
+        (-200, True, "no space"),
+        (-600, False, "invalid parameters"),
+        (-703, True, "still writing"),
+        (-707, True, "lease"),
+        (-800, True, "transfer failed"),
+        (-900, True, "master does not answer"),
+        (-1012, False, "not supported"),
+        (-12345, True, "unknown code"),
+    ],
+)
+def test_every_other_code_is_a_failure_in_words(code: int, retryable: bool, words: str) -> None:
+    result = result_of(code)
+    assert (result.status, result.retryable) == (PageStatus.FAILED, retryable)
+    assert words in result.detail and str(code) in result.detail
+
+
+def test_only_a_failed_transfer_means_that_a_page_may_be_lost() -> None:
+    assert [code for code in range(-1200, 1) if is_lost(code)] == [-800]
+
+
+def test_lost_pages_are_remembered_for_a_while_and_not_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(lost.time, "monotonic", lambda: now[0])
+    pages = lost.Lost(5.0)
+    pages.add("a")
+    assert "a" in pages and "b" not in pages
+    now[0] = 105.1
+    assert "a" not in pages
+    monkeypatch.setattr(lost, "_MOST", 3)
+    for name in "abcd":
+        pages.add(name)
+    assert [name in pages for name in "abcd"] == [False, True, True, True]
+
+
+def test_a_call_ends_once_and_tells_who_waits() -> None:
+    ended: list[str] = []
+    pending = Pending(deadline=0.0)
+    pending.then(lambda: ended.append("before"))
+    assert pending.wait() is None and not pending.ended.is_set()
+    pending.end(None)
+    pending.then(lambda: ended.append("after"))
+    assert ended == ["before", "after"] and pending.ended.is_set()
+
+
+def test_messages_cross_and_nonsense_ends_the_connection() -> None:
+    ours, theirs = socket.socketpair()
+    wire, decoder = Wire(theirs), msgspec.msgpack.Decoder(Call)
+    call = Call(7, "get", ["k"] * 3, [[(1, 2, 3), (1, 4, 5)]] * 3, 12.5)
+    Wire(ours).send(call)
+    assert wire.receive(decoder) == call
+    ours.sendall(b"\xff\xff\xff\xff nonsense")
+    assert wire.receive(decoder) is None
+    assert Reply(1).codes == []
+    ours.close()
+
+
+def test_staging_memory_is_unmapped_only_when_nobody_is_in_it() -> None:
+    staging = Staging(1 << 16, lanes=2)
+    lane = staging.acquire(0.0)
+    assert lane is not None and not staging.free(0.0)
+    threading.Timer(0.05, staging.release, [lane]).start()
+    assert staging.free(30.0)
+
+
+def test_only_shared_mappings_of_files_that_are_open_can_be_shared() -> None:
+    descriptor = os.memfd_create("pages")
+    os.ftruncate(descriptor, 1 << 16)
+    mapped = mmap.mmap(descriptor, 1 << 16)
+    private = mmap.mmap(-1, 1 << 16, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address, other = (memory_address(each) for each in (mapped, private))
+    found = shared_file(address + 8192, 4096)
+    assert found is not None and found.offset == 8192
+    assert os.fstat(found.descriptor).st_ino == os.fstat(descriptor).st_ino
+    assert shared_file(address + 8192, 1 << 16) is None, "not all of it lies inside"
+    assert shared_file(other, 4096) is None and shared_file(1, 1) is None
+    os.close(descriptor)
+
+
+def memory_address(memory: mmap.mmap) -> int:
+    import numpy as np
+
+    return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
+
+
+@pytest.mark.parametrize("there", [0, 1, 63, 64, 65, 500])
+def test_leading_pages_are_asked_for_in_growing_steps(there: int) -> None:
+    asked = 0
+
+    def contains(keys: list[str], timeout: float) -> list[bool]:
+        nonlocal asked
+        asked += len(keys)
+        return [int(key) < there for key in keys]
+
+    keys = [str(number) for number in range(500)]
+    assert leading_pages(contains, keys, 1.0) == there  # type: ignore[arg-type]
+    assert asked <= min(500, 64 + 3 * there)
