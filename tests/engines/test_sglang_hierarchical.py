@@ -14,8 +14,12 @@ from kvgrpc.prefetch.storage.mooncake.local import LocalStore
 from tests.engines.engine import PAGE, Engine, Request, engine_arguments
 from tests.engines.model import Case, Reference
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(400)
 PROMPT = 8 * PAGE + 5
+
+
+class Hierarchical(Engine):
+    start_seconds = 300.0
 
 
 def started(folder: Path, reference: Reference, **storage: Any) -> Engine:
@@ -38,7 +42,7 @@ def started(folder: Path, reference: Reference, **storage: Any) -> Engine:
         "hicache_storage_backend": "dynamic",
         "hicache_storage_backend_extra_config": json.dumps(config),
     }
-    return Engine("hicache", folder, arguments, {"SGLANG_ON_CPU_PLUGIN": "tests.engines.hicache_on_cpu:register"})
+    return Hierarchical("hicache", folder, arguments, {"SGLANG_ON_CPU_PLUGIN": "tests.engines.hicache_on_cpu:register"})
 
 
 @pytest.fixture(scope="module")
