@@ -5,8 +5,8 @@ Copies every page once. A third-party store needs no more than ``FlatStore``; do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Protocol
 
 from kvgrpc.prefetch.storage.base import (
     MISSING,
@@ -14,20 +14,16 @@ from kvgrpc.prefetch.storage.base import (
     MemoryRange,
     PageBuffers,
     PageResult,
-    StorageDown,
     StorageStats,
     check_batch,
     check_keys,
     failed,
     leading_pages,
     page_bytes,
-    timed_out,
 )
+from kvgrpc.prefetch.storage.calls import PageCalls
 from kvgrpc.prefetch.storage.memory import gather, scatter
 from kvgrpc.prefetch.storage.tally import Tally
-from kvgrpc.prefetch.storage.workers import Unfinished, Workers
-
-T = TypeVar("T")
 
 
 class FlatStore(Protocol):
@@ -53,9 +49,8 @@ class FlatBackend:
     def __init__(self, name: str, store: FlatStore, *, threads: int = 4) -> None:
         self.name = name
         self._store = store
-        self._workers = Workers(f"kvgrpc-{name}", threads)
+        self._calls = PageCalls(name, name, threads)
         self._tally = Tally()
-        self._closed = False
 
     def register(self, memory: Sequence[MemoryRange]) -> None:
         """Pages are copied: nothing to prepare."""
@@ -65,7 +60,7 @@ class FlatBackend:
 
     def contains(self, keys: Sequence[str], timeout: float) -> list[bool]:
         check_keys(keys)
-        return self._ask(lambda number: self._store.size(keys[number]) is not None, len(keys), timeout)
+        return self._calls.ask(lambda number: self._store.size(keys[number]) is not None, len(keys), timeout)
 
     def read(self, keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
         check_batch(keys, pages)
@@ -77,7 +72,7 @@ class FlatBackend:
             scatter(data, pages[number])
             return OK
 
-        return self._tally.read(self._run(one, len(keys), timeout))
+        return self._tally.read(self._calls.move(one, len(keys), timeout))
 
     def write(self, keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
         check_batch(keys, pages)
@@ -91,53 +86,25 @@ class FlatBackend:
                 return failed(other_size(keys[number], size, wanted))
             return OK
 
-        return self._tally.write(self._run(one, len(keys), timeout))
+        return self._tally.write(self._calls.move(one, len(keys), timeout))
 
     def delete(self, keys: Sequence[str], timeout: float) -> int:
         check_keys(keys)
-        return sum(self._ask(lambda number: self._store.delete(keys[number]), len(keys), timeout))
+        return sum(self._calls.ask(lambda number: self._store.delete(keys[number]), len(keys), timeout))
 
     def clear(self) -> None:
-        if self._closed:
-            raise self._down("it is closed")
+        if self._calls.closed:
+            raise self._calls.down("it is closed")
         try:
             self._store.clear()
         except Exception as error:
-            raise self._down(repr(error)) from error
+            raise self._calls.down(repr(error)) from error
 
     def stats(self) -> StorageStats:
-        return self._tally.stats(healthy=not self._closed, detail="closed" if self._closed else "")
+        return self._tally.stats(healthy=not self._calls.closed, detail="closed" if self._calls.closed else "")
 
     def close(self, timeout: float) -> bool:
-        self._closed = True
-        return self._workers.close(timeout)
-
-    def _run(self, function: Callable[[int], PageResult], count: int, timeout: float) -> list[PageResult]:
-        results = self._workers.run(function, count, timeout)
-        return [unfinished(result, self._closed) if isinstance(result, Unfinished) else result for result in results]
-
-    def _ask(self, function: Callable[[int], T], count: int, timeout: float) -> list[T]:
-        """Answers to all questions, or StorageDown: a missing answer must not look like a missing page."""
-        answers: list[T] = []
-        for result in self._workers.run(function, count, timeout):
-            if isinstance(result, Unfinished):
-                raise self._down(unfinished(result, self._closed).detail)
-            answers.append(result)
-        return answers
-
-    def _down(self, why: str) -> StorageDown:
-        return StorageDown(f"storage {self.name!r} does not answer: {why}", self.name)
-
-
-def unfinished(result: Unfinished, closed: bool) -> PageResult:
-    """What the caller hears of an item of Workers that has no result."""
-    if result.error is not None:
-        return failed(f"{type(result.error).__name__}: {result.error}", retryable=True)
-    if closed and result.released is None:
-        return failed("the backend is closed")
-    return timed_out(
-        "it was begun and did not end in time" if result.released else "not begun in time", result.released
-    )
+        return self._calls.close(timeout)
 
 
 def other_size(key: str, there: int, wanted: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
 
 from kvgrpc.prefetch.storage.base import PageBuffers
 
@@ -28,7 +27,3 @@ def scatter(data: bytes, page: PageBuffers) -> None:
     for address, nbytes in page:
         view(address, nbytes)[:] = memoryview(data)[offset : offset + nbytes]
         offset += nbytes
-
-
-def total(pages: Iterable[PageBuffers]) -> int:
-    return sum(nbytes for page in pages for _, nbytes in page)

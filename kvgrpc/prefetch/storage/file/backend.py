@@ -7,9 +7,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import msgspec
 
@@ -20,7 +20,6 @@ from kvgrpc.prefetch.storage.base import (
     MemoryRange,
     PageBuffers,
     PageResult,
-    StorageDown,
     StorageStats,
     check_batch,
     check_keys,
@@ -28,18 +27,17 @@ from kvgrpc.prefetch.storage.base import (
     leading_pages,
     page_bytes,
 )
+from kvgrpc.prefetch.storage.calls import PageCalls
 from kvgrpc.prefetch.storage.file.folder import Folder, is_full
 from kvgrpc.prefetch.storage.file.formats import Format, Header, OwnFormat, SglangFormat, checksum
 from kvgrpc.prefetch.storage.file.io import aligned, header_block, read_all, write_all
 from kvgrpc.prefetch.storage.file.usage import Usage
-from kvgrpc.prefetch.storage.flat import other_size, unfinished
+from kvgrpc.prefetch.storage.flat import other_size
 from kvgrpc.prefetch.storage.memory import views
 from kvgrpc.prefetch.storage.settings import Nbytes, Seconds, Threads, read_settings
 from kvgrpc.prefetch.storage.tally import Tally
-from kvgrpc.prefetch.storage.workers import Unfinished, Workers
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -89,7 +87,7 @@ class FileBackend:
         self._tally = Tally()
         self._closed = threading.Event()
         self._rescan(clean=True)
-        self._workers = Workers("kvgrpc-file", config.threads)
+        self._calls = PageCalls("file", config.path, config.threads)
         self._scanner = threading.Thread(target=self._keep_scanning, name="kvgrpc-file-scan", daemon=True)
         self._scanner.start()
 
@@ -101,29 +99,33 @@ class FileBackend:
 
     def contains(self, keys: Sequence[str], timeout: float) -> list[bool]:
         check_keys(keys)
-        return self._ask(lambda number: self._complete(keys[number]) is not None, len(keys), timeout)
+        return self._calls.ask(lambda number: self._complete(keys[number]) is not None, len(keys), timeout)
 
     def read(self, keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
         check_batch(keys, pages)
-        return self._tally.read(self._run(lambda number: self._read(keys[number], pages[number]), len(keys), timeout))
+        return self._tally.read(
+            self._calls.move(lambda number: self._read(keys[number], pages[number]), len(keys), timeout)
+        )
 
     def write(self, keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
         check_batch(keys, pages)
-        return self._tally.write(self._run(lambda number: self._write(keys[number], pages[number]), len(keys), timeout))
+        return self._tally.write(
+            self._calls.move(lambda number: self._write(keys[number], pages[number]), len(keys), timeout)
+        )
 
     def delete(self, keys: Sequence[str], timeout: float) -> int:
         check_keys(keys)
-        return sum(self._ask(lambda number: self._remove(self._form.path(keys[number])), len(keys), timeout))
+        return sum(self._calls.ask(lambda number: self._remove(self._form.path(keys[number])), len(keys), timeout))
 
     def clear(self) -> None:
         """Drops every page in the folder, those of other processes that share it too."""
         if self._closed.is_set():
-            raise self._down("it is closed")
+            raise self._calls.down("it is closed")
         try:
             for name, _, _ in list(self._folder.scan()):
                 self._remove(name)
         except OSError as error:
-            raise self._down(str(error)) from error
+            raise self._calls.down(str(error)) from error
 
     def stats(self) -> StorageStats:
         closed = self._closed.is_set()
@@ -138,7 +140,7 @@ class FileBackend:
     def close(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout
         self._closed.set()
-        ended = self._workers.close(timeout)
+        ended = self._calls.close(timeout)
         self._scanner.join(max(0.0, deadline - time.monotonic()))
         return ended and not self._scanner.is_alive()
 
@@ -270,22 +272,6 @@ class FileBackend:
         found = {name: (nbytes, modified) for name, nbytes, modified in self._folder.scan(clean)}
         self._usage.replace(found, began)
         self._evict(self._usage.excess())
-
-    def _run(self, function: Callable[[int], PageResult], count: int, timeout: float) -> list[PageResult]:
-        results = self._workers.run(function, count, timeout)
-        closed = self._closed.is_set()
-        return [unfinished(each, closed) if isinstance(each, Unfinished) else each for each in results]
-
-    def _ask(self, function: Callable[[int], T], count: int, timeout: float) -> list[T]:
-        answers: list[T] = []
-        for result in self._workers.run(function, count, timeout):
-            if isinstance(result, Unfinished):
-                raise self._down(unfinished(result, self._closed.is_set()).detail)
-            answers.append(result)
-        return answers
-
-    def _down(self, why: str) -> StorageDown:
-        return StorageDown(f"storage 'file' does not answer: {why}", self._config.path)
 
 
 def _takes_direct(folder: Folder) -> bool:

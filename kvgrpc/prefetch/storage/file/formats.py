@@ -46,7 +46,7 @@ class Header:
 
 
 class Format(Protocol):
-    """``header_bytes``: what precedes the payload. ``folders``: where pages lie, under the root; each is ours alone."""
+    """``header_bytes``: what precedes the payload."""
 
     header_bytes: ClassVar[int]
 
