@@ -257,3 +257,14 @@ def test_nothing_is_left_of_a_closed_backend(store: LocalStore) -> None:
         assert backend.close(SECONDS)
     assert set(psutil.Process().children(recursive=True)) == before
     assert psutil.Process().num_fds() <= descriptors + 1 and psutil.Process().num_threads() <= threads
+
+
+@pytest.mark.slow
+def test_a_process_that_cannot_start_says_why_and_is_not_started_without_end(store: LocalStore) -> None:
+    backend = opened(store, segment_bytes=1 << 50, start_timeout=1)
+    try:
+        until(lambda: "setup returned" in backend.stats().detail or "process did not start" in backend.stats().detail)
+        with pytest.raises(StorageDown, match=r"setup returned|did not start"):
+            backend.count_leading(KEYS, 1.0)
+    finally:
+        assert backend.close(SECONDS)

@@ -192,7 +192,8 @@ def main() -> None:
     try:
         store = set_up(start)
     except Exception as error:
-        wire.send(Reply(0, error=f"{type(error).__name__}: {error}"))
+        remedy = ": apt-get install libibverbs1 libnuma1 libcurl4" if isinstance(error, ImportError) else ""
+        wire.send(Reply(0, error=f"{type(error).__name__}: {error}{remedy}"))
         os._exit(1)
     child = Child(wire, store, start.threads)
     wire.send(Reply(0))

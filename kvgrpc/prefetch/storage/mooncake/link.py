@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 STUCK_SECONDS = 10.0
 _RETRY_SECONDS = 0.5
+_MOST_RETRY_SECONDS = 30.0
 _START_SECONDS = 20.0
 _CONNECT_SECONDS = 1.0
 _SEND_SECONDS = 1
@@ -83,6 +84,7 @@ class Link:
         self._areas: list[Area] = []
         self._pending: dict[int, Pending] = {}
         self._number = 0
+        self._started = self._connected = False
         self._closed = threading.Event()
         self._threads = [
             threading.Thread(target=target, name=f"kvgrpc-mooncake-{name}", daemon=True)
@@ -154,8 +156,9 @@ class Link:
             process.kill()
 
     def _keep_alive(self) -> None:
-        warned = ""
+        warned, pause = "", _RETRY_SECONDS
         while not self._closed.is_set():
+            self._started = self._connected = False
             why = self._run_one()
             if self._closed.is_set():
                 break
@@ -163,7 +166,9 @@ class Link:
             if why != warned:
                 logger.warning("storage 'mooncake': %s: %s", self.master, why)
                 warned = why
-            self._closed.wait(_RETRY_SECONDS)
+            # A process that cannot start costs half a second of CPU each time; to ask a port costs nothing.
+            pause = min(2 * pause, _MOST_RETRY_SECONDS) if self._started and not self._connected else _RETRY_SECONDS
+            self._closed.wait(pause)
 
     def _run_one(self) -> str:
         """One process from start to end; why it is not there any more."""
@@ -173,6 +178,7 @@ class Link:
         except OSError as error:
             return f"no master there ({error})"
         process, end = _spawn()
+        self._started = True
         lines: collections.deque[str] = collections.deque(maxlen=3)
         reader = threading.Thread(target=_read_lines, args=(process, lines), name="kvgrpc-mooncake-log", daemon=True)
         reader.start()
@@ -207,6 +213,7 @@ class Link:
                 if not self._closed.is_set():
                     self.detail = ""
                 self._changed.notify_all()
+        self._connected = True
         logger.info("storage 'mooncake': connected to %s", self.master)
 
     def _end(self, reply: Reply) -> None:
