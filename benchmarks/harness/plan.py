@@ -28,6 +28,7 @@ class Plan:
     replay_batches: int = 10_000
     index_blocks: int = 1_000_000
     index_queries: int = 300
+    snapshot_blocks: int = 1_000_000
 
 
 FULL = Plan()
@@ -45,6 +46,7 @@ QUICK = Plan(
     bulk_bytes=2 * MIB,
     bulk_repeats=1,
     publishes=100,
+    snapshot_blocks=6_400,
     replay_batches=50,
     index_blocks=65_536,
     index_queries=5,

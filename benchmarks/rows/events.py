@@ -15,6 +15,7 @@ from benchmarks.harness.plan import Plan
 from benchmarks.harness.rounds import Benchmark, Figures
 from benchmarks.harness.table import Metric, Target
 from benchmarks.harness.worker import Desk, Worker
+from benchmarks.rows import event_payloads
 from benchmarks.rows.control import percentile
 from benchmarks.sides.streams import ProtocolName, PublisherSide, open_publisher, read
 
@@ -40,6 +41,7 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
             baseline=lambda: PublishCost("seed", plan.publishes),
         ),
         *(_replay(f"{REPLAY}.{size}", blocks, target, plan) for size, (blocks, target) in REPLAYED.items()),
+        *event_payloads.benchmarks(plan),
     ]
 
 

@@ -63,10 +63,11 @@ class KvgrpcDecode:
         self._rank.plane.close(CLOSE_DEADLINE)
 
 
-def open_publishing_rank() -> Rank[Any]:
-    """A rank with live events and a journal that keeps every batch of a replay row."""
+def open_publishing_rank(**more: object) -> Rank[Any]:
+    """A rank with live events in the seeds' form, and a journal that keeps every batch of a replay row."""
     setting = Setting("kvgrpc", "null", Shape(regions=1, pages=1, page_bytes=4096, aux_items=1))
     events = {"publisher": "zmq", "endpoint": "tcp://127.0.0.1:0", "journal_bytes": JOURNAL_BYTES}
+    events |= {"encoding": "array", "clear_first": False} | more
     return _open(setting, Role.PREFILL, events=events)[0]
 
 
