@@ -174,7 +174,7 @@ class Rank(Generic[Transfer]):
     async def _open(self, deadline: float) -> None:
         config = self.config
         self.events = await asyncio.to_thread(publisher_of, config, self.ref)
-        self.prefetch = await asyncio.to_thread(cache_of, config, self.ref)
+        self.prefetch = await asyncio.to_thread(cache_of, config, self.ref, self.events)
         self.transfer.start()
         if self._registry is not None:
             await self._registry.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import msgspec
 
@@ -14,6 +15,7 @@ from kvgrpc.events.config import EventsConfig
 from kvgrpc.model import RankRef
 from kvgrpc.net import is_local, is_wildcard, joined, split
 from kvgrpc.prefetch.manager import PrefetchManager
+from kvgrpc.server.cache_events import storage_events, tier_events
 from kvgrpc.server.check import events_refused
 from kvgrpc.server.config import RankConfig
 
@@ -64,10 +66,21 @@ def publisher_of(config: RankConfig, rank: RankRef) -> EventPublisher:
         ) from error
 
 
-def cache_of(config: RankConfig, rank: RankRef) -> PrefetchManager | None:
-    """The hierarchical cache of a rank. Raises InvalidRequest for what its storage or device cannot be,
-    FeatureDisabled."""
-    return None if config.prefetch is None else PrefetchManager(config.prefetch, rank, config.layout)
+def cache_of(config: RankConfig, rank: RankRef, publisher: EventPublisher) -> PrefetchManager | None:
+    """The hierarchical cache of a rank, which tells its events to the rank's publisher.
+
+    Raises InvalidRequest for what its storage or device cannot be, FeatureDisabled.
+    """
+    wanted = config.prefetch
+    if wanted is None:
+        return None
+    page_tokens = wanted.shape.page_tokens
+    if wanted.listener is None and publisher.stream is not None:
+        wanted = replace(wanted, listener=tier_events(publisher, page_tokens))
+    manager = PrefetchManager(wanted, rank, config.layout)
+    if publisher.stream is not None:
+        manager.controller.book.listen(lambda operation: storage_events(publisher, page_tokens, operation))
+    return manager
 
 
 def watch_limit(config: RankConfig) -> int:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import msgspec
 import pytest
 
 from kvgrpc.cli.main import main
-from kvgrpc.client import SyncClient
+from kvgrpc.client import Payloads, SyncClient
 from kvgrpc.errors import (
     FeatureDisabled,
     InvalidRequest,
@@ -22,8 +23,10 @@ from kvgrpc.errors import (
     ServerDraining,
     StorageFailed,
 )
+from kvgrpc.hashing import sglang_event_hash
 from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.rpc.status import error_from
+from kvgrpc.v1 import event_service_pb2
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceStub
 from tests.contract.cache_serving import SHAPE, CacheRank, hashes_of, open_cache_rank, prompt
@@ -277,9 +280,35 @@ class TestTheCache:
 
     def test_a_draining_rank_begins_nothing_new(self, cache: CacheRank, client: SyncClient) -> None:
         assert client.drain(0.1).drained
-        with pytest.raises(ServerDraining):
-            client.start_prefetch(pb.PromptPages(tokens=prompt(8)))
+        with SyncClient(cache.address, timeout=1.0) as impatient, pytest.raises(ServerDraining):
+            impatient.start_prefetch(pb.PromptPages(tokens=prompt(8)))
         assert client.get_cache_info().storage_backend == "file"
+
+
+class TestEvents:
+    def test_the_host_and_storage_tiers_tell_what_they_store_and_drop(self, tmp_path: Path) -> None:
+        cache = open_cache_rank(tmp_path, events={"publisher": "null", "enable_kv_cache_events": True})
+        hashes = hashes_of(prompt(6))
+        cache.store(hashes)
+        with SyncClient(cache.address) as client:
+            assert ended(client, client.start_prefetch(pb.PromptPages(tokens=prompt(6)))).completed_pages == 6
+            payloads = [
+                payload
+                for part in client.watch(mode=event_service_pb2.WATCH_MODE_REPLAY)
+                if isinstance(part, Payloads)
+                for payload in part.payloads
+            ]
+        cache.close()
+        names = [sglang_event_hash(bytes.fromhex(each)) for each in hashes]
+        told = [event for payload in payloads for event in msgspec.msgpack.decode(payload)[1]]
+        assert told.pop(0)["type"] == "AllBlocksCleared"  # what a new log begins with
+        seen = [(event["type"], list(event["block_hashes"]), event["medium"]) for event in told]
+        assert seen == [
+            ("BlockStored", names, "CPU_PINNED"),
+            ("BlockStored", names, "DISK"),
+            ("BlockRemoved", names, "CPU_PINNED"),
+            ("BlockStored", names, "CPU_PINNED"),
+        ]
 
 
 def broken_disk(*arguments: Any) -> int:
