@@ -32,7 +32,7 @@ class Engine:
         size = int(np.prod(shape)) * 4
         address = self.plane.allocate(size)
         memory = (ctypes.c_uint8 * size).from_address(address)
-        self.cache = np.frombuffer(memory, np.float32).reshape(shape)
+        self.cache = np.ctypeslib.as_array(memory).view(np.float32).reshape(shape)
         self.aux = np.zeros((8, 16), np.int64)
         pool = Pool.from_arrays(
             {(layer, part): self.cache[layer, number] for layer in range(2) for number, part in enumerate("kv")},
