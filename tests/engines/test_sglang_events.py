@@ -18,7 +18,7 @@ from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored
 from tests.engines.engine import LOCAL, PAGE, Engine, engine_arguments, free_port
 from tests.engines.model import Case, Reference
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 
 class Published:
