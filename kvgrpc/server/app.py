@@ -394,7 +394,7 @@ class Rank(Generic[Transfer]):
         return {
             "loop": self._loop.healthy,
             "transfer": self._closing or self.transfer.healthy,
-            "events": self._closing or self.events.healthy,
+            "events": self._closing or self._superseded_by is not None or self.events.healthy,
         }
 
     def _ready(self) -> Mapping[str, bool]:

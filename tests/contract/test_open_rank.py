@@ -304,3 +304,4 @@ def test_a_rank_that_was_replaced_publishes_no_more_and_its_event_service_says_s
             while health.Check(asked).status != health_pb2.HealthCheckResponse.NOT_SERVING:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
+        assert all(old._live().values()), "a restart would mend nothing"
