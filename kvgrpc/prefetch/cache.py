@@ -148,7 +148,12 @@ class TieredCache:
             host = as_pages([page for node in nodes for page in node.host or ()])
             last = nodes[-1]
             self._tree.lock(last)
-            copies.load(host, node=(last, tuple(nodes)), priority=priority, device_pages=device)
+            try:
+                copies.load(host, node=(last, tuple(nodes)), priority=priority, device_pages=device)
+            except Exception:
+                self._tree.unlock(last)
+                copies.device.table.release(device)
+                raise
             return device
 
     def start_loading(self) -> LayerSignal | None:
@@ -198,6 +203,17 @@ class TieredCache:
                 for node in victims:
                     self._drop_device(node) if device else self._drop_host(node)
             return hashes, there - len(hashes)
+
+    def clear(self) -> None:
+        """Gives every page back, whoever holds it; once nothing copies any more."""
+        with self._lock:
+            nodes = list(self._tree.nodes())
+            for node in nodes:
+                if node.device is not None:
+                    self._copies().device.table.release(as_pages(node.device))
+                if node.host is not None:
+                    self.host.table.release(as_pages(node.host))
+            self._tree = PrefixTree()
 
     # For operators and the service.
 

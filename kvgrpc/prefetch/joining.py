@@ -122,9 +122,11 @@ class JoinedAgreement:
                     pause = 0.05
                 finally:
                     await channel.close()
-            except (KvGrpcError, grpc.aio.AioRpcError) as error:
+            except Exception as error:
+                # Whatever it is, the rank is absent until it succeeds, and nothing else is harmed.
                 cause = error_from(error) if isinstance(error, grpc.aio.AioRpcError) else error
-                _log.info("%s has no leader to agree with, tries again: %s", self._rank.rank, cause)
+                level = logging.INFO if isinstance(cause, KvGrpcError) else logging.WARNING
+                _log.log(level, "%s has no leader to agree with, tries again: %s", self._rank.rank, cause)
             self._live = frozenset({self._rank.rank})
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(_LONGEST_PAUSE_SECONDS, pause * 2)

@@ -235,6 +235,9 @@ class PrefetchManager:
         if self._own_storage and self.storage is not None:
             well = self.storage.close(max(0.1, end - time.monotonic())) and well
         if well:
+            if self.cache is not None:
+                # The device pool is the engine's, which may open it again.
+                self.cache.clear()
             well = self.host.close()
         self._closed = well
         return well
@@ -306,6 +309,9 @@ class PrefetchManager:
             )
 
     def _close_parts(self, timeout: float) -> None:
+        for agreement in (self.leader, self.joined):
+            if agreement is not None:
+                agreement.close(timeout)
         if self.copies is not None:
             self.copies.close(timeout)
         if self._own_storage and self.storage is not None:

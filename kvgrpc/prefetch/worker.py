@@ -41,7 +41,6 @@ class Worker(Generic[T]):
         self._queue: FairQueue[T] = FairQueue()
         self._wake = threading.Condition()
         self._stopped = False
-        self._busy = 0
         self._threads = [
             threading.Thread(target=self._run, name=f"kvgrpc-{name}-{number}", daemon=True) for number in range(threads)
         ]
@@ -92,9 +91,6 @@ class Worker(Generic[T]):
                 self._handle(items)
             except Exception as error:
                 self._record(items, error)
-            finally:
-                with self._wake:
-                    self._busy -= 1
 
     def _take(self) -> list[T] | None:
         with self._wake:
@@ -102,7 +98,6 @@ class Worker(Generic[T]):
                 self._wake.wait()
             if self._stopped:
                 return None
-            self._busy += 1
             return [self._queue.pop() for _ in range(min(self._most, len(self._queue)))]
 
     def _record(self, items: list[T], error: Exception) -> None:

@@ -25,7 +25,7 @@ SHAPES = {
 PAGES = 24
 
 
-@pytest.fixture(params=[(kind, layout) for kind in SHAPES for layout in HostLayout], ids=str)
+@pytest.fixture(params=[("mha", layout) for layout in HostLayout] + [("mla", HostLayout.PAGE_FIRST)], ids=str)
 def tiers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CacheRank]:
     kind, layout = request.param
     shape = SHAPES[kind]
@@ -100,3 +100,17 @@ def test_a_prompt_leaves_all_tiers_but_storage_and_comes_back_layer_by_layer(tie
     assert copies.wait_idle(20.0)
     cache.release(held)
     assert cache.leading_by_tier(hashes) == (20, 20)
+
+
+def test_a_device_pool_is_free_again_when_its_cache_was_closed(tmp_path: Path) -> None:
+    device = DevicePool.allocate(SHAPES["mha"], PAGES)
+    for _ in range(2):
+        opened = open_cache_rank(
+            tmp_path, shape=SHAPES["mha"], device=device, write_policy=WritePolicy.WRITE_THROUGH, limits=LIMITS
+        )
+        cache, copies = parts(opened)
+        pages = cache.take_device(PAGES)
+        compute(copies, pages)
+        cache.insert(hashes_of(prompt(PAGES)), pages.tolist())
+        opened.close()
+        assert device.table.free_count == PAGES
