@@ -30,6 +30,7 @@ test-engines:  ## Real SGLang engines, prefill and decode, over kvgrpc: tokens, 
 	@echo "kvgrpc engines: OK (sglang)"
 
 clients:  ## Clients in other languages: generated code, build, golden batches (each where its tools are).
+	@.ci/go
 	@.ci/typescript
 
 soak:  ## Thousands of hand-offs while ranks are killed, rooms cancelled, writes fail (SOAK=full: 20,000 in ten minutes).
@@ -55,6 +56,7 @@ gen:  ## Generated code of all languages, and docs/errors.md, from protos/.
 	@.ci/setup gen
 	@.ci/generate .
 	@.ci/typescript gen
+	@.ci/go gen
 
 lint:  ## Style, types, which module may import which, protos, and drift of generated files.
 	@.ci/setup main

@@ -33,7 +33,7 @@ OTHER_PREFIXES = (
         "rooms_",
         "room_",
     ),
-    *("cancel_", "streams_", "events_", "info_", "health_", "drain_", "doctor_", "cache_", "index_"),
+    *("cancel_", "streams_", "events_", "info_", "health_", "drain_", "doctor_", "cache_", "index_", "topology_"),
 )
 _LARGEST_FILE_BYTES = 1 << 20
 _NEAR = 0.8

@@ -29,6 +29,8 @@ class Plan:
     index_blocks: int = 1_000_000
     index_queries: int = 300
     snapshot_blocks: int = 1_000_000
+    registry_ranks: int = 10_000
+    registry_watchers: int = 1_000
 
 
 FULL = Plan()
@@ -50,4 +52,6 @@ QUICK = Plan(
     replay_batches=50,
     index_blocks=65_536,
     index_queries=5,
+    registry_ranks=80,
+    registry_watchers=20,
 )

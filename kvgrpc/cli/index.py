@@ -41,7 +41,7 @@ def follow(client: SyncClient, as_json: bool, engine: str, dp: int, live: bool, 
 @click.command()
 @click.option("--hash", "hashes", multiple=True, help="A block's hash as events carry it, in order; may be repeated.")
 @click.option(
-    "--tokens", "token_file", type=click.Path(exists=True, dir_okay=False), help="File with token ids as a JSON array."
+    "--tokens", "prompt_file", type=click.Path(exists=True, dir_okay=False), help="File with token ids as a JSON array."
 )
 @click.option("--page-size", type=click.IntRange(1), default=1, show_default=True, help="With --tokens: of the engine.")
 @click.option("--cache-salt", default="", help="With --tokens: salt of the request.")
@@ -90,7 +90,7 @@ def sources(client: SyncClient, as_json: bool) -> None:
 
 def _request(
     hashes: tuple[str, ...],
-    token_file: str | None,
+    prompt_file: str | None,
     page_size: int,
     cache_salt: str,
     bigram: bool,
@@ -100,10 +100,10 @@ def _request(
     from kvgrpc.v1 import index_service_pb2
 
     request = index_service_pb2.ScoreRequest(engines=engines)
-    if token_file is None:
+    if prompt_file is None:
         request.block_hashes.values.extend(_hash(text) for text in hashes)
         return request
-    tokens = _tokens(token_file)
+    tokens = _tokens(prompt_file)
     if vllm_hash_seed is None:
         request.sglang.token_ids.extend(tokens)
         request.sglang.page_size, request.sglang.cache_salt, request.sglang.bigram = page_size, cache_salt, bigram

@@ -12,7 +12,7 @@ from kvgrpc.cli.output import show_json, show_table, size
 from kvgrpc.observability.logging import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from kvgrpc.client import SyncClient
     from kvgrpc.v1 import common_pb2
@@ -101,6 +101,19 @@ def ranks(client: SyncClient, engine: str | None, as_json: bool) -> None:
         for row in found
     ]
     show_table(f"Ranks at {client.address}", columns, rows, "none is registered")
+    for line in streams_that_lack(found):
+        click.secho(line, fg="yellow", err=True)
+
+
+def streams_that_lack(rows: Sequence[pb.RankRow]) -> Iterator[str]:
+    """A line for each dp rank that publishes no live events though others of its engine do: a router would never send
+    it a request for what it caches."""
+    owners = [row for row in rows if row.rank.rank.pp == row.rank.rank.cp == row.rank.rank.tp == 0]
+    publishing = {row.rank.rank.engine for row in owners if row.endpoints.events_pub}
+    for row in owners:
+        engine, dp = row.rank.rank.engine, row.rank.rank.dp
+        if engine in publishing and not row.endpoints.events_pub:
+            yield f"{engine}: dp {dp} publishes no live events, though others do: is its configuration theirs?"
 
 
 def pool_summary(pool: common_pb2.Pool) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvgrpc.client.aio import Client
 from kvgrpc.client.sync import SyncClient
-from kvgrpc.client.watch import Begin, Dropped, Heartbeat, Payloads, WatchPart
+from kvgrpc.client.watch import Begin, Dropped, Heartbeat, Payloads, Snapshot, WatchPart
 from kvgrpc.rpc.security import ClientSecurity
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ __all__ = [
     "Heartbeat",
     "Payloads",
     "PrefixIndex",
+    "Snapshot",
     "SyncClient",
     "SyncEventFollower",
     "SyncPrefixIndex",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
@@ -11,12 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvgrpc.client.cursor import Cursor
 from kvgrpc.client.silence import Silence
 from kvgrpc.client.watch import WatchPart, part_of
 from kvgrpc.errors import InvalidRequest, KvGrpcError, PeerUnreachable
 from kvgrpc.net import check_target
 from kvgrpc.rpc.channel import open_channel
-from kvgrpc.rpc.retry import repeated
+from kvgrpc.rpc.retry import may_repeat, repeated
 from kvgrpc.rpc.security import ClientSecurity
 from kvgrpc.rpc.status import error_from
 from kvgrpc.v1 import (
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _LEAST_SILENCE_SECONDS = 3.0
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
 LONGEST_TIMEOUT_SECONDS = 86_400.0
 _LEAST_ENGINE_SILENCE_SECONDS = 15.0
 
@@ -215,20 +218,41 @@ class Client:
         from_sequence: int | None = None,
         end_sequence: int | None = None,
     ) -> AsyncIterator[WatchPart]:
-        """One Watch, from Begin on. It is not resumed by itself: whoever follows knows its own cursor.
+        """One Watch, from Begin on. Where a connection breaks it goes on behind the last batch, with the same log.
 
-        Raises PeerUnreachable when nothing comes for ``timeout`` seconds, at least 3 (heartbeats come each second).
-        Close the iterator (``contextlib.aclosing``) to end the Watch early.
+        Raises PeerUnreachable, or what a server said when it went, once nothing could be heard for ``timeout`` seconds,
+        at least 3 (heartbeats come each second); at once what refuses the first call, and what another call cannot mend
+        (STALE_LOG, EVENTS_COMPACTED: ``follow`` mends these too). Close the iterator (``contextlib.aclosing``) to end
+        the Watch early.
         """
-        request = event_service_pb2.WatchRequest(
-            engine=engine, dp=dp, log_id=log_id, mode=mode, from_sequence=from_sequence, end_sequence=end_sequence
+        cursor = Cursor(
+            event_service_pb2.WatchRequest(
+                engine=engine, dp=dp, log_id=log_id, mode=mode, from_sequence=from_sequence, end_sequence=end_sequence
+            )
         )
-        call = EventServiceStub(self._channel()).Watch(request)
-        async with aclosing(self._messages(call, max(self._timeout, _LEAST_SILENCE_SECONDS))) as messages:
-            async for message in messages:
-                part = part_of(message)
-                if part is not None:
-                    yield part
+        patience, pause = max(self._timeout, _LEAST_SILENCE_SECONDS), _FIRST_PAUSE_SECONDS
+        clock = asyncio.get_running_loop().time
+        failed: KvGrpcError | None = None
+        heard = clock()
+        while not cursor.complete:
+            call = EventServiceStub(self._channel()).Watch(cursor.request)
+            try:
+                async with aclosing(self._messages(call, patience)) as messages:
+                    async for message in messages:
+                        failed, pause = None, _FIRST_PAUSE_SECONDS
+                        part = part_of(message) if cursor.hear(message) else None
+                        if part is not None:
+                            yield part
+                        heard = clock()
+                return
+            except KvGrpcError as error:
+                failed = failed or error
+                if not cursor.begun or not may_repeat(error):
+                    raise
+            if clock() + pause >= heard + patience:
+                raise failed
+            await asyncio.sleep(pause * (0.5 + random.random() / 2))
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def follow(self, *, engine: str = "", dp: int = 0, live: bool = False) -> EventFollower:
         """A follower of one stream of the process, to be started: ``async with client.follow() as follower``."""

@@ -56,8 +56,11 @@ class EventFollower:
         self.engine = engine
         self.dp = dp
         self.core = FollowerCore(index or BlockIndex(), _events, live=live)
-        self._security = security
+        self._security = security or ClientSecurity()
+        self._stamp: object = None
+        self._unanswered = False
         self._channel: grpc.aio.Channel | None = None
+        self._closing: asyncio.Future[None] | None = None
         self._watches: dict[int, asyncio.Task[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
@@ -72,7 +75,7 @@ class EventFollower:
 
     async def start(self) -> None:
         """Begins to follow. Raises AddressNotAllowed and InvalidRequest for security that cannot be used."""
-        self._channel = open_channel(self.address, self._security)
+        self._dial()
         self.core.start()
         self._obey()
 
@@ -200,11 +203,22 @@ class EventFollower:
             error = PeerUnreachable(f"{self.address}: {silence}", metadata={"address": self.address})
         except KvGrpcError as refusal:
             error = refusal
+        self._unanswered = self._unanswered or isinstance(error, PeerUnreachable)
         self.core.ended(order.number, error, time.monotonic())
         self._obey()
 
+    def _dial(self) -> grpc.aio.Channel:
+        """The channel; a new one where the files of our certificate were replaced, and where nobody answered on the old
+        one: it waits longer and longer between attempts of its own."""
+        stamp = self._security.stamp
+        if self._channel is None or self._unanswered or stamp != self._stamp:
+            if self._channel is not None:
+                self._closing = asyncio.ensure_future(self._channel.close())
+            self._channel, self._stamp = open_channel(self.address, self._security), stamp
+            self._unanswered = False
+        return self._channel
+
     async def _messages(self, order: OpenWatch) -> AsyncGenerator[pb.WatchResponse, None]:
-        assert self._channel is not None
         request = pb.WatchRequest(
             engine=self.engine,
             dp=self.dp,
@@ -213,7 +227,7 @@ class EventFollower:
             end_sequence=order.last,
             mode=pb.WatchMode.ValueType(order.mode),
         )
-        call = EventServiceStub(self._channel).Watch(request, wait_for_ready=False)
+        call = EventServiceStub(self._dial()).Watch(request)
         silence = Silence(call, SILENCE_SECONDS)
         try:
             while (message := await silence.next_message()) is not None:

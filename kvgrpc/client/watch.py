@@ -39,7 +39,17 @@ class Heartbeat:
     next_sequence: int
 
 
-WatchPart = Begin | Payloads | Dropped | Heartbeat
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A part of the state after all batches before ``next_sequence``, as batches; ``index`` 0 begins one from empty."""
+
+    next_sequence: int
+    index: int
+    last: bool
+    payloads: tuple[bytes, ...]
+
+
+WatchPart = Begin | Payloads | Dropped | Heartbeat | Snapshot
 
 
 def part_of(message: pb.WatchResponse) -> WatchPart | None:
@@ -53,4 +63,7 @@ def part_of(message: pb.WatchResponse) -> WatchPart | None:
         return Dropped(message.dropped.first_sequence, message.dropped.last_sequence, message.dropped.cause)
     if kind == "heartbeat":
         return Heartbeat(message.heartbeat.next_sequence)
+    if kind == "snapshot":
+        part = message.snapshot
+        return Snapshot(part.next_sequence, part.index, part.last, tuple(part.payloads))
     return None

@@ -272,12 +272,14 @@ class FollowerCore:
             self._rebuild()
         elif isinstance(error, EventsCompacted) and self._snapshots and not was_snapshot:
             self._rebuild()
-        elif isinstance(error, FeatureDisabled | InvalidRequest) and was_snapshot and self._snapshots:
+        elif was_snapshot and self._snapshots and _keeps_none(error):
             self._snapshots = False
             self._rebuild()
         else:
             if isinstance(error, EventsCompacted) and not was_snapshot:
                 self._forget()
+            # Whoever answers next may keep snapshots.
+            self._snapshots = self._snapshots or self.contents is None
             if self._shown and self._hide_at is None:
                 self._hide_at = now + HIDE_AFTER_SECONDS
             self._retry.later(now)
@@ -399,3 +401,10 @@ class FollowerCore:
                 self.heard_at = now
                 return watch
         return None
+
+
+def _keeps_none(error: Exception | None) -> bool:
+    """Whether a publisher refused a snapshot because it keeps none, or is older than snapshots."""
+    if isinstance(error, InvalidRequest):
+        return error.metadata.get("field") == "mode"
+    return isinstance(error, FeatureDisabled)

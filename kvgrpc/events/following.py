@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 FIRST_PAUSE_SECONDS = 0.1
-LONGEST_PAUSE_SECONDS = 5.0
+LONGEST_PAUSE_SECONDS = 2.0
 # After so long without a failure the next one is the first again.
 CALM_SECONDS = 60.0
 # What PUB may bring while a hole before it is read again; beyond it the oldest are let go and read again too.

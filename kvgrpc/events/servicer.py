@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -66,7 +67,8 @@ class EventServicer(EventServiceServicer):
         stream, (order, form) = self._find(request), order_from_pb(request)
         with self._admitted(), self._notifier(stream, order.mode) as notifier:
             async for part in watch(stream, order, notifier, self._heartbeat_seconds, lambda: self._draining):
-                yield part_to_pb(part, form)
+                # Reading payloads takes tens of milliseconds, and rooms live on this loop too.
+                yield await asyncio.to_thread(part_to_pb, part, form) if form.typed else part_to_pb(part, form)
 
     def _find(self, request: pb.WatchRequest) -> EventStream:
         key = (request.engine, request.dp)

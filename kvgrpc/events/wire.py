@@ -26,7 +26,7 @@ from kvgrpc.model import raise_if
 from kvgrpc.v1 import event_service_pb2 as pb
 from kvgrpc.wire import rank_ref_to_pb
 
-# Decoded and built on the event loop: some milliseconds, and a message below 1 MiB.
+# Some milliseconds to decode and build, and a message below 1 MiB.
 TYPED_CHUNK_BYTES = 128 * 1024
 HOST_MEDIA = frozenset(("CPU", "CPU_PINNED"))
 _MAX_TOKEN = 2**32 - 1

@@ -34,7 +34,7 @@ class HandOffs:
     def succeeded(self, seconds: float | None, nbytes: int) -> None:
         """``seconds`` since the engine made its handle (None: it made none); ``nbytes``: of the room's pages."""
         sums = self._sums
-        sums.ended[_SUCCESS] += 1
+        sums.succeeded += 1
         sums.nbytes += nbytes
         if seconds is not None:
             sums.seconds += seconds
@@ -42,7 +42,7 @@ class HandOffs:
 
     def failed(self, room: int, attempt: int, failure: Failure, seconds: float | None) -> None:
         reason = failure.reason.name if isinstance(failure.reason, Reason) else Reason.UNSPECIFIED.name
-        self._sums.ended["failed", reason] += 1
+        self._sums.failed[reason] += 1
         again = f" attempt {attempt}" if attempt else ""
         after = "" if seconds is None else f" after {seconds:.3f} s"
         origin = f" (seen first by {failure.origin})" if failure.origin else ""
@@ -68,7 +68,8 @@ class _Sums:
     """Of one role."""
 
     def __init__(self) -> None:
-        self.ended: Counter[tuple[str, str]] = Counter({_SUCCESS: 0})
+        self.succeeded = 0
+        self.failed: Counter[str] = Counter()
         self.nbytes = 0
         self.seconds = 0.0
         self.buckets = [0] * (len(SECONDS) + 1)
@@ -85,8 +86,9 @@ class _Collected(Collector):
             "kvgrpc_hand_off_seconds", "From the engine's handle to Success.", labels=("role",)
         )
         for role, sums in _SUMS.items():
-            for (outcome, reason), count in list(sums.ended.items()):
-                ended.add_metric((role, outcome, reason), count)
+            ended.add_metric((role, "success", ""), sums.succeeded)
+            for reason, count in list(sums.failed.items()):
+                ended.add_metric((role, "failed", reason), count)
             nbytes.add_metric((role,), sums.nbytes)
             took.add_metric((role,), _cumulated(list(sums.buckets)), sums.seconds)
         yield from (ended, nbytes, took)
@@ -100,6 +102,5 @@ def _cumulated(buckets: list[int]) -> list[tuple[str, float]]:
     return cumulated
 
 
-_SUCCESS = ("success", "")
 _SUMS = {role: _Sums() for role in ROLES}
 REGISTRY.register(_Collected())

@@ -16,6 +16,8 @@ MAX_MESSAGE_BYTES = 1 << 20
 # Whoever is further behind than this starts with the full state again.
 MAX_LOG_BYTES = 4 << 20
 MAX_LOG_ENTRIES = 4_096
+_BEGINS = pb.WatchEnginesResponse(state_begins=True).SerializeToString()
+_COMPLETE = pb.WatchEnginesResponse(state_complete=True).SerializeToString()
 _ENVELOPE_BYTES = 2_048
 _GONE_AT_A_TIME = 4_096
 
@@ -64,7 +66,25 @@ class Feed:
         if position < self._first:
             if self._state_at < self._first:
                 self._state, self._state_at = self._full_state(), self._end
-            return self._state, self._state_at
+            return self._state_now(), self._end
+        joined, position = self._joined(position)
+        return [joined] if joined else [], position
+
+    def _state_now(self) -> list[bytes]:
+        """The state that was encoded, and what changed since: only with that it is complete."""
+        messages, position = list(self._state), self._state_at
+        while position < self._end:
+            joined, position = self._joined(position)
+            messages.append(joined)
+        messages[0] = _BEGINS + messages[0]
+        messages[-1] += _COMPLETE
+        return messages
+
+    def _joined(self, position: int) -> tuple[bytes, int]:
+        """What was published behind the position, at most 1 MiB of it, and where that ends.
+
+        The joined bytes of messages are one message with the fields of all.
+        """
         pieces: list[bytes] = []
         left = MAX_MESSAGE_BYTES
         for message in itertools.islice(self._log, position - self._first, None):
@@ -72,18 +92,14 @@ class Feed:
             if left < 0 and pieces:
                 break
             pieces.append(message)
-        # The joined bytes of messages are one message with the fields of all.
-        return [b"".join(pieces)] if pieces else [], position + len(pieces)
+        return b"".join(pieces), position + len(pieces)
 
     @property
     def _end(self) -> int:
         return self._first + len(self._log)
 
     def _full_state(self) -> list[bytes]:
-        messages = list(self._messages(EngineChange(engine) for engine in self._engines())) or [b""]
-        messages[0] += pb.WatchEnginesResponse(state_begins=True).SerializeToString()
-        messages[-1] += pb.WatchEnginesResponse(state_complete=True).SerializeToString()
-        return messages
+        return list(self._messages(EngineChange(engine) for engine in self._engines())) or [b""]
 
     def _engines(self) -> Sequence[ResolvedEngine]:
         table = self._table()

@@ -1,23 +1,45 @@
-"""Opens ranks, registries and indexes: the composition root. Engines need ``open_prefill`` or ``open_decode``."""
+"""Opens ranks, registries and indexes: the composition root, and the one import place for engines.
 
+``open_prefill`` or ``open_decode`` with a ``RankConfig``; ``Pool.from_arrays`` says where the KV cache is; ``KVSender``
+and ``KVReceiver`` over ``rank.transfer`` move it.
+"""
+
+from kvgrpc.dataplane import open_plane
+from kvgrpc.model import Layout, ModelIdentity, Pool, PoolKind, Region, Role
 from kvgrpc.rpc.interceptors import CallLimits
+from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from kvgrpc.server.app import Closed, Rank, open_decode, open_prefill, open_rank
 from kvgrpc.server.config import RankConfig, settings
 from kvgrpc.server.index import IndexServer, serve_index
 from kvgrpc.server.registry import RegistryServer, serve_registry
+from kvgrpc.transfer import Align, KVPoll, KVReceiver, KVSender, room_from_transfer_id
 from kvgrpc.transfer.aux import AuxBuffer
 
 __all__ = [
+    "Align",
     "AuxBuffer",
     "CallLimits",
+    "ClientSecurity",
     "Closed",
     "IndexServer",
+    "KVPoll",
+    "KVReceiver",
+    "KVSender",
+    "Layout",
+    "ModelIdentity",
+    "Pool",
+    "PoolKind",
     "Rank",
     "RankConfig",
+    "Region",
     "RegistryServer",
+    "Role",
+    "ServerSecurity",
     "open_decode",
+    "open_plane",
     "open_prefill",
     "open_rank",
+    "room_from_transfer_id",
     "serve_index",
     "serve_registry",
     "settings",

@@ -20,6 +20,7 @@ from kvgrpc.model import RankId, RankRef, Role, new_epoch
 from kvgrpc.net import AddressPolicy, advertised, parse_bootstrap_addr, replicas
 from kvgrpc.prefetch.manager import PrefetchManager
 from kvgrpc.prefetch.servicer import PrefetchServicer
+from kvgrpc.registry.client.following import Following
 from kvgrpc.registry.client.registration import Registration
 from kvgrpc.registry.client.resolver import Resolver
 from kvgrpc.registry.model import Endpoints, RankRow, RankSelector
@@ -97,6 +98,7 @@ class Rank(Generic[Transfer]):
         self._loop = loop
         self._registry = RegistryServicer(MemoryStore(ttl=config.lease_ttl)) if config.registry == "embedded" else None
         self._resolver = Resolver(self._own_channel)
+        self._following = Following(self._own_channel)
         self._policy = AddressPolicy(config.bootstrap_allow, _configured(config.registry))
         self._registration: Registration | None = None
         self._listener: Listener | None = None
@@ -119,7 +121,7 @@ class Rank(Generic[Transfer]):
         if config.role is Role.PREFILL:
             manager = PrefillManager(transfer, plane, loop)
         else:
-            manager = DecodeManager(transfer, plane, loop, self._resolve, self._own_channel)
+            manager = DecodeManager(transfer, plane, loop, self._resolve, self._own_channel, self._changes)
         self.transfer = cast(Transfer, manager)
         self._status = RankStatus(config.metrics_listen, loop, self.transfer)
         self._closing = False
@@ -314,6 +316,7 @@ class Rank(Generic[Transfer]):
                 await self._listener.stop(min(_STOP_GRACE_SECONDS, time.left()), time.left() + _LEAST_STOP_SECONDS)
         if self._registry is not None:
             await self._registry.close()
+        await self._following.close()
         await self._resolver.close()
 
     async def _abandon(self) -> None:
@@ -391,7 +394,7 @@ class Rank(Generic[Transfer]):
         return {
             "loop": self._loop.healthy,
             "transfer": self._closing or self.transfer.healthy,
-            "events": self._closing or self.events.healthy,
+            "events": self._closing or self._superseded_by is not None or self.events.healthy,
         }
 
     def _ready(self) -> Mapping[str, bool]:
@@ -417,6 +420,11 @@ class Rank(Generic[Transfer]):
         targets = {row.ref.rank[1:]: Target(row.ref, row.endpoints.grpc, engine.layout) for row in engine.rows}
         engine_selects_dp = any(row.engine_selects_dp for row in engine.rows)
         return PrefillEngine(engine.name, engine.layout, targets, engine_selects_dp)
+
+    async def _changes(self, bootstrap_addr: str, since: int, timeout: float) -> int:
+        """Of the prefill engine behind a request's address, which ``_resolve`` was allowed to dial."""
+        address = parse_bootstrap_addr(bootstrap_addr)
+        return await self._following.change(address.target, address.engine, Role.PREFILL, since, timeout)
 
     def _own_channel(self, address: str) -> grpc.aio.Channel:
         return open_channel(address, self.config.client_security, own_connection=True)

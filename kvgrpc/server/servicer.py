@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
+from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import RankRef, Role
 from kvgrpc.transfer.runtime.manager import TransferConfig
 from kvgrpc.v1 import common_pb2
@@ -72,8 +73,9 @@ class ServerServicer(ServerServiceServicer):
 
     async def Drain(self, request: pb.DrainRequest, context: object) -> pb.DrainResponse:
         grace = request.grace.ToMilliseconds() / 1000 if request.HasField("grace") else _DEFAULT_GRACE_SECONDS
+        if not 0 <= grace <= _LONGEST_GRACE_SECONDS:
+            raise InvalidRequest.of("grace", f"{grace:g} s", f"0 to {_LONGEST_GRACE_SECONDS:g} seconds")
         if self._draining is None or self._draining.done():
-            grace = min(max(grace, 0.0), _LONGEST_GRACE_SECONDS)
             self._draining = asyncio.get_running_loop().create_task(self._drainable.drain(grace), name="kvgrpc-drain")
         # Shielded: a caller that goes away does not undo what it began.
         drained, open_rooms = await asyncio.shield(self._draining)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import operator
+import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, WrongRank
@@ -19,7 +23,7 @@ class TransferHandle(ABC):
     Every call is an append and a wake: it never blocks, and only ``failure_exception`` raises.
     """
 
-    __slots__ = ("__weakref__", "_closed", "_handle", "_transfer", "attempt", "room")
+    __slots__ = ("__weakref__", "_closed", "_handle", "_transfer", "_waiters", "attempt", "room")
     _engine = ""
 
     def __init__(self, manager: TransferManager[Any], key: RoomKey, handle: Handle) -> None:
@@ -27,6 +31,8 @@ class TransferHandle(ABC):
         self._transfer = manager
         self._handle = handle
         handle.began = time.monotonic()
+        handle.on_change = self._on_change
+        self._waiters: tuple[Callable[[], object], ...] = ()
         self._closed = False
 
     def poll(self) -> KVPoll:
@@ -45,6 +51,35 @@ class TransferHandle(ABC):
     def failure(self) -> Failure | None:
         """The root cause, once ``poll`` says Failed."""
         return self._handle.aborted or self._handle.failure
+
+    @property
+    def pages_done(self) -> int:
+        """Pages in place at decode, a prefix of them; it grows while ``poll`` says Transferring."""
+        return self._handle.pages_done
+
+    def wait(self, timeout: float, until: KVPoll = KVPoll.Success) -> KVPoll:
+        """Blocks until ``poll`` says ``until`` or later, or Failed, at most ``timeout`` seconds; what it says then.
+
+        With ``until=KVPoll.WaitingForInput`` a receiver waits until its pages may be allocated. Not for the thread of
+        kvgrpc's own loop.
+        """
+        end, news = time.monotonic() + timeout, threading.Event()
+        with self._woken(news.set):
+            while not self._reached(until) and (left := end - time.monotonic()) > 0:
+                news.wait(left)
+                news.clear()
+        return self.poll()
+
+    async def wait_async(self, timeout: float, until: KVPoll = KVPoll.Success) -> KVPoll:
+        """As ``wait``, on the engine's own asyncio loop."""
+        loop, news = asyncio.get_running_loop(), asyncio.Event()
+        end = loop.time() + timeout
+        with self._woken(lambda: loop.call_soon_threadsafe(news.set)):
+            while not self._reached(until) and (left := end - loop.time()) > 0:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(news.wait(), left)
+                news.clear()
+        return self.poll()
 
     def failure_exception(self) -> None:
         """Raises the failure as its exception; nothing when there is none."""
@@ -66,6 +101,29 @@ class TransferHandle(ABC):
         if not self._closed:
             self._closed = True
             self.abort(f"the {self._engine} engine closed its handle")
+
+    def _reached(self, until: KVPoll) -> bool:
+        poll = self.poll()
+        return poll is POLL_FAILED or poll >= until
+
+    @contextlib.contextmanager
+    def _woken(self, wake: Callable[[], object]) -> Iterator[None]:
+        """``wake`` is called after each change from now on. Whoever waits looks first: a change may be over."""
+        lock = self._transfer.aborting
+        with lock:
+            self._waiters = (*self._waiters, wake)
+        try:
+            yield
+        finally:
+            with lock:
+                self._waiters = tuple(each for each in self._waiters if each is not wake)
+
+    def _on_change(self) -> None:
+        """On the loop thread, mostly; the engine's where the room was refused at once."""
+        for wake in self._waiters:
+            with contextlib.suppress(RuntimeError):  # the engine's asyncio loop is closed
+                wake()
+        self._transfer.note_change()
 
     @abstractmethod
     def _fail(self, failure: Failure) -> None:

@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from kvgrpc.v1 import common_pb2 as kvgrpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvgrpc/v1/server_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16kvgrpc/v1/common.proto\"\x16\n\x14GetServerInfoRequest\"\x94\x03\n\x15GetServerInfoResponse\x12\x18\n\x07version\x18\x01 \x01(\tR\x07version\x12&\n\x04rank\x18\x02 \x01(\x0b\x32\x12.kvgrpc.v1.RankRefR\x04rank\x12#\n\x04role\x18\x03 \x01(\x0e\x32\x0f.kvgrpc.v1.RoleR\x04role\x12\x1a\n\x08services\x18\x04 \x03(\tR\x08services\x12\x44\n\x06limits\x18\x06 \x03(\x0b\x32,.kvgrpc.v1.GetServerInfoResponse.LimitsEntryR\x06limits\x12\x39\n\nstart_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\tstartTime\x12\x1a\n\x08\x64raining\x18\x08 \x01(\x08R\x08\x64raining\x12\x10\n\x03pid\x18\t \x01(\rR\x03pid\x1a\x39\n\x0bLimitsEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\x04R\x05value:\x02\x38\x01J\x04\x08\x05\x10\x06R\x08\x66\x65\x61tures\"?\n\x0c\x44rainRequest\x12/\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationR\x05grace\"H\n\rDrainResponse\x12\x18\n\x07\x64rained\x18\x01 \x01(\x08R\x07\x64rained\x12\x1d\n\nopen_rooms\x18\x02 \x01(\rR\topenRooms2\xa9\x01\n\rServerService\x12W\n\rGetServerInfo\x12\x1f.kvgrpc.v1.GetServerInfoRequest\x1a .kvgrpc.v1.GetServerInfoResponse\"\x03\x90\x02\x01\x12?\n\x05\x44rain\x12\x17.kvgrpc.v1.DrainRequest\x1a\x18.kvgrpc.v1.DrainResponse\"\x03\x90\x02\x02\x42\"Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvgrpc/v1/server_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16kvgrpc/v1/common.proto\"\x16\n\x14GetServerInfoRequest\"\x84\x03\n\x15GetServerInfoResponse\x12\x18\n\x07version\x18\x01 \x01(\tR\x07version\x12&\n\x04rank\x18\x02 \x01(\x0b\x32\x12.kvgrpc.v1.RankRefR\x04rank\x12#\n\x04role\x18\x03 \x01(\x0e\x32\x0f.kvgrpc.v1.RoleR\x04role\x12\x1a\n\x08services\x18\x04 \x03(\tR\x08services\x12\x44\n\x06limits\x18\x06 \x03(\x0b\x32,.kvgrpc.v1.GetServerInfoResponse.LimitsEntryR\x06limits\x12\x39\n\nstart_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\tstartTime\x12\x1a\n\x08\x64raining\x18\x08 \x01(\x08R\x08\x64raining\x12\x10\n\x03pid\x18\t \x01(\rR\x03pid\x1a\x39\n\x0bLimitsEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\x04R\x05value:\x02\x38\x01\"?\n\x0c\x44rainRequest\x12/\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationR\x05grace\"H\n\rDrainResponse\x12\x18\n\x07\x64rained\x18\x01 \x01(\x08R\x07\x64rained\x12\x1d\n\nopen_rooms\x18\x02 \x01(\rR\topenRooms2\xa9\x01\n\rServerService\x12W\n\rGetServerInfo\x12\x1f.kvgrpc.v1.GetServerInfoRequest\x1a .kvgrpc.v1.GetServerInfoResponse\"\x03\x90\x02\x01\x12?\n\x05\x44rain\x12\x17.kvgrpc.v1.DrainRequest\x1a\x18.kvgrpc.v1.DrainResponse\"\x03\x90\x02\x02\x42\"Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,13 +44,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSERVERINFOREQUEST']._serialized_start=134
   _globals['_GETSERVERINFOREQUEST']._serialized_end=156
   _globals['_GETSERVERINFORESPONSE']._serialized_start=159
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=563
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=547
   _globals['_GETSERVERINFORESPONSE_LIMITSENTRY']._serialized_start=490
   _globals['_GETSERVERINFORESPONSE_LIMITSENTRY']._serialized_end=547
-  _globals['_DRAINREQUEST']._serialized_start=565
-  _globals['_DRAINREQUEST']._serialized_end=628
-  _globals['_DRAINRESPONSE']._serialized_start=630
-  _globals['_DRAINRESPONSE']._serialized_end=702
-  _globals['_SERVERSERVICE']._serialized_start=705
-  _globals['_SERVERSERVICE']._serialized_end=874
+  _globals['_DRAINREQUEST']._serialized_start=549
+  _globals['_DRAINREQUEST']._serialized_end=612
+  _globals['_DRAINRESPONSE']._serialized_start=614
+  _globals['_DRAINRESPONSE']._serialized_end=686
+  _globals['_SERVERSERVICE']._serialized_start=689
+  _globals['_SERVERSERVICE']._serialized_end=858
 # @@protoc_insertion_point(module_scope)

@@ -127,7 +127,7 @@ class DrainRequest(_message.Message):
     GRACE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def grace(self) -> _duration_pb2.Duration:
-        """How long rooms may take to end; then they are cancelled. Absent: 30 s."""
+        """How long rooms may take to end; then they are cancelled. 0 s to an hour; absent: 30 s."""
 
     def __init__(
         self,

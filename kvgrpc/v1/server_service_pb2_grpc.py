@@ -62,7 +62,7 @@ class ServerServiceServicer(object):
     def Drain(self, request, context):
         """Starts draining: health turns NOT_SERVING, new rooms are refused, running ones end; the port stays open until the data
         plane has no write left. Returns when drained or at the deadline of the call. Repeating it is harmless.
-        Roles: operator. Errors: none of its own.
+        Roles: operator. Errors: INVALID_REQUEST.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

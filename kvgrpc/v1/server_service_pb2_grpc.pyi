@@ -40,7 +40,7 @@ class ServerServiceStub:
     Drain: _grpc.UnaryUnaryMultiCallable[_server_service_pb2.DrainRequest, _server_service_pb2.DrainResponse]
     """Starts draining: health turns NOT_SERVING, new rooms are refused, running ones end; the port stays open until the data
     plane has no write left. Returns when drained or at the deadline of the call. Repeating it is harmless.
-    Roles: operator. Errors: none of its own.
+    Roles: operator. Errors: INVALID_REQUEST.
     """
 
 @_typing.type_check_only
@@ -55,7 +55,7 @@ class ServerServiceAsyncStub(ServerServiceStub):
     Drain: _aio.UnaryUnaryMultiCallable[_server_service_pb2.DrainRequest, _server_service_pb2.DrainResponse]  # type: ignore[assignment]
     """Starts draining: health turns NOT_SERVING, new rooms are refused, running ones end; the port stays open until the data
     plane has no write left. Returns when drained or at the deadline of the call. Repeating it is harmless.
-    Roles: operator. Errors: none of its own.
+    Roles: operator. Errors: INVALID_REQUEST.
     """
 
 class ServerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -79,7 +79,7 @@ class ServerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_server_service_pb2.DrainResponse, _abc.Awaitable[_server_service_pb2.DrainResponse]]:
         """Starts draining: health turns NOT_SERVING, new rooms are refused, running ones end; the port stays open until the data
         plane has no write left. Returns when drained or at the deadline of the call. Repeating it is harmless.
-        Roles: operator. Errors: none of its own.
+        Roles: operator. Errors: INVALID_REQUEST.
         """
 
 def add_ServerServiceServicer_to_server(servicer: ServerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -10,8 +10,17 @@ from contextlib import AsyncExitStack
 import grpc
 import pytest
 
-from kvgrpc.client import Client, EventFollower, PrefixIndex, SyncEventFollower, SyncPrefixIndex
-from kvgrpc.errors import InvalidRequest, PeerUnreachable, ServerDraining
+from kvgrpc.client import (
+    Client,
+    EventFollower,
+    Heartbeat,
+    Payloads,
+    PrefixIndex,
+    Snapshot,
+    SyncEventFollower,
+    SyncPrefixIndex,
+)
+from kvgrpc.errors import InvalidRequest, PeerUnreachable, ServerDraining, StaleLog
 from kvgrpc.events.following import FollowerState
 from kvgrpc.events.index import Match
 from kvgrpc.events.index_servicer import MAX_BLOCKS, IndexServicer
@@ -19,6 +28,7 @@ from kvgrpc.hashing import block_hashes, event_seed, page_hashes, sglang_event_h
 from kvgrpc.rpc.interceptors import interceptors_of
 from kvgrpc.rpc.options import SERVER_OPTIONS
 from kvgrpc.rpc.security import ServerSecurity
+from kvgrpc.v1 import event_service_pb2 as events_pb
 from kvgrpc.v1 import index_service_pb2 as pb
 from kvgrpc.v1.index_service_pb2_grpc import add_IndexServiceServicer_to_server
 from tests.contract.publishing import Publishing, until
@@ -283,6 +293,60 @@ class TestIndexService:
         self.servicer.drain()
         with pytest.raises(ServerDraining):
             await self.servicer.Score(pb.ScoreRequest(), None)
+
+
+class TestWatchGoesOn:
+    async def test_a_tail_goes_on_behind_its_last_batch(self) -> None:
+        async with Publishing(clear_first=False) as engine, Client(engine.address) as client:
+            await engine.store([1])
+            read: list[object] = []
+
+            async def reading() -> None:
+                async for part in client.watch(mode=events_pb.WATCH_MODE_TAIL):
+                    if not isinstance(part, Heartbeat):
+                        read.append(part)
+
+            task = asyncio.ensure_future(reading())
+            await until(lambda: len(read) == 2)
+            await engine.hang_up()
+            await engine.store([2])
+            await engine.serve()
+            await until(lambda: len(read) == 3)
+            assert [part.first_sequence for part in read if isinstance(part, Payloads)] == [0, 1]
+            await engine.restart()
+            with pytest.raises(StaleLog):
+                await asyncio.wait_for(task, 20)
+
+    async def test_a_snapshot_goes_on_as_a_tail(self) -> None:
+        async with Publishing() as engine, Client(engine.address) as client:
+            await engine.store([1])
+            read: list[object] = []
+
+            async def reading() -> None:
+                async for part in client.watch(mode=events_pb.WATCH_MODE_SNAPSHOT):
+                    if not isinstance(part, Heartbeat):
+                        read.append(part)
+
+            task = asyncio.ensure_future(reading())
+            await until(lambda: len(read) == 2)
+            await engine.hang_up()
+            await engine.store([2])
+            await engine.serve()
+            await until(lambda: len(read) == 3)
+            assert isinstance(read[1], Snapshot) and read[1].last
+            assert isinstance(read[2], Payloads) and read[2].first_sequence == read[1].next_sequence
+            task.cancel()
+
+    async def test_nobody_who_comes_back_is_said_in_time(self) -> None:
+        async with Publishing() as engine, Client(engine.address, timeout=3.0) as client:
+            parts = client.watch(mode=events_pb.WATCH_MODE_TAIL)
+            await anext(parts)
+            await engine.hang_up()
+            begin = time.monotonic()
+            with pytest.raises(PeerUnreachable):
+                async for _ in parts:
+                    pass
+            assert time.monotonic() - begin < 15
 
 
 async def test_the_same_for_plain_code() -> None:

@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvgrpc.client import Client
-from kvgrpc.errors import AddressNotAllowed, Internal, KvGrpcError, ServerDraining
+from kvgrpc.errors import AddressNotAllowed, Internal, InvalidRequest, KvGrpcError, ServerDraining
 from kvgrpc.model import RankId, RankRef, Role
 from kvgrpc.observability import metrics
 from kvgrpc.rpc.channel import open_channel
@@ -338,6 +338,14 @@ class TestDrain:
             house.machine.rooms_ended.set()
             assert all(answer.drained for answer in await asyncio.gather(*calls))
         assert house.machine.graces == [20.0]
+
+    @pytest.mark.parametrize("seconds", [-1, 3601])
+    async def test_a_grace_that_cannot_be_is_refused(self, house: House, channel: Any, seconds: int) -> None:
+        request = server_service_pb2.DrainRequest()
+        request.grace.seconds = seconds
+        error = await failure(ServerServiceStub(channel).Drain(request, timeout=10))
+        assert isinstance(error, InvalidRequest) and error.metadata["field"] == "grace"
+        assert not house.machine.graces
 
     async def test_a_caller_that_leaves_does_not_end_it(self, house: House, channel: Any) -> None:
         call = ServerServiceStub(channel).Drain(server_service_pb2.DrainRequest(), timeout=10)

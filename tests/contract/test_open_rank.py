@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import mmap
 import socket
@@ -13,10 +14,12 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import kvgrpc.dataplane
 from kvgrpc.dataplane.shm.plane import ShmDataPlane
 from kvgrpc.errors import AddressNotAllowed, InvalidRequest, Reason, ServerDraining, StaleEpoch
+from kvgrpc.events import KVEventBatch
 from kvgrpc.model import Pool, PoolKind, Region, Role
 from kvgrpc.rpc.status import error_from
 from kvgrpc.server import Rank, RankConfig, app, open_decode, open_prefill, open_rank, opening
@@ -272,3 +275,33 @@ class TestRoles:
             assert receiver.failure is not None
             assert receiver.failure.metadata == {"expected": "DECODE", "actual": "PREFILL"}
             assert prefill.healthy and decode.healthy
+
+
+def test_a_rank_that_was_replaced_publishes_no_more_and_its_event_service_says_so(plane: Any) -> None:
+    """Two streams of one cache would be two truths."""
+    events = {"endpoint": "tcp://127.0.0.1:0"}
+    with contextlib.ExitStack() as opened:
+
+        def rank(**changes: Any) -> Rank[Any]:
+            own = kvgrpc.dataplane.open_plane("shm")
+            opened.callback(own.close, 1.0)
+            made = open_rank(config(own, **changes))
+            opened.callback(made.close, 1.0)
+            return made
+
+        registry = rank(engine="R", registry="embedded", lease_ttl=1.0).address
+        old = rank(registry=registry, events=events)
+        assert old.events.publish(KVEventBatch(0.0, []))
+        new = rank(registry=registry, events=events)
+        deadline = time.monotonic() + 20
+        while old.events.publish(KVEventBatch(0.0, [])):
+            assert time.monotonic() < deadline, "the replaced rank goes on"
+            time.sleep(0.01)
+        assert new.events.publish(KVEventBatch(0.0, []))
+        with grpc.insecure_channel(old.address) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            asked = health_pb2.HealthCheckRequest(service="kvgrpc.v1.EventService")
+            while health.Check(asked).status != health_pb2.HealthCheckResponse.NOT_SERVING:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        assert all(old._live().values()), "a restart would mend nothing"

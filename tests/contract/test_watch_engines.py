@@ -175,6 +175,18 @@ class TestManyReaders:
             await reader.until_ranks("Q", 1)
         assert encoded == ["P", "Q"]
 
+    async def test_a_newcomer_has_everything_when_the_state_is_complete(self, served: Served) -> None:
+        """Also what changed since the state was encoded for somebody else."""
+        await served.register(row("P"))
+        first = await Reader(served).until_complete()
+        for name in ("Q", "R"):
+            await served.register(row(name))
+            await first.until_ranks(name, 1)
+        served.registry.deregister([row("P").ref])
+        await first.until_ranks("P", 0)
+        newcomer = await Reader(served).until_complete()
+        assert newcomer.mirror.engines == shown(served) and set(newcomer.mirror.engines) == {"Q", "R"}
+
     async def test_their_number_is_bounded(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
         served.servicer._watching._max_watchers = 2
         first = await Reader(served).until_complete()

@@ -21,6 +21,7 @@ import kvgrpc.dataplane
 from kvgrpc.errors import Failure
 from kvgrpc.model import Layout, Pool, PoolKind, RankId, RankRef, Region, new_epoch
 from kvgrpc.transfer import KVReceiver, KVSender
+from kvgrpc.transfer.protocol.types import RoomKey
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import registry_service_pb2 as registry_pb
 from kvgrpc.v1 import transfer_service_pb2 as pb
@@ -309,7 +310,7 @@ def eventually(condition: Callable[[], object], seconds: float = SECONDS) -> Non
 
 def named(host: RankHost, room: int) -> None:
     """Waits until the rank has heard of the room."""
-    eventually(lambda: (room, 0) in core_of(host).rooms)
+    eventually(lambda: RoomKey(room) in core_of(host).rooms)
 
 
 def sender_of(host: RankHost, room: int) -> Any:

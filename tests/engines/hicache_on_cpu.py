@@ -17,27 +17,28 @@ def register() -> None:
 
 
 def to_host(
-    layers: Sequence[torch.Tensor],
-    hosts: Sequence[torch.Tensor],
-    tokens: torch.Tensor,
-    host_tokens: torch.Tensor,
+    src_ptrs: Sequence[torch.Tensor],
+    dst_ptrs: Sequence[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
     page_size: int,
 ) -> None:
-    """``layers``: K of all layers, then V, [token, head, dim]; ``hosts``: K and V, [page, layer, token, head, dim]."""
-    pages, count = host_tokens[::page_size] // page_size, len(layers) // len(hosts)
-    for kind, host in enumerate(hosts):
-        own = torch.stack([layer[tokens] for layer in layers[kind * count : (kind + 1) * count]], dim=1)
+    """From K of all layers, then V, [token, head, dim], to K and V, [page, layer, token, head, dim]."""
+    pages, count = dst_indices[::page_size] // page_size, len(src_ptrs) // len(dst_ptrs)
+    for kind, host in enumerate(dst_ptrs):
+        own = torch.stack([layer[src_indices] for layer in src_ptrs[kind * count : (kind + 1) * count]], dim=1)
         host[pages] = own.unflatten(0, (-1, page_size)).transpose(1, 2)
 
 
 def to_device(
-    hosts: Sequence[torch.Tensor],
-    layers: Sequence[torch.Tensor],
-    host_tokens: torch.Tensor,
-    tokens: torch.Tensor,
-    layer: int,
+    src_ptrs: Sequence[torch.Tensor],
+    dst_ptrs: Sequence[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    layer_id: int,
     page_size: int,
 ) -> None:
-    pages = host_tokens[::page_size] // page_size
-    for host, device in zip(hosts, layers, strict=True):
-        device[tokens] = host[pages, layer].flatten(0, 1)
+    """From K and V of host pages to those of one layer."""
+    pages = src_indices[::page_size] // page_size
+    for host, device in zip(src_ptrs, dst_ptrs, strict=True):
+        device[dst_indices] = host[pages, layer_id].flatten(0, 1)

@@ -69,7 +69,7 @@ def engine(storage: dict[str, object], folder: Path, reference: Reference) -> It
 
 def ask(engine: Engine, case: Case) -> Request:
     request = engine.generate(case.prompt, len(case.tokens))
-    assert request.result() == case.tokens
+    assert request.result(180) == case.tokens  # the first one ever compiles kernels
     return request
 
 

@@ -27,7 +27,7 @@ from kvgrpc.engines.vllm.rank import Place, bootstrap_address, kv_pool, rank_con
 from kvgrpc.engines.vllm.scheduler import Scheduler
 from kvgrpc.engines.vllm.stats import TransferStats
 from kvgrpc.errors import AddressNotAllowed, FeatureDisabled, InvalidRequest
-from kvgrpc.model import Role
+from kvgrpc.model import Attention, Role
 
 BLOCK = 16
 AT_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "x"}
@@ -184,6 +184,14 @@ def test_a_page_is_a_block_of_the_scheduler_also_where_kernels_use_smaller_ones(
     assert (pool.pages, pool.page_tokens, len(pool.regions)) == (8, BLOCK, 2)
     assert pool.regions[1].page_bytes == pool.regions[1].page_stride_bytes == 2 * 2 * (BLOCK // 2) * 16 * 4
     assert (pool.heads_total, pool.head_start, pool.head_count) == (4, 2, 2)
+    assert pool.axes == "LBHNC"  # a page is two of the kernel's: heads lie in two places
+
+
+@pytest.mark.parametrize(("tp", "heads"), [(0, (0, 1)), (3, (1, 1)), (7, (3, 1))])
+def test_with_fewer_heads_than_ranks_several_hold_the_same(tp: int, heads: tuple[int, int]) -> None:
+    layers = {"a": torch.zeros(8, 1, BLOCK, 16)}
+    pool = kv_pool(layers, engine(tensor_parallel_size=8), cache_config(attention()), tp)
+    assert (pool.head_start, pool.head_count) == heads
 
 
 @pytest.mark.parametrize(
@@ -201,7 +209,9 @@ def test_memory_that_is_not_block_behind_block_is_refused(cache: torch.Tensor) -
 
 
 def rank(place: Place) -> Any:
-    return rank_config(place, kv_pool({"l": torch.zeros(8, 2, BLOCK, 16)}, engine(), cache_config(attention()), 0))
+    pool = kv_pool({"l": torch.zeros(8, 2, BLOCK, 16)}, engine(), cache_config(attention()), 0)
+    assert pool.axes == "head,token,dim"
+    return rank_config(place, pool, Attention.MHA)
 
 
 def test_prefill_serves_its_registry_where_proxies_of_vllms_mooncake_connector_look() -> None:

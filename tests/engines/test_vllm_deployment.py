@@ -105,12 +105,16 @@ def test_tensor_parallel_ranks_hand_over_to_their_counterparts(folder: Path, ref
         pair.close()
 
 
-def test_unequal_tensor_parallelism_is_refused_with_the_field(folder: Path, reference: Reference) -> None:
-    pair = VllmPair(folder, reference.path, prefill={"tensor_parallel_size": 2})
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2)])
+def test_unequal_tensor_parallel_sizes_hand_over_heads(
+    folder: Path, reference: Reference, prefill: int, decode: int
+) -> None:
+    sizes = {"prefill": {"tensor_parallel_size": prefill}, "decode": {"tensor_parallel_size": decode}}
+    pair = VllmPair(folder, reference.path, **sizes)
     try:
         pair.wait_ready()
-        _, decode = pair.submit(reference.case(100).prompt, 8)
-        decode.failure(20)
-        assert "layout.tp: prefill 2, decode 1" in pair.decode.reason()
+        for length in (3, BLOCK + 1, 300):
+            check(pair, reference, length)
+        assert pair.prefill.is_empty() and pair.decode.is_empty()
     finally:
         pair.close()

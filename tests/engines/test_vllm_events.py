@@ -85,17 +85,15 @@ def timeless(batch: Any) -> Any:
 def test_batches_are_those_of_vllms_own_publisher_byte_by_byte(
     ours: Published, folder: Path, reference: Reference, cases: list[Case]
 ) -> None:
-    published = ours.serve(cases)
+    # The first batch of a log says that nothing is cached; vLLM's own publisher has no such batch.
+    published = [message for message in ours.serve(cases) if message[1] > 0]
     (address,) = re.findall(r"kvgrpc: events of .* replayed at (\S+)", ours.engine.log())
     with SyncClient(address) as client:
         (stream,) = client.list_streams()
         parts = client.watch(mode=event_service_pb2.WATCH_MODE_REPLAY, engine=stream.engine)
         replayed = [payload for part in parts if isinstance(part, Payloads) for payload in part.payloads]
-    # Ours begins with one that says AllBlocksCleared, before anybody can have subscribed.
-    assert b"AllBlocksCleared" in replayed.pop(0)
-    published = [message for message in published if message[1]]
-    assert replayed == [payload for _, _, payload in published]
-    assert [number for _, number, _ in published] == list(range(1, len(published) + 1))
+    assert replayed[1:] == [payload for _, _, payload in published]
+    assert [number for _, number, _ in published] == list(range(1, 1 + len(published)))
 
     theirs = Published(folder, reference.path)
     try:

@@ -98,6 +98,19 @@ def test_heads_arrive_where_they_belong(
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
+def test_over_mooncake_too(engine: Open, registry: str, prefill_tp: int, decode_tp: int) -> None:
+    pytest.importorskip("mooncake")
+    prefill = engine("P", "PREFILL", prefill_tp, data_plane="mooncake")
+    decode = engine("D", "DECODE", decode_tp, data_plane="mooncake")
+    for number, rank in enumerate(prefill):
+        rank.fill(number)
+        rank.aux[:] = prefill[0].aux
+    hand_off(prefill, decode, registry, 1)
+    axes = "token,head,dim"
+    assert (cache_of(prefill, axes, range(3, 9)) == cache_of(decode, axes, range(10, 16))).all()
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
 def test_a_latent_cache_is_sent_once_to_each_decode_rank(
     engine: Open, registry: str, prefill_tp: int, decode_tp: int
 ) -> None:

@@ -13,4 +13,4 @@ README = Path(__file__).parents[2] / "README.md"
 def test_the_engine_author_s_example_hands_a_room_over() -> None:
     (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     ran = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=50, check=False)
-    assert ran.stdout == "room 7: Success\n", ran.stderr
+    assert ran.stdout == "room 7: Success 42\n", ran.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections import OrderedDict
@@ -89,13 +90,10 @@ class _Tier:
 
     def make_room(self, blocks: int, kept: set[int]) -> list[int]:
         """Takes the least recently used out, until so many fit; what they were is still known until ``forget``."""
-        gone: list[int] = []
-        for block in list(self.blocks):
-            if len(self.blocks) + blocks <= self.capacity:
-                break
-            if block not in kept:
-                del self.blocks[block]
-                gone.append(block)
+        excess = max(0, len(self.blocks) + blocks - self.capacity)
+        gone = list(itertools.islice((block for block in self.blocks if block not in kept), excess))
+        for block in gone:
+            del self.blocks[block]
         return gone
 
 

@@ -233,9 +233,11 @@ def _pages(pool: Any, host_indices: Any, count: int, mode: KeyMode) -> list[Page
 
 
 def _memory(pool: Any) -> list[MemoryRange]:
-    """The tensors of a host pool, whatever they are called in its class."""
+    """The tensors in which a host pool's pages lie: their names differ from class to class."""
     found = []
-    for value in vars(pool).values():
+    for name, value in vars(pool).items():
+        if not name.endswith("buffer") and not name.endswith("buffers"):
+            continue
         for tensor in value if isinstance(value, (list, tuple)) else [value]:
             if hasattr(tensor, "data_ptr") and hasattr(tensor, "untyped_storage") and not tensor.is_cuda:
                 storage = tensor.untyped_storage()

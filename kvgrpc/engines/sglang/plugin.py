@@ -35,6 +35,9 @@ def install(environment: Mapping[str, str]) -> None:
 
         add_disagg_transfer_backend_choices([BACKEND])
         HookRegistry.register(f"{_UTILS}.TransferBackend", with_member(TransferBackend, BACKEND), HookType.REPLACE)
+    from kvgrpc.engines.sglang.events import register_publisher
+
+    register_publisher()
     ours = BACKEND if route == "backend" else "mooncake"
     HookRegistry.register(f"{_UTILS}.get_kv_class", class_chooser(ours), HookType.AROUND)
 

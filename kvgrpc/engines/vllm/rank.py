@@ -10,7 +10,7 @@ import torch
 
 from kvgrpc.engines.addresses import bracketed, engine_name, loopback_for
 from kvgrpc.errors import FeatureDisabled, InvalidRequest
-from kvgrpc.model import Layout, Pool, PoolKind, Region, Role
+from kvgrpc.model import Attention, Layout, ModelIdentity, Pool, PoolKind, Region, Role
 from kvgrpc.server import RankConfig, settings
 
 BOOTSTRAP_PORT, EVENTS_LISTEN = "bootstrap_port", "events_listen"
@@ -44,7 +44,7 @@ class Place:
         return engine_name(self.bootstrap or f"{self.host}-decode")
 
 
-def rank_config(place: Place, pool: Pool) -> RankConfig:
+def rank_config(place: Place, pool: Pool, attention: Attention) -> RankConfig:
     """The rank to open: KVGRPC_… and kv_connector_extra_config over what vLLM says, but not over memory and place."""
     configured = dict(place.configured)
     defaults: dict[str, Any] = {
@@ -57,6 +57,7 @@ def rank_config(place: Place, pool: Pool) -> RankConfig:
         "layout": Layout(tp=place.tp_size),
         "tp": place.tp,
         "pools": (pool,),
+        "model": ModelIdentity(attention=attention),
         # Decode is dialled by nobody, and its requests name their registry.
         "registry": (place.external or place.bootstrap) if place.role is Role.PREFILL else "",
         "bootstrap_allow": (*configured.pop("bootstrap_allow", ()), *_host(place.external)),
@@ -91,7 +92,7 @@ def kv_pool(caches: Mapping[str, torch.Tensor], config: Any, kv_cache_config: An
             Region(layer, "kv", address, page_bytes[address], page_bytes[address])
             for layer, address in enumerate(page_bytes)
         ),
-        axes=kv_cache_config.kv_cache_layout or "",
+        axes=_axes(kv_cache_config.kv_cache_layout or "", whole_kernel_blocks=first.shape[0] == blocks),
         location=f"cuda:{first.device.index}" if first.is_cuda else "cpu:0",
         **_heads(config, tp_rank),
     )
@@ -102,13 +103,21 @@ def bootstrap_address(text: str) -> str:
     return re.sub(r"^[a-z]+://", "", text.strip()).rstrip("/")
 
 
+def attention_of(config: Any) -> Attention:
+    return Attention.MLA if config.model_config.use_mla else Attention.MHA
+
+
+def _axes(layout: str, whole_kernel_blocks: bool) -> str:
+    """vLLM's letters of a page (layer, block, head, token, content) in our words, where a page is one of its blocks."""
+    return "head,token,dim" if layout == "LBHNC" and whole_kernel_blocks else layout
+
+
 def _heads(config: Any, tp_rank: int) -> dict[str, int]:
-    """Which KV heads the rank holds; nothing where they do not apply (MLA), or several ranks hold the same."""
-    model, tp = config.model_config, config.parallel_config.tensor_parallel_size
-    total = model.get_total_num_kv_heads()
-    if model.use_mla or total % tp:
+    """Which KV heads the rank holds: an equal share, or copies where heads are fewer than ranks; none: MLA."""
+    if attention_of(config) is Attention.MLA:
         return {}
-    return {"heads_total": total, "head_start": tp_rank * (total // tp), "head_count": total // tp}
+    total, tp = config.model_config.get_total_num_kv_heads(), config.parallel_config.tensor_parallel_size
+    return {"heads_total": total, "head_start": tp_rank * total // tp, "head_count": max(total // tp, 1)}
 
 
 def _is_dense(block: torch.Tensor) -> bool:

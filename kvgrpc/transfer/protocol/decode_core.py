@@ -300,6 +300,7 @@ class DecodeCore:
             self._part_ended(room, part, entry)
         elif part.state is STATE_TRANSFERRING:
             room.transfer()
+            room.handle.pages_done = min(each.pages_done for each in room.parts.values())
 
     def _part_ended(self, room: DecodeRoom, part: DecodePart, entry: PrefillEntry) -> None:
         """The first part that fails fails the room; SUCCESS needs every part that is owed (9)."""
@@ -347,7 +348,7 @@ class DecodeCore:
     def _look(self, room: DecodeRoom) -> None:
         """Gives the room's pages back if there is evidence."""
         if room.key in self._held and self._held.look(room, self.now):
-            room.handle.release_safe = True
+            room.handle.release()
             self._drop_if_over(room)
 
     def _drop_if_over(self, room: DecodeRoom) -> None:

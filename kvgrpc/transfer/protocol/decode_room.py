@@ -154,20 +154,21 @@ class DecodeRoom:
             return
         if all(part.pair.welcomed for part in self.parts.values()):
             self.state = STATE_WAITING_FOR_INPUT
-            self.handle.poll = KVPoll.WaitingForInput
+            self.handle.turn(KVPoll.WaitingForInput)
 
     def transfer(self) -> None:
         """Pages move."""
         if self.state < STATE_TRANSFERRING:
             self.state = STATE_TRANSFERRING
-            self.handle.poll = KVPoll.Transferring
+            self.handle.turn(KVPoll.Transferring)
 
     def succeed(self) -> None:
         self.state = STATE_SUCCESS
         self.ended = True
         self.aux = None
+        self.handle.pages_done = self.page_count
         self.handle.release_safe = True
-        self.handle.poll = KVPoll.Success
+        self.handle.turn(KVPoll.Success)
 
     def fail(self, failure: Failure) -> None:
         """The handle still says what it said before: it turns Failed when all else is known (6)."""

@@ -20,9 +20,12 @@ class FanOut:
     def update(self) -> None:
         """The furthest state that all places reached; pages are free once nobody reads them."""
         handle = self.handle
-        handle.release_safe = all(place.release_safe for place in self.places)
-        if handle.poll not in (KVPoll.Failed, KVPoll.Success):
-            handle.poll = max(handle.poll, min(place.poll for place in self.places))
+        if not handle.release_safe and all(place.release_safe for place in self.places):
+            handle.release()
+        handle.pages_done = min(place.pages_done for place in self.places)
+        poll = min(place.poll for place in self.places)
+        if handle.poll not in (KVPoll.Failed, KVPoll.Success) and poll > handle.poll:
+            handle.turn(poll)
 
     def fail(self, failure: Failure) -> None:
         """The first place that fails fails the room."""
@@ -41,6 +44,8 @@ class PlaceHandle(Handle):
         self.aborted = None
         self.failure = None
         self.began = fan_out.handle.began
+        self.pages_done = 0
+        self.on_change = None
 
     @property
     def poll(self) -> KVPoll:

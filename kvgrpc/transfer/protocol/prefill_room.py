@@ -151,7 +151,7 @@ class PrefillRoom:
         self.chunks.total = pages
         self.chunks.align = align
         if self.handle is not None and self.handle.poll is KVPoll.Bootstrapping:
-            self.handle.poll = KVPoll.WaitingForInput  # 12, poll: never Bootstrapping after init
+            self.handle.turn(KVPoll.WaitingForInput)  # 12, poll: never Bootstrapping after init
 
     def send(self, chunk: Chunk, aux: bytes | None, at_most: int) -> list[Submission]:
         """Pages that are computed; they wait while the destination is not known, at most ``at_most`` chunks."""
@@ -183,6 +183,8 @@ class PrefillRoom:
         self.worst = min(self.worst, _WRITES_AFTER[outcome])
         if outcome is Outcome.DONE:
             self.done.add(submission.start, len(submission.destination))
+            if self.handle is not None:
+                self.handle.pages_done = self.done.prefix
         if self.ended:
             self._settle()
         elif outcome is not Outcome.DONE:
@@ -220,7 +222,7 @@ class PrefillRoom:
             return []
         self.state = STATE_WAITING_FOR_INPUT
         handle.prefix_pages = destination.first_page
-        handle.poll = KVPoll.WaitingForInput
+        handle.turn(KVPoll.WaitingForInput)
         return self._advance() if self.chunks.waiting else []
 
     def _advance(self) -> list[Submission]:
@@ -238,7 +240,7 @@ class PrefillRoom:
             self.state = STATE_TRANSFERRING
             self.progress = True
             if self.handle is not None:
-                self.handle.poll = KVPoll.Transferring
+                self.handle.turn(KVPoll.Transferring)
         elif not submissions and self._complete():
             self._end(STATE_SUCCESS)
         return submissions
@@ -261,7 +263,7 @@ class PrefillRoom:
         if self.failure is not None:
             self.handle.fail(self.failure)
         else:
-            self.handle.poll = KVPoll.Success
+            self.handle.turn(KVPoll.Success)
 
     def _settle(self) -> None:
         """Writes advance from OPEN once the state is terminal and none is open (rule 7, writes)."""
@@ -269,4 +271,4 @@ class PrefillRoom:
             return
         self.writes = self.worst
         if self.handle is not None and self.writes is not WRITES_UNKNOWN:
-            self.handle.release_safe = True  # of the source: nothing reads it any more
+            self.handle.release()  # of the source: nothing reads it any more

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -103,10 +104,11 @@ class Handle:
 
     ``poll`` is terminal once Success or Failed; ``failure`` is set before ``poll`` turns Failed. ``release_safe``: no
     write can reach the room's pages any more. ``prefix_pages``: pages that decode already holds (senders only).
-    ``aborted`` is the one field that the engine's thread writes. ``began``: when it was made (s).
+    ``pages_done``: pages in place, a prefix of them. ``aborted`` is the one field that the engine's thread writes.
+    ``began``: when it was made (s). ``on_change`` is called after ``poll`` or ``release_safe`` changed.
     """
 
-    __slots__ = ("aborted", "began", "failure", "poll", "prefix_pages", "release_safe")
+    __slots__ = ("aborted", "began", "failure", "on_change", "pages_done", "poll", "prefix_pages", "release_safe")
 
     def __init__(self) -> None:
         self.aborted: Failure | None = None
@@ -115,10 +117,27 @@ class Handle:
         self.failure: Failure | None = None
         self.release_safe = False
         self.prefix_pages = 0
+        self.pages_done = 0
+        self.on_change: Callable[[], None] | None = None
+
+    def turn(self, poll: KVPoll) -> None:
+        self.poll = poll
+        self._say()
+
+    def release(self) -> None:
+        self.release_safe = True
+        self._say()
 
     def fail(self, failure: Failure) -> None:
         self.failure = failure
-        self.poll = KVPoll.Failed
+        self.turn(KVPoll.Failed)
+
+    def _say(self) -> None:
+        on_change = self.on_change
+        if on_change is not None:
+            if self.release_safe and self.poll in (KVPoll.Failed, KVPoll.Success):
+                self.on_change = None  # the last change: whoever listens is not kept alive by what it listens to
+            on_change()
 
 
 @dataclass(frozen=True, slots=True)

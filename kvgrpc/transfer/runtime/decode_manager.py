@@ -28,7 +28,7 @@ from kvgrpc.transfer.runtime.manager import (
     TransferConfig,
     TransferManager,
 )
-from kvgrpc.transfer.runtime.resolve import ReceiverRoom, Resolve, Routes
+from kvgrpc.transfer.runtime.resolve import Changes, ReceiverRoom, Resolve, Routes, no_changes
 from kvgrpc.transfer.runtime.session_writer import SessionWriter
 from kvgrpc.transfer.tables import PartRow, RoomRow, SessionRow
 from kvgrpc.v1 import transfer_service_pb2 as pb
@@ -55,6 +55,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
         loop: Loop,
         resolve: Resolve,
         open_channel: Callable[[str], grpc.aio.Channel],
+        changes: Changes = no_changes,
     ) -> None:
         super().__init__(config, plane, loop)
         self.core = DecodeCore(
@@ -65,7 +66,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
             deliver_aux=self._deliver_aux,
         )
         self._own_pages = min(pool.pages for pool in config.pools)
-        self._routes = Routes(self.core, config.layout, resolve, open_channel, self._begin, self._pump)
+        self._routes = Routes(self.core, config.layout, resolve, open_channel, self._begin, self._pump, changes)
         self._open_channel = open_channel
         self._sessions: dict[Stream, _Session] = {}
         self._data_addresses: dict[RankRef, bytes] = {}

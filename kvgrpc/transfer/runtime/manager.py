@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import itertools
 import logging
 import os
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -133,6 +135,7 @@ class TransferManager(ABC, Generic[Record]):
         self._ticker: asyncio.Task[None] | None = None
         self._conditions: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self._past: dict[RoomKey, tuple[RoomRow, float]] = {}
+        self._changes_fd: int | None = None
         self._hand_offs = HandOffs(self.role, logger)
         self._page_bytes = sum(region.page_bytes for region in config.pools[0].regions)
 
@@ -174,6 +177,24 @@ class TransferManager(ABC, Generic[Record]):
                 self._loop.call_soon_threadsafe(self._run)
             except RuntimeError:  # the loop has ended with its process
                 self.closed = True
+
+    def fileno(self) -> int:
+        """A file descriptor for an event loop of the engine's own (epoll, asyncio ``add_reader``): readable when a room
+        of this manager changed its poll or gave its pages back. Read 8 bytes of it (``os.eventfd_read``), then look at
+        the rooms. Linux; it is the manager's and ends with it.
+        """
+        with self.aborting:
+            if self._changes_fd is None:
+                self._changes_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                weakref.finalize(self, os.close, self._changes_fd)
+        return self._changes_fd
+
+    def note_change(self) -> None:
+        """Something of a room changed that its engine may wait for; a burst of changes is one event."""
+        fd = self._changes_fd
+        if fd is not None:
+            with contextlib.suppress(BlockingIOError):  # full: nobody looked for 2^64 changes
+                os.eventfd_write(fd, 1)
 
     # Life, on the loop thread.
 

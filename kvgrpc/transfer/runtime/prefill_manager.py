@@ -273,7 +273,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         pair.place = topology.place_of(ref.rank, self.config.layout, layout)
         self._sessions[pair] = session
         if isinstance(pair.peer, PeerMemory):
-            self._worker.meet(pair.peer)
+            self._worker.attach(pair.peer)
         return session
 
     def _part(self, decode: topology.Shape, hello: pb.Hello) -> topology.Part:

@@ -44,6 +44,21 @@ class Resolve(Protocol):
     async def __call__(self, bootstrap_addr: str, decode: RankId) -> PrefillEngine: ...
 
 
+class Changes(Protocol):
+    """The number of the newest change at the registry behind a ``bootstrap_addr``, once it is above ``since``, or after
+    ``timeout`` seconds. Never raises KvGrpcError.
+    """
+
+    async def __call__(self, bootstrap_addr: str, since: int, timeout: float) -> int: ...
+
+
+async def no_changes(bootstrap_addr: str, since: int, timeout: float) -> int:
+    """Where no registry can be followed: something may have changed each time."""
+    if since >= 0:
+        await asyncio.sleep(timeout)
+    return since + 1
+
+
 class ReceiverRoom(DecodeRoom):
     """A room with the way to its prefill: the registry's address, and the dp rank if the router chose one."""
 
@@ -71,7 +86,9 @@ class Routes:
         open_channel: Callable[[str], grpc.aio.Channel],
         start: Callable[[Coroutine[None, None, None], str], asyncio.Task[None]],
         pump: Callable[[], None],
+        changes: Changes = no_changes,
     ) -> None:
+        self._changes = changes
         self._core = core
         self._layout = layout
         self._resolve = resolve
@@ -115,28 +132,33 @@ class Routes:
         await self._search.close()
 
     async def _meet_again(self, bootstrap_addr: str, coordinates: Coordinates) -> None:
+        """Asks the registry once, and again when it says that something changed."""
         now = asyncio.get_running_loop().time
         give_up_at = now() + _AWAIT_SECONDS
+        known, target = -1, None
         try:
             while now() < give_up_at:
-                if await self._stands(bootstrap_addr, coordinates):
+                change = await self._changes(bootstrap_addr, known, _AWAIT_PAUSE_SECONDS)
+                if change != known:
+                    known, target = change, await self._target_at(bootstrap_addr, coordinates)
+                if target is not None and self._stands(target):
                     break
-                await asyncio.sleep(_AWAIT_PAUSE_SECONDS)
         except Exception:
             logger.exception("asking %s for a rank that was lost failed", bootstrap_addr)
         finally:
             del self._awaited[bootstrap_addr, coordinates]
 
-    async def _stands(self, bootstrap_addr: str, coordinates: Coordinates) -> bool:
-        """Whether there is a session to the rank that is registered there now; one is dialled where there is none."""
+    async def _target_at(self, bootstrap_addr: str, coordinates: Coordinates) -> Target | None:
+        """Who is registered there now; None: nobody yet."""
         try:
             engine = await self._resolve(bootstrap_addr, self._core.me.rank)
         except KvGrpcError:
-            return False  # not back yet
+            return None
         self._remember(bootstrap_addr, engine)
-        target = engine.targets.get(coordinates)
-        if target is None:
-            return False
+        return engine.targets.get(coordinates)
+
+    def _stands(self, target: Target) -> bool:
+        """Whether there is a session to the rank; one is dialled where there is none."""
         self._core.predial(target)
         self._pump()
         return self._core.pairs[target.ref].up

@@ -79,9 +79,9 @@ class TransferWorker:
         """Queues writes. Each is reported exactly once."""
         self._jobs.put(lambda: self._waiting.extend(submissions))
 
-    def meet(self, memory: PeerMemory) -> None:
+    def attach(self, memory: PeerMemory) -> None:
         """Attaches a peer before its first write, which then need not wait for it; a failure is told by that write."""
-        self._jobs.put(lambda: self._meet(memory))
+        self._jobs.put(lambda: self._attach_early(memory))
 
     def stop(self, record: PrefillRoom) -> None:
         """Starts no further write of the room; its submissions are still reported."""
@@ -203,7 +203,7 @@ class TransferWorker:
             memory.geometry = geometry(self._pools, memory.pools) if memory.owes else Geometry([], [], 0)
             memory.peer = self._plane.attach(memory.address)
 
-    def _meet(self, memory: PeerMemory) -> None:
+    def _attach_early(self, memory: PeerMemory) -> None:
         try:
             self._attach(memory)
         except Exception as error:

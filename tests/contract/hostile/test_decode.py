@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from kvgrpc.errors import Reason
 from kvgrpc.model import RankRef
+from kvgrpc.transfer.protocol.types import RoomKey
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
@@ -291,8 +292,8 @@ class TestFramesOfDecode:
         last = client.ended(long)
         assert last.failure.reason == Reason.INVALID_REQUEST and "traceparent" in last.failure.metadata["field"]
         assert len(last.failure.SerializeToString()) < 1024
-        eventually(lambda: (good, 0) in core_of(prefill).rooms)
-        assert len(core_of(prefill).rooms[long, 0].traceparent) == 0
+        eventually(lambda: RoomKey(good) in core_of(prefill).rooms)
+        assert len(core_of(prefill).rooms[RoomKey(long)].traceparent) == 0
 
     def test_frames_to_a_decode_fit_what_it_said_it_takes(self, dial: Dial) -> None:
         least = 2 * (64 + 8192) + AUX_BYTES

@@ -12,6 +12,7 @@ import pytest
 from kvgrpc.errors import Reason
 from kvgrpc.model import Layout, RankId, RankRef
 from kvgrpc.transfer import KVPoll
+from kvgrpc.transfer.protocol.types import RoomKey
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.wire import layout_to_pb, pool_to_pb, rank_ref_to_pb
@@ -253,7 +254,7 @@ class TestRooms:
         untouched = np.setdiff1d(np.arange(PAGES), destination)
         assert not client.memory.bytes[:, untouched].any()
         client.want(room, FORGET)
-        eventually(lambda: (room, 0) not in core_of(prefill).rooms)
+        eventually(lambda: RoomKey(room) not in core_of(prefill).rooms)
 
     def test_states_only_advance(self, prefill: RankHost, dial: Dial) -> None:
         client = dial(prefill).open()
@@ -299,7 +300,7 @@ class TestRooms:
         for _ in range(3):
             client.want(room, FORGET)
         client.send(forget_rooms=[room, room])
-        eventually(lambda: (room, 0) not in core_of(prefill).rooms)
+        eventually(lambda: RoomKey(room) not in core_of(prefill).rooms)
 
     def test_changed_pages_are_a_conflict(self, prefill: RankHost, dial: Dial) -> None:
         for pages, first_page in (([1, 3], 0), ([1], 0), ([1, 2], 1)):

@@ -238,7 +238,7 @@ class TestTables:
             receiver.init([4], 0)
             sender_of(prefill, room).abort(f"no more of {room}")
         for host in (prefill, decode):
-            eventually(lambda host=host: not core_of(host).rooms.keys() & {(room, 0) for room in rooms})
+            eventually(lambda host=host: not core_of(host).rooms.keys() & set(map(RoomKey, rooms)))
             stub = stub_of(host)
             last = stub.GetRoom(pb.GetRoomRequest(room=rooms[-1]), timeout=5).room
             assert (last.state, last.failure.message) == (FAILED, f"no more of {rooms[-1]}")

@@ -132,7 +132,10 @@ def test_a_long_copy_takes_several_polls_and_stops_between_them() -> None:
     result = transfer.poll()
     assert result is not None and result.outcome is Outcome.REJECTED
     assert 0 < result.nbytes <= 2 * SLICE_BYTES
-    assert np.count_nonzero(view(target, total)) == result.nbytes
+    arrived = view(target, total)
+    # What the second thread copied behind a gap, on a machine that let the first one wait, is in place and not counted.
+    assert arrived[: result.nbytes].all()
+    assert result.nbytes <= np.count_nonzero(arrived) <= 2 * SLICE_BYTES
     assert transfer.poll() is result
     plane.close(1.0)
 

@@ -335,8 +335,50 @@ class TestProofOfDeath:
         side.core.on_goodbye(third, Failure(Reason.STALE_EPOCH, "restarted again"))
         assert not side.take("resolves") and reason(room) == "STALE_EPOCH"
 
+    def test_while_a_target_is_resolved_again_the_others_alone_are_not_enough(self, side: Side) -> None:
+        room = side.open(KEY, P0, P1)
+        side.core.write(room, Destination(np.arange(2, dtype=np.uint32)))
+        first, second = side.take("dials")
+        side.core.on_goodbye(first, Failure(Reason.STALE_EPOCH, "restarted"))
+        side.core.on_welcome(second)
+        assert room.handle.poll is KVPoll.Bootstrapping, "ready only with all targets"
+        assert [entry.want for entry in side.said()] == [Want.WRITE]
+        side.hear(second, RoomState.SUCCESS, Writes.SETTLED)
+        assert room.handle.poll is KVPoll.Bootstrapping, "and arrived only with all"
+        side.core.bind(room, (Target(RankRef(RankId("P0"), 9), "host:1"), P1))
+        (third,) = side.welcome()
+        side.said()
+        side.hear(third, RoomState.SUCCESS, Writes.SETTLED)
+        assert room.handle.poll is KVPoll.Success
+
+    def test_redials_follow_after_200_ms_and_then_400_ms(self, side: Side) -> None:
+        room, stream = side.writing()
+        side.ticks(TIMING.idle_timeout - 1, stream)
+        side.ticks(2, stream)
+        side.core.on_end(stream)
+        (again,) = side.take("dials")
+        moments = [side.core.now]
+        side.core.on_end(again)
+        for _ in range(TIMING.welcome_within - 1):
+            side.ticks(1)
+            for each in side.take("dials"):
+                moments.append(side.core.now)
+                side.core.on_end(each)
+        assert np.diff(moments).tolist() == [2, 4] and room.handle.poll is not KVPoll.Failed
+
 
 class TestEvidence:
+    def test_a_part_that_was_never_told_where_to_write_holds_nothing(self, side: Side) -> None:
+        room = side.open(KEY, P0, P1)
+        first, _ = side.take("dials")
+        side.core.on_welcome(first)
+        side.core.write(room, Destination(np.arange(2, dtype=np.uint32)))
+        side.said()
+        side.core.fail(room, CANCELLED)
+        assert not room.handle.release_safe and side.core.held_pages == 2
+        side.hear(first, RoomState.FAILED, Writes.SETTLED)
+        assert room.handle.release_safe and not side.core.held_pages
+
     def test_settled_gives_pages_back_at_once(self, side: Side) -> None:
         room, stream = side.writing()
         side.hear(stream, RoomState.FAILED, Writes.SETTLED)
@@ -404,6 +446,13 @@ class TestNews:
         side.hear(stream, RoomState.FAILED, Writes.SETTLED)
         side.hear(stream, RoomState.TRANSFERRING, Writes.OPEN)
         assert room.handle.poll is KVPoll.Success and side.core.ignored_entries == 2
+
+    def test_writes_that_would_go_back_are_ignored_too(self, side: Side) -> None:
+        room, stream = side.writing()
+        side.hear(stream, RoomState.FAILED, Writes.UNKNOWN)
+        side.hear(stream, RoomState.FAILED, Writes.OPEN)
+        (part,) = room.parts.values()
+        assert part.writes is Writes.UNKNOWN and side.core.ignored_entries == 1
 
     def test_a_room_it_does_not_know_is_answered_forget(self, side: Side) -> None:
         _, stream = side.writing()

@@ -81,6 +81,20 @@ def test_padding_between_pages_is_never_written() -> None:
     assert plan.nbytes.tolist() == [8, 8]
 
 
+def test_a_padded_destination_is_never_written_from_a_dense_source() -> None:
+    geometry = Geometry(regions(4096, 1, 8, 8), regions(1 << 30, 1, 8, 16), PAGES)
+    plan = geometry.plan(np.array([1, 2], np.uint32), np.array([1, 2], np.uint32))
+    assert plan.nbytes.tolist() == [8, 8]
+
+
+def test_a_run_does_not_go_on_into_the_next_rooms_chunk() -> None:
+    geometry = Geometry(regions(4096, 1, 8, 8), regions(1 << 30, 1, 8, 8), PAGES)
+    first, second = (np.array(pages, np.uint32) for pages in ([1, 2], [3, 4]))
+    plans = geometry.plans([(first, first), (second, second)])
+    assert [plan.nbytes.tolist() for plan in plans] == [[16], [16]]
+    assert [plan.source.tolist() for plan in plans] == [[4096 + 8], [4096 + 24]]
+
+
 def test_a_page_outside_the_pool_is_named() -> None:
     with pytest.raises(KvIndexOutOfRange) as caught:
         check_pages(np.array([1, 64, 2], np.uint32), PAGES, "kv")

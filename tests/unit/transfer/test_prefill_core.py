@@ -320,6 +320,24 @@ class TestMemory:
         entry = side.said()[KEY]
         assert entry.failure == CANCELLED and entry.writes is Writes.SETTLED
 
+    def test_forget_does_not_drop_what_is_unknown(self, side: Side) -> None:
+        _, _, submission = side.writing()
+        side.core.on_outcome(submission, Outcome.FAILED_UNKNOWN)
+        side.name(Want.FORGET)
+        assert KEY in side.core.rooms and not side.core.ignored_entries
+
+    def test_once_both_sides_met_there_is_no_deadline_for_meeting(self, side: Side) -> None:
+        side.name()
+        record, handle = side.claim()
+        side.ticks(TIMING.room_deadline + 1)
+        assert handle.poll is KVPoll.WaitingForInput
+        other = Handle()
+        assert side.core.claim(RoomKey(6), other) is not None
+        side.ticks(TIMING.room_deadline - 1)
+        side.name(key=RoomKey(6))
+        side.ticks(2)
+        assert other.poll is KVPoll.WaitingForInput and not record.ended
+
     def test_forget_drops_what_is_settled(self, side: Side) -> None:
         _, _, submission = side.writing()
         side.name(Want.FORGET)

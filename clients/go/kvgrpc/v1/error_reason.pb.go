@@ -108,6 +108,9 @@ const (
 	// A page of a pool was freed, read or filled by somebody who may not. Metadata: pool, verb, what, rule. A bug of the
 	// caller.
 	ErrorReason_ERROR_REASON_PAGE_STATE_INVALID ErrorReason = 54
+	// The registry does not reach the store behind it. What it knew still stands, and no lease was judged. Metadata: store,
+	// address. Carries RetryInfo: ask again, or another replica.
+	ErrorReason_ERROR_REASON_STORE_UNAVAILABLE ErrorReason = 60
 )
 
 // Enum value maps for ErrorReason.
@@ -149,6 +152,7 @@ var (
 		52: "ERROR_REASON_STORAGE_FAILED",
 		53: "ERROR_REASON_COPY_FAILED",
 		54: "ERROR_REASON_PAGE_STATE_INVALID",
+		60: "ERROR_REASON_STORE_UNAVAILABLE",
 	}
 	ErrorReason_value = map[string]int32{
 		"ERROR_REASON_UNSPECIFIED":                 0,
@@ -187,6 +191,7 @@ var (
 		"ERROR_REASON_STORAGE_FAILED":              52,
 		"ERROR_REASON_COPY_FAILED":                 53,
 		"ERROR_REASON_PAGE_STATE_INVALID":          54,
+		"ERROR_REASON_STORE_UNAVAILABLE":           60,
 	}
 )
 
@@ -221,7 +226,8 @@ var File_kvgrpc_v1_error_reason_proto protoreflect.FileDescriptor
 
 const file_kvgrpc_v1_error_reason_proto_rawDesc = "" +
 	"\n" +
-	"\x1ckvgrpc/v1/error_reason.proto\x12\tkvgrpc.v1*\xdf\t\n" +
+	"\x1ckvgrpc/v1/error_reason.proto\x12\tkvgrpc.v1*\x83\n" +
+	"\n" +
 	"\vErrorReason\x12\x1c\n" +
 	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12\x1f\n" +
 	"\x1bERROR_REASON_ROOM_NOT_FOUND\x10\x01\x12\x1e\n" +
@@ -259,7 +265,8 @@ const file_kvgrpc_v1_error_reason_proto_rawDesc = "" +
 	"\x1eERROR_REASON_REQUEST_ID_REUSED\x103\x12\x1f\n" +
 	"\x1bERROR_REASON_STORAGE_FAILED\x104\x12\x1c\n" +
 	"\x18ERROR_REASON_COPY_FAILED\x105\x12#\n" +
-	"\x1fERROR_REASON_PAGE_STATE_INVALID\x106B\"Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1b\x06proto3"
+	"\x1fERROR_REASON_PAGE_STATE_INVALID\x106\x12\"\n" +
+	"\x1eERROR_REASON_STORE_UNAVAILABLE\x10<B\"Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1b\x06proto3"
 
 var (
 	file_kvgrpc_v1_error_reason_proto_rawDescOnce sync.Once

@@ -2285,7 +2285,9 @@ type AgreementStart struct {
 	// As in StartPrefetch.
 	Priority int32 `protobuf:"zigzag32,4,opt,name=priority,proto3" json:"priority,omitempty"`
 	// As in StartPrefetch.
-	Tenant        string `protobuf:"bytes,5,opt,name=tenant,proto3" json:"tenant,omitempty"`
+	Tenant string `protobuf:"bytes,5,opt,name=tenant,proto3" json:"tenant,omitempty"`
+	// Namespace within the model, for a later purge.
+	ExtraKey      string `protobuf:"bytes,6,opt,name=extra_key,json=extraKey,proto3" json:"extra_key,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2355,6 +2357,13 @@ func (x *AgreementStart) GetTenant() string {
 	return ""
 }
 
+func (x *AgreementStart) GetExtraKey() string {
+	if x != nil {
+		return x.ExtraKey
+	}
+	return ""
+}
+
 // From a rank to the leader.
 type JoinAgreementRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2413,14 +2422,16 @@ func (x *JoinAgreementRequest) GetVotes() []*AgreementVote {
 // From the leader to a rank.
 type JoinAgreementResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Grows whenever a rank is lost or comes back; 0 but in the first message.
+	// Grows whenever a rank is lost or comes back; 0: nothing changed since the message before.
 	Epoch uint64 `protobuf:"varint,1,opt,name=epoch,proto3" json:"epoch,omitempty"`
 	// Prefetches to begin.
 	Starts []*AgreementStart `protobuf:"bytes,2,rep,name=starts,proto3" json:"starts,omitempty"`
 	// Decisions.
 	Decisions []*AgreementDecision `protobuf:"bytes,3,rep,name=decisions,proto3" json:"decisions,omitempty"`
 	// Operations that a caller ended.
-	Terminated    []string `protobuf:"bytes,4,rep,name=terminated,proto3" json:"terminated,omitempty"`
+	Terminated []string `protobuf:"bytes,4,rep,name=terminated,proto3" json:"terminated,omitempty"`
+	// With an epoch: the ranks that take part now.
+	Live          []*RankId `protobuf:"bytes,5,rep,name=live,proto3" json:"live,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2479,6 +2490,13 @@ func (x *JoinAgreementResponse) GetDecisions() []*AgreementDecision {
 func (x *JoinAgreementResponse) GetTerminated() []string {
 	if x != nil {
 		return x.Terminated
+	}
+	return nil
+}
+
+func (x *JoinAgreementResponse) GetLive() []*RankId {
+	if x != nil {
+		return x.Live
 	}
 	return nil
 }
@@ -2644,24 +2662,26 @@ const file_kvgrpc_v1_prefetch_service_proto_rawDesc = "" +
 	"\foperation_id\x18\x01 \x01(\tR\voperationId\x12/\n" +
 	"\x05stage\x18\x02 \x01(\x0e2\x19.kvgrpc.v1.AgreementStageR\x05stage\x12\x14\n" +
 	"\x05pages\x18\x03 \x01(\rR\x05pages\x12,\n" +
-	"\x04stop\x18\x04 \x01(\x0e2\x18.kvgrpc.v1.OperationStopR\x04stop\"\xbd\x01\n" +
+	"\x04stop\x18\x04 \x01(\x0e2\x18.kvgrpc.v1.OperationStopR\x04stop\"\xda\x01\n" +
 	"\x0eAgreementStart\x12!\n" +
 	"\foperation_id\x18\x01 \x01(\tR\voperationId\x12\x1f\n" +
 	"\vpage_hashes\x18\x02 \x03(\fR\n" +
 	"pageHashes\x123\n" +
 	"\atimeout\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\atimeout\x12\x1a\n" +
 	"\bpriority\x18\x04 \x01(\x11R\bpriority\x12\x16\n" +
-	"\x06tenant\x18\x05 \x01(\tR\x06tenant\"w\n" +
+	"\x06tenant\x18\x05 \x01(\tR\x06tenant\x12\x1b\n" +
+	"\textra_key\x18\x06 \x01(\tR\bextraKey\"w\n" +
 	"\x14JoinAgreementRequest\x12/\n" +
 	"\x05hello\x18\x01 \x01(\v2\x19.kvgrpc.v1.AgreementHelloR\x05hello\x12.\n" +
-	"\x05votes\x18\x02 \x03(\v2\x18.kvgrpc.v1.AgreementVoteR\x05votes\"\xc0\x01\n" +
+	"\x05votes\x18\x02 \x03(\v2\x18.kvgrpc.v1.AgreementVoteR\x05votes\"\xe7\x01\n" +
 	"\x15JoinAgreementResponse\x12\x18\n" +
 	"\x05epoch\x18\x01 \x01(\x04B\x020\x01R\x05epoch\x121\n" +
 	"\x06starts\x18\x02 \x03(\v2\x19.kvgrpc.v1.AgreementStartR\x06starts\x12:\n" +
 	"\tdecisions\x18\x03 \x03(\v2\x1c.kvgrpc.v1.AgreementDecisionR\tdecisions\x12\x1e\n" +
 	"\n" +
 	"terminated\x18\x04 \x03(\tR\n" +
-	"terminated*k\n" +
+	"terminated\x12%\n" +
+	"\x04live\x18\x05 \x03(\v2\x11.kvgrpc.v1.RankIdR\x04live*k\n" +
 	"\tCacheTier\x12\x1a\n" +
 	"\x16CACHE_TIER_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11CACHE_TIER_DEVICE\x10\x01\x12\x13\n" +
@@ -2780,6 +2800,7 @@ var file_kvgrpc_v1_prefetch_service_proto_goTypes = []any{
 	(*Failure)(nil),                   // 37: kvgrpc.v1.Failure
 	(*RankRef)(nil),                   // 38: kvgrpc.v1.RankRef
 	(*Layout)(nil),                    // 39: kvgrpc.v1.Layout
+	(*RankId)(nil),                    // 40: kvgrpc.v1.RankId
 }
 var file_kvgrpc_v1_prefetch_service_proto_depIdxs = []int32{
 	1,  // 0: kvgrpc.v1.CacheOperation.kind:type_name -> kvgrpc.v1.OperationKind
@@ -2821,31 +2842,32 @@ var file_kvgrpc_v1_prefetch_service_proto_depIdxs = []int32{
 	29, // 36: kvgrpc.v1.JoinAgreementRequest.votes:type_name -> kvgrpc.v1.AgreementVote
 	31, // 37: kvgrpc.v1.JoinAgreementResponse.starts:type_name -> kvgrpc.v1.AgreementStart
 	30, // 38: kvgrpc.v1.JoinAgreementResponse.decisions:type_name -> kvgrpc.v1.AgreementDecision
-	8,  // 39: kvgrpc.v1.PrefetchService.Lookup:input_type -> kvgrpc.v1.LookupRequest
-	10, // 40: kvgrpc.v1.PrefetchService.StartPrefetch:input_type -> kvgrpc.v1.StartPrefetchRequest
-	12, // 41: kvgrpc.v1.PrefetchService.WatchOperations:input_type -> kvgrpc.v1.WatchOperationsRequest
-	14, // 42: kvgrpc.v1.PrefetchService.TerminatePrefetch:input_type -> kvgrpc.v1.TerminatePrefetchRequest
-	16, // 43: kvgrpc.v1.PrefetchService.StartBackup:input_type -> kvgrpc.v1.StartBackupRequest
-	18, // 44: kvgrpc.v1.PrefetchService.ListOperations:input_type -> kvgrpc.v1.ListOperationsRequest
-	20, // 45: kvgrpc.v1.PrefetchService.GetCacheInfo:input_type -> kvgrpc.v1.GetCacheInfoRequest
-	24, // 46: kvgrpc.v1.PrefetchService.PurgePages:input_type -> kvgrpc.v1.PurgePagesRequest
-	26, // 47: kvgrpc.v1.PrefetchService.PinPages:input_type -> kvgrpc.v1.PinPagesRequest
-	32, // 48: kvgrpc.v1.PrefetchService.JoinAgreement:input_type -> kvgrpc.v1.JoinAgreementRequest
-	9,  // 49: kvgrpc.v1.PrefetchService.Lookup:output_type -> kvgrpc.v1.LookupResponse
-	11, // 50: kvgrpc.v1.PrefetchService.StartPrefetch:output_type -> kvgrpc.v1.StartPrefetchResponse
-	13, // 51: kvgrpc.v1.PrefetchService.WatchOperations:output_type -> kvgrpc.v1.WatchOperationsResponse
-	15, // 52: kvgrpc.v1.PrefetchService.TerminatePrefetch:output_type -> kvgrpc.v1.TerminatePrefetchResponse
-	17, // 53: kvgrpc.v1.PrefetchService.StartBackup:output_type -> kvgrpc.v1.StartBackupResponse
-	19, // 54: kvgrpc.v1.PrefetchService.ListOperations:output_type -> kvgrpc.v1.ListOperationsResponse
-	23, // 55: kvgrpc.v1.PrefetchService.GetCacheInfo:output_type -> kvgrpc.v1.GetCacheInfoResponse
-	25, // 56: kvgrpc.v1.PrefetchService.PurgePages:output_type -> kvgrpc.v1.PurgePagesResponse
-	27, // 57: kvgrpc.v1.PrefetchService.PinPages:output_type -> kvgrpc.v1.PinPagesResponse
-	33, // 58: kvgrpc.v1.PrefetchService.JoinAgreement:output_type -> kvgrpc.v1.JoinAgreementResponse
-	49, // [49:59] is the sub-list for method output_type
-	39, // [39:49] is the sub-list for method input_type
-	39, // [39:39] is the sub-list for extension type_name
-	39, // [39:39] is the sub-list for extension extendee
-	0,  // [0:39] is the sub-list for field type_name
+	40, // 39: kvgrpc.v1.JoinAgreementResponse.live:type_name -> kvgrpc.v1.RankId
+	8,  // 40: kvgrpc.v1.PrefetchService.Lookup:input_type -> kvgrpc.v1.LookupRequest
+	10, // 41: kvgrpc.v1.PrefetchService.StartPrefetch:input_type -> kvgrpc.v1.StartPrefetchRequest
+	12, // 42: kvgrpc.v1.PrefetchService.WatchOperations:input_type -> kvgrpc.v1.WatchOperationsRequest
+	14, // 43: kvgrpc.v1.PrefetchService.TerminatePrefetch:input_type -> kvgrpc.v1.TerminatePrefetchRequest
+	16, // 44: kvgrpc.v1.PrefetchService.StartBackup:input_type -> kvgrpc.v1.StartBackupRequest
+	18, // 45: kvgrpc.v1.PrefetchService.ListOperations:input_type -> kvgrpc.v1.ListOperationsRequest
+	20, // 46: kvgrpc.v1.PrefetchService.GetCacheInfo:input_type -> kvgrpc.v1.GetCacheInfoRequest
+	24, // 47: kvgrpc.v1.PrefetchService.PurgePages:input_type -> kvgrpc.v1.PurgePagesRequest
+	26, // 48: kvgrpc.v1.PrefetchService.PinPages:input_type -> kvgrpc.v1.PinPagesRequest
+	32, // 49: kvgrpc.v1.PrefetchService.JoinAgreement:input_type -> kvgrpc.v1.JoinAgreementRequest
+	9,  // 50: kvgrpc.v1.PrefetchService.Lookup:output_type -> kvgrpc.v1.LookupResponse
+	11, // 51: kvgrpc.v1.PrefetchService.StartPrefetch:output_type -> kvgrpc.v1.StartPrefetchResponse
+	13, // 52: kvgrpc.v1.PrefetchService.WatchOperations:output_type -> kvgrpc.v1.WatchOperationsResponse
+	15, // 53: kvgrpc.v1.PrefetchService.TerminatePrefetch:output_type -> kvgrpc.v1.TerminatePrefetchResponse
+	17, // 54: kvgrpc.v1.PrefetchService.StartBackup:output_type -> kvgrpc.v1.StartBackupResponse
+	19, // 55: kvgrpc.v1.PrefetchService.ListOperations:output_type -> kvgrpc.v1.ListOperationsResponse
+	23, // 56: kvgrpc.v1.PrefetchService.GetCacheInfo:output_type -> kvgrpc.v1.GetCacheInfoResponse
+	25, // 57: kvgrpc.v1.PrefetchService.PurgePages:output_type -> kvgrpc.v1.PurgePagesResponse
+	27, // 58: kvgrpc.v1.PrefetchService.PinPages:output_type -> kvgrpc.v1.PinPagesResponse
+	33, // 59: kvgrpc.v1.PrefetchService.JoinAgreement:output_type -> kvgrpc.v1.JoinAgreementResponse
+	50, // [50:60] is the sub-list for method output_type
+	40, // [40:50] is the sub-list for method input_type
+	40, // [40:40] is the sub-list for extension type_name
+	40, // [40:40] is the sub-list for extension extendee
+	0,  // [0:40] is the sub-list for field type_name
 }
 
 func init() { file_kvgrpc_v1_prefetch_service_proto_init() }

@@ -61,7 +61,7 @@ type PrefetchServiceClient interface {
 	// Roles: rank, operator. Errors: INVALID_REQUEST, WRONG_RANK, REQUEST_ID_REUSED, TOO_MANY_REQUESTS, FEATURE_DISABLED,
 	// SERVER_DRAINING.
 	StartBackup(ctx context.Context, in *StartBackupRequest, opts ...grpc.CallOption) (*StartBackupResponse, error)
-	// Lists operations, those that ended first, paged.
+	// Lists operations in the order in which they began, paged.
 	// Roles: rank, consumer, operator. Errors: INVALID_REQUEST.
 	ListOperations(ctx context.Context, in *ListOperationsRequest, opts ...grpc.CallOption) (*ListOperationsResponse, error)
 	// Tells what the cache is made of and how full its tiers are.
@@ -228,7 +228,7 @@ type PrefetchServiceServer interface {
 	// Roles: rank, operator. Errors: INVALID_REQUEST, WRONG_RANK, REQUEST_ID_REUSED, TOO_MANY_REQUESTS, FEATURE_DISABLED,
 	// SERVER_DRAINING.
 	StartBackup(context.Context, *StartBackupRequest) (*StartBackupResponse, error)
-	// Lists operations, those that ended first, paged.
+	// Lists operations in the order in which they began, paged.
 	// Roles: rank, consumer, operator. Errors: INVALID_REQUEST.
 	ListOperations(context.Context, *ListOperationsRequest) (*ListOperationsResponse, error)
 	// Tells what the cache is made of and how full its tiers are.

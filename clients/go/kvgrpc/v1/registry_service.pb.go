@@ -96,7 +96,7 @@ type RankRow struct {
 	DataPlane string `protobuf:"bytes,6,opt,name=data_plane,json=dataPlane,proto3" json:"data_plane,omitempty"`
 	// True where the engine's own balancer chooses the dp rank of a request, and not room % dp: TransferService.LocateRooms
 	// tells.
-	PlacesRooms bool `protobuf:"varint,8,opt,name=places_rooms,json=placesRooms,proto3" json:"places_rooms,omitempty"`
+	EngineSelectsDp bool `protobuf:"varint,8,opt,name=engine_selects_dp,json=engineSelectsDp,proto3" json:"engine_selects_dp,omitempty"`
 	// What the bytes of its pools mean; equal in all rows of its engine.
 	Model         *ModelIdentity `protobuf:"bytes,9,opt,name=model,proto3" json:"model,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -175,9 +175,9 @@ func (x *RankRow) GetDataPlane() string {
 	return ""
 }
 
-func (x *RankRow) GetPlacesRooms() bool {
+func (x *RankRow) GetEngineSelectsDp() bool {
 	if x != nil {
-		return x.PlacesRooms
+		return x.EngineSelectsDp
 	}
 	return false
 }
@@ -1315,7 +1315,7 @@ const file_kvgrpc_v1_registry_service_proto_rawDesc = "" +
 	"\tEndpoints\x12\x12\n" +
 	"\x04grpc\x18\x01 \x01(\tR\x04grpc\x12\x1d\n" +
 	"\n" +
-	"events_pub\x18\x02 \x01(\tR\teventsPub\"\xde\x02\n" +
+	"events_pub\x18\x02 \x01(\tR\teventsPub\"\xe7\x02\n" +
 	"\aRankRow\x12&\n" +
 	"\x04rank\x18\x01 \x01(\v2\x12.kvgrpc.v1.RankRefR\x04rank\x12#\n" +
 	"\x04role\x18\x02 \x01(\x0e2\x0f.kvgrpc.v1.RoleR\x04role\x122\n" +
@@ -1323,8 +1323,8 @@ const file_kvgrpc_v1_registry_service_proto_rawDesc = "" +
 	"\x06layout\x18\x04 \x01(\v2\x11.kvgrpc.v1.LayoutR\x06layout\x12%\n" +
 	"\x05pools\x18\x05 \x03(\v2\x0f.kvgrpc.v1.PoolR\x05pools\x12\x1d\n" +
 	"\n" +
-	"data_plane\x18\x06 \x01(\tR\tdataPlane\x12!\n" +
-	"\fplaces_rooms\x18\b \x01(\bR\vplacesRooms\x12.\n" +
+	"data_plane\x18\x06 \x01(\tR\tdataPlane\x12*\n" +
+	"\x11engine_selects_dp\x18\b \x01(\bR\x0fengineSelectsDp\x12.\n" +
 	"\x05model\x18\t \x01(\v2\x18.kvgrpc.v1.ModelIdentityR\x05modelJ\x04\b\a\x10\bR\bfeatures\"\xac\x02\n" +
 	"\x06Engine\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12#\n" +

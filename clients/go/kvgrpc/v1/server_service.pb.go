@@ -175,7 +175,7 @@ func (x *GetServerInfoResponse) GetPid() uint32 {
 // Request of Drain.
 type DrainRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// How long rooms may take to end; then they are cancelled. Absent: 30 s.
+	// How long rooms may take to end; then they are cancelled. 0 s to an hour; absent: 30 s.
 	Grace         *durationpb.Duration `protobuf:"bytes,1,opt,name=grace,proto3" json:"grace,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -278,7 +278,7 @@ var File_kvgrpc_v1_server_service_proto protoreflect.FileDescriptor
 const file_kvgrpc_v1_server_service_proto_rawDesc = "" +
 	"\n" +
 	"\x1ekvgrpc/v1/server_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16kvgrpc/v1/common.proto\"\x16\n" +
-	"\x14GetServerInfoRequest\"\x94\x03\n" +
+	"\x14GetServerInfoRequest\"\x84\x03\n" +
 	"\x15GetServerInfoResponse\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\tR\aversion\x12&\n" +
 	"\x04rank\x18\x02 \x01(\v2\x12.kvgrpc.v1.RankRefR\x04rank\x12#\n" +
@@ -291,7 +291,7 @@ const file_kvgrpc_v1_server_service_proto_rawDesc = "" +
 	"\x03pid\x18\t \x01(\rR\x03pid\x1a9\n" +
 	"\vLimitsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\x04R\x05value:\x028\x01J\x04\b\x05\x10\x06R\bfeatures\"?\n" +
+	"\x05value\x18\x02 \x01(\x04R\x05value:\x028\x01\"?\n" +
 	"\fDrainRequest\x12/\n" +
 	"\x05grace\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\x05grace\"H\n" +
 	"\rDrainResponse\x12\x18\n" +

@@ -36,7 +36,7 @@ type ServerServiceClient interface {
 	GetServerInfo(ctx context.Context, in *GetServerInfoRequest, opts ...grpc.CallOption) (*GetServerInfoResponse, error)
 	// Starts draining: health turns NOT_SERVING, new rooms are refused, running ones end; the port stays open until the data
 	// plane has no write left. Returns when drained or at the deadline of the call. Repeating it is harmless.
-	// Roles: operator. Errors: none of its own.
+	// Roles: operator. Errors: INVALID_REQUEST.
 	Drain(ctx context.Context, in *DrainRequest, opts ...grpc.CallOption) (*DrainResponse, error)
 }
 
@@ -79,7 +79,7 @@ type ServerServiceServer interface {
 	GetServerInfo(context.Context, *GetServerInfoRequest) (*GetServerInfoResponse, error)
 	// Starts draining: health turns NOT_SERVING, new rooms are refused, running ones end; the port stays open until the data
 	// plane has no write left. Returns when drained or at the deadline of the call. Repeating it is harmless.
-	// Roles: operator. Errors: none of its own.
+	// Roles: operator. Errors: INVALID_REQUEST.
 	Drain(context.Context, *DrainRequest) (*DrainResponse, error)
 	mustEmbedUnimplementedServerServiceServer()
 }

@@ -207,16 +207,81 @@ func (Writes) EnumDescriptor() ([]byte, []int) {
 	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{2}
 }
 
+// How a session is.
+type SessionState int32
+
+const (
+	// Never sent.
+	SessionState_SESSION_STATE_UNSPECIFIED SessionState = 0
+	// Dialled, and not welcomed yet. Decode only.
+	SessionState_SESSION_STATE_CONNECTING SessionState = 1
+	// A stream stands.
+	SessionState_SESSION_STATE_OPEN SessionState = 2
+	// The stream broke; nothing has failed yet.
+	SessionState_SESSION_STATE_BROKEN SessionState = 3
+	// Given up: its rooms have failed.
+	SessionState_SESSION_STATE_LOST SessionState = 4
+	// Given up, and the other side is proven dead. Decode only.
+	SessionState_SESSION_STATE_DEAD SessionState = 5
+)
+
+// Enum value maps for SessionState.
+var (
+	SessionState_name = map[int32]string{
+		0: "SESSION_STATE_UNSPECIFIED",
+		1: "SESSION_STATE_CONNECTING",
+		2: "SESSION_STATE_OPEN",
+		3: "SESSION_STATE_BROKEN",
+		4: "SESSION_STATE_LOST",
+		5: "SESSION_STATE_DEAD",
+	}
+	SessionState_value = map[string]int32{
+		"SESSION_STATE_UNSPECIFIED": 0,
+		"SESSION_STATE_CONNECTING":  1,
+		"SESSION_STATE_OPEN":        2,
+		"SESSION_STATE_BROKEN":      3,
+		"SESSION_STATE_LOST":        4,
+		"SESSION_STATE_DEAD":        5,
+	}
+)
+
+func (x SessionState) Enum() *SessionState {
+	p := new(SessionState)
+	*p = x
+	return p
+}
+
+func (x SessionState) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (SessionState) Descriptor() protoreflect.EnumDescriptor {
+	return file_kvgrpc_v1_transfer_service_proto_enumTypes[3].Descriptor()
+}
+
+func (SessionState) Type() protoreflect.EnumType {
+	return &file_kvgrpc_v1_transfer_service_proto_enumTypes[3]
+}
+
+func (x SessionState) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use SessionState.Descriptor instead.
+func (SessionState) EnumDescriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{3}
+}
+
 // First message of a session.
 type Hello struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Who speaks.
-	From *RankRef `protobuf:"bytes,1,opt,name=from,proto3" json:"from,omitempty"`
+	// Who opens the stream: a decode rank.
+	Opener *RankRef `protobuf:"bytes,1,opt,name=opener,proto3" json:"opener,omitempty"`
 	// Which incarnation is meant, as the registry said. Another one answers goodbye STALE_EPOCH and attaches nothing.
 	To *RankRef `protobuf:"bytes,2,opt,name=to,proto3" json:"to,omitempty"`
-	// Counts the streams that the speaker opened to this incarnation, from 1; a larger one ends the older.
+	// Counts the streams that the opener opened, from 1; a larger one ends the older.
 	Stream uint64 `protobuf:"varint,3,opt,name=stream,proto3" json:"stream,omitempty"`
-	// Parallel sizes of the speaker's engine, from which both sides compute the same part.
+	// Parallel sizes of the opener's engine, from which both sides compute the same part.
 	Layout *Layout `protobuf:"bytes,4,opt,name=layout,proto3" json:"layout,omitempty"`
 	// What may be written.
 	Pools []*Pool `protobuf:"bytes,5,rep,name=pools,proto3" json:"pools,omitempty"`
@@ -226,8 +291,12 @@ type Hello struct {
 	DataPlane string `protobuf:"bytes,7,opt,name=data_plane,json=dataPlane,proto3" json:"data_plane,omitempty"`
 	// Opaque address of the data plane.
 	DataPlaneAddress []byte `protobuf:"bytes,8,opt,name=data_plane_address,json=dataPlaneAddress,proto3" json:"data_plane_address,omitempty"`
-	// Which part the speaker expects of the other side; must equal what the other side computes.
-	Expected      *Part `protobuf:"bytes,9,opt,name=expected,proto3" json:"expected,omitempty"`
+	// Which part the opener expects of the other side; must equal what the other side computes.
+	Expected *Part `protobuf:"bytes,9,opt,name=expected,proto3" json:"expected,omitempty"`
+	// Largest frame that the opener accepts, in bytes; 0: as large as what welcome says.
+	MaxFrameBytes uint64 `protobuf:"varint,10,opt,name=max_frame_bytes,json=maxFrameBytes,proto3" json:"max_frame_bytes,omitempty"`
+	// What the opener runs. Fields that either side leaves empty are not compared.
+	Model         *ModelIdentity `protobuf:"bytes,11,opt,name=model,proto3" json:"model,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -262,9 +331,9 @@ func (*Hello) Descriptor() ([]byte, []int) {
 	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{0}
 }
 
-func (x *Hello) GetFrom() *RankRef {
+func (x *Hello) GetOpener() *RankRef {
 	if x != nil {
-		return x.From
+		return x.Opener
 	}
 	return nil
 }
@@ -321,6 +390,20 @@ func (x *Hello) GetDataPlaneAddress() []byte {
 func (x *Hello) GetExpected() *Part {
 	if x != nil {
 		return x.Expected
+	}
+	return nil
+}
+
+func (x *Hello) GetMaxFrameBytes() uint64 {
+	if x != nil {
+		return x.MaxFrameBytes
+	}
+	return 0
+}
+
+func (x *Hello) GetModel() *ModelIdentity {
+	if x != nil {
+		return x.Model
 	}
 	return nil
 }
@@ -410,16 +493,16 @@ func (x *Part) GetAux() bool {
 // Accepts a hello.
 type Welcome struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Who answers.
-	From *RankRef `protobuf:"bytes,1,opt,name=from,proto3" json:"from,omitempty"`
+	// Who answers: a prefill rank.
+	Rank *RankRef `protobuf:"bytes,1,opt,name=rank,proto3" json:"rank,omitempty"`
 	// Largest frame accepted, in bytes.
-	MaxFrameBytes uint64 `protobuf:"varint,3,opt,name=max_frame_bytes,json=maxFrameBytes,proto3" json:"max_frame_bytes,omitempty"`
-	// Something is sent at least this often.
-	Heartbeat *durationpb.Duration `protobuf:"bytes,4,opt,name=heartbeat,proto3" json:"heartbeat,omitempty"`
-	// Silence for this long gives the pair up.
-	Patience *durationpb.Duration `protobuf:"bytes,5,opt,name=patience,proto3" json:"patience,omitempty"`
+	MaxFrameBytes uint64 `protobuf:"varint,2,opt,name=max_frame_bytes,json=maxFrameBytes,proto3" json:"max_frame_bytes,omitempty"`
+	// Something is sent at least this often, by both.
+	Heartbeat *durationpb.Duration `protobuf:"bytes,3,opt,name=heartbeat,proto3" json:"heartbeat,omitempty"`
+	// Either side gives the pair up when it heard nothing for this long.
+	IdleTimeout *durationpb.Duration `protobuf:"bytes,4,opt,name=idle_timeout,json=idleTimeout,proto3" json:"idle_timeout,omitempty"`
 	// Opaque address of the answerer's data plane: tells which connections its bytes arrive over.
-	DataPlaneAddress []byte `protobuf:"bytes,6,opt,name=data_plane_address,json=dataPlaneAddress,proto3" json:"data_plane_address,omitempty"`
+	DataPlaneAddress []byte `protobuf:"bytes,5,opt,name=data_plane_address,json=dataPlaneAddress,proto3" json:"data_plane_address,omitempty"`
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache
 }
@@ -454,9 +537,9 @@ func (*Welcome) Descriptor() ([]byte, []int) {
 	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{2}
 }
 
-func (x *Welcome) GetFrom() *RankRef {
+func (x *Welcome) GetRank() *RankRef {
 	if x != nil {
-		return x.From
+		return x.Rank
 	}
 	return nil
 }
@@ -475,9 +558,9 @@ func (x *Welcome) GetHeartbeat() *durationpb.Duration {
 	return nil
 }
 
-func (x *Welcome) GetPatience() *durationpb.Duration {
+func (x *Welcome) GetIdleTimeout() *durationpb.Duration {
 	if x != nil {
-		return x.Patience
+		return x.IdleTimeout
 	}
 	return nil
 }
@@ -888,16 +971,16 @@ type Session struct {
 	Peer *RankRef `protobuf:"bytes,1,opt,name=peer,proto3" json:"peer,omitempty"`
 	// Where the other side listens; at prefill, which does not dial, from where it calls, while a stream stands.
 	Address string `protobuf:"bytes,2,opt,name=address,proto3" json:"address,omitempty"`
-	// "CONNECTING", "OPEN", "BROKEN", "LOST", "DEAD".
-	State string `protobuf:"bytes,3,opt,name=state,proto3" json:"state,omitempty"`
+	// How it is.
+	State SessionState `protobuf:"varint,3,opt,name=state,proto3,enum=kvgrpc.v1.SessionState" json:"state,omitempty"`
 	// Counts the streams of this pair.
 	Stream uint64 `protobuf:"varint,4,opt,name=stream,proto3" json:"stream,omitempty"`
 	// Rooms of the pair that are not forgotten.
 	Rooms uint32 `protobuf:"varint,5,opt,name=rooms,proto3" json:"rooms,omitempty"`
 	// Time since something was heard, while this side ran.
-	Silence *durationpb.Duration `protobuf:"bytes,6,opt,name=silence,proto3" json:"silence,omitempty"`
+	IdleTime *durationpb.Duration `protobuf:"bytes,6,opt,name=idle_time,json=idleTime,proto3" json:"idle_time,omitempty"`
 	// Rooms that wait to be told to the other side.
-	Outbox        uint32 `protobuf:"varint,7,opt,name=outbox,proto3" json:"outbox,omitempty"`
+	PendingRooms  uint32 `protobuf:"varint,7,opt,name=pending_rooms,json=pendingRooms,proto3" json:"pending_rooms,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -946,11 +1029,11 @@ func (x *Session) GetAddress() string {
 	return ""
 }
 
-func (x *Session) GetState() string {
+func (x *Session) GetState() SessionState {
 	if x != nil {
 		return x.State
 	}
-	return ""
+	return SessionState_SESSION_STATE_UNSPECIFIED
 }
 
 func (x *Session) GetStream() uint64 {
@@ -967,16 +1050,16 @@ func (x *Session) GetRooms() uint32 {
 	return 0
 }
 
-func (x *Session) GetSilence() *durationpb.Duration {
+func (x *Session) GetIdleTime() *durationpb.Duration {
 	if x != nil {
-		return x.Silence
+		return x.IdleTime
 	}
 	return nil
 }
 
-func (x *Session) GetOutbox() uint32 {
+func (x *Session) GetPendingRooms() uint32 {
 	if x != nil {
-		return x.Outbox
+		return x.PendingRooms
 	}
 	return 0
 }
@@ -1193,7 +1276,7 @@ func (x *Room) GetTraceparent() string {
 // Request of ListSessions.
 type ListSessionsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// At most this many; 0 means 100. More than 1,000 is refused.
+	// At most this many; 0 means 100, more than 1,000 means 1,000.
 	PageSize uint32 `protobuf:"varint,1,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	// From the response before; empty at first.
 	PageToken     string `protobuf:"bytes,2,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
@@ -1303,7 +1386,7 @@ func (x *ListSessionsResponse) GetNextPageToken() string {
 // Request of ListRooms.
 type ListRoomsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// At most this many; 0 means 100. More than 1,000 is refused.
+	// At most this many; 0 means 100, more than 1,000 means 1,000.
 	PageSize uint32 `protobuf:"varint,1,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	// From the response before; empty at first.
 	PageToken string `protobuf:"bytes,2,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
@@ -1795,27 +1878,27 @@ func (x *CancelRoomResponse) GetRoom() *Room {
 	return nil
 }
 
-// Request of GetTopology.
-type GetTopologyRequest struct {
+// Request of GetRank.
+type GetRankRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *GetTopologyRequest) Reset() {
-	*x = GetTopologyRequest{}
+func (x *GetRankRequest) Reset() {
+	*x = GetRankRequest{}
 	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *GetTopologyRequest) String() string {
+func (x *GetRankRequest) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*GetTopologyRequest) ProtoMessage() {}
+func (*GetRankRequest) ProtoMessage() {}
 
-func (x *GetTopologyRequest) ProtoReflect() protoreflect.Message {
+func (x *GetRankRequest) ProtoReflect() protoreflect.Message {
 	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
@@ -1827,13 +1910,13 @@ func (x *GetTopologyRequest) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use GetTopologyRequest.ProtoReflect.Descriptor instead.
-func (*GetTopologyRequest) Descriptor() ([]byte, []int) {
+// Deprecated: Use GetRankRequest.ProtoReflect.Descriptor instead.
+func (*GetRankRequest) Descriptor() ([]byte, []int) {
 	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{22}
 }
 
-// Response of GetTopology.
-type GetTopologyResponse struct {
+// Response of GetRank.
+type GetRankResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Who this is.
 	Rank *RankRef `protobuf:"bytes,1,opt,name=rank,proto3" json:"rank,omitempty"`
@@ -1847,17 +1930,322 @@ type GetTopologyResponse struct {
 	DataPlane string `protobuf:"bytes,5,opt,name=data_plane,json=dataPlane,proto3" json:"data_plane,omitempty"`
 	// Bytes of each aux buffer item.
 	AuxItemBytes []uint32 `protobuf:"varint,6,rep,packed,name=aux_item_bytes,json=auxItemBytes,proto3" json:"aux_item_bytes,omitempty"`
-	// Pages that wait for evidence, and the bound.
+	// Pages that wait for evidence that nobody writes to them any more.
 	PagesHeld uint32 `protobuf:"varint,7,opt,name=pages_held,json=pagesHeld,proto3" json:"pages_held,omitempty"`
-	// Bound of pages_held.
+	// How many of them may wait for one peer: past it rooms of that peer are refused, and all when two peers are past it.
 	PagesHeldLimit uint32 `protobuf:"varint,8,opt,name=pages_held_limit,json=pagesHeldLimit,proto3" json:"pages_held_limit,omitempty"`
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
 }
 
+func (x *GetRankResponse) Reset() {
+	*x = GetRankResponse{}
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[23]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetRankResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetRankResponse) ProtoMessage() {}
+
+func (x *GetRankResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[23]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetRankResponse.ProtoReflect.Descriptor instead.
+func (*GetRankResponse) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{23}
+}
+
+func (x *GetRankResponse) GetRank() *RankRef {
+	if x != nil {
+		return x.Rank
+	}
+	return nil
+}
+
+func (x *GetRankResponse) GetRole() Role {
+	if x != nil {
+		return x.Role
+	}
+	return Role_ROLE_UNSPECIFIED
+}
+
+func (x *GetRankResponse) GetLayout() *Layout {
+	if x != nil {
+		return x.Layout
+	}
+	return nil
+}
+
+func (x *GetRankResponse) GetPools() []*Pool {
+	if x != nil {
+		return x.Pools
+	}
+	return nil
+}
+
+func (x *GetRankResponse) GetDataPlane() string {
+	if x != nil {
+		return x.DataPlane
+	}
+	return ""
+}
+
+func (x *GetRankResponse) GetAuxItemBytes() []uint32 {
+	if x != nil {
+		return x.AuxItemBytes
+	}
+	return nil
+}
+
+func (x *GetRankResponse) GetPagesHeld() uint32 {
+	if x != nil {
+		return x.PagesHeld
+	}
+	return 0
+}
+
+func (x *GetRankResponse) GetPagesHeldLimit() uint32 {
+	if x != nil {
+		return x.PagesHeldLimit
+	}
+	return 0
+}
+
+// What a topology depends on, of one engine.
+type EngineShape struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Parallel sizes.
+	Layout *Layout `protobuf:"bytes,1,opt,name=layout,proto3" json:"layout,omitempty"`
+	// Key and value heads of the whole model; 0: MLA, each rank holds all of the cache.
+	Heads uint32 `protobuf:"varint,2,opt,name=heads,proto3" json:"heads,omitempty"`
+	// Layers of the whole model; 0 means 1.
+	Layers uint32 `protobuf:"varint,3,opt,name=layers,proto3" json:"layers,omitempty"`
+	// Axis order inside a page; empty means "token,head,dim".
+	Axes string `protobuf:"bytes,4,opt,name=axes,proto3" json:"axes,omitempty"`
+	// Tokens in one page; 0 means 16.
+	PageTokens    uint32 `protobuf:"varint,5,opt,name=page_tokens,json=pageTokens,proto3" json:"page_tokens,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EngineShape) Reset() {
+	*x = EngineShape{}
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[24]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EngineShape) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EngineShape) ProtoMessage() {}
+
+func (x *EngineShape) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[24]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EngineShape.ProtoReflect.Descriptor instead.
+func (*EngineShape) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{24}
+}
+
+func (x *EngineShape) GetLayout() *Layout {
+	if x != nil {
+		return x.Layout
+	}
+	return nil
+}
+
+func (x *EngineShape) GetHeads() uint32 {
+	if x != nil {
+		return x.Heads
+	}
+	return 0
+}
+
+func (x *EngineShape) GetLayers() uint32 {
+	if x != nil {
+		return x.Layers
+	}
+	return 0
+}
+
+func (x *EngineShape) GetAxes() string {
+	if x != nil {
+		return x.Axes
+	}
+	return ""
+}
+
+func (x *EngineShape) GetPageTokens() uint32 {
+	if x != nil {
+		return x.PageTokens
+	}
+	return 0
+}
+
+// Request of GetTopology.
+type GetTopologyRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Who sends.
+	Prefill *EngineShape `protobuf:"bytes,1,opt,name=prefill,proto3" json:"prefill,omitempty"`
+	// Who receives.
+	Decode        *EngineShape `protobuf:"bytes,2,opt,name=decode,proto3" json:"decode,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetTopologyRequest) Reset() {
+	*x = GetTopologyRequest{}
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[25]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetTopologyRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetTopologyRequest) ProtoMessage() {}
+
+func (x *GetTopologyRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[25]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetTopologyRequest.ProtoReflect.Descriptor instead.
+func (*GetTopologyRequest) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{25}
+}
+
+func (x *GetTopologyRequest) GetPrefill() *EngineShape {
+	if x != nil {
+		return x.Prefill
+	}
+	return nil
+}
+
+func (x *GetTopologyRequest) GetDecode() *EngineShape {
+	if x != nil {
+		return x.Decode
+	}
+	return nil
+}
+
+// What one rank owes another.
+type OwedPart struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The rank that sends; without an engine's name, and of dp 0, which stands for any.
+	Prefill *RankId `protobuf:"bytes,1,opt,name=prefill,proto3" json:"prefill,omitempty"`
+	// The rank that receives.
+	Decode *RankId `protobuf:"bytes,2,opt,name=decode,proto3" json:"decode,omitempty"`
+	// What it owes. No layers: nothing, but it hears of each room, so that its sender ends.
+	Part *Part `protobuf:"bytes,3,opt,name=part,proto3" json:"part,omitempty"`
+	// Descriptors that each page costs the data plane, where its neighbours are not contiguous.
+	DescriptorsPerPage uint32 `protobuf:"varint,4,opt,name=descriptors_per_page,json=descriptorsPerPage,proto3" json:"descriptors_per_page,omitempty"`
+	unknownFields      protoimpl.UnknownFields
+	sizeCache          protoimpl.SizeCache
+}
+
+func (x *OwedPart) Reset() {
+	*x = OwedPart{}
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[26]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *OwedPart) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*OwedPart) ProtoMessage() {}
+
+func (x *OwedPart) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[26]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use OwedPart.ProtoReflect.Descriptor instead.
+func (*OwedPart) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{26}
+}
+
+func (x *OwedPart) GetPrefill() *RankId {
+	if x != nil {
+		return x.Prefill
+	}
+	return nil
+}
+
+func (x *OwedPart) GetDecode() *RankId {
+	if x != nil {
+		return x.Decode
+	}
+	return nil
+}
+
+func (x *OwedPart) GetPart() *Part {
+	if x != nil {
+		return x.Part
+	}
+	return nil
+}
+
+func (x *OwedPart) GetDescriptorsPerPage() uint32 {
+	if x != nil {
+		return x.DescriptorsPerPage
+	}
+	return 0
+}
+
+// Response of GetTopology.
+type GetTopologyResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Ordered by prefill, then decode.
+	Parts         []*OwedPart `protobuf:"bytes,1,rep,name=parts,proto3" json:"parts,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
 func (x *GetTopologyResponse) Reset() {
 	*x = GetTopologyResponse{}
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[23]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1869,7 +2257,7 @@ func (x *GetTopologyResponse) String() string {
 func (*GetTopologyResponse) ProtoMessage() {}
 
 func (x *GetTopologyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[23]
+	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1882,82 +2270,35 @@ func (x *GetTopologyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetTopologyResponse.ProtoReflect.Descriptor instead.
 func (*GetTopologyResponse) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{23}
+	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{27}
 }
 
-func (x *GetTopologyResponse) GetRank() *RankRef {
+func (x *GetTopologyResponse) GetParts() []*OwedPart {
 	if x != nil {
-		return x.Rank
+		return x.Parts
 	}
 	return nil
-}
-
-func (x *GetTopologyResponse) GetRole() Role {
-	if x != nil {
-		return x.Role
-	}
-	return Role_ROLE_UNSPECIFIED
-}
-
-func (x *GetTopologyResponse) GetLayout() *Layout {
-	if x != nil {
-		return x.Layout
-	}
-	return nil
-}
-
-func (x *GetTopologyResponse) GetPools() []*Pool {
-	if x != nil {
-		return x.Pools
-	}
-	return nil
-}
-
-func (x *GetTopologyResponse) GetDataPlane() string {
-	if x != nil {
-		return x.DataPlane
-	}
-	return ""
-}
-
-func (x *GetTopologyResponse) GetAuxItemBytes() []uint32 {
-	if x != nil {
-		return x.AuxItemBytes
-	}
-	return nil
-}
-
-func (x *GetTopologyResponse) GetPagesHeld() uint32 {
-	if x != nil {
-		return x.PagesHeld
-	}
-	return 0
-}
-
-func (x *GetTopologyResponse) GetPagesHeldLimit() uint32 {
-	if x != nil {
-		return x.PagesHeldLimit
-	}
-	return 0
 }
 
 var File_kvgrpc_v1_transfer_service_proto protoreflect.FileDescriptor
 
 const file_kvgrpc_v1_transfer_service_proto_rawDesc = "" +
 	"\n" +
-	" kvgrpc/v1/transfer_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvgrpc/v1/common.proto\"\xed\x02\n" +
-	"\x05Hello\x12&\n" +
-	"\x04from\x18\x01 \x01(\v2\x12.kvgrpc.v1.RankRefR\x04from\x12\"\n" +
-	"\x02to\x18\x02 \x01(\v2\x12.kvgrpc.v1.RankRefR\x02to\x12\x16\n" +
-	"\x06stream\x18\x03 \x01(\x04R\x06stream\x12)\n" +
+	" kvgrpc/v1/transfer_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvgrpc/v1/common.proto\"\xbd\x03\n" +
+	"\x05Hello\x12*\n" +
+	"\x06opener\x18\x01 \x01(\v2\x12.kvgrpc.v1.RankRefR\x06opener\x12\"\n" +
+	"\x02to\x18\x02 \x01(\v2\x12.kvgrpc.v1.RankRefR\x02to\x12\x1a\n" +
+	"\x06stream\x18\x03 \x01(\x04B\x020\x01R\x06stream\x12)\n" +
 	"\x06layout\x18\x04 \x01(\v2\x11.kvgrpc.v1.LayoutR\x06layout\x12%\n" +
 	"\x05pools\x18\x05 \x03(\v2\x0f.kvgrpc.v1.PoolR\x05pools\x12$\n" +
 	"\x0eaux_item_bytes\x18\x06 \x03(\rR\fauxItemBytes\x12\x1d\n" +
 	"\n" +
 	"data_plane\x18\a \x01(\tR\tdataPlane\x12,\n" +
 	"\x12data_plane_address\x18\b \x01(\fR\x10dataPlaneAddress\x12+\n" +
-	"\bexpected\x18\t \x01(\v2\x0f.kvgrpc.v1.PartR\bexpectedJ\x04\b\n" +
-	"\x10\vR\bfeatures\"\x98\x01\n" +
+	"\bexpected\x18\t \x01(\v2\x0f.kvgrpc.v1.PartR\bexpected\x12&\n" +
+	"\x0fmax_frame_bytes\x18\n" +
+	" \x01(\x04R\rmaxFrameBytes\x12.\n" +
+	"\x05model\x18\v \x01(\v2\x18.kvgrpc.v1.ModelIdentityR\x05model\"\x98\x01\n" +
 	"\x04Part\x12\x1f\n" +
 	"\vlayer_start\x18\x01 \x01(\rR\n" +
 	"layerStart\x12\x1f\n" +
@@ -1967,13 +2308,13 @@ const file_kvgrpc_v1_transfer_service_proto_rawDesc = "" +
 	"head_start\x18\x03 \x01(\rR\theadStart\x12\x1d\n" +
 	"\n" +
 	"head_count\x18\x04 \x01(\rR\theadCount\x12\x10\n" +
-	"\x03aux\x18\x05 \x01(\bR\x03aux\"\x87\x02\n" +
+	"\x03aux\x18\x05 \x01(\bR\x03aux\"\xfe\x01\n" +
 	"\aWelcome\x12&\n" +
-	"\x04from\x18\x01 \x01(\v2\x12.kvgrpc.v1.RankRefR\x04from\x12&\n" +
-	"\x0fmax_frame_bytes\x18\x03 \x01(\x04R\rmaxFrameBytes\x127\n" +
-	"\theartbeat\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\theartbeat\x125\n" +
-	"\bpatience\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\bpatience\x12,\n" +
-	"\x12data_plane_address\x18\x06 \x01(\fR\x10dataPlaneAddressJ\x04\b\x02\x10\x03R\bfeatures\"7\n" +
+	"\x04rank\x18\x01 \x01(\v2\x12.kvgrpc.v1.RankRefR\x04rank\x12&\n" +
+	"\x0fmax_frame_bytes\x18\x02 \x01(\x04R\rmaxFrameBytes\x127\n" +
+	"\theartbeat\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\theartbeat\x12<\n" +
+	"\fidle_timeout\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\vidleTimeout\x12,\n" +
+	"\x12data_plane_address\x18\x05 \x01(\fR\x10dataPlaneAddress\"7\n" +
 	"\aGoodbye\x12,\n" +
 	"\afailure\x18\x01 \x01(\v2\x12.kvgrpc.v1.FailureR\afailure\"\x9e\x02\n" +
 	"\n" +
@@ -2005,15 +2346,15 @@ const file_kvgrpc_v1_transfer_service_proto_rawDesc = "" +
 	"\x0fSessionResponse\x12,\n" +
 	"\awelcome\x18\x01 \x01(\v2\x12.kvgrpc.v1.WelcomeR\awelcome\x12,\n" +
 	"\x05rooms\x18\x02 \x03(\v2\x16.kvgrpc.v1.PrefillRoomR\x05rooms\x12,\n" +
-	"\agoodbye\x18\x03 \x01(\v2\x12.kvgrpc.v1.GoodbyeR\agoodbye\"\xe0\x01\n" +
+	"\agoodbye\x18\x03 \x01(\v2\x12.kvgrpc.v1.GoodbyeR\agoodbye\"\x89\x02\n" +
 	"\aSession\x12&\n" +
 	"\x04peer\x18\x01 \x01(\v2\x12.kvgrpc.v1.RankRefR\x04peer\x12\x18\n" +
-	"\aaddress\x18\x02 \x01(\tR\aaddress\x12\x14\n" +
-	"\x05state\x18\x03 \x01(\tR\x05state\x12\x1a\n" +
+	"\aaddress\x18\x02 \x01(\tR\aaddress\x12-\n" +
+	"\x05state\x18\x03 \x01(\x0e2\x17.kvgrpc.v1.SessionStateR\x05state\x12\x1a\n" +
 	"\x06stream\x18\x04 \x01(\x04B\x020\x01R\x06stream\x12\x14\n" +
-	"\x05rooms\x18\x05 \x01(\rR\x05rooms\x123\n" +
-	"\asilence\x18\x06 \x01(\v2\x19.google.protobuf.DurationR\asilence\x12\x16\n" +
-	"\x06outbox\x18\a \x01(\rR\x06outbox\"\xa8\x01\n" +
+	"\x05rooms\x18\x05 \x01(\rR\x05rooms\x126\n" +
+	"\tidle_time\x18\x06 \x01(\v2\x19.google.protobuf.DurationR\bidleTime\x12#\n" +
+	"\rpending_rooms\x18\a \x01(\rR\fpendingRooms\"\xa8\x01\n" +
 	"\bRoomPart\x12&\n" +
 	"\x04peer\x18\x01 \x01(\v2\x12.kvgrpc.v1.RankRefR\x04peer\x12*\n" +
 	"\x05state\x18\x02 \x01(\x0e2\x14.kvgrpc.v1.RoomStateR\x05state\x12)\n" +
@@ -2067,9 +2408,9 @@ const file_kvgrpc_v1_transfer_service_proto_rawDesc = "" +
 	"\aattempt\x18\x02 \x01(\rR\aattempt\x12\x14\n" +
 	"\x05cause\x18\x03 \x01(\tR\x05cause\"9\n" +
 	"\x12CancelRoomResponse\x12#\n" +
-	"\x04room\x18\x01 \x01(\v2\x0f.kvgrpc.v1.RoomR\x04room\"\x14\n" +
-	"\x12GetTopologyRequest\"\xc2\x02\n" +
-	"\x13GetTopologyResponse\x12&\n" +
+	"\x04room\x18\x01 \x01(\v2\x0f.kvgrpc.v1.RoomR\x04room\"\x10\n" +
+	"\x0eGetRankRequest\"\xbe\x02\n" +
+	"\x0fGetRankResponse\x12&\n" +
 	"\x04rank\x18\x01 \x01(\v2\x12.kvgrpc.v1.RankRefR\x04rank\x12#\n" +
 	"\x04role\x18\x02 \x01(\x0e2\x0f.kvgrpc.v1.RoleR\x04role\x12)\n" +
 	"\x06layout\x18\x03 \x01(\v2\x11.kvgrpc.v1.LayoutR\x06layout\x12%\n" +
@@ -2079,7 +2420,24 @@ const file_kvgrpc_v1_transfer_service_proto_rawDesc = "" +
 	"\x0eaux_item_bytes\x18\x06 \x03(\rR\fauxItemBytes\x12\x1d\n" +
 	"\n" +
 	"pages_held\x18\a \x01(\rR\tpagesHeld\x12(\n" +
-	"\x10pages_held_limit\x18\b \x01(\rR\x0epagesHeldLimit*L\n" +
+	"\x10pages_held_limit\x18\b \x01(\rR\x0epagesHeldLimit\"\x9b\x01\n" +
+	"\vEngineShape\x12)\n" +
+	"\x06layout\x18\x01 \x01(\v2\x11.kvgrpc.v1.LayoutR\x06layout\x12\x14\n" +
+	"\x05heads\x18\x02 \x01(\rR\x05heads\x12\x16\n" +
+	"\x06layers\x18\x03 \x01(\rR\x06layers\x12\x12\n" +
+	"\x04axes\x18\x04 \x01(\tR\x04axes\x12\x1f\n" +
+	"\vpage_tokens\x18\x05 \x01(\rR\n" +
+	"pageTokens\"v\n" +
+	"\x12GetTopologyRequest\x120\n" +
+	"\aprefill\x18\x01 \x01(\v2\x16.kvgrpc.v1.EngineShapeR\aprefill\x12.\n" +
+	"\x06decode\x18\x02 \x01(\v2\x16.kvgrpc.v1.EngineShapeR\x06decode\"\xb9\x01\n" +
+	"\bOwedPart\x12+\n" +
+	"\aprefill\x18\x01 \x01(\v2\x11.kvgrpc.v1.RankIdR\aprefill\x12)\n" +
+	"\x06decode\x18\x02 \x01(\v2\x11.kvgrpc.v1.RankIdR\x06decode\x12#\n" +
+	"\x04part\x18\x03 \x01(\v2\x0f.kvgrpc.v1.PartR\x04part\x120\n" +
+	"\x14descriptors_per_page\x18\x04 \x01(\rR\x12descriptorsPerPage\"@\n" +
+	"\x13GetTopologyResponse\x12)\n" +
+	"\x05parts\x18\x01 \x03(\v2\x13.kvgrpc.v1.OwedPartR\x05parts*L\n" +
 	"\x04Want\x12\x14\n" +
 	"\x10WANT_UNSPECIFIED\x10\x00\x12\x0e\n" +
 	"\n" +
@@ -2098,7 +2456,14 @@ const file_kvgrpc_v1_transfer_service_proto_rawDesc = "" +
 	"\vWRITES_OPEN\x10\x01\x12\x12\n" +
 	"\x0eWRITES_UNKNOWN\x10\x02\x12\x12\n" +
 	"\x0eWRITES_STOPPED\x10\x03\x12\x12\n" +
-	"\x0eWRITES_SETTLED\x10\x042\xb7\x04\n" +
+	"\x0eWRITES_SETTLED\x10\x04*\xad\x01\n" +
+	"\fSessionState\x12\x1d\n" +
+	"\x19SESSION_STATE_UNSPECIFIED\x10\x00\x12\x1c\n" +
+	"\x18SESSION_STATE_CONNECTING\x10\x01\x12\x16\n" +
+	"\x12SESSION_STATE_OPEN\x10\x02\x12\x18\n" +
+	"\x14SESSION_STATE_BROKEN\x10\x03\x12\x16\n" +
+	"\x12SESSION_STATE_LOST\x10\x04\x12\x16\n" +
+	"\x12SESSION_STATE_DEAD\x10\x052\xfe\x04\n" +
 	"\x0fTransferService\x12D\n" +
 	"\aSession\x12\x19.kvgrpc.v1.SessionRequest\x1a\x1a.kvgrpc.v1.SessionResponse(\x010\x01\x12T\n" +
 	"\fListSessions\x12\x1e.kvgrpc.v1.ListSessionsRequest\x1a\x1f.kvgrpc.v1.ListSessionsResponse\"\x03\x90\x02\x01\x12K\n" +
@@ -2106,7 +2471,8 @@ const file_kvgrpc_v1_transfer_service_proto_rawDesc = "" +
 	"\aGetRoom\x12\x19.kvgrpc.v1.GetRoomRequest\x1a\x1a.kvgrpc.v1.GetRoomResponse\"\x03\x90\x02\x01\x12Q\n" +
 	"\vLocateRooms\x12\x1d.kvgrpc.v1.LocateRoomsRequest\x1a\x1e.kvgrpc.v1.LocateRoomsResponse\"\x03\x90\x02\x01\x12N\n" +
 	"\n" +
-	"CancelRoom\x12\x1c.kvgrpc.v1.CancelRoomRequest\x1a\x1d.kvgrpc.v1.CancelRoomResponse\"\x03\x90\x02\x02\x12Q\n" +
+	"CancelRoom\x12\x1c.kvgrpc.v1.CancelRoomRequest\x1a\x1d.kvgrpc.v1.CancelRoomResponse\"\x03\x90\x02\x02\x12E\n" +
+	"\aGetRank\x12\x19.kvgrpc.v1.GetRankRequest\x1a\x1a.kvgrpc.v1.GetRankResponse\"\x03\x90\x02\x01\x12Q\n" +
 	"\vGetTopology\x12\x1d.kvgrpc.v1.GetTopologyRequest\x1a\x1e.kvgrpc.v1.GetTopologyResponse\"\x03\x90\x02\x01B\"Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1b\x06proto3"
 
 var (
@@ -2121,106 +2487,124 @@ func file_kvgrpc_v1_transfer_service_proto_rawDescGZIP() []byte {
 	return file_kvgrpc_v1_transfer_service_proto_rawDescData
 }
 
-var file_kvgrpc_v1_transfer_service_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_kvgrpc_v1_transfer_service_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
+var file_kvgrpc_v1_transfer_service_proto_enumTypes = make([]protoimpl.EnumInfo, 4)
+var file_kvgrpc_v1_transfer_service_proto_msgTypes = make([]protoimpl.MessageInfo, 28)
 var file_kvgrpc_v1_transfer_service_proto_goTypes = []any{
 	(Want)(0),                    // 0: kvgrpc.v1.Want
 	(RoomState)(0),               // 1: kvgrpc.v1.RoomState
 	(Writes)(0),                  // 2: kvgrpc.v1.Writes
-	(*Hello)(nil),                // 3: kvgrpc.v1.Hello
-	(*Part)(nil),                 // 4: kvgrpc.v1.Part
-	(*Welcome)(nil),              // 5: kvgrpc.v1.Welcome
-	(*Goodbye)(nil),              // 6: kvgrpc.v1.Goodbye
-	(*DecodeRoom)(nil),           // 7: kvgrpc.v1.DecodeRoom
-	(*PrefillRoom)(nil),          // 8: kvgrpc.v1.PrefillRoom
-	(*SessionRequest)(nil),       // 9: kvgrpc.v1.SessionRequest
-	(*SessionResponse)(nil),      // 10: kvgrpc.v1.SessionResponse
-	(*Session)(nil),              // 11: kvgrpc.v1.Session
-	(*RoomPart)(nil),             // 12: kvgrpc.v1.RoomPart
-	(*Room)(nil),                 // 13: kvgrpc.v1.Room
-	(*ListSessionsRequest)(nil),  // 14: kvgrpc.v1.ListSessionsRequest
-	(*ListSessionsResponse)(nil), // 15: kvgrpc.v1.ListSessionsResponse
-	(*ListRoomsRequest)(nil),     // 16: kvgrpc.v1.ListRoomsRequest
-	(*ListRoomsResponse)(nil),    // 17: kvgrpc.v1.ListRoomsResponse
-	(*GetRoomRequest)(nil),       // 18: kvgrpc.v1.GetRoomRequest
-	(*GetRoomResponse)(nil),      // 19: kvgrpc.v1.GetRoomResponse
-	(*RoomKey)(nil),              // 20: kvgrpc.v1.RoomKey
-	(*LocateRoomsRequest)(nil),   // 21: kvgrpc.v1.LocateRoomsRequest
-	(*LocateRoomsResponse)(nil),  // 22: kvgrpc.v1.LocateRoomsResponse
-	(*CancelRoomRequest)(nil),    // 23: kvgrpc.v1.CancelRoomRequest
-	(*CancelRoomResponse)(nil),   // 24: kvgrpc.v1.CancelRoomResponse
-	(*GetTopologyRequest)(nil),   // 25: kvgrpc.v1.GetTopologyRequest
-	(*GetTopologyResponse)(nil),  // 26: kvgrpc.v1.GetTopologyResponse
-	(*RankRef)(nil),              // 27: kvgrpc.v1.RankRef
-	(*Layout)(nil),               // 28: kvgrpc.v1.Layout
-	(*Pool)(nil),                 // 29: kvgrpc.v1.Pool
-	(*durationpb.Duration)(nil),  // 30: google.protobuf.Duration
-	(*Failure)(nil),              // 31: kvgrpc.v1.Failure
-	(*PageSet)(nil),              // 32: kvgrpc.v1.PageSet
-	(Role)(0),                    // 33: kvgrpc.v1.Role
+	(SessionState)(0),            // 3: kvgrpc.v1.SessionState
+	(*Hello)(nil),                // 4: kvgrpc.v1.Hello
+	(*Part)(nil),                 // 5: kvgrpc.v1.Part
+	(*Welcome)(nil),              // 6: kvgrpc.v1.Welcome
+	(*Goodbye)(nil),              // 7: kvgrpc.v1.Goodbye
+	(*DecodeRoom)(nil),           // 8: kvgrpc.v1.DecodeRoom
+	(*PrefillRoom)(nil),          // 9: kvgrpc.v1.PrefillRoom
+	(*SessionRequest)(nil),       // 10: kvgrpc.v1.SessionRequest
+	(*SessionResponse)(nil),      // 11: kvgrpc.v1.SessionResponse
+	(*Session)(nil),              // 12: kvgrpc.v1.Session
+	(*RoomPart)(nil),             // 13: kvgrpc.v1.RoomPart
+	(*Room)(nil),                 // 14: kvgrpc.v1.Room
+	(*ListSessionsRequest)(nil),  // 15: kvgrpc.v1.ListSessionsRequest
+	(*ListSessionsResponse)(nil), // 16: kvgrpc.v1.ListSessionsResponse
+	(*ListRoomsRequest)(nil),     // 17: kvgrpc.v1.ListRoomsRequest
+	(*ListRoomsResponse)(nil),    // 18: kvgrpc.v1.ListRoomsResponse
+	(*GetRoomRequest)(nil),       // 19: kvgrpc.v1.GetRoomRequest
+	(*GetRoomResponse)(nil),      // 20: kvgrpc.v1.GetRoomResponse
+	(*RoomKey)(nil),              // 21: kvgrpc.v1.RoomKey
+	(*LocateRoomsRequest)(nil),   // 22: kvgrpc.v1.LocateRoomsRequest
+	(*LocateRoomsResponse)(nil),  // 23: kvgrpc.v1.LocateRoomsResponse
+	(*CancelRoomRequest)(nil),    // 24: kvgrpc.v1.CancelRoomRequest
+	(*CancelRoomResponse)(nil),   // 25: kvgrpc.v1.CancelRoomResponse
+	(*GetRankRequest)(nil),       // 26: kvgrpc.v1.GetRankRequest
+	(*GetRankResponse)(nil),      // 27: kvgrpc.v1.GetRankResponse
+	(*EngineShape)(nil),          // 28: kvgrpc.v1.EngineShape
+	(*GetTopologyRequest)(nil),   // 29: kvgrpc.v1.GetTopologyRequest
+	(*OwedPart)(nil),             // 30: kvgrpc.v1.OwedPart
+	(*GetTopologyResponse)(nil),  // 31: kvgrpc.v1.GetTopologyResponse
+	(*RankRef)(nil),              // 32: kvgrpc.v1.RankRef
+	(*Layout)(nil),               // 33: kvgrpc.v1.Layout
+	(*Pool)(nil),                 // 34: kvgrpc.v1.Pool
+	(*ModelIdentity)(nil),        // 35: kvgrpc.v1.ModelIdentity
+	(*durationpb.Duration)(nil),  // 36: google.protobuf.Duration
+	(*Failure)(nil),              // 37: kvgrpc.v1.Failure
+	(*PageSet)(nil),              // 38: kvgrpc.v1.PageSet
+	(Role)(0),                    // 39: kvgrpc.v1.Role
+	(*RankId)(nil),               // 40: kvgrpc.v1.RankId
 }
 var file_kvgrpc_v1_transfer_service_proto_depIdxs = []int32{
-	27, // 0: kvgrpc.v1.Hello.from:type_name -> kvgrpc.v1.RankRef
-	27, // 1: kvgrpc.v1.Hello.to:type_name -> kvgrpc.v1.RankRef
-	28, // 2: kvgrpc.v1.Hello.layout:type_name -> kvgrpc.v1.Layout
-	29, // 3: kvgrpc.v1.Hello.pools:type_name -> kvgrpc.v1.Pool
-	4,  // 4: kvgrpc.v1.Hello.expected:type_name -> kvgrpc.v1.Part
-	27, // 5: kvgrpc.v1.Welcome.from:type_name -> kvgrpc.v1.RankRef
-	30, // 6: kvgrpc.v1.Welcome.heartbeat:type_name -> google.protobuf.Duration
-	30, // 7: kvgrpc.v1.Welcome.patience:type_name -> google.protobuf.Duration
-	31, // 8: kvgrpc.v1.Goodbye.failure:type_name -> kvgrpc.v1.Failure
-	0,  // 9: kvgrpc.v1.DecodeRoom.want:type_name -> kvgrpc.v1.Want
-	32, // 10: kvgrpc.v1.DecodeRoom.pages:type_name -> kvgrpc.v1.PageSet
-	31, // 11: kvgrpc.v1.DecodeRoom.failure:type_name -> kvgrpc.v1.Failure
-	1,  // 12: kvgrpc.v1.PrefillRoom.state:type_name -> kvgrpc.v1.RoomState
-	2,  // 13: kvgrpc.v1.PrefillRoom.writes:type_name -> kvgrpc.v1.Writes
-	31, // 14: kvgrpc.v1.PrefillRoom.failure:type_name -> kvgrpc.v1.Failure
-	3,  // 15: kvgrpc.v1.SessionRequest.hello:type_name -> kvgrpc.v1.Hello
-	7,  // 16: kvgrpc.v1.SessionRequest.rooms:type_name -> kvgrpc.v1.DecodeRoom
-	6,  // 17: kvgrpc.v1.SessionRequest.goodbye:type_name -> kvgrpc.v1.Goodbye
-	5,  // 18: kvgrpc.v1.SessionResponse.welcome:type_name -> kvgrpc.v1.Welcome
-	8,  // 19: kvgrpc.v1.SessionResponse.rooms:type_name -> kvgrpc.v1.PrefillRoom
-	6,  // 20: kvgrpc.v1.SessionResponse.goodbye:type_name -> kvgrpc.v1.Goodbye
-	27, // 21: kvgrpc.v1.Session.peer:type_name -> kvgrpc.v1.RankRef
-	30, // 22: kvgrpc.v1.Session.silence:type_name -> google.protobuf.Duration
-	27, // 23: kvgrpc.v1.RoomPart.peer:type_name -> kvgrpc.v1.RankRef
-	1,  // 24: kvgrpc.v1.RoomPart.state:type_name -> kvgrpc.v1.RoomState
-	2,  // 25: kvgrpc.v1.RoomPart.writes:type_name -> kvgrpc.v1.Writes
-	33, // 26: kvgrpc.v1.Room.role:type_name -> kvgrpc.v1.Role
-	1,  // 27: kvgrpc.v1.Room.state:type_name -> kvgrpc.v1.RoomState
-	12, // 28: kvgrpc.v1.Room.parts:type_name -> kvgrpc.v1.RoomPart
-	30, // 29: kvgrpc.v1.Room.age:type_name -> google.protobuf.Duration
-	31, // 30: kvgrpc.v1.Room.failure:type_name -> kvgrpc.v1.Failure
-	11, // 31: kvgrpc.v1.ListSessionsResponse.sessions:type_name -> kvgrpc.v1.Session
-	1,  // 32: kvgrpc.v1.ListRoomsRequest.states:type_name -> kvgrpc.v1.RoomState
-	13, // 33: kvgrpc.v1.ListRoomsResponse.rooms:type_name -> kvgrpc.v1.Room
-	13, // 34: kvgrpc.v1.GetRoomResponse.room:type_name -> kvgrpc.v1.Room
-	20, // 35: kvgrpc.v1.LocateRoomsRequest.rooms:type_name -> kvgrpc.v1.RoomKey
-	20, // 36: kvgrpc.v1.LocateRoomsResponse.rooms:type_name -> kvgrpc.v1.RoomKey
-	13, // 37: kvgrpc.v1.CancelRoomResponse.room:type_name -> kvgrpc.v1.Room
-	27, // 38: kvgrpc.v1.GetTopologyResponse.rank:type_name -> kvgrpc.v1.RankRef
-	33, // 39: kvgrpc.v1.GetTopologyResponse.role:type_name -> kvgrpc.v1.Role
-	28, // 40: kvgrpc.v1.GetTopologyResponse.layout:type_name -> kvgrpc.v1.Layout
-	29, // 41: kvgrpc.v1.GetTopologyResponse.pools:type_name -> kvgrpc.v1.Pool
-	9,  // 42: kvgrpc.v1.TransferService.Session:input_type -> kvgrpc.v1.SessionRequest
-	14, // 43: kvgrpc.v1.TransferService.ListSessions:input_type -> kvgrpc.v1.ListSessionsRequest
-	16, // 44: kvgrpc.v1.TransferService.ListRooms:input_type -> kvgrpc.v1.ListRoomsRequest
-	18, // 45: kvgrpc.v1.TransferService.GetRoom:input_type -> kvgrpc.v1.GetRoomRequest
-	21, // 46: kvgrpc.v1.TransferService.LocateRooms:input_type -> kvgrpc.v1.LocateRoomsRequest
-	23, // 47: kvgrpc.v1.TransferService.CancelRoom:input_type -> kvgrpc.v1.CancelRoomRequest
-	25, // 48: kvgrpc.v1.TransferService.GetTopology:input_type -> kvgrpc.v1.GetTopologyRequest
-	10, // 49: kvgrpc.v1.TransferService.Session:output_type -> kvgrpc.v1.SessionResponse
-	15, // 50: kvgrpc.v1.TransferService.ListSessions:output_type -> kvgrpc.v1.ListSessionsResponse
-	17, // 51: kvgrpc.v1.TransferService.ListRooms:output_type -> kvgrpc.v1.ListRoomsResponse
-	19, // 52: kvgrpc.v1.TransferService.GetRoom:output_type -> kvgrpc.v1.GetRoomResponse
-	22, // 53: kvgrpc.v1.TransferService.LocateRooms:output_type -> kvgrpc.v1.LocateRoomsResponse
-	24, // 54: kvgrpc.v1.TransferService.CancelRoom:output_type -> kvgrpc.v1.CancelRoomResponse
-	26, // 55: kvgrpc.v1.TransferService.GetTopology:output_type -> kvgrpc.v1.GetTopologyResponse
-	49, // [49:56] is the sub-list for method output_type
-	42, // [42:49] is the sub-list for method input_type
-	42, // [42:42] is the sub-list for extension type_name
-	42, // [42:42] is the sub-list for extension extendee
-	0,  // [0:42] is the sub-list for field type_name
+	32, // 0: kvgrpc.v1.Hello.opener:type_name -> kvgrpc.v1.RankRef
+	32, // 1: kvgrpc.v1.Hello.to:type_name -> kvgrpc.v1.RankRef
+	33, // 2: kvgrpc.v1.Hello.layout:type_name -> kvgrpc.v1.Layout
+	34, // 3: kvgrpc.v1.Hello.pools:type_name -> kvgrpc.v1.Pool
+	5,  // 4: kvgrpc.v1.Hello.expected:type_name -> kvgrpc.v1.Part
+	35, // 5: kvgrpc.v1.Hello.model:type_name -> kvgrpc.v1.ModelIdentity
+	32, // 6: kvgrpc.v1.Welcome.rank:type_name -> kvgrpc.v1.RankRef
+	36, // 7: kvgrpc.v1.Welcome.heartbeat:type_name -> google.protobuf.Duration
+	36, // 8: kvgrpc.v1.Welcome.idle_timeout:type_name -> google.protobuf.Duration
+	37, // 9: kvgrpc.v1.Goodbye.failure:type_name -> kvgrpc.v1.Failure
+	0,  // 10: kvgrpc.v1.DecodeRoom.want:type_name -> kvgrpc.v1.Want
+	38, // 11: kvgrpc.v1.DecodeRoom.pages:type_name -> kvgrpc.v1.PageSet
+	37, // 12: kvgrpc.v1.DecodeRoom.failure:type_name -> kvgrpc.v1.Failure
+	1,  // 13: kvgrpc.v1.PrefillRoom.state:type_name -> kvgrpc.v1.RoomState
+	2,  // 14: kvgrpc.v1.PrefillRoom.writes:type_name -> kvgrpc.v1.Writes
+	37, // 15: kvgrpc.v1.PrefillRoom.failure:type_name -> kvgrpc.v1.Failure
+	4,  // 16: kvgrpc.v1.SessionRequest.hello:type_name -> kvgrpc.v1.Hello
+	8,  // 17: kvgrpc.v1.SessionRequest.rooms:type_name -> kvgrpc.v1.DecodeRoom
+	7,  // 18: kvgrpc.v1.SessionRequest.goodbye:type_name -> kvgrpc.v1.Goodbye
+	6,  // 19: kvgrpc.v1.SessionResponse.welcome:type_name -> kvgrpc.v1.Welcome
+	9,  // 20: kvgrpc.v1.SessionResponse.rooms:type_name -> kvgrpc.v1.PrefillRoom
+	7,  // 21: kvgrpc.v1.SessionResponse.goodbye:type_name -> kvgrpc.v1.Goodbye
+	32, // 22: kvgrpc.v1.Session.peer:type_name -> kvgrpc.v1.RankRef
+	3,  // 23: kvgrpc.v1.Session.state:type_name -> kvgrpc.v1.SessionState
+	36, // 24: kvgrpc.v1.Session.idle_time:type_name -> google.protobuf.Duration
+	32, // 25: kvgrpc.v1.RoomPart.peer:type_name -> kvgrpc.v1.RankRef
+	1,  // 26: kvgrpc.v1.RoomPart.state:type_name -> kvgrpc.v1.RoomState
+	2,  // 27: kvgrpc.v1.RoomPart.writes:type_name -> kvgrpc.v1.Writes
+	39, // 28: kvgrpc.v1.Room.role:type_name -> kvgrpc.v1.Role
+	1,  // 29: kvgrpc.v1.Room.state:type_name -> kvgrpc.v1.RoomState
+	13, // 30: kvgrpc.v1.Room.parts:type_name -> kvgrpc.v1.RoomPart
+	36, // 31: kvgrpc.v1.Room.age:type_name -> google.protobuf.Duration
+	37, // 32: kvgrpc.v1.Room.failure:type_name -> kvgrpc.v1.Failure
+	12, // 33: kvgrpc.v1.ListSessionsResponse.sessions:type_name -> kvgrpc.v1.Session
+	1,  // 34: kvgrpc.v1.ListRoomsRequest.states:type_name -> kvgrpc.v1.RoomState
+	14, // 35: kvgrpc.v1.ListRoomsResponse.rooms:type_name -> kvgrpc.v1.Room
+	14, // 36: kvgrpc.v1.GetRoomResponse.room:type_name -> kvgrpc.v1.Room
+	21, // 37: kvgrpc.v1.LocateRoomsRequest.rooms:type_name -> kvgrpc.v1.RoomKey
+	21, // 38: kvgrpc.v1.LocateRoomsResponse.rooms:type_name -> kvgrpc.v1.RoomKey
+	14, // 39: kvgrpc.v1.CancelRoomResponse.room:type_name -> kvgrpc.v1.Room
+	32, // 40: kvgrpc.v1.GetRankResponse.rank:type_name -> kvgrpc.v1.RankRef
+	39, // 41: kvgrpc.v1.GetRankResponse.role:type_name -> kvgrpc.v1.Role
+	33, // 42: kvgrpc.v1.GetRankResponse.layout:type_name -> kvgrpc.v1.Layout
+	34, // 43: kvgrpc.v1.GetRankResponse.pools:type_name -> kvgrpc.v1.Pool
+	33, // 44: kvgrpc.v1.EngineShape.layout:type_name -> kvgrpc.v1.Layout
+	28, // 45: kvgrpc.v1.GetTopologyRequest.prefill:type_name -> kvgrpc.v1.EngineShape
+	28, // 46: kvgrpc.v1.GetTopologyRequest.decode:type_name -> kvgrpc.v1.EngineShape
+	40, // 47: kvgrpc.v1.OwedPart.prefill:type_name -> kvgrpc.v1.RankId
+	40, // 48: kvgrpc.v1.OwedPart.decode:type_name -> kvgrpc.v1.RankId
+	5,  // 49: kvgrpc.v1.OwedPart.part:type_name -> kvgrpc.v1.Part
+	30, // 50: kvgrpc.v1.GetTopologyResponse.parts:type_name -> kvgrpc.v1.OwedPart
+	10, // 51: kvgrpc.v1.TransferService.Session:input_type -> kvgrpc.v1.SessionRequest
+	15, // 52: kvgrpc.v1.TransferService.ListSessions:input_type -> kvgrpc.v1.ListSessionsRequest
+	17, // 53: kvgrpc.v1.TransferService.ListRooms:input_type -> kvgrpc.v1.ListRoomsRequest
+	19, // 54: kvgrpc.v1.TransferService.GetRoom:input_type -> kvgrpc.v1.GetRoomRequest
+	22, // 55: kvgrpc.v1.TransferService.LocateRooms:input_type -> kvgrpc.v1.LocateRoomsRequest
+	24, // 56: kvgrpc.v1.TransferService.CancelRoom:input_type -> kvgrpc.v1.CancelRoomRequest
+	26, // 57: kvgrpc.v1.TransferService.GetRank:input_type -> kvgrpc.v1.GetRankRequest
+	29, // 58: kvgrpc.v1.TransferService.GetTopology:input_type -> kvgrpc.v1.GetTopologyRequest
+	11, // 59: kvgrpc.v1.TransferService.Session:output_type -> kvgrpc.v1.SessionResponse
+	16, // 60: kvgrpc.v1.TransferService.ListSessions:output_type -> kvgrpc.v1.ListSessionsResponse
+	18, // 61: kvgrpc.v1.TransferService.ListRooms:output_type -> kvgrpc.v1.ListRoomsResponse
+	20, // 62: kvgrpc.v1.TransferService.GetRoom:output_type -> kvgrpc.v1.GetRoomResponse
+	23, // 63: kvgrpc.v1.TransferService.LocateRooms:output_type -> kvgrpc.v1.LocateRoomsResponse
+	25, // 64: kvgrpc.v1.TransferService.CancelRoom:output_type -> kvgrpc.v1.CancelRoomResponse
+	27, // 65: kvgrpc.v1.TransferService.GetRank:output_type -> kvgrpc.v1.GetRankResponse
+	31, // 66: kvgrpc.v1.TransferService.GetTopology:output_type -> kvgrpc.v1.GetTopologyResponse
+	59, // [59:67] is the sub-list for method output_type
+	51, // [51:59] is the sub-list for method input_type
+	51, // [51:51] is the sub-list for extension type_name
+	51, // [51:51] is the sub-list for extension extendee
+	0,  // [0:51] is the sub-list for field type_name
 }
 
 func init() { file_kvgrpc_v1_transfer_service_proto_init() }
@@ -2234,8 +2618,8 @@ func file_kvgrpc_v1_transfer_service_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvgrpc_v1_transfer_service_proto_rawDesc), len(file_kvgrpc_v1_transfer_service_proto_rawDesc)),
-			NumEnums:      3,
-			NumMessages:   24,
+			NumEnums:      4,
+			NumMessages:   28,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

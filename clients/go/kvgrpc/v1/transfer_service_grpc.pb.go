@@ -27,6 +27,7 @@ const (
 	TransferService_GetRoom_FullMethodName      = "/kvgrpc.v1.TransferService/GetRoom"
 	TransferService_LocateRooms_FullMethodName  = "/kvgrpc.v1.TransferService/LocateRooms"
 	TransferService_CancelRoom_FullMethodName   = "/kvgrpc.v1.TransferService/CancelRoom"
+	TransferService_GetRank_FullMethodName      = "/kvgrpc.v1.TransferService/GetRank"
 	TransferService_GetTopology_FullMethodName  = "/kvgrpc.v1.TransferService/GetTopology"
 )
 
@@ -55,7 +56,7 @@ type TransferServiceClient interface {
 	// Roles: rank, operator. Errors: ROOM_NOT_FOUND, INVALID_REQUEST.
 	GetRoom(ctx context.Context, in *GetRoomRequest, opts ...grpc.CallOption) (*GetRoomResponse, error)
 	// Tells which of these rooms have a sender at this prefill rank. Waits until one has, up to the deadline of the call:
-	// shortly before it the answer is empty. Decode asks every dp rank of an engine whose row says places_rooms.
+	// shortly before it the answer is empty. Decode asks every dp rank of an engine whose row says engine_selects_dp.
 	// Roles: rank, operator. Errors: INVALID_REQUEST, WRONG_RANK (a decode rank), TOO_MANY_REQUESTS, SERVER_DRAINING.
 	LocateRooms(ctx context.Context, in *LocateRoomsRequest, opts ...grpc.CallOption) (*LocateRoomsResponse, error)
 	// Cancels one room here; the other side is told. A room that has ended stays as it is.
@@ -63,6 +64,10 @@ type TransferServiceClient interface {
 	CancelRoom(ctx context.Context, in *CancelRoomRequest, opts ...grpc.CallOption) (*CancelRoomResponse, error)
 	// Returns who this rank is and the shapes of its pools.
 	// Roles: rank, operator. Errors: none of its own.
+	GetRank(ctx context.Context, in *GetRankRequest, opts ...grpc.CallOption) (*GetRankResponse, error)
+	// Tells which ranks of one prefill replica owe which layers and heads to which ranks of one decode replica. It depends
+	// on the request alone: any rank answers for any two engines.
+	// Roles: rank, operator. Errors: INVALID_REQUEST, PARALLEL_LAYOUT_MISMATCH (FAILED_PRECONDITION, names the field).
 	GetTopology(ctx context.Context, in *GetTopologyRequest, opts ...grpc.CallOption) (*GetTopologyResponse, error)
 }
 
@@ -137,6 +142,16 @@ func (c *transferServiceClient) CancelRoom(ctx context.Context, in *CancelRoomRe
 	return out, nil
 }
 
+func (c *transferServiceClient) GetRank(ctx context.Context, in *GetRankRequest, opts ...grpc.CallOption) (*GetRankResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(GetRankResponse)
+	err := c.cc.Invoke(ctx, TransferService_GetRank_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *transferServiceClient) GetTopology(ctx context.Context, in *GetTopologyRequest, opts ...grpc.CallOption) (*GetTopologyResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(GetTopologyResponse)
@@ -172,7 +187,7 @@ type TransferServiceServer interface {
 	// Roles: rank, operator. Errors: ROOM_NOT_FOUND, INVALID_REQUEST.
 	GetRoom(context.Context, *GetRoomRequest) (*GetRoomResponse, error)
 	// Tells which of these rooms have a sender at this prefill rank. Waits until one has, up to the deadline of the call:
-	// shortly before it the answer is empty. Decode asks every dp rank of an engine whose row says places_rooms.
+	// shortly before it the answer is empty. Decode asks every dp rank of an engine whose row says engine_selects_dp.
 	// Roles: rank, operator. Errors: INVALID_REQUEST, WRONG_RANK (a decode rank), TOO_MANY_REQUESTS, SERVER_DRAINING.
 	LocateRooms(context.Context, *LocateRoomsRequest) (*LocateRoomsResponse, error)
 	// Cancels one room here; the other side is told. A room that has ended stays as it is.
@@ -180,6 +195,10 @@ type TransferServiceServer interface {
 	CancelRoom(context.Context, *CancelRoomRequest) (*CancelRoomResponse, error)
 	// Returns who this rank is and the shapes of its pools.
 	// Roles: rank, operator. Errors: none of its own.
+	GetRank(context.Context, *GetRankRequest) (*GetRankResponse, error)
+	// Tells which ranks of one prefill replica owe which layers and heads to which ranks of one decode replica. It depends
+	// on the request alone: any rank answers for any two engines.
+	// Roles: rank, operator. Errors: INVALID_REQUEST, PARALLEL_LAYOUT_MISMATCH (FAILED_PRECONDITION, names the field).
 	GetTopology(context.Context, *GetTopologyRequest) (*GetTopologyResponse, error)
 	mustEmbedUnimplementedTransferServiceServer()
 }
@@ -208,6 +227,9 @@ func (UnimplementedTransferServiceServer) LocateRooms(context.Context, *LocateRo
 }
 func (UnimplementedTransferServiceServer) CancelRoom(context.Context, *CancelRoomRequest) (*CancelRoomResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method CancelRoom not implemented")
+}
+func (UnimplementedTransferServiceServer) GetRank(context.Context, *GetRankRequest) (*GetRankResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method GetRank not implemented")
 }
 func (UnimplementedTransferServiceServer) GetTopology(context.Context, *GetTopologyRequest) (*GetTopologyResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method GetTopology not implemented")
@@ -330,6 +352,24 @@ func _TransferService_CancelRoom_Handler(srv interface{}, ctx context.Context, d
 	return interceptor(ctx, in, info, handler)
 }
 
+func _TransferService_GetRank_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(GetRankRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(TransferServiceServer).GetRank(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: TransferService_GetRank_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(TransferServiceServer).GetRank(ctx, req.(*GetRankRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _TransferService_GetTopology_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(GetTopologyRequest)
 	if err := dec(in); err != nil {
@@ -374,6 +414,10 @@ var TransferService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "CancelRoom",
 			Handler:    _TransferService_CancelRoom_Handler,
+		},
+		{
+			MethodName: "GetRank",
+			Handler:    _TransferService_GetRank_Handler,
 		},
 		{
 			MethodName: "GetTopology",

@@ -7,7 +7,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -44,6 +44,7 @@ _INSTALL = "pip install 'kvgrpc[mooncake-cpu]' (or 'kvgrpc[mooncake]' with CUDA)
 _MASTER = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):\d{1,5}")
 _CLEAR_SECONDS = 10.0
 _MOST_IN_CALL = 4096
+_MOST_BYTES_IN_CALL = 64 << 20
 
 Buffers = list[list[tuple[int, int, int]]]
 
@@ -199,9 +200,9 @@ class MooncakeBackend:
             else:
                 staged.append(number)
         try:
-            numbers = list(direct)
-            for first in range(0, len(numbers), _MOST_IN_CALL):
-                part = numbers[first : first + _MOST_IN_CALL]
+            for part in _parts(list(direct), pages):
+                if time.monotonic() >= deadline:
+                    break
                 pending = self._call(what, keys, part, [direct[number] for number in part], deadline)
                 results.update(self._results(what, pending, keys, pages, part, pending.ended))
             while staged and time.monotonic() < deadline:
@@ -309,6 +310,20 @@ class MooncakeBackend:
                 self._staging = staging, area
                 logger.info("storage 'mooncake': pages are copied through %d bytes", self._config.staging_bytes)
             return self._staging
+
+
+def _parts(numbers: list[int], pages: Sequence[PageBuffers]) -> Iterator[list[int]]:
+    """Pages of one call: few enough that none of them waits for the others until its lease in the Store has ended."""
+    part: list[int] = []
+    nbytes = 0
+    for number in numbers:
+        nbytes += page_bytes(pages[number])
+        if part and (nbytes > _MOST_BYTES_IN_CALL or len(part) == _MOST_IN_CALL):
+            yield part
+            part, nbytes = [], page_bytes(pages[number])
+        part.append(number)
+    if part:
+        yield part
 
 
 def _release(staging: Staging, lane: Lane, pending: Pending | None) -> None:

@@ -21,7 +21,7 @@ class LocalStore:
     """Use it as a context. ``address`` is the master's; it stays the same when the master is started again."""
 
     def __init__(
-        self, owners: int = 1, owner_bytes: int = 64 << 20, *, client_ttl: int = 10, lease_ms: int = 500
+        self, owners: int = 1, owner_bytes: int = 64 << 20, *, client_ttl: int = 10, lease_ms: int = 5000
     ) -> None:
         self.address = f"127.0.0.1:{_free_port()}"
         self.owners: list[subprocess.Popen[bytes]] = []

@@ -33,7 +33,7 @@ class Windows:
                 ):
                     continue
                 if self._share(each.address, each.nbytes) is None:
-                    logger.info("storage 'mooncake': %d bytes are no shared memory and will be copied", each.nbytes)
+                    logger.debug("storage 'mooncake': %d bytes are no shared memory and will be copied", each.nbytes)
 
     def share(self, address: int, nbytes: int) -> int:
         """The area of memory that is known to be shared. Raises MemoryError."""

@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file kvgrpc/v1/server_service.proto.
  */
 export const file_kvgrpc_v1_server_service: GenFile = /*@__PURE__*/
-  fileDesc("Ch5rdmdycGMvdjEvc2VydmVyX3NlcnZpY2UucHJvdG8SCWt2Z3JwYy52MSIWChRHZXRTZXJ2ZXJJbmZvUmVxdWVzdCLHAgoVR2V0U2VydmVySW5mb1Jlc3BvbnNlEg8KB3ZlcnNpb24YASABKAkSIAoEcmFuaxgCIAEoCzISLmt2Z3JwYy52MS5SYW5rUmVmEh0KBHJvbGUYAyABKA4yDy5rdmdycGMudjEuUm9sZRIQCghzZXJ2aWNlcxgEIAMoCRI8CgZsaW1pdHMYBiADKAsyLC5rdmdycGMudjEuR2V0U2VydmVySW5mb1Jlc3BvbnNlLkxpbWl0c0VudHJ5Ei4KCnN0YXJ0X3RpbWUYByABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhAKCGRyYWluaW5nGAggASgIEgsKA3BpZBgJIAEoDRotCgtMaW1pdHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAQ6AjgBSgQIBRAGUghmZWF0dXJlcyI4CgxEcmFpblJlcXVlc3QSKAoFZ3JhY2UYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iNAoNRHJhaW5SZXNwb25zZRIPCgdkcmFpbmVkGAEgASgIEhIKCm9wZW5fcm9vbXMYAiABKA0yqQEKDVNlcnZlclNlcnZpY2USVwoNR2V0U2VydmVySW5mbxIfLmt2Z3JwYy52MS5HZXRTZXJ2ZXJJbmZvUmVxdWVzdBogLmt2Z3JwYy52MS5HZXRTZXJ2ZXJJbmZvUmVzcG9uc2UiA5ACARI/CgVEcmFpbhIXLmt2Z3JwYy52MS5EcmFpblJlcXVlc3QaGC5rdmdycGMudjEuRHJhaW5SZXNwb25zZSIDkAICQiJaIGt2Z3JwYy5kZXYvZ28va3ZncnBjL3YxO2t2Z3JwY3YxYgZwcm90bzM", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_kvgrpc_v1_common]);
+  fileDesc("Ch5rdmdycGMvdjEvc2VydmVyX3NlcnZpY2UucHJvdG8SCWt2Z3JwYy52MSIWChRHZXRTZXJ2ZXJJbmZvUmVxdWVzdCK3AgoVR2V0U2VydmVySW5mb1Jlc3BvbnNlEg8KB3ZlcnNpb24YASABKAkSIAoEcmFuaxgCIAEoCzISLmt2Z3JwYy52MS5SYW5rUmVmEh0KBHJvbGUYAyABKA4yDy5rdmdycGMudjEuUm9sZRIQCghzZXJ2aWNlcxgEIAMoCRI8CgZsaW1pdHMYBiADKAsyLC5rdmdycGMudjEuR2V0U2VydmVySW5mb1Jlc3BvbnNlLkxpbWl0c0VudHJ5Ei4KCnN0YXJ0X3RpbWUYByABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhAKCGRyYWluaW5nGAggASgIEgsKA3BpZBgJIAEoDRotCgtMaW1pdHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAQ6AjgBIjgKDERyYWluUmVxdWVzdBIoCgVncmFjZRgBIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiI0Cg1EcmFpblJlc3BvbnNlEg8KB2RyYWluZWQYASABKAgSEgoKb3Blbl9yb29tcxgCIAEoDTKpAQoNU2VydmVyU2VydmljZRJXCg1HZXRTZXJ2ZXJJbmZvEh8ua3ZncnBjLnYxLkdldFNlcnZlckluZm9SZXF1ZXN0GiAua3ZncnBjLnYxLkdldFNlcnZlckluZm9SZXNwb25zZSIDkAIBEj8KBURyYWluEhcua3ZncnBjLnYxLkRyYWluUmVxdWVzdBoYLmt2Z3JwYy52MS5EcmFpblJlc3BvbnNlIgOQAgJCIloga3ZncnBjLmRldi9nby9rdmdycGMvdjE7a3ZncnBjdjFiBnByb3RvMw", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_kvgrpc_v1_common]);
 
 /**
  * Request of GetServerInfo.
@@ -111,7 +111,7 @@ export const GetServerInfoResponseSchema: GenMessage<GetServerInfoResponse> = /*
  */
 export type DrainRequest = Message<"kvgrpc.v1.DrainRequest"> & {
   /**
-   * How long rooms may take to end; then they are cancelled. Absent: 30 s.
+   * How long rooms may take to end; then they are cancelled. 0 s to an hour; absent: 30 s.
    *
    * @generated from field: google.protobuf.Duration grace = 1;
    */
@@ -173,7 +173,7 @@ export const ServerService: GenService<{
   /**
    * Starts draining: health turns NOT_SERVING, new rooms are refused, running ones end; the port stays open until the data
    * plane has no write left. Returns when drained or at the deadline of the call. Repeating it is harmless.
-   * Roles: operator. Errors: none of its own.
+   * Roles: operator. Errors: INVALID_REQUEST.
    *
    * @generated from rpc kvgrpc.v1.ServerService.Drain
    */

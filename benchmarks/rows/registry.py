@@ -1,0 +1,233 @@
+"""registry.*: a whole cluster registers, and everybody who follows it sees a change."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import psutil
+
+from benchmarks.baselines.bootstrap import BootstrapServer
+from benchmarks.harness.plan import Plan
+from benchmarks.harness.rounds import Benchmark, Figures
+from benchmarks.harness.table import Metric, Target
+from benchmarks.harness.worker import Desk, Worker
+
+STORM = "registry.storm"
+FAN_OUT = "registry.storm.fan_out"
+MEMORY = "registry.storm.bytes_per_rank"
+RANKS_PER_NODE = 8
+REGIONS = 64
+AT_ONCE = 64
+CONNECTIONS = 50
+SERVER, CLIENT = "server", "client"
+
+
+def benchmarks(plan: Plan) -> list[Benchmark]:
+    return [
+        Benchmark(
+            metrics=(
+                Metric(STORM, "ranks/s", "higher", "seed HTTP bootstrap", Target(ratio=5)),
+                Metric(FAN_OUT, "s", "lower", "seed: each asks once", Target(value=1)),
+                Metric(MEMORY, "B", "lower", "seed HTTP bootstrap"),
+            ),
+            ours=lambda: Ours(plan),
+            baseline=lambda: Seed(plan),
+            warm_ups=0,
+        )
+    ]
+
+
+class _Storm:
+    """A server and the cluster, in a process each. Each turn begins with an empty server."""
+
+    def __init__(self, name: str, plan: Plan, open_server: Any, register: Any, follow: Any) -> None:
+        self._plan = plan
+        self._open, self._register, self._follow = open_server, register, follow
+        self._name = name
+        self._peak = 0
+
+    def turn(self) -> Figures:
+        server, cluster = Worker(f"{self._name}-server"), Worker(f"{self._name}-cluster")
+        try:
+            address = server.call(self._open)
+            before = psutil.Process(server.pid).memory_info().rss
+            seconds = cluster.call(self._register, address, self._plan.registry_ranks)
+            grown = psutil.Process(server.pid).memory_info().rss - before
+            fan_out = cluster.call(self._follow, address, self._plan.registry_watchers, self._plan.registry_ranks)
+            self._peak = max(self._peak, server.peak_rss() + cluster.peak_rss())
+        finally:
+            cluster.close()
+            server.close()
+        ranks = self._plan.registry_ranks
+        return {STORM: ranks / seconds, FAN_OUT: fan_out, MEMORY: max(grown, 0) / ranks}
+
+    def peak_rss(self) -> int:
+        return self._peak
+
+    def close(self) -> None: ...
+
+
+class Ours(_Storm):
+    """One call of Register a node; WatchEngines."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__("kvgrpc-registry", plan, _open_ours, _register_ours, _follow_ours)
+
+
+class Seed(_Storm):
+    """One PUT a rank; who wants to know asks."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__("seed-bootstrap", plan, _open_seed, _register_seed, _ask_seed)
+
+
+def _open_ours(desk: Desk) -> str:
+    from kvgrpc.server import RegistryServer
+
+    # A lease as long as the turn: keepalives are not what this row measures.
+    server = desk.items[SERVER] = RegistryServer(["127.0.0.1:0"], lease_ttl=600.0).open()
+    return server.address
+
+
+def _register_ours(desk: Desk, address: str, ranks: int) -> float:
+    """Every node registers its ranks, AT_ONCE nodes at a time; the seconds that it took."""
+    from kvgrpc.model import Layout, Pool, PoolKind, RankId, RankRef, Region, Role
+    from kvgrpc.registry.model import Endpoints, RankRow
+    from kvgrpc.registry.wire import PoolCache, row_to_pb
+    from kvgrpc.rpc.channel import open_channel
+    from kvgrpc.v1 import registry_service_pb2 as pb
+    from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
+
+    pools, layout = PoolCache(), Layout(dp=ranks // RANKS_PER_NODE, tp=RANKS_PER_NODE)
+    regions = tuple(Region(layer, "kv", 0, 32_768, 32_768) for layer in range(REGIONS))
+    pool = Pool("kv", PoolKind.KV, 16, 4_096, "bfloat16", regions, "token,head,dim", 8, 0, 1, "cuda:0")
+
+    def node(dp: int) -> pb.RegisterRequest:
+        rows = [
+            RankRow(
+                RankRef(RankId("P", dp=dp, tp=tp), 1),
+                Role.PREFILL,
+                Endpoints(f"127.0.0.1:{1 + (dp * 8 + tp) % 60_000}"),
+                layout,
+                (pool,),
+                "mooncake",
+            )
+            for tp in range(RANKS_PER_NODE)
+        ]
+        return pb.RegisterRequest(rows=[row_to_pb(row, pools) for row in rows])
+
+    async def storm() -> float:
+        requests = [node(dp) for dp in range(layout.dp)]
+        channels = [open_channel(address, own_connection=True) for _ in range(CONNECTIONS)]
+        stubs = [RegistryServiceStub(channel) for channel in channels]
+        free = asyncio.Semaphore(AT_ONCE)
+
+        async def register(number: int, request: pb.RegisterRequest) -> None:
+            async with free:
+                await stubs[number % CONNECTIONS].Register(request, timeout=120)
+
+        began = time.perf_counter()
+        await asyncio.gather(*(register(number, request) for number, request in enumerate(requests)))
+        took = time.perf_counter() - began
+        listed = await stubs[0].ListEngines(pb.ListEnginesRequest())
+        assert [engine.registered_ranks for engine in listed.engines] == [ranks] and listed.engines[0].ready
+        for channel in channels:
+            await channel.close()
+        return took
+
+    return asyncio.run(storm())
+
+
+def _follow_ours(desk: Desk, address: str, watchers: int, ranks: int) -> float:
+    """From a change until every watcher, with the full state of all ranks behind it, has it."""
+    from kvgrpc.model import Layout, RankId, RankRef, Role
+    from kvgrpc.registry.model import Endpoints, RankRow
+    from kvgrpc.registry.wire import PoolCache, row_to_pb
+    from kvgrpc.rpc.channel import open_channel
+    from kvgrpc.v1 import registry_service_pb2 as pb
+    from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
+
+    async def follow() -> float:
+        channels = [open_channel(address, own_connection=True) for _ in range(CONNECTIONS)]
+        stubs = [RegistryServiceStub(channel) for channel in channels]
+        asked = pb.WatchEnginesRequest(without_pools=True)
+        calls = [stubs[number % CONNECTIONS].WatchEngines(asked) for number in range(watchers)]
+
+        async def whole_state(call: Any) -> int:
+            rows = 0
+            while True:
+                message = await call.read()
+                rows += sum(len(change.engine.rows) for change in message.changes)
+                if message.state_complete:
+                    return rows
+
+        assert set(await asyncio.gather(*map(whole_state, calls))) == {ranks}
+
+        async def change_seen(call: Any) -> None:
+            while "new" not in {change.engine.name for change in (await call.read()).changes}:
+                continue
+
+        seen = asyncio.gather(*map(change_seen, calls))
+        await asyncio.sleep(0.1)
+        ref = RankRef(RankId("new"), 1)
+        row = RankRow(ref, Role.PREFILL, Endpoints("127.0.0.1:1"), Layout(), (), "mooncake")
+        began = time.perf_counter()
+        await stubs[0].Register(pb.RegisterRequest(rows=[row_to_pb(row, PoolCache())]))
+        await seen
+        took = time.perf_counter() - began
+        for channel in channels:
+            await channel.close()
+        return took
+
+    return asyncio.run(follow())
+
+
+def _open_seed(desk: Desk) -> str:
+    server = desk.items[SERVER] = BootstrapServer()
+    return server.address
+
+
+def _register_seed(desk: Desk, address: str, ranks: int) -> float:
+    import aiohttp
+
+    async def storm() -> float:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=AT_ONCE)) as session:
+
+            async def register(number: int) -> None:
+                row = {
+                    "role": "Prefill",
+                    "tp_size": ranks,
+                    "dp_size": ranks // RANKS_PER_NODE,
+                    "rank_ip": "127.0.0.1",
+                    "rank_port": 1 + number % 60_000,
+                    "engine_rank": number,
+                }
+                async with session.put(f"http://{address}/route", json=row) as response:
+                    assert response.status == 200
+
+            began = time.perf_counter()
+            await asyncio.gather(*(register(number) for number in range(ranks)))
+            return time.perf_counter() - began
+
+    return asyncio.run(storm())
+
+
+def _ask_seed(desk: Desk, address: str, watchers: int, ranks: int) -> float:
+    """Nobody is told: everybody asks for one rank, once."""
+    import aiohttp
+
+    async def ask_all() -> float:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=AT_ONCE)) as session:
+
+            async def ask(number: int) -> None:
+                query = {"engine_rank": str(number % ranks), "target_dp_group": str(number % ranks // RANKS_PER_NODE)}
+                async with session.get(f"http://{address}/route", params=query) as response:
+                    assert (await response.json())["rank_ip"] == "127.0.0.1"
+
+            began = time.perf_counter()
+            await asyncio.gather(*map(ask, range(watchers)))
+            return time.perf_counter() - began
+
+    return asyncio.run(ask_all())

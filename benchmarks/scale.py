@@ -1,0 +1,104 @@
+"""A registry of 100,000 ranks in one process without sockets: what each rank, renewal, change and reader costs.
+
+``python -m benchmarks.scale [ranks]``; docs/scale.md reckons with its figures. Times are of the CPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Iterator
+
+import psutil
+
+from kvgrpc.model import Layout, Pool, PoolKind, RankId, RankRef, Region, Role
+from kvgrpc.registry.feed import Feed
+from kvgrpc.registry.model import Endpoints, EngineFilter, RankRow
+from kvgrpc.registry.store.etcd.v1 import etcd_pb2
+from kvgrpc.registry.store.memory import MemoryRegistry
+from kvgrpc.registry.wire import PoolCache, row_to_pb, rows_to_register
+from kvgrpc.v1 import registry_service_pb2 as pb
+
+RANKS, TP, DP, REGIONS = 100_000, 8, 64, 64
+
+
+def rows_of(ranks: int) -> Iterator[list[RankRow]]:
+    """Engines of 64 x 8 ranks; a node of 8 at a time."""
+    regions = tuple(Region(layer, "kv", 0, 32_768, 32_768) for layer in range(REGIONS))
+    pool = Pool("kv", PoolKind.KV, 16, 4_096, "bfloat16", regions, "token,head,dim", 8, 0, 1, "cuda:0")
+    layout = Layout(dp=DP, tp=TP)
+    for node in range(ranks // TP):
+        engine, dp = divmod(node, DP)
+        yield [
+            RankRow(
+                RankRef(RankId(f"engine-{engine}", dp=dp, tp=tp), 1_700_000_000_000_000 + node),
+                Role.PREFILL,
+                Endpoints(f"10.{node >> 16}.{node >> 8 & 255}.{node & 255}:{40_000 + tp}"),
+                layout,
+                (pool,),
+                "mooncake",
+            )
+            for tp in range(TP)
+        ]
+
+
+async def measure(ranks: int) -> None:
+    process, pools = psutil.Process(), PoolCache()
+    requests = [
+        pb.RegisterRequest(rows=[row_to_pb(row, pools) for row in node]).SerializeToString() for node in rows_of(ranks)
+    ]
+    registry = MemoryRegistry(
+        clock=time.monotonic, registry_id="r", first_lease_id=1 << 61, ttl=3_600.0, max_rows=ranks, max_engines=ranks
+    )
+    pools, before, began, leases = PoolCache(), process.memory_info().rss, time.process_time(), []
+    for request in requests:
+        rows = rows_to_register(pb.RegisterRequest.FromString(request), pools, peer_is_local=True)
+        leases += [lease.lease_id for lease in registry.register(rows)]
+    seconds = time.process_time() - began
+    say("register, decoded and checked", seconds / ranks * 1e6, "us a rank")
+    say("memory", (process.memory_info().rss - before) / ranks, "B a rank")
+    message = pb.KeepAliveRequest(lease_ids=leases[:TP]).SerializeToString()
+    say("keepalive message of 8 leases", len(message), "B")
+    began = time.process_time()
+    for first in range(0, ranks, TP):
+        registry.keep_alive(leases[first : first + TP])
+    say("renew", (time.process_time() - began) / ranks * 1e6, "us a lease, 8 a message, without gRPC")
+    registry.table.take_changes()
+    for pooled in (False, True):
+        feed = Feed(EngineFilter(pools=pooled), lambda: registry.table, pools)
+        began = time.process_time()
+        messages, _ = feed.behind(-1)
+        seconds, size = time.process_time() - began, sum(map(len, messages))
+        what = "full state with pools" if pooled else "full state without pools"
+        say(what, size / ranks, f"B a rank, {len(messages)} messages, encoded once in {seconds:.2f} s")
+    row = pb.RegisterRequest.FromString(requests[0]).rows[0]
+    stored = etcd_pb2.StoredRow(index=7, row=row.SerializeToString())
+    say("value of a row in etcd", stored.ByteSize(), f"B with one pool of {REGIONS} regions")
+    changed = registry.table.engine("engine-0")
+    assert changed is not None
+    feed = Feed(EngineFilter(pools=False), lambda: registry.table, pools)
+    feed.behind(-1)
+    began = time.process_time()
+    for number in range(1_000):
+        row_now = changed.rows()[number % 8]
+        newer = RankRow(
+            RankRef(row_now.ref.rank, row_now.ref.epoch + 1),
+            row_now.role,
+            row_now.endpoints,
+            row_now.layout,
+            row_now.pools,
+            row_now.data_plane,
+        )
+        registry.register([newer])
+        feed.publish(registry.table.take_changes())
+    say("replace a rank and encode the change once", (time.process_time() - began) / 1_000 * 1e6, "us")
+    say("a change on the wire", len(feed._log[-1]), "B a reader")
+
+
+def say(what: str, value: float, unit: str) -> None:
+    print(f"{what:<45} {value:12,.1f} {unit}", flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(measure(int(sys.argv[1]) if len(sys.argv) > 1 else RANKS))

@@ -1,0 +1,58 @@
+"""The decode engine. Reads {"room": 1, "prefill": ADDRESS, "prompt": [5, 7, 9], "held": 0, "give_up": false} a line."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+
+from memory import Memory
+
+from kvgrpc.server import KVPoll, KVReceiver, Rank, RankConfig, Role, open_decode
+
+
+def main() -> None:
+    memory = Memory()
+    config = RankConfig(engine="toy-decode", role=Role.DECODE, pools=(memory.pool,), aux=memory.aux_buffers)
+    with open_decode(config) as rank:
+        print(json.dumps({"address": rank.address}), flush=True)
+        for line in sys.stdin:
+            print(json.dumps(receive(rank, memory, json.loads(line))), flush=True)
+
+
+def receive(rank: Rank, memory: Memory, request: dict) -> dict:
+    """One request from its room to its first token."""
+    room, prompt, held = request["room"], request["prompt"], request["held"]
+    pages = [32 + position for position in range(len(prompt))]
+    for position in range(held):  # as a prefix cache would have it
+        memory.compute(pages[position], prompt[position])
+    receiver = KVReceiver(rank.transfer, request["prefill"], room)
+    row = room % len(memory.aux)
+    receiver.init(pages[held:], aux_index=row, first_page=held)
+    if request["give_up"]:
+        receiver.abort("the client is gone")
+    # An engine has many rooms and other things to wait for: one descriptor tells it that some room moved.
+    moved = rank.transfer.fileno()
+    while not receiver.ended:
+        select.select([moved], [], [], 1.0)
+        try:
+            os.eventfd_read(moved)
+        except BlockingIOError:
+            continue
+    answer = {"room": room, "end": receiver.poll().name, "why": ""}
+    if receiver.poll() is KVPoll.Success:
+        answer["right"] = all(memory.holds(page, value) for page, value in zip(pages, prompt, strict=True))
+        answer["first_token"] = int(memory.aux[row])
+    elif receiver.failure is not None:
+        answer["why"] = receiver.failure.reason.name
+        # Nobody else gets these pages before it is proven that prefill writes to them no more.
+        while not receiver.release_safe:
+            select.select([moved], [], [], 1.0)
+            os.eventfd_read(moved)
+    receiver.close()
+    return answer
+
+
+if __name__ == "__main__":
+    main()

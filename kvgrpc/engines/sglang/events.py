@@ -1,0 +1,79 @@
+"""SGLang's KV events published by kvgrpc: ``--kv-events-config '{"publisher": "kvgrpc", ...}'``. docs/events.md.
+
+The same bytes at the same endpoint and the same ROUTER replay; besides them a journal and snapshots, which EventService
+serves where ``KVGRPC_EVENTS_LISTEN`` says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from typing import Any
+
+import msgspec
+from sglang.srt.disaggregation.kv_events import EventPublisher, EventPublisherFactory
+
+from kvgrpc.engines.addresses import engine_name
+from kvgrpc.events import open_publisher
+from kvgrpc.model import RankId, RankRef, new_epoch
+from kvgrpc.net import joined, split
+from kvgrpc.server import settings
+from kvgrpc.server.events import EventServer
+
+logger = logging.getLogger("sglang." + __name__)
+NAME = "kvgrpc"
+LISTEN = "KVGRPC_EVENTS_LISTEN"
+
+
+def register_publisher() -> None:
+    """Makes the name known to SGLang's factory, in this process."""
+    with contextlib.suppress(KeyError):  # registered already
+        EventPublisherFactory.register_publisher(NAME, KvGrpcPublisher)
+
+
+class KvGrpcPublisher(EventPublisher):
+    """Made and called by SGLang's scheduler, on its thread; ``publish`` neither blocks nor raises.
+
+    SGLang's configuration admits no key of ours: those of ``KVGRPC_EVENTS``, a JSON object, come over it.
+    Raises what open_publisher and EventServer raise.
+    """
+
+    def __init__(self, attn_dp_rank: int, **sglang: Any) -> None:
+        configured = settings()
+        more = configured.get("events")
+        keys = {"publisher": "zmq", **sglang, **(msgspec.json.decode(more, type=dict) if more else {})}
+        name = configured.get("engine") or engine_name(socket.gethostname())
+        self._publisher = open_publisher(keys, RankRef(RankId(name, attn_dp_rank), new_epoch()))
+        self._server: EventServer | None = None
+        listen = os.environ.get(LISTEN, "")
+        if listen:
+            self._server = EventServer(
+                self._publisher, [for_rank(listen, attn_dp_rank)], configured.get("server_security")
+            ).open()
+        stream = self._publisher.stream
+        logger.info(
+            "kvgrpc: events of %s dp %d are published at %s, served at %s",
+            name,
+            attn_dp_rank,
+            None if stream is None else stream.pub_endpoint,
+            None if self._server is None else self._server.address,
+        )
+
+    def publish(self, events: Any) -> None:
+        self._publisher.publish(events)
+
+    def describe_local_source(self, block_size: int) -> dict[str, Any] | None:
+        return self._publisher.describe_local_source(block_size)
+
+    def shutdown(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        self._publisher.shutdown()
+
+
+def for_rank(listen: str, dp: int) -> str:
+    """Each dp rank has its own port: that of dp 0 plus dp, unless any free one is asked for."""
+    host, port = split(listen)
+    return listen if port == "0" or not dp else joined(host, int(port) + dp)

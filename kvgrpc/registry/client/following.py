@@ -1,0 +1,128 @@
+"""Follows engines at registries, for whoever waits for one of them to change."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+import grpc
+
+from kvgrpc.errors import KvGrpcError
+from kvgrpc.model import Role
+from kvgrpc.registry.calls import domain_errors, pause_before
+from kvgrpc.rpc.channels import ChannelPool
+from kvgrpc.v1 import common_pb2
+from kvgrpc.v1 import registry_service_pb2 as pb
+from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
+
+# A registry says something each 5 s.
+SILENCE_SECONDS = 15.0
+# A stream that nobody waits on any more.
+LINGER_SECONDS = 10.0
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 5.0
+
+_log = logging.getLogger(__name__)
+
+
+class _Followed(NamedTuple):
+    address: str
+    engine: str
+    role: Role
+
+
+class Following:
+    """One stream (WatchEngines) for all who follow the same engine at the same registry. Belongs to one event loop."""
+
+    def __init__(self, open_channel: Callable[[str], grpc.aio.Channel]) -> None:
+        self._channels = ChannelPool(open_channel)
+        self._streams: dict[_Followed, _Stream] = {}
+
+    async def change(self, address: str, engine: str, role: Role, since: int, timeout: float) -> int:
+        """The number of the newest change of the engine, once it is above ``since``, or after ``timeout`` seconds.
+
+        Begins with 0, and a full state counts as a change. ``engine`` empty: any of the role. Never raises for a
+        registry that is away: then nothing changes.
+        """
+        followed = _Followed(address, engine, role)
+        stream = self._streams.get(followed)
+        if stream is None:
+            stream = self._streams[followed] = _Stream()
+            stream.task = asyncio.create_task(self._follow(followed, stream), name=f"follow {engine} at {address}")
+        return await stream.change(since, timeout)
+
+    async def close(self) -> None:
+        tasks = [stream.task for stream in self._streams.values() if stream.task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        await self._channels.close()
+
+    async def _follow(self, followed: _Followed, stream: _Stream) -> None:
+        attempt = 0
+        try:
+            while stream.wanted:
+                try:
+                    with domain_errors(followed.address):
+                        await self._read(followed, stream)
+                    attempt = 0
+                except KvGrpcError as error:
+                    _log.info("following %s at %s: %s", followed.engine or followed.role.name, followed.address, error)
+                    await self._channels.hang_up(followed.address)
+                    await asyncio.sleep(pause_before(attempt, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, error))
+                    attempt += 1
+        finally:
+            del self._streams[followed]
+            stream.end()
+
+    async def _read(self, followed: _Followed, stream: _Stream) -> None:
+        """Until nobody wants it any more, or the stream ends."""
+        request = pb.WatchEnginesRequest(
+            engine=followed.engine, role=common_pb2.Role.ValueType(followed.role), without_pools=True
+        )
+        call = RegistryServiceStub(self._channels.get(followed.address)).WatchEngines(request)
+        try:
+            while stream.wanted:
+                message = await asyncio.wait_for(call.read(), SILENCE_SECONDS)
+                if not isinstance(message, pb.WatchEnginesResponse):
+                    break
+                if message.changes or message.state_complete:
+                    stream.changed()
+        finally:
+            call.cancel()
+
+
+class _Stream:
+    """How often an engine changed since somebody began to follow it, and who waits for the next time."""
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._number = 0
+        self._news: asyncio.Future[None] = self._loop.create_future()
+        self._waiting = 0
+        self._wanted_until = 0.0
+
+    @property
+    def wanted(self) -> bool:
+        return self._waiting > 0 or self._loop.time() < self._wanted_until
+
+    async def change(self, since: int, timeout: float) -> int:
+        self._waiting += 1
+        try:
+            if self._number <= since:
+                await asyncio.wait([self._news], timeout=timeout)
+        finally:
+            self._waiting -= 1
+            self._wanted_until = self._loop.time() + LINGER_SECONDS
+        return self._number
+
+    def changed(self) -> None:
+        self._number += 1
+        self.end()
+
+    def end(self) -> None:
+        news, self._news = self._news, self._loop.create_future()
+        news.set_result(None)

@@ -1,0 +1,73 @@
+"""Whoever waits for an engine to change hears it at once, from one stream, through restarts of the registry."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from kvgrpc.model import Role
+from kvgrpc.registry.client import following
+from kvgrpc.registry.client.following import Following
+from tests.contract.registry_serving import Served, dial, until
+from tests.unit.registry.builders import row
+
+
+@pytest_asyncio.fixture
+async def served() -> AsyncIterator[Served]:
+    made = await Served().start()
+    yield made
+    await made.stop()
+
+
+@pytest_asyncio.fixture
+async def followed() -> AsyncIterator[Following]:
+    made = Following(dial)
+    yield made
+    await made.close()
+
+
+async def test_the_first_answer_is_the_full_state_and_the_next_one_a_change(
+    served: Served, followed: Following
+) -> None:
+    async def change(since: int) -> int:
+        return await followed.change(served.address, "P", Role.PREFILL, since, 10.0)
+
+    first = await change(-1)
+    known = await change(first)
+    waiting = asyncio.ensure_future(change(known))
+    await served.register(row("Q"))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    began = time.monotonic()
+    await served.register(row("P"))
+    assert await waiting == known + 1
+    assert time.monotonic() - began < 5.0
+    assert await change(-1) == known + 1
+
+
+async def test_all_who_follow_one_engine_share_a_stream_that_ends_when_nobody_does(
+    served: Served, followed: Following, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "LINGER_SECONDS", 0.0)
+    assert await followed.change(served.address, "P", Role.PREFILL, 0, 10.0) == 1
+    waiting = asyncio.gather(*(followed.change(served.address, "P", Role.PREFILL, 1, 10.0) for _ in range(50)))
+    await asyncio.sleep(0)
+    assert served.servicer._watching.watchers == 1
+    await served.register(row("P"))
+    assert set(await waiting) == {2}
+    await served.register(row("P", epoch=2))
+    await until(lambda: served.servicer._watching.watchers == 0 and not followed._streams)
+
+
+async def test_a_registry_that_is_away_changes_nothing_and_its_return_is_news(followed: Following) -> None:
+    first = await Served().start()
+    known = await followed.change(first.address, "P", Role.PREFILL, 0, 10.0)
+    await first.stop()
+    assert await followed.change(first.address, "P", Role.PREFILL, known, 0.3) == known
+    again = await Served().start(first.port)
+    assert await followed.change(again.address, "P", Role.PREFILL, known, 20.0) == known + 1
+    await again.stop()

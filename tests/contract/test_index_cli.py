@@ -1,0 +1,137 @@
+"""``kvgrpc events follow | score | sources`` and ``kvgrpc serve index`` against a rank and its registry."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvgrpc.cli.main import main
+from kvgrpc.client import SyncClient
+from kvgrpc.errors import InvalidRequest
+from kvgrpc.events import BlockStored, KVEventBatch
+from kvgrpc.hashing import page_hashes, sglang_event_hash
+from kvgrpc.server import IndexServer
+from tests.integration.rank_host import RankHost
+
+TOKENS = list(range(64))
+
+
+@pytest.fixture(scope="module")
+def rank() -> Iterator[RankHost]:
+    host = RankHost("P", "PREFILL", {"registry": "embedded", "events": {"publisher": "null"}, "lease_ttl": 1.0})
+    hashes = [sglang_event_hash(page) for page in page_hashes(TOKENS, 16)]
+    host.rank.events.publish(KVEventBatch(time.time(), [BlockStored(hashes[:3], None, [], 16, medium="GPU")]))
+    host.rank.events.publish(KVEventBatch(time.time(), [BlockStored(hashes[3:], hashes[2], [], 16, medium="CPU")]))
+    yield host
+    host.close(2.0)
+
+
+@pytest.fixture(scope="module")
+def index(rank: RankHost) -> Iterator[IndexServer]:
+    server = IndexServer(["127.0.0.1:0"], registry=rank.rank.address).open()
+    with SyncClient(server.address) as client:
+        until(lambda: [source.blocks.get("CPU") for source in client.list_sources()] == [1])
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def kvgrpc(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    return run
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_follow_says_what_a_cache_holds(rank: RankHost, kvgrpc: Any) -> None:
+    code, out, _ = kvgrpc("events", "follow", "--once", "-s", rank.rank.address)
+    assert code == 0
+    assert re.match(r"current +log [0-9a-f]{8} next 3 lag 0: 1 in CPU, 3 in GPU \(1 snapshots", out)
+    code, out, _ = kvgrpc("events", "follow", "--once", "--json", "-s", rank.rank.address)
+    told = json.loads(out)
+    assert (told["state"], told["blocks"], told["nextSequence"]) == ("current", {"CPU": 1, "GPU": 3}, "3")
+
+
+def test_an_index_finds_the_caches_at_a_registry(rank: RankHost, index: IndexServer, kvgrpc: Any) -> None:
+    code, out, _ = kvgrpc("events", "sources", "--json", "-s", index.address)
+    source = json.loads(out)
+    assert (code, source["engine"], source["address"]) == (0, "P", rank.rank.address)
+    assert (source["blocks"], source["pageSize"]) == ({"CPU": "1", "GPU": "3"}, 16)
+    code, out, _ = kvgrpc("events", "sources", "-s", index.address)
+    assert code == 0 and "CPU 1, GPU 3" in out and "current" in out
+
+
+def test_score_says_who_holds_a_prompt(index: IndexServer, kvgrpc: Any, tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt.json"
+    prompt.write_text(json.dumps([*TOKENS, 7, 7]))
+    asked = ("events", "score", "--tokens", str(prompt), "--page-size", "16", "-s", index.address)
+    code, out, _ = kvgrpc(*asked, "--json")
+    answer = json.loads(out)
+    assert (code, answer["blocks"]) == (0, 4)
+    score = answer["scores"][0]
+    assert (score["engine"], score["deviceBlocks"], score["hostBlocks"], score["blocks"]) == ("P", 3, 4, 4)
+    code, out, _ = kvgrpc(*asked)
+    assert code == 0 and "4 blocks" in out and "current" in out
+    first = sglang_event_hash(page_hashes(TOKENS, 16)[0])
+    code, out, _ = kvgrpc("events", "score", f"--hash={first}", "--engine", "Q", "-s", index.address)
+    assert code == 0 and "no cache holds the first" in out
+
+
+def test_what_score_cannot_read_is_said(index: IndexServer, kvgrpc: Any, tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt.json"
+    prompt.write_text("[-1]")
+    code, _, err = kvgrpc("events", "score", "--tokens", str(prompt), "-s", index.address)
+    assert code == 2 and "no array of integers" in err
+    code, _, err = kvgrpc("events", "score", "--hash", "x", "-s", index.address)
+    assert code == 2 and "'x' is no integer" in err
+
+
+def test_an_index_of_nothing_is_refused(kvgrpc: Any) -> None:
+    code, _, err = kvgrpc("serve", "index")
+    assert code == 2 and "name a --registry" in err
+    with pytest.raises(InvalidRequest, match="registry"):
+        IndexServer(["127.0.0.1:0"])
+
+
+def test_serve_index_says_where_it_listens_and_ends_on_sigterm(rank: RankHost) -> None:
+    command = [sys.executable, "-m", "kvgrpc", "serve", "index", "--listen", "127.0.0.1:0"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVGRPC_")}
+    process = subprocess.Popen(
+        [*command, "--registry", rank.rank.address, "--metrics-listen", "127.0.0.1:0"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("metrics at ")
+        address = process.stdout.readline().removeprefix("kvgrpc index listens on ").strip()
+        with SyncClient(address) as client:
+            until(lambda: [source.blocks.get("GPU") for source in client.list_sources()] == [3])
+            assert client.health("kvgrpc.v1.IndexService") == "SERVING"
+            assert "kvgrpc.v1.IndexService" in client.get_server_info().services
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,116 @@
+"""What engines wait for: one room, from a thread or an asyncio loop, or any room of a rank, by a file descriptor."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import select
+import threading
+import time
+import weakref
+from typing import Any
+
+from kvgrpc.transfer import KVPoll
+from tests.contract.transfer_peers import eventually, receiver_of, sender_of
+from tests.integration.rank_host import RankHost
+
+ROOMS = iter(range(40_000_000, 50_000_000))
+LONG = 15.0
+
+
+def pair_of(prefill: RankHost, decode: RankHost) -> tuple[Any, Any]:
+    room = next(ROOMS)
+    return receiver_of(decode, f"{prefill.rank.address}/P", room), sender_of(prefill, room)
+
+
+def test_a_thread_waits_for_a_room_and_for_the_moment_to_allocate(prefill: RankHost, decode: RankHost) -> None:
+    receiver, sender = pair_of(prefill, decode)
+    assert receiver.wait(LONG, until=KVPoll.WaitingForInput) is KVPoll.WaitingForInput
+    receiver.init([1, 2], 0)
+    ended: list[KVPoll] = []
+    waiting = [threading.Thread(target=lambda end=end: ended.append(end.wait(LONG))) for end in (receiver, sender)]
+    for each in waiting:
+        each.start()
+    sender.init(2, 0)
+    sender.send([3, 4])
+    for each in waiting:
+        each.join(LONG)
+    assert ended == [KVPoll.Success] * 2
+    assert receiver.pages_done == sender.pages_done == 2
+
+
+def test_a_wait_ends_with_its_time_and_says_what_is_so(prefill: RankHost, decode: RankHost) -> None:
+    receiver, sender = pair_of(prefill, decode)
+    began = time.monotonic()
+    assert receiver.wait(0.2) in (KVPoll.Bootstrapping, KVPoll.WaitingForInput)
+    assert 0.2 <= time.monotonic() - began < LONG
+    assert receiver.wait(0.0) is not KVPoll.Failed and not receiver._waiters
+    receiver.abort()
+    assert sender.wait(LONG) is KVPoll.Failed, "decode's abort is news of prefill's room"
+
+
+def test_coroutines_wait_on_their_own_loop(prefill: RankHost, decode: RankHost) -> None:
+    receiver, sender = pair_of(prefill, decode)
+
+    async def hand_off() -> list[KVPoll]:
+        assert await receiver.wait_async(0.01, until=KVPoll.Success) is not KVPoll.Success
+        await receiver.wait_async(LONG, until=KVPoll.WaitingForInput)
+        receiver.init([5], 1)
+        sender.init(1, 1)
+        sender.send([6])
+        return await asyncio.gather(receiver.wait_async(LONG), sender.wait_async(LONG))
+
+    assert asyncio.run(hand_off()) == [KVPoll.Success, KVPoll.Success]
+
+
+def test_a_descriptor_is_readable_when_a_room_of_the_rank_changed(prefill: RankHost, decode: RankHost) -> None:
+    fd = decode.rank.transfer.fileno()
+    assert fd == decode.rank.transfer.fileno()
+    with select.epoll() as poller:
+        poller.register(fd, select.EPOLLIN)
+        while poller.poll(0.2):
+            os.eventfd_read(fd)
+        receiver, sender = pair_of(prefill, decode)
+        given, deadline = False, time.monotonic() + LONG
+        while not receiver.ended and time.monotonic() < deadline:
+            assert poller.poll(LONG), "nothing else wakes this loop"
+            os.eventfd_read(fd)
+            if receiver.poll() is KVPoll.WaitingForInput and not given:
+                given = True
+                receiver.init([7], 2)
+                sender.init(1, 2)
+                sender.send([8])
+        assert receiver.poll() is KVPoll.Success
+
+
+def test_pages_that_come_back_after_the_end_are_a_change_too(prefill: RankHost, decode: RankHost) -> None:
+    receiver, sender = pair_of(prefill, decode)
+    receiver.wait(LONG, until=KVPoll.WaitingForInput)
+    receiver.init([9], 3)
+    sender.wait(LONG, until=KVPoll.WaitingForInput)
+    fd = decode.rank.transfer.fileno()
+    receiver.abort()
+    deadline = time.monotonic() + LONG
+    with select.epoll() as poller:
+        poller.register(fd, select.EPOLLIN)
+        while not receiver.release_safe and time.monotonic() < deadline:
+            assert poller.poll(LONG)
+            os.eventfd_read(fd)
+    assert receiver.release_safe
+
+
+def test_a_handle_that_is_over_needs_no_garbage_collector(prefill: RankHost, decode: RankHost) -> None:
+    receiver, sender = pair_of(prefill, decode)
+    receiver.init([10], 4)
+    sender.init(1, 4)
+    sender.send([11])
+    assert receiver.wait(LONG) is sender.wait(LONG) is KVPoll.Success
+    gone = [weakref.ref(receiver), weakref.ref(sender)]
+    gc.disable()
+    try:
+        prefill.senders.clear()
+        del receiver, sender
+        eventually(lambda: [each() for each in gone] == [None, None])
+    finally:
+        gc.enable()

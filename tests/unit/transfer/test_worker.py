@@ -1,0 +1,170 @@
+"""The transfer thread: each submission is reported once, and nothing that an engine or a plane raises ends it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvgrpc.dataplane.base import Outcome, Result
+from kvgrpc.model import Pool, PoolKind, RankId, RankRef, Region
+from kvgrpc.transfer.protocol.prefill_core import PrefillPair, PrefillRoom, Submission
+from kvgrpc.transfer.protocol.types import RoomKey
+from kvgrpc.transfer.runtime.worker import PeerMemory, TransferWorker
+
+POOL = Pool("kv", PoolKind.KV, 1, 8, "uint8", (Region(0, "kv", 4096, 16, 16),))
+ME, DECODE = RankRef(RankId("P"), 1), RankRef(RankId("D"), 2)
+DONE = Result(Outcome.DONE, "", 16)
+
+
+class Write:
+    """A submission that ends when it is told to."""
+
+    def __init__(self, result: Result | Exception | None) -> None:
+        self.result = result
+        self.stopped = False
+
+    def poll(self) -> Result | None:
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+    def stop(self) -> None:
+        self.stopped = True
+        self.result = Result(Outcome.REJECTED, "stopped")
+
+
+class Plane:
+    """Remembers what it was asked; ``next_result`` decides how a write ends (None: not yet)."""
+
+    name, poll_interval = "fake", 0.001
+
+    def __init__(self) -> None:
+        self.next_result: Result | Exception | None = DONE
+        self.writes: list[tuple[list[int], list[int], list[int], Write]] = []
+        self.attached: list[bytes] = []
+        self.detached = 0
+
+    def attach(self, address: bytes) -> object:
+        if address == b"bad":
+            raise ValueError("no such peer")
+        self.attached.append(address)
+        return object()
+
+    def detach(self, peer: object) -> None:
+        self.detached += 1
+
+    def submit(self, peer: object, source: Any, destination: Any, nbytes: Any) -> Write:
+        write = Write(self.next_result)
+        self.writes.append((source.tolist(), destination.tolist(), nbytes.tolist(), write))
+        return write
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.plane = Plane()
+        self.ended: list[tuple[Submission, Result]] = []
+        self.worker = TransferWorker(self.plane, [POOL], self.ended.extend)  # type: ignore[arg-type]
+        self.pair = PrefillPair(DECODE, PeerMemory([POOL], b"there"), 0)
+
+    def submission(self, room: int = 1, wait: Callable[[], None] | None = None) -> Submission:
+        page = np.array([room], np.uint32)
+        return Submission(PrefillRoom(RoomKey(room), ME, 0), self.pair, page, page + np.uint32(1), 0, wait)
+
+    def until_ended(self, count: int) -> list[Outcome]:
+        deadline = time.monotonic() + 10
+        while len(self.ended) < count:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        return [result.outcome for _, result in self.ended]
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    assert bench.worker.close(10.0)
+
+
+def test_each_submission_is_written_where_it_belongs_and_reported_once(bench: Bench) -> None:
+    submissions = [bench.submission(room) for room in range(1, 5)]
+    bench.worker.submit(submissions)
+    assert bench.until_ended(4) == [Outcome.DONE] * 4
+    assert [submission for submission, _ in bench.ended] == submissions
+    assert [write[0] for write in bench.plane.writes] == [[4096 + 16 * room] for room in range(1, 5)]
+    assert [write[1] for write in bench.plane.writes] == [[4096 + 16 * (room + 1)] for room in range(1, 5)]
+    assert bench.plane.attached == [b"there"] and bench.worker.bytes_written == 64
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no"), KeyError(), ValueError("\ud800")])
+def test_a_wait_that_raises_fails_its_room_alone(bench: Bench, error: Exception) -> None:
+    def wait() -> None:
+        raise error
+
+    bench.worker.submit([bench.submission(1), bench.submission(2, wait), bench.submission(3)])
+    bench.until_ended(3)
+    outcomes = {submission.record.key.room: result.outcome for submission, result in bench.ended}
+    assert outcomes == {1: Outcome.DONE, 2: Outcome.REJECTED, 3: Outcome.DONE}
+
+
+def test_a_room_that_ended_while_it_waited_is_not_written(bench: Bench) -> None:
+    submission = bench.submission()
+    submission.record.ended = True
+    bench.worker.submit([submission])
+    assert bench.until_ended(1) == [Outcome.REJECTED] and not bench.plane.writes
+
+
+def test_a_plane_that_raises_leaves_unknown_and_the_thread_goes_on(bench: Bench) -> None:
+    bench.plane.next_result = RuntimeError("driver")
+    bench.worker.submit([bench.submission(1)])
+    assert bench.until_ended(1) == [Outcome.FAILED_UNKNOWN]
+    bench.plane.next_result = DONE
+    bench.worker.submit([bench.submission(2)])
+    assert bench.until_ended(2)[1] is Outcome.DONE and bench.worker.healthy
+
+
+def test_an_address_that_is_none_rejects(bench: Bench) -> None:
+    bench.pair = PrefillPair(DECODE, PeerMemory([POOL], b"bad"), 0)
+    bench.worker.submit([bench.submission()])
+    assert bench.until_ended(1) == [Outcome.REJECTED]
+    assert "no such peer" in bench.ended[0][1].detail
+
+
+def test_a_stop_reaches_what_runs_of_that_room_only(bench: Bench) -> None:
+    bench.plane.next_result = None
+    first, second = bench.submission(1), bench.submission(2)
+    bench.worker.submit([first, second])
+    deadline = time.monotonic() + 10
+    while len(bench.plane.writes) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    bench.worker.stop(first.record)
+    assert bench.until_ended(1) == [Outcome.REJECTED] and bench.ended[0][0] is first
+    assert not bench.plane.writes[1][3].stopped
+    bench.plane.writes[1][3].result = DONE
+    assert bench.until_ended(2)[1] is Outcome.DONE
+
+
+def test_a_peer_that_is_gone_is_detached_once(bench: Bench) -> None:
+    bench.worker.submit([bench.submission()])
+    bench.until_ended(1)
+    for _ in range(2):
+        bench.worker.forget(bench.pair)
+    assert bench.worker.close(10.0) and bench.plane.detached == 1
+
+
+def test_close_waits_for_what_runs_and_says_when_it_did_not_end(bench: Bench) -> None:
+    bench.plane.next_result = None
+    bench.worker.submit([bench.submission()])
+    deadline = time.monotonic() + 10
+    while not bench.plane.writes:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert not bench.worker.close(0.1)
+    ending = threading.Timer(0.1, lambda: setattr(bench.plane.writes[0][3], "result", DONE))
+    ending.start()
+    assert bench.worker.close(10.0) and bench.until_ended(1) == [Outcome.DONE]
