@@ -1,0 +1,193 @@
+"""Conversations through small tiers in any order, under every write policy: each page that is used has its own
+bytes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvgrpc.prefetch.cache import TieredCache
+from kvgrpc.prefetch.controller import CacheController
+from kvgrpc.prefetch.copies.engine import CopyEngine
+from kvgrpc.prefetch.copies.paths import IoBackend
+from kvgrpc.prefetch.model import PrefetchLimits, Short, WritePolicy
+from kvgrpc.prefetch.pools.device import DevicePool
+from kvgrpc.prefetch.pools.host import HostPool
+from kvgrpc.prefetch.pools.shape import HostLayout, PageShape
+from tests.contract.cache_serving import until
+from tests.faults.storage import FAILED, Fault, FaultyBackend, memory_backend
+
+SHAPE = PageShape.mha(2, 4, 1, 8, "float16")
+SECONDS = 20.0
+
+
+def content(page_hash: str) -> Any:
+    """The bytes of a page, component after component of each layer."""
+    return np.random.default_rng(list(page_hash.encode())).integers(0, 256, SHAPE.page_bytes, dtype=np.uint8)
+
+
+@dataclass
+class Engine:
+    """An engine that computes nothing: a page's bytes follow from its hash."""
+
+    policy: WritePolicy
+    device_pages: int = 24
+    host_pages: int = 40
+    storage: FaultyBackend = field(default_factory=lambda: FaultyBackend(memory_backend()))
+    loaded: int = 0
+    computed: int = 0
+
+    def __post_init__(self) -> None:
+        host = HostPool(SHAPE, self.host_pages, HostLayout.PAGE_FIRST_DIRECT)
+        self.cache = TieredCache(host, write_policy=self.policy)
+        device = DevicePool.allocate(SHAPE, self.device_pages)
+        self.copies = CopyEngine(device, host, backend=IoBackend.DIRECT, on_ack=self.cache.on_ack)
+        self.cache.copies = self.copies
+        limits = PrefetchLimits(threshold_tokens=4, batch_pages=4)
+        self.controller = CacheController(host, self.storage, str, keeper=self.cache, limits=limits)
+        self.cache.attach(self.controller)
+
+    def rows(self) -> list[torch.Tensor]:
+        return [self.copies.device.rows(layer, name) for layer in range(SHAPE.layers) for name in "kv"]
+
+    def compute(self, page: int, page_hash: str) -> None:
+        data, start = torch.from_numpy(content(page_hash)), 0
+        for rows in self.rows():
+            rows[page] = data[start : start + rows.shape[1]]
+            start += rows.shape[1]
+
+    def check(self, page: int, page_hash: str) -> None:
+        there = np.concatenate([rows[page].numpy() for rows in self.rows()])
+        assert (there == content(page_hash)).all(), page_hash
+
+    def request(self, hashes: list[str]) -> None:
+        """One request from its match to its end."""
+        held = self.cache.match(hashes)
+        loaded = self.cache.load(held)
+        pages = list(held.device)
+        if not isinstance(loaded, Short):
+            signal = self.cache.start_loading()
+            if signal is not None:
+                signal.wait(SHAPE.layers - 1, SECONDS)
+            pages += loaded.tolist()
+            self.loaded += len(loaded)
+        for page, page_hash in zip(pages, hashes, strict=False):
+            self.check(page, page_hash)
+        fresh = self.cache.take_device(len(hashes) - len(pages))
+        if not isinstance(fresh, Short):
+            for page, page_hash in zip(fresh, hashes[len(pages) :], strict=True):
+                self.compute(int(page), page_hash)
+            self.computed += len(fresh)
+            # A load's pages are the cache's when its ack has come.
+            assert self.copies.wait_idle(SECONDS)
+            self.cache.insert(hashes, [*pages, *fresh.tolist()])
+        assert self.copies.wait_idle(SECONDS)
+        self.cache.release(held)
+
+    def close(self) -> None:
+        assert self.controller.close(SECONDS) and self.copies.close(SECONDS)
+        self.cache.clear()
+        for table in (self.copies.device.table, self.copies.host.table):
+            assert table.counts() == {"free": table.pages, "reserved": 0, "present": 0, "read": 0}
+
+
+def conversation(chance: random.Random) -> list[str]:
+    """Hashes that cover what lies before them; many conversations begin alike."""
+    text = chance.choice(("system ", "tools ")) + str(chance.randint(0, 4)) + "-"
+    words = [text + str(turn) for turn in range(chance.randint(1, 12))]
+    return ["|".join(words[: end + 1]) for end in range(len(words))]
+
+
+@pytest.mark.parametrize("policy", WritePolicy)
+@pytest.mark.parametrize("seed", range(2))
+def test_every_page_that_a_request_uses_has_its_own_bytes(policy: WritePolicy, seed: int) -> None:
+    chance = random.Random(seed)
+    engine = Engine(policy)
+    engine.storage.fault = lambda call, key: FAILED if call == "read" and chance.random() < 0.02 else None
+    for _ in range(100):
+        hashes = conversation(chance)
+        if chance.random() < 0.4:
+            engine.controller.prefetch(hashes)
+        if chance.random() < 0.1:
+            engine.cache.evict_device(chance.randint(1, 24))
+        if chance.random() < 0.1:
+            engine.cache.evict_host(chance.randint(1, 40))
+        if chance.random() < 0.1:
+            engine.cache.write_back(hashes)
+        engine.request(hashes)
+    assert engine.computed > 0
+    # What is used twice only is seldom on the host when it has left the device.
+    assert engine.loaded > 0 or policy is WritePolicy.WRITE_THROUGH_SELECTIVE
+    engine.close()
+
+
+class TestWritePolicies:
+    def test_write_through_copies_at_once_and_backs_up(self) -> None:
+        engine = Engine(WritePolicy.WRITE_THROUGH)
+        engine.request(["a", "a b", "a b c"])
+        assert engine.cache.leading_by_tier(["a", "a b", "a b c"]) == (3, 3)
+        assert engine.cache.evict_device(24) == 3
+        assert engine.cache.leading_by_tier(["a", "a b", "a b c"]) == (0, 3)
+        until(lambda: engine.controller.count_in_storage(["a", "a b", "a b c"], 1.0) == 3)
+        engine.close()
+
+    def test_selective_copies_what_is_used_again(self) -> None:
+        engine = Engine(WritePolicy.WRITE_THROUGH_SELECTIVE)
+        for _ in range(2):
+            engine.request(["a", "a b"])
+            assert engine.copies.host.table.counts()["present"] == 0
+        engine.request(["a", "a b"])
+        assert engine.copies.host.table.counts()["present"] == 2
+        engine.close()
+
+    def test_write_back_copies_what_would_go_and_says_to_ask_again(self) -> None:
+        engine = Engine(WritePolicy.WRITE_BACK, device_pages=4)
+        engine.request(["a", "a b", "a b c"])
+        assert engine.copies.host.table.counts()["present"] == 0
+        assert engine.cache.take_device(3) == Short(2)
+        assert engine.copies.wait_idle(SECONDS)
+        taken = engine.cache.take_device(3)
+        assert not isinstance(taken, Short)
+        assert engine.cache.leading_by_tier(["a", "a b", "a b c"]) == (0, 3)
+        engine.copies.device.table.release(taken)
+        engine.request(["a", "a b", "a b c"])
+        assert engine.loaded == 3
+        engine.close()
+
+    def test_a_copy_on_its_way_survives_that_its_run_is_split(self) -> None:
+        engine = Engine(WritePolicy.WRITE_BACK)
+        hashes = ["a", "a b", "a b c", "a b c d"]
+        engine.request(hashes)
+        assert engine.cache.write_back(hashes) == 4
+        engine.cache.match(hashes[:2])
+        assert engine.copies.wait_idle(SECONDS)
+        held = engine.cache.match(hashes)
+        engine.cache.release(held)
+        pages = engine.cache.pages_of(hashes)
+        assert len(pages) == 4
+        for page, page_hash in zip(pages, hashes, strict=True):
+            assert len(engine.copies.host.flat(int(page))) == SHAPE.page_bytes, page_hash
+        engine.copies.host.table.end_read(pages)
+        engine.close()
+
+
+def test_a_prefetch_beside_requests_that_compute_the_same_keeps_one_of_each_page() -> None:
+    engine = Engine(WritePolicy.WRITE_THROUGH)
+    hashes = [f"{'x' * number}" for number in range(1, 9)]
+    engine.request(hashes)
+    until(lambda: engine.controller.count_in_storage(hashes, 1.0) == 8)
+    engine.cache.evict_device(24)
+    engine.cache.evict_host(40)
+    engine.storage.fault = lambda call, key: Fault(delay=0.05) if call == "read" else None
+    operation = engine.controller.prefetch(hashes)
+    engine.request(hashes)
+    assert operation.wait(SECONDS)
+    assert engine.copies.wait_idle(SECONDS)
+    assert engine.copies.host.table.counts()["present"] == 8
+    engine.request(hashes)
+    engine.close()
