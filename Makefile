@@ -4,9 +4,9 @@ SHELL := bash
 MAKEFLAGS += --no-print-directory
 
 BIN := .venv/bin
-# Proxies of the machine are no business of loopback traffic, and neither are a developer's own settings.
 # Real engines that test-engines and bench-engines run.
 ENGINES ?= sglang vllm
+# Proxies of the machine are no business of loopback traffic, and neither are a developer's own settings.
 PYTEST := env -u http_proxy -u https_proxy -u HTTP_PROXY -u HTTPS_PROXY
 
 .PHONY: help demo test test-all test-engines soak clients bench bench-engines gen lint contract lock clean
