@@ -28,7 +28,7 @@ _WORDS = {
     -700: ("invalid write", True),
     -701: ("invalid read", True),
     -702: ("invalid replica", True),
-    NOT_READY: ("another client is still writing it", True),
+    NOT_READY: ("another client is still writing it, or the store is so full that it was evicted at once", True),
     -705: ("another client is still writing it", True),
     -706: ("a reader has a lease on it", True),
     LEASE_ENDED: ("the lease ended before the transfer did", True),
