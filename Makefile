@@ -4,6 +4,8 @@ SHELL := bash
 MAKEFLAGS += --no-print-directory
 
 BIN := .venv/bin
+# Real engines that test-engines and bench-engines run.
+ENGINES ?= sglang vllm
 # Proxies of the machine are no business of loopback traffic, and neither are a developer's own settings.
 PYTEST := env -u http_proxy -u https_proxy -u HTTP_PROXY -u HTTPS_PROXY
 
@@ -24,10 +26,12 @@ test-all: lint clients  ## The same with the long tests.
 	@$(BIN)/python -m pytest $(or $(ARGS),--ignore=tests/contract)
 	@$(if $(ARGS),,$(MAKE) contract)
 
-test-engines:  ## Real SGLang engines, prefill and decode, over kvgrpc: tokens, faults, restarts (some minutes; ARGS as in test).
-	@.ci/setup sglang
-	@$(PYTEST) .venv-sglang/bin/python -m pytest $(or $(ARGS),tests/engines)
-	@echo "kvgrpc engines: OK (sglang)"
+test-engines:  ## Real engines, prefill and decode, over kvgrpc: tokens, faults, restarts (ENGINES=vllm for one; ARGS as in test).
+	@for engine in $(ENGINES); do \
+	  .ci/setup $$engine; \
+	  $(PYTEST) .venv-$$engine/bin/python -m pytest $(or $(ARGS),tests/engines); \
+	done
+	@echo "kvgrpc engines: OK ($(ENGINES))"
 
 clients:  ## Clients in other languages: generated code, build, golden batches (each where its tools are).
 	@.ci/go
@@ -48,9 +52,11 @@ bench:  ## Every benchmark beside its baseline (ONLY=control,events for some).
 	@.ci/setup main
 	@$(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
-bench-engines:  ## The same engines and requests over kvgrpc and over SGLang's own Mooncake backend, turn and turn about.
-	@.ci/setup sglang
-	@$(PYTEST) .venv-sglang/bin/python -m benchmarks.engines $(if $(ONLY),--only $(ONLY)) $(ARGS)
+bench-engines:  ## The same engines and requests over kvgrpc and over their own Mooncake connectors, turn and turn about.
+	@for engine in $(ENGINES); do \
+	  .ci/setup $$engine; \
+	  $(PYTEST) .venv-$$engine/bin/python -m benchmarks.engines $(if $(ONLY),--only $(ONLY)) $(ARGS); \
+	done
 
 gen:  ## Generated code of all languages, and docs/errors.md, from protos/.
 	@.ci/setup gen

@@ -71,12 +71,12 @@ class PrefixIndex:
         for cache in list(self._followers):
             await self._unfollow(cache)
 
-    def score(self, hashes: Sequence[int], engines: Collection[str] = ()) -> list[CacheScore]:
+    def score(self, hashes: Sequence[int], engines: Collection[str] = (), most: int = 0) -> list[CacheScore]:
         """The caches (of these engines; none named: of all) that hold the first block, those with most blocks first.
 
-        Hashes are unsigned 64-bit: ``kvgrpc.events.digest.hash_key`` of what events carry.
+        At most ``most``; 0: all. Hashes are unsigned 64-bit: ``kvgrpc.events.digest.hash_key`` of what events carry.
         """
-        return self._table.score(hashes, engines, time.monotonic())
+        return self._table.score(hashes, engines, time.monotonic(), most)
 
     def sources(self) -> list[Source]:
         """All caches that are followed, by engine and dp."""

@@ -117,9 +117,9 @@ class SyncPrefixIndex:
         """As ``PrefixIndex.close``."""
         self._loop.run(self._index.close(), _ASK_SECONDS)
 
-    def score(self, hashes: Sequence[int], engines: Collection[str] = ()) -> list[CacheScore]:
+    def score(self, hashes: Sequence[int], engines: Collection[str] = (), most: int = 0) -> list[CacheScore]:
         """As ``PrefixIndex.score``."""
-        return _on(self._loop, lambda: self._index.score(hashes, engines))
+        return _on(self._loop, lambda: self._index.score(hashes, engines, most))
 
     def sources(self) -> list[Source]:
         """As ``PrefixIndex.sources``."""

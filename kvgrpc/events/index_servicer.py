@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from kvgrpc import hashing
 from kvgrpc.errors import InvalidRequest, ServerDraining
+from kvgrpc.events.following import FollowerState
 from kvgrpc.events.sources import CacheScore, Freshness, Source
 from kvgrpc.paging import page_token, read_page_token
 from kvgrpc.v1 import index_service_pb2 as pb
@@ -17,12 +18,13 @@ MAX_BLOCKS = 65_536
 MAX_TOKENS = 2**20
 MAX_PAGE = 1000
 _LIST = "ListSources"
+_STATES = {state: pb.SourceState.Value(f"SOURCE_STATE_{state.name}") for state in FollowerState}
 
 
 class Scores(Protocol):
     """What answers; ``kvgrpc.client.PrefixIndex`` is one."""
 
-    def score(self, hashes: Sequence[int], engines: Collection[str] = ()) -> list[CacheScore]: ...
+    def score(self, hashes: Sequence[int], engines: Collection[str] = (), most: int = 0) -> list[CacheScore]: ...
     def sources(self) -> list[Source]: ...
 
 
@@ -40,8 +42,8 @@ class IndexServicer(IndexServiceServicer):
     async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
         self._check_open()
         hashes = _hashes(request)
-        scores = self._index.score(hashes, frozenset(request.engines))
-        return pb.ScoreResponse(scores=map(_score_to_pb, scores), blocks=len(hashes))
+        scores = self._index.score(hashes, frozenset(request.engines), request.max_scores)
+        return _scores_to_pb(scores, len(hashes))
 
     async def ListSources(self, request: pb.ListSourcesRequest, context: Any) -> pb.ListSourcesResponse:
         self._check_open()
@@ -111,24 +113,27 @@ def _check_size(kind: str, tokens: int, name: str, size: int) -> None:
         raise InvalidRequest.of(f"{kind}.token_ids", f"{tokens // size} blocks", f"at most {MAX_BLOCKS} blocks")
 
 
-def _score_to_pb(score: CacheScore) -> pb.CacheScore:
-    return pb.CacheScore(
-        engine=score.engine,
-        dp=score.dp,
-        device_blocks=score.device_blocks,
-        host_blocks=score.host_blocks,
-        blocks=score.blocks,
-        freshness=_freshness_to_pb(score.freshness),
-    )
+def _scores_to_pb(scores: Sequence[CacheScore], blocks: int) -> pb.ScoreResponse:
+    # Filled in place: a message that is handed to a constructor is copied.
+    response = pb.ScoreResponse(blocks=blocks)
+    for score in scores:
+        message = response.scores.add()
+        message.engine, message.dp = score.engine, score.dp
+        message.device_blocks, message.host_blocks, message.blocks = (
+            score.device_blocks,
+            score.host_blocks,
+            score.blocks,
+        )
+        _fill_freshness(message.freshness, score.freshness)
+    return response
 
 
 def _source_to_pb(source: Source) -> pb.Source:
-    return pb.Source(
+    message = pb.Source(
         engine=source.engine,
         dp=source.dp,
         address=source.address,
         live=source.live,
-        freshness=_freshness_to_pb(source.freshness),
         blocks=source.blocks,
         page_size=source.page_size,
         snapshots=source.counts.snapshots,
@@ -138,16 +143,14 @@ def _source_to_pb(source: Source) -> pb.Source:
         digests_different=source.counts.digests_different,
         last_error=source.last_error,
     )
-
-
-def _freshness_to_pb(fresh: Freshness) -> pb.Freshness:
-    message = pb.Freshness(
-        state=pb.SourceState.Value(f"SOURCE_STATE_{fresh.state.name}"),
-        log_id=fresh.log_id,
-        next_sequence=fresh.next_sequence,
-        lag_batches=fresh.lag,
-        whole=fresh.whole,
-    )
-    if fresh.silence is not None:
-        message.silence.FromMilliseconds(round(fresh.silence * 1000))
+    _fill_freshness(message.freshness, source.freshness)
     return message
+
+
+def _fill_freshness(message: pb.Freshness, fresh: Freshness) -> None:
+    message.state, message.log_id = _STATES[fresh.state], fresh.log_id
+    message.next_sequence, message.lag_batches, message.whole = fresh.next_sequence, fresh.lag, fresh.whole
+    if fresh.silence is not None:
+        milliseconds = round(fresh.silence * 1000)
+        # FromMilliseconds costs more than all of the rest.
+        message.silence.seconds, message.silence.nanos = milliseconds // 1000, milliseconds % 1000 * 1_000_000

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvgrpc.events.follower import FollowerCore
 from kvgrpc.events.following import FollowerCounts, FollowerState
 from kvgrpc.events.index import BlockIndex
 
 
-@dataclass(frozen=True, slots=True)
-class Freshness:
+class Freshness(NamedTuple):
     """How fresh the contents of one cache are; ``silence`` is seconds since the publisher was heard, None: never."""
 
     state: FollowerState
@@ -22,8 +22,7 @@ class Freshness:
     whole: bool
 
 
-@dataclass(frozen=True, slots=True)
-class CacheScore:
+class CacheScore(NamedTuple):
     """How many leading blocks one cache holds: on the device, on device or host, anywhere."""
 
     engine: str
@@ -71,18 +70,24 @@ class SourceTable:
         """The cache is not followed any more."""
         self._followed.pop((engine, dp), None)
 
-    def score(self, hashes: Sequence[int], engines: Collection[str], now: float) -> list[CacheScore]:
-        """The caches (of these engines; none named: of all) that hold the first block, those with most blocks first."""
+    def score(self, hashes: Sequence[int], engines: Collection[str], now: float, most: int = 0) -> list[CacheScore]:
+        """The caches (of these engines; none named: of all) that hold the first block, those with most blocks first.
+
+        ``most``: at most so many; 0: all.
+        """
         matches = self.index.score(hashes)
-        scores = []
+        found = []
         for (engine, dp), followed in self._followed.items():
             contents = followed.core.contents
             match = None if contents is None else matches.get(contents.blocks)
             if match is not None and (not engines or engine in engines):
-                fresh = freshness(followed.core, now)
-                scores.append(CacheScore(engine, dp, match.device, match.host, match.storage, fresh))
-        scores.sort(key=lambda score: (-score.blocks, -score.device_blocks, score.engine, score.dp))
-        return scores
+                found.append((-match.storage, -match.device, engine, dp, match.host, followed.core))
+        # No two are of one engine and dp, so cores are never compared.
+        found.sort()
+        return [
+            CacheScore(engine, dp, -device, host, -blocks, freshness(core, now))
+            for blocks, device, engine, dp, host, core in found[: most or None]
+        ]
 
     def sources(self, now: float) -> list[Source]:
         """All caches, by engine and dp."""
@@ -105,6 +110,9 @@ class SourceTable:
 
 def freshness(core: FollowerCore, now: float) -> Freshness:
     """How fresh the contents of a follower are."""
+    contents, known = core.contents, core.known_next
     silence = None if core.heard_at is None else max(0.0, now - core.heard_at)
-    whole = core.contents is not None and core.contents.whole
-    return Freshness(core.state, core.log_id, core.next_sequence, core.lag, silence, whole)
+    if contents is None:
+        return Freshness(core.state, core.log_id, 0, known, silence, False)
+    upcoming = contents.next_sequence
+    return Freshness(core.state, core.log_id, upcoming, max(0, known - upcoming), silence, contents.whole)

@@ -61,7 +61,7 @@ class AuxRows:
         return b"".join([view[index * size : (index + 1) * size] for view, size in self._views])
 
     def write(self, index: int, row: bytes) -> None:
-        """Writes the row of each buffer in order; the last one comes last, because engines look there (14)."""
+        """Writes the row of each buffer in order; the last one comes last, because engines look there (14, aux)."""
         offset = 0
         for view, size in self._views:
             view[index * size : (index + 1) * size] = row[offset : offset + size]

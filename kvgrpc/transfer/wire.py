@@ -1,7 +1,7 @@
 """transfer_service.proto <-> model, and nothing else.
 
 What is wrong with one entry of a frame becomes that entry's ``error`` and fails that room alone; what is wrong with the
-frame itself raises InvalidRequest and ends the session (15).
+frame itself raises InvalidRequest and ends the session (rule 15, hostile frames).
 """
 
 from __future__ import annotations

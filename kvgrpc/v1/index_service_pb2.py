@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkvgrpc/v1/index_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\")\n\x0b\x42lockHashes\x12\x1a\n\x06values\x18\x01 \x03(\x06\x42\x02\x30\x01R\x06values\"\x7f\n\x0cSglangPrompt\x12\x1b\n\ttoken_ids\x18\x01 \x03(\rR\x08tokenIds\x12\x1b\n\tpage_size\x18\x02 \x01(\rR\x08pageSize\x12\x1d\n\ncache_salt\x18\x03 \x01(\tR\tcacheSalt\x12\x16\n\x06\x62igram\x18\x04 \x01(\x08R\x06\x62igram\"\xbf\x01\n\nVllmPrompt\x12\x1b\n\ttoken_ids\x18\x01 \x03(\rR\x08tokenIds\x12\x1d\n\nblock_size\x18\x02 \x01(\rR\tblockSize\x12\x1b\n\thash_seed\x18\x03 \x01(\tR\x08hashSeed\x12\x1c\n\talgorithm\x18\x04 \x01(\tR\talgorithm\x12\x1b\n\tlora_name\x18\x05 \x01(\tR\x08loraName\x12\x1d\n\ncache_salt\x18\x06 \x01(\tR\tcacheSalt\"\xcf\x01\n\x0cScoreRequest\x12;\n\x0c\x62lock_hashes\x18\x01 \x01(\x0b\x32\x16.kvgrpc.v1.BlockHashesH\x00R\x0b\x62lockHashes\x12\x31\n\x06sglang\x18\x02 \x01(\x0b\x32\x17.kvgrpc.v1.SglangPromptH\x00R\x06sglang\x12+\n\x04vllm\x18\x03 \x01(\x0b\x32\x15.kvgrpc.v1.VllmPromptH\x00R\x04vllm\x12\x18\n\x07\x65ngines\x18\x04 \x03(\tR\x07\x65nginesB\x08\n\x06prefix\"V\n\rScoreResponse\x12-\n\x06scores\x18\x01 \x03(\x0b\x32\x15.kvgrpc.v1.CacheScoreR\x06scores\x12\x16\n\x06\x62locks\x18\x02 \x01(\rR\x06\x62locks\"\xc6\x01\n\nCacheScore\x12\x16\n\x06\x65ngine\x18\x01 \x01(\tR\x06\x65ngine\x12\x0e\n\x02\x64p\x18\x02 \x01(\rR\x02\x64p\x12#\n\rdevice_blocks\x18\x03 \x01(\rR\x0c\x64\x65viceBlocks\x12\x1f\n\x0bhost_blocks\x18\x04 \x01(\rR\nhostBlocks\x12\x16\n\x06\x62locks\x18\x05 \x01(\rR\x06\x62locks\x12\x32\n\tfreshness\x18\x06 \x01(\x0b\x32\x14.kvgrpc.v1.FreshnessR\tfreshness\"\xe9\x01\n\tFreshness\x12,\n\x05state\x18\x01 \x01(\x0e\x32\x16.kvgrpc.v1.SourceStateR\x05state\x12\x15\n\x06log_id\x18\x02 \x01(\tR\x05logId\x12\'\n\rnext_sequence\x18\x03 \x01(\x04\x42\x02\x30\x01R\x0cnextSequence\x12#\n\x0blag_batches\x18\x04 \x01(\x04\x42\x02\x30\x01R\nlagBatches\x12\x33\n\x07silence\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationR\x07silence\x12\x14\n\x05whole\x18\x06 \x01(\x08R\x05whole\"P\n\x12ListSourcesRequest\x12\x1b\n\tpage_size\x18\x01 \x01(\rR\x08pageSize\x12\x1d\n\npage_token\x18\x02 \x01(\tR\tpageToken\"j\n\x13ListSourcesResponse\x12+\n\x07sources\x18\x01 \x03(\x0b\x32\x11.kvgrpc.v1.SourceR\x07sources\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\xe5\x03\n\x06Source\x12\x16\n\x06\x65ngine\x18\x01 \x01(\tR\x06\x65ngine\x12\x0e\n\x02\x64p\x18\x02 \x01(\rR\x02\x64p\x12\x18\n\x07\x61\x64\x64ress\x18\x03 \x01(\tR\x07\x61\x64\x64ress\x12\x12\n\x04live\x18\x04 \x01(\x08R\x04live\x12\x32\n\tfreshness\x18\x05 \x01(\x0b\x32\x14.kvgrpc.v1.FreshnessR\tfreshness\x12\x35\n\x06\x62locks\x18\x06 \x03(\x0b\x32\x1d.kvgrpc.v1.Source.BlocksEntryR\x06\x62locks\x12\x1b\n\tpage_size\x18\x07 \x01(\rR\x08pageSize\x12\x1c\n\tsnapshots\x18\x08 \x01(\rR\tsnapshots\x12\x18\n\x07replays\x18\t \x01(\rR\x07replays\x12\x19\n\x08new_logs\x18\n \x01(\rR\x07newLogs\x12#\n\rdigests_equal\x18\x0b \x01(\rR\x0c\x64igestsEqual\x12+\n\x11\x64igests_different\x18\x0c \x01(\rR\x10\x64igestsDifferent\x12\x1d\n\nlast_error\x18\r \x01(\tR\tlastError\x1a\x39\n\x0b\x42locksEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\x04R\x05value:\x02\x38\x01*\x9d\x01\n\x0bSourceState\x12\x1c\n\x18SOURCE_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17SOURCE_STATE_CONNECTING\x10\x01\x12\x1b\n\x17SOURCE_STATE_REBUILDING\x10\x02\x12\x1c\n\x18SOURCE_STATE_CATCHING_UP\x10\x03\x12\x18\n\x14SOURCE_STATE_CURRENT\x10\x04\x32\xa2\x01\n\x0cIndexService\x12?\n\x05Score\x12\x17.kvgrpc.v1.ScoreRequest\x1a\x18.kvgrpc.v1.ScoreResponse\"\x03\x90\x02\x01\x12Q\n\x0bListSources\x12\x1d.kvgrpc.v1.ListSourcesRequest\x1a\x1e.kvgrpc.v1.ListSourcesResponse\"\x03\x90\x02\x01\x42\"Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkvgrpc/v1/index_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\")\n\x0b\x42lockHashes\x12\x1a\n\x06values\x18\x01 \x03(\x06\x42\x02\x30\x01R\x06values\"\x7f\n\x0cSglangPrompt\x12\x1b\n\ttoken_ids\x18\x01 \x03(\rR\x08tokenIds\x12\x1b\n\tpage_size\x18\x02 \x01(\rR\x08pageSize\x12\x1d\n\ncache_salt\x18\x03 \x01(\tR\tcacheSalt\x12\x16\n\x06\x62igram\x18\x04 \x01(\x08R\x06\x62igram\"\xbf\x01\n\nVllmPrompt\x12\x1b\n\ttoken_ids\x18\x01 \x03(\rR\x08tokenIds\x12\x1d\n\nblock_size\x18\x02 \x01(\rR\tblockSize\x12\x1b\n\thash_seed\x18\x03 \x01(\tR\x08hashSeed\x12\x1c\n\talgorithm\x18\x04 \x01(\tR\talgorithm\x12\x1b\n\tlora_name\x18\x05 \x01(\tR\x08loraName\x12\x1d\n\ncache_salt\x18\x06 \x01(\tR\tcacheSalt\"\xee\x01\n\x0cScoreRequest\x12;\n\x0c\x62lock_hashes\x18\x01 \x01(\x0b\x32\x16.kvgrpc.v1.BlockHashesH\x00R\x0b\x62lockHashes\x12\x31\n\x06sglang\x18\x02 \x01(\x0b\x32\x17.kvgrpc.v1.SglangPromptH\x00R\x06sglang\x12+\n\x04vllm\x18\x03 \x01(\x0b\x32\x15.kvgrpc.v1.VllmPromptH\x00R\x04vllm\x12\x18\n\x07\x65ngines\x18\x04 \x03(\tR\x07\x65ngines\x12\x1d\n\nmax_scores\x18\x05 \x01(\rR\tmaxScoresB\x08\n\x06prefix\"V\n\rScoreResponse\x12-\n\x06scores\x18\x01 \x03(\x0b\x32\x15.kvgrpc.v1.CacheScoreR\x06scores\x12\x16\n\x06\x62locks\x18\x02 \x01(\rR\x06\x62locks\"\xc6\x01\n\nCacheScore\x12\x16\n\x06\x65ngine\x18\x01 \x01(\tR\x06\x65ngine\x12\x0e\n\x02\x64p\x18\x02 \x01(\rR\x02\x64p\x12#\n\rdevice_blocks\x18\x03 \x01(\rR\x0c\x64\x65viceBlocks\x12\x1f\n\x0bhost_blocks\x18\x04 \x01(\rR\nhostBlocks\x12\x16\n\x06\x62locks\x18\x05 \x01(\rR\x06\x62locks\x12\x32\n\tfreshness\x18\x06 \x01(\x0b\x32\x14.kvgrpc.v1.FreshnessR\tfreshness\"\xe9\x01\n\tFreshness\x12,\n\x05state\x18\x01 \x01(\x0e\x32\x16.kvgrpc.v1.SourceStateR\x05state\x12\x15\n\x06log_id\x18\x02 \x01(\tR\x05logId\x12\'\n\rnext_sequence\x18\x03 \x01(\x04\x42\x02\x30\x01R\x0cnextSequence\x12#\n\x0blag_batches\x18\x04 \x01(\x04\x42\x02\x30\x01R\nlagBatches\x12\x33\n\x07silence\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationR\x07silence\x12\x14\n\x05whole\x18\x06 \x01(\x08R\x05whole\"P\n\x12ListSourcesRequest\x12\x1b\n\tpage_size\x18\x01 \x01(\rR\x08pageSize\x12\x1d\n\npage_token\x18\x02 \x01(\tR\tpageToken\"j\n\x13ListSourcesResponse\x12+\n\x07sources\x18\x01 \x03(\x0b\x32\x11.kvgrpc.v1.SourceR\x07sources\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\xe5\x03\n\x06Source\x12\x16\n\x06\x65ngine\x18\x01 \x01(\tR\x06\x65ngine\x12\x0e\n\x02\x64p\x18\x02 \x01(\rR\x02\x64p\x12\x18\n\x07\x61\x64\x64ress\x18\x03 \x01(\tR\x07\x61\x64\x64ress\x12\x12\n\x04live\x18\x04 \x01(\x08R\x04live\x12\x32\n\tfreshness\x18\x05 \x01(\x0b\x32\x14.kvgrpc.v1.FreshnessR\tfreshness\x12\x35\n\x06\x62locks\x18\x06 \x03(\x0b\x32\x1d.kvgrpc.v1.Source.BlocksEntryR\x06\x62locks\x12\x1b\n\tpage_size\x18\x07 \x01(\rR\x08pageSize\x12\x1c\n\tsnapshots\x18\x08 \x01(\rR\tsnapshots\x12\x18\n\x07replays\x18\t \x01(\rR\x07replays\x12\x19\n\x08new_logs\x18\n \x01(\rR\x07newLogs\x12#\n\rdigests_equal\x18\x0b \x01(\rR\x0c\x64igestsEqual\x12+\n\x11\x64igests_different\x18\x0c \x01(\rR\x10\x64igestsDifferent\x12\x1d\n\nlast_error\x18\r \x01(\tR\tlastError\x1a\x39\n\x0b\x42locksEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\x04R\x05value:\x02\x38\x01*\x9d\x01\n\x0bSourceState\x12\x1c\n\x18SOURCE_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17SOURCE_STATE_CONNECTING\x10\x01\x12\x1b\n\x17SOURCE_STATE_REBUILDING\x10\x02\x12\x1c\n\x18SOURCE_STATE_CATCHING_UP\x10\x03\x12\x18\n\x14SOURCE_STATE_CURRENT\x10\x04\x32\xa2\x01\n\x0cIndexService\x12?\n\x05Score\x12\x17.kvgrpc.v1.ScoreRequest\x1a\x18.kvgrpc.v1.ScoreResponse\"\x03\x90\x02\x01\x12Q\n\x0bListSources\x12\x1d.kvgrpc.v1.ListSourcesRequest\x1a\x1e.kvgrpc.v1.ListSourcesResponse\"\x03\x90\x02\x01\x42\"Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,8 +45,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_INDEXSERVICE'].methods_by_name['Score']._serialized_options = b'\220\002\001'
   _globals['_INDEXSERVICE'].methods_by_name['ListSources']._loaded_options = None
   _globals['_INDEXSERVICE'].methods_by_name['ListSources']._serialized_options = b'\220\002\001'
-  _globals['_SOURCESTATE']._serialized_start=1856
-  _globals['_SOURCESTATE']._serialized_end=2013
+  _globals['_SOURCESTATE']._serialized_start=1887
+  _globals['_SOURCESTATE']._serialized_end=2044
   _globals['_BLOCKHASHES']._serialized_start=76
   _globals['_BLOCKHASHES']._serialized_end=117
   _globals['_SGLANGPROMPT']._serialized_start=119
@@ -54,21 +54,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VLLMPROMPT']._serialized_start=249
   _globals['_VLLMPROMPT']._serialized_end=440
   _globals['_SCOREREQUEST']._serialized_start=443
-  _globals['_SCOREREQUEST']._serialized_end=650
-  _globals['_SCORERESPONSE']._serialized_start=652
-  _globals['_SCORERESPONSE']._serialized_end=738
-  _globals['_CACHESCORE']._serialized_start=741
-  _globals['_CACHESCORE']._serialized_end=939
-  _globals['_FRESHNESS']._serialized_start=942
-  _globals['_FRESHNESS']._serialized_end=1175
-  _globals['_LISTSOURCESREQUEST']._serialized_start=1177
-  _globals['_LISTSOURCESREQUEST']._serialized_end=1257
-  _globals['_LISTSOURCESRESPONSE']._serialized_start=1259
-  _globals['_LISTSOURCESRESPONSE']._serialized_end=1365
-  _globals['_SOURCE']._serialized_start=1368
-  _globals['_SOURCE']._serialized_end=1853
-  _globals['_SOURCE_BLOCKSENTRY']._serialized_start=1796
-  _globals['_SOURCE_BLOCKSENTRY']._serialized_end=1853
-  _globals['_INDEXSERVICE']._serialized_start=2016
-  _globals['_INDEXSERVICE']._serialized_end=2178
+  _globals['_SCOREREQUEST']._serialized_end=681
+  _globals['_SCORERESPONSE']._serialized_start=683
+  _globals['_SCORERESPONSE']._serialized_end=769
+  _globals['_CACHESCORE']._serialized_start=772
+  _globals['_CACHESCORE']._serialized_end=970
+  _globals['_FRESHNESS']._serialized_start=973
+  _globals['_FRESHNESS']._serialized_end=1206
+  _globals['_LISTSOURCESREQUEST']._serialized_start=1208
+  _globals['_LISTSOURCESREQUEST']._serialized_end=1288
+  _globals['_LISTSOURCESRESPONSE']._serialized_start=1290
+  _globals['_LISTSOURCESRESPONSE']._serialized_end=1396
+  _globals['_SOURCE']._serialized_start=1399
+  _globals['_SOURCE']._serialized_end=1884
+  _globals['_SOURCE_BLOCKSENTRY']._serialized_start=1827
+  _globals['_SOURCE_BLOCKSENTRY']._serialized_end=1884
+  _globals['_INDEXSERVICE']._serialized_start=2047
+  _globals['_INDEXSERVICE']._serialized_end=2209
 # @@protoc_insertion_point(module_scope)

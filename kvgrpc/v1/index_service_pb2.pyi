@@ -166,6 +166,9 @@ class ScoreRequest(_message.Message):
     SGLANG_FIELD_NUMBER: _builtins.int
     VLLM_FIELD_NUMBER: _builtins.int
     ENGINES_FIELD_NUMBER: _builtins.int
+    MAX_SCORES_FIELD_NUMBER: _builtins.int
+    max_scores: _builtins.int
+    """At most so many scores, the best; 0: all. Each costs about 10 us."""
     @_builtins.property
     def block_hashes(self) -> Global___BlockHashes:
         """As hashes, for whoever has them: 3 KB for 24,000 tokens in pages of 64."""
@@ -189,10 +192,11 @@ class ScoreRequest(_message.Message):
         sglang: Global___SglangPrompt | None = ...,
         vllm: Global___VllmPrompt | None = ...,
         engines: _abc.Iterable[_builtins.str] | None = ...,
+        max_scores: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "prefix", b"prefix", "sglang", b"sglang", "vllm", b"vllm"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "engines", b"engines", "prefix", b"prefix", "sglang", b"sglang", "vllm", b"vllm"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "engines", b"engines", "max_scores", b"max_scores", "prefix", b"prefix", "sglang", b"sglang", "vllm", b"vllm"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prefix: _TypeAlias = _typing.Literal["block_hashes", "sglang", "vllm"]  # noqa: Y015
     _WhichOneofArgType_prefix: _TypeAlias = _typing.Literal["prefix", b"prefix"]  # noqa: Y015

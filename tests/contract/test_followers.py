@@ -194,6 +194,7 @@ async def test_one_index_over_several_engines() -> None:
             assert found[0].freshness.log_id == second.publisher.stream.log_id
             assert [one.engine for one in index.score([1], engines=["a"])] == ["a"]
             assert index.score([9]) == []
+            assert [one.engine for one in index.score([1, 2, 3, 4], most=1)] == ["b"]
             assert [(one.engine, one.dp, one.blocks) for one in index.sources()] == [
                 ("a", 0, {"GPU": 3}),
                 ("b", 1, {"DISK": 2, "GPU": 2}),
@@ -231,6 +232,8 @@ class TestIndexService:
         await eventually(known)
         response = await client.score(asked)
         assert response.blocks == 3
+        asked.max_scores = 1
+        assert await self.scores(client, asked) == [("a", 2)]
         fresh = response.scores[0].freshness
         assert fresh.log_id == a.publisher.stream.log_id
         assert (fresh.next_sequence, fresh.lag_batches, fresh.whole) == (a.next_sequence, 0, True)

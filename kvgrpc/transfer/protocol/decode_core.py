@@ -64,7 +64,7 @@ class DecodeWork:
 
 class DecodeCore:
     """See the module. ``connections(pair)`` names the data connections of that peer to us (8); ``deliver_aux(room)``
-    copies ``room.aux`` into the engine's buffers before SUCCESS is told, and returns why it cannot (14)."""
+    copies ``room.aux`` into the engine's buffers before SUCCESS is told, and returns why it cannot (rule 14, aux)."""
 
     held_pages_class = HeldPages
 
@@ -125,7 +125,7 @@ class DecodeCore:
             room.parts[target.ref.rank] = DecodePart(pair)
             pair.rooms.add(room.key)
             pair.wait(self.now)
-            if pair.dead_at is not None:  # 5: a new room on a pair proven dead fails at once
+            if pair.dead_at is not None:  # 5, nothing goes back: a new room on a pair proven dead fails at once
                 self._end(room, self._lost_failure(pair, "it was proven dead"))
                 return
             held = self._held.of_pair.get(pair, 0)
@@ -151,7 +151,7 @@ class DecodeCore:
         self._tell(room)
 
     def fail(self, room: DecodeRoom, failure: Failure) -> None:
-        """Abort, cancel, or a resolve that failed: the handle ends here and now, the pages by evidence (6)."""
+        """Abort, cancel, or a resolve that failed: the handle ends here and now, the pages by evidence (6, ending)."""
         if self.rooms.get(room.key) is room:
             self._end(room, failure)
 
@@ -230,7 +230,7 @@ class DecodeCore:
         pair.broke(self.now, self.timing)
         if failure is not None and failure.reason in (Reason.STALE_EPOCH, Reason.WRONG_RANK):
             if pair.welcomed:
-                self._prove_dead(pair)  # 4: another one answers at the address where this one listened
+                self._prove_dead(pair)  # 4, proof of death: another one answers at the address where this one listened
             else:
                 self._resolve_again(pair, failure)
         elif failure is None or (pair.welcomed and failure.reason is Reason.SERVER_DRAINING):
@@ -241,14 +241,14 @@ class DecodeCore:
             self._lose(pair, "refused", failure)  # what we said is wrong; saying it again would not help
 
     def on_refused(self, stream: Stream) -> None:
-        """Nobody listens at the address: with the listener the writer is gone (4)."""
+        """Nobody listens at the address: with the listener the writer is gone (rule 4, proof of death)."""
         pair = stream.pair
         if pair.stream is stream:
             pair.end_stream()
             self._prove_dead(pair)
 
     def on_end(self, stream: Stream) -> None:
-        """The stream ended, or could not be opened, without a word: a break (3)."""
+        """The stream ended, or could not be opened, without a word: a break (rule 3, break and loss)."""
         pair = stream.pair
         if pair.stream is stream:
             pair.broke(self.now, self.timing)
@@ -303,7 +303,7 @@ class DecodeCore:
             room.handle.pages_done = min(each.pages_done for each in room.parts.values())
 
     def _part_ended(self, room: DecodeRoom, part: DecodePart, entry: PrefillEntry) -> None:
-        """The first part that fails fails the room; SUCCESS needs every part that is owed (9)."""
+        """The first part that fails fails the room; SUCCESS needs every part that is owed (rule 9, fan-in)."""
         if part.settled:
             self._pending.add_later(part.pair, room.key)
         if room.ended:
@@ -369,7 +369,7 @@ class DecodeCore:
         return pair
 
     def _current(self, stream: Stream) -> bool:
-        """No frame of an older stream is applied (2)."""
+        """No frame of an older stream is applied (rule 2, one stream)."""
         return stream.pair.stream is stream
 
     def _dial(self, pair: DecodePair) -> None:
@@ -378,7 +378,7 @@ class DecodeCore:
         self._work.dials.append(pair.dial(self._streams, self.now, self.timing))
 
     def _break(self, pair: DecodePair) -> None:
-        """Fails nothing; decode dials again, at once the first time (3)."""
+        """Fails nothing; decode dials again, at once the first time (rule 3, break and loss)."""
         if pair.rooms and self.now >= pair.next_dial_at:
             self._dial(pair)
 
@@ -388,7 +388,7 @@ class DecodeCore:
         self._lose(pair, "its address refuses, or another one answers there")
 
     def _lose(self, pair: DecodePair, how: str, cause: Failure | None = None) -> None:
-        """The pair is given up: its rooms fail, except those whose part here is settled (3)."""
+        """The pair is given up: its rooms fail, except those whose part here is settled (rule 3, break and loss)."""
         self._note_loss(pair)
         if not pair.lost:
             lost = LostPair(pair.ref, cause.message if cause is not None else how, len(pair.rooms))

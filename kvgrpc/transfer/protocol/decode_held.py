@@ -84,7 +84,7 @@ class HeldPages:
         if since is None or now - since <= self._settle:
             return False
         if part.stopped_at is not None:
-            return True  # a plane says so only when no byte is left on its host (7)
+            return True  # a plane says so only when no byte is left on its host (rule 7, writes)
         pair = part.pair
         return not pair.connections or not (pair.connections & self._open_connections(pair, now))
 

@@ -1,6 +1,6 @@
 """Decode's line to one incarnation of one prefill rank: when to dial, and when to give it up. Pure.
 
-Numbers in comments are the rules of docs/session.md; all times are ticks of our own loop (3).
+Numbers in comments are the rules of docs/session.md; all times are ticks of our own loop (rule 3, break and loss).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from kvgrpc.transfer.protocol.types import RoomKey, SessionState, Target, Timing
 
 
 class Stream:
-    """One dialled stream of a pair. A pair has at most one that counts (2)."""
+    """One dialled stream of a pair. A pair has at most one that counts (rule 2, one stream)."""
 
     __slots__ = ("number", "pair")
 
@@ -22,7 +22,7 @@ class Stream:
 class DecodePair:
     """``up``: welcomed on the stream that counts. ``welcomed``: ever. ``lost``: given up. ``dead_at``: proven dead (4).
 
-    ``connections``: over which its bytes could still arrive when it was proven dead (8).
+    ``connections``: over which its bytes could still arrive when it was proven dead (rule 8, pages by evidence).
     ``layout``: of its engine; None: as ours. ``rooms``: what is not over yet; ``pending_rooms``: what is to be told.
     ``refusals``: rooms that were refused here, of which the peer is told why until it answers.
     """
@@ -133,7 +133,7 @@ class DecodePair:
         return now - self.dialled_at > max(timing.abandon_dial, self.backoff if self.lost else 0)
 
     def given_up(self, now: int, timing: Timing) -> str:
-        """How the pair was lost by now; empty: it was not (3)."""
+        """How the pair was lost by now; empty: it was not (rule 3, break and loss)."""
         if self.up:
             limit, what, over = self.idle_timeout, "silent for {} ms", now - self.heard_at > self.idle_timeout
         elif self.waiting_since is not None and now - self.waiting_since > timing.idle_timeout:

@@ -45,7 +45,7 @@ class DecodePart:
         self.stopped_at: int | None = None
 
     def take(self, entry: PrefillEntry) -> bool:
-        """News of this part; False, and nothing taken, when it would go back (5)."""
+        """News of this part; False, and nothing taken, when it would go back (rule 5, nothing goes back)."""
         state, writes = entry.state, entry.writes
         if state < self.state or writes < self.writes:
             return False
@@ -127,7 +127,7 @@ class DecodeRoom:
 
     @property
     def arrived(self) -> bool:
-        """Every part that is owed is in place (9)."""
+        """Every part that is owed is in place (rule 9, fan-in)."""
         return self.bound and all(part.arrived for part in self.parts.values())
 
     def part_of(self, pair: DecodePair) -> DecodePart | None:
@@ -149,7 +149,7 @@ class DecodeRoom:
         return DecodeEntry(self.key, WANT_WRITE, self.destination, left, None, self.traceparent)
 
     def refresh(self) -> None:
-        """WaitingForInput once every target is resolved and welcomed, so that the scheduler may allocate (12)."""
+        """WaitingForInput once every target is resolved and welcomed, so that the scheduler may allocate (12, poll)."""
         if self.state is not STATE_BOOTSTRAPPING or not self.bound:
             return
         if all(part.pair.welcomed for part in self.parts.values()):
@@ -171,7 +171,7 @@ class DecodeRoom:
         self.handle.turn(KVPoll.Success)
 
     def fail(self, failure: Failure) -> None:
-        """The handle still says what it said before: it turns Failed when all else is known (6)."""
+        """The handle still says what it said before: it turns Failed when all else is known (rule 6, ending)."""
         self.state = STATE_FAILED
         self.ended = True
         self.failure = failure

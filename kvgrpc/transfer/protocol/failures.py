@@ -90,19 +90,19 @@ def not_written(key: RoomKey, outcome: str, detail: str) -> KvGrpcError:
 
 
 def bad_send(key: RoomKey, text: str, field: str, value: int) -> KvGrpcError:
-    """The engine's ``send`` cannot be right (13)."""
+    """The engine's ``send`` cannot be right (rule 13, chunks)."""
     metadata = {**_of(key), "field": field, "value": value, "rule": "what decode wants, and no more"}
     return InvalidRequest(f"send: {text}", metadata=metadata)
 
 
 def not_asked_for(peer: RankRef) -> KvGrpcError:
-    """SUCCESS of a room that was not told where to write (15)."""
+    """SUCCESS of a room that was not told where to write (rule 15, hostile frames)."""
     text = f"state: {peer} said SUCCESS, but was never told where to write"
     return InvalidRequest(text, metadata={"field": "state", "value": "SUCCESS", "rule": "SUCCESS only after WRITE"})
 
 
 def too_much_aux(peer: RankRef, aux: int, limit: int) -> KvGrpcError:
-    """More aux than any room has (14)."""
+    """More aux than any room has (rule 14, aux)."""
     text = f"aux: at most {limit} bytes a room, {peer} sent {aux}"
     return InvalidRequest(text, metadata={"field": "aux", "value": aux, "rule": f"at most {limit} bytes"})
 

@@ -133,7 +133,7 @@ class PrefillCore:
             self._fail(room, failure)
 
     def drain(self) -> None:
-        """Refuses new rooms; those that have a local sender go on (4)."""
+        """Refuses new rooms; those that have a local sender go on (rule 4, proof of death)."""
         self.draining = True
         for room in list(self.rooms.values()):
             if not room.claimed:
@@ -224,7 +224,7 @@ class PrefillCore:
 
     @property
     def has_unknown_writes(self) -> bool:
-        """Whether a write that failed may still be on its way (7)."""
+        """Whether a write that failed may still be on its way (rule 7, writes)."""
         return bool(self._unknown) or any(room.writes is WRITES_UNKNOWN for room in self.rooms.values())
 
     def on_engine_destroyed(self) -> None:
@@ -314,7 +314,7 @@ class PrefillCore:
     def _want(self, pair: PrefillPair, room: PrefillRoom, entry: DecodeEntry) -> None:
         want = entry.want
         if want < room.want:
-            self.ignored_entries += 1  # 5: nothing goes back
+            self.ignored_entries += 1  # 5, nothing goes back: nothing goes back
         elif not room.ended:
             room.want = want
             if entry.error is not None:

@@ -17,7 +17,7 @@ from kvgrpc.transfer.protocol.types import (
 
 
 class EndedRecords:
-    """Keys of ended records, each for ``ticks`` from its last change, at most ``limit`` (11)."""
+    """Keys of ended records, each for ``ticks`` from its last change, at most ``limit`` (11, memory of the ended)."""
 
     def __init__(self, ticks: int, limit: int) -> None:
         self._ticks = ticks

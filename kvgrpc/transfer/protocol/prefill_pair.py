@@ -74,7 +74,7 @@ class PrefillPair:
         return SessionState.BROKEN if self.stream is None else SessionState.OPEN
 
     def welcome(self, stream: object, number: int, now: int) -> object | None:
-        """A newer stream; the one that it ends, if there is one (2)."""
+        """A newer stream; the one that it ends, if there is one (rule 2, one stream)."""
         before, self.stream = self.stream, stream
         self.number = number
         self.heard_at, self.broken_at, self.lost = now, None, False
@@ -87,7 +87,7 @@ class PrefillPair:
         return stream
 
     def given_up(self, now: int, timing: Timing) -> str:
-        """How the pair was lost by now; empty: it was not (3)."""
+        """How the pair was lost by now; empty: it was not (rule 3, break and loss)."""
         if self.lost:
             return ""
         if self.stream is not None:

@@ -64,7 +64,7 @@ class RoomState(enum.IntEnum):
 
 
 class Writes(enum.IntEnum):
-    """May the writer still write into the room's pages? It only advances (7)."""
+    """May the writer still write into the room's pages? It only advances (rule 7, writes)."""
 
     OPEN = 1
     UNKNOWN = 2

@@ -348,7 +348,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
         return task
 
     def _connections(self, pair: DecodePair) -> frozenset[str]:
-        """Over which that peer's bytes could still arrive (8)."""
+        """Over which that peer's bytes could still arrive (rule 8, pages by evidence)."""
         address = self._data_addresses.get(pair.ref)
         return frozenset() if not address else self.plane.connections_from(address)
 

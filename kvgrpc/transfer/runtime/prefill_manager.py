@@ -116,7 +116,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         session.caller = caller
         reading = self._start(self._read(session, read), f"session-read {session.ref}")
         try:
-            self._pump()  # 2: the older stream is told to end before the newer is welcomed
+            self._pump()  # 2, one stream: the older stream is told to end before the newer is welcomed
             await write(self._welcome())
             await self._write(session)
         finally:

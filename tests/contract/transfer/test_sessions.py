@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvgrpc.dataplane.base import Outcome
 from kvgrpc.errors import Reason
 from kvgrpc.model import Layout, RankId, RankRef
 from kvgrpc.transfer import KVPoll
@@ -32,6 +33,7 @@ from tests.contract.transfer_peers import (
     receiver_of,
     sender_of,
 )
+from tests.faults.dataplane import Fault
 from tests.integration.rank_host import AUX_BYTES, LAYERS, PAGES, RankHost
 
 ROOMS = iter(range(1_000, 10_000_000))
@@ -421,6 +423,21 @@ class TestRooms:
         sender.abort("too warm")
         last = client.ended(room)
         assert (last.state, last.writes, last.failure.message) == (FAILED, SETTLED, "too warm")
+
+    def test_a_prefill_that_closes_says_that_writes_nobody_knew_of_are_over(self, dial: Dial) -> None:
+        """Its pages come back by its word, and not only by a refused dial of its address."""
+        host = RankHost("U", "PREFILL", {"slow_seconds": {10**6: 0.0}})
+        try:
+            host.rank.plane.fault = lambda number, _: Fault(Outcome.FAILED_UNKNOWN)
+            host.rank._owns_plane = True  # as where the rank opened it: closing the rank closes the plane
+            client, room = dial(host).open(), next(ROOMS)
+            client.write(room, [1])
+            host.send(room, [1])
+            assert client.room(room, lambda entry: entry.state == FAILED).writes == pb.WRITES_UNKNOWN
+        finally:
+            host.close(2.0)
+        assert client.room(room, lambda entry: entry.writes != pb.WRITES_UNKNOWN).writes == pb.WRITES_STOPPED
+        assert not client.goodbye().message
 
     def test_a_draining_prefill_fails_new_rooms_and_finishes_old_ones(self, dial: Dial) -> None:
         host = RankHost("Q", "PREFILL", {})

@@ -388,6 +388,7 @@ class TestEvidence:
         room, stream = side.writing()
         side.hear(stream, RoomState.FAILED, Writes.STOPPED)
         side.ticks(TIMING.settle, stream)
+        side.hear(stream, RoomState.FAILED, Writes.STOPPED)  # said once more, so it is looked at once more
         assert not room.handle.release_safe
         side.ticks(1, stream)
         assert room.handle.release_safe

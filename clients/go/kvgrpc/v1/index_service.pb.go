@@ -307,7 +307,9 @@ type ScoreRequest struct {
 	//	*ScoreRequest_Vllm
 	Prefix isScoreRequest_Prefix `protobuf_oneof:"prefix"`
 	// Only caches of these engines; empty: of all.
-	Engines       []string `protobuf:"bytes,4,rep,name=engines,proto3" json:"engines,omitempty"`
+	Engines []string `protobuf:"bytes,4,rep,name=engines,proto3" json:"engines,omitempty"`
+	// At most so many scores, the best; 0: all. Each costs about 10 us.
+	MaxScores     uint32 `protobuf:"varint,5,opt,name=max_scores,json=maxScores,proto3" json:"max_scores,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -381,6 +383,13 @@ func (x *ScoreRequest) GetEngines() []string {
 		return x.Engines
 	}
 	return nil
+}
+
+func (x *ScoreRequest) GetMaxScores() uint32 {
+	if x != nil {
+		return x.MaxScores
+	}
+	return 0
 }
 
 type isScoreRequest_Prefix interface {
@@ -932,12 +941,14 @@ const file_kvgrpc_v1_index_service_proto_rawDesc = "" +
 	"\talgorithm\x18\x04 \x01(\tR\talgorithm\x12\x1b\n" +
 	"\tlora_name\x18\x05 \x01(\tR\bloraName\x12\x1d\n" +
 	"\n" +
-	"cache_salt\x18\x06 \x01(\tR\tcacheSalt\"\xcf\x01\n" +
+	"cache_salt\x18\x06 \x01(\tR\tcacheSalt\"\xee\x01\n" +
 	"\fScoreRequest\x12;\n" +
 	"\fblock_hashes\x18\x01 \x01(\v2\x16.kvgrpc.v1.BlockHashesH\x00R\vblockHashes\x121\n" +
 	"\x06sglang\x18\x02 \x01(\v2\x17.kvgrpc.v1.SglangPromptH\x00R\x06sglang\x12+\n" +
 	"\x04vllm\x18\x03 \x01(\v2\x15.kvgrpc.v1.VllmPromptH\x00R\x04vllm\x12\x18\n" +
-	"\aengines\x18\x04 \x03(\tR\aenginesB\b\n" +
+	"\aengines\x18\x04 \x03(\tR\aengines\x12\x1d\n" +
+	"\n" +
+	"max_scores\x18\x05 \x01(\rR\tmaxScoresB\b\n" +
 	"\x06prefix\"V\n" +
 	"\rScoreResponse\x12-\n" +
 	"\x06scores\x18\x01 \x03(\v2\x15.kvgrpc.v1.CacheScoreR\x06scores\x12\x16\n" +
