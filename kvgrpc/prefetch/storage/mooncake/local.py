@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -50,8 +51,10 @@ class LocalStore:
         port = self.address.rpartition(":")[2]
         ports = [f"--rpc_port={port}", f"--metrics_port={_free_port()}"]
         hosts = ["--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1"]
+        # It has no other way to notice that whoever started it was killed.
+        with_us = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
         self.master = subprocess.Popen(
-            [master_command(), *hosts, *ports, *self._settings, "--logtostderr=1"],
+            [*with_us, master_command(), *hosts, *ports, *self._settings, "--logtostderr=1"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
