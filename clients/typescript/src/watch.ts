@@ -43,7 +43,7 @@ export async function* watchEvents(client: Client<typeof EventService>, options:
   let next = options.fromSequence;
   let pause = FIRST_PAUSE_MS;
   while (!signal?.aborted) {
-    const cursor = next === undefined ? {} : { log, fromSequence: next.toString() };
+    const cursor = next === undefined ? {} : { logId: log, fromSequence: next.toString() };
     const fresh = next === undefined;
     try {
       const stream = client.watch({ engine, dp, mode: WatchMode.TAIL, ...cursor }, signal ? { signal } : {});
@@ -77,7 +77,7 @@ export async function* watchEvents(client: Client<typeof EventService>, options:
 function* itemsOf(response: WatchResponse, log: string, fresh: boolean): Generator<WatchItem> {
   const { kind } = response;
   if (kind.case === "begin") {
-    yield { kind: "begin", log: kind.value.stream?.log ?? "", sequence: BigInt(kind.value.firstSequence), fresh };
+    yield { kind: "begin", log: kind.value.stream?.logId ?? "", sequence: BigInt(kind.value.firstSequence), fresh };
   } else if (kind.case === "raw") {
     let sequence = BigInt(kind.value.firstSequence);
     for (const payload of kind.value.payloads) {
