@@ -87,7 +87,7 @@ def _open_ours(desk: Desk) -> str:
     from kvgrpc.rpc.interceptors import CallLimits
     from kvgrpc.server import RegistryServer
 
-    # Leases as long as the turn, because keepalives are not what this row measures; and all watchers come from one host.
+    # Leases as long as the turn: keepalives are not what this row measures. And all watchers come from one host.
     limits = CallLimits(watches_per_caller=100_000)
     server = desk.items[SERVER] = RegistryServer(["127.0.0.1:0"], lease_ttl=600.0, call_limits=limits).open()
     return server.address
