@@ -65,7 +65,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_WARMING_UP: _ErrorReason.ValueType  # 17
     """The registry restarted less than one TTL ago and may not know everybody yet. Metadata: engine. Carries RetryInfo."""
     ERROR_REASON_WRONG_RANK: _ErrorReason.ValueType  # 18
-    """A rank answered for which the peer has no use (role or coordinates). Metadata: expected, actual."""
+    """A rank answered for which the peer has no use (role or coordinates). Metadata: expected, actual; address,
+    where the right one is known.
+    """
     ERROR_REASON_EVENTS_COMPACTED: _ErrorReason.ValueType  # 19
     """Events before the oldest kept one were asked for, or the log overtook the reader. Metadata: log, requestedSequence,
     oldestSequence, nextSequence. Rebuild, then read from the oldest.
@@ -162,7 +164,9 @@ ERROR_REASON_ENGINE_NOT_FOUND: ErrorReason.ValueType  # 16
 ERROR_REASON_WARMING_UP: ErrorReason.ValueType  # 17
 """The registry restarted less than one TTL ago and may not know everybody yet. Metadata: engine. Carries RetryInfo."""
 ERROR_REASON_WRONG_RANK: ErrorReason.ValueType  # 18
-"""A rank answered for which the peer has no use (role or coordinates). Metadata: expected, actual."""
+"""A rank answered for which the peer has no use (role or coordinates). Metadata: expected, actual; address,
+where the right one is known.
+"""
 ERROR_REASON_EVENTS_COMPACTED: ErrorReason.ValueType  # 19
 """Events before the oldest kept one were asked for, or the log overtook the reader. Metadata: log, requestedSequence,
 oldestSequence, nextSequence. Rebuild, then read from the oldest.

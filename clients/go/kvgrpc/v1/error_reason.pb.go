@@ -68,7 +68,8 @@ const (
 	ErrorReason_ERROR_REASON_ENGINE_NOT_FOUND ErrorReason = 16
 	// The registry restarted less than one TTL ago and may not know everybody yet. Metadata: engine. Carries RetryInfo.
 	ErrorReason_ERROR_REASON_WARMING_UP ErrorReason = 17
-	// A rank answered for which the peer has no use (role or coordinates). Metadata: expected, actual.
+	// A rank answered for which the peer has no use (role or coordinates). Metadata: expected, actual; address,
+	// where the right one is known.
 	ErrorReason_ERROR_REASON_WRONG_RANK ErrorReason = 18
 	// Events before the oldest kept one were asked for, or the log overtook the reader. Metadata: log, requestedSequence,
 	// oldestSequence, nextSequence. Rebuild, then read from the oldest.

@@ -151,7 +151,8 @@ export enum ErrorReason {
   WARMING_UP = 17,
 
   /**
-   * A rank answered for which the peer has no use (role or coordinates). Metadata: expected, actual.
+   * A rank answered for which the peer has no use (role or coordinates). Metadata: expected, actual; address,
+   * where the right one is known.
    *
    * @generated from enum value: ERROR_REASON_WRONG_RANK = 18;
    */
