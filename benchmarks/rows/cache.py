@@ -164,7 +164,7 @@ def _timed_copies(
 
 
 def _open_prefetch(desk: Desk, pages: int) -> None:
-    from kvgrpc.prefetch.controller import CacheController
+    from kvgrpc.prefetch.controller.controller import CacheController
     from kvgrpc.prefetch.model import PrefetchLimits, Short
     from kvgrpc.prefetch.pools.host import HostPool
     from kvgrpc.prefetch.storage import open_backend

@@ -15,11 +15,11 @@ from benchmarks.harness.rounds import Benchmark, Figures
 from benchmarks.harness.table import Metric, Target
 from benchmarks.harness.worker import Desk, Worker
 from benchmarks.rows.control import percentile
-from kvgrpc.events.digest import mix
-from kvgrpc.events.follower import FollowerCore
-from kvgrpc.events.following import Mode
-from kvgrpc.events.index_servicer import IndexServicer
-from kvgrpc.events.sources import CacheScore, Source, SourceTable
+from kvgrpc.events.following.follower import FollowerCore
+from kvgrpc.events.following.index_servicer import IndexServicer
+from kvgrpc.events.following.messages import Mode
+from kvgrpc.events.following.sources import CacheScore, Source, SourceTable
+from kvgrpc.events.log.digest import mix
 from kvgrpc.rpc.interceptors import interceptors_of
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.options import SERVER_OPTIONS

@@ -16,11 +16,11 @@ from kvgrpc.client.live import LiveFrames
 from kvgrpc.client.silence import Silence
 from kvgrpc.errors import KvGrpcError, PeerUnreachable
 from kvgrpc.events.codec import decode_batch
-from kvgrpc.events.digest import StateDigest, TierDigest, hash_key
-from kvgrpc.events.follower import FollowerCore
-from kvgrpc.events.following import CloseWatch, FollowerCounts, FollowerState, OpenWatch, ResetLive
-from kvgrpc.events.index import BlockIndex, Match
-from kvgrpc.events.sources import Freshness, freshness
+from kvgrpc.events.following.follower import FollowerCore
+from kvgrpc.events.following.index import BlockIndex, Match
+from kvgrpc.events.following.messages import CloseWatch, FollowerCounts, FollowerState, OpenWatch, ResetLive
+from kvgrpc.events.following.sources import Freshness, freshness
+from kvgrpc.events.log.digest import StateDigest, TierDigest, hash_key
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.security import ClientSecurity
 from kvgrpc.rpc.status import error_from

@@ -10,8 +10,8 @@ from collections.abc import Collection, Sequence
 from kvgrpc.client.aio import Client
 from kvgrpc.client.follower import EventFollower
 from kvgrpc.errors import KvGrpcError
-from kvgrpc.events.following import FollowerState
-from kvgrpc.events.sources import CacheScore, Source, SourceTable
+from kvgrpc.events.following.messages import FollowerState
+from kvgrpc.events.following.sources import CacheScore, Source, SourceTable
 from kvgrpc.rpc.security import ClientSecurity
 from kvgrpc.v1 import registry_service_pb2
 
@@ -74,7 +74,7 @@ class PrefixIndex:
     def score(self, hashes: Sequence[int], engines: Collection[str] = (), most: int = 0) -> list[CacheScore]:
         """The caches (of these engines; none named: of all) that hold the first block, those with most blocks first.
 
-        At most ``most``; 0: all. Hashes are unsigned 64-bit: ``kvgrpc.events.digest.hash_key`` of what events carry.
+        At most ``most``; 0: all. Hashes are unsigned 64-bit: ``kvgrpc.events.log.digest.hash_key`` of what events say.
         """
         return self._table.score(hashes, engines, time.monotonic(), most)
 

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 from kvgrpc.client.follower import EventFollower
 from kvgrpc.client.prefix_index import PrefixIndex
-from kvgrpc.events.following import FollowerCounts, FollowerState
-from kvgrpc.events.index import Match
-from kvgrpc.events.sources import CacheScore, Freshness, Source
+from kvgrpc.events.following.index import Match
+from kvgrpc.events.following.messages import FollowerCounts, FollowerState
+from kvgrpc.events.following.sources import CacheScore, Freshness, Source
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.security import ClientSecurity
 

@@ -12,7 +12,7 @@ from kvgrpc.demo.engine import Engine
 from kvgrpc.demo.protocol import Offload, Offloaded, Resume, Resumed
 from kvgrpc.hashing import page_hashes
 from kvgrpc.prefetch.config import PrefetchConfig
-from kvgrpc.prefetch.keeper import CompletionQueue
+from kvgrpc.prefetch.controller.keeper import CompletionQueue
 from kvgrpc.prefetch.manager import PrefetchManager
 from kvgrpc.prefetch.model import PrefetchLimits, Short
 from kvgrpc.prefetch.pools.device import DevicePool

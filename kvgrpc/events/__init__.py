@@ -13,9 +13,9 @@ from kvgrpc.events.codec import Dialect, Encoding, decode_batch
 from kvgrpc.events.config import EventsConfig
 from kvgrpc.events.factory import EventPublisherFactory, open_publisher
 from kvgrpc.events.gate import owns_event_stream
+from kvgrpc.events.log.stream import EventStream
 from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, UnknownEvent
 from kvgrpc.events.publisher import JournalingPublisher, PublisherCounts
-from kvgrpc.events.stream import EventStream
 
 if TYPE_CHECKING:
     from kvgrpc.events.live.pub import ZmqEventPublisher

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from kvgrpc.events.stream import EventStream
+from kvgrpc.events.log.stream import EventStream
 
 SHUTDOWN_SECONDS = 1.0
 

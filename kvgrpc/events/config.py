@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from kvgrpc.events.codec import Dialect, Encoding
-from kvgrpc.events.journal import KEPT_BATCHES, KEPT_BYTES, KEPT_SECONDS, JournalLimits
+from kvgrpc.events.log.journal import KEPT_BATCHES, KEPT_BYTES, KEPT_SECONDS, JournalLimits
 
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 

@@ -10,10 +10,10 @@ from typing import ClassVar
 import msgspec
 
 from kvgrpc.events.base import EventPublisher, NullEventPublisher
-from kvgrpc.events.batch_queue import Clear
 from kvgrpc.events.codec import RANK_FIELDS
 from kvgrpc.events.config import EventsConfig
 from kvgrpc.events.gate import owns_event_stream
+from kvgrpc.events.log.batch_queue import Clear
 from kvgrpc.events.model import AllBlocksCleared, KVEventBatch
 from kvgrpc.events.publisher import JournalingPublisher
 from kvgrpc.model import RankRef

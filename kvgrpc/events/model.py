@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from kvgrpc.events.digest import DEVICE, medium_key
+from kvgrpc.events.log.digest import DEVICE, medium_key
 
 BlockHash = int | bytes
 Token = int | str | list[int]

@@ -19,12 +19,12 @@ from typing import Protocol
 import msgspec
 
 from kvgrpc.events.base import SHUTDOWN_SECONDS, EventPublisher
-from kvgrpc.events.batch_queue import BatchQueue, Clear
 from kvgrpc.events.codec import BatchEncoder
 from kvgrpc.events.config import EventsConfig
-from kvgrpc.events.journal import Dropped, Journal
-from kvgrpc.events.recorder import Recorder
-from kvgrpc.events.stream import EventStream
+from kvgrpc.events.log.batch_queue import BatchQueue, Clear
+from kvgrpc.events.log.journal import Dropped, Journal
+from kvgrpc.events.log.recorder import Recorder
+from kvgrpc.events.log.stream import EventStream
 from kvgrpc.model import RankRef
 from kvgrpc.observability import metrics
 

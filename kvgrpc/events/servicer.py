@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from kvgrpc.errors import StreamNotFound, TooManyRequests, Violation
+from kvgrpc.events.log.stream import EventStream
 from kvgrpc.events.notifier import Notifier
-from kvgrpc.events.stream import EventStream
 from kvgrpc.events.watch import WatchMode, watch
 from kvgrpc.events.wire import order_from_pb, part_to_pb, stream_to_pb
 from kvgrpc.model import raise_if

@@ -15,11 +15,11 @@ from kvgrpc.errors import (
     StaleLog,
     Violation,
 )
-from kvgrpc.events.digest import StateDigest
-from kvgrpc.events.journal import CHUNK_BYTES, Batches, Dropped, compacted
+from kvgrpc.events.log.digest import StateDigest
+from kvgrpc.events.log.journal import CHUNK_BYTES, Batches, Dropped, compacted
+from kvgrpc.events.log.recorder import Snapshot
+from kvgrpc.events.log.stream import EventStream, StreamState
 from kvgrpc.events.notifier import Notifier
-from kvgrpc.events.recorder import Snapshot
-from kvgrpc.events.stream import EventStream, StreamState
 from kvgrpc.model import raise_if
 
 # A reader that is overtaken again and again, without ever being current, cannot be served.

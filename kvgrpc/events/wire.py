@@ -9,8 +9,9 @@ import msgspec
 
 from kvgrpc.errors import Violation
 from kvgrpc.events.codec import decode_batch
-from kvgrpc.events.digest import StateDigest, hash_key, medium_key
-from kvgrpc.events.journal import Batches, Dropped
+from kvgrpc.events.log.digest import StateDigest, hash_key, medium_key
+from kvgrpc.events.log.journal import Batches, Dropped
+from kvgrpc.events.log.stream import StreamState
 from kvgrpc.events.model import (
     AllBlocksCleared,
     BlockHash,
@@ -20,7 +21,6 @@ from kvgrpc.events.model import (
     KVEventBatch,
     UnknownEvent,
 )
-from kvgrpc.events.stream import StreamState
 from kvgrpc.events.watch import Begin, Heartbeat, Part, SnapshotPart, WatchMode, WatchOrder
 from kvgrpc.model import raise_if
 from kvgrpc.v1 import event_service_pb2 as pb

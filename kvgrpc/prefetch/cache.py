@@ -21,7 +21,7 @@ from kvgrpc.prefetch.pools.pages import Pages, as_pages
 from kvgrpc.prefetch.tree import Node, PrefixTree
 
 if TYPE_CHECKING:
-    from kvgrpc.prefetch.controller import CacheController
+    from kvgrpc.prefetch.controller.controller import CacheController
     from kvgrpc.prefetch.copies.engine import CopyEngine
     from kvgrpc.prefetch.copies.layers import LayerSignal
     from kvgrpc.prefetch.copies.operation import CopyAck

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvgrpc.errors import InvalidRequest
-from kvgrpc.prefetch.agreement import Agreement
+from kvgrpc.prefetch.agreement.votes import Agreement
 from kvgrpc.prefetch.model import PrefetchLimits, WritePolicy
 from kvgrpc.prefetch.pools.shape import HostLayout, PageShape
 from kvgrpc.prefetch.storage.base import StorageBackend
@@ -36,10 +36,9 @@ class PrefetchConfig:
         backup: pages that reach the host are written to storage.
         key_mode: how storage keys are built: "kvgrpc", "sglang", "sglang-seed".
         limits: bounds, threshold, stop policy.
-        agreement: how ranks agree, where it is not JoinAgreement: an open ``kvgrpc.prefetch.gloo.GlooAgreement``,
-        which the
-            engine closes. It serves the schedulers' own prefetches: remote starts need JoinAgreement to reach all
-            ranks.
+        agreement: how ranks agree, where it is not JoinAgreement: an open ``GlooAgreement``
+            (kvgrpc.prefetch.agreement.gloo), which the engine closes. It serves the schedulers' own prefetches: remote
+            starts need JoinAgreement to reach all ranks.
         leader: "host:port" of the rank with pp = cp = tp = 0 of the same dp, where a replica has several ranks; empty:
             looked up at the registry.
     """

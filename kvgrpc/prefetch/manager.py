@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 
 from kvgrpc.errors import FeatureDisabled, ServerDraining, WrongRank
 from kvgrpc.model import Layout, RankId, RankRef
-from kvgrpc.prefetch.agreement import Agreement, AloneAgreement
-from kvgrpc.prefetch.backing_up import Writes, every_page, writer_of
+from kvgrpc.prefetch.agreement.leader import LeaderAgreement
+from kvgrpc.prefetch.agreement.member import FindLeader, JoinedAgreement, OpenChannel, Spawn, StartOrder
+from kvgrpc.prefetch.agreement.votes import Agreement, AloneAgreement
 from kvgrpc.prefetch.cache import TieredCache
 from kvgrpc.prefetch.config import PrefetchConfig
-from kvgrpc.prefetch.controller import CacheController, no_storage
-from kvgrpc.prefetch.joining import FindLeader, JoinedAgreement, OpenChannel, Spawn, StartOrder
-from kvgrpc.prefetch.leading import LeaderAgreement
+from kvgrpc.prefetch.controller.backing_up import Writes, every_page, writer_of
+from kvgrpc.prefetch.controller.controller import CacheController, no_storage
+from kvgrpc.prefetch.controller.operation import Operation
 from kvgrpc.prefetch.model import Namespace, OperationKind, OperationState, Stop, Tier, TierUse
-from kvgrpc.prefetch.operation import Operation
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.prefetch.storage.base import StorageBackend

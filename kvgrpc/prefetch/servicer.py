@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from kvgrpc.errors import FeatureDisabled, InvalidRequest, ServerDraining, StorageFailed, TooManyRequests
 from kvgrpc.paging import numbers_token, read_numbers_token
 from kvgrpc.prefetch import wire
+from kvgrpc.prefetch.controller.operation import Operation
 from kvgrpc.prefetch.manager import PrefetchManager
 from kvgrpc.prefetch.model import Tier
-from kvgrpc.prefetch.operation import Operation
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceServicer
 from kvgrpc.wire import rank_ref_to_pb

@@ -6,8 +6,8 @@ from google.protobuf.duration_pb2 import Duration
 
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.hashing import page_hashes, storage_seed
-from kvgrpc.prefetch.agreement import Decision, Stage, Vote
-from kvgrpc.prefetch.controller import MAX_PAGES
+from kvgrpc.prefetch.agreement.votes import Decision, Stage, Vote
+from kvgrpc.prefetch.controller.controller import MAX_PAGES
 from kvgrpc.prefetch.model import Namespace, OperationRow, Stop, Tier, TierUse
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.wire import failure_to_pb

@@ -11,7 +11,7 @@ import grpc
 import kvgrpc
 from kvgrpc.client.prefix_index import PrefixIndex
 from kvgrpc.errors import InvalidRequest
-from kvgrpc.events.index_servicer import MAX_BLOCKS, MAX_TOKENS, IndexServicer
+from kvgrpc.events.following.index_servicer import MAX_BLOCKS, MAX_TOKENS, IndexServicer
 from kvgrpc.net import check_listen
 from kvgrpc.observability.http import StatusServer
 from kvgrpc.rpc.loop import LoopThread

@@ -18,7 +18,7 @@ IMPORTERS = {
     "torch": [
         "kvgrpc/prefetch/pools/",
         "kvgrpc/prefetch/copies/",
-        "kvgrpc/prefetch/gloo.py",
+        "kvgrpc/prefetch/agreement/gloo.py",
         "kvgrpc/demo/",
         "kvgrpc/engines/",
     ],
@@ -54,11 +54,20 @@ PURE = (
     *("kvgrpc/transfer/protocol/", "kvgrpc/transfer/layout/", "kvgrpc/registry/model.py", "kvgrpc/registry/engine.py"),
     *("kvgrpc/registry/table.py", "kvgrpc/registry/acceptance.py"),
     "kvgrpc/dataplane/base.py",
-    *("kvgrpc/events/journal.py", "kvgrpc/events/model.py", "kvgrpc/events/codec/", "kvgrpc/events/snapshot.py"),
-    *("kvgrpc/events/digest.py", "kvgrpc/events/index.py", "kvgrpc/events/contents.py"),
-    *("kvgrpc/events/follower.py", "kvgrpc/events/following.py", "kvgrpc/events/sources.py"),
-    *("kvgrpc/prefetch/tree.py", "kvgrpc/prefetch/agreement.py", "kvgrpc/prefetch/model.py"),
-    "kvgrpc/prefetch/fair_queue.py",
+    *(
+        "kvgrpc/events/log/journal.py",
+        "kvgrpc/events/model.py",
+        "kvgrpc/events/codec/",
+        "kvgrpc/events/log/snapshot.py",
+    ),
+    *("kvgrpc/events/log/digest.py", "kvgrpc/events/following/index.py", "kvgrpc/events/following/contents.py"),
+    *(
+        "kvgrpc/events/following/follower.py",
+        "kvgrpc/events/following/messages.py",
+        "kvgrpc/events/following/sources.py",
+    ),
+    *("kvgrpc/prefetch/tree.py", "kvgrpc/prefetch/agreement/votes.py", "kvgrpc/prefetch/model.py"),
+    "kvgrpc/prefetch/controller/fair_queue.py",
     *("kvgrpc/prefetch/storage/keys.py", "kvgrpc/prefetch/storage/file/formats.py"),
 )
 PURE_MAY_IMPORT = ("numpy", "msgspec")

@@ -15,7 +15,7 @@ import pytest
 
 from kvgrpc.errors import EventsCompacted, KvGrpcError
 from kvgrpc.events import EventServicer, EventStream, JournalingPublisher, KVEventBatch, decode_batch, open_publisher
-from kvgrpc.events.digest import mix
+from kvgrpc.events.log.digest import mix
 from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, Event, UnknownEvent
 from kvgrpc.events.watch import MAX_SNAPSHOTS_IN_A_ROW, Watch, WatchMode, WatchOrder
 from kvgrpc.model import RankId, RankRef

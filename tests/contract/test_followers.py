@@ -21,9 +21,9 @@ from kvgrpc.client import (
     SyncPrefixIndex,
 )
 from kvgrpc.errors import InvalidRequest, PeerUnreachable, ServerDraining, StaleLog
-from kvgrpc.events.following import FollowerState
-from kvgrpc.events.index import Match
-from kvgrpc.events.index_servicer import MAX_BLOCKS, IndexServicer
+from kvgrpc.events.following.index import Match
+from kvgrpc.events.following.index_servicer import MAX_BLOCKS, IndexServicer
+from kvgrpc.events.following.messages import FollowerState
 from kvgrpc.hashing import block_hashes, event_seed, page_hashes, sglang_event_hash, vllm_event_hash
 from kvgrpc.rpc.interceptors import interceptors_of
 from kvgrpc.rpc.options import SERVER_OPTIONS

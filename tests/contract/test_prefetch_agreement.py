@@ -12,8 +12,8 @@ import pytest
 from kvgrpc.client import SyncClient
 from kvgrpc.errors import InvalidRequest, StaleEpoch, WrongRank
 from kvgrpc.model import Layout
+from kvgrpc.prefetch.controller.operation import Operation
 from kvgrpc.prefetch.model import OperationState, Stop
-from kvgrpc.prefetch.operation import Operation
 from kvgrpc.rpc.status import error_from
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceStub

@@ -13,7 +13,7 @@ import zmq
 
 from kvgrpc.client import EventFollower
 from kvgrpc.events.codec import decode_batch
-from kvgrpc.events.digest import DigestCounter, hash_key, medium_key
+from kvgrpc.events.log.digest import DigestCounter, hash_key, medium_key
 from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored
 from tests.engines.engine import LOCAL, PAGE, Engine, engine_arguments, free_port
 from tests.engines.model import Case, Reference

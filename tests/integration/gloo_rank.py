@@ -12,8 +12,8 @@ import time
 
 import torch.distributed as dist
 
-from kvgrpc.prefetch.agreement import Decision, Stage, Vote
-from kvgrpc.prefetch.gloo import GlooAgreement
+from kvgrpc.prefetch.agreement.gloo import GlooAgreement
+from kvgrpc.prefetch.agreement.votes import Decision, Stage, Vote
 
 TIMEOUT = 3.0
 

@@ -18,7 +18,7 @@ import pytest
 import zmq
 
 from kvgrpc.events import BlockStored, JournalingPublisher, KVEventBatch, decode_batch, open_publisher
-from kvgrpc.events.journal import Dropped
+from kvgrpc.events.log.journal import Dropped
 from kvgrpc.model import RankId, RankRef, new_epoch
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ import pytest
 from kvgrpc.client import EventFollower
 from kvgrpc.events import EventServicer, KVEventBatch, open_publisher
 from kvgrpc.events.base import EventPublisher
-from kvgrpc.events.digest import DigestCounter, StateDigest, hash_key
+from kvgrpc.events.log.digest import DigestCounter, StateDigest, hash_key
 from kvgrpc.model import RankId, RankRef, new_epoch
 from kvgrpc.rpc.interceptors import interceptors_of
 from kvgrpc.rpc.security import ServerSecurity

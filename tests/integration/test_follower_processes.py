@@ -23,7 +23,7 @@ import pytest
 
 from kvgrpc.client import EventFollower
 from kvgrpc.events import BlockRemoved, BlockStored, EventServicer, KVEventBatch, open_publisher
-from kvgrpc.events.following import FollowerState
+from kvgrpc.events.following.messages import FollowerState
 from kvgrpc.model import RankId, RankRef, new_epoch
 from kvgrpc.rpc.interceptors import interceptors_of
 from kvgrpc.rpc.loop import LoopThread

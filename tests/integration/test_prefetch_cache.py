@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvgrpc.prefetch.cache import TieredCache
-from kvgrpc.prefetch.controller import CacheController
+from kvgrpc.prefetch.controller.controller import CacheController
 from kvgrpc.prefetch.copies.engine import CopyEngine
 from kvgrpc.prefetch.copies.paths import IoBackend
 from kvgrpc.prefetch.model import PrefetchLimits, Short, WritePolicy

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvgrpc.errors import EventsCompacted, EventsSequenceInFuture, FeatureDisabled, PeerUnreachable, StaleLog
-from kvgrpc.events.digest import StateDigest, TierDigest, mix
-from kvgrpc.events.follower import FollowerCore
-from kvgrpc.events.following import CloseWatch, FollowerState, Mode, OpenWatch, ResetLive
-from kvgrpc.events.index import BlockIndex
+from kvgrpc.events.following.follower import FollowerCore
+from kvgrpc.events.following.index import BlockIndex
+from kvgrpc.events.following.messages import CloseWatch, FollowerState, Mode, OpenWatch, ResetLive
+from kvgrpc.events.log.digest import StateDigest, TierDigest, mix
 from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored
 
 MEDIA = ("GPU", "GPU", "GPU", "CPU", "DISK")

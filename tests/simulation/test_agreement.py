@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvgrpc.prefetch.agreement import AgreementCore, Decision, Stage, Vote
+from kvgrpc.prefetch.agreement.votes import AgreementCore, Decision, Stage, Vote
 from kvgrpc.prefetch.model import Stop
 
 RANKS, OPERATIONS, TIMEOUT = 4, 30, 2.0

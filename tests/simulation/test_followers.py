@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvgrpc.events.following import FollowerState
+from kvgrpc.events.following.messages import FollowerState
 from kvgrpc.events.model import BlockStored
 from tests.simulation.followers import CALM, HEARTBEAT_STEPS, Faults, World
 

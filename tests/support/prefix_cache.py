@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvgrpc.events.digest import mix
+from kvgrpc.events.log.digest import mix
 from kvgrpc.events.model import BlockRemoved, BlockStored, Event
 
 SAMPLE = Path(__file__).parents[1] / "data" / "conversation_trace_sample.jsonl"

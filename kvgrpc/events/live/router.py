@@ -19,9 +19,9 @@ import zmq
 from kvgrpc.errors import EventsCompacted
 from kvgrpc.events.config import ReplayShape
 from kvgrpc.events.endpoints import Endpoint
-from kvgrpc.events.journal import Dropped
 from kvgrpc.events.live.sockets import bound_address, open_socket
-from kvgrpc.events.stream import EventStream
+from kvgrpc.events.log.journal import Dropped
+from kvgrpc.events.log.stream import EventStream
 
 END = b"\xff" * 8
 MAX_REPLAYS = 64

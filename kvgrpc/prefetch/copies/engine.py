@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvgrpc.errors import CopyFailed, Failure, InvalidRequest, KvGrpcError
+from kvgrpc.prefetch.controller.worker import Worker
 from kvgrpc.prefetch.copies.layers import LayerSignal
 from kvgrpc.prefetch.copies.operation import CopyAck, CopyOperation, Direction, merge
 from kvgrpc.prefetch.copies.paths import CopyPath, IoBackend
@@ -18,7 +19,6 @@ from kvgrpc.prefetch.model import Short
 from kvgrpc.prefetch.pools.device import DevicePool
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.pages import Pages, PageTable, as_pages
-from kvgrpc.prefetch.worker import Worker
 
 _log = logging.getLogger(__name__)
 

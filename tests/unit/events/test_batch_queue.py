@@ -8,8 +8,8 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvgrpc.events.batch_queue import BatchQueue, Clear
-from kvgrpc.events.journal import Dropped
+from kvgrpc.events.log.batch_queue import BatchQueue, Clear
+from kvgrpc.events.log.journal import Dropped
 
 
 def numbered(queue: BatchQueue) -> list[tuple[int, object]]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvgrpc.events.digest import DigestCounter, StateDigest, TierDigest, hash_key, medium_key, mix, mix_all
+from kvgrpc.events.log.digest import DigestCounter, StateDigest, TierDigest, hash_key, medium_key, mix, mix_all
 
 VECTORS = json.loads((Path(__file__).parents[2] / "conformance" / "events" / "digests.json").read_text())
 keys = st.integers(0, 2**64 - 1)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvgrpc.events import index as indexes
-from kvgrpc.events.index import MAX_MEDIA, BlockIndex, BlockSet, Match
+from kvgrpc.events.following import index as indexes
+from kvgrpc.events.following.index import MAX_MEDIA, BlockIndex, BlockSet, Match
 
 DEVICE, HOST, STORAGE = "GPU", "CPU", "DISK"
 MEDIA = [DEVICE, HOST, "CPU_PINNED", STORAGE, "EXTERNAL"]

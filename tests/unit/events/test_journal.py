@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvgrpc.errors import EventsCompacted
-from kvgrpc.events.journal import Batches, Dropped, Journal, JournalLimits
+from kvgrpc.events.log.journal import Batches, Dropped, Journal, JournalLimits
 
 payloads = st.binary(min_size=1, max_size=40)
 # A payload, or a hole of so many sequences.

@@ -16,7 +16,7 @@ import pytest
 
 from kvgrpc.events import EventsConfig, JournalingPublisher, decode_batch
 from kvgrpc.events import publisher as publishing
-from kvgrpc.events.journal import Batches, Dropped
+from kvgrpc.events.log.journal import Batches, Dropped
 from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, KVEventBatch
 from kvgrpc.events.publisher import MAX_BATCH_BYTES
 from kvgrpc.model import RankId, RankRef

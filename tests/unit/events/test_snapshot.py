@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvgrpc.events.codec import BatchEncoder, Dialect, Encoding, decode_batch
-from kvgrpc.events.digest import DigestCounter, StateDigest, hash_key, medium_key
+from kvgrpc.events.log.digest import DigestCounter, StateDigest, hash_key, medium_key
+from kvgrpc.events.log.recorder import Recorder
+from kvgrpc.events.log.snapshot import RUN_BLOCKS, CacheState, Cut, stored_event
 from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, Event, KVEventBatch, UnknownEvent
-from kvgrpc.events.recorder import Recorder
-from kvgrpc.events.snapshot import RUN_BLOCKS, CacheState, Cut, stored_event
 
 hashes = st.integers(-8, 8) | st.sampled_from([2**64 - 3, b"\x00" * 31 + b"\x05", b"\xff" * 8])
 media = st.sampled_from([None, "GPU", "gpu", "CPU"])

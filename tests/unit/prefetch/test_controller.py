@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from kvgrpc.errors import FeatureDisabled, InvalidRequest, OperationNotFound, RequestIdReused, TooManyRequests
-from kvgrpc.prefetch.backing_up import writer_of
-from kvgrpc.prefetch.controller import CacheController
-from kvgrpc.prefetch.keeper import CompletionQueue
+from kvgrpc.prefetch.controller.backing_up import writer_of
+from kvgrpc.prefetch.controller.controller import CacheController
+from kvgrpc.prefetch.controller.keeper import CompletionQueue
+from kvgrpc.prefetch.controller.operation import Operation
 from kvgrpc.prefetch.model import OperationState, PageOutcome, PrefetchLimits, Short, Stop, StopPolicy
-from kvgrpc.prefetch.operation import Operation
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.shape import PageShape
 from tests.faults.storage import BROKEN, DOWN, FAILED, HANG, Fault, FaultyBackend, memory_backend

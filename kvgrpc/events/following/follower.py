@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import msgspec
 
 from kvgrpc.errors import EventsCompacted, EventsSequenceInFuture, FeatureDisabled, InvalidRequest, StaleLog
-from kvgrpc.events.contents import CacheContents
-from kvgrpc.events.digest import StateDigest
-from kvgrpc.events.following import (
+from kvgrpc.events.following.contents import CacheContents
+from kvgrpc.events.following.index import BlockIndex
+from kvgrpc.events.following.messages import (
     CloseWatch,
     Command,
     FollowerCounts,
@@ -30,7 +30,7 @@ from kvgrpc.events.following import (
     ResetLive,
     Retry,
 )
-from kvgrpc.events.index import BlockIndex
+from kvgrpc.events.log.digest import StateDigest
 
 # An engine that nobody reaches must not attract requests for ever.
 HIDE_AFTER_SECONDS = 30.0

@@ -6,9 +6,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvgrpc.events.follower import FollowerCore
-from kvgrpc.events.following import FollowerCounts, FollowerState
-from kvgrpc.events.index import BlockIndex
+from kvgrpc.events.following.follower import FollowerCore
+from kvgrpc.events.following.index import BlockIndex
+from kvgrpc.events.following.messages import FollowerCounts, FollowerState
 
 
 class Freshness(NamedTuple):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvgrpc.events.digest import DigestCounter, StateDigest, hash_key, medium_key
-from kvgrpc.events.index import BlockIndex, BlockSet
+from kvgrpc.events.following.index import BlockIndex, BlockSet
+from kvgrpc.events.log.digest import DigestCounter, StateDigest, hash_key, medium_key
 from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored
 
 # Prefixes are matched in the group of full attention, which engines number first; the others hold parts of a sequence.

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 
-from kvgrpc.events.journal import Dropped
+from kvgrpc.events.log.journal import Dropped
 
 
 class Clear(enum.Enum):

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvgrpc.events.batch_queue import BatchQueue
-from kvgrpc.events.digest import StateDigest
-from kvgrpc.events.journal import Journal
-from kvgrpc.events.recorder import Recorder
+from kvgrpc.events.log.batch_queue import BatchQueue
+from kvgrpc.events.log.digest import StateDigest
+from kvgrpc.events.log.journal import Journal
+from kvgrpc.events.log.recorder import Recorder
 from kvgrpc.model import RankRef
 
 

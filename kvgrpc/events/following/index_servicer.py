@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from kvgrpc import hashing
 from kvgrpc.errors import InvalidRequest, ServerDraining
-from kvgrpc.events.following import FollowerState
-from kvgrpc.events.sources import CacheScore, Freshness, Source
+from kvgrpc.events.following.messages import FollowerState
+from kvgrpc.events.following.sources import CacheScore, Freshness, Source
 from kvgrpc.paging import page_token, read_page_token
 from kvgrpc.v1 import index_service_pb2 as pb
 from kvgrpc.v1.index_service_pb2_grpc import IndexServiceServicer

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvgrpc.events.digest import DigestCounter, StateDigest, hash_key, medium_key
+from kvgrpc.events.log.digest import DigestCounter, StateDigest, hash_key, medium_key
 from kvgrpc.events.model import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event, Token
 
 # A shard of a million blocks is copied in about a tenth of a millisecond.

@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from kvgrpc.prefetch.agreement import Decided, Decision, Vote
+from kvgrpc.prefetch.agreement.votes import Decided, Decision, Vote
 from kvgrpc.prefetch.model import Stop
 
 _log = logging.getLogger(__name__)

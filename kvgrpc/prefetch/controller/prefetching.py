@@ -14,16 +14,16 @@ from functools import partial
 import numpy as np
 
 from kvgrpc.errors import Failure, KvGrpcError, StorageFailed
-from kvgrpc.prefetch.agreement import Agreement, Decision, Stage, Vote
-from kvgrpc.prefetch.alarms import Alarms
-from kvgrpc.prefetch.book import OperationBook
-from kvgrpc.prefetch.keeper import Keeper
+from kvgrpc.prefetch.agreement.votes import Agreement, Decision, Stage, Vote
+from kvgrpc.prefetch.controller.keeper import Keeper
+from kvgrpc.prefetch.controller.operation import Operation
+from kvgrpc.prefetch.controller.operations import OperationBook
+from kvgrpc.prefetch.controller.timers import Alarms
+from kvgrpc.prefetch.controller.worker import Worker
 from kvgrpc.prefetch.model import OperationState, PageOutcome, PrefetchLimits, Short, Stop
-from kvgrpc.prefetch.operation import Operation
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.pages import Pages
 from kvgrpc.prefetch.storage.base import PageResult, PageStatus, StorageBackend
-from kvgrpc.prefetch.worker import Worker
 
 Step = tuple[Operation, Callable[[], None]]
 

@@ -15,8 +15,8 @@ import grpc
 from kvgrpc.errors import KvGrpcError
 from kvgrpc.model import Layout, RankId, RankRef
 from kvgrpc.prefetch import wire
-from kvgrpc.prefetch.agreement import Decided, Decision, Stage, Vote
-from kvgrpc.prefetch.alarms import Alarms
+from kvgrpc.prefetch.agreement.votes import Decided, Decision, Stage, Vote
+from kvgrpc.prefetch.controller.timers import Alarms
 from kvgrpc.prefetch.model import Stop
 from kvgrpc.rpc.status import error_from
 from kvgrpc.v1 import prefetch_service_pb2 as pb

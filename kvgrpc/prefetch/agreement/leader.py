@@ -12,9 +12,9 @@ from typing import Any
 from kvgrpc.errors import InvalidRequest, StaleEpoch, TooManyRequests, WrongRank
 from kvgrpc.model import Layout, RankId, RankRef
 from kvgrpc.prefetch import wire
-from kvgrpc.prefetch.agreement import AgreementCore, Decided, Decision, Stage, Vote
-from kvgrpc.prefetch.alarms import Alarms
-from kvgrpc.prefetch.operation import Operation
+from kvgrpc.prefetch.agreement.votes import AgreementCore, Decided, Decision, Stage, Vote
+from kvgrpc.prefetch.controller.operation import Operation
+from kvgrpc.prefetch.controller.timers import Alarms
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.wire import layout_from_pb, rank_id_to_pb, rank_ref_from_pb
 

@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvgrpc.errors import FeatureDisabled, InvalidRequest
-from kvgrpc.prefetch.agreement import Agreement, AloneAgreement
-from kvgrpc.prefetch.alarms import Alarms
-from kvgrpc.prefetch.backing_up import Backup, Writes, every_page
-from kvgrpc.prefetch.book import OperationBook
-from kvgrpc.prefetch.keeper import CompletionQueue, Keeper
+from kvgrpc.prefetch.agreement.votes import Agreement, AloneAgreement
+from kvgrpc.prefetch.controller.backing_up import Backup, Writes, every_page
+from kvgrpc.prefetch.controller.keeper import CompletionQueue, Keeper
+from kvgrpc.prefetch.controller.operation import Operation
+from kvgrpc.prefetch.controller.operations import OperationBook
+from kvgrpc.prefetch.controller.prefetching import Prefetcher
+from kvgrpc.prefetch.controller.timers import Alarms
 from kvgrpc.prefetch.model import (
     OperationKind,
     OperationRow,
@@ -23,10 +25,8 @@ from kvgrpc.prefetch.model import (
     Stop,
     StopPolicy,
 )
-from kvgrpc.prefetch.operation import Operation
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.pages import Pages, as_pages
-from kvgrpc.prefetch.prefetching import Prefetcher
 from kvgrpc.prefetch.storage.base import StorageBackend
 
 MAX_PAGES = 65_536

@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Iterable
 
 from kvgrpc.errors import Failure, KvGrpcError, StorageFailed
-from kvgrpc.prefetch.alarms import Alarms
-from kvgrpc.prefetch.book import OperationBook
+from kvgrpc.prefetch.controller.operation import Operation
+from kvgrpc.prefetch.controller.operations import OperationBook
+from kvgrpc.prefetch.controller.timers import Alarms
+from kvgrpc.prefetch.controller.worker import Worker
 from kvgrpc.prefetch.model import OperationKind, OperationState, PageOutcome, PrefetchLimits, Stop
-from kvgrpc.prefetch.operation import Operation
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.pages import Pages
 from kvgrpc.prefetch.storage.base import PageResult, PageStatus, StorageBackend
-from kvgrpc.prefetch.worker import Worker
 
 Writes = Callable[[str], bool]
 

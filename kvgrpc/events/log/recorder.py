@@ -17,10 +17,10 @@ import msgspec
 
 from kvgrpc.errors import TooManyRequests
 from kvgrpc.events.codec import BatchEncoder, Dialect, Encoding, decode_batch
-from kvgrpc.events.digest import StateDigest
-from kvgrpc.events.journal import Dropped
+from kvgrpc.events.log.digest import StateDigest
+from kvgrpc.events.log.journal import Dropped
+from kvgrpc.events.log.snapshot import CacheState, Cut, stored_event
 from kvgrpc.events.model import Event, KVEventBatch, UnknownEvent
-from kvgrpc.events.snapshot import CacheState, Cut, stored_event
 from kvgrpc.observability import metrics
 
 # What may wait to be folded: some milliseconds of work.

@@ -1,0 +1,1 @@
+"""The reading side: the exact contents of a cache, and of many together."""

@@ -1,0 +1,1 @@
+"""What the ranks of one replica decide together: votes (pure), over gRPC or torch.distributed."""

@@ -1,0 +1,1 @@
+"""Prefetches and backups: operations, the threads that run them, and who owns their pages meanwhile."""
