@@ -19,6 +19,7 @@ demo:  ## One real hand-off: prefill and decode in two processes, tokens compare
 	@$(BIN)/kvgrpc demo $(ARGS)
 
 test: lint clients  ## What CI runs: lint, drift, all quick tests, tests/contract on protobuf 6 and 7 (ARGS="tests/unit -k plan").
+	@.ci/setup etcd
 	@$(BIN)/python -m pytest -m "not slow" $(or $(ARGS),--ignore=tests/contract)
 	@$(if $(ARGS),,$(MAKE) contract)
 
