@@ -55,7 +55,7 @@ def score(client: SyncClient, as_json: bool, **options: Any) -> None:
     response = client.score(_request(**options))
     if as_json:
         return show_json(response)
-    columns = ("engine", "#dp", "#on device", "#to host", "#anywhere", "state", "#lag", "#silence")
+    columns = ("engine", "#dp", "#on device", "#to host", "#anywhere", "state", "#lag", "#idle")
     rows = [
         (each.engine, each.dp, each.device_blocks, each.host_blocks, each.blocks, *_fresh(each.freshness))
         for each in response.scores
@@ -71,7 +71,7 @@ def sources(client: SyncClient, as_json: bool) -> None:
     found = client.list_sources()
     if as_json:
         return show_json(*found)
-    columns = ("engine", "#dp", "address", "blocks", "state", "#lag", "#silence", "log", "#next", "last error")
+    columns = ("engine", "#dp", "address", "blocks", "state", "#lag", "#idle", "log", "#next", "last error")
     rows = [
         (
             source.engine,

@@ -27,7 +27,7 @@ def sessions(client: SyncClient, as_json: bool) -> None:
     found = client.list_sessions()
     if as_json:
         return show_json(*found)
-    columns = ("peer", "state", "address", "#rooms", "#waiting to be told", "#silence", "#stream")
+    columns = ("peer", "state", "address", "#rooms", "#waiting to be told", "#idle", "#stream")
     rows = [
         (
             incarnation_name(session.peer),

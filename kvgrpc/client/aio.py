@@ -13,7 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvgrpc.client.cursor import Cursor
-from kvgrpc.client.silence import Silence
+from kvgrpc.client.stall import StallDetector
 from kvgrpc.client.watch import WatchPart, part_of
 from kvgrpc.errors import InvalidRequest, KvGrpcError, PeerUnreachable
 from kvgrpc.net import check_target
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from kvgrpc.client.follower import EventFollower
 
 T = TypeVar("T")
-_LEAST_SILENCE_SECONDS = 3.0
+_LEAST_IDLE_SECONDS = 3.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
 LONGEST_TIMEOUT_SECONDS = 86_400.0
-_LEAST_ENGINE_SILENCE_SECONDS = 15.0
+_LEAST_ENGINE_IDLE_SECONDS = 15.0
 
 
 class Client:
@@ -138,7 +138,7 @@ class Client:
         """
         request = registry_service_pb2.WatchEnginesRequest(engine=engine, role=role, without_pools=without_pools)
         call = RegistryServiceStub(self._channel()).WatchEngines(request)
-        async with aclosing(self._messages(call, max(self._timeout, _LEAST_ENGINE_SILENCE_SECONDS))) as messages:
+        async with aclosing(self._messages(call, max(self._timeout, _LEAST_ENGINE_IDLE_SECONDS))) as messages:
             async for message in messages:
                 yield message
 
@@ -230,14 +230,14 @@ class Client:
                 engine=engine, dp=dp, log_id=log_id, mode=mode, from_sequence=from_sequence, end_sequence=end_sequence
             )
         )
-        patience, pause = max(self._timeout, _LEAST_SILENCE_SECONDS), _FIRST_PAUSE_SECONDS
+        idle_timeout, pause = max(self._timeout, _LEAST_IDLE_SECONDS), _FIRST_PAUSE_SECONDS
         clock = asyncio.get_running_loop().time
         failed: KvGrpcError | None = None
         heard = clock()
         while not cursor.complete:
             call = EventServiceStub(self._channel()).Watch(cursor.request)
             try:
-                async with aclosing(self._messages(call, patience)) as messages:
+                async with aclosing(self._messages(call, idle_timeout)) as messages:
                     async for message in messages:
                         failed, pause = None, _FIRST_PAUSE_SECONDS
                         part = part_of(message) if cursor.hear(message) else None
@@ -249,7 +249,7 @@ class Client:
                 failed = failed or error
                 if not cursor.begun or not may_repeat(error):
                     raise
-            if clock() + pause >= heard + patience:
+            if clock() + pause >= heard + idle_timeout:
                 raise failed
             await asyncio.sleep(pause * (0.5 + random.random() / 2))
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
@@ -342,7 +342,7 @@ class Client:
         ``watch``."""
         request = prefetch_service_pb2.WatchOperationsRequest(operation_ids=operation_ids, open_only=open_only)
         call = PrefetchServiceStub(self._channel()).WatchOperations(request)
-        async with aclosing(self._messages(call, max(self._timeout, _LEAST_SILENCE_SECONDS))) as messages:
+        async with aclosing(self._messages(call, max(self._timeout, _LEAST_IDLE_SECONDS))) as messages:
             async for message in messages:
                 yield message
 
@@ -422,16 +422,16 @@ class Client:
 
     async def _messages(self, call: Any, seconds: float) -> AsyncGenerator[Any, None]:
         """What a stream says until it ends, or is silent for so long."""
-        silence = Silence(call, seconds)
+        stream = StallDetector(call, seconds)
         try:
-            while (message := await silence.next_message()) is not None:
+            while (message := await stream.next_message()) is not None:
                 yield message
         except grpc.aio.AioRpcError as error:
             raise self._domain_error(error) from None
         except TimeoutError as error:
             raise PeerUnreachable(f"{self.address}: {error}", metadata={"address": self.address}) from None
         finally:
-            silence.close()
+            stream.close()
             call.cancel()
 
     async def _read(self, method: Callable[..., Any], request: Any, timeout: float | None = None) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from kvgrpc.client.live import LiveFrames
-from kvgrpc.client.silence import Silence
+from kvgrpc.client.stall import StallDetector
 from kvgrpc.errors import KvGrpcError, PeerUnreachable
 from kvgrpc.events.codec import decode_batch
 from kvgrpc.events.following.follower import FollowerCore
@@ -28,7 +28,7 @@ from kvgrpc.v1 import event_service_pb2 as pb
 from kvgrpc.v1.event_service_pb2_grpc import EventServiceStub
 
 # Heartbeats come each second.
-SILENCE_SECONDS = 5.0
+IDLE_TIMEOUT_SECONDS = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -199,8 +199,8 @@ class EventFollower:
                     self._obey()
         except grpc.aio.AioRpcError as failure:
             error = _named(failure, self.address)
-        except TimeoutError as silence:
-            error = PeerUnreachable(f"{self.address}: {silence}", metadata={"address": self.address})
+        except TimeoutError as stall:
+            error = PeerUnreachable(f"{self.address}: {stall}", metadata={"address": self.address})
         except KvGrpcError as refusal:
             error = refusal
         self._unanswered = self._unanswered or isinstance(error, PeerUnreachable)
@@ -228,12 +228,12 @@ class EventFollower:
             mode=pb.WatchMode.ValueType(order.mode),
         )
         call = EventServiceStub(self._dial()).Watch(request)
-        silence = Silence(call, SILENCE_SECONDS)
+        stream = StallDetector(call, IDLE_TIMEOUT_SECONDS)
         try:
-            while (message := await silence.next_message()) is not None:
+            while (message := await stream.next_message()) is not None:
                 yield message
         finally:
-            silence.close()
+            stream.close()
             call.cancel()
 
     def _hear(self, number: int, message: pb.WatchResponse) -> None:

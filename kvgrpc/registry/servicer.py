@@ -18,8 +18,8 @@ from kvgrpc.registry.model import BEFORE_ALL, EngineChange, RankRow, ResolvedEng
 from kvgrpc.registry.store.base import Store
 from kvgrpc.registry.watching import Watching
 from kvgrpc.rpc.callers import check_speaker
-from kvgrpc.rpc.patience import patience
 from kvgrpc.rpc.waiters import Waiters
+from kvgrpc.rpc.waiting import longest_wait
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1 import registry_service_pb2_grpc
 
@@ -190,7 +190,7 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
 
     async def _until_ready(self, engine: str, role: Role | None, remaining: float | None) -> None:
         loop = asyncio.get_running_loop()
-        end = loop.time() + patience(remaining)
+        end = loop.time() + longest_wait(remaining)
         while True:
             found = self.store.table.find(engine, role)
             if found is not None and found.ready:

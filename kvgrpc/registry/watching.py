@@ -67,10 +67,10 @@ class Watching:
                 for message in messages or ([] if warming_up == said else [b""]):
                     yield message + _WARMING_UP if warming_up else message
                 said = warming_up
-                if not messages and not await feed.change(self._patience()):
+                if not messages and not await feed.change(self._until_next_message()):
                     yield _WARMING_UP if said else b""
 
-    def _patience(self) -> float:
+    def _until_next_message(self) -> float:
         """Until the next message at the latest: a heartbeat, or that the registry knows everybody now."""
         warming_up_for = self._store.warming_up_for
         return min(warming_up_for or HEARTBEAT_SECONDS, HEARTBEAT_SECONDS)

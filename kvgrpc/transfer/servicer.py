@@ -12,7 +12,7 @@ from kvgrpc.errors import Failure, InvalidRequest, RoomNotFound, WrongRank
 from kvgrpc.model import Role
 from kvgrpc.net import caller_address
 from kvgrpc.paging import numbers_token, page_token, read_numbers_token, read_page_token
-from kvgrpc.rpc.patience import patience
+from kvgrpc.rpc.waiting import longest_wait
 from kvgrpc.transfer import wire
 from kvgrpc.transfer.layout import engines
 from kvgrpc.transfer.protocol.failures import cancelled
@@ -91,7 +91,7 @@ class TransferServicer(TransferServiceServicer):
             raise _decode_rank(self._manager, "senders are at prefill")
         if not 0 < len(request.rooms) <= MAX_LOCATED_ROOMS:
             raise _invalid("rooms", f"{len(request.rooms)} items", f"1 to {MAX_LOCATED_ROOMS} items")
-        found = await self._manager.locate(wire.room_keys(request.rooms), patience(context.time_remaining()))
+        found = await self._manager.locate(wire.room_keys(request.rooms), longest_wait(context.time_remaining()))
         return pb.LocateRoomsResponse(rooms=wire.room_keys_to_pb(found))
 
     async def CancelRoom(self, request: pb.CancelRoomRequest, context: Any) -> pb.CancelRoomResponse:

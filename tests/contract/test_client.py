@@ -293,7 +293,7 @@ class TestWatch:
             LoopThread.shared().run(until_ended(elsewhere, 1), 10)
 
     async def test_a_silent_one_ends_as_unreachable(self, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("kvgrpc.client.aio._LEAST_SILENCE_SECONDS", 0.0)
+        monkeypatch.setattr("kvgrpc.client.aio._LEAST_IDLE_SECONDS", 0.0)
         client._timeout = 1.5
         seen = []
         with pytest.raises(PeerUnreachable, match=r"1\.5 s"):
@@ -304,7 +304,7 @@ class TestWatch:
     async def test_a_slow_reader_is_not_taken_for_silence(
         self, client: Client, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("kvgrpc.client.aio._LEAST_SILENCE_SECONDS", 0.0)
+        monkeypatch.setattr("kvgrpc.client.aio._LEAST_IDLE_SECONDS", 0.0)
         client._timeout = 1.0
         seen = []
         async for part in client.watch(engine="A", from_sequence=8):

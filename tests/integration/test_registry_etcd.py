@@ -275,7 +275,7 @@ class TestFaults:
             await fresh.stop()
 
     async def test_an_etcd_that_hangs_is_noticed_and_its_rows_stand(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(view, "SILENCE_SECONDS", 1.0)
+        monkeypatch.setattr(view, "IDLE_TIMEOUT_SECONDS", 1.0)
         monkeypatch.setattr(view, "PROGRESS_SECONDS", 0.2)
         with running_etcd() as etcd:
             replica = await Replica(etcd, "/hangs/", ttl=30.0).start()

@@ -133,12 +133,12 @@ class CacheController:
         if operation.blocked_since is None:
             operation.blocked_since = now
         if policy is StopPolicy.BEST_EFFORT or (
-            policy is StopPolicy.TIMEOUT and now - operation.blocked_since >= self.patience(len(operation.hashes))
+            policy is StopPolicy.TIMEOUT and now - operation.blocked_since >= self.time_allowed(len(operation.hashes))
         ):
             self.terminate(operation, Stop.DEADLINE if policy is StopPolicy.TIMEOUT else Stop.CANCELLED)
         return self.book.row(operation) if operation.ended else None
 
-    def patience(self, pages: int) -> float:
+    def time_allowed(self, pages: int) -> float:
         """Seconds that ``StopPolicy.TIMEOUT`` waits for so many pages, SGLang's formula."""
         tokens = pages * self.host.shape.page_tokens
         return self.limits.timeout_base + tokens / 1024 * self.limits.timeout_per_ki_tokens

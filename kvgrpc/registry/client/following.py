@@ -18,7 +18,7 @@ from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
 
 # A registry says something each 5 s.
-SILENCE_SECONDS = 15.0
+IDLE_TIMEOUT_SECONDS = 15.0
 # A stream that nobody waits on any more.
 LINGER_SECONDS = 10.0
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 5.0
@@ -85,7 +85,7 @@ class Following:
         call = RegistryServiceStub(self._channels.get(followed.address)).WatchEngines(request)
         try:
             while stream.wanted:
-                message = await asyncio.wait_for(call.read(), SILENCE_SECONDS)
+                message = await asyncio.wait_for(call.read(), IDLE_TIMEOUT_SECONDS)
                 if not isinstance(message, pb.WatchEnginesResponse):
                     break
                 if message.changes or message.state_complete:

@@ -20,7 +20,7 @@ from kvgrpc.registry.table import EngineTable
 from kvgrpc.v1 import registry_service_pb2
 
 PROGRESS_SECONDS = 1.0
-SILENCE_SECONDS = 3.0
+IDLE_TIMEOUT_SECONDS = 3.0
 _PAUSE_SECONDS = 0.2
 
 _log = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class View:
                 self._move(events[-1].kv.mod_revision)
                 events = []
             with self._client.errors():
-                read = await asyncio.wait_for(call.read(), SILENCE_SECONDS)
+                read = await asyncio.wait_for(call.read(), IDLE_TIMEOUT_SECONDS)
             if not isinstance(read, pb.WatchResponse):
                 raise self._client.unavailable(self._client.address, "it ended the watch")
             response = read

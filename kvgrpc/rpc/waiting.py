@@ -6,7 +6,7 @@ from __future__ import annotations
 LONGEST_WAIT_SECONDS = 50.0
 
 
-def patience(remaining: float | None) -> float:
+def longest_wait(remaining: float | None) -> float:
     """Seconds, of a call that has ``remaining`` seconds left (None: no deadline).
 
     Until shortly before the deadline, so that the client gets an answer and not a timeout.

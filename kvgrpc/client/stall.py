@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 
 
-class Silence:
-    """Reads a stream of responses and cancels it when it is silent for ``seconds``.
+class StallDetector:
+    """Reads a stream of responses and cancels it when nothing comes for ``seconds``.
 
     Only the time that somebody waits for a message counts. One timer for the whole stream: one for each message would
     cost more than the message.
@@ -20,16 +20,16 @@ class Silence:
         self._seconds = seconds
         self._loop = asyncio.get_running_loop()
         self._waiting_since: float | None = None
-        self._silent = False
+        self._stalled = False
         self._timer = self._loop.call_later(seconds, self._look)
 
     async def next_message(self) -> Any:
-        """The next message, None at the end. Raises TimeoutError after the silence, AioRpcError for a status."""
+        """The next message, None at the end. Raises TimeoutError after a stall, AioRpcError for a status."""
         self._waiting_since = self._loop.time()
         try:
             message = await self._call.read()
         except asyncio.CancelledError:
-            if not self._silent:
+            if not self._stalled:
                 raise
             raise TimeoutError(f"nothing came for {self._seconds:g} s") from None
         finally:
@@ -42,7 +42,7 @@ class Silence:
     def _look(self) -> None:
         waited = 0.0 if self._waiting_since is None else self._loop.time() - self._waiting_since
         if waited >= self._seconds:
-            self._silent = True
+            self._stalled = True
             self._call.cancel()
         else:
             self._timer = self._loop.call_later(max(self._seconds - waited, 0.01), self._look)
