@@ -205,7 +205,7 @@ def _say_to(log: Path) -> None:
     os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
 
 
-def _open(order: OpenRank) -> tuple[Rank, Any]:
+def _open(order: OpenRank) -> tuple[Rank[Any], Any]:
     draw = random.Random(order.seed)
 
     def fault(number: int, submission: object) -> Fault | None:
