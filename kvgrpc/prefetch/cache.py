@@ -387,7 +387,10 @@ class TieredCache:
         freed = 0
         back = self.write_policy is WritePolicy.WRITE_BACK
         for node in self._tree.device_victims(count, time.monotonic()):
-            if back and node.host is None and self._write(node):
+            if back and node.host is None:
+                self._write(node)
+            # A write locks the node and all before it: their device pages are what it copies, or what it stands on.
+            if node.locks:
                 continue
             freed += self._drop_device(node)
         return freed

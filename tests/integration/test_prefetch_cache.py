@@ -159,6 +159,21 @@ class TestWritePolicies:
         assert engine.loaded == 3
         engine.close()
 
+    def test_write_back_frees_no_page_before_it_is_copied_however_the_prefix_is_cut(self) -> None:
+        engine = Engine(WritePolicy.WRITE_BACK, device_pages=4)
+        engine.request(["a"])
+        engine.request(["a", "a b"])
+        assert engine.cache.take_device(4) == Short(2)
+        assert engine.copies.wait_idle(SECONDS)
+        assert engine.cache.leading_by_tier(["a", "a b"]) == (2, 2)
+        taken = engine.cache.take_device(4)
+        assert not isinstance(taken, Short)
+        assert engine.cache.leading_by_tier(["a", "a b"]) == (0, 2)
+        engine.copies.device.table.release(taken)
+        engine.request(["a", "a b"])
+        assert engine.loaded == 2
+        engine.close()
+
     def test_a_copy_on_its_way_survives_that_its_run_is_split(self) -> None:
         engine = Engine(WritePolicy.WRITE_BACK)
         hashes = ["a", "a b", "a b c", "a b c d"]
