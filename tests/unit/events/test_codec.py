@@ -150,7 +150,7 @@ def test_encoded_bytes_go_as_they_are(name: str) -> None:
 
 
 def test_numpy_arrays_and_scalars_are_lists_and_numbers() -> None:
-    event = BlockStored([np.int64(-2), np.uint64(2**63)], None, np.arange(4, dtype=np.int32), 2)  # type: ignore[list-item,arg-type]
+    event = BlockStored([np.int64(-2), np.uint64(2**63)], None, np.arange(4, dtype=np.int32), 2)  # type: ignore[arg-type]
     for dialect, encoding in FORMS:
         assert decode_batch(encoder(dialect, encoding).encode(KVEventBatch(1.0, [event]))).events == [
             BlockStored([-2, 2**63], None, [0, 1, 2, 3], 2)
@@ -177,8 +177,8 @@ def test_bytes_that_are_no_batch_are_refused_and_nothing_worse(nonsense: bytes) 
         object(),
         MapRemoved([7]),
         KVEventBatch(1.0, [BlockRemoved([2**64])]),
-        KVEventBatch(1.0, [object()]),
-    ],  # type: ignore[list-item]
+        KVEventBatch(1.0, [object()]),  # type: ignore[list-item]
+    ],
     ids=repr,
 )
 def test_nonsense_is_an_exception_and_nothing_worse(nonsense: object) -> None:
@@ -309,5 +309,6 @@ def stripped(event: Any, *, medium: bool) -> Any:
     """What the seeds' arrays have room for."""
     kept_medium = event.medium if medium and isinstance(event, BlockStored | BlockRemoved) else None
     if isinstance(event, BlockStored):
-        return BlockStored(*(getattr(event, name) for name in event.__struct_fields__[:5]), kept_medium)
+        kept = {name: getattr(event, name) for name in event.__struct_fields__[:5]}
+        return BlockStored(**kept, medium=kept_medium)
     return BlockRemoved(event.block_hashes, kept_medium) if isinstance(event, BlockRemoved) else event

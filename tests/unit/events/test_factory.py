@@ -144,9 +144,10 @@ def test_a_name_is_taken_once(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["attn_dp_rank", "data_parallel_rank"])
 def test_the_rank_comes_under_either_engines_name(name: str) -> None:
+    rank: dict[str, Any] = {name: 3}
     for opened in (
-        EventPublisherFactory.create({"endpoint": None}, **{name: 3}),
-        ZmqEventPublisher(endpoint=None, **{name: 3}),
+        EventPublisherFactory.create({"endpoint": None}, **rank),
+        ZmqEventPublisher(endpoint=None, **rank),
     ):
         assert opened.stream is not None
         assert opened.stream.dp == 3

@@ -15,7 +15,9 @@ from kvgrpc.events.log.recorder import Recorder
 from kvgrpc.events.log.snapshot import RUN_BLOCKS, CacheState, Cut, stored_event
 from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, Event, KVEventBatch, UnknownEvent
 
-hashes = st.integers(-8, 8) | st.sampled_from([2**64 - 3, b"\x00" * 31 + b"\x05", b"\xff" * 8])
+hashes: st.SearchStrategy[int | bytes] = st.integers(-8, 8) | st.sampled_from(
+    [2**64 - 3, b"\x00" * 31 + b"\x05", b"\xff" * 8]
+)
 media = st.sampled_from([None, "GPU", "gpu", "CPU"])
 groups = st.sampled_from([None, 0, 1])
 
@@ -23,7 +25,8 @@ groups = st.sampled_from([None, 0, 1])
 @st.composite
 def stored(draw: st.DrawFn) -> BlockStored:
     blocks = draw(st.lists(hashes, min_size=1, max_size=4))
-    tokens = draw(st.sampled_from([[], [7] * (2 * len(blocks)), [7] * 3, [[1, 2]] * (2 * len(blocks))]))
+    lists: list[list[Any]] = [[], [7] * (2 * len(blocks)), [7] * 3, [[1, 2]] * (2 * len(blocks))]
+    tokens = draw(st.sampled_from(lists))
     extra = draw(st.sampled_from([None, [("salt",)] * len(blocks)]))
     medium, group = draw(media), draw(groups)
     parent = draw(st.none() | hashes)

@@ -390,7 +390,7 @@ class TestRequests:
         rig = Rig(replace(LIMITS, readers=1), pages=256)
         order: list[str] = []
         names = {name: rig.stored(hashes(16, name)) for name in "abz"}
-        rig.storage.fault = lambda call, key: order.append(key) if call == "read" else Fault(delay=0.05)  # type: ignore[func-returns-value]
+        rig.storage.fault = lambda call, key: order.append(key) if call == "read" else Fault(delay=0.05)
         begun = [rig.controller.prefetch(names["z"], tenant="z")]
         begun += [rig.controller.prefetch(names["a"], tenant="a"), rig.controller.prefetch(names["a"], tenant="a")]
         begun.append(rig.controller.prefetch(names["b"], tenant="b"))

@@ -53,15 +53,15 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("pools", {"pools": ()}),
     ("pools", {"pools": POOL}),
     ("pools[0]", {"pools": ("kv",)}),
-    ("pools[0].pages", {"pools": (replace(POOL, pages="8"),)}),
-    ("pools[0].kind", {"pools": (replace(POOL, kind=1),)}),
+    ("pools[0].pages", {"pools": (replace(POOL, pages="8"),)}),  # type: ignore[arg-type]
+    ("pools[0].kind", {"pools": (replace(POOL, kind=1),)}),  # type: ignore[arg-type]
     ("pools[0].regions", {"pools": (replace(POOL, regions=()),)}),
-    ("pools[0].regions[0]", {"pools": (replace(POOL, regions=((0, "kv", 1, 2, 2),)),)}),
+    ("pools[0].regions[0]", {"pools": (replace(POOL, regions=((0, "kv", 1, 2, 2),)),)}),  # type: ignore[arg-type]
     ("pools[0].regions[0].address", {"pools": (replace(POOL, regions=(Region(0, "kv", 0, 8, 8),)),)}),
     ("aux", {"aux": AuxBuffer(4096, 64, 4)}),
     ("aux[0]", {"aux": ((4096, 64, 4),)}),
     ("aux[0].item_bytes", {"aux": (AuxBuffer(4096, 0, 4),)}),
-    ("aux[0].items", {"aux": (AuxBuffer(4096, 64, 1.5),)}),
+    ("aux[0].items", {"aux": (AuxBuffer(4096, 64, 1.5),)}),  # type: ignore[arg-type]
     ("data_plane", {"data_plane": "moonshine"}),
     ("data_plane", {"data_plane": None}),
     ("device", {"device": None}),

@@ -25,7 +25,7 @@ def placed(wanted: list[int], first_page: int, total: int | None, sent: int, ali
     core.expect(record, total, align)
     for position in range(sent):
         core.send(record, Chunk(np.array([100 + position], np.uint32), position, position == sent - 1))
-    moved = {}
+    moved: dict[int, int] = {}
     for submission in core.take_work().submissions:
         moved.update(zip(submission.destination.tolist(), submission.source.tolist(), strict=True))
         core.on_outcome(submission, Outcome.DONE)

@@ -173,4 +173,5 @@ class Memory:
             ):
                 value = (region.layer * 31 + page * 7 + token * 5 + (self.pool.head_start + head) * 11 + place) % 251
                 where = (head, token) if self.head_first else (token, head)
-                self.array[(number, page, *where, place)] = value
+                at = (number, page, *where, place)
+                self.array[at] = value

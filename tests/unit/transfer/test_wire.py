@@ -143,7 +143,7 @@ def test_a_wrong_entry_fails_alone_and_names_the_field(room: pb.DecodeRoom, erro
         pb.DecodeRoom(room=0, want=pb.WANT_STOP),
         pb.DecodeRoom(room=2**63, want=pb.WANT_STOP),
         pb.DecodeRoom(room=1),
-        pb.DecodeRoom(room=1, want=1),
+        pb.DecodeRoom(room=1, want=1),  # type: ignore[arg-type]
     ],
 )
 def test_a_wrong_room_or_want_ends_the_session(room: pb.DecodeRoom) -> None:

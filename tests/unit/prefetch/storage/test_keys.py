@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,7 @@ TP = PageIdentity(model="meta/Llama-3-8B", dtype="bfloat16", layout="page_first"
 MLA = dataclasses.replace(TP, model="deepseek/V3", replicated=True)
 
 
-def sglang(identity: PageIdentity, pool: str = "kv", **changes: int) -> str:
+def sglang(identity: PageIdentity, pool: str = "kv", **changes: Any) -> str:
     return Keys("sglang", dataclasses.replace(identity, **changes)).of("H", pool)
 
 
@@ -81,7 +82,8 @@ def test_pools_of_a_page_lie_apart() -> None:
 
 
 def test_what_a_mode_cannot_tell_apart_is_refused() -> None:
-    for change in ({"pp_size": 2}, {"cp_size": 2}, {"dcp_size": 2}):
+    changes: list[dict[str, Any]] = [{"pp_size": 2}, {"cp_size": 2}, {"dcp_size": 2}]
+    for change in changes:
         with pytest.raises(InvalidRequest, match="another one"):
             Keys("sglang-seed", dataclasses.replace(TP, **change))
     with pytest.raises(InvalidRequest, match="one of kvgrpc, sglang, sglang-seed"):

@@ -50,7 +50,7 @@ def test_only_a_failed_transfer_means_that_a_page_may_be_lost() -> None:
 
 def test_lost_pages_are_remembered_for_a_while_and_not_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(lost.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("kvgrpc.prefetch.storage.mooncake.lost.time.monotonic", lambda: now[0])
     pages = lost.Lost(5.0)
     pages.add("a")
     assert "a" in pages and "b" not in pages

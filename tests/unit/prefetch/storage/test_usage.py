@@ -55,7 +55,8 @@ def test_a_scan_keeps_the_order_of_use_and_what_was_written_meanwhile() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("rud"), st.integers(0, 9), st.integers(1, 3 * BLOCK)), max_size=60))
 def test_the_bound_holds_and_the_sum_is_right(steps: list[tuple[str, int, int]]) -> None:
-    usage, there = Usage(5 * BLOCK), {}
+    usage = Usage(5 * BLOCK)
+    there: dict[str, int] = {}
     for now, (what, number, nbytes) in enumerate(steps):
         name, blocks = str(number), -(-nbytes // BLOCK) * BLOCK
         if what == "d":
