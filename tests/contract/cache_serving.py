@@ -42,7 +42,7 @@ def bytes_of(page_hash: str) -> Bytes:
 class CacheRank:
     """A rank with a cache, and ways to put pages on its host and look at them."""
 
-    rank: Rank
+    rank: Rank[Any]
     plane: Any
 
     @property

@@ -42,7 +42,7 @@ not_needed: Any = None  # methods that no test here calls
 class Registry(RegistryServiceServicer):
     """Three engines on two pages, of which the first call finds it warming up."""
 
-    Register = KeepAlive = Deregister = not_needed
+    Register = KeepAlive = Deregister = WatchEngines = not_needed
 
     def __init__(self) -> None:
         self.calls = 0
@@ -71,7 +71,7 @@ class Registry(RegistryServiceServicer):
 
 
 class Transfer(TransferServiceServicer):
-    Session = not_needed
+    Session = GetTopology = LocateRooms = not_needed
 
     async def ListSessions(self, request: Any, context: Any) -> Any:
         return transfer_pb.ListSessionsResponse(sessions=[transfer_pb.Session(address=request.page_token or "1")])

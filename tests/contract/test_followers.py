@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
+from typing import Any
 
 import grpc
 import pytest
@@ -33,7 +34,7 @@ from kvgrpc.v1 import index_service_pb2 as pb
 from kvgrpc.v1.index_service_pb2_grpc import add_IndexServiceServicer_to_server
 from tests.contract.publishing import Publishing, until
 
-LIVE = {"publisher": "zmq", "endpoint": "tcp://127.0.0.1:0"}
+LIVE: dict[str, Any] = {"publisher": "zmq", "endpoint": "tcp://127.0.0.1:0"}
 
 
 def knows(follower: EventFollower, engine: Publishing, blocks: Iterable[int] = range(20)) -> bool:

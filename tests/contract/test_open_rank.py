@@ -69,7 +69,12 @@ class TestWhatARankStandsOn:
     ) -> None:
         # Mooncake itself would turn this whole process, and those that later tests start from it, to IPv6.
         hosts: list[str] = []
-        monkeypatch.setattr(opening, "open_plane", lambda name, host, device: hosts.append(host) or plane)
+
+        def opened(name: str, host: str, device: str) -> Any:
+            hosts.append(host)
+            return plane
+
+        monkeypatch.setattr(opening, "open_plane", opened)
         for settings in ({"advertise": "fd00::5"}, {"advertise": "[fd00::5]:9001"}, {"listen": "[fd00::5]:0"}):
             opening.plane_of(replace(config(plane, **settings), data_plane="mooncake"))
         assert hosts == ["fd00::5"] * 3
@@ -79,7 +84,12 @@ class TestWhatARankStandsOn:
     ) -> None:
         closed: list[Any] = []
         close = ShmDataPlane.close
-        monkeypatch.setattr(ShmDataPlane, "close", lambda self, deadline: closed.append(self) or close(self, deadline))
+
+        def close_and_tell(self: ShmDataPlane, deadline: float) -> bool:
+            closed.append(self)
+            return close(self, deadline)
+
+        monkeypatch.setattr(ShmDataPlane, "close", close_and_tell)
         memory = ctypes.create_string_buffer(2 * PAGE_BYTES)
         pool = Pool("kv", PoolKind.KV, 16, 1, "x", (Region(0, "kv", ctypes.addressof(memory), PAGE_BYTES, PAGE_BYTES),))
         with pytest.raises(InvalidRequest) as refused:
@@ -98,7 +108,12 @@ class TestWhatARankStandsOn:
             raise StaleEpoch("older than what is here", metadata={"currentEpoch": rank.ref.epoch + 7})
 
         monkeypatch.setattr(ShmDataPlane, "register", lambda self, ranges: None)
-        monkeypatch.setattr(ShmDataPlane, "close", lambda self, deadline: closed.append(self) or True)
+
+        def close_and_tell(self: ShmDataPlane, deadline: float) -> bool:
+            closed.append(self)
+            return True
+
+        monkeypatch.setattr(ShmDataPlane, "close", close_and_tell)
         monkeypatch.setattr(Rank, "_open", refused_as_old)
         with pytest.raises(StaleEpoch):
             open_rank(config(plane, data_plane="shm"))
@@ -207,7 +222,7 @@ class TestClosing:
 
     def test_all_steps_share_one_end(self, lingering: Lingering, monkeypatch: pytest.MonkeyPatch) -> None:
         rank = open_rank(replace(config(OfTheEngine()), data_plane="shm"))
-        worker_of = rank.transfer.close_worker  # type: ignore[union-attr]
+        worker_of = rank.transfer.close_worker
 
         async def as_long_as_it_may(grace: float) -> tuple[bool, int]:
             await asyncio.sleep(2 * grace)
@@ -215,7 +230,7 @@ class TestClosing:
 
         def ends_late(deadline: float) -> bool:
             time.sleep(deadline)
-            return worker_of(deadline)
+            return bool(worker_of(deadline))
 
         monkeypatch.setattr(rank.transfer, "drain", as_long_as_it_may)
         monkeypatch.setattr(rank.transfer, "close_worker", ends_late)
@@ -299,7 +314,7 @@ def test_a_rank_that_was_replaced_publishes_no_more_and_its_event_service_says_s
             time.sleep(0.01)
         assert new.events.publish(KVEventBatch(0.0, []))
         with grpc.insecure_channel(old.address) as channel:
-            health = health_pb2_grpc.HealthStub(channel)
+            health: Any = health_pb2_grpc.HealthStub(channel)
             asked = health_pb2.HealthCheckRequest(service="kvgrpc.v1.EventService")
             while health.Check(asked).status != health_pb2.HealthCheckResponse.NOT_SERVING:
                 assert time.monotonic() < deadline

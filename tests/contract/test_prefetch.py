@@ -260,7 +260,7 @@ class TestTheCache:
             assert client.lookup(pages, without_storage=True).host_pages == 6
             operation = ended(client, client.start_prefetch(pages))
             assert operation.stop == pb.OPERATION_STOP_BACKEND_DOWN
-            storage.count_leading = broken_disk  # type: ignore[method-assign]
+            storage.count_leading = broken_disk  # type: ignore[method-assign,assignment]
             with pytest.raises(StorageFailed):
                 client.lookup(pages)
             assert client.health("kvgrpc.v1.PrefetchService") == "SERVING"

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest_asyncio
@@ -25,6 +26,7 @@ from kvgrpc.model import Attention, Layout, ModelIdentity, Role
 from kvgrpc.registry import wire
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
+from kvgrpc.v1.common_pb2 import Role as WireRole
 from kvgrpc.wire import rank_ref_to_pb
 from tests.contract.registry_serving import POOLS, TP2, Served, failure, request_of, until
 from tests.unit.registry.builders import pool, ranks, row
@@ -126,7 +128,7 @@ class TestRegister:
 class TestKeepAlive:
     async def test_one_answer_a_message_in_order_naming_unknown_leases(self, served: Served) -> None:
         lease = (await served.register(row())).leases[0].lease_id
-        call = served.stub.KeepAlive()
+        call: Any = served.stub.KeepAlive()
         for wrong in range(1, 51):
             await call.write(pb.KeepAliveRequest(lease_ids=[wrong, lease]))
         for wrong in range(1, 51):
@@ -140,7 +142,7 @@ class TestKeepAlive:
     async def test_it_keeps_a_row_alive_and_its_end_lets_it_expire(self) -> None:
         brief = await Served(ttl=0.6).start()
         lease = (await brief.register(row())).leases[0].lease_id
-        call = brief.stub.KeepAlive()
+        call: Any = brief.stub.KeepAlive()
         for _ in range(6):
             await call.write(pb.KeepAliveRequest(lease_ids=[lease]))
             assert not (await call.read()).unknown_lease_ids
@@ -150,7 +152,8 @@ class TestKeepAlive:
         await brief.stop()
 
     async def test_too_many_leases_end_the_stream_and_no_other(self, served: Served) -> None:
-        good, bad = served.stub.KeepAlive(), served.stub.KeepAlive()
+        good: Any = served.stub.KeepAlive()
+        bad = served.stub.KeepAlive()
         await bad.write(pb.KeepAliveRequest(lease_ids=range(65_537)))
         assert isinstance(await failure(bad.read()), InvalidRequest)
         await good.write(pb.KeepAliveRequest(lease_ids=[5]))
@@ -158,7 +161,7 @@ class TestKeepAlive:
         good.cancel()
 
     async def test_a_drain_ends_idle_streams_at_once(self, served: Served) -> None:
-        call = served.stub.KeepAlive()
+        call: Any = served.stub.KeepAlive()
         await call.write(pb.KeepAliveRequest())
         await call.read()
         served.servicer.drain()
@@ -185,7 +188,8 @@ class TestGetEngine:
     async def test_pages_through_the_rows(self, served: Served) -> None:
         rows = ranks(Layout(dp=3, tp=2))
         await served.register(*rows)
-        token, seen = "", []
+        token = ""
+        seen: list[Any] = []
         while True:
             page = await served.stub.GetEngine(pb.GetEngineRequest(engine="P", page_size=4, page_token=token))
             engine = wire.engine_from_pb(page.engine, POOLS)
@@ -246,7 +250,8 @@ class TestListEngines:
             await served.register(row(name, data_plane="x" * 200_000))
         for tp in range(6):
             await served.register(row("d", tp=tp, layout=Layout(tp=6), data_plane="x" * 200_000))
-        token, seen = "", []
+        token = ""
+        seen: list[Any] = []
         for _ in range(9):
             page = await served.stub.ListEngines(pb.ListEnginesRequest(include_rows=True, page_token=token))
             assert page.ByteSize() < 1 << 20
@@ -267,7 +272,9 @@ class TestListEngines:
         page = await served.stub.ListEngines(pb.ListEnginesRequest(page_size=1))
         request = pb.ListEnginesRequest(page_token=page.next_page_token, role=ROLE_PREFILL)
         assert isinstance(await failure(served.stub.ListEngines(request)), InvalidRequest)
-        assert isinstance(await failure(served.stub.ListEngines(pb.ListEnginesRequest(role=7))), InvalidRequest)
+        assert isinstance(
+            await failure(served.stub.ListEngines(pb.ListEnginesRequest(role=WireRole.ValueType(9)))), InvalidRequest
+        )
 
 
 class TestResolveRanks:
@@ -373,7 +380,7 @@ class TestResolveRanks:
             await served.register(row(name))
         for wrong in (
             pb.ResolveRanksRequest(),
-            pb.ResolveRanksRequest(engine="a", role=9),
+            pb.ResolveRanksRequest(engine="a", role=WireRole.ValueType(9)),
             pb.ResolveRanksRequest(role=ROLE_PREFILL, wait_ready=True),
             pb.ResolveRanksRequest(engine="a", selectors=[pb.RankSelector()] * 257),
         ):

@@ -110,7 +110,8 @@ class TestRegistration:
     async def test_start_tries_again_when_the_library_dropped_the_call(
         self, served: Served, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        register, dropped = served.registry.register, []
+        register = served.registry.register
+        dropped: list[list[RankRow]] = []
 
         def drop_the_first(rows: list[RankRow]) -> object:
             if not dropped:

@@ -6,6 +6,7 @@ import ctypes
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,7 +60,7 @@ class Member:
             "token": token,
             "registry": registry,
         }
-        self.rank: Rank = open_rank(
+        self.rank: Rank[Any] = open_rank(
             RankConfig(
                 engine=engine,
                 role=role,
@@ -82,9 +83,9 @@ def open_decode(files: Files, token: str) -> Member:
 
 
 def handed_over(prefill: Member, decode: Member, room: int) -> KVReceiver:
-    receiver = KVReceiver(decode.rank.transfer, prefill.rank.address, room)  # type: ignore[arg-type]
+    receiver = KVReceiver(decode.rank.transfer, prefill.rank.address, room)
     receiver.init([3, 4])
-    sender = KVSender(prefill.rank.transfer, prefill.rank.address, room)  # type: ignore[arg-type]
+    sender = KVSender(prefill.rank.transfer, prefill.rank.address, room)
     sender.init(2)
     sender.send([1, 2])
     ended(receiver)
@@ -144,7 +145,7 @@ def test_the_session_says_so_where_the_registry_lets_everybody_in(files: Files, 
     decode = open_decode(files, token)
     try:
         for room in range(1, 11):
-            receiver = KVReceiver(decode.rank.transfer, registry.address, room)  # type: ignore[arg-type]
+            receiver = KVReceiver(decode.rank.transfer, registry.address, room)
             receiver.init([3, 4])
             assert ended(receiver) is KVPoll.Failed
             assert receiver.failure is not None and receiver.failure.reason is reason

@@ -24,7 +24,7 @@ PAGES, PAGE_BYTES = 64, 4096
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def open_one(engine: str, role: Role, **settings: Any) -> Rank:
+def open_one(engine: str, role: Role, **settings: Any) -> Rank[Any]:
     plane = kvgrpc.dataplane.open_plane("shm")
     address = plane.allocate(PAGES * PAGE_BYTES)
     pool = Pool("kv", PoolKind.KV, 16, PAGES, "float32", (Region(0, "kv", address, PAGE_BYTES, PAGE_BYTES),))
@@ -41,7 +41,7 @@ def ask(address: str, path: str) -> tuple[int, str]:
         return refusal.code, refusal.read().decode()
 
 
-def metric(rank: Rank, name: str, **labels: str) -> float:
+def metric(rank: Rank[Any], name: str, **labels: str) -> float:
     page = ask(rank.metrics_address, "/metrics")[1]
     return sum(
         sample.value
@@ -52,15 +52,15 @@ def metric(rank: Rank, name: str, **labels: str) -> float:
 
 
 @pytest.fixture
-def ranks() -> Iterator[tuple[Rank, Rank]]:
+def ranks() -> Iterator[tuple[Rank[Any], Rank[Any]]]:
     prefill, decode = open_one("P", Role.PREFILL, registry="embedded"), open_one("D", Role.DECODE)
     yield prefill, decode
     decode.close(2.0), prefill.close(2.0)
 
 
-def hand_off(prefill: Rank, decode: Rank, room: int) -> KVReceiver:
-    receiver = KVReceiver(decode.transfer, prefill.address, room)  # type: ignore[arg-type]
-    sender = KVSender(prefill.transfer, prefill.address, room)  # type: ignore[arg-type]
+def hand_off(prefill: Rank[Any], decode: Rank[Any], room: int) -> KVReceiver:
+    receiver = KVReceiver(decode.transfer, prefill.address, room)
+    sender = KVSender(prefill.transfer, prefill.address, room)
     eventually(lambda: receiver.poll() is KVPoll.WaitingForInput)
     receiver.init(np.array([3, 4, 5], np.int32))
     sender.init(3)
@@ -69,7 +69,7 @@ def hand_off(prefill: Rank, decode: Rank, room: int) -> KVReceiver:
     return receiver
 
 
-def test_a_rank_counts_its_hand_offs(ranks: tuple[Rank, Rank]) -> None:
+def test_a_rank_counts_its_hand_offs(ranks: tuple[Rank[Any], Rank[Any]]) -> None:
     prefill, decode = ranks
     names = {
         "kvgrpc_rooms_ended_total": {"outcome": "success"},
@@ -92,13 +92,13 @@ def test_a_rank_counts_its_hand_offs(ranks: tuple[Rank, Rank]) -> None:
 
 
 def test_a_failed_room_is_counted_by_its_reason_and_writes_one_line(
-    ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture
+    ranks: tuple[Rank[Any], Rank[Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill, decode = ranks
     labels = {"role": "decode", "outcome": "failed", "reason": "ROOM_CANCELLED"}
     before = metric(decode, "kvgrpc_rooms_ended_total", **labels)
     with caplog.at_level(logging.INFO, "kvgrpc"):
-        receiver = KVReceiver(decode.transfer, prefill.address, 8)  # type: ignore[arg-type]
+        receiver = KVReceiver(decode.transfer, prefill.address, 8)
         eventually(lambda: receiver.poll() is KVPoll.WaitingForInput)
         with SyncClient(decode.address) as client:
             client.cancel_room(8, cause="stuck\x1b[2J")
@@ -120,7 +120,7 @@ def test_a_lost_pair_writes_one_line(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_drain_takes_readiness_away_and_leaves_the_process_alive(
-    ranks: tuple[Rank, Rank], caplog: pytest.LogCaptureFixture
+    ranks: tuple[Rank[Any], Rank[Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     rank = ranks[0]
     assert ask(rank.metrics_address, "/livez") == (200, "[+] loop\n[+] transfer\n[+] events\n")
@@ -134,7 +134,7 @@ def test_a_drain_takes_readiness_away_and_leaves_the_process_alive(
     assert any("drained: nothing is left" in line for line in said)
 
 
-def test_a_closed_rank_is_gone_from_the_page_and_its_port_free(ranks: tuple[Rank, Rank]) -> None:
+def test_a_closed_rank_is_gone_from_the_page_and_its_port_free(ranks: tuple[Rank[Any], Rank[Any]]) -> None:
     prefill, decode = ranks
     address = decode.metrics_address
     decode.close(2.0)

@@ -309,12 +309,13 @@ def test_what_is_sent_needs_no_second_encoding() -> None:
     async def ask() -> bytes:
         server = grpc.aio.server()
         for behaviour in (first, second):
-            handlers = {"M": grpc.unary_stream_rpc_method_handler(behaviour)}
+            handlers: dict[str, Any] = {"M": grpc.unary_stream_rpc_method_handler(behaviour)}
             server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("S", handlers),))
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            answer = await channel.unary_stream("/S/M")(b"").read()
+            ask_it: Any = channel.unary_stream("/S/M")
+            answer = bytes(await ask_it(b"").read())
         await server.stop(0)
         return answer
 

@@ -100,7 +100,8 @@ class DecodeClient:
             request_serializer=lambda each: each if isinstance(each, bytes) else each.SerializeToString(),
             response_deserializer=pb.SessionResponse.FromString,
         )
-        self._call = method(iter(self._requests.get, None))
+        requests: Iterator[Any] = iter(self._requests.get, None)
+        self._call = method(requests)
         if read:
             threading.Thread(target=self._read, daemon=True).start()
         return self

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvgrpc.errors import Reason
 from kvgrpc.model import RankRef
 from kvgrpc.transfer.protocol.types import RoomKey
-from kvgrpc.v1 import common_pb2
+from kvgrpc.v1 import common_pb2, error_reason_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
 from kvgrpc.wire import pool_to_pb, rank_ref_to_pb
@@ -38,6 +38,7 @@ from tests.integration.rank_host import AUX_BYTES, PAGES, RankHost
 Dial = Callable[..., DecodeClient]
 ROOMS = itertools.count(2_000_000)
 MEGABYTE = 1 << 20
+CANCELLED = error_reason_pb2.ERROR_REASON_ROOM_CANCELLED
 
 
 def raw_pages(pages: Any) -> common_pb2.PageSet:
@@ -138,11 +139,11 @@ class TestEntriesOfDecode:
         ref = rank_ref_to_pb(client.ref)
         ref.rank.engine = text
         causes = [
-            common_pb2.Failure(reason=3, message=text),
-            common_pb2.Failure(reason=3, metadata={"key": text}),
-            common_pb2.Failure(reason=3, metadata={text: "value"}),
-            common_pb2.Failure(reason=3, metadata={str(key): "x" * 100 for key in range(9000)}),
-            common_pb2.Failure(reason=3, origin=ref),
+            common_pb2.Failure(reason=CANCELLED, message=text),
+            common_pb2.Failure(reason=CANCELLED, metadata={"key": text}),
+            common_pb2.Failure(reason=CANCELLED, metadata={text: "value"}),
+            common_pb2.Failure(reason=CANCELLED, metadata={str(key): "x" * 100 for key in range(9000)}),
+            common_pb2.Failure(reason=CANCELLED, origin=ref),
         ]
         for cause in causes:
             client.want(room := next(ROOMS), STOP, failure=cause)
@@ -281,7 +282,7 @@ class TestFramesOfDecode:
         client.open(pools=[pool])
         began, before = time.monotonic(), _peak_bytes()
         rooms = [next(ROOMS) for _ in range(60)]
-        client.send(rooms=[pb.DecodeRoom(room=room, want=1 + 1, pages=[runs([0], [2**24])]) for room in rooms])
+        client.send(rooms=[pb.DecodeRoom(room=room, want=pb.WANT_WRITE, pages=[runs([0], [2**24])]) for room in rooms])
         for last in all_ended(client, rooms):
             assert last.failure.reason == Reason.INVALID_REQUEST, "it wants more than this prefill's pool has"
         assert _peak_bytes() - before < 256 * MEGABYTE and time.monotonic() - began < 5
@@ -307,8 +308,12 @@ class TestFramesOfDecode:
 
     def test_a_giant_hello_is_refused_at_once(self, dial: Dial) -> None:
         for changes in (
-            {"pools": [common_pb2.Pool(name=str(number), kind=1) for number in range(50_000)]},
-            {"pools": [common_pb2.Pool(name="kv", kind=1, regions=[common_pb2.Region()] * 300_000)]},
+            {"pools": [common_pb2.Pool(name=str(number), kind=common_pb2.POOL_KIND_KV) for number in range(50_000)]},
+            {
+                "pools": [
+                    common_pb2.Pool(name="kv", kind=common_pb2.POOL_KIND_KV, regions=[common_pb2.Region()] * 300_000)
+                ]
+            },
             {"aux_item_bytes": [1] * 500_000},
             {"data_plane": "x" * MEGABYTE},
             {"to": rank_ref_to_pb(RankRef(dial().ref.rank, 1)), "data_plane_address": b"y" * MEGABYTE},
@@ -384,7 +389,7 @@ class TestFramesOfDecode:
         for host in (prefill, decode):
             with grpc.insecure_channel(host.rank.address) as channel:
                 for name in ("ListSessions", "ListRooms", "GetRoom", "CancelRoom", "GetRank"):
-                    call = channel.unary_unary(f"/kvgrpc.v1.TransferService/{name}")
+                    call: Any = channel.unary_unary(f"/kvgrpc.v1.TransferService/{name}")
                     for size in (0, 1, 5, 50):
                         try:
                             call(source.bytes(size), timeout=5)
@@ -413,7 +418,7 @@ class TestSessionsOfDecode:
         first = next(ROOMS)
         for _ in range(4000):
             next(ROOMS)
-        cause = common_pb2.Failure(reason=3, message="x" * 1000)
+        cause = common_pb2.Failure(reason=CANCELLED, message="x" * 1000)
         client.send(rooms=[pb.DecodeRoom(room=first + n, want=pb.WANT_STOP, failure=cause) for n in range(4000)])
         eventually(lambda: client.ref not in core_of(prefill).pairs)
         eventually(lambda: session_tasks(prefill) <= before)
@@ -423,7 +428,7 @@ class TestSessionsOfDecode:
         client = dial()
         client.dial(read=False).send(hello=client.hello())
         eventually(lambda: client.ref in core_of(prefill).pairs)
-        cause = common_pb2.Failure(reason=3, message="x" * 1000)
+        cause = common_pb2.Failure(reason=CANCELLED, message="x" * 1000)
         first = next(ROOMS)
         for _ in range(2000):
             next(ROOMS)

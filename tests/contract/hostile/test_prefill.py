@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvgrpc.errors import Reason
 from kvgrpc.transfer import KVPoll
-from kvgrpc.v1 import common_pb2
+from kvgrpc.v1 import common_pb2, error_reason_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
 from kvgrpc.wire import rank_ref_to_pb
@@ -37,6 +37,8 @@ from tests.integration.rank_host import RankHost
 Serve = Callable[[Script], PrefillServer]
 ROOMS = itertools.count(3_000_000)
 MEGABYTE = 1 << 20
+CANCELLED = error_reason_pb2.ERROR_REASON_ROOM_CANCELLED
+TRANSFER_FAILED = error_reason_pb2.ERROR_REASON_TRANSFER_FAILED
 
 
 class TestPrefillsThatLie:
@@ -55,6 +57,9 @@ class TestPrefillsThatLie:
         eventually(lambda: receiver.poll() is KVPoll.Failed)
         assert receiver.failure.reason is reason, receiver.failure
         return receiver.failure
+
+    def gives_back(self, receiver: Any) -> None:
+        eventually(lambda: receiver.release_safe)
 
     def answering(self, *answers: Any) -> Script:
         """Welcomes, and sends the answers once it was told where to write; then it listens."""
@@ -76,7 +81,7 @@ class TestPrefillsThatLie:
             server = serve(self.answering(said(wrong, SUCCESS, aux=aux, pages_done=2)))
             receiver = self.meet(decode, server, wrong)
             assert self.fails(receiver, Reason.INVALID_REQUEST).metadata["field"] == "aux"
-            eventually(lambda receiver=receiver: receiver.release_safe)
+            self.gives_back(receiver)
         assert np.array_equal(decode.aux[3], before[3])
 
     def test_it_welcomes_as_somebody_else(self, decode: RankHost, serve: Serve, prefill: RankHost, room: int) -> None:
@@ -95,7 +100,7 @@ class TestPrefillsThatLie:
                 yield server.welcome()
             for request in requests:
                 if request.rooms:
-                    yield said(room, FAILED, failure=common_pb2.Failure(reason=3, message="enough"))
+                    yield said(room, FAILED, failure=common_pb2.Failure(reason=CANCELLED, message="enough"))
 
         server = serve(script)
         before = session_tasks(decode)
@@ -114,7 +119,7 @@ class TestPrefillsThatLie:
                 heard_at.append(time.monotonic())
                 if time.monotonic() - began > 2.8:
                     break
-            yield said(room, FAILED, failure=common_pb2.Failure(reason=3, message="enough"))
+            yield said(room, FAILED, failure=common_pb2.Failure(reason=CANCELLED, message="enough"))
             yield from (pb.SessionResponse() for request in requests)
 
         server = serve(script)
@@ -152,10 +157,17 @@ class TestPrefillsThatLie:
             self.answering(
                 said(room, pb.ROOM_STATE_TRANSFERRING, OPEN, pages_done=2),
                 said(room, pb.ROOM_STATE_BOOTSTRAPPING, OPEN),
-                said(room, FAILED, SETTLED, failure=common_pb2.Failure(reason=9, message="first")),
+                said(room, FAILED, SETTLED, failure=common_pb2.Failure(reason=TRANSFER_FAILED, message="first")),
                 said(room, SUCCESS, OPEN, aux=b"y" * 64),
                 said(room, SUCCESS, SETTLED, aux=b"y" * 64),
-                said(room, FAILED, SETTLED, failure=common_pb2.Failure(reason=8, message="second")),
+                said(
+                    room,
+                    FAILED,
+                    SETTLED,
+                    failure=common_pb2.Failure(
+                        reason=error_reason_pb2.ERROR_REASON_KV_INDEX_OUT_OF_RANGE, message="second"
+                    ),
+                ),
             )
         )
         receiver = self.meet(decode, server, room)
@@ -167,7 +179,7 @@ class TestPrefillsThatLie:
         assert "without a reason" in self.fails(receiver, Reason.UNSPECIFIED).message
 
     def test_its_failure_has_a_megabyte_and_an_impossible_time(self, decode: RankHost, serve: Serve, room: int) -> None:
-        failure = common_pb2.Failure(reason=9, message="m" * MEGABYTE, metadata={"k": "v" * MEGABYTE})
+        failure = common_pb2.Failure(reason=TRANSFER_FAILED, message="m" * MEGABYTE, metadata={"k": "v" * MEGABYTE})
         failure.time.seconds = 2**62
         receiver = self.meet(decode, serve(self.answering(said(room, FAILED, failure=failure))), room)
         found = self.fails(receiver, Reason.TRANSFER_FAILED)
@@ -247,7 +259,7 @@ class TestPrefillsThatLie:
             yield server.welcome()
             for _ in range(10):
                 yield frame
-            yield said(room, FAILED, failure=common_pb2.Failure(reason=3))
+            yield said(room, FAILED, failure=common_pb2.Failure(reason=CANCELLED))
             yield from (pb.SessionResponse() for request in requests)
 
         self.fails(self.meet(decode, serve(script), room), Reason.ROOM_CANCELLED)

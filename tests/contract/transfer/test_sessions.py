@@ -14,7 +14,7 @@ from kvgrpc.errors import Reason
 from kvgrpc.model import Layout, RankId, RankRef
 from kvgrpc.transfer import KVPoll
 from kvgrpc.transfer.protocol.types import RoomKey
-from kvgrpc.v1 import common_pb2
+from kvgrpc.v1 import common_pb2, error_reason_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.wire import layout_to_pb, pool_to_pb, rank_ref_to_pb
 from tests.contract.transfer_peers import (
@@ -38,6 +38,10 @@ from tests.integration.rank_host import AUX_BYTES, LAYERS, PAGES, RankHost
 
 ROOMS = iter(range(1_000, 10_000_000))
 Dial = Callable[..., DecodeClient]
+
+
+def fails(sender: Any) -> None:
+    eventually(lambda: sender.poll() is KVPoll.Failed)
 
 
 class TestHello:
@@ -101,7 +105,7 @@ class TestHello:
         for changes, field in (
             ({"stream": 0}, "stream"),
             ({"pools": [unkind]}, "hello.pools[0].kind"),
-            ({"pools": [common_pb2.Pool(kind=1)]}, "hello.pools[0].name"),
+            ({"pools": [common_pb2.Pool(kind=common_pb2.POOL_KIND_KV)]}, "hello.pools[0].name"),
             ({"layout": common_pb2.Layout()}, "layout.dp"),
             ({"opener": zero.opener}, "hello.opener.epoch"),
             ({"opener": nameless.opener}, "hello.opener.rank.engine"),
@@ -313,14 +317,16 @@ class TestRooms:
             client.write(room, pages, first_page=first_page)
             last = client.ended(room)
             assert (last.state, last.failure.reason) == (FAILED, Reason.ROOM_CONFLICT)
-            eventually(lambda sender=sender: sender.poll() is KVPoll.Failed)
+            fails(sender)
 
     def test_stop_fails_both_sides_with_the_cause_that_decode_gave(self, prefill: RankHost, dial: Dial) -> None:
         client = dial(prefill).open()
         room = next(ROOMS)
         client.write(room, [1, 2])
         sender = sender_of(prefill, room)
-        cause = common_pb2.Failure(reason=2 + 2, message="why not", metadata={"a": "b"})
+        cause = common_pb2.Failure(
+            reason=error_reason_pb2.ERROR_REASON_ROOM_DEADLINE, message="why not", metadata={"a": "b"}
+        )
         client.want(room, STOP, failure=cause)
         last = client.ended(room)
         assert (last.state, last.writes) == (FAILED, SETTLED)
@@ -428,7 +434,8 @@ class TestRooms:
         """Its pages come back by its word, and not only by a refused dial of its address."""
         host = RankHost("U", "PREFILL", {"slow_seconds": {10**6: 0.0}})
         try:
-            host.rank.plane.fault = lambda number, _: Fault(Outcome.FAILED_UNKNOWN)
+            plane: Any = host.rank.plane
+            plane.fault = lambda number, _: Fault(Outcome.FAILED_UNKNOWN)
             host.rank._owns_plane = True  # as where the rank opened it: closing the rank closes the plane
             client, room = dial(host).open(), next(ROOMS)
             client.write(room, [1])

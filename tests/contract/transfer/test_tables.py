@@ -44,6 +44,10 @@ ROOMS = iter(range(1_000, 10_000_000))
 Dial = Callable[..., DecodeClient]
 
 
+def all_are_gone(host: RankHost, rooms: Sequence[int]) -> None:
+    eventually(lambda: not core_of(host).rooms.keys() & set(map(RoomKey, rooms)))
+
+
 def refusal(call: Callable[..., Any], request: Any) -> KvGrpcError:
     with pytest.raises(grpc.RpcError) as caught:
         call(request, timeout=5)
@@ -139,7 +143,7 @@ class TestTables:
         monkeypatch.setattr(manager, "_ROOMS_LOOKED_AT_IN_A_TURN", 8)
         turns = 0
 
-        async def list_them() -> tuple[list[Any], int]:
+        async def list_them() -> Any:
             nonlocal turns
             listing = asyncio.ensure_future(prefill.rank.transfer.page_of_rooms(RoomKey(rooms[0]), 5))
             while not listing.done():
@@ -238,7 +242,7 @@ class TestTables:
             receiver.init([4], 0)
             sender_of(prefill, room).abort(f"no more of {room}")
         for host in (prefill, decode):
-            eventually(lambda host=host: not core_of(host).rooms.keys() & set(map(RoomKey, rooms)))
+            all_are_gone(host, rooms)
             stub = stub_of(host)
             last = stub.GetRoom(pb.GetRoomRequest(room=rooms[-1]), timeout=5).room
             assert (last.state, last.failure.message) == (FAILED, f"no more of {rooms[-1]}")

@@ -59,7 +59,7 @@ def test_coroutines_wait_on_their_own_loop(prefill: RankHost, decode: RankHost) 
         receiver.init([5], 1)
         sender.init(1, 1)
         sender.send([6])
-        return await asyncio.gather(receiver.wait_async(LONG), sender.wait_async(LONG))
+        return list(await asyncio.gather(receiver.wait_async(LONG), sender.wait_async(LONG)))
 
     assert asyncio.run(hand_off()) == [KVPoll.Success, KVPoll.Success]
 
