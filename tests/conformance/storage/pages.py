@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kvgrpc.prefetch.storage.base import MemoryRange, PageBuffers
 
+Noise = bytes
 _mapped: list[mmap.mmap] = []  # what was registered stays mapped
 
 
@@ -40,7 +41,7 @@ class Arena:
         starts = [address - self.address for address, _ in self.page(number)]
         return b"".join(self.data[start : start + self.nbytes].tobytes() for start in starts)
 
-    def fill(self, number: int, seed: int) -> bytes:
+    def fill(self, number: int, seed: int) -> Noise:
         """Noise that follows from ``seed``; returns it."""
         noise = content(seed, self.nbytes * self.buffers)
         for buffer, (address, nbytes) in enumerate(self.page(number)):
@@ -49,7 +50,7 @@ class Arena:
             self.data[start : start + nbytes] = np.frombuffer(piece, dtype=np.uint8)
         return noise
 
-    def fill_all(self, seed: int = 0) -> list[bytes]:
+    def fill_all(self, seed: int = 0) -> list[Noise]:
         return [self.fill(number, seed + number) for number in range(self.count)]
 
     def clear(self) -> None:
