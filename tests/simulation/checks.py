@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
-from kvgrpc.transfer.protocol.decode_core import DecodePart
-from kvgrpc.transfer.protocol.prefill_core import PrefillCore, PrefillPair
+from kvgrpc.transfer.protocol.decode_core import DecodePart, DecodeRoom
+from kvgrpc.transfer.protocol.prefill_core import PrefillCore, PrefillPair, PrefillRoom
 from kvgrpc.transfer.protocol.types import DecodeEntry, KVPoll, RoomKey, Writes
 from tests.simulation.processes import POOL_PAGES, TIMING, DecodeProcess, PrefillProcess, Process
 
@@ -103,14 +104,18 @@ def _open_at_decode(link: Link) -> Iterator[tuple[RoomKey, Callable[[], bool]]]:
         room = link.decode.core.rooms[key]
         part = room.part_of(pair)
         if not room.ended and part is not None and not part.settled:
-            yield key, lambda room=room, part=part: room.ended or part.settled
+            yield key, partial(_over, room, part)
 
 
 def _open_at_prefill(core: PrefillCore, pair: PrefillPair) -> Iterator[tuple[RoomKey, Callable[[], bool]]]:
     for key in sorted(pair.rooms):
         record = core.rooms[key]
         if not record.ended:
-            yield key, lambda record=record: record.ended
+            yield key, partial(_over, record)
+
+
+def _over(room: DecodeRoom | PrefillRoom, part: DecodePart | None = None) -> bool:
+    return room.ended or (part is not None and part.settled)
 
 
 def check_rooms_are_known(

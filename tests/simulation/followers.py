@@ -312,10 +312,10 @@ class World:
 
 def apply(state: dict[Place, Counter[int]], event: object) -> None:
     if isinstance(event, BlockStored):
-        state.setdefault((event.medium or "GPU", 0), Counter()).update(event.block_hashes)
+        state.setdefault((event.medium or "GPU", 0), Counter()).update(map(int, event.block_hashes))
     elif isinstance(event, BlockRemoved):
         copies = state.setdefault((event.medium or "GPU", 0), Counter())
         for block in event.block_hashes:
-            copies[block] = max(0, copies[block] - 1)
+            copies[int(block)] = max(0, copies[int(block)] - 1)
     else:
         state.clear()

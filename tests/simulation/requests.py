@@ -46,6 +46,8 @@ class WatchedHandle(Handle):
 
     __slots__ = ("_complain",)
 
+    _complain: Callable[[str], None]
+
     def __init__(self, complain: Callable[[str], None]) -> None:
         object.__setattr__(self, "_complain", complain)
         super().__init__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 from kvgrpc.transfer.protocol.decode_core import DecodeCore
 from kvgrpc.transfer.protocol.prefill_core import PrefillCore
@@ -83,11 +84,14 @@ class Schedule(World):
                 self.at(rnd.randrange(60), lambda: self._abort(self.decodes[chosen], request))
         for number in prefills:
             if rnd.random() < 0.94:
-                self.at(rnd.choice([0, 0, 3, 20, 120]), lambda number=number: self.begin_prefill(number, request))
+                self.at(rnd.choice([0, 0, 3, 20, 120]), partial(self.begin_prefill, number, request))
                 if rnd.random() < 0.08:
-                    self.at(rnd.randrange(60), lambda number=number: self._abort(self.current[number], request))
+                    self.at(rnd.randrange(60), partial(self._abort_current, number, request))
         if rnd.random() < 0.15 and not attempt:
             self.at(rnd.randrange(40), lambda: self._request(1, room))
+
+    def _abort_current(self, number: int, request: Request) -> None:
+        self._abort(self.current[number], request)
 
     def _abort(self, process: DecodeProcess | PrefillProcess, request: Request) -> None:
         if process.state == "running":
@@ -149,4 +153,4 @@ class Schedule(World):
         for receiving in decode.receiving.values():  # a router may retry the same key
             if rnd.random() < 0.3:
                 request = receiving.request
-                self.at(rnd.randrange(10), lambda request=request: self.begin_decode(decode.number, request))
+                self.at(rnd.randrange(10), partial(self.begin_decode, decode.number, request))
