@@ -88,7 +88,7 @@ def config(rank: int = 0, **extra: object) -> HiCacheStorageConfig:
     )
 
 
-def created(pool: Any, **extra: object) -> Any:
+def created(pool: Any, **extra: Any) -> Any:
     """As SGLang attaches it."""
     storage = StorageBackendFactory.create_backend("dynamic", config(**extra), pool)
     storage.register_mem_pool_host(pool)

@@ -10,6 +10,7 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -137,7 +138,8 @@ def test_a_prefill_whose_decode_was_given_up_gives_its_pages_back(pair: VllmPair
 def test_two_hundred_requests_with_random_cancels_leave_both_pools_empty(pair: VllmPair, reference: Reference) -> None:
     draw = random.Random(4)
     cases = [reference.case(draw.choice([5, BLOCK, 70, 200])) for _ in range(20)]
-    places, wrong, finished, lock = threading.Semaphore(8), [], [0], threading.Lock()
+    places, finished, lock = threading.Semaphore(8), [0], threading.Lock()
+    wrong: list[tuple[bool, Case, Any]] = []
 
     def one(case: Case, cancel_after: float | None) -> None:
         with places:

@@ -31,7 +31,7 @@ from kvgrpc.model import Attention, Role
 
 BLOCK = 16
 AT_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "x"}
-AT_DECODE = {
+AT_DECODE: dict[str, Any] = {
     "do_remote_decode": False,
     "do_remote_prefill": True,
     "transfer_id": "x",
@@ -272,9 +272,9 @@ def test_stats_add_up_and_travel_as_plain_values() -> None:
 
 def test_another_version_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     compatibility.check_vllm()
-    monkeypatch.setattr(compatibility.metadata, "version", lambda name: "0.33.0+cu130")
+    monkeypatch.setattr("kvgrpc.engines.vllm.compatibility.metadata.version", lambda name: "0.33.0+cu130")
     compatibility.check_vllm()
-    monkeypatch.setattr(compatibility.metadata, "version", lambda name: "0.34.0")
+    monkeypatch.setattr("kvgrpc.engines.vllm.compatibility.metadata.version", lambda name: "0.34.0")
     with pytest.raises(FeatureDisabled, match=r"version 0\.34\.0; install vllm==0\.33\.0"):
         compatibility.check_vllm()
 

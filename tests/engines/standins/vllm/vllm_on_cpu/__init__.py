@@ -19,5 +19,5 @@ def register() -> None:
     import vllm_on_cpu.kernels  # noqa: F401  defines them
 
     # What vLLM's own Mooncake connector asks of an accelerator.
-    torch.accelerator.current_device_index = lambda: 0  # type: ignore[assignment]
+    torch.accelerator.current_device_index = lambda: 0
     type(current_platform).set_device = classmethod(lambda cls, device: None)

@@ -90,10 +90,10 @@ def cpu_attention_with_kv_cache(
         new = query[begin:end].transpose(0, 1).float()
         if not end - begin:
             continue
-        held = [_gather(cache, blocks[number], length, query.shape[1]) for cache in (keys, values)]
+        held_keys, held_values = (_gather(each, blocks[number], length, query.shape[1]) for each in (keys, values))
         # Token i of the new ones sees all up to itself.
         seen = torch.arange(length) <= torch.arange(length - (end - begin), length)[:, None] if causal else None
-        attended = scaled_dot_product_attention(new, *held, seen, scale=scale)
+        attended = scaled_dot_product_attention(new, held_keys, held_values, seen, scale=scale)
         result[begin:end] = attended.transpose(0, 1).to(out.dtype)
 
 
