@@ -152,7 +152,7 @@ class RankHost:
         return [hashlib.sha256(self.memory[:, page].tobytes()).digest() for page in pages]
 
     def aux_row(self, row: int) -> bytes:
-        return self.aux[row].tobytes()
+        return bytes(self.aux[row])
 
     def send(
         self, room: int, pages: Sequence[int], aux_row: int = 0, attempt: int = 0, chunk: int = 0, last: bool = True
@@ -243,13 +243,13 @@ class RankHost:
         return {str(pair.ref): pair.state.name for pair in tuple(self.rank.transfer.core.pairs.values())}
 
     def data_plane(self) -> str:
-        return self.rank.transfer.plane.name
+        return str(self.rank.transfer.plane.name)
 
     def open_writes(self) -> int:
-        return self.rank.transfer.core.open_writes
+        return int(self.rank.transfer.core.open_writes)
 
     def held_pages(self) -> int:
-        return self.rank.transfer.held_pages
+        return int(self.rank.transfer.held_pages)
 
     def registration(self) -> str:
         return self.rank.registration_state

@@ -77,10 +77,10 @@ def heard(socket: zmq.Socket[bytes], publisher: Any, batches: list[Any]) -> list
 
 
 def factory_config(engine: str, classes: Any, endpoint: str) -> Any:
-    settings = {"publisher": "kvgrpc", "endpoint": endpoint, "topic": "kv", "hwm": 1000}
+    settings: dict[str, Any] = {"publisher": "kvgrpc", "endpoint": endpoint, "topic": "kv", "hwm": 1000}
     if engine == "sglang":
         return json.dumps(settings)
-    return sys.modules["vllm.config.kv_events"].KVEventsConfig(enable_kv_cache_events=True, **settings)  # type: ignore[attr-defined]
+    return sys.modules["vllm.config.kv_events"].KVEventsConfig(enable_kv_cache_events=True, **settings)
 
 
 def test_the_engines_factory_makes_our_publisher_from_its_own_configuration(engine: tuple[str, Any]) -> None:
@@ -93,7 +93,8 @@ def test_the_engines_factory_makes_our_publisher_from_its_own_configuration(engi
         assert made.stream.dp == 3
         assert made.stream.pub_endpoint == f"inproc://made-by-{name}_dp3"
         assert made.publish(classes.KVEventBatch(1.0, []))
-        assert made.get_publisher_config() is None
+        said: Any = made
+        assert said.get_publisher_config() is None
         assert made.describe_local_source(16) is None  # no other process reaches inproc
     finally:
         made.shutdown()
@@ -102,7 +103,7 @@ def test_the_engines_factory_makes_our_publisher_from_its_own_configuration(engi
 def test_a_rank_says_where_others_on_its_host_find_it() -> None:
     made = ZmqEventPublisher(attn_dp_rank=2, endpoint="tcp://*:0", replay_endpoint="tcp://127.0.0.1:0", topic="kv")
     try:
-        source = made.describe_local_source(64)
+        source: Any = made.describe_local_source(64)
         assert source is not None
         assert source["endpoint"].startswith("tcp://127.0.0.1:")
         assert source["replay_endpoint"] == made.stream.replay_endpoint
@@ -114,7 +115,7 @@ def test_a_rank_says_where_others_on_its_host_find_it() -> None:
 def test_its_events_have_the_bytes_of_its_own_publisher(engine: tuple[str, Any], tmp_path: Path) -> None:
     name, classes = engine
     batches = batches_of(name, classes)
-    rank = {RANK_NAMES[name]: 0}
+    rank: dict[str, Any] = {RANK_NAMES[name]: 0}
     theirs = classes.ZmqEventPublisher(**rank, endpoint=f"ipc://{tmp_path}/theirs", topic="kv")
     ours = ZmqEventPublisher(**rank, endpoint=f"ipc://{tmp_path}/ours", topic="kv", clear_first=False)
     try:
@@ -140,7 +141,7 @@ def test_its_typed_reader_reads_us_as_we_are_configured_by_default(
     name, classes = engine
     if name == "vllm" and dialect == "sglang":
         pytest.skip("vLLM's class asks for lora_name, which SGLang's events do not have")
-    settings = {} if dialect is None else {"dialect": dialect}
+    settings: dict[str, Any] = {} if dialect is None else {"dialect": dialect}
     publisher = ZmqEventPublisher(2, endpoint=None, **settings)
     publisher.publish(KVEventBatch(1.0, [BlockStored([-2, 5], 7, [1, 2], 1, None, "CPU"), BlockRemoved([5], "GPU")]))
     publisher.shutdown(5)
@@ -159,9 +160,13 @@ def test_its_typed_reader_reads_us_as_we_are_configured_by_default(
 def test_its_replay_and_ours_answer_alike(engine: tuple[str, Any], tmp_path: Path, first: int) -> None:
     name, classes = engine
     batches = batches_of(name, classes)
-    rank = {RANK_NAMES[name]: 0}
+    rank: dict[str, Any] = {RANK_NAMES[name]: 0}
     answers = []
-    for kind, more in ((classes.ZmqEventPublisher, {}), (ZmqEventPublisher, {"clear_first": False})):
+    kinds: list[tuple[Any, dict[str, Any]]] = [
+        (classes.ZmqEventPublisher, {}),
+        (ZmqEventPublisher, {"clear_first": False}),
+    ]
+    for kind, more in kinds:
         where = f"ipc://{tmp_path}/{kind.__module__}{first}"
         publisher = kind(**rank, endpoint=where, replay_endpoint=where + "-replay", topic="kv", **more)
         try:

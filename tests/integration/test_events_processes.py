@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ def test_a_normal_exit_delivers_what_was_published() -> None:
         assert line_of(leaving) == "leaving"
         with pytest.raises(subprocess.TimeoutExpired):
             leaving.wait(0.3)
-        last: list[Any] = []
+        last: Sequence[Any] = []
         while AllBlocksCleared() not in last:
             assert sub.poll(int(SECONDS * 1000)), "the last batch is lost"
             last = decode_batch(sub.recv_multipart()[2]).events

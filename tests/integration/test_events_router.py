@@ -63,7 +63,7 @@ def ask(socket: zmq.Socket[bytes], first: int) -> None:
 
 def replies(socket: zmq.Socket[bytes], shape: str) -> Reply:
     """Batches by their sequence, and the frames of the end, each message of exactly this shape."""
-    batches = []
+    batches: list[tuple[int, bytes]] = []
     while True:
         frames = socket.recv_multipart()
         assert frames[0] == b""
@@ -189,8 +189,9 @@ def test_a_client_that_takes_nothing_is_left(monkeypatch: pytest.MonkeyPatch, ca
         publish(opened, *(raw(number, 50_000) for number in range(3_000)))
         ask(stuck, 0)
         wait_for(lambda: "took nothing" in caplog.text)
-        assert opened._router is not None
-        wait_for(lambda: not opened._router._replays)
+        router = opened._router
+        assert router is not None
+        wait_for(lambda: not router._replays)
 
 
 def test_a_client_that_leaves_is_forgotten() -> None:
@@ -199,8 +200,9 @@ def test_a_client_that_leaves_is_forgotten() -> None:
         with client(opened, hwm=1) as leaving:
             ask(leaving, 0)
             leaving.poll(20_000)
-        assert opened._router is not None
-        wait_for(lambda: not opened._router._replays)
+        router = opened._router
+        assert router is not None
+        wait_for(lambda: not router._replays)
         assert opened.healthy
 
 

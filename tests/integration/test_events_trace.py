@@ -107,7 +107,8 @@ async def test_followers_end_with_the_content_of_the_cache(
 
 async def test_what_is_lost_before_it_is_published_is_under_stated_and_never_wrong() -> None:
     """A queue of 8 overflows: what was lost is followed by a clear, and nothing is shown that is not cached."""
-    cache, ever = PrefixCache(500, 0), set()
+    cache = PrefixCache(500, 0)
+    ever: set[int] = set()
     settings = {"max_queue_size": 8, "buffer_steps": 50}
     async with publishing(**settings) as (publisher, address), EventFollower(address) as follower:
         taken = []

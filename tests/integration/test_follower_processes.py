@@ -159,7 +159,12 @@ def publish_for_ever(port: str, pub: str, pause: str, keep: str) -> None:
     publisher: Any = open_publisher(settings, RankRef(RankId("engine"), new_epoch()))
     LoopThread.shared().run(serve(publisher, port), SECONDS)
     paused = threading.Event()
-    threading.Thread(target=lambda: sys.stdin.readline() and paused.set(), daemon=True).start()
+
+    def pause_at_a_word() -> None:
+        sys.stdin.readline()
+        paused.set()
+
+    threading.Thread(target=pause_at_a_word, daemon=True).start()
     cache = PublishingCache(publisher)
     print(json.dumps("serving"), flush=True)
     while not paused.is_set():

@@ -179,7 +179,8 @@ class TestEnds:
             for layer in range(LAYERS):
                 signal.wait(layer, SECONDS)
         assert copies.wait_idle(SECONDS)
-        assert sorted(ack.node for ack in copies.acks()) == list(range(8))
+        nodes: list[Any] = [ack.node for ack in copies.acks()]
+        assert sorted(nodes) == list(range(8))
 
     def test_a_failed_load_ends_the_wait_and_gives_the_pages_back(
         self, copies: CopyEngine, monkeypatch: pytest.MonkeyPatch

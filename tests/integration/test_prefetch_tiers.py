@@ -12,7 +12,7 @@ import torch
 from kvgrpc.client import SyncClient
 from kvgrpc.prefetch.cache import TieredCache
 from kvgrpc.prefetch.copies.engine import CopyEngine
-from kvgrpc.prefetch.model import WritePolicy
+from kvgrpc.prefetch.model import Short, WritePolicy
 from kvgrpc.prefetch.pools.device import DevicePool
 from kvgrpc.prefetch.pools.shape import HostLayout, PageShape
 from kvgrpc.v1 import prefetch_service_pb2 as pb
@@ -69,6 +69,7 @@ def test_a_prompt_leaves_all_tiers_but_storage_and_comes_back_layer_by_layer(tie
     tokens = prompt(20)
     hashes = hashes_of(tokens)
     pages = cache.take_device(20)
+    assert not isinstance(pages, Short)
     compute(copies, pages)
     before = content(copies, pages)
     cache.insert(hashes, pages.tolist())
@@ -110,6 +111,7 @@ def test_a_device_pool_is_free_again_when_its_cache_was_closed(tmp_path: Path) -
         )
         cache, copies = parts(opened)
         pages = cache.take_device(PAGES)
+        assert not isinstance(pages, Short)
         compute(copies, pages)
         cache.insert(hashes_of(prompt(PAGES)), pages.tolist())
         opened.close()

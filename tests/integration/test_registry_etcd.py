@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest
@@ -295,7 +296,7 @@ class TestFaults:
         await here.register(row("Q"))
         await until(lambda: bool(there.known()))
         view_there.revision, seen = 1, view_there.revision  # as after a long time away
-        compact = here.store._client._open().unary_unary("/etcdserverpb.KV/Compact")
+        compact: Any = here.store._client._open().unary_unary("/etcdserverpb.KV/Compact")
         await compact(b"\x08" + bytes([seen]) if seen < 128 else b"\x08" + bytes([seen & 127 | 128, seen >> 7]))
         client._leave(client.address)
         await until(lambda: view_there.revision > 1 and there.store.warming_up_for == 0)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import psutil
 import pytest
 
@@ -22,10 +25,10 @@ WARM_UP = 5
 
 
 @contextmanager
-def opened(engine: str, role: Role, registry: str = "") -> Iterator[tuple[Rank, np.ndarray]]:
+def opened(engine: str, role: Role, registry: str = "") -> Iterator[tuple[Rank[Any], npt.NDArray[np.uint8]]]:
     plane = kvgrpc.dataplane.open_plane("shm")
     address = plane.allocate(PAGES * PAGE_BYTES)
-    memory = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * (PAGES * PAGE_BYTES)).from_address(address))
+    memory = np.ctypeslib.as_array((ctypes.c_uint8 * (PAGES * PAGE_BYTES)).from_address(address))
     pool = Pool("kv", PoolKind.KV, 16, PAGES, "float32", (Region(0, "kv", address, PAGE_BYTES, PAGE_BYTES),))
     rank = open_rank(RankConfig(engine=engine, role=role, pools=(pool,), data_plane=plane, registry=registry))
     try:
@@ -36,10 +39,10 @@ def opened(engine: str, role: Role, registry: str = "") -> Iterator[tuple[Rank, 
         assert plane.close(5.0)
 
 
-def hand_off(prefill: Rank, decode: Rank, room: int, page: int) -> None:
-    receiver = KVReceiver(decode.transfer, prefill.address, room)  # type: ignore[arg-type]
+def hand_off(prefill: Rank[Any], decode: Rank[Any], room: int, page: int) -> None:
+    receiver = KVReceiver(decode.transfer, prefill.address, room)
     receiver.init([page])
-    sender = KVSender(prefill.transfer, prefill.address, room)  # type: ignore[arg-type]
+    sender = KVSender(prefill.transfer, prefill.address, room)
     sender.init(1)
     sender.send([page])
     end = time.monotonic() + 10.0

@@ -27,10 +27,10 @@ pytestmark = [
 
 
 @pytest.fixture
-def publishing() -> Iterator[Callable[[str], Rank]]:
-    opened: list[Rank] = []
+def publishing() -> Iterator[Callable[[str], Rank[Any]]]:
+    opened: list[Rank[Any]] = []
 
-    def start(listen: str = "127.0.0.1:0") -> Rank:
+    def start(listen: str = "127.0.0.1:0") -> Rank[Any]:
         plane = kvgrpc.dataplane.open_plane("shm")
         address = plane.allocate(4096)
         pool = Pool("kv", PoolKind.KV, 16, 1, "float32", (Region(0, "kv", address, 4096, 4096),))
@@ -63,7 +63,7 @@ def tail() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
 
 
 def test_it_tails_and_goes_on_with_the_next_incarnation(
-    publishing: Callable[..., Rank], tail: Callable[[str], subprocess.Popen[str]]
+    publishing: Callable[..., Rank[Any]], tail: Callable[[str], subprocess.Popen[str]]
 ) -> None:
     rank = publishing()
     rank.events.publish(KVEventBatch(1.0, [BlockStored([LARGE, -7], None, [1, 2, 3, 4], 2, medium="GPU")]))
