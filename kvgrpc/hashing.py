@@ -12,8 +12,9 @@ import pickle
 import struct
 import sys
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Any, Protocol
 
 from kvgrpc.errors import InvalidRequest
 
@@ -22,7 +23,17 @@ _MAX_NARROW = 2**32 - 1
 _WIDE_MARK = b"\xff"
 
 
-def page_hashes(tokens: Sequence[int], page_size: int, *, after: bytes = b"", bigram: bool = False) -> list[bytes]:
+class Tokens(Protocol):
+    """A prompt's token ids: a list, a range, an array of integers (numpy's or ``array``)."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[int]: ...
+
+    def __getitem__(self, at: slice, /) -> Any: ...
+
+
+def page_hashes(tokens: Tokens, page_size: int, *, after: bytes = b"", bigram: bool = False) -> list[bytes]:
     """SGLang's page hashes (SHA-256, 32 bytes each), each over its page and the hash before it.
 
     ``after`` is the hash that the first page continues, or a seed (``storage_seed``, ``event_seed``); empty: none. With
@@ -60,7 +71,7 @@ def sglang_event_hash(page_hash: bytes) -> int:
 
 
 def block_hashes(
-    tokens: Sequence[int],
+    tokens: Tokens,
     block_size: int,
     *,
     hash_seed: str,
@@ -95,7 +106,7 @@ def vllm_event_hash(block_hash: bytes) -> int:
     return int.from_bytes(block_hash[-8:], "big")
 
 
-def _pages(tokens: Sequence[int], page_size: int, bigram: bool) -> Iterator[bytes]:
+def _pages(tokens: Tokens, page_size: int, bigram: bool) -> Iterator[bytes]:
     """What SGLang hashes of each page: 4 little-endian bytes a word, or a mark and 8 where one word needs them."""
     try:
         words = array("I", tokens)
@@ -118,7 +129,7 @@ def _pairs(words: array[int]) -> array[int]:
     return pairs
 
 
-def _wide_pages(tokens: Sequence[int], page_size: int, bigram: bool) -> Iterator[bytes]:
+def _wide_pages(tokens: Tokens, page_size: int, bigram: bool) -> Iterator[bytes]:
     _check_tokens(tokens)
     words = [int(token) for token in tokens]
     if bigram:
@@ -132,7 +143,7 @@ def _wide_pages(tokens: Sequence[int], page_size: int, bigram: bool) -> Iterator
             yield struct.pack(f"<{len(page)}I", *page)
 
 
-def _check_tokens(tokens: Sequence[int]) -> None:
+def _check_tokens(tokens: Tokens) -> None:
     for index, token in enumerate(tokens):
         # numpy's integers have __index__ too; a bool or a float is a mistake of the caller.
         if isinstance(token, bool) or not hasattr(token, "__index__") or not 0 <= token <= MAX_TOKEN:

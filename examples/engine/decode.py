@@ -6,10 +6,11 @@ import json
 import os
 import select
 import sys
+from typing import Any
 
 from memory import Memory
 
-from kvgrpc.server import KVPoll, KVReceiver, Rank, RankConfig, Role, open_decode
+from kvgrpc.server import DecodeManager, KVPoll, KVReceiver, Rank, RankConfig, Role, open_decode
 
 
 def main() -> None:
@@ -21,7 +22,7 @@ def main() -> None:
             print(json.dumps(receive(rank, memory, json.loads(line))), flush=True)
 
 
-def receive(rank: Rank, memory: Memory, request: dict) -> dict:
+def receive(rank: Rank[DecodeManager], memory: Memory, request: dict[str, Any]) -> dict[str, Any]:
     """One request from its room to its first token."""
     room, prompt, held = request["room"], request["prompt"], request["held"]
     pages = [32 + position for position in range(len(prompt))]
@@ -40,7 +41,7 @@ def receive(rank: Rank, memory: Memory, request: dict) -> dict:
             os.eventfd_read(moved)
         except BlockingIOError:
             continue
-    answer = {"room": room, "end": receiver.poll().name, "why": ""}
+    answer: dict[str, Any] = {"room": room, "end": receiver.poll().name, "why": ""}
     if receiver.poll() is KVPoll.Success:
         answer["right"] = all(memory.holds(page, value) for page, value in zip(pages, prompt, strict=True))
         answer["first_token"] = int(memory.aux[row])

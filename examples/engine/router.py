@@ -6,9 +6,10 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
-REQUESTS = [
+REQUESTS: list[dict[str, Any]] = [
     {"room": 1, "prompt": [5, 7, 9], "held": 0, "give_up": False, "seconds": 0.0},
     {"room": 2, "prompt": [1, 2, 3, 4], "held": 1, "give_up": False, "seconds": 0.0},
     {"room": 3, "prompt": [6, 6, 6], "held": 0, "give_up": True, "seconds": 0.3},
@@ -22,20 +23,23 @@ class Engine:
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self.address = self.answer()["address"]
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._questions, self._answers = self._process.stdin, self._process.stdout
+        self.address: str = self.answer()["address"]
 
-    def ask(self, request: dict) -> None:
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
+    def ask(self, request: dict[str, Any]) -> None:
+        self._questions.write(json.dumps(request) + "\n")
+        self._questions.flush()
 
-    def answer(self) -> dict:
-        line = self._process.stdout.readline()
+    def answer(self) -> dict[str, Any]:
+        line = self._answers.readline()
         if not line:
             raise SystemExit(f"an engine ended with exit code {self._process.wait()}")
-        return json.loads(line)
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def close(self) -> None:
-        self._process.stdin.close()
+        self._questions.close()
         self._process.wait(20)
 
 

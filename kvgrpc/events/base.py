@@ -30,8 +30,8 @@ class EventPublisher(ABC):
     def publish(self, batch: object) -> bool:
         """Takes a batch, which belongs to the publisher from then on. Neither blocks nor raises; False: it is lost."""
 
-    def publish_raw(self, payload: bytes) -> bool:
-        """Takes a batch that is encoded already. Neither blocks nor raises; False: it is lost."""
+    def publish_raw(self, payload: bytes | bytearray | memoryview) -> bool:
+        """Takes a batch that is encoded already, of a buffer a copy. Neither blocks nor raises; False: it is lost."""
         return False
 
     def fence(self) -> None:
@@ -57,7 +57,7 @@ class NullEventPublisher(EventPublisher):
     def publish(self, batch: object) -> bool:
         return True
 
-    def publish_raw(self, payload: bytes) -> bool:
+    def publish_raw(self, payload: bytes | bytearray | memoryview) -> bool:
         return True
 
     def shutdown(self, deadline: float = SHUTDOWN_SECONDS) -> None:

@@ -135,7 +135,7 @@ class JournalingPublisher(EventPublisher):
     def publish(self, batch: object) -> bool:
         return self._queue.put(batch)
 
-    def publish_raw(self, payload: bytes) -> bool:
+    def publish_raw(self, payload: bytes | bytearray | memoryview) -> bool:
         # A view would show what its owner writes later. What is no bytes at all is told as a hole.
         return self._queue.put(bytes(payload) if isinstance(payload, bytearray | memoryview) else payload)
 

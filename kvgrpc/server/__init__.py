@@ -14,6 +14,8 @@ from kvgrpc.server.index import IndexServer, serve_index
 from kvgrpc.server.registry import RegistryServer, serve_registry
 from kvgrpc.transfer import Align, KVPoll, KVReceiver, KVSender, room_from_transfer_id
 from kvgrpc.transfer.aux import AuxBuffer
+from kvgrpc.transfer.runtime.decode_manager import DecodeManager
+from kvgrpc.transfer.runtime.prefill_manager import PrefillManager
 
 __all__ = [
     "Align",
@@ -21,6 +23,7 @@ __all__ = [
     "CallLimits",
     "ClientSecurity",
     "Closed",
+    "DecodeManager",
     "IndexServer",
     "KVPoll",
     "KVReceiver",
@@ -29,6 +32,7 @@ __all__ = [
     "ModelIdentity",
     "Pool",
     "PoolKind",
+    "PrefillManager",
     "Rank",
     "RankConfig",
     "Region",
