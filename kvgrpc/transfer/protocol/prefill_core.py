@@ -17,6 +17,7 @@ from kvgrpc.model import RankRef
 from kvgrpc.transfer.protocol import failures
 from kvgrpc.transfer.protocol.chunks import Chunk
 from kvgrpc.transfer.protocol.fan_out import FanOut
+from kvgrpc.transfer.protocol.ownership import Ownership
 from kvgrpc.transfer.protocol.pending_rooms import PendingRooms, take_keys
 from kvgrpc.transfer.protocol.prefill_memory import EndedRecords, StreamNumbers, UnknownWrites
 from kvgrpc.transfer.protocol.prefill_pair import PrefillPair
@@ -83,9 +84,7 @@ class PrefillCore:
         self._ended = EndedRecords(self.timing.ended_record, self.bounds.ended_records)
         self._unknown = UnknownWrites(self.bounds.known_streams)
         self._numbers = StreamNumbers(self.bounds.known_streams)
-        self._unclaimed = 0
-        # Rooms that several decode ranks name, by the key of their sender.
-        self._places: dict[RoomKey, int] = {}
+        self._owners = Ownership(self.rooms, self.bounds)
 
     @property
     def open_rooms(self) -> int:
@@ -108,7 +107,7 @@ class PrefillCore:
             return None
         if room is None:
             room = self._make(key)
-        places = self._places.get(key, 1)
+        places = self._owners.places.get(key, 1)
         if places == 1:
             self._claim(room, handle)
         else:
@@ -270,39 +269,24 @@ class PrefillCore:
             self._pending.add(pair, key)
         elif room is not None and room.owner is pair:
             self._want(pair, room, entry)
-        elif (other := self._other_owner(pair, key)) is not None:
+        elif (other := self._owners.other_owner(pair, key)) is not None:
             self._answer(pair, key, failures.conflict(key, other.ref))
         elif room is not None:
             self._own(pair, room, entry)
         else:
-            error = self._full(pair)
+            error = self._owners.full(pair)
             if error is None:
                 self._own(pair, self._make(key), entry)
             else:
                 self._answer(pair, key, error)
 
-    def _other_owner(self, pair: PrefillPair, key: RoomKey) -> PrefillPair | None:
-        """Who has the room, where this pair may not name it: another one at its place, or another engine at any."""
-        if pair.places == 1 and not self._places:
-            room = self.rooms.get(key)
-            return room.owner if room is not None else None
-        for place in range(max(self._places.get(key._replace(place=0), 1), pair.places)):
-            room = self.rooms.get(key._replace(place=place))
-            owner = room.owner if room is not None else None
-            if owner is not None and (place == pair.place or not owner.serves_with(pair)):
-                return owner
-        return None
-
     def _own(self, pair: PrefillPair, room: PrefillRoom, entry: DecodeEntry) -> None:
-        """The first decode incarnation that names a room owns it, for its place (10, ownership)."""
-        room.owner = pair
-        pair.rooms.add(room.key)
+        """What follows from the first time that a decode incarnation names a room (10, ownership)."""
+        self._owners.own(pair, room)
         if pair.places > 1:
             self._expect_places(room.key._replace(place=0), pair.places)
         if not room.claimed:
-            room.unclaimed = True
-            pair.unclaimed += 1
-            self._unclaimed += 1
+            self._owners.wait_for_sender(pair, room)
             left = self.timing.ticks(entry.time_left_ms) if entry.time_left_ms else self.timing.unclaimed
             # A second early, so that decode hears the reason before its own deadline ends the room.
             ticks = min(left - self.timing.welcome_within, self.timing.unclaimed)
@@ -345,17 +329,6 @@ class PrefillCore:
                 room.forgotten = True  # a sender may still come, and fails with the record's cause
                 pair.forgotten += 1
 
-    def _full(self, pair: PrefillPair) -> KvGrpcError | None:
-        """Why decode may not name one more room before a local sender does (11, memory of the ended)."""
-        bounds = self.bounds
-        if pair.unclaimed >= bounds.unclaimed_per_session:
-            return failures.too_many("unclaimed rooms of one session", bounds.unclaimed_per_session, pair.unclaimed)
-        if self._unclaimed >= bounds.unclaimed:
-            return failures.too_many("unclaimed rooms", bounds.unclaimed, self._unclaimed)
-        if len(self.rooms) >= bounds.rooms:
-            return failures.too_many("rooms", bounds.rooms, len(self.rooms))
-        return None
-
     def _answer(self, pair: PrefillPair, key: RoomKey, error: KvGrpcError) -> None:
         """An answer that is no record: the asker keeps it until its FORGET and disturbs nobody (10, ownership)."""
         if key not in pair.answers and len(pair.answers) >= self.bounds.unclaimed:
@@ -368,9 +341,9 @@ class PrefillCore:
 
     def _expect_places(self, key: RoomKey, places: int) -> None:
         """Decode says by its layout how many of its ranks name the room."""
-        if key in self._places:
+        if key in self._owners.places:
             return
-        self._places[key] = places
+        self._owners.places[key] = places
         sender = self.rooms.get(key)
         if sender is not None and sender.claimed and sender.handle is not None:
             self._spread(sender, FanOut(sender.handle, places))
@@ -387,13 +360,6 @@ class PrefillCore:
         if failed is not None:
             self._fail_siblings(sender, failed)
 
-    def _forget_places(self, key: RoomKey) -> None:
-        """The last record of a room that several decode ranks named is gone."""
-        first = key._replace(place=0)
-        places = self._places.get(first, 0)
-        if places and not any(first._replace(place=place) in self.rooms for place in range(places)):
-            del self._places[first]
-
     def _fail_siblings(self, room: PrefillRoom, failure: Failure) -> None:
         for other in room.siblings:
             self._fail(other, failure)
@@ -406,7 +372,7 @@ class PrefillCore:
             if room.forgotten:
                 self._drop(room)
             return
-        self._wait_no_more(room)
+        self._owners.wait_no_more(room)
         self._due.set(room.key, self.now + self.timing.room_deadline)
         self._follow(room, room.claim(handle))
         if room.destination is not None:
@@ -429,7 +395,7 @@ class PrefillCore:
             if not room.key.place:
                 self._work.ended.append(room)
             self._due.clear(room.key)
-            self._wait_no_more(room)
+            self._owners.wait_no_more(room)
             if room.open_writes:
                 self._work.stops.append(room)
             else:
@@ -478,13 +444,6 @@ class PrefillCore:
         else:
             self._refuse(room, failures.nobody_came(room.key, waited))
 
-    def _wait_no_more(self, room: PrefillRoom) -> None:
-        """The room counts as one without a local sender no more."""
-        if room.unclaimed and room.owner is not None:
-            room.unclaimed = False
-            room.owner.unclaimed -= 1
-            self._unclaimed -= 1
-
     def _keep(self, room: PrefillRoom) -> None:
         """Its last change: from now on the record has its time (11, memory of the ended)."""
         self._ended.keep(room.key, self.now)
@@ -509,11 +468,11 @@ class PrefillCore:
         del self.rooms[room.key]
         if room.failure is not None and not room.key.place:
             self._work.failed.append(room)
-        if self._places:
-            self._forget_places(room.key)
+        if self._owners.places:
+            self._owners.forget_places(room.key)
         self._ended.drop(room.key)
         self._due.clear(room.key)
-        self._wait_no_more(room)
+        self._owners.wait_no_more(room)
         if room.owner is not None:
             room.owner.rooms.discard(room.key)
             room.owner.forgotten -= room.forgotten

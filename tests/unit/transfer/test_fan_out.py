@@ -209,4 +209,4 @@ def test_nothing_is_left_of_rooms_that_went_any_way() -> None:
         for number, ref in itertools.product(range(1, 8), (T0, T1)):
             side.name(Want.FORGET, key=RoomKey(number), ref=ref)
         side.ticks(TIMING.ended_record + 2)
-        assert side.core.rooms == {} and side.core._places == {} and side.core.open_writes == 0
+        assert side.core.rooms == {} and side.core._owners.places == {} and side.core.open_writes == 0

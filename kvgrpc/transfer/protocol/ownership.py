@@ -1,0 +1,71 @@
+"""Which decode incarnation has which of prefill's rooms, and how many rooms wait for a local sender. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvgrpc.errors import KvGrpcError
+from kvgrpc.transfer.protocol import failures
+from kvgrpc.transfer.protocol.prefill_pair import PrefillPair
+from kvgrpc.transfer.protocol.prefill_room import PrefillRoom
+from kvgrpc.transfer.protocol.types import Bounds, RoomKey
+
+
+class Ownership:
+    """Over the core's own table of rooms (10, ownership).
+
+    ``places``: how many decode ranks name a room, where these are several, by the key of its sender.
+    """
+
+    def __init__(self, rooms: Mapping[RoomKey, PrefillRoom], bounds: Bounds) -> None:
+        self._rooms = rooms
+        self._bounds = bounds
+        self._unclaimed = 0
+        self.places: dict[RoomKey, int] = {}
+
+    def own(self, pair: PrefillPair, room: PrefillRoom) -> None:
+        """The first decode incarnation that names a room owns it, for its place."""
+        room.owner = pair
+        pair.rooms.add(room.key)
+
+    def other_owner(self, pair: PrefillPair, key: RoomKey) -> PrefillPair | None:
+        """Who has the room, where this pair may not name it: another one at its place, or another engine at any."""
+        if pair.places == 1 and not self.places:
+            room = self._rooms.get(key)
+            return room.owner if room is not None else None
+        for place in range(max(self.places.get(key._replace(place=0), 1), pair.places)):
+            room = self._rooms.get(key._replace(place=place))
+            owner = room.owner if room is not None else None
+            if owner is not None and (place == pair.place or not owner.serves_with(pair)):
+                return owner
+        return None
+
+    def full(self, pair: PrefillPair) -> KvGrpcError | None:
+        """Why decode may not name one more room before a local sender does (11, memory of the ended)."""
+        bounds = self._bounds
+        if pair.unclaimed >= bounds.unclaimed_per_session:
+            return failures.too_many("unclaimed rooms of one session", bounds.unclaimed_per_session, pair.unclaimed)
+        if self._unclaimed >= bounds.unclaimed:
+            return failures.too_many("unclaimed rooms", bounds.unclaimed, self._unclaimed)
+        if len(self._rooms) >= bounds.rooms:
+            return failures.too_many("rooms", bounds.rooms, len(self._rooms))
+        return None
+
+    def wait_for_sender(self, pair: PrefillPair, room: PrefillRoom) -> None:
+        room.unclaimed = True
+        pair.unclaimed += 1
+        self._unclaimed += 1
+
+    def wait_no_more(self, room: PrefillRoom) -> None:
+        """The room counts as one without a local sender no more."""
+        if room.unclaimed and room.owner is not None:
+            room.unclaimed = False
+            room.owner.unclaimed -= 1
+            self._unclaimed -= 1
+
+    def forget_places(self, key: RoomKey) -> None:
+        """The last record of a room that several decode ranks named is gone."""
+        first = key._replace(place=0)
+        places = self.places.get(first, 0)
+        if places and not any(first._replace(place=place) in self._rooms for place in range(places)):
+            del self.places[first]
