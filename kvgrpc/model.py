@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -263,7 +263,38 @@ def check_pools(pools: Sequence[Pool], path: str = "pools", *, addresses: bool =
             elif addresses and not 0 < region.address <= 2**64 - pool.pages * region.page_stride_bytes:
                 rule = "a region inside the address space"
                 violations.append(Violation(f"{region_path}.address", rule, region.address))
+        if addresses and not violations:
+            violations.extend(_overlaps(pool, where))
     raise_if(violations)
+
+
+def _overlaps(pool: Pool, path: str) -> Iterator[Violation]:
+    """Regions whose pages share bytes: a page that arrives there would be another one's end.
+
+    Regions may lie in each other's gaps, as the k and v of one tensor do; then they have one stride. O(n log n): a peer
+    chooses how many there are.
+    """
+    end, cluster = 0, list[tuple[int, Region]]()
+    for number, region in sorted(enumerate(pool.regions), key=lambda each: each[1].address):
+        if region.address >= end:
+            yield from _overlaps_of(cluster, path)
+            cluster = []
+        cluster.append((number, region))
+        end = max(end, region.address + (pool.pages - 1) * region.page_stride_bytes + region.page_bytes)
+    yield from _overlaps_of(cluster, path)
+
+
+def _overlaps_of(cluster: Sequence[tuple[int, Region]], path: str) -> Iterator[Violation]:
+    """Of regions between whose first and last page there are others."""
+    if len(cluster) < 2:
+        return
+    base, stride = cluster[0][1].address, cluster[0][1].page_stride_bytes
+    places = sorted(((region.address - base) % stride, number, region) for number, region in cluster)
+    behind = [*places[1:], (places[0][0] + stride, *places[0][1:])]
+    for (place, number, region), (next_place, other, _) in zip(places, behind, strict=True):
+        if region.page_stride_bytes != stride or place + region.page_bytes > next_place:
+            rule = f"memory of its own: its pages lie among those of regions[{other}]"
+            yield Violation(f"{path}.regions[{number}].address", rule, region.address)
 
 
 def raise_if(violations: Sequence[Violation]) -> None:

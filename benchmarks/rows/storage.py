@@ -168,7 +168,7 @@ def _turn_raw(desk: Desk) -> tuple[float, float]:
 
 
 def _open_bare(desk: Desk, pages: int, page_bytes: int) -> None:
-    from kvgrpc.dataplane.mooncake.start import DEFAULTS
+    from kvgrpc.dataplane.mooncake.environment import DEFAULTS
 
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)

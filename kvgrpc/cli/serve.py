@@ -47,6 +47,13 @@ _OPTIONS = (
         help="HOST:PORT of /metrics (Prometheus), /livez and /readyz (a kubelet), over HTTP.",
     ),
     click.option(
+        "--call-limits",
+        default="",
+        metavar="JSON",
+        envvar="KVGRPC_CALL_LIMITS",
+        help="""Calls at once, of all callers and of one: '{"watches_per_caller": 32}' (docs/security.md).""",
+    ),
+    click.option(
         "--log-level",
         type=click.Choice(("DEBUG", "INFO", "WARNING", "ERROR"), case_sensitive=False),
         default="INFO",
@@ -68,11 +75,14 @@ def serves(function: Callable[..., None]) -> Callable[..., None]:
         tokens_file: str | None,
         health_without_token: bool,
         insecure: bool,
+        call_limits: str,
         log_level: str,
         **options: Any,
     ) -> None:
         from kvgrpc.observability import logging
+        from kvgrpc.rpc.interceptors import CallLimits
         from kvgrpc.rpc.security import ServerSecurity
+        from kvgrpc.settings import convert
 
         logging.configure(log_level.upper())
         security = ServerSecurity(
@@ -83,7 +93,8 @@ def serves(function: Callable[..., None]) -> Callable[..., None]:
             health_without_token=health_without_token,
             insecure=insecure,
         )
-        function(security=security, insecure=insecure, **options)
+        limits = convert("call_limits", call_limits, CallLimits) if call_limits else None
+        function(security=security, insecure=insecure, call_limits=limits, **options)
 
     for option in reversed(_OPTIONS):
         run = option(run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import click
@@ -14,6 +15,7 @@ from kvgrpc.cli.output import seconds, show_json, show_record, show_table, size
 
 if TYPE_CHECKING:
     from kvgrpc.client import SyncClient
+    from kvgrpc.v1.server_service_pb2 import ServerLimits
 
 TRANSFER = "kvgrpc.v1.TransferService"
 
@@ -33,7 +35,7 @@ def info(client: SyncClient, as_json: bool) -> None:
         ("up", seconds(max(0.0, time.time() - server.start_time.ToNanoseconds() / 1e9))),
         ("draining", server.draining),
         ("services", ", ".join(name.rpartition(".")[2] for name in server.services)),
-        *((name, limit) for name, limit in sorted(server.limits.items())),
+        *_limits(server.limits),
     ]
     if topology:
         held = f"{topology.pages_held} of at most {topology.pages_held_limit}"
@@ -60,6 +62,15 @@ def info(client: SyncClient, as_json: bool) -> None:
             for pool in topology.pools
         ]
         show_table("Pools", columns, rows, "none")
+
+
+def _limits(limits: ServerLimits) -> Iterator[tuple[str, object]]:
+    """Each with its unit."""
+    for part, message in limits.ListFields():
+        for field, value in message.ListFields():
+            shown = seconds(value.ToMilliseconds() / 1000) if field.message_type else value
+            name = field.name.removeprefix("max_").replace("_", " ")
+            yield f"{part.name}: {name}", size(value) if name.endswith(" bytes") else shown
 
 
 @click.command()

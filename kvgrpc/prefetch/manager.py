@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvgrpc.errors import FeatureDisabled, ServerDraining, WrongRank
-from kvgrpc.model import Layout, RankId, RankRef
+from kvgrpc.model import Layout, RankId, RankRef, Role
 from kvgrpc.prefetch.agreement.leader import LeaderAgreement
 from kvgrpc.prefetch.agreement.member import FindLeader, JoinedAgreement, OpenChannel, Spawn, StartOrder
 from kvgrpc.prefetch.agreement.votes import Agreement, AloneAgreement
@@ -38,9 +38,11 @@ class PrefetchManager:
         config: PrefetchConfig,
         rank: RankRef,
         layout: Layout | None = None,
+        role: Role = Role.PREFILL,
     ) -> None:
         self.config = config
         self.rank = rank
+        self.role = role
         self.layout = layout or Layout()
         self.namespace = _namespace(config, rank.rank, self.layout)
         self.host = HostPool(config.shape, config.host_pages, config.host_layout)

@@ -5,25 +5,29 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from kvgrpc.errors import FeatureDisabled, InvalidRequest, ServerDraining, StorageFailed, TooManyRequests
 from kvgrpc.paging import numbers_token, read_numbers_token
 from kvgrpc.prefetch import wire
 from kvgrpc.prefetch.controller.operation import Operation
+from kvgrpc.prefetch.controller.operations import MAX_OPEN_PAGES
 from kvgrpc.prefetch.manager import PrefetchManager
 from kvgrpc.prefetch.model import Tier
+from kvgrpc.prefetch.shares import CallerShares
+from kvgrpc.rpc.blocking import BlockingCalls
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceServicer
 from kvgrpc.wire import rank_ref_to_pb
 
 MAX_WATCHES = 256
 MAX_WATCHED = 1_000
-MAX_BLOCKING = 64
+MAX_BLOCKING, MAX_BLOCKING_OF_A_CALLER = 64, 16
 MAX_PIN_SECONDS = 3600.0
 HEARTBEAT_SECONDS = 1.0
 _THREADS = 4
+# One caller may have a quarter of the operations, and of their pages.
+_PART_OF_A_CALLER = 4
 _DEFAULT_PAGE, _LARGEST_PAGE = 100, 1000
 _OPERATIONS_OF_A_MESSAGE = 256
 # Changes of one operation come in bursts; a watcher needs the latest only.
@@ -40,8 +44,15 @@ class PrefetchServicer(PrefetchServiceServicer):
 
     def __init__(self, manager: PrefetchManager) -> None:
         self._manager = manager
-        self._threads = ThreadPoolExecutor(_THREADS, "kvgrpc-prefetch-call")
-        self._blocking = 0
+        self._blocking = BlockingCalls(
+            "prefetch-call",
+            "calls that ask storage",
+            threads=_THREADS,
+            most=MAX_BLOCKING,
+            per_caller=MAX_BLOCKING_OF_A_CALLER,
+        )
+        operations = max(1, manager.config.limits.operations // _PART_OF_A_CALLER)
+        self._shares = CallerShares(operations, MAX_OPEN_PAGES // _PART_OF_A_CALLER)
         self._watches: set[asyncio.Event] = set()
         self._draining = False
 
@@ -54,7 +65,7 @@ class PrefetchServicer(PrefetchServiceServicer):
 
     def close(self) -> None:
         """Lets go of the threads; calls that still run on them are left behind."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._blocking.close()
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
         hashes = await self._hashes(request.pages)
@@ -70,24 +81,30 @@ class PrefetchServicer(PrefetchServiceServicer):
         )
 
     async def StartPrefetch(self, request: pb.StartPrefetchRequest, context: Any) -> pb.StartPrefetchResponse:
+        hashes = await self._hashes(request.pages)
+        self._shares.check(len(hashes))
         operation = self._manager.start_prefetch(
-            await self._hashes(request.pages),
+            hashes,
             request_id=wire.text_from_pb("request_id", request.request_id),
             priority=request.priority,
             tenant=wire.text_from_pb("tenant", request.tenant) or request.pages.extra_key[: wire.MAX_TEXT],
             extra_key=request.pages.extra_key,
             timeout=wire.timeout_from_pb(request),
         )
+        self._shares.add(operation)
         return pb.StartPrefetchResponse(operation=self._to_pb(operation))
 
     async def StartBackup(self, request: pb.StartBackupRequest, context: Any) -> pb.StartBackupResponse:
+        hashes = await self._hashes(request.pages)
+        self._shares.check(len(hashes))
         operation = self._manager.start_backup(
-            await self._hashes(request.pages),
+            hashes,
             request_id=wire.text_from_pb("request_id", request.request_id),
             priority=request.priority,
             tenant=wire.text_from_pb("tenant", request.tenant) or request.pages.extra_key[: wire.MAX_TEXT],
             timeout=wire.timeout_from_pb(request),
         )
+        self._shares.add(operation)
         return pb.StartBackupResponse(operation=self._to_pb(operation))
 
     async def TerminatePrefetch(
@@ -113,12 +130,12 @@ class PrefetchServicer(PrefetchServiceServicer):
         with self._listening() as wake:
             seen = book.revision
             wanted = {operation.operation_id for operation in named}
-            ended: set[str] = set()
+            left = set(wanted)
             for message in self._chunks(named or (book.open() if request.open_only else book.all())):
-                ended.update(each.operation_id for each in message.operations if each.quiescent)
+                left.difference_update(each.operation_id for each in message.operations if each.quiescent)
                 yield message
             yield pb.WatchOperationsResponse(complete=True)
-            while not (wanted and wanted <= ended):
+            while left or not wanted:
                 woken = await _wait(wake, HEARTBEAT_SECONDS)
                 if self._draining:
                     raise ServerDraining("the rank drains; ask again elsewhere", retry_after=1.0)
@@ -126,7 +143,7 @@ class PrefetchServicer(PrefetchServiceServicer):
                 seen, before = book.revision, seen
                 changed = [each for each in book.changed_since(before) if not wanted or each.operation_id in wanted]
                 for message in self._chunks(changed):
-                    ended.update(each.operation_id for each in message.operations if each.quiescent)
+                    left.difference_update(each.operation_id for each in message.operations if each.quiescent)
                     yield message
                 if not woken:
                     yield pb.WatchOperationsResponse()
@@ -202,7 +219,7 @@ class PrefetchServicer(PrefetchServiceServicer):
                 f"{self._manager.rank} leads no replica of several ranks",
                 metadata={"feature": "rank agreement", "howToEnable": "dial the rank with pp = cp = tp = 0"},
             )
-        await leader.serve(context)
+        await leader.serve(context, self._manager.role)
 
     async def _hashes(self, pages: pb.PromptPages) -> tuple[str, ...]:
         page_tokens = self._manager.config.shape.page_tokens
@@ -212,22 +229,13 @@ class PrefetchServicer(PrefetchServiceServicer):
 
     async def _block(self, call: Callable[[], T]) -> T:
         """Runs it on one of the threads; what a backend raises that is none of ours is STORAGE_FAILED."""
-        if self._blocking >= MAX_BLOCKING:
-            raise TooManyRequests(
-                f"{self._blocking} calls wait for storage already",
-                metadata={"limit": MAX_BLOCKING, "value": self._blocking + 1, "scope": "calls that ask storage"},
-                retry_after=1.0,
-            )
-        self._blocking += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+            return await self._blocking.run(call)
         except OSError as error:
             storage = self._manager.storage
             name = "storage" if storage is None else storage.name
             text = f"{name}: {type(error).__name__}: {error}"
             raise StorageFailed(text, metadata={"backend": name, "status": "FAILED"}) from error
-        finally:
-            self._blocking -= 1
 
     def _to_pb(self, operation: Operation, *, with_pages: bool = True) -> pb.CacheOperation:
         return wire.operation_to_pb(self._manager.controller.book.row(operation, with_pages=with_pages), time.time())
@@ -243,7 +251,8 @@ class PrefetchServicer(PrefetchServiceServicer):
         ]
 
     def _listening(self, only: Operation | None = None) -> _Listening:
-        if len(self._watches) >= MAX_WATCHES:
+        # Whoever ends an operation waits a bounded time for it: watchers do not lock them out.
+        if only is None and len(self._watches) >= MAX_WATCHES:
             raise TooManyRequests(
                 f"{len(self._watches)} watches are served already",
                 metadata={"limit": MAX_WATCHES, "value": len(self._watches) + 1, "scope": "watches of operations"},

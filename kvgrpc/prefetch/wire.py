@@ -14,12 +14,18 @@ from kvgrpc.wire import failure_to_pb
 
 MAX_TOKENS = 1 << 20
 MAX_TEXT = 128
+# Of extra_key and cache_salt, which are kept with the pages that they name.
+MAX_KEY_TEXT = 1024
 MAX_TIMEOUT = 3600.0
 _HASH_BYTES = 32
 
 
 def pages_from_pb(message: pb.PromptPages, page_tokens: int) -> tuple[str, ...]:
     """The page hashes of a prompt in hexadecimal, hashed here where tokens were sent."""
+    for field in ("extra_key", "cache_salt"):
+        if len(getattr(message, field)) > MAX_KEY_TEXT:
+            text = f"{len(getattr(message, field))} characters"
+            raise InvalidRequest.of(f"pages.{field}", text, f"at most {MAX_KEY_TEXT} characters")
     if bool(message.tokens) == bool(message.page_hashes):
         given = "both" if message.tokens else "neither"
         raise InvalidRequest.of("pages", given, "tokens or page_hashes, one of the two")
@@ -137,7 +143,8 @@ def vote_to_pb(vote: Vote) -> pb.AgreementVote:
 
 
 def vote_from_pb(message: pb.AgreementVote) -> Vote:
-    return Vote(message.operation_id, _stage(message.stage), message.pages, _stop(message.stop))
+    key = text_from_pb("votes.operation_id", message.operation_id)
+    return Vote(key, _stage(message.stage), message.pages, _stop(message.stop))
 
 
 def decision_to_pb(decision: Decision) -> pb.AgreementDecision:

@@ -17,11 +17,12 @@ from kvgrpc.registry.addresses import peer_is_local
 from kvgrpc.registry.model import BEFORE_ALL, EngineChange, RankRow, ResolvedEngine, coordinates_of
 from kvgrpc.registry.store.base import Store
 from kvgrpc.registry.watching import Watching
-from kvgrpc.rpc.callers import check_speaker
+from kvgrpc.rpc.callers import check_scope, check_speaker
 from kvgrpc.rpc.waiters import Waiters
 from kvgrpc.rpc.waiting import longest_wait
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1 import registry_service_pb2_grpc
+from kvgrpc.v1.server_service_pb2 import RegistryLimits
 
 DEFAULT_PAGE = 100
 MAX_PAGE = 1_000
@@ -67,14 +68,14 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
         self._draining = False
 
     @property
-    def limits(self) -> dict[str, int]:
+    def limits(self) -> RegistryLimits:
         """What GetServerInfo says of a registry."""
-        return {
-            "maxPageSize": MAX_PAGE,
-            "maxRowsPerRequest": wire.MAX_ROWS_PER_REQUEST,
-            "maxLeasesPerRequest": wire.MAX_LEASES_PER_REQUEST,
-            "leaseTtlMs": self._ttl.ToMilliseconds(),
-        }
+        return RegistryLimits(
+            max_page_size=MAX_PAGE,
+            max_rows_per_request=wire.MAX_ROWS_PER_REQUEST,
+            max_leases_per_request=wire.MAX_LEASES_PER_REQUEST,
+            lease_ttl=self._ttl,
+        )
 
     async def start(self) -> None:
         """Starts to count time; leases do not run out before."""
@@ -118,7 +119,11 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
             self._streams.discard(drained)
 
     async def Deregister(self, request: pb.DeregisterRequest, context: _Context) -> pb.DeregisterResponse:
-        return pb.DeregisterResponse(removed=await self.store.deregister(wire.refs_to_deregister(request)))
+        refs = wire.refs_to_deregister(request)
+        for index, ref in enumerate(refs):
+            engine = self.store.table.find(ref.rank.engine, None) if ref.rank.engine else None
+            check_scope(ref, None if engine is None else engine.role, f"ranks[{index}]")
+        return pb.DeregisterResponse(removed=await self.store.deregister(refs))
 
     async def GetEngine(self, request: pb.GetEngineRequest, context: _Context) -> pb.GetEngineResponse:
         question = f"GetEngine {request.engine}"

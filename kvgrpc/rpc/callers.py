@@ -71,20 +71,25 @@ def check_speaker(ref: RankRef, role: Role, field: str) -> None:
     Raises IdentityMismatch where the caller's token or certificate is another rank's, InvalidRequest for an epoch more
     than ten minutes ahead of our clock: it would fence every later incarnation.
     """
-    known = caller()
-    engine = ref.rank.engine
-    matches = not known.engines or fnmatch.fnmatchcase(engine, known.engines)
-    if not matches or known.engine_role not in (None, role):
-        wanted = "" if known.engine_role is None else f", {known.engine_role.name.lower()} only"
-        scope = f"{known.engines or '*'}{wanted}"
-        raise IdentityMismatch(
-            f"{field}: {known.name} may speak for {scope}, not for {role.name.lower()} of {engine}",
-            metadata={"rank": ref.rank, "caller": known.name, "scope": scope},
-        )
+    check_scope(ref, role, field)
     ahead = ref.epoch / 1e6 - time.time()
     if ahead > MAX_CLOCK_SKEW_SECONDS:
         rule = f"at most {MAX_CLOCK_SKEW_SECONDS / 60:g} minutes ahead of this host's clock (Unix microseconds)"
         raise InvalidRequest.of(f"{field}.epoch", ref.epoch, rule)
+
+
+def check_scope(ref: RankRef, role: Role | None, field: str) -> None:
+    """Raises IdentityMismatch where the caller's token or certificate is another rank's. ``role``: None if unknown."""
+    known, engine = caller(), ref.rank.engine
+    matches = not known.engines or fnmatch.fnmatchcase(engine, known.engines)
+    if not matches or (role is not None and known.engine_role not in (None, role)):
+        wanted = "" if known.engine_role is None else f", {known.engine_role.name.lower()} only"
+        scope = f"{known.engines or '*'}{wanted}"
+        what = "" if role is None else f"{role.name.lower()} of "
+        raise IdentityMismatch(
+            f"{field}: {known.name} may speak for {scope}, not for {what}{engine}",
+            metadata={"rank": ref.rank, "caller": known.name, "scope": scope},
+        )
 
 
 def glob_escape(text: str) -> str:

@@ -21,13 +21,26 @@ SERVER_SHORTEST_PING_MILLISECONDS = 10_000
 # Parsing a request holds the event loop. Of the unary methods only these may take all that the server takes; names of
 # services that are not here have a bound of their own at the server.
 _SMALL_BYTES = 64 * 1024
-_SMALL_SERVICES = ("RegistryService", "TransferService", "EventService", "ServerService")
+_SMALL_SERVICES = (
+    "RegistryService",
+    "TransferService",
+    "EventService",
+    "ServerService",
+    "IndexService",
+    "PrefetchService",
+)
 _LARGE_METHODS = {
     "/kvgrpc.v1.RegistryService/Register": MAX_MESSAGE_BYTES,
     "/kvgrpc.v1.RegistryService/Deregister": 1024 * 1024,
     "/kvgrpc.v1.RegistryService/ResolveRanks": 1024 * 1024,
     "/kvgrpc.v1.TransferService/LocateRooms": 256 * 1024,
     "/kvgrpc.v1.TransferService/GetRank": 1024 * 1024,
+    # 2^20 tokens, or 65,536 hashes.
+    "/kvgrpc.v1.IndexService/Score": LARGEST_REQUEST_BYTES,
+    "/kvgrpc.v1.PrefetchService/Lookup": LARGEST_REQUEST_BYTES,
+    "/kvgrpc.v1.PrefetchService/StartPrefetch": LARGEST_REQUEST_BYTES,
+    "/kvgrpc.v1.PrefetchService/StartBackup": LARGEST_REQUEST_BYTES,
+    "/kvgrpc.v1.PrefetchService/PinPages": LARGEST_REQUEST_BYTES,
 }
 
 Options = tuple[tuple[str, int | str], ...]

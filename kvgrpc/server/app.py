@@ -34,7 +34,7 @@ from kvgrpc.server.closing import ClosingTime
 from kvgrpc.server.config import RankConfig
 from kvgrpc.server.listener import Listener
 from kvgrpc.server.opening import cache_of, dialled_endpoint, plane_of, publisher_of, watch_limit
-from kvgrpc.server.servicer import ServerInfo, ServerServicer, transfer_limits
+from kvgrpc.server.servicer import ServerInfo, ServerServicer, limits_to_pb, rank_limits
 from kvgrpc.server.status import RankStatus
 from kvgrpc.transfer.protocol.types import Target
 from kvgrpc.transfer.runtime.decode_manager import DecodeManager
@@ -44,6 +44,7 @@ from kvgrpc.transfer.runtime.resolve import PrefillEngine
 from kvgrpc.transfer.servicer import TransferServicer
 from kvgrpc.v1.event_service_pb2_grpc import add_EventServiceServicer_to_server
 from kvgrpc.v1.prefetch_service_pb2_grpc import add_PrefetchServiceServicer_to_server
+from kvgrpc.v1.server_service_pb2 import ServerLimits
 from kvgrpc.v1.server_service_pb2_grpc import add_ServerServiceServicer_to_server
 from kvgrpc.v1.transfer_service_pb2_grpc import add_TransferServiceServicer_to_server
 
@@ -116,6 +117,7 @@ class Rank(Generic[Transfer]):
             replace(config.bounds, held_pages=min(config.bounds.held_pages, _quarter_of_the_pool(config))),
             config.max_frame_bytes,
             model=config.model,
+            refusal_proves_death=config.refusal_proves_death,
         )
         manager: PrefillManager | DecodeManager
         if config.role is Role.PREFILL:
@@ -349,7 +351,11 @@ class Rank(Generic[Transfer]):
             services=tuple(names),
             rank=self.ref,
             role=self.config.role,
-            limits=transfer_limits(self.transfer.config) | ({} if self._registry is None else self._registry.limits),
+            limits=ServerLimits(
+                calls=limits_to_pb(self.config.call_limits),
+                rank=rank_limits(self.transfer.config),
+                registry=None if self._registry is None else self._registry.limits,
+            ),
         )
 
         def draining() -> bool:

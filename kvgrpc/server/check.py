@@ -41,6 +41,7 @@ _KINDS: tuple[tuple[str, type, str], ...] = (
     ("model", ModelIdentity, "a kvgrpc.model.ModelIdentity"),
     *((name, SupportsIndex, "a whole number") for name in ("dp", "pp", "cp", "tp", "max_frame_bytes")),
     *((name, str, "text") for name in ("device", "listen", "advertise", "registry", "metrics_listen")),
+    *((name, bool, "True or False") for name in ("engine_selects_dp", "refusal_proves_death")),
     ("server_security", ServerSecurity, "a kvgrpc.rpc.security.ServerSecurity"),
     ("client_security", ClientSecurity, "a kvgrpc.rpc.security.ClientSecurity"),
     ("timing", Timing, "a kvgrpc.transfer.protocol.types.Timing"),
@@ -89,6 +90,13 @@ def check_lease_ttl(seconds: object) -> None:
     raise_if(list(_wrong_lease_ttl(seconds)))
 
 
+def check_call_limits(limits: object) -> None:
+    """Raises InvalidRequest for what is no CallLimits, and for a limit below 1. None: the defaults."""
+    if limits is not None and not isinstance(limits, CallLimits):
+        raise InvalidRequest.of("call_limits", limits, "a kvgrpc.server.CallLimits")
+    raise_if(list(_wrong_limits(limits or CallLimits())))
+
+
 def events_refused(config: RankConfig, error: ValueError) -> InvalidRequest:
     """The typed form of what the events' own configuration raises, which the engines' tests expect as ValueError."""
     rule = str(error)
@@ -106,7 +114,7 @@ def _wrong_kinds(config: RankConfig) -> Iterator[Violation]:
 def _of_kinds(holder: object, kinds: tuple[tuple[str, type, str], ...], path: str) -> Iterator[Violation]:
     for name, kind, rule in kinds:
         value = getattr(holder, name)
-        if not isinstance(value, kind) or isinstance(value, bool):
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             # What stands where security should be may hold a token.
             yield Violation(path + name, rule, type(value) if name.endswith("_security") else value)
 
@@ -151,13 +159,17 @@ def _out_of_range(config: RankConfig) -> Iterator[Violation]:
     for each in fields(Bounds):
         if not _is_count(value := getattr(config.bounds, each.name)):
             yield Violation(f"bounds.{each.name}", "a whole number, at least 1", value)
-    for each in fields(CallLimits):
-        if not _is_count(value := getattr(config.call_limits, each.name)):
-            yield Violation(f"call_limits.{each.name}", "a whole number, at least 1", value)
+    yield from _wrong_limits(config.call_limits)
     for index, buffer in enumerate(config.aux):
         for each in fields(AuxBuffer):
             if not _is_count(value := getattr(buffer, each.name)):
                 yield Violation(f"aux[{index}].{each.name}", "a whole number, at least 1", value)
+
+
+def _wrong_limits(limits: CallLimits) -> Iterator[Violation]:
+    for each in fields(CallLimits):
+        if not _is_count(value := getattr(limits, each.name)):
+            yield Violation(f"call_limits.{each.name}", "a whole number, at least 1", value)
 
 
 def _wrong_timing(timing: Timing) -> Iterator[Violation]:

@@ -44,6 +44,9 @@ class RankConfig:
         admin_listen: addresses that serve the same besides ``listen``, for people: "unix:/path".
         metrics_listen: "host:port" for Prometheus' ``/metrics`` and a kubelet's ``/livez`` and ``/readyz``, over HTTP;
             empty: none.
+        refusal_proves_death: whether a dial that is refused proves that nobody writes at a prefill's address any more;
+            False where a firewall, a proxy or a Service may refuse in its place: pages are held then until the
+            prefill, or its next incarnation, answers.
         start_timeout: seconds that opening may take, registration included.
         resolve_timeout: seconds that a receiver's registry may take to answer READY.
         lease_ttl: seconds, of an embedded registry.
@@ -73,6 +76,7 @@ class RankConfig:
     client_security: ClientSecurity = field(default_factory=ClientSecurity)
     admin_listen: tuple[str, ...] = ()
     metrics_listen: str = ""
+    refusal_proves_death: bool = True
     start_timeout: float = 30.0
     resolve_timeout: float = 30.0
     lease_ttl: float = 10.0
@@ -139,7 +143,7 @@ _KINDS: dict[str, Any] = {
     **dict.fromkeys(("bootstrap_allow", "admin_listen"), tuple[str, ...]),
     **dict.fromkeys(("start_timeout", "resolve_timeout", "lease_ttl"), float),
     **dict.fromkeys(_SECURITY, str),
-    **dict.fromkeys(("insecure", "health_without_token", "places_rooms"), bool),
+    **dict.fromkeys(("insecure", "health_without_token", "refusal_proves_death", "engine_selects_dp"), bool),
     **dict.fromkeys(("data_plane", "events", "server_security", "client_security"), object),
     **dict.fromkeys(("dp", "pp", "cp", "tp", "max_frame_bytes"), int),
     "role": Role,

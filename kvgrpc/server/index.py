@@ -14,11 +14,14 @@ from kvgrpc.errors import InvalidRequest
 from kvgrpc.events.following.index_servicer import MAX_BLOCKS, MAX_TOKENS, IndexServicer
 from kvgrpc.net import check_listen
 from kvgrpc.observability.http import StatusServer
+from kvgrpc.rpc.interceptors import Admission, CallLimits
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
+from kvgrpc.server.check import check_call_limits
 from kvgrpc.server.listener import Listener
-from kvgrpc.server.servicer import ServerInfo, ServerServicer
+from kvgrpc.server.servicer import ServerInfo, ServerServicer, limits_to_pb
 from kvgrpc.v1.index_service_pb2_grpc import add_IndexServiceServicer_to_server
+from kvgrpc.v1.server_service_pb2 import IndexLimits, ServerLimits
 from kvgrpc.v1.server_service_pb2_grpc import add_ServerServiceServicer_to_server
 
 _SERVICES = ("kvgrpc.v1.IndexService", "kvgrpc.v1.ServerService")
@@ -43,11 +46,13 @@ class IndexServer:
         security: ServerSecurity | None = None,
         client_security: ClientSecurity | None = None,
         metrics_listen: str = "",
+        call_limits: CallLimits | None = None,
     ) -> None:
         if not registry and not sources:
             raise InvalidRequest.of("registry", registry, "the address of a registry, or sources must name ranks")
         for address in listen:
             check_listen(address)
+        check_call_limits(call_limits)
         self.address = ""
         self.metrics_address = ""
         self._metrics_listen = metrics_listen
@@ -57,7 +62,8 @@ class IndexServer:
         self._listen = tuple(listen)
         self._security = security or ServerSecurity()
         self._servicer = IndexServicer(self.index)
-        self._listener = Listener(health_checks={_SERVICES[0]: lambda: self.index.healthy})
+        self._call_limits = call_limits or CallLimits()
+        self._listener = Listener({_SERVICES[0]: lambda: self.index.healthy}, Admission(self._call_limits))
         self._loop = LoopThread.shared()
 
     def open(self) -> IndexServer:
@@ -93,11 +99,13 @@ class IndexServer:
     async def _close(self) -> None:
         await self.drain(0.0)
         await self._listener.stop(1.0)
+        self._servicer.close()
         await self.index.close()
 
     def _add_servicers(self, server: grpc.aio.Server) -> Sequence[str]:
         add_IndexServiceServicer_to_server(self._servicer, server)
-        limits = {"maxScoreBlocks": MAX_BLOCKS, "maxScoreTokens": MAX_TOKENS}
+        index = IndexLimits(max_score_blocks=MAX_BLOCKS, max_score_tokens=MAX_TOKENS)
+        limits = ServerLimits(calls=limits_to_pb(self._call_limits), index=index)
         info = ServerInfo(version=kvgrpc.__version__, services=_SERVICES, limits=limits)
         add_ServerServiceServicer_to_server(ServerServicer(info, self, lambda: self._listener.draining), server)
         return _SERVICES
@@ -112,6 +120,7 @@ def serve_index(
     security: ServerSecurity | None = None,
     client_security: ClientSecurity | None = None,
     metrics_listen: str = "",
+    call_limits: CallLimits | None = None,
     on_ready: Callable[[IndexServer], None] = lambda server: None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then drains. For the main thread of a process; ``on_ready`` gets the server."""
@@ -126,6 +135,7 @@ def serve_index(
         security=security,
         client_security=client_security,
         metrics_listen=metrics_listen,
+        call_limits=call_limits,
     ).open()
     on_ready(server)
     while not stopped.wait(1.0):

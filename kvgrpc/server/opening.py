@@ -77,7 +77,7 @@ def cache_of(config: RankConfig, rank: RankRef, publisher: EventPublisher) -> Pr
     page_tokens = wanted.shape.page_tokens
     if wanted.listener is None and publisher.stream is not None:
         wanted = replace(wanted, listener=tier_events(publisher, page_tokens))
-    manager = PrefetchManager(wanted, rank, config.layout)
+    manager = PrefetchManager(wanted, rank, config.layout, config.role)
     if publisher.stream is not None:
         manager.controller.book.listen(lambda operation: storage_events(publisher, page_tokens, operation))
     return manager

@@ -19,9 +19,10 @@ from kvgrpc.registry.store.memory import MemoryStore
 from kvgrpc.rpc.interceptors import Admission, CallLimits
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
-from kvgrpc.server.check import check_lease_ttl
+from kvgrpc.server.check import check_call_limits, check_lease_ttl
 from kvgrpc.server.listener import Listener
-from kvgrpc.server.servicer import ServerInfo, ServerServicer
+from kvgrpc.server.servicer import ServerInfo, ServerServicer, limits_to_pb
+from kvgrpc.v1.server_service_pb2 import ServerLimits
 from kvgrpc.v1.server_service_pb2_grpc import add_ServerServiceServicer_to_server
 
 logger = logging.getLogger(__name__)
@@ -34,8 +35,9 @@ class RegistryServer:
     """A registry on a port of its own. ``open`` and ``close`` block; ``address`` and ``metrics_address`` are as bound.
 
     ``metrics_listen``: "host:port" of ``/metrics``, ``/livez`` and ``/readyz``; empty: none. ``store``: where the rows
-    are; in its own memory unless given, with leases of ``lease_ttl`` seconds. Raises InvalidRequest for what is no
-    address and for a ``lease_ttl`` outside 1 to 600.
+    are; in its own memory unless given, with leases of ``lease_ttl`` seconds. ``call_limits``: how many calls run at
+    once, of all callers and of one. Raises InvalidRequest for what is no address, for a ``lease_ttl`` outside 1 to 600
+    and for a limit below 1.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class RegistryServer:
         call_limits: CallLimits | None = None,
     ) -> None:
         check_lease_ttl(lease_ttl)
+        check_call_limits(call_limits)
         for address in listen:
             check_listen(address)
         self.address = ""
@@ -59,7 +62,8 @@ class RegistryServer:
         self._security = security or ServerSecurity()
         self._servicer = RegistryServicer(store or MemoryStore(ttl=lease_ttl))
         checks = {_SERVICES[0]: lambda: self._servicer.healthy}
-        self._listener = Listener(checks, Admission(call_limits))
+        self._call_limits = call_limits or CallLimits()
+        self._listener = Listener(checks, Admission(self._call_limits))
         self._loop = LoopThread.shared()
 
     def open(self) -> RegistryServer:
@@ -100,7 +104,8 @@ class RegistryServer:
 
     def _add_servicers(self, server: grpc.aio.Server) -> Sequence[str]:
         add_registry_to_server(self._servicer, server)
-        info = ServerInfo(version=kvgrpc.__version__, services=_SERVICES, limits=self._servicer.limits)
+        limits = ServerLimits(calls=limits_to_pb(self._call_limits), registry=self._servicer.limits)
+        info = ServerInfo(version=kvgrpc.__version__, services=_SERVICES, limits=limits)
         add_ServerServiceServicer_to_server(ServerServicer(info, self, lambda: self._listener.draining), server)
         return _SERVICES
 
@@ -114,6 +119,7 @@ def serve_registry(
     etcd: Sequence[str] = (),
     etcd_prefix: str = "",
     etcd_security: ClientSecurity | None = None,
+    call_limits: CallLimits | None = None,
     on_ready: Callable[[RegistryServer], None] = lambda server: None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then drains. For the main thread of a process; ``on_ready`` gets the server.
@@ -126,7 +132,7 @@ def serve_registry(
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
-    server = RegistryServer([listen], security, lease_ttl, metrics_listen, store).open()
+    server = RegistryServer([listen], security, lease_ttl, metrics_listen, store, call_limits).open()
     on_ready(server)
     while not stopped.wait(1.0):
         continue

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import RankRef, Role
+from kvgrpc.rpc.interceptors import CallLimits
+from kvgrpc.transfer.protocol.types import Bounds
 from kvgrpc.transfer.runtime.manager import TransferConfig
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import server_service_pb2 as pb
@@ -30,19 +32,26 @@ class Drainable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What GetServerInfo says. ``limits``: bounds by lowerCamelCase name."""
+    """What GetServerInfo says."""
 
     version: str
     services: Sequence[str]
     rank: RankRef | None = None
     role: Role | None = None
-    limits: Mapping[str, int] = field(default_factory=dict)
+    limits: pb.ServerLimits = field(default_factory=pb.ServerLimits)
 
 
-def transfer_limits(config: TransferConfig) -> dict[str, int]:
-    """The bounds of a rank: "maxFrameBytes", and each field of Bounds as "maxRooms", "maxHeldPages"."""
-    bounds = {f"max{name.title().replace('_', '')}": value for name, value in asdict(config.bounds).items()}
-    return {"maxFrameBytes": config.max_frame_bytes, **bounds}
+def rank_limits(config: TransferConfig) -> pb.RankLimits:
+    """The bounds of a rank."""
+    message = pb.RankLimits(max_frame_bytes=config.max_frame_bytes)
+    for each in fields(Bounds):
+        setattr(message, f"max_{each.name}", min(getattr(config.bounds, each.name), 2**32 - 1))
+    return message
+
+
+def limits_to_pb(limits: CallLimits) -> pb.CallLimits:
+    """The bounds of a server's calls."""
+    return pb.CallLimits(**{each.name: min(getattr(limits, each.name), 2**32 - 1) for each in fields(CallLimits)})
 
 
 class ServerServicer(ServerServiceServicer):

@@ -274,7 +274,9 @@ class PromptPages(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     BIGRAM_FIELD_NUMBER: _builtins.int
     extra_key: _builtins.str
-    """Namespace within the model, such as a LoRA; part of the hash of the first page. Absent differs from empty."""
+    """Namespace within the model, such as a LoRA; part of the hash of the first page. Absent differs from empty. At most
+    1,024 characters, as the salt.
+    """
     cache_salt: _builtins.str
     """Salt of a tenant; part of the hash of the first page."""
     bigram: _builtins.bool

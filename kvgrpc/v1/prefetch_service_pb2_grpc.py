@@ -95,7 +95,8 @@ class PrefetchServiceServicer(object):
 
     def Lookup(self, request, context):
         """Tells how many leading pages are where. Storage is asked, device and host are tables in memory.
-        Roles: rank, consumer, operator. Errors: INVALID_REQUEST, STORAGE_FAILED, PEER_UNREACHABLE (storage does not answer).
+        Roles: rank, consumer, operator. Errors: INVALID_REQUEST, TOO_MANY_REQUESTS, STORAGE_FAILED, PEER_UNREACHABLE (storage does not
+        answer).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -175,7 +176,8 @@ class PrefetchServiceServicer(object):
     def JoinAgreement(self, request_iterator, context):
         """For the other ranks of a replica: votes up; starts and decisions down, keyed by operation, in any order. The first
         message of each side is hello. A stream that breaks takes its rank out of every agreement until it is back.
-        Roles: rank. Errors: WRONG_RANK, STALE_EPOCH, INVALID_REQUEST, TOO_MANY_REQUESTS, FEATURE_DISABLED, SERVER_DRAINING.
+        Roles: rank. Errors: WRONG_RANK, STALE_EPOCH, IDENTITY_MISMATCH, INVALID_REQUEST, TOO_MANY_REQUESTS,
+        FEATURE_DISABLED, SERVER_DRAINING.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

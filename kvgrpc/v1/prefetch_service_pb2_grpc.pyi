@@ -37,7 +37,8 @@ class PrefetchServiceStub:
     def __new__(cls, channel: _aio.Channel) -> PrefetchServiceAsyncStub: ...
     Lookup: _grpc.UnaryUnaryMultiCallable[_prefetch_service_pb2.LookupRequest, _prefetch_service_pb2.LookupResponse]
     """Tells how many leading pages are where. Storage is asked, device and host are tables in memory.
-    Roles: rank, consumer, operator. Errors: INVALID_REQUEST, STORAGE_FAILED, PEER_UNREACHABLE (storage does not answer).
+    Roles: rank, consumer, operator. Errors: INVALID_REQUEST, TOO_MANY_REQUESTS, STORAGE_FAILED, PEER_UNREACHABLE (storage does not
+    answer).
     """
     StartPrefetch: _grpc.UnaryUnaryMultiCallable[_prefetch_service_pb2.StartPrefetchRequest, _prefetch_service_pb2.StartPrefetchResponse]
     """Begins to bring pages from storage to the host and answers at once; see WatchOperations. A repeat with the same
@@ -81,7 +82,8 @@ class PrefetchServiceStub:
     JoinAgreement: _grpc.StreamStreamMultiCallable[_prefetch_service_pb2.JoinAgreementRequest, _prefetch_service_pb2.JoinAgreementResponse]
     """For the other ranks of a replica: votes up; starts and decisions down, keyed by operation, in any order. The first
     message of each side is hello. A stream that breaks takes its rank out of every agreement until it is back.
-    Roles: rank. Errors: WRONG_RANK, STALE_EPOCH, INVALID_REQUEST, TOO_MANY_REQUESTS, FEATURE_DISABLED, SERVER_DRAINING.
+    Roles: rank. Errors: WRONG_RANK, STALE_EPOCH, IDENTITY_MISMATCH, INVALID_REQUEST, TOO_MANY_REQUESTS,
+    FEATURE_DISABLED, SERVER_DRAINING.
     """
 
 @_typing.type_check_only
@@ -93,7 +95,8 @@ class PrefetchServiceAsyncStub(PrefetchServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Lookup: _aio.UnaryUnaryMultiCallable[_prefetch_service_pb2.LookupRequest, _prefetch_service_pb2.LookupResponse]  # type: ignore[assignment]
     """Tells how many leading pages are where. Storage is asked, device and host are tables in memory.
-    Roles: rank, consumer, operator. Errors: INVALID_REQUEST, STORAGE_FAILED, PEER_UNREACHABLE (storage does not answer).
+    Roles: rank, consumer, operator. Errors: INVALID_REQUEST, TOO_MANY_REQUESTS, STORAGE_FAILED, PEER_UNREACHABLE (storage does not
+    answer).
     """
     StartPrefetch: _aio.UnaryUnaryMultiCallable[_prefetch_service_pb2.StartPrefetchRequest, _prefetch_service_pb2.StartPrefetchResponse]  # type: ignore[assignment]
     """Begins to bring pages from storage to the host and answers at once; see WatchOperations. A repeat with the same
@@ -137,7 +140,8 @@ class PrefetchServiceAsyncStub(PrefetchServiceStub):
     JoinAgreement: _aio.StreamStreamMultiCallable[_prefetch_service_pb2.JoinAgreementRequest, _prefetch_service_pb2.JoinAgreementResponse]  # type: ignore[assignment]
     """For the other ranks of a replica: votes up; starts and decisions down, keyed by operation, in any order. The first
     message of each side is hello. A stream that breaks takes its rank out of every agreement until it is back.
-    Roles: rank. Errors: WRONG_RANK, STALE_EPOCH, INVALID_REQUEST, TOO_MANY_REQUESTS, FEATURE_DISABLED, SERVER_DRAINING.
+    Roles: rank. Errors: WRONG_RANK, STALE_EPOCH, IDENTITY_MISMATCH, INVALID_REQUEST, TOO_MANY_REQUESTS,
+    FEATURE_DISABLED, SERVER_DRAINING.
     """
 
 class PrefetchServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -152,7 +156,8 @@ class PrefetchServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_prefetch_service_pb2.LookupResponse, _abc.Awaitable[_prefetch_service_pb2.LookupResponse]]:
         """Tells how many leading pages are where. Storage is asked, device and host are tables in memory.
-        Roles: rank, consumer, operator. Errors: INVALID_REQUEST, STORAGE_FAILED, PEER_UNREACHABLE (storage does not answer).
+        Roles: rank, consumer, operator. Errors: INVALID_REQUEST, TOO_MANY_REQUESTS, STORAGE_FAILED, PEER_UNREACHABLE (storage does not
+        answer).
         """
 
     @_abc_1.abstractmethod
@@ -250,7 +255,8 @@ class PrefetchServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_prefetch_service_pb2.JoinAgreementResponse], _abc.AsyncIterator[_prefetch_service_pb2.JoinAgreementResponse]]:
         """For the other ranks of a replica: votes up; starts and decisions down, keyed by operation, in any order. The first
         message of each side is hello. A stream that breaks takes its rank out of every agreement until it is back.
-        Roles: rank. Errors: WRONG_RANK, STALE_EPOCH, INVALID_REQUEST, TOO_MANY_REQUESTS, FEATURE_DISABLED, SERVER_DRAINING.
+        Roles: rank. Errors: WRONG_RANK, STALE_EPOCH, IDENTITY_MISMATCH, INVALID_REQUEST, TOO_MANY_REQUESTS,
+        FEATURE_DISABLED, SERVER_DRAINING.
         """
 
 def add_PrefetchServiceServicer_to_server(servicer: PrefetchServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

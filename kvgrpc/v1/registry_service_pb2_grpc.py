@@ -101,7 +101,7 @@ class RegistryServiceServicer(object):
 
     def Deregister(self, request, context):
         """Removes rows, many in one call. A row that is not there, or has another epoch, is left alone and not an error.
-        Roles: rank, operator. Errors: INVALID_REQUEST.
+        Roles: rank, operator. Errors: INVALID_REQUEST, IDENTITY_MISMATCH.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

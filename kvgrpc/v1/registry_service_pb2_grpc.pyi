@@ -50,7 +50,7 @@ class RegistryServiceStub:
     """
     Deregister: _grpc.UnaryUnaryMultiCallable[_registry_service_pb2.DeregisterRequest, _registry_service_pb2.DeregisterResponse]
     """Removes rows, many in one call. A row that is not there, or has another epoch, is left alone and not an error.
-    Roles: rank, operator. Errors: INVALID_REQUEST.
+    Roles: rank, operator. Errors: INVALID_REQUEST, IDENTITY_MISMATCH.
     """
     GetEngine: _grpc.UnaryUnaryMultiCallable[_registry_service_pb2.GetEngineRequest, _registry_service_pb2.GetEngineResponse]
     """Returns one engine with its rows, paged by coordinates.
@@ -95,7 +95,7 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     """
     Deregister: _aio.UnaryUnaryMultiCallable[_registry_service_pb2.DeregisterRequest, _registry_service_pb2.DeregisterResponse]  # type: ignore[assignment]
     """Removes rows, many in one call. A row that is not there, or has another epoch, is left alone and not an error.
-    Roles: rank, operator. Errors: INVALID_REQUEST.
+    Roles: rank, operator. Errors: INVALID_REQUEST, IDENTITY_MISMATCH.
     """
     GetEngine: _aio.UnaryUnaryMultiCallable[_registry_service_pb2.GetEngineRequest, _registry_service_pb2.GetEngineResponse]  # type: ignore[assignment]
     """Returns one engine with its rows, paged by coordinates.
@@ -155,7 +155,7 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_registry_service_pb2.DeregisterResponse, _abc.Awaitable[_registry_service_pb2.DeregisterResponse]]:
         """Removes rows, many in one call. A row that is not there, or has another epoch, is left alone and not an error.
-        Roles: rank, operator. Errors: INVALID_REQUEST.
+        Roles: rank, operator. Errors: INVALID_REQUEST, IDENTITY_MISMATCH.
         """
 
     @_abc_1.abstractmethod

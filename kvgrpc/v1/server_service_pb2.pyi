@@ -44,26 +44,6 @@ class GetServerInfoResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    @_typing.final
-    class LimitsEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.int
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.int = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
     VERSION_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
@@ -89,10 +69,8 @@ class GetServerInfoResponse(_message.Message):
         """Full names of the services here."""
 
     @_builtins.property
-    def limits(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Bounds of this process by name. A rank: "maxFrameBytes", "maxHeldPages" and those that docs/operations.md lists. A
-        process with a registry: "maxPageSize", "maxRowsPerRequest", "maxLeasesPerRequest", "leaseTtlMs".
-        """
+    def limits(self) -> Global___ServerLimits:
+        """Bounds of this process."""
 
     @_builtins.property
     def start_time(self) -> _timestamp_pb2.Timestamp:
@@ -105,18 +83,222 @@ class GetServerInfoResponse(_message.Message):
         rank: _common_pb2.RankRef | None = ...,
         role: _common_pb2.Role.ValueType = ...,
         services: _abc.Iterable[_builtins.str] | None = ...,
-        limits: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        limits: Global___ServerLimits | None = ...,
         start_time: _timestamp_pb2.Timestamp | None = ...,
         draining: _builtins.bool = ...,
         pid: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "start_time", b"start_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "rank", b"rank", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "limits", b"limits", "pid", b"pid", "rank", b"rank", "role", b"role", "services", b"services", "start_time", b"start_time", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetServerInfoResponse: _TypeAlias = GetServerInfoResponse  # noqa: Y015
+
+@_typing.final
+class ServerLimits(_message.Message):
+    """Bounds of a process. What it does not serve is absent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALLS_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    REGISTRY_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def calls(self) -> Global___CallLimits:
+        """How many calls run at once."""
+
+    @_builtins.property
+    def rank(self) -> Global___RankLimits:
+        """Of a rank."""
+
+    @_builtins.property
+    def registry(self) -> Global___RegistryLimits:
+        """Of a registry, embedded ones too."""
+
+    @_builtins.property
+    def index(self) -> Global___IndexLimits:
+        """Of an index."""
+
+    def __init__(
+        self,
+        *,
+        calls: Global___CallLimits | None = ...,
+        rank: Global___RankLimits | None = ...,
+        registry: Global___RegistryLimits | None = ...,
+        index: Global___IndexLimits | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "index", b"index", "rank", b"rank", "registry", b"registry"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "index", b"index", "rank", b"rank", "registry", b"registry"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServerLimits: _TypeAlias = ServerLimits  # noqa: Y015
+
+@_typing.final
+class CallLimits(_message.Message):
+    """How many calls run at once; past it TOO_MANY_REQUESTS. A caller is the name of a token or certificate, else a host."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UNARY_FIELD_NUMBER: _builtins.int
+    STREAMS_FIELD_NUMBER: _builtins.int
+    WATCHES_PER_CALLER_FIELD_NUMBER: _builtins.int
+    HEALTH_WATCHES_PER_CALLER_FIELD_NUMBER: _builtins.int
+    REFLECTIONS_PER_CALLER_FIELD_NUMBER: _builtins.int
+    LOCATES_PER_CALLER_FIELD_NUMBER: _builtins.int
+    KEEPALIVES_PER_CALLER_FIELD_NUMBER: _builtins.int
+    unary: _builtins.int
+    """Unary calls, of all callers."""
+    streams: _builtins.int
+    """Streams, of all callers."""
+    watches_per_caller: _builtins.int
+    """EventService.Watch, RegistryService.WatchEngines and PrefetchService.WatchOperations, each, of one caller."""
+    health_watches_per_caller: _builtins.int
+    """Health/Watch, of one caller."""
+    reflections_per_caller: _builtins.int
+    """Streams of server reflection, of one caller."""
+    locates_per_caller: _builtins.int
+    """LocateRooms that wait, of one caller."""
+    keepalives_per_caller: _builtins.int
+    """RegistryService.KeepAlive, of one caller."""
+    def __init__(
+        self,
+        *,
+        unary: _builtins.int = ...,
+        streams: _builtins.int = ...,
+        watches_per_caller: _builtins.int = ...,
+        health_watches_per_caller: _builtins.int = ...,
+        reflections_per_caller: _builtins.int = ...,
+        locates_per_caller: _builtins.int = ...,
+        keepalives_per_caller: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["health_watches_per_caller", b"health_watches_per_caller", "keepalives_per_caller", b"keepalives_per_caller", "locates_per_caller", b"locates_per_caller", "reflections_per_caller", b"reflections_per_caller", "streams", b"streams", "unary", b"unary", "watches_per_caller", b"watches_per_caller"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallLimits: _TypeAlias = CallLimits  # noqa: Y015
+
+@_typing.final
+class RankLimits(_message.Message):
+    """Bounds of a rank. What is above the number of a field's type is said as that number."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_FRAME_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_ROOMS_FIELD_NUMBER: _builtins.int
+    MAX_UNCLAIMED_PER_SESSION_FIELD_NUMBER: _builtins.int
+    MAX_UNCLAIMED_FIELD_NUMBER: _builtins.int
+    MAX_ENDED_RECORDS_FIELD_NUMBER: _builtins.int
+    MAX_KNOWN_STREAMS_FIELD_NUMBER: _builtins.int
+    MAX_HELD_PAGES_FIELD_NUMBER: _builtins.int
+    MAX_CHUNKS_PER_ROOM_FIELD_NUMBER: _builtins.int
+    MAX_AUX_BYTES_FIELD_NUMBER: _builtins.int
+    max_frame_bytes: _builtins.int
+    """Bytes of one frame of a session."""
+    max_rooms: _builtins.int
+    """Rooms that have not ended."""
+    max_unclaimed_per_session: _builtins.int
+    """Rooms that a peer named and no local sender claimed, of one session."""
+    max_unclaimed: _builtins.int
+    """The same, of all sessions."""
+    max_ended_records: _builtins.int
+    """Records of ended rooms."""
+    max_known_streams: _builtins.int
+    """Incarnations of peers whose last stream is remembered."""
+    max_held_pages: _builtins.int
+    """Pages that wait for evidence, of one peer; at most a quarter of the smallest pool."""
+    max_chunks_per_room: _builtins.int
+    """Chunks of one room."""
+    max_aux_bytes: _builtins.int
+    """Bytes of aux that end a room."""
+    def __init__(
+        self,
+        *,
+        max_frame_bytes: _builtins.int = ...,
+        max_rooms: _builtins.int = ...,
+        max_unclaimed_per_session: _builtins.int = ...,
+        max_unclaimed: _builtins.int = ...,
+        max_ended_records: _builtins.int = ...,
+        max_known_streams: _builtins.int = ...,
+        max_held_pages: _builtins.int = ...,
+        max_chunks_per_room: _builtins.int = ...,
+        max_aux_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_aux_bytes", b"max_aux_bytes", "max_chunks_per_room", b"max_chunks_per_room", "max_ended_records", b"max_ended_records", "max_frame_bytes", b"max_frame_bytes", "max_held_pages", b"max_held_pages", "max_known_streams", b"max_known_streams", "max_rooms", b"max_rooms", "max_unclaimed", b"max_unclaimed", "max_unclaimed_per_session", b"max_unclaimed_per_session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankLimits: _TypeAlias = RankLimits  # noqa: Y015
+
+@_typing.final
+class RegistryLimits(_message.Message):
+    """Bounds of a registry."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    MAX_ROWS_PER_REQUEST_FIELD_NUMBER: _builtins.int
+    MAX_LEASES_PER_REQUEST_FIELD_NUMBER: _builtins.int
+    LEASE_TTL_FIELD_NUMBER: _builtins.int
+    max_page_size: _builtins.int
+    """Entries of one page of a list."""
+    max_rows_per_request: _builtins.int
+    """Rows of one Register, ranks of one Deregister."""
+    max_leases_per_request: _builtins.int
+    """Leases of one message of KeepAlive."""
+    @_builtins.property
+    def lease_ttl(self) -> _duration_pb2.Duration:
+        """How long a row lives without a renewal."""
+
+    def __init__(
+        self,
+        *,
+        max_page_size: _builtins.int = ...,
+        max_rows_per_request: _builtins.int = ...,
+        max_leases_per_request: _builtins.int = ...,
+        lease_ttl: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease_ttl", b"lease_ttl"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ttl", b"lease_ttl", "max_leases_per_request", b"max_leases_per_request", "max_page_size", b"max_page_size", "max_rows_per_request", b"max_rows_per_request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RegistryLimits: _TypeAlias = RegistryLimits  # noqa: Y015
+
+@_typing.final
+class IndexLimits(_message.Message):
+    """Bounds of an index."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_SCORE_BLOCKS_FIELD_NUMBER: _builtins.int
+    MAX_SCORE_TOKENS_FIELD_NUMBER: _builtins.int
+    max_score_blocks: _builtins.int
+    """Blocks of one Score."""
+    max_score_tokens: _builtins.int
+    """Tokens of one Score."""
+    def __init__(
+        self,
+        *,
+        max_score_blocks: _builtins.int = ...,
+        max_score_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_score_blocks", b"max_score_blocks", "max_score_tokens", b"max_score_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IndexLimits: _TypeAlias = IndexLimits  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):

@@ -80,7 +80,7 @@ class House:
             [SERVICE, SERVER_SERVICE],
             RankRef(RankId("P"), 7),
             Role.PREFILL,
-            limits={"maxRooms": 9},
+            limits=server_service_pb2.ServerLimits(rank=server_service_pb2.RankLimits(max_rooms=9)),
         )
         servicer = ServerServicer(info, self.machine, lambda: self.listener.draining)
         add_ServerServiceServicer_to_server(servicer, server)
@@ -303,7 +303,7 @@ class TestServerInfo:
         info = await ServerServiceStub(channel).GetServerInfo(server_service_pb2.GetServerInfoRequest(), timeout=5)
         assert (info.version, info.rank.rank.engine, info.rank.epoch, info.pid) == ("1.2.3", "P", 7, os.getpid())
         assert list(info.services) == [SERVICE, SERVER_SERVICE]
-        assert dict(info.limits) == {"maxRooms": 9}
+        assert info.limits.rank.max_rooms == 9
         assert abs(info.start_time.ToNanoseconds() / 1e9 - time.time()) < 30
         assert not info.draining
 

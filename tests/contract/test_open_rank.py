@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import duration_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import kvgrpc.dataplane
@@ -22,7 +23,7 @@ from kvgrpc.errors import AddressNotAllowed, InvalidRequest, Reason, ServerDrain
 from kvgrpc.events import KVEventBatch
 from kvgrpc.model import Pool, PoolKind, Region, Role
 from kvgrpc.rpc.status import error_from
-from kvgrpc.server import Rank, RankConfig, app, open_decode, open_prefill, open_rank, opening
+from kvgrpc.server import CallLimits, Rank, RankConfig, app, open_decode, open_prefill, open_rank, opening
 from kvgrpc.transfer import KVPoll, KVReceiver, KVSender
 from kvgrpc.transfer.protocol.types import Bounds
 from kvgrpc.v1 import server_service_pb2 as server_pb
@@ -122,25 +123,40 @@ class TestWhatARankStandsOn:
 
 
 def test_the_limits_that_a_rank_tells_are_those_that_it_keeps(plane: Any) -> None:
-    bounds = Bounds(rooms=77, chunks_per_room=5)
-    rank = open_rank(config(plane, registry="embedded", lease_ttl=2.0, bounds=bounds, max_frame_bytes=70_000))
+    bounds, calls = Bounds(rooms=77, chunks_per_room=5), CallLimits(watches_per_caller=3)
+    rank = open_rank(
+        config(plane, registry="embedded", lease_ttl=2.0, bounds=bounds, max_frame_bytes=70_000, call_limits=calls)
+    )
     with grpc.insecure_channel(rank.address) as channel:
         info = ServerServiceStub(channel).GetServerInfo(server_pb.GetServerInfoRequest(), timeout=5)
-    assert info.limits == {
-        "maxFrameBytes": 70_000,
-        "maxRooms": 77,
-        "maxUnclaimedPerSession": 4_096,
-        "maxUnclaimed": 65_536,
-        "maxEndedRecords": 65_536,
-        "maxKnownStreams": 65_536,
-        "maxHeldPages": PAGES // 4,
-        "maxChunksPerRoom": 5,
-        "maxAuxBytes": 65_536,
-        "maxPageSize": 1_000,
-        "maxRowsPerRequest": 1_024,
-        "maxLeasesPerRequest": 65_536,
-        "leaseTtlMs": 2_000,
-    }
+    assert info.limits == server_pb.ServerLimits(
+        calls=server_pb.CallLimits(
+            unary=4_096,
+            streams=16_384,
+            watches_per_caller=3,
+            health_watches_per_caller=16,
+            reflections_per_caller=16,
+            locates_per_caller=1_024,
+            keepalives_per_caller=1_024,
+        ),
+        rank=server_pb.RankLimits(
+            max_frame_bytes=70_000,
+            max_rooms=77,
+            max_unclaimed_per_session=4_096,
+            max_unclaimed=65_536,
+            max_ended_records=65_536,
+            max_known_streams=65_536,
+            max_held_pages=PAGES // 4,
+            max_chunks_per_room=5,
+            max_aux_bytes=65_536,
+        ),
+        registry=server_pb.RegistryLimits(
+            max_page_size=1_000,
+            max_rows_per_request=1_024,
+            max_leases_per_request=65_536,
+            lease_ttl=duration_pb2.Duration(seconds=2),
+        ),
+    )
     rank.close(1.0)
 
 

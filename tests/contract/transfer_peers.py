@@ -214,7 +214,7 @@ class PrefillServer:
 
     numbers = itertools.count(1)
 
-    def __init__(self, script: Script, registry: str, pool: Pool) -> None:
+    def __init__(self, script: Script, registry: str, pool: Pool, address: str = "127.0.0.1:0") -> None:
         self.engine = f"F{next(self.numbers)}"
         self.ref = RankRef(RankId(self.engine), new_epoch())
         self.script = script
@@ -230,7 +230,8 @@ class PrefillServer:
         )
         generic = grpc.method_handlers_generic_handler("kvgrpc.v1.TransferService", {"Session": handler})
         self._server.add_generic_rpc_handlers((generic,))
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        host, _, port = address.rpartition(":")
+        self.address = f"{host}:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
         self._server.start()
         row = registry_pb.RankRow(
             rank=rank_ref_to_pb(self.ref),

@@ -275,3 +275,11 @@ def test_closing_with_writes_in_flight_leaves_none(mortal: PlaneProcess) -> None
 
 def test_a_forked_child_is_refused_and_ends(writer: Writer, lasting: PlaneProcess, mortal: PlaneProcess) -> None:
     assert mortal.ask("fork", address=lasting.address.decode(), block=lasting.block) == 7
+
+
+def test_a_rank_is_refused_where_done_would_not_mean_in_place(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MC_TCP_PROTO", "1")
+    pool = Pool("kv", PoolKind.KV, 16, 8, "float32", (Region(0, "kv", writer.block, 4096, 4096),))
+    with pytest.raises(InvalidRequest) as refused:
+        open_rank(RankConfig(engine="P", role=Role.PREFILL, pools=(pool,), data_plane="mooncake"))
+    assert (refused.value.metadata["field"], refused.value.metadata["value"]) == ("MC_TCP_PROTO", "1")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import Pool, Region, check_pools
@@ -105,3 +108,72 @@ def test_a_region_twice_is_refused() -> None:
     pool = Pool.from_arrays([np.zeros((4, 8))], page_tokens=1)
     with pytest.raises(InvalidRequest, match=r"regions\[1\]"):
         check_pools([Pool("kv", pool.kind, 1, 4, "x", (region, region))])
+
+
+def pool_of(*regions: Region, pages: int = 4) -> Pool:
+    return Pool("kv", Pool.from_arrays([np.zeros((4, 8))], page_tokens=1).kind, 1, pages, "x", regions)
+
+
+@pytest.mark.parametrize(
+    "regions",
+    [
+        (Region(0, "kv", 4096, 8, 8), Region(1, "kv", 4096, 8, 8)),
+        (Region(0, "kv", 4096, 8, 8), Region(1, "kv", 4096 + 31, 8, 8)),
+        (Region(1, "kv", 4096 + 31, 8, 8), Region(0, "kv", 4096, 8, 8)),
+        (Region(0, "k", 4096, 16, 8), Region(0, "v", 4096 + 7, 16, 8)),
+        (Region(0, "k", 4096, 16, 8), Region(0, "v", 4096 + 9, 16, 8)),
+        (Region(0, "k", 4096, 16, 8), Region(0, "v", 4096 + 40 - 1, 16, 2)),
+        (Region(0, "k", 4096, 16, 8), Region(0, "v", 4096 + 8, 32, 8)),
+        (Region(0, "a", 4096, 24, 8), Region(0, "b", 4104, 24, 8), Region(0, "c", 4104, 24, 8)),
+    ],
+)
+def test_regions_that_share_bytes_are_refused_by_name(regions: tuple[Region, ...]) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        check_pools([pool_of(*regions)])
+    assert refused.value.metadata["field"].startswith("pools[0].regions[")
+    assert refused.value.metadata["rule"].startswith("memory of its own")
+    assert refused.value.metadata["value"] in {str(region.address) for region in regions}
+
+
+def test_regions_in_each_others_gaps_share_none() -> None:
+    both = np.zeros((2, 6, 4, 3, 8))
+    check_pools([pool_of(Region(0, "k", 4096, 16, 8), Region(0, "v", 4104, 16, 8), Region(1, "k", 4160, 16, 8))])
+    check_pools([pool_of(*(Region(layer, "kv", 4096 + 32 * layer, 8, 8) for layer in range(50)))])
+    check_pools(
+        [
+            Pool.from_arrays({(0, "k"): both[0], (0, "v"): both[1]}, page_tokens=4),
+            Pool.from_arrays({(0, "k"): both[0], (0, "v"): both[1]}, page_tokens=4, name="the same memory, otherwise"),
+        ]
+    )
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(1, 12), st.integers(1, 12)), min_size=2, max_size=4),
+    st.integers(1, 5),
+)
+def test_no_page_of_regions_that_pass_shares_a_byte(drawn: list[tuple[int, int, int]], pages: int) -> None:
+    regions = tuple(
+        Region(number, "kv", 4096 + at, max(stride, size), size) for number, (at, stride, size) in enumerate(drawn)
+    )
+    bytes_of = [
+        {
+            region.address + page * region.page_stride_bytes + at
+            for page in range(pages)
+            for at in range(region.page_bytes)
+        }
+        for region in regions
+    ]
+    shared = sum(map(len, bytes_of)) > len(set().union(*bytes_of))
+    try:
+        check_pools([pool_of(*regions, pages=pages)])
+    except InvalidRequest:
+        return
+    assert not shared
+
+
+def test_as_many_regions_as_a_hello_may_have_are_looked_at_at_once() -> None:
+    """Hostile ones too: all in one place."""
+    began = time.monotonic()
+    with pytest.raises(InvalidRequest):
+        check_pools([pool_of(*(Region(layer, "kv", 4096, 8, 8) for layer in range(16_384)), pages=2**24)])
+    assert time.monotonic() - began < 5

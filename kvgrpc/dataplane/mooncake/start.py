@@ -19,6 +19,7 @@ from importlib import metadata
 from typing import Any
 
 from kvgrpc.dataplane.mooncake.connections import LISTEN, read_table
+from kvgrpc.dataplane.mooncake.environment import check_environment, ports, prepare_environment
 from kvgrpc.dataplane.shm.process import socket_inodes
 from kvgrpc.errors import FeatureDisabled
 
@@ -31,17 +32,6 @@ PACKAGES = (
     "mooncake-transfer-engine-cuda13",
     "mooncake-transfer-engine-npu",
 )
-DEFAULTS = {
-    "MC_LOG_LEVEL": "ERROR",
-    # The engine's own 1,024 make it fail, and sometimes stay failed, with 2,048 descriptors in flight to a peer.
-    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
-    # Below the transfer time-out, so that a write to a hung peer ends by losing its connection.
-    "MC_TCP_PROGRESS_TIMEOUT_SEC": "10",
-    "MC_TRANSFER_TIMEOUT": "30",
-    "MC_HANDSHAKE_CONNECT_TIMEOUT": "3",
-    # Not MC_TE_METADATA_REFRESH_INTERVAL_SECONDS: it asks every peer that ever was, dead ones too, with a line on
-    # stderr each time. MooncakeDataPlane gives a new process on an old port a new name instead.
-}
 _INSTALL = "pip install 'kvgrpc[mooncake-cpu]' (or 'kvgrpc[mooncake]' with CUDA)"
 _LIBRARIES = "apt-get install libibverbs1 libnuma1 libcurl4"
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
@@ -62,11 +52,12 @@ def start_engine(load: Callable[[], type[Any]], host: str, device: str) -> Start
     """Starts an engine that peers reach at ``host``; ``load`` imports its class.
 
     ``device``: "" (the host channel adapters of the machine, or TCP where it has none), "tcp", or names of adapters
-    with commas. Raises FeatureDisabled with the remedy, ValueError for a host or a device that cannot be.
+    with commas. Raises FeatureDisabled with the remedy, InvalidRequest for a variable
+    of the environment, ValueError for a host or a device that cannot be.
     """
     name = _session_host(host)
     with _starting:
-        _prepare_environment(host)
+        prepare_environment(host)
         _check_versions()
         engine = _loaded(load)()
         transport, adapters = _choose(_adapters(engine), device)
@@ -85,11 +76,15 @@ def start_engine(load: Callable[[], type[Any]], host: str, device: str) -> Start
 
 
 def adopt_engine(engine: Any, host: str) -> StartedEngine:
-    """An engine that somebody else initialised (asking one that was not ends the process). Raises ValueError."""
+    """An engine that somebody else initialised (asking one that was not ends the process).
+
+    Raises ValueError, InvalidRequest for a variable of the environment that it was made with.
+    """
     missing = [each for each in ("transfer_submit_write", "transfer_check_status") if not hasattr(engine, each)]
     if missing:
         raise ValueError(f"not a mooncake.engine.TransferEngine: {', '.join(missing)} missing")
     _check_versions()
+    check_environment(os.environ)
     rpc_port = engine.get_rpc_port()
     data_ports = _listening() - {rpc_port}
     transport = "tcp" if data_ports else "rdma"
@@ -118,15 +113,6 @@ def _session_host(host: str) -> str:
     if address.is_unspecified:
         raise ValueError(f"host {host!r} is no address that a peer can reach: name one of this machine")
     return f"[{address}]" if address.version == 6 else str(address)
-
-
-def _prepare_environment(host: str) -> None:
-    for name, value in DEFAULTS.items():
-        os.environ.setdefault(name, value)
-    if ":" in host:
-        os.environ.setdefault("MC_USE_IPV6", "1")
-    if os.environ.pop("MC_LOG_DIR", None) is not None:
-        logger.warning("MC_LOG_DIR was removed from the environment: Mooncake aborts the process when it is set")
 
 
 def _check_versions() -> None:
@@ -204,7 +190,7 @@ def _forced(transport: str) -> Iterator[None]:
 
 def _listening() -> frozenset[int]:
     """Ports on which this process listens, of those that Mooncake chooses from."""
-    lowest, highest = int(os.environ.get("MC_MIN_RPC_PORT", 15000)), int(os.environ.get("MC_MAX_RPC_PORT", 17000))
+    lowest, highest = ports()
     inodes = socket_inodes(os.getpid()) or frozenset()
     listening = {each.local[1] for each in read_table() if each.state == LISTEN and each.inode in inodes}
     return frozenset(port for port in listening if lowest <= port <= highest)

@@ -10,6 +10,7 @@ from kvgrpc.errors import InvalidRequest, ServerDraining
 from kvgrpc.events.following.messages import FollowerState
 from kvgrpc.events.following.sources import CacheScore, Freshness, Source
 from kvgrpc.paging import page_token, read_page_token
+from kvgrpc.rpc.blocking import BlockingCalls
 from kvgrpc.v1 import index_service_pb2 as pb
 from kvgrpc.v1.index_service_pb2_grpc import IndexServiceServicer
 
@@ -17,6 +18,10 @@ MAX_BLOCKS = 65_536
 # What a request may carry; the server's own limit for a message lies above it.
 MAX_TOKENS = 2**20
 MAX_PAGE = 1000
+MAX_ENGINES = 1024
+# 4 ms of SHA-256; longer prompts are hashed on threads, so many of them at once, and of one caller.
+ON_THE_LOOP_TOKENS = 16_384
+MAX_LARGE, MAX_LARGE_OF_A_CALLER = 32, 8
 _LIST = "ListSources"
 _STATES = {state: pb.SourceState.Value(f"SOURCE_STATE_{state.name}") for state in FollowerState}
 
@@ -34,14 +39,25 @@ class IndexServicer(IndexServiceServicer):
     def __init__(self, index: Scores) -> None:
         self._index = index
         self._draining = False
+        self._large = BlockingCalls(
+            "index-hash", "scores of long prompts", threads=2, most=MAX_LARGE, per_caller=MAX_LARGE_OF_A_CALLER
+        )
 
     def drain(self) -> None:
         """Answers SERVER_DRAINING from now on."""
         self._draining = True
 
+    def close(self) -> None:
+        """Lets go of its threads."""
+        self._large.close()
+
     async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
         self._check_open()
-        hashes = _hashes(request)
+        if len(request.engines) > MAX_ENGINES:
+            raise InvalidRequest.of("engines", f"{len(request.engines)} names", f"at most {MAX_ENGINES}")
+        # A million tokens take seconds, which are not the other callers'.
+        large = _tokens_of(request) > ON_THE_LOOP_TOKENS
+        hashes = await self._large.run(lambda: _hashes(request)) if large else _hashes(request)
         scores = self._index.score(hashes, frozenset(request.engines), request.max_scores)
         return _scores_to_pb(scores, len(hashes))
 
@@ -75,6 +91,10 @@ def _hashes(request: pb.ScoreRequest) -> Sequence[int]:
     if kind == "vllm":
         return _vllm_hashes(request.vllm)
     raise InvalidRequest.of("prefix", "absent", "one of block_hashes, sglang, vllm")
+
+
+def _tokens_of(request: pb.ScoreRequest) -> int:
+    return max(len(request.sglang.token_ids), len(request.vllm.token_ids))
 
 
 def _sglang_hashes(prompt: pb.SglangPrompt) -> list[int]:

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 from kvgrpc.errors import InvalidRequest, StaleEpoch, TooManyRequests, WrongRank
-from kvgrpc.model import Layout, RankId, RankRef
+from kvgrpc.model import Layout, RankId, RankRef, Role
 from kvgrpc.prefetch import wire
 from kvgrpc.prefetch.agreement.votes import AgreementCore, Decided, Decision, Stage, Vote
 from kvgrpc.prefetch.controller.operation import Operation
 from kvgrpc.prefetch.controller.timers import Alarms
+from kvgrpc.rpc.callers import check_speaker
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.wire import layout_from_pb, rank_id_to_pb, rank_ref_from_pb
 
@@ -38,6 +39,7 @@ class LeaderAgreement:
         self._waiting: dict[tuple[str, Stage], Decided] = {}
         self._streams: dict[RankId, _Stream] = {}
         self._alarms = Alarms("agreement-alarms")
+        self._alarm_at: float | None = None
         for member in self._core.members - {rank.rank}:
             self._core.lose(member)
 
@@ -79,12 +81,12 @@ class LeaderAgreement:
         """Ends its thread; streams end with the server."""
         return self._alarms.stop(timeout)
 
-    async def serve(self, context: Any) -> None:
-        """One rank's stream, on the event loop, until it breaks: then the rank is absent.
+    async def serve(self, context: Any, role: Role) -> None:
+        """One rank's stream, on the event loop, until it breaks: then the rank is absent. ``role``: of the replica.
 
-        Raises InvalidRequest, WrongRank, StaleEpoch for a hello that is not right.
+        Raises InvalidRequest, WrongRank, StaleEpoch, IdentityMismatch for a hello that is not right.
         """
-        member = self._member_of(await self._hello(context))
+        member = self._member_of(await self._hello(context), role)
         stream = _Stream(asyncio.get_running_loop())
         with self._lock:
             older = self._streams.pop(member, None)
@@ -113,8 +115,9 @@ class LeaderAgreement:
                 return message.hello
         raise InvalidRequest.of("hello", "missing", f"the first message, within {_HELLO_SECONDS:g} s")
 
-    def _member_of(self, hello: pb.AgreementHello) -> RankId:
+    def _member_of(self, hello: pb.AgreementHello, role: Role) -> RankId:
         speaker, meant = rank_ref_from_pb(getattr(hello, "from")), rank_ref_from_pb(hello.to)
+        check_speaker(speaker, role, "hello.from")
         if speaker.rank not in self._core.members or speaker.rank == self._rank.rank:
             raise WrongRank(
                 f"{speaker.rank} is no other rank of the replica that {self._rank.rank} leads",
@@ -138,11 +141,12 @@ class LeaderAgreement:
             if len(message.votes) > MAX_VOTES_OF_A_MESSAGE:
                 text = f"{len(message.votes)} votes"
                 raise InvalidRequest.of("votes", text, f"at most {MAX_VOTES_OF_A_MESSAGE} in one message")
-            for vote in map(wire.vote_from_pb, message.votes):
-                with self._lock:
-                    decisions = self._core.vote(member, vote, time.monotonic(), _OTHERS_SECONDS)
-                self._alarms.after(_OTHERS_SECONDS, self._expire)
-                self._tell(decisions)
+            votes = [wire.vote_from_pb(vote) for vote in message.votes]
+            now = time.monotonic()
+            with self._lock:
+                decisions = [each for vote in votes for each in self._core.vote(member, vote, now, _OTHERS_SECONDS)]
+            self._tell(decisions)
+            self._expire_in_time()
 
     def _leave(self, member: RankId, stream: _Stream) -> None:
         with self._lock:
@@ -152,6 +156,21 @@ class LeaderAgreement:
             decisions = self._core.lose(member)
         self._tell(decisions)
         self._tell_live()
+
+    def _expire_in_time(self) -> None:
+        """One alarm for all ballots that others opened, whatever they send."""
+        with self._lock:
+            due = self._core.next_deadline()
+            if due is None or (self._alarm_at is not None and self._alarm_at <= due):
+                return
+            self._alarm_at = due
+        self._alarms.after(due - time.monotonic(), self._expire_others)
+
+    def _expire_others(self) -> None:
+        with self._lock:
+            self._alarm_at = None
+        self._expire()
+        self._expire_in_time()
 
     def _expire(self) -> None:
         with self._lock:

@@ -16,6 +16,9 @@ from kvgrpc.prefetch.model import OperationKind, OperationRow, OperationState, P
 _log = logging.getLogger(__name__)
 
 Listener = Callable[[Operation], None]
+# Pages of all operations that have not ended, and of those that are remembered: each takes some 130 bytes here.
+MAX_OPEN_PAGES = 1 << 20
+MAX_REMEMBERED_PAGES = 1 << 20
 
 
 class OperationBook:
@@ -28,6 +31,8 @@ class OperationBook:
         self._ended: OrderedDict[str, Operation] = OrderedDict()
         self._by_request: dict[tuple[OperationKind, str], Operation] = {}
         self._listeners: list[Listener] = []
+        self._open_pages = 0
+        self._remembered_pages = 0
         self._revision = 0
         self._number = 0
         self._by_change: OrderedDict[str, Operation] = OrderedDict()
@@ -55,15 +60,11 @@ class OperationBook:
             if known is not None:
                 return known
             if len(self._open) >= self._limits.operations:
-                raise TooManyRequests(
-                    f"{len(self._open)} operations have not ended",
-                    metadata={
-                        "limit": self._limits.operations,
-                        "value": len(self._open) + 1,
-                        "scope": "cache operations",
-                    },
-                    retry_after=1.0,
-                )
+                raise _too_many(self._limits.operations, len(self._open) + 1, "cache operations")
+            pages = self._open_pages + len(operation.hashes)
+            if pages > MAX_OPEN_PAGES:
+                raise _too_many(MAX_OPEN_PAGES, pages, "pages of cache operations")
+            self._open_pages = pages
             self._number += 1
             operation.number = self._number
             self._open[operation.operation_id] = operation
@@ -148,9 +149,11 @@ class OperationBook:
             operation.stop = operation.stop or stop
             operation.failure = operation.failure or failure
             operation.ended_at = time.monotonic()
-            self._open.pop(operation.operation_id, None)
+            if self._open.pop(operation.operation_id, None) is not None:
+                self._open_pages -= len(operation.hashes)
             self._ended[operation.operation_id] = operation
-            while len(self._ended) > self._limits.remembered:
+            self._remembered_pages += len(operation.hashes)
+            while len(self._ended) > self._limits.remembered or self._remembered_pages > MAX_REMEMBERED_PAGES:
                 self._forget(self._ended.popitem(last=False)[1])
             if not self._open:
                 self._idle.notify_all()
@@ -172,7 +175,16 @@ class OperationBook:
             self._ended.clear()
 
     def _forget(self, operation: Operation) -> None:
+        self._remembered_pages -= len(operation.hashes)
         self._by_change.pop(operation.operation_id, None)
         key = (operation.kind, operation.request_id)
         if self._by_request.get(key) is operation:
             del self._by_request[key]
+
+
+def _too_many(limit: int, value: int, scope: str) -> TooManyRequests:
+    return TooManyRequests(
+        f"{scope} that have not ended: {value}, at most {limit}",
+        metadata={"limit": limit, "value": value, "scope": scope},
+        retry_after=1.0,
+    )

@@ -22,7 +22,8 @@ class CallLimits:
 
     Attributes:
         unary, streams: of all callers.
-        watches_per_caller: of EventService.Watch, and of RegistryService.WatchEngines.
+        watches_per_caller: of EventService.Watch, of RegistryService.WatchEngines, and of
+            PrefetchService.WatchOperations.
         health_watches_per_caller: of Health/Watch.
         reflections_per_caller: streams of server reflection.
         locates_per_caller: LocateRooms that wait.
@@ -48,6 +49,7 @@ class CallLimits:
 _PER_CALLER = {
     "/kvgrpc.v1.EventService/Watch": "watches_per_caller",
     "/kvgrpc.v1.RegistryService/WatchEngines": "watches_per_caller",
+    "/kvgrpc.v1.PrefetchService/WatchOperations": "watches_per_caller",
     "/grpc.health.v1.Health/Watch": "health_watches_per_caller",
     "/kvgrpc.v1.TransferService/LocateRooms": "locates_per_caller",
     "/kvgrpc.v1.RegistryService/KeepAlive": "keepalives_per_caller",

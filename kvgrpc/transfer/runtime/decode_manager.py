@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Callable, Coroutine, Sequence
 
 import grpc
@@ -12,7 +11,6 @@ import grpc
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, Reason
 from kvgrpc.model import RankRef, Role
-from kvgrpc.net import split
 from kvgrpc.rpc.status import error_from
 from kvgrpc.transfer import wire
 from kvgrpc.transfer.layout import topology
@@ -28,6 +26,7 @@ from kvgrpc.transfer.runtime.manager import (
     TransferConfig,
     TransferManager,
 )
+from kvgrpc.transfer.runtime.refusals import NOTHING, Refusals, behind
 from kvgrpc.transfer.runtime.resolve import Changes, ReceiverRoom, Resolve, Routes, no_changes
 from kvgrpc.transfer.runtime.session_writer import SessionWriter
 from kvgrpc.transfer.tables import PartRow, RoomRow, SessionRow
@@ -36,7 +35,6 @@ from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
 from kvgrpc.wire import failure_from_pb, layout_to_pb, model_to_pb, pool_to_pb, rank_ref_from_pb, rank_ref_to_pb
 
 logger = logging.getLogger(__name__)
-_PROBE_WITHIN_SECONDS = 1.0
 # A peer that asks for more patience gets this much: past it a hung one would hold our rooms too long.
 LONGEST_IDLE_TIMEOUT_MS = 60_000
 _Call = grpc.aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]
@@ -70,6 +68,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
         self._open_channel = open_channel
         self._sessions: dict[Stream, _Session] = {}
         self._data_addresses: dict[RankRef, bytes] = {}
+        self._refusals = Refusals(config.refusal_proves_death)
         self._tasks: set[asyncio.Task[None]] = set()
 
     # For receivers: each is posted, and runs on the loop thread.
@@ -168,6 +167,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
         session = self._sessions[stream]
         channel: grpc.aio.Channel | None = None
         try:
+            session.resolved = await behind(stream.pair.address)
             channel = self._open_channel(stream.pair.address)
             session.call = TransferServiceStub(channel).Session()
             await session.call.write(self._hello(stream))
@@ -200,7 +200,9 @@ class DecodeManager(TransferManager[DecodeRoom]):
         ours = known is not None and known.reason != Reason.UNSPECIFIED and known.code != "UNAVAILABLE"
         if known is not None and ours and not stream.pair.welcomed:
             self.core.on_goodbye(stream, Failure.of(known, stream.pair.address))
-        elif await _refuses(stream.pair.address):
+            return
+        pair = stream.pair
+        if await self._refusals.is_proof(pair.ref, pair.address, was_welcomed=pair.welcomed):
             self.core.on_refused(stream)
         else:
             self.core.on_end(stream)
@@ -235,6 +237,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
         if answered != stream.pair.ref:
             raise InvalidRequest.of("welcome.rank", answered, f"{stream.pair.ref}, which was dialled")
         self._data_addresses[stream.pair.ref] = welcome.data_plane_address
+        self._refusals.welcomed(stream.pair.ref, session.resolved)
         session.max_frame_bytes = min(self.config.max_frame_bytes, welcome.max_frame_bytes or 2**63)
         session.heartbeat, idle_timeout = self._pace_of(welcome)
         self.core.on_welcome(stream, idle_timeout)
@@ -355,6 +358,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
     def _forget_addresses(self) -> None:
         for ref in [ref for ref in self._data_addresses if ref not in self.core.pairs]:
             del self._data_addresses[ref]
+        self._refusals.forget_all_but(self.core.pairs)
 
     def _deliver_aux(self, room: DecodeRoom) -> Failure | None:
         index, row = room.aux_index, room.aux or b""
@@ -371,11 +375,12 @@ class DecodeManager(TransferManager[DecodeRoom]):
 class _Session(SessionWriter):
     """One dialled stream."""
 
-    __slots__ = ("call", "heartbeat", "max_frame_bytes", "writer")
+    __slots__ = ("call", "heartbeat", "max_frame_bytes", "resolved", "writer")
 
     def __init__(self) -> None:
         super().__init__()
         self.call: _Call | None = None
+        self.resolved = NOTHING
         self.writer: asyncio.Task[None] | None = None
         self.max_frame_bytes = 0
         self.heartbeat = 1
@@ -390,28 +395,6 @@ class _Session(SessionWriter):
         self.closing = True
         if self.writer is not None:
             self.writer.cancel()
-
-
-async def _refuses(address: str) -> bool:
-    """True when nobody listens at any address of that name: the one proof of death that a dial can give (4)."""
-    host, port = split(address)
-    try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    except (OSError, ValueError):
-        return False
-    answers = await asyncio.gather(*(_refuses_at(str(where[0]), int(where[1])) for *_, where in found))
-    return bool(answers) and all(answers)
-
-
-async def _refuses_at(host: str, port: int) -> bool:
-    try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), _PROBE_WITHIN_SECONDS)
-    except ConnectionRefusedError:
-        return True
-    except (OSError, asyncio.TimeoutError):
-        return False
-    writer.close()
-    return False
 
 
 _HEARTBEAT = pb.SessionRequest()

@@ -52,6 +52,7 @@ class TransferConfig:
     max_frame_bytes: int = MAX_FRAME_BYTES
     commands: int = 262_144
     model: ModelIdentity = UNKNOWN_MODEL
+    refusal_proves_death: bool = True
 
     def shape(self, data_plane: str) -> Shape:
         aux = tuple(buffer.item_bytes for buffer in self.aux)

@@ -13,9 +13,10 @@ import pytest
 
 from kvgrpc.client import SyncClient
 from kvgrpc.errors import AddressNotAllowed, Reason
+from kvgrpc.model import RankId, RankRef
 from kvgrpc.transfer import KVPoll
-from kvgrpc.transfer.runtime import decode_manager as decode_module
 from kvgrpc.transfer.runtime import prefill_manager as prefill_module
+from kvgrpc.transfer.runtime.refusals import NOTHING, Refusals, behind
 from tests.contract.transfer_peers import eventually, receiver_of, sender_of
 from tests.integration.rank_host import PAGES, RankHost
 
@@ -136,7 +137,30 @@ class TestRefusedDials:
         assert not await self.refuses(monkeypatch, listening=True)
 
     async def test_a_name_that_has_no_address_proves_nothing(self) -> None:
-        assert not await decode_module._refuses("no-such-host.invalid:1")
+        refusals = Refusals()
+        assert not await refusals.is_proof(REF, "no-such-host.invalid:1", was_welcomed=False)
+
+    async def test_a_name_that_means_another_address_than_at_the_welcome_proves_nothing(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The address of a pod that was given away, a Service that has other endpoints."""
+        for welcomed_at, proof in (("127.0.0.2", True), ("127.0.0.3", False), ("", False)):
+            refusals = Refusals()
+            refusals.welcomed(REF, frozenset({(welcomed_at, 9)}) if welcomed_at else NOTHING)
+            monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", names("127.0.0.2", port=9))
+            assert await refusals.is_proof(REF, "a.example:9", was_welcomed=True) is proof
+            assert await refusals.is_proof(REF, "127.0.0.2:9", was_welcomed=True), "a number means itself"
+            assert await refusals.is_proof(REF, "a.example:9", was_welcomed=False), "it was never told where to write"
+
+    async def test_where_others_may_refuse_in_its_place_no_refusal_is_proof(self) -> None:
+        assert not await Refusals(prove=False).is_proof(REF, "127.0.0.2:9", was_welcomed=True)
+        assert await Refusals(prove=False).is_proof(REF, "127.0.0.2:9", was_welcomed=False)
+
+    async def test_of_peers_that_are_forgotten_nothing_is_kept(self) -> None:
+        refusals = Refusals()
+        refusals.welcomed(REF, frozenset({("127.0.0.2", 9)}))
+        refusals.forget_all_but(())
+        assert not refusals._welcomed
 
     async def refuses(self, monkeypatch: pytest.MonkeyPatch, listening: bool) -> bool:
         server = await asyncio.start_server(lambda *_: None, "127.0.0.2", 0)
@@ -144,17 +168,27 @@ class TestRefusedDials:
         if not listening:
             server.close()
             await server.wait_closed()
-
-        async def two_addresses(*_: object, **__: object) -> list[Any]:
-            return [(2, 1, 6, "", ("127.0.0.1", port)), (2, 1, 6, "", ("127.0.0.2", port))]
-
-        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", two_addresses)
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", names("127.0.0.1", "127.0.0.2", port=port))
         began = time.monotonic()
+        refusals, address = Refusals(), f"two.example:{port}"
+        refusals.welcomed(REF, await behind(address))
         try:
-            return await decode_module._refuses(f"two.example:{port}")
+            return await refusals.is_proof(REF, address, was_welcomed=True)
         finally:
             assert time.monotonic() - began < 5.0
             server.close()
+
+
+REF = RankRef(RankId("P"), 1)
+
+
+def names(*addresses: str, port: int) -> Any:
+    """A resolver to which every name means these."""
+
+    async def getaddrinfo(*_: object, **__: object) -> list[Any]:
+        return [(2, 1, 6, "", (address, port)) for address in addresses]
+
+    return getaddrinfo
 
 
 @pytest.mark.parametrize("error", [AddressNotAllowed("a token needs TLS"), RuntimeError("a bug")])

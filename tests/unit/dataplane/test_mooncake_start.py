@@ -9,8 +9,9 @@ from importlib import metadata
 import pytest
 
 from kvgrpc.dataplane.mooncake import start as mooncake_start
-from kvgrpc.dataplane.mooncake.start import DEFAULTS, StartedEngine, adopt_engine, start_engine
-from kvgrpc.errors import FeatureDisabled
+from kvgrpc.dataplane.mooncake.environment import DEFAULTS, for_a_process_of_ours
+from kvgrpc.dataplane.mooncake.start import StartedEngine, adopt_engine, start_engine
+from kvgrpc.errors import FeatureDisabled, InvalidRequest
 
 
 class FakeEngine:
@@ -96,6 +97,53 @@ def test_a_log_directory_is_removed_with_a_warning(
         start()
     assert "MC_LOG_DIR" not in FakeEngine.made.environment
     assert "MC_LOG_DIR was removed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MC_TCP_PROTO", "1"),
+        ("MC_TCP_PROTO", "x"),
+        ("MC_TCP_ENABLE_CONNECTION_POOL", "0"),
+        ("MC_USE_TENT", "1"),
+        ("MC_USE_TEV1", "1"),
+        ("MC_SLICE_TIMEOUT", "3"),
+        ("MC_TRANSFER_TIMEOUT", "600"),
+        ("MC_TRANSFER_TIMEOUT", "5"),  # the progress of 10 s would not end first
+        ("MC_TCP_PROGRESS_TIMEOUT_SEC", "30"),
+        ("MC_TCP_STATUS_TIMEOUT_SEC", "100"),
+        ("MC_HANDSHAKE_CONNECT_TIMEOUT", "soon"),
+        ("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "1024"),
+        ("MC_TCP_LANES_PER_PEER", "0"),
+        ("MC_MIN_RPC_PORT", "-1"),
+        ("MC_MIN_RPC_PORT", "17000"),
+        ("MC_MAX_RPC_PORT", "70000"),
+    ],
+)
+def test_a_variable_with_which_no_promise_would_hold_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    for open_one in (start, lambda: adopt_engine(FakeEngine(), "127.0.0.1")):
+        with pytest.raises(InvalidRequest) as refused:
+            open_one()
+        assert (refused.value.metadata["field"], refused.value.metadata["value"]) == (name, value)
+        assert refused.value.metadata["rule"]
+
+
+def test_what_is_as_it_must_be_anyway_may_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"MC_TCP_PROTO": "2", "MC_USE_TENT": "0", "MC_TRANSFER_TIMEOUT": "20"}.items():
+        monkeypatch.setenv(name, value)
+    assert start().transport == "tcp"
+
+
+def test_processes_of_ours_leave_out_what_they_cannot_stand() -> None:
+    given = {"MC_TCP_PROTO": "1", "MC_LOG_DIR": "/tmp", "MC_LOG_LEVEL": "INFO", "PATH": "/bin"}
+    assert for_a_process_of_ours(given, {"MC_LOG_LEVEL": "ERROR", "MC_X": "1"}) == {
+        "MC_LOG_LEVEL": "INFO",
+        "MC_X": "1",
+        "PATH": "/bin",
+    }
 
 
 def test_adapters_are_used_where_there_are_some() -> None:

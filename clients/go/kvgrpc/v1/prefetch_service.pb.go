@@ -446,7 +446,8 @@ type PromptPages struct {
 	Tokens []uint64 `protobuf:"varint,1,rep,packed,name=tokens,proto3" json:"tokens,omitempty"`
 	// SGLang's chain of SHA-256, 32 bytes each, from the first page of the prompt on. At most 65,536.
 	PageHashes [][]byte `protobuf:"bytes,2,rep,name=page_hashes,json=pageHashes,proto3" json:"page_hashes,omitempty"`
-	// Namespace within the model, such as a LoRA; part of the hash of the first page. Absent differs from empty.
+	// Namespace within the model, such as a LoRA; part of the hash of the first page. Absent differs from empty. At most
+	// 1,024 characters, as the salt.
 	ExtraKey *string `protobuf:"bytes,3,opt,name=extra_key,json=extraKey,proto3,oneof" json:"extra_key,omitempty"`
 	// Salt of a tenant; part of the hash of the first page.
 	CacheSalt *string `protobuf:"bytes,4,opt,name=cache_salt,json=cacheSalt,proto3,oneof" json:"cache_salt,omitempty"`

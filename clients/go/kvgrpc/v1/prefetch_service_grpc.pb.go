@@ -41,7 +41,8 @@ const (
 // answer WRONG_RANK with its address. Bytes move in the engine's process and in its storage, never over this service.
 type PrefetchServiceClient interface {
 	// Tells how many leading pages are where. Storage is asked, device and host are tables in memory.
-	// Roles: rank, consumer, operator. Errors: INVALID_REQUEST, STORAGE_FAILED, PEER_UNREACHABLE (storage does not answer).
+	// Roles: rank, consumer, operator. Errors: INVALID_REQUEST, TOO_MANY_REQUESTS, STORAGE_FAILED, PEER_UNREACHABLE (storage does not
+	// answer).
 	Lookup(ctx context.Context, in *LookupRequest, opts ...grpc.CallOption) (*LookupResponse, error)
 	// Begins to bring pages from storage to the host and answers at once; see WatchOperations. A repeat with the same
 	// request_id answers with the operation that it began. To decline is an answer, too: state and stop say it.
@@ -76,7 +77,8 @@ type PrefetchServiceClient interface {
 	PinPages(ctx context.Context, in *PinPagesRequest, opts ...grpc.CallOption) (*PinPagesResponse, error)
 	// For the other ranks of a replica: votes up; starts and decisions down, keyed by operation, in any order. The first
 	// message of each side is hello. A stream that breaks takes its rank out of every agreement until it is back.
-	// Roles: rank. Errors: WRONG_RANK, STALE_EPOCH, INVALID_REQUEST, TOO_MANY_REQUESTS, FEATURE_DISABLED, SERVER_DRAINING.
+	// Roles: rank. Errors: WRONG_RANK, STALE_EPOCH, IDENTITY_MISMATCH, INVALID_REQUEST, TOO_MANY_REQUESTS,
+	// FEATURE_DISABLED, SERVER_DRAINING.
 	JoinAgreement(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[JoinAgreementRequest, JoinAgreementResponse], error)
 }
 
@@ -208,7 +210,8 @@ type PrefetchService_JoinAgreementClient = grpc.BidiStreamingClient[JoinAgreemen
 // answer WRONG_RANK with its address. Bytes move in the engine's process and in its storage, never over this service.
 type PrefetchServiceServer interface {
 	// Tells how many leading pages are where. Storage is asked, device and host are tables in memory.
-	// Roles: rank, consumer, operator. Errors: INVALID_REQUEST, STORAGE_FAILED, PEER_UNREACHABLE (storage does not answer).
+	// Roles: rank, consumer, operator. Errors: INVALID_REQUEST, TOO_MANY_REQUESTS, STORAGE_FAILED, PEER_UNREACHABLE (storage does not
+	// answer).
 	Lookup(context.Context, *LookupRequest) (*LookupResponse, error)
 	// Begins to bring pages from storage to the host and answers at once; see WatchOperations. A repeat with the same
 	// request_id answers with the operation that it began. To decline is an answer, too: state and stop say it.
@@ -243,7 +246,8 @@ type PrefetchServiceServer interface {
 	PinPages(context.Context, *PinPagesRequest) (*PinPagesResponse, error)
 	// For the other ranks of a replica: votes up; starts and decisions down, keyed by operation, in any order. The first
 	// message of each side is hello. A stream that breaks takes its rank out of every agreement until it is back.
-	// Roles: rank. Errors: WRONG_RANK, STALE_EPOCH, INVALID_REQUEST, TOO_MANY_REQUESTS, FEATURE_DISABLED, SERVER_DRAINING.
+	// Roles: rank. Errors: WRONG_RANK, STALE_EPOCH, IDENTITY_MISMATCH, INVALID_REQUEST, TOO_MANY_REQUESTS,
+	// FEATURE_DISABLED, SERVER_DRAINING.
 	JoinAgreement(grpc.BidiStreamingServer[JoinAgreementRequest, JoinAgreementResponse]) error
 	mustEmbedUnimplementedPrefetchServiceServer()
 }

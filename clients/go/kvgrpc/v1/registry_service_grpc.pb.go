@@ -49,7 +49,7 @@ type RegistryServiceClient interface {
 	// Roles: rank. Errors: INVALID_REQUEST, SERVER_DRAINING. A lease that is gone is named in the answer, not an error.
 	KeepAlive(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[KeepAliveRequest, KeepAliveResponse], error)
 	// Removes rows, many in one call. A row that is not there, or has another epoch, is left alone and not an error.
-	// Roles: rank, operator. Errors: INVALID_REQUEST.
+	// Roles: rank, operator. Errors: INVALID_REQUEST, IDENTITY_MISMATCH.
 	Deregister(ctx context.Context, in *DeregisterRequest, opts ...grpc.CallOption) (*DeregisterResponse, error)
 	// Returns one engine with its rows, paged by coordinates.
 	// Roles: rank, consumer, operator. Errors: ENGINE_NOT_FOUND, WARMING_UP (UNAVAILABLE), INVALID_REQUEST.
@@ -178,7 +178,7 @@ type RegistryServiceServer interface {
 	// Roles: rank. Errors: INVALID_REQUEST, SERVER_DRAINING. A lease that is gone is named in the answer, not an error.
 	KeepAlive(grpc.BidiStreamingServer[KeepAliveRequest, KeepAliveResponse]) error
 	// Removes rows, many in one call. A row that is not there, or has another epoch, is left alone and not an error.
-	// Roles: rank, operator. Errors: INVALID_REQUEST.
+	// Roles: rank, operator. Errors: INVALID_REQUEST, IDENTITY_MISMATCH.
 	Deregister(context.Context, *DeregisterRequest) (*DeregisterResponse, error)
 	// Returns one engine with its rows, paged by coordinates.
 	// Roles: rank, consumer, operator. Errors: ENGINE_NOT_FOUND, WARMING_UP (UNAVAILABLE), INVALID_REQUEST.

@@ -73,9 +73,8 @@ type GetServerInfoResponse struct {
 	Role Role `protobuf:"varint,3,opt,name=role,proto3,enum=kvgrpc.v1.Role" json:"role,omitempty"`
 	// Full names of the services here.
 	Services []string `protobuf:"bytes,4,rep,name=services,proto3" json:"services,omitempty"`
-	// Bounds of this process by name. A rank: "maxFrameBytes", "maxHeldPages" and those that docs/operations.md lists. A
-	// process with a registry: "maxPageSize", "maxRowsPerRequest", "maxLeasesPerRequest", "leaseTtlMs".
-	Limits map[string]uint64 `protobuf:"bytes,6,rep,name=limits,proto3" json:"limits,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
+	// Bounds of this process.
+	Limits *ServerLimits `protobuf:"bytes,6,opt,name=limits,proto3" json:"limits,omitempty"`
 	// When it started.
 	StartTime *timestamppb.Timestamp `protobuf:"bytes,7,opt,name=start_time,json=startTime,proto3" json:"start_time,omitempty"`
 	// True once draining began.
@@ -144,7 +143,7 @@ func (x *GetServerInfoResponse) GetServices() []string {
 	return nil
 }
 
-func (x *GetServerInfoResponse) GetLimits() map[string]uint64 {
+func (x *GetServerInfoResponse) GetLimits() *ServerLimits {
 	if x != nil {
 		return x.Limits
 	}
@@ -172,6 +171,425 @@ func (x *GetServerInfoResponse) GetPid() uint32 {
 	return 0
 }
 
+// Bounds of a process. What it does not serve is absent.
+type ServerLimits struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// How many calls run at once.
+	Calls *CallLimits `protobuf:"bytes,1,opt,name=calls,proto3" json:"calls,omitempty"`
+	// Of a rank.
+	Rank *RankLimits `protobuf:"bytes,2,opt,name=rank,proto3" json:"rank,omitempty"`
+	// Of a registry, embedded ones too.
+	Registry *RegistryLimits `protobuf:"bytes,3,opt,name=registry,proto3" json:"registry,omitempty"`
+	// Of an index.
+	Index         *IndexLimits `protobuf:"bytes,4,opt,name=index,proto3" json:"index,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ServerLimits) Reset() {
+	*x = ServerLimits{}
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ServerLimits) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ServerLimits) ProtoMessage() {}
+
+func (x *ServerLimits) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ServerLimits.ProtoReflect.Descriptor instead.
+func (*ServerLimits) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *ServerLimits) GetCalls() *CallLimits {
+	if x != nil {
+		return x.Calls
+	}
+	return nil
+}
+
+func (x *ServerLimits) GetRank() *RankLimits {
+	if x != nil {
+		return x.Rank
+	}
+	return nil
+}
+
+func (x *ServerLimits) GetRegistry() *RegistryLimits {
+	if x != nil {
+		return x.Registry
+	}
+	return nil
+}
+
+func (x *ServerLimits) GetIndex() *IndexLimits {
+	if x != nil {
+		return x.Index
+	}
+	return nil
+}
+
+// How many calls run at once; past it TOO_MANY_REQUESTS. A caller is the name of a token or certificate, else a host.
+type CallLimits struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Unary calls, of all callers.
+	Unary uint32 `protobuf:"varint,1,opt,name=unary,proto3" json:"unary,omitempty"`
+	// Streams, of all callers.
+	Streams uint32 `protobuf:"varint,2,opt,name=streams,proto3" json:"streams,omitempty"`
+	// EventService.Watch, RegistryService.WatchEngines and PrefetchService.WatchOperations, each, of one caller.
+	WatchesPerCaller uint32 `protobuf:"varint,3,opt,name=watches_per_caller,json=watchesPerCaller,proto3" json:"watches_per_caller,omitempty"`
+	// Health/Watch, of one caller.
+	HealthWatchesPerCaller uint32 `protobuf:"varint,4,opt,name=health_watches_per_caller,json=healthWatchesPerCaller,proto3" json:"health_watches_per_caller,omitempty"`
+	// Streams of server reflection, of one caller.
+	ReflectionsPerCaller uint32 `protobuf:"varint,5,opt,name=reflections_per_caller,json=reflectionsPerCaller,proto3" json:"reflections_per_caller,omitempty"`
+	// LocateRooms that wait, of one caller.
+	LocatesPerCaller uint32 `protobuf:"varint,6,opt,name=locates_per_caller,json=locatesPerCaller,proto3" json:"locates_per_caller,omitempty"`
+	// RegistryService.KeepAlive, of one caller.
+	KeepalivesPerCaller uint32 `protobuf:"varint,7,opt,name=keepalives_per_caller,json=keepalivesPerCaller,proto3" json:"keepalives_per_caller,omitempty"`
+	unknownFields       protoimpl.UnknownFields
+	sizeCache           protoimpl.SizeCache
+}
+
+func (x *CallLimits) Reset() {
+	*x = CallLimits{}
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CallLimits) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CallLimits) ProtoMessage() {}
+
+func (x *CallLimits) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CallLimits.ProtoReflect.Descriptor instead.
+func (*CallLimits) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *CallLimits) GetUnary() uint32 {
+	if x != nil {
+		return x.Unary
+	}
+	return 0
+}
+
+func (x *CallLimits) GetStreams() uint32 {
+	if x != nil {
+		return x.Streams
+	}
+	return 0
+}
+
+func (x *CallLimits) GetWatchesPerCaller() uint32 {
+	if x != nil {
+		return x.WatchesPerCaller
+	}
+	return 0
+}
+
+func (x *CallLimits) GetHealthWatchesPerCaller() uint32 {
+	if x != nil {
+		return x.HealthWatchesPerCaller
+	}
+	return 0
+}
+
+func (x *CallLimits) GetReflectionsPerCaller() uint32 {
+	if x != nil {
+		return x.ReflectionsPerCaller
+	}
+	return 0
+}
+
+func (x *CallLimits) GetLocatesPerCaller() uint32 {
+	if x != nil {
+		return x.LocatesPerCaller
+	}
+	return 0
+}
+
+func (x *CallLimits) GetKeepalivesPerCaller() uint32 {
+	if x != nil {
+		return x.KeepalivesPerCaller
+	}
+	return 0
+}
+
+// Bounds of a rank. What is above the number of a field's type is said as that number.
+type RankLimits struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Bytes of one frame of a session.
+	MaxFrameBytes uint32 `protobuf:"varint,1,opt,name=max_frame_bytes,json=maxFrameBytes,proto3" json:"max_frame_bytes,omitempty"`
+	// Rooms that have not ended.
+	MaxRooms uint32 `protobuf:"varint,2,opt,name=max_rooms,json=maxRooms,proto3" json:"max_rooms,omitempty"`
+	// Rooms that a peer named and no local sender claimed, of one session.
+	MaxUnclaimedPerSession uint32 `protobuf:"varint,3,opt,name=max_unclaimed_per_session,json=maxUnclaimedPerSession,proto3" json:"max_unclaimed_per_session,omitempty"`
+	// The same, of all sessions.
+	MaxUnclaimed uint32 `protobuf:"varint,4,opt,name=max_unclaimed,json=maxUnclaimed,proto3" json:"max_unclaimed,omitempty"`
+	// Records of ended rooms.
+	MaxEndedRecords uint32 `protobuf:"varint,5,opt,name=max_ended_records,json=maxEndedRecords,proto3" json:"max_ended_records,omitempty"`
+	// Incarnations of peers whose last stream is remembered.
+	MaxKnownStreams uint32 `protobuf:"varint,6,opt,name=max_known_streams,json=maxKnownStreams,proto3" json:"max_known_streams,omitempty"`
+	// Pages that wait for evidence, of one peer; at most a quarter of the smallest pool.
+	MaxHeldPages uint32 `protobuf:"varint,7,opt,name=max_held_pages,json=maxHeldPages,proto3" json:"max_held_pages,omitempty"`
+	// Chunks of one room.
+	MaxChunksPerRoom uint32 `protobuf:"varint,8,opt,name=max_chunks_per_room,json=maxChunksPerRoom,proto3" json:"max_chunks_per_room,omitempty"`
+	// Bytes of aux that end a room.
+	MaxAuxBytes   uint32 `protobuf:"varint,9,opt,name=max_aux_bytes,json=maxAuxBytes,proto3" json:"max_aux_bytes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RankLimits) Reset() {
+	*x = RankLimits{}
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RankLimits) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RankLimits) ProtoMessage() {}
+
+func (x *RankLimits) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RankLimits.ProtoReflect.Descriptor instead.
+func (*RankLimits) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *RankLimits) GetMaxFrameBytes() uint32 {
+	if x != nil {
+		return x.MaxFrameBytes
+	}
+	return 0
+}
+
+func (x *RankLimits) GetMaxRooms() uint32 {
+	if x != nil {
+		return x.MaxRooms
+	}
+	return 0
+}
+
+func (x *RankLimits) GetMaxUnclaimedPerSession() uint32 {
+	if x != nil {
+		return x.MaxUnclaimedPerSession
+	}
+	return 0
+}
+
+func (x *RankLimits) GetMaxUnclaimed() uint32 {
+	if x != nil {
+		return x.MaxUnclaimed
+	}
+	return 0
+}
+
+func (x *RankLimits) GetMaxEndedRecords() uint32 {
+	if x != nil {
+		return x.MaxEndedRecords
+	}
+	return 0
+}
+
+func (x *RankLimits) GetMaxKnownStreams() uint32 {
+	if x != nil {
+		return x.MaxKnownStreams
+	}
+	return 0
+}
+
+func (x *RankLimits) GetMaxHeldPages() uint32 {
+	if x != nil {
+		return x.MaxHeldPages
+	}
+	return 0
+}
+
+func (x *RankLimits) GetMaxChunksPerRoom() uint32 {
+	if x != nil {
+		return x.MaxChunksPerRoom
+	}
+	return 0
+}
+
+func (x *RankLimits) GetMaxAuxBytes() uint32 {
+	if x != nil {
+		return x.MaxAuxBytes
+	}
+	return 0
+}
+
+// Bounds of a registry.
+type RegistryLimits struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Entries of one page of a list.
+	MaxPageSize uint32 `protobuf:"varint,1,opt,name=max_page_size,json=maxPageSize,proto3" json:"max_page_size,omitempty"`
+	// Rows of one Register, ranks of one Deregister.
+	MaxRowsPerRequest uint32 `protobuf:"varint,2,opt,name=max_rows_per_request,json=maxRowsPerRequest,proto3" json:"max_rows_per_request,omitempty"`
+	// Leases of one message of KeepAlive.
+	MaxLeasesPerRequest uint32 `protobuf:"varint,3,opt,name=max_leases_per_request,json=maxLeasesPerRequest,proto3" json:"max_leases_per_request,omitempty"`
+	// How long a row lives without a renewal.
+	LeaseTtl      *durationpb.Duration `protobuf:"bytes,4,opt,name=lease_ttl,json=leaseTtl,proto3" json:"lease_ttl,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RegistryLimits) Reset() {
+	*x = RegistryLimits{}
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RegistryLimits) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RegistryLimits) ProtoMessage() {}
+
+func (x *RegistryLimits) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RegistryLimits.ProtoReflect.Descriptor instead.
+func (*RegistryLimits) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *RegistryLimits) GetMaxPageSize() uint32 {
+	if x != nil {
+		return x.MaxPageSize
+	}
+	return 0
+}
+
+func (x *RegistryLimits) GetMaxRowsPerRequest() uint32 {
+	if x != nil {
+		return x.MaxRowsPerRequest
+	}
+	return 0
+}
+
+func (x *RegistryLimits) GetMaxLeasesPerRequest() uint32 {
+	if x != nil {
+		return x.MaxLeasesPerRequest
+	}
+	return 0
+}
+
+func (x *RegistryLimits) GetLeaseTtl() *durationpb.Duration {
+	if x != nil {
+		return x.LeaseTtl
+	}
+	return nil
+}
+
+// Bounds of an index.
+type IndexLimits struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Blocks of one Score.
+	MaxScoreBlocks uint32 `protobuf:"varint,1,opt,name=max_score_blocks,json=maxScoreBlocks,proto3" json:"max_score_blocks,omitempty"`
+	// Tokens of one Score.
+	MaxScoreTokens uint32 `protobuf:"varint,2,opt,name=max_score_tokens,json=maxScoreTokens,proto3" json:"max_score_tokens,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
+}
+
+func (x *IndexLimits) Reset() {
+	*x = IndexLimits{}
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *IndexLimits) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*IndexLimits) ProtoMessage() {}
+
+func (x *IndexLimits) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use IndexLimits.ProtoReflect.Descriptor instead.
+func (*IndexLimits) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *IndexLimits) GetMaxScoreBlocks() uint32 {
+	if x != nil {
+		return x.MaxScoreBlocks
+	}
+	return 0
+}
+
+func (x *IndexLimits) GetMaxScoreTokens() uint32 {
+	if x != nil {
+		return x.MaxScoreTokens
+	}
+	return 0
+}
+
 // Request of Drain.
 type DrainRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -183,7 +601,7 @@ type DrainRequest struct {
 
 func (x *DrainRequest) Reset() {
 	*x = DrainRequest{}
-	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[2]
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -195,7 +613,7 @@ func (x *DrainRequest) String() string {
 func (*DrainRequest) ProtoMessage() {}
 
 func (x *DrainRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[2]
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -208,7 +626,7 @@ func (x *DrainRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DrainRequest.ProtoReflect.Descriptor instead.
 func (*DrainRequest) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{2}
+	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *DrainRequest) GetGrace() *durationpb.Duration {
@@ -231,7 +649,7 @@ type DrainResponse struct {
 
 func (x *DrainResponse) Reset() {
 	*x = DrainResponse{}
-	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[3]
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -243,7 +661,7 @@ func (x *DrainResponse) String() string {
 func (*DrainResponse) ProtoMessage() {}
 
 func (x *DrainResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[3]
+	mi := &file_kvgrpc_v1_server_service_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -256,7 +674,7 @@ func (x *DrainResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DrainResponse.ProtoReflect.Descriptor instead.
 func (*DrainResponse) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{3}
+	return file_kvgrpc_v1_server_service_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *DrainResponse) GetDrained() bool {
@@ -278,20 +696,50 @@ var File_kvgrpc_v1_server_service_proto protoreflect.FileDescriptor
 const file_kvgrpc_v1_server_service_proto_rawDesc = "" +
 	"\n" +
 	"\x1ekvgrpc/v1/server_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16kvgrpc/v1/common.proto\"\x16\n" +
-	"\x14GetServerInfoRequest\"\x84\x03\n" +
+	"\x14GetServerInfoRequest\"\xb4\x02\n" +
 	"\x15GetServerInfoResponse\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\tR\aversion\x12&\n" +
 	"\x04rank\x18\x02 \x01(\v2\x12.kvgrpc.v1.RankRefR\x04rank\x12#\n" +
 	"\x04role\x18\x03 \x01(\x0e2\x0f.kvgrpc.v1.RoleR\x04role\x12\x1a\n" +
-	"\bservices\x18\x04 \x03(\tR\bservices\x12D\n" +
-	"\x06limits\x18\x06 \x03(\v2,.kvgrpc.v1.GetServerInfoResponse.LimitsEntryR\x06limits\x129\n" +
+	"\bservices\x18\x04 \x03(\tR\bservices\x12/\n" +
+	"\x06limits\x18\x06 \x01(\v2\x17.kvgrpc.v1.ServerLimitsR\x06limits\x129\n" +
 	"\n" +
 	"start_time\x18\a \x01(\v2\x1a.google.protobuf.TimestampR\tstartTime\x12\x1a\n" +
 	"\bdraining\x18\b \x01(\bR\bdraining\x12\x10\n" +
-	"\x03pid\x18\t \x01(\rR\x03pid\x1a9\n" +
-	"\vLimitsEntry\x12\x10\n" +
-	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\x04R\x05value:\x028\x01\"?\n" +
+	"\x03pid\x18\t \x01(\rR\x03pid\"\xcb\x01\n" +
+	"\fServerLimits\x12+\n" +
+	"\x05calls\x18\x01 \x01(\v2\x15.kvgrpc.v1.CallLimitsR\x05calls\x12)\n" +
+	"\x04rank\x18\x02 \x01(\v2\x15.kvgrpc.v1.RankLimitsR\x04rank\x125\n" +
+	"\bregistry\x18\x03 \x01(\v2\x19.kvgrpc.v1.RegistryLimitsR\bregistry\x12,\n" +
+	"\x05index\x18\x04 \x01(\v2\x16.kvgrpc.v1.IndexLimitsR\x05index\"\xbd\x02\n" +
+	"\n" +
+	"CallLimits\x12\x14\n" +
+	"\x05unary\x18\x01 \x01(\rR\x05unary\x12\x18\n" +
+	"\astreams\x18\x02 \x01(\rR\astreams\x12,\n" +
+	"\x12watches_per_caller\x18\x03 \x01(\rR\x10watchesPerCaller\x129\n" +
+	"\x19health_watches_per_caller\x18\x04 \x01(\rR\x16healthWatchesPerCaller\x124\n" +
+	"\x16reflections_per_caller\x18\x05 \x01(\rR\x14reflectionsPerCaller\x12,\n" +
+	"\x12locates_per_caller\x18\x06 \x01(\rR\x10locatesPerCaller\x122\n" +
+	"\x15keepalives_per_caller\x18\a \x01(\rR\x13keepalivesPerCaller\"\x82\x03\n" +
+	"\n" +
+	"RankLimits\x12&\n" +
+	"\x0fmax_frame_bytes\x18\x01 \x01(\rR\rmaxFrameBytes\x12\x1b\n" +
+	"\tmax_rooms\x18\x02 \x01(\rR\bmaxRooms\x129\n" +
+	"\x19max_unclaimed_per_session\x18\x03 \x01(\rR\x16maxUnclaimedPerSession\x12#\n" +
+	"\rmax_unclaimed\x18\x04 \x01(\rR\fmaxUnclaimed\x12*\n" +
+	"\x11max_ended_records\x18\x05 \x01(\rR\x0fmaxEndedRecords\x12*\n" +
+	"\x11max_known_streams\x18\x06 \x01(\rR\x0fmaxKnownStreams\x12$\n" +
+	"\x0emax_held_pages\x18\a \x01(\rR\fmaxHeldPages\x12-\n" +
+	"\x13max_chunks_per_room\x18\b \x01(\rR\x10maxChunksPerRoom\x12\"\n" +
+	"\rmax_aux_bytes\x18\t \x01(\rR\vmaxAuxBytes\"\xd2\x01\n" +
+	"\x0eRegistryLimits\x12\"\n" +
+	"\rmax_page_size\x18\x01 \x01(\rR\vmaxPageSize\x12/\n" +
+	"\x14max_rows_per_request\x18\x02 \x01(\rR\x11maxRowsPerRequest\x123\n" +
+	"\x16max_leases_per_request\x18\x03 \x01(\rR\x13maxLeasesPerRequest\x126\n" +
+	"\tlease_ttl\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\bleaseTtl\"a\n" +
+	"\vIndexLimits\x12(\n" +
+	"\x10max_score_blocks\x18\x01 \x01(\rR\x0emaxScoreBlocks\x12(\n" +
+	"\x10max_score_tokens\x18\x02 \x01(\rR\x0emaxScoreTokens\"?\n" +
 	"\fDrainRequest\x12/\n" +
 	"\x05grace\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\x05grace\"H\n" +
 	"\rDrainResponse\x12\x18\n" +
@@ -314,33 +762,42 @@ func file_kvgrpc_v1_server_service_proto_rawDescGZIP() []byte {
 	return file_kvgrpc_v1_server_service_proto_rawDescData
 }
 
-var file_kvgrpc_v1_server_service_proto_msgTypes = make([]protoimpl.MessageInfo, 5)
+var file_kvgrpc_v1_server_service_proto_msgTypes = make([]protoimpl.MessageInfo, 9)
 var file_kvgrpc_v1_server_service_proto_goTypes = []any{
 	(*GetServerInfoRequest)(nil),  // 0: kvgrpc.v1.GetServerInfoRequest
 	(*GetServerInfoResponse)(nil), // 1: kvgrpc.v1.GetServerInfoResponse
-	(*DrainRequest)(nil),          // 2: kvgrpc.v1.DrainRequest
-	(*DrainResponse)(nil),         // 3: kvgrpc.v1.DrainResponse
-	nil,                           // 4: kvgrpc.v1.GetServerInfoResponse.LimitsEntry
-	(*RankRef)(nil),               // 5: kvgrpc.v1.RankRef
-	(Role)(0),                     // 6: kvgrpc.v1.Role
-	(*timestamppb.Timestamp)(nil), // 7: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),   // 8: google.protobuf.Duration
+	(*ServerLimits)(nil),          // 2: kvgrpc.v1.ServerLimits
+	(*CallLimits)(nil),            // 3: kvgrpc.v1.CallLimits
+	(*RankLimits)(nil),            // 4: kvgrpc.v1.RankLimits
+	(*RegistryLimits)(nil),        // 5: kvgrpc.v1.RegistryLimits
+	(*IndexLimits)(nil),           // 6: kvgrpc.v1.IndexLimits
+	(*DrainRequest)(nil),          // 7: kvgrpc.v1.DrainRequest
+	(*DrainResponse)(nil),         // 8: kvgrpc.v1.DrainResponse
+	(*RankRef)(nil),               // 9: kvgrpc.v1.RankRef
+	(Role)(0),                     // 10: kvgrpc.v1.Role
+	(*timestamppb.Timestamp)(nil), // 11: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),   // 12: google.protobuf.Duration
 }
 var file_kvgrpc_v1_server_service_proto_depIdxs = []int32{
-	5, // 0: kvgrpc.v1.GetServerInfoResponse.rank:type_name -> kvgrpc.v1.RankRef
-	6, // 1: kvgrpc.v1.GetServerInfoResponse.role:type_name -> kvgrpc.v1.Role
-	4, // 2: kvgrpc.v1.GetServerInfoResponse.limits:type_name -> kvgrpc.v1.GetServerInfoResponse.LimitsEntry
-	7, // 3: kvgrpc.v1.GetServerInfoResponse.start_time:type_name -> google.protobuf.Timestamp
-	8, // 4: kvgrpc.v1.DrainRequest.grace:type_name -> google.protobuf.Duration
-	0, // 5: kvgrpc.v1.ServerService.GetServerInfo:input_type -> kvgrpc.v1.GetServerInfoRequest
-	2, // 6: kvgrpc.v1.ServerService.Drain:input_type -> kvgrpc.v1.DrainRequest
-	1, // 7: kvgrpc.v1.ServerService.GetServerInfo:output_type -> kvgrpc.v1.GetServerInfoResponse
-	3, // 8: kvgrpc.v1.ServerService.Drain:output_type -> kvgrpc.v1.DrainResponse
-	7, // [7:9] is the sub-list for method output_type
-	5, // [5:7] is the sub-list for method input_type
-	5, // [5:5] is the sub-list for extension type_name
-	5, // [5:5] is the sub-list for extension extendee
-	0, // [0:5] is the sub-list for field type_name
+	9,  // 0: kvgrpc.v1.GetServerInfoResponse.rank:type_name -> kvgrpc.v1.RankRef
+	10, // 1: kvgrpc.v1.GetServerInfoResponse.role:type_name -> kvgrpc.v1.Role
+	2,  // 2: kvgrpc.v1.GetServerInfoResponse.limits:type_name -> kvgrpc.v1.ServerLimits
+	11, // 3: kvgrpc.v1.GetServerInfoResponse.start_time:type_name -> google.protobuf.Timestamp
+	3,  // 4: kvgrpc.v1.ServerLimits.calls:type_name -> kvgrpc.v1.CallLimits
+	4,  // 5: kvgrpc.v1.ServerLimits.rank:type_name -> kvgrpc.v1.RankLimits
+	5,  // 6: kvgrpc.v1.ServerLimits.registry:type_name -> kvgrpc.v1.RegistryLimits
+	6,  // 7: kvgrpc.v1.ServerLimits.index:type_name -> kvgrpc.v1.IndexLimits
+	12, // 8: kvgrpc.v1.RegistryLimits.lease_ttl:type_name -> google.protobuf.Duration
+	12, // 9: kvgrpc.v1.DrainRequest.grace:type_name -> google.protobuf.Duration
+	0,  // 10: kvgrpc.v1.ServerService.GetServerInfo:input_type -> kvgrpc.v1.GetServerInfoRequest
+	7,  // 11: kvgrpc.v1.ServerService.Drain:input_type -> kvgrpc.v1.DrainRequest
+	1,  // 12: kvgrpc.v1.ServerService.GetServerInfo:output_type -> kvgrpc.v1.GetServerInfoResponse
+	8,  // 13: kvgrpc.v1.ServerService.Drain:output_type -> kvgrpc.v1.DrainResponse
+	12, // [12:14] is the sub-list for method output_type
+	10, // [10:12] is the sub-list for method input_type
+	10, // [10:10] is the sub-list for extension type_name
+	10, // [10:10] is the sub-list for extension extendee
+	0,  // [0:10] is the sub-list for field type_name
 }
 
 func init() { file_kvgrpc_v1_server_service_proto_init() }
@@ -355,7 +812,7 @@ func file_kvgrpc_v1_server_service_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvgrpc_v1_server_service_proto_rawDesc), len(file_kvgrpc_v1_server_service_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   5,
+			NumMessages:   9,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvgrpc.dataplane.mooncake.start import DEFAULTS
+from kvgrpc.dataplane.mooncake.environment import DEFAULTS, for_a_process_of_ours
 from kvgrpc.prefetch.storage.base import StorageDown
 from kvgrpc.prefetch.storage.mooncake.codes import MASTER_DOWN
 from kvgrpc.prefetch.storage.mooncake.messages import Area, Call, Reply, Start, Wire
@@ -247,8 +247,6 @@ class Link:
 def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
-    environment = {**os.environ, **{name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()}}
-    environment.pop("MC_LOG_DIR", None)
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-m", "kvgrpc.prefetch.storage.mooncake.child", str(theirs.fileno())],
@@ -256,7 +254,7 @@ def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             pass_fds=[theirs.fileno()],
-            env=environment,
+            env=for_a_process_of_ours(os.environ, _ENVIRONMENT),
             start_new_session=True,  # Ctrl-C in the terminal is for the engine alone
         )
     return process, ours

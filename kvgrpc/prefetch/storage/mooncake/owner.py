@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 
-from kvgrpc.dataplane.mooncake.start import DEFAULTS
+from kvgrpc.dataplane.mooncake.environment import DEFAULTS, for_a_process_of_ours
 from kvgrpc.prefetch.storage.mooncake.child import set_up
 from kvgrpc.prefetch.storage.mooncake.messages import Start
 
@@ -24,9 +24,10 @@ def main() -> None:
     parser.add_argument("--device", default="", help="RDMA devices, with commas")
     parser.add_argument("--until-eof", action="store_true", help="end when stdin does")
     options = parser.parse_args()
-    for name, value in DEFAULTS.items():
-        os.environ.setdefault(name, value)
-    os.environ.pop("MC_LOG_DIR", None)
+    environment = for_a_process_of_ours(os.environ, DEFAULTS)
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
     signals = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # before the library's threads start
     start = Start(options.host, options.master, options.protocol, options.device, options.bytes, 0, 1)

@@ -39,7 +39,8 @@ export type PromptPages = Message<"kvgrpc.v1.PromptPages"> & {
   pageHashes: Uint8Array[];
 
   /**
-   * Namespace within the model, such as a LoRA; part of the hash of the first page. Absent differs from empty.
+   * Namespace within the model, such as a LoRA; part of the hash of the first page. Absent differs from empty. At most
+   * 1,024 characters, as the salt.
    *
    * @generated from field: optional string extra_key = 3;
    */
@@ -1590,7 +1591,8 @@ export const AgreementStageSchema: GenEnum<AgreementStage> = /*@__PURE__*/
 export const PrefetchService: GenService<{
   /**
    * Tells how many leading pages are where. Storage is asked, device and host are tables in memory.
-   * Roles: rank, consumer, operator. Errors: INVALID_REQUEST, STORAGE_FAILED, PEER_UNREACHABLE (storage does not answer).
+   * Roles: rank, consumer, operator. Errors: INVALID_REQUEST, TOO_MANY_REQUESTS, STORAGE_FAILED, PEER_UNREACHABLE (storage does not
+   * answer).
    *
    * @generated from rpc kvgrpc.v1.PrefetchService.Lookup
    */
@@ -1697,7 +1699,8 @@ export const PrefetchService: GenService<{
   /**
    * For the other ranks of a replica: votes up; starts and decisions down, keyed by operation, in any order. The first
    * message of each side is hello. A stream that breaks takes its rank out of every agreement until it is back.
-   * Roles: rank. Errors: WRONG_RANK, STALE_EPOCH, INVALID_REQUEST, TOO_MANY_REQUESTS, FEATURE_DISABLED, SERVER_DRAINING.
+   * Roles: rank. Errors: WRONG_RANK, STALE_EPOCH, IDENTITY_MISMATCH, INVALID_REQUEST, TOO_MANY_REQUESTS,
+   * FEATURE_DISABLED, SERVER_DRAINING.
    *
    * @generated from rpc kvgrpc.v1.PrefetchService.JoinAgreement
    */

@@ -757,7 +757,7 @@ export const RegistryService: GenService<{
   },
   /**
    * Removes rows, many in one call. A row that is not there, or has another epoch, is left alone and not an error.
-   * Roles: rank, operator. Errors: INVALID_REQUEST.
+   * Roles: rank, operator. Errors: INVALID_REQUEST, IDENTITY_MISMATCH.
    *
    * @generated from rpc kvgrpc.v1.RegistryService.Deregister
    */

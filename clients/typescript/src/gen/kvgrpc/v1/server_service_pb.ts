@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file kvgrpc/v1/server_service.proto.
  */
 export const file_kvgrpc_v1_server_service: GenFile = /*@__PURE__*/
-  fileDesc("Ch5rdmdycGMvdjEvc2VydmVyX3NlcnZpY2UucHJvdG8SCWt2Z3JwYy52MSIWChRHZXRTZXJ2ZXJJbmZvUmVxdWVzdCK3AgoVR2V0U2VydmVySW5mb1Jlc3BvbnNlEg8KB3ZlcnNpb24YASABKAkSIAoEcmFuaxgCIAEoCzISLmt2Z3JwYy52MS5SYW5rUmVmEh0KBHJvbGUYAyABKA4yDy5rdmdycGMudjEuUm9sZRIQCghzZXJ2aWNlcxgEIAMoCRI8CgZsaW1pdHMYBiADKAsyLC5rdmdycGMudjEuR2V0U2VydmVySW5mb1Jlc3BvbnNlLkxpbWl0c0VudHJ5Ei4KCnN0YXJ0X3RpbWUYByABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhAKCGRyYWluaW5nGAggASgIEgsKA3BpZBgJIAEoDRotCgtMaW1pdHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAQ6AjgBIjgKDERyYWluUmVxdWVzdBIoCgVncmFjZRgBIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiI0Cg1EcmFpblJlc3BvbnNlEg8KB2RyYWluZWQYASABKAgSEgoKb3Blbl9yb29tcxgCIAEoDTKpAQoNU2VydmVyU2VydmljZRJXCg1HZXRTZXJ2ZXJJbmZvEh8ua3ZncnBjLnYxLkdldFNlcnZlckluZm9SZXF1ZXN0GiAua3ZncnBjLnYxLkdldFNlcnZlckluZm9SZXNwb25zZSIDkAIBEj8KBURyYWluEhcua3ZncnBjLnYxLkRyYWluUmVxdWVzdBoYLmt2Z3JwYy52MS5EcmFpblJlc3BvbnNlIgOQAgJCIloga3ZncnBjLmRldi9nby9rdmdycGMvdjE7a3ZncnBjdjFiBnByb3RvMw", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_kvgrpc_v1_common]);
+  fileDesc("Ch5rdmdycGMvdjEvc2VydmVyX3NlcnZpY2UucHJvdG8SCWt2Z3JwYy52MSIWChRHZXRTZXJ2ZXJJbmZvUmVxdWVzdCLzAQoVR2V0U2VydmVySW5mb1Jlc3BvbnNlEg8KB3ZlcnNpb24YASABKAkSIAoEcmFuaxgCIAEoCzISLmt2Z3JwYy52MS5SYW5rUmVmEh0KBHJvbGUYAyABKA4yDy5rdmdycGMudjEuUm9sZRIQCghzZXJ2aWNlcxgEIAMoCRInCgZsaW1pdHMYBiABKAsyFy5rdmdycGMudjEuU2VydmVyTGltaXRzEi4KCnN0YXJ0X3RpbWUYByABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhAKCGRyYWluaW5nGAggASgIEgsKA3BpZBgJIAEoDSKtAQoMU2VydmVyTGltaXRzEiQKBWNhbGxzGAEgASgLMhUua3ZncnBjLnYxLkNhbGxMaW1pdHMSIwoEcmFuaxgCIAEoCzIVLmt2Z3JwYy52MS5SYW5rTGltaXRzEisKCHJlZ2lzdHJ5GAMgASgLMhkua3ZncnBjLnYxLlJlZ2lzdHJ5TGltaXRzEiUKBWluZGV4GAQgASgLMhYua3ZncnBjLnYxLkluZGV4TGltaXRzIsYBCgpDYWxsTGltaXRzEg0KBXVuYXJ5GAEgASgNEg8KB3N0cmVhbXMYAiABKA0SGgoSd2F0Y2hlc19wZXJfY2FsbGVyGAMgASgNEiEKGWhlYWx0aF93YXRjaGVzX3Blcl9jYWxsZXIYBCABKA0SHgoWcmVmbGVjdGlvbnNfcGVyX2NhbGxlchgFIAEoDRIaChJsb2NhdGVzX3Blcl9jYWxsZXIYBiABKA0SHQoVa2VlcGFsaXZlc19wZXJfY2FsbGVyGAcgASgNIvQBCgpSYW5rTGltaXRzEhcKD21heF9mcmFtZV9ieXRlcxgBIAEoDRIRCgltYXhfcm9vbXMYAiABKA0SIQoZbWF4X3VuY2xhaW1lZF9wZXJfc2Vzc2lvbhgDIAEoDRIVCg1tYXhfdW5jbGFpbWVkGAQgASgNEhkKEW1heF9lbmRlZF9yZWNvcmRzGAUgASgNEhkKEW1heF9rbm93bl9zdHJlYW1zGAYgASgNEhYKDm1heF9oZWxkX3BhZ2VzGAcgASgNEhsKE21heF9jaHVua3NfcGVyX3Jvb20YCCABKA0SFQoNbWF4X2F1eF9ieXRlcxgJIAEoDSKTAQoOUmVnaXN0cnlMaW1pdHMSFQoNbWF4X3BhZ2Vfc2l6ZRgBIAEoDRIcChRtYXhfcm93c19wZXJfcmVxdWVzdBgCIAEoDRIeChZtYXhfbGVhc2VzX3Blcl9yZXF1ZXN0GAMgASgNEiwKCWxlYXNlX3R0bBgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiJBCgtJbmRleExpbWl0cxIYChBtYXhfc2NvcmVfYmxvY2tzGAEgASgNEhgKEG1heF9zY29yZV90b2tlbnMYAiABKA0iOAoMRHJhaW5SZXF1ZXN0EigKBWdyYWNlGAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIjQKDURyYWluUmVzcG9uc2USDwoHZHJhaW5lZBgBIAEoCBISCgpvcGVuX3Jvb21zGAIgASgNMqkBCg1TZXJ2ZXJTZXJ2aWNlElcKDUdldFNlcnZlckluZm8SHy5rdmdycGMudjEuR2V0U2VydmVySW5mb1JlcXVlc3QaIC5rdmdycGMudjEuR2V0U2VydmVySW5mb1Jlc3BvbnNlIgOQAgESPwoFRHJhaW4SFy5rdmdycGMudjEuRHJhaW5SZXF1ZXN0Ghgua3ZncnBjLnYxLkRyYWluUmVzcG9uc2UiA5ACAkIiWiBrdmdycGMuZGV2L2dvL2t2Z3JwYy92MTtrdmdycGN2MWIGcHJvdG8z", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_kvgrpc_v1_common]);
 
 /**
  * Request of GetServerInfo.
@@ -68,12 +68,11 @@ export type GetServerInfoResponse = Message<"kvgrpc.v1.GetServerInfoResponse"> &
   services: string[];
 
   /**
-   * Bounds of this process by name. A rank: "maxFrameBytes", "maxHeldPages" and those that docs/operations.md lists. A
-   * process with a registry: "maxPageSize", "maxRowsPerRequest", "maxLeasesPerRequest", "leaseTtlMs".
+   * Bounds of this process.
    *
-   * @generated from field: map<string, uint64> limits = 6;
+   * @generated from field: kvgrpc.v1.ServerLimits limits = 6;
    */
-  limits: { [key: string]: bigint };
+  limits?: ServerLimits | undefined;
 
   /**
    * When it started.
@@ -105,6 +104,258 @@ export const GetServerInfoResponseSchema: GenMessage<GetServerInfoResponse> = /*
   messageDesc(file_kvgrpc_v1_server_service, 1);
 
 /**
+ * Bounds of a process. What it does not serve is absent.
+ *
+ * @generated from message kvgrpc.v1.ServerLimits
+ */
+export type ServerLimits = Message<"kvgrpc.v1.ServerLimits"> & {
+  /**
+   * How many calls run at once.
+   *
+   * @generated from field: kvgrpc.v1.CallLimits calls = 1;
+   */
+  calls?: CallLimits | undefined;
+
+  /**
+   * Of a rank.
+   *
+   * @generated from field: kvgrpc.v1.RankLimits rank = 2;
+   */
+  rank?: RankLimits | undefined;
+
+  /**
+   * Of a registry, embedded ones too.
+   *
+   * @generated from field: kvgrpc.v1.RegistryLimits registry = 3;
+   */
+  registry?: RegistryLimits | undefined;
+
+  /**
+   * Of an index.
+   *
+   * @generated from field: kvgrpc.v1.IndexLimits index = 4;
+   */
+  index?: IndexLimits | undefined;
+};
+
+/**
+ * Describes the message kvgrpc.v1.ServerLimits.
+ * Use `create(ServerLimitsSchema)` to create a new message.
+ */
+export const ServerLimitsSchema: GenMessage<ServerLimits> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_server_service, 2);
+
+/**
+ * How many calls run at once; past it TOO_MANY_REQUESTS. A caller is the name of a token or certificate, else a host.
+ *
+ * @generated from message kvgrpc.v1.CallLimits
+ */
+export type CallLimits = Message<"kvgrpc.v1.CallLimits"> & {
+  /**
+   * Unary calls, of all callers.
+   *
+   * @generated from field: uint32 unary = 1;
+   */
+  unary: number;
+
+  /**
+   * Streams, of all callers.
+   *
+   * @generated from field: uint32 streams = 2;
+   */
+  streams: number;
+
+  /**
+   * EventService.Watch, RegistryService.WatchEngines and PrefetchService.WatchOperations, each, of one caller.
+   *
+   * @generated from field: uint32 watches_per_caller = 3;
+   */
+  watchesPerCaller: number;
+
+  /**
+   * Health/Watch, of one caller.
+   *
+   * @generated from field: uint32 health_watches_per_caller = 4;
+   */
+  healthWatchesPerCaller: number;
+
+  /**
+   * Streams of server reflection, of one caller.
+   *
+   * @generated from field: uint32 reflections_per_caller = 5;
+   */
+  reflectionsPerCaller: number;
+
+  /**
+   * LocateRooms that wait, of one caller.
+   *
+   * @generated from field: uint32 locates_per_caller = 6;
+   */
+  locatesPerCaller: number;
+
+  /**
+   * RegistryService.KeepAlive, of one caller.
+   *
+   * @generated from field: uint32 keepalives_per_caller = 7;
+   */
+  keepalivesPerCaller: number;
+};
+
+/**
+ * Describes the message kvgrpc.v1.CallLimits.
+ * Use `create(CallLimitsSchema)` to create a new message.
+ */
+export const CallLimitsSchema: GenMessage<CallLimits> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_server_service, 3);
+
+/**
+ * Bounds of a rank. What is above the number of a field's type is said as that number.
+ *
+ * @generated from message kvgrpc.v1.RankLimits
+ */
+export type RankLimits = Message<"kvgrpc.v1.RankLimits"> & {
+  /**
+   * Bytes of one frame of a session.
+   *
+   * @generated from field: uint32 max_frame_bytes = 1;
+   */
+  maxFrameBytes: number;
+
+  /**
+   * Rooms that have not ended.
+   *
+   * @generated from field: uint32 max_rooms = 2;
+   */
+  maxRooms: number;
+
+  /**
+   * Rooms that a peer named and no local sender claimed, of one session.
+   *
+   * @generated from field: uint32 max_unclaimed_per_session = 3;
+   */
+  maxUnclaimedPerSession: number;
+
+  /**
+   * The same, of all sessions.
+   *
+   * @generated from field: uint32 max_unclaimed = 4;
+   */
+  maxUnclaimed: number;
+
+  /**
+   * Records of ended rooms.
+   *
+   * @generated from field: uint32 max_ended_records = 5;
+   */
+  maxEndedRecords: number;
+
+  /**
+   * Incarnations of peers whose last stream is remembered.
+   *
+   * @generated from field: uint32 max_known_streams = 6;
+   */
+  maxKnownStreams: number;
+
+  /**
+   * Pages that wait for evidence, of one peer; at most a quarter of the smallest pool.
+   *
+   * @generated from field: uint32 max_held_pages = 7;
+   */
+  maxHeldPages: number;
+
+  /**
+   * Chunks of one room.
+   *
+   * @generated from field: uint32 max_chunks_per_room = 8;
+   */
+  maxChunksPerRoom: number;
+
+  /**
+   * Bytes of aux that end a room.
+   *
+   * @generated from field: uint32 max_aux_bytes = 9;
+   */
+  maxAuxBytes: number;
+};
+
+/**
+ * Describes the message kvgrpc.v1.RankLimits.
+ * Use `create(RankLimitsSchema)` to create a new message.
+ */
+export const RankLimitsSchema: GenMessage<RankLimits> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_server_service, 4);
+
+/**
+ * Bounds of a registry.
+ *
+ * @generated from message kvgrpc.v1.RegistryLimits
+ */
+export type RegistryLimits = Message<"kvgrpc.v1.RegistryLimits"> & {
+  /**
+   * Entries of one page of a list.
+   *
+   * @generated from field: uint32 max_page_size = 1;
+   */
+  maxPageSize: number;
+
+  /**
+   * Rows of one Register, ranks of one Deregister.
+   *
+   * @generated from field: uint32 max_rows_per_request = 2;
+   */
+  maxRowsPerRequest: number;
+
+  /**
+   * Leases of one message of KeepAlive.
+   *
+   * @generated from field: uint32 max_leases_per_request = 3;
+   */
+  maxLeasesPerRequest: number;
+
+  /**
+   * How long a row lives without a renewal.
+   *
+   * @generated from field: google.protobuf.Duration lease_ttl = 4;
+   */
+  leaseTtl?: Duration | undefined;
+};
+
+/**
+ * Describes the message kvgrpc.v1.RegistryLimits.
+ * Use `create(RegistryLimitsSchema)` to create a new message.
+ */
+export const RegistryLimitsSchema: GenMessage<RegistryLimits> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_server_service, 5);
+
+/**
+ * Bounds of an index.
+ *
+ * @generated from message kvgrpc.v1.IndexLimits
+ */
+export type IndexLimits = Message<"kvgrpc.v1.IndexLimits"> & {
+  /**
+   * Blocks of one Score.
+   *
+   * @generated from field: uint32 max_score_blocks = 1;
+   */
+  maxScoreBlocks: number;
+
+  /**
+   * Tokens of one Score.
+   *
+   * @generated from field: uint32 max_score_tokens = 2;
+   */
+  maxScoreTokens: number;
+};
+
+/**
+ * Describes the message kvgrpc.v1.IndexLimits.
+ * Use `create(IndexLimitsSchema)` to create a new message.
+ */
+export const IndexLimitsSchema: GenMessage<IndexLimits> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_server_service, 6);
+
+/**
  * Request of Drain.
  *
  * @generated from message kvgrpc.v1.DrainRequest
@@ -123,7 +374,7 @@ export type DrainRequest = Message<"kvgrpc.v1.DrainRequest"> & {
  * Use `create(DrainRequestSchema)` to create a new message.
  */
 export const DrainRequestSchema: GenMessage<DrainRequest> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_server_service, 2);
+  messageDesc(file_kvgrpc_v1_server_service, 7);
 
 /**
  * Response of Drain.
@@ -151,7 +402,7 @@ export type DrainResponse = Message<"kvgrpc.v1.DrainResponse"> & {
  * Use `create(DrainResponseSchema)` to create a new message.
  */
 export const DrainResponseSchema: GenMessage<DrainResponse> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_server_service, 3);
+  messageDesc(file_kvgrpc_v1_server_service, 8);
 
 /**
  * Served by every kvgrpc process.

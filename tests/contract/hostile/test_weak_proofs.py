@@ -1,0 +1,105 @@
+"""A dial that is refused while the writer may live: what stands in its place must not give its pages back (rule 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvgrpc.errors import Reason
+from kvgrpc.rpc.loop import LoopThread
+from kvgrpc.transfer import KVPoll
+from kvgrpc.transfer.runtime.refusals import Refusals
+from kvgrpc.v1 import common_pb2
+from kvgrpc.v1 import transfer_service_pb2 as pb
+from tests.contract.hostile.conftest import ROOMS, TIMING
+from tests.contract.transfer_peers import Memory, PrefillServer, closed_in_the_end, eventually, receiver_of
+from tests.integration.rank_host import RankHost
+
+Serve = Callable[..., PrefillServer]
+
+
+def listens(server: PrefillServer, requests: Iterator[pb.SessionRequest]) -> Iterator[pb.SessionResponse]:
+    """Welcomes, and never says anything of a room again."""
+    next(requests)
+    yield server.welcome()
+    yield from (pb.SessionResponse() for _ in requests)
+
+
+def is_another(server: PrefillServer, requests: Iterator[pb.SessionRequest]) -> Iterator[pb.SessionResponse]:
+    """What the next incarnation at the same address answers."""
+    next(requests)
+    failure = common_pb2.Failure(reason=Reason.STALE_EPOCH, message="that one is gone")  # type: ignore[arg-type]
+    yield pb.SessionResponse(goodbye=pb.Goodbye(failure=failure))
+
+
+@pytest.fixture
+def serve(prefill: RankHost, memory: Memory) -> Iterator[Serve]:
+    def make(script: Any = listens, address: str = "127.0.0.1:0") -> PrefillServer:
+        return PrefillServer(script, prefill.rank.address, memory.pool, address)
+
+    with closed_in_the_end(make) as making:
+        yield making
+
+
+@pytest.fixture
+def proofs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """What each refused dial of a peer that had welcomed was taken for."""
+    seen: list[bool] = []
+    is_proof = Refusals.is_proof
+
+    async def noted(self: Refusals, *arguments: Any, was_welcomed: bool) -> bool:
+        found = await is_proof(self, *arguments, was_welcomed=was_welcomed)
+        if was_welcomed:
+            seen.append(found)
+        return found
+
+    monkeypatch.setattr(Refusals, "is_proof", noted)
+    return seen
+
+
+def told_where_to_write(decode: RankHost, server: PrefillServer) -> Any:
+    receiver = receiver_of(decode, server.bootstrap, next(ROOMS))
+    receiver.init([10, 11], 3)
+    eventually(lambda: any(entry.want == pb.WANT_WRITE for each in server.heard for entry in each.rooms))
+    return receiver
+
+
+def test_a_name_that_still_means_the_same_address_proves_the_death(decode: RankHost, serve: Serve) -> None:
+    server = serve(address="localhost:0")
+    receiver = told_where_to_write(decode, server)
+    server.close()
+    eventually(lambda: receiver.poll() is KVPoll.Failed and receiver.release_safe)
+
+
+def test_a_name_that_means_another_address_now_gives_no_page_back(
+    decode: RankHost, serve: Serve, proofs: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve(address="localhost:0")
+    receiver = told_where_to_write(decode, server)
+
+    async def elsewhere(*_: object, **__: object) -> list[Any]:
+        return [(2, 1, 6, "", ("127.0.0.77", 9))]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LoopThread.shared().loop, "getaddrinfo", elsewhere)
+        server.close()
+        eventually(lambda: receiver.poll() is KVPoll.Failed and len(proofs) >= 4)
+        assert receiver.failure.reason is Reason.PEER_LOST
+        assert not any(proofs) and not receiver.release_safe and decode.rank.transfer.held_pages == 2
+    eventually(lambda: receiver.release_safe)
+
+
+def test_where_it_is_told_to_a_decode_believes_an_epoch_only(serve: Serve, proofs: list[bool]) -> None:
+    decode = RankHost("D2", "DECODE", {"timing": TIMING, "refusal_proves_death": False})
+    try:
+        server = serve()
+        receiver = told_where_to_write(decode, server)
+        server.close()
+        eventually(lambda: receiver.poll() is KVPoll.Failed and len(proofs) >= 4)
+        assert not any(proofs) and not receiver.release_safe
+        serve(is_another, server.address)
+        eventually(lambda: receiver.release_safe)
+    finally:
+        decode.close(1.0)
