@@ -17,6 +17,7 @@ from typing import Any, ClassVar, TypeVar
 
 from kvgrpc.observability import metrics
 from kvgrpc.observability.logging import drop_poller_noise
+from kvgrpc.rpc.waking import WatchedSelector
 
 LAG_INTERVAL = 0.25
 STUCK_AFTER = 5.0
@@ -37,7 +38,8 @@ class LoopThread:
 
     def __init__(self, name: str = "kvgrpc-loop") -> None:
         self._pid = os.getpid()
-        self._loop = asyncio.new_event_loop()
+        self._selector = WatchedSelector()
+        self._loop = asyncio.SelectorEventLoop(self._selector)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._failures: list[str] = []
         self._lag = 0.0
@@ -114,6 +116,11 @@ class LoopThread:
     def lag(self) -> float:
         """Seconds by which the loop last woke too late, or is late now."""
         return max(self._lag, time.monotonic() - self._last_tick - LAG_INTERVAL)
+
+    @property
+    def work_waits(self) -> bool:
+        """Whether the loop's thread waits for the interpreter, on which another thread is; never on its own thread."""
+        return self._selector.work_waits and threading.get_ident() != self._thread.ident
 
     def close(self, timeout: float = 5.0) -> None:
         """Cancels all tasks, stops the loop and ends the thread; for loops that are not shared, in tests."""

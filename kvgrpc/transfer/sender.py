@@ -99,7 +99,7 @@ class KVSender(TransferHandle):
         self._manager.post(self._manager.send, self._sender, Chunk(numbers, start, last, wait), aux, expectation)
 
     def poll(self) -> KVPoll:
-        """Where the room is; a plain read. Terminal states stay."""
+        """As every end's; WaitingForInput at least once ``init`` was called."""
         poll = super().poll()
         return POLL_WAITING_FOR_INPUT if poll is POLL_BOOTSTRAPPING and self._initialised else poll
 

@@ -7,6 +7,7 @@ import contextlib
 import heapq
 import itertools
 import logging
+import math
 import os
 import threading
 import time
@@ -22,6 +23,7 @@ from kvgrpc.errors import Failure, Reason, ServerDraining, TooManyRequests
 from kvgrpc.model import UNKNOWN_MODEL, Layout, ModelIdentity, Pool, RankRef
 from kvgrpc.observability import metrics
 from kvgrpc.observability.hand_offs import HandOffs
+from kvgrpc.rpc.waking import Waker
 from kvgrpc.transfer.aux import AuxBuffer, AuxRows
 from kvgrpc.transfer.layout.topology import Shape
 from kvgrpc.transfer.protocol.types import PAST_FAILURES, Bounds, Destination, Handle, LostPair, RoomKey, Timing
@@ -30,6 +32,8 @@ from kvgrpc.transfer.tables import RoomRow, SessionRow
 logger = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 4 * 1024 * 1024
 _COMMANDS_AT_ONCE = 1024
+# For how long, at most, and how often a poll gives way: a quarter of a thread that does nothing but look.
+_GIVE_WAY_SECONDS, _GIVE_WAY_EVERY_SECONDS = 50e-6, 200e-6
 ENTRIES_IN_A_TURN = 1024
 _ROOMS_LOOKED_AT_IN_A_TURN = 2048
 _BEHIND_ALL_ROOMS = RoomKey(2**64)
@@ -51,6 +55,7 @@ class TransferConfig:
     bounds: Bounds = field(default_factory=Bounds)
     max_frame_bytes: int = MAX_FRAME_BYTES
     commands: int = 262_144
+    poll_gives_way: bool = True
     model: ModelIdentity = UNKNOWN_MODEL
     refusal_proves_death: bool = True
 
@@ -71,6 +76,10 @@ class Loop(Protocol):
     def loop(self) -> asyncio.AbstractEventLoop: ...
 
     def task(self, coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]: ...
+
+    @property
+    def work_waits(self) -> bool:
+        """Whether its thread would run now if it had the interpreter; any thread may ask."""
 
 
 Record = TypeVar("Record")
@@ -128,8 +137,11 @@ class TransferManager(ABC, Generic[Record]):
         self.aborting = threading.Lock()
         self._pid = os.getpid()
         self._forks = _forks
+        self._loop_thread = loop
         self._loop = loop.loop
         self._start = loop.task
+        self._waker = Waker(self._loop, self._run)
+        self._next_way = 0.0 if config.poll_gives_way else math.inf
         self._most_commands = config.commands
         self._commands: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._waking = False
@@ -175,9 +187,21 @@ class TransferManager(ABC, Generic[Record]):
         if not self._waking:
             self._waking = True
             try:
-                self._loop.call_soon_threadsafe(self._run)
+                self._waker.wake()
+                if self.closed:  # nobody may hear the waker any more
+                    self._loop.call_soon_threadsafe(self._run)
             except RuntimeError:  # the loop has ended with its process
                 self.closed = True
+
+    def give_way(self) -> None:
+        """Lends the interpreter to the threads that move rooms on, if one of them waits for it: for some microseconds,
+        and once in a while only, however often an engine looks. For a thread that just looked at an open room.
+        """
+        now = time.monotonic()
+        if now >= self._next_way:
+            self._next_way = now + _GIVE_WAY_EVERY_SECONDS
+            if self._work_waits():
+                time.sleep(_GIVE_WAY_SECONDS)
 
     def fileno(self) -> int:
         """A file descriptor for an event loop of the engine's own (epoll, asyncio ``add_reader``): readable when a room
@@ -217,6 +241,7 @@ class TransferManager(ABC, Generic[Record]):
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
+        self._waker.close()
 
     @property
     def healthy(self) -> bool:
@@ -292,6 +317,10 @@ class TransferManager(ABC, Generic[Record]):
         for record in list(rooms.values()):
             self.core.fail(record, failure)
         self._pump()
+
+    def _work_waits(self) -> bool:
+        """Whether a thread of ours would run now if it had the interpreter."""
+        return self._loop_thread.work_waits
 
     @abstractmethod
     def _row(self, record: Record) -> RoomRow: ...

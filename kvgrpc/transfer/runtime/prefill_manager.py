@@ -368,6 +368,9 @@ class PrefillManager(TransferManager[PrefillRoom]):
             for session in self._sessions.values():
                 session.beat()
 
+    def _work_waits(self) -> bool:
+        return self._worker.busy or super()._work_waits()
+
     def _watch_worker(self) -> None:
         """Whether the transfer thread stands in one call, the plane's or a ``wait``: in ticks, so a stop of the process
         does not count.

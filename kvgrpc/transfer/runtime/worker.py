@@ -75,6 +75,11 @@ class TransferWorker:
         """False when the thread is gone; whether it gets on, ``turns`` tells, which grow twice a second at least."""
         return self._thread.is_alive() or self._stopping.is_set()
 
+    @property
+    def busy(self) -> bool:
+        """Something is to be started or to be looked at."""
+        return bool(self._running or self._waiting) or not self._jobs.empty()
+
     def submit(self, submissions: Sequence[Submission]) -> None:
         """Queues writes. Each is reported exactly once."""
         self._jobs.put(lambda: self._waiting.extend(submissions))
