@@ -9,7 +9,7 @@ import numpy.typing as npt
 from kvgrpc.errors import Failure
 from kvgrpc.transfer.handle import TransferHandle, as_int, room_key, whole_number
 from kvgrpc.transfer.layout.pools import as_pages, check_distinct
-from kvgrpc.transfer.protocol.types import Destination, Handle
+from kvgrpc.transfer.protocol.types import POLL_WAITING_FOR_INPUT, Destination, Handle
 from kvgrpc.transfer.runtime.resolve import ReceiverRoom
 
 if TYPE_CHECKING:
@@ -20,7 +20,9 @@ class KVReceiver(TransferHandle):
     """Receives one room's pages from the prefill that the router chose (seed 002's receiver).
 
     For one engine thread at a time; ``poll``, ``failure`` and ``abort`` for any. Only ``failure_exception`` raises.
-    Construction resolves and dials in the background: ``poll`` turns WaitingForInput when pages may be allocated.
+    Construction resolves and dials in the background: ``poll`` says WaitingForInput when pages may be allocated, at
+    once where the sessions stand already. ``init`` need not wait for it: pages that come before are told as soon as
+    there is a session.
 
     Args:
         manager: ``rank.transfer`` of a decode rank.
@@ -49,6 +51,8 @@ class KVReceiver(TransferHandle):
         self._initialised = False
         self._room = ReceiverRoom(key, handle, bootstrap_addr, as_int(prefill_dp_rank), traceparent)
         if not self._refused():
+            if manager.stands(self._room):
+                handle.poll = POLL_WAITING_FOR_INPUT
             manager.post(manager.open, self._room)
 
     def init(self, pages: npt.ArrayLike, aux_index: int | None = None, first_page: int = 0) -> None:

@@ -71,7 +71,11 @@ class DecodeManager(TransferManager[DecodeRoom]):
         self._refusals = Refusals(config.refusal_proves_death)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    # For receivers: each is posted, and runs on the loop thread.
+    # For receivers. ``stands`` is asked on their thread; the others are posted, and run on the loop thread.
+
+    def stands(self, room: ReceiverRoom) -> bool:
+        """Whether the sessions that the room needs stand now, so that its pages may be allocated."""
+        return self._routes.stands(room)
 
     def open(self, room: ReceiverRoom) -> None:
         if self.draining or self.closed:

@@ -74,8 +74,8 @@ class ReceiverRoom(DecodeRoom):
 
 
 class Routes:
-    """Binds rooms to their prefill ranks. On the loop thread; ``start`` runs a question beside it, ``pump`` follows
-    every answer.
+    """Binds rooms to their prefill ranks. On the loop thread, ``stands`` excepted; ``start`` runs a question beside it,
+    ``pump`` follows every answer.
     """
 
     def __init__(
@@ -109,6 +109,17 @@ class Routes:
         engine = self._engines.get(room.bootstrap_addr)
         if engine is None or not self._bind_to_known(room, engine):
             self._ask(room)
+
+    def stands(self, room: ReceiverRoom) -> bool:
+        """Whether the sessions to all that owe the room stand. On any thread: it reads, and changes nothing."""
+        engine = None if _route_error(room) is not None else self._engines.get(room.bootstrap_addr)
+        if engine is None or _must_be_found(room, engine):
+            return False
+        try:
+            pairs = [self._core.pairs.get(target.ref) for target in self._targets(room, engine)]
+        except KvGrpcError:
+            return False
+        return all(pair is not None and pair.up for pair in pairs)
 
     def find_anew(self, room: ReceiverRoom) -> None:
         """The rank that was known is gone: somebody else may be there now."""
