@@ -31,7 +31,7 @@ class TransferHandle(ABC):
         self._transfer = manager
         self._handle = handle
         handle.began = time.monotonic()
-        handle.on_change = self._on_change
+        handle.on_change = manager.note_change  # nearly free: few engines wait for single rooms
         self._waiters: tuple[Callable[[], object], ...] = ()
         self._closed = False
 
@@ -119,11 +119,14 @@ class TransferHandle(ABC):
         lock = self._transfer.aborting
         with lock:
             self._waiters = (*self._waiters, wake)
+            self._handle.on_change = self._on_change
         try:
             yield
         finally:
             with lock:
                 self._waiters = tuple(each for each in self._waiters if each is not wake)
+                if not self._waiters:
+                    self._handle.on_change = self._transfer.note_change
 
     def _on_change(self) -> None:
         """On the loop thread, mostly; the engine's where the room was refused at once."""
