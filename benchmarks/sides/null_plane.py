@@ -27,6 +27,7 @@ class NullDataPlane:
 
     name = "null"
     poll_interval = 0.0
+    quick_bytes = 2**63
 
     def __init__(self) -> None:
         self._maps: list[mmap.mmap] = []

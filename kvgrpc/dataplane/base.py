@@ -1,6 +1,7 @@
 """What a data plane is: one-sided writes from this process into the registered memory of a peer.
 
-One TransferWorker thread calls ``submit``, ``poll`` and ``stop``; nobody else does, except the plane's own ``close``.
+A TransferWorker calls ``submit``, ``poll`` and ``stop``, one thread at a time; nobody else does, except the plane's own
+``close``.
 All other methods may be called from any thread. Only ``address`` and ``connections_from`` are called on the event loop.
 """
 
@@ -74,10 +75,13 @@ class DataPlane(Protocol):
 
     ``poll_interval``: the longest sleep, in seconds, between two rounds of polls that keeps the plane busy; begin with
     a shorter one. 0 where poll() itself does the work (shm): then sleep only when nothing runs.
+    ``quick_bytes``: a submission of no more than these takes less time than waking another thread does (some 50 us), and
+    its first poll() ends it: nothing in ``submit`` or ``poll`` waits for anybody then. 0: that is never so.
     """
 
     name: str
     poll_interval: float
+    quick_bytes: int
 
     def allocate(self, nbytes: int, location: str = "cpu:0") -> int:
         """Zeroed memory that this plane can move without a copy, page aligned; its address. Freed by close().

@@ -16,6 +16,7 @@ class MeasuredPlane:
     def __init__(self, inner: DataPlane) -> None:
         self.name = inner.name
         self.poll_interval = inner.poll_interval
+        self.quick_bytes = inner.quick_bytes
         self.written_bytes = 0
         self.writing_seconds = 0.0
         self._inner = inner

@@ -58,6 +58,7 @@ class FaultyDataPlane:
         self.fault = fault
         self.name = inner.name
         self.poll_interval = inner.poll_interval
+        self.quick_bytes = 0  # faults hang where a quick plane would not
         self.submissions: list[Submission] = []
         self._remember = remember
         self._submitted = 0
@@ -155,6 +156,7 @@ class NullDataPlane:
 
     name = "null"
     poll_interval = 0.0
+    quick_bytes = 2**63
 
     def __init__(self) -> None:
         self._blocks: list[mmap.mmap] = []

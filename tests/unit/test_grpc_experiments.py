@@ -38,9 +38,7 @@ def test_a_library_that_is_loaded_already_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("known", [None, (1, 75), (1, 999)])
-def test_other_versions_keep_their_own_choice(
-    known: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_versions_keep_their_own_choice(known: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.delitem(sys.modules, "grpc", raising=False)
     monkeypatch.setattr(grpc_experiments, "_version", lambda: known)

@@ -56,6 +56,7 @@ class MooncakeDataPlane:
 
     name = "mooncake"
     poll_interval = 0.0002
+    quick_bytes = 0  # a write may have to connect first
 
     def __init__(self, host: str = "127.0.0.1", device: str = "") -> None:
         """Starts an engine; see start_engine for the arguments and the errors."""

@@ -31,7 +31,7 @@ PIECE_BYTES = 4 << 20
 SLICE_BYTES = 8 << 20
 _SLICE_NANOSECONDS = 2_000_000
 _CALL_PIECES = 1024  # IOV_MAX
-_HOLD_BYTES = 128 << 10
+HOLD_BYTES = 128 << 10
 _SMALL_PIECE = 16 << 10
 _SMALL_SHARED_PIECE = 128 << 10
 _SHARED_BYTES = 4 << 20
@@ -77,7 +77,7 @@ class Copier:
         Raises OSError when memory is not there.
         """
         left = pieces.total - pieces.done(first)
-        if pieces.total <= _HOLD_BYTES:
+        if pieces.total <= HOLD_BYTES:
             return self._hold(pieces, first)
         if self._second is not None and left > _SHARED_BYTES and (self._vectored or not _small(pieces, shared=True)):
             return self._share(self._second, pieces, first)

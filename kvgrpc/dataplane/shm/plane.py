@@ -15,7 +15,7 @@ import numpy as np
 
 from kvgrpc.dataplane.base import MemoryRange, Outcome, Peer, Result, Transfer, U64Array
 from kvgrpc.dataplane.ranges import RangeTable, arrays, first_outside
-from kvgrpc.dataplane.shm.copying import Copier, Pieces
+from kvgrpc.dataplane.shm.copying import HOLD_BYTES, Copier, Pieces
 from kvgrpc.dataplane.shm.process import ProcessIdentity, own_identity
 from kvgrpc.dataplane.shm.segments import Mapping, Segment, create, open_peer
 from kvgrpc.errors import FeatureDisabled, PeerUnreachable
@@ -28,6 +28,7 @@ class ShmDataPlane:
 
     name = "shm"
     poll_interval = 0.0
+    quick_bytes = HOLD_BYTES
 
     def __init__(self) -> None:
         """Raises FeatureDisabled where there is no memfd (not Linux)."""

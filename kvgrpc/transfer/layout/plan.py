@@ -40,6 +40,7 @@ class Geometry:
         "_page_bytes",
         "_source",
         "_source_stride",
+        "bytes_of_a_page",
         "pages",
     )
 
@@ -53,6 +54,7 @@ class Geometry:
         gapless = (self._source_stride == self._page_bytes) & (self._destination_stride == self._page_bytes)
         self._dense = bool(gapless.all())
         self.pages = pages
+        self.bytes_of_a_page = sum(region.page_bytes for region in source)
 
     def plan(self, source: U32Array, destination: U32Array) -> Plan:
         """Descriptors that write page ``source[i]`` (uint32[n]) to page ``destination[i]`` in every region.

@@ -381,8 +381,11 @@ class PrefillManager(TransferManager[PrefillRoom]):
 
     def _pump(self) -> None:
         work = self.core.take_work()
-        if work.submissions:
+        written = self._worker.write_now(work.submissions) if work.submissions else []
+        if written is None:
             self._worker.submit(work.submissions)
+        elif written:
+            self._take_outcomes(written)
         for record in work.stops:
             self._worker.stop(record)
         for pair in work.gone:
@@ -395,6 +398,8 @@ class PrefillManager(TransferManager[PrefillRoom]):
             if session is not None:
                 session.wake()
         self._observe(work)
+        if written:
+            self._pump()
 
     def _report(self, ended: Outcomes) -> None:
         self.post(self._take_outcomes, ended)

@@ -1,6 +1,7 @@
-"""One thread per data-plane engine: plans, submits, polls and reports. Nothing of it runs on the event loop.
+"""One thread per data-plane engine: plans, submits, polls and reports. What could wait never runs on the event loop.
 
-The loop hands over lists of submissions and gets lists of outcomes; neither side ever waits for the other.
+The loop hands over lists of submissions and gets lists of outcomes; neither side ever waits for the other. Where a plane
+says that a few short chunks take less time than waking the thread, the loop writes them itself (``write_now``).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ Outcomes = list[tuple[Submission, Result]]
 _SHORTEST_SLEEP = 0.000_02
 _SUBMISSIONS_AT_ONCE = 256
 _SHORT_CHUNK_PAGES = 16
+_CHUNKS_AT_ONCE = 4
 
 
 class PeerMemory:
@@ -65,6 +67,9 @@ class TransferWorker:
         self._running: list[_Running] = []
         self._ended: Outcomes = []
         self._stopping = threading.Event()
+        # Whoever holds it uses the plane, and what waits, runs and has ended is its own.
+        self._turn = threading.Lock()
+        self._over = False
         self.bytes_written = 0
         self.turns = 0
         self._thread = threading.Thread(target=self._work, name="kvgrpc-transfer", daemon=True)
@@ -83,6 +88,25 @@ class TransferWorker:
     def submit(self, submissions: Sequence[Submission]) -> None:
         """Queues writes. Each is reported exactly once."""
         self._jobs.put(lambda: self._waiting.extend(submissions))
+
+    def write_now(self, submissions: Sequence[Submission]) -> Outcomes | None:
+        """Writes a few short chunks on the caller's thread and returns how those ended that did; the others are
+        reported later, as ``submit``'s. None, and nothing done: it could take long, or others come first.
+        """
+        if len(submissions) > _CHUNKS_AT_ONCE or not self._turn.acquire(blocking=False):
+            return None
+        try:
+            if self._over or self._waiting or not self._jobs.empty() or not all(map(self._is_quick, submissions)):
+                return None
+            running = len(self._running)
+            self._start_all(submissions)
+            ended, self._ended = self._ended, []
+            if len(self._running) > running:
+                self._jobs.put(_look)
+        finally:
+            self._turn.release()
+        self._count(ended)
+        return ended
 
     def attach(self, memory: PeerMemory) -> None:
         """Attaches a peer before its first write, which then need not wait for it; a failure is told by that write."""
@@ -105,13 +129,16 @@ class TransferWorker:
 
     def _work(self) -> None:
         sleep = _SHORTEST_SLEEP
-        while not (self._stopping.is_set() and not self._running and not self._waiting):
+        while not self._over:
             self.turns += 1
-            self._take_jobs()
-            self._start_some()
-            moved = self._poll()
-            if self._ended:
+            job = self._next_job()
+            with self._turn:
+                self._take_jobs(job)
+                self._start_some()
+                moved = self._poll()
                 ended, self._ended = self._ended, []
+                self._over = self._stopping.is_set() and not self._running and not self._waiting
+            if ended:
                 self._count(ended)
                 self._report(ended)
             if moved or self._waiting:
@@ -125,11 +152,16 @@ class TransferWorker:
             metrics.DATA_PLANE_SUBMISSIONS.labels(self._plane.name, outcome.name).inc(count)
         metrics.DATA_PLANE_BYTES.labels(self._plane.name).inc(sum(result.nbytes for _, result in ended))
 
-    def _take_jobs(self) -> None:
+    def _next_job(self) -> Callable[[], None] | None:
         """Blocks only while there is nothing to move."""
         idle = not self._running and not self._waiting
         try:
-            job = self._jobs.get(timeout=0.5) if idle else self._jobs.get_nowait()
+            return self._jobs.get(timeout=0.5) if idle else self._jobs.get_nowait()
+        except queue.Empty:
+            return None
+
+    def _take_jobs(self, job: Callable[[], None] | None) -> None:
+        try:
             while job is not None:
                 job()
                 job = self._jobs.get_nowait()
@@ -141,7 +173,10 @@ class TransferWorker:
         if not waiting:
             return
         self._waiting = waiting[_SUBMISSIONS_AT_ONCE:]
-        for group in self._groups(waiting[:_SUBMISSIONS_AT_ONCE]):
+        self._start_all(waiting[:_SUBMISSIONS_AT_ONCE])
+
+    def _start_all(self, submissions: Sequence[Submission]) -> None:
+        for group in self._groups(submissions):
             try:
                 self._start_group(group)
             except Exception as error:  # of planning: nothing was sent
@@ -171,6 +206,14 @@ class TransferWorker:
                     group = []
         if group:
             yield group
+
+    def _is_quick(self, submission: Submission) -> bool:
+        """The plane says so, and nothing else is to be waited for."""
+        memory, count = submission.pair.peer, len(submission.source)
+        if submission.wait is not None or count > _SHORT_CHUNK_PAGES or not isinstance(memory, PeerMemory):
+            return False
+        geometry = memory.geometry if memory.peer is not None else None
+        return geometry is not None and count * geometry.bytes_of_a_page <= self._plane.quick_bytes
 
     def _may_start(self, submission: Submission) -> bool:
         """The room is open still, its pages are computed, and the peer's memory is known."""
@@ -249,3 +292,7 @@ class TransferWorker:
                 self._plane.detach(peer)
             except Exception:
                 logger.exception("the data plane raised on detach")
+
+
+def _look() -> None:
+    """A job that only ends the thread's wait for one: something runs that it is to poll."""

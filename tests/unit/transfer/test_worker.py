@@ -41,13 +41,14 @@ class Write:
 class Plane:
     """Remembers what it was asked; ``next_result`` decides how a write ends (None: not yet)."""
 
-    name, poll_interval = "fake", 0.001
+    name, poll_interval, quick_bytes = "fake", 0.001, 0
 
     def __init__(self) -> None:
         self.next_result: Result | Exception | None = DONE
         self.writes: list[tuple[list[int], list[int], list[int], Write]] = []
         self.attached: list[bytes] = []
         self.detached = 0
+        self.thread: threading.Thread | None = None
 
     def attach(self, address: bytes) -> object:
         if address == b"bad":
@@ -60,6 +61,7 @@ class Plane:
 
     def submit(self, peer: object, source: Any, destination: Any, nbytes: Any) -> Write:
         write = Write(self.next_result)
+        self.thread = threading.current_thread()
         self.writes.append((source.tolist(), destination.tolist(), nbytes.tolist(), write))
         return write
 
@@ -168,3 +170,76 @@ def test_close_waits_for_what_runs_and_says_when_it_did_not_end(bench: Bench) ->
     ending = threading.Timer(0.1, lambda: setattr(bench.plane.writes[0][3], "result", DONE))
     ending.start()
     assert bench.worker.close(10.0) and bench.until_ended(1) == [Outcome.DONE]
+
+
+def attached(bench: Bench) -> None:
+    bench.worker.submit([bench.submission(99)])
+    bench.until_ended(1)
+    bench.ended.clear()
+    bench.plane.writes.clear()
+
+
+def written_now(bench: Bench, submissions: list[Submission]) -> list[tuple[Submission, Result]]:
+    """Once the thread has nothing to do: it looks twice a second whether it shall end."""
+    deadline = time.monotonic() + 10
+    while (ended := bench.worker.write_now(submissions)) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return ended
+
+
+def test_a_quick_write_ends_where_it_was_asked_for(bench: Bench) -> None:
+    bench.plane.quick_bytes = 16
+    attached(bench)
+    submissions = [bench.submission(room) for room in (1, 2)]
+    assert written_now(bench, submissions) == [(each, DONE) for each in submissions]
+    assert [write[0] for write in bench.plane.writes] == [[4096 + 16], [4096 + 32]]
+    assert bench.plane.thread is threading.current_thread() and not bench.ended
+
+
+def test_a_quick_write_that_goes_on_is_looked_after_by_the_thread(bench: Bench) -> None:
+    bench.plane.quick_bytes = 16
+    attached(bench)
+    bench.plane.next_result = None
+    submission = bench.submission(1)
+    assert written_now(bench, [submission]) == []
+    bench.plane.writes[0][3].result = DONE
+    assert bench.until_ended(1) == [Outcome.DONE] and bench.ended[0][0] is submission
+
+
+def test_what_may_take_long_is_left_to_the_thread(bench: Bench) -> None:
+    bench.plane.quick_bytes = 16
+    assert bench.worker.write_now([bench.submission(1)]) is None, "its peer is not attached yet"
+    attached(bench)
+    assert bench.worker.write_now([bench.submission(1, lambda: None)]) is None
+    assert bench.worker.write_now([bench.submission(room) for room in range(1, 6)]) is None
+    bench.plane.quick_bytes = 15
+    assert bench.worker.write_now([bench.submission(1)]) is None
+    assert not bench.plane.writes
+
+
+def test_nobody_waits_for_a_thread_that_is_at_work(bench: Bench) -> None:
+    bench.plane.quick_bytes = 16
+    attached(bench)
+    entered, leave = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        entered.set()
+        assert leave.wait(10)
+
+    bench.worker.submit([bench.submission(1, wait)])
+    assert entered.wait(10)
+    assert bench.worker.write_now([bench.submission(2)]) is None
+    leave.set()
+    assert bench.until_ended(1) == [Outcome.DONE]
+    assert bench.worker.close(10.0)
+    assert bench.worker.write_now([bench.submission(3)]) is None, "the thread is over"
+
+
+def test_a_room_that_ended_is_not_written_at_once_either(bench: Bench) -> None:
+    bench.plane.quick_bytes = 16
+    attached(bench)
+    submission = bench.submission(1)
+    submission.record.ended = True
+    assert [result.outcome for _, result in written_now(bench, [submission])] == [Outcome.REJECTED]
+    assert not bench.plane.writes
