@@ -97,9 +97,7 @@ func (cache *Cache) store(place Place, hashes []BlockHash) {
 	}
 	for _, hash := range hashes {
 		key := hash.Key()
-		if cache.copies[place][key] == 0 {
-			cache.mixed[place] ^= mix(key)
-		}
+		cache.mixed[place] += mix(key)
 		cache.copies[place][key]++
 	}
 }
@@ -109,12 +107,13 @@ func (cache *Cache) remove(place Place, hashes []BlockHash) {
 		key := hash.Key()
 		switch cache.copies[place][key] {
 		case 0:
+			continue
 		case 1:
 			delete(cache.copies[place], key)
-			cache.mixed[place] ^= mix(key)
 		default:
 			cache.copies[place][key]--
 		}
+		cache.mixed[place] -= mix(key)
 	}
 }
 

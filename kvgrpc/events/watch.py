@@ -69,7 +69,7 @@ class SnapshotPart:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Nothing was said for a while; the next batch will get this sequence."""
+    """The next batch will get this sequence; ``state`` is for who has read so far, or was told of a checkpoint."""
 
     next_sequence: int
     state: StateDigest | None = None
@@ -97,6 +97,12 @@ class Watch:
             self.cursor = self.state.oldest_sequence if order.first is None else order.first
         if order.mode is WatchMode.REPLAY and order.last is None:
             self.last = self.state.next_sequence - 1
+
+    def heartbeat(self) -> Heartbeat:
+        """Where the stream is, and a digest that this reader can compare."""
+        upcoming = self._stream.next_sequence
+        read = self.cursor if self._order.mode is not WatchMode.HEARTBEAT else upcoming
+        return Heartbeat(upcoming, self._stream.digest(read))
 
     @property
     def complete(self) -> bool:
@@ -143,14 +149,15 @@ class Watch:
 async def watch(
     stream: EventStream, order: WatchOrder, notifier: Notifier, heartbeat: float, draining: Callable[[], bool]
 ) -> AsyncIterator[Part]:
-    """Says begin, then what the order asks for, with a heartbeat after each ``heartbeat`` seconds without a part.
+    """Says begin, then what the order asks for, with a heartbeat every ``heartbeat`` seconds; while it replays, or within
+    a snapshot, only where nothing else is to be said.
 
     ``notifier`` wakes when there is more to read, or ``draining`` has changed. Raises what the Watch RPC documents.
     """
     reader = Watch(stream, order)
     yield Begin(reader.state, reader.cursor)
     clock = asyncio.get_running_loop().time
-    idle_at = clock() + heartbeat
+    heartbeat_at = clock() + heartbeat
     while not reader.complete:
         # Taken before the look, so that nothing can come unheard between look and wait.
         change = notifier.next_change()
@@ -160,13 +167,14 @@ async def watch(
         part = await reader.next_part()
         if part is None and ended:
             raise ServerDraining("the publisher of this stream was shut down or replaced: look for its successor")
-        if part is None and clock() >= idle_at:
-            part = Heartbeat(stream.next_sequence, stream.digest())
-        if part is None:
-            await asyncio.wait((change,), timeout=idle_at - clock())
-            continue
-        yield part
-        idle_at = clock() + heartbeat
+        if part is not None:
+            yield part
+        due = clock() >= heartbeat_at
+        if due and (part is None or (isinstance(part, Batches) and order.mode is not WatchMode.REPLAY)):
+            yield reader.heartbeat()
+            heartbeat_at = clock() + heartbeat
+        elif part is None:
+            await asyncio.wait((change,), timeout=heartbeat_at - clock())
 
 
 def check_order(stream: EventStream, order: WatchOrder) -> None:

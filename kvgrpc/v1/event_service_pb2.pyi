@@ -756,7 +756,7 @@ class TierDigest(_message.Message):
     blocks: _builtins.int
     """Distinct blocks."""
     mixed_hashes: _builtins.int
-    """Exclusive or of the mixed hashes of these blocks."""
+    """Sum of the mixed hashes of these blocks modulo 2^64, each as often as there are copies of the block."""
     def __init__(
         self,
         *,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
@@ -132,9 +133,27 @@ async def test_the_digest_is_compared() -> None:
         contents = follower.core.contents
         assert contents is not None
         contents.blocks.stored("GPU", [777])
-        contents._digest.add("GPU", 0, [777])
+        contents._digest.add("GPU", 0, [777], 1)
         await until(lambda: follower.counts.digests_different == 1)
         await until(lambda: knows(follower, engine, [*range(100), 777]))
+
+
+@pytest.mark.parametrize("live", [False, True], ids=["watch", "pub"])
+async def test_the_digest_is_compared_while_the_stream_is_never_idle(live: bool) -> None:
+    async with Publishing(**(LIVE if live else {})) as engine, EventFollower(engine.address, live=live) as follower:
+        await follower.until_current()
+
+        async def publish() -> None:
+            while True:
+                await engine.store([next(numbers) % 5000])
+                await asyncio.sleep(0)
+
+        numbers = itertools.count()
+        publishing = asyncio.create_task(publish())
+        await until(lambda: follower.counts.digests_equal >= 3)
+        assert not publishing.done()
+        publishing.cancel()
+        assert follower.counts.digests_different == 0
 
 
 async def test_live_frames_bring_what_follows() -> None:

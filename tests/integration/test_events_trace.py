@@ -65,7 +65,7 @@ async def exact(follower: EventFollower, publisher: EventPublisher) -> None:
 def digest_of(cache: PrefixCache, next_sequence: int) -> StateDigest:
     counter = DigestCounter()
     for medium, hashes in cache.content.items():
-        counter.add(medium, 0, map(hash_key, hashes))
+        counter.add(medium, 0, [hash_key(block) for block in hashes], len(hashes))
     return counter.digest(next_sequence)
 
 

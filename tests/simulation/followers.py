@@ -17,7 +17,7 @@ from kvgrpc.errors import EventsCompacted, EventsSequenceInFuture, FeatureDisabl
 from kvgrpc.events.following.follower import FollowerCore
 from kvgrpc.events.following.index import BlockIndex
 from kvgrpc.events.following.messages import CloseWatch, FollowerState, Mode, OpenWatch, ResetLive
-from kvgrpc.events.log.digest import StateDigest, TierDigest, mix
+from kvgrpc.events.log.digest import CHECKPOINT_BATCHES, MASK, StateDigest, TierDigest, mix
 from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored
 
 MEDIA = ("GPU", "GPU", "GPU", "CPU", "DISK")
@@ -105,8 +105,8 @@ class Server:
         tiers = []
         for (medium, group), copies in sorted(self.log.states[sequence].items()):
             blocks, mixed = 0, 0
-            for block in +copies:
-                blocks, mixed = blocks + 1, mixed ^ mix(block)
+            for block, count in (+copies).items():
+                blocks, mixed = blocks + 1, (mixed + count * mix(block)) & MASK
             if blocks:
                 tiers.append(TierDigest(medium, group, blocks, mixed))
         return StateDigest(sequence, tuple(tiers))
@@ -137,6 +137,8 @@ class Server:
                 first, say = message
                 idle = 0
                 yield say
+                if order.mode is not Mode.REPLAY and self.rng.random() < 0.1:
+                    yield self._heartbeat(order.number)
                 continue
             idle += 1
             yield self._heartbeat(order.number) if idle % HEARTBEAT_STEPS == 0 else None
@@ -182,7 +184,8 @@ class Server:
 
     def _heartbeat(self, number: int) -> Callable[[FollowerCore, float], None]:
         upcoming = len(self.log.entries)
-        behind = max(0, upcoming - self.rng.choice((0, 0, 0, 1, 3)))
+        checkpoint = upcoming // CHECKPOINT_BATCHES * CHECKPOINT_BATCHES
+        behind = self.rng.choice((upcoming, upcoming, max(0, upcoming - 1), max(0, upcoming - 3), checkpoint))
         state = self.digest(behind) if self.snapshots else None
         return lambda core, now: core.heartbeat(number, upcoming, state, now)
 

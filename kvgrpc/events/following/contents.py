@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvgrpc.events.following.index import BlockIndex, BlockSet
-from kvgrpc.events.log.digest import DigestCounter, StateDigest, hash_key, medium_key
+from kvgrpc.events.log.digest import CHECKPOINT_BATCHES, DigestCounter, StateDigest, hash_key, medium_key
 from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored
 
 # Prefixes are matched in the group of full attention, which engines number first; the others hold parts of a sequence.
 PREFIX_GROUP = 0
+# A heartbeat is compared with the past: so much of it is kept.
+_CHECKPOINTS = 64
 
 
 class CacheContents:
@@ -26,6 +28,7 @@ class CacheContents:
         self.whole = whole
         self.blocks: BlockSet = index.cache()
         self._digest = DigestCounter()
+        self._checkpoints: dict[int, StateDigest] = {}
         # Copies of the blocks of other groups, which no prefix needs and the digest counts.
         self._others: dict[tuple[str, int], dict[int, int]] = {}
 
@@ -47,24 +50,35 @@ class CacheContents:
         self._digest.clear()
         self._others.clear()
 
+    def advance(self, next_sequence: int) -> None:
+        """All batches before it are in from now on."""
+        self.next_sequence = next_sequence
+        if next_sequence % CHECKPOINT_BATCHES == 0 and self.whole:
+            self._checkpoints[next_sequence] = self.digest()
+            if len(self._checkpoints) > _CHECKPOINTS:
+                del self._checkpoints[next(iter(self._checkpoints))]
+
+    def digest_at(self, next_sequence: int) -> StateDigest | None:
+        """What it came to when all before that sequence were in; None where that is not known any more."""
+        return self.digest() if next_sequence == self.next_sequence else self._checkpoints.get(next_sequence)
+
     def digest(self) -> StateDigest:
         """What a publisher with the same state says at ``next_sequence``."""
         return self._digest.digest(self.next_sequence)
 
     def _stored(self, medium: str, group: int, keys: Sequence[int]) -> None:
         if group == PREFIX_GROUP:
-            appeared: Sequence[int] = self.blocks.stored(medium, keys)
+            appeared = self.blocks.stored(medium, keys)
         else:
-            copies = self._others.setdefault((medium, group), {})
-            appeared = _add(copies, keys)
-        self._digest.add(medium, group, appeared)
+            appeared = _add(self._others.setdefault((medium, group), {}), keys)
+        self._digest.add(medium, group, keys, appeared)
 
     def _removed(self, medium: str, group: int, keys: Sequence[int]) -> None:
         if group == PREFIX_GROUP:
-            vanished: Sequence[int] = self.blocks.removed(medium, keys)
+            gone, vanished = self.blocks.removed(medium, keys)
         else:
-            vanished = _subtract(self._others.get((medium, group), {}), keys)
-        self._digest.remove(medium, group, vanished)
+            gone, vanished = _subtract(self._others.get((medium, group), {}), keys)
+        self._digest.remove(medium, group, gone, vanished)
 
 
 def _group(event: object) -> int:
@@ -75,23 +89,23 @@ def _keys(hashes: Sequence[int | bytes]) -> list[int]:
     return [hash_key(block) for block in hashes]
 
 
-def _add(copies: dict[int, int], keys: Sequence[int]) -> list[int]:
-    appeared = []
+def _add(copies: dict[int, int], keys: Sequence[int]) -> int:
+    """Counts a copy of each; how many were not there."""
+    before = len(copies)
     for key in keys:
-        before = copies.get(key, 0)
-        copies[key] = before + 1
-        if not before:
-            appeared.append(key)
-    return appeared
+        copies[key] = copies.get(key, 0) + 1
+    return len(copies) - before
 
 
-def _subtract(copies: dict[int, int], keys: Sequence[int]) -> list[int]:
-    vanished = []
+def _subtract(copies: dict[int, int], keys: Sequence[int]) -> tuple[list[int], int]:
+    """Takes a copy of each away: those that were there, and how many are not any more."""
+    before, gone = len(copies), []
     for key in keys:
-        before = copies.get(key, 0)
-        if before > 1:
-            copies[key] = before - 1
-        elif before:
+        count = copies.get(key, 0)
+        if count > 1:
+            copies[key] = count - 1
+        elif count:
             del copies[key]
-            vanished.append(key)
-    return vanished
+        if count:
+            gone.append(key)
+    return gone, before - len(copies)

@@ -162,7 +162,7 @@ class FollowerCore:
         if self._heard(number, now) is None or self.contents is None:
             return
         if first <= self.contents.next_sequence <= last:
-            self.contents.next_sequence = last + 1
+            self.contents.advance(last + 1)
             self.known_next = max(self.known_next, last + 1)
             self._check(now)
 
@@ -328,20 +328,21 @@ class FollowerCore:
             self._forget()
             self._fail(error, now)
             return False
-        contents.next_sequence = sequence + 1
+        contents.advance(sequence + 1)
         self.counts.batches += 1
         self.known_next = max(self.known_next, contents.next_sequence)
         return self._check(now)
 
     def _check(self, now: float) -> bool:
-        """Compares with the digest that was told last, where it is of the present sequence."""
+        """Compares with the digest that was told last, once its sequence is reached."""
         contents, expected = self.contents, self._expected
         if contents is None or expected is None or contents.next_sequence < expected.next_sequence:
             return True
         self._expected = None
-        if contents.next_sequence > expected.next_sequence:
+        own = contents.digest_at(expected.next_sequence)
+        if own is None:
             return True
-        if contents.digest() == expected:
+        if own == expected:
             self.counts.digests_equal += 1
             return True
         self.counts.digests_different += 1

@@ -225,11 +225,11 @@ class BlockSet:
         """Different blocks in each medium that has any."""
         return {name: medium.count for name, medium in sorted(self._media.items()) if medium.count}
 
-    def stored(self, medium: str, hashes: Iterable[int]) -> list[int]:
-        """Blocks came; those that were not there before."""
+    def stored(self, medium: str, hashes: Iterable[int]) -> int:
+        """A copy of each came; how many blocks were not there before."""
         numbers, _ = self._index.tables()
         place = self._place(medium)
-        steps, copies, appeared = place.joining, place.copies, []
+        steps, copies, appeared = place.joining, place.copies, 0
         for block in hashes:
             before = numbers.get(block, 0)
             after = steps.get(before)
@@ -237,18 +237,18 @@ class BlockSet:
                 after = steps[before] = self._step(before, place.plane, present=True)
             if after != before:
                 numbers[block] = after
-                appeared.append(block)
+                appeared += 1
             else:
                 copies[block] = copies.get(block, 1) + 1
-        place.count += len(appeared)
+        place.count += appeared
         self._index.tidy()
         return appeared
 
-    def removed(self, medium: str, hashes: Iterable[int]) -> list[int]:
-        """One copy of each went; those of which it was the last."""
+    def removed(self, medium: str, hashes: Iterable[int]) -> tuple[list[int], int]:
+        """A copy of each that was there went: those, and how many of the copies were the last."""
         numbers, _ = self._index.tables()
         place = self._place(medium)
-        steps, copies, vanished = place.leaving, place.copies, []
+        steps, copies, gone, vanished = place.leaving, place.copies, [], 0
         for block in hashes:
             before = numbers.get(block, 0)
             after = steps.get(before)
@@ -256,6 +256,7 @@ class BlockSet:
                 after = steps[before] = self._step(before, place.plane, present=False)
             if after == before:
                 continue
+            gone.append(block)
             if block in copies:
                 copies[block] -= 1
                 if copies[block] == 1:
@@ -265,10 +266,10 @@ class BlockSet:
                 numbers[block] = after
             else:
                 del numbers[block]
-            vanished.append(block)
-        place.count -= len(vanished)
+            vanished += 1
+        place.count -= vanished
         self._index.tidy()
-        return vanished
+        return gone, vanished
 
     def cleared(self) -> None:
         """Nothing is there any more."""

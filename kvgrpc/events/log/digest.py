@@ -1,13 +1,13 @@
 """What a cache holds in a few numbers, so that a follower and its publisher can compare. Pure.
 
-For each tier and group: how many distinct blocks there are, and the exclusive or of a 64-bit mix of their hashes.
-docs/events.md has the formula and vectors.
+For each tier and group: how many distinct blocks there are, and the sum of a 64-bit mix of their hashes, each as often
+as the cache has copies of the block. docs/events.md has the formula and vectors.
 """
 
 from __future__ import annotations
 
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,13 +17,15 @@ DEVICE = "GPU"
 
 _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _CAPITALS = str.maketrans(string.ascii_lowercase, string.ascii_uppercase)
+# Under load a publisher's digest is older than what its readers have by then. Both keep the one of each multiple of this.
+CHECKPOINT_BATCHES = 64
 # Above it numpy's own cost no longer matters, and the memory of what waits does not yet.
 _MIXED_TOGETHER = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class TierDigest:
-    """One tier and group: ``blocks`` distinct hashes, ``mixed_hashes`` the exclusive or of ``mix`` of each."""
+    """One tier and group: ``blocks`` distinct hashes, ``mixed_hashes`` the sum of ``mix`` of each copy, modulo 2^64."""
 
     medium: str
     group: int
@@ -60,12 +62,12 @@ def mix(key: int) -> int:
 
 
 def mix_all(keys: Sequence[int]) -> int:
-    """The exclusive or of ``mix`` of each."""
+    """The sum of ``mix`` of each, modulo 2^64."""
     value = np.array(keys, dtype=np.uint64)
     value += np.uint64(_STEP)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(_FIRST)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(_SECOND)
-    return int(np.bitwise_xor.reduce(value ^ (value >> np.uint64(31)), initial=np.uint64(0)))
+    return int(np.add.reduce(value ^ (value >> np.uint64(31)), dtype=np.uint64, initial=np.uint64(0)))
 
 
 class DigestCounter:
@@ -74,13 +76,13 @@ class DigestCounter:
     def __init__(self) -> None:
         self._tiers: dict[tuple[str, int], _Tier] = {}
 
-    def add(self, medium: str, group: int, keys: Iterable[int]) -> None:
-        """These keys, which were not there, are now. ``medium`` as ``medium_key`` gives it."""
-        self._tier(medium, group).change(keys, +1)
+    def add(self, medium: str, group: int, keys: Sequence[int], blocks: int) -> None:
+        """A copy of each key came; ``blocks`` of them were not there. ``medium`` as ``medium_key`` gives it."""
+        self._tier(medium, group).add(keys, blocks)
 
-    def remove(self, medium: str, group: int, keys: Iterable[int]) -> None:
-        """These keys, which were there, are not any more."""
-        self._tier(medium, group).change(keys, -1)
+    def remove(self, medium: str, group: int, keys: Sequence[int], blocks: int) -> None:
+        """A copy of each key, which was there, went; of ``blocks`` of them it was the last."""
+        self._tier(medium, group).remove(keys, blocks)
 
     def clear(self) -> None:
         """Nothing is there any more."""
@@ -102,24 +104,31 @@ class DigestCounter:
 
 
 class _Tier:
-    """Exclusive or undoes itself, so a key that comes and one that goes are mixed in alike."""
+    """Keys wait until there are many: mixing a thousand together costs little more than mixing one."""
 
-    __slots__ = ("_mixed", "_waiting", "blocks")
+    __slots__ = ("_came", "_mixed", "_went", "blocks")
 
     def __init__(self) -> None:
         self.blocks = 0
         self._mixed = 0
-        self._waiting: list[int] = []
+        self._came: list[int] = []
+        self._went: list[int] = []
 
-    def change(self, keys: Iterable[int], sign: int) -> None:
-        before = len(self._waiting)
-        self._waiting.extend(keys)
-        self.blocks += sign * (len(self._waiting) - before)
-        if len(self._waiting) >= _MIXED_TOGETHER:
+    def add(self, keys: Sequence[int], blocks: int) -> None:
+        self.blocks += blocks
+        self._came.extend(keys)
+        if len(self._came) >= _MIXED_TOGETHER:
+            self.mixed()
+
+    def remove(self, keys: Sequence[int], blocks: int) -> None:
+        self.blocks -= blocks
+        self._went.extend(keys)
+        if len(self._went) >= _MIXED_TOGETHER:
             self.mixed()
 
     def mixed(self) -> int:
-        if self._waiting:
-            self._mixed ^= mix_all(self._waiting)
-            self._waiting.clear()
+        if self._came or self._went:
+            self._mixed = (self._mixed + mix_all(self._came) - mix_all(self._went)) & MASK
+            self._came.clear()
+            self._went.clear()
         return self._mixed

@@ -17,7 +17,7 @@ import msgspec
 
 from kvgrpc.errors import TooManyRequests
 from kvgrpc.events.codec import BatchEncoder, Dialect, Encoding, decode_batch
-from kvgrpc.events.log.digest import StateDigest
+from kvgrpc.events.log.digest import CHECKPOINT_BATCHES, StateDigest
 from kvgrpc.events.log.journal import Dropped
 from kvgrpc.events.log.snapshot import CacheState, Cut, stored_event
 from kvgrpc.events.model import Event, KVEventBatch, UnknownEvent
@@ -49,13 +49,14 @@ class Recorder:
         self._waiting: deque[bytes | Dropped] = deque()
         # The first is written by the publisher's thread alone, the second under the lock.
         self._added_bytes = self._folded_bytes = 0
-        self._digest = self._state.digest()
+        self._digest = self._checkpoint = self._state.digest()
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
 
-    @property
-    def digest(self) -> StateDigest:
-        """The digest of what is folded; under load it lags behind the journal."""
-        return self._digest
+    def digest(self, next_sequence: int) -> StateDigest:
+        """One that a reader who has all before ``next_sequence`` can compare: the latest, if it has not passed it yet;
+        else that of a checkpoint, which it has kept."""
+        latest = self._digest
+        return latest if latest.next_sequence >= next_sequence else self._checkpoint
 
     def add(self, entries: Sequence[bytes | Dropped]) -> None:
         """What was published, in sequence. For the publisher's thread; an append."""
@@ -73,7 +74,9 @@ class Recorder:
         with self._lock:
             if not self._fold_one():
                 return False
-            if not self._waiting:
+            if self._state.next_sequence % CHECKPOINT_BATCHES == 0:
+                self._digest = self._checkpoint = self._state.digest()
+            elif not self._waiting:
                 self._digest = self._state.digest()
             return True
 

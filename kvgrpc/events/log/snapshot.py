@@ -96,38 +96,38 @@ class CacheState:
         about = _about(event)
         tokens = _tokens_of_each(event.token_ids, size, len(hashes))
         extras = _extras_of_each(event)
-        parent, new = event.parent_block_hash, []
-        for index, block_hash in enumerate(hashes):
-            key = hash_key(block_hash)
+        parent, keys, new = event.parent_block_hash, [hash_key(block_hash) for block_hash in hashes], 0
+        for index, (key, block_hash) in enumerate(zip(keys, hashes, strict=True)):
             known = tier.get(key)
             if known is None:
-                new.append(key)
+                new += 1
                 extra = extras[index] if extras else None
                 tier.put(key, Block(block_hash, parent, tokens[index] if tokens else b"", about, extra, 1))
             else:
                 tier.put(key, _with_copies(known, known.copies + 1))
             parent = block_hash
         self.copies += len(hashes)
-        self._digest.add(*name, new)
+        self._digest.add(*name, keys, new)
 
     def _remove(self, event: BlockRemoved) -> None:
         name = (medium_key(event.medium), event.group_idx or 0)
         tier = self._tiers.get(name)
         if tier is None:
             return
-        gone = []
+        removed, gone = [], 0
         for block_hash in event.block_hashes:
             key = hash_key(block_hash)
             known = tier.get(key)
             if known is None:
                 continue
-            self.copies -= 1
+            removed.append(key)
             if known.copies > 1:
                 tier.put(key, _with_copies(known, known.copies - 1))
             else:
                 tier.remove(key)
-                gone.append(key)
-        self._digest.remove(*name, gone)
+                gone += 1
+        self.copies -= len(removed)
+        self._digest.remove(*name, removed, gone)
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,25 +81,26 @@ class EventStream:
         """Nothing follows any more: the publisher was shut down, or replaced."""
         return self._ended
 
-    def digest(self) -> StateDigest | None:
-        """What is cached, as far as it was recorded; None where nothing is."""
-        return None if self.recorder is None else self.recorder.digest
+    def digest(self, next_sequence: int) -> StateDigest | None:
+        """What is cached, as a reader who has all before ``next_sequence`` can compare it; None where nothing is
+        recorded."""
+        return None if self.recorder is None else self.recorder.digest(next_sequence)
 
     def state(self) -> StreamState:
         """Where it stands now."""
         # The oldest first: read later it could pass the next.
-        oldest = self.journal.oldest_sequence
+        oldest, upcoming = self.journal.oldest_sequence, self.next_sequence
         return StreamState(
             self.publisher,
             self.log_id,
             oldest,
-            self.next_sequence,
+            upcoming,
             self._queue.dropped,
             self.journal.kept_bytes,
             self.pub_endpoint,
             self.topic,
             self.replay_endpoint,
-            self.digest(),
+            self.digest(upcoming),
         )
 
     def listen(self, listener: Callable[[], None]) -> Callable[[], None]:

@@ -96,10 +96,10 @@ def test_a_cleared_cache_holds_nothing_and_can_be_filled_again() -> None:
 
 def test_only_changes_are_called_changes() -> None:
     cache = BlockIndex().cache()
-    assert cache.stored(DEVICE, [1, 2, 1]) == [1, 2]
-    assert cache.stored(HOST, [1]) == [1]
-    assert cache.removed(DEVICE, [1, 3]) == []
-    assert cache.removed(DEVICE, [1]) == [1]
+    assert cache.stored(DEVICE, [1, 2, 1]) == 2
+    assert cache.stored(HOST, [1]) == 1
+    assert cache.removed(DEVICE, [1, 3]) == ([1], 0)
+    assert cache.removed(DEVICE, [1]) == ([1], 1)
     assert cache.media_of(1) == {HOST}
 
 

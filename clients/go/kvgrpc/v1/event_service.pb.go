@@ -1511,7 +1511,7 @@ type TierDigest struct {
 	Group uint32 `protobuf:"varint,2,opt,name=group,proto3" json:"group,omitempty"`
 	// Distinct blocks.
 	Blocks uint64 `protobuf:"varint,3,opt,name=blocks,proto3" json:"blocks,omitempty"`
-	// Exclusive or of the mixed hashes of these blocks.
+	// Sum of the mixed hashes of these blocks modulo 2^64, each as often as there are copies of the block.
 	MixedHashes   uint64 `protobuf:"fixed64,4,opt,name=mixed_hashes,json=mixedHashes,proto3" json:"mixed_hashes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -785,7 +785,7 @@ export type TierDigest = Message<"kvgrpc.v1.TierDigest"> & {
   blocks: string;
 
   /**
-   * Exclusive or of the mixed hashes of these blocks.
+   * Sum of the mixed hashes of these blocks modulo 2^64, each as often as there are copies of the block.
    *
    * @generated from field: fixed64 mixed_hashes = 4 [jstype = JS_STRING];
    */
