@@ -31,7 +31,7 @@ func TestABlockIsThereUntilItsLastCopyGoes(t *testing.T) {
 	}
 }
 
-// From kvgrpc/events/digest.py: hashes 1, 2^64 - 2 on GPU and the digest of 32 bytes 0 to 31 in group 1 of CPU.
+// From kvgrpc/events/log/digest.py: hashes 1, 2^64 - 2 on GPU and the digest of 32 bytes 0 to 31 in group 1 of CPU.
 func TestTheDigestIsThatOfThePublisher(t *testing.T) {
 	var cache Cache
 	digest := make([]byte, 32)
@@ -45,7 +45,7 @@ func TestTheDigestIsThatOfThePublisher(t *testing.T) {
 	})
 	state := &kvgrpcv1.StateDigest{Tiers: []*kvgrpcv1.TierDigest{
 		{Medium: "CPU", Group: 1, Blocks: 1, MixedHashes: 0xc1950c7bba2b5c3b},
-		{Medium: "GPU", Blocks: 2, MixedHashes: 0x622a137cb0f6f4e0},
+		{Medium: "GPU", Blocks: 2, MixedHashes: 0x842a6c7cc2f704e2},
 	}}
 	if !cache.Is(state) {
 		t.Errorf("%v is not %v", cache.digest(), state)

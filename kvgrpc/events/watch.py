@@ -149,8 +149,8 @@ class Watch:
 async def watch(
     stream: EventStream, order: WatchOrder, notifier: Notifier, heartbeat: float, draining: Callable[[], bool]
 ) -> AsyncIterator[Part]:
-    """Says begin, then what the order asks for, with a heartbeat every ``heartbeat`` seconds; while it replays, or within
-    a snapshot, only where nothing else is to be said.
+    """Says begin, then what the order asks for, with a heartbeat every ``heartbeat`` seconds; while it replays, or
+    within a snapshot, only where nothing else is to be said.
 
     ``notifier`` wakes when there is more to read, or ``draining`` has changed. Raises what the Watch RPC documents.
     """

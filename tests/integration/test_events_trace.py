@@ -99,7 +99,7 @@ async def test_followers_end_with_the_content_of_the_cache(
         async with EventFollower(address, live=live) as late:
             await exact(late, publisher)
             assert publisher.stream is not None
-            assert publisher.stream.digest() == digest_of(cache, publisher.stream.next_sequence)
+            assert publisher.stream.digest(0) == digest_of(cache, publisher.stream.next_sequence)
             for follower in (early, late):
                 same(follower, cache)
                 assert follower.counts.digests_different == 0

@@ -1,4 +1,4 @@
-"""The gRPC library runs without its event engine where that was measured, and never against the process's own choice."""
+"""gRPC runs without its event engine where that was measured, and never against the process's own choice."""
 
 from __future__ import annotations
 

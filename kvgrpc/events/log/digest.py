@@ -17,7 +17,7 @@ DEVICE = "GPU"
 
 _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _CAPITALS = str.maketrans(string.ascii_lowercase, string.ascii_uppercase)
-# Under load a publisher's digest is older than what its readers have by then. Both keep the one of each multiple of this.
+# Under load a publisher's digest is older than what its readers have by then: both keep those of multiples of this.
 CHECKPOINT_BATCHES = 64
 # Above it numpy's own cost no longer matters, and the memory of what waits does not yet.
 _MIXED_TOGETHER = 4096

@@ -1,7 +1,7 @@
 """One thread per data-plane engine: plans, submits, polls and reports. What could wait never runs on the event loop.
 
-The loop hands over lists of submissions and gets lists of outcomes; neither side ever waits for the other. Where a plane
-says that a few short chunks take less time than waking the thread, the loop writes them itself (``write_now``).
+The loop hands over lists of submissions and gets lists of outcomes; neither side ever waits for the other. Where a
+plane says that a few short chunks take less time than waking the thread, the loop writes them itself (``write_now``).
 """
 
 from __future__ import annotations

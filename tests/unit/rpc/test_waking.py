@@ -72,12 +72,12 @@ def test_a_waker_without_an_owner_leaves_no_descriptor(loop: LoopThread) -> None
     waker = Waker(loop.loop, lambda: None)
     fd = waker._fd
 
-    async def close() -> None:
-        waker.close()
+    async def close(what: Waker) -> None:
+        what.close()
 
-    loop.run(close(), 5)
-    loop.run(close(), 5)
-    del waker, close
+    loop.run(close(waker), 5)
+    loop.run(close(waker), 5)
+    del waker
     eventually(lambda: bool(gc.collect() or not _open(fd)))
 
 
