@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from importlib import metadata
 
 import pytest
@@ -124,7 +125,8 @@ def test_a_variable_with_which_no_promise_would_hold_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
-    for open_one in (start, lambda: adopt_engine(FakeEngine(), "127.0.0.1")):
+    ways: tuple[Callable[[], object], ...] = (start, lambda: adopt_engine(FakeEngine(), "127.0.0.1"))
+    for open_one in ways:
         with pytest.raises(InvalidRequest) as refused:
             open_one()
         assert (refused.value.metadata["field"], refused.value.metadata["value"]) == (name, value)
