@@ -1106,9 +1106,13 @@ class AgreementHello(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    FROM_FIELD_NUMBER: _builtins.int
+    MEMBER_FIELD_NUMBER: _builtins.int
     TO_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def member(self) -> _common_pb2.RankRef:
+        """Who joins."""
+
     @_builtins.property
     def to(self) -> _common_pb2.RankRef:
         """Which incarnation of the leading rank is meant; epoch 0: whichever."""
@@ -1120,12 +1124,13 @@ class AgreementHello(_message.Message):
     def __init__(
         self,
         *,
+        member: _common_pb2.RankRef | None = ...,
         to: _common_pb2.RankRef | None = ...,
         layout: _common_pb2.Layout | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["from", b"from", "layout", b"layout", "to", b"to"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "member", b"member", "to", b"to"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from", b"from", "layout", b"layout", "to", b"to"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "member", b"member", "to", b"to"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

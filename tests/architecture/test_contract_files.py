@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import re
 from pathlib import Path
 
@@ -57,3 +58,19 @@ def test_each_rpc_says_who_may_call_it_and_how_it_fails(name: str, comment: str)
 
 def test_every_rpc_was_found() -> None:
     assert len(rpcs()) == sum(len(re.findall(r"^ *rpc ", proto.read_text(), re.MULTILINE)) for proto in PROTOS)
+
+
+FIELD = re.compile(r"^ +(?:repeated |optional )?([\w.]+) (\w+) = \d+(?: \[([^\]]*)\])?;", re.MULTILINE)
+# Sizes, addresses of memory (47 bits) and token ids: exact in every language's number.
+SMALL_NUMBERS = {"address", "max_frame_bytes", "page_bytes", "page_stride_bytes", "tokens"}
+
+
+@pytest.mark.parametrize("proto", PROTOS, ids=lambda proto: proto.name)
+def test_a_64_bit_id_is_a_string_where_numbers_are_doubles(proto: Path) -> None:
+    wide = [found for found in FIELD.findall(proto.read_text()) if found[0] in ("int64", "uint64", "fixed64")]
+    assert [name for _, name, options in wide if "JS_STRING" not in options and name not in SMALL_NUMBERS] == []
+
+
+@pytest.mark.parametrize("proto", PROTOS, ids=lambda proto: proto.name)
+def test_no_field_has_the_name_of_a_keyword(proto: Path) -> None:
+    assert [name for _, name, _ in FIELD.findall(proto.read_text()) if keyword.iskeyword(name)] == []

@@ -163,7 +163,7 @@ class TestRoles:
     ) -> None:
         request = pb.JoinAgreementRequest()
         if change.get("hello", True):
-            speaker = getattr(request.hello, "from")
+            speaker = request.hello.member
             speaker.rank.engine, speaker.rank.tp, speaker.epoch = "E", change.get("tp", 1), 7
             request.hello.to.epoch = change.get("epoch", 0)
             layout = request.hello.layout

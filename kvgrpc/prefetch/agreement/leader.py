@@ -116,8 +116,8 @@ class LeaderAgreement:
         raise InvalidRequest.of("hello", "missing", f"the first message, within {_HELLO_SECONDS:g} s")
 
     def _member_of(self, hello: pb.AgreementHello, role: Role) -> RankId:
-        speaker, meant = rank_ref_from_pb(getattr(hello, "from")), rank_ref_from_pb(hello.to)
-        check_speaker(speaker, role, "hello.from")
+        speaker, meant = rank_ref_from_pb(hello.member), rank_ref_from_pb(hello.to)
+        check_speaker(speaker, role, "hello.member")
         if speaker.rank not in self._core.members or speaker.rank == self._rank.rank:
             raise WrongRank(
                 f"{speaker.rank} is no other rank of the replica that {self._rank.rank} leads",

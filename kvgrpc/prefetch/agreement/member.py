@@ -148,7 +148,7 @@ class JoinedAgreement:
     async def _messages(self) -> AsyncIterator[pb.JoinAgreementRequest]:
         assert self._wake is not None
         hello = pb.JoinAgreementRequest()
-        getattr(hello.hello, "from").CopyFrom(rank_ref_to_pb(self._rank))
+        hello.hello.member.CopyFrom(rank_ref_to_pb(self._rank))
         hello.hello.layout.CopyFrom(layout_to_pb(self._layout))
         with self._lock:
             # What was said on an earlier stream may not have arrived.

@@ -2067,8 +2067,8 @@ func (x *PinPagesResponse) GetUntil() *timestamppb.Timestamp {
 // First message of a rank that joins.
 type AgreementHello struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Who speaks.
-	From *RankRef `protobuf:"bytes,1,opt,name=from,proto3" json:"from,omitempty"`
+	// Who joins.
+	Member *RankRef `protobuf:"bytes,1,opt,name=member,proto3" json:"member,omitempty"`
 	// Which incarnation of the leading rank is meant; epoch 0: whichever.
 	To *RankRef `protobuf:"bytes,2,opt,name=to,proto3" json:"to,omitempty"`
 	// Parallel sizes of the engine, which must be the leader's.
@@ -2107,9 +2107,9 @@ func (*AgreementHello) Descriptor() ([]byte, []int) {
 	return file_kvgrpc_v1_prefetch_service_proto_rawDescGZIP(), []int{22}
 }
 
-func (x *AgreementHello) GetFrom() *RankRef {
+func (x *AgreementHello) GetMember() *RankRef {
 	if x != nil {
-		return x.From
+		return x.Member
 	}
 	return nil
 }
@@ -2649,9 +2649,9 @@ const file_kvgrpc_v1_prefetch_service_proto_rawDesc = "" +
 	"\bduration\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\bduration\"g\n" +
 	"\x10PinPagesResponse\x12!\n" +
 	"\fpinned_pages\x18\x01 \x01(\rR\vpinnedPages\x120\n" +
-	"\x05until\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\x05until\"\x87\x01\n" +
-	"\x0eAgreementHello\x12&\n" +
-	"\x04from\x18\x01 \x01(\v2\x12.kvgrpc.v1.RankRefR\x04from\x12\"\n" +
+	"\x05until\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\x05until\"\x8b\x01\n" +
+	"\x0eAgreementHello\x12*\n" +
+	"\x06member\x18\x01 \x01(\v2\x12.kvgrpc.v1.RankRefR\x06member\x12\"\n" +
 	"\x02to\x18\x02 \x01(\v2\x12.kvgrpc.v1.RankRefR\x02to\x12)\n" +
 	"\x06layout\x18\x03 \x01(\v2\x11.kvgrpc.v1.LayoutR\x06layout\"\xa7\x01\n" +
 	"\rAgreementVote\x12!\n" +
@@ -2831,7 +2831,7 @@ var file_kvgrpc_v1_prefetch_service_proto_depIdxs = []int32{
 	6,  // 24: kvgrpc.v1.PinPagesRequest.pages:type_name -> kvgrpc.v1.PromptPages
 	36, // 25: kvgrpc.v1.PinPagesRequest.duration:type_name -> google.protobuf.Duration
 	35, // 26: kvgrpc.v1.PinPagesResponse.until:type_name -> google.protobuf.Timestamp
-	38, // 27: kvgrpc.v1.AgreementHello.from:type_name -> kvgrpc.v1.RankRef
+	38, // 27: kvgrpc.v1.AgreementHello.member:type_name -> kvgrpc.v1.RankRef
 	38, // 28: kvgrpc.v1.AgreementHello.to:type_name -> kvgrpc.v1.RankRef
 	39, // 29: kvgrpc.v1.AgreementHello.layout:type_name -> kvgrpc.v1.Layout
 	5,  // 30: kvgrpc.v1.AgreementVote.stage:type_name -> kvgrpc.v1.AgreementStage

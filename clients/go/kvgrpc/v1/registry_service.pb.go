@@ -1315,7 +1315,7 @@ const file_kvgrpc_v1_registry_service_proto_rawDesc = "" +
 	"\tEndpoints\x12\x12\n" +
 	"\x04grpc\x18\x01 \x01(\tR\x04grpc\x12\x1d\n" +
 	"\n" +
-	"events_pub\x18\x02 \x01(\tR\teventsPub\"\xe7\x02\n" +
+	"events_pub\x18\x02 \x01(\tR\teventsPub\"\xd7\x02\n" +
 	"\aRankRow\x12&\n" +
 	"\x04rank\x18\x01 \x01(\v2\x12.kvgrpc.v1.RankRefR\x04rank\x12#\n" +
 	"\x04role\x18\x02 \x01(\x0e2\x0f.kvgrpc.v1.RoleR\x04role\x122\n" +
@@ -1325,7 +1325,7 @@ const file_kvgrpc_v1_registry_service_proto_rawDesc = "" +
 	"\n" +
 	"data_plane\x18\x06 \x01(\tR\tdataPlane\x12*\n" +
 	"\x11engine_selects_dp\x18\b \x01(\bR\x0fengineSelectsDp\x12.\n" +
-	"\x05model\x18\t \x01(\v2\x18.kvgrpc.v1.ModelIdentityR\x05modelJ\x04\b\a\x10\bR\bfeatures\"\xac\x02\n" +
+	"\x05model\x18\t \x01(\v2\x18.kvgrpc.v1.ModelIdentityR\x05model\"\xac\x02\n" +
 	"\x06Engine\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12#\n" +
 	"\x04role\x18\x02 \x01(\x0e2\x0f.kvgrpc.v1.RoleR\x04role\x12)\n" +
