@@ -18,6 +18,7 @@ from kvgrpc.client.watch import WatchPart, part_of
 from kvgrpc.errors import InvalidRequest, KvGrpcError, PeerUnreachable
 from kvgrpc.net import check_target
 from kvgrpc.rpc.channel import open_channel
+from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.retry import may_repeat, repeated
 from kvgrpc.rpc.security import ClientSecurity
 from kvgrpc.rpc.status import error_from
@@ -412,7 +413,7 @@ class Client:
 
     def _channel(self) -> grpc.aio.Channel:
         if self._outdated and self._opened is not None:
-            self._closing = asyncio.get_running_loop().create_task(self._opened.close())
+            background(self._opened.close(None), "channel-close")
             self._opened = None
         if self._opened is None:
             self._outdated = False

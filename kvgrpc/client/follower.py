@@ -22,6 +22,7 @@ from kvgrpc.events.following.messages import CloseWatch, FollowerCounts, Followe
 from kvgrpc.events.following.sources import Freshness, freshness
 from kvgrpc.events.log.digest import StateDigest, TierDigest, hash_key
 from kvgrpc.rpc.channel import open_channel
+from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.security import ClientSecurity
 from kvgrpc.rpc.status import error_from
 from kvgrpc.v1 import event_service_pb2 as pb
@@ -213,7 +214,7 @@ class EventFollower:
         stamp = self._security.stamp
         if self._channel is None or self._unanswered or stamp != self._stamp:
             if self._channel is not None:
-                self._closing = asyncio.ensure_future(self._channel.close())
+                background(self._channel.close(None), "channel-close")
             self._channel, self._stamp = open_channel(self.address, self._security), stamp
             self._unanswered = False
         return self._channel

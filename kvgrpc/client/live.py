@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvgrpc.errors import FeatureDisabled
+from kvgrpc.rpc.loop import background
 
 # What waits here is read again where it is lost; a reader that is so far behind should not hold more.
 RECEIVED_FRAMES = 10_000
@@ -48,7 +49,7 @@ class LiveFrames:
         if self._reading is not None:
             self._reading.cancel()
         if self._target is not None:
-            self._reading = asyncio.ensure_future(self._read(*self._target))
+            self._reading = background(self._read(*self._target), "live-events")
 
     async def close(self) -> None:
         """Takes no more."""

@@ -12,6 +12,7 @@ from kvgrpc.client.follower import EventFollower
 from kvgrpc.errors import KvGrpcError
 from kvgrpc.events.following.messages import FollowerState
 from kvgrpc.events.following.sources import CacheScore, Source, SourceTable
+from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.security import ClientSecurity
 from kvgrpc.v1 import registry_service_pb2
 
@@ -61,7 +62,7 @@ class PrefixIndex:
 
     async def start(self) -> None:
         """Begins to look for caches and to follow them."""
-        self._finding = asyncio.ensure_future(self._find_for_ever())
+        self._finding = background(self._find_for_ever(), "prefix-index")
 
     async def close(self) -> None:
         """Ends all followers."""

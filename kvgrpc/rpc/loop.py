@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Coroutine
 from typing import Any, ClassVar, TypeVar
 
@@ -35,6 +36,7 @@ class LoopThread:
 
     _shared: ClassVar[LoopThread | None] = None
     _shared_lock: ClassVar[threading.Lock] = threading.Lock()
+    _of_loop: ClassVar[weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopThread]] = weakref.WeakKeyDictionary()
 
     def __init__(self, name: str = "kvgrpc-loop") -> None:
         self._pid = os.getpid()
@@ -98,8 +100,10 @@ class LoopThread:
 
     def task(self, coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         """As ``spawn``, for what runs on the loop already: a supervised task."""
-        task = self._loop.create_task(self._supervise(coroutine, name), name=name)
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # it was logged
+        task = self._loop.create_task(coroutine, name=name)
+        # The loop itself keeps only weak references to its tasks.
+        self._tasks.add(task)
+        task.add_done_callback(self._on_end)
         return task
 
     @property
@@ -152,7 +156,6 @@ class LoopThread:
         task = asyncio.current_task()
         assert task is not None
         task.set_name(name)
-        # The loop itself keeps only weak references to its tasks.
         self._tasks.add(task)
         try:
             return await coroutine
@@ -162,14 +165,21 @@ class LoopThread:
         finally:
             self._tasks.discard(task)
 
-    def _record_failure(self, name: str, error: Exception) -> None:
+    def _on_end(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._record_failure(task.get_name(), error)
+
+    def _record_failure(self, name: str, error: BaseException) -> None:
         _log.error("background task %s failed; this process is unhealthy from now on", name, exc_info=error)
-        metrics.TASK_FAILURES.labels(name.split()[0]).inc()
+        _count_failure(name)
         if len(self._failures) < 100:
             self._failures.append(name)
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
+        self._of_loop[self._loop] = self
         drop_poller_noise()
         self._loop.call_soon(self._started.set)
         measuring = self._loop.create_task(self._measure_lag(), name="loop-lag")
@@ -194,3 +204,34 @@ class LoopThread:
             self._last_tick = time.monotonic()
             self._lag = max(0.0, self._last_tick - before - LAG_INTERVAL)
             metrics.LOOP_LAG_SECONDS.set(self._lag)
+
+
+def background(coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+    """A supervised task of the loop that runs now, for code that lives on any loop; cancel it to end it.
+
+    On a ``LoopThread`` it is that one's ``task``. On a loop of the caller's own, too, an exception that escapes is
+    logged once and counted (``kvgrpc_task_failures_total``).
+    """
+    loop = asyncio.get_running_loop()
+    owner = LoopThread._of_loop.get(loop)
+    if owner is not None:
+        return owner.task(coroutine, name)
+    task = loop.create_task(coroutine, name=name)
+    _elsewhere.add(task)
+    task.add_done_callback(_on_end_elsewhere)
+    return task
+
+
+_elsewhere: set[asyncio.Task[Any]] = set()
+
+
+def _on_end_elsewhere(task: asyncio.Task[Any]) -> None:
+    _elsewhere.discard(task)
+    error = None if task.cancelled() else task.exception()
+    if error is not None:
+        _log.error("background task %s failed", task.get_name(), exc_info=error)
+        _count_failure(task.get_name())
+
+
+def _count_failure(name: str) -> None:
+    metrics.TASK_FAILURES.labels(name.split()[0]).inc()

@@ -17,6 +17,7 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined]  # an extension mo
 
 from kvgrpc.errors import FeatureDisabled
 from kvgrpc.rpc.interceptors.auth import ALLOWED
+from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.options import Options
 
 
@@ -80,13 +81,11 @@ def _acceptor(interceptors: tuple[grpc.aio.ServerInterceptor, ...], options: Opt
 
         async def _answer_unregistered(self) -> None:
             """Ends by the exception that the library waits for when the server stops."""
-            loop, answers = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+            loop = asyncio.get_running_loop()
             nothing = cygrpc._MethodResolver([], {})
             while True:
                 call = await self._request_call()
                 answer = cygrpc._handle_rpc("unregistered", nothing, (), call, loop, False)
-                task = loop.create_task(cygrpc._schedule_rpc_coro(answer, call, loop, "unregistered"))
-                answers.add(task)
-                task.add_done_callback(answers.discard)
+                background(cygrpc._schedule_rpc_coro(answer, call, loop, "unregistered"), "kvgrpc-unregistered-call")
 
     return Acceptor(asyncio.get_running_loop(), None, (), interceptors, options, None)

@@ -28,7 +28,7 @@ from kvgrpc.registry.servicer import RegistryServicer, add_registry_to_server
 from kvgrpc.registry.store.memory import MemoryStore
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.interceptors import Admission
-from kvgrpc.rpc.loop import LoopThread
+from kvgrpc.rpc.loop import LoopThread, background
 from kvgrpc.server.check import check
 from kvgrpc.server.closing import ClosingTime
 from kvgrpc.server.config import RankConfig
@@ -246,7 +246,7 @@ class Rank(Generic[Transfer]):
         if self._listener is not None:
             await self._listener.drain()
         if self._registration is not None:
-            leaving = asyncio.ensure_future(self._registration.close())
+            leaving = background(self._registration.close(), "registration-close")
             self._registration = None
             await asyncio.wait([leaving], timeout=time.left())
         left = time.left()

@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvgrpc.errors import AddressNotAllowed
 from kvgrpc.rpc.interceptors import Admission, interceptors_of
+from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.options import LARGEST_REQUEST_BYTES, server_options
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.rpc.server import add_absent, new_server
@@ -86,7 +87,7 @@ class Listener:
         self._look()
         await server.start()
         self._server = server
-        self._looking = asyncio.get_running_loop().create_task(self._look_for_ever(), name="kvgrpc-health")
+        self._looking = background(self._look_for_ever(), "kvgrpc-health")
         return bound
 
     async def drain(self) -> None:
@@ -113,7 +114,7 @@ class Listener:
         if server is None:
             return True
         self._admission.end_streams()
-        stopping = asyncio.ensure_future(server.stop(grace))
+        stopping = background(server.stop(grace), "kvgrpc-stop")
         seconds = grace + _HARD_STOP_SECONDS if deadline is None else deadline
         done, _ = await asyncio.wait([stopping], timeout=seconds)
         if not done:

@@ -12,6 +12,7 @@ from typing import Protocol
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import RankRef, Role
 from kvgrpc.rpc.interceptors import CallLimits
+from kvgrpc.rpc.loop import background
 from kvgrpc.transfer.protocol.types import Bounds
 from kvgrpc.transfer.runtime.manager import TransferConfig
 from kvgrpc.v1 import common_pb2
@@ -85,7 +86,7 @@ class ServerServicer(ServerServiceServicer):
         if not 0 <= grace <= _LONGEST_GRACE_SECONDS:
             raise InvalidRequest.of("grace", f"{grace:g} s", f"0 to {_LONGEST_GRACE_SECONDS:g} seconds")
         if self._draining is None or self._draining.done():
-            self._draining = asyncio.get_running_loop().create_task(self._drainable.drain(grace), name="kvgrpc-drain")
+            self._draining = background(self._drainable.drain(grace), "kvgrpc-drain")
         # Shielded: a caller that goes away does not undo what it began.
         drained, open_rooms = await asyncio.shield(self._draining)
         return pb.DrainResponse(drained=drained, open_rooms=open_rooms)

@@ -13,6 +13,7 @@ from kvgrpc.errors import KvGrpcError
 from kvgrpc.model import Role
 from kvgrpc.registry.calls import domain_errors, pause_before
 from kvgrpc.rpc.channels import ChannelPool
+from kvgrpc.rpc.loop import background
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
@@ -49,7 +50,7 @@ class Following:
         stream = self._streams.get(followed)
         if stream is None:
             stream = self._streams[followed] = _Stream()
-            stream.task = asyncio.create_task(self._follow(followed, stream), name=f"follow {engine} at {address}")
+            stream.task = background(self._follow(followed, stream), f"follow {engine} at {address}")
         return await stream.change(since, timeout)
 
     async def close(self) -> None:

@@ -16,6 +16,7 @@ from kvgrpc.model import RankRef
 from kvgrpc.registry import wire
 from kvgrpc.registry.calls import domain_errors, pause_before, unreachable
 from kvgrpc.registry.model import DEFAULT_TTL, RankRow
+from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.retry import may_repeat
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
@@ -102,7 +103,7 @@ class Registration:
             raise
         self._state = "registered"
         names = ", ".join(str(row.ref) for row in self._rows[:3])
-        self._task = asyncio.create_task(self._look_after(), name=f"registration {names}")
+        self._task = background(self._look_after(), f"registration {names}")
 
     async def close(self) -> None:
         """Stops, and deregisters within one second if the registry answers; otherwise the leases run out."""

@@ -17,6 +17,7 @@ from kvgrpc.registry.engine import LeasedRow
 from kvgrpc.registry.model import DEFAULT_TTL, Lease, RankRow
 from kvgrpc.registry.store.base import OnChange
 from kvgrpc.registry.table import EngineTable
+from kvgrpc.rpc.loop import background
 
 
 class MemoryRegistry:
@@ -181,7 +182,7 @@ class MemoryStore:
 
     async def start(self, on_change: OnChange) -> None:
         self._on_change = on_change
-        self._ticking = asyncio.get_running_loop().create_task(self._tick(), name="registry-clock")
+        self._ticking = background(self._tick(), "registry-clock")
 
     async def close(self) -> None:
         if self._ticking is not None:

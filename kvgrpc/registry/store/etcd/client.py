@@ -14,6 +14,7 @@ from kvgrpc.errors import StoreUnavailable
 from kvgrpc.registry.store.etcd.keys import after
 from kvgrpc.registry.store.etcd.v1 import etcd_pb2 as pb
 from kvgrpc.rpc.channel import open_channel
+from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.security import ClientSecurity
 
 CALL_SECONDS = 3.0
@@ -134,6 +135,6 @@ class EtcdClient:
         if channel is None or address != self.address:
             return
         self._channel, self._at = None, (self._at + 1) % len(self._endpoints)
-        task = asyncio.ensure_future(channel.close())
+        task = background(channel.close(None), "etcd-leave")
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)

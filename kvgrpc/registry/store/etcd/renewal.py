@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from kvgrpc.errors import KvGrpcError
 from kvgrpc.registry.store.etcd.client import CALL_SECONDS, EtcdClient, KeepAliveCall
 from kvgrpc.registry.store.etcd.v1 import etcd_pb2 as pb
+from kvgrpc.rpc.loop import background
 
 
 class Renewal:
@@ -50,10 +51,10 @@ class Renewal:
     def _send(self, leases: Iterable[int]) -> None:
         if self._call is None:
             self._call = self._client.keep_alive()
-            self._reading = asyncio.create_task(self._read(self._call), name="etcd-leases")
+            self._reading = background(self._read(self._call), "etcd-leases")
         self._waiting.extend(leases)
         if self._writing is None or self._writing.done():
-            self._writing = asyncio.create_task(self._write(self._call), name="etcd-leases-asked")
+            self._writing = background(self._write(self._call), "etcd-leases-asked")
 
     async def _write(self, call: KeepAliveCall) -> None:
         """Writes what waits, and what is added meanwhile: a stream takes one write at a time."""

@@ -22,6 +22,7 @@ from kvgrpc.registry.store.etcd.transactions import NO_FENCE
 from kvgrpc.registry.store.etcd.v1 import etcd_pb2 as pb
 from kvgrpc.registry.store.etcd.view import View
 from kvgrpc.registry.table import EngineTable
+from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.security import ClientSecurity
 
 DEFAULT_PREFIX = "/kvgrpc/registry/"
@@ -91,8 +92,8 @@ class EtcdStore:
         )
         housekeeping = Housekeeping(self._client, self._keys, self._view)
         self._tasks = [
-            asyncio.create_task(self._view.follow(), name="etcd-follow"),
-            asyncio.create_task(housekeeping.run(), name="etcd-housekeeping"),
+            background(self._view.follow(), "etcd-follow"),
+            background(housekeeping.run(), "etcd-housekeeping"),
         ]
         await self._view.moved(_FIRST_READ_SECONDS)
 

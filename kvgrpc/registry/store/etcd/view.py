@@ -17,6 +17,7 @@ from kvgrpc.registry.store.etcd.keys import Keys, after, lease_id
 from kvgrpc.registry.store.etcd.transactions import Fence, naming
 from kvgrpc.registry.store.etcd.v1 import etcd_pb2 as pb
 from kvgrpc.registry.table import EngineTable
+from kvgrpc.rpc.loop import background
 from kvgrpc.v1 import registry_service_pb2
 
 PROGRESS_SECONDS = 1.0
@@ -114,7 +115,7 @@ class View:
             _log.warning("etcd lost its data, or is another one: everything is read again")
             self.revision = 0
             return
-        asking = asyncio.create_task(self._ask_for_progress(call), name="etcd-progress")
+        asking = background(self._ask_for_progress(call), "etcd-progress")
         try:
             self.current = not created.canceled
             await self._read_events(call, created)
