@@ -65,7 +65,7 @@ gen:  ## Generated code of all languages, and docs/errors.md, from protos/.
 	@.ci/typescript gen
 	@.ci/go gen
 
-lint:  ## Style, types, which module may import which, protos, and drift of generated files.
+lint:  ## Style, types, which module may import which, protos, drift of generated files, broken promises.
 	@.ci/setup main
 	@.ci/setup gen
 	@$(BIN)/ruff check .
@@ -75,6 +75,7 @@ lint:  ## Style, types, which module may import which, protos, and drift of gene
 	@.venv-gen/bin/buf lint
 	@.venv-gen/bin/buf format --diff --exit-code
 	@.ci/drift
+	@.ci/breaking
 
 lock:  ## Resolves the lock files anew.
 	@.ci/setup main
