@@ -139,10 +139,10 @@ class TestWhoMaySpeakForARank:
         token = CALLER.set(known)
         try:
             if may:
-                check_speaker(ref(engine), role, "hello.from")
+                check_speaker(ref(engine), role, "hello.member")
             else:
                 with pytest.raises(IdentityMismatch, match=r"hello\.from"):
-                    check_speaker(ref(engine), role, "hello.from")
+                    check_speaker(ref(engine), role, "hello.member")
         finally:
             CALLER.reset(token)
 

@@ -1,4 +1,4 @@
-"""What a sender gives for one room, and which of its positions go to which of decode's pages (rule 13). Pure."""
+"""What a sender gives for one room, and which position goes to which of decode's pages (rule 13, chunks). Pure."""
 
 from __future__ import annotations
 

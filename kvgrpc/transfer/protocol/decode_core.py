@@ -63,8 +63,9 @@ class DecodeWork:
 
 
 class DecodeCore:
-    """See the module. ``connections(pair)`` names the data connections of that peer to us (8); ``deliver_aux(room)``
-    copies ``room.aux`` into the engine's buffers before SUCCESS is told, and returns why it cannot (rule 14, aux)."""
+    """See the module. ``connections(pair)`` names the data connections of that peer to us (8, pages by evidence);
+    ``deliver_aux(room)`` copies ``room.aux`` into the engine's buffers before SUCCESS is told, and returns why it
+    cannot (14, aux)."""
 
     held_pages_class = HeldPages
 
@@ -142,7 +143,7 @@ class DecodeCore:
         self._pair(target)
 
     def write(self, room: DecodeRoom, destination: Destination, aux_index: int | None = None) -> None:
-        """The engine gave its pages: from now on they are the room's, until SUCCESS or evidence (8)."""
+        """The engine gave its pages: they are the room's until SUCCESS or evidence (8, pages by evidence)."""
         if room.ended or room.destination is not None:
             return
         room.destination = destination
@@ -334,7 +335,7 @@ class DecodeCore:
                 self._pending.add(part.pair, room.key)
 
     def _end(self, room: DecodeRoom, failure: Failure) -> None:
-        """One terminal state, at once, with the first cause; the other parts are told to stop with it (6, 9)."""
+        """One terminal state, at once, with the first cause, told to the other parts (6, ending; 9, fan-in)."""
         if room.ended:
             return
         room.fail(failure)
@@ -374,7 +375,8 @@ class DecodeCore:
 
     def _dial(self, pair: DecodePair) -> None:
         self._close_stream(pair)
-        self._streams += 1  # counted over all pairs: a pair that is dropped and met again still counts upwards (2)
+        # Over all pairs: one that is dropped and met again still counts upwards (2, one stream).
+        self._streams += 1
         self._work.dials.append(pair.dial(self._streams, self.now, self.timing))
 
     def _break(self, pair: DecodePair) -> None:
@@ -407,7 +409,7 @@ class DecodeCore:
             self._drop_if_over(room)
 
     def _resolve_again(self, pair: DecodePair, failure: Failure) -> None:
-        """Another one answered before the first Welcome: the registry was behind; ask it again, once (3)."""
+        """Another one answered before the first Welcome: the registry was behind; ask once more (3, break and loss)."""
         self._drop_pair(pair)
         again = []
         for key in pair.rooms:

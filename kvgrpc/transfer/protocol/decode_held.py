@@ -1,4 +1,4 @@
-"""Pages of rooms that ended while somebody may still write to them: they come back by evidence (8). Pure."""
+"""Pages of rooms that ended while somebody may still write to them (rule 8, pages by evidence). Pure."""
 
 from __future__ import annotations
 

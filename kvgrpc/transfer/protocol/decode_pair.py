@@ -20,7 +20,8 @@ class Stream:
 
 
 class DecodePair:
-    """``up``: welcomed on the stream that counts. ``welcomed``: ever. ``lost``: given up. ``dead_at``: proven dead (4).
+    """``up``: welcomed on the stream that counts. ``welcomed``: ever. ``lost``: given up. ``dead_at``: proven dead
+    (4, proof of death).
 
     ``connections``: over which its bytes could still arrive when it was proven dead (rule 8, pages by evidence).
     ``layout``: of its engine; None: as ours. ``rooms``: what is not over yet; ``pending_rooms``: what is to be told.

@@ -58,12 +58,12 @@ class DecodePart:
 
     @property
     def arrived(self) -> bool:
-        """All of it is in place, and the writer is done with it (7, 9)."""
+        """All of it is in place, and the writer is done with it (7, writes; 9, fan-in)."""
         return self.state is STATE_SUCCESS and self.writes is WRITES_SETTLED
 
     @property
     def settled(self) -> bool:
-        """It ended, and the writer will not write: only then it may be told FORGET (6)."""
+        """It ended, and the writer will not write: only then it may be told FORGET (6, ending)."""
         return self.state >= STATE_SUCCESS and (self.writes >= WRITES_STOPPED or not self.told_write)
 
     @property
@@ -74,7 +74,7 @@ class DecodePart:
 
 
 class DecodeRoom:
-    """One hand-off at decode. It outlives its handle until its pages are proven free (6, 8).
+    """One hand-off at decode. It outlives its handle until its pages are proven free (6, ending; 8, pages by evidence).
 
     ``parts``: one for each prefill rank that owes something, all of them once ``bound``.
     """

@@ -121,7 +121,7 @@ class PrefillCore:
                 each.expect(pages, align)
 
     def send(self, room: PrefillRoom, chunk: Chunk, aux: bytes | None = None) -> None:
-        """Takes pages that are computed; they wait for the destination if it is not known yet (12, 13)."""
+        """Takes pages that are computed; they wait until the destination is known (12, poll; 13, chunks)."""
         for each in room.siblings:
             if not each.ended:
                 self._follow(each, each.send(chunk, aux, self.bounds.chunks_per_room))
@@ -204,7 +204,7 @@ class PrefillCore:
                 break
 
     def on_end(self, stream: object, ref: RankRef) -> None:
-        """The stream ended, with Goodbye or without: prefill cannot dial, so it waits for decode to (3)."""
+        """The stream ended, with Goodbye or without: prefill cannot dial, and waits (3, break and loss)."""
         pair = self.pairs.get(ref)
         if pair is not None and pair.stream is stream:
             pair.end_stream(self.now)
@@ -298,7 +298,7 @@ class PrefillCore:
     def _want(self, pair: PrefillPair, room: PrefillRoom, entry: DecodeEntry) -> None:
         want = entry.want
         if want < room.want:
-            self.ignored_entries += 1  # 5, nothing goes back: nothing goes back
+            self.ignored_entries += 1  # 5, nothing goes back
         elif not room.ended:
             room.want = want
             if entry.error is not None:
@@ -337,7 +337,7 @@ class PrefillCore:
         pair.answers[key] = (self._failure(error), self._unknown.without_record(pair.ref))
         self._pending.add(pair, key)
 
-    # A sender that several decode ranks are owed (9, 10).
+    # A sender that several decode ranks are owed (9, fan-in; 10, ownership).
 
     def _expect_places(self, key: RoomKey, places: int) -> None:
         """Decode says by its layout how many of its ranks name the room."""
@@ -437,7 +437,7 @@ class PrefillCore:
                 self._tell(room)
 
     def _run_out(self, room: PrefillRoom) -> None:
-        """No local sender, or no decode, came in time (6, 11)."""
+        """No local sender, or no decode, came in time (6, ending; 11, memory of the ended)."""
         waited = self.timing.milliseconds(self.now - room.created_at)
         if room.claimed:
             self._refuse(room, failures.out_of_time(room.key, room.state.name, waited, "prefill"))

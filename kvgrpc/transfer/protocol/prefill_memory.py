@@ -45,7 +45,7 @@ class EndedRecords:
 
 
 class StreamNumbers:
-    """The largest stream number of each decode incarnation, also after its pair was dropped; oldest out (2)."""
+    """The largest stream number of each decode incarnation, also of dropped pairs; oldest out (2, one stream)."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -62,7 +62,7 @@ class StreamNumbers:
 
 
 class UnknownWrites:
-    """Decodes to whom a write may still be on its way, though the record that knew it is gone (11)."""
+    """Decodes to whom a write may be on its way, though its record is gone (11, memory of the ended)."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

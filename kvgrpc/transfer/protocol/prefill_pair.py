@@ -8,9 +8,9 @@ from kvgrpc.transfer.protocol.types import RoomKey, SessionState, Timing, Writes
 
 
 class PrefillPair:
-    """``stream``: the shell's token of the stream that counts (rule 2). ``peer``: its memory, as Hello said; opaque.
-    ``places``: how many ranks of its engine name each room to us, ``place``: which of them it is. ``sends_aux``: we
-    are the rank that sends it the first token and its metadata.
+    """``stream``: the shell's token of the stream that counts (2, one stream). ``peer``: its memory, as Hello said;
+    opaque. ``places``: how many ranks of its engine name each room to us, ``place``: which of them it is.
+    ``sends_aux``: we are the rank that sends it the first token and its metadata.
 
     ``rooms`` it owns; ``answers``: what it keeps hearing of rooms that it cannot have (rule 10, ownership);
     ``unclaimed``: how many of its rooms wait for a local sender; ``forgotten``: how many are kept only for a late one

@@ -160,7 +160,7 @@ class LostPair(NamedTuple):
 
 
 class DecodeEntry(NamedTuple):
-    """The latest state of one room at decode, as it travels. ``error``: what was wrong with the entry itself (15)."""
+    """The latest state of one room at decode, as it travels. ``error``: what was wrong with it (15, hostile frames)."""
 
     key: RoomKey
     want: Want

@@ -366,7 +366,7 @@ class TransferManager(ABC, Generic[Record]):
             self._loop.call_soon(self._run)
 
     async def _tick_for_ever(self) -> None:
-        """One tick a period of our own running time: after a stop of the process there is one, not hundreds (3)."""
+        """One tick a period of our own running time: after a stop there is one, not hundreds (3, break and loss)."""
         period = self.config.timing.tick_seconds
         while True:
             await asyncio.sleep(period)

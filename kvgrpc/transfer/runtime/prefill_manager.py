@@ -107,8 +107,8 @@ class PrefillManager(TransferManager[PrefillRoom]):
     async def serve(
         self, read: Reader, write: Callable[[pb.SessionResponse], Awaitable[None]], caller: str = ""
     ) -> None:
-        """One stream from Hello to Goodbye, of ``caller`` ("host:port"). Refusals travel in Goodbye (1); undecodable
-        bytes end it in the library.
+        """One stream from Hello to Goodbye, of ``caller`` ("host:port"). Refusals travel in Goodbye (1, opening);
+        undecodable bytes end it in the library.
         """
         session = await self._greet(read, write)
         if session is None:
