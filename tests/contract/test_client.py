@@ -310,7 +310,7 @@ class TestWatch:
         async for part in client.watch(engine="A", from_sequence=8):
             seen.append(part)
             if len(seen) == 1:
-                await asyncio.sleep(1.5)
+                await asyncio.sleep(1.5)  # the slow reader itself
         assert seen == WATCHED
 
     async def test_one_that_the_server_ends_says_why(self, client: Client, process: Process) -> None:
@@ -322,12 +322,14 @@ class TestWatch:
                 pass
 
     async def test_cancelling_the_reader_is_a_cancellation(self, client: Client) -> None:
+        reads = asyncio.Event()
+
         async def read() -> None:
             async for _ in client.watch(engine="A", mode=events_pb.WatchMode.WATCH_MODE_TAIL):
-                pass
+                reads.set()
 
         task = asyncio.ensure_future(read())
-        await asyncio.sleep(0.05)
+        await asyncio.wait_for(reads.wait(), 10.0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

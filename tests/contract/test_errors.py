@@ -153,7 +153,7 @@ class TestBugs:
     @pytest.mark.parametrize("method", METHODS)
     async def test_a_cancelled_await_inside_a_servicer_is_answered(self, method: str) -> None:
         async def act(context: Context) -> None:
-            task = asyncio.ensure_future(asyncio.sleep(3600))
+            task = asyncio.ensure_future(asyncio.sleep(3600))  # for ever
             asyncio.get_running_loop().call_soon(task.cancel)
             await task
 
@@ -262,14 +262,14 @@ class TestDeadline:
 
     async def test_a_callers_own_may_be_longer(self) -> None:
         async def act(context: Context) -> None:
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.3)  # the long call itself
 
         async with serving(act) as served:
             assert await served.call("UnaryUnary", timeout=5.0) == ["hello"]
 
     async def test_streams_need_none(self) -> None:
         async def act(context: Context) -> None:
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.3)  # the long call itself
 
         async with serving(act) as served:
             assert await served.call("UnaryStream", timeout=None) == ["hello", "hello"]

@@ -40,7 +40,7 @@ async def test_the_first_answer_is_the_full_state_and_the_next_one_a_change(
     known = await change(first)
     waiting = asyncio.ensure_future(change(known))
     await served.register(row("Q"))
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.1)  # in which it must not return
     assert not waiting.done()
     began = time.monotonic()
     await served.register(row("P"))

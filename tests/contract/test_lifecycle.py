@@ -469,7 +469,7 @@ class TestStop:
         server = house.listener._server
         assert server is not None
         monkeypatch.setattr(listener_module, "_HARD_STOP_SECONDS", 0.2)
-        monkeypatch.setattr(type(server), "stop", lambda self, grace: asyncio.sleep(3600))
+        monkeypatch.setattr(type(server), "stop", lambda self, grace: asyncio.sleep(3600))  # for ever
         began = time.monotonic()
         assert not await house.listener.stop(0.1)
         assert time.monotonic() - began < 10.0
@@ -496,7 +496,7 @@ class TestStop:
                     assert await responses_of(begin(channel, f"/{SERVICE}/UnaryUnary", timeout=2)) == ["hello"]
                     break
                 except grpc.aio.AioRpcError:
-                    await asyncio.sleep(0.02)
+                    await asyncio.sleep(0.02)  # between two tries
             else:
                 raise AssertionError(f"the channel does not come back: {error}")
             await again.listener.stop(0.0)

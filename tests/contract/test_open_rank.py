@@ -177,7 +177,7 @@ class Lingering(ShmDataPlane):
 
     def close(self, deadline: float) -> bool:
         if not self.gone:
-            time.sleep(deadline)
+            time.sleep(deadline)  # the slow plane itself
         return self.gone and super().close(deadline)
 
 
@@ -241,11 +241,11 @@ class TestClosing:
         worker_of = rank.transfer.close_worker
 
         async def as_long_as_it_may(grace: float) -> tuple[bool, int]:
-            await asyncio.sleep(2 * grace)
+            await asyncio.sleep(2 * grace)  # the slow drain itself
             return False, 1
 
         def ends_late(deadline: float) -> bool:
-            time.sleep(deadline)
+            time.sleep(deadline)  # the slow worker itself
             return bool(worker_of(deadline))
 
         monkeypatch.setattr(rank.transfer, "drain", as_long_as_it_may)
@@ -258,7 +258,7 @@ class TestClosing:
         rank = open_rank(config(plane))
 
         async def as_long_as_it_may(grace: float) -> tuple[bool, int]:
-            await asyncio.sleep(2 * grace)
+            await asyncio.sleep(2 * grace)  # the slow drain itself
             return False, 1
 
         monkeypatch.setattr(app, "_CANCELLED_WRITES_SECONDS", 0.1)

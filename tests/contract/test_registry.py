@@ -146,7 +146,7 @@ class TestKeepAlive:
         for _ in range(6):
             await call.write(pb.KeepAliveRequest(lease_ids=[lease]))
             assert not (await call.read()).unknown_lease_ids
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.2)  # renewed at this interval for two TTLs
         call.cancel()
         await until(lambda: brief.registry.rows == 0)
         await brief.stop()

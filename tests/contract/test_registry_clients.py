@@ -50,7 +50,7 @@ class TestRegistration:
         await registration.start(5)
         assert (registration.state, registration.healthy) == ("registered", True)
         for _ in range(30):
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.05)  # looked at for longer than a TTL
             assert brief.registry.rows == 2
         await registration.close()
         assert (registration.state, registration.healthy) == ("closed", False)
@@ -90,7 +90,7 @@ class TestRegistration:
         await late.stop()
         registration = Registration(dial, f"127.0.0.1:{port}", [row()])
         starting = asyncio.ensure_future(registration.start(10))
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.3)  # in which it must not return
         assert not starting.done()
         late = await Served().start(port)
         await starting
@@ -257,7 +257,7 @@ class TestResolver:
     async def test_warming_up_is_waited_for(self, resolver: Resolver) -> None:
         fresh = await Served(ttl=0.6).start()
         asking = asyncio.ensure_future(resolver.resolve(fresh.address, "P", Role.PREFILL, timeout=5, wait_ready=False))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)  # the registry warms up; right whether it was asked by then or not
         await fresh.register(row())
         assert (await asking).ready
         with pytest.raises(EngineNotFound):

@@ -41,7 +41,7 @@ def request_under_way(pair: Pair, reference: Reference, at: Engine, draw: random
     """A request of many chunks at a random moment of its life, as one side sees it, and the tokens it should have."""
     case = reference.case(400)
     prefill, decode = pair.submit(case.prompt, 8)
-    time.sleep(draw.uniform(0, 0.08))
+    time.sleep(draw.uniform(0, 0.08))  # anywhere within the request
     return (decode, case.tokens) if at is pair.decode else (prefill, case.tokens[:1])
 
 

@@ -247,7 +247,7 @@ def test_a_page_that_timed_out_is_not_given_back_before_it_is_quiet(tmp_path: Pa
     asking.start()
     while not faulty._hanging:
         time.sleep(0.01)
-    time.sleep(0.1)
+    time.sleep(0.1)  # in which it must not answer
     assert not answers
     faulty.release()
     asking.join(30)
@@ -277,7 +277,7 @@ def test_it_is_detached_while_its_threads_are_busy(settings: dict[str, object]) 
     began = time.monotonic()
     storage.close()
     assert time.monotonic() - began < 10
-    time.sleep(0.05)
+    time.sleep(0.05)  # the threads go on meanwhile
     stop.set()
     for thread in threads:
         thread.join(30)

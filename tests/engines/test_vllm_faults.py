@@ -44,7 +44,7 @@ def request_under_way(
     """A request of several chunks at a random moment of its life, as one side sees it, and the right tokens."""
     case = reference.case(400)
     prefill, decode = pair.submit(case.prompt, 8)
-    time.sleep(draw.uniform(0, 0.1))
+    time.sleep(draw.uniform(0, 0.1))  # anywhere within the request
     return (decode, case.tokens) if at is pair.decode else (prefill, case.tokens[:1])
 
 

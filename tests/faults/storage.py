@@ -131,7 +131,8 @@ class FaultyBackend:
         """Faults by position, after the delays; raises StorageDown."""
         self.calls.append((call, tuple(keys)))
         faults = {number: fault for number, key in enumerate(keys) if (fault := self.fault(call, key)) is not None}
-        time.sleep(min(timeout, max((fault.delay for fault in faults.values()), default=0.0)))
+        longest = max((fault.delay for fault in faults.values()), default=0.0)
+        time.sleep(min(timeout, longest))  # the slow storage itself
         if call in ("count", "delete") and any(fault.down or fault.hang for fault in faults.values()):
             raise StorageDown("injected", self.name)
         return faults
@@ -146,7 +147,7 @@ class FaultyBackend:
         results = inner([keys[number] for number in left], [pages[number] for number in left], timeout)
         done = dict(zip(left, results, strict=True))
         if any(fault.hang for fault in faults.values()):
-            time.sleep(timeout)
+            time.sleep(timeout)  # the storage that hangs until its caller has given up
         return [done[number] if number in done else self._result(faults[number]) for number in range(len(keys))]
 
     def _result(self, fault: Fault) -> PageResult:

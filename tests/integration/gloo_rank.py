@@ -27,7 +27,7 @@ def main(rank: int, size: int, file: str, order: str) -> None:
         if word == "begin":
             begin(agreement, rest)
         elif word == "hang":
-            time.sleep(60)
+            time.sleep(60)  # the rank that hangs itself
         else:
             say("closed", agreement.close(10.0))
             return
@@ -42,7 +42,7 @@ def begin(agreement: GlooAgreement, order: str) -> None:
             say(decision.key, [decision.pages, decision.stop.name, time.monotonic() - began])
 
         agreement.vote(Vote(name, Stage.HITS, int(pages)), TIMEOUT, decided)
-        time.sleep(0.02)
+        time.sleep(0.02)  # the interval between votes
 
 
 _lock = threading.Lock()

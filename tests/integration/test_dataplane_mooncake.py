@@ -161,7 +161,7 @@ def test_a_peer_killed_during_a_write_is_known_soon(writer: Writer, mortal: Plan
     transfer = writer.plane.submit(attached, *columns)
     for _ in range(20):
         assert transfer.poll() is None
-        time.sleep(0.002)
+        time.sleep(0.002)  # the write is under way all the while
     mortal.kill()
     # An idle machine takes two seconds at most; without the reset it would be the ten that no progress may take.
     result = wait(transfer, 8.0)
@@ -228,7 +228,7 @@ def test_a_failed_write_is_reported_when_its_bytes_have_left_this_host(mortal: P
         impatient.tell("write", address=mortal.address.decode(), block=mortal.block, seed=3)
         until(lambda: len(unsent()) == 4)
         assert sum(each.unsent for each in unsent()) > MIB
-        time.sleep(0.3)
+        time.sleep(0.3)  # in which it must not answer
         assert not impatient.has_answered()
         mortal.signal(signal.SIGCONT)
         assert impatient.answer() == ["FAILED_SRC_FREE", 0]

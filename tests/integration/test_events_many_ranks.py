@@ -115,7 +115,7 @@ def publish(first: int, count: int, folder: str, rate: int, batches: int) -> Non
             accepted += publisher.publish(batch)
             took.append(time.perf_counter() - before)
         if rate:
-            time.sleep(max(0.0, began + (number + 1) / rate - time.perf_counter()))
+            time.sleep(max(0.0, began + (number + 1) / rate - time.perf_counter()))  # the rate of the publisher
     seconds = time.perf_counter() - began
     dropped = untold = 0
     for publisher in publishers:

@@ -77,7 +77,7 @@ async def test_killed_stopped_and_flooded_publishers_are_followed_exactly(live: 
     try:
         async with EventFollower(engine.address, live=live) as follower:
             await follower.until_current(SECONDS)
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(1.0)  # events flow meanwhile
             healed["another log after kill -9"] = await heal_after_a_kill(engine, follower, pause=0.002, keep=10_000)
             engine.process.send_signal(signal.SIGSTOP)
             await until(lambda: follower.state is FollowerState.CONNECTING)
@@ -87,7 +87,7 @@ async def test_killed_stopped_and_flooded_publishers_are_followed_exactly(live: 
             healed["SIGSTOP beyond the silence"] = time.monotonic() - begin
             # A ring that holds almost nothing, as fast as the process can: it overtakes every reader now and then.
             healed["kill -9, then a flood"] = await heal_after_a_kill(engine, follower, pause=0.0, keep=50)
-            await asyncio.sleep(2.0)
+            await asyncio.sleep(2.0)  # the flood itself
             truth = await engine.pause()
             begin = time.monotonic()
             await until(lambda: same(follower, truth))

@@ -369,7 +369,7 @@ def test_a_stopped_prefill_is_known_after_the_patience_and_its_pages_wait_for_it
     stopped = prefill.stop()
     (state,) = decode.call("wait", "receivers", [1], [FAILED]).values()
     assert state[1] == "PEER_LOST" and 2.5 < state[2] - stopped < 15.0
-    time.sleep(2.5)
+    time.sleep(2.5)  # in which no page may come back
     assert not decode.call("state", "receivers", 1)[2], "silence is no evidence, however long"
     prefill.go_on()
     decode.call("wait_release", [1])

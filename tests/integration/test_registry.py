@@ -149,7 +149,7 @@ async def test_after_kill_and_restart_all_ranks_are_back_within_one_keepalive(
     assert len(before.rows) == 4
     for seconds_away in (0.5, 5.0):
         cluster.registry.kill()
-        await asyncio.sleep(seconds_away)
+        await asyncio.sleep(seconds_away)  # the outage itself
         await asyncio.to_thread(cluster.restart_registry)
         started = time.monotonic()
         after = await engine_at(resolver, cluster)
@@ -179,7 +179,7 @@ async def test_questions_asked_while_the_registry_is_down_are_answered_when_it_i
 ) -> None:
     cluster.registry.kill()
     asking = [asyncio.ensure_future(engine_at(resolver, cluster, 20)) for _ in range(50)]
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(0.5)  # the outage itself
     await asyncio.to_thread(cluster.restart_registry)
     answers = await asyncio.gather(*asking)
     assert all(answer.ready and len(answer.rows) == 4 for answer in answers)
@@ -223,7 +223,7 @@ async def test_a_registry_that_was_stopped_for_longer_than_the_ttl_expires_nobod
 ) -> None:
     before = await engine_at(resolver, cluster)
     cluster.registry.signal(signal.SIGSTOP)
-    await asyncio.sleep(TTL * 1.5)
+    await asyncio.sleep(TTL * 1.5)  # the time that it is stopped
     cluster.registry.signal(signal.SIGCONT)
     end = time.monotonic() + 2 * TTL
     while time.monotonic() < end:

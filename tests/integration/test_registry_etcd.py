@@ -124,7 +124,7 @@ class TestReplicasAreOneRegistry:
             answer = await call.read()
             assert isinstance(answer, pb.KeepAliveResponse)
             assert list(answer.unknown_lease_ids) == [77]
-            await asyncio.sleep(TTL / 5)
+            await asyncio.sleep(TTL / 5)  # renewed at this interval
         assert here.known() == {row()}
         call.cancel()
 
@@ -253,7 +253,7 @@ class TestFaults:
             await until(lambda: all(replica.store.warming_up_for == 0 for replica in replicas))
             for _ in range(80):
                 assert all(replica.known() == expected for replica in replicas)
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.1)  # looked at for longer than leases live
             await until(lambda: all(registration.state == "registered" for registration in registrations))
             await asyncio.gather(*(registration.close() for registration in registrations))
             await until(lambda: not replicas[0].known() and not replicas[1].known())
@@ -342,11 +342,11 @@ async def test_replicas_and_etcd_are_killed_under_load_and_no_rank_is_lost() -> 
             victim.kill()
             if chance.random() < 0.5:
                 etcd.kill()
-                await asyncio.sleep(chance.uniform(0.1, 4.0))
+                await asyncio.sleep(chance.uniform(0.1, 4.0))  # between two faults
                 etcd.start()
-            await asyncio.sleep(chance.uniform(0.5, 3.0))
+            await asyncio.sleep(chance.uniform(0.5, 3.0))  # the outage itself
             victim.start()
-            await asyncio.sleep(chance.uniform(0.0, 2.0))
+            await asyncio.sleep(chance.uniform(0.0, 2.0))  # between two faults
         await until(lambda: all(registration.state == "registered" for registration in registrations))
         assert [reader.lost for reader in readers] == [set()] * 3
         assert sum(reader.full_states for reader in readers) > 3

@@ -105,7 +105,7 @@ class TestConnections:
         server = new_server(interceptors_of(ServerSecurity()), options)
 
         async def never(request: bytes, context: Any) -> bytes:
-            await asyncio.sleep(60)
+            await asyncio.sleep(60)  # for ever
             return b""
 
         handler: Any = grpc.unary_unary_rpc_method_handler(never)

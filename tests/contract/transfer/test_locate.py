@@ -168,7 +168,7 @@ class TestDrain:
         errors: list[KvGrpcError] = []
         waiting = threading.Thread(target=lambda: errors.append(refusal(stub, absent)))
         waiting.start()
-        time.sleep(0.3)
+        time.sleep(0.3)  # the call is most likely there; it is refused either way
         closing = threading.Thread(target=leaving.close, args=(8.0,))
         closing.start()
         waiting.join(LONG)

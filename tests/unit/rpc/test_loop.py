@@ -60,7 +60,7 @@ def test_run_past_its_time_raises_and_cancels(loop_thread: LoopThread) -> None:
 
     async def forever() -> None:
         try:
-            await asyncio.sleep(3600)
+            await asyncio.sleep(3600)  # for ever
         finally:
             cancelled.set()
 
@@ -83,12 +83,12 @@ def test_a_spawned_task_can_be_awaited_and_cancelled(loop_thread: LoopThread) ->
 
     async def forever() -> None:
         try:
-            await asyncio.sleep(3600)
+            await asyncio.sleep(3600)  # for ever
         finally:
             ended.set()
 
     future = loop_thread.spawn(forever(), "long")
-    loop_thread.run(asyncio.sleep(0.01), 5)
+    loop_thread.run(asyncio.sleep(0.01), 5)  # a turn of the loop, for the cancellation
     assert future.cancel()
     assert ended.wait(5)
     assert loop_thread.healthy
@@ -124,7 +124,7 @@ def test_after_close_calls_are_refused_and_tasks_were_cancelled() -> None:
 
     async def forever() -> None:
         try:
-            await asyncio.sleep(3600)
+            await asyncio.sleep(3600)  # for ever
         finally:
             ended.set()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -50,6 +51,12 @@ class Search(RoomSearch):
     async def _who_is_there(self, room: DecodeRoom) -> list[Target] | None:
         return self.now
 
+    async def asked(self, times: int) -> None:
+        end = time.monotonic() + 20.0
+        while self.calls < times:
+            assert time.monotonic() < end
+            await asyncio.sleep(0.005)
+
     def _give_back(self, room: DecodeRoom) -> None:
         self.again.append(room.key)
 
@@ -61,8 +68,9 @@ def room(number: int) -> DecodeRoom:
 async def test_a_rank_that_answers_nothing_at_once_is_not_asked_in_a_busy_loop() -> None:
     search = Search({RANKS[0]: []})
     search.add(room(1), RANKS)
-    await asyncio.sleep(0.35)
-    assert 2 <= search.calls <= 6
+    began = time.monotonic()
+    await search.asked(4)
+    assert time.monotonic() - began > 1.5 * search_module._FRUITLESS_PAUSE_SECONDS
     search.task.cancel()
 
 
@@ -86,7 +94,7 @@ async def test_a_dead_rank_ends_nothing_for_rooms_of_the_others(monkeypatch: pyt
     monkeypatch.setattr(search_module, "_PAUSE_SECONDS", 0.05)
     search = Search({RANKS[0]: [], RANKS[1]: None})
     search.add(room(1), RANKS)
-    await asyncio.sleep(0.3)
+    await search.asked(8)
     assert not search.again and not search.task.done(), "it is looked for on"
     search.answers[RANKS[0]] = [RoomKey(1)]  # its sender comes, long after the dead rank did not answer
     await asyncio.wait_for(search.task, 5.0)

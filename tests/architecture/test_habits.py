@@ -1,0 +1,103 @@
+"""Habits that the text of the code shows: tests wait for conditions, and background work has a supervisor."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def sleeps(path: Path) -> Iterator[tuple[int, str]]:
+    """Sleeps outside of a loop that looks for something: (line, the functions around it)."""
+
+    def look(node: ast.AST, around: tuple[str, ...], looping: bool) -> Iterator[tuple[int, str]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield from look(child, (*around, child.name), False)
+                continue
+            if isinstance(child, ast.Call) and not looping:
+                text = ast.unparse(child)
+                if text.startswith(("time.sleep(", "asyncio.sleep(")) and not text.endswith("(0)"):
+                    yield child.lineno, ".".join(around)
+            yield from look(child, around, looping or isinstance(child, ast.While))
+
+    yield from look(ast.parse(path.read_text()), (), False)
+
+
+def test_a_fixed_sleep_in_a_test_says_what_it_is() -> None:
+    """Never a guess at how long something takes: a slow part or an outage that is the test's subject, or a while in
+    which something must not happen. Whatever must happen is waited for, with a deadline."""
+    unsaid = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        lines = path.read_text().splitlines()
+        unsaid += [f"{path}:{line} {where}" for line, where in sleeps(path) if "  # " not in lines[line - 1]]
+    assert not unsaid, "\n".join(unsaid)
+
+
+# Tasks that the function which starts them awaits (or asks for their result) itself; all others go through
+# kvgrpc.rpc.loop, which logs and counts an exception that nobody expected.
+AWAITED_BY_WHO_STARTS_THEM = {
+    "client/follower.py": "a Watch; its end, a bug's too, is the core's to hear (_watch_ended)",
+    "engines/vllm/bootstrap.py": "both ways of one connection, gathered",
+    "prefetch/agreement/leader.py": "both ways of one stream, results looked at",
+    "registry/client/resolver.py": "a question; whoever joins it gets its result or error",
+    "registry/servicer.py": "one read beside the drain",
+    "rpc/interceptors/admission.py": "the headers of a stream, shielded",
+    "rpc/loop.py": "the supervisor itself",
+    "rpc/server.py": "the library awaits it when the server stops",
+    "transfer/runtime/search.py": "questions of one search, cancelled with it",
+}
+# Each thread's own code survives what it is given, and shows in a health state; or it does one thing and ends.
+THREADS = {
+    "dataplane/mooncake/plane.py": "one contact; closing the engine",
+    "dataplane/shm/plane.py": "one peer's pages are touched once",
+    "demo/child.py": "a demo",
+    "demo/live_events.py": "a demo",
+    "demo/processes.py": "a demo",
+    "events/live/router.py": "the replay; its stream's healthy",
+    "events/publisher.py": "the publisher; its healthy",
+    "observability/http.py": "the status page; a request that fails fails alone",
+    "prefetch/agreement/gloo.py": "the agreement; votes that it does not decide end by their deadline",
+    "prefetch/controller/timers.py": "deadlines of operations; the controller's healthy",
+    "prefetch/controller/worker.py": "storage operations; the controller's healthy",
+    "prefetch/storage/file/backend.py": "the scanner; a scan that fails is tried again",
+    "prefetch/storage/mooncake/child.py": "the Store's own process, whose parent watches it",
+    "prefetch/storage/mooncake/link.py": "the link to the Store's process; its calls end by their deadline",
+    "prefetch/storage/workers.py": "calls into storage; an item's error is its result",
+    "rpc/loop.py": "the loop; its healthy",
+    "transfer/runtime/worker.py": "the data plane's worker; the manager's healthy",
+}
+
+
+def starters(names: tuple[str, ...]) -> set[str]:
+    found = set()
+    for path in (ROOT / "kvgrpc").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        if any(ast.unparse(call).endswith(names) for call in calls):
+            found.add(path.relative_to(ROOT / "kvgrpc").as_posix())
+    return found
+
+
+def test_every_background_task_has_a_supervisor() -> None:
+    assert starters(("create_task", "ensure_future")) == AWAITED_BY_WHO_STARTS_THEM.keys()
+
+
+def test_every_thread_is_known() -> None:
+    assert starters(("threading.Thread",)) == THREADS.keys()
+
+
+def test_a_comment_that_cites_a_rule_names_it() -> None:
+    """Of docs/session.md: "(10, ownership)", not "(10)"."""
+    bare = re.compile(r"\((?:rules? )?(?:[1-9]|1[0-5])(?:, (?:[1-9]|1[0-5]))*\)|[Rr]ules? (?:[1-9]|1[0-5])\b(?![,)])")
+    found = []
+    for path in sorted((ROOT / "kvgrpc" / "transfer").rglob("*.py")):
+        with path.open("rb") as file:
+            for token in tokenize.tokenize(file.readline):
+                text = token.string if token.type in (tokenize.COMMENT, tokenize.STRING) else ""
+                found += [f"{path.name}:{token.start[0]} {cited.group()}" for cited in bare.finditer(text)]
+    assert not found, "\n".join(found)
