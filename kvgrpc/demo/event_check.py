@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvgrpc.client import Payloads, SyncClient
-from kvgrpc.demo.live_events import LiveEvents
-from kvgrpc.demo.processes import DemoFailed
+from kvgrpc.demo.launch import DemoFailed
+from kvgrpc.demo.processes.live_events import LiveEvents
 from kvgrpc.events import AllBlocksCleared, BlockRemoved, BlockStored, decode_batch
 from kvgrpc.events.model import Event
 

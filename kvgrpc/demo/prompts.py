@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvgrpc.demo.config import DECODE, PREFILL
+from kvgrpc.demo.engine.config import DECODE, PREFILL
 
 BEGIN_TOKEN = 256
 ANSWER_TOKENS = 32

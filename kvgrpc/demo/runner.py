@@ -15,9 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from kvgrpc.client import SyncClient
-from kvgrpc.demo.config import PREFILL
+from kvgrpc.demo.engine.config import PREFILL
 from kvgrpc.demo.event_check import EventCheck
-from kvgrpc.demo.processes import DemoFailed, Processes
+from kvgrpc.demo.launch import DemoFailed, Processes
 from kvgrpc.demo.prompts import ANSWER_TOKENS, PromptsInvalid, built_in, from_file
 from kvgrpc.demo.protocol import (
     Clear,

@@ -55,9 +55,9 @@ AWAITED_BY_WHO_STARTS_THEM = {
 THREADS = {
     "dataplane/mooncake/plane.py": "one contact; closing the engine",
     "dataplane/shm/plane.py": "one peer's pages are touched once",
-    "demo/child.py": "a demo",
-    "demo/live_events.py": "a demo",
-    "demo/processes.py": "a demo",
+    "demo/processes/child.py": "a demo",
+    "demo/processes/live_events.py": "a demo",
+    "demo/launch.py": "a demo",
     "events/live/router.py": "the replay; its stream's healthy",
     "events/publisher.py": "the publisher; its healthy",
     "observability/http.py": "the status page; a request that fails fails alone",

@@ -32,7 +32,7 @@ IMPORTERS = {
     "zmq": [
         "kvgrpc/events/live/",
         "kvgrpc/client/live.py",
-        "kvgrpc/demo/live_events.py",
+        "kvgrpc/demo/processes/live_events.py",
     ],
     "prometheus_client": ["kvgrpc/observability/"],
     "tenacity": ["kvgrpc/rpc/"],

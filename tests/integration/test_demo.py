@@ -70,7 +70,7 @@ class Demo:
             for child in psutil.Process(self._popen.pid).children():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     command = child.cmdline()
-                    if "kvgrpc.demo.process" in command:
+                    if "kvgrpc.demo.processes.main" in command:
                         found[command[-1]] = child
             return len(found) == 4
 

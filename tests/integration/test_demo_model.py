@@ -12,11 +12,11 @@ pytest.importorskip("torch")
 import torch
 
 from kvgrpc.dataplane import open_plane
-from kvgrpc.demo.config import EngineConfig, ModelConfig
-from kvgrpc.demo.engine import Engine, Run
-from kvgrpc.demo.model import Llama
-from kvgrpc.demo.page_allocator import OutOfPages
-from kvgrpc.demo.paging import OwnMemory
+from kvgrpc.demo.engine.config import EngineConfig, ModelConfig
+from kvgrpc.demo.engine.engine import Engine, Run
+from kvgrpc.demo.engine.model import Llama
+from kvgrpc.demo.engine.page_allocator import OutOfPages
+from kvgrpc.demo.engine.paging import OwnMemory
 from kvgrpc.demo.prompts import ANSWER_TOKENS, built_in
 
 CONFIG = EngineConfig()

@@ -1,4 +1,4 @@
-"""A dial that is refused: the proof that nobody writes any more (rule 4), where it is one."""
+"""A dial that is refused: the proof that nobody writes any more (rule 4, proof of death), where it is one."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvgrpc.dataplane.base import Outcome, Result
-from kvgrpc.demo.measured_plane import MeasuredPlane
+from kvgrpc.demo.processes.measured_plane import MeasuredPlane
 from tests.faults.dataplane import NullDataPlane
 
 NO_WRITES = np.zeros(0, dtype=np.uint64)
@@ -28,7 +28,7 @@ class Write:
 
 def test_overlapping_writes_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 15.0, 20.0, 21.0])
-    monkeypatch.setattr("kvgrpc.demo.measured_plane.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr("kvgrpc.demo.processes.measured_plane.time", SimpleNamespace(monotonic=lambda: next(clock)))
     inner = NullDataPlane()
     writes = [Write(), Write(), Write()]
     monkeypatch.setattr(inner, "submit", lambda *_: writes.pop(0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvgrpc.demo.page_allocator import OutOfPages, PageAllocator
+from kvgrpc.demo.engine.page_allocator import OutOfPages, PageAllocator
 
 
 def test_taken_pages_are_different_and_no_longer_free() -> None:

@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from kvgrpc.demo.page_allocator import PageAllocator
-from kvgrpc.demo.prefix_cache import CacheEvent, PrefixCache, page_hash, page_hashes
+from kvgrpc.demo.engine.page_allocator import PageAllocator
+from kvgrpc.demo.engine.prefix_cache import CacheEvent, PrefixCache, page_hash, page_hashes
 from kvgrpc.events import AllBlocksCleared, BlockRemoved, BlockStored
 
 PAGE_TOKENS = 2

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvgrpc.demo.config import PREFILL
+from kvgrpc.demo.engine.config import PREFILL
 from kvgrpc.demo.prompts import BEGIN_TOKEN, LONGEST_PROMPT, PromptsInvalid, built_in, from_file
 
 

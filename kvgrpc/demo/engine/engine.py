@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kvgrpc.demo.config import EngineConfig
-from kvgrpc.demo.model import Llama
-from kvgrpc.demo.page_allocator import OutOfPages, PageAllocator
-from kvgrpc.demo.paging import Memory, PagedPool
-from kvgrpc.demo.prefix_cache import PrefixCache
+from kvgrpc.demo.engine.config import EngineConfig
+from kvgrpc.demo.engine.model import Llama
+from kvgrpc.demo.engine.page_allocator import OutOfPages, PageAllocator
+from kvgrpc.demo.engine.paging import Memory, PagedPool
+from kvgrpc.demo.engine.prefix_cache import PrefixCache
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvgrpc.demo.child import Router, RouterGone
+from kvgrpc.demo.processes.child import Router, RouterGone
 from kvgrpc.demo.protocol import Opened
 from kvgrpc.server import RegistryServer
 

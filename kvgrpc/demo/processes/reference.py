@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvgrpc.demo.child import Router, RouterGone
-from kvgrpc.demo.config import PREFILL
-from kvgrpc.demo.engine import Engine
-from kvgrpc.demo.paging import OwnMemory
+from kvgrpc.demo.engine.config import PREFILL
+from kvgrpc.demo.engine.engine import Engine
+from kvgrpc.demo.engine.paging import OwnMemory
+from kvgrpc.demo.processes.child import Router, RouterGone
 from kvgrpc.demo.protocol import Compute, Finished, Loaded, Token
 
 

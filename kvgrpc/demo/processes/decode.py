@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvgrpc.demo.child import Router
-from kvgrpc.demo.config import DECODE
-from kvgrpc.demo.engine import Run
-from kvgrpc.demo.page_allocator import OutOfPages
+from kvgrpc.demo.engine.config import DECODE
+from kvgrpc.demo.engine.engine import Run
+from kvgrpc.demo.engine.page_allocator import OutOfPages
+from kvgrpc.demo.processes.child import Router
+from kvgrpc.demo.processes.rank import EngineRank, serve
 from kvgrpc.demo.protocol import Compute, Finished, Received, Token
-from kvgrpc.demo.rank_process import EngineRank, serve
 from kvgrpc.errors import Failure, Reason
 from kvgrpc.model import Role
 from kvgrpc.transfer import KVPoll, KVReceiver

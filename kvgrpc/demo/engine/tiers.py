@@ -7,8 +7,8 @@ import time
 
 import torch
 
-from kvgrpc.demo.config import EngineConfig
-from kvgrpc.demo.engine import Engine
+from kvgrpc.demo.engine.config import EngineConfig
+from kvgrpc.demo.engine.engine import Engine
 from kvgrpc.demo.protocol import Offload, Offloaded, Resume, Resumed
 from kvgrpc.hashing import page_hashes
 from kvgrpc.prefetch.config import PrefetchConfig

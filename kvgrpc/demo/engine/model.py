@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from kvgrpc.demo.config import ModelConfig
+from kvgrpc.demo.engine.config import ModelConfig
 
 
 class LayerCache(Protocol):

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvgrpc.demo.config import EngineConfig
-from kvgrpc.demo.model import LayerCache
+from kvgrpc.demo.engine.config import EngineConfig
+from kvgrpc.demo.engine.model import LayerCache
 from kvgrpc.model import Pool, PoolKind, Region
 
 COMPONENTS = ("k", "v")

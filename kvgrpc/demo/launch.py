@@ -24,7 +24,7 @@ class DemoFailed(Exception):
 
 
 class Processes:
-    """Starts ``python -m kvgrpc.demo.process KIND`` for each kind. Use it as a context: the end of it ends them all.
+    """Starts ``python -m kvgrpc.demo.processes.main KIND`` a kind. Use it as a context: the end of it ends them all.
 
     Each process ends by itself when its stdin does, so none is left even if this one is killed.
     """
@@ -66,7 +66,7 @@ class _Child:
         self._heard = heard
         self._last_lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._popen = subprocess.Popen(
-            [sys.executable, "-m", "kvgrpc.demo.process", kind],
+            [sys.executable, "-m", "kvgrpc.demo.processes.main", kind],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

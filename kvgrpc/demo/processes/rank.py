@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvgrpc.dataplane import open_plane
-from kvgrpc.demo.aux_rows import AuxRows
-from kvgrpc.demo.child import Router, RouterGone
-from kvgrpc.demo.config import EngineConfig
-from kvgrpc.demo.engine import Engine
-from kvgrpc.demo.measured_plane import MeasuredPlane
+from kvgrpc.demo.engine.config import EngineConfig
+from kvgrpc.demo.engine.engine import Engine
+from kvgrpc.demo.engine.tiers import Tiers, config_of
+from kvgrpc.demo.processes.aux_rows import AuxRows
+from kvgrpc.demo.processes.child import Router, RouterGone
+from kvgrpc.demo.processes.measured_plane import MeasuredPlane
 from kvgrpc.demo.protocol import (
     Clear,
     Compute,
@@ -26,7 +27,6 @@ from kvgrpc.demo.protocol import (
     Reported,
     Resume,
 )
-from kvgrpc.demo.tiers import Tiers, config_of
 from kvgrpc.errors import Failure, KvGrpcError
 from kvgrpc.events import KVEventBatch
 from kvgrpc.model import Role

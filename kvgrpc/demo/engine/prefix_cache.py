@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvgrpc.demo.page_allocator import PageAllocator
+from kvgrpc.demo.engine.page_allocator import PageAllocator
 from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored
 
 CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared

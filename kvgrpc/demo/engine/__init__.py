@@ -1,0 +1,1 @@
+"""One engine of the demo: a Llama over paged memory with a prefix cache."""

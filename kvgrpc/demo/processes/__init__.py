@@ -1,0 +1,1 @@
+"""What each process of the demo does; ``main`` is where all begin."""
