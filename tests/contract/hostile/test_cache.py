@@ -1,0 +1,309 @@
+"""Callers of the cache and of the index that ask too much: others are served, and nothing stays of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import numpy as np
+import pytest
+
+from kvgrpc.client import SyncClient
+from kvgrpc.errors import IdentityMismatch, InvalidRequest, KvGrpcError, TooManyRequests
+from kvgrpc.model import Layout, RankId
+from kvgrpc.prefetch import servicer as servicer_module
+from kvgrpc.prefetch.agreement.leader import LeaderAgreement
+from kvgrpc.prefetch.agreement.votes import Stage
+from kvgrpc.prefetch.controller.operation import Operation
+from kvgrpc.prefetch.controller.operations import MAX_OPEN_PAGES, MAX_REMEMBERED_PAGES, OperationBook
+from kvgrpc.prefetch.model import OperationKind, OperationState, PrefetchLimits
+from kvgrpc.prefetch.storage import open_backend
+from kvgrpc.rpc.interceptors import ALLOWED, CallLimits
+from kvgrpc.rpc.security import ClientSecurity, ServerSecurity, parse_tokens
+from kvgrpc.rpc.status import error_from
+from kvgrpc.server import IndexServer
+from kvgrpc.v1 import index_service_pb2 as index_pb
+from kvgrpc.v1 import prefetch_service_pb2 as pb
+from kvgrpc.v1.index_service_pb2_grpc import IndexServiceStub
+from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceStub
+from tests.contract.cache_serving import LIMITS, CacheRank, open_cache_rank, prompt, until
+from tests.faults.storage import FaultyBackend
+
+TOKENS = "operator alice:a\noperator bob:b\nrank E:own\nrank other-*:other\nconsumer c:c\n"
+SECURITY = ServerSecurity(tokens=parse_tokens(TOKENS))
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Iterator[FaultyBackend]:
+    backend = FaultyBackend(open_backend("file", {"path": str(tmp_path)}))
+    yield backend
+    assert backend.close(5.0)
+
+
+def opened(tmp_path: Path, storage: FaultyBackend, layout: Layout) -> CacheRank:
+    return open_cache_rank(
+        tmp_path,
+        storage,
+        limits=replace(LIMITS, operations=8, storage_timeout=20.0),
+        layout=layout,
+        server_security=SECURITY,
+        call_limits=CallLimits(watches_per_caller=2),
+    )
+
+
+@pytest.fixture
+def cache(tmp_path: Path, storage: FaultyBackend) -> Iterator[CacheRank]:
+    """Of a replica of two, the other of which is not there."""
+    rank = opened(tmp_path, storage, Layout(tp=2))
+    yield rank
+    rank.close()
+
+
+def client_of(cache: CacheRank, token: str) -> SyncClient:
+    return SyncClient(cache.address, security=ClientSecurity(token=token))
+
+
+def refusal(call: Any) -> KvGrpcError:
+    """Of a bare stub's call."""
+    with pytest.raises(grpc.RpcError) as refused:
+        list(call)
+    return error_from(refused.value)
+
+
+def stub_of(channel: grpc.Channel, token: str) -> Any:
+    headers = (("authorization", f"Bearer {token}"),)
+    stub: Any = PrefetchServiceStub(channel)
+
+    class WithToken:
+        def __getattr__(self, name: str) -> Any:
+            return lambda request, **options: getattr(stub, name)(request, metadata=headers, timeout=20, **options)
+
+    return WithToken()
+
+
+class TestWhatIsKept:
+    @pytest.mark.parametrize("field", ["extra_key", "cache_salt"])
+    def test_names_of_megabytes_are_refused_before_anything_is_kept(self, cache: CacheRank, field: str) -> None:
+        pages: Any = pb.PromptPages(tokens=prompt(2))
+        setattr(pages, field, "x" * (1 << 20))
+        with client_of(cache, "a") as client:
+            for call in (client.lookup, client.start_prefetch, client.start_backup):
+                with pytest.raises(InvalidRequest) as refused:
+                    call(pages)
+                assert refused.value.metadata["field"] == f"pages.{field}"
+        assert not cache.manager.controller.book.all()
+
+    def test_the_pages_of_what_ended_are_bounded_not_only_its_number(self) -> None:
+        book = OperationBook(PrefetchLimits())
+        controller_pages = ["0" * 64] * 65_536
+        kept: list[str] = []
+        for _ in range(20):
+            operation = book.add(Operation(OperationKind.PREFETCH, tuple(controller_pages)))
+            book.end(operation, OperationState.DECLINED)
+            kept.append(operation.operation_id)
+        assert sum(len(each.hashes) for each in book.all()) <= MAX_REMEMBERED_PAGES
+        assert [each.operation_id for each in book.all()] == kept[-16:]
+        for _ in range(16):
+            book.add(Operation(OperationKind.PREFETCH, tuple(controller_pages)))
+        with pytest.raises(TooManyRequests) as refused:
+            book.add(Operation(OperationKind.PREFETCH, ("0" * 64,)))
+        assert refused.value.metadata["limit"] == str(MAX_OPEN_PAGES)
+        for operation in book.open():
+            book.end(operation, OperationState.DECLINED)
+        book.forget_ended()
+        assert (book._open_pages, book._remembered_pages) == (0, 0)
+
+
+class TestOneCallerAndTheOthers:
+    def test_operations_of_one_caller_leave_place_for_the_others(self, tmp_path: Path, storage: FaultyBackend) -> None:
+        """They do not end: storage hangs."""
+        release, count = threading.Event(), storage.count_leading
+
+        def count_leading(keys: Any, timeout: float) -> int:
+            release.wait(20)
+            return count(keys, timeout)
+
+        storage.count_leading = count_leading  # type: ignore[method-assign]
+        cache = opened(tmp_path, storage, Layout())
+        with client_of(cache, "a") as greedy, client_of(cache, "b") as other:
+            for number in range(2):
+                greedy.start_prefetch(pb.PromptPages(tokens=prompt(2, number + 1)))
+            with pytest.raises(TooManyRequests) as refused:
+                greedy.start_prefetch(pb.PromptPages(tokens=prompt(2, 9)))
+            assert refused.value.metadata["scope"] == "cache operations of one caller" and refused.value.retry_after
+            assert other.start_prefetch(pb.PromptPages(tokens=prompt(2, 9))).operation_id
+            release.set()
+            until(lambda: not cache.manager.controller.book.open())
+            assert greedy.start_prefetch(pb.PromptPages(tokens=prompt(2, 9))).operation_id
+        cache.close()
+
+    def test_watches_of_one_caller_lock_out_neither_others_nor_who_ends_an_operation(self, cache: CacheRank) -> None:
+        with grpc.insecure_channel(cache.address) as channel, client_of(cache, "b") as bob:
+            consumer, alice = stub_of(channel, "c"), stub_of(channel, "a")
+            watches = [consumer.WatchOperations(pb.WatchOperationsRequest()) for _ in range(2)]
+            assert all(next(watch).complete for watch in watches)
+            assert isinstance(refusal(consumer.WatchOperations(pb.WatchOperationsRequest())), TooManyRequests)
+            others = alice.WatchOperations(pb.WatchOperationsRequest())
+            assert next(others).complete
+            operation = bob.start_prefetch(pb.PromptPages(tokens=prompt(2)))
+            assert bob.terminate_prefetch(operation.operation_id).quiescent
+            for watch in (*watches, others):
+                watch.cancel()
+
+    def test_when_every_watch_is_taken_an_operation_can_still_be_ended(
+        self, cache: CacheRank, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(servicer_module, "MAX_WATCHES", 0)
+        with client_of(cache, "b") as bob:
+            operation = bob.start_prefetch(pb.PromptPages(tokens=prompt(2)))
+            assert bob.terminate_prefetch(operation.operation_id).quiescent
+
+    def test_lookups_of_one_caller_that_hang_in_storage_do_not_hold_up_the_others(
+        self, cache: CacheRank, storage: FaultyBackend
+    ) -> None:
+        release, asked = threading.Event(), threading.Semaphore(0)
+        count = storage.count_leading
+
+        def count_leading(keys: Any, timeout: float) -> int:
+            if len(keys) == 3:
+                asked.release()
+                release.wait(20)
+            return count(keys, timeout)
+
+        storage.count_leading = count_leading  # type: ignore[method-assign]
+        with client_of(cache, "c") as greedy, client_of(cache, "b") as other, ThreadPoolExecutor(32) as threads:
+            hanging = [threads.submit(greedy.lookup, pb.PromptPages(tokens=prompt(3))) for _ in range(24)]
+            assert asked.acquire(timeout=20) and asked.acquire(timeout=20)
+            until(lambda: sum(each.done() for each in hanging) == 8)
+            assert other.lookup(pb.PromptPages(tokens=prompt(2))).asked_pages == 2
+            release.set()
+            outcomes = [each.exception(20) for each in hanging]
+        assert [type(each) for each in outcomes if each is not None] == [TooManyRequests] * 8
+
+
+class TestAgreement:
+    def hello(self, cache: CacheRank, **changes: Any) -> pb.JoinAgreementRequest:
+        request = pb.JoinAgreementRequest()
+        speaker = getattr(request.hello, "from")
+        speaker.rank.engine, speaker.rank.tp, speaker.epoch = "E", 1, changes.get("epoch", 7)
+        layout = request.hello.layout
+        layout.dp = layout.pp = layout.cp = 1
+        layout.tp = 2
+        return request
+
+    def test_a_rank_speaks_for_itself_only(self, cache: CacheRank) -> None:
+        with grpc.insecure_channel(cache.address) as channel:
+            error = refusal(stub_of(channel, "other").JoinAgreement(iter([self.hello(cache)])))
+            assert isinstance(error, IdentityMismatch) and "other-*" in error.metadata["scope"]
+            ahead = self.hello(cache, epoch=2**53 - 1)
+            error = refusal(stub_of(channel, "own").JoinAgreement(iter([ahead])))
+            assert isinstance(error, InvalidRequest) and error.metadata["field"] == "hello.from.epoch"
+            welcome = stub_of(channel, "own").JoinAgreement(iter([self.hello(cache)]))
+            assert next(welcome).epoch
+
+    def test_votes_with_names_of_megabytes_end_that_stream(self, cache: CacheRank) -> None:
+        vote = pb.AgreementVote(operation_id="x" * (1 << 20), stage=pb.AGREEMENT_STAGE_HITS)
+        with grpc.insecure_channel(cache.address) as channel:
+            requests = iter([self.hello(cache), pb.JoinAgreementRequest(votes=[vote])])
+            error = refusal(stub_of(channel, "own").JoinAgreement(requests))
+            assert isinstance(error, InvalidRequest) and error.metadata["field"] == "votes.operation_id"
+
+    def test_a_flood_of_votes_keeps_one_alarm_and_so_many_ballots(self, cache: CacheRank) -> None:
+        leader = cast(LeaderAgreement, cache.manager.leader)
+        go_on = threading.Event()
+
+        def requests() -> Iterator[pb.JoinAgreementRequest]:
+            yield self.hello(cache)
+            for message in range(10):
+                votes = [
+                    pb.AgreementVote(operation_id=f"{message}-{number}", stage=pb.AGREEMENT_STAGE_HITS, pages=2**31)
+                    for number in range(4_096)
+                ]
+                yield pb.JoinAgreementRequest(votes=votes)
+            go_on.wait(20)
+
+        with grpc.insecure_channel(cache.address) as channel:
+            stream = stub_of(channel, "own").JoinAgreement(requests())
+            last = ("9-4095", Stage.HITS)
+            until(lambda: last in leader._core._ballots)
+            assert leader._core.open_ballots <= 4_096
+            assert len(leader._alarms._heap) <= 12
+            go_on.set()
+            stream.cancel()
+        until(lambda: leader.live == {RankId("E")})
+        with client_of(cache, "b") as client:
+            assert client.health("kvgrpc.v1.PrefetchService") == "SERVING"
+
+
+@pytest.fixture(scope="module")
+def index() -> Iterator[IndexServer]:
+    server = IndexServer(["127.0.0.1:0"], sources=["127.0.0.1:1"]).open()
+    yield server
+    server.close()
+
+
+class TestTheIndex:
+    def test_while_a_million_tokens_are_hashed_others_are_served(self, index: IndexServer) -> None:
+        long = index_pb.VllmPrompt(token_ids=range(1 << 20), block_size=16, algorithm="sha256_cbor")
+        with grpc.insecure_channel(index.address) as channel, grpc.insecure_channel(index.address) as other:
+            long_one = IndexServiceStub(channel).Score.future(index_pb.ScoreRequest(vllm=long), timeout=60)
+            answered = 0
+            while not long_one.done():
+                IndexServiceStub(other).ListSources(index_pb.ListSourcesRequest(), timeout=20)
+                answered += 1
+            assert long_one.result().blocks == 65_536
+        assert answered >= 5
+
+    def test_many_at_once_of_one_caller_are_refused_with_a_time_to_come_again(self, index: IndexServer) -> None:
+        long = index_pb.ScoreRequest(sglang=index_pb.SglangPrompt(token_ids=range(1 << 19), page_size=16))
+        with grpc.insecure_channel(index.address) as channel:
+            calls = [IndexServiceStub(channel).Score.future(long, timeout=60) for _ in range(30)]
+            errors = [error_from(cast(Any, each)) for each in calls if each.exception() is not None]
+        assert errors and all(isinstance(error, TooManyRequests) and error.retry_after for error in errors)
+        assert len(errors) <= 22
+
+    def test_more_names_of_engines_than_there_are_engines(self, index: IndexServer) -> None:
+        request = index_pb.ScoreRequest(engines=[str(number) for number in range(100_000)])
+        with grpc.insecure_channel(index.address) as channel, pytest.raises(grpc.RpcError) as refused:
+            IndexServiceStub(channel).Score(request, timeout=20)
+        error = error_from(refused.value)
+        assert isinstance(error, InvalidRequest) and error.metadata["field"] == "engines"
+
+
+def test_every_method_survives_random_bytes(cache: CacheRank, index: IndexServer) -> None:
+    source = np.random.default_rng(5)
+    for address, service in ((cache.address, "PrefetchService"), (index.address, "IndexService")):
+        with grpc.insecure_channel(address) as channel:
+            for path in (path for path in ALLOWED if f".{service}/" in path):
+                call = channel.stream_stream(path)
+                for size in (0, 1, 5, 50, 5_000, 100_000):
+                    token = "own" if "Join" in path else "a"
+                    headers = (("authorization", f"Bearer {token}"),)
+                    if "Watch" in path and not size:
+                        continue  # a legal one, without end
+                    try:
+                        for _ in call(iter([source.bytes(size)]), timeout=20, metadata=headers):
+                            continue
+                    except grpc.RpcError as error:
+                        assert (
+                            cast(Any, error).code()
+                            not in (
+                                grpc.StatusCode.DEADLINE_EXCEEDED,
+                                grpc.StatusCode.INTERNAL,
+                            )
+                            or "Join" in path
+                        ), (path, size, error)
+    assert cache.manager.healthy
+
+
+def test_pages_that_another_speaks_of_are_pages_of_the_cache(cache: CacheRank) -> None:
+    """Tenants are what callers say: they share the queue, and hide nothing from each other (docs/security.md)."""
+    with client_of(cache, "a") as alice, client_of(cache, "b") as bob:
+        operation = alice.start_prefetch(pb.PromptPages(tokens=prompt(2)), tenant="alice")
+        assert [each.tenant for each in bob.list_operations()] == ["alice"]
+        assert bob.terminate_prefetch(operation.operation_id).quiescent
