@@ -122,6 +122,32 @@ class TestWhoMaySpeakForARank:
         await served.stop()
 
     @pytest.mark.parametrize(
+        ("secret", "may"), [("any", True), ("engines", True), ("prefills", True), ("one", False), ("decodes", False)]
+    )
+    async def test_nobody_takes_another_ranks_row_away(self, secret: str, may: bool) -> None:
+        tokens = parse_tokens(f"{TOKENS}\nrank prefill-* role=decode:decodes")
+        served = await Served(security=ServerSecurity(tokens=tokens)).start()
+        rank = common_pb2.RankRef(rank=common_pb2.RankId(engine="prefill-3"), epoch=new_epoch())
+        row = registry_service_pb2.RankRow(
+            rank=rank,
+            role=common_pb2.ROLE_PREFILL,
+            layout=common_pb2.Layout(dp=1, pp=1, cp=1, tp=1),
+            endpoints=registry_service_pb2.Endpoints(grpc="127.0.0.1:9"),
+            data_plane="shm",
+        )
+        async with open_channel(served.address, ClientSecurity(token="any")) as channel:
+            await RegistryServiceStub(channel).Register(registry_service_pb2.RegisterRequest(rows=[row]), timeout=5)
+        async with open_channel(served.address, ClientSecurity(token=secret)) as channel:
+            request = registry_service_pb2.DeregisterRequest(ranks=[rank])
+            call = RegistryServiceStub(channel).Deregister(request, timeout=5)
+            if may:
+                assert (await call).removed == 1
+            else:
+                error = await failure(call)
+                assert isinstance(error, IdentityMismatch) and "ranks[0]" in error.message
+        await served.stop()
+
+    @pytest.mark.parametrize(
         ("names", "engine", "role", "may"),
         [
             (["P-1.prefill.rank"], "P-1", Role.PREFILL, True),

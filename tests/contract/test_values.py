@@ -70,6 +70,13 @@ class TestTheCommand:
         ran = run("serve", "registry", "--log-level", "foo")
         assert ran.returncode == 2 and "'foo' is not one of" in ran.stderr
 
+    @pytest.mark.parametrize("what", ["registry", "index"])
+    @pytest.mark.parametrize("limits", ['{"watches_per_caler": 3}', '{"streams": 0}', "[" * 1000, "7"])
+    def test_limits_that_are_none(self, what: str, limits: str) -> None:
+        ran = run("serve", what, "--listen", "127.0.0.1:0", KVGRPC_CALL_LIMITS=limits, KVGRPC_REGISTRY="127.0.0.1:1")
+        assert ran.returncode == 67 and "INVALID_REQUEST: call_limits" in ran.stderr
+        assert "Traceback" not in ran.stderr
+
     def test_a_file_that_is_not_there(self) -> None:
         ran = run("engines", KVGRPC_CA_FILE="/nowhere/ca.pem")
         assert ran.returncode == 2 and "/nowhere/ca.pem" in ran.stderr

@@ -169,8 +169,8 @@ class TestEntriesOfDecode:
         self, dial: Dial, prefill: RankHost, memory: Memory
     ) -> None:
         wild = pool_to_pb(memory.pool)
-        for region in wild.regions:
-            region.address = 0x1000
+        for number, region in enumerate(wild.regions):
+            region.address = 0x1000 + number * wild.pages * region.page_stride_bytes
         for changes in (
             {"pools": [wild]},
             {"data_plane_address": b"\xff" * 1000},
@@ -279,6 +279,8 @@ class TestFramesOfDecode:
         client = dial()
         pool = pool_to_pb(client.memory.pool)
         pool.pages = 2**24
+        for number, region in enumerate(pool.regions):
+            region.address = 0x1000 + number * pool.pages * region.page_stride_bytes
         client.open(pools=[pool])
         began, before = time.monotonic(), _peak_bytes()
         rooms = [next(ROOMS) for _ in range(60)]
@@ -305,6 +307,17 @@ class TestFramesOfDecode:
         client.send(rooms=[pb.DecodeRoom(room=room, want=STOP) for room in rooms])
         all_ended(client, rooms)
         assert max(message.ByteSize() for message in client.kept) <= least
+
+    def test_regions_that_share_memory_are_refused_by_name(self, dial: Dial) -> None:
+        """A page that arrives in one of them would be the end of another's."""
+        client = dial()
+        pool = pool_to_pb(client.memory.pool)
+        pool.regions[1].address = pool.regions[0].address + 1
+        client.dial().send(hello=client.hello(pools=[pool]))
+        failure = client.goodbye()
+        assert failure.reason is Reason.INVALID_REQUEST
+        assert failure.metadata["field"].startswith("hello.pools[0].regions[")
+        assert failure.metadata["rule"].startswith("memory of its own")
 
     def test_a_giant_hello_is_refused_at_once(self, dial: Dial) -> None:
         for changes in (

@@ -10,11 +10,21 @@ import pytest
 from kvgrpc.dataplane.shm.plane import ShmDataPlane
 from kvgrpc.errors import AddressNotAllowed, InvalidRequest
 from kvgrpc.model import Layout, Pool, PoolKind, Region, Role
-from kvgrpc.server import AuxBuffer, RankConfig, RegistryServer, open_rank, settings
+from kvgrpc.server import AuxBuffer, CallLimits, IndexServer, RankConfig, RegistryServer, open_rank, settings
 from kvgrpc.server.check import check
 from kvgrpc.transfer.protocol.types import Bounds, Timing
 
 POOL = Pool("kv", PoolKind.KV, 16, 8, "float32", (Region(0, "kv", 4096, 4096, 4096),))
+
+
+OVERLAPPING = (Region(0, "kv", 4096, 4096, 4096), Region(1, "kv", 4096 + 7 * 4096, 4096, 4096))
+
+
+class Tensor:
+    """An array where a number belongs."""
+
+    def data_ptr(self) -> int:
+        return 4096
 
 
 def config(**changes: Any) -> RankConfig:
@@ -58,6 +68,19 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("pools[0].regions", {"pools": (replace(POOL, regions=()),)}),
     ("pools[0].regions[0]", {"pools": (replace(POOL, regions=((0, "kv", 1, 2, 2),)),)}),  # type: ignore[arg-type]
     ("pools[0].regions[0].address", {"pools": (replace(POOL, regions=(Region(0, "kv", 0, 8, 8),)),)}),
+    ("pools[0].regions[0].address", {"pools": (replace(POOL, regions=(Region(0, "kv", Tensor(), 8, 8),)),)}),  # type: ignore[arg-type]
+    ("pools[0].regions[0].layer", {"pools": (replace(POOL, regions=(Region(-1, "kv", 4096, 8, 8),)),)}),
+    ("pools[0].regions[0].layer", {"pools": (replace(POOL, regions=(Region("0", "kv", 4096, 8, 8),)),)}),  # type: ignore[arg-type]
+    ("pools[0].regions[1]", {"pools": (replace(POOL, regions=POOL.regions * 2),)}),
+    ("pools[0].regions[0].address", {"pools": (replace(POOL, regions=OVERLAPPING),)}),
+    ("pools[0].heads_total", {"pools": (replace(POOL, heads_total="2"),)}),
+    ("pools[0].heads_total", {"pools": (replace(POOL, heads_total=-2),)}),
+    ("pools[1].name", {"pools": (POOL, POOL)}),
+    ("refusal_proves_death", {"refusal_proves_death": "no"}),
+    ("engine_selects_dp", {"engine_selects_dp": 1}),
+    ("call_limits.unary", {"call_limits": CallLimits(unary=0)}),
+    ("start_timeout", {"start_timeout": 1e308}),
+    ("events", {"events": "[" * 100_000}),
     ("aux", {"aux": AuxBuffer(4096, 64, 4)}),
     ("aux[0]", {"aux": ((4096, 64, 4),)}),
     ("aux[0].item_bytes", {"aux": (AuxBuffer(4096, 0, 4),)}),
@@ -104,14 +127,27 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.parametrize("registry", ["", "embedded"])
 @pytest.mark.parametrize(("field", "wrong"), WRONG, ids=[f"{name}-{i}" for i, (name, _) in enumerate(WRONG)])
-def test_what_cannot_is_named_with_its_value_and_the_rule(field: str, wrong: dict[str, Any]) -> None:
+def test_what_cannot_is_named_with_its_value_and_the_rule(field: str, wrong: dict[str, Any], registry: str) -> None:
+    """The same with and without a registry."""
     with pytest.raises(InvalidRequest) as refused:
-        open_rank(config(**wrong))
+        open_rank(config(**{"registry": registry, **wrong}))
     metadata = refused.value.metadata
     assert metadata["field"] == field
     assert metadata["rule"] and metadata["value"] is not None
     assert field in refused.value.message
+
+
+def test_servers_without_an_engine_refuse_limits_that_are_none() -> None:
+    for limits in (CallLimits(streams=0), {"streams": 5}):
+        for make in (
+            lambda limits=limits: RegistryServer(["127.0.0.1:0"], call_limits=limits),
+            lambda limits=limits: IndexServer(["127.0.0.1:0"], sources=["127.0.0.1:1"], call_limits=limits),
+        ):
+            with pytest.raises(InvalidRequest) as refused:
+                make()  # type: ignore[no-untyped-call]
+            assert refused.value.metadata["field"].startswith("call_limits")
 
 
 def test_the_value_is_the_one_that_was_given() -> None:
