@@ -18,7 +18,7 @@ from kvgrpc.errors import InvalidRequest
 PREFIX = "KVGRPC_"
 CONFIG = "config"
 # Read elsewhere: by the command, by adapters of engines, by tests.
-OTHERS = ("server", "timeout", "log_level", CONFIG, "sglang", "vllm", "events_listen", "store", "etcd")
+OTHERS = ("server", "timeout", "log_level", CONFIG, "sglang", "vllm", "events_listen", "model_name", "store", "etcd")
 OTHER_PREFIXES = (
     *(
         "etcd_",

@@ -57,6 +57,11 @@ class Reference:
         self.path = folder / "model"
         self._model.save_pretrained(self.path)
 
+    def renamed(self, name: str) -> Path:
+        """The same in a folder of another name, which is where it is from now on."""
+        self.path = self.path.rename(self.path.with_name(name))
+        return self.path
+
     def case(self, length: int, new_tokens: int = 8, prefix: list[int] | None = None) -> Case:
         """A random prompt of ``length`` tokens that begins with ``prefix``, and its greedy continuation."""
         while True:

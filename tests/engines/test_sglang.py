@@ -124,6 +124,23 @@ def draw_sides(sides: tuple[Request, ...], moment: float) -> tuple[Request, ...]
     return (sides[:1], sides[1:], sides)[int(moment * 1e6) % 3]
 
 
+def test_another_model_of_the_same_shape_is_refused_with_the_field(
+    pair: Pair, reference: Reference, folder: Path
+) -> None:
+    """Its pages would fit, and its tokens would be nonsense."""
+    other_model = Reference(folder / "another", seed=1).renamed("other")
+    other = pair.start_decode_beside(model_path=str(other_model))
+    try:
+        prefill, decode = pair.submit(reference.case(100).prompt, 4, decode=other)
+        reason = decode.failure(15)
+        assert "PARALLEL_LAYOUT_MISMATCH" in reason and "model.name: prefill model, decode other" in reason
+        pair.prefill.abort(prefill)
+        assert prefill.wait(5)
+    finally:
+        other.close()
+    check(pair, reference.case(50))
+
+
 def test_another_page_size_is_refused_with_the_field(pair: Pair, reference: Reference) -> None:
     other = pair.start_decode_beside(page_size=2 * PAGE)
     try:

@@ -18,7 +18,7 @@ from kvgrpc.client import SyncClient
 from kvgrpc.v1 import common_pb2
 from tests.engines.engine import LOCAL
 from tests.engines.model import Case, Reference
-from tests.engines.vllm_engine import BLOCK, VllmPair
+from tests.engines.vllm_engine import BLOCK, VllmEngine, VllmPair
 
 pytestmark = pytest.mark.timeout(700)
 
@@ -183,4 +183,22 @@ def test_a_connection_that_says_nothing_sensible_harms_nobody(pair: VllmPair, re
     for words in (b"", b"GET /", b"GET /query", b"POST /register HTTP/1.1\r\n\r\n", b"\0" * 100_000):
         with socket.create_connection((LOCAL, pair.bootstrap_port), 5) as connection:
             connection.sendall(words)
+    check(pair, reference.case(50))
+
+
+def test_another_model_of_the_same_shape_is_refused_with_the_field(
+    pair: VllmPair, reference: Reference, folder: Path
+) -> None:
+    """Its blocks would fit, and its tokens would be nonsense."""
+    other_model = Reference(folder / "another", seed=1).renamed("other")
+    other = pair.start_decode_beside(model=str(other_model))
+    assert isinstance(other, VllmEngine)
+    try:
+        room = pair.room()
+        pair.prefill.generate(reference.case(100).prompt, 1, **pair.at_prefill(room)).result()
+        other.generate(reference.case(100).prompt, 4, **pair.at_decode(room)).failure(15)
+        assert "PARALLEL_LAYOUT_MISMATCH" in other.reason()
+        assert "model.name: prefill model, decode other" in other.reason()
+    finally:
+        other.close()
     check(pair, reference.case(50))

@@ -23,11 +23,11 @@ from kvgrpc.engines.vllm import compatibility
 from kvgrpc.engines.vllm.bootstrap import Bootstrap
 from kvgrpc.engines.vllm.handoffs import Handoffs, Receive, Send
 from kvgrpc.engines.vllm.limits import check_supported
-from kvgrpc.engines.vllm.rank import Place, bootstrap_address, kv_pool, rank_config
+from kvgrpc.engines.vllm.rank import Place, bootstrap_address, kv_pool, model_of, rank_config
 from kvgrpc.engines.vllm.scheduler import Scheduler
 from kvgrpc.engines.vllm.stats import TransferStats
 from kvgrpc.errors import AddressNotAllowed, FeatureDisabled, InvalidRequest
-from kvgrpc.model import Attention, Role
+from kvgrpc.model import Attention, ModelIdentity, Role
 
 BLOCK = 16
 AT_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "x"}
@@ -150,7 +150,9 @@ def engine(role: str = "kv_producer", extra: dict[str, Any] | None = None, **par
         kv_transfer_config=SimpleNamespace(kv_role=role, kv_connector_extra_config=extra or {}),
         parallel_config=SimpleNamespace(**sizes, master_addr="10.0.0.9"),
         cache_config=SimpleNamespace(cache_dtype="auto"),
-        model_config=SimpleNamespace(use_mla=False, get_total_num_kv_heads=lambda: 4),
+        model_config=SimpleNamespace(
+            use_mla=False, get_total_num_kv_heads=lambda: 4, model="org/tiny", revision="abc", dtype=torch.float32
+        ),
     )
 
 
@@ -211,7 +213,7 @@ def test_memory_that_is_not_block_behind_block_is_refused(cache: torch.Tensor) -
 def rank(place: Place) -> Any:
     pool = kv_pool({"l": torch.zeros(8, 2, BLOCK, 16)}, engine(), cache_config(attention()), 0)
     assert pool.axes == "head,token,dim"
-    return rank_config(place, pool, Attention.MHA)
+    return rank_config(place, pool, model_of(engine(), pool, place))
 
 
 def test_prefill_serves_its_registry_where_proxies_of_vllms_mooncake_connector_look() -> None:
@@ -227,6 +229,12 @@ def test_settings_come_from_extra_config_over_the_environment() -> None:
     place = Place(engine(extra=extra), 0, {"VLLM_HOST_IP": "10.0.0.1", "KVGRPC_DEVICE": "tcp"})
     config = rank(place)
     assert (config.device, config.resolve_timeout, config.registry) == ("mlx5_0", 5.0, "10.0.0.1:9001")
+
+
+def test_both_sides_say_which_model_they_run() -> None:
+    assert rank(Place(engine(), 0, {})).model == ModelIdentity("tiny", "abc", "float32", Attention.MHA)
+    assert rank(Place(engine(extra={"model_name": "ours"}), 0, {})).model.name == "ours"
+    assert rank(Place(engine(), 0, {"KVGRPC_MODEL_NAME": "ours"})).model.name == "ours"
 
 
 def test_an_external_registry_is_asked_for_prefill_by_its_name() -> None:

@@ -105,8 +105,12 @@ def test_tensor_parallel_ranks_hand_over_to_their_counterparts(folder: Path, ref
         pair.close()
 
 
-def test_two_prefill_ranks_hand_their_heads_to_one_decode_rank(folder: Path, reference: Reference) -> None:
-    pair = VllmPair(folder, reference.path, prefill={"tensor_parallel_size": 2})
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2)], ids=["2 to 1", "1 to 2"])
+def test_with_other_sizes_each_decode_rank_gets_its_heads(
+    folder: Path, reference: Reference, prefill: int, decode: int
+) -> None:
+    sizes = {"prefill": {"tensor_parallel_size": prefill}, "decode": {"tensor_parallel_size": decode}}
+    pair = VllmPair(folder, reference.path, prefill=sizes["prefill"], decode=sizes["decode"])
     try:
         pair.wait_ready()
         for length in (3, BLOCK + 1, 300):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,10 +10,11 @@ from sglang.srt.disaggregation.base.conn import BaseKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import get_mooncake_transfer_engine
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_device, get_disagg, get_parallel, get_serving
+from sglang.srt.runtime_context import get_device, get_disagg, get_parallel, get_serving, process_model_config
 from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
 
 from kvgrpc.engines.addresses import bracketed, loopback_for
+from kvgrpc.engines.identity import MODEL_NAME, identity
 from kvgrpc.engines.sglang.limits import check_supported
 from kvgrpc.engines.sglang.rank import Place, external_registry, rank_config
 from kvgrpc.model import Layout, Role
@@ -43,7 +45,7 @@ class KvGrpcManager(BaseKVManager):
         self._deferred: dict[int, KVReceiver] = {}
         role = Role.PREFILL if disaggregation_mode is DisaggregationMode.PREFILL else Role.DECODE
         check_supported(args)
-        place = _place(role)
+        place = _place(role, args, bool(is_mla_backend))
         self.rank = open_rank(rank_config(args, place, _shared_plane(place.local_ip)))
         # A PrefillManager or a DecodeManager, as the class that SGLang makes on this one expects.
         self.transfer: Any = self.rank.transfer
@@ -90,8 +92,10 @@ class EveryPrefill:
         return _Prefill()
 
 
-def _place(role: Role) -> Place:
+def _place(role: Role, kv_args: Any, mla: bool) -> Place:
     parallel, serving, disagg = get_parallel(), get_serving(), get_disagg()
+    model = process_model_config()
+    name = os.environ.get(MODEL_NAME, "")
     attention_dp = parallel.attn_dp_size > 1
     head = NetworkAddress.parse(parallel.dist_init_addr).resolved().host if parallel.dist_init_addr else serving.host
     return Place(
@@ -105,6 +109,9 @@ def _place(role: Role) -> Place:
         bootstrap=f"{bracketed(loopback_for(head))}:{disagg.disaggregation_bootstrap_port}",
         device=get_device().device,
         engine_selects_dp=role is Role.PREFILL and _engine_selects_dp(),
+        model=identity(model.model_path, model.revision, kv_args.kv_cache_dtype_str, model.dtype, mla, name),
+        kv_heads=0 if mla else model.get_total_num_kv_heads(),
+        page_layout=str(envs.SGLANG_AITER_KV_CACHE_LAYOUT.get()).lower(),
     )
 
 

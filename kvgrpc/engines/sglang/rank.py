@@ -8,7 +8,7 @@ from typing import Any
 
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.engines.addresses import bracketed, engine_name, is_wildcard
-from kvgrpc.model import Layout, Pool, PoolKind, Region, Role
+from kvgrpc.model import UNKNOWN_MODEL, Layout, ModelIdentity, Pool, PoolKind, Region, Role
 from kvgrpc.net import split
 from kvgrpc.server import AuxBuffer, RankConfig, settings
 
@@ -20,6 +20,8 @@ class Place:
     ``host`` is what SGLang's HTTP server binds; ``local_ip`` is what others dial when that is a wildcard.
     ``bootstrap`` is "host:port" of the engine's own registry, ``device`` of its tensors ("cpu", "cuda").
     ``engine_selects_dp``: its dp controller gives requests to other dp ranks than room % dp.
+    ``kv_heads``: of the whole model; 0: MLA, each rank holds all. ``page_layout``: SGLang's word for the order
+    of tokens and heads in a page.
     """
 
     role: Role
@@ -32,6 +34,9 @@ class Place:
     bootstrap: str
     device: str
     engine_selects_dp: bool = False
+    model: ModelIdentity = UNKNOWN_MODEL
+    kv_heads: int = 0
+    page_layout: str = "nhd"
 
 
 def rank_config(kv_args: Any, place: Place, plane: DataPlane | None = None) -> RankConfig:
@@ -54,7 +59,8 @@ def rank_config(kv_args: Any, place: Place, plane: DataPlane | None = None) -> R
         "layout": place.layout,
         "dp": place.dp,
         "tp": place.tp,
-        "pools": (kv_pool(kv_args, place.device),),
+        "pools": (kv_pool(kv_args, place),),
+        "model": place.model,
         "aux": aux_buffers(kv_args.aux_data_ptrs, kv_args.aux_data_lens, kv_args.aux_item_lens),
         # Decode is dialled by nobody, and its requests name their registry.
         "registry": registry if place.role is Role.PREFILL else "",
@@ -78,25 +84,46 @@ def _host(address: str) -> tuple[str, ...]:
     return (split(address)[0],) if address else ()
 
 
-def kv_pool(kv_args: Any, device: str) -> Pool:
+def kv_pool(kv_args: Any, place: Place) -> Pool:
     """The KV cache: one region an entry of ``kv_data_ptrs``, in SGLang's order, which both sides share.
 
-    A page of SGLang is ``page_size`` tokens; an item of an entry is one page.
+    A page of SGLang is ``page_size`` tokens; an item of an entry is one page, of MHA all heads of its tokens in turn.
     """
     lengths, items = kv_args.kv_data_lens, kv_args.kv_item_lens
+    names = regions_of(len(items), getattr(kv_args, "num_draft_entries", 0), place.kv_heads)
+    total, tp = place.kv_heads, place.layout.tp
     return Pool(
         name="kv",
         kind=PoolKind.KV,
         page_tokens=kv_args.page_size,
         pages=min(length // item for length, item in zip(lengths, items, strict=True)),
-        dtype=kv_args.kv_cache_dtype_str,
+        dtype=place.model.cache_dtype or kv_args.kv_cache_dtype_str,
         regions=tuple(
-            Region(entry, "kv", address, item, item)
-            for entry, (address, item) in enumerate(zip(kv_args.kv_data_ptrs, items, strict=True))
+            Region(layer, component, address, item, item)
+            for (layer, component), address, item in zip(names, kv_args.kv_data_ptrs, items, strict=True)
         ),
-        axes=getattr(kv_args, "kv_layout", None) or "",
-        location=f"cuda:{kv_args.gpu_id}" if device == "cuda" else "cpu:0",
+        axes=_axes(getattr(kv_args, "kv_layout", None) or place.page_layout, total),
+        heads_total=total,
+        head_start=place.tp * total // tp,
+        head_count=max(total // tp, 1) if total else 0,
+        location=f"cuda:{kv_args.gpu_id}" if place.device == "cuda" else "cpu:0",
     )
+
+
+def regions_of(entries: int, drafts: int, heads: int) -> list[tuple[int, str]]:
+    """Layer and component of each entry. With heads: K of all layers, then V of all; then the same of a draft model."""
+    if not heads or (entries - drafts) % 2 or drafts % 2:
+        return [(entry, "kv" if heads else "latent") for entry in range(entries)]
+    layers, more = (entries - drafts) // 2, drafts // 2
+    own, draft = range(layers), range(layers, layers + more)
+    return [(layer, part) for numbers in (own, draft) for part in ("k", "v") for layer in numbers]
+
+
+def _axes(layout: str, heads: int) -> str:
+    """SGLang's name of a page layout in our words; others than "nhd" are only compared."""
+    if layout != "nhd":
+        return layout
+    return "token,head,dim" if heads else ""
 
 
 def aux_buffers(addresses: Sequence[int], lengths: Sequence[int], items: Sequence[int]) -> tuple[AuxBuffer, ...]:

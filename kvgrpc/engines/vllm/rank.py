@@ -9,11 +9,18 @@ from typing import Any
 import torch
 
 from kvgrpc.engines.addresses import bracketed, engine_name, loopback_for
+from kvgrpc.engines.identity import MODEL_NAME, dtype_name, identity
 from kvgrpc.errors import FeatureDisabled, InvalidRequest
-from kvgrpc.model import Attention, Layout, ModelIdentity, Pool, PoolKind, Region, Role
+from kvgrpc.model import Layout, ModelIdentity, Pool, PoolKind, Region, Role
 from kvgrpc.server import RankConfig, settings
 
-BOOTSTRAP_PORT, EVENTS_LISTEN = "bootstrap_port", "events_listen"
+BOOTSTRAP_PORT, EVENTS_LISTEN, NAME_OF_MODEL = "bootstrap_port", "events_listen", "model_name"
+# vllm/v1/attention/backends: what forward() makes of its cache.
+_CONTENT = {
+    "CPU_ATTN": "head,kv,token,dim",
+    "FLASH_ATTN": "head,token,kv,dim",
+    "TRITON_ATTN": "head,token,kv,dim",
+}
 
 
 class Place:
@@ -22,6 +29,7 @@ class Place:
     ``host`` is what the rank binds: VLLM_HOST_IP, or loopback where nobody has said that others may come.
     ``bootstrap`` is "host:port" of the engine's own registry, "" at decode; ``external`` that of one for all engines.
     ``events_listen``: "host:port" where the scheduler's process serves KV events; "": vLLM publishes them itself.
+    ``model_name``: what the operator calls the model, "" for its own name.
     """
 
     def __init__(self, config: Any, tp_rank: int, environment: Mapping[str, str]) -> None:
@@ -29,6 +37,7 @@ class Place:
         extra = dict(transfer.kv_connector_extra_config)
         port = extra.pop(BOOTSTRAP_PORT, environment.get("VLLM_MOONCAKE_BOOTSTRAP_PORT", "8998"))
         self.events_listen = str(extra.pop(EVENTS_LISTEN, environment.get("KVGRPC_EVENTS_LISTEN", "")))
+        self.model_name = str(extra.pop(NAME_OF_MODEL, environment.get(MODEL_NAME, "")))
         self.configured = settings(extra, environment)
         self.role = Role.PREFILL if transfer.kv_role == "kv_producer" else Role.DECODE
         self.tp, self.tp_size = tp_rank, parallel.tensor_parallel_size
@@ -44,7 +53,7 @@ class Place:
         return engine_name(self.bootstrap or f"{self.host}-decode")
 
 
-def rank_config(place: Place, pool: Pool, attention: Attention) -> RankConfig:
+def rank_config(place: Place, pool: Pool, model: ModelIdentity) -> RankConfig:
     """The rank to open: KVGRPC_… and kv_connector_extra_config over what vLLM says, but not over memory and place."""
     configured = dict(place.configured)
     defaults: dict[str, Any] = {
@@ -57,7 +66,7 @@ def rank_config(place: Place, pool: Pool, attention: Attention) -> RankConfig:
         "layout": Layout(tp=place.tp_size),
         "tp": place.tp,
         "pools": (pool,),
-        "model": ModelIdentity(attention=attention),
+        "model": model,
         # Decode is dialled by nobody, and its requests name their registry.
         "registry": (place.external or place.bootstrap) if place.role is Role.PREFILL else "",
         "bootstrap_allow": (*configured.pop("bootstrap_allow", ()), *_host(place.external)),
@@ -81,18 +90,17 @@ def kv_pool(caches: Mapping[str, torch.Tensor], config: Any, kv_cache_config: An
             )
     page_bytes = {address: cache.nbytes // blocks for address, cache in layers.items()}
     first = next(iter(caches.values()))
-    dtype = config.cache_config.cache_dtype
     return Pool(
         name="kv",
         kind=PoolKind.KV,
         page_tokens=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
         pages=blocks,
-        dtype=str(first.dtype).removeprefix("torch.") if dtype == "auto" else dtype,
+        dtype=dtype_name(config.cache_config.cache_dtype, first.dtype),
         regions=tuple(
             Region(layer, "kv", address, page_bytes[address], page_bytes[address])
             for layer, address in enumerate(page_bytes)
         ),
-        axes=_axes(kv_cache_config.kv_cache_layout or "", whole_kernel_blocks=first.shape[0] == blocks),
+        axes=_axes(kv_cache_config.kv_cache_layout or "", config, whole_kernel_blocks=first.shape[0] == blocks),
         location=f"cuda:{first.device.index}" if first.is_cuda else "cpu:0",
         **_heads(config, tp_rank),
     )
@@ -103,18 +111,32 @@ def bootstrap_address(text: str) -> str:
     return re.sub(r"^[a-z]+://", "", text.strip()).rstrip("/")
 
 
-def attention_of(config: Any) -> Attention:
-    return Attention.MLA if config.model_config.use_mla else Attention.MHA
+def model_of(config: Any, pool: Pool, place: Place) -> ModelIdentity:
+    """What the engine runs, as the other side compares it."""
+    model = config.model_config
+    return identity(model.model, model.revision, pool.dtype, pool.dtype, model.use_mla, place.model_name)
 
 
-def _axes(layout: str, whole_kernel_blocks: bool) -> str:
-    """vLLM's letters of a page (layer, block, head, token, content) in our words, where a page is one of its blocks."""
-    return "head,token,dim" if layout == "LBHNC" and whole_kernel_blocks else layout
+def _axes(layout: str, config: Any, whole_kernel_blocks: bool) -> str:
+    """vLLM's letters of a page (layer, block, head, token, content) in our words, where a page is one of its blocks.
+
+    Where in the content keys and values are is known of some attention backends; of the others vLLM alone reads it.
+    """
+    if layout != "LBHNC" or not whole_kernel_blocks:
+        return layout
+    return _CONTENT.get(_attention_backend(config), "head,token,dim")
+
+
+def _attention_backend(config: Any) -> str:
+    """The name of the only attention backend of the model's layers, "" where there are several, or none to ask."""
+    layers = getattr(getattr(config, "compilation_config", None), "static_forward_context", {}).values()
+    names = {layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")}
+    return names.pop() if len(names) == 1 else ""
 
 
 def _heads(config: Any, tp_rank: int) -> dict[str, int]:
     """Which KV heads the rank holds: an equal share, or copies where heads are fewer than ranks; none: MLA."""
-    if attention_of(config) is Attention.MLA:
+    if config.model_config.use_mla:
         return {}
     total, tp = config.model_config.get_total_num_kv_heads(), config.parallel_config.tensor_parallel_size
     return {"heads_total": total, "head_start": tp_rank * total // tp, "head_count": max(total // tp, 1)}

@@ -18,7 +18,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from kvgrpc.engines.addresses import registry_of
 from kvgrpc.engines.vllm.bootstrap import Bootstrap
 from kvgrpc.engines.vllm.handoffs import Handoffs, Receive
-from kvgrpc.engines.vllm.rank import Place, attention_of, bootstrap_address, kv_pool, rank_config
+from kvgrpc.engines.vllm.rank import Place, bootstrap_address, kv_pool, model_of, rank_config
 from kvgrpc.engines.vllm.rooms import Receiving, Sending
 from kvgrpc.engines.vllm.stats import TransferStats
 from kvgrpc.server import open_rank
@@ -46,7 +46,7 @@ class Worker:
         if place.serves_registry:
             security, ttl = place.configured.get("server_security"), place.configured.get("lease_ttl", 10.0)
             self._bootstrap = Bootstrap(place.bootstrap, config.kv_transfer_config.engine_id, security, ttl).open()
-        self._rank = open_rank(rank_config(place, pool, attention_of(config)))
+        self._rank = open_rank(rank_config(place, pool, model_of(config, pool, place)))
         # A PrefillManager or a DecodeManager, as the rooms of this role expect.
         self._transfer: Any = self._rank.transfer
         logger.info("kvgrpc: %s rank %s listens on %s", place.role.name.lower(), self._rank.ref, self._rank.address)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvgrpc.engines.addresses import engine_name, registry_of
-from kvgrpc.engines.sglang.rank import Place, rank_config
+from kvgrpc.engines.sglang.rank import Place, rank_config, regions_of
 from kvgrpc.errors import InvalidRequest
-from kvgrpc.model import Layout, Role
+from kvgrpc.model import Attention, Layout, ModelIdentity, Role
 from kvgrpc.server import AuxBuffer
 
 LAYERS, PAGES, PAGE_BYTES = 2, 10, 4096
@@ -34,7 +34,10 @@ def kv_args(**more: Any) -> SimpleNamespace:
     return SimpleNamespace(**given)
 
 
-def place(role: Role = Role.PREFILL, host: str = "127.0.0.1", device: str = "cpu") -> Place:
+MODEL = ModelIdentity("tiny", "abc", "float16", Attention.MHA)
+
+
+def place(role: Role = Role.PREFILL, host: str = "127.0.0.1", device: str = "cpu", kv_heads: int = 0) -> Place:
     return Place(
         role=role,
         layout=Layout(dp=2, tp=4),
@@ -45,6 +48,8 @@ def place(role: Role = Role.PREFILL, host: str = "127.0.0.1", device: str = "cpu
         port=8998,
         bootstrap="127.0.0.1:8998",
         device=device,
+        model=MODEL,
+        kv_heads=kv_heads,
     )
 
 
@@ -52,7 +57,37 @@ def test_every_entry_of_the_kv_cache_is_a_region_in_sglangs_order() -> None:
     pool = rank_config(kv_args(), place()).pools[0]
     assert [region.address for region in pool.regions] == kv_args().kv_data_ptrs
     assert [region.layer for region in pool.regions] == [0, 1, 2, 3]
-    assert (pool.pages, pool.page_tokens, pool.dtype, pool.location) == (PAGES, 16, "bfloat16", "cpu:0")
+    assert (pool.pages, pool.page_tokens, pool.dtype, pool.location) == (PAGES, 16, "float16", "cpu:0")
+
+
+def test_keys_and_values_of_a_layer_are_told_apart_where_there_are_heads() -> None:
+    pool = rank_config(kv_args(), place(kv_heads=8)).pools[0]
+    assert [(region.layer, region.component) for region in pool.regions] == [(0, "k"), (1, "k"), (0, "v"), (1, "v")]
+
+
+def test_layers_of_a_draft_model_come_behind_those_of_the_model() -> None:
+    assert regions_of(6, 2, heads=8) == [(0, "k"), (1, "k"), (0, "v"), (1, "v"), (2, "k"), (2, "v")]
+    assert regions_of(3, 1, heads=0) == [(0, "latent"), (1, "latent"), (2, "latent")]
+
+
+def test_a_rank_says_which_heads_it_holds_and_where_they_lie_in_a_page() -> None:
+    pool = rank_config(kv_args(), place(kv_heads=8)).pools[0]
+    assert (pool.heads_total, pool.head_start, pool.head_count) == (8, 6, 2)
+    assert pool.axes == "token,head,dim"
+
+
+def test_with_fewer_heads_than_ranks_several_hold_the_same() -> None:
+    pool = rank_config(kv_args(), place(kv_heads=2)).pools[0]
+    assert (pool.heads_total, pool.head_start, pool.head_count) == (2, 1, 1)
+
+
+def test_with_mla_every_rank_holds_all() -> None:
+    pool = rank_config(kv_args(), place()).pools[0]
+    assert (pool.heads_total, pool.head_start, pool.head_count, pool.axes) == (0, 0, 0, "")
+
+
+def test_the_model_is_told_to_the_other_side() -> None:
+    assert rank_config(kv_args(), place()).model == MODEL
 
 
 def test_memory_of_a_gpu_is_named_by_its_number() -> None:
