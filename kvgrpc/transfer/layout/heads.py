@@ -10,8 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kvgrpc.model import Pool, Region
-
-HEAD, TOKEN = "head", "token"
+from kvgrpc.transfer.layout.translation import HEAD, TOKEN, translated
 
 
 class HeadAxis(NamedTuple):
@@ -31,13 +30,22 @@ def head_axis(pool: Pool) -> HeadAxis | None:
     return HeadAxis(pool.page_tokens if before else 1)
 
 
+def sliceable(source: Pool, destination: Pool) -> bool:
+    """Whether both keep their heads alike, so that a range of them is the same runs of bytes on both sides."""
+    return source.axes == destination.axes and head_axis(source) is not None and head_axis(destination) is not None
+
+
 def runs(source: Pool, destination: Pool) -> tuple[list[Region], list[Region]]:
     """The bytes of the heads that both pools hold, on either side: region by region, run by run.
 
-    Whole regions where both hold the same heads. Raises ValueError for heads that cannot be told apart.
+    Whole regions where both hold the same heads in the same order. Raises ValueError for heads that cannot be told
+    apart.
     """
-    if (source.head_start, source.head_count) == (destination.head_start, destination.head_count):
+    same_heads = (source.head_start, source.head_count) == (destination.head_start, destination.head_count)
+    if source.axes == destination.axes and same_heads:
         return list(source.regions), list(destination.regions)
+    if not sliceable(source, destination):
+        return translated(source, destination)
     first = max(source.head_start, destination.head_start)
     last = min(source.head_start + source.head_count, destination.head_start + destination.head_count)
     return _runs(source, first, last), _runs(destination, first, last)

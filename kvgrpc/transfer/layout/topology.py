@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from kvgrpc.errors import ParallelLayoutMismatch
 from kvgrpc.model import UNKNOWN_MODEL, Attention, Layout, ModelIdentity, Pool, RankId
-from kvgrpc.transfer.layout.heads import head_axis
+from kvgrpc.transfer.layout.heads import sliceable
+from kvgrpc.transfer.layout.translation import translates
 
 MAX_AUX_BYTES = 64 * 1024
 Coordinates = tuple[int, int, int, int]
@@ -126,7 +127,7 @@ def owed_part(prefill: Shape, decode: Shape) -> Part:
     if not same_tp:
         differences.update(_share_differences(prefill, decode))
     differences.update(_pool_differences(prefill.pools, decode.pools, same_tp, _is_mla(prefill.model, decode.model)))
-    if prefill.aux_item_bytes != decode.aux_item_bytes:
+    if decode.aux_item_bytes and prefill.aux_item_bytes != decode.aux_item_bytes:
         differences["aux_item_bytes"] = (list(prefill.aux_item_bytes), list(decode.aux_item_bytes))
     if prefill.data_plane != decode.data_plane:
         differences["data_plane"] = (prefill.data_plane, decode.data_plane)
@@ -221,13 +222,16 @@ def _pool_differences(
     differences: dict[str, tuple[object, object]] = {}
     fields = (*_POOL_FIELDS, "head_start", "head_count") if same_tp else _POOL_FIELDS
     for index, (ours, theirs) in enumerate(zip(prefill, decode, strict=True)):
+        translated = not sliceable(ours, theirs) and translates(ours, theirs)
         for name in fields:
             one, other = getattr(ours, name), getattr(theirs, name)
-            if one != other:
+            if one != other and not (translated and name == "axes"):
                 differences[f"pools[{index}].{name}"] = (one, other)
         if not same_tp and not theirs.heads_total and not mla:
             differences[f"pools[{index}].heads_total"] = (0, "above 0, or model.attention MLA: layout.tp differs")
-        if ours.head_count != theirs.head_count and (head_axis(ours) is None or head_axis(theirs) is None):
+        if translated:
+            continue
+        if ours.head_count != theirs.head_count and not sliceable(ours, theirs):
             differences[f"pools[{index}].axes"] = (ours.axes, f"{theirs.axes}: must say where heads are")
         differences.update(_region_differences(f"pools[{index}]", ours, theirs))
     return differences

@@ -1,0 +1,82 @@
+"""Pages that hold the same keys and values in another order, as two engines do: which pieces go where. Pure.
+
+A piece is what lies together on both sides: the bytes of one head of one token where nothing more does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from kvgrpc.model import Pool, Region
+
+KV, TOKEN, HEAD, DIM = "kv", "token", "head", "dim"
+_PARTS = {"k": ("k",), "v": ("v",), "kv": ("k", "v")}
+
+
+class _Part(NamedTuple):
+    """Keys, or values, of one layer: where in a page of a region, and bytes from one token and head to the next."""
+
+    region: Region
+    offset: int
+    token_stride: int
+    head_stride: int
+    dim_bytes: int
+
+
+def translates(source: Pool, destination: Pool) -> bool:
+    """Whether both pools say enough of their axes, and hold the same layers with heads of the same size."""
+    ours, theirs = _parts(source), _parts(destination)
+    return bool(ours) and {key: part.dim_bytes for key, part in ours.items()} == {
+        key: part.dim_bytes for key, part in theirs.items()
+    }
+
+
+def translated(source: Pool, destination: Pool) -> tuple[list[Region], list[Region]]:
+    """The heads that both pools hold, piece by piece, on either side. Raises ValueError where they do not translate."""
+    if not translates(source, destination):
+        raise ValueError(f"pool {source.name!r}: axes {source.axes!r} do not translate to {destination.axes!r}")
+    ours, theirs = _parts(source), _parts(destination)
+    first = max(source.head_start, destination.head_start)
+    last = min(source.head_start + source.head_count, destination.head_start + destination.head_count)
+    sources: list[Region] = []
+    destinations: list[Region] = []
+    for key in sorted(ours):
+        one, other = ours[key], theirs[key]
+        for head in range(first, last):
+            at = one.offset + (head - source.head_start) * one.head_stride
+            to = other.offset + (head - destination.head_start) * other.head_stride
+            together = one.token_stride == other.token_stride == one.dim_bytes
+            count, nbytes = (1, source.page_tokens * one.dim_bytes) if together else (source.page_tokens, one.dim_bytes)
+            for token in range(count):
+                sources.append(_piece(one.region, at + token * one.token_stride, nbytes))
+                destinations.append(_piece(other.region, to + token * other.token_stride, nbytes))
+    return sources, destinations
+
+
+def _piece(region: Region, offset: int, nbytes: int) -> Region:
+    return replace(region, address=region.address + offset, page_bytes=nbytes)
+
+
+def _parts(pool: Pool) -> Mapping[tuple[int, str], _Part]:
+    """By layer and "k" or "v"; empty for a pool that does not say where they are."""
+    axes = [axis.strip() for axis in pool.axes.split(",")]
+    sizes = {KV: 2, TOKEN: pool.page_tokens, HEAD: pool.head_count}
+    if axes[-1] != DIM or set(axes[:-1]) - {KV} != {TOKEN, HEAD} or len(set(axes)) < len(axes) or not pool.head_count:
+        return {}
+    found = {}
+    for region in pool.regions:
+        parts = _PARTS.get(region.component, ())
+        dim_bytes, rest = divmod(region.page_bytes, math.prod(sizes[axis] for axis in axes[:-1]))
+        if rest or not dim_bytes or len(parts) != (2 if KV in axes else 1):
+            return {}
+        strides, stride = {KV: 0}, dim_bytes
+        for axis in reversed(axes[:-1]):
+            strides[axis] = stride
+            stride *= sizes[axis]
+        for number, part in enumerate(parts):
+            offset = number * strides[KV]
+            found[region.layer, part] = _Part(region, offset, strides[TOKEN], strides[HEAD], dim_bytes)
+    return found
