@@ -1,4 +1,4 @@
-"""``kvgrpc serve registry`` and ``kvgrpc serve index``: the kvgrpc processes that need no engine."""
+"""``kvgrpc serve registry``, ``index`` and ``relay``: the kvgrpc processes that need no engine of ours."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import click
 from kvgrpc.cli.connection import DEFAULT_SERVER, FILE
 
 if TYPE_CHECKING:
-    from kvgrpc.server import IndexServer, RegistryServer
+    from kvgrpc.server import EventRelay, IndexServer, RegistryServer
 
 DEFAULT_INDEX = "127.0.0.1:8997"
+DEFAULT_RELAY = "127.0.0.1:8996"
 
 _OPTIONS = (
     click.option("--cert-file", type=FILE, envvar="KVGRPC_CERT_FILE", help="Serve TLS with this certificate (PEM)."),
@@ -188,7 +189,34 @@ def index(ca_file: str | None, token_file: str | None, insecure: bool, registry:
     serve_index(registry=registry, client_security=calls, on_ready=functools.partial(_say_where, "index"), **options)
 
 
-def _say_where(what: str, server: RegistryServer | IndexServer) -> None:
+@serve.command()
+@click.argument("endpoint")
+@click.option(
+    "--listen",
+    default=DEFAULT_RELAY,
+    show_default=True,
+    envvar="KVGRPC_LISTEN",
+    help="HOST:PORT (port 0: a free one) or unix:/path.",
+)
+@click.option("--engine", required=True, envvar="KVGRPC_ENGINE", help="Name of the engine whose events these are.")
+@click.option("--dp", type=click.IntRange(0), default=0, show_default=True, help="Its data-parallel rank.")
+@click.option("--replay", default="", help="Its replay endpoint, tcp://HOST:PORT; without one, what PUB loses is lost.")
+@click.option("--topic", default="", help="Only messages whose topic begins so.")
+@serves
+def relay(insecure: bool, metrics_listen: str, **options: Any) -> None:
+    """Follow the ZMQ events of an engine that runs without kvgrpc, at ENDPOINT (tcp://HOST:PORT), and serve them with a
+    journal: streams, Watch, snapshots.
+
+    Prints one line with the bound address once it serves. SIGTERM and Ctrl-C end it.
+    """
+    from kvgrpc.server import serve_relay
+
+    if metrics_listen:
+        raise click.UsageError("a relay serves no metrics")
+    serve_relay(on_ready=functools.partial(_say_where, "relay"), **options)
+
+
+def _say_where(what: str, server: RegistryServer | IndexServer | EventRelay) -> None:
     if server.metrics_address:
         click.echo(f"metrics at {server.metrics_address}")
     click.echo(f"kvgrpc {what} listens on {server.address}")

@@ -12,6 +12,7 @@ from kvgrpc.server.app import Closed, Rank, open_decode, open_prefill, open_rank
 from kvgrpc.server.config import RankConfig, settings
 from kvgrpc.server.index import IndexServer, serve_index
 from kvgrpc.server.registry import RegistryServer, serve_registry
+from kvgrpc.server.relay import EventRelay, serve_relay
 from kvgrpc.transfer import Align, KVPoll, KVReceiver, KVSender, room_from_transfer_id
 from kvgrpc.transfer.aux import AuxBuffer
 from kvgrpc.transfer.runtime.decode_manager import DecodeManager
@@ -24,6 +25,7 @@ __all__ = [
     "ClientSecurity",
     "Closed",
     "DecodeManager",
+    "EventRelay",
     "IndexServer",
     "KVPoll",
     "KVReceiver",
@@ -46,5 +48,6 @@ __all__ = [
     "room_from_transfer_id",
     "serve_index",
     "serve_registry",
+    "serve_relay",
     "settings",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +11,18 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventPublisherFactory,
+    KVEventBatch,
+)
 
-from kvgrpc.client import SyncClient
+from kvgrpc.client import EventFollower, SyncClient
 from kvgrpc.client.watch import Payloads
+from kvgrpc.server import EventRelay
 from kvgrpc.v1 import event_service_pb2
 from tests.engines.engine import LOCAL, free_port
 from tests.engines.model import Case, Reference
@@ -69,6 +79,35 @@ def ours(folder: Path, reference: Reference) -> Iterator[Published]:
     published.engine.wait_ready()
     yield published
     published.close()
+
+
+async def test_vllms_own_publisher_is_followed_through_a_relay() -> None:
+    """An engine without our connector."""
+    port, replay = free_port(), free_port()
+    config = KVEventsConfig(
+        enable_kv_cache_events=True,
+        publisher="zmq",
+        endpoint=f"tcp://*:{port}",
+        replay_endpoint=f"tcp://*:{replay}",
+        topic="kv",
+    )
+    publisher = EventPublisherFactory.create(config, 0)
+    try:
+        stored = BlockStored([b"a" * 32, b"b" * 32], None, [1, 2, 3, 4], 2, None, "GPU", None)
+        for events in ([AllBlocksCleared()], [stored], [BlockRemoved([b"a" * 32], "GPU")]):
+            publisher.publish(KVEventBatch(ts=1.0, events=events))
+        relay = EventRelay(
+            f"{LOCAL}:0", f"tcp://{LOCAL}:{port}", "vllm", replay=f"tcp://{LOCAL}:{replay}", topic="kv"
+        ).open()
+        try:
+            async with EventFollower(relay.address) as follower:
+                while follower.blocks != {"GPU": 1}:
+                    await asyncio.wait_for(follower.changed(), 20)
+                assert follower.match([b"b" * 32]).device == 1
+        finally:
+            relay.close()
+    finally:
+        publisher.shutdown()
 
 
 def without_times(messages: list[tuple[bytes, int, bytes]]) -> list[bytes]:

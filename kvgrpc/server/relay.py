@@ -1,0 +1,78 @@
+"""Journal, snapshots and Watch for an engine that publishes its events by itself."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+
+from kvgrpc.events import open_publisher
+from kvgrpc.model import Layout, RankId, RankRef, check_rank, new_epoch
+from kvgrpc.rpc.security import ServerSecurity
+from kvgrpc.server.events import EventServer
+
+
+class EventRelay:
+    """The events of one engine's publisher, served at ``listen``. ``open`` and ``close`` block.
+
+    ``endpoint``, ``replay``, ``topic``: see events.live.relay; ``engine``, ``dp``: whose events they are called.
+    """
+
+    metrics_address = ""
+
+    def __init__(
+        self,
+        listen: str,
+        endpoint: str,
+        engine: str,
+        *,
+        dp: int = 0,
+        replay: str = "",
+        topic: str = "",
+        security: ServerSecurity | None = None,
+    ) -> None:
+        """Raises InvalidRequest for a name that is none."""
+        from kvgrpc.events.live.relay import Relay  # loads zmq
+
+        rank = RankRef(RankId(engine, dp), new_epoch())
+        check_rank(rank, Layout(dp=dp + 1))
+        self._publisher = open_publisher({"publisher": "null"}, rank)
+        self._relay = Relay(endpoint, self._publisher, replay=replay, topic=topic)
+        self._server = EventServer(self._publisher, [listen], security)
+
+    @property
+    def address(self) -> str:
+        return self._server.address
+
+    def open(self) -> EventRelay:
+        """Raises AddressNotAllowed for an address that is taken, or plaintext that others reach."""
+        self._server.open()
+        self._relay.open()
+        return self
+
+    def close(self) -> None:
+        self._relay.close()
+        self._server.close()
+        self._publisher.shutdown()
+
+
+def serve_relay(
+    listen: str,
+    endpoint: str,
+    engine: str,
+    *,
+    dp: int = 0,
+    replay: str = "",
+    topic: str = "",
+    security: ServerSecurity | None = None,
+    on_ready: Callable[[EventRelay], None] = lambda relay: None,
+) -> None:
+    """Serves until SIGTERM or SIGINT. For the main thread of a process; ``on_ready`` gets the relay."""
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    relay = EventRelay(listen, endpoint, engine, dp=dp, replay=replay, topic=topic, security=security).open()
+    on_ready(relay)
+    while not stopped.wait(1.0):
+        continue
+    relay.close()

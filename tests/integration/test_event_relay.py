@@ -1,0 +1,154 @@
+"""A publisher as engines bring it, PUB and ROUTER and nothing else, followed through a relay."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import zmq
+
+from kvgrpc.client import EventFollower
+from kvgrpc.errors import InvalidRequest
+from kvgrpc.server import EventRelay
+
+pytestmark = pytest.mark.timeout(60)
+END = b"\xff" * 8
+
+
+class EnginePublisher:
+    """PUB and ROUTER of one engine: what is ``kept``, from ``oldest`` on, can be asked for."""
+
+    def __init__(self, port: int = 0, replay_port: int = 0) -> None:
+        self.context = zmq.Context()
+        self.pub, self._router = self.context.socket(zmq.PUB), self.context.socket(zmq.ROUTER)
+        for socket in (self.pub, self._router):
+            socket.setsockopt(zmq.LINGER, 0)
+        self.port = _bind(self.pub, port)
+        self.replay_port = _bind(self._router, replay_port)
+        self.kept: list[bytes] = []
+        self.oldest = 0
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def store(self, *blocks: int, live: bool = True) -> None:
+        """One batch with a stored event, by PUB unless it shall be lost there."""
+        event = {"type": "BlockStored", "block_hashes": list(blocks), "parent_block_hash": None}
+        event.update({"token_ids": [1] * len(blocks), "block_size": 1, "lora_id": None, "medium": "GPU"})
+        self.kept.append(msgspec.msgpack.encode([time.time(), [event], 0]))
+        if live:
+            self.pub.send_multipart((b"kv", (len(self.kept) - 1).to_bytes(8, "big"), self.kept[-1]))
+
+    def close(self) -> None:
+        self._closing = True
+        self._thread.join()
+        self.pub.close()
+        self.context.term()
+
+    def _serve(self) -> None:
+        while not self._closing:
+            if self._router.poll(50):
+                who, _, asked = self._router.recv_multipart()
+                first = max(int.from_bytes(asked, "big"), self.oldest)
+                for sequence, payload in list(enumerate(self.kept))[first:]:
+                    self._router.send_multipart((who, b"", b"kv", sequence.to_bytes(8, "big"), payload))
+                self._router.send_multipart((who, b"", b"", END, b""))
+        self._router.close()
+
+
+def _bind(socket: zmq.Socket[bytes], port: int) -> int:
+    if not port:
+        return int(socket.bind_to_random_port("tcp://127.0.0.1"))
+    socket.bind(f"tcp://127.0.0.1:{port}")
+    return port
+
+
+@contextlib.contextmanager
+def relayed(engine: EnginePublisher, *, replay: bool = True) -> Iterator[EventRelay]:
+    more = {"replay": f"tcp://127.0.0.1:{engine.replay_port}"} if replay else {}
+    relay = EventRelay("127.0.0.1:0", f"tcp://127.0.0.1:{engine.port}", "sglang-1", topic="kv", **more).open()
+    try:
+        yield relay
+    finally:
+        relay.close()
+
+
+@pytest.fixture
+def engine() -> Iterator[EnginePublisher]:
+    engine = EnginePublisher()
+    yield engine
+    if not engine.context.closed:
+        engine.close()
+
+
+async def blocks(relay: EventRelay, wanted: int, seconds: float = 15.0) -> int:
+    """How many blocks a follower shows, once it shows ``wanted``, or after that time."""
+    end = time.monotonic() + seconds
+    async with EventFollower(relay.address) as follower:
+        while follower.blocks.get("GPU", 0) != wanted and time.monotonic() < end:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(follower.changed(), 0.1)
+        return follower.blocks.get("GPU", 0)
+
+
+async def test_what_was_published_before_the_relay_came_is_asked_for(engine: EnginePublisher) -> None:
+    engine.store(1, 2, 3)
+    engine.store(4)
+    with relayed(engine) as relay:
+        assert await blocks(relay, 4) == 4
+
+
+async def test_what_pub_lost_is_asked_for(engine: EnginePublisher) -> None:
+    engine.store(1)
+    with relayed(engine) as relay:
+        assert await blocks(relay, 1) == 1
+        engine.store(2, live=False)
+        engine.store(3, 4)
+        engine.store(5, live=False)  # the last one, after which PUB says nothing
+        assert await blocks(relay, 5) == 5
+
+
+async def test_what_nobody_has_any_more_empties_the_cache_rather_than_leave_it_wrong(engine: EnginePublisher) -> None:
+    for block in range(1, 5):
+        engine.store(block)
+    engine.oldest = 2
+    with relayed(engine) as relay:
+        assert await blocks(relay, 2) == 2
+
+
+async def test_a_publisher_that_begins_again_has_an_empty_cache(engine: EnginePublisher) -> None:
+    engine.store(1, 2, 3)
+    engine.store(4)
+    with relayed(engine) as relay:
+        assert await blocks(relay, 4) == 4
+        engine.close()
+        again = EnginePublisher(engine.port, engine.replay_port)
+        try:
+            for block in range(100, 200):  # until the relay's SUB has found the new PUB
+                again.kept.clear()
+                again.store(block)
+                if await blocks(relay, 1, 0.3) == 1:
+                    return
+            raise AssertionError("the relay did not see that the publisher began again")
+        finally:
+            again.close()
+
+
+async def test_messages_that_are_no_batches_are_passed_over(engine: EnginePublisher) -> None:
+    engine.store(1)
+    with relayed(engine) as relay:
+        assert await blocks(relay, 1) == 1
+        for frames in ((b"kv",), (b"kv", b"x"), (b"kv", b"short", b"payload"), (b"kv", b"", b"", b"")):
+            engine.pub.send_multipart(frames)
+        engine.store(2)
+        assert await blocks(relay, 2) == 2
+
+
+def test_a_name_that_is_none_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"rank\.engine"):
+        EventRelay("127.0.0.1:0", "tcp://127.0.0.1:1", "no name")
