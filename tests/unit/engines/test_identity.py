@@ -7,7 +7,7 @@ import pytest
 from kvgrpc.engines.identity import dtype_name, identity
 from kvgrpc.model import Attention, ModelIdentity
 
-SNAPSHOT = "/home/.cache/huggingface/hub/models--meta-llama--Llama-3-8B/snapshots/0123abcd"
+SNAPSHOT = "/caches/huggingface/hub/models--meta-llama--Llama-3-8B/snapshots/0123abcd"
 
 
 @pytest.mark.parametrize(
