@@ -70,7 +70,7 @@ def _replay(port: int) -> list[tuple[int, bytes]]:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.connect(f"tcp://{LOCAL}:{port}")
         dealer.send_multipart((b"", (0).to_bytes(8, "big")))
-        found = []
+        found: list[tuple[int, bytes]] = []
         while dealer.poll(5000):
             _, topic, number, payload = dealer.recv_multipart()
             if number == END:

@@ -38,7 +38,7 @@ class EnginePublisher:
 
     def store(self, *blocks: int, live: bool = True) -> None:
         """One batch with a stored event, by PUB unless it shall be lost there."""
-        event = {"type": "BlockStored", "block_hashes": list(blocks), "parent_block_hash": None}
+        event: dict[str, object] = {"type": "BlockStored", "block_hashes": list(blocks), "parent_block_hash": None}
         event.update({"token_ids": [1] * len(blocks), "block_size": 1, "lora_id": None, "medium": "GPU"})
         self.kept.append(msgspec.msgpack.encode([time.time(), [event], 0]))
         if live:
@@ -70,8 +70,8 @@ def _bind(socket: zmq.Socket[bytes], port: int) -> int:
 
 @contextlib.contextmanager
 def relayed(engine: EnginePublisher, *, replay: bool = True) -> Iterator[EventRelay]:
-    more = {"replay": f"tcp://127.0.0.1:{engine.replay_port}"} if replay else {}
-    relay = EventRelay("127.0.0.1:0", f"tcp://127.0.0.1:{engine.port}", "sglang-1", topic="kv", **more).open()
+    router = f"tcp://127.0.0.1:{engine.replay_port}" if replay else ""
+    relay = EventRelay("127.0.0.1:0", f"tcp://127.0.0.1:{engine.port}", "sglang-1", topic="kv", replay=router).open()
     try:
         yield relay
     finally:
