@@ -113,6 +113,17 @@ async def test_what_pub_lost_is_asked_for(engine: EnginePublisher) -> None:
         assert await blocks(relay, 5) == 5
 
 
+async def test_without_a_router_what_pub_lost_empties_the_cache(engine: EnginePublisher) -> None:
+    with relayed(engine, replay=False) as relay:
+        for block in range(1, 100):  # until its SUB has found PUB
+            engine.store(block)
+            if await blocks(relay, 2, 0.3) == 2:
+                break
+        engine.store(1000, live=False)
+        engine.store(1001)
+        assert await blocks(relay, 1) == 1
+
+
 async def test_what_nobody_has_any_more_empties_the_cache_rather_than_leave_it_wrong(engine: EnginePublisher) -> None:
     for block in range(1, 5):
         engine.store(block)
