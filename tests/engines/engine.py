@@ -75,6 +75,7 @@ class Engine:
     """
 
     worker = "tests.engines.worker"
+    python = sys.executable
     start_seconds = 170.0
 
     def __init__(
@@ -91,7 +92,7 @@ class Engine:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", self.worker, str(theirs.fileno())],
+                [self.python, "-m", self.worker, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env=self.environment(folder, arguments, environment or {}),
                 cwd=ROOT,
