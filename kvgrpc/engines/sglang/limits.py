@@ -1,4 +1,4 @@
-"""What this adapter does not do yet. SGLang must not start with it, because KV caches would be wrong or never come."""
+"""What this adapter does not do, and why. SGLang must not start with it: KV caches would be wrong or never come."""
 
 from __future__ import annotations
 
@@ -15,27 +15,64 @@ def check_supported(kv_args: Any) -> None:
     parallel, disagg = get_parallel(), get_disagg()
     states = ", ".join(state.value for state in getattr(kv_args, "state_types", ()))
     refused = (
-        (bool(states), f"the model has state besides its KV cache ({states})", "use another transfer backend"),
-        (parallel.pp_size > 1, f"--pp-size {parallel.pp_size}", "use --pp-size 1"),
-        (parallel.attn_cp_size > 1, f"--attn-cp-size {parallel.attn_cp_size}", "use --attn-cp-size 1"),
-        (parallel.attn_dcp_size > 1, f"decode context parallelism {parallel.attn_dcp_size}", "use 1"),
-        (parallel.enable_kv_cache_sharding, "KV cache sharding", "switch it off"),
-        (disagg.enable_pd_role_switch, "--enable-pd-role-switch", "start prefill and decode for good"),
+        (
+            bool(states),
+            f"the model has state besides its KV cache ({states})",
+            "its pools have page numbers of their own, and a hand-off has one list of pages",
+            "use another transfer backend",
+        ),
+        (parallel.pp_size > 1, f"--pp-size {parallel.pp_size}", "stages would have to agree", "use --pp-size 1"),
+        (
+            parallel.attn_cp_size > 1,
+            f"--attn-cp-size {parallel.attn_cp_size}",
+            "a rank then holds some of a request's tokens",
+            "use --attn-cp-size 1",
+        ),
+        (
+            parallel.attn_dcp_size > 1,
+            f"decode context parallelism {parallel.attn_dcp_size}",
+            "a rank then holds some of a request's tokens",
+            "use 1",
+        ),
+        (
+            parallel.enable_kv_cache_sharding,
+            "KV cache sharding",
+            "a rank then holds some of a request's layers",
+            "switch it off",
+        ),
+        (
+            disagg.enable_pd_role_switch,
+            "--enable-pd-role-switch",
+            "a rank has one role",
+            "start prefill and decode for good",
+        ),
         (
             disagg.disaggregation_decode_allocation_policy != "early",
             f"--disaggregation-decode-allocation-policy {disagg.disaggregation_decode_allocation_policy}",
+            "decode names its pages before prefill is through",
             "use early",
         ),
-        (get_exec().features.enable_memory_saver, "--enable-memory-saver", "leave it out: KV memory must stay"),
-        (envs.SGLANG_DISAGG_STAGING_BUFFER.get(), "SGLANG_DISAGG_STAGING_BUFFER", "unset it"),
+        (
+            get_exec().features.enable_memory_saver,
+            "--enable-memory-saver",
+            "it takes away memory that is registered",
+            "leave it out",
+        ),
+        (
+            envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
+            "SGLANG_DISAGG_STAGING_BUFFER",
+            "heads are cut without a copy in between",
+            "unset it",
+        ),
         (
             not envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get(),
             "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0",
-            "unset it: pages would be used again while prefill may still write to them",
+            "pages would be used again while prefill may still write to them",
+            "unset it",
         ),
     )
-    for holds, what, remedy in refused:
+    for holds, what, why, remedy in refused:
         if holds:
             raise FeatureDisabled(
-                f"kvgrpc does not serve {what}: {remedy}", metadata={"feature": what, "howToEnable": remedy}
+                f"kvgrpc does not serve {what}: {why}; {remedy}", metadata={"feature": what, "howToEnable": remedy}
             )

@@ -12,21 +12,47 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
     parallel, transfer = config.parallel_config, config.kv_transfer_config
     groups = kv_cache_config.kv_cache_groups
     refused = (
-        (transfer.kv_role == "kv_both", "kv_role kv_both", "start kv_producer and kv_consumer engines"),
-        (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "use --pipeline-parallel-size 1"),
-        (parallel.data_parallel_size > 1, "data parallelism in one engine", "start an engine for each dp rank"),
-        (parallel.decode_context_parallel_size > 1, "decode context parallelism", "use 1"),
-        (parallel.prefill_context_parallel_size > 1, "prefill context parallelism", "use 1"),
+        (
+            transfer.kv_role == "kv_both",
+            "kv_role kv_both",
+            "a rank has one role",
+            "start kv_producer and kv_consumer engines",
+        ),
+        (
+            parallel.pipeline_parallel_size > 1,
+            "pipeline parallelism",
+            "a stage holds some of the layers",
+            "use --pipeline-parallel-size 1",
+        ),
+        (
+            parallel.data_parallel_size > 1,
+            "data parallelism in one engine",
+            "a request does not say which replica computed it",
+            "start an engine for each dp rank",
+        ),
+        (
+            parallel.decode_context_parallel_size > 1,
+            "decode context parallelism",
+            "a rank holds some of a request's tokens",
+            "use 1",
+        ),
+        (
+            parallel.prefill_context_parallel_size > 1,
+            "prefill context parallelism",
+            "a rank holds some of a request's tokens",
+            "use 1",
+        ),
         (
             len(groups) != 1 or not _is_full_attention(groups[0].kv_cache_spec),
             "models whose KV cache is not one group of full attention (hybrid memory allocator, Mamba)",
+            "each group has block numbers of its own, and a hand-off has one list of pages",
             "use another kv_connector",
         ),
     )
-    for holds, what, remedy in refused:
+    for holds, what, why, remedy in refused:
         if holds:
             raise FeatureDisabled(
-                f"kvgrpc does not serve {what}: {remedy}", metadata={"feature": what, "howToEnable": remedy}
+                f"kvgrpc does not serve {what}: {why}; {remedy}", metadata={"feature": what, "howToEnable": remedy}
             )
 
 
