@@ -75,8 +75,8 @@ class DataPlane(Protocol):
 
     ``poll_interval``: the longest sleep, in seconds, between two rounds of polls that keeps the plane busy; begin with
     a shorter one. 0 where poll() itself does the work (shm): then sleep only when nothing runs.
-    ``quick_bytes``: a submission of no more than these takes less time than waking another thread (some 50 us), and
-    its first poll() ends it: nothing in ``submit`` or ``poll`` waits for anybody then. 0: that is never so.
+    ``quick_bytes``: a submission of no more than these takes less time than waking another thread does (some 50 us),
+    and its first poll() ends it: nothing in ``submit`` or ``poll`` waits for anybody then. 0: that is never so.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""gRPC runs without its event engine where that was measured, and never against the process's own choice."""
+"""The gRPC library runs without its event engine where that was measured, and never against the process's own."""
 
 from __future__ import annotations
 
