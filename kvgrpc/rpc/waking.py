@@ -21,12 +21,20 @@ if _eventfd_write is not None:
     _eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
 
 
+_TURNS_BETWEEN_LOOKS = 3
+
+
 class WatchedSelector(selectors.DefaultSelector):
-    """A selector of an asyncio loop that other threads can ask whether the loop has something to do."""
+    """A selector of an asyncio loop that other threads can ask whether the loop has something to do.
+
+    Looking for news costs the interpreter, even where nothing is waited for. A loop that has callbacks to run, as it
+    does between the turns that one frame takes, therefore looks each fourth time only.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._asleep = False
+        self._turns = 0
         # Readable while the inner one has events that the loop's thread did not look at. An epoll object may be asked
         # by many threads, and never hands out what another one asked for: events stay until they are dealt with.
         self._outer = select.epoll(1) if hasattr(select, "epoll") else None
@@ -35,6 +43,10 @@ class WatchedSelector(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self._asleep = timeout is None or timeout > 0
+        if not self._asleep and self._turns < _TURNS_BETWEEN_LOOKS:
+            self._turns += 1
+            return []
+        self._turns = 0
         try:
             return super().select(timeout)
         finally:
