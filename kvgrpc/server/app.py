@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, cast
@@ -118,6 +119,7 @@ class Rank(Generic[Transfer]):
             config.max_frame_bytes,
             model=config.model,
             refusal_proves_death=config.refusal_proves_death,
+            poll_gives_way=config.poll_gives_way,
         )
         manager: PrefillManager | DecodeManager
         if config.role is Role.PREFILL:
@@ -463,6 +465,8 @@ def _open(config: RankConfig, role: Role | None) -> Rank[Any]:
     if role is not None and config.role is not role:
         raise InvalidRequest.of("role", config.role.name, f"Role.{role.name}, or open the rank with open_rank")
     loop = LoopThread.shared()
+    if config.switch_interval:
+        sys.setswitchinterval(config.switch_interval)
     plane = plane_of(config)
     try:
         return _open_on(plane, config, loop)

@@ -32,6 +32,7 @@ from kvgrpc.transfer.wire import smallest_frame
 SMALLEST_FRAME_BYTES = 64 * 1024
 LONGEST_TIMEOUT_SECONDS = 86_400.0
 SHORTEST_TICK_SECONDS, LONGEST_TICK_SECONDS = 0.001, 10.0
+SHORTEST_SWITCH_SECONDS, LONGEST_SWITCH_SECONDS = 0.000_01, 1.0
 SHORTEST_LEASE_SECONDS, LONGEST_LEASE_SECONDS = 1.0, 600.0
 
 _KINDS: tuple[tuple[str, type, str], ...] = (
@@ -155,6 +156,7 @@ def _out_of_range(config: RankConfig) -> Iterator[Violation]:
         if not _is_positive(seconds := getattr(config, name)) or seconds > LONGEST_TIMEOUT_SECONDS:
             yield Violation(name, f"a number of seconds above 0, at most {LONGEST_TIMEOUT_SECONDS:g}", seconds)
     yield from _wrong_lease_ttl(config.lease_ttl)
+    yield from _wrong_switches(config)
     yield from _wrong_timing(config.timing)
     for each in fields(Bounds):
         if not _is_count(value := getattr(config.bounds, each.name)):
@@ -191,6 +193,17 @@ def _wrong_timing(timing: Timing) -> Iterator[Violation]:
 def _wrong_lease_ttl(seconds: Any) -> Iterator[Violation]:
     if not _is_positive(seconds) or not SHORTEST_LEASE_SECONDS <= seconds <= LONGEST_LEASE_SECONDS:
         yield Violation("lease_ttl", f"{SHORTEST_LEASE_SECONDS:g} to {LONGEST_LEASE_SECONDS:g} seconds", seconds)
+
+
+def _wrong_switches(config: RankConfig) -> Iterator[Violation]:
+    interval = config.switch_interval
+    if interval != 0 or isinstance(interval, bool):
+        fits = _is_positive(interval) and SHORTEST_SWITCH_SECONDS <= interval <= LONGEST_SWITCH_SECONDS
+        if not fits:
+            rule = f"0 (as it is), or {SHORTEST_SWITCH_SECONDS:g} to {LONGEST_SWITCH_SECONDS:g} seconds"
+            yield Violation("switch_interval", rule, interval)
+    if not isinstance(config.poll_gives_way, bool):
+        yield Violation("poll_gives_way", "True or False", config.poll_gives_way)
 
 
 def _is_positive(value: Any) -> bool:

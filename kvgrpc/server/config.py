@@ -50,6 +50,11 @@ class RankConfig:
         start_timeout: seconds that opening may take, registration included.
         resolve_timeout: seconds that a receiver's registry may take to answer READY.
         lease_ttl: seconds, of an embedded registry.
+        poll_gives_way: a poll of an open room lends the interpreter to kvgrpc's threads where they wait for it: 50 us
+            at most, once in 200 us (docs/performance.md).
+        switch_interval: seconds after which a thread that computes must hand the interpreter over, for all threads of
+            the process (``sys.setswitchinterval``; Python's own is 0.005); 0 leaves it as it is. For engines that
+            compute long between polls: 0.0001 takes 15 to 25 % of such a thread.
         call_limits: how many calls run at once at this rank's port, of all callers and of one.
     """
 
@@ -83,6 +88,8 @@ class RankConfig:
     timing: Timing = field(default_factory=Timing)
     bounds: Bounds = field(default_factory=Bounds)
     max_frame_bytes: int = MAX_FRAME_BYTES
+    poll_gives_way: bool = True
+    switch_interval: float = 0.0
     call_limits: CallLimits = field(default_factory=CallLimits)
 
     @property
@@ -141,9 +148,11 @@ _OF_THE_ENGINE = frozenset({"pools", "layout", "dp", "pp", "cp", "tp", "aux", "m
 _KINDS: dict[str, Any] = {
     **dict.fromkeys(("engine", "device", "listen", "advertise", "registry", "metrics_listen"), str),
     **dict.fromkeys(("bootstrap_allow", "admin_listen"), tuple[str, ...]),
-    **dict.fromkeys(("start_timeout", "resolve_timeout", "lease_ttl"), float),
+    **dict.fromkeys(("start_timeout", "resolve_timeout", "lease_ttl", "switch_interval"), float),
     **dict.fromkeys(_SECURITY, str),
-    **dict.fromkeys(("insecure", "health_without_token", "refusal_proves_death", "engine_selects_dp"), bool),
+    **dict.fromkeys(
+        ("insecure", "health_without_token", "refusal_proves_death", "engine_selects_dp", "poll_gives_way"), bool
+    ),
     **dict.fromkeys(("data_plane", "events", "server_security", "client_security"), object),
     **dict.fromkeys(("dp", "pp", "cp", "tp", "max_frame_bytes"), int),
     "role": Role,
