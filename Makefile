@@ -9,7 +9,7 @@ ENGINES ?= sglang vllm
 # Proxies of the machine are no business of loopback traffic, and neither are a developer's own settings.
 PYTEST := env -u http_proxy -u https_proxy -u HTTP_PROXY -u HTTPS_PROXY
 
-.PHONY: help demo test test-all test-engines soak clients bench bench-engines gen lint contract lock clean
+.PHONY: help demo test test-all test-engines soak mutants coverage clients bench bench-engines gen lint contract lock clean
 
 help:  ## What there is.
 	@sed -n 's/^\([a-z-]*\):.*##/  make \1 \t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -41,6 +41,15 @@ clients:  ## Clients in other languages: generated code, build, golden batches (
 soak:  ## Thousands of hand-offs while ranks are killed, rooms cancelled, writes fail (SOAK=full: 20,000 in ten minutes).
 	@.ci/setup main
 	@$(PYTEST) $(BIN)/python -m tests.soak $(if $(filter full,$(SOAK)),--rooms 20000 --seconds 600) $(ARGS)
+
+mutants:  ## Small faults in the pure folders, one at a time: which does no test notice? (ARGS="protocol --sample 100")
+	@.ci/setup main
+	@$(PYTEST) $(BIN)/python -m tests.mutants $(ARGS)
+
+coverage:  ## Which lines and branches of the library the quick tests of one process reach.
+	@.ci/setup main
+	@$(PYTEST) $(BIN)/python -m coverage run -m pytest -q -m "not slow" $(or $(ARGS),tests/unit tests/simulation tests/conformance tests/contract)
+	@$(BIN)/python -m coverage report
 
 contract:  ## tests/contract without torch and Mooncake: on the floors of pyproject.toml (protobuf 6), and on protobuf 7.
 	@for world in protobuf6 protobuf7; do \

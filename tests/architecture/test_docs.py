@@ -1,0 +1,56 @@
+"""The pages that say where things are name files and functions that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+TRANSFER = (ROOT / "kvgrpc" / "transfer" / "README.md").read_text()
+MOST_FILES = 12
+FILE = re.compile(r"`([\w/]+\.py)`")
+
+
+def walks() -> list[tuple[str, str, list[str]]]:
+    """(what is walked, the folder it begins in, the files of its table)."""
+    found = []
+    for section in re.split(r"^## ", ARCHITECTURE, flags=re.MULTILINE):
+        base = re.search(r"file \(below `([\w/]+)`\)", section)
+        if base is not None:
+            table = "\n".join(line for line in section.splitlines() if line.startswith("|"))
+            found.append((section.split(",")[0], base.group(1), FILE.findall(table)))
+    return found
+
+
+def test_a_room_an_event_and_a_registration_are_walked() -> None:
+    assert [name for name, _, _ in walks()] == ["A room", "An event", "A registration"]
+
+
+@pytest.mark.parametrize(("name", "base", "files"), walks(), ids=lambda value: value if isinstance(value, str) else "")
+def test_a_walk_has_at_most_twelve_files_and_they_exist(name: str, base: str, files: list[str]) -> None:
+    assert [file for file in files if not ((ROOT / base / file).exists() or (ROOT / file).exists())] == []
+    assert len(set(files)) <= MOST_FILES
+
+
+def test_every_rule_of_a_session_is_found_from_the_readme_of_transfer() -> None:
+    """By file, and by a function or class that is there."""
+    table = re.split(r"^## ", TRANSFER.split("## Where each rule is")[1], flags=re.MULTILINE)[0]
+    rules = re.findall(r"^\| (\d+), ", table, re.MULTILINE)
+    in_session = re.findall(r"^(\d+)\. \*\*", (ROOT / "docs" / "session.md").read_text(), re.MULTILINE)
+    assert rules == in_session
+    for names in re.findall(r"`([\w/]+\.py)`((?: \(?(?:a )?`\w+`,?)*)", table):
+        file, functions = names
+        bases = ("kvgrpc/transfer/protocol", "kvgrpc/transfer", "kvgrpc")
+        path = next((ROOT / base / file for base in bases if (ROOT / base / file).exists()), None)
+        assert path is not None, file
+        for function in re.findall(r"`(\w+)`", functions):
+            assert re.search(rf"\b{function}\b", path.read_text()), f"{file} has no {function}"
+
+
+def test_files_that_the_readme_of_transfer_names_exist() -> None:
+    bases = ("kvgrpc/transfer/protocol", "kvgrpc/transfer/layout", "kvgrpc/transfer", "kvgrpc", "")
+    missing = {file for file in FILE.findall(TRANSFER) if not any((ROOT / base / file).exists() for base in bases)}
+    assert missing == set()

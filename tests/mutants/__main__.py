@@ -1,0 +1,128 @@
+"""``python -m tests.mutants [TARGET...]``: runs the tests of a target once for each fault, and lists what survives.
+
+Each fault lives in a fork that has loaded pytest but nothing of ours. What survives and is known to be harmless stands
+in ``known.txt`` with the reason; the exit code is 1 where something else survives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from types import CodeType, ModuleType
+
+import hypothesis
+import msgspec
+import numpy
+import pytest
+
+from tests.mutants.faults import Mutant, mutants_of
+from tests.mutants.targets import ROOT, TARGETS, files_of
+
+KNOWN = ROOT / "tests" / "mutants" / "known.txt"
+PRELOADED = (hypothesis, msgspec, numpy)
+
+
+def main() -> int:
+    options = _options()
+    known = _known()
+    unknown = 0
+    for target in options.targets or TARGETS:
+        mutants = [mutant for path in files_of(target) for mutant in mutants_of(path)]
+        if options.sample:
+            mutants = sorted(random.Random(options.seed).sample(mutants, min(options.sample, len(mutants))), key=_place)
+        tests = [str(ROOT / "tests" / name) for name in TARGETS[target][1]]
+        began = time.monotonic()
+        if _notice(None, tests, 300.0) != "passed":
+            sys.exit(f"{target}: the tests fail without any fault")
+        limit = 10.0 + 5 * (time.monotonic() - began)
+        killed = 0
+        for mutant in mutants:
+            if _notice(mutant, tests, limit) != "passed":
+                killed += 1
+            elif _key(mutant) not in known:
+                unknown += 1
+                print(f"SURVIVES {_key(mutant)}   (line {mutant.line})", flush=True)
+        print(f"{target}: {killed} of {len(mutants)} faults were noticed", flush=True)
+    return 1 if unknown else 0
+
+
+def _notice(mutant: Mutant | None, tests: Sequence[str], limit: float) -> str:
+    """ "passed": no test noticed; else "failed" or "hung"."""
+    child = os.fork()
+    if not child:
+        os.setpgid(0, 0)
+        silence = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(silence, stream)
+        if mutant is not None:
+            sys.meta_path.insert(0, _Finder(mutant))
+        options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "--timeout", str(limit)]
+        os._exit(int(pytest.main([*options, *tests])) != 0)
+    end = time.monotonic() + limit
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return "failed" if status else "passed"
+        if time.monotonic() > end:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return "hung"
+        time.sleep(0.01)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the one module with the fault; everything else is as it is."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self._mutant = mutant
+        self._name = ".".join(mutant.path.relative_to(ROOT).with_suffix("").parts)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != self._name:
+            return None
+        loader = _Loader(name, str(self._mutant.path))
+        loader.code = compile(self._mutant.tree, str(self._mutant.path), "exec")
+        return importlib.util.spec_from_file_location(name, self._mutant.path, loader=loader)
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    code: CodeType
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.code
+
+
+def _place(mutant: Mutant) -> tuple[str, int]:
+    return str(mutant.path), mutant.line
+
+
+def _key(mutant: Mutant) -> str:
+    """Without the line, so that a known one stays known when others move."""
+    return f"{mutant.path.relative_to(ROOT).as_posix()} {mutant.what}"
+
+
+def _known() -> set[str]:
+    lines = KNOWN.read_text().splitlines() if KNOWN.exists() else []
+    return {line.strip() for line in lines if line.strip() and not line.startswith("#")}
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("targets", nargs="*", choices=[*TARGETS, []], help=f"of {', '.join(TARGETS)}; none: all")
+    parser.add_argument("--sample", type=int, default=0, help="so many faults of each target, by chance")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""What is mutated, and the quick tests that must notice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# By name: files below kvgrpc/, tests below tests/, those that fail soonest first.
+TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "protocol": (
+        "transfer/protocol/*.py",
+        (
+            *(
+                "unit/transfer/test_prefill_core.py",
+                "unit/transfer/test_decode_core.py",
+                "unit/transfer/test_fan_out.py",
+            ),
+            *("unit/transfer/test_alignment.py", "unit/transfer/test_coverage.py", "unit/transfer/test_destination.py"),
+            *("unit/transfer/test_deadlines.py", "unit/transfer/test_pending_rooms.py", "simulation/test_cases.py"),
+        ),
+    ),
+    "layout": (
+        "transfer/layout/*.py",
+        ("unit/transfer/test_topology.py", "unit/transfer/test_plan.py", "unit/transfer/test_engines_topology.py"),
+    ),
+    "log": (
+        "events/log/*.py",
+        (
+            *("unit/events/test_journal.py", "unit/events/test_snapshot.py", "unit/events/test_digest.py"),
+            *("unit/events/test_batch_queue.py", "unit/events/test_publisher.py"),
+        ),
+    ),
+    "following": ("events/following/*.py", ("unit/events/test_index.py", "simulation/test_followers.py")),
+    "registry": ("registry/*.py", ("unit/registry",)),
+    "tree": ("prefetch/tree.py", ("unit/prefetch/test_tree.py",)),
+}
+# Parts of these folders that do I/O: tests of servers and processes notice their faults.
+NOT_PURE = {
+    *("events/log/stream.py", "events/following/index_servicer.py", "registry/servicer.py", "registry/wire.py"),
+    *("registry/watching.py", "registry/feed.py", "registry/mirror.py", "registry/addresses.py"),
+}
+
+
+def files_of(target: str) -> list[Path]:
+    base = ROOT / "kvgrpc"
+    found = sorted(base.glob(TARGETS[target][0]))
+    return [path for path in found if path.relative_to(base).as_posix() not in NOT_PURE and path.name != "__init__.py"]
