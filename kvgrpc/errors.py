@@ -13,6 +13,53 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+__all__ = [
+    "MAX_MESSAGE_CHARS",
+    "AddressNotAllowed",
+    "CallTooLong",
+    "CopyFailed",
+    "CredentialsInvalid",
+    "EngineNotFound",
+    "EventsCompacted",
+    "EventsSequenceInFuture",
+    "Failure",
+    "FeatureDisabled",
+    "FrameTooLarge",
+    "IdentityMismatch",
+    "Internal",
+    "InvalidRequest",
+    "KvGrpcError",
+    "KvIndexOutOfRange",
+    "OldShapeStillLeased",
+    "OperationNotFound",
+    "PageStateInvalid",
+    "PagesHeld",
+    "ParallelLayoutMismatch",
+    "PeerLost",
+    "PeerUnreachable",
+    "PermissionDenied",
+    "Reason",
+    "RegistrationShapeConflict",
+    "RequestIdReused",
+    "RoomCancelled",
+    "RoomConflict",
+    "RoomDeadline",
+    "RoomNotFound",
+    "ServerDraining",
+    "StaleEpoch",
+    "StaleLog",
+    "StorageFailed",
+    "StoreUnavailable",
+    "StreamNotFound",
+    "TooManyRequests",
+    "TransferFailed",
+    "Violation",
+    "WarmingUp",
+    "WrongRank",
+    "exception_of",
+]
+
+
 MAX_MESSAGE_CHARS = 1024
 _SHOWN_CHARS = 200
 

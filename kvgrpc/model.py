@@ -12,6 +12,28 @@ from typing import Any, NamedTuple
 from kvgrpc.arrays import rows_of
 from kvgrpc.errors import InvalidRequest, Violation
 
+__all__ = [
+    "COMPONENTS",
+    "ENGINE_NAME",
+    "MAX_EPOCH",
+    "MAX_WORD_CHARS",
+    "UNKNOWN_MODEL",
+    "Attention",
+    "Layout",
+    "ModelIdentity",
+    "Pool",
+    "PoolKind",
+    "RankId",
+    "RankRef",
+    "Region",
+    "Role",
+    "check_pools",
+    "check_rank",
+    "new_epoch",
+    "raise_if",
+]
+
+
 ENGINE_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 MAX_EPOCH = 2**53 - 1
 MAX_WORD_CHARS = 64

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Concatenate
 
 import click
 
-from kvgrpc.cli.unanswered import Unanswered, next_step
+from kvgrpc.cli.no_answer import NoAnswer, next_step
 from kvgrpc.errors import PeerUnreachable
 from kvgrpc.net import check_target
 
@@ -109,7 +109,7 @@ def _with_client(function: Callable[Concatenate[SyncClient, ...], None], where: 
             with SyncClient(server, security, timeout) as client:
                 function(client, *arguments, **options)
         except PeerUnreachable as error:
-            raise Unanswered(error, next_step(server, with_tls=security.tls, where=where)) from error
+            raise NoAnswer(error, next_step(server, with_tls=security.tls, where=where)) from error
 
     for option in reversed(_OPTIONS):
         run = option(run)

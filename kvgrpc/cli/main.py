@@ -10,7 +10,7 @@ import click
 
 import kvgrpc
 from kvgrpc.cli.failures import INTERRUPTED, explain
-from kvgrpc.cli.unanswered import Unanswered
+from kvgrpc.cli.no_answer import NoAnswer
 from kvgrpc.errors import KvGrpcError
 
 # Name -> module below kvgrpc.cli and attribute; in the order of the help.
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except Unanswered as silence:
+    except NoAnswer as silence:
         sys.exit(explain(silence.error, silence.next_step))
     except KvGrpcError as error:
         sys.exit(explain(error))

@@ -59,7 +59,7 @@ class EventFollower:
         self.core = FollowerCore(index or BlockIndex(), _events, live=live)
         self._security = security or ClientSecurity()
         self._stamp: object = None
-        self._unanswered = False
+        self._no_answer = False
         self._channel: grpc.aio.Channel | None = None
         self._closing: asyncio.Future[None] | None = None
         self._watches: dict[int, asyncio.Task[None]] = {}
@@ -204,7 +204,7 @@ class EventFollower:
             error = PeerUnreachable(f"{self.address}: {stall}", metadata={"address": self.address})
         except KvGrpcError as refusal:
             error = refusal
-        self._unanswered = self._unanswered or isinstance(error, PeerUnreachable)
+        self._no_answer = self._no_answer or isinstance(error, PeerUnreachable)
         self.core.ended(order.number, error, time.monotonic())
         self._obey()
 
@@ -212,11 +212,11 @@ class EventFollower:
         """The channel; a new one where the files of our certificate were replaced, and where nobody answered on the old
         one: it waits longer and longer between attempts of its own."""
         stamp = self._security.stamp
-        if self._channel is None or self._unanswered or stamp != self._stamp:
+        if self._channel is None or self._no_answer or stamp != self._stamp:
             if self._channel is not None:
                 background(self._channel.close(None), "channel-close")
             self._channel, self._stamp = open_channel(self.address, self._security), stamp
-            self._unanswered = False
+            self._no_answer = False
         return self._channel
 
     async def _messages(self, order: OpenWatch) -> AsyncGenerator[pb.WatchResponse, None]:

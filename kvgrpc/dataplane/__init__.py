@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvgrpc.dataplane.base import DataPlane
 
+__all__ = ["NAMES", "open_plane"]
+
+
 NAMES = ("mooncake", "shm")
 
 

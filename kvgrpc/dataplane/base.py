@@ -15,6 +15,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+__all__ = ["DataPlane", "MemoryRange", "Outcome", "Peer", "Result", "Transfer", "U64Array"]
+
+
 U64Array = npt.NDArray[np.uint64]
 
 

@@ -87,7 +87,7 @@ def check(config: RankConfig) -> None:
 
 
 def check_lease_ttl(seconds: object) -> None:
-    """Raises InvalidRequest for a lease that is too short to be renewed, or that outlives every patience."""
+    """Raises InvalidRequest for a lease that is too short to be renewed, or that lives longer than anyone waits."""
     raise_if(list(_wrong_lease_ttl(seconds)))
 
 

@@ -14,8 +14,8 @@ from tests.engines.engine import Engine, Pair, Request
 from tests.engines.model import Reference
 
 pytestmark = pytest.mark.timeout(230)
-# docs/session.md rule 3: a peer that is gone is noticed in 1 s, a silent one after 3 s of patience; prefill waits 1 s
-# for decode to come back first. The rest is a scheduler step, and two cores.
+# docs/session.md rule 3: a peer that is gone is noticed in 1 s, a silent one after the idle timeout, 3 s; prefill waits
+# 1 s for decode to come back first. The rest is a scheduler step, and two cores.
 GONE_SECONDS, SILENT_SECONDS = 2.5, 6.0
 
 

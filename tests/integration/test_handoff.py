@@ -19,7 +19,7 @@ from tests.integration.rank_host import PAGES, RankProcess
 
 FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = 0, 1, 2, 3, 4
 # A death is known within 1 s at decode and 2 s at prefill: tests/simulation holds them to that, in ticks. Here a busy
-# machine may add to it, but not so much that it would be the patience of 3 s that found out.
+# machine may add to it, but not so much that it would be the idle timeout of 3 s that found out.
 BELOW_PATIENCE = 2.9
 Start = Callable[..., RankProcess]
 
@@ -360,7 +360,7 @@ def test_of_three_kills_the_soonest_is_known_within_a_second_at_decode_and_two_a
     assert min(took) < seconds
 
 
-def test_a_stopped_prefill_is_known_after_the_patience_and_its_pages_wait_for_its_word(
+def test_a_stopped_prefill_is_known_after_the_idle_timeout_and_its_pages_wait_for_its_word(
     pair: tuple[RankProcess, RankProcess],
 ) -> None:
     prefill, decode = pair
@@ -375,7 +375,7 @@ def test_a_stopped_prefill_is_known_after_the_patience_and_its_pages_wait_for_it
     decode.call("wait_release", [1])
 
 
-def test_a_stopped_decode_is_known_after_the_patience(pair: tuple[RankProcess, RankProcess]) -> None:
+def test_a_stopped_decode_is_known_after_the_idle_timeout(pair: tuple[RankProcess, RankProcess]) -> None:
     prefill, decode = pair
     decode.call("receive", 1, prefill.address, [1])
     prefill.call("send", 1, [1], last=False)

@@ -1,7 +1,7 @@
 """What Mooncake reads from the environment, and which of it this data plane cannot stand.
 
 Mooncake reads its variables while it is imported and while an engine is made. Most only tune it; some change what
-"done" means, outlast our own patience, or end the process.
+"done" means, outlast our own deadlines, or end the process.
 """
 
 from __future__ import annotations

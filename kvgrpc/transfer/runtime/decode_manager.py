@@ -35,7 +35,7 @@ from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
 from kvgrpc.wire import failure_from_pb, layout_to_pb, model_to_pb, pool_to_pb, rank_ref_from_pb, rank_ref_to_pb
 
 logger = logging.getLogger(__name__)
-# A peer that asks for more patience gets this much: past it a hung one would hold our rooms too long.
+# A peer that asks for a longer idle timeout gets this much: past it a hung one would hold our rooms too long.
 LONGEST_IDLE_TIMEOUT_MS = 60_000
 _Call = grpc.aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]
 
@@ -250,7 +250,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
 
     def _pace_of(self, welcome: pb.Welcome) -> tuple[int, int]:
         """Ticks between our heartbeats, and after how many without a word the peer is given up: as it asks, within
-        reason, and never with less patience than our own."""
+        reason, and never sooner than after our own idle timeout."""
         timing = self.config.timing
         heartbeat, idle_timeout = timing.heartbeat, timing.idle_timeout
         if welcome.HasField("heartbeat"):

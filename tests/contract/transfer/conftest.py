@@ -38,7 +38,7 @@ def prefill() -> Iterator[RankHost]:
 
 @pytest.fixture(scope="module")
 def hasty() -> Iterator[RankHost]:
-    """A prefill whose patience is a second."""
+    """A prefill whose idle timeout is a second."""
     host = RankHost("H", "PREFILL", {"timing": TIMING})
     yield host
     assert host.rank.transfer.errors == 0

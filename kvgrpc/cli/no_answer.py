@@ -14,7 +14,7 @@ HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 
 SETTINGS = 4
 
 
-class Unanswered(Exception):
+class NoAnswer(Exception):
     """A PeerUnreachable with what to do next."""
 
     def __init__(self, error: PeerUnreachable, next_step: str) -> None:
