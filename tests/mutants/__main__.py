@@ -12,6 +12,7 @@ import importlib.machinery
 import importlib.util
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -36,6 +37,7 @@ def main() -> int:
     unknown = 0
     for target in options.targets or TARGETS:
         mutants = [mutant for path in files_of(target) for mutant in mutants_of(path)]
+        mutants = [mutant for mutant in mutants if re.search(options.only, _key(mutant))]
         if options.sample:
             mutants = sorted(random.Random(options.seed).sample(mutants, min(options.sample, len(mutants))), key=_place)
         tests = [str(ROOT / "tests" / name) for name in TARGETS[target][1]]
@@ -119,6 +121,7 @@ def _known() -> set[str]:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("targets", nargs="*", choices=[*TARGETS, []], help=f"of {', '.join(TARGETS)}; none: all")
+    parser.add_argument("--only", default="", help="a pattern that file and fault must match")
     parser.add_argument("--sample", type=int, default=0, help="so many faults of each target, by chance")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()

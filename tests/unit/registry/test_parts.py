@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvgrpc.errors import AddressNotAllowed, InvalidRequest
+from kvgrpc.errors import AddressNotAllowed, InvalidRequest, PeerUnreachable, WarmingUp
 from kvgrpc.model import Layout, Role
 from kvgrpc.paging import numbers_token, page_token, read_numbers_token, read_page_token
 from kvgrpc.registry import wire
+from kvgrpc.registry.calls import pause_before
 from kvgrpc.registry.clock import MAX_STEP_SECONDS, RunningClock
+from kvgrpc.registry.engine import Engine, LeasedRow, Shape
 from kvgrpc.registry.model import Endpoints, RankRow, RankSelector, ResolvedEngine
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.wire import pool_to_pb
@@ -162,3 +164,43 @@ def test_a_request_has_1_to_1024_rows(count: int) -> None:
         wire.rows_to_register(
             pb.RegisterRequest(rows=[message_of(row())] * count), wire.PoolCache(), peer_is_local=True
         )
+
+
+def test_a_pool_of_an_engine_may_change_when_its_last_holder_has_gone() -> None:
+    first, second = row(dp=0, pools=(pool(),), layout=Layout(dp=2)), row(dp=1, pools=(pool(),), layout=Layout(dp=2))
+    other = row(dp=1, pools=(pool(page_tokens=32),), layout=Layout(dp=2))
+    shape = Shape(Role.PREFILL, Layout(dp=2), first.model)
+    shape.add(first)
+    shape.add(second)
+    shape.remove(second)
+    assert shape.differences(other), "the first rank still has the pool as it was"
+    assert not shape.differences(other, replaced=[first])
+    shape.remove(first)
+    assert not shape.differences(other)
+    assert not shape.covers(first)
+
+
+def test_the_newest_epoch_of_an_engine_is_that_of_the_rows_it_has() -> None:
+    engine = Engine(row(dp=0, epoch=5, layout=Layout(dp=3)))
+    leased = [
+        LeasedRow(row(dp=dp, epoch=epoch, layout=Layout(dp=3)), dp, 0.0, engine) for dp, epoch in [(0, 5), (1, 9)]
+    ]
+    assert engine.newest_epoch(frozenset()) == 0
+    engine.add(leased[0])
+    assert engine.newest_epoch(frozenset()) == 5
+    engine.add(leased[1])
+    assert engine.newest_epoch(frozenset()) == 9
+    assert engine.newest_epoch({leased[1].row.ref.rank}) == 5
+    assert engine.newest_epoch({each.row.ref.rank for each in leased}) == 0
+    engine.remove(leased[1])
+    assert engine.newest_epoch(frozenset()) == 5
+
+
+def test_pauses_double_up_to_the_longest_and_are_never_shorter_than_asked_for() -> None:
+    for attempt, most in enumerate([1.0, 2.0, 4.0, 5.0, 5.0]):
+        pauses = [pause_before(attempt, 1.0, 5.0, None) for _ in range(300)]
+        assert 0.0 < min(pauses) < 0.5 * most < 0.9 * most < max(pauses) <= most
+    unasked = PeerUnreachable("no", metadata={"address": "a:1"})
+    assert pause_before(0, 1.0, 5.0, unasked) <= 1.0
+    asked = WarmingUp("not yet", retry_after=7.0)
+    assert 7.0 <= pause_before(0, 1.0, 5.0, asked) <= 7.1
