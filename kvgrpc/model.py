@@ -37,6 +37,8 @@ __all__ = [
 ENGINE_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 MAX_EPOCH = 2**53 - 1
 MAX_WORD_CHARS = 64
+# Of one rank, over all of its pools; decoding so many takes 40 ms of a loop that others share.
+MAX_REGIONS = 4_096
 _LONGEST = {"name": 128, "dtype": MAX_WORD_CHARS, "axes": 256, "location": MAX_WORD_CHARS}
 COMPONENTS = ("k", "v", "kv", "latent", "indexer", "conv", "temporal")
 _SHOWN_CHARS = 200
@@ -249,6 +251,8 @@ def check_pools(pools: Sequence[Pool], path: str = "pools", *, addresses: bool =
     """Raises InvalidRequest naming every field of a pool that cannot be right."""
     violations = []
     names: set[str] = set()
+    if (regions := sum(len(pool.regions) for pool in pools)) > MAX_REGIONS:
+        raise_if([Violation(path, f"at most {MAX_REGIONS} regions together", regions)])
     for index, pool in enumerate(pools):
         where = f"{path}[{index}]"
         if not pool.name:

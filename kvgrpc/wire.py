@@ -82,7 +82,8 @@ def pool_to_pb(pool: Pool) -> pb.Pool:
     )
 
 
-def pool_from_pb(message: pb.Pool, path: str = "pools[0]") -> Pool:
+def pool_from_pb(message: pb.Pool, path: str = "pools[0]", *, addresses: bool = True) -> Pool:
+    """``addresses`` False: without those of its regions, which mean nothing outside their process."""
     try:
         kind = PoolKind(message.kind)
     except ValueError:
@@ -94,7 +95,8 @@ def pool_from_pb(message: pb.Pool, path: str = "pools[0]") -> Pool:
         pages=message.pages,
         dtype=message.dtype,
         regions=tuple(
-            Region(r.layer, r.component, r.address, r.page_stride_bytes, r.page_bytes) for r in message.regions
+            Region(r.layer, r.component, r.address if addresses else 0, r.page_stride_bytes, r.page_bytes)
+            for r in message.regions
         ),
         axes=message.axes,
         heads_total=message.heads_total,

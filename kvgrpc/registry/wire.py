@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from kvgrpc import wire
 from kvgrpc.errors import InvalidRequest, Violation
-from kvgrpc.model import Pool, RankRef, Role, check_pools, check_rank, raise_if
+from kvgrpc.model import MAX_REGIONS, Pool, RankRef, Role, check_pools, check_rank, raise_if
 from kvgrpc.registry.addresses import check_advertised, check_events_endpoint
 from kvgrpc.registry.model import Endpoints, EngineChange, EngineFilter, Lease, RankRow, RankSelector, ResolvedEngine
 from kvgrpc.v1 import common_pb2
@@ -89,18 +89,19 @@ def row_from_pb(message: pb.RankRow, pools: PoolCache, path: str = "row") -> Ran
     )
 
 
-def rows_to_register(request: pb.RegisterRequest, pools: PoolCache, *, peer_is_local: bool) -> list[RankRow]:
-    """Decodes and checks everything that a row says about itself, its addresses included."""
+def rows_to_register(request: pb.RegisterRequest, pools: PoolCache, *, peer_is_local: bool) -> Iterator[RankRow]:
+    """Decodes and checks everything that a row says about itself, its addresses included.
+
+    One by one, because a legal request may take seconds in all.
+    """
     _check_count("rows", len(request.rows), 1, MAX_ROWS_PER_REQUEST)
-    rows = []
     for index, message in enumerate(request.rows):
         path = f"rows[{index}]"
         _check_sizes(message, path)
         row = row_from_pb(message, pools, path)
         _check_row(row, path)
         _check_endpoints(row, f"{path}.endpoints", peer_is_local)
-        rows.append(row)
-    return rows
+        yield row
 
 
 def leases_to_pb(leases: Iterable[Lease]) -> list[pb.Lease]:
@@ -177,7 +178,7 @@ def optional_role(value: int) -> Role | None:
 
 
 def _pool_from_pb(message: common_pb2.Pool, path: str) -> Pool:
-    pool = wire.pool_from_pb(message, path).without_addresses()
+    pool = wire.pool_from_pb(message, path, addresses=False)
     try:
         check_pools([pool], addresses=False)
     except InvalidRequest as error:
@@ -204,6 +205,7 @@ def _check_sizes(message: pb.RankRow, path: str) -> None:
     if size > MAX_ROW_BYTES:
         raise_if([Violation(path, f"at most {MAX_ROW_BYTES} bytes", size)])
     _check_count(f"{path}.pools", len(message.pools), 0, MAX_POOLS)
+    _check_count(f"{path}.pools.regions", sum(len(pool.regions) for pool in message.pools), 0, MAX_REGIONS)
 
 
 def _check_endpoints(row: RankRow, path: str, peer_is_local: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvgrpc.errors import InvalidRequest
-from kvgrpc.model import Pool, Region, check_pools
+from kvgrpc.model import MAX_REGIONS, Pool, Region, check_pools
 from kvgrpc.transfer.aux import AuxBuffer
 
 
@@ -175,5 +176,16 @@ def test_as_many_regions_as_a_hello_may_have_are_looked_at_at_once() -> None:
     """Hostile ones too: all in one place."""
     began = time.monotonic()
     with pytest.raises(InvalidRequest):
-        check_pools([pool_of(*(Region(layer, "kv", 4096, 8, 8) for layer in range(16_384)), pages=2**24)])
+        check_pools([pool_of(*(Region(layer, "kv", 4096, 8, 8) for layer in range(MAX_REGIONS)), pages=2**24)])
     assert time.monotonic() - began < 5
+
+
+def test_more_regions_than_a_rank_may_have_are_counted_and_not_looked_at() -> None:
+    half = tuple(Region(layer, "kv", 4096 + layer, 8, 8) for layer in range(MAX_REGIONS // 2 + 1))
+    with pytest.raises(InvalidRequest) as refused:
+        check_pools([pool_of(*half), replace(pool_of(*half), name="other")])
+    assert refused.value.metadata == {
+        "field": "pools",
+        "value": str(MAX_REGIONS + 2),
+        "rule": f"at most {MAX_REGIONS} regions together",
+    }

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, Reason, ServerDraining, WrongRank
-from kvgrpc.model import RankRef, Role, check_pools, check_rank
+from kvgrpc.model import MAX_REGIONS, RankRef, Role, check_pools, check_rank
 from kvgrpc.rpc.callers import check_speaker
 from kvgrpc.rpc.waiters import Waiters
 from kvgrpc.transfer import wire
@@ -38,7 +38,7 @@ _HELLO_WITHIN_SECONDS = 10.0
 _GOODBYE_WITHIN_SECONDS = 1.0
 _LONGEST_TURN_TICKS = 50
 MAX_SOUGHT_ROOMS = 65_536
-_MOST_POOLS, _MOST_REGIONS, _MOST_AUX_BUFFERS = 64, 16_384, 256
+_MOST_POOLS, _MOST_AUX_BUFFERS = 64, 256
 
 
 class Reader(Protocol):
@@ -295,7 +295,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         """Bounds before anything is looked at: this runs on the loop that all sessions share."""
         for field, size, limit in (
             ("pools", len(hello.pools), _MOST_POOLS),
-            ("pools.regions", sum(len(pool.regions) for pool in hello.pools), _MOST_REGIONS),
+            ("pools.regions", sum(len(pool.regions) for pool in hello.pools), MAX_REGIONS),
             ("aux_item_bytes", len(hello.aux_item_bytes), _MOST_AUX_BUFFERS),
         ):
             if size > limit:

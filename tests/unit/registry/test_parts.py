@@ -108,7 +108,7 @@ def test_rows_engines_and_selectors_survive_the_wire() -> None:
 
 
 def decode(message: pb.RankRow) -> None:
-    wire.rows_to_register(pb.RegisterRequest(rows=[message]), wire.PoolCache(), peer_is_local=True)
+    list(wire.rows_to_register(pb.RegisterRequest(rows=[message]), wire.PoolCache(), peer_is_local=True))
 
 
 def message_of(at: RankRow) -> pb.RankRow:
@@ -161,8 +161,10 @@ def test_a_wildcard_address_is_refused() -> None:
 @pytest.mark.parametrize("count", [0, 1_025])
 def test_a_request_has_1_to_1024_rows(count: int) -> None:
     with pytest.raises(InvalidRequest):
-        wire.rows_to_register(
-            pb.RegisterRequest(rows=[message_of(row())] * count), wire.PoolCache(), peer_is_local=True
+        list(
+            wire.rows_to_register(
+                pb.RegisterRequest(rows=[message_of(row())] * count), wire.PoolCache(), peer_is_local=True
+            )
         )
 
 

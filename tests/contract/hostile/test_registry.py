@@ -1,0 +1,73 @@
+"""Callers of a registry that ask for as much as they may, and for more."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kvgrpc.errors import InvalidRequest
+from kvgrpc.model import MAX_REGIONS, new_epoch
+from kvgrpc.registry import wire
+from kvgrpc.registry.servicer import REGIONS_IN_A_TURN
+from kvgrpc.rpc.channel import open_channel
+from kvgrpc.v1 import common_pb2
+from kvgrpc.v1 import registry_service_pb2 as pb
+from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
+from tests.contract.registry_serving import Served
+from tests.contract.serving import failure
+
+
+def registration(rows: int, regions: int) -> pb.RegisterRequest:
+    """No two pools of it are alike."""
+    request, epoch = pb.RegisterRequest(), new_epoch()
+    for tp in range(rows):
+        row = request.rows.add(
+            rank=common_pb2.RankRef(rank=common_pb2.RankId(engine="P", tp=tp), epoch=epoch),
+            role=common_pb2.ROLE_PREFILL,
+            layout=common_pb2.Layout(dp=1, pp=1, cp=1, tp=rows),
+            endpoints=pb.Endpoints(grpc="127.0.0.1:9"),
+            data_plane="shm",
+        )
+        pool = row.pools.add(name="kv", kind=common_pb2.POOL_KIND_KV, page_tokens=1, pages=8, location=f"cpu:{tp}")
+        for layer in range(regions):
+            pool.regions.add(layer=layer, component="kv", page_stride_bytes=1, page_bytes=1)
+    return request
+
+
+async def test_the_largest_registration_takes_many_turns_of_the_loop_and_others_have_theirs_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    in_this_turn, turns = 0, list[int]()
+    decode = wire.PoolCache.decode
+
+    def end_of_turn() -> None:
+        nonlocal in_this_turn
+        turns.append(in_this_turn)
+        in_this_turn = 0
+
+    def counted(self: wire.PoolCache, message: common_pb2.Pool, path: str) -> Any:
+        nonlocal in_this_turn
+        if not in_this_turn:
+            asyncio.get_running_loop().call_soon(end_of_turn)
+        in_this_turn += len(message.regions)
+        return decode(self, message, path)
+
+    monkeypatch.setattr(wire.PoolCache, "decode", counted)
+    request = registration(rows=75, regions=4_000)
+    assert 3 << 20 < request.ByteSize() < 4 << 20
+    served = await Served().start()
+    async with open_channel(served.address) as channel:
+        assert len((await RegistryServiceStub(channel).Register(request, timeout=60)).leases) == 75
+    await served.stop()
+    assert sum(turns) == 300_000
+    assert max(turns) < REGIONS_IN_A_TURN + MAX_REGIONS
+
+
+async def test_more_regions_than_a_rank_may_have_are_refused_before_they_are_looked_at() -> None:
+    served = await Served().start()
+    async with open_channel(served.address) as channel:
+        error = await failure(RegistryServiceStub(channel).Register(registration(2, MAX_REGIONS + 1), timeout=20))
+    await served.stop()
+    assert isinstance(error, InvalidRequest) and error.metadata["field"] == "rows[0].pools.regions"
