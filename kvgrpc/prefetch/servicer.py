@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TypeVar
 
 from kvgrpc.errors import FeatureDisabled, InvalidRequest, ServerDraining, StorageFailed, TooManyRequests
@@ -30,6 +30,8 @@ _THREADS = 4
 _PART_OF_A_CALLER = 4
 _DEFAULT_PAGE, _LARGEST_PAGE = 100, 1000
 _OPERATIONS_OF_A_MESSAGE = 256
+# An operation of 65,536 pages says what became of each; clients of other languages take 4 MiB unless told otherwise.
+_BYTES_OF_A_MESSAGE = 1 << 20
 # Changes of one operation come in bursts; a watcher needs the latest only.
 _COALESCE_SECONDS = 0.02
 _ON_THE_LOOP_TOKENS = 4_096
@@ -156,11 +158,17 @@ class PrefetchServicer(PrefetchServiceServicer):
         after = read_numbers_token(question, request.page_token, 1)
         rows = book.open() if request.open_only else book.all()
         rows = sorted((row for row in rows if after is None or row.number > after[0]), key=lambda row: row.number)
-        size = request.page_size or _DEFAULT_PAGE
-        return pb.ListOperationsResponse(
-            operations=[self._to_pb(row, with_pages=False) for row in rows[:size]],
-            next_page_token=numbers_token(question, [rows[size - 1].number]) if len(rows) > size else "",
-        )
+        response, left = pb.ListOperationsResponse(), _BYTES_OF_A_MESSAGE
+        for row in rows[: request.page_size or _DEFAULT_PAGE]:
+            message = self._to_pb(row, with_pages=False)
+            left -= message.ByteSize()
+            if left < 0 and response.operations:
+                break
+            response.operations.append(message)
+        told = len(response.operations)
+        if told < len(rows):
+            response.next_page_token = numbers_token(question, [rows[told - 1].number])
+        return response
 
     async def GetCacheInfo(self, request: pb.GetCacheInfoRequest, context: Any) -> pb.GetCacheInfoResponse:
         manager = self._manager
@@ -240,15 +248,18 @@ class PrefetchServicer(PrefetchServiceServicer):
     def _to_pb(self, operation: Operation, *, with_pages: bool = True) -> pb.CacheOperation:
         return wire.operation_to_pb(self._manager.controller.book.row(operation, with_pages=with_pages), time.time())
 
-    def _chunks(self, operations: list[Operation]) -> list[pb.WatchOperationsResponse]:
+    def _chunks(self, operations: list[Operation]) -> Iterator[pb.WatchOperationsResponse]:
         """Page by page only for what has ended: what runs is told many times."""
-        size = _OPERATIONS_OF_A_MESSAGE
-        return [
-            pb.WatchOperationsResponse(
-                operations=[self._to_pb(each, with_pages=each.ended) for each in operations[start : start + size]]
-            )
-            for start in range(0, len(operations), size)
-        ]
+        message, left = pb.WatchOperationsResponse(), _BYTES_OF_A_MESSAGE
+        for each in operations:
+            row = self._to_pb(each, with_pages=each.ended)
+            left -= row.ByteSize()
+            if message.operations and (left < 0 or len(message.operations) == _OPERATIONS_OF_A_MESSAGE):
+                yield message
+                message, left = pb.WatchOperationsResponse(), _BYTES_OF_A_MESSAGE - row.ByteSize()
+            message.operations.append(row)
+        if message.operations:
+            yield message
 
     def _listening(self, only: Operation | None = None) -> _Listening:
         # Whoever ends an operation waits a bounded time for it: watchers do not lock them out.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _DEFAULT_PAGE, _LARGEST_PAGE = 100, 1000
+# Clients of other languages take 4 MiB unless told otherwise.
+MAX_PAGE_BYTES = 3 << 20
 _LONGEST_CAUSE = 256
 MAX_LOCATED_ROOMS = 4_096
 _SESSIONS = "ListSessions"
@@ -76,8 +78,9 @@ class TransferServicer(TransferServiceServicer):
         rows, total = await self._manager.page_of_rooms(
             RoomKey(*after) if after else RoomKey(0), size + 1, None if everything else wanted
         )
-        token = numbers_token(question, rows[size - 1].key[:2]) if len(rows) > size else ""
-        return pb.ListRoomsResponse(rooms=[_room_to_pb(row) for row in rows[:size]], next_page_token=token, total=total)
+        rooms = _that_fit(_room_to_pb(row) for row in rows[:size])
+        token = numbers_token(question, rows[len(rooms) - 1].key[:2]) if len(rows) > len(rooms) else ""
+        return pb.ListRoomsResponse(rooms=rooms, next_page_token=token, total=total)
 
     async def GetRoom(self, request: pb.GetRoomRequest, context: object) -> pb.GetRoomResponse:
         return pb.GetRoomResponse(room=_room_to_pb(self._find(request.room, request.attempt)))
@@ -152,6 +155,18 @@ def _states(asked: Sequence[int]) -> set[RoomState]:
         names = ", ".join(f"{state.name} ({state.value})" for state in RoomState)
         raise _invalid("states", ", ".join(unknown[:10]), f"of {names}")
     return {RoomState(state) for state in asked}
+
+
+def _that_fit(rooms: Iterable[pb.Room]) -> list[pb.Room]:
+    """The first ones up to MAX_PAGE_BYTES, at least one: a failure or many parts make a room as large as 50 KiB."""
+    fit: list[pb.Room] = []
+    left = MAX_PAGE_BYTES
+    for room in rooms:
+        left -= room.ByteSize()
+        if left < 0 and fit:
+            break
+        fit.append(room)
+    return fit
 
 
 def _invalid(field: str, value: object, rule: str) -> InvalidRequest:

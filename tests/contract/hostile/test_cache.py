@@ -21,7 +21,7 @@ from kvgrpc.prefetch.agreement.leader import LeaderAgreement
 from kvgrpc.prefetch.agreement.votes import Stage
 from kvgrpc.prefetch.controller.operation import Operation
 from kvgrpc.prefetch.controller.operations import MAX_OPEN_PAGES, MAX_REMEMBERED_PAGES, OperationBook
-from kvgrpc.prefetch.model import OperationKind, OperationState, PrefetchLimits
+from kvgrpc.prefetch.model import OperationKind, OperationState, PageOutcome, PrefetchLimits
 from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.rpc.interceptors import ALLOWED, CallLimits
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity, parse_tokens
@@ -117,6 +117,22 @@ class TestWhatIsKept:
             book.end(operation, OperationState.DECLINED)
         book.forget_ended()
         assert (book._open_pages, book._remembered_pages) == (0, 0)
+
+    def test_what_a_watch_is_told_fits_a_message_of_any_client(self, cache: CacheRank) -> None:
+        """Sixteen operations of 65,536 pages each, and what became of every page."""
+        book = cache.manager.controller.book
+        for _ in range(16):
+            operation = book.add(Operation(OperationKind.PREFETCH, ("0" * 64,) * 65_536))
+            operation.outcomes = [PageOutcome.FAILED] * 65_536
+            book.end(operation, OperationState.DECLINED)
+        with grpc.insecure_channel(cache.address) as channel:
+            told, sizes = 0, []
+            for message in stub_of(channel, "c").WatchOperations(pb.WatchOperationsRequest()):
+                if message.complete:
+                    break
+                told += len(message.operations)
+                sizes.append(message.ByteSize())
+        assert told == 16 and max(sizes) < 2 << 20
 
 
 class TestOneCallerAndTheOthers:

@@ -298,6 +298,26 @@ class TestFramesOfDecode:
         eventually(lambda: RoomKey(good) in core_of(prefill).rooms)
         assert len(core_of(prefill).rooms[RoomKey(long)].traceparent) == 0
 
+    def test_a_list_of_rooms_is_cut_where_a_message_of_any_client_ends(self, dial: Dial, prefill: RankHost) -> None:
+        """Whatever peers said of the rooms that failed: clients of other languages take 4 MiB."""
+        client = dial().open()
+        why = common_pb2.Failure(reason=3, message="\u20ac" * 1024, metadata={"k": "\u20ac" * 2000})
+        rooms = [next(ROOMS) for _ in range(600)]
+        for part in (rooms[:300], rooms[300:]):
+            client.send(rooms=[pb.DecodeRoom(room=room, want=STOP, failure=why) for room in part])
+            all_ended(client, part)
+        found, token = set[int](), ""
+        with grpc.insecure_channel(prefill.rank.address) as channel:
+            while True:
+                request = pb.ListRoomsRequest(page_size=1000, page_token=token)
+                page = TransferServiceStub(channel).ListRooms(request, timeout=20)
+                assert page.ByteSize() < 4 << 20
+                found.update(room.room for room in page.rooms)
+                token = page.next_page_token
+                if not token:
+                    break
+        assert found >= set(rooms)
+
     def test_frames_to_a_decode_fit_what_it_said_it_takes(self, dial: Dial) -> None:
         least = 2 * (64 + 8192) + AUX_BYTES
         refused = dial().refused(max_frame_bytes=least - 1)

@@ -1,0 +1,59 @@
+"""Prefills that hang with pages which they may still write: the bound is each one's own, and the health says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvgrpc.client import SyncClient
+from kvgrpc.errors import Reason
+from kvgrpc.transfer import KVPoll
+from kvgrpc.transfer.protocol.types import Bounds
+from tests.contract.hostile.conftest import ROOMS, TIMING
+from tests.contract.hostile.test_weak_proofs import Serve, is_another, serve, told_where_to_write
+from tests.contract.transfer_peers import eventually, receiver_of
+from tests.integration.rank_host import RankHost
+
+__all__ = ["serve"]
+TRANSFER = "kvgrpc.v1.TransferService"
+
+
+@pytest.fixture
+def small() -> Iterator[RankHost]:
+    """Of two pages of one peer that wait for evidence it has enough."""
+    host = RankHost("D3", "DECODE", {"timing": TIMING, "bounds": Bounds(held_pages=1)})
+    yield host
+    host.close(1.0)
+
+
+def refused(decode: RankHost, bootstrap: str) -> bool:
+    receiver = receiver_of(decode, bootstrap, next(ROOMS))
+    eventually(lambda: receiver.poll() in (KVPoll.Failed, KVPoll.WaitingForInput))
+    failure: Any = receiver.failure
+    receiver.abort()
+    return failure is not None and failure.reason is Reason.PAGES_HELD
+
+
+def test_one_that_hangs_is_refused_alone_and_two_are_said_by_the_health(
+    prefill: RankHost, small: RankHost, serve: Serve
+) -> None:
+    honest = f"{prefill.rank.address}/P"
+    first, second = serve(), serve()
+    with SyncClient(small.rank.address) as client:
+        aborted = told_where_to_write(small, first)
+        aborted.abort()
+        assert refused(small, first.bootstrap) and not refused(small, honest)
+        assert client.health(TRANSFER) == "SERVING"
+        other = told_where_to_write(small, second)
+        other.abort()
+        assert refused(small, honest)
+        eventually(lambda: client.health(TRANSFER) == "NOT_SERVING")
+        first.close()  # a refused dial is proof, and its pages come back
+        eventually(lambda: aborted.release_safe)
+        assert not refused(small, honest)
+        eventually(lambda: client.health(TRANSFER) == "SERVING")
+        second.close()
+        serve(is_another, second.address)
+        eventually(lambda: other.release_safe)
