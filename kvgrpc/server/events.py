@@ -9,11 +9,14 @@ import grpc
 import kvgrpc
 from kvgrpc.events import EventPublisher
 from kvgrpc.events.servicer import EventServicer
+from kvgrpc.rpc.interceptors import Admission, CallLimits
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.security import ServerSecurity
+from kvgrpc.server.check import check_call_limits
 from kvgrpc.server.listener import Listener
-from kvgrpc.server.servicer import ServerInfo, ServerServicer
+from kvgrpc.server.servicer import ServerInfo, ServerServicer, limits_to_pb
 from kvgrpc.v1.event_service_pb2_grpc import add_EventServiceServicer_to_server
+from kvgrpc.v1.server_service_pb2 import ServerLimits
 from kvgrpc.v1.server_service_pb2_grpc import add_ServerServiceServicer_to_server
 
 _SERVICES = ("kvgrpc.v1.EventService", "kvgrpc.v1.ServerService")
@@ -27,14 +30,20 @@ class EventServer:
     """
 
     def __init__(
-        self, publisher: EventPublisher, listen: Sequence[str], security: ServerSecurity | None = None
+        self,
+        publisher: EventPublisher,
+        listen: Sequence[str],
+        security: ServerSecurity | None = None,
+        call_limits: CallLimits | None = None,
     ) -> None:
+        check_call_limits(call_limits)
         self.address = ""
         self._listen = tuple(listen)
         self._security = security or ServerSecurity()
         stream = publisher.stream
         self._servicer = EventServicer([] if stream is None else [stream])
-        self._listener = Listener(health_checks={_SERVICES[0]: lambda: publisher.healthy})
+        self._call_limits = call_limits or CallLimits()
+        self._listener = Listener({_SERVICES[0]: lambda: publisher.healthy}, Admission(self._call_limits))
         self._loop = LoopThread.shared()
 
     def open(self) -> EventServer:
@@ -61,6 +70,7 @@ class EventServer:
 
     def _add_servicers(self, server: grpc.aio.Server) -> Sequence[str]:
         add_EventServiceServicer_to_server(self._servicer, server)
-        info = ServerInfo(version=kvgrpc.__version__, services=_SERVICES)
+        limits = ServerLimits(calls=limits_to_pb(self._call_limits))
+        info = ServerInfo(version=kvgrpc.__version__, services=_SERVICES, limits=limits)
         add_ServerServiceServicer_to_server(ServerServicer(info, self, lambda: self._listener.draining), server)
         return _SERVICES

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from kvgrpc.events import open_publisher
 from kvgrpc.model import Layout, RankId, RankRef, check_rank, new_epoch
+from kvgrpc.rpc.interceptors import CallLimits
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.server.events import EventServer
 
@@ -30,6 +31,7 @@ class EventRelay:
         replay: str = "",
         topic: str = "",
         security: ServerSecurity | None = None,
+        call_limits: CallLimits | None = None,
     ) -> None:
         """Raises InvalidRequest for a name that is none."""
         from kvgrpc.events.live.relay import Relay  # loads zmq
@@ -38,7 +40,7 @@ class EventRelay:
         check_rank(rank, Layout(dp=dp + 1))
         self._publisher = open_publisher({"publisher": "null"}, rank)
         self._relay = Relay(endpoint, self._publisher, replay=replay, topic=topic)
-        self._server = EventServer(self._publisher, [listen], security)
+        self._server = EventServer(self._publisher, [listen], security, call_limits)
 
     @property
     def address(self) -> str:
@@ -65,13 +67,16 @@ def serve_relay(
     replay: str = "",
     topic: str = "",
     security: ServerSecurity | None = None,
+    call_limits: CallLimits | None = None,
     on_ready: Callable[[EventRelay], None] = lambda relay: None,
 ) -> None:
     """Serves until SIGTERM or SIGINT. For the main thread of a process; ``on_ready`` gets the relay."""
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
-    relay = EventRelay(listen, endpoint, engine, dp=dp, replay=replay, topic=topic, security=security).open()
+    relay = EventRelay(
+        listen, endpoint, engine, dp=dp, replay=replay, topic=topic, security=security, call_limits=call_limits
+    ).open()
     on_ready(relay)
     while not stopped.wait(1.0):
         continue

@@ -70,12 +70,40 @@ class TestTheCommand:
         ran = run("serve", "registry", "--log-level", "foo")
         assert ran.returncode == 2 and "'foo' is not one of" in ran.stderr
 
-    @pytest.mark.parametrize("what", ["registry", "index"])
-    @pytest.mark.parametrize("limits", ['{"watches_per_caler": 3}', '{"streams": 0}', "[" * 1000, "7"])
-    def test_limits_that_are_none(self, what: str, limits: str) -> None:
-        ran = run("serve", what, "--listen", "127.0.0.1:0", KVGRPC_CALL_LIMITS=limits, KVGRPC_REGISTRY="127.0.0.1:1")
+    @pytest.mark.parametrize(
+        ("what", "limits"),
+        [
+            (("registry",), '{"watches_per_caler": 3}'),
+            (("registry",), "[" * 1000),
+            (("index",), '{"streams": 0}'),
+            (("relay", "tcp://127.0.0.1:1", "--engine", "E"), '{"streams": 0}'),
+        ],
+    )
+    def test_limits_that_are_none(self, what: tuple[str, ...], limits: str) -> None:
+        ran = run("serve", *what, "--listen", "127.0.0.1:0", KVGRPC_CALL_LIMITS=limits, KVGRPC_REGISTRY="127.0.0.1:1")
         assert ran.returncode == 67 and "INVALID_REQUEST: call_limits" in ran.stderr
         assert "Traceback" not in ran.stderr
+
+    @pytest.mark.parametrize(
+        "what",
+        [
+            ("registry",),
+            ("index", "--source", "127.0.0.1:1"),
+            pytest.param(("relay", "tcp://127.0.0.1:1", "--engine", "E"), id="relay"),
+        ],
+    )
+    def test_every_server_takes_and_tells_its_limits(self, what: tuple[str, ...]) -> None:
+        command = [sys.executable, "-m", "kvgrpc", "serve", *what, "--listen", "127.0.0.1:0"]
+        environment = os.environ | {"KVGRPC_CALL_LIMITS": '{"watches_per_caller": 7}'}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
+            assert server.stdout is not None
+            address = server.stdout.readline().split()[-1]
+            with SyncClient(address) as client:
+                assert client.get_server_info().limits.calls.watches_per_caller == 7
+            said = run("info", "-s", address)
+            assert said.returncode == 0 and "calls: watches per caller" in said.stdout
+            server.terminate()
+            assert server.wait(30) == 0
 
     def test_a_file_that_is_not_there(self) -> None:
         ran = run("engines", KVGRPC_CA_FILE="/nowhere/ca.pem")

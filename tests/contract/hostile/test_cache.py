@@ -310,7 +310,7 @@ def test_every_method_survives_random_bytes(cache: CacheRank, index: IndexServer
     for address, service in ((cache.address, "PrefetchService"), (index.address, "IndexService")):
         with grpc.insecure_channel(address) as channel:
             for path in (path for path in ALLOWED if f".{service}/" in path):
-                call = channel.stream_stream(path)
+                call: Any = channel.stream_stream(path)
                 for size in (0, 1, 5, 50, 5_000, 100_000):
                     token = "own" if "Join" in path else "a"
                     headers = (("authorization", f"Bearer {token}"),)

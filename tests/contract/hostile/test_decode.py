@@ -301,7 +301,7 @@ class TestFramesOfDecode:
     def test_a_list_of_rooms_is_cut_where_a_message_of_any_client_ends(self, dial: Dial, prefill: RankHost) -> None:
         """Whatever peers said of the rooms that failed: clients of other languages take 4 MiB."""
         client = dial().open()
-        why = common_pb2.Failure(reason=3, message="\u20ac" * 1024, metadata={"k": "\u20ac" * 2000})
+        why = common_pb2.Failure(reason=3, message="\u20ac" * 1024, metadata={"k": "\u20ac" * 2000})  # type: ignore[arg-type]
         rooms = [next(ROOMS) for _ in range(600)]
         for part in (rooms[:300], rooms[300:]):
             client.send(rooms=[pb.DecodeRoom(room=room, want=STOP, failure=why) for room in part])

@@ -73,7 +73,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("pools[0].regions[0].layer", {"pools": (replace(POOL, regions=(Region("0", "kv", 4096, 8, 8),)),)}),  # type: ignore[arg-type]
     ("pools[0].regions[1]", {"pools": (replace(POOL, regions=POOL.regions * 2),)}),
     ("pools[0].regions[0].address", {"pools": (replace(POOL, regions=OVERLAPPING),)}),
-    ("pools[0].heads_total", {"pools": (replace(POOL, heads_total="2"),)}),
+    ("pools[0].heads_total", {"pools": (replace(POOL, heads_total="2"),)}),  # type: ignore[arg-type]
     ("pools[0].heads_total", {"pools": (replace(POOL, heads_total=-2),)}),
     ("pools[1].name", {"pools": (POOL, POOL)}),
     ("refusal_proves_death", {"refusal_proves_death": "no"}),
@@ -151,7 +151,7 @@ def test_servers_without_an_engine_refuse_limits_that_are_none() -> None:
             lambda limits=limits: IndexServer(["127.0.0.1:0"], sources=["127.0.0.1:1"], call_limits=limits),
         ):
             with pytest.raises(InvalidRequest) as refused:
-                make()  # type: ignore[no-untyped-call]
+                make()
             assert refused.value.metadata["field"].startswith("call_limits")
 
 
