@@ -219,7 +219,7 @@ class TestOneCallerAndTheOthers:
 class TestAgreement:
     def hello(self, cache: CacheRank, **changes: Any) -> pb.JoinAgreementRequest:
         request = pb.JoinAgreementRequest()
-        speaker = getattr(request.hello, "from")
+        speaker = request.hello.member
         speaker.rank.engine, speaker.rank.tp, speaker.epoch = "E", 1, changes.get("epoch", 7)
         layout = request.hello.layout
         layout.dp = layout.pp = layout.cp = 1
@@ -232,7 +232,7 @@ class TestAgreement:
             assert isinstance(error, IdentityMismatch) and "other-*" in error.metadata["scope"]
             ahead = self.hello(cache, epoch=2**53 - 1)
             error = refusal(stub_of(channel, "own").JoinAgreement(iter([ahead])))
-            assert isinstance(error, InvalidRequest) and error.metadata["field"] == "hello.from.epoch"
+            assert isinstance(error, InvalidRequest) and error.metadata["field"] == "hello.member.epoch"
             welcome = stub_of(channel, "own").JoinAgreement(iter([self.hello(cache)]))
             assert next(welcome).epoch
 

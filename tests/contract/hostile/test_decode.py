@@ -95,7 +95,7 @@ class TestEntriesOfDecode:
         ]
         client.send(rooms=entries)
         prefill.send(right, [1])
-        states = {wrong: client.ended(wrong), right: client.ended(right)}
+        states = dict(zip((wrong, right), all_ended(client, [wrong, right]), strict=True))
         assert (states[wrong].state, states[wrong].failure.reason) == (FAILED, reason)
         assert states[right].state == SUCCESS
 
