@@ -192,16 +192,17 @@ class PrefixTree:
         return found.pages
 
     def device_victims(self, count: int, now: float, wanted: Callable[[Node], bool] | None = None) -> list[Node]:
-        """Nodes, ends before their parents, whose device pages are worth least; about ``count`` pages, fewer if there
-        are not so many. Least priority first (the larger number), then least recently used."""
-        return self._victims(count, now, _on_device, wanted)
+        """Nodes, ends before their parents, whose device pages are worth least: ``count`` pages, fewer if there are not
+        so many; a run that is longer than needed is split, and its end goes. Least priority first (the larger number),
+        then least recently used."""
+        return self._victims(count, now, _on_device, wanted, [])
 
     def host_victims(self, count: int, now: float, wanted: Callable[[Node], bool] | None = None) -> list[Node]:
         """The same for host pages: those of nodes that the device does not need any more come first."""
-        found = self._victims(count, now, _on_host_only, wanted)
+        found = self._victims(count, now, _on_host_only, wanted, [])
         missing = count - sum(len(node) for node in found)
         if missing > 0:
-            found += self._victims(missing, now, _on_both, wanted)
+            found += self._victims(missing, now, _on_both, wanted, found)
         return found
 
     def drop_device(self, node: Node) -> list[int]:
@@ -224,7 +225,10 @@ class PrefixTree:
         now: float,
         there: Callable[[Node], bool],
         wanted: Callable[[Node], bool] | None,
+        gone: Sequence[Node],
     ) -> list[Node]:
+        """``gone``: victims already, which need nothing any more."""
+
         def free(node: Node) -> bool:
             return (
                 node.locks == 0
@@ -234,7 +238,7 @@ class PrefixTree:
                 and not any(child not in chosen and _needs_parent(child, there) for child in node.children.values())
             )
 
-        chosen: set[Node] = set()
+        chosen = set(gone)
         order: list[Node] = []
         ends = [node for node in self.nodes() if there(node) and free(node)]
         queued = set(ends)
@@ -243,6 +247,8 @@ class PrefixTree:
         pages = 0
         while heap and pages < count:
             node = heapq.heappop(heap)[-1]
+            if len(node) > count - pages:
+                self._split(node, len(node) - (count - pages))
             chosen.add(node)
             order.append(node)
             pages += len(node)
@@ -345,8 +351,8 @@ def _on_both(node: Node) -> bool:
 
 
 def _needs_parent(child: Node, there: Callable[[Node], bool]) -> bool:
-    """A child on the device needs its parent there; one that is only on the host needs its parent anywhere."""
-    return child.device is not None if there is _on_device else there is _on_host_only
+    """Of a child that is in a tier nobody finds anything there without its parent."""
+    return child.device is not None if there is _on_device else child.host is not None
 
 
 def _common(ours: Sequence[str], theirs: Sequence[str]) -> int:

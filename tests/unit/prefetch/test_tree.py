@@ -47,7 +47,23 @@ def test_the_least_recently_used_end_goes_first() -> None:
     tree.insert_device(chain("ab"), [0, 1])
     tree.insert_device(chain("cd"), [2, 3])
     tree.match(chain("ab"))
-    assert [node.device for node in tree.device_victims(1, 0.0)] == [[2, 3]]
+    assert [node.device for node in tree.device_victims(2, 0.0)] == [[2, 3]]
+
+
+def test_no_more_goes_than_is_needed_and_of_a_run_its_end() -> None:
+    tree = PrefixTree()
+    tree.insert_device(chain("abcd"), [0, 1, 2, 3])
+    assert [node.device for node in tree.device_victims(1, 0.0)] == [[3]]
+    assert [node.device for node in tree.device_victims(3, 0.0)] == [[3], [1, 2]]
+    assert tree.match(chain("abcd")).device == (0, 1, 2, 3)
+
+
+def test_on_the_host_too_an_end_goes_before_what_it_stands_on() -> None:
+    tree = PrefixTree()
+    tree.insert_device(chain("ab"), [0, 1])
+    tree.insert_device(chain("abcd"), [0, 1, 2, 3])
+    tree.insert_host(chain("abcd"), 0, [5, 6, 7, 8])
+    assert [node.host for node in tree.host_victims(3, 0.0)] == [[7, 8], [6]]
 
 
 def test_a_less_urgent_priority_goes_before_what_is_older() -> None:
@@ -55,7 +71,7 @@ def test_a_less_urgent_priority_goes_before_what_is_older() -> None:
     tree.insert_device(chain("ab"), [0, 1], priority=0)
     tree.insert_device(chain("cd"), [2, 3], priority=5)
     tree.match(chain("cd"))
-    assert [node.device for node in tree.device_victims(1, 0.0)] == [[2, 3]]
+    assert [node.device for node in tree.device_victims(2, 0.0)] == [[2, 3]]
 
 
 def test_what_is_locked_or_pinned_stays_with_all_before_it() -> None:
