@@ -58,6 +58,7 @@ THREADS = {
     "demo/processes/child.py": "a demo",
     "demo/processes/live_events.py": "a demo",
     "demo/launch.py": "a demo",
+    "events/live/relay.py": "the relay; its healthy",
     "events/live/router.py": "the replay; its stream's healthy",
     "events/publisher.py": "the publisher; its healthy",
     "observability/http.py": "the status page; a request that fails fails alone",

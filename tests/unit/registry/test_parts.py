@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import base64
 
+import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvgrpc.errors import AddressNotAllowed, InvalidRequest, PeerUnreachable, WarmingUp
+from kvgrpc.errors import AddressNotAllowed, InvalidRequest, KvGrpcError, PeerUnreachable, WarmingUp
 from kvgrpc.model import Layout, Role
 from kvgrpc.paging import numbers_token, page_token, read_numbers_token, read_page_token
 from kvgrpc.registry import wire
-from kvgrpc.registry.calls import pause_before
+from kvgrpc.registry.calls import domain_errors, pause_before
 from kvgrpc.registry.clock import MAX_STEP_SECONDS, RunningClock
 from kvgrpc.registry.engine import Engine, LeasedRow, Shape
 from kvgrpc.registry.model import Endpoints, RankRow, RankSelector, ResolvedEngine
+from kvgrpc.rpc.status import trailing
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.wire import pool_to_pb
 from tests.unit.registry.builders import HandClock, pool, row
@@ -206,3 +208,28 @@ def test_pauses_double_up_to_the_longest_and_are_never_shorter_than_asked_for() 
     assert pause_before(0, 1.0, 5.0, unasked) <= 1.0
     asked = WarmingUp("not yet", retry_after=7.0)
     assert 7.0 <= pause_before(0, 1.0, 5.0, asked) <= 7.1
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, PeerUnreachable),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, PeerUnreachable),
+        (grpc.StatusCode.CANCELLED, PeerUnreachable),
+        (grpc.StatusCode.INTERNAL, KvGrpcError),
+    ],
+)
+def test_a_registry_that_does_not_answer_is_told_from_one_that_failed(
+    code: grpc.StatusCode, kind: type[KvGrpcError]
+) -> None:
+    with pytest.raises(KvGrpcError) as raised, domain_errors("a:1"):
+        raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "why")
+    assert type(raised.value) is kind
+    assert kind is not PeerUnreachable or raised.value.metadata == {"address": "a:1"}
+
+
+def test_a_registry_that_says_why_is_believed_whatever_the_code() -> None:
+    code, text, details = trailing(WarmingUp("not yet", retry_after=7.0))
+    with pytest.raises(WarmingUp) as raised, domain_errors("a:1"):
+        raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*details), text)
+    assert raised.value.retry_after == 7.0

@@ -33,7 +33,7 @@ async def ended(calls: BlockingCalls) -> None:
     for _ in range(10_000):
         if not calls._calls:
             return
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0.001)  # between two looks
     raise AssertionError("a call still runs")
 
 
