@@ -122,8 +122,9 @@ def check_rooms_are_known(
     world: World, prefill: PrefillProcess, decode: DecodeProcess, entries: Iterable[DecodeEntry]
 ) -> None:
     """What decode is over with stays over: no frame opens it at prefill once more."""
+    pair = prefill.core.pairs.get(decode.ref)
     for entry in entries:
-        record = prefill.core.rooms.get(entry.key)
+        record = prefill.core.rooms.get(entry.key._replace(place=pair.place if pair is not None else 0))
         if record is None or record.ended or record.owner is None or record.owner.ref != decode.ref:
             continue
         if decode.state != "dead" and entry.key not in decode.core.rooms:
@@ -143,6 +144,8 @@ def check_end(world: World) -> None:
     for prefill in world.prefills:
         if prefill.state == "running":
             _check_records(world, prefill)
+            for sending in prefill.sending.values():
+                world.violate("a sender never heard the end", sending.request.key)
 
 
 def _check_pages(world: World, decode: DecodeProcess) -> None:
@@ -151,7 +154,7 @@ def _check_pages(world: World, decode: DecodeProcess) -> None:
         held += len(receiving.pages or [])
         if receiving.pages and receiving.told:
             for part in receiving.room.parts.values():
-                _check_held(world, key, part, len(receiving.pages))
+                _check_held(world, decode, key, part, len(receiving.pages))
     if held + len(decode.free) != POOL_PAGES:
         world.violate("pages are gone", decode.ref)
     known = sum(room.page_count for room in decode.core.rooms.values() if room.handle.poll is KVPoll.Failed)
@@ -159,7 +162,7 @@ def _check_pages(world: World, decode: DecodeProcess) -> None:
         world.violate("the core counts pages that nobody holds", decode.ref)
 
 
-def _check_held(world: World, key: RoomKey, part: DecodePart, pages: int) -> None:
+def _check_held(world: World, decode: DecodeProcess, key: RoomKey, part: DecodePart, pages: int) -> None:
     """Pages may stay held only where no evidence can exist; those are listed."""
     if not part.told_write or part.settled or part.pair.dead_at is not None:
         return
@@ -169,7 +172,7 @@ def _check_held(world: World, key: RoomKey, part: DecodePart, pages: int) -> Non
         world.held["the writer is stopped for ever"] += pages
     elif writer is None and sitting is not None and sitting.state == "stopped":
         world.held["a stopped process sits on the dead writer's address"] += pages
-    elif writer is not None and key in writer.plane.unknown:
+    elif writer is not None and (key, decode.ref) in writer.plane.unknown:
         world.held["UNKNOWN: a write may be on its way for ever"] += pages
     elif writer is not None and part.writes is Writes.UNKNOWN and writer.plane.unknown:
         world.held["UNKNOWN, said of a record that is gone"] += pages

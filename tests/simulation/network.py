@@ -164,6 +164,11 @@ class Network:
         core, decode = prefill.core, link.decode
         if kind == "hello":
             error = core.on_hello(link, decode.ref, link.stream.pair.ref, link.stream.number, decode)
+            if error is None:
+                pair = core.pairs[decode.ref]
+                fleet = self._world.fleet
+                pair.place, pair.places = fleet.places(decode.number)
+                pair.sends_aux = fleet.part(prefill.number, decode.number).aux
             if not link.broken:
                 goodbye = None if error is None else Failure.of(error)
                 self._send(link.to_decode, "welcome" if error is None else "goodbye", goodbye)
@@ -222,8 +227,8 @@ class Network:
         return [entry for frame in read for entry in wire.parse_request(frame, [("kv", 1 << 16)])]
 
     def _prefill_frames(self, entries: list[PrefillEntry]) -> list[PrefillEntry]:
-        if not self._through_wire:
-            return entries
+        if not self._through_wire:  # which says nothing of places
+            return [entry._replace(key=entry.key._replace(place=0)) for entry in entries]
         read = [
             pb.SessionResponse.FromString(f.SerializeToString()) for f in wire.encode_responses(entries, FRAME_BYTES)
         ]

@@ -21,7 +21,8 @@ MOODS_SHARE = 0.03
 
 @dataclass(eq=False)
 class Write:
-    """One page on its way: ``position`` of the room goes to ``page`` of the decode process that was meant."""
+    """One page on its way: ``position`` of the room goes to ``page`` of the decode process that was meant. ``key``: as
+    that one knows it."""
 
     key: RoomKey
     target: DecodeProcess
@@ -55,7 +56,7 @@ class Plane:
     def __init__(self, world: World, process: PrefillProcess) -> None:
         self.in_flight: list[Write] = []
         self.late: list[Write] = []
-        self.unknown: set[RoomKey] = set()
+        self.unknown: set[tuple[RoomKey, RankRef]] = set()
         self.frozen = False
         self._world = world
         self._process = process
@@ -73,10 +74,14 @@ class Plane:
             assert isinstance(target, DecodeProcess)
             if submission.pair.lost:
                 self._world.violate("a write starts for a pair that was given up", submission.record.key)
+            if self._world.fleet.part(self._process.number, target.number).empty:
+                self._process.core.on_outcome(submission, Outcome.DONE, "another rank writes it")
+                continue
+            key = submission.record.key._replace(place=0)
             self._left[submission] = len(submission.destination)
             pairs = zip(submission.destination.tolist(), submission.source.tolist(), strict=True)
             for page, position in pairs:  # the page of prefill's pool says which position it holds
-                self.in_flight.append(Write(submission.record.key, target, page, position, submission))
+                self.in_flight.append(Write(key, target, page, position, submission))
 
     def stop(self, records: Collection[PrefillRoom], rnd: random.Random) -> None:
         """Of what runs, some can be stopped."""
@@ -126,7 +131,7 @@ class Plane:
                 self._leave(unfinished)
             elif outcome is Outcome.FAILED_UNKNOWN:
                 self.late += [other for other in unfinished if other.target.state != "dead"]
-                self.unknown.add(write.key)
+                self.unknown.add((write.key, write.target.ref))
         del self._left[submission]
         self._process.core.on_outcome(submission, outcome, "simulated")
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvgrpc.dataplane.base import Outcome
 from kvgrpc.errors import Failure, Reason
-from kvgrpc.model import RankId, RankRef
+from kvgrpc.model import RankRef
 from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodePair, DecodeRoom
 from kvgrpc.transfer.protocol.prefill_core import Chunk, PrefillCore, PrefillRoom
 from kvgrpc.transfer.protocol.types import Bounds, Destination, KVPoll, RoomKey, Target, Timing
@@ -62,7 +62,7 @@ class DecodeProcess(Process):
     """A decode rank: the real core, a pool of pages that is reused at once, and a scheduler that retries nothing."""
 
     def __init__(self, world: World, number: int, epoch: int, core: type[DecodeCore], bounds: Bounds) -> None:
-        super().__init__(world, number, RankRef(RankId(f"D{number}"), epoch))
+        super().__init__(world, number, RankRef(world.fleet.decodes[number], epoch))
         self.core = core(
             self.ref, timing=TIMING, bounds=bounds, connections=self._connections, deliver_aux=self._deliver_aux
         )
@@ -89,7 +89,7 @@ class DecodeProcess(Process):
             self._bind(room)
         for lost in self.take("lost_peers"):
             if rnd.random() < 0.5:  # else the registry answers too late
-                self.core.predial(self.world.registry[int(lost.rank.engine[1:])])
+                self.core.predial(self.world.registry[self.world.fleet.prefills.index(lost.rank)])
         for key, receiving in list(self.receiving.items()):
             handle = receiving.handle
             if handle.terminal:
@@ -116,7 +116,10 @@ class DecodeProcess(Process):
 
     def _bind(self, room: DecodeRoom) -> None:
         registry = self.world.registry
-        self.core.bind(room, [registry[number] for number in self.receiving[room.key].request.prefills])
+        self.core.bind(room, [registry[number] for number in self._sources(self.receiving[room.key].request)])
+
+    def _sources(self, request: Request) -> tuple[int, ...]:
+        return self.world.fleet.sources(self.number, request.prefills)
 
     def _allocate(self, receiving: Receiving) -> None:
         count = receiving.request.pages
@@ -139,8 +142,10 @@ class DecodeProcess(Process):
         room, request = receiving.room, receiving.request
         self.world.ended(self, room.key, receiving.handle)
         if receiving.handle.poll is KVPoll.Success:
+            fleet = self.world.fleet
+            writers = [number for number in self._sources(request) if not fleet.part(number, self.number).empty]
             for index, page in enumerate(receiving.pages or []):
-                wanted = {number: (room.key, request.position(index)) for number in request.prefills}
+                wanted = {number: (room.key, request.position(index)) for number in writers}
                 if self.memory[page] != wanted:
                     self.world.violate("SUCCESS with wrong bytes", room.key)
 
@@ -169,7 +174,7 @@ class PrefillProcess(Process):
     def __init__(
         self, world: World, number: int, epoch: int, address: str, core: type[PrefillCore], bounds: Bounds
     ) -> None:
-        super().__init__(world, number, RankRef(RankId(f"P{number}"), epoch))
+        super().__init__(world, number, RankRef(world.fleet.prefills[number], epoch))
         self.address = address
         self.core = core(self.ref, timing=TIMING, bounds=bounds)
         self.take = Work(self.core).take
@@ -228,5 +233,6 @@ class PrefillProcess(Process):
         positions, request = sending.chunks.pop(0), sending.request
         last = not sending.chunks
         chunk = Chunk(np.array(positions, np.uint32), positions.start, last)
-        aux = request.aux if last and self.number == request.prefills[0] else None
+        gives_aux = last and self.world.fleet.gives_aux(self.number, request.prefills)
+        aux = request.aux if gives_aux else None
         self.core.send(sending.record, chunk, aux)

@@ -10,7 +10,7 @@ from kvgrpc.transfer.protocol.types import Align, Handle, KVPoll, RoomKey
 
 @dataclass(frozen=True)
 class Request:
-    """``prefills`` owe the room (several: fan-in); prefill sends ``extra`` pages more than the ``pages`` decode wants.
+    """``prefills`` owe the room to ``decodes``; prefill sends ``extra`` pages more than the ``pages`` decode wants.
 
     ``prefix``: these are the first ones, which decode has already.
     """
@@ -21,6 +21,7 @@ class Request:
     extra: int = 0
     align: Align = Align.HEAD
     prefix: bool = False
+    decodes: tuple[int, ...] = (0,)
 
     @property
     def first_page(self) -> int:

@@ -9,9 +9,10 @@ from kvgrpc.transfer.protocol.decode_core import DecodeCore
 from kvgrpc.transfer.protocol.prefill_core import PrefillCore
 from kvgrpc.transfer.protocol.types import Align, Bounds, RoomKey
 from tests.simulation.checks import check_end
+from tests.simulation.fleet import FLEETS, SINGLES
 from tests.simulation.processes import DecodeProcess, PrefillProcess
 from tests.simulation.requests import Request
-from tests.simulation.world import DECODES, PREFILLS, World
+from tests.simulation.world import World
 
 REQUESTS_SHARE, FAULTS_SHARE = 0.12, 0.06
 TIGHT = Bounds(unclaimed_per_session=4, unclaimed=5, ended_records=6, known_streams=16, held_pages=4)
@@ -31,13 +32,14 @@ FAULTS = (
 
 
 class Schedule(World):
-    """One seed. Every fourth goes through the wire format, every third has tight bounds."""
+    """One seed. Every fourth goes through the wire format, every third has tight bounds; layouts take turns."""
 
     def __init__(
         self, seed: int, decode_core: type[DecodeCore] = DecodeCore, prefill_core: type[PrefillCore] = PrefillCore
     ) -> None:
         bounds = TIGHT if seed % 3 == 0 else Bounds()
-        super().__init__(seed, decode_core, prefill_core, bounds=bounds, through_wire=seed % 4 == 0)
+        fleet = FLEETS[seed // 2 % len(FLEETS)]
+        super().__init__(seed, decode_core, prefill_core, bounds=bounds, through_wire=seed % 4 == 0, fleet=fleet)
         self.network.slow_share = 0.4
         self._rooms = 0
 
@@ -73,15 +75,15 @@ class Schedule(World):
         if not room:
             self._rooms += 1
             room = self._rooms
-        prefills = tuple(sorted(rnd.sample(range(PREFILLS), rnd.randint(1, PREFILLS))))
+        prefills, decodes = self._ranks()
         align = rnd.choice([Align.HEAD, Align.TAIL])
         extra, prefix = rnd.choice([0, 0, 1, 2]), rnd.random() < 0.5
-        request = Request(RoomKey(room, attempt), prefills, room % 4, extra, align, prefix)
-        if rnd.random() < 0.95:
-            chosen = rnd.randrange(DECODES)
-            self.at(rnd.choice([0, 0, 5, 20]), lambda: self.begin_decode(chosen, request))
-            if rnd.random() < 0.15:
-                self.at(rnd.randrange(60), lambda: self._abort(self.decodes[chosen], request))
+        request = Request(RoomKey(room, attempt), prefills, room % 4, extra, align, prefix, decodes)
+        for number in decodes:
+            if rnd.random() < 0.95:
+                self.at(rnd.choice([0, 0, 5, 20]), partial(self.begin_decode, number, request))
+                if rnd.random() < 0.15:
+                    self.at(rnd.randrange(60), partial(self._abort_decode, number, request))
         for number in prefills:
             if rnd.random() < 0.94:
                 self.at(rnd.choice([0, 0, 3, 20, 120]), partial(self.begin_prefill, number, request))
@@ -90,8 +92,20 @@ class Schedule(World):
         if rnd.random() < 0.15 and not attempt:
             self.at(rnd.randrange(40), lambda: self._request(1, room))
 
+    def _abort_decode(self, number: int, request: Request) -> None:
+        self._abort(self.decodes[number], request)
+
     def _abort_current(self, number: int, request: Request) -> None:
         self._abort(self.current[number], request)
+
+    def _ranks(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The prefill and the decode ranks of a request: a replica of either engine."""
+        rnd, fleet = self.random, self.fleet
+        if fleet is SINGLES:
+            known = range(len(fleet.prefills))
+            return tuple(sorted(rnd.sample(known, rnd.randint(1, len(known))))), (rnd.randrange(len(fleet.decodes)),)
+        prefill, decode = rnd.randrange(fleet.prefill.dp), rnd.randrange(fleet.decode.dp)
+        return fleet.replica(fleet.prefills, prefill), fleet.replica(fleet.decodes, decode)
 
     def _abort(self, process: DecodeProcess | PrefillProcess, request: Request) -> None:
         if process.state == "running":
@@ -102,7 +116,7 @@ class Schedule(World):
         kind = rnd.choice(FAULTS)
         decode = rnd.choice(self.decodes)
         alive = self.prefills or list(self.current)  # none where all were killed and none is back yet
-        prefill = self.current[rnd.randrange(PREFILLS)] if rnd.random() < 0.8 else rnd.choice(alive)
+        prefill = self.current[rnd.randrange(len(self.current))] if rnd.random() < 0.8 else rnd.choice(alive)
         long = rnd.choice([5, 15, 50, 200])
         if prefill.state == "dead":
             return

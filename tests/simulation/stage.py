@@ -7,6 +7,7 @@ from collections.abc import Callable
 from kvgrpc.transfer.protocol.decode_core import DecodePart, DecodeRoom
 from kvgrpc.transfer.protocol.prefill_core import PrefillRoom
 from kvgrpc.transfer.protocol.types import Bounds, RoomKey
+from tests.simulation.fleet import SINGLES, Fleet
 from tests.simulation.network import Link
 from tests.simulation.plane import Plane
 from tests.simulation.processes import DecodeProcess, PrefillProcess
@@ -21,8 +22,8 @@ FOREVER = 9_999
 class Stage(World):
     """Tests talk of ``decode`` and ``prefill``, the first of each, unless they say which. Times are ticks."""
 
-    def __init__(self, bounds: Bounds | None = None) -> None:
-        super().__init__(1, bounds=bounds)
+    def __init__(self, bounds: Bounds | None = None, fleet: Fleet = SINGLES) -> None:
+        super().__init__(1, bounds=bounds, fleet=fleet)
         self.calm = True
 
     @property

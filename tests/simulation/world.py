@@ -14,12 +14,11 @@ from kvgrpc.transfer.protocol.decode_core import DecodeCore
 from kvgrpc.transfer.protocol.prefill_core import PrefillCore
 from kvgrpc.transfer.protocol.types import Bounds, RoomKey, Target
 from tests.simulation.checks import Promises
+from tests.simulation.fleet import SINGLES, Fleet
 from tests.simulation.network import Link, Network
 from tests.simulation.plane import Residue, Write
 from tests.simulation.processes import TIMING, DecodeProcess, PrefillProcess, Process
 from tests.simulation.requests import Request, WatchedHandle
-
-PREFILLS, DECODES = 3, 2
 
 
 class World:
@@ -33,8 +32,10 @@ class World:
         *,
         bounds: Bounds | None = None,
         through_wire: bool = False,
+        fleet: Fleet = SINGLES,
     ) -> None:
         self.seed = seed
+        self.fleet = fleet
         self.random = random.Random(seed)
         self.now = 0
         self.calm = False
@@ -51,9 +52,9 @@ class World:
         self._residues: list[Residue] = []
         self._todo: list[tuple[int, Callable[[], object]]] = []
         self.prefills: list[PrefillProcess] = []
-        self.current = [self._start_prefill(number, f"a{number}") for number in range(PREFILLS)]
+        self.current = [self._start_prefill(number, f"a{number}") for number in range(len(fleet.prefills))]
         self.registry = [prefill.target for prefill in self.current]
-        self.decodes = [self._start_decode(number) for number in range(DECODES)]
+        self.decodes = [self._start_decode(number) for number in range(len(fleet.decodes))]
 
     # Time.
 
