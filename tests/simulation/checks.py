@@ -121,11 +121,11 @@ def _over(room: DecodeRoom | PrefillRoom, part: DecodePart | None = None) -> boo
 def check_rooms_are_known(
     world: World, prefill: PrefillProcess, decode: DecodeProcess, entries: Iterable[DecodeEntry]
 ) -> None:
-    """What decode is over with stays over: no frame opens it at prefill once more."""
+    """What decode is over with stays over: no frame opens it at prefill once more, with pages to write to."""
     pair = prefill.core.pairs.get(decode.ref)
     for entry in entries:
         record = prefill.core.rooms.get(entry.key._replace(place=pair.place if pair is not None else 0))
-        if record is None or record.ended or record.owner is None or record.owner.ref != decode.ref:
+        if record is None or record.ended or record.destination is None or record.owner is None or record.owner.ref != decode.ref:
             continue
         if decode.state != "dead" and entry.key not in decode.core.rooms:
             world.violate("a room is back that decode was over with", entry.key)

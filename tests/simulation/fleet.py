@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 from kvgrpc.model import Layout, RankId
 from kvgrpc.transfer.layout import topology
@@ -101,7 +101,7 @@ def _ranks(engine: str, layout: Layout) -> tuple[RankId, ...]:
     return tuple(RankId(engine, *coordinates) for coordinates in itertools.product(*sizes))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _part(fleet: Fleet, prefill: RankId, decode: RankId) -> topology.Part:
     source = Engine(fleet.prefill, fleet.heads, fleet.layers).shape(prefill[1:])
     target = Engine(fleet.decode, fleet.heads, fleet.layers).shape(decode[1:])

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvgrpc.errors import Failure
+from kvgrpc.errors import Failure, Reason
 from kvgrpc.transfer import wire
 from kvgrpc.transfer.protocol.decode_core import Stream
 from kvgrpc.transfer.protocol.types import DecodeEntry, PrefillEntry
@@ -67,8 +67,9 @@ class Network:
     def is_cut(self, decode: DecodeProcess, prefill: PrefillProcess) -> bool:
         return (decode.number, prefill.address) in self.cuts
 
-    def break_stream(self, link: Link) -> None:
-        """Half open on either side: one end may learn of it much later, and get stale frames until then."""
+    def break_stream(self, link: Link, learn: tuple[int, int] | None = None) -> None:
+        """Half open on either side: one end may learn of it much later, and get stale frames until then. ``learn``: in
+        how many ticks decode does, and prefill."""
         link.broken = True
         rnd = self._random
         if rnd.random() < 0.5:
@@ -78,7 +79,7 @@ class Network:
         else:
             stale = rnd.choice([0, 20, 60, 150])
             link.to_prefill = deque((due + rnd.randint(0, stale), kind, what) for due, kind, what in link.to_prefill)
-        decode_learns, prefill_learns = rnd.choice([(0, 0), (0, 0), (0, 60), (0, 999), (25, 0)])
+        decode_learns, prefill_learns = learn or rnd.choice([(0, 0), (0, 0), (0, 60), (0, 999), (25, 0)])
         self._send(link.to_decode, "end", None, decode_learns)
         self._send(link.to_prefill, "end", None, prefill_learns)
 
@@ -88,7 +89,8 @@ class Network:
             if link.prefill is process:
                 link.to_prefill.clear()
                 if not link.broken:
-                    self._send(link.to_decode, "goodbye" if goodbye else "end", None)
+                    drained = Failure(Reason.SERVER_DRAINING, f"{process.ref} is closed")
+                    self._send(link.to_decode, "goodbye" if goodbye else "end", drained if goodbye else None)
                 link.broken = link.prefill_closed = True
             elif link.decode is process:
                 link.to_decode.clear()

@@ -135,12 +135,15 @@ class Plane:
         del self._left[submission]
         self._process.core.on_outcome(submission, outcome, "simulated")
 
+    def end_all(self, outcome: Outcome) -> None:
+        while self.in_flight:
+            self.end(self.in_flight[0], outcome)
+
     def destroy(self) -> None:
         """The engine is destroyed and made again: no write of the old one starts any more, what left may still land."""
         self._leave(self.late)
         self.late = []
-        while self.in_flight:
-            self.end(self.in_flight[0], Outcome.FAILED_SRC_FREE)
+        self.end_all(Outcome.FAILED_SRC_FREE)
         self.unknown.clear()
         self._process.core.on_engine_destroyed()
 

@@ -71,6 +71,7 @@ class DecodeProcess(Process):
         self.owner: list[RoomKey | None] = [None] * POOL_PAGES
         self.memory: list[dict[int, tuple[RoomKey, int]]] = [{} for _ in range(POOL_PAGES)]
         self.receiving: dict[RoomKey, Receiving] = {}
+        self.unbound: list[tuple[DecodeRoom, Request]] = []
 
     def begin(self, request: Request, late: bool = False) -> DecodeRoom | None:
         """The scheduler makes a receiver; pages follow once it says WaitingForInput. None: it has one of that key."""
@@ -79,14 +80,17 @@ class DecodeProcess(Process):
         handle = self.handle(request.key)
         room = DecodeRoom(request.key, handle)
         self.receiving[request.key] = Receiving(request, room, handle, late=late)
-        if (self.core.open(room) or room.refused) and not late:
-            self._bind(room)
+        if self.core.open(room) or room.refused:
+            self.unbound.append((room, request)) if late else self._bind(room, request)
         return room
 
     def schedule(self, rnd: random.Random) -> None:
         """One round of the engine's loop: allocate, look, release."""
-        for room in self.take("resolves"):
-            self._bind(room)
+        self.unbound += [(room, self.receiving[room.key].request) for room in self.take("resolves")]
+        for asked in list(self.unbound):
+            if rnd.random() < 0.2:
+                self.unbound.remove(asked)
+                self._bind(*asked)
         for lost in self.take("lost_peers"):
             if rnd.random() < 0.5:  # else the registry answers too late
                 self.core.predial(self.world.registry[self.world.fleet.prefills.index(lost.rank)])
@@ -99,9 +103,6 @@ class DecodeProcess(Process):
                 if handle.release_safe:
                     del self.receiving[key]
                     self._free(receiving.pages or [])
-            elif receiving.late and rnd.random() < 0.2:
-                receiving.late = False
-                self._bind(receiving.room)
             elif (
                 receiving.pages is None
                 and (receiving.late or handle.poll is KVPoll.WaitingForInput)
@@ -114,9 +115,12 @@ class DecodeProcess(Process):
         if receiving is not None:
             self.core.fail(receiving.room, self.cancelled())
 
-    def _bind(self, room: DecodeRoom) -> None:
+    def _bind(self, room: DecodeRoom, request: Request) -> None:
+        """The registry answers, also for a room that ended meanwhile."""
+        if room.key in self.receiving:
+            self.receiving[room.key].late = False
         registry = self.world.registry
-        self.core.bind(room, [registry[number] for number in self._sources(self.receiving[room.key].request)])
+        self.core.bind(room, [registry[number] for number in self._sources(request)])
 
     def _sources(self, request: Request) -> tuple[int, ...]:
         return self.world.fleet.sources(self.number, request.prefills)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvgrpc.dataplane.base import Outcome
-from kvgrpc.transfer.protocol.types import Destination, KVPoll, RoomKey, Writes
+from kvgrpc.transfer.protocol.types import Destination, KVPoll, RoomKey, Want, Writes
 from tests.simulation.checks import LATENCY
-from tests.simulation.processes import TIMING
+from tests.simulation.processes import POOL_PAGES, TIMING
 from tests.simulation.requests import Request
 from tests.simulation.stage import FOREVER, KEY, SECOND, Stage, failed, part_of
 
@@ -20,7 +20,7 @@ def test_a_failed_write_gives_the_pages_back_by_what_it_said(stage: Stage, outco
     _, receiver = stage.receive(REQUEST)
     stage.send(REQUEST)
     plane = stage.freeze()
-    plane.end(plane.in_flight[0], outcome)
+    plane.end_all(outcome)
     stage.until(lambda: failed(receiver, "TRANSFER_FAILED"))
     passed = stage.until(lambda: receiver.release_safe)
     assert settle <= passed <= settle + LATENCY + TIMING.settle
@@ -31,7 +31,7 @@ def test_unknown_writes_hold_the_pages_until_the_engine_is_destroyed(stage: Stag
     _, receiver = stage.receive(REQUEST)
     sender = stage.send(REQUEST)
     plane = stage.freeze()
-    plane.end(plane.in_flight[0], Outcome.FAILED_UNKNOWN)
+    plane.end_all(Outcome.FAILED_UNKNOWN)
     stage.until(lambda: failed(receiver, "TRANSFER_FAILED"))
     stage.steps(2 * TIMING.ended_record)
     assert not receiver.release_safe and not sender.release_safe
@@ -98,6 +98,99 @@ def test_a_room_meets_a_registry_that_was_behind_once(stage: Stage) -> None:
     stage.until_over()
 
 
+@pytest.mark.parametrize("orderly", [True, False])
+def test_a_room_that_prefill_was_never_told_of_outlives_it_once(stage: Stage, orderly: bool) -> None:
+    """Killed or closed and opened again: nobody fails of whom it did not know."""
+    stage.stop(stage.prefill, FOREVER)
+    room, receiver = stage.receive(REQUEST)
+    stage.steps(SECOND)
+    stage._retire(stage.prefill, goodbye=True) if orderly else stage.kill_prefill(stage.prefill)
+    stage.restart(0, "a0")
+    stage.until(lambda: room.resolved_again and room.bound)
+    stage.send(REQUEST)
+    stage.until(lambda: receiver.poll is KVPoll.Success)
+    stage.until_over()
+
+
+def test_a_room_of_which_the_second_prefill_died_too_fails(stage: Stage) -> None:
+    stage.stop(stage.prefill, FOREVER)
+    room, receiver = stage.receive(REQUEST)
+    stage.steps(SECOND)
+    stage.kill_prefill(stage.prefill)  # and the registry still names it
+    stage.until(lambda: failed(receiver, "PEER_LOST"))
+    assert room.resolved_again and receiver.release_safe
+    stage.until_over()
+
+
+def test_one_part_is_resolved_again_while_the_others_go_on(stage: Stage) -> None:
+    request = Request(KEY, prefills=(0, 1))
+    stage.stop(stage.current[1], FOREVER)
+    room, receiver = stage.receive(request)
+    stage.until_named(number=0) if receiver.poll is KVPoll.WaitingForInput else stage.steps(SECOND)
+    stage.kill_prefill(stage.current[1])
+    stage.restart(1, "a1")
+    stage.send(request, 0)
+    stage.send(request, 1)
+    stage.until(lambda: receiver.poll is KVPoll.Success)
+    assert room.resolved_again
+    stage.until_over()
+
+
+def test_an_engine_that_came_back_with_other_ranks_fails_the_room(stage: Stage) -> None:
+    request = Request(KEY, prefills=(0, 1))
+    stage.stop(stage.current[1], FOREVER)
+    room, receiver = stage.receive(request)
+    stage.steps(SECOND)
+    stage.kill_prefill(stage.current[1])
+    stage.until(lambda: room.resolved_again)
+    stage.decode.unbound.clear()
+    stage.decode.core.bind(room, [stage.current[0].target, stage.current[2].target][1:])
+    stage.until(lambda: failed(receiver, "PEER_LOST"))
+    stage.until_over()
+
+
+def test_an_announced_room_knows_when_its_prefill_is_there(stage: Stage) -> None:
+    stage.decode.free.clear()  # no pages yet
+    _, receiver = stage.receive(REQUEST)
+    stage.until(lambda: KEY in stage.prefill.core.rooms)
+    assert stage.record().want is Want.ANNOUNCE and not receiver.prefill_ready
+    sender = stage.send(REQUEST)
+    stage.until(lambda: receiver.prefill_ready)
+    assert sender.poll is KVPoll.WaitingForInput
+    stage.decode.free.extend(range(POOL_PAGES))
+    stage.until(lambda: sender.poll is receiver.poll is KVPoll.Success)
+    stage.until_over()
+
+
+def test_prefill_hears_the_death_of_a_decode_that_announced_a_room(stage: Stage) -> None:
+    stage.decode.free.clear()
+    stage.receive(REQUEST)
+    sender = stage.send(REQUEST)
+    stage.until(lambda: stage.record().want is Want.ANNOUNCE)
+    stage.kill_decode(stage.decode)
+    assert stage.until(lambda: failed(sender, "PEER_LOST")) <= 2 * SECOND
+
+
+def test_an_announced_room_that_decode_gives_up_ends_its_sender(stage: Stage) -> None:
+    stage.decode.free.clear()
+    stage.receive(REQUEST)
+    sender = stage.send(REQUEST)
+    stage.until(lambda: stage.record().want is Want.ANNOUNCE)
+    stage.decode.abort(KEY)
+    stage.until(lambda: failed(sender, "ROOM_CANCELLED"), SECOND)
+    stage.decode.free.extend(range(POOL_PAGES))
+    stage.until_over()
+
+
+def test_an_abort_before_the_room_is_bound_is_told_to_prefill(stage: Stage) -> None:
+    sender = stage.send(REQUEST)
+    stage.decode.begin(REQUEST, late=True)
+    stage.decode.abort(KEY)
+    stage.until(lambda: failed(sender, "ROOM_CANCELLED"))
+    assert sender.failure is not None and sender.failure.origin == str(stage.decode.ref)
+    stage.until_over()
+
+
 def test_the_pages_of_a_write_never_change(stage: Stage) -> None:
     room, receiver = stage.receive(REQUEST)
     stage.prefill.lazy = True
@@ -131,7 +224,7 @@ def test_a_room_that_fails_without_a_sender_says_stopped_or_unknown_never_settle
     room, receiver = stage.receive(REQUEST)
     stage.send(REQUEST)
     plane = stage.freeze()
-    plane.end(plane.in_flight[0], Outcome.FAILED_UNKNOWN)
+    plane.end_all(Outcome.FAILED_UNKNOWN)
     stage.cut(stage.decode, stage.prefill, TIMING.ended_record + 10 * SECOND)
     stage.until(lambda: KEY not in stage.prefill.core.rooms, FOREVER)  # the record expired, its write may still land
     stage.until(lambda: part_of(room).writes is Writes.UNKNOWN, FOREVER)

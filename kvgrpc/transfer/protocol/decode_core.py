@@ -24,6 +24,7 @@ from kvgrpc.transfer.protocol.types import (
     STATE_FAILED,
     STATE_SUCCESS,
     STATE_TRANSFERRING,
+    STATE_WAITING_FOR_INPUT,
     WANT_FORGET,
     WANT_STOP,
     WRITES_STOPPED,
@@ -115,7 +116,7 @@ class DecodeCore:
 
     def bind(self, room: DecodeRoom, targets: Sequence[Target]) -> None:
         """Ties a room to the incarnations that owe it, all of them: a room belongs to pairs, not to streams."""
-        if room.refused and room.key not in self.rooms:
+        if room.refused:
             self._tell_refusal(room, targets)
         if room.ended or self.rooms.get(room.key) is not room:
             return
@@ -133,10 +134,15 @@ class DecodeCore:
             if held > self.bounds.held_pages:
                 self._end(room, self._failure(failures.pages_held(held, self.bounds.held_pages, pair.ref)))
                 return
+        if len(room.parts) != len(targets):  # resolved again, and the engine came back with another layout
+            self._end(room, self._failure(failures.other_ranks(room.key, [target.ref.rank for target in targets])))
+            return
         room.bound = True
         room.refresh()
         if room.destination is not None:  # its pages came first, and the session may stand already
             self._tell(room)
+        else:
+            self._announce(room)
 
     def predial(self, target: Target) -> None:
         """Dials a rank before a room needs it, once: a session that does not come about is nobody's failure."""
@@ -180,17 +186,15 @@ class DecodeCore:
         for key in take_keys(pair):
             room = self.rooms.get(key)
             part = room.part_of(pair) if room is not None else None
-            if room is None and key in pair.refusals:
+            if part is None and key in pair.refusals:
                 entries.append(DecodeEntry(key, WANT_STOP, failure=pair.refusals[key]))
                 continue
             if room is None or part is None:
                 entries.append(DecodeEntry(key, WANT_FORGET))  # 11: decode answers a room it does not know
                 continue
-            entry = room.entry(part, self.now, self.timing)
-            if entry is not None:
-                entries.append(entry)
-                if part.forgot:
-                    self._drop_if_over(room)
+            entries.append(room.entry(part, self.now, self.timing))
+            if part.forgot:
+                self._drop_if_over(room)
         return entries
 
     # What happened.
@@ -233,12 +237,15 @@ class DecodeCore:
             if pair.welcomed:
                 self._prove_dead(pair)  # 4, proof of death: another one answers at the address where this one listened
             else:
-                self._resolve_again(pair, failure)
-        elif failure is None or (pair.welcomed and failure.reason is Reason.SERVER_DRAINING):
+                self._refuse(pair, failure, elsewhere=True)
+        elif failure is None:
+            self._break(pair)
+        elif not pair.welcomed:
+            self._refuse(pair, failure, elsewhere=failure.reason is Reason.SERVER_DRAINING)
+        elif failure.reason is Reason.SERVER_DRAINING:
+            self._resolve_untold(pair, drains=True)
             self._break(pair)
         else:
-            if not pair.welcomed:
-                self._drop_pair(pair)  # the next room asks again
             self._lose(pair, "refused", failure)  # what we said is wrong; saying it again would not help
 
     def on_refused(self, stream: Stream) -> None:
@@ -272,6 +279,8 @@ class DecodeCore:
     def _tell_refusal(self, room: DecodeRoom, targets: Sequence[Target]) -> None:
         """Nothing is kept of a refused room but why, for as long as its prefill's pages would wait for it."""
         for target in targets:
+            if target.ref.rank in room.parts:
+                continue
             pair = self._pair(target)
             if room.failure is not None and len(pair.refusals) < REFUSALS_AT_MOST and pair.dead_at is None:
                 pair.refusals[room.key] = room.failure
@@ -299,6 +308,8 @@ class DecodeCore:
             part.stopped_at = self.now
         if part.state >= STATE_SUCCESS:
             self._part_ended(room, part, entry)
+        elif part.state is STATE_WAITING_FOR_INPUT:
+            room.note_ready()
         elif part.state is STATE_TRANSFERRING:
             room.transfer()
             room.handle.pages_done = min(each.pages_done for each in room.parts.values())
@@ -309,6 +320,8 @@ class DecodeCore:
             self._pending.add_later(part.pair, room.key)
         if room.ended:
             self._look(room)
+        elif part.state is STATE_FAILED and _goes_elsewhere(room, part, entry):
+            self._resolve_again(room, part)
         elif part.state is STATE_FAILED:
             self._end(room, entry.failure or failures.unexplained(part.pair.ref))
         elif not part.told_write:
@@ -328,6 +341,12 @@ class DecodeCore:
                     room.succeed()
                     self._work.ended.append(room)
 
+    def _announce(self, room: DecodeRoom) -> None:
+        """All pairs of the room, with the next tick: most rooms have their pages by then, which say all of it."""
+        for part in room.parts.values():
+            if not part.told:
+                self._pending.add_later(part.pair, room.key)
+
     def _tell(self, room: DecodeRoom) -> None:
         """All pairs of the room, now."""
         for part in room.parts.values():
@@ -339,6 +358,7 @@ class DecodeCore:
         if room.ended:
             return
         room.fail(failure)
+        room.refused = not room.bound  # who owes it is not known yet, and is told once it is
         self._due.clear(room.key)
         self._tell(room)
         self._held.hold(room)
@@ -387,6 +407,7 @@ class DecodeCore:
     def _prove_dead(self, pair: DecodePair) -> None:
         if pair.dead_at is None:
             self._held.died(pair, self.now)
+        self._resolve_untold(pair)
         self._lose(pair, "its address refuses, or another one answers there")
 
     def _lose(self, pair: DecodePair, how: str, cause: Failure | None = None) -> None:
@@ -408,20 +429,31 @@ class DecodeCore:
             self._look(room)
             self._drop_if_over(room)
 
-    def _resolve_again(self, pair: DecodePair, failure: Failure) -> None:
-        """Another one answered before the first Welcome: the registry was behind; ask once more (3, break and loss)."""
+    def _refuse(self, pair: DecodePair, failure: Failure, elsewhere: bool) -> None:
+        """It refused before the first Welcome; the next room asks again. ``elsewhere``: the registry was behind."""
         self._drop_pair(pair)
-        again = []
-        for key in pair.rooms:
+        if elsewhere:
+            self._resolve_untold(pair)
+        self._lose(pair, "refused", failure)
+
+    def _resolve_untold(self, pair: DecodePair, drains: bool = False) -> None:
+        """Rooms of which it was never told lose nothing with it: who is in its place now is asked, once (3). One that
+        drains ends no sooner than its senders: rooms that it knew by name alone had none.
+        """
+        for key in list(pair.rooms):
             room = self.rooms[key]
-            if not room.ended and not room.resolved_again:
-                room.resolved_again = True
-                room.bound = False
-                del room.parts[pair.ref.rank]
-                again.append(room)
-        pair.rooms.difference_update([room.key for room in again])
-        self._work.resolves += again
-        self._lose(pair, "", failure)
+            part = room.part_of(pair)
+            if part is None or room.ended or room.resolved_again:
+                continue
+            if not part.told or (drains and not part.told_write and not part.sender_seen):
+                self._resolve_again(room, part)
+
+    def _resolve_again(self, room: DecodeRoom, part: DecodePart) -> None:
+        room.resolved_again = True
+        room.bound = False
+        del room.parts[part.pair.ref.rank]
+        part.pair.rooms.discard(room.key)
+        self._work.resolves.append(room)
 
     def _tick_pair(self, pair: DecodePair) -> None:
         if pair.dead_at is None:
@@ -455,3 +487,9 @@ class DecodeCore:
 
     def _failure(self, error: KvGrpcError) -> Failure:
         return Failure.of(error, str(self.me))
+
+
+def _goes_elsewhere(room: DecodeRoom, part: DecodePart, entry: PrefillEntry) -> bool:
+    """A prefill that drains refused a room of which it knows the name alone: its successor may have it, once (3)."""
+    draining = entry.failure is not None and entry.failure.reason is Reason.SERVER_DRAINING
+    return draining and not (part.told_write or part.sender_seen or room.resolved_again)

@@ -11,6 +11,7 @@ from kvgrpc.transfer.protocol.types import (
     STATE_SUCCESS,
     STATE_TRANSFERRING,
     STATE_WAITING_FOR_INPUT,
+    WANT_ANNOUNCE,
     WANT_FORGET,
     WANT_STOP,
     WANT_WRITE,
@@ -28,19 +29,20 @@ from kvgrpc.transfer.protocol.types import (
 
 
 class DecodePart:
-    """What one prefill rank owes for one room, as decode knows it.
+    """What one prefill rank owes for one room, as decode knows it. ``sender_seen``: it said that its sender is there.
 
-    ``told_write``: it was told where to write. ``forgot``: it was told FORGET. ``stopped_at``: when it said STOPPED.
+    ``told``: it was told of the room. ``told_write``: it was told where to write. ``forgot``: it was told FORGET.
+    ``stopped_at``: when it said STOPPED.
     """
 
-    __slots__ = ("forgot", "pages_done", "pair", "state", "stopped_at", "told_write", "writes")
+    __slots__ = ("forgot", "pages_done", "pair", "sender_seen", "state", "stopped_at", "told", "told_write", "writes")
 
     def __init__(self, pair: DecodePair) -> None:
         self.pair = pair
         self.state = STATE_BOOTSTRAPPING
         self.writes = WRITES_OPEN
         self.pages_done = 0
-        self.told_write = False
+        self.told = self.told_write = self.sender_seen = False
         self.forgot = False
         self.stopped_at: int | None = None
 
@@ -52,6 +54,8 @@ class DecodePart:
         if self.state is STATE_SUCCESS and state is STATE_FAILED:
             return False
         self.state, self.writes = state, writes
+        if state is not STATE_FAILED:
+            self.sender_seen = True
         if entry.pages_done > self.pages_done:
             self.pages_done = entry.pages_done
         return True
@@ -76,7 +80,8 @@ class DecodePart:
 class DecodeRoom:
     """One hand-off at decode. It outlives its handle until its pages are proven free (6, ending; 8, pages by evidence).
 
-    ``parts``: one for each prefill rank that owes something, all of them once ``bound``.
+    ``parts``: one for each prefill rank that owes something, all of them once ``bound``. ``refused``: it ended before,
+    and is bound nevertheless, so that those who owe it hear why.
     """
 
     __slots__ = (
@@ -135,17 +140,19 @@ class DecodeRoom:
         part = self.parts.get(pair.ref.rank)
         return part if part is not None and part.pair is pair else None
 
-    def entry(self, part: DecodePart, now: int, timing: Timing) -> DecodeEntry | None:
-        """What is to be told of one part now, and noted as told; None: nothing yet."""
+    def entry(self, part: DecodePart, now: int, timing: Timing) -> DecodeEntry:
+        """What is to be told of one part now, and noted as told."""
         if part.settled:
             part.forgot = True
             return DecodeEntry(self.key, WANT_FORGET)
         if self.ended:
+            part.told = True
             return DecodeEntry(self.key, WANT_STOP, failure=self.failure)
-        if self.destination is None:
-            return None
-        part.told_write = True
+        part.told = True
         left = timing.milliseconds(self.deadline - now)
+        if self.destination is None:
+            return DecodeEntry(self.key, WANT_ANNOUNCE, None, left, None, self.traceparent)
+        part.told_write = True
         return DecodeEntry(self.key, WANT_WRITE, self.destination, left, None, self.traceparent)
 
     def refresh(self) -> None:
@@ -155,6 +162,12 @@ class DecodeRoom:
         if all(part.pair.welcomed for part in self.parts.values()):
             self.state = STATE_WAITING_FOR_INPUT
             self.handle.turn(KVPoll.WaitingForInput)
+
+    def note_ready(self) -> None:
+        """A sender is there; once all are, decode may allocate for a prefill that will send (12, poll)."""
+        parts = self.parts.values()
+        if self.bound and not self.handle.prefill_ready and all(part.state >= STATE_WAITING_FOR_INPUT for part in parts):
+            self.handle.note_prefill_ready()
 
     def transfer(self) -> None:
         """Pages move."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvgrpc.errors import (
     Failure,
     InvalidRequest,
@@ -17,7 +19,7 @@ from kvgrpc.errors import (
     TooManyRequests,
     TransferFailed,
 )
-from kvgrpc.model import RankRef
+from kvgrpc.model import RankId, RankRef
 from kvgrpc.transfer.protocol.types import RoomKey
 
 
@@ -67,6 +69,12 @@ def out_of_time(key: RoomKey, state: str, milliseconds: int, where: str) -> KvGr
 
 def peer_lost(peer: RankRef, where: str, how: str) -> KvGrpcError:
     return PeerLost(f"{where} was given up: {how}", metadata={"peer": peer, "how": how})
+
+
+def other_ranks(key: RoomKey, ranks: Sequence[RankId]) -> KvGrpcError:
+    """The engine that owes the room was found again with other ranks, while some of the old ones know the room."""
+    text = f"room {key.room} attempt {key.attempt}: its prefill engine came back with another layout"
+    return PeerLost(text, metadata={"peer": " ".join(map(str, ranks[:8])), "how": "another layout"})
 
 
 def too_many(scope: str, limit: int, value: int) -> KvGrpcError:

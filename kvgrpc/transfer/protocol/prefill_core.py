@@ -26,6 +26,7 @@ from kvgrpc.transfer.protocol.timers import Deadlines
 from kvgrpc.transfer.protocol.types import (
     PAST_FAILURES,
     STATE_FAILED,
+    WANT_ANNOUNCE,
     WANT_FORGET,
     WANT_STOP,
     WRITES_OPEN,
@@ -187,6 +188,15 @@ class PrefillCore:
         self._pending.add_all(pair, (*unsettled, *pair.answers))
         return None
 
+    def on_refused_hello(self, keys: Iterable[RoomKey], error: KvGrpcError) -> None:
+        """A decode that does not fit waits for these rooms: their senders hear why, now or when they come (1)."""
+        for key in keys:
+            room = self.rooms.get(key)
+            if room is None and len(self.rooms) < self.bounds.rooms:
+                room = self._make(key)
+            if room is not None and room.owner is None:
+                self._refuse(room, error)
+
     def on_heard(self, stream: object, ref: RankRef) -> None:
         """Anything arrived on the stream."""
         pair = self.pairs.get(ref)
@@ -277,7 +287,7 @@ class PrefillCore:
             error = self._owners.full(pair)
             if error is None:
                 self._own(pair, self._make(key), entry)
-            else:
+            elif want is not WANT_ANNOUNCE:  # of one that is not noted nothing is lost: WRITE says it again
                 self._answer(pair, key, error)
 
     def _own(self, pair: PrefillPair, room: PrefillRoom, entry: DecodeEntry) -> None:
@@ -287,20 +297,23 @@ class PrefillCore:
             self._expect_places(room.key._replace(place=0), pair.places)
         if not room.claimed:
             self._owners.wait_for_sender(pair, room)
-            left = self.timing.ticks(entry.time_left_ms) if entry.time_left_ms else self.timing.unclaimed
-            # A second early, so that decode hears the reason before its own deadline ends the room.
-            ticks = min(left - self.timing.welcome_within, self.timing.unclaimed)
-            self._due.set(room.key, self.now + max(1, ticks))
+            self._await_sender(room, entry)
             if self.draining:
                 self._refuse(room, failures.draining(self.me))
         self._want(pair, room, entry)
+
+    def _await_sender(self, room: PrefillRoom, entry: DecodeEntry) -> None:
+        """A second less than decode waits, so that it hears the reason before its own deadline ends the room."""
+        left = self.timing.ticks(entry.time_left_ms) if entry.time_left_ms else self.timing.unclaimed
+        ticks = min(left - self.timing.welcome_within, self.timing.unclaimed)
+        self._due.set(room.key, self.now + max(1, ticks))
 
     def _want(self, pair: PrefillPair, room: PrefillRoom, entry: DecodeEntry) -> None:
         want = entry.want
         if want < room.want:
             self.ignored_entries += 1  # 5, nothing goes back
         elif not room.ended:
-            room.want = want
+            announced, room.want = room.want is WANT_ANNOUNCE, want
             if entry.error is not None:
                 self._refuse(room, entry.error)
             elif want is WANT_STOP:
@@ -309,7 +322,11 @@ class PrefillCore:
                 submissions = room.set_destination(entry.destination, entry.traceparent)
                 if room.claimed:
                     self._due.clear(room.key)
+                elif announced:
+                    self._await_sender(room, entry)
                 self._follow(room, submissions)
+            elif room.announce(entry.traceparent):
+                self._tell(room)
         if room.ended:
             self._pending.add(pair, room.key)  # it is answered from the record, also a second time (11, memory)
 
@@ -320,7 +337,10 @@ class PrefillCore:
             return
         if not room.ended and not room.claimed:
             self._drop(room)  # nothing was ever written for it, and decode does not know it
-        elif room.writes is WRITES_OPEN:
+            return
+        if room.destination is None:  # nor for one that was announced, and whose sender waits
+            self._refuse(room, failures.stopped(key, pair.ref))
+        if room.writes is WRITES_OPEN:
             self.ignored_entries += 1  # it forgets what is not settled (6, ending)
         elif room.writes is not WRITES_UNKNOWN:
             if room.claimed:
@@ -375,6 +395,8 @@ class PrefillCore:
         self._owners.wait_no_more(room)
         self._due.set(room.key, self.now + self.timing.room_deadline)
         self._follow(room, room.claim(handle))
+        if room.announce():
+            self._tell(room)
         if room.destination is not None:
             self._due.clear(room.key)
         if self.draining:

@@ -20,6 +20,7 @@ from kvgrpc.transfer.protocol.types import (
     STATE_SUCCESS,
     STATE_TRANSFERRING,
     STATE_WAITING_FOR_INPUT,
+    WANT_ANNOUNCE,
     WANT_OPENED,
     WRITES_OPEN,
     WRITES_SETTLED,
@@ -174,6 +175,14 @@ class PrefillRoom:
         if self.owner is not None and not self.destination.same(destination):
             self.refuse(failures.pages_changed(self.key, self.owner.ref))
         return []
+
+    def announce(self, traceparent: str = "") -> bool:
+        """Decode named the room without pages yet. True: its sender is there, and decode is to hear it."""
+        self.traceparent = self.traceparent or traceparent
+        if self.want is not WANT_ANNOUNCE or self.handle is None or self.state is not STATE_BOOTSTRAPPING:
+            return False
+        self.state = STATE_WAITING_FOR_INPUT
+        return True
 
     # The data plane.
 

@@ -44,6 +44,7 @@ class Want(enum.IntEnum):
     """What decode wants of a room; it only rises. OPENED is never sent."""
 
     OPENED = 0
+    ANNOUNCE = 1
     WRITE = 2
     STOP = 3
     FORGET = 4
@@ -87,6 +88,7 @@ WRITES_UNKNOWN: Final = Writes.UNKNOWN
 WRITES_STOPPED: Final = Writes.STOPPED
 WRITES_SETTLED: Final = Writes.SETTLED
 WANT_OPENED: Final = Want.OPENED
+WANT_ANNOUNCE: Final = Want.ANNOUNCE
 WANT_WRITE: Final = Want.WRITE
 WANT_STOP: Final = Want.STOP
 WANT_FORGET: Final = Want.FORGET
@@ -104,11 +106,12 @@ class Handle:
 
     ``poll`` is terminal once Success or Failed; ``failure`` is set before ``poll`` turns Failed. ``release_safe``: no
     write can reach the room's pages any more. ``prefix_pages``: pages that decode already holds (senders only).
-    ``pages_done``: pages in place, a prefix of them. ``aborted`` is the one field that the engine's thread writes.
+    ``pages_done``: pages in place, a prefix of them. ``prefill_ready``: every sender that owes the room is there
+    (receivers only). ``aborted`` is the one field that the engine's thread writes.
     ``began``: when it was made (s). ``on_change`` is called after ``poll`` or ``release_safe`` changed.
     """
 
-    __slots__ = ("aborted", "began", "failure", "on_change", "pages_done", "poll", "prefix_pages", "release_safe")
+    __slots__ = ("aborted", "began", "failure", "on_change", "pages_done", "poll", "prefill_ready", "prefix_pages", "release_safe")
 
     def __init__(self) -> None:
         self.aborted: Failure | None = None
@@ -118,6 +121,7 @@ class Handle:
         self.release_safe = False
         self.prefix_pages = 0
         self.pages_done = 0
+        self.prefill_ready = False
         self.on_change: Callable[[], None] | None = None
 
     def turn(self, poll: KVPoll) -> None:
@@ -126,6 +130,10 @@ class Handle:
 
     def release(self) -> None:
         self.release_safe = True
+        self._say()
+
+    def note_prefill_ready(self) -> None:
+        self.prefill_ready = True
         self._say()
 
     def fail(self, failure: Failure) -> None:

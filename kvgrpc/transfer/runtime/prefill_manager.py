@@ -161,7 +161,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         self._fail_all(self.core.rooms)
         sessions = list(self._sessions.values())
         for session in sessions:
-            session.end(None)
+            session.end(self._leaving())
         if sessions:
             await asyncio.wait([session.over for session in sessions], timeout=_GOODBYE_WITHIN_SECONDS)
         await super().stop()

@@ -99,7 +99,8 @@ class TestPoll:
         side.core.on_welcome(first)
         assert room.handle.poll is KVPoll.Bootstrapping
         side.core.on_welcome(second)
-        assert room.handle.poll is KVPoll.WaitingForInput and not side.said()
+        assert room.handle.poll is KVPoll.WaitingForInput
+        assert {entry.want for entry in side.said()} == {Want.ANNOUNCE}, "prefill knows its decode before the pages"
 
     def test_pages_that_came_before_the_rank_was_known_are_told_to_a_session_that_stands_already(
         self, side: Side
