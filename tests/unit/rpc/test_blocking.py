@@ -32,7 +32,7 @@ async def settle() -> None:
 async def ended(calls: BlockingCalls) -> None:
     """Once none runs any more."""
     end = time.monotonic() + 20
-    while calls._calls:  # noqa: ASYNC110  # threads end them
+    while calls._calls:  # threads end them
         assert time.monotonic() < end, "a call still runs"
         await asyncio.sleep(0.001)
 
