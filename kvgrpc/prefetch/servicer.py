@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TypeVar
 
 from kvgrpc.errors import FeatureDisabled, InvalidRequest, ServerDraining, StorageFailed, TooManyRequests
-from kvgrpc.paging import numbers_token, read_numbers_token
+from kvgrpc.paging import numbers_token, page_size, read_numbers_token
 from kvgrpc.prefetch import wire
 from kvgrpc.prefetch.controller.operation import Operation
 from kvgrpc.prefetch.controller.operations import MAX_OPEN_PAGES
@@ -28,7 +28,7 @@ HEARTBEAT_SECONDS = 1.0
 _THREADS = 4
 # One caller may have a quarter of the operations, and of their pages.
 _PART_OF_A_CALLER = 4
-_DEFAULT_PAGE, _LARGEST_PAGE = 100, 1000
+_DEFAULT_PAGE = 100
 _OPERATIONS_OF_A_MESSAGE = 256
 # An operation of 65,536 pages says what became of each; clients of other languages take 4 MiB unless told otherwise.
 _BYTES_OF_A_MESSAGE = 1 << 20
@@ -151,15 +151,13 @@ class PrefetchServicer(PrefetchServiceServicer):
                     yield pb.WatchOperationsResponse()
 
     async def ListOperations(self, request: pb.ListOperationsRequest, context: Any) -> pb.ListOperationsResponse:
-        if request.page_size > _LARGEST_PAGE:
-            raise InvalidRequest.of("page_size", request.page_size, f"at most {_LARGEST_PAGE}")
         book = self._manager.controller.book
         question = f"operations {request.open_only}"
         after = read_numbers_token(question, request.page_token, 1)
         rows = book.open() if request.open_only else book.all()
         rows = sorted((row for row in rows if after is None or row.number > after[0]), key=lambda row: row.number)
         response, left = pb.ListOperationsResponse(), _BYTES_OF_A_MESSAGE
-        for row in rows[: request.page_size or _DEFAULT_PAGE]:
+        for row in rows[: page_size(request.page_size, _DEFAULT_PAGE)]:
             message = self._to_pb(row, with_pages=False)
             left -= message.ByteSize()
             if left < 0 and response.operations:

@@ -9,9 +9,9 @@ from typing import Any
 import grpc.aio
 from google.protobuf import duration_pb2
 
-from kvgrpc.errors import InvalidRequest, KvGrpcError, ServerDraining, TooManyRequests
+from kvgrpc.errors import KvGrpcError, ServerDraining, TooManyRequests
 from kvgrpc.model import Role
-from kvgrpc.paging import numbers_token, page_token, read_numbers_token, read_page_token
+from kvgrpc.paging import MAX_PAGE, numbers_token, page_size, page_token, read_numbers_token, read_page_token
 from kvgrpc.registry import wire
 from kvgrpc.registry.addresses import peer_is_local
 from kvgrpc.registry.model import BEFORE_ALL, EngineChange, RankRow, ResolvedEngine, coordinates_of
@@ -25,7 +25,6 @@ from kvgrpc.v1 import registry_service_pb2_grpc
 from kvgrpc.v1.server_service_pb2 import RegistryLimits
 
 DEFAULT_PAGE = 100
-MAX_PAGE = 1_000
 MAX_PAGE_BYTES = 1 << 20
 MAX_RESOLVED_BYTES = 3 << 20
 # Waiting calls must not use up what a server admits (4,096 unary calls), or no rank could register and end the wait.
@@ -137,7 +136,7 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
     async def GetEngine(self, request: pb.GetEngineRequest, context: _Context) -> pb.GetEngineResponse:
         question = f"GetEngine {request.engine}"
         after = read_numbers_token(question, request.page_token, 4) or BEFORE_ALL
-        size = _page_size(request.page_size, MAX_PAGE)
+        size = page_size(request.page_size)
         engine = self.store.table.get(request.engine, after, size + 1)
         if engine is None:
             raise self._absence(request.engine, None)
@@ -152,7 +151,7 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
         role = wire.optional_role(request.role)
         question = f"ListEngines {request.role} {request.include_rows}"
         after = read_page_token(question, request.page_token)
-        size = _page_size(request.page_size, DEFAULT_PAGE)
+        size = page_size(request.page_size, DEFAULT_PAGE)
         engines = self.store.table.list_engines(role, after, size + 1, rows=request.include_rows)
         response = pb.ListEnginesResponse(warming_up=self.store.warming_up_for > 0)
         left = MAX_PAGE_BYTES
@@ -242,12 +241,6 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
     def _engine_with_rows(self, engine: ResolvedEngine) -> pb.Engine:
         rows = self._rows_that_fit(engine.rows)
         return wire.engine_to_pb(engine, rows if len(rows) == len(engine.rows) else ())
-
-
-def _page_size(asked: int, default: int) -> int:
-    if asked > MAX_PAGE:
-        raise InvalidRequest.of("page_size", asked, f"at most {MAX_PAGE}")
-    return asked or default
 
 
 def _check_fits(rows: Sequence[pb.RankRow]) -> None:

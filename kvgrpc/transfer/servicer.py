@@ -11,7 +11,7 @@ import grpc
 from kvgrpc.errors import Failure, InvalidRequest, RoomNotFound, WrongRank
 from kvgrpc.model import Role
 from kvgrpc.net import caller_address
-from kvgrpc.paging import numbers_token, page_token, read_numbers_token, read_page_token
+from kvgrpc.paging import numbers_token, page_size, page_token, read_numbers_token, read_page_token
 from kvgrpc.rpc.waiting import longest_wait
 from kvgrpc.transfer import wire
 from kvgrpc.transfer.layout import engines
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvgrpc.transfer.runtime.manager import TransferManager
 
 logger = logging.getLogger(__name__)
-_DEFAULT_PAGE, _LARGEST_PAGE = 100, 1000
+_DEFAULT_PAGE = 100
 # Clients of other languages take 4 MiB unless told otherwise.
 MAX_PAGE_BYTES = 3 << 20
 _LONGEST_CAUSE = 256
@@ -61,7 +61,7 @@ class TransferServicer(TransferServiceServicer):
     async def ListSessions(self, request: pb.ListSessionsRequest, context: object) -> pb.ListSessionsResponse:
         after = read_page_token(_SESSIONS, request.page_token)
         rows = sorted((row for row in self._manager.sessions() if str(row.peer) > after), key=lambda row: str(row.peer))
-        size = _page_size(request.page_size)
+        size = page_size(request.page_size, _DEFAULT_PAGE)
         token = page_token(_SESSIONS, str(rows[size - 1].peer)) if len(rows) > size else ""
         return pb.ListSessionsResponse(sessions=[_session_to_pb(row) for row in rows[:size]], next_page_token=token)
 
@@ -69,7 +69,7 @@ class TransferServicer(TransferServiceServicer):
         states = _states(request.states)
         question = f"ListRooms {sorted(map(int, states))} {request.held_only}"
         after = read_numbers_token(question, request.page_token, 2)
-        size = _page_size(request.page_size)
+        size = page_size(request.page_size, _DEFAULT_PAGE)
 
         def wanted(row: RoomRow) -> bool:
             return (not states or row.state in states) and (row.held or not request.held_only)
@@ -142,10 +142,6 @@ def _decode_rank(manager: TransferManager[Any], why: str) -> WrongRank:
     return WrongRank(
         f"{manager.ref} is a decode rank: {why}", metadata={"expected": Role.PREFILL.name, "actual": Role.DECODE.name}
     )
-
-
-def _page_size(asked: int) -> int:
-    return min(asked or _DEFAULT_PAGE, _LARGEST_PAGE)
 
 
 def _states(asked: Sequence[int]) -> set[RoomState]:

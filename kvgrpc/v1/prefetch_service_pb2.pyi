@@ -729,7 +729,7 @@ class ListOperationsRequest(_message.Message):
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     OPEN_ONLY_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """At most 1,000; 0: 100."""
+    """At most this many; 0 means 100, more than 1,000 means 1,000."""
     page_token: _builtins.str
     """next_page_token of the response before."""
     open_only: _builtins.bool

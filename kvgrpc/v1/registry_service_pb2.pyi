@@ -362,7 +362,7 @@ class GetEngineRequest(_message.Message):
     engine: _builtins.str
     """Name of the engine."""
     page_size: _builtins.int
-    """At most this many rows, and at most 1 MiB of them; 0 means 1,000. More than 1,000 is refused."""
+    """At most this many rows, and at most 1 MiB of them; 0 or more than 1,000 means 1,000."""
     page_token: _builtins.str
     """From the response before; empty at first."""
     def __init__(
@@ -419,7 +419,7 @@ class ListEnginesRequest(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     INCLUDE_ROWS_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """At most this many; 0 means 100. More than 1,000 is refused."""
+    """At most this many; 0 means 100, more than 1,000 means 1,000."""
     page_token: _builtins.str
     """From the response before; empty at first."""
     role: _common_pb2.Role.ValueType

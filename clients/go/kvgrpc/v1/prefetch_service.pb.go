@@ -1337,7 +1337,7 @@ func (x *StartBackupResponse) GetOperation() *CacheOperation {
 // Request of ListOperations.
 type ListOperationsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// At most 1,000; 0: 100.
+	// At most this many; 0 means 100, more than 1,000 means 1,000.
 	PageSize uint32 `protobuf:"varint,1,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	// next_page_token of the response before.
 	PageToken string `protobuf:"bytes,2,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`

@@ -661,7 +661,7 @@ type GetEngineRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Name of the engine.
 	Engine string `protobuf:"bytes,1,opt,name=engine,proto3" json:"engine,omitempty"`
-	// At most this many rows, and at most 1 MiB of them; 0 means 1,000. More than 1,000 is refused.
+	// At most this many rows, and at most 1 MiB of them; 0 or more than 1,000 means 1,000.
 	PageSize uint32 `protobuf:"varint,2,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	// From the response before; empty at first.
 	PageToken     string `protobuf:"bytes,3,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
@@ -778,7 +778,7 @@ func (x *GetEngineResponse) GetNextPageToken() string {
 // Request of ListEngines.
 type ListEnginesRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// At most this many; 0 means 100. More than 1,000 is refused.
+	// At most this many; 0 means 100, more than 1,000 means 1,000.
 	PageSize uint32 `protobuf:"varint,1,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	// From the response before; empty at first.
 	PageToken string `protobuf:"bytes,2,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`

@@ -544,7 +544,7 @@ export const StartBackupResponseSchema: GenMessage<StartBackupResponse> = /*@__P
  */
 export type ListOperationsRequest = Message<"kvgrpc.v1.ListOperationsRequest"> & {
   /**
-   * At most 1,000; 0: 100.
+   * At most this many; 0 means 100, more than 1,000 means 1,000.
    *
    * @generated from field: uint32 page_size = 1;
    */

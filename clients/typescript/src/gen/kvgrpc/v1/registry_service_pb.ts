@@ -376,7 +376,7 @@ export type GetEngineRequest = Message<"kvgrpc.v1.GetEngineRequest"> & {
   engine: string;
 
   /**
-   * At most this many rows, and at most 1 MiB of them; 0 means 1,000. More than 1,000 is refused.
+   * At most this many rows, and at most 1 MiB of them; 0 or more than 1,000 means 1,000.
    *
    * @generated from field: uint32 page_size = 2;
    */
@@ -432,7 +432,7 @@ export const GetEngineResponseSchema: GenMessage<GetEngineResponse> = /*@__PURE_
  */
 export type ListEnginesRequest = Message<"kvgrpc.v1.ListEnginesRequest"> & {
   /**
-   * At most this many; 0 means 100. More than 1,000 is refused.
+   * At most this many; 0 means 100, more than 1,000 means 1,000.
    *
    * @generated from field: uint32 page_size = 1;
    */
