@@ -46,7 +46,9 @@ def main() -> int:
             sys.exit(f"{target}: the tests fail without any fault")
         limit = 10.0 + 5 * (time.monotonic() - began)
         killed = 0
-        for mutant in mutants:
+        for number, mutant in enumerate(mutants):
+            if number % 25 == 0:
+                print(f"{target}: {number} of {len(mutants)}, {killed} noticed", file=sys.stderr, flush=True)
             if _notice(mutant, tests, limit) != "passed":
                 killed += 1
             elif _key(mutant) not in known:
@@ -93,7 +95,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         if name != self._name:
             return None
         loader = _Loader(name, str(self._mutant.path))
-        loader.code = compile(self._mutant.tree, str(self._mutant.path), "exec")
+        loader.code = compile(self._mutant.tree(), str(self._mutant.path), "exec")
         return importlib.util.spec_from_file_location(name, self._mutant.path, loader=loader)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,23 +18,24 @@ LEFT_ALONE = ("__repr__", "__str__", "__slots__", "__all__")
 
 @dataclass(frozen=True)
 class Mutant:
-    """One fault: ``tree`` is the whole module with it."""
+    """One fault: the ``number``-th place of the module that can be changed."""
 
     path: Path
+    number: int
     line: int
     what: str
-    tree: ast.Module
+
+    def tree(self) -> ast.Module:
+        """The whole module with the fault."""
+        changed = ast.parse(self.path.read_text())
+        node, what = list(_sites(changed))[self.number]
+        _change(node, changed, what)
+        return ast.fix_missing_locations(changed)
 
 
 def mutants_of(path: Path) -> Iterator[Mutant]:
-    tree = ast.parse(path.read_text())
-    sites = list(_sites(tree))
-    for number, (node, what) in enumerate(sites):
-        changed = copy.deepcopy(tree)
-        there, _ = list(_sites(changed))[number]
-        _change(there, changed, what)
-        ast.fix_missing_locations(changed)
-        yield Mutant(path, node.lineno, f"{what}: {ast.unparse(node)[:90]}", changed)
+    for number, (node, what) in enumerate(_sites(ast.parse(path.read_text()))):
+        yield Mutant(path, number, node.lineno, f"{what}: {ast.unparse(node)[:90]}")
 
 
 def _sites(tree: ast.AST, function: bool = False) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
