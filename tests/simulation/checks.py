@@ -125,7 +125,9 @@ def check_rooms_are_known(
     pair = prefill.core.pairs.get(decode.ref)
     for entry in entries:
         record = prefill.core.rooms.get(entry.key._replace(place=pair.place if pair is not None else 0))
-        if record is None or record.ended or record.destination is None or record.owner is None or record.owner.ref != decode.ref:
+        if record is None or record.ended or record.destination is None:
+            continue
+        if record.owner is None or record.owner.ref != decode.ref:
             continue
         if decode.state != "dead" and entry.key not in decode.core.rooms:
             world.violate("a room is back that decode was over with", entry.key)

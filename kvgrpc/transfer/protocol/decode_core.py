@@ -437,8 +437,8 @@ class DecodeCore:
         self._lose(pair, "refused", failure)
 
     def _resolve_untold(self, pair: DecodePair, drains: bool = False) -> None:
-        """Rooms of which it was never told lose nothing with it: who is in its place now is asked, once (3). One that
-        drains ends no sooner than its senders: rooms that it knew by name alone had none.
+        """Rooms of which it was never told lose nothing with it: who is in its place now is asked, once
+        (3, break and loss). One that drains ends no sooner than its senders: rooms that it knew by name alone had none.
         """
         for key in list(pair.rooms):
             room = self.rooms[key]
@@ -490,6 +490,6 @@ class DecodeCore:
 
 
 def _goes_elsewhere(room: DecodeRoom, part: DecodePart, entry: PrefillEntry) -> bool:
-    """A prefill that drains refused a room of which it knows the name alone: its successor may have it, once (3)."""
+    """A draining prefill refused a room that it knows by name alone: its successor may have it (3, break and loss)."""
     draining = entry.failure is not None and entry.failure.reason is Reason.SERVER_DRAINING
     return draining and not (part.told_write or part.sender_seen or room.resolved_again)

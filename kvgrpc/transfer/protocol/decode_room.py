@@ -165,8 +165,9 @@ class DecodeRoom:
 
     def note_ready(self) -> None:
         """A sender is there; once all are, decode may allocate for a prefill that will send (12, poll)."""
-        parts = self.parts.values()
-        if self.bound and not self.handle.prefill_ready and all(part.state >= STATE_WAITING_FOR_INPUT for part in parts):
+        if not self.bound or self.handle.prefill_ready:
+            return
+        if all(part.state >= STATE_WAITING_FOR_INPUT for part in self.parts.values()):
             self.handle.note_prefill_ready()
 
     def transfer(self) -> None:

@@ -111,7 +111,17 @@ class Handle:
     ``began``: when it was made (s). ``on_change`` is called after ``poll`` or ``release_safe`` changed.
     """
 
-    __slots__ = ("aborted", "began", "failure", "on_change", "pages_done", "poll", "prefill_ready", "prefix_pages", "release_safe")
+    __slots__ = (
+        "aborted",
+        "began",
+        "failure",
+        "on_change",
+        "pages_done",
+        "poll",
+        "prefill_ready",
+        "prefix_pages",
+        "release_safe",
+    )
 
     def __init__(self) -> None:
         self.aborted: Failure | None = None
