@@ -189,7 +189,7 @@ class PrefillCore:
         return None
 
     def on_refused_hello(self, keys: Iterable[RoomKey], error: KvGrpcError) -> None:
-        """A decode that does not fit waits for these rooms: their senders hear why, now or when they come (1, opening)."""
+        """A decode that does not fit waits for these rooms: their senders hear why, now or later (1, opening)."""
         for key in keys:
             room = self.rooms.get(key)
             if room is None and len(self.rooms) < self.bounds.rooms:
