@@ -39,7 +39,8 @@ class TransferHandle(ABC):
         """Where the room is. Terminal states stay.
 
         While the room is open and a thread of kvgrpc waits for the interpreter, the caller lends it: it sleeps for 50
-        us, once in 200 us of this manager, however many rooms it looks at (``RankConfig.poll_gives_way``).
+        us, once in 200 us of this manager and once after calls that gave it work, however many rooms it looks at
+        (``RankConfig.poll_gives_way``).
         """
         handle = self._handle
         poll = handle.poll

@@ -46,8 +46,10 @@ class Destination:
         if self._pages is not None:
             # A ufunc's reduction costs more than a handful of Python integers.
             largest = max(self._pages.tolist()) if self.count <= _FEW else int(self._pages.max())
+            if largest < pages:
+                return None
             position = int(np.argmax(self._pages >= pages))
-            return (position, int(self._pages[position])) if largest >= pages else None
+            return position, int(self._pages[position])
         lengths = self._lengths()
         wrong = np.flatnonzero((self._starts + lengths > pages) & (lengths > 0))
         if not len(wrong):

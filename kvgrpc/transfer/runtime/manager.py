@@ -141,7 +141,7 @@ class TransferManager(ABC, Generic[Record]):
         self._loop = loop.loop
         self._start = loop.task
         self._waker = Waker(self._loop, self._run)
-        self._next_way = 0.0 if config.poll_gives_way else math.inf
+        self._next_way = self._first_way = 0.0 if config.poll_gives_way else math.inf
         self._most_commands = config.commands
         self._commands: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._waking = False
@@ -186,6 +186,7 @@ class TransferManager(ABC, Generic[Record]):
         self._commands.append((action, arguments))
         if not self._waking:
             self._waking = True
+            self._next_way = self._first_way  # the wake keeps the interpreter: the next look lends it
             try:
                 self._waker.wake()
                 if self.closed:  # nobody may hear the waker any more
@@ -195,7 +196,8 @@ class TransferManager(ABC, Generic[Record]):
 
     def give_way(self) -> None:
         """Lends the interpreter to the threads that move rooms on, if one of them waits for it: for some microseconds,
-        and once in a while only, however often an engine looks. For a thread that just looked at an open room.
+        once after calls that gave them work, and else once in a while only, however often an engine looks. For a
+        thread that just looked at an open room.
         """
         now = time.monotonic()
         if now >= self._next_way:
