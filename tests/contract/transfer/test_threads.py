@@ -7,6 +7,7 @@ where they seldom would. However they meet: no page is written after it came bac
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 import threading
@@ -228,7 +229,7 @@ def _script(chance: random.Random, room: int) -> Script:
     count = chance.choice((1, 1, 1, 2, 3, 8, 20))
     script = Script(room, chance.sample(range(PAGES), count), early=chance.random() < 0.5)
     cuts = sorted({0, count, *(chance.randrange(count) for _ in range(chance.randrange(3)))})
-    script.chunks = [slice(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
+    script.chunks = [slice(start, stop) for start, stop in itertools.pairwise(cuts)]
     chance.shuffle(script.chunks)
     script.waits = chance.random() < 0.1
     if chance.random() < 0.15:
