@@ -216,7 +216,9 @@ class TransferWorker:
         if submission.wait is not None or count > _SHORT_CHUNK_PAGES or not isinstance(memory, PeerMemory):
             return False
         geometry = memory.geometry if memory.peer is not None else None
-        return geometry is not None and count * geometry.bytes_of_a_page <= self._plane.quick_bytes
+        # A plane that somebody else wrote may not have it yet.
+        quick_bytes: int = getattr(self._plane, "quick_bytes", 0)
+        return geometry is not None and count * geometry.bytes_of_a_page <= quick_bytes
 
     def _may_start(self, submission: Submission) -> bool:
         """The room is open still, its pages are computed, and the peer's memory is known."""

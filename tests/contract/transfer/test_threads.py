@@ -220,7 +220,7 @@ class _Sending(_End):
     def _send(self) -> None:
         if self.left:
             part = self.left.popleft()
-            wait = (lambda: time.sleep(0.000_5)) if self.script.waits else None
+            wait = (lambda: time.sleep(0.000_5)) if self.script.waits else None  # pages that are computed still
             pages = np.array(self.script.source[part], np.int32)
             self.handle.send(pages, part, wait=wait)
 
@@ -243,7 +243,7 @@ def _compute_or_sleep(chance: random.Random) -> None:
     """Between two looks."""
     kind = chance.random()
     if kind < 0.3:
-        time.sleep(0.000_05)
+        time.sleep(0.000_05)  # an engine's nap
     elif kind < 0.6:
         sum(range(chance.randrange(5_000)))
 
