@@ -82,6 +82,13 @@ class KVReceiver(TransferHandle):
         """True once the pages may be reused: after Success, and after a failure as soon as nobody can write to them."""
         return self._handle.release_safe
 
+    @property
+    def prefill_ready(self) -> bool:
+        """True once the prefill's sender of this room is there (all of them, where several owe it): an engine short of
+        pages may wait with ``init`` until then. Rooms with pages at once need not say it.
+        """
+        return self._handle.prefill_ready
+
     def close(self) -> None:
         """As every end's; what the room holds stays held until ``release_safe``."""
         super().close()

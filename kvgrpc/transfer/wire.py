@@ -20,6 +20,7 @@ from kvgrpc.transfer.protocol.types import (
     LONGEST_TRACEPARENT,
     MAX_ROOM,
     STATE_FAILED,
+    WANT_ANNOUNCE,
     WANT_FORGET,
     WANT_OPENED,
     WANT_WRITE,
@@ -37,6 +38,7 @@ from kvgrpc.v1.common_pb2 import PageSet
 from kvgrpc.wire import failure_from_pb, failure_to_pb, layout_from_pb, rank_id_to_pb
 
 MAX_PAGES = 2**24
+MOST_WAITING_ROOMS = 1024  # of one Hello
 _ENTRY_BYTES = 64
 _FAILURE_BYTES = 8192
 # A NamedTuple's own constructor is Python code; these are made by the hundred thousand.
@@ -84,6 +86,12 @@ def room_keys(messages: Sequence[pb.RoomKey]) -> list[RoomKey]:
     return [_key(message.room, message.attempt, index) for index, message in enumerate(messages)]
 
 
+def waiting_rooms(first: pb.SessionRequest | None) -> list[RoomKey]:
+    """The rooms that a Hello names; those that cannot be one are nobody's."""
+    waiting = [] if first is None else first.hello.waiting_rooms
+    return [RoomKey(message.room, message.attempt) for message in waiting if 0 < message.room <= MAX_ROOM]
+
+
 def room_keys_to_pb(keys: Iterable[RoomKey]) -> list[pb.RoomKey]:
     return [pb.RoomKey(room=key.room, attempt=key.attempt) for key in keys]
 
@@ -125,6 +133,8 @@ def encode_requests(
             _add_pages(message, destination.pages, pools)
         else:
             message = add(room=room, attempt=attempt, want=pb.Want.ValueType(want))
+            if want is WANT_ANNOUNCE:
+                message.time_left_ms, message.traceparent = time_left_ms, traceparent
             if failure is not None:
                 message.failure.CopyFrom(failure_to_pb(failure))
     if used:
@@ -152,8 +162,13 @@ def parse_request(
                 DecodeEntry,
                 (key, want, destination, message.time_left_ms, None, "" if error else message.traceparent, error),
             )
+        elif want is WANT_ANNOUNCE:
+            error = _trace_error(message, index)
+            traceparent = "" if error else message.traceparent
+            yield DecodeEntry(key, want, None, message.time_left_ms, None, traceparent, error)
         elif want is None:
-            raise _invalid(f"rooms[{index}].want", message.want, "WANT_WRITE, WANT_STOP or WANT_FORGET")
+            rule = "WANT_ANNOUNCE, WANT_WRITE, WANT_STOP or WANT_FORGET"
+            raise _invalid(f"rooms[{index}].want", message.want, rule)
         else:
             failure = failure_from_pb(message.failure) if message.HasField("failure") else None
             yield DecodeEntry(key, want, failure=failure)
@@ -284,9 +299,9 @@ def _add_pages(message: pb.DecodeRoom, pages: U32Array, pools: int) -> None:
 def _destination(
     message: pb.DecodeRoom, pool_pages: Sequence[tuple[str, int]], most_pages: int, index: int
 ) -> Destination:
-    if len(message.traceparent) > LONGEST_TRACEPARENT:
-        rule = f"at most {LONGEST_TRACEPARENT} characters"
-        raise _invalid(f"rooms[{index}].traceparent", f"{len(message.traceparent)} characters", rule)
+    error = _trace_error(message, index)
+    if error is not None:
+        raise error
     sets = message.pages
     if len(sets) != len(pool_pages):
         raise _invalid(f"rooms[{index}].pages", len(sets), f"one set for each of the {len(pool_pages)} pools")
@@ -303,6 +318,13 @@ def _destination(
         elif not _same_pages(sets[0], page_set):
             raise _invalid(where, found.count, "the pages of the first pool, repeated")
     return Destination(_NO_PAGES, message.first_page) if first is None else first
+
+
+def _trace_error(message: pb.DecodeRoom, index: int) -> InvalidRequest | None:
+    if len(message.traceparent) <= LONGEST_TRACEPARENT:
+        return None
+    rule = f"at most {LONGEST_TRACEPARENT} characters"
+    return _invalid(f"rooms[{index}].traceparent", f"{len(message.traceparent)} characters", rule)
 
 
 def _same_pages(one: PageSet, other: PageSet) -> bool:

@@ -29,6 +29,8 @@ class _WantEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Want.ValueType],
     DESCRIPTOR: _descriptor.EnumDescriptor
     WANT_UNSPECIFIED: _Want.ValueType  # 0
     """Never sent."""
+    WANT_ANNOUNCE: _Want.ValueType  # 1
+    """The room is mine; pages follow. From now on prefill hears when I am gone."""
     WANT_WRITE: _Want.ValueType  # 2
     """Write it to the given pages."""
     WANT_STOP: _Want.ValueType  # 3
@@ -41,6 +43,8 @@ class Want(_Want, metaclass=_WantEnumTypeWrapper):
 
 WANT_UNSPECIFIED: Want.ValueType  # 0
 """Never sent."""
+WANT_ANNOUNCE: Want.ValueType  # 1
+"""The room is mine; pages follow. From now on prefill hears when I am gone."""
 WANT_WRITE: Want.ValueType  # 2
 """Write it to the given pages."""
 WANT_STOP: Want.ValueType  # 3
@@ -60,7 +64,7 @@ class _RoomStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RoomState.V
     ROOM_STATE_BOOTSTRAPPING: _RoomState.ValueType  # 1
     """The other side is not there yet."""
     ROOM_STATE_WAITING_FOR_INPUT: _RoomState.ValueType  # 2
-    """Both are there, no page has moved."""
+    """Both are there, no page has moved. Said of an announced room once its sender is there."""
     ROOM_STATE_TRANSFERRING: _RoomState.ValueType  # 3
     """Pages move."""
     ROOM_STATE_SUCCESS: _RoomState.ValueType  # 4
@@ -76,7 +80,7 @@ ROOM_STATE_UNSPECIFIED: RoomState.ValueType  # 0
 ROOM_STATE_BOOTSTRAPPING: RoomState.ValueType  # 1
 """The other side is not there yet."""
 ROOM_STATE_WAITING_FOR_INPUT: RoomState.ValueType  # 2
-"""Both are there, no page has moved."""
+"""Both are there, no page has moved. Said of an announced room once its sender is there."""
 ROOM_STATE_TRANSFERRING: RoomState.ValueType  # 3
 """Pages move."""
 ROOM_STATE_SUCCESS: RoomState.ValueType  # 4
@@ -170,6 +174,7 @@ class Hello(_message.Message):
     EXPECTED_FIELD_NUMBER: _builtins.int
     MAX_FRAME_BYTES_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    WAITING_ROOMS_FIELD_NUMBER: _builtins.int
     stream: _builtins.int
     """Counts the streams that the opener opened, from 1; a larger one ends the older."""
     data_plane: _builtins.str
@@ -206,6 +211,12 @@ class Hello(_message.Message):
     def model(self) -> _common_pb2.ModelIdentity:
         """What the opener runs. Fields that either side leaves empty are not compared."""
 
+    @_builtins.property
+    def waiting_rooms(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoomKey]:
+        """Rooms that wait for the first welcome of this pair, at most 1,024: where it is refused with
+        PARALLEL_LAYOUT_MISMATCH their senders hear why.
+        """
+
     def __init__(
         self,
         *,
@@ -220,10 +231,11 @@ class Hello(_message.Message):
         expected: Global___Part | None = ...,
         max_frame_bytes: _builtins.int = ...,
         model: _common_pb2.ModelIdentity | None = ...,
+        waiting_rooms: _abc.Iterable[Global___RoomKey] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expected", b"expected", "layout", b"layout", "model", b"model", "opener", b"opener", "to", b"to"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aux_item_bytes", b"aux_item_bytes", "data_plane", b"data_plane", "data_plane_address", b"data_plane_address", "expected", b"expected", "layout", b"layout", "max_frame_bytes", b"max_frame_bytes", "model", b"model", "opener", b"opener", "pools", b"pools", "stream", b"stream", "to", b"to"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aux_item_bytes", b"aux_item_bytes", "data_plane", b"data_plane", "data_plane_address", b"data_plane_address", "expected", b"expected", "layout", b"layout", "max_frame_bytes", b"max_frame_bytes", "model", b"model", "opener", b"opener", "pools", b"pools", "stream", b"stream", "to", b"to", "waiting_rooms", b"waiting_rooms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -164,6 +164,24 @@ def test_a_room_that_no_rank_has_yet_waits_until_the_killed_rank_is_back_and_has
     assert decode.call("page_sums", [1]) == third.call("page_sums", [7])
 
 
+def test_a_room_whose_dp_rank_stays_dead_fails_once_the_registry_says_that_it_is_gone(start: Start) -> None:
+    both = {"layout": Layout(dp=2), "engine_selects_dp": True, "lease_ttl": 1.0}
+    first = start("P", "PREFILL", registry="embedded", **both).opened()
+    second = start("P", "PREFILL", registry=first.address, dp=1, **both).opened()
+    decode = start("D", "DECODE", resolve_timeout=1.0).opened()
+    decode.call("receive", 1, first.address, [1])
+    second.kill()
+    assert decode.call("wait", "receivers", [1], [FAILED])[1][1] == "ENGINE_NOT_FOUND"
+
+
+def test_a_room_that_was_given_up_while_it_was_looked_for_is_told_to_its_sender(start: Start) -> None:
+    first, second, decode = balanced(start)
+    decode.call("receive", 1, first.address, None)
+    decode.call("abort", "receivers", 1)
+    second.call("send", 1, [1])
+    assert second.call("wait", "senders", [1], [FAILED])[1][1] == "ROOM_CANCELLED"
+
+
 # Refusals.
 
 
@@ -171,6 +189,7 @@ def test_a_wrong_layout_is_refused_with_the_differing_fields(start: Start) -> No
     prefill = start("P", "PREFILL", registry="embedded", pool={"page_tokens": 32, "dtype": "bfloat16"})
     decode = start("D", "DECODE")
     prefill.opened(), decode.opened()
+    prefill.call("send", 1, [1])
     decode.call("receive", 1, prefill.address, [1])
     decode.call("wait", "receivers", [1], [FAILED])
     reason, text, metadata = decode.call("failure_of", "receivers", 1)
@@ -178,6 +197,8 @@ def test_a_wrong_layout_is_refused_with_the_differing_fields(start: Start) -> No
     assert metadata["mismatchedFields"] == "pools[0].page_tokens,pools[0].dtype"
     assert metadata["pools[0].page_tokens"] == "32 != 16" and "bfloat16" in text
     assert decode.call("state", "receivers", 1)[2]
+    prefill.call("wait", "senders", [1], [FAILED])
+    assert prefill.call("failure_of", "senders", 1)[2]["mismatchedFields"] == metadata["mismatchedFields"]
 
 
 def test_a_page_outside_the_pool_fails_that_room_alone(pair: tuple[RankProcess, RankProcess]) -> None:
@@ -409,6 +430,41 @@ def test_a_restarted_prefill_on_the_same_port_serves_without_anyone_restarting(s
     again.call("send", 2, [2])
     decode.call("wait", "receivers", [2], [SUCCESS])
     decode.call("wait_release", [1])
+
+
+def test_an_orderly_restart_of_prefill_fails_no_room_that_had_no_sender_there(start: Start) -> None:
+    """Rooms that were announced before it, that came while nobody was there, and after it."""
+    registry = start("R", "PREFILL", registry="embedded").opened().address
+    prefill = start("P", "PREFILL", registry=registry).opened()
+    decode = start("D", "DECODE").opened()
+    bootstrap = f"{registry}/P"
+    decode.call("receive", 1, bootstrap, [1])
+    prefill.call("send", 1, [1])
+    decode.call("wait", "receivers", [1], [SUCCESS])
+    for room in range(10, 20):
+        decode.call("receive", room, bootstrap, None)
+    prefill_sees(prefill, 10)
+    prefill.ask("reopen")
+    rooms = list(range(10, 60))
+    for room in rooms[10:]:
+        decode.call("receive", room, bootstrap, None)
+        time.sleep(0.02)
+    prefill.answer()
+    for room in rooms:
+        prefill.call("send", room, [room])
+    decode.call("wait", "receivers", rooms, [WAITING])
+    for room in rooms:
+        decode.call("give_pages", room, [room])
+    decode.call("wait", "receivers", rooms, [SUCCESS])
+
+
+def test_prefill_hears_of_the_death_of_a_decode_that_has_no_pages_yet(pair: tuple[RankProcess, RankProcess]) -> None:
+    prefill, decode = pair
+    decode.call("receive", 1, prefill.address, None)
+    prefill_sees(prefill, 1)
+    prefill.call("send", 1, [1])
+    decode.kill()
+    assert prefill.call("wait", "senders", [1], [FAILED])[1][1] == "PEER_LOST"
 
 
 def test_decode_meets_the_successor_of_a_killed_prefill_before_a_request_needs_it(start: Start) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 
@@ -314,6 +315,9 @@ class DecodeManager(TransferManager[DecodeRoom]):
             model=model_to_pb(shape.model),
         )
         hello.opener.CopyFrom(rank_ref_to_pb(self.ref))
+        if not stream.pair.welcomed:
+            waiting = itertools.islice(stream.pair.rooms, wire.MOST_WAITING_ROOMS)
+            hello.waiting_rooms.extend(wire.room_keys_to_pb(waiting))
         return pb.SessionRequest(hello=hello)
 
     # Between the core and the rest.

@@ -9,7 +9,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from kvgrpc.dataplane.base import DataPlane
-from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, Reason, ServerDraining, WrongRank
+from kvgrpc.errors import (
+    Failure,
+    InvalidRequest,
+    KvGrpcError,
+    ParallelLayoutMismatch,
+    Reason,
+    ServerDraining,
+    WrongRank,
+)
 from kvgrpc.model import MAX_REGIONS, RankRef, Role, check_pools, check_rank
 from kvgrpc.rpc.callers import check_speaker
 from kvgrpc.rpc.waiters import Waiters
@@ -223,10 +231,15 @@ class PrefillManager(TransferManager[PrefillRoom]):
 
     async def _greet(self, read: Reader, write: Callable[[pb.SessionResponse], Awaitable[None]]) -> _Session | None:
         failure: Failure | None = None
+        first: pb.SessionRequest | None = None
         try:
             first = await asyncio.wait_for(read(), _HELLO_WITHIN_SECONDS)
             if first is not None:
                 return self._open(first, write)
+        except ParallelLayoutMismatch as error:
+            failure = Failure.of(error, str(self.ref))
+            self.core.on_refused_hello(wire.waiting_rooms(first), error)
+            self._pump()
         except KvGrpcError as error:
             failure = Failure.of(error, str(self.ref))
         except asyncio.TimeoutError:
@@ -297,6 +310,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
             ("pools", len(hello.pools), _MOST_POOLS),
             ("pools.regions", sum(len(pool.regions) for pool in hello.pools), MAX_REGIONS),
             ("aux_item_bytes", len(hello.aux_item_bytes), _MOST_AUX_BUFFERS),
+            ("waiting_rooms", len(hello.waiting_rooms), wire.MOST_WAITING_ROOMS),
         ):
             if size > limit:
                 raise InvalidRequest.of(f"hello.{field}", size, f"at most {limit}")

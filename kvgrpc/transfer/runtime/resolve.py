@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from kvgrpc.model import Layout, RankId, RankRef
 from kvgrpc.transfer.layout import topology
 from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodeRoom
 from kvgrpc.transfer.protocol.types import LONGEST_TRACEPARENT, Handle, RoomKey, Target, prefill_dp
-from kvgrpc.transfer.runtime.search import RoomSearch
+from kvgrpc.transfer.runtime.search import Renewed, RoomSearch
 
 logger = logging.getLogger(__name__)
 _KNOWN_ENGINES = 4096
@@ -97,7 +97,9 @@ class Routes:
         self._engines: dict[str, PrefillEngine] = {}
         self._questions: dict[str, tuple[float, list[ReceiverRoom]]] = {}
         self._awaited: dict[tuple[str, Coordinates], asyncio.Task[None]] = {}
-        self._search = RoomSearch(open_channel, start, self._on_found, self._on_silence, self._targets_now)
+        self._search = RoomSearch(
+            open_channel, start, self._on_found, self._on_silence, self._targets_now, self._fail, self._on_over
+        )
         self._closed = False
 
     def find(self, room: ReceiverRoom) -> None:
@@ -249,13 +251,21 @@ class Routes:
             self._fail(room, error)
         self._pump()
 
-    async def _targets_now(self, room: DecodeRoom) -> list[Target] | None:
-        """All dp ranks of the room's engine as its registry knows them now; None: it does not know all of them."""
+    def _on_over(self, room: DecodeRoom, targets: Sequence[Target]) -> None:
+        """It ended while it was looked for: wherever its sender is, it hears why."""
+        self._core.bind(room, targets)
+        self._pump()
+
+    async def _targets_now(self, room: DecodeRoom) -> Renewed:
+        """All dp ranks of the room's engine as its registry knows them now; EngineNotFound: not all of them are there,
+        though it waited for them."""
         if not isinstance(room, ReceiverRoom):
             return None
         try:
             engine = await self._resolve(room.bootstrap_addr, self._core.me.rank)
             targets = [self._targets_of(dp, engine)[0] for dp in range(engine.layout.dp)]
+        except EngineNotFound as error:
+            return error
         except KvGrpcError:
             return None
         self._remember(room.bootstrap_addr, engine)

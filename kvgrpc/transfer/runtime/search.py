@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 
 import grpc
 
-from kvgrpc.errors import KvGrpcError
+from kvgrpc.errors import EngineNotFound, KvGrpcError
 from kvgrpc.rpc.channels import ChannelPool
 from kvgrpc.transfer import wire
 from kvgrpc.transfer.protocol.decode_core import DecodeRoom
@@ -24,6 +24,7 @@ _PAUSE_SECONDS = 1.0
 # A rank waits before it says "none": one that does not must not keep us busy.
 _FRUITLESS_PAUSE_SECONDS = 0.1
 _Rooms = dict[RoomKey, DecodeRoom]
+Renewed = Sequence[Target] | EngineNotFound | None
 
 
 class RoomSearch:
@@ -31,10 +32,13 @@ class RoomSearch:
 
     A room is looked for until it is found or has ended, by its deadline at the latest. A rank that does not answer
     ends nothing: the others are asked on, it is asked again, and the registry is asked who is at its place now. Only
-    where none answers are the rooms resolved anew. On the loop thread.
+    where none answers are the rooms resolved anew; where the registry says that a rank is gone, and the others do not
+    have them, they fail. On the loop thread.
 
     ``start`` runs a search beside the others. ``found`` gets each room with its rank, ``again`` those that are to be
     resolved anew. ``renew`` asks the registry of a room for the ranks of its engine; None: it does not know them now.
+    ``gone`` gets each room of an engine whose ranks are not all there, ``over`` each that ended meanwhile, with the
+    ranks that may have its sender.
     """
 
     def __init__(
@@ -43,13 +47,17 @@ class RoomSearch:
         start: Callable[[Coroutine[None, None, None], str], asyncio.Task[None]],
         found: Callable[[DecodeRoom, Target], None],
         again: Callable[[DecodeRoom], None],
-        renew: Callable[[DecodeRoom], Coroutine[None, None, Sequence[Target] | None]],
+        renew: Callable[[DecodeRoom], Coroutine[None, None, Renewed]],
+        gone: Callable[[DecodeRoom, EngineNotFound], None],
+        over: Callable[[DecodeRoom, Sequence[Target]], None],
     ) -> None:
         self._channels = ChannelPool(open_channel)
         self._start = start
         self._found = found
         self._again = again
         self._renew = renew
+        self._gone = gone
+        self._over = over
         self._batches: dict[tuple[Target, ...], _Rooms] = {}
         self._asked: Counter[str] = Counter()
 
@@ -69,7 +77,7 @@ class RoomSearch:
         if self._batches.get(targets) is rooms:
             del self._batches[targets]
         asking = {self._ask(target, rooms): target for target in targets}
-        renewing: asyncio.Task[Sequence[Target] | None] | None = None
+        renewing: asyncio.Task[Renewed] | None = None
         silent: set[Target] = set()
         try:
             while rooms and len(silent) < len(asking):
@@ -79,6 +87,7 @@ class RoomSearch:
                     target = asking.pop(answered)
                     pause = self._take(rooms, target, answered.result(), silent)
                     asking[self._ask(target, rooms, pause)] = target
+                self._let_go(rooms, list(asking.values()))
                 if renewing is not None and renewing.done():
                     self._replace(asking, silent, renewing.result(), rooms)
                     renewing = None
@@ -101,19 +110,26 @@ class RoomSearch:
         found = [room for key in keys if (room := rooms.pop(key, None)) is not None]
         for room in found:
             self._found(room, target)
+        return 0.0 if found else _FRUITLESS_PAUSE_SECONDS
+
+    def _let_go(self, rooms: _Rooms, targets: Sequence[Target]) -> None:
         for room in [room for room in rooms.values() if room.ended]:
             del rooms[room.key]
-        return 0.0 if found else _FRUITLESS_PAUSE_SECONDS
+            self._over(room, targets)
 
     def _replace(
         self,
         asking: dict[asyncio.Task[list[RoomKey] | None], Target],
         silent: set[Target],
-        targets: Sequence[Target] | None,
+        targets: Renewed,
         rooms: _Rooms,
     ) -> None:
         """The registry said who is there now: silent ranks that are not are asked no more, new ones are."""
         if targets is None:
+            return
+        if isinstance(targets, EngineNotFound):
+            while rooms:
+                self._gone(rooms.popitem()[1], targets)
             return
         for call, target in list(asking.items()):
             if target in silent and target not in targets:
@@ -124,7 +140,7 @@ class RoomSearch:
             if target not in asking.values():
                 asking[self._ask(target, rooms)] = target
 
-    async def _renew_soon(self, room: DecodeRoom) -> Sequence[Target] | None:
+    async def _renew_soon(self, room: DecodeRoom) -> Renewed:
         await asyncio.sleep(_PAUSE_SECONDS)
         return await self._renew(room)
 

@@ -444,7 +444,7 @@ class TestRooms:
         finally:
             host.close(2.0)
         assert client.room(room, lambda entry: entry.writes != pb.WRITES_UNKNOWN).writes == pb.WRITES_STOPPED
-        assert not client.goodbye().message
+        assert client.goodbye().reason is Reason.SERVER_DRAINING
 
     def test_a_draining_prefill_fails_new_rooms_and_finishes_old_ones(self, dial: Dial) -> None:
         host = RankHost("Q", "PREFILL", {})
@@ -463,4 +463,4 @@ class TestRooms:
             assert client.ended(running).state == SUCCESS
         finally:
             host.close(1.0)
-        assert not client.goodbye().message
+        assert client.goodbye().reason is Reason.SERVER_DRAINING

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvgrpc.dataplane.base import Outcome
-from kvgrpc.errors import Failure, InvalidRequest, Reason
+from kvgrpc.errors import Failure, InvalidRequest, ParallelLayoutMismatch, Reason
 from kvgrpc.model import RankId, RankRef
 from kvgrpc.transfer.protocol.prefill_core import Chunk, PrefillCore, PrefillRoom, Submission
 from kvgrpc.transfer.protocol.types import (
@@ -137,6 +137,65 @@ class TestPoll:
         side.ticks(1)
         entry = side.said()[KEY]
         assert (entry.state, entry.writes, entry.pages_done) == (RoomState.TRANSFERRING, Writes.OPEN, 2)
+
+
+class TestAnnounced:
+    """Decode names a room before it has pages."""
+
+    def test_decode_hears_once_that_the_sender_is_there_whoever_came_first(self, side: Side) -> None:
+        side.name(Want.ANNOUNCE)
+        assert side.said() == {}
+        side.claim()
+        assert side.said()[KEY].state is RoomState.WAITING_FOR_INPUT
+        other = RoomKey(6)
+        side.claim(other)
+        side.name(Want.ANNOUNCE, other)
+        assert side.said()[other].state is RoomState.WAITING_FOR_INPUT
+        side.name(Want.ANNOUNCE, other)
+        assert side.said() == {}
+
+    def test_its_sender_waits_for_the_pages_and_then_sends(self, side: Side) -> None:
+        side.name(Want.ANNOUNCE)
+        record, handle = side.claim()
+        side.send(record, 0, 3, last=True)
+        assert not side.take("submissions")
+        side.name()
+        assert len(side.done()) == 3 and handle.poll is KVPoll.Success
+
+    def test_it_waits_for_its_sender_as_long_as_the_newest_word_of_decode_says(self, side: Side) -> None:
+        side.name(Want.ANNOUNCE)
+        side.ticks(2000)
+        side.name()
+        side.ticks(2900)
+        assert KEY in side.core.rooms and not side.core.rooms[KEY].ended
+        side.ticks(100)
+        assert side.said()[KEY].state is RoomState.FAILED
+
+    def test_forget_ends_the_sender_of_a_room_that_decode_does_not_know(self, side: Side) -> None:
+        side.name(Want.ANNOUNCE)
+        _, handle = side.claim()
+        side.name(Want.FORGET)
+        assert reason(handle) == "ROOM_CANCELLED" and KEY not in side.core.rooms
+
+    def test_past_the_bound_it_is_not_noted_and_nothing_is_refused(self) -> None:
+        side = Side(bounds=Bounds(unclaimed_per_session=1))
+        side.name(Want.ANNOUNCE)
+        side.name(Want.ANNOUNCE, RoomKey(6))
+        assert RoomKey(6) not in side.core.rooms and side.said() == {}
+        side.name(Want.WRITE, RoomKey(6))
+        assert side.said()[RoomKey(6)].state is RoomState.FAILED
+
+    def test_a_refused_hello_ends_the_senders_it_names_but_nobody_elses(self, side: Side) -> None:
+        _, waiting = side.claim()
+        owned = RoomKey(6)
+        side.name(key=owned)
+        _, other = side.claim(owned)
+        side.core.on_refused_hello([KEY, owned, RoomKey(7)], ParallelLayoutMismatch("tp"))
+        assert reason(waiting) == "PARALLEL_LAYOUT_MISMATCH"
+        assert other.poll is KVPoll.WaitingForInput
+        late = Handle()
+        side.core.claim(RoomKey(7), late)
+        assert reason(late) == "PARALLEL_LAYOUT_MISMATCH"
 
 
 class TestChunks:

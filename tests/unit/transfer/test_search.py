@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvgrpc.errors import EngineNotFound
 from kvgrpc.model import RankId, RankRef
 from kvgrpc.transfer.protocol.decode_core import DecodeRoom
 from kvgrpc.transfer.protocol.types import Handle, RoomKey, Target
@@ -26,13 +27,17 @@ class Search(RoomSearch):
         self.calls = 0
         self.found: list[tuple[RoomKey, Target]] = []
         self.again: list[RoomKey] = []
-        self.now: list[Target] | None = None
+        self.now: list[Target] | EngineNotFound | None = None
+        self.failed: list[tuple[RoomKey, EngineNotFound]] = []
+        self.over: list[tuple[RoomKey, list[Target]]] = []
         super().__init__(
             self._no_channel,
             self._run,
             lambda room, target: self.found.append((room.key, target)),
             self._give_back,
             self._who_is_there,
+            lambda room, error: self.failed.append((room.key, error)),
+            lambda room, targets: self.over.append((room.key, list(targets))),
         )
 
     async def _located(self, target: Target, keys: Sequence[RoomKey]) -> list[RoomKey] | None:
@@ -48,7 +53,7 @@ class Search(RoomSearch):
         self.task = asyncio.get_running_loop().create_task(coroutine)
         return self.task
 
-    async def _who_is_there(self, room: DecodeRoom) -> list[Target] | None:
+    async def _who_is_there(self, room: DecodeRoom) -> list[Target] | EngineNotFound | None:
         return self.now
 
     async def asked(self, times: int) -> None:
@@ -88,6 +93,17 @@ async def test_a_room_that_has_ended_is_looked_for_no_more() -> None:
     search.add(ended, RANKS)
     await search.task
     assert not search.found and not search.again
+    ((key, ranks),) = search.over
+    assert key == ended.key and set(ranks) == set(RANKS), "wherever its sender is, it is to hear of the end"
+
+
+async def test_what_a_rank_has_that_the_registry_says_is_gone_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_module, "_PAUSE_SECONDS", 0.01)
+    search = Search({RANKS[0]: [], RANKS[1]: None})
+    search.now = EngineNotFound("rank 1 is gone")
+    search.add(room(1), RANKS)
+    await asyncio.wait_for(search.task, 10.0)
+    assert search.failed == [(RoomKey(1), search.now)] and not search.again
 
 
 async def test_a_dead_rank_ends_nothing_for_rooms_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,13 +137,19 @@ def test_a_wrong_entry_fails_alone_and_names_the_field(room: pb.DecodeRoom, erro
     assert right == DecodeEntry(RoomKey(6), Want.FORGET)
 
 
+def test_an_announced_room_travels_with_its_time_and_trace() -> None:
+    entry = DecodeEntry(RoomKey(5, 1), Want.ANNOUNCE, None, 300, None, "00-trace")
+    (frame,) = wire.encode_requests([entry], 1, 1 << 20, [])
+    assert list(wire.parse_request(pb.SessionRequest.FromString(frame.SerializeToString()), POOLS)) == [entry]
+
+
 @pytest.mark.parametrize(
     "room",
     [
         pb.DecodeRoom(room=0, want=pb.WANT_STOP),
         pb.DecodeRoom(room=2**63, want=pb.WANT_STOP),
         pb.DecodeRoom(room=1),
-        pb.DecodeRoom(room=1, want=1),  # type: ignore[arg-type]
+        pb.DecodeRoom(room=1, want=5),  # type: ignore[arg-type]
     ],
 )
 def test_a_wrong_room_or_want_ends_the_session(room: pb.DecodeRoom) -> None:

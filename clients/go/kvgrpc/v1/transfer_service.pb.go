@@ -30,6 +30,8 @@ type Want int32
 const (
 	// Never sent.
 	Want_WANT_UNSPECIFIED Want = 0
+	// The room is mine; pages follow. From now on prefill hears when I am gone.
+	Want_WANT_ANNOUNCE Want = 1
 	// Write it to the given pages.
 	Want_WANT_WRITE Want = 2
 	// Stop writing, and tell me when nothing can be written any more.
@@ -42,12 +44,14 @@ const (
 var (
 	Want_name = map[int32]string{
 		0: "WANT_UNSPECIFIED",
+		1: "WANT_ANNOUNCE",
 		2: "WANT_WRITE",
 		3: "WANT_STOP",
 		4: "WANT_FORGET",
 	}
 	Want_value = map[string]int32{
 		"WANT_UNSPECIFIED": 0,
+		"WANT_ANNOUNCE":    1,
 		"WANT_WRITE":       2,
 		"WANT_STOP":        3,
 		"WANT_FORGET":      4,
@@ -89,7 +93,7 @@ const (
 	RoomState_ROOM_STATE_UNSPECIFIED RoomState = 0
 	// The other side is not there yet.
 	RoomState_ROOM_STATE_BOOTSTRAPPING RoomState = 1
-	// Both are there, no page has moved.
+	// Both are there, no page has moved. Said of an announced room once its sender is there.
 	RoomState_ROOM_STATE_WAITING_FOR_INPUT RoomState = 2
 	// Pages move.
 	RoomState_ROOM_STATE_TRANSFERRING RoomState = 3
@@ -296,7 +300,10 @@ type Hello struct {
 	// Largest frame that the opener accepts, in bytes; 0: as large as what welcome says.
 	MaxFrameBytes uint64 `protobuf:"varint,10,opt,name=max_frame_bytes,json=maxFrameBytes,proto3" json:"max_frame_bytes,omitempty"`
 	// What the opener runs. Fields that either side leaves empty are not compared.
-	Model         *ModelIdentity `protobuf:"bytes,11,opt,name=model,proto3" json:"model,omitempty"`
+	Model *ModelIdentity `protobuf:"bytes,11,opt,name=model,proto3" json:"model,omitempty"`
+	// Rooms that wait for the first welcome of this pair, at most 1,024: where it is refused with
+	// PARALLEL_LAYOUT_MISMATCH their senders hear why.
+	WaitingRooms  []*RoomKey `protobuf:"bytes,12,rep,name=waiting_rooms,json=waitingRooms,proto3" json:"waiting_rooms,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -404,6 +411,13 @@ func (x *Hello) GetMaxFrameBytes() uint64 {
 func (x *Hello) GetModel() *ModelIdentity {
 	if x != nil {
 		return x.Model
+	}
+	return nil
+}
+
+func (x *Hello) GetWaitingRooms() []*RoomKey {
+	if x != nil {
+		return x.WaitingRooms
 	}
 	return nil
 }
@@ -2284,7 +2298,7 @@ var File_kvgrpc_v1_transfer_service_proto protoreflect.FileDescriptor
 
 const file_kvgrpc_v1_transfer_service_proto_rawDesc = "" +
 	"\n" +
-	" kvgrpc/v1/transfer_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvgrpc/v1/common.proto\"\xbd\x03\n" +
+	" kvgrpc/v1/transfer_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvgrpc/v1/common.proto\"\xf6\x03\n" +
 	"\x05Hello\x12*\n" +
 	"\x06opener\x18\x01 \x01(\v2\x12.kvgrpc.v1.RankRefR\x06opener\x12\"\n" +
 	"\x02to\x18\x02 \x01(\v2\x12.kvgrpc.v1.RankRefR\x02to\x12\x1a\n" +
@@ -2298,7 +2312,8 @@ const file_kvgrpc_v1_transfer_service_proto_rawDesc = "" +
 	"\bexpected\x18\t \x01(\v2\x0f.kvgrpc.v1.PartR\bexpected\x12&\n" +
 	"\x0fmax_frame_bytes\x18\n" +
 	" \x01(\x04R\rmaxFrameBytes\x12.\n" +
-	"\x05model\x18\v \x01(\v2\x18.kvgrpc.v1.ModelIdentityR\x05model\"\x98\x01\n" +
+	"\x05model\x18\v \x01(\v2\x18.kvgrpc.v1.ModelIdentityR\x05model\x127\n" +
+	"\rwaiting_rooms\x18\f \x03(\v2\x12.kvgrpc.v1.RoomKeyR\fwaitingRooms\"\x98\x01\n" +
 	"\x04Part\x12\x1f\n" +
 	"\vlayer_start\x18\x01 \x01(\rR\n" +
 	"layerStart\x12\x1f\n" +
@@ -2437,9 +2452,10 @@ const file_kvgrpc_v1_transfer_service_proto_rawDesc = "" +
 	"\x04part\x18\x03 \x01(\v2\x0f.kvgrpc.v1.PartR\x04part\x120\n" +
 	"\x14descriptors_per_page\x18\x04 \x01(\rR\x12descriptorsPerPage\"@\n" +
 	"\x13GetTopologyResponse\x12)\n" +
-	"\x05parts\x18\x01 \x03(\v2\x13.kvgrpc.v1.OwedPartR\x05parts*L\n" +
+	"\x05parts\x18\x01 \x03(\v2\x13.kvgrpc.v1.OwedPartR\x05parts*_\n" +
 	"\x04Want\x12\x14\n" +
-	"\x10WANT_UNSPECIFIED\x10\x00\x12\x0e\n" +
+	"\x10WANT_UNSPECIFIED\x10\x00\x12\x11\n" +
+	"\rWANT_ANNOUNCE\x10\x01\x12\x0e\n" +
 	"\n" +
 	"WANT_WRITE\x10\x02\x12\r\n" +
 	"\tWANT_STOP\x10\x03\x12\x0f\n" +
@@ -2539,72 +2555,73 @@ var file_kvgrpc_v1_transfer_service_proto_depIdxs = []int32{
 	34, // 3: kvgrpc.v1.Hello.pools:type_name -> kvgrpc.v1.Pool
 	5,  // 4: kvgrpc.v1.Hello.expected:type_name -> kvgrpc.v1.Part
 	35, // 5: kvgrpc.v1.Hello.model:type_name -> kvgrpc.v1.ModelIdentity
-	32, // 6: kvgrpc.v1.Welcome.rank:type_name -> kvgrpc.v1.RankRef
-	36, // 7: kvgrpc.v1.Welcome.heartbeat:type_name -> google.protobuf.Duration
-	36, // 8: kvgrpc.v1.Welcome.idle_timeout:type_name -> google.protobuf.Duration
-	37, // 9: kvgrpc.v1.Goodbye.failure:type_name -> kvgrpc.v1.Failure
-	0,  // 10: kvgrpc.v1.DecodeRoom.want:type_name -> kvgrpc.v1.Want
-	38, // 11: kvgrpc.v1.DecodeRoom.pages:type_name -> kvgrpc.v1.PageSet
-	37, // 12: kvgrpc.v1.DecodeRoom.failure:type_name -> kvgrpc.v1.Failure
-	1,  // 13: kvgrpc.v1.PrefillRoom.state:type_name -> kvgrpc.v1.RoomState
-	2,  // 14: kvgrpc.v1.PrefillRoom.writes:type_name -> kvgrpc.v1.Writes
-	37, // 15: kvgrpc.v1.PrefillRoom.failure:type_name -> kvgrpc.v1.Failure
-	4,  // 16: kvgrpc.v1.SessionRequest.hello:type_name -> kvgrpc.v1.Hello
-	8,  // 17: kvgrpc.v1.SessionRequest.rooms:type_name -> kvgrpc.v1.DecodeRoom
-	7,  // 18: kvgrpc.v1.SessionRequest.goodbye:type_name -> kvgrpc.v1.Goodbye
-	6,  // 19: kvgrpc.v1.SessionResponse.welcome:type_name -> kvgrpc.v1.Welcome
-	9,  // 20: kvgrpc.v1.SessionResponse.rooms:type_name -> kvgrpc.v1.PrefillRoom
-	7,  // 21: kvgrpc.v1.SessionResponse.goodbye:type_name -> kvgrpc.v1.Goodbye
-	32, // 22: kvgrpc.v1.Session.peer:type_name -> kvgrpc.v1.RankRef
-	3,  // 23: kvgrpc.v1.Session.state:type_name -> kvgrpc.v1.SessionState
-	36, // 24: kvgrpc.v1.Session.idle_time:type_name -> google.protobuf.Duration
-	32, // 25: kvgrpc.v1.RoomPart.peer:type_name -> kvgrpc.v1.RankRef
-	1,  // 26: kvgrpc.v1.RoomPart.state:type_name -> kvgrpc.v1.RoomState
-	2,  // 27: kvgrpc.v1.RoomPart.writes:type_name -> kvgrpc.v1.Writes
-	39, // 28: kvgrpc.v1.Room.role:type_name -> kvgrpc.v1.Role
-	1,  // 29: kvgrpc.v1.Room.state:type_name -> kvgrpc.v1.RoomState
-	13, // 30: kvgrpc.v1.Room.parts:type_name -> kvgrpc.v1.RoomPart
-	36, // 31: kvgrpc.v1.Room.age:type_name -> google.protobuf.Duration
-	37, // 32: kvgrpc.v1.Room.failure:type_name -> kvgrpc.v1.Failure
-	12, // 33: kvgrpc.v1.ListSessionsResponse.sessions:type_name -> kvgrpc.v1.Session
-	1,  // 34: kvgrpc.v1.ListRoomsRequest.states:type_name -> kvgrpc.v1.RoomState
-	14, // 35: kvgrpc.v1.ListRoomsResponse.rooms:type_name -> kvgrpc.v1.Room
-	14, // 36: kvgrpc.v1.GetRoomResponse.room:type_name -> kvgrpc.v1.Room
-	21, // 37: kvgrpc.v1.LocateRoomsRequest.rooms:type_name -> kvgrpc.v1.RoomKey
-	21, // 38: kvgrpc.v1.LocateRoomsResponse.rooms:type_name -> kvgrpc.v1.RoomKey
-	14, // 39: kvgrpc.v1.CancelRoomResponse.room:type_name -> kvgrpc.v1.Room
-	32, // 40: kvgrpc.v1.GetRankResponse.rank:type_name -> kvgrpc.v1.RankRef
-	39, // 41: kvgrpc.v1.GetRankResponse.role:type_name -> kvgrpc.v1.Role
-	33, // 42: kvgrpc.v1.GetRankResponse.layout:type_name -> kvgrpc.v1.Layout
-	34, // 43: kvgrpc.v1.GetRankResponse.pools:type_name -> kvgrpc.v1.Pool
-	33, // 44: kvgrpc.v1.EngineShape.layout:type_name -> kvgrpc.v1.Layout
-	28, // 45: kvgrpc.v1.GetTopologyRequest.prefill:type_name -> kvgrpc.v1.EngineShape
-	28, // 46: kvgrpc.v1.GetTopologyRequest.decode:type_name -> kvgrpc.v1.EngineShape
-	40, // 47: kvgrpc.v1.OwedPart.prefill:type_name -> kvgrpc.v1.RankId
-	40, // 48: kvgrpc.v1.OwedPart.decode:type_name -> kvgrpc.v1.RankId
-	5,  // 49: kvgrpc.v1.OwedPart.part:type_name -> kvgrpc.v1.Part
-	30, // 50: kvgrpc.v1.GetTopologyResponse.parts:type_name -> kvgrpc.v1.OwedPart
-	10, // 51: kvgrpc.v1.TransferService.Session:input_type -> kvgrpc.v1.SessionRequest
-	15, // 52: kvgrpc.v1.TransferService.ListSessions:input_type -> kvgrpc.v1.ListSessionsRequest
-	17, // 53: kvgrpc.v1.TransferService.ListRooms:input_type -> kvgrpc.v1.ListRoomsRequest
-	19, // 54: kvgrpc.v1.TransferService.GetRoom:input_type -> kvgrpc.v1.GetRoomRequest
-	22, // 55: kvgrpc.v1.TransferService.LocateRooms:input_type -> kvgrpc.v1.LocateRoomsRequest
-	24, // 56: kvgrpc.v1.TransferService.CancelRoom:input_type -> kvgrpc.v1.CancelRoomRequest
-	26, // 57: kvgrpc.v1.TransferService.GetRank:input_type -> kvgrpc.v1.GetRankRequest
-	29, // 58: kvgrpc.v1.TransferService.GetTopology:input_type -> kvgrpc.v1.GetTopologyRequest
-	11, // 59: kvgrpc.v1.TransferService.Session:output_type -> kvgrpc.v1.SessionResponse
-	16, // 60: kvgrpc.v1.TransferService.ListSessions:output_type -> kvgrpc.v1.ListSessionsResponse
-	18, // 61: kvgrpc.v1.TransferService.ListRooms:output_type -> kvgrpc.v1.ListRoomsResponse
-	20, // 62: kvgrpc.v1.TransferService.GetRoom:output_type -> kvgrpc.v1.GetRoomResponse
-	23, // 63: kvgrpc.v1.TransferService.LocateRooms:output_type -> kvgrpc.v1.LocateRoomsResponse
-	25, // 64: kvgrpc.v1.TransferService.CancelRoom:output_type -> kvgrpc.v1.CancelRoomResponse
-	27, // 65: kvgrpc.v1.TransferService.GetRank:output_type -> kvgrpc.v1.GetRankResponse
-	31, // 66: kvgrpc.v1.TransferService.GetTopology:output_type -> kvgrpc.v1.GetTopologyResponse
-	59, // [59:67] is the sub-list for method output_type
-	51, // [51:59] is the sub-list for method input_type
-	51, // [51:51] is the sub-list for extension type_name
-	51, // [51:51] is the sub-list for extension extendee
-	0,  // [0:51] is the sub-list for field type_name
+	21, // 6: kvgrpc.v1.Hello.waiting_rooms:type_name -> kvgrpc.v1.RoomKey
+	32, // 7: kvgrpc.v1.Welcome.rank:type_name -> kvgrpc.v1.RankRef
+	36, // 8: kvgrpc.v1.Welcome.heartbeat:type_name -> google.protobuf.Duration
+	36, // 9: kvgrpc.v1.Welcome.idle_timeout:type_name -> google.protobuf.Duration
+	37, // 10: kvgrpc.v1.Goodbye.failure:type_name -> kvgrpc.v1.Failure
+	0,  // 11: kvgrpc.v1.DecodeRoom.want:type_name -> kvgrpc.v1.Want
+	38, // 12: kvgrpc.v1.DecodeRoom.pages:type_name -> kvgrpc.v1.PageSet
+	37, // 13: kvgrpc.v1.DecodeRoom.failure:type_name -> kvgrpc.v1.Failure
+	1,  // 14: kvgrpc.v1.PrefillRoom.state:type_name -> kvgrpc.v1.RoomState
+	2,  // 15: kvgrpc.v1.PrefillRoom.writes:type_name -> kvgrpc.v1.Writes
+	37, // 16: kvgrpc.v1.PrefillRoom.failure:type_name -> kvgrpc.v1.Failure
+	4,  // 17: kvgrpc.v1.SessionRequest.hello:type_name -> kvgrpc.v1.Hello
+	8,  // 18: kvgrpc.v1.SessionRequest.rooms:type_name -> kvgrpc.v1.DecodeRoom
+	7,  // 19: kvgrpc.v1.SessionRequest.goodbye:type_name -> kvgrpc.v1.Goodbye
+	6,  // 20: kvgrpc.v1.SessionResponse.welcome:type_name -> kvgrpc.v1.Welcome
+	9,  // 21: kvgrpc.v1.SessionResponse.rooms:type_name -> kvgrpc.v1.PrefillRoom
+	7,  // 22: kvgrpc.v1.SessionResponse.goodbye:type_name -> kvgrpc.v1.Goodbye
+	32, // 23: kvgrpc.v1.Session.peer:type_name -> kvgrpc.v1.RankRef
+	3,  // 24: kvgrpc.v1.Session.state:type_name -> kvgrpc.v1.SessionState
+	36, // 25: kvgrpc.v1.Session.idle_time:type_name -> google.protobuf.Duration
+	32, // 26: kvgrpc.v1.RoomPart.peer:type_name -> kvgrpc.v1.RankRef
+	1,  // 27: kvgrpc.v1.RoomPart.state:type_name -> kvgrpc.v1.RoomState
+	2,  // 28: kvgrpc.v1.RoomPart.writes:type_name -> kvgrpc.v1.Writes
+	39, // 29: kvgrpc.v1.Room.role:type_name -> kvgrpc.v1.Role
+	1,  // 30: kvgrpc.v1.Room.state:type_name -> kvgrpc.v1.RoomState
+	13, // 31: kvgrpc.v1.Room.parts:type_name -> kvgrpc.v1.RoomPart
+	36, // 32: kvgrpc.v1.Room.age:type_name -> google.protobuf.Duration
+	37, // 33: kvgrpc.v1.Room.failure:type_name -> kvgrpc.v1.Failure
+	12, // 34: kvgrpc.v1.ListSessionsResponse.sessions:type_name -> kvgrpc.v1.Session
+	1,  // 35: kvgrpc.v1.ListRoomsRequest.states:type_name -> kvgrpc.v1.RoomState
+	14, // 36: kvgrpc.v1.ListRoomsResponse.rooms:type_name -> kvgrpc.v1.Room
+	14, // 37: kvgrpc.v1.GetRoomResponse.room:type_name -> kvgrpc.v1.Room
+	21, // 38: kvgrpc.v1.LocateRoomsRequest.rooms:type_name -> kvgrpc.v1.RoomKey
+	21, // 39: kvgrpc.v1.LocateRoomsResponse.rooms:type_name -> kvgrpc.v1.RoomKey
+	14, // 40: kvgrpc.v1.CancelRoomResponse.room:type_name -> kvgrpc.v1.Room
+	32, // 41: kvgrpc.v1.GetRankResponse.rank:type_name -> kvgrpc.v1.RankRef
+	39, // 42: kvgrpc.v1.GetRankResponse.role:type_name -> kvgrpc.v1.Role
+	33, // 43: kvgrpc.v1.GetRankResponse.layout:type_name -> kvgrpc.v1.Layout
+	34, // 44: kvgrpc.v1.GetRankResponse.pools:type_name -> kvgrpc.v1.Pool
+	33, // 45: kvgrpc.v1.EngineShape.layout:type_name -> kvgrpc.v1.Layout
+	28, // 46: kvgrpc.v1.GetTopologyRequest.prefill:type_name -> kvgrpc.v1.EngineShape
+	28, // 47: kvgrpc.v1.GetTopologyRequest.decode:type_name -> kvgrpc.v1.EngineShape
+	40, // 48: kvgrpc.v1.OwedPart.prefill:type_name -> kvgrpc.v1.RankId
+	40, // 49: kvgrpc.v1.OwedPart.decode:type_name -> kvgrpc.v1.RankId
+	5,  // 50: kvgrpc.v1.OwedPart.part:type_name -> kvgrpc.v1.Part
+	30, // 51: kvgrpc.v1.GetTopologyResponse.parts:type_name -> kvgrpc.v1.OwedPart
+	10, // 52: kvgrpc.v1.TransferService.Session:input_type -> kvgrpc.v1.SessionRequest
+	15, // 53: kvgrpc.v1.TransferService.ListSessions:input_type -> kvgrpc.v1.ListSessionsRequest
+	17, // 54: kvgrpc.v1.TransferService.ListRooms:input_type -> kvgrpc.v1.ListRoomsRequest
+	19, // 55: kvgrpc.v1.TransferService.GetRoom:input_type -> kvgrpc.v1.GetRoomRequest
+	22, // 56: kvgrpc.v1.TransferService.LocateRooms:input_type -> kvgrpc.v1.LocateRoomsRequest
+	24, // 57: kvgrpc.v1.TransferService.CancelRoom:input_type -> kvgrpc.v1.CancelRoomRequest
+	26, // 58: kvgrpc.v1.TransferService.GetRank:input_type -> kvgrpc.v1.GetRankRequest
+	29, // 59: kvgrpc.v1.TransferService.GetTopology:input_type -> kvgrpc.v1.GetTopologyRequest
+	11, // 60: kvgrpc.v1.TransferService.Session:output_type -> kvgrpc.v1.SessionResponse
+	16, // 61: kvgrpc.v1.TransferService.ListSessions:output_type -> kvgrpc.v1.ListSessionsResponse
+	18, // 62: kvgrpc.v1.TransferService.ListRooms:output_type -> kvgrpc.v1.ListRoomsResponse
+	20, // 63: kvgrpc.v1.TransferService.GetRoom:output_type -> kvgrpc.v1.GetRoomResponse
+	23, // 64: kvgrpc.v1.TransferService.LocateRooms:output_type -> kvgrpc.v1.LocateRoomsResponse
+	25, // 65: kvgrpc.v1.TransferService.CancelRoom:output_type -> kvgrpc.v1.CancelRoomResponse
+	27, // 66: kvgrpc.v1.TransferService.GetRank:output_type -> kvgrpc.v1.GetRankResponse
+	31, // 67: kvgrpc.v1.TransferService.GetTopology:output_type -> kvgrpc.v1.GetTopologyResponse
+	60, // [60:68] is the sub-list for method output_type
+	52, // [52:60] is the sub-list for method input_type
+	52, // [52:52] is the sub-list for extension type_name
+	52, // [52:52] is the sub-list for extension extendee
+	0,  // [0:52] is the sub-list for field type_name
 }
 
 func init() { file_kvgrpc_v1_transfer_service_proto_init() }
