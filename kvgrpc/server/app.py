@@ -494,7 +494,7 @@ def _open_on(plane: DataPlane, config: RankConfig, loop: LoopThread) -> Rank[Any
 
 
 def _quarter_of_the_pool(config: RankConfig) -> int:
-    return max(1, min(pool.pages for pool in config.pools) // 4)
+    return max(1, config.pools[0].pages // 4)
 
 
 def _configured(registry: str) -> tuple[str, ...]:

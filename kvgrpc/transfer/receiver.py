@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy.typing as npt
 
 from kvgrpc.errors import Failure
 from kvgrpc.transfer.handle import TransferHandle, as_int, room_key, whole_number
-from kvgrpc.transfer.layout.pools import as_pages, check_distinct
+from kvgrpc.transfer.layout.pools import check_distinct, pages_of_pools
 from kvgrpc.transfer.protocol.types import POLL_WAITING_FOR_INPUT, Destination, Handle
 from kvgrpc.transfer.runtime.resolve import ReceiverRoom
 
@@ -55,13 +56,17 @@ class KVReceiver(TransferHandle):
                 handle.poll = POLL_WAITING_FOR_INPUT
             manager.post(manager.open, self._room)
 
-    def init(self, pages: npt.ArrayLike, aux_index: int | None = None, first_page: int = 0) -> None:
+    def init(
+        self, pages: npt.ArrayLike | Mapping[str, npt.ArrayLike], aux_index: int | None = None, first_page: int = 0
+    ) -> None:
         """Gives the pages that the prompt's KV cache goes to: they and the aux row are the room's from now on, until
         Success, or until ``release_safe`` after a failure.
 
         Args:
             pages: int32[n] page numbers of this rank's pool in the order of the prompt, copied before return; none for
                 a full prefix hit. Each page once: two pages of the prompt in one page would be one of them lost.
+                They address every pool; where pools have pages of their own (recurrent state, a sliding window) it is a
+                mapping of pool names to such lists, and the first pool's are the prompt's.
             aux_index: row of the aux buffers.
             first_page: logical page of the prompt that pages[0] stands for: how many pages this rank already holds.
         """
@@ -69,8 +74,11 @@ class KVReceiver(TransferHandle):
             return
         self._initialised = True
         try:
-            destination = Destination(as_pages(pages), whole_number(first_page, "first_page", 2**32))
-            check_distinct(destination.pages)
+            first, others = pages_of_pools(pages, self._manager.pool_names)
+            for each in (first, *(others or ())):
+                check_distinct(each)
+            other_pools = None if others is None else tuple(map(Destination, others))
+            destination = Destination(first, whole_number(first_page, "first_page", 2**32), other_pools)
             self._manager.aux.check(aux_index)
         except Exception as error:
             self._reject(error)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy.typing as npt
 
 from kvgrpc.errors import Failure, InvalidRequest
 from kvgrpc.transfer.handle import TransferHandle, room_key, whole_number
-from kvgrpc.transfer.layout.pools import as_pages
+from kvgrpc.transfer.layout.pools import pages_of_pools
 from kvgrpc.transfer.protocol.prefill_core import Chunk
 from kvgrpc.transfer.protocol.types import POLL_BOOTSTRAPPING, POLL_WAITING_FOR_INPUT, Align, KVPoll
 
@@ -70,7 +70,7 @@ class KVSender(TransferHandle):
 
     def send(
         self,
-        pages: npt.ArrayLike,
+        pages: npt.ArrayLike | Mapping[str, npt.ArrayLike],
         index_slice: slice | None = None,
         is_last: bool | None = None,
         wait: Callable[[], None] | None = None,
@@ -78,7 +78,10 @@ class KVSender(TransferHandle):
         """Queues pages that are computed; slices may come in any order.
 
         Args:
-            pages: int32[n] page numbers of this rank's pool (also a list or a CPU tensor), copied before return.
+            pages: int32[n] page numbers of this rank's pool (also a list or a CPU tensor), copied before return. As
+                the receiver's ``init``: a mapping of pool names to lists where pools have pages of their own; of the
+                first pool they have positions, of the others they follow those of the calls before, and in the end
+                there must be as many as decode gave.
             index_slice: their positions in the room; None: after what was sent.
             is_last: None: when the count of ``init`` is reached. The aux row is read in the last call.
             wait: runs on the transfer thread before the pages are read; while it blocks no write of this rank begins,
@@ -87,7 +90,7 @@ class KVSender(TransferHandle):
         if self.ended or self._queue_full():
             return
         try:
-            numbers = as_pages(pages)
+            numbers, others = pages_of_pools(pages, self._manager.pool_names)
             start = self._start(index_slice, len(numbers))
             self._sent += len(numbers)
             last = (self._total is not None and self._sent >= self._total) if is_last is None else bool(is_last)
@@ -96,7 +99,8 @@ class KVSender(TransferHandle):
             self._reject(error)
             return
         expectation, self._expectation = self._expectation, None
-        self._manager.post(self._manager.send, self._sender, Chunk(numbers, start, last, wait), aux, expectation)
+        chunk = Chunk(numbers, start, last, wait, others)
+        self._manager.post(self._manager.send, self._sender, chunk, aux, expectation)
 
     def poll(self) -> KVPoll:
         """As every end's; WaitingForInput at least once ``init`` was called."""

@@ -97,7 +97,7 @@ def room_keys_to_pb(keys: Iterable[RoomKey]) -> list[pb.RoomKey]:
 
 
 def encode_requests(
-    entries: Sequence[DecodeEntry], pools: int, limit: int, too_large: list[DecodeEntry]
+    entries: Sequence[DecodeEntry], limit: int, too_large: list[DecodeEntry]
 ) -> Iterator[pb.SessionRequest]:
     """One frame of all entries, or several where one would pass ``limit`` bytes. Sizes are estimated from above.
 
@@ -110,7 +110,7 @@ def encode_requests(
         (room, attempt, _), want, destination, time_left_ms, failure, traceparent, _ = entry
         size = _ENTRY_BYTES + len(traceparent)
         if destination is not None:
-            size += _destination_bytes(destination, pools)
+            size += _destination_bytes(destination)
             if size > limit:
                 too_large.append(entry)
                 continue
@@ -130,7 +130,9 @@ def encode_requests(
                 message.first_page = destination.first_page
             if traceparent:
                 message.traceparent = traceparent
-            _add_pages(message, destination.pages, pools)
+            fill_page_set(message.pages.add(), destination.pages)
+            for pool, other in enumerate(destination.others or (), 1):
+                fill_page_set(message.pages.add(pool=pool), other.pages)
         else:
             message = add(room=room, attempt=attempt, want=pb.Want.ValueType(want))
             if want is WANT_ANNOUNCE:
@@ -143,11 +145,11 @@ def encode_requests(
 
 
 def parse_request(
-    frame: pb.SessionRequest, pool_pages: Sequence[tuple[str, int]], most_pages: int = MAX_PAGES
+    frame: pb.SessionRequest, pool_pages: Sequence[tuple[str, int]], most_pages: Sequence[int] = ()
 ) -> Iterator[DecodeEntry]:
     """The entries of a frame of decode, made as they are asked for.
 
-    ``pool_pages``: name and pages of each pool of its Hello. ``most_pages``: what one room may have. Raises
+    ``pool_pages``: name and pages of each pool of its Hello. ``most_pages``: what one room may have of each. Raises
     InvalidRequest when it comes to an entry that is none.
     """
     for index, message in enumerate(frame.rooms):
@@ -230,17 +232,17 @@ def smallest_frame(aux_bytes: int) -> int:
     return 2 * (_ENTRY_BYTES + _FAILURE_BYTES) + aux_bytes
 
 
-def check_size(destination: Destination, pools: int, limit: int) -> None:
+def check_size(destination: Destination, limit: int) -> None:
     """Raises FrameTooLarge for pages that no frame can carry."""
-    if _ENTRY_BYTES + LONGEST_TRACEPARENT + _destination_bytes(destination, pools) > limit:
-        raise too_large(destination, pools, limit)
+    if _ENTRY_BYTES + LONGEST_TRACEPARENT + _destination_bytes(destination) > limit:
+        raise too_large(destination, limit)
 
 
-def too_large(destination: Destination, pools: int, limit: int) -> FrameTooLarge:
+def too_large(destination: Destination, limit: int) -> FrameTooLarge:
     """Of pages that no frame of ``limit`` bytes can carry."""
-    size = _ENTRY_BYTES + LONGEST_TRACEPARENT + _destination_bytes(destination, pools)
+    size = _ENTRY_BYTES + LONGEST_TRACEPARENT + _destination_bytes(destination)
     return FrameTooLarge(
-        f"{destination.count} pages take up to {size} bytes, a frame at most {limit}",
+        f"{destination.held} pages take up to {size} bytes, a frame at most {limit}",
         metadata={"limit": limit, "value": size},
     )
 
@@ -281,43 +283,48 @@ def fill_page_set(message: PageSet, pages: U32Array) -> None:
     message.pages_u32_le = pages.astype(_U32, copy=False).tobytes()
 
 
-def _destination_bytes(destination: Destination, pools: int) -> int:
-    return pools * (8 * destination.count + 16)
+def _destination_bytes(destination: Destination) -> int:
+    return 8 * destination.held + 16 * (1 + len(destination.others or ()))
 
 
 _NO_PAGES = np.empty(0, dtype=np.uint32)
 _U32 = np.dtype("<u4")
 
 
-def _add_pages(message: pb.DecodeRoom, pages: U32Array, pools: int) -> None:
-    fill_page_set(message.pages.add(), pages)
-    for pool in range(1, pools):
-        message.pages.add(pool=pool).MergeFrom(message.pages[0])
-        message.pages[pool].pool = pool
-
-
 def _destination(
-    message: pb.DecodeRoom, pool_pages: Sequence[tuple[str, int]], most_pages: int, index: int
+    message: pb.DecodeRoom, pool_pages: Sequence[tuple[str, int]], most_pages: Sequence[int], index: int
 ) -> Destination:
+    """One set addresses every pool with the same numbers; else there is one for each."""
     error = _trace_error(message, index)
     if error is not None:
         raise error
     sets = message.pages
-    if len(sets) != len(pool_pages):
-        raise _invalid(f"rooms[{index}].pages", len(sets), f"one set for each of the {len(pool_pages)} pools")
-    first: Destination | None = None
-    for pool, (name, count) in enumerate(pool_pages):
-        page_set = sets[pool]
-        if page_set.pool != pool:
-            raise _invalid(f"rooms[{index}].pages[{pool}].pool", page_set.pool, f"{pool}, in the order of the Hello")
-        where = f"rooms[{index}].pages[{pool}]"
-        found = destination_of(page_set, where, min(count, most_pages), message.first_page)
-        check_destination(found, count, name)
-        if first is None:
-            first = found
-        elif not _same_pages(sets[0], page_set):
-            raise _invalid(where, found.count, "the pages of the first pool, repeated")
-    return Destination(_NO_PAGES, message.first_page) if first is None else first
+    if len(sets) not in (1, len(pool_pages)):
+        rule = f"one set for all, or one for each of the {len(pool_pages)} pools"
+        raise _invalid(f"rooms[{index}].pages", len(sets), rule)
+    if len(sets) == 1:
+        most = min(most_pages, default=MAX_PAGES)
+        destination = _pages_of(sets[0], pool_pages[0], most, index, 0, message.first_page)
+        for name, count in pool_pages[1:]:
+            check_destination(destination, count, name)
+        return destination
+    first, *others = [
+        _pages_of(page_set, pool, most_pages[number] if most_pages else MAX_PAGES, index, number, message.first_page)
+        for number, (page_set, pool) in enumerate(zip(sets, pool_pages, strict=True))
+    ]
+    first.others = tuple(others)
+    return first
+
+
+def _pages_of(
+    page_set: PageSet, pool: tuple[str, int], most: int, index: int, number: int, first_page: int
+) -> Destination:
+    where, (name, count) = f"rooms[{index}].pages[{number}]", pool
+    if page_set.pool != number:
+        raise _invalid(f"{where}.pool", page_set.pool, f"{number}, in the order of the Hello")
+    found = destination_of(page_set, where, min(count, most), 0 if number else first_page)
+    check_destination(found, count, name)
+    return found
 
 
 def _trace_error(message: pb.DecodeRoom, index: int) -> InvalidRequest | None:
@@ -325,15 +332,6 @@ def _trace_error(message: pb.DecodeRoom, index: int) -> InvalidRequest | None:
         return None
     rule = f"at most {LONGEST_TRACEPARENT} characters"
     return _invalid(f"rooms[{index}].traceparent", f"{len(message.traceparent)} characters", rule)
-
-
-def _same_pages(one: PageSet, other: PageSet) -> bool:
-    """Said in the same way: what a run expands to is nobody's business here."""
-    return (
-        one.pages_u32_le == other.pages_u32_le
-        and one.run_starts == other.run_starts
-        and one.run_lengths == other.run_lengths
-    )
 
 
 def _key(room: int, attempt: int, index: int) -> RoomKey:

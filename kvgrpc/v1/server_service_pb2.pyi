@@ -212,7 +212,7 @@ class RankLimits(_message.Message):
     max_known_streams: _builtins.int
     """Incarnations of peers whose last stream is remembered."""
     max_held_pages: _builtins.int
-    """Pages that wait for evidence, of one peer; at most a quarter of the smallest pool."""
+    """Pages that wait for evidence, of one peer; at most a quarter of the first pool."""
     max_chunks_per_room: _builtins.int
     """Chunks of one room."""
     max_aux_bytes: _builtins.int

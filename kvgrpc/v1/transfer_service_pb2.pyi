@@ -375,7 +375,9 @@ class DecodeRoom(_message.Message):
     """W3C trace context of the request; may be empty."""
     @_builtins.property
     def pages(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PageSet]:
-        """Destinations with WANT_WRITE, one for each pool; a full prefix hit is a set without pages."""
+        """Destinations with WANT_WRITE: one set, whose pages are every pool's; or one for each pool, in the order of the
+        hello, of which the first pool's pages are the prompt's. A full prefix hit is a set without pages.
+        """
 
     @_builtins.property
     def failure(self) -> _common_pb2.Failure:

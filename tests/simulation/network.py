@@ -223,8 +223,7 @@ class Network:
         if not self._through_wire:
             return entries
         read = [
-            pb.SessionRequest.FromString(f.SerializeToString())
-            for f in wire.encode_requests(entries, 1, FRAME_BYTES, [])
+            pb.SessionRequest.FromString(f.SerializeToString()) for f in wire.encode_requests(entries, FRAME_BYTES, [])
         ]
         return [entry for frame in read for entry in wire.parse_request(frame, [("kv", 1 << 16)])]
 

@@ -96,9 +96,29 @@ def geometry(source: Sequence[Pool], destination: Sequence[Pool]) -> Geometry:
     )
 
 
+def joined(plans: Sequence[Plan]) -> Plan:
+    """One plan of all."""
+    if not plans:
+        nothing = np.empty(0, np.uint64)
+        return Plan(nothing, nothing, nothing)
+    return Plan(*map(np.concatenate, zip(*plans, strict=True)))
+
+
 def check_pages(pages: U32Array, pool_pages: int, pool: str) -> None:
     """Raises KvIndexOutOfRange naming the first page that is not in the pool."""
     check_destination(Destination(pages), pool_pages, pool)
+
+
+def check_pages_of(
+    pages: U32Array, others: Sequence[U32Array] | None, pool_pages: Sequence[int], pools: Sequence[str]
+) -> None:
+    """As ``check_pages``: ``others`` are pages of the second pool, the third and so on; None: ``pages`` are every
+    pool's."""
+    if others is None:
+        check_pages(pages, min(pool_pages), pools[0])
+        return
+    for each, count, pool in zip((pages, *others), pool_pages, pools, strict=True):
+        check_pages(each, count, pool)
 
 
 def check_destination(destination: Destination, pool_pages: int, pool: str) -> None:

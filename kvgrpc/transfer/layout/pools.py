@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -28,6 +30,21 @@ def as_pages(pages: npt.ArrayLike) -> U32Array:
         raise
     except Exception as error:  # foreign objects may raise anything in __array__
         raise _not_pages(f"{type(error).__name__}: {error}") from error
+
+
+def pages_of_pools(
+    pages: npt.ArrayLike | Mapping[str, npt.ArrayLike], names: Sequence[str]
+) -> tuple[U32Array, tuple[U32Array, ...] | None]:
+    """Pages of the first pool, and of the others where ``pages`` says them by the pools' names; None: all have the
+    same. A pool that is not named has none. Raises as ``as_pages``, and for names of no pool.
+    """
+    if not isinstance(pages, Mapping):
+        return as_pages(pages), None
+    unknown = [name for name in pages if name not in names]
+    if unknown:
+        raise InvalidRequest.of("pages", unknown[0], f"names of pools: {', '.join(names)}")
+    first, *others = [as_pages(pages[name]) if name in pages else _NO_PAGES for name in names]
+    return first, tuple(others) if others else None
 
 
 def check_distinct(pages: U32Array) -> None:

@@ -20,22 +20,29 @@ Wait = Callable[[], None]
 class Chunk:
     """Pages of one ``send``: uint32 pages of prefill's pool for the positions start, start + 1, … of the room.
 
-    ``wait`` runs on the transfer thread before the pages are read (an engine's "forward is done" event).
+    ``wait`` runs on the transfer thread before the pages are read (an engine's "forward is done" event). ``others``:
+    pages of the second pool, the third and so on, after those that came with the chunks before; None: ``pages`` are
+    those of every pool.
     """
 
     pages: U32Array
     start: int
     is_last: bool
     wait: Wait | None = None
+    others: tuple[U32Array, ...] | None = None
 
 
 class Placed(NamedTuple):
-    """One chunk, or what decode wants of it: our page ``source[i]`` goes to ``destination[i]``, at start + i there."""
+    """One chunk, or what decode wants of it: our page ``source[i]`` goes to ``destination[i]``, at start + i there.
+
+    ``others``: the same of the second pool, the third and so on; None: those pages are every pool's.
+    """
 
     source: U32Array
     destination: U32Array
     start: int
     wait: Wait | None
+    others: tuple[tuple[U32Array, U32Array], ...] | None = None
 
 
 class Chunks:
@@ -45,7 +52,7 @@ class Chunks:
     argument.
     """
 
-    __slots__ = ("_covered", "_waiting", "align", "last_seen", "total")
+    __slots__ = ("_covered", "_others", "_waiting", "align", "last_seen", "total")
 
     def __init__(self) -> None:
         self.align = Align.HEAD
@@ -53,6 +60,8 @@ class Chunks:
         self.last_seen = False
         self._waiting: list[Chunk] = []
         self._covered = Coverage()
+        # Pages that came for each of the other pools, and how many of them are placed.
+        self._others: list[list[int]] = []
 
     def copy(self) -> Chunks:
         """The same chunks for another destination; only while none was placed."""
@@ -61,6 +70,7 @@ class Chunks:
         for chunk in self._waiting:
             other._covered.add(chunk.start, len(chunk.pages))
         other._waiting = list(self._waiting)
+        other._others = [list(counts) for counts in self._others]
         return other
 
     @property
@@ -82,6 +92,10 @@ class Chunks:
         if self.total is not None and stop > self.total:
             text = f"positions end at {stop}, init said {self.total} pages"
             return failures.bad_send(key, text, "index_slice", stop)
+        for pool, pages in enumerate(chunk.others or ()):
+            if pool == len(self._others):
+                self._others.append([0, 0])
+            self._others[pool][0] += len(pages)
         if chunk.is_last:
             self.last_seen = True
             if self.total is None:
@@ -97,8 +111,36 @@ class Chunks:
         if shift is None:
             return []
         waiting, self._waiting = self._waiting, []
-        placed = [_place(chunk, destination, shift) for chunk in waiting]
+        placed = [self._place(chunk, destination, shift) for chunk in waiting]
         return [each for each in placed if each is not None]
+
+    def _place(self, chunk: Chunk, destination: Destination, shift: int) -> Placed | None:
+        if chunk.others is None:
+            return _place(chunk, destination, shift)
+        others = tuple(map(self._place_other, range(len(chunk.others)), chunk.others, destination.others or ()))
+        placed = _place(chunk, destination, shift)
+        if placed is not None:
+            return placed._replace(others=others)
+        if any(len(source) for source, _ in others):
+            return Placed(chunk.pages[:0], chunk.pages[:0], 0, chunk.wait, others)
+        return None
+
+    def _place_other(self, pool: int, pages: U32Array, destination: Destination) -> tuple[U32Array, U32Array]:
+        start = self._others[pool][1]
+        self._others[pool][1] += len(pages)
+        return pages, destination.slice(start, start + len(pages))
+
+    def misfit(self, key: RoomKey, destination: Destination) -> KvGrpcError | None:
+        """What is wrong with the pages of the other pools: each gets as many as decode wants, no more."""
+        per_pool = [chunk.others is not None for chunk in self._waiting]
+        if any(each is not (destination.others is not None) for each in per_pool):
+            text = "decode gave pages for each pool, so must send, and the other way round"
+            return failures.bad_send(key, text, "pages", len(destination.others or ()) + 1)
+        for pool, ((sent, _), wanted) in enumerate(zip(self._others, destination.others or (), strict=False), 1):
+            if sent > wanted.count or (self.last_seen and sent < wanted.count):
+                text = f"{sent} pages of pool {pool}, decode wants {wanted.count}"
+                return failures.bad_send(key, text, "pages", sent)
+        return None
 
     def missing(self, key: RoomKey, destination: Destination) -> KvGrpcError | None:
         """What decode wants, but will not come: the last chunk was seen."""

@@ -76,7 +76,7 @@ class HeldPages:
 
     def _evidence(self, room: DecodeRoom, part: DecodePart, now: int) -> bool:
         """This part writes to the room's pages no more: said by its writer, or proven by its death."""
-        if not room.page_count or not part.told_write:
+        if not room.has_pages or not part.told_write:
             return True
         if part.state >= STATE_SUCCESS and part.writes is WRITES_SETTLED:
             return True

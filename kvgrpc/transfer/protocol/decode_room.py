@@ -123,7 +123,13 @@ class DecodeRoom:
 
     @property
     def page_count(self) -> int:
+        """Of the first pool."""
         return 0 if self.destination is None else self.destination.count
+
+    @property
+    def has_pages(self) -> bool:
+        """Of any pool."""
+        return self.destination is not None and self.destination.held > 0
 
     @property
     def over(self) -> bool:

@@ -12,17 +12,21 @@ _Index = npt.NDArray[np.int64]
 class Destination:
     """``count`` pages (uint32, in the order of the prompt), after the ``first_page`` logical pages that decode has.
 
+    ``others``: pages of the second pool, the third and so on, where each pool has its own; the first pool's positions
+    are the prompt's. None: one list of pages addresses every pool.
+
     Runs of a few bytes may name millions of pages: they take no memory until ``slice`` is asked for some.
     """
 
-    __slots__ = ("_ends", "_pages", "_starts", "count", "first_page")
+    __slots__ = ("_ends", "_pages", "_starts", "count", "first_page", "others")
 
-    def __init__(self, pages: U32Array, first_page: int = 0) -> None:
+    def __init__(self, pages: U32Array, first_page: int = 0, others: tuple[Destination, ...] | None = None) -> None:
         self._pages: U32Array | None = pages
         self._starts: _Index = _NONE
         self._ends: _Index = _NONE
         self.count = len(pages)
         self.first_page = first_page
+        self.others = others
 
     @classmethod
     def of_runs(cls, starts: npt.ArrayLike, lengths: npt.ArrayLike, first_page: int = 0) -> Destination:
@@ -33,6 +37,11 @@ class Destination:
         made._ends = np.cumsum(np.array(lengths, np.int64))
         made.count = int(made._ends[-1]) if len(made._ends) else 0
         return made
+
+    @property
+    def held(self) -> int:
+        """Pages that are its own, of all pools."""
+        return self.count + sum(other.count for other in self.others or ())
 
     @property
     def pages(self) -> U32Array:
@@ -74,7 +83,14 @@ class Destination:
         return pages
 
     def same(self, other: Destination) -> bool:
-        """The same pages in the same order, and the same prefix."""
+        """The same pages in the same order, in each pool, and the same prefix."""
+        mine, theirs = self.others, other.others
+        if mine is None or theirs is None:
+            return mine is theirs and self._same(other)
+        same = len(mine) == len(theirs) and all(map(Destination._same, mine, theirs))
+        return same and self._same(other)
+
+    def _same(self, other: Destination) -> bool:
         if self.first_page != other.first_page or self.count != other.count:
             return False
         if self._pages is None and other._pages is None:

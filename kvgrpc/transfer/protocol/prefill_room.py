@@ -42,7 +42,10 @@ _WRITES_AFTER = (WRITES_UNKNOWN, WRITES_STOPPED, WRITES_SETTLED, WRITES_SETTLED)
 
 @dataclass(slots=True, eq=False)
 class Submission:
-    """One write for the data plane: our page ``source[i]`` goes to the owner's ``destination[i]``, at start + i."""
+    """One write for the data plane: our page ``source[i]`` goes to the owner's ``destination[i]``, at start + i.
+
+    ``others``: pages of the other pools, source and destination; None: those pages are every pool's.
+    """
 
     record: PrefillRoom
     pair: PrefillPair
@@ -50,6 +53,7 @@ class Submission:
     destination: U32Array
     start: int
     wait: Wait | None = None
+    others: tuple[tuple[U32Array, U32Array], ...] | None = None
 
 
 class PrefillRoom:
@@ -239,7 +243,7 @@ class PrefillRoom:
         destination, owner = self.destination, self.owner
         if destination is None or owner is None:
             return []
-        error = self.chunks.missing(self.key, destination)
+        error = self.chunks.missing(self.key, destination) or self.chunks.misfit(self.key, destination)
         if error is not None:
             self.refuse(error)
             return []

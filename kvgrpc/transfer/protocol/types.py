@@ -259,7 +259,7 @@ class Bounds:
         ended_records: ended rooms that are remembered; past it the oldest is forgotten (prefill).
         known_streams: decode incarnations whose largest stream number is remembered; the oldest goes first (prefill).
         held_pages: pages that wait for the evidence of one peer that it writes no more (decode): past it rooms of this
-            peer are refused. All rooms are when two peers are past it. A rank lowers it to a quarter of its smallest
+            peer are refused. All rooms are when two peers are past it. A rank lowers it to a quarter of its first
             pool.
         chunks_per_room: sends of one room that wait for its destination (prefill).
         aux_bytes: aux of one room, in bytes.

@@ -15,7 +15,7 @@ from kvgrpc.model import RankRef, Role
 from kvgrpc.rpc.status import error_from
 from kvgrpc.transfer import wire
 from kvgrpc.transfer.layout import topology
-from kvgrpc.transfer.layout.plan import check_first_page, check_pages
+from kvgrpc.transfer.layout.plan import check_first_page, check_pages_of
 from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodePair, DecodeRoom, Stream
 from kvgrpc.transfer.protocol.types import DecodeEntry, Destination
 from kvgrpc.transfer.runtime.manager import (
@@ -64,7 +64,6 @@ class DecodeManager(TransferManager[DecodeRoom]):
             connections=self._connections,
             deliver_aux=self._deliver_aux,
         )
-        self._own_pages = min(pool.pages for pool in config.pools)
         self._routes = Routes(self.core, config.layout, resolve, open_channel, self._begin, self._pump, changes)
         self._open_channel = open_channel
         self._sessions: dict[Stream, _Session] = {}
@@ -86,9 +85,10 @@ class DecodeManager(TransferManager[DecodeRoom]):
 
     def write(self, room: DecodeRoom, destination: Destination, aux_index: int | None) -> None:
         try:
-            check_pages(destination.pages, self._own_pages, self.config.pools[0].name)
+            others = None if destination.others is None else [other.pages for other in destination.others]
+            check_pages_of(destination.pages, others, self.own_pages, self.pool_names)
             check_first_page(destination.first_page)
-            wire.check_size(destination, len(self.config.pools), self.config.max_frame_bytes)
+            wire.check_size(destination, self.config.max_frame_bytes)
         except KvGrpcError as error:
             self.core.fail(room, Failure.of(error, str(self.ref)))
             return
@@ -262,7 +262,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
         return heartbeat, idle_timeout
 
     async def _write(self, session: _Session, stream: Stream) -> None:
-        core, call, pools = self.core, session.call, len(self.config.pools)
+        core, call = self.core, session.call
         assert call is not None
         try:
             while not session.closing:
@@ -275,7 +275,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
                 if entries:
                     ROOMS_SENT.inc(len(entries))
                     too_large: list[DecodeEntry] = []
-                    for frame in wire.encode_requests(entries, pools, session.max_frame_bytes, too_large):
+                    for frame in wire.encode_requests(entries, session.max_frame_bytes, too_large):
                         FRAMES_SENT.inc()
                         await call.write(frame)
                     self._fail_too_large(too_large, session.max_frame_bytes)
@@ -295,7 +295,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
         for entry in entries:
             room = self.core.rooms.get(entry.key)
             if room is not None and entry.destination is not None:
-                error = wire.too_large(entry.destination, len(self.config.pools), limit)
+                error = wire.too_large(entry.destination, limit)
                 self.core.fail(room, Failure.of(error, str(self.ref)))
         if entries:
             self._pump()

@@ -129,6 +129,8 @@ class TransferManager(ABC, Generic[Record]):
         self.config = config
         self.plane = plane
         self.shape = config.shape(plane.name)
+        self.pool_names = tuple(pool.name for pool in config.pools)
+        self.own_pages = tuple(pool.pages for pool in config.pools)
         self.closed = False
         self.draining = False
         self.errors = 0

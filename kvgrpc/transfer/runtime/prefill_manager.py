@@ -23,7 +23,7 @@ from kvgrpc.rpc.callers import check_speaker
 from kvgrpc.rpc.waiters import Waiters
 from kvgrpc.transfer import wire
 from kvgrpc.transfer.layout import topology
-from kvgrpc.transfer.layout.plan import check_pages
+from kvgrpc.transfer.layout.plan import check_pages_of
 from kvgrpc.transfer.protocol.prefill_core import Chunk, PrefillCore, PrefillPair, PrefillRoom
 from kvgrpc.transfer.protocol.types import Align, Handle, RoomKey
 from kvgrpc.transfer.runtime.manager import (
@@ -74,7 +74,6 @@ class PrefillManager(TransferManager[PrefillRoom]):
     def __init__(self, config: TransferConfig, plane: DataPlane, loop: Loop) -> None:
         super().__init__(config, plane, loop)
         self.core = PrefillCore(config.ref, timing=config.timing, bounds=config.bounds)
-        self._own_pages = min(pool.pages for pool in config.pools)
         self._worker = TransferWorker(plane, config.pools, self._report)
         self._turns, self._ticks_in_turn = 0, 0
         self._sessions: dict[PrefillPair, _Session] = {}
@@ -98,7 +97,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         if record is None:
             return
         try:
-            check_pages(chunk.pages, self._own_pages, self.config.pools[0].name)
+            check_pages_of(chunk.pages, chunk.others, self.own_pages, self.pool_names)
         except KvGrpcError as error:
             self.core.fail(record, Failure.of(error, str(self.ref)))
             return
@@ -331,7 +330,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
                     wire.check_frame(message, self.config.max_frame_bytes)
                     FRAMES_RECEIVED.inc()
                     ROOMS_RECEIVED.inc(len(message.rooms) + len(message.forget_rooms))
-                    entries = wire.parse_request(message, pool_pages, self._own_pages)
+                    entries = wire.parse_request(message, pool_pages, self.own_pages)
                     await self._in_turns(entries, lambda some: core.on_frame(session, ref, some))
                 else:
                     core.on_heard(session, ref)

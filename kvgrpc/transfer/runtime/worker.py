@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from kvgrpc.dataplane.base import DataPlane, Outcome, Peer, Result, Transfer
 from kvgrpc.model import Pool
 from kvgrpc.observability import metrics
-from kvgrpc.transfer.layout.plan import Geometry, Plan, geometry
+from kvgrpc.transfer.layout.plan import Geometry, Plan, geometry, joined
 from kvgrpc.transfer.protocol.failures import raised
 from kvgrpc.transfer.protocol.prefill_core import PrefillPair, PrefillRoom, Submission
 
@@ -36,7 +36,7 @@ class PeerMemory:
     ``owes``: False where another rank writes the same bytes, and a write here is done at once.
     """
 
-    __slots__ = ("address", "geometry", "owes", "peer", "pools")
+    __slots__ = ("address", "geometry", "of_pool", "owes", "peer", "pools")
 
     def __init__(self, pools: Sequence[Pool], address: bytes, owes: bool = True) -> None:
         self.pools = tuple(pools)
@@ -44,6 +44,8 @@ class PeerMemory:
         self.address = address
         self.peer: Peer | None = None
         self.geometry: Geometry | None = None
+        # Of each pool alone, for rooms whose pools have pages of their own.
+        self.of_pool: list[Geometry] = []
 
 
 @dataclass(slots=True, eq=False)
@@ -190,7 +192,10 @@ class TransferWorker:
     def _start_group(self, group: Sequence[Submission]) -> None:
         memory = group[0].pair.peer
         assert isinstance(memory, PeerMemory) and memory.geometry is not None and memory.peer is not None
-        plans = memory.geometry.plans([(submission.source, submission.destination) for submission in group])
+        if group[0].others is not None:
+            plans = [_plan_of_pools(memory, submission) for submission in group]
+        else:
+            plans = memory.geometry.plans([(submission.source, submission.destination) for submission in group])
         for submission, plan in zip(group, plans, strict=True):
             self._start(submission, memory.peer, plan)
 
@@ -199,6 +204,7 @@ class TransferWorker:
         group: list[Submission] = []
         for submission in submissions:
             short = submission.wait is None and len(submission.source) <= _SHORT_CHUNK_PAGES
+            short = short and submission.others is None
             if group and not (short and submission.pair.peer is group[0].pair.peer):
                 yield group
                 group = []
@@ -214,6 +220,8 @@ class TransferWorker:
         """The plane says so, and nothing else is to be waited for."""
         memory, count = submission.pair.peer, len(submission.source)
         if submission.wait is not None or count > _SHORT_CHUNK_PAGES or not isinstance(memory, PeerMemory):
+            return False
+        if submission.others is not None:
             return False
         geometry = memory.geometry if memory.peer is not None else None
         # A plane that somebody else wrote may not have it yet.
@@ -254,6 +262,8 @@ class TransferWorker:
     def _attach(self, memory: PeerMemory) -> None:
         if memory.peer is None:
             memory.geometry = geometry(self._pools, memory.pools) if memory.owes else Geometry([], [], 0)
+            pools = zip(self._pools, memory.pools, strict=True) if memory.owes else ()
+            memory.of_pool = [geometry([ours], [theirs]) for ours, theirs in pools]
             memory.peer = self._plane.attach(memory.address)
 
     def _attach_early(self, memory: PeerMemory) -> None:
@@ -297,6 +307,13 @@ class TransferWorker:
                 self._plane.detach(peer)
             except Exception:
                 logger.exception("the data plane raised on detach")
+
+
+def _plan_of_pools(memory: PeerMemory, submission: Submission) -> Plan:
+    """Each pool's pages with its own geometry, as one write."""
+    sets = [(submission.source, submission.destination), *(submission.others or ())]
+    pools = zip(memory.of_pool, sets, strict=False)  # of one that owes nothing no pool is known
+    return joined([shape.plan(source, destination) for shape, (source, destination) in pools if len(source)])
 
 
 def _look() -> None:

@@ -53,7 +53,7 @@ def test_a_rank_that_drains_takes_no_new_room(pair: tuple[RankHost, RankHost], r
 def test_a_room_that_the_peers_frames_cannot_carry_fails_alone(pair: tuple[RankHost, RankHost]) -> None:
     prefill, decode = pair
     large, small = received(pair, 1), received(pair, 2)
-    cast(Any, decode.rank.transfer)._own_pages = 2**20  # a pool that is large enough for such a room
+    decode.rank.transfer.own_pages = (2**20,)  # a pool that is large enough for such a room
     large.init(list(range(0, 40_000, 2)), 0)
     small.init([1], 1)
     prefill.send(2, [PAGES - 1], aux_row=1)

@@ -46,7 +46,7 @@ def test_decode_entries_round_trip_in_frames_of_any_size(
     ]
     entries += [DecodeEntry(key, Want.FORGET) for key, _, _ in rooms]
     too_large: list[DecodeEntry] = []
-    frames = [frame.SerializeToString() for frame in wire.encode_requests(entries, 1, limit, too_large)]
+    frames = [frame.SerializeToString() for frame in wire.encode_requests(entries, limit, too_large)]
     assert not too_large and all(len(frame) <= limit for frame in frames)
     decoded = [entry for frame in frames for entry in wire.parse_request(pb.SessionRequest.FromString(frame), POOLS)]
     said = sorted((entry.key, entry.want) for entry in decoded)  # order between rooms means nothing
@@ -64,7 +64,7 @@ def test_an_entry_that_no_frame_can_carry_is_told_and_leaves_the_others_alone() 
         for room, count in ((1, 2000), (2, 10))
     )
     too_large: list[DecodeEntry] = []
-    (frame,) = wire.encode_requests([large, small], 1, 4096, too_large)
+    (frame,) = wire.encode_requests([large, small], 4096, too_large)
     assert too_large == [large]
     assert [room.room for room in frame.rooms] == [2]
 
@@ -75,7 +75,7 @@ def test_what_a_room_says_besides_its_pages_counts_too() -> None:
     entries = [DecodeEntry(RoomKey(2**63 - n, 2**32 - 1), Want.WRITE, pages, 2**31, None, trace) for n in range(1, 500)]
     failure = Failure(Reason.ROOM_CANCELLED, "x" * 1000, {"by": "y" * 1000}, "z" * 100)
     entries += [DecodeEntry(RoomKey(2**63 - n), Want.STOP, failure=failure) for n in range(500, 600)]
-    frames = list(wire.encode_requests(entries, 1, 16_384, []))
+    frames = list(wire.encode_requests(entries, 16_384, []))
     assert sum(len(frame.rooms) for frame in frames) == len(entries)
     assert all(frame.ByteSize() <= 16_384 for frame in frames)
 
@@ -85,7 +85,7 @@ def test_a_frame_stays_below_its_limit_when_its_rooms_allow() -> None:
         DecodeEntry(RoomKey(room), Want.WRITE, Destination(np.arange(0, 200, 2, dtype=np.uint32)))
         for room in range(1, 100)
     ]
-    frames = list(wire.encode_requests(entries, 1, 4096, []))
+    frames = list(wire.encode_requests(entries, 4096, []))
     assert len(frames) > 1
     assert all(len(frame.SerializeToString()) <= 4096 for frame in frames)
 
@@ -137,9 +137,48 @@ def test_a_wrong_entry_fails_alone_and_names_the_field(room: pb.DecodeRoom, erro
     assert right == DecodeEntry(RoomKey(6), Want.FORGET)
 
 
+@pytest.mark.parametrize("others", [None, (), ([3], [])])
+def test_pages_travel_for_each_pool_or_once_for_all(others: tuple[list[int], ...] | None) -> None:
+    destination = Destination(np.array([1, 2], np.uint32), 7)
+    if others:
+        destination.others = tuple(Destination(np.array(pages, np.uint32)) for pages in others)
+    (frame,) = wire.encode_requests([DecodeEntry(RoomKey(5), Want.WRITE, destination, 300)], 1 << 20, [])
+    pools = [("kv", 100), ("state", 4), ("window", 8)]
+    (entry,) = wire.parse_request(pb.SessionRequest.FromString(frame.SerializeToString()), pools, [100, 4, 8])
+    assert entry.destination is not None and entry.destination.same(destination), entry.error
+    assert len(frame.rooms[0].pages) == (3 if others else 1)
+
+
+FIVE_OF_POOL_1 = PageSet(pool=1, run_starts=[0], run_lengths=[5])
+
+
+@pytest.mark.parametrize(
+    ("sets", "field"),
+    [
+        ([PageSet(), PageSet(pool=1)], "rooms[0].pages"),
+        ([PageSet(), PageSet(pool=2), PageSet(pool=1)], "rooms[0].pages[1].pool"),
+        (
+            [PageSet(), PageSet(pool=1, run_starts=[0], run_lengths=[5]), PageSet(pool=2)],
+            "rooms[0].pages[1].run_lengths",
+        ),
+    ],
+)
+def test_sets_that_do_not_fit_the_pools_fail_the_room(sets: list[PageSet], field: str) -> None:
+    frame = pb.SessionRequest(rooms=[pb.DecodeRoom(room=5, want=pb.WANT_WRITE, pages=sets)])
+    (entry,) = wire.parse_request(frame, [("kv", 100), ("state", 4), ("window", 8)], [100, 4, 8])
+    assert entry.error is not None and entry.error.metadata["field"] == field
+
+
+def test_a_page_that_one_pool_does_not_have_is_no_page_of_every_pool() -> None:
+    pages = [PageSet(pages_u32_le=np.array([4], "<u4").tobytes())]
+    frame = pb.SessionRequest(rooms=[pb.DecodeRoom(room=5, want=pb.WANT_WRITE, pages=pages)])
+    (entry,) = wire.parse_request(frame, [("kv", 100), ("state", 4)], [100, 100])
+    assert entry.error is not None and entry.error.metadata["pool"] == "state"
+
+
 def test_an_announced_room_travels_with_its_time_and_trace() -> None:
     entry = DecodeEntry(RoomKey(5, 1), Want.ANNOUNCE, None, 300, None, "00-trace")
-    (frame,) = wire.encode_requests([entry], 1, 1 << 20, [])
+    (frame,) = wire.encode_requests([entry], 1 << 20, [])
     assert list(wire.parse_request(pb.SessionRequest.FromString(frame.SerializeToString()), POOLS)) == [entry]
 
 

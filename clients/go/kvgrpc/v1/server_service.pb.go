@@ -359,7 +359,7 @@ type RankLimits struct {
 	MaxEndedRecords uint32 `protobuf:"varint,5,opt,name=max_ended_records,json=maxEndedRecords,proto3" json:"max_ended_records,omitempty"`
 	// Incarnations of peers whose last stream is remembered.
 	MaxKnownStreams uint32 `protobuf:"varint,6,opt,name=max_known_streams,json=maxKnownStreams,proto3" json:"max_known_streams,omitempty"`
-	// Pages that wait for evidence, of one peer; at most a quarter of the smallest pool.
+	// Pages that wait for evidence, of one peer; at most a quarter of the first pool.
 	MaxHeldPages uint32 `protobuf:"varint,7,opt,name=max_held_pages,json=maxHeldPages,proto3" json:"max_held_pages,omitempty"`
 	// Chunks of one room.
 	MaxChunksPerRoom uint32 `protobuf:"varint,8,opt,name=max_chunks_per_room,json=maxChunksPerRoom,proto3" json:"max_chunks_per_room,omitempty"`

@@ -645,7 +645,8 @@ type DecodeRoom struct {
 	TimeLeftMs uint32 `protobuf:"varint,4,opt,name=time_left_ms,json=timeLeftMs,proto3" json:"time_left_ms,omitempty"`
 	// Logical page of the prompt that the first page stands for: what decode already holds.
 	FirstPage uint32 `protobuf:"varint,5,opt,name=first_page,json=firstPage,proto3" json:"first_page,omitempty"`
-	// Destinations with WANT_WRITE, one for each pool; a full prefix hit is a set without pages.
+	// Destinations with WANT_WRITE: one set, whose pages are every pool's; or one for each pool, in the order of the
+	// hello, of which the first pool's pages are the prompt's. A full prefix hit is a set without pages.
 	Pages []*PageSet `protobuf:"bytes,6,rep,name=pages,proto3" json:"pages,omitempty"`
 	// Why, with WANT_STOP.
 	Failure *Failure `protobuf:"bytes,7,opt,name=failure,proto3" json:"failure,omitempty"`

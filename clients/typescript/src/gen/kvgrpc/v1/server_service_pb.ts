@@ -257,7 +257,7 @@ export type RankLimits = Message<"kvgrpc.v1.RankLimits"> & {
   maxKnownStreams: number;
 
   /**
-   * Pages that wait for evidence, of one peer; at most a quarter of the smallest pool.
+   * Pages that wait for evidence, of one peer; at most a quarter of the first pool.
    *
    * @generated from field: uint32 max_held_pages = 7;
    */

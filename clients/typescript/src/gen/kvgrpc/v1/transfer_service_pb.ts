@@ -278,7 +278,8 @@ export type DecodeRoom = Message<"kvgrpc.v1.DecodeRoom"> & {
   firstPage: number;
 
   /**
-   * Destinations with WANT_WRITE, one for each pool; a full prefix hit is a set without pages.
+   * Destinations with WANT_WRITE: one set, whose pages are every pool's; or one for each pool, in the order of the
+   * hello, of which the first pool's pages are the prompt's. A full prefix hit is a set without pages.
    *
    * @generated from field: repeated kvgrpc.v1.PageSet pages = 6;
    */
