@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 import grpc
@@ -37,6 +38,7 @@ from kvgrpc.server.listener import Listener
 from kvgrpc.server.opening import cache_of, dialled_endpoint, plane_of, publisher_of, watch_limit
 from kvgrpc.server.servicer import ServerInfo, ServerServicer, limits_to_pb, rank_limits
 from kvgrpc.server.status import RankStatus
+from kvgrpc.transfer.layout.topology import layers_of_pools, stages_of
 from kvgrpc.transfer.protocol.types import Target
 from kvgrpc.transfer.runtime.decode_manager import DecodeManager
 from kvgrpc.transfer.runtime.manager import TransferConfig
@@ -418,14 +420,19 @@ class Rank(Generic[Transfer]):
         """The registry behind a request's address, if this rank may dial it (contract section 4)."""
         address = parse_bootstrap_addr(bootstrap_addr)
         self._policy.check(address)
-        engine = await self._resolver.resolve(
-            address.target,
-            address.engine,
-            Role.PREFILL,
-            [RankSelector(pp=decode.pp)],
-            self.config.resolve_timeout,
-        )
-        targets = {row.ref.rank[1:]: Target(row.ref, row.endpoints.grpc, engine.layout) for row in engine.rows}
+        resolve = partial(self._resolver.resolve, address.target, address.engine, Role.PREFILL)
+        engine = await resolve([RankSelector(pp=decode.pp)], self.config.resolve_timeout)
+        mine, theirs = self.config.layout.pp, engine.layout.pp
+        if mine != theirs and not (mine % theirs and theirs % mine):
+            stages = stages_of(decode.pp, mine, theirs)
+            selectors = [RankSelector(pp=pp) for pp in stages]
+            engine = await resolve(selectors, self.config.resolve_timeout, with_pools=True)
+        targets = {
+            row.ref.rank[1:]: Target(
+                row.ref, row.endpoints.grpc, engine.layout, layers_of_pools(row.pools) if row.pools else None
+            )
+            for row in engine.rows
+        }
         engine_selects_dp = any(row.engine_selects_dp for row in engine.rows)
         return PrefillEngine(engine.name, engine.layout, targets, engine_selects_dp)
 

@@ -91,7 +91,8 @@ class RankHost:
     """What the child does. Memory: LAYERS regions of PAGES pages of PAGE_BYTES bytes; one aux buffer.
 
     Not RankConfig's, of ``settings``: ``slow_seconds``, for how long the data plane does nothing, by submission; and
-    ``own_memory``, the engine's own and not the data plane's, as real engines have it.
+    ``own_memory``, the engine's own and not the data plane's, as real engines have it; and ``layers``, the first one
+    and how many this rank has.
     """
 
     def __init__(self, engine: str, role: str, settings: dict[str, Any]) -> None:
@@ -105,14 +106,16 @@ class RankHost:
         page_bytes = settings.pop("page_bytes", PAGE_BYTES)
         pool_changes = settings.pop("pool", {})
         own_memory = settings.pop("own_memory", False)
+        first_layer, layers = settings.pop("layers", (0, LAYERS))
         plane: Any = name if own_memory else kvgrpc.dataplane.open_plane(name)
-        size = LAYERS * PAGES * page_bytes
+        size = layers * PAGES * page_bytes
         allocate = self._allocate if own_memory else plane.allocate
         address, aux = allocate(size), allocate(AUX_BYTES * AUX_ROWS)
-        self.memory = _view(address, (LAYERS, PAGES, page_bytes))
+        self.memory = _view(address, (layers, PAGES, page_bytes))
         self.aux = _view(aux, (AUX_ROWS, AUX_BYTES))
         regions = tuple(
-            Region(layer, "kv", address + layer * PAGES * page_bytes, page_bytes, page_bytes) for layer in range(LAYERS)
+            Region(first_layer + layer, "kv", address + layer * PAGES * page_bytes, page_bytes, page_bytes)
+            for layer in range(layers)
         )
         pool = replace(Pool("kv", PoolKind.KV, 16, PAGES, "float32", regions), **pool_changes)
         if slow:

@@ -15,6 +15,7 @@ from tests.integration.rank_host import LAYERS, RankHost
 
 TOKENS, HEADS, DIM = 16, 8, 16
 SUCCESS, FAILED, WAITING = 4, 0, 2
+AXES = "token,head,dim"
 LATENT = ModelIdentity("latent", attention=Attention.MLA)
 Open = Callable[..., list[RankHost]]
 
@@ -53,13 +54,32 @@ def engine(registry: str) -> Iterator[Open]:
         host.close(2.0)
 
 
+@pytest.fixture
+def staged(engine: Open) -> Callable[..., list[RankHost]]:
+    """An engine of several stages, each with its share of the layers."""
+
+    def open_staged(
+        name: str, role: str, layout: Layout, layers: Sequence[tuple[int, int]] | None = None
+    ) -> list[RankHost]:
+        share = LAYERS // layout.pp
+        stages = layers or [(pp * share, share) for pp in range(layout.pp)]
+        return [
+            rank
+            for pp, held in enumerate(stages)
+            for rank in engine(name, role, layout.tp, axes=AXES, layout=layout, pp=pp, layers=held)
+        ]
+
+    return open_staged
+
+
 def cache_of(ranks: Sequence[RankHost], axes: str, pages: Sequence[int]) -> Any:
     """What an engine holds of these pages: [layers, pages, tokens, heads, dim]."""
     parts = []
     for rank in ranks:
+        layers = rank.memory.shape[0]
         held = rank.memory.shape[2] // (TOKENS * DIM)
         order = (TOKENS, held, DIM) if axes.startswith("token") else (held, TOKENS, DIM)
-        part = rank.memory[:, list(pages)].reshape(LAYERS, len(pages), *order)
+        part = rank.memory[:, list(pages)].reshape(layers, len(pages), *order)
         parts.append(part if axes.startswith("token") else part.swapaxes(2, 3))
     return np.concatenate(parts, axis=3)
 
@@ -124,6 +144,49 @@ def test_a_latent_cache_is_sent_once_to_each_decode_rank(
         assert (rank.memory[:, 10:16] == prefill[0].memory[:, 3:9]).all()
     sent = [rank.rank.transfer.bytes_written for rank in prefill]
     assert sent == [decode_tp * 6 * LAYERS * TOKENS * DIM, *[0] * (prefill_tp - 1)]
+
+
+@pytest.mark.parametrize(
+    ("prefill_layout", "decode_layout"),
+    [
+        (Layout(pp=2), Layout()),
+        (Layout(), Layout(pp=2)),
+        (Layout(pp=2, tp=2), Layout()),
+        (Layout(), Layout(pp=2, tp=2)),
+        (Layout(pp=2), Layout(tp=2)),
+    ],
+)
+def test_layers_arrive_where_they_belong(
+    registry: str, prefill_layout: Layout, decode_layout: Layout, staged: Callable[..., list[RankHost]]
+) -> None:
+    prefill, decode = staged("P", "PREFILL", prefill_layout), staged("D", "DECODE", decode_layout)
+    for number, rank in enumerate(prefill):
+        rank.fill(number)
+        rank.aux[:] = prefill[0].aux
+    hand_off(prefill, decode, registry, 1)
+    sent, came = (
+        np.concatenate(
+            [
+                cache_of(ranks[at : at + tp], AXES, pages) for at in range(0, len(ranks), tp)
+            ],  # one stage after the other
+            axis=0,
+        )
+        for ranks, tp, pages in (
+            (prefill, prefill_layout.tp, range(3, 9)),
+            (decode, decode_layout.tp, range(10, 16)),
+        )
+    )
+    assert (sent == came).all()
+    assert all(rank.aux_row(2) == prefill[0].aux_row(1) for rank in decode)
+
+
+def test_stages_whose_layers_do_not_fit_are_refused(registry: str, staged: Callable[..., list[RankHost]]) -> None:
+    staged("P", "PREFILL", Layout(pp=2), layers=[(0, 1), (1, 2)])
+    (decode,) = staged("D", "DECODE", Layout())
+    decode.receive(1, registry, range(3))
+    decode.wait("receivers", [1], [FAILED])
+    failure = decode.failure_of("receivers", 1)
+    assert failure is not None and failure[2]["mismatchedFields"] == "layers", failure
 
 
 def test_of_context_parallel_prefill_ranks_the_first_sends_and_all_end(engine: Open, registry: str) -> None:

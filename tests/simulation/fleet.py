@@ -93,6 +93,8 @@ FLEETS = (
     Fleet(Layout(dp=2), Layout(dp=2, tp=2), heads=2),
     Fleet(Layout(tp=4), Layout(tp=1), heads=2),
     Fleet(Layout(dp=2, cp=2), Layout(tp=2), heads=4),
+    Fleet(Layout(pp=2), Layout(), heads=2),
+    Fleet(Layout(), Layout(pp=2, tp=2), heads=2),
 )
 
 

@@ -32,6 +32,7 @@ class _Question:
     role: Role
     selectors: tuple[RankSelector, ...]
     wait_ready: bool
+    with_pools: bool
 
 
 class Resolver:
@@ -54,14 +55,16 @@ class Resolver:
         selectors: Sequence[RankSelector] = (),
         timeout: float = 10.0,
         wait_ready: bool = True,
+        with_pools: bool = False,
     ) -> ResolvedEngine:
-        """The engine with the rows that any of the selectors fits, without their pools (none: only the engine).
+        """The engine with the rows that any of the selectors fits (none: only the engine); their pools only
+        where ``with_pools`` says so.
 
         ``engine`` may be empty when the registry has exactly one of the role. With ``wait_ready`` it waits until every
         rank is registered. A registry that is down or warming up is asked again until ``timeout`` seconds are over.
         Raises EngineNotFound, WarmingUp, PeerUnreachable, InvalidRequest and what a server's front raises.
         """
-        question = _Question(address, engine, role, tuple(selectors), wait_ready)
+        question = _Question(address, engine, role, tuple(selectors), wait_ready, with_pools)
         pending = self._pending.get(question)
         if pending is None:
             pending = self._pending[question] = _Pending(self, question, timeout)
@@ -80,7 +83,7 @@ class Resolver:
             role=common_pb2.Role.ValueType(question.role),
             selectors=[wire.selector_to_pb(selector) for selector in question.selectors],
             wait_ready=question.wait_ready,
-            without_pools=True,
+            without_pools=not question.with_pools,
         )
         channel = self._channels.get(question.address)
         await self._channels.trim({pending.address for pending in self._pending})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import Attention, Layout, ModelIdentity, Pool, PoolKind, RankId, Region
-from kvgrpc.transfer.layout.heads import runs
+from kvgrpc.transfer.layout.heads import runs, shared_layers
 from kvgrpc.transfer.layout.topology import Coordinates, Part, Shape, heads_of, mismatch, owed_part, prefill_ranks
 
 MOST_LINES = 8_192
@@ -62,7 +62,7 @@ def topology(prefill: Engine, decode: Engine) -> list[Owed]:
     Raises ParallelLayoutMismatch, and InvalidRequest for engines with too many ranks.
     """
     lines_expected = decode.layout.ranks // decode.layout.dp * prefill.layout.cp
-    lines_expected *= max(prefill.layout.tp // decode.layout.tp, 1)
+    lines_expected *= max(prefill.layout.tp // decode.layout.tp, 1) * max(prefill.layout.pp // decode.layout.pp, 1)
     if lines_expected > MOST_LINES:
         raise InvalidRequest.of("layout", lines_expected, f"small enough for {MOST_LINES} lines")
     if decode.layers * decode.page_tokens > MOST_REGIONS:
@@ -71,13 +71,16 @@ def topology(prefill: Engine, decode: Engine) -> list[Owed]:
     for field, one, other in (("heads", prefill.heads, decode.heads), ("layers", prefill.layers, decode.layers)):
         if one != other:
             raise mismatch({field: (one, other)})
+    stages = max(prefill.layout.pp, decode.layout.pp)
+    if stages > decode.layers:
+        raise InvalidRequest.of("layers", decode.layers, f"at least one for each of {stages} stages")
     lines = []
     for pp, cp, tp in itertools.product(*map(range, (decode.layout.pp, decode.layout.cp, decode.layout.tp))):
         target = decode.shape((0, pp, cp, tp))
         for coordinates in prefill_ranks(target.rank, decode.layout, prefill.layout, 0):
             source = prefill.shape(coordinates)
             part = owed_part(source, target)
-            descriptors = 0 if part.empty else len(runs(source.pools[0], target.pools[0])[0])
+            descriptors = 0 if part.empty else len(runs(*shared_layers(source.pools[0], target.pools[0]))[0])
             lines.append(Owed(coordinates, (0, pp, cp, tp), part, descriptors))
     return sorted(lines, key=lambda line: (line.prefill, line.decode))
 

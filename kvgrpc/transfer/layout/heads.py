@@ -1,4 +1,4 @@
-"""Where heads lie in a page: which runs of bytes a range of them is. Pure.
+"""Which bytes two pools share: the layers that both have, and where a range of heads lies in their pages. Pure.
 
 The order of the axes decides how many runs there are: with the head outermost a range of heads is one run a page and
 region, with tokens before it one for each token.
@@ -33,6 +33,19 @@ def head_axis(pool: Pool) -> HeadAxis | None:
 def sliceable(source: Pool, destination: Pool) -> bool:
     """Whether both keep their heads alike, so that a range of them is the same runs of bytes on both sides."""
     return source.axes == destination.axes and head_axis(source) is not None and head_axis(destination) is not None
+
+
+def shared_layers(source: Pool, destination: Pool) -> tuple[Pool, Pool]:
+    """Both with the regions of layer and component that both have, in one order."""
+    theirs = {(region.layer, region.component): region for region in destination.regions}
+    keys = [(region.layer, region.component) for region in source.regions]
+    if keys == [(region.layer, region.component) for region in destination.regions]:
+        return source, destination
+    shared = [(region, theirs[key]) for key, region in zip(keys, source.regions, strict=True) if key in theirs]
+    return (
+        replace(source, regions=tuple(ours for ours, _ in shared)),
+        replace(destination, regions=tuple(other for _, other in shared)),
+    )
 
 
 def runs(source: Pool, destination: Pool) -> tuple[list[Region], list[Region]]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvgrpc.errors import InvalidRequest, KvIndexOutOfRange
 from kvgrpc.model import Pool, Region
-from kvgrpc.transfer.layout.heads import runs
+from kvgrpc.transfer.layout.heads import runs, shared_layers
 from kvgrpc.transfer.protocol.destination import Destination
 
 U32Array = npt.NDArray[np.uint32]
@@ -85,10 +85,10 @@ class Geometry:
 
 
 def geometry(source: Sequence[Pool], destination: Sequence[Pool]) -> Geometry:
-    """The geometry of a pair whose pools were compared: one page number addresses every pool, and of the heads those
-    move that both sides hold.
+    """The geometry of a pair whose pools were compared: one page number addresses every pool, and of the layers and
+    heads those move that both sides hold.
     """
-    pairs = [runs(ours, theirs) for ours, theirs in zip(source, destination, strict=True)]
+    pairs = [runs(*shared_layers(ours, theirs)) for ours, theirs in zip(source, destination, strict=True)]
     return Geometry(
         [region for ours, _ in pairs for region in ours],
         [region for _, theirs in pairs for region in theirs],

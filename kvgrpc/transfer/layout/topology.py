@@ -3,8 +3,9 @@
 Tensor-parallel sizes may differ where one divides the other. With heads (MHA, GQA) a decode rank gets its heads from
 every prefill rank that holds some of them; of prefill ranks that hold copies the first one sends. Without heads (MLA,
 and state) every rank holds all of it, and one prefill rank sends. Context parallelism of prefill alone: cp 0 sends.
-Whoever owes nothing is told about each room all the same, so that its sender ends. Pipeline stages must be equal, and
-dp replicas are independent caches: any serves any.
+Whoever owes nothing is told about each room all the same, so that its sender ends. Pipeline stages may differ where one
+size divides the other and the stages of one lie within those of the other; the last one sends aux, because it computes
+the first token. dp replicas are independent caches: any serves any.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import NamedTuple
 
 from kvgrpc.errors import ParallelLayoutMismatch
 from kvgrpc.model import UNKNOWN_MODEL, Attention, Layout, ModelIdentity, Pool, RankId
-from kvgrpc.transfer.layout.heads import sliceable
+from kvgrpc.transfer.layout.heads import shared_layers, sliceable
 from kvgrpc.transfer.layout.translation import translates
 
 MAX_AUX_BYTES = 64 * 1024
@@ -87,31 +88,62 @@ def prefill_ranks(decode: RankId, decode_layout: Layout, prefill: Layout, dp: in
     if differences:
         raise mismatch(differences)
     cps = [decode.cp] if prefill.cp == decode_layout.cp else range(prefill.cp)
-    tps = _prefill_tps(decode.tp, decode_layout.tp, prefill.tp)
-    return [(dp, decode.pp, cp, tp) for cp, tp in itertools.product(cps, tps)]
+    tps = _group(decode.tp, decode_layout.tp, prefill.tp)
+    pps = reversed(stages_of(decode.pp, decode_layout.pp, prefill.pp))
+    return [(dp, pp, cp, tp) for pp, cp, tp in itertools.product(pps, cps, tps)]
+
+
+def stages_of(pp: int, decode_size: int, prefill_size: int) -> range:
+    """The prefill stages that hold the layers of a decode stage, in order."""
+    return _group(pp, decode_size, prefill_size)
+
+
+def layers_of_pools(pools: Sequence[Pool]) -> tuple[int, int]:
+    """The first layer of a rank, and how many there are from it to the last."""
+    layers = [region.layer for each in pools for region in each.regions]
+    return min(layers), max(layers) - min(layers) + 1
+
+
+def check_layers(decode: Sequence[Pool], stages: Sequence[tuple[int, int] | None]) -> None:
+    """Whether the layers of these stages are those of a decode rank, each once. Raises ParallelLayoutMismatch."""
+    first, count = layers_of_pools(decode)
+    held = sorted(layer for stage in stages if stage is not None for layer in range(stage[0], sum(stage)))
+    if held != list(range(first, first + count)):
+        text = ", ".join("unknown" if stage is None else f"{stage[0]} to {sum(stage) - 1}" for stage in stages)
+        raise mismatch({"layers": (text, f"{first} to {first + count - 1}")})
 
 
 def decode_ranks_of(prefill: Layout, decode: Layout) -> int:
     """How many ranks of one decode replica name a room to one prefill rank."""
-    return max(decode.tp // prefill.tp, 1)
+    return max(decode.tp // prefill.tp, 1) * max(decode.pp // prefill.pp, 1)
 
 
 def place_of(decode: RankId, prefill: Layout, decode_layout: Layout) -> int:
     """Which of the decode ranks that name a room to one prefill rank this one is, from 0."""
-    return decode.tp % decode_ranks_of(prefill, decode_layout)
+    shares = max(decode_layout.tp // prefill.tp, 1)
+    return decode.pp % max(decode_layout.pp // prefill.pp, 1) * shares + decode.tp % shares
 
 
-def wanted_part(decode: Shape, prefill: Coordinates | None = None, prefill_layout: Layout | None = None) -> Part:
-    """What a decode rank expects of one prefill rank; of its equal where the layout is not given."""
+def wanted_part(
+    decode: Shape,
+    prefill: Coordinates | None = None,
+    prefill_layout: Layout | None = None,
+    prefill_layers: tuple[int, int] | None = None,
+) -> Part:
+    """What a decode rank expects of one prefill rank; of its equal where the layout is not given. ``prefill_layers``:
+    that rank's first layer and how many it has; None: all that decode has."""
     layout, rank = prefill_layout or decode.layout, decode.rank
-    _, _, cp, tp = prefill or (rank.dp, rank.pp, rank.cp, rank.tp)
-    tps = _prefill_tps(rank.tp, decode.layout.tp, layout.tp)
+    _, pp, cp, tp = prefill or (rank.dp, rank.pp, rank.cp, rank.tp)
+    tps = _group(rank.tp, decode.layout.tp, layout.tp)
     pool = decode.pools[0]
     if cp and layout.cp != decode.layout.cp:
         return NOTHING
-    aux = bool(decode.aux_item_bytes) and tp == tps[0]
-    layers = [region.layer for each in decode.pools for region in each.regions]
-    first, count = min(layers), max(layers) - min(layers) + 1
+    aux = bool(decode.aux_item_bytes) and tp == tps[0] and pp == stages_of(rank.pp, decode.layout.pp, layout.pp)[-1]
+    first, count = layers_of_pools(decode.pools)
+    if prefill_layers is not None:
+        end = min(first + count, sum(prefill_layers))
+        first = max(first, prefill_layers[0])
+        count = end - first
     if len(tps) == 1 and layout.tp == decode.layout.tp:
         return Part(first, count, pool.head_start, pool.head_count, aux)
     heads = _sent_heads(pool, tp, tps, layout.tp)
@@ -126,7 +158,7 @@ def owed_part(prefill: Shape, decode: Shape) -> Part:
     same_tp = prefill.layout.tp == decode.layout.tp
     if not same_tp:
         differences.update(_share_differences(prefill, decode))
-    differences.update(_pool_differences(prefill.pools, decode.pools, same_tp, _is_mla(prefill.model, decode.model)))
+    differences.update(_pool_differences(prefill, decode, same_tp, _is_mla(prefill.model, decode.model)))
     if decode.aux_item_bytes and prefill.aux_item_bytes != decode.aux_item_bytes:
         differences["aux_item_bytes"] = (list(prefill.aux_item_bytes), list(decode.aux_item_bytes))
     if prefill.data_plane != decode.data_plane:
@@ -135,7 +167,8 @@ def owed_part(prefill: Shape, decode: Shape) -> Part:
     if differences:
         raise mismatch(differences)
     rank = prefill.rank
-    return wanted_part(decode, (rank.dp, rank.pp, rank.cp, rank.tp), prefill.layout)
+    layers = layers_of_pools(prefill.pools)
+    return wanted_part(decode, (rank.dp, rank.pp, rank.cp, rank.tp), prefill.layout, layers)
 
 
 def mismatch(differences: dict[str, tuple[object, object]]) -> ParallelLayoutMismatch:
@@ -149,13 +182,13 @@ def mismatch(differences: dict[str, tuple[object, object]]) -> ParallelLayoutMis
 # Below: one thing each.
 
 
-def _prefill_tps(tp: int, decode_size: int, prefill_size: int) -> range:
-    """The prefill ranks that hold what a decode rank holds, or copies of it."""
+def _group(at: int, decode_size: int, prefill_size: int) -> range:
+    """Along one axis, the prefill ranks that hold what a decode rank holds, or copies of it."""
     if prefill_size >= decode_size:
         share = prefill_size // decode_size
-        return range(tp * share, (tp + 1) * share)
-    at = tp // (decode_size // prefill_size)
-    return range(at, at + 1)
+        return range(at * share, (at + 1) * share)
+    found = at // (decode_size // prefill_size)
+    return range(found, found + 1)
 
 
 def _sent_heads(pool: Pool, tp: int, tps: range, prefill_size: int) -> Heads | None:
@@ -172,7 +205,7 @@ def _sent_heads(pool: Pool, tp: int, tps: range, prefill_size: int) -> Heads | N
 
 def _size_differences(prefill: Layout, decode: Layout) -> dict[str, tuple[object, object]]:
     differences: dict[str, tuple[object, object]] = {}
-    if prefill.pp != decode.pp:
+    if prefill.pp % decode.pp and decode.pp % prefill.pp:
         differences["layout.pp"] = (prefill.pp, decode.pp)
     if prefill.tp % decode.tp and decode.tp % prefill.tp:
         differences["layout.tp"] = (prefill.tp, decode.tp)
@@ -215,8 +248,10 @@ def _is_mla(*models: ModelIdentity) -> bool:
 
 
 def _pool_differences(
-    prefill: Sequence[Pool], decode: Sequence[Pool], same_tp: bool, mla: bool
+    prefill_shape: Shape, decode_shape: Shape, same_tp: bool, mla: bool
 ) -> dict[str, tuple[object, object]]:
+    prefill, decode = prefill_shape.pools, decode_shape.pools
+    stages = prefill_shape.layout.pp, decode_shape.layout.pp
     if len(prefill) != len(decode):
         return {"pools": ([pool.name for pool in prefill], [pool.name for pool in decode])}
     differences: dict[str, tuple[object, object]] = {}
@@ -233,11 +268,18 @@ def _pool_differences(
             continue
         if ours.head_count != theirs.head_count and not sliceable(ours, theirs):
             differences[f"pools[{index}].axes"] = (ours.axes, f"{theirs.axes}: must say where heads are")
-        differences.update(_region_differences(f"pools[{index}]", ours, theirs))
+        differences.update(_region_differences(f"pools[{index}]", ours, theirs, stages))
     return differences
 
 
-def _region_differences(where: str, prefill: Pool, decode: Pool) -> dict[str, tuple[object, object]]:
+def _region_differences(
+    where: str, prefill: Pool, decode: Pool, stages: tuple[int, int]
+) -> dict[str, tuple[object, object]]:
+    if stages[0] != stages[1]:
+        inner, outer = (prefill, decode) if stages[0] > stages[1] else (decode, prefill)
+        if len(shared_layers(inner, outer)[0].regions) != len(inner.regions):
+            return {f"{where}.layers": (_layers_text(prefill), _layers_text(decode))}
+        prefill, decode = shared_layers(prefill, decode)
     if len(prefill.regions) != len(decode.regions):
         return {f"{where}.regions": (len(prefill.regions), len(decode.regions))}
     for number, (ours, theirs) in enumerate(zip(prefill.regions, decode.regions, strict=True)):
@@ -249,3 +291,8 @@ def _region_differences(where: str, prefill: Pool, decode: Pool) -> dict[str, tu
         if ours.page_bytes * max(decode.head_count, 1) != theirs.page_bytes * max(prefill.head_count, 1):
             return {f"{where}.regions[{number}].page_bytes": (ours.page_bytes, theirs.page_bytes)}
     return {}
+
+
+def _layers_text(pool: Pool) -> str:
+    first, count = layers_of_pools([pool])
+    return f"{first} to {first + count - 1}"

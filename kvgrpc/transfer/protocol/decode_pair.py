@@ -24,8 +24,8 @@ class DecodePair:
     (4, proof of death).
 
     ``connections``: over which its bytes could still arrive when it was proven dead (rule 8, pages by evidence).
-    ``layout``: of its engine; None: as ours. ``rooms``: what is not over yet; ``pending_rooms``: what is to be told.
-    ``refusals``: rooms that were refused here, of which the peer is told why until it answers.
+    ``layout``: of its engine, ``layers``: its own; None: as ours. ``rooms``: what is not over yet; ``pending_rooms``:
+    what is to be told. ``refusals``: rooms that were refused here, of which the peer is told why until it answers.
     """
 
     __slots__ = (
@@ -37,6 +37,7 @@ class DecodePair:
         "dialled_at",
         "heard_at",
         "idle_timeout",
+        "layers",
         "layout",
         "lost",
         "next_dial_at",
@@ -56,7 +57,7 @@ class DecodePair:
     def __init__(self, target: Target, now: int) -> None:
         self.ref = target.ref
         self.address = target.address
-        self.layout = target.layout
+        self.layout, self.layers = target.layout, target.layers
         self.stream: Stream | None = None
         self.up = self.welcomed = self.lost = False
         self.heard_at = self.dialled_at = self.next_dial_at = self.up_since = now

@@ -54,7 +54,8 @@ class PrefillPair:
     def serves_with(self, other: PrefillPair) -> bool:
         """Whether both are ranks of one decode replica, to which the same prompts are owed."""
         mine, theirs = self.ref.rank, other.ref.rank
-        return mine[:4] == theirs[:4] and self.places == other.places
+        same_replica = (mine.engine, mine.dp, mine.cp) == (theirs.engine, theirs.dp, theirs.cp)
+        return same_replica and self.places == other.places
 
     @property
     def up(self) -> bool:

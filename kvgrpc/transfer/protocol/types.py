@@ -160,13 +160,14 @@ class Handle:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A prefill rank that owes decode a part, where it listens ("host:port"), and the layout of its engine (None: as
-    ours).
+    """A prefill rank that owes decode a part, where it listens ("host:port"), the layout of its engine (None: as ours),
+    and its first layer and how many it has (None: as ours).
     """
 
     ref: RankRef
     address: str
     layout: Layout | None = None
+    layers: tuple[int, int] | None = None
 
 
 class LostPair(NamedTuple):

@@ -64,7 +64,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
             connections=self._connections,
             deliver_aux=self._deliver_aux,
         )
-        self._routes = Routes(self.core, config.layout, resolve, open_channel, self._begin, self._pump, changes)
+        self._routes = Routes(self.core, self.shape, resolve, open_channel, self._begin, self._pump, changes)
         self._open_channel = open_channel
         self._sessions: dict[Stream, _Session] = {}
         self._data_addresses: dict[RankRef, bytes] = {}
@@ -311,7 +311,9 @@ class DecodeManager(TransferManager[DecodeRoom]):
             data_plane=shape.data_plane,
             data_plane_address=self.plane.address(),
             max_frame_bytes=self.config.max_frame_bytes,
-            expected=wire.part_to_pb(topology.wanted_part(shape, stream.pair.ref.rank[1:], stream.pair.layout)),
+            expected=wire.part_to_pb(
+                topology.wanted_part(shape, stream.pair.ref.rank[1:], stream.pair.layout, stream.pair.layers)
+            ),
             model=model_to_pb(shape.model),
         )
         hello.opener.CopyFrom(rank_ref_to_pb(self.ref))

@@ -81,7 +81,7 @@ class Routes:
     def __init__(
         self,
         core: DecodeCore,
-        layout: Layout,
+        shape: topology.Shape,
         resolve: Resolve,
         open_channel: Callable[[str], grpc.aio.Channel],
         start: Callable[[Coroutine[None, None, None], str], asyncio.Task[None]],
@@ -90,7 +90,7 @@ class Routes:
     ) -> None:
         self._changes = changes
         self._core = core
-        self._layout = layout
+        self._shape = shape
         self._resolve = resolve
         self._start = start
         self._pump = pump
@@ -284,14 +284,18 @@ class Routes:
 
         Raises ParallelLayoutMismatch, InvalidRequest or EngineNotFound.
         """
-        places = topology.prefill_ranks(self._core.me.rank, self._layout, engine.layout, dp)
+        places = topology.prefill_ranks(self._core.me.rank, self._shape.layout, engine.layout, dp)
         missing = [place for place in places if place not in engine.targets]
         if missing:
             raise EngineNotFound(
                 f"the registry knows no prefill rank {missing[0]} (dp, pp, cp, tp) of engine {engine.name!r}",
                 metadata={"engine": engine.name, "role": "PREFILL", "missingRanks": missing[0]},
             )
-        return [engine.targets[place] for place in places]
+        targets = [engine.targets[place] for place in places]
+        if engine.layout.pp > self._shape.layout.pp:
+            stages = {target.ref.rank.pp: target.layers for target in targets}
+            topology.check_layers(self._shape.pools, [stages[pp] for pp in sorted(stages)])
+        return targets
 
     def _fail(self, room: DecodeRoom, error: KvGrpcError) -> None:
         self._core.fail(room, Failure.of(error, str(self._core.me)))

@@ -87,8 +87,8 @@ class TestHello:
         assert failure.metadata["pools[0].page_tokens"] == "16 != 32"
 
     def test_sizes_and_parts_that_differ_are_named(self, prefill: RankHost, dial: Dial) -> None:
-        failure = dial(prefill).refused(layout=layout_to_pb(Layout(pp=2)))
-        assert failure.metadata["mismatchedFields"] == "layout.pp"
+        failure = dial(prefill).refused(layout=layout_to_pb(Layout(cp=2)))
+        assert failure.metadata["mismatchedFields"] == "layout.cp"
         failure = dial(prefill).refused(expected=pb.Part(layer_count=LAYERS + 1, aux=True))
         assert failure.reason is Reason.PARALLEL_LAYOUT_MISMATCH
         assert failure.metadata["mismatchedFields"] == "part"

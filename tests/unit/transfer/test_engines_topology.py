@@ -23,11 +23,13 @@ AXES = st.sampled_from(["token,head,dim", "head,token,dim"])
 
 @st.composite
 def engines(draw: st.DrawFn) -> tuple[Engine, Engine]:
-    pp = draw(st.sampled_from([1, 2, 3]))
+    prefill_pp, decode_pp = draw(st.sampled_from([(1, 1), (2, 2), (3, 3), (2, 1), (1, 2), (4, 2), (2, 4), (3, 1)]))
     cp = draw(st.sampled_from([1, 2]))
-    prefill = Layout(dp=draw(SIZES), pp=pp, cp=cp, tp=draw(SIZES))
-    decode = Layout(dp=draw(SIZES), pp=pp, cp=draw(st.sampled_from([1, cp])), tp=draw(SIZES))
-    heads, layers, axes = draw(st.sampled_from([0, 1, 2, 8, 16])), draw(st.integers(pp, 7)), draw(AXES)
+    prefill = Layout(dp=draw(SIZES), pp=prefill_pp, cp=cp, tp=draw(SIZES))
+    decode = Layout(dp=draw(SIZES), pp=decode_pp, cp=draw(st.sampled_from([1, cp])), tp=draw(SIZES))
+    heads, layers, axes = draw(st.sampled_from([0, 1, 2, 8, 16])), draw(st.integers(3, 7)), draw(AXES)
+    if prefill_pp != decode_pp:  # of stages of equal shares the small ones lie within the large ones
+        layers = max(prefill_pp, decode_pp) * draw(st.sampled_from([1, 2]))
     made = [Engine(layout, heads, layers, axes, TOKENS) for layout in (prefill, decode)]
     return made[0], made[1]
 
@@ -84,8 +86,8 @@ def test_exactly_one_rank_sends_aux_to_each_decode_rank(both: tuple[Engine, Engi
     for target in ranks(decode.layout, dp=1):
         mine = [line for line in lines if line.decode == target]
         assert sum(line.part.aux for line in mine) == 1
-        assert mine[0].prefill == prefill_ranks(decode.shape(target).rank, decode.layout, prefill.layout, 0)[0]
-        assert mine[0].part.aux
+        (sends,) = (line.prefill for line in mine if line.part.aux)
+        assert sends == prefill_ranks(decode.shape(target).rank, decode.layout, prefill.layout, 0)[0]
 
 
 def test_equal_layouts_are_pairs_of_equal_ranks() -> None:
@@ -111,13 +113,18 @@ def test_of_copies_the_first_one_sends_and_the_others_owe_nothing() -> None:
 def test_layouts_of_which_neither_divides_the_other_are_refused_with_the_field() -> None:
     for one, other, field in (
         (Layout(tp=3), Layout(tp=2), "layout.tp"),
-        (Layout(pp=2), Layout(pp=1), "layout.pp"),
+        (Layout(pp=2), Layout(pp=3), "layout.pp"),
         (Layout(cp=1), Layout(cp=2), "layout.cp"),
         (Layout(cp=4), Layout(cp=2), "layout.cp"),
     ):
         with pytest.raises(ParallelLayoutMismatch) as refused:
-            topology(Engine(one, 6), Engine(other, 6))
+            topology(Engine(one, 6, 3), Engine(other, 6, 3))
         assert refused.value.metadata["mismatchedFields"] == field
+    with pytest.raises(ParallelLayoutMismatch) as refused:  # stages of 3 and 3 layers, and of 2, 2, 1 and 1
+        topology(Engine(Layout(pp=2), 6, 6), Engine(Layout(pp=4), 6, 6))
+    assert refused.value.metadata["mismatchedFields"] == "pools[0].layers"
+    with pytest.raises(InvalidRequest):
+        topology(Engine(Layout(pp=2)), Engine(Layout()))
     with pytest.raises(InvalidRequest):
         topology(Engine(Layout(tp=1)), Engine(Layout(tp=1 << 20)))
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvgrpc.errors import ParallelLayoutMismatch
 from kvgrpc.model import Layout, Pool, PoolKind, RankId, Region
-from kvgrpc.transfer.layout.topology import Part, Shape, owed_part, prefill_ranks
+from kvgrpc.transfer.layout.topology import Part, Shape, check_layers, owed_part, prefill_ranks
 
 POOL = Pool(
     "kv",
@@ -20,6 +20,7 @@ POOL = Pool(
     heads_total=8,
     head_count=8,
 )
+STAGE_BEYOND = replace(POOL, regions=tuple(replace(region, layer=region.layer + 1) for region in POOL.regions))
 DECODE = Shape(RankId("D"), Layout(), (POOL,), (16,), "shm")
 PREFILL = Shape(RankId("P"), Layout(), (replace(POOL, pages=7, location="cuda:1"),), (16,), "shm")
 
@@ -32,11 +33,28 @@ def test_without_aux_buffers_no_part_says_aux() -> None:
     assert not owed_part(replace(PREFILL, aux_item_bytes=()), replace(DECODE, aux_item_bytes=())).aux
 
 
+def test_a_stage_owes_the_layers_that_both_have() -> None:
+    half = replace(POOL, regions=POOL.regions[2:])
+    smaller = replace(PREFILL, rank=RankId("P", pp=1), layout=Layout(pp=2), pools=(half,))
+    assert owed_part(smaller, DECODE) == Part(3, 1, 0, 8, True), "the last one computes the first token"
+    first = replace(smaller, rank=RankId("P", pp=0), pools=(replace(POOL, regions=POOL.regions[:2]),))
+    assert owed_part(first, DECODE) == Part(2, 1, 0, 8, False)
+    assert owed_part(PREFILL, replace(DECODE, layout=Layout(pp=2), pools=(half,))) == Part(3, 1, 0, 8, True)
+
+
+@pytest.mark.parametrize("stages", [[(2, 1)], [(2, 1), (4, 1)], [(2, 2), (3, 1)], [(2, 1), None]])
+def test_stages_that_are_not_the_layers_of_decode_are_refused(stages: list[tuple[int, int] | None]) -> None:
+    check_layers(DECODE.pools, [(2, 1), (3, 1)])
+    with pytest.raises(ParallelLayoutMismatch) as refused:
+        check_layers(DECODE.pools, stages)
+    assert refused.value.metadata["mismatchedFields"] == "layers"
+
+
 @pytest.mark.parametrize(
     ("prefill", "fields"),
     [
         (replace(PREFILL, layout=Layout(tp=2)), "pools[0].head_count"),
-        (replace(PREFILL, layout=Layout(pp=2)), "layout.pp"),
+        (replace(PREFILL, layout=Layout(pp=2), pools=(STAGE_BEYOND,)), "pools[0].layers"),
         (replace(PREFILL, rank=RankId("P", pp=1)), "rank"),
         (
             replace(PREFILL, pools=(replace(POOL, page_tokens=32, dtype="bfloat16"),)),
