@@ -36,16 +36,17 @@ def sliceable(source: Pool, destination: Pool) -> bool:
 
 
 def shared_layers(source: Pool, destination: Pool) -> tuple[Pool, Pool]:
-    """Both with the regions of layer and component that both have, in one order."""
-    theirs = {(region.layer, region.component): region for region in destination.regions}
-    keys = [(region.layer, region.component) for region in source.regions]
-    if keys == [(region.layer, region.component) for region in destination.regions]:
+    """Both with the layers that both have: of pipeline stages that differ."""
+    ours, theirs = layers_of(source), layers_of(destination)
+    if ours == theirs:
         return source, destination
-    shared = [(region, theirs[key]) for key, region in zip(keys, source.regions, strict=True) if key in theirs]
-    return (
-        replace(source, regions=tuple(ours for ours, _ in shared)),
-        replace(destination, regions=tuple(other for _, other in shared)),
-    )
+    both = ours & theirs
+    first, second = ([region for region in pool.regions if region.layer in both] for pool in (source, destination))
+    return replace(source, regions=tuple(first)), replace(destination, regions=tuple(second))
+
+
+def layers_of(pool: Pool) -> set[int]:
+    return {region.layer for region in pool.regions}
 
 
 def runs(source: Pool, destination: Pool) -> tuple[list[Region], list[Region]]:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from kvgrpc.errors import ParallelLayoutMismatch
 from kvgrpc.model import UNKNOWN_MODEL, Attention, Layout, ModelIdentity, Pool, RankId
-from kvgrpc.transfer.layout.heads import shared_layers, sliceable
+from kvgrpc.transfer.layout.heads import layers_of, shared_layers, sliceable
 from kvgrpc.transfer.layout.translation import translates
 
 MAX_AUX_BYTES = 64 * 1024
@@ -251,12 +251,19 @@ def _pool_differences(
     prefill_shape: Shape, decode_shape: Shape, same_tp: bool, mla: bool
 ) -> dict[str, tuple[object, object]]:
     prefill, decode = prefill_shape.pools, decode_shape.pools
-    stages = prefill_shape.layout.pp, decode_shape.layout.pp
+    same_stages = prefill_shape.layout.pp == decode_shape.layout.pp
+    outer = 0 if prefill_shape.layout.pp < decode_shape.layout.pp else 1
     if len(prefill) != len(decode):
         return {"pools": ([pool.name for pool in prefill], [pool.name for pool in decode])}
     differences: dict[str, tuple[object, object]] = {}
     fields = (*_POOL_FIELDS, "head_start", "head_count") if same_tp else _POOL_FIELDS
     for index, (ours, theirs) in enumerate(zip(prefill, decode, strict=True)):
+        if not same_stages:
+            held = layers_of(ours), layers_of(theirs)
+            if not held[1 - outer] <= held[outer]:
+                differences[f"pools[{index}].layers"] = (_layers_text(ours), _layers_text(theirs))
+                continue
+            ours, theirs = shared_layers(ours, theirs)
         translated = not sliceable(ours, theirs) and translates(ours, theirs)
         for name in fields:
             one, other = getattr(ours, name), getattr(theirs, name)
@@ -268,18 +275,11 @@ def _pool_differences(
             continue
         if ours.head_count != theirs.head_count and not sliceable(ours, theirs):
             differences[f"pools[{index}].axes"] = (ours.axes, f"{theirs.axes}: must say where heads are")
-        differences.update(_region_differences(f"pools[{index}]", ours, theirs, stages))
+        differences.update(_region_differences(f"pools[{index}]", ours, theirs))
     return differences
 
 
-def _region_differences(
-    where: str, prefill: Pool, decode: Pool, stages: tuple[int, int]
-) -> dict[str, tuple[object, object]]:
-    if stages[0] != stages[1]:
-        inner, outer = (prefill, decode) if stages[0] > stages[1] else (decode, prefill)
-        if len(shared_layers(inner, outer)[0].regions) != len(inner.regions):
-            return {f"{where}.layers": (_layers_text(prefill), _layers_text(decode))}
-        prefill, decode = shared_layers(prefill, decode)
+def _region_differences(where: str, prefill: Pool, decode: Pool) -> dict[str, tuple[object, object]]:
     if len(prefill.regions) != len(decode.regions):
         return {f"{where}.regions": (len(prefill.regions), len(decode.regions))}
     for number, (ours, theirs) in enumerate(zip(prefill.regions, decode.regions, strict=True)):
