@@ -92,6 +92,8 @@ class DecodeCore:
         self._streams = 0
         self._work = DecodeWork()
         self._pending: PendingRooms[DecodePair] = PendingRooms()
+        # Bound without pages: prefill does not know them yet.
+        self._nameless: list[DecodeRoom] = []
 
     # What the engine asks for.
 
@@ -142,7 +144,7 @@ class DecodeCore:
         if room.destination is not None:  # its pages came first, and the session may stand already
             self._tell(room)
         else:
-            self._announce(room)
+            self._nameless.append(room)
 
     def predial(self, target: Target) -> None:
         """Dials a rank before a room needs it, once: a session that does not come about is nobody's failure."""
@@ -272,6 +274,7 @@ class DecodeCore:
             self._tick_pair(pair)
         for room in self._held.due(self.now):
             self._look(room)
+        self._announce()
         self._pending.tick()
 
     # Rooms.
@@ -341,11 +344,14 @@ class DecodeCore:
                     room.succeed()
                     self._work.ended.append(room)
 
-    def _announce(self, room: DecodeRoom) -> None:
-        """All pairs of the room, with the next tick: most rooms have their pages by then, which say all of it."""
-        for part in room.parts.values():
-            if not part.told:
-                self._pending.add_later(part.pair, room.key)
+    def _announce(self) -> None:
+        """Rooms that are bound and have no pages yet. Once a tick: most have theirs by then, which say all of it."""
+        nameless, self._nameless = self._nameless, []
+        for room in nameless:
+            if room.destination is None and not room.ended:
+                for part in room.parts.values():
+                    if not part.told:
+                        self._pending.add(part.pair, room.key)
 
     def _tell(self, room: DecodeRoom) -> None:
         """All pairs of the room, now."""

@@ -113,6 +113,17 @@ class TestPoll:
         side.core.bind(late, (P0,))
         assert [(entry.key, entry.want) for entry in side.said()] == [(late.key, Want.WRITE)]
 
+    def test_a_room_is_announced_only_where_its_pages_do_not_come_within_a_tick(self, side: Side) -> None:
+        side.writing()
+        quick, slow = side.open(RoomKey(6)), side.open(RoomKey(7))
+        assert not side.said()
+        side.core.write(quick, Destination(np.arange(2, dtype=np.uint32)))
+        assert [(entry.key, entry.want) for entry in side.said()] == [(quick.key, Want.WRITE)]
+        side.ticks(1)
+        assert [(entry.key, entry.want) for entry in side.said()] == [(slow.key, Want.ANNOUNCE)]
+        side.ticks(5)
+        assert not side.said()
+
     def test_it_says_transferring_then_success(self, side: Side) -> None:
         room, stream = side.writing()
         side.hear(stream, RoomState.TRANSFERRING, Writes.OPEN)
