@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -18,6 +18,7 @@ from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.observability.metrics import REGISTRY, SECONDS
 
 ROLES = ("prefill", "decode")
+STAGES = ("bootstrap", "wait", "transfer")
 
 
 class HandOffs:
@@ -31,14 +32,19 @@ class HandOffs:
         self._sums = _SUMS[role]
         self._lines = RateLimited(logger)
 
-    def succeeded(self, seconds: float | None, nbytes: int) -> None:
-        """``seconds`` since the engine made its handle (None: it made none); ``nbytes``: of the room's pages."""
+    def succeeded(self, seconds: float | None, nbytes: int, stages: Sequence[float] | None = None) -> None:
+        """``seconds`` since the engine made its handle (None: it made none); ``nbytes``: of the room's pages;
+        ``stages``: seconds of each of STAGES.
+        """
         sums = self._sums
         sums.succeeded += 1
         sums.nbytes += nbytes
         if seconds is not None:
             sums.seconds += seconds
             sums.buckets[bisect_left(SECONDS, seconds)] += 1
+        for number, taken in enumerate(stages or ()):
+            sums.stage_seconds[number] += taken
+            sums.stage_buckets[number][bisect_left(SECONDS, taken)] += 1
 
     def failed(self, room: int, attempt: int, failure: Failure, seconds: float | None) -> None:
         reason = failure.reason.name if isinstance(failure.reason, Reason) else Reason.UNSPECIFIED.name
@@ -73,6 +79,8 @@ class _Sums:
         self.nbytes = 0
         self.seconds = 0.0
         self.buckets = [0] * (len(SECONDS) + 1)
+        self.stage_seconds = [0.0] * len(STAGES)
+        self.stage_buckets = [[0] * (len(SECONDS) + 1) for _ in STAGES]
 
 
 class _Collected(Collector):
@@ -85,13 +93,18 @@ class _Collected(Collector):
         took = HistogramMetricFamily(
             "kvgrpc_hand_off_seconds", "From the engine's handle to Success.", labels=("role",)
         )
+        stage = HistogramMetricFamily(
+            "kvgrpc_hand_off_stage_seconds", "Stages of hand-offs that went well.", labels=("role", "stage")
+        )
         for role, sums in _SUMS.items():
+            for name, buckets, seconds in zip(STAGES, sums.stage_buckets, sums.stage_seconds, strict=True):
+                stage.add_metric((role, name), _cumulated(list(buckets)), seconds)
             ended.add_metric((role, "success", ""), sums.succeeded)
             for reason, count in list(sums.failed.items()):
                 ended.add_metric((role, "failed", reason), count)
             nbytes.add_metric((role,), sums.nbytes)
             took.add_metric((role,), _cumulated(list(sums.buckets)), sums.seconds)
-        yield from (ended, nbytes, took)
+        yield from (ended, nbytes, took, stage)
 
 
 def _cumulated(buckets: list[int]) -> list[tuple[str, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,9 @@ import numpy.typing as npt
 from kvgrpc.errors import Failure
 from kvgrpc.transfer.handle import TransferHandle, as_int, room_key, whole_number
 from kvgrpc.transfer.layout.pools import check_distinct, pages_of_pools
-from kvgrpc.transfer.protocol.types import POLL_WAITING_FOR_INPUT, Destination, Handle
+from kvgrpc.transfer.protocol.types import POLL_WAITING_FOR_INPUT, Destination
 from kvgrpc.transfer.runtime.resolve import ReceiverRoom
+from kvgrpc.transfer.runtime.stages import TimedHandle
 
 if TYPE_CHECKING:
     from kvgrpc.transfer.runtime.decode_manager import DecodeManager
@@ -34,7 +36,7 @@ class KVReceiver(TransferHandle):
         traceparent: W3C trace context of the request.
     """
 
-    __slots__ = ("_initialised", "_manager", "_room")
+    __slots__ = ("_initialised", "_manager", "_room", "_timed")
     _engine = "decode"
 
     def __init__(
@@ -46,9 +48,9 @@ class KVReceiver(TransferHandle):
         prefill_dp_rank: int | None = None,
         traceparent: str = "",
     ) -> None:
-        key, handle = room_key(room, attempt), Handle()
+        key, handle = room_key(room, attempt), TimedHandle()
         super().__init__(manager, key, handle)
-        self._manager = manager
+        self._manager, self._timed = manager, handle
         self._initialised = False
         self._room = ReceiverRoom(key, handle, bootstrap_addr, as_int(prefill_dp_rank), traceparent)
         if not self._refused():
@@ -73,6 +75,7 @@ class KVReceiver(TransferHandle):
         if self._initialised or self.ended or self._queue_full():
             return
         self._initialised = True
+        self._timed.moving_at = time.monotonic()
         try:
             first, others = pages_of_pools(pages, self._manager.pool_names)
             for each in (first, *(others or ())):

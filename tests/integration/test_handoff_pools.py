@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 from kvgrpc.dataplane import open_plane
 from kvgrpc.model import Pool, PoolKind, Region, Role
+from kvgrpc.observability.hand_offs import ROLES, STAGES
+from kvgrpc.observability.metrics import REGISTRY
 from kvgrpc.server import RankConfig, open_rank
 from kvgrpc.transfer import KVPoll, KVReceiver, KVSender
 
@@ -100,6 +103,26 @@ def test_a_full_prefix_hit_still_brings_the_state(
     sender.send({"state": [2]}, is_last=True)
     assert receiver.wait(10.0) is KVPoll.Success, receiver.failure
     assert (decode.memory["state"][:, 1] == prefill.memory["state"][:, 2]).all()
+
+
+def test_the_stages_of_a_room_are_measured_on_both_sides(ends: Callable[[int], Ends]) -> None:
+    def counts() -> list[float]:
+        return [
+            REGISTRY.get_sample_value("kvgrpc_hand_off_stage_seconds_count", {"role": role, "stage": stage}) or 0.0
+            for role in ROLES
+            for stage in STAGES
+        ]
+
+    before = counts()
+    sender, receiver = ends(1)
+    receiver.init([2, 3])
+    sender.init(2)
+    sender.send([0, 1])
+    assert receiver.wait(10.0) is sender.wait(10.0) is KVPoll.Success
+    deadline = time.monotonic() + 10.0
+    while counts() != [count + 1 for count in before]:
+        assert time.monotonic() < deadline, counts()
+        time.sleep(0.01)
 
 
 def test_one_list_is_every_pools(ranks: tuple[HybridRank, HybridRank], ends: Callable[[int], Ends]) -> None:

@@ -27,6 +27,7 @@ from kvgrpc.rpc.waking import Waker
 from kvgrpc.transfer.aux import AuxBuffer, AuxRows
 from kvgrpc.transfer.layout.topology import Shape
 from kvgrpc.transfer.protocol.types import PAST_FAILURES, Bounds, Destination, Handle, LostPair, RoomKey, Timing
+from kvgrpc.transfer.runtime.stages import TimedHandle
 from kvgrpc.transfer.tables import RoomRow, SessionRow
 
 logger = logging.getLogger(__name__)
@@ -396,7 +397,8 @@ class TransferManager(ABC, Generic[Record]):
             seconds = None if room.handle is None else now - room.handle.began
             if room.failure is None:
                 pages = 0 if room.destination is None else room.destination.count
-                self._hand_offs.succeeded(seconds, pages * self._page_bytes)
+                stages = room.handle.stages(now) if isinstance(room.handle, TimedHandle) else None
+                self._hand_offs.succeeded(seconds, pages * self._page_bytes, stages)
             else:
                 self._hand_offs.failed(*room.key[:2], room.failure, seconds)
         for peer, how, rooms in work.lost:

@@ -25,7 +25,7 @@ from kvgrpc.transfer import wire
 from kvgrpc.transfer.layout import topology
 from kvgrpc.transfer.layout.plan import check_pages_of
 from kvgrpc.transfer.protocol.prefill_core import Chunk, PrefillCore, PrefillPair, PrefillRoom
-from kvgrpc.transfer.protocol.types import Align, Handle, RoomKey
+from kvgrpc.transfer.protocol.types import Align, RoomKey
 from kvgrpc.transfer.runtime.manager import (
     FRAMES_RECEIVED,
     FRAMES_SENT,
@@ -36,6 +36,7 @@ from kvgrpc.transfer.runtime.manager import (
     TransferManager,
 )
 from kvgrpc.transfer.runtime.session_writer import SessionWriter
+from kvgrpc.transfer.runtime.stages import TimedHandle
 from kvgrpc.transfer.runtime.worker import Outcomes, PeerMemory, TransferWorker
 from kvgrpc.transfer.tables import PartRow, RoomRow, SessionRow
 from kvgrpc.v1 import transfer_service_pb2 as pb
@@ -55,7 +56,7 @@ class Reader(Protocol):
     def __call__(self) -> Awaitable[pb.SessionRequest | None]: ...
 
 
-class SenderHandle(Handle):
+class SenderHandle(TimedHandle):
     """A sender's handle, with the record that the loop thread found or made for it."""
 
     __slots__ = ("record",)

@@ -8,9 +8,10 @@ import time
 import pytest
 
 from kvgrpc.errors import Failure, Reason
-from kvgrpc.observability.hand_offs import HandOffs
+from kvgrpc.observability.hand_offs import STAGES, HandOffs
 from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.observability.metrics import REGISTRY
+from kvgrpc.transfer.runtime.stages import Stages, TimedHandle
 
 logger = logging.getLogger("kvgrpc.tests.hand_offs")
 
@@ -40,6 +41,27 @@ def test_durations_fall_into_the_bucket_that_holds_them() -> None:
     HandOffs("prefill", logger).succeeded(0.02, 4096)
     after = [value("kvgrpc_hand_off_seconds_bucket", le=le, **names) for le in ("0.01", "0.025", "+Inf")]
     assert [now - then for now, then in zip(after, before, strict=True)] == [0, 1, 1]
+
+
+def test_each_stage_has_its_own_histogram() -> None:
+    def counts() -> list[float]:
+        return [
+            value("kvgrpc_hand_off_stage_seconds_bucket", role="decode", stage=stage, le="0.025") for stage in STAGES
+        ]
+
+    before = counts()
+    HandOffs("decode", logger).succeeded(0.06, 4096, Stages(0.02, 0.03, 0.01))
+    assert [now - then for now, then in zip(counts(), before, strict=True)] == [1, 0, 1]
+
+
+def test_stages_follow_each_other_whatever_came_first() -> None:
+    handle = TimedHandle()
+    handle.began, handle.ready_at, handle.moving_at = 10.0, 11.0, 13.0
+    assert handle.stages(16.0) == (1.0, 2.0, 3.0)
+    handle.moving_at = 10.5  # the pages were given before the sessions stood
+    assert handle.stages(16.0) == (1.0, 0.0, 5.0)
+    handle.ready_at = handle.moving_at = 0.0  # said at once, and no page moved
+    assert handle.stages(16.0) == (0.0, 0.0, 6.0)
 
 
 def test_a_failed_room_writes_one_line_that_says_all(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,42 @@
+"""A handle that knows when its room came how far: what the histograms of stages are made of."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from kvgrpc.transfer.protocol.types import POLL_WAITING_FOR_INPUT, Handle, KVPoll
+
+
+class Stages(NamedTuple):
+    """Seconds of a room that went well: until both sides were known, until there were pages to move, until they had
+    moved and the end was known here.
+    """
+
+    bootstrap: float
+    wait: float
+    transfer: float
+
+
+class TimedHandle(Handle):
+    """``ready_at``: when it said WaitingForInput; ``moving_at``: when it had pages to move: at decode the engine's, at
+    prefill the first that were computed (s, monotonic; 0: not yet).
+    """
+
+    __slots__ = ("moving_at", "ready_at")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ready_at = self.moving_at = 0.0
+
+    def turn(self, poll: KVPoll) -> None:
+        if poll is POLL_WAITING_FOR_INPUT:
+            self.ready_at = time.monotonic()
+        elif poll is KVPoll.Transferring and not self.moving_at:
+            self.moving_at = time.monotonic()
+        super().turn(poll)
+
+    def stages(self, now: float) -> Stages:
+        ready = max(self.ready_at, self.began)
+        moving = max(self.moving_at, ready)
+        return Stages(ready - self.began, moving - ready, now - moving)
