@@ -138,7 +138,8 @@ class _End:
         self._last: KVPoll = handle.poll()
 
     def look(self) -> KVPoll:
-        before, now = self._last, self.handle.poll()
+        before = self._last
+        now: KVPoll = self.handle.poll()
         ended = before in (KVPoll.Failed, KVPoll.Success)
         assert now is before or (not ended and (now is KVPoll.Failed or now > before)), (self.script, before, now)
         self._last = now
