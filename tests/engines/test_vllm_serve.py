@@ -1,0 +1,93 @@
+"""`vllm serve` by the scripts of examples/vllm, with the proxy in front: HTTP as clients see it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvgrpc.client import SyncClient
+from tests.engines.engine import LOCAL, free_port
+from tests.engines.model import Reference
+from tests.engines.scripts import EXAMPLES, Script, get, post
+from tests.engines.vllm_engine import BLOCK, VllmEngine
+
+pytestmark = pytest.mark.timeout(500)
+# docs/engines/vllm.md, "On a machine without a GPU".
+WITHOUT_GPU = (
+    f"--dtype float32 --block-size {BLOCK} --enforce-eager --max-num-seqs 8 --max-model-len 512"
+    " --num-gpu-blocks-override 129 --skip-tokenizer-init -cc.custom_ops+=none"
+).split()
+
+
+@dataclass
+class Served:
+    model: str
+    prefill: int
+    decode: int
+    bootstrap: int
+    proxy: int
+    scripts: tuple[Script, ...]
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path, reference: Reference) -> Iterator[Served]:
+    prefill, decode, bootstrap, proxy = (free_port() for _ in range(4))
+    environment = {
+        **VllmEngine.environment(folder, {}, {}),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PREFILL_PORT": str(prefill),
+        "DECODE_PORT": str(decode),
+        "BOOTSTRAP_PORT": str(bootstrap),
+    }
+    model = str(reference.path)
+    scripts: list[Script] = []
+    try:
+        for name, port in (("prefill", prefill), ("decode", decode)):
+            scripts.append(Script(f"vllm/{name}.sh", [model, *WITHOUT_GPU], environment, folder))
+            scripts[-1].wait_healthy(port)
+        proxy_arguments = [
+            *("--port", str(proxy), "--prefill", f"http://{LOCAL}:{prefill}"),
+            *("--bootstrap", f"http://{LOCAL}:{bootstrap}", "--decode", f"http://{LOCAL}:{decode}"),
+        ]
+        runner = folder / "proxy.sh"
+        runner.write_text(f'#!/usr/bin/env bash\nexec "{sys.executable}" "{EXAMPLES}/vllm/proxy.py" "$@"\n')
+        runner.chmod(0o755)
+        scripts.append(Script(str(runner), proxy_arguments, environment, folder))
+        scripts[-1].wait_healthy(proxy, "/openapi.json")
+        yield Served(model, prefill, decode, bootstrap, proxy, tuple(scripts))
+    finally:
+        for script in scripts:
+            script.close()
+
+
+@pytest.mark.parametrize("length", [3, 100, 300], ids=lambda length: f"{length} tokens")
+def test_a_completion_through_the_proxy_has_the_tokens_of_transformers(
+    served: Served, reference: Reference, length: int
+) -> None:
+    case = reference.case(length)
+    asked = {"max_tokens": len(case.tokens), "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    answer = post(served.proxy, "/v1/completions", {"model": served.model, "prompt": case.prompt, **asked})
+    (choice,) = answer["choices"]
+    assert choice["token_ids"] == case.tokens
+
+
+def test_both_engines_export_what_was_handed_over(served: Served) -> None:
+    for port in (served.prefill, served.decode):
+        (count,) = re.findall(r"vllm:kvgrpc_handoff_seconds_count\{[^}]*\} (\S+)", get(port, "/metrics"))
+        assert float(count) >= 3
+        (nbytes,) = re.findall(r"vllm:kvgrpc_handoff_bytes_total\{[^}]*\} (\S+)", get(port, "/metrics"))
+        assert float(nbytes) > 0
+
+
+def test_the_bootstrap_port_answers_proxies_and_people(served: Served) -> None:
+    assert "0" in json.loads(get(served.bootstrap, "/query"))
+    with SyncClient(f"{LOCAL}:{served.bootstrap}") as client:
+        (engine,) = client.list_engines()
+        assert engine.name == f"{LOCAL}-{served.bootstrap}"
