@@ -25,7 +25,7 @@ test: lint clients  ## What CI runs: lint, drift, all quick tests, tests/contrac
 
 test-all: lint clients  ## The same with the long tests.
 	@$(BIN)/python -m pytest $(or $(ARGS),--ignore=tests/contract)
-	@$(if $(ARGS),,$(MAKE) contract)
+	@$(if $(ARGS),,$(MAKE) contract SLOW=yes)
 
 test-engines:  ## Real engines, prefill and decode, over kvgrpc: tokens, faults, restarts (ENGINES=vllm for one; ARGS as in test).
 	@for engine in $(ENGINES); do \
@@ -55,7 +55,7 @@ contract:  ## tests/contract without torch and Mooncake: on the floors of pyproj
 	@for world in protobuf6 protobuf7; do \
 	  .ci/setup $$world; \
 	  echo "contract tests on" $$(.venv-$$world/bin/python -c "import grpc, google.protobuf as p; print('protobuf', p.__version__, 'grpcio', grpc.__version__)"); \
-	  .venv-$$world/bin/python -m pytest tests/contract -q; \
+	  .venv-$$world/bin/python -m pytest tests/contract -q $(if $(SLOW),,-m "not slow"); \
 	done
 
 bench:  ## Every benchmark beside its baseline (ONLY=control,events for some).

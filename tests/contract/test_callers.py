@@ -167,7 +167,7 @@ class TestWhoMaySpeakForARank:
             if may:
                 check_speaker(ref(engine), role, "hello.member")
             else:
-                with pytest.raises(IdentityMismatch, match=r"hello\.from"):
+                with pytest.raises(IdentityMismatch, match=r"hello\.member"):
                     check_speaker(ref(engine), role, "hello.member")
         finally:
             CALLER.reset(token)
