@@ -142,7 +142,11 @@ class RoomSearch:
 
     async def _renew_soon(self, room: DecodeRoom) -> Renewed:
         await asyncio.sleep(_PAUSE_SECONDS)
-        return await self._renew(room)
+        try:
+            return await self._renew(room)
+        except Exception:
+            logger.exception("asking the registry for the ranks of %s failed", room.key)
+            return None
 
     def _ask(self, target: Target, rooms: _Rooms, pause: float = 0.0) -> asyncio.Task[list[RoomKey] | None]:
         return asyncio.get_running_loop().create_task(
@@ -165,6 +169,9 @@ class RoomSearch:
             return wire.room_keys((await call(request, timeout=_CALL_SECONDS)).rooms)
         except (grpc.aio.AioRpcError, KvGrpcError) as error:
             logger.info("asking %s at %s for %d rooms: %s", target.ref, address, len(keys), error)
+            return None
+        except Exception:  # of one rank: the others are asked on
+            logger.exception("asking %s at %s for %d rooms failed", target.ref, address, len(keys))
             return None
         finally:
             self._asked[address] -= 1
