@@ -92,9 +92,9 @@ def draining(rank: RankRef) -> KvGrpcError:
     return ServerDraining(f"{rank} drains; use another prefill")
 
 
-def not_written(key: RoomKey, outcome: str, detail: str) -> KvGrpcError:
+def not_written(key: RoomKey, data_plane: str, outcome: str, detail: str) -> KvGrpcError:
     text = f"the data plane could not write room {key.room} attempt {key.attempt}: {outcome} {detail}".rstrip()
-    return TransferFailed(text, metadata={"outcome": outcome, "code": detail[:200]})
+    return TransferFailed(text, metadata={"dataPlane": data_plane, "outcome": outcome, "code": detail[:200]})
 
 
 def bad_send(key: RoomKey, text: str, field: str, value: int) -> KvGrpcError:

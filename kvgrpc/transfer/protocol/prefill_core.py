@@ -68,8 +68,12 @@ class PrefillWork:
 class PrefillCore:
     """See the module. ``open_writes``: submissions without an outcome."""
 
-    def __init__(self, me: RankRef, *, timing: Timing | None = None, bounds: Bounds | None = None) -> None:
+    def __init__(
+        self, me: RankRef, *, timing: Timing | None = None, bounds: Bounds | None = None, data_plane: str = ""
+    ) -> None:
+        """``data_plane``: its name, for failures."""
         self.me = me
+        self._data_plane = data_plane
         self.timing = timing or Timing()
         self.bounds = bounds or Bounds()
         self.now = 0
@@ -224,7 +228,7 @@ class PrefillCore:
         room = submission.record
         self.open_writes -= 1
         had_ended = room.ended
-        room.end_write(submission, outcome, detail)
+        room.end_write(submission, outcome, detail, self._data_plane)
         if not had_ended:
             self._follow(room)
         elif not room.open_writes:

@@ -190,8 +190,8 @@ class PrefillRoom:
 
     # The data plane.
 
-    def end_write(self, submission: Submission, outcome: Outcome, detail: str) -> None:
-        """One write ended (rule 7, writes)."""
+    def end_write(self, submission: Submission, outcome: Outcome, detail: str, data_plane: str) -> None:
+        """One write ended (rule 7, writes). ``data_plane``: the name of what wrote."""
         self.open_writes -= 1
         self.worst = min(self.worst, _WRITES_AFTER[outcome])
         if outcome is Outcome.DONE:
@@ -201,7 +201,7 @@ class PrefillRoom:
         if self.ended:
             self._settle()
         elif outcome is not Outcome.DONE:
-            self.refuse(failures.not_written(self.key, outcome.name, detail))
+            self.refuse(failures.not_written(self.key, data_plane, outcome.name, detail))
         elif self._complete():
             self._end(STATE_SUCCESS)
         else:

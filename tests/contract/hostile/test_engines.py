@@ -116,7 +116,9 @@ class TestEnginesThatErr:
         sender.send([1], wait=wait)
         eventually(lambda: receiver.poll() is KVPoll.Failed)
         assert receiver.failure.reason is Reason.TRANSFER_FAILED
-        assert "Unprintable" in receiver.failure.metadata["code"]
+        metadata = receiver.failure.metadata
+        assert metadata.keys() == {"dataPlane", "outcome", "code"} and "Unprintable" in metadata["code"]
+        assert metadata["dataPlane"] == "shm"
 
     @pytest.mark.parametrize("pages", [[5, 5], [7, 1, 7], np.array([3, 2, 1, 3], np.int32)])
     def test_a_page_given_twice_fails_its_room_before_a_page_of_the_prompt_is_lost(

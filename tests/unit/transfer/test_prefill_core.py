@@ -300,6 +300,17 @@ class TestOwnership:
 
 
 class TestWrites:
+    @pytest.mark.parametrize("plane", ["shm", "mooncake"])
+    @pytest.mark.parametrize("outcome", [Outcome.REJECTED, Outcome.FAILED_SRC_FREE, Outcome.FAILED_UNKNOWN])
+    def test_a_failure_says_which_data_plane_failed_how(self, plane: str, outcome: Outcome) -> None:
+        side = Side(data_plane=plane)
+        side.name()
+        record, handle = side.claim()
+        side.send(record, 0, 3, last=True)
+        side.core.on_outcome(side.take("submissions")[0], outcome, "-800")
+        assert handle.failure is not None
+        assert handle.failure.metadata == {"dataPlane": plane, "outcome": outcome.name, "code": "-800"}
+
     @pytest.mark.parametrize(
         ("outcome", "writes"),
         [
