@@ -35,6 +35,12 @@ def split(address: str) -> tuple[str, str]:
     return host, port
 
 
+def split_with_port(address: str) -> tuple[str, str]:
+    """As ``split`` where a port is always there: of IPv6 without brackets (":::5557") the last group is the port."""
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), port
+
+
 def joined(host: str, port: int | str) -> str:
     """ "host:port", with brackets around IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

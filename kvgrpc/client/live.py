@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvgrpc.errors import FeatureDisabled
+from kvgrpc.net import joined, split, split_with_port
 from kvgrpc.rpc.loop import background
 
 # What waits here is read again where it is lost; a reader that is so far behind should not hold more.
@@ -85,7 +86,7 @@ class LiveFrames:
 def reachable(endpoint: str, address: str) -> str:
     """The endpoint as others reach it: in place of a wildcard, the host at which the publisher's gRPC is reached."""
     scheme, _, place = endpoint.partition("://")
-    host, _, port = place.rpartition(":")
-    if scheme != "tcp" or host not in ("*", "0.0.0.0", "[::]", "::"):
+    host, port = split_with_port(place)
+    if scheme != "tcp" or host not in ("*", "0.0.0.0", "::"):
         return endpoint
-    return f"tcp://{address.rpartition(':')[0]}:{port}"
+    return f"tcp://{joined(split(address)[0], port)}"

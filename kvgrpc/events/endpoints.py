@@ -5,7 +5,9 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass
 
-WILDCARD_HOSTS = ("*", "[::]", "0.0.0.0")
+from kvgrpc.net import joined, split_with_port
+
+WILDCARD_HOSTS = ("*", "::", "0.0.0.0")
 FREE_PORTS = ("0", "*")
 
 
@@ -34,11 +36,9 @@ def endpoint_of(endpoint: str, dp: int, bind: bool | None = None) -> Endpoint:
 
 
 def _tcp(endpoint: str, rest: str, dp: int, bind: bool | None) -> Endpoint:
-    host, _, port = rest.rpartition(":")
+    host, port = split_with_port(rest)
     if not host or not (port in FREE_PORTS or (port.isascii() and port.isdigit())):
         raise ValueError(f"endpoint {endpoint!r}: must be tcp://host:port, and the port a number or *")
-    if ":" in host and not host.startswith("["):
-        host = f"[{host}]"
     if port not in FREE_PORTS:
         port = str(int(port) + dp)
         if int(port) > 65535:
@@ -46,12 +46,12 @@ def _tcp(endpoint: str, rest: str, dp: int, bind: bool | None) -> Endpoint:
     anywhere = host in WILDCARD_HOSTS or port in FREE_PORTS
     if bind is False and anywhere:
         raise ValueError(f"endpoint {endpoint!r}: nothing to connect to, and bind is false")
-    return Endpoint(f"tcp://{host}:{port}", anywhere if bind is None else bind, ipv6=host.startswith("["))
+    return Endpoint(f"tcp://{joined(host, port)}", anywhere if bind is None else bind, ipv6=":" in host)
 
 
 def check_apart(pub: str | None, replay: str | None) -> None:
     """Raises ValueError when PUB and ROUTER would be bound to one address."""
-    if pub is not None and pub == replay and pub.rpartition(":")[2] not in FREE_PORTS:
+    if pub is not None and pub == replay and split_with_port(pub)[1] not in FREE_PORTS:
         raise ValueError(f"replay_endpoint {replay!r}: must be another than endpoint, by as many ports as there are dp")
 
 
@@ -59,7 +59,7 @@ def is_open_to_others(address: str) -> bool:
     """Whether other hosts reach what is bound there."""
     if not address.startswith("tcp://"):
         return False
-    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    host = split_with_port(address.removeprefix("tcp://"))[0]
     if host == "localhost":
         return False
     try:
@@ -73,6 +73,6 @@ def on_this_host(address: str) -> str:
     """How another process of this host connects to a bound address; empty: it cannot."""
     if not address.startswith("tcp://"):
         return address if address.startswith("ipc://") else ""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    local = {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
-    return f"tcp://{local}:{port}"
+    host, port = split_with_port(address.removeprefix("tcp://"))
+    local = {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"tcp://{joined(local, port)}"

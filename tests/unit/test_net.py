@@ -18,6 +18,7 @@ from kvgrpc.net import (
     parse_bootstrap_addr,
     peer_is_local,
     split,
+    split_with_port,
 )
 from kvgrpc.registry.addresses import check_events_endpoint
 
@@ -239,3 +240,18 @@ def test_a_server_may_bind_wildcards_and_free_ports(address: str) -> None:
 def test_a_server_binds_nothing_else(address: object) -> None:
     with pytest.raises(InvalidRequest):
         check_listen(address)
+
+
+@pytest.mark.parametrize(
+    ("address", "parts"),
+    [
+        ("host:1", ("host", "1")),
+        ("*:5557", ("*", "5557")),
+        ("[::]:5557", ("::", "5557")),
+        (":::5557", ("::", "5557")),
+        ("fd00::1:5557", ("fd00::1", "5557")),
+        ("host", ("", "host")),
+    ],
+)
+def test_where_a_port_is_always_there_the_last_group_is_it(address: str, parts: tuple[str, str]) -> None:
+    assert split_with_port(address) == parts

@@ -39,6 +39,7 @@ from kvgrpc.dataplane.mooncake.window import NO_HANDLE, Limits, PeerQueue, Submi
 from kvgrpc.dataplane.ranges import RangeTable, arrays, first_outside, merged
 from kvgrpc.dataplane.shm.process import ProcessIdentity, own_identity, socket_inodes
 from kvgrpc.dataplane.shm.segments import check_available, populate
+from kvgrpc.net import split_with_port
 
 logger = logging.getLogger(__name__)
 
@@ -232,13 +233,13 @@ class MooncakeDataPlane:
         The engine keeps what it learnt of a session for ever. A process that came up on the port of another would be
         written to at the other's data port, which fails for ever. The caller holds the lock.
         """
-        host, _, port = address.session.rpartition(":")
+        port = split_with_port(address.session)[1]
         incarnation, zeros = self._names.pop(address.session, (address.incarnation, 0))
         zeros += incarnation != address.incarnation
         self._names[address.session] = (address.incarnation, zeros)
         if len(self._names) > MAX_NAMES:
             del self._names[next(iter(self._names))]
-        return f"{host}:{'0' * zeros}{port}"
+        return f"{address.session.removesuffix(port)}{'0' * zeros}{port}"
 
     def _check_open(self) -> None:
         if self._closed is not None:
@@ -291,7 +292,7 @@ class MooncakeDataPlane:
 
     def _destroy(self, end: float) -> bool:
         """Drops the last reference to the engine and looks whether its port is gone."""
-        port = int(self.session.rpartition(":")[2])
+        port = int(split_with_port(self.session)[1])
         with self._submitter.lock:
             last = [self._engine]
             self._engine = self._submitter.engine = None

@@ -14,6 +14,7 @@ import os
 import secrets
 
 from kvgrpc.errors import AddressNotAllowed
+from kvgrpc.net import split
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.server import RegistryServer
@@ -52,9 +53,9 @@ class Bootstrap:
         self._registry.close()
 
     async def _listen(self) -> None:
-        host, _, port = self._address.rpartition(":")
+        host, port = split(self._address)
         try:
-            self._server = await asyncio.start_server(self._serve, host.strip("[]"), int(port), limit=_PIECE)
+            self._server = await asyncio.start_server(self._serve, host, int(port), limit=_PIECE)
         except OSError as error:
             raise AddressNotAllowed(
                 f"{self._address} cannot be bound: {error.strerror}; give each prefill engine its own bootstrap_port",

@@ -12,6 +12,7 @@ from kvgrpc.engines.addresses import bracketed, engine_name, loopback_for
 from kvgrpc.engines.identity import MODEL_NAME, dtype_name, identity
 from kvgrpc.errors import FeatureDisabled, InvalidRequest
 from kvgrpc.model import Layout, ModelIdentity, Pool, PoolKind, Region, Role
+from kvgrpc.net import split
 from kvgrpc.server import RankConfig, settings
 
 BOOTSTRAP_PORT, EVENTS_LISTEN, NAME_OF_MODEL = "bootstrap_port", "events_listen", "model_name"
@@ -160,4 +161,4 @@ def _port(value: object) -> int:
 
 
 def _host(address: str) -> tuple[str, ...]:
-    return (address.rpartition(":")[0],) if address else ()
+    return (split(address)[0],) if address else ()

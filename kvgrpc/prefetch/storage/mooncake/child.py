@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvgrpc.net import split_with_port
 from kvgrpc.prefetch.storage.mooncake.codes import EXISTS, EXPIRED, INVALID, LEASE_ENDED, NOT_READY, TRANSFER_FAILED
 from kvgrpc.prefetch.storage.mooncake.messages import Area, Call, Reply, Start, Wire
 
@@ -165,8 +166,8 @@ class Child:
 def set_up(start: Start) -> Any:
     """A client of the Store that is ready. Raises ImportError, OSError with what to do."""
     # Before a master that is gone, setup() would block for a minute and a half.
-    host, _, port = start.master.rpartition(":")
-    socket.create_connection((host.strip("[]"), int(port)), 2.0).close()
+    host, port = split_with_port(start.master)
+    socket.create_connection((host, int(port)), 2.0).close()
     from mooncake.store import MooncakeDistributedStore
 
     store = MooncakeDistributedStore()

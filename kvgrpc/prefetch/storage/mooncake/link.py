@@ -20,6 +20,7 @@ from collections.abc import Callable
 import msgspec
 
 from kvgrpc.dataplane.mooncake.environment import DEFAULTS, for_a_process_of_ours
+from kvgrpc.net import split_with_port
 from kvgrpc.prefetch.storage.base import StorageDown
 from kvgrpc.prefetch.storage.mooncake.codes import MASTER_DOWN
 from kvgrpc.prefetch.storage.mooncake.messages import Area, Call, Reply, Start, Wire
@@ -173,8 +174,8 @@ class Link:
     def _run_one(self) -> str:
         """One process from start to end; why it is not there any more."""
         try:
-            host, _, port = self.master.rpartition(":")
-            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+            host, port = split_with_port(self.master)
+            socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
         except OSError as error:
             return f"no master there ({error})"
         process, end = _spawn()

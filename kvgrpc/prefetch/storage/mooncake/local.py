@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from kvgrpc.errors import FeatureDisabled, PeerUnreachable
+from kvgrpc.net import split_with_port
 
 _START_SECONDS = 30.0
 _END_SECONDS = 5.0
@@ -48,7 +49,7 @@ class LocalStore:
 
     def start_master(self) -> None:
         """Raises FeatureDisabled without Mooncake, PeerUnreachable when it does not start."""
-        port = self.address.rpartition(":")[2]
+        port = split_with_port(self.address)[1]
         ports = [f"--rpc_port={port}", f"--metrics_port={_free_port()}"]
         hosts = ["--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1"]
         # It has no other way to notice that whoever started it was killed.
