@@ -126,9 +126,9 @@ class Fleet:
 
     async def resolve(self, bootstrap_addr: str, decode: RankId) -> PrefillEngine:
         if self.moody_registry and self.random.random() < 0.3:
-            await asyncio.sleep(self.random.choice([0.0, 2.0]))
+            await asyncio.sleep(self.random.choice([0.0, 2.0]))  # virtual time
             raise self.random.choice([PeerUnreachable("no answer"), RuntimeError("a bug of a resolver")])
-        await asyncio.sleep(self.random.choice([0.0, 0.05, 0.3]))
+        await asyncio.sleep(self.random.choice([0.0, 0.05, 0.3]))  # virtual time
         if len(self.registered) < self.size:
             await asyncio.sleep(5.0)  # as long as it waits for an engine to be READY
         if len(self.registered) < self.size:
@@ -165,7 +165,7 @@ class Fleet:
         if rank.mood == "silent":
             await asyncio.Event().wait()
         if rank.mood == "late":
-            await asyncio.sleep(self.random.uniform(1.0, 9.0))
+            await asyncio.sleep(self.random.uniform(1.0, 9.0))  # virtual time
         if rank.mood == "garbage":
             return pb.LocateRoomsResponse(rooms=[pb.RoomKey(room=0)])
         if rank.mood == "empty":
@@ -228,7 +228,7 @@ class Fleet:
 
     async def tick(self) -> None:
         while True:
-            await asyncio.sleep(TIMING.tick_seconds)
+            await asyncio.sleep(TIMING.tick_seconds)  # virtual time
             self.core.tick()
             for pair in self.core.pairs.values():  # heartbeats
                 rank = self._listening(pair.address)
@@ -240,17 +240,17 @@ class Fleet:
 
     async def restart(self, rank: Rank) -> None:
         """Killed, and back as another incarnation, at its place or elsewhere; the registry hears of both late."""
-        await asyncio.sleep(self.random.uniform(0.0, 30.0))
+        await asyncio.sleep(self.random.uniform(0.0, 30.0))  # virtual time
         self.ranks.remove(rank)
-        await asyncio.sleep(self.random.uniform(0.0, 3.0))
+        await asyncio.sleep(self.random.uniform(0.0, 3.0))  # virtual time
         address = self.random.choice([rank.target.address, rank.target.address + "1"])
         again = Rank(rank.target.ref.rank.dp, 2, "good", address)
         self.ranks.append(again)
-        await asyncio.sleep(self.random.uniform(0.0, 3.0))
+        await asyncio.sleep(self.random.uniform(0.0, 3.0))  # virtual time
         self.registered[self.registered.index(rank)] = again
 
     async def forget(self) -> None:
-        await asyncio.sleep(self.random.uniform(5.0, 40.0))
+        await asyncio.sleep(self.random.uniform(5.0, 40.0))  # virtual time
         rank = self.random.choice([rank for rank in self.registered if rank not in self.healthy] or [None])
         if rank is not None:
             self.registered.remove(rank)
@@ -280,11 +280,11 @@ class Hunt:
             fleet.start(fleet.forget(), "forget")
         for number in range(1, ROOMS + 1):
             if rnd.random() < 0.3:
-                await asyncio.sleep(rnd.uniform(0.0, 2.0))
+                await asyncio.sleep(rnd.uniform(0.0, 2.0))  # virtual time
             self._open(RoomKey(number, rnd.choice([0, 0, 1])))
         await asyncio.sleep(DEADLINE + 30.0)  # and the longest call of a search
         await fleet.routes.close()
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(1.0)  # virtual time
         ticking.cancel()
         fleet.violations += [f"left over: {task.get_name()}" for task in fleet.tasks]
         return self

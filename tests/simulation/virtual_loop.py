@@ -46,6 +46,6 @@ def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
     finally:
         for task in asyncio.all_tasks(loop):
             task.cancel()
-        loop.run_until_complete(asyncio.sleep(0.001))
+        loop.run_until_complete(asyncio.sleep(0.001))  # of virtual time: what was cancelled ends
         loop.close()
         assert not loop.unhandled, loop.unhandled
