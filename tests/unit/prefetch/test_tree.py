@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -48,6 +50,27 @@ def test_the_least_recently_used_end_goes_first() -> None:
     tree.insert_device(chain("cd"), [2, 3])
     tree.match(chain("ab"))
     assert [node.device for node in tree.device_victims(2, 0.0)] == [[2, 3]]
+
+
+@pytest.mark.parametrize("used", [*itertools.permutations(("ab", "cd", "ef"))])
+def test_of_several_ends_they_go_in_the_order_in_which_they_were_used(used: tuple[str, ...]) -> None:
+    tree = PrefixTree()
+    pages = {"ab": [0, 1], "cd": [2, 3], "ef": [4, 5]}
+    for text, numbers in pages.items():
+        tree.insert_device(chain(text), numbers)
+    for text in used:
+        tree.match(chain(text))
+    assert [node.device for node in tree.device_victims(6, 0.0)] == [pages[text] for text in used]
+
+
+def test_what_is_gone_takes_no_successor_with_it() -> None:
+    tree = PrefixTree()
+    tree.insert_device(chain("ab"), [0, 1])
+    gone = tree.match(chain("ab")).last
+    assert gone is not None and tree.drop_device(gone) == [0, 1]
+    tree.insert_device(chain("ab"), [2, 3])
+    assert tree.drop_device(gone) == tree.drop_host(gone) == []
+    assert tree.match(chain("ab")).device == (2, 3)
 
 
 def test_no_more_goes_than_is_needed_and_of_a_run_its_end() -> None:

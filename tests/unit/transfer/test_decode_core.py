@@ -124,6 +124,33 @@ class TestPoll:
         side.ticks(5)
         assert not side.said()
 
+    def test_a_sender_that_says_again_that_it_is_there_is_news_once(self, side: Side) -> None:
+        room = side.open()
+        (stream,) = side.welcome()
+        changes: list[bool] = []
+        room.handle.on_change = lambda: changes.append(room.handle.prefill_ready)
+        for _ in range(3):
+            side.hear(stream, RoomState.WAITING_FOR_INPUT, Writes.OPEN)
+        assert changes == [True]
+
+    def test_a_room_of_which_a_part_is_looked_for_anew_is_not_ready(self, side: Side) -> None:
+        room = side.open(KEY, P0, P1)
+        first, second = side.take("dials")
+        side.core.on_welcome(first)
+        side.core.on_goodbye(second, Failure(Reason.SERVER_DRAINING, "drains"))
+        assert side.take("resolves") == [room]
+        side.hear(first, RoomState.WAITING_FOR_INPUT, Writes.OPEN)
+        assert not room.handle.prefill_ready, "who has the other part is not known yet"
+
+    def test_news_of_another_incarnation_is_not_news_of_the_room(self, side: Side) -> None:
+        room, stream = side.writing()
+        side.core.predial(Target(RankRef(P0.ref.rank, 9), "host:9"))
+        (other,) = side.welcome()
+        side.hear(other, RoomState.SUCCESS, Writes.SETTLED)
+        assert not room.ended
+        side.hear(stream, RoomState.SUCCESS, Writes.SETTLED)
+        assert room.handle.poll is KVPoll.Success
+
     def test_it_says_transferring_then_success(self, side: Side) -> None:
         room, stream = side.writing()
         side.hear(stream, RoomState.TRANSFERRING, Writes.OPEN)
