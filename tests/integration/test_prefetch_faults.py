@@ -3,14 +3,19 @@ no wrong byte. Each test prints its figures (``pytest -s``)."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import random
+import signal
 import subprocess
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +27,7 @@ from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.prefetch.storage.base import timed_out
 from tests.contract.cache_serving import CacheRank, hashes_of, open_cache_rank, prompt, until
 from tests.faults.storage import Fault, FaultyBackend, memory_backend
+from tests.integration.agreement_rank import AGREEMENT_SECONDS, RANKS
 from tests.support.tiered_engine import SECONDS, Engine
 
 
@@ -369,3 +375,163 @@ class TestCancelAtEveryState:
         cancels.cancel(operation, OperationState.TRANSFERRING, lambda: cancels.let_go_of_pages(operation, held))
         cancels.check(operation)
         assert operation.completed == 3
+
+
+class RankProcess:
+    """A rank of a replica that can be killed, stopped and started again under its own address."""
+
+    def __init__(self, tp: int, folder: Path, leader: str) -> None:
+        self.tp = tp
+        self._folder = folder
+        self._leader = leader
+        self.address = ""
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "tests.integration.agreement_rank", str(self.tp), str(self._folder)]
+        self.process = subprocess.Popen(
+            [*command, self.address or "127.0.0.1:0", self._leader],
+            cwd=Path(__file__).parents[2],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": "."},
+        )
+        self.began = time.monotonic()
+
+    def started(self) -> str:
+        self.address = str(self.answer()["address"])
+        return self.address
+
+    def tell(self, do: str, **order: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": do, **order}) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"rank {self.tp} ended"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def ask(self, do: str, **order: object) -> dict[str, Any]:
+        self.tell(do, **order)
+        return self.answer()
+
+    def in_state(self, name: str, *states: str) -> None:
+        until(lambda: self.ask("state", name=name)["state"] in states)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(SECONDS)
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                # What was told and never read is lost with the process.
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+
+class Replica:
+    """Three processes. Rank 0 leads; rank 2 is the one that suffers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.leader = RankProcess(0, folder, "")
+        address = self.leader.started()
+        self.ranks = [self.leader, *(RankProcess(tp, folder, address) for tp in range(1, RANKS))]
+        for rank in self.ranks[1:]:
+            rank.started()
+        self.all_there()
+
+    def all_there(self) -> None:
+        until(lambda: all(rank.ask("info")["live"] == RANKS for rank in self.ranks))
+
+    def store(self, first: int, pages: int) -> None:
+        for rank in self.ranks:
+            assert rank.ask("store", first=first, pages=pages) == {"state": "DONE"}
+
+    def ends(self, name: str, ranks: list[RankProcess]) -> list[tuple[str, str, int]]:
+        """How it ended at these ranks, each of them within the time of an agreement and some; nothing is left."""
+        for rank in ranks:
+            rank.in_state(name, "AGREEING", "TRANSFERRING", "ENDING", "DONE", "DECLINED", "FAILED", "PARTIAL")
+            rank.tell("wait", name=name)
+        answers = [rank.answer() for rank in ranks]
+        for rank, answer in zip(ranks, answers, strict=True):
+            assert answer["waited"] < AGREEMENT_SECONDS + 5.0, f"rank {rank.tp} hung: {answer}"
+            info = rank.ask("info")
+            assert (info["open"], info["reserved"], info["occupied"], info["healthy"]) == (0, 0, 0, True)
+        waited = ", ".join(f"rank {rank.tp} {each['waited']:.2f} s" for rank, each in zip(ranks, answers, strict=True))
+        print(f"\n{answers[0]['state']} {answers[0]['stop']} with {answers[0]['completed']} pages after {waited}")
+        return [(each["state"], each["stop"], each["completed"]) for each in answers]
+
+    def works(self, first: int, pages: int) -> None:
+        """The next operation brings all of it, with the right bytes, at every rank."""
+        self.all_there()
+        name = self.leader.ask("start", first=first, pages=pages)["name"]
+        assert self.ends(name, self.ranks) == [("DONE", "NONE", pages)] * RANKS
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.process.send_signal(signal.SIGCONT)
+            rank.kill()
+
+
+@pytest.fixture(scope="module")
+def replica(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
+    replica = Replica(tmp_path_factory.mktemp("replica"))
+    replica.store(1, 8)
+    yield replica
+    replica.close()
+
+
+class TestRanksThatFail:
+    def test_a_rank_that_is_killed_while_it_reads_ends_it_at_once_for_all(self, replica: Replica) -> None:
+        leader, other, victim = replica.ranks
+        victim.ask("slow", call="read", seconds=4.0)
+        name = leader.ask("start", first=1, pages=8)["name"]
+        victim.in_state(name, "TRANSFERRING")
+        victim.kill()
+        assert replica.ends(name, [leader, other]) == [("FAILED", "RANK_ABSENT", 0)] * 2
+        name = leader.ask("start", first=1, pages=8)["name"]
+        assert replica.ends(name, [leader]) == [("DECLINED", "RANK_ABSENT", 0)], "nobody waits for who is known to be gone"
+        victim.start()
+        victim.started()
+        replica.works(1, 8)
+
+    def test_a_rank_that_hangs_is_waited_for_no_longer_than_agreed(self, replica: Replica) -> None:
+        leader, other, victim = replica.ranks
+        victim.process.send_signal(signal.SIGSTOP)
+        # The other one's scheduler comes to it first, and the leader has to keep to its own time all the same.
+        other.ask("prefetch", name="hangs", first=1, pages=8)
+        until(lambda: leader.ask("info")["ballots"] == 1)
+        leader.ask("prefetch", name="hangs", first=1, pages=8)
+        assert replica.ends("hangs", [leader, other]) == [("DECLINED", "RANK_ABSENT", 0)] * 2
+        victim.process.send_signal(signal.SIGCONT)
+        victim.ask("prefetch", name="hangs", first=1, pages=8)
+        assert replica.ends("hangs", [victim]) == [("DECLINED", "RANK_ABSENT", 0)], "it hears what was decided without it"
+        replica.works(1, 8)
+
+    def test_a_rank_that_hangs_while_it_reads_leaves_the_same_pages_everywhere(self, replica: Replica) -> None:
+        leader, other, victim = replica.ranks
+        victim.ask("slow", call="read", seconds=0.5)
+        name = leader.ask("start", first=1, pages=8)["name"]
+        victim.in_state(name, "TRANSFERRING")
+        victim.process.send_signal(signal.SIGSTOP)
+        assert replica.ends(name, [leader, other]) == [("FAILED", "RANK_ABSENT", 0)] * 2
+        victim.process.send_signal(signal.SIGCONT)
+        assert replica.ends(name, [victim]) == [("FAILED", "RANK_ABSENT", 0)]
+        victim.ask("slow", call="read", seconds=0.0)
+        replica.works(1, 8)
+
+    def test_a_leader_that_is_killed_is_waited_for_no_longer_and_found_again(self, replica: Replica) -> None:
+        leader, other, victim = replica.ranks
+        victim.ask("slow", call="read", seconds=0.5)
+        name = leader.ask("start", first=1, pages=8)["name"]
+        for rank in (other, victim):
+            rank.in_state(name, "TRANSFERRING", "ENDING")
+        leader.kill()
+        assert replica.ends(name, [other, victim]) == [("FAILED", "RANK_ABSENT", 0)] * 2
+        victim.ask("slow", call="read", seconds=0.0)
+        leader.start()
+        leader.started()
+        replica.works(1, 8)

@@ -111,7 +111,7 @@ class JoinedAgreement:
         return self._alarms.stop(timeout)
 
     async def _stay_joined(self, find_leader: FindLeader, open_channel: OpenChannel) -> None:
-        self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         pause = 0.05
         while True:
             try:
@@ -133,8 +133,8 @@ class JoinedAgreement:
 
     async def _join(self, channel: grpc.aio.Channel) -> None:
         """One stream until it breaks."""
-        assert self._wake is not None
-        call = PrefetchServiceStub(channel).JoinAgreement(self._messages())
+        self._wake = wake = asyncio.Event()
+        call = PrefetchServiceStub(channel).JoinAgreement(self._messages(wake))
         try:
             async for message in call:
                 if not self._connected:
@@ -144,9 +144,12 @@ class JoinedAgreement:
         finally:
             self._connected = False
             call.cancel()
+            # gRPC goes on to ask a broken stream for messages: left to wait, it would take the next stream's votes.
+            self._wake = None
+            wake.set()
 
-    async def _messages(self) -> AsyncIterator[pb.JoinAgreementRequest]:
-        assert self._wake is not None
+    async def _messages(self, wake: asyncio.Event) -> AsyncIterator[pb.JoinAgreementRequest]:
+        """What is said on one stream: the hello, and votes each time it is woken, until the stream is over."""
         hello = pb.JoinAgreementRequest()
         hello.hello.member.CopyFrom(rank_ref_to_pb(self._rank))
         hello.hello.layout.CopyFrom(layout_to_pb(self._layout))
@@ -155,10 +158,12 @@ class JoinedAgreement:
             said = {(vote.key, vote.stage) for vote in self._unsent}
             self._unsent[:0] = [each.vote for key, each in self._waiting.items() if key not in said]
         yield hello
-        self._wake.set()
+        wake.set()
         while True:
-            await self._wake.wait()
-            self._wake.clear()
+            await wake.wait()
+            wake.clear()
+            if self._wake is not wake:
+                return
             with self._lock:
                 votes, self._unsent = self._unsent, []
             for start in range(0, len(votes), _VOTES_OF_A_MESSAGE):

@@ -105,7 +105,10 @@ class AgreementCore:
         return len(self._ballots)
 
     def vote(self, member: Hashable, vote: Vote, now: float, timeout: float) -> list[Decision]:
-        """One rank speaks; what that decides. A repeat is harmless, a late one hears what was decided."""
+        """One rank speaks; what that decides. A repeat is harmless, a late one hears what was decided.
+
+        Of those who spoke, whoever has the least time says until when the others are waited for.
+        """
         key = (vote.key, vote.stage)
         if member not in self._members:
             return []
@@ -114,6 +117,7 @@ class AgreementCore:
         if self._lost:
             return [self._decide(key, Decision(vote.key, vote.stage, 0, Stop.RANK_ABSENT))]
         ballot = self._ballots.setdefault(key, _Ballot(now + timeout))
+        ballot.deadline = min(ballot.deadline, now + timeout)
         ballot.votes.setdefault(member, vote)
         decisions = []
         if ballot.votes.keys() == self._members:

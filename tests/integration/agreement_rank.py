@@ -1,0 +1,108 @@
+"""A rank of a replica in a process of its own, for tests that kill and stop it: ``TP FOLDER LISTEN LEADER``.
+
+Takes orders as lines of JSON, answers each with one; ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvgrpc.model import Layout
+from kvgrpc.prefetch.storage import open_backend
+from tests.contract.cache_serving import LIMITS, CacheRank, hashes_of, open_cache_rank, prompt
+from tests.faults.storage import Fault, FaultyBackend
+
+RANKS = 3
+AGREEMENT_SECONDS = 2.0
+
+
+class Orders:
+    """Each public method is an order; its answer is what can be said in JSON."""
+
+    def __init__(self, rank: CacheRank, storage: FaultyBackend) -> None:
+        self._rank = rank
+        self._storage = storage
+        self._book = rank.manager.controller.book
+
+    def store(self, first: int, pages: int) -> dict[str, Any]:
+        """Storage has the prompt, the host has not."""
+        hashes = hashes_of(prompt(pages, first))
+        self._rank.fill(hashes)
+        controller = self._rank.manager.controller
+        operation = controller.backup_operation(hashes, "", 0, "", None)
+        controller.start_backup(operation, self._rank.manager.known_cache().pages_of(hashes))
+        assert operation.wait(20)
+        self._rank.evict()
+        return {"state": operation.state.name}
+
+    def slow(self, call: str, seconds: float) -> dict[str, Any]:
+        """Each such call of storage takes so long; 0 ends that."""
+        self._storage.fault = lambda which, key: Fault(delay=seconds) if seconds and which == call else None
+        return {}
+
+    def start(self, first: int, pages: int) -> dict[str, Any]:
+        """For all ranks, as a remote client's StartPrefetch."""
+        return {"name": self._rank.manager.start_prefetch(hashes_of(prompt(pages, first))).operation_id}
+
+    def prefetch(self, name: str, first: int, pages: int) -> dict[str, Any]:
+        """As this rank's own scheduler."""
+        self._rank.manager.controller.prefetch(hashes_of(prompt(pages, first)), operation_id=name)
+        return {}
+
+    def state(self, name: str) -> dict[str, Any]:
+        known = {operation.operation_id: operation for operation in self._book.all()}
+        return {"state": known[name].state.name if name in known else ""}
+
+    def wait(self, name: str) -> dict[str, Any]:
+        """Its end; what it brought has its own bytes, and leaves the host again."""
+        operation = self._book.get(name)
+        began = time.monotonic()
+        ended = operation.wait(20.0)
+        row = self._book.row(operation)
+        if ended and row.completed:
+            self._rank.assert_bytes(operation.hashes[: row.completed])
+        self._rank.evict()
+        waited = time.monotonic() - began
+        return {"state": row.state.name, "stop": row.stop.name, "completed": row.completed, "waited": waited}
+
+    def info(self) -> dict[str, Any]:
+        manager = self._rank.manager
+        leader = manager.leader
+        return {
+            "live": manager.agreeing_ranks(),
+            "ballots": 0 if leader is None else leader._core.open_ballots,
+            "open": len(self._book.open()),
+            "reserved": manager.host.table.counts()["reserved"],
+            "occupied": manager.controller.occupied,
+            "healthy": manager.healthy,
+        }
+
+
+def main() -> None:
+    tp, folder, listen, leader = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4]
+    storage = FaultyBackend(open_backend("file", {"path": str(folder)}))
+    rank = open_cache_rank(
+        folder,
+        storage=storage,
+        layout=Layout(tp=RANKS),
+        tp=tp,
+        listen=listen,
+        leader=leader,
+        limits=replace(LIMITS, agreement_timeout=AGREEMENT_SECONDS),
+    )
+    orders = Orders(rank, storage)
+    print(json.dumps({"address": rank.address}), flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        print(json.dumps(getattr(orders, order.pop("do"))(**order)), flush=True)
+    rank.close()
+    storage.close(5.0)
+
+
+if __name__ == "__main__":
+    main()
