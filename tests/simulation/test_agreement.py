@@ -13,7 +13,7 @@ import pytest
 from kvgrpc.prefetch.agreement.votes import AgreementCore, Decision, Stage, Vote
 from kvgrpc.prefetch.model import Stop
 
-RANKS, OPERATIONS, TIMEOUT = 4, 30, 2.0
+RANKS, OPERATIONS, TIMEOUT, OTHERS_TIMEOUT = 4, 30, 2.0, 30.0
 ABSENT = (0, Stop.RANK_ABSENT)
 
 
@@ -62,7 +62,9 @@ class World:
 
         def arrive() -> None:
             if rank.alive and rank.born == born:
-                self.tell(self.core.vote(rank.number, vote, self.now, TIMEOUT))
+                # As the leader's: its own votes have their time, those of the others wait for its scheduler.
+                timeout = TIMEOUT if rank.number == 0 else OTHERS_TIMEOUT
+                self.tell(self.core.vote(rank.number, vote, self.now, timeout))
 
         self.at(self.random.uniform(0, 0.2), arrive)
 
@@ -156,6 +158,15 @@ def test_one_who_comes_late_hears_what_was_decided_without_it() -> None:
     core.vote(0, Vote("op", Stage.HITS, 5), 0.0, 1.0)
     (absent,) = core.expire(1.0)
     assert core.vote(1, Vote("op", Stage.HITS, 7), 5.0, 1.0) == [absent]
+
+
+def test_whoever_has_the_least_time_says_how_long_the_others_are_waited_for() -> None:
+    core = AgreementCore(range(3))
+    core.vote(1, Vote("op", Stage.HITS, 5), 0.0, 30.0)
+    core.vote(0, Vote("op", Stage.HITS, 5), 1.0, 2.0)
+    assert core.next_deadline() == 3.0
+    assert core.expire(2.9) == []
+    assert [(each.pages, each.stop) for each in core.expire(3.0)] == [ABSENT]
 
 
 def test_a_stranger_decides_nothing() -> None:
