@@ -20,15 +20,27 @@ from typing import Any
 import pytest
 
 from kvgrpc.client import SyncClient
+from kvgrpc.errors import FeatureDisabled
 from kvgrpc.prefetch.agreement.votes import AloneAgreement, Decided, Stage, Vote
 from kvgrpc.prefetch.controller.operation import Operation
-from kvgrpc.prefetch.model import OperationKind, OperationRow, OperationState, PageOutcome, WritePolicy
+from kvgrpc.prefetch.model import (
+    OperationKind,
+    OperationRow,
+    OperationState,
+    PageOutcome,
+    PrefetchLimits,
+    Stop,
+    WritePolicy,
+)
 from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.prefetch.storage.base import timed_out
+from kvgrpc.prefetch.storage.mooncake.local import LocalStore, master_command
 from tests.contract.cache_serving import CacheRank, hashes_of, open_cache_rank, prompt, until
 from tests.faults.storage import Fault, FaultyBackend, memory_backend
 from tests.integration.agreement_rank import AGREEMENT_SECONDS, RANKS
 from tests.support.tiered_engine import SECONDS, Engine
+
+LONGEST_REQUEST = 3.0
 
 
 def conversation(chance: random.Random, name: str) -> list[str]:
@@ -39,9 +51,12 @@ def conversation(chance: random.Random, name: str) -> list[str]:
 
 
 def converse(engine: Engine, chance: random.Random, name: str, requests: int) -> list[list[str]]:
-    """Requests in any order, some of them prefetched, some after an eviction; each page used has its own bytes."""
+    """Requests in any order, some of them prefetched, some after an eviction; each page used has its own bytes.
+
+    No request takes as long as storage may: the engine waits for none of it."""
     asked = []
     for _ in range(requests):
+        began = time.monotonic()
         hashes = conversation(chance, name)
         asked.append(hashes)
         if chance.random() < 0.4:
@@ -51,22 +66,25 @@ def converse(engine: Engine, chance: random.Random, name: str, requests: int) ->
         if chance.random() < 0.1:
             engine.cache.evict_host(chance.randint(1, 40))
         engine.request(hashes)
+        assert time.monotonic() - began < LONGEST_REQUEST
     return asked
 
 
-def backups(engine: Engine) -> list[OperationRow]:
-    """All that were begun, once they have ended."""
+def ended(engine: Engine) -> list[Operation]:
+    """All operations, once none runs, in the order of their ends."""
     assert engine.controller.book.wait_idle(SECONDS), "an operation hangs"
-    book = engine.controller.book
-    return [book.row(each) for each in book.all() if each.kind is OperationKind.BACKUP]
+    return engine.controller.book.all()
+
+
+def backups(engine: Engine) -> list[OperationRow]:
+    return [engine.controller.book.row(each) for each in ended(engine) if each.kind is OperationKind.BACKUP]
 
 
 def written_pages(engine: Engine) -> list[str]:
     """Pages that storage said it has taken."""
-    assert engine.controller.book.wait_idle(SECONDS), "an operation hangs"
     return [
         page_hash
-        for each in engine.controller.book.all()
+        for each in ended(engine)
         if each.kind is OperationKind.BACKUP
         for page_hash, outcome in zip(each.hashes, each.outcomes, strict=True)
         if outcome is PageOutcome.OK
@@ -493,7 +511,9 @@ class TestRanksThatFail:
         victim.kill()
         assert replica.ends(name, [leader, other]) == [("FAILED", "RANK_ABSENT", 0)] * 2
         name = leader.ask("start", first=1, pages=8)["name"]
-        assert replica.ends(name, [leader]) == [("DECLINED", "RANK_ABSENT", 0)], "nobody waits for who is known to be gone"
+        assert replica.ends(name, [leader]) == [("DECLINED", "RANK_ABSENT", 0)], (
+            "nobody waits for who is known to be gone"
+        )
         victim.start()
         victim.started()
         replica.works(1, 8)
@@ -508,7 +528,9 @@ class TestRanksThatFail:
         assert replica.ends("hangs", [leader, other]) == [("DECLINED", "RANK_ABSENT", 0)] * 2
         victim.process.send_signal(signal.SIGCONT)
         victim.ask("prefetch", name="hangs", first=1, pages=8)
-        assert replica.ends("hangs", [victim]) == [("DECLINED", "RANK_ABSENT", 0)], "it hears what was decided without it"
+        assert replica.ends("hangs", [victim]) == [("DECLINED", "RANK_ABSENT", 0)], (
+            "it hears what was decided without it"
+        )
         replica.works(1, 8)
 
     def test_a_rank_that_hangs_while_it_reads_leaves_the_same_pages_everywhere(self, replica: Replica) -> None:
@@ -535,3 +557,72 @@ class TestRanksThatFail:
         leader.start()
         leader.started()
         replica.works(1, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("part", ["master", "owner"])
+def test_a_store_whose_part_is_killed_under_load_ends_every_operation_and_is_used_again(part: str) -> None:
+    try:
+        master_command()
+    except FeatureDisabled as error:
+        pytest.skip(error.message)
+    limits = PrefetchLimits(threshold_tokens=4, batch_pages=4, storage_timeout=2.0, operation_timeout=10.0)
+    chance = random.Random(7)
+    with LocalStore(owners=1, client_ttl=3) as store:
+        storage = open_backend("mooncake", {"master": store.address, "lost_seconds": 5})
+        engine = Engine(WritePolicy.WRITE_THROUGH, storage=FaultyBackend(storage), limits=limits)
+        asked = converse(engine, chance, "before", 40)
+        assert {row.state for row in backups(engine)} == {OperationState.DONE}
+        back = come_back(engine, asked[:5], set(written_pages(engine)))
+
+        before = len(engine.controller.book.all())
+        began = time.monotonic()
+        engine.cache.evict_device(engine.device_pages)
+        engine.cache.evict_host(engine.host_pages)
+        for hashes in asked:
+            engine.controller.prefetch(hashes)
+        if part == "master":
+            store.kill_master()
+        else:
+            store.owners[0].kill()
+        for name in ("before", "during"):
+            converse(engine, chance, name, 45)
+        requests = time.monotonic() - began
+        during = [engine.controller.book.row(each) for each in ended(engine)[before:]]
+        idle = time.monotonic() - began
+        for row in during:
+            assert row.took_seconds < limits.operation_timeout + 2 * limits.storage_timeout + 5.0, row
+            if row.kind is OperationKind.BACKUP and row.state is not OperationState.DONE:
+                assert row.failure is not None or row.stop is Stop.DEADLINE, row
+            if row.state is OperationState.FAILED:
+                assert row.failure is not None and "mooncake" in row.failure.message.lower(), row
+        assert any(row.state in (OperationState.FAILED, OperationState.EXPIRED) for row in during), "nothing failed"
+        assert engine.controller.healthy
+
+        if part == "master":
+            store.start_master()
+        else:
+            store.add_owner()
+        began, number = time.monotonic(), 0
+
+        def used_again() -> bool:
+            nonlocal number
+            number += 1
+            names = [f"after {number} {page}" for page in range(6)]
+            seen = len(backups(engine))
+            engine.request(names)
+            if [row.state for row in backups(engine)[seen:]] != [OperationState.DONE]:
+                return False
+            return come_back(engine, [names], set(names)) == len(names)
+
+        until(used_again, 90.0)
+        healed = time.monotonic() - began
+        engine.close()
+        assert storage.close(SECONDS)
+    ends = Counter((row.kind.name, row.state.name, row.stop.name) for row in during)
+    print(
+        f"\n{part} killed: {back} pages came back before; 90 requests in {requests:.2f} s, all operations ended after "
+        f"{idle:.2f} s, the longest after {max(row.took_seconds for row in during):.2f} s; {dict(ends)}; "
+        f"used again {healed:.2f} s after its restart"
+    )

@@ -35,6 +35,7 @@ class Engine:
     device_pages: int = 24
     host_pages: int = 40
     storage: FaultyBackend = field(default_factory=lambda: FaultyBackend(memory_backend()))
+    limits: PrefetchLimits = field(default_factory=lambda: PrefetchLimits(threshold_tokens=4, batch_pages=4))
     loaded: int = 0
     computed: int = 0
 
@@ -44,8 +45,7 @@ class Engine:
         device = DevicePool.allocate(SHAPE, self.device_pages)
         self.copies = CopyEngine(device, host, backend=IoBackend.DIRECT, on_ack=self.cache.on_ack)
         self.cache.copies = self.copies
-        limits = PrefetchLimits(threshold_tokens=4, batch_pages=4)
-        self.controller = CacheController(host, self.storage, str, keeper=self.cache, limits=limits)
+        self.controller = CacheController(host, self.storage, str, keeper=self.cache, limits=self.limits)
         self.cache.attach(self.controller)
 
     def rows(self) -> list[torch.Tensor]:
