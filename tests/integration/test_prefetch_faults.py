@@ -4,6 +4,7 @@ no wrong byte. Each test prints its figures (``pytest -s``)."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import random
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from kvgrpc.client import SyncClient
@@ -511,9 +513,7 @@ class TestRanksThatFail:
         victim.kill()
         assert replica.ends(name, [leader, other]) == [("FAILED", "RANK_ABSENT", 0)] * 2
         name = leader.ask("start", first=1, pages=8)["name"]
-        assert replica.ends(name, [leader]) == [("DECLINED", "RANK_ABSENT", 0)], (
-            "nobody waits for who is known to be gone"
-        )
+        assert replica.ends(name, [leader]) == [("DECLINED", "RANK_ABSENT", 0)], "known to be gone"
         victim.start()
         victim.started()
         replica.works(1, 8)
@@ -528,9 +528,7 @@ class TestRanksThatFail:
         assert replica.ends("hangs", [leader, other]) == [("DECLINED", "RANK_ABSENT", 0)] * 2
         victim.process.send_signal(signal.SIGCONT)
         victim.ask("prefetch", name="hangs", first=1, pages=8)
-        assert replica.ends("hangs", [victim]) == [("DECLINED", "RANK_ABSENT", 0)], (
-            "it hears what was decided without it"
-        )
+        assert replica.ends("hangs", [victim]) == [("DECLINED", "RANK_ABSENT", 0)], "as was decided"
         replica.works(1, 8)
 
     def test_a_rank_that_hangs_while_it_reads_leaves_the_same_pages_everywhere(self, replica: Replica) -> None:
@@ -626,3 +624,37 @@ def test_a_store_whose_part_is_killed_under_load_ends_every_operation_and_is_use
         f"{idle:.2f} s, the longest after {max(row.took_seconds for row in during):.2f} s; {dict(ends)}; "
         f"used again {healed:.2f} s after its restart"
     )
+
+
+def open_and_close(folder: Path, cycle: int) -> None:
+    """Everything that an engine opens, used and closed again; every third one with work on its way."""
+    storage = open_backend("file", {"path": str(folder)})
+    engine = Engine(WritePolicy.WRITE_THROUGH, storage=FaultyBackend(storage))
+    names = [f"conversation {cycle % 50} {number}" for number in range(6)]
+    engine.request(names)
+    if cycle % 3:
+        assert engine.controller.book.wait_idle(SECONDS)
+        engine.cache.evict_device(engine.device_pages)
+        engine.cache.evict_host(engine.host_pages)
+    engine.controller.prefetch(names, timeout=3600.0)
+    if cycle % 2:
+        assert engine.controller.reset(SECONDS)
+    engine.request(names)
+    host = engine.copies.host
+    engine.close()
+    assert host.close() and storage.close(SECONDS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_thousand_cycles_leave_threads_descriptors_and_memory_flat(tmp_path: Path) -> None:
+    me, figures = psutil.Process(), []
+    for cycle in range(1000):
+        open_and_close(tmp_path / "pages", cycle)
+        if cycle in (199, 599, 999):
+            gc.collect()
+            figures.append((threading.active_count(), me.num_fds(), me.memory_info().rss >> 10))
+    print(f"\n(threads, descriptors, KiB) after 200, 600 and 1,000 cycles: {figures}")
+    first, last = figures[0], figures[-1]
+    assert last[0] <= first[0] and last[1] <= first[1]
+    assert last[2] - first[2] < 8 << 10, "800 cycles leave less than 10 KiB each"

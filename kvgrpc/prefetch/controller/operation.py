@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +15,10 @@ from kvgrpc.prefetch.model import OperationKind, OperationRow, OperationState, P
 from kvgrpc.prefetch.pools.pages import Pages
 
 _NO_PAGES: Pages = np.empty(0, dtype=np.int64)
+
+
+def _nothing() -> None:
+    """It has no deadline."""
 
 
 @dataclass(eq=False)
@@ -54,6 +59,7 @@ class Operation:
     began: float = field(default_factory=time.monotonic)
     ended_at: float = 0.0
     over: threading.Event = field(default_factory=threading.Event)
+    forget_deadline: Callable[[], None] = _nothing
     lingering: dict[int, list[threading.Event]] = field(default_factory=dict)
 
     @property

@@ -129,8 +129,10 @@ class OperationBook:
         with self.lock:
             self._revision += 1
             operation.revision = self._revision
-            self._by_change[operation.operation_id] = operation
-            self._by_change.move_to_end(operation.operation_id)
+            # One that ended may be forgotten before whoever changed it last comes to say so.
+            if operation.operation_id in self._open or operation.operation_id in self._ended:
+                self._by_change[operation.operation_id] = operation
+                self._by_change.move_to_end(operation.operation_id)
             listeners = list(self._listeners)
         for listener in listeners:
             try:

@@ -90,7 +90,8 @@ class Prefetcher:
         elif self._occupied >= self.capacity():
             self._end(operation, OperationState.DECLINED, Stop.RATE_LIMITED)
         else:
-            self._alarms.after(max(0.0, operation.deadline - time.monotonic()), partial(self._expire, operation))
+            left = max(0.0, operation.deadline - time.monotonic())
+            operation.forget_deadline = self._alarms.after(left, partial(self._expire, operation))
             self._put(self._queries, operation, self._query)
 
     def terminate(self, operation: Operation, stop: Stop = Stop.CANCELLED) -> None:
@@ -350,8 +351,7 @@ class Prefetcher:
         stop = operation.stop or decision.stop
         whole = operation.completed == operation.agreed and not operation.cut
         state = OperationState.DONE if whole else _state_of(stop, count)
-        self._book.end(operation, state, Stop.NONE if whole else stop)
-        self._agreement.forget(operation.operation_id)
+        self._over(operation, state, Stop.NONE if whole else stop)
 
     def _keep(self, operation: Operation, pages: Pages) -> None:
         self._host.table.commit(pages)
@@ -401,6 +401,13 @@ class Prefetcher:
     ) -> None:
         with self._book.lock:
             self._give_back(operation, 0)
+        self._over(operation, state, stop, failure)
+
+    def _over(
+        self, operation: Operation, state: OperationState, stop: Stop = Stop.NONE, failure: Failure | None = None
+    ) -> None:
+        """Nothing here knows it any more but the book."""
+        operation.forget_deadline()
         self._book.end(operation, state, stop, failure)
         self._agreement.forget(operation.operation_id)
 

@@ -8,17 +8,20 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from kvgrpc.observability import metrics
 
 _log = logging.getLogger(__name__)
+_MOST_DROPPED = 64
 
 
 class Alarms:
     """Calls are short; one that raises is logged and counted, and the others still come. Thread-safe."""
 
     def __init__(self, name: str) -> None:
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._heap: list[_Alarm] = []
+        self._dropped = 0
         self._numbers = itertools.count()
         self._wake = threading.Condition()
         self._stopped = False
@@ -30,11 +33,13 @@ class Alarms:
     def healthy(self) -> bool:
         return self._stopped or self._thread.is_alive()
 
-    def after(self, seconds: float, call: Callable[[], None]) -> None:
-        """Calls it once, so many seconds from now. After ``stop`` never."""
+    def after(self, seconds: float, call: Callable[[], None]) -> Callable[[], None]:
+        """Calls it once, so many seconds from now; after ``stop`` never. What it returns drops the call, at any time."""
+        alarm = _Alarm(time.monotonic() + seconds, next(self._numbers), call)
         with self._wake:
-            heapq.heappush(self._heap, (time.monotonic() + seconds, next(self._numbers), call))
+            heapq.heappush(self._heap, alarm)
             self._wake.notify()
+        return lambda: self._drop(alarm)
 
     def stop(self, timeout: float) -> bool:
         """False when the thread was left behind."""
@@ -45,6 +50,18 @@ class Alarms:
         if self._thread is not threading.current_thread():
             self._thread.join(timeout)
         return not self._thread.is_alive()
+
+    def _drop(self, alarm: _Alarm) -> None:
+        """What it would have called, and holds, goes at once; its place in the heap when half of them are empty."""
+        with self._wake:
+            if alarm.call is None:
+                return
+            alarm.call = None
+            self._dropped += 1
+            if self._dropped > max(_MOST_DROPPED, len(self._heap) // 2):
+                self._heap = [each for each in self._heap if each.call is not None]
+                heapq.heapify(self._heap)
+                self._dropped = 0
 
     def _run(self) -> None:
         while (call := self._next()) is not None:
@@ -57,8 +74,20 @@ class Alarms:
     def _next(self) -> Callable[[], None] | None:
         with self._wake:
             while not self._stopped:
-                left = self._heap[0][0] - time.monotonic() if self._heap else None
-                if left is not None and left <= 0:
-                    return heapq.heappop(self._heap)[2]
-                self._wake.wait(left)
+                left = self._heap[0].when - time.monotonic() if self._heap else None
+                if left is None or left > 0:
+                    self._wake.wait(left)
+                    continue
+                alarm = heapq.heappop(self._heap)
+                call, alarm.call = alarm.call, None
+                if call is not None:
+                    return call
+                self._dropped = max(0, self._dropped - 1)
             return None
+
+
+@dataclass(order=True)
+class _Alarm:
+    when: float
+    number: int
+    call: Callable[[], None] | None = field(compare=False)

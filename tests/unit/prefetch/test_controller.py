@@ -3,8 +3,10 @@ nothing."""
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -488,6 +490,22 @@ class TestClosing:
         assert threading.active_count() == threads
         assert not rig.controller.book.all()
         rig.close()
+
+    def test_what_ended_is_not_kept_until_its_deadline(self, rig: Rig) -> None:
+        rig.stored(hashes(8))
+        operations = [rig.ended(rig.controller.prefetch(hashes(8), timeout=3600.0)) for _ in range(100)]
+        kept = [weakref.ref(operation) for operation in operations]
+        assert rig.controller.reset()
+        operations.clear()
+        gc.collect()
+        # Each thread still has what it did last.
+        assert sum(each() is not None for each in kept) <= 8
+
+    def test_what_was_forgotten_stays_so_when_its_last_change_is_told(self, rig: Rig) -> None:
+        operation = rig.ended(rig.controller.prefetch(hashes(8)))
+        assert rig.controller.reset()
+        rig.controller.book.changed(operation)
+        assert rig.controller.book.changed_since(0) == []
 
     @pytest.mark.slow
     def test_a_thousand_openings_leave_nothing(self) -> None:

@@ -82,3 +82,18 @@ def test_alarms_come_in_order_and_one_that_fails_stops_none() -> None:
     alarms.after(0.01, lambda: heard.append(1))
     assert every.wait(20) and heard == [1, 2]
     assert alarms.healthy and alarms.stop(5.0)
+
+
+def test_an_alarm_that_is_dropped_is_not_called_and_takes_no_room() -> None:
+    heard: list[int] = []
+    alarms = Alarms("test")
+    for _ in range(1000):
+        alarms.after(3600.0, lambda: heard.append(1))()
+    assert len(alarms._heap) <= 100
+    every = threading.Event()
+    drop = alarms.after(0.01, lambda: heard.append(2))
+    drop()
+    drop()
+    alarms.after(0.02, every.set)
+    assert every.wait(20) and heard == []
+    assert alarms.stop(5.0)
