@@ -117,6 +117,12 @@ class TestPrefetch:
         operation = ended(client, client.start_prefetch(pb.PromptPages(tokens=prompt(10))))
         assert (operation.state, operation.stop) == (pb.OPERATION_STATE_DECLINED, pb.OPERATION_STOP_BELOW_THRESHOLD)
 
+    def test_a_part_of_a_page_at_the_end_is_not_asked_for(self, cache: CacheRank, client: SyncClient) -> None:
+        cache.store(hashes_of(prompt(3)))
+        operation = ended(client, client.start_prefetch(pb.PromptPages(tokens=[*prompt(3), 7, 7])))
+        assert (operation.asked_pages, operation.completed_pages) == (3, 3)
+        cache.assert_bytes(hashes_of(prompt(3)))
+
     def test_the_host_has_nothing_to_back_up(self, client: SyncClient) -> None:
         operation = ended(client, client.start_backup(pb.PromptPages(tokens=prompt(10))))
         assert (operation.state, operation.stop) == (pb.OPERATION_STATE_DECLINED, pb.OPERATION_STOP_NOT_PRESENT)

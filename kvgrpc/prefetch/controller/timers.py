@@ -34,7 +34,7 @@ class Alarms:
         return self._stopped or self._thread.is_alive()
 
     def after(self, seconds: float, call: Callable[[], None]) -> Callable[[], None]:
-        """Calls it once, so many seconds from now; after ``stop`` never. What it returns drops the call, at any time."""
+        """Calls it once, so many seconds from now; after ``stop`` never. What it returns drops the call."""
         alarm = _Alarm(time.monotonic() + seconds, next(self._numbers), call)
         with self._wake:
             heapq.heappush(self._heap, alarm)
