@@ -48,6 +48,16 @@ def all_are_gone(host: RankHost, rooms: Sequence[int]) -> None:
     eventually(lambda: not core_of(host).rooms.keys() & set(map(RoomKey, rooms)))
 
 
+def lists_failed(stub: Any, rooms: Sequence[int], count: int) -> Callable[[], bool]:
+    """Whether so many of these rooms are listed as failed."""
+
+    def listed() -> bool:
+        failed = stub.ListRooms(pb.ListRoomsRequest(states=[FAILED], page_size=1000), timeout=5).rooms
+        return len([each for each in failed if each.room in rooms]) == count
+
+    return listed
+
+
 def refusal(call: Callable[..., Any], request: Any) -> KvGrpcError:
     with pytest.raises(grpc.RpcError) as caught:
         call(request, timeout=5)
@@ -246,13 +256,8 @@ class TestTables:
             stub = stub_of(host)
             last = stub.GetRoom(pb.GetRoomRequest(room=rooms[-1]), timeout=5).room
             assert (last.state, last.failure.message) == (FAILED, f"no more of {rooms[-1]}")
-
-            def listed(stub: Any = stub) -> int:
-                failed = stub.ListRooms(pb.ListRoomsRequest(states=[FAILED], page_size=1000), timeout=5).rooms
-                return len([each for each in failed if each.room in rooms])
-
             # The oldest went, once the session has no more to say of them.
-            eventually(lambda listed=listed: listed() == 256)
+            eventually(lists_failed(stub, rooms, 256))
             cancelled = stub.CancelRoom(pb.CancelRoomRequest(room=rooms[-1], cause="late"), timeout=5).room
             assert cancelled.failure.message == f"no more of {rooms[-1]}"
 
