@@ -112,22 +112,6 @@ def come_back(engine: Engine, asked: list[list[str]], there: set[str]) -> int:
     return back
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB: some 120 pages of the tiered engine, each in a file of two blocks."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount a small tmpfs")
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], capture_output=True, text=True, timeout=SECONDS
-    )
-    if done.returncode != 0:
-        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", str(place)], check=True, timeout=SECONDS)
-
-
 def test_a_full_disk_fails_backups_with_the_remedy_and_nothing_else(small_disk: Path) -> None:
     storage = open_backend("file", {"path": str(small_disk)})
     engine = Engine(WritePolicy.WRITE_THROUGH, storage=FaultyBackend(storage))

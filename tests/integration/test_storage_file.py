@@ -208,22 +208,6 @@ def test_a_folder_that_is_emptied_under_us_is_made_again(folder: Path) -> None:
     assert backend.close(SECONDS)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount a small tmpfs")
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], capture_output=True, text=True, timeout=SECONDS
-    )
-    if done.returncode != 0:
-        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", str(place)], check=True, timeout=SECONDS)
-
-
 def test_a_full_disk_fails_the_pages_that_do_not_fit_and_no_other(small_disk: Path) -> None:
     backend, arena = opened(small_disk), Arena(40)
     written = arena.fill_all()

@@ -16,6 +16,7 @@ import zmq
 
 from kvgrpc.events.base import EventPublisher
 from kvgrpc.events.model import AllBlocksCleared, KVEventBatch
+from kvgrpc.observability import metrics
 
 END = b"\xff" * 8
 POLL_MS = 200
@@ -73,6 +74,7 @@ class Relay:
                     self._follow(subscriber)
             except Exception:
                 _log.exception("events: the relay of %s failed and begins again", self._endpoint)
+                metrics.TASK_FAILURES.labels("kvgrpc-relay").inc()
                 self._stopping.wait(AGAIN_SECONDS)
 
     def _follow(self, subscriber: zmq.Socket[bytes]) -> None:
