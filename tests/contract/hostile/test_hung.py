@@ -30,7 +30,8 @@ def small() -> Iterator[RankHost]:
 
 def refused(decode: RankHost, bootstrap: str) -> bool:
     receiver = receiver_of(decode, bootstrap, next(ROOMS))
-    eventually(lambda: receiver.poll() in (KVPoll.Failed, KVPoll.WaitingForInput))
+    # With a session that stands a receiver says WaitingForInput at once: only the loop thread knows of held pages.
+    eventually(lambda: receiver.ended or (receiver._room.bound and receiver.poll() is KVPoll.WaitingForInput))
     failure: Any = receiver.failure
     receiver.abort()
     return failure is not None and failure.reason is Reason.PAGES_HELD
