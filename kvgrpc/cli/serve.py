@@ -139,9 +139,13 @@ def serve() -> None:
 @serves
 def registry(
     store: str,
+    etcd: tuple[str, ...],
+    etcd_prefix: str,
     etcd_ca_file: str | None,
     etcd_cert_file: str | None,
     etcd_key_file: str | None,
+    listen: str,
+    lease_ttl: float,
     insecure: bool,
     **options: Any,
 ) -> None:
@@ -151,12 +155,14 @@ def registry(
     Prints one line with the bound address once it serves. SIGTERM and Ctrl-C drain it.
     """
     from kvgrpc.rpc.security import ClientSecurity
-    from kvgrpc.server import serve_registry
+    from kvgrpc.server import RegistryServer, etcd_store, serve
 
-    if (store == "etcd") != bool(options["etcd"]):
+    if (store == "etcd") != bool(etcd):
         raise click.UsageError("--store etcd needs --etcd HOST:PORT, and --etcd needs --store etcd")
     calls = ClientSecurity(ca_file=etcd_ca_file or "", cert_file=etcd_cert_file or "", key_file=etcd_key_file or "")
-    serve_registry(etcd_security=calls, on_ready=functools.partial(_say_where, "registry"), **options)
+    rows = etcd_store(etcd, lease_ttl, etcd_prefix, calls) if etcd else None
+    server = RegistryServer([listen], lease_ttl=lease_ttl, store=rows, **options)
+    serve(server, functools.partial(_say_where, "registry"))
 
 
 @serve.command()
@@ -175,18 +181,18 @@ def registry(
 @click.option("--ca-file", type=FILE, envvar="KVGRPC_CA_FILE", help="Call ranks with TLS; who signs them.")
 @click.option("--token-file", type=FILE, envvar="KVGRPC_TOKEN_FILE", help="Call ranks with the token in this file.")
 @serves
-def index(ca_file: str | None, token_file: str | None, insecure: bool, registry: str, **options: Any) -> None:
+def index(listen: str, ca_file: str | None, token_file: str | None, insecure: bool, **options: Any) -> None:
     """Run an index: it follows the caches of many engines, and tells routers who holds the beginning of a request.
 
     Prints one line with the bound address once it serves. SIGTERM and Ctrl-C end it.
     """
     from kvgrpc.rpc.security import ClientSecurity
-    from kvgrpc.server import serve_index
+    from kvgrpc.server import IndexServer, serve
 
-    if not registry and not options["sources"]:
+    if not options["registry"] and not options["sources"]:
         raise click.UsageError("nothing to follow: name a --registry, or ranks by --source")
     calls = ClientSecurity(ca_file=ca_file or "", token_file=token_file or "", insecure=insecure)
-    serve_index(registry=registry, client_security=calls, on_ready=functools.partial(_say_where, "index"), **options)
+    serve(IndexServer([listen], client_security=calls, **options), functools.partial(_say_where, "index"))
 
 
 @serve.command()
@@ -209,11 +215,11 @@ def relay(insecure: bool, metrics_listen: str, **options: Any) -> None:
 
     Prints one line with the bound address once it serves. SIGTERM and Ctrl-C end it.
     """
-    from kvgrpc.server import serve_relay
+    from kvgrpc.server import EventRelay, serve
 
     if metrics_listen:
         raise click.UsageError("a relay serves no metrics")
-    serve_relay(on_ready=functools.partial(_say_where, "relay"), **options)
+    serve(EventRelay(**options), functools.partial(_say_where, "relay"))
 
 
 def _say_where(what: str, server: RegistryServer | IndexServer | EventRelay) -> None:

@@ -10,9 +10,10 @@ from kvgrpc.rpc.interceptors import CallLimits
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from kvgrpc.server.app import Closed, Rank, open_decode, open_prefill, open_rank
 from kvgrpc.server.config import RankConfig, settings
-from kvgrpc.server.index import IndexServer, serve_index
-from kvgrpc.server.registry import RegistryServer, serve_registry
-from kvgrpc.server.relay import EventRelay, serve_relay
+from kvgrpc.server.index import IndexServer
+from kvgrpc.server.registry import RegistryServer, etcd_store
+from kvgrpc.server.relay import EventRelay
+from kvgrpc.server.serving import serve
 from kvgrpc.transfer import Align, KVPoll, KVReceiver, KVSender, room_from_transfer_id
 from kvgrpc.transfer.aux import AuxBuffer
 from kvgrpc.transfer.runtime.decode_manager import DecodeManager
@@ -41,13 +42,12 @@ __all__ = [
     "RegistryServer",
     "Role",
     "ServerSecurity",
+    "etcd_store",
     "open_decode",
     "open_plane",
     "open_prefill",
     "open_rank",
     "room_from_transfer_id",
-    "serve_index",
-    "serve_registry",
-    "serve_relay",
+    "serve",
     "settings",
 ]

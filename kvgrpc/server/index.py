@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import grpc
 
@@ -109,35 +107,3 @@ class IndexServer:
         info = ServerInfo(version=kvgrpc.__version__, services=_SERVICES, limits=limits)
         add_ServerServiceServicer_to_server(ServerServicer(info, self, lambda: self._listener.draining), server)
         return _SERVICES
-
-
-def serve_index(
-    listen: str,
-    *,
-    registry: str = "",
-    sources: Sequence[str] = (),
-    live: bool = False,
-    security: ServerSecurity | None = None,
-    client_security: ClientSecurity | None = None,
-    metrics_listen: str = "",
-    call_limits: CallLimits | None = None,
-    on_ready: Callable[[IndexServer], None] = lambda server: None,
-) -> None:
-    """Serves until SIGTERM or SIGINT, then drains. For the main thread of a process; ``on_ready`` gets the server."""
-    stopped = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopped.set())
-    server = IndexServer(
-        [listen],
-        registry=registry,
-        sources=sources,
-        live=live,
-        security=security,
-        client_security=client_security,
-        metrics_listen=metrics_listen,
-        call_limits=call_limits,
-    ).open()
-    on_ready(server)
-    while not stopped.wait(1.0):
-        continue
-    server.close()

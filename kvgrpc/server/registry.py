@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import signal
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import grpc
 
@@ -110,40 +108,16 @@ class RegistryServer:
         return _SERVICES
 
 
-def serve_registry(
-    listen: str,
-    *,
-    security: ServerSecurity | None = None,
-    lease_ttl: float = 10.0,
-    metrics_listen: str = "",
-    etcd: Sequence[str] = (),
-    etcd_prefix: str = "",
-    etcd_security: ClientSecurity | None = None,
-    call_limits: CallLimits | None = None,
-    on_ready: Callable[[RegistryServer], None] = lambda server: None,
-) -> None:
-    """Serves until SIGTERM or SIGINT, then drains. For the main thread of a process; ``on_ready`` gets the server.
-
-    ``etcd``: members ("host:port") of the cluster that keeps the rows; all registries over one cluster and prefix are
-    one registry. None: they are in memory. Raises InvalidRequest.
-    """
-    check_lease_ttl(lease_ttl)
-    store = etcd_store(etcd, lease_ttl, etcd_prefix, etcd_security) if etcd else None
-    stopped = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopped.set())
-    server = RegistryServer([listen], security, lease_ttl, metrics_listen, store, call_limits).open()
-    on_ready(server)
-    while not stopped.wait(1.0):
-        continue
-    server.close()
-
-
 def etcd_store(endpoints: Sequence[str], ttl: float, prefix: str, security: ClientSecurity | None) -> Store:
-    """The store over etcd. Raises InvalidRequest for an endpoint without a port, or a prefix that is none."""
+    """The store over etcd: all registries over one cluster and prefix are one registry.
+
+    ``endpoints``: members of the cluster, "host:port"; ``ttl``: seconds of a lease. Raises InvalidRequest for an
+    endpoint without a port, a prefix that is none, and a ``ttl`` outside 1 to 600.
+    """
     from kvgrpc.registry.store.etcd import EtcdStore
     from kvgrpc.registry.store.etcd.store import DEFAULT_PREFIX
 
+    check_lease_ttl(ttl)
     for endpoint in endpoints:
         check_advertised(endpoint, field="etcd", peer_is_local=True)
     prefix = prefix or DEFAULT_PREFIX

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Callable
-
 from kvgrpc.events import open_publisher
 from kvgrpc.model import Layout, RankId, RankRef, check_rank, new_epoch
 from kvgrpc.rpc.interceptors import CallLimits
@@ -56,28 +52,3 @@ class EventRelay:
         self._relay.close()
         self._server.close()
         self._publisher.shutdown()
-
-
-def serve_relay(
-    listen: str,
-    endpoint: str,
-    engine: str,
-    *,
-    dp: int = 0,
-    replay: str = "",
-    topic: str = "",
-    security: ServerSecurity | None = None,
-    call_limits: CallLimits | None = None,
-    on_ready: Callable[[EventRelay], None] = lambda relay: None,
-) -> None:
-    """Serves until SIGTERM or SIGINT. For the main thread of a process; ``on_ready`` gets the relay."""
-    stopped = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopped.set())
-    relay = EventRelay(
-        listen, endpoint, engine, dp=dp, replay=replay, topic=topic, security=security, call_limits=call_limits
-    ).open()
-    on_ready(relay)
-    while not stopped.wait(1.0):
-        continue
-    relay.close()

@@ -547,8 +547,9 @@ def free_port() -> int:
 
 def registry_process(port: int) -> subprocess.Popen[str]:
     code = (
-        "from kvgrpc.server import serve_registry\n"
-        f"serve_registry('127.0.0.1:{port}', lease_ttl=2.0, on_ready=lambda server: print(server.address, flush=True))"
+        "from kvgrpc.server import RegistryServer, serve\n"
+        f"server = RegistryServer(['127.0.0.1:{port}'], lease_ttl=2.0)\n"
+        "serve(server, lambda server: print(server.address, flush=True))"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
