@@ -25,6 +25,7 @@ from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.security import ClientSecurity
 from kvgrpc.rpc.status import error_from
+from kvgrpc.rpc.within import within
 from kvgrpc.v1 import event_service_pb2 as pb
 from kvgrpc.v1.event_service_pb2_grpc import EventServiceStub
 
@@ -143,7 +144,7 @@ class EventFollower:
         end = time.monotonic() + timeout
         while self.state is not FollowerState.CURRENT:
             try:
-                await asyncio.wait_for(self.changed(), max(0.0, end - time.monotonic()))
+                await within(max(0.0, end - time.monotonic()), self.changed())
             except asyncio.TimeoutError:
                 why = f"{self.address}: not current after {timeout:g} s, {self.state.value}; {self.last_error or ''}"
                 raise PeerUnreachable(why, metadata={"address": self.address}) from None

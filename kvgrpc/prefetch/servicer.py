@@ -16,6 +16,7 @@ from kvgrpc.prefetch.manager import PrefetchManager
 from kvgrpc.prefetch.model import Tier
 from kvgrpc.prefetch.shares import CallerShares
 from kvgrpc.rpc.blocking import BlockingCalls
+from kvgrpc.rpc.within import within
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceServicer
 from kvgrpc.wire import rank_ref_to_pb
@@ -298,7 +299,7 @@ class _Listening:
 
 async def _wait(wake: asyncio.Event, seconds: float) -> bool:
     try:
-        await asyncio.wait_for(wake.wait(), seconds)
+        await within(seconds, wake.wait())
     except asyncio.TimeoutError:
         return False
     wake.clear()

@@ -31,6 +31,7 @@ from kvgrpc.registry.store.memory import MemoryStore
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.interceptors import Admission
 from kvgrpc.rpc.loop import LoopThread, background
+from kvgrpc.rpc.within import within
 from kvgrpc.server.check import check
 from kvgrpc.server.closing import ClosingTime
 from kvgrpc.server.config import RankConfig
@@ -255,7 +256,7 @@ class Rank(Generic[Transfer]):
             await asyncio.wait([leaving], timeout=time.left())
         left = time.left()
         try:
-            drained, open_rooms = await asyncio.wait_for(self.transfer.drain(min(grace, left * 0.8)), left)
+            drained, open_rooms = await within(left, self.transfer.drain(min(grace, left * 0.8)))
         except asyncio.TimeoutError:
             drained, open_rooms = False, self.transfer.open_rooms()
         if self._event_servicer is not None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, WrongRank
+from kvgrpc.rpc.within import within
 from kvgrpc.transfer.protocol import failures
 from kvgrpc.transfer.protocol.types import MAX_ROOM, POLL_FAILED, POLL_SUCCESS, Handle, KVPoll, RoomKey
 from kvgrpc.transfer.runtime.manager import TransferManager
@@ -85,7 +86,7 @@ class TransferHandle(ABC):
         with self._woken(lambda: loop.call_soon_threadsafe(news.set)):
             while not self._reached(until) and (left := end - loop.time()) > 0:
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(news.wait(), left)
+                    await within(left, news.wait())
                 news.clear()
         return self.poll()
 

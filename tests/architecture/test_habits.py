@@ -61,6 +61,7 @@ AWAITED_BY_WHO_STARTS_THEM = {
     "rpc/interceptors/admission.py": "the headers of a stream, shielded",
     "rpc/loop.py": "the supervisor itself",
     "rpc/server.py": "the library awaits it when the server stops",
+    "rpc/within.py": "what is waited for",
     "transfer/runtime/search.py": "questions of one search, cancelled with it",
 }
 # Each thread's own code survives what it is given, and shows in a health state; or it does one thing and ends.
@@ -99,6 +100,11 @@ def starters(names: tuple[str, ...]) -> set[str]:
 
 def test_every_background_task_has_a_supervisor() -> None:
     assert starters(("create_task", "ensure_future")) == AWAITED_BY_WHO_STARTS_THEM.keys()
+
+
+def test_no_cancellation_is_lost() -> None:
+    """Before Python 3.12 ``asyncio.wait_for`` drops one that comes together with its result; rpc.within does not."""
+    assert starters(("asyncio.wait_for",)) == set()
 
 
 def test_every_thread_is_known() -> None:

@@ -17,6 +17,7 @@ from kvgrpc.errors import AddressNotAllowed
 from kvgrpc.net import split
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.security import ServerSecurity
+from kvgrpc.rpc.within import within
 from kvgrpc.server import RegistryServer
 
 _QUESTION = b"GET /query"
@@ -82,9 +83,9 @@ class Bootstrap:
             writer.close()
 
     async def _answer_or_pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        first = await asyncio.wait_for(reader.readexactly(len(_QUESTION)), _FIRST_BYTES_SECONDS)
+        first = await within(_FIRST_BYTES_SECONDS, reader.readexactly(len(_QUESTION)))
         if first == _QUESTION:
-            await asyncio.wait_for(_rest_of_head(reader), _FIRST_BYTES_SECONDS)
+            await within(_FIRST_BYTES_SECONDS, _rest_of_head(reader))
             writer.write(self._answer)
             await writer.drain()
             return

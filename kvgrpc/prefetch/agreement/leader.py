@@ -16,6 +16,7 @@ from kvgrpc.prefetch.agreement.votes import AgreementCore, Decided, Decision, St
 from kvgrpc.prefetch.controller.operation import Operation
 from kvgrpc.prefetch.controller.timers import Alarms
 from kvgrpc.rpc.callers import check_speaker
+from kvgrpc.rpc.within import within
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.wire import layout_from_pb, rank_id_to_pb, rank_ref_from_pb
 
@@ -110,7 +111,7 @@ class LeaderAgreement:
 
     async def _hello(self, context: Any) -> pb.AgreementHello:
         with contextlib.suppress(asyncio.TimeoutError):
-            message = await asyncio.wait_for(context.read(), _HELLO_SECONDS)
+            message = await within(_HELLO_SECONDS, context.read())
             if isinstance(message, pb.JoinAgreementRequest) and message.HasField("hello"):
                 return message.hello
         raise InvalidRequest.of("hello", "missing", f"the first message, within {_HELLO_SECONDS:g} s")

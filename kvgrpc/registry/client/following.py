@@ -14,6 +14,7 @@ from kvgrpc.model import Role
 from kvgrpc.registry.calls import domain_errors, pause_before
 from kvgrpc.rpc.channels import ChannelPool
 from kvgrpc.rpc.loop import background
+from kvgrpc.rpc.within import within
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
@@ -86,7 +87,7 @@ class Following:
         call = RegistryServiceStub(self._channels.get(followed.address)).WatchEngines(request)
         try:
             while stream.wanted:
-                message = await asyncio.wait_for(call.read(), IDLE_TIMEOUT_SECONDS)
+                message = await within(IDLE_TIMEOUT_SECONDS, call.read())
                 if not isinstance(message, pb.WatchEnginesResponse):
                     break
                 if message.changes or message.state_complete:

@@ -18,6 +18,7 @@ from kvgrpc.registry.calls import domain_errors, pause_before, unreachable
 from kvgrpc.registry.model import DEFAULT_TTL, RankRow
 from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.retry import may_repeat
+from kvgrpc.rpc.within import within
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
 from kvgrpc.wire import rank_ref_to_pb
@@ -160,11 +161,11 @@ class Registration:
         try:
             while True:
                 with domain_errors(self.address):
-                    unknown = await asyncio.wait_for(self._renew(call), max(self._ttl / 3, 1.0))
+                    unknown = await within(max(self._ttl / 3, 1.0), self._renew(call))
                 if unknown:
                     await self._register(unknown, CALL_SECONDS)
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(ended.wait(), self._ttl / 3)
+                    await within(self._ttl / 3, ended.wait())
         finally:
             call.cancel()
 

@@ -21,6 +21,7 @@ from kvgrpc.errors import (
 from kvgrpc.model import MAX_REGIONS, RankRef, Role, check_pools, check_rank
 from kvgrpc.rpc.callers import check_speaker
 from kvgrpc.rpc.waiters import Waiters
+from kvgrpc.rpc.within import within
 from kvgrpc.transfer import wire
 from kvgrpc.transfer.layout import topology
 from kvgrpc.transfer.layout.plan import check_pages_of
@@ -233,7 +234,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         failure: Failure | None = None
         first: pb.SessionRequest | None = None
         try:
-            first = await asyncio.wait_for(read(), _HELLO_WITHIN_SECONDS)
+            first = await within(_HELLO_WITHIN_SECONDS, read())
             if first is not None:
                 return self._open(first, write)
         except ParallelLayoutMismatch as error:
@@ -362,7 +363,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
                 session.heartbeat_due = False
                 await session.write(_HEARTBEAT)
         with contextlib.suppress(asyncio.TimeoutError):  # a peer that reads nothing
-            await asyncio.wait_for(session.write(_goodbye(session.failure)), _GOODBYE_WITHIN_SECONDS)
+            await within(_GOODBYE_WITHIN_SECONDS, session.write(_goodbye(session.failure)))
 
     def _sessions_drop(self, session: _Session) -> None:
         for pair, other in list(self._sessions.items()):

@@ -9,6 +9,7 @@ from collections.abc import Container
 
 from kvgrpc.model import RankRef
 from kvgrpc.net import split
+from kvgrpc.rpc.within import within
 
 _PROBE_WITHIN_SECONDS = 1.0
 # Addresses and ports behind a name; empty: it is no name, or nobody knows what is behind it.
@@ -58,7 +59,7 @@ async def _resolve(address: str) -> Resolved:
     host, port = split(address)
     asking = asyncio.get_running_loop().getaddrinfo(host, int(port or 0), type=socket.SOCK_STREAM)
     try:
-        found = await asyncio.wait_for(asking, _PROBE_WITHIN_SECONDS)
+        found = await within(_PROBE_WITHIN_SECONDS, asking)
     except (OSError, ValueError, asyncio.TimeoutError):
         return NOTHING
     return frozenset((str(where[0]), int(where[1])) for *_, where in found)
@@ -66,7 +67,7 @@ async def _resolve(address: str) -> Resolved:
 
 async def _refuses_at(host: str, port: int) -> bool:
     try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), _PROBE_WITHIN_SECONDS)
+        _, writer = await within(_PROBE_WITHIN_SECONDS, asyncio.open_connection(host, port))
     except ConnectionRefusedError:
         return True
     except (OSError, asyncio.TimeoutError):

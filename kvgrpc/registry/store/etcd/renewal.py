@@ -9,6 +9,7 @@ from kvgrpc.errors import KvGrpcError
 from kvgrpc.registry.store.etcd.client import CALL_SECONDS, EtcdClient, KeepAliveCall
 from kvgrpc.registry.store.etcd.v1 import etcd_pb2 as pb
 from kvgrpc.rpc.loop import background
+from kvgrpc.rpc.within import within
 
 
 class Renewal:
@@ -33,7 +34,7 @@ class Renewal:
         if new:
             self._send(new)
         with self._client.errors():
-            seconds = await asyncio.wait_for(asyncio.gather(*map(asyncio.shield, answers)), CALL_SECONDS)
+            seconds = await within(CALL_SECONDS, asyncio.gather(*map(asyncio.shield, answers)))
         return {lease for lease, left in zip(wanted, seconds, strict=True) if left <= 0}
 
     async def close(self) -> None:

@@ -18,6 +18,7 @@ from kvgrpc.registry.store.etcd.transactions import Fence, naming
 from kvgrpc.registry.store.etcd.v1 import etcd_pb2 as pb
 from kvgrpc.registry.table import EngineTable
 from kvgrpc.rpc.loop import background
+from kvgrpc.rpc.within import within
 from kvgrpc.v1 import registry_service_pb2
 
 PROGRESS_SECONDS = 1.0
@@ -108,7 +109,7 @@ class View:
                 fragment=True,
             )
             await call.write(pb.WatchRequest(create_request=start))
-            created = await asyncio.wait_for(call.read(), CALL_SECONDS)
+            created = await within(CALL_SECONDS, call.read())
         if not isinstance(created, pb.WatchResponse) or not created.created:
             raise self._client.unavailable(self._client.address, "it did not begin a watch")
         if created.header.cluster_id != self._cluster or created.header.revision < self.revision:
@@ -133,7 +134,7 @@ class View:
                 self._move(events[-1].kv.mod_revision)
                 events = []
             with self._client.errors():
-                read = await asyncio.wait_for(call.read(), IDLE_TIMEOUT_SECONDS)
+                read = await within(IDLE_TIMEOUT_SECONDS, call.read())
             if not isinstance(read, pb.WatchResponse):
                 raise self._client.unavailable(self._client.address, "it ended the watch")
             response = read

@@ -1,0 +1,36 @@
+"""A bound on how long one thing is waited for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def within(seconds: float, awaitable: Awaitable[T]) -> T:
+    """What it gives; raises asyncio.TimeoutError after ``seconds``, when it has been cancelled and has ended.
+
+    It takes the place of ``asyncio.wait_for``, which before Python 3.12 drops a cancellation that comes together with
+    the result: a loop that reads until it is cancelled then reads on, and whoever waits for its end waits as long.
+    """
+    task = asyncio.ensure_future(awaitable)
+    task.add_done_callback(_look_at)
+    try:
+        done, _ = await asyncio.wait([task], timeout=seconds)
+        if not done:
+            task.cancel()
+            await asyncio.wait([task])
+            if task.cancelled():
+                raise asyncio.TimeoutError
+    except asyncio.CancelledError:
+        task.cancel()
+        raise
+    return task.result()
+
+
+def _look_at(task: asyncio.Future[Any]) -> None:
+    """Nobody is left to be told of an error of what was given up, which asyncio would log."""
+    if not task.cancelled():
+        task.exception()
