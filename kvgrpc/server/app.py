@@ -303,7 +303,7 @@ class Rank(Generic[Transfer]):
         """False where a write may be left. Who opened the data plane closes it: memory that it gave is theirs."""
         ended = await self._end_worker(time.left(0.9))
         if not self._owns_plane:
-            return ended and not (isinstance(self.transfer, PrefillManager) and self.transfer.core.has_unknown_writes)
+            return ended and not (isinstance(self.transfer, PrefillManager) and self.transfer.has_unknown_writes)
         closed = await asyncio.to_thread(self.plane.close, time.left())
         # A thread that waited for the plane ends with it.
         return closed and (ended or await self._end_worker(time.left()))

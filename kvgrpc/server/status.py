@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 from kvgrpc.observability.http import Checks, StatusServer
 from kvgrpc.observability.ranks import RankGauges, forget_rank, watch_rank
 from kvgrpc.rpc.loop import LoopThread
-from kvgrpc.transfer.runtime.manager import TransferManager
+from kvgrpc.transfer.runtime.boundary import Runtime
 
 _READ_SECONDS = 1.0
 
@@ -16,7 +15,7 @@ _READ_SECONDS = 1.0
 class RankStatus:
     """Of one rank, from ``open`` to ``close``. ``listen``: "host:port" of the HTTP port, empty for none."""
 
-    def __init__(self, listen: str, loop: LoopThread, transfer: TransferManager[Any]) -> None:
+    def __init__(self, listen: str, loop: LoopThread, transfer: Runtime) -> None:
         self._listen = listen
         self._loop = loop
         self._transfer = transfer
@@ -46,5 +45,5 @@ class RankStatus:
     async def _look(self) -> RankGauges:
         transfer = self._transfer
         sessions = Counter(row.state.name.lower() for row in transfer.sessions())
-        limit = transfer.config.bounds.held_pages
-        return RankGauges(transfer.role, transfer.open_rooms(), transfer.held_pages, limit, sessions)
+        held, limit = transfer.held_pages, transfer.held_pages_limit
+        return RankGauges(transfer.role, transfer.open_rooms(), held, limit, sessions)

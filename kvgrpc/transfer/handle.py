@@ -15,7 +15,7 @@ from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, WrongRank
 from kvgrpc.rpc.within import within
 from kvgrpc.transfer.protocol import failures
 from kvgrpc.transfer.protocol.types import MAX_ROOM, POLL_FAILED, POLL_SUCCESS, Handle, KVPoll, RoomKey
-from kvgrpc.transfer.runtime.manager import TransferManager
+from kvgrpc.transfer.runtime.boundary import Runtime
 
 
 class TransferHandle(ABC):
@@ -27,7 +27,7 @@ class TransferHandle(ABC):
     __slots__ = ("__weakref__", "_closed", "_handle", "_transfer", "_waiters", "attempt", "room")
     _engine = ""
 
-    def __init__(self, manager: TransferManager[Any], key: RoomKey, handle: Handle) -> None:
+    def __init__(self, manager: Runtime, key: RoomKey, handle: Handle) -> None:
         self.room, self.attempt = key.room, key.attempt
         self._transfer = manager
         self._handle = handle

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import numpy.typing as npt
 
@@ -12,11 +11,9 @@ from kvgrpc.errors import Failure
 from kvgrpc.transfer.handle import TransferHandle, as_int, room_key, whole_number
 from kvgrpc.transfer.layout.pools import check_distinct, pages_of_pools
 from kvgrpc.transfer.protocol.types import POLL_WAITING_FOR_INPUT, Destination
+from kvgrpc.transfer.runtime.boundary import DecodeRuntime
 from kvgrpc.transfer.runtime.resolve import ReceiverRoom
 from kvgrpc.transfer.runtime.stages import TimedHandle
-
-if TYPE_CHECKING:
-    from kvgrpc.transfer.runtime.decode_manager import DecodeManager
 
 
 class KVReceiver(TransferHandle):
@@ -41,7 +38,7 @@ class KVReceiver(TransferHandle):
 
     def __init__(
         self,
-        manager: DecodeManager,
+        manager: DecodeRuntime,
         bootstrap_addr: str,
         room: int,
         attempt: int = 0,
@@ -56,7 +53,7 @@ class KVReceiver(TransferHandle):
         if not self._refused():
             if manager.stands(self._room):
                 handle.poll = POLL_WAITING_FOR_INPUT
-            manager.post(manager.open, self._room)
+            manager.open(self._room)
 
     def init(
         self, pages: npt.ArrayLike | Mapping[str, npt.ArrayLike], aux_index: int | None = None, first_page: int = 0
@@ -86,7 +83,7 @@ class KVReceiver(TransferHandle):
         except Exception as error:
             self._reject(error)
             return
-        self._manager.post(self._manager.write, self._room, destination, aux_index)
+        self._manager.write(self._room, destination, aux_index)
 
     @property
     def release_safe(self) -> bool:
@@ -106,4 +103,4 @@ class KVReceiver(TransferHandle):
         self._room.open_handle = False
 
     def _fail(self, failure: Failure) -> None:
-        self._manager.post(self._manager.fail, self._room, failure)
+        self._manager.fail(self._room, failure)

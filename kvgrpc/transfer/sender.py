@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import numpy.typing as npt
 
@@ -12,9 +11,7 @@ from kvgrpc.transfer.handle import TransferHandle, room_key, whole_number
 from kvgrpc.transfer.layout.pools import pages_of_pools
 from kvgrpc.transfer.protocol.prefill_core import Chunk
 from kvgrpc.transfer.protocol.types import POLL_BOOTSTRAPPING, POLL_WAITING_FOR_INPUT, Align, KVPoll
-
-if TYPE_CHECKING:
-    from kvgrpc.transfer.runtime.prefill_manager import PrefillManager
+from kvgrpc.transfer.runtime.boundary import PrefillRuntime, SenderHandle
 
 
 class KVSender(TransferHandle):
@@ -32,9 +29,7 @@ class KVSender(TransferHandle):
     __slots__ = ("_aux_index", "_expectation", "_initialised", "_manager", "_sender", "_sent", "_total")
     _engine = "prefill"
 
-    def __init__(self, manager: PrefillManager, bootstrap_addr: str, room: int, attempt: int = 0) -> None:
-        from kvgrpc.transfer.runtime.prefill_manager import SenderHandle
-
+    def __init__(self, manager: PrefillRuntime, bootstrap_addr: str, room: int, attempt: int = 0) -> None:
         handle = SenderHandle()
         key = room_key(room, attempt)
         super().__init__(manager, key, handle)
@@ -46,7 +41,7 @@ class KVSender(TransferHandle):
         self._sent = 0
         self._initialised = False
         if not self._refused():
-            manager.post(manager.claim, key, handle)
+            manager.claim(key, handle)
 
     def init(self, num_pages: int | None, aux_index: int | None = None, align: Align = Align.HEAD) -> None:
         """Says how many pages will be sent in all (None: ``is_last`` says it) and which aux row goes with the last.
@@ -100,7 +95,7 @@ class KVSender(TransferHandle):
             return
         expectation, self._expectation = self._expectation, None
         chunk = Chunk(numbers, start, last, wait, others)
-        self._manager.post(self._manager.send, self._sender, chunk, aux, expectation)
+        self._manager.send(self._sender, chunk, aux, expectation)
 
     def poll(self) -> KVPoll:
         """As every end's; WaitingForInput at least once ``init`` was called."""
@@ -118,7 +113,7 @@ class KVSender(TransferHandle):
         return self._handle.release_safe
 
     def _fail(self, failure: Failure) -> None:
-        self._manager.post(self._manager.fail, self._sender, failure)
+        self._manager.fail(self._sender, failure)
 
     def _start(self, index_slice: slice | None, count: int) -> int:
         if index_slice is None:

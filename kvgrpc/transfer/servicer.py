@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import grpc
 
@@ -17,15 +17,12 @@ from kvgrpc.transfer import wire
 from kvgrpc.transfer.layout import engines
 from kvgrpc.transfer.protocol.failures import cancelled
 from kvgrpc.transfer.protocol.types import MAX_ROOM, RoomKey, RoomState
-from kvgrpc.transfer.runtime.prefill_manager import PrefillManager
+from kvgrpc.transfer.runtime.boundary import PrefillRuntime, Runtime
 from kvgrpc.transfer.tables import RoomRow, SessionRow
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceServicer
 from kvgrpc.wire import failure_to_pb, layout_to_pb, pool_to_pb, rank_ref_to_pb
-
-if TYPE_CHECKING:
-    from kvgrpc.transfer.runtime.manager import TransferManager
 
 logger = logging.getLogger(__name__)
 _DEFAULT_PAGE = 100
@@ -39,7 +36,7 @@ _SESSIONS = "ListSessions"
 class TransferServicer(TransferServiceServicer):
     """Served by every rank; ``Session`` only where prefill is."""
 
-    def __init__(self, manager: TransferManager[Any]) -> None:
+    def __init__(self, manager: Runtime) -> None:
         self._manager = manager
 
     async def Session(  # type: ignore[override]
@@ -51,11 +48,11 @@ class TransferServicer(TransferServiceServicer):
             message = await context.read()
             return message if isinstance(message, pb.SessionRequest) else None
 
-        manager = self._manager
-        if isinstance(manager, PrefillManager):
-            await manager.serve(read, context.write, caller_address(context.peer()))
+        prefill = _prefill(self._manager)
+        if prefill is not None:
+            await prefill.serve(read, context.write, caller_address(context.peer()))
             return
-        error = _decode_rank(manager, "it dials sessions and serves none")
+        error = _decode_rank(self._manager, "it dials sessions and serves none")
         await context.write(pb.SessionResponse(goodbye=pb.Goodbye(failure=failure_to_pb(Failure.of(error)))))
 
     async def ListSessions(self, request: pb.ListSessionsRequest, context: object) -> pb.ListSessionsResponse:
@@ -90,11 +87,12 @@ class TransferServicer(TransferServiceServicer):
         request: pb.LocateRoomsRequest,
         context: grpc.aio.ServicerContext[pb.LocateRoomsRequest, pb.LocateRoomsResponse],
     ) -> pb.LocateRoomsResponse:
-        if not isinstance(self._manager, PrefillManager):
+        prefill = _prefill(self._manager)
+        if prefill is None:
             raise _decode_rank(self._manager, "senders are at prefill")
         if not 0 < len(request.rooms) <= MAX_LOCATED_ROOMS:
             raise _invalid("rooms", f"{len(request.rooms)} items", f"1 to {MAX_LOCATED_ROOMS} items")
-        found = await self._manager.locate(wire.room_keys(request.rooms), longest_wait(context.time_remaining()))
+        found = await prefill.locate(wire.room_keys(request.rooms), longest_wait(context.time_remaining()))
         return pb.LocateRoomsResponse(rooms=wire.room_keys_to_pb(found))
 
     async def CancelRoom(self, request: pb.CancelRoomRequest, context: Any) -> pb.CancelRoomResponse:
@@ -111,16 +109,16 @@ class TransferServicer(TransferServiceServicer):
 
     async def GetRank(self, request: pb.GetRankRequest, context: object) -> pb.GetRankResponse:
         manager = self._manager
-        config = manager.config
+        shape = manager.shape
         return pb.GetRankResponse(
-            rank=rank_ref_to_pb(config.ref),
-            role=_ROLES[Role.PREFILL if isinstance(manager, PrefillManager) else Role.DECODE],
-            layout=layout_to_pb(config.layout),
-            pools=[pool_to_pb(pool.without_addresses()) for pool in config.pools],
-            data_plane=manager.plane.name,
-            aux_item_bytes=manager.shape.aux_item_bytes,
+            rank=rank_ref_to_pb(manager.ref),
+            role=_ROLES[Role.DECODE if _prefill(manager) is None else Role.PREFILL],
+            layout=layout_to_pb(shape.layout),
+            pools=[pool_to_pb(pool.without_addresses()) for pool in shape.pools],
+            data_plane=shape.data_plane,
+            aux_item_bytes=shape.aux_item_bytes,
             pages_held=manager.held_pages,
-            pages_held_limit=min(config.bounds.held_pages, 2**32 - 1),
+            pages_held_limit=min(manager.held_pages_limit, 2**32 - 1),
         )
 
     def _find(self, room: int, attempt: int) -> RoomRow:
@@ -138,7 +136,11 @@ class TransferServicer(TransferServiceServicer):
 _ROLES = {Role.PREFILL: common_pb2.ROLE_PREFILL, Role.DECODE: common_pb2.ROLE_DECODE}
 
 
-def _decode_rank(manager: TransferManager[Any], why: str) -> WrongRank:
+def _prefill(manager: Runtime) -> PrefillRuntime | None:
+    return cast(PrefillRuntime, manager) if manager.role == "prefill" else None
+
+
+def _decode_rank(manager: Runtime, why: str) -> WrongRank:
     return WrongRank(
         f"{manager.ref} is a decode rank: {why}", metadata={"expected": Role.PREFILL.name, "actual": Role.DECODE.name}
     )

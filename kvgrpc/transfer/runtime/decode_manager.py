@@ -42,7 +42,7 @@ _Call = grpc.aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]
 
 
 class DecodeManager(TransferManager[DecodeRoom]):
-    """See the module. ``open``, ``write`` and ``fail`` are posted by receivers and run on the loop thread."""
+    """See the module. What receivers use (see runtime.boundary) is thread-safe; the rest runs on the loop."""
 
     role = "decode"
     core: DecodeCore
@@ -71,19 +71,30 @@ class DecodeManager(TransferManager[DecodeRoom]):
         self._refusals = Refusals(config.refusal_proves_death)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    # For receivers. ``stands`` is asked on their thread; the others are posted, and run on the loop thread.
+    # For receivers, on any thread: appended for the loop thread.
 
     def stands(self, room: ReceiverRoom) -> bool:
         """Whether the sessions that the room needs stand now, so that its pages may be allocated."""
         return self._routes.stands(room)
 
     def open(self, room: ReceiverRoom) -> None:
+        self.post(self._take_room, room)
+
+    def write(self, room: ReceiverRoom, destination: Destination, aux_index: int | None) -> None:
+        self.post(self._take_destination, room, destination, aux_index)
+
+    def fail(self, room: ReceiverRoom, failure: Failure) -> None:
+        self.post(self.core.fail, room, failure)
+
+    # What they appended, on the loop thread.
+
+    def _take_room(self, room: ReceiverRoom) -> None:
         if self.draining or self.closed:
             self._refuse_late(room.handle)
         elif self.core.open(room) or room.refused:
             self._routes.find(room)
 
-    def write(self, room: DecodeRoom, destination: Destination, aux_index: int | None) -> None:
+    def _take_destination(self, room: ReceiverRoom, destination: Destination, aux_index: int | None) -> None:
         try:
             others = None if destination.others is None else [other.pages for other in destination.others]
             check_pages_of(destination.pages, others, self.own_pages, self.pool_names)
@@ -93,9 +104,6 @@ class DecodeManager(TransferManager[DecodeRoom]):
             self.core.fail(room, Failure.of(error, str(self.ref)))
             return
         self.core.write(room, destination, aux_index)
-
-    def fail(self, room: DecodeRoom, failure: Failure) -> None:
-        self.core.fail(room, failure)
 
     # Life.
 

@@ -301,6 +301,10 @@ class TransferManager(ABC, Generic[Record]):
     def held_pages(self) -> int:
         return 0
 
+    @property
+    def held_pages_limit(self) -> int:
+        return self.config.bounds.held_pages
+
     @abstractmethod
     def open_rooms(self) -> int: ...
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
 
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import (
@@ -27,6 +26,7 @@ from kvgrpc.transfer.layout import topology
 from kvgrpc.transfer.layout.plan import check_pages_of
 from kvgrpc.transfer.protocol.prefill_core import Chunk, PrefillCore, PrefillPair, PrefillRoom
 from kvgrpc.transfer.protocol.types import Align, RoomKey
+from kvgrpc.transfer.runtime.boundary import Reader, SenderHandle
 from kvgrpc.transfer.runtime.manager import (
     FRAMES_RECEIVED,
     FRAMES_SENT,
@@ -37,7 +37,6 @@ from kvgrpc.transfer.runtime.manager import (
     TransferManager,
 )
 from kvgrpc.transfer.runtime.session_writer import SessionWriter
-from kvgrpc.transfer.runtime.stages import TimedHandle
 from kvgrpc.transfer.runtime.worker import Outcomes, PeerMemory, TransferWorker
 from kvgrpc.transfer.tables import PartRow, RoomRow, SessionRow
 from kvgrpc.v1 import transfer_service_pb2 as pb
@@ -51,24 +50,8 @@ MAX_SOUGHT_ROOMS = 65_536
 _MOST_POOLS, _MOST_AUX_BUFFERS = 64, 256
 
 
-class Reader(Protocol):
-    """Reads the next message of a stream; None at its end."""
-
-    def __call__(self) -> Awaitable[pb.SessionRequest | None]: ...
-
-
-class SenderHandle(TimedHandle):
-    """A sender's handle, with the record that the loop thread found or made for it."""
-
-    __slots__ = ("record",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.record: PrefillRoom | None = None
-
-
 class PrefillManager(TransferManager[PrefillRoom]):
-    """See the module. Public methods that senders use are thread-safe; ``serve`` runs on the loop."""
+    """See the module. What senders use (see runtime.boundary) is thread-safe; the rest runs on the loop."""
 
     role = "prefill"
     core: PrefillCore
@@ -83,16 +66,29 @@ class PrefillManager(TransferManager[PrefillRoom]):
             MAX_SOUGHT_ROOMS, "rooms sought", draining=f"{self.ref} drains: a room without a sender gets none here"
         )
 
-    # For senders: each is posted, and runs on the loop thread.
+    # For senders, on any thread: appended for the loop thread.
 
     def claim(self, key: RoomKey, handle: SenderHandle) -> None:
+        self.post(self._take_claim, key, handle)
+
+    def send(
+        self, handle: SenderHandle, chunk: Chunk, aux: bytes | None, expectation: tuple[int | None, Align] | None
+    ) -> None:
+        self.post(self._take_chunk, handle, chunk, aux, expectation)
+
+    def fail(self, handle: SenderHandle, failure: Failure) -> None:
+        self.post(self._take_failure, handle, failure)
+
+    # What they appended, on the loop thread.
+
+    def _take_claim(self, key: RoomKey, handle: SenderHandle) -> None:
         if self.closed:
             self._refuse_late(handle)
             return
         handle.record = self.core.claim(key, handle)
         self._sought.wake(key)
 
-    def send(
+    def _take_chunk(
         self, handle: SenderHandle, chunk: Chunk, aux: bytes | None, expectation: tuple[int | None, Align] | None
     ) -> None:
         record = handle.record
@@ -107,7 +103,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
             self.core.expect(record, *expectation)
         self.core.send(record, chunk, aux)
 
-    def fail(self, handle: SenderHandle, failure: Failure) -> None:
+    def _take_failure(self, handle: SenderHandle, failure: Failure) -> None:
         if handle.record is not None:
             self.core.fail(handle.record, failure)
 
@@ -182,6 +178,10 @@ class PrefillManager(TransferManager[PrefillRoom]):
     @property
     def healthy(self) -> bool:
         return super().healthy and self._worker.healthy and self._ticks_in_turn < _LONGEST_TURN_TICKS
+
+    @property
+    def has_unknown_writes(self) -> bool:
+        return self.core.has_unknown_writes
 
     @property
     def bytes_written(self) -> int:

@@ -1,0 +1,162 @@
+"""Everything that the rest of kvgrpc asks of a session runtime, and so what another implementation of it must give.
+
+``PrefillManager`` and ``DecodeManager`` are the implementation in Python. What must hold behind the methods (order,
+frames of many, writes by evidence) is docs/session.md; docs/architecture.md says it in five lines.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+from kvgrpc.dataplane.base import DataPlane
+from kvgrpc.errors import Failure
+from kvgrpc.model import RankRef
+from kvgrpc.transfer.aux import AuxRows
+from kvgrpc.transfer.layout.topology import Shape
+from kvgrpc.transfer.protocol.prefill_core import Chunk, PrefillRoom
+from kvgrpc.transfer.protocol.types import Align, Destination, RoomKey
+from kvgrpc.transfer.runtime.resolve import ReceiverRoom
+from kvgrpc.transfer.runtime.stages import TimedHandle
+from kvgrpc.transfer.tables import RoomRow, SessionRow
+from kvgrpc.v1 import transfer_service_pb2 as pb
+
+
+class Reader(Protocol):
+    """Reads the next message of a stream; None at its end."""
+
+    def __call__(self) -> Awaitable[pb.SessionRequest | None]: ...
+
+
+class SenderHandle(TimedHandle):
+    """A sender's handle, with the record that the runtime found or made for it."""
+
+    __slots__ = ("record",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.record: PrefillRoom | None = None
+
+
+class Runtime(Protocol):
+    """Of one rank, of either role. A room's end at the engine reads the ``Handle`` that the runtime turns."""
+
+    # Asked by senders and receivers, on engine threads. None blocks and none raises.
+
+    @property
+    def role(self) -> str: ...
+
+    @property
+    def ref(self) -> RankRef: ...
+
+    @property
+    def pool_names(self) -> tuple[str, ...]: ...
+
+    @property
+    def aux(self) -> AuxRows: ...
+
+    @property
+    def aborting(self) -> threading.Lock:
+        """Held while an aux row is written and while an engine aborts."""
+
+    @property
+    def queue_full(self) -> bool:
+        """No more can be asked now."""
+
+    def overflow(self, key: RoomKey) -> Failure:
+        """What is said of a room then."""
+
+    def refusal(self, key: RoomKey) -> Failure | None:
+        """Why there can be no such room now."""
+
+    def give_way(self) -> None:
+        """An engine looked at an open room."""
+
+    def note_change(self) -> None:
+        """A room changed: makes ``fileno`` readable."""
+
+    def fileno(self) -> int:
+        """The descriptor that an engine's event loop watches."""
+
+    # Tables and life, on the loop thread.
+
+    @property
+    def plane(self) -> DataPlane: ...
+
+    @property
+    def shape(self) -> Shape: ...
+
+    @property
+    def healthy(self) -> bool: ...
+
+    @property
+    def held_pages(self) -> int: ...
+
+    @property
+    def held_pages_limit(self) -> int:
+        """Past it a decode rank refuses rooms."""
+
+    def open_rooms(self) -> int: ...
+
+    def sessions(self) -> list[SessionRow]: ...
+
+    async def page_of_rooms(
+        self, after: RoomKey, count: int, wanted: Callable[[RoomRow], bool] | None = None
+    ) -> tuple[list[RoomRow], int]:
+        """The first ``count`` wanted rooms behind ``after``, and how many rooms there are."""
+
+    def room(self, key: RoomKey) -> RoomRow | None: ...
+
+    def cancel(self, key: RoomKey, failure: Failure) -> bool:
+        """Fails the room; False when there is none."""
+
+    def start(self) -> None: ...
+
+    async def drain(self, grace: float) -> tuple[bool, int]:
+        """Refuses new rooms and waits for open ones; (nothing is left, open rooms)."""
+
+    async def stop(self) -> None: ...
+
+
+class PrefillRuntime(Runtime, Protocol):
+    """Senders give it rooms and pages, on engine threads; ``serve`` and ``locate`` are the servicer's."""
+
+    def claim(self, key: RoomKey, handle: SenderHandle) -> None: ...
+
+    def send(
+        self, handle: SenderHandle, chunk: Chunk, aux: bytes | None, expectation: tuple[int | None, Align] | None
+    ) -> None: ...
+
+    def fail(self, handle: SenderHandle, failure: Failure) -> None: ...
+
+    async def serve(
+        self, read: Reader, write: Callable[[pb.SessionResponse], Awaitable[None]], caller: str = ""
+    ) -> None:
+        """One stream from Hello to Goodbye."""
+
+    @property
+    def has_unknown_writes(self) -> bool:
+        """Whether a write may go on of which nobody knows: its memory may not be freed."""
+
+    def close_worker(self, deadline: float) -> bool:
+        """Ends the transfer thread; False when a write is still running."""
+
+    def on_plane_closed(self) -> None:
+        """No write is left anywhere, those of which nobody knew included."""
+
+    async def locate(self, keys: Sequence[RoomKey], timeout: float) -> list[RoomKey]:
+        """Those that have a sender here."""
+
+
+class DecodeRuntime(Runtime, Protocol):
+    """Receivers give it rooms and pages, on engine threads."""
+
+    def stands(self, room: ReceiverRoom) -> bool:
+        """Whether pages may be allocated at once."""
+
+    def open(self, room: ReceiverRoom) -> None: ...
+
+    def write(self, room: ReceiverRoom, destination: Destination, aux_index: int | None) -> None: ...
+
+    def fail(self, room: ReceiverRoom, failure: Failure) -> None: ...
