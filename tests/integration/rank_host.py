@@ -238,6 +238,15 @@ class RankHost:
         for payload in payloads:
             self.rank.events.publish(payload)
 
+    def metrics_address(self) -> str:
+        return self.rank.metrics_address
+
+    def log_to(self, path: str) -> None:
+        """What an operator reads of this process, from now on."""
+        import logging
+
+        logging.basicConfig(filename=path, level=logging.INFO, force=True)
+
     def rooms_open(self) -> int:
         return len(self.rank.transfer.core.rooms)
 
