@@ -271,6 +271,12 @@ class AddressNotAllowed(KvGrpcError):
 class Internal(KvGrpcError):
     reason, code = Reason.INTERNAL, "INTERNAL"
 
+    @staticmethod
+    def of(what: str, request_id: str) -> Internal:
+        """``what`` failed by a bug; the log has the cause beside ``request_id``."""
+        text = f"{what}: a bug here; its log has the cause under request id {request_id}"
+        return Internal(text, metadata={"requestId": request_id})
+
 
 class PeerUnreachable(KvGrpcError):
     reason, code = Reason.PEER_UNREACHABLE, "UNAVAILABLE"

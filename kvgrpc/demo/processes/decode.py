@@ -94,7 +94,7 @@ class DecodeScheduler:
         room, first_token, tokens = self._opened.aux.read(job.aux_row)
         if (room, tokens) != (job.request.room, len(run.prompt)):
             text = f"aux says room {room} and {tokens} tokens, not {job.request.room} and {len(run.prompt)}"
-            return self._give_up(job, Failure(Reason.INTERNAL, text))
+            return self._give_up(job, Failure(Reason.INTERNAL, text, {"requestId": str(job.request.room)}))
         self._engine.received(run)
         self._engine.keep(run)
         digest = self._engine.memory.digest(run.pages, len(run.prompt))

@@ -52,7 +52,7 @@ async def _refuse_if_alive(method: Method, context: Context, error: grpc.aio.Int
     """A write failed: the call was over, or the servicer wrote twice at once. Only the second can still be answered."""
     request_id = uuid.uuid4().hex
     try:
-        await _refuse(context, _internal_with(request_id))
+        await _refuse(context, Internal.of(method.path, request_id))
     except grpc.aio.InternalError:
         # What the library logs as a bug where it does not know yet that the caller went away.
         raise asyncio.CancelledError from None
@@ -65,12 +65,7 @@ def _internal(method: Method, error: BaseException) -> Internal:
     request_id = uuid.uuid4().hex
     if not isinstance(error, asyncio.CancelledError) or _CAN_TELL:
         _log.error("%s failed, request id %s", method.path, request_id, exc_info=error)
-    return _internal_with(request_id)
-
-
-def _internal_with(request_id: str) -> Internal:
-    text = f"a bug of this server; its log has the cause under request id {request_id}"
-    return Internal(text, metadata={"requestId": request_id})
+    return Internal.of(method.path, request_id)
 
 
 # Python 3.10 cannot say who cancelled a task: there the status is tried in any case, and is lost when the call is over.

@@ -194,12 +194,11 @@ class DecodeManager(TransferManager[DecodeRoom]):
         except asyncio.CancelledError:
             self.core.on_end(stream)
         except Exception as error:
-            self._count_error(f"session to {stream.pair.ref} failed")
+            failure = self._count_error(f"{stream.pair.ref} cannot be dialled: {type(error).__name__}")
             if stream.pair.welcomed:
                 self.core.on_end(stream)
             else:  # nothing says that the next dial would get further
-                text = f"{stream.pair.ref} cannot be dialled: {type(error).__name__}; the log has the cause"
-                self.core.on_goodbye(stream, Failure(Reason.INTERNAL, text, {}, str(self.ref)))
+                self.core.on_goodbye(stream, failure)
         finally:
             del self._sessions[stream]
             session.end()

@@ -11,6 +11,7 @@ import math
 import os
 import threading
 import time
+import uuid
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from kvgrpc.dataplane.base import DataPlane
-from kvgrpc.errors import Failure, Reason, ServerDraining, TooManyRequests
+from kvgrpc.errors import Failure, Internal, Reason, ServerDraining, TooManyRequests
 from kvgrpc.model import UNKNOWN_MODEL, Layout, ModelIdentity, Pool, RankRef
 from kvgrpc.observability import metrics
 from kvgrpc.observability.hand_offs import HandOffs
@@ -414,9 +415,12 @@ class TransferManager(ABC, Generic[Record]):
                 done.set_result(None)
         self._conditions = [waiting for waiting in self._conditions if not waiting[1].done()]
 
-    def _count_error(self, what: str) -> None:
+    def _count_error(self, what: str) -> Failure:
+        """Of the exception that is being handled; what may be said of it to others."""
         self.errors += 1
-        logger.exception("%s: %s", self.ref, what)
+        request_id = uuid.uuid4().hex
+        logger.exception("%s: %s, request id %s", self.ref, what, request_id)
+        return Failure.of(Internal.of(what, request_id), str(self.ref))
 
 
 # How many forks lie behind this process: cheaper to compare than a process id is to ask for.

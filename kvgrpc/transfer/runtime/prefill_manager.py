@@ -13,7 +13,6 @@ from kvgrpc.errors import (
     InvalidRequest,
     KvGrpcError,
     ParallelLayoutMismatch,
-    Reason,
     ServerDraining,
     WrongRank,
 )
@@ -341,8 +340,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         except KvGrpcError as error:
             failure = Failure.of(error, str(self.ref))
         except Exception:
-            self._count_error(f"a frame of {ref} failed")
-            failure = Failure(Reason.INTERNAL, "a bug of this rank; its log has the cause", {}, str(self.ref))
+            failure = self._count_error(f"a frame of {ref} failed")
         session.end(failure)
 
     async def _write(self, session: _Session) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
 
-from kvgrpc.errors import EngineNotFound, Failure, InvalidRequest, KvGrpcError, Reason
+from kvgrpc.errors import EngineNotFound, Failure, Internal, InvalidRequest, KvGrpcError
 from kvgrpc.model import Layout, RankId, RankRef
 from kvgrpc.transfer.layout import topology
 from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodeRoom
@@ -197,8 +198,10 @@ class Routes:
         except KvGrpcError as error:
             failure = Failure.of(error, str(me))
         except Exception as error:
-            logger.exception("resolving %s failed", bootstrap_addr)
-            failure = Failure(Reason.INTERNAL, f"resolving {bootstrap_addr}: {type(error).__name__}", {}, str(me))
+            request_id = uuid.uuid4().hex
+            logger.exception("resolving %s failed, request id %s", bootstrap_addr, request_id)
+            what = f"resolving {bootstrap_addr}: {type(error).__name__}"
+            failure = Failure.of(Internal.of(what, request_id), str(me))
         if self._questions.get(bootstrap_addr, (0.0, []))[1] is rooms:
             del self._questions[bootstrap_addr]
         for room in rooms:

@@ -193,7 +193,10 @@ def names(*addresses: str, port: int) -> Any:
 
 @pytest.mark.parametrize("error", [AddressNotAllowed("a token needs TLS"), RuntimeError("a bug")])
 def test_a_channel_that_cannot_be_made_fails_the_room_with_its_cause_and_leaves_nothing(
-    pair: tuple[RankHost, RankHost], error: Exception, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[RankHost, RankHost],
+    error: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     prefill, decode = pair
     manager: Any = decode.rank.transfer
@@ -207,6 +210,7 @@ def test_a_channel_that_cannot_be_made_fails_the_room_with_its_cause_and_leaves_
         eventually(lambda: receiver.poll() is KVPoll.Failed)
         known = isinstance(error, AddressNotAllowed)
         assert receiver.failure.reason is (Reason.ADDRESS_NOT_ALLOWED if known else Reason.INTERNAL)
+        assert known or receiver.failure.metadata["requestId"] in caplog.text
         eventually(lambda: not manager._sessions)
     receiver = receiver_of(decode, f"{prefill.rank.address}/P", 2)
     eventually(lambda: receiver.poll() is KVPoll.WaitingForInput)
