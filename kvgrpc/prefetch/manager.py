@@ -292,9 +292,9 @@ class PrefetchManager:
         if self.ranks == 1:
             return AloneAgreement()
         if self.leads:
-            self.leader = LeaderAgreement(self.rank, self.layout)
+            self.leader = LeaderAgreement(self.rank, self.layout, doubt=self.config.limits.doubt_timeout)
             return self.leader
-        self.joined = JoinedAgreement(self.rank, self.layout)
+        self.joined = JoinedAgreement(self.rank, self.layout, doubt=self.config.limits.doubt_timeout)
         return self.joined
 
     def _begin_for_the_leader(self, order: StartOrder) -> None:

@@ -151,6 +151,8 @@ class PrefetchLimits:
             ``timeout_per_ki_tokens`` for each 1,024 tokens, in seconds, from the first look that found it unfinished.
         operation_timeout: seconds that an operation may take that came without a limit of its own.
         agreement_timeout: seconds that all ranks may take to say what they have.
+        doubt_timeout: seconds, of those that this rank is awake, that it waits for the leading rank's word after it
+            said its last number. Equal at all ranks. They end alike whichever of them sleep for less.
     """
 
     threshold_tokens: int = 256
@@ -167,6 +169,7 @@ class PrefetchLimits:
     timeout_per_ki_tokens: float = 0.25
     operation_timeout: float = 30.0
     agreement_timeout: float = 5.0
+    doubt_timeout: float = 60.0
 
     def __post_init__(self) -> None:
         for name in ("batch_pages", "attempts", "readers", "writers", "operations", "remembered"):
@@ -174,7 +177,7 @@ class PrefetchLimits:
                 raise InvalidRequest.of(f"prefetch.limits.{name}", getattr(self, name), "1 to 1048576")
         if self.threshold_tokens < 0:
             raise InvalidRequest.of("prefetch.limits.threshold_tokens", self.threshold_tokens, "at least 0")
-        for name in ("storage_timeout", "operation_timeout", "agreement_timeout"):
+        for name in ("storage_timeout", "operation_timeout", "agreement_timeout", "doubt_timeout"):
             if not 0 < getattr(self, name) <= 3600:
                 raise InvalidRequest.of(f"prefetch.limits.{name}", getattr(self, name), "above 0, at most 3600 seconds")
         for name in ("timeout_base", "timeout_per_ki_tokens"):

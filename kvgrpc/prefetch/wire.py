@@ -139,12 +139,21 @@ def vote_to_pb(vote: Vote) -> pb.AgreementVote:
         stage=pb.AgreementStage.ValueType(vote.stage),
         pages=vote.pages,
         stop=pb.OperationStop.ValueType(vote.stop),
+        beat=beat_to_pb(vote.beat),
     )
 
 
 def vote_from_pb(message: pb.AgreementVote) -> Vote:
     key = text_from_pb("votes.operation_id", message.operation_id)
-    return Vote(key, _stage(message.stage), message.pages, _stop(message.stop))
+    return Vote(key, _stage(message.stage), message.pages, _stop(message.stop), beat_from_pb(message.beat))
+
+
+def beat_to_pb(seconds: float) -> int:
+    return max(0, int(seconds * 1e6))
+
+
+def beat_from_pb(microseconds: int) -> float:
+    return microseconds / 1e6
 
 
 def decision_to_pb(decision: Decision) -> pb.AgreementDecision:

@@ -1146,6 +1146,7 @@ class AgreementVote(_message.Message):
     STAGE_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
+    BEAT_FIELD_NUMBER: _builtins.int
     operation_id: _builtins.str
     """Which operation, under the id that all ranks use."""
     stage: Global___AgreementStage.ValueType
@@ -1154,6 +1155,8 @@ class AgreementVote(_message.Message):
     """Leading pages of the prompt."""
     stop: Global___OperationStop.ValueType
     """Why so few."""
+    beat: _builtins.int
+    """The last beat that this rank had heard when it said so: a last vote that is too old decides nothing any more."""
     def __init__(
         self,
         *,
@@ -1161,10 +1164,11 @@ class AgreementVote(_message.Message):
         stage: Global___AgreementStage.ValueType = ...,
         pages: _builtins.int = ...,
         stop: Global___OperationStop.ValueType = ...,
+        beat: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["operation_id", b"operation_id", "pages", b"pages", "stage", b"stage", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "operation_id", b"operation_id", "pages", b"pages", "stage", b"stage", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1291,8 +1295,13 @@ class JoinAgreementResponse(_message.Message):
     DECISIONS_FIELD_NUMBER: _builtins.int
     TERMINATED_FIELD_NUMBER: _builtins.int
     LIVE_FIELD_NUMBER: _builtins.int
+    BEAT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Grows whenever a rank is lost or comes back; 0: nothing changed since the message before."""
+    beat: _builtins.int
+    """When this was written, by a clock that only the leader reads, in microseconds. Sent now and then when nothing else
+    is.
+    """
     @_builtins.property
     def starts(self) -> _containers.RepeatedCompositeFieldContainer[Global___AgreementStart]:
         """Prefetches to begin."""
@@ -1317,10 +1326,11 @@ class JoinAgreementResponse(_message.Message):
         decisions: _abc.Iterable[Global___AgreementDecision] | None = ...,
         terminated: _abc.Iterable[_builtins.str] | None = ...,
         live: _abc.Iterable[_common_pb2.RankId] | None = ...,
+        beat: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions", "epoch", b"epoch", "live", b"live", "starts", b"starts", "terminated", b"terminated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "decisions", b"decisions", "epoch", b"epoch", "live", b"live", "starts", b"starts", "terminated", b"terminated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from kvgrpc.prefetch.agreement.said import SaidVotes
 from kvgrpc.prefetch.agreement.votes import AgreementCore, Decision, Stage, Vote
 from kvgrpc.prefetch.model import Stop
 
@@ -173,3 +174,69 @@ def test_a_stranger_decides_nothing() -> None:
     core = AgreementCore(range(2))
     assert core.vote("nobody", Vote("op", Stage.HITS, 5), 0.0, 1.0) == []
     assert not core.join("nobody") and core.open_ballots == 0
+
+
+DOUBT = 60.0
+
+
+def last(pages: int, beat: float) -> Vote:
+    return Vote("op", Stage.COMPLETED, pages, beat=beat)
+
+
+class TestDoubt:
+    """After its last vote a rank waits for the leader; the leader counts that vote for half of the time."""
+
+    def test_a_last_vote_that_is_too_old_when_it_comes_decides_that_its_rank_was_absent(self) -> None:
+        core = AgreementCore(range(2), doubt=DOUBT)
+        assert core.vote(1, last(8, beat=0.0), DOUBT / 2 + 1, 30.0) == [Decision("op", Stage.COMPLETED, *ABSENT)]
+        assert core.vote(0, last(8, beat=31.0), DOUBT / 2 + 1, 5.0) == [Decision("op", Stage.COMPLETED, *ABSENT)]
+
+    def test_so_does_one_that_is_too_old_when_the_others_have_spoken(self) -> None:
+        core = AgreementCore(range(2), doubt=DOUBT)
+        assert core.vote(1, last(8, beat=0.0), 1.0, 100.0) == []
+        assert core.vote(0, last(8, beat=31.0), DOUBT / 2 + 1, 5.0) == [Decision("op", Stage.COMPLETED, *ABSENT)]
+
+    def test_one_in_time_counts(self) -> None:
+        core = AgreementCore(range(2), doubt=DOUBT)
+        core.vote(1, last(8, beat=0.0), 1.0, 100.0)
+        assert core.vote(0, last(7, beat=29.0), 29.0, 5.0) == [Decision("op", Stage.COMPLETED, 7)]
+
+    def test_a_new_leader_answers_at_once_what_its_former_self_was_asked(self) -> None:
+        core = AgreementCore(range(2), doubt=DOUBT, born=100.0)
+        assert core.vote(1, last(8, beat=99.0), 101.0, 30.0) == [Decision("op", Stage.COMPLETED, *ABSENT)]
+
+    def test_what_was_decided_is_said_again_however_long_a_rank_slept(self) -> None:
+        core = AgreementCore(range(2), doubt=DOUBT)
+        core.vote(0, last(8, beat=0.0), 0.0, 5.0)
+        (decision,) = core.vote(1, last(8, beat=0.0), 0.0, 30.0)
+        for number in range(1_000):
+            core.vote(0, Vote(f"other {number}", Stage.HITS, 5), 0.0, 0.0)
+            core.expire(1.0)
+        assert core.vote(1, last(8, beat=0.0), 10 * DOUBT, 30.0) == [decision]
+
+    def test_a_rank_gives_up_once_it_was_awake_for_the_whole_doubt(self) -> None:
+        said, now = SaidVotes(DOUBT), 0.0
+        said.tick(now)
+        said.say(last(8, 0.0), lambda decision: None)
+        while not (given_up := said.tick(now)):
+            now += said.step
+        assert now == pytest.approx(DOUBT)
+        assert given_up == [Decision("op", Stage.COMPLETED, *ABSENT)]
+
+    def test_a_sleep_is_no_time_and_what_came_meanwhile_is_heard_first(self) -> None:
+        said, now = SaidVotes(DOUBT), 0.0
+        said.tick(now)
+        said.say(last(8, 0.0), lambda decision: None)
+        while now < DOUBT - 2 * said.step:
+            now += said.step
+            assert said.tick(now) == []
+        assert said.tick(now + 1000.0) == []
+        assert said.answered("op", Stage.COMPLETED) is not None
+        assert said.answered("op", Stage.COMPLETED) is None, "once"
+
+    def test_what_is_said_again_is_as_old_as_when_it_was_said_first(self) -> None:
+        said = SaidVotes(DOUBT)
+        said.heard_beat(3.0)
+        said.say(last(8, 0.0), lambda decision: None)
+        said.heard_beat(50.0)
+        assert [vote.beat for vote in said.undecided()] == [3.0]

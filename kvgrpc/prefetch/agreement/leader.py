@@ -7,6 +7,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from kvgrpc.errors import InvalidRequest, StaleEpoch, TooManyRequests, WrongRank
@@ -32,11 +33,12 @@ class LeaderAgreement:
     be gone, and for one that hangs no longer than the votes' own time.
     """
 
-    def __init__(self, rank: RankRef, layout: Layout) -> None:
+    def __init__(self, rank: RankRef, layout: Layout, *, doubt: float = 60.0) -> None:
         self._rank = rank
         self._layout = layout
+        self._doubt = doubt
         self._lock = threading.Lock()
-        self._core = AgreementCore(ranks_of(rank.rank, layout))
+        self._core = AgreementCore(ranks_of(rank.rank, layout), doubt=doubt, born=time.monotonic())
         self._waiting: dict[tuple[str, Stage], Decided] = {}
         self._streams: dict[RankId, _Stream] = {}
         self._alarms = Alarms("agreement-alarms")
@@ -53,7 +55,8 @@ class LeaderAgreement:
     def vote(self, vote: Vote, timeout: float, decided: Decided) -> None:
         with self._lock:
             self._waiting[vote.key, vote.stage] = decided
-            decisions = self._core.vote(self._rank.rank, vote, time.monotonic(), timeout)
+            now = time.monotonic()
+            decisions = self._core.vote(self._rank.rank, replace(vote, beat=now), now, timeout)
         self._alarms.after(timeout, self._expire)
         self._tell(decisions)
 
@@ -88,7 +91,7 @@ class LeaderAgreement:
         Raises InvalidRequest, WrongRank, StaleEpoch, IdentityMismatch for a hello that is not right.
         """
         member = self._member_of(await self._hello(context), role)
-        stream = _Stream(asyncio.get_running_loop())
+        stream = _Stream(asyncio.get_running_loop(), self._doubt / _BEATS)
         with self._lock:
             older = self._streams.pop(member, None)
             decisions = [] if older is None else self._core.lose(member)
@@ -203,13 +206,16 @@ class LeaderAgreement:
 
 # A rank that speaks first waits for the others' schedulers, whose own time is the agreement_timeout of their limits.
 _OTHERS_SECONDS = 30.0
+# A last vote counts for half of the doubt, and is as old as the beat before it.
+_BEATS = 16
 
 
 class _Stream:
     """What is to be told to one rank: appended from any thread, written on the loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, beat_seconds: float) -> None:
         self._loop = loop
+        self._beat_seconds = beat_seconds
         self._wake = asyncio.Event()
         self._lock = threading.Lock()
         self._waiting: list[pb.JoinAgreementResponse] = []
@@ -226,9 +232,12 @@ class _Stream:
         self._loop.call_soon_threadsafe(self._wake.set)
 
     async def write_all(self, write: Callable[[pb.JoinAgreementResponse], Any]) -> None:
-        """Everything that waits as one message, until the stream ends. Raises TooManyRequests when it was too slow."""
+        """Everything that waits as one message, or a beat, until the stream ends.
+
+        Raises TooManyRequests when it was too slow."""
         while True:
-            await self._wake.wait()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), self._beat_seconds)
             self._wake.clear()
             if self._ended:
                 raise TooManyRequests(
@@ -238,13 +247,12 @@ class _Stream:
                 )
             with self._lock:
                 messages, self._waiting = self._waiting, []
-            merged = pb.JoinAgreementResponse()
+            merged = pb.JoinAgreementResponse(beat=wire.beat_to_pb(time.monotonic()))
             for message in messages:
                 if message.epoch:
                     merged.ClearField("live")
                 merged.MergeFrom(message)
-            if messages:
-                await write(merged)
+            await write(merged)
 
 
 def ranks_of(rank: RankId, layout: Layout) -> list[RankId]:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import grpc
 from kvgrpc.errors import KvGrpcError
 from kvgrpc.model import Layout, RankId, RankRef
 from kvgrpc.prefetch import wire
+from kvgrpc.prefetch.agreement.said import SaidVotes
 from kvgrpc.prefetch.agreement.votes import Decided, Decision, Stage, Vote
 from kvgrpc.prefetch.controller.timers import Alarms
 from kvgrpc.prefetch.model import Stop
@@ -47,30 +49,25 @@ class StartOrder:
     terminated: bool = False
 
 
-@dataclass(slots=True)
-class _Waiting:
-    vote: Vote
-    decided: Decided
-
-
 class JoinedAgreement:
     """Votes from any thread. A vote that nobody decides in its time is decided here: the leader is absent.
 
-    After a break the rank dials again and says every vote that is still undecided; the leader remembers what it
-    decided.
+    The last vote of an operation has another time: after it the leader may have decided, so this rank waits for its
+    word for ``doubt`` seconds that it is awake. After a break the rank dials again and says every vote that is still
+    undecided; the leader remembers what it decided.
     """
 
-    def __init__(self, rank: RankRef, layout: Layout) -> None:
+    def __init__(self, rank: RankRef, layout: Layout, *, doubt: float = 60.0) -> None:
         self._rank = rank
         self._layout = layout
         self._lock = threading.Lock()
-        self._waiting: dict[tuple[str, Stage], _Waiting] = {}
+        self._said = SaidVotes(doubt)
         self._unsent: list[Vote] = []
         self._live: frozenset[RankId] = frozenset({rank.rank})
         self._alarms = Alarms("agreement-alarms")
         self._wake: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._task: Any = None
+        self._tasks: list[Any] = []
         self._connected = False
         self._begin: Callable[[StartOrder], None] = _nobody
 
@@ -85,29 +82,31 @@ class JoinedAgreement:
 
     def vote(self, vote: Vote, timeout: float, decided: Decided) -> None:
         with self._lock:
-            self._waiting[vote.key, vote.stage] = _Waiting(vote, decided)
-            self._unsent.append(vote)
+            self._unsent.append(self._said.say(vote, decided))
             # While there is no leader only the newest are kept: the others are decided by their time anyway.
             del self._unsent[:-_MOST_UNSENT]
-        self._alarms.after(timeout, lambda: self._decide(Decision(vote.key, vote.stage, 0, Stop.RANK_ABSENT)))
+        if vote.stage is not Stage.COMPLETED:
+            self._alarms.after(timeout, lambda: self._decide(Decision(vote.key, vote.stage, 0, Stop.RANK_ABSENT)))
         self._ring()
 
     def forget(self, key: str) -> None:
         with self._lock:
-            for stage in Stage:
-                self._waiting.pop((key, stage), None)
+            self._said.forget(key)
 
     def connect(
         self, find_leader: FindLeader, open_channel: OpenChannel, spawn: Spawn, begin: Callable[[StartOrder], None]
     ) -> None:
         """Dials the leader on the event loop, for as long as it takes, and again after each break."""
         self._begin = begin
-        self._task = spawn(self._stay_joined(find_leader, open_channel), f"prefetch-agreement {self._rank.rank}")
+        self._tasks = [
+            spawn(self._stay_joined(find_leader, open_channel), f"prefetch-agreement {self._rank.rank}"),
+            spawn(self._count_doubt(), f"prefetch-agreement-doubt {self._rank.rank}"),
+        ]
 
     def close(self, timeout: float) -> bool:
         """Ends the stream and its thread."""
-        if self._task is not None:
-            self._task.cancel()
+        for task in self._tasks:
+            task.cancel()
         return self._alarms.stop(timeout)
 
     async def _stay_joined(self, find_leader: FindLeader, open_channel: OpenChannel) -> None:
@@ -130,6 +129,20 @@ class JoinedAgreement:
             self._live = frozenset({self._rank.rank})
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(_LONGEST_PAUSE_SECONDS, pause * 2)
+
+    async def _count_doubt(self) -> None:
+        """On the loop that reads the leader's messages: while it stands still, no time passes."""
+        while True:
+            with self._lock:
+                given_up = self._said.tick(time.monotonic())
+            for decision in given_up:
+                _log.warning(
+                    "%s: operation %s ends without its leader's word: other ranks may have its pages",
+                    self._rank.rank,
+                    decision.key,
+                )
+                self._decide(decision)
+            await asyncio.sleep(self._said.step)
 
     async def _join(self, channel: grpc.aio.Channel) -> None:
         """One stream until it breaks."""
@@ -155,8 +168,8 @@ class JoinedAgreement:
         hello.hello.layout.CopyFrom(layout_to_pb(self._layout))
         with self._lock:
             # What was said on an earlier stream may not have arrived.
-            said = {(vote.key, vote.stage) for vote in self._unsent}
-            self._unsent[:0] = [each.vote for key, each in self._waiting.items() if key not in said]
+            unsent = {(vote.key, vote.stage) for vote in self._unsent}
+            self._unsent[:0] = [vote for vote in self._said.undecided() if (vote.key, vote.stage) not in unsent]
         yield hello
         wake.set()
         while True:
@@ -171,6 +184,8 @@ class JoinedAgreement:
                 yield pb.JoinAgreementRequest(votes=[wire.vote_to_pb(vote) for vote in part])
 
     def _heard(self, message: pb.JoinAgreementResponse) -> None:
+        with self._lock:
+            self._said.heard_beat(wire.beat_from_pb(message.beat))
         if message.epoch:
             self._live = frozenset(map(rank_id_from_pb, message.live))
         for start in message.starts:
@@ -204,9 +219,9 @@ class JoinedAgreement:
 
     def _decide(self, decision: Decision) -> None:
         with self._lock:
-            waiting = self._waiting.pop((decision.key, decision.stage), None)
-        if waiting is not None:
-            waiting.decided(decision)
+            decided = self._said.answered(decision.key, decision.stage)
+        if decided is not None:
+            decided(decision)
 
     def _ring(self) -> None:
         loop, wake = self._loop, self._wake

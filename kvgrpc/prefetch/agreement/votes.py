@@ -3,6 +3,10 @@
 One rank of a replica leads; each rank says its own number under the operation's key, in whatever order its scheduler
 comes to it, and hears the minimum once all have spoken, or that somebody was absent once the time is over. Nothing here
 waits, and nothing depends on the order in which ranks or operations speak.
+
+The leader alone decides. A rank that gives up before its last vote is safe: without that vote nobody gets a page.
+After it the rank is in doubt, and waits for the leader's word for ``doubt`` seconds; so the leader counts a last vote
+for half of that only. What it decides later is that somebody was absent, as the rank says by then.
 """
 
 from __future__ import annotations
@@ -27,12 +31,16 @@ class Stage(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """What one rank says: ``pages`` leading pages of operation ``key``, and why they are so few."""
+    """What one rank says: ``pages`` leading pages of operation ``key``, and why they are so few.
+
+    ``beat``: the leader's time, as it was last heard before this was said. So the leader knows how old a vote is at
+    most, whoever slept meanwhile, and no two clocks are compared."""
 
     key: str
     stage: Stage
     pages: int
     stop: Stop = Stop.NONE
+    beat: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +85,26 @@ class _Ballot:
 
 class AgreementCore:
     """The leader's table. ``members``: who must speak. Times are in seconds of any one clock, given by the caller.
+    ``born``: when this leader began; it knows nothing of votes before that.
 
-    Bounded: past ``limit`` open ballots the oldest is decided as absent; decisions are remembered for as many, so that
-    a rank that comes late hears what was decided without it.
+    Bounded: past ``limit`` open ballots the oldest is decided as absent; the last ``remembered`` decisions are kept, so
+    that a rank that comes late hears what was decided without it.
     """
 
-    def __init__(self, members: Iterable[Hashable], *, limit: int = 4096, grace: float = 0.0) -> None:
+    def __init__(
+        self,
+        members: Iterable[Hashable],
+        *,
+        doubt: float = 60.0,
+        born: float = 0.0,
+        limit: int = 4096,
+        remembered: int = 32_768,
+    ) -> None:
         self._members = frozenset(members)
+        self._doubt = doubt
+        self._born = born
         self._limit = limit
-        self._grace = grace
+        self._remembered = remembered
         self._ballots: OrderedDict[tuple[str, Stage], _Ballot] = OrderedDict()
         self._decided: OrderedDict[tuple[str, Stage], Decision] = OrderedDict()
         self._lost: set[Hashable] = set()
@@ -115,14 +134,15 @@ class AgreementCore:
         if key in self._decided:
             return [self._decided[key]]
         if self._lost:
-            return [self._decide(key, Decision(vote.key, vote.stage, 0, Stop.RANK_ABSENT))]
+            return [self._decide(key, _absent(key))]
+        if not self._in_time(vote, now):
+            return [self._decide(key, _absent(key))]
         ballot = self._ballots.setdefault(key, _Ballot(now + timeout))
         ballot.deadline = min(ballot.deadline, now + timeout)
         ballot.votes.setdefault(member, vote)
         decisions = []
         if ballot.votes.keys() == self._members:
-            lowest = min(ballot.votes.values(), key=lambda each: (each.pages, -each.stop))
-            decisions.append(self._decide(key, Decision(vote.key, vote.stage, lowest.pages, lowest.stop)))
+            decisions.append(self._decide(key, self._count(key, ballot, now)))
         while len(self._ballots) > self._limit:
             oldest = next(iter(self._ballots))
             decisions.append(self._decide(oldest, _absent(oldest)))
@@ -130,11 +150,11 @@ class AgreementCore:
 
     def expire(self, now: float) -> list[Decision]:
         """Decides what waits for too long: somebody is absent."""
-        over = [key for key, ballot in self._ballots.items() if ballot.deadline + self._grace <= now]
+        over = [key for key, ballot in self._ballots.items() if ballot.deadline <= now]
         return [self._decide(key, _absent(key)) for key in over]
 
     def next_deadline(self) -> float | None:
-        return min((ballot.deadline + self._grace for ballot in self._ballots.values()), default=None)
+        return min((ballot.deadline for ballot in self._ballots.values()), default=None)
 
     def lose(self, member: Hashable) -> list[Decision]:
         """A rank is gone: what waits for it is decided at once, and what comes later too, until it is back.
@@ -156,10 +176,20 @@ class AgreementCore:
             self.epoch += 1
         return True
 
+    def _count(self, key: tuple[str, Stage], ballot: _Ballot, now: float) -> Decision:
+        if not all(self._in_time(vote, now) for vote in ballot.votes.values()):
+            return _absent(key)
+        lowest = min(ballot.votes.values(), key=lambda each: (each.pages, -each.stop))
+        return Decision(*key, lowest.pages, lowest.stop)
+
+    def _in_time(self, vote: Vote, now: float) -> bool:
+        """Whether whoever said so surely waits for the answer yet."""
+        return vote.stage is not Stage.COMPLETED or max(self._born, now - self._doubt / 2) <= vote.beat <= now
+
     def _decide(self, key: tuple[str, Stage], decision: Decision) -> Decision:
         self._ballots.pop(key, None)
         self._decided[key] = decision
-        while len(self._decided) > self._limit:
+        while len(self._decided) > self._remembered:
             self._decided.popitem(last=False)
         return decision
 

@@ -111,6 +111,12 @@ class Prefetcher:
             # A rank that stops early says so to the others: they get nothing from it.
             self._put(self._queries, operation, self._finish_when_quiet if idle else self._leave)
 
+    def give_up(self, operation: Operation) -> None:
+        """Ends one that waits for the other ranks' word on its last step, without it: this rank is closed or reset."""
+        if operation.finishing:
+            absent = Decision(operation.operation_id, Stage.COMPLETED, 0, Stop.RANK_ABSENT)
+            self._put(self._queries, operation, partial(self._hand_over_now, absent))
+
     def stop(self, timeout: float) -> bool:
         """Ends the threads; False when one was left behind. The operations have ended before."""
         end = time.monotonic() + timeout

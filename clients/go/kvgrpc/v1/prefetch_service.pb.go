@@ -2138,7 +2138,9 @@ type AgreementVote struct {
 	// Leading pages of the prompt.
 	Pages uint32 `protobuf:"varint,3,opt,name=pages,proto3" json:"pages,omitempty"`
 	// Why so few.
-	Stop          OperationStop `protobuf:"varint,4,opt,name=stop,proto3,enum=kvgrpc.v1.OperationStop" json:"stop,omitempty"`
+	Stop OperationStop `protobuf:"varint,4,opt,name=stop,proto3,enum=kvgrpc.v1.OperationStop" json:"stop,omitempty"`
+	// The last beat that this rank had heard when it said so: a last vote that is too old decides nothing any more.
+	Beat          uint64 `protobuf:"varint,5,opt,name=beat,proto3" json:"beat,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2199,6 +2201,13 @@ func (x *AgreementVote) GetStop() OperationStop {
 		return x.Stop
 	}
 	return OperationStop_OPERATION_STOP_UNSPECIFIED
+}
+
+func (x *AgreementVote) GetBeat() uint64 {
+	if x != nil {
+		return x.Beat
+	}
+	return 0
 }
 
 // What holds for all ranks: the smallest vote.
@@ -2432,7 +2441,10 @@ type JoinAgreementResponse struct {
 	// Operations that a caller ended.
 	Terminated []string `protobuf:"bytes,4,rep,name=terminated,proto3" json:"terminated,omitempty"`
 	// With an epoch: the ranks that take part now.
-	Live          []*RankId `protobuf:"bytes,5,rep,name=live,proto3" json:"live,omitempty"`
+	Live []*RankId `protobuf:"bytes,5,rep,name=live,proto3" json:"live,omitempty"`
+	// When this was written, by a clock that only the leader reads, in microseconds. Sent now and then when nothing else
+	// is.
+	Beat          uint64 `protobuf:"varint,6,opt,name=beat,proto3" json:"beat,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2500,6 +2512,13 @@ func (x *JoinAgreementResponse) GetLive() []*RankId {
 		return x.Live
 	}
 	return nil
+}
+
+func (x *JoinAgreementResponse) GetBeat() uint64 {
+	if x != nil {
+		return x.Beat
+	}
+	return 0
 }
 
 var File_kvgrpc_v1_prefetch_service_proto protoreflect.FileDescriptor
@@ -2653,12 +2672,13 @@ const file_kvgrpc_v1_prefetch_service_proto_rawDesc = "" +
 	"\x0eAgreementHello\x12*\n" +
 	"\x06member\x18\x01 \x01(\v2\x12.kvgrpc.v1.RankRefR\x06member\x12\"\n" +
 	"\x02to\x18\x02 \x01(\v2\x12.kvgrpc.v1.RankRefR\x02to\x12)\n" +
-	"\x06layout\x18\x03 \x01(\v2\x11.kvgrpc.v1.LayoutR\x06layout\"\xa7\x01\n" +
+	"\x06layout\x18\x03 \x01(\v2\x11.kvgrpc.v1.LayoutR\x06layout\"\xbf\x01\n" +
 	"\rAgreementVote\x12!\n" +
 	"\foperation_id\x18\x01 \x01(\tR\voperationId\x12/\n" +
 	"\x05stage\x18\x02 \x01(\x0e2\x19.kvgrpc.v1.AgreementStageR\x05stage\x12\x14\n" +
 	"\x05pages\x18\x03 \x01(\rR\x05pages\x12,\n" +
-	"\x04stop\x18\x04 \x01(\x0e2\x18.kvgrpc.v1.OperationStopR\x04stop\"\xab\x01\n" +
+	"\x04stop\x18\x04 \x01(\x0e2\x18.kvgrpc.v1.OperationStopR\x04stop\x12\x16\n" +
+	"\x04beat\x18\x05 \x01(\x04B\x020\x01R\x04beat\"\xab\x01\n" +
 	"\x11AgreementDecision\x12!\n" +
 	"\foperation_id\x18\x01 \x01(\tR\voperationId\x12/\n" +
 	"\x05stage\x18\x02 \x01(\x0e2\x19.kvgrpc.v1.AgreementStageR\x05stage\x12\x14\n" +
@@ -2674,7 +2694,7 @@ const file_kvgrpc_v1_prefetch_service_proto_rawDesc = "" +
 	"\textra_key\x18\x06 \x01(\tR\bextraKey\"w\n" +
 	"\x14JoinAgreementRequest\x12/\n" +
 	"\x05hello\x18\x01 \x01(\v2\x19.kvgrpc.v1.AgreementHelloR\x05hello\x12.\n" +
-	"\x05votes\x18\x02 \x03(\v2\x18.kvgrpc.v1.AgreementVoteR\x05votes\"\xe7\x01\n" +
+	"\x05votes\x18\x02 \x03(\v2\x18.kvgrpc.v1.AgreementVoteR\x05votes\"\xff\x01\n" +
 	"\x15JoinAgreementResponse\x12\x18\n" +
 	"\x05epoch\x18\x01 \x01(\x04B\x020\x01R\x05epoch\x121\n" +
 	"\x06starts\x18\x02 \x03(\v2\x19.kvgrpc.v1.AgreementStartR\x06starts\x12:\n" +
@@ -2682,7 +2702,8 @@ const file_kvgrpc_v1_prefetch_service_proto_rawDesc = "" +
 	"\n" +
 	"terminated\x18\x04 \x03(\tR\n" +
 	"terminated\x12%\n" +
-	"\x04live\x18\x05 \x03(\v2\x11.kvgrpc.v1.RankIdR\x04live*k\n" +
+	"\x04live\x18\x05 \x03(\v2\x11.kvgrpc.v1.RankIdR\x04live\x12\x16\n" +
+	"\x04beat\x18\x06 \x01(\x04B\x020\x01R\x04beat*k\n" +
 	"\tCacheTier\x12\x1a\n" +
 	"\x16CACHE_TIER_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11CACHE_TIER_DEVICE\x10\x01\x12\x13\n" +
