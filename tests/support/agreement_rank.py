@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvgrpc.model import Layout
+from kvgrpc.prefetch.agreement.votes import Stage
 from kvgrpc.prefetch.storage import open_backend
 from tests.contract.cache_serving import LIMITS, CacheRank, hashes_of, open_cache_rank, prompt
 from tests.faults.storage import Fault, FaultyBackend
 
 RANKS = 3
 AGREEMENT_SECONDS = 2.0
+DOUBT_SECONDS = 12.0
 
 
 class Orders:
@@ -27,6 +30,7 @@ class Orders:
     def __init__(self, rank: CacheRank, storage: FaultyBackend) -> None:
         self._rank = rank
         self._storage = storage
+        self._gate = threading.Event()
         self._book = rank.manager.controller.book
 
     def store(self, first: int, pages: int) -> dict[str, Any]:
@@ -45,6 +49,23 @@ class Orders:
         self._storage.fault = lambda which, key: Fault(delay=seconds) if seconds and which == call else None
         return {}
 
+    def hold(self, call: str) -> dict[str, Any]:
+        """Each such call of storage waits until ``let_go``."""
+        self._gate = gate = threading.Event()
+
+        def fault(which: str, key: str) -> Fault | None:
+            if which == call:
+                gate.wait(30.0)
+            return None
+
+        self._storage.fault = fault
+        return {}
+
+    def let_go(self) -> dict[str, Any]:
+        self._storage.fault = lambda which, key: None
+        self._gate.set()
+        return {}
+
     def start(self, first: int, pages: int) -> dict[str, Any]:
         """For all ranks, as a remote client's StartPrefetch."""
         return {"name": self._rank.manager.start_prefetch(hashes_of(prompt(pages, first))).operation_id}
@@ -58,11 +79,17 @@ class Orders:
         known = {operation.operation_id: operation for operation in self._book.all()}
         return {"state": known[name].state.name if name in known else ""}
 
+    def last_votes(self, name: str) -> dict[str, Any]:
+        """How many ranks have told this leader how many pages arrived."""
+        assert self._rank.manager.leader is not None
+        ballot = self._rank.manager.leader._core._ballots.get((name, Stage.COMPLETED))
+        return {"votes": 0 if ballot is None else len(ballot.votes)}
+
     def wait(self, name: str) -> dict[str, Any]:
         """Its end; what it brought has its own bytes, and leaves the host again."""
         operation = self._book.get(name)
         began = time.monotonic()
-        ended = operation.wait(20.0)
+        ended = operation.wait(40.0)
         row = self._book.row(operation)
         if ended and row.completed:
             self._rank.assert_bytes(operation.hashes[: row.completed])
@@ -93,7 +120,7 @@ def main() -> None:
         tp=tp,
         listen=listen,
         leader=leader,
-        limits=replace(LIMITS, agreement_timeout=AGREEMENT_SECONDS),
+        limits=replace(LIMITS, agreement_timeout=AGREEMENT_SECONDS, doubt_timeout=DOUBT_SECONDS),
     )
     orders = Orders(rank, storage)
     print(json.dumps({"address": rank.address}), flush=True)

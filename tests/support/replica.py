@@ -1,0 +1,117 @@
+"""A replica of three ranks, each in a process of its own, for tests that kill and stop them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.contract.cache_serving import until
+from tests.support.agreement_rank import AGREEMENT_SECONDS, RANKS
+
+
+class RankProcess:
+    """A rank of a replica that can be killed, stopped and started again under its own address."""
+
+    def __init__(self, tp: int, folder: Path, leader: str) -> None:
+        self.tp = tp
+        self._folder = folder
+        self._leader = leader
+        self.address = ""
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "tests.support.agreement_rank", str(self.tp), str(self._folder)]
+        self.process = subprocess.Popen(
+            [*command, self.address or "127.0.0.1:0", self._leader],
+            cwd=Path(__file__).parents[2],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": "."},
+        )
+        self.began = time.monotonic()
+
+    def started(self) -> str:
+        self.address = str(self.answer()["address"])
+        return self.address
+
+    def tell(self, do: str, **order: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": do, **order}) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"rank {self.tp} ended"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def ask(self, do: str, **order: object) -> dict[str, Any]:
+        self.tell(do, **order)
+        return self.answer()
+
+    def in_state(self, name: str, *states: str) -> None:
+        until(lambda: self.ask("state", name=name)["state"] in states)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(20.0)
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                # What was told and never read is lost with the process.
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+
+class Replica:
+    """Three processes. Rank 0 leads; rank 2 is the one that suffers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.leader = RankProcess(0, folder, "")
+        address = self.leader.started()
+        self.ranks = [self.leader, *(RankProcess(tp, folder, address) for tp in range(1, RANKS))]
+        for rank in self.ranks[1:]:
+            rank.started()
+        self.all_there()
+
+    def all_there(self) -> None:
+        until(lambda: all(rank.ask("info")["live"] == RANKS for rank in self.ranks))
+
+    def store(self, first: int, pages: int) -> None:
+        for rank in self.ranks:
+            assert rank.ask("store", first=first, pages=pages) == {"state": "DONE"}
+
+    def ends(
+        self, name: str, ranks: list[RankProcess], within: float = AGREEMENT_SECONDS
+    ) -> list[tuple[str, str, int]]:
+        """How it ended at these ranks, each of them in its time and some; nothing is left."""
+        for rank in ranks:
+            rank.in_state(name, "AGREEING", "TRANSFERRING", "ENDING", "DONE", "DECLINED", "FAILED", "PARTIAL")
+            rank.tell("wait", name=name)
+        answers = [rank.answer() for rank in ranks]
+        for rank, answer in zip(ranks, answers, strict=True):
+            assert answer["waited"] < within + 8.0, f"rank {rank.tp} hung: {answer}"
+            info = rank.ask("info")
+            assert (info["open"], info["reserved"], info["occupied"], info["healthy"]) == (0, 0, 0, True)
+        waited = ", ".join(f"rank {rank.tp} {each['waited']:.2f} s" for rank, each in zip(ranks, answers, strict=True))
+        print(f"\n{answers[0]['state']} {answers[0]['stop']} with {answers[0]['completed']} pages after {waited}")
+        return [(each["state"], each["stop"], each["completed"]) for each in answers]
+
+    def works(self, first: int, pages: int) -> None:
+        """The next operation brings all of it, with the right bytes, at every rank."""
+        self.all_there()
+        name = self.leader.ask("start", first=first, pages=pages)["name"]
+        assert self.ends(name, self.ranks) == [("DONE", "NONE", pages)] * RANKS
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.process.send_signal(signal.SIGCONT)
+            rank.kill()
