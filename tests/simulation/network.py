@@ -13,6 +13,7 @@ from kvgrpc.transfer.protocol.decode_core import Stream
 from kvgrpc.transfer.protocol.types import DecodeEntry, PrefillEntry
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from tests.simulation.checks import check_rooms_are_known
+from tests.simulation.hostile import LyingCore, owed_by_others
 
 if TYPE_CHECKING:
     from tests.simulation.processes import DecodeProcess, PrefillProcess
@@ -125,8 +126,7 @@ class Network:
         for prefill in self._world.prefills:
             if prefill.state == "running":
                 for link in prefill.take("closes"):
-                    assert isinstance(link, Link)
-                    if not link.prefill_closed:
+                    if isinstance(link, Link) and not link.prefill_closed:
                         link.prefill_closed = True
                         self._end(link, link.to_decode)
 
@@ -176,7 +176,8 @@ class Network:
                 self._send(link.to_decode, "welcome" if error is None else "goodbye", goodbye)
         elif kind == "rooms":
             core.on_frame(link, decode.ref, content)
-            check_rooms_are_known(self._world, prefill, decode, content)
+            if not isinstance(core, LyingCore):
+                check_rooms_are_known(self._world, prefill, decode, content)
         else:
             core.on_end(link, decode.ref)
             link.prefill_closed = True
@@ -186,7 +187,13 @@ class Network:
         if kind == "welcome":
             core.on_welcome(stream)
         elif kind == "rooms":
+            lies = link.prefill is not None and isinstance(link.prefill.core, LyingCore)
+            before = owed_by_others(link.decode, stream.pair.ref) if lies else {}
             core.on_frame(stream, content)
+            if lies and before != owed_by_others(link.decode, stream.pair.ref):
+                self._world.violate("a lying prefill changed a room of others", stream.pair.ref)
+            if any(room.handle.pages_done > room.page_count for room in link.decode.core.rooms.values()):
+                self._world.violate("more pages are done than the room has", stream.pair.ref)
         else:
             link.decode_closed = True
             if kind == "goodbye":

@@ -11,6 +11,7 @@ from kvgrpc.dataplane.base import Outcome
 from kvgrpc.model import RankRef
 from kvgrpc.transfer.protocol.prefill_core import PrefillRoom, Submission
 from kvgrpc.transfer.protocol.types import RoomKey
+from tests.simulation.hostile import LyingCore
 
 if TYPE_CHECKING:
     from tests.simulation.processes import DecodeProcess, PrefillProcess
@@ -69,6 +70,8 @@ class Plane:
     def start(self, submissions: Iterable[Submission]) -> None:
         from tests.simulation.processes import DecodeProcess
 
+        if isinstance(self._process.core, LyingCore):
+            return  # what it says of its writes is not so: it writes nothing
         for submission in submissions:
             target = submission.pair.peer
             assert isinstance(target, DecodeProcess)

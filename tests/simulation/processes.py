@@ -145,7 +145,7 @@ class DecodeProcess(Process):
         """The engine sees the end of a handle, and reads the pages of a good one."""
         room, request = receiving.room, receiving.request
         self.world.ended(self, room.key, receiving.handle)
-        if receiving.handle.poll is KVPoll.Success:
+        if receiving.handle.poll is KVPoll.Success and self._is_honest(request):
             fleet = self.world.fleet
             writers = [number for number in self._sources(request) if not fleet.part(number, self.number).empty]
             for index, page in enumerate(receiving.pages or []):
@@ -154,9 +154,14 @@ class DecodeProcess(Process):
                     self.world.violate("SUCCESS with wrong bytes", room.key)
 
     def _deliver_aux(self, room: DecodeRoom) -> Failure | None:
-        if room.aux != self.receiving[room.key].request.aux:
+        request = self.receiving[room.key].request
+        if room.aux != request.aux and self._is_honest(request):
             self.world.violate(f"SUCCESS with wrong aux {room.aux!r}", room.key)
         return None
+
+    def _is_honest(self, request: Request) -> bool:
+        """A prefill may say SUCCESS and have written nothing: nobody else's room is touched by that."""
+        return not self.world.suspects.intersection(self._sources(request))
 
     def _connections(self, pair: DecodePair) -> frozenset[str]:
         return self.world.connections(self, pair.ref)

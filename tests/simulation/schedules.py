@@ -16,6 +16,8 @@ from tests.simulation.world import World
 
 REQUESTS_SHARE, FAULTS_SHARE = 0.12, 0.06
 TIGHT = Bounds(unclaimed_per_session=4, unclaimed=5, ended_records=6, known_streams=16, held_pages=4)
+# A pair's bounds are tight, a rank's are not: past its own a hostile peer is refused, and nobody else is.
+AMONG_ENEMIES = Bounds(unclaimed_per_session=4, ended_records=64, held_pages=3)
 FAULTS = (
     *["break"] * 6,
     *["kill prefill"] * 2,
@@ -32,14 +34,25 @@ FAULTS = (
 
 
 class Schedule(World):
-    """One seed. Every fourth goes through the wire format, every third has tight bounds; layouts take turns."""
+    """One seed. Every fourth goes through the wire format, every third has tight bounds, every fifth has hostile peers;
+    layouts take turns."""
 
     def __init__(
         self, seed: int, decode_core: type[DecodeCore] = DecodeCore, prefill_core: type[PrefillCore] = PrefillCore
     ) -> None:
         bounds = TIGHT if seed % 3 == 0 else Bounds()
         fleet = FLEETS[seed // 2 % len(FLEETS)]
-        super().__init__(seed, decode_core, prefill_core, bounds=bounds, through_wire=seed % 4 == 0, fleet=fleet)
+        hostile = seed % 5 == 4
+        super().__init__(
+            seed,
+            decode_core,
+            prefill_core,
+            bounds=AMONG_ENEMIES if hostile else bounds,
+            through_wire=seed % 4 == 0,
+            fleet=fleet,
+            rogues=2 if hostile else 0,
+            liars=[2] if hostile and fleet is SINGLES else [],
+        )
         self.network.slow_share = 0.4
         self._rooms = 0
 
@@ -62,6 +75,7 @@ class Schedule(World):
     def _calm_down(self) -> None:
         """Cuts heal, most of what was stopped goes on, data planes have no moods any more."""
         self.calm = True
+        self.end_hostilities()
         self.network.cuts.clear()
         self.network.slow_share = 0.0
         for prefill in self.prefills:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from kvgrpc.model import RankRef
 from kvgrpc.transfer.protocol.decode_core import DecodeCore
@@ -15,6 +15,7 @@ from kvgrpc.transfer.protocol.prefill_core import PrefillCore
 from kvgrpc.transfer.protocol.types import Bounds, RoomKey, Target
 from tests.simulation.checks import Promises
 from tests.simulation.fleet import SINGLES, Fleet
+from tests.simulation.hostile import LyingCore, RogueDecode
 from tests.simulation.network import Link, Network
 from tests.simulation.plane import Residue, Write
 from tests.simulation.processes import TIMING, DecodeProcess, PrefillProcess, Process
@@ -33,9 +34,13 @@ class World:
         bounds: Bounds | None = None,
         through_wire: bool = False,
         fleet: Fleet = SINGLES,
+        rogues: int = 0,
+        liars: Collection[int] = (),
     ) -> None:
+        """``rogues``: hostile decodes. ``liars``: prefill ranks that answer what they like; ``suspects``: that ever did."""
         self.seed = seed
         self.fleet = fleet
+        self.liars = self.suspects = frozenset(liars)
         self.random = random.Random(seed)
         self.now = 0
         self.calm = False
@@ -55,6 +60,7 @@ class World:
         self.current = [self._start_prefill(number, f"a{number}") for number in range(len(fleet.prefills))]
         self.registry = [prefill.target for prefill in self.current]
         self.decodes = [self._start_decode(number) for number in range(len(fleet.decodes))]
+        self.rogues = [RogueDecode(self, number) for number in range(rogues)]
 
     # Time.
 
@@ -70,6 +76,8 @@ class World:
             if process.state == "running":
                 process.core.tick()
                 process.schedule(self.random)
+        for rogue in self.rogues:
+            rogue.step(self.random)
         self.network.carry()
         self._move_bytes()
         self.promises.check()
@@ -160,6 +168,15 @@ class World:
         if self.current[prefill.number] is prefill:
             self.restart(prefill.number, prefill.address + '"', registry_lag=5)
 
+    def end_hostilities(self) -> None:
+        """Rogues and liars die; whoever comes in their place keeps the rules."""
+        for rogue in self.rogues:
+            rogue.leave()
+        self.rogues.clear()
+        liars, self.liars = self.liars, frozenset()
+        for prefill in [prefill for prefill in self.prefills if prefill.number in liars]:
+            self.kill_prefill(prefill)
+
     # What processes and their hardware do to the world.
 
     def land(self, writer: PrefillProcess, write: Write) -> None:
@@ -236,7 +253,7 @@ class World:
 
     def _check_counters(self) -> None:
         for prefill in self.prefills:  # at decode it may be right: a record expired while the pair was cut off (11)
-            if prefill.core.ignored_entries:
+            if prefill.core.ignored_entries and not isinstance(prefill.core, LyingCore):
                 prefill.core.ignored_entries = 0
                 self.violate("decode's news went back", prefill.ref)
 
@@ -244,7 +261,10 @@ class World:
 
     def _start_prefill(self, number: int, address: str) -> PrefillProcess:
         self._epoch += 1
-        prefill = PrefillProcess(self, number, self._epoch, address, self._cores[1], self._bounds)
+        core = LyingCore if number in self.liars else self._cores[1]
+        prefill = PrefillProcess(self, number, self._epoch, address, core, self._bounds)
+        if isinstance(prefill.core, LyingCore):
+            prefill.core.liar = self.random
         self.prefills.append(prefill)
         self.listening[address] = prefill
         self.note(prefill.ref, "listens at", address)

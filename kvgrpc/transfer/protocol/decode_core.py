@@ -315,7 +315,8 @@ class DecodeCore:
             room.note_ready()
         elif part.state is STATE_TRANSFERRING:
             room.transfer()
-            room.handle.pages_done = min(each.pages_done for each in room.parts.values())
+            done = min(each.pages_done for each in room.parts.values())
+            room.handle.pages_done = min(done, room.page_count)
 
     def _part_ended(self, room: DecodeRoom, part: DecodePart, entry: PrefillEntry) -> None:
         """The first part that fails fails the room; SUCCESS needs every part that is owed (rule 9, fan-in)."""

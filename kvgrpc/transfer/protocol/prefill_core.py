@@ -352,6 +352,7 @@ class PrefillCore:
             elif not room.forgotten:
                 room.forgotten = True  # a sender may still come, and fails with the record's cause
                 pair.forgotten += 1
+                self._owners.wait_no_more(room)
 
     def _answer(self, pair: PrefillPair, key: RoomKey, error: KvGrpcError) -> None:
         """An answer that is no record: the asker keeps it until its FORGET and disturbs nobody (10, ownership)."""
@@ -393,6 +394,7 @@ class PrefillCore:
     def _claim(self, room: PrefillRoom, handle: Handle) -> None:
         if room.ended:
             room.claim(handle)
+            self._owners.wait_no_more(room)
             if room.forgotten:
                 self._drop(room)
             return
@@ -421,7 +423,6 @@ class PrefillCore:
             if not room.key.place:
                 self._work.ended.append(room)
             self._due.clear(room.key)
-            self._owners.wait_no_more(room)
             if room.open_writes:
                 self._work.stops.append(room)
             else:

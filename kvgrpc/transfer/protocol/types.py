@@ -255,7 +255,8 @@ class Bounds:
 
     Attributes:
         rooms: rooms that are known at a time, ended ones that are remembered included.
-        unclaimed_per_session: rooms that one decode rank named and no local sender claimed (prefill).
+        unclaimed_per_session: rooms that one decode rank named and no local sender claimed, until they are forgotten
+            (prefill).
         unclaimed: the same of all decode ranks together (prefill); also rooms that a decode rank was refused.
         ended_records: ended rooms that are remembered; past it the oldest is forgotten (prefill).
         known_streams: decode incarnations whose largest stream number is remembered; the oldest goes first (prefill).
