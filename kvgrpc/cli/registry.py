@@ -12,7 +12,7 @@ from kvgrpc.cli.output import show_json, show_table, size
 from kvgrpc.observability.logging import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
     from kvgrpc.client import SyncClient
     from kvgrpc.v1 import common_pb2
@@ -47,6 +47,7 @@ def engines(client: SyncClient, role: str | None, watch: bool, as_json: bool) ->
         for engine in found
     ]
     show_table(f"Engines at {client.address}", columns, rows, "none is registered")
+    warn_of_missing_streams(found)
 
 
 def show_changes(messages: Iterator[pb.WatchEnginesResponse], as_json: bool) -> None:
@@ -73,6 +74,7 @@ def change_lines(change: pb.EngineChange) -> Iterator[str]:
         return
     state = "READY" if engine.ready else "incomplete"
     yield f"{engine.name}  {role_name(engine.role)}  {state}  {engine.registered_ranks}/{engine.expected_ranks}"
+    yield from missing_streams(engine)
     yield from (f"  + {incarnation_name(row.rank)}  {row.endpoints.grpc}" for row in engine.rows)
     yield from (f"  - {incarnation_name(ref)}" for ref in change.gone)
 
@@ -84,7 +86,8 @@ def change_lines(change: pb.EngineChange) -> Iterator[str]:
 def ranks(client: SyncClient, engine: str | None, as_json: bool) -> None:
     """List the ranks of one ENGINE, or of all, and where they listen."""
     names = [engine] if engine else [found.name for found in client.list_engines()]
-    found = [row for name in names for row in client.get_engine(name).rows]
+    engines_found = [client.get_engine(name) for name in names]
+    found = [row for at in engines_found for row in at.rows]
     if as_json:
         return show_json(*found)
     columns = ("rank", "role", "server", "events", "data plane", "pools", "#epoch")
@@ -101,19 +104,20 @@ def ranks(client: SyncClient, engine: str | None, as_json: bool) -> None:
         for row in found
     ]
     show_table(f"Ranks at {client.address}", columns, rows, "none is registered")
-    for line in streams_that_lack(found):
-        click.secho(line, fg="yellow", err=True)
+    warn_of_missing_streams(engines_found)
 
 
-def streams_that_lack(rows: Sequence[pb.RankRow]) -> Iterator[str]:
-    """A line for each dp rank that publishes no live events though others of its engine do: a router would never send
-    it a request for what it caches."""
-    owners = [row for row in rows if row.rank.rank.pp == row.rank.rank.cp == row.rank.rank.tp == 0]
-    publishing = {row.rank.rank.engine for row in owners if row.endpoints.events_pub}
-    for row in owners:
-        engine, dp = row.rank.rank.engine, row.rank.rank.dp
-        if engine in publishing and not row.endpoints.events_pub:
-            yield f"{engine}: dp {dp} publishes no live events, though others do: is its configuration theirs?"
+def warn_of_missing_streams(found: Iterable[pb.Engine]) -> None:
+    for engine in found:
+        for line in missing_streams(engine):
+            click.secho(one_line(line), fg="yellow", err=True)
+
+
+def missing_streams(engine: pb.Engine) -> Iterator[str]:
+    """A line where dp ranks publish no events though others do: a router would never send them what they cache."""
+    if engine.dp_lacking_events:
+        lacking = ", ".join(map(str, engine.dp_lacking_events))
+        yield f"{engine.name}: dp {lacking} publishes no events, though others do: is its configuration theirs?"
 
 
 def pool_summary(pool: common_pb2.Pool) -> str:

@@ -58,4 +58,7 @@ CACHE_OPERATIONS = _counter("kvgrpc_cache_operations", "Prefetches and backups t
 
 # The registry.
 REGISTRY_ROWS = _gauge("kvgrpc_registry_rows", "Rows that are registered.")
+REGISTRY_STREAMS_MISSING = _gauge(
+    "kvgrpc_registry_streams_missing", "dp ranks of READY engines that lack the event stream which others of it have."
+)
 REGISTRY_EXPIRED = _counter("kvgrpc_registry_leases_expired", "Leases that ran out.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import heapq
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from kvgrpc.registry.model import (
 )
 
 NAMED_MISSING_RANKS = 8
+MAX_DP_LACKING_EVENTS = 64
 
 
 class Shape:
@@ -81,6 +83,7 @@ class Engine:
         self._ordered: tuple[RankRow, ...] | None = None
         self._missing: str | None = None
         self._newest: LeasedRow | None = None
+        self._streams = _Streams()
 
     @property
     def role(self) -> Role:
@@ -101,6 +104,7 @@ class Engine:
     def add(self, leased: LeasedRow) -> None:
         self._leased[leased.row.ref.rank] = leased
         self.shape.add(leased.row)
+        self._streams.add(leased.row)
         if self._newest is not None and leased.row.ref.epoch > self._newest.row.ref.epoch:
             self._newest = leased
         self._ordered = self._missing = None
@@ -108,6 +112,7 @@ class Engine:
     def remove(self, leased: LeasedRow) -> None:
         del self._leased[leased.row.ref.rank]
         self.shape.remove(leased.row)
+        self._streams.remove(leased.row)
         if self._newest is leased:
             self._newest = None
         self._ordered = self._missing = None
@@ -123,7 +128,14 @@ class Engine:
 
     def view(self, rows: Sequence[RankRow] = ()) -> ResolvedEngine:
         return ResolvedEngine(
-            self.name, self.role, self.shape.layout, self.ready, tuple(rows), self.registered, self.shape.model
+            self.name,
+            self.role,
+            self.shape.layout,
+            self.ready,
+            tuple(rows),
+            self.registered,
+            self.shape.model,
+            self._streams.lacking() if self.ready else (),
         )
 
     def rows(self) -> tuple[RankRow, ...]:
@@ -167,6 +179,39 @@ class Engine:
             return [row for row in self.rows() if selector.fits(row.ref.rank)]
         leased = (self._leased.get(rank) for rank in selector.ranks(self.name, self.shape.layout))
         return [found.row for found in leased if found is not None]
+
+
+class _Streams:
+    """Which dp ranks have a stream of events, and which publish it live, by the rank of each that would."""
+
+    def __init__(self) -> None:
+        self._without: tuple[set[int], set[int]] = (set(), set())
+        self._with = [0, 0]
+
+    def add(self, row: RankRow) -> None:
+        rank = row.ref.rank
+        if not (rank.pp or rank.cp or rank.tp):
+            for kind, there in enumerate(_streams_of(row)):
+                self._with[kind] += there
+                if not there:
+                    self._without[kind].add(rank.dp)
+
+    def remove(self, row: RankRow) -> None:
+        rank = row.ref.rank
+        if not (rank.pp or rank.cp or rank.tp):
+            for kind, there in enumerate(_streams_of(row)):
+                self._with[kind] -= there
+                self._without[kind].discard(rank.dp)
+
+    def lacking(self) -> tuple[int, ...]:
+        """Those without what others have, the first few. Nobody has any where events are off: nobody lacks them."""
+        lacking = [dp for kind, without in enumerate(self._without) if self._with[kind] for dp in without]
+        return tuple(heapq.nsmallest(MAX_DP_LACKING_EVENTS, set(lacking))) if lacking else ()
+
+
+def _streams_of(row: RankRow) -> tuple[bool, bool]:
+    live = bool(row.endpoints.events_pub)
+    return row.serves_events or live, live
 
 
 def _holds(row: RankRow, pool: str) -> bool:

@@ -33,6 +33,7 @@ class RankRow:
     data_plane: str = ""
     engine_selects_dp: bool = False
     model: ModelIdentity = UNKNOWN_MODEL
+    serves_events: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ class Lease:
 class ResolvedEngine:
     """One engine as the registry saw it at one moment, with those rows that were asked for.
 
-    ``ready``: every distinct rank of the layout is registered, all with one layout.
+    ``ready``: every distinct rank of the layout is registered, all with one layout. ``dp_lacking_events``: the first
+    dp ranks of a ready engine that lack a stream of events which others of it have.
     """
 
     name: str
@@ -57,6 +59,7 @@ class ResolvedEngine:
     rows: tuple[RankRow, ...] = ()
     registered_ranks: int = 0
     model: ModelIdentity = UNKNOWN_MODEL
+    dp_lacking_events: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,9 @@ class EngineFilter:
             return change
         if not self.takes(name, change.role_before):
             return None
-        return EngineChange(replace(engine, ready=False, rows=(), registered_ranks=0), change.before)
+        return EngineChange(
+            replace(engine, ready=False, rows=(), registered_ranks=0, dp_lacking_events=()), change.before
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +180,7 @@ def row_differences(known: RankRow, offered: RankRow) -> dict[str, str]:
             differences[f"endpoints.{field}"] = _both(
                 getattr(known.endpoints, field), getattr(offered.endpoints, field)
             )
-    for field in ("data_plane", "engine_selects_dp"):
+    for field in ("data_plane", "engine_selects_dp", "serves_events"):
         if getattr(known, field) != getattr(offered, field):
             differences[field] = _both(getattr(known, field), getattr(offered, field))
     if known.pools != offered.pools:

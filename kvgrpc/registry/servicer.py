@@ -16,6 +16,7 @@ from kvgrpc.registry import wire
 from kvgrpc.registry.addresses import peer_is_local
 from kvgrpc.registry.model import BEFORE_ALL, EngineChange, RankRow, ResolvedEngine, coordinates_of
 from kvgrpc.registry.store.base import Store
+from kvgrpc.registry.streams import MissingStreams
 from kvgrpc.registry.watching import Watching
 from kvgrpc.rpc.callers import check_scope, check_speaker
 from kvgrpc.rpc.waiters import Waiters
@@ -63,6 +64,7 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
             max_waiters, "waiting ResolveRanks calls", draining="the registry drains"
         )
         self._watching = Watching(store, self._pools)
+        self._missing_streams = MissingStreams()
         self._ttl = duration_pb2.Duration()
         self._ttl.FromMicroseconds(round(store.ttl * 1e6))
         self._streams: set[asyncio.Future[None]] = set()
@@ -197,6 +199,7 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
                 self._waiters.wake(change.engine.name)
                 self._waiters.wake(change.engine.role)
         self._watching.publish(changes)
+        self._missing_streams.heed(changes)
 
     def _absence(self, engine: str, role: Role | None) -> KvGrpcError:
         return self.store.table.absence(engine, role, self.store.warming_up_for)

@@ -72,6 +72,7 @@ def row_to_pb(row: RankRow, pools: PoolCache | None) -> pb.RankRow:
         data_plane=row.data_plane,
         engine_selects_dp=row.engine_selects_dp,
         model=wire.model_to_pb(row.model),
+        serves_events=row.serves_events,
     )
 
 
@@ -86,6 +87,7 @@ def row_from_pb(message: pb.RankRow, pools: PoolCache, path: str = "row") -> Ran
         data_plane=message.data_plane,
         engine_selects_dp=message.engine_selects_dp,
         model=wire.model_from_pb(message.model),
+        serves_events=message.serves_events,
     )
 
 
@@ -129,6 +131,7 @@ def engine_to_pb(engine: ResolvedEngine, rows: Iterable[pb.RankRow] = ()) -> pb.
         ready=engine.ready,
         rows=rows,
         model=wire.model_to_pb(engine.model),
+        dp_lacking_events=engine.dp_lacking_events,
     )
 
 
@@ -149,6 +152,7 @@ def engine_from_pb(message: pb.Engine, pools: PoolCache) -> ResolvedEngine:
         rows=tuple(row_from_pb(row, pools, f"engine.rows[{index}]") for index, row in enumerate(message.rows)),
         registered_ranks=message.registered_ranks,
         model=wire.model_from_pb(message.model),
+        dp_lacking_events=tuple(message.dp_lacking_events),
     )
 
 

@@ -383,6 +383,7 @@ class Rank(Generic[Transfer]):
             self.plane.name,
             config.engine_selects_dp,
             config.model,
+            stream is not None,
         )
 
     def _health_checks(self) -> Mapping[str, Callable[[], bool]]:

@@ -60,6 +60,7 @@ class RankRow(_message.Message):
     DATA_PLANE_FIELD_NUMBER: _builtins.int
     ENGINE_SELECTS_DP_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    SERVES_EVENTS_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     """What it does."""
     data_plane: _builtins.str
@@ -67,6 +68,10 @@ class RankRow(_message.Message):
     engine_selects_dp: _builtins.bool
     """True where the engine's own balancer chooses the dp rank of a request, and not room % dp: TransferService.LocateRooms
     tells.
+    """
+    serves_events: _builtins.bool
+    """True where it serves a stream of KV events: EventService.ListStreams has it. False where the events of its cache are
+    published by another process, or by nobody.
     """
     @_builtins.property
     def rank(self) -> _common_pb2.RankRef:
@@ -99,10 +104,11 @@ class RankRow(_message.Message):
         data_plane: _builtins.str = ...,
         engine_selects_dp: _builtins.bool = ...,
         model: _common_pb2.ModelIdentity | None = ...,
+        serves_events: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "layout", b"layout", "model", b"model", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_plane", b"data_plane", "endpoints", b"endpoints", "engine_selects_dp", b"engine_selects_dp", "layout", b"layout", "model", b"model", "pools", b"pools", "rank", b"rank", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_plane", b"data_plane", "endpoints", b"endpoints", "engine_selects_dp", b"engine_selects_dp", "layout", b"layout", "model", b"model", "pools", b"pools", "rank", b"rank", "role", b"role", "serves_events", b"serves_events"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -122,6 +128,7 @@ class Engine(_message.Message):
     READY_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    DP_LACKING_EVENTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
     role: _common_pb2.Role.ValueType
@@ -144,6 +151,12 @@ class Engine(_message.Message):
     def model(self) -> _common_pb2.ModelIdentity:
         """What its ranks run."""
 
+    @_builtins.property
+    def dp_lacking_events(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of a READY engine: dp ranks without a stream of KV events though others of it have one, or without live events though
+        others publish them; the first 64. A router never learns what those cache: is their configuration the others'?
+        """
+
     def __init__(
         self,
         *,
@@ -155,10 +168,11 @@ class Engine(_message.Message):
         ready: _builtins.bool = ...,
         rows: _abc.Iterable[Global___RankRow] | None = ...,
         model: _common_pb2.ModelIdentity | None = ...,
+        dp_lacking_events: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_ranks", b"expected_ranks", "layout", b"layout", "model", b"model", "name", b"name", "ready", b"ready", "registered_ranks", b"registered_ranks", "role", b"role", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dp_lacking_events", b"dp_lacking_events", "expected_ranks", b"expected_ranks", "layout", b"layout", "model", b"model", "name", b"name", "ready", b"ready", "registered_ranks", b"registered_ranks", "role", b"role", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

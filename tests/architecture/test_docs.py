@@ -54,3 +54,13 @@ def test_files_that_the_readme_of_transfer_names_exist() -> None:
     bases = ("kvgrpc/transfer/protocol", "kvgrpc/transfer/layout", "kvgrpc/transfer", "kvgrpc", "")
     missing = {file for file in FILE.findall(TRANSFER) if not any((ROOT / base / file).exists() for base in bases)}
     assert missing == set()
+
+
+def test_tests_that_the_page_of_events_names_exist() -> None:
+    """Above all those of its table of the engines' defects: a promise without its test is none."""
+    page = (ROOT / "docs" / "events.md").read_text()
+    tests = {path: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    named = set(re.findall(r"`(test_\w+)`", page))
+    defined = {name for text in tests.values() for name in re.findall(r"def (test_\w+)\(", text)}
+    assert len(named) > 30 and named - defined == set()
+    assert set(re.findall(r"test_\w+\.py", page)) - {path.name for path in tests} == set()

@@ -98,7 +98,10 @@ type RankRow struct {
 	// tells.
 	EngineSelectsDp bool `protobuf:"varint,8,opt,name=engine_selects_dp,json=engineSelectsDp,proto3" json:"engine_selects_dp,omitempty"`
 	// What the bytes of its pools mean; equal in all rows of its engine.
-	Model         *ModelIdentity `protobuf:"bytes,9,opt,name=model,proto3" json:"model,omitempty"`
+	Model *ModelIdentity `protobuf:"bytes,9,opt,name=model,proto3" json:"model,omitempty"`
+	// True where it serves a stream of KV events: EventService.ListStreams has it. False where the events of its cache are
+	// published by another process, or by nobody.
+	ServesEvents  bool `protobuf:"varint,10,opt,name=serves_events,json=servesEvents,proto3" json:"serves_events,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -189,6 +192,13 @@ func (x *RankRow) GetModel() *ModelIdentity {
 	return nil
 }
 
+func (x *RankRow) GetServesEvents() bool {
+	if x != nil {
+		return x.ServesEvents
+	}
+	return false
+}
+
 // One engine and its ranks.
 type Engine struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -207,9 +217,12 @@ type Engine struct {
 	// The rows; empty in ListEngines unless asked for.
 	Rows []*RankRow `protobuf:"bytes,7,rep,name=rows,proto3" json:"rows,omitempty"`
 	// What its ranks run.
-	Model         *ModelIdentity `protobuf:"bytes,8,opt,name=model,proto3" json:"model,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Model *ModelIdentity `protobuf:"bytes,8,opt,name=model,proto3" json:"model,omitempty"`
+	// Of a READY engine: dp ranks without a stream of KV events though others of it have one, or without live events though
+	// others publish them; the first 64. A router never learns what those cache: is their configuration the others'?
+	DpLackingEvents []uint32 `protobuf:"varint,9,rep,packed,name=dp_lacking_events,json=dpLackingEvents,proto3" json:"dp_lacking_events,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *Engine) Reset() {
@@ -294,6 +307,13 @@ func (x *Engine) GetRows() []*RankRow {
 func (x *Engine) GetModel() *ModelIdentity {
 	if x != nil {
 		return x.Model
+	}
+	return nil
+}
+
+func (x *Engine) GetDpLackingEvents() []uint32 {
+	if x != nil {
+		return x.DpLackingEvents
 	}
 	return nil
 }
@@ -1315,7 +1335,7 @@ const file_kvgrpc_v1_registry_service_proto_rawDesc = "" +
 	"\tEndpoints\x12\x12\n" +
 	"\x04grpc\x18\x01 \x01(\tR\x04grpc\x12\x1d\n" +
 	"\n" +
-	"events_pub\x18\x02 \x01(\tR\teventsPub\"\xd7\x02\n" +
+	"events_pub\x18\x02 \x01(\tR\teventsPub\"\xfc\x02\n" +
 	"\aRankRow\x12&\n" +
 	"\x04rank\x18\x01 \x01(\v2\x12.kvgrpc.v1.RankRefR\x04rank\x12#\n" +
 	"\x04role\x18\x02 \x01(\x0e2\x0f.kvgrpc.v1.RoleR\x04role\x122\n" +
@@ -1325,7 +1345,9 @@ const file_kvgrpc_v1_registry_service_proto_rawDesc = "" +
 	"\n" +
 	"data_plane\x18\x06 \x01(\tR\tdataPlane\x12*\n" +
 	"\x11engine_selects_dp\x18\b \x01(\bR\x0fengineSelectsDp\x12.\n" +
-	"\x05model\x18\t \x01(\v2\x18.kvgrpc.v1.ModelIdentityR\x05model\"\xac\x02\n" +
+	"\x05model\x18\t \x01(\v2\x18.kvgrpc.v1.ModelIdentityR\x05model\x12#\n" +
+	"\rserves_events\x18\n" +
+	" \x01(\bR\fservesEvents\"\xd8\x02\n" +
 	"\x06Engine\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12#\n" +
 	"\x04role\x18\x02 \x01(\x0e2\x0f.kvgrpc.v1.RoleR\x04role\x12)\n" +
@@ -1334,7 +1356,8 @@ const file_kvgrpc_v1_registry_service_proto_rawDesc = "" +
 	"\x0eexpected_ranks\x18\x05 \x01(\rR\rexpectedRanks\x12\x14\n" +
 	"\x05ready\x18\x06 \x01(\bR\x05ready\x12&\n" +
 	"\x04rows\x18\a \x03(\v2\x12.kvgrpc.v1.RankRowR\x04rows\x12.\n" +
-	"\x05model\x18\b \x01(\v2\x18.kvgrpc.v1.ModelIdentityR\x05model\"9\n" +
+	"\x05model\x18\b \x01(\v2\x18.kvgrpc.v1.ModelIdentityR\x05model\x12*\n" +
+	"\x11dp_lacking_events\x18\t \x03(\rR\x0fdpLackingEvents\"9\n" +
 	"\x0fRegisterRequest\x12&\n" +
 	"\x04rows\x18\x01 \x03(\v2\x12.kvgrpc.v1.RankRowR\x04rows\"\x8a\x01\n" +
 	"\x10RegisterResponse\x12(\n" +
