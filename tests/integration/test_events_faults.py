@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,17 +36,20 @@ Content = dict[str, set[int]]
 
 
 class Publisher:
-    """The process. ``ask`` tells it a word and returns its answer."""
+    """The process, behind the words of ``within`` (a command that runs another). ``ask`` tells it a word and returns
+    its answer."""
 
-    def __init__(self, grpc_port: int, pub_port: int, **settings: Any) -> None:
-        self.address = f"127.0.0.1:{grpc_port}"
-        settings = {"endpoint": f"tcp://127.0.0.1:{pub_port}", "bind": True} | settings
-        self._arguments = [str(grpc_port), json.dumps(settings)]
+    def __init__(
+        self, grpc_port: int, pub_port: int, *, host: str = "127.0.0.1", within: Sequence[str] = (), **settings: Any
+    ) -> None:
+        self.address = f"{host}:{grpc_port}"
+        settings = {"endpoint": f"tcp://{host}:{pub_port}", "bind": True} | settings
+        self._command = [*within, sys.executable, __file__, self.address, json.dumps(settings)]
         self.start()
 
     def start(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, __file__, *self._arguments],
+            self._command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -170,13 +173,13 @@ async def test_a_follower_that_is_stopped_while_the_log_runs_away(live: bool) ->
             print(f"\nheld, live={live}: exact after {took:.2f} s, {follower.counts.snapshots} snapshots")
 
 
-async def serve(port: int, settings: dict[str, Any]) -> None:
+async def serve(address: str, settings: dict[str, Any]) -> None:
     """The publisher's process."""
     source = open_publisher(settings, RankRef(RankId("engine"), new_epoch()))
     assert source.stream is not None
     server = grpc.aio.server(interceptors=interceptors_of(ServerSecurity()))
     add_EventServiceServicer_to_server(EventServicer([source.stream]), server)
-    server.add_insecure_port(f"127.0.0.1:{port}")
+    server.add_insecure_port(address)
     await server.start()
     cache, trace = PrefixCache(500, 1_000), requests()
     say("ready")
@@ -214,4 +217,4 @@ def say(word: object) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(int(sys.argv[1]), json.loads(sys.argv[2])))
+    asyncio.run(serve(sys.argv[1], json.loads(sys.argv[2])))
