@@ -237,7 +237,7 @@ class _Stream:
         Raises TooManyRequests when it was too slow."""
         while True:
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), self._beat_seconds)
+                await within(self._beat_seconds, self._wake.wait())
             self._wake.clear()
             if self._ended:
                 raise TooManyRequests(
