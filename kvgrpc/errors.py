@@ -17,6 +17,7 @@ __all__ = [
     "MAX_MESSAGE_CHARS",
     "AddressNotAllowed",
     "CallTooLong",
+    "ChecksumMismatch",
     "CopyFailed",
     "CredentialsInvalid",
     "EngineNotFound",
@@ -97,6 +98,7 @@ class Reason(enum.IntEnum):
     INTERNAL = 27
     PEER_UNREACHABLE = 28
     CALL_TOO_LONG = 29
+    CHECKSUM_MISMATCH = 30
     IDENTITY_MISMATCH = 35
     OPERATION_NOT_FOUND = 50
     REQUEST_ID_REUSED = 51
@@ -292,6 +294,10 @@ class OperationNotFound(KvGrpcError):
 
 class RequestIdReused(KvGrpcError):
     reason, code = Reason.REQUEST_ID_REUSED, "ALREADY_EXISTS"
+
+
+class ChecksumMismatch(KvGrpcError):
+    reason, code = Reason.CHECKSUM_MISMATCH, "DATA_LOSS"
 
 
 class StorageFailed(KvGrpcError):

@@ -22,6 +22,7 @@ NEXT_STEP = {
     Reason.PERMISSION_DENIED: "Use a token or certificate of a role that may do this: docs/operations.md lists them.",
     Reason.SERVER_DRAINING: "It is shutting down: ask another one.",
     Reason.FEATURE_DISABLED: "Is this the right server? `kvgrpc info` lists what it serves.",
+    Reason.CHECKSUM_MISMATCH: "Ask again; where it repeats between two hosts, suspect their memory or network.",
     Reason.INTERNAL: "This is a bug. The server's log has the request id.",
 }
 # A status that the library or the network made, by its code.

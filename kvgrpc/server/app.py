@@ -122,6 +122,7 @@ class Rank(Generic[Transfer]):
             config.max_frame_bytes,
             model=config.model,
             refusal_proves_death=config.refusal_proves_death,
+            verify=config.verify,
             poll_gives_way=config.poll_gives_way,
         )
         manager: PrefillManager | DecodeManager

@@ -42,7 +42,7 @@ _KINDS: tuple[tuple[str, type, str], ...] = (
     ("model", ModelIdentity, "a kvgrpc.model.ModelIdentity"),
     *((name, SupportsIndex, "a whole number") for name in ("dp", "pp", "cp", "tp", "max_frame_bytes")),
     *((name, str, "text") for name in ("device", "listen", "advertise", "registry", "metrics_listen")),
-    *((name, bool, "True or False") for name in ("engine_selects_dp", "refusal_proves_death")),
+    *((name, bool, "True or False") for name in ("engine_selects_dp", "refusal_proves_death", "verify")),
     ("server_security", ServerSecurity, "a kvgrpc.rpc.security.ServerSecurity"),
     ("client_security", ClientSecurity, "a kvgrpc.rpc.security.ClientSecurity"),
     ("timing", Timing, "a kvgrpc.transfer.protocol.types.Timing"),
@@ -155,6 +155,8 @@ def _out_of_range(config: RankConfig) -> Iterator[Violation]:
     for name in ("start_timeout", "resolve_timeout"):
         if not _is_positive(seconds := getattr(config, name)) or seconds > LONGEST_TIMEOUT_SECONDS:
             yield Violation(name, f"a number of seconds above 0, at most {LONGEST_TIMEOUT_SECONDS:g}", seconds)
+    if config.verify and (elsewhere := [pool.location for pool in config.pools if not pool.location.startswith("cpu")]):
+        yield Violation("verify", "False where a pool is not in the memory of the CPU", ", ".join(elsewhere))
     yield from _wrong_lease_ttl(config.lease_ttl)
     yield from _wrong_switches(config)
     yield from _wrong_timing(config.timing)

@@ -47,6 +47,8 @@ class RankConfig:
         refusal_proves_death: whether a dial that is refused proves that nobody writes at a prefill's address any more;
             False where a firewall, a proxy or a Service may refuse in its place: pages are held then until the
             prefill, or its next incarnation, answers.
+        verify: whether a checksum of each page travels with a hand-off and is compared before decode says Success,
+            where both sides are set so; memory of the CPU only, and some 1 GB/s of one core on either side.
         start_timeout: seconds that opening may take, registration included.
         resolve_timeout: seconds that a receiver's registry may take to answer READY.
         lease_ttl: seconds, of an embedded registry.
@@ -82,6 +84,7 @@ class RankConfig:
     admin_listen: tuple[str, ...] = ()
     metrics_listen: str = ""
     refusal_proves_death: bool = True
+    verify: bool = False
     start_timeout: float = 30.0
     resolve_timeout: float = 30.0
     lease_ttl: float = 10.0
@@ -151,7 +154,8 @@ _KINDS: dict[str, Any] = {
     **dict.fromkeys(("start_timeout", "resolve_timeout", "lease_ttl", "switch_interval"), float),
     **dict.fromkeys(_SECURITY, str),
     **dict.fromkeys(
-        ("insecure", "health_without_token", "refusal_proves_death", "engine_selects_dp", "poll_gives_way"), bool
+        ("insecure", "health_without_token", "refusal_proves_death", "engine_selects_dp", "poll_gives_way", "verify"),
+        bool,
     ),
     **dict.fromkeys(("data_plane", "events", "server_security", "client_security"), object),
     **dict.fromkeys(("dp", "pp", "cp", "tp", "max_frame_bytes"), int),

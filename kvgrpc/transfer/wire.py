@@ -184,14 +184,16 @@ def encode_responses(entries: Iterable[PrefillEntry], limit: int) -> Iterator[pb
     """As encode_requests, for the other direction."""
     frame = pb.SessionResponse()
     add, used = frame.rooms.add, 0
-    for (room, attempt, _), state, writes, pages_done, aux, failure in entries:
-        size = _ENTRY_BYTES + len(aux) + (0 if failure is None else _FAILURE_BYTES)
+    for (room, attempt, _), state, writes, pages_done, aux, failure, checksums in entries:
+        size = _ENTRY_BYTES + len(aux) + len(checksums) + (0 if failure is None else _FAILURE_BYTES)
         if used and used + size > limit:
             yield frame
             frame = pb.SessionResponse()
             add, used = frame.rooms.add, 0
         used += size
         message = add(room=room, attempt=attempt, state=int(state), writes=int(writes), pages_done=pages_done, aux=aux)
+        if checksums:
+            message.page_checksums = checksums
         if failure is not None:
             message.failure.CopyFrom(failure_to_pb(failure))
     if used:
@@ -209,7 +211,7 @@ def parse_response(frame: pb.SessionResponse) -> Iterator[PrefillEntry]:
             raise _invalid(f"rooms[{index}].writes", message.writes, "a known value")
         failed = state is STATE_FAILED and message.HasField("failure")
         failure = failure_from_pb(message.failure) if failed else None
-        yield _new(PrefillEntry, (key, state, writes, message.pages_done, message.aux, failure))
+        yield _new(PrefillEntry, (key, state, writes, message.pages_done, message.aux, failure, message.page_checksums))
 
 
 def check_frame(frame: pb.SessionRequest | pb.SessionResponse, limit: int) -> None:
@@ -232,10 +234,15 @@ def smallest_frame(aux_bytes: int) -> int:
     return 2 * (_ENTRY_BYTES + _FAILURE_BYTES) + aux_bytes
 
 
-def check_size(destination: Destination, limit: int) -> None:
-    """Raises FrameTooLarge for pages that no frame can carry."""
-    if _ENTRY_BYTES + LONGEST_TRACEPARENT + _destination_bytes(destination) > limit:
+def check_size(destination: Destination, limit: int, answer: int = 0) -> None:
+    """Raises FrameTooLarge for pages that no frame can carry, or whose ``answer`` (bytes) none can."""
+    if max(_ENTRY_BYTES + LONGEST_TRACEPARENT + _destination_bytes(destination), answer) > limit:
         raise too_large(destination, limit)
+
+
+def answer_bytes(destination: Destination, aux_bytes: int) -> int:
+    """Of a SUCCESS with checksums, at most."""
+    return _ENTRY_BYTES + aux_bytes + 4 * destination.held
 
 
 def too_large(destination: Destination, limit: int) -> FrameTooLarge:

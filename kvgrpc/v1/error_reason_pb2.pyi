@@ -94,6 +94,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """A unary call without a deadline took as long as the server lets one take. Metadata: method, limitMs. Repeat it with
     a deadline.
     """
+    ERROR_REASON_CHECKSUM_MISMATCH: _ErrorReason.ValueType  # 30
+    """The pages that arrived are not those that were sent, of two ranks that verify. Metadata: peer, pool, page, position,
+    expected, actual. Retry the request with a new attempt; where it repeats, the memory or the network is at fault.
+    """
     ERROR_REASON_IDENTITY_MISMATCH: _ErrorReason.ValueType  # 35
     """The caller's token or certificate is for other ranks than the one that it speaks for. Metadata: rank, caller, scope.
     Use the rank's own, or widen its scope at the server.
@@ -192,6 +196,10 @@ ERROR_REASON_PEER_UNREACHABLE: ErrorReason.ValueType  # 28
 ERROR_REASON_CALL_TOO_LONG: ErrorReason.ValueType  # 29
 """A unary call without a deadline took as long as the server lets one take. Metadata: method, limitMs. Repeat it with
 a deadline.
+"""
+ERROR_REASON_CHECKSUM_MISMATCH: ErrorReason.ValueType  # 30
+"""The pages that arrived are not those that were sent, of two ranks that verify. Metadata: peer, pool, page, position,
+expected, actual. Retry the request with a new attempt; where it repeats, the memory or the network is at fault.
 """
 ERROR_REASON_IDENTITY_MISMATCH: ErrorReason.ValueType  # 35
 """The caller's token or certificate is for other ranks than the one that it speaks for. Metadata: rank, caller, scope.

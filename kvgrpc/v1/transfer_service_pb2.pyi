@@ -175,6 +175,7 @@ class Hello(_message.Message):
     MAX_FRAME_BYTES_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     WAITING_ROOMS_FIELD_NUMBER: _builtins.int
+    VERIFY_FIELD_NUMBER: _builtins.int
     stream: _builtins.int
     """Counts the streams that the opener opened, from 1; a larger one ends the older."""
     data_plane: _builtins.str
@@ -183,6 +184,8 @@ class Hello(_message.Message):
     """Opaque address of the data plane."""
     max_frame_bytes: _builtins.int
     """Largest frame that the opener accepts, in bytes; 0: as large as what welcome says."""
+    verify: _builtins.bool
+    """The opener compares a checksum of each page before it says Success; it gets them where welcome says verify too."""
     @_builtins.property
     def opener(self) -> _common_pb2.RankRef:
         """Who opens the stream: a decode rank."""
@@ -232,10 +235,11 @@ class Hello(_message.Message):
         max_frame_bytes: _builtins.int = ...,
         model: _common_pb2.ModelIdentity | None = ...,
         waiting_rooms: _abc.Iterable[Global___RoomKey] | None = ...,
+        verify: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expected", b"expected", "layout", b"layout", "model", b"model", "opener", b"opener", "to", b"to"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aux_item_bytes", b"aux_item_bytes", "data_plane", b"data_plane", "data_plane_address", b"data_plane_address", "expected", b"expected", "layout", b"layout", "max_frame_bytes", b"max_frame_bytes", "model", b"model", "opener", b"opener", "pools", b"pools", "stream", b"stream", "to", b"to", "waiting_rooms", b"waiting_rooms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aux_item_bytes", b"aux_item_bytes", "data_plane", b"data_plane", "data_plane_address", b"data_plane_address", "expected", b"expected", "layout", b"layout", "max_frame_bytes", b"max_frame_bytes", "model", b"model", "opener", b"opener", "pools", b"pools", "stream", b"stream", "to", b"to", "verify", b"verify", "waiting_rooms", b"waiting_rooms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -290,10 +294,14 @@ class Welcome(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     IDLE_TIMEOUT_FIELD_NUMBER: _builtins.int
     DATA_PLANE_ADDRESS_FIELD_NUMBER: _builtins.int
+    VERIFY_FIELD_NUMBER: _builtins.int
+    POOLS_FIELD_NUMBER: _builtins.int
     max_frame_bytes: _builtins.int
     """Largest frame accepted, in bytes."""
     data_plane_address: _builtins.bytes
     """Opaque address of the answerer's data plane: tells which connections its bytes arrive over."""
+    verify: _builtins.bool
+    """Both verify: SUCCESS carries page_checksums. Only where hello asked for it."""
     @_builtins.property
     def rank(self) -> _common_pb2.RankRef:
         """Who answers: a prefill rank."""
@@ -306,6 +314,12 @@ class Welcome(_message.Message):
     def idle_timeout(self) -> _duration_pb2.Duration:
         """Either side gives the pair up when it heard nothing for this long."""
 
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Pool]:
+        """With verify: the pools of the answerer, without addresses. From both sides' pools follows which bytes of a page
+        travel, and in which order they are summed.
+        """
+
     def __init__(
         self,
         *,
@@ -314,10 +328,12 @@ class Welcome(_message.Message):
         heartbeat: _duration_pb2.Duration | None = ...,
         idle_timeout: _duration_pb2.Duration | None = ...,
         data_plane_address: _builtins.bytes = ...,
+        verify: _builtins.bool = ...,
+        pools: _abc.Iterable[_common_pb2.Pool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "idle_timeout", b"idle_timeout", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_plane_address", b"data_plane_address", "heartbeat", b"heartbeat", "idle_timeout", b"idle_timeout", "max_frame_bytes", b"max_frame_bytes", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_plane_address", b"data_plane_address", "heartbeat", b"heartbeat", "idle_timeout", b"idle_timeout", "max_frame_bytes", b"max_frame_bytes", "pools", b"pools", "rank", b"rank", "verify", b"verify"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -416,6 +432,7 @@ class PrefillRoom(_message.Message):
     PAGES_DONE_FIELD_NUMBER: _builtins.int
     AUX_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    PAGE_CHECKSUMS_FIELD_NUMBER: _builtins.int
     room: _builtins.int
     """Chosen by the router, 1 to 2^63-1."""
     attempt: _builtins.int
@@ -428,6 +445,10 @@ class PrefillRoom(_message.Message):
     """Pages in place, a prefix of the destination."""
     aux: _builtins.bytes
     """First token and its metadata, with SUCCESS, from the rank whose part says aux: the items of each aux buffer, in order."""
+    page_checksums: _builtins.bytes
+    """With SUCCESS, where welcome said verify: for each page of the destination the CRC-32 (zlib's) of its bytes that this
+    rank wrote, region after region, 4 bytes each, little endian; where pools have pages of their own, pool after pool.
+    """
     @_builtins.property
     def failure(self) -> _common_pb2.Failure:
         """The root cause, with FAILED."""
@@ -442,10 +463,11 @@ class PrefillRoom(_message.Message):
         pages_done: _builtins.int = ...,
         aux: _builtins.bytes = ...,
         failure: _common_pb2.Failure | None = ...,
+        page_checksums: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "aux", b"aux", "failure", b"failure", "pages_done", b"pages_done", "room", b"room", "state", b"state", "writes", b"writes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "aux", b"aux", "failure", b"failure", "page_checksums", b"page_checksums", "pages_done", b"pages_done", "room", b"room", "state", b"state", "writes", b"writes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

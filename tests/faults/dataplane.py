@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 import time
@@ -19,13 +20,15 @@ class Fault:
 
     ``delay``: seconds during which nothing is done. ``hang``: nothing is done until ``release()`` or a stop, which ends
     it as ``outcome`` or FAILED_UNKNOWN. ``outcome``: reported instead of writing anything. ``late``: the bytes are
-    written all the same, after the report, when the test calls ``write_late()``.
+    written all the same, after the report, when the test calls ``write_late()``. ``corrupt``: all is written, but one
+    bit of the first descriptor flips on its way; the source is as before in the end.
     """
 
     outcome: Outcome | None = None
     delay: float = 0.0
     hang: bool = False
     late: bool = False
+    corrupt: bool = False
     detail: str = "injected"
 
 
@@ -147,6 +150,12 @@ class _FaultyTransfer:
         if self._stopped:
             return Result(Outcome.REJECTED, "stopped")
         inner, s = self._plane.inner, submission
+        if fault.corrupt:
+            byte = ctypes.c_uint8.from_address(int(s.source[0]))
+            byte.value ^= 1
+            result = wait(inner.submit(s.peer, s.source, s.destination, s.nbytes))
+            byte.value ^= 1
+            return result
         self._inner = inner.submit(s.peer, s.source, s.destination, s.nbytes)
         return self._inner.poll()
 

@@ -90,7 +90,8 @@ class RankProcess:
 class RankHost:
     """What the child does. Memory: LAYERS regions of PAGES pages of PAGE_BYTES bytes; one aux buffer.
 
-    Not RankConfig's, of ``settings``: ``slow_seconds``, for how long the data plane does nothing, by submission; and
+    Not RankConfig's, of ``settings``: ``slow_seconds``, for how long the data plane does nothing, by submission;
+    ``corrupts``, in which submissions a bit flips on its way; and
     ``own_memory``, the engine's own and not the data plane's, as real engines have it; and ``layers``, the first one
     and how many this rank has.
     """
@@ -103,6 +104,7 @@ class RankHost:
 
         settings = dict(settings)
         name, slow = settings.pop("data_plane", "shm"), settings.pop("slow_seconds", {})
+        corrupts = settings.pop("corrupts", ())
         page_bytes = settings.pop("page_bytes", PAGE_BYTES)
         pool_changes = settings.pop("pool", {})
         own_memory = settings.pop("own_memory", False)
@@ -120,6 +122,8 @@ class RankHost:
         pool = replace(Pool("kv", PoolKind.KV, 16, PAGES, "float32", regions), **pool_changes)
         if slow:
             plane = FaultyDataPlane(plane, lambda number, _: Fault(delay=slow.get(number, 0.0)))
+        if corrupts:
+            plane = FaultyDataPlane(plane, lambda number, _: Fault(corrupt=True) if number in corrupts else None)
         settings.setdefault("layout", Layout())
         config = RankConfig(
             engine=engine,

@@ -125,6 +125,20 @@ def test_the_stages_of_a_room_are_measured_on_both_sides(ends: Callable[[int], E
         time.sleep(0.01)
 
 
+def test_the_pages_of_each_pool_are_compared() -> None:
+    prefill = HybridRank("P", Role.PREFILL, 1, registry="embedded", verify=True)
+    decode = HybridRank("D", Role.DECODE, 2, verify=True)
+    sender = KVSender(prefill.rank.transfer, "", 1)
+    receiver = KVReceiver(decode.rank.transfer, prefill.rank.address, 1)
+    receiver.init({"kv": [20, 5], "state": [3], "window": [7, 0]})
+    sender.init(2)
+    sender.send({"kv": [1], "window": [5]})
+    sender.send({"kv": [30], "state": [0], "window": [6]})
+    assert receiver.wait(10.0) is KVPoll.Success, receiver.failure
+    decode.close()
+    prefill.close()
+
+
 def test_one_list_is_every_pools(ranks: tuple[HybridRank, HybridRank], ends: Callable[[int], Ends]) -> None:
     prefill, decode = ranks
     sender, receiver = ends(1)

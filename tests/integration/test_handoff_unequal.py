@@ -117,6 +117,31 @@ def test_heads_arrive_where_they_belong(
     assert (cache_of(decode, axes, [0, 9, 16]) == before).all()
 
 
+@pytest.mark.parametrize("axes", ["token,head,dim", "head,token,dim"])
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
+def test_slices_of_heads_are_compared_by_what_of_a_page_each_rank_sent(
+    engine: Open, registry: str, prefill_tp: int, decode_tp: int, axes: str
+) -> None:
+    prefill = engine("P", "PREFILL", prefill_tp, axes=axes, verify=True)
+    decode = engine("D", "DECODE", decode_tp, axes=axes, verify=True)
+    for number, rank in enumerate(prefill):
+        rank.fill(number)
+        rank.aux[:] = prefill[0].aux
+    hand_off(prefill, decode, registry, 1)
+    assert all(pair.verify for rank in decode for pair in rank.rank.transfer.core.pairs.values())
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
+def test_a_verified_latent_cache_needs_nothing_of_those_who_owe_nothing(
+    engine: Open, registry: str, prefill_tp: int, decode_tp: int
+) -> None:
+    prefill = engine("P", "PREFILL", prefill_tp, heads=0, model=LATENT, verify=True)
+    decode = engine("D", "DECODE", decode_tp, heads=0, model=LATENT, verify=True)
+    for rank in prefill:
+        rank.fill(1)
+    hand_off(prefill, decode, registry, 1)
+
+
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
 def test_over_mooncake_too(engine: Open, registry: str, prefill_tp: int, decode_tp: int) -> None:
     pytest.importorskip("mooncake")

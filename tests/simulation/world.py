@@ -37,8 +37,7 @@ class World:
         rogues: int = 0,
         liars: Collection[int] = (),
     ) -> None:
-        """``rogues``: hostile decodes. ``liars``: prefill ranks that answer what they like; ``suspects``: that ever
-        did."""
+        """``rogues``: hostile decodes. ``liars``: prefill ranks that answer what they like, ``suspects``: ever did."""
         self.seed = seed
         self.fleet = fleet
         self.liars = self.suspects = frozenset(liars)

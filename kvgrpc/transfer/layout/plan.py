@@ -30,6 +30,14 @@ class Plan(NamedTuple):
     nbytes: U64Array
 
 
+class Side(NamedTuple):
+    """The regions of one side: where they begin, from page to page, bytes of a page that travel; uint64[n, 1] each."""
+
+    address: U64Array
+    stride: U64Array
+    nbytes: U64Array
+
+
 class Geometry:
     """How one pair's pools lie in both memories; made once per pair, used for every chunk. Thread-safe, immutable."""
 
@@ -55,6 +63,14 @@ class Geometry:
         self._dense = bool(gapless.all())
         self.pages = pages
         self.bytes_of_a_page = sum(region.page_bytes for region in source)
+
+    @property
+    def source(self) -> Side:
+        return Side(self._source, self._source_stride, self._page_bytes)
+
+    @property
+    def destination(self) -> Side:
+        return Side(self._destination, self._destination_stride, self._page_bytes)
 
     def plan(self, source: U32Array, destination: U32Array) -> Plan:
         """Descriptors that write page ``source[i]`` (uint32[n]) to page ``destination[i]`` in every region.

@@ -50,7 +50,7 @@ class DecodeWork:
     whom no session stands any more: they or a successor may come back. ``dials``: streams to open. ``closes``: streams
     to end. ``tell``: pairs with something to say, each to be flushed when its stream has room. ``failed``: rooms that
     failed and are dropped, of which people may still ask why; the last 256. ``ended``: rooms that got their terminal
-    state. ``lost``: pairs that were given up.
+    state. ``lost``: pairs that were given up. ``compares``: rooms whose pages are to be compared with their checksums.
     """
 
     resolves: list[DecodeRoom] = field(default_factory=list)
@@ -61,6 +61,7 @@ class DecodeWork:
     failed: deque[DecodeRoom] = field(default_factory=lambda: deque(maxlen=PAST_FAILURES))
     ended: list[DecodeRoom] = field(default_factory=list)
     lost: list[LostPair] = field(default_factory=list)
+    compares: list[DecodeRoom] = field(default_factory=list)
 
 
 class DecodeCore:
@@ -230,6 +231,15 @@ class DecodeCore:
             elif pair.refusals.pop(entry.key, None) is not None or len(pair.pending_rooms) < self.bounds.rooms:
                 self._pending.add_later(pair, entry.key)
 
+    def on_compared(self, room: DecodeRoom, failure: Failure | None) -> None:
+        """The pages of a room are those that were sent, or ``failure`` says which are not (14, aux and checksums)."""
+        if room.ended:
+            return
+        if failure is not None:
+            self._end(room, failure)
+        else:
+            self._succeed(room)
+
     def on_goodbye(self, stream: Stream, failure: Failure | None) -> None:
         pair = stream.pair
         if pair.stream is not stream:
@@ -336,14 +346,26 @@ class DecodeCore:
         else:
             if entry.aux:
                 room.aux = entry.aux
+            part.checksums = entry.checksums
             if room.arrived:
-                failure = self._deliver_aux(room)
-                if failure is not None:
-                    self._end(room, failure)
-                else:
-                    self._due.clear(room.key)
-                    room.succeed()
-                    self._work.ended.append(room)
+                self._arrive(room)
+
+    def _arrive(self, room: DecodeRoom) -> None:
+        """All is in place; where it came with checksums they are compared first, once (14, aux and checksums)."""
+        if not room.compared and room.to_compare:
+            room.compared = True
+            self._work.compares.append(room)
+        elif not room.compared:
+            self._succeed(room)
+
+    def _succeed(self, room: DecodeRoom) -> None:
+        failure = self._deliver_aux(room)
+        if failure is not None:
+            self._end(room, failure)
+        else:
+            self._due.clear(room.key)
+            room.succeed()
+            self._work.ended.append(room)
 
     def _announce(self) -> None:
         """Rooms that are bound and have no pages yet. Once a tick: most have theirs by then, which say all of it."""

@@ -25,7 +25,8 @@ class DecodePair:
 
     ``connections``: over which its bytes could still arrive when it was proven dead (rule 8, pages by evidence).
     ``layout``: of its engine, ``layers``: its own; None: as ours. ``rooms``: what is not over yet; ``pending_rooms``:
-    what is to be told. ``refusals``: rooms that were refused here, of which the peer is told why until it answers.
+    what is to be told. ``verify``: it sends checksums. ``refusals``: rooms that were refused here, of which the peer is
+    told why until it answers.
     """
 
     __slots__ = (
@@ -50,6 +51,7 @@ class DecodePair:
         "stream",
         "up",
         "up_since",
+        "verify",
         "waiting_since",
         "welcomed",
     )
@@ -59,7 +61,7 @@ class DecodePair:
         self.address = target.address
         self.layout, self.layers = target.layout, target.layers
         self.stream: Stream | None = None
-        self.up = self.welcomed = self.lost = False
+        self.up = self.welcomed = self.lost = self.verify = False
         self.heard_at = self.dialled_at = self.next_dial_at = self.up_since = now
         self.broken_at: int | None = None
         self.waiting_since: int | None = now

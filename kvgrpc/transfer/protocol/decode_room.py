@@ -35,13 +35,25 @@ class DecodePart:
     ``stopped_at``: when it said STOPPED.
     """
 
-    __slots__ = ("forgot", "pages_done", "pair", "sender_seen", "state", "stopped_at", "told", "told_write", "writes")
+    __slots__ = (
+        "checksums",
+        "forgot",
+        "pages_done",
+        "pair",
+        "sender_seen",
+        "state",
+        "stopped_at",
+        "told",
+        "told_write",
+        "writes",
+    )
 
     def __init__(self, pair: DecodePair) -> None:
         self.pair = pair
         self.state = STATE_BOOTSTRAPPING
         self.writes = WRITES_OPEN
         self.pages_done = 0
+        self.checksums = b""
         self.told = self.told_write = self.sender_seen = False
         self.forgot = False
         self.stopped_at: int | None = None
@@ -81,13 +93,14 @@ class DecodeRoom:
     """One hand-off at decode. It outlives its handle until its pages are proven free (6, ending; 8, pages by evidence).
 
     ``parts``: one for each prefill rank that owes something, all of them once ``bound``. ``refused``: it ended before,
-    and is bound nevertheless, so that those who owe it hear why.
+    and is bound nevertheless, so that those who owe it hear why. ``compared``: its pages are being compared.
     """
 
     __slots__ = (
         "aux",
         "aux_index",
         "bound",
+        "compared",
         "created_at",
         "deadline",
         "destination",
@@ -109,6 +122,7 @@ class DecodeRoom:
         self.traceparent = traceparent
         self.parts: dict[RankId, DecodePart] = {}
         self.bound = False
+        self.compared = False
         self.destination: Destination | None = None
         self.state = STATE_BOOTSTRAPPING
         self.ended = False
@@ -140,6 +154,11 @@ class DecodeRoom:
     def arrived(self) -> bool:
         """Every part that is owed is in place (rule 9, fan-in)."""
         return self.bound and all(part.arrived for part in self.parts.values())
+
+    @property
+    def to_compare(self) -> list[DecodePart]:
+        """Parts that came with checksums of what was sent (14, aux and checksums)."""
+        return [part for part in self.parts.values() if part.pair.verify] if self.has_pages else []
 
     def part_of(self, pair: DecodePair) -> DecodePart | None:
         """The part that this incarnation owes, if it is the one that owes it."""

@@ -10,7 +10,7 @@ from kvgrpc.transfer.protocol.types import RoomKey, SessionState, Timing, Writes
 class PrefillPair:
     """``stream``: the shell's token of the stream that counts (2, one stream). ``peer``: its memory, as Hello said;
     opaque. ``places``: how many ranks of its engine name each room to us, ``place``: which of them it is.
-    ``sends_aux``: we are the rank that sends it the first token and its metadata.
+    ``sends_aux``: we are the rank that sends it the first token and its metadata. ``verify``: it compares checksums.
 
     ``rooms`` it owns; ``answers``: what it keeps hearing of rooms that it cannot have (rule 10, ownership);
     ``unclaimed``: how many of its rooms wait for a local sender; ``forgotten``: how many are kept only for a late one
@@ -33,12 +33,14 @@ class PrefillPair:
         "sends_aux",
         "stream",
         "unclaimed",
+        "verify",
     )
 
     def __init__(self, ref: RankRef, peer: object, now: int) -> None:
         self.ref = ref
         self.peer = peer
         self.sends_aux = True
+        self.verify = False
         self.place, self.places = 0, 1
         self.number = 0
         self.stream: object | None = None

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvgrpc.dataplane.base import Outcome
 from kvgrpc.errors import Failure, KvGrpcError
 from kvgrpc.model import RankRef
@@ -54,6 +56,8 @@ class Submission:
     start: int
     wait: Wait | None = None
     others: tuple[tuple[U32Array, U32Array], ...] | None = None
+    # Where the owner verifies, before DONE: of each pool decode's pages and the checksums of what goes there.
+    checksums: tuple[tuple[U32Array, U32Array], ...] | None = None
 
 
 class PrefillRoom:
@@ -70,6 +74,7 @@ class PrefillRoom:
 
     __slots__ = (
         "aux",
+        "checksums",
         "chunks",
         "claimed",
         "created_at",
@@ -113,6 +118,7 @@ class PrefillRoom:
         self.worst = WRITES_SETTLED
         self.open_writes = 0
         self.done = Coverage()
+        self.checksums: list[tuple[tuple[U32Array, U32Array], ...]] = []
         self.progress = False
         self.forgotten = False
         self.siblings: tuple[PrefillRoom, ...] = (self,)
@@ -130,7 +136,8 @@ class PrefillRoom:
         """What its decode is told."""
         sends_aux = self.owner is not None and self.owner.sends_aux
         aux = self.aux if sends_aux and self.state is STATE_SUCCESS else b""
-        return PrefillEntry(self.key, self.state, self.writes, self.done.prefix, aux, self.failure)
+        checksums = self._page_checksums() if self.checksums and self.state is STATE_SUCCESS else b""
+        return PrefillEntry(self.key, self.state, self.writes, self.done.prefix, aux, self.failure, checksums)
 
     def join(self, siblings: tuple[PrefillRoom, ...], sender: PrefillRoom) -> None:
         """Becomes one of the records of a sender, with the chunks that it gave so far."""
@@ -196,6 +203,8 @@ class PrefillRoom:
         self.worst = min(self.worst, _WRITES_AFTER[outcome])
         if outcome is Outcome.DONE:
             self.done.add(submission.start, len(submission.destination))
+            if submission.checksums is not None:
+                self.checksums.append(submission.checksums)
             if self.handle is not None:
                 self.handle.pages_done = self.done.prefix
         if self.ended:
@@ -227,6 +236,19 @@ class PrefillRoom:
             self._end(STATE_FAILED)
 
     # One step.
+
+    def _page_checksums(self) -> bytes:
+        """In the order of the destination, which names each page once; chunks may have come in any."""
+        destination = self.destination
+        assert destination is not None
+        found = bytearray()
+        for pool, pages in enumerate((destination, *(destination.others or ()))):
+            parts = [part[pool] for part in self.checksums if pool < len(part)]
+            by_page = {
+                page: crc for numbers, sums in parts for page, crc in zip(numbers.tolist(), sums.tolist(), strict=True)
+            }
+            found += np.array([by_page.get(page, 0) for page in pages.pages.tolist()], "<u4").tobytes()
+        return bytes(found)
 
     def _meet(self) -> list[Submission]:
         """Both sides are there once the destination is known and a sender claimed the room."""

@@ -199,6 +199,7 @@ class PrefillEntry(NamedTuple):
     pages_done: int = 0
     aux: bytes = b""
     failure: Failure | None = None
+    checksums: bytes = b""
 
 
 class SessionState(enum.IntEnum):

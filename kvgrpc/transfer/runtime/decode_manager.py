@@ -6,18 +6,20 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 
 import grpc
 
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, Reason
-from kvgrpc.model import RankRef, Role
+from kvgrpc.model import RankRef, Role, check_pools
 from kvgrpc.rpc.status import error_from
 from kvgrpc.transfer import wire
 from kvgrpc.transfer.layout import topology
 from kvgrpc.transfer.layout.plan import check_first_page, check_pages_of
 from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodePair, DecodeRoom, Stream
 from kvgrpc.transfer.protocol.types import DecodeEntry, Destination
+from kvgrpc.transfer.runtime.checksums import PeerPages
 from kvgrpc.transfer.runtime.manager import (
     FRAMES_RECEIVED,
     FRAMES_SENT,
@@ -33,7 +35,15 @@ from kvgrpc.transfer.runtime.session_writer import SessionWriter
 from kvgrpc.transfer.tables import PartRow, RoomRow, SessionRow
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
-from kvgrpc.wire import failure_from_pb, layout_to_pb, model_to_pb, pool_to_pb, rank_ref_from_pb, rank_ref_to_pb
+from kvgrpc.wire import (
+    failure_from_pb,
+    layout_to_pb,
+    model_to_pb,
+    pool_from_pb,
+    pool_to_pb,
+    rank_ref_from_pb,
+    rank_ref_to_pb,
+)
 
 logger = logging.getLogger(__name__)
 # A peer that asks for a longer idle timeout gets this much: past it a hung one would hold our rooms too long.
@@ -68,6 +78,8 @@ class DecodeManager(TransferManager[DecodeRoom]):
         self._open_channel = open_channel
         self._sessions: dict[Stream, _Session] = {}
         self._data_addresses: dict[RankRef, bytes] = {}
+        self._peer_pages: dict[RankRef, PeerPages] = {}
+        self._comparing: set[asyncio.Future[Failure | None]] = set()
         self._refusals = Refusals(config.refusal_proves_death)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -99,7 +111,8 @@ class DecodeManager(TransferManager[DecodeRoom]):
             others = None if destination.others is None else [other.pages for other in destination.others]
             check_pages_of(destination.pages, others, self.own_pages, self.pool_names)
             check_first_page(destination.first_page)
-            wire.check_size(destination, self.config.max_frame_bytes)
+            answer = wire.answer_bytes(destination, self.aux.row_bytes) if self.config.verify else 0
+            wire.check_size(destination, self.config.max_frame_bytes, answer)
         except KvGrpcError as error:
             self.core.fail(room, Failure.of(error, str(self.ref)))
             return
@@ -121,6 +134,8 @@ class DecodeManager(TransferManager[DecodeRoom]):
         await self._routes.close()
         for session in list(self._sessions.values()):
             session.close()
+        if self._comparing:  # each ends with its page: the memory is not to go under its thread
+            await asyncio.wait(self._comparing)
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=0.5)
             for task in late:
@@ -252,9 +267,49 @@ class DecodeManager(TransferManager[DecodeRoom]):
         self._refusals.welcomed(stream.pair.ref, session.resolved)
         session.max_frame_bytes = min(self.config.max_frame_bytes, welcome.max_frame_bytes or 2**63)
         session.heartbeat, idle_timeout = self._pace_of(welcome)
+        self._agree_on_checksums(stream.pair, welcome)
         self.core.on_welcome(stream, idle_timeout)
         session.writer = self._start(self._write(session, stream), f"session-write {stream.pair.ref}")
         self._pump()
+
+    def _agree_on_checksums(self, pair: DecodePair, welcome: pb.Welcome) -> None:
+        """Compared where both sides want it (14, aux and checksums)."""
+        if not self.config.verify:
+            return
+        if not welcome.verify:
+            logger.warning("%s does not verify: the pages that it sends are not compared", pair.ref)
+            return
+        pools = tuple(pool_from_pb(pool, f"welcome.pools[{index}]") for index, pool in enumerate(welcome.pools))
+        check_pools(pools, "welcome.pools", addresses=False)
+        theirs = replace(self.shape, rank=pair.ref.rank, layout=pair.layout or self.shape.layout, pools=pools)
+        owed = topology.owed_part(theirs, self.shape)
+        self._peer_pages[pair.ref] = PeerPages([] if owed.empty else pools, self.config.pools)
+        pair.verify = True
+
+    async def _compare(self, room: DecodeRoom) -> None:
+        """On a thread of its own: a gigabyte takes about a second."""
+        comparing = asyncio.get_running_loop().run_in_executor(None, self._differences, room)
+        self._comparing.add(comparing)
+        try:
+            failure = await comparing
+        except Exception:
+            self._count_error(f"comparing room {room.key.room} failed")
+            failure = Failure(Reason.INTERNAL, "a bug of this rank; its log has the cause", {}, str(self.ref))
+        finally:
+            self._comparing.discard(comparing)
+        if not self.closed:
+            self.core.on_compared(room, failure)
+            self._pump()
+
+    def _differences(self, room: DecodeRoom) -> Failure | None:
+        destination = room.destination
+        for part in room.to_compare:
+            assert destination is not None
+            pages, peer = self._peer_pages[part.pair.ref], part.pair.ref
+            failure = pages.compare(destination, part.checksums, peer, self.ref, lambda: self.closed or room.ended)
+            if failure is not None:
+                return failure
+        return None
 
     def _pace_of(self, welcome: pb.Welcome) -> tuple[int, int]:
         """Ticks between our heartbeats, and after how many without a word the peer is given up: as it asks, within
@@ -322,6 +377,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
                 topology.wanted_part(shape, stream.pair.ref.rank[1:], stream.pair.layout, stream.pair.layers)
             ),
             model=model_to_pb(shape.model),
+            verify=self.config.verify,
         )
         hello.opener.CopyFrom(rank_ref_to_pb(self.ref))
         if not stream.pair.welcomed:
@@ -358,6 +414,8 @@ class DecodeManager(TransferManager[DecodeRoom]):
                 session = self._sessions.get(pair.stream)
                 if session is not None:
                     session.wake()
+        for room in work.compares:
+            self._begin(self._compare(room), f"compare room {room.key.room}")
         self._observe(work)
 
     def _begin(self, coroutine: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
@@ -375,6 +433,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
     def _forget_addresses(self) -> None:
         for ref in [ref for ref in self._data_addresses if ref not in self.core.pairs]:
             del self._data_addresses[ref]
+            self._peer_pages.pop(ref, None)
         self._refusals.forget_all_but(self.core.pairs)
 
     def _deliver_aux(self, room: DecodeRoom) -> Failure | None:

@@ -60,6 +60,7 @@ class TransferConfig:
     poll_gives_way: bool = True
     model: ModelIdentity = UNKNOWN_MODEL
     refusal_proves_death: bool = True
+    verify: bool = False
 
     def shape(self, data_plane: str) -> Shape:
         aux = tuple(buffer.item_bytes for buffer in self.aux)

@@ -39,7 +39,15 @@ from kvgrpc.transfer.runtime.session_writer import SessionWriter
 from kvgrpc.transfer.runtime.worker import Outcomes, PeerMemory, TransferWorker
 from kvgrpc.transfer.tables import PartRow, RoomRow, SessionRow
 from kvgrpc.v1 import transfer_service_pb2 as pb
-from kvgrpc.wire import failure_to_pb, layout_from_pb, model_from_pb, pool_from_pb, rank_ref_from_pb, rank_ref_to_pb
+from kvgrpc.wire import (
+    failure_to_pb,
+    layout_from_pb,
+    model_from_pb,
+    pool_from_pb,
+    pool_to_pb,
+    rank_ref_from_pb,
+    rank_ref_to_pb,
+)
 
 logger = logging.getLogger(__name__)
 _HELLO_WITHIN_SECONDS = 10.0
@@ -121,7 +129,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         reading = self._start(self._read(session, read), f"session-read {session.ref}")
         try:
             self._pump()  # 2, one stream: the older stream is told to end before the newer is welcomed
-            await write(self._welcome())
+            await write(self._welcome(session))
             await self._write(session)
         finally:
             reading.cancel()
@@ -276,12 +284,13 @@ class PrefillManager(TransferManager[PrefillRoom]):
         known = self.core.pairs.get(ref)
         if known is not None and isinstance(known.peer, PeerMemory) and known.peer.pools != pools:
             raise InvalidRequest.of("hello.pools", "others", "those that this incarnation said before")
-        memory = PeerMemory(pools, hello.data_plane_address, owes=not part.empty)
+        session.verify = self.config.verify and hello.verify
+        memory = PeerMemory(pools, hello.data_plane_address, owes=not part.empty, verify=session.verify)
         error = self.core.on_hello(session, ref, to, hello.stream, memory)
         if error is not None:
             raise error
         pair = self.core.pairs[ref]
-        pair.sends_aux = part.aux
+        pair.sends_aux, pair.verify = part.aux, session.verify
         pair.places = topology.decode_ranks_of(self.config.layout, layout)
         pair.place = topology.place_of(ref.rank, self.config.layout, layout)
         self._sessions[pair] = session
@@ -296,10 +305,13 @@ class PrefillManager(TransferManager[PrefillRoom]):
             raise topology.mismatch({"part": (part, expected)})
         return part
 
-    def _welcome(self) -> pb.SessionResponse:
+    def _welcome(self, session: _Session) -> pb.SessionResponse:
         timing = self.config.timing
         welcome = pb.Welcome(max_frame_bytes=self.config.max_frame_bytes, data_plane_address=self.plane.address())
         welcome.rank.CopyFrom(rank_ref_to_pb(self.ref))
+        if session.verify:
+            welcome.verify = True
+            welcome.pools.extend(pool_to_pb(pool.without_addresses()) for pool in self.config.pools)
         welcome.heartbeat.FromMilliseconds(timing.milliseconds(timing.heartbeat))
         welcome.idle_timeout.FromMilliseconds(timing.milliseconds(timing.idle_timeout))
         return pb.SessionResponse(welcome=welcome)
@@ -425,7 +437,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
 class _Session(SessionWriter):
     """One stream at prefill: whose it is, and how to write on it."""
 
-    __slots__ = ("caller", "failure", "max_frame_bytes", "over", "pool_pages", "ref", "write")
+    __slots__ = ("caller", "failure", "max_frame_bytes", "over", "pool_pages", "ref", "verify", "write")
 
     def __init__(
         self,
@@ -440,6 +452,7 @@ class _Session(SessionWriter):
         self.failure: Failure | None = None
         self.caller = ""
         self.max_frame_bytes = 0
+        self.verify = False
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def end(self, failure: Failure | None) -> None:

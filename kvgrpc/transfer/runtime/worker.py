@@ -20,6 +20,7 @@ from kvgrpc.observability import metrics
 from kvgrpc.transfer.layout.plan import Geometry, Plan, geometry, joined
 from kvgrpc.transfer.protocol.failures import raised
 from kvgrpc.transfer.protocol.prefill_core import PrefillPair, PrefillRoom, Submission
+from kvgrpc.transfer.runtime.checksums import PageReader, Sums
 
 logger = logging.getLogger(__name__)
 Outcomes = list[tuple[Submission, Result]]
@@ -33,12 +34,14 @@ _CHUNKS_AT_ONCE = 4
 class PeerMemory:
     """What decode said at Hello of its memory; attached by the worker at the first write.
 
-    ``owes``: False where another rank writes the same bytes, and a write here is done at once.
+    ``owes``: False where another rank writes the same bytes, and a write here is done at once. ``verify``: it wants a
+    checksum of each page.
     """
 
-    __slots__ = ("address", "geometry", "of_pool", "owes", "peer", "pools")
+    __slots__ = ("address", "geometry", "of_pool", "owes", "peer", "pools", "verify")
 
-    def __init__(self, pools: Sequence[Pool], address: bytes, owes: bool = True) -> None:
+    def __init__(self, pools: Sequence[Pool], address: bytes, owes: bool = True, verify: bool = False) -> None:
+        self.verify = verify
         self.pools = tuple(pools)
         self.owes = owes
         self.address = address
@@ -197,6 +200,8 @@ class TransferWorker:
         else:
             plans = memory.geometry.plans([(submission.source, submission.destination) for submission in group])
         for submission, plan in zip(group, plans, strict=True):
+            if memory.verify:
+                submission.checksums = _checksums(memory, submission)
             self._start(submission, memory.peer, plan)
 
     def _groups(self, submissions: Iterable[Submission]) -> Iterator[list[Submission]]:
@@ -221,7 +226,7 @@ class TransferWorker:
         memory, count = submission.pair.peer, len(submission.source)
         if submission.wait is not None or count > _SHORT_CHUNK_PAGES or not isinstance(memory, PeerMemory):
             return False
-        if submission.others is not None:
+        if submission.others is not None or memory.verify:
             return False
         geometry = memory.geometry if memory.peer is not None else None
         # A plane that somebody else wrote may not have it yet.
@@ -314,6 +319,20 @@ def _plan_of_pools(memory: PeerMemory, submission: Submission) -> Plan:
     sets = [(submission.source, submission.destination), *(submission.others or ())]
     pools = zip(memory.of_pool, sets, strict=False)  # of one that owes nothing no pool is known
     return joined([shape.plan(source, destination) for shape, (source, destination) in pools if len(source)])
+
+
+def _checksums(memory: PeerMemory, submission: Submission) -> Sums:
+    """Of the pages as they are now, by the pages of decode that they go to."""
+    if submission.others is None:
+        shapes = [memory.geometry] if memory.geometry is not None else []
+    else:
+        shapes = list(memory.of_pool)
+    sets = [(submission.source, submission.destination), *(submission.others or ())]
+    return tuple(
+        (destination, PageReader(shape.source).sums(source))
+        for shape, (source, destination) in zip(shapes, sets, strict=False)
+        if memory.owes
+    )
 
 
 def _look() -> None:

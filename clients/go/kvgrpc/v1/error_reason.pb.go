@@ -95,6 +95,9 @@ const (
 	// A unary call without a deadline took as long as the server lets one take. Metadata: method, limitMs. Repeat it with
 	// a deadline.
 	ErrorReason_ERROR_REASON_CALL_TOO_LONG ErrorReason = 29
+	// The pages that arrived are not those that were sent, of two ranks that verify. Metadata: peer, pool, page, position,
+	// expected, actual. Retry the request with a new attempt; where it repeats, the memory or the network is at fault.
+	ErrorReason_ERROR_REASON_CHECKSUM_MISMATCH ErrorReason = 30
 	// The caller's token or certificate is for other ranks than the one that it speaks for. Metadata: rank, caller, scope.
 	// Use the rank's own, or widen its scope at the server.
 	ErrorReason_ERROR_REASON_IDENTITY_MISMATCH ErrorReason = 35
@@ -147,6 +150,7 @@ var (
 		27: "ERROR_REASON_INTERNAL",
 		28: "ERROR_REASON_PEER_UNREACHABLE",
 		29: "ERROR_REASON_CALL_TOO_LONG",
+		30: "ERROR_REASON_CHECKSUM_MISMATCH",
 		35: "ERROR_REASON_IDENTITY_MISMATCH",
 		50: "ERROR_REASON_OPERATION_NOT_FOUND",
 		51: "ERROR_REASON_REQUEST_ID_REUSED",
@@ -186,6 +190,7 @@ var (
 		"ERROR_REASON_INTERNAL":                    27,
 		"ERROR_REASON_PEER_UNREACHABLE":            28,
 		"ERROR_REASON_CALL_TOO_LONG":               29,
+		"ERROR_REASON_CHECKSUM_MISMATCH":           30,
 		"ERROR_REASON_IDENTITY_MISMATCH":           35,
 		"ERROR_REASON_OPERATION_NOT_FOUND":         50,
 		"ERROR_REASON_REQUEST_ID_REUSED":           51,
@@ -227,7 +232,7 @@ var File_kvgrpc_v1_error_reason_proto protoreflect.FileDescriptor
 
 const file_kvgrpc_v1_error_reason_proto_rawDesc = "" +
 	"\n" +
-	"\x1ckvgrpc/v1/error_reason.proto\x12\tkvgrpc.v1*\x83\n" +
+	"\x1ckvgrpc/v1/error_reason.proto\x12\tkvgrpc.v1*\xa7\n" +
 	"\n" +
 	"\vErrorReason\x12\x1c\n" +
 	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12\x1f\n" +
@@ -261,6 +266,7 @@ const file_kvgrpc_v1_error_reason_proto_rawDesc = "" +
 	"\x15ERROR_REASON_INTERNAL\x10\x1b\x12!\n" +
 	"\x1dERROR_REASON_PEER_UNREACHABLE\x10\x1c\x12\x1e\n" +
 	"\x1aERROR_REASON_CALL_TOO_LONG\x10\x1d\x12\"\n" +
+	"\x1eERROR_REASON_CHECKSUM_MISMATCH\x10\x1e\x12\"\n" +
 	"\x1eERROR_REASON_IDENTITY_MISMATCH\x10#\x12$\n" +
 	" ERROR_REASON_OPERATION_NOT_FOUND\x102\x12\"\n" +
 	"\x1eERROR_REASON_REQUEST_ID_REUSED\x103\x12\x1f\n" +

@@ -303,7 +303,9 @@ type Hello struct {
 	Model *ModelIdentity `protobuf:"bytes,11,opt,name=model,proto3" json:"model,omitempty"`
 	// Rooms that wait for the first welcome of this pair, at most 1,024: where it is refused with
 	// PARALLEL_LAYOUT_MISMATCH their senders hear why.
-	WaitingRooms  []*RoomKey `protobuf:"bytes,12,rep,name=waiting_rooms,json=waitingRooms,proto3" json:"waiting_rooms,omitempty"`
+	WaitingRooms []*RoomKey `protobuf:"bytes,12,rep,name=waiting_rooms,json=waitingRooms,proto3" json:"waiting_rooms,omitempty"`
+	// The opener compares a checksum of each page before it says Success; it gets them where welcome says verify too.
+	Verify        bool `protobuf:"varint,13,opt,name=verify,proto3" json:"verify,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -422,6 +424,13 @@ func (x *Hello) GetWaitingRooms() []*RoomKey {
 	return nil
 }
 
+func (x *Hello) GetVerify() bool {
+	if x != nil {
+		return x.Verify
+	}
+	return false
+}
+
 // What one prefill rank owes one decode rank for every room.
 type Part struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -517,8 +526,13 @@ type Welcome struct {
 	IdleTimeout *durationpb.Duration `protobuf:"bytes,4,opt,name=idle_timeout,json=idleTimeout,proto3" json:"idle_timeout,omitempty"`
 	// Opaque address of the answerer's data plane: tells which connections its bytes arrive over.
 	DataPlaneAddress []byte `protobuf:"bytes,5,opt,name=data_plane_address,json=dataPlaneAddress,proto3" json:"data_plane_address,omitempty"`
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	// Both verify: SUCCESS carries page_checksums. Only where hello asked for it.
+	Verify bool `protobuf:"varint,6,opt,name=verify,proto3" json:"verify,omitempty"`
+	// With verify: the pools of the answerer, without addresses. From both sides' pools follows which bytes of a page
+	// travel, and in which order they are summed.
+	Pools         []*Pool `protobuf:"bytes,7,rep,name=pools,proto3" json:"pools,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Welcome) Reset() {
@@ -582,6 +596,20 @@ func (x *Welcome) GetIdleTimeout() *durationpb.Duration {
 func (x *Welcome) GetDataPlaneAddress() []byte {
 	if x != nil {
 		return x.DataPlaneAddress
+	}
+	return nil
+}
+
+func (x *Welcome) GetVerify() bool {
+	if x != nil {
+		return x.Verify
+	}
+	return false
+}
+
+func (x *Welcome) GetPools() []*Pool {
+	if x != nil {
+		return x.Pools
 	}
 	return nil
 }
@@ -758,7 +786,10 @@ type PrefillRoom struct {
 	// First token and its metadata, with SUCCESS, from the rank whose part says aux: the items of each aux buffer, in order.
 	Aux []byte `protobuf:"bytes,6,opt,name=aux,proto3" json:"aux,omitempty"`
 	// The root cause, with FAILED.
-	Failure       *Failure `protobuf:"bytes,7,opt,name=failure,proto3" json:"failure,omitempty"`
+	Failure *Failure `protobuf:"bytes,7,opt,name=failure,proto3" json:"failure,omitempty"`
+	// With SUCCESS, where welcome said verify: for each page of the destination the CRC-32 (zlib's) of its bytes that this
+	// rank wrote, region after region, 4 bytes each, little endian; where pools have pages of their own, pool after pool.
+	PageChecksums []byte `protobuf:"bytes,8,opt,name=page_checksums,json=pageChecksums,proto3" json:"page_checksums,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -838,6 +869,13 @@ func (x *PrefillRoom) GetAux() []byte {
 func (x *PrefillRoom) GetFailure() *Failure {
 	if x != nil {
 		return x.Failure
+	}
+	return nil
+}
+
+func (x *PrefillRoom) GetPageChecksums() []byte {
+	if x != nil {
+		return x.PageChecksums
 	}
 	return nil
 }
@@ -2299,7 +2337,7 @@ var File_kvgrpc_v1_transfer_service_proto protoreflect.FileDescriptor
 
 const file_kvgrpc_v1_transfer_service_proto_rawDesc = "" +
 	"\n" +
-	" kvgrpc/v1/transfer_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvgrpc/v1/common.proto\"\xf6\x03\n" +
+	" kvgrpc/v1/transfer_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvgrpc/v1/common.proto\"\x8e\x04\n" +
 	"\x05Hello\x12*\n" +
 	"\x06opener\x18\x01 \x01(\v2\x12.kvgrpc.v1.RankRefR\x06opener\x12\"\n" +
 	"\x02to\x18\x02 \x01(\v2\x12.kvgrpc.v1.RankRefR\x02to\x12\x1a\n" +
@@ -2314,7 +2352,8 @@ const file_kvgrpc_v1_transfer_service_proto_rawDesc = "" +
 	"\x0fmax_frame_bytes\x18\n" +
 	" \x01(\x04R\rmaxFrameBytes\x12.\n" +
 	"\x05model\x18\v \x01(\v2\x18.kvgrpc.v1.ModelIdentityR\x05model\x127\n" +
-	"\rwaiting_rooms\x18\f \x03(\v2\x12.kvgrpc.v1.RoomKeyR\fwaitingRooms\"\x98\x01\n" +
+	"\rwaiting_rooms\x18\f \x03(\v2\x12.kvgrpc.v1.RoomKeyR\fwaitingRooms\x12\x16\n" +
+	"\x06verify\x18\r \x01(\bR\x06verify\"\x98\x01\n" +
 	"\x04Part\x12\x1f\n" +
 	"\vlayer_start\x18\x01 \x01(\rR\n" +
 	"layerStart\x12\x1f\n" +
@@ -2324,13 +2363,15 @@ const file_kvgrpc_v1_transfer_service_proto_rawDesc = "" +
 	"head_start\x18\x03 \x01(\rR\theadStart\x12\x1d\n" +
 	"\n" +
 	"head_count\x18\x04 \x01(\rR\theadCount\x12\x10\n" +
-	"\x03aux\x18\x05 \x01(\bR\x03aux\"\xfe\x01\n" +
+	"\x03aux\x18\x05 \x01(\bR\x03aux\"\xbd\x02\n" +
 	"\aWelcome\x12&\n" +
 	"\x04rank\x18\x01 \x01(\v2\x12.kvgrpc.v1.RankRefR\x04rank\x12&\n" +
 	"\x0fmax_frame_bytes\x18\x02 \x01(\x04R\rmaxFrameBytes\x127\n" +
 	"\theartbeat\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\theartbeat\x12<\n" +
 	"\fidle_timeout\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\vidleTimeout\x12,\n" +
-	"\x12data_plane_address\x18\x05 \x01(\fR\x10dataPlaneAddress\"7\n" +
+	"\x12data_plane_address\x18\x05 \x01(\fR\x10dataPlaneAddress\x12\x16\n" +
+	"\x06verify\x18\x06 \x01(\bR\x06verify\x12%\n" +
+	"\x05pools\x18\a \x03(\v2\x0f.kvgrpc.v1.PoolR\x05pools\"7\n" +
 	"\aGoodbye\x12,\n" +
 	"\afailure\x18\x01 \x01(\v2\x12.kvgrpc.v1.FailureR\afailure\"\x9e\x02\n" +
 	"\n" +
@@ -2344,7 +2385,7 @@ const file_kvgrpc_v1_transfer_service_proto_rawDesc = "" +
 	"first_page\x18\x05 \x01(\rR\tfirstPage\x12(\n" +
 	"\x05pages\x18\x06 \x03(\v2\x12.kvgrpc.v1.PageSetR\x05pages\x12,\n" +
 	"\afailure\x18\a \x01(\v2\x12.kvgrpc.v1.FailureR\afailure\x12 \n" +
-	"\vtraceparent\x18\b \x01(\tR\vtraceparent\"\xf5\x01\n" +
+	"\vtraceparent\x18\b \x01(\tR\vtraceparent\"\x9c\x02\n" +
 	"\vPrefillRoom\x12\x16\n" +
 	"\x04room\x18\x01 \x01(\x04B\x020\x01R\x04room\x12\x18\n" +
 	"\aattempt\x18\x02 \x01(\rR\aattempt\x12*\n" +
@@ -2353,7 +2394,8 @@ const file_kvgrpc_v1_transfer_service_proto_rawDesc = "" +
 	"\n" +
 	"pages_done\x18\x05 \x01(\rR\tpagesDone\x12\x10\n" +
 	"\x03aux\x18\x06 \x01(\fR\x03aux\x12,\n" +
-	"\afailure\x18\a \x01(\v2\x12.kvgrpc.v1.FailureR\afailure\"\xba\x01\n" +
+	"\afailure\x18\a \x01(\v2\x12.kvgrpc.v1.FailureR\afailure\x12%\n" +
+	"\x0epage_checksums\x18\b \x01(\fR\rpageChecksums\"\xba\x01\n" +
 	"\x0eSessionRequest\x12&\n" +
 	"\x05hello\x18\x01 \x01(\v2\x10.kvgrpc.v1.HelloR\x05hello\x12+\n" +
 	"\x05rooms\x18\x02 \x03(\v2\x15.kvgrpc.v1.DecodeRoomR\x05rooms\x12,\n" +
@@ -2560,69 +2602,70 @@ var file_kvgrpc_v1_transfer_service_proto_depIdxs = []int32{
 	32, // 7: kvgrpc.v1.Welcome.rank:type_name -> kvgrpc.v1.RankRef
 	36, // 8: kvgrpc.v1.Welcome.heartbeat:type_name -> google.protobuf.Duration
 	36, // 9: kvgrpc.v1.Welcome.idle_timeout:type_name -> google.protobuf.Duration
-	37, // 10: kvgrpc.v1.Goodbye.failure:type_name -> kvgrpc.v1.Failure
-	0,  // 11: kvgrpc.v1.DecodeRoom.want:type_name -> kvgrpc.v1.Want
-	38, // 12: kvgrpc.v1.DecodeRoom.pages:type_name -> kvgrpc.v1.PageSet
-	37, // 13: kvgrpc.v1.DecodeRoom.failure:type_name -> kvgrpc.v1.Failure
-	1,  // 14: kvgrpc.v1.PrefillRoom.state:type_name -> kvgrpc.v1.RoomState
-	2,  // 15: kvgrpc.v1.PrefillRoom.writes:type_name -> kvgrpc.v1.Writes
-	37, // 16: kvgrpc.v1.PrefillRoom.failure:type_name -> kvgrpc.v1.Failure
-	4,  // 17: kvgrpc.v1.SessionRequest.hello:type_name -> kvgrpc.v1.Hello
-	8,  // 18: kvgrpc.v1.SessionRequest.rooms:type_name -> kvgrpc.v1.DecodeRoom
-	7,  // 19: kvgrpc.v1.SessionRequest.goodbye:type_name -> kvgrpc.v1.Goodbye
-	6,  // 20: kvgrpc.v1.SessionResponse.welcome:type_name -> kvgrpc.v1.Welcome
-	9,  // 21: kvgrpc.v1.SessionResponse.rooms:type_name -> kvgrpc.v1.PrefillRoom
-	7,  // 22: kvgrpc.v1.SessionResponse.goodbye:type_name -> kvgrpc.v1.Goodbye
-	32, // 23: kvgrpc.v1.Session.peer:type_name -> kvgrpc.v1.RankRef
-	3,  // 24: kvgrpc.v1.Session.state:type_name -> kvgrpc.v1.SessionState
-	36, // 25: kvgrpc.v1.Session.idle_time:type_name -> google.protobuf.Duration
-	32, // 26: kvgrpc.v1.RoomPart.peer:type_name -> kvgrpc.v1.RankRef
-	1,  // 27: kvgrpc.v1.RoomPart.state:type_name -> kvgrpc.v1.RoomState
-	2,  // 28: kvgrpc.v1.RoomPart.writes:type_name -> kvgrpc.v1.Writes
-	39, // 29: kvgrpc.v1.Room.role:type_name -> kvgrpc.v1.Role
-	1,  // 30: kvgrpc.v1.Room.state:type_name -> kvgrpc.v1.RoomState
-	13, // 31: kvgrpc.v1.Room.parts:type_name -> kvgrpc.v1.RoomPart
-	36, // 32: kvgrpc.v1.Room.age:type_name -> google.protobuf.Duration
-	37, // 33: kvgrpc.v1.Room.failure:type_name -> kvgrpc.v1.Failure
-	12, // 34: kvgrpc.v1.ListSessionsResponse.sessions:type_name -> kvgrpc.v1.Session
-	1,  // 35: kvgrpc.v1.ListRoomsRequest.states:type_name -> kvgrpc.v1.RoomState
-	14, // 36: kvgrpc.v1.ListRoomsResponse.rooms:type_name -> kvgrpc.v1.Room
-	14, // 37: kvgrpc.v1.GetRoomResponse.room:type_name -> kvgrpc.v1.Room
-	21, // 38: kvgrpc.v1.LocateRoomsRequest.rooms:type_name -> kvgrpc.v1.RoomKey
-	21, // 39: kvgrpc.v1.LocateRoomsResponse.rooms:type_name -> kvgrpc.v1.RoomKey
-	14, // 40: kvgrpc.v1.CancelRoomResponse.room:type_name -> kvgrpc.v1.Room
-	32, // 41: kvgrpc.v1.GetRankResponse.rank:type_name -> kvgrpc.v1.RankRef
-	39, // 42: kvgrpc.v1.GetRankResponse.role:type_name -> kvgrpc.v1.Role
-	33, // 43: kvgrpc.v1.GetRankResponse.layout:type_name -> kvgrpc.v1.Layout
-	34, // 44: kvgrpc.v1.GetRankResponse.pools:type_name -> kvgrpc.v1.Pool
-	33, // 45: kvgrpc.v1.EngineShape.layout:type_name -> kvgrpc.v1.Layout
-	28, // 46: kvgrpc.v1.GetTopologyRequest.prefill:type_name -> kvgrpc.v1.EngineShape
-	28, // 47: kvgrpc.v1.GetTopologyRequest.decode:type_name -> kvgrpc.v1.EngineShape
-	40, // 48: kvgrpc.v1.OwedPart.prefill:type_name -> kvgrpc.v1.RankId
-	40, // 49: kvgrpc.v1.OwedPart.decode:type_name -> kvgrpc.v1.RankId
-	5,  // 50: kvgrpc.v1.OwedPart.part:type_name -> kvgrpc.v1.Part
-	30, // 51: kvgrpc.v1.GetTopologyResponse.parts:type_name -> kvgrpc.v1.OwedPart
-	10, // 52: kvgrpc.v1.TransferService.Session:input_type -> kvgrpc.v1.SessionRequest
-	15, // 53: kvgrpc.v1.TransferService.ListSessions:input_type -> kvgrpc.v1.ListSessionsRequest
-	17, // 54: kvgrpc.v1.TransferService.ListRooms:input_type -> kvgrpc.v1.ListRoomsRequest
-	19, // 55: kvgrpc.v1.TransferService.GetRoom:input_type -> kvgrpc.v1.GetRoomRequest
-	22, // 56: kvgrpc.v1.TransferService.LocateRooms:input_type -> kvgrpc.v1.LocateRoomsRequest
-	24, // 57: kvgrpc.v1.TransferService.CancelRoom:input_type -> kvgrpc.v1.CancelRoomRequest
-	26, // 58: kvgrpc.v1.TransferService.GetRank:input_type -> kvgrpc.v1.GetRankRequest
-	29, // 59: kvgrpc.v1.TransferService.GetTopology:input_type -> kvgrpc.v1.GetTopologyRequest
-	11, // 60: kvgrpc.v1.TransferService.Session:output_type -> kvgrpc.v1.SessionResponse
-	16, // 61: kvgrpc.v1.TransferService.ListSessions:output_type -> kvgrpc.v1.ListSessionsResponse
-	18, // 62: kvgrpc.v1.TransferService.ListRooms:output_type -> kvgrpc.v1.ListRoomsResponse
-	20, // 63: kvgrpc.v1.TransferService.GetRoom:output_type -> kvgrpc.v1.GetRoomResponse
-	23, // 64: kvgrpc.v1.TransferService.LocateRooms:output_type -> kvgrpc.v1.LocateRoomsResponse
-	25, // 65: kvgrpc.v1.TransferService.CancelRoom:output_type -> kvgrpc.v1.CancelRoomResponse
-	27, // 66: kvgrpc.v1.TransferService.GetRank:output_type -> kvgrpc.v1.GetRankResponse
-	31, // 67: kvgrpc.v1.TransferService.GetTopology:output_type -> kvgrpc.v1.GetTopologyResponse
-	60, // [60:68] is the sub-list for method output_type
-	52, // [52:60] is the sub-list for method input_type
-	52, // [52:52] is the sub-list for extension type_name
-	52, // [52:52] is the sub-list for extension extendee
-	0,  // [0:52] is the sub-list for field type_name
+	34, // 10: kvgrpc.v1.Welcome.pools:type_name -> kvgrpc.v1.Pool
+	37, // 11: kvgrpc.v1.Goodbye.failure:type_name -> kvgrpc.v1.Failure
+	0,  // 12: kvgrpc.v1.DecodeRoom.want:type_name -> kvgrpc.v1.Want
+	38, // 13: kvgrpc.v1.DecodeRoom.pages:type_name -> kvgrpc.v1.PageSet
+	37, // 14: kvgrpc.v1.DecodeRoom.failure:type_name -> kvgrpc.v1.Failure
+	1,  // 15: kvgrpc.v1.PrefillRoom.state:type_name -> kvgrpc.v1.RoomState
+	2,  // 16: kvgrpc.v1.PrefillRoom.writes:type_name -> kvgrpc.v1.Writes
+	37, // 17: kvgrpc.v1.PrefillRoom.failure:type_name -> kvgrpc.v1.Failure
+	4,  // 18: kvgrpc.v1.SessionRequest.hello:type_name -> kvgrpc.v1.Hello
+	8,  // 19: kvgrpc.v1.SessionRequest.rooms:type_name -> kvgrpc.v1.DecodeRoom
+	7,  // 20: kvgrpc.v1.SessionRequest.goodbye:type_name -> kvgrpc.v1.Goodbye
+	6,  // 21: kvgrpc.v1.SessionResponse.welcome:type_name -> kvgrpc.v1.Welcome
+	9,  // 22: kvgrpc.v1.SessionResponse.rooms:type_name -> kvgrpc.v1.PrefillRoom
+	7,  // 23: kvgrpc.v1.SessionResponse.goodbye:type_name -> kvgrpc.v1.Goodbye
+	32, // 24: kvgrpc.v1.Session.peer:type_name -> kvgrpc.v1.RankRef
+	3,  // 25: kvgrpc.v1.Session.state:type_name -> kvgrpc.v1.SessionState
+	36, // 26: kvgrpc.v1.Session.idle_time:type_name -> google.protobuf.Duration
+	32, // 27: kvgrpc.v1.RoomPart.peer:type_name -> kvgrpc.v1.RankRef
+	1,  // 28: kvgrpc.v1.RoomPart.state:type_name -> kvgrpc.v1.RoomState
+	2,  // 29: kvgrpc.v1.RoomPart.writes:type_name -> kvgrpc.v1.Writes
+	39, // 30: kvgrpc.v1.Room.role:type_name -> kvgrpc.v1.Role
+	1,  // 31: kvgrpc.v1.Room.state:type_name -> kvgrpc.v1.RoomState
+	13, // 32: kvgrpc.v1.Room.parts:type_name -> kvgrpc.v1.RoomPart
+	36, // 33: kvgrpc.v1.Room.age:type_name -> google.protobuf.Duration
+	37, // 34: kvgrpc.v1.Room.failure:type_name -> kvgrpc.v1.Failure
+	12, // 35: kvgrpc.v1.ListSessionsResponse.sessions:type_name -> kvgrpc.v1.Session
+	1,  // 36: kvgrpc.v1.ListRoomsRequest.states:type_name -> kvgrpc.v1.RoomState
+	14, // 37: kvgrpc.v1.ListRoomsResponse.rooms:type_name -> kvgrpc.v1.Room
+	14, // 38: kvgrpc.v1.GetRoomResponse.room:type_name -> kvgrpc.v1.Room
+	21, // 39: kvgrpc.v1.LocateRoomsRequest.rooms:type_name -> kvgrpc.v1.RoomKey
+	21, // 40: kvgrpc.v1.LocateRoomsResponse.rooms:type_name -> kvgrpc.v1.RoomKey
+	14, // 41: kvgrpc.v1.CancelRoomResponse.room:type_name -> kvgrpc.v1.Room
+	32, // 42: kvgrpc.v1.GetRankResponse.rank:type_name -> kvgrpc.v1.RankRef
+	39, // 43: kvgrpc.v1.GetRankResponse.role:type_name -> kvgrpc.v1.Role
+	33, // 44: kvgrpc.v1.GetRankResponse.layout:type_name -> kvgrpc.v1.Layout
+	34, // 45: kvgrpc.v1.GetRankResponse.pools:type_name -> kvgrpc.v1.Pool
+	33, // 46: kvgrpc.v1.EngineShape.layout:type_name -> kvgrpc.v1.Layout
+	28, // 47: kvgrpc.v1.GetTopologyRequest.prefill:type_name -> kvgrpc.v1.EngineShape
+	28, // 48: kvgrpc.v1.GetTopologyRequest.decode:type_name -> kvgrpc.v1.EngineShape
+	40, // 49: kvgrpc.v1.OwedPart.prefill:type_name -> kvgrpc.v1.RankId
+	40, // 50: kvgrpc.v1.OwedPart.decode:type_name -> kvgrpc.v1.RankId
+	5,  // 51: kvgrpc.v1.OwedPart.part:type_name -> kvgrpc.v1.Part
+	30, // 52: kvgrpc.v1.GetTopologyResponse.parts:type_name -> kvgrpc.v1.OwedPart
+	10, // 53: kvgrpc.v1.TransferService.Session:input_type -> kvgrpc.v1.SessionRequest
+	15, // 54: kvgrpc.v1.TransferService.ListSessions:input_type -> kvgrpc.v1.ListSessionsRequest
+	17, // 55: kvgrpc.v1.TransferService.ListRooms:input_type -> kvgrpc.v1.ListRoomsRequest
+	19, // 56: kvgrpc.v1.TransferService.GetRoom:input_type -> kvgrpc.v1.GetRoomRequest
+	22, // 57: kvgrpc.v1.TransferService.LocateRooms:input_type -> kvgrpc.v1.LocateRoomsRequest
+	24, // 58: kvgrpc.v1.TransferService.CancelRoom:input_type -> kvgrpc.v1.CancelRoomRequest
+	26, // 59: kvgrpc.v1.TransferService.GetRank:input_type -> kvgrpc.v1.GetRankRequest
+	29, // 60: kvgrpc.v1.TransferService.GetTopology:input_type -> kvgrpc.v1.GetTopologyRequest
+	11, // 61: kvgrpc.v1.TransferService.Session:output_type -> kvgrpc.v1.SessionResponse
+	16, // 62: kvgrpc.v1.TransferService.ListSessions:output_type -> kvgrpc.v1.ListSessionsResponse
+	18, // 63: kvgrpc.v1.TransferService.ListRooms:output_type -> kvgrpc.v1.ListRoomsResponse
+	20, // 64: kvgrpc.v1.TransferService.GetRoom:output_type -> kvgrpc.v1.GetRoomResponse
+	23, // 65: kvgrpc.v1.TransferService.LocateRooms:output_type -> kvgrpc.v1.LocateRoomsResponse
+	25, // 66: kvgrpc.v1.TransferService.CancelRoom:output_type -> kvgrpc.v1.CancelRoomResponse
+	27, // 67: kvgrpc.v1.TransferService.GetRank:output_type -> kvgrpc.v1.GetRankResponse
+	31, // 68: kvgrpc.v1.TransferService.GetTopology:output_type -> kvgrpc.v1.GetTopologyResponse
+	61, // [61:69] is the sub-list for method output_type
+	53, // [53:61] is the sub-list for method input_type
+	53, // [53:53] is the sub-list for extension type_name
+	53, // [53:53] is the sub-list for extension extendee
+	0,  // [0:53] is the sub-list for field type_name
 }
 
 func init() { file_kvgrpc_v1_transfer_service_proto_init() }
