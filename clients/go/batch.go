@@ -6,7 +6,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"maps"
 )
 
 // ErrNotABatch says that a payload is no batch of KV-cache events at all.
@@ -57,8 +56,9 @@ type AllBlocksCleared struct{}
 // UnknownEvent is an event of a kind that this version does not know, or that it cannot read. The other events of its
 // batch count all the same.
 type UnknownEvent struct {
-	Name  string
-	Value any
+	Name string
+	// Raw is the event as it was written, in msgpack.
+	Raw []byte
 }
 
 func (BlockStored) event()      {}
@@ -94,84 +94,126 @@ var (
 // DecodeBatch reads a payload in any encoding and dialect. The error is ErrNotABatch; an event that cannot be read is an
 // UnknownEvent.
 func DecodeBatch(payload []byte) (Batch, error) {
-	value, failure := decodeMsgpack(payload)
-	parts, _ := value.([]any)
-	if failure != nil || len(parts) < 2 {
+	reader := reader{payload}
+	batch, err := reader.batch()
+	if err != nil || len(reader.rest) > 0 {
 		return Batch{}, fmt.Errorf("%w: [time, [event, ...], rank] was expected", ErrNotABatch)
 	}
-	events, isList := parts[1].([]any)
-	seconds, isTime := number(parts[0])
-	if !isList || !isTime {
-		return Batch{}, fmt.Errorf("%w: a time and a list of events were expected", ErrNotABatch)
+	return batch, nil
+}
+
+func (reader *reader) batch() (Batch, error) {
+	parts, err := reader.listHeader()
+	if err != nil || parts < 2 {
+		return Batch{}, ErrNotABatch
+	}
+	written, err := reader.value(0)
+	seconds, isTime := number(written)
+	if err != nil || !isTime {
+		return Batch{}, ErrNotABatch
 	}
 	if seconds > latestSeconds {
 		seconds /= 1000
 	}
 	batch := Batch{Time: seconds}
-	if len(parts) > 2 {
-		if rank, isNumber := parts[2].(int64); isNumber {
+	count, err := reader.listHeader()
+	if err != nil {
+		return Batch{}, err
+	}
+	for range count {
+		raw, err := reader.skip()
+		if err != nil {
+			return Batch{}, err
+		}
+		batch.Events = append(batch.Events, decodeEvent(raw))
+	}
+	for part := uint64(2); part < parts; part++ {
+		raw, err := reader.skip()
+		if err != nil {
+			return Batch{}, err
+		}
+		if part > 2 {
+			continue
+		}
+		value, _ := decodeMsgpack(raw)
+		if rank, isNumber := value.(int64); isNumber {
 			batch.Rank = &rank
 		}
-	}
-	for _, event := range events {
-		batch.Events = append(batch.Events, decodeEvent(event))
 	}
 	return batch, nil
 }
 
-func decodeEvent(value any) Event {
-	name, fields := "", map[string]any{}
+func decodeEvent(raw []byte) Event {
+	value, err := decodeMsgpack(raw)
+	if err != nil {
+		return UnknownEvent{Raw: raw}
+	}
+	name := ""
+	var fields map[string]any
 	switch written := value.(type) {
 	case []any:
 		if len(written) > 0 {
 			name, _ = written[0].(string)
-			fields = byName(name, written[1:])
+			fields, err = byName(name, written[1:])
 		}
 	case map[string]any:
 		name, _ = written["type"].(string)
-		for key, field := range written {
-			if key != "type" {
-				fields[key] = field
-			}
+		delete(written, "type")
+		fields = written
+	}
+	if err == nil {
+		if event, err := fromFields(name, fields); err == nil {
+			return event
 		}
 	}
-	event, err := fromFields(name, fields)
-	if err != nil {
-		return UnknownEvent{Name: name, Value: value}
-	}
-	return event
+	return UnknownEvent{Name: name, Raw: raw}
 }
 
-func byName(name string, values []any) map[string]any {
-	names := map[string][]string{"BlockStored": storedFields, "BlockRemoved": removedFields}[name]
+func byName(name string, values []any) (map[string]any, error) {
+	names, needed := []string(nil), 0
+	switch name {
+	case "BlockStored":
+		names, needed = storedFields, 4
+	case "BlockRemoved":
+		names, needed = removedFields, 1
+	}
+	if len(values) < needed {
+		return nil, errField
+	}
 	fields := map[string]any{}
 	for position, value := range values[:min(len(values), len(names))] {
 		// SGLang's arrays once had a map of more fields where vLLM's have the name of the adapter.
 		if metadata, isMap := value.(map[string]any); isMap && names[position] == "lora_name" {
-			maps.Copy(fields, metadata)
+			if salt, isText := metadata["cache_salt"].(string); isText {
+				fields["cache_salt"] = salt
+			}
 		} else {
 			fields[names[position]] = value
 		}
 	}
-	return fields
+	return fields, nil
 }
 
 func fromFields(name string, fields map[string]any) (Event, error) {
-	if name == "AllBlocksCleared" {
+	types := removedTypes
+	switch name {
+	case "AllBlocksCleared":
 		return AllBlocksCleared{}, nil
-	}
-	if name != "BlockStored" && name != "BlockRemoved" {
-		return nil, errors.New("another event")
+	case "BlockStored":
+		types = storedTypes
+	case "BlockRemoved":
+	default:
+		return nil, errField
 	}
 	listed, isList := fields["block_hashes"].([]any)
-	if !isList {
-		return nil, errors.New("no block_hashes")
+	if err := checkFields(fields, types); err != nil || !isList {
+		return nil, errField
 	}
 	hashes := make([]BlockHash, len(listed))
 	for index, value := range listed {
 		hash, isHash := hashOf(value)
 		if !isHash {
-			return nil, errors.New("no hash")
+			return nil, errField
 		}
 		hashes[index] = hash
 	}

@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"math"
+	"unicode/utf8"
 )
 
 const (
@@ -15,9 +16,11 @@ const (
 
 var errMsgpack = errors.New("no msgpack")
 
-// reader reads msgpack as nil, bool, int64, uint64 (above the largest int64), float64, string, []byte, []any and
-// map[string]any. What a header promises is never allocated before its bytes are there. Keys that are no text are passed
-// over, with their values.
+// strange is a value that is passed over: an extension, or a map with keys that are no text.
+type strange struct{}
+
+// reader reads msgpack as nil, bool, int64, uint64 (above the largest int64), float64, string, []byte, []any,
+// map[string]any and strange. What a header promises is never allocated before its bytes are there.
 type reader struct {
 	rest []byte
 }
@@ -55,6 +58,10 @@ func (reader *reader) value(depth int) (any, error) {
 		return code == 0xc3, nil
 	case 0xc4, 0xc5, 0xc6:
 		return reader.sized(1<<(code-0xc4), func(size uint64) (any, error) { return reader.bytes(size) })
+	case 0xc7, 0xc8, 0xc9:
+		return reader.sized(1<<(code-0xc7), reader.extension)
+	case 0xd4, 0xd5, 0xd6, 0xd7, 0xd8:
+		return reader.extension(1 << (code - 0xd4))
 	case 0xca, 0xcb:
 		return reader.sized(4<<(code-0xca), func(bits uint64) (any, error) { return float(bits, code == 0xca), nil })
 	case 0xcc, 0xcd, 0xce, 0xcf:
@@ -75,6 +82,97 @@ func (reader *reader) value(depth int) (any, error) {
 	return nil, errMsgpack
 }
 
+// listHeader reads how many values a list has.
+func (reader *reader) listHeader() (uint64, error) {
+	header, err := reader.take(1)
+	if err != nil {
+		return 0, err
+	}
+	width := uint64(0)
+	switch code := header[0]; {
+	case code >= 0x90 && code <= 0x9f:
+		return uint64(code & 0x0f), nil
+	case code == 0xdc:
+		width = 2
+	case code == 0xdd:
+		width = 4
+	default:
+		return 0, errMsgpack
+	}
+	taken, err := reader.take(width)
+	return bigEndian(taken), err
+}
+
+// skip passes over one value, however deep, and returns its bytes. What it holds need not make sense.
+func (reader *reader) skip() ([]byte, error) {
+	begin := reader.rest
+	for left := uint64(1); left > 0; left-- {
+		header, err := reader.take(1)
+		if err != nil {
+			return nil, err
+		}
+		size, values, err := reader.extent(header[0])
+		if err == nil {
+			_, err = reader.take(size)
+		}
+		// Each value has at least one byte.
+		if left += values; err != nil || left-1 > uint64(len(reader.rest)) {
+			return nil, errMsgpack
+		}
+	}
+	return begin[:len(begin)-len(reader.rest)], nil
+}
+
+// extent is how many bytes and values follow the header of a value.
+func (reader *reader) extent(code byte) (size, values uint64, err error) {
+	switch {
+	case code <= 0x7f || code >= 0xe0:
+		return 0, 0, nil
+	case code <= 0x8f:
+		return 0, 2 * uint64(code&0x0f), nil
+	case code <= 0x9f:
+		return 0, uint64(code & 0x0f), nil
+	case code <= 0xbf:
+		return uint64(code & 0x1f), 0, nil
+	}
+	width := uint64(0)
+	switch code {
+	case 0xc0, 0xc2, 0xc3:
+		return 0, 0, nil
+	case 0xca, 0xcb:
+		return 4 << (code - 0xca), 0, nil
+	case 0xcc, 0xcd, 0xce, 0xcf:
+		return 1 << (code - 0xcc), 0, nil
+	case 0xd0, 0xd1, 0xd2, 0xd3:
+		return 1 << (code - 0xd0), 0, nil
+	case 0xd4, 0xd5, 0xd6, 0xd7, 0xd8:
+		return 1 + 1<<(code-0xd4), 0, nil
+	case 0xc4, 0xc5, 0xc6:
+		width = 1 << (code - 0xc4)
+	case 0xc7, 0xc8, 0xc9:
+		width = 1 << (code - 0xc7)
+	case 0xd9, 0xda, 0xdb:
+		width = 1 << (code - 0xd9)
+	case 0xdc, 0xdd:
+		width = 2 << (code - 0xdc)
+	case 0xde, 0xdf:
+		width = 2 << (code - 0xde)
+	default:
+		return 0, 0, errMsgpack
+	}
+	taken, err := reader.take(width)
+	number := bigEndian(taken)
+	switch code {
+	case 0xc7, 0xc8, 0xc9:
+		return number + 1, 0, err
+	case 0xdc, 0xdd:
+		return 0, number, err
+	case 0xde, 0xdf:
+		return 0, 2 * number, err
+	}
+	return number, 0, err
+}
+
 func (reader *reader) take(count uint64) ([]byte, error) {
 	if count > uint64(len(reader.rest)) {
 		return nil, errMsgpack
@@ -90,9 +188,13 @@ func (reader *reader) sized(width int, then func(uint64) (any, error)) (any, err
 	if err != nil {
 		return nil, err
 	}
+	return then(bigEndian(taken))
+}
+
+func bigEndian(taken []byte) uint64 {
 	var number [8]byte
-	copy(number[8-width:], taken)
-	return then(binary.BigEndian.Uint64(number[:]))
+	copy(number[8-len(taken):], taken)
+	return binary.BigEndian.Uint64(number[:])
 }
 
 func (reader *reader) bytes(size uint64) (any, error) {
@@ -102,7 +204,15 @@ func (reader *reader) bytes(size uint64) (any, error) {
 
 func (reader *reader) text(size uint64) (any, error) {
 	taken, err := reader.take(size)
+	if err == nil && !utf8.Valid(taken) {
+		err = errMsgpack
+	}
 	return string(taken), err
+}
+
+func (reader *reader) extension(size uint64) (any, error) {
+	_, err := reader.take(size + 1)
+	return strange{}, err
 }
 
 func (reader *reader) list(count uint64, depth int) (any, error) {
@@ -125,7 +235,7 @@ func (reader *reader) fields(count uint64, depth int) (any, error) {
 	if count > uint64(len(reader.rest)) {
 		return nil, errMsgpack
 	}
-	fields := make(map[string]any, min(count, most))
+	fields, isStrange := make(map[string]any, min(count, most)), false
 	for range count {
 		key, err := reader.value(depth + 1)
 		if err != nil {
@@ -137,7 +247,12 @@ func (reader *reader) fields(count uint64, depth int) (any, error) {
 		}
 		if name, isText := key.(string); isText {
 			fields[name] = value
+		} else {
+			isStrange = true
 		}
+	}
+	if isStrange {
+		return strange{}, nil
 	}
 	return fields, nil
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -11,6 +11,8 @@ from kvgrpc.events.log.digest import DEVICE, medium_key
 
 BlockHash = int | bytes
 Token = int | str | list[int]
+# What a uint32 of the contract holds: an event of any other group cannot be read.
+Group = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 
 class KVCacheEvent(msgspec.Struct, tag=True, omit_defaults=True, forbid_unknown_fields=True, gc=False):
@@ -38,7 +40,7 @@ class BlockStored(KVCacheEvent):
     lora_name: str | None = None
     extra_keys: list[Any] | None = None
     """For each block, what went into its hash besides tokens; vLLM."""
-    group_idx: int | None = None
+    group_idx: Group | None = None
     """Cache group; None: the engine has one."""
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
@@ -56,7 +58,7 @@ class BlockRemoved(KVCacheEvent):
 
     block_hashes: Sequence[BlockHash]
     medium: str | None = None
-    group_idx: int | None = None
+    group_idx: Group | None = None
     locality: str | None = None
     ownership: str | None = None
     unknown_keys: dict[str, Any] | None = msgspec.field(default=None, name="kvgrpc.unknown_keys")

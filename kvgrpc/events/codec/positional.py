@@ -13,6 +13,7 @@ from kvgrpc.events.model import (
     BlockRemoved,
     BlockStored,
     Event,
+    Group,
     KVCacheEvent,
     Token,
     UnknownEvent,
@@ -59,7 +60,7 @@ class _AnyStored(_Array, tag="BlockStored", forbid_unknown_fields=True):
     medium: str | None = None
     name_or_metadata: str | dict[str, Any] | None = None
     extra_keys: list[Any] | None = None
-    group_idx: int | None = None
+    group_idx: Group | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
     locality: str | None = None
@@ -68,7 +69,7 @@ class _AnyStored(_Array, tag="BlockStored", forbid_unknown_fields=True):
 class _AnyRemoved(_Array, tag="BlockRemoved", forbid_unknown_fields=True):
     block_hashes: Sequence[BlockHash]
     medium: str | None = None
-    group_idx: int | None = None
+    group_idx: Group | None = None
     locality: str | None = None
 
 

@@ -12,6 +12,7 @@ from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored
 PREFIX_GROUP = 0
 # A heartbeat is compared with the past: so much of it is kept.
 _CHECKPOINTS = 64
+_LARGEST_PAGE = 2**32 - 1
 
 
 class CacheContents:
@@ -37,7 +38,7 @@ class CacheContents:
         for event in events:
             if isinstance(event, BlockStored):
                 self._stored(medium_key(event.medium), _group(event), _keys(event.block_hashes))
-                self.page_size = event.block_size or self.page_size
+                self.page_size = event.block_size if 0 < event.block_size <= _LARGEST_PAGE else self.page_size
             elif isinstance(event, BlockRemoved):
                 self._removed(medium_key(event.medium), _group(event), _keys(event.block_hashes))
             elif isinstance(event, AllBlocksCleared):
