@@ -8,7 +8,7 @@ import pytest
 
 from kvgrpc.events import wire
 from kvgrpc.events.log.snapshot import CacheState
-from kvgrpc.events.model import BlockRemoved, BlockStored, KVEventBatch
+from kvgrpc.events.model import BlockRemoved, BlockStored, Event, KVEventBatch
 from tests.fuzz.corpus import Hostile, hostile
 from tests.fuzz.reading import MAP, read
 
@@ -39,7 +39,7 @@ def test_the_corpus_has_both_kinds() -> None:
 def test_a_group_that_no_message_holds_spoils_no_digest(group: int) -> None:
     """Its engine may hand it over as an object: what is written is not what is read."""
     state = CacheState()
-    events = [BlockStored([1]), BlockStored([2], group_idx=group), BlockRemoved([1], group_idx=group)]
+    events: list[Event] = [BlockStored([1]), BlockStored([2], group_idx=group), BlockRemoved([1], group_idx=group)]
     batch = read(MAP.encode(KVEventBatch(1.0, events)))
     assert batch is not None
     state.apply(batch.events)
