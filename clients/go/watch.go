@@ -15,8 +15,8 @@ import (
 const (
 	firstPause   = 100 * time.Millisecond
 	longestPause = 5 * time.Second
-	// Heartbeats come each second: a publisher that is silent for so long is taken for gone.
-	silence = 5 * time.Second
+	// Heartbeats come each second: a publisher that is idle for so long is taken for gone.
+	idleTimeout = 5 * time.Second
 )
 
 // Stream names what to follow. Engine may be empty where the server publishes exactly one stream.
@@ -104,14 +104,14 @@ func (watch *watcher) once(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	alive := time.AfterFunc(silence, cancel)
+	alive := time.AfterFunc(idleTimeout, cancel)
 	defer alive.Stop()
 	for !watch.stopped {
 		message, err := call.Recv()
 		if err != nil {
 			return err
 		}
-		alive.Reset(silence)
+		alive.Reset(idleTimeout)
 		if err := watch.hear(message); err != nil {
 			return err
 		}
@@ -216,6 +216,6 @@ func (watch *watcher) mayGoOn(err error) bool {
 		return tried
 	}
 	watch.pause = max(watch.pause, failure.RetryAfter)
-	// What silence cancelled comes back as CANCELLED: nobody else cancelled it.
+	// What the idle timeout cancelled comes back as CANCELLED: nobody else cancelled it.
 	return failure.MayRepeat() || failure.Code.String() == "Canceled"
 }

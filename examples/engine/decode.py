@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -36,11 +37,7 @@ def receive(rank: Rank[DecodeManager], memory: Memory, request: dict[str, Any]) 
     # An engine has many rooms and other things to wait for: one descriptor tells it that some room moved.
     moved = rank.transfer.fileno()
     while not receiver.ended:
-        select.select([moved], [], [], 1.0)
-        try:
-            os.eventfd_read(moved)
-        except BlockingIOError:
-            continue
+        wait_for_news(moved)
     answer: dict[str, Any] = {"room": room, "end": receiver.poll().name, "why": ""}
     if receiver.poll() is KVPoll.Success:
         answer["right"] = all(memory.holds(page, value) for page, value in zip(pages, prompt, strict=True))
@@ -49,10 +46,16 @@ def receive(rank: Rank[DecodeManager], memory: Memory, request: dict[str, Any]) 
         answer["why"] = receiver.failure.reason.name
         # Nobody else gets these pages before it is proven that prefill writes to them no more.
         while not receiver.release_safe:
-            select.select([moved], [], [], 1.0)
-            os.eventfd_read(moved)
+            wait_for_news(moved)
     receiver.close()
     return answer
+
+
+def wait_for_news(moved: int) -> None:
+    """Until some room moved; a second at most."""
+    select.select([moved], [], [], 1.0)
+    with contextlib.suppress(BlockingIOError):  # none did
+        os.eventfd_read(moved)
 
 
 if __name__ == "__main__":

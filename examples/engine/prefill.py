@@ -23,11 +23,11 @@ def main() -> None:
         for line in sys.stdin:
             request = json.loads(line)
             room, prompt = request["room"], request["prompt"]
-            sender = KVSender(rank.transfer, rank.address, room)
+            sender = KVSender(rank.transfer, room=room)
             row = room % len(memory.aux)
             # What decode holds already need not be computed, let alone sent: its pages say so.
             sender.wait(10.0, until=KVPoll.WaitingForInput)
-            known = sender.decode_prefix_pages
+            known = sender.decode_prefix_pages or 0
             sender.init(len(prompt) - known, aux_index=row)
             pages = []
             for position in range(known, len(prompt)):

@@ -134,8 +134,8 @@ def _fresh(freshness: index_service_pb2.Freshness) -> tuple[str, int, str]:
     from kvgrpc.v1 import index_service_pb2
 
     state = index_service_pb2.SourceState.Name(freshness.state).removeprefix("SOURCE_STATE_").lower()
-    silence = seconds(seconds_of(freshness.silence)) if freshness.HasField("silence") else "-"
-    return state, freshness.lag_batches, silence
+    idle = seconds(seconds_of(freshness.idle_time)) if freshness.HasField("idle_time") else "-"
+    return state, freshness.lag_batches, idle
 
 
 def _standing(follower: SyncEventFollower, as_json: bool) -> str:
@@ -146,7 +146,7 @@ def _standing(follower: SyncEventFollower, as_json: bool) -> str:
             "logId": fresh.log_id,
             "nextSequence": str(fresh.next_sequence),
             "lagBatches": str(fresh.lag),
-            "silence": fresh.silence,
+            "idle_time": fresh.idle_time,
             "whole": fresh.whole,
             "blocks": blocks,
             "lastError": str(follower.last_error or ""),

@@ -44,8 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except NoAnswer as silence:
-        sys.exit(explain(silence.error, silence.next_step))
+    except NoAnswer as unheard:
+        sys.exit(explain(unheard.error, unheard.next_step))
     except KvGrpcError as error:
         sys.exit(explain(error))
     except BrokenPipeError:

@@ -21,15 +21,15 @@ class KVSender(TransferHandle):
 
     Args:
         manager: ``rank.transfer`` of a prefill rank.
-        bootstrap_addr: accepted as in the seed; prefill registers at start and does not need it.
-        room: chosen by the router, 1 to 2^63 - 1.
+        bootstrap_addr: where engines pass it, as to a receiver; a sender does not need it.
+        room: chosen by the router, 1 to 2^63 - 1; to be given.
         attempt: higher after the router retries with the same room.
     """
 
     __slots__ = ("_aux_index", "_expectation", "_initialised", "_manager", "_sender", "_sent", "_total")
     _engine = "prefill"
 
-    def __init__(self, manager: PrefillRuntime, bootstrap_addr: str, room: int, attempt: int = 0) -> None:
+    def __init__(self, manager: PrefillRuntime, bootstrap_addr: str = "", room: int = 0, attempt: int = 0) -> None:
         handle = SenderHandle()
         key = room_key(room, attempt)
         super().__init__(manager, key, handle)
@@ -103,8 +103,10 @@ class KVSender(TransferHandle):
         return POLL_WAITING_FOR_INPUT if poll is POLL_BOOTSTRAPPING and self._initialised else poll
 
     @property
-    def decode_prefix_pages(self) -> int:
-        """Pages that decode already holds, once ``poll`` says WaitingForInput."""
+    def decode_prefix_pages(self) -> int | None:
+        """Pages that decode already holds; None while decode has not yet said where its pages are, which ``poll`` no
+        longer tells once ``init`` was called.
+        """
         return self._handle.prefix_pages
 
     @property

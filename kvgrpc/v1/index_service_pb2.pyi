@@ -286,7 +286,7 @@ class Freshness(_message.Message):
     LOG_ID_FIELD_NUMBER: _builtins.int
     NEXT_SEQUENCE_FIELD_NUMBER: _builtins.int
     LAG_BATCHES_FIELD_NUMBER: _builtins.int
-    SILENCE_FIELD_NUMBER: _builtins.int
+    IDLE_TIME_FIELD_NUMBER: _builtins.int
     WHOLE_FIELD_NUMBER: _builtins.int
     state: Global___SourceState.ValueType
     """The state of the follower."""
@@ -301,7 +301,7 @@ class Freshness(_message.Message):
     be more blocks than are known, never fewer.
     """
     @_builtins.property
-    def silence(self) -> _duration_pb2.Duration:
+    def idle_time(self) -> _duration_pb2.Duration:
         """Since the publisher was last heard, which happens each second; absent: never."""
 
     def __init__(
@@ -311,12 +311,12 @@ class Freshness(_message.Message):
         log_id: _builtins.str = ...,
         next_sequence: _builtins.int = ...,
         lag_batches: _builtins.int = ...,
-        silence: _duration_pb2.Duration | None = ...,
+        idle_time: _duration_pb2.Duration | None = ...,
         whole: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["silence", b"silence"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["idle_time", b"idle_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lag_batches", b"lag_batches", "log_id", b"log_id", "next_sequence", b"next_sequence", "silence", b"silence", "state", b"state", "whole", b"whole"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle_time", b"idle_time", "lag_batches", b"lag_batches", "log_id", b"log_id", "next_sequence", b"next_sequence", "state", b"state", "whole", b"whole"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -224,7 +224,7 @@ class TestAPortThatSpeaksSomethingElse:
         assert "leave out --ca-file" in says(handoff.prefill_address, "--ca-file", Authority(tmp_path).ca_file)
 
     def test_http_1(self, says: Callable[..., str]) -> None:
-        with http.server.HTTPServer(("127.0.0.1", 0), Deaf) as server:
+        with http.server.HTTPServer(("127.0.0.1", 0), AnswersNothing) as server:
             thread = threading.Thread(target=server.serve_forever)
             thread.start()
             try:
@@ -245,7 +245,7 @@ class TestAPortThatSpeaksSomethingElse:
             assert "says nothing" in says(f"unix:{path}")
 
 
-class Deaf(http.server.BaseHTTPRequestHandler):
+class AnswersNothing(http.server.BaseHTTPRequestHandler):
     """An HTTP server that logs nothing."""
 
     def log_message(self, format: str, *arguments: Any) -> None:

@@ -258,7 +258,7 @@ class TestIndexService:
         assert fresh.log_id == a.publisher.stream.log_id
         assert (fresh.next_sequence, fresh.lag_batches, fresh.whole) == (a.next_sequence, 0, True)
         assert fresh.state == pb.SOURCE_STATE_CURRENT
-        assert fresh.HasField("silence")
+        assert fresh.HasField("idle_time")
 
     async def test_tokens_are_hashed_as_the_engines_do(self, client: Client) -> None:
         tokens = list(range(100, 170))

@@ -20,7 +20,7 @@ from tests.integration.rank_host import PAGES, RankProcess
 FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = 0, 1, 2, 3, 4
 # A death is known within 1 s at decode and 2 s at prefill: tests/simulation holds them to that, in ticks. Here a busy
 # machine may add to it, but not so much that it would be the idle timeout of 3 s that found out.
-BELOW_PATIENCE = 2.9
+BELOW_IDLE_TIMEOUT = 2.9
 Start = Callable[..., RankProcess]
 
 
@@ -301,7 +301,7 @@ def test_a_cancel_at_any_state_ends_both_sides_and_gives_the_pages_back(start: S
 # Faults.
 
 
-def test_prefill_killed_before_a_transfer_fails_decode_before_its_patience_ends(
+def test_prefill_killed_before_a_transfer_fails_decode_before_its_idle_timeout(
     pair: tuple[RankProcess, RankProcess],
 ) -> None:
     prefill, decode = pair
@@ -309,7 +309,7 @@ def test_prefill_killed_before_a_transfer_fails_decode_before_its_patience_ends(
     prefill_sees(prefill, 1)
     killed = prefill.kill()
     (state,) = decode.call("wait", "receivers", [1], [FAILED]).values()
-    assert state[1] == "PEER_LOST" and state[2] - killed < BELOW_PATIENCE
+    assert state[1] == "PEER_LOST" and state[2] - killed < BELOW_IDLE_TIMEOUT
     decode.call("wait_release", [1])
 
 
@@ -324,7 +324,7 @@ def test_prefill_killed_during_a_transfer_holds_the_pages_until_they_are_safe(st
     decode.call("wait", "receivers", [1], [3])
     killed = prefill.kill()
     (state,) = decode.call("wait", "receivers", [1], [FAILED]).values()
-    assert state[1] == "PEER_LOST" and state[2] - killed < BELOW_PATIENCE
+    assert state[1] == "PEER_LOST" and state[2] - killed < BELOW_IDLE_TIMEOUT
     assert not decode.call("state", "receivers", 1)[2]
     assert decode.call("held_pages") == 2
     released = decode.call("wait_release", [1]) - killed
@@ -342,7 +342,7 @@ def test_a_killed_peer_after_success_spares_the_room(pair: tuple[RankProcess, Ra
     assert decode.call("state", "receivers", 1) == (SUCCESS, "", True)
 
 
-def test_decode_killed_fails_prefill_before_its_patience_ends_and_it_serves_on(
+def test_decode_killed_fails_prefill_before_its_idle_timeout_and_it_serves_on(
     pair: tuple[RankProcess, RankProcess], start: Start
 ) -> None:
     prefill, decode = pair
@@ -352,7 +352,7 @@ def test_decode_killed_fails_prefill_before_its_patience_ends_and_it_serves_on(
     eventually(lambda: prefill.call("open_writes") == 0)  # else the write itself may fail first
     killed = decode.kill()
     (state,) = prefill.call("wait", "senders", [1], [FAILED]).values()
-    assert state[1] == "PEER_LOST" and state[2] - killed < BELOW_PATIENCE
+    assert state[1] == "PEER_LOST" and state[2] - killed < BELOW_IDLE_TIMEOUT
     again = start("D", "DECODE", data_plane=prefill.call("data_plane")).opened()
     again.call("receive", 2, prefill.address, [9])
     prefill.call("send", 2, [3])

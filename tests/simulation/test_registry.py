@@ -23,7 +23,7 @@ TICK = 0.1
 FOR = 60.0
 
 
-class Crowd:
+class Callers:
     """One seed: callers that wait for two engines, whose ranks come and go."""
 
     def __init__(self, seed: int) -> None:
@@ -32,7 +32,7 @@ class Crowd:
         self.ends: list[str] = []
         self.waiting = 0
 
-    async def run(self) -> Crowd:
+    async def run(self) -> Callers:
         loop, rnd = asyncio.get_running_loop(), self.random
         store = MemoryStore(ttl=TTL)
         self.registry = store.registry = MemoryRegistry(
@@ -76,8 +76,8 @@ class Crowd:
     async def _call(self) -> None:
         loop, rnd = asyncio.get_running_loop(), self.random
         await asyncio.sleep(rnd.uniform(0.0, FOR))  # virtual time
-        patience = rnd.choice([1.0, 5.0, 20.0])
-        engine, end = rnd.choice("PQ"), loop.time() + patience
+        waits = rnd.choice([1.0, 5.0, 20.0])
+        engine, end = rnd.choice("PQ"), loop.time() + waits
         context: Any = SimpleNamespace(time_remaining=lambda: end - loop.time())
         try:
             answer = await self.servicer.ResolveRanks(pb.ResolveRanksRequest(engine=engine, wait_ready=True), context)
@@ -90,11 +90,11 @@ class Crowd:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_whoever_waits_is_woken_in_time_and_once_the_engine_is_ready(seed: int) -> None:
-    crowd = run(Crowd(seed).run())
-    assert len(crowd.ends) == 60 and not crowd.violations, "\n".join(crowd.violations[:5])
+    callers = run(Callers(seed).run())
+    assert len(callers.ends) == 60 and not callers.violations, "\n".join(callers.violations[:5])
 
 
 def test_the_seeds_meet_every_end() -> None:
-    ends = {end for seed in range(30) for end in run(Crowd(seed).run()).ends}
+    ends = {end for seed in range(30) for end in run(Callers(seed).run()).ends}
     assert ends >= {"READY", "ENGINE_NOT_FOUND", "WARMING_UP", "SERVER_DRAINING", "TOO_MANY_REQUESTS"}
     assert "not READY" not in ends

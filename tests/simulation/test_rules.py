@@ -57,7 +57,7 @@ def test_a_connection_that_is_left_holds_the_pages_after_the_settle_time(stage: 
     stage.until_over()
 
 
-def test_a_first_dial_without_an_answer_fails_after_the_patience(stage: Stage) -> None:
+def test_a_first_dial_without_an_answer_fails_after_the_idle_timeout(stage: Stage) -> None:
     stage.stop(stage.prefill, FOREVER)
     _, receiver = stage.receive(REQUEST)
     passed = stage.until(lambda: failed(receiver, "PEER_LOST"))

@@ -170,7 +170,7 @@ def _source_to_pb(source: Source) -> pb.Source:
 def _fill_freshness(message: pb.Freshness, fresh: Freshness) -> None:
     message.state, message.log_id = _STATES[fresh.state], fresh.log_id
     message.next_sequence, message.lag_batches, message.whole = fresh.next_sequence, fresh.lag, fresh.whole
-    if fresh.silence is not None:
-        milliseconds = round(fresh.silence * 1000)
+    if fresh.idle_time is not None:
+        milliseconds = round(fresh.idle_time * 1000)
         # FromMilliseconds costs more than all of the rest.
-        message.silence.seconds, message.silence.nanos = milliseconds // 1000, milliseconds % 1000 * 1_000_000
+        message.idle_time.seconds, message.idle_time.nanos = milliseconds // 1000, milliseconds % 1000 * 1_000_000

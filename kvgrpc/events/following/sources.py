@@ -12,13 +12,13 @@ from kvgrpc.events.following.messages import FollowerCounts, FollowerState
 
 
 class Freshness(NamedTuple):
-    """How fresh the contents of one cache are; ``silence`` is seconds since the publisher was heard, None: never."""
+    """How fresh the contents of one cache are; ``idle_time`` is seconds since the publisher was heard, None: never."""
 
     state: FollowerState
     log_id: str
     next_sequence: int
     lag: int
-    silence: float | None
+    idle_time: float | None
     whole: bool
 
 
@@ -111,8 +111,8 @@ class SourceTable:
 def freshness(core: FollowerCore, now: float) -> Freshness:
     """How fresh the contents of a follower are."""
     contents, known = core.contents, core.known_next
-    silence = None if core.heard_at is None else max(0.0, now - core.heard_at)
+    idle_time = None if core.heard_at is None else max(0.0, now - core.heard_at)
     if contents is None:
-        return Freshness(core.state, core.log_id, 0, known, silence, False)
+        return Freshness(core.state, core.log_id, 0, known, idle_time, False)
     upcoming = contents.next_sequence
-    return Freshness(core.state, core.log_id, upcoming, max(0, known - upcoming), silence, contents.whole)
+    return Freshness(core.state, core.log_id, upcoming, max(0, known - upcoming), idle_time, contents.whole)

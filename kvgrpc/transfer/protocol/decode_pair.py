@@ -139,7 +139,7 @@ class DecodePair:
     def given_up(self, now: int, timing: Timing) -> str:
         """How the pair was lost by now; empty: it was not (rule 3, break and loss)."""
         if self.up:
-            limit, what, over = self.idle_timeout, "silent for {} ms", now - self.heard_at > self.idle_timeout
+            limit, what, over = self.idle_timeout, "idle for {} ms", now - self.heard_at > self.idle_timeout
         elif self.waiting_since is not None and now - self.waiting_since > timing.idle_timeout:
             limit, what, over = timing.idle_timeout, "no welcome within {} ms", True
         elif self.broken_at is not None and self.welcomed and not self.lost:

@@ -40,7 +40,8 @@ class PlaceHandle(Handle):
 
     def __init__(self, fan_out: FanOut) -> None:
         self._fan_out = fan_out
-        self._poll, self._release_safe, self._prefix_pages = KVPoll.Bootstrapping, False, 0
+        self._poll, self._release_safe = KVPoll.Bootstrapping, False
+        self._prefix_pages: int | None = None
         self.aborted = None
         self.failure = None
         self.began = fan_out.handle.began
@@ -66,13 +67,14 @@ class PlaceHandle(Handle):
         self._fan_out.update()
 
     @property
-    def prefix_pages(self) -> int:
+    def prefix_pages(self) -> int | None:
         return self._prefix_pages
 
     @prefix_pages.setter
-    def prefix_pages(self, pages: int) -> None:
+    def prefix_pages(self, pages: int | None) -> None:
         self._prefix_pages = pages
-        self._fan_out.handle.prefix_pages = pages
+        if all(place.prefix_pages is not None for place in self._fan_out.places):
+            self._fan_out.handle.prefix_pages = pages
 
     def fail(self, failure: Failure) -> None:
         self.failure = failure

@@ -94,7 +94,7 @@ class PrefillPair:
         if self.lost:
             return ""
         if self.stream is not None:
-            silent = now - self.heard_at > timing.idle_timeout
-            return f"silent for {timing.milliseconds(timing.idle_timeout)} ms" if silent else ""
+            idle = now - self.heard_at > timing.idle_timeout
+            return f"idle for {timing.milliseconds(timing.idle_timeout)} ms" if idle else ""
         late = self.broken_at is not None and now - self.broken_at > timing.welcome_within
         return f"not back within {timing.milliseconds(timing.welcome_within)} ms of a break" if late else ""

@@ -99,7 +99,7 @@ class Routes:
         self._questions: dict[str, tuple[float, list[ReceiverRoom]]] = {}
         self._awaited: dict[tuple[str, Coordinates], asyncio.Task[None]] = {}
         self._search = RoomSearch(
-            open_channel, start, self._on_found, self._on_silence, self._targets_now, self._fail, self._on_over
+            open_channel, start, self._on_found, self._on_no_answer, self._targets_now, self._fail, self._on_over
         )
         self._closed = False
 
@@ -137,7 +137,7 @@ class Routes:
             for coordinates, target in engine.targets.items():
                 place = (bootstrap_addr, coordinates)
                 if target.ref == lost and place not in self._awaited and not self._closed:
-                    self._awaited[place] = self._start(self._meet_again(*place), f"await {lost.rank}")
+                    self._awaited[place] = self._start(self._await_restart(*place), f"await {lost.rank}")
 
     async def close(self) -> None:
         self._closed = True
@@ -145,7 +145,7 @@ class Routes:
             task.cancel()
         await self._search.close()
 
-    async def _meet_again(self, bootstrap_addr: str, coordinates: Coordinates) -> None:
+    async def _await_restart(self, bootstrap_addr: str, coordinates: Coordinates) -> None:
         """Asks the registry once, and again when it says that something changed."""
         now = asyncio.get_running_loop().time
         give_up_at = now() + _AWAIT_SECONDS
@@ -274,7 +274,7 @@ class Routes:
         self._remember(room.bootstrap_addr, engine)
         return targets
 
-    def _on_silence(self, room: DecodeRoom) -> None:
+    def _on_no_answer(self, room: DecodeRoom) -> None:
         if isinstance(room, ReceiverRoom) and not room.ended:
             self.find_anew(room)
 

@@ -27,7 +27,7 @@ from tests.integration.rank_host import RankHost
 
 __all__ = ["memory"]
 
-# Patience 2 s, a break 0.5 s, ended records 1 s.
+# Idle timeout 2 s, a break 0.5 s, ended records 1 s.
 TIMING = Timing(
     tick_seconds=0.05, heartbeat=4, welcome_within=10, idle_timeout=40, settle=4, abandon_dial=10, ended_record=20
 )

@@ -205,7 +205,7 @@ class TestStreams:
         eventually(lambda: sender.poll() is KVPoll.Failed)
         assert time.monotonic() - began > 0.8
         assert sender.failure.reason is Reason.PEER_LOST
-        assert sender.failure.metadata == {"peer": str(client.ref), "how": "silent for 1000 ms"}
+        assert sender.failure.metadata == {"peer": str(client.ref), "how": "idle for 1000 ms"}
         client.over()
 
     def test_heartbeats_keep_the_pair(self, hasty: RankHost, dial: Dial) -> None:

@@ -40,6 +40,17 @@ def test_a_thread_waits_for_a_room_and_for_the_moment_to_allocate(prefill: RankH
     assert receiver.pages_done == sender.pages_done == 2
 
 
+def test_a_sender_that_was_initialised_early_knows_when_decode_has_named_its_pages(
+    prefill: RankHost, decode: RankHost
+) -> None:
+    receiver, sender = pair_of(prefill, decode)
+    sender.init(2, 0)
+    assert sender.poll() is KVPoll.WaitingForInput and sender.decode_prefix_pages is None
+    receiver.init([1, 2], 0, first_page=3)
+    eventually(lambda: sender.decode_prefix_pages == 3)
+    receiver.abort()
+
+
 def test_a_wait_ends_with_its_time_and_says_what_is_so(prefill: RankHost, decode: RankHost) -> None:
     receiver, sender = pair_of(prefill, decode)
     began = time.monotonic()

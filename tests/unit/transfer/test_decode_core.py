@@ -239,7 +239,7 @@ class TestRefusals:
 
 
 class TestBreaksAndLoss:
-    def test_a_peer_that_asked_for_more_patience_gets_it(self, side: Side) -> None:
+    def test_a_peer_that_asked_for_a_longer_idle_timeout_gets_it(self, side: Side) -> None:
         room = side.open()
         (stream,) = side.take("dials")
         side.core.on_welcome(stream, 2 * TIMING.idle_timeout)
@@ -266,7 +266,7 @@ class TestBreaksAndLoss:
         side.ticks(1)
         assert reason(room) == "PEER_LOST" and not room.handle.release_safe
 
-    def test_silence_for_the_patience_loses_the_pair_and_ends_its_stream(self, side: Side) -> None:
+    def test_no_word_for_the_idle_timeout_loses_the_pair_and_ends_its_stream(self, side: Side) -> None:
         room, stream = side.writing()
         side.ticks(TIMING.idle_timeout)
         assert room.handle.poll is KVPoll.WaitingForInput

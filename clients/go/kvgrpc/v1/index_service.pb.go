@@ -575,7 +575,7 @@ type Freshness struct {
 	// Batches that are known to be missing.
 	LagBatches uint64 `protobuf:"varint,4,opt,name=lag_batches,json=lagBatches,proto3" json:"lag_batches,omitempty"`
 	// Since the publisher was last heard, which happens each second; absent: never.
-	Silence *durationpb.Duration `protobuf:"bytes,5,opt,name=silence,proto3" json:"silence,omitempty"`
+	IdleTime *durationpb.Duration `protobuf:"bytes,5,opt,name=idle_time,json=idleTime,proto3" json:"idle_time,omitempty"`
 	// False where the log began before what could be read, no snapshot is served, and nothing was cleared since: there may
 	// be more blocks than are known, never fewer.
 	Whole         bool `protobuf:"varint,6,opt,name=whole,proto3" json:"whole,omitempty"`
@@ -641,9 +641,9 @@ func (x *Freshness) GetLagBatches() uint64 {
 	return 0
 }
 
-func (x *Freshness) GetSilence() *durationpb.Duration {
+func (x *Freshness) GetIdleTime() *durationpb.Duration {
 	if x != nil {
-		return x.Silence
+		return x.IdleTime
 	}
 	return nil
 }
@@ -961,14 +961,14 @@ const file_kvgrpc_v1_index_service_proto_rawDesc = "" +
 	"\vhost_blocks\x18\x04 \x01(\rR\n" +
 	"hostBlocks\x12\x16\n" +
 	"\x06blocks\x18\x05 \x01(\rR\x06blocks\x122\n" +
-	"\tfreshness\x18\x06 \x01(\v2\x14.kvgrpc.v1.FreshnessR\tfreshness\"\xe9\x01\n" +
+	"\tfreshness\x18\x06 \x01(\v2\x14.kvgrpc.v1.FreshnessR\tfreshness\"\xec\x01\n" +
 	"\tFreshness\x12,\n" +
 	"\x05state\x18\x01 \x01(\x0e2\x16.kvgrpc.v1.SourceStateR\x05state\x12\x15\n" +
 	"\x06log_id\x18\x02 \x01(\tR\x05logId\x12'\n" +
 	"\rnext_sequence\x18\x03 \x01(\x04B\x020\x01R\fnextSequence\x12#\n" +
 	"\vlag_batches\x18\x04 \x01(\x04B\x020\x01R\n" +
-	"lagBatches\x123\n" +
-	"\asilence\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\asilence\x12\x14\n" +
+	"lagBatches\x126\n" +
+	"\tidle_time\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\bidleTime\x12\x14\n" +
 	"\x05whole\x18\x06 \x01(\bR\x05whole\"P\n" +
 	"\x12ListSourcesRequest\x12\x1b\n" +
 	"\tpage_size\x18\x01 \x01(\rR\bpageSize\x12\x1d\n" +
@@ -1042,7 +1042,7 @@ var file_kvgrpc_v1_index_service_proto_depIdxs = []int32{
 	6,  // 3: kvgrpc.v1.ScoreResponse.scores:type_name -> kvgrpc.v1.CacheScore
 	7,  // 4: kvgrpc.v1.CacheScore.freshness:type_name -> kvgrpc.v1.Freshness
 	0,  // 5: kvgrpc.v1.Freshness.state:type_name -> kvgrpc.v1.SourceState
-	12, // 6: kvgrpc.v1.Freshness.silence:type_name -> google.protobuf.Duration
+	12, // 6: kvgrpc.v1.Freshness.idle_time:type_name -> google.protobuf.Duration
 	10, // 7: kvgrpc.v1.ListSourcesResponse.sources:type_name -> kvgrpc.v1.Source
 	7,  // 8: kvgrpc.v1.Source.freshness:type_name -> kvgrpc.v1.Freshness
 	11, // 9: kvgrpc.v1.Source.blocks:type_name -> kvgrpc.v1.Source.BlocksEntry
