@@ -21,9 +21,6 @@ from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.prefetch.storage.base import StorageBackend
 from kvgrpc.prefetch.storage.keys import Keys, PageIdentity
 
-MAX_PINS = 4_096
-_PINS_RETRY_SECONDS = 1.0
-
 
 class PrefetchManager:
     """``cache`` (None with ``own_radix_cache``), ``controller``, ``copies`` (None without a device), ``host``,

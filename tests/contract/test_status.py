@@ -120,8 +120,13 @@ def test_a_lost_pair_writes_one_line(caplog: pytest.LogCaptureFixture) -> None:
     hand_off(prefill, decode, 9)
     with caplog.at_level(logging.INFO, "kvgrpc"):
         decode.close(2.0)
-        eventually(lambda: any("lost its pair with D/" in record.getMessage() for record in caplog.records))
-    prefill.close(2.0)
+        eventually(lambda: said_of_the_pair(caplog))
+        prefill.close(2.0)
+    assert said_of_the_pair(caplog) == 1
+
+
+def said_of_the_pair(caplog: pytest.LogCaptureFixture) -> int:
+    return sum("lost its pair with D/" in record.getMessage() for record in list(caplog.records))
 
 
 def test_a_drain_takes_readiness_away_and_leaves_the_process_alive(

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvgrpc.client import SyncClient
 from tests.integration.rank_host import LAYERS, PAGE_BYTES, RankProcess
 
-FAILED, WAITING, SUCCESS = 0, 2, 4
+FAILED, TRANSFERRING, SUCCESS = 0, 3, 4
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 SECONDS = 30.0
 
@@ -122,10 +122,15 @@ def test_an_operator_sees_what_goes_well_what_fails_and_who_died(
     eventually(lambda: at_decode.reads("room 2 failed at decode", "ROOM_CANCELLED") == 1)
     assert at_decode.reads("room 2", "cancelled by 127.0.0.1:") == 1
 
-    decode.call("receive", 3, bootstrap, [8, 9], wait_first=True)
-    eventually(lambda: at_decode.metric("kvgrpc_rooms_open") == 1)
-    prefill.kill()
+    decode.call("receive", 3, bootstrap, [8, 9, 10], wait_first=True)
+    prefill.call("send", 3, [1, 2], last=False)
+    prefill.call("wait", "senders", [3], [TRANSFERRING])
+    assert at_decode.metric("kvgrpc_rooms_open") == 1
+    prefill.stop()  # first: what a hung peer may still write stays held, and is shown
     decode.call("wait", "receivers", [3], [FAILED])
+    eventually(lambda: at_decode.metric("kvgrpc_pages_held") == 3)
+    prefill.kill()
+    decode.call("wait_release", [3])
     eventually(lambda: at_decode.metric("kvgrpc_rooms_ended_total", outcome="failed", reason="PEER_LOST") == 1)
     eventually(lambda: at_decode.reads("lost its pair with P/") == 1)
     eventually(lambda: at_decode.metric("kvgrpc_pages_held") == 0)

@@ -20,7 +20,6 @@ from kvgrpc.model import UNKNOWN_MODEL, Attention, Layout, ModelIdentity, Pool, 
 from kvgrpc.transfer.layout.heads import layers_of, shared_layers, sliceable
 from kvgrpc.transfer.layout.translation import translates
 
-MAX_AUX_BYTES = 64 * 1024
 Coordinates = tuple[int, int, int, int]
 
 
