@@ -106,8 +106,8 @@ class Handle:
 
     ``poll`` is terminal once Success or Failed; ``failure`` is set before ``poll`` turns Failed. ``release_safe``: no
     write can reach the room's pages any more. ``prefix_pages``: pages that decode already holds, None until it has
-    named its own (senders only). ``pages_done``: pages in place, a prefix of them. ``prefill_ready``: every sender that owes
-    the room is there (receivers only). ``aborted`` is the one field that the engine's thread writes.
+    named its own (senders only). ``pages_done``: pages in place, a prefix of them. ``prefill_ready``: every sender
+    that owes the room is there (receivers only). ``aborted`` is the one field that the engine's thread writes.
     ``began``: when it was made (s). ``on_change`` is called after ``poll`` or ``release_safe`` changed.
     """
 

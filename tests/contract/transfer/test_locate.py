@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
 
+from kvgrpc.client import SyncClient
 from kvgrpc.errors import KvGrpcError, Reason
 from kvgrpc.model import Layout
 from kvgrpc.rpc.status import error_from
@@ -27,6 +27,11 @@ LONG = 20.0
 def ask(stub: TransferServiceStub, *rooms: int, timeout: float = LONG, attempt: int = 0) -> list[int]:
     request = pb.LocateRoomsRequest(rooms=[pb.RoomKey(room=room, attempt=attempt) for room in rooms])
     return [key.room for key in stub.LocateRooms(request, timeout=timeout).rooms]
+
+
+def rooms_sought(host: RankHost) -> int:
+    """By calls that wait there for a sender."""
+    return int(cast(Any, host.rank.transfer)._sought.count)
 
 
 def refusal(stub: TransferServiceStub, *rooms: int) -> KvGrpcError:
@@ -67,7 +72,7 @@ class TestAnswers:
         found: list[int] = []
         asking = threading.Thread(target=lambda: found.extend(ask(stub, first, second)))
         asking.start()
-        time.sleep(0.3)  # the call is most likely there; it finds the room either way
+        eventually(lambda: rooms_sought(prefill) == 2, LONG)
         sender = sender_of(prefill, second)
         asking.join(LONG)
         assert found == [second]
@@ -134,8 +139,10 @@ class TestSearch:
             sender_of(first, met.room)
             eventually(lambda: met.poll() is KVPoll.WaitingForInput, LONG)
             second.close(1.0)
+            with SyncClient(first.rank.address) as client:
+                eventually(lambda: client.get_engine("G").registered_ranks == 1, LONG)
             late = receiver_of(decode, bootstrap, next(ROOMS))
-            time.sleep(1.5)  # longer than the rank that is gone takes to be noticed
+            eventually(lambda: rooms_sought(first) == 1, LONG)
             sender = sender_of(first, late.room)
             eventually(lambda: late.poll() is KVPoll.WaitingForInput, LONG)
             for each in (met, late, sender):
@@ -168,7 +175,7 @@ class TestDrain:
         errors: list[KvGrpcError] = []
         waiting = threading.Thread(target=lambda: errors.append(refusal(stub, absent)))
         waiting.start()
-        time.sleep(0.3)  # the call is most likely there; it is refused either way
+        eventually(lambda: rooms_sought(leaving) == 1, LONG)
         closing = threading.Thread(target=leaving.close, args=(8.0,))
         closing.start()
         waiting.join(LONG)
