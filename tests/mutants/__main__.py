@@ -1,6 +1,7 @@
 """``python -m tests.mutants [TARGET...]``: runs the tests of a target once for each fault, and lists what survives.
 
-Each fault lives in a fork that has loaded pytest but nothing of ours. What survives and is known to be harmless stands
+Each fault lives in a fork: most in one of a process that has loaded the tests, some in one that has loaded pytest but
+nothing of ours. What survives and is known to be harmless stands
 in ``known.txt`` with the reason; the exit code is 1 where something else survives.
 """
 
@@ -13,9 +14,7 @@ import importlib.util
 import os
 import random
 import re
-import signal
 import sys
-import time
 from collections.abc import Sequence
 from types import CodeType, ModuleType
 
@@ -26,8 +25,11 @@ import pytest
 
 from tests.mutants.faults import Mutant, mutants_of
 from tests.mutants.targets import ROOT, TARGETS, files_of
+from tests.mutants.warm import FAILED, HUNG, NOT_THIS_WAY, PASSED, WarmTests, be_silent, ended_within
 
 KNOWN = ROOT / "tests" / "mutants" / "known.txt"
+# Of one fault; no target's tests take half as long, nor a tenth of it when the machine is quiet.
+LIMIT_SECONDS = 120.0
 PRELOADED = (hypothesis, msgspec, numpy)
 
 
@@ -41,45 +43,39 @@ def main() -> int:
         if options.sample:
             mutants = sorted(random.Random(options.seed).sample(mutants, min(options.sample, len(mutants))), key=_place)
         tests = [str(ROOT / "tests" / name) for name in TARGETS[target][1]]
-        began = time.monotonic()
-        if _notice(None, tests, 300.0) != "passed":
+        warm = WarmTests(tests, LIMIT_SECONDS)
+        if warm.verdict(None) != PASSED:
             sys.exit(f"{target}: the tests fail without any fault")
-        limit = 10.0 + 5 * (time.monotonic() - began)
         killed = 0
         for number, mutant in enumerate(mutants):
             if number % 25 == 0:
                 print(f"{target}: {number} of {len(mutants)}, {killed} noticed", file=sys.stderr, flush=True)
-            if _notice(mutant, tests, limit) != "passed":
+            verdict = warm.verdict(mutant)
+            if verdict == NOT_THIS_WAY:
+                verdict = _verdict(mutant, tests)
+            if verdict != PASSED:
                 killed += 1
             elif _key(mutant) not in known:
                 unknown += 1
                 print(f"SURVIVES {_key(mutant)}   (line {mutant.line})", flush=True)
+        warm.close()
         print(f"{target}: {killed} of {len(mutants)} faults were noticed", flush=True)
     return 1 if unknown else 0
 
 
-def _notice(mutant: Mutant | None, tests: Sequence[str], limit: float) -> str:
-    """ "passed": no test noticed; else "failed" or "hung"."""
+def _verdict(mutant: Mutant, tests: Sequence[str]) -> str:
+    """Of the tests, loaded anew with the fault."""
     child = os.fork()
     if not child:
         os.setpgid(0, 0)
-        silence = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1, 2):
-            os.dup2(silence, stream)
-        if mutant is not None:
-            sys.meta_path.insert(0, _Finder(mutant))
-        options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "--timeout", str(limit)]
+        be_silent()
+        sys.meta_path.insert(0, _Finder(mutant))
+        options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "--timeout", str(LIMIT_SECONDS)]
         os._exit(int(pytest.main([*options, *tests])) != 0)
-    end = time.monotonic() + limit
-    while True:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return "failed" if status else "passed"
-        if time.monotonic() > end:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            return "hung"
-        time.sleep(0.01)
+    status = ended_within(child, LIMIT_SECONDS)
+    if status is None:
+        return HUNG
+    return FAILED if status else PASSED
 
 
 class _Finder(importlib.abc.MetaPathFinder):

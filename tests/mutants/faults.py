@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,24 +19,53 @@ LEFT_ALONE = ("__repr__", "__str__", "__slots__", "__all__")
 
 @dataclass(frozen=True)
 class Mutant:
-    """One fault: the ``number``-th place of the module that can be changed."""
+    """One fault: the ``number``-th place of the module that can be changed. ``what`` says so for people, without the
+    line: function, kind, place."""
 
     path: Path
     number: int
     line: int
+    kind: str
     what: str
 
     def tree(self) -> ast.Module:
         """The whole module with the fault."""
-        changed = ast.parse(self.path.read_text())
-        node, what = list(_sites(changed))[self.number]
-        _change(node, changed, what)
-        return ast.fix_missing_locations(changed)
+        return self.applied(*site(self))
+
+    def applied(self, tree: ast.Module, node: ast.stmt | ast.expr) -> ast.Module:
+        _change(node, tree, self.kind)
+        return ast.fix_missing_locations(tree)
+
+
+def site(mutant: Mutant) -> tuple[ast.Module, ast.stmt | ast.expr]:
+    """The module as it is, and where in it the fault goes."""
+    tree = ast.parse(mutant.path.read_text())
+    return tree, list(_sites(tree))[mutant.number][0]
 
 
 def mutants_of(path: Path) -> Iterator[Mutant]:
-    for number, (node, what) in enumerate(_sites(ast.parse(path.read_text()))):
-        yield Mutant(path, number, node.lineno, f"{what}: {ast.unparse(node)[:90]}")
+    tree = ast.parse(path.read_text())
+    places = dict(_places(tree, "", ""))
+    seen: Counter[str] = Counter()
+    for number, (node, kind) in enumerate(_sites(tree)):
+        function, statement = places[node]
+        text = ast.unparse(node).splitlines()[0][:90]
+        what = f"{function}: {kind}: {text}" + (f" in {statement}" if statement != text else "")
+        seen[what] += 1
+        yield Mutant(path, number, node.lineno, kind, what + (f" ({seen[what]})" if seen[what] > 1 else ""))
+
+
+def _places(tree: ast.AST, function: str, statement: str) -> Iterator[tuple[ast.AST, tuple[str, str]]]:
+    """Function and statement of each node."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.FunctionDef | ast.ClassDef):
+            inside = f"{function}.{child.name}".lstrip("."), statement
+        elif isinstance(child, ast.stmt):
+            inside = function, ast.unparse(child).splitlines()[0][:90]
+        else:
+            inside = function, statement
+        yield child, inside
+        yield from _places(child, *inside)
 
 
 def _sites(tree: ast.AST, function: bool = False) -> Iterator[tuple[ast.stmt | ast.expr, str]]:

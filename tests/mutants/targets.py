@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# By name: files below kvgrpc/, tests below tests/, those that fail soonest first.
+# By name: files below kvgrpc/, tests below tests/.
 TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
     "protocol": (
         "transfer/protocol/*.py",
@@ -17,11 +17,15 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
             ),
             *("unit/transfer/test_alignment.py", "unit/transfer/test_coverage.py", "unit/transfer/test_destination.py"),
             *("unit/transfer/test_deadlines.py", "unit/transfer/test_pending_rooms.py", "simulation/test_cases.py"),
+            "simulation/test_rules.py",
         ),
     ),
     "layout": (
         "transfer/layout/*.py",
-        ("unit/transfer/test_topology.py", "unit/transfer/test_plan.py", "unit/transfer/test_engines_topology.py"),
+        (
+            *("unit/transfer/test_topology.py", "unit/transfer/test_plan.py", "unit/transfer/test_engines_topology.py"),
+            *("unit/transfer/test_translation.py", "unit/transfer/test_pages.py"),
+        ),
     ),
     "log": (
         "events/log/*.py",
@@ -32,7 +36,7 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "following": ("events/following/*.py", ("unit/events/test_index.py", "simulation/test_followers.py")),
     "registry": ("registry/*.py", ("unit/registry",)),
-    "tree": ("prefetch/tree.py", ("unit/prefetch/test_tree.py",)),
+    "tree": ("prefetch/tree.py", ("unit/prefetch/test_tree_uses.py", "unit/prefetch/test_tree.py")),
 }
 # Parts of these folders that do I/O: tests of servers and processes notice their faults.
 NOT_PURE = {

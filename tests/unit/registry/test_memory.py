@@ -97,6 +97,32 @@ class TestRegister:
         assert refused.value.metadata["mismatchedFields"] == "endpoints.grpc,data_plane"
         assert refused.value.metadata["data_plane"] == "registered a, offered b"
 
+    def test_the_pools_of_one_incarnation_never_change(self, known: MemoryRegistry) -> None:
+        known.register([row(pools=(pool(), pool("swa")))])
+        with pytest.raises(RegistrationShapeConflict) as refused:
+            known.register([row(pools=(pool(page_tokens=32), pool("mamba")))])
+        told = refused.value.metadata
+        assert told["mismatchedFields"] == "pools,pools[kv].page_tokens"
+        assert (told["pools"], told["pools[kv].page_tokens"]) == (
+            "registered kv,swa, offered kv,mamba",
+            "registered 16, offered 32",
+        )
+        with pytest.raises(RegistrationShapeConflict) as refused:
+            known.register([row()])
+        assert refused.value.metadata["pools"] == "registered kv,swa, offered none"
+
+    def test_a_conflict_tells_at_most_16_fields_of_120_characters(self, known: MemoryRegistry) -> None:
+        pools = [pool(f"kv{number}") for number in range(20)]
+        known.register([row(tp=0, layout=TP2, pools=tuple(pools), model=ModelIdentity("a" * 130))])
+        other = row(
+            tp=1, layout=TP2, pools=tuple(replace(at, page_tokens=32) for at in pools), model=ModelIdentity("b")
+        )
+        with pytest.raises(RegistrationShapeConflict) as refused:
+            known.register([other])
+        told = refused.value.metadata
+        assert len(told["mismatchedFields"].split(",")) == len(told) - 2 == 16
+        assert len(told["model.name"]) == 120
+
     def test_all_rows_are_taken_or_none(self, known: MemoryRegistry) -> None:
         known.register([row(tp=1, epoch=9, layout=TP2)])
         with pytest.raises(StaleEpoch):
@@ -175,6 +201,23 @@ class TestShape:
     def test_rows_of_one_request_must_agree(self, known: MemoryRegistry) -> None:
         with pytest.raises(RegistrationShapeConflict, match="rows of one request"):
             known.register([row(layout=TP2), row(tp=1, layout=Layout(tp=3))])
+
+    def test_pools_of_one_name_in_one_request_share_their_page_geometry(self, known: MemoryRegistry) -> None:
+        rows = [row(tp=tp, layout=TP2, pools=(pool(page_tokens=16 * (tp + 1)),)) for tp in range(2)]
+        with pytest.raises(RegistrationShapeConflict, match="rows of one request") as refused:
+            known.register(rows)
+        assert refused.value.metadata["pools[kv].page_tokens"] == "registered 16, offered 32"
+
+    def test_a_rank_as_new_as_the_others_does_not_wait_for_them_to_go(self, known: MemoryRegistry) -> None:
+        known.register([row(tp=1, epoch=7, layout=TP2)])
+        with pytest.raises(RegistrationShapeConflict, match="other ranks of the engine"):
+            known.register([row(tp=0, epoch=7, layout=Layout(tp=4))])
+
+    def test_a_rank_that_is_gone_leaves_the_page_geometry_of_its_pools_free(self, known: MemoryRegistry) -> None:
+        holder = row(tp=0, layout=TP2, pools=(pool("swa", page_tokens=16),))
+        known.register([holder, row(tp=1, layout=TP2)])
+        known.deregister([holder.ref])
+        known.register([row(tp=0, epoch=2, layout=TP2, pools=(pool("swa", page_tokens=32),))])
 
     def test_ranks_of_one_engine_run_one_model(self, known: MemoryRegistry) -> None:
         llama = ModelIdentity("llama", "main", "bfloat16", Attention.MHA)
@@ -269,7 +312,7 @@ class TestChanges:
         changes(known)
         known.deregister([at.ref for at in ranks(TP2)])
         (change,) = changes(known)
-        assert (change.engine.registered_ranks, len(change.gone)) == (0, 2)
+        assert (change.engine.registered_ranks, len(change.gone), change.engine.ready) == (0, 2, False)
 
     def test_what_came_and_went_before_anybody_asked_is_no_news(self, known: MemoryRegistry) -> None:
         known.register([row("Q")])
@@ -283,6 +326,7 @@ class TestChanges:
         (change,) = changes(known)
         left = EngineFilter(role=Role.PREFILL).applied_to(change)
         assert left is not None
+        assert change.engine.ready and not left.engine.ready
         assert (left.engine.registered_ranks, set(left.gone)) == (0, {at.ref for at in ranks(TP2, epoch=1)})
         assert EngineFilter(role=Role.DECODE).applied_to(change) == change
         assert EngineFilter("Q").applied_to(change) is None
@@ -296,6 +340,7 @@ class TestQuestions:
         found = resolve(known, "P", Role.PREFILL, asked)
         assert [(at.ref.rank.dp, at.ref.rank.tp) for at in found.rows] == [(0, 1), (1, 0), (1, 1), (2, 1)]
         assert resolve(known, "P", Role.PREFILL, [EVERY_RANK, RankSelector(dp=1)]).rows == tuple(rows)
+        assert resolve(known, "P", Role.PREFILL, [RankSelector(tp=1), RankSelector(dp=1)]).rows == found.rows
         assert resolve(known, "P", Role.PREFILL).rows == ()
 
     def test_resolve_finds_the_ranks_that_are_there_of_an_incomplete_engine(self, known: MemoryRegistry) -> None:

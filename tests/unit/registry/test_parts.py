@@ -184,6 +184,16 @@ def test_a_pool_of_an_engine_may_change_when_its_last_holder_has_gone() -> None:
     assert not shape.covers(first)
 
 
+def test_a_shape_covers_rows_of_its_engine_that_bring_no_new_pool() -> None:
+    known = row(pools=(pool(),))
+    shape = Shape(known.role, known.layout, known.model)
+    shape.add(known)
+    assert shape.covers(known) and shape.covers(row())
+    assert not shape.covers(row(pools=(pool("swa"),)))
+    assert not shape.covers(row(pools=(pool(page_tokens=32),)))
+    assert not shape.covers(row(role=Role.DECODE))
+
+
 def test_the_newest_epoch_of_an_engine_is_that_of_the_rows_it_has() -> None:
     engine = Engine(row(dp=0, epoch=5, layout=Layout(dp=3)))
     leased = [
@@ -207,7 +217,10 @@ def test_pauses_double_up_to_the_longest_and_are_never_shorter_than_asked_for() 
     unasked = PeerUnreachable("no", metadata={"address": "a:1"})
     assert pause_before(0, 1.0, 5.0, unasked) <= 1.0
     asked = WarmingUp("not yet", retry_after=7.0)
-    assert 7.0 <= pause_before(0, 1.0, 5.0, asked) <= 7.1
+    pauses = [pause_before(0, 1.0, 5.0, asked) for _ in range(300)]
+    assert 7.0 <= min(pauses) < 7.02 < 7.08 < max(pauses) <= 7.1, (
+        "ranks that were told the same do not all come at once"
+    )
 
 
 @pytest.mark.parametrize(
@@ -226,6 +239,12 @@ def test_a_registry_that_does_not_answer_is_told_from_one_that_failed(
         raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "why")
     assert type(raised.value) is kind
     assert kind is not PeerUnreachable or raised.value.metadata == {"address": "a:1"}
+
+
+@pytest.mark.parametrize(("details", "told"), [("connection refused", "connection refused"), ("", "UNAVAILABLE")])
+def test_why_a_registry_did_not_answer_is_told(details: str, told: str) -> None:
+    with pytest.raises(PeerUnreachable, match=told), domain_errors("a:1"):
+        raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
 
 
 def test_a_registry_that_says_why_is_believed_whatever_the_code() -> None:

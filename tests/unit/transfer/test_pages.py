@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvgrpc.errors import InvalidRequest
+from kvgrpc.errors import InvalidRequest, KvIndexOutOfRange
 from kvgrpc.transfer import room_from_transfer_id
-from kvgrpc.transfer.layout.pools import as_pages
+from kvgrpc.transfer.layout.plan import check_first_page, check_pages, check_pages_of
+from kvgrpc.transfer.layout.pools import as_pages, check_distinct, pages_of_pools
 from kvgrpc.transfer.protocol.types import MAX_ROOM
 
 
@@ -45,3 +46,55 @@ def test_a_transfer_id_maps_to_one_legal_room() -> None:
     room = room_from_transfer_id("chatcmpl-7")
     assert room == 7813418494045842964 <= MAX_ROOM
     assert room == room_from_transfer_id("chatcmpl-7") != room_from_transfer_id("chatcmpl-8")
+
+
+def test_the_largest_page_number_is_one_and_a_negative_one_is_named_as_it_was_given() -> None:
+    assert as_pages([0, 2**32 - 1]).tolist() == [0, 2**32 - 1]
+    with pytest.raises(KvIndexOutOfRange, match="page -1 at position 1 is outside pool 'kv' of 4 pages"):
+        check_pages(as_pages(np.array([3, -1], np.int32)), 4, "kv")
+    with pytest.raises(KvIndexOutOfRange, match=f"page {2**31 - 1} at"):
+        check_pages(as_pages([2**31 - 1]), 4, "kv")
+
+
+def test_pages_are_of_all_pools_or_of_those_that_they_name() -> None:
+    names = ("kv", "swa", "index")
+    first, others = pages_of_pools([1, 2], names)
+    assert first.tolist() == [1, 2] and others is None
+    first, others = pages_of_pools({"index": [5], "kv": [1, 2]}, names)
+    assert first.tolist() == [1, 2] and others is not None
+    assert [each.tolist() for each in others] == [[], [5]]
+    assert pages_of_pools({"kv": [1]}, ("kv",))[1] is None
+    with pytest.raises(InvalidRequest) as refused:
+        pages_of_pools({"kv": [1], "mamba": [2]}, names)
+    assert refused.value.metadata["value"] == "'mamba'" and "kv, swa, index" in refused.value.metadata["rule"]
+
+
+def test_each_pool_has_the_bounds_of_its_own() -> None:
+    pages = [np.array(each, np.uint32) for each in ([7], [3], [])]
+    check_pages_of(pages[0], pages[1:], (8, 4, 1), ("kv", "swa", "index"))
+    with pytest.raises(KvIndexOutOfRange) as refused:
+        check_pages_of(pages[0], pages[1:], (8, 3, 1), ("kv", "swa", "index"))
+    assert (refused.value.metadata["pool"], refused.value.metadata["pages"]) == ("swa", "3")
+    check_pages_of(pages[1], None, (8, 4), ("kv", "swa"))
+    with pytest.raises(KvIndexOutOfRange):
+        check_pages_of(pages[0], None, (8, 4), ("kv", "swa"))
+
+
+@pytest.mark.parametrize("pages", [[], [4], [1, 2, 9], [9, 2, 1], [0, 2**32 - 1]])
+def test_pages_in_any_order_are_distinct(pages: list[int]) -> None:
+    check_distinct(np.array(pages, np.uint32))
+
+
+@pytest.mark.parametrize(("pages", "twice"), [([3, 3], 3), ([1, 2, 2, 5], 2), ([7, 1, 7], 7)])
+def test_a_page_that_is_there_twice_is_named(pages: list[int], twice: int) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        check_distinct(np.array(pages, np.uint32))
+    assert refused.value.metadata["value"] == str(twice)
+
+
+def test_the_first_page_of_a_chunk_is_a_number_of_32_bits() -> None:
+    for legal in (0, 2**32 - 1, np.int64(3)):
+        check_first_page(legal)
+    for wrong in (-1, 2**32, "3", 1.0, None):
+        with pytest.raises(InvalidRequest):
+            check_first_page(wrong)  # type: ignore[arg-type]
