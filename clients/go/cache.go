@@ -1,6 +1,7 @@
 package kvgrpc
 
 import (
+	"slices"
 	"sort"
 	"strings"
 
@@ -19,6 +20,11 @@ type Place struct {
 type Cache struct {
 	copies map[Place]map[uint64]int
 	mixed  map[Place]uint64
+	// All batches before next are in. past are the digests of the last checkpoints. partial: it was not seen from its
+	// beginning, and nothing cleared it since.
+	next    uint64
+	past    map[uint64][]*kvgrpcv1.TierDigest
+	partial bool
 }
 
 // Apply takes the events of one batch, in order.
@@ -31,6 +37,7 @@ func (cache *Cache) Apply(events []Event) {
 			cache.remove(placeOf(event.Medium, event.Group), event.Hashes)
 		case AllBlocksCleared:
 			cache.Clear()
+			cache.partial = false
 		}
 	}
 }
@@ -58,18 +65,14 @@ func (cache *Cache) Blocks() map[Place]int {
 
 // Is compares with what the publisher says of its own state at the same sequence.
 func (cache *Cache) Is(state *kvgrpcv1.StateDigest) bool {
-	digest := cache.digest()
-	if len(digest) != len(state.GetTiers()) {
-		return false
-	}
-	for index, told := range state.GetTiers() {
-		own := digest[index]
-		same := own.Medium == told.Medium && own.Group == told.Group && own.Blocks == told.Blocks
-		if !same || own.MixedHashes != told.MixedHashes {
-			return false
-		}
-	}
-	return true
+	return sameTiers(cache.digest(), state.GetTiers())
+}
+
+func sameTiers(digest, told []*kvgrpcv1.TierDigest) bool {
+	return slices.EqualFunc(digest, told, func(own, their *kvgrpcv1.TierDigest) bool {
+		same := own.Medium == their.Medium && own.Group == their.Group && own.Blocks == their.Blocks
+		return same && own.MixedHashes == their.MixedHashes
+	})
 }
 
 func (cache *Cache) digest() []*kvgrpcv1.TierDigest {

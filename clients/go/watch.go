@@ -171,6 +171,9 @@ func (watch *watcher) hearSnapshot(part *kvgrpcv1.SnapshotPart) error {
 	}
 	watch.known, watch.next = part.Last, part.NextSequence
 	watch.tell(Events{watch.logID, part.NextSequence, events, part.Last})
+	if part.State != nil {
+		watch.tell(Current{watch.logID, part.NextSequence, part.State})
+	}
 	return nil
 }
 

@@ -41,7 +41,7 @@ def seeds() -> list[tuple[str, bytes]]:
 
 
 def fuzz(folder: str, seconds: int, findings: Path) -> None:
-    import atheris  # type: ignore[import-not-found, import-untyped, unused-ignore]  # no lock has it
+    import atheris  # type: ignore[import-untyped, import-not-found, unused-ignore]  # no lock has it
 
     with atheris.instrument_imports(include=["kvgrpc.events", "tests.fuzz.reading"]):
         from tests.fuzz.reading import read

@@ -4,7 +4,7 @@
  * Both encodings are read: tagged maps, which engines of today send, and positional arrays. Hashes are 64-bit, signed or
  * unsigned, so they are always bigint here, or bytes: a JavaScript number would round them.
  */
-import { decode } from "@msgpack/msgpack";
+import { Float, Reader } from "./msgpack.js";
 
 export type BlockHash = bigint | Uint8Array;
 
@@ -37,7 +37,8 @@ export interface AllBlocksCleared {
 export interface UnknownEvent {
   type: "UnknownEvent";
   name: string;
-  value: unknown;
+  /** As it was written, in msgpack. */
+  raw: Uint8Array;
 }
 
 export type KVEvent = BlockStored | BlockRemoved | AllBlocksCleared | UnknownEvent;
@@ -70,73 +71,107 @@ const LARGEST_SECONDS = 1e11;
 
 /** Reads one payload. Throws TypeError when it is no batch at all; an event that cannot be read becomes UnknownEvent. */
 export function decodeBatch(payload: Uint8Array): EventBatch {
-  let batch: unknown;
   try {
-    batch = decode(payload, { useBigInt64: true });
+    return readBatch(new Reader(payload));
   } catch (error) {
-    throw new TypeError(`not a batch of KV-cache events: ${String(error)}`);
+    throw new TypeError(`not a batch of KV-cache events, [time, [event, …], rank] was expected: ${String(error)}`);
   }
-  if (!Array.isArray(batch) || batch.length < 2 || !Array.isArray(batch[1])) {
-    throw new TypeError("not a batch of KV-cache events: [ts, [event, …], rank] was expected");
-  }
-  const ts = Number(batch[0]);
-  return {
-    ts: ts > LARGEST_SECONDS ? ts / 1000 : ts,
-    events: batch[1].map(decodeEvent),
-    dataParallelRank: batch[2] == null ? null : Number(batch[2]),
-  };
 }
 
-function decodeEvent(raw: unknown): KVEvent {
+function readBatch(reader: Reader): EventBatch {
+  const parts = reader.listHeader();
+  const time = reader.value();
+  if (parts < 2 || !(time instanceof Float || isInteger(time))) {
+    throw new TypeError("no time");
+  }
+  const ts = time instanceof Float ? time.value : Number(time);
+  const events: KVEvent[] = [];
+  for (let left = reader.listHeader(); left > 0; left -= 1) {
+    events.push(decodeEvent(reader.skip()));
+  }
+  const rest: Uint8Array[] = [];
+  for (let part = 2; part < parts; part += 1) {
+    rest.push(reader.skip());
+  }
+  if (reader.left > 0) {
+    throw new TypeError("something is behind it");
+  }
+  return { ts: ts > LARGEST_SECONDS ? ts / 1000 : ts, events, dataParallelRank: rankOf(rest[0]) };
+}
+
+function rankOf(raw: Uint8Array | undefined): number | null {
   try {
-    if (Array.isArray(raw)) {
-      return fromFields(String(raw[0]), byName(String(raw[0]), raw.slice(1)), raw);
+    const rank = raw === undefined ? null : new Reader(raw).value();
+    return isInteger(rank) ? Number(rank) : null;
+  } catch {
+    return null;
+  }
+}
+
+function decodeEvent(raw: Uint8Array): KVEvent {
+  let name = "";
+  try {
+    const value = new Reader(raw).value();
+    if (Array.isArray(value)) {
+      name = textOr(value[0], "");
+      return fromFields(name, byName(name, value.slice(1)));
     }
-    if (typeof raw === "object" && raw !== null) {
-      const { type, ...fields } = raw as Record<string, unknown>;
-      return fromFields(String(type), fields, raw);
+    if (typeof value === "object" && value !== null) {
+      const { type, ...fields } = value as Record<string, unknown>;
+      name = textOr(type, "");
+      return fromFields(name, fields);
     }
   } catch {
-    // Falls through: what cannot be read is shown, and costs no other event.
+    // What cannot be read costs no other event.
   }
-  return { type: "UnknownEvent", name: "", value: raw };
+  return { type: "UnknownEvent", name, raw };
 }
 
-function byName(type: string, values: unknown[]): Record<string, unknown> {
-  const names: readonly string[] = type === "BlockStored" ? STORED : type === "BlockRemoved" ? REMOVED : [];
+function byName(name: string, values: unknown[]): Record<string, unknown> {
+  const names: readonly string[] = name === "BlockStored" ? STORED : name === "BlockRemoved" ? REMOVED : [];
+  const needed = name === "BlockStored" ? 4 : name === "BlockRemoved" ? 1 : 0;
+  if (values.length < needed) {
+    throw new TypeError("too few fields");
+  }
   const fields: Record<string, unknown> = {};
-  for (const [position, name] of names.entries()) {
+  for (const [position, field] of names.entries()) {
     const value = values[position];
-    if (name === "lora_name" && isRecord(value)) {
-      Object.assign(fields, value); // a map of extra fields, as SGLang's array encoding once had it
+    if (field === "lora_name" && isRecord(value)) {
+      // A map of more fields, as SGLang's array encoding once had it.
+      const salt = value["cache_salt"];
+      if (typeof salt === "string") {
+        fields["cache_salt"] = salt;
+      }
     } else if (value !== undefined) {
-      fields[name] = value;
+      fields[field] = value;
     }
   }
   return fields;
 }
 
-function fromFields(type: string, fields: Record<string, unknown>, raw: unknown): KVEvent {
-  if (type === "AllBlocksCleared") {
-    return { type };
+function fromFields(name: string, fields: Record<string, unknown>): KVEvent {
+  if (name === "AllBlocksCleared") {
+    return { type: name };
   }
-  if (type === "BlockStored") {
+  if (name === "BlockStored") {
+    checkFields(fields, STORED_TYPES);
     const { block_hashes, parent_block_hash, token_ids, block_size, medium, ...more } = fields;
     return {
-      type,
+      type: name,
       blockHashes: hashes(block_hashes),
       parentBlockHash: parent_block_hash == null ? null : hash(parent_block_hash),
       tokenIds: Array.isArray(token_ids) ? token_ids : [],
       blockSize: Number(block_size ?? 0),
       medium: medium == null ? null : String(medium),
-      more: withoutNulls(more),
+      more: plainFields(more),
     };
   }
-  if (type === "BlockRemoved") {
+  if (name === "BlockRemoved") {
+    checkFields(fields, REMOVED_TYPES);
     const { block_hashes, medium, ...more } = fields;
-    return { type, blockHashes: hashes(block_hashes), medium: medium == null ? null : String(medium), more: withoutNulls(more) };
+    return { type: name, blockHashes: hashes(block_hashes), medium: medium == null ? null : String(medium), more: plainFields(more) };
   }
-  return { type: "UnknownEvent", name: type, value: raw };
+  throw new TypeError("another event");
 }
 
 function hashes(value: unknown): BlockHash[] {
@@ -151,16 +186,74 @@ function hash(value: unknown): BlockHash {
   if (value instanceof Uint8Array) {
     return value;
   }
-  if (typeof value === "bigint" || Number.isInteger(value)) {
-    return BigInt(value as bigint | number);
+  if (isInteger(value)) {
+    return BigInt(value);
   }
-  throw new TypeError(`${String(value)} is no block hash`);
+  throw new TypeError("no block hash");
 }
 
-function withoutNulls(fields: Record<string, unknown>): Record<string, unknown> {
-  return Object.fromEntries(Object.entries(fields).filter(([, value]) => value != null));
+type Check = (value: unknown) => boolean;
+
+const isText: Check = (value) => typeof value === "string";
+const isListOf = (fits: Check): Check => (value) => Array.isArray(value) && value.every(fits);
+/** A cache group is what a uint32 holds. */
+const isGroup: Check = (value) => isInteger(value) && value >= 0 && value < 2 ** 32;
+const isToken: Check = (value) => isInteger(value) || isText(value) || isListOf(isInteger)(value);
+
+/**
+ * What the known fields hold, as docs/events.md has it; each may be nil. An event with anything else in one of them cannot be
+ * read: every reader must agree on that, or their states differ.
+ */
+const STORED_TYPES: Record<string, Check> = {
+  parent_block_hash: (value) => isInteger(value) || value instanceof Uint8Array,
+  token_ids: isListOf(isToken),
+  block_size: isInteger,
+  lora_id: isInteger,
+  medium: isText,
+  lora_name: isText,
+  cache_salt: isText,
+  extra_keys: Array.isArray,
+  group_idx: isGroup,
+  kv_cache_spec_kind: isText,
+  kv_cache_spec_sliding_window: isInteger,
+  locality: isText,
+  ownership: isText,
+  session_id: isText,
+  lookahead_token_ids: isListOf(isListOf(isInteger)),
+};
+const REMOVED_TYPES: Record<string, Check> = { medium: isText, group_idx: isGroup, locality: isText, ownership: isText };
+
+function checkFields(fields: Record<string, unknown>, types: Record<string, Check>): void {
+  for (const [name, fits] of Object.entries(types)) {
+    const value = fields[name];
+    if (value != null && !fits(value)) {
+      throw new TypeError(`${name} cannot be read`);
+    }
+  }
+}
+
+function isInteger(value: unknown): value is number | bigint {
+  return typeof value === "number" || typeof value === "bigint";
 }
 
 function isRecord(value: unknown): value is Record<string, unknown> {
-  return typeof value === "object" && value !== null && !Array.isArray(value) && !(value instanceof Uint8Array);
+  return typeof value === "object" && value !== null && Object.getPrototypeOf(value) === Object.prototype;
+}
+
+function textOr(value: unknown, otherwise: string): string {
+  return typeof value === "string" ? value : otherwise;
+}
+
+function plainFields(fields: Record<string, unknown>): Record<string, unknown> {
+  return Object.fromEntries(Object.entries(fields).flatMap(([name, value]) => (value == null ? [] : [[name, plain(value)]])));
+}
+
+function plain(value: unknown): unknown {
+  if (value instanceof Float) {
+    return value.value;
+  }
+  if (Array.isArray(value)) {
+    return value.map(plain);
+  }
+  return isRecord(value) ? plainFields(value) : value;
 }

@@ -2,9 +2,10 @@
 import type { Client } from "@connectrpc/connect";
 
 import { failureOf, mayRepeat } from "./errors.js";
-import { decodeBatch, type EventBatch } from "./events.js";
+import { decodeBatch, type EventBatch, type KVEvent } from "./events.js";
+import { type Cache } from "./cache.js";
 import { ErrorReason } from "./gen/kvgrpc/v1/error_reason_pb.js";
-import { type EventService, WatchMode, type WatchResponse } from "./gen/kvgrpc/v1/event_service_pb.js";
+import { type EventService, type StateDigest, WatchMode, type WatchResponse } from "./gen/kvgrpc/v1/event_service_pb.js";
 
 export interface WatchOptions {
   /** Empty: the server publishes exactly one stream. */
@@ -13,27 +14,62 @@ export interface WatchOptions {
   /** Where to go on: what an earlier "batch" said, plus one. Absent: from the oldest that is kept. */
   log?: string;
   fromSequence?: bigint;
+  /** Begins with the state as a snapshot, and not with the oldest batch that is kept; where the server keeps none, as before. */
+  snapshot?: boolean;
   signal?: AbortSignal;
 }
 
 export type WatchItem =
   /** Batches from here on are complete. `fresh`: whatever was known before is void (first contact, another log, a hole). */
   | { kind: "begin"; log: string; sequence: bigint; fresh: boolean }
+  /** A part of the state. Index 0: forget what is known. Once `last`, all before `nextSequence` is in, and comes to `state`. */
+  | { kind: "snapshot"; log: string; nextSequence: bigint; events: KVEvent[]; index: number; last: boolean; state: StateDigest | undefined }
   | { kind: "batch"; log: string; sequence: bigint; batch: EventBatch }
   /** A payload that is no batch: forget what is known, or ask again. */
   | { kind: "unreadable"; log: string; sequence: bigint; cause: string }
   /** The publisher lost these; AllBlocksCleared follows. */
   | { kind: "dropped"; log: string; firstSequence: bigint; lastSequence: bigint; cause: string }
-  /** All before `nextSequence` was told. */
-  | { kind: "current"; log: string; nextSequence: bigint };
+  /** All before `nextSequence` was told. `state`: the publisher's digest of the same or an earlier sequence, if it keeps one. */
+  | { kind: "current"; log: string; nextSequence: bigint; state: StateDigest | undefined };
 
 const FIRST_PAUSE_MS = 100;
 const LONGEST_PAUSE_MS = 5_000;
 const LOST = new Set([ErrorReason.EVENTS_COMPACTED, ErrorReason.STALE_LOG, ErrorReason.EVENTS_SEQUENCE_IN_FUTURE]);
 
+const KEEPS_NONE = new Set([ErrorReason.FEATURE_DISABLED, ErrorReason.INVALID_REQUEST]);
+
+/**
+ * `watchEvents` from a snapshot on, with a cache that hears every item before it is yielded. Where its digest differs from the
+ * publisher's it is emptied and begins again with a snapshot.
+ */
+export async function* followEvents(
+  client: Client<typeof EventService>,
+  cache: Cache,
+  options: Pick<WatchOptions, "engine" | "dp" | "signal"> = {},
+): AsyncGenerator<WatchItem> {
+  let pause = FIRST_PAUSE_MS;
+  for (let differs = true; differs && !options.signal?.aborted; ) {
+    differs = false;
+    for await (const item of watchEvents(client, { ...options, snapshot: true })) {
+      const verdict = cache.hear(item);
+      if (verdict === "different") {
+        differs = true;
+        break;
+      }
+      pause = verdict === "equal" ? FIRST_PAUSE_MS : pause;
+      yield item;
+    }
+    if (differs) {
+      cache.forget();
+      await sleep(pause, options.signal);
+      pause = Math.min(pause * 2, LONGEST_PAUSE_MS);
+    }
+  }
+}
+
 /**
  * Replays, then tails, without end. A break is resumed behind the last batch; where that cannot be (the log moved on, or
- * is another one), reading starts at the oldest batch again, and "begin" says `fresh`.
+ * is another one), reading starts at the oldest batch again, or with a snapshot, and "begin" says `fresh`.
  *
  * Ends when the signal aborts; throws what repeating cannot mend (no such stream, no permission).
  */
@@ -41,18 +77,24 @@ export async function* watchEvents(client: Client<typeof EventService>, options:
   const { engine = "", dp = 0, signal } = options;
   let log = options.log ?? "";
   let next = options.fromSequence;
+  let snapshots = options.snapshot ?? false;
   let pause = FIRST_PAUSE_MS;
   while (!signal?.aborted) {
     const cursor = next === undefined ? {} : { logId: log, fromSequence: next.toString() };
     const fresh = next === undefined;
+    const mode = fresh && snapshots ? WatchMode.SNAPSHOT : WatchMode.TAIL;
     try {
-      const stream = client.watch({ engine, dp, mode: WatchMode.TAIL, ...cursor }, signal ? { signal } : {});
-      for await (const response of stream) {
+      const stream = client.watch({ engine, dp, mode, ...cursor }, signal ? { signal } : {});
+      reading: for await (const response of stream) {
         for (const item of itemsOf(response, log, fresh)) {
           log = item.log;
-          next = after(item, next);
-          pause = FIRST_PAUSE_MS;
+          next = item.kind === "begin" && mode === WatchMode.SNAPSHOT ? undefined : after(item, next);
+          pause = item.kind === "current" ? FIRST_PAUSE_MS : pause;
           yield item;
+          if (snapshots && item.kind === "unreadable") {
+            next = undefined;
+            break reading;
+          }
         }
       }
     } catch (error) {
@@ -60,11 +102,17 @@ export async function* watchEvents(client: Client<typeof EventService>, options:
         return;
       }
       const failure = failureOf(error);
-      if (LOST.has(failure.reason)) {
-        next = undefined;
+      if (mode === WatchMode.SNAPSHOT && KEEPS_NONE.has(failure.reason)) {
+        snapshots = false;
         continue;
       }
-      if (!mayRepeat(failure)) {
+      if (LOST.has(failure.reason)) {
+        next = undefined;
+        if (mode !== WatchMode.SNAPSHOT) {
+          continue;
+        }
+        // The log overtook several snapshots: not at once again.
+      } else if (!mayRepeat(failure)) {
         throw error;
       }
       pause = Math.max(pause, failure.retryAfterMs ?? 0);
@@ -88,7 +136,16 @@ function* itemsOf(response: WatchResponse, log: string, fresh: boolean): Generat
     const { firstSequence, lastSequence, cause } = kind.value;
     yield { kind: "dropped", log, firstSequence: BigInt(firstSequence), lastSequence: BigInt(lastSequence), cause };
   } else if (kind.case === "heartbeat") {
-    yield { kind: "current", log, nextSequence: BigInt(kind.value.nextSequence) };
+    yield { kind: "current", log, nextSequence: BigInt(kind.value.nextSequence), state: kind.value.state };
+  } else if (kind.case === "snapshot") {
+    const { index, last, state, payloads } = kind.value;
+    const nextSequence = BigInt(kind.value.nextSequence);
+    try {
+      const events = payloads.flatMap((payload) => decodeBatch(payload).events);
+      yield { kind: "snapshot", log, nextSequence, events, index, last, state };
+    } catch (error) {
+      yield { kind: "unreadable", log, sequence: nextSequence, cause: String(error) };
+    }
   }
 }
 
@@ -109,6 +166,8 @@ function after(item: WatchItem, next: bigint | undefined): bigint | undefined {
       return item.sequence + 1n;
     case "dropped":
       return item.lastSequence + 1n;
+    case "snapshot":
+      return item.last ? item.nextSequence : undefined;
     case "current":
       return next;
   }

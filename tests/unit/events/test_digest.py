@@ -9,9 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvgrpc.events.codec import decode_batch
+from kvgrpc.events.following.contents import CacheContents
+from kvgrpc.events.following.index import BlockIndex
 from kvgrpc.events.log.digest import DigestCounter, StateDigest, TierDigest, hash_key, medium_key, mix, mix_all
+from kvgrpc.events.log.snapshot import CacheState
 
-VECTORS = json.loads((Path(__file__).parents[2] / "conformance" / "events" / "digests.json").read_text())
+GOLDEN = Path(__file__).parents[2] / "conformance" / "events"
+VECTORS = json.loads((GOLDEN / "digests.json").read_text())
+CHECKPOINTS = json.loads((GOLDEN / "checkpoints.json").read_text())
 keys = st.integers(0, 2**64 - 1)
 
 
@@ -70,3 +76,25 @@ def test_a_tier_is_named_in_capitals_of_ascii_alone() -> None:
     assert [medium_key(medium) for medium in (None, "", "gpu", "Cpu_Pinned", "straße")] == [
         "GPU", "GPU", "GPU", "CPU_PINNED", "STRAßE",
     ]  # fmt: skip
+
+
+def test_the_golden_log_has_its_digests_at_its_checkpoints() -> None:
+    """A publisher's state, and a follower's contents that are compared with the past; so must clients in any language."""
+    state, contents = CacheState(), CacheContents(BlockIndex())
+    told: dict[int, StateDigest] = {}
+    for sequence, payload in enumerate(CHECKPOINTS["payloads"], 1):
+        events = decode_batch(bytes.fromhex(payload)).events
+        state.apply(events)
+        state.next_sequence = sequence
+        contents.apply(events)
+        contents.advance(sequence)
+        if str(sequence) in CHECKPOINTS["digests"]:
+            expected = [
+                TierDigest(t["medium"], t["group"], t["blocks"], int(t["mixed_hashes"]))
+                for t in CHECKPOINTS["digests"][str(sequence)]
+            ]
+            told[sequence] = StateDigest(sequence, tuple(expected))
+            assert state.digest() == told[sequence]
+    for sequence in CHECKPOINTS["digests"]:
+        assert contents.digest_at(int(sequence)) == told[int(sequence)]
+    assert [contents.digest_at(other) for other in (0, 63, 65, 199, 256)] == [None] * 5

@@ -26,7 +26,7 @@ func main() {
 	events := kvgrpcv1.NewEventServiceClient(dial(os.Args[1]))
 	var cache kvgrpc.Cache
 	var first *kvgrpc.BlockHash
-	for item, err := range kvgrpc.Watch(ctx, events, kvgrpc.Stream{}) {
+	for item, err := range kvgrpc.Follow(ctx, events, kvgrpc.Stream{}, &cache) {
 		if err != nil {
 			failure, _ := kvgrpc.FailureOf(err)
 			fmt.Fprintln(os.Stderr, failure.Reason, err)
@@ -34,10 +34,8 @@ func main() {
 		}
 		switch item := item.(type) {
 		case kvgrpc.Reset:
-			cache.Clear()
 			fmt.Printf("log %s: from the beginning\n", item.LogID)
 		case kvgrpc.Events:
-			cache.Apply(item.Events)
 			for _, event := range item.Events {
 				if stored, isStored := event.(kvgrpc.BlockStored); isStored && len(stored.Hashes) > 0 {
 					first = &stored.Hashes[0]
@@ -45,7 +43,7 @@ func main() {
 				fmt.Printf("%8d  %T\n", item.NextSequence, event)
 			}
 		case kvgrpc.Current:
-			exact := item.State != nil && cache.Is(item.State)
+			exact := cache.Compare(item.State) == kvgrpc.Equal
 			fmt.Printf("current at %d: %v, digest equal: %v\n", item.NextSequence, cache.Blocks(), exact)
 			if len(os.Args) > 2 && first != nil {
 				score(ctx, os.Args[2], *first)

@@ -1,0 +1,116 @@
+package kvgrpc
+
+import (
+	"context"
+	"iter"
+	"time"
+
+	kvgrpcv1 "kvgrpc.dev/go/kvgrpc/v1"
+)
+
+const (
+	// Under load a publisher's digest is older than what its readers have by then: both keep those of multiples of this.
+	checkpointBatches = 64
+	checkpoints       = 64
+)
+
+// Verdict is what comparing with a publisher's digest says.
+type Verdict int
+
+const (
+	// Unknown: there was no digest, or of a moment that is not kept any more, or the cache was not seen from its beginning.
+	Unknown Verdict = iota
+	// Equal: this was the publisher's state at that moment.
+	Equal
+	// Different: something is lost, here or there. Begin again with a snapshot.
+	Different
+)
+
+// Hear takes an item of a Watch, in order, and compares where it brings the publisher's digest.
+func (cache *Cache) Hear(item Item) Verdict {
+	switch item := item.(type) {
+	case Reset:
+		cache.Clear()
+		cache.partial, cache.past = !item.Whole, nil
+	case Events:
+		cache.Apply(item.Events)
+		if item.Complete {
+			cache.advance(item.NextSequence)
+		}
+	case Current:
+		return cache.Compare(item.State)
+	}
+	return Unknown
+}
+
+// Compare says whether this was what it held at the moment of a publisher's digest: that of now, or of one of the last
+// checkpoints. It knows moments by what Hear was told.
+func (cache *Cache) Compare(state *kvgrpcv1.StateDigest) Verdict {
+	if state == nil || cache.partial {
+		return Unknown
+	}
+	own, isKnown := cache.past[state.NextSequence]
+	if state.NextSequence == cache.next {
+		own, isKnown = cache.digest(), true
+	}
+	switch {
+	case !isKnown:
+		return Unknown
+	case sameTiers(own, state.GetTiers()):
+		return Equal
+	}
+	return Different
+}
+
+func (cache *Cache) advance(next uint64) {
+	cache.next = next
+	if next%checkpointBatches != 0 || cache.partial {
+		return
+	}
+	if cache.past == nil {
+		cache.past = map[uint64][]*kvgrpcv1.TierDigest{}
+	}
+	cache.past[next] = cache.digest()
+	// Holes of dropped batches may step over one: the number is bounded all the same.
+	for old := range cache.past {
+		if old+checkpoints*checkpointBatches <= next {
+			delete(cache.past, old)
+		}
+	}
+}
+
+// Follow is Watch with a cache that hears everything before it is yielded, and that begins again with a snapshot where its
+// digest differs from the publisher's. What is yielded may be looked at in the cache until the next item is asked for.
+func Follow(ctx context.Context, client kvgrpcv1.EventServiceClient, stream Stream, cache *Cache) iter.Seq2[Item, error] {
+	return func(yield func(Item, error) bool) {
+		pause := firstPause
+		for differs := true; differs && ctx.Err() == nil; {
+			differs = false
+			for item, err := range Watch(ctx, client, stream) {
+				verdict := Unknown
+				if err == nil {
+					verdict = cache.Hear(item)
+				}
+				if differs = verdict == Different; differs {
+					// What it holds is no state of the publisher's: until the snapshot nothing is better.
+					cache.Clear()
+					cache.partial = true
+					break
+				}
+				if verdict == Equal {
+					pause = firstPause
+				}
+				if !yield(item, err) {
+					return
+				}
+			}
+			if differs {
+				select {
+				case <-ctx.Done():
+				case <-time.After(pause):
+				}
+				pause = min(2*pause, longestPause)
+			}
+		}
+	}
+}

@@ -1,0 +1,219 @@
+/** What one cache holds by what its events said, and whether that is what its publisher has. */
+import type { BlockHash, KVEvent } from "./events.js";
+import type { StateDigest } from "./gen/kvgrpc/v1/event_service_pb.js";
+import type { WatchItem } from "./watch.js";
+
+export type Verdict =
+  /** No digest, or one of a moment that is not kept any more, or the cache was not seen from its beginning. */
+  | "unknown"
+  | "equal"
+  /** Something is lost, here or there: begin again with a snapshot. */
+  | "different";
+
+interface Tier {
+  readonly medium: string;
+  readonly group: number;
+  readonly copies: Map<bigint, number>;
+  mixed: bigint;
+}
+
+const BITS = 64;
+/** Under load a publisher's digest is older than what its readers have by then: both keep those of multiples of this. */
+const CHECKPOINT_BATCHES = 64n;
+const CHECKPOINTS = 64n;
+
+/**
+ * Give it every item of a watch, in order. A block that is stored twice is there until it is removed twice; what is removed
+ * and was not there changes nothing.
+ */
+export class Cache {
+  readonly #tiers = new Map<string, Tier>();
+  readonly #past = new Map<bigint, string>();
+  #next = 0n;
+  #whole = true;
+
+  /** Takes an item, and compares where it brings the publisher's digest. */
+  hear(item: WatchItem): Verdict {
+    switch (item.kind) {
+      case "begin":
+        if (item.fresh) {
+          this.#begin(item.sequence === 0n);
+        }
+        break;
+      case "snapshot":
+        if (item.index === 0) {
+          this.#begin(true);
+        }
+        this.apply(item.events);
+        if (item.last) {
+          this.#advance(item.nextSequence);
+          return this.compare(item.state);
+        }
+        break;
+      case "batch":
+        this.apply(item.batch.events);
+        this.#advance(item.sequence + 1n);
+        break;
+      case "unreadable":
+        // What it said is lost: this is no state of the cache until something clears it.
+        this.#begin(false);
+        break;
+      case "current":
+        return this.compare(item.state);
+      case "dropped":
+    }
+    return "unknown";
+  }
+
+  /** Takes the events of one batch, in order. */
+  apply(events: readonly KVEvent[]): void {
+    for (const event of events) {
+      if (event.type === "BlockStored") {
+        this.#store(this.#tier(event.medium, event.more["group_idx"]), event.blockHashes);
+      } else if (event.type === "BlockRemoved") {
+        this.#remove(this.#tier(event.medium, event.more["group_idx"]), event.blockHashes);
+      } else if (event.type === "AllBlocksCleared") {
+        this.#tiers.clear();
+        this.#whole = true;
+      }
+    }
+  }
+
+  /** Whether a block is in a tier ("GPU", "CPU_PINNED", …) and group. */
+  holds(hash: BlockHash, medium = "GPU", group = 0): boolean {
+    return this.#tiers.get(nameOf(mediumKey(medium), group))?.copies.has(keyOf(hash)) ?? false;
+  }
+
+  /** Empties it: what it held is no state of its publisher's. It compares with nothing until it is whole again. */
+  forget(): void {
+    this.#begin(false);
+  }
+
+  /** How many different blocks each tier and group holds, of those that have any. */
+  blocks(): { medium: string; group: number; blocks: number }[] {
+    return this.#inOrder().map(({ medium, group, copies }) => ({ medium, group, blocks: copies.size }));
+  }
+
+  /** Whether this was what it held at the moment of a publisher's digest: that of now, or of one of the last checkpoints. */
+  compare(state: StateDigest | undefined): Verdict {
+    if (state === undefined || !this.#whole) {
+      return "unknown";
+    }
+    const moment = BigInt(state.nextSequence);
+    const own = moment === this.#next ? this.#digest() : this.#past.get(moment);
+    if (own === undefined) {
+      return "unknown";
+    }
+    return own === textOf(state.tiers) ? "equal" : "different";
+  }
+
+  #begin(whole: boolean): void {
+    this.#tiers.clear();
+    this.#past.clear();
+    this.#next = 0n;
+    this.#whole = whole;
+  }
+
+  #advance(next: bigint): void {
+    this.#next = next;
+    if (next % CHECKPOINT_BATCHES !== 0n || !this.#whole) {
+      return;
+    }
+    this.#past.set(next, this.#digest());
+    // In the order in which they came, so the first is the oldest; holes of dropped batches may step over one.
+    for (const old of this.#past.keys()) {
+      if (old + CHECKPOINTS * CHECKPOINT_BATCHES > next) {
+        break;
+      }
+      this.#past.delete(old);
+    }
+  }
+
+  #tier(named: string | null, group: unknown): Tier {
+    const medium = mediumKey(named);
+    const number = Number(group ?? 0);
+    const name = nameOf(medium, number);
+    let tier = this.#tiers.get(name);
+    if (tier === undefined) {
+      tier = { medium, group: number, copies: new Map(), mixed: 0n };
+      this.#tiers.set(name, tier);
+    }
+    return tier;
+  }
+
+  #store(tier: Tier, hashes: readonly BlockHash[]): void {
+    for (const key of hashes.map(keyOf)) {
+      tier.copies.set(key, (tier.copies.get(key) ?? 0) + 1);
+      tier.mixed = BigInt.asUintN(BITS, tier.mixed + mix(key));
+    }
+  }
+
+  #remove(tier: Tier, hashes: readonly BlockHash[]): void {
+    for (const key of hashes.map(keyOf)) {
+      const count = tier.copies.get(key);
+      if (count === undefined) {
+        continue;
+      }
+      if (count === 1) {
+        tier.copies.delete(key);
+      } else {
+        tier.copies.set(key, count - 1);
+      }
+      tier.mixed = BigInt.asUintN(BITS, tier.mixed - mix(key));
+    }
+  }
+
+  #inOrder(): Tier[] {
+    const there = [...this.#tiers.values()].filter((tier) => tier.copies.size > 0);
+    return there.sort((a, b) => compareText(a.medium, b.medium) || a.group - b.group);
+  }
+
+  #digest(): string {
+    return textOf(
+      this.#inOrder().map(({ medium, group, copies, mixed }) => {
+        return { medium, group, blocks: String(copies.size), mixedHashes: String(mixed) };
+      }),
+    );
+  }
+}
+
+/** The 64 bits that identify a block: signed and unsigned numbers are the same, of a digest the last 8 bytes count. */
+export function keyOf(hash: BlockHash): bigint {
+  if (typeof hash === "bigint") {
+    return BigInt.asUintN(BITS, hash);
+  }
+  return hash.subarray(-8).reduce((key, byte) => (key << 8n) | BigInt(byte), 0n);
+}
+
+/** The finalizer of splitmix64, as docs/events.md has it. */
+function mix(key: bigint): bigint {
+  let value = BigInt.asUintN(BITS, key + 0x9e3779b97f4a7c15n);
+  value = BigInt.asUintN(BITS, (value ^ (value >> 30n)) * 0xbf58476d1ce4e5b9n);
+  value = BigInt.asUintN(BITS, (value ^ (value >> 27n)) * 0x94d049bb133111ebn);
+  return value ^ (value >> 31n);
+}
+
+/** Only a to z: what else a name holds is left as it is, in every language. */
+function mediumKey(medium: string | null): string {
+  return (medium || "GPU").replace(/[a-z]/g, (letter) => letter.toUpperCase());
+}
+
+function nameOf(medium: string, group: number): string {
+  return `${group} ${medium}`;
+}
+
+interface TierNumbers {
+  medium: string;
+  group: number;
+  blocks: bigint | string;
+  mixedHashes: bigint | string;
+}
+
+function textOf(tiers: readonly TierNumbers[]): string {
+  return tiers.map((tier) => `${tier.group} ${tier.blocks} ${tier.mixedHashes} ${JSON.stringify(tier.medium)}`).join("\n");
+}
+
+/** By code points, as publishers sort: JavaScript's own order is that of UTF-16. */
+function compareText(a: string, b: string): number {
+  return Buffer.compare(Buffer.from(a), Buffer.from(b));
+}
