@@ -31,8 +31,8 @@ class PublisherSide(Protocol):
 class SeedPublisher:
     """The seeds' publisher."""
 
-    def __init__(self) -> None:
-        self._publisher = seed.Publisher()
+    def __init__(self, buffer_steps: int) -> None:
+        self._publisher = seed.Publisher(buffer_steps=buffer_steps)
         self.endpoint = self._publisher.endpoint
         self.replay = self._publisher.replay_endpoint
         self.publish = self._publisher.publish
@@ -47,11 +47,11 @@ class SeedPublisher:
 class KvgrpcPublisher:
     """A prefill rank that publishes."""
 
-    def __init__(self) -> None:
+    def __init__(self, buffer_steps: int) -> None:
         from benchmarks.sides.ours import open_publishing_rank
         from kvgrpc.events import JournalingPublisher
 
-        self._rank = open_publishing_rank()
+        self._rank = open_publishing_rank(buffer_steps=buffer_steps)
         publisher = self._rank.events
         assert isinstance(publisher, JournalingPublisher)
         self._publisher = publisher
@@ -68,12 +68,12 @@ class KvgrpcPublisher:
         _until(lambda: self._publisher.counts.published >= number)
 
 
-def open_publisher(protocol: ProtocolName) -> PublisherSide:
-    return SeedPublisher() if protocol == "seed" else KvgrpcPublisher()
+def open_publisher(protocol: ProtocolName, buffer_steps: int = 10_000) -> PublisherSide:
+    return SeedPublisher(buffer_steps) if protocol == "seed" else KvgrpcPublisher(buffer_steps)
 
 
-def read_seed(endpoint: str) -> tuple[float, list[bytes]]:
-    """Replays everything; seconds from the first batch that arrived to the end mark, and the batches.
+def read_seed(endpoint: str, first: int) -> tuple[float, list[bytes]]:
+    """Replays all from ``first`` on; seconds from the first batch that arrived to the end mark, and the batches.
 
     The wait before the first is left out, which is up to 100 ms: the seed looks for requests between two batches only.
     """
@@ -84,7 +84,7 @@ def read_seed(endpoint: str) -> tuple[float, list[bytes]]:
     socket.connect(endpoint)
     payloads = []
     try:
-        socket.send_multipart((b"", (0).to_bytes(8, "big")))
+        socket.send_multipart((b"", first.to_bytes(8, "big")))
         message = socket.recv_multipart()
         begin = time.perf_counter()
         while message[1] != seed.END:
@@ -96,8 +96,8 @@ def read_seed(endpoint: str) -> tuple[float, list[bytes]]:
         context.term()
 
 
-def read_kvgrpc(address: str) -> tuple[float, list[bytes]]:
-    """Replays everything over an open channel; seconds from the call to its end, and the batches."""
+def read_kvgrpc(address: str, first: int) -> tuple[float, list[bytes]]:
+    """Replays all from ``first`` on over an open channel; seconds from the call to its end, and the batches."""
     import grpc
 
     from kvgrpc.v1 import event_service_pb2 as pb
@@ -108,13 +108,13 @@ def read_kvgrpc(address: str) -> tuple[float, list[bytes]]:
         watch = EventServiceStub(channel).Watch
         payloads: list[bytes] = []
         begin = time.perf_counter()
-        for response in watch(pb.WatchRequest(mode=pb.WATCH_MODE_REPLAY), timeout=TIMEOUT):
+        for response in watch(pb.WatchRequest(mode=pb.WATCH_MODE_REPLAY, from_sequence=first), timeout=TIMEOUT):
             payloads.extend(response.raw.payloads)
         return time.perf_counter() - begin, payloads
 
 
-def read(protocol: ProtocolName, where: str) -> tuple[float, list[bytes]]:
-    return read_seed(where) if protocol == "seed" else read_kvgrpc(where)
+def read(protocol: ProtocolName, where: str, first: int = 0) -> tuple[float, list[bytes]]:
+    return read_seed(where, first) if protocol == "seed" else read_kvgrpc(where, first)
 
 
 def _until(condition: Callable[[], bool]) -> None:

@@ -79,7 +79,7 @@ def test_a_tier_is_named_in_capitals_of_ascii_alone() -> None:
 
 
 def test_the_golden_log_has_its_digests_at_its_checkpoints() -> None:
-    """A publisher's state, and a follower's contents that are compared with the past; so must clients in any language."""
+    """A publisher's state, and a follower's contents that are compared with the past; so do clients in any language."""
     state, contents = CacheState(), CacheContents(BlockIndex())
     told: dict[int, StateDigest] = {}
     for sequence, payload in enumerate(CHECKPOINTS["payloads"], 1):
