@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvgrpc.cli.connection import calls_a_rank, json_option
+from kvgrpc.cli.contents import COMMANDS as CONTENTS
 from kvgrpc.cli.index import follow, score, sources
 from kvgrpc.cli.names import incarnation_name
 from kvgrpc.cli.output import show_json, show_table, size
@@ -52,10 +53,11 @@ def streams(client: SyncClient, as_json: bool) -> None:
 
 @click.group()
 def events() -> None:
-    """Read KV-cache events: `tail` shows them as they come, `replay` ends, `follow` keeps what they come to."""
+    """Read KV-cache events: `tail` shows them as they come, `replay` ends, `follow` keeps what they come to, `snapshot`
+    shows that, `verify` compares it with the publisher's digest, `stats` counts."""
 
 
-for _command in (follow, score, sources):
+for _command in (*CONTENTS, follow, score, sources):
     events.add_command(_command)
 
 
@@ -138,7 +140,16 @@ def batch_as_text(sequence: int, payload: bytes) -> str:
 
 
 def event_as_text(event: Any) -> str:
-    """Name and hashes of an event in either form: a positional array, or a tagged map."""
+    """Name and hashes of an event."""
+    name, hashes = name_and_hashes(event)
+    if hashes is None:
+        return name
+    shown = " ".join(plain(value) if isinstance(value, bytes) else str(value) for value in hashes[:SHOWN_HASHES])
+    return f"{name} {len(hashes)}: {shown}" + (" …" if len(hashes) > SHOWN_HASHES else "")
+
+
+def name_and_hashes(event: Any) -> tuple[str, list[Any] | None]:
+    """Of an event in either form: a positional array, or a tagged map. None: it has no hashes."""
     name, hashes = (
         (event.get("type", "?"), event.get("block_hashes"))
         if isinstance(event, dict)
@@ -146,10 +157,7 @@ def event_as_text(event: Any) -> str:
         if isinstance(event, list) and event
         else ("?", None)
     )
-    if not isinstance(hashes, list):
-        return str(name)
-    shown = " ".join(plain(value) if isinstance(value, bytes) else str(value) for value in hashes[:SHOWN_HASHES])
-    return f"{name} {len(hashes)}: {shown}" + (" …" if len(hashes) > SHOWN_HASHES else "")
+    return str(name), hashes if isinstance(hashes, list) else None
 
 
 def read_batch(payload: bytes) -> tuple[float, list[Any]]:

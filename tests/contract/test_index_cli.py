@@ -17,8 +17,10 @@ import pytest
 
 from kvgrpc.cli.main import main
 from kvgrpc.client import SyncClient
+from kvgrpc.client.sync_follower import SyncEventFollower
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.events import BlockStored, KVEventBatch
+from kvgrpc.events.following.messages import FollowerCounts
 from kvgrpc.hashing import page_hashes, sglang_event_hash
 from kvgrpc.server import IndexServer
 from tests.integration.rank_host import RankHost
@@ -70,6 +72,40 @@ def test_follow_says_what_a_cache_holds(rank: RankHost, kvgrpc: Any) -> None:
     code, out, _ = kvgrpc("events", "follow", "--once", "--json", "-s", rank.rank.address)
     told = json.loads(out)
     assert (told["state"], told["blocks"], told["nextSequence"]) == ("current", {"CPU": 1, "GPU": 3}, "3")
+
+
+def test_snapshot_shows_what_a_cache_holds_and_ends(rank: RankHost, kvgrpc: Any) -> None:
+    code, out, _ = kvgrpc("events", "snapshot", "--json", "-s", rank.rank.address)
+    stored = [event for line in out.splitlines() for event in json.loads(line)["events"]]
+    assert (
+        code == 0 and sum(len(event[1] if isinstance(event, list) else event["block_hashes"]) for event in stored) == 4
+    )
+    code, out, _ = kvgrpc("events", "snapshot", "-s", rank.rank.address)
+    assert code == 0 and "BlockStored 3:" in out
+
+
+def test_verify_compares_with_the_publishers_digest(rank: RankHost, kvgrpc: Any) -> None:
+    code, out, _ = kvgrpc("events", "verify", "-s", rank.rank.address)
+    assert code == 0 and out.startswith("equal: 1 in CPU, 3 in GPU")
+    code, out, _ = kvgrpc("events", "verify", "--json", "-s", rank.rank.address)
+    assert code == 0 and json.loads(out)["equal"] is True
+
+
+def test_verify_says_where_no_digest_comes(rank: RankHost, kvgrpc: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SyncEventFollower, "counts", FollowerCounts())
+    code, out, _ = kvgrpc("events", "verify", "--within", "1", "-s", rank.rank.address)
+    assert code == 1 and "no digest came" in out
+    monkeypatch.setattr(SyncEventFollower, "counts", FollowerCounts(digests_different=1))
+    code, out, _ = kvgrpc("events", "verify", "-s", rank.rank.address)
+    assert code == 1 and out.startswith("DIFFERENT")
+
+
+def test_stats_counts_what_is_kept(rank: RankHost, kvgrpc: Any) -> None:
+    code, out, _ = kvgrpc("events", "stats", "--json", "-s", rank.rank.address)
+    told = json.loads(out)
+    assert code == 0 and (told["batches"], told["events"]["BlockStored"], told["blocks"]["BlockStored"]) == (3, 2, 4)
+    code, out, _ = kvgrpc("events", "stats", "-s", rank.rank.address)
+    assert code == 0 and "BlockStored" in out and "3 batches" in out
 
 
 def test_an_index_finds_the_caches_at_a_registry(rank: RankHost, index: IndexServer, kvgrpc: Any) -> None:

@@ -1,0 +1,133 @@
+"""``kvgrpc events snapshot``, ``verify`` and ``stats``: what a rank's events come to, and whether it is right."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvgrpc.cli.connection import calls_a_rank, json_option
+from kvgrpc.cli.output import seconds, show_table, size
+from kvgrpc.observability.logging import one_line
+
+if TYPE_CHECKING:
+    from kvgrpc.client import SyncClient
+
+_LOOK_SECONDS = 0.05
+
+
+def names_a_cache(command: Any) -> Any:
+    for option in (
+        click.option(
+            "--dp", type=click.IntRange(0), default=0, show_default=True, help="Which KV cache of the engine."
+        ),
+        click.option("--engine", default="", help="Needed only where a process publishes several streams."),
+    ):
+        command = option(command)
+    return command
+
+
+@click.command()
+@names_a_cache
+@json_option
+@calls_a_rank
+def snapshot(client: SyncClient, as_json: bool, **stream: Any) -> None:
+    """Show what a rank's cache holds now, as the batches that would make it, then end."""
+    from kvgrpc.cli.events import batch_as_json, batch_as_text
+    from kvgrpc.client import Snapshot
+    from kvgrpc.v1 import event_service_pb2
+
+    for part in client.watch(mode=event_service_pb2.WATCH_MODE_SNAPSHOT, **stream):
+        if isinstance(part, Snapshot):
+            for payload in part.payloads:
+                if as_json:
+                    print(batch_as_json(part.next_sequence, payload, raw=False), flush=True)
+                else:
+                    print(one_line(batch_as_text(part.next_sequence, payload)), flush=True)
+            if part.last:
+                return
+
+
+@click.command()
+@click.option(
+    "--within", type=click.FloatRange(0.1), default=30.0, show_default=True, help="Seconds until it must be known."
+)
+@names_a_cache
+@json_option
+@calls_a_rank
+def verify(client: SyncClient, as_json: bool, within: float, engine: str, dp: int) -> None:
+    """Follow a rank's events until its digest and ours were compared. Exit code 1: they differ, or nothing was said."""
+    end = time.monotonic() + within
+    with client.follow(engine=engine, dp=dp) as follower:
+        follower.until_current(within)
+        while not (counts := follower.counts).digests_equal and not counts.digests_different:
+            if time.monotonic() > end:
+                break
+            time.sleep(_LOOK_SECONDS)
+        blocks, fresh = follower.blocks, follower.freshness
+    right = counts.digests_equal > 0 and not counts.digests_different
+    if as_json:
+        told = {
+            "equal": right,
+            "digestsEqual": counts.digests_equal,
+            "digestsDifferent": counts.digests_different,
+            "logId": fresh.log_id,
+            "nextSequence": str(fresh.next_sequence),
+            "blocks": blocks,
+        }
+        print(json.dumps(told))
+    else:
+        held = ", ".join(f"{count} in {medium}" for medium, count in blocks.items()) or "no blocks"
+        missing = "no digest came: is the publisher idle for good, or older than digests?"
+        verdict = "equal" if right else "DIFFERENT" if counts.digests_different else missing
+        click.secho(
+            f"{verdict}: {held}, log {fresh.log_id[:8]} up to {fresh.next_sequence}", fg=None if right else "red"
+        )
+    if not right:
+        raise SystemExit(1)
+
+
+@click.command()
+@names_a_cache
+@json_option
+@calls_a_rank
+def stats(client: SyncClient, as_json: bool, **stream: Any) -> None:
+    """Count what a rank keeps of its events: batches, events and blocks by kind, bytes, and over how long."""
+    from kvgrpc.cli.events import name_and_hashes, read_batch
+    from kvgrpc.client import Dropped, Payloads
+    from kvgrpc.v1 import event_service_pb2
+
+    events, blocks = Counter[str](), Counter[str]()
+    batches = nbytes = dropped = 0
+    first = last = 0.0
+    for part in client.watch(mode=event_service_pb2.WATCH_MODE_REPLAY, **stream):
+        if isinstance(part, Dropped):
+            dropped += part.last_sequence - part.first_sequence + 1
+        for payload in part.payloads if isinstance(part, Payloads) else ():
+            moment, listed = read_batch(payload)
+            batches, nbytes = batches + 1, nbytes + len(payload)
+            first, last = first or moment, max(last, moment)
+            for name, hashes in map(name_and_hashes, listed):
+                events[name] += 1
+                blocks[name] += len(hashes or ())
+    if as_json:
+        told = {
+            "batches": batches,
+            "bytes": nbytes,
+            "droppedBatches": dropped,
+            "seconds": round(last - first, 3),
+            "events": events,
+            "blocks": blocks,
+        }
+        return print(json.dumps(told))
+    span = seconds(last - first) if batches else "-"
+    title = f"{batches} batches of {size(nbytes)} within {span}, {dropped} dropped"
+    rows = [(name, count, blocks[name]) for name, count in sorted(events.items())]
+    show_table(title, ("event", "#events", "#blocks"), rows, "no event is kept")
+
+
+COMMANDS = (snapshot, verify, stats)
+__all__ = ["COMMANDS"]
