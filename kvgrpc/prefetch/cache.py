@@ -319,8 +319,9 @@ class TieredCache:
             written.insert(0, walk)
             walk = walk.parent
         for part in written:
-            part.writing = False
-            if not ack.ok:
+            if ack.ok:
+                self._tree.written(part)
+            else:
                 self._tree.set_host(part, None)
         self._tree.unlock(node)
         if ack.ok and written:

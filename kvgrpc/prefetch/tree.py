@@ -8,11 +8,11 @@ none, it says which ones are no longer needed.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvgrpc.errors import InvalidRequest
+from kvgrpc.prefetch.eviction import EvictionQueue
 
 
 @dataclass(eq=False, slots=True)
@@ -20,7 +20,8 @@ class Node:
     """Pages ``hashes`` behind those of ``parent``. ``device`` and ``host`` are their page numbers there, or None.
 
     ``hits`` counts the matches that used it, ``locks`` those who need it to stay. ``pinned_until`` is in the caller's
-    seconds. ``writing``: the host pages are on their way.
+    seconds. ``writing``: the host pages are on their way. ``device_children``, ``host_children``: how many are there.
+    ``device_entry``, ``host_entry``: its last numbers in the eviction queues.
     """
 
     hashes: list[str]
@@ -35,6 +36,10 @@ class Node:
     used: int = 0
     pinned_until: float = 0.0
     writing: bool = False
+    device_children: int = 0
+    host_children: int = 0
+    device_entry: int = 0
+    host_entry: int = 0
 
     def __len__(self) -> int:
         return len(self.hashes)
@@ -66,6 +71,8 @@ class PrefixTree:
         self._clock = 0
         self._device_pages = 0
         self._host_pages = 0
+        self._device_ends = EvictionQueue(device=True)
+        self._host_ends = EvictionQueue(device=False)
 
     @property
     def device_pages(self) -> int:
@@ -104,6 +111,7 @@ class PrefixTree:
             for node in nodes:
                 node.used = self._clock
                 node.hits += 1
+                self._may_go(node)
         return Match(tuple(nodes), tuple(device), tuple(host))
 
     def leading(self, hashes: Sequence[str]) -> tuple[int, int]:
@@ -122,8 +130,7 @@ class PrefixTree:
         for node in self._grow(hashes, extra_key, priority):
             part = list(pages[done : done + len(node)])
             if node.device is None:
-                node.device = part
-                self._device_pages += len(part)
+                self.set_device(node, part)
             else:
                 spare.extend(new for new, old in zip(part, node.device, strict=True) if new != old)
             done += len(node)
@@ -145,30 +152,38 @@ class PrefixTree:
                 continue
             part = list(pages[first - start : done - start])
             if node.host is None:
-                node.host = part
-                self._host_pages += len(part)
+                self.set_host(node, part)
             else:
                 spare.extend(part)
         return spare
 
     def set_host(self, node: Node, pages: Sequence[int] | None, *, writing: bool = False) -> None:
         """Host pages of a node that is on the device; None takes them away (a copy that failed)."""
-        if node.host is not None:
-            self._host_pages -= len(node.host)
-        node.host = None if pages is None else list(pages)
+        had, node.host = node.host, None if pages is None else list(pages)
         node.writing = writing and pages is not None
+        self._host_pages += len(node.host or ()) - len(had or ())
         if node.host is not None:
             _same_length(node.hashes, node.host)
-            self._host_pages += len(node.host)
+        if node.parent is not None:
+            node.parent.host_children += (node.host is not None) - (had is not None)
+            self._host_ends.put(node.parent)
+        self._may_go(node)
+
+    def written(self, node: Node) -> None:
+        """The host pages have arrived."""
+        node.writing = False
+        self._may_go(node)
 
     def set_device(self, node: Node, pages: Sequence[int] | None) -> None:
         """The same for the device."""
-        if node.device is not None:
-            self._device_pages -= len(node.device)
-        node.device = None if pages is None else list(pages)
+        had, node.device = node.device, None if pages is None else list(pages)
+        self._device_pages += len(node.device or ()) - len(had or ())
         if node.device is not None:
             _same_length(node.hashes, node.device)
-            self._device_pages += len(node.device)
+        if node.parent is not None:
+            node.parent.device_children += (node.device is not None) - (had is not None)
+            self._device_ends.put(node.parent)
+        self._may_go(node)
 
     def lock(self, node: Node | None) -> None:
         """Keeps the prefix that ends with the node, in the tiers where it is."""
@@ -182,6 +197,7 @@ class PrefixTree:
             if node.locks < 1:
                 raise InvalidRequest.of("node", node.hashes[-1][:16], "locked")
             node.locks -= 1
+            self._may_go(node)
             node = node.parent
 
     def pin(self, hashes: Sequence[str], until: float) -> int:
@@ -195,15 +211,11 @@ class PrefixTree:
         """Nodes, ends before their parents, whose device pages are worth least: ``count`` pages, fewer if there are not
         so many; a run that is longer than needed is split, and its end goes. Least priority first (the larger number),
         then least recently used."""
-        return self._victims(count, now, _on_device, wanted, [])
+        return self._device_ends.victims(count, now, wanted, self._split)
 
     def host_victims(self, count: int, now: float, wanted: Callable[[Node], bool] | None = None) -> list[Node]:
         """The same for host pages: those of nodes that the device does not need any more come first."""
-        found = self._victims(count, now, _on_host_only, wanted, [])
-        missing = count - sum(len(node) for node in found)
-        if missing > 0:
-            found += self._victims(missing, now, _on_both, wanted, found)
-        return found
+        return self._host_ends.victims(count, now, wanted, self._split)
 
     def drop_device(self, node: Node) -> list[int]:
         """Takes a node off the device; its pages. A node that is nowhere else is gone."""
@@ -219,45 +231,9 @@ class PrefixTree:
         self._remove_if_nowhere(node)
         return pages
 
-    def _victims(
-        self,
-        count: int,
-        now: float,
-        there: Callable[[Node], bool],
-        wanted: Callable[[Node], bool] | None,
-        gone: Sequence[Node],
-    ) -> list[Node]:
-        """``gone``: victims already, which need nothing any more."""
-
-        def free(node: Node) -> bool:
-            return (
-                node.locks == 0
-                and not node.writing
-                and node.pinned_until <= now
-                and (wanted is None or wanted(node))
-                and not any(child not in chosen and _needs_parent(child, there) for child in node.children.values())
-            )
-
-        chosen = set(gone)
-        order: list[Node] = []
-        ends = [node for node in self.nodes() if there(node) and free(node)]
-        queued = set(ends)
-        heap = [(*_worth(node), number, node) for number, node in enumerate(ends)]
-        heapq.heapify(heap)
-        pages = 0
-        while heap and pages < count:
-            node = heapq.heappop(heap)[-1]
-            if len(node) > count - pages:
-                self._split(node, len(node) - (count - pages))
-            chosen.add(node)
-            order.append(node)
-            pages += len(node)
-            parent = node.parent
-            # An end that goes lets the one before it go.
-            if parent is not None and parent not in queued and there(parent) and free(parent):
-                queued.add(parent)
-                heapq.heappush(heap, (*_worth(parent), len(queued), parent))
-        return order
+    def _may_go(self, node: Node) -> None:
+        self._device_ends.put(node)
+        self._host_ends.put(node)
 
     def _remove_if_nowhere(self, node: Node) -> None:
         while node.parent is not None and not node.children and node.device is None and node.host is None:
@@ -298,6 +274,7 @@ class PrefixTree:
         for node, length in path:
             node.used = self._clock
             node.priority = min(node.priority, priority)
+            self._may_go(node)
             done += length
             yield node
         if done < len(hashes):
@@ -325,6 +302,8 @@ class PrefixTree:
             node.used,
             node.pinned_until,
             node.writing,
+            device_children=int(node.device is not None),
+            host_children=int(node.host is not None),
         )
         node.parent.children[front.hashes[0]] = front
         node.parent = front
@@ -332,27 +311,6 @@ class PrefixTree:
         node.device = None if node.device is None else node.device[length:]
         node.host = None if node.host is None else node.host[length:]
         return front
-
-
-def _worth(node: Node) -> tuple[int, int]:
-    return (-node.priority, node.used)
-
-
-def _on_device(node: Node) -> bool:
-    return node.device is not None
-
-
-def _on_host_only(node: Node) -> bool:
-    return node.host is not None and node.device is None
-
-
-def _on_both(node: Node) -> bool:
-    return node.host is not None and node.device is not None
-
-
-def _needs_parent(child: Node, there: Callable[[Node], bool]) -> bool:
-    """Of a child that is in a tier nobody finds anything there without its parent."""
-    return child.device is not None if there is _on_device else child.host is not None
 
 
 def _common(ours: Sequence[str], theirs: Sequence[str]) -> int:

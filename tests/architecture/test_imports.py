@@ -66,7 +66,8 @@ PURE = (
         "kvgrpc/events/following/messages.py",
         "kvgrpc/events/following/sources.py",
     ),
-    *("kvgrpc/prefetch/tree.py", "kvgrpc/prefetch/agreement/votes.py", "kvgrpc/prefetch/model.py"),
+    *("kvgrpc/prefetch/tree.py", "kvgrpc/prefetch/eviction.py", "kvgrpc/prefetch/model.py"),
+    *("kvgrpc/prefetch/agreement/votes.py", "kvgrpc/prefetch/agreement/said.py"),
     "kvgrpc/prefetch/controller/fair_queue.py",
     *("kvgrpc/prefetch/storage/keys.py", "kvgrpc/prefetch/storage/file/formats.py"),
 )

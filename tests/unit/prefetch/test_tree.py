@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.prefetch.tree import Node, PrefixTree
+from tests.support import tree_scan
 
 
 def chain(text: str) -> list[str]:
@@ -145,9 +146,47 @@ def test_what_is_on_its_way_is_neither_found_on_the_host_nor_evicted() -> None:
     node = tree.match(chain("ab")).nodes[0]
     tree.set_host(node, [3, 4], writing=True)
     assert tree.device_victims(2, 0.0) == [] and tree.host_victims(2, 0.0) == []
-    node.writing = False
+    tree.written(node)
+    assert [each.hashes for each in tree.host_victims(2, 0.0)] == [chain("ab")]
     tree.drop_device(node)
     assert tree.match(chain("ab")).host == (3, 4)
+
+
+def test_pages_that_are_computed_again_were_used() -> None:
+    tree = PrefixTree()
+    tree.insert_device(chain("ab"), [0, 1])
+    tree.insert_device(chain("cd"), [2, 3])
+    tree.insert_device(chain("ab"), [0, 1])
+    assert [node.device for node in tree.device_victims(4, 0.0)] == [[2, 3], [0, 1]]
+    tree.insert_device(chain("cd"), [2, 3], priority=-1)
+    tree.insert_device(chain("ab"), [0, 1])
+    assert [node.device for node in tree.device_victims(4, 0.0)] == [[0, 1], [2, 3]], "the less urgent one first"
+
+
+def test_uses_without_number_leave_the_queues_small_and_in_order() -> None:
+    tree = PrefixTree()
+    names = [chr(ord("a") + number) * 2 for number in range(20)]
+    for number, name in enumerate(names):
+        tree.insert_device(chain(name), [2 * number, 2 * number + 1])
+    for number in range(5_000):
+        tree.match(chain(names[number * 7 % 20]))
+    assert len(tree._device_ends._heap) < 500
+    assert [node.hashes for node in tree.device_victims(40, 0.0)] == [chain(names[n * 7 % 20]) for n in range(20)]
+
+
+def test_a_call_looks_at_what_goes_and_not_at_what_stays() -> None:
+    tree, asked = PrefixTree(), []
+
+    def wanted(node: Node) -> bool:
+        asked.append(node)
+        return True
+
+    for number in range(2_000):
+        tree.insert_device([f"{number}", f"{number}-"], [2 * number, 2 * number + 1])
+    for name in range(1_000):
+        tree.lock(tree.match([f"{name}"], touch=False).last)
+    victims = tree.device_victims(6, 0.0, wanted)
+    assert [node.hashes[0] for node in victims] == ["1000", "1001", "1002"] and asked == victims
 
 
 PROMPTS = st.text("ab", min_size=1, max_size=6).map(chain)
@@ -162,6 +201,8 @@ class Table(RuleBasedStateMachine):
         self.device: dict[str, int] = {}
         self.host: dict[str, int] = {}
         self.number = 0
+        self.now = 0.0
+        self.locked: list[Node] = []
 
     def pages(self, count: int) -> list[int]:
         self.number += count
@@ -191,26 +232,64 @@ class Table(RuleBasedStateMachine):
                 assert each not in self.host
                 self.host[each] = page
 
-    @rule(count=st.integers(1, 5))
-    def evict_device(self, count: int) -> None:
-        for node in self.tree.device_victims(count, 0.0):
+    @rule(count=st.integers(1, 5), really=st.booleans())
+    def evict_device(self, count: int, really: bool) -> None:
+        expected = tree_scan.device_victims(self.tree, count, self.now)
+        victims = self.tree.device_victims(count, self.now)
+        assert [node.hashes for node in victims] == expected
+        for node in victims if really else []:
             self.forget(self.device, node, self.tree.drop_device(node))
 
-    @rule(count=st.integers(1, 5))
-    def evict_host(self, count: int) -> None:
-        for node in self.tree.host_victims(count, 0.0):
+    @rule(count=st.integers(1, 5), really=st.booleans())
+    def evict_host(self, count: int, really: bool) -> None:
+        expected = tree_scan.host_victims(self.tree, count, self.now)
+        victims = self.tree.host_victims(count, self.now)
+        assert [node.hashes for node in victims] == expected
+        for node in victims if really else []:
             self.forget(self.host, node, self.tree.drop_host(node))
+
+    @rule(hashes=PROMPTS)
+    def lock(self, hashes: list[str]) -> None:
+        last = self.tree.match(hashes).last
+        if last is not None:
+            self.tree.lock(last)
+            self.locked.append(last)
+
+    @rule(data=st.data())
+    def unlock(self, data: st.DataObject) -> None:
+        if self.locked:
+            self.tree.unlock(self.locked.pop(data.draw(st.integers(0, len(self.locked) - 1))))
+
+    @rule(hashes=PROMPTS, seconds=st.integers(0, 5))
+    def pin(self, hashes: list[str], seconds: int) -> None:
+        self.tree.pin(hashes, self.now + seconds)
+
+    @rule(seconds=st.integers(1, 3))
+    def time_passes(self, seconds: int) -> None:
+        self.now += seconds
+
+    @rule(hashes=PROMPTS, priority=st.integers(-1, 1))
+    def matter(self, hashes: list[str], priority: int) -> None:
+        """A use that says how urgent it is."""
+        pages = [self.device.get(each, page) for each, page in zip(hashes, self.pages(len(hashes)), strict=True)]
+        assert self.tree.insert_device(hashes, pages, priority=priority) == []
+        self.device.update(zip(hashes, pages, strict=True))
+
+    @rule()
+    def end_a_copy(self) -> None:
+        for node in [node for node in self.tree.nodes() if node.writing][:1]:
+            self.tree.written(node)
 
     @staticmethod
     def forget(table: dict[str, int], node: Node, pages: list[int]) -> None:
         assert [table.pop(each) for each in node.hashes] == pages
 
-    @rule(hashes=PROMPTS)
-    def write(self, hashes: list[str]) -> None:
+    @rule(hashes=PROMPTS, later=st.booleans())
+    def write(self, hashes: list[str], later: bool) -> None:
         for node in self.tree.match(hashes).nodes:
             if node.device is not None and node.host is None:
                 pages = self.pages(len(node))
-                self.tree.set_host(node, pages)
+                self.tree.set_host(node, pages, writing=later)
                 self.host.update(zip(node.hashes, pages, strict=True))
 
     @rule(hashes=PROMPTS)
