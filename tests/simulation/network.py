@@ -152,8 +152,10 @@ class Network:
         now = self._world.now
         while prefill.state == "running" and link.to_prefill and link.to_prefill[0][0] <= now:
             self._at_prefill(link, prefill, *link.to_prefill.popleft()[1:])
+            prefill.take_turn(self._random)
         while link.decode.state == "running" and link.to_decode and link.to_decode[0][0] <= now:
             self._at_decode(link, *link.to_decode.popleft()[1:])
+            link.decode.take_turn(self._random)
         if link.standing and link.decode.state == prefill.state == "running":  # heartbeats
             link.decode.core.on_heard(link.stream)
             prefill.core.on_heard(link, link.decode.ref)
@@ -190,7 +192,8 @@ class Network:
             lies = link.prefill is not None and isinstance(link.prefill.core, LyingCore)
             before = owed_by_others(link.decode, stream.pair.ref) if lies else {}
             core.on_frame(stream, content)
-            if lies and before != owed_by_others(link.decode, stream.pair.ref):
+            after = owed_by_others(link.decode, stream.pair.ref) if lies else {}
+            if any(after.get(key) != was for key, was in before.items()):
                 self._world.violate("a lying prefill changed a room of others", stream.pair.ref)
             if any(room.handle.pages_done > room.page_count for room in link.decode.core.rooms.values()):
                 self._world.violate("more pages are done than the room has", stream.pair.ref)

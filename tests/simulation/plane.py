@@ -78,7 +78,7 @@ class Plane:
             if submission.pair.lost:
                 self._world.violate("a write starts for a pair that was given up", submission.record.key)
             if self._world.fleet.part(self._process.number, target.number).empty:
-                self._process.core.on_outcome(submission, Outcome.DONE, "another rank writes it")
+                self._process.post(self._process.core.on_outcome, submission, Outcome.DONE, "another rank writes it")
                 continue
             key = submission.record.key._replace(place=0)
             self._left[submission] = len(submission.destination)
@@ -136,7 +136,7 @@ class Plane:
                 self.late += [other for other in unfinished if other.target.state != "dead"]
                 self.unknown.add((write.key, write.target.ref))
         del self._left[submission]
-        self._process.core.on_outcome(submission, outcome, "simulated")
+        self._process.post(self._process.core.on_outcome, submission, outcome, "simulated")
 
     def end_all(self, outcome: Outcome) -> None:
         while self.in_flight:
@@ -148,7 +148,7 @@ class Plane:
         self.late = []
         self.end_all(Outcome.FAILED_SRC_FREE)
         self.unknown.clear()
-        self._process.core.on_engine_destroyed()
+        self._process.post(self._process.core.on_engine_destroyed)
 
     def die(self) -> None:
         """The process was killed: its kernel may still deliver."""

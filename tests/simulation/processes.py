@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,6 +39,27 @@ class Process:
         self.state = "running"
         self.stopped_forever = False
         self.disturbances = 0
+        self._commands: deque[Callable[[], object]] = deque()
+
+    def post(self, action: Callable[..., object], *arguments: object) -> None:
+        """A thread asks the loop thread for something: in order, but frames and ticks may come before."""
+        self._commands.append(partial(action, *arguments))
+        if not self.world.threads_wait:
+            self.run_commands()
+
+    def run_commands(self, most: int | None = None) -> None:
+        """A turn of the loop thread; ``most`` of what waits."""
+        for _ in range(len(self._commands) if most is None else min(most, len(self._commands))):
+            self._commands.popleft()()
+
+    def take_turn(self, rnd: random.Random) -> None:
+        """Some of what waits, or all of it, or nothing."""
+        if self._commands and self.state == "running":
+            self.run_commands(rnd.choice([0, 1, 2, None]))
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._commands)
 
     def handle(self, key: RoomKey) -> WatchedHandle:
         return WatchedHandle(lambda text: self.world.violate(f"{self.ref.rank.engine[0]}: {text}", key))
@@ -56,6 +80,11 @@ class Receiving:
     pages: list[int] | None = None
     told: bool = False
     late: bool = False
+
+    @property
+    def over(self) -> bool:
+        """As its engine sees it: an abort counts at once."""
+        return self.handle.terminal or self.handle.aborted is not None
 
 
 class DecodeProcess(Process):
@@ -80,9 +109,12 @@ class DecodeProcess(Process):
         handle = self.handle(request.key)
         room = DecodeRoom(request.key, handle)
         self.receiving[request.key] = Receiving(request, room, handle, late=late)
+        self.post(self._open, room, request, late)
+        return room
+
+    def _open(self, room: DecodeRoom, request: Request, late: bool) -> None:
         if self.core.open(room) or room.refused:
             self.unbound.append((room, request)) if late else self._bind(room, request)
-        return room
 
     def schedule(self, rnd: random.Random) -> None:
         """One round of the engine's loop: allocate, look, release."""
@@ -96,7 +128,7 @@ class DecodeProcess(Process):
                 self.core.predial(self.world.registry[self.world.fleet.prefills.index(lost.rank)])
         for key, receiving in list(self.receiving.items()):
             handle = receiving.handle
-            if handle.terminal:
+            if receiving.over:
                 if not receiving.told:
                     receiving.told = True
                     self._ended(receiving)
@@ -112,8 +144,9 @@ class DecodeProcess(Process):
 
     def abort(self, key: RoomKey) -> None:
         receiving = self.receiving.get(key)
-        if receiving is not None:
-            self.core.fail(receiving.room, self.cancelled())
+        if receiving is not None and not receiving.over:
+            receiving.handle.aborted = self.cancelled()
+            self.post(self.core.fail, receiving.room, receiving.handle.aborted)
 
     def _bind(self, room: DecodeRoom, request: Request) -> None:
         """The registry answers, also for a room that ended meanwhile."""
@@ -134,7 +167,7 @@ class DecodeProcess(Process):
             self.owner[page] = receiving.room.key
             self.memory[page] = {}
         destination = Destination(np.array(pages, np.uint32), receiving.request.first_page)
-        self.core.write(receiving.room, destination, aux_index=0)
+        self.post(self.core.write, receiving.room, destination, 0)
 
     def _free(self, pages: list[int]) -> None:
         for page in pages:
@@ -145,7 +178,8 @@ class DecodeProcess(Process):
         """The engine sees the end of a handle, and reads the pages of a good one."""
         room, request = receiving.room, receiving.request
         self.world.ended(self, room.key, receiving.handle)
-        if receiving.handle.poll is KVPoll.Success and self._is_honest(request):
+        succeeded = receiving.handle.poll is KVPoll.Success and receiving.handle.aborted is None
+        if succeeded and self._is_honest(request):
             fleet = self.world.fleet
             writers = [number for number in self._sources(request) if not fleet.part(number, self.number).empty]
             for index, page in enumerate(receiving.pages or []):
@@ -172,9 +206,9 @@ class Sending:
     """A sender, as its scheduler knows it. ``chunks``: positions that are not computed yet."""
 
     request: Request
-    record: PrefillRoom
     handle: WatchedHandle
     chunks: list[range]
+    record: PrefillRoom | None = None
 
 
 class PrefillProcess(Process):
@@ -199,24 +233,25 @@ class PrefillProcess(Process):
     def begin(self, request: Request, rnd: random.Random) -> WatchedHandle:
         """The scheduler makes a sender; its chunks follow, in any order. Page n of this pool holds position n."""
         handle = self.handle(request.key)
-        record = self.core.claim(request.key, handle)
-        if record is None:
+        sending = Sending(request, handle, [])
+        self.post(self._claim, sending)
+        if handle.terminal:
             self.world.ended(self, request.key, handle)
             return handle
-        self.core.expect(record, request.total, request.align)
         size = 1 if rnd.random() < 0.7 else max(1, request.total)
         chunks = [range(start, min(start + size, request.total)) for start in range(0, request.total, size)]
         if rnd.random() < 0.3:
             rnd.shuffle(chunks)
         if not chunks or rnd.random() < 0.1:
             chunks.append(range(request.total, request.total))  # an empty last one, for aux alone
-        self.sending[request.key] = Sending(request, record, handle, chunks)
+        sending.chunks = chunks
+        self.sending[request.key] = sending
         return handle
 
     def schedule(self, rnd: random.Random) -> None:
         """One round of the engine's loop: look, compute, send. A ``lazy`` one computes nothing."""
         for key, sending in list(self.sending.items()):
-            if sending.handle.terminal:
+            if sending.handle.terminal or sending.handle.aborted is not None:
                 del self.sending[key]
                 self.world.ended(self, key, sending.handle)
             elif sending.chunks and not self.lazy and rnd.random() < 0.3:
@@ -224,15 +259,16 @@ class PrefillProcess(Process):
 
     def abort(self, key: RoomKey) -> None:
         sending = self.sending.get(key)
-        if sending is not None:
-            self.core.fail(sending.record, self.cancelled())
+        if sending is not None and not sending.handle.terminal:
+            sending.handle.aborted = self.cancelled()
+            self.post(self._fail, sending, sending.handle.aborted)
 
     def feed(self, rnd: random.Random) -> None:
         """The data plane starts and stops what the core asks for."""
         submissions = self.take("submissions")
         for submission in submissions:
             if submission.record.ended:  # while it waited for the transfer thread
-                self.core.on_outcome(submission, Outcome.REJECTED)
+                self.post(self.core.on_outcome, submission, Outcome.REJECTED)
         self.plane.start(submission for submission in submissions if not submission.record.ended)
         stops = self.take("stops")
         if stops:
@@ -244,4 +280,19 @@ class PrefillProcess(Process):
         chunk = Chunk(np.array(positions, np.uint32), positions.start, last)
         gives_aux = last and self.world.fleet.gives_aux(self.number, request.prefills)
         aux = request.aux if gives_aux else None
-        self.core.send(sending.record, chunk, aux)
+        self.post(self._take_chunk, sending, chunk, aux)
+
+    # On the loop thread.
+
+    def _claim(self, sending: Sending) -> None:
+        sending.record = self.core.claim(sending.request.key, sending.handle)
+        if sending.record is not None:
+            self.core.expect(sending.record, sending.request.total, sending.request.align)
+
+    def _take_chunk(self, sending: Sending, chunk: Chunk, aux: bytes | None) -> None:
+        if sending.record is not None:
+            self.core.send(sending.record, chunk, aux)
+
+    def _fail(self, sending: Sending, failure: Failure) -> None:
+        if sending.record is not None:
+            self.core.fail(sending.record, failure)

@@ -54,6 +54,7 @@ class Schedule(World):
             liars=[2] if hostile and fleet is SINGLES else [],
         )
         self.network.slow_share = 0.4
+        self.threads_wait = True
         self._rooms = 0
 
     def run(self, faulty: int = 250, most: int = 900) -> Schedule:
@@ -69,6 +70,9 @@ class Schedule(World):
             self.step()
             if step % 20 == 0 and self.over:
                 break
+        for process in (*self.decodes, *self.prefills):
+            if process.state == "running":
+                process.run_commands()
         check_end(self)
         return self
 

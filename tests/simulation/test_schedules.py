@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tests.simulation.schedules import Schedule
 from tests.simulation.switches import cores
 
 
-def broken(seeds: range, off: tuple[int, ...] = ()) -> dict[str, tuple[int, str, object]]:
+def broken(seeds: Iterable[int], off: tuple[int, ...] = ()) -> dict[str, tuple[int, str, object]]:
     """The first violation of each schedule that has one, by the command that replays it."""
     found = {}
     for seed in seeds:
@@ -25,9 +26,9 @@ def broken(seeds: range, off: tuple[int, ...] = ()) -> dict[str, tuple[int, str,
     return found
 
 
-@pytest.mark.parametrize("first", range(0, 150, 30))
+@pytest.mark.parametrize("first", range(0, 150, 5))
 def test_schedules_end_without_a_violation(first: int) -> None:
-    assert broken(range(first, first + 30)) == {}
+    assert broken(range(first, first + 5)) == {}
 
 
 @pytest.mark.slow
@@ -40,9 +41,12 @@ def test_ten_thousand_schedules_end_without_a_violation() -> None:
 
 @pytest.mark.parametrize(("rule", "expected"), [(2, "a room is back"), (4, "foreign write"), (8, "foreign write")])
 def test_without_a_rule_many_schedules_break(rule: int, expected: str) -> None:
-    found = broken(range(60), (rule,))
-    assert len(found) >= 6, "a tenth of them"
-    assert any(expected in what for _, what, _ in found.values())
+    found: list[str] = []
+    for seed in range(60):
+        found += [what for _, what, _ in broken([seed], (rule,)).values()]
+        if len(found) >= 6 and any(expected in what for what in found):
+            return
+    raise AssertionError(f"not a tenth of them, or none says {expected!r}: {found}")
 
 
 def test_a_seed_replays_the_same_schedule() -> None:

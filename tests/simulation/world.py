@@ -23,7 +23,9 @@ from tests.simulation.requests import Request, WatchedHandle
 
 
 class World:
-    """``violations`` says what broke, ``log`` how it came to it. ``calm``: data planes have no moods."""
+    """``violations`` says what broke, ``log`` how it came to it. ``calm``: data planes have no moods. ``threads_wait``:
+    what engine and transfer threads ask for comes to the loop thread later, between any two frames and ticks.
+    """
 
     def __init__(
         self,
@@ -44,6 +46,7 @@ class World:
         self.random = random.Random(seed)
         self.now = 0
         self.calm = False
+        self.threads_wait = False
         self.violations: list[tuple[int, str, object]] = []
         self.log: list[tuple[object, ...]] = []
         self.outcomes: Counter[str] = Counter()
@@ -73,8 +76,10 @@ class World:
             action()
         processes: list[DecodeProcess | PrefillProcess] = [*self.decodes, *self.prefills]
         for process in self.random.sample(processes, len(processes)):
+            process.take_turn(self.random)
             if process.state == "running":
                 process.core.tick()
+                process.take_turn(self.random)
                 process.schedule(self.random)
         for rogue in self.rogues:
             rogue.step(self.random)
@@ -91,6 +96,8 @@ class World:
     def over(self) -> bool:
         """Nothing is left to happen."""
         rooms = any(decode.core.rooms for decode in self.decodes)
+        if any(process.busy and process.state == "running" for process in (*self.decodes, *self.prefills)):
+            return False
         return not self._todo and not rooms and not any(prefill.core.rooms for prefill in self.prefills)
 
     # Requests.
@@ -206,7 +213,8 @@ class World:
 
     def ended(self, process: Process, key: RoomKey, handle: WatchedHandle) -> None:
         """An engine saw the end of a handle."""
-        cause = "ok" if handle.failure is None else handle.failure.reason.name
+        failure = handle.aborted or handle.failure
+        cause = "ok" if failure is None else failure.reason.name
         self.outcomes[f"{process.ref.rank.engine[0]} {cause}"] += 1
         self.note(process.ref, "ended", key, cause)
 

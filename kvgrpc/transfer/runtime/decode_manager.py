@@ -293,8 +293,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
         try:
             failure = await comparing
         except Exception:
-            self._count_error(f"comparing room {room.key.room} failed")
-            failure = Failure(Reason.INTERNAL, "a bug of this rank; its log has the cause", {}, str(self.ref))
+            failure = self._count_error(f"comparing room {room.key.room} failed")
         finally:
             self._comparing.discard(comparing)
         if not self.closed:
