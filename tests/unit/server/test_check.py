@@ -77,6 +77,8 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("pools[0].heads_total", {"pools": (replace(POOL, heads_total=-2),)}),
     ("pools[1].name", {"pools": (POOL, POOL)}),
     ("refusal_proves_death", {"refusal_proves_death": "no"}),
+    ("verify", {"verify": "yes"}),
+    ("verify", {"verify": True, "pools": (replace(POOL, location="cuda:0"),)}),
     ("engine_selects_dp", {"engine_selects_dp": 1}),
     ("call_limits.unary", {"call_limits": CallLimits(unary=0)}),
     ("start_timeout", {"start_timeout": 1e308}),
