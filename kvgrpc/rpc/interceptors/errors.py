@@ -45,7 +45,11 @@ def errors(method: Method, inner: Behaviour) -> Behaviour:
 
 async def _refuse(context: Context, error: KvGrpcError) -> None:
     metrics.ERRORS.labels(error.reason.name).inc()
-    await context.abort(*trailing(error))
+    try:
+        await context.abort(*trailing(error))
+    except grpc.aio.InternalError:
+        # What the library logs as a bug where it does not know yet that the caller went away.
+        raise asyncio.CancelledError from None
 
 
 async def _refuse_if_alive(method: Method, context: Context, error: grpc.aio.InternalError) -> None:
@@ -53,9 +57,6 @@ async def _refuse_if_alive(method: Method, context: Context, error: grpc.aio.Int
     request_id = uuid.uuid4().hex
     try:
         await _refuse(context, Internal.of(method.path, request_id))
-    except grpc.aio.InternalError:
-        # What the library logs as a bug where it does not know yet that the caller went away.
-        raise asyncio.CancelledError from None
     except grpc.aio.AbortError:
         _log.error("%s failed, request id %s", method.path, request_id, exc_info=error)
         raise

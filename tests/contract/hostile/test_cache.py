@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,7 @@ from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.index_service_pb2_grpc import IndexServiceStub
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceStub
 from tests.contract.cache_serving import LIMITS, CacheRank, open_cache_rank, prompt, until
+from tests.contract.hostile.http2 import DATA, Connection
 from tests.faults.storage import FaultyBackend
 
 TOKENS = "operator alice:a\noperator bob:b\nrank E:own\nrank other-*:other\nconsumer c:c\n"
@@ -62,6 +64,11 @@ def cache(tmp_path: Path, storage: FaultyBackend) -> Iterator[CacheRank]:
     rank = opened(tmp_path, storage, Layout(tp=2))
     yield rank
     rank.close()
+
+
+def _resident() -> int:
+    """Bytes of memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def client_of(cache: CacheRank, token: str) -> SyncClient:
@@ -177,6 +184,35 @@ class TestOneCallerAndTheOthers:
             assert bob.terminate_prefetch(operation.operation_id).quiescent
             for watch in (*watches, others):
                 watch.cancel()
+
+    def test_a_watch_that_nobody_reads_keeps_nothing_and_holds_up_nobody(self, cache: CacheRank) -> None:
+        """Its window of 64 KiB is full after the first operations; a MB is to be told in each round."""
+        book = cache.manager.controller.book
+
+        def tell_much() -> None:
+            for _ in range(8):
+                operation = book.add(Operation(OperationKind.PREFETCH, ("0" * 64,) * 8_192))
+                operation.outcomes = [PageOutcome.FAILED] * 8_192
+                book.end(operation, OperationState.DECLINED)
+
+        with Connection(cache.address) as slow, grpc.insecure_channel(cache.address) as channel:
+            tokens = [(b"authorization", b"Bearer a")]
+            stream = slow.begin("/kvgrpc.v1.PrefetchService/WatchOperations", tokens)
+            slow.message(stream, b"")
+            until(lambda: slow.of(DATA, stream))
+            reader = stub_of(channel, "c").WatchOperations(pb.WatchOperationsRequest())
+            assert next(reader).complete
+            before = 0
+            for number in range(50):
+                if number == 20:  # from here on the book forgets as much as it learns
+                    before = _resident()
+                tell_much()
+                told = 0
+                while told < 8:
+                    told += len(next(reader).operations)
+            assert _resident() - before < 4 << 20, "an unread watch keeps one message, not all of them"
+            assert sum(map(len, slow.of(DATA, stream))) <= 1 << 16
+            reader.cancel()
 
     def test_when_every_watch_is_taken_an_operation_can_still_be_ended(
         self, cache: CacheRank, monkeypatch: pytest.MonkeyPatch
