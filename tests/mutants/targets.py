@@ -34,7 +34,10 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
             *("unit/events/test_batch_queue.py", "unit/events/test_publisher.py"),
         ),
     ),
-    "following": ("events/following/*.py", ("unit/events/test_index.py", "simulation/test_followers.py")),
+    "following": (
+        "events/following/*.py",
+        ("unit/events/test_following.py", "unit/events/test_index.py", "simulation/test_followers.py"),
+    ),
     "registry": ("registry/*.py", ("unit/registry",)),
     "tree": ("prefetch/tree.py", ("unit/prefetch/test_tree_uses.py", "unit/prefetch/test_tree.py")),
 }

@@ -12,11 +12,13 @@ import json
 import os
 import resource
 import signal
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FrameType, FunctionType
 
 import hypothesis
 import pytest
@@ -24,9 +26,12 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 
 from tests.mutants.faults import Mutant, site
+from tests.mutants.targets import ROOT
 
 PASSED, FAILED, HUNG, NOT_THIS_WAY = "passed", "failed", "hung", "not this way"
 REMEMBERED = 12
+# Of all tests without a fault, which notes every call.
+LONGEST_SECONDS = 600.0
 NOT_PATCHED = 77
 
 
@@ -68,8 +73,9 @@ def be_silent() -> None:
 
 
 class _Answering:
-    """A plugin of pytest that runs the tests once for each question, in a fork: those first that noticed the last
-    faults, then the quickest. A failed property is not made smaller."""
+    """A plugin of pytest that runs tests once for each question, in a fork: those that call the function with the
+    fault, and first of them those that noticed the last faults, then the quickest. A failed property is not made
+    smaller."""
 
     def __init__(self, asks: int, answers: int, noted: Path, limit: float) -> None:
         self._asks, self._answers = os.fdopen(asks), os.fdopen(answers, "w")
@@ -77,6 +83,7 @@ class _Answering:
         self._limit = limit
         self._cpu_seconds = 0
         self._seconds: dict[str, float] = {}
+        self._calls: dict[str, list[tuple[str, int]]] = {}
         self._noticed: list[str] = []
 
     @pytest.hookimpl(trylast=True)
@@ -101,10 +108,13 @@ class _Answering:
             os.setpgid(0, 0)
             if self._cpu_seconds:
                 resource.setrlimit(resource.RLIMIT_CPU, (self._cpu_seconds, self._cpu_seconds))
-            if mutant is not None and not patched(mutant):
+            if mutant is None:
+                os._exit(self._run(session.items, note_calls=True))
+            function = patched(mutant)
+            if function is None:
                 os._exit(NOT_PATCHED)
-            os._exit(self._run(session))
-        status = ended_within(child, self._limit)
+            os._exit(self._run([item for item in session.items if self._reaches(item, mutant, function)]))
+        status = ended_within(child, LONGEST_SECONDS if mutant is None else self._limit)
         self._learn(first=mutant is None)
         if mutant is None:
             # A loop without end is over in the time that the processor took for all, whatever else runs beside it.
@@ -114,27 +124,41 @@ class _Answering:
             return HUNG
         return {0: PASSED, NOT_PATCHED: NOT_THIS_WAY}.get(os.waitstatus_to_exitcode(status), FAILED)
 
-    def _run(self, session: pytest.Session) -> int:
-        items = sorted(session.items, key=self._place)
-        for item, following in zip(items, [*items[1:], None], strict=True):
+    def _run(self, items: Sequence[pytest.Item], note_calls: bool = False) -> int:
+        items = sorted(items, key=self._place)
+        for item, following in zip(items, [*items[1:], None], strict=False):
+            called: set[tuple[str, int]] = set()
+            if note_calls:
+                note_calls_in(called)
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-            if session.testsfailed:
+            if note_calls:
+                sys.settrace(None)
+                self._note(item.nodeid, 0.0, False, sorted(called))
+            if item.session.testsfailed:
                 return 1
         return 0
+
+    def _reaches(self, item: pytest.Item, mutant: Mutant, function: range) -> bool:
+        path = str(mutant.path)
+        return any(file == path and line in function for file, line in self._calls[item.nodeid])
 
     def _place(self, item: pytest.Item) -> tuple[int, float]:
         last = self._noticed.index(item.nodeid) if item.nodeid in self._noticed else REMEMBERED
         return last, self._seconds.get(item.nodeid, 0.0)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._note(report.nodeid, report.duration, report.failed, [])
+
+    def _note(self, *what: object) -> None:
         with self._noted.open("a") as file:
-            print(json.dumps([report.nodeid, report.duration, report.failed]), file=file)
+            print(json.dumps(what), file=file)
 
     def _learn(self, first: bool) -> None:
         for line in self._noted.read_text().splitlines():
-            test, seconds, failed = json.loads(line)
+            test, seconds, failed, called = json.loads(line)
             if first:
                 self._seconds[test] = self._seconds.get(test, 0.0) + seconds
+                self._calls[test] = self._calls.get(test, []) + [(file, line) for file, line in called]
             if failed:
                 self._noticed = [test, *(other for other in self._noticed if other != test)][:REMEMBERED]
 
@@ -152,12 +176,24 @@ def ended_within(child: int, limit: float) -> int | None:
     return None
 
 
-def patched(mutant: Mutant) -> bool:
-    """Puts the fault into the function that is loaded. False where that is not possible."""
+def note_calls_in(called: set[tuple[str, int]]) -> None:
+    """From now on, which functions of ours are called: file and first line."""
+    ours = str(ROOT / "kvgrpc")
+
+    def note(frame: FrameType, *_: object) -> None:
+        if frame.f_code.co_filename.startswith(ours):
+            called.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
+
+    threading.settrace(note)
+    sys.settrace(note)
+
+
+def patched(mutant: Mutant) -> range | None:
+    """Puts the fault into the function that is loaded; the lines of the function. None where that is not possible."""
     tree, node = site(mutant)
     owner = _function_around(tree, node)
     if owner is None or any(below is node for below in ast.walk(owner.args)):
-        return False
+        return None
     module = compile(mutant.applied(tree, node), str(mutant.path), "exec")
     line = min([owner.lineno, *(decorator.lineno for decorator in owner.decorator_list)])
     (code,) = [code for code in _codes(module) if (code.co_name, code.co_firstlineno) == (owner.name, line)]
@@ -169,10 +205,10 @@ def patched(mutant: Mutant) -> bool:
         and (function.__code__.co_name, function.__code__.co_firstlineno) == (owner.name, line)
     ]
     if any(len(function.__code__.co_freevars) != len(code.co_freevars) for function in found):
-        return False
+        return None
     for function in found:
         function.__code__ = code
-    return bool(found)
+    return range(line, (owner.end_lineno or line) + 1) if found else None
 
 
 def _function_around(tree: ast.AST, node: ast.AST) -> ast.FunctionDef | None:

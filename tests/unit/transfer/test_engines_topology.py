@@ -129,6 +129,40 @@ def test_layouts_of_which_neither_divides_the_other_are_refused_with_the_field()
         topology(Engine(Layout(tp=1)), Engine(Layout(tp=1 << 20)))
 
 
+@pytest.mark.parametrize(
+    ("prefill", "decode", "lines"),
+    [
+        (Layout(tp=4), Layout(tp=2), 4),
+        (Layout(tp=2), Layout(tp=4), 4),
+        (Layout(pp=4, tp=2), Layout(pp=2, tp=2), 8),
+        (Layout(dp=5, pp=2, cp=2, tp=4), Layout(dp=3, tp=2), 16),
+    ],
+)
+def test_a_topology_has_a_bound_that_is_told_before_it_is_made(
+    monkeypatch: pytest.MonkeyPatch, prefill: Layout, decode: Layout, lines: int
+) -> None:
+    both = Engine(prefill, 8, 4), Engine(decode, 8, 4)
+    monkeypatch.setattr("kvgrpc.transfer.layout.engines.MOST_LINES", lines)
+    monkeypatch.setattr("kvgrpc.transfer.layout.engines.MOST_REGIONS", 4 * 16)
+    assert len(topology(*both)) == lines
+    monkeypatch.setattr("kvgrpc.transfer.layout.engines.MOST_REGIONS", 4 * 16 - 1)
+    with pytest.raises(InvalidRequest) as refused:
+        topology(*both)
+    assert (refused.value.metadata["field"], refused.value.metadata["value"]) == ("layers", "64")
+    monkeypatch.setattr("kvgrpc.transfer.layout.engines.MOST_LINES", lines - 1)
+    with pytest.raises(InvalidRequest) as refused:
+        topology(*both)
+    assert (refused.value.metadata["field"], refused.value.metadata["value"]) == ("layout", str(lines))
+
+
+def test_a_stage_has_one_layer_at_least() -> None:
+    assert len(topology(Engine(Layout(pp=4), 8, 4), Engine(Layout(pp=2), 8, 4))) == 4
+    for prefill, decode in ((4, 2), (2, 4)):
+        with pytest.raises(InvalidRequest) as refused:
+            topology(Engine(Layout(pp=prefill), 8, 3), Engine(Layout(pp=decode), 8, 3))
+        assert refused.value.metadata["field"] == "layers"
+
+
 def test_models_that_differ_are_refused_with_the_field() -> None:
     prefill, decode = Engine(Layout(), 8).shape((0, 0, 0, 0)), Engine(Layout(), 8).shape((0, 0, 0, 0))
     llama = ModelIdentity("llama", "main", "bfloat16", Attention.MHA)

@@ -1,0 +1,168 @@
+"""What a follower waits for and keeps, and how a table of followers answers: the parts beside its rules."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvgrpc.events.following import messages
+from kvgrpc.events.following.contents import CacheContents
+from kvgrpc.events.following.follower import FollowerCore
+from kvgrpc.events.following.index import BlockIndex
+from kvgrpc.events.following.messages import FollowerState, LiveBuffer, Retry
+from kvgrpc.events.following.sources import SourceTable
+from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored
+
+
+def stored(*hashes: int, medium: str = "GPU", group: int | None = None, page_size: int = 16) -> BlockStored:
+    return BlockStored(block_hashes=hashes, block_size=page_size, medium=medium, group_idx=group)
+
+
+class TestRetry:
+    def test_pauses_double_up_to_two_seconds(self) -> None:
+        retry = Retry(lambda: 1.0)
+        pauses = []
+        for _ in range(7):
+            retry.later(100.0)
+            assert retry.at is not None
+            pauses.append(retry.at - 100.0)
+        assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0])
+
+    def test_followers_that_fail_together_come_back_at_different_times(self) -> None:
+        for jitter, share in ((0.0, 0.5), (0.5, 0.75), (1.0, 1.0)):
+            retry = Retry(lambda jitter=jitter: jitter)  # type: ignore[misc]
+            retry.later(7.0)
+            assert retry.at == pytest.approx(7.0 + 0.1 * share)
+
+    @pytest.mark.parametrize(("calm", "pause"), [(60.0, 0.4), (60.5, 0.1)])
+    def test_after_a_minute_without_a_failure_the_next_is_the_first(self, calm: float, pause: float) -> None:
+        retry = Retry(lambda: 1.0)
+        retry.later(0.0)
+        retry.later(1.0)
+        retry.later(1.0 + calm)
+        assert retry.at == pytest.approx(1.0 + calm + pause)
+
+
+class TestLiveBuffer:
+    def test_frames_are_taken_once_by_their_number(self) -> None:
+        buffer = LiveBuffer()
+        assert buffer.first is None
+        assert buffer.put(0, b"a") and buffer.put(3, b"b")
+        assert buffer.first == 0 and buffer.take(1) is None
+        assert (buffer.take(0), buffer.take(0), buffer.first) == (b"a", None, 3)
+
+    def test_numbers_that_do_not_grow_are_of_another_log(self) -> None:
+        buffer = LiveBuffer()
+        assert buffer.put(5, b"a")
+        assert not buffer.put(5, b"b") and not buffer.put(4, b"c")
+        assert buffer.take(5) == b"a" and not buffer.put(5, b"a")
+        buffer.clear()
+        assert buffer.put(0, b"d")
+
+    def test_the_oldest_frames_go_where_there_are_too_many(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(messages, "BUFFERED_FRAMES", 2)
+        buffer = LiveBuffer()
+        for sequence in range(3):
+            assert buffer.put(sequence, b"")
+            assert buffer.first == max(0, sequence - 1)
+
+    def test_the_oldest_frames_go_where_they_are_too_large(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(messages, "BUFFERED_BYTES", 10)
+        buffer = LiveBuffer()
+        buffer.put(0, b"12345")
+        buffer.put(1, b"12345")
+        assert buffer.first == 0
+        buffer.put(2, b"1")
+        assert buffer.first == 1
+        buffer.take(1)
+        buffer.put(3, b"123456789")
+        assert buffer.first == 2, "what was taken counts no more"
+        buffer.clear()
+        buffer.put(0, b"1234567890")
+        assert buffer.first == 0, "nor what was forgotten"
+
+    def test_what_lies_before_a_number_is_forgotten(self) -> None:
+        buffer = LiveBuffer()
+        for sequence in (2, 4, 6):
+            buffer.put(sequence, b"")
+        buffer.forget_before(4)
+        assert buffer.first == 4
+        buffer.forget_before(9)
+        assert buffer.first is None
+
+
+class TestContents:
+    def test_it_holds_the_blocks_of_full_attention_and_the_digest_counts_the_others(self) -> None:
+        contents = CacheContents(BlockIndex())
+        contents.apply([stored(1, 2), stored(7, group=1, page_size=0)])
+        assert (contents.blocks.counts(), contents.page_size) == ({"GPU": 2}, 16)
+        with_others = contents.digest()
+        contents.apply([BlockRemoved(block_hashes=[7], medium="GPU", group_idx=1)])
+        assert contents.digest() != with_others
+        contents.apply([stored(7, group=1)])
+        assert contents.digest() == with_others
+
+    def test_a_block_of_another_group_is_there_until_each_copy_is_removed(self) -> None:
+        contents = CacheContents(BlockIndex())
+        before = contents.digest()
+        removed = BlockRemoved(block_hashes=[7, 8], medium="GPU", group_idx=1)
+        contents.apply([stored(7, 7, 7, group=1)])
+        contents.apply([removed])
+        contents.apply([removed])
+        assert contents.digest() != before
+        contents.apply([removed])
+        assert contents.digest() == before
+
+    def test_a_cleared_cache_is_known_whole_and_has_nothing_of_any_group(self) -> None:
+        contents = CacheContents(BlockIndex(), whole=False)
+        before = contents.digest()
+        contents.apply([stored(1), stored(7, group=1)])
+        assert not contents.whole
+        contents.apply([AllBlocksCleared()])
+        assert (contents.whole, len(contents.blocks), contents.digest()) == (True, 0, before)
+        contents.apply([BlockRemoved(block_hashes=[7], medium="GPU", group_idx=1)])
+        assert contents.digest() == before
+
+
+class TestSources:
+    def test_who_holds_most_blocks_comes_first_and_of_equals_who_has_more_on_the_device(self) -> None:
+        table = SourceTable()
+        follow(table, "A", 0, stored(1))
+        follow(table, "B", 0, stored(1, 2, 3, medium="CPU"))
+        follow(table, "B", 1, stored(1, 2), stored(3, medium="DISK"))
+        follow(table, "C", 0, stored(2, 3))
+        found = [
+            (at.engine, at.dp, at.device_blocks, at.host_blocks, at.blocks) for at in table.score([1, 2, 3], (), 0.0)
+        ]
+        assert found == [("B", 1, 2, 2, 3), ("B", 0, 0, 3, 3), ("A", 0, 1, 1, 1)]
+        assert [(at.engine, at.dp) for at in table.score([1, 2, 3], (), 0.0, most=1)] == [("B", 1)]
+        assert [at.engine for at in table.score([1, 2, 3], {"A", "C"}, 0.0)] == ["A"]
+        table.remove("B", 1)
+        table.remove("B", 7)
+        assert [(at.engine, at.dp) for at in table.score([1, 2, 3], (), 0.0)] == [("B", 0), ("A", 0)]
+
+    def test_each_source_says_how_fresh_it_is(self) -> None:
+        table = SourceTable()
+        core = follow(table, "B", 1, stored(1, 2), stored(3, medium="DISK"), now=10.0)
+        core.heartbeat(1, 5, None, 11.0)
+        never = FollowerCore(table.index, lambda _: ())
+        table.add("A", 0, never, "a:1", live=True)
+        first, second = table.sources(14.0)
+        assert (first.engine, first.dp, first.address, first.live, first.blocks) == ("A", 0, "a:1", True, {})
+        assert (first.page_size, first.last_error, first.freshness.whole) == (0, "", False)
+        assert (first.freshness.silence, first.freshness.state) == (None, FollowerState.CONNECTING)
+        assert (second.blocks, second.page_size, second.live) == ({"DISK": 1, "GPU": 2}, 16, False)
+        fresh = second.freshness
+        assert (fresh.state, fresh.log_id, fresh.whole) == (FollowerState.CATCHING_UP, "log", True)
+        assert (fresh.next_sequence, fresh.lag, fresh.silence) == (2, 3, pytest.approx(3.0))
+        assert table.sources(9.0)[1].freshness.silence == 0.0
+
+
+def follow(table: SourceTable, engine: str, dp: int, *events: object, now: float = 0.0) -> FollowerCore:
+    """A follower that has read a snapshot of these events, one a batch, in a Watch that goes on with the log."""
+    core = FollowerCore(table.index, lambda payload: [events[payload[0]]])
+    table.add(engine, dp, core, f"{engine}:{dp}", live=False)
+    core.start()
+    core.begun(1, "log", len(events), 0, now)
+    core.snapshot(1, 0, len(events), [bytes([number]) for number in range(len(events))], now)
+    core.snapshot_complete(1, None, now)
+    return core
