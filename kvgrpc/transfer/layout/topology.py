@@ -143,7 +143,7 @@ def wanted_part(
         end = min(first + count, sum(prefill_layers))
         first = max(first, prefill_layers[0])
         count = end - first
-    if len(tps) == 1 and layout.tp == decode.layout.tp:
+    if layout.tp == decode.layout.tp:
         return Part(first, count, pool.head_start, pool.head_count, aux)
     heads = _sent_heads(pool, tp, tps, layout.tp)
     if heads is None:

@@ -14,7 +14,7 @@ from kvgrpc.errors import InvalidRequest, ParallelLayoutMismatch
 from kvgrpc.model import Attention, Layout, ModelIdentity, Pool, Region
 from kvgrpc.transfer.layout.engines import Engine, layers_of, topology
 from kvgrpc.transfer.layout.plan import geometry
-from kvgrpc.transfer.layout.topology import Coordinates, decode_ranks_of, owed_part, place_of, prefill_ranks
+from kvgrpc.transfer.layout.topology import Coordinates, decode_ranks_of, heads_of, owed_part, place_of, prefill_ranks
 
 SIZES = st.sampled_from([1, 2, 4, 8])
 PAGES, TOKENS, DIM = 5, 3, 2
@@ -176,6 +176,12 @@ def test_models_that_differ_are_refused_with_the_field() -> None:
             owed_part(replace(prefill, model=llama), replace(decode, model=other))
         assert refused.value.metadata["mismatchedFields"] == field
     owed_part(replace(prefill, model=llama), replace(decode, model=ModelIdentity(name="llama")))
+
+
+def test_heads_are_shares_or_copies_and_none_where_they_do_not_apply() -> None:
+    assert [heads_of(8, 4, tp) for tp in range(4)] == [(0, 2, 8), (2, 4, 8), (4, 6, 8), (6, 8, 8)]
+    assert [heads_of(2, 4, tp) for tp in range(4)] == [(0, 1, 2), (0, 1, 2), (1, 2, 2), (1, 2, 2)]
+    assert [heads_of(0, 4, tp) for tp in range(4)] == [(0, 0, 0)] * 4
 
 
 def test_stages_share_layers_and_the_first_have_what_is_left_over() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvgrpc.errors import KvIndexOutOfRange
 from kvgrpc.model import Region
-from kvgrpc.transfer.layout.plan import Geometry, Plan, check_pages
+from kvgrpc.transfer.layout.plan import Geometry, Plan, check_pages, joined
 
 PAGES = 64
 
@@ -69,6 +69,13 @@ def test_contiguous_on_both_sides_is_one_descriptor_a_region() -> None:
     assert plan.nbytes.tolist() == [80, 80, 80]
 
 
+def test_two_pages_that_follow_each_other_are_one_descriptor_and_one_page_is_one() -> None:
+    geometry = Geometry(regions(4096, 1, 8, 8), regions(1 << 30, 1, 8, 8), PAGES)
+    for count in (1, 2, 3):
+        pages = np.arange(7, 7 + count, dtype=np.uint32)
+        assert geometry.plan(pages, pages).nbytes.tolist() == [8 * count]
+
+
 def test_a_gap_on_one_side_breaks_the_run() -> None:
     geometry = Geometry(regions(4096, 1, 8, 8), regions(1 << 30, 1, 8, 8), PAGES)
     plan = geometry.plan(np.array([1, 2, 3, 4], np.uint32), np.array([1, 2, 9, 10], np.uint32))
@@ -93,6 +100,16 @@ def test_a_run_does_not_go_on_into_the_next_rooms_chunk() -> None:
     plans = geometry.plans([(first, first), (second, second)])
     assert [plan.nbytes.tolist() for plan in plans] == [[16], [16]]
     assert [plan.source.tolist() for plan in plans] == [[4096 + 8], [4096 + 24]]
+
+
+def test_plans_are_joined_in_their_order_and_none_are_nothing() -> None:
+    geometry = Geometry(regions(4096, 1, 8, 8), regions(1 << 30, 1, 8, 8), PAGES)
+    plans = [geometry.plan(pages, pages) for pages in (np.array([5], np.uint32), np.array([1, 2], np.uint32))]
+    together = joined(plans)
+    assert together.source.tolist() == [4096 + 40, 4096 + 8]
+    assert together.destination.tolist() == [(1 << 30) + 40, (1 << 30) + 8]
+    assert together.nbytes.tolist() == [8, 16]
+    assert [len(column) for column in joined([])] == [0, 0, 0]
 
 
 def test_a_page_outside_the_pool_is_named() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvgrpc.errors import ParallelLayoutMismatch
-from kvgrpc.model import Layout, Pool, PoolKind, RankId, Region
+from kvgrpc.model import Attention, Layout, ModelIdentity, Pool, PoolKind, RankId, Region
 from kvgrpc.transfer.layout.topology import Part, Shape, check_layers, owed_part, prefill_ranks
 
 POOL = Pool(
@@ -74,6 +74,30 @@ def test_what_differs_is_named(prefill: Shape, fields: str) -> None:
     with pytest.raises(ParallelLayoutMismatch) as caught:
         owed_part(prefill, DECODE)
     assert caught.value.metadata["mismatchedFields"] == fields
+
+
+def test_shares_of_heads_that_no_size_makes_are_told_from_both_sides_whatever_pools_there_are() -> None:
+    quarter = replace(POOL, head_count=2)
+    prefill = replace(PREFILL, layout=Layout(tp=2), pools=(quarter,))
+    with pytest.raises(ParallelLayoutMismatch) as caught:
+        owed_part(prefill, DECODE)
+    assert caught.value.metadata["pools[0].head_count"] == "2 != 8"
+    with pytest.raises(ParallelLayoutMismatch) as caught:
+        owed_part(replace(prefill, pools=(quarter, replace(quarter, name="swa"))), DECODE)
+    assert caught.value.metadata["pools[1].head_count"] == "2 != None"
+    assert caught.value.metadata["pools"] == "['kv', 'swa'] != ['kv']"
+
+
+def test_pools_without_heads_pair_with_equal_sizes_and_across_sizes_only_as_mla() -> None:
+    latent = replace(POOL, heads_total=0, head_count=0)
+    prefill, decode = replace(PREFILL, pools=(latent,)), replace(DECODE, pools=(latent,))
+    assert owed_part(prefill, decode) == Part(2, 2, 0, 0, True)
+    wider = replace(prefill, layout=Layout(tp=2))
+    with pytest.raises(ParallelLayoutMismatch) as caught:
+        owed_part(wider, decode)
+    assert caught.value.metadata["mismatchedFields"] == "pools[0].heads_total"
+    mla = ModelIdentity(attention=Attention.MLA)
+    assert owed_part(replace(wider, model=mla), replace(decode, model=mla)) == Part(2, 2, 0, 0, True)
 
 
 def test_any_dp_may_serve_any_other_and_context_parallel_prefill_sends_from_cp_0() -> None:
