@@ -17,7 +17,7 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
             ),
             *("unit/transfer/test_alignment.py", "unit/transfer/test_coverage.py", "unit/transfer/test_destination.py"),
             *("unit/transfer/test_deadlines.py", "unit/transfer/test_pending_rooms.py", "simulation/test_cases.py"),
-            "simulation/test_rules.py",
+            *("unit/transfer/test_chunks.py", "simulation/test_rules.py"),
         ),
     ),
     "layout": (

@@ -179,10 +179,14 @@ def ended_within(child: int, limit: float) -> int | None:
 def note_calls_in(called: set[tuple[str, int]]) -> None:
     """From now on, which functions of ours are called: file and first line."""
     ours = str(ROOT / "kvgrpc")
+    seen: dict[int, CodeType] = {}
 
     def note(frame: FrameType, *_: object) -> None:
-        if frame.f_code.co_filename.startswith(ours):
-            called.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
+        code = frame.f_code
+        if id(code) not in seen:
+            seen[id(code)] = code
+            if code.co_filename.startswith(ours):
+                called.add((code.co_filename, code.co_firstlineno))
 
     threading.settrace(note)
     sys.settrace(note)

@@ -1,0 +1,81 @@
+"""Chunks with pages of several pools: each pool gets its pages in order, as many as decode wants of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvgrpc.transfer.protocol.chunks import Chunk, Chunks
+from kvgrpc.transfer.protocol.types import Destination, RoomKey, U32Array
+
+KEY = RoomKey(5)
+
+
+def pages(*numbers: int) -> U32Array:
+    return np.array(numbers, np.uint32)
+
+
+def wanted(first: U32Array, *others: U32Array) -> Destination:
+    return Destination(first, others=tuple(map(Destination, others)))
+
+
+def given(*chunks: tuple[U32Array, tuple[U32Array, ...] | None], ends: bool = True) -> Chunks:
+    made, start = Chunks(), 0
+    for number, (first, others) in enumerate(chunks, 1):
+        assert made.add(KEY, Chunk(first, start, ends and number == len(chunks), None, others), 16) is None
+        start += len(first)
+    return made
+
+
+def test_pages_of_the_other_pools_go_on_where_the_chunk_before_ended() -> None:
+    made = given((pages(1, 2), (pages(11), pages(21, 22))), (pages(3), (pages(12, 13), pages())))
+    destination = wanted(pages(101, 102, 103), pages(111, 112, 113), pages(121, 122))
+    assert made.misfit(KEY, destination) is None and made.missing(KEY, destination) is None
+    moved = [
+        [list(zip(source.tolist(), to.tolist(), strict=True)) for source, to in each.others or ()]
+        for each in made.place(destination)
+    ]
+    assert moved == [[[(11, 111)], [(21, 121), (22, 122)]], [[(12, 112), (13, 113)], []]]
+
+
+def test_a_chunk_of_other_pools_alone_is_placed_and_one_of_nothing_is_not() -> None:
+    made = given((pages(1), (pages(),)), (pages(), (pages(11),)), (pages(), (pages(),)))
+    placed = made.place(wanted(pages(101), pages(111)))
+    assert [(each.source.tolist(), [to.tolist() for _, to in each.others or ()]) for each in placed] == [
+        ([1], [[]]),
+        ([], [[111]]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sent", "ends", "fits"),
+    [((2, 1), True, True), ((2, 1), False, True), ((1, 1), False, True), ((1, 1), True, False), ((2, 2), True, False)],
+)
+def test_each_other_pool_gets_as_many_pages_as_decode_wants(sent: tuple[int, int], ends: bool, fits: bool) -> None:
+    others = [pages(*range(count)) for count in sent]
+    made = given((pages(1), (others[0][:1], others[1][:1])), (pages(2), (others[0][1:], others[1][1:])), ends=ends)
+    misfit = made.misfit(KEY, wanted(pages(7, 8), pages(5, 6), pages(9)))
+    assert (misfit is None) is fits
+    if misfit is not None:
+        assert f"{sent[0 if sent[0] == 1 else 1]} pages of pool" in misfit.message
+
+
+def test_both_sides_give_pages_for_each_pool_or_neither_does() -> None:
+    for_all, for_each = given((pages(1), None)), given((pages(1), (pages(2),)))
+    misfit = for_all.misfit(KEY, wanted(pages(7), pages(8)))
+    assert misfit is not None and misfit.metadata["value"] == "2"
+    assert for_each.misfit(KEY, Destination(pages(7))) is not None
+    assert for_all.misfit(KEY, Destination(pages(7))) is None
+    assert for_each.misfit(KEY, wanted(pages(7), pages(8))) is None
+
+
+def test_a_copy_goes_its_own_way() -> None:
+    made = given((pages(1, 2), (pages(11, 12),)), ends=False)
+    other = made.copy()
+    assert made.add(KEY, Chunk(pages(3), 2, True, None, (pages(13),)), 16) is None
+    assert made.total == 3 and made.last_seen
+    assert other.total is None and not other.last_seen
+    two = wanted(pages(7, 8), pages(5, 6))
+    assert made.misfit(KEY, two) is not None and other.misfit(KEY, two) is None
+    refused = other.add(KEY, Chunk(pages(9), 1, False, None, (pages(),)), 16)
+    assert refused is not None and "sent before" in refused.message
