@@ -294,6 +294,7 @@ class World:
             else:
                 self.watches[command.number] = self.server.watch(command)
                 self.on_the_way[command.number] = deque()
+        assert len(self.watches) <= 2, "one Watch, and one that fills a gap: a publisher bounds how many it serves"
 
     def is_exact(self) -> bool:
         """Whether what is shown is the state that the cache had before the follower's next sequence."""

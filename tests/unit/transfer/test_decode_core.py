@@ -374,6 +374,23 @@ class TestProofOfDeath:
         side.core.on_goodbye(third, Failure(Reason.STALE_EPOCH, "restarted again"))
         assert not side.take("resolves") and reason(room) == "STALE_EPOCH"
 
+    def test_a_room_that_went_elsewhere_is_no_business_of_the_pair_that_it_left(self, side: Side) -> None:
+        """Its record is gone when that pair is lost, which looks at all of its rooms."""
+        room = side.open()
+        (old,) = side.welcome()
+        side.core.on_goodbye(old, Failure(Reason.SERVER_DRAINING, "drains"))
+        assert side.take("resolves") == [room] and not old.pair.rooms
+        side.core.bind(room, (P1,))
+        (new,) = [stream for stream in side.welcome() if stream.pair is not old.pair]
+        side.core.write(room, Destination(np.arange(2, dtype=np.uint32)))
+        side.said()
+        side.hear(new, RoomState.SUCCESS, Writes.SETTLED)
+        side.ticks(1, new)
+        side.said()
+        assert room.handle.poll is KVPoll.Success and not side.core.rooms
+        side.ticks(TIMING.idle_timeout + TIMING.welcome_within + 2, new)
+        assert old.pair.ref not in side.core.pairs
+
     def test_while_a_target_is_resolved_again_the_others_alone_are_not_enough(self, side: Side) -> None:
         room = side.open(KEY, P0, P1)
         side.core.write(room, Destination(np.arange(2, dtype=np.uint32)))
