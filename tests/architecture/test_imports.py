@@ -29,6 +29,7 @@ IMPORTERS = {
         "kvgrpc/dataplane/mooncake/",
         "kvgrpc/prefetch/storage/mooncake/child.py",
     ],
+    "nixl": ["kvgrpc/prefetch/storage/nixl/agent.py"],
     "zmq": [
         "kvgrpc/events/live/",
         "kvgrpc/client/live.py",

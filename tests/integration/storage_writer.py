@@ -1,11 +1,10 @@
-"""A process that writes pages into a folder until it is killed: ``FOLDER SEED COUNT`` (and settings as JSON).
+"""A process that writes pages into a folder until it is killed: ``BACKEND FOLDER SEED COUNT``.
 
 Page n of seed s has the key ``s-n`` and bytes that follow from both. Says "began" before its first page.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 
 from kvgrpc.prefetch.storage import open_backend
@@ -23,8 +22,8 @@ def bytes_of(seed: int, number: int) -> bytes:
 
 
 def main() -> None:
-    folder, seed, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    backend = open_backend("file", {"path": folder, "threads": 2, **json.loads(sys.argv[4] if sys.argv[4:] else "{}")})
+    name, folder, seed, count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    backend = open_backend(name, {"path": folder, "threads": 2})
     arena = Arena(4, PAGE_BYTES)
     print("began", flush=True)
     for first in range(0, count, 4):

@@ -1,8 +1,7 @@
-"""The storage backend ``file`` beside crashes, full disks, foreign files and other processes."""
+"""The storage backends ``file`` and ``nixl`` beside crashes, full disks, foreign files and other processes."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -19,6 +18,7 @@ import pytest
 from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.prefetch.storage.base import OK, PageStatus, StorageBackend, StorageDown
 from kvgrpc.prefetch.storage.file.formats import HEADER_BYTES, OwnFormat
+from tests.conformance.storage.openers import skip_without_nixl
 from tests.conformance.storage.pages import Arena
 from tests.integration.storage_writer import PAGE_BYTES, bytes_of, key
 
@@ -26,23 +26,31 @@ ROOT = Path(__file__).parents[2]
 SECONDS = 30.0
 
 
+@pytest.fixture(params=["file", "nixl"])
+def name(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    if found == "nixl":
+        skip_without_nixl()
+    return found
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "pages"
 
 
-def opened(folder: Path, **settings: object) -> StorageBackend:
-    return open_backend("file", {"path": str(folder), **settings})
+def opened(name: str, folder: Path, **settings: object) -> StorageBackend:
+    return open_backend(name, {"path": str(folder), **settings})
 
 
 def files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def start_writer(folder: Path, seed: int, count: int, **settings: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.integration.storage_writer", str(folder), str(seed), str(count)]
+def start_writer(name: str, folder: Path, seed: int, count: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.integration.storage_writer", name, str(folder), str(seed), str(count)]
     process = subprocess.Popen(
-        [*command, json.dumps(settings)],
+        command,
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
@@ -52,9 +60,9 @@ def start_writer(folder: Path, seed: int, count: int, **settings: object) -> sub
     return process
 
 
-def check_all(folder: Path, seeds: int, count: int) -> int:
+def check_all(name: str, folder: Path, seeds: int, count: int) -> int:
     """Reads every page that a writer may have written: right bytes or MISSING. How many were there."""
-    backend, arena, there = opened(folder), Arena(8, PAGE_BYTES), 0
+    backend, arena, there = opened(name, folder), Arena(8, PAGE_BYTES), 0
     for seed in range(seeds):
         for first in range(0, count, 8):
             numbers = range(first, min(first + 8, count))
@@ -70,35 +78,35 @@ def check_all(folder: Path, seeds: int, count: int) -> int:
 
 
 @pytest.mark.parametrize("kills", [4, pytest.param(40, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
-def test_a_writer_that_is_killed_leaves_whole_pages_and_nothing_else(folder: Path, kills: int) -> None:
+def test_a_writer_that_is_killed_leaves_whole_pages_and_nothing_else(name: str, folder: Path, kills: int) -> None:
     rng, said = random.Random(kills), 0
     for seed in range(kills):
-        with start_writer(folder, seed, 100_000) as writer:
+        with start_writer(name, folder, seed, 100_000) as writer:
             assert writer.stdout is not None
             for _ in range(rng.randrange(1, 8)):
                 said += int(writer.stdout.readline())
             time.sleep(rng.random() * 0.005)  # anywhere within the next pages
             writer.send_signal(signal.SIGKILL)
-    assert check_all(folder, kills, 64) >= said > 0
+    assert check_all(name, folder, kills, 64) >= said > 0
     assert not [path for path in files(folder) if path.suffix != ".kv"], "what killed writers left behind is removed"
 
 
-def test_several_processes_share_a_folder(folder: Path) -> None:
-    writers = [start_writer(folder, seed, 16) for seed in range(3)]
-    reader = opened(folder)
+def test_several_processes_share_a_folder(name: str, folder: Path) -> None:
+    writers = [start_writer(name, folder, seed, 16) for seed in range(3)]
+    reader = opened(name, folder)
     for writer in writers:
         assert writer.wait(SECONDS) == 0
         assert writer.stdout is not None
         writer.stdout.close()
     assert reader.count_leading([key(seed, n) for seed in range(3) for n in range(16)], SECONDS) == 48
     assert reader.close(SECONDS)
-    assert check_all(folder, 3, 16) == 48
+    assert check_all(name, folder, 3, 16) == 48
 
 
 @pytest.fixture
-def page(folder: Path) -> Iterator[tuple[StorageBackend, Arena, Path]]:
+def page(name: str, folder: Path) -> Iterator[tuple[StorageBackend, Arena, Path]]:
     """A stored page "k", and its file."""
-    backend, arena = opened(folder), Arena(2)
+    backend, arena = opened(name, folder), Arena(2)
     arena.fill_all()
     assert backend.write(["k"], [arena.page(0)], SECONDS) == [OK]
     yield backend, arena, folder / OwnFormat().path("k")
@@ -148,8 +156,8 @@ def test_what_is_no_file_is_that_pages_failure(page: tuple[StorageBackend, Arena
     assert backend.write(["elsewhere"], [arena.page(1)], SECONDS) == [OK]
 
 
-def test_the_bound_holds_and_what_was_used_stays(folder: Path) -> None:
-    backend, arena = opened(folder, max_bytes=10 * 36864), Arena(1)
+def test_the_bound_holds_and_what_was_used_stays(name: str, folder: Path) -> None:
+    backend, arena = opened(name, folder, max_bytes=10 * 36864), Arena(1)
     arena.fill_all()
     for number in range(30):
         assert backend.write([f"k{number}"], arena.pages(), SECONDS) == [OK]
@@ -161,8 +169,8 @@ def test_the_bound_holds_and_what_was_used_stays(folder: Path) -> None:
     assert backend.close(SECONDS)
 
 
-def test_a_page_larger_than_the_bound_is_its_own_failure(folder: Path) -> None:
-    backend, small, large = opened(folder, max_bytes="40KB"), Arena(1), Arena(1, nbytes=65536)
+def test_a_page_larger_than_the_bound_is_its_own_failure(name: str, folder: Path) -> None:
+    backend, small, large = opened(name, folder, max_bytes="40KB"), Arena(1), Arena(1, nbytes=65536)
     assert backend.write(["small"], small.pages(), SECONDS) == [OK]
     (result,) = backend.write(["large"], large.pages(), SECONDS)
     assert result.status is PageStatus.FAILED and "max_bytes" in result.detail and not result.retryable
@@ -170,24 +178,28 @@ def test_a_page_larger_than_the_bound_is_its_own_failure(folder: Path) -> None:
     assert backend.close(SECONDS)
 
 
-def test_use_is_remembered_over_a_restart(folder: Path) -> None:
-    backend, arena = opened(folder), Arena(1)
-    for name in "abc":
-        assert backend.write([name], arena.pages(), SECONDS) == [OK]
+def test_use_is_remembered_over_a_restart(name: str, folder: Path) -> None:
+    backend, arena = opened(name, folder), Arena(1)
+    for each in "abc":
+        assert backend.write([each], arena.pages(), SECONDS) == [OK]
     assert backend.close(SECONDS)
-    for age, name in enumerate("bca"):
-        path = folder / OwnFormat().path(name)
+    for age, each in enumerate("bca"):
+        path = folder / OwnFormat().path(each)
         os.utime(path, (1_600_000_000 - age, 1_600_000_000 - age))
-    backend = opened(folder)
+    backend = opened(name, folder)
     assert backend.read(["a"], arena.pages(), SECONDS) == [OK]
     assert backend.close(SECONDS)
-    backend = opened(folder, max_bytes=2 * 36864)
+    backend = opened(name, folder, max_bytes=2 * 36864)
     assert backend.contains(list("abc"), SECONDS) == [True, True, False]
     assert backend.close(SECONDS)
 
 
-def test_the_bound_holds_also_for_what_others_write(folder: Path) -> None:
-    backend, other, arena = opened(folder, max_bytes=4 * 36864, rescan_interval=0.05), opened(folder), Arena(1)
+def test_the_bound_holds_also_for_what_others_write(name: str, folder: Path) -> None:
+    backend, other, arena = (
+        opened(name, folder, max_bytes=4 * 36864, rescan_interval=0.05),
+        opened(name, folder),
+        Arena(1),
+    )
     for number in range(12):
         assert other.write([f"k{number}"], arena.pages(), SECONDS) == [OK]
     deadline = time.monotonic() + SECONDS
@@ -197,8 +209,17 @@ def test_the_bound_holds_also_for_what_others_write(folder: Path) -> None:
     assert backend.close(SECONDS) and other.close(SECONDS)
 
 
-def test_a_folder_that_is_emptied_under_us_is_made_again(folder: Path) -> None:
-    backend, arena = opened(folder), Arena(1)
+def test_a_page_of_more_buffers_than_the_kernel_takes_at_once_comes_back(name: str, folder: Path) -> None:
+    backend, arena = opened(name, folder), Arena(2, nbytes=24, buffers=2600)
+    written = arena.fill(0, seed=1)
+    assert backend.write(["k"], [arena.page(0)], SECONDS) == [OK]
+    assert backend.read(["k"], [arena.page(1)], SECONDS) == [OK]
+    assert arena.bytes(1) == written
+    assert backend.close(SECONDS)
+
+
+def test_a_folder_that_is_emptied_under_us_is_made_again(name: str, folder: Path) -> None:
+    backend, arena = opened(name, folder), Arena(1)
     arena.fill_all()
     assert backend.write(["k"], arena.pages(), SECONDS) == [OK]
     shutil.rmtree(folder)
@@ -208,8 +229,8 @@ def test_a_folder_that_is_emptied_under_us_is_made_again(folder: Path) -> None:
     assert backend.close(SECONDS)
 
 
-def test_a_full_disk_fails_the_pages_that_do_not_fit_and_no_other(small_disk: Path) -> None:
-    backend, arena = opened(small_disk), Arena(40)
+def test_a_full_disk_fails_the_pages_that_do_not_fit_and_no_other(name: str, small_disk: Path) -> None:
+    backend, arena = opened(name, small_disk), Arena(40)
     written = arena.fill_all()
     names = [f"k{number}" for number in range(40)]
     results = backend.write(names, arena.pages(), SECONDS)
@@ -229,11 +250,11 @@ def test_a_full_disk_fails_the_pages_that_do_not_fit_and_no_other(small_disk: Pa
     assert backend.close(SECONDS)
 
 
-def test_a_disk_that_hangs_costs_a_time_out_and_gives_the_page_back_later(folder: Path) -> None:
-    backend, arena = opened(folder, threads=1), Arena(3)
-    name = folder / OwnFormat().path("hangs")
-    name.parent.mkdir()
-    os.mkfifo(name)  # opening it for reading waits for a writer, as a disk that is gone would
+def test_a_disk_that_hangs_costs_a_time_out_and_gives_the_page_back_later(name: str, folder: Path) -> None:
+    backend, arena = opened(name, folder, threads=1), Arena(3)
+    path = folder / OwnFormat().path("hangs")
+    path.parent.mkdir()
+    os.mkfifo(path)  # opening it for reading waits for a writer, as a disk that is gone would
     first, second = backend.read(["hangs", "behind it"], arena.pages(0, 1), 0.2)
     assert first.status is PageStatus.TIMEOUT and first.released is not None and not first.quiescent
     assert second.status is PageStatus.TIMEOUT and second.quiescent, "it was never begun"
@@ -241,7 +262,7 @@ def test_a_disk_that_hangs_costs_a_time_out_and_gives_the_page_back_later(folder
         backend.count_leading(["other"], 0.1)
     assert backend.stats().in_use == 1
     assert not backend.close(0.1)
-    writer = threading.Thread(target=lambda: os.close(os.open(name, os.O_WRONLY)))
+    writer = threading.Thread(target=lambda: os.close(os.open(path, os.O_WRONLY)))
     writer.start()
     assert first.released.wait(SECONDS)
     writer.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,16 @@ def _mooncake(request: pytest.FixtureRequest, **settings: object) -> StorageBack
     store = request.getfixturevalue("mooncake_store")
     config = {"master": store.address, "namespace": "suite", "lost_seconds": 1, **settings}
     return open_backend("mooncake", config)
+
+
+def skip_without_nixl() -> None:
+    if importlib.util.find_spec("nixl") is None:
+        pytest.skip("NIXL is not installed: pip install 'kvgrpc[nixl]'")
+
+
+def _nixl(folder: Path, **settings: object) -> StorageBackend:
+    skip_without_nixl()
+    return open_backend("nixl", {"path": str(folder), **settings})
 
 
 def _documented(folder: Path) -> StorageBackend:
@@ -38,6 +49,10 @@ OPENERS: dict[str, Opener] = {
     "file": lambda request, folders: open_backend("file", {"path": str(folders.mktemp("file"))}),
     "file past the page cache": lambda request, folders: open_backend(
         "file", {"path": str(folders.mktemp("direct")), "direct": True, "sync": True, "max_bytes": "64MB"}
+    ),
+    "nixl": lambda request, folders: _nixl(folders.mktemp("nixl")),
+    "nixl past the page cache": lambda request, folders: _nixl(
+        folders.mktemp("nixl"), direct=True, sync=True, max_bytes="64MB"
     ),
     "documented": lambda request, folders: _documented(folders.mktemp("documented")),
     "mooncake": lambda request, folders: _mooncake(request),

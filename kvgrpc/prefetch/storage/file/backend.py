@@ -30,7 +30,7 @@ from kvgrpc.prefetch.storage.base import (
 from kvgrpc.prefetch.storage.calls import PageCalls
 from kvgrpc.prefetch.storage.file.folder import Folder, is_full
 from kvgrpc.prefetch.storage.file.formats import Format, Header, OwnFormat, SglangFormat, checksum
-from kvgrpc.prefetch.storage.file.io import aligned, header_block, read_all, write_all
+from kvgrpc.prefetch.storage.file.io import Mover, Vectored, aligned, header_block
 from kvgrpc.prefetch.storage.file.usage import Usage
 from kvgrpc.prefetch.storage.flat import other_size
 from kvgrpc.prefetch.storage.memory import views
@@ -71,8 +71,9 @@ class FileBackend:
         """Raises InvalidRequest for settings that are not right, also for a folder that cannot be written to."""
         return cls(read_settings(FileConfig, settings))
 
-    def __init__(self, config: FileConfig) -> None:
+    def __init__(self, config: FileConfig, mover: Mover | None = None) -> None:
         self._config = config
+        self._mover = mover or Vectored()
         self._form: Format = SglangFormat() if config.format == "sglang" else OwnFormat()
         try:
             self._folder = Folder(Path(config.path), self._form)
@@ -82,13 +83,13 @@ class FileBackend:
             ) from error
         self._direct = config.direct and _takes_direct(self._folder)
         if config.direct and not self._direct:
-            logger.warning("storage 'file': %s takes no O_DIRECT, pages go through the page cache", config.path)
+            logger.warning("storage %r: %s takes no O_DIRECT: pages go through the page cache", self.name, config.path)
         self._usage = Usage(config.max_bytes or None)
         self._tally = Tally()
         self._closed = threading.Event()
         self._rescan(clean=True)
-        self._calls = PageCalls("file", config.path, config.threads)
-        self._scanner = threading.Thread(target=self._keep_scanning, name="kvgrpc-file-scan", daemon=True)
+        self._calls = PageCalls(self.name, config.path, config.threads)
+        self._scanner = threading.Thread(target=self._keep_scanning, name=f"kvgrpc-{self.name}-scan", daemon=True)
         self._scanner.start()
 
     def register(self, memory: Sequence[MemoryRange]) -> None:
@@ -141,6 +142,7 @@ class FileBackend:
         deadline = time.monotonic() + timeout
         self._closed.set()
         ended = self._calls.close(timeout)
+        self._mover.close()
         self._scanner.join(max(0.0, deadline - time.monotonic()))
         return ended and not self._scanner.is_alive()
 
@@ -167,7 +169,7 @@ class FileBackend:
         if os.fstat(descriptor).st_size != header_bytes + nbytes:
             return MISSING
         block = [header_block()] if header_bytes else []
-        if read_all(descriptor, block + pieces) != header_bytes + nbytes:
+        if self._mover.read(descriptor, block + pieces) != header_bytes + nbytes:
             return MISSING
         if block and not self._proves(Header.decode(block[0]), key, pieces):
             self._remove(name)  # torn or foreign: away with it, so that the page can be written again
@@ -213,7 +215,7 @@ class FileBackend:
         descriptor, temporary = self._folder.create(name, self._flags(page))
         try:
             try:
-                write_all(descriptor, pieces)
+                self._mover.write(descriptor, pieces)
                 if self._config.sync:
                     os.fdatasync(descriptor)
             finally:
@@ -264,7 +266,7 @@ class FileBackend:
             try:
                 self._rescan()
             except OSError as error:
-                logger.warning("storage 'file': %s cannot be looked through: %s", self._config.path, error)
+                logger.warning("storage %r: %s cannot be looked through: %s", self.name, self._config.path, error)
             interval = max(self._config.rescan_interval, 20 * (time.monotonic() - began))
 
     def _rescan(self, clean: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Whole pages between files and memory, without a copy of our own: vectored, and past the page cache if asked."""
+"""How a whole page moves between a file and memory, without a copy of our own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from kvgrpc.prefetch.storage.file.formats import HEADER_BYTES
 
@@ -13,7 +14,33 @@ _ALIGNMENT = 4096
 _MOST_PIECES = 1024  # IOV_MAX
 _local = threading.local()
 
-Vectored = Callable[[int, Sequence[memoryview], int], int]
+_Call = Callable[[int, Sequence[memoryview], int], int]
+
+
+class Mover(Protocol):
+    """Called by several threads at once, each with a file and memory of its own. Raises OSError, and is then done."""
+
+    def read(self, descriptor: int, pieces: Sequence[memoryview]) -> int:
+        """Fills the pieces from the start of a file; bytes read, fewer at its end."""
+
+    def write(self, descriptor: int, pieces: Sequence[memoryview]) -> None:
+        """All of the pieces, to the start of a file."""
+
+    def close(self) -> None:
+        """Releases what it holds when no call is on its way."""
+
+
+class Vectored:
+    """By the kernel's own calls; past the page cache if the file was opened so."""
+
+    def read(self, descriptor: int, pieces: Sequence[memoryview]) -> int:
+        return _all(os.preadv, descriptor, pieces)
+
+    def write(self, descriptor: int, pieces: Sequence[memoryview]) -> None:
+        _all(os.pwritev, descriptor, pieces)
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 def header_block() -> memoryview:
@@ -29,16 +56,7 @@ def aligned(pieces: Sequence[tuple[int, int]]) -> bool:
     return all(address % _ALIGNMENT == 0 and nbytes % _ALIGNMENT == 0 for address, nbytes in pieces)
 
 
-def read_all(descriptor: int, pieces: Sequence[memoryview]) -> int:
-    """Fills the pieces from the start of a file; bytes read, fewer at its end."""
-    return _all(os.preadv, descriptor, pieces)
-
-
-def write_all(descriptor: int, pieces: Sequence[memoryview]) -> int:
-    return _all(os.pwritev, descriptor, pieces)
-
-
-def _all(call: Vectored, descriptor: int, pieces: Sequence[memoryview]) -> int:
+def _all(call: _Call, descriptor: int, pieces: Sequence[memoryview]) -> int:
     left, offset = list(pieces), 0
     while left:
         done = call(descriptor, left[:_MOST_PIECES], offset)

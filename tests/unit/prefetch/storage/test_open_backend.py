@@ -37,6 +37,7 @@ def test_config_is_a_mapping_json_or_a_file(tmp_path: Path) -> None:
         ("file", {"path": "/tmp/x", "direct": "yes"}, "direct: must be as docs/storage.md says"),
         ("file", {"path": "/tmp/x", "format": "raw"}, "format: must be as docs/storage.md says"),
         ("file", {"path": "/proc/nowhere"}, "path: must be a folder that this process may write to"),
+        ("nixl", {"path": "/tmp/x", "transfer_timeout": 0}, "transfer_timeout: must be as docs/storage.md says"),
         ("mooncake", {}, "missing required field `master`"),
         ("mooncake", {"master": "nonsense"}, "master: must be HOST:PORT"),
         ("mooncake", {"master": "h:1", "namespace": "a/b"}, "namespace: must be as docs/storage.md says"),
@@ -58,5 +59,5 @@ def test_a_third_party_backend_is_found_by_its_entry_point(monkeypatch: pytest.M
     assert backend.name == "dictionary" and backend.close(10)
     with pytest.raises(FeatureDisabled, match="cannot be loaded"):
         open_backend("broken")
-    with pytest.raises(InvalidRequest, match="one of file, mooncake, broken, dictionary"):
+    with pytest.raises(InvalidRequest, match="one of file, mooncake, nixl, broken, dictionary"):
         open_backend("other")

@@ -1,0 +1,1 @@
+"""Storage in files, moved by NIXL's plug-in POSIX."""
