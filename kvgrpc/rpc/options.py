@@ -34,7 +34,6 @@ _LARGE_METHODS = {
     "/kvgrpc.v1.RegistryService/Deregister": 1024 * 1024,
     "/kvgrpc.v1.RegistryService/ResolveRanks": 1024 * 1024,
     "/kvgrpc.v1.TransferService/LocateRooms": 256 * 1024,
-    "/kvgrpc.v1.TransferService/GetRank": 1024 * 1024,
     # 2^20 tokens, or 65,536 hashes.
     "/kvgrpc.v1.IndexService/Score": LARGEST_REQUEST_BYTES,
     "/kvgrpc.v1.PrefetchService/Lookup": LARGEST_REQUEST_BYTES,

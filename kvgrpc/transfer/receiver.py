@@ -75,10 +75,10 @@ class KVReceiver(TransferHandle):
         self._timed.moving_at = time.monotonic()
         try:
             first, others = pages_of_pools(pages, self._manager.pool_names)
-            for each in (first, *(others or ())):
-                check_distinct(each)
             other_pools = None if others is None else tuple(map(Destination, others))
             destination = Destination(first, whole_number(first_page, "first_page", 2**32), other_pools)
+            for each in (destination, *(other_pools or ())):
+                check_distinct(each)
             self._manager.aux.check(aux_index)
         except Exception as error:
             self._reject(error)

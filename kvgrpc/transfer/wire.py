@@ -15,6 +15,7 @@ from kvgrpc.errors import FrameTooLarge, InvalidRequest, KvGrpcError
 from kvgrpc.model import RankId
 from kvgrpc.transfer.layout.engines import Engine, Owed
 from kvgrpc.transfer.layout.plan import check_destination
+from kvgrpc.transfer.layout.pools import check_distinct
 from kvgrpc.transfer.layout.topology import Part
 from kvgrpc.transfer.protocol.types import (
     LONGEST_TRACEPARENT,
@@ -331,6 +332,7 @@ def _pages_of(
         raise _invalid(f"{where}.pool", page_set.pool, f"{number}, in the order of the Hello")
     found = destination_of(page_set, where, min(count, most), 0 if number else first_page)
     check_destination(found, count, name)
+    check_distinct(found, where)
     return found
 
 

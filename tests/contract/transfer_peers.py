@@ -74,6 +74,7 @@ class DecodeClient:
         self._responses: queue.SimpleQueue[pb.SessionResponse | None] = queue.SimpleQueue()
         self.kept: list[pb.SessionResponse] = []
         self.error: grpc.RpcError | None = None
+        self.token = ""
         self._call: Any = None
 
     def hello(self, **changes: Any) -> pb.Hello:
@@ -101,7 +102,8 @@ class DecodeClient:
             response_deserializer=pb.SessionResponse.FromString,
         )
         requests: Iterator[Any] = iter(self._requests.get, None)
-        self._call = method(requests)
+        metadata = (("authorization", f"Bearer {self.token}"),) if self.token else ()
+        self._call = method(requests, metadata=metadata)
         if read:
             threading.Thread(target=self._read, daemon=True).start()
         return self

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvgrpc.errors import InvalidRequest
+from kvgrpc.transfer.protocol.destination import Destination
 from kvgrpc.transfer.protocol.types import U32Array
 
 
@@ -47,14 +48,11 @@ def pages_of_pools(
     return first, tuple(others) if others else None
 
 
-def check_distinct(pages: U32Array) -> None:
-    """Raises InvalidRequest for a page that is there twice."""
-    if len(pages) < 2 or bool((pages[1:] > pages[:-1]).all()):
-        return
-    ordered = np.sort(pages)
-    twice = ordered[1:][ordered[1:] == ordered[:-1]]
-    if len(twice):
-        raise InvalidRequest.of("pages", int(twice[0]), "page numbers that are there once")
+def check_distinct(pages: Destination, field: str = "pages") -> None:
+    """Raises InvalidRequest for a page that is there twice: of two pages of the prompt one would be lost."""
+    twice = pages.twice()
+    if twice is not None:
+        raise InvalidRequest.of(field, twice, "page numbers that are there once")
 
 
 _NO_PAGES = np.empty(0, dtype=np.uint32)

@@ -67,6 +67,27 @@ class Destination:
         page = max(pages, int(self._starts[run]))
         return int(self._ends[run] - lengths[run]) + page - int(self._starts[run]), page
 
+    def twice(self) -> int | None:
+        """A page that is there more than once; the order of a list costs nothing where it goes up all along."""
+        if self._pages is not None:
+            pages = self._pages
+            if self.count <= _FEW:
+                if len(set(pages.tolist())) == self.count:
+                    return None
+            elif bool((pages[1:] > pages[:-1]).all()):
+                return None
+            ordered = np.sort(pages)
+            again = ordered[1:][ordered[1:] == ordered[:-1]]
+            return int(again[0]) if len(again) else None
+        lengths = self._lengths()
+        if len(lengths) < 2:
+            return None
+        order = np.argsort(self._starts)
+        order = order[lengths[order] > 0]
+        starts = self._starts[order]
+        shared = starts[1:][starts[1:] < (starts + lengths[order])[:-1]]
+        return int(shared[0]) if len(shared) else None
+
     def slice(self, first: int, stop: int) -> U32Array:
         """Pages [first, stop) of it, and no more than these are made."""
         if self._pages is not None:

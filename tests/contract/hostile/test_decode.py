@@ -84,6 +84,9 @@ class TestEntriesOfDecode:
             ([runs([0, 0], [PAGES, 1])], Reason.INVALID_REQUEST),
             ([raw_pages([0] * (PAGES + 1))], Reason.INVALID_REQUEST),
             ([runs([PAGES - 1], [2])], Reason.KV_INDEX_OUT_OF_RANGE),
+            ([raw_pages([5, 5])], Reason.INVALID_REQUEST),
+            ([raw_pages([*range(1, 40), 20])], Reason.INVALID_REQUEST),
+            ([runs([3, 1], [2, 3])], Reason.INVALID_REQUEST),
         ],
     )
     def test_wrong_pages_fail_that_room_alone(self, dial: Dial, prefill: RankHost, pages: Any, reason: Reason) -> None:
@@ -98,6 +101,18 @@ class TestEntriesOfDecode:
         states = dict(zip((wrong, right), all_ended(client, [wrong, right]), strict=True))
         assert (states[wrong].state, states[wrong].failure.reason) == (FAILED, reason)
         assert states[right].state == SUCCESS
+
+    @pytest.mark.parametrize(
+        ("pages", "twice"),
+        [(raw_pages([7, 1, 7]), 7), (raw_pages([*range(30), 4]), 4), (runs([0, 20, 25], [9, 6, 9]), 25)],
+    )
+    def test_a_page_given_twice_is_named(self, dial: Dial, pages: Any, twice: int) -> None:
+        """Of two pages of the prompt one would be lost, and decode would be told that both are there."""
+        client, room = dial().open(), next(ROOMS)
+        client.send(rooms=[pb.DecodeRoom(room=room, want=pb.WANT_WRITE, pages=[pages])])
+        last = client.ended(room)
+        assert last.failure.reason == Reason.INVALID_REQUEST
+        assert last.failure.metadata["field"] == "rooms[0].pages[0]" and last.failure.metadata["value"] == str(twice)
 
     def test_a_run_costs_no_more_than_the_pool_has_pages(self, dial: Dial) -> None:
         client = dial().open()
@@ -340,23 +355,24 @@ class TestFramesOfDecode:
         assert failure.metadata["rule"].startswith("memory of its own")
 
     def test_a_giant_hello_is_refused_at_once(self, dial: Dial) -> None:
-        for changes in (
-            {"pools": [common_pb2.Pool(name=str(number), kind=common_pb2.POOL_KIND_KV) for number in range(50_000)]},
-            {
-                "pools": [
-                    common_pb2.Pool(name="kv", kind=common_pb2.POOL_KIND_KV, regions=[common_pb2.Region()] * 300_000)
-                ]
-            },
-            {"aux_item_bytes": [1] * 500_000},
-            {"data_plane": "x" * MEGABYTE},
-            {"to": rank_ref_to_pb(RankRef(dial().ref.rank, 1)), "data_plane_address": b"y" * MEGABYTE},
+        pools = [common_pb2.Pool(name=str(number), kind=common_pb2.POOL_KIND_KV) for number in range(50_000)]
+        regions = common_pb2.Pool(name="kv", kind=common_pb2.POOL_KIND_KV, regions=[common_pb2.Region()] * 300_000)
+        somebody = rank_ref_to_pb(RankRef(dial().ref.rank, 1))
+        for reason, field, changes in (
+            (Reason.INVALID_REQUEST, "hello.pools", {"pools": pools}),
+            (Reason.INVALID_REQUEST, "hello.pools.regions", {"pools": [regions]}),
+            (Reason.INVALID_REQUEST, "hello.aux_item_bytes", {"aux_item_bytes": [1] * 500_000}),
+            (Reason.INVALID_REQUEST, "hello.waiting_rooms", {"waiting_rooms": [pb.RoomKey(room=1)] * 1_025}),
+            (Reason.PARALLEL_LAYOUT_MISMATCH, None, {"data_plane": "x" * MEGABYTE}),
+            (Reason.WRONG_RANK, None, {"to": somebody, "data_plane_address": b"y" * MEGABYTE}),
+            (Reason.FRAME_TOO_LARGE, None, {"data_plane_address": b"y" * (4 * MEGABYTE + 10_000)}),
         ):
             client = dial()
             hello = client.hello(**changes)
             began = time.monotonic()
             client.dial().send(hello=hello)
             failure = client.goodbye()
-            assert failure.reason is not Reason.UNSPECIFIED
+            assert (failure.reason, failure.metadata.get("field")) == (reason, field)
             assert client.kept[-1].ByteSize() < 10_000
             assert time.monotonic() - began < 10.0
 

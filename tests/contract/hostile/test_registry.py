@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
 
 from kvgrpc.errors import InvalidRequest
-from kvgrpc.model import MAX_REGIONS, new_epoch
+from kvgrpc.model import MAX_EPOCH, MAX_REGIONS, new_epoch
 from kvgrpc.registry import wire
 from kvgrpc.registry.servicer import REGIONS_IN_A_TURN
 from kvgrpc.rpc.channel import open_channel
@@ -63,6 +64,22 @@ async def test_the_largest_registration_takes_many_turns_of_the_loop_and_others_
     await served.stop()
     assert sum(turns) == 300_000
     assert max(turns) < REGIONS_IN_A_TURN + MAX_REGIONS
+
+
+@pytest.mark.parametrize("ahead", [11 * 60, None])
+async def test_an_epoch_far_ahead_is_refused_and_its_place_stays_free(ahead: int | None) -> None:
+    """It would fence every later incarnation of that rank, for good."""
+    request = registration(1, 1)
+    epoch = MAX_EPOCH if ahead is None else round((time.time() + ahead) * 1e6)
+    request.rows[0].rank.epoch = epoch
+    served = await Served().start()
+    async with open_channel(served.address) as channel:
+        stub = RegistryServiceStub(channel)
+        error = await failure(stub.Register(request, timeout=20))
+        assert isinstance(error, InvalidRequest)
+        assert (error.metadata["field"], error.metadata["value"]) == ("rows[0].rank.epoch", str(epoch))
+        assert len((await stub.Register(registration(1, 1), timeout=20)).leases) == 1
+    await served.stop()
 
 
 async def test_more_regions_than_a_rank_may_have_are_refused_before_they_are_looked_at() -> None:

@@ -32,6 +32,18 @@ def test_any_slice_of_runs_is_that_of_their_pages(parts: list[tuple[int, int]], 
     assert not destination.same(Destination(np.array([*pages, 1], np.uint32), 3))
 
 
+@given(runs)
+def test_a_page_that_is_there_twice_is_found_in_runs_as_in_lists(parts: list[tuple[int, int]]) -> None:
+    pages = spelled_out(parts)
+    twice = {page for page in pages if pages.count(page) > 1}
+    for each in (
+        Destination.of_runs([start for start, _ in parts], [length for _, length in parts]),
+        Destination(np.array(pages, np.uint32)),
+    ):
+        found = each.twice()
+        assert found in twice if twice else found is None
+
+
 @given(runs, st.integers(1, 1010))
 def test_the_first_page_that_a_pool_does_not_have_is_found_without_making_any(
     parts: list[tuple[int, int]], pool: int

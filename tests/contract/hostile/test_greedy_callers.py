@@ -1,0 +1,148 @@
+"""One caller that opens whatever it may: past its bound it is told so, and everybody else gets in (rule 15)."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from collections.abc import Iterator
+from typing import Any, cast
+
+import grpc
+import pytest
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
+
+from kvgrpc.errors import TooManyRequests
+from kvgrpc.rpc.interceptors import ALLOWED, CallLimits
+from kvgrpc.rpc.security import ClientSecurity, ServerSecurity, parse_tokens
+from kvgrpc.rpc.status import error_from
+from kvgrpc.v1 import event_service_pb2, index_service_pb2, prefetch_service_pb2, server_service_pb2
+from kvgrpc.v1 import registry_service_pb2 as registry_pb
+from kvgrpc.v1 import transfer_service_pb2 as pb
+from tests.contract.hostile.conftest import TIMING
+from tests.contract.transfer_peers import eventually
+from tests.integration.rank_host import RankHost
+
+LIMITS = {
+    "/kvgrpc.v1.EventService/Watch": 3,
+    "/kvgrpc.v1.RegistryService/WatchEngines": 3,
+    "/grpc.health.v1.Health/Watch": 4,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": 5,
+    "/kvgrpc.v1.TransferService/LocateRooms": 6,
+    "/kvgrpc.v1.RegistryService/KeepAlive": 7,
+}
+# Of those without one it comes on the stream, later.
+REQUESTS: dict[str, Message] = {
+    "/kvgrpc.v1.EventService/Watch": event_service_pb2.WatchRequest(mode=event_service_pb2.WATCH_MODE_TAIL),
+    "/kvgrpc.v1.RegistryService/WatchEngines": registry_pb.WatchEnginesRequest(),
+    "/grpc.health.v1.Health/Watch": health_pb2.HealthCheckRequest(),
+    "/kvgrpc.v1.TransferService/LocateRooms": pb.LocateRoomsRequest(rooms=[pb.RoomKey(room=987_654_321)]),
+}
+SECONDS = 40
+
+
+@pytest.fixture(scope="module")
+def asked() -> Iterator[RankHost]:
+    """A rank with a registry and events, whose callers are told apart by their tokens."""
+    settings = {
+        "registry": "embedded",
+        "events": {"publisher": "null"},
+        "server_security": ServerSecurity(tokens=parse_tokens("rank P:own\nrank a-*:greedy\nrank b-*:honest")),
+        "client_security": ClientSecurity(token="own"),
+        "call_limits": CallLimits(
+            watches_per_caller=3,
+            health_watches_per_caller=4,
+            reflections_per_caller=5,
+            locates_per_caller=6,
+            keepalives_per_caller=7,
+        ),
+    }
+    host = RankHost("P", "PREFILL", {"timing": TIMING, **settings})
+    yield host
+    host.close(1.0)
+
+
+class Caller:
+    """Opens calls that stay open, with one token."""
+
+    def __init__(self, host: RankHost, token: str, name: str) -> None:
+        self._channel = grpc.insecure_channel(host.rank.address, options=(("grpc.use_local_subchannel_pool", 1),))
+        self._metadata = (("authorization", f"Bearer {token}"),)
+        self._counts = cast(Any, host.rank)._listener._admission._of_callers
+        self._name = name
+        self._open: list[tuple[Any, queue.SimpleQueue[bytes | None]]] = []
+
+    def call(self, path: str) -> Any:
+        more: dict[str, Any] = {"metadata": self._metadata, "timeout": SECONDS}
+        nothing_yet: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        request = REQUESTS.get(path)
+        if request is None:
+            call: Any = self._channel.stream_stream(path)(iter(nothing_yet.get, None), **more)
+        elif path.endswith("/LocateRooms"):
+            call = self._channel.unary_unary(path).future(request.SerializeToString(), **more)
+        else:
+            call = self._channel.unary_stream(path)(request.SerializeToString(), **more)
+        self._open.append((call, nothing_yet))
+        return call
+
+    def hold(self, path: str) -> Any:
+        """A call that the server has let in."""
+        before = self.open_calls(path)
+        call = self.call(path)
+        eventually(lambda: self.open_calls(path) == before + 1 or call.done())
+        assert not call.done(), call.code()
+        return call
+
+    def open_calls(self, path: str) -> int:
+        name = "reflection streams" if "reflection" in path else path.rpartition("/")[2]
+        return int(self._counts[name, self._name])
+
+    def refusal(self, path: str) -> Any:
+        call = self.call(path)
+        with pytest.raises(grpc.RpcError) as refused:
+            call.result(SECONDS)
+        return error_from(refused.value)
+
+    def close(self) -> None:
+        for call, requests in self._open:
+            requests.put(None)
+            call.cancel()
+        self._channel.close()
+
+
+@pytest.mark.parametrize("path", LIMITS)
+def test_one_caller_locks_nobody_else_out(asked: RankHost, path: str) -> None:
+    with contextlib.ExitStack() as stack:
+        greedy, honest = Caller(asked, "greedy", "rank a-*"), Caller(asked, "honest", "rank b-*")
+        stack.callback(greedy.close)
+        stack.callback(honest.close)
+        limit = LIMITS[path]
+        held = [greedy.hold(path) for _ in range(limit)]
+        refused = greedy.refusal(path)
+        assert isinstance(refused, TooManyRequests) and refused.retry_after
+        assert (refused.metadata["limit"], refused.metadata["value"]) == (str(limit), str(limit + 1))
+        assert refused.metadata["scope"].endswith("of one caller") and "rank a-*" in refused.message
+        for _ in range(limit):
+            honest.hold(path)
+        held[0].cancel()
+        eventually(lambda: greedy.open_calls(path) == limit - 1)
+        greedy.hold(path)
+
+
+def test_whatever_stays_open_has_a_bound_for_one_caller() -> None:
+    files = (event_service_pb2, index_service_pb2, prefetch_service_pb2, registry_pb, server_service_pb2, pb)
+    streams = {
+        f"/{service.full_name}/{method.name}"
+        for file in files
+        for service in file.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+        if method.server_streaming
+    }
+    # One for a pair, one for a member: the newer ends the older.
+    of_ranks = {"/kvgrpc.v1.TransferService/Session", "/kvgrpc.v1.PrefetchService/JoinAgreement"}
+    limits = CallLimits()
+    bounded = {path for path in ALLOWED if limits.per_caller(path) is not None}
+    assert of_ranks < streams
+    assert bounded == streams - of_ranks | {"/kvgrpc.v1.TransferService/LocateRooms"}
+    for path in LIMITS:
+        assert limits.per_caller(path) is not None
