@@ -57,8 +57,9 @@ class TestLimitsOfOneCaller:
             async with open_channel(address, ClientSecurity(token="b")) as other:
                 watches.append(await self.watch(other))
             watches[0].cancel()
+            deadline = time.monotonic() + 20
             while isinstance(await self.outcome(greedy), TooManyRequests):
-                continue
+                assert time.monotonic() < deadline, "its place is not free again"
             for watch in watches:
                 watch.cancel()
         await listener.stop(0.0)
@@ -76,12 +77,6 @@ class TestLimitsOfOneCaller:
         unnamed, named = parse_tokens("consumer:x\nconsumer router:y")
         assert Caller.with_token(unnamed, "10.0.0.7").name == "10.0.0.7"
         assert Caller.with_token(named, "10.0.0.7").name == "consumer router"
-
-    def test_every_method_with_a_bound_of_its_own_exists(self) -> None:
-        from kvgrpc.rpc.interceptors import ALLOWED
-        from kvgrpc.rpc.interceptors.admission import _PER_CALLER
-
-        assert {path for path in _PER_CALLER if path.startswith("/kvgrpc.")} <= ALLOWED.keys()
 
 
 class TestWhoMaySpeakForARank:

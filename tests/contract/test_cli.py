@@ -292,6 +292,7 @@ def test_doctor_finds_what_every_process_needs(kvgrpc: Callable[..., Ended]) -> 
     assert ended.code == 0
     states = {line["what"]: line["state"] for line in ended.lines}
     assert states["grpcio"] == states["protobuf"] == states["data plane shm"] == "ok"
+    assert states["Mooncake's ports"] == "note"
     assert ended.err == ""
 
 

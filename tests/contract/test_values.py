@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from kvgrpc.cli.failures import explain
-from kvgrpc.cli.output import show_json, show_record, show_table
 from kvgrpc.client import Client, ClientSecurity, SyncClient
 from kvgrpc.errors import InvalidRequest, PeerUnreachable
 from kvgrpc.rpc import tls
@@ -21,7 +19,6 @@ from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.security import CallerRole, ServerSecurity, Token
 from kvgrpc.rpc.tls import ServerCertificates
 from kvgrpc.server import RegistryServer
-from kvgrpc.v1 import registry_service_pb2
 from tests.contract.certificates import OPENSSL, Authority, Certificate, openssl
 from tests.contract.test_security import DRAIN, call, listening, refusal
 
@@ -112,22 +109,6 @@ class TestTheCommand:
     def test_every_option_is_a_variable_too(self) -> None:
         ran = run("rooms", KVGRPC_ROOMS_STATES="nonsense")
         assert ran.returncode == 2 and "nonsense" in ran.stderr
-
-
-class TestForeignText:
-    def test_the_command_prints_no_escape_of_others(self, capsys: pytest.CaptureFixture[str]) -> None:
-        evil = "\x1b]0;owned\x07\x1b[2J\u202eabc\r\n"
-        error = InvalidRequest.of("field" + evil, evil, evil, more=evil)
-        explain(error)
-        show_table("Rooms", ("room", "why"), [(7, evil)], "")
-        show_record("rank", [("engine", evil)])
-        said = "".join(capsys.readouterr())
-        assert "owned" in said
-        assert not {"\x1b", "\x07", "\u202e", "\r"} & set(said)
-
-    def test_json_escapes_it_by_itself(self, capsys: pytest.CaptureFixture[str]) -> None:
-        show_json(registry_service_pb2.Engine(name="\x1b[2J"))
-        assert "\x1b" not in capsys.readouterr().out
 
 
 class TestFiles:

@@ -106,15 +106,16 @@ class RankHost:
         name, slow = settings.pop("data_plane", "shm"), settings.pop("slow_seconds", {})
         corrupts = settings.pop("corrupts", ())
         page_bytes = settings.pop("page_bytes", PAGE_BYTES)
+        aux_bytes = settings.pop("aux_bytes", AUX_BYTES)
         pool_changes = settings.pop("pool", {})
         own_memory = settings.pop("own_memory", False)
         first_layer, layers = settings.pop("layers", (0, LAYERS))
         plane: Any = name if own_memory else kvgrpc.dataplane.open_plane(name)
         size = layers * PAGES * page_bytes
         allocate = self._allocate if own_memory else plane.allocate
-        address, aux = allocate(size), allocate(AUX_BYTES * AUX_ROWS)
+        address, aux = allocate(size), allocate(aux_bytes * AUX_ROWS)
         self.memory = _view(address, (layers, PAGES, page_bytes))
-        self.aux = _view(aux, (AUX_ROWS, AUX_BYTES))
+        self.aux = _view(aux, (AUX_ROWS, aux_bytes))
         regions = tuple(
             Region(first_layer + layer, "kv", address + layer * PAGES * page_bytes, page_bytes, page_bytes)
             for layer in range(layers)
@@ -129,7 +130,7 @@ class RankHost:
             engine=engine,
             role=Role[role],
             pools=(pool,),
-            aux=(AuxBuffer(aux, AUX_BYTES, AUX_ROWS),),
+            aux=(AuxBuffer(aux, aux_bytes, AUX_ROWS),),
             data_plane=plane,
             **settings,
         )

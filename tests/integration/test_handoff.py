@@ -271,7 +271,7 @@ def test_a_cancel_at_any_state_ends_both_sides_and_gives_the_pages_back(start: S
     # Both wait: decode gave pages, prefill computes.
     prefill.call("send", 2, [], last=False)
     decode.call("receive", 2, prefill.address, [3, 4])
-    prefill_sees(prefill, 1)
+    prefill.call("wait", "senders", [2], [WAITING])
     canceller.call("abort", side, 2)
     both_end(2, FAILED)
     # Pages move: this is the first submission.

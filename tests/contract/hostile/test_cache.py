@@ -16,6 +16,7 @@ import pytest
 
 from kvgrpc.client import SyncClient
 from kvgrpc.errors import IdentityMismatch, InvalidRequest, KvGrpcError, TooManyRequests
+from kvgrpc.events.following import index_servicer
 from kvgrpc.model import Layout, RankId
 from kvgrpc.prefetch import servicer as servicer_module
 from kvgrpc.prefetch.agreement.leader import LeaderAgreement
@@ -314,16 +315,26 @@ def index() -> Iterator[IndexServer]:
 
 
 class TestTheIndex:
-    def test_while_a_million_tokens_are_hashed_others_are_served(self, index: IndexServer) -> None:
+    def test_while_a_million_tokens_are_hashed_others_are_served(
+        self, index: IndexServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        begun, go_on, hashes = threading.Event(), threading.Event(), index_servicer._hashes
+
+        def hashes_in_the_end(request: index_pb.ScoreRequest) -> Any:
+            begun.set()
+            assert go_on.wait(60)
+            return hashes(request)
+
+        monkeypatch.setattr(index_servicer, "_hashes", hashes_in_the_end)
         long = index_pb.VllmPrompt(token_ids=range(1 << 20), block_size=16, algorithm="sha256_cbor")
         with grpc.insecure_channel(index.address) as channel, grpc.insecure_channel(index.address) as other:
             long_one = IndexServiceStub(channel).Score.future(index_pb.ScoreRequest(vllm=long), timeout=60)
-            answered = 0
-            while not long_one.done():
+            assert begun.wait(20)
+            for _ in range(5):
                 IndexServiceStub(other).ListSources(index_pb.ListSourcesRequest(), timeout=20)
-                answered += 1
+            assert not long_one.done()
+            go_on.set()
             assert long_one.result().blocks == 65_536
-        assert answered >= 5
 
     def test_many_at_once_of_one_caller_are_refused_with_a_time_to_come_again(self, index: IndexServer) -> None:
         long = index_pb.ScoreRequest(sglang=index_pb.SglangPrompt(token_ids=range(1 << 19), page_size=16))

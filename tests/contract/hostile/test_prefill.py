@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import numpy as np
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from kvgrpc.errors import Reason
 from kvgrpc.transfer import KVPoll
+from kvgrpc.transfer.runtime.manager import ENTRIES_IN_A_TURN
 from kvgrpc.v1 import common_pb2, error_reason_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
@@ -27,6 +29,7 @@ from tests.contract.transfer_peers import (
     SUCCESS,
     PrefillServer,
     Script,
+    core_of,
     eventually,
     receiver_of,
     said,
@@ -110,21 +113,30 @@ class TestPrefillsThatLie:
 
     def test_one_that_speaks_rarely_and_said_so_is_healthy(self, decode: RankHost, serve: Serve, room: int) -> None:
         """Decode gives a silent peer up after 2 s; this one asked for 4 s, and for heartbeats each 0.1 s."""
-        heard_at: list[float] = []
+        heard, loud = 0, threading.Event()
 
         def script(server: PrefillServer, requests: Iterator[pb.SessionRequest]) -> Iterator[Any]:
             yield server.welcome(heartbeat=Duration(nanos=100_000_000), idle_timeout=Duration(seconds=4))
             began = time.monotonic()
             for _ in requests:
-                heard_at.append(time.monotonic())
-                if time.monotonic() - began > 2.8:
+                nonlocal heard
+                heard += 1
+                if heard >= 5 and loud.is_set() and time.monotonic() - began > 2.8:
                     break
             yield said(room, FAILED, failure=common_pb2.Failure(reason=CANCELLED, message="enough"))
             yield from (pb.SessionResponse() for request in requests)
 
         server = serve(script)
-        assert self.fails(self.meet(decode, server, room), Reason.ROOM_CANCELLED).message == "enough"
-        assert server.sessions == 1 and len(heard_at) > 14, "its own pace would be one in 0.2 s"
+        receiver = self.meet(decode, server, room)
+
+        def paces() -> list[int]:
+            sessions = list(cast(Any, decode.rank.transfer)._sessions.items())
+            return [session.heartbeat for stream, session in sessions if stream.pair.ref == server.ref]
+
+        eventually(lambda: paces() == [2])  # ticks; its own pace is 4
+        loud.set()
+        assert self.fails(receiver, Reason.ROOM_CANCELLED).message == "enough"
+        assert server.sessions == 1
 
     def test_it_says_success_before_it_was_told_where_to_write(self, decode: RankHost, serve: Serve, room: int) -> None:
         def script(server: PrefillServer, requests: Iterator[pb.SessionRequest]) -> Iterator[Any]:
@@ -250,7 +262,17 @@ class TestPrefillsThatLie:
         assert receiver.failure.reason in (reason or 0, Reason.PEER_LOST)
         eventually(lambda: receiver.release_safe)
 
-    def test_it_floods(self, decode: RankHost, serve: Serve, room: int) -> None:
+    def test_it_floods_and_others_have_their_turns_of_the_loop_between(
+        self, decode: RankHost, serve: Serve, room: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        applied: list[int] = []
+        on_frame = core_of(decode).on_frame
+
+        def counted(stream: Any, entries: Any) -> None:
+            applied.append(len(entries))
+            on_frame(stream, entries)
+
+        monkeypatch.setattr(core_of(decode), "on_frame", counted)
         frame = pb.SessionResponse(
             rooms=[pb.PrefillRoom(room=n, state=SUCCESS, writes=SETTLED) for n in range(1, 5_000)]
         )
@@ -263,6 +285,7 @@ class TestPrefillsThatLie:
             yield from (pb.SessionResponse() for request in requests)
 
         self.fails(self.meet(decode, serve(script), room), Reason.ROOM_CANCELLED)
+        assert sum(applied) >= 49_990 and max(applied) <= ENTRIES_IN_A_TURN
 
     def test_it_asks_for_tiny_frames(self, decode: RankHost, serve: Serve, room: int) -> None:
         def script(server: PrefillServer, requests: Iterator[pb.SessionRequest]) -> Iterator[Any]:

@@ -9,7 +9,6 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from kvgrpc.client import SyncClient
 from kvgrpc.errors import KvGrpcError, Reason
 from kvgrpc.model import Layout
 from kvgrpc.rpc.status import error_from
@@ -128,28 +127,6 @@ class TestSearch:
         assert given_up.poll() is KVPoll.Failed and given_up.release_safe
         wanted.abort()
         sender.abort()
-
-    def test_one_dp_rank_that_is_gone_fails_no_room_of_the_others(self, decode: RankHost) -> None:
-        both = {"layout": Layout(dp=2), "engine_selects_dp": True}
-        first = RankHost("G", "PREFILL", {"registry": "embedded", **both})
-        second = RankHost("G", "PREFILL", {"registry": first.rank.address, "dp": 1, **both})
-        try:
-            bootstrap = f"{first.rank.address}/G"
-            met = receiver_of(decode, bootstrap, next(ROOMS))
-            sender_of(first, met.room)
-            eventually(lambda: met.poll() is KVPoll.WaitingForInput, LONG)
-            second.close(1.0)
-            with SyncClient(first.rank.address) as client:
-                eventually(lambda: client.get_engine("G").registered_ranks == 1, LONG)
-            late = receiver_of(decode, bootstrap, next(ROOMS))
-            eventually(lambda: rooms_sought(first) == 1, LONG)
-            sender = sender_of(first, late.room)
-            eventually(lambda: late.poll() is KVPoll.WaitingForInput, LONG)
-            for each in (met, late, sender):
-                each.abort()
-        finally:
-            second.close(1.0)
-            first.close(1.0)
 
     def test_a_rank_that_the_engine_does_not_have_is_named(
         self, balanced: tuple[RankHost, RankHost], decode: RankHost

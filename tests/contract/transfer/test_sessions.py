@@ -199,9 +199,9 @@ class TestStreams:
 
     def test_silence_for_the_patience_loses_the_pair(self, hasty: RankHost, dial: Dial) -> None:
         client = dial(hasty).open()
+        began = time.monotonic()  # before its last word, which silence is counted from
         client.write(room := next(ROOMS), [1, 2])
         sender = sender_of(hasty, room)
-        began = time.monotonic()
         eventually(lambda: sender.poll() is KVPoll.Failed)
         assert time.monotonic() - began > 0.8
         assert sender.failure.reason is Reason.PEER_LOST

@@ -260,9 +260,8 @@ def everything_is_over(prefill: RankHost, decode: RankHost) -> None:
     """Nothing is open, held, counted or remembered without need."""
     eventually(lambda: not core_of(decode).rooms and not decode.rank.transfer.held_pages, 30)
     core = core_of(prefill)
-    eventually(lambda: not core.open_writes and not prefill.rank.transfer.open_rooms(), 30)
-    eventually(lambda: all(record.ended for record in list(core.rooms.values())))
-    assert all(pair.unclaimed == 0 for pair in core.pairs.values())
+    eventually(lambda: not core.open_writes and all(record.ended for record in list(core.rooms.values())), 30)
+    assert all(pair.unclaimed == 0 for pair in list(core.pairs.values()))  # the loop thread may change it meanwhile
     assert prefill.rank.healthy and decode.rank.healthy
     assert prefill.rank.transfer.errors == decode.rank.transfer.errors == 0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from importlib import metadata
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from kvgrpc.dataplane.mooncake import start as mooncake_start
 from kvgrpc.dataplane.mooncake.environment import DEFAULTS, for_a_process_of_ours
 from kvgrpc.dataplane.mooncake.start import StartedEngine, adopt_engine, start_engine
-from kvgrpc.errors import FeatureDisabled, InvalidRequest
+from kvgrpc.errors import FeatureDisabled
 
 
 class FakeEngine:
@@ -98,39 +97,6 @@ def test_a_log_directory_is_removed_with_a_warning(
         start()
     assert "MC_LOG_DIR" not in FakeEngine.made.environment
     assert "MC_LOG_DIR was removed" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("MC_TCP_PROTO", "1"),
-        ("MC_TCP_PROTO", "x"),
-        ("MC_TCP_ENABLE_CONNECTION_POOL", "0"),
-        ("MC_USE_TENT", "1"),
-        ("MC_USE_TEV1", "1"),
-        ("MC_SLICE_TIMEOUT", "3"),
-        ("MC_TRANSFER_TIMEOUT", "600"),
-        ("MC_TRANSFER_TIMEOUT", "5"),  # the progress of 10 s would not end first
-        ("MC_TCP_PROGRESS_TIMEOUT_SEC", "30"),
-        ("MC_TCP_STATUS_TIMEOUT_SEC", "100"),
-        ("MC_HANDSHAKE_CONNECT_TIMEOUT", "soon"),
-        ("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "1024"),
-        ("MC_TCP_LANES_PER_PEER", "0"),
-        ("MC_MIN_RPC_PORT", "-1"),
-        ("MC_MIN_RPC_PORT", "17000"),
-        ("MC_MAX_RPC_PORT", "70000"),
-    ],
-)
-def test_a_variable_with_which_no_promise_would_hold_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str
-) -> None:
-    monkeypatch.setenv(name, value)
-    ways: tuple[Callable[[], object], ...] = (start, lambda: adopt_engine(FakeEngine(), "127.0.0.1"))
-    for open_one in ways:
-        with pytest.raises(InvalidRequest) as refused:
-            open_one()
-        assert (refused.value.metadata["field"], refused.value.metadata["value"]) == (name, value)
-        assert refused.value.metadata["rule"]
 
 
 def test_what_is_as_it_must_be_anyway_may_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
