@@ -33,6 +33,7 @@ from kvgrpc.transfer.tables import RoomRow, SessionRow
 
 logger = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 4 * 1024 * 1024
+COMMANDS = 262_144
 _COMMANDS_AT_ONCE = 1024
 # For how long, at most, and how often a poll gives way: a quarter of a thread that does nothing but look.
 _GIVE_WAY_SECONDS, _GIVE_WAY_EVERY_SECONDS = 50e-6, 200e-6
@@ -56,7 +57,7 @@ class TransferConfig:
     timing: Timing = field(default_factory=Timing)
     bounds: Bounds = field(default_factory=Bounds)
     max_frame_bytes: int = MAX_FRAME_BYTES
-    commands: int = 262_144
+    commands: int = COMMANDS
     poll_gives_way: bool = True
     model: ModelIdentity = UNKNOWN_MODEL
     refusal_proves_death: bool = True

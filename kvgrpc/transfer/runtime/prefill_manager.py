@@ -50,11 +50,11 @@ from kvgrpc.wire import (
 )
 
 logger = logging.getLogger(__name__)
-_HELLO_WITHIN_SECONDS = 10.0
+HELLO_WITHIN_SECONDS = 10.0
 _GOODBYE_WITHIN_SECONDS = 1.0
 _LONGEST_TURN_TICKS = 50
 MAX_SOUGHT_ROOMS = 65_536
-_MOST_POOLS, _MOST_AUX_BUFFERS = 64, 256
+MOST_POOLS, MOST_AUX_BUFFERS = 64, 256
 
 
 class PrefillManager(TransferManager[PrefillRoom]):
@@ -241,7 +241,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         failure: Failure | None = None
         first: pb.SessionRequest | None = None
         try:
-            first = await within(_HELLO_WITHIN_SECONDS, read())
+            first = await within(HELLO_WITHIN_SECONDS, read())
             if first is not None:
                 return self._open(first, write)
         except ParallelLayoutMismatch as error:
@@ -251,7 +251,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         except KvGrpcError as error:
             failure = Failure.of(error, str(self.ref))
         except asyncio.TimeoutError:
-            late = InvalidRequest.of("hello", "nothing", f"the first message, within {_HELLO_WITHIN_SECONDS:g} s")
+            late = InvalidRequest.of("hello", "nothing", f"the first message, within {HELLO_WITHIN_SECONDS:g} s")
             failure = Failure.of(late, str(self.ref))
         await write(_goodbye(failure))
         return None
@@ -319,9 +319,9 @@ class PrefillManager(TransferManager[PrefillRoom]):
     def _check_sizes(self, hello: pb.Hello) -> None:
         """Bounds before anything is looked at: this runs on the loop that all sessions share."""
         for field, size, limit in (
-            ("pools", len(hello.pools), _MOST_POOLS),
+            ("pools", len(hello.pools), MOST_POOLS),
             ("pools.regions", sum(len(pool.regions) for pool in hello.pools), MAX_REGIONS),
-            ("aux_item_bytes", len(hello.aux_item_bytes), _MOST_AUX_BUFFERS),
+            ("aux_item_bytes", len(hello.aux_item_bytes), MOST_AUX_BUFFERS),
             ("waiting_rooms", len(hello.waiting_rooms), wire.MOST_WAITING_ROOMS),
         ):
             if size > limit:

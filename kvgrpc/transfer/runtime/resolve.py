@@ -19,7 +19,7 @@ from kvgrpc.transfer.protocol.types import LONGEST_TRACEPARENT, Handle, RoomKey,
 from kvgrpc.transfer.runtime.search import Renewed, RoomSearch
 
 logger = logging.getLogger(__name__)
-_KNOWN_ENGINES = 4096
+KNOWN_ENGINES = 4096
 _JOIN_WITHIN_SECONDS = 0.25
 _AWAIT_SECONDS = 600.0
 _AWAIT_PAUSE_SECONDS = 1.0
@@ -213,7 +213,7 @@ class Routes:
 
     def _remember(self, bootstrap_addr: str, engine: PrefillEngine) -> None:
         self._engines[bootstrap_addr] = engine
-        if len(self._engines) > _KNOWN_ENGINES:
+        if len(self._engines) > KNOWN_ENGINES:
             del self._engines[next(iter(self._engines))]
 
     def _bind(self, room: ReceiverRoom, engine: PrefillEngine) -> None:

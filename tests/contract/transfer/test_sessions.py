@@ -125,7 +125,7 @@ class TestHello:
             assert failure.metadata["field"] == "hello"
 
     def test_no_hello_in_time_is_refused(self, prefill: RankHost, dial: Dial, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("kvgrpc.transfer.runtime.prefill_manager._HELLO_WITHIN_SECONDS", 0.1)
+        monkeypatch.setattr("kvgrpc.transfer.runtime.prefill_manager.HELLO_WITHIN_SECONDS", 0.1)
         client = dial(prefill).dial()
         assert client.goodbye().reason is Reason.INVALID_REQUEST
         assert client.over() is None
