@@ -65,3 +65,17 @@ def test_the_methods_that_take_more_than_64_kib_are_there_and_no_others() -> Non
     streams = ("Session", "KeepAlive", "JoinAgreement")
     found = {path.rpartition("/")[2]: min(largest_request(path), LARGEST_REQUEST_BYTES) for path in ALLOWED}
     assert {name: size for name, size in found.items() if size > 64 << 10 and name not in streams} == said
+
+
+def test_every_case_that_the_index_of_hostile_names_exists() -> None:
+    folder = Path(__file__).parents[1] / "contract" / "hostile"
+    lines = [line for line in (folder / "README.md").read_text().splitlines() if line.startswith("| ") and "`" in line]
+    assert len(lines) > 35
+    for line in lines:
+        file = ""
+        for name in re.findall(r"`([\w/.]+)`", line):
+            if name.endswith(".py"):
+                path = folder.parents[2] / name if "/" in name else folder / name
+                file = path.read_text()
+            else:
+                assert f"def {name}(" in file, f"{path} has no {name}"

@@ -49,7 +49,12 @@ def loop_of(host: RankHost) -> asyncio.AbstractEventLoop:
 def standing_still(host: RankHost) -> Iterator[None]:
     """What its engine asks meanwhile is one turn of the loop's work."""
     stands, go_on = threading.Event(), threading.Event()
-    loop_of(host).call_soon_threadsafe(lambda: (stands.set(), go_on.wait(SECONDS)))
+
+    def stand() -> None:
+        stands.set()
+        go_on.wait(SECONDS)
+
+    loop_of(host).call_soon_threadsafe(stand)
     assert stands.wait(SECONDS)
     yield
     go_on.set()

@@ -66,7 +66,7 @@ class Caller:
     """Opens calls that stay open, with one token."""
 
     def __init__(self, host: RankHost, token: str, name: str) -> None:
-        self._channel = grpc.insecure_channel(host.rank.address, options=(("grpc.use_local_subchannel_pool", 1),))
+        self._channel: Any = grpc.insecure_channel(host.rank.address, options=(("grpc.use_local_subchannel_pool", 1),))
         self._metadata = (("authorization", f"Bearer {token}"),)
         self._counts = cast(Any, host.rank)._listener._admission._of_callers
         self._name = name

@@ -86,7 +86,12 @@ def test_an_engine_that_asks_faster_than_the_loop_works_is_refused_by_the_room(
     receiver.init([1], 0)
     transfer = cast(Any, prefill.rank.transfer)
     stands, held = threading.Event(), threading.Event()
-    transfer._loop.call_soon_threadsafe(lambda: (stands.set(), held.wait(20.0)))
+
+    def stand() -> None:
+        stands.set()
+        held.wait(20.0)
+
+    transfer._loop.call_soon_threadsafe(stand)
     assert stands.wait(20.0)
     transfer._most_commands = 2
     sender.init(3, 0)
