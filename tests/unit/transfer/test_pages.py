@@ -9,6 +9,7 @@ from kvgrpc.errors import InvalidRequest, KvIndexOutOfRange
 from kvgrpc.transfer import room_from_transfer_id
 from kvgrpc.transfer.layout.plan import check_first_page, check_pages, check_pages_of
 from kvgrpc.transfer.layout.pools import as_pages, check_distinct, pages_of_pools
+from kvgrpc.transfer.protocol.destination import Destination
 from kvgrpc.transfer.protocol.types import MAX_ROOM
 
 
@@ -82,13 +83,13 @@ def test_each_pool_has_the_bounds_of_its_own() -> None:
 
 @pytest.mark.parametrize("pages", [[], [4], [1, 2, 9], [9, 2, 1], [0, 2**32 - 1]])
 def test_pages_in_any_order_are_distinct(pages: list[int]) -> None:
-    check_distinct(np.array(pages, np.uint32))
+    check_distinct(Destination(np.array(pages, np.uint32)))
 
 
 @pytest.mark.parametrize(("pages", "twice"), [([3, 3], 3), ([1, 2, 2, 5], 2), ([7, 1, 7], 7)])
 def test_a_page_that_is_there_twice_is_named(pages: list[int], twice: int) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        check_distinct(np.array(pages, np.uint32))
+        check_distinct(Destination(np.array(pages, np.uint32)))
     assert refused.value.metadata["value"] == str(twice)
 
 

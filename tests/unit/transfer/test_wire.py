@@ -14,7 +14,7 @@ from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.common_pb2 import PageSet
 
 POOLS = [("kv", 2**31)]
-pages = st.lists(st.integers(0, 2**31 - 1), max_size=40) | st.integers(0, 2**20).flatmap(
+pages = st.lists(st.integers(0, 2**31 - 1), max_size=40, unique=True) | st.integers(0, 2**20).flatmap(
     lambda start: st.integers(0, 60).map(lambda count: list(range(start, start + count)))
 )
 keys = st.tuples(st.integers(1, 2**63 - 1), st.integers(0, 2**32 - 1)).map(lambda pair: RoomKey(*pair))
