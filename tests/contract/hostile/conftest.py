@@ -92,6 +92,6 @@ def nothing_of_all_this_stays(prefill: RankHost, decode: RankHost) -> Iterator[N
     eventually(lambda: len(core_of(decode).pairs) <= 1)
     eventually(lambda: len(core_of(decode).rooms) <= 1)
     transfer = cast(Any, prefill.rank.transfer)
-    assert len(transfer._sessions) <= 1
+    eventually(lambda: len(transfer._sessions) <= 1)  # the call of a session ends after its pair was forgotten
     assert core_of(prefill).open_writes == 0
     assert decode.rank.transfer.held_pages == 0
