@@ -149,12 +149,12 @@ class TestSources:
         first, second = table.sources(14.0)
         assert (first.engine, first.dp, first.address, first.live, first.blocks) == ("A", 0, "a:1", True, {})
         assert (first.page_size, first.last_error, first.freshness.whole) == (0, "", False)
-        assert (first.freshness.silence, first.freshness.state) == (None, FollowerState.CONNECTING)
+        assert (first.freshness.idle_time, first.freshness.state) == (None, FollowerState.CONNECTING)
         assert (second.blocks, second.page_size, second.live) == ({"DISK": 1, "GPU": 2}, 16, False)
         fresh = second.freshness
         assert (fresh.state, fresh.log_id, fresh.whole) == (FollowerState.CATCHING_UP, "log", True)
-        assert (fresh.next_sequence, fresh.lag, fresh.silence) == (2, 3, pytest.approx(3.0))
-        assert table.sources(9.0)[1].freshness.silence == 0.0
+        assert (fresh.next_sequence, fresh.lag, fresh.idle_time) == (2, 3, pytest.approx(3.0))
+        assert table.sources(9.0)[1].freshness.idle_time == 0.0
 
 
 def follow(table: SourceTable, engine: str, dp: int, *events: object, now: float = 0.0) -> FollowerCore:
