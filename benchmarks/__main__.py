@@ -14,7 +14,19 @@ from benchmarks.harness.plan import FULL, QUICK, Plan
 from benchmarks.harness.quiet import MOST_FOREIGN, ForeignWork
 from benchmarks.harness.rounds import Benchmark, run
 from benchmarks.harness.table import Problem, Row, markdown, show, store
-from benchmarks.rows import cache, control, dataplane, events, handoff, hostile, index, limits, registry, storage
+from benchmarks.rows import (
+    cache,
+    control,
+    dataplane,
+    events,
+    handoff,
+    hostile,
+    index,
+    limits,
+    liveness,
+    registry,
+    storage,
+)
 
 RESULTS = Path(__file__).parent / "results.json"
 ROUNDS = 5
@@ -48,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def all_benchmarks(plan: Plan) -> list[Benchmark]:
-    families = (control, handoff, limits, dataplane, registry, hostile, storage, cache, events, index)
+    families = (control, handoff, limits, dataplane, registry, liveness, hostile, storage, cache, events, index)
     return [benchmark for family in families for benchmark in family.benchmarks(plan)]
 
 

@@ -287,6 +287,7 @@ def test_however_threads_meet_no_room_is_lost_and_no_page_is_foreign(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("hurried")
 def test_however_threads_meet_for_a_minute(prefill: RankHost, slow: RankHost, decode: RankHost) -> None:
     end, seed = time.monotonic() + 60, 100
