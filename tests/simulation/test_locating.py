@@ -1,4 +1,4 @@
-"""LocateRooms at a prefill rank, on a loop of virtual time: calls wait while senders come and fail and the rank drains."""
+"""LocateRooms at a prefill rank, on a loop of virtual time: calls wait while senders come and fail, until a drain."""
 
 from __future__ import annotations
 
