@@ -76,6 +76,13 @@ def test_closed_refuses_and_counts_but_hands_out_what_was_put() -> None:
     assert numbered(queue) == [(0, "a")]
 
 
+def test_abandoned_in_a_forked_child_it_refuses_even_where_its_lock_was_held() -> None:
+    queue = BatchQueue(10)
+    queue._lock.acquire()  # by a thread that the child does not have
+    queue.abandon()
+    assert not queue.put("a") and queue.refused == 1
+
+
 def test_a_put_wakes_the_reader() -> None:
     queue = BatchQueue(10)
     threading.Timer(0.05, queue.put, ("a",)).start()

@@ -6,12 +6,14 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvgrpc.events.codec import BatchEncoder, Dialect, Encoding, decode_batch
 from kvgrpc.events.log.digest import DigestCounter, StateDigest, hash_key, medium_key
-from kvgrpc.events.log.recorder import Recorder
+from kvgrpc.events.log.journal import Dropped
+from kvgrpc.events.log.recorder import WAITING_BATCHES, WAITING_BYTES, Recorder
 from kvgrpc.events.log.snapshot import RUN_BLOCKS, CacheState, Cut, stored_event
 from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, Event, KVEventBatch, UnknownEvent
 
@@ -216,3 +218,35 @@ def decoded(event: BlockStored) -> BlockStored:
     (back,) = decode_batch(encoded(event)).events
     assert isinstance(back, BlockStored)
     return back
+
+
+def test_numbers_go_on_behind_what_could_not_be_published() -> None:
+    recorder = Recorder(Dialect.VLLM, 0)
+    recorder.add([encoded(BlockStored([1], None, [], 16)), Dropped(1, 7, "queue full")])
+    assert recorder.snapshot(0).next_sequence == 8
+
+
+def test_what_waits_is_folded_past_its_bytes_too() -> None:
+    recorder = Recorder(Dialect.VLLM, 0)
+    large = encoded(BlockStored([1], None, [7] * 20_000, 20_000))
+    count = WAITING_BYTES // len(large) + 2
+    assert count < WAITING_BATCHES
+    recorder.add([large] * (count // 2))
+    recorder.catch_up()
+    assert recorder._waiting, "little waits: readers fold it when they come"
+    recorder.add([large] * (count - count // 2))
+    recorder.catch_up()
+    assert not recorder._waiting
+    recorder.add([large] * (count // 2))
+    recorder.catch_up()
+    assert recorder._waiting, "what was folded does not count again"
+
+
+@pytest.mark.parametrize("blocks", [1, 7, 8, 15, 16, 17, RUN_BLOCKS])
+def test_the_tokens_of_a_chain_are_put_together_whatever_their_number(blocks: int) -> None:
+    """As bytes: each length of a msgpack header is met."""
+    state = CacheState()
+    for block in range(blocks):
+        state.apply([BlockStored([block + 1], block or None, [block * 2, block * 2 + 1], 2)])
+    (run,) = state.cut().runs()
+    assert decoded(stored_event(run)).token_ids == list(range(2 * blocks))
