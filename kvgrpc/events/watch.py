@@ -22,6 +22,8 @@ from kvgrpc.events.log.stream import EventStream, StreamState
 from kvgrpc.events.notifier import Notifier
 from kvgrpc.model import raise_if
 
+# The journal may move on between two looks at it.
+_TRIES_FOR_THE_OLDEST = 8
 # A reader that is overtaken again and again, without ever being current, cannot be served.
 MAX_SNAPSHOTS_IN_A_ROW = 3
 
@@ -93,10 +95,9 @@ class Watch:
         self._next_part = 0
         self._snapshots_in_a_row = 0
         self._caught_up_at = 0
+        self._first: Batches | Dropped | None = None
         if order.mode in (WatchMode.REPLAY, WatchMode.TAIL):
-            self.cursor = self.state.oldest_sequence if order.first is None else order.first
-        if order.mode is WatchMode.REPLAY and order.last is None:
-            self.last = self.state.next_sequence - 1
+            self._begin_to_read()
 
     def heartbeat(self) -> Heartbeat:
         """Where the stream is, and a digest that this reader can compare."""
@@ -116,7 +117,7 @@ class Watch:
         if self._order.mode is WatchMode.SNAPSHOT and (self._snapshot is not None or self._snapshots_in_a_row == 0):
             return await self._part_of_snapshot()
         try:
-            part = self._stream.journal.read(self.cursor, self.last, self._order.chunk_bytes)
+            part, self._first = self._first or self._read(), None
         except EventsCompacted:
             if self._order.mode is not WatchMode.SNAPSHOT or self._snapshots_in_a_row >= MAX_SNAPSHOTS_IN_A_ROW:
                 raise
@@ -127,6 +128,26 @@ class Watch:
                 # If it is overtaken later, that is no live-lock.
                 self._snapshots_in_a_row = 1
         return part
+
+    def _begin_to_read(self) -> None:
+        """Who names no cursor begins where the journal does. Its first part is taken at once: a busy publisher drops
+        the oldest batch before the reader has even heard where it begins."""
+        for left in reversed(range(_TRIES_FOR_THE_OLDEST)):
+            self.cursor = self.state.oldest_sequence if self._order.first is None else self._order.first
+            if self._order.mode is WatchMode.REPLAY and self._order.last is None:
+                self.last = self.state.next_sequence - 1
+            if self._order.first is not None or self.complete:
+                return
+            try:
+                self._first = self._read()
+                return
+            except EventsCompacted:
+                if not left:
+                    raise
+            self.state = self._stream.state()
+
+    def _read(self) -> Batches | Dropped | None:
+        return self._stream.journal.read(self.cursor, self.last, self._order.chunk_bytes)
 
     async def _part_of_snapshot(self) -> SnapshotPart:
         recorder, journal = self._stream.recorder, self._stream.journal

@@ -16,6 +16,7 @@ import pytest
 from kvgrpc.errors import EventsCompacted, KvGrpcError
 from kvgrpc.events import EventServicer, EventStream, JournalingPublisher, KVEventBatch, decode_batch, open_publisher
 from kvgrpc.events.log.digest import CHECKPOINT_BATCHES, mix
+from kvgrpc.events.log.journal import Batches
 from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, Event, UnknownEvent
 from kvgrpc.events.watch import MAX_SNAPSHOTS_IN_A_ROW, Watch, WatchMode, WatchOrder
 from kvgrpc.model import RankId, RankRef
@@ -533,6 +534,32 @@ async def test_a_reader_that_is_overtaken_again_and_again_is_told() -> None:
                 part = await reader.next_part()
                 snapshots += part is not None and part.last
         assert snapshots == MAX_SNAPSHOTS_IN_A_ROW
+
+
+@pytest.mark.parametrize("mode", [WatchMode.REPLAY, WatchMode.TAIL])
+async def test_a_reader_without_a_cursor_gets_the_oldest_however_busy_the_publisher(mode: WatchMode) -> None:
+    """It drops the oldest batch while the reader hears where it begins."""
+    async with served(buffer_steps=4) as events:
+        await publish(events, *(stored(number) for number in range(8)))
+        reader = Watch(events.stream, WatchOrder(mode))
+        await publish(events, *(stored(number) for number in range(8, 16)))
+        part = await reader.next_part()
+        assert isinstance(part, Batches) and (part.first, len(part.payloads)) == (reader.state.oldest_sequence, 4)
+        with pytest.raises(EventsCompacted):  # a reader that is too slow is told, as ever
+            Watch(events.stream, WatchOrder(mode, first=reader.state.oldest_sequence))
+
+
+async def test_a_reader_whose_oldest_went_between_two_looks_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(buffer_steps=4) as events:
+        await publish(events, *(stored(number) for number in range(8)))
+        before = events.stream.state()
+        await publish(events, *(stored(number) for number in range(8, 16)))
+        states = iter([before, before, events.stream.state()])
+        monkeypatch.setattr(type(events.stream), "state", lambda self: next(states))
+        reader = Watch(events.stream, WatchOrder(WatchMode.REPLAY))
+        part = await reader.next_part()
+        assert isinstance(part, Batches) and reader.complete
+        assert (part.first, part.last) == (reader.state.oldest_sequence, reader.state.next_sequence - 1)
 
 
 async def test_a_publisher_without_snapshots_says_so() -> None:
