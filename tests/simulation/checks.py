@@ -197,5 +197,7 @@ def _check_records(world: World, prefill: PrefillProcess) -> None:
             world.violate("the pair of a dead decode was never dropped", ref)
         if pair.unclaimed != sum(record.unclaimed for record in core.rooms.values() if record.owner is pair):
             world.violate("unclaimed rooms are miscounted", ref)
+    if core.open_count != core.open_rooms:
+        world.violate("open rooms are miscounted", prefill.ref)
     if core.open_writes != len({write.submission for write in prefill.plane.in_flight}):
         world.violate("open writes are miscounted", prefill.ref)

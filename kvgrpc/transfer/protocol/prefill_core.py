@@ -66,7 +66,7 @@ class PrefillWork:
 
 
 class PrefillCore:
-    """See the module. ``open_writes``: submissions without an outcome."""
+    """See the module. ``open_writes``: submissions without an outcome; ``open_count``: rooms that have not ended."""
 
     def __init__(
         self, me: RankRef, *, timing: Timing | None = None, bounds: Bounds | None = None, data_plane: str = ""
@@ -81,6 +81,7 @@ class PrefillCore:
         self.rooms: dict[RoomKey, PrefillRoom] = {}
         self.pairs: dict[RankRef, PrefillPair] = {}
         self.open_writes = 0
+        self.open_count = 0
         self.ignored_entries = 0
         self._work = PrefillWork()
         self._pending: PendingRooms[PrefillPair] = PendingRooms()
@@ -410,6 +411,7 @@ class PrefillCore:
 
     def _make(self, key: RoomKey) -> PrefillRoom:
         room = self.rooms[key] = PrefillRoom(key, self.me, self.now)
+        self.open_count += 1
         return room
 
     def _follow(self, room: PrefillRoom, submissions: Iterable[Submission] = ()) -> None:
@@ -420,6 +422,7 @@ class PrefillCore:
         if room.progress:
             self._moving[room.key] = room
         if room.ended:
+            self.open_count -= 1
             if not room.key.place:
                 self._work.ended.append(room)
             self._due.clear(room.key)
@@ -493,6 +496,7 @@ class PrefillCore:
 
     def _drop(self, room: PrefillRoom) -> None:
         del self.rooms[room.key]
+        self.open_count -= not room.ended
         if room.failure is not None and not room.key.place:
             self._work.failed.append(room)
         if self._owners.places:

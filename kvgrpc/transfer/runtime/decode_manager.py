@@ -142,6 +142,9 @@ class DecodeManager(TransferManager[DecodeRoom]):
                 task.cancel()
         await super().stop()
 
+    def _rooms_at_once(self) -> int:
+        return len(self.core.rooms)  # one that has ended stays until its prefill has heard of it, no longer
+
     def open_rooms(self) -> int:
         return sum(not room.ended for room in self.core.rooms.values())
 

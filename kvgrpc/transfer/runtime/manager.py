@@ -37,6 +37,8 @@ COMMANDS = 262_144
 _COMMANDS_AT_ONCE = 1024
 # For how long, at most, and how often a poll gives way: a quarter of a thread that does nothing but look.
 _GIVE_WAY_SECONDS, _GIVE_WAY_EVERY_SECONDS = 50e-6, 200e-6
+# Up to so many open rooms of a manager, which is what an engine has whose requests come one after another.
+_FEW_ROOMS = 64
 ENTRIES_IN_A_TURN = 1024
 _ROOMS_LOOKED_AT_IN_A_TURN = 2048
 _BEHIND_ALL_ROOMS = RoomKey(2**64)
@@ -203,12 +205,13 @@ class TransferManager(ABC, Generic[Record]):
     def give_way(self) -> None:
         """Lends the interpreter to the threads that move rooms on, if one of them waits for it: for some microseconds,
         once after calls that gave them work, and else once in a while only, however often an engine looks. For a
-        thread that just looked at an open room.
+        thread that just looked at an open room. With many rooms at once it lends nothing: turns of the loop that come
+        sooner take fewer rooms each, and those cost more.
         """
         now = time.monotonic()
         if now >= self._next_way:
             self._next_way = now + _GIVE_WAY_EVERY_SECONDS
-            if self._work_waits():
+            if self._rooms_at_once() <= _FEW_ROOMS and self._work_waits():
                 time.sleep(_GIVE_WAY_SECONDS)
 
     def fileno(self) -> int:
@@ -329,6 +332,10 @@ class TransferManager(ABC, Generic[Record]):
         for record in list(rooms.values()):
             self.core.fail(record, failure)
         self._pump()
+
+    @abstractmethod
+    def _rooms_at_once(self) -> int:
+        """About how many rooms are open. Any thread asks, and never waits."""
 
     def _work_waits(self) -> bool:
         """Whether a thread of ours would run now if it had the interpreter."""

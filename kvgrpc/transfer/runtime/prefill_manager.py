@@ -393,6 +393,9 @@ class PrefillManager(TransferManager[PrefillRoom]):
             for session in self._sessions.values():
                 session.beat()
 
+    def _rooms_at_once(self) -> int:
+        return self.core.open_count
+
     def _work_waits(self) -> bool:
         return self._worker.busy or super()._work_waits()
 
