@@ -217,7 +217,7 @@ def _publish_blocks(desk: Desk, blocks: int) -> str:
 def _cut(desk: Desk) -> float:
     """Milliseconds of a new cut, with nothing left to fold."""
     stream = desk.items["publisher"].stream
-    while stream.digest().next_sequence < stream.next_sequence:
+    while stream.digest(stream.next_sequence).next_sequence < stream.next_sequence:
         time.sleep(0.001)
     begin = time.perf_counter()
     stream.recorder.snapshot(stream.next_sequence)
@@ -227,7 +227,7 @@ def _cut(desk: Desk) -> float:
 def _copy(desk: Desk) -> float:
     """Milliseconds of a copy of a dict of so many blocks, which is what a cut would cost without shards."""
     if "blocks" not in desk.items:
-        blocks = desk.items["publisher"].stream.digest().tiers[0].blocks
+        blocks = desk.items["publisher"].stream.digest(0).tiers[0].blocks
         desk.items["blocks"] = {number << 40: (number,) for number in range(blocks)}
     begin = time.perf_counter()
     desk.items["blocks"].copy()

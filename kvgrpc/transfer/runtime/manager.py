@@ -37,8 +37,8 @@ COMMANDS = 262_144
 _COMMANDS_AT_ONCE = 1024
 # For how long, at most, and how often a poll gives way: a quarter of a thread that does nothing but look.
 _GIVE_WAY_SECONDS, _GIVE_WAY_EVERY_SECONDS = 50e-6, 200e-6
-# Up to so many open rooms of a manager, which is what an engine has whose requests come one after another.
-_FEW_ROOMS = 64
+# Up to so many open rooms of a manager: more than an engine has whose requests come one after another.
+_FEW_ROOMS = 1024
 ENTRIES_IN_A_TURN = 1024
 _ROOMS_LOOKED_AT_IN_A_TURN = 2048
 _BEHIND_ALL_ROOMS = RoomKey(2**64)
