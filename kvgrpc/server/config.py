@@ -53,7 +53,8 @@ class RankConfig:
         resolve_timeout: seconds that a receiver's registry may take to answer READY.
         lease_ttl: seconds, of an embedded registry.
         poll_gives_way: a poll of an open room lends the interpreter to kvgrpc's threads where they wait for it: 50 us
-            at most, once in 200 us, and once after calls that gave them work (docs/performance.md).
+            at most, once in 200 us, and once after calls that gave them work; with at most 1,024 rooms open
+            (docs/performance.md).
         switch_interval: seconds after which a thread that computes must hand the interpreter over, for all threads of
             the process (``sys.setswitchinterval``; Python's own is 0.005); 0 leaves it as it is. For engines that
             compute long between polls: 0.0001 takes 15 to 25 % of such a thread.
