@@ -20,6 +20,7 @@ _LOOK_SECONDS = 0.05
 
 
 def names_a_cache(command: Any) -> Any:
+    """Gives a command the options that say which stream of a process is meant."""
     for option in (
         click.option(
             "--dp", type=click.IntRange(0), default=0, show_default=True, help="Which KV cache of the engine."

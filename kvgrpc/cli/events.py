@@ -12,6 +12,7 @@ import click
 
 from kvgrpc.cli.connection import calls_a_rank, json_option
 from kvgrpc.cli.contents import COMMANDS as CONTENTS
+from kvgrpc.cli.contents import names_a_cache
 from kvgrpc.cli.index import follow, score, sources
 from kvgrpc.cli.names import incarnation_name
 from kvgrpc.cli.output import show_json, show_table, size
@@ -69,13 +70,9 @@ def reads_a_stream(command: Any) -> Any:
             "--log", "log_id", default="", help="The log that --from counts in; an error if it is not current any more."
         ),
         click.option("--from", "first", type=click.IntRange(0), help="First sequence; default: the oldest kept."),
-        click.option(
-            "--dp", type=click.IntRange(0), default=0, show_default=True, help="Which KV cache of the engine."
-        ),
-        click.option("--engine", default="", help="Needed only where a process publishes several streams."),
     ):
         command = option(command)
-    return command
+    return names_a_cache(command)
 
 
 @events.command()

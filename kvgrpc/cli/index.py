@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvgrpc.cli.connection import calls_a_rank, calls_an_index, json_option
+from kvgrpc.cli.contents import names_a_cache
 from kvgrpc.cli.names import seconds_of
 from kvgrpc.cli.output import seconds, show_json, show_table
 
@@ -21,8 +22,7 @@ TELL_SECONDS = 1.0
 
 
 @click.command()
-@click.option("--engine", default="", help="Needed only where a process publishes several streams.")
-@click.option("--dp", type=click.IntRange(0), default=0, show_default=True, help="Which KV cache of the engine.")
+@names_a_cache
 @click.option("--live", is_flag=True, help="Take batches from ZMQ PUB; Watches fill what it lost.")
 @click.option("--once", is_flag=True, help="End once the contents are exact and complete; without, go on until Ctrl-C.")
 @json_option
