@@ -61,6 +61,7 @@ def snapshot(client: SyncClient, as_json: bool, **stream: Any) -> None:
 @calls_a_rank
 def verify(client: SyncClient, as_json: bool, within: float, engine: str, dp: int) -> None:
     """Follow a rank's events until its digest and ours were compared. Exit code 1: they differ, or nothing was said."""
+    client.list_streams()  # where nobody answers this says so at once; a follower waits for somebody to come back
     end = time.monotonic() + within
     with client.follow(engine=engine, dp=dp) as follower:
         follower.until_current(within)
