@@ -123,11 +123,14 @@ def prepare_decode(desk: Desk, orders: Orders, generation: int | None) -> None:
 
 
 def make_receivers(desk: Desk, orders: Orders) -> None:
-    """Returns once each could be given its pages."""
+    """Returns once each could be given its pages, and nothing that making it began goes on."""
     side: DecodeSide = desk.items[SIDE]
     receivers = [side.receiver(room) for room in orders.numbers]
     for receiver in receivers:
         _wait(receiver, Poll.WAITING_FOR_INPUT, orders)
+    clock = _Clock(orders)
+    while not side.settled(receivers):
+        clock.tick(False)
     desk.items[RECEIVERS] = receivers
 
 

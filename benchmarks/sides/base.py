@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -75,5 +76,8 @@ class DecodeSide(Protocol):
     page_type: type[np.signedinteger[Any]]
 
     def receiver(self, room: int) -> Receiver: ...
+
+    def settled(self, receivers: Sequence[Any]) -> bool:
+        """Whether all that making these receivers began is over, at prefill too; each could be given its pages."""
 
     def close(self) -> None: ...

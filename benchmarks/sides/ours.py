@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,9 @@ class KvgrpcDecode:
 
     def receiver(self, room: int) -> KVReceiver:
         return KVReceiver(self._manager, self._bootstrap, room)
+
+    def settled(self, receivers: Sequence[KVReceiver]) -> bool:
+        return all(receiver.prefill_ready for receiver in receivers)
 
     def close(self) -> None:
         self.memory.forget()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from benchmarks.baselines.bootstrap import BootstrapServer
@@ -43,6 +45,9 @@ class SeedDecode:
 
     def receiver(self, room: int) -> Receiver:
         return Receiver(self._manager, self._bootstrap, room)
+
+    def settled(self, receivers: Sequence[Receiver]) -> bool:
+        return True  # what its constructor does is over when it returns
 
     def close(self) -> None:
         self.memory.forget()

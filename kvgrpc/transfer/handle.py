@@ -148,9 +148,8 @@ class TransferHandle(ABC):
         self._fail(self._transfer.overflow(RoomKey(self.room, self.attempt)))
         return True
 
-    def _refused(self) -> bool:
+    def _refused(self, key: RoomKey) -> bool:
         """Whether there can be no such room here now; the handle has failed then."""
-        key = RoomKey(self.room, self.attempt)
         refusal = _no_key(key) or self._wrong_role() or self._transfer.refusal(key)
         if refusal is None:
             return False
@@ -189,6 +188,8 @@ def whole_number(value: Any, field: str, below: int) -> int:
 
 def as_int(value: Any) -> Any:
     """An int where the value is a whole number of any library, else the value."""
+    if type(value) is int:
+        return value
     try:
         return operator.index(value)
     except Exception:

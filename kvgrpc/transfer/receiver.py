@@ -50,7 +50,7 @@ class KVReceiver(TransferHandle):
         self._manager, self._timed = manager, handle
         self._initialised = False
         self._room = ReceiverRoom(key, handle, bootstrap_addr, as_int(prefill_dp_rank), traceparent)
-        if not self._refused():
+        if not self._refused(key):
             if manager.stands(self._room):
                 handle.poll = POLL_WAITING_FOR_INPUT
             manager.open(self._room)

@@ -40,7 +40,7 @@ class KVSender(TransferHandle):
         self._expectation: tuple[int | None, Align] | None = None
         self._sent = 0
         self._initialised = False
-        if not self._refused():
+        if not self._refused(key):
             manager.claim(key, handle)
 
     def init(self, num_pages: int | None, aux_index: int | None = None, align: Align = Align.HEAD) -> None:

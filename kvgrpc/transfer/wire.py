@@ -237,7 +237,7 @@ def smallest_frame(aux_bytes: int) -> int:
 
 def check_size(destination: Destination, limit: int, answer: int = 0) -> None:
     """Raises FrameTooLarge for pages that no frame can carry, or whose ``answer`` (bytes) none can."""
-    if max(_ENTRY_BYTES + LONGEST_TRACEPARENT + _destination_bytes(destination), answer) > limit:
+    if _ENTRY_BYTES + LONGEST_TRACEPARENT + _destination_bytes(destination) > limit or answer > limit:
         raise too_large(destination, limit)
 
 
@@ -257,7 +257,7 @@ def too_large(destination: Destination, limit: int) -> FrameTooLarge:
 
 def destination_of(message: PageSet, where: str, most: int = MAX_PAGES, first_page: int = 0) -> Destination:
     """The pages of a set; runs stay runs. Raises InvalidRequest, also for more than ``most`` pages."""
-    most = min(most, MAX_PAGES)
+    most = most if most < MAX_PAGES else MAX_PAGES
     raw = message.pages_u32_le
     if raw:
         if message.run_starts or message.run_lengths:
@@ -311,7 +311,7 @@ def _destination(
         rule = f"one set for all, or one for each of the {len(pool_pages)} pools"
         raise _invalid(f"rooms[{index}].pages", len(sets), rule)
     if len(sets) == 1:
-        most = min(most_pages, default=MAX_PAGES)
+        most = most_pages[0] if len(most_pages) == 1 else min(most_pages, default=MAX_PAGES)
         destination = _pages_of(sets[0], pool_pages[0], most, index, 0, message.first_page)
         for name, count in pool_pages[1:]:
             check_destination(destination, count, name)
@@ -330,7 +330,7 @@ def _pages_of(
     where, (name, count) = f"rooms[{index}].pages[{number}]", pool
     if page_set.pool != number:
         raise _invalid(f"{where}.pool", page_set.pool, f"{number}, in the order of the Hello")
-    found = destination_of(page_set, where, min(count, most), 0 if number else first_page)
+    found = destination_of(page_set, where, count if count < most else most, 0 if number else first_page)
     check_destination(found, count, name)
     check_distinct(found, where)
     return found

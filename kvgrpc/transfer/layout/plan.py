@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvgrpc.errors import InvalidRequest, KvIndexOutOfRange
 from kvgrpc.model import Pool, Region
 from kvgrpc.transfer.layout.heads import runs, shared_layers
-from kvgrpc.transfer.protocol.destination import Destination
+from kvgrpc.transfer.protocol.destination import Destination, largest_of
 
 U32Array = npt.NDArray[np.uint32]
 U64Array = npt.NDArray[np.uint64]
@@ -122,7 +122,8 @@ def joined(plans: Sequence[Plan]) -> Plan:
 
 def check_pages(pages: U32Array, pool_pages: int, pool: str) -> None:
     """Raises KvIndexOutOfRange naming the first page that is not in the pool."""
-    check_destination(Destination(pages), pool_pages, pool)
+    if len(pages) and largest_of(pages) >= pool_pages:
+        check_destination(Destination(pages), pool_pages, pool)
 
 
 def check_pages_of(
@@ -131,7 +132,7 @@ def check_pages_of(
     """As ``check_pages``: ``others`` are pages of the second pool, the third and so on; None: ``pages`` are every
     pool's."""
     if others is None:
-        check_pages(pages, min(pool_pages), pools[0])
+        check_pages(pages, pool_pages[0] if len(pool_pages) == 1 else min(pool_pages), pools[0])
         return
     for each, count, pool in zip((pages, *others), pool_pages, pools, strict=True):
         check_pages(each, count, pool)

@@ -39,7 +39,7 @@ def pages_of_pools(
     """Pages of the first pool, and of the others where ``pages`` says them by the pools' names; None: all have the
     same. A pool that is not named has none. Raises as ``as_pages``, and for names of no pool.
     """
-    if not isinstance(pages, Mapping):
+    if type(pages) is np.ndarray or not isinstance(pages, Mapping):
         return as_pages(pages), None
     unknown = [name for name in pages if name not in names]
     if unknown:

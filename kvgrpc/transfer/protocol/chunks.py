@@ -61,7 +61,7 @@ class Chunks:
         self._waiting: list[Chunk] = []
         self._covered = Coverage()
         # Pages that came for each of the other pools, and how many of them are placed.
-        self._others: list[list[int]] = []
+        self._others: list[list[int]] | None = None
 
     def copy(self) -> Chunks:
         """The same chunks for another destination; only while none was placed."""
@@ -70,7 +70,7 @@ class Chunks:
         for chunk in self._waiting:
             other._covered.add(chunk.start, len(chunk.pages))
         other._waiting = list(self._waiting)
-        other._others = [list(counts) for counts in self._others]
+        other._others = None if self._others is None else [list(counts) for counts in self._others]
         return other
 
     @property
@@ -92,10 +92,8 @@ class Chunks:
         if self.total is not None and stop > self.total:
             text = f"positions end at {stop}, init said {self.total} pages"
             return failures.bad_send(key, text, "index_slice", stop)
-        for pool, pages in enumerate(chunk.others or ()):
-            if pool == len(self._others):
-                self._others.append([0, 0])
-            self._others[pool][0] += len(pages)
+        if chunk.others is not None:
+            self._count_others(chunk.others)
         if chunk.is_last:
             self.last_seen = True
             if self.total is None:
@@ -114,6 +112,11 @@ class Chunks:
         placed = [self._place(chunk, destination, shift) for chunk in waiting]
         return [each for each in placed if each is not None]
 
+    def _count_others(self, others: tuple[U32Array, ...]) -> None:
+        counts = self._others = self._others or [[0, 0] for _ in others]
+        for count, pages in zip(counts, others, strict=True):
+            count[0] += len(pages)
+
     def _place(self, chunk: Chunk, destination: Destination, shift: int) -> Placed | None:
         if chunk.others is None:
             return _place(chunk, destination, shift)
@@ -126,17 +129,20 @@ class Chunks:
         return None
 
     def _place_other(self, pool: int, pages: U32Array, destination: Destination) -> tuple[U32Array, U32Array]:
+        assert self._others is not None
         start = self._others[pool][1]
         self._others[pool][1] += len(pages)
         return pages, destination.slice(start, start + len(pages))
 
     def misfit(self, key: RoomKey, destination: Destination) -> KvGrpcError | None:
         """What is wrong with the pages of the other pools: each gets as many as decode wants, no more."""
+        if destination.others is None and not self._others:
+            return None
         per_pool = [chunk.others is not None for chunk in self._waiting]
         if any(each is not (destination.others is not None) for each in per_pool):
             text = "decode gave pages for each pool, so must send, and the other way round"
             return failures.bad_send(key, text, "pages", len(destination.others or ()) + 1)
-        for pool, ((sent, _), wanted) in enumerate(zip(self._others, destination.others or (), strict=False), 1):
+        for pool, ((sent, _), wanted) in enumerate(zip(self._others or (), destination.others or (), strict=False), 1):
             if sent > wanted.count or (self.last_seen and sent < wanted.count):
                 text = f"{sent} pages of pool {pool}, decode wants {wanted.count}"
                 return failures.bad_send(key, text, "pages", sent)
@@ -174,8 +180,9 @@ class Chunks:
 
 def _place(chunk: Chunk, destination: Destination, shift: int) -> Placed | None:
     start = chunk.start - shift
-    first = max(start, 0)
-    stop = min(start + len(chunk.pages), destination.count)
+    stop = start + len(chunk.pages)
+    first = start if start > 0 else 0
+    stop = stop if stop < destination.count else destination.count
     if first >= stop:
         return None
     source = chunk.pages[first - start : stop - start]

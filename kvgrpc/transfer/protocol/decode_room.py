@@ -148,17 +148,26 @@ class DecodeRoom:
     @property
     def over(self) -> bool:
         """It ended, and no part has anything left to say or to hear."""
-        return self.ended and all(part.over for part in self.parts.values())
+        if self.ended:
+            for part in self.parts.values():
+                if not part.over:
+                    return False
+        return self.ended
 
     @property
     def arrived(self) -> bool:
         """Every part that is owed is in place (rule 9, fan-in)."""
-        return self.bound and all(part.arrived for part in self.parts.values())
+        if self.bound:
+            for part in self.parts.values():
+                if not part.arrived:
+                    return False
+        return self.bound
 
     @property
     def to_compare(self) -> list[DecodePart]:
         """Parts that came with checksums of what was sent (14, aux and checksums)."""
-        return [part for part in self.parts.values() if part.pair.verify] if self.has_pages else []
+        parts = [part for part in self.parts.values() if part.pair.verify]
+        return parts if parts and self.has_pages else []
 
     def part_of(self, pair: DecodePair) -> DecodePart | None:
         """The part that this incarnation owes, if it is the one that owes it."""

@@ -41,7 +41,7 @@ class Destination:
     @property
     def held(self) -> int:
         """Pages that are its own, of all pools."""
-        return self.count + sum(other.count for other in self.others or ())
+        return self.count if self.others is None else self.count + sum(other.count for other in self.others)
 
     @property
     def pages(self) -> U32Array:
@@ -53,9 +53,7 @@ class Destination:
         if not self.count:
             return None
         if self._pages is not None:
-            # A ufunc's reduction costs more than a handful of Python integers.
-            largest = max(self._pages.tolist()) if self.count <= _FEW else int(self._pages.max())
-            if largest < pages:
+            if largest_of(self._pages) < pages:
                 return None
             position = int(np.argmax(self._pages >= pages))
             return position, int(self._pages[position])
@@ -120,6 +118,12 @@ class Destination:
 
     def _lengths(self) -> _Index:
         return np.diff(self._ends, prepend=0)
+
+
+def largest_of(pages: U32Array) -> int:
+    """The largest of one page or more."""
+    # A ufunc's reduction costs more than a handful of Python integers.
+    return max(pages.tolist()) if len(pages) <= _FEW else int(pages.max())
 
 
 _NO_PAGES: U32Array = np.empty(0, dtype=np.uint32)

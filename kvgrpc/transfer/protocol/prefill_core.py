@@ -501,8 +501,10 @@ class PrefillCore:
             self._work.failed.append(room)
         if self._owners.places:
             self._owners.forget_places(room.key)
-        self._ended.drop(room.key)
-        self._due.clear(room.key)
+        if room.ended:
+            self._ended.drop(room.key)
+        else:
+            self._due.clear(room.key)
         self._owners.wait_no_more(room)
         if room.owner is not None:
             room.owner.rooms.discard(room.key)

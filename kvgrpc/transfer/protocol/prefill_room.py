@@ -73,6 +73,7 @@ class PrefillRoom:
     """
 
     __slots__ = (
+        "_siblings",
         "aux",
         "checksums",
         "chunks",
@@ -89,7 +90,6 @@ class PrefillRoom:
         "open_writes",
         "owner",
         "progress",
-        "siblings",
         "state",
         "traceparent",
         "unclaimed",
@@ -118,10 +118,15 @@ class PrefillRoom:
         self.worst = WRITES_SETTLED
         self.open_writes = 0
         self.done = Coverage()
-        self.checksums: list[tuple[tuple[U32Array, U32Array], ...]] = []
+        self.checksums: list[tuple[tuple[U32Array, U32Array], ...]] | None = None
         self.progress = False
         self.forgotten = False
-        self.siblings: tuple[PrefillRoom, ...] = (self,)
+        # None: it is the only one. A tuple with itself in it would keep every room until a full garbage collection.
+        self._siblings: tuple[PrefillRoom, ...] | None = None
+
+    @property
+    def siblings(self) -> tuple[PrefillRoom, ...]:
+        return self._siblings or (self,)
 
     @property
     def sender_live(self) -> bool:
@@ -141,7 +146,7 @@ class PrefillRoom:
 
     def join(self, siblings: tuple[PrefillRoom, ...], sender: PrefillRoom) -> None:
         """Becomes one of the records of a sender, with the chunks that it gave so far."""
-        self.siblings = siblings
+        self._siblings = siblings
         if self is not sender:
             self.chunks, self.aux = sender.chunks.copy(), sender.aux
 
@@ -200,11 +205,12 @@ class PrefillRoom:
     def end_write(self, submission: Submission, outcome: Outcome, detail: str, data_plane: str) -> None:
         """One write ended (rule 7, writes). ``data_plane``: the name of what wrote."""
         self.open_writes -= 1
-        self.worst = min(self.worst, _WRITES_AFTER[outcome])
+        after = _WRITES_AFTER[outcome]
+        self.worst = after if after < self.worst else self.worst
         if outcome is Outcome.DONE:
             self.done.add(submission.start, len(submission.destination))
             if submission.checksums is not None:
-                self.checksums.append(submission.checksums)
+                self.checksums = [*(self.checksums or ()), submission.checksums]
             if self.handle is not None:
                 self.handle.pages_done = self.done.prefix
         if self.ended:
@@ -243,7 +249,7 @@ class PrefillRoom:
         assert destination is not None
         found = bytearray()
         for pool, pages in enumerate((destination, *(destination.others or ()))):
-            parts = [part[pool] for part in self.checksums if pool < len(part)]
+            parts = [part[pool] for part in self.checksums or () if pool < len(part)]
             by_page = {
                 page: crc for numbers, sums in parts for page, crc in zip(numbers.tolist(), sums.tolist(), strict=True)
             }

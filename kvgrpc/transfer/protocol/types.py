@@ -82,6 +82,7 @@ STATE_FAILED: Final = RoomState.FAILED
 POLL_FAILED: Final = KVPoll.Failed
 POLL_BOOTSTRAPPING: Final = KVPoll.Bootstrapping
 POLL_WAITING_FOR_INPUT: Final = KVPoll.WaitingForInput
+POLL_TRANSFERRING: Final = KVPoll.Transferring
 POLL_SUCCESS: Final = KVPoll.Success
 WRITES_OPEN: Final = Writes.OPEN
 WRITES_UNKNOWN: Final = Writes.UNKNOWN
@@ -136,24 +137,25 @@ class Handle:
 
     def turn(self, poll: KVPoll) -> None:
         self.poll = poll
-        self._say()
+        self.say()
 
     def release(self) -> None:
         self.release_safe = True
-        self._say()
+        self.say()
 
     def note_prefill_ready(self) -> None:
         self.prefill_ready = True
-        self._say()
+        self.say()
 
     def fail(self, failure: Failure) -> None:
         self.failure = failure
         self.turn(KVPoll.Failed)
 
-    def _say(self) -> None:
+    def say(self) -> None:
+        """Calls ``on_change``."""
         on_change = self.on_change
         if on_change is not None:
-            if self.release_safe and self.poll in (KVPoll.Failed, KVPoll.Success):
+            if self.release_safe and (self.poll is POLL_SUCCESS or self.poll is POLL_FAILED):
                 self.on_change = None  # the last change: whoever listens is not kept alive by what it listens to
             on_change()
 
@@ -247,7 +249,7 @@ class Timing:
         return max(1, round(milliseconds / 1000 / self.tick_seconds))
 
     def milliseconds(self, ticks: int) -> int:
-        return max(0, round(ticks * self.tick_seconds * 1000))
+        return round(ticks * self.tick_seconds * 1000) if ticks > 0 else 0
 
 
 @dataclass(frozen=True, slots=True)

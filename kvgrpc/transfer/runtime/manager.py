@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar
 
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import Failure, Internal, Reason, ServerDraining, TooManyRequests
@@ -88,8 +88,24 @@ class Loop(Protocol):
         """Whether its thread would run now if it had the interpreter; any thread may ask."""
 
 
-Record = TypeVar("Record")
-Ended = TypeVar("Ended", covariant=True)
+class AnyRoom(Protocol):
+    """What the records of both cores have."""
+
+    @property
+    def key(self) -> RoomKey: ...
+
+    @property
+    def handle(self) -> Handle | None: ...
+
+    @property
+    def failure(self) -> Failure | None: ...
+
+    @property
+    def destination(self) -> Destination | None: ...
+
+
+Record = TypeVar("Record", bound=AnyRoom)
+Ended = TypeVar("Ended", bound=AnyRoom, covariant=True)
 
 
 class Core(Protocol[Record]):
@@ -99,15 +115,6 @@ class Core(Protocol[Record]):
     def rooms(self) -> dict[RoomKey, Record]: ...
 
     def fail(self, record: Record, failure: Failure, /) -> None: ...
-
-
-class _EndedRoom(Protocol):
-    """What the records of both cores have."""
-
-    key: RoomKey
-    handle: Handle | None
-    failure: Failure | None
-    destination: Destination | None
 
 
 class _Work(Protocol[Ended]):
@@ -406,8 +413,7 @@ class TransferManager(ABC, Generic[Record]):
         while len(self._past) > PAST_FAILURES:
             del self._past[next(iter(self._past))]
         now = time.monotonic() if work.ended else 0.0
-        for record in work.ended:
-            room = cast(_EndedRoom, record)
+        for room in work.ended:
             seconds = None if room.handle is None else now - room.handle.began
             if room.failure is None:
                 pages = 0 if room.destination is None else room.destination.count

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import grpc
@@ -31,12 +31,14 @@ class PrefillEngine:
     """What a registry said of a prefill engine: its layout, and its ranks that could owe this decode rank a part.
 
     ``engine_selects_dp``: its own balancer chooses the dp rank of a room that no router chose, and not room % dp.
+    ``owing``: of each dp rank that was asked for, those of its ranks that owe us something.
     """
 
     name: str
     layout: Layout
     targets: Mapping[Coordinates, Target]
     engine_selects_dp: bool = False
+    owing: dict[int, list[Target]] = field(default_factory=dict, compare=False)
 
 
 class Resolve(Protocol):
@@ -287,6 +289,9 @@ class Routes:
 
         Raises ParallelLayoutMismatch, InvalidRequest or EngineNotFound.
         """
+        known = engine.owing.get(dp)
+        if known is not None:
+            return known
         places = topology.prefill_ranks(self._core.me.rank, self._shape.layout, engine.layout, dp)
         missing = [place for place in places if place not in engine.targets]
         if missing:
@@ -298,6 +303,7 @@ class Routes:
         if engine.layout.pp > self._shape.layout.pp:
             stages = {target.ref.rank.pp: target.layers for target in targets}
             topology.check_layers(self._shape.pools, [stages[pp] for pp in sorted(stages)])
+        engine.owing[dp] = targets
         return targets
 
     def _fail(self, room: DecodeRoom, error: KvGrpcError) -> None:

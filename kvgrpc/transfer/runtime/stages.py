@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from kvgrpc.transfer.protocol.types import POLL_WAITING_FOR_INPUT, Handle, KVPoll
+from kvgrpc.transfer.protocol.types import POLL_TRANSFERRING, POLL_WAITING_FOR_INPUT, Handle, KVPoll
 
 
 class Stages(NamedTuple):
@@ -32,11 +32,14 @@ class TimedHandle(Handle):
     def turn(self, poll: KVPoll) -> None:
         if poll is POLL_WAITING_FOR_INPUT:
             self.ready_at = time.monotonic()
-        elif poll is KVPoll.Transferring and not self.moving_at:
+        elif poll is POLL_TRANSFERRING and not self.moving_at:
             self.moving_at = time.monotonic()
-        super().turn(poll)
+        self.poll = poll
+        self.say()
 
     def stages(self, now: float) -> Stages:
-        ready = max(self.ready_at, self.began)
-        moving = max(self.moving_at, ready)
-        return Stages(ready - self.began, moving - ready, now - moving)
+        began, ready, moving = self.began, self.ready_at, self.moving_at
+        # Comparisons: max() costs ten times as much, and every room comes here.
+        ready = ready if ready > began else began
+        moving = moving if moving > ready else ready
+        return Stages(ready - began, moving - ready, now - moving)
