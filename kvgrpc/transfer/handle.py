@@ -32,7 +32,7 @@ class TransferHandle(ABC):
         self._transfer = manager
         self._handle = handle
         handle.began = time.monotonic()
-        handle.on_change = manager.note_change  # nearly free: few engines wait for single rooms
+        handle.on_change = manager.on_change
         self._waiters: tuple[Callable[[], object], ...] = ()
         self._closed = False
 
@@ -128,14 +128,16 @@ class TransferHandle(ABC):
             with lock:
                 self._waiters = tuple(each for each in self._waiters if each is not wake)
                 if not self._waiters:
-                    self._handle.on_change = self._transfer.note_change
+                    self._handle.on_change = self._transfer.on_change
 
     def _on_change(self) -> None:
         """On the loop thread, mostly; the engine's where the room was refused at once."""
         for wake in self._waiters:
             with contextlib.suppress(RuntimeError):  # the engine's asyncio loop is closed
                 wake()
-        self._transfer.note_change()
+        on_change = self._transfer.on_change
+        if on_change is not None:
+            on_change()
 
     @abstractmethod
     def _fail(self, failure: Failure) -> None:

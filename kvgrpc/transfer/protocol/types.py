@@ -137,22 +137,25 @@ class Handle:
 
     def turn(self, poll: KVPoll) -> None:
         self.poll = poll
-        self.say()
+        if self.on_change is not None:
+            self.say_change()
 
     def release(self) -> None:
         self.release_safe = True
-        self.say()
+        if self.on_change is not None:
+            self.say_change()
 
     def note_prefill_ready(self) -> None:
         self.prefill_ready = True
-        self.say()
+        if self.on_change is not None:
+            self.say_change()
 
     def fail(self, failure: Failure) -> None:
         self.failure = failure
         self.turn(KVPoll.Failed)
 
-    def say(self) -> None:
-        """Calls ``on_change``."""
+    def say_change(self) -> None:
+        """Calls ``on_change``, where somebody waits; nearly nobody does, so that is asked first."""
         on_change = self.on_change
         if on_change is not None:
             if self.release_safe and (self.poll is POLL_SUCCESS or self.poll is POLL_FAILED):

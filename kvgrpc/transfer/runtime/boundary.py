@@ -73,8 +73,9 @@ class Runtime(Protocol):
     def give_way(self) -> None:
         """An engine looked at an open room."""
 
-    def note_change(self) -> None:
-        """A room changed: makes ``fileno`` readable."""
+    @property
+    def on_change(self) -> Callable[[], None] | None:
+        """What a room's handle calls when it changed; None: nobody asked for ``fileno``."""
 
     def fileno(self) -> int:
         """The descriptor that an engine's event loop watches."""

@@ -163,7 +163,8 @@ class TransferManager(ABC, Generic[Record]):
         self._ticker: asyncio.Task[None] | None = None
         self._conditions: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self._past: dict[RoomKey, tuple[RoomRow, float]] = {}
-        self._changes_fd: int | None = None
+        # What the handles of rooms call; None, which costs a room nothing, until an engine asked for ``fileno``.
+        self.on_change: _Changes | None = None
         self._hand_offs = HandOffs(self.role, logger)
         self._page_bytes = sum(region.page_bytes for region in config.pools[0].regions)
 
@@ -224,20 +225,13 @@ class TransferManager(ABC, Generic[Record]):
     def fileno(self) -> int:
         """A file descriptor for an event loop of the engine's own (epoll, asyncio ``add_reader``): readable when a room
         of this manager changed its poll or gave its pages back. Read 8 bytes of it (``os.eventfd_read``), then look at
-        the rooms. Linux; it is the manager's and ends with it.
+        the rooms. Ask for it before the first room: of rooms that were made before it tells nothing. Linux; it is the
+        manager's and ends with it.
         """
         with self.aborting:
-            if self._changes_fd is None:
-                self._changes_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-                weakref.finalize(self, os.close, self._changes_fd)
-        return self._changes_fd
-
-    def note_change(self) -> None:
-        """Something of a room changed that its engine may wait for; a burst of changes is one event."""
-        fd = self._changes_fd
-        if fd is not None:
-            with contextlib.suppress(BlockingIOError):  # full: nobody looked for 2^64 changes
-                os.eventfd_write(fd, 1)
+            if self.on_change is None:
+                self.on_change = _Changes()
+        return self.on_change.fd
 
     # Life, on the loop thread.
 
@@ -436,6 +430,20 @@ class TransferManager(ABC, Generic[Record]):
         request_id = uuid.uuid4().hex
         logger.exception("%s: %s, request id %s", self.ref, what, request_id)
         return Failure.of(Internal.of(what, request_id), str(self.ref))
+
+
+class _Changes:
+    """Something of a room changed that its engine may wait for; a burst of changes is one event. Handles keep it, and
+    with it the descriptor, which must not be another's while one of them may write.
+    """
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.fd)
+
+    def __call__(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # full: nobody looked for 2^64 changes
+            os.eventfd_write(self.fd, 1)
 
 
 # How many forks lie behind this process: cheaper to compare than a process id is to ask for.

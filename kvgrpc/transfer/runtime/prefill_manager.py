@@ -426,6 +426,9 @@ class PrefillManager(TransferManager[PrefillRoom]):
             if session is not None:
                 session.wake()
         self._observe(work)
+        for room in work.ended:
+            if isinstance(room.handle, SenderHandle):  # else each keeps the other until a full garbage collection
+                room.handle.record = None
         if written:
             self._pump()
 

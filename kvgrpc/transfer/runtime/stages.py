@@ -35,7 +35,8 @@ class TimedHandle(Handle):
         elif poll is POLL_TRANSFERRING and not self.moving_at:
             self.moving_at = time.monotonic()
         self.poll = poll
-        self.say()
+        if self.on_change is not None:
+            self.say_change()
 
     def stages(self, now: float) -> Stages:
         began, ready, moving = self.began, self.ready_at, self.moving_at
