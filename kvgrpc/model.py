@@ -75,6 +75,21 @@ class RankId(NamedTuple):
     cp: int = 0
     tp: int = 0
 
+    @classmethod
+    def from_flat(cls, engine: str, layout: Layout, engine_rank: int) -> RankId:
+        """The coordinates of an engine's flat rank number: tp counts fastest, then cp, dp, pp, as SGLang's ranks do
+        (``tp_size * pp_rank + tp_rank``, its tp group divided into dp, cp and tp).
+
+        Raises InvalidRequest for one that the layout does not have.
+        """
+        if not 0 <= engine_rank < layout.ranks:
+            rule = f"0 to {layout.ranks - 1}, the ranks of dp={layout.dp} pp={layout.pp} cp={layout.cp} tp={layout.tp}"
+            raise InvalidRequest.of("engine_rank", engine_rank, rule)
+        rest, tp = divmod(engine_rank, layout.tp)
+        rest, cp = divmod(rest, layout.cp)
+        pp, dp = divmod(rest, layout.dp)
+        return cls(engine, dp, pp, cp, tp)
+
     def __str__(self) -> str:
         return f"{self.engine}/dp{self.dp}/pp{self.pp}/cp{self.cp}/tp{self.tp}"
 

@@ -106,6 +106,9 @@ def events_refused(config: RankConfig, error: ValueError) -> InvalidRequest:
 
 def _wrong_kinds(config: RankConfig) -> Iterator[Violation]:
     yield from _of_kinds(config, _KINDS, "")
+    flat = config.engine_rank
+    if flat is not None and (not isinstance(flat, SupportsIndex) or isinstance(flat, bool)):
+        yield Violation("engine_rank", "a whole number, or None", flat)
     plane = config.data_plane
     if plane not in dataplane.NAMES if isinstance(plane, str) else not hasattr(plane, "register"):
         names = " or ".join(repr(name) for name in dataplane.NAMES)
@@ -152,6 +155,8 @@ def _out_of_range(config: RankConfig) -> Iterator[Violation]:
     elif config.max_frame_bytes < smallest_frame(aux_bytes):
         rule = f"at least {smallest_frame(aux_bytes)} bytes, because a room ends with {aux_bytes} bytes of aux"
         yield Violation("max_frame_bytes", rule, config.max_frame_bytes)
+    if config.engine_rank is not None and any((config.dp, config.pp, config.cp, config.tp)):
+        yield Violation("engine_rank", "None where dp, pp, cp or tp are given", config.engine_rank)
     for name in ("start_timeout", "resolve_timeout"):
         if not _is_positive(seconds := getattr(config, name)) or seconds > LONGEST_TIMEOUT_SECONDS:
             yield Violation(name, f"a number of seconds above 0, at most {LONGEST_TIMEOUT_SECONDS:g}", seconds)

@@ -27,6 +27,8 @@ class RankConfig:
         role: what the rank does.
         pools: its KV memory; addresses are this process's own.
         layout, dp, pp, cp, tp: sizes of the engine and coordinates of the rank, in KV coordinates.
+        engine_rank: where the engine has one flat number instead of dp, pp, cp and tp: they are derived from it and the
+            layout (``RankId.from_flat``); None: they are given.
         model: what the engine runs; ranks of different models never exchange a page.
         aux: the engine's aux buffers; none where the engine has none.
         data_plane: "mooncake", "shm", or one that was opened before (``kvgrpc.dataplane.open_plane``), whose
@@ -69,6 +71,7 @@ class RankConfig:
     pp: int = 0
     cp: int = 0
     tp: int = 0
+    engine_rank: int | None = None
     model: ModelIdentity = UNKNOWN_MODEL
     aux: tuple[AuxBuffer, ...] = ()
     data_plane: str | DataPlane = "mooncake"
@@ -98,6 +101,8 @@ class RankConfig:
 
     @property
     def rank(self) -> RankId:
+        if self.engine_rank is not None:
+            return RankId.from_flat(self.engine, self.layout, self.engine_rank)
         return RankId(self.engine, self.dp, self.pp, self.cp, self.tp)
 
 
@@ -148,7 +153,7 @@ def _with_security(found: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-_OF_THE_ENGINE = frozenset({"pools", "layout", "dp", "pp", "cp", "tp", "aux", "model"})
+_OF_THE_ENGINE = frozenset({"pools", "layout", "dp", "pp", "cp", "tp", "engine_rank", "aux", "model"})
 _KINDS: dict[str, Any] = {
     **dict.fromkeys(("engine", "device", "listen", "advertise", "registry", "metrics_listen"), str),
     **dict.fromkeys(("bootstrap_allow", "admin_listen"), tuple[str, ...]),
@@ -159,7 +164,7 @@ _KINDS: dict[str, Any] = {
         bool,
     ),
     **dict.fromkeys(("data_plane", "events", "server_security", "client_security"), object),
-    **dict.fromkeys(("dp", "pp", "cp", "tp", "max_frame_bytes"), int),
+    **dict.fromkeys(("dp", "pp", "cp", "tp", "engine_rank", "max_frame_bytes"), int),
     "role": Role,
     "timing": Timing,
     "bounds": Bounds,

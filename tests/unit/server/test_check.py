@@ -44,6 +44,7 @@ def config(**changes: Any) -> RankConfig:
         {"advertise": "host-a", "registry": "embedded", "bootstrap_allow": ("10.0.0.0/8", "host-b")},
         {"lease_ttl": 1, "start_timeout": 0.5, "max_frame_bytes": 64 * 1024},
         {"max_frame_bytes": 16 * 1024 * 1024, "events": {"publisher": "null"}},
+        {"layout": Layout(dp=2, tp=4), "engine_rank": 7},
     ],
 )
 def test_what_can_be_right_passes(right: dict[str, Any]) -> None:
@@ -58,6 +59,11 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("dp", {"dp": "1"}),
     ("rank.rank.tp", {"tp": 1}),
     ("rank.rank.tp", {"tp": -1}),
+    ("engine_rank", {"engine_rank": 1}),
+    ("engine_rank", {"engine_rank": -1, "layout": Layout(tp=2)}),
+    ("engine_rank", {"engine_rank": "1", "layout": Layout(tp=2)}),
+    ("engine_rank", {"engine_rank": 1, "tp": 1, "layout": Layout(tp=2)}),
+    ("engine_rank", {"engine_rank": 0, "layout": Layout(tp=0)}),
     ("layout", {"layout": (1, 1, 1, 1)}),
     ("layout.tp", {"layout": Layout(tp=0)}),
     ("pools", {"pools": ()}),
