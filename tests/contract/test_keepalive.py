@@ -53,7 +53,7 @@ def quicker(options: Options) -> Options:
 
 
 class Wire:
-    """What was seen between a channel and its server. ``pings``: of the channel; ``goaways``: payloads of the server's."""
+    """What was seen between a channel and its server. ``goaways``: their payloads."""
 
     def __init__(self) -> None:
         self.connections = 0

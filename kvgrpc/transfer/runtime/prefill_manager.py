@@ -130,6 +130,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         try:
             self._pump()  # 2, one stream: the older stream is told to end before the newer is welcomed
             await write(self._welcome(session))
+            self._attach(session)
             await self._write(session)
         finally:
             reading.cancel()
@@ -294,8 +295,6 @@ class PrefillManager(TransferManager[PrefillRoom]):
         pair.places = topology.decode_ranks_of(self.config.layout, layout)
         pair.place = topology.place_of(ref.rank, self.config.layout, layout)
         self._sessions[pair] = session
-        if isinstance(pair.peer, PeerMemory):
-            self._worker.attach(pair.peer)
         return session
 
     def _part(self, decode: topology.Shape, hello: pb.Hello) -> topology.Part:
@@ -374,6 +373,12 @@ class PrefillManager(TransferManager[PrefillRoom]):
                 await session.write(_HEARTBEAT)
         with contextlib.suppress(asyncio.TimeoutError):  # a peer that reads nothing
             await within(_GOODBYE_WITHIN_SECONDS, session.write(_goodbye(session.failure)))
+
+    def _attach(self, session: _Session) -> None:
+        """Now, so that no write waits for it, and not before: only a session that stands proves somebody there."""
+        pair = self.core.pairs.get(session.ref)
+        if pair is not None and pair.stream is session:
+            self._worker.attach(pair)
 
     def _sessions_drop(self, session: _Session) -> None:
         for pair, other in list(self._sessions.items()):

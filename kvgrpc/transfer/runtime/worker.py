@@ -116,9 +116,12 @@ class TransferWorker:
         self._count(ended)
         return ended
 
-    def attach(self, memory: PeerMemory) -> None:
-        """Attaches a peer before its first write, which then need not wait for it; a failure is told by that write."""
-        self._jobs.put(lambda: self._attach_early(memory))
+    def attach(self, pair: PrefillPair) -> None:
+        """Attaches a peer before its first write, which then need not wait for it; a failure is told by that write.
+
+        Only while its session stands: the first contact with a peer that is gone holds the whole engine (7, writes).
+        """
+        self._jobs.put(lambda: self._attach_early(pair))
 
     def stop(self, record: PrefillRoom) -> None:
         """Starts no further write of the room; its submissions are still reported."""
@@ -271,9 +274,11 @@ class TransferWorker:
             memory.of_pool = [geometry([ours], [theirs]) for ours, theirs in pools]
             memory.peer = self._plane.attach(memory.address)
 
-    def _attach_early(self, memory: PeerMemory) -> None:
+    def _attach_early(self, pair: PrefillPair) -> None:
+        if not pair.up or not isinstance(pair.peer, PeerMemory):
+            return
         try:
-            self._attach(memory)
+            self._attach(pair.peer)
         except Exception as error:
             logger.info("a peer's memory could not be attached yet: %s", error)
 

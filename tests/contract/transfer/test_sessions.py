@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from tests.contract.transfer_peers import (
     FAILED,
     FORGET,
     OPEN,
+    SECONDS,
     SETTLED,
     STOP,
     STOPPED,
@@ -52,6 +55,32 @@ class TestHello:
         assert welcome.max_frame_bytes == 4 << 20
         assert (welcome.heartbeat.ToMilliseconds(), welcome.idle_timeout.ToMilliseconds()) == (300, 3000)
         assert welcome.data_plane_address == prefill.rank.plane.address()
+
+    def test_the_data_plane_contacts_nobody_to_whom_welcome_could_not_be_said(
+        self, prefill: RankHost, dial: Dial, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        manager: Any = prefill.rank.transfer
+        plane, contacted = prefill.rank.plane, list[bytes]()
+        attach = plane.attach
+
+        def note(address: bytes) -> object:
+            contacted.append(address)
+            return attach(address)
+
+        async def read(said: Iterator[pb.SessionRequest]) -> pb.SessionRequest | None:
+            return next(said, None) or await asyncio.Future[None]()
+
+        async def gone(message: pb.SessionResponse) -> None:
+            raise ConnectionResetError
+
+        monkeypatch.setattr(plane, "attach", note)
+        hello = pb.SessionRequest(hello=dial(prefill).hello(data_plane_address=b"nobody"))
+        serving = manager.serve(functools.partial(read, iter([hello])), gone)
+        with pytest.raises(ConnectionResetError):
+            asyncio.run_coroutine_threadsafe(serving, manager._loop).result(SECONDS)
+        dial(prefill).open()  # what is to be attached is attached in its order
+        eventually(lambda: contacted)
+        assert contacted == [memory.plane.address()]
 
     def test_another_incarnation_is_stale_epoch_and_names_the_current(self, prefill: RankHost, dial: Dial) -> None:
         epoch = prefill.rank.ref.epoch

@@ -151,6 +151,28 @@ def test_a_stop_reaches_what_runs_of_that_room_only(bench: Bench) -> None:
     assert bench.until_ended(2)[1] is Outcome.DONE
 
 
+def test_a_peer_is_attached_early_only_while_its_session_stands(bench: Bench) -> None:
+    """Mooncake's first contact with a process that is gone holds the whole engine."""
+    gone, stands = (PrefillPair(DECODE, PeerMemory([POOL], address), 0) for address in (b"gone", b"stands"))
+    for pair in (gone, stands):
+        pair.welcome(object(), 1, 0)
+    entered, leave = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        entered.set()
+        assert leave.wait(20)
+
+    bench.worker.submit([bench.submission(1, wait)])
+    assert entered.wait(20)
+    bench.worker.attach(gone)
+    bench.worker.attach(stands)
+    gone.end_stream(1)  # while the thread is busy
+    leave.set()
+    bench.worker.submit([bench.submission(2)])
+    bench.until_ended(2)
+    assert bench.plane.attached == [b"there", b"stands"]
+
+
 def test_a_peer_that_is_gone_is_detached_once(bench: Bench) -> None:
     bench.worker.submit([bench.submission()])
     bench.until_ended(1)
