@@ -123,6 +123,7 @@ class Rank(Generic[Transfer]):
             model=config.model,
             refusal_proves_death=config.refusal_proves_death,
             verify=config.verify,
+            tracing=config.tracing,
             poll_gives_way=config.poll_gives_way,
         )
         manager: PrefillManager | DecodeManager

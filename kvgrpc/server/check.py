@@ -42,7 +42,7 @@ _KINDS: tuple[tuple[str, type, str], ...] = (
     ("model", ModelIdentity, "a kvgrpc.model.ModelIdentity"),
     *((name, SupportsIndex, "a whole number") for name in ("dp", "pp", "cp", "tp", "max_frame_bytes")),
     *((name, str, "text") for name in ("device", "listen", "advertise", "registry", "metrics_listen")),
-    *((name, bool, "True or False") for name in ("engine_selects_dp", "refusal_proves_death", "verify")),
+    *((name, bool, "True or False") for name in ("engine_selects_dp", "refusal_proves_death", "verify", "tracing")),
     ("server_security", ServerSecurity, "a kvgrpc.rpc.security.ServerSecurity"),
     ("client_security", ClientSecurity, "a kvgrpc.rpc.security.ClientSecurity"),
     ("timing", Timing, "a kvgrpc.transfer.protocol.types.Timing"),

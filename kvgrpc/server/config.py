@@ -51,6 +51,8 @@ class RankConfig:
             prefill, or its next incarnation, answers.
         verify: whether a checksum of each page travels with a hand-off and is compared before decode says Success,
             where both sides are set so; memory of the CPU only, and some 1 GB/s of one core on either side.
+        tracing: whether each hand-off is a span of OpenTelemetry; the engine sets up an SDK with its exporter
+            (docs/operations.md), and without opentelemetry-api there is none.
         start_timeout: seconds that opening may take, registration included.
         resolve_timeout: seconds that a receiver's registry may take to answer READY.
         lease_ttl: seconds, of an embedded registry.
@@ -89,6 +91,7 @@ class RankConfig:
     metrics_listen: str = ""
     refusal_proves_death: bool = True
     verify: bool = False
+    tracing: bool = False
     start_timeout: float = 30.0
     resolve_timeout: float = 30.0
     lease_ttl: float = 10.0
@@ -160,7 +163,15 @@ _KINDS: dict[str, Any] = {
     **dict.fromkeys(("start_timeout", "resolve_timeout", "lease_ttl", "switch_interval"), float),
     **dict.fromkeys(_SECURITY, str),
     **dict.fromkeys(
-        ("insecure", "health_without_token", "refusal_proves_death", "engine_selects_dp", "poll_gives_way", "verify"),
+        (
+            "insecure",
+            "health_without_token",
+            "refusal_proves_death",
+            "engine_selects_dp",
+            "poll_gives_way",
+            "verify",
+            "tracing",
+        ),
         bool,
     ),
     **dict.fromkeys(("data_plane", "events", "server_security", "client_security"), object),

@@ -36,6 +36,7 @@ IMPORTERS = {
         "kvgrpc/demo/processes/live_events.py",
     ],
     "prometheus_client": ["kvgrpc/observability/"],
+    "opentelemetry": ["kvgrpc/observability/tracing.py"],
     "tenacity": ["kvgrpc/rpc/"],
     "click": ["kvgrpc/cli/"],
     "rich": ["kvgrpc/cli/", "kvgrpc/demo/"],
@@ -75,7 +76,7 @@ PURE = (
 PURE_MAY_IMPORT = ("numpy", "msgspec")
 HEAVY = (
     *("torch", "mooncake", "zmq", "grpc", "google.protobuf", "numpy"),
-    *("prometheus_client", "tenacity", "rich", "click"),
+    *("prometheus_client", "opentelemetry", "tenacity", "rich", "click"),
 )
 
 

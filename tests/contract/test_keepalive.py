@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import grpc
 
@@ -123,7 +124,7 @@ async def channel_to(address: str, options: Options, stream: bool) -> AsyncItera
     """Pings every ``PING_MILLISECONDS / TIMES``; connected, with a stream that says nothing more, or with no call."""
     assert dict(options)["grpc.keepalive_time_ms"] == PING_MILLISECONDS
     async with grpc.aio.insecure_channel(address, options=quicker(options)) as channel:
-        call = channel.stream_stream(METHOD)()
+        call: Any = channel.stream_stream(METHOD)()
         assert await asyncio.wait_for(call.read(), WITHIN_SECONDS) == b"begun"
         if not stream:
             await call.done_writing()

@@ -252,6 +252,39 @@ class RankHost:
 
         logging.basicConfig(filename=path, level=logging.INFO, force=True)
 
+    def trace(self) -> None:
+        """From now on an SDK of OpenTelemetry keeps the spans of this process."""
+        from opentelemetry import trace
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+        from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+        self._spans, provider = InMemorySpanExporter(), TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(self._spans))
+        trace.set_tracer_provider(provider)
+
+    def spans(self, count: int, seconds: float = 20.0) -> list[dict[str, Any]]:
+        """The spans that ended, once there are so many."""
+        deadline = time.monotonic() + seconds
+        while len(found := self._spans.get_finished_spans()) < count:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{len(found)} spans")
+            time.sleep(0.005)
+        return [
+            {
+                "name": span.name,
+                "trace": f"{span.context.trace_id:032x}",
+                "span": f"{span.context.span_id:016x}",
+                "parent": "" if span.parent is None else f"{span.parent.span_id:016x}",
+                "kind": span.kind.name,
+                "attributes": dict(span.attributes or {}),
+                "status": (span.status.status_code.name, span.status.description or ""),
+                "moments": [span.start_time, *(event.timestamp for event in span.events), span.end_time],
+                "events": [event.name for event in span.events],
+            }
+            for span in found
+        ]
+
     def rooms_open(self) -> int:
         return len(self.rank.transfer.core.rooms)
 

@@ -12,7 +12,8 @@ class Receive:
     """Decode wants the KV cache of a prompt.
 
     ``pages``: its own, for the prompt behind the ``first_page`` pages that it holds already; none where it holds, or
-    computes, everything, and prefill shall only hear that. ``abort``: nobody wants it any more.
+    computes, everything, and prefill shall only hear that. ``abort``: nobody wants it any more. ``traceparent``: W3C
+    trace context of the request, "" where vLLM does not trace.
     """
 
     transfer_id: str
@@ -21,6 +22,7 @@ class Receive:
     pages: tuple[int, ...] = ()
     first_page: int = 0
     abort: bool = False
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class Scheduler:
         if self._wants(request):
             pages, first = self._pages(request), (request.num_prompt_tokens - elsewhere) // self._block_tokens
             own = blocks.get_block_ids()[0][first:pages] if elsewhere else ()
-            self._next.receives[number] = _receive(params, own, first if elsewhere else pages)
+            self._next.receives[number] = _receive(request, own, first if elsewhere else pages)
             params["do_remote_prefill"] = False  # once; preempted later, it computes its prompt itself
         elif self._gives(request):
             self._next.announced[number] = str(params["transfer_id"])
@@ -50,7 +50,7 @@ class Scheduler:
         """Whether vLLM must keep the request's blocks until its workers say that they were sent."""
         number, params = request.request_id, request.kv_transfer_params
         if self._wants(request):  # it never got blocks: prefill need not wait for it
-            self._next.receives[number] = _receive(params, (), 0, abort=True)
+            self._next.receives[number] = _receive(request, (), 0, abort=True)
             params["do_remote_prefill"] = False
         elif self._gives(request):
             if request.status in _COMPUTED and blocks:
@@ -84,7 +84,9 @@ def _asks(request: Request, what: str, *needed: str) -> bool:
     return not missing
 
 
-def _receive(params: Mapping[str, Any], pages: Sequence[int], first_page: int, abort: bool = False) -> Receive:
+def _receive(request: Request, pages: Sequence[int], first_page: int, abort: bool = False) -> Receive:
+    params: Mapping[str, Any] = request.kv_transfer_params
+    headers = request.trace_headers or {}  # vLLM keeps them where it traces itself (--otlp-traces-endpoint)
     return Receive(
         str(params["transfer_id"]),
         str(params["remote_bootstrap_addr"]),
@@ -92,4 +94,5 @@ def _receive(params: Mapping[str, Any], pages: Sequence[int], first_page: int, a
         tuple(pages),
         first_page,
         abort,
+        str(headers.get("traceparent", "")),
     )

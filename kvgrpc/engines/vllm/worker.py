@@ -118,7 +118,8 @@ class Worker:
 
     def _receive(self, receive: Receive) -> Receiving:
         where = registry_of(bootstrap_address(receive.bootstrap_addr), self._external)
-        receiver = KVReceiver(self._transfer, where, room_from_transfer_id(receive.transfer_id))
+        room = room_from_transfer_id(receive.transfer_id)
+        receiver = KVReceiver(self._transfer, where, room, traceparent=receive.traceparent)
         return Receiving(receiver, receive.pages, receive.first_page, receive.abort)
 
     def _count(self, number: str, handoff: Sending | Receiving) -> None:

@@ -103,7 +103,10 @@ class DecodeManager(TransferManager[DecodeRoom]):
     def _take_room(self, room: ReceiverRoom) -> None:
         if self.draining or self.closed:
             self._refuse_late(room.handle)
-        elif self.core.open(room) or room.refused:
+            return
+        if self._spans is not None:  # prefill's spans are below ours
+            room.span, room.traceparent = self._spans.begin(room.traceparent, room.handle.began)
+        if self.core.open(room) or room.refused:
             self._routes.find(room)
 
     def _take_destination(self, room: ReceiverRoom, destination: Destination, aux_index: int | None) -> None:

@@ -24,6 +24,7 @@ from kvgrpc.errors import Failure, Internal, Reason, ServerDraining, TooManyRequ
 from kvgrpc.model import UNKNOWN_MODEL, Layout, ModelIdentity, Pool, RankRef
 from kvgrpc.observability import metrics
 from kvgrpc.observability.hand_offs import HandOffs
+from kvgrpc.observability.tracing import HandOff, Spans, spans_of
 from kvgrpc.rpc.waking import Waker
 from kvgrpc.transfer.aux import AuxBuffer, AuxRows
 from kvgrpc.transfer.layout.topology import Shape
@@ -64,6 +65,7 @@ class TransferConfig:
     model: ModelIdentity = UNKNOWN_MODEL
     refusal_proves_death: bool = True
     verify: bool = False
+    tracing: bool = False
 
     def shape(self, data_plane: str) -> Shape:
         aux = tuple(buffer.item_bytes for buffer in self.aux)
@@ -166,6 +168,7 @@ class TransferManager(ABC, Generic[Record]):
         # What the handles of rooms call; None, which costs a room nothing, until an engine asked for ``fileno``.
         self.on_change: _Changes | None = None
         self._hand_offs = HandOffs(self.role, logger)
+        self._spans = spans_of(self.role, config.ref) if config.tracing else None
         self._page_bytes = sum(region.page_bytes for region in config.pools[0].regions)
 
     # For senders and receivers, on any thread.
@@ -415,8 +418,19 @@ class TransferManager(ABC, Generic[Record]):
                 self._hand_offs.succeeded(seconds, pages * self._page_bytes, stages)
             else:
                 self._hand_offs.failed(*room.key[:2], room.failure, seconds)
+            if self._spans is not None:
+                self._trace(self._spans, record, now)
         for peer, how, rooms in work.lost:
             self._hand_offs.lost(self.ref, peer, how, rooms)
+
+    def _trace(self, spans: Spans, record: Record, now: float) -> None:
+        row, handle = self._row(record), cast(_EndedRoom, record).handle
+        times = (now - row.age_seconds, 0.0, 0.0)
+        if isinstance(handle, TimedHandle):
+            times = handle.began, handle.ready_at, handle.moving_at
+        peers, nbytes = [part.peer for part in row.parts], row.pages * self._page_bytes
+        hand_off = HandOff(*row.key[:2], peers, *times, row.pages, nbytes, row.failure)
+        spans.end(getattr(record, "span", None), row.traceparent, hand_off)
 
     def _look_at_conditions(self) -> None:
         for condition, done in self._conditions:

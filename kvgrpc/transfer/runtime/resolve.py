@@ -7,7 +7,7 @@ import logging
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 
@@ -63,9 +63,12 @@ async def no_changes(bootstrap_addr: str, since: int, timeout: float) -> int:
 
 
 class ReceiverRoom(DecodeRoom):
-    """A room with the way to its prefill: the registry's address, and the dp rank if the router chose one."""
+    """A room with the way to its prefill: the registry's address, and the dp rank if the router chose one.
 
-    __slots__ = ("bootstrap_addr", "prefill_dp_rank")
+    ``span``: where the rank traces, that of the hand-off.
+    """
+
+    __slots__ = ("bootstrap_addr", "prefill_dp_rank", "span")
 
     def __init__(
         self, key: RoomKey, handle: Handle, bootstrap_addr: str, prefill_dp_rank: int | None, traceparent: str
@@ -74,6 +77,7 @@ class ReceiverRoom(DecodeRoom):
         super().__init__(key, handle, traceparent if readable else "")
         self.bootstrap_addr = bootstrap_addr
         self.prefill_dp_rank = prefill_dp_rank
+        self.span: Any = None
 
 
 class Routes:

@@ -68,7 +68,7 @@ class TestHello:
             return attach(address)
 
         async def read(said: Iterator[pb.SessionRequest]) -> pb.SessionRequest | None:
-            return next(said, None) or await asyncio.Future[None]()
+            return next(said, None) or await asyncio.Future[pb.SessionRequest]()
 
         async def gone(message: pb.SessionResponse) -> None:
             raise ConnectionResetError

@@ -1,0 +1,101 @@
+"""One hand-off is one trace over both processes, below the span of the engine's request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.integration.rank_host import LAYERS, PAGE_BYTES, RankProcess
+
+SUCCESS, FAILED = 4, 0
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+Open = Callable[..., RankProcess]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[tuple[RankProcess, RankProcess]]:
+    made = [
+        RankProcess("P", "PREFILL", registry="embedded", tracing=True),
+        RankProcess("D", "DECODE", tracing=True),
+    ]
+    for each in made:
+        each.opened().call("trace")
+    yield made[0], made[1]
+    for each in made:
+        each.end()
+
+
+@pytest.fixture
+def spans(ranks: tuple[RankProcess, RankProcess]) -> Callable[[], tuple[dict[str, Any], dict[str, Any]]]:
+    """Waits for the next span of each process: prefill's and decode's. None came before."""
+    before = [len(each.call("spans", 0)) for each in ranks]
+
+    def next_of_each() -> tuple[dict[str, Any], dict[str, Any]]:
+        found = [each.call("spans", count + 1)[count:] for each, count in zip(ranks, before, strict=True)]
+        assert [len(each) for each in found] == [1, 1]
+        return found[0][0], found[1][0]
+
+    return next_of_each
+
+
+def test_one_hand_off_is_one_trace_below_the_request(ranks: tuple[RankProcess, RankProcess], spans: Any) -> None:
+    prefill, decode = ranks
+    decode.call("receive", 11, prefill.address, range(8), traceparent=f"00-{TRACE}-{SPAN}-01")
+    prefill.call("send", 11, range(3, 11))
+    decode.call("wait", "receivers", [11], [SUCCESS])
+    below, above = spans()
+    assert above["trace"] == below["trace"] == TRACE
+    assert above["parent"] == SPAN and below["parent"] == above["span"]
+    assert (above["name"], above["kind"]) == ("kvgrpc hand-off decode", "CLIENT")
+    assert (below["name"], below["kind"]) == ("kvgrpc hand-off prefill", "SERVER")
+    for span, rank, peer in ((above, decode.ref, prefill.ref), (below, prefill.ref, decode.ref)):
+        assert span["attributes"] == {
+            "kvgrpc.rank": rank,
+            "kvgrpc.peers": (peer,),
+            "kvgrpc.room": 11,
+            "kvgrpc.attempt": 0,
+            "kvgrpc.pages": 8,
+            "kvgrpc.bytes": 8 * LAYERS * PAGE_BYTES,
+        }
+        assert span["status"][0] == "UNSET"
+        assert sorted(span["events"]) == ["moving", "ready"]
+        assert min(span["moments"]) == span["moments"][0] and max(span["moments"]) == span["moments"][-1]
+
+
+def test_without_a_trace_of_the_engine_decode_begins_one(ranks: tuple[RankProcess, RankProcess], spans: Any) -> None:
+    prefill, decode = ranks
+    decode.call("receive", 12, prefill.address, range(2), traceparent="no trace context")
+    prefill.call("send", 12, range(2))
+    decode.call("wait", "receivers", [12], [SUCCESS])
+    below, above = spans()
+    assert above["parent"] == "" and below["parent"] == above["span"] and below["trace"] == above["trace"]
+
+
+def test_a_failed_hand_off_says_why_on_both_sides(ranks: tuple[RankProcess, RankProcess], spans: Any) -> None:
+    prefill, decode = ranks
+    decode.call("receive", 13, prefill.address, range(2), traceparent=f"00-{TRACE}-{SPAN}-01")
+    prefill.call("send", 13, range(2), last=False)
+    prefill.call("wait", "senders", [13], [3])
+    decode.call("abort", "receivers", 13)
+    prefill.call("wait", "senders", [13], [FAILED])
+    below, above = spans()
+    assert below["parent"] == above["span"]
+    for span in (above, below):
+        assert span["attributes"]["kvgrpc.reason"] == "ROOM_CANCELLED"
+        assert span["attributes"]["kvgrpc.origin"] == decode.ref
+        assert span["status"] == ("ERROR", "ROOM_CANCELLED: the decode engine aborted it")
+
+
+def test_what_the_engine_does_not_sample_is_sampled_on_neither_side(
+    ranks: tuple[RankProcess, RankProcess], spans: Any
+) -> None:
+    prefill, decode = ranks
+    for room, flags in ((14, "00"), (15, "01")):
+        decode.call("receive", room, prefill.address, range(2), traceparent=f"00-{TRACE}-{SPAN}-{flags}")
+        prefill.call("send", room, range(2))
+        decode.call("wait", "receivers", [room], [SUCCESS])
+        prefill.call("wait", "senders", [room], [SUCCESS])
+    below, above = spans()
+    assert below["attributes"]["kvgrpc.room"] == above["attributes"]["kvgrpc.room"] == 15
