@@ -325,6 +325,7 @@ class Failure:
     """The root cause of a failed room: an exception as a value that travels in streams and records.
 
     ``origin`` names who saw it first ("engine/dp0/pp0/cp0/tp0@epoch", empty: this process), ``time`` is Unix seconds.
+    ``retry_after``: seconds before which another attempt is of no use; None: it depends on something else.
     """
 
     reason: Reason
@@ -332,14 +333,15 @@ class Failure:
     metadata: Mapping[str, str] = field(default_factory=dict)
     origin: str = ""
     time: float = field(default_factory=time.time)
+    retry_after: float | None = None
 
     @classmethod
     def of(cls, error: KvGrpcError, origin: str = "") -> Failure:
-        return cls(error.reason, error.message, dict(error.metadata), origin)
+        return cls(error.reason, error.message, dict(error.metadata), origin, retry_after=error.retry_after)
 
     def exception(self) -> KvGrpcError:
         """The exception of this reason, for callers that want to raise it."""
-        return exception_of(self.reason)(self.message, metadata=self.metadata)
+        return exception_of(self.reason)(self.message, metadata=self.metadata, retry_after=self.retry_after)
 
 
 def exception_of(reason: Reason) -> type[KvGrpcError]:

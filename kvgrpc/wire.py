@@ -117,6 +117,8 @@ def failure_to_pb(failure: Failure) -> pb.Failure:
     origin = _parse_origin(failure.origin)
     if origin is not None:
         message.origin.CopyFrom(rank_ref_to_pb(origin))
+    if failure.retry_after is not None:
+        message.retry_after.FromMilliseconds(round(min(max(failure.retry_after, 0.0), _LONGEST_RETRY_SECONDS) * 1000))
     return message
 
 
@@ -129,12 +131,20 @@ def failure_from_pb(message: pb.Failure) -> Failure:
         _metadata(message.metadata),
         str(rank_ref_from_pb(message.origin))[:MAX_MESSAGE_CHARS] if message.HasField("origin") else "",
         float(min(max(message.time.seconds, 0), _LAST_SECOND)) + message.time.nanos / 1e9,
+        _retry_after(message) if message.HasField("retry_after") else None,
     )
 
 
 _LAST_SECOND = 253_402_300_798  # what a Timestamp can say, less one
+_LONGEST_RETRY_SECONDS = 3600.0
 _METADATA_CHARS = 2048
 _VALUE_CHARS = 1024
+
+
+def _retry_after(message: pb.Failure) -> float:
+    """Within an hour, whatever a peer says."""
+    seconds = message.retry_after.seconds + message.retry_after.nanos / 1e9
+    return min(max(seconds, 0.0), _LONGEST_RETRY_SECONDS)
 
 
 def _metadata(metadata: Mapping[str, str]) -> dict[str, str]:

@@ -5,6 +5,7 @@ Words that every service shares: who a rank is, what its memory looks like, why 
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
@@ -404,6 +405,7 @@ class Failure(_message.Message):
     METADATA_FIELD_NUMBER: _builtins.int
     ORIGIN_FIELD_NUMBER: _builtins.int
     TIME_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_FIELD_NUMBER: _builtins.int
     reason: _error_reason_pb2.ErrorReason.ValueType
     """The reason."""
     message: _builtins.str
@@ -420,6 +422,12 @@ class Failure(_message.Message):
     def time(self) -> _timestamp_pb2.Timestamp:
         """When."""
 
+    @_builtins.property
+    def retry_after(self) -> _duration_pb2.Duration:
+        """For a reason that passes by itself (TOO_MANY_REQUESTS, PAGES_HELD): not before this is another attempt of the room
+        of use. Absent: it depends on something else.
+        """
+
     def __init__(
         self,
         *,
@@ -428,10 +436,11 @@ class Failure(_message.Message):
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         origin: Global___RankRef | None = ...,
         time: _timestamp_pb2.Timestamp | None = ...,
+        retry_after: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["origin", b"origin", "time", b"time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["origin", b"origin", "retry_after", b"retry_after", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "metadata", b"metadata", "origin", b"origin", "reason", b"reason", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "metadata", b"metadata", "origin", b"origin", "reason", b"reason", "retry_after", b"retry_after", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -199,6 +199,9 @@ class RankLimits(_message.Message):
     MAX_HELD_PAGES_FIELD_NUMBER: _builtins.int
     MAX_CHUNKS_PER_ROOM_FIELD_NUMBER: _builtins.int
     MAX_AUX_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_UNKNOWN_WRITES_FIELD_NUMBER: _builtins.int
+    MAX_PEER_WRITES_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    MAX_PEER_BYTES_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     max_frame_bytes: _builtins.int
     """Bytes of one frame of a session."""
     max_rooms: _builtins.int
@@ -217,6 +220,12 @@ class RankLimits(_message.Message):
     """Chunks of one room."""
     max_aux_bytes: _builtins.int
     """Bytes of aux that end a room."""
+    max_unknown_writes: _builtins.int
+    """Writes to one decode rank of which nobody knows whether they ended."""
+    max_peer_writes_in_flight: _builtins.int
+    """Writes of the data plane to one peer that are on their way at once; 0: the data plane has no such bound."""
+    max_peer_bytes_in_flight: _builtins.int
+    """Their bytes; 0: as above."""
     def __init__(
         self,
         *,
@@ -229,10 +238,13 @@ class RankLimits(_message.Message):
         max_held_pages: _builtins.int = ...,
         max_chunks_per_room: _builtins.int = ...,
         max_aux_bytes: _builtins.int = ...,
+        max_unknown_writes: _builtins.int = ...,
+        max_peer_writes_in_flight: _builtins.int = ...,
+        max_peer_bytes_in_flight: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_aux_bytes", b"max_aux_bytes", "max_chunks_per_room", b"max_chunks_per_room", "max_ended_records", b"max_ended_records", "max_frame_bytes", b"max_frame_bytes", "max_held_pages", b"max_held_pages", "max_known_streams", b"max_known_streams", "max_rooms", b"max_rooms", "max_unclaimed", b"max_unclaimed", "max_unclaimed_per_session", b"max_unclaimed_per_session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_aux_bytes", b"max_aux_bytes", "max_chunks_per_room", b"max_chunks_per_room", "max_ended_records", b"max_ended_records", "max_frame_bytes", b"max_frame_bytes", "max_held_pages", b"max_held_pages", "max_known_streams", b"max_known_streams", "max_peer_bytes_in_flight", b"max_peer_bytes_in_flight", "max_peer_writes_in_flight", b"max_peer_writes_in_flight", "max_rooms", b"max_rooms", "max_unclaimed", b"max_unclaimed", "max_unclaimed_per_session", b"max_unclaimed_per_session", "max_unknown_writes", b"max_unknown_writes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

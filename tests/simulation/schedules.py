@@ -15,7 +15,7 @@ from tests.simulation.requests import Request
 from tests.simulation.world import World
 
 REQUESTS_SHARE, FAULTS_SHARE = 0.12, 0.06
-TIGHT = Bounds(unclaimed_per_session=4, unclaimed=5, ended_records=6, known_streams=16, held_pages=4)
+TIGHT = Bounds(unclaimed_per_session=4, unclaimed=5, ended_records=6, known_streams=16, held_pages=4, unknown_writes=1)
 # A pair's bounds are tight, a rank's are not: past its own a hostile peer is refused, and nobody else is.
 AMONG_ENEMIES = Bounds(unclaimed_per_session=4, ended_records=64, held_pages=3)
 FAULTS = (

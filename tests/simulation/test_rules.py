@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from kvgrpc.dataplane.base import Outcome
-from kvgrpc.transfer.protocol.types import Destination, KVPoll, RoomKey, Want, Writes
+from kvgrpc.transfer.protocol.types import Bounds, Destination, KVPoll, RoomKey, Want, Writes
 from tests.simulation.checks import LATENCY
 from tests.simulation.processes import POOL_PAGES, TIMING
 from tests.simulation.requests import Request
@@ -39,6 +41,25 @@ def test_unknown_writes_hold_the_pages_until_the_engine_is_destroyed(stage: Stag
     assert sender.release_safe
     assert stage.until(lambda: receiver.release_safe) > TIMING.settle
     stage.until_over()
+
+
+def test_past_the_bound_of_unknown_writes_a_decode_is_refused_until_a_probe_is_done() -> None:
+    stage = Stage(bounds=Bounds(unknown_writes=1))
+    for number in (1, 2):
+        request = Request(RoomKey(number), pages=1)  # one write each
+        _, receiver = stage.receive(request)
+        stage.send(request)
+        plane = stage.freeze(request.key)
+        plane.end_all(Outcome.FAILED_UNKNOWN)
+        plane.frozen = False
+        stage.until(partial(failed, receiver, "TRANSFER_FAILED"))
+    sender, (_, receiver) = stage.send(REQUEST), stage.receive(REQUEST)
+    stage.until(lambda: failed(receiver, "TOO_MANY_REQUESTS") and failed(sender, "TOO_MANY_REQUESTS"))
+    assert receiver.failure is not None and receiver.failure.retry_after is not None
+    stage.steps(TIMING.probe)
+    again = Request(RoomKey(8))
+    sender, (_, receiver) = stage.send(again), stage.receive(again)
+    stage.until(lambda: sender.poll is receiver.poll is KVPoll.Success)
 
 
 def test_a_connection_that_is_left_holds_the_pages_after_the_settle_time(stage: Stage) -> None:

@@ -83,6 +83,7 @@ class DecodeCore:
         self.me = me
         self.timing = timing or Timing()
         self.bounds = bounds or Bounds()
+        self._settle_seconds = self.timing.settle * self.timing.tick_seconds
         self.now = 0
         self.rooms: dict[RoomKey, DecodeRoom] = {}
         self.pairs: dict[RankRef, DecodePair] = {}
@@ -135,7 +136,8 @@ class DecodeCore:
                 return
             held = self._held.of_pair.get(pair, 0)
             if held > self.bounds.held_pages:
-                self._end(room, self._failure(failures.pages_held(held, self.bounds.held_pages, pair.ref)))
+                error = failures.pages_held(held, self.bounds.held_pages, self._settle_seconds, pair.ref)
+                self._end(room, self._failure(error))
                 return
         if len(room.parts) != len(targets):  # resolved again, and the engine came back with another layout
             self._end(room, self._failure(failures.other_ranks(room.key, [target.ref.rank for target in targets])))
@@ -305,7 +307,7 @@ class DecodeCore:
         if len(self.rooms) >= self.bounds.rooms:
             return failures.too_many("rooms", self.bounds.rooms, len(self.rooms))
         if self.refuses_all:
-            return failures.pages_held(self.held_pages, 2 * self.bounds.held_pages)
+            return failures.pages_held(self.held_pages, 2 * self.bounds.held_pages, self._settle_seconds)
         return None
 
     def _set_deadline(self, room: DecodeRoom) -> None:

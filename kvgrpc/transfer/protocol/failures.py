@@ -22,6 +22,8 @@ from kvgrpc.errors import (
 from kvgrpc.model import RankId, RankRef
 from kvgrpc.transfer.protocol.types import RoomKey
 
+RETRY_SECONDS = 1.0  # rooms end all the time: then there is a place, or the router knows a better rank
+
 
 def in_words(value: object) -> str:
     """A foreign value as text: where even that raises, its type."""
@@ -79,13 +81,25 @@ def other_ranks(key: RoomKey, ranks: Sequence[RankId]) -> KvGrpcError:
 
 def too_many(scope: str, limit: int, value: int) -> KvGrpcError:
     text = f"{value} {scope} are open, the bound is {limit}"
-    return TooManyRequests(text, metadata={"limit": limit, "value": value, "scope": scope})
+    metadata = {"limit": limit, "value": value, "scope": scope}
+    return TooManyRequests(text, metadata=metadata, retry_after=RETRY_SECONDS)
 
 
-def pages_held(held: int, limit: int, peer: RankRef | None = None) -> KvGrpcError:
-    """``peer``: the one writer whose evidence they wait for."""
+def too_many_unknown(peer: RankRef, limit: int, value: int, retry_after: float) -> KvGrpcError:
+    """Of writes to one decode, whose pages on both sides are lost to their engines (8, pages)."""
+    text = (
+        f"of {value} writes to {peer} nobody knows whether they ended, the bound is {limit}; if the next one fares no "
+        "better, the data plane of this rank or of that one is to be made again (Rank.close and open_rank)"
+    )
+    metadata = {"limit": limit, "value": value, "scope": "unknown_writes"}
+    return TooManyRequests(text, metadata=metadata, retry_after=retry_after)
+
+
+def pages_held(held: int, limit: int, retry_after: float, peer: RankRef | None = None) -> KvGrpcError:
+    """``peer``: the one writer whose evidence they wait for. ``retry_after``: the settle time in seconds."""
     what = "evidence that nobody writes to them any more" if peer is None else f"evidence that {peer} writes no more"
-    return PagesHeld(f"{held} pages wait for {what}, the bound is {limit}", metadata={"held": held, "limit": limit})
+    text = f"{held} pages wait for {what}, the bound is {limit}"
+    return PagesHeld(text, metadata={"held": held, "limit": limit}, retry_after=retry_after)
 
 
 def draining(rank: RankRef) -> KvGrpcError:

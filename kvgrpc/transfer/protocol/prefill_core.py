@@ -66,7 +66,9 @@ class PrefillWork:
 
 
 class PrefillCore:
-    """See the module. ``open_writes``: submissions without an outcome; ``open_count``: rooms that have not ended."""
+    """See the module. ``open_writes``: submissions without an outcome; ``open_count``: rooms that have not ended;
+    ``unknown_writes``: submissions of which nobody knows whether they ended.
+    """
 
     def __init__(
         self, me: RankRef, *, timing: Timing | None = None, bounds: Bounds | None = None, data_plane: str = ""
@@ -82,6 +84,7 @@ class PrefillCore:
         self.pairs: dict[RankRef, PrefillPair] = {}
         self.open_writes = 0
         self.open_count = 0
+        self.unknown_writes = 0
         self.ignored_entries = 0
         self._work = PrefillWork()
         self._pending: PendingRooms[PrefillPair] = PendingRooms()
@@ -186,6 +189,8 @@ class PrefillCore:
         pair = self.pairs.get(ref)
         if pair is None:
             pair = self.pairs[ref] = PrefillPair(ref, peer, self.now)
+            if self._unknown.without_record(ref) is WRITES_UNKNOWN:
+                pair.unknown_writes = self.bounds.unknown_writes
         older = pair.welcome(stream, number, self.now)
         if older is not None:
             self._work.closes.append(older)  # 2, one stream: a larger one ends the older before welcome is sent
@@ -230,6 +235,8 @@ class PrefillCore:
         self.open_writes -= 1
         had_ended = room.ended
         room.end_write(submission, outcome, detail, self._data_plane)
+        if outcome is Outcome.FAILED_UNKNOWN or submission.pair.unknown_writes:
+            self._note_unknown(submission.pair, outcome)
         if not had_ended:
             self._follow(room)
         elif not room.open_writes:
@@ -244,11 +251,13 @@ class PrefillCore:
     def on_engine_destroyed(self) -> None:
         """All outcomes were reported, and no write of ours is left anywhere: UNKNOWN becomes STOPPED (7, writes)."""
         self._unknown.clear()
+        self.unknown_writes = 0
         for room in self.rooms.values():
             if room.engine_destroyed():
                 self._keep(room)
                 self._tell(room)
         for pair in self.pairs.values():
+            pair.unknown_writes = 0
             for key, (failure, writes) in pair.answers.items():
                 if writes is WRITES_UNKNOWN:
                     pair.answers[key] = (failure, self._unknown.without_record(pair.ref))
@@ -305,7 +314,37 @@ class PrefillCore:
             self._await_sender(room, entry)
             if self.draining:
                 self._refuse(room, failures.draining(self.me))
+        if pair.unknown_writes > self.bounds.unknown_writes:
+            self._refuse_unless_probe(pair, room)
         self._want(pair, room, entry)
+
+    def _note_unknown(self, pair: PrefillPair, outcome: Outcome) -> None:
+        """Past the bound the pair's rooms that write nothing are given up, and new ones are refused; a write that is
+        done clears it (8, pages by evidence).
+        """
+        limit = self.bounds.unknown_writes
+        if outcome is Outcome.DONE and pair.unknown_writes > limit:
+            pair.unknown_writes = 0
+        if outcome is not Outcome.FAILED_UNKNOWN:
+            return
+        self.unknown_writes += 1
+        pair.unknown_writes += 1
+        pair.next_probe_at = self.now + self.timing.probe
+        if pair.unknown_writes > limit:
+            for room in [self.rooms[key] for key in pair.rooms]:
+                if not (room.ended or room.open_writes):
+                    self._refuse(room, self._too_many_unknown(pair))
+
+    def _refuse_unless_probe(self, pair: PrefillPair, room: PrefillRoom) -> None:
+        """Never for good: one room a while shows whether writes to this decode end again."""
+        if self.now >= pair.next_probe_at:
+            pair.next_probe_at = self.now + self.timing.probe
+        else:
+            self._refuse(room, self._too_many_unknown(pair))
+
+    def _too_many_unknown(self, pair: PrefillPair) -> KvGrpcError:
+        left = (pair.next_probe_at - self.now) * self.timing.tick_seconds
+        return failures.too_many_unknown(pair.ref, self.bounds.unknown_writes, pair.unknown_writes, left)
 
     def _await_sender(self, room: PrefillRoom, entry: DecodeEntry) -> None:
         """A second less than decode waits, so that it hears the reason before its own deadline ends the room."""

@@ -14,7 +14,8 @@ class PrefillPair:
 
     ``rooms`` it owns; ``answers``: what it keeps hearing of rooms that it cannot have (rule 10, ownership);
     ``unclaimed``: how many of its rooms wait for a local sender; ``forgotten``: how many are kept only for a late one
-    (rule 11, memory of the ended); ``pending_rooms``: what it is to be told.
+    (rule 11, memory of the ended); ``pending_rooms``: what it is to be told. ``unknown_writes``: to it, of which nobody
+    knows whether they ended; ``next_probe_at``: when it gets another chance (rule 8, pages by evidence).
     """
 
     __slots__ = (
@@ -23,6 +24,7 @@ class PrefillPair:
         "forgotten",
         "heard_at",
         "lost",
+        "next_probe_at",
         "number",
         "peer",
         "pending_rooms",
@@ -33,6 +35,7 @@ class PrefillPair:
         "sends_aux",
         "stream",
         "unclaimed",
+        "unknown_writes",
         "verify",
     )
 
@@ -52,6 +55,7 @@ class PrefillPair:
         self.rooms: set[RoomKey] = set()
         self.unclaimed = 0
         self.forgotten = 0
+        self.unknown_writes = self.next_probe_at = 0
 
     def serves_with(self, other: PrefillPair) -> bool:
         """Whether both are ranks of one decode replica, to which the same prompts are owed."""

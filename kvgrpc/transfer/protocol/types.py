@@ -234,6 +234,7 @@ class Timing:
         room_deadline: a receiver may take this long until ``init``, and again from it; a sender to meet its decode.
         unclaimed: a room that decode named waits this long at most for its local sender.
         ended_record: what ended is remembered this long for a decode that comes back, or a late sender.
+        probe: of a decode to which too many writes had an unknown end one room is taken this often (prefill).
     """
 
     tick_seconds: float = 0.1
@@ -247,6 +248,7 @@ class Timing:
     room_deadline: int = 3000
     unclaimed: int = 3000
     ended_record: int = 600
+    probe: int = 100
 
     def ticks(self, milliseconds: int) -> int:
         return max(1, round(milliseconds / 1000 / self.tick_seconds))
@@ -271,6 +273,8 @@ class Bounds:
             pool.
         chunks_per_room: sends of one room that wait for its destination (prefill).
         aux_bytes: aux of one room, in bytes.
+        unknown_writes: writes to one decode incarnation of which nobody knows whether they ended; past it its rooms are
+            refused, but for one a ``Timing.probe`` (prefill).
     """
 
     rooms: int = 131_072
@@ -281,6 +285,7 @@ class Bounds:
     held_pages: int = 2**32
     chunks_per_room: int = 65_536
     aux_bytes: int = 65_536
+    unknown_writes: int = 16
 
 
 PAST_FAILURES = 256  # rooms that people may still ask about

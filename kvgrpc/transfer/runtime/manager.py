@@ -28,6 +28,7 @@ from kvgrpc.observability.tracing import HandOff, Spans, spans_of
 from kvgrpc.rpc.waking import Waker
 from kvgrpc.transfer.aux import AuxBuffer, AuxRows
 from kvgrpc.transfer.layout.topology import Shape
+from kvgrpc.transfer.protocol.failures import RETRY_SECONDS
 from kvgrpc.transfer.protocol.types import PAST_FAILURES, Bounds, Destination, Handle, LostPair, RoomKey, Timing
 from kvgrpc.transfer.runtime.stages import TimedHandle
 from kvgrpc.transfer.tables import RoomRow, SessionRow
@@ -197,6 +198,7 @@ class TransferManager(ABC, Generic[Record]):
         error = TooManyRequests(
             f"room {key.room}: {waiting} calls wait for the loop thread",
             metadata={"limit": limit, "value": waiting, "scope": "command_queue"},
+            retry_after=RETRY_SECONDS,
         )
         return Failure.of(error, str(self.ref))
 

@@ -374,6 +374,102 @@ class TestWrites:
         assert side.said()[KEY].writes is Writes.STOPPED
 
 
+class TestUnknownWrites:
+    """A decode to which writes are lost track of, again and again, gets no more of them, for a while."""
+
+    BOUND = 2
+
+    @pytest.fixture
+    def side(self) -> Side:
+        return Side(bounds=Bounds(unknown_writes=self.BOUND))
+
+    def lose(self, side: Side, room: int) -> None:
+        _, _, submission = side.writing(RoomKey(room))
+        side.core.on_outcome(submission, Outcome.FAILED_UNKNOWN)
+
+    def past_the_bound(self, side: Side) -> None:
+        for room in range(1, self.BOUND + 2):
+            self.lose(side, room)
+
+    def test_up_to_the_bound_nothing_changes(self, side: Side) -> None:
+        self.lose(side, 1)
+        self.lose(side, 2)
+        _, handle, submission = side.writing(RoomKey(3))
+        side.core.on_outcome(submission, Outcome.DONE)
+        assert handle.poll is KVPoll.Success and side.core.unknown_writes == 2
+
+    def test_past_it_new_rooms_are_refused_on_both_sides_and_say_when_to_come_again(self, side: Side) -> None:
+        self.past_the_bound(side)
+        side.ticks(30)
+        _, first = side.claim(RoomKey(8))
+        for room in (8, 9):
+            side.name(key=RoomKey(room))
+        late = Handle()
+        side.core.claim(RoomKey(9), late)
+        said = side.said()
+        for failure in (first.failure, late.failure, said[RoomKey(8)].failure, said[RoomKey(9)].failure):
+            assert failure is not None and failure.reason is Reason.TOO_MANY_REQUESTS
+            assert failure.metadata == {"limit": "2", "value": "3", "scope": "unknown_writes"}
+            assert failure.retry_after == pytest.approx((TIMING.probe - 30) * TIMING.tick_seconds)
+        assert said[RoomKey(8)].writes is Writes.SETTLED, "nothing was written: the pages come back at once"
+
+    def test_rooms_that_wrote_nothing_yet_are_given_up_and_writes_on_their_way_are_not(self, side: Side) -> None:
+        _, moving, submission = side.writing(RoomKey(8))
+        side.name(key=RoomKey(9))
+        _, waiting = side.claim(RoomKey(9))
+        self.past_the_bound(side)
+        assert reason(waiting) == "TOO_MANY_REQUESTS"
+        side.core.on_outcome(submission, Outcome.DONE)
+        assert moving.poll is KVPoll.Success
+
+    def test_another_decode_notices_nothing(self, side: Side) -> None:
+        self.past_the_bound(side)
+        side.name(key=RoomKey(8), ref=D1)
+        record, handle = side.claim(RoomKey(8))
+        side.send(record, 0, 3, last=True)
+        side.done()
+        assert handle.poll is KVPoll.Success
+
+    def test_one_room_a_while_is_taken_and_when_it_is_done_all_are(self, side: Side) -> None:
+        self.past_the_bound(side)
+        side.ticks(TIMING.probe)
+        _, probe, submission = side.writing(RoomKey(8))
+        side.name(key=RoomKey(9))
+        assert reason(side.claim(RoomKey(9))[1]) == "TOO_MANY_REQUESTS", "only one"
+        side.core.on_outcome(submission, Outcome.DONE)
+        assert probe.poll is KVPoll.Success
+        _, handle, submission = side.writing(RoomKey(10))
+        side.core.on_outcome(submission, Outcome.DONE)
+        assert handle.poll is KVPoll.Success
+
+    def test_a_probe_that_is_lost_too_begins_the_while_anew(self, side: Side) -> None:
+        self.past_the_bound(side)
+        side.ticks(TIMING.probe)
+        self.lose(side, 8)
+        side.ticks(TIMING.probe - 1)
+        side.name(key=RoomKey(9))
+        assert reason(side.claim(RoomKey(9))[1]) == "TOO_MANY_REQUESTS"
+        side.ticks(1)
+        assert side.writing(RoomKey(10))[1].failure is None
+
+    def test_a_new_incarnation_and_a_new_engine_begin_at_nothing(self, side: Side) -> None:
+        self.past_the_bound(side)
+        newer = RankRef(D0.rank, D0.epoch + 1)
+        side.name(key=RoomKey(8), ref=newer)
+        assert side.claim(RoomKey(8))[1].failure is None
+        side.core.on_engine_destroyed()
+        assert side.core.unknown_writes == 0 and side.writing(RoomKey(9))[1].failure is None
+
+    def test_an_incarnation_that_is_met_again_is_at_the_bound_still(self, side: Side) -> None:
+        self.past_the_bound(side)
+        side.core.on_end(side.streams.pop(D0), D0)
+        side.ticks(2 * TIMING.ended_record)
+        assert D0 not in side.core.pairs
+        self.lose(side, 8)
+        side.name(key=RoomKey(9))
+        assert reason(side.claim(RoomKey(9))[1]) == "TOO_MANY_REQUESTS"
+
+
 class TestMemory:
     def test_a_late_sender_fails_at_once_with_the_cause_and_that_ends_the_record(self, side: Side) -> None:
         side.name(Want.STOP)

@@ -11,6 +11,7 @@ package kvgrpcv1
 import (
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
+	durationpb "google.golang.org/protobuf/types/known/durationpb"
 	timestamppb "google.golang.org/protobuf/types/known/timestamppb"
 	reflect "reflect"
 	sync "sync"
@@ -772,7 +773,10 @@ type Failure struct {
 	// Who saw it first.
 	Origin *RankRef `protobuf:"bytes,4,opt,name=origin,proto3" json:"origin,omitempty"`
 	// When.
-	Time          *timestamppb.Timestamp `protobuf:"bytes,5,opt,name=time,proto3" json:"time,omitempty"`
+	Time *timestamppb.Timestamp `protobuf:"bytes,5,opt,name=time,proto3" json:"time,omitempty"`
+	// For a reason that passes by itself (TOO_MANY_REQUESTS, PAGES_HELD): not before this is another attempt of the room
+	// of use. Absent: it depends on something else.
+	RetryAfter    *durationpb.Duration `protobuf:"bytes,6,opt,name=retry_after,json=retryAfter,proto3" json:"retry_after,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -842,11 +846,18 @@ func (x *Failure) GetTime() *timestamppb.Timestamp {
 	return nil
 }
 
+func (x *Failure) GetRetryAfter() *durationpb.Duration {
+	if x != nil {
+		return x.RetryAfter
+	}
+	return nil
+}
+
 var File_kvgrpc_v1_common_proto protoreflect.FileDescriptor
 
 const file_kvgrpc_v1_common_proto_rawDesc = "" +
 	"\n" +
-	"\x16kvgrpc/v1/common.proto\x12\tkvgrpc.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1ckvgrpc/v1/error_reason.proto\"`\n" +
+	"\x16kvgrpc/v1/common.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1ckvgrpc/v1/error_reason.proto\"`\n" +
 	"\x06RankId\x12\x16\n" +
 	"\x06engine\x18\x01 \x01(\tR\x06engine\x12\x0e\n" +
 	"\x02dp\x18\x02 \x01(\rR\x02dp\x12\x0e\n" +
@@ -898,13 +909,15 @@ const file_kvgrpc_v1_common_proto_rawDesc = "" +
 	"\n" +
 	"run_starts\x18\x03 \x03(\rR\trunStarts\x12\x1f\n" +
 	"\vrun_lengths\x18\x04 \x03(\rR\n" +
-	"runLengths\"\xaa\x02\n" +
+	"runLengths\"\xe6\x02\n" +
 	"\aFailure\x12.\n" +
 	"\x06reason\x18\x01 \x01(\x0e2\x16.kvgrpc.v1.ErrorReasonR\x06reason\x12\x18\n" +
 	"\amessage\x18\x02 \x01(\tR\amessage\x12<\n" +
 	"\bmetadata\x18\x03 \x03(\v2 .kvgrpc.v1.Failure.MetadataEntryR\bmetadata\x12*\n" +
 	"\x06origin\x18\x04 \x01(\v2\x12.kvgrpc.v1.RankRefR\x06origin\x12.\n" +
-	"\x04time\x18\x05 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\x1a;\n" +
+	"\x04time\x18\x05 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\x12:\n" +
+	"\vretry_after\x18\x06 \x01(\v2\x19.google.protobuf.DurationR\n" +
+	"retryAfter\x1a;\n" +
 	"\rMetadataEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01*_\n" +
@@ -950,6 +963,7 @@ var file_kvgrpc_v1_common_proto_goTypes = []any{
 	nil,                           // 11: kvgrpc.v1.Failure.MetadataEntry
 	(ErrorReason)(0),              // 12: kvgrpc.v1.ErrorReason
 	(*timestamppb.Timestamp)(nil), // 13: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),   // 14: google.protobuf.Duration
 }
 var file_kvgrpc_v1_common_proto_depIdxs = []int32{
 	3,  // 0: kvgrpc.v1.RankRef.rank:type_name -> kvgrpc.v1.RankId
@@ -960,11 +974,12 @@ var file_kvgrpc_v1_common_proto_depIdxs = []int32{
 	11, // 5: kvgrpc.v1.Failure.metadata:type_name -> kvgrpc.v1.Failure.MetadataEntry
 	4,  // 6: kvgrpc.v1.Failure.origin:type_name -> kvgrpc.v1.RankRef
 	13, // 7: kvgrpc.v1.Failure.time:type_name -> google.protobuf.Timestamp
-	8,  // [8:8] is the sub-list for method output_type
-	8,  // [8:8] is the sub-list for method input_type
-	8,  // [8:8] is the sub-list for extension type_name
-	8,  // [8:8] is the sub-list for extension extendee
-	0,  // [0:8] is the sub-list for field type_name
+	14, // 8: kvgrpc.v1.Failure.retry_after:type_name -> google.protobuf.Duration
+	9,  // [9:9] is the sub-list for method output_type
+	9,  // [9:9] is the sub-list for method input_type
+	9,  // [9:9] is the sub-list for extension type_name
+	9,  // [9:9] is the sub-list for extension extendee
+	0,  // [0:9] is the sub-list for field type_name
 }
 
 func init() { file_kvgrpc_v1_common_proto_init() }

@@ -364,9 +364,15 @@ type RankLimits struct {
 	// Chunks of one room.
 	MaxChunksPerRoom uint32 `protobuf:"varint,8,opt,name=max_chunks_per_room,json=maxChunksPerRoom,proto3" json:"max_chunks_per_room,omitempty"`
 	// Bytes of aux that end a room.
-	MaxAuxBytes   uint32 `protobuf:"varint,9,opt,name=max_aux_bytes,json=maxAuxBytes,proto3" json:"max_aux_bytes,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	MaxAuxBytes uint32 `protobuf:"varint,9,opt,name=max_aux_bytes,json=maxAuxBytes,proto3" json:"max_aux_bytes,omitempty"`
+	// Writes to one decode rank of which nobody knows whether they ended.
+	MaxUnknownWrites uint32 `protobuf:"varint,10,opt,name=max_unknown_writes,json=maxUnknownWrites,proto3" json:"max_unknown_writes,omitempty"`
+	// Writes of the data plane to one peer that are on their way at once; 0: the data plane has no such bound.
+	MaxPeerWritesInFlight uint32 `protobuf:"varint,11,opt,name=max_peer_writes_in_flight,json=maxPeerWritesInFlight,proto3" json:"max_peer_writes_in_flight,omitempty"`
+	// Their bytes; 0: as above.
+	MaxPeerBytesInFlight uint64 `protobuf:"varint,12,opt,name=max_peer_bytes_in_flight,json=maxPeerBytesInFlight,proto3" json:"max_peer_bytes_in_flight,omitempty"`
+	unknownFields        protoimpl.UnknownFields
+	sizeCache            protoimpl.SizeCache
 }
 
 func (x *RankLimits) Reset() {
@@ -458,6 +464,27 @@ func (x *RankLimits) GetMaxChunksPerRoom() uint32 {
 func (x *RankLimits) GetMaxAuxBytes() uint32 {
 	if x != nil {
 		return x.MaxAuxBytes
+	}
+	return 0
+}
+
+func (x *RankLimits) GetMaxUnknownWrites() uint32 {
+	if x != nil {
+		return x.MaxUnknownWrites
+	}
+	return 0
+}
+
+func (x *RankLimits) GetMaxPeerWritesInFlight() uint32 {
+	if x != nil {
+		return x.MaxPeerWritesInFlight
+	}
+	return 0
+}
+
+func (x *RankLimits) GetMaxPeerBytesInFlight() uint64 {
+	if x != nil {
+		return x.MaxPeerBytesInFlight
 	}
 	return 0
 }
@@ -720,7 +747,7 @@ const file_kvgrpc_v1_server_service_proto_rawDesc = "" +
 	"\x19health_watches_per_caller\x18\x04 \x01(\rR\x16healthWatchesPerCaller\x124\n" +
 	"\x16reflections_per_caller\x18\x05 \x01(\rR\x14reflectionsPerCaller\x12,\n" +
 	"\x12locates_per_caller\x18\x06 \x01(\rR\x10locatesPerCaller\x122\n" +
-	"\x15keepalives_per_caller\x18\a \x01(\rR\x13keepalivesPerCaller\"\x82\x03\n" +
+	"\x15keepalives_per_caller\x18\a \x01(\rR\x13keepalivesPerCaller\"\xa2\x04\n" +
 	"\n" +
 	"RankLimits\x12&\n" +
 	"\x0fmax_frame_bytes\x18\x01 \x01(\rR\rmaxFrameBytes\x12\x1b\n" +
@@ -731,7 +758,11 @@ const file_kvgrpc_v1_server_service_proto_rawDesc = "" +
 	"\x11max_known_streams\x18\x06 \x01(\rR\x0fmaxKnownStreams\x12$\n" +
 	"\x0emax_held_pages\x18\a \x01(\rR\fmaxHeldPages\x12-\n" +
 	"\x13max_chunks_per_room\x18\b \x01(\rR\x10maxChunksPerRoom\x12\"\n" +
-	"\rmax_aux_bytes\x18\t \x01(\rR\vmaxAuxBytes\"\xd2\x01\n" +
+	"\rmax_aux_bytes\x18\t \x01(\rR\vmaxAuxBytes\x12,\n" +
+	"\x12max_unknown_writes\x18\n" +
+	" \x01(\rR\x10maxUnknownWrites\x128\n" +
+	"\x19max_peer_writes_in_flight\x18\v \x01(\rR\x15maxPeerWritesInFlight\x126\n" +
+	"\x18max_peer_bytes_in_flight\x18\f \x01(\x04R\x14maxPeerBytesInFlight\"\xd2\x01\n" +
 	"\x0eRegistryLimits\x12\"\n" +
 	"\rmax_page_size\x18\x01 \x01(\rR\vmaxPageSize\x12/\n" +
 	"\x14max_rows_per_request\x18\x02 \x01(\rR\x11maxRowsPerRequest\x123\n" +
