@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,7 +23,7 @@ _ALIGNMENT = 4096
 class HostPool:
     """``pages`` pages of one shape in one block of host memory, zeroed. Thread-safe.
 
-    The memory lives until ``close``, which nothing may outlast that reads or writes it; ``table`` says who owns what.
+    It is a memfd, so that the process of a zero-copy backend can map it too. The memory lives until ``close``, which nothing may outlast that reads or writes it; ``table`` says who owns what.
     ``pin`` (CUDA only) is done by ``kvgrpc.prefetch.copies``, so that this needs no torch.
     """
 
@@ -39,7 +40,14 @@ class HostPool:
             starts.append(size)
             size += -(-block.nbytes // _ALIGNMENT) * _ALIGNMENT
         self._starts = tuple(starts)
-        self._map: mmap.mmap | None = mmap.mmap(-1, size)
+        # Open as long as it is mapped: who shares it looks for the descriptor.
+        self._file = os.memfd_create("kvgrpc-host-pool", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self._file, size)
+            self._map: mmap.mmap | None = mmap.mmap(self._file, size)
+        except BaseException:
+            os.close(self._file)
+            raise
         self._memory: Bytes = np.frombuffer(self._map, dtype=np.uint8)
         self.address = int(self._memory.ctypes.data)
         self.nbytes = size
@@ -101,6 +109,7 @@ class HostPool:
             with contextlib.suppress(BufferError):
                 self._map.close()
             self._map = None
+            os.close(self._file)
         return self._map is None
 
 

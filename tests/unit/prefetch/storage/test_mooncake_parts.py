@@ -8,15 +8,20 @@ import socket
 import threading
 
 import msgspec
+import numpy as np
 import pytest
 
-from kvgrpc.prefetch.storage.base import PageStatus, leading_pages
+from kvgrpc.prefetch.model import Short
+from kvgrpc.prefetch.pools.host import HostPool
+from kvgrpc.prefetch.pools.shape import HostLayout, PageShape
+from kvgrpc.prefetch.storage.base import MemoryRange, PageStatus, leading_pages
 from kvgrpc.prefetch.storage.mooncake import lost
 from kvgrpc.prefetch.storage.mooncake.codes import is_lost, result_of
 from kvgrpc.prefetch.storage.mooncake.link import Pending
 from kvgrpc.prefetch.storage.mooncake.messages import Call, Reply, Wire
 from kvgrpc.prefetch.storage.mooncake.staging import Staging
-from kvgrpc.prefetch.storage.shared import shared_file
+from kvgrpc.prefetch.storage.mooncake.windows import Windows
+from kvgrpc.prefetch.storage.shared import SharedFile, shared_file
 
 
 @pytest.mark.parametrize("code", [-704, -710, -712])
@@ -106,9 +111,54 @@ def test_only_shared_mappings_of_files_that_are_open_can_be_shared() -> None:
     os.close(descriptor)
 
 
-def memory_address(memory: mmap.mmap) -> int:
-    import numpy as np
+class TestWindows:
+    """What of our memory the Store's process reads and writes without a copy."""
 
+    @pytest.mark.parametrize("layout", HostLayout)
+    def test_every_piece_of_every_page_of_a_host_pool_is_seen(self, layout: HostLayout) -> None:
+        host = HostPool(PageShape.mha(3, 4, 2, 8, "float16"), 8, layout)
+        link = RecordedLink()
+        windows = Windows(link)  # type: ignore[arg-type]
+        windows.add(host.ranges)
+        taken = host.table.take(1)
+        assert not isinstance(taken, Short) and taken.tolist() == [0]
+        host.set_flat(0, np.arange(host.shape.page_bytes).astype(np.uint8))
+        for page in range(host.pages):
+            pieces = windows.find(host.page_buffers(page))
+            assert pieces is not None and sum(nbytes for _, _, nbytes in pieces) == host.shape.page_bytes
+        assert link.bytes_at(windows.find(host.page_buffers(0)) or []) == host.flat(0).tobytes()
+        link.close()
+        host.table.release(taken)
+        assert host.close()
+
+    def test_memory_of_this_process_alone_is_not(self) -> None:
+        private = mmap.mmap(-1, 1 << 16, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        windows = Windows(RecordedLink())  # type: ignore[arg-type]
+        windows.add([MemoryRange(memory_address(private), 1 << 16)])
+        assert windows.find(((memory_address(private), 4096),)) is None
+
+
+class RecordedLink:
+    """Maps what it is told of, as the other process does."""
+
+    def __init__(self) -> None:
+        self._areas: list[mmap.mmap] = []
+
+    def share(self, file: SharedFile, nbytes: int) -> int:
+        descriptor = os.open(f"/proc/self/fd/{file.descriptor}", os.O_RDWR)
+        self._areas.append(mmap.mmap(descriptor, nbytes, offset=file.offset))
+        os.close(descriptor)
+        return len(self._areas) - 1
+
+    def bytes_at(self, pieces: list[tuple[int, int, int]]) -> bytes:
+        return b"".join(self._areas[area][offset : offset + nbytes] for area, offset, nbytes in pieces)
+
+    def close(self) -> None:
+        for area in self._areas:
+            area.close()
+
+
+def memory_address(memory: mmap.mmap) -> int:
     return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
 
 
