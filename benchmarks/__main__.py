@@ -24,6 +24,7 @@ from benchmarks.rows import (
     index,
     limits,
     liveness,
+    prefetch,
     registry,
     storage,
 )
@@ -60,7 +61,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def all_benchmarks(plan: Plan) -> list[Benchmark]:
-    families = (control, handoff, limits, dataplane, registry, liveness, hostile, storage, cache, events, index)
+    families = (
+        control,
+        handoff,
+        limits,
+        dataplane,
+        registry,
+        liveness,
+        hostile,
+        storage,
+        cache,
+        prefetch,
+        events,
+        index,
+    )
     return [benchmark for family in families for benchmark in family.benchmarks(plan)]
 
 

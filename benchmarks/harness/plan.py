@@ -24,6 +24,7 @@ class Plan:
     concurrent_regions: int = 16
     bulk_bytes: int = 256 * MIB
     bulk_repeats: int = 3
+    prefetch_pages: int = 1_000
     publishes: int = 4_000
     replay_batches: int = 10_000
     index_blocks: int = 1_000_000
@@ -47,6 +48,7 @@ QUICK = Plan(
     concurrent_regions=2,
     bulk_bytes=2 * MIB,
     bulk_repeats=1,
+    prefetch_pages=8,
     publishes=100,
     snapshot_blocks=6_400,
     replay_batches=50,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import mmap
 import os
 import shutil
@@ -30,6 +31,7 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
         _benchmark(family, size, nbytes, plan, baseline, ours, raw, lacks)
         for family, baseline, ours, raw, lacks in (
             ("file", "raw files, one thread", (_open_file, _turn), (_open_raw, _turn_raw), ""),
+            ("file.direct", "with the page cache", (_open_direct, _turn_cold), (_open_cached, _turn_cold), ""),
             ("mooncake", "bare client", (_open_mooncake, _turn), (_open_bare, _turn_bare), missing),
         )
         for size, nbytes in SIZES.items()
@@ -119,11 +121,22 @@ def _open_file(desk: Desk, pages: int, page_bytes: int) -> None:
     _open(desk, pages, page_bytes, "file", {"path": folder})
 
 
+def _open_cached(desk: Desk, pages: int, page_bytes: int) -> None:
+    # On a disk: /tmp may be memory.
+    desk.items["folder"] = folder = tempfile.mkdtemp(dir=".")
+    _open(desk, pages, page_bytes, "file", {"path": folder})
+
+
+def _open_direct(desk: Desk, pages: int, page_bytes: int) -> None:
+    desk.items["folder"] = folder = tempfile.mkdtemp(dir=".")
+    _open(desk, pages, page_bytes, "file", {"path": folder, "direct": True})
+
+
 def _open_mooncake(desk: Desk, pages: int, page_bytes: int) -> None:
-    _open(desk, pages, page_bytes, "mooncake", {"master": _start_store(desk, pages * page_bytes)})
+    _open(desk, pages, page_bytes, "mooncake", {"master": start_store(desk, pages * page_bytes)})
 
 
-def _start_store(desk: Desk, nbytes: int) -> str:
+def start_store(desk: Desk, nbytes: int) -> str:
     from kvgrpc.prefetch.storage.mooncake.local import LocalStore
 
     desk.items["store"] = store = LocalStore(owners=1, owner_bytes=2 * nbytes + 64 * MIB)
@@ -131,7 +144,7 @@ def _start_store(desk: Desk, nbytes: int) -> str:
     return store.address
 
 
-def _turn(desk: Desk) -> tuple[float, float]:
+def _turn(desk: Desk, between: Callable[[], None] = lambda: None) -> tuple[float, float]:
     backend, memory = desk.items["backend"], desk.items["memory"]
     backend.clear()
     return _timed(
@@ -139,7 +152,22 @@ def _turn(desk: Desk) -> tuple[float, float]:
         lambda: backend.write(memory.keys, memory.pages, SECONDS),
         lambda: backend.read(memory.keys, memory.pages, SECONDS),
         lambda results: all(result.ok for result in results),
+        between,
     )
+
+
+def _turn_cold(desk: Desk) -> tuple[float, float]:
+    """Reads what the page cache does not hold."""
+    folder = desk.items["folder"]
+
+    def forget() -> None:
+        for path in glob.iglob(f"{folder}/*/*.kv"):
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+    return _turn(desk, forget)
 
 
 def _open_raw(desk: Desk, pages: int, page_bytes: int) -> None:
@@ -175,7 +203,7 @@ def _open_bare(desk: Desk, pages: int, page_bytes: int) -> None:
     from mooncake.store import MooncakeDistributedStore
 
     desk.items["memory"] = memory = Memory(pages, page_bytes)
-    master = _start_store(desk, pages * page_bytes)
+    master = start_store(desk, pages * page_bytes)
     desk.items["client"] = client = MooncakeDistributedStore()
     if client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", master) != 0:
         raise RuntimeError("the bare client did not start")
@@ -195,11 +223,17 @@ def _turn_bare(desk: Desk) -> tuple[float, float]:
 
 
 def _timed(
-    memory: Memory, write: Callable[[], Any], read: Callable[[], Any], right: Callable[[Any], bool]
+    memory: Memory,
+    write: Callable[[], Any],
+    read: Callable[[], Any],
+    right: Callable[[Any], bool],
+    between: Callable[[], None] = lambda: None,
 ) -> tuple[float, float]:
     took = []
     for prepare, call in ((memory.fill, write), (memory.clear, read)):
         prepare()
+        if call is read:
+            between()
         began = time.perf_counter()
         result = call()
         took.append(time.perf_counter() - began)

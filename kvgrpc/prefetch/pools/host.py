@@ -23,7 +23,8 @@ _ALIGNMENT = 4096
 class HostPool:
     """``pages`` pages of one shape in one block of host memory, zeroed. Thread-safe.
 
-    It is a memfd, so that the process of a zero-copy backend can map it too. The memory lives until ``close``, which nothing may outlast that reads or writes it; ``table`` says who owns what.
+    It is a memfd, so that the process of a zero-copy backend can map it too. The memory lives until ``close``, which
+    nothing may outlast that reads or writes it; ``table`` says who owns what.
     ``pin`` (CUDA only) is done by ``kvgrpc.prefetch.copies``, so that this needs no torch.
     """
 
