@@ -13,9 +13,9 @@ from kvgrpc.prefetch.agreement.votes import Agreement, AloneAgreement
 from kvgrpc.prefetch.cache import TieredCache
 from kvgrpc.prefetch.config import PrefetchConfig
 from kvgrpc.prefetch.controller.backing_up import Writes, every_page, writer_of
-from kvgrpc.prefetch.controller.controller import CacheController, no_storage
+from kvgrpc.prefetch.controller.controller import CacheController
 from kvgrpc.prefetch.controller.operation import Operation
-from kvgrpc.prefetch.model import Namespace, OperationKind, OperationState, Stop, Tier, TierUse
+from kvgrpc.prefetch.model import Namespace, OperationKind, Tier, TierUse
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.prefetch.storage.base import StorageBackend
@@ -115,8 +115,8 @@ class PrefetchManager:
     ) -> Operation:
         """As ``CacheController.prefetch``, for all ranks of the replica. Raises WrongRank on any but the leading
         one."""
-        self._check_start()
-        before = self.controller.book.of_request(OperationKind.PREFETCH, request_id)
+        before = self.began(OperationKind.PREFETCH, request_id)
+        self._check_start(before)
         operation = self.controller.prefetch(
             hashes, request_id=request_id, priority=priority, tenant=tenant, extra_key=extra_key, timeout=timeout
         )
@@ -137,20 +137,29 @@ class PrefetchManager:
         request_id: str = "",
         priority: int = 0,
         tenant: str = "",
+        extra_key: str = "",
         timeout: float | None = None,
     ) -> Operation:
-        """Writes the leading pages that the host has to storage; declines with NOT_PRESENT when it has none."""
-        self._check_start()
-        if self.storage is None:
-            raise no_storage()
-        operation = self.controller.backup_operation(hashes, request_id, priority, tenant, timeout)
-        pages = self.controller.keeper.pages_of(hashes)
-        if len(pages):
-            return self.controller.start_backup(operation, pages)
-        kept = self.controller.book.add(operation)
-        if kept is operation:
-            self.controller.book.end(operation, OperationState.DECLINED, Stop.NOT_PRESENT)
+        """Writes the leading pages that the host has to storage, at all ranks of the replica; declines with NOT_PRESENT
+        when one of them has none. Raises WrongRank on any but the leading one."""
+        self._check_start(self.began(OperationKind.BACKUP, request_id))
+        operation = self.controller.operation(
+            OperationKind.BACKUP,
+            hashes,
+            request_id=request_id,
+            priority=priority,
+            tenant=tenant,
+            extra_key=extra_key,
+            timeout=timeout,
+        )
+        kept = self._back_up(operation)
+        if self.leader is not None and kept is operation and not operation.state.ended:
+            self.leader.tell_start(operation, operation.deadline - time.monotonic())
         return kept
+
+    def began(self, kind: OperationKind, request_id: str) -> Operation | None:
+        """What a request id began before, as long as that is remembered."""
+        return self.controller.book.of_request(kind, request_id)
 
     def lookup(self, hashes: Sequence[str], timeout: float, *, storage: bool = True) -> tuple[int, int, int]:
         """Leading pages on the device; on device or host; anywhere. Blocks for at most ``timeout`` seconds."""
@@ -241,7 +250,13 @@ class PrefetchManager:
         self._closed = well
         return well
 
-    def _check_start(self) -> None:
+    def _back_up(self, operation: Operation) -> Operation:
+        """This rank's part of a backup that all ranks of the replica make together."""
+        operation.agrees = self.ranks > 1
+        return self.controller.start_backup(operation, self.controller.keeper.pages_of(operation.hashes))
+
+    def _check_start(self, before: Operation | None) -> None:
+        """``before``: what the same request began: to ask again what became of it is no start."""
         if not self.leads:
             raise WrongRank(
                 f"{self.rank} does not take starts: pp0/cp0/tp0 of its dp does"
@@ -252,7 +267,7 @@ class PrefetchManager:
                     "address": self.leader_address,
                 },
             )
-        if self._draining:
+        if self._draining and before is None:
             raise ServerDraining("this rank drains and begins nothing new", retry_after=1.0)
 
     def _purge_storage(self, known: list[str], extra_key: str | None, timeout: float) -> int:
@@ -272,16 +287,17 @@ class PrefetchManager:
         own = self.rank.rank.tp
 
         def writes(page_hash: str) -> bool:
-            return writer_of(page_hash, self._live_tp() | {own}) == own
+            return writer_of(page_hash, self._live_tp()) == own
 
         return writes
 
     def _live_tp(self) -> frozenset[int]:
-        """Tensor-parallel ranks of this pipeline stage that are known to live: they hold the same pages."""
-        agreement = self.leader or self.joined
-        if agreement is None:
-            return frozenset({self.rank.rank.tp})
-        return frozenset(rank.tp for rank in agreement.live if rank.pp == self.rank.rank.pp)
+        """Tensor-parallel ranks, this one included, that are known to live and hold the same pages."""
+        own, live = self.rank.rank, self.agreement.live
+        if live is None:
+            return frozenset(range(self.layout.tp))
+        same = (rank.tp for rank in live if (rank.pp, rank.cp) == (own.pp, own.cp))
+        return frozenset({own.tp, *same})
 
     def _agreement(self) -> Agreement:
         if self.config.agreement is not None:
@@ -297,7 +313,21 @@ class PrefetchManager:
     def _begin_for_the_leader(self, order: StartOrder) -> None:
         if order.terminated:
             self.controller.terminate(self.controller.book.get(order.operation_id))
-        elif not self._draining:
+        elif self._draining:
+            return
+        elif order.kind is OperationKind.BACKUP:
+            self._back_up(
+                self.controller.operation(
+                    OperationKind.BACKUP,
+                    order.hashes,
+                    operation_id=order.operation_id,
+                    priority=order.priority,
+                    tenant=order.tenant,
+                    extra_key=order.extra_key,
+                    timeout=order.timeout,
+                )
+            )
+        else:
             self.controller.prefetch(
                 order.hashes,
                 operation_id=order.operation_id,

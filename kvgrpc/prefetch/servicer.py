@@ -13,7 +13,7 @@ from kvgrpc.prefetch import wire
 from kvgrpc.prefetch.controller.operation import Operation
 from kvgrpc.prefetch.controller.operations import MAX_OPEN_PAGES
 from kvgrpc.prefetch.manager import PrefetchManager
-from kvgrpc.prefetch.model import Tier
+from kvgrpc.prefetch.model import OperationKind, Tier
 from kvgrpc.prefetch.shares import CallerShares
 from kvgrpc.rpc.blocking import BlockingCalls
 from kvgrpc.rpc.within import within
@@ -84,31 +84,33 @@ class PrefetchServicer(PrefetchServiceServicer):
         )
 
     async def StartPrefetch(self, request: pb.StartPrefetchRequest, context: Any) -> pb.StartPrefetchResponse:
+        operation = await self._start(OperationKind.PREFETCH, request, self._manager.start_prefetch)
+        return pb.StartPrefetchResponse(operation=operation)
+
+    async def StartBackup(self, request: pb.StartBackupRequest, context: Any) -> pb.StartBackupResponse:
+        operation = await self._start(OperationKind.BACKUP, request, self._manager.start_backup)
+        return pb.StartBackupResponse(operation=operation)
+
+    async def _start(
+        self,
+        kind: OperationKind,
+        request: pb.StartPrefetchRequest | pb.StartBackupRequest,
+        start: Callable[..., Operation],
+    ) -> pb.CacheOperation:
         hashes = await self._hashes(request.pages)
-        self._shares.check(len(hashes))
-        operation = self._manager.start_prefetch(
+        request_id = wire.text_from_pb("request_id", request.request_id)
+        if self._manager.began(kind, request_id) is None:
+            self._shares.check(len(hashes))
+        operation = start(
             hashes,
-            request_id=wire.text_from_pb("request_id", request.request_id),
+            request_id=request_id,
             priority=request.priority,
             tenant=wire.text_from_pb("tenant", request.tenant) or request.pages.extra_key[: wire.MAX_TEXT],
             extra_key=request.pages.extra_key,
             timeout=wire.timeout_from_pb(request),
         )
         self._shares.add(operation)
-        return pb.StartPrefetchResponse(operation=self._to_pb(operation))
-
-    async def StartBackup(self, request: pb.StartBackupRequest, context: Any) -> pb.StartBackupResponse:
-        hashes = await self._hashes(request.pages)
-        self._shares.check(len(hashes))
-        operation = self._manager.start_backup(
-            hashes,
-            request_id=wire.text_from_pb("request_id", request.request_id),
-            priority=request.priority,
-            tenant=wire.text_from_pb("tenant", request.tenant) or request.pages.extra_key[: wire.MAX_TEXT],
-            timeout=wire.timeout_from_pb(request),
-        )
-        self._shares.add(operation)
-        return pb.StartBackupResponse(operation=self._to_pb(operation))
+        return self._to_pb(operation)
 
     async def TerminatePrefetch(
         self, request: pb.TerminatePrefetchRequest, context: Any

@@ -8,7 +8,7 @@ from kvgrpc.errors import InvalidRequest
 from kvgrpc.hashing import page_hashes, storage_seed
 from kvgrpc.prefetch.agreement.votes import Decision, Stage, Vote
 from kvgrpc.prefetch.controller.controller import MAX_PAGES
-from kvgrpc.prefetch.model import Namespace, OperationRow, Stop, Tier, TierUse
+from kvgrpc.prefetch.model import Namespace, OperationKind, OperationRow, Stop, Tier, TierUse
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.wire import failure_to_pb
 
@@ -167,6 +167,11 @@ def decision_to_pb(decision: Decision) -> pb.AgreementDecision:
 
 def decision_from_pb(message: pb.AgreementDecision) -> Decision:
     return Decision(message.operation_id, _stage(message.stage), message.pages, _stop(message.stop))
+
+
+def kind_from_pb(value: int) -> OperationKind:
+    """Of a start: what this version does not know is no backup."""
+    return OperationKind.BACKUP if value == OperationKind.BACKUP else OperationKind.PREFETCH
 
 
 def _stage(value: int) -> Stage:

@@ -161,11 +161,11 @@ class _OperationStopEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Operati
     OPERATION_STOP_CANCELLED: _OperationStop.ValueType  # 9
     """A caller ended it."""
     OPERATION_STOP_PAGE_LOST: _OperationStop.ValueType  # 10
-    """A page that storage counted could not be read."""
+    """A page that storage counted could not be read; of a backup, a page could not be written, at some rank."""
     OPERATION_STOP_SHUT_DOWN: _OperationStop.ValueType  # 11
     """The rank closes."""
     OPERATION_STOP_NOT_PRESENT: _OperationStop.ValueType  # 12
-    """The host has none of the pages."""
+    """The host has none of the pages, at some rank."""
 
 class OperationStop(_OperationStop, metaclass=_OperationStopEnumTypeWrapper):
     """Why an operation was declined or ended early."""
@@ -191,11 +191,11 @@ OPERATION_STOP_DEADLINE: OperationStop.ValueType  # 8
 OPERATION_STOP_CANCELLED: OperationStop.ValueType  # 9
 """A caller ended it."""
 OPERATION_STOP_PAGE_LOST: OperationStop.ValueType  # 10
-"""A page that storage counted could not be read."""
+"""A page that storage counted could not be read; of a backup, a page could not be written, at some rank."""
 OPERATION_STOP_SHUT_DOWN: OperationStop.ValueType  # 11
 """The rank closes."""
 OPERATION_STOP_NOT_PRESENT: OperationStop.ValueType  # 12
-"""The host has none of the pages."""
+"""The host has none of the pages, at some rank."""
 Global___OperationStop: _TypeAlias = OperationStop  # noqa: Y015
 
 class _PageOutcome:
@@ -360,7 +360,9 @@ class CacheOperation(_message.Message):
     agreed_pages: _builtins.int
     """Leading pages of the prompt that all ranks go for; of a backup, the pages that it writes."""
     completed_pages: _builtins.int
-    """Leading pages of the prompt that are in place now; of a backup, pages that are written or need not be."""
+    """Leading pages of the prompt that are in place now; of a backup, pages that this rank wrote or that others wrote, and
+    once a backup of several ranks has ended, the leading pages that are in storage for all of them.
+    """
     bytes: _builtins.int
     """Bytes that were moved."""
     retries: _builtins.int
@@ -1210,7 +1212,7 @@ Global___AgreementDecision: _TypeAlias = AgreementDecision  # noqa: Y015
 
 @_typing.final
 class AgreementStart(_message.Message):
-    """A prefetch that the leading rank began for all."""
+    """A prefetch or backup that the leading rank began for all."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1220,6 +1222,7 @@ class AgreementStart(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     EXTRA_KEY_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
     operation_id: _builtins.str
     """Under which id."""
     priority: _builtins.int
@@ -1228,6 +1231,8 @@ class AgreementStart(_message.Message):
     """As in StartPrefetch."""
     extra_key: _builtins.str
     """Namespace within the model, for a later purge."""
+    kind: Global___OperationKind.ValueType
+    """What it does; unspecified: a prefetch."""
     @_builtins.property
     def page_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Its pages, as hashes."""
@@ -1245,10 +1250,11 @@ class AgreementStart(_message.Message):
         priority: _builtins.int = ...,
         tenant: _builtins.str = ...,
         extra_key: _builtins.str = ...,
+        kind: Global___OperationKind.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["extra_key", b"extra_key", "operation_id", b"operation_id", "page_hashes", b"page_hashes", "priority", b"priority", "tenant", b"tenant", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["extra_key", b"extra_key", "kind", b"kind", "operation_id", b"operation_id", "page_hashes", b"page_hashes", "priority", b"priority", "tenant", b"tenant", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1304,7 +1310,7 @@ class JoinAgreementResponse(_message.Message):
     """
     @_builtins.property
     def starts(self) -> _containers.RepeatedCompositeFieldContainer[Global___AgreementStart]:
-        """Prefetches to begin."""
+        """Operations to begin."""
 
     @_builtins.property
     def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___AgreementDecision]:

@@ -132,7 +132,8 @@ class PrefetchServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def StartBackup(self, request, context):
-        """Begins to write the leading pages that the host has to storage and answers at once.
+        """Begins to write the leading pages that the host has to storage and answers at once. Every rank of the replica writes
+        its own part, as many pages as the host of each has; what counts as completed is in storage for all of them.
         Roles: rank, operator. Errors: INVALID_REQUEST, WRONG_RANK, REQUEST_ID_REUSED, TOO_MANY_REQUESTS, FEATURE_DISABLED,
         SERVER_DRAINING.
         """

@@ -58,7 +58,8 @@ class PrefetchServiceStub:
     Roles: rank, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST.
     """
     StartBackup: _grpc.UnaryUnaryMultiCallable[_prefetch_service_pb2.StartBackupRequest, _prefetch_service_pb2.StartBackupResponse]
-    """Begins to write the leading pages that the host has to storage and answers at once.
+    """Begins to write the leading pages that the host has to storage and answers at once. Every rank of the replica writes
+    its own part, as many pages as the host of each has; what counts as completed is in storage for all of them.
     Roles: rank, operator. Errors: INVALID_REQUEST, WRONG_RANK, REQUEST_ID_REUSED, TOO_MANY_REQUESTS, FEATURE_DISABLED,
     SERVER_DRAINING.
     """
@@ -116,7 +117,8 @@ class PrefetchServiceAsyncStub(PrefetchServiceStub):
     Roles: rank, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST.
     """
     StartBackup: _aio.UnaryUnaryMultiCallable[_prefetch_service_pb2.StartBackupRequest, _prefetch_service_pb2.StartBackupResponse]  # type: ignore[assignment]
-    """Begins to write the leading pages that the host has to storage and answers at once.
+    """Begins to write the leading pages that the host has to storage and answers at once. Every rank of the replica writes
+    its own part, as many pages as the host of each has; what counts as completed is in storage for all of them.
     Roles: rank, operator. Errors: INVALID_REQUEST, WRONG_RANK, REQUEST_ID_REUSED, TOO_MANY_REQUESTS, FEATURE_DISABLED,
     SERVER_DRAINING.
     """
@@ -201,7 +203,8 @@ class PrefetchServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _prefetch_service_pb2.StartBackupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_prefetch_service_pb2.StartBackupResponse, _abc.Awaitable[_prefetch_service_pb2.StartBackupResponse]]:
-        """Begins to write the leading pages that the host has to storage and answers at once.
+        """Begins to write the leading pages that the host has to storage and answers at once. Every rank of the replica writes
+        its own part, as many pages as the host of each has; what counts as completed is in storage for all of them.
         Roles: rank, operator. Errors: INVALID_REQUEST, WRONG_RANK, REQUEST_ID_REUSED, TOO_MANY_REQUESTS, FEATURE_DISABLED,
         SERVER_DRAINING.
         """

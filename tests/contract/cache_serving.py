@@ -14,14 +14,17 @@ import kvgrpc.dataplane
 from kvgrpc.hashing import page_hashes, storage_seed
 from kvgrpc.model import Pool, PoolKind, Region, Role
 from kvgrpc.prefetch.config import PrefetchConfig
+from kvgrpc.prefetch.controller.operation import Operation
 from kvgrpc.prefetch.manager import PrefetchManager
-from kvgrpc.prefetch.model import PrefetchLimits, Short
+from kvgrpc.prefetch.model import OperationKind, PrefetchLimits, Short
 from kvgrpc.prefetch.pools.host import Bytes
 from kvgrpc.prefetch.pools.shape import PageShape
 from kvgrpc.server import Rank, RankConfig, open_rank
 
 PAGE_TOKENS = 4
 SHAPE = PageShape.mha(layers=3, page_tokens=PAGE_TOKENS, heads=2, head_dim=8, dtype="float16")
+# As large a page, the same bytes at every tensor-parallel rank.
+REPLICATED = PageShape.mla(layers=3, page_tokens=PAGE_TOKENS, latent_dim=32, dtype="float16")
 LIMITS = PrefetchLimits(threshold_tokens=PAGE_TOKENS, batch_pages=4, storage_timeout=5.0)
 
 
@@ -63,6 +66,12 @@ class CacheRank:
             manager.host.set_flat(int(page), bytes_of(each))
         manager.host.table.commit(pages)
         manager.known_cache().keep(hashes, 0, pages, extra_key)
+
+    def back_up(self, hashes: Sequence[str]) -> Operation:
+        """This rank's own write of pages that its host has, as a write policy begins it; other ranks are not asked."""
+        controller = self.manager.controller
+        operation = controller.operation(OperationKind.BACKUP, hashes)
+        return controller.start_backup(operation, self.manager.known_cache().pages_of(hashes))
 
     def evict(self) -> int:
         return self.manager.known_cache().evict_host(self.manager.host.pages)

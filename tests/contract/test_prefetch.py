@@ -4,7 +4,9 @@ told."""
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,14 @@ from kvgrpc.errors import (
     RequestIdReused,
     ServerDraining,
     StorageFailed,
+    TooManyRequests,
 )
 from kvgrpc.hashing import sglang_event_hash
 from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.v1 import event_service_pb2
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceStub
-from tests.contract.cache_serving import SHAPE, CacheRank, hashes_of, open_cache_rank, prompt
+from tests.contract.cache_serving import LIMITS, SHAPE, CacheRank, hashes_of, open_cache_rank, prompt
 from tests.faults.storage import DOWN, Fault, FaultyBackend
 
 
@@ -79,6 +82,35 @@ class TestPrefetch:
         assert client.start_prefetch(pages, request_id="r").operation_id == first.operation_id
         with pytest.raises(RequestIdReused):
             client.start_prefetch(pb.PromptPages(tokens=prompt(7)), request_id="r")
+
+    @pytest.mark.parametrize("other", [{"priority": 1}, {"tenant": "t"}, {"timeout": 7.0}, {"extra_key": "lora"}])
+    def test_a_request_id_with_another_order_is_refused(self, client: SyncClient, other: dict[str, Any]) -> None:
+        hashes = [bytes.fromhex(each) for each in hashes_of(prompt(6))]
+        client.start_prefetch(pb.PromptPages(page_hashes=hashes), request_id="r")
+        pages = pb.PromptPages(page_hashes=hashes, extra_key=other.pop("extra_key", None))
+        with pytest.raises(RequestIdReused) as refused:
+            client.start_prefetch(pages, request_id="r", **other)
+        assert refused.value.metadata["requestId"] == "r"
+
+    def test_a_repeat_is_answered_where_nothing_new_is_begun(self, tmp_path: Path) -> None:
+        storage = FaultyBackend(open_backend("file", {"path": str(tmp_path)}))
+        cache = open_cache_rank(tmp_path, storage, limits=replace(LIMITS, operations=4))  # one of a caller
+        cache.store(hashes_of(prompt(6)))
+        gate = threading.Event()
+        storage.fault = lambda call, key: Fault() if not gate.wait(30.0) else None
+        try:
+            with SyncClient(cache.address) as client:
+                pages = pb.PromptPages(tokens=prompt(6))
+                first = client.start_prefetch(pages, request_id="r")
+                assert client.start_prefetch(pages, request_id="r").operation_id == first.operation_id
+                with pytest.raises(TooManyRequests):
+                    client.start_prefetch(pages, request_id="s")
+                client.drain(0.1)
+                assert client.start_prefetch(pages, request_id="r").operation_id == first.operation_id
+        finally:
+            gate.set()
+            cache.close()
+            assert storage.close(20.0)
 
     def test_hashes_name_the_same_pages_as_their_tokens(self, cache: CacheRank, client: SyncClient) -> None:
         tokens = prompt(6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -13,11 +14,12 @@ from kvgrpc.client import SyncClient
 from kvgrpc.errors import InvalidRequest, StaleEpoch, WrongRank
 from kvgrpc.model import Layout
 from kvgrpc.prefetch.controller.operation import Operation
-from kvgrpc.prefetch.model import OperationState, Stop
+from kvgrpc.prefetch.model import OperationState, PageOutcome, Stop
+from kvgrpc.prefetch.storage.base import PageBuffers, PageResult, failed
 from kvgrpc.rpc.status import error_from
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceStub
-from tests.contract.cache_serving import LIMITS, CacheRank, hashes_of, open_cache_rank, prompt, until
+from tests.contract.cache_serving import LIMITS, REPLICATED, SHAPE, CacheRank, hashes_of, open_cache_rank, prompt, until
 
 QUICK = replace(LIMITS, agreement_timeout=2.0)
 
@@ -31,11 +33,19 @@ class Replica:
         """What each rank finds in storage under its own keys."""
         for rank, hashes in ((self.leader, leader_hashes), (self.other, other_hashes)):
             rank.fill(hashes)
-            controller = rank.manager.controller
-            operation = controller.backup_operation(hashes, "", 0, "", None)
-            controller.start_backup(operation, rank.manager.known_cache().pages_of(hashes))
-            assert operation.wait(20)
+            assert rank.back_up(hashes).wait(20)
             rank.evict()
+
+    def fill(self, leader_hashes: list[str], other_hashes: list[str]) -> None:
+        """What the host of each has."""
+        self.leader.fill(leader_hashes)
+        if other_hashes:
+            self.other.fill(other_hashes)
+
+    def client_backup(self, pages: int) -> pb.CacheOperation:
+        """Of ``prompt(pages)``, by a remote client; in its last state."""
+        with SyncClient(self.leader.address) as client:
+            return ended(client, client.start_backup(pb.PromptPages(tokens=prompt(pages))))
 
     def prefetch(self, rank: CacheRank, name: str, hashes: list[str]) -> Operation:
         """As the rank's own scheduler begins it, under a name that all ranks use."""
@@ -44,13 +54,31 @@ class Replica:
 
 @pytest.fixture
 def replica(tmp_path: Path) -> Iterator[Replica]:
-    layout = Layout(tp=2)
-    leader = open_cache_rank(tmp_path, layout=layout, tp=0, limits=QUICK)
-    other = open_cache_rank(tmp_path, layout=layout, tp=1, limits=QUICK, leader=leader.address)
-    until(lambda: other.manager.joined is not None and other.manager.joined.connected)
+    yield from opened(tmp_path)
+
+
+def opened(folder: Path, **changes: Any) -> Iterator[Replica]:
+    settings = {"layout": Layout(tp=2), "limits": QUICK, **changes}
+    leader = open_cache_rank(folder, tp=0, **settings)
+    other = open_cache_rank(folder, tp=1, leader=leader.address, **settings)
+    until(lambda: leader.manager.agreeing_ranks() == 2 and other.manager.agreeing_ranks() == 2)
     yield Replica(leader, other)
     other.close()
     leader.close()
+
+
+def nothing_is_locked(replica: Replica) -> None:
+    for rank in (replica.leader, replica.other):
+        until(lambda rank=rank: not rank.manager.controller.book.open())  # type: ignore[misc]
+        counts = rank.manager.host.table.counts()
+        assert (counts["reserved"], counts["read"]) == (0, 0)
+
+
+def ended(client: SyncClient, operation: pb.CacheOperation) -> pb.CacheOperation:
+    for message in client.watch_operations([operation.operation_id]):
+        for each in message.operations:
+            operation = each
+    return operation
 
 
 def ends(*operations: Operation) -> list[tuple[str, int]]:
@@ -139,6 +167,100 @@ class TestAgreement:
         for rank in (replica.leader, replica.other):
             counts = rank.manager.host.table.counts()
             assert counts["reserved"] == 0 and rank.manager.controller.occupied == 0
+
+
+@pytest.fixture(params=[SHAPE, REPLICATED], ids=["each has its own pages", "all have the same pages"])
+def full(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Replica]:
+    """A replica for backups, of either kind of model."""
+    yield from opened(tmp_path, shape=request.param)
+
+
+class TestBackup:
+    """Over gRPC at one rank: what it says is in storage is there for every rank."""
+
+    def test_what_all_ranks_backed_up_comes_back_at_all_of_them(self, full: Replica) -> None:
+        hashes = hashes_of(prompt(24))
+        full.fill(hashes, hashes)
+        backup = full.client_backup(24)
+        assert (backup.state, backup.completed_pages) == (pb.OPERATION_STATE_DONE, 24)
+        there = full.other.manager.controller.book.get(backup.operation_id)
+        assert ends(there) == [("DONE", 24)]
+        wrote = [
+            list(rank.manager.controller.book.get(backup.operation_id).outcomes).count(PageOutcome.OK)
+            for rank in (full.leader, full.other)
+        ]
+        replicated = full.leader.manager.namespace.replicated
+        assert sum(wrote) == (24 if replicated else 48) and min(wrote) > 0
+        for rank in (full.leader, full.other):
+            assert rank.evict() == 24
+        with SyncClient(full.leader.address) as client:
+            prefetch = ended(client, client.start_prefetch(pb.PromptPages(tokens=prompt(24))))
+        assert (prefetch.state, prefetch.completed_pages) == (pb.OPERATION_STATE_DONE, 24)
+        ends(full.other.manager.controller.book.get(prefetch.operation_id))
+        for rank in (full.leader, full.other):
+            rank.assert_bytes(hashes)
+
+    def test_as_many_pages_are_written_as_the_host_of_each_has(self, full: Replica) -> None:
+        hashes = hashes_of(prompt(9))
+        full.fill(hashes, hashes[:5])
+        backup = full.client_backup(9)
+        assert (backup.state, backup.hit_pages, backup.agreed_pages, backup.completed_pages) == (
+            pb.OPERATION_STATE_DONE,
+            9,
+            5,
+            5,
+        )
+        nothing_is_locked(full)
+
+    def test_a_rank_that_has_none_of_them_declines_it_for_all(self, full: Replica) -> None:
+        hashes = hashes_of(prompt(9))
+        full.fill(hashes, [])
+        backup = full.client_backup(9)
+        assert (backup.state, backup.stop) == (pb.OPERATION_STATE_DECLINED, pb.OPERATION_STOP_NOT_PRESENT)
+        nothing_is_locked(full)
+
+    def test_a_page_that_one_rank_cannot_write_is_completed_at_none(
+        self, full: Replica, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hashes = hashes_of(prompt(12))
+        full.fill(hashes, hashes)
+        storage, key_of = full.other.manager.storage, full.other.manager.controller._key_of
+        assert storage is not None
+        writers = full.other.manager._writes()
+        mine = next(index for index, each in enumerate(hashes) if index > 2 and writers(each))
+        write = storage.write
+
+        def broken(keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
+            bad = key_of(hashes[mine])
+            left = [index for index, key in enumerate(keys) if key != bad]
+            done = dict(zip(left, write([keys[i] for i in left], [pages[i] for i in left], timeout), strict=True))
+            return [done.get(index, failed("injected")) for index in range(len(keys))]
+
+        monkeypatch.setattr(storage, "write", broken)
+        backup = full.client_backup(12)
+        if full.leader.manager.namespace.replicated:
+            # The leader sees that it does not come, and writes it.
+            assert backup.page_outcomes[mine] == pb.PAGE_OUTCOME_OK
+        assert (backup.state, backup.stop) == (pb.OPERATION_STATE_PARTIAL, pb.OPERATION_STOP_PAGE_LOST)
+        assert backup.completed_pages == mine
+        nothing_is_locked(full)
+
+    def test_a_rank_that_is_gone_declines_it(self, full: Replica) -> None:
+        hashes = hashes_of(prompt(6))
+        full.fill(hashes, hashes)
+        full.other.close()
+        until(lambda: full.leader.manager.agreeing_ranks() == 1)
+        backup = full.client_backup(6)
+        assert (backup.state, backup.stop) == (pb.OPERATION_STATE_DECLINED, pb.OPERATION_STOP_RANK_ABSENT)
+
+    def test_a_cancel_at_the_leader_ends_it_everywhere(self, full: Replica) -> None:
+        hashes = hashes_of(prompt(30))
+        full.fill(hashes, hashes)
+        with SyncClient(full.leader.address) as client:
+            backup = client.start_backup(pb.PromptPages(tokens=prompt(30)))
+            assert client.terminate_prefetch(backup.operation_id).quiescent
+        until(lambda: not full.other.manager.controller.book.open())
+        nothing_is_locked(full)
 
 
 class TestRoles:

@@ -22,6 +22,14 @@ def replica(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
     replica.close()
 
 
+@pytest.fixture(scope="module")
+def replicated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
+    """All of its ranks hold the same pages."""
+    replica = Replica(tmp_path_factory.mktemp("replicated"), "mla")
+    yield replica
+    replica.close()
+
+
 class TestRanksThatFail:
     def test_a_rank_that_is_killed_while_it_reads_ends_it_at_once_for_all(self, replica: Replica) -> None:
         leader, other, victim = replica.ranks
@@ -121,3 +129,41 @@ class TestRanksThatFail:
         name = str(leader.ask("start", first=1, pages=8)["name"])
         until(lambda: leader.ask("last_votes", name=name)["votes"] == RANKS - 1)
         return name
+
+
+class TestPagesThatAllRanksHold:
+    """MLA: each page has one writer, and the others see to it that it is written."""
+
+    def test_the_pages_of_a_writer_that_is_killed_are_written_by_those_that_live(self, replicated: Replica) -> None:
+        ranks = replicated.ranks
+        *living, victim = ranks
+        victim.ask("hold", call="write")
+        names = [rank.ask("write", first=1, pages=30)["name"] for rank in ranks]
+        for rank, name in zip(living, names[:2], strict=True):
+            until(lambda rank=rank, name=name: rank.ask("outcomes", name=name).get("OK", 0) > 3)  # type: ignore[misc]
+        victim.kill()
+        for rank, name in zip(living, names[:2], strict=True):
+            assert rank.ask("wait", name=name)["state"] == "DONE"
+        told = [rank.ask("outcomes", name=name) for rank, name in zip(living, names[:2], strict=True)]
+        assert sum(each["OK"] for each in told) >= 30 and all(each["OK"] + each["SKIPPED"] == 30 for each in told)
+        assert all(rank.ask("stored", first=1, pages=30)["pages"] == 30 for rank in living)
+        victim.start()
+        victim.started()
+        replicated.works(1, 30)
+
+    def test_a_remote_backup_of_which_a_rank_is_killed_ends_at_once_for_all(self, replicated: Replica) -> None:
+        leader, other, victim = replicated.ranks
+        replicated.all_there()
+        for rank in replicated.ranks:
+            rank.ask("fill", first=2, pages=12)
+        victim.ask("hold", call="write")
+        name = leader.ask("back_up", first=2, pages=12)["name"]
+        victim.in_state(name, "TRANSFERRING")
+        victim.kill()
+        assert {(state, stop) for state, stop, _ in replicated.ends(name, [leader, other])} == {
+            ("FAILED", "RANK_ABSENT")
+        }
+        assert leader.ask("stored", first=2, pages=12)["pages"] == 12, "they wrote what the third had to write"
+        victim.start()
+        victim.started()
+        replicated.works(2, 12)

@@ -1,4 +1,4 @@
-"""A rank of a replica in a process of its own, for tests that kill and stop it: ``TP FOLDER LISTEN LEADER``.
+"""A rank of a replica in a process of its own, for tests that kill and stop it: ``TP FOLDER LISTEN LEADER SHAPE``.
 
 Takes orders as lines of JSON, answers each with one; ends with its standard input.
 """
@@ -9,14 +9,16 @@ import json
 import sys
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvgrpc.model import Layout
 from kvgrpc.prefetch.agreement.votes import Stage
+from kvgrpc.prefetch.model import OperationKind
 from kvgrpc.prefetch.storage import open_backend
-from tests.contract.cache_serving import LIMITS, CacheRank, hashes_of, open_cache_rank, prompt
+from tests.contract.cache_serving import LIMITS, REPLICATED, SHAPE, CacheRank, hashes_of, open_cache_rank, prompt
 from tests.faults.storage import Fault, FaultyBackend
 
 RANKS = 3
@@ -35,14 +37,38 @@ class Orders:
 
     def store(self, first: int, pages: int) -> dict[str, Any]:
         """Storage has the prompt, the host has not."""
-        hashes = hashes_of(prompt(pages, first))
-        self._rank.fill(hashes)
-        controller = self._rank.manager.controller
-        operation = controller.backup_operation(hashes, "", 0, "", None)
-        controller.start_backup(operation, self._rank.manager.known_cache().pages_of(hashes))
+        operation = self._rank.back_up(self._filled(first, pages))
         assert operation.wait(20)
         self._rank.evict()
         return {"state": operation.state.name}
+
+    def write(self, first: int, pages: int) -> dict[str, Any]:
+        """This rank writes its share of the prompt; answers when that has begun."""
+        return {"name": self._rank.back_up(self._filled(first, pages)).operation_id}
+
+    def fill(self, first: int, pages: int) -> dict[str, Any]:
+        """The host has the prompt."""
+        self._filled(first, pages)
+        return {}
+
+    def back_up(self, first: int, pages: int) -> dict[str, Any]:
+        """For all ranks, as a remote client's StartBackup."""
+        return {"name": self._rank.manager.start_backup(hashes_of(prompt(pages, first))).operation_id}
+
+    def stored(self, first: int, pages: int) -> dict[str, Any]:
+        """How much of the prompt storage has for this rank."""
+        hashes = hashes_of(prompt(pages, first))
+        return {"pages": self._rank.manager.controller.count_in_storage(hashes, 10.0)}
+
+    def outcomes(self, name: str) -> dict[str, Any]:
+        """How many of an operation's pages ended in which way."""
+        row = self._book.row(self._book.get(name))
+        return {"state": row.state.name, **Counter(each.name for each in row.outcomes)}
+
+    def _filled(self, first: int, pages: int) -> list[str]:
+        hashes = hashes_of(prompt(pages, first))
+        self._rank.fill(hashes)
+        return hashes
 
     def slow(self, call: str, seconds: float) -> dict[str, Any]:
         """Each such call of storage takes so long; 0 ends that."""
@@ -91,7 +117,7 @@ class Orders:
         began = time.monotonic()
         ended = operation.wait(40.0)
         row = self._book.row(operation)
-        if ended and row.completed:
+        if ended and row.completed and row.kind is OperationKind.PREFETCH:
             self._rank.assert_bytes(operation.hashes[: row.completed])
         self._rank.evict()
         waited = time.monotonic() - began
@@ -111,7 +137,7 @@ class Orders:
 
 
 def main() -> None:
-    tp, folder, listen, leader = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4]
+    tp, folder, listen, leader, shape = int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:6]
     storage = FaultyBackend(open_backend("file", {"path": str(folder)}))
     rank = open_cache_rank(
         folder,
@@ -120,6 +146,7 @@ def main() -> None:
         tp=tp,
         listen=listen,
         leader=leader,
+        shape=REPLICATED if shape == "mla" else SHAPE,
         limits=replace(LIMITS, agreement_timeout=AGREEMENT_SECONDS, doubt_timeout=DOUBT_SECONDS),
     )
     orders = Orders(rank, storage)

@@ -19,8 +19,9 @@ from tests.support.agreement_rank import AGREEMENT_SECONDS, RANKS
 class RankProcess:
     """A rank of a replica that can be killed, stopped and started again under its own address."""
 
-    def __init__(self, tp: int, folder: Path, leader: str) -> None:
+    def __init__(self, tp: int, folder: Path, leader: str, shape: str) -> None:
         self.tp = tp
+        self._shape = shape
         self._folder = folder
         self._leader = leader
         self.address = ""
@@ -29,7 +30,7 @@ class RankProcess:
     def start(self) -> None:
         command = [sys.executable, "-m", "tests.support.agreement_rank", str(self.tp), str(self._folder)]
         self.process = subprocess.Popen(
-            [*command, self.address or "127.0.0.1:0", self._leader],
+            [*command, self.address or "127.0.0.1:0", self._leader, self._shape],
             cwd=Path(__file__).parents[2],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -72,12 +73,12 @@ class RankProcess:
 
 
 class Replica:
-    """Three processes. Rank 0 leads; rank 2 is the one that suffers."""
+    """Three processes. Rank 0 leads; rank 2 is the one that suffers. ``shape``: "mla": they hold the same pages."""
 
-    def __init__(self, folder: Path) -> None:
-        self.leader = RankProcess(0, folder, "")
+    def __init__(self, folder: Path, shape: str = "mha") -> None:
+        self.leader = RankProcess(0, folder, "", shape)
         address = self.leader.started()
-        self.ranks = [self.leader, *(RankProcess(tp, folder, address) for tp in range(1, RANKS))]
+        self.ranks = [self.leader, *(RankProcess(tp, folder, address, shape) for tp in range(1, RANKS))]
         for rank in self.ranks[1:]:
             rank.started()
         self.all_there()

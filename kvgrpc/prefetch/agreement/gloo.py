@@ -17,6 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from kvgrpc.model import RankId
 from kvgrpc.prefetch.agreement.votes import Decided, Decision, Vote
 from kvgrpc.prefetch.model import Stop
 
@@ -56,6 +57,11 @@ class GlooAgreement:
     def broken(self) -> str:
         """Why it is over; empty while it works."""
         return self._broken
+
+    @property
+    def live(self) -> frozenset[RankId] | None:
+        """All, until it is broken: then nobody knows of anybody else."""
+        return frozenset() if self._broken else None
 
     def vote(self, vote: Vote, timeout: float, decided: Decided) -> None:
         key = _key(vote)

@@ -66,7 +66,7 @@ class LeaderAgreement:
                 self._waiting.pop((key, stage), None)
 
     def tell_start(self, operation: Operation, timeout: float) -> None:
-        """Every rank begins this prefetch."""
+        """Every rank begins this operation."""
         order = pb.AgreementStart(
             operation_id=operation.operation_id,
             page_hashes=[bytes.fromhex(each) for each in operation.hashes],
@@ -74,6 +74,7 @@ class LeaderAgreement:
             tenant=operation.tenant,
             extra_key=operation.extra_key,
             timeout=wire.seconds_to_pb(timeout),
+            kind=pb.OperationKind.ValueType(operation.kind),
         )
         self._send(pb.JoinAgreementResponse(starts=[order]))
 

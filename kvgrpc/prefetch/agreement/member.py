@@ -19,7 +19,7 @@ from kvgrpc.prefetch import wire
 from kvgrpc.prefetch.agreement.said import SaidVotes
 from kvgrpc.prefetch.agreement.votes import Decided, Decision, Stage, Vote
 from kvgrpc.prefetch.controller.timers import Alarms
-from kvgrpc.prefetch.model import Stop
+from kvgrpc.prefetch.model import OperationKind, Stop
 from kvgrpc.rpc.status import error_from
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceStub
@@ -46,6 +46,7 @@ class StartOrder:
     priority: int = 0
     tenant: str = ""
     extra_key: str = ""
+    kind: OperationKind = OperationKind.PREFETCH
     terminated: bool = False
 
 
@@ -197,6 +198,7 @@ class JoinedAgreement:
                     start.priority,
                     start.tenant,
                     start.extra_key,
+                    wire.kind_from_pb(start.kind),
                 )
             )
         for operation_id in message.terminated:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvgrpc.model import RankId
 from kvgrpc.prefetch.model import Stop
 
 
@@ -60,6 +61,10 @@ Decided = Callable[[Decision], None]
 class Agreement(Protocol):
     """How a controller reaches the other ranks. Thread-safe; nothing here waits."""
 
+    @property
+    def live(self) -> frozenset[RankId] | None:
+        """Ranks of the replica that take part now, this one included; None: all that there are."""
+
     def vote(self, vote: Vote, timeout: float, decided: Decided) -> None:
         """Says this rank's number. ``decided`` is called once, on any thread, within ``timeout`` and a little."""
 
@@ -69,6 +74,10 @@ class Agreement(Protocol):
 
 class AloneAgreement:
     """A replica of one rank: what it says holds."""
+
+    @property
+    def live(self) -> frozenset[RankId] | None:
+        return None
 
     def vote(self, vote: Vote, timeout: float, decided: Decided) -> None:
         decided(Decision(vote.key, vote.stage, vote.pages, vote.stop))

@@ -1,6 +1,7 @@
 """The way of a backup: host pages go to storage in batches, each page with its own end.
 
-A batch that fails ends its own pages only. The pages are read-locked from the start to the end.
+A batch that fails ends its own pages only. The pages are read-locked until nothing reads them any more. Of pages that
+all ranks hold each has its writer; the others look whether storage has them, and write what does not come.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import time
 from collections.abc import Callable, Iterable
 
 from kvgrpc.errors import Failure, KvGrpcError, StorageFailed
+from kvgrpc.prefetch.agreement.votes import Agreement, Decision, Stage, Vote
 from kvgrpc.prefetch.controller.operation import Operation
 from kvgrpc.prefetch.controller.operations import OperationBook
 from kvgrpc.prefetch.controller.timers import Alarms
 from kvgrpc.prefetch.controller.worker import Worker
 from kvgrpc.prefetch.model import OperationKind, OperationState, PageOutcome, PrefetchLimits, Stop
 from kvgrpc.prefetch.pools.host import HostPool
-from kvgrpc.prefetch.pools.pages import Pages
 from kvgrpc.prefetch.storage.base import PageResult, PageStatus, StorageBackend
 
 Writes = Callable[[str], bool]
@@ -27,6 +28,7 @@ _OUTCOMES = {
     PageStatus.FAILED: PageOutcome.FAILED,
     PageStatus.TIMEOUT: PageOutcome.TIMEOUT,
 }
+_THERE = (PageOutcome.OK, PageOutcome.SKIPPED)
 _LOOK_AGAIN_SECONDS = 0.05
 
 
@@ -54,6 +56,7 @@ class Backup:
         storage: StorageBackend,
         key_of: Callable[[str], str],
         writes: Writes,
+        agreement: Agreement,
         limits: PrefetchLimits,
         alarms: Alarms,
     ) -> None:
@@ -62,6 +65,7 @@ class Backup:
         self._storage = storage
         self._key_of = key_of
         self._writes = writes
+        self._agreement = agreement
         self._limits = limits
         self._alarms = alarms
         self._worker: Worker[Operation] = Worker("cache-backup", self._step, self._failed, threads=limits.writers)
@@ -76,17 +80,34 @@ class Backup:
 
     def start(self, operation: Operation) -> None:
         """``operation.pages`` are PRESENT and read-locked by the caller; the lock is this operation's from now on."""
-        operation.agreed = operation.hit = len(operation.pages)
-        operation.outcomes = [PageOutcome.PENDING] * len(operation.pages)
-        self._put(operation)
+        operation.hit = len(operation.pages)
+        with self._book.lock:
+            agrees = operation.agrees and not operation.cut
+            if agrees:
+                operation.state = OperationState.AGREEING
+        if not agrees:
+            self._begin(operation, operation.hit, Stop.NOT_PRESENT)
+            return
+        self._book.changed(operation)
+        self._vote(operation, Stage.HITS, operation.hit, Stop.NOT_PRESENT, self._agreed)
 
     def terminate(self, operation: Operation, stop: Stop = Stop.CANCELLED) -> None:
         """No further batch is begun."""
         with self._book.lock:
-            if not operation.state.ended:
-                operation.cut = True
-                operation.stop = operation.stop or stop
-                operation.state = OperationState.ENDING
+            if operation.state.ended:
+                return
+            agreeing = operation.state is OperationState.AGREEING
+            operation.cut = True
+            operation.stop = operation.stop or stop
+            operation.state = OperationState.ENDING
+        if agreeing:
+            self._vote(operation, Stage.COMPLETED, 0, operation.stop)
+            self._end(operation, _end_of(operation, 0, False))
+
+    def give_up(self, operation: Operation) -> None:
+        """Ends one that waits for the other ranks' word on its last step, without it: this rank is closed or reset."""
+        if operation.finishing:
+            self._settle(operation, Decision(operation.operation_id, Stage.COMPLETED, 0, Stop.RANK_ABSENT))
 
     def stop(self, timeout: float) -> bool:
         return self._worker.stop(timeout)
@@ -116,38 +137,71 @@ class Backup:
             first = operation.next_page
             batch = operation.pages[first : first + self._limits.batch_pages]
             operation.next_page += len(batch)
-        self._write(operation, first, batch)
+        hashes = operation.hashes[first : first + len(batch)]
+        self._write(operation, [first + index for index, each in enumerate(hashes) if self._writes(each)])
         with self._book.lock:
-            operation.completed = sum(
-                outcome in (PageOutcome.OK, PageOutcome.SKIPPED) for outcome in operation.outcomes
-            )
-        self._book.changed(operation)
+            ours = range(first, first + len(batch))
+            operation.others += [index for index in ours if operation.outcomes[index] is PageOutcome.PENDING]
+        self._count(operation)
         return operation.next_page < len(operation.pages)
 
-    def _write(self, operation: Operation, first: int, batch: Pages) -> None:
-        hashes = operation.hashes[first : first + len(batch)]
-        wanted = []
-        for index, page_hash in enumerate(hashes):
-            if self._writes(page_hash):
-                wanted.append(index)
-            else:
-                operation.outcomes[first + index] = PageOutcome.SKIPPED
+    def _write(self, operation: Operation, wanted: list[int]) -> None:
+        """Writes these pages, each until it succeeds or has had its tries."""
         for attempt in range(self._limits.attempts):
             if not wanted or (attempt and operation.cut):
                 break
-            results = self._call(hashes, batch, wanted)
+            results = self._call(operation, wanted)
             again = []
             for index, result in zip(wanted, results, strict=True):
-                self._note(operation, first + index, result)
+                self._note(operation, index, result)
                 if not result.ok and result.retryable and result.quiescent:
                     again.append(index)
             wanted = again
             if attempt + 1 < self._limits.attempts:
                 operation.retries += len(again)
 
-    def _call(self, hashes: tuple[str, ...], batch: Pages, wanted: list[int]) -> list[PageResult]:
-        keys = [self._key_of(hashes[index]) for index in wanted]
-        buffers = [self._host.page_buffers(int(batch[index])) for index in wanted]
+    def _look_for_others(self, operation: Operation) -> bool:
+        """Whether every page of another writer is in storage now, or given up.
+
+        One whose writer is gone, or that did not come within ``agreement_timeout``, is written here: a page that is
+        stored twice is stored once."""
+        now = time.monotonic()
+        operation.others_since = operation.others_since or now
+        late = now - operation.others_since >= self._limits.agreement_timeout
+        left = [] if operation.cut or now >= operation.deadline else operation.others
+        for start in range(0, len(left), self._limits.batch_pages):
+            batch = left[start : start + self._limits.batch_pages]
+            try:
+                keys = [self._key_of(operation.hashes[index]) for index in batch]
+                there = self._storage.contains(keys, self._limits.storage_timeout)
+            except Exception as error:
+                self._note_failure(operation, f"{type(error).__name__}: {error}", "FAILED")
+                operation.cut = operation.cut or late
+                break
+            missing = [index for index, found in zip(batch, there, strict=True) if not found]
+            ours = [index for index in missing if late or self._writes(operation.hashes[index])]
+            with self._book.lock:
+                for index, found in zip(batch, there, strict=True):
+                    if found:
+                        operation.outcomes[index] = PageOutcome.SKIPPED
+            self._write(operation, ours)
+        with self._book.lock:
+            operation.others = [i for i in operation.others if operation.outcomes[i] is PageOutcome.PENDING]
+            if time.monotonic() >= operation.deadline and not operation.cut:
+                operation.cut, operation.stop = True, Stop.DEADLINE
+            if operation.cut:
+                operation.others = []
+        self._count(operation)
+        return not operation.others
+
+    def _count(self, operation: Operation) -> None:
+        with self._book.lock:
+            operation.completed = sum(outcome in _THERE for outcome in operation.outcomes)
+        self._book.changed(operation)
+
+    def _call(self, operation: Operation, wanted: list[int]) -> list[PageResult]:
+        keys = [self._key_of(operation.hashes[index]) for index in wanted]
+        buffers = [self._host.page_buffers(int(operation.pages[index])) for index in wanted]
         try:
             results = self._storage.write(keys, buffers, self._limits.storage_timeout)
         except Exception as error:
@@ -163,38 +217,115 @@ class Backup:
             if result.ok:
                 operation.nbytes += self._host.shape.page_bytes
             else:
-                text = f"{self._storage.name}: page {index}: {result.detail or result.status.value}"
-                operation.failure = operation.failure or Failure.of(
-                    StorageFailed(text, metadata={"backend": self._storage.name, "status": result.status.name})
+                self._note_failure(
+                    operation, f"page {index}: {result.detail or result.status.value}", result.status.name
                 )
             if result.released is not None and not result.quiescent:
                 operation.lingering.setdefault(int(operation.pages[index]), []).append(result.released)
 
+    def _note_failure(self, operation: Operation, text: str, status: str) -> None:
+        with self._book.lock:
+            operation.failure = operation.failure or Failure.of(
+                StorageFailed(
+                    f"{self._storage.name}: {text}", metadata={"backend": self._storage.name, "status": status}
+                )
+            )
+
     def _finish(self, operation: Operation) -> None:
-        """Its end, once no backend reads its pages any more."""
+        """Its end, once every page is where it belongs and no backend reads any of them."""
+        if operation.ended:
+            return
+        if operation.others and not self._look_for_others(operation):
+            self._alarms.after(_LOOK_AGAIN_SECONDS, lambda: self._put(operation))
+            return
         if any(not event.is_set() for events in operation.lingering.values() for event in events):
             with self._book.lock:
                 operation.state = OperationState.ENDING
                 operation.cut = True
             self._alarms.after(_LOOK_AGAIN_SECONDS, lambda: self._put(operation))
             return
+        self._let_go(operation)
+        prefix = _prefix(operation)
+        if operation.agrees:
+            with self._book.lock:
+                operation.finishing = True
+                operation.state = OperationState.ENDING
+            self._book.changed(operation)
+            lost = Stop.NONE if prefix == len(operation.outcomes) else Stop.PAGE_LOST
+            self._vote(operation, Stage.COMPLETED, prefix, operation.stop or lost, self._settle)
+        else:
+            whole = operation.completed == len(operation.outcomes)
+            self._end(operation, _end_of(operation, operation.completed, whole))
+
+    # What all ranks of the replica do together.
+
+    def _agreed(self, operation: Operation, decision: Decision) -> None:
+        self._begin(operation, decision.pages, decision.stop)
+
+    def _begin(self, operation: Operation, pages: int, stop: Stop) -> None:
+        """The leading pages that every rank has are written."""
+        with self._book.lock:
+            if operation.state.ended:
+                return
+            count = min(pages, len(operation.pages))
+            rest, operation.pages = operation.pages[count:], operation.pages[:count]
+            operation.agreed = count
+            operation.outcomes = [PageOutcome.PENDING] * count
+            if not operation.cut:
+                operation.state = OperationState.QUEUED
+        if len(rest):
+            self._host.table.end_read(rest)
+        if count:
+            self._put(operation)
+        else:
+            self._end(operation, OperationState.DECLINED, stop)
+
+    def _settle(self, operation: Operation, decision: Decision) -> None:
+        """What is in storage for every rank is completed."""
+        with self._book.lock:
+            if operation.state.ended:
+                return
+            operation.completed = min(decision.pages, _prefix(operation))
+            whole = decision.pages >= len(operation.outcomes) and not operation.cut
+            operation.stop = operation.stop or (Stop.NONE if whole else decision.stop)
+        self._end(operation, _end_of(operation, operation.completed, whole))
+
+    def _vote(
+        self,
+        operation: Operation,
+        stage: Stage,
+        pages: int,
+        stop: Stop,
+        then: Callable[[Operation, Decision], None] = lambda operation, decision: None,
+    ) -> None:
+        vote = Vote(operation.operation_id, stage, pages, stop)
+        self._agreement.vote(vote, self._limits.agreement_timeout, lambda decision: then(operation, decision))
+
+    def _let_go(self, operation: Operation) -> None:
+        """Its pages may be evicted again."""
         with self._book.lock:
             pages, operation.pages = operation.pages, operation.pages[:0]
-            done = operation.completed
-            whole = done == len(operation.outcomes)
-        self._host.table.end_read(pages)
-        self._book.end(operation, _end_of(operation, done, whole), operation.stop)
+        if len(pages):
+            self._host.table.end_read(pages)
+
+    def _end(self, operation: Operation, state: OperationState, stop: Stop = Stop.NONE) -> None:
+        self._let_go(operation)
+        self._book.end(operation, state, stop or operation.stop)
+        if operation.agrees:
+            self._agreement.forget(operation.operation_id)
 
     def _failed(self, operations: list[Operation], error: Exception) -> None:
         for operation in operations:
-            with self._book.lock:
-                text = f"{self._storage.name}: {type(error).__name__}: {error}"
-                failure = StorageFailed(text, metadata={"backend": self._storage.name, "status": "FAILED"})
-                operation.failure = operation.failure or Failure.of(failure)
-                pages, operation.pages = operation.pages, operation.pages[:0]
-            if len(pages):
-                self._host.table.end_read(pages)
-            self._book.end(operation, OperationState.FAILED, operation.stop)
+            self._note_failure(operation, f"{type(error).__name__}: {error}", "FAILED")
+            if operation.agrees:
+                self._vote(operation, Stage.COMPLETED, 0, Stop.PAGE_LOST)
+            self._end(operation, OperationState.FAILED)
+
+
+def _prefix(operation: Operation) -> int:
+    """Leading pages that are in storage."""
+    outcomes = operation.outcomes
+    return next((index for index, outcome in enumerate(outcomes) if outcome not in _THERE), len(outcomes))
 
 
 def _end_of(operation: Operation, done: int, whole: bool) -> OperationState:

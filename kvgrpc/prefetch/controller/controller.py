@@ -61,6 +61,7 @@ class CacheController:
         self._key_of = key_of
         self._closed = False
         self._alarms = Alarms("prefetch-alarms")
+        agreement = agreement or AloneAgreement()
         self._prefetcher: Prefetcher | None = None
         self._backup: Backup | None = None
         if storage is not None:
@@ -71,11 +72,11 @@ class CacheController:
                 storage,
                 key_of,
                 self.keeper,
-                agreement or AloneAgreement(),
+                agreement,
                 self.limits,
                 self._alarms,
             )
-            self._backup = Backup(self.book, host, storage, key_of, writes, self.limits, self._alarms)
+            self._backup = Backup(self.book, host, storage, key_of, writes, agreement, self.limits, self._alarms)
 
     @property
     def healthy(self) -> bool:
@@ -110,8 +111,16 @@ class CacheController:
         empty: a new one. ``timeout``: seconds until it ends with what it has. Raises InvalidRequest, RequestIdReused,
         TooManyRequests; declines are states of the operation.
         """
-        operation = self._operation(OperationKind.PREFETCH, hashes, request_id, operation_id, priority, tenant, timeout)
-        operation.extra_key = extra_key
+        operation = self.operation(
+            OperationKind.PREFETCH,
+            hashes,
+            request_id=request_id,
+            operation_id=operation_id,
+            priority=priority,
+            tenant=tenant,
+            extra_key=extra_key,
+            timeout=timeout,
+        )
         kept = self.book.add(operation)
         if kept is operation:
             if self._prefetcher is None:
@@ -163,7 +172,9 @@ class CacheController:
         """Begins to write PRESENT host pages to storage; ``pages[i]`` holds ``hashes[i]``. They are read-locked until
         its end, which says what became of each. Raises as ``prefetch``, PageStateInvalid, FeatureDisabled (no storage).
         """
-        operation = self._operation(OperationKind.BACKUP, hashes, request_id, "", priority, tenant, timeout)
+        operation = self.operation(
+            OperationKind.BACKUP, hashes, request_id=request_id, priority=priority, tenant=tenant, timeout=timeout
+        )
         if len(pages) != len(hashes):
             raise InvalidRequest.of("pages", f"{len(pages)} pages for {len(hashes)} hashes", "as many as hashes")
         locked = as_pages(pages)
@@ -171,7 +182,10 @@ class CacheController:
         return self.start_backup(operation, locked)
 
     def start_backup(self, operation: Operation, locked: Pages) -> Operation:
-        """The same with pages that the caller has read-locked already."""
+        """The same with leading pages of the operation's hashes that the caller has read-locked already.
+
+        One that ``agrees`` begins once all ranks of the replica have said how many they have: none is an answer, too.
+        """
         try:
             if self._backup is None:
                 raise no_storage()
@@ -185,12 +199,6 @@ class CacheController:
         else:
             self._backup.start(operation)
         return kept
-
-    def backup_operation(
-        self, hashes: Sequence[str], request_id: str, priority: int, tenant: str, timeout: float | None
-    ) -> Operation:
-        """One that is not begun. Raises InvalidRequest."""
-        return self._operation(OperationKind.BACKUP, hashes, request_id, "", priority, tenant, timeout)
 
     def count_in_storage(self, hashes: Sequence[str], timeout: float) -> int:
         """Leading pages that storage has; blocks for at most ``timeout`` seconds. Raises StorageDown."""
@@ -212,7 +220,9 @@ class CacheController:
         idle = self.book.wait_idle(timeout * 0.7)
         if not idle:
             for operation in self.book.open():
-                if self._prefetcher is not None and operation.kind is OperationKind.PREFETCH:
+                if operation.kind is OperationKind.BACKUP and self._backup is not None:
+                    self._backup.give_up(operation)
+                elif self._prefetcher is not None:
                     self._prefetcher.give_up(operation)
             idle = self.book.wait_idle(timeout * 0.3)
         self.book.forget_ended()
@@ -235,16 +245,19 @@ class CacheController:
                 stopped = part.stop(max(0.1, end - time.monotonic())) and stopped
         return stopped
 
-    def _operation(
+    def operation(
         self,
         kind: OperationKind,
         hashes: Sequence[str],
-        request_id: str,
-        operation_id: str,
-        priority: int,
-        tenant: str,
-        timeout: float | None,
+        *,
+        request_id: str = "",
+        operation_id: str = "",
+        priority: int = 0,
+        tenant: str = "",
+        extra_key: str = "",
+        timeout: float | None = None,
     ) -> Operation:
+        """One that is not begun. Raises InvalidRequest, FeatureDisabled."""
         if self._closed:
             raise FeatureDisabled(
                 "the cache controller was closed",
@@ -257,7 +270,16 @@ class CacheController:
         if timeout is not None and not 0 < timeout <= 3600:
             raise InvalidRequest.of("timeout", timeout, "above 0, at most 3600 seconds")
         seconds = self.limits.operation_timeout if timeout is None else timeout
-        operation = Operation(kind, tuple(hashes), request_id, priority, tenant, deadline=time.monotonic() + seconds)
+        operation = Operation(
+            kind,
+            tuple(hashes),
+            request_id,
+            priority,
+            tenant,
+            extra_key,
+            deadline=time.monotonic() + seconds,
+            timeout=timeout,
+        )
         if operation_id:
             operation.operation_id = operation_id
         return operation

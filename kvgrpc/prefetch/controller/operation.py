@@ -28,6 +28,9 @@ class Operation:
     ``hashes`` are the hexadecimal page hashes of the whole request; the pages from ``covered`` on are its own, and
     ``pages`` (host) and ``outcomes`` begin there. The pages belong to the operation until ``ended``; only then were all
     reads and writes of them over.
+
+    Of a backup: ``agrees``: all ranks of the replica make it together. ``others``: indices of pages that another rank
+    writes and that storage did not have yet at the last look; ``others_since``: when they were first looked for.
     """
 
     kind: OperationKind
@@ -37,6 +40,7 @@ class Operation:
     tenant: str = ""
     extra_key: str = ""
     deadline: float = 0.0
+    timeout: float | None = None
     operation_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     state: OperationState = OperationState.QUEUED
     stop: Stop = Stop.NONE
@@ -61,6 +65,9 @@ class Operation:
     over: threading.Event = field(default_factory=threading.Event)
     forget_deadline: Callable[[], None] = _nothing
     lingering: dict[int, list[threading.Event]] = field(default_factory=dict)
+    agrees: bool = False
+    others: list[int] = field(default_factory=list)
+    others_since: float = 0.0
 
     @property
     def ended(self) -> bool:
@@ -75,6 +82,13 @@ class Operation:
         """Leading pages, of the whole request, that are in place."""
         done = next((i for i, outcome in enumerate(self.outcomes) if outcome is not PageOutcome.OK), len(self.outcomes))
         return self.covered + done
+
+    def same_order(self, other: Operation) -> bool:
+        """Whether both were asked for the same."""
+        return all(
+            getattr(self, name) == getattr(other, name)
+            for name in ("hashes", "priority", "tenant", "extra_key", "timeout")
+        )
 
     def row(self, *, with_pages: bool = True) -> OperationRow:
         now = self.ended_at or time.monotonic()

@@ -50,9 +50,10 @@ class OperationBook:
         with self.lock:
             before = self._by_request.get((operation.kind, operation.request_id)) if operation.request_id else None
             if before is not None:
-                if before.hashes != operation.hashes:
+                if not before.same_order(operation):
                     raise RequestIdReused(
-                        f"request {operation.request_id!r} began {before.operation_id} with other pages: use a new id",
+                        f"request {operation.request_id!r} began {before.operation_id} with other pages, priority, "
+                        "tenant, extra key or timeout: use a new id",
                         metadata={"requestId": operation.request_id, "operationId": before.operation_id},
                     )
                 return before

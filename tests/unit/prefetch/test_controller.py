@@ -464,16 +464,71 @@ class TestBackup:
         assert all(after[name] == before[name] for name in names if before[name] != 2)
         assert len({after[name] for name in names if before[name] == 2}) == 3
 
-    def test_pages_of_another_writer_are_skipped_and_said_to_be(self) -> None:
+    def test_pages_of_another_writer_are_skipped_once_storage_has_them(self) -> None:
         names = hashes(12)
-        rig = Rig(writes=lambda page_hash: writer_of(page_hash, range(2)) == 0)
-        pages = rig.on_host(names)
-        operation = rig.ended(rig.controller.write_storage(names, pages))
         mine = [writer_of(name, range(2)) == 0 for name in names]
-        assert operation.state is OperationState.DONE
-        assert operation.outcomes == [PageOutcome.OK if own else PageOutcome.SKIPPED for own in mine]
-        rig.host.table.release(pages)
+        one, two = self.pair()
+        first = one.controller.write_storage(names, one.on_host(names))
+        until(lambda: first.others)
+        assert not first.ended, "nobody has written them yet"
+        second = two.ended(two.controller.write_storage(names, two.on_host(names)))
+        assert one.ended(first).outcomes == [PageOutcome.OK if own else PageOutcome.SKIPPED for own in mine]
+        assert second.outcomes == [PageOutcome.SKIPPED if own else PageOutcome.OK for own in mine]
+        assert (first.state, first.completed, second.state) == (OperationState.DONE, 12, OperationState.DONE)
+        assert one.controller.count_in_storage(names, 1.0) == 12
+        one.close()
+        two.close()
+
+    def test_pages_of_a_writer_that_goes_before_it_wrote_are_written_by_those_that_live(self) -> None:
+        names = hashes(12)
+        live = {0, 1}
+        rig = Rig(writes=lambda page_hash: writer_of(page_hash, live) == 0)
+        operation = rig.controller.write_storage(names, rig.on_host(names))
+        until(lambda: operation.others)
+        live.discard(1)
+        assert rig.ended(operation).outcomes == [PageOutcome.OK] * 12
         rig.close()
+
+    def test_pages_that_their_writer_never_writes_are_written_after_the_time_of_an_agreement(self) -> None:
+        names = hashes(12)
+        rig = Rig(replace(LIMITS, agreement_timeout=0.2), writes=lambda page_hash: writer_of(page_hash, range(2)) == 0)
+        operation = rig.ended(rig.controller.write_storage(names, rig.on_host(names)))
+        assert operation.outcomes == [PageOutcome.OK] * 12
+        assert operation.ended_at - operation.began >= 0.2
+        rig.close()
+
+    @pytest.mark.parametrize("end", ["cancel", "deadline", "storage"])
+    def test_who_waits_for_another_writer_ends_early_and_says_which_pages_are_not_there(self, end: str) -> None:
+        names = hashes(12)
+        limits = replace(LIMITS, agreement_timeout=0.2 if end == "storage" else 60.0)
+        rig = Rig(limits, writes=lambda page_hash: page_hash != names[5])
+        pages = rig.on_host(names)
+        if end == "storage":
+            rig.storage.fault = lambda call, key: DOWN if call == "count" else None
+        operation = rig.controller.write_storage(names, pages, timeout=0.2 if end == "deadline" else 20.0)
+        until(lambda: operation.others or operation.ended)
+        if end == "cancel":
+            rig.controller.terminate(operation)
+        assert rig.ended(operation).outcomes[5] is PageOutcome.PENDING
+        expected = {"cancel": "CANCELLED", "deadline": "EXPIRED", "storage": "PARTIAL"}
+        assert (operation.state.name, operation.completed) == (expected[end], 11)
+        rig.host.table.release(pages)
+        rig.nothing_is_left()
+        rig.close()
+
+    @staticmethod
+    def pair() -> tuple[Rig, Rig]:
+        """Two ranks with the same pages, over one storage."""
+        store = memory_backend()
+        rigs = [
+            Rig(
+                replace(LIMITS, agreement_timeout=60.0),
+                writes=lambda page_hash, rank=rank: writer_of(page_hash, range(2)) == rank,  # type: ignore[misc]
+                storage=FaultyBackend(store),
+            )
+            for rank in range(2)
+        ]
+        return rigs[0], rigs[1]
 
 
 class TestClosing:

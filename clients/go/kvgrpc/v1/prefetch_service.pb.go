@@ -248,11 +248,11 @@ const (
 	OperationStop_OPERATION_STOP_DEADLINE OperationStop = 8
 	// A caller ended it.
 	OperationStop_OPERATION_STOP_CANCELLED OperationStop = 9
-	// A page that storage counted could not be read.
+	// A page that storage counted could not be read; of a backup, a page could not be written, at some rank.
 	OperationStop_OPERATION_STOP_PAGE_LOST OperationStop = 10
 	// The rank closes.
 	OperationStop_OPERATION_STOP_SHUT_DOWN OperationStop = 11
-	// The host has none of the pages.
+	// The host has none of the pages, at some rank.
 	OperationStop_OPERATION_STOP_NOT_PRESENT OperationStop = 12
 )
 
@@ -545,7 +545,8 @@ type CacheOperation struct {
 	HitPages uint32 `protobuf:"varint,9,opt,name=hit_pages,json=hitPages,proto3" json:"hit_pages,omitempty"`
 	// Leading pages of the prompt that all ranks go for; of a backup, the pages that it writes.
 	AgreedPages uint32 `protobuf:"varint,10,opt,name=agreed_pages,json=agreedPages,proto3" json:"agreed_pages,omitempty"`
-	// Leading pages of the prompt that are in place now; of a backup, pages that are written or need not be.
+	// Leading pages of the prompt that are in place now; of a backup, pages that this rank wrote or that others wrote, and
+	// once a backup of several ranks has ended, the leading pages that are in storage for all of them.
 	CompletedPages uint32 `protobuf:"varint,11,opt,name=completed_pages,json=completedPages,proto3" json:"completed_pages,omitempty"`
 	// Bytes that were moved.
 	Bytes uint64 `protobuf:"varint,12,opt,name=bytes,proto3" json:"bytes,omitempty"`
@@ -2283,7 +2284,7 @@ func (x *AgreementDecision) GetStop() OperationStop {
 	return OperationStop_OPERATION_STOP_UNSPECIFIED
 }
 
-// A prefetch that the leading rank began for all.
+// A prefetch or backup that the leading rank began for all.
 type AgreementStart struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Under which id.
@@ -2297,7 +2298,9 @@ type AgreementStart struct {
 	// As in StartPrefetch.
 	Tenant string `protobuf:"bytes,5,opt,name=tenant,proto3" json:"tenant,omitempty"`
 	// Namespace within the model, for a later purge.
-	ExtraKey      string `protobuf:"bytes,6,opt,name=extra_key,json=extraKey,proto3" json:"extra_key,omitempty"`
+	ExtraKey string `protobuf:"bytes,6,opt,name=extra_key,json=extraKey,proto3" json:"extra_key,omitempty"`
+	// What it does; unspecified: a prefetch.
+	Kind          OperationKind `protobuf:"varint,7,opt,name=kind,proto3,enum=kvgrpc.v1.OperationKind" json:"kind,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2374,6 +2377,13 @@ func (x *AgreementStart) GetExtraKey() string {
 	return ""
 }
 
+func (x *AgreementStart) GetKind() OperationKind {
+	if x != nil {
+		return x.Kind
+	}
+	return OperationKind_OPERATION_KIND_UNSPECIFIED
+}
+
 // From a rank to the leader.
 type JoinAgreementRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2434,7 +2444,7 @@ type JoinAgreementResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Grows whenever a rank is lost or comes back; 0: nothing changed since the message before.
 	Epoch uint64 `protobuf:"varint,1,opt,name=epoch,proto3" json:"epoch,omitempty"`
-	// Prefetches to begin.
+	// Operations to begin.
 	Starts []*AgreementStart `protobuf:"bytes,2,rep,name=starts,proto3" json:"starts,omitempty"`
 	// Decisions.
 	Decisions []*AgreementDecision `protobuf:"bytes,3,rep,name=decisions,proto3" json:"decisions,omitempty"`
@@ -2683,7 +2693,7 @@ const file_kvgrpc_v1_prefetch_service_proto_rawDesc = "" +
 	"\foperation_id\x18\x01 \x01(\tR\voperationId\x12/\n" +
 	"\x05stage\x18\x02 \x01(\x0e2\x19.kvgrpc.v1.AgreementStageR\x05stage\x12\x14\n" +
 	"\x05pages\x18\x03 \x01(\rR\x05pages\x12,\n" +
-	"\x04stop\x18\x04 \x01(\x0e2\x18.kvgrpc.v1.OperationStopR\x04stop\"\xda\x01\n" +
+	"\x04stop\x18\x04 \x01(\x0e2\x18.kvgrpc.v1.OperationStopR\x04stop\"\x88\x02\n" +
 	"\x0eAgreementStart\x12!\n" +
 	"\foperation_id\x18\x01 \x01(\tR\voperationId\x12\x1f\n" +
 	"\vpage_hashes\x18\x02 \x03(\fR\n" +
@@ -2691,7 +2701,8 @@ const file_kvgrpc_v1_prefetch_service_proto_rawDesc = "" +
 	"\atimeout\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\atimeout\x12\x1a\n" +
 	"\bpriority\x18\x04 \x01(\x11R\bpriority\x12\x16\n" +
 	"\x06tenant\x18\x05 \x01(\tR\x06tenant\x12\x1b\n" +
-	"\textra_key\x18\x06 \x01(\tR\bextraKey\"w\n" +
+	"\textra_key\x18\x06 \x01(\tR\bextraKey\x12,\n" +
+	"\x04kind\x18\a \x01(\x0e2\x18.kvgrpc.v1.OperationKindR\x04kind\"w\n" +
 	"\x14JoinAgreementRequest\x12/\n" +
 	"\x05hello\x18\x01 \x01(\v2\x19.kvgrpc.v1.AgreementHelloR\x05hello\x12.\n" +
 	"\x05votes\x18\x02 \x03(\v2\x18.kvgrpc.v1.AgreementVoteR\x05votes\"\xff\x01\n" +
@@ -2860,36 +2871,37 @@ var file_kvgrpc_v1_prefetch_service_proto_depIdxs = []int32{
 	5,  // 32: kvgrpc.v1.AgreementDecision.stage:type_name -> kvgrpc.v1.AgreementStage
 	3,  // 33: kvgrpc.v1.AgreementDecision.stop:type_name -> kvgrpc.v1.OperationStop
 	36, // 34: kvgrpc.v1.AgreementStart.timeout:type_name -> google.protobuf.Duration
-	28, // 35: kvgrpc.v1.JoinAgreementRequest.hello:type_name -> kvgrpc.v1.AgreementHello
-	29, // 36: kvgrpc.v1.JoinAgreementRequest.votes:type_name -> kvgrpc.v1.AgreementVote
-	31, // 37: kvgrpc.v1.JoinAgreementResponse.starts:type_name -> kvgrpc.v1.AgreementStart
-	30, // 38: kvgrpc.v1.JoinAgreementResponse.decisions:type_name -> kvgrpc.v1.AgreementDecision
-	40, // 39: kvgrpc.v1.JoinAgreementResponse.live:type_name -> kvgrpc.v1.RankId
-	8,  // 40: kvgrpc.v1.PrefetchService.Lookup:input_type -> kvgrpc.v1.LookupRequest
-	10, // 41: kvgrpc.v1.PrefetchService.StartPrefetch:input_type -> kvgrpc.v1.StartPrefetchRequest
-	12, // 42: kvgrpc.v1.PrefetchService.WatchOperations:input_type -> kvgrpc.v1.WatchOperationsRequest
-	14, // 43: kvgrpc.v1.PrefetchService.TerminatePrefetch:input_type -> kvgrpc.v1.TerminatePrefetchRequest
-	16, // 44: kvgrpc.v1.PrefetchService.StartBackup:input_type -> kvgrpc.v1.StartBackupRequest
-	18, // 45: kvgrpc.v1.PrefetchService.ListOperations:input_type -> kvgrpc.v1.ListOperationsRequest
-	20, // 46: kvgrpc.v1.PrefetchService.GetCacheInfo:input_type -> kvgrpc.v1.GetCacheInfoRequest
-	24, // 47: kvgrpc.v1.PrefetchService.PurgePages:input_type -> kvgrpc.v1.PurgePagesRequest
-	26, // 48: kvgrpc.v1.PrefetchService.PinPages:input_type -> kvgrpc.v1.PinPagesRequest
-	32, // 49: kvgrpc.v1.PrefetchService.JoinAgreement:input_type -> kvgrpc.v1.JoinAgreementRequest
-	9,  // 50: kvgrpc.v1.PrefetchService.Lookup:output_type -> kvgrpc.v1.LookupResponse
-	11, // 51: kvgrpc.v1.PrefetchService.StartPrefetch:output_type -> kvgrpc.v1.StartPrefetchResponse
-	13, // 52: kvgrpc.v1.PrefetchService.WatchOperations:output_type -> kvgrpc.v1.WatchOperationsResponse
-	15, // 53: kvgrpc.v1.PrefetchService.TerminatePrefetch:output_type -> kvgrpc.v1.TerminatePrefetchResponse
-	17, // 54: kvgrpc.v1.PrefetchService.StartBackup:output_type -> kvgrpc.v1.StartBackupResponse
-	19, // 55: kvgrpc.v1.PrefetchService.ListOperations:output_type -> kvgrpc.v1.ListOperationsResponse
-	23, // 56: kvgrpc.v1.PrefetchService.GetCacheInfo:output_type -> kvgrpc.v1.GetCacheInfoResponse
-	25, // 57: kvgrpc.v1.PrefetchService.PurgePages:output_type -> kvgrpc.v1.PurgePagesResponse
-	27, // 58: kvgrpc.v1.PrefetchService.PinPages:output_type -> kvgrpc.v1.PinPagesResponse
-	33, // 59: kvgrpc.v1.PrefetchService.JoinAgreement:output_type -> kvgrpc.v1.JoinAgreementResponse
-	50, // [50:60] is the sub-list for method output_type
-	40, // [40:50] is the sub-list for method input_type
-	40, // [40:40] is the sub-list for extension type_name
-	40, // [40:40] is the sub-list for extension extendee
-	0,  // [0:40] is the sub-list for field type_name
+	1,  // 35: kvgrpc.v1.AgreementStart.kind:type_name -> kvgrpc.v1.OperationKind
+	28, // 36: kvgrpc.v1.JoinAgreementRequest.hello:type_name -> kvgrpc.v1.AgreementHello
+	29, // 37: kvgrpc.v1.JoinAgreementRequest.votes:type_name -> kvgrpc.v1.AgreementVote
+	31, // 38: kvgrpc.v1.JoinAgreementResponse.starts:type_name -> kvgrpc.v1.AgreementStart
+	30, // 39: kvgrpc.v1.JoinAgreementResponse.decisions:type_name -> kvgrpc.v1.AgreementDecision
+	40, // 40: kvgrpc.v1.JoinAgreementResponse.live:type_name -> kvgrpc.v1.RankId
+	8,  // 41: kvgrpc.v1.PrefetchService.Lookup:input_type -> kvgrpc.v1.LookupRequest
+	10, // 42: kvgrpc.v1.PrefetchService.StartPrefetch:input_type -> kvgrpc.v1.StartPrefetchRequest
+	12, // 43: kvgrpc.v1.PrefetchService.WatchOperations:input_type -> kvgrpc.v1.WatchOperationsRequest
+	14, // 44: kvgrpc.v1.PrefetchService.TerminatePrefetch:input_type -> kvgrpc.v1.TerminatePrefetchRequest
+	16, // 45: kvgrpc.v1.PrefetchService.StartBackup:input_type -> kvgrpc.v1.StartBackupRequest
+	18, // 46: kvgrpc.v1.PrefetchService.ListOperations:input_type -> kvgrpc.v1.ListOperationsRequest
+	20, // 47: kvgrpc.v1.PrefetchService.GetCacheInfo:input_type -> kvgrpc.v1.GetCacheInfoRequest
+	24, // 48: kvgrpc.v1.PrefetchService.PurgePages:input_type -> kvgrpc.v1.PurgePagesRequest
+	26, // 49: kvgrpc.v1.PrefetchService.PinPages:input_type -> kvgrpc.v1.PinPagesRequest
+	32, // 50: kvgrpc.v1.PrefetchService.JoinAgreement:input_type -> kvgrpc.v1.JoinAgreementRequest
+	9,  // 51: kvgrpc.v1.PrefetchService.Lookup:output_type -> kvgrpc.v1.LookupResponse
+	11, // 52: kvgrpc.v1.PrefetchService.StartPrefetch:output_type -> kvgrpc.v1.StartPrefetchResponse
+	13, // 53: kvgrpc.v1.PrefetchService.WatchOperations:output_type -> kvgrpc.v1.WatchOperationsResponse
+	15, // 54: kvgrpc.v1.PrefetchService.TerminatePrefetch:output_type -> kvgrpc.v1.TerminatePrefetchResponse
+	17, // 55: kvgrpc.v1.PrefetchService.StartBackup:output_type -> kvgrpc.v1.StartBackupResponse
+	19, // 56: kvgrpc.v1.PrefetchService.ListOperations:output_type -> kvgrpc.v1.ListOperationsResponse
+	23, // 57: kvgrpc.v1.PrefetchService.GetCacheInfo:output_type -> kvgrpc.v1.GetCacheInfoResponse
+	25, // 58: kvgrpc.v1.PrefetchService.PurgePages:output_type -> kvgrpc.v1.PurgePagesResponse
+	27, // 59: kvgrpc.v1.PrefetchService.PinPages:output_type -> kvgrpc.v1.PinPagesResponse
+	33, // 60: kvgrpc.v1.PrefetchService.JoinAgreement:output_type -> kvgrpc.v1.JoinAgreementResponse
+	51, // [51:61] is the sub-list for method output_type
+	41, // [41:51] is the sub-list for method input_type
+	41, // [41:41] is the sub-list for extension type_name
+	41, // [41:41] is the sub-list for extension extendee
+	0,  // [0:41] is the sub-list for field type_name
 }
 
 func init() { file_kvgrpc_v1_prefetch_service_proto_init() }

@@ -58,7 +58,8 @@ type PrefetchServiceClient interface {
 	// place by then stays usable. One that has ended stays as it is.
 	// Roles: rank, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST.
 	TerminatePrefetch(ctx context.Context, in *TerminatePrefetchRequest, opts ...grpc.CallOption) (*TerminatePrefetchResponse, error)
-	// Begins to write the leading pages that the host has to storage and answers at once.
+	// Begins to write the leading pages that the host has to storage and answers at once. Every rank of the replica writes
+	// its own part, as many pages as the host of each has; what counts as completed is in storage for all of them.
 	// Roles: rank, operator. Errors: INVALID_REQUEST, WRONG_RANK, REQUEST_ID_REUSED, TOO_MANY_REQUESTS, FEATURE_DISABLED,
 	// SERVER_DRAINING.
 	StartBackup(ctx context.Context, in *StartBackupRequest, opts ...grpc.CallOption) (*StartBackupResponse, error)
@@ -227,7 +228,8 @@ type PrefetchServiceServer interface {
 	// place by then stays usable. One that has ended stays as it is.
 	// Roles: rank, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST.
 	TerminatePrefetch(context.Context, *TerminatePrefetchRequest) (*TerminatePrefetchResponse, error)
-	// Begins to write the leading pages that the host has to storage and answers at once.
+	// Begins to write the leading pages that the host has to storage and answers at once. Every rank of the replica writes
+	// its own part, as many pages as the host of each has; what counts as completed is in storage for all of them.
 	// Roles: rank, operator. Errors: INVALID_REQUEST, WRONG_RANK, REQUEST_ID_REUSED, TOO_MANY_REQUESTS, FEATURE_DISABLED,
 	// SERVER_DRAINING.
 	StartBackup(context.Context, *StartBackupRequest) (*StartBackupResponse, error)
