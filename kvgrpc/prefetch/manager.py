@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvgrpc.errors import FeatureDisabled, ServerDraining, WrongRank
 from kvgrpc.model import Layout, RankId, RankRef, Role
@@ -43,6 +43,7 @@ class PrefetchManager:
         self.layout = layout or Layout()
         self.namespace = _namespace(config, rank.rank, self.layout)
         self.host = HostPool(config.shape, config.host_pages, config.host_layout)
+        self.keys = keys_of(config, self.namespace)
         self._own_storage = isinstance(config.storage, str)
         self.storage = _storage_of(config)
         self.cache = (
@@ -71,7 +72,7 @@ class PrefetchManager:
             self.controller = CacheController(
                 self.host,
                 self.storage,
-                key_builder(config, self.namespace),
+                self.keys.of,
                 keeper=self.cache,
                 agreement=self.agreement,
                 limits=config.limits,
@@ -83,6 +84,7 @@ class PrefetchManager:
         if self.cache is not None:
             self.cache.copies = self.copies
             self.cache.attach(self.controller)
+        self._end_listening = None if self.storage is None else self.storage.on_removed(self._storage_removed)
         self.leader_address = config.leader
         self._draining = False
         self._closed = False
@@ -170,8 +172,14 @@ class PrefetchManager:
     def purge(
         self, tiers: Sequence[Tier], extra_key: str | None, *, dry_run: bool, timeout: float
     ) -> tuple[dict[Tier, int], int]:
-        """(pages that went by tier, pages that stay because they are in use). Blocks for about ``timeout`` seconds."""
+        """(pages that went by tier, pages that stay because they are in use). Blocks for about ``timeout`` seconds.
+
+        Of storage those of this namespace go, whoever wrote them; with an ``extra_key``, which storage does not know,
+        those that device and host know.
+        """
         cache = self.known_cache()
+        if Tier.STORAGE in tiers and extra_key is None and self.storage is not None:
+            self._check_prefix()
         gone: dict[Tier, int] = {}
         kept = 0
         known = cache.hashes(Tier.DEVICE, extra_key) + cache.hashes(Tier.HOST, extra_key)
@@ -234,6 +242,8 @@ class PrefetchManager:
         if self._closed:
             return True
         end = time.monotonic() + timeout
+        if self._end_listening is not None:
+            self._end_listening()
         well = self.controller.close(timeout * 0.5)
         for agreement in (self.leader, self.joined):
             if agreement is not None:
@@ -270,16 +280,32 @@ class PrefetchManager:
         if self._draining and before is None:
             raise ServerDraining("this rank drains and begins nothing new", retry_after=1.0)
 
+    def _check_prefix(self) -> str:
+        if self.keys.prefix is None:
+            raise FeatureDisabled(
+                f"keys of the mode {self.config.key_mode!r} do not tell this cache's pages from those of others",
+                metadata={"feature": "purge of storage", "howToEnable": "key_mode 'kvgrpc', or empty the store itself"},
+            )
+        return self.keys.prefix
+
     def _purge_storage(self, known: list[str], extra_key: str | None, timeout: float) -> int:
         if self.storage is None:
             return 0
         if extra_key is not None:
-            # Storage knows pages by their hash only: those of one key are the ones that device and host know.
-            return self.controller.delete_from_storage(known, timeout)
-        before = self.storage.stats().pages
-        self.storage.clear()
-        after = self.storage.stats().pages
-        return 0 if before is None or after is None else max(0, before - after)
+            gone = self.controller.delete_from_storage(known, timeout)
+        else:
+            gone = self.storage.clear(self._check_prefix(), timeout)
+        if extra_key is not None or self._end_listening is None:
+            self._tell_removed(known)
+        return gone
+
+    def _storage_removed(self, keys: Sequence[str]) -> None:
+        """On a thread of the backend: pages that it dropped, of this rank or of others."""
+        self._tell_removed([page_hash for key in keys if (page_hash := self.keys.hash_of(key)) is not None])
+
+    def _tell_removed(self, hashes: Sequence[str]) -> None:
+        if self.config.listener is not None and hashes:
+            self.config.listener(Tier.STORAGE, "removed", hashes, "")
 
     def _writes(self) -> Writes:
         if not self.namespace.replicated:
@@ -348,8 +374,8 @@ class PrefetchManager:
         self.host.close()
 
 
-def key_builder(config: PrefetchConfig, namespace: Namespace) -> Callable[[str], str]:
-    """What makes a storage key of a page hash. Raises InvalidRequest for an unknown mode."""
+def keys_of(config: PrefetchConfig, namespace: Namespace) -> Keys:
+    """What makes storage keys of page hashes. Raises InvalidRequest for an unknown mode."""
     shape = config.shape
     parts = ".".join(f"{component.name}{component.layer_bytes}" for component in shape.components)
     identity = PageIdentity(
@@ -367,7 +393,7 @@ def key_builder(config: PrefetchConfig, namespace: Namespace) -> Callable[[str],
         cp_size=namespace.cp_size,
         replicated=namespace.replicated,
     )
-    return Keys(config.key_mode, identity).of
+    return Keys(config.key_mode, identity)
 
 
 def _namespace(config: PrefetchConfig, rank: RankId, layout: Layout) -> Namespace:

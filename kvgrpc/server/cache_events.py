@@ -3,55 +3,85 @@ rank."""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from kvgrpc.events import BlockRemoved, BlockStored, EventPublisher, KVEventBatch
 from kvgrpc.hashing import sglang_event_hash
-from kvgrpc.prefetch.cache import CacheListener
 from kvgrpc.prefetch.controller.operation import Operation
 from kvgrpc.prefetch.model import OperationKind, PageOutcome, Tier
 
 # SGLang's words for the tiers. The device's own events are the engine's.
 MEDIUMS = {Tier.HOST: "CPU_PINNED", Tier.STORAGE: "DISK"}
+_REMEMBERED = 65_536
 
 
-def tier_events(publisher: EventPublisher, page_tokens: int) -> CacheListener:
-    """Tells of the host tier. Called on the cache's threads; it only appends."""
+class TierEvents:
+    """Tells of both tiers. Called on the cache's threads; it only appends."""
 
-    def tell(tier: Tier, what: str, hashes: Sequence[str], before: str) -> None:
+    def __init__(self, publisher: EventPublisher, page_tokens: int) -> None:
+        self._publisher = publisher
+        self._page_tokens = page_tokens
+        self._lock = threading.Lock()
+        # What storage dropped lately, and when: a backup tells of its pages at its end, and some may be gone by then.
+        self._dropped: OrderedDict[str, float] = OrderedDict()
+
+    def tell(self, tier: Tier, what: str, hashes: Sequence[str], before: str) -> None:
+        """A CacheListener."""
         medium = MEDIUMS.get(tier)
         if medium is None:
             return
-        names = _names(hashes)
         if what == "stored":
-            parent = _names([before])[0] if before else None
-            event: BlockStored | BlockRemoved = BlockStored(names, parent, [], page_tokens, medium=medium)
-        else:
-            event = BlockRemoved(names, medium=medium)
-        publisher.publish(KVEventBatch(time.time(), [event]))
+            self._publish(self._stored(hashes, before, medium))
+            return
+        if tier is Tier.STORAGE:
+            self._remember(hashes)
+        self._publish(BlockRemoved(_names(hashes), medium=medium))
 
-    return tell
+    def backup_ended(self, operation: Operation) -> None:
+        """Tells of the pages that a backup wrote, a run of them as one event; for each change of an operation."""
+        if operation.kind is not OperationKind.BACKUP or not operation.ended:
+            return
+        events: list[BlockStored | BlockRemoved] = []
+        hashes, start = operation.hashes, 0
+        for index, outcome in enumerate([*operation.outcomes, PageOutcome.PENDING]):
+            if outcome is PageOutcome.OK:
+                continue
+            if index > start:
+                before = hashes[start - 1] if start else ""
+                events.append(self._stored(hashes[start:index], before, MEDIUMS[Tier.STORAGE]))
+            start = index + 1
+        if gone := self._dropped_since(operation):
+            events.append(BlockRemoved(_names(gone), medium=MEDIUMS[Tier.STORAGE]))
+        self._publish(*events)
 
+    def _stored(self, hashes: Sequence[str], before: str, medium: str) -> BlockStored:
+        return BlockStored(
+            _names(hashes), _names([before])[0] if before else None, [], self._page_tokens, medium=medium
+        )
 
-def storage_events(publisher: EventPublisher, page_tokens: int, operation: Operation) -> None:
-    """Tells of the pages that an ended backup wrote, a run of them as one event."""
-    if operation.kind is not OperationKind.BACKUP or not operation.ended:
-        return
-    events: list[BlockStored] = []
-    hashes = operation.hashes
-    start = 0
-    outcomes = [*operation.outcomes, PageOutcome.PENDING]
-    for index, outcome in enumerate(outcomes):
-        if outcome is PageOutcome.OK:
-            continue
-        if index > start:
-            parent = _names([hashes[start - 1]])[0] if start else None
-            run = _names(hashes[start:index])
-            events.append(BlockStored(run, parent, [], page_tokens, medium=MEDIUMS[Tier.STORAGE]))
-        start = index + 1
-    if events:
-        publisher.publish(KVEventBatch(time.time(), [*events]))
+    def _publish(self, *events: BlockStored | BlockRemoved) -> None:
+        if events:
+            self._publisher.publish(KVEventBatch(time.time(), [*events]))
+
+    def _remember(self, hashes: Sequence[str]) -> None:
+        now = time.monotonic()
+        with self._lock:
+            for each in hashes:
+                self._dropped[each] = now
+                self._dropped.move_to_end(each)
+            while len(self._dropped) > _REMEMBERED:
+                self._dropped.popitem(last=False)
+
+    def _dropped_since(self, operation: Operation) -> list[str]:
+        with self._lock:
+            return [
+                each
+                for each, outcome in zip(operation.hashes, operation.outcomes, strict=False)
+                if outcome is PageOutcome.OK and self._dropped.get(each, 0.0) >= operation.began
+            ]
 
 
 def _names(hashes: Sequence[str]) -> list[int | bytes]:

@@ -15,7 +15,7 @@ from kvgrpc.events.config import EventsConfig
 from kvgrpc.model import RankRef
 from kvgrpc.net import is_local, is_wildcard, joined, split
 from kvgrpc.prefetch.manager import PrefetchManager
-from kvgrpc.server.cache_events import storage_events, tier_events
+from kvgrpc.server.cache_events import TierEvents
 from kvgrpc.server.check import events_refused
 from kvgrpc.server.config import RankConfig
 
@@ -74,12 +74,12 @@ def cache_of(config: RankConfig, rank: RankRef, publisher: EventPublisher) -> Pr
     wanted = config.prefetch
     if wanted is None:
         return None
-    page_tokens = wanted.shape.page_tokens
+    events = TierEvents(publisher, wanted.shape.page_tokens)
     if wanted.listener is None and publisher.stream is not None:
-        wanted = replace(wanted, listener=tier_events(publisher, page_tokens))
+        wanted = replace(wanted, listener=events.tell)
     manager = PrefetchManager(wanted, rank, config.layout, config.role)
     if publisher.stream is not None:
-        manager.controller.book.listen(lambda operation: storage_events(publisher, page_tokens, operation))
+        manager.controller.book.listen(events.backup_ended)
     return manager
 
 

@@ -981,7 +981,9 @@ class PurgePagesRequest(_message.Message):
     EXTRA_KEY_FIELD_NUMBER: _builtins.int
     DRY_RUN_FIELD_NUMBER: _builtins.int
     extra_key: _builtins.str
-    """Only pages of this namespace within the model; absent: of all."""
+    """Only pages of this namespace within the model; absent: of all. Storage does not know it: of its pages those go that
+    device and host know.
+    """
     dry_run: _builtins.bool
     """Count only."""
     @_builtins.property

@@ -159,7 +159,8 @@ class PrefetchServiceServicer(object):
 
     def PurgePages(self, request, context):
         """Drops pages of this rank's cache that nobody uses, by tier, and says how many went. The namespace must be this
-        cache's own. With dry_run nothing goes; storage cannot tell without doing, and counts 0 then.
+        cache's own, and pages of others that share the storage stay. With dry_run nothing goes; storage cannot tell without
+        doing, and counts 0 then.
         Roles: operator. Errors: INVALID_REQUEST, FEATURE_DISABLED, STORAGE_FAILED, PEER_UNREACHABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

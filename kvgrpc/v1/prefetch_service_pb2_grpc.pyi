@@ -73,7 +73,8 @@ class PrefetchServiceStub:
     """
     PurgePages: _grpc.UnaryUnaryMultiCallable[_prefetch_service_pb2.PurgePagesRequest, _prefetch_service_pb2.PurgePagesResponse]
     """Drops pages of this rank's cache that nobody uses, by tier, and says how many went. The namespace must be this
-    cache's own. With dry_run nothing goes; storage cannot tell without doing, and counts 0 then.
+    cache's own, and pages of others that share the storage stay. With dry_run nothing goes; storage cannot tell without
+    doing, and counts 0 then.
     Roles: operator. Errors: INVALID_REQUEST, FEATURE_DISABLED, STORAGE_FAILED, PEER_UNREACHABLE.
     """
     PinPages: _grpc.UnaryUnaryMultiCallable[_prefetch_service_pb2.PinPagesRequest, _prefetch_service_pb2.PinPagesResponse]
@@ -132,7 +133,8 @@ class PrefetchServiceAsyncStub(PrefetchServiceStub):
     """
     PurgePages: _aio.UnaryUnaryMultiCallable[_prefetch_service_pb2.PurgePagesRequest, _prefetch_service_pb2.PurgePagesResponse]  # type: ignore[assignment]
     """Drops pages of this rank's cache that nobody uses, by tier, and says how many went. The namespace must be this
-    cache's own. With dry_run nothing goes; storage cannot tell without doing, and counts 0 then.
+    cache's own, and pages of others that share the storage stay. With dry_run nothing goes; storage cannot tell without
+    doing, and counts 0 then.
     Roles: operator. Errors: INVALID_REQUEST, FEATURE_DISABLED, STORAGE_FAILED, PEER_UNREACHABLE.
     """
     PinPages: _aio.UnaryUnaryMultiCallable[_prefetch_service_pb2.PinPagesRequest, _prefetch_service_pb2.PinPagesResponse]  # type: ignore[assignment]
@@ -236,7 +238,8 @@ class PrefetchServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_prefetch_service_pb2.PurgePagesResponse, _abc.Awaitable[_prefetch_service_pb2.PurgePagesResponse]]:
         """Drops pages of this rank's cache that nobody uses, by tier, and says how many went. The namespace must be this
-        cache's own. With dry_run nothing goes; storage cannot tell without doing, and counts 0 then.
+        cache's own, and pages of others that share the storage stay. With dry_run nothing goes; storage cannot tell without
+        doing, and counts 0 then.
         Roles: operator. Errors: INVALID_REQUEST, FEATURE_DISABLED, STORAGE_FAILED, PEER_UNREACHABLE.
         """
 

@@ -274,6 +274,33 @@ class TestTheCache:
         assert client.lookup(pb.PromptPages(tokens=prompt(6), extra_key="lora")).storage_pages == 0
         assert client.lookup(pb.PromptPages(tokens=prompt(5))).host_pages == 5
 
+    def test_of_two_models_that_share_storage_the_others_pages_stay(self, cache: CacheRank, tmp_path: Path) -> None:
+        other = open_cache_rank(tmp_path, model="test/model-2")
+        hashes = hashes_of(prompt(6))
+        for rank in (cache, other):
+            rank.store(hashes)
+        with SyncClient(cache.address) as client:
+            namespace = client.get_cache_info().namespace
+            request = pb.PurgePagesRequest(namespace=namespace, tiers=[pb.CACHE_TIER_STORAGE])
+            assert client.purge_pages(request).storage_pages == 6
+        counts = [rank.manager.controller.count_in_storage(hashes, 5.0) for rank in (cache, other)]
+        assert counts == [0, 6]
+        other.close()
+
+    def test_keys_that_do_not_tell_whose_they_are_are_not_purged(self, tmp_path: Path) -> None:
+        cache = open_cache_rank(tmp_path, key_mode="sglang")
+        cache.store(hashes_of(prompt(6)))
+        cache.fill(hashes_of(prompt(6)))
+        with SyncClient(cache.address) as client:
+            tiers = [pb.CACHE_TIER_HOST, pb.CACHE_TIER_STORAGE]
+            request = pb.PurgePagesRequest(namespace=client.get_cache_info().namespace, tiers=tiers)
+            with pytest.raises(FeatureDisabled):
+                client.purge_pages(request)
+            assert client.lookup(pb.PromptPages(tokens=prompt(6))).host_pages == 6, "nothing went"
+            request.extra_key = ""
+            assert client.purge_pages(request).storage_pages == 6
+        cache.close()
+
     def test_pinned_pages_stay_until_their_time(self, cache: CacheRank, client: SyncClient) -> None:
         cache.fill(hashes_of(prompt(6)))
         cache.fill(hashes_of(prompt(4, 1)))
@@ -323,28 +350,74 @@ class TestTheCache:
 
 class TestEvents:
     def test_the_host_and_storage_tiers_tell_what_they_store_and_drop(self, tmp_path: Path) -> None:
-        cache = open_cache_rank(tmp_path, events={"publisher": "null", "enable_kv_cache_events": True})
+        cache = open_cache_rank(tmp_path, events=EVENTS)
         hashes = hashes_of(prompt(6))
         cache.store(hashes)
         with SyncClient(cache.address) as client:
             assert ended(client, client.start_prefetch(pb.PromptPages(tokens=prompt(6)))).completed_pages == 6
-            payloads = [
-                payload
-                for part in client.watch(mode=event_service_pb2.WATCH_MODE_REPLAY)
-                if isinstance(part, Payloads)
-                for payload in part.payloads
-            ]
-        cache.close()
-        names = [sglang_event_hash(bytes.fromhex(each)) for each in hashes]
-        told = [event for payload in payloads for event in msgspec.msgpack.decode(payload)[1]]
-        assert told.pop(0)["type"] == "AllBlocksCleared"  # what a new log begins with
-        seen = [(event["type"], list(event["block_hashes"]), event["medium"]) for event in told]
-        assert seen == [
+        names = names_of(hashes)
+        assert told(cache) == [
             ("BlockStored", names, "CPU_PINNED"),
             ("BlockStored", names, "DISK"),
             ("BlockRemoved", names, "CPU_PINNED"),
             ("BlockStored", names, "CPU_PINNED"),
         ]
+        cache.close()
+
+    def test_storage_tells_what_a_purge_drops(self, tmp_path: Path) -> None:
+        cache = open_cache_rank(tmp_path, events=EVENTS)
+        hashes = hashes_of(prompt(6))
+        cache.store(hashes)
+        with SyncClient(cache.address) as client:
+            namespace = client.get_cache_info().namespace
+            client.purge_pages(pb.PurgePagesRequest(namespace=namespace, tiers=[pb.CACHE_TIER_STORAGE]))
+        assert on_disk(cache) == set()
+        cache.close()
+
+    def test_storage_tells_what_it_drops_to_make_room(self, tmp_path: Path) -> None:
+        blocks = -(-(4096 + SHAPE.page_bytes) // 4096)
+        storage = open_backend("file", {"path": str(tmp_path), "max_bytes": 4 * blocks * 4096})
+        cache = open_cache_rank(tmp_path, storage, events=EVENTS)
+        hashes = hashes_of(prompt(6))
+        cache.store(hashes)
+        there = {name for each, name in zip(hashes, names_of(hashes), strict=True) if in_storage(cache, each)}
+        assert len(there) == 4 and on_disk(cache) == there
+        cache.close()
+        assert storage.close(5.0)
+
+
+def on_disk(cache: CacheRank) -> set[int]:
+    """What somebody who follows the events believes to be in storage."""
+    there: set[int] = set()
+    for what, names, medium in told(cache):
+        if medium == "DISK":
+            there = there | set(names) if what == "BlockStored" else there - set(names)
+    return there
+
+
+EVENTS = {"publisher": "null", "enable_kv_cache_events": True}
+
+
+def names_of(hashes: list[str]) -> list[int]:
+    return [sglang_event_hash(bytes.fromhex(each)) for each in hashes]
+
+
+def in_storage(cache: CacheRank, page_hash: str) -> bool:
+    return cache.manager.controller.count_in_storage([page_hash], 5.0) == 1
+
+
+def told(cache: CacheRank) -> list[tuple[str, list[int], str]]:
+    """All events so far: type, blocks, medium."""
+    with SyncClient(cache.address) as client:
+        payloads = [
+            payload
+            for part in client.watch(mode=event_service_pb2.WATCH_MODE_REPLAY)
+            if isinstance(part, Payloads)
+            for payload in part.payloads
+        ]
+    events = [event for payload in payloads for event in msgspec.msgpack.decode(payload)[1]]
+    assert events.pop(0)["type"] == "AllBlocksCleared"  # what a new log begins with
+    return [(event["type"], list(event["block_hashes"]), event["medium"]) for event in events]
 
 
 def broken_disk(*arguments: Any) -> int:

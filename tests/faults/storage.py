@@ -11,6 +11,7 @@ from kvgrpc.prefetch.storage.base import (
     MemoryRange,
     PageBuffers,
     PageResult,
+    Removed,
     StorageBackend,
     StorageDown,
     StorageStats,
@@ -40,8 +41,11 @@ class MemoryStore:
     def delete(self, key: str) -> bool:
         return self.pages.pop(key, None) is not None
 
-    def clear(self) -> None:
-        self.pages.clear()
+    def clear(self, prefix: str) -> list[str]:
+        gone = [key for key in self.pages if key.startswith(prefix)]
+        for key in gone:
+            del self.pages[key]
+        return gone
 
 
 def memory_backend(store: MemoryStore | None = None) -> FlatBackend:
@@ -118,8 +122,11 @@ class FaultyBackend:
         self._before("delete", keys, timeout)
         return self.inner.delete(keys, timeout)
 
-    def clear(self) -> None:
-        self.inner.clear()
+    def clear(self, prefix: str = "", timeout: float = 60.0) -> int:
+        return self.inner.clear(prefix, timeout)
+
+    def on_removed(self, removed: Removed) -> Callable[[], None] | None:
+        return self.inner.on_removed(removed)
 
     def stats(self) -> StorageStats:
         return self.inner.stats()

@@ -21,6 +21,9 @@ __all__ = ["MemoryRange", "PageBuffers", "PageResult", "PageStatus", "StorageBac
 PageBuffers: TypeAlias = tuple[tuple[int, int], ...]
 """One page: (address, bytes) of each of its buffers, in memory of this process; always in the same order."""
 
+Removed: TypeAlias = Callable[[Sequence[str]], None]
+"""Hears the keys of pages that a backend dropped."""
+
 MAX_KEY_BYTES = 1024
 MAX_BATCH_PAGES = 65_536
 
@@ -144,8 +147,13 @@ class StorageBackend(Protocol):
     def delete(self, keys: Sequence[str], timeout: float) -> int:
         """Drops pages; how many were there and are gone."""
 
-    def clear(self) -> None:
-        """Drops all pages of this backend's own namespace, and nothing of anybody else's. Waits for nothing else."""
+    def clear(self, prefix: str = "", timeout: float = 60.0) -> int:
+        """Drops the pages of this backend's own namespace whose keys begin with ``prefix``, and nothing of anybody
+        else's; how many. Raises StorageDown when it did not come to all of them in time: a repeat goes on."""
+
+    def on_removed(self, removed: Removed) -> Callable[[], None] | None:
+        """Calls it with the keys of pages that this process drops to make room or by ``clear``, on whatever thread;
+        returns what ends that. None: this backend cannot tell. It must not block."""
 
     def stats(self) -> StorageStats:
         """Never blocks on the store."""

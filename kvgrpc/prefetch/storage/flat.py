@@ -5,7 +5,7 @@ Copies every page once. A third-party store needs no more than ``FlatStore``; do
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvgrpc.prefetch.storage.base import (
@@ -14,6 +14,7 @@ from kvgrpc.prefetch.storage.base import (
     MemoryRange,
     PageBuffers,
     PageResult,
+    Removed,
     StorageStats,
     check_batch,
     check_keys,
@@ -22,6 +23,7 @@ from kvgrpc.prefetch.storage.base import (
     page_bytes,
 )
 from kvgrpc.prefetch.storage.calls import PageCalls
+from kvgrpc.prefetch.storage.listeners import Listeners
 from kvgrpc.prefetch.storage.memory import gather, scatter
 from kvgrpc.prefetch.storage.tally import Tally
 
@@ -40,7 +42,8 @@ class FlatStore(Protocol):
     def delete(self, key: str) -> bool:
         """Whether it was there."""
 
-    def clear(self) -> None: ...
+    def clear(self, prefix: str) -> Sequence[str]:
+        """Drops the keys that begin with ``prefix``; which."""
 
 
 class FlatBackend:
@@ -51,6 +54,7 @@ class FlatBackend:
         self._store = store
         self._calls = PageCalls(name, name, threads)
         self._tally = Tally()
+        self._removed = Listeners()
 
     def register(self, memory: Sequence[MemoryRange]) -> None:
         """Pages are copied: nothing to prepare."""
@@ -92,13 +96,15 @@ class FlatBackend:
         check_keys(keys)
         return sum(self._calls.ask(lambda number: self._store.delete(keys[number]), len(keys), timeout))
 
-    def clear(self) -> None:
+    def clear(self, prefix: str = "", timeout: float = 60.0) -> int:
         if self._calls.closed:
             raise self._calls.down("it is closed")
-        try:
-            self._store.clear()
-        except Exception as error:
-            raise self._calls.down(repr(error)) from error
+        (gone,) = self._calls.ask(lambda number: self._store.clear(prefix), 1, timeout)
+        self._removed.tell(gone)
+        return len(gone)
+
+    def on_removed(self, removed: Removed) -> Callable[[], None]:
+        return self._removed.add(removed)
 
     def stats(self) -> StorageStats:
         return self._tally.stats(healthy=not self._calls.closed, detail="closed" if self._calls.closed else "")

@@ -18,6 +18,7 @@ from kvgrpc.errors import InvalidRequest
 KV = "kv"
 """Name of the pool whose pages are a prefix by themselves; others (indexer, mamba, …) lie beside it."""
 
+_HASH = re.compile(r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
 _NOT_PLAIN = re.compile(r"[^A-Za-z0-9._-]+")
 _STATE_POOLS = frozenset({"mamba"})  # different on each tp rank, also where the KV cache is replicated
 
@@ -89,6 +90,16 @@ class Keys:
     def of(self, page_hash: str, pool: str = KV) -> str:
         """The key of a page of a pool."""
         return self._of(page_hash, pool)
+
+    @property
+    def prefix(self) -> str | None:
+        """What the keys of all of this rank's pages begin with, and no others; None where only their ends tell."""
+        return f"{self._prefixes[self._shared(KV)]}/" if self.mode is KeyMode.KVGRPC else None
+
+    def hash_of(self, key: str) -> str | None:
+        """The hash of one of this rank's pages; None for another's key."""
+        found = _HASH.search(key)
+        return found[0] if found is not None and self.of(found[0]) == key else None
 
     def of_all(self, page_hashes: Iterable[str], pool: str = KV) -> list[str]:
         return [self._of(page_hash, pool) for page_hash in page_hashes]

@@ -134,9 +134,27 @@ def test_deleted_pages_are_gone_and_counted(backend: StorageBackend, arena: Aren
 def test_clear_drops_everything(backend: StorageBackend, arena: Arena) -> None:
     arena.fill_all()
     backend.write(keys(4), arena.pages(0, 1, 2, 3), SECONDS)
-    backend.clear()
+    assert backend.clear() == 4
     assert backend.count_leading(keys(4), SECONDS) == 0
     assert backend.write(keys(4), arena.pages(0, 1, 2, 3), SECONDS) == [OK] * 4
+
+
+def test_of_two_models_in_one_store_one_is_cleared(backend: StorageBackend, arena: Arena) -> None:
+    arena.fill_all()
+    # The second begins as the first does, and what is special in a pattern is nothing special in a key.
+    names = ["a.model+1-00/kv/", "a.model+1-00b/kv/", "aXmodel+1-00/kv/"]
+    for number, name in enumerate(names):
+        backend.write(keys(3, name), arena.pages(*range(3 * number, 3 * number + 3)), SECONDS)
+    told: list[str] = []
+    end = backend.on_removed(told.extend)
+    assert backend.clear("a.model+1-00/", SECONDS) == 3
+    assert [backend.contains(keys(3, name), SECONDS) for name in names] == [[False] * 3, [True] * 3, [True] * 3]
+    assert backend.clear("a.model+1-00/", SECONDS) == 0
+    if end is not None:
+        assert sorted(told) == keys(3, names[0])
+        end()
+        backend.clear()
+        assert len(told) == 3
 
 
 @pytest.mark.parametrize(

@@ -1816,7 +1816,8 @@ type PurgePagesRequest struct {
 	Namespace *CacheNamespace `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
 	// Which tiers; none is an error.
 	Tiers []CacheTier `protobuf:"varint,2,rep,packed,name=tiers,proto3,enum=kvgrpc.v1.CacheTier" json:"tiers,omitempty"`
-	// Only pages of this namespace within the model; absent: of all.
+	// Only pages of this namespace within the model; absent: of all. Storage does not know it: of its pages those go that
+	// device and host know.
 	ExtraKey *string `protobuf:"bytes,3,opt,name=extra_key,json=extraKey,proto3,oneof" json:"extra_key,omitempty"`
 	// Count only.
 	DryRun        bool `protobuf:"varint,4,opt,name=dry_run,json=dryRun,proto3" json:"dry_run,omitempty"`

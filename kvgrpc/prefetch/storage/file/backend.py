@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +20,7 @@ from kvgrpc.prefetch.storage.base import (
     MemoryRange,
     PageBuffers,
     PageResult,
+    Removed,
     StorageStats,
     check_batch,
     check_keys,
@@ -33,6 +34,7 @@ from kvgrpc.prefetch.storage.file.formats import Format, Header, OwnFormat, Sgla
 from kvgrpc.prefetch.storage.file.io import Mover, Vectored, aligned, header_block
 from kvgrpc.prefetch.storage.file.usage import Usage
 from kvgrpc.prefetch.storage.flat import other_size
+from kvgrpc.prefetch.storage.listeners import Listeners
 from kvgrpc.prefetch.storage.memory import views
 from kvgrpc.prefetch.storage.settings import Nbytes, Seconds, Threads, read_settings
 from kvgrpc.prefetch.storage.tally import Tally
@@ -86,6 +88,7 @@ class FileBackend:
             logger.warning("storage %r: %s takes no O_DIRECT: pages go through the page cache", self.name, config.path)
         self._usage = Usage(config.max_bytes or None)
         self._tally = Tally()
+        self._removed = Listeners()
         self._closed = threading.Event()
         self._rescan(clean=True)
         self._calls = PageCalls(self.name, config.path, config.threads)
@@ -118,15 +121,25 @@ class FileBackend:
         check_keys(keys)
         return sum(self._calls.ask(lambda number: self._remove(self._form.path(keys[number])), len(keys), timeout))
 
-    def clear(self) -> None:
-        """Drops every page in the folder, those of other processes that share it too."""
+    def clear(self, prefix: str = "", timeout: float = 60.0) -> int:
+        """Those of other processes that share the folder too. Each page's own header says its key."""
         if self._closed.is_set():
             raise self._calls.down("it is closed")
+        deadline, gone = time.monotonic() + timeout, 0
         try:
             for name, _, _ in list(self._folder.scan()):
-                self._remove(name)
+                if time.monotonic() > deadline:
+                    raise self._calls.down(f"{gone} pages were dropped in {timeout:g} s, more are there")
+                key = self._key_in(name) if prefix or self._removed else None
+                if (not prefix or (key or "").startswith(prefix)) and self._remove(name):
+                    self._removed.tell([key] if key else [])
+                    gone += 1
         except OSError as error:
             raise self._calls.down(str(error)) from error
+        return gone
+
+    def on_removed(self, removed: Removed) -> Callable[[], None]:
+        return self._removed.add(removed)
 
     def stats(self) -> StorageStats:
         closed = self._closed.is_set()
@@ -255,8 +268,21 @@ class FileBackend:
 
     def _evict(self, names: Sequence[str]) -> None:
         for name in names:
+            key = self._key_in(name) if self._removed else None
             if self._folder.remove(name):
                 self._tally.add("evicted")
+                self._removed.tell([key] if key else [])
+
+    def _key_in(self, name: str) -> str | None:
+        """The key of the page in a file; None when the file is gone, or says none."""
+        try:
+            descriptor = os.open(self._folder.path(name), _OPEN)
+        except OSError:
+            return None
+        try:
+            return self._form.key_of(name, os.pread(descriptor, self._form.header_bytes, 0))
+        finally:
+            os.close(descriptor)
 
     def _keep_scanning(self) -> None:
         """What other processes wrote and dropped; a scan takes at most a twentieth of the time."""

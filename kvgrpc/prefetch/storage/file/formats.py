@@ -56,6 +56,9 @@ class Format(Protocol):
     def is_page(self, name: str) -> bool:
         """Whether a file of this name can be a page."""
 
+    def key_of(self, name: str, start: bytes) -> str | None:
+        """The key of a page, of its path and its first ``header_bytes``; None when they do not tell."""
+
 
 class OwnFormat:
     """``ab/cdef….kv``: names are digests of keys, so any key is one and none leads out of the folder."""
@@ -68,6 +71,10 @@ class OwnFormat:
 
     def is_page(self, name: str) -> bool:
         return name.endswith(".kv")
+
+    def key_of(self, name: str, start: bytes) -> str | None:
+        header = Header.decode(start)
+        return None if header is None else header.key
 
 
 class SglangFormat:
@@ -84,6 +91,9 @@ class SglangFormat:
 
     def is_page(self, name: str) -> bool:
         return name.endswith(self._SUFFIX) and not name.startswith(".")
+
+    def key_of(self, name: str, start: bytes) -> str | None:
+        return name.removesuffix(self._SUFFIX)
 
 
 def checksum(pieces: Sequence[memoryview]) -> int:

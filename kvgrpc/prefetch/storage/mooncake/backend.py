@@ -19,6 +19,7 @@ from kvgrpc.prefetch.storage.base import (
     MemoryRange,
     PageBuffers,
     PageResult,
+    Removed,
     StorageDown,
     StorageStats,
     check_batch,
@@ -42,7 +43,6 @@ logger = logging.getLogger(__name__)
 
 _INSTALL = "pip install 'kvgrpc[mooncake-cpu]' (or 'kvgrpc[mooncake]' with CUDA)"
 _MASTER = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):\d{1,5}")
-_CLEAR_SECONDS = 10.0
 _MOST_IN_CALL = 4096
 _MOST_BYTES_IN_CALL = 64 << 20
 
@@ -150,13 +150,17 @@ class MooncakeBackend:
             return 0
         return self._ask("remove", self._stored(keys), time.monotonic() + timeout).codes.count(0)
 
-    def clear(self) -> None:
-        if not self._prefix:
+    def clear(self, prefix: str = "", timeout: float = 60.0) -> int:
+        if not self._prefix and not prefix:
             raise InvalidRequest.of("namespace", "", "not empty for clear(): it would drop the pages of all others too")
-        deadline = time.monotonic() + _CLEAR_SECONDS
-        code = self._ask("clear", [f"^{re.escape(self._prefix)}.*"], deadline).codes[0]
+        pattern = f"^{re.escape(self._prefix + prefix)}.*"
+        code = self._ask("clear", [pattern], time.monotonic() + timeout).codes[0]
         if code < 0:
             raise StorageDown(result_of(code).detail, self._config.master)
+        return code
+
+    def on_removed(self, removed: Removed) -> None:
+        """The Store drops pages by itself, and does not say which."""
 
     def stats(self) -> StorageStats:
         return self._tally.stats(healthy=self._link.ready, detail=self._link.detail)

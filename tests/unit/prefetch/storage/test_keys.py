@@ -96,3 +96,21 @@ def test_what_a_mode_cannot_tell_apart_is_refused() -> None:
 def test_any_model_name_gives_a_key_that_backends_take(model: str) -> None:
     key = Keys("kvgrpc", dataclasses.replace(TP, model=model)).of(H)
     assert len(key) < 200 and key.isascii() and key.isprintable() and " " not in key and ".." not in key.split("/")
+
+
+@pytest.mark.parametrize("mode", KeyMode)
+def test_a_rank_knows_its_own_keys_and_no_others(mode: KeyMode) -> None:
+    ours, theirs = (
+        Keys(mode, PageIdentity(model=model, dtype="bfloat16", layout="x", page_size=16, tp_rank=1, tp_size=2))
+        for model in ("org/a-deadbeef", "org/a-deadbeef.5")
+    )
+    page_hash = "0123456789abcdef" * 4
+    assert ours.hash_of(ours.of(page_hash)) == page_hash
+    assert ours.hash_of("nothing of ours") is None
+    if mode is not KeyMode.SGLANG_SEED:  # which has no model in it
+        assert ours.hash_of(theirs.of(page_hash)) is None
+    if mode is KeyMode.KVGRPC:
+        assert ours.prefix is not None and ours.of(page_hash).startswith(ours.prefix)
+        assert theirs.prefix is not None and not theirs.of(page_hash).startswith(ours.prefix)
+    else:
+        assert ours.prefix is None

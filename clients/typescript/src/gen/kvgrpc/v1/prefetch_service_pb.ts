@@ -840,7 +840,8 @@ export type PurgePagesRequest = Message<"kvgrpc.v1.PurgePagesRequest"> & {
   tiers: CacheTier[];
 
   /**
-   * Only pages of this namespace within the model; absent: of all.
+   * Only pages of this namespace within the model; absent: of all. Storage does not know it: of its pages those go that
+   * device and host know.
    *
    * @generated from field: optional string extra_key = 3;
    */
@@ -1699,7 +1700,8 @@ export const PrefetchService: GenService<{
   },
   /**
    * Drops pages of this rank's cache that nobody uses, by tier, and says how many went. The namespace must be this
-   * cache's own. With dry_run nothing goes; storage cannot tell without doing, and counts 0 then.
+   * cache's own, and pages of others that share the storage stay. With dry_run nothing goes; storage cannot tell without
+   * doing, and counts 0 then.
    * Roles: operator. Errors: INVALID_REQUEST, FEATURE_DISABLED, STORAGE_FAILED, PEER_UNREACHABLE.
    *
    * @generated from rpc kvgrpc.v1.PrefetchService.PurgePages

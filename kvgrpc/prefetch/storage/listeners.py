@@ -1,0 +1,40 @@
+"""Who hears which pages a backend dropped."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from kvgrpc.prefetch.storage.base import Removed
+
+logger = logging.getLogger(__name__)
+
+
+class Listeners:
+    """Thread-safe. One that raises is logged, and the others hear it all the same."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._all: tuple[Removed, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def add(self, removed: Removed) -> Callable[[], None]:
+        """Returns what ends it."""
+        with self._lock:
+            self._all = (*self._all, removed)
+
+        def end() -> None:
+            with self._lock:
+                self._all = tuple(each for each in self._all if each is not removed)
+
+        return end
+
+    def tell(self, keys: Sequence[str]) -> None:
+        for removed in self._all if keys else ():
+            try:
+                removed(keys)
+            except Exception as error:
+                logger.error("what hears of dropped pages failed: %s", error, exc_info=error)
