@@ -72,10 +72,10 @@ class Operation:
     @property
     def ended(self) -> bool:
         """Whether it is in its last state: its pages are quiescent then."""
-        return self.over.is_set()
+        return self.state.ended
 
     def wait(self, timeout: float) -> bool:
-        """Waits for its end, for any thread but a controller's own."""
+        """Waits until it has ended and everybody was told so, for any thread but a controller's own."""
         return self.over.wait(timeout)
 
     def prefix(self) -> int:

@@ -161,8 +161,8 @@ class OperationBook:
             if not self._open:
                 self._idle.notify_all()
         metrics.CACHE_OPERATIONS.labels(operation.kind.name, state.name, operation.stop.name).inc()
-        operation.over.set()
         self.changed(operation)
+        operation.over.set()
         return True
 
     def wait_idle(self, timeout: float) -> bool:
