@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgrpc.errors import FeatureDisabled
+from kvgrpc.errors import FeatureDisabled, TooManyRequests
 from kvgrpc.prefetch.model import Short, Tier, TierUse, WritePolicy
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.pages import Pages, as_pages
@@ -377,10 +377,12 @@ class TieredCache:
         self._tree.lock(node)
         try:
             self.copies.write(node.device, node=node, priority=node.priority, host_pages=room)
-        except Exception:
+        except Exception as error:
             self._tree.unlock(node)
             self._tree.set_host(node, None)
             self.host.table.release(room)
+            if isinstance(error, TooManyRequests):
+                return False
             raise
         return True
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kvgrpc.errors import CopyFailed, InvalidRequest, PageStateInvalid
+from kvgrpc.errors import CopyFailed, InvalidRequest, PageStateInvalid, TooManyRequests
+from kvgrpc.prefetch.copies import engine as copies_engine
 from kvgrpc.prefetch.copies.engine import CopyEngine
 from kvgrpc.prefetch.copies.operation import CopyOperation, Direction, merge
 from kvgrpc.prefetch.copies.paths import CopyPath, IoBackend
@@ -260,9 +262,287 @@ class TestEnds:
         assert copies.evict_host(host) == 2 and copies.host.close()
 
 
-def test_operations_merge_in_order_of_host_pages_and_split_into_pieces() -> None:
+def test_pieces_merge_in_order_of_host_pages() -> None:
     one = CopyOperation(1, Direction.DOWN, as_pages([5, 6]), as_pages([2, 9]))
     two = CopyOperation(2, Direction.DOWN, as_pages([1]), as_pages([3]))
     device, host = merge([one, two])
     assert (device.tolist(), host.tolist()) == ([5, 1, 6], [2, 3, 9])
-    assert [(p.device_pages.tolist(), p.host_pages.tolist()) for p in one.split(1)] == [([5], [2]), ([6], [9])]
+    first = one.next_piece(1)
+    one.done += 1
+    second = one.next_piece(1)
+    assert [(p.device_pages.tolist(), p.host_pages.tolist()) for p in (first, second)] == [([5], [2]), ([6], [9])]
+
+
+class TestOrder:
+    """Large writes go piece by piece, and urgent copies first."""
+
+    @pytest.fixture
+    def pieces(self) -> Iterator[CopyEngine]:
+        made = engine(shape_of("mha", "float16"), HostLayout.PAGE_FIRST_DIRECT, IoBackend.KERNEL, piece_pages=2)
+        yield made
+        made.close(SECONDS)
+
+    def test_an_urgent_write_comes_after_the_piece_that_is_on_its_way(
+        self, pieces: CopyEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        held = Held(monkeypatch, "down")
+        content = fill(pieces.device, np.arange(PAGES))
+        large = taken(pieces.write(np.arange(7), node="large"))
+        held.begun.wait(SECONDS)
+        taken(pieces.write([12, 13, 14], node="urgent", priority=-5))
+        taken(pieces.write([15], node="later", priority=5))
+        held.gate.set()
+        assert pieces.wait_idle(SECONDS)
+        assert held.device_pages == [[0, 1], [12, 13], [2, 14], [3, 4], [5, 6], [15]]
+        assert [ack.node for ack in pieces.acks()] == ["urgent", "large", "later"]
+        for page, host in enumerate(large):
+            k = content[0, "k"][page]
+            assert (pieces.host.flat(int(host))[: len(k)] == k.numpy()).all()
+
+    def test_a_piece_that_fails_fails_its_write_and_no_other(
+        self, pieces: CopyEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        down = CopyPath.down
+
+        def broken(self: CopyPath, layer: int, device: Pages, host: Pages) -> None:
+            if 6 in device:
+                raise RuntimeError("no such page")
+            down(self, layer, device, host)
+
+        monkeypatch.setattr(CopyPath, "down", broken)
+        taken(pieces.write(np.arange(8), node="bad"))
+        good = taken(pieces.write([8, 9, 10], node="good"))
+        assert pieces.wait_idle(SECONDS)
+        assert {ack.node: ack.ok for ack in pieces.acks()} == {"bad": False, "good": True}
+        assert pieces.host.table.all_present(good) and pieces.host.table.counts()["present"] == 3
+
+    def test_closing_between_two_pieces_ends_the_write_and_frees_its_pages(
+        self, pieces: CopyEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        held = Held(monkeypatch, "down")
+        taken(pieces.write(np.arange(8)))
+        held.begun.wait(SECONDS)
+        closing = threading.Thread(target=pieces.close, args=(SECONDS,))
+        closing.start()
+        until(lambda: pieces._writer._stopped)
+        held.gate.set()
+        closing.join(SECONDS)
+        (ack,) = pieces.acks()
+        assert not ack.ok and pieces.host.table.free_count == PAGES
+
+    def test_urgent_loads_go_first(self, copies: CopyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        host = taken(copies.write(np.arange(6)))
+        assert copies.wait_idle(SECONDS)
+        copies.acks()
+        held = Held(monkeypatch, "up")
+        for page, priority in ((0, 0), (1, 5), (2, -5)):
+            copies.load(host[page : page + 1], node=page, priority=priority)
+            copies.start_loading()
+            held.begun.wait(SECONDS)
+        for page, priority in ((3, 9), (4, -9)):
+            copies.load(host[page : page + 1], node=page, priority=priority)
+        copies.start_loading()
+        held.gate.set()
+        assert copies.wait_idle(SECONDS)
+        # A start is as urgent as the most urgent of its loads.
+        assert [ack.node for ack in copies.acks()] == [0, 4, 3, 2, 1]
+
+    def test_copies_whose_acks_nobody_takes_are_bounded(
+        self, copies: CopyEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(copies_engine, "MAX_WAITING", 3)
+        host = taken(copies.write(np.arange(2)))
+        assert copies.wait_idle(SECONDS)
+        copies.load(host, device_pages=as_pages([4, 5]))
+        copies.load(host, device_pages=as_pages([6, 7]))
+        with pytest.raises(TooManyRequests):
+            copies.write([1])
+        with pytest.raises(TooManyRequests):
+            copies.load(host)
+        assert copies.host.table.free_count == PAGES - 2
+        copies.start_loading()
+        assert copies.wait_idle(SECONDS) and len(copies.acks()) == 3
+        taken(copies.write([1]))
+
+
+class TestDevicesThatLag:
+    """A lane that works behind our back, as a CUDA stream does."""
+
+    @pytest.mark.parametrize("direction", Direction)
+    def test_pages_of_a_failed_copy_are_given_back_once_its_first_layers_have_ended(
+        self, copies: CopyEngine, monkeypatch: pytest.MonkeyPatch, direction: Direction
+    ) -> None:
+        host = taken(copies.write(np.arange(4)))
+        assert copies.wait_idle(SECONDS)
+        copies.acks()
+        lane = LaggingLane()
+        monkeypatch.setitem(copies._lane, direction, lane)
+        fails_at_layer(monkeypatch, direction, 1)
+        begin(copies, direction, host)
+        lane.waited.wait(SECONDS)
+        counts = [pool.table.counts() for pool in (copies.host, copies.device)]
+        assert copies.acks() == [] and copies.in_flight == 1
+        assert (counts[0]["read"], counts[1]["reserved"]) == ((4, 4) if direction is Direction.UP else (0, 0))
+        assert counts[0]["reserved"] == (0 if direction is Direction.UP else 2)
+        lane.ended.set()
+        assert copies.wait_idle(SECONDS)
+        (ack,) = copies.acks()
+        assert not ack.ok and ack.quiescent
+        assert copies.host.table.free_count == PAGES - 4 and copies.device.table.free_count == PAGES
+
+    @pytest.mark.parametrize("direction", Direction)
+    def test_pages_of_a_device_that_does_not_answer_are_nobodys_again(
+        self, copies: CopyEngine, monkeypatch: pytest.MonkeyPatch, direction: Direction
+    ) -> None:
+        host = taken(copies.write(np.arange(4)))
+        assert copies.wait_idle(SECONDS)
+        copies.acks()
+        lane = LaggingLane(RuntimeError("an illegal memory access was encountered"))
+        lane.ended.set()
+        monkeypatch.setitem(copies._lane, direction, lane)
+        fails_at_layer(monkeypatch, direction, 1)
+        begin(copies, direction, host)
+        assert copies.wait_idle(SECONDS)
+        (ack,) = copies.acks()
+        assert not ack.ok and not ack.quiescent and copies.healthy
+        free = copies.host.table.free_count, copies.device.table.free_count
+        assert free == ((PAGES - 4, PAGES - 4) if direction is Direction.UP else (PAGES - 6, PAGES))
+        assert copies.close(SECONDS) and not copies.host.close(), "its memory stays mapped"
+
+    def test_who_asks_for_a_copy_never_waits_for_the_device(
+        self, copies: CopyEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        lanes = {direction: LaggingLane() for direction in Direction}
+        for direction, lane in lanes.items():
+            lane.ended.set()
+            monkeypatch.setitem(copies._lane, direction, lane)
+        host = taken(copies.write(np.arange(4)))
+        assert copies.wait_idle(SECONDS)
+        copies.load(host)
+        signal = copies.start_loading()
+        assert signal is not None
+        for layer in range(LAYERS):
+            signal.wait(layer, SECONDS)
+        assert copies.wait_idle(SECONDS)
+        here = threading.get_ident()
+        for lane in lanes.values():
+            assert lane.fenced_by == [here], "its own stream is only marked"
+            assert lane.waited_by and here not in lane.waited_by
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+class TestCuda:
+    @pytest.fixture
+    def cuda(self) -> Iterator[CopyEngine]:
+        made = engine(
+            PageShape.mha(LAYERS, 64, 8, 128, "float16"), HostLayout.PAGE_FIRST_DIRECT, IoBackend.KERNEL, "cuda"
+        )
+        yield made
+        made.close(SECONDS)
+
+    def test_the_host_pool_is_page_locked_while_the_engine_is_open(self, cuda: CopyEngine) -> None:
+        seen = torch.from_numpy(cuda.host.block_memory(0))
+        assert seen.is_pinned()
+        assert cuda.close(SECONDS)
+        assert not torch.from_numpy(cuda.host.block_memory(0)).is_pinned()
+
+    def test_a_forward_stream_reads_a_layer_only_once_it_is_there(self, cuda: CopyEngine) -> None:
+        content = fill(cuda.device, np.arange(8))
+        host = taken(cuda.write(np.arange(8)))
+        assert cuda.wait_idle(SECONDS)
+        stream = torch.cuda.Stream()
+        for _ in range(20):
+            cuda.device.rows(0, "k").zero_()
+            cuda.load(host, device_pages=as_pages(range(8, 16)))
+            signal = cuda.start_loading()
+            assert signal is not None
+            with torch.cuda.stream(stream):
+                for layer in range(LAYERS):
+                    signal.wait(layer, SECONDS)
+                    assert torch.equal(cuda.device.rows(layer, "k")[8:16], content[layer, "k"])
+            assert cuda.wait_idle(SECONDS)
+
+    def test_a_write_copies_what_the_callers_stream_has_computed(self, cuda: CopyEngine) -> None:
+        for value in range(20):
+            torch.cuda._sleep(10_000_000)
+            cuda.device.rows(0, "k").fill_(value)
+            host = taken(cuda.write(np.arange(8)))
+            assert cuda.wait_idle(SECONDS)
+            assert (cuda.host.flat(int(host[0]))[:64] == value).all()
+            cuda.evict_host(host)
+
+
+class Held:
+    """Copies of one direction wait for the gate; the device pages of each are noted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+        self.gate, self.begun = threading.Event(), threading.Event()
+        self.device_pages: list[list[int]] = []
+        copy = getattr(CopyPath, way)
+
+        def held(path: CopyPath, layer: int, first: Pages, second: Pages) -> None:
+            if layer == 0:
+                self.device_pages.append((first if way == "down" else second).tolist())
+                self.begun.set()
+                assert self.gate.wait(SECONDS)
+            copy(path, layer, first, second)
+
+        monkeypatch.setattr(CopyPath, way, held)
+
+
+class LaggingLane:
+    """Its marks end when ``ended`` is set, or fail."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.ended, self.waited = threading.Event(), threading.Event()
+        self.fenced_by: list[int] = []
+        self.waited_by: list[int] = []
+        self._error = error
+
+    def current(self) -> Any:
+        return contextlib.nullcontext()
+
+    def fence(self) -> LaggingLane:
+        self.fenced_by.append(threading.get_ident())
+        return self
+
+    def mark(self) -> LaggingLane:
+        return self
+
+    def wait_here(self) -> None:
+        self.waited_by.append(threading.get_ident())
+        self.waited.set()
+        assert self.ended.wait(SECONDS)
+        if self._error is not None:
+            raise self._error
+
+    def wait_on_stream(self) -> None:
+        """What comes later comes after it: nothing to do where all of it is done at once."""
+
+
+def fails_at_layer(monkeypatch: pytest.MonkeyPatch, direction: Direction, which: int) -> None:
+    way = "up" if direction is Direction.UP else "down"
+    copy = getattr(CopyPath, way)
+
+    def broken(path: CopyPath, layer: int, *pages: Pages) -> None:
+        if layer == which:
+            raise RuntimeError("the device fell off the bus")
+        copy(path, layer, *pages)
+
+    monkeypatch.setattr(CopyPath, way, broken)
+
+
+def begin(copies: CopyEngine, direction: Direction, host: Pages) -> None:
+    """A load of four pages, or a write of two."""
+    if direction is Direction.UP:
+        copies.load(host)
+        copies.start_loading()
+    else:
+        copies.write([8, 9])
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end, "condition was not met in time"
+        time.sleep(0.005)

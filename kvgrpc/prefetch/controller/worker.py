@@ -56,10 +56,11 @@ class Worker(Generic[T]):
     def waiting(self) -> int:
         return len(self._queue)
 
-    def put(self, item: T, priority: int = 0, tenant: str = "") -> None:
-        """Raises TooManyRequests past the limit, and after ``stop``."""
+    def put(self, item: T, priority: int = 0, tenant: str = "", *, again: bool = False) -> None:
+        """Raises TooManyRequests past the limit, and after ``stop``. ``again``: what ``handle`` has is put back, which
+        no limit hinders."""
         with self._wake:
-            if self._stopped or len(self._queue) >= self._limit:
+            if self._stopped or (len(self._queue) >= self._limit and not again):
                 raise TooManyRequests(
                     f"{self.name}: " + ("it was closed" if self._stopped else f"{self._limit} items wait already"),
                     metadata={"limit": self._limit, "value": len(self._queue) + 1, "scope": self.name},

@@ -9,16 +9,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvgrpc.errors import CopyFailed, Failure, InvalidRequest, KvGrpcError
+from kvgrpc.errors import CopyFailed, Failure, InvalidRequest, KvGrpcError, TooManyRequests
 from kvgrpc.prefetch.controller.worker import Worker
 from kvgrpc.prefetch.copies.layers import LayerSignal
-from kvgrpc.prefetch.copies.operation import CopyAck, CopyOperation, Direction, merge
+from kvgrpc.prefetch.copies.operation import CopyAck, CopyOperation, Direction, Piece, copy_failed, merge
 from kvgrpc.prefetch.copies.paths import CopyPath, IoBackend
 from kvgrpc.prefetch.copies.streams import open_lane, pin, unpin
 from kvgrpc.prefetch.model import Short
 from kvgrpc.prefetch.pools.device import DevicePool
 from kvgrpc.prefetch.pools.host import HostPool
-from kvgrpc.prefetch.pools.pages import Pages, PageTable, as_pages
+from kvgrpc.prefetch.pools.pages import Pages, as_pages
 
 _log = logging.getLogger(__name__)
 
@@ -30,9 +30,9 @@ _Load = tuple[list[CopyOperation], LayerSignal]
 class CopyEngine:
     """Copies of one device pool and one host pool of the same shape. Thread-safe; only ``close`` waits.
 
-    ``piece_pages``: how many pages of writes go at once, between which a more urgent one may come. The caller evicts:
-    a full pool answers ``Short`` and stays as it is. An engine with its own page allocator gives ``load`` device pages;
-    it must not use the device pool's table then.
+    ``piece_pages``: how many pages of writes go at once; after each such piece the most urgent that waits is next. The
+    caller evicts: a full pool answers ``Short`` and stays as it is. An engine with its own page allocator gives
+    ``load`` device pages; it must not use the device pool's table then.
     """
 
     def __init__(
@@ -79,12 +79,14 @@ class CopyEngine:
         priority: int = 0,
         host_pages: Pages | None = None,
     ) -> Pages | Short:
-        """Copies device pages to the host: their host pages at once, PRESENT after the ack.
+        """Copies device pages to the host: their host pages at once, PRESENT after the ack. Raises InvalidRequest, and
+        TooManyRequests when ``MAX_WAITING`` copies were begun and their acks not taken.
 
         ``host_pages``: RESERVED ones of the caller; None: taken from the host pool, which may be ``Short``. The device
         pages must stay as they are until the ack.
         """
         device = self._checked(device_pages)
+        self._check_room()
         host = self.host.table.take(len(device)) if host_pages is None else host_pages
         if isinstance(host, Short):
             return host
@@ -109,13 +111,15 @@ class CopyEngine:
         priority: int = 0,
         device_pages: Pages | None = None,
     ) -> Pages | Short:
-        """Queues PRESENT host pages for the next ``start_loading``: their device pages at once.
+        """Queues PRESENT host pages for the next ``start_loading``: their device pages at once. Raises as ``write``
+        does, and PageStateInvalid.
 
         ``device_pages``: the caller's own; None: taken from the device pool, which may be ``Short``. The host pages are
         read-locked until the ack.
         """
         host = as_pages(host_pages)
         given = None if device_pages is None else self._checked(device_pages)
+        self._check_room()
         self.host.table.read(host)
         device = self.device.table.take(len(host)) if given is None else given
         if isinstance(device, Short):
@@ -145,8 +149,8 @@ class CopyEngine:
         return signal
 
     def acks(self) -> list[CopyAck]:
-        """What ended since the call before, oldest first. Bounded by what was asked: every copy is acknowledged
-        once."""
+        """What ended since the call before, oldest first. Every copy is acknowledged once; who does not take the acks
+        can begin no more copies one day."""
         with self._lock:
             taken, self._acks = list(self._acks), deque()
         return taken
@@ -192,6 +196,16 @@ class CopyEngine:
             self._pinned = False
         return stopped
 
+    def _check_room(self) -> None:
+        with self._lock:
+            open_ones = self._in_flight + len(self._acks)
+        if open_ones >= MAX_WAITING:
+            raise TooManyRequests(
+                f"{open_ones} copies were begun and their acks not taken, at most {MAX_WAITING}: call acks()",
+                metadata={"limit": MAX_WAITING, "value": open_ones + 1, "scope": "copies"},
+                retry_after=1.0,
+            )
+
     def _checked(self, device_pages: Sequence[int] | Pages) -> Pages:
         """Device pages that may be an engine's own, of which no table knows."""
         pages = as_pages(device_pages)
@@ -210,34 +224,53 @@ class CopyEngine:
     # On the writing thread.
 
     def _write_all(self, operations: list[CopyOperation]) -> None:
-        """All that waits as one copy, as far as it is one size of piece; the large ones piece by piece."""
+        """One piece of what waits, the most urgent first, as one copy; what is left goes back into the queue."""
         began = time.monotonic()
         lane, path = self._lane[Direction.DOWN], self._path[Direction.DOWN]
-        pieces = [piece for operation in operations for piece in operation.split(self._piece_pages)]
+        pieces: list[tuple[CopyOperation, Piece]] = []
+        room = self._piece_pages
+        for operation in operations:
+            pieces.append((operation, operation.next_piece(room)))
+            room -= len(pieces[-1][1].host_pages)
         with lane.current():
-            for operation in operations:
+            for operation, _ in pieces:
                 assert operation.fence is not None
                 operation.fence.wait_on_stream()
-            for batch in _batches(pieces, self._piece_pages):
-                device, host = merge(batch)
-                for layer in range(path.layers):
-                    path.down(layer, device, host)
+            device, host = merge([piece for _, piece in pieces])
+            for layer in range(path.layers):
+                path.down(layer, device, host)
             mark = lane.mark()
         # On this thread, which has nothing else to do, and not on the caller's.
         mark.wait_here()
+        for operation, piece in pieces:
+            operation.done += len(piece.host_pages)
         for operation in operations:
-            self._acknowledge(operation, time.monotonic() - began, None)
+            if operation.done == len(operation.host_pages):
+                self._acknowledge(operation, time.monotonic() - began, None)
+        for operation in operations:
+            if not operation.acknowledged:
+                self._put_back(operation)
+
+    def _put_back(self, operation: CopyOperation) -> None:
+        try:
+            self._writer.put(operation, operation.priority, again=True)
+        except KvGrpcError as error:
+            self._acknowledge(operation, 0.0, error)
 
     def _writes_failed(self, operations: list[CopyOperation], error: Exception) -> None:
-        if len(operations) == 1:
-            self._acknowledge(operations[0], 0.0, _copy_failed(Direction.DOWN, error))
+        left = [operation for operation in operations if not operation.acknowledged]
+        quiescent = self._quiescent(Direction.DOWN)
+        if len(left) == 1 or not quiescent:
+            for operation in left:
+                self._acknowledge(operation, 0.0, copy_failed(Direction.DOWN, error), quiescent)
             return
-        for operation in operations:
+        for operation in left:
             # Which of them it was is not known: each alone.
             try:
                 self._write_all([operation])
             except Exception as own:
-                self._acknowledge(operation, 0.0, _copy_failed(Direction.DOWN, own))
+                quiescent = self._quiescent(Direction.DOWN)
+                self._acknowledge(operation, 0.0, copy_failed(Direction.DOWN, own), quiescent)
 
     # On the loading thread.
 
@@ -260,19 +293,36 @@ class CopyEngine:
 
     def _loads_failed(self, loads: list[_Load], error: Exception) -> None:
         for operations, signal in loads:
-            failed = _copy_failed(Direction.UP, error)
+            failed = copy_failed(Direction.UP, error)
             signal.fail(failed)
+            quiescent = self._quiescent(Direction.UP)
             for operation in operations:
-                self._acknowledge(operation, 0.0, failed)
+                if not operation.acknowledged:
+                    self._acknowledge(operation, 0.0, failed, quiescent)
 
-    def _acknowledge(self, operation: CopyOperation, seconds: float, error: KvGrpcError | None) -> None:
+    def _quiescent(self, direction: Direction) -> bool:
+        """Whether nothing moves any more that was begun on a lane, after a copy failed half-way: layers before the one
+        that failed may still be on their way. False when the device itself does not answer."""
+        try:
+            self._lane[direction].mark().wait_here()
+            return True
+        except Exception as error:
+            _log.error("the device does not end a %s, its pages stay taken: %s", direction.value, error)
+            return False
+
+    def _acknowledge(
+        self, operation: CopyOperation, seconds: float, error: KvGrpcError | None, quiescent: bool = True
+    ) -> None:
         """Settles who owns the pages, then tells."""
+        operation.acknowledged = True
         down = operation.direction is Direction.DOWN
-        if down:
-            _settle(self.host.table, operation.host_pages, error)
+        if not quiescent:
+            pass  # nobody may have them again
+        elif down:
+            self.host.table.settle(operation.host_pages, error is None)
         else:
             self.host.table.end_read(operation.host_pages)
-            _settle(self.device.table, operation.device_pages, error)
+            self.device.table.settle(operation.device_pages, error is None)
         ack = CopyAck(
             operation.number,
             operation.node,
@@ -282,6 +332,7 @@ class CopyEngine:
             0 if error else len(operation.host_pages) * self.host.shape.page_bytes,
             seconds,
             None if error is None else Failure.of(error),
+            quiescent,
         )
         if self._on_ack is not None:
             try:
@@ -298,34 +349,3 @@ class CopyEngine:
             self._in_flight -= count
             if self._in_flight == 0:
                 self._idle.notify_all()
-
-
-def _settle(table: PageTable, pages: Pages, error: KvGrpcError | None) -> None:
-    """Pages that were filled are present, those that were not go back. An engine's own pages are none of the
-    table's."""
-    if not len(pages) or not table.all_reserved(pages):
-        return
-    if error is None:
-        table.commit(pages)
-    else:
-        table.release(pages)
-
-
-def _batches(pieces: Sequence[CopyOperation], most: int) -> list[list[CopyOperation]]:
-    """Pieces in order, as many as fit into ``most`` pages together."""
-    batches: list[list[CopyOperation]] = []
-    size = most
-    for piece in pieces:
-        if size + len(piece.host_pages) > most:
-            batches.append([])
-            size = 0
-        batches[-1].append(piece)
-        size += len(piece.host_pages)
-    return batches
-
-
-def _copy_failed(direction: Direction, error: Exception) -> KvGrpcError:
-    if isinstance(error, KvGrpcError):
-        return error
-    text = f"{direction.value} failed: {type(error).__name__}: {error}"
-    return CopyFailed(text, metadata={"direction": direction.value, "layer": ""})

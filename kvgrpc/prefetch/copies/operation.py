@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgrpc.errors import Failure
+from kvgrpc.errors import CopyFailed, Failure, KvGrpcError
 from kvgrpc.prefetch.pools.pages import Pages
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ class Direction(enum.Enum):
 class CopyAck:
     """The end of one copy. After a failed write its host pages are free again, after a failed load its device pages.
 
+    ``quiescent`` False: the device does not say whether it still moves bytes of these pages. They stay taken for good
+    then; an engine must not use device pages of its own again either.
     ``node`` is what the caller gave, whatever it was; every copy is acknowledged, exactly once.
     """
 
@@ -38,15 +40,19 @@ class CopyAck:
     nbytes: int
     seconds: float
     failure: Failure | None = None
+    quiescent: bool = True
 
     @property
     def ok(self) -> bool:
         return self.failure is None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class CopyOperation:
-    """Pages ``device_pages[i]`` and ``host_pages[i]`` belong together. A smaller ``priority`` is more urgent."""
+    """Pages ``device_pages[i]`` and ``host_pages[i]`` belong together. A smaller ``priority`` is more urgent.
+
+    ``done``: leading pages that were copied; ``acknowledged``: its end was told. Both are the copying thread's.
+    """
 
     number: int
     direction: Direction
@@ -55,25 +61,34 @@ class CopyOperation:
     node: object = None
     priority: int = 0
     fence: Mark | None = None
+    done: int = 0
+    acknowledged: bool = False
 
-    def split(self, most: int) -> Iterator[CopyOperation]:
-        """Pieces of at most ``most`` pages, in order; only the whole is acknowledged."""
-        for start in range(0, len(self.host_pages), most):
-            part = slice(start, start + most)
-            yield CopyOperation(
-                self.number,
-                self.direction,
-                self.device_pages[part],
-                self.host_pages[part],
-                self.node,
-                self.priority,
-                self.fence,
-            )
+    def next_piece(self, most: int) -> Piece:
+        """The next pages to copy, at most so many."""
+        part = slice(self.done, self.done + most)
+        return Piece(self.device_pages[part], self.host_pages[part])
 
 
-def merge(operations: Sequence[CopyOperation]) -> tuple[Pages, Pages]:
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """Pages of one operation that are copied at a time; only the whole is acknowledged."""
+
+    device_pages: Pages
+    host_pages: Pages
+
+
+def copy_failed(direction: Direction, error: Exception) -> KvGrpcError:
+    """What a copy's failure is called."""
+    if isinstance(error, KvGrpcError):
+        return error
+    text = f"{direction.value} failed: {type(error).__name__}: {error}"
+    return CopyFailed(text, metadata={"direction": direction.value, "layer": ""})
+
+
+def merge(pieces: Sequence[Piece | CopyOperation]) -> tuple[Pages, Pages]:
     """(device pages, host pages) of all, in order of host pages, so that adjacent ones are copied as one."""
-    device = np.concatenate([operation.device_pages for operation in operations])
-    host = np.concatenate([operation.host_pages for operation in operations])
+    device = np.concatenate([piece.device_pages for piece in pieces])
+    host = np.concatenate([piece.host_pages for piece in pieces])
     order = np.argsort(host, kind="stable")
     return device[order], host[order]

@@ -79,6 +79,11 @@ class PageTable:
             self._expect("commit", pages, (PageState.RESERVED,))
             self._state[pages] = PageState.PRESENT
 
+    def settle(self, pages: Pages, filled: bool) -> None:
+        """RESERVED pages are PRESENT, or go back. An engine's own pages are in no state here, and stay so."""
+        if len(pages) and self.all_reserved(pages):
+            self.commit(pages) if filled else self.release(pages)
+
     def release(self, pages: Pages) -> None:
         """Gives back pages that nobody reads."""
         with self._lock:
