@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvgrpc.transfer.protocol.decode_core import DecodePart, DecodeRoom
 from kvgrpc.transfer.protocol.prefill_core import PrefillCore, PrefillPair, PrefillRoom
 from kvgrpc.transfer.protocol.types import DecodeEntry, KVPoll, RoomKey, Writes
-from tests.simulation.processes import POOL_PAGES, TIMING, DecodeProcess, PrefillProcess, Process
+from tests.simulation.processes import ALL_PAGES, TIMING, DecodeProcess, PrefillProcess, Process
 
 if TYPE_CHECKING:
     from tests.simulation.network import Link
@@ -160,7 +160,7 @@ def _check_pages(world: World, decode: DecodeProcess) -> None:
         if receiving.pages and receiving.told:
             for part in receiving.room.parts.values():
                 _check_held(world, decode, key, part, len(receiving.pages))
-    if held + len(decode.free) != POOL_PAGES:
+    if held + len(decode.free) + len(decode.free_states) != ALL_PAGES:
         world.violate("pages are gone", decode.ref)
     known = sum(room.page_count for room in decode.core.rooms.values() if room.handle.poll is KVPoll.Failed)
     if decode.core.held_pages > known:

@@ -95,6 +95,12 @@ FLEETS = (
     Fleet(Layout(dp=2, cp=2), Layout(tp=2), heads=4),
     Fleet(Layout(pp=2), Layout(), heads=2),
     Fleet(Layout(), Layout(pp=2, tp=2), heads=2),
+    Fleet(Layout(cp=2), Layout(cp=2), heads=2),
+    Fleet(Layout(pp=2), Layout(pp=2), heads=2),
+    Fleet(Layout(pp=4), Layout(pp=2), heads=2),
+    Fleet(Layout(pp=2), Layout(pp=4)),
+    Fleet(Layout(pp=2, tp=2), Layout()),
+    Fleet(Layout(cp=2, tp=2), Layout()),
 )
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # What arrives when: (tick, kind, content). Kinds: hello, welcome, goodbye, rooms, end.
 Queue = deque[tuple[int, str, Any]]
 FRAME_BYTES = 1 << 20
+POOLS = [("kv", 1 << 16), ("state", 1 << 16)]
 
 
 @dataclass(eq=False)
@@ -235,7 +236,7 @@ class Network:
         read = [
             pb.SessionRequest.FromString(f.SerializeToString()) for f in wire.encode_requests(entries, FRAME_BYTES, [])
         ]
-        return [entry for frame in read for entry in wire.parse_request(frame, [("kv", 1 << 16)])]
+        return [entry for frame in read for entry in wire.parse_request(frame, POOLS)]
 
     def _prefill_frames(self, entries: list[PrefillEntry]) -> list[PrefillEntry]:
         if not self._through_wire:  # which says nothing of places

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -81,8 +81,8 @@ class Plane:
                 self._process.post(self._process.core.on_outcome, submission, Outcome.DONE, "another rank writes it")
                 continue
             key = submission.record.key._replace(place=0)
-            self._left[submission] = len(submission.destination)
-            pairs = zip(submission.destination.tolist(), submission.source.tolist(), strict=True)
+            pairs = list(_pages_of(submission))
+            self._left[submission] = len(pairs)
             for page, position in pairs:  # the page of prefill's pool says which position it holds
                 self.in_flight.append(Write(key, target, page, position, submission))
 
@@ -158,3 +158,13 @@ class Plane:
     def _leave(self, writes: Iterable[Write], killed: bool = False) -> None:
         for write in writes:
             self._world.leave(write, self._process, killed)
+
+
+def _pages_of(submission: Submission) -> Iterator[tuple[int, int]]:
+    """Pages of decode, numbered through all its pools, and what goes there."""
+    from tests.simulation.processes import POOL_PAGES
+
+    sets = [(submission.source, submission.destination), *(submission.others or ())]
+    for pool, (source, destination) in enumerate(sets):
+        for page, position in zip(destination.tolist(), source.tolist(), strict=True):
+            yield page + pool * POOL_PAGES, position

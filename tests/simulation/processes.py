@@ -18,13 +18,16 @@ from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodePair, DecodeR
 from kvgrpc.transfer.protocol.prefill_core import Chunk, PrefillCore, PrefillRoom
 from kvgrpc.transfer.protocol.types import Bounds, Destination, KVPoll, RoomKey, Target, Timing
 from tests.simulation.plane import Plane
-from tests.simulation.requests import Request, WatchedHandle
+from tests.simulation.requests import STATES, Request, WatchedHandle
 from tests.simulation.work import Work
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
 POOL_PAGES = 10
+# Of the second pool; in a decode process they are numbered after those of the first.
+STATE_PAGES = 4
+ALL_PAGES = POOL_PAGES + STATE_PAGES
 # Long times are scaled, so that schedules of a minute meet them; short ones are the product's own.
 TIMING = Timing(room_deadline=300, unclaimed=300, ended_record=60)
 
@@ -88,7 +91,7 @@ class Receiving:
 
 
 class DecodeProcess(Process):
-    """A decode rank: the real core, a pool of pages that is reused at once, and a scheduler that retries nothing."""
+    """A decode rank: the real core, two pools whose pages are reused at once, and a scheduler that retries nothing."""
 
     def __init__(self, world: World, number: int, epoch: int, core: type[DecodeCore], bounds: Bounds) -> None:
         super().__init__(world, number, RankRef(world.fleet.decodes[number], epoch))
@@ -97,8 +100,9 @@ class DecodeProcess(Process):
         )
         self.take = Work(self.core).take
         self.free = list(range(POOL_PAGES))
-        self.owner: list[RoomKey | None] = [None] * POOL_PAGES
-        self.memory: list[dict[int, tuple[RoomKey, int]]] = [{} for _ in range(POOL_PAGES)]
+        self.free_states = list(range(POOL_PAGES, ALL_PAGES))
+        self.owner: list[RoomKey | None] = [None] * ALL_PAGES
+        self.memory: list[dict[int, tuple[RoomKey, int]]] = [{} for _ in range(ALL_PAGES)]
         self.receiving: dict[RoomKey, Receiving] = {}
         self.unbound: list[tuple[DecodeRoom, Request]] = []
 
@@ -159,20 +163,24 @@ class DecodeProcess(Process):
         return self.world.fleet.sources(self.number, request.prefills)
 
     def _allocate(self, receiving: Receiving) -> None:
-        count = receiving.request.pages
-        if len(self.free) < count:
+        count, states = receiving.request.pages, receiving.request.states[0]
+        if len(self.free) < count or len(self.free_states) < (states or 0):
             return
-        pages = receiving.pages = [self.free.pop() for _ in range(count)]  # last in, first out: reused at once
-        for page in pages:
+        pages = [self.free.pop() for _ in range(count)]  # last in, first out: reused at once
+        others = [self.free_states.pop() for _ in range(states or 0)]
+        receiving.pages = [*pages, *others]
+        for page in receiving.pages:
             self.owner[page] = receiving.room.key
             self.memory[page] = {}
-        destination = Destination(np.array(pages, np.uint32), receiving.request.first_page)
+        second = Destination(np.array([page - POOL_PAGES for page in others], np.uint32))
+        per_pool = None if states is None else (second,)
+        destination = Destination(np.array(pages, np.uint32), receiving.request.first_page, per_pool)
         self.post(self.core.write, receiving.room, destination, 0)
 
     def _free(self, pages: list[int]) -> None:
         for page in pages:
             self.owner[page] = None
-            self.free.append(page)
+            (self.free if page < POOL_PAGES else self.free_states).append(page)
 
     def _ended(self, receiving: Receiving) -> None:
         """The engine sees the end of a handle, and reads the pages of a good one."""
@@ -180,6 +188,8 @@ class DecodeProcess(Process):
         self.world.ended(self, room.key, receiving.handle)
         succeeded = receiving.handle.poll is KVPoll.Success and receiving.handle.aborted is None
         if succeeded and self._is_honest(request):
+            if not request.fits:
+                self.world.violate("SUCCESS, and the two sides said different pages of the second pool", room.key)
             fleet = self.world.fleet
             writers = [number for number in self._sources(request) if not fleet.part(number, self.number).empty]
             for index, page in enumerate(receiving.pages or []):
@@ -203,11 +213,12 @@ class DecodeProcess(Process):
 
 @dataclass(eq=False)
 class Sending:
-    """A sender, as its scheduler knows it. ``chunks``: positions that are not computed yet."""
+    """A sender, as its scheduler knows it. ``chunks``: positions that are not computed yet, and pages of the second
+    pool that go with each."""
 
     request: Request
     handle: WatchedHandle
-    chunks: list[range]
+    chunks: list[tuple[range, range | None]]
     record: PrefillRoom | None = None
 
 
@@ -244,7 +255,7 @@ class PrefillProcess(Process):
             rnd.shuffle(chunks)
         if not chunks or rnd.random() < 0.1:
             chunks.append(range(request.total, request.total))  # an empty last one, for aux alone
-        sending.chunks = chunks
+        sending.chunks = list(zip(chunks, _shares(request.states[1], len(chunks), rnd), strict=True))
         self.sending[request.key] = sending
         return handle
 
@@ -275,9 +286,10 @@ class PrefillProcess(Process):
             self.plane.stop(stops, rnd)
 
     def _send(self, sending: Sending) -> None:
-        positions, request = sending.chunks.pop(0), sending.request
+        (positions, states), request = sending.chunks.pop(0), sending.request
         last = not sending.chunks
-        chunk = Chunk(np.array(positions, np.uint32), positions.start, last)
+        others = None if states is None else (np.array(states, np.uint32) + np.uint32(STATES),)
+        chunk = Chunk(np.array(positions, np.uint32), positions.start, last, others=others)
         gives_aux = last and self.world.fleet.gives_aux(self.number, request.prefills)
         aux = request.aux if gives_aux else None
         self.post(self._take_chunk, sending, chunk, aux)
@@ -296,3 +308,11 @@ class PrefillProcess(Process):
     def _fail(self, sending: Sending, failure: Failure) -> None:
         if sending.record is not None:
             self.core.fail(sending.record, failure)
+
+
+def _shares(states: int | None, chunks: int, rnd: random.Random) -> list[range | None]:
+    """Pages of the second pool that come with each chunk: in order, any number of them at a time."""
+    if states is None:
+        return [None] * chunks
+    ends = [*sorted(rnd.randint(0, states) for _ in range(chunks - 1)), states]
+    return [range(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]

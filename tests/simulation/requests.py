@@ -7,12 +7,16 @@ from dataclasses import dataclass
 
 from kvgrpc.transfer.protocol.types import Align, Handle, KVPoll, RoomKey
 
+# What prefill numbers the pages of its second pool from, so that they are told from those of the first.
+STATES = 1000
+
 
 @dataclass(frozen=True)
 class Request:
     """``prefills`` owe the room to ``decodes``; prefill sends ``extra`` pages more than the ``pages`` decode wants.
 
-    ``prefix``: these are the first ones, which decode has already.
+    ``prefix``: these are the first ones, which decode has already. ``states``: pages of a second pool that has numbers
+    of its own, as decode gives and as prefill sends them; None: that side knows of one list of pages alone.
     """
 
     key: RoomKey
@@ -22,6 +26,7 @@ class Request:
     align: Align = Align.HEAD
     prefix: bool = False
     decodes: tuple[int, ...] = (0,)
+    states: tuple[int | None, int | None] = (None, None)
 
     @property
     def first_page(self) -> int:
@@ -38,8 +43,15 @@ class Request:
         return f"first token of room {self.key.room}, attempt {self.key.attempt}".encode()
 
     def position(self, index: int) -> int:
-        """Which of prefill's pages belongs into decode's page ``index``."""
+        """Which of prefill's pages belongs into decode's page ``index``; those of the second pool come last."""
+        if index >= self.pages:
+            return STATES + index - self.pages
         return index + (self.extra if self.prefix or self.align is Align.TAIL else 0)
+
+    @property
+    def fits(self) -> bool:
+        """Both sides know of the same pools and pages."""
+        return self.states[0] == self.states[1]
 
 
 class WatchedHandle(Handle):

@@ -34,8 +34,8 @@ FAULTS = (
 
 
 class Schedule(World):
-    """One seed. Every fourth goes through the wire format, every third has tight bounds, every fifth has hostile peers;
-    layouts take turns."""
+    """One seed. Every fourth goes through the wire format, every third has tight bounds, every fifth has hostile peers,
+    of every five two have rooms with pages of two pools; layouts take turns."""
 
     def __init__(
         self, seed: int, decode_core: type[DecodeCore] = DecodeCore, prefill_core: type[PrefillCore] = PrefillCore
@@ -55,6 +55,7 @@ class Schedule(World):
         )
         self.network.slow_share = 0.4
         self.threads_wait = True
+        self.two_pools = seed % 5 in (1, 4)
         self._rooms = 0
 
     def run(self, faulty: int = 250, most: int = 900) -> Schedule:
@@ -96,7 +97,8 @@ class Schedule(World):
         prefills, decodes = self._ranks()
         align = rnd.choice([Align.HEAD, Align.TAIL])
         extra, prefix = rnd.choice([0, 0, 1, 2]), rnd.random() < 0.5
-        request = Request(RoomKey(room, attempt), prefills, room % 4, extra, align, prefix, decodes)
+        states = self._states()
+        request = Request(RoomKey(room, attempt), prefills, room % 4, extra, align, prefix, decodes, states)
         for number in decodes:
             if rnd.random() < 0.95:
                 self.at(rnd.choice([0, 0, 5, 20]), partial(self.begin_decode, number, request))
@@ -109,6 +111,13 @@ class Schedule(World):
                     self.at(rnd.randrange(60), partial(self._abort_current, number, request))
         if rnd.random() < 0.15 and not attempt:
             self.at(rnd.randrange(40), lambda: self._request(1, room))
+
+    def _states(self) -> tuple[int | None, int | None]:
+        """Pages of the second pool, as decode and as prefill know them: most of the time of one mind."""
+        rnd = self.random
+        known: tuple[int | None, ...] = (None, 0, 1, 2) if self.two_pools else (None,)
+        one = rnd.choice(known)
+        return one, one if rnd.random() < 0.9 else rnd.choice(known)
 
     def _abort_decode(self, number: int, request: Request) -> None:
         self._abort(self.decodes[number], request)

@@ -157,6 +157,7 @@ def owed_part(prefill: Shape, decode: Shape) -> Part:
     same_tp = prefill.layout.tp == decode.layout.tp
     if not same_tp:
         differences.update(_share_differences(prefill, decode))
+        differences.update(_unsent_differences(prefill, decode))
     differences.update(_pool_differences(prefill, decode, same_tp, _is_mla(prefill.model, decode.model)))
     if decode.aux_item_bytes and prefill.aux_item_bytes != decode.aux_item_bytes:
         differences["aux_item_bytes"] = (list(prefill.aux_item_bytes), list(decode.aux_item_bytes))
@@ -235,6 +236,18 @@ def _share_differences(prefill: Shape, decode: Shape) -> dict[str, tuple[object,
             if pool.heads_total and (pool.head_start, pool.head_count) != (heads.start, heads.stop - heads.start):
                 differences[f"pools[{index}].head_count"] = _both(prefill.pools, decode.pools, index)
     return differences
+
+
+def _unsent_differences(prefill: Shape, decode: Shape) -> dict[str, tuple[object, object]]:
+    """The first pool says whether a rank of the group sends: where it is a copy there, it must be one in each pool."""
+    size, tp = prefill.layout.tp, prefill.rank.tp
+    tps = _group(decode.rank.tp, decode.layout.tp, size)
+    owed = [pool.name for pool in decode.pools if tp in tps and _sent_heads(pool, tp, tps, size) is not None]
+    if not owed or owed[0] == decode.pools[0].name:
+        return {}
+    index = next(number for number, pool in enumerate(decode.pools) if pool.name == owed[0])
+    total, first = decode.pools[index].heads_total, decode.pools[0].heads_total
+    return {f"pools[{index}].heads_total": (total, f"copies in tp {size} as pools[0] with its {first} heads has")}
 
 
 def _both(prefill: Sequence[Pool], decode: Sequence[Pool], index: int) -> tuple[object, object]:

@@ -7,18 +7,27 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvgrpc.errors import InvalidRequest, ParallelLayoutMismatch
 from kvgrpc.model import Attention, Layout, ModelIdentity, Pool, Region
 from kvgrpc.transfer.layout.engines import Engine, layers_of, topology
-from kvgrpc.transfer.layout.plan import geometry
-from kvgrpc.transfer.layout.topology import Coordinates, decode_ranks_of, heads_of, owed_part, place_of, prefill_ranks
+from kvgrpc.transfer.layout.plan import geometry, joined
+from kvgrpc.transfer.layout.topology import (
+    Coordinates,
+    Shape,
+    decode_ranks_of,
+    heads_of,
+    owed_part,
+    place_of,
+    prefill_ranks,
+)
 
 SIZES = st.sampled_from([1, 2, 4, 8])
 PAGES, TOKENS, DIM = 5, 3, 2
 AXES = st.sampled_from(["token,head,dim", "head,token,dim"])
+PAGES_SENT, PAGES_WANTED = np.array([3, 1, 2], np.uint32), np.array([0, 4, 2], np.uint32)
 
 
 @st.composite
@@ -49,8 +58,7 @@ def test_every_byte_arrives_exactly_once(both: tuple[Engine, Engine]) -> None:
         for line in (line for line in lines if line.decode == target and not line.part.empty):
             source = memories[line.prefill]
             shape = geometry([source.pool], [memory.pool])
-            pages = np.array([3, 1, 2], np.uint32)
-            plan = shape.plan(pages, np.array([0, 4, 2], np.uint32))
+            plan = shape.plan(PAGES_SENT, PAGES_WANTED)
             assert len(plan.nbytes) <= 3 * line.descriptors
             for origin, destination, nbytes in zip(*plan, strict=True):
                 start = int(destination) - memory.address
@@ -62,6 +70,44 @@ def test_every_byte_arrives_exactly_once(both: tuple[Engine, Engine]) -> None:
         assert (pages_written[:, [0, 2, 4]] == 1).all() and not pages_written[:, [1, 3]].any()
         shown = memory.array.reshape(memory.layers, PAGES, -1)
         assert (shown[:, [0, 4, 2]] == expected.array.reshape(memory.layers, PAGES, -1)[:, [3, 1, 2]]).all()
+
+
+@given(engines(), AXES, st.sampled_from([1, 2]))
+@settings(max_examples=50, deadline=None)
+def test_every_byte_of_every_pool_arrives_exactly_once(both: tuple[Engine, Engine], axes: str, times: int) -> None:
+    """A second pool with pages, axes and heads of its own, and a page set of its own: one write of both pools."""
+    first = both
+    assume(times == 1 or not 0 < both[0].heads < max(engine.layout.tp for engine in both))
+    second = tuple(replace(engine, heads=engine.heads * times, axes=axes) for engine in both)
+    sets = [(PAGES_SENT, PAGES_WANTED), (np.array([4, 0], np.uint32), np.array([1, 3], np.uint32))]
+    memories = {at: [Memory(first[0], at), Memory(second[0], at)] for at in ranks(first[0].layout, dp=1)}
+    for source in itertools.chain(*memories.values()):
+        source.fill()
+    lines = topology(*first)
+    for target in ranks(first[1].layout, dp=1):
+        pools = [Memory(first[1], target), Memory(second[1], target)]
+        written = [np.zeros(memory.array.nbytes, np.uint8) for memory in pools]
+        for line in (line for line in lines if line.decode == target and not line.part.empty):
+            shapes = [
+                geometry([one.pool], [other.pool]) for one, other in zip(memories[line.prefill], pools, strict=True)
+            ]
+            plan = joined([shape.plan(*pages) for shape, pages in zip(shapes, sets, strict=True)])
+            for origin, destination, nbytes in zip(*plan, strict=True):
+                (source,) = (one for one in memories[line.prefill] if one.holds(int(origin)))
+                ((number, memory),) = ((n, one) for n, one in enumerate(pools) if one.holds(int(destination)))
+                start = int(destination) - memory.address
+                memory.bytes[start : start + int(nbytes)] = source.bytes[int(origin) - source.address :][: int(nbytes)]
+                written[number][start : start + int(nbytes)] += 1
+        for engine, memory, times_written, (sent, wanted) in zip(
+            (first[1], second[1]), pools, written, sets, strict=True
+        ):
+            expected = Memory(engine, target)
+            expected.fill()
+            times_of_page = times_written.reshape(memory.layers, PAGES, -1)
+            assert (times_of_page[:, wanted] == 1).all()
+            assert times_of_page.sum() == times_of_page[:, wanted].size
+            shown = memory.array.reshape(memory.layers, PAGES, -1)
+            assert (shown[:, wanted] == expected.array.reshape(memory.layers, PAGES, -1)[:, sent]).all()
 
 
 @given(engines())
@@ -178,6 +224,21 @@ def test_models_that_differ_are_refused_with_the_field() -> None:
     owed_part(replace(prefill, model=llama), replace(decode, model=ModelIdentity(name="llama")))
 
 
+def test_a_pool_of_which_a_copy_of_another_pool_would_send_heads_is_refused() -> None:
+    """Of two ranks with one head of the first pool the second owes nothing: its heads of another pool would be lost."""
+    layouts = Layout(tp=2), Layout(tp=1)
+    with pytest.raises(ParallelLayoutMismatch) as refused:
+        owed_part(*(with_second_pool(layout, 1, 2, rank) for layout, rank in zip(layouts, (1, 0), strict=True)))
+    assert refused.value.metadata["mismatchedFields"] == "pools[1].heads_total"
+    part = owed_part(*(with_second_pool(layout, 2, 4, rank) for layout, rank in zip(layouts, (1, 0), strict=True)))
+    assert (part.head_start, part.head_count) == (1, 1)
+
+
+def with_second_pool(layout: Layout, heads: int, more_heads: int, tp: int) -> Shape:
+    first, second = Engine(layout, heads).shape((0, 0, 0, tp)), Engine(layout, more_heads).shape((0, 0, 0, tp))
+    return replace(first, pools=(*first.pools, replace(second.pools[0], name="state")))
+
+
 def test_heads_are_shares_or_copies_and_none_where_they_do_not_apply() -> None:
     assert [heads_of(8, 4, tp) for tp in range(4)] == [(0, 2, 8), (2, 4, 8), (4, 6, 8), (6, 8, 8)]
     assert [heads_of(2, 4, tp) for tp in range(4)] == [(0, 1, 2), (0, 1, 2), (1, 2, 2), (1, 2, 2)]
@@ -211,6 +272,9 @@ class Memory:
             for number, region in enumerate(pool.regions)
         )
         self.pool: Pool = replace(pool, regions=regions, pages=PAGES)
+
+    def holds(self, address: int) -> bool:
+        return bool(self.address <= address < self.address + self.array.nbytes)
 
     def fill(self) -> None:
         """Every byte tells its layer, page, token, head and place."""
