@@ -74,12 +74,16 @@ class FaultyDataPlane:
 
     def write_late(self, deadline: float = 5.0) -> int:
         """Writes what was reported as failed, as a stopped peer's kernel would; the number of submissions."""
-        late, self._late = self._late, []
-        for one in late:
-            transfer = self.inner.submit(one.peer, one.source, one.destination, one.nbytes)
+        started = self.start_late()
+        for transfer in started:
             result = wait(transfer, deadline)
             assert result.outcome is Outcome.DONE, result
-        return len(late)
+        return len(started)
+
+    def start_late(self) -> list[Transfer]:
+        """As ``write_late``, but only begins; whoever polls the transfers moves them. A peer may be gone by now."""
+        late, self._late = self._late, []
+        return [self.inner.submit(one.peer, one.source, one.destination, one.nbytes) for one in late]
 
     def submit(self, peer: Peer, source: U64Array, destination: U64Array, nbytes: U64Array) -> Transfer:
         submission = Submission(peer, source.copy(), destination.copy(), nbytes.copy())

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.soak.router import Plan, Result, Router
+from tests.soak.router import Router
+from tests.soak.verdict import Plan, Result
 
 NEEDS_MOONCAKE = pytest.mark.skipif(not find_spec("mooncake"), reason="install kvgrpc[mooncake-cpu] for it")
 

@@ -1,4 +1,4 @@
-"""``make soak``: thousands of hand-offs between ranks that are killed, cancelled and lied to.
+"""``make soak``: thousands of hand-offs between engines of unequal tp, with ranks killed and stopped, writes that fail.
 
 ``python -m tests.soak [--rooms 2000] [--seconds 60] [--data-plane shm] [--data-plane mooncake] [--json PATH]``. With
 several data planes each gets its share of rooms and time. The last line is ``kvgrpc soak: OK (...)`` or ``FAILED``.
@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tests.soak.router import Plan, Result, Router
+from tests.soak.router import Router
+from tests.soak.verdict import Plan, Result
 
 
 def main() -> int:
@@ -58,7 +59,8 @@ def _run(plan: Plan, logs: Path, console: Console) -> Result:
         task = progress.add_task(f"rooms over {plan.data_plane}", total=plan.rooms, state="")
 
         def watch(result: Result, open_rooms: int) -> None:
-            state = f"{open_rooms} open, {sum(result.kills.values())} kills, {len(result.problems)} problems"
+            disturbed = f"{result.kills.total()} kills, {result.stops.total()} stops"
+            state = f"{open_rooms} open, {disturbed}, {len(result.problems)} problems"
             progress.update(task, completed=result.rooms - open_rooms, state=state)
 
         return Router(plan, logs, watch).run()
@@ -71,7 +73,11 @@ def _show(result: Result, console: Console) -> None:
     for reason, count in result.reasons.most_common():
         table.add_row(reason, str(count), style="green" if reason == "SUCCESS" else "")
     console.print(table)
-    console.print(f"killed: {dict(result.kills)}; longest room {result.longest_room:.2f} s", markup=False)
+    console.print(f"whole and compared: {dict(sorted(result.pairs.items()))}", markup=False)
+    share = f"{result.injected} ({result.injected / result.rooms:.1%})"
+    console.print(f"rooms whose write was made to fail: {share}, {result.failed_by_it} ended by it", markup=False)
+    console.print(f"killed: {dict(result.kills)}; stopped: {dict(result.stops)}", markup=False)
+    console.print(f"longest room {result.longest_room:.2f} s", markup=False)
     for name, (first, last) in result.resources.items():
         console.print(
             f"{name}: {first.resident / 2**20:.0f} -> {last.resident / 2**20:.0f} MiB, "
@@ -81,11 +87,15 @@ def _show(result: Result, console: Console) -> None:
 
 def _summary(results: list[Result]) -> str:
     rooms, good = sum(result.rooms for result in results), sum(result.successes for result in results)
-    kills = sum(sum(result.kills.values()) for result in results)
     checked = sum(result.bytes_checked for result in results)
-    seconds = sum(result.seconds for result in results)
+    injected = sum(result.injected for result in results)
+    kills, stops = (
+        sum(one.total() for one in each) for each in zip(*((r.kills, r.stops) for r in results), strict=True)
+    )
     planes = " and ".join(result.plan.data_plane for result in results)
-    return f"{rooms} hand-offs over {planes}, {good} with {checked:,} bytes checked, {kills} kills, {seconds:.0f} s"
+    ends = f"{good} with {checked:,} bytes checked, {injected} ({injected / rooms:.1%}) with an injected failure"
+    seconds = sum(result.seconds for result in results)
+    return f"{rooms} hand-offs over {planes}, {ends}, {kills} kills, {stops} stops, {seconds:.0f} s"
 
 
 def _parse() -> argparse.Namespace:
@@ -94,7 +104,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0, help="over which they are spread")
     parser.add_argument("--data-plane", action="append", choices=["shm", "mooncake"])
     parser.add_argument("--in-flight", type=int, default=24)
-    parser.add_argument("--kill-every", type=float, default=4.0, help="seconds")
+    parser.add_argument("--kill-every", type=float, default=3.0, help="seconds, once all ranks are open")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="where the figures go")
     options = parser.parse_args()

@@ -2,38 +2,71 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-LAYERS, PAGES, PAGE_WORDS = 4, 1024, 512
+from kvgrpc.dataplane.base import Outcome
+
+LAYERS, PAGES, TOKENS, HEADS, DIM = 4, 1024, 4, 2, 64  # of eight bytes each
+PAGE_WORDS = TOKENS * HEADS * DIM
 PAGE_BYTES = PAGE_WORDS * 8
 LARGEST_ROOM = 64  # pages
 ROOM_SECONDS = 20.0
+# In which order the pools of a data plane keep a page: slices of heads in one run, or in one for each token.
+AXES = {"shm": "token,head,dim", "mooncake": "head,token,dim"}
 _MIX = np.uint64(0x9E3779B97F4A7C15)
-_WORDS = np.arange(PAGE_WORDS, dtype=np.uint64) * _MIX
 
 Words = npt.NDArray[np.uint64]
 
 
+class Fault(NamedTuple):
+    """A write that is to fail: how, and at which tensor-parallel rank of prefill.
+
+    The last pages of prefill's pool are cursed, one for each fault: a room that is to fail names one of them, and the
+    rank knows by the page, whatever is planned, merged or sent in chunks. FAILED_UNKNOWN is written later all the same.
+    """
+
+    outcome: Outcome
+    tp: int
+
+    @property
+    def page(self) -> int:
+        return SOUND_PAGES + FAULTS.index(self)
+
+
+FAULTS = [
+    Fault(outcome, tp)
+    for outcome in (Outcome.REJECTED, Outcome.FAILED_SRC_FREE, Outcome.FAILED_UNKNOWN)
+    for tp in range(HEADS)
+]
+SOUND_PAGES = PAGES - len(FAULTS)
+
+
 @dataclass(frozen=True, slots=True)
 class OpenRank:
-    """``seed``: what the pages of this incarnation hold. ``fault_rate``: share of submissions that are made to fail."""
+    """``seed``: what the pages of this incarnation hold. ``tp`` of ``tp_size``: which heads it has."""
 
-    name: str
+    engine: str
     role: str
+    tp: int
+    tp_size: int
     registry: str
     seed: int
     data_plane: str
-    fault_rate: float
+
+    @property
+    def heads(self) -> range:
+        return heads_of(self.tp, self.tp_size)
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A room at prefill: its pages, sent in chunks; ``cancel_after`` seconds the engine gives it up."""
+    """A room at a rank of prefill: its pages, sent in chunks; ``cancel_after`` seconds the engine gives it up."""
 
     room: int
     pages: Sequence[int]
@@ -43,11 +76,11 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """A room at decode, and what it must bring: the pages of the prefill that was opened with ``seed``."""
+    """A room at a rank of decode, and what it must bring: of head h the pages of the rank opened with ``seeds[h]``."""
 
     room: int
     bootstrap: str
-    seed: int
+    seeds: Sequence[int]
     pages: Sequence[int]
     cancel_after: float | None
 
@@ -64,7 +97,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """One side of a room: "" is Success, else the reason. ``wrong``: what must never be, in words."""
+    """One rank's side of a room: "" is Success, else the reason. ``wrong``: what must never be, in words."""
 
     room: int
     reason: str
@@ -74,27 +107,37 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Of one rank: bytes, and counts."""
+    """Of one rank: bytes, and counts. ``spoiled_pages``: free ones into which somebody wrote."""
 
     resident: int
     threads: int
     descriptors: int
     held_pages: int
     free_pages: int
+    spoiled_pages: int
 
 
-def content(seed: int, pages: Sequence[int]) -> Words:
-    """uint64[LAYERS, len(pages), PAGE_WORDS]: no two pages of any incarnation are alike."""
-    layers = np.arange(LAYERS, dtype=np.uint64)[:, None, None] << np.uint64(32)
-    numbers = np.asarray(pages, dtype=np.uint64)[None, :, None]
-    whose = np.uint64(seed << 40)
-    words: Words = _WORDS + (layers + numbers + whose) * _MIX
+def heads_of(tp: int, tp_size: int) -> range:
+    """The heads that a rank holds."""
+    return range(tp * HEADS // tp_size, (tp + 1) * HEADS // tp_size)
+
+
+def content(seed: int, heads: Sequence[int], pages: Sequence[int]) -> Words:
+    """uint64[LAYERS, len(pages), TOKENS, len(heads), DIM]: no word of any incarnation, layer, page or head is alike."""
+    index = np.full((1, 1, 1, 1, 1), seed, np.uint64)
+    axes = (range(LAYERS), pages, range(TOKENS), heads, range(DIM))
+    for axis, (values, size) in enumerate(zip(axes, (LAYERS, PAGES, TOKENS, HEADS, DIM), strict=True)):
+        shape = [1] * 5
+        shape[axis] = -1
+        index = index * np.uint64(size) + np.asarray(values, np.uint64).reshape(shape)
+    words: Words = index * _MIX
     return words
 
 
-def memory_at(address: int) -> Any:
-    """The pool's memory as uint64[LAYERS, PAGES, PAGE_WORDS]."""
-    import ctypes
-
-    count = LAYERS * PAGES * PAGE_WORDS
-    return np.ctypeslib.as_array((ctypes.c_uint64 * count).from_address(address)).reshape(LAYERS, PAGES, PAGE_WORDS)
+def memory_at(address: int, heads: int, axes: str) -> Any:
+    """The pool's memory as uint64[LAYERS, PAGES, TOKENS, heads, DIM], however its pages are laid out."""
+    words = (ctypes.c_uint64 * (LAYERS * PAGES * TOKENS * heads * DIM)).from_address(address)
+    flat = np.ctypeslib.as_array(words)
+    if axes.startswith("token"):
+        return flat.reshape(LAYERS, PAGES, TOKENS, heads, DIM)
+    return flat.reshape(LAYERS, PAGES, heads, TOKENS, DIM).swapaxes(2, 3)

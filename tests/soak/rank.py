@@ -6,6 +6,7 @@ import os
 import random
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,18 +16,23 @@ import numpy as np
 import psutil
 
 from kvgrpc.dataplane import open_plane
-from kvgrpc.dataplane.base import Outcome
+from kvgrpc.dataplane.base import Outcome, Transfer
 from kvgrpc.errors import KvGrpcError
-from kvgrpc.model import Pool, PoolKind, Region, Role
+from kvgrpc.model import Layout, Pool, PoolKind, Region, Role
 from kvgrpc.server import AuxBuffer, Rank, RankConfig, RegistryServer, open_rank
 from kvgrpc.transfer import KVPoll, KVReceiver, KVSender
 from kvgrpc.transfer.protocol.types import Timing
-from tests.faults.dataplane import Fault, FaultyDataPlane
+from tests.faults.dataplane import Fault, FaultyDataPlane, Submission
 from tests.soak.orders import (
+    AXES,
+    DIM,
+    FAULTS,
+    HEADS,
     LAYERS,
-    PAGE_BYTES,
     PAGES,
     ROOM_SECONDS,
+    SOUND_PAGES,
+    TOKENS,
     Ended,
     Measure,
     Opened,
@@ -39,8 +45,9 @@ from tests.soak.orders import (
 )
 
 POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
-STEP_SECONDS = 0.001
+STEP_SECONDS = 0.002
 AUX_BYTES, AUX_ROWS = 64, 256
+LATEST_SECONDS = 2.0  # until what was reported as unknown is written all the same
 
 
 @dataclass
@@ -62,7 +69,7 @@ class SoakRank:
         self.running: list[Running] = []
         self._pipe = pipe
         self._said: list[object] = []
-        self.rank, self.memory = _open(order)
+        self.rank, self.plane, self.memory = _open(order)
         pipe.send([Opened(self.rank.address)])
 
     def run(self) -> None:
@@ -71,6 +78,7 @@ class SoakRank:
                 for order in self._pipe.recv():
                     self._take(order)
             self.running = [room for room in self.running if not self._goes_on(room)]
+            self.tend()
             if self._said:
                 self._pipe.send(self._said)
                 self._said = []
@@ -86,15 +94,20 @@ class SoakRank:
         """True once the room needs this rank no more."""
         raise NotImplementedError
 
-    def free_pages(self) -> int:
-        return 0
+    def tend(self) -> None:
+        """What is to be done beside the rooms."""
+
+    def free_pages(self) -> Sequence[int]:
+        return ()
 
     def _take(self, order: object) -> None:
         if isinstance(order, Measure):
             process = psutil.Process()
             held = self.rank.transfer.held_pages
             used = (process.memory_info().rss, process.num_threads(), process.num_fds())
-            self.say(Resources(*used, held, self.free_pages()))
+            free = list(self.free_pages())
+            spoiled = int((self.memory[:, free] != POISON).any(axis=(0, 2, 3, 4)).sum())
+            self.say(Resources(*used, held, len(free), spoiled))
         else:
             self.start(order)
 
@@ -106,11 +119,14 @@ class SoakRank:
 
 
 class SoakPrefill(SoakRank):
-    """Sends pages that never change."""
+    """Sends pages that never change, and those of FAILED_UNKNOWN once more when nobody expects them."""
 
     def __init__(self, pipe: Connection, order: OpenRank) -> None:
         super().__init__(pipe, order)
-        self.memory[:] = content(order.seed, range(PAGES))
+        self.memory[:] = content(order.seed, order.heads, range(PAGES))
+        self._draw = random.Random(order.seed)
+        self._late_at = 0.0
+        self._late: list[Transfer] = []
 
     def start(self, order: Send) -> None:
         sender = KVSender(self.rank.transfer, "", order.room)
@@ -128,6 +144,13 @@ class SoakPrefill(SoakRank):
         self.say(Ended(room.order.room, _reason(room.handle), time.monotonic() - room.began))
         return True
 
+    def tend(self) -> None:
+        now = time.monotonic()
+        if now >= self._late_at:
+            self._late_at = now + self._draw.uniform(0.2, LATEST_SECONDS)
+            self._late += self.plane.start_late()
+        self._late = [transfer for transfer in self._late if transfer.poll() is None]
+
 
 class SoakDecode(SoakRank):
     """Gives out pages, compares what came, and looks whether anybody wrote to pages that nobody had."""
@@ -142,8 +165,8 @@ class SoakDecode(SoakRank):
         self._waiting.append(order)
         self._start_waiting()
 
-    def free_pages(self) -> int:
-        return len(self._free)
+    def free_pages(self) -> Sequence[int]:
+        return self._free
 
     def step(self, room: Running) -> bool:
         poll = room.handle.poll()
@@ -173,12 +196,13 @@ class SoakDecode(SoakRank):
     def _compared(self, room: Running) -> str:
         order = room.order
         assert isinstance(order, Receive)
-        arrived = self.memory[:, room.pages]
-        if np.array_equal(arrived, content(order.seed, order.pages)):
+        sent = [content(order.seeds[head], [head], order.pages) for head in self.order.heads]
+        differs = self.memory[:, room.pages] != np.concatenate(sent, axis=3)
+        if not differs.any():
             return ""
-        different = np.argwhere((arrived != content(order.seed, order.pages)).any(axis=2))
-        layer, position = different[0]
-        return f"layer {layer}, position {position} (of {len(different)}) does not hold prefill's bytes"
+        layer, position, token, head, _ = np.argwhere(differs)[0]
+        where = f"layer {layer}, position {position}, token {token}, head {self.order.heads[head]}"
+        return f"{where} does not hold prefill's bytes, nor do {differs.sum() - 1} more words"
 
 
 def serve_rank(pipe: Connection, log: Path, order: OpenRank) -> None:
@@ -205,32 +229,49 @@ def _say_to(log: Path) -> None:
     os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
 
 
-def _open(order: OpenRank) -> tuple[Rank[Any], Any]:
-    draw = random.Random(order.seed)
-
-    def fault(number: int, submission: object) -> Fault | None:
-        if draw.random() >= order.fault_rate:
-            return None
-        return Fault(draw.choice([Outcome.FAILED_SRC_FREE, Outcome.REJECTED]), delay=draw.choice([0.0, 0.05]))
-
+def _open(order: OpenRank) -> tuple[Rank[Any], FaultyDataPlane, Any]:
     inner = open_plane(order.data_plane)
-    address = inner.allocate(LAYERS * PAGES * PAGE_BYTES)
+    page_bytes = TOKENS * len(order.heads) * DIM * 8
+    address = inner.allocate(LAYERS * PAGES * page_bytes)
     aux = inner.allocate(AUX_BYTES * AUX_ROWS)
-    plane = FaultyDataPlane(inner, fault, remember=False)
+    plane = FaultyDataPlane(inner, _Curse(order, address, page_bytes), remember=False)
     regions = tuple(
-        Region(layer, "kv", address + layer * PAGES * PAGE_BYTES, PAGE_BYTES, PAGE_BYTES) for layer in range(LAYERS)
+        Region(layer, "kv", address + layer * PAGES * page_bytes, page_bytes, page_bytes) for layer in range(LAYERS)
     )
+    axes = AXES[order.data_plane]
+    pool = Pool("kv", PoolKind.KV, TOKENS, PAGES, "float64", regions, axes, HEADS, order.heads.start, len(order.heads))
     ticks = round(ROOM_SECONDS / Timing().tick_seconds)
     config = RankConfig(
-        engine=order.name,
+        engine=order.engine,
         role=Role[order.role],
-        pools=(Pool("kv", PoolKind.KV, 16, PAGES, "float32", regions),),
+        layout=Layout(tp=order.tp_size),
+        tp=order.tp,
+        pools=(pool,),
         aux=(AuxBuffer(aux, AUX_BYTES, AUX_ROWS),),
         data_plane=plane,
         registry=order.registry if order.role == "PREFILL" else "",
         timing=Timing(room_deadline=ticks, unclaimed=ticks),
     )
-    return open_rank(config), memory_at(address)
+    return open_rank(config), plane, memory_at(address, len(order.heads), axes)
+
+
+class _Curse:
+    """Decides for each submission: what reads a cursed page of this rank fails, as the page says."""
+
+    def __init__(self, order: OpenRank, address: int, page_bytes: int) -> None:
+        self._tp = order.tp
+        self._address, self._page_bytes = address, page_bytes
+        self._draw = random.Random(order.seed)
+
+    def __call__(self, number: int, submission: Submission) -> Fault | None:
+        # The last page of a run: sound ones may come before a cursed one, nothing of the room comes after it.
+        last = submission.source + submission.nbytes - np.uint64(self._address + 1)
+        for page in np.unique(last // np.uint64(self._page_bytes) % np.uint64(PAGES)):
+            fault = FAULTS[int(page) - SOUND_PAGES] if page >= SOUND_PAGES else None
+            if fault is not None and fault.tp == self._tp:
+                late = fault.outcome is Outcome.FAILED_UNKNOWN
+                return Fault(fault.outcome, delay=self._draw.choice([0.0, 0.05]), late=late)
+        return None
 
 
 def _reason(handle: KVSender | KVReceiver) -> str:

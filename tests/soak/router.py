@@ -1,143 +1,56 @@
-"""The router of the soak: gives out rooms, cancels some, kills processes, and believes only what it counted."""
+"""The router of the soak: gives out rooms, cancels some, kills and stops ranks, and believes only what it counted."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
+import itertools
 import random
-import signal
 import socket
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvgrpc.dataplane.base import Outcome
 from tests.soak import rank as rank_process
+from tests.soak.node import Engine, Node
 from tests.soak.orders import (
+    HEADS,
     LARGEST_ROOM,
-    LAYERS,
-    PAGE_BYTES,
     PAGES,
     ROOM_SECONDS,
+    SOUND_PAGES,
     Ended,
+    Fault,
     Measure,
-    Opened,
     OpenRank,
     Receive,
     Resources,
     Send,
+    heads_of,
 )
+from tests.soak.verdict import KILLED, Plan, Result, Room
 
 OPEN_SECONDS = 60.0
 # Past a room's own deadline: for the tick, the peer's word and a busy machine.
 OVERDUE_SECONDS = ROOM_SECONDS + 15.0
 CANCELLED_SHARE = 0.1
 LONGEST_CANCEL = 0.02
-KILLED = "KILLED"  # the side's process was, so nobody was left to say how the room ended
+# Of all kills and stops. A stop is shorter or longer than the idle timeout of 3 s.
+STOPPED_SHARE = 0.3
+SHORTEST_STOP, LONGEST_STOP = 0.3, 5.0
+# Of all failures: decode holds the pages of an unknown one until its writer is dead.
+UNKNOWN_SHARE = 0.1
 # What MC_TCP_LANES_PER_PEER is by default.
 MOONCAKE_LANES = 4
 # Before that connections are still being made.
 FLAT_FROM_ROOMS = 300
-# A room whose processes all lived and that nobody cancelled may end so, and in no other way.
-EXPLAINED = {"", "TRANSFER_FAILED", "PAGES_HELD"}
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """``in_flight``: rooms at once. ``kill_every``: seconds between two kills. ``fault_rate``: of all submissions,
-    of which a room has one to several: about 12 % of the rooms fail by it."""
-
-    rooms: int
-    seconds: float
-    in_flight: int = 24
-    kill_every: float = 4.0
-    fault_rate: float = 0.07
-    data_plane: str = "shm"
-    seed: int = 1
-
-
-@dataclass
-class Room:
-    number: int
-    prefill: str
-    decode: str
-    began: float
-    pages: int
-    cancelled: bool
-    disturbed: bool = False
-    at_prefill: Ended | None = None
-    at_decode: Ended | None = None
-
-    @property
-    def ended(self) -> bool:
-        return self.at_prefill is not None and self.at_decode is not None
-
-
-@dataclass
-class Result:
-    """``problems``: what must never be; empty means that the soak is OK."""
-
-    plan: Plan
-    rooms: int = 0
-    successes: int = 0
-    bytes_checked: int = 0
-    reasons: Counter[str] = field(default_factory=Counter)
-    kills: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
-    longest_room: float = 0.0
-    problems: list[str] = field(default_factory=list)
-    resources: dict[str, tuple[Resources, Resources]] = field(default_factory=dict)
-
-
-class Node:
-    """One child process, started again after each kill. Its pipe carries lists."""
-
-    def __init__(
-        self, name: str, log: Path, target: Callable[..., None], arguments: Callable[[], tuple[Any, ...]]
-    ) -> None:
-        self.name = name
-        self.address = ""
-        self._log = log
-        self._target, self._arguments = target, arguments
-        self.start()
-
-    def start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, child = context.Pipe()
-        self.process = context.Process(target=self._target, args=(child, self._log, *self._arguments()), daemon=True)
-        self.process.start()
-        child.close()
-        self.is_open = False
-
-    def receive(self) -> Iterator[object]:
-        """What it said since; nothing once it is dead."""
-        try:
-            while self.pipe.poll(0):
-                for said in self.pipe.recv():
-                    if isinstance(said, Opened):
-                        self.address, self.is_open = said.address, True
-                    yield said
-        except (EOFError, ConnectionError):
-            self.is_open = False
-
-    def order(self, what: object) -> None:
-        try:
-            self.pipe.send([what])
-        except OSError:
-            self.is_open = False
-
-    def kill(self) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGKILL)
-        self.process.join(10.0)
-        self.pipe.close()
-        self.is_open = False
 
 
 class Router:
-    """``logs``: a folder for what processes say. ``watch(result, open rooms)``: called often, for a progress bar."""
+    """Two prefill and two decode engines, of each one with tp 1 and one with tp 2, and any of these with any of those.
+
+    ``logs``: a folder for what processes say. ``watch(result, open rooms)``: called often, for a progress bar.
+    """
 
     def __init__(self, plan: Plan, logs: Path, watch: Callable[[Result, int], None]) -> None:
         self.plan = plan
@@ -147,26 +60,31 @@ class Router:
         self._draw = random.Random(plan.seed)
         self._rooms: dict[int, Room] = {}
         self._seeds: dict[str, int] = {}
-        self._next_seed = 1
+        self._next_seed = itertools.count(1)
         self._measured: dict[str, list[Resources]] = {}
-        registry = f"127.0.0.1:{_free_port()}"
-        self._registry = Node("registry", logs / "registry", rank_process.serve_registry, lambda: (registry,))
-        self._address = registry
-        # The first of each role is never killed: what it holds must stay flat, and its rooms must end well.
-        self._prefills = [self._node(f"P{number}", "PREFILL") for number in range(2)]
-        self._decodes = [self._node(f"D{number}", "DECODE") for number in range(2)]
+        self._stopped: tuple[Node, float] | None = None
+        self._address = f"127.0.0.1:{_free_port()}"
+        self._registry = Node("registry", logs / "registry", rank_process.serve_registry, lambda: (self._address,))
+        self._prefills = [self._engine("P1", "PREFILL", 1), self._engine("P2", "PREFILL", 2)]
+        self._decodes = [self._engine("D1", "DECODE", 1), self._engine("D2", "DECODE", 2)]
+        self._ranks = [node for engine in (*self._prefills, *self._decodes) for node in engine.nodes]
+        # One of each role lives on, beside a neighbour that does not: what it holds must stay flat.
+        self._keepers = [self._prefills[1].nodes[0], self._decodes[1].nodes[0]]
+        self._victims = [self._registry, *(node for node in self._ranks if node not in self._keepers)]
 
     def run(self) -> Result:
         began = time.monotonic()
         try:
-            self._until(lambda: all(node.is_open for node in self._nodes()), OPEN_SECONDS, "not all ranks opened")
+            self._until(self._all_open, OPEN_SECONDS, "not all ranks opened")
             self._soak()
             self._until(lambda: not self._rooms, OVERDUE_SECONDS, "rooms did not end")
+            self._kill_who_may_still_write()
             self._until(self._is_idle, 30.0, "ranks were not idle 30 s after the last room")
+            self.result.check_share()
             if self.plan.rooms >= FLAT_FROM_ROOMS:
                 self._compare_resources()
         finally:
-            for node in self._nodes():
+            for node in (self._registry, *self._ranks):
                 node.kill()
         self.result.seconds = time.monotonic() - began
         return self.result
@@ -179,9 +97,10 @@ class Router:
         while self.result.rooms < plan.rooms:
             self._listen()
             now = time.monotonic()
-            if now >= kill_at:
-                self._kill_somebody()
+            if not self._all_open():
                 kill_at = now + plan.kill_every
+            elif now >= kill_at:
+                self._disturb_somebody(now)
             if not measured and self.result.rooms > plan.rooms // 3:
                 self._measure()
                 measured = True
@@ -190,27 +109,59 @@ class Router:
                 self._start_room(now)
             else:
                 time.sleep(0.001)
+        self._go_on()
 
     def _start_room(self, now: float) -> None:
         draw = self._draw
-        prefill, decode = draw.choice(self._prefills), draw.choice(self._decodes)
-        if not (prefill.is_open and decode.is_open):
+        prefills, decodes = ([one for one in each if one.is_open] for each in (self._prefills, self._decodes))
+        if not (prefills and decodes):
             return
+        prefill, decode = draw.choice(prefills), draw.choice(decodes)
         self.result.rooms += 1
         number = self.result.rooms
         count = min(LARGEST_ROOM, 1 + int(draw.expovariate(1 / 12)))
-        pages = draw.sample(range(PAGES), count)
-        cancel = draw.uniform(0, LONGEST_CANCEL) if draw.random() < CANCELLED_SHARE else None
-        at_prefill = draw.random() < 0.5
-        self._rooms[number] = Room(number, prefill.name, decode.name, now, count, cancel is not None)
+        pages = draw.sample(range(SOUND_PAGES), count)
+        fault = self._draw_fault(prefill)
+        if fault is not None:
+            pages[draw.randrange(count)] = fault.page
+            self.result.injected += 1
+        cancels = self._draw_cancel(prefill, decode)
+        self._rooms[number] = Room(number, prefill, decode, now, count, bool(cancels), fault)
+        chunk = draw.choice([count, 5])
+        seeds = [self._seeds[node.name] for node in prefill.nodes for _ in heads_of(0, prefill.tp)]
         bootstrap = f"{self._address}/{prefill.name}"
-        send = Send(number, pages, draw.choice([count, 5]), cancel if at_prefill else None)
-        receive = Receive(number, bootstrap, self._seeds[prefill.name], pages, None if at_prefill else cancel)
-        for node, order in draw.sample([(prefill, send), (decode, receive)], 2):
+        orders: list[tuple[Node, Send | Receive]] = [
+            *((node, Send(number, pages, chunk, cancels.get(node.name))) for node in prefill.nodes),
+            *((node, Receive(number, bootstrap, seeds, pages, cancels.get(node.name))) for node in decode.nodes),
+        ]
+        for node, order in draw.sample(orders, len(orders)):
             node.order(order)
 
+    def _draw_fault(self, prefill: Engine) -> Fault | None:
+        """Unknown ones only at ranks that are killed at last: decode holds their pages until then."""
+        draw = self._draw
+        if draw.random() >= self.plan.fault_rate:
+            return None
+        unknown = draw.random() < UNKNOWN_SHARE
+        tp = draw.randrange(prefill.tp)
+        if unknown and prefill.nodes[tp] not in self._keepers:
+            outcome = Outcome.FAILED_UNKNOWN
+        else:
+            outcome = draw.choice([Outcome.REJECTED, Outcome.FAILED_SRC_FREE])
+        return Fault(outcome, tp)
+
+    def _draw_cancel(self, prefill: Engine, decode: Engine) -> dict[str, float]:
+        """After how many seconds which ranks give the room up: all of an engine, as a router tells them, or one."""
+        draw = self._draw
+        if draw.random() >= CANCELLED_SHARE:
+            return {}
+        nodes = draw.choice([prefill, decode]).nodes
+        chosen = nodes if draw.random() < 0.5 else [draw.choice(nodes)]
+        after = draw.uniform(0, LONGEST_CANCEL)
+        return {node.name: after for node in chosen}
+
     def _listen(self) -> None:
-        for node in (*self._prefills, *self._decodes, self._registry):
+        for node in (self._registry, *self._ranks):
             for said in node.receive():
                 if isinstance(said, Ended):
                     self._note(node, said)
@@ -219,6 +170,8 @@ class Router:
             if not node.process.is_alive():
                 self.result.problems.append(f"{node.name} ended by itself, exit code {node.process.exitcode}")
                 self._restart(node)
+        if self._stopped is not None and time.monotonic() > self._stopped[1]:
+            self._go_on()
         overdue = [room for room in self._rooms.values() if time.monotonic() - room.began > OVERDUE_SECONDS]
         for room in overdue:
             self.result.problems.append(f"room {room.number} did not end: {room}")
@@ -229,92 +182,101 @@ class Router:
         if said.wrong:
             self.result.problems.append(f"room {said.room} at {node.name}: {said.wrong}")
         room = self._rooms.get(said.room)
-        if room is None:
-            return
-        if node in self._prefills:
-            room.at_prefill = said
-        else:
-            room.at_decode = said
-        if room.ended:
-            self._settle(self._rooms.pop(room.number))
+        if room is not None:
+            room.ended[node.name] = said
+            self._settle(room)
 
     def _settle(self, room: Room) -> None:
-        assert room.at_prefill is not None and room.at_decode is not None
-        result = self.result
-        result.longest_room = max(result.longest_room, room.at_decode.seconds)
-        result.reasons[room.at_decode.reason or "SUCCESS"] += 1
-        if not room.at_decode.reason:
-            result.successes += 1
-            result.bytes_checked += room.pages * PAGE_BYTES * LAYERS
-        undisturbed = not (room.cancelled or room.disturbed)
-        for side, said in (("prefill", room.at_prefill), ("decode", room.at_decode)):
-            if undisturbed and said.reason not in EXPLAINED:
-                result.problems.append(f"room {room.number} failed {said.reason} at {side}, and nothing had happened")
+        if room.is_over:
+            self.result.settle(self._rooms.pop(room.number))
 
-    def _kill_somebody(self) -> None:
-        victims = [node for node in (self._prefills[1], self._decodes[1], self._registry) if node.is_open]
-        if victims:
-            victim = self._draw.choice(victims)
+    def _disturb_somebody(self, now: float) -> None:
+        victim = self._draw.choice(self._victims)
+        if self._draw.random() < STOPPED_SHARE:
+            self.result.stops[victim.name] += 1
+            self._stopped = victim, now + self._draw.uniform(SHORTEST_STOP, LONGEST_STOP)
+            victim.stop()
+            for room in self._rooms.values():
+                room.disturbed |= victim is self._registry or victim in (*room.prefill.nodes, *room.decode.nodes)
+        else:
             self.result.kills[victim.name] += 1
-            victim.kill()
-            self._restart(victim)
+            self._kill(victim)
+
+    def _go_on(self) -> None:
+        if self._stopped is not None:
+            self._stopped[0].go_on()
+            self._stopped = None
+
+    def _kill(self, victim: Node) -> None:
+        victim.kill()
+        self._restart(victim)
+
+    def _kill_who_may_still_write(self) -> None:
+        """Their death is the evidence that pages wait for which were written to nobody knows how far."""
+        for node in self._victims:
+            if any(node in engine.nodes for engine in self._prefills):
+                self._kill(node)
 
     def _restart(self, node: Node) -> None:
-        """Its rooms were ended with it; every open room may have been disturbed where it is the registry."""
+        """Its part of its rooms ended with it; every open room may have been disturbed where it is the registry."""
         for room in list(self._rooms.values()):
-            died = Ended(room.number, KILLED, 0.0)
-            if room.prefill == node.name:
-                room.at_prefill = room.at_prefill or died
-            elif room.decode == node.name:
-                room.at_decode = room.at_decode or died
+            if node in (*room.prefill.nodes, *room.decode.nodes):
+                room.ended.setdefault(node.name, Ended(room.number, KILLED, 0.0))
             elif node is not self._registry:
                 continue
             room.disturbed = True
-            if room.ended:
-                self._settle(self._rooms.pop(room.number))
+            self._settle(room)
         node.start()
 
-    def _node(self, name: str, role: str) -> Node:
-        def arguments() -> tuple[Any, ...]:
-            seed = self._seeds[name] = self._next_seed
-            self._next_seed += 1
-            plan = self.plan
-            rate = plan.fault_rate if role == "PREFILL" else 0.0
-            return (OpenRank(name, role, self._address, seed, plan.data_plane, rate),)
+    def _engine(self, name: str, role: str, tp_size: int) -> Engine:
+        def node(tp: int) -> Node:
+            rank = f"{name}.{tp}"
 
-        return Node(name, self._logs / name, rank_process.serve_rank, arguments)
+            def arguments() -> tuple[Any, ...]:
+                seed = self._seeds[rank] = next(self._next_seed)
+                return (OpenRank(name, role, tp, tp_size, self._address, seed, self.plan.data_plane),)
 
-    def _nodes(self) -> tuple[Node, ...]:
-        return (self._registry, *self._prefills, *self._decodes)
+            return Node(rank, self._logs / rank, rank_process.serve_rank, arguments)
+
+        assert HEADS % tp_size == 0
+        return Engine(name, role, [node(tp) for tp in range(tp_size)])
+
+    def _all_open(self) -> bool:
+        return all(node.is_open for node in (self._registry, *self._ranks))
 
     def _is_idle(self) -> bool:
-        """Whether every page came home in the ranks that live."""
-        self._measured.pop("idle", None)
-        before = {node.name: len(self._measured.get(node.name, [])) for node in self._decodes}
-        for node in self._decodes:
+        """Whether every page came home in the ranks that live, as nobody had written to it."""
+        nodes = [node for engine in self._decodes for node in engine.nodes]
+        last = self._measure_now(nodes)
+        for node, one in zip(nodes, last, strict=False):
+            if one.spoiled_pages:
+                self.result.problems.append(f"{node.name}: {one.spoiled_pages} free pages were written")
+                return True
+        return bool(last) and all(one.held_pages == 0 and one.free_pages == PAGES for one in last)
+
+    def _measure(self) -> None:
+        for node in self._keepers:
+            node.order(Measure())
+
+    def _measure_now(self, nodes: list[Node]) -> list[Resources]:
+        """Empty where one of them does not answer."""
+        before = {node.name: len(self._measured.get(node.name, [])) for node in nodes}
+        for node in nodes:
             node.order(Measure())
         end = time.monotonic() + 5.0
         while any(len(self._measured.get(name, [])) == seen for name, seen in before.items()):
             if time.monotonic() > end:
-                return False
+                return []
             self._listen()
             time.sleep(0.01)
-        last = [self._measured[node.name][-1] for node in self._decodes]
-        return all(one.held_pages == 0 and one.free_pages == PAGES for one in last)
-
-    def _measure(self) -> None:
-        for node in (self._prefills[0], self._decodes[0]):
-            node.order(Measure())
+        return [self._measured[node.name][-1] for node in nodes]
 
     def _compare_resources(self) -> None:
         """Of the two ranks that nobody killed: a third of the way, and now."""
-        self._measure()
-        keepers = (self._prefills[0].name, self._decodes[0].name)
-        seen = {name: len(self._measured.get(name, [])) for name in keepers}
-        self._until(
-            lambda: all(len(self._measured.get(name, [])) > seen[name] for name in keepers), 5.0, "no measurement"
-        )
-        for name in keepers:
+        if not self._measure_now(self._keepers):
+            self.result.problems.append("no measurement")
+            return
+        for name in (node.name for node in self._keepers):
             first, last = self._measured[name][0], self._measured[name][-1]
             self.result.resources[name] = first, last
             grown = last.resident - first.resident
