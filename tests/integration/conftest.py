@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import link as network
+
 MOUNT_SECONDS = 20.0
 
 
@@ -25,3 +27,16 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
     yield place
     subprocess.run(["umount", str(place)], check=True, timeout=MOUNT_SECONDS)
+
+
+@pytest.fixture
+def link() -> Iterator[network.Link]:
+    """A network that can be cut."""
+    if network.missing():
+        pytest.skip(network.missing())
+    try:
+        made = network.Link()
+    except OSError as error:
+        pytest.skip(f"no network namespaces here: {error}")
+    yield made
+    made.remove()

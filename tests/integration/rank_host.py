@@ -18,12 +18,17 @@ from typing import Any
 
 import numpy as np
 
+from tests.support import link
+
 LAYERS, PAGES, PAGE_BYTES, AUX_BYTES, AUX_ROWS = 4, 512, 4096, 64, 64
 CALL_SECONDS = 50.0
 
 
 class RankProcess:
-    """A rank in a child process. ``call`` any public method of RankHost; ``kill``, ``stop``, ``go_on`` by signal."""
+    """A rank in a child process. ``call`` any public method of RankHost; ``kill``, ``stop``, ``go_on`` by signal.
+
+    ``settings``: RankHost's, and ``namespace``, of the network that it lives in.
+    """
 
     def __init__(self, engine: str, role: str, **settings: Any) -> None:
         context = multiprocessing.get_context("spawn")
@@ -338,7 +343,10 @@ def _view(address: int, shape: tuple[int, ...]) -> Any:
 
 
 def _serve(pipe: Connection, engine: str, role: str, settings: dict[str, Any]) -> None:
+    namespace = settings.pop("namespace", "")
     try:
+        if namespace:
+            link.enter(namespace)
         host = RankHost(engine, role, settings)
     except Exception as error:
         pipe.send(("error", f"{type(error).__name__}: {error}"))

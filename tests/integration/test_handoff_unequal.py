@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ SUCCESS, FAILED, WAITING = 4, 0, 2
 AXES = "token,head,dim"
 LATENT = ModelIdentity("latent", attention=Attention.MLA)
 Open = Callable[..., list[RankHost]]
+NEEDS_MOONCAKE = pytest.mark.skipif(not find_spec("mooncake"), reason="install kvgrpc[mooncake-cpu] for it")
 
 
 @pytest.fixture
@@ -59,14 +61,16 @@ def staged(engine: Open) -> Callable[..., list[RankHost]]:
     """An engine of several stages, each with its share of the layers."""
 
     def open_staged(
-        name: str, role: str, layout: Layout, layers: Sequence[tuple[int, int]] | None = None
+        name: str, role: str, layout: Layout, layers: Sequence[tuple[int, int]] | None = None, data_plane: str = "shm"
     ) -> list[RankHost]:
         share = LAYERS // layout.pp
         stages = layers or [(pp * share, share) for pp in range(layout.pp)]
         return [
             rank
             for pp, held in enumerate(stages)
-            for rank in engine(name, role, layout.tp, axes=AXES, layout=layout, pp=pp, layers=held)
+            for rank in engine(
+                name, role, layout.tp, axes=AXES, layout=layout, pp=pp, layers=held, data_plane=data_plane
+            )
         ]
 
     return open_staged
@@ -181,10 +185,16 @@ def test_a_latent_cache_is_sent_once_to_each_decode_rank(
         (Layout(pp=2), Layout(tp=2)),
     ],
 )
+@pytest.mark.parametrize("data_plane", ["shm", pytest.param("mooncake", marks=NEEDS_MOONCAKE)])
 def test_layers_arrive_where_they_belong(
-    registry: str, prefill_layout: Layout, decode_layout: Layout, staged: Callable[..., list[RankHost]]
+    registry: str,
+    prefill_layout: Layout,
+    decode_layout: Layout,
+    staged: Callable[..., list[RankHost]],
+    data_plane: str,
 ) -> None:
-    prefill, decode = staged("P", "PREFILL", prefill_layout), staged("D", "DECODE", decode_layout)
+    prefill = staged("P", "PREFILL", prefill_layout, data_plane=data_plane)
+    decode = staged("D", "DECODE", decode_layout, data_plane=data_plane)
     for number, rank in enumerate(prefill):
         rank.fill(number)
         rank.aux[:] = prefill[0].aux

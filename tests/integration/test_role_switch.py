@@ -8,7 +8,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +24,14 @@ from kvgrpc.transfer import KVPoll, KVReceiver, KVSender
 
 PAGES, PAGE_BYTES = 32, 4096
 WARM_UP = 5
+NEEDS_MOONCAKE = pytest.mark.skipif(not find_spec("mooncake"), reason="install kvgrpc[mooncake-cpu] for it")
 
 
 @contextmanager
-def opened(engine: str, role: Role, registry: str = "") -> Iterator[tuple[Rank[Any], npt.NDArray[np.uint8]]]:
-    plane = kvgrpc.dataplane.open_plane("shm")
+def opened(
+    engine: str, role: Role, data_plane: str, registry: str = ""
+) -> Iterator[tuple[Rank[Any], npt.NDArray[np.uint8]]]:
+    plane = kvgrpc.dataplane.open_plane(data_plane)
     address = plane.allocate(PAGES * PAGE_BYTES)
     memory = np.ctypeslib.as_array((ctypes.c_uint8 * (PAGES * PAGE_BYTES)).from_address(address))
     pool = Pool("kv", PoolKind.KV, 16, PAGES, "float32", (Region(0, "kv", address, PAGE_BYTES, PAGE_BYTES),))
@@ -52,16 +57,35 @@ def hand_off(prefill: Rank[Any], decode: Rank[Any], room: int, page: int) -> Non
         time.sleep(0.001)
 
 
-def used() -> tuple[int, int, int]:
-    """(threads, descriptors, resident bytes) of this process."""
+class Used(NamedTuple):
+    """Of this process: threads (Mooncake's own too), descriptors, bytes, and mappings of a pool's memory."""
+
+    threads: int
+    descriptors: int
+    resident: int
+    mappings: int
+
+
+def used() -> Used:
     gc.collect()
     process = psutil.Process()
-    return threading.active_count(), process.num_fds(), process.memory_info().rss
+    # A data plane maps the memory that it registers, its own and of peers: as memfd, or as large anonymous blocks.
+    shared = sum("memfd:" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    return Used(process.num_threads(), process.num_fds(), process.memory_info().rss, shared)
 
 
-@pytest.mark.parametrize("switches", [12, pytest.param(100, marks=pytest.mark.slow)])
-@pytest.mark.timeout(300)
-def test_roles_switch_and_threads_descriptors_and_memory_stay_flat(switches: int) -> None:
+@pytest.mark.parametrize(
+    ("data_plane", "switches"),
+    [
+        ("shm", 12),
+        pytest.param("shm", 100, marks=pytest.mark.slow),
+        pytest.param("mooncake", 100, marks=[pytest.mark.slow, NEEDS_MOONCAKE]),
+    ],
+)
+@pytest.mark.timeout(900)
+def test_roles_switch_and_threads_descriptors_registrations_and_memory_stay_flat(
+    data_plane: str, switches: int
+) -> None:
     """Both ranks live here, and each takes the other's role in every turn."""
     before = used()
     for number in range(switches):
@@ -69,8 +93,8 @@ def test_roles_switch_and_threads_descriptors_and_memory_stay_flat(switches: int
             before = used()
         roles = (Role.PREFILL, Role.DECODE) if number % 2 else (Role.DECODE, Role.PREFILL)
         with (
-            opened("A", roles[0], "embedded" if roles[0] is Role.PREFILL else "") as one,
-            opened("B", roles[1], "embedded" if roles[1] is Role.PREFILL else "") as other,
+            opened("A", roles[0], data_plane, "embedded" if roles[0] is Role.PREFILL else "") as one,
+            opened("B", roles[1], data_plane, "embedded" if roles[1] is Role.PREFILL else "") as other,
         ):
             (prefill, source), (decode, target) = (one, other) if roles[0] is Role.PREFILL else (other, one)
             source[7] = number % 251
@@ -78,6 +102,8 @@ def test_roles_switch_and_threads_descriptors_and_memory_stay_flat(switches: int
             assert (target[7] == number % 251).all()
             del source, target
     after = used()
-    assert after[0] <= before[0] + 1, f"threads {before[0]} -> {after[0]}: {threading.enumerate()}"
-    assert after[1] <= before[1] + 4, f"descriptors {before[1]} -> {after[1]}"
-    assert after[2] <= before[2] + 24 * 2**20, f"resident {before[2]} -> {after[2]} bytes"
+    print(f"{switches} switches over {data_plane}: {before} -> {after}")
+    assert after.threads <= before.threads + 1, f"{before} -> {after}: {threading.enumerate()}"
+    assert after.descriptors <= before.descriptors + 4, f"{before} -> {after}"
+    assert after.resident <= before.resident + 24 * 2**20, f"{before} -> {after}"
+    assert after.mappings <= before.mappings, f"{before} -> {after}"
