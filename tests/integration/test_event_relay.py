@@ -25,7 +25,7 @@ class EnginePublisher:
 
     def __init__(self, port: int = 0, replay_port: int = 0) -> None:
         self.context = zmq.Context()
-        self.pub, self._router = self.context.socket(zmq.PUB), self.context.socket(zmq.ROUTER)
+        self.pub, self._router = self.context.socket(zmq.XPUB), self.context.socket(zmq.ROUTER)
         for socket in (self.pub, self._router):
             socket.setsockopt(zmq.LINGER, 0)
         self.port = _bind(self.pub, port)
@@ -43,6 +43,9 @@ class EnginePublisher:
         self.kept.append(msgspec.msgpack.encode([time.time(), [event], 0]))
         if live:
             self.pub.send_multipart((b"kv", (len(self.kept) - 1).to_bytes(8, "big"), self.kept[-1]))
+
+    def await_subscriber(self) -> None:
+        assert self.pub.poll(30_000), "nobody subscribed"
 
     def close(self) -> None:
         self._closing = True
@@ -90,6 +93,7 @@ async def blocks(relay: EventRelay, wanted: int, seconds: float = 15.0) -> int:
     """How many blocks a follower shows, once it shows ``wanted``, or after that time."""
     end = time.monotonic() + seconds
     async with EventFollower(relay.address) as follower:
+        await follower.until_current()
         while follower.blocks.get("GPU", 0) != wanted and time.monotonic() < end:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(follower.changed(), 0.1)
@@ -148,6 +152,53 @@ async def test_a_publisher_that_begins_again_has_an_empty_cache(engine: EnginePu
             raise AssertionError("the relay did not see that the publisher began again")
         finally:
             again.close()
+
+
+@pytest.mark.parametrize("replay", [True, False], ids=["router", "pub_only"])
+async def test_a_publisher_that_began_again_and_came_as_far_is_not_spliced_on(
+    engine: EnginePublisher, replay: bool
+) -> None:
+    with relayed(engine, replay=replay) as relay:
+        engine.await_subscriber()
+        engine.store(1, 2, 3)
+        assert await blocks(relay, 3) == 3
+        engine.close()
+        again = EnginePublisher(engine.port, engine.replay_port)
+        try:
+            again.store(4, live=False)
+            again.await_subscriber()
+            again.store(5)  # with the very number that came next in the old log
+            wanted = 2 if replay else 1
+            assert await blocks(relay, wanted) == wanted
+        finally:
+            again.close()
+
+
+async def test_an_idle_publisher_that_began_again_is_noticed(engine: EnginePublisher) -> None:
+    engine.store(1, 2, 3)
+    with relayed(engine) as relay:
+        assert await blocks(relay, 3) == 3
+        engine.close()
+        again = EnginePublisher(engine.port, engine.replay_port)
+        try:
+            again.store(4, live=False)
+            again.store(5, 6, 7, 8, live=False)
+            assert await blocks(relay, 5, 30) == 5
+        finally:
+            again.close()
+
+
+async def test_the_cache_of_an_engine_that_stays_away_counts_as_empty(
+    engine: EnginePublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvgrpc.events.live.relay.GONE_SECONDS", 1.0)
+    monkeypatch.setattr("kvgrpc.events.live.relay.ANSWER_MS", 500)
+    engine.store(1, 2, 3)
+    with relayed(engine) as relay:
+        engine.await_subscriber()
+        assert await blocks(relay, 3) == 3
+        engine.close()
+        assert await blocks(relay, 0, 30) == 0
 
 
 async def test_messages_that_are_no_batches_are_passed_over(engine: EnginePublisher) -> None:

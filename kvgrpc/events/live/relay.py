@@ -1,18 +1,21 @@
 """Reads what an engine's own publisher sends, and publishes the same bytes again where they have a journal.
 
 For engines that are left as they are: their PUB, and their ROUTER for what PUB lost. What neither brings is told as
-AllBlocksCleared, so that followers under-state the cache rather than lie; so is a publisher that begins again.
+AllBlocksCleared, so that followers under-state the cache rather than lie; so is a publisher that begins again. Nothing
+names its log: whether it is the same is seen by the connection, and by the last batch, which the ROUTER must have.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from kvgrpc.events.base import EventPublisher
 from kvgrpc.events.model import AllBlocksCleared, KVEventBatch
@@ -24,6 +27,12 @@ ASK_SECONDS = 1.0
 ANSWER_MS = 5_000
 AGAIN_SECONDS = 1.0
 STUCK_SECONDS = 3 * ANSWER_MS / 1000
+# So long an engine whose connection broke may be away before its cache counts as empty, and so long a connection may be
+# silent before it counts as broken.
+GONE_SECONDS = 30.0
+PING_MS = 10_000
+_OVER = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_OVER |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 # Batches of a replay that PUB may bring once more.
 MOST_AHEAD = 100_000
 MOST_QUEUED = 100_000
@@ -42,7 +51,11 @@ class Relay:
         self._endpoint, self._replay, self._topic = endpoint, replay, topic.encode()
         self._publisher = publisher
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self._next: int | None = None
+        # Sequence and CRC of the batch that was taken last.
+        self._last: tuple[int, int] | None = None
+        self._unsure_since: float | None = None
+        # What waits in the subscriber may be of a log that is over.
+        self._connect_anew = False
         self._ahead: dict[int, int] = {}
         self._asked_at = self._moved_at = time.monotonic()
         self._stopping = threading.Event()
@@ -66,71 +79,139 @@ class Relay:
     def _serve(self) -> None:
         while not self._stopping.is_set():
             try:
+                self._ask()
                 with self._context.socket(zmq.SUB) as subscriber:
                     subscriber.set(zmq.LINGER, 0)
                     subscriber.set(zmq.RCVHWM, MOST_QUEUED)
                     subscriber.set(zmq.SUBSCRIBE, self._topic)
+                    subscriber.set(zmq.HEARTBEAT_IVL, PING_MS)
+                    subscriber.set(zmq.HEARTBEAT_TIMEOUT, int(GONE_SECONDS * 1000))
+                    # A socket has one connection, so that nothing in it is of another log than the rest.
+                    subscriber.set(zmq.RECONNECT_IVL, -1)
+                    monitor = subscriber.get_monitor_socket(_OVER)
                     subscriber.connect(self._endpoint)
-                    self._follow(subscriber)
+                    try:
+                        self._follow(subscriber, monitor)
+                    finally:
+                        subscriber.disable_monitor()
             except Exception:
                 _log.exception("events: the relay of %s failed and begins again", self._endpoint)
                 metrics.TASK_FAILURES.labels("kvgrpc-relay").inc()
                 self._stopping.wait(AGAIN_SECONDS)
 
-    def _follow(self, subscriber: zmq.Socket[bytes]) -> None:
-        while not self._stopping.is_set():
+    def _follow(self, subscriber: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
+        """Until the connection is over."""
+        poller = zmq.Poller()
+        poller.register(subscriber, zmq.POLLIN)
+        poller.register(monitor, zmq.POLLIN)
+        self._connect_anew = False
+        while not self._stopping.is_set() and not self._connect_anew:
             self._moved_at = time.monotonic()
-            if subscriber.poll(POLL_MS):
-                message = _read(subscriber.recv_multipart())
-                if message is not None:
-                    self._on_live(*message)
-            elif self._replay and time.monotonic() - self._asked_at > ASK_SECONDS:
-                self._fill()  # PUB may have lost the last ones, and says nothing of it
+            ready = dict(poller.poll(POLL_MS))
+            if monitor in ready:
+                if recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED:
+                    self._disconnected()
+                self._stopping.wait(POLL_MS / 1000)
+                return
+            message = _read(subscriber.recv_multipart()) if ready else None
+            if message is not None:
+                self._on_live(*message)
+            elif not ready:
+                self._ask()
+
+    def _ask(self) -> None:
+        """PUB may have lost the last ones, and says nothing of it."""
+        if time.monotonic() - self._asked_at > ASK_SECONDS:
+            self._fill()
+
+    def _disconnected(self) -> None:
+        if not self._replay:
+            self._begin_again("its connection broke, and nothing tells whether the same log goes on")
+        elif self._last is not None:
+            self._unsure_since = time.monotonic()
 
     def _on_live(self, sequence: int, payload: bytes) -> None:
+        if self._unsure_since is not None:
+            self._fill()
+            if self._connect_anew:
+                return
+            if self._unsure_since is not None:
+                self._begin_again("its connection broke, and its ROUTER does not say what was lost")
         if self._ahead.pop(sequence, None) == zlib.crc32(payload):
             return  # the replay was quicker
-        if self._next is not None and sequence < self._next:
-            self._lost(f"it begins again at {sequence}")
-            self._next = 0
-            self._ahead.clear()
-        if self._next is None or sequence > self._next:
+        if sequence < self._next:
+            self._begin_again(f"it begins again at {sequence}")
+        if self._last is None or sequence > self._next:
             self._fill()
-        if self._next is not None and sequence < self._next:
+            if self._connect_anew:
+                return
+        if sequence < self._next:
             self._ahead.pop(sequence, None)
             return
         self._publish(sequence, payload)
 
+    @property
+    def _next(self) -> int:
+        return 0 if self._last is None else self._last[0] + 1
+
     def _fill(self) -> None:
-        """All that the ROUTER has from the next batch on."""
-        self._next = self._next or 0
-        if self._replay:
-            for sequence, payload in self._replayed(self._next):
-                if sequence >= self._next:
-                    self._publish(sequence, payload)
-                    self._ahead[sequence] = zlib.crc32(payload)
-            while len(self._ahead) > MOST_AHEAD:
-                del self._ahead[next(iter(self._ahead))]
-        self._asked_at = time.monotonic()
+        """All that the ROUTER has after the last batch. That one is asked for too: a log that has another, or none, in
+        its place is another log."""
+        if not self._replay:
+            return
+        try:
+            if self._last is not None:
+                with contextlib.closing(self._replayed(self._last[0])) as answer:
+                    sequence, payload = next(answer, (-1, b""))
+                    if (sequence, zlib.crc32(payload)) == self._last:
+                        self._unsure_since = None
+                        self._take(answer)
+                        return
+                self._connect_anew = True
+                self._begin_again(f"its ROUTER does not have batch {self._last[0]} as it was")
+            with contextlib.closing(self._replayed(0)) as answer:
+                self._take(answer)
+        except TimeoutError:
+            if not self._stopping.is_set():
+                _log.warning("events: the replay at %s did not answer to its end", self._replay)
+            if self._unsure_since is not None and time.monotonic() - self._unsure_since > GONE_SECONDS:
+                self._begin_again("it is gone")
+        finally:
+            self._asked_at = time.monotonic()
+
+    def _take(self, answer: Iterator[tuple[int, bytes]]) -> None:
+        for sequence, payload in answer:
+            if sequence >= self._next:
+                self._publish(sequence, payload)
+                self._ahead[sequence] = zlib.crc32(payload)
+        while len(self._ahead) > MOST_AHEAD:
+            del self._ahead[next(iter(self._ahead))]
 
     def _publish(self, sequence: int, payload: bytes) -> None:
-        if sequence > (self._next or 0):
-            self._lost(f"batches {self._next or 0} to {sequence - 1} are missing")
+        if sequence > self._next:
+            self._lost(f"batches {self._next} to {sequence - 1} are missing")
         self._publisher.publish_raw(payload)
-        self._next = sequence + 1
+        self._last = (sequence, zlib.crc32(payload))
+
+    def _begin_again(self, why: str) -> None:
+        if self._last is not None:
+            self._lost(why)
+        self._last = self._unsure_since = None
+        self._ahead.clear()
 
     def _lost(self, why: str) -> None:
         _log.warning("events: relay of %s: %s; the cache counts as empty", self._endpoint, why)
         rank = self._publisher.data_parallel_rank
         self._publisher.publish(KVEventBatch(time.time(), [AllBlocksCleared()], rank))
 
-    def _replayed(self, first: int) -> Iterator[tuple[int, bytes]]:
+    def _replayed(self, first: int) -> Generator[tuple[int, bytes], None, None]:
+        """Raises TimeoutError where the answer does not come to its end."""
         with self._context.socket(zmq.DEALER) as dealer:
             dealer.set(zmq.LINGER, 0)
             dealer.set(zmq.RCVHWM, 0)
             dealer.connect(self._replay)
             dealer.send_multipart((b"", first.to_bytes(8, "big")))
-            while not self._stopping.is_set() and dealer.poll(ANSWER_MS):
+            while dealer.poll(ANSWER_MS) and not self._stopping.is_set():
                 self._moved_at = time.monotonic()
                 frames = dealer.recv_multipart()
                 if END in frames[1:]:
@@ -138,8 +219,7 @@ class Relay:
                 message = _read(frames)
                 if message is not None:
                     yield message
-        if not self._stopping.is_set():
-            _log.warning("events: the replay at %s did not answer to its end", self._replay)
+        raise TimeoutError
 
 
 def _read(frames: list[bytes]) -> tuple[int, bytes] | None:
