@@ -17,7 +17,7 @@ from kvgrpc.errors import (
 )
 from kvgrpc.events.log.digest import StateDigest
 from kvgrpc.events.log.journal import CHUNK_BYTES, Batches, Dropped, compacted
-from kvgrpc.events.log.recorder import Snapshot
+from kvgrpc.events.log.recorder import Snapshot, SnapshotGivenUp
 from kvgrpc.events.log.stream import EventStream, StreamState
 from kvgrpc.events.notifier import Notifier
 from kvgrpc.model import raise_if
@@ -152,14 +152,23 @@ class Watch:
     async def _part_of_snapshot(self) -> SnapshotPart:
         recorder, journal = self._stream.recorder, self._stream.journal
         assert recorder is not None  # check_order asked
-        if self._snapshot is None:
-            # Old enough to be shared, young enough to be read before the journal overtakes it.
-            useful = (journal.oldest_sequence + journal.next_sequence) // 2
-            self._snapshot = await asyncio.to_thread(recorder.snapshot, useful)
-            self._next_part = 0
-            self._snapshots_in_a_row += 1
-        snapshot, index = self._snapshot, self._next_part
-        payload, last = await asyncio.to_thread(snapshot.part, index)
+        while True:
+            if self._snapshot is None:
+                # Old enough to be shared, young enough to be read before the journal overtakes it.
+                useful = (journal.oldest_sequence + journal.next_sequence) // 2
+                self._snapshot = await asyncio.to_thread(recorder.snapshot, useful)
+                self._next_part = 0
+                self._snapshots_in_a_row += 1
+            snapshot, index = self._snapshot, self._next_part
+            try:
+                payload, last = await asyncio.to_thread(snapshot.part, index)
+                break
+            except SnapshotGivenUp:
+                self._snapshot = None
+                if self._snapshots_in_a_row >= MAX_SNAPSHOTS_IN_A_ROW:
+                    stream = self._stream
+                    oldest, upcoming = journal.oldest_sequence, stream.next_sequence
+                    raise compacted(stream.log_id, snapshot.next_sequence, oldest, upcoming) from None
         self._next_part += 1
         if last:
             self._snapshot, self.cursor = None, snapshot.next_sequence

@@ -13,12 +13,13 @@ import grpc
 import msgspec
 import pytest
 
-from kvgrpc.errors import EventsCompacted, KvGrpcError
+from kvgrpc.errors import EventsCompacted, KvGrpcError, TooManyRequests
 from kvgrpc.events import EventServicer, EventStream, JournalingPublisher, KVEventBatch, decode_batch, open_publisher
 from kvgrpc.events.log.digest import CHECKPOINT_BATCHES, mix
 from kvgrpc.events.log.journal import Batches
+from kvgrpc.events.log.recorder import MAX_SNAPSHOTS
 from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, Event, UnknownEvent
-from kvgrpc.events.watch import MAX_SNAPSHOTS_IN_A_ROW, Watch, WatchMode, WatchOrder
+from kvgrpc.events.watch import MAX_SNAPSHOTS_IN_A_ROW, SnapshotPart, Watch, WatchMode, WatchOrder
 from kvgrpc.model import RankId, RankRef
 from kvgrpc.rpc.interceptors import interceptors_of
 from kvgrpc.rpc.options import SERVER_OPTIONS
@@ -534,6 +535,45 @@ async def test_a_reader_that_is_overtaken_again_and_again_is_told() -> None:
                 part = await reader.next_part()
                 snapshots += part is not None and part.last
         assert snapshots == MAX_SNAPSHOTS_IN_A_ROW
+
+
+async def stalled_in_snapshots(events: Served, monkeypatch: pytest.MonkeyPatch) -> list[Watch]:
+    """As many readers as there may be snapshots, each in the middle of one of its own that nobody reads on."""
+    monkeypatch.setattr("kvgrpc.events.log.recorder.PART_BYTES", 1)  # one block in each
+    readers = []
+    for number in range(MAX_SNAPSHOTS):
+        await publish(events, *(stored(100 * number + block) for block in range(3)))
+        readers.append(Watch(events.stream, WatchOrder(WatchMode.SNAPSHOT)))
+        part = await readers[-1].next_part()
+        assert isinstance(part, SnapshotPart) and not part.last
+    await publish(events, stored(999))
+    return readers
+
+
+async def test_readers_that_stall_within_their_snapshots_shut_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(buffer_steps=0) as events:
+        readers = await stalled_in_snapshots(events, monkeypatch)
+        with pytest.raises(TooManyRequests):  # they may be reading on
+            await Watch(events.stream, WatchOrder(WatchMode.SNAPSHOT)).next_part()
+        monkeypatch.setattr("kvgrpc.events.log.recorder.STALLED_SECONDS", 0.0)
+        fifth = events.watch(SNAPSHOT)
+        await fifth.read()
+        assert 999 in blocks_of(await snapshot_of(fifth))
+        # The one that lost its place begins another when it reads on.
+        part = await readers[0].next_part()
+        assert isinstance(part, SnapshotPart) and part.index == 0
+        assert part.snapshot.next_sequence == events.stream.next_sequence
+
+
+async def test_a_reader_that_loses_its_place_again_and_again_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(buffer_steps=0) as events:
+        reader, *_ = await stalled_in_snapshots(events, monkeypatch)
+        monkeypatch.setattr("kvgrpc.events.log.recorder.LONGEST_SECONDS", 0.0)
+        with pytest.raises(EventsCompacted):
+            for _ in range(MAX_SNAPSHOTS_IN_A_ROW):
+                assert reader._snapshot is not None
+                reader._snapshot.give_up()
+                await reader.next_part()
 
 
 @pytest.mark.parametrize("mode", [WatchMode.REPLAY, WatchMode.TAIL])

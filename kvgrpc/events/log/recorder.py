@@ -29,8 +29,11 @@ WAITING_BYTES = 1 * 2**20
 # A message of TYPED is about twice as large; what a gRPC client takes without being configured is 4 MiB.
 PART_BYTES = 512 * 1024
 _BLOCK_BYTES = 16
-# Snapshots that readers still read; each holds its encoded parts.
+# Snapshots that readers still read; each holds its encoded parts, and the shards that the state has changed since.
+# Where there are so many, one that nobody reads on, or that has been read for long, gives way to the next reader's.
 MAX_SNAPSHOTS = 4
+STALLED_SECONDS = 5.0
+LONGEST_SECONDS = 60.0
 # Blocks that are encoded before the interpreter is left to others, and for how long: an engine thread that waits for it
 # would otherwise wait for its switch interval of 5 ms.
 _SLICE_BLOCKS = 512
@@ -83,7 +86,7 @@ class Recorder:
     def snapshot(self, oldest_useful: int) -> Snapshot:
         """A snapshot at ``oldest_useful`` or later: the one that others read, or a new one. May take milliseconds.
 
-        Raises TooManyRequests when readers hold too many older ones.
+        Raises TooManyRequests when others read too many older ones just now.
         """
         while self.fold():
             pass
@@ -91,7 +94,7 @@ class Recorder:
             for snapshot in list(self._snapshots):
                 if snapshot.next_sequence >= oldest_useful:
                     return snapshot
-            if len(self._snapshots) >= MAX_SNAPSHOTS:
+            if len(self._snapshots) >= MAX_SNAPSHOTS and not self._give_up_one():
                 raise TooManyRequests(
                     f"readers still read {len(self._snapshots)} older snapshots",
                     metadata={"limit": MAX_SNAPSHOTS, "value": len(self._snapshots) + 1, "scope": "snapshots"},
@@ -100,6 +103,20 @@ class Recorder:
             snapshot = Snapshot(self._state.cut(), BatchEncoder(self._dialect, Encoding.MAP, self._rank))
             self._snapshots.add(snapshot)
             return snapshot
+
+    def _give_up_one(self) -> bool:
+        now = time.monotonic()
+        stalled = min(self._snapshots, key=lambda snapshot: snapshot.read_at, default=None)
+        oldest = min(self._snapshots, key=lambda snapshot: snapshot.cut_at, default=None)
+        if stalled is not None and now - stalled.read_at >= STALLED_SECONDS:
+            gone = stalled
+        elif oldest is not None and now - oldest.cut_at >= LONGEST_SECONDS:
+            gone = oldest
+        else:
+            return False
+        self._snapshots.discard(gone)
+        gone.give_up()
+        return True
 
     def _fold_one(self) -> bool:
         try:
@@ -119,6 +136,10 @@ class Recorder:
         return True
 
 
+class SnapshotGivenUp(Exception):
+    """A snapshot was not read on for so long that others needed its place."""
+
+
 class Snapshot:
     """A cut in parts, each encoded once for all readers, by the one that comes to it first. Thread-safe."""
 
@@ -131,13 +152,25 @@ class Snapshot:
         self._parts: list[bytes] = []
         self._rest: Iterator[list[Event]] = _parts_of(cut)
         self._complete = False
+        self._given_up = False
+        self.cut_at = self.read_at = time.monotonic()
+        """When it was cut, and when a part was last asked for."""
+
+    def give_up(self) -> None:
+        """Lets go of what it holds; ``part`` raises from now on."""
+        with self._lock:
+            self._given_up = True
+            self._parts, self._rest = [], iter(())
 
     def part(self, index: int) -> tuple[bytes, bool]:
         """A part (0, 1, ...) as the payload of a batch of tagged maps, and whether it is the last.
 
-        Takes milliseconds; call it on a thread that may wait.
+        Takes milliseconds; call it on a thread that may wait. Raises SnapshotGivenUp where another one is to be begun.
         """
+        self.read_at = time.monotonic()
         with self._lock:
+            if self._given_up:
+                raise SnapshotGivenUp
             # One more than asked for: only then is it known whether it is the last.
             while len(self._parts) <= index + 1 and not self._complete:
                 self._encode_next()
