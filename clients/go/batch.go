@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"slices"
 )
 
 // ErrNotABatch says that a payload is no batch of KV-cache events at all.
@@ -179,6 +180,13 @@ func byName(name string, values []any) (map[string]any, error) {
 	}
 	if len(values) < needed {
 		return nil, errField
+	}
+	// Dynamo has a list of images, or nil in its place, before the group.
+	if name == "BlockStored" && len(values) > 8 {
+		_, isList := values[8].([]any)
+		if isList || values[8] == nil && len(values) > 9 && isInteger(values[9]) {
+			values = slices.Delete(values, 8, 9)
+		}
 	}
 	fields := map[string]any{}
 	for position, value := range values[:min(len(values), len(names))] {

@@ -138,7 +138,9 @@ func comparable(event map[string]any) map[string]any {
 		case value == nil || key == "raw" || key == "group_idx" && fmt.Sprint(value) == "0":
 		case key == "unknown_keys" && isMap:
 			for name, field := range unknown {
-				flat[name] = plain(field)
+				if field != nil {
+					flat[name] = plain(field)
+				}
 			}
 		case key == "block_hashes" || key == "parent_block_hash":
 			flat[key] = unsigned(value)

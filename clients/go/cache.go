@@ -8,6 +8,13 @@ import (
 	kvgrpcv1 "kvgrpc.dev/go/kvgrpc/v1"
 )
 
+// A cache holds blocks in so many places at most, whose names have so many bytes at most; what names another one is passed
+// over, by every reader.
+const (
+	MaxPlaces      = 1024
+	MaxMediumBytes = 128
+)
+
 // Place is a tier and group: the engine's name of the tier in capitals, "GPU" where it named none.
 type Place struct {
 	Medium string
@@ -56,9 +63,7 @@ func (cache *Cache) Holds(place Place, hash BlockHash) bool {
 func (cache *Cache) Blocks() map[Place]int {
 	counts := map[Place]int{}
 	for place, copies := range cache.copies {
-		if len(copies) > 0 {
-			counts[place] = len(copies)
-		}
+		counts[place] = len(copies)
 	}
 	return counts
 }
@@ -96,6 +101,9 @@ func (cache *Cache) store(place Place, hashes []BlockHash) {
 		cache.copies, cache.mixed = map[Place]map[uint64]int{}, map[Place]uint64{}
 	}
 	if cache.copies[place] == nil {
+		if len(hashes) == 0 || len(cache.copies) >= MaxPlaces || len(place.Medium) > MaxMediumBytes {
+			return
+		}
 		cache.copies[place] = map[uint64]int{}
 	}
 	for _, hash := range hashes {
@@ -117,6 +125,10 @@ func (cache *Cache) remove(place Place, hashes []BlockHash) {
 			cache.copies[place][key]--
 		}
 		cache.mixed[place] -= mix(key)
+	}
+	if len(cache.copies[place]) == 0 {
+		delete(cache.copies, place)
+		delete(cache.mixed, place)
 	}
 }
 

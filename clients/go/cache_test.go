@@ -1,6 +1,10 @@
 package kvgrpc
 
 import (
+	"encoding/hex"
+	"encoding/json"
+	"os"
+	"path/filepath"
 	"testing"
 
 	kvgrpcv1 "kvgrpc.dev/go/kvgrpc/v1"
@@ -53,5 +57,40 @@ func TestTheDigestIsThatOfThePublisher(t *testing.T) {
 	cache.Apply([]Event{BlockStored{Hashes: numbers(6)}})
 	if cache.Is(state) {
 		t.Error("one more block is another state")
+	}
+}
+
+// What one reader passes over and another one takes, their states would differ in for ever.
+func TestTiersAndGroupsBeyondTheBoundArePassedOverAsByThePublisher(t *testing.T) {
+	text, err := os.ReadFile(filepath.Join(golden, "places.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var log struct {
+		Payloads []string `json:"payloads"`
+		States   []struct {
+			Places, Blocks int
+			MixedHashes    uint64 `json:"mixed_hashes,string"`
+		} `json:"states"`
+	}
+	if err := json.Unmarshal(text, &log); err != nil || len(log.States) != len(log.Payloads) || len(log.States) < 9 {
+		t.Fatal(len(log.States), err)
+	}
+	var cache Cache
+	for index, digits := range log.Payloads {
+		payload, _ := hex.DecodeString(digits)
+		batch, err := DecodeBatch(payload)
+		if err != nil {
+			t.Fatal(err)
+		}
+		cache.Apply(batch.Events)
+		blocks, mixed := 0, uint64(0)
+		for _, tier := range cache.digest() {
+			blocks += int(tier.Blocks)
+			mixed += tier.MixedHashes
+		}
+		if wanted := log.States[index]; len(cache.copies) != wanted.Places || blocks != wanted.Blocks || mixed != wanted.MixedHashes {
+			t.Errorf("batch %d: %d places, %d blocks, %d, and not %v", index, len(cache.copies), blocks, mixed, wanted)
+		}
 	}
 }

@@ -18,6 +18,12 @@ interface Tier {
 }
 
 const BITS = 64;
+/**
+ * A cache holds blocks in so many tiers and groups at most, whose names have so many bytes at most; what names another one is
+ * passed over, by every reader.
+ */
+const MAX_PLACES = 1024;
+const MAX_MEDIUM_BYTES = 128;
 /** Under load a publisher's digest is older than what its readers have by then: both keep those of multiples of this. */
 const CHECKPOINT_BATCHES = 64n;
 const CHECKPOINTS = 64n;
@@ -69,9 +75,9 @@ export class Cache {
   apply(events: readonly KVEvent[]): void {
     for (const event of events) {
       if (event.type === "BlockStored") {
-        this.#store(this.#tier(event.medium, event.more["group_idx"]), event.blockHashes);
+        this.#store(event.medium, event.more["group_idx"], event.blockHashes);
       } else if (event.type === "BlockRemoved") {
-        this.#remove(this.#tier(event.medium, event.more["group_idx"]), event.blockHashes);
+        this.#remove(nameOf(mediumKey(event.medium), Number(event.more["group_idx"] ?? 0)), event.blockHashes);
       } else if (event.type === "AllBlocksCleared") {
         this.#tiers.clear();
         this.#whole = true;
@@ -92,6 +98,13 @@ export class Cache {
   /** How many different blocks each tier and group holds, of those that have any. */
   blocks(): { medium: string; group: number; blocks: number }[] {
     return this.#inOrder().map(({ medium, group, copies }) => ({ medium, group, blocks: copies.size }));
+  }
+
+  /** Of each tier and group that has blocks: how many, and the sum of their mixed hashes, as docs/events.md has it. */
+  digest(): { medium: string; group: number; blocks: number; mixedHashes: bigint }[] {
+    return this.#inOrder().map(({ medium, group, copies, mixed }) => {
+      return { medium, group, blocks: copies.size, mixedHashes: mixed };
+    });
   }
 
   /** Whether this was what it held at the moment of a publisher's digest: that of now, or of one of the last checkpoints. */
@@ -129,26 +142,29 @@ export class Cache {
     }
   }
 
-  #tier(named: string | null, group: unknown): Tier {
+  #store(named: string | null, group: unknown, hashes: readonly BlockHash[]): void {
     const medium = mediumKey(named);
     const number = Number(group ?? 0);
     const name = nameOf(medium, number);
     let tier = this.#tiers.get(name);
     if (tier === undefined) {
+      if (hashes.length === 0 || this.#tiers.size >= MAX_PLACES || Buffer.byteLength(medium) > MAX_MEDIUM_BYTES) {
+        return;
+      }
       tier = { medium, group: number, copies: new Map(), mixed: 0n };
       this.#tiers.set(name, tier);
     }
-    return tier;
-  }
-
-  #store(tier: Tier, hashes: readonly BlockHash[]): void {
     for (const key of hashes.map(keyOf)) {
       tier.copies.set(key, (tier.copies.get(key) ?? 0) + 1);
       tier.mixed = BigInt.asUintN(BITS, tier.mixed + mix(key));
     }
   }
 
-  #remove(tier: Tier, hashes: readonly BlockHash[]): void {
+  #remove(name: string, hashes: readonly BlockHash[]): void {
+    const tier = this.#tiers.get(name);
+    if (tier === undefined) {
+      return;
+    }
     for (const key of hashes.map(keyOf)) {
       const count = tier.copies.get(key);
       if (count === undefined) {
@@ -161,19 +177,17 @@ export class Cache {
       }
       tier.mixed = BigInt.asUintN(BITS, tier.mixed - mix(key));
     }
+    if (tier.copies.size === 0) {
+      this.#tiers.delete(name);
+    }
   }
 
   #inOrder(): Tier[] {
-    const there = [...this.#tiers.values()].filter((tier) => tier.copies.size > 0);
-    return there.sort((a, b) => compareText(a.medium, b.medium) || a.group - b.group);
+    return [...this.#tiers.values()].sort((a, b) => compareText(a.medium, b.medium) || a.group - b.group);
   }
 
   #digest(): string {
-    return textOf(
-      this.#inOrder().map(({ medium, group, copies, mixed }) => {
-        return { medium, group, blocks: String(copies.size), mixedHashes: String(mixed) };
-      }),
-    );
+    return textOf(this.digest());
   }
 }
 
@@ -205,7 +219,7 @@ function nameOf(medium: string, group: number): string {
 interface TierNumbers {
   medium: string;
   group: number;
-  blocks: bigint | string;
+  blocks: bigint | string | number;
   mixedHashes: bigint | string;
 }
 

@@ -133,6 +133,10 @@ function byName(name: string, values: unknown[]): Record<string, unknown> {
   if (values.length < needed) {
     throw new TypeError("too few fields");
   }
+  if (name === "BlockStored" && (Array.isArray(values[8]) || (values[8] === null && isInteger(values[9])))) {
+    // Dynamo has a list of images, or nil in its place, before the group.
+    values = [...values.slice(0, 8), ...values.slice(9)];
+  }
   const fields: Record<string, unknown> = {};
   for (const [position, field] of names.entries()) {
     const value = values[position];

@@ -77,6 +77,23 @@ test("a hash has its key", () => {
   }
 });
 
+test("tiers and groups beyond the bound are passed over as by the publisher", () => {
+  const places = read("places.json") as {
+    payloads: string[];
+    states: { places: number; blocks: number; mixed_hashes: string }[];
+  };
+  assert.equal(places.states.length, 9);
+  const cache = new Cache();
+  for (const [index, payload] of places.payloads.entries()) {
+    cache.apply(decodeBatch(Buffer.from(payload, "hex")).events);
+    const tiers = cache.digest();
+    const mixed = tiers.reduce((sum, tier) => BigInt.asUintN(64, sum + tier.mixedHashes), 0n);
+    const blocks = tiers.reduce((sum, tier) => sum + tier.blocks, 0);
+    const { mixed_hashes, ...counts } = places.states[index]!;
+    assert.deepEqual([{ places: tiers.length, blocks }, mixed], [counts, BigInt(mixed_hashes)], `batch ${index}`);
+  }
+});
+
 type Parts = [string, number][];
 const hostile = read("hostile.json") as Record<string, { parts: Parts; events: string[] | null }>;
 

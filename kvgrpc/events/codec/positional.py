@@ -141,6 +141,8 @@ def read_array(values: list[Any]) -> Event | None:
     known = _ANY.get(values[0]) if values and isinstance(values[0], str) else None
     if known is None:
         return None
+    if known is _AnyStored and _holds_images(values):
+        values = [*values[:9], *values[10:]]
     fields = values[1 : 1 + len(known.__struct_fields__)]
     if known is _AnyStored and len(fields) >= 4:
         fields[2:4] = [fields[2] if fields[2] is not None else [], fields[3] if fields[3] is not None else 0]
@@ -148,6 +150,13 @@ def read_array(values: list[Any]) -> Event | None:
         return event_of(msgspec.convert([values[0], *fields], known))
     except msgspec.ValidationError:
         return None
+
+
+def _holds_images(values: list[Any]) -> bool:
+    """Whether position 9 is Dynamo's list of images, or nil in its place, and the group comes behind it."""
+    if len(values) > 10 and values[9] is None:
+        return type(values[10]) is int
+    return len(values) > 9 and isinstance(values[9], list)
 
 
 def _is_plain(event: BlockStored | BlockRemoved) -> bool:

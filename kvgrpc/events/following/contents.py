@@ -30,19 +30,25 @@ class CacheContents:
         self.blocks: BlockSet = index.cache()
         self._digest = DigestCounter()
         self._checkpoints: dict[int, StateDigest] = {}
-        # Copies of the blocks of other groups, which no prefix needs and the digest counts.
+        # Copies of the blocks of other groups, and of tiers that the index does not tell apart: no prefix needs them,
+        # and the digest counts them.
         self._others: dict[tuple[str, int], dict[int, int]] = {}
 
-    def apply(self, events: Iterable[object]) -> None:
-        """What happened, in its order. Kinds of events that this version does not know change nothing."""
+    def apply(self, events: Iterable[object]) -> int:
+        """What happened, in its order. How many events changed nothing because nobody here knows their kind, or because
+        they name a place beyond what a cache may have."""
+        unknown = 0
         for event in events:
             if isinstance(event, BlockStored):
-                self._stored(medium_key(event.medium), _group(event), _keys(event.block_hashes))
+                unknown += not self._stored(medium_key(event.medium), _group(event), _keys(event.block_hashes))
                 self.page_size = event.block_size if 0 < event.block_size <= _LARGEST_PAGE else self.page_size
             elif isinstance(event, BlockRemoved):
                 self._removed(medium_key(event.medium), _group(event), _keys(event.block_hashes))
             elif isinstance(event, AllBlocksCleared):
                 self.clear()
+            else:
+                unknown += 1
+        return unknown
 
     def clear(self) -> None:
         """Nothing is cached any more."""
@@ -67,19 +73,29 @@ class CacheContents:
         """What a publisher with the same state says at ``next_sequence``."""
         return self._digest.digest(self.next_sequence)
 
-    def _stored(self, medium: str, group: int, keys: Sequence[int]) -> None:
-        if group == PREFIX_GROUP:
+    def _stored(self, medium: str, group: int, keys: Sequence[int]) -> bool:
+        if not keys:
+            return True
+        if not self._digest.admits(medium, group):
+            return False
+        if group == PREFIX_GROUP and self.blocks.tells(medium):
             appeared = self.blocks.stored(medium, keys)
         else:
             appeared = _add(self._others.setdefault((medium, group), {}), keys)
         self._digest.add(medium, group, keys, appeared)
+        return True
 
     def _removed(self, medium: str, group: int, keys: Sequence[int]) -> None:
-        if group == PREFIX_GROUP:
+        if not self._digest.holds(medium, group):
+            return
+        if group == PREFIX_GROUP and self.blocks.tells(medium):
             gone, vanished = self.blocks.removed(medium, keys)
         else:
-            gone, vanished = _subtract(self._others.get((medium, group), {}), keys)
+            gone, vanished = _subtract(self._others[medium, group], keys)
         self._digest.remove(medium, group, gone, vanished)
+        if not self._digest.holds(medium, group):
+            self._others.pop((medium, group), None)
+            self.blocks.forget(medium if group == PREFIX_GROUP else "")
 
 
 def _group(event: object) -> int:

@@ -177,7 +177,7 @@ class FollowerCore:
             return
         try:
             for payload in payloads:
-                self._shadow.apply(self._decode(payload))
+                self.counts.unknown += self._shadow.apply(self._decode(payload))
         except msgspec.DecodeError as error:
             self.counts.undecodable += 1
             self._fail(error, now)
@@ -321,7 +321,7 @@ class FollowerCore:
             self._fail(ValueError(f"a Watch went from {contents.next_sequence} to {sequence}"), now)
             return False
         try:
-            contents.apply(self._decode(payload))
+            self.counts.unknown += contents.apply(self._decode(payload))
         except msgspec.DecodeError as error:
             # What it said is lost, so what is shown is no state of the cache any more.
             self.counts.undecodable += 1

@@ -10,9 +10,9 @@ import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-# Names of tiers that are told apart; what engines have is a handful.
+# Names of tiers that are told apart, those of today's engines in any case; blocks in others count for no prefix.
 MAX_MEDIA = 32
-OTHER = "OTHER"
+_KNOWN_MEDIA = ("GPU", "CPU", "CPU_PINNED", "DISK", "STORAGE", "EXTERNAL")
 LEAST_GARBAGE = 4096
 
 # The caches that hold a block, a bit for each, in one number for each medium; without the last ones that are 0.
@@ -60,8 +60,8 @@ class BlockIndex:
         self._holders: list[Holders] = [_NOBODY]
         self._reach: list[Reach] = [_NOWHERE]
         self._number_of: dict[Holders, int] = {_NOBODY: 0}
-        self._media: dict[str, int] = {}
-        self._tiers: list[Tier] = []
+        self._media = {medium: plane for plane, medium in enumerate(_KNOWN_MEDIA)}
+        self._tiers = [tier_of(medium) for medium in _KNOWN_MEDIA]
         self._caches: list[BlockSet | None] = []
         self._shown = 0
         self._garbage = 0
@@ -93,15 +93,12 @@ class BlockIndex:
         """How many leading blocks one cache holds. For BlockSet."""
         return self._matches(1 << slot, hashes)[slot]
 
-    def plane(self, medium: str) -> int:
-        """Where holders of a medium (in capitals) stand in Holders. For BlockSet."""
+    def plane(self, medium: str) -> int | None:
+        """Where holders of a medium (in capitals) stand in Holders; None: it is one too many. For BlockSet."""
         plane = self._media.get(medium)
-        if plane is None:
-            if len(self._media) >= MAX_MEDIA - 1:
-                medium = OTHER
-            plane = self._media.setdefault(medium, len(self._media))
-            if plane == len(self._tiers):
-                self._tiers.append(tier_of(medium))
+        if plane is None and len(self._media) < MAX_MEDIA:
+            plane = self._media[medium] = len(self._media)
+            self._tiers.append(tier_of(medium))
         return plane
 
     def number_of(self, holders: Holders) -> int:
@@ -225,6 +222,10 @@ class BlockSet:
         """Different blocks in each medium that has any."""
         return {name: medium.count for name, medium in sorted(self._media.items()) if medium.count}
 
+    def tells(self, medium: str) -> bool:
+        """Whether blocks in this medium can be here; for one index that never changes."""
+        return self._index.plane(medium) is not None
+
     def stored(self, medium: str, hashes: Iterable[int]) -> int:
         """A copy of each came; how many blocks were not there before."""
         numbers, _ = self._index.tables()
@@ -271,6 +272,12 @@ class BlockSet:
         self._index.tidy()
         return gone, vanished
 
+    def forget(self, medium: str) -> None:
+        """Lets go of what an empty medium takes."""
+        place = self._media.get(medium)
+        if place is not None and not place.count:
+            del self._media[medium]
+
     def cleared(self) -> None:
         """Nothing is there any more."""
         self._index.empty(self._slot, len(self))
@@ -314,7 +321,10 @@ class BlockSet:
     def _place(self, medium: str) -> _Medium:
         place = self._media.get(medium)
         if place is None:
-            place = self._media[medium] = _Medium(self._index.plane(medium))
+            plane = self._index.plane(medium)
+            if plane is None:
+                raise ValueError(f"this index does not tell {medium!r} apart")
+            place = self._media[medium] = _Medium(plane)
         return place
 
     def _step(self, number: int, plane: int, *, present: bool) -> int:

@@ -75,6 +75,7 @@ class FollowerCounts:
     digests_equal: int = 0
     digests_different: int = 0
     undecodable: int = 0
+    unknown: int = 0
     failures: int = 0
 
 

@@ -19,6 +19,10 @@ _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB13311
 _CAPITALS = str.maketrans(string.ascii_lowercase, string.ascii_uppercase)
 # Under load a publisher's digest is older than what its readers have by then: both keep those of multiples of this.
 CHECKPOINT_BATCHES = 64
+# A cache holds blocks in so many tiers and groups at most, whose names have so many bytes at most (engines have a dozen
+# groups and five tiers): what names another one is passed over by every reader.
+MAX_PLACES = 1024
+MAX_MEDIUM_BYTES = 128
 # Above it numpy's own cost no longer matters, and the memory of what waits does not yet.
 _MIXED_TOGETHER = 4096
 
@@ -78,11 +82,28 @@ class DigestCounter:
 
     def add(self, medium: str, group: int, keys: Sequence[int], blocks: int) -> None:
         """A copy of each key came; ``blocks`` of them were not there. ``medium`` as ``medium_key`` gives it."""
-        self._tier(medium, group).add(keys, blocks)
+        if keys:
+            self._tier(medium, group).add(keys, blocks)
 
     def remove(self, medium: str, group: int, keys: Sequence[int], blocks: int) -> None:
         """A copy of each key, which was there, went; of ``blocks`` of them it was the last."""
-        self._tier(medium, group).remove(keys, blocks)
+        if keys:
+            tier = self._tiers[medium, group]
+            tier.remove(keys, blocks)
+            if not tier.blocks:
+                del self._tiers[medium, group]
+
+    def holds(self, medium: str, group: int) -> bool:
+        """Whether a block is there."""
+        return (medium, group) in self._tiers
+
+    def admits(self, medium: str, group: int) -> bool:
+        """Whether blocks may come there: not into one place more than MAX_PLACES, nor into one with a longer name."""
+        if (medium, group) in self._tiers:
+            return True
+        # Characters have four bytes at most.
+        short = len(medium) <= MAX_MEDIUM_BYTES // 4 or len(medium.encode()) <= MAX_MEDIUM_BYTES
+        return short and len(self._tiers) < MAX_PLACES
 
     def clear(self) -> None:
         """Nothing is there any more."""
@@ -93,7 +114,7 @@ class DigestCounter:
         ordered = sorted(self._tiers.items())
         return StateDigest(
             next_sequence,
-            tuple(TierDigest(*names, tier.blocks, tier.mixed()) for names, tier in ordered if tier.blocks),
+            tuple(TierDigest(*names, tier.blocks, tier.mixed()) for names, tier in ordered),
         )
 
     def _tier(self, medium: str, group: int) -> _Tier:

@@ -20,7 +20,7 @@ from kvgrpc.events.codec import BatchEncoder, Dialect, Encoding, decode_batch
 from kvgrpc.events.log.digest import CHECKPOINT_BATCHES, StateDigest
 from kvgrpc.events.log.journal import Dropped
 from kvgrpc.events.log.snapshot import CacheState, Cut, stored_event
-from kvgrpc.events.model import Event, KVEventBatch, UnknownEvent
+from kvgrpc.events.model import Event, KVEventBatch
 from kvgrpc.observability import metrics
 
 # What may wait to be folded: some milliseconds of work.
@@ -130,9 +130,7 @@ class Recorder:
         self._folded_bytes += len(entry)
         state.next_sequence += 1
         with contextlib.suppress(msgspec.DecodeError):
-            events = decode_batch(entry).events
-            metrics.EVENTS_UNKNOWN.inc(sum(isinstance(event, UnknownEvent) for event in events))
-            state.apply(events)
+            metrics.EVENTS_UNKNOWN.inc(state.apply(decode_batch(entry).events))
         return True
 
 

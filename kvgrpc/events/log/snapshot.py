@@ -67,16 +67,23 @@ class CacheState:
         self._digest = DigestCounter()
         self._tiers: dict[TierName, _Tier] = {}
 
-    def apply(self, events: Iterable[Event]) -> None:
-        """The events of one batch, in order. What is removed without having been stored changes nothing."""
+    def apply(self, events: Iterable[Event]) -> int:
+        """The events of one batch, in order; how many were passed over, of an unknown kind or of too many places.
+
+        What is removed without having been stored changes nothing.
+        """
+        unknown = 0
         for event in events:
             if isinstance(event, BlockStored):
-                self._store(event)
+                unknown += not self._store(event)
             elif isinstance(event, BlockRemoved):
                 self._remove(event)
             elif isinstance(event, AllBlocksCleared):
                 self._tiers, self.copies = {}, 0
                 self._digest.clear()
+            else:
+                unknown += 1
+        return unknown
 
     def digest(self) -> StateDigest:
         """What it comes to."""
@@ -87,12 +94,16 @@ class CacheState:
         tiers = {name: tier.share() for name, tier in self._tiers.items()}
         return Cut(self.next_sequence, self.copies, self.digest(), tiers)
 
-    def _store(self, event: BlockStored) -> None:
+    def _store(self, event: BlockStored) -> bool:
         name = (medium_key(event.medium), event.group_idx or 0)
+        hashes, size = event.block_hashes, event.block_size
+        if not hashes:
+            return True
+        if not self._digest.admits(*name):
+            return False
         tier = self._tiers.get(name)
         if tier is None:
             tier = self._tiers[name] = _Tier()
-        hashes, size = event.block_hashes, event.block_size
         about = _about(event)
         tokens = _tokens_of_each(event.token_ids, size, len(hashes))
         extras = _extras_of_each(event)
@@ -108,6 +119,7 @@ class CacheState:
             parent = block_hash
         self.copies += len(hashes)
         self._digest.add(*name, keys, new)
+        return True
 
     def _remove(self, event: BlockRemoved) -> None:
         name = (medium_key(event.medium), event.group_idx or 0)
@@ -128,6 +140,8 @@ class CacheState:
                 gone += 1
         self.copies -= len(removed)
         self._digest.remove(*name, removed, gone)
+        if not self._digest.holds(*name):
+            del self._tiers[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +169,9 @@ class _Tier:
     __slots__ = ("_shards", "_shared")
 
     def __init__(self) -> None:
-        self._shards: list[dict[int, Block]] = [{} for _ in range(SHARDS)]
-        self._shared = bytearray(SHARDS)
+        # One empty shard is shared until something comes into it.
+        self._shards: list[dict[int, Block]] = [{}] * SHARDS
+        self._shared = bytearray(b"\x01") * SHARDS
 
     def get(self, key: int) -> Block | None:
         return self._shards[key % SHARDS].get(key)

@@ -12,11 +12,23 @@ from hypothesis import strategies as st
 from kvgrpc.events.codec import decode_batch
 from kvgrpc.events.following.contents import CacheContents
 from kvgrpc.events.following.index import BlockIndex
-from kvgrpc.events.log.digest import DigestCounter, StateDigest, TierDigest, hash_key, medium_key, mix, mix_all
+from kvgrpc.events.log.digest import (
+    MAX_MEDIUM_BYTES,
+    MAX_PLACES,
+    DigestCounter,
+    StateDigest,
+    TierDigest,
+    hash_key,
+    medium_key,
+    mix,
+    mix_all,
+)
 from kvgrpc.events.log.snapshot import CacheState
+from kvgrpc.events.wire import digest_to_pb
 
 GOLDEN = Path(__file__).parents[2] / "conformance" / "events"
 VECTORS = json.loads((GOLDEN / "digests.json").read_text())
+PLACES = json.loads((GOLDEN / "places.json").read_text())
 CHECKPOINTS = json.loads((GOLDEN / "checkpoints.json").read_text())
 keys = st.integers(0, 2**64 - 1)
 
@@ -98,3 +110,32 @@ def test_the_golden_log_has_its_digests_at_its_checkpoints() -> None:
     for sequence in CHECKPOINTS["digests"]:
         assert contents.digest_at(int(sequence)) == told[int(sequence)]
     assert [contents.digest_at(other) for other in (0, 63, 65, 199, 256)] == [None] * 5
+
+
+def test_tiers_and_groups_beyond_the_bound_are_passed_over_by_all_readers_alike() -> None:
+    """A publisher's state and a follower's contents; so do clients in any language."""
+    state, contents = CacheState(), CacheContents(BlockIndex())
+    passed_over = []
+    for payload, expected in zip(PLACES["payloads"], PLACES["states"], strict=True):
+        events = decode_batch(bytes.fromhex(payload)).events
+        passed_over.append(state.apply(events))
+        assert contents.apply(events) == passed_over[-1]
+        tiers = state.digest().tiers
+        assert contents.digest().tiers == tiers
+        mixed = sum(tier.mixed_hashes for tier in tiers) % 2**64
+        assert (len(tiers), sum(tier.blocks for tier in tiers), mixed) == (
+            expected["places"],
+            expected["blocks"],
+            int(expected["mixed_hashes"]),
+        )
+    assert passed_over == [0, 0, 1, 0, 1, 1, 2, 0, 0]
+    assert not len(contents.blocks)
+
+
+def test_the_digest_of_the_most_places_fits_into_a_message() -> None:
+    counter = DigestCounter()
+    for group in range(MAX_PLACES):
+        assert counter.admits("\U0001f600" * (MAX_MEDIUM_BYTES // 4), 2**32 - 1 - group)
+        counter.add("\U0001f600" * (MAX_MEDIUM_BYTES // 4), 2**32 - 1 - group, [group], 1)
+    assert not counter.admits("GPU", 0)
+    assert digest_to_pb(counter.digest(2**63)).ByteSize() < 256 * 1024

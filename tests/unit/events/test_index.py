@@ -9,7 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvgrpc.events.following import index as indexes
+from kvgrpc.events.following.contents import CacheContents
 from kvgrpc.events.following.index import MAX_MEDIA, BlockIndex, BlockSet, Match
+from kvgrpc.events.log.snapshot import CacheState
+from kvgrpc.events.model import BlockRemoved, BlockStored
 
 DEVICE, HOST, STORAGE = "GPU", "CPU", "DISK"
 MEDIA = [DEVICE, HOST, "CPU_PINNED", STORAGE, "EXTERNAL"]
@@ -103,12 +106,21 @@ def test_only_changes_are_called_changes() -> None:
     assert cache.media_of(1) == {HOST}
 
 
-def test_media_beyond_any_engine_s_are_one() -> None:
+def test_tiers_beyond_what_the_index_tells_apart_count_for_no_prefix_and_for_the_digest() -> None:
     index = BlockIndex()
-    cache = shown(index)
+    contents, state = CacheContents(index), CacheState()
+    contents.blocks.show()
     for number in range(2 * MAX_MEDIA):
-        cache.stored(f"MEDIUM{number}", [number])
-        assert index.score([number]) == {cache: Match(0, 0, 1)}
+        events = [BlockStored([1, number], None, [], 1, medium=f"MEDIUM{number}")]
+        contents.apply(events)
+        state.apply(events)
+        assert contents.digest().tiers == state.digest().tiers
+    assert index.score([1]) == {contents.blocks: Match(0, 0, 1)}
+    contents.apply([BlockStored([2**40], None, [], 1, medium="CPU")])  # those of today's engines are always told apart
+    assert index.score([2**40]) == {contents.blocks: Match(0, 1, 1)}
+    for number in range(2 * MAX_MEDIA):
+        contents.apply([BlockRemoved([1, number], f"MEDIUM{number}")])
+    assert contents.blocks.counts() == {"CPU": 1} and len(contents.digest().tiers) == 1
 
 
 @pytest.mark.parametrize("caches", [1, 70])
