@@ -208,6 +208,12 @@ def index(listen: str, ca_file: str | None, token_file: str | None, insecure: bo
 @click.option("--dp", type=click.IntRange(0), default=0, show_default=True, help="Its data-parallel rank.")
 @click.option("--replay", default="", help="Its replay endpoint, tcp://HOST:PORT; without one, what PUB loses is lost.")
 @click.option("--topic", default="", help="Only messages whose topic begins so.")
+@click.option(
+    "--events",
+    default="",
+    envvar="KVGRPC_EVENTS",
+    help='Of the journal and its readers, as JSON: \'{"buffer_steps": 20000, "max_watches": 64}\'.',
+)
 @serves
 def relay(insecure: bool, metrics_listen: str, **options: Any) -> None:
     """Follow the ZMQ events of an engine that runs without kvgrpc, at ENDPOINT (tcp://HOST:PORT), and serve them with a

@@ -26,9 +26,9 @@ _log = logging.getLogger(__name__)
 class PrefixIndex:
     """``async with PrefixIndex(registry="127.0.0.1:8998") as index: index.score(hashes)``.
 
-    Follows the caches of every engine that the registry lists, and those of the ranks that ``sources`` names by the
-    addresses of their gRPC. An engine that the registry does not list any more is followed as long as it answers: a
-    registry's silence proves nothing. All methods belong to one event loop.
+    Follows the caches of every engine whose events the registry says are served, and those of the ranks that
+    ``sources`` names by the addresses of their gRPC. An engine that the registry does not list any more is followed as
+    long as it answers: a registry's silence proves nothing. All methods belong to one event loop.
     """
 
     def __init__(
@@ -156,4 +156,4 @@ def _cache(row: registry_service_pb2.RankRow) -> _Cache:
 
 def _publishes(row: registry_service_pb2.RankRow) -> bool:
     rank = row.rank.rank
-    return not (rank.pp or rank.cp or rank.tp)
+    return row.serves_events and not (rank.pp or rank.cp or rank.tp)

@@ -8,7 +8,7 @@ import grpc
 
 import kvgrpc
 from kvgrpc.events import EventPublisher
-from kvgrpc.events.servicer import EventServicer
+from kvgrpc.events.servicer import MAX_WATCHES, EventServicer
 from kvgrpc.rpc.interceptors import Admission, CallLimits
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.security import ServerSecurity
@@ -35,13 +35,14 @@ class EventServer:
         listen: Sequence[str],
         security: ServerSecurity | None = None,
         call_limits: CallLimits | None = None,
+        max_watches: int = MAX_WATCHES,
     ) -> None:
         check_call_limits(call_limits)
         self.address = ""
         self._listen = tuple(listen)
         self._security = security or ServerSecurity()
         stream = publisher.stream
-        self._servicer = EventServicer([] if stream is None else [stream])
+        self._servicer = EventServicer([] if stream is None else [stream], max_watches=max_watches)
         self._call_limits = call_limits or CallLimits()
         self._listener = Listener({_SERVICES[0]: lambda: publisher.healthy}, Admission(self._call_limits))
         self._loop = LoopThread.shared()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from kvgrpc.events import open_publisher
+import msgspec
+
+from kvgrpc.errors import InvalidRequest
+from kvgrpc.events import EventsConfig, open_publisher
 from kvgrpc.model import Layout, RankId, RankRef, check_rank, new_epoch
 from kvgrpc.rpc.interceptors import CallLimits
 from kvgrpc.rpc.security import ServerSecurity
@@ -12,7 +15,8 @@ from kvgrpc.server.events import EventServer
 class EventRelay:
     """The events of one engine's publisher, served at ``listen``. ``open`` and ``close`` block.
 
-    ``endpoint``, ``replay``, ``topic``: see events.live.relay; ``engine``, ``dp``: whose events they are called.
+    ``endpoint``, ``replay``, ``topic``: see events.live.relay; ``engine``, ``dp``: whose events they are called;
+    ``events``: keys of EventsConfig for the journal and its readers, as JSON or a mapping.
     """
 
     metrics_address = ""
@@ -28,15 +32,20 @@ class EventRelay:
         topic: str = "",
         security: ServerSecurity | None = None,
         call_limits: CallLimits | None = None,
+        events: object = None,
     ) -> None:
-        """Raises InvalidRequest for a name that is none."""
+        """Raises InvalidRequest for a name that is none, and for keys that cannot be."""
         from kvgrpc.events.live.relay import Relay  # loads zmq
 
         rank = RankRef(RankId(engine, dp), new_epoch())
         check_rank(rank, Layout(dp=dp + 1))
-        self._publisher = open_publisher({"publisher": "null"}, rank)
+        try:
+            config = EventsConfig.parse(events or {})
+        except ValueError as error:
+            raise InvalidRequest.of("events", str(events)[:200], str(error)) from None
+        self._publisher = open_publisher(msgspec.structs.replace(config, publisher="null"), rank)
         self._relay = Relay(endpoint, self._publisher, replay=replay, topic=topic)
-        self._server = EventServer(self._publisher, [listen], security, call_limits)
+        self._server = EventServer(self._publisher, [listen], security, call_limits, config.max_watches)
 
     @property
     def address(self) -> str:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from typing import Any
 
+import grpc
 import pytest
 
 import kvgrpc.dataplane
-from kvgrpc.client import SyncClient
+from kvgrpc.client import Client, PrefixIndex, SyncClient
+from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import Pool, PoolKind, Region, Role
-from kvgrpc.server import RankConfig, open_rank, opening
+from kvgrpc.server import EventRelay, RankConfig, open_rank, opening
 from kvgrpc.server.opening import dialled_endpoint
+from kvgrpc.v1 import event_service_pb2 as pb
+from kvgrpc.v1.event_service_pb2_grpc import EventServiceStub
 
 
 def free_port() -> int:
@@ -63,3 +68,49 @@ def test_beside_a_loopback_port_pub_binds_loopback_unless_told(events: object, m
 )
 def test_a_wildcard_becomes_the_host_that_peers_dial(endpoint: str, address: str, dialled: str) -> None:
     assert dialled_endpoint(endpoint, address) == dialled
+
+
+def rank_of(engine: str, registry: str, plane: Any, events: object) -> Any:
+    address = plane.allocate(4096)
+    pool = Pool("kv", PoolKind.KV, 16, 1, "x", (Region(0, "kv", address, 4096, 4096),))
+    return open_rank(
+        RankConfig(engine=engine, role=Role.PREFILL, pools=(pool,), data_plane=plane, registry=registry, events=events)
+    )
+
+
+async def test_an_index_follows_those_who_publish_and_tries_no_others() -> None:
+    plane = kvgrpc.dataplane.open_plane("shm")
+    publishing = await asyncio.to_thread(rank_of, "P", "embedded", plane, {"publisher": "null"})
+    silent = await asyncio.to_thread(rank_of, "Q", publishing.address, plane, None)
+    try:
+        async with Client(publishing.address) as client:
+            rows = [row for engine in await client.list_engines(include_rows=True) for row in engine.rows]
+            assert {row.rank.rank.engine: row.serves_events for row in rows} == {"P": True, "Q": False}
+        async with PrefixIndex(registry=publishing.address) as index:
+            await index.until_current(1)
+            assert [source.engine for source in index.sources()] == ["P"]
+    finally:
+        await asyncio.to_thread(silent.close, 2.0)
+        await asyncio.to_thread(publishing.close, 2.0)
+        plane.close(1.0)
+
+
+def test_a_server_of_events_alone_keeps_to_the_readers_that_it_was_given() -> None:
+    relay = EventRelay("127.0.0.1:0", "tcp://127.0.0.1:1", "E", events='{"max_watches": 1}').open()
+    try:
+        with grpc.insecure_channel(relay.address) as channel:
+            watch = EventServiceStub(channel).Watch
+            heartbeats = pb.WatchRequest(mode=pb.WATCH_MODE_HEARTBEAT)
+            first = watch(heartbeats)
+            assert next(first).WhichOneof("kind") == "begin"
+            with pytest.raises(grpc.RpcError) as refused:
+                next(watch(heartbeats))
+            assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    finally:
+        relay.close()
+
+
+@pytest.mark.parametrize("events", ["{", '{"max_watchs": 1}', '{"max_watches": 0}'])
+def test_keys_of_a_relay_that_cannot_be_are_refused(events: str) -> None:
+    with pytest.raises(InvalidRequest, match="events"):
+        EventRelay("127.0.0.1:0", "tcp://127.0.0.1:1", "E", events=events)

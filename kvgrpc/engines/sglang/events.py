@@ -16,7 +16,7 @@ import msgspec
 from sglang.srt.disaggregation.kv_events import EventPublisher, EventPublisherFactory
 
 from kvgrpc.engines.addresses import engine_name
-from kvgrpc.events import open_publisher
+from kvgrpc.events import EventsConfig, open_publisher
 from kvgrpc.model import RankId, RankRef, new_epoch
 from kvgrpc.net import joined, split
 from kvgrpc.server import settings
@@ -44,13 +44,18 @@ class KvGrpcPublisher(EventPublisher):
         configured = settings()
         more = configured.get("events")
         keys = {"publisher": "zmq", **sglang, **(msgspec.json.decode(more, type=dict) if more else {})}
+        config = EventsConfig.parse(keys)
         name = configured.get("engine") or engine_name(socket.gethostname())
-        self._publisher = open_publisher(keys, RankRef(RankId(name, attn_dp_rank), new_epoch()))
+        self._publisher = open_publisher(config, RankRef(RankId(name, attn_dp_rank), new_epoch()))
         self._server: EventServer | None = None
         listen = os.environ.get(LISTEN, "")
         if listen:
             self._server = EventServer(
-                self._publisher, [for_rank(listen, attn_dp_rank)], configured.get("server_security")
+                self._publisher,
+                [for_rank(listen, attn_dp_rank)],
+                configured.get("server_security"),
+                configured.get("call_limits"),
+                config.max_watches,
             ).open()
         stream = self._publisher.stream
         logger.info(

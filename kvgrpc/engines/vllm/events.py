@@ -15,7 +15,7 @@ from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import EventPublisher, EventPublisherFactory
 
 from kvgrpc.engines.vllm.rank import Place
-from kvgrpc.events import open_publisher
+from kvgrpc.events import EventsConfig, open_publisher
 from kvgrpc.model import RankId, RankRef, new_epoch
 from kvgrpc.server.events import EventServer
 
@@ -45,9 +45,11 @@ class KvGrpcPublisher(EventPublisher):
         super().__init__(data_parallel_rank)
         place = self.place
         ref = RankRef(RankId(place.name, data_parallel_rank), new_epoch())
-        self._publisher = open_publisher({"publisher": "zmq", **settings}, ref)
-        security = place.configured.get("server_security")
-        self._server = EventServer(self._publisher, [place.events_listen], security).open()
+        config = EventsConfig.parse({"publisher": "zmq", **settings, **place.events})
+        self._publisher = open_publisher(config, ref)
+        security, limits = place.configured.get("server_security"), place.configured.get("call_limits")
+        listen = [place.events_listen]
+        self._server = EventServer(self._publisher, listen, security, limits, config.max_watches).open()
         stream = self._publisher.stream
         endpoint = settings["endpoint"] if stream is None else stream.state().pub_endpoint
         self._config = KVEventsConfig(

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import torch
 
 from kvgrpc.engines.addresses import bracketed, engine_name, loopback_for
@@ -30,6 +31,7 @@ class Place:
     ``host`` is what the rank binds: VLLM_HOST_IP, or loopback where nobody has said that others may come.
     ``bootstrap`` is "host:port" of the engine's own registry, "" at decode; ``external`` that of one for all engines.
     ``events_listen``: "host:port" where the scheduler's process serves KV events; "": vLLM publishes them itself.
+    ``events``: keys of EventsConfig that vLLM's configuration does not admit.
     ``model_name``: what the operator calls the model, "" for its own name.
     """
 
@@ -40,6 +42,7 @@ class Place:
         self.events_listen = str(extra.pop(EVENTS_LISTEN, environment.get("KVGRPC_EVENTS_LISTEN", "")))
         self.model_name = str(extra.pop(NAME_OF_MODEL, environment.get(MODEL_NAME, "")))
         self.configured = settings(extra, environment)
+        self.events = self._events()
         self.role = Role.PREFILL if transfer.kv_role == "kv_producer" else Role.DECODE
         self.tp, self.tp_size = tp_rank, parallel.tensor_parallel_size
         self.host = environment.get("VLLM_HOST_IP") or "127.0.0.1"
@@ -52,6 +55,13 @@ class Place:
     def name(self) -> str:
         """Of the engine: as requests name prefill, which must be found; decode is looked for by people only."""
         return engine_name(self.bootstrap or f"{self.host}-decode")
+
+    def _events(self) -> dict[str, Any]:
+        if not self.events_listen:
+            return {}
+        # They are the scheduler's, who has the publisher, and not this worker's.
+        keys = self.configured.pop("events", None) or {}
+        return msgspec.json.decode(keys, type=dict) if isinstance(keys, str) else dict(keys)
 
 
 def rank_config(place: Place, pool: Pool, model: ModelIdentity) -> RankConfig:
