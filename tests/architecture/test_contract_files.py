@@ -62,7 +62,7 @@ def test_every_rpc_was_found() -> None:
 
 FIELD = re.compile(r"^ +(?:repeated |optional )?([\w.]+) (\w+) = \d+(?: \[([^\]]*)\])?;", re.MULTILINE)
 # Sizes, addresses of memory (47 bits) and token ids: exact in every language's number.
-SMALL_NUMBERS = {"address", "max_frame_bytes", "page_bytes", "page_stride_bytes", "tokens"}
+SMALL_NUMBERS = {"address", "max_frame_bytes", "max_peer_bytes_in_flight", "page_bytes", "page_stride_bytes", "tokens"}
 
 
 @pytest.mark.parametrize("proto", PROTOS, ids=lambda proto: proto.name)

@@ -54,7 +54,7 @@ def test_cancels_at_any_moment_around_a_stop_or_a_kill_of_either_side_20_times(s
         # A victim in turn, a signal in turn, at any moment of the transfers.
         victim, survivor = (prefill, decode) if turn % 2 else (decode, prefill)
         cancel(survivor, "senders" if turn % 2 == 0 else "receivers", chance.sample(rooms, 2))
-        time.sleep(chance.uniform(0, 0.5))
+        time.sleep(chance.uniform(0, 0.5))  # any moment of the transfers is the subject
         killed = turn % 4 >= 2
         victim.kill() if killed else victim.stop()
         cancel(survivor, "senders" if survivor is prefill else "receivers", chance.sample(rooms, 2))
@@ -108,7 +108,7 @@ def nobody_writes_any_more(prefill: RankProcess, decode: RankProcess, killed: bo
         while prefill.call("open_writes"):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-    time.sleep(0.3)
+    time.sleep(0.3)  # in this while nothing may be written
     assert decode.call("page_sums", range(PAGES)) == mine
 
 

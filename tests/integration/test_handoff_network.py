@@ -83,7 +83,7 @@ def test_a_cut_that_is_shorter_than_the_idle_timeout_fails_no_room(
 ) -> None:
     half_way(*apart)
     link.cut()
-    time.sleep(1.0)
+    time.sleep(1.0)  # the outage is the subject
     link.mend()
     complete(*apart)
 
@@ -114,8 +114,10 @@ def test_rooms_of_two_processes_that_slept_longer_than_the_idle_timeout_go_on(st
     decode = start("D", "DECODE")
     prefill.call("fill", 1)
     half_way(prefill, decode)
-    decode.stop(), prefill.stop()
-    time.sleep(4.0)
-    prefill.go_on(), decode.go_on()
+    decode.stop()
+    prefill.stop()
+    time.sleep(4.0)  # asleep for longer than the idle timeout is the subject
+    prefill.go_on()
+    decode.go_on()
     complete(prefill, decode)
     serve_on(prefill, decode)

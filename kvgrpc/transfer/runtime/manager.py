@@ -421,12 +421,12 @@ class TransferManager(ABC, Generic[Record]):
             else:
                 self._hand_offs.failed(*room.key[:2], room.failure, seconds)
             if self._spans is not None:
-                self._trace(self._spans, record, now)
+                self._trace(self._spans, room, now)
         for peer, how, rooms in work.lost:
             self._hand_offs.lost(self.ref, peer, how, rooms)
 
     def _trace(self, spans: Spans, record: Record, now: float) -> None:
-        row, handle = self._row(record), cast(_EndedRoom, record).handle
+        row, handle = self._row(record), record.handle
         times = (now - row.age_seconds, 0.0, 0.0)
         if isinstance(handle, TimedHandle):
             times = handle.began, handle.ready_at, handle.moving_at
