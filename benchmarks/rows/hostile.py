@@ -12,6 +12,7 @@ from benchmarks.harness.plan import Plan
 from benchmarks.harness.rounds import Benchmark, Figures
 from benchmarks.harness.table import Metric, Target
 from benchmarks.harness.worker import Desk, Worker
+from benchmarks.rows.rooms import settle
 
 REGISTER, FORGETS, STOPS = "hostile.register", "hostile.forgets", "hostile.stops"
 # A heartbeat of a session comes each 300 ms; a peer is given up after ten of them.
@@ -79,6 +80,7 @@ def _open_registry(desk: Desk) -> str:
     from kvgrpc.server import RegistryServer
 
     server = desk.items[SERVER] = RegistryServer(["127.0.0.1:0"], lease_ttl=600.0).open()
+    settle()
     return server.address
 
 
@@ -118,6 +120,7 @@ def _open_prefill(desk: Desk) -> str:
     region = Region(0, "kv", plane.allocate(PAGES * PAGE_BYTES), PAGE_BYTES, PAGE_BYTES)
     pool = Pool("kv", PoolKind.KV, 16, PAGES, "x", (region,))
     desk.items[SERVER] = open_rank(RankConfig(engine="P", role=Role.PREFILL, pools=(pool,), data_plane=plane))
+    settle()
     return str(desk.items[SERVER].address)
 
 

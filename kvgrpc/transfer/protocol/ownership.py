@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvgrpc.errors import KvGrpcError
-from kvgrpc.transfer.protocol import failures
 from kvgrpc.transfer.protocol.prefill_pair import PrefillPair
 from kvgrpc.transfer.protocol.prefill_room import PrefillRoom
 from kvgrpc.transfer.protocol.types import Bounds, RoomKey
@@ -40,15 +38,16 @@ class Ownership:
                 return owner
         return None
 
-    def full(self, pair: PrefillPair) -> KvGrpcError | None:
-        """Why decode may not name one more room before a local sender does (11, memory of the ended)."""
+    def full(self, pair: PrefillPair) -> tuple[str, int, int] | None:
+        """What decode has too many of to name one more room before a local sender does, the bound, and how many
+        (11, memory of the ended)."""
         bounds = self._bounds
         if pair.unclaimed >= bounds.unclaimed_per_session:
-            return failures.too_many("unclaimed rooms of one session", bounds.unclaimed_per_session, pair.unclaimed)
+            return "unclaimed rooms of one session", bounds.unclaimed_per_session, pair.unclaimed
         if self._unclaimed >= bounds.unclaimed:
-            return failures.too_many("unclaimed rooms", bounds.unclaimed, self._unclaimed)
+            return "unclaimed rooms", bounds.unclaimed, self._unclaimed
         if len(self._rooms) >= bounds.rooms:
-            return failures.too_many("rooms", bounds.rooms, len(self._rooms))
+            return "rooms", bounds.rooms, len(self._rooms)
         return None
 
     def wait_for_sender(self, pair: PrefillPair, room: PrefillRoom) -> None:

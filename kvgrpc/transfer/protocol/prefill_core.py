@@ -39,6 +39,7 @@ from kvgrpc.transfer.protocol.types import (
     PrefillEntry,
     RoomKey,
     Timing,
+    Writes,
 )
 
 __all__ = ["Chunk", "PrefillCore", "PrefillPair", "PrefillRoom", "PrefillWork", "Submission"]
@@ -94,6 +95,8 @@ class PrefillCore:
         self._unknown = UnknownWrites(self.bounds.known_streams)
         self._numbers = StreamNumbers(self.bounds.known_streams)
         self._owners = Ownership(self.rooms, self.bounds)
+        self._last_refusal: tuple[tuple[str, int, int], Failure] | None = None
+        self._last_answer: tuple[Failure, Writes] | None = None
 
     @property
     def open_rooms(self) -> int:
@@ -294,15 +297,15 @@ class PrefillCore:
         elif room is not None and room.owner is pair:
             self._want(pair, room, entry)
         elif (other := self._owners.other_owner(pair, key)) is not None:
-            self._answer(pair, key, failures.conflict(key, other.ref))
+            self._answer(pair, key, self._failure(failures.conflict(key, other.ref)))
         elif room is not None:
             self._own(pair, room, entry)
         else:
-            error = self._owners.full(pair)
-            if error is None:
+            full = self._owners.full(pair)
+            if full is None:
                 self._own(pair, self._make(key), entry)
             elif want is not WANT_ANNOUNCE:  # of one that is not noted nothing is lost: WRITE says it again
-                self._answer(pair, key, error)
+                self._answer(pair, key, self._too_many(full))
 
     def _own(self, pair: PrefillPair, room: PrefillRoom, entry: DecodeEntry) -> None:
         """What follows from the first time that a decode incarnation names a room (10, ownership)."""
@@ -394,12 +397,21 @@ class PrefillCore:
                 pair.forgotten += 1
                 self._owners.wait_no_more(room)
 
-    def _answer(self, pair: PrefillPair, key: RoomKey, error: KvGrpcError) -> None:
+    def _too_many(self, full: tuple[str, int, int]) -> Failure:
+        """One for all rooms that find the same bound reached: a hostile frame names 65,536 of them."""
+        if self._last_refusal is None or self._last_refusal[0] != full:
+            self._last_refusal = full, self._failure(failures.too_many(*full))
+        return self._last_refusal[1]
+
+    def _answer(self, pair: PrefillPair, key: RoomKey, failure: Failure) -> None:
         """An answer that is no record: the asker keeps it until its FORGET and disturbs nobody (10, ownership)."""
         if key not in pair.answers and len(pair.answers) >= self.bounds.unclaimed:
             self._lose(pair, f"{len(pair.answers)} rooms were refused and not forgotten")
             return
-        pair.answers[key] = (self._failure(error), self._unknown.without_record(pair.ref))
+        writes, last = self._unknown.without_record(pair.ref), self._last_answer
+        if last is None or last[0] is not failure or last[1] is not writes:
+            last = self._last_answer = failure, writes  # shared: a frame may get 65,536 of them
+        pair.answers[key] = last
         self._pending.add(pair, key)
 
     # A sender that several decode ranks are owed (9, fan-in; 10, ownership).
