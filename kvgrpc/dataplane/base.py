@@ -10,12 +10,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["DataPlane", "MemoryRange", "Outcome", "Peer", "Result", "Transfer", "U64Array"]
+__all__ = ["Bounded", "DataPlane", "MemoryRange", "Outcome", "Peer", "Result", "Transfer", "U64Array"]
 
 
 U64Array = npt.NDArray[np.uint64]
@@ -54,6 +54,18 @@ class MemoryRange:
     address: int
     nbytes: int
     location: str = "cpu:0"
+
+
+@runtime_checkable
+class Bounded(Protocol):
+    """What a data plane has besides that bounds what is on its way to one peer. Any thread may ask."""
+
+    @property
+    def limits_of_a_peer(self) -> tuple[int, int]:
+        """Writes and bytes."""
+
+    def in_flight(self) -> tuple[int, int]:
+        """Writes and bytes that are on their way now, to all peers."""
 
 
 class Transfer(Protocol):

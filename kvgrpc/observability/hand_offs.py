@@ -18,7 +18,8 @@ from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.observability.metrics import REGISTRY, SECONDS
 
 ROLES = ("prefill", "decode")
-STAGES = ("bootstrap", "wait", "transfer")
+STAGES = ("bootstrap", "wait", "transfer", "notify")
+_NOTIFY = STAGES.index("notify")
 
 
 class HandOffs:
@@ -34,7 +35,7 @@ class HandOffs:
 
     def succeeded(self, seconds: float | None, nbytes: int, stages: Sequence[float] | None = None) -> None:
         """``seconds`` since the engine made its handle (None: it made none); ``nbytes``: of the room's pages;
-        ``stages``: seconds of each of STAGES.
+        ``stages``: seconds of each of STAGES, but for the last.
         """
         sums = self._sums
         sums.succeeded += 1
@@ -45,6 +46,12 @@ class HandOffs:
         for number, taken in enumerate(stages or ()):
             sums.stage_seconds[number] += taken
             sums.stage_buckets[number][bisect_left(SECONDS, taken)] += 1
+
+    def notified(self, seconds: float, rooms: int) -> None:
+        """News of so many rooms were handed to their stream, ``seconds`` after the first of them was there."""
+        sums = self._sums
+        sums.stage_seconds[_NOTIFY] += seconds * rooms
+        sums.stage_buckets[_NOTIFY][bisect_left(SECONDS, seconds)] += rooms
 
     def failed(self, room: int, attempt: int, failure: Failure, seconds: float | None) -> None:
         reason = failure.reason.name if isinstance(failure.reason, Reason) else Reason.UNSPECIFIED.name
@@ -94,7 +101,9 @@ class _Collected(Collector):
             "kvgrpc_hand_off_seconds", "From the engine's handle to Success.", labels=("role",)
         )
         stage = HistogramMetricFamily(
-            "kvgrpc_hand_off_stage_seconds", "Stages of hand-offs that went well.", labels=("role", "stage")
+            "kvgrpc_hand_off_stage_seconds",
+            "Stages of hand-offs that went well, and how long news of rooms waited.",
+            labels=("role", "stage"),
         )
         for role, sums in _SUMS.items():
             for name, buckets, seconds in zip(STAGES, sums.stage_buckets, sums.stage_seconds, strict=True):

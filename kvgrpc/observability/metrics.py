@@ -43,6 +43,9 @@ SESSION_FRAMES = _counter("kvgrpc_session_frames", "Frames of sessions.", "direc
 SESSION_ROOMS = _counter("kvgrpc_session_rooms", "Room states in those frames.", "direction")
 # outcome: the name of a kvgrpc.dataplane.base.Outcome.
 DATA_PLANE_BYTES = _counter("kvgrpc_data_plane_bytes", "Bytes of submissions that are in place.", "data_plane")
+DATA_PLANE_DESCRIPTORS = _counter(
+    "kvgrpc_data_plane_descriptors", "Contiguous pieces that submissions were made of.", "data_plane"
+)
 DATA_PLANE_SUBMISSIONS = _counter("kvgrpc_data_plane_submissions", "Submissions that ended.", "data_plane", "outcome")
 
 # Events.
@@ -57,7 +60,8 @@ JOURNAL_BYTES = _gauge("kvgrpc_event_journal_bytes", "Bytes that the journals ke
 CACHE_OPERATIONS = _counter("kvgrpc_cache_operations", "Prefetches and backups that ended.", "kind", "state", "stop")
 
 # The registry.
-REGISTRY_ROWS = _gauge("kvgrpc_registry_rows", "Rows that are registered.")
+REGISTRY_ROWS = _gauge("kvgrpc_registry_rows", "Rows that are registered, each with a lease that runs.")
+REGISTRY_WATCH_READERS = _gauge("kvgrpc_registry_watch_readers", "Streams of WatchEngines.")
 REGISTRY_STREAMS_MISSING = _gauge(
     "kvgrpc_registry_streams_missing", "dp ranks of READY engines that lack the event stream which others of it have."
 )

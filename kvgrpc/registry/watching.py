@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 
 from kvgrpc.errors import ServerDraining, TooManyRequests
+from kvgrpc.observability import metrics
 from kvgrpc.registry.feed import Feed
 from kvgrpc.registry.model import EngineChange, EngineFilter
 from kvgrpc.registry.store.base import Store
@@ -87,9 +88,11 @@ class Watching:
         if feed is None:
             feed = self._feeds[only] = Feed(only, self._table, self._pools)
         feed.readers += 1
+        metrics.REGISTRY_WATCH_READERS.inc()
         try:
             yield feed
         finally:
+            metrics.REGISTRY_WATCH_READERS.dec()
             feed.readers -= 1
             if not feed.readers:
                 del self._feeds[only]

@@ -360,7 +360,7 @@ class Rank(Generic[Transfer]):
             role=self.config.role,
             limits=ServerLimits(
                 calls=limits_to_pb(self.config.call_limits),
-                rank=rank_limits(self.transfer.config),
+                rank=rank_limits(self.transfer.config, self.plane),
                 registry=None if self._registry is None else self._registry.limits,
             ),
         )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Protocol
 
+from kvgrpc.dataplane.base import Bounded, DataPlane
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import RankRef, Role
 from kvgrpc.rpc.interceptors import CallLimits
@@ -42,11 +43,13 @@ class ServerInfo:
     limits: pb.ServerLimits = field(default_factory=pb.ServerLimits)
 
 
-def rank_limits(config: TransferConfig) -> pb.RankLimits:
-    """The bounds of a rank."""
+def rank_limits(config: TransferConfig, plane: DataPlane) -> pb.RankLimits:
+    """The bounds of a rank, and of what is on its way to one peer."""
     message = pb.RankLimits(max_frame_bytes=config.max_frame_bytes)
     for each in fields(Bounds):
         setattr(message, f"max_{each.name}", min(getattr(config.bounds, each.name), 2**32 - 1))
+    if isinstance(plane, Bounded):
+        message.max_peer_writes_in_flight, message.max_peer_bytes_in_flight = plane.limits_of_a_peer
     return message
 
 

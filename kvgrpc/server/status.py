@@ -7,6 +7,7 @@ from collections import Counter
 from kvgrpc.observability.http import Checks, StatusServer
 from kvgrpc.observability.ranks import RankGauges, forget_rank, watch_rank
 from kvgrpc.rpc.loop import LoopThread
+from kvgrpc.transfer.protocol.types import SessionState
 from kvgrpc.transfer.runtime.boundary import Runtime
 
 _READ_SECONDS = 1.0
@@ -44,6 +45,8 @@ class RankStatus:
 
     async def _look(self) -> RankGauges:
         transfer = self._transfer
-        sessions = Counter(row.state.name.lower() for row in transfer.sessions())
+        sessions = Counter({state.name.lower(): 0 for state in SessionState})
+        sessions.update(row.state.name.lower() for row in transfer.sessions())
         held, limit = transfer.held_pages, transfer.held_pages_limit
-        return RankGauges(transfer.role, transfer.open_rooms(), held, limit, sessions)
+        open_rooms, depths = transfer.open_rooms(), transfer.depths()
+        return RankGauges(transfer.role, open_rooms, held, limit, sessions, await transfer.rooms_by_state(), depths)

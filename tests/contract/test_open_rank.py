@@ -149,6 +149,7 @@ def test_the_limits_that_a_rank_tells_are_those_that_it_keeps(plane: Any) -> Non
             max_held_pages=PAGES // 4,
             max_chunks_per_room=5,
             max_aux_bytes=65_536,
+            max_unknown_writes=16,
         ),
         registry=server_pb.RegistryLimits(
             max_page_size=1_000,

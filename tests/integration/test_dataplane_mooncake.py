@@ -78,6 +78,22 @@ def test_contents_arrive_whole_and_fragmented(writer: Writer, lasting: PlaneProc
     assert lasting.digest(0, 10_000 * 4096) == digest(expected)
 
 
+def test_what_is_on_its_way_to_a_peer_is_counted_and_bounded(writer: Writer, lasting: PlaneProcess) -> None:
+    plane: Any = writer.plane
+    attached = plane.attach(lasting.address)
+    assert wait(writer.write(lasting, attached=attached)).outcome is Outcome.DONE
+    offsets = np.arange(5_000, dtype=np.uint64) * np.uint64(4096)
+    columns = offsets + np.uint64(writer.block), offsets + np.uint64(lasting.block)
+    transfer = plane.submit(attached, *columns, np.full(5_000, 4096, dtype=np.uint64))
+    writes, nbytes = plane.limits_of_a_peer
+    seen, deadline = set(), time.monotonic() + 20
+    while transfer.poll() is None:
+        seen.add(plane.in_flight())
+        assert time.monotonic() < deadline
+    assert 0 < max(count for count, _ in seen) <= writes and 0 < max(size for _, size in seen) <= nbytes
+    assert plane.in_flight() == (0, 0)
+
+
 def test_wrong_ranges_are_rejected_and_disturb_nobody(writer: Writer, lasting: PlaneProcess) -> None:
     attached = writer.plane.attach(lasting.address)
     assert wait(writer.write(lasting, attached=attached)).outcome is Outcome.DONE

@@ -159,6 +159,18 @@ class MooncakeDataPlane:
         self._contact(peer)
         return peer
 
+    @property
+    def limits_of_a_peer(self) -> tuple[int, int]:
+        """See Bounded; at least ``FEWEST`` writes, whatever their bytes."""
+        limits = IN_FLIGHT[self.transport]
+        return limits.most_writes, limits.nbytes
+
+    def in_flight(self) -> tuple[int, int]:
+        """See Bounded."""
+        with self._lock:
+            queues = list(self._queues.values())
+        return sum(queue.in_flight for queue in queues), sum(queue.bytes_in_flight for queue in queues)
+
     def detach(self, peer: Peer) -> None:
         """See DataPlane. Mooncake keeps its connections to the peer until the peer or this engine ends."""
         if isinstance(peer, _Peer):

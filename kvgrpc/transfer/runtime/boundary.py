@@ -7,7 +7,7 @@ frames of many, writes by evidence) is docs/session.md; docs/architecture.md say
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 from kvgrpc.dataplane.base import DataPlane
@@ -99,6 +99,12 @@ class Runtime(Protocol):
         """Past it a decode rank refuses rooms."""
 
     def open_rooms(self) -> int: ...
+
+    async def rooms_by_state(self) -> Mapping[str, int]:
+        """How many rooms are in each state, those that are remembered after their end included."""
+
+    def depths(self) -> Mapping[str, int]:
+        """What waits, is on its way, or is refused, by names of kvgrpc.observability.ranks.DEPTHS."""
 
     def sessions(self) -> list[SessionRow]: ...
 

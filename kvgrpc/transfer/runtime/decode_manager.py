@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 
@@ -334,6 +335,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
         try:
             while not session.closing:
                 await session.news()
+                since = session.ready_at
                 entries = []
                 if stream.pair.stream is stream:
                     entries = core.flush(stream.pair)
@@ -345,6 +347,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
                     for frame in wire.encode_requests(entries, session.max_frame_bytes, too_large):
                         FRAMES_SENT.inc()
                         await call.write(frame)
+                    self._hand_offs.notified(time.monotonic() - since, len(entries))
                     self._fail_too_large(too_large, session.max_frame_bytes)
                 elif session.heartbeat_due:
                     session.heartbeat_due = False

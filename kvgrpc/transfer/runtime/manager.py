@@ -14,12 +14,12 @@ import time
 import uuid
 import weakref
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
-from kvgrpc.dataplane.base import DataPlane
+from kvgrpc.dataplane.base import Bounded, DataPlane
 from kvgrpc.errors import Failure, Internal, Reason, ServerDraining, TooManyRequests
 from kvgrpc.model import UNKNOWN_MODEL, Layout, ModelIdentity, Pool, RankRef
 from kvgrpc.observability import metrics
@@ -29,7 +29,16 @@ from kvgrpc.rpc.waking import Waker
 from kvgrpc.transfer.aux import AuxBuffer, AuxRows
 from kvgrpc.transfer.layout.topology import Shape
 from kvgrpc.transfer.protocol.failures import RETRY_SECONDS
-from kvgrpc.transfer.protocol.types import PAST_FAILURES, Bounds, Destination, Handle, LostPair, RoomKey, Timing
+from kvgrpc.transfer.protocol.types import (
+    PAST_FAILURES,
+    Bounds,
+    Destination,
+    Handle,
+    LostPair,
+    RoomKey,
+    RoomState,
+    Timing,
+)
 from kvgrpc.transfer.runtime.stages import TimedHandle
 from kvgrpc.transfer.tables import RoomRow, SessionRow
 
@@ -96,6 +105,9 @@ class AnyRoom(Protocol):
 
     @property
     def key(self) -> RoomKey: ...
+
+    @property
+    def state(self) -> RoomState: ...
 
     @property
     def handle(self) -> Handle | None: ...
@@ -319,6 +331,23 @@ class TransferManager(ABC, Generic[Record]):
 
     @abstractmethod
     def open_rooms(self) -> int: ...
+
+    async def rooms_by_state(self) -> Mapping[str, int]:
+        found = Counter({state.name.lower(): 0 for state in RoomState})
+        rooms = [record for key, record in self.core.rooms.items() if not key.place]
+        for start in range(0, len(rooms), _ROOMS_LOOKED_AT_IN_A_TURN):
+            if start:
+                await asyncio.sleep(0)
+            found.update(room.state.name.lower() for room in rooms[start : start + _ROOMS_LOOKED_AT_IN_A_TURN])
+        return found
+
+    def depths(self) -> Mapping[str, int]:
+        writes, nbytes = self.plane.in_flight() if isinstance(self.plane, Bounded) else (0, 0)
+        return {
+            "commands_waiting": len(self._commands),
+            "data_plane_writes_in_flight": writes,
+            "data_plane_bytes_in_flight": nbytes,
+        }
 
     # For subclasses.
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import (
@@ -198,6 +199,17 @@ class PrefillManager(TransferManager[PrefillRoom]):
     def open_rooms(self) -> int:
         return self.core.open_rooms
 
+    def depths(self) -> Mapping[str, int]:
+        core = self.core
+        waiting, running = self._worker.depths
+        return {
+            **super().depths(),
+            "writes_waiting": waiting,
+            "writes_running": running,
+            "unknown_writes": core.unknown_writes,
+            "peers_refused": sum(pair.unknown_writes > core.bounds.unknown_writes for pair in core.pairs.values()),
+        }
+
     # Tables.
 
     def sessions(self) -> list[SessionRow]:
@@ -357,6 +369,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
     async def _write(self, session: _Session) -> None:
         while not session.closing:
             await session.news()  # of an end too: what was pending is said before goodbye
+            since = session.ready_at
             pair = self.core.pairs.get(session.ref)
             entries = []
             if pair is not None and pair.stream is session:
@@ -368,6 +381,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
                 for frame in wire.encode_responses(entries, session.max_frame_bytes):
                     FRAMES_SENT.inc()
                     await session.write(frame)
+                self._hand_offs.notified(time.monotonic() - since, len(entries))
             elif session.heartbeat_due:
                 session.heartbeat_due = False
                 await session.write(_HEARTBEAT)

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 
 class SessionWriter:
-    """News of rooms, a heartbeat that is due, or the end. One writer waits; everything is on the loop thread."""
+    """News of rooms, a heartbeat that is due, or the end. One writer waits; everything is on the loop thread.
 
-    __slots__ = ("_waiter", "closing", "heartbeat_due", "ready")
+    ``ready_at``: since when there is something to say (s, monotonic).
+    """
+
+    __slots__ = ("_waiter", "closing", "heartbeat_due", "ready", "ready_at")
 
     def __init__(self) -> None:
         self.closing = False
         self.heartbeat_due = False
         self.ready = False
+        self.ready_at = 0.0
         self._waiter: asyncio.Future[None] | None = None
 
     def wake(self) -> None:
-        self.ready = True
+        if not self.ready:
+            self.ready, self.ready_at = True, time.monotonic()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

@@ -21,6 +21,7 @@ from kvgrpc.transfer.layout.plan import Geometry, Plan, geometry, joined
 from kvgrpc.transfer.protocol.failures import raised
 from kvgrpc.transfer.protocol.prefill_core import PrefillPair, PrefillRoom, Submission
 from kvgrpc.transfer.runtime.checksums import PageReader, Sums
+from kvgrpc.transfer.runtime.fair_queue import FairQueue
 
 logger = logging.getLogger(__name__)
 Outcomes = list[tuple[Submission, Result]]
@@ -68,7 +69,7 @@ class TransferWorker:
         self._pools = tuple(pools)
         self._report = report
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._waiting: list[Submission] = []
+        self._waiting = FairQueue()
         self._running: list[_Running] = []
         self._ended: Outcomes = []
         self._stopping = threading.Event()
@@ -77,6 +78,8 @@ class TransferWorker:
         self._over = False
         # Children of the counters, because labels() costs more than the count.
         self._bytes = metrics.DATA_PLANE_BYTES.labels(plane.name)
+        self._descriptors = metrics.DATA_PLANE_DESCRIPTORS.labels(plane.name)
+        self._submitted = 0
         self._outcomes = [metrics.DATA_PLANE_SUBMISSIONS.labels(plane.name, outcome.name) for outcome in Outcome]
         self.bytes_written = 0
         self.turns = 0
@@ -92,6 +95,11 @@ class TransferWorker:
     def busy(self) -> bool:
         """Something is to be started or to be looked at."""
         return bool(self._running or self._waiting) or not self._jobs.empty()
+
+    @property
+    def depths(self) -> tuple[int, int]:
+        """Writes that wait for the thread, and writes that it looks after. Any thread may ask."""
+        return len(self._waiting), len(self._running)
 
     def submit(self, submissions: Sequence[Submission]) -> None:
         """Queues writes. Each is reported exactly once."""
@@ -109,11 +117,12 @@ class TransferWorker:
             running = len(self._running)
             self._start_all(submissions)
             ended, self._ended = self._ended, []
+            submitted, self._submitted = self._submitted, 0
             if len(self._running) > running:
                 self._jobs.put(_look)
         finally:
             self._turn.release()
-        self._count(ended)
+        self._count(ended, submitted)
         return ended
 
     def attach(self, pair: PrefillPair) -> None:
@@ -148,9 +157,11 @@ class TransferWorker:
                 self._start_some()
                 moved = self._poll()
                 ended, self._ended = self._ended, []
+                submitted, self._submitted = self._submitted, 0
                 self._over = self._stopping.is_set() and not self._running and not self._waiting
+            if ended or submitted:
+                self._count(ended, submitted)
             if ended:
-                self._count(ended)
                 self._report(ended)
             if moved or self._waiting:
                 sleep = _SHORTEST_SLEEP
@@ -158,10 +169,11 @@ class TransferWorker:
                 time.sleep(min(sleep, self._plane.poll_interval))
                 sleep *= 2
 
-    def _count(self, ended: Outcomes) -> None:
+    def _count(self, ended: Outcomes, submitted: int) -> None:
         for outcome, count in Counter([result.outcome for _, result in ended]).items():
             self._outcomes[outcome].inc(count)
         self._bytes.inc(sum([result.nbytes for _, result in ended]))
+        self._descriptors.inc(submitted)
 
     def _next_job(self) -> Callable[[], None] | None:
         """Blocks only while there is nothing to move."""
@@ -180,11 +192,8 @@ class TransferWorker:
             return
 
     def _start_some(self) -> None:
-        waiting = self._waiting
-        if not waiting:
-            return
-        self._waiting = waiting[_SUBMISSIONS_AT_ONCE:]
-        self._start_all(waiting[:_SUBMISSIONS_AT_ONCE])
+        if self._waiting:
+            self._start_all(self._waiting.take(_SUBMISSIONS_AT_ONCE))
 
     def _start_all(self, submissions: Sequence[Submission]) -> None:
         for group in self._groups(submissions):
@@ -256,6 +265,7 @@ class TransferWorker:
             self._ended.append((submission, Result(Outcome.DONE)))
             return
         try:
+            self._submitted += len(plan.nbytes)
             transfer = self._plane.submit(peer, *plan)
             result = transfer.poll()
         except Exception as error:

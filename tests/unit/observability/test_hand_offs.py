@@ -51,7 +51,9 @@ def test_each_stage_has_its_own_histogram() -> None:
 
     before = counts()
     HandOffs("decode", logger).succeeded(0.06, 4096, Stages(0.02, 0.03, 0.01))
-    assert [now - then for now, then in zip(counts(), before, strict=True)] == [1, 0, 1]
+    assert [now - then for now, then in zip(counts(), before, strict=True)] == [1, 0, 1, 0]
+    HandOffs("decode", logger).notified(0.001, 5)
+    assert [now - then for now, then in zip(counts(), before, strict=True)] == [1, 0, 1, 5]
 
 
 def test_stages_follow_each_other_whatever_came_first() -> None:

@@ -173,6 +173,29 @@ def test_a_peer_is_attached_early_only_while_its_session_stands(bench: Bench) ->
     assert bench.plane.attached == [b"there", b"stands"]
 
 
+def test_a_peer_with_one_write_waits_two_turns_for_a_peer_with_ten_thousand(bench: Bench) -> None:
+    """A turn starts at most 256; the first may be full before the other comes."""
+    other = PrefillPair(RankRef(RankId("E"), 3), PeerMemory([POOL], b"elsewhere"), 0)
+    entered, leave = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        entered.set()
+        assert leave.wait(20)
+
+    bench.worker.submit([bench.submission(1, wait)])
+    assert entered.wait(20)
+    many = [bench.submission(1) for _ in range(10_000)]
+    one = bench.submission(2)
+    one.pair = other
+    bench.worker.submit(many)
+    bench.worker.submit([one])
+    leave.set()
+    bench.until_ended(10_002)
+    order = [submission for submission, _ in bench.ended]
+    assert order.index(one) <= 2 * 256
+    assert [each for each in order if each.pair is bench.pair][1:] == many, "each peer's in their order"
+
+
 def test_a_peer_that_is_gone_is_detached_once(bench: Bench) -> None:
     bench.worker.submit([bench.submission()])
     bench.until_ended(1)
