@@ -121,6 +121,8 @@ def failure_fields(failure: common_pb2.Failure) -> list[tuple[str, object]]:
     fields: list[tuple[str, object]] = [("failure", reason_name(failure)), ("why", failure.message)]
     if failure.HasField("origin"):
         fields.append(("seen first by", incarnation_name(failure.origin)))
+    if failure.HasField("retry_after"):
+        fields.append(("of use again after", seconds(seconds_of(failure.retry_after))))
     return fields + [(key, value) for key, value in sorted(failure.metadata.items())]
 
 

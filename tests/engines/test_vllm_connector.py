@@ -77,6 +77,13 @@ def test_decode_that_loads_nothing_says_so_to_prefill() -> None:
     assert scheduler.take().receives["r"] == Receive("x", AT_DECODE["remote_bootstrap_addr"], "e", (), 3)
 
 
+def test_the_trace_of_a_request_goes_with_its_hand_off() -> None:
+    scheduler, wanted = Scheduler(False, BLOCK), request(AT_DECODE)
+    wanted.trace_headers = {"traceparent": "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01", "tracestate": "x=y"}
+    scheduler.on_blocks(wanted, blocks(1, 2, 3), elsewhere=40)
+    assert scheduler.take().receives["r"].traceparent == wanted.trace_headers["traceparent"]
+
+
 def test_a_request_that_ended_before_it_had_blocks_is_called_off_at_prefill() -> None:
     scheduler = Scheduler(False, BLOCK)
     assert not scheduler.on_finished(finished(AT_DECODE, RequestStatus.FINISHED_ABORTED), [])

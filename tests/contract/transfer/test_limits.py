@@ -102,6 +102,7 @@ def test_an_engine_that_asks_faster_than_the_loop_works_is_refused_by_the_room(
     assert waiting <= 4, "two calls, and the failures of those that were refused"
     eventually(lambda: sender.failure is not None and receiver.failure is not None)
     assert sender.failure.reason is Reason.TOO_MANY_REQUESTS
+    assert sender.failure.retry_after == receiver.failure.retry_after == 1.0, "both sides know when to come again"
 
 
 def test_an_abort_waits_for_an_aux_row_that_is_being_written(

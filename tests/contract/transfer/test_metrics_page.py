@@ -15,6 +15,7 @@ from kvgrpc.observability.ranks import DEPTHS
 from kvgrpc.rpc.interceptors import ALLOWED
 from kvgrpc.transfer import KVPoll
 from kvgrpc.transfer.protocol.types import RoomState, SessionState
+from kvgrpc.v1 import transfer_service_pb2 as pb
 from tests.contract.transfer_peers import DecodeClient, eventually, receiver_of, sender_of
 from tests.integration.rank_host import RankHost
 
@@ -57,10 +58,13 @@ def stranger(prefill: RankHost, dial: Dial, name: str) -> None:
     room = next(ROOMS)
     client = dial(prefill, engine=name).open()
     client.write(room, [1], traceparent=name)
-    client.want(room, 3, failure={"reason": 10_000 + room % 1_000, "message": name, "metadata": {name: name}})
+    client.want(
+        room, pb.WANT_STOP, failure={"reason": 10_000 + room % 1_000, "message": name, "metadata": {name: name}}
+    )
     client.ended(room)
     with grpc.insecure_channel(prefill.rank.address) as channel, pytest.raises(grpc.RpcError):
-        channel.unary_unary(f"/kvgrpc.v1.{name}/{name}")(b"", timeout=10)
+        method: Any = channel.unary_unary(f"/kvgrpc.v1.{name}/{name}")
+        method(b"", timeout=10)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +16,7 @@ from kvgrpc.dataplane.base import Outcome
 from kvgrpc.errors import Reason
 from kvgrpc.model import Layout, RankId, RankRef
 from kvgrpc.transfer import KVPoll
-from kvgrpc.transfer.protocol.types import RoomKey
+from kvgrpc.transfer.protocol.types import Bounds, RoomKey, Timing
 from kvgrpc.v1 import common_pb2, error_reason_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.wire import layout_to_pb, pool_to_pb, rank_ref_to_pb
@@ -458,6 +459,39 @@ class TestRooms:
         sender.abort("too warm")
         last = client.ended(room)
         assert (last.state, last.writes, last.failure.message) == (FAILED, SETTLED, "too warm")
+
+    def test_past_the_bound_of_unknown_writes_rooms_are_refused_until_one_that_is_tried_is_done(
+        self, dial: Dial
+    ) -> None:
+        settings = {"bounds": Bounds(unknown_writes=1), "timing": Timing(probe=20), "slow_seconds": {10**6: 0.0}}
+        host = RankHost("V", "PREFILL", settings)
+        try:
+            plane: Any = host.rank.plane
+            plane.fault = lambda number, _: Fault(Outcome.FAILED_UNKNOWN) if number < 2 else None
+            client = dial(host).open()
+
+            def hand_off(room: int) -> Any:
+                sender = sender_of(host, room)
+                named(host, room)
+                client.write(room, [4])
+                sender.init(1, 0)
+                sender.send([1])
+                entry = client.ended(room)
+                eventually(lambda: sender.ended)
+                return entry
+
+            assert [hand_off(room).failure.reason for room in (1, 2)] == [Reason.TRANSFER_FAILED] * 2
+            refused = hand_off(3)
+            assert (refused.failure.reason, refused.writes) == (Reason.TOO_MANY_REQUESTS, SETTLED)
+            assert refused.failure.metadata["scope"] == "unknown_writes"
+            assert 0 < refused.failure.retry_after.ToMilliseconds() <= 2_000
+            assert host.rank.transfer.depths()["unknown_writes"] == 2
+            assert host.rank.transfer.depths()["peers_refused"] == 1
+            rooms = itertools.count(4)
+            eventually(lambda: hand_off(next(rooms)).state == SUCCESS)
+            assert host.rank.transfer.depths()["peers_refused"] == 0
+        finally:
+            host.close(1.0)
 
     def test_a_prefill_that_closes_says_that_writes_nobody_knew_of_are_over(self, dial: Dial) -> None:
         """Its pages come back by its word, and not only by a refused dial of its address."""

@@ -180,14 +180,18 @@ class TestRefusals:
     def test_rooms_are_bounded(self) -> None:
         side = Side(bounds=Bounds(rooms=1))
         side.open()
-        assert reason(side.open(RoomKey(6))) == "TOO_MANY_REQUESTS"
+        refused = side.open(RoomKey(6))
+        assert reason(refused) == "TOO_MANY_REQUESTS"
+        assert refused.failure is not None and refused.failure.retry_after == 1.0
 
     def test_past_the_bound_of_held_pages_new_rooms_of_that_peer_are_refused(self) -> None:
         side = Side(bounds=Bounds(held_pages=1))
         room, _ = side.writing()
         side.core.fail(room, CANCELLED)
         assert side.core.held_pages == 2
-        assert reason(side.open(RoomKey(6))) == "PAGES_HELD"
+        refused = side.open(RoomKey(6))
+        assert reason(refused) == "PAGES_HELD"
+        assert refused.failure is not None and refused.failure.retry_after == 2.0, "the settle time"
         assert side.open(RoomKey(7), P1).handle.poll is KVPoll.Bootstrapping, "another peer's"
         assert not side.core.refuses_all
 

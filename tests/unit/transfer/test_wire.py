@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from kvgrpc.errors import Failure, InvalidRequest, Reason
 from kvgrpc.transfer import wire
 from kvgrpc.transfer.protocol.types import DecodeEntry, Destination, PrefillEntry, RoomKey, RoomState, Want, Writes
+from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.common_pb2 import PageSet
+from kvgrpc.wire import failure_from_pb
 
 POOLS = [("kv", 2**31)]
 pages = st.lists(st.integers(0, 2**31 - 1), max_size=40, unique=True) | st.integers(0, 2**20).flatmap(
@@ -100,10 +102,19 @@ def test_a_frame_stays_below_its_limit_when_its_rooms_allow() -> None:
 def test_prefill_entries_round_trip(
     key: RoomKey, state: RoomState, writes: Writes, pages_done: int, aux: bytes
 ) -> None:
-    failure = Failure(Reason.TRANSFER_FAILED, "no", {"outcome": "REJECTED"}, "P/dp0/pp0/cp0/tp0@7", 12.5)
+    failure = Failure(Reason.TRANSFER_FAILED, "no", {"outcome": "REJECTED"}, "P/dp0/pp0/cp0/tp0@7", 12.5, 2.5)
     entry = PrefillEntry(key, state, writes, pages_done, aux, failure if state is RoomState.FAILED else None)
     (frame,) = wire.encode_responses([entry], 1 << 20)
     assert list(wire.parse_response(pb.SessionResponse.FromString(frame.SerializeToString()))) == [entry]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "nanos", "kept"), [(2**62, 2**31 - 1, 3600.0), (-(2**62), -(2**31), 0.0), (1, 500_000_000, 1.5)]
+)
+def test_whatever_a_peer_says_of_when_to_come_again_is_within_an_hour(seconds: int, nanos: int, kept: float) -> None:
+    said = common_pb2.Failure(message="no")
+    said.retry_after.seconds, said.retry_after.nanos = seconds, nanos
+    assert failure_from_pb(said).retry_after == kept
 
 
 @pytest.mark.parametrize(
