@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvgrpc.model import Attention, Layout, ModelIdentity
 from tests.integration.rank_host import LAYERS, PAGE_BYTES, RankProcess
 
 SUCCESS, FAILED = 4, 0
@@ -99,3 +100,28 @@ def test_what_the_engine_does_not_sample_is_sampled_on_neither_side(
         prefill.call("wait", "senders", [room], [SUCCESS])
     below, above = spans()
     assert below["attributes"]["kvgrpc.room"] == above["attributes"]["kvgrpc.room"] == 15
+
+
+def test_each_prefill_rank_that_is_named_a_room_has_its_span_below_decodes() -> None:
+    settings: dict[str, Any] = {"tracing": True, "model": ModelIdentity("latent", attention=Attention.MLA)}
+    first = RankProcess("Q", "PREFILL", registry="embedded", layout=Layout(tp=2), tp=0, **settings)
+    opened = [first]
+    try:
+        second = RankProcess("Q", "PREFILL", registry=first.opened().address, layout=Layout(tp=2), tp=1, **settings)
+        opened.append(second)
+        decode = RankProcess("E", "DECODE", **settings)
+        opened.append(decode)
+        for each in (second.opened(), decode.opened(), first):
+            each.call("trace")
+        decode.call("receive", 21, first.address, range(4), traceparent=f"00-{TRACE}-{SPAN}-01")
+        for each in (first, second):
+            each.call("send", 21, range(4))
+        (above,) = decode.call("spans", 1)
+        assert above["parent"] == SPAN
+        assert sorted(above["attributes"]["kvgrpc.peers"]) == sorted([first.ref, second.ref])
+        for each in (first, second):
+            (below,) = each.call("spans", 1)
+            assert (below["trace"], below["parent"]) == (TRACE, above["span"])
+    finally:
+        for each in reversed(opened):
+            each.end()
