@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Final
 
 from kvgrpc.dataplane.base import Outcome
 from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, StaleEpoch
@@ -42,6 +43,7 @@ from kvgrpc.transfer.protocol.types import (
     Writes,
 )
 
+_UNKNOWN: Final = Outcome.FAILED_UNKNOWN  # reading it off its class costs more than the comparison
 __all__ = ["Chunk", "PrefillCore", "PrefillPair", "PrefillRoom", "PrefillWork", "Submission"]
 
 
@@ -238,7 +240,7 @@ class PrefillCore:
         self.open_writes -= 1
         had_ended = room.ended
         room.end_write(submission, outcome, detail, self._data_plane)
-        if outcome is Outcome.FAILED_UNKNOWN or submission.pair.unknown_writes:
+        if outcome is _UNKNOWN or submission.pair.unknown_writes:
             self._note_unknown(submission.pair, outcome)
         if not had_ended:
             self._follow(room)
@@ -328,7 +330,7 @@ class PrefillCore:
         limit = self.bounds.unknown_writes
         if outcome is Outcome.DONE and pair.unknown_writes > limit:
             pair.unknown_writes = 0
-        if outcome is not Outcome.FAILED_UNKNOWN:
+        if outcome is not _UNKNOWN:
             return
         self.unknown_writes += 1
         pair.unknown_writes += 1
