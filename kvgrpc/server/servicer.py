@@ -49,7 +49,8 @@ def rank_limits(config: TransferConfig, plane: DataPlane) -> pb.RankLimits:
     for each in fields(Bounds):
         setattr(message, f"max_{each.name}", min(getattr(config.bounds, each.name), 2**32 - 1))
     if isinstance(plane, Bounded):
-        message.max_peer_writes_in_flight, message.max_peer_bytes_in_flight = plane.limits_of_a_peer
+        writes, nbytes = plane.limits_of_a_peer
+        message.max_peer_writes_in_flight, message.max_peer_bytes_in_flight = writes, min(nbytes, 2**32 - 1)
     return message
 
 

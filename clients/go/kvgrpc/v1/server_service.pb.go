@@ -370,7 +370,7 @@ type RankLimits struct {
 	// Writes of the data plane to one peer that are on their way at once; 0: the data plane has no such bound.
 	MaxPeerWritesInFlight uint32 `protobuf:"varint,11,opt,name=max_peer_writes_in_flight,json=maxPeerWritesInFlight,proto3" json:"max_peer_writes_in_flight,omitempty"`
 	// Their bytes; 0: as above.
-	MaxPeerBytesInFlight uint64 `protobuf:"varint,12,opt,name=max_peer_bytes_in_flight,json=maxPeerBytesInFlight,proto3" json:"max_peer_bytes_in_flight,omitempty"`
+	MaxPeerBytesInFlight uint32 `protobuf:"varint,12,opt,name=max_peer_bytes_in_flight,json=maxPeerBytesInFlight,proto3" json:"max_peer_bytes_in_flight,omitempty"`
 	unknownFields        protoimpl.UnknownFields
 	sizeCache            protoimpl.SizeCache
 }
@@ -482,7 +482,7 @@ func (x *RankLimits) GetMaxPeerWritesInFlight() uint32 {
 	return 0
 }
 
-func (x *RankLimits) GetMaxPeerBytesInFlight() uint64 {
+func (x *RankLimits) GetMaxPeerBytesInFlight() uint32 {
 	if x != nil {
 		return x.MaxPeerBytesInFlight
 	}
@@ -762,7 +762,7 @@ const file_kvgrpc_v1_server_service_proto_rawDesc = "" +
 	"\x12max_unknown_writes\x18\n" +
 	" \x01(\rR\x10maxUnknownWrites\x128\n" +
 	"\x19max_peer_writes_in_flight\x18\v \x01(\rR\x15maxPeerWritesInFlight\x126\n" +
-	"\x18max_peer_bytes_in_flight\x18\f \x01(\x04R\x14maxPeerBytesInFlight\"\xd2\x01\n" +
+	"\x18max_peer_bytes_in_flight\x18\f \x01(\rR\x14maxPeerBytesInFlight\"\xd2\x01\n" +
 	"\x0eRegistryLimits\x12\"\n" +
 	"\rmax_page_size\x18\x01 \x01(\rR\vmaxPageSize\x12/\n" +
 	"\x14max_rows_per_request\x18\x02 \x01(\rR\x11maxRowsPerRequest\x123\n" +
