@@ -20,6 +20,7 @@ from benchmarks.rows import (
     dataplane,
     events,
     handoff,
+    head_slices,
     hostile,
     index,
     limits,
@@ -64,6 +65,7 @@ def all_benchmarks(plan: Plan) -> list[Benchmark]:
     families = (
         control,
         handoff,
+        head_slices,
         limits,
         dataplane,
         registry,

@@ -22,6 +22,7 @@ class Plan:
     concurrent_rooms: int = 64
     concurrent_pages: int = 32
     concurrent_regions: int = 16
+    slice_pages: int = 128
     bulk_bytes: int = 256 * MIB
     bulk_repeats: int = 3
     prefetch_pages: int = 1_000
@@ -46,6 +47,7 @@ QUICK = Plan(
     concurrent_rooms=4,
     concurrent_pages=4,
     concurrent_regions=2,
+    slice_pages=4,
     bulk_bytes=2 * MIB,
     bulk_repeats=1,
     prefetch_pages=8,

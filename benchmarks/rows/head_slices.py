@@ -1,0 +1,247 @@
+"""handoff.head_slice: a hand-off of prefill tp 4 to decode tp 2, and what the axis order of the pool makes of it.
+
+One decode rank and the two prefill ranks whose heads it holds, each in a process of its own: what happens in such an
+engine twice. The baseline writes the same descriptors with two bare engines at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.baselines.engines import mooncake_is_here
+from benchmarks.baselines.raw import BareMooncake
+from benchmarks.harness.plan import Plan
+from benchmarks.harness.rounds import Benchmark, Figures
+from benchmarks.harness.table import Metric, Target
+from benchmarks.harness.worker import Desk, Worker
+from kvgrpc.model import Layout, Pool, PoolKind, Region
+
+# tp 2 to 1 of a model with half the heads: the same ranks, pages and slices as tp 4 to 2 of one with 8.
+NAME, PREFILL_TP, HEADS = "handoff.head_slice", 2, 4
+TOKENS, DIM_WORDS = 16, 32  # of eight bytes: 128 values of bfloat16
+AXES = {NAME: "token,head,dim", f"{NAME}.heads_first": "head,token,dim"}
+SECONDS, NAP = 120.0, 200e-6
+CALIBRATION = 4_096  # descriptors
+MIX = np.uint64(0x9E3779B97F4A7C15)
+Words = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of one rank: heads from ``start`` on, ``count`` of them, in pools of this axis order."""
+
+    regions: int
+    pages: int
+    axes: str
+    start: int = 0
+    count: int = HEADS
+
+    @property
+    def page_bytes(self) -> int:
+        return TOKENS * self.count * DIM_WORDS * 8
+
+    @property
+    def nbytes(self) -> int:
+        return self.regions * self.pages * self.page_bytes
+
+    @property
+    def of_prefill(self) -> list[Shape]:
+        share = HEADS // PREFILL_TP
+        return [replace(self, start=tp * share, count=share) for tp in range(PREFILL_TP)]
+
+    def pool(self, address: int) -> Pool:
+        size = self.page_bytes
+        regions = tuple(Region(n, "kv", address + n * self.pages * size, size, size) for n in range(self.regions))
+        heads = (HEADS, self.start, self.count)
+        return Pool("kv", PoolKind.KV, TOKENS, self.pages, "bfloat16", regions, self.axes, *heads)
+
+    def view(self, address: int) -> Words:
+        """uint64[regions, pages, TOKENS, count, DIM_WORDS]"""
+        flat: Words = np.ctypeslib.as_array((ctypes.c_uint64 * (self.nbytes // 8)).from_address(address))
+        if self.axes.startswith("token"):
+            return flat.reshape(self.regions, self.pages, TOKENS, self.count, DIM_WORDS)
+        return flat.reshape(self.regions, self.pages, self.count, TOKENS, DIM_WORDS).swapaxes(2, 3)
+
+    def content(self, generation: int, region: int) -> Words:
+        """What one region of prefill holds: uint64[pages, TOKENS, count, DIM_WORDS]."""
+        heads = range(self.start, self.start + self.count)
+        axes = (range(self.pages), range(TOKENS), heads, range(DIM_WORDS))
+        index = np.full((1, 1, 1, 1), generation * self.regions + region, np.uint64)
+        for axis, (values, size) in enumerate(zip(axes, (self.pages, TOKENS, HEADS, DIM_WORDS), strict=True)):
+            index = index * np.uint64(size) + np.asarray(values, np.uint64).reshape(
+                [-1 if n == axis else 1 for n in range(4)]
+            )
+        words: Words = index * MIX
+        return words
+
+    def scattered(self, seed: int) -> npt.NDArray[np.uint32]:
+        return np.random.default_rng(seed).permutation(self.pages).astype(np.uint32)
+
+
+def benchmarks(plan: Plan) -> list[Benchmark]:
+    missing = "" if mooncake_is_here() else "mooncake.engine cannot be imported"
+    return [_benchmark(name, Shape(plan.regions, plan.slice_pages, axes), missing) for name, axes in AXES.items()]
+
+
+def _benchmark(name: str, shape: Shape, missing: str) -> Benchmark:
+    metric = Metric(name, "GB/s", "higher", "raw Mooncake", Target(ratio=0.9))
+    return Benchmark((metric,), lambda: _Slices(name, shape), lambda: _RawSlices(name, shape), missing)
+
+
+class _Contender:
+    def __init__(self, name: str, shape: Shape) -> None:
+        self._name, self._shape, self._generation = name, shape, 0
+        self._prefills = [Worker(f"slices-prefill-{tp}") for tp in range(PREFILL_TP)]
+        self._decode = Worker("slices-decode")
+
+    def turn(self) -> Figures:
+        self._generation += 1
+        for worker in self._prefills:
+            worker.call(_fill, self._generation)
+        self._decode.call(_poison)
+        took = self._move()
+        self._decode.call(_check, self._generation)
+        return {self._name: self._shape.nbytes / took / 1e9}
+
+    def _move(self) -> float:
+        raise NotImplementedError
+
+    def peak_rss(self) -> int:
+        return sum(worker.peak_rss() for worker in (*self._prefills, self._decode))
+
+    def close(self) -> None:
+        for worker in (self._decode, *self._prefills):
+            worker.close()
+
+
+class _Slices(_Contender):
+    """One room with all pages of the pool, scattered; from init at decode to Success there."""
+
+    def __init__(self, name: str, shape: Shape) -> None:
+        super().__init__(name, shape)
+        self._registry = ""
+        for tp, (worker, part) in enumerate(zip(self._prefills, shape.of_prefill, strict=True)):
+            address = worker.call(_open_rank, part, "PREFILL", tp, PREFILL_TP, self._registry or "embedded")
+            self._registry = self._registry or address
+        self._decode.call(_open_rank, shape, "DECODE", 0, 1, "")
+
+    def _move(self) -> float:
+        self._decode.call(_receiver, self._registry, self._generation)
+        sending = [worker.begin(_send, self._generation) for worker in self._prefills]
+        took = self._decode.call(_receive)
+        for one in sending:
+            one.result()
+        return took
+
+
+class _RawSlices(_Contender):
+    def __init__(self, name: str, shape: Shape) -> None:
+        super().__init__(name, shape)
+        session, address = self._decode.call(_start_raw, shape)
+        for worker, part in zip(self._prefills, shape.of_prefill, strict=True):
+            worker.call(_start_raw, part)
+            worker.call(_aim_raw, session, address, shape)
+
+    def _move(self) -> float:
+        return max(one.result() for one in [worker.begin(_write_raw) for worker in self._prefills])
+
+
+def _fill(desk: Desk, generation: int) -> None:
+    shape: Shape = desk.items["shape"]
+    for region in range(shape.regions):
+        desk.items["view"][region] = shape.content(generation, region)
+
+
+def _poison(desk: Desk) -> None:
+    desk.items["view"][:] = ~np.uint64(0)
+
+
+def _check(desk: Desk, generation: int) -> None:
+    """Raises AssertionError unless every word of every head came from its page."""
+    shape: Shape = desk.items["shape"]
+    source, destination = shape.scattered(1), shape.scattered(2)
+    for region in range(shape.regions):
+        if not np.array_equal(desk.items["view"][region, destination], shape.content(generation, region)[source]):
+            raise AssertionError(f"region {region} is not prefill's")
+
+
+def _keep(desk: Desk, shape: Shape, address: int) -> None:
+    desk.items["shape"], desk.items["address"], desk.items["view"] = shape, address, shape.view(address)
+
+
+def _open_rank(desk: Desk, shape: Shape, role: str, tp: int, tp_size: int, registry: str) -> str:
+    from kvgrpc.dataplane import open_plane
+    from kvgrpc.server import RankConfig, Role, open_rank
+
+    plane = open_plane("mooncake")
+    _keep(desk, shape, plane.allocate(shape.nbytes))
+    config = RankConfig(
+        engine=role.lower(),
+        role=Role[role],
+        layout=Layout(tp=tp_size),
+        tp=tp,
+        pools=(shape.pool(desk.items["address"]),),
+        data_plane=plane,
+        registry=registry,
+    )
+    desk.items["rank"] = rank = open_rank(config)
+    return str(rank.address)
+
+
+def _receiver(desk: Desk, registry: str, room: int) -> None:
+    from kvgrpc.server import KVPoll, KVReceiver
+
+    desk.items["receiver"] = receiver = KVReceiver(desk.items["rank"].transfer, registry, room)
+    assert receiver.wait(SECONDS, until=KVPoll.WaitingForInput) is KVPoll.WaitingForInput, receiver.failure
+
+
+def _receive(desk: Desk) -> float:
+    from kvgrpc.server import KVPoll
+
+    receiver: Any = desk.items["receiver"]
+    pages = desk.items["shape"].scattered(2).astype(np.int32)
+    begin = time.perf_counter()
+    receiver.init(pages)
+    while receiver.poll() not in (KVPoll.Success, KVPoll.Failed):
+        time.sleep(NAP)
+    took = time.perf_counter() - begin
+    assert receiver.poll() is KVPoll.Success, receiver.failure
+    return took
+
+
+def _send(desk: Desk, room: int) -> None:
+    from kvgrpc.server import KVPoll, KVSender
+
+    pages = desk.items["shape"].scattered(1).astype(np.int32)
+    sender = KVSender(desk.items["rank"].transfer, room=room)
+    sender.init(len(pages))
+    sender.send(pages)
+    assert sender.wait(SECONDS, until=KVPoll.Success) is KVPoll.Success, sender.failure
+
+
+def _start_raw(desk: Desk, shape: Shape) -> tuple[str, int]:
+    engine = desk.items["engine"] = BareMooncake()
+    _keep(desk, shape, engine.allocate(shape.nbytes))
+    return engine.session, desk.items["address"]
+
+
+def _aim_raw(desk: Desk, session: str, address: int, target: Shape) -> None:
+    """The descriptors that kvgrpc plans; the fastest way to write them is found with a few."""
+    from kvgrpc.transfer.layout.plan import geometry
+
+    shape: Shape = desk.items["shape"]
+    shapes = geometry([shape.pool(desk.items["address"])], [target.pool(address)])
+    columns = [column.tolist() for column in shapes.plan(shape.scattered(1), shape.scattered(2))]
+    desk.items["aim"] = session, tuple(columns)
+    desk.items["engine"].write(session, tuple(column[:CALIBRATION] for column in columns))
+
+
+def _write_raw(desk: Desk) -> float:
+    took: float = desk.items["engine"].write(*desk.items["aim"])
+    return took
