@@ -64,9 +64,9 @@ class Shape:
     def view(self, address: int) -> Words:
         """uint64[regions, pages, TOKENS, count, DIM_WORDS]"""
         flat: Words = np.ctypeslib.as_array((ctypes.c_uint64 * (self.nbytes // 8)).from_address(address))
-        if self.axes.startswith("token"):
-            return flat.reshape(self.regions, self.pages, TOKENS, self.count, DIM_WORDS)
-        return flat.reshape(self.regions, self.pages, self.count, TOKENS, DIM_WORDS).swapaxes(2, 3)
+        tokens_first: Words = flat.reshape(self.regions, self.pages, TOKENS, self.count, DIM_WORDS)
+        heads_first: Words = flat.reshape(self.regions, self.pages, self.count, TOKENS, DIM_WORDS).swapaxes(2, 3)
+        return tokens_first if self.axes.startswith("token") else heads_first
 
     def content(self, generation: int, region: int) -> Words:
         """What one region of prefill holds: uint64[pages, TOKENS, count, DIM_WORDS]."""

@@ -64,3 +64,26 @@ def test_tests_that_the_page_of_events_names_exist() -> None:
     defined = {name for text in tests.values() for name in re.findall(r"def (test_\w+)\(", text)}
     assert len(named) > 30 and named - defined == set()
     assert set(re.findall(r"test_\w+\.py", page)) - {path.name for path in tests} == set()
+
+
+def test_each_defect_of_others_names_tests_that_exist() -> None:
+    """By file and function, `file.py::test_x`, then `test_y` of the same file."""
+    table = (ROOT / "docs" / "lessons.md").read_text().split("## ")[0]
+    rows = [line.split("|")[4] for line in table.splitlines() if re.match(r"\| (\d+|-) \|", line)]
+    assert len(rows) > 25
+    for row in rows:
+        cells = re.findall(r"`(?:([\w/]+\.py)::)?(test_\w+)`", row)
+        assert cells and cells[0][0], row
+        file = ""
+        for named, function in cells:
+            file = named or file
+            assert re.search(rf"def {function}\(", (ROOT / "tests" / file).read_text()), f"{file} has no {function}"
+
+
+def test_each_case_of_a_session_names_its_tests() -> None:
+    cases = (ROOT / "docs" / "session.md").read_text().split("## Cases")[1].split("\n## ")[0]
+    rows = [line for line in cases.splitlines() if line.startswith("| ")][1:]
+    text = "".join((ROOT / "tests" / "simulation" / file).read_text() for file in ("test_cases.py", "test_rules.py"))
+    named = [re.findall(r"`(test_\w+)`", row) for row in rows]
+    assert len(rows) > 20 and [row for row, tests in zip(rows, named, strict=True) if not tests] == []
+    assert [test for tests in named for test in tests if f"def {test}(" not in text] == []

@@ -243,6 +243,15 @@ class RankHost:
     def abort(self, side: str, room: int, attempt: int = 0) -> None:
         getattr(self, side)[room, attempt].abort()
 
+    def longest_of(self, method: str, calls: Sequence[tuple[Any, ...]]) -> float:
+        """Seconds of the longest of several calls that an engine's thread makes one after the other."""
+        longest = 0.0
+        for arguments in calls:
+            began = time.monotonic()
+            getattr(self, method)(*arguments)
+            longest = max(longest, time.monotonic() - began)
+        return longest
+
     def publish(self, payloads: Sequence[bytes]) -> None:
         """KV-cache events, as the bytes that go out."""
         for payload in payloads:

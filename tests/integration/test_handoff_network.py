@@ -1,4 +1,4 @@
-"""Hand-offs over a network that is cut and mended (two namespaces and a link), and between processes that all sleep."""
+"""Hand-offs over a network that is cut and mended (two namespaces and a link), and with peers asleep or dead."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ FAILED, TRANSFERRING, SUCCESS = 0, 3, 4
 ROOMS = range(1, 9)
 # The idle timeout of 3 s finds out, and a busy machine may add to it.
 SOONEST, LATEST = 2.5, 12.0
+# Far below the idle timeout, and far above what an append and a wake take on a busy machine.
+A_CALL = 2.0
 Start = Callable[..., RankProcess]
 
 
@@ -121,3 +123,27 @@ def test_rooms_of_two_processes_that_slept_longer_than_the_idle_timeout_go_on(st
     decode.go_on()
     complete(prefill, decode)
     serve_on(prefill, decode)
+
+
+@pytest.mark.parametrize("victim", ["prefill", "decode"])
+@pytest.mark.parametrize("end", ["stop", pytest.param("kill", marks=pytest.mark.slow)])
+def test_an_engine_thread_is_not_held_up_by_a_peer_that_is_stopped_or_dead(start: Start, victim: str, end: str) -> None:
+    """Whatever it asks for then comes back at once: new rooms, chunks, looks and aborts."""
+    prefill = start("P", "PREFILL", registry="embedded")
+    decode = start("D", "DECODE")
+    half_way(prefill, decode)
+    calls: dict[str, list[Any]]
+    dead, living = (prefill, decode) if victim == "prefill" else (decode, prefill)
+    getattr(dead, end)()
+    new = range(100, 150)
+    if living is decode:
+        side = "receivers"
+        calls = {"receive": [(room, prefill.address, [room]) for room in new]}
+    else:
+        side = "senders"
+        calls = {"send_rest": [(room, 100) for room in ROOMS], "send": [(room, [room]) for room in new]}
+    rooms = [(side, room) for room in (*ROOMS, *new)]
+    for method, arguments in {**calls, "state": rooms, "abort": rooms}.items():
+        assert living.call("longest_of", method, arguments) < A_CALL, method
+    ends = living.call("wait", side, [room for _, room in rooms], [SUCCESS, FAILED])
+    assert {reason for _, reason, _ in ends.values()} <= {"", "ROOM_CANCELLED", "PEER_LOST", "TRANSFER_FAILED"}
