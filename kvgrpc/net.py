@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import re
 import urllib.parse
@@ -253,6 +254,7 @@ def _normal_host(host: str) -> str | None:
     return name.rstrip(".")
 
 
+@functools.lru_cache(maxsize=4_096)  # a quarter of what a registration costs, and ranks share their hosts
 def _ip(host: str) -> _IpAddress | None:
     try:
         ip = ipaddress.ip_address(host)

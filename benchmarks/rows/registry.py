@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import random
 import time
 from typing import Any
 
@@ -17,11 +19,15 @@ from benchmarks.harness.worker import Desk, Worker
 STORM = "registry.storm"
 FAN_OUT = "registry.storm.fan_out"
 MEMORY = "registry.storm.bytes_per_rank"
+KEEPALIVE = "registry.keepalive"
 RANKS_PER_NODE = 8
 REGIONS = 64
 AT_ONCE = 64
 CONNECTIONS = 50
-SERVER, CLIENT = "server", "client"
+SERVER, LEASES = "server", "leases"
+# As processes with a TTL of 10 s renew; the leases themselves live longer, so that a slow machine loses none.
+RENEW_SECONDS, LEASE_SECONDS = 10.0 / 3, 120.0
+KEEPALIVE_SECONDS = 3.0
 
 
 def benchmarks(plan: Plan) -> list[Benchmark]:
@@ -31,6 +37,7 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
                 Metric(STORM, "ranks/s", "higher", "seed HTTP bootstrap", Target(ratio=5)),
                 Metric(FAN_OUT, "s", "lower", "seed: each asks once", Target(value=1)),
                 Metric(MEMORY, "B", "lower", "seed HTTP bootstrap"),
+                Metric(KEEPALIVE, "renewals/s", "higher", "seed: registers again"),
             ),
             ours=lambda: Ours(plan),
             baseline=lambda: Seed(plan),
@@ -42,9 +49,9 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
 class _Storm:
     """A server and the cluster, in a process each. Each turn begins with an empty server."""
 
-    def __init__(self, name: str, plan: Plan, open_server: Any, register: Any, follow: Any) -> None:
+    def __init__(self, name: str, plan: Plan, open_server: Any, register: Any, follow: Any, renew: Any) -> None:
         self._plan = plan
-        self._open, self._register, self._follow = open_server, register, follow
+        self._open, self._register, self._follow, self._renew = open_server, register, follow, renew
         self._name = name
         self._peak = 0
 
@@ -56,12 +63,13 @@ class _Storm:
             seconds = cluster.call(self._register, address, self._plan.registry_ranks)
             grown = psutil.Process(server.pid).memory_info().rss - before
             fan_out = cluster.call(self._follow, address, self._plan.registry_watchers, self._plan.registry_ranks)
+            renewed = cluster.call(self._renew, address, self._plan.registry_ranks)
             self._peak = max(self._peak, server.peak_rss() + cluster.peak_rss())
         finally:
             cluster.close()
             server.close()
         ranks = self._plan.registry_ranks
-        return {STORM: ranks / seconds, FAN_OUT: fan_out, MEMORY: max(grown, 0) / ranks}
+        return {STORM: ranks / seconds, FAN_OUT: fan_out, MEMORY: max(grown, 0) / ranks, KEEPALIVE: renewed}
 
     def peak_rss(self) -> int:
         return self._peak
@@ -70,26 +78,26 @@ class _Storm:
 
 
 class Ours(_Storm):
-    """One call of Register a node; WatchEngines."""
+    """One call of Register a node; WatchEngines, while every node renews its leases; then as often as they can."""
 
     def __init__(self, plan: Plan) -> None:
-        super().__init__("kvgrpc-registry", plan, _open_ours, _register_ours, _follow_ours)
+        super().__init__("kvgrpc-registry", plan, _open_ours, _register_ours, _follow_ours, _renew_ours)
 
 
 class Seed(_Storm):
     """One PUT a rank; who wants to know asks."""
 
     def __init__(self, plan: Plan) -> None:
-        super().__init__("seed-bootstrap", plan, _open_seed, _register_seed, _ask_seed)
+        super().__init__("seed-bootstrap", plan, _open_seed, _register_seed, _ask_seed, _renew_seed)
 
 
 def _open_ours(desk: Desk) -> str:
     from kvgrpc.rpc.interceptors import CallLimits
     from kvgrpc.server import RegistryServer
 
-    # Leases as long as the turn: keepalives are not what this row measures. And all watchers come from one host.
-    limits = CallLimits(watches_per_caller=100_000)
-    server = desk.items[SERVER] = RegistryServer(["127.0.0.1:0"], lease_ttl=600.0, call_limits=limits).open()
+    # All of them come from one host.
+    limits = CallLimits(watches_per_caller=100_000, keepalives_per_caller=100_000)
+    server = desk.items[SERVER] = RegistryServer(["127.0.0.1:0"], lease_ttl=LEASE_SECONDS, call_limits=limits).open()
     return server.address
 
 
@@ -126,9 +134,12 @@ def _register_ours(desk: Desk, address: str, ranks: int) -> float:
         stubs = [RegistryServiceStub(channel) for channel in channels]
         free = asyncio.Semaphore(AT_ONCE)
 
+        nodes = desk.items[LEASES] = []
+
         async def register(number: int, request: pb.RegisterRequest) -> None:
             async with free:
-                await stubs[number % CONNECTIONS].Register(request, timeout=120)
+                answer = await stubs[number % CONNECTIONS].Register(request, timeout=120)
+                nodes.append([lease.lease_id for lease in answer.leases])
 
         began = time.perf_counter()
         await asyncio.gather(*(register(number, request) for number, request in enumerate(requests)))
@@ -166,6 +177,11 @@ def _follow_ours(desk: Desk, address: str, watchers: int, ranks: int) -> float:
                     return rows
 
         assert set(await asyncio.gather(*map(whole_state, calls))) == {ranks}
+        renewing = [
+            asyncio.create_task(_keep_alive(stubs[number % CONNECTIONS], leases, RENEW_SECONDS))
+            for number, leases in enumerate(desk.items[LEASES])
+        ]
+        await asyncio.sleep(RENEW_SECONDS)
 
         async def change_seen(call: Any) -> None:
             while "new" not in {change.engine.name for change in (await call.read()).changes}:
@@ -179,11 +195,59 @@ def _follow_ours(desk: Desk, address: str, watchers: int, ranks: int) -> float:
         await stubs[0].Register(pb.RegisterRequest(rows=[row_to_pb(row, PoolCache())]))
         await seen
         took = time.perf_counter() - began
+        for task in renewing:
+            task.cancel()
+        ended = await asyncio.gather(*renewing, return_exceptions=True)
+        assert all(isinstance(end, asyncio.CancelledError) for end in ended), "a renewal failed"
         for channel in channels:
             await channel.close()
         return took
 
     return asyncio.run(follow())
+
+
+async def _keep_alive(stub: Any, leases: list[int], pause: float) -> None:
+    """One node: a message each ``pause`` seconds, from a moment of its own, for ever."""
+    from kvgrpc.v1 import registry_service_pb2 as pb
+
+    request = pb.KeepAliveRequest(lease_ids=leases)
+    call = stub.KeepAlive()
+    await asyncio.sleep(random.random() * pause)
+    while True:
+        await call.write(request)
+        assert not (await call.read()).unknown_lease_ids
+        await asyncio.sleep(pause)
+
+
+def _renew_ours(desk: Desk, address: str, ranks: int) -> float:
+    """Renewals a second with AT_ONCE streams, each of which sends again as soon as it was answered."""
+    from kvgrpc.rpc.channel import open_channel
+    from kvgrpc.v1 import registry_service_pb2 as pb
+    from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
+
+    async def renew() -> float:
+        channels = [open_channel(address, own_connection=True) for _ in range(CONNECTIONS)]
+        nodes, renewed = itertools.cycle(desk.items[LEASES]), 0
+        end = time.perf_counter() + KEEPALIVE_SECONDS
+
+        async def stream(number: int) -> None:
+            nonlocal renewed
+            call = RegistryServiceStub(channels[number % CONNECTIONS]).KeepAlive()
+            while time.perf_counter() < end:
+                leases = next(nodes)
+                await call.write(pb.KeepAliveRequest(lease_ids=leases))
+                assert not (await call.read()).unknown_lease_ids
+                renewed += len(leases)
+            call.cancel()
+
+        began = time.perf_counter()
+        await asyncio.gather(*map(stream, range(AT_ONCE)))
+        took = time.perf_counter() - began
+        for channel in channels:
+            await channel.close()
+        return renewed / took
+
+    return asyncio.run(renew())
 
 
 def _open_seed(desk: Desk) -> str:
@@ -214,6 +278,11 @@ def _register_seed(desk: Desk, address: str, ranks: int) -> float:
             return time.perf_counter() - began
 
     return asyncio.run(storm())
+
+
+def _renew_seed(desk: Desk, address: str, ranks: int) -> float:
+    """There are no leases: who wants to be seen registers again."""
+    return ranks / _register_seed(desk, address, ranks)
 
 
 def _ask_seed(desk: Desk, address: str, watchers: int, ranks: int) -> float:
