@@ -173,23 +173,30 @@ class Prefetcher:
         if decision.stop is Stop.RANK_ABSENT or wanted < min(least, len(operation.hashes)):
             self._withdraw(operation, decision.stop or Stop.BELOW_THRESHOLD)
             return
-        room = self._room(wanted, least)
+        room, stop = self._room(wanted, least)
         if not len(room):
-            self._withdraw(operation, Stop.CAPACITY)
+            self._withdraw(operation, stop)
             return
         with self._book.lock:
             operation.pages = room
             self._occupied += len(room)
-        stop = Stop.CAPACITY if len(room) < wanted else Stop.NONE
         self._vote(operation, Stage.RESERVED, operation.covered + len(room), stop, self._begin_reading)
 
-    def _room(self, wanted: int, least: int) -> Pages:
+    def _room(self, wanted: int, least: int) -> tuple[Pages, Stop]:
+        """Host pages, as many as there are up to ``wanted``, and why they are fewer; none where less than ``least``."""
         with self._book.lock:
-            wanted = min(wanted, self.capacity() - self._occupied)
-        pages = self._keeper.reserve(wanted) if wanted >= least else Short(wanted)
-        if isinstance(pages, Short) and wanted - pages.missing >= least:
-            pages = self._keeper.reserve(wanted - pages.missing)
-        return _NONE.copy() if isinstance(pages, Short) else pages
+            share, others = self.capacity() - self._occupied, self._occupied > 0
+        stop = Stop.NONE
+        if share < wanted:
+            # Alone it would have the whole share: what lacks is what the others hold, as long as they hold it.
+            wanted, stop = share, Stop.RATE_LIMITED if others else Stop.CAPACITY
+        if wanted < least:
+            return _NONE.copy(), stop
+        pages = self._keeper.reserve(wanted)
+        if isinstance(pages, Short):
+            stop = Stop.CAPACITY
+            pages = self._keeper.reserve(wanted - pages.missing) if wanted - pages.missing >= least else pages
+        return (_NONE.copy(), stop) if isinstance(pages, Short) else (pages, stop)
 
     def _withdraw(self, operation: Operation, stop: Stop) -> None:
         """This rank reads nothing: it has what it has, and the others hear so for the steps that are left."""

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 from kvgrpc.errors import FeatureDisabled, InvalidRequest, OperationNotFound, RequestIdReused, TooManyRequests
+from kvgrpc.observability import metrics
 from kvgrpc.prefetch.controller.backing_up import writer_of
 from kvgrpc.prefetch.controller.controller import CacheController
 from kvgrpc.prefetch.controller.keeper import CompletionQueue
 from kvgrpc.prefetch.controller.operation import Operation
-from kvgrpc.prefetch.model import OperationState, PageOutcome, PrefetchLimits, Short, Stop, StopPolicy
+from kvgrpc.prefetch.model import OperationRow, OperationState, PageOutcome, PrefetchLimits, Short, Stop, StopPolicy
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.shape import PageShape
 from tests.faults.storage import BROKEN, DOWN, FAILED, HANG, Fault, FaultyBackend, memory_backend
@@ -204,6 +205,53 @@ class TestPrefetch:
         assert rig.ended(rig.controller.prefetch(names)).state is OperationState.DONE
         rig.take()
 
+    def test_what_is_told_of_an_operation_fits_together_at_every_moment(self, rig: Rig) -> None:
+        names = rig.stored(hashes(32))
+        rows: list[OperationRow] = []
+        over = threading.Event()
+
+        def look(operation: Operation) -> None:
+            while not over.is_set():
+                rows.append(rig.controller.book.row(operation))
+
+        for _ in range(10):
+            operation = rig.controller.prefetch(names)
+            threads = [threading.Thread(target=look, args=(operation,)) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            rig.ended(operation)
+            over.set()
+            for thread in threads:
+                thread.join(20)
+            over.clear()
+            rows.append(rig.controller.book.row(operation))
+            assert rig.take() == names
+        for row in rows:
+            arrived = [outcome is PageOutcome.OK for outcome in row.outcomes]
+            assert row.nbytes == sum(arrived) * SHAPE.page_bytes
+            assert row.completed <= (arrived.index(False) if False in arrived else len(arrived))
+            assert row.quiescent == row.state.ended
+            assert row.state is not OperationState.DONE or row.completed == 32
+
+    @pytest.mark.parametrize("short", [True, False])
+    def test_a_backend_that_answers_another_number_of_written_pages_is_believed_nothing(
+        self, rig: Rig, monkeypatch: pytest.MonkeyPatch, short: bool
+    ) -> None:
+        names = hashes(4)
+        pages = rig.on_host(names)
+        write = rig.storage.write
+
+        def other(*arguments: Any) -> Any:
+            results = write(*arguments)
+            return results[:-1] if short else [*results, results[0]]
+
+        monkeypatch.setattr(rig.storage, "write", other)
+        operation = rig.ended(rig.controller.write_storage(names, pages))
+        assert (operation.state, operation.completed) == (OperationState.FAILED, 0)
+        assert f"{3 if short else 5} of 4 pages" in str(operation.failure)
+        rig.host.table.release(pages)
+        rig.nothing_is_left()
+
     def test_a_backend_that_answers_too_few_pages_is_believed_nothing(
         self, rig: Rig, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -275,9 +323,35 @@ class TestDeclining:
         assert rig.controller.occupied == 0
         rig.take()
 
+    def test_a_share_that_others_hold_is_another_reason_than_a_pool_that_is_full(self) -> None:
+        rig = Rig(replace(LIMITS, threshold_tokens=16))  # 4 pages at least
+        names = rig.stored(hashes(30))
+        rig.fault("read", {each: HANG for each in names[:1]})
+        first = rig.controller.prefetch(names)
+        until(lambda: first.finishing)
+        rig.fault("read", {})
+        other = rig.stored(hashes(8, "b"))
+        assert rig.controller.occupied == 30 and rig.controller.capacity == 32
+        assert rig.ended(rig.controller.prefetch(other)).stop is Stop.RATE_LIMITED, "two pages of the share are left"
+        rig.storage.release()
+        rig.ended(first)
+        rig.take()
+        full = rig.on_host(hashes(62, "z"))
+        assert rig.ended(rig.controller.prefetch(other)).stop is Stop.CAPACITY
+        rig.host.table.release(full)
+        small = Rig(replace(LIMITS, threshold_tokens=16, occupancy=0.05), storage=rig.storage)
+        assert small.ended(small.controller.prefetch(other)).stop is Stop.CAPACITY, "the whole share is too small"
+        rig.nothing_is_left()
+        small.close()
+        rig.close()
+
     def test_a_pool_that_is_no_larger_than_the_device_still_prefetches(self) -> None:
         """The seed's 0.8 x (host - device) is 0 there."""
-        assert Rig(pages=1).controller.capacity == 1
+        rig = Rig(pages=1)
+        names = rig.stored(hashes(1))
+        assert rig.ended(rig.controller.prefetch(names)).state is OperationState.DONE
+        assert rig.take() == names
+        rig.close()
 
     def test_without_storage_it_declines(self) -> None:
         host = HostPool(SHAPE, 4)
@@ -443,6 +517,25 @@ class TestBackup:
         assert (operation.state, operation.retries) == (OperationState.DONE, 1)
         rig.host.table.release(pages)
 
+    def test_a_backend_that_raises_ends_that_backup_and_no_thread(
+        self, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        names = hashes(6)
+        pages = rig.on_host(names)
+
+        def broken(*arguments: Any) -> Any:
+            raise ZeroDivisionError("a bug of the backend")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(rig.storage, "write", broken)
+            for _ in range(3):
+                operation = rig.ended(rig.controller.write_storage(names, pages))
+                assert operation.state is OperationState.FAILED and "a bug of the backend" in str(operation.failure)
+        assert rig.controller.healthy
+        assert rig.ended(rig.controller.write_storage(names, pages)).state is OperationState.DONE
+        rig.host.table.release(pages)
+        rig.nothing_is_left()
+
     def test_pages_are_not_freed_while_they_are_written(self, rig: Rig) -> None:
         names = hashes(4)
         pages = rig.on_host(names)
@@ -545,6 +638,44 @@ class TestClosing:
         assert threading.active_count() == threads
         assert not rig.controller.book.all()
         rig.close()
+
+    def test_what_waits_at_a_reset_is_dropped_and_asks_storage_nothing(self, rig: Rig) -> None:
+        names = rig.stored(hashes(8))
+        gate = threading.Event()
+        rig.storage.fault = lambda call, key: Fault() if not gate.wait(20.0) else None
+        rig.storage.calls.clear()
+        first = rig.controller.prefetch(names)
+        until(lambda: rig.storage.calls)
+        waiting = [rig.controller.prefetch(names) for _ in range(20)]
+        resetting = threading.Thread(target=rig.controller.reset, args=(20,))
+        resetting.start()
+        until(lambda: all(operation.cut for operation in (first, *waiting)))
+        gate.set()
+        resetting.join(20)
+        assert [call for call, _ in rig.storage.calls] == ["count"], "the one that was under way"
+        assert all(operation.ended and operation.stop is Stop.SHUT_DOWN for operation in (first, *waiting))
+        rig.nothing_is_left()
+
+    def test_ids_of_operations_are_of_no_counter(self) -> None:
+        names = hashes(4)
+        rigs = [Rig(), Rig()]
+        ids = [[rig.controller.prefetch(names).operation_id for _ in range(20)] for rig in rigs]
+        assert len({*ids[0], *ids[1]}) == 40
+        for rig in rigs:
+            rig.close()
+
+    def test_operations_are_counted_by_how_they_ended(self, rig: Rig) -> None:
+        names = rig.stored(hashes(8))
+
+        def counted(*labels: str) -> float:
+            return float(metrics.CACHE_OPERATIONS.labels(*labels)._value.get())
+
+        ends = [("PREFETCH", "DONE", "NONE"), ("PREFETCH", "DECLINED", "BELOW_THRESHOLD")]
+        before = [counted(*labels) for labels in ends]
+        rig.ended(rig.controller.prefetch(names))
+        rig.ended(rig.controller.prefetch(hashes(8, "q")))
+        assert [counted(*labels) for labels in ends] == [each + 1 for each in before]
+        rig.take()
 
     def test_what_ended_is_not_kept_until_its_deadline(self, rig: Rig) -> None:
         rig.stored(hashes(8))
