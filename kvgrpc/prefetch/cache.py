@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from kvgrpc.prefetch.copies.layers import LayerSignal
     from kvgrpc.prefetch.copies.operation import CopyAck
 
+NODES_AT_ONCE = 256
+"""Nodes that are looked at without a pause, where all of them are."""
+
+T = TypeVar("T")
 # tier, hashes that came ("stored") or went ("removed"), in order, and the hash before the first.
 CacheListener = Callable[[Tier, str, Sequence[str], str], None]
 _HITS = {WritePolicy.WRITE_THROUGH: 1, WritePolicy.WRITE_THROUGH_SELECTIVE: 2}
@@ -182,27 +187,26 @@ class TieredCache:
 
     def purge(self, tier: Tier, extra_key: str | None = None, *, dry_run: bool = False) -> tuple[list[str], int]:
         """Drops every page of device or host that is not in use, of one extra key or of all; (hashes, pages that
-        stay)."""
+        stay). The engine's calls come between: it is done a few nodes at a time."""
+        device, now = tier is Tier.DEVICE, time.monotonic()
+        hashes: list[str] = []
+        spared: Counter[Node] = Counter()  # children that a dry run would have dropped
+        nodes = self._each(lambda node: [node])[::-1]
+        for first in range(0, len(nodes), NODES_AT_ONCE):
+            with self._lock:
+                for node in nodes[first : first + NODES_AT_ONCE]:
+                    if node.parent is None or (extra_key is not None and node.extra_key != extra_key):
+                        continue
+                    if node.locks or node.writing or node.pinned_until > now or not self._is_end(node, tier, spared):
+                        continue
+                    hashes.extend(node.hashes)
+                    if dry_run:
+                        spared[node.parent] += 1
+                    else:
+                        self._drop_device(node) if device else self._drop_host(node)
         with self._lock:
-
-            def wanted(node: Node) -> bool:
-                return extra_key is None or node.extra_key == extra_key
-
-            now = time.monotonic()
-            everything = self._tree.device_pages if tier is Tier.DEVICE else self._tree.host_pages
-            count = max(1, everything)
-            device = tier is Tier.DEVICE
-            victims = (self._tree.device_victims if device else self._tree.host_victims)(count, now, wanted)
-            hashes = [each for node in victims for each in node.hashes]
-            there = sum(
-                len(node)
-                for node in self._tree.nodes()
-                if wanted(node) and (node.device if device else node.host) is not None
-            )
-            if not dry_run:
-                for node in victims:
-                    self._drop_device(node) if device else self._drop_host(node)
-            return hashes, there - len(hashes)
+            left = self._tree.device_pages(extra_key) if device else self._tree.host_pages(extra_key)
+        return hashes, left - len(hashes) if dry_run else left
 
     def clear(self) -> None:
         """Gives every page back, whoever holds it; once nothing copies any more."""
@@ -228,14 +232,12 @@ class TieredCache:
 
     def hashes(self, tier: Tier, extra_key: str | None = None) -> list[str]:
         """All pages of a tier, each behind the pages before it."""
-        with self._lock:
-            return [
-                each
-                for node in self._tree.nodes()
-                if (node.device if tier is Tier.DEVICE else node.host) is not None
-                and (extra_key is None or node.extra_key == extra_key)
-                for each in node.hashes
-            ]
+
+        def of(node: Node) -> list[str]:
+            there = (node.device if tier is Tier.DEVICE else node.host) is not None
+            return node.hashes if there and (extra_key is None or node.extra_key == extra_key) else []
+
+        return self._each(of)
 
     def use(self) -> list[TierUse]:
         """How full device and host are."""
@@ -245,7 +247,7 @@ class TieredCache:
             tables.insert(0, (Tier.DEVICE, self.copies.device.table))
         with self._lock:
             now = time.monotonic()
-            pinned = sum(len(node) for node in self._tree.nodes() if node.pinned_until > now)
+            pinned = self._tree.pinned_pages(now)
             details = {
                 Tier.DEVICE: {"hits": self._counts["device_hits"], "evicted": self._counts["evicted_device"]},
                 Tier.HOST: {
@@ -306,7 +308,28 @@ class TieredCache:
             else:
                 self._loaded(ack)
 
+    def _each(self, pick: Callable[[Node], Sequence[T]]) -> list[T]:
+        """What ``pick`` gives of every node, parents before children; the lock is free now and then."""
+        picked: list[T] = []
+        with self._lock:
+            waiting = list(self._tree.root.children.values())
+        while waiting:
+            with self._lock:
+                for _ in range(min(NODES_AT_ONCE, len(waiting))):
+                    node = waiting.pop()
+                    picked.extend(pick(node))
+                    waiting.extend(node.children.values())
+        return picked
+
     # Under the lock.
+
+    def _is_end(self, node: Node, tier: Tier, spared: Counter[Node]) -> bool:
+        """Whether its pages may go from a tier: nothing there stands on them, and nothing reads them."""
+        if tier is Tier.DEVICE:
+            return node.device is not None and node.device_children == spared[node]
+        pages = as_pages(node.host or [])
+        idle = len(self.host.table.unread(pages)) == len(pages)
+        return node.host is not None and node.host_children == spared[node] and idle
 
     def _written(self, ack: CopyAck) -> None:
         node = ack.node

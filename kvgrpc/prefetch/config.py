@@ -14,6 +14,7 @@ from kvgrpc.prefetch.storage.base import StorageBackend
 
 if TYPE_CHECKING:
     from kvgrpc.prefetch.cache import CacheListener
+    from kvgrpc.prefetch.controller.keeper import Keeper
     from kvgrpc.prefetch.pools.device import DevicePool
 
 
@@ -29,8 +30,9 @@ class PrefetchConfig:
         device: the engine's pages, for copies; None: no device tier here.
         io_backend: "kernel" or "direct", of those copies.
         write_policy, write_hits: when device pages go to the host; ``write_hits`` replaces the policy's own count.
-        own_radix_cache: the engine has a prefix tree of its own and uses ``controller`` alone; what arrives waits in
-            ``controller.keeper``.
+        own_radix_cache: the engine has a prefix tree of its own and uses ``controller`` alone.
+        keeper: that tree, as the controller asks it what the host has and gives it what arrives. None: what arrives
+            waits in ``controller.keeper``, a ``CompletionQueue``, which knows of nothing else.
         storage: a backend's name ("file", "mooncake", an entry point), one that was opened before, or None: no storage.
         storage_config: of a backend that is opened by name: a mapping, JSON text, or "@file".
         backup: pages that reach the host are written to storage.
@@ -52,6 +54,7 @@ class PrefetchConfig:
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH_SELECTIVE
     write_hits: int | None = None
     own_radix_cache: bool = False
+    keeper: Keeper | None = None
     storage: str | StorageBackend | None = None
     storage_config: Mapping[str, object] | str | None = None
     backup: bool = True
@@ -73,5 +76,9 @@ class PrefetchConfig:
             raise InvalidRequest.of("prefetch.storage_config", "given", "None without a storage backend")
         if not isinstance(self.storage, (str, type(None))) and self.storage_config is not None:
             raise InvalidRequest.of("prefetch.storage_config", "given", "None for a backend that is open already")
+        if self.keeper is not None and not self.own_radix_cache:
+            raise InvalidRequest.of(
+                "prefetch.keeper", "given", "None without own_radix_cache: the cache keeps its pages"
+            )
         if self.write_hits is not None and self.write_hits < 1:
             raise InvalidRequest.of("prefetch.write_hits", self.write_hits, "at least 1")

@@ -73,7 +73,7 @@ class PrefetchManager:
                 self.host,
                 self.storage,
                 self.keys.of,
-                keeper=self.cache,
+                keeper=config.keeper if self.cache is None else self.cache,
                 agreement=self.agreement,
                 limits=config.limits,
                 writes=self._writes(),
@@ -177,16 +177,18 @@ class PrefetchManager:
         Of storage those of this namespace go, whoever wrote them; with an ``extra_key``, which storage does not know,
         those that device and host know.
         """
-        cache = self.known_cache()
         if Tier.STORAGE in tiers and extra_key is None and self.storage is not None:
             self._check_prefix()
         gone: dict[Tier, int] = {}
         kept = 0
-        known = cache.hashes(Tier.DEVICE, extra_key) + cache.hashes(Tier.HOST, extra_key)
-        for tier in (Tier.DEVICE, Tier.HOST):
-            if tier in tiers and (tier is Tier.HOST or self.copies is not None):
-                hashes, stay = cache.purge(tier, extra_key, dry_run=dry_run)
-                gone[tier], kept = len(hashes), kept + stay
+        known: list[str] = []
+        if extra_key is not None or set(tiers) != {Tier.STORAGE} or self.cache is not None:
+            cache = self.known_cache()
+            known = cache.hashes(Tier.DEVICE, extra_key) + cache.hashes(Tier.HOST, extra_key)
+            for tier in (Tier.DEVICE, Tier.HOST):
+                if tier in tiers and (tier is Tier.HOST or self.copies is not None):
+                    hashes, stay = cache.purge(tier, extra_key, dry_run=dry_run)
+                    gone[tier], kept = len(hashes), kept + stay
         if Tier.STORAGE in tiers and not dry_run:
             gone[Tier.STORAGE] = self._purge_storage(list(dict.fromkeys(known)), extra_key, timeout)
         return gone, kept

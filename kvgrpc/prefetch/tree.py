@@ -8,6 +8,7 @@ none, it says which ones are no longer needed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -69,20 +70,29 @@ class PrefixTree:
     def __init__(self) -> None:
         self._root = Node([], None)
         self._clock = 0
-        self._device_pages = 0
-        self._host_pages = 0
+        self._device_pages: Counter[str] = Counter()
+        self._host_pages: Counter[str] = Counter()
+        self._pinned: dict[Node, None] = {}
         self._device_ends = EvictionQueue(device=True)
         self._host_ends = EvictionQueue(device=False)
 
     @property
-    def device_pages(self) -> int:
-        """Device pages that the tree knows."""
-        return self._device_pages
+    def root(self) -> Node:
+        """Of no page; the parent of the first nodes."""
+        return self._root
 
-    @property
-    def host_pages(self) -> int:
+    def device_pages(self, extra_key: str | None = None) -> int:
+        """Device pages that the tree knows, of one extra key or of all."""
+        return self._device_pages.total() if extra_key is None else self._device_pages[extra_key]
+
+    def host_pages(self, extra_key: str | None = None) -> int:
         """Host pages that the tree knows, those on their way included."""
-        return self._host_pages
+        return self._host_pages.total() if extra_key is None else self._host_pages[extra_key]
+
+    def pinned_pages(self, now: float) -> int:
+        """Pages that are pinned. Costs what was pinned, not what is there."""
+        self._pinned = {node: None for node in self._pinned if node.pinned_until > now and node.parent is not None}
+        return sum(map(len, self._pinned))
 
     def nodes(self) -> Iterator[Node]:
         """All of them, parents before children."""
@@ -161,7 +171,7 @@ class PrefixTree:
         """Host pages of a node that is on the device; None takes them away (a copy that failed)."""
         had, node.host = node.host, None if pages is None else list(pages)
         node.writing = writing and pages is not None
-        self._host_pages += len(node.host or ()) - len(had or ())
+        _count(self._host_pages, node.extra_key, len(node.host or ()) - len(had or ()))
         if node.host is not None:
             _same_length(node.hashes, node.host)
         if node.parent is not None:
@@ -177,7 +187,7 @@ class PrefixTree:
     def set_device(self, node: Node, pages: Sequence[int] | None) -> None:
         """The same for the device."""
         had, node.device = node.device, None if pages is None else list(pages)
-        self._device_pages += len(node.device or ()) - len(had or ())
+        _count(self._device_pages, node.extra_key, len(node.device or ()) - len(had or ()))
         if node.device is not None:
             _same_length(node.hashes, node.device)
         if node.parent is not None:
@@ -205,6 +215,7 @@ class PrefixTree:
         found = self.match(hashes)
         for node in found.nodes:
             node.pinned_until = until
+            self._pinned[node] = None
         return found.pages
 
     def device_victims(self, count: int, now: float, wanted: Callable[[Node], bool] | None = None) -> list[Node]:
@@ -306,6 +317,8 @@ class PrefixTree:
             host_children=int(node.host is not None),
         )
         node.parent.children[front.hashes[0]] = front
+        if node in self._pinned:
+            self._pinned[front] = None
         node.parent = front
         node.hashes = node.hashes[length:]
         node.device = None if node.device is None else node.device[length:]
@@ -317,6 +330,13 @@ def _common(ours: Sequence[str], theirs: Sequence[str]) -> int:
     if len(theirs) >= len(ours) and ours[-1] == theirs[len(ours) - 1]:
         return len(ours)
     return next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+
+
+def _count(counts: Counter[str], extra_key: str, pages: int) -> None:
+    """Keys of which nothing is there any more are forgotten."""
+    counts[extra_key] += pages
+    if not counts[extra_key]:
+        del counts[extra_key]
 
 
 def _same_length(hashes: Sequence[str], pages: Sequence[int]) -> None:

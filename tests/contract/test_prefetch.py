@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,15 @@ from kvgrpc.errors import (
     TooManyRequests,
 )
 from kvgrpc.hashing import sglang_event_hash
+from kvgrpc.prefetch.config import PrefetchConfig
+from kvgrpc.prefetch.model import Short
+from kvgrpc.prefetch.pools.host import HostPool
+from kvgrpc.prefetch.pools.pages import Pages, as_pages
 from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.v1 import event_service_pb2
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceStub
-from tests.contract.cache_serving import LIMITS, SHAPE, CacheRank, hashes_of, open_cache_rank, prompt
+from tests.contract.cache_serving import LIMITS, SHAPE, CacheRank, bytes_of, hashes_of, open_cache_rank, prompt
 from tests.faults.storage import DOWN, Fault, FaultyBackend
 
 
@@ -341,11 +345,70 @@ class TestTheCache:
             assert client.get_cache_info().storage_backend == ""
         cache.close()
 
+    def test_an_engines_own_radix_cache_is_asked_and_given(self, tmp_path: Path) -> None:
+        keeper = EnginesTree()
+        cache = open_cache_rank(tmp_path, own_radix_cache=True, keeper=keeper)
+        keeper.host = host = cache.manager.host
+        hashes = hashes_of(prompt(10))
+        computed = host.table.take(10)
+        assert not isinstance(computed, Short)
+        for page, each in zip(computed, hashes, strict=True):
+            host.set_flat(int(page), bytes_of(each))
+        host.table.commit(computed)
+        keeper.keep(hashes, 0, computed, "")
+        with SyncClient(cache.address) as client:
+            pages = pb.PromptPages(tokens=prompt(10))
+            assert ended(client, client.start_backup(pages)).completed_pages == 10
+            keeper.forget(hashes[4:])
+            operation = ended(client, client.start_prefetch(pages))
+            assert (operation.covered_pages, operation.hit_pages, operation.completed_pages) == (4, 6, 10)
+            for each in hashes:
+                assert (host.flat(keeper.pages[each]) == bytes_of(each)).all()
+            namespace = client.get_cache_info().namespace
+            with pytest.raises(FeatureDisabled):
+                client.purge_pages(pb.PurgePagesRequest(namespace=namespace, tiers=[pb.CACHE_TIER_HOST]))
+            purged = client.purge_pages(pb.PurgePagesRequest(namespace=namespace, tiers=[pb.CACHE_TIER_STORAGE]))
+            assert purged.storage_pages == 10
+        keeper.forget(hashes)
+        assert host.table.free_count == host.pages
+        cache.close()
+
+    def test_a_keeper_is_for_engines_with_a_radix_cache(self) -> None:
+        with pytest.raises(InvalidRequest) as refused:
+            PrefetchConfig(model="m", shape=SHAPE, host_pages=4, keeper=EnginesTree())
+        assert refused.value.metadata["field"] == "prefetch.keeper"
+
     def test_a_draining_rank_begins_nothing_new(self, cache: CacheRank, client: SyncClient) -> None:
         assert client.drain(0.1).drained
         with SyncClient(cache.address, timeout=1.0) as impatient, pytest.raises(ServerDraining):
             impatient.start_prefetch(pb.PromptPages(tokens=prompt(8)))
         assert client.get_cache_info().storage_backend == "file"
+
+
+class EnginesTree:
+    """What an engine's own radix cache is to the controller: a Keeper."""
+
+    host: HostPool
+
+    def __init__(self) -> None:
+        self.pages: dict[str, int] = {}
+
+    def leading(self, hashes: Sequence[str]) -> int:
+        return next((index for index, each in enumerate(hashes) if each not in self.pages), len(hashes))
+
+    def reserve(self, count: int) -> Pages | Short:
+        return self.host.table.take(count)
+
+    def keep(self, hashes: Sequence[str], covered: int, pages: Pages, extra_key: str) -> None:
+        self.pages.update(zip(hashes[covered:], pages.tolist(), strict=True))
+
+    def pages_of(self, hashes: Sequence[str]) -> Pages:
+        pages = as_pages([self.pages[each] for each in hashes[: self.leading(hashes)]])
+        self.host.table.read(pages)
+        return pages
+
+    def forget(self, hashes: Sequence[str]) -> None:
+        self.host.table.release(as_pages([self.pages.pop(each) for each in hashes]))
 
 
 class TestEvents:

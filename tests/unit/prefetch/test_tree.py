@@ -304,7 +304,7 @@ class Table(RuleBasedStateMachine):
 
     @invariant()
     def it_holds_what_the_table_holds(self) -> None:
-        assert self.tree.device_pages == len(self.device) and self.tree.host_pages == len(self.host)
+        assert self.tree.device_pages() == len(self.device) and self.tree.host_pages() == len(self.host)
         for node in self.tree.nodes():
             assert node.device is not None or node.host is not None or node.children
             assert node.parent is not None

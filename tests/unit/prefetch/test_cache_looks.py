@@ -1,0 +1,120 @@
+"""What operators and routers ask of a large cache, while its engine goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvgrpc.prefetch.cache import NODES_AT_ONCE, TieredCache
+from kvgrpc.prefetch.model import Short, Tier
+from kvgrpc.prefetch.pools.host import HostPool
+from kvgrpc.prefetch.pools.shape import PageShape
+from kvgrpc.prefetch.tree import PrefixTree
+
+PROMPTS = 3 * NODES_AT_ONCE
+PAGES = 2 * PROMPTS
+
+
+def prompt(number: int) -> list[str]:
+    return [f"{number:063d}{page}" for page in range(2)]
+
+
+@pytest.fixture
+def cache() -> Iterator[TieredCache]:
+    """Many prompts, every third of an extra key."""
+    host = HostPool(PageShape.mha(1, 4, 1, 8, "float16"), PAGES)
+    cache = TieredCache(host)
+    for number in range(PROMPTS):
+        pages = host.table.take(2)
+        assert not isinstance(pages, Short)
+        host.table.commit(pages)
+        cache.keep(prompt(number), 0, pages, key_of(number))
+    yield cache
+    cache.clear()
+    assert host.table.free_count == PAGES and host.close()
+
+
+def key_of(number: int) -> str:
+    return "lora" if number % 3 == 0 else ""
+
+
+def pinned(cache: TieredCache) -> int:
+    return cache.use()[0].details["pinned"]
+
+
+def test_how_full_it_is_is_known_without_a_look_at_every_node(
+    cache: TieredCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cache.pin(prompt(1), 60.0) == cache.pin(prompt(2), 60.0) == 2
+    with monkeypatch.context() as patched:
+        patched.setattr(PrefixTree, "nodes", None)
+        assert (cache.use()[0].used, pinned(cache)) == (PAGES, 4)
+        cache.match(prompt(1)[:1])  # which splits it
+        assert pinned(cache) == 4
+        cache.pin(prompt(1), 0.0)
+        assert pinned(cache) == 2
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_purge_takes_what_nobody_uses_and_counts_the_rest(cache: TieredCache, dry_run: bool) -> None:
+    held = cache.match(prompt(0)[:1])
+    cache.pin(prompt(3), 60.0)
+    read = cache.pages_of(prompt(6))
+    gone, stay = cache.purge(Tier.HOST, "lora", dry_run=dry_run)
+    keyed = [number for number in range(PROMPTS) if key_of(number)]
+    # Of the first prompt the second page goes: what is held is the first one.
+    expected = [prompt(0)[1]] + [each for number in keyed if number not in (0, 3, 6) for each in prompt(number)]
+    assert sorted(gone) == sorted(expected) and stay == 5
+    assert cache.leading(prompt(9)) == (2 if dry_run else 0) and cache.leading(prompt(1)) == 2
+    cache.host.table.end_read(read)
+    cache.release(held)
+
+
+def test_the_engines_calls_come_between_the_parts_of_a_purge(cache: TieredCache) -> None:
+    lock = CountingLock(cache._lock)
+    cache._lock = lock  # type: ignore[assignment]
+    gone, stay = cache.purge(Tier.HOST)
+    assert (len(gone), stay) == (PAGES, 0)
+    assert lock.times >= 2 * PROMPTS // NODES_AT_ONCE
+
+
+class CountingLock:
+    """How often it was let go."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self.times = 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        self.times += 1
+
+
+def test_matches_go_on_while_all_of_it_is_purged(cache: TieredCache) -> None:
+    over, wrong = threading.Event(), []
+
+    def match() -> None:
+        number = 0
+        while not over.is_set():
+            held = cache.match(prompt(number % PROMPTS))
+            if held.pages not in (0, 1, 2) or len(set(held.host)) != held.pages:
+                wrong.append(held)
+            cache.release(held)
+            number += 7
+
+    threads = [threading.Thread(target=match) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(5):
+        cache.purge(Tier.HOST)
+    over.set()
+    for thread in threads:
+        thread.join(20)
+    assert not wrong
+    assert cache.purge(Tier.HOST)[1] == 0 and cache.host.table.free_count == PAGES
