@@ -275,7 +275,9 @@ class Prefetcher:
             ours = operation.outcomes[first : first + len(batch)]
             if any(outcome not in (PageOutcome.OK, PageOutcome.PENDING) for outcome in ours):
                 operation.cut = True
-                operation.stop = operation.stop or Stop.PAGE_LOST
+                # A read had no more time than the operation.
+                over = time.monotonic() >= operation.deadline
+                operation.stop = operation.stop or (Stop.DEADLINE if over else Stop.PAGE_LOST)
 
     def _call(
         self, wanted: Sequence[int], keys: Sequence[str], buffers: Sequence[tuple[tuple[int, int], ...]], seconds: float

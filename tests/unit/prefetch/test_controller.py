@@ -403,11 +403,29 @@ class TestEndingEarly:
 
     def test_time_that_is_over_ends_it_with_what_it_has(self, rig: Rig) -> None:
         names = rig.stored(hashes(60))
-        rig.storage.fault = lambda call, key: Fault(delay=0.1) if call == "read" else None
-        operation = rig.ended(rig.controller.prefetch(names, timeout=0.25))
+        over = threading.Event()
+        first = {f"key-{name}" for name in names[:4]}
+        # All but the first batch is slower than the operation's time.
+        rig.storage.fault = lambda call, key: Fault() if call == "read" and key not in first and over.wait(20) else None
+        operation = rig.controller.prefetch(names, timeout=2.0)
+        until(lambda: operation.completed == 4)
+        until(lambda: operation.cut)
+        over.set()
+        rig.ended(operation)
         assert (operation.state, operation.stop) == (OperationState.EXPIRED, Stop.DEADLINE)
-        assert 0 < operation.completed < 60
+        assert 4 <= operation.completed < 60
         assert rig.take() == names[: operation.completed]
+        rig.nothing_is_left()
+
+    def test_a_read_that_has_no_more_time_than_its_operation_lost_no_page(self, rig: Rig) -> None:
+        names = rig.stored(hashes(4))
+        rig.fault("read", {names[2]: HANG})
+        operation = rig.controller.prefetch(names, timeout=0.25)  # less than a call of storage may take
+        until(lambda: operation.finishing or operation.ended)
+        rig.storage.release()
+        assert rig.ended(operation).state in (OperationState.EXPIRED, OperationState.DECLINED)
+        assert operation.stop is Stop.DEADLINE
+        rig.take()
         rig.nothing_is_left()
 
     def test_a_scheduler_waits_as_its_policy_says(self, rig: Rig) -> None:
