@@ -15,13 +15,20 @@ import click
     help="What moves the pages: Mooncake over TCP on loopback, or shared memory.  [default: mooncake where it loads]",
 )
 @click.option(
+    "--storage",
+    type=click.Choice(["file", "mooncake"]),
+    default="file",
+    show_default=True,
+    help="Where the second act's conversation goes: files, or a Mooncake Store that the demo starts.",
+)
+@click.option(
     "--prompts",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A file with one prompt a line, instead of the built-in ones.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of text.")
 @click.option("--keep-running", is_flag=True, help="Leave the servers up, and print commands that look at them.")
-def demo(data_plane: str | None, prompts: Path | None, as_json: bool, keep_running: bool) -> None:
+def demo(data_plane: str | None, storage: str, prompts: Path | None, as_json: bool, keep_running: bool) -> None:
     """Prefill in one process, decode in another, and compare.
 
     Starts a registry, a prefill and a decode process, moves the KV cache of several prompts between them, and compares
@@ -36,4 +43,4 @@ def demo(data_plane: str | None, prompts: Path | None, as_json: bool, keep_runni
         raise click.ClickException(
             f"the demo's engine needs {missing.name}: pip install 'kvgrpc[demo]' (PyPI's torch is about 5 GB)"
         ) from missing
-    sys.exit(run(DemoOptions(data_plane, prompts, as_json, keep_running)))
+    sys.exit(run(DemoOptions(data_plane, storage, prompts, as_json, keep_running)))

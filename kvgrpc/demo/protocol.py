@@ -19,7 +19,8 @@ class Open(Message, frozen=True):
     data_plane: str
     registry: str
     storage: str = ""
-    """Folder of the storage tier; empty: the rank has no hierarchical cache."""
+    """Backend of the storage tier; empty: the rank has no hierarchical cache."""
+    storage_config: dict[str, str] = {}
 
 
 class Compute(Message, frozen=True):

@@ -76,6 +76,14 @@ class CacheResult:
     first_token_seconds: float = 0.0
     tokens: list[int] = field(default_factory=list)
     problem: str = ""
+    storage: str = "file"
+    asked_pages: int = 0
+    """Full pages of the conversation's prompt, of which ``found_after`` says how many were where."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Of the prompt's pages, the share that storage had."""
+        return self.found_after[2] / self.asked_pages if self.asked_pages else 0.0
 
     @property
     def difference(self) -> str:
@@ -87,6 +95,8 @@ class CacheResult:
                 f"of {self.pages} pages {self.stored_pages} were stored, {self.found_after[2]} found, "
                 f"{self.prefetched_pages} prefetched and {self.loaded_pages} loaded"
             )
+        if self.hit_rate < 1.0:
+            return f"of {self.asked_pages} pages of the prompt only {self.found_after[2]} were found"
         if self.found_after[:2] != (0, 0):
             return "pages were left on device or host after they were dropped"
         if self.tokens != self.first_tokens:
@@ -204,7 +214,11 @@ def _cache_as_json(result: CacheResult) -> dict[str, Any]:
         "title": result.title,
         "equal": not result.difference,
         "difference": result.difference,
+        "storage": result.storage,
         "pages": result.pages,
+        "askedPages": result.asked_pages,
+        "foundPages": result.found_after[2],
+        "hitRate": result.hit_rate,
         "bytes": result.nbytes,
         "copySeconds": result.copy_seconds,
         "storeSeconds": result.store_seconds,

@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib.util
 import secrets
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,6 +37,7 @@ from kvgrpc.demo.protocol import (
 from kvgrpc.demo.results import CacheResult, DemoResult, PromptResult, note
 from kvgrpc.demo.view import JsonView, View
 from kvgrpc.errors import KvGrpcError, Reason
+from kvgrpc.prefetch.storage.mooncake.local import LocalStore
 from kvgrpc.v1 import prefetch_service_pb2
 
 if importlib.util.find_spec("torch") is None:  # this process needs none, but those that it starts do
@@ -50,14 +51,17 @@ OPEN_SECONDS = 60.0
 ANSWER_SECONDS = 60.0
 REPORT_SECONDS = 10.0
 IN_FLIGHT = 3
+STORE_BYTES = 256 << 20
 INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """``data_plane``: "mooncake", "shm", or None: Mooncake, and shm where it cannot load."""
+    """``data_plane``: "mooncake", "shm", or None: Mooncake, and shm where it cannot load. ``storage``: "file", or
+    "mooncake": a Store of its own, whose owner lends memory."""
 
     data_plane: str | None = None
+    storage: str = "file"
     prompts: Path | None = None
     as_json: bool = False
     keep_running: bool = False
@@ -71,7 +75,7 @@ def run(options: DemoOptions) -> int:
     try:
         asked = built_in() if options.prompts is None else from_file(options.prompts)
         result.prompts = [PromptResult(prompt, room) for prompt, room in zip(asked, _rooms(len(asked)), strict=True)]
-        with TemporaryDirectory(prefix="kvgrpc-demo-") as storage, Processes(KINDS) as processes:
+        with _storage(options.storage) as storage, Processes(KINDS) as processes:
             with view:
                 _Demo(options, processes, view, result, storage).run()
             result.seconds = time.monotonic() - began
@@ -95,7 +99,7 @@ class _Demo:
     """The steps, one after the other. Every message of the processes comes through ``_until``."""
 
     def __init__(
-        self, options: DemoOptions, processes: Processes, view: View, result: DemoResult, storage: str
+        self, options: DemoOptions, processes: Processes, view: View, result: DemoResult, storage: dict[str, str]
     ) -> None:
         self._options = options
         self._processes = processes
@@ -139,8 +143,9 @@ class _Demo:
     def _open_ranks(self) -> None:
         self._refused.clear()
         for rank in RANKS:
-            storage = self._storage if rank == "decode" else ""
-            self._processes.tell(rank, Open(self._result.data_plane, self._opened["registry"].address, storage))
+            storage = self._options.storage if rank == "decode" else ""
+            registry = self._opened["registry"].address
+            self._processes.tell(rank, Open(self._result.data_plane, registry, storage, self._storage))
         self._until(lambda: (self._opened.keys() | self._refused.keys()).issuperset(RANKS), OPEN_SECONDS, "to open")
 
     def _may_do_without_mooncake(self) -> bool:
@@ -187,14 +192,14 @@ class _Demo:
         self._result.writing_seconds = self._reports["prefill"].writing_seconds
 
     def _through_storage(self) -> None:
-        """The longest conversation leaves device and host, and comes back from files on the order of a remote
+        """The longest conversation leaves device and host, and comes back from storage on the order of a remote
         client."""
         asked = max(self._result.prompts, key=lambda each: len(each.prompt.tokens))
         prompt = list(asked.prompt.tokens)
         if asked.failure or len(prompt) <= PREFILL.chunk_tokens:
             return
         self._view.note("moving a finished conversation to storage, and back over PrefetchService")
-        cache = self._result.cache = CacheResult(asked.prompt.title, asked.tokens)
+        cache = self._result.cache = CacheResult(asked.prompt.title, asked.tokens, storage=self._options.storage)
         self._processes.tell("decode", Offload(prompt))
         self._until(lambda: self._offloaded is not None, ANSWER_SECONDS, "to offload")
         assert self._offloaded is not None
@@ -242,10 +247,22 @@ class _Demo:
             self._view.changed(prompt)
 
 
+@contextmanager
+def _storage(backend: str) -> Iterator[dict[str, str]]:
+    """Config of a storage backend that lasts as long as the demo."""
+    if backend == "file":
+        with TemporaryDirectory(prefix="kvgrpc-demo-") as folder:
+            yield {"path": folder}
+    else:
+        with LocalStore(owner_bytes=STORE_BYTES) as store:
+            yield {"master": store.address}
+
+
 def _prefetch(client: SyncClient, prompt: list[int], cache: CacheResult) -> None:
     """What a router does that knows which request comes next."""
     pages = prefetch_service_pb2.PromptPages(tokens=prompt)
     found = client.lookup(pages)
+    cache.asked_pages = found.asked_pages
     cache.found_after = (found.device_pages, found.host_pages, found.storage_pages)
     began = time.monotonic()
     operation = client.start_prefetch(pages)

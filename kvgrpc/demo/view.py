@@ -202,7 +202,10 @@ def _event_table(result: DemoResult) -> Table:
 
 def _cache_table(cache: CacheResult) -> Table:
     table = Table(
-        title=f"Through storage and back: {cache.title!r}", title_justify="left", title_style="bold", show_header=True
+        title=f"Through storage ({cache.storage}) and back: {cache.title!r}",
+        title_justify="left",
+        title_style="bold",
+        show_header=True,
     )
     table.add_column("step")
     for column in ("pages", "bytes", "time", "rate"):
@@ -210,9 +213,10 @@ def _cache_table(cache: CacheResult) -> Table:
     size = cache.nbytes // max(1, cache.stored_pages)
     steps = (
         ("device to host", cache.pages, cache.copy_seconds),
-        ("host to files", cache.stored_pages, cache.store_seconds),
+        ("host to storage", cache.stored_pages, cache.store_seconds),
         ("dropped from device and host", cache.pages - cache.found_after[1], 0.0),
-        ("files to host, ordered over gRPC", cache.prefetched_pages, cache.prefetch_seconds),
+        (f"found in storage, {cache.hit_rate:.0%} of the prompt's {cache.asked_pages}", cache.found_after[2], 0.0),
+        ("storage to host, ordered over gRPC", cache.prefetched_pages, cache.prefetch_seconds),
         ("host to device layer by layer, to the first token", cache.loaded_pages, cache.first_token_seconds),
     )
     for step, pages, seconds in steps:

@@ -138,6 +138,23 @@ def test_every_prompt_over_mooncake_is_answered_as_in_a_single_process() -> None
     cache = result["cache"]
     assert cache["equal"] and cache["pages"] == cache["prefetchedPages"] == cache["loadedPages"] > 180
     assert cache["tokens"] == prompts[4]["tokens"]
+    assert (cache["storage"], cache["hitRate"]) == ("file", 1.0)
+    assert cache["foundPages"] == cache["askedPages"] == cache["pages"]
+    assert result["seconds"] > sum(cache[each] for each in ("copySeconds", "storeSeconds", "prefetchSeconds")) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("mooncake") is None, reason="Mooncake is not installed")
+def test_the_second_act_goes_through_a_mooncake_store_as_well(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts"
+    prompts.write_text("A line that is longer than a chunk. " * 9 + "\n")
+    with running("--json", "--storage", "mooncake", "--prompts", prompts) as demo:
+        code, out, err = demo.ended()
+    result: dict[str, Any] = json.loads(out)
+    assert (result["ok"], result["reason"], code) == (True, "", 0), err
+    cache = result["cache"]
+    assert (cache["storage"], cache["hitRate"], cache["equal"]) == ("mooncake", 1.0, True)
+    assert cache["tokens"] == result["prompts"][0]["tokens"]
 
 
 def test_servers_that_keep_running_can_be_looked_at_and_do_not_outlive_a_killed_demo(tmp_path: Path) -> None:

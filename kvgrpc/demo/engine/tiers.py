@@ -9,7 +9,7 @@ import torch
 
 from kvgrpc.demo.engine.config import EngineConfig
 from kvgrpc.demo.engine.engine import Engine
-from kvgrpc.demo.protocol import Offload, Offloaded, Resume, Resumed
+from kvgrpc.demo.protocol import Offload, Offloaded, Open, Resume, Resumed
 from kvgrpc.hashing import page_hashes
 from kvgrpc.prefetch.config import PrefetchConfig
 from kvgrpc.prefetch.controller.keeper import CompletionQueue
@@ -21,8 +21,8 @@ from kvgrpc.prefetch.pools.shape import PageShape
 SECONDS = 20.0
 
 
-def config_of(config: EngineConfig, engine: Engine, path: str) -> PrefetchConfig:
-    """The engine's own pages as device tier, as many on the host, and files below ``path``.
+def config_of(config: EngineConfig, engine: Engine, wanted: Open) -> PrefetchConfig:
+    """The engine's own pages as device tier, as many on the host, and the storage that is wanted.
 
     The engine keeps its own prefix cache, so it uses the controller and the copies alone.
     """
@@ -36,8 +36,8 @@ def config_of(config: EngineConfig, engine: Engine, path: str) -> PrefetchConfig
         host_pages=config.pages,
         device=device,
         own_radix_cache=True,
-        storage="file",
-        storage_config={"path": path},
+        storage=wanted.storage,
+        storage_config=wanted.storage_config,
         limits=PrefetchLimits(threshold_tokens=config.page_tokens, occupancy=1.0),
     )
 

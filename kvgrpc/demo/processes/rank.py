@@ -110,7 +110,7 @@ def _open(name: str, role: Role, config: EngineConfig, router: Router, wanted: O
                 data_plane=plane,
                 registry=wanted.registry,
                 events=EVENTS,
-                prefetch=config_of(config, engine, wanted.storage) if wanted.storage else None,
+                prefetch=config_of(config, engine, wanted) if wanted.storage else None,
             )
         )
     except KvGrpcError as error:

@@ -63,7 +63,8 @@ def fail_room(result: DemoResult) -> None:
 
 
 def went_through_storage(result: DemoResult) -> CacheResult:
-    cache = CacheResult("title", [1, 2], 3, 3, found_after=(0, 0, 3), prefetched_pages=3, loaded_pages=3, tokens=[1, 2])
+    found = {"found_after": (0, 0, 3), "prefetched_pages": 3, "loaded_pages": 3, "asked_pages": 3}
+    cache = CacheResult("title", [1, 2], 3, 3, tokens=[1, 2], **found)  # type: ignore[arg-type]
     result.cache = cache
     return cache
 
@@ -74,6 +75,10 @@ def lose_a_page(result: DemoResult) -> None:
 
 def leave_a_page(result: DemoResult) -> None:
     went_through_storage(result).found_after = (0, 1, 3)
+
+
+def find_too_few(result: DemoResult) -> None:
+    went_through_storage(result).asked_pages = 4
 
 
 def answer_otherwise(result: DemoResult) -> None:
@@ -95,6 +100,7 @@ def meet_problem(result: DemoResult) -> None:
         (fail_room, "prompt 1: decode says PEER_LOST: prefill is gone"),
         (lose_a_page, "storage: of 3 pages 3 were stored, 3 found, 2 prefetched and 3 loaded"),
         (leave_a_page, "storage: pages were left on device or host after they were dropped"),
+        (find_too_few, "storage: of 4 pages of the prompt only 3 were found"),
         (answer_otherwise, "storage: token 2 differs from the first answer"),
         (meet_problem, "the prefill process ended"),
     ],
