@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvgrpc.cli.connection import calls_a_rank, json_option
+from kvgrpc.cli.connection import json_option
 from kvgrpc.cli.output import seconds, show_table, size
+from kvgrpc.cli.publisher import calls_a_publisher
 from kvgrpc.observability.logging import one_line
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def names_a_cache(command: Any) -> Any:
 @click.command()
 @names_a_cache
 @json_option
-@calls_a_rank
+@calls_a_publisher
 def snapshot(client: SyncClient, as_json: bool, **stream: Any) -> None:
     """Show what a rank's cache holds now, as the batches that would make it, then end."""
     from kvgrpc.cli.events import batch_as_json, batch_as_text
@@ -58,7 +59,7 @@ def snapshot(client: SyncClient, as_json: bool, **stream: Any) -> None:
 )
 @names_a_cache
 @json_option
-@calls_a_rank
+@calls_a_publisher
 def verify(client: SyncClient, as_json: bool, within: float, engine: str, dp: int) -> None:
     """Follow a rank's events until its digest and ours were compared. Exit code 1: they differ, or nothing was said."""
     client.list_streams()  # where nobody answers this says so at once; a follower waits for somebody to come back
@@ -95,7 +96,7 @@ def verify(client: SyncClient, as_json: bool, within: float, engine: str, dp: in
 @click.command()
 @names_a_cache
 @json_option
-@calls_a_rank
+@calls_a_publisher
 def stats(client: SyncClient, as_json: bool, **stream: Any) -> None:
     """Count what a rank keeps of its events: batches, events and blocks by kind, bytes, and over how long."""
     from kvgrpc.cli.events import name_and_hashes, read_batch
@@ -109,7 +110,7 @@ def stats(client: SyncClient, as_json: bool, **stream: Any) -> None:
         if isinstance(part, Dropped):
             dropped += part.last_sequence - part.first_sequence + 1
         for payload in part.payloads if isinstance(part, Payloads) else ():
-            moment, listed = read_batch(payload)
+            moment, _, listed = read_batch(payload)
             batches, nbytes = batches + 1, nbytes + len(payload)
             first, last = first or moment, max(last, moment)
             for name, hashes in map(name_and_hashes, listed):

@@ -16,6 +16,7 @@ from kvgrpc.cli.contents import names_a_cache
 from kvgrpc.cli.index import follow, score, sources
 from kvgrpc.cli.names import incarnation_name
 from kvgrpc.cli.output import show_json, show_table, size
+from kvgrpc.cli.publisher import calls_a_publisher
 from kvgrpc.observability.logging import one_line
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def reads_a_stream(command: Any) -> Any:
 @events.command()
 @reads_a_stream
 @json_option
-@calls_a_rank
+@calls_a_publisher
 def tail(client: SyncClient, as_json: bool, raw: bool, first: int | None, **stream: Any) -> None:
     """Show what is there, then what comes, until Ctrl-C."""
     from kvgrpc.v1 import event_service_pb2
@@ -91,7 +92,7 @@ def tail(client: SyncClient, as_json: bool, raw: bool, first: int | None, **stre
 @click.option("--to", "last", type=click.IntRange(0), help="Last sequence, inclusive; default: the newest there is.")
 @reads_a_stream
 @json_option
-@calls_a_rank
+@calls_a_publisher
 def replay(client: SyncClient, as_json: bool, raw: bool, first: int | None, last: int | None, **stream: Any) -> None:
     """Show what is there, then end."""
     from kvgrpc.v1 import event_service_pb2
@@ -126,12 +127,12 @@ def begin_as_text(stream: event_service_pb2.EventStream, first: int) -> str:
 def batch_as_json(sequence: int, payload: bytes, raw: bool) -> str:
     if raw:
         return json.dumps({"sequence": sequence, "payload": base64.b64encode(payload).decode()})
-    moment, listed = read_batch(payload)
-    return json.dumps({"sequence": sequence, "time": moment, "events": listed}, default=plain)
+    moment, rank, listed = read_batch(payload)
+    return json.dumps({"sequence": sequence, "time": moment, "rank": rank, "events": listed}, default=plain)
 
 
 def batch_as_text(sequence: int, payload: bytes) -> str:
-    moment, listed = read_batch(payload)
+    moment, _, listed = read_batch(payload)
     clock = time.strftime("%H:%M:%S", time.localtime(moment)) + f".{int(moment % 1 * 1000):03d}"
     return f"{sequence:>8}  {clock}  " + "; ".join(map(event_as_text, listed))
 
@@ -157,15 +158,16 @@ def name_and_hashes(event: Any) -> tuple[str, list[Any] | None]:
     return str(name), hashes if isinstance(hashes, list) else None
 
 
-def read_batch(payload: bytes) -> tuple[float, list[Any]]:
-    """Time and events of a batch of any dialect; a payload that is no batch is one event that says so."""
+def read_batch(payload: bytes) -> tuple[float, int | None, list[Any]]:
+    """Time, rank and events of a batch of any dialect; a payload that is no batch is one event that says so."""
     import msgspec
 
     try:
-        moment, listed, *_ = msgspec.msgpack.decode(payload)
-        return float(moment), list(listed)
+        moment, listed, *more = msgspec.msgpack.decode(payload)
+        rank = more[0] if more and isinstance(more[0], int) else None
+        return float(moment), rank, list(listed)
     except (msgspec.DecodeError, TypeError, ValueError):
-        return 0.0, [["not a batch", [payload]]]
+        return 0.0, None, [["not a batch", [payload]]]
 
 
 def plain(value: object) -> str:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvgrpc.cli.connection import calls_a_rank, calls_an_index, json_option
+from kvgrpc.cli.connection import calls_an_index, json_option
 from kvgrpc.cli.contents import names_a_cache
 from kvgrpc.cli.names import seconds_of
 from kvgrpc.cli.output import seconds, show_json, show_table
+from kvgrpc.cli.publisher import calls_a_publisher
 
 if TYPE_CHECKING:
     from kvgrpc.client import SyncClient, SyncEventFollower
@@ -26,7 +27,7 @@ TELL_SECONDS = 1.0
 @click.option("--live", is_flag=True, help="Take batches from ZMQ PUB; Watches fill what it lost.")
 @click.option("--once", is_flag=True, help="End once the contents are exact and complete; without, go on until Ctrl-C.")
 @json_option
-@calls_a_rank
+@calls_a_publisher
 def follow(client: SyncClient, as_json: bool, engine: str, dp: int, live: bool, once: bool) -> None:
     """Keep the exact contents of a rank's cache, and say each second how they stand."""
     with client.follow(engine=engine, dp=dp, live=live) as follower:

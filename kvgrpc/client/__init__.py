@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvgrpc.client.aio import Client
 from kvgrpc.client.sync import SyncClient
-from kvgrpc.client.watch import Begin, Dropped, Heartbeat, Payloads, Snapshot, WatchPart
+from kvgrpc.client.watch import Begin, Dropped, Heartbeat, Payloads, Snapshot, TypedBatches, WatchPart
 from kvgrpc.rpc.security import ClientSecurity
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ __all__ = [
     "SyncClient",
     "SyncEventFollower",
     "SyncPrefixIndex",
+    "TypedBatches",
     "WatchPart",
 ]
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _LEAST_IDLE_SECONDS = 3.0
+_RAW, _TYPED = event_service_pb2.WATCH_ENCODING_RAW, event_service_pb2.WATCH_ENCODING_TYPED
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
 LONGEST_TIMEOUT_SECONDS = 86_400.0
 _LEAST_ENGINE_IDLE_SECONDS = 15.0
@@ -218,8 +219,13 @@ class Client:
         log_id: str = "",
         from_sequence: int | None = None,
         end_sequence: int | None = None,
+        typed: bool = False,
+        tiers: Sequence[event_service_pb2.Tier.ValueType] = (),
+        groups: Sequence[int] = (),
     ) -> AsyncIterator[WatchPart]:
         """One Watch, from Begin on. Where a connection breaks it goes on behind the last batch, with the same log.
+
+        ``typed``: messages instead of payloads, and then only events of these ``tiers`` and ``groups`` (empty: all).
 
         Raises PeerUnreachable, or what a server said when it went, once nothing could be heard for ``timeout`` seconds,
         at least 3 (heartbeats come each second); at once what refuses the first call, and what another call cannot mend
@@ -228,7 +234,15 @@ class Client:
         """
         cursor = Cursor(
             event_service_pb2.WatchRequest(
-                engine=engine, dp=dp, log_id=log_id, mode=mode, from_sequence=from_sequence, end_sequence=end_sequence
+                engine=engine,
+                dp=dp,
+                log_id=log_id,
+                mode=mode,
+                from_sequence=from_sequence,
+                end_sequence=end_sequence,
+                encoding=_TYPED if typed else _RAW,
+                tiers=tiers,
+                groups=groups,
             )
         )
         idle_timeout, pause = max(self._timeout, _LEAST_IDLE_SECONDS), _FIRST_PAUSE_SECONDS

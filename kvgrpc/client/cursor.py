@@ -37,6 +37,8 @@ class Cursor:
             return self._begin(message.begin)
         if kind == "raw":
             self._go_on(message.raw.first_sequence + len(message.raw.payloads))
+        elif kind == "typed":
+            self._go_on(message.typed.first_sequence + len(message.typed.batches))
         elif kind == "dropped":
             self._go_on(message.dropped.last_sequence + 1)
         elif kind == "snapshot" and message.snapshot.last:

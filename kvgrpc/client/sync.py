@@ -124,10 +124,21 @@ class SyncClient:
         log_id: str = "",
         from_sequence: int | None = None,
         end_sequence: int | None = None,
+        typed: bool = False,
+        tiers: Sequence[event_service_pb2.Tier.ValueType] = (),
+        groups: Sequence[int] = (),
     ) -> Iterator[WatchPart]:
-        """One Watch, from Begin on; blocks for each part (heartbeats come each second)."""
+        """As ``Client.watch``; blocks for each part (heartbeats come each second)."""
         parts = self._client.watch(
-            mode=mode, engine=engine, dp=dp, log_id=log_id, from_sequence=from_sequence, end_sequence=end_sequence
+            mode=mode,
+            engine=engine,
+            dp=dp,
+            log_id=log_id,
+            from_sequence=from_sequence,
+            end_sequence=end_sequence,
+            typed=typed,
+            tiers=tiers,
+            groups=groups,
         )
         return self._iterate(parts)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 
 from kvgrpc.errors import InvalidRequest
-from kvgrpc.events import EventsConfig, open_publisher
+from kvgrpc.events import EventsConfig, JournalingPublisher
 from kvgrpc.model import Layout, RankId, RankRef, check_rank, new_epoch
 from kvgrpc.rpc.interceptors import CallLimits
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.server.events import EventServer
+
+_LOOK_SECONDS = 0.005
 
 
 class EventRelay:
@@ -43,7 +47,7 @@ class EventRelay:
             config = EventsConfig.parse(events or {})
         except ValueError as error:
             raise InvalidRequest.of("events", str(events)[:200], str(error)) from None
-        self._publisher = open_publisher(msgspec.structs.replace(config, publisher="null"), rank)
+        self._publisher = JournalingPublisher(rank, msgspec.structs.replace(config, publisher="null"))
         self._relay = Relay(endpoint, self._publisher, replay=replay, topic=topic)
         self._server = EventServer(self._publisher, [listen], security, call_limits, config.max_watches)
 
@@ -56,6 +60,15 @@ class EventRelay:
         self._server.open()
         self._relay.open()
         return self
+
+    def asked(self, timeout: float) -> bool:
+        """Waits until it serves all that the engine's replay endpoint had; False: not within ``timeout`` seconds."""
+        end = time.monotonic() + timeout
+        if not self._relay.asked.wait(timeout):
+            return False
+        while self._publisher.counts.unsent and time.monotonic() < end:
+            time.sleep(_LOOK_SECONDS)
+        return not self._publisher.counts.unsent
 
     def close(self) -> None:
         self._relay.close()

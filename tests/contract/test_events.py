@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ import grpc
 import msgspec
 import pytest
 
+from kvgrpc.client import Begin, Client, Heartbeat, Snapshot, TypedBatches
+from kvgrpc.client.cursor import Cursor
 from kvgrpc.errors import EventsCompacted, KvGrpcError, TooManyRequests
 from kvgrpc.events import EventServicer, EventStream, JournalingPublisher, KVEventBatch, decode_batch, open_publisher
 from kvgrpc.events.log.digest import CHECKPOINT_BATCHES, mix
@@ -39,6 +41,7 @@ class Served:
     publishers: list[JournalingPublisher]
     servicer: EventServicer
     stub: Any
+    address: str
 
     @property
     def publisher(self) -> JournalingPublisher:
@@ -80,7 +83,7 @@ async def served(
     await server.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield Served(publishers, servicer, EventServiceStub(channel))  # type: ignore[arg-type]
+            yield Served(publishers, servicer, EventServiceStub(channel), f"127.0.0.1:{port}")  # type: ignore[arg-type]
     finally:
         await server.stop(0)
         for publisher in publishers:
@@ -687,6 +690,35 @@ async def test_a_typed_snapshot_is_filtered_and_its_digest_is_not() -> None:
         assert [event.stored.block_hashes[0].value for event in part.events] == [3]
         assert [tier.blocks for tier in part.state.tiers] == [1, 2]
         assert not part.payloads
+
+
+async def test_the_client_watches_typed_and_filtered_with_the_digest() -> None:
+    async with served(heartbeat=0.02) as events, Client(events.address) as client:
+        await publish(events, stored(1, 2), stored(3, medium="CPU"))
+        typed: dict[str, Any] = {"typed": True, "tiers": [pb.TIER_HOST]}
+        async with aclosing(client.watch(mode=SNAPSHOT, **typed)) as parts:  # type: ignore[type-var]
+            begin, snapshot = await anext(parts), await anext(parts)
+            assert isinstance(begin, Begin) and isinstance(snapshot, Snapshot) and snapshot.last
+            assert [event.stored.block_hashes[0].value for event in snapshot.events] == [3]
+            await publish(events, stored(4), stored(5, medium="CPU"))
+            heard: list[Any] = []
+            while not heard or heard[-1].first_sequence + len(heard[-1].batches) < 4:
+                part = await anext(parts)
+                heard += [part] if isinstance(part, TypedBatches) else []
+            told = [event for part in heard for batch in part.batches for event in batch.events]
+            assert [event.stored.block_hashes[0].value for event in told] == [5]
+            beat = await anext(parts)
+            while not isinstance(beat, Heartbeat):
+                beat = await anext(parts)
+            assert beat.state is not None and [tier.blocks for tier in beat.state.tiers] == [2, 3]
+
+
+def test_a_typed_watch_that_breaks_goes_on_behind_its_last_batch() -> None:
+    cursor = Cursor(pb.WatchRequest(mode=TAIL, encoding=TYPED))
+    begin = pb.WatchBegin(stream=pb.EventStream(log_id="a" * 32, next_sequence=9), first_sequence=5)
+    cursor.hear(pb.WatchResponse(begin=begin))
+    cursor.hear(pb.WatchResponse(typed=pb.TypedBatches(first_sequence=5, batches=[pb.KvEventBatch()] * 2)))
+    assert (cursor.request.from_sequence, cursor.request.encoding) == (7, TYPED)
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
 import zmq
 
+from kvgrpc.cli.main import main
 from kvgrpc.client import EventFollower
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.server import EventRelay
@@ -214,3 +216,37 @@ async def test_messages_that_are_no_batches_are_passed_over(engine: EnginePublis
 def test_a_name_that_is_none_is_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"rank\.engine"):
         EventRelay("127.0.0.1:0", "tcp://127.0.0.1:1", "no name")
+
+
+@pytest.fixture
+def kvgrpc(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What a command prints, which ends well."""
+
+    def run(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        out, err = capsys.readouterr()
+        assert not ended.value.code, err
+        return out
+
+    return run
+
+
+def test_the_command_reads_an_engine_s_own_publisher(engine: EnginePublisher, kvgrpc: Callable[..., str]) -> None:
+    engine.store(1, 2)
+    engine.store(3)
+    where = ["-s", f"tcp://127.0.0.1:{engine.port}", "--replay", f"tcp://127.0.0.1:{engine.replay_port}"]
+    lines = [json.loads(line) for line in kvgrpc("events", "replay", "--json", *where).splitlines()]
+    assert [(line["sequence"], line["rank"]) for line in lines] == [(0, 0), (1, 0)]
+    assert [event["block_hashes"] for line in lines for event in line["events"]] == [[1, 2], [3]]
+    assert json.loads(kvgrpc("events", "follow", "--once", "--json", *where))["blocks"] == {"GPU": 3}
+    assert "BlockStored" in kvgrpc("events", "snapshot", *where)
+    assert json.loads(kvgrpc("events", "stats", "--json", *where))["batches"] == 2
+    assert kvgrpc("events", "verify", *where).startswith("equal: 3 in GPU")
+
+
+def test_the_command_says_what_it_needs_of_an_engine_s_own_publisher(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["replay", "-s", "tcp://127.0.0.1:1"], ["tail", "-s", "127.0.0.1:1", "--topic", "kv"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["events", *arguments])
+        assert ended.value.code == 2 and "--replay" in capsys.readouterr().err

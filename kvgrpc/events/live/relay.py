@@ -57,7 +57,10 @@ class Relay:
         # What waits in the subscriber may be of a log that is over.
         self._connect_anew = False
         self._ahead: dict[int, int] = {}
-        self._asked_at = self._moved_at = time.monotonic()
+        self.asked = threading.Event()
+        """Set once the ROUTER has said all that it had."""
+        self._asked_at = float("-inf")
+        self._moved_at = time.monotonic()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="kvgrpc-events-relay", daemon=True)
 
@@ -171,6 +174,7 @@ class Relay:
                 self._begin_again(f"its ROUTER does not have batch {self._last[0]} as it was")
             with contextlib.closing(self._replayed(0)) as answer:
                 self._take(answer)
+            self.asked.set()
         except TimeoutError:
             if not self._stopping.is_set():
                 _log.warning("events: the replay at %s did not answer to its end", self._replay)
