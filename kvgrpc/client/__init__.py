@@ -17,7 +17,7 @@ from kvgrpc.rpc.security import ClientSecurity
 
 if TYPE_CHECKING:
     from kvgrpc.client.follower import EventFollower
-    from kvgrpc.client.prefix_index import PrefixIndex
+    from kvgrpc.client.prefix_index import PrefixIndex, sglang_hashes, vllm_hashes
     from kvgrpc.client.sync_follower import SyncEventFollower, SyncPrefixIndex
 
 __all__ = [
@@ -35,6 +35,8 @@ __all__ = [
     "SyncPrefixIndex",
     "TypedBatches",
     "WatchPart",
+    "sglang_hashes",
+    "vllm_hashes",
 ]
 
 _LOADED_WHEN_NAMED = {
@@ -42,6 +44,8 @@ _LOADED_WHEN_NAMED = {
     "PrefixIndex": "prefix_index",
     "SyncEventFollower": "sync_follower",
     "SyncPrefixIndex": "sync_follower",
+    "sglang_hashes": "prefix_index",
+    "vllm_hashes": "prefix_index",
 }
 
 

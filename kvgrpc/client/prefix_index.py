@@ -11,10 +11,13 @@ from kvgrpc.client.aio import Client
 from kvgrpc.client.follower import EventFollower
 from kvgrpc.errors import KvGrpcError
 from kvgrpc.events.following.messages import FollowerState
+from kvgrpc.events.following.prompts import sglang_hashes, vllm_hashes
 from kvgrpc.events.following.sources import CacheScore, Source, SourceTable
 from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.security import ClientSecurity
 from kvgrpc.v1 import registry_service_pb2
+
+__all__ = ["PrefixIndex", "sglang_hashes", "vllm_hashes"]
 
 FIND_SECONDS = 2.0
 _ANSWER_SECONDS = 5.0
@@ -75,7 +78,8 @@ class PrefixIndex:
     def score(self, hashes: Sequence[int], engines: Collection[str] = (), most: int = 0) -> list[CacheScore]:
         """The caches (of these engines; none named: of all) that hold the first block, those with most blocks first.
 
-        At most ``most``; 0: all. Hashes are unsigned 64-bit: ``kvgrpc.events.log.digest.hash_key`` of what events say.
+        At most ``most``; 0: all. Hashes are unsigned 64-bit: those of a prompt by ``sglang_hashes`` or ``vllm_hashes``,
+        ``kvgrpc.events.log.digest.hash_key`` of what events say.
         """
         return self._table.score(hashes, engines, time.monotonic(), most)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -14,7 +13,7 @@ from kvgrpc.events.codec import RANK_FIELDS
 from kvgrpc.events.config import EventsConfig
 from kvgrpc.events.gate import owns_event_stream
 from kvgrpc.events.log.batch_queue import Clear
-from kvgrpc.events.model import AllBlocksCleared, KVEventBatch
+from kvgrpc.events.model import KVEventBatch
 from kvgrpc.events.publisher import JournalingPublisher
 from kvgrpc.model import RankRef
 
@@ -95,7 +94,9 @@ class _Forwarding:
         if isinstance(batch, bytes):
             self._publisher.publish_raw(payload)
         elif batch is Clear.CLEAR:
-            self._publisher.publish(KVEventBatch(time.time(), [AllBlocksCleared()], self._rank))
+            # Engines' own publishers take no bytes: what it is made of is written again as it was.
+            moment, events, *_ = msgspec.msgpack.decode(payload)
+            self._publisher.publish(KVEventBatch(moment, events, self._rank))
         else:
             self._publisher.publish(batch)
 

@@ -66,6 +66,7 @@ PURE = (
     *(
         "kvgrpc/events/following/follower.py",
         "kvgrpc/events/following/messages.py",
+        "kvgrpc/events/following/prompts.py",
         "kvgrpc/events/following/sources.py",
     ),
     *("kvgrpc/prefetch/tree.py", "kvgrpc/prefetch/eviction.py", "kvgrpc/prefetch/model.py"),

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from kvgrpc import hashing
 from kvgrpc.errors import InvalidRequest, ServerDraining
 from kvgrpc.events.following.messages import FollowerState
+from kvgrpc.events.following.prompts import sglang_hashes, vllm_hashes
 from kvgrpc.events.following.sources import CacheScore, Freshness, Source
 from kvgrpc.paging import page_token, read_page_token
 from kvgrpc.rpc.blocking import BlockingCalls
@@ -99,12 +100,7 @@ def _tokens_of(request: pb.ScoreRequest) -> int:
 
 def _sglang_hashes(prompt: pb.SglangPrompt) -> list[int]:
     _check_size("sglang", len(prompt.token_ids), "page_size", prompt.page_size)
-    # Only whole pages are cached; a pair needs one more token.
-    pages = (len(prompt.token_ids) - prompt.bigram) // prompt.page_size if prompt.token_ids else 0
-    tokens = prompt.token_ids[: pages * prompt.page_size + prompt.bigram] if pages > 0 else []
-    seed = hashing.event_seed(prompt.cache_salt)
-    hashes = hashing.page_hashes(tokens, prompt.page_size, after=seed, bigram=prompt.bigram)
-    return [hashing.sglang_event_hash(one) & 0xFFFF_FFFF_FFFF_FFFF for one in hashes]
+    return sglang_hashes(prompt.token_ids, prompt.page_size, cache_salt=prompt.cache_salt, bigram=prompt.bigram)
 
 
 def _vllm_hashes(prompt: pb.VllmPrompt) -> list[int]:
@@ -113,7 +109,7 @@ def _vllm_hashes(prompt: pb.VllmPrompt) -> list[int]:
         raise InvalidRequest.of(
             "vllm.algorithm", prompt.algorithm, f"one of {', '.join(hashing.BLOCK_HASH_ALGORITHMS)}"
         )
-    hashes = hashing.block_hashes(
+    return vllm_hashes(
         prompt.token_ids,
         prompt.block_size,
         hash_seed=prompt.hash_seed,
@@ -121,7 +117,6 @@ def _vllm_hashes(prompt: pb.VllmPrompt) -> list[int]:
         lora_name=prompt.lora_name,
         cache_salt=prompt.cache_salt,
     )
-    return [hashing.vllm_event_hash(one) for one in hashes]
 
 
 def _check_size(kind: str, tokens: int, name: str, size: int) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvgrpc.events import (
@@ -126,6 +127,26 @@ def test_a_registered_publisher_is_live_beside_our_journal(register: Register) -
     assert made[0].published[0] is batch
     opened.shutdown()
     assert made[0].closed
+
+
+@pytest.mark.parametrize("encoding", ["map", "array"])
+def test_a_clear_that_we_make_reaches_a_registered_publisher_in_the_configured_encoding(
+    register: Register, encoding: str
+) -> None:
+    made: list[Sglang] = []
+    register("mine", lambda attn_dp_rank: made.append(Sglang(attn_dp_rank)) or made[0])  # type: ignore[func-returns-value]
+    opened = open_publisher({"publisher": "mine", "encoding": encoding}, rank(dp=1))
+    opened.publish(KVEventBatch(0.0, []))
+    deadline = time.monotonic() + 20
+    while len(made[0].published) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert opened.stream is not None
+    (journalled, _) = opened.stream.journal.read(0, None).payloads  # type: ignore[union-attr]
+    # An engine's class encodes what it was handed as it is.
+    assert msgspec.msgpack.encode(made[0].published[0]) == journalled
+    assert (b"\x91\xb0AllBlocksCleared" in journalled) == (encoding == "array")
+    opened.shutdown()
 
 
 def test_an_unknown_publisher_is_refused_on_every_rank() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from kvgrpc.events.codec import decode_batch
 from kvgrpc.events.following import messages
 from kvgrpc.events.following.contents import CacheContents
 from kvgrpc.events.following.follower import FollowerCore
 from kvgrpc.events.following.index import BlockIndex
-from kvgrpc.events.following.messages import FollowerState, LiveBuffer, Retry
+from kvgrpc.events.following.messages import FollowerState, LiveBuffer, OpenWatch, Retry
 from kvgrpc.events.following.sources import SourceTable
 from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored
 
@@ -166,3 +168,18 @@ def follow(table: SourceTable, engine: str, dp: int, *events: object, now: float
     core.snapshot(1, 0, len(events), [bytes([number]) for number in range(len(events))], now)
     core.snapshot_complete(1, None, now)
     return core
+
+
+def test_events_that_nobody_here_knows_are_counted_and_cost_no_other_event() -> None:
+    core = FollowerCore(BlockIndex(), lambda payload: decode_batch(payload).events)
+    core.start()
+    (opened,) = core.take_commands()
+    assert isinstance(opened, OpenWatch)
+    core.begun(opened.number, "log", 2, 0, 0.0)
+    moved = msgspec.msgpack.encode([1.0, [{"type": "BlockMoved"}, {"type": "BlockRemoved", "block_hashes": [1]}], 0])
+    kept = msgspec.msgpack.encode([1.0, [["BlockStored", [7], None, [], 16], ["BlockMoved"]], 0])
+    core.snapshot(opened.number, 0, 1, [moved], 0.0)
+    core.snapshot_complete(opened.number, None, 0.0)
+    core.batches(opened.number, 1, [kept], 0.0)
+    assert core.counts.unknown == 2 and core.counts.undecodable == 0
+    assert core.contents is not None and core.contents.blocks.counts() == {"GPU": 1}

@@ -8,9 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvgrpc import hashing
+from kvgrpc.client import sglang_hashes, vllm_hashes
+from kvgrpc.errors import InvalidRequest
 from kvgrpc.events.following import index as indexes
 from kvgrpc.events.following.contents import CacheContents
 from kvgrpc.events.following.index import MAX_MEDIA, BlockIndex, BlockSet, Match
+from kvgrpc.events.log.digest import hash_key
 from kvgrpc.events.log.snapshot import CacheState
 from kvgrpc.events.model import BlockRemoved, BlockStored
 
@@ -220,3 +224,18 @@ def naive_match(tiers: dict[str, Counter[int]], request: list[int]) -> Match:
         held = {block for medium in media for block in +tiers[medium]}
         lengths.append(next((at for at, block in enumerate(request) if block not in held), len(request)))
     return Match(*lengths)
+
+
+def test_tokens_are_asked_for_by_the_hashes_of_their_whole_pages() -> None:
+    tokens = list(range(100, 110))
+    names = [hash_key(hashing.sglang_event_hash(page)) for page in hashing.page_hashes(tokens[:8], 4)]
+    assert sglang_hashes(tokens, 4) == names and all(0 <= name < 2**64 for name in names)
+    assert sglang_hashes(tokens, 4, cache_salt="s") != names
+    assert len(sglang_hashes(tokens[:8], 4, bigram=True)) == 1  # a pair needs one more token
+    assert sglang_hashes([], 4) == sglang_hashes(tokens[:3], 4) == []
+    seeded = hashing.block_hashes(tokens, 4, hash_seed="0")
+    assert vllm_hashes(tokens, 4, hash_seed="0") == [hashing.vllm_event_hash(block) for block in seeded]
+    with pytest.raises(InvalidRequest):
+        sglang_hashes(tokens, 0)
+    with pytest.raises(InvalidRequest):
+        vllm_hashes(tokens, 0, hash_seed="0")

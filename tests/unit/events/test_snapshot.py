@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from kvgrpc.events.log.journal import Dropped
 from kvgrpc.events.log.recorder import WAITING_BATCHES, WAITING_BYTES, Recorder
 from kvgrpc.events.log.snapshot import RUN_BLOCKS, CacheState, Cut, stored_event
 from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, Event, KVEventBatch, UnknownEvent
+from kvgrpc.observability import metrics
 
 hashes: st.SearchStrategy[int | bytes] = st.integers(-8, 8) | st.sampled_from(
     [2**64 - 3, b"\x00" * 31 + b"\x05", b"\xff" * 8]
@@ -250,3 +252,17 @@ def test_the_tokens_of_a_chain_are_put_together_whatever_their_number(blocks: in
         state.apply([BlockStored([block + 1], block or None, [block * 2, block * 2 + 1], 2)])
     (run,) = state.cut().runs()
     assert decoded(stored_event(run)).token_ids == list(range(2 * blocks))
+
+
+def test_events_that_nobody_here_knows_are_counted() -> None:
+    def counted() -> float:
+        (family,) = metrics.EVENTS_UNKNOWN.collect()
+        return next(sample.value for sample in family.samples if sample.name.endswith("_total"))
+
+    before, recorder = counted(), Recorder(Dialect.VLLM, 0)
+    events = [["BlockMoved", 1], ["BlockStored", [5], None, [], 16], {"type": "BlockStored", "block_hashes": "none"}]
+    recorder.add([msgspec.msgpack.encode([1.0, events, 0]), msgspec.msgpack.encode([1.0, events[:1], 0])])
+    while recorder.fold():
+        pass
+    assert counted() - before == 3
+    assert recorder.snapshot(0).copies == 1

@@ -1,0 +1,39 @@
+"""A request's tokens as the hashes that an index is asked for: what engines' events carry for its blocks. Pure."""
+
+from __future__ import annotations
+
+from kvgrpc import hashing
+from kvgrpc.events.log.digest import hash_key
+from kvgrpc.hashing import Tokens
+
+
+def sglang_hashes(tokens: Tokens, page_size: int, *, cache_salt: str = "", bigram: bool = False) -> list[int]:
+    """Unsigned 64-bit hashes of the whole pages of a prompt, as SGLang's events name them (``format: default``).
+
+    ``bigram``: the engine drafts with EAGLE. Not those of an engine with ``format: dynamo`` or of a request with a LoRA
+    adapter, which SGLang hashes once more: take them from the engine.
+    """
+    # Only whole pages are cached; a pair needs one more token.
+    pages = (len(tokens) - bigram) // page_size if len(tokens) and page_size > 0 else 0
+    whole = tokens[: pages * page_size + bigram] if pages > 0 else []
+    hashes = hashing.page_hashes(whole, page_size, after=hashing.event_seed(cache_salt), bigram=bigram)
+    return [hash_key(hashing.sglang_event_hash(one)) for one in hashes]
+
+
+def vllm_hashes(
+    tokens: Tokens,
+    block_size: int,
+    *,
+    hash_seed: str,
+    algorithm: str = "sha256",
+    lora_name: str = "",
+    cache_salt: str = "",
+) -> list[int]:
+    """Unsigned 64-bit hashes of the full blocks of a text-only prompt, as vLLM's events name them.
+
+    ``hash_seed``: the engine's PYTHONHASHSEED; ``algorithm``: its ``--prefix-caching-hash-algo``.
+    """
+    hashes = hashing.block_hashes(
+        tokens, block_size, hash_seed=hash_seed, algorithm=algorithm, lora_name=lora_name, cache_salt=cache_salt
+    )
+    return [hashing.vllm_event_hash(one) for one in hashes]
