@@ -1,11 +1,13 @@
 """A publisher that is killed, stopped, flooded or fed with junk: its followers end with exactly what it caches.
 
-Run as a script this file is the publisher: it serves the requests of the trace, and says on demand what it caches.
+Run as a script this file is the publisher: it serves the requests of the trace, and says on demand what it caches; or
+a follower, which says what it shows.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import select
@@ -28,7 +30,7 @@ from kvgrpc.model import RankId, RankRef, new_epoch
 from kvgrpc.rpc.interceptors import interceptors_of
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.v1.event_service_pb2_grpc import add_EventServiceServicer_to_server
-from tests.support.prefix_cache import PrefixCache, requests
+from tests.support.prefix_cache import PrefixCache, hash_of, requests
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 30.0
@@ -73,6 +75,32 @@ class Publisher:
         assert self.process.stdout is not None
         assert select.select([self.process.stdout], [], [], SECONDS)[0], f"no line in {SECONDS:g} s"
         return json.loads(self.process.stdout.readline())
+
+
+class FollowerProcess:
+    """A follower in a process of its own."""
+
+    def __init__(self, address: str, live: bool) -> None:
+        command = [sys.executable, __file__, "follow", address, json.dumps(live)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)}
+        )
+
+    def __enter__(self) -> FollowerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=SECONDS)
+
+    def shown(self, next_sequence: int) -> tuple[Content, dict[str, int]]:
+        """What it shows once it has all before that sequence, and what happened to it."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(b"%d\n" % next_sequence)
+        self.process.stdin.flush()
+        assert select.select([self.process.stdout], [], [], 2 * SECONDS)[0], f"no line in {2 * SECONDS:g} s"
+        content, counts = json.loads(self.process.stdout.readline())
+        return {medium: set(hashes) for medium, hashes in content.items()}, counts
 
 
 @contextmanager
@@ -162,8 +190,7 @@ async def test_junk_among_the_batches(live: bool) -> None:
 
 
 @pytest.mark.slow
-async def test_a_follower_that_is_stopped_while_the_log_runs_away(live: bool) -> None:
-    """A follower in a process of its own would be SIGSTOPped; here its loop is held for as long."""
+async def test_a_follower_whose_loop_is_held_while_the_log_runs_away(live: bool) -> None:
     with publisher(buffer_steps=20) as source:
         async with EventFollower(source.address, live=live) as follower:
             await healed(follower, *await told(source, "serve 50"))
@@ -171,6 +198,53 @@ async def test_a_follower_that_is_stopped_while_the_log_runs_away(live: bool) ->
             content, next_sequence = {medium: set(hashes) for medium, hashes in state[0].items()}, state[1]
             took = await healed(follower, content, next_sequence)
             print(f"\nheld, live={live}: exact after {took:.2f} s, {follower.counts.snapshots} snapshots")
+
+
+@pytest.mark.slow
+def test_a_follower_process_that_is_stopped_under_load(live: bool) -> None:
+    with publisher(buffer_steps=20) as source, FollowerProcess(source.address, live) as follower:
+        content, upcoming = source.ask("serve 50")
+        assert follower.shown(upcoming)[0] == {medium: set(hashes) for medium, hashes in content.items()}
+        follower.process.send_signal(signal.SIGSTOP)
+        content, upcoming = source.ask("serve 300")
+        follower.process.send_signal(signal.SIGCONT)
+        began = time.monotonic()
+        shown, counts = follower.shown(upcoming)
+        print(f"\nfollower stopped, live={live}: exact {time.monotonic() - began:.2f} s after it goes on, {counts}")
+        assert shown == {medium: set(hashes) for medium, hashes in content.items()}
+        assert counts["digests_different"] == 0
+
+
+@pytest.mark.slow
+def test_a_follower_process_that_is_killed_and_started_again(live: bool) -> None:
+    with publisher(buffer_steps=20) as source:
+        with FollowerProcess(source.address, live) as killed:
+            _, upcoming = source.ask("serve 100")
+            killed.shown(upcoming)
+            killed.process.kill()
+        content, upcoming = source.ask("serve 200")
+        began = time.monotonic()
+        with FollowerProcess(source.address, live) as follower:
+            shown, counts = follower.shown(upcoming)
+            print(
+                f"\nfollower killed, live={live}: the next one is exact {time.monotonic() - began:.2f} s after its start"
+            )
+        assert shown == {medium: set(hashes) for medium, hashes in content.items()}
+        assert counts["snapshots"] == 1  # the journal does not reach back
+
+
+async def follow(address: str, live: bool) -> None:
+    """The follower's process."""
+    ever = {hash_of(block) for blocks in requests() for block in blocks}
+    async with EventFollower(address, live=live) as follower:
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            while follower.freshness.next_sequence < int(line):
+                await follower.changed()
+            content: dict[str, list[int]] = {}
+            for block in ever:
+                for medium in follower.media_of(block):
+                    content.setdefault(medium, []).append(block)
+            say([content, dataclasses.asdict(follower.counts)])
 
 
 async def serve(address: str, settings: dict[str, Any]) -> None:
@@ -217,4 +291,7 @@ def say(word: object) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(sys.argv[1], json.loads(sys.argv[2])))
+    if sys.argv[1] == "follow":
+        asyncio.run(follow(sys.argv[2], json.loads(sys.argv[3])))
+    else:
+        asyncio.run(serve(sys.argv[1], json.loads(sys.argv[2])))

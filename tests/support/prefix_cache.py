@@ -18,11 +18,17 @@ BLOCK_TOKENS = 512
 
 def requests(limit: int | None = None) -> Iterator[list[int]]:
     """The blocks of each request of the trace: the whole one where ``TEST_TRACE`` names it, else the sample."""
-    with Path(os.environ.get("TEST_TRACE", SAMPLE)).open() as lines:
+    return (blocks for _, blocks in timed_requests(limit))
+
+
+def timed_requests(limit: int | None = None) -> Iterator[tuple[float, list[int]]]:
+    """The same, each with the second in which it came."""
+    with Path(os.environ.get("TEST_TRACE") or SAMPLE).open() as lines:
         for number, line in enumerate(lines):
             if limit is not None and number >= limit:
                 return
-            yield json.loads(line)["hash_ids"]
+            request = json.loads(line)
+            yield request["timestamp"] / 1000, request["hash_ids"]
 
 
 def hash_of(block: int) -> int:
