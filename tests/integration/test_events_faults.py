@@ -226,9 +226,8 @@ def test_a_follower_process_that_is_killed_and_started_again(live: bool) -> None
         began = time.monotonic()
         with FollowerProcess(source.address, live) as follower:
             shown, counts = follower.shown(upcoming)
-            print(
-                f"\nfollower killed, live={live}: the next one is exact {time.monotonic() - began:.2f} s after its start"
-            )
+            took = time.monotonic() - began
+            print(f"\nfollower killed, live={live}: the next one is exact {took:.2f} s after its start")
         assert shown == {medium: set(hashes) for medium, hashes in content.items()}
         assert counts["snapshots"] == 1  # the journal does not reach back
 
