@@ -13,8 +13,8 @@ FAULT_SHARE = (0.08, 0.16)
 # Of fewer rooms the share is chance.
 SHARE_FROM_ROOMS = 300
 # A room whose processes all lived, that nobody cancelled and whose writes did not fail may end so: too many pages may
-# wait for the evidence of others.
-SOUND = {"", "PAGES_HELD"}
+# wait for the evidence of others, and too many writes to its decode may have had an unknown end.
+SOUND = {"", "PAGES_HELD", "TOO_MANY_REQUESTS"}
 FAILED_BY_A_WRITE = "TRANSFER_FAILED"
 
 
