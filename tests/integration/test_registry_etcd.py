@@ -337,7 +337,7 @@ async def test_replicas_and_etcd_are_killed_under_load_and_no_rank_is_lost(kills
             registrations.append(Registration(dial, turned, rows))
         await asyncio.gather(*(registration.start(20.0) for registration in registrations))
         readers = [Follower(process.address) for process in processes]
-        await until(lambda: all(len(reader.ranks) == 80 for reader in readers))
+        await until(lambda: all(len(reader.ranks) == 80 for reader in readers), 60.0)
         for number in range(kills):
             victim = chance.choice(processes)
             victim.kill()
@@ -348,16 +348,16 @@ async def test_replicas_and_etcd_are_killed_under_load_and_no_rank_is_lost(kills
             await asyncio.sleep(chance.uniform(0.1, longest))  # the outage itself
             await asyncio.to_thread(victim.start)
             await asyncio.sleep(chance.uniform(0.0, longest / 2))  # between two faults
-        await until(lambda: all(registration.state == "registered" for registration in registrations))
+        await until(lambda: all(registration.state == "registered" for registration in registrations), 60.0)
         assert [reader.lost for reader in readers] == [set()] * 3
-        await until(lambda: sum(reader.full_states for reader in readers) > 3)
-        await until(lambda: all(len(reader.ranks) == 80 for reader in readers))
+        await until(lambda: sum(reader.full_states for reader in readers) > 3, 60.0)
+        await until(lambda: all(len(reader.ranks) == 80 for reader in readers), 60.0)
         newcomer = Follower(processes[0].address)
-        await until(lambda: len(newcomer.ranks) == 80)
+        await until(lambda: len(newcomer.ranks) == 80, 60.0)
         for reader in readers:
             reader.judging = False
         await asyncio.gather(*(registration.close() for registration in registrations))
-        await until(lambda: all(not reader.ranks for reader in readers))
+        await until(lambda: all(not reader.ranks for reader in readers), 60.0)
         for reader in [*readers, newcomer]:
             await reader.close()
 
