@@ -13,13 +13,13 @@ from kvgrpc.errors import FeatureDisabled, InvalidRequest
 if TYPE_CHECKING:
     from kvgrpc.prefetch.storage.base import StorageBackend
 
-NAMES = ("file", "mooncake", "nixl")
+NAMES = ("file", "mooncake", "nixl", "hf3fs")
 ENTRY_POINTS = "kvgrpc.storage"
 _MAX_CONFIG_BYTES = 1 << 20
 
 
 def open_backend(name: str, config: Mapping[str, object] | str | None = None) -> StorageBackend:
-    """Opens a storage backend: "file", "mooncake", "nixl", or one of the entry points ``kvgrpc.storage``.
+    """Opens a storage backend: "file", "mooncake", "nixl", "hf3fs", or one of the entry points ``kvgrpc.storage``.
 
     ``config``: a mapping, JSON text of one, or "@" and the path of a file that holds such JSON. docs/storage.md has the
     keys. An entry point is a callable that takes the mapping and returns a StorageBackend. Raises InvalidRequest for an
@@ -38,6 +38,10 @@ def open_backend(name: str, config: Mapping[str, object] | str | None = None) ->
         from kvgrpc.prefetch.storage.nixl.backend import NixlBackend
 
         return NixlBackend.of(settings)
+    if name == "hf3fs":
+        from kvgrpc.prefetch.storage.hf3fs.backend import Hf3fsBackend
+
+        return Hf3fsBackend.of(settings)
     found = {each.name: each for each in metadata.entry_points(group=ENTRY_POINTS)}
     if name not in found:
         known = ", ".join((*NAMES, *sorted(found)))

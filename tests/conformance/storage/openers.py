@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvgrpc.errors import FeatureDisabled
 from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.prefetch.storage.base import StorageBackend
 from tests.faults.storage import FaultyBackend, memory_backend
@@ -29,6 +31,18 @@ def skip_without_nixl() -> None:
 def _nixl(folder: Path, **settings: object) -> StorageBackend:
     skip_without_nixl()
     return open_backend("nixl", {"path": str(folder), **settings})
+
+
+def hf3fs(folder: Path, **settings: object) -> StorageBackend:
+    sizes = {"page_bytes": "64KB", "max_bytes": "16MB"}
+    return open_backend("hf3fs", {"path": str(folder), "client": "local", **sizes, **settings})
+
+
+def _usrbio(folder: Path) -> StorageBackend:
+    try:
+        return hf3fs(Path(os.environ.get("HF3FS_FOLDER", folder)), client="usrbio", name=folder.name)
+    except FeatureDisabled as error:
+        pytest.skip(error.message)
 
 
 def _documented(folder: Path) -> StorageBackend:
@@ -54,6 +68,8 @@ OPENERS: dict[str, Opener] = {
     "nixl past the page cache": lambda request, folders: _nixl(
         folders.mktemp("nixl"), direct=True, sync=True, max_bytes="64MB"
     ),
+    "hf3fs": lambda request, folders: hf3fs(folders.mktemp("hf3fs")),
+    "hf3fs by its own client": lambda request, folders: _usrbio(folders.mktemp("usrbio")),
     "documented": lambda request, folders: _documented(folders.mktemp("documented")),
     "mooncake": lambda request, folders: _mooncake(request),
     "mooncake, zero copy": lambda request, folders: _mooncake(request),

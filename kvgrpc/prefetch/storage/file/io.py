@@ -34,10 +34,10 @@ class Vectored:
     """By the kernel's own calls; past the page cache if the file was opened so."""
 
     def read(self, descriptor: int, pieces: Sequence[memoryview]) -> int:
-        return _all(os.preadv, descriptor, pieces)
+        return move_all(os.preadv, descriptor, pieces)
 
     def write(self, descriptor: int, pieces: Sequence[memoryview]) -> None:
-        _all(os.pwritev, descriptor, pieces)
+        move_all(os.pwritev, descriptor, pieces)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -56,8 +56,9 @@ def aligned(pieces: Sequence[tuple[int, int]]) -> bool:
     return all(address % _ALIGNMENT == 0 and nbytes % _ALIGNMENT == 0 for address, nbytes in pieces)
 
 
-def _all(call: _Call, descriptor: int, pieces: Sequence[memoryview]) -> int:
-    left, offset = list(pieces), 0
+def move_all(call: _Call, descriptor: int, pieces: Sequence[memoryview], start: int = 0) -> int:
+    """``os.preadv`` or ``os.pwritev`` until all of the pieces are moved, or the file ends; bytes moved."""
+    left, offset = list(pieces), start
     while left:
         done = call(descriptor, left[:_MOST_PIECES], offset)
         if done == 0:
@@ -67,4 +68,4 @@ def _all(call: _Call, descriptor: int, pieces: Sequence[memoryview]) -> int:
             done -= len(left.pop(0))
         if done:
             left[0] = left[0][done:]
-    return offset
+    return offset - start

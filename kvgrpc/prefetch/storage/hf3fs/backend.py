@@ -1,0 +1,297 @@
+"""The storage backend ``hf3fs``: pages in slots of one file. docs/storage.md has its config and its promises."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Literal
+
+import msgspec
+
+from kvgrpc.errors import FeatureDisabled, InvalidRequest
+from kvgrpc.prefetch.storage.base import (
+    MISSING,
+    OK,
+    MemoryRange,
+    PageBuffers,
+    PageResult,
+    Removed,
+    StorageStats,
+    check_batch,
+    check_keys,
+    failed,
+    leading_pages,
+    page_bytes,
+)
+from kvgrpc.prefetch.storage.calls import PageCalls
+from kvgrpc.prefetch.storage.file.formats import HEADER_BYTES, Header, checksum
+from kvgrpc.prefetch.storage.file.io import header_block
+from kvgrpc.prefetch.storage.flat import other_size
+from kvgrpc.prefetch.storage.hf3fs.client import Client, LocalClient, UsrbioClient
+from kvgrpc.prefetch.storage.hf3fs.slots import Slot, Slots
+from kvgrpc.prefetch.storage.listeners import Listeners
+from kvgrpc.prefetch.storage.memory import views
+from kvgrpc.prefetch.storage.settings import Threads, read_settings
+from kvgrpc.prefetch.storage.tally import Tally
+
+_PACKAGE = "hf3fs_fuse"
+_INSTALL = (
+    "build 3FS's hf3fs_fuse and hf3fs_py_usrbio (github.com/deepseek-ai/3FS) for this Python, or set client to 'local'"
+)
+_LAYOUT = "kvgrpc hf3fs layout 1"
+_NOTHING = memoryview(bytes(HEADER_BYTES))
+
+
+class Hf3fsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Config of the backend ``hf3fs``."""
+
+    path: str
+    """Folder on a mounted 3FS, or with ``client`` "local" any; made if it is not there."""
+    max_bytes: Annotated[int, msgspec.Meta(ge=1)]
+    """Size of the file, which is made at once."""
+    page_bytes: Annotated[int, msgspec.Meta(ge=1)]
+    """The largest page: ``shape.page_bytes`` of the engine's cache."""
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,128}$")] = "kvgrpc"
+    """Of the file, without ".bin". One process has a file at a time: each rank needs a name of its own."""
+    client: Literal["usrbio", "local"] = "usrbio"
+    """What moves the bytes: 3FS's own client, or the kernel."""
+    threads: Threads = 4
+    sync: bool = False
+    """Every page is on disk before it can be found."""
+
+
+class Hf3fsBackend:
+    """A StorageBackend over slots of one size. Each slot begins with a header that proves the page behind it, so the
+    file is all the metadata there is: it is read once, at the start."""
+
+    name = "hf3fs"
+
+    @classmethod
+    def of(cls, settings: Mapping[str, object]) -> Hf3fsBackend:
+        """Raises InvalidRequest, and FeatureDisabled where 3FS's client is wanted and not installed."""
+        config = read_settings(Hf3fsConfig, settings)
+        if config.client == "usrbio" and importlib.util.find_spec(_PACKAGE) is None:
+            raise _disabled(f"needs {_PACKAGE}, 3FS's client, which has no wheel")
+        return cls(config)
+
+    def __init__(self, config: Hf3fsConfig) -> None:
+        self._config = config
+        self._slot_bytes = HEADER_BYTES + -(-config.page_bytes // HEADER_BYTES) * HEADER_BYTES
+        self._slots = Slots(config.max_bytes // self._slot_bytes)
+        if not self._slots.count:
+            raise InvalidRequest.of("max_bytes", config.max_bytes, f"at least {self._slot_bytes}, one page")
+        path = os.path.join(os.path.abspath(config.path), f"{config.name}.bin")
+        self._tally, self._removed = Tally(), Listeners()
+        with contextlib.ExitStack() as undo:
+            self._descriptor = _open(path, config.path)
+            undo.callback(os.close, self._descriptor)
+            self._client = self._open_client(path)
+            undo.callback(self._client.close)
+            self._read_layout(path)
+            undo.pop_all()
+        self._calls = PageCalls(self.name, path, config.threads)
+        self._open = True
+
+    def register(self, memory: Sequence[MemoryRange]) -> None:
+        """Pages are copied through the client's own memory, or need none."""
+
+    def count_leading(self, keys: Sequence[str], timeout: float) -> int:
+        return leading_pages(self.contains, keys, timeout)
+
+    def contains(self, keys: Sequence[str], timeout: float) -> list[bool]:
+        check_keys(keys)
+        if keys and (self._calls.closed or timeout <= 0):
+            raise self._calls.down("it is closed" if self._calls.closed else "not begun in time")
+        return [self._slots.size(key) is not None for key in keys]
+
+    def read(self, keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
+        check_batch(keys, pages)
+        return self._tally.read(
+            self._calls.move(lambda number: self._read(keys[number], pages[number]), len(keys), timeout)
+        )
+
+    def write(self, keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
+        check_batch(keys, pages)
+        return self._tally.write(
+            self._calls.move(lambda number: self._write(keys[number], pages[number]), len(keys), timeout)
+        )
+
+    def delete(self, keys: Sequence[str], timeout: float) -> int:
+        check_keys(keys)
+        return sum(self._calls.ask(lambda number: self._drop(keys[number]), len(keys), timeout))
+
+    def clear(self, prefix: str = "", timeout: float = 60.0) -> int:
+        if self._calls.closed:
+            raise self._calls.down("it is closed")
+        keys = [key for key in self._slots.keys() if key.startswith(prefix)]  # noqa: SIM118
+        gone = self._calls.ask(lambda number: self._drop(keys[number]), len(keys), timeout)
+        self._removed.tell([key for key, was_there in zip(keys, gone, strict=True) if was_there])
+        return sum(gone)
+
+    def on_removed(self, removed: Removed) -> Callable[[], None]:
+        return self._removed.add(removed)
+
+    def stats(self) -> StorageStats:
+        closed = self._calls.closed
+        return self._tally.stats(
+            healthy=not closed,
+            detail="closed" if closed else "",
+            pages=len(self._slots),
+            nbytes=self._slots.nbytes,
+            capacity=self._slots.count * self._config.page_bytes,
+        )
+
+    def close(self, timeout: float) -> bool:
+        ended = self._calls.close(timeout)
+        if ended and self._open:
+            self._open = False
+            self._client.close()
+            os.close(self._descriptor)  # and with it the lock
+        return ended
+
+    def _read(self, key: str, page: PageBuffers) -> PageResult:
+        if self._slots.size(key) != page_bytes(page) or (slot := self._slots.read(key)) is None:
+            return MISSING
+        with self._using(slot) as use:
+            pieces, block = views(page), header_block()
+            done = self._client.read(self._offset(slot.number), [block, *pieces])
+            header = Header.decode(block)
+            use.complete = (
+                done == HEADER_BYTES + page_bytes(page)
+                and header is not None
+                and (header.key, header.checksum) == (key, checksum(pieces))
+            )
+        if use.error is not None:
+            return failed(str(use.error), retryable=True)
+        return OK if use.complete else MISSING
+
+    def _write(self, key: str, page: PageBuffers) -> PageResult:
+        nbytes = page_bytes(page)
+        if nbytes > self._slot_bytes - HEADER_BYTES:
+            return failed(f"the page has {nbytes} bytes, and page_bytes is {self._config.page_bytes}")
+        slot, gone = self._slots.claim(key, nbytes)
+        if slot is None:
+            return failed(f"all {self._slots.count} slots are being read or written", retryable=True)
+        if slot.complete:
+            there = slot.nbytes
+            self._slots.end(slot, complete=True)
+            return OK if there == nbytes else failed(other_size(key, there, nbytes))
+        if gone:
+            self._tally.add("evicted", len(gone))
+            self._removed.tell(gone)
+        with self._using(slot) as use:
+            self._fill(slot, views(page))
+        if use.error is not None:
+            return failed(str(use.error), retryable=True)
+        self._tally.add("written")
+        return OK
+
+    def _fill(self, slot: Slot, pieces: list[memoryview]) -> None:
+        """The old header goes first and the new one comes last: whoever is killed in between leaves no page."""
+        offset, block = self._offset(slot.number), header_block()
+        self._client.write(offset, [_NOTHING])
+        self._client.write(offset + HEADER_BYTES, pieces)
+        if self._config.sync:
+            self._client.sync()
+        block[:] = Header(slot.key, slot.nbytes, checksum(pieces)).encode()
+        self._client.write(offset, [block])
+        if self._config.sync:
+            self._client.sync()
+
+    @contextlib.contextmanager
+    def _using(self, slot: Slot) -> Iterator[_Use]:
+        """Ends the use of a slot, whose page is gone when a write of it failed or its bytes are not its own."""
+        use, reads = _Use(), slot.complete
+        try:
+            yield use
+        except OSError as error:
+            use.error, use.complete = error, reads
+        except BaseException:
+            use.complete = False
+            raise
+        finally:
+            self._slots.end(slot, complete=use.complete)
+
+    def _drop(self, key: str) -> bool:
+        slot = self._slots.drop(key)
+        if slot is None:
+            return False
+        try:
+            # Else it would be there again at the next start: a nuisance, and no wrong page.
+            with contextlib.suppress(OSError):
+                self._client.write(self._offset(slot.number), [_NOTHING])
+        finally:
+            self._slots.end(slot, complete=False)
+        return True
+
+    def _offset(self, number: int) -> int:
+        return HEADER_BYTES + number * self._slot_bytes
+
+    def _open_client(self, path: str) -> Client:
+        if self._config.client == "local":
+            return LocalClient(self._descriptor)
+        try:
+            return UsrbioClient(path, self._descriptor, self._slot_bytes)
+        except Exception as error:  # its errors share no class
+            raise _disabled(f"does not start on {path} ({type(error).__name__}: {error})") from error
+
+    def _read_layout(self, path: str) -> None:
+        """What the file says of itself and of its slots; a new one is made as long as it will be."""
+        whole = self._offset(self._slots.count)
+        said = Header(f"{_LAYOUT}, {self._slots.count} slots of {self._slot_bytes} bytes", whole, 0)
+        block = header_block()
+        if os.fstat(self._descriptor).st_size:
+            self._client.read(0, [block])
+            there = Header.decode(block)
+            if there != said:
+                words = there.key if there is not None and there.key.startswith(_LAYOUT) else "no file of kvgrpc"
+                rule = f"a name of its own for other sizes: {path} has {words}"
+                raise InvalidRequest.of("name", self._config.name, rule)
+            self._read_slots(block)
+            return
+        try:
+            os.posix_fallocate(self._descriptor, 0, whole)
+            block[:] = said.encode()
+            self._client.write(0, [block])
+        except OSError as error:
+            os.ftruncate(self._descriptor, 0)
+            raise InvalidRequest.of("max_bytes", self._config.max_bytes, f"what the disk can hold ({error})") from error
+
+    def _read_slots(self, block: memoryview) -> None:
+        for number in range(self._slots.count):
+            self._client.read(self._offset(number), [block])
+            header = Header.decode(block)
+            if header is not None and header.nbytes <= self._slot_bytes - HEADER_BYTES:
+                self._slots.found(number, header.key, header.nbytes)
+
+
+class _Use:
+    """How the use of a slot ended."""
+
+    def __init__(self) -> None:
+        self.complete = True
+        self.error: OSError | None = None
+
+
+def _open(path: str, folder: str) -> int:
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        raise InvalidRequest.of("path", folder, f"a folder that this process may write to ({error})") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        rule = f"a name of its own for each rank: another process has {path} open"
+        raise InvalidRequest.of("name", os.path.basename(path), rule) from error
+    return descriptor
+
+
+def _disabled(why: str) -> FeatureDisabled:
+    return FeatureDisabled(
+        f"storage 'hf3fs' {why}: {_INSTALL}", metadata={"feature": "storage.hf3fs", "howToEnable": _INSTALL}
+    )
