@@ -59,5 +59,5 @@ def test_a_third_party_backend_is_found_by_its_entry_point(monkeypatch: pytest.M
     assert backend.name == "dictionary" and backend.close(10)
     with pytest.raises(FeatureDisabled, match="cannot be loaded"):
         open_backend("broken")
-    with pytest.raises(InvalidRequest, match="one of file, mooncake, nixl, broken, dictionary"):
+    with pytest.raises(InvalidRequest, match="one of file, mooncake, nixl, hf3fs, broken, dictionary"):
         open_backend("other")
