@@ -17,6 +17,7 @@ from kvgrpc.prefetch.pools.pages import Pages
 
 # One slice copy costs about as much as gathering so many rows.
 _ROWS_OF_A_SLICE = 2
+_Run = tuple[int, int, int, int]
 
 
 class IoBackend(enum.Enum):
@@ -43,6 +44,8 @@ class CopyPath:
         }
         self._components = [block.component.name for block in host.blocks]
         self._cuda = device.device.type == "cuda"
+        self._last_runs: tuple[Pages, Pages, list[_Run]] | None = None
+        self._last_numbers: tuple[Pages, Pages, list[tuple[int, int]]] | None = None
 
     @property
     def layers(self) -> int:
@@ -52,7 +55,7 @@ class CopyPath:
         """One layer of the pages, from device to host."""
         for component in self._components:
             rows, view = self._device.rows(layer, component), self._views[layer, component]
-            if self._direct and _few(runs := list(_runs(device_pages, host_pages)), len(host_pages)):
+            if runs := self._runs_of(device_pages, host_pages):
                 for _, device_first, host_first, count in runs:
                     _copy(view[host_first : host_first + count], rows[device_first : device_first + count])
             elif self._cuda:
@@ -60,13 +63,13 @@ class CopyPath:
                 for start, _, host_first, count in _runs(None, host_pages):
                     _copy(view[host_first : host_first + count], gathered[start : start + count])
             else:
-                _scatter(view, host_pages, rows, device_pages)
+                _scatter(view, rows, self._numbers(host_pages, device_pages))
 
     def up(self, layer: int, host_pages: Pages, device_pages: Pages) -> None:
         """One layer of the pages, from host to device."""
         for component in self._components:
             rows, view = self._device.rows(layer, component), self._views[layer, component]
-            if self._direct and _few(runs := list(_runs(device_pages, host_pages)), len(host_pages)):
+            if runs := self._runs_of(device_pages, host_pages):
                 for _, device_first, host_first, count in runs:
                     _copy(rows[device_first : device_first + count], view[host_first : host_first + count])
             elif self._cuda:
@@ -75,7 +78,26 @@ class CopyPath:
                     _copy(staged[start : start + count], view[host_first : host_first + count])
                 rows.index_copy_(0, self._index(device_pages), staged)
             else:
-                _scatter(rows, device_pages, view, host_pages)
+                _scatter(rows, view, self._numbers(device_pages, host_pages))
+
+    def _runs_of(self, device_pages: Pages, host_pages: Pages) -> list[_Run]:
+        """Runs that are worth a slice copy each; empty: too few pages are adjacent. Found once for all layers of a
+        copy, which gives the same arrays for each."""
+        if not self._direct:
+            return []
+        known = self._last_runs
+        if known is None or known[0] is not device_pages or known[1] is not host_pages:
+            runs = list(_runs(device_pages, host_pages))
+            known = self._last_runs = (device_pages, host_pages, runs if _few(runs, len(host_pages)) else [])
+        return known[2]
+
+    def _numbers(self, to: Pages, source: Pages) -> list[tuple[int, int]]:
+        """(page to, page from); as ``_runs_of``, once for all layers."""
+        known = self._last_numbers
+        if known is None or known[0] is not to or known[1] is not source:
+            numbers = list(zip(to.tolist(), source.tolist(), strict=True))
+            known = self._last_numbers = (to, source, numbers)
+        return known[2]
 
     def _index(self, pages: Pages) -> Tensor:
         return torch.from_numpy(pages).to(self._device.device, non_blocking=True)
@@ -98,10 +120,10 @@ def _copy(destination: Tensor, source: Tensor) -> None:
     destination.copy_(source, non_blocking=True)
 
 
-def _scatter(to: Tensor, to_pages: Pages, source: Tensor, source_pages: Pages) -> None:
+def _scatter(to: Tensor, source: Tensor, pages: list[tuple[int, int]]) -> None:
     """Page by page without a buffer between: on a CPU a second pass over the bytes costs more than the loop."""
     to, source = _alike(to, source)
-    for target, origin in zip(to_pages.tolist(), source_pages.tolist(), strict=True):
+    for target, origin in pages:
         to[target].copy_(source[origin])
 
 
@@ -114,11 +136,11 @@ def _alike(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     return one, other
 
 
-def _few(runs: list[tuple[int, int, int, int]], pages: int) -> bool:
+def _few(runs: list[_Run], pages: int) -> bool:
     return len(runs) * _ROWS_OF_A_SLICE <= pages or pages <= _ROWS_OF_A_SLICE
 
 
-def _runs(first: Pages | None, second: Pages) -> Iterator[tuple[int, int, int, int]]:
+def _runs(first: Pages | None, second: Pages) -> Iterator[_Run]:
     """(position, page of the first, page of the second, pages) of what is adjacent in both."""
     if not len(second):
         return
