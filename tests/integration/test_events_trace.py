@@ -4,24 +4,45 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import os
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from kvgrpc.client import EventFollower
-from kvgrpc.events import EventServicer, KVEventBatch, open_publisher
+from kvgrpc.client import (
+    Client,
+    EventFollower,
+    Heartbeat,
+    PrefixIndex,
+    Snapshot,
+    SyncEventFollower,
+    TypedBatches,
+)
+from kvgrpc.events import EventServicer, JournalingPublisher, KVEventBatch, open_publisher
 from kvgrpc.events.base import EventPublisher
+from kvgrpc.events.following.contents import CacheContents
+from kvgrpc.events.following.index import BlockIndex
 from kvgrpc.events.log.digest import DigestCounter, StateDigest, hash_key
+from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvgrpc.model import RankId, RankRef, new_epoch
 from kvgrpc.rpc.interceptors import interceptors_of
 from kvgrpc.rpc.security import ServerSecurity
+from kvgrpc.server import EventRelay
+from kvgrpc.v1 import event_service_pb2 as pb
 from kvgrpc.v1.event_service_pb2_grpc import add_EventServiceServicer_to_server
-from tests.support.prefix_cache import PrefixCache, hash_of, requests
+from tests.support.prefix_cache import PrefixCache, hash_of, requests, timed_requests
 
 SECONDS = 40.0
+SNAPSHOT = pb.WATCH_MODE_SNAPSHOT
+GO_SEARCH = f"{os.environ.get('PATH', '')}:/usr/local/go/bin"
+GO = shutil.which("go", path=GO_SEARCH)
+GO_EXAMPLE = Path(__file__).parents[2] / "clients" / "go" / "examples" / "tail"
 
 
 @asynccontextmanager
@@ -120,3 +141,132 @@ async def test_what_is_lost_before_it_is_published_is_under_stated_and_never_wro
         shown = {block for block in ever if follower.media_of(block)}
         assert shown <= cache.content["GPU"]
         assert follower.counts.digests_different == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_followers_of_every_kind_end_with_the_content_after_the_trace_at_real_time_times_n(
+    tmp_path: Path,
+) -> None:
+    """N is what serves each 1,000 requests in 6 s. Those that follow: Watch, PUB, plain code, an index, a typed Watch,
+    one behind a relay, and the Go client where there is Go."""
+    cache = PrefixCache(2_000, 8_000)
+    async with contextlib.AsyncExitStack() as stack:
+        publisher, address = await stack.enter_async_context(publishing(replay_endpoint="tcp://127.0.0.1:0"))
+        assert publisher.stream is not None
+        stream = publisher.stream.state()
+        relay = EventRelay("127.0.0.1:0", stream.pub_endpoint, "relayed", replay=stream.replay_endpoint)
+        await asyncio.to_thread(relay.open)
+        stack.push_async_callback(asyncio.to_thread, relay.close)
+        followers = [EventFollower(address), EventFollower(address, live=True), EventFollower(relay.address)]
+        for follower in followers:
+            await stack.enter_async_context(follower)
+        plain = SyncEventFollower(address)
+        await asyncio.to_thread(plain.start)
+        stack.push_async_callback(asyncio.to_thread, plain.close)
+        index = await stack.enter_async_context(PrefixIndex(sources=[address]))
+        typed = asyncio.create_task(typed_contents(address, reached := asyncio.Event()))
+        go = await go_client(tmp_path, address) if GO else None
+        speed = await serve_in_time(cache, publisher)
+        wanted = {medium: len(hashes) for medium, hashes in cache.content.items()}
+        upcoming = publisher.stream.next_sequence
+        print(f"\nreal time x {speed:.0f}, {upcoming} batches, {wanted}")
+        for follower in followers[:2]:
+            await exact(follower, publisher)
+        await until(lambda: followers[2].blocks == wanted)
+        await until(lambda: plain.freshness.next_sequence == upcoming)
+        await until(lambda: any(source.freshness.next_sequence == upcoming for source in index.sources()))
+        reached.set()
+        contents = await asyncio.wait_for(typed, SECONDS)
+        assert contents.digest() == digest_of(cache, upcoming)
+        for follower in followers:
+            same(follower, cache)
+        assert plain.blocks == wanted
+        (source,) = index.sources()
+        assert source.blocks == wanted and source.counts.digests_different == 0
+        if go is not None:
+            places = " ".join(f"{{{medium} 0}}:{count}" for medium, count in sorted(wanted.items()))
+            await go_says(go, f"map[{places}]", "digest equal: true")
+
+
+async def serve_in_time(cache: PrefixCache, publisher: EventPublisher) -> float:
+    """The requests as far apart as they came, N times faster. N."""
+    trace = list(timed_requests())
+    speed = max(1.0, trace[-1][0] / (0.006 * len(trace)))
+    clock = asyncio.get_running_loop().time
+    began = clock()
+    for came, blocks in trace:
+        await asyncio.sleep(max(0.0, began + came / speed - clock()))
+        happened = cache.request(blocks)
+        if happened:
+            assert publisher.publish(KVEventBatch(came, happened))
+    await asyncio.to_thread(wait_published, publisher)
+    return speed
+
+
+def wait_published(publisher: EventPublisher) -> None:
+    assert isinstance(publisher, JournalingPublisher)
+    while publisher.counts.unsent:
+        time.sleep(0.005)
+
+
+async def typed_contents(address: str, reached: asyncio.Event) -> CacheContents:
+    """What a typed Watch comes to, up to what its stream has when ``reached`` is set."""
+    contents = CacheContents(BlockIndex())
+    async with Client(address) as client, aclosing(client.watch(mode=SNAPSHOT, typed=True)) as parts:  # type: ignore[type-var]
+        async for part in parts:
+            if isinstance(part, Snapshot):
+                contents.apply(map(event_of, part.events))
+                contents.advance(part.next_sequence)
+            elif isinstance(part, TypedBatches):
+                for sequence, batch in enumerate(part.batches, part.first_sequence):
+                    contents.apply(map(event_of, batch.events))
+                    contents.advance(sequence + 1)
+            elif isinstance(part, Heartbeat) and reached.is_set() and part.next_sequence == contents.next_sequence:
+                break
+    return contents
+
+
+def event_of(message: pb.KvEvent) -> Event:
+    kind = message.WhichOneof("kind")
+    if kind == "stored":
+        said = message.stored
+        hashes = [block.value for block in said.block_hashes]
+        return BlockStored(hashes, medium=said.medium, group_idx=said.group, block_size=said.block_size)
+    if kind == "removed":
+        gone = message.removed
+        return BlockRemoved([block.value for block in gone.block_hashes], gone.medium, gone.group)
+    assert kind == "cleared"
+    return AllBlocksCleared()
+
+
+async def go_client(folder: Path, address: str) -> asyncio.subprocess.Process:
+    """The Go client's example, which prints what its cache holds."""
+    environment = {**os.environ, "PATH": GO_SEARCH}
+    build = await asyncio.create_subprocess_exec(
+        str(GO), "build", "-o", str(folder / "tail"), ".", cwd=GO_EXAMPLE, env=environment
+    )
+    assert await build.wait() == 0
+    return await asyncio.create_subprocess_exec(
+        str(folder / "tail"), address, stdout=asyncio.subprocess.PIPE, limit=2**24
+    )
+
+
+async def go_says(process: asyncio.subprocess.Process, *words: str) -> None:
+    assert process.stdout is not None
+    try:
+        while True:
+            line = (await asyncio.wait_for(process.stdout.readline(), SECONDS)).decode()
+            assert line, "it ended"
+            if all(word in line for word in words):
+                return
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    end = asyncio.get_running_loop().time() + SECONDS
+    while not condition():
+        assert asyncio.get_running_loop().time() < end, f"waited {SECONDS:g} s in vain"
+        await asyncio.sleep(0.02)
