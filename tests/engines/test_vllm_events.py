@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import zmq
 from vllm.config import KVEventsConfig
@@ -20,8 +20,11 @@ from vllm.distributed.kv_events import (
     KVEventBatch,
 )
 
-from kvgrpc.client import EventFollower, SyncClient
+from kvgrpc.client import EventFollower, SyncClient, SyncEventFollower
 from kvgrpc.client.watch import Payloads
+from kvgrpc.events.codec import decode_batch
+from kvgrpc.events.following.contents import CacheContents
+from kvgrpc.events.following.index import BlockIndex
 from kvgrpc.server import EventRelay
 from kvgrpc.v1 import event_service_pb2
 from tests.engines.engine import LOCAL, free_port
@@ -31,17 +34,23 @@ from tests.engines.vllm_engine import BLOCK, CONNECTOR, VllmEngine, vllm_argumen
 pytestmark = pytest.mark.timeout(900)
 # Without it the hashes of blocks begin with a random number.
 HASH_SEED = {"PYTHONHASHSEED": "0"}
+FLOAT64 = 0xCB
 
 
 class Published:
     """An engine whose events somebody reads, from the first on."""
 
     def __init__(self, folder: Path, model: Path, **extra: Any) -> None:
-        self.port = free_port()
+        self.port, self.replay = free_port(), free_port()
         arguments = {
             **vllm_arguments(model, 1),
             "num_gpu_blocks_override": 1 + 16,  # so that blocks are removed
-            "kv_events_config": {"enable_kv_cache_events": True, "endpoint": f"tcp://*:{self.port}", "topic": "kv"},
+            "kv_events_config": {
+                "enable_kv_cache_events": True,
+                "endpoint": f"tcp://*:{self.port}",
+                "replay_endpoint": f"tcp://*:{self.replay}",
+                "topic": "kv",
+            },
             "kv_transfer_config": {**CONNECTOR, "kv_role": "kv_producer", "kv_connector_extra_config": extra},
         }
         self._context = zmq.Context()
@@ -111,14 +120,31 @@ async def test_vllms_own_publisher_is_followed_through_a_relay() -> None:
 
 
 def without_times(messages: list[tuple[bytes, int, bytes]]) -> list[bytes]:
-    """The payloads; their times are float64, so that this changes no length."""
-    return [msgspec.msgpack.encode(timeless(msgspec.msgpack.decode(payload))) for _, _, payload in messages]
+    """The payloads but for the eight bytes of their times, behind the headers of the batch and of a float64."""
+    assert all(payload[1] == FLOAT64 for _, _, payload in messages)
+    return [payload[:2] + payload[10:] for _, _, payload in messages]
 
 
-def timeless(batch: Any) -> Any:
-    if isinstance(batch, dict):
-        return {**batch, "ts": 0.0}
-    return [0.0, *batch[1:]]
+def held(messages: list[tuple[bytes, int, bytes]]) -> dict[str, int]:
+    """Blocks by medium that the payloads come to."""
+    contents = CacheContents(BlockIndex())
+    for _, _, payload in messages:
+        contents.apply(decode_batch(payload).events)
+    return contents.blocks.counts()
+
+
+def shown_by_a_relay_of(published: Published, wanted: dict[str, int]) -> dict[str, int]:
+    """What a follower shows of an engine without our connector, once it is ``wanted``, or after 20 s."""
+    endpoint, replay = f"tcp://{LOCAL}:{published.port}", f"tcp://{LOCAL}:{published.replay}"
+    relay = EventRelay(f"{LOCAL}:0", endpoint, "vllm", replay=replay, topic="kv").open()
+    try:
+        with SyncEventFollower(relay.address) as follower:
+            end = time.monotonic() + 20
+            while follower.blocks != wanted and time.monotonic() < end:
+                time.sleep(0.05)
+            return follower.blocks
+    finally:
+        relay.close()
 
 
 def test_batches_are_those_of_vllms_own_publisher_byte_by_byte(
@@ -138,6 +164,7 @@ def test_batches_are_those_of_vllms_own_publisher_byte_by_byte(
     try:
         theirs.engine.wait_ready()
         expected = theirs.serve(cases)
+        assert shown_by_a_relay_of(theirs, held(expected)) == held(expected) != {}
     finally:
         theirs.close()
     assert {topic for topic, _, _ in published} == {topic for topic, _, _ in expected} == {b"kv"}
