@@ -17,7 +17,7 @@ import pytest
 from kvgrpc.events import EventsConfig, JournalingPublisher, decode_batch
 from kvgrpc.events import publisher as publishing
 from kvgrpc.events.log.journal import Batches, Dropped
-from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, KVEventBatch
+from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from kvgrpc.events.publisher import MAX_BATCH_BYTES
 from kvgrpc.model import RankId, RankRef
 
@@ -53,6 +53,9 @@ def publisher(live: Live | None = None, **settings: Any) -> Iterator[JournalingP
         yield opened
     finally:
         opened.shutdown(1)
+
+
+BATCH_OF_BLOCKS = KVEventBatch(0.0, [BlockStored(list(range(1000)), None, [], 16)])
 
 
 def removed(number: int) -> KVEventBatch:
@@ -193,6 +196,25 @@ def test_a_full_queue_is_a_hole_and_a_clear_and_blocks_nobody() -> None:
         assert told(opened)[-1] == KVEventBatch(10.0, [BlockRemoved([10])], 1)
         assert opened.counts.dropped == 6
         assert [sequence for sequence, _ in live.sent] == [0, 1, 2, 3, 10, 11]
+
+
+def test_publish_waits_neither_for_a_snapshot_that_is_encoded_nor_for_the_state() -> None:
+    with publisher() as opened:
+        assert opened.publish(BATCH_OF_BLOCKS)
+        wait_for(lambda: opened.counts.unsent == 0)
+        recorder = opened.stream.recorder
+        assert recorder is not None
+        snapshot = recorder.snapshot(0)
+        engine = threading.Thread(target=lambda: [opened.publish(removed(number)) for number in range(1000)])
+        # As long as a reader encodes a part, and another one cuts.
+        with snapshot._lock, recorder._lock:
+            engine.start()
+            engine.join(20)
+            assert not engine.is_alive()
+        wait_for(lambda: opened.counts.unsent == 0)
+        assert opened.stream.next_sequence == 1001
+        assert snapshot.part(0)[1] and snapshot.next_sequence == 1
+        assert recorder.snapshot(1001).copies == 0
 
 
 def test_what_the_live_transport_refuses_is_in_the_journal() -> None:
