@@ -28,9 +28,10 @@ def rows(name: str) -> list[list[str]]:
 
 
 ROOMS = rows("Rooms, sessions and the registry")
+EVENTS = rows("Events")
 
 
-@pytest.mark.parametrize("row", ROOMS, ids=lambda row: row[1].split("`")[1])
+@pytest.mark.parametrize("row", [*ROOMS, *EVENTS], ids=lambda row: row[1].split("`")[1])
 def test_a_bound_has_the_value_of_the_code_and_says_what_happens_past_it(row: list[str]) -> None:
     _, name, value, past = row
     place, _, constant = name.split("`")[1].rpartition(" ")
