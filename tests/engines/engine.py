@@ -21,6 +21,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvgrpc.v1 import transfer_service_pb2
+
 ROOT = Path(__file__).parents[2]
 LOCAL = "127.0.0.1"
 PAGE = 16
@@ -304,9 +306,21 @@ class Pair:
         where = self._where(self.room() if room is None else room)
         return self.prefill.generate(prompt, 1, **where), (decode or self.decode).generate(prompt, new_tokens, **where)
 
-    def submit_to_decode(self, prompt: list[int], new_tokens: int) -> Request:
+    def submit_to_decode(self, prompt: list[int], new_tokens: int, room: int | None = None) -> Request:
         """A request that prefill never hears of: decode waits for it."""
-        return self.decode.generate(prompt, new_tokens, **self._where(self.room()))
+        return self.decode.generate(prompt, new_tokens, **self._where(self.room() if room is None else room))
+
+    def submit_to_prefill(self, prompt: list[int], room: int) -> Request:
+        """A request that decode has not heard of yet."""
+        return self.prefill.generate(prompt, 1, **self._where(room))
+
+    def number_of(self, room: int) -> int:
+        """What kvgrpc calls the room."""
+        return room
+
+    def is_under_way(self, room: transfer_service_pb2.Room) -> bool:
+        """Whether prefill has sent pages of it; it sends a chunk when it has computed it."""
+        return any(part.pages_done for part in room.parts)
 
     def _where(self, room: int) -> dict[str, Any]:
         return {"bootstrap_host": LOCAL, "bootstrap_port": self.bootstrap_port, "bootstrap_room": room}

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvgrpc.transfer import room_from_transfer_id
+from kvgrpc.v1 import transfer_service_pb2
 from tests.engines.engine import LOCAL, Engine, Pair, Request, common_environment, free_port
 
 BLOCK = 32
@@ -93,9 +95,20 @@ class VllmPair(Pair):
             (decode or self.decode).generate(prompt, new_tokens, **self.at_decode(room)),
         )
 
-    def submit_to_decode(self, prompt: list[int], new_tokens: int) -> Request:
+    def submit_to_decode(self, prompt: list[int], new_tokens: int, room: int | None = None) -> Request:
         """A request that prefill never hears of: decode waits for it."""
-        return self.decode.generate(prompt, new_tokens, **self.at_decode(self.room()))
+        return self.decode.generate(prompt, new_tokens, **self.at_decode(self.room() if room is None else room))
+
+    def submit_to_prefill(self, prompt: list[int], room: int) -> Request:
+        """A request that decode has not heard of yet. Its pages are held when it has ended."""
+        return self.prefill.generate(prompt, 1, **self.at_prefill(room))
+
+    def number_of(self, room: int) -> int:
+        return room_from_transfer_id(f"xfer-{room}")
+
+    def is_under_way(self, room: transfer_service_pb2.Room) -> bool:
+        """Whether prefill computes the prompt for a decode that has named its pages; it sends them in one go."""
+        return room.local_handle and room.pages > 0
 
     def at_prefill(self, room: int) -> dict[str, Any]:
         return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": f"xfer-{room}"}

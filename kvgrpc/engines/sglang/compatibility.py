@@ -26,6 +26,9 @@ SIGNATURES: Mapping[str, str] = {
     f"{_BASE}.BaseKVReceiver.send_metadata": ("self kv_indices aux_index state_indices decode_prefix_len destination"),
     f"{_BASE}.BaseKVBootstrapServer.__init__": "self host port",
     "sglang.srt.disaggregation.decode.DecodePreallocQueue._resolve_prefill_dp_rank": "self req",
+    "sglang.srt.disaggregation.decode.DecodeTransferQueue.__init__": (
+        "self req_to_metadata_buffer_idx_allocator metadata_buffers scheduler tree_cache"
+    ),
 }
 
 

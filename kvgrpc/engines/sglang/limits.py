@@ -5,23 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel
+from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel, get_serving
 
+from kvgrpc.engines.sglang.plugin import BACKEND
 from kvgrpc.errors import FeatureDisabled
 
 
 def check_supported(kv_args: Any) -> None:
     """Raises FeatureDisabled that names the first setting of SGLang which cannot be served, and what to do."""
     parallel, disagg = get_parallel(), get_disagg()
+    serving = get_serving()
     states = ", ".join(state.value for state in getattr(kv_args, "state_types", ()))
     refused = (
         (
             bool(states),
             f"the model has state besides its KV cache ({states})",
-            "its pools have page numbers of their own, and a hand-off has one list of pages",
+            "the adapter does not yet hand over the page numbers that its pools have of their own",
             "use another transfer backend",
         ),
-        (parallel.pp_size > 1, f"--pp-size {parallel.pp_size}", "stages would have to agree", "use --pp-size 1"),
+        (
+            parallel.pp_size > 1,
+            f"--pp-size {parallel.pp_size}",
+            "the adapter does not yet say which layers a stage holds",
+            "use --pp-size 1",
+        ),
         (
             parallel.attn_cp_size > 1,
             f"--attn-cp-size {parallel.attn_cp_size}",
@@ -43,13 +50,13 @@ def check_supported(kv_args: Any) -> None:
         (
             disagg.enable_pd_role_switch,
             "--enable-pd-role-switch",
-            "a rank has one role",
-            "start prefill and decode for good",
+            "a rank keeps the role that it was opened with",
+            "start prefill and decode engines",
         ),
         (
             disagg.disaggregation_decode_allocation_policy != "early",
             f"--disaggregation-decode-allocation-policy {disagg.disaggregation_decode_allocation_policy}",
-            "decode names its pages before prefill is through",
+            "decode names its pages before prefill has computed them",
             "use early",
         ),
         (
@@ -57,6 +64,12 @@ def check_supported(kv_args: Any) -> None:
             "--enable-memory-saver",
             "it takes away memory that is registered",
             "leave it out",
+        ),
+        (
+            serving.tokenizer_worker_num > 1 and disagg.disaggregation_transfer_backend == BACKEND,
+            f"--tokenizer-worker-num {serving.tokenizer_worker_num} with --disaggregation-transfer-backend {BACKEND}",
+            "SGLang's tokenizer workers load no plug-ins and do not know that name",
+            "use --disaggregation-transfer-backend mooncake and KVGRPC_SGLANG=mooncake",
         ),
         (
             envs.SGLANG_DISAGG_STAGING_BUFFER.get(),

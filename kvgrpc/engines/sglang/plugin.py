@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from kvgrpc.engines.sglang.compatibility import check_sglang
@@ -12,9 +12,12 @@ from kvgrpc.errors import InvalidRequest
 ROUTE = "KVGRPC_SGLANG"
 BACKEND = "kvgrpc"
 _UTILS = "sglang.srt.disaggregation.utils"
+_DECODE_QUEUE = "sglang.srt.disaggregation.decode.DecodeTransferQueue.__init__"
+RELEASE_TIMEOUT = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"
+_HOLD_SECONDS = 3600
 
 
-def install(environment: Mapping[str, str]) -> None:
+def install(environment: MutableMapping[str, str]) -> None:
     """Registers the hooks; SGLang applies them when all its plug-ins ran.
 
     ``KVGRPC_SGLANG`` in the environment: "backend" (the default) adds the transfer backend "kvgrpc"; "mooncake" takes
@@ -40,6 +43,7 @@ def install(environment: Mapping[str, str]) -> None:
     register_publisher()
     ours = BACKEND if route == "backend" else "mooncake"
     HookRegistry.register(f"{_UTILS}.get_kv_class", class_chooser(ours), HookType.AROUND)
+    HookRegistry.register(_DECODE_QUEUE, page_holder(ours, environment), HookType.BEFORE)
 
 
 def with_member(backends: type[enum.Enum], name: str) -> type[enum.Enum]:
@@ -60,6 +64,23 @@ def class_chooser(backend: str) -> Callable[..., Any]:
         return _classes()[class_type.value]
 
     return get_kv_class
+
+
+def page_holder(backend: str, environment: MutableMapping[str, str]) -> Callable[..., None]:
+    """A hook before SGLang makes decode's queue of transfers, which reads there how long it holds pages of a request
+    that failed: until nobody writes to them, where the operator has set no time and ``backend`` serves this engine.
+
+    SGLang's 30 s are for its own backends, whose acknowledgement may never come; a prefill that hangs for longer and
+    then goes on would write over the pages of other requests. Ours says when it is over: an hour is the last resort.
+    """
+
+    def hold_pages(*arguments: Any, **more: Any) -> None:
+        from sglang.srt.runtime_context import get_disagg
+
+        if get_disagg().disaggregation_transfer_backend == backend:
+            environment.setdefault(RELEASE_TIMEOUT, str(_HOLD_SECONDS))
+
+    return hold_pages
 
 
 def _classes() -> dict[str, type]:

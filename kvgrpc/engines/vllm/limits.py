@@ -21,7 +21,7 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
         (
             parallel.pipeline_parallel_size > 1,
             "pipeline parallelism",
-            "a stage holds some of the layers",
+            "the adapter does not yet say which layers a stage holds",
             "use --pipeline-parallel-size 1",
         ),
         (
@@ -45,7 +45,7 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
         (
             len(groups) != 1 or not _is_full_attention(groups[0].kv_cache_spec),
             "models whose KV cache is not one group of full attention (hybrid memory allocator, Mamba)",
-            "each group has block numbers of its own, and a hand-off has one list of pages",
+            "the adapter does not yet hand over the block numbers that each group has of its own",
             "use another kv_connector",
         ),
     )

@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 
 from kvgrpc.engines.sglang import EX_CONFIG, compatibility
-from kvgrpc.engines.sglang.plugin import class_chooser, install, with_member
+from kvgrpc.engines.sglang.plugin import RELEASE_TIMEOUT, class_chooser, install, page_holder, with_member
 from kvgrpc.errors import FeatureDisabled, InvalidRequest
 
 
@@ -38,6 +39,21 @@ def test_the_new_backend_is_found_by_its_name_beside_the_old_ones() -> None:
 @pytest.mark.parametrize(("backend", "kind"), [(Backend.FAKE, Kind.SENDER), (Backend.MOONCAKE, Kind.KVARGS)])
 def test_warm_up_classes_and_sglangs_container_stay_sglangs(backend: Backend, kind: Kind) -> None:
     assert class_chooser("mooncake")(sglangs, backend, kind) == sglangs(backend, kind)
+
+
+@pytest.mark.parametrize(
+    ("serves", "operators", "seconds"),
+    [("kvgrpc", {}, "3600"), ("kvgrpc", {RELEASE_TIMEOUT: "90"}, "90"), ("mooncake", {}, None)],
+    ids=["ours", "set by the operator", "another backend"],
+)
+def test_pages_of_a_failed_request_are_held_until_nobody_writes_to_them_unless_the_operator_set_a_time(
+    monkeypatch: pytest.MonkeyPatch, serves: str, operators: dict[str, str], seconds: str | None
+) -> None:
+    context = SimpleNamespace(get_disagg=lambda: SimpleNamespace(disaggregation_transfer_backend=serves))
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
+    environment = dict(operators)
+    page_holder("kvgrpc", environment)("SGLang's queue", scheduler=None)
+    assert environment.get(RELEASE_TIMEOUT) == seconds
 
 
 def test_an_unknown_version_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,103 @@
+"""Requests at known stages of their hand-off, for the faults of one side.
+
+The stage is seen in the rooms of the ranks, as an operator sees them, before the fault; it is not left to chance.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvgrpc.client import SyncClient
+from kvgrpc.v1 import transfer_service_pb2 as proto
+from tests.engines.engine import Engine, Pair, Request
+from tests.engines.model import Case, Reference
+
+STAGE_SECONDS = 30.0
+MOST_TRIES = 30
+LONG = 300
+
+
+@dataclass
+class Stages:
+    """Three requests when the victim, prefill or decode, has stopped running (SIGSTOP): kill it, or let it be.
+
+    ``alone``: known to the other side of the victim and, where that is decode, its pages to prefill; to be answered
+    with ``alone_case``. ``under_way``: both have it, and not all its pages were sent. ``computing``: decode computes
+    its tokens. Each as the other side than the victim has it.
+    """
+
+    stopped: float
+    alone: Request
+    alone_room: int
+    alone_case: Case
+    under_way: Request
+    under_way_tokens: list[int]
+    computing: Request
+    computing_case: Case
+
+
+def stop_at_every_stage(pair: Pair, reference: Reference, victim: str) -> Stages:
+    case, room = reference.case(100), pair.room()
+    if victim == "prefill":
+        alone = pair.submit_to_decode(case.prompt, 8, room)
+        wait_for(pair.prefill, pair.number_of(room), lambda found: found.pages > 0)
+    else:
+        alone = pair.submit_to_prefill(case.prompt, room)
+        wait_for(pair.prefill, pair.number_of(room), lambda found: found.local_handle)
+    side = 1 if victim == "prefill" else 0
+    computing_case, computing = reference.case(100), None
+    for _ in range(MOST_TRIES):
+        if computing is None or computing.ended:
+            halves = pair.submit(computing_case.prompt, LONG)
+            computing = halves[side]
+            wait_until(lambda begun=halves[1]: begun.first is not None or begun.ended is not None)
+        under_way_case, under_way_room = reference.case(400), pair.room()
+        requests = pair.submit(under_way_case.prompt, 8, under_way_room)
+        number = pair.number_of(under_way_room)
+        wait_for(pair.prefill, number, lambda found: pair.is_under_way(found) or is_over(found))
+        stopped = getattr(pair, victim).stop()
+        survivor = pair.decode if victim == "prefill" else pair.prefill
+        found = room_of(survivor, number)
+        if found is not None and not is_over(found) and (victim == "decode" or computing.ended is None):
+            tokens = under_way_case.tokens[: 8 if victim == "prefill" else 1]
+            return Stages(stopped, alone, room, case, requests[side], tokens, computing, computing_case)
+        getattr(pair, victim).go_on()
+        for request in requests:
+            request.wait()
+    raise AssertionError(f"no request was caught under way\n{pair.prefill.log_tail()}\n{pair.decode.log_tail()}")
+
+
+def is_over(room: proto.Room) -> bool:
+    return room.state in (proto.ROOM_STATE_SUCCESS, proto.ROOM_STATE_FAILED)
+
+
+def wait_for(engine: Engine, number: int, condition: Callable[[proto.Room], bool]) -> None:
+    """Until a room of the engine's rank is so; a room that is through may be forgotten already."""
+    with SyncClient(rank_address(engine)) as client:
+        seen, end = False, time.monotonic() + STAGE_SECONDS
+        while time.monotonic() < end:
+            found = [room for room in client.list_rooms() if room.room == number]
+            if (found and condition(found[0])) or (seen and not found):
+                return
+            seen = bool(found)
+    raise AssertionError(f"room {number} of {engine.role} did not come so far\n{engine.log_tail()}")
+
+
+def room_of(engine: Engine, number: int) -> proto.Room | None:
+    with SyncClient(rank_address(engine)) as client:
+        return next((room for room in client.list_rooms() if room.room == number), None)
+
+
+def rank_address(engine: Engine) -> str:
+    (address,) = re.findall(rf"{engine.role} rank \S+ listens on ([^\s,]+)", engine.log())
+    return str(address)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + STAGE_SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)

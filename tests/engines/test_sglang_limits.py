@@ -1,0 +1,162 @@
+"""What ends the start of an engine, each with its reason and its remedy; and what SGLang's queue does with our hook.
+
+Over the modules of the real SGLang; no engine is started.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt import runtime_context
+from sglang.srt.arg_groups.arg_utils import namespace_of
+from sglang.srt.disaggregation import decode
+from sglang.srt.disaggregation.base.conn import StateType
+from sglang.srt.environ import envs
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.server_args import ServerArgs
+
+from kvgrpc.engines.sglang import limits
+from kvgrpc.engines.sglang.manager import KvGrpcManager
+from kvgrpc.engines.sglang.plugin import RELEASE_TIMEOUT, install
+from kvgrpc.errors import FeatureDisabled
+
+SERVED: dict[str, dict[str, Any]] = {
+    "parallel": {"pp_size": 1, "attn_cp_size": 1, "attn_dcp_size": 1, "enable_kv_cache_sharding": False},
+    "disagg": {
+        "enable_pd_role_switch": False,
+        "disaggregation_decode_allocation_policy": "early",
+        "disaggregation_transfer_backend": "kvgrpc",
+    },
+    "serving": {"tokenizer_worker_num": 1},
+}
+# What is set; what the refusal names, why, and what to do.
+REFUSED = {
+    "--pp-size": ("parallel", {"pp_size": 2}, "--pp-size 2: .*which layers a stage holds; use --pp-size 1"),
+    "attention cp": ("parallel", {"attn_cp_size": 2}, "--attn-cp-size 2: .*some of a request's tokens; use --attn-cp"),
+    "decode cp": (
+        "parallel",
+        {"attn_dcp_size": 4},
+        "decode context parallelism 4: .*some of a request's tokens",
+    ),
+    "sharding": ("parallel", {"enable_kv_cache_sharding": True}, "KV cache sharding: .*layers; switch it off"),
+    "role switch": ("disagg", {"enable_pd_role_switch": True}, "--enable-pd-role-switch: .*keeps the role.*; start"),
+    "allocation": (
+        "disagg",
+        {"disaggregation_decode_allocation_policy": "prefill_complete"},
+        "--disaggregation-decode-allocation-policy prefill_complete: .*before prefill has computed them; use early",
+    ),
+    "tokenizers": (
+        "serving",
+        {"tokenizer_worker_num": 2},
+        "--tokenizer-worker-num 2 .*load no plug-ins.*; use --disaggregation-transfer-backend mooncake and KVGRPC_",
+    ),
+}
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
+    """SGLang's settings as this process has them; a test changes some."""
+    given = {name: dict(values) for name, values in SERVED.items()}
+    for name, values in given.items():
+        monkeypatch.setattr(limits, f"get_{name}", lambda values=values: SimpleNamespace(**values))
+    features = SimpleNamespace(enable_memory_saver=False)
+    given["features"] = vars(features)
+    monkeypatch.setattr(limits, "get_exec", lambda: SimpleNamespace(features=features))
+    return given
+
+
+def kv_args(*states: StateType) -> Any:
+    return SimpleNamespace(state_types=list(states))
+
+
+def test_the_settings_have_the_names_of_sglangs_arguments() -> None:
+    places = namespace_of(ServerArgs)
+    for where in ("disagg", "serving"):
+        assert {name: places.get(name) for name in SERVED[where]} == dict.fromkeys(SERVED[where], where)
+    assert places["enable_memory_saver"] == "exec.features"
+
+
+def test_an_ordinary_engine_is_served(settings: dict[str, dict[str, Any]]) -> None:
+    limits.check_supported(kv_args())
+
+
+@pytest.mark.parametrize(("where", "changed", "says"), REFUSED.values(), ids=REFUSED)
+def test_a_setting_that_is_not_served_is_refused_with_the_reason_and_what_to_do(
+    settings: dict[str, dict[str, Any]], where: str, changed: dict[str, Any], says: str
+) -> None:
+    settings[where].update(changed)
+    with pytest.raises(FeatureDisabled, match=f"kvgrpc does not serve {says}") as refusal:
+        limits.check_supported(kv_args())
+    assert str(next(iter(changed.values()))).lower() in f"{refusal.value.metadata['feature']} true"
+    assert refusal.value.metadata["howToEnable"]
+
+
+def test_memory_that_comes_and_goes_is_refused(settings: dict[str, dict[str, Any]]) -> None:
+    settings["features"]["enable_memory_saver"] = True
+    with pytest.raises(FeatureDisabled, match=r"--enable-memory-saver: .*registered; leave it out"):
+        limits.check_supported(kv_args())
+
+
+def test_several_tokenizers_are_served_by_the_route_over_sglangs_own_name(settings: dict[str, dict[str, Any]]) -> None:
+    settings["serving"]["tokenizer_worker_num"] = 2
+    settings["disagg"]["disaggregation_transfer_backend"] = "mooncake"
+    limits.check_supported(kv_args())
+
+
+@pytest.mark.parametrize("state", list(StateType), ids=lambda state: str(state.value))
+def test_every_state_beside_the_kv_cache_is_refused_by_its_name(
+    settings: dict[str, dict[str, Any]], state: StateType
+) -> None:
+    with pytest.raises(FeatureDisabled, match=rf"besides its KV cache \({state.value}\): the adapter does not yet"):
+        limits.check_supported(kv_args(state))
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        (envs.SGLANG_DISAGG_STAGING_BUFFER, True, "SGLANG_DISAGG_STAGING_BUFFER: .*; unset it"),
+        (envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE, False, "KV_RELEASE=0: .*used again.*; unset it"),
+    ],
+    ids=["staging buffer", "no deferred release"],
+)
+def test_a_variable_of_sglang_that_is_not_served_is_refused(
+    settings: dict[str, dict[str, Any]], variable: Any, value: bool, says: str
+) -> None:
+    with variable.override(value), pytest.raises(FeatureDisabled, match=says):
+        limits.check_supported(kv_args())
+
+
+def test_a_recompute_at_prefill_fails_the_request_with_the_reason() -> None:
+    causes: list[str] = []
+    receiver = SimpleNamespace(abort=causes.append)
+    KvGrpcManager.submit_prefill_recompute(object.__new__(KvGrpcManager), receiver, {})
+    assert causes == ["kvgrpc does not serve retraction with recompute at prefill"]
+
+
+@pytest.mark.parametrize(("serves", "seconds"), [("kvgrpc", 3600.0), ("nixl", 30.0)])
+def test_sglangs_decode_holds_pages_of_a_failed_request_until_nobody_writes_where_we_serve_it(
+    monkeypatch: pytest.MonkeyPatch, serves: str, seconds: float
+) -> None:
+    """The hook as SGLang applies it, on the queue that SGLang makes."""
+    target = "sglang.srt.disaggregation.decode.DecodeTransferQueue.__init__"
+    queue = decode.DecodeTransferQueue
+    monkeypatch.setattr(queue, "__init__", queue.__init__)  # put back afterwards
+    monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    monkeypatch.delenv(RELEASE_TIMEOUT, raising=False)
+    environment = os.environ.copy()
+    monkeypatch.setattr(os, "environ", environment)
+    disagg = SimpleNamespace(disaggregation_transfer_backend=serves, disaggregation_decode_host_receive_threshold=1)
+    parallel = SimpleNamespace(attn_tp_group=SimpleNamespace(cpu_group=None), tp_rank=0)
+    for module in (runtime_context, decode):
+        monkeypatch.setattr(module, "get_disagg", lambda: disagg)
+        monkeypatch.setattr(module, "get_parallel", lambda: parallel)
+    install(environment)
+    monkeypatch.setattr(HookRegistry, "_hooks", {target: HookRegistry._hooks[target]})
+    HookRegistry.apply_hooks()
+    made = queue(None, None, SimpleNamespace(spec_algorithm=None), None)
+    assert made.deferred_kv_release_timeout == seconds
