@@ -34,6 +34,7 @@ class Stages:
     alone_room: int
     alone_case: Case
     under_way: Request
+    under_way_room: int
     under_way_tokens: list[int]
     computing: Request
     computing_case: Case
@@ -63,7 +64,7 @@ def stop_at_every_stage(pair: Pair, reference: Reference, victim: str) -> Stages
         found = room_of(survivor, number)
         if found is not None and not is_over(found) and (victim == "decode" or computing.ended is None):
             tokens = under_way_case.tokens[: 8 if victim == "prefill" else 1]
-            return Stages(stopped, alone, room, case, requests[side], tokens, computing, computing_case)
+            return Stages(stopped, alone, room, case, requests[side], under_way_room, tokens, computing, computing_case)
         getattr(pair, victim).go_on()
         for request in requests:
             request.wait()

@@ -12,7 +12,7 @@ from tests.engines.engine import Pair, Request
 from tests.engines.model import Reference
 from tests.engines.stages import LONG, stop_at_every_stage
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 # docs/session.md rule 3: a peer that is gone is noticed in 1 s, a silent one after the idle timeout, 3 s; prefill waits
 # 1 s for decode to come back first. The rest is a scheduler step, and two cores.
 GONE_SECONDS, SILENT_SECONDS = 2.5, 6.0

@@ -1,0 +1,239 @@
+"""A worker's half of the connector over a scripted transfer: what vLLM is told of each request, and that once.
+
+No engine, no network: the rooms below do what a test says. test_vllm.py has the real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvgrpc.engines.vllm import worker as module
+from kvgrpc.engines.vllm.handoffs import Handoffs, Receive, Send
+from kvgrpc.engines.vllm.worker import Worker
+from kvgrpc.errors import Failure, Reason
+from kvgrpc.transfer import KVPoll, room_from_transfer_id
+
+PAGE_BYTES = 100
+WHERE = "http://10.0.0.1:8998"
+
+
+class Room:
+    """A sender or receiver of kvgrpc whose state the test sets."""
+
+    def __init__(self, _transfer: object, where: str, room: int, traceparent: str = "") -> None:
+        self.where, self.room = where, room
+        self.state, self.release_safe, self.failure = KVPoll.Bootstrapping, False, None
+        self.calls: list[Any] = []
+
+    def poll(self) -> KVPoll:
+        return self.state
+
+    @property
+    def ended(self) -> bool:
+        return self.state in (KVPoll.Success, KVPoll.Failed)
+
+    def init(self, pages: Any, first_page: int = 0) -> None:
+        self.calls.append(("init", pages, first_page))
+
+    def send(self, pages: Sequence[int]) -> None:
+        self.calls.append(("send", tuple(pages)))
+
+    def abort(self, why: str = "") -> None:
+        self.calls.append(("abort", why))
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+    def succeed(self) -> None:
+        self.state, self.release_safe = KVPoll.Success, True
+
+    def fail(self, reason: Reason) -> None:
+        self.state, self.failure = KVPoll.Failed, Failure(reason, "it is gone")
+
+
+@pytest.fixture
+def rooms(monkeypatch: pytest.MonkeyPatch) -> dict[int, Room]:
+    """All that the worker made, by their rooms."""
+    made: dict[int, Room] = {}
+
+    def make(*arguments: Any, **more: Any) -> Room:
+        room = Room(*arguments, **more)
+        assert room.room not in made, "one hand-off, one handle"
+        made[room.room] = room
+        return room
+
+    monkeypatch.setattr(module, "KVSender", make)
+    monkeypatch.setattr(module, "KVReceiver", make)
+    return made
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch, rooms: dict[int, Room]) -> Worker:
+    pool = SimpleNamespace(regions=[SimpleNamespace(page_bytes=PAGE_BYTES)])
+    place = SimpleNamespace(external="", serves_registry=False, role=SimpleNamespace(name="PREFILL"))
+    rank = SimpleNamespace(transfer=object(), ref="rank", address="127.0.0.1:1")
+    for name, value in {
+        "get_tensor_model_parallel_rank": 0,
+        "Place": place,
+        "kv_pool": pool,
+        "model_of": None,
+        "rank_config": None,
+        "open_rank": rank,
+    }.items():
+        monkeypatch.setattr(module, name, lambda *_, value=value: value)
+    return Worker(None, None, {})
+
+
+def room(rooms: dict[int, Room], transfer_id: str) -> Room:
+    return rooms[room_from_transfer_id(transfer_id)]
+
+
+def receive(*pages: int, abort: bool = False) -> Receive:
+    return Receive("x", WHERE, "e", tuple(pages), 1, abort)
+
+
+def waiting(worker: Worker, rooms: dict[int, Room], *pages: int) -> Room:
+    """Decode's hand-off of request "r"."""
+    worker.take_on(Handoffs(receives={"r": receive(*pages)}))
+    return room(rooms, "x")
+
+
+NOTHING: tuple[set[str], set[str]] = (set(), set())
+
+
+def test_a_prompt_is_announced_then_sent_and_said_to_be_sent_once(worker: Worker, rooms: dict[int, Room]) -> None:
+    worker.take_on(Handoffs(announced={"r": "x"}))
+    assert worker.finished(()) == NOTHING
+    worker.take_on(Handoffs(computed={"r": Send("x", (4, 9))}))
+    assert room(rooms, "x").calls == [("init", 2, 0), ("send", (4, 9))]
+    assert worker.finished({"r"}) == NOTHING  # vLLM is through with it long before its pages are
+    room(rooms, "x").succeed()
+    assert worker.finished(()) == ({"r"}, set())
+    assert worker.finished(()) == NOTHING
+    assert room(rooms, "x").calls[-1] == "close"
+
+
+@pytest.mark.parametrize("ending", ["success", "failure"])
+def test_prefill_keeps_pages_until_nobody_reads_them(worker: Worker, rooms: dict[int, Room], ending: str) -> None:
+    worker.take_on(Handoffs(computed={"r": Send("x", (4,))}))
+    sent = room(rooms, "x")
+    if ending == "success":
+        sent.state = KVPoll.Success
+    else:
+        sent.fail(Reason.PEER_LOST)
+    assert worker.finished(()) == NOTHING
+    sent.release_safe = True
+    assert worker.finished(()) == ({"r"}, set())
+    assert worker.finished(()) == NOTHING
+
+
+def test_a_prompt_that_is_announced_again_keeps_its_room(worker: Worker, rooms: dict[int, Room]) -> None:
+    worker.take_on(Handoffs(announced={"r": "x"}))
+    worker.take_on(Handoffs(announced={"r": "x"}))
+    worker.take_on(Handoffs(computed={"r": Send("x", (4,))}))
+    assert len(rooms) == 1
+
+
+def test_a_failure_before_the_prompt_is_computed_is_no_news_until_vllm_gave_the_pages(
+    worker: Worker, rooms: dict[int, Room]
+) -> None:
+    worker.take_on(Handoffs(announced={"r": "x"}))
+    room(rooms, "x").fail(Reason.ROOM_CANCELLED)
+    room(rooms, "x").release_safe = True
+    assert worker.finished(()) == NOTHING
+    worker.take_on(Handoffs(computed={"r": Send("x", (4,))}))
+    assert worker.finished(()) == ({"r"}, set())
+
+
+def test_a_prompt_that_prefill_gives_up_is_called_off_and_never_said_to_be_sent(
+    worker: Worker, rooms: dict[int, Room]
+) -> None:
+    worker.take_on(Handoffs(announced={"r": "x"}))
+    worker.take_on(Handoffs(dropped={"r": "x"}))
+    assert room(rooms, "x").calls == [("abort", "prefill gave the request up")]
+    room(rooms, "x").fail(Reason.ROOM_CANCELLED)
+    room(rooms, "x").release_safe = True
+    assert worker.finished({"r"}) == NOTHING
+
+
+def test_pages_that_came_are_said_to_be_there_once_and_counted(worker: Worker, rooms: dict[int, Room]) -> None:
+    waited = waiting(worker, rooms, 7, 8)
+    assert waited.where == "10.0.0.1:8998"
+    assert waited.calls == [("init", (7, 8), 1)]
+    assert worker.finished(()) == NOTHING
+    waited.succeed()
+    assert worker.finished(()) == (set(), {"r"})
+    assert worker.finished({"r"}) == NOTHING
+    assert worker.take_failed_pages() == set()
+    assert waited.calls[-1] == "close"
+    stats = worker.take_stats()
+    assert stats is not None and stats.data["bytes"] == 2 * PAGE_BYTES and len(stats.data["seconds"]) == 1
+    assert worker.take_stats() is None
+
+
+def test_a_failure_names_its_pages_at_once_and_the_request_when_they_are_quiet(
+    worker: Worker, rooms: dict[int, Room]
+) -> None:
+    waited = waiting(worker, rooms, 7, 8)
+    waited.fail(Reason.PEER_LOST)
+    assert worker.finished(()) == NOTHING
+    assert worker.take_failed_pages() == {7, 8}
+    assert worker.finished(()) == NOTHING and worker.take_failed_pages() == set()
+    waited.release_safe = True
+    assert worker.finished(()) == (set(), {"r"})
+    assert worker.finished(()) == NOTHING and worker.take_failed_pages() == set()
+    stats = worker.take_stats()
+    assert stats is not None and stats.data["failed"] == {"PEER_LOST": 1}
+
+
+def test_a_hand_off_that_decode_needs_no_pages_of_ends_unsaid(worker: Worker, rooms: dict[int, Room]) -> None:
+    """Prefill only has to hear that it need not wait."""
+    waited = waiting(worker, rooms)
+    waited.succeed()
+    assert worker.finished(()) == NOTHING
+    assert waited.calls[-1] == "close"
+
+
+def test_a_request_that_vllm_gave_up_is_called_off_when_prefill_is_known(
+    worker: Worker, rooms: dict[int, Room]
+) -> None:
+    waited = waiting(worker, rooms, 7)
+    assert worker.finished({"r"}) == NOTHING
+    assert ("abort", "") not in waited.calls
+    waited.state = KVPoll.WaitingForInput
+    assert worker.finished(()) == NOTHING
+    assert ("abort", "") in waited.calls
+    waited.fail(Reason.ROOM_CANCELLED)
+    assert worker.finished(()) == NOTHING
+    assert worker.take_failed_pages() == set(), "nobody waits for them any more"
+    waited.release_safe = True
+    assert worker.finished(()) == (set(), {"r"})
+    assert worker.finished(()) == NOTHING
+
+
+def test_a_request_that_never_had_pages_is_called_off_without_asking_for_any(
+    worker: Worker, rooms: dict[int, Room]
+) -> None:
+    worker.take_on(Handoffs(receives={"r": receive(abort=True)}))
+    waited = room(rooms, "x")
+    waited.state = KVPoll.WaitingForInput
+    assert worker.finished({"r"}) == NOTHING
+    assert waited.calls == [("abort", "")]
+    waited.fail(Reason.ROOM_CANCELLED)
+    waited.release_safe = True
+    assert worker.finished(()) == NOTHING
+    assert waited.calls[-1] == "close"
+
+
+def test_each_of_many_is_said_once_in_whatever_order_they_end(worker: Worker, rooms: dict[int, Room]) -> None:
+    numbers = [str(number) for number in range(40)]
+    worker.take_on(Handoffs(computed={number: Send(f"x{number}", (int(number),)) for number in numbers}))
+    said: list[str] = []
+    for number in reversed(numbers):
+        room(rooms, f"x{number}").succeed()
+        said += sorted(worker.finished(())[0])
+    assert said == numbers[::-1]
