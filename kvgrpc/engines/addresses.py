@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from kvgrpc.net import joined, split
+
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -28,3 +30,9 @@ def loopback_for(host: str) -> str:
 
 def bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def for_rank(listen: str, dp: int) -> str:
+    """Each dp rank has its own port: that of dp 0 plus dp, unless any free one is asked for."""
+    host, port = split(listen)
+    return listen if port == "0" or not dp else joined(host, int(port) + dp)

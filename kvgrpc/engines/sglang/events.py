@@ -15,10 +15,9 @@ from typing import Any
 import msgspec
 from sglang.srt.disaggregation.kv_events import EventPublisher, EventPublisherFactory
 
-from kvgrpc.engines.addresses import engine_name
+from kvgrpc.engines.addresses import engine_name, for_rank
 from kvgrpc.events import EventsConfig, open_publisher
 from kvgrpc.model import RankId, RankRef, new_epoch
-from kvgrpc.net import joined, split
 from kvgrpc.server import settings
 from kvgrpc.server.events import EventServer
 
@@ -76,9 +75,3 @@ class KvGrpcPublisher(EventPublisher):
         if self._server is not None:
             self._server.close()
         self._publisher.shutdown()
-
-
-def for_rank(listen: str, dp: int) -> str:
-    """Each dp rank has its own port: that of dp 0 plus dp, unless any free one is asked for."""
-    host, port = split(listen)
-    return listen if port == "0" or not dp else joined(host, int(port) + dp)

@@ -31,10 +31,7 @@ SIGNATURES: Mapping[str, str] = {
 
 def check_vllm() -> None:
     """Raises FeatureDisabled, whose text says what to do, for a vLLM that this adapter does not know."""
-    version = metadata.version("vllm")
-    # Builds of the same release for other hardware: "0.33.0+cu130".
-    if version.partition("+")[0] not in VERSIONS:
-        raise _unknown(f"it is version {version}")
+    check_version()
     for name, expected in SIGNATURES.items():
         try:
             found = " ".join(inspect.signature(pkgutil.resolve_name(name)).parameters)
@@ -42,6 +39,14 @@ def check_vllm() -> None:
             raise _unknown(f"it has no {name}") from None
         if found != expected:
             raise _unknown(f"{name} takes ({found}), not ({expected})")
+
+
+def check_version() -> None:
+    """Raises FeatureDisabled for a version that this adapter does not know."""
+    version = metadata.version("vllm")
+    # Builds of the same release for other hardware: "0.33.0+cu130".
+    if version.partition("+")[0] not in VERSIONS:
+        raise _unknown(f"it is version {version}")
 
 
 def _unknown(what: str) -> FeatureDisabled:

@@ -1,26 +1,59 @@
 """vLLM's KV events published by kvgrpc: the same bytes at the same endpoint, and a journal that is replayed over gRPC.
 
 vLLM's configuration admits the names of its own publishers only. But its scheduler makes the connector first and then
-the publisher, of the same configuration: there the connector puts the name under which ours is registered.
+the publisher, of the same configuration: there the connector puts the name under which ours is registered. Without our
+connector kvgrpc.engines.vllm_plugin puts ours under vLLM's own name.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import logging
 import os
-from typing import Any, ClassVar
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import EventPublisher, EventPublisherFactory
 
-from kvgrpc.engines.vllm.rank import Place
+from kvgrpc.engines.addresses import engine_name, for_rank
+from kvgrpc.engines.vllm.rank import EVENTS_LISTEN, Place
 from kvgrpc.events import EventsConfig, open_publisher
 from kvgrpc.model import RankId, RankRef, new_epoch
+from kvgrpc.server import settings
 from kvgrpc.server.events import EventServer
 
 logger = logging.getLogger("vllm." + __name__)
 _NAME = "kvgrpc"
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Who publishes, and where the replay is served.
+
+    ``listen``: "host:port" of dp rank 0. ``keys``: of EventsConfig, which vLLM's configuration does not admit.
+    ``configured``: keywords of RankConfig, of which security and limits of calls count.
+    """
+
+    engine: str
+    listen: str
+    keys: Mapping[str, Any]
+    configured: Mapping[str, Any]
+
+
+def of_environment(environment: Mapping[str, str]) -> Serving:
+    """For an engine without our connector. Raises InvalidRequest for a variable that cannot be."""
+    configured = settings({}, environment)
+    keys = configured.get("events")
+    return Serving(
+        configured.get("engine") or engine_name(socket.gethostname()),
+        environment[f"KVGRPC_{EVENTS_LISTEN.upper()}"],
+        msgspec.json.decode(keys, type=dict) if keys else {},
+        configured,
+    )
 
 
 def publish_with_kvgrpc(config: Any) -> None:
@@ -29,32 +62,27 @@ def publish_with_kvgrpc(config: Any) -> None:
     events, place = config.kv_events_config, Place(config, 0, os.environ)
     if not place.events_listen or not events.enable_kv_cache_events or events.publisher != "zmq":
         return
-    KvGrpcPublisher.place = place
-    with contextlib.suppress(KeyError):  # registered already, in a process that makes a second scheduler
-        EventPublisherFactory.register_publisher(_NAME, KvGrpcPublisher)
+    serving = Serving(place.name, place.events_listen, place.events, place.configured)
+    # Anew in a process that makes a second scheduler.
+    EventPublisherFactory._registry[_NAME] = functools.partial(KvGrpcPublisher, serving=serving)
     events.publisher = _NAME
 
 
 class KvGrpcPublisher(EventPublisher):
     """Made and called by vLLM's scheduler, on the EngineCore's thread; ``publish`` neither blocks nor raises."""
 
-    place: ClassVar[Place]
-
-    def __init__(self, data_parallel_rank: int, **settings: Any) -> None:
-        """``settings``: vLLM's, as its own publisher takes them. Raises what open_publisher and EventServer raise."""
+    def __init__(self, data_parallel_rank: int, serving: Serving, **vllm: Any) -> None:
+        """``vllm``: as its own publisher takes them. Raises what open_publisher and EventServer raise."""
         super().__init__(data_parallel_rank)
-        place = self.place
-        ref = RankRef(RankId(place.name, data_parallel_rank), new_epoch())
-        config = EventsConfig.parse({"publisher": "zmq", **settings, **place.events})
+        ref = RankRef(RankId(serving.engine, data_parallel_rank), new_epoch())
+        config = EventsConfig.parse({"publisher": "zmq", **vllm, **serving.keys})
         self._publisher = open_publisher(config, ref)
-        security, limits = place.configured.get("server_security"), place.configured.get("call_limits")
-        listen = [place.events_listen]
+        security, limits = serving.configured.get("server_security"), serving.configured.get("call_limits")
+        listen = [for_rank(serving.listen, data_parallel_rank)]
         self._server = EventServer(self._publisher, listen, security, limits, config.max_watches).open()
         stream = self._publisher.stream
-        endpoint = settings["endpoint"] if stream is None else stream.state().pub_endpoint
-        self._config = KVEventsConfig(
-            enable_kv_cache_events=True, publisher="zmq", **{**settings, "endpoint": endpoint}
-        )
+        endpoint = vllm["endpoint"] if stream is None else stream.state().pub_endpoint
+        self._config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", **{**vllm, "endpoint": endpoint})
         logger.info("kvgrpc: events of %s are published at %s, replayed at %s", ref, endpoint, self._server.address)
 
     def publish(self, events: Any) -> None:

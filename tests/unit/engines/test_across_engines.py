@@ -1,0 +1,54 @@
+"""Hand-offs between engines of two kinds that are refused, in the words of docs/engines/sglang-to-vllm.md."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvgrpc.errors import ParallelLayoutMismatch
+from kvgrpc.model import Attention, Layout, ModelIdentity, Pool, PoolKind, RankId, Region
+from kvgrpc.transfer.layout.topology import Shape, owed_part
+
+HEADS, DIM_BYTES = 8, 256
+# SGLang's metadata row: MetadataBuffers.get_buf_infos of an engine without speculation, in its order.
+SGLANG_AUX = (64, 64, 64, 64, 512, 512, 64, 128, 64, 64)
+
+
+def shape(name: str, page_tokens: int, axes: str, aux: tuple[int, ...] = ()) -> Shape:
+    """One layer: K and V apart as in SGLang's pool, or together as in vLLM's."""
+    together = "kv" in axes.split(",")
+    nbytes = page_tokens * HEADS * DIM_BYTES * (2 if together else 1)
+    regions = tuple(
+        Region(0, part, 0x1000 * (number + 1), nbytes, nbytes)
+        for number, part in enumerate(["kv"] if together else ["k", "v"])
+    )
+    pool = Pool(
+        name="kv", kind=PoolKind.KV, page_tokens=page_tokens, pages=4, dtype="bfloat16", regions=regions, axes=axes,
+        heads_total=HEADS, head_start=0, head_count=HEADS, location="cpu:0",
+    )  # fmt: skip
+    return Shape(RankId(name), Layout(), (pool,), aux, "mooncake", ModelIdentity(attention=Attention.MHA))
+
+
+def sglang(page_tokens: int) -> Shape:
+    return shape("sglang", page_tokens, "token,head,dim", SGLANG_AUX)
+
+
+def vllm(page_tokens: int) -> Shape:
+    return shape("vllm", page_tokens, "head,token,kv,dim")
+
+
+def test_from_sglang_to_vllm_with_equal_pages_is_served_and_its_metadata_row_is_left_out() -> None:
+    assert not owed_part(sglang(16), vllm(16)).aux
+
+
+def test_from_vllm_to_sglang_the_metadata_row_is_missing_and_named() -> None:
+    assert sum(SGLANG_AUX) == 1600
+    with pytest.raises(ParallelLayoutMismatch) as refusal:
+        owed_part(vllm(16), sglang(16))
+    assert "aux_item_bytes: prefill [], decode [64, 64, 64, 64, 512, 512, 64, 128, 64, 64]" in str(refusal.value)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(32, 16), (16, 32)])
+def test_page_sizes_that_divide_are_refused_with_both(prefill: int, decode: int) -> None:
+    with pytest.raises(ParallelLayoutMismatch) as refusal:
+        owed_part(sglang(prefill), vllm(decode))
+    assert f"pools[0].page_tokens: prefill {prefill}, decode {decode}" in str(refusal.value)
