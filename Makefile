@@ -9,7 +9,7 @@ ENGINES ?= sglang vllm
 # Proxies of the machine are no business of loopback traffic, and neither are a developer's own settings.
 PYTEST := env -u http_proxy -u https_proxy -u HTTP_PROXY -u HTTPS_PROXY
 
-.PHONY: help demo test test-all test-engines soak mutants coverage clients bench bench-engines gen lint contract lock clean
+.PHONY: help demo test test-all test-engines test-nixl soak mutants coverage clients bench bench-engines gen lint contract lock clean
 
 help:  ## What there is.
 	@sed -n 's/^\([a-z-]*\):.*##/  make \1 \t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -30,9 +30,13 @@ test-all: lint clients  ## The same with the long tests.
 test-engines:  ## Real engines, prefill and decode, over kvgrpc: tokens, faults, restarts (ENGINES=vllm for one; ARGS as in test).
 	@for engine in $(ENGINES); do \
 	  .ci/setup $$engine; \
-	  $(PYTEST) .venv-$$engine/bin/python -m pytest $(or $(ARGS),tests/engines); \
+	  $(PYTEST) .venv-$$engine/bin/python -m pytest $(or $(ARGS),tests/engines tests/integration/test_events_engine_classes.py); \
 	done
 	@echo "kvgrpc engines: OK ($(ENGINES))"
+
+test-nixl:  ## The suites of storage backends with the real NIXL, in an environment of its own.
+	@.ci/setup nixl
+	@$(PYTEST) .venv-nixl/bin/python -m pytest $(or $(ARGS),tests/integration/test_storage_nixl.py tests/conformance/storage)
 
 clients:  ## Clients in other languages: generated code, build, golden batches (each where its tools are).
 	@.ci/go
