@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvgrpc.model import Attention, Layout, ModelIdentity
+from kvgrpc.server import RegistryServer
 from tests.integration.rank_host import LAYERS, PAGE_BYTES, RankProcess
 
 SUCCESS, FAILED = 4, 0
@@ -103,25 +104,25 @@ def test_what_the_engine_does_not_sample_is_sampled_on_neither_side(
 
 
 def test_each_prefill_rank_that_is_named_a_room_has_its_span_below_decodes() -> None:
+    registry = RegistryServer(["127.0.0.1:0"]).open()
     settings: dict[str, Any] = {"tracing": True, "model": ModelIdentity("latent", attention=Attention.MLA)}
-    first = RankProcess("Q", "PREFILL", registry="embedded", layout=Layout(tp=2), tp=0, **settings)
-    opened = [first]
+    at_prefill = {"registry": registry.address, "layout": Layout(tp=2), **settings}
+    opened = [RankProcess("Q", "PREFILL", tp=tp, **at_prefill) for tp in range(2)]
+    opened.append(RankProcess("E", "DECODE", **settings))
     try:
-        second = RankProcess("Q", "PREFILL", registry=first.opened().address, layout=Layout(tp=2), tp=1, **settings)
-        opened.append(second)
-        decode = RankProcess("E", "DECODE", **settings)
-        opened.append(decode)
-        for each in (second.opened(), decode.opened(), first):
-            each.call("trace")
-        decode.call("receive", 21, first.address, range(4), traceparent=f"00-{TRACE}-{SPAN}-01")
-        for each in (first, second):
+        for each in opened:
+            each.opened().call("trace")
+        *prefill, decode = opened
+        decode.call("receive", 21, registry.address, range(4), traceparent=f"00-{TRACE}-{SPAN}-01")
+        for each in prefill:
             each.call("send", 21, range(4))
         (above,) = decode.call("spans", 1)
         assert above["parent"] == SPAN
-        assert sorted(above["attributes"]["kvgrpc.peers"]) == sorted([first.ref, second.ref])
-        for each in (first, second):
+        assert sorted(above["attributes"]["kvgrpc.peers"]) == sorted(each.ref for each in prefill)
+        for each in prefill:
             (below,) = each.call("spans", 1)
             assert (below["trace"], below["parent"]) == (TRACE, above["span"])
     finally:
-        for each in reversed(opened):
+        for each in opened:
             each.end()
+        registry.close()
