@@ -11,6 +11,7 @@ from kvgrpc.model import Attention, Layout, ModelIdentity
 from kvgrpc.server import RegistryServer
 from tests.integration.rank_host import LAYERS, PAGE_BYTES, RankProcess
 
+pytestmark = pytest.mark.timeout(150)  # up to three ranks in processes of their own
 SUCCESS, FAILED = 4, 0
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 Open = Callable[..., RankProcess]
@@ -103,6 +104,7 @@ def test_what_the_engine_does_not_sample_is_sampled_on_neither_side(
     assert below["attributes"]["kvgrpc.room"] == above["attributes"]["kvgrpc.room"] == 15
 
 
+@pytest.mark.slow
 def test_each_prefill_rank_that_is_named_a_room_has_its_span_below_decodes() -> None:
     registry = RegistryServer(["127.0.0.1:0"]).open()
     settings: dict[str, Any] = {"tracing": True, "model": ModelIdentity("latent", attention=Attention.MLA)}
