@@ -35,8 +35,8 @@ OPEN_SECONDS = 60.0
 OVERDUE_SECONDS = ROOM_SECONDS + 15.0
 CANCELLED_SHARE = 0.1
 LONGEST_CANCEL = 0.02
-# Of all kills and stops. A stop is shorter or longer than the idle timeout of 3 s.
-STOPPED_SHARE = 0.3
+# Two kills, then a stop, which is shorter or longer than the idle timeout of 3 s.
+STOPPED_EVERY = 3
 SHORTEST_STOP, LONGEST_STOP = 0.3, 5.0
 # Of all failures: decode holds the pages of an unknown one until its writer is dead.
 UNKNOWN_SHARE = 0.1
@@ -192,7 +192,7 @@ class Router:
 
     def _disturb_somebody(self, now: float) -> None:
         victim = self._draw.choice(self._victims)
-        if self._draw.random() < STOPPED_SHARE:
+        if (self.result.kills.total() + self.result.stops.total()) % STOPPED_EVERY == STOPPED_EVERY - 1:
             self.result.stops[victim.name] += 1
             self._stopped = victim, now + self._draw.uniform(SHORTEST_STOP, LONGEST_STOP)
             victim.stop()
