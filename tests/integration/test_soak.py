@@ -37,7 +37,6 @@ def test_36_hand_offs_at_once_with_failing_writes_all_end_and_leave_nothing(data
 def test_ranks_killed_every_second_cost_only_their_own_rooms(tmp_path: Path) -> None:
     result = soak(Plan(rooms=600, seconds=20, kill_every=1.0), tmp_path)
     assert result.problems == []
-    assert (
-        result.kills.total() + result.stops.total() >= 3
-    )  # a rank that a busy machine is slow to start puts off the next
+    # A rank that a busy machine is slow to start puts off the next one.
+    assert result.kills.total() + result.stops.total() >= 3
     assert result.successes >= 300
