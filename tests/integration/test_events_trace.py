@@ -196,7 +196,7 @@ async def serve_in_time(cache: PrefixCache, publisher: EventPublisher) -> float:
     clock = asyncio.get_running_loop().time
     began = clock()
     for came, blocks in trace:
-        await asyncio.sleep(max(0.0, began + came / speed - clock()))
+        await asyncio.sleep(max(0.0, began + came / speed - clock()))  # the pace of the trace
         happened = cache.request(blocks)
         if happened:
             assert publisher.publish(KVEventBatch(came, happened))
