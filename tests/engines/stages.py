@@ -52,9 +52,7 @@ def stop_at_every_stage(pair: Pair, reference: Reference, victim: str) -> Stages
     computing_case, computing = reference.case(100), None
     for _ in range(MOST_TRIES):
         if computing is None or computing.ended:
-            halves = pair.submit(computing_case.prompt, LONG)
-            computing = halves[side]
-            wait_until(lambda begun=halves[1]: begun.first is not None or begun.ended is not None)
+            computing = decoding(pair, computing_case)[side]
         under_way_case, under_way_room = reference.case(400), pair.room()
         requests = pair.submit(under_way_case.prompt, 8, under_way_room)
         number = pair.number_of(under_way_room)
@@ -69,6 +67,13 @@ def stop_at_every_stage(pair: Pair, reference: Reference, victim: str) -> Stages
         for request in requests:
             request.wait()
     raise AssertionError(f"no request was caught under way\n{pair.prefill.log_tail()}\n{pair.decode.log_tail()}")
+
+
+def decoding(pair: Pair, case: Case) -> tuple[Request, Request]:
+    """A long request whose first token decode has computed."""
+    prefill, decode = pair.submit(case.prompt, LONG)
+    wait_until(lambda: decode.first is not None or decode.ended is not None)
+    return prefill, decode
 
 
 def is_over(room: proto.Room) -> bool:

@@ -26,7 +26,8 @@ class Room:
 
     def __init__(self, _transfer: object, where: str, room: int, traceparent: str = "") -> None:
         self.where, self.room = where, room
-        self.state, self.release_safe, self.failure = KVPoll.Bootstrapping, False, None
+        self.state, self.release_safe = KVPoll.Bootstrapping, False
+        self.failure: Failure | None = None
         self.calls: list[Any] = []
 
     def poll(self) -> KVPoll:

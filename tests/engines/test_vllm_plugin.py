@@ -49,7 +49,8 @@ def test_vllms_zmq_publisher_is_ours_and_replays_what_vllm_publishes(
     stored = BlockStored([b"a" * 32], None, [1, 2], 2, None, "GPU", None)
     publisher.publish(KVEventBatch(ts=1.0, events=[stored]))
     with SyncClient(f"{LOCAL}:{ports[1] + RANK}") as client:
-        end, replayed = time.monotonic() + 20, []
+        end = time.monotonic() + 20
+        replayed: list[bytes] = []
         while not replayed:  # it is published behind vLLM's back
             assert time.monotonic() < end
             parts = client.watch(mode=event_service_pb2.WATCH_MODE_REPLAY, engine="replicas", dp=RANK)
