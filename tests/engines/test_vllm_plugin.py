@@ -1,10 +1,11 @@
-"""The general plug-in: events of an engine that has no connector of ours. No engine is started."""
+"""The general plug-in: events of an engine that has no connector of ours. All but the last test start no engine."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 from vllm.config import KVEventsConfig
@@ -17,6 +18,8 @@ from kvgrpc.engines.vllm.events import KvGrpcPublisher
 from kvgrpc.errors import FeatureDisabled
 from kvgrpc.v1 import event_service_pb2
 from tests.engines.engine import LOCAL, free_port
+from tests.engines.model import Reference
+from tests.engines.vllm_engine import BLOCK, VllmEngine, vllm_arguments
 
 RANK = 1  # a second replica, whose ports are the next ones
 
@@ -49,13 +52,19 @@ def test_vllms_zmq_publisher_is_ours_and_replays_what_vllm_publishes(
     stored = BlockStored([b"a" * 32], None, [1, 2], 2, None, "GPU", None)
     publisher.publish(KVEventBatch(ts=1.0, events=[stored]))
     with SyncClient(f"{LOCAL}:{ports[1] + RANK}") as client:
-        end = time.monotonic() + 20
-        replayed: list[bytes] = []
-        while not replayed:  # it is published behind vLLM's back
-            assert time.monotonic() < end
-            parts = client.watch(mode=event_service_pb2.WATCH_MODE_REPLAY, engine="replicas", dp=RANK)
-            replayed = [payload for part in parts if isinstance(part, Payloads) for payload in part.payloads]
-    assert len(replayed) == 1 and b"BlockStored" in replayed[0]
+        replayed = replay_until_stored(client, "replicas", RANK)
+    assert len(replayed) == 1
+
+
+def replay_until_stored(client: SyncClient, engine: str, dp: int) -> list[bytes]:
+    """All batches; they are published behind vLLM's back."""
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        parts = client.watch(mode=event_service_pb2.WATCH_MODE_REPLAY, engine=engine, dp=dp)
+        replayed = [payload for part in parts if isinstance(part, Payloads) for payload in part.payloads]
+        if any(b"BlockStored" in payload for payload in replayed):
+            return replayed
+    raise AssertionError("no block was stored")
 
 
 def test_vllm_is_told_where_the_events_are(publisher: EventPublisher, ports: tuple[int, int]) -> None:
@@ -78,3 +87,20 @@ def test_another_vllm_ends_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("KVGRPC_EVENTS_LISTEN", f"{LOCAL}:0")
     with pytest.raises(FeatureDisabled, match=r"version 0\.99\.0; install vllm=="):
         vllm_plugin.register()
+
+
+@pytest.mark.timeout(900)
+def test_a_real_engine_loads_it_and_its_blocks_are_replayed(folder: Path, reference: Reference) -> None:
+    listen = f"{LOCAL}:{free_port()}"
+    events = {"enable_kv_cache_events": True, "endpoint": f"tcp://*:{free_port()}", "topic": "kv"}
+    arguments = {**vllm_arguments(reference.path, 1), "kv_events_config": events}
+    engine = VllmEngine("alone", folder, arguments, {"KVGRPC_EVENTS_LISTEN": listen, "KVGRPC_ENGINE": "alone"})
+    try:
+        engine.wait_ready()
+        case = reference.case(4 * BLOCK)
+        assert engine.generate(case.prompt, len(case.tokens)).result() == case.tokens
+        with SyncClient(listen) as client:
+            first = replay_until_stored(client, "alone", 0)[0]
+        assert b"AllBlocksCleared" in first
+    finally:
+        engine.close()
