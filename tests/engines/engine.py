@@ -21,8 +21,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvgrpc.v1 import transfer_service_pb2
-
 ROOT = Path(__file__).parents[2]
 LOCAL = "127.0.0.1"
 PAGE = 16
@@ -229,6 +227,7 @@ class Pair:
 
     prefill: Engine
     decode: Engine
+    sends_chunks = True  # of a prompt, each when it is computed
 
     def __init__(
         self,
@@ -317,10 +316,6 @@ class Pair:
     def number_of(self, room: int) -> int:
         """What kvgrpc calls the room."""
         return room
-
-    def is_under_way(self, room: transfer_service_pb2.Room) -> bool:
-        """Whether prefill has sent pages of it; it sends a chunk when it has computed it."""
-        return any(part.pages_done for part in room.parts)
 
     def _where(self, room: int) -> dict[str, Any]:
         return {"bootstrap_host": LOCAL, "bootstrap_port": self.bootstrap_port, "bootstrap_room": room}

@@ -25,8 +25,8 @@ class Stages:
     """Three requests when the victim, prefill or decode, has stopped running (SIGSTOP): kill it, or let it be.
 
     ``alone``: known to the other side of the victim and, where that is decode, its pages to prefill; to be answered
-    with ``alone_case``. ``under_way``: both have it, and not all its pages were sent. ``computing``: decode computes
-    its tokens. Each as the other side than the victim has it.
+    with ``alone_case``. ``under_way``: both have it, and not all its pages were sent; of a pair that sends no chunks it
+    was asked just before. ``computing``: decode computes its tokens. Each as the other side than the victim has it.
     """
 
     stopped: float
@@ -56,11 +56,13 @@ def stop_at_every_stage(pair: Pair, reference: Reference, victim: str) -> Stages
         under_way_case, under_way_room = reference.case(400), pair.room()
         requests = pair.submit(under_way_case.prompt, 8, under_way_room)
         number = pair.number_of(under_way_room)
-        wait_for(pair.prefill, number, lambda found: pair.is_under_way(found) or is_over(found))
+        if pair.sends_chunks:
+            wait_for(pair.prefill, number, has_sent, requests[1])
         stopped = getattr(pair, victim).stop()
         survivor = pair.decode if victim == "prefill" else pair.prefill
-        found = room_of(survivor, number)
-        if found is not None and not is_over(found) and (victim == "decode" or computing.ended is None):
+        found = room_of(survivor, number) if pair.sends_chunks else None
+        unsent = not pair.sends_chunks or (found is not None and not is_over(found))
+        if unsent and (victim == "decode" or computing.ended is None):
             tokens = under_way_case.tokens[: 8 if victim == "prefill" else 1]
             return Stages(stopped, alone, room, case, requests[side], under_way_room, tokens, computing, computing_case)
         getattr(pair, victim).go_on()
@@ -80,15 +82,20 @@ def is_over(room: proto.Room) -> bool:
     return room.state in (proto.ROOM_STATE_SUCCESS, proto.ROOM_STATE_FAILED)
 
 
-def wait_for(engine: Engine, number: int, condition: Callable[[proto.Room], bool]) -> None:
-    """Until a room of the engine's rank is so; a room that is through may be forgotten already."""
+def has_sent(room: proto.Room) -> bool:
+    return is_over(room) or any(part.pages_done for part in room.parts)
+
+
+def wait_for(
+    engine: Engine, number: int, condition: Callable[[proto.Room], bool], request: Request | None = None
+) -> None:
+    """Until a room of the engine's rank is so, or ``request`` has ended: its room may be forgotten before it is seen."""
     with SyncClient(rank_address(engine)) as client:
-        seen, end = False, time.monotonic() + STAGE_SECONDS
+        end = time.monotonic() + STAGE_SECONDS
         while time.monotonic() < end:
             found = [room for room in client.list_rooms() if room.room == number]
-            if (found and condition(found[0])) or (seen and not found):
+            if (found and condition(found[0])) or (request is not None and request.ended is not None):
                 return
-            seen = bool(found)
     raise AssertionError(f"room {number} of {engine.role} did not come so far\n{engine.log_tail()}")
 
 

@@ -54,9 +54,10 @@ def test_a_prefill_that_is_gone_ends_what_waits_for_its_pages_and_nothing_else(
     now = stop_at_every_stage(pair, reference, "prefill")
     bound = GONE_SECONDS if fault == "kill" else SILENT_SECONDS
     moment = pair.prefill.kill() if fault == "kill" else now.stopped
-    for request, room in ((now.alone, now.alone_room), (now.under_way, now.under_way_room)):
-        request.failure(bound)
-        assert f"room {pair.number_of(room)}: PEER_LOST" in pair.decode.log()
+    now.alone.failure(bound)
+    assert f"room {pair.number_of(now.alone_room)}: PEER_LOST" in pair.decode.log()
+    assert now.under_way.wait(bound), pair.decode.log_tail()
+    assert now.under_way.error is not None or now.under_way.tokens == now.under_way_tokens
     print(f"prefill, {fault}: decode's requests ended after {ended_after(moment, now.alone, now.under_way)} s")
     computed = now.computing.result()
     assert (computed[:8], len(computed)) == (now.computing_case.tokens, LONG)

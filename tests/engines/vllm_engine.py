@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from kvgrpc.transfer import room_from_transfer_id
-from kvgrpc.v1 import transfer_service_pb2
 from tests.engines.engine import LOCAL, Engine, Pair, Request, common_environment, free_port
 
 BLOCK = 32
@@ -50,6 +49,7 @@ class VllmPair(Pair):
     """
 
     engine: type[VllmEngine] = VllmEngine
+    sends_chunks = False
     prefill: VllmEngine
     decode: VllmEngine
 
@@ -105,10 +105,6 @@ class VllmPair(Pair):
 
     def number_of(self, room: int) -> int:
         return room_from_transfer_id(f"xfer-{room}")
-
-    def is_under_way(self, room: transfer_service_pb2.Room) -> bool:
-        """Whether prefill computes the prompt for a decode that has named its pages; it sends them in one go."""
-        return room.local_handle and room.pages > 0
 
     def at_prefill(self, room: int) -> dict[str, Any]:
         return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": f"xfer-{room}"}
