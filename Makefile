@@ -9,6 +9,9 @@ ENGINES ?= sglang vllm
 # Proxies of the machine are no business of loopback traffic, and neither are a developer's own settings.
 PYTEST := env -u http_proxy -u https_proxy -u HTTP_PROXY -u HTTPS_PROXY
 
+# The whole request trace, where it is at hand; a sample is committed.
+test-all bench: export TEST_TRACE ?= $(wildcard ../shared/traces/conversation_trace.jsonl)
+
 .PHONY: help demo test test-all test-engines test-nixl soak mutants coverage clients bench bench-engines gen lint contract lock clean
 
 help:  ## What there is.
