@@ -89,7 +89,7 @@ def has_sent(room: proto.Room) -> bool:
 def wait_for(
     engine: Engine, number: int, condition: Callable[[proto.Room], bool], request: Request | None = None
 ) -> None:
-    """Until a room of the engine's rank is so, or ``request`` has ended: its room may be forgotten before it is seen."""
+    """Until a room of the engine's rank is so, or ``request`` has ended: it may be forgotten before it is seen."""
     with SyncClient(rank_address(engine)) as client:
         end = time.monotonic() + STAGE_SECONDS
         while time.monotonic() < end:
