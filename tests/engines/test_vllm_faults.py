@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +12,8 @@ import pytest
 
 from tests.engines.engine import Request
 from tests.engines.model import Reference
-from tests.engines.stages import LONG, is_over, room_of, stop_at_every_stage, wait_until
-from tests.engines.vllm_engine import VllmPair
+from tests.engines.stages import LONG, stop_at_every_stage
+from tests.engines.vllm_engine import VllmEngine, VllmPair
 
 pytestmark = pytest.mark.timeout(900)
 # As in test_sglang_faults.py.
@@ -24,6 +26,27 @@ def pair(folder: Path, reference: Reference) -> Iterator[VllmPair]:
     pair.wait_ready()
     yield pair
     pair.close()
+
+
+@pytest.fixture(scope="module")
+def draw() -> random.Random:
+    seed = int(os.environ.get("KVGRPC_TEST_SEED", "0") or 0) or random.SystemRandom().randrange(2**32)
+    print(f"the moments of the faults: KVGRPC_TEST_SEED={seed}")
+    return random.Random(seed)
+
+
+def other(pair: VllmPair, role: str) -> VllmEngine:
+    return pair.decode if role == "prefill" else pair.prefill
+
+
+def request_under_way(
+    pair: VllmPair, reference: Reference, at: VllmEngine, draw: random.Random
+) -> tuple[Request, list[int]]:
+    """A request of several chunks at a random moment of its life, as one side sees it, and the right tokens."""
+    case = reference.case(400)
+    prefill, decode = pair.submit(case.prompt, 8)
+    time.sleep(draw.uniform(0, 0.1))  # anywhere within the request
+    return (decode, case.tokens) if at is pair.decode else (prefill, case.tokens[:1])
 
 
 def serves(pair: VllmPair, reference: Reference) -> None:
@@ -46,60 +69,70 @@ def serves_again(pair: VllmPair, reference: Reference, seconds: float = 15.0) ->
         assert time.monotonic() < end, pair.decode.reason()
 
 
-@pytest.mark.parametrize("fault", ["kill", "stop"])
-def test_a_prefill_that_is_gone_ends_what_waits_for_its_pages_and_nothing_else(
-    pair: VllmPair, reference: Reference, fault: str
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_side_that_is_killed_ends_the_request_of_the_other_which_serves_on(
+    pair: VllmPair, reference: Reference, draw: random.Random, role: str
+) -> None:
+    survivor = other(pair, role)
+    serves(pair, reference)
+    request, tokens = request_under_way(pair, reference, survivor, draw)
+    waiting = pair.submit_to_decode(reference.case(100).prompt, 8)
+    killed = getattr(pair, role).kill()
+    assert request.wait(GONE_SECONDS), survivor.log_tail()
+    assert request.error is not None or request.tokens == tokens
+    if role == "prefill":
+        waiting.failure(GONE_SECONDS)
+        assert "PEER_LOST" in survivor.reason()
+        print(
+            f"prefill killed: decode's request ended after {(waiting.ended or 0) - killed:.3f} s: {survivor.reason()}"
+        )
+    pair.restart(role)
+    serves(pair, reference)
+    assert survivor.alive and survivor.is_empty()
+
+
+def test_a_prefill_that_is_stopped_ends_what_waits_for_its_pages_and_nothing_else_and_the_pages_are_held(
+    pair: VllmPair, reference: Reference
 ) -> None:
     serves(pair, reference)
     now = stop_at_every_stage(pair, reference, "prefill")
-    bound = GONE_SECONDS if fault == "kill" else SILENT_SECONDS
-    moment = pair.prefill.kill() if fault == "kill" else now.stopped
-    now.alone.failure(bound)
+    now.alone.failure(SILENT_SECONDS)
     assert f"room {pair.number_of(now.alone_room)}: PEER_LOST" in pair.decode.log()
-    assert now.under_way.wait(bound), pair.decode.log_tail()
+    assert now.under_way.wait(SILENT_SECONDS), pair.decode.log_tail()
     assert now.under_way.error is not None or now.under_way.tokens == now.under_way_tokens
-    print(f"prefill, {fault}: decode's requests ended after {ended_after(moment, now.alone, now.under_way)} s")
+    print(f"prefill stopped: decode's requests ended after {ended_after(now.stopped, now.alone, now.under_way)} s")
     computed = now.computing.result()
     assert (computed[:8], len(computed)) == (now.computing_case.tokens, LONG)
-    if fault == "stop":
-        assert not pair.decode.is_empty(1), "pages were given back that a stopped prefill may still write to"
-        pair.prefill.go_on()
-        serves_again(pair, reference)
-    else:
-        pair.restart("prefill")
-        serves(pair, reference)
+    assert not pair.decode.is_empty(1), "pages were given back that a stopped prefill may still write to"
+    pair.prefill.go_on()
+    serves_again(pair, reference)
     assert pair.decode.alive and pair.decode.is_empty(40)
-
-
-@pytest.mark.parametrize("fault", ["kill", "stop"])
-def test_a_decode_that_is_gone_leaves_prefill_serving_and_what_waits_for_a_decode_gets_one(
-    pair: VllmPair, reference: Reference, fault: str
-) -> None:
-    """Prefill's requests are answered whatever decode does; its pages come back."""
-    serves(pair, reference)
-    now = stop_at_every_stage(pair, reference, "decode")
-    if fault == "kill":
-        pair.decode.kill()
-    assert now.under_way.result() == now.under_way_tokens
-    assert now.computing.result() == now.computing_case.tokens[:1]
-    assert now.alone.result() == now.alone_case.tokens[:1]
-    if fault == "stop":
-        wait_until(lambda: is_over_or_gone(pair, now.under_way_room))
-        pair.decode.go_on()
-        serves_again(pair, reference)
-    else:
-        pair.restart("decode")
-    assert not pair.prefill.is_empty(1), "the pages of a prompt that no decode has asked for were given back"
-    taken = pair.submit_to_decode(now.alone_case.prompt, 8, now.alone_room)
-    assert taken.result() == now.alone_case.tokens
-    serves(pair, reference)
-    assert pair.prefill.alive and pair.prefill.is_empty(40)
-
-
-def is_over_or_gone(pair: VllmPair, room: int) -> bool:
-    found = room_of(pair.prefill, pair.number_of(room))
-    return found is None or is_over(found)
 
 
 def ended_after(moment: float, *requests: Request) -> str:
     return ", ".join(f"{(request.ended or 0) - moment:.3f}" for request in requests)
+
+
+@pytest.mark.parametrize("role", ["decode"])
+def test_a_side_that_is_stopped_ends_the_request_of_the_other_and_is_used_again_once_it_goes_on(
+    pair: VllmPair, reference: Reference, draw: random.Random, role: str
+) -> None:
+    survivor = other(pair, role)
+    serves(pair, reference)
+    request, tokens = request_under_way(pair, reference, survivor, draw)
+    waiting = pair.submit_to_decode(reference.case(100).prompt, 8)
+    stopped = getattr(pair, role).stop()
+    try:
+        assert request.wait(SILENT_SECONDS), survivor.log_tail()
+        assert request.error is not None or request.tokens == tokens
+        if role == "prefill":
+            waiting.failure(SILENT_SECONDS)
+            assert "PEER_LOST" in survivor.reason()
+            print(f"prefill stopped: decode's request ended after {(waiting.ended or 0) - stopped:.3f} s")
+            assert not survivor.is_empty(1), "pages were given back that a stopped prefill may still write to"
+    finally:
+        getattr(pair, role).go_on()
+    if role == "decode":
+        pair.decode.abort(waiting)
+    serves_again(pair, reference)
+    assert survivor.is_empty(40)
