@@ -56,16 +56,15 @@ class HandOffs:
     def failed(self, room: int, attempt: int, failure: Failure, seconds: float | None) -> None:
         reason = failure.reason.name if isinstance(failure.reason, Reason) else Reason.UNSPECIFIED.name
         self._sums.failed[reason] += 1
-        again = f" attempt {attempt}" if attempt else ""
-        after = "" if seconds is None else f" after {seconds:.3f} s"
-        origin = f" (seen first by {failure.origin})" if failure.origin else ""
+
+        def line() -> str:
+            again = f" attempt {attempt}" if attempt else ""
+            after = "" if seconds is None else f" after {seconds:.3f} s"
+            origin = f" (seen first by {failure.origin})" if failure.origin else ""
+            return f"room {room}{again} failed at {self._role}{after}: {reason}: {one_line(failure.message)}{origin}"
+
         # An engine that gives a request up is daily business.
-        level = logging.INFO if failure.reason is Reason.ROOM_CANCELLED else logging.WARNING
-        self._lines.say(
-            level,
-            reason,
-            f"room {room}{again} failed at {self._role}{after}: {reason}: {one_line(failure.message)}{origin}",
-        )
+        self._lines.say(logging.INFO if failure.reason is Reason.ROOM_CANCELLED else logging.WARNING, reason, line)
 
     def lost(self, own: object, peer: object, how: str, rooms: int) -> None:
         """A pair was given up; without a room of its own that is only news."""

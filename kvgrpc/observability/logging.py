@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 import unicodedata
+from collections.abc import Callable
 
 LONGEST_LINE = 400  # characters of foreign text in one record
 
@@ -41,7 +42,8 @@ class RateLimited:
     def warning(self, key: str, text: str) -> None:
         self.say(logging.WARNING, key, text)
 
-    def say(self, level: int, key: str, text: str) -> None:
+    def say(self, level: int, key: str, text: str | Callable[[], str]) -> None:
+        """``text``, or what makes it: thousands that are left out then cost nothing to word."""
         now = time.monotonic()
         window = self._windows.get(key)
         if window is None or now >= window.end:
@@ -49,7 +51,7 @@ class RateLimited:
             window = self._windows[key] = _Window(now + self._seconds, level)
         window.said += 1
         if window.said <= self._lines:
-            self._logger.log(level, "%s", text)
+            self._logger.log(level, "%s", text if isinstance(text, str) else text())
 
     def flush(self) -> None:
         """Ends the windows whose time is over; cheap enough for every tick."""

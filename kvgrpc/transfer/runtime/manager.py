@@ -51,6 +51,7 @@ _GIVE_WAY_SECONDS, _GIVE_WAY_EVERY_SECONDS = 50e-6, 200e-6
 # Up to so many open rooms of a manager: more than an engine has whose requests come one after another.
 _FEW_ROOMS = 1024
 ENTRIES_IN_A_TURN = 1024
+_ENTRIES_AT_ONCE, _TURN_SECONDS = 128, 0.03
 _ROOMS_LOOKED_AT_IN_A_TURN = 2048
 _BEHIND_ALL_ROOMS = RoomKey(2**64)
 
@@ -397,13 +398,19 @@ class TransferManager(ABC, Generic[Record]):
         return replace(row, age_seconds=row.age_seconds + self._loop.time() - since)
 
     async def _in_turns(self, entries: Iterable[Entry], apply: Callable[[Sequence[Entry]], None]) -> None:
-        """Applies the entries of one frame, at most some hundred a turn of the loop that all sessions share."""
-        rest = iter(entries)
-        while some := list(itertools.islice(rest, ENTRIES_IN_A_TURN)):
+        """Applies the entries of one frame, at most some hundred a turn of the loop that all sessions share, fewer
+        where they take long: those that fail rooms cost many times the ordinary ones.
+        """
+        rest, applied, end = iter(entries), 0, time.monotonic() + _TURN_SECONDS
+        while some := list(itertools.islice(rest, _ENTRIES_AT_ONCE)):
             apply(some)
-            self._pump()
-            if len(some) == ENTRIES_IN_A_TURN:
+            applied += len(some)
+            if applied >= ENTRIES_IN_A_TURN or time.monotonic() > end:
+                self._pump()
                 await asyncio.sleep(0)
+                applied, end = 0, time.monotonic() + _TURN_SECONDS
+        if applied:
+            self._pump()
 
     def _run(self) -> None:
         self._waking = False
