@@ -263,6 +263,8 @@ async def serve(address: str, settings: dict[str, Any]) -> None:
         if word == "junk":
             source.publish_raw(b"\xc1\xff")
             source.publish(object())
+            # The clear comes when the publisher meets the junk, with the next number: not after what is stated again.
+            await asyncio.to_thread(wait_published, source)
             say("published")
             continue
         if word == "restate":
