@@ -27,6 +27,7 @@ from kvgrpc.events.log.recorder import Recorder
 from kvgrpc.events.log.stream import EventStream
 from kvgrpc.model import RankRef
 from kvgrpc.observability import metrics
+from kvgrpc.observability.logging import worth_logging
 
 # What a gRPC client of any language takes in one message without being configured is 4 MiB.
 MAX_BATCH_BYTES = 4 * 2**20 - 64 * 1024
@@ -164,7 +165,8 @@ class JournalingPublisher(EventPublisher):
             except Exception:
                 self._healthy = False
                 self._failed_passes += 1
-                if _worth_logging(self._failed_passes):
+                metrics.TASK_FAILURES.labels("kvgrpc-publisher").inc()
+                if worth_logging(self._failed_passes):
                     _log.exception("events: the publisher failed and goes on (%d times)", self._failed_passes)
                 time.sleep(FAILED_PASS_SECONDS)
                 # What it had taken is lost; the next pass, which this makes begin at once, says so.
@@ -237,7 +239,7 @@ class JournalingPublisher(EventPublisher):
     def _hole(self, first: int, last: int, cause: str, why: str) -> Dropped:
         batches = last - first + 1
         self._failed_batches += 1
-        if _worth_logging(self._failed_batches):
+        if worth_logging(self._failed_batches):
             _log.warning("events: %d batches from %d are dropped (%s): %s", batches, first, cause, why)
         self._queue.drop(batches)
         metrics.EVENTS_DROPPED.labels(cause).inc(batches)
@@ -250,7 +252,7 @@ class JournalingPublisher(EventPublisher):
             self._live.send(sequence, payload, batch)
         except Exception as error:
             self._failed_sends += 1
-            if _worth_logging(self._failed_sends):
+            if worth_logging(self._failed_sends):
                 _log.warning("events: %d live sends failed; replay has them: %s", self._failed_sends, error)
 
     def _measure(self) -> None:
@@ -267,11 +269,6 @@ class JournalingPublisher(EventPublisher):
             self._live.close(max(0.0, self._give_up_at - time.monotonic()))
         except Exception:
             _log.exception("events: the live transport could not be closed")
-
-
-def _worth_logging(count: int) -> bool:
-    """The first of a kind, then ever fewer: 1, 2, 4, 8, ..."""
-    return count & (count - 1) == 0
 
 
 def _close_in_child() -> None:

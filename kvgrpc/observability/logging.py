@@ -27,6 +27,11 @@ def one_line(text: str, longest: int = LONGEST_LINE) -> str:
     return cut if cut.isprintable() else "".join(_shown(character) for character in cut)
 
 
+def worth_logging(count: int) -> bool:
+    """The first of a kind, then ever fewer: 1, 2, 4, 8, ..."""
+    return count & (count - 1) == 0
+
+
 class RateLimited:
     """Records of a logger, at most ``lines`` of one key in ``seconds``; then how many were left out. For one thread.
 

@@ -309,10 +309,6 @@ class Pair:
         """A request that prefill never hears of: decode waits for it."""
         return self.decode.generate(prompt, new_tokens, **self._where(self.room() if room is None else room))
 
-    def submit_to_prefill(self, prompt: list[int], room: int) -> Request:
-        """A request that decode has not heard of yet."""
-        return self.prefill.generate(prompt, 1, **self._where(room))
-
     def number_of(self, room: int) -> int:
         """What kvgrpc calls the room."""
         return room

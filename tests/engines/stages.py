@@ -22,60 +22,56 @@ LONG = 300
 
 @dataclass
 class Stages:
-    """Three requests when the victim, prefill or decode, has stopped running (SIGSTOP): kill it, or let it be.
+    """Three requests of decode when prefill has stopped running (SIGSTOP).
 
-    ``alone``: known to the other side of the victim and, where that is decode, its pages to prefill; to be answered
-    with ``alone_case``. ``under_way``: both have it, and not all its pages were sent; of a pair that sends no chunks it
-    was asked just before. ``computing``: decode computes its tokens. Each as the other side than the victim has it.
+    ``alone``: decode waits, and prefill knows its pages; nothing was asked of prefill's engine. ``under_way``: both
+    have it, and not all its pages were sent; of a pair that sends no chunks it was asked just before. ``computing``:
+    decode computes its tokens.
     """
 
     stopped: float
     alone: Request
     alone_room: int
-    alone_case: Case
     under_way: Request
-    under_way_room: int
     under_way_tokens: list[int]
     computing: Request
     computing_case: Case
 
 
-def stop_at_every_stage(pair: Pair, reference: Reference, victim: str) -> Stages:
-    case, room = reference.case(100), pair.room()
-    if victim == "prefill":
-        alone = pair.submit_to_decode(case.prompt, 8, room)
-        wait_for(pair.prefill, pair.number_of(room), lambda found: found.pages > 0)
-    else:
-        alone = pair.submit_to_prefill(case.prompt, room)
-        wait_for(pair.prefill, pair.number_of(room), lambda found: found.local_handle)
-    side = 1 if victim == "prefill" else 0
-    computing_case, computing = reference.case(100), None
+def stop_prefill_at_every_stage(pair: Pair, reference: Reference) -> Stages:
+    room, computing_case = pair.room(), reference.case(100)
+    alone = pair.submit_to_decode(reference.case(100).prompt, 8, room)
+    wait_for(pair.prefill, pair.number_of(room), lambda found: found.pages > 0)
+    computing = None
     for _ in range(MOST_TRIES):
         if computing is None or computing.ended:
-            computing = decoding(pair, computing_case)[side]
+            computing = decoding(pair, computing_case)
         under_way_case, under_way_room = reference.case(400), pair.room()
         requests = pair.submit(under_way_case.prompt, 8, under_way_room)
         number = pair.number_of(under_way_room)
         if pair.sends_chunks:
             wait_for(pair.prefill, number, has_sent, requests[1])
-        stopped = getattr(pair, victim).stop()
-        survivor = pair.decode if victim == "prefill" else pair.prefill
-        found = room_of(survivor, number) if pair.sends_chunks else None
+        stopped = pair.prefill.stop()
+        found = room_of(pair.decode, number) if pair.sends_chunks else None
         unsent = not pair.sends_chunks or (found is not None and not is_over(found))
-        if unsent and (victim == "decode" or computing.ended is None):
-            tokens = under_way_case.tokens[: 8 if victim == "prefill" else 1]
-            return Stages(stopped, alone, room, case, requests[side], under_way_room, tokens, computing, computing_case)
-        getattr(pair, victim).go_on()
+        if unsent and computing.ended is None:
+            return Stages(stopped, alone, room, requests[1], under_way_case.tokens[:8], computing, computing_case)
+        pair.prefill.go_on()
         for request in requests:
             request.wait()
     raise AssertionError(f"no request was caught under way\n{pair.prefill.log_tail()}\n{pair.decode.log_tail()}")
 
 
-def decoding(pair: Pair, case: Case) -> tuple[Request, Request]:
+def ended_after(moment: float, *requests: Request) -> str:
+    """Seconds from then to the end of each."""
+    return ", ".join(f"{(request.ended or 0) - moment:.3f}" for request in requests)
+
+
+def decoding(pair: Pair, case: Case) -> Request:
     """A long request whose first token decode has computed."""
-    prefill, decode = pair.submit(case.prompt, LONG)
+    _, decode = pair.submit(case.prompt, LONG)
     wait_until(lambda: decode.first is not None or decode.ended is not None)
-    return prefill, decode
+    return decode
 
 
 def is_over(room: proto.Room) -> bool:

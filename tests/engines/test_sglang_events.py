@@ -20,7 +20,7 @@ from sglang.srt.disaggregation.kv_events import (
     KVEventBatch,
 )
 
-from kvgrpc.client import EventFollower, SyncClient, SyncEventFollower
+from kvgrpc.client import EventFollower, SyncClient
 from kvgrpc.client.watch import Payloads
 from kvgrpc.engines.sglang.events import register_publisher
 from kvgrpc.events.codec import decode_batch
@@ -30,6 +30,7 @@ from kvgrpc.server import EventRelay
 from kvgrpc.v1 import event_service_pb2
 from tests.engines.engine import LOCAL, PAGE, Engine, engine_arguments, free_port
 from tests.engines.model import Case, Reference
+from tests.engines.relayed import shown_by_a_relay
 
 pytestmark = pytest.mark.timeout(400)
 END = (-1).to_bytes(8, "big", signed=True)
@@ -183,20 +184,6 @@ def events(published: list[tuple[int, bytes]]) -> list[bytes]:
     return [bytes(event) for _, payload in published for event in msgspec.msgpack.decode(payload, type=Batch).events]
 
 
-def shown_by_a_relay_of(published: Published, wanted: dict[str, int]) -> dict[str, int]:
-    """What a follower shows of an engine without our plug-in, once it is ``wanted``, or after 20 s."""
-    endpoint, replay = f"tcp://{LOCAL}:{published.port}", f"tcp://{LOCAL}:{published.replay}"
-    relay = EventRelay(f"{LOCAL}:0", endpoint, "sglang", replay=replay, topic="kv").open()
-    try:
-        with SyncEventFollower(relay.address) as follower:
-            end = time.monotonic() + 20
-            while follower.blocks != wanted and time.monotonic() < end:
-                time.sleep(0.05)
-            return follower.blocks
-    finally:
-        relay.close()
-
-
 def test_an_engines_events_are_those_that_it_publishes_itself(
     ours: Published, folder: Path, reference: Reference, cases: list[Case]
 ) -> None:
@@ -208,7 +195,7 @@ def test_an_engines_events_are_those_that_it_publishes_itself(
         expected = theirs.serve(cases)
         assert theirs.engine.generate(cases[0].prompt, 1).result() == cases[0].tokens[:1]
         wanted = held(replayed(theirs.replay, len(expected) + 1))
-        assert shown_by_a_relay_of(theirs, wanted) == wanted != {}
+        assert shown_by_a_relay("sglang", theirs.port, theirs.replay, wanted) == wanted != {}
     finally:
         theirs.engine.close()
         ours.engine.go_on()

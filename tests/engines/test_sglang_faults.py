@@ -12,7 +12,7 @@ import pytest
 
 from tests.engines.engine import Engine, Pair, Request
 from tests.engines.model import Reference
-from tests.engines.stages import LONG, stop_at_every_stage
+from tests.engines.stages import LONG, ended_after, stop_prefill_at_every_stage
 
 pytestmark = pytest.mark.timeout(600)
 # docs/session.md rule 3: a peer that is gone is noticed in 1 s, a silent one after the idle timeout, 3 s; prefill waits
@@ -81,7 +81,7 @@ def test_a_prefill_that_is_stopped_ends_what_waits_for_its_pages_and_nothing_els
     pair: Pair, reference: Reference
 ) -> None:
     serves(pair, reference)
-    now = stop_at_every_stage(pair, reference, "prefill")
+    now = stop_prefill_at_every_stage(pair, reference)
     for request in (now.alone, now.under_way):
         assert "PEER_LOST" in request.failure(SILENT_SECONDS)
     print(f"prefill stopped: decode's requests ended after {ended_after(now.stopped, now.alone, now.under_way)} s")
@@ -91,10 +91,6 @@ def test_a_prefill_that_is_stopped_ends_what_waits_for_its_pages_and_nothing_els
     pair.prefill.go_on()
     serves_again(pair, reference)
     assert pair.decode.alive and pair.decode.is_empty(40)
-
-
-def ended_after(moment: float, *requests: Request) -> str:
-    return ", ".join(f"{(request.ended or 0) - moment:.3f}" for request in requests)
 
 
 @pytest.mark.parametrize("role", ["decode"])

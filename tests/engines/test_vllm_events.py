@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from vllm.distributed.kv_events import (
     KVEventBatch,
 )
 
-from kvgrpc.client import EventFollower, SyncClient, SyncEventFollower
+from kvgrpc.client import EventFollower, SyncClient
 from kvgrpc.client.watch import Payloads
 from kvgrpc.events.codec import decode_batch
 from kvgrpc.events.following.contents import CacheContents
@@ -29,6 +28,7 @@ from kvgrpc.server import EventRelay
 from kvgrpc.v1 import event_service_pb2
 from tests.engines.engine import LOCAL, free_port
 from tests.engines.model import Case, Reference
+from tests.engines.relayed import shown_by_a_relay
 from tests.engines.vllm_engine import BLOCK, CONNECTOR, VllmEngine, vllm_arguments
 
 pytestmark = pytest.mark.timeout(900)
@@ -133,20 +133,6 @@ def held(messages: list[tuple[bytes, int, bytes]]) -> dict[str, int]:
     return contents.blocks.counts()
 
 
-def shown_by_a_relay_of(published: Published, wanted: dict[str, int]) -> dict[str, int]:
-    """What a follower shows of an engine without our connector, once it is ``wanted``, or after 20 s."""
-    endpoint, replay = f"tcp://{LOCAL}:{published.port}", f"tcp://{LOCAL}:{published.replay}"
-    relay = EventRelay(f"{LOCAL}:0", endpoint, "vllm", replay=replay, topic="kv").open()
-    try:
-        with SyncEventFollower(relay.address) as follower:
-            end = time.monotonic() + 20
-            while follower.blocks != wanted and time.monotonic() < end:
-                time.sleep(0.05)
-            return follower.blocks
-    finally:
-        relay.close()
-
-
 def test_batches_are_those_of_vllms_own_publisher_byte_by_byte(
     ours: Published, folder: Path, reference: Reference, cases: list[Case]
 ) -> None:
@@ -164,7 +150,7 @@ def test_batches_are_those_of_vllms_own_publisher_byte_by_byte(
     try:
         theirs.engine.wait_ready()
         expected = theirs.serve(cases)
-        assert shown_by_a_relay_of(theirs, held(expected)) == held(expected) != {}
+        assert shown_by_a_relay("vllm", theirs.port, theirs.replay, held(expected)) == held(expected) != {}
     finally:
         theirs.close()
     assert {topic for topic, _, _ in published} == {topic for topic, _, _ in expected} == {b"kv"}

@@ -12,7 +12,7 @@ import pytest
 
 from tests.engines.engine import Request
 from tests.engines.model import Reference
-from tests.engines.stages import LONG, stop_at_every_stage
+from tests.engines.stages import LONG, ended_after, stop_prefill_at_every_stage
 from tests.engines.vllm_engine import VllmEngine, VllmPair
 
 pytestmark = pytest.mark.timeout(900)
@@ -95,7 +95,7 @@ def test_a_prefill_that_is_stopped_ends_what_waits_for_its_pages_and_nothing_els
     pair: VllmPair, reference: Reference
 ) -> None:
     serves(pair, reference)
-    now = stop_at_every_stage(pair, reference, "prefill")
+    now = stop_prefill_at_every_stage(pair, reference)
     now.alone.failure(SILENT_SECONDS)
     assert f"room {pair.number_of(now.alone_room)}: PEER_LOST" in pair.decode.log()
     assert now.under_way.wait(SILENT_SECONDS), pair.decode.log_tail()
@@ -107,10 +107,6 @@ def test_a_prefill_that_is_stopped_ends_what_waits_for_its_pages_and_nothing_els
     pair.prefill.go_on()
     serves_again(pair, reference)
     assert pair.decode.alive and pair.decode.is_empty(40)
-
-
-def ended_after(moment: float, *requests: Request) -> str:
-    return ", ".join(f"{(request.ended or 0) - moment:.3f}" for request in requests)
 
 
 @pytest.mark.parametrize("role", ["decode"])

@@ -99,10 +99,6 @@ class VllmPair(Pair):
         """A request that prefill never hears of: decode waits for it."""
         return self.decode.generate(prompt, new_tokens, **self.at_decode(self.room() if room is None else room))
 
-    def submit_to_prefill(self, prompt: list[int], room: int) -> Request:
-        """A request that decode has not heard of yet. Its pages are held when it has ended."""
-        return self.prefill.generate(prompt, 1, **self.at_prefill(room))
-
     def number_of(self, room: int) -> int:
         return room_from_transfer_id(f"xfer-{room}")
 

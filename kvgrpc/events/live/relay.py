@@ -20,6 +20,7 @@ from zmq.utils.monitor import recv_monitor_message
 from kvgrpc.events.base import EventPublisher
 from kvgrpc.events.model import AllBlocksCleared, KVEventBatch
 from kvgrpc.observability import metrics
+from kvgrpc.observability.logging import worth_logging
 
 END = b"\xff" * 8
 POLL_MS = 200
@@ -61,6 +62,7 @@ class Relay:
         """Set once the ROUTER has said all that it had."""
         self._asked_at = float("-inf")
         self._moved_at = time.monotonic()
+        self._failures = 0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="kvgrpc-events-relay", daemon=True)
 
@@ -98,7 +100,9 @@ class Relay:
                     finally:
                         subscriber.disable_monitor()
             except Exception:
-                _log.exception("events: the relay of %s failed and begins again", self._endpoint)
+                self._failures += 1
+                if worth_logging(self._failures):
+                    _log.exception("events: the relay of %s failed (%d times)", self._endpoint, self._failures)
                 metrics.TASK_FAILURES.labels("kvgrpc-relay").inc()
                 self._stopping.wait(AGAIN_SECONDS)
 

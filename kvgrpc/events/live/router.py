@@ -22,6 +22,8 @@ from kvgrpc.events.endpoints import Endpoint
 from kvgrpc.events.live.sockets import bound_address, open_socket
 from kvgrpc.events.log.journal import Dropped
 from kvgrpc.events.log.stream import EventStream
+from kvgrpc.observability import metrics
+from kvgrpc.observability.logging import worth_logging
 
 END = b"\xff" * 8
 MAX_REPLAYS = 64
@@ -60,6 +62,7 @@ class ReplayRouter:
         self._replays: dict[bytes, _Replay] = {}
         self._stopping = threading.Event()
         self._healthy = True
+        self._failed_passes = 0
         self._thread: threading.Thread | None = None
 
     @property
@@ -91,8 +94,10 @@ class ReplayRouter:
                     self._pass()
                     self._healthy = True
                 except Exception:
-                    if self._healthy:
-                        _log.exception("events: the replay failed and goes on")
+                    self._failed_passes += 1
+                    metrics.TASK_FAILURES.labels("kvgrpc-replay").inc()
+                    if worth_logging(self._failed_passes):
+                        _log.exception("events: the replay failed and goes on (%d times)", self._failed_passes)
                     self._healthy = False
                     self._replays.clear()
                     time.sleep(FAILED_PASS_SECONDS)

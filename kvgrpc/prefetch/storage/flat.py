@@ -5,27 +5,20 @@ Copies every page once. A third-party store needs no more than ``FlatStore``; do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvgrpc.prefetch.storage.base import (
     MISSING,
     OK,
-    MemoryRange,
     PageBuffers,
     PageResult,
-    Removed,
     StorageStats,
-    check_batch,
-    check_keys,
     failed,
-    leading_pages,
     page_bytes,
 )
-from kvgrpc.prefetch.storage.calls import PageCalls
-from kvgrpc.prefetch.storage.listeners import Listeners
 from kvgrpc.prefetch.storage.memory import gather, scatter
-from kvgrpc.prefetch.storage.tally import Tally
+from kvgrpc.prefetch.storage.page_by_page import PageByPage
 
 
 class FlatStore(Protocol):
@@ -46,55 +39,13 @@ class FlatStore(Protocol):
         """Drops the keys that begin with ``prefix``; which."""
 
 
-class FlatBackend:
+class FlatBackend(PageByPage):
     """A StorageBackend over a FlatStore. A call of the store that hangs costs one of ``threads`` until it returns."""
 
     def __init__(self, name: str, store: FlatStore, *, threads: int = 4) -> None:
         self.name = name
         self._store = store
-        self._calls = PageCalls(name, name, threads)
-        self._tally = Tally()
-        self._removed = Listeners()
-
-    def register(self, memory: Sequence[MemoryRange]) -> None:
-        """Pages are copied: nothing to prepare."""
-
-    def count_leading(self, keys: Sequence[str], timeout: float) -> int:
-        return leading_pages(self.contains, keys, timeout)
-
-    def contains(self, keys: Sequence[str], timeout: float) -> list[bool]:
-        check_keys(keys)
-        return self._calls.ask(lambda number: self._store.size(keys[number]) is not None, len(keys), timeout)
-
-    def read(self, keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
-        check_batch(keys, pages)
-
-        def one(number: int) -> PageResult:
-            data = self._store.get(keys[number])
-            if data is None or len(data) != page_bytes(pages[number]):
-                return MISSING
-            scatter(data, pages[number])
-            return OK
-
-        return self._tally.read(self._calls.move(one, len(keys), timeout))
-
-    def write(self, keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
-        check_batch(keys, pages)
-
-        def one(number: int) -> PageResult:
-            size, wanted = self._store.size(keys[number]), page_bytes(pages[number])
-            if size is None:
-                self._store.put(keys[number], gather(pages[number]))
-                self._tally.add("written")
-            elif size != wanted:
-                return failed(other_size(keys[number], size, wanted))
-            return OK
-
-        return self._tally.write(self._calls.move(one, len(keys), timeout))
-
-    def delete(self, keys: Sequence[str], timeout: float) -> int:
-        check_keys(keys)
-        return sum(self._calls.ask(lambda number: self._store.delete(keys[number]), len(keys), timeout))
+        super().__init__(name, threads)
 
     def clear(self, prefix: str = "", timeout: float = 60.0) -> int:
         if self._calls.closed:
@@ -103,14 +54,33 @@ class FlatBackend:
         self._removed.tell(gone)
         return len(gone)
 
-    def on_removed(self, removed: Removed) -> Callable[[], None]:
-        return self._removed.add(removed)
-
     def stats(self) -> StorageStats:
         return self._tally.stats(healthy=not self._calls.closed, detail="closed" if self._calls.closed else "")
 
     def close(self, timeout: float) -> bool:
         return self._calls.close(timeout)
+
+    def _size(self, key: str) -> int | None:
+        return self._store.size(key)
+
+    def _read(self, key: str, page: PageBuffers) -> PageResult:
+        data = self._store.get(key)
+        if data is None or len(data) != page_bytes(page):
+            return MISSING
+        scatter(data, page)
+        return OK
+
+    def _write(self, key: str, page: PageBuffers) -> PageResult:
+        size, wanted = self._store.size(key), page_bytes(page)
+        if size is None:
+            self._store.put(key, gather(page))
+            self._tally.add("written")
+        elif size != wanted:
+            return failed(other_size(key, size, wanted))
+        return OK
+
+    def _drop(self, key: str) -> bool:
+        return self._store.delete(key)
 
 
 def other_size(key: str, there: int, wanted: int) -> str:

@@ -77,6 +77,18 @@ class Bench:
         page = np.array([room], np.uint32)
         return Submission(PrefillRoom(RoomKey(room), ME, 0), self.pair, page, page + np.uint32(1), 0, wait)
 
+    def hold(self) -> threading.Event:
+        """Keeps the thread in the ``wait`` of a submission of room 1 until the event is set."""
+        entered, leave = threading.Event(), threading.Event()
+
+        def wait() -> None:
+            entered.set()
+            assert leave.wait(20)
+
+        self.worker.submit([self.submission(1, wait)])
+        assert entered.wait(20)
+        return leave
+
     def until_ended(self, count: int) -> list[Outcome]:
         deadline = time.monotonic() + 10
         while len(self.ended) < count:
@@ -156,14 +168,7 @@ def test_a_peer_is_attached_early_only_while_its_session_stands(bench: Bench) ->
     gone, stands = (PrefillPair(DECODE, PeerMemory([POOL], address), 0) for address in (b"gone", b"stands"))
     for pair in (gone, stands):
         pair.welcome(object(), 1, 0)
-    entered, leave = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        entered.set()
-        assert leave.wait(20)
-
-    bench.worker.submit([bench.submission(1, wait)])
-    assert entered.wait(20)
+    leave = bench.hold()
     bench.worker.attach(gone)
     bench.worker.attach(stands)
     gone.end_stream(1)  # while the thread is busy
@@ -176,14 +181,7 @@ def test_a_peer_is_attached_early_only_while_its_session_stands(bench: Bench) ->
 def test_a_peer_with_one_write_waits_two_turns_for_a_peer_with_ten_thousand(bench: Bench) -> None:
     """A turn starts at most 256; the first may be full before the other comes."""
     other = PrefillPair(RankRef(RankId("E"), 3), PeerMemory([POOL], b"elsewhere"), 0)
-    entered, leave = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        entered.set()
-        assert leave.wait(20)
-
-    bench.worker.submit([bench.submission(1, wait)])
-    assert entered.wait(20)
+    leave = bench.hold()
     many = [bench.submission(1) for _ in range(10_000)]
     one = bench.submission(2)
     one.pair = other
@@ -266,14 +264,7 @@ def test_what_may_take_long_is_left_to_the_thread(bench: Bench) -> None:
 def test_nobody_waits_for_a_thread_that_is_at_work(bench: Bench) -> None:
     bench.plane.quick_bytes = 16
     attached(bench)
-    entered, leave = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        entered.set()
-        assert leave.wait(10)
-
-    bench.worker.submit([bench.submission(1, wait)])
-    assert entered.wait(10)
+    leave = bench.hold()
     assert bench.worker.write_now([bench.submission(2)]) is None
     leave.set()
     assert bench.until_ended(1) == [Outcome.DONE]

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -17,27 +17,20 @@ from kvgrpc.errors import InvalidRequest
 from kvgrpc.prefetch.storage.base import (
     MISSING,
     OK,
-    MemoryRange,
     PageBuffers,
     PageResult,
-    Removed,
     StorageStats,
-    check_batch,
-    check_keys,
     failed,
-    leading_pages,
     page_bytes,
 )
-from kvgrpc.prefetch.storage.calls import PageCalls
 from kvgrpc.prefetch.storage.file.folder import Folder, is_full
 from kvgrpc.prefetch.storage.file.formats import Format, Header, OwnFormat, SglangFormat, checksum
 from kvgrpc.prefetch.storage.file.io import Mover, Vectored, aligned, header_block
 from kvgrpc.prefetch.storage.file.usage import Usage
 from kvgrpc.prefetch.storage.flat import other_size
-from kvgrpc.prefetch.storage.listeners import Listeners
 from kvgrpc.prefetch.storage.memory import views
+from kvgrpc.prefetch.storage.page_by_page import PageByPage
 from kvgrpc.prefetch.storage.settings import Nbytes, Seconds, Threads, read_settings
-from kvgrpc.prefetch.storage.tally import Tally
 
 logger = logging.getLogger(__name__)
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -63,7 +56,7 @@ class FileConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after which pages that other processes wrote are counted too."""
 
 
-class FileBackend:
+class FileBackend(PageByPage):
     """A StorageBackend with a file for each page. A call that hangs in the kernel keeps one thread and its page."""
 
     name = "file"
@@ -87,39 +80,15 @@ class FileBackend:
         if config.direct and not self._direct:
             logger.warning("storage %r: %s takes no O_DIRECT: pages go through the page cache", self.name, config.path)
         self._usage = Usage(config.max_bytes or None)
-        self._tally = Tally()
-        self._removed = Listeners()
         self._closed = threading.Event()
-        self._rescan(clean=True)
-        self._calls = PageCalls(self.name, config.path, config.threads)
+        super().__init__(config.path, config.threads)
+        try:
+            self._rescan(clean=True)
+        except BaseException:
+            self._calls.close(0.0)
+            raise
         self._scanner = threading.Thread(target=self._keep_scanning, name=f"kvgrpc-{self.name}-scan", daemon=True)
         self._scanner.start()
-
-    def register(self, memory: Sequence[MemoryRange]) -> None:
-        """Nothing to prepare: files are read into any memory, without a copy."""
-
-    def count_leading(self, keys: Sequence[str], timeout: float) -> int:
-        return leading_pages(self.contains, keys, timeout)
-
-    def contains(self, keys: Sequence[str], timeout: float) -> list[bool]:
-        check_keys(keys)
-        return self._calls.ask(lambda number: self._complete(keys[number]) is not None, len(keys), timeout)
-
-    def read(self, keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
-        check_batch(keys, pages)
-        return self._tally.read(
-            self._calls.move(lambda number: self._read(keys[number], pages[number]), len(keys), timeout)
-        )
-
-    def write(self, keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
-        check_batch(keys, pages)
-        return self._tally.write(
-            self._calls.move(lambda number: self._write(keys[number], pages[number]), len(keys), timeout)
-        )
-
-    def delete(self, keys: Sequence[str], timeout: float) -> int:
-        check_keys(keys)
-        return sum(self._calls.ask(lambda number: self._remove(self._form.path(keys[number])), len(keys), timeout))
 
     def clear(self, prefix: str = "", timeout: float = 60.0) -> int:
         """Those of other processes that share the folder too. Each page's own header says its key."""
@@ -137,9 +106,6 @@ class FileBackend:
         except OSError as error:
             raise self._calls.down(str(error)) from error
         return gone
-
-    def on_removed(self, removed: Removed) -> Callable[[], None]:
-        return self._removed.add(removed)
 
     def stats(self) -> StorageStats:
         closed = self._closed.is_set()
@@ -202,7 +168,7 @@ class FileBackend:
         name, nbytes = self._form.path(key), page_bytes(page)
         if name is None:
             return failed(f"{key[:80]!r} cannot be the name of a file in SGLang's format")
-        there = self._complete(key)
+        there = self._size(key)
         if there is not None and (there == nbytes or self._form.header_bytes):
             return OK if there == nbytes else failed(other_size(key, there, nbytes))
         size = self._form.header_bytes + nbytes
@@ -239,7 +205,7 @@ class FileBackend:
                 os.unlink(temporary)
             raise
 
-    def _complete(self, key: str) -> int | None:
+    def _size(self, key: str) -> int | None:
         """Bytes of the page's payload by its header and by its size; None if it is not there, or not whole."""
         name = self._form.path(key)
         if name is None:
@@ -259,6 +225,9 @@ class FileBackend:
 
     def _flags(self, page: PageBuffers) -> int:
         return os.O_DIRECT if self._direct and aligned(page) else 0
+
+    def _drop(self, key: str) -> bool:
+        return self._remove(self._form.path(key))
 
     def _remove(self, name: str | None) -> bool:
         if name is None:

@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -15,27 +15,21 @@ from kvgrpc.errors import FeatureDisabled, InvalidRequest
 from kvgrpc.prefetch.storage.base import (
     MISSING,
     OK,
-    MemoryRange,
     PageBuffers,
     PageResult,
-    Removed,
     StorageStats,
-    check_batch,
     check_keys,
     failed,
-    leading_pages,
     page_bytes,
 )
-from kvgrpc.prefetch.storage.calls import PageCalls
 from kvgrpc.prefetch.storage.file.formats import HEADER_BYTES, Header, checksum
 from kvgrpc.prefetch.storage.file.io import header_block
 from kvgrpc.prefetch.storage.flat import other_size
 from kvgrpc.prefetch.storage.hf3fs.client import Client, LocalClient, UsrbioClient
 from kvgrpc.prefetch.storage.hf3fs.slots import Slot, Slots
-from kvgrpc.prefetch.storage.listeners import Listeners
 from kvgrpc.prefetch.storage.memory import views
+from kvgrpc.prefetch.storage.page_by_page import PageByPage
 from kvgrpc.prefetch.storage.settings import Threads, read_settings
-from kvgrpc.prefetch.storage.tally import Tally
 
 _PACKAGE = "hf3fs_fuse"
 _INSTALL = (
@@ -63,7 +57,7 @@ class Hf3fsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Every page is on disk before it can be found."""
 
 
-class Hf3fsBackend:
+class Hf3fsBackend(PageByPage):
     """A StorageBackend over slots of one size. Each slot begins with a header that proves the page behind it, so the
     file is all the metadata there is: it is read once, at the start."""
 
@@ -84,7 +78,6 @@ class Hf3fsBackend:
         if not self._slots.count:
             raise InvalidRequest.of("max_bytes", config.max_bytes, f"at least {self._slot_bytes}, one page")
         path = os.path.join(os.path.abspath(config.path), f"{config.name}.bin")
-        self._tally, self._removed = Tally(), Listeners()
         with contextlib.ExitStack() as undo:
             self._descriptor = _open(path, config.path)
             undo.callback(os.close, self._descriptor)
@@ -92,36 +85,15 @@ class Hf3fsBackend:
             undo.callback(self._client.close)
             self._read_layout(path)
             undo.pop_all()
-        self._calls = PageCalls(self.name, path, config.threads)
+        super().__init__(path, config.threads)
         self._open = True
 
-    def register(self, memory: Sequence[MemoryRange]) -> None:
-        """Pages are copied through the client's own memory, or need none."""
-
-    def count_leading(self, keys: Sequence[str], timeout: float) -> int:
-        return leading_pages(self.contains, keys, timeout)
-
     def contains(self, keys: Sequence[str], timeout: float) -> list[bool]:
+        """As every backend's, but what is known in memory needs no thread."""
         check_keys(keys)
         if keys and (self._calls.closed or timeout <= 0):
             raise self._calls.down("it is closed" if self._calls.closed else "not begun in time")
-        return [self._slots.size(key) is not None for key in keys]
-
-    def read(self, keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
-        check_batch(keys, pages)
-        return self._tally.read(
-            self._calls.move(lambda number: self._read(keys[number], pages[number]), len(keys), timeout)
-        )
-
-    def write(self, keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
-        check_batch(keys, pages)
-        return self._tally.write(
-            self._calls.move(lambda number: self._write(keys[number], pages[number]), len(keys), timeout)
-        )
-
-    def delete(self, keys: Sequence[str], timeout: float) -> int:
-        check_keys(keys)
-        return sum(self._calls.ask(lambda number: self._drop(keys[number]), len(keys), timeout))
+        return [self._size(key) is not None for key in keys]
 
     def clear(self, prefix: str = "", timeout: float = 60.0) -> int:
         if self._calls.closed:
@@ -130,9 +102,6 @@ class Hf3fsBackend:
         gone = self._calls.ask(lambda number: self._drop(keys[number]), len(keys), timeout)
         self._removed.tell([key for key, was_there in zip(keys, gone, strict=True) if was_there])
         return sum(gone)
-
-    def on_removed(self, removed: Removed) -> Callable[[], None]:
-        return self._removed.add(removed)
 
     def stats(self) -> StorageStats:
         closed = self._calls.closed
@@ -151,6 +120,9 @@ class Hf3fsBackend:
             self._client.close()
             os.close(self._descriptor)  # and with it the lock
         return ended
+
+    def _size(self, key: str) -> int | None:
+        return self._slots.size(key)
 
     def _read(self, key: str, page: PageBuffers) -> PageResult:
         if self._slots.size(key) != page_bytes(page) or (slot := self._slots.read(key)) is None:
