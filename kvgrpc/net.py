@@ -19,6 +19,7 @@ _IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 _UNIX = ("unix:", "unix-abstract:")
 _WILDCARDS = ("", "*", "0.0.0.0", "::")
+_LONGEST_HOST = 253  # characters; what DNS allows
 _HOST_NAME = re.compile(r"(?=.{1,253}\Z)[a-z0-9_]([a-z0-9_-]{0,62})(\.[a-z0-9_][a-z0-9_-]{0,62})*\.?")
 # What the C library would read as an IPv4 address in one of its old spellings: "127.1", "0x7f000001".
 _NUMERIC_NAME = re.compile(r"(.*\.)?(\d+|0x[0-9a-f]*)\.?")
@@ -254,8 +255,12 @@ def _normal_host(host: str) -> str | None:
     return name.rstrip(".")
 
 
-@functools.lru_cache(maxsize=4_096)  # a quarter of what a registration costs, and ranks share their hosts
 def _ip(host: str) -> _IpAddress | None:
+    return _parsed_ip(host) if len(host) <= _LONGEST_HOST else None  # what a peer says must not fill the cache
+
+
+@functools.lru_cache(maxsize=4_096)  # a quarter of what a registration costs, and ranks share their hosts
+def _parsed_ip(host: str) -> _IpAddress | None:
     try:
         ip = ipaddress.ip_address(host)
     except ValueError:

@@ -36,9 +36,10 @@ class TierEvents:
         if what == "stored":
             self._publish(self._stored(hashes, before, medium))
             return
-        if tier is Tier.STORAGE:
-            self._remember(hashes)
-        self._publish(BlockRemoved(_names(hashes), medium=medium))
+        with self._lock:  # over both: what is asked for and told must not fall in between
+            if tier is Tier.STORAGE:
+                self._remember(hashes)
+            self._publish(BlockRemoved(_names(hashes), medium=medium))
 
     def backup_ended(self, operation: Operation) -> None:
         """Tells of the pages that a backup wrote, a run of them as one event; for each change of an operation."""
@@ -53,9 +54,10 @@ class TierEvents:
                 before = hashes[start - 1] if start else ""
                 events.append(self._stored(hashes[start:index], before, MEDIUMS[Tier.STORAGE]))
             start = index + 1
-        if gone := self._dropped_since(operation):
-            events.append(BlockRemoved(_names(gone), medium=MEDIUMS[Tier.STORAGE]))
-        self._publish(*events)
+        with self._lock:
+            if gone := self._dropped_since(operation):
+                events.append(BlockRemoved(_names(gone), medium=MEDIUMS[Tier.STORAGE]))
+            self._publish(*events)
 
     def _stored(self, hashes: Sequence[str], before: str, medium: str) -> BlockStored:
         return BlockStored(
@@ -68,20 +70,18 @@ class TierEvents:
 
     def _remember(self, hashes: Sequence[str]) -> None:
         now = time.monotonic()
-        with self._lock:
-            for each in hashes:
-                self._dropped[each] = now
-                self._dropped.move_to_end(each)
-            while len(self._dropped) > _REMEMBERED:
-                self._dropped.popitem(last=False)
+        for each in hashes:
+            self._dropped[each] = now
+            self._dropped.move_to_end(each)
+        while len(self._dropped) > _REMEMBERED:
+            self._dropped.popitem(last=False)
 
     def _dropped_since(self, operation: Operation) -> list[str]:
-        with self._lock:
-            return [
-                each
-                for each, outcome in zip(operation.hashes, operation.outcomes, strict=False)
-                if outcome is PageOutcome.OK and self._dropped.get(each, 0.0) >= operation.began
-            ]
+        return [
+            each
+            for each, outcome in zip(operation.hashes, operation.outcomes, strict=False)
+            if outcome is PageOutcome.OK and self._dropped.get(each, 0.0) >= operation.began
+        ]
 
 
 def _names(hashes: Sequence[str]) -> list[int | bytes]:

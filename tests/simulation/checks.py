@@ -154,6 +154,8 @@ def check_end(world: World) -> None:
 
 
 def _check_pages(world: World, decode: DecodeProcess) -> None:
+    if decode.core.open_rooms != sum(not room.ended for room in decode.core.rooms.values()):
+        world.violate("open rooms are miscounted", decode.ref)
     held = 0
     for key, receiving in decode.receiving.items():
         held += len(receiving.pages or [])
@@ -197,7 +199,7 @@ def _check_records(world: World, prefill: PrefillProcess) -> None:
             world.violate("the pair of a dead decode was never dropped", ref)
         if pair.unclaimed != sum(record.unclaimed for record in core.rooms.values() if record.owner is pair):
             world.violate("unclaimed rooms are miscounted", ref)
-    if core.open_count != core.open_rooms:
+    if core.open_rooms != sum(not record.ended for record in core.rooms.values()):
         world.violate("open rooms are miscounted", prefill.ref)
     if core.open_writes != len({write.submission for write in prefill.plane.in_flight}):
         world.violate("open writes are miscounted", prefill.ref)

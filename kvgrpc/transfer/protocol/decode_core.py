@@ -65,9 +65,11 @@ class DecodeWork:
 
 
 class DecodeCore:
-    """See the module. ``connections(pair)`` names the data connections of that peer to us (8, pages by evidence);
-    ``deliver_aux(room)`` copies ``room.aux`` into the engine's buffers before SUCCESS is told, and returns why it
-    cannot (14, aux)."""
+    """See the module. ``open_rooms``: rooms that have not ended.
+
+    ``connections(pair)`` names the data connections of that peer to us (8, pages by evidence); ``deliver_aux(room)``
+    copies ``room.aux`` into the engine's buffers before SUCCESS is told, and returns why it cannot (14, aux).
+    """
 
     held_pages_class = HeldPages
 
@@ -86,6 +88,7 @@ class DecodeCore:
         self._settle_seconds = self.timing.settle * self.timing.tick_seconds
         self.now = 0
         self.rooms: dict[RoomKey, DecodeRoom] = {}
+        self.open_rooms = 0
         self.pairs: dict[RankRef, DecodePair] = {}
         self.ignored_entries = 0
         self._deliver_aux = deliver_aux
@@ -115,6 +118,7 @@ class DecodeCore:
             return False
         room.created_at = self.now
         self.rooms[room.key] = room
+        self.open_rooms += 1
         self._set_deadline(room)
         return True
 
@@ -366,6 +370,7 @@ class DecodeCore:
             self._end(room, failure)
         else:
             self._due.clear(room.key)
+            self.open_rooms -= 1
             room.succeed()
             self._work.ended.append(room)
 
@@ -388,6 +393,7 @@ class DecodeCore:
         """One terminal state, at once, with the first cause, told to the other parts (6, ending; 9, fan-in)."""
         if room.ended:
             return
+        self.open_rooms -= 1
         room.fail(failure)
         room.refused = not room.bound  # who owes it is not known yet, and is told once it is
         self._due.clear(room.key)

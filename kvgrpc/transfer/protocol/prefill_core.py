@@ -69,7 +69,7 @@ class PrefillWork:
 
 
 class PrefillCore:
-    """See the module. ``open_writes``: submissions without an outcome; ``open_count``: rooms that have not ended;
+    """See the module. ``open_writes``: submissions without an outcome; ``open_rooms``: rooms that have not ended;
     ``unknown_writes``: submissions of which nobody knows whether they ended.
     """
 
@@ -86,7 +86,7 @@ class PrefillCore:
         self.rooms: dict[RoomKey, PrefillRoom] = {}
         self.pairs: dict[RankRef, PrefillPair] = {}
         self.open_writes = 0
-        self.open_count = 0
+        self.open_rooms = 0
         self.unknown_writes = 0
         self.ignored_entries = 0
         self._work = PrefillWork()
@@ -97,12 +97,8 @@ class PrefillCore:
         self._unknown = UnknownWrites(self.bounds.known_streams)
         self._numbers = StreamNumbers(self.bounds.known_streams)
         self._owners = Ownership(self.rooms, self.bounds)
-        self._last_refusal: tuple[tuple[str, int, int], Failure] | None = None
+        self._last_refusal: tuple[tuple[int, str, int, int], Failure] | None = None
         self._last_answer: tuple[Failure, Writes] | None = None
-
-    @property
-    def open_rooms(self) -> int:
-        return sum(not room.ended for room in self.rooms.values())
 
     # What the engine asks for.
 
@@ -316,7 +312,8 @@ class PrefillCore:
             self._expect_places(room.key._replace(place=0), pair.places)
         if not room.claimed:
             self._owners.wait_for_sender(pair, room)
-            self._await_sender(room, entry)
+            if not room.ended:  # as one of a Hello that was refused
+                self._await_sender(room, entry)
             if self.draining:
                 self._refuse(room, failures.draining(self.me))
         if pair.unknown_writes > self.bounds.unknown_writes:
@@ -334,18 +331,25 @@ class PrefillCore:
             return
         self.unknown_writes += 1
         pair.unknown_writes += 1
-        pair.next_probe_at = self.now + self.timing.probe
-        if pair.unknown_writes > limit:
+        pair.probe, pair.next_probe_at = None, self.now + self.timing.probe
+        if pair.unknown_writes == limit + 1:  # those that are named from now on are refused when they are
             for room in [self.rooms[key] for key in pair.rooms]:
                 if not (room.ended or room.open_writes):
                     self._refuse(room, self._too_many_unknown(pair))
 
     def _refuse_unless_probe(self, pair: PrefillPair, room: PrefillRoom) -> None:
-        """Never for good: one room a while shows whether writes to this decode end again."""
-        if self.now >= pair.next_probe_at:
-            pair.next_probe_at = self.now + self.timing.probe
+        """Never for good: one room a while shows whether writes to this decode end again. One that ended before it
+        wrote showed nothing, and the next one has its turn: with several decode ranks past the bound each refuses the
+        others' probes else.
+        """
+        if self.now >= pair.next_probe_at or self._showed_nothing(pair.probe):
+            pair.probe, pair.next_probe_at = room.key, self.now + self.timing.probe
         else:
             self._refuse(room, self._too_many_unknown(pair))
+
+    def _showed_nothing(self, probe: RoomKey | None) -> bool:
+        room = self.rooms.get(probe) if probe is not None else None
+        return probe is not None and (room is None or (room.ended and room.writes is not WRITES_OPEN))
 
     def _too_many_unknown(self, pair: PrefillPair) -> KvGrpcError:
         left = (pair.next_probe_at - self.now) * self.timing.tick_seconds
@@ -400,9 +404,10 @@ class PrefillCore:
                 self._owners.wait_no_more(room)
 
     def _too_many(self, full: tuple[str, int, int]) -> Failure:
-        """One for all rooms that find the same bound reached: a hostile frame names 65,536 of them."""
-        if self._last_refusal is None or self._last_refusal[0] != full:
-            self._last_refusal = full, self._failure(failures.too_many(*full))
+        """One for all rooms that find the same bound reached in a tick: a hostile frame names 65,536 of them."""
+        found = (self.now, *full)
+        if self._last_refusal is None or self._last_refusal[0] != found:
+            self._last_refusal = found, self._failure(failures.too_many(*full))
         return self._last_refusal[1]
 
     def _answer(self, pair: PrefillPair, key: RoomKey, failure: Failure) -> None:
@@ -464,7 +469,7 @@ class PrefillCore:
 
     def _make(self, key: RoomKey) -> PrefillRoom:
         room = self.rooms[key] = PrefillRoom(key, self.me, self.now)
-        self.open_count += 1
+        self.open_rooms += 1
         return room
 
     def _follow(self, room: PrefillRoom, submissions: Iterable[Submission] = ()) -> None:
@@ -475,7 +480,7 @@ class PrefillCore:
         if room.progress:
             self._moving[room.key] = room
         if room.ended:
-            self.open_count -= 1
+            self.open_rooms -= 1
             if not room.key.place:
                 self._work.ended.append(room)
             self._due.clear(room.key)
@@ -549,15 +554,13 @@ class PrefillCore:
 
     def _drop(self, room: PrefillRoom) -> None:
         del self.rooms[room.key]
-        self.open_count -= not room.ended
+        self.open_rooms -= not room.ended
         if room.failure is not None and not room.key.place:
             self._work.failed.append(room)
         if self._owners.places:
             self._owners.forget_places(room.key)
-        if room.ended:
-            self._ended.drop(room.key)
-        else:
-            self._due.clear(room.key)
+        self._ended.drop(room.key)
+        self._due.clear(room.key)
         self._owners.wait_no_more(room)
         if room.owner is not None:
             room.owner.rooms.discard(room.key)

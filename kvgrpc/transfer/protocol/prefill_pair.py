@@ -15,7 +15,8 @@ class PrefillPair:
     ``rooms`` it owns; ``answers``: what it keeps hearing of rooms that it cannot have (rule 10, ownership);
     ``unclaimed``: how many of its rooms wait for a local sender; ``forgotten``: how many are kept only for a late one
     (rule 11, memory of the ended); ``pending_rooms``: what it is to be told. ``unknown_writes``: to it, of which nobody
-    knows whether they ended; ``next_probe_at``: when it gets another chance (rule 8, pages by evidence).
+    knows whether they ended; ``probe``: the room that is to show whether writes end again, ``next_probe_at``: when
+    another one may (rule 8, pages by evidence).
     """
 
     __slots__ = (
@@ -30,6 +31,7 @@ class PrefillPair:
         "pending_rooms",
         "place",
         "places",
+        "probe",
         "ref",
         "rooms",
         "sends_aux",
@@ -56,6 +58,7 @@ class PrefillPair:
         self.unclaimed = 0
         self.forgotten = 0
         self.unknown_writes = self.next_probe_at = 0
+        self.probe: RoomKey | None = None
 
     def serves_with(self, other: PrefillPair) -> bool:
         """Whether both are ranks of one decode replica, to which the same prompts are owed."""

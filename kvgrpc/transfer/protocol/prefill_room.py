@@ -210,7 +210,9 @@ class PrefillRoom:
         if outcome is Outcome.DONE:
             self.done.add(submission.start, len(submission.destination))
             if submission.checksums is not None:
-                self.checksums = [*(self.checksums or ()), submission.checksums]
+                if self.checksums is None:
+                    self.checksums = []
+                self.checksums.append(submission.checksums)
             if self.handle is not None:
                 self.handle.pages_done = self.done.prefix
         if self.ended:

@@ -146,12 +146,6 @@ class DecodeManager(TransferManager[DecodeRoom]):
                 task.cancel()
         await super().stop()
 
-    def _rooms_at_once(self) -> int:
-        return len(self.core.rooms)  # one that has ended stays until its prefill has heard of it, no longer
-
-    def open_rooms(self) -> int:
-        return sum(not room.ended for room in self.core.rooms.values())
-
     @property
     def healthy(self) -> bool:
         """False too while every new room is refused, because too many pages are held."""
@@ -341,6 +335,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
                     entries = core.flush(stream.pair)
                     if stream.pair.pending_rooms:
                         session.wake()
+                        session.ready_at = since
                 if entries:
                     ROOMS_SENT.inc(len(entries))
                     too_large: list[DecodeEntry] = []

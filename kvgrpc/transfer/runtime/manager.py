@@ -130,6 +130,8 @@ class Core(Protocol[Record]):
     @property
     def rooms(self) -> dict[RoomKey, Record]: ...
 
+    open_rooms: int
+
     def fail(self, record: Record, failure: Failure, /) -> None: ...
 
 
@@ -237,7 +239,7 @@ class TransferManager(ABC, Generic[Record]):
         now = time.monotonic()
         if now >= self._next_way:
             self._next_way = now + _GIVE_WAY_EVERY_SECONDS
-            if self._rooms_at_once() <= _FEW_ROOMS and self._work_waits():
+            if self.core.open_rooms <= _FEW_ROOMS and self._work_waits():
                 time.sleep(_GIVE_WAY_SECONDS)
 
     def fileno(self) -> int:
@@ -330,17 +332,18 @@ class TransferManager(ABC, Generic[Record]):
     def held_pages_limit(self) -> int:
         return self.config.bounds.held_pages
 
-    @abstractmethod
-    def open_rooms(self) -> int: ...
+    def open_rooms(self) -> int:
+        """Rooms that have not ended. Any thread asks, and never waits."""
+        return self.core.open_rooms
 
     async def rooms_by_state(self) -> Mapping[str, int]:
-        found = Counter({state.name.lower(): 0 for state in RoomState})
+        found: Counter[RoomState] = Counter()
         rooms = [record for key, record in self.core.rooms.items() if not key.place]
         for start in range(0, len(rooms), _ROOMS_LOOKED_AT_IN_A_TURN):
             if start:
                 await asyncio.sleep(0)
-            found.update(room.state.name.lower() for room in rooms[start : start + _ROOMS_LOOKED_AT_IN_A_TURN])
-        return found
+            found.update(room.state for room in rooms[start : start + _ROOMS_LOOKED_AT_IN_A_TURN])
+        return {state.name.lower(): found[state] for state in RoomState}
 
     def depths(self) -> Mapping[str, int]:
         writes, nbytes = self.plane.in_flight() if isinstance(self.plane, Bounded) else (0, 0)
@@ -368,10 +371,6 @@ class TransferManager(ABC, Generic[Record]):
         for record in list(rooms.values()):
             self.core.fail(record, failure)
         self._pump()
-
-    @abstractmethod
-    def _rooms_at_once(self) -> int:
-        """About how many rooms are open. Any thread asks, and never waits."""
 
     def _work_waits(self) -> bool:
         """Whether a thread of ours would run now if it had the interpreter."""

@@ -93,7 +93,8 @@ class PrefillManager(TransferManager[PrefillRoom]):
         if self.closed:
             self._refuse_late(handle)
             return
-        handle.record = self.core.claim(key, handle)
+        record = self.core.claim(key, handle)
+        handle.record = None if record is None or record.ended else record
         self._sought.wake(key)
 
     def _take_chunk(
@@ -195,9 +196,6 @@ class PrefillManager(TransferManager[PrefillRoom]):
     @property
     def bytes_written(self) -> int:
         return self._worker.bytes_written
-
-    def open_rooms(self) -> int:
-        return self.core.open_rooms
 
     def depths(self) -> Mapping[str, int]:
         core = self.core
@@ -376,6 +374,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
                 entries = self.core.flush(pair)
                 if pair.pending_rooms:
                     session.wake()
+                    session.ready_at = since
             if entries:
                 ROOMS_SENT.inc(len(entries))
                 for frame in wire.encode_responses(entries, session.max_frame_bytes):
@@ -411,9 +410,6 @@ class PrefillManager(TransferManager[PrefillRoom]):
         if self.core.now % self.config.timing.heartbeat == 0:
             for session in self._sessions.values():
                 session.beat()
-
-    def _rooms_at_once(self) -> int:
-        return self.core.open_count
 
     def _work_waits(self) -> bool:
         return self._worker.busy or super()._work_waits()

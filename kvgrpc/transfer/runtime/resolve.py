@@ -38,7 +38,7 @@ class PrefillEngine:
     layout: Layout
     targets: Mapping[Coordinates, Target]
     engine_selects_dp: bool = False
-    owing: dict[int, list[Target]] = field(default_factory=dict, compare=False)
+    owing: dict[int, tuple[Target, ...]] = field(default_factory=dict, compare=False)
 
 
 class Resolve(Protocol):
@@ -120,7 +120,9 @@ class Routes:
             self._ask(room)
 
     def stands(self, room: ReceiverRoom) -> bool:
-        """Whether the sessions to all that owe the room stand. On any thread: it reads, and changes nothing."""
+        """Whether the sessions to all that owe the room stand. On any thread: it reads, and at most notes in ``owing``
+        what anybody would.
+        """
         engine = None if _route_error(room) is not None else self._engines.get(room.bootstrap_addr)
         if engine is None or _must_be_found(room, engine):
             return False
@@ -254,7 +256,7 @@ class Routes:
     def _on_found(self, room: DecodeRoom, target: Target) -> None:
         engine = self._engines.get(room.bootstrap_addr) if isinstance(room, ReceiverRoom) else None
         try:
-            targets = [target] if engine is None else self._targets_of(target.ref.rank.dp, engine)
+            targets: Sequence[Target] = [target] if engine is None else self._targets_of(target.ref.rank.dp, engine)
             self._core.bind(room, targets)
         except KvGrpcError as error:
             self._fail(room, error)
@@ -284,11 +286,11 @@ class Routes:
         if isinstance(room, ReceiverRoom) and not room.ended:
             self.find_anew(room)
 
-    def _targets(self, room: ReceiverRoom, engine: PrefillEngine) -> list[Target]:
+    def _targets(self, room: ReceiverRoom, engine: PrefillEngine) -> Sequence[Target]:
         dp = prefill_dp(room.key.room, engine.layout.dp) if room.prefill_dp_rank is None else room.prefill_dp_rank
         return self._targets_of(dp, engine)
 
-    def _targets_of(self, dp: int, engine: PrefillEngine) -> list[Target]:
+    def _targets_of(self, dp: int, engine: PrefillEngine) -> Sequence[Target]:
         """Every rank that owes us a part, or is to hear of our rooms; the one that sends aux is first.
 
         Raises ParallelLayoutMismatch, InvalidRequest or EngineNotFound.
@@ -307,8 +309,8 @@ class Routes:
         if engine.layout.pp > self._shape.layout.pp:
             stages = {target.ref.rank.pp: target.layers for target in targets}
             topology.check_layers(self._shape.pools, [stages[pp] for pp in sorted(stages)])
-        engine.owing[dp] = targets
-        return targets
+        engine.owing[dp] = tuple(targets)
+        return engine.owing[dp]
 
     def _fail(self, room: DecodeRoom, error: KvGrpcError) -> None:
         self._core.fail(room, Failure.of(error, str(self._core.me)))

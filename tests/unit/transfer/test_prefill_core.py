@@ -197,6 +197,18 @@ class TestAnnounced:
         side.core.claim(RoomKey(7), late)
         assert reason(late) == "PARALLEL_LAYOUT_MISMATCH"
 
+    def test_a_room_of_a_refused_hello_that_a_fitting_decode_names_disturbs_no_deadline(self, side: Side) -> None:
+        """It has ended, and is dropped long before the time that a living one would wait for its sender."""
+        side.core.on_refused_hello([KEY], ParallelLayoutMismatch("tp"))
+        side.name(Want.WRITE, KEY)
+        side.name(Want.FORGET, KEY)
+        other = RoomKey(6)
+        side.name(Want.WRITE, other)
+        side.ticks(TIMING.unclaimed)
+        late = Handle()
+        side.core.claim(other, late)
+        assert reason(late) == "ROOM_NOT_FOUND", "the other room's time ran out as ever"
+
 
 class TestChunks:
     def test_slices_in_any_order(self, side: Side) -> None:
@@ -451,6 +463,20 @@ class TestUnknownWrites:
         assert reason(side.claim(RoomKey(9))[1]) == "TOO_MANY_REQUESTS"
         side.ticks(1)
         assert side.writing(RoomKey(10))[1].failure is None
+
+    def test_a_probe_that_ended_before_it_wrote_gives_its_turn_to_the_next_room(self, side: Side) -> None:
+        """Several decode ranks past the bound refuse each other's probes: no two turns would ever meet else."""
+        self.past_the_bound(side)
+        side.ticks(TIMING.probe)
+        side.name(key=RoomKey(8))
+        probe, handle = side.claim(RoomKey(8))
+        assert handle.failure is None
+        side.core.fail(probe, CANCELLED)
+        _, handle, submission = side.writing(RoomKey(9))
+        side.name(key=RoomKey(10))
+        assert reason(side.claim(RoomKey(10))[1]) == "TOO_MANY_REQUESTS", "one at a time"
+        side.core.on_outcome(submission, Outcome.DONE)
+        assert handle.poll is KVPoll.Success and side.writing(RoomKey(11))[1].failure is None
 
     def test_a_new_incarnation_and_a_new_engine_begin_at_nothing(self, side: Side) -> None:
         self.past_the_bound(side)
