@@ -10,6 +10,7 @@ import click
 
 from kvgrpc.cli.connection import calls_a_rank
 from kvgrpc.errors import PeerUnreachable
+from kvgrpc.net import is_unix
 
 if TYPE_CHECKING:
     from kvgrpc.client import SyncClient
@@ -29,7 +30,7 @@ def calls_a_publisher(function: Callable[Concatenate[SyncClient, ...], None]) ->
     )
     @functools.wraps(ask_rank)
     def run(*arguments: Any, server: str, replay_endpoint: str, topic: str, **options: Any) -> None:
-        if "://" not in server:
+        if is_unix(server) or "://" not in server:
             if replay_endpoint or topic:
                 raise click.UsageError("--replay and --topic are for an engine's own publisher: -s tcp://HOST:PORT")
             return ask_rank(*arguments, server=server, **options)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from kvgrpc.errors import InvalidRequest
 from kvgrpc.events.codec import Dialect, Encoding
 from kvgrpc.events.log.journal import KEPT_BATCHES, KEPT_BYTES, KEPT_SECONDS, JournalLimits
 
@@ -92,6 +93,16 @@ class EventsConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.replay_shape is not None:
             return self.replay_shape
         return ReplayShape.TOPIC if self.encoding is Encoding.MAP else ReplayShape.SEED
+
+
+def keys_of(value: object) -> dict[str, Any]:
+    """The keys of an events configuration in any of its forms (JSON, a mapping, a configuration object), none where it
+    is None or empty. Raises InvalidRequest for what is no object.
+    """
+    try:
+        return dict(_settings(value)) if value else {}
+    except ValueError as error:
+        raise InvalidRequest.of("events", value, f"a JSON object ({error})") from None
 
 
 def _settings(value: object) -> Mapping[Any, Any]:

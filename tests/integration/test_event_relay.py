@@ -16,6 +16,7 @@ import zmq
 from kvgrpc.cli.main import main
 from kvgrpc.client import EventFollower
 from kvgrpc.errors import InvalidRequest
+from kvgrpc.events.live import relay as live_relay
 from kvgrpc.server import EventRelay
 
 pytestmark = pytest.mark.timeout(60)
@@ -128,6 +129,22 @@ async def test_without_a_router_what_pub_lost_empties_the_cache(engine: EnginePu
         engine.store(1000, live=False)
         engine.store(1001)
         assert await blocks(relay, 1) == 1
+
+
+async def test_a_name_that_resolves_later_is_found_then(
+    engine: EnginePublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a pod that starts again: libzmq says nothing at all of a name that does not resolve."""
+    monkeypatch.setattr(live_relay, "CONNECT_SECONDS", 0.2)
+    relay = EventRelay("127.0.0.1:0", "tcp://nobody.invalid:5557", "sglang-1", topic="kv").open()
+    try:
+        await asyncio.sleep(0.5)  # a first try and a second one that lead nowhere are the subject
+        relay._relay._endpoint = f"tcp://127.0.0.1:{engine.port}"  # what the name means from now on
+        await asyncio.to_thread(engine.await_subscriber)
+        engine.store(1, 2)
+        assert await blocks(relay, 2) == 2
+    finally:
+        relay.close()
 
 
 async def test_what_nobody_has_any_more_empties_the_cache_rather_than_leave_it_wrong(engine: EnginePublisher) -> None:
@@ -243,6 +260,12 @@ def test_the_command_reads_an_engine_s_own_publisher(engine: EnginePublisher, kv
     assert "BlockStored" in kvgrpc("events", "snapshot", *where)
     assert json.loads(kvgrpc("events", "stats", "--json", *where))["batches"] == 2
     assert kvgrpc("events", "verify", *where).startswith("equal: 3 in GPU")
+
+
+def test_a_unix_socket_is_a_rank_and_no_publisher(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["events", "stats", "-s", "unix:///nowhere/at-all"])
+    assert ended.value.code not in (0, 2) and "/nowhere/at-all" in capsys.readouterr().err
 
 
 def test_the_command_says_what_it_needs_of_an_engine_s_own_publisher(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,11 +12,11 @@ import os
 import socket
 from typing import Any
 
-import msgspec
 from sglang.srt.disaggregation.kv_events import EventPublisher, EventPublisherFactory
 
 from kvgrpc.engines.addresses import engine_name, for_rank
 from kvgrpc.events import EventsConfig, open_publisher
+from kvgrpc.events.config import keys_of
 from kvgrpc.model import RankId, RankRef, new_epoch
 from kvgrpc.server import settings
 from kvgrpc.server.events import EventServer
@@ -42,7 +42,7 @@ class KvGrpcPublisher(EventPublisher):
     def __init__(self, attn_dp_rank: int, **sglang: Any) -> None:
         configured = settings()
         more = configured.get("events")
-        keys = {"publisher": "zmq", **sglang, **(msgspec.json.decode(more, type=dict) if more else {})}
+        keys = {"publisher": "zmq", **sglang, **keys_of(more)}
         config = EventsConfig.parse(keys)
         name = configured.get("engine") or engine_name(socket.gethostname())
         self._publisher = open_publisher(config, RankRef(RankId(name, attn_dp_rank), new_epoch()))

@@ -15,13 +15,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import EventPublisher, EventPublisherFactory
 
 from kvgrpc.engines.addresses import engine_name, for_rank
-from kvgrpc.engines.vllm.rank import EVENTS_LISTEN, Place
+from kvgrpc.engines.vllm.rank import Place
+from kvgrpc.engines.vllm_plugin import LISTEN
 from kvgrpc.events import EventsConfig, open_publisher
+from kvgrpc.events.config import keys_of
 from kvgrpc.model import RankId, RankRef, new_epoch
 from kvgrpc.server import settings
 from kvgrpc.server.events import EventServer
@@ -50,8 +51,8 @@ def of_environment(environment: Mapping[str, str]) -> Serving:
     keys = configured.get("events")
     return Serving(
         configured.get("engine") or engine_name(socket.gethostname()),
-        environment[f"KVGRPC_{EVENTS_LISTEN.upper()}"],
-        msgspec.json.decode(keys, type=dict) if keys else {},
+        environment[LISTEN],
+        keys_of(keys),
         configured,
     )
 

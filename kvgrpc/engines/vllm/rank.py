@@ -6,12 +6,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 import torch
 
 from kvgrpc.engines.addresses import bracketed, engine_name, loopback_for
 from kvgrpc.engines.identity import MODEL_NAME, dtype_name, identity
+from kvgrpc.engines.vllm_plugin import LISTEN
 from kvgrpc.errors import FeatureDisabled, InvalidRequest
+from kvgrpc.events.config import keys_of
 from kvgrpc.model import Layout, ModelIdentity, Pool, PoolKind, Region, Role
 from kvgrpc.net import split
 from kvgrpc.server import RankConfig, settings
@@ -39,7 +40,7 @@ class Place:
         transfer, parallel = config.kv_transfer_config, config.parallel_config
         extra = dict(transfer.kv_connector_extra_config)
         port = extra.pop(BOOTSTRAP_PORT, environment.get("VLLM_MOONCAKE_BOOTSTRAP_PORT", "8998"))
-        self.events_listen = str(extra.pop(EVENTS_LISTEN, environment.get("KVGRPC_EVENTS_LISTEN", "")))
+        self.events_listen = str(extra.pop(EVENTS_LISTEN, environment.get(LISTEN, "")))
         self.model_name = str(extra.pop(NAME_OF_MODEL, environment.get(MODEL_NAME, "")))
         self.configured = settings(extra, environment)
         self.events = self._events()
@@ -60,8 +61,7 @@ class Place:
         if not self.events_listen:
             return {}
         # They are the scheduler's, who has the publisher, and not this worker's.
-        keys = self.configured.pop("events", None) or {}
-        return msgspec.json.decode(keys, type=dict) if isinstance(keys, str) else dict(keys)
+        return keys_of(self.configured.pop("events", None))
 
 
 def rank_config(place: Place, pool: Pool, model: ModelIdentity) -> RankConfig:

@@ -95,7 +95,8 @@ class CacheContents:
         self._digest.remove(medium, group, gone, vanished)
         if not self._digest.holds(medium, group):
             self._others.pop((medium, group), None)
-            self.blocks.forget(medium if group == PREFIX_GROUP else "")
+            if group == PREFIX_GROUP:
+                self.blocks.forget(medium)
 
 
 def _group(event: object) -> int:

@@ -32,6 +32,7 @@ STUCK_SECONDS = 3 * ANSWER_MS / 1000
 # silent before it counts as broken.
 GONE_SECONDS = 30.0
 PING_MS = 10_000
+CONNECT_SECONDS = 10.0
 _OVER = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _OVER |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 # Batches of a replay that PUB may bring once more.
@@ -93,7 +94,8 @@ class Relay:
                     subscriber.set(zmq.HEARTBEAT_TIMEOUT, int(GONE_SECONDS * 1000))
                     # A socket has one connection, so that nothing in it is of another log than the rest.
                     subscriber.set(zmq.RECONNECT_IVL, -1)
-                    monitor = subscriber.get_monitor_socket(_OVER)
+                    subscriber.set(zmq.CONNECT_TIMEOUT, int(CONNECT_SECONDS * 1000))
+                    monitor = subscriber.get_monitor_socket(_OVER | zmq.EVENT_CONNECTED)
                     subscriber.connect(self._endpoint)
                     try:
                         self._follow(subscriber, monitor)
@@ -107,16 +109,21 @@ class Relay:
                 self._stopping.wait(AGAIN_SECONDS)
 
     def _follow(self, subscriber: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
-        """Until the connection is over."""
+        """Until the connection is over, or none came about: of a name that does not resolve nothing is heard."""
         poller = zmq.Poller()
         poller.register(subscriber, zmq.POLLIN)
         poller.register(monitor, zmq.POLLIN)
-        self._connect_anew = False
-        while not self._stopping.is_set() and not self._connect_anew:
+        self._connect_anew = connected = False
+        until = time.monotonic() + CONNECT_SECONDS
+        while not self._stopping.is_set() and not self._connect_anew and (connected or time.monotonic() < until):
             self._moved_at = time.monotonic()
             ready = dict(poller.poll(POLL_MS))
             if monitor in ready:
-                if recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED:
+                event = recv_monitor_message(monitor)["event"]
+                if event == zmq.EVENT_CONNECTED:
+                    connected = True
+                    continue
+                if event == zmq.EVENT_DISCONNECTED:
                     self._disconnected()
                 self._stopping.wait(POLL_MS / 1000)
                 return
@@ -173,6 +180,7 @@ class Relay:
                     if (sequence, zlib.crc32(payload)) == self._last:
                         self._unsure_since = None
                         self._take(answer)
+                        self.asked.set()
                         return
                 self._connect_anew = True
                 self._begin_again(f"its ROUTER does not have batch {self._last[0]} as it was")

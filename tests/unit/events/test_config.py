@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvgrpc.errors import InvalidRequest
 from kvgrpc.events.codec import Dialect, Encoding
-from kvgrpc.events.config import EventsConfig, ReplayShape
+from kvgrpc.events.config import EventsConfig, ReplayShape, keys_of
 
 
 @dataclass
@@ -112,3 +113,19 @@ def test_what_is_wrong_is_named(value: object, named: str) -> None:
 )
 def test_the_shape_of_a_replay_follows_the_encoding_unless_it_is_chosen(settings: object, shape: str) -> None:
     assert EventsConfig.parse(settings).shape_of_replay.value == shape
+
+
+@pytest.mark.parametrize("value", [None, "", {}, "{}"], ids=str)
+def test_no_keys_are_none(value: object) -> None:
+    assert keys_of(value) == {}
+
+
+@pytest.mark.parametrize("value", ['{"topic": "kv"}', {"topic": "kv"}, SimpleNamespace(topic="kv")], ids=str)
+def test_keys_come_as_json_of_a_variable_or_as_a_table_of_a_file(value: object) -> None:
+    assert keys_of(value) == {"topic": "kv"}
+
+
+@pytest.mark.parametrize("value", ["{", "[1]", 7], ids=str)
+def test_what_has_no_keys_is_refused_by_name(value: object) -> None:
+    with pytest.raises(InvalidRequest, match="events"):
+        keys_of(value)
