@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -357,6 +358,29 @@ def test_decode_killed_fails_prefill_before_its_idle_timeout_and_it_serves_on(
     again.call("receive", 2, prefill.address, [9])
     prefill.call("send", 2, [3])
     again.call("wait", "receivers", [2], [SUCCESS])
+
+
+def test_the_memory_of_a_killed_decode_is_not_kept_by_prefill(start: Start) -> None:
+    """Mapped, it would be nobody else's for the minute in which its rooms are remembered: of an engine, most of a host."""
+    prefill = start("P", "PREFILL", registry="embedded").opened()
+    decode = start("D", "DECODE").opened()
+    alone = mapped_memory(prefill.pid)
+    decode.call("receive", 1, prefill.address, [1])
+    prefill.call("send", 1, [2])
+    decode.call("wait", "receivers", [1], [SUCCESS])
+    eventually(lambda: prefill.call("rooms_open") == 0)
+    decode.call("receive", 2, prefill.address, [3])
+    eventually(lambda: prefill.call("rooms_open") == 1)
+    assert mapped_memory(prefill.pid) > alone
+    decode.kill()
+    eventually(lambda: mapped_memory(prefill.pid) == alone)
+    prefill.call("send", 2, [3])
+    prefill.call("wait", "senders", [2], [FAILED])  # it is remembered still
+
+
+def mapped_memory(pid: int) -> int:
+    """How many blocks of shared memory a process has mapped, its own and those of others."""
+    return sum("memfd:" in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
 
 
 @pytest.mark.slow

@@ -52,10 +52,10 @@ class PrefillWork:
     """What the shell is to do, in this order.
 
     ``submissions``: writes to start. ``stops``: rooms that ended while writes were open, of which no further one shall
-    start. ``gone``: pairs whose memory the data plane may forget. ``closes``: streams to end. ``tell``: pairs with
-    something to say, each to be flushed when its stream has room. ``failed``: rooms that failed and are dropped, of
-    which people may still ask why; the last 256. ``ended``: rooms that got their terminal state. ``lost``: pairs that
-    were given up.
+    start. ``gone``: pairs that were given up, whose memory the data plane is to forget. ``closes``: streams to end.
+    ``tell``: pairs with something to say, each to be flushed when its stream has room. ``failed``: rooms that failed
+    and are dropped, of which people may still ask why; the last 256. ``ended``: rooms that got their terminal state.
+    ``lost``: the same pairs, as people are told of them.
     """
 
     submissions: list[Submission] = field(default_factory=list)
@@ -279,7 +279,6 @@ class PrefillCore:
                 self._lose(pair, how)
             if pair.lost and pair.stream is None and not pair.rooms:
                 del self.pairs[pair.ref]
-                self._work.gone.append(pair)
 
     # One entry of a frame.
 
@@ -573,6 +572,8 @@ class PrefillCore:
         """The pair is given up: its rooms fail, and no further write for them starts (3, break and loss)."""
         if not pair.lost:
             self._work.lost.append(LostPair(pair.ref, how, pair.open_rooms))
+            # Now, not with its last record: what is mapped of a process that died is memory that nobody else gets.
+            self._work.gone.append(pair)
         pair.lost = True
         self._end_stream(pair)
         failure = self._failure(failures.peer_lost(pair.ref, f"decode {pair.ref}", how))

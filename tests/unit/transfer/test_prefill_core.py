@@ -659,6 +659,16 @@ class TestStreams:
         side.core.on_outcome(submission, Outcome.DONE)
         assert handle.release_safe
 
+    def test_the_memory_of_a_lost_pair_is_given_back_at_once_and_once(self, side: Side) -> None:
+        side.name(Want.STOP)
+        side.core.on_end(side.streams[D0], D0)
+        side.ticks(TIMING.welcome_within, heard=False)
+        assert not side.take("gone")
+        side.ticks(1, heard=False)
+        assert side.take("gone") == [side.core.pairs[D0]] and side.core.rooms, "what it asked is remembered longer"
+        side.ticks(TIMING.ended_record + 1, heard=False)
+        assert not side.core.pairs and not side.take("gone")
+
     def test_a_pair_is_dropped_when_nothing_of_it_is_remembered(self, side: Side) -> None:
         side.name(Want.STOP)
         side.core.on_end(side.streams.pop(D0), D0)
