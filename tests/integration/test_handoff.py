@@ -361,7 +361,7 @@ def test_decode_killed_fails_prefill_before_its_idle_timeout_and_it_serves_on(
 
 
 def test_the_memory_of_a_killed_decode_is_not_kept_by_prefill(start: Start) -> None:
-    """Mapped, it would be nobody else's for the minute in which its rooms are remembered: of an engine, most of a host."""
+    """Mapped, it would be nobody else's for the minute in which its rooms are remembered."""
     prefill = start("P", "PREFILL", registry="embedded").opened()
     decode = start("D", "DECODE").opened()
     alone = mapped_memory(prefill.pid)
