@@ -192,18 +192,21 @@ class TieredCache:
         hashes: list[str] = []
         spared: Counter[Node] = Counter()  # children that a dry run would have dropped
         nodes = self._each(lambda node: [node])[::-1]
+        listed = set(nodes)
         for first in range(0, len(nodes), NODES_AT_ONCE):
             with self._lock:
                 for node in nodes[first : first + NODES_AT_ONCE]:
-                    if node.parent is None or (extra_key is not None and node.extra_key != extra_key):
-                        continue
-                    if node.locks or node.writing or node.pinned_until > now or not self._is_end(node, tier, spared):
-                        continue
-                    hashes.extend(node.hashes)
-                    if dry_run:
-                        spared[node.parent] += 1
-                    else:
-                        self._drop_device(node) if device else self._drop_host(node)
+                    parent = node.parent
+                    while parent is not None and self._may_purge(node, tier, extra_key, spared, now):
+                        hashes.extend(node.hashes)
+                        if dry_run:
+                            spared[parent] += 1
+                        else:
+                            self._drop_device(node) if device else self._drop_host(node)
+                        # A node that was split meanwhile has a front that was not listed.
+                        if parent in listed:
+                            break
+                        node, parent = parent, parent.parent
         with self._lock:
             left = self._tree.device_pages(extra_key) if device else self._tree.host_pages(extra_key)
         return hashes, left - len(hashes) if dry_run else left
@@ -312,16 +315,26 @@ class TieredCache:
         """What ``pick`` gives of every node, parents before children; the lock is free now and then."""
         picked: list[T] = []
         with self._lock:
-            waiting = list(self._tree.root.children.values())
+            root = self._tree.root
+            waiting = [(root, first) for first in root.children]
         while waiting:
             with self._lock:
                 for _ in range(min(NODES_AT_ONCE, len(waiting))):
-                    node = waiting.pop()
-                    picked.extend(pick(node))
-                    waiting.extend(node.children.values())
+                    parent, first = waiting.pop()
+                    # By its place: of a node that was split meanwhile the front is there now, and the rest behind it.
+                    node = parent.children.get(first)
+                    if node is not None:
+                        picked.extend(pick(node))
+                        waiting.extend((node, each) for each in node.children)
         return picked
 
     # Under the lock.
+
+    def _may_purge(self, node: Node, tier: Tier, extra_key: str | None, spared: Counter[Node], now: float) -> bool:
+        """Whether nothing keeps its pages in a tier; with an ``extra_key``, whether they are of that."""
+        if extra_key is not None and node.extra_key != extra_key:
+            return False
+        return not (node.locks or node.writing or node.pinned_until > now) and self._is_end(node, tier, spared)
 
     def _is_end(self, node: Node, tier: Tier, spared: Counter[Node]) -> bool:
         """Whether its pages may go from a tier: nothing there stands on them, and nothing reads them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -81,11 +81,42 @@ def test_the_engines_calls_come_between_the_parts_of_a_purge(cache: TieredCache)
     assert lock.times >= 2 * PROMPTS // NODES_AT_ONCE
 
 
-class CountingLock:
-    """How often it was let go."""
+SPLITS = range(2 * PROMPTS // NODES_AT_ONCE + 1)
+"""After which part of a look at all nodes other calls split them."""
 
-    def __init__(self, lock: Any) -> None:
+
+@pytest.mark.parametrize("after", SPLITS)
+def test_prompts_that_are_split_during_a_look_are_told_whole(cache: TieredCache, after: int) -> None:
+    every = [each for number in range(PROMPTS) for each in prompt(number)]
+    split_during(cache, after)
+    assert sorted(cache.hashes(Tier.HOST)) == sorted(every)
+
+
+@pytest.mark.parametrize("after", SPLITS)
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_prompts_that_are_split_during_a_purge_go_whole(cache: TieredCache, dry_run: bool, after: int) -> None:
+    keyed = [each for number in range(0, PROMPTS, 3) for each in prompt(number)]
+    split_during(cache, after)
+    gone, stay = cache.purge(Tier.HOST, "lora", dry_run=dry_run)
+    assert (sorted(gone), stay) == (sorted(keyed), 0)
+
+
+def split_during(cache: TieredCache, after: int) -> None:
+    """Matches the first page of every prompt once the cache's lock was let go of so often."""
+
+    def split() -> None:
+        for number in range(PROMPTS):
+            cache.release(cache.match(prompt(number)[:1]))
+
+    cache._lock = CountingLock(cache._lock, after, split)  # type: ignore[assignment]
+
+
+class CountingLock:
+    """How often it was let go; ``then`` is called once, after so many times."""
+
+    def __init__(self, lock: Any, after: int = 0, then: Callable[[], None] = lambda: None) -> None:
         self._lock = lock
+        self._after, self._then = after + 1, then
         self.times = 0
 
     def __enter__(self) -> None:
@@ -94,6 +125,8 @@ class CountingLock:
     def __exit__(self, *_: object) -> None:
         self._lock.release()
         self.times += 1
+        if self.times == self._after:
+            self._then()
 
 
 def test_matches_go_on_while_all_of_it_is_purged(cache: TieredCache) -> None:
