@@ -293,13 +293,14 @@ class PrefetchManager:
     def _purge_storage(self, known: list[str], extra_key: str | None, timeout: float) -> int:
         if self.storage is None:
             return 0
-        if extra_key is not None:
-            gone = self.controller.delete_from_storage(known, timeout)
-        else:
-            gone = self.storage.clear(self._check_prefix(), timeout)
-        if extra_key is not None or self._end_listening is None:
-            self._tell_removed(known)
-        return gone
+        try:
+            if extra_key is not None:
+                return self.controller.delete_from_storage(known, timeout)
+            return self.storage.clear(self._check_prefix(), timeout)
+        finally:
+            # Also when storage did not answer: nobody knows which of them are there yet.
+            if extra_key is not None or self._end_listening is None:
+                self._tell_removed(known)
 
     def _storage_removed(self, keys: Sequence[str]) -> None:
         """On a thread of the backend: pages that it dropped, of this rank or of others."""

@@ -37,6 +37,7 @@ _INSTALL = (
 )
 _LAYOUT = "kvgrpc hf3fs layout 1"
 _NOTHING = memoryview(bytes(HEADER_BYTES))
+_CLEARED_AT_ONCE = 64
 
 
 class Hf3fsConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,9 +100,8 @@ class Hf3fsBackend(PageByPage):
         if self._calls.closed:
             raise self._calls.down("it is closed")
         keys = [key for key in self._slots.keys() if key.startswith(prefix)]  # noqa: SIM118
-        gone = self._calls.ask(lambda number: self._drop(keys[number]), len(keys), timeout)
-        self._removed.tell([key for key, was_there in zip(keys, gone, strict=True) if was_there])
-        return sum(gone)
+        parts = [keys[start : start + _CLEARED_AT_ONCE] for start in range(0, len(keys), _CLEARED_AT_ONCE)]
+        return sum(self._calls.ask(lambda number: self._drop_all(parts[number]), len(parts), timeout))
 
     def stats(self) -> StorageStats:
         closed = self._calls.closed
@@ -191,13 +191,28 @@ class Hf3fsBackend(PageByPage):
         slot = self._slots.drop(key)
         if slot is None:
             return False
+        self._wipe(slot)
+        return True
+
+    def _drop_all(self, keys: Sequence[str]) -> int:
+        """Drops these pages and tells it at once, whoever waits for their wiping, or does not any more."""
+        gone = []
+        with contextlib.ExitStack() as wiping:
+            for key in keys:
+                if (slot := self._slots.drop(key)) is not None:
+                    gone.append(key)
+                    wiping.callback(self._wipe, slot)
+            self._removed.tell(gone)
+        return len(gone)
+
+    def _wipe(self, slot: Slot) -> None:
+        """Ends the use of a slot whose page was dropped."""
         try:
             # Else it would be there again at the next start: a nuisance, and no wrong page.
             with contextlib.suppress(OSError):
                 self._client.write(self._offset(slot.number), [_NOTHING])
         finally:
             self._slots.end(slot, complete=False)
-        return True
 
     def _offset(self, number: int) -> int:
         return HEADER_BYTES + number * self._slot_bytes

@@ -18,7 +18,7 @@ import pytest
 
 from kvgrpc.errors import FeatureDisabled, InvalidRequest
 from kvgrpc.prefetch.storage import open_backend
-from kvgrpc.prefetch.storage.base import OK, PageStatus
+from kvgrpc.prefetch.storage.base import OK, PageStatus, StorageDown
 from kvgrpc.prefetch.storage.hf3fs.backend import Hf3fsBackend, Hf3fsConfig
 from kvgrpc.prefetch.storage.hf3fs.client import LocalClient
 from kvgrpc.prefetch.storage.hf3fs.slots import Slot, Slots
@@ -175,6 +175,33 @@ class TestWhatIsRefused:
         with pytest.raises(FeatureDisabled) as refused:
             open_backend("hf3fs", {"path": str(tmp_path), "max_bytes": "1MB", "page_bytes": "64KB"})
         assert refused.value.metadata["feature"] == "storage.hf3fs" and "'local'" in refused.value.message
+
+
+def test_what_a_clear_drops_is_told_once_also_when_its_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, memory = opened(tmp_path, slots=8), arena()
+    memory.fill_all()
+    names = keys(*range(8))
+    assert backend.write(names, memory.pages(*range(8)), SECONDS) == [OK] * 8
+    told: list[str] = []
+    backend.on_removed(told.extend)
+    begun, gate, write = threading.Event(), threading.Event(), LocalClient.write
+
+    def held(client: LocalClient, offset: int, pieces: Sequence[memoryview]) -> None:
+        begun.set()
+        assert gate.wait(SECONDS)
+        write(client, offset, pieces)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalClient, "write", held)
+        while not begun.is_set():
+            with pytest.raises(StorageDown):
+                backend.clear(timeout=0.2)
+        assert sorted(told) == sorted(names), "before any of them is wiped"
+        gate.set()
+        assert backend.close(SECONDS)  # its threads have ended: nothing is told any more
+    assert sorted(told) == sorted(names)
 
 
 def test_a_slot_never_has_two_pages() -> None:

@@ -1,0 +1,92 @@
+"""What a purge drops is told, also where storage does not answer in time; and nobody works for what nobody hears."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from kvgrpc.hashing import page_hashes, storage_seed
+from kvgrpc.model import RankId, RankRef
+from kvgrpc.prefetch.config import PrefetchConfig
+from kvgrpc.prefetch.manager import PrefetchManager
+from kvgrpc.prefetch.model import Short, Tier
+from kvgrpc.prefetch.pools.shape import PageShape
+from kvgrpc.prefetch.storage.base import StorageDown
+from kvgrpc.prefetch.storage.flat import FlatBackend
+from tests.faults.storage import DOWN, FaultyBackend, MemoryStore, memory_backend
+
+SHAPE = PageShape.mha(1, 4, 1, 8, "float16")
+SECONDS = 20.0
+Told = list[tuple[Tier, str, list[str]]]
+
+
+def hashes(count: int, extra_key: str = "") -> list[str]:
+    return [each.hex() for each in page_hashes(range(4 * count), 4, after=storage_seed(extra_key or None))]
+
+
+class Rig:
+    """A cache of host and storage whose changes are told."""
+
+    def __init__(self, **options: Any) -> None:
+        self.told: Told = []
+        self.storage = FaultyBackend(memory_backend())
+        options = {"listener": self._tell, **options}
+        config = PrefetchConfig(model="m", shape=SHAPE, host_pages=16, storage=self.storage, **options)
+        self.manager = PrefetchManager(config, RankRef(RankId("e"), 1))
+
+    def _tell(self, tier: Tier, what: str, pages: Sequence[str], before: str) -> None:
+        self.told.append((tier, what, list(pages)))
+
+    def fill(self, names: Sequence[str], extra_key: str = "") -> None:
+        pages = self.manager.host.table.take(len(names))
+        assert not isinstance(pages, Short)
+        self.manager.host.table.commit(pages)
+        self.manager.known_cache().keep(names, 0, pages, extra_key)
+
+    def removed_from_storage(self) -> list[str]:
+        return [each for tier, what, pages in self.told if (tier, what) == (Tier.STORAGE, "removed") for each in pages]
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    assert made.manager.close(SECONDS) and made.storage.close(SECONDS)
+
+
+def test_pages_that_may_be_gone_are_told_where_storage_does_not_answer(rig: Rig) -> None:
+    rig.fill(hashes(3, "lora"), "lora")
+    rig.storage.fault = lambda call, key: DOWN if call == "delete" else None
+    with pytest.raises(StorageDown):
+        rig.manager.purge([Tier.HOST, Tier.STORAGE], "lora", dry_run=False, timeout=SECONDS)
+    assert sorted(rig.removed_from_storage()) == sorted(hashes(3, "lora"))
+
+
+def test_what_storage_dropped_after_the_time_of_a_clear_is_told_once() -> None:
+    gate, begun, dropped = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow(MemoryStore):
+        def clear(self, prefix: str) -> list[str]:
+            gone = super().clear(prefix)
+            begun.set()
+            assert gate.wait(SECONDS)
+            return gone
+
+    store, told = Slow(), []
+    store.pages.update({"a": b"1", "b": b"2"})
+    backend = FlatBackend("slow", store)
+
+    def tell(keys: Sequence[str]) -> None:
+        told.extend(keys)
+        dropped.set()
+
+    backend.on_removed(tell)
+    while not begun.is_set():
+        with pytest.raises(StorageDown):
+            backend.clear(timeout=0.2)
+    gate.set()
+    assert dropped.wait(SECONDS) and backend.close(SECONDS)
+    assert sorted(told) == ["a", "b"]
