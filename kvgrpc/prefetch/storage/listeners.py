@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvgrpc.prefetch.storage.base import Removed
 
 logger = logging.getLogger(__name__)
+
+TOLD_AT_ONCE = 1024
+"""Keys that are told together, where pages go one after the other."""
 
 
 class Listeners:
@@ -38,3 +42,20 @@ class Listeners:
                 removed(keys)
             except Exception as error:
                 logger.error("what hears of dropped pages failed: %s", error, exc_info=error)
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[Callable[[str], None]]:
+        """Takes the keys of pages that go one after the other, and tells many at a time; the last ones at the end,
+        however that comes."""
+        keys: list[str] = []
+
+        def gone(key: str) -> None:
+            keys.append(key)
+            if len(keys) == TOLD_AT_ONCE:
+                self.tell(keys[:])
+                keys.clear()
+
+        try:
+            yield gone
+        finally:
+            self.tell(keys)

@@ -96,13 +96,15 @@ class FileBackend(PageByPage):
             raise self._calls.down("it is closed")
         deadline, gone = time.monotonic() + timeout, 0
         try:
-            for name, _, _ in list(self._folder.scan()):
-                if time.monotonic() > deadline:
-                    raise self._calls.down(f"{gone} pages were dropped in {timeout:g} s, more are there")
-                key = self._key_in(name) if prefix or self._removed else None
-                if (not prefix or (key or "").startswith(prefix)) and self._remove(name):
-                    self._removed.tell([key] if key else [])
-                    gone += 1
+            with self._removed.telling() as tell:
+                for name, _, _ in list(self._folder.scan()):
+                    if time.monotonic() > deadline:
+                        raise self._calls.down(f"{gone} pages were dropped in {timeout:g} s, more are there")
+                    key = self._key_in(name) if prefix or self._removed else None
+                    if (not prefix or (key or "").startswith(prefix)) and self._remove(name):
+                        gone += 1
+                        if key:
+                            tell(key)
         except OSError as error:
             raise self._calls.down(str(error)) from error
         return gone
@@ -236,11 +238,13 @@ class FileBackend(PageByPage):
         return self._folder.remove(name)
 
     def _evict(self, names: Sequence[str]) -> None:
-        for name in names:
-            key = self._key_in(name) if self._removed else None
-            if self._folder.remove(name):
-                self._tally.add("evicted")
-                self._removed.tell([key] if key else [])
+        with self._removed.telling() as tell:
+            for name in names:
+                key = self._key_in(name) if self._removed else None
+                if self._folder.remove(name):
+                    self._tally.add("evicted")
+                    if key:
+                        tell(key)
 
     def _key_in(self, name: str) -> str | None:
         """The key of the page in a file; None when the file is gone, or says none."""
