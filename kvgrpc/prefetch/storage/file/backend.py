@@ -247,13 +247,15 @@ class FileBackend(PageByPage):
                         tell(key)
 
     def _key_in(self, name: str) -> str | None:
-        """The key of the page in a file; None when the file is gone, or says none."""
+        """The key of the page in a file; None when the file is gone, cannot be read, or says none."""
         try:
             descriptor = os.open(self._folder.path(name), _OPEN)
         except OSError:
             return None
         try:
             return self._form.key_of(name, os.pread(descriptor, self._form.header_bytes, 0))
+        except OSError:
+            return None
         finally:
             os.close(descriptor)
 

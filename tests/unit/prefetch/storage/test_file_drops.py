@@ -76,3 +76,31 @@ def test_all_pages_that_make_room_for_one_are_told_at_once(rig: Rig) -> None:
     assert rig.backend.write(["large"], large.pages(), SECONDS) == [OK]
     assert len(rig.gone()) == 5 and rig.told_keys() == rig.gone() and len(rig.told) == 1
     assert rig.backend.close(SECONDS)
+
+
+class TestAPageWhoseHeaderTheDiskDoesNotRead:
+    @pytest.fixture(autouse=True)
+    def broken(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> str:
+        name, pread = rig.backend._form.path(rig.keys[0]), os.pread
+        assert name is not None
+        path = rig.backend._folder.path(name)
+
+        def breaks(descriptor: int, count: int, offset: int) -> bytes:
+            if os.readlink(f"/proc/self/fd/{descriptor}") == path:
+                raise OSError(errno.EIO, "injected")
+            return pread(descriptor, count, offset)
+
+        monkeypatch.setattr(os, "pread", breaks)
+        return path
+
+    def test_it_keeps_no_other_from_being_cleared(self, rig: Rig, broken: str) -> None:
+        assert rig.backend.clear("model/", SECONDS) == COUNT - 1
+        assert rig.told_keys() == rig.keys[1:] and os.path.exists(broken), "whose it is, nobody knows"
+        assert rig.backend.clear("", SECONDS) == 1 and not os.path.exists(broken)
+        assert rig.backend.close(SECONDS)
+
+    def test_it_makes_room_as_any_other(self, rig: Rig, broken: str) -> None:
+        large = Arena(1, COUNT * PAGE - BLOCK, 1)
+        assert rig.backend.write(["large"], large.pages(), SECONDS) == [OK]
+        assert rig.told_keys() == rig.keys[1:] and not os.path.exists(broken)
+        assert rig.backend.close(SECONDS)
