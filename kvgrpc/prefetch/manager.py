@@ -84,7 +84,10 @@ class PrefetchManager:
         if self.cache is not None:
             self.cache.copies = self.copies
             self.cache.attach(self.controller)
-        self._end_listening = None if self.storage is None else self.storage.on_removed(self._storage_removed)
+        # Whoever listens makes a backend look for the key of every page that goes: only where somebody hears of it.
+        self._end_listening = (
+            None if self.storage is None or config.listener is None else self.storage.on_removed(self._storage_removed)
+        )
         self.leader_address = config.leader
         self._draining = False
         self._closed = False

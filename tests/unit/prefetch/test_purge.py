@@ -75,7 +75,8 @@ def test_what_storage_dropped_after_the_time_of_a_clear_is_told_once() -> None:
             assert gate.wait(SECONDS)
             return gone
 
-    store, told = Slow(), []
+    store = Slow()
+    told: list[str] = []
     store.pages.update({"a": b"1", "b": b"2"})
     backend = FlatBackend("slow", store)
 
@@ -90,3 +91,12 @@ def test_what_storage_dropped_after_the_time_of_a_clear_is_told_once() -> None:
     gate.set()
     assert dropped.wait(SECONDS) and backend.close(SECONDS)
     assert sorted(told) == ["a", "b"]
+
+
+def test_storage_works_for_no_listener_where_nobody_hears_of_its_pages() -> None:
+    for listener in (None, lambda tier, what, pages, before: None):
+        rig = Rig(listener=listener)
+        assert isinstance(rig.storage.inner, FlatBackend)
+        assert bool(rig.storage.inner._removed) is (listener is not None)
+        assert rig.manager.close(SECONDS) and rig.storage.close(SECONDS)
+        assert not rig.storage.inner._removed
