@@ -187,7 +187,8 @@ class PrefetchManager:
         known: list[str] = []
         if extra_key is not None or set(tiers) != {Tier.STORAGE} or self.cache is not None:
             cache = self.known_cache()
-            known = cache.hashes(Tier.DEVICE, extra_key) + cache.hashes(Tier.HOST, extra_key)
+            if Tier.STORAGE in tiers and not dry_run and (extra_key is not None or self._tells_for_storage):
+                known = cache.hashes(Tier.DEVICE, extra_key) + cache.hashes(Tier.HOST, extra_key)
             for tier in (Tier.DEVICE, Tier.HOST):
                 if tier in tiers and (tier is Tier.HOST or self.copies is not None):
                     hashes, stay = cache.purge(tier, extra_key, dry_run=dry_run)
@@ -302,8 +303,13 @@ class PrefetchManager:
             return self.storage.clear(self._check_prefix(), timeout)
         finally:
             # Also when storage did not answer: nobody knows which of them are there yet.
-            if extra_key is not None or self._end_listening is None:
+            if extra_key is not None or self._tells_for_storage:
                 self._tell_removed(known)
+
+    @property
+    def _tells_for_storage(self) -> bool:
+        """Whether somebody hears of what goes, and the backend does not say it."""
+        return self.config.listener is not None and self._end_listening is None
 
     def _storage_removed(self, keys: Sequence[str]) -> None:
         """On a thread of the backend: pages that it dropped, of this rank or of others."""

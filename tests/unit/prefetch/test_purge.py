@@ -10,11 +10,12 @@ import pytest
 
 from kvgrpc.hashing import page_hashes, storage_seed
 from kvgrpc.model import RankId, RankRef
+from kvgrpc.prefetch.cache import TieredCache
 from kvgrpc.prefetch.config import PrefetchConfig
 from kvgrpc.prefetch.manager import PrefetchManager
 from kvgrpc.prefetch.model import Short, Tier
 from kvgrpc.prefetch.pools.shape import PageShape
-from kvgrpc.prefetch.storage.base import StorageDown
+from kvgrpc.prefetch.storage.base import Removed, StorageDown
 from kvgrpc.prefetch.storage.flat import FlatBackend
 from tests.faults.storage import DOWN, FaultyBackend, MemoryStore, memory_backend
 
@@ -30,9 +31,9 @@ def hashes(count: int, extra_key: str = "") -> list[str]:
 class Rig:
     """A cache of host and storage whose changes are told."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, storage: FaultyBackend | None = None, **options: Any) -> None:
         self.told: Told = []
-        self.storage = FaultyBackend(memory_backend())
+        self.storage = storage or FaultyBackend(memory_backend())
         options = {"listener": self._tell, **options}
         config = PrefetchConfig(model="m", shape=SHAPE, host_pages=16, storage=self.storage, **options)
         self.manager = PrefetchManager(config, RankRef(RankId("e"), 1))
@@ -100,3 +101,48 @@ def test_storage_works_for_no_listener_where_nobody_hears_of_its_pages() -> None
         assert bool(rig.storage.inner._removed) is (listener is not None)
         assert rig.manager.close(SECONDS) and rig.storage.close(SECONDS)
         assert not rig.storage.inner._removed
+
+
+@pytest.mark.parametrize(
+    ("tiers", "extra_key", "dry_run", "looks"),
+    [
+        ([Tier.HOST], None, False, False),
+        ([Tier.HOST, Tier.STORAGE], None, True, False),
+        ([Tier.HOST, Tier.STORAGE], "lora", True, False),
+        ([Tier.HOST, Tier.STORAGE], None, False, False),
+        ([Tier.STORAGE], "lora", False, True),
+    ],
+)
+def test_names_of_pages_are_gathered_for_storage_that_has_no_others(
+    rig: Rig,
+    monkeypatch: pytest.MonkeyPatch,
+    tiers: list[Tier],
+    extra_key: str | None,
+    dry_run: bool,
+    looks: bool,
+) -> None:
+    rig.fill(hashes(3, "lora"), "lora")
+    asked, look = [], TieredCache.hashes
+
+    def noted(cache: TieredCache, tier: Tier, extra_key: str | None = None) -> list[str]:
+        asked.append(tier)
+        return look(cache, tier, extra_key)
+
+    monkeypatch.setattr(TieredCache, "hashes", noted)
+    rig.manager.purge(tiers, extra_key, dry_run=dry_run, timeout=SECONDS)
+    assert bool(asked) is looks
+
+
+class SaysNothing(FaultyBackend):
+    """As a Mooncake Store, which does not tell what it drops."""
+
+    def on_removed(self, removed: Removed) -> None:
+        return None
+
+
+def test_a_rank_tells_itself_what_it_purges_from_storage_that_says_nothing() -> None:
+    rig = Rig(SaysNothing(memory_backend()))
+    rig.fill(hashes(3))
+    rig.manager.purge([Tier.STORAGE], None, dry_run=False, timeout=SECONDS)
+    assert sorted(rig.removed_from_storage()) == sorted(hashes(3))
+    assert rig.manager.close(SECONDS) and rig.storage.close(SECONDS)
