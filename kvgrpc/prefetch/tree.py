@@ -91,7 +91,7 @@ class PrefixTree:
 
     def pinned_pages(self, now: float) -> int:
         """Pages that are pinned. Costs what was pinned, not what is there."""
-        self._pinned = {node: None for node in self._pinned if node.pinned_until > now and node.parent is not None}
+        self._pinned = {node: None for node in self._pinned if node.pinned_until > now}
         return sum(map(len, self._pinned))
 
     def nodes(self) -> Iterator[Node]:
@@ -215,7 +215,10 @@ class PrefixTree:
         found = self.match(hashes)
         for node in found.nodes:
             node.pinned_until = until
-            self._pinned[node] = None
+            if until:
+                self._pinned[node] = None
+            else:
+                self._pinned.pop(node, None)
         return found.pages
 
     def device_victims(self, count: int, now: float, wanted: Callable[[Node], bool] | None = None) -> list[Node]:
@@ -251,6 +254,7 @@ class PrefixTree:
             parent = node.parent
             del parent.children[node.hashes[0]]
             node.parent = None
+            self._pinned.pop(node, None)
             node = parent
 
     def _path(self, hashes: Sequence[str], *, split: bool) -> list[tuple[Node, int]]:

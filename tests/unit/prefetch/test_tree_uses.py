@@ -120,3 +120,17 @@ def test_one_page_that_is_missing_goes_from_where_the_device_has_it_too() -> Non
     tree.insert_host(chain("a"), 0, [5])
     tree.insert_host(chain("bc"), 0, [6, 7])
     assert [node.host for node in tree.host_victims(3, 0.0)] == [[6, 7], [5]]
+
+
+def test_pins_that_are_over_leave_nothing_however_few_look_at_them() -> None:
+    tree = PrefixTree()
+    for number in range(100):
+        names = chain(f"{number:03}")
+        tree.insert_host(names, 0, range(3))
+        assert tree.pin(names[:2], until=10.0) == 2
+        for node in tree.host_victims(3, now=11.0):
+            tree.drop_host(node)
+    tree.insert_host(chain("ab"), 0, [0, 1])
+    tree.pin(chain("ab"), until=10.0)
+    tree.pin(chain("ab"), until=0.0)
+    assert len(tree._pinned) == 0 == tree.pinned_pages(now=0.0)
