@@ -330,6 +330,31 @@ class TestOrder:
         (ack,) = pieces.acks()
         assert not ack.ok and pieces.host.table.free_count == PAGES
 
+    def test_a_write_that_is_put_back_while_the_engine_closes_is_acknowledged(
+        self, pieces: CopyEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        held, writer = Held(monkeypatch, "down"), pieces._writer
+        put, stop, back = writer.put, writer.stop, threading.Event()
+
+        def put_and_wait(*item: Any, again: bool = False) -> None:
+            put(*item, again=again)
+            if again:
+                back.set()
+                until(lambda: writer._stopped)
+
+        def stop_after_it(timeout: float) -> bool:
+            held.gate.set()
+            assert back.wait(SECONDS)
+            return stop(timeout)
+
+        monkeypatch.setattr(writer, "put", put_and_wait)
+        monkeypatch.setattr(writer, "stop", stop_after_it)
+        taken(pieces.write(np.arange(8)))
+        assert held.begun.wait(SECONDS)
+        assert pieces.close(SECONDS)
+        (ack,) = pieces.acks()
+        assert not ack.ok and (pieces.in_flight, pieces.host.table.free_count) == (0, PAGES)
+
     def test_urgent_loads_go_first(self, copies: CopyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         host = taken(copies.write(np.arange(6)))
         assert copies.wait_idle(SECONDS)

@@ -75,10 +75,10 @@ class Worker(Generic[T]):
             return self._queue.clear()
 
     def stop(self, timeout: float) -> bool:
-        """Lets go of what waits, ends the threads after what they do now; False when one was left behind."""
+        """Takes and gives nothing more, ends the threads after what they do now; False when one was left behind. What
+        waits then is what ``clear`` gives."""
         with self._wake:
             self._stopped = True
-            self._queue.clear()
             self._wake.notify_all()
         end = time.monotonic() + timeout
         for thread in self._threads:

@@ -182,6 +182,9 @@ class CopyEngine:
         """Ends the threads after what they do now; what waits is acknowledged as failed. False: one was left behind."""
         end = time.monotonic() + timeout
         error = CopyFailed("the copy engine was closed", metadata={"direction": "", "layer": ""})
+        for worker in (self._writer, self._loader):
+            # Nothing comes, and no write of several pieces comes back, once what waits is taken.
+            worker.stop(0.0)
         for operation in self._writer.clear():
             self._acknowledge(operation, 0.0, error)
         for operations, signal in self._loader.clear():
