@@ -299,6 +299,30 @@ class TestOrder:
             k = content[0, "k"][page]
             assert (pieces.host.flat(int(host))[: len(k)] == k.numpy()).all()
 
+    def test_a_piece_waits_for_the_streams_of_its_own_writes_only(
+        self, pieces: CopyEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        held = Held(monkeypatch, "down")
+        computed, waited = threading.Event(), []
+
+        class Fence:
+            def wait_on_stream(self) -> None:
+                waited.append(list(held.device_pages))
+                assert computed.wait(SECONDS)
+
+        taken(pieces.write([0, 1], node="first"))
+        assert held.begun.wait(SECONDS)
+        taken(pieces.write([2, 3], node="second"))
+        with monkeypatch.context() as patched:
+            patched.setattr(pieces._lane[Direction.DOWN], "fence", Fence)
+            taken(pieces.write([4, 5], node="not computed yet"))
+        held.gate.set()
+        until(lambda: waited)
+        assert waited == [[[0, 1], [2, 3]]] and [ack.node for ack in pieces.acks()] == ["first", "second"]
+        computed.set()
+        assert pieces.wait_idle(SECONDS)
+        assert [ack.node for ack in pieces.acks()] == ["not computed yet"]
+
     def test_a_piece_that_fails_fails_its_write_and_no_other(
         self, pieces: CopyEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -233,6 +233,8 @@ class CopyEngine:
         pieces: list[tuple[CopyOperation, Piece]] = []
         room = self._piece_pages
         for operation in operations:
+            if room <= 0:
+                break
             pieces.append((operation, operation.next_piece(room)))
             room -= len(pieces[-1][1].host_pages)
         with lane.current():
