@@ -323,6 +323,22 @@ class TestOrder:
         assert pieces.wait_idle(SECONDS)
         assert [ack.node for ack in pieces.acks()] == ["not computed yet"]
 
+    def test_the_seconds_of_an_ack_are_those_of_all_pieces(
+        self, pieces: CopyEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        down = CopyPath.down
+
+        def slow_at_first(self: CopyPath, layer: int, device: Pages, host: Pages) -> None:
+            if 0 in device:
+                time.sleep(0.1)  # the device itself
+            down(self, layer, device, host)
+
+        monkeypatch.setattr(CopyPath, "down", slow_at_first)
+        taken(pieces.write(np.arange(8)))
+        assert pieces.wait_idle(SECONDS)
+        (ack,) = pieces.acks()
+        assert ack.seconds >= 0.1 * LAYERS
+
     def test_a_piece_that_fails_fails_its_write_and_no_other(
         self, pieces: CopyEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:

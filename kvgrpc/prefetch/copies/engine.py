@@ -247,11 +247,12 @@ class CopyEngine:
             mark = lane.mark()
         # On this thread, which has nothing else to do, and not on the caller's.
         mark.wait_here()
+        took = time.monotonic() - began
         for operation, piece in pieces:
             operation.done += len(piece.host_pages)
-        for operation in operations:
+            operation.seconds += took
             if operation.done == len(operation.host_pages):
-                self._acknowledge(operation, time.monotonic() - began, None)
+                self._acknowledge(operation, operation.seconds, None)
         for operation in operations:
             if not operation.acknowledged:
                 self._put_back(operation)
