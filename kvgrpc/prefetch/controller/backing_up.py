@@ -161,38 +161,39 @@ class Backup:
                 operation.retries += len(again)
 
     def _look_for_others(self, operation: Operation) -> bool:
-        """Whether every page of another writer is in storage now, or given up.
+        """Looks whether one batch of the pages of other writers is in storage now; False when none of it came.
 
         One whose writer is gone, or that did not come within ``agreement_timeout``, is written here: a page that is
         stored twice is stored once."""
         now = time.monotonic()
-        operation.others_since = operation.others_since or now
-        late = now - operation.others_since >= self._limits.agreement_timeout
-        left = [] if operation.cut or now >= operation.deadline else operation.others
-        for start in range(0, len(left), self._limits.batch_pages):
-            batch = left[start : start + self._limits.batch_pages]
-            try:
-                keys = [self._key_of(operation.hashes[index]) for index in batch]
-                there = self._storage.contains(keys, self._limits.storage_timeout)
-            except Exception as error:
-                self._note_failure(operation, f"{type(error).__name__}: {error}", "FAILED")
-                operation.cut = operation.cut or late
-                break
-            missing = [index for index, found in zip(batch, there, strict=True) if not found]
-            ours = [index for index in missing if late or self._writes(operation.hashes[index])]
-            with self._book.lock:
-                for index, found in zip(batch, there, strict=True):
-                    if found:
-                        operation.outcomes[index] = PageOutcome.SKIPPED
-            self._write(operation, ours)
         with self._book.lock:
-            operation.others = [i for i in operation.others if operation.outcomes[i] is PageOutcome.PENDING]
-            if time.monotonic() >= operation.deadline and not operation.cut:
+            if now >= operation.deadline and not operation.cut:
                 operation.cut, operation.stop = True, Stop.DEADLINE
             if operation.cut:
                 operation.others = []
+                return True
+            operation.others_since = operation.others_since or now
+            late = now - operation.others_since >= self._limits.agreement_timeout
+            batch = operation.others[: self._limits.batch_pages]
+        try:
+            keys = [self._key_of(operation.hashes[index]) for index in batch]
+            there = dict(zip(batch, self._storage.contains(keys, self._limits.storage_timeout), strict=True))
+        except Exception as error:
+            self._note_failure(operation, f"{type(error).__name__}: {error}", "FAILED")
+            with self._book.lock:
+                operation.cut = operation.cut or late
+            return late
+        with self._book.lock:
+            for index, found in there.items():
+                if found:
+                    operation.outcomes[index] = PageOutcome.SKIPPED
+        missing = [index for index, found in there.items() if not found]
+        self._write(operation, [index for index in missing if late or self._writes(operation.hashes[index])])
+        with self._book.lock:
+            left = [index for index in batch if operation.outcomes[index] is PageOutcome.PENDING]
+            operation.others[: len(batch)] = left
         self._count(operation)
-        return not operation.others
+        return len(left) < len(batch)
 
     def _count(self, operation: Operation) -> None:
         with self._book.lock:
@@ -235,9 +236,14 @@ class Backup:
         """Its end, once every page is where it belongs and no backend reads any of them."""
         if operation.ended:
             return
-        if operation.others and not self._look_for_others(operation):
-            self._alarms.after(_LOOK_AGAIN_SECONDS, lambda: self._put(operation))
-            return
+        if operation.others:
+            came = self._look_for_others(operation)
+            if operation.others and came:
+                self._put(operation)
+                return
+            if operation.others:
+                self._alarms.after(_LOOK_AGAIN_SECONDS, lambda: self._put(operation))
+                return
         if any(not event.is_set() for events in operation.lingering.values() for event in events):
             with self._book.lock:
                 operation.state = OperationState.ENDING
