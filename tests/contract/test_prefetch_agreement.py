@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -244,6 +245,27 @@ class TestBackup:
         assert (backup.state, backup.stop) == (pb.OPERATION_STATE_PARTIAL, pb.OPERATION_STOP_PAGE_LOST)
         assert backup.completed_pages == mine
         nothing_is_locked(full)
+
+    def test_a_rank_that_writes_for_longer_than_others_vote_is_waited_for(
+        self, replica: Replica, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hashes = hashes_of(prompt(6))
+        replica.fill(hashes, hashes)
+        storage, gate = replica.other.manager.storage, threading.Event()
+        assert storage is not None
+        write = storage.write
+
+        def slow(keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
+            assert gate.wait(20)
+            return write(keys, pages, timeout)
+
+        monkeypatch.setattr(storage, "write", slow)
+        first = replica.leader.manager.start_backup(hashes)
+        until(lambda: first.finishing or first.ended)
+        assert not first.wait(QUICK.agreement_timeout + 0.2), "it has written, and did not wait for the other"
+        gate.set()
+        assert ends(first, replica.other.manager.controller.book.get(first.operation_id)) == [("DONE", 6)] * 2
+        nothing_is_locked(replica)
 
     def test_a_rank_that_is_gone_declines_it(self, full: Replica) -> None:
         hashes = hashes_of(prompt(6))

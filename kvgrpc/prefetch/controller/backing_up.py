@@ -305,7 +305,12 @@ class Backup:
         then: Callable[[Operation, Decision], None] = lambda operation, decision: None,
     ) -> None:
         vote = Vote(operation.operation_id, stage, pages, stop)
-        self._agreement.vote(vote, self._limits.agreement_timeout, lambda decision: then(operation, decision))
+        seconds = self._limits.agreement_timeout
+        if stage is Stage.COMPLETED and not operation.cut:
+            # Others say theirs when they have written, or when their time is over: it ends everywhere at once.
+            left = operation.deadline - time.monotonic()
+            seconds += max(0.0, min(left, self._limits.doubt_timeout / 2))
+        self._agreement.vote(vote, seconds, lambda decision: then(operation, decision))
 
     def _let_go(self, operation: Operation) -> None:
         """Its pages may be evicted again."""

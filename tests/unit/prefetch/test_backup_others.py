@@ -1,4 +1,5 @@
-"""Pages of a backup that another rank writes: who waits for them, or writes them in its stead, holds up nobody."""
+"""A backup beside those of other ranks: who waits for their pages, or writes them in their stead, holds up nobody; and
+how long their last word is waited for."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvgrpc.prefetch.model import OperationState, PageOutcome, Stop
+from kvgrpc.prefetch.agreement.votes import AloneAgreement, Decided, Stage, Vote
+from kvgrpc.prefetch.model import OperationKind, OperationState, PageOutcome, Stop
+from kvgrpc.prefetch.pools.pages import Pages
 from tests.faults.storage import Fault
 from tests.unit.prefetch.test_controller import LIMITS, Rig, hashes, until
 
@@ -30,6 +33,13 @@ def made(agreement_timeout: float) -> Rig:
 
 def calls(rig: Rig, which: str) -> list[tuple[str, ...]]:
     return [asked for call, asked in rig.storage.calls if call == which]
+
+
+def locked(rig: Rig, names: Sequence[str]) -> Pages:
+    """Host pages, read-locked as a backup wants them."""
+    pages: Pages = rig.on_host(names)
+    rig.host.table.read(pages)
+    return pages
 
 
 class Gate:
@@ -94,3 +104,46 @@ def test_a_backup_that_writes_for_another_rank_begins_no_batch_after_its_end(wri
     assert writes.ended(operation).stop is end
     assert calls(writes, "write") == [keys(THEIRS[:BATCH])]
     assert operation.completed == BATCH and operation.outcomes[BATCH] is PageOutcome.PENDING
+
+
+class TestTheTimeOfTheOtherRanks:
+    class Noted(AloneAgreement):
+        """How long each step of an operation waits for the others."""
+
+        def __init__(self) -> None:
+            self.seconds: dict[Stage, float] = {}
+
+        def vote(self, vote: Vote, timeout: float, decided: Decided) -> None:
+            self.seconds[vote.stage] = timeout
+            super().vote(vote, timeout, decided)
+
+    @pytest.fixture
+    def noted(self) -> Noted:
+        return self.Noted()
+
+    @pytest.fixture
+    def rig(self, noted: Noted) -> Iterator[Rig]:
+        rig = Rig(replace(PATIENT, agreement_timeout=5.0, doubt_timeout=60.0), agreement=noted)
+        yield rig
+        rig.close()
+
+    @pytest.mark.parametrize(("timeout", "most"), [(3600.0, 35.0), (20.0, 25.0)])
+    def test_they_may_write_until_the_operation_is_over_for_as_long_as_a_last_vote_counts(
+        self, rig: Rig, noted: Noted, timeout: float, most: float
+    ) -> None:
+        backup = rig.controller.operation(OperationKind.BACKUP, OURS, timeout=timeout)
+        backup.agrees = True
+        assert rig.ended(rig.controller.start_backup(backup, locked(rig, OURS))).state is OperationState.DONE
+        assert noted.seconds[Stage.HITS] == 5.0
+        assert 5.0 < noted.seconds[Stage.COMPLETED] <= most
+
+    def test_they_have_the_time_of_a_vote_where_it_was_cut(self, rig: Rig, noted: Noted) -> None:
+        gate = Gate(rig)
+        backup = rig.controller.operation(OperationKind.BACKUP, OURS, timeout=20.0)
+        backup.agrees = True
+        rig.controller.start_backup(backup, locked(rig, OURS))
+        assert gate.begun.wait(SECONDS)
+        rig.controller.terminate(backup)
+        gate.open.set()
+        assert rig.ended(backup).stop is Stop.CANCELLED
+        assert noted.seconds[Stage.COMPLETED] == 5.0

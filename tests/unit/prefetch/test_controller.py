@@ -16,6 +16,7 @@ import pytest
 
 from kvgrpc.errors import FeatureDisabled, InvalidRequest, OperationNotFound, RequestIdReused, TooManyRequests
 from kvgrpc.observability import metrics
+from kvgrpc.prefetch.agreement.votes import Agreement
 from kvgrpc.prefetch.controller.backing_up import writer_of
 from kvgrpc.prefetch.controller.controller import CacheController
 from kvgrpc.prefetch.controller.keeper import CompletionQueue
@@ -52,11 +53,17 @@ class Rig:
     pages: int = 64
     writes: Callable[[str], bool] = lambda page_hash: True
     storage: FaultyBackend = field(default_factory=lambda: FaultyBackend(memory_backend()))
+    agreement: Agreement | None = None
 
     def __post_init__(self) -> None:
         self.host = HostPool(SHAPE, self.pages)
         self.controller = CacheController(
-            self.host, self.storage, lambda page_hash: f"key-{page_hash}", limits=self.limits, writes=self.writes
+            self.host,
+            self.storage,
+            lambda page_hash: f"key-{page_hash}",
+            agreement=self.agreement,
+            limits=self.limits,
+            writes=self.writes,
         )
 
     @property
