@@ -1,4 +1,4 @@
-"""Moves bytes between ranks: ``base`` says how, ``shm`` (one host) and ``mooncake`` (RDMA, TCP) do it."""
+"""Moves bytes between ranks: ``base`` is the interface of ``shm`` (one host) and ``mooncake`` (RDMA, TCP)."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ U64Array = npt.NDArray[np.uint64]
 
 
 class Outcome(enum.IntEnum):
-    """How a submission ended, in the order of certainty (session.md 7): the smaller of two counts for both.
+    """How a submission ended, least certain first (docs/session.md rule 7, writes): of two outcomes the smaller counts.
 
     FAILED_UNKNOWN: the source may still be read and the destination written. FAILED_SRC_FREE: nothing reads the source
     and no byte is left on this host, but the peer's host may still have some to deliver. REJECTED: refused or stopped;
@@ -58,11 +58,11 @@ class MemoryRange:
 
 @runtime_checkable
 class Bounded(Protocol):
-    """What a data plane has besides that bounds what is on its way to one peer. Any thread may ask."""
+    """Also implemented by a data plane that bounds what is on its way to one peer. Any thread may ask."""
 
     @property
     def limits_of_a_peer(self) -> tuple[int, int]:
-        """Writes and bytes."""
+        """The most writes, and the most bytes, that may be on their way to one peer at a time."""
 
     def in_flight(self) -> tuple[int, int]:
         """Writes and bytes that are on their way now, to all peers."""
@@ -72,9 +72,9 @@ class Transfer(Protocol):
     """One submission on its way."""
 
     def poll(self) -> Result | None:
-        """Moves the submission on without blocking for data; its Result once it is terminal, and ever after.
+        """Moves the submission on without waiting for data. Returns its Result once it has ended, None before.
 
-        At most about 2 ms of work (a busy GIL not counted), so that many submissions can be polled in turn.
+        Does at most about 2 ms of work (not counting waits for the GIL), so that many submissions are polled in turn.
         """
 
     def stop(self) -> None:
@@ -86,12 +86,12 @@ class Peer(Protocol):
 
 
 class DataPlane(Protocol):
-    """See the module. ``name`` is what both sides of a session compare.
+    """See the module. Both sides of a session must use planes of the same ``name``.
 
-    ``poll_interval``: the longest sleep, in seconds, between two rounds of polls that keeps the plane busy; begin with
-    a shorter one. 0 where poll() itself does the work (shm): then sleep only when nothing runs.
-    ``quick_bytes``: a submission of no more than these takes less time than waking another thread does (some 50 us),
-    and its first poll() ends it: nothing in ``submit`` or ``poll`` waits for anybody then. 0: that is never so.
+    ``poll_interval``: the longest sleep between two rounds of polls, in seconds, that still keeps the plane busy; begin
+    with a shorter one. 0 where poll() itself does the work (shm): sleep only when nothing runs.
+    ``quick_bytes``: a submission of at most this many bytes ends with its first poll() and waits for nobody, which
+    takes less time than waking another thread (some 50 us). 0: no submission is that quick.
     """
 
     name: str
@@ -115,34 +115,35 @@ class DataPlane(Protocol):
         """What a peer needs to write to what is registered now; opaque, at most 64 KiB."""
 
     def attach(self, address: bytes) -> Peer:
-        """Prepares writes to a peer without waiting for it: a peer that does not answer rejects submissions.
+        """Prepares writes to a peer without waiting for it; while the peer does not answer, submissions are REJECTED.
 
-        Raises ValueError for nonsense and for what this plane cannot reach (the message says what to do instead), and
-        PeerUnreachable when the peer is gone.
+        Raises ValueError for an address that cannot be read or that this plane cannot reach (the message says what to
+        do instead), and PeerUnreachable when the peer is gone.
         """
 
     def detach(self, peer: Peer) -> None:
-        """Forgets a peer; its submissions have ended."""
+        """Forgets a peer. Call it when all submissions to the peer have ended."""
 
     def submit(self, peer: Peer, source: U64Array, destination: U64Array, nbytes: U64Array) -> Transfer:
         """Starts writing ``nbytes[i]`` bytes from ``source[i]`` (own address) to ``destination[i]`` (peer's address).
 
-        uint64[n] each, ``nbytes[i]`` may be 0. Never raises: a refused submission is a Transfer that polls REJECTED,
-        also when a descriptor leaves the registered memory of either side (nothing of it is sent then).
+        The arrays are uint64[n]; ``nbytes[i]`` may be 0. Never raises: a refused submission is a Transfer that polls
+        REJECTED. A submission with a descriptor outside the registered memory of either side is refused as a whole.
         """
 
     def connections_from(self, address: bytes) -> frozenset[str]:
-        """Names of the connections over which a dead peer's bytes could still arrive here (session.md 8).
+        """Names of the connections over which a dead peer's bytes could still arrive here.
 
-        ``address``: the peer's; empty: any peer's. Errs towards naming too many: on one host not those that a living
-        process uses, but from another host all of that host. So not for a living peer, which needs it not: its plane
-        says FAILED_SRC_FREE once its bytes have left its host. A later connection may have the name of one that is
-        gone. Empty where the plane has none (shm, RDMA); the settle time then stands alone. Never raises.
+        docs/session.md rule 8, pages by evidence. ``address``: the dead peer's; empty: that of any peer. Ask about
+        dead peers only: a living peer's own plane says FAILED_SRC_FREE when its bytes have left its host. The answer
+        may name too many connections, never too few: of a peer on this host those that no living process uses, of a
+        peer elsewhere all from its host. A later connection may have the name of one that is gone. Empty where the
+        plane has no connections (shm, RDMA): only the settle time protects the pages then. Never raises.
         """
 
     def close(self, deadline: float) -> bool:
         """Stops all submissions, destroys the engine and frees what allocate() gave. ``deadline``: seconds to wait.
 
-        True when no write is left anywhere, by us to others or by others to us; False leaves the memory mapped.
-        Repeats are harmless. Submissions that had not ended poll REJECTED or FAILED_SRC_FREE.
+        True when no write is left, neither ours to peers nor theirs to us; on False the memory stays mapped. Calling it
+        again is harmless. Submissions that had not ended poll REJECTED or FAILED_SRC_FREE.
         """

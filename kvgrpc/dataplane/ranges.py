@@ -29,7 +29,7 @@ class RangeTable:
         self._sizes = np.array([nbytes for _, nbytes in self.ranges], dtype=np.uint64)
 
     def find(self, addresses: U64Array, nbytes: U64Array) -> npt.NDArray[np.intp]:
-        """Number of the range that holds each descriptor as a whole; -1 for one that no single range holds."""
+        """For each descriptor the index of the range that holds all of it; -1 where no single range does."""
         if not len(self._bases):
             return np.full(len(addresses), -1, dtype=np.intp)
         found = np.searchsorted(self._bases, addresses, side="right").astype(np.intp) - 1
@@ -46,7 +46,7 @@ class RangeTable:
 
 
 def first_outside(found: npt.NDArray[np.intp], addresses: U64Array, nbytes: U64Array) -> str:
-    """Words for the first descriptor that RangeTable.find did not find; empty if it found all."""
+    """Describes the first descriptor that RangeTable.find did not find; empty when it found all of them."""
     if not len(found) or found.min() >= 0:
         return ""
     index = int(np.argmin(found))

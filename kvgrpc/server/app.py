@@ -316,7 +316,8 @@ class Rank(Generic[Transfer]):
         return True
 
     async def _let_go(self, written: bool, time: ClosingTime) -> None:
-        """A dial that is refused proves to a peer that nobody writes any more: the address outlives every write (4)."""
+        """Keeps the address bound until every write has ended: a refused dial tells a peer that nobody writes any more
+        (rule 4, proof of death)."""
         if not written:
             logger.error("%s: a write may be left, so %s stays bound; end the process", self.ref, self.address)
         else:
@@ -441,7 +442,7 @@ class Rank(Generic[Transfer]):
         return PrefillEngine(engine.name, engine.layout, targets, engine_selects_dp)
 
     async def _changes(self, bootstrap_addr: str, since: int, timeout: float) -> int:
-        """Of the prefill engine behind a request's address, which ``_resolve`` was allowed to dial."""
+        """Changes of the prefill engine behind a request's address, which ``_resolve`` was allowed to dial."""
         address = parse_bootstrap_addr(bootstrap_addr)
         return await self._following.change(address.target, address.engine, Role.PREFILL, since, timeout)
 

@@ -92,14 +92,14 @@ def check_lease_ttl(seconds: object) -> None:
 
 
 def check_call_limits(limits: object) -> None:
-    """Raises InvalidRequest for what is no CallLimits, and for a limit below 1. None: the defaults."""
+    """Raises InvalidRequest for a value that is no CallLimits (None means the defaults) and for a limit below 1."""
     if limits is not None and not isinstance(limits, CallLimits):
         raise InvalidRequest.of("call_limits", limits, "a kvgrpc.server.CallLimits")
     raise_if(list(_wrong_limits(limits or CallLimits())))
 
 
 def events_refused(config: RankConfig, error: ValueError) -> InvalidRequest:
-    """The typed form of what the events' own configuration raises, which the engines' tests expect as ValueError."""
+    """The InvalidRequest for what the events' own configuration raises as ValueError, as engines' tests expect it."""
     rule = str(error)
     return InvalidRequest(rule, metadata={"field": "events", "value": str(config.events)[:200], "rule": rule})
 

@@ -16,5 +16,5 @@ class ClosingTime:
         self._began = time.monotonic()
 
     def left(self, share: float = 1.0) -> float:
-        """Seconds until that share of the whole is over, at least 0.1."""
+        """Seconds left until that share of the whole time is over, at least 0.1."""
         return max(_LEAST_SECONDS, self._began + self.seconds * share - time.monotonic())

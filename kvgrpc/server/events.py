@@ -1,4 +1,4 @@
-"""Events served where the rank is not: engines whose scheduler and workers are different processes."""
+"""Serves events from a process without a rank, for engines whose scheduler and workers are different processes."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         self._changed = asyncio.Event()
 
     def set(self, service: str, serving: bool) -> None:
-        """Tells the watchers of the service, if this is news. The empty name stands for the whole server."""
+        """Sets the status of a service and tells its watchers of a change. The empty name is the whole server."""
         status = _SERVING if serving else _NOT_SERVING
         if self._statuses.get(service) != status:
             self._statuses[service] = status

@@ -110,6 +110,6 @@ def _names_endpoint(events: object) -> bool:
 
 
 def _refused(field: str, value: object, error: ValueError) -> InvalidRequest:
-    """The plane's own words, which say what would be right."""
+    """The plane's own message, which says what would be right."""
     rule = str(error)
     return InvalidRequest(f"{field}: {rule}", metadata={"field": field, "value": value, "rule": rule})

@@ -29,7 +29,7 @@ class Drainable(Protocol):
     """What Drain drains. Called on the event loop, again only after the call before has ended."""
 
     async def drain(self, grace: float) -> tuple[bool, int]:
-        """Ends within about ``grace`` seconds; (nothing is left, rooms that are still open)."""
+        """Ends within about ``grace`` seconds. Returns whether nothing is left, and how many rooms are still open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def limits_to_pb(limits: CallLimits) -> pb.CallLimits:
 
 
 class ServerServicer(ServerServiceServicer):
-    """Served by every process; lives on its event loop. ``draining``: whether something else began to drain it."""
+    """Served by every process, on its event loop. ``draining()``: whether something else began to drain it."""
 
     def __init__(self, info: ServerInfo, drainable: Drainable, draining: Callable[[], bool] = lambda: False) -> None:
         self._info = info

@@ -21,8 +21,9 @@ class AuxBuffer:
 
     @classmethod
     def from_arrays(cls, arrays: Sequence[Any]) -> tuple[AuxBuffer, ...]:
-        """Of arrays with a row for each room along their first axis, numpy's or torch's, dense, in CPU memory. The
-        caller keeps them alive. Raises InvalidRequest.
+        """Buffers over the caller's arrays (numpy or torch, dense, in CPU memory): one row a room along the first axis.
+
+        The caller keeps the arrays alive. Raises InvalidRequest.
         """
         found = []
         for number, array in enumerate(arrays):
@@ -43,7 +44,7 @@ class AuxRows:
         self.row_bytes = sum(buffer.item_bytes for buffer in buffers)
 
     def check(self, index: int | None) -> None:
-        """Raises InvalidRequest for a row that is not there, or none where the engine has aux buffers."""
+        """Raises InvalidRequest for a row that does not exist, and for None where the engine has aux buffers."""
         rows = self._rows
         there = not rows if index is None else hasattr(index, "__index__") and 0 <= index < rows
         if not there:

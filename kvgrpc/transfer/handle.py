@@ -67,10 +67,10 @@ class TransferHandle(ABC):
         return self._handle.pages_done
 
     def wait(self, timeout: float, until: KVPoll = KVPoll.Success) -> KVPoll:
-        """Blocks until ``poll`` says ``until`` or later, or Failed, at most ``timeout`` seconds; what it says then.
+        """Blocks until ``poll`` is at least ``until``, or Failed; at most ``timeout`` seconds. Returns ``poll``.
 
-        With ``until=KVPoll.WaitingForInput`` a receiver waits until its pages may be allocated. Not for the thread of
-        kvgrpc's own loop.
+        With ``until=KVPoll.WaitingForInput`` a receiver waits until its pages may be allocated. Must not be called on
+        the thread of kvgrpc's own loop.
         """
         end, news = time.monotonic() + timeout, threading.Event()
         with self._woken(news.set):
@@ -97,7 +97,7 @@ class TransferHandle(ABC):
             raise failure.exception()
 
     def abort(self, why: str = "") -> None:
-        """Failed at once; alone sufficient, harmless when repeated or late. ``why`` becomes the failure's message."""
+        """Fails the room at once, with ``why`` as the message. No other call is needed; repeats are harmless."""
         if not self.ended:
             message = failures.in_words(why) or f"the {self._engine} engine aborted it"
             failure = failures.cancelled(RoomKey(self.room, self.attempt), message, self._transfer.ref)

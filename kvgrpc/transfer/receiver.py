@@ -20,9 +20,9 @@ class KVReceiver(TransferHandle):
     """Receives one room's pages from the prefill that the router chose (seed 002's receiver).
 
     For one engine thread at a time; ``poll``, ``failure`` and ``abort`` for any. Only ``failure_exception`` raises.
-    Construction resolves and dials in the background: ``poll`` says WaitingForInput when pages may be allocated, at
-    once where the sessions stand already. ``init`` need not wait for it: pages that come before are told as soon as
-    there is a session.
+    Construction resolves and dials in the background: ``poll`` says WaitingForInput when pages may be allocated, which
+    is at once where the sessions are up already. ``init`` may be called before that: its pages are sent to prefill as
+    soon as there is a session.
 
     Args:
         manager: ``rank.transfer`` of a decode rank.
@@ -58,14 +58,16 @@ class KVReceiver(TransferHandle):
     def init(
         self, pages: npt.ArrayLike | Mapping[str, npt.ArrayLike], aux_index: int | None = None, first_page: int = 0
     ) -> None:
-        """Gives the pages that the prompt's KV cache goes to: they and the aux row are the room's from now on, until
-        Success, or until ``release_safe`` after a failure.
+        """Says into which pages the prompt's KV cache shall be written.
+
+        The pages and the aux row belong to the room from now on, until Success, or after a failure until
+        ``release_safe``.
 
         Args:
             pages: int32[n] page numbers of this rank's pool in the order of the prompt, copied before return; none for
-                a full prefix hit. Each page once: two pages of the prompt in one page would be one of them lost.
-                They address every pool; where pools have pages of their own (recurrent state, a sliding window) it is a
-                mapping of pool names to such lists, and the first pool's are the prompt's.
+                a full prefix hit. A page may occur only once. The numbers address every pool. Where pools have pages
+                of their own (recurrent state, a sliding window), a mapping of pool names to such lists; those of the
+                first pool are the prompt's.
             aux_index: row of the aux buffers.
             first_page: logical page of the prompt that pages[0] stands for: how many pages this rank already holds.
         """
@@ -92,13 +94,15 @@ class KVReceiver(TransferHandle):
 
     @property
     def prefill_ready(self) -> bool:
-        """True once the prefill's sender of this room is there (all of them, where several owe it): an engine short of
-        pages may wait with ``init`` until then. Rooms with pages at once need not say it.
+        """True once prefill's sender of this room exists (all senders, where several prefill ranks owe parts of it).
+
+        An engine that is short of pages may delay ``init`` until then. It may stay False for a room whose ``init``
+        came at once.
         """
         return self._handle.prefill_ready
 
     def close(self) -> None:
-        """As every end's; what the room holds stays held until ``release_safe``."""
+        """See ``TransferHandle.close``. The room's pages stay held until ``release_safe``."""
         super().close()
         self._room.open_handle = False
 

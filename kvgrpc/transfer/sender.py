@@ -21,8 +21,8 @@ class KVSender(TransferHandle):
 
     Args:
         manager: ``rank.transfer`` of a prefill rank.
-        bootstrap_addr: where engines pass it, as to a receiver; a sender does not need it.
-        room: chosen by the router, 1 to 2^63 - 1; to be given.
+        bootstrap_addr: not used; accepted because engines pass it to both ends.
+        room: chosen by the router, 1 to 2^63 - 1. Required.
         attempt: higher after the router retries with the same room.
     """
 
@@ -44,10 +44,11 @@ class KVSender(TransferHandle):
             manager.claim(key, handle)
 
     def init(self, num_pages: int | None, aux_index: int | None = None, align: Align = Align.HEAD) -> None:
-        """Says how many pages will be sent in all (None: ``is_last`` says it) and which aux row goes with the last.
+        """Says how many pages will be sent in all, and which aux row is sent with the last of them.
 
-        Where decode asks for fewer pages it gets the last ones with ``Align.TAIL``. With ``Align.HEAD`` it gets the
-        first ones, or, where it holds a prefix already, those behind the prefix.
+        ``num_pages`` None: the ``send`` with ``is_last`` ends the room. Where decode asks for fewer pages than are
+        sent, it gets the last ones with ``Align.TAIL``. With ``Align.HEAD`` it gets the first ones, or, where it holds
+        a prefix already, those behind the prefix.
         """
         self._initialised = True
         if self.ended:
@@ -73,14 +74,15 @@ class KVSender(TransferHandle):
         """Queues pages that are computed; slices may come in any order.
 
         Args:
-            pages: int32[n] page numbers of this rank's pool (also a list or a CPU tensor), copied before return. As
-                the receiver's ``init``: a mapping of pool names to lists where pools have pages of their own; of the
-                first pool they have positions, of the others they follow those of the calls before, and in the end
-                there must be as many as decode gave.
-            index_slice: their positions in the room; None: after what was sent.
-            is_last: None: when the count of ``init`` is reached. The aux row is read in the last call.
-            wait: runs on the transfer thread before the pages are read; while it blocks no write of this rank begins,
-                and past 5 s the rank is not healthy.
+            pages: int32[n] page numbers of this rank's pool (also a list or a CPU tensor), copied before return. Where
+                pools have pages of their own, a mapping of pool names to such lists, as in ``KVReceiver.init``.
+                ``index_slice`` counts the first pool's pages; those of the other pools follow the ones of earlier
+                calls, and there must be as many in the end as decode gave.
+            index_slice: positions of these pages in the room; None: after those that were sent before.
+            is_last: whether this is the last call; None: it is when the count of ``init`` is reached. The aux row is
+                read in the last call.
+            wait: called on the transfer thread before the pages are read. No write of this rank begins while it
+                blocks, and after 5 s the rank is not healthy.
         """
         if self.ended or self._queue_full():
             return
@@ -98,14 +100,15 @@ class KVSender(TransferHandle):
         self._manager.send(self._sender, chunk, aux, expectation)
 
     def poll(self) -> KVPoll:
-        """As every end's; WaitingForInput at least once ``init`` was called."""
+        """See ``TransferHandle.poll``. At least WaitingForInput once ``init`` was called."""
         poll = super().poll()
         return POLL_WAITING_FOR_INPUT if poll is POLL_BOOTSTRAPPING and self._initialised else poll
 
     @property
     def decode_prefix_pages(self) -> int | None:
-        """Pages that decode already holds; None while decode has not yet said where its pages are, which ``poll`` no
-        longer tells once ``init`` was called.
+        """How many pages of the prompt decode already holds; None until decode has said where its pages are.
+
+        ``poll`` does not show whether decode has: it is at least WaitingForInput once ``init`` was called.
         """
         return self._handle.prefix_pages
 

@@ -88,7 +88,7 @@ def room_keys(messages: Sequence[pb.RoomKey]) -> list[RoomKey]:
 
 
 def waiting_rooms(first: pb.SessionRequest | None) -> list[RoomKey]:
-    """The rooms that a Hello names; those that cannot be one are nobody's."""
+    """The rooms that a Hello names, without those whose key is invalid."""
     waiting = [] if first is None else first.hello.waiting_rooms
     return [RoomKey(message.room, message.attempt) for message in waiting if 0 < message.room <= MAX_ROOM]
 
@@ -100,9 +100,9 @@ def room_keys_to_pb(keys: Iterable[RoomKey]) -> list[pb.RoomKey]:
 def encode_requests(
     entries: Sequence[DecodeEntry], limit: int, too_large: list[DecodeEntry]
 ) -> Iterator[pb.SessionRequest]:
-    """One frame of all entries, or several where one would pass ``limit`` bytes. Sizes are estimated from above.
+    """Encodes all entries as one frame, or as several where one would be larger than ``limit`` bytes.
 
-    An entry that no frame can carry goes to ``too_large`` instead.
+    Sizes are estimated, never too small. An entry that is too large for any frame is appended to ``too_large`` instead.
     """
     frame = pb.SessionRequest()
     add, used = frame.rooms.add, 0
@@ -148,10 +148,10 @@ def encode_requests(
 def parse_request(
     frame: pb.SessionRequest, pool_pages: Sequence[tuple[str, int]], most_pages: Sequence[int] = ()
 ) -> Iterator[DecodeEntry]:
-    """The entries of a frame of decode, made as they are asked for.
+    """Yields the entries of a frame that decode sent; each is parsed when it is asked for.
 
-    ``pool_pages``: name and pages of each pool of its Hello. ``most_pages``: what one room may have of each. Raises
-    InvalidRequest when it comes to an entry that is none.
+    ``pool_pages``: name and number of pages of each pool in its Hello. ``most_pages``: how many pages of each pool one
+    room may name. Raises InvalidRequest at an entry that is malformed.
     """
     for index, message in enumerate(frame.rooms):
         key = _key(message.room, message.attempt, index)
@@ -182,7 +182,7 @@ def parse_request(
 
 
 def encode_responses(entries: Iterable[PrefillEntry], limit: int) -> Iterator[pb.SessionResponse]:
-    """As encode_requests, for the other direction."""
+    """Encodes what prefill says to decode; see ``encode_requests``."""
     frame = pb.SessionResponse()
     add, used = frame.rooms.add, 0
     for (room, attempt, _), state, writes, pages_done, aux, failure, checksums in entries:
@@ -202,7 +202,7 @@ def encode_responses(entries: Iterable[PrefillEntry], limit: int) -> Iterator[pb
 
 
 def parse_response(frame: pb.SessionResponse) -> Iterator[PrefillEntry]:
-    """The entries of a frame of prefill, made as they are asked for. Raises as ``parse_request``."""
+    """Yields the entries of a frame that prefill sent, as ``parse_request`` does; raises the same."""
     for index, message in enumerate(frame.rooms):
         key = _key(message.room, message.attempt, index)
         state, writes = _STATES.get(message.state), _WRITES.get(message.writes)
@@ -231,23 +231,23 @@ def check_frame(frame: pb.SessionRequest | pb.SessionResponse, limit: int) -> No
 
 
 def smallest_frame(aux_bytes: int) -> int:
-    """What every frame must be allowed to have: bytes of one room that ends with its aux, or with a failure."""
+    """The smallest limit in bytes that works: a frame with the end of one room, its aux or its failure."""
     return 2 * (_ENTRY_BYTES + _FAILURE_BYTES) + aux_bytes
 
 
 def check_size(destination: Destination, limit: int, answer: int = 0) -> None:
-    """Raises FrameTooLarge for pages that no frame can carry, or whose ``answer`` (bytes) none can."""
+    """Raises FrameTooLarge where the pages, or the ``answer`` to them (bytes), fit into no frame."""
     if _ENTRY_BYTES + LONGEST_TRACEPARENT + _destination_bytes(destination) > limit or answer > limit:
         raise too_large(destination, limit)
 
 
 def answer_bytes(destination: Destination, aux_bytes: int) -> int:
-    """Of a SUCCESS with checksums, at most."""
+    """The most bytes that a SUCCESS with a checksum for each page takes in a frame."""
     return _ENTRY_BYTES + aux_bytes + 4 * destination.held
 
 
 def too_large(destination: Destination, limit: int) -> FrameTooLarge:
-    """Of pages that no frame of ``limit`` bytes can carry."""
+    """The error of pages that do not fit into a frame of ``limit`` bytes."""
     size = _ENTRY_BYTES + LONGEST_TRACEPARENT + _destination_bytes(destination)
     return FrameTooLarge(
         f"{destination.held} pages take up to {size} bytes, a frame at most {limit}",
@@ -256,7 +256,7 @@ def too_large(destination: Destination, limit: int) -> FrameTooLarge:
 
 
 def destination_of(message: PageSet, where: str, most: int = MAX_PAGES, first_page: int = 0) -> Destination:
-    """The pages of a set; runs stay runs. Raises InvalidRequest, also for more than ``most`` pages."""
+    """The pages of a PageSet; runs are not expanded. Raises InvalidRequest, also for more than ``most`` pages."""
     most = most if most < MAX_PAGES else MAX_PAGES
     raw = message.pages_u32_le
     if raw:
@@ -280,7 +280,7 @@ def destination_of(message: PageSet, where: str, most: int = MAX_PAGES, first_pa
 
 
 def fill_page_set(message: PageSet, pages: U32Array) -> None:
-    """Runs when there is at most one for eight pages, else raw."""
+    """Writes the pages as runs where there is at most one run for eight pages, else as raw numbers."""
     count = len(pages)
     if count >= 8:
         first = np.concatenate(([0], np.flatnonzero(np.diff(pages.astype(np.int64)) != 1) + 1))

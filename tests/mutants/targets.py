@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# By name: files below kvgrpc/, tests below tests/.
+# By name: files below kvgrpc/ (patterns with spaces between), tests below tests/.
 TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
     "protocol": (
         "transfer/protocol/*.py",
@@ -40,6 +40,20 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "registry": ("registry/*.py", ("unit/registry",)),
     "tree": ("prefetch/tree.py", ("unit/prefetch/test_tree_uses.py", "unit/prefetch/test_tree.py")),
+    "codec": (
+        "events/codec/*.py events/model.py",
+        ("unit/events/test_codec.py", "unit/events/test_hostile.py", "unit/events/test_snapshot.py"),
+    ),
+    "rest": (
+        "hashing.py net.py paging.py arrays.py model.py prefetch/agreement/votes.py prefetch/agreement/said.py"
+        " prefetch/controller/fair_queue.py prefetch/eviction.py prefetch/storage/keys.py",
+        (
+            *("unit/test_hashing.py", "unit/test_net.py", "unit/test_arrays.py", "unit/test_flat_ranks.py"),
+            *("unit/registry/test_parts.py", "unit/transfer/test_topology.py", "unit/transfer/test_plan.py"),
+            *("unit/prefetch/test_queues.py", "unit/prefetch/storage/test_keys.py", "unit/prefetch/test_tree_uses.py"),
+            *("simulation/test_agreement.py", "simulation/test_agreement_stalls.py"),
+        ),
+    ),
 }
 # Parts of these folders that do I/O: tests of servers and processes notice their faults.
 NOT_PURE = {
@@ -50,5 +64,5 @@ NOT_PURE = {
 
 def files_of(target: str) -> list[Path]:
     base = ROOT / "kvgrpc"
-    found = sorted(base.glob(TARGETS[target][0]))
+    found = sorted(path for pattern in TARGETS[target][0].split() for path in base.glob(pattern))
     return [path for path in found if path.relative_to(base).as_posix() not in NOT_PURE and path.name != "__init__.py"]

@@ -1,4 +1,4 @@
-"""Which TCP connections could still bring bytes that their sender has given up: read from the kernel's tables.
+"""Which TCP connections could still deliver bytes of a sender that gave up or died: read from the kernel's tables.
 
 A killed process, or an engine that closed the connection of a failed write, leaves bytes in socket buffers; they arrive
 as long as the connection exists here. What can be told, and what not:
@@ -135,7 +135,9 @@ def arriving(table: Iterable[Connection], ports: frozenset[int], addresses: froz
 
 
 class UnsentBytes:
-    """Whether connections to these ports of any host, closed here, still have bytes to send; looks every 10 ms.
+    """Whether connections that this process closed, to these ports of any host, still have bytes to send.
+
+    Looks at most every 10 ms.
 
     After a time-out of the engine there are up to 4 MB in each, which arrive when a stopped peer goes on. The kernel
     gives them up when the peer's host resets the connection, or after minutes without an answer.

@@ -1,4 +1,4 @@
-"""What Mooncake reads from the environment, and which of it this data plane cannot stand.
+"""What Mooncake reads from the environment, and with which of these variables this data plane refuses to start.
 
 Mooncake reads its variables while it is imported and while an engine is made. Most only tune it; some change what
 "done" means, outlast our own deadlines, or end the process.
@@ -50,7 +50,7 @@ _PORTS = "15000", "17000"
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
-    """Raises InvalidRequest for a variable with which a promise of the data plane would not hold."""
+    """Raises InvalidRequest for a variable that would break a promise of the data plane."""
     violations = [
         Violation(name, f"left out, or {' or '.join(filter(None, values))}: {why}", environment[name])
         for name, (values, why) in _ONLY.items()
@@ -67,7 +67,7 @@ def check_environment(environment: Mapping[str, str]) -> None:
 
 
 def prepare_environment(host: str) -> None:
-    """Sets what is not set, in this process. Raises as ``check_environment``."""
+    """Sets our defaults in this process, where nothing is set. Raises what ``check_environment`` raises."""
     check_environment(os.environ)
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
@@ -78,7 +78,7 @@ def prepare_environment(host: str) -> None:
 
 
 def for_a_process_of_ours(environment: Mapping[str, str], defaults: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process that runs nothing but Mooncake: what it cannot stand is left out."""
+    """The environment for a child that runs nothing but Mooncake: without the variables that would be refused."""
     kept = {name: value for name, value in environment.items() if name != _ABORTS and name not in _ONLY}
     return {**defaults, **kept}
 

@@ -65,11 +65,12 @@ class MooncakeDataPlane:
 
     @classmethod
     def of(cls, engine: Any, host: str) -> MooncakeDataPlane:
-        """The plane of an engine that somebody else initialised and will destroy, reached by peers at ``host``.
+        """The plane of an engine that the caller initialised and will destroy, and that peers reach at ``host``.
 
-        Register here too what that owner has registered, so that it can be used and is checked. close() destroys
-        nothing; it is True only when no peer is connected any more. The settings of mooncake_start.py are the owner's
-        to make. Raises ValueError for what is no TransferEngine; one that was not initialised ends the process.
+        Memory that the caller registered with the engine must be registered here too before the plane uses it. close()
+        leaves the engine alone, and returns True only when no peer is connected any more. The settings that start.py
+        makes for an engine of our own are the caller's to make. Raises ValueError for an object that is no
+        TransferEngine; an engine that was not initialised ends the process.
         """
         plane = cls.__new__(cls)
         plane._use(adopt_engine(engine, host), owned=False)

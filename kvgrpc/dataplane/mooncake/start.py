@@ -76,9 +76,9 @@ def start_engine(load: Callable[[], type[Any]], host: str, device: str) -> Start
 
 
 def adopt_engine(engine: Any, host: str) -> StartedEngine:
-    """An engine that somebody else initialised (asking one that was not ends the process).
+    """Takes over an engine that the caller initialised; one that was not initialised ends the process.
 
-    Raises ValueError, InvalidRequest for a variable of the environment that it was made with.
+    Raises ValueError for what is no engine, InvalidRequest for a variable of the environment that it was made with.
     """
     missing = [each for each in ("transfer_submit_write", "transfer_check_status") if not hasattr(engine, each)]
     if missing:

@@ -42,9 +42,10 @@ class Engine(Protocol):
 
 
 class Limits(NamedTuple):
-    """What may be in flight to one peer: writes at first and at most, bytes at most (but always ``FEWEST`` writes).
+    """What may be in flight to one peer: how many writes at first and at most, and how many bytes at most.
 
-    More writes at first where they have no more than ``first_bytes`` together.
+    It begins with more writes while these have at most ``first_bytes`` together. ``FEWEST`` writes are always allowed,
+    however large they are.
     """
 
     writes: int
@@ -87,7 +88,7 @@ class PeerQueue:
         return self.bytes_in_flight + nbytes <= self.limits.nbytes or self.in_flight < FEWEST
 
     def enter(self, writes: int, nbytes: int) -> None:
-        """One more submission; the first after a pause begins with half of what was needed before it."""
+        """Counts one more submission. The first after a pause may use half of the writes that it needed before."""
         if self.limit > 1:
             before = self.limit // 2 if self.active == 0 else self.limit
             first = min(self.limits.first_bytes * writes // max(1, nbytes), self.limits.most_writes)
@@ -95,12 +96,12 @@ class PeerQueue:
         self.active += 1
 
     def grow(self) -> None:
-        """More is to be sent; the peer is nearly done with what it has."""
+        """Allows more writes: the peer is nearly done with those in flight, and more are waiting."""
         if self.in_flight * 4 < self.limit:
             self.limit = min(self.limit * 2, self.limits.most_writes)
 
     def ended(self, nbytes: int, done: bool) -> None:
-        """One write less; one that is not done makes the others wait."""
+        """Counts the end of a write. After one that failed, writes go one at a time until one is done."""
         self.in_flight -= 1
         self.bytes_in_flight -= nbytes
         if not done:
@@ -140,7 +141,7 @@ class Submitter:
             time.sleep(0.001)
 
     def abandon(self, outcome: Outcome, detail: str) -> None:
-        """The engine is gone, or nobody will ask it any more: ends what runs with that outcome."""
+        """Ends everything that runs with ``outcome``: the engine is gone, or nobody will ask it any more."""
         with self.lock:
             self.engine = None
             for transfer in list(self.running):

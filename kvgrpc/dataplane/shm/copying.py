@@ -64,7 +64,7 @@ class Pieces:
 
 
 class Copier:
-    """Copies slices of pieces. One thread at a time; a second one of its own helps where there are two cores."""
+    """Copies slices of pieces, for one calling thread at a time. Where there are two cores it has a helper thread."""
 
     def __init__(self) -> None:
         self._vectored = _can_write_to_itself()
@@ -72,7 +72,7 @@ class Copier:
         self._second = ThreadPoolExecutor(1, "kvgrpc-shm-copy") if len(os.sched_getaffinity(0)) > 1 else None
 
     def copy(self, pieces: Pieces, first: int) -> int:
-        """Copies pieces from ``first`` on, about 8 MiB or 2 ms for each thread; the number of the next piece.
+        """Copies pieces from ``first`` on, about 8 MiB or 2 ms a thread. Returns the index of the next piece to copy.
 
         Raises OSError when memory is not there.
         """

@@ -63,7 +63,7 @@ class ShmDataPlane:
         return segment.address
 
     def register(self, ranges: Sequence[MemoryRange]) -> None:
-        """See DataPlane: only checks, what allocate() gave is ready."""
+        """See DataPlane. Only checks that the memory came from allocate(), which has made it ready."""
         for memory in ranges:
             _check_location(memory.location)
             if not self._own.contains(memory.address, memory.nbytes):
@@ -82,7 +82,7 @@ class ShmDataPlane:
         return peer
 
     def detach(self, peer: Peer) -> None:
-        """See DataPlane: unmapped with the last transfer that knows it."""
+        """See DataPlane. The peer's memory is unmapped when the last transfer that uses it is gone."""
         if isinstance(peer, _Peer):
             peer.detached = True
 
@@ -158,7 +158,7 @@ class _Peer:
 
 
 class _Copy:
-    """A submission: each poll() copies one slice."""
+    """A submission; each poll() copies one slice of it."""
 
     __slots__ = ("_next", "_peer", "_plane", "_result", "_stopped", "pieces")
 

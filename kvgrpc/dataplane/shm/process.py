@@ -12,7 +12,7 @@ _PROC = Path("/proc")
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True):
-    """One process for ever. ``start``: clock ticks between boot and its start, so that a pid used again differs.
+    """Identifies one process for ever. ``start``: clock ticks from boot to its start, so that a reused pid differs.
 
     ``pids`` and ``network`` name the namespaces in which its pid and its addresses mean something.
     """

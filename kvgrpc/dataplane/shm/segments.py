@@ -27,7 +27,7 @@ _madvise = ctypes.CDLL(None, use_errno=True).madvise
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Memory of this process: own address, bytes, and what keeps it."""
+    """Memory of this process that others can map: its address here, its size, and the memfd behind it."""
 
     address: int
     nbytes: int
@@ -51,7 +51,7 @@ class Mapping:
         self.nbytes = len(memory)
 
     def touch(self, offset: int) -> int:
-        """Enters 8 MiB into the page table (about 3 ms, GIL released); the next offset. Only speed depends on it."""
+        """Enters 8 MiB into the page table (about 3 ms, GIL released) and returns the next offset; only for speed."""
         nbytes = min(_TOUCH_BYTES, self.nbytes - offset)
         populate(self.address + offset, nbytes)
         return offset + nbytes

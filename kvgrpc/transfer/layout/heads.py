@@ -14,7 +14,7 @@ from kvgrpc.transfer.layout.translation import HEAD, TOKEN, translated
 
 
 class HeadAxis(NamedTuple):
-    """How often the heads of a page follow each other (once for each index of the axes before them)."""
+    """Where a page's axes have the heads: the row of all heads repeats once for each index of the axes before them."""
 
     repeats: int
 
@@ -36,7 +36,7 @@ def sliceable(source: Pool, destination: Pool) -> bool:
 
 
 def shared_layers(source: Pool, destination: Pool) -> tuple[Pool, Pool]:
-    """Both with the layers that both have: of pipeline stages that differ."""
+    """Both pools, cut down to the layers that both have: the two sides may have different pipeline stages."""
     ours, theirs = layers_of(source), layers_of(destination)
     if ours == theirs:
         return source, destination

@@ -13,7 +13,7 @@ from kvgrpc.transfer.protocol.types import U32Array
 
 
 def as_pages(pages: npt.ArrayLike) -> U32Array:
-    """A copy as uint32[n]. Raises InvalidRequest for what cannot be page numbers; never anything else."""
+    """Page numbers as a uint32[n] copy. Raises InvalidRequest for what is no page number, and no other exception."""
     if type(pages) is np.ndarray and pages.dtype == np.int32 and pages.ndim == 1:
         return pages.astype(np.uint32)  # a negative page is above every pool: check_pages names it
     try:
@@ -49,7 +49,7 @@ def pages_of_pools(
 
 
 def check_distinct(pages: Destination, field: str = "pages") -> None:
-    """Raises InvalidRequest for a page that is there twice: of two pages of the prompt one would be lost."""
+    """Raises InvalidRequest for a page that occurs twice: the second page of the prompt would overwrite the first."""
     twice = pages.twice()
     if twice is not None:
         raise InvalidRequest.of(field, twice, "page numbers that are there once")

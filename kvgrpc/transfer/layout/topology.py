@@ -25,7 +25,7 @@ Coordinates = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """All of a rank that the other side must fit: ``pools`` with or without addresses, bytes of each aux item."""
+    """What of a rank must match the other side: ``pools`` with or without addresses, and the bytes of each aux item."""
 
     rank: RankId
     layout: Layout
@@ -129,8 +129,10 @@ def wanted_part(
     prefill_layout: Layout | None = None,
     prefill_layers: tuple[int, int] | None = None,
 ) -> Part:
-    """What a decode rank expects of one prefill rank; of its equal where the layout is not given. ``prefill_layers``:
-    that rank's first layer and how many it has; None: all that decode has."""
+    """The part that a decode rank expects of one prefill rank; without a layout, of one with the layout of its own.
+
+    ``prefill_layers``: that rank's first layer and number of layers; None: all layers of the decode rank.
+    """
     layout, rank = prefill_layout or decode.layout, decode.rank
     _, pp, cp, tp = prefill or (rank.dp, rank.pp, rank.cp, rank.tp)
     tps = _group(rank.tp, decode.layout.tp, layout.tp)

@@ -18,7 +18,7 @@ Wait = Callable[[], None]
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """Pages of one ``send``: uint32 pages of prefill's pool for the positions start, start + 1, … of the room.
+    """The pages of one ``send``: uint32 numbers in prefill's pool, for positions start, start + 1, … of the room.
 
     ``wait`` runs on the transfer thread before the pages are read (an engine's "forward is done" event). ``others``:
     pages of the second pool, the third and so on, after those that came with the chunks before; None: ``pages`` are
@@ -33,9 +33,10 @@ class Chunk:
 
 
 class Placed(NamedTuple):
-    """One chunk, or what decode wants of it: our page ``source[i]`` goes to ``destination[i]``, at start + i there.
+    """A chunk, or the part of it that decode wants: our page ``source[i]`` is written to decode's ``destination[i]``,
+    which is at position start + i of decode's pages.
 
-    ``others``: the same of the second pool, the third and so on; None: those pages are every pool's.
+    ``others``: the same for the second pool, the third and so on; None: every pool uses the same page numbers.
     """
 
     source: U32Array
@@ -46,7 +47,7 @@ class Placed(NamedTuple):
 
 
 class Chunks:
-    """Of one room. ``total``: pages that the sender will send in all, None: the last chunk says it.
+    """The chunks of one room. ``total``: how many pages will be sent in all; None: known with the last chunk.
 
     Chunks wait here until the destination is known. Nothing here knows where the pages go: ``destination`` is an
     argument.
@@ -79,7 +80,7 @@ class Chunks:
         return bool(self._waiting)
 
     def add(self, key: RoomKey, chunk: Chunk, at_most: int) -> KvGrpcError | None:
-        """Takes a chunk of the engine; or what is wrong with it, and nothing taken."""
+        """Takes a chunk of the engine. Returns what is wrong with it, and then takes nothing; None when it is right."""
         start, count = chunk.start, len(chunk.pages)
         if len(self._waiting) >= at_most:
             return failures.too_many("chunks of one room", at_most, len(self._waiting))
@@ -135,7 +136,7 @@ class Chunks:
         return pages, destination.slice(start, start + len(pages))
 
     def misfit(self, key: RoomKey, destination: Destination) -> KvGrpcError | None:
-        """What is wrong with the pages of the other pools: each gets as many as decode wants, no more."""
+        """What is wrong with the pages of the other pools, each of which must get as many as decode wants."""
         if destination.others is None and not self._others:
             return None
         per_pool = [chunk.others is not None for chunk in self._waiting]
@@ -149,7 +150,7 @@ class Chunks:
         return None
 
     def missing(self, key: RoomKey, destination: Destination) -> KvGrpcError | None:
-        """What decode wants, but will not come: the last chunk was seen."""
+        """What decode wants and the sender will not send any more, because its last chunk was seen."""
         if not self.last_seen:
             return None
         shift, wanted = self._shift(destination), destination.count

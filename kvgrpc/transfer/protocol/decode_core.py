@@ -46,8 +46,8 @@ __all__ = ["DecodeCore", "DecodePair", "DecodePart", "DecodeRoom", "DecodeWork",
 class DecodeWork:
     """What the shell is to do, in this order.
 
-    ``resolves``: rooms to be bound again, to all their targets. ``lost_peers``: peers that welcomed us once, and to
-    whom no session stands any more: they or a successor may come back. ``dials``: streams to open. ``closes``: streams
+    ``resolves``: rooms to be bound again, to all their targets. ``lost_peers``: peers that welcomed us once and to
+    which there is no session now; they or a successor may come back. ``dials``: streams to open. ``closes``: streams
     to end. ``tell``: pairs with something to say, each to be flushed when its stream has room. ``failed``: rooms that
     failed and are dropped, of which people may still ask why; the last 256. ``ended``: rooms that got their terminal
     state. ``lost``: pairs that were given up. ``compares``: rooms whose pages are to be compared with their checksums.
@@ -103,9 +103,9 @@ class DecodeCore:
     # What the engine asks for.
 
     def open(self, room: DecodeRoom) -> bool:
-        """Takes a new room, to be bound to its targets later; one that cannot be taken fails at once, and alone.
+        """Takes a new room, which ``bind`` will tie to its targets. False: the room cannot be taken and has failed.
 
-        False: it failed. Where ``room.refused`` then, it is to be bound nevertheless, so that its prefill hears of it.
+        A failed room with ``room.refused`` must be bound all the same, so that its prefill is told of the failure.
         """
         error = self._refusal(room.key)
         if error is not None:
@@ -123,7 +123,7 @@ class DecodeCore:
         return True
 
     def bind(self, room: DecodeRoom, targets: Sequence[Target]) -> None:
-        """Ties a room to the incarnations that owe it, all of them: a room belongs to pairs, not to streams."""
+        """Ties a room to all prefill incarnations that owe parts of it. It belongs to pairs, not to their streams."""
         if room.refused:
             self._tell_refusal(room, targets)
         if room.ended or self.rooms.get(room.key) is not room:
@@ -154,11 +154,12 @@ class DecodeCore:
             self._nameless.append(room)
 
     def predial(self, target: Target) -> None:
-        """Dials a rank before a room needs it, once: a session that does not come about is nobody's failure."""
+        """Dials a rank once, before a room needs it. Nothing fails where that does not lead to a session."""
         self._pair(target)
 
     def write(self, room: DecodeRoom, destination: Destination, aux_index: int | None = None) -> None:
-        """The engine gave its pages: they are the room's until SUCCESS or evidence (8, pages by evidence)."""
+        """The engine gave the room's pages. They belong to the room until SUCCESS, or until it is proven that nobody
+        can write to them any more (8, pages by evidence)."""
         if room.ended or room.destination is not None:
             return
         room.destination = destination
@@ -167,7 +168,8 @@ class DecodeCore:
         self._tell(room)
 
     def fail(self, room: DecodeRoom, failure: Failure) -> None:
-        """Abort, cancel, or a resolve that failed: the handle ends here and now, the pages by evidence (6, ending)."""
+        """Abort, cancel, or a resolve that failed. The handle ends at once; the pages are given back only when nobody
+        can write to them any more (6, ending; 8, pages by evidence)."""
         if self.rooms.get(room.key) is room:
             self._end(room, failure)
 
@@ -177,20 +179,21 @@ class DecodeCore:
 
     @property
     def refuses_all(self) -> bool:
-        """More than one peer has more pages than it may; one alone has only its own rooms refused (8, pages)."""
+        """Whether all new rooms are refused: two peers or more hold too many pages. If only one does, only rooms with
+        that peer are refused (8, pages by evidence)."""
         past = self.bounds.held_pages + 1
         return self._held.counted(past) >= 2 * past
 
     # What the shell does for the core.
 
     def take_work(self) -> DecodeWork:
-        """What is to be done now; it is the caller's."""
+        """Hands over what is to be done now; the core keeps no part of it."""
         work, self._work = self._work, DecodeWork()
         work.tell = self._pending.take_pairs()
         return work
 
     def flush(self, pair: DecodePair) -> list[DecodeEntry]:
-        """The latest state of the pair's rooms that changed, a frame's worth; ``pending_rooms`` keeps the others."""
+        """The latest states of changed rooms of the pair, at most one frame of them; the others stay pending."""
         entries: list[DecodeEntry] = []
         for key in take_keys(pair):
             room = self.rooms.get(key)
@@ -209,7 +212,7 @@ class DecodeCore:
     # What happened.
 
     def on_welcome(self, stream: Stream, idle_timeout: int | None = None) -> None:
-        """``idle_timeout``: the peer's, in ticks; None: our own."""
+        """The peer welcomed us on this stream. ``idle_timeout``: the one it asks for, in ticks; None: our own."""
         pair = stream.pair
         if not self._current(stream) or pair.dead_at is not None:
             return

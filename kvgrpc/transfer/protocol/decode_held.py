@@ -15,10 +15,12 @@ from kvgrpc.transfer.protocol.types import (
 
 
 class HeldPages:
-    """``rooms`` wait for evidence, with ``pages`` pages; ``of_pair``: those that wait for one writer's.
+    """The rooms that ended while their pages are still held, until evidence that nobody writes to them any more.
 
-    Looks at a room when news of it came, or when time may help: never at all of them. ``settle``: ticks from a proof on
-    in which bytes may still arrive. ``connections(pair)``: names of the connections over which they would.
+    ``rooms``: these rooms; ``pages``: how many pages they hold together; ``of_pair``: how many of these wait for the
+    evidence of one writer. A room is looked at when there is news of it or when time alone may free it, so no call
+    looks at all rooms. ``settle``: ticks after a proof in which bytes may still arrive. ``connections(pair)``: names
+    of the connections over which they would.
     """
 
     def __init__(self, settle: int, connections: Callable[[DecodePair], frozenset[str]]) -> None:
@@ -37,12 +39,12 @@ class HeldPages:
         self._count(room, room.page_count)
 
     def died(self, pair: DecodePair, now: int) -> None:
-        """The writer was proven dead: what its kernel still holds may arrive as long as its connections stand."""
+        """The writer was proven dead. What its kernel still holds may arrive while its connections exist."""
         pair.dead_at = now
         pair.connections = self._connections(pair)
 
     def look(self, room: DecodeRoom, now: int) -> bool:
-        """True: every part gave evidence, the pages are held no more. Else looks again when that can help."""
+        """True when every part gave evidence: the pages are held no more. Else notes when to look again."""
         again = 0
         for part in room.parts.values():
             if not self._evidence(room, part, now):
@@ -59,7 +61,7 @@ class HeldPages:
         return True
 
     def counted(self, at_most: int) -> int:
-        """All of them, where one writer counts for ``at_most`` pages at most."""
+        """How many pages are held, counting at most ``at_most`` for each writer."""
         return sum(min(pages, at_most) for pages in self.of_pair.values())
 
     def due(self, now: int) -> list[DecodeRoom]:

@@ -1,4 +1,4 @@
-"""Decode's line to one incarnation of one prefill rank: when to dial, and when to give it up. Pure.
+"""Decode's view of one incarnation of one prefill rank: when to dial it, and when to give it up. Pure.
 
 Numbers in comments are the rules of docs/session.md; all times are ticks of our own loop (rule 3, break and loss).
 """
@@ -20,8 +20,10 @@ class Stream:
 
 
 class DecodePair:
-    """``up``: welcomed on the stream that counts. ``welcomed``: ever. ``lost``: given up. ``dead_at``: proven dead
-    (4, proof of death).
+    """What decode knows of one incarnation of one prefill rank.
+
+    ``up``: it welcomed us on the current stream. ``welcomed``: it did so at least once. ``lost``: it was given up.
+    ``dead_at``: the tick at which it was proven dead (4, proof of death).
 
     ``connections``: over which its bytes could still arrive when it was proven dead (rule 8, pages by evidence).
     ``layout``: of its engine, ``layers``: its own; None: as ours. ``rooms``: what is not over yet; ``pending_rooms``:
@@ -114,7 +116,7 @@ class DecodePair:
             self.broken_at = now
 
     def wait(self, now: int) -> None:
-        """A room needs a pair that is not up: it gets the time of a first dial."""
+        """A room needs this pair, which is not up: it is given up unless welcomed in the time of a first dial."""
         if not self.up and self.waiting_since is None:
             self.waiting_since = now
             if self.lost:

@@ -29,10 +29,10 @@ from kvgrpc.transfer.protocol.types import (
 
 
 class DecodePart:
-    """What one prefill rank owes for one room, as decode knows it. ``sender_seen``: it said that its sender is there.
+    """The part of one room that one prefill rank owes, as decode knows it.
 
-    ``told``: it was told of the room. ``told_write``: it was told where to write. ``forgot``: it was told FORGET.
-    ``stopped_at``: when it said STOPPED.
+    ``sender_seen``: the rank said that its sender exists. ``told``: the rank was told of the room, ``told_write``:
+    where to write, ``forgot``: FORGET. ``stopped_at``: the tick at which it said STOPPED.
     """
 
     __slots__ = (
@@ -59,7 +59,8 @@ class DecodePart:
         self.stopped_at: int | None = None
 
     def take(self, entry: PrefillEntry) -> bool:
-        """News of this part; False, and nothing taken, when it would go back (rule 5, nothing goes back)."""
+        """Takes news of this part. False: the news is older than what is known, and was not taken (rule 5, nothing
+        goes back)."""
         state, writes = entry.state, entry.writes
         if state < self.state or writes < self.writes:
             return False
@@ -79,12 +80,12 @@ class DecodePart:
 
     @property
     def settled(self) -> bool:
-        """It ended, and the writer will not write: only then it may be told FORGET (6, ending)."""
+        """Whether the part ended and its writer writes no more: only then may it be told FORGET (6, ending)."""
         return self.state >= STATE_SUCCESS and (self.writes >= WRITES_STOPPED or not self.told_write)
 
     @property
     def over(self) -> bool:
-        """Nothing is left to tell: it was told FORGET, or nobody is there to tell and nothing depends on it."""
+        """Whether nothing is left to tell: it was told FORGET, or there is nobody to tell and nothing depends on it."""
         pair = self.pair
         return self.forgot or pair.dead_at is not None or (pair.lost and (self.settled or not self.told_write))
 
@@ -175,7 +176,7 @@ class DecodeRoom:
         return part if part is not None and part.pair is pair else None
 
     def entry(self, part: DecodePart, now: int, timing: Timing) -> DecodeEntry:
-        """What is to be told of one part now, and noted as told."""
+        """What is to be told of one part now; notes that it was told."""
         if part.settled:
             part.forgot = True
             return DecodeEntry(self.key, WANT_FORGET)
@@ -198,7 +199,7 @@ class DecodeRoom:
             self.handle.turn(KVPoll.WaitingForInput)
 
     def note_ready(self) -> None:
-        """A sender is there; once all are, decode may allocate for a prefill that will send (12, poll)."""
+        """One more sender exists; once all do, the handle says ``prefill_ready`` (12, poll)."""
         if not self.bound or self.handle.prefill_ready:
             return
         if all(part.state >= STATE_WAITING_FOR_INPUT for part in self.parts.values()):
@@ -219,7 +220,7 @@ class DecodeRoom:
         self.handle.turn(KVPoll.Success)
 
     def fail(self, failure: Failure) -> None:
-        """The handle still says what it said before: it turns Failed when all else is known (rule 6, ending)."""
+        """Fails the room; the handle turns Failed later, when all else about the end is known (rule 6, ending)."""
         self.state = STATE_FAILED
         self.ended = True
         self.failure = failure

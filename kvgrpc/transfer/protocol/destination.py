@@ -40,7 +40,7 @@ class Destination:
 
     @property
     def held(self) -> int:
-        """Pages that are its own, of all pools."""
+        """How many pages it names, counted over all pools."""
         return self.count if self.others is None else self.count + sum(other.count for other in self.others)
 
     @property
@@ -49,7 +49,7 @@ class Destination:
         return self.slice(0, self.count)
 
     def outside(self, pages: int) -> tuple[int, int] | None:
-        """(position, page) of the first page number that a pool of ``pages`` pages does not have."""
+        """(position, page) of the first page number that does not exist in a pool of ``pages`` pages; None: all do."""
         if not self.count:
             return None
         if self._pages is not None:
@@ -66,7 +66,7 @@ class Destination:
         return int(self._ends[run] - lengths[run]) + page - int(self._starts[run]), page
 
     def twice(self) -> int | None:
-        """A page that is there more than once; the order of a list costs nothing where it goes up all along."""
+        """A page that occurs more than once, None: no page does. Quick for page numbers in ascending order."""
         if self._pages is not None:
             pages = self._pages
             if self.count <= _FEW:
@@ -87,7 +87,7 @@ class Destination:
         return int(shared[0]) if len(shared) else None
 
     def slice(self, first: int, stop: int) -> U32Array:
-        """Pages [first, stop) of it, and no more than these are made."""
+        """The page numbers at positions [first, stop), uint32; runs are expanded for these positions only."""
         if self._pages is not None:
             return self._pages[first:stop]
         if first >= stop:

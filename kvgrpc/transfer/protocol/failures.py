@@ -26,7 +26,7 @@ RETRY_SECONDS = 1.0  # rooms end all the time: then there is a place, or the rou
 
 
 def in_words(value: object) -> str:
-    """A foreign value as text: where even that raises, its type."""
+    """``str`` of a value from outside; the name of its type where ``str`` raises."""
     try:
         return str(value)
     except Exception:
@@ -34,12 +34,12 @@ def in_words(value: object) -> str:
 
 
 def raised(error: BaseException) -> str:
-    """A foreign exception as text."""
+    """An exception from outside as text; never raises."""
     return f"{type(error).__name__}: {in_words(error)}"
 
 
 def conflict(key: RoomKey, owner: object) -> KvGrpcError:
-    """Somebody else has the room; ``owner`` says who."""
+    """Another peer owns the room; ``owner`` says which."""
     text = f"room {key.room} attempt {key.attempt} belongs to {owner}; a retry needs a new attempt"
     return RoomConflict(text, metadata={**_of(key), "owner": owner})
 

@@ -18,7 +18,7 @@ class FanOut:
         self.places = [PlaceHandle(self) for _ in range(places)]
 
     def update(self) -> None:
-        """The furthest state that all places reached; pages are free once nobody reads them."""
+        """Brings the handle to the furthest state that all places reached; pages are free once nobody reads them."""
         handle = self.handle
         if not handle.release_safe and all(place.release_safe for place in self.places):
             handle.release()

@@ -22,12 +22,13 @@ class Ownership:
         self.places: dict[RoomKey, int] = {}
 
     def own(self, pair: PrefillPair, room: PrefillRoom) -> None:
-        """The first decode incarnation that names a room owns it, for its place."""
+        """Makes this decode incarnation the owner of the room at its place, as the first one that names it."""
         room.owner = pair
         pair.rooms.add(room.key)
 
     def other_owner(self, pair: PrefillPair, key: RoomKey) -> PrefillPair | None:
-        """Who has the room, where this pair may not name it: another one at its place, or another engine at any."""
+        """The owner of the room, where this pair may not name the room too: another pair at the same place, or a pair
+        of another engine at any place. None: it may."""
         if pair.places == 1 and not self.places:
             room = self._rooms.get(key)
             return room.owner if room is not None else None
@@ -39,8 +40,8 @@ class Ownership:
         return None
 
     def full(self, pair: PrefillPair) -> tuple[str, int, int] | None:
-        """What decode has too many of to name one more room before a local sender does, the bound, and how many
-        (11, memory of the ended)."""
+        """Which bound keeps this decode from naming one more room without a local sender: its name, its limit, and how
+        many there are; None: no bound does (11, memory of the ended)."""
         bounds = self._bounds
         if pair.unclaimed >= bounds.unclaimed_per_session:
             return "unclaimed rooms of one session", bounds.unclaimed_per_session, pair.unclaimed
@@ -56,7 +57,7 @@ class Ownership:
         self._unclaimed += 1
 
     def wait_no_more(self, room: PrefillRoom) -> None:
-        """The room counts as one without a local sender no more."""
+        """Stops counting the room as one without a local sender."""
         if room.unclaimed and room.owner is not None:
             room.unclaimed = False
             room.owner.unclaimed -= 1

@@ -37,12 +37,12 @@ class PendingRooms(Generic[P]):
         self._later: dict[P, None] = {}
 
     def add(self, pair: P, key: RoomKey) -> None:
-        """This room, now."""
+        """The peer is to be told of this room now."""
         pair.pending_rooms[key] = None
         self._now[pair] = None
 
     def add_later(self, pair: P, key: RoomKey) -> None:
-        """This room, with what else is said, or with the next tick: nobody waits for it."""
+        """The peer is to be told of this room with whatever is said next, at the latest with the next tick."""
         pair.pending_rooms[key] = None
         if len(pair.pending_rooms) < _LATER_AT_MOST:
             self._later[pair] = None
@@ -50,7 +50,8 @@ class PendingRooms(Generic[P]):
             self._now[pair] = None
 
     def add_all(self, pair: P, keys: Iterable[RoomKey]) -> None:
-        """These rooms, now: a stream was welcomed, and resumption is no more than that (rule 3, break and loss)."""
+        """The peer is to be told of all these rooms now: its stream was welcomed. That is all that a resumed session
+        needs (rule 3, break and loss)."""
         pair.pending_rooms.update(dict.fromkeys(keys))
         self._now[pair] = None
 
@@ -60,7 +61,7 @@ class PendingRooms(Generic[P]):
             self._later.clear()
 
     def take_pairs(self) -> list[P]:
-        """Pairs with something to say and a stream to say it on. The others say everything when they are welcomed."""
+        """The pairs that have something to say and a stream that is up; other pairs say all of it once welcomed."""
         if not self._now:
             return []
         pairs, self._now = self._now, {}

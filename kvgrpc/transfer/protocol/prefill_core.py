@@ -51,8 +51,8 @@ __all__ = ["Chunk", "PrefillCore", "PrefillPair", "PrefillRoom", "PrefillWork", 
 class PrefillWork:
     """What the shell is to do, in this order.
 
-    ``submissions``: writes to start. ``stops``: rooms that ended while writes were open, of which no further one shall
-    start. ``gone``: pairs that were given up, whose memory the data plane is to forget. ``closes``: streams to end.
+    ``submissions``: writes to start. ``stops``: rooms that ended while writes were open, no further write of theirs
+    may start. ``gone``: pairs that were given up, whose memory the data plane is to forget. ``closes``: streams to end.
     ``tell``: pairs with something to say, each to be flushed when its stream has room. ``failed``: rooms that failed
     and are dropped, of which people may still ask why; the last 256. ``ended``: rooms that got their terminal state.
     ``lost``: the same pairs, as people are told of them.
@@ -76,7 +76,7 @@ class PrefillCore:
     def __init__(
         self, me: RankRef, *, timing: Timing | None = None, bounds: Bounds | None = None, data_plane: str = ""
     ) -> None:
-        """``data_plane``: its name, for failures."""
+        """``data_plane``: the name of the data plane, for the texts of failures."""
         self.me = me
         self._data_plane = data_plane
         self.timing = timing or Timing()
@@ -103,8 +103,8 @@ class PrefillCore:
     # What the engine asks for.
 
     def claim(self, key: RoomKey, handle: Handle) -> PrefillRoom | None:
-        """A local sender takes the room; a second one for a known key fails alone (10, ownership). None: the handle has
-        failed."""
+        """A local sender takes the room. None: its handle has failed, because the room has a sender already or cannot
+        be taken; a sender that came first is not disturbed (10, ownership)."""
         room = self.rooms.get(key)
         error: KvGrpcError | None = None
         if room is None and len(self.rooms) >= self.bounds.rooms:
@@ -137,12 +137,12 @@ class PrefillCore:
                 self._follow(each, each.send(chunk, aux, self.bounds.chunks_per_room))
 
     def fail(self, room: PrefillRoom, failure: Failure) -> None:
-        """Abort or cancel: Failed at once, and no further write starts."""
+        """Abort or cancel: the room is Failed at once, and no further write of it starts."""
         if self.rooms.get(room.key) is room:
             self._fail(room, failure)
 
     def drain(self) -> None:
-        """Refuses new rooms; those that have a local sender go on (rule 4, proof of death)."""
+        """From now on refuses new rooms; rooms with a local sender go on (rule 4, proof of death)."""
         self.draining = True
         for room in list(self.rooms.values()):
             if not room.claimed:
@@ -151,16 +151,16 @@ class PrefillCore:
     # What the shell does for the core.
 
     def take_work(self) -> PrefillWork:
-        """What is to be done now; it is the caller's."""
+        """Hands over what is to be done now; the core keeps no part of it."""
         work, self._work = self._work, PrefillWork()
         self._reject_ended(work)
         work.tell = self._pending.take_pairs()
         return work
 
     def flush(self, pair: PrefillPair) -> list[PrefillEntry]:
-        """The latest state of the rooms of the pair that changed, a frame's worth; ``pending_rooms`` keeps the others.
+        """The latest states of changed rooms of the pair, at most one frame of them; the others stay pending.
 
-        Only rooms that this pair named (11, memory of the ended).
+        Only of rooms that this pair named (11, memory of the ended).
         """
         entries = []
         for key in take_keys(pair):
@@ -178,7 +178,10 @@ class PrefillCore:
     def on_hello(
         self, stream: object, ref: RankRef, to: RankRef, number: int, peer: object = None
     ) -> KvGrpcError | None:
-        """A decode opened a stream. None: welcome it; else say goodbye with the error. ``peer``: its memory, opaque."""
+        """A decode opened a stream. Returns None where it is welcome, else the error for its Goodbye.
+
+        ``peer``: what the data plane needs to write to its memory, opaque here.
+        """
         if to != self.me:
             metadata = {"requestEpoch": to.epoch, "currentEpoch": self.me.epoch, "rank": self.me.rank}
             return StaleEpoch(f"{to} was meant, {self.me} is here; resolve again", metadata=metadata)
@@ -200,7 +203,8 @@ class PrefillCore:
         return None
 
     def on_refused_hello(self, keys: Iterable[RoomKey], error: KvGrpcError) -> None:
-        """A decode that does not fit waits for these rooms: their senders hear why, now or later (1, opening)."""
+        """A decode whose Hello was refused waits for these rooms: their senders fail with the reason, also those that
+        come later (1, opening)."""
         for key in keys:
             room = self.rooms.get(key)
             if room is None and len(self.rooms) < self.bounds.rooms:

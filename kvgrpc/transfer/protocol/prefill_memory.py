@@ -25,7 +25,7 @@ class EndedRecords:
         self._since: OrderedDict[RoomKey, int] = OrderedDict()
 
     def keep(self, key: RoomKey, now: int) -> None:
-        """From now on; again, if it was kept before."""
+        """Keeps the record for ``ticks`` from now on, also where it was kept before."""
         self._since[key] = now
         self._since.move_to_end(key)
 
@@ -33,7 +33,7 @@ class EndedRecords:
         self._since.pop(key, None)
 
     def take_over(self, now: int) -> list[tuple[RoomKey, bool]]:
-        """Those whose time is over (True), and the oldest of too many (False); they are kept no more."""
+        """Removes and returns the records whose time is over (True) and, past the limit, the oldest (False)."""
         over: list[tuple[RoomKey, bool]] = []
         since = self._since
         while since:
@@ -84,5 +84,5 @@ class UnknownWrites:
         self._anybody = False
 
     def without_record(self, decode: RankRef) -> Writes:
-        """What can be said of a room of which nothing is known: an older record may have expired."""
+        """What can be said of writes to a room that has no record: an older record of it may have expired."""
         return WRITES_UNKNOWN if self._anybody or decode in self._decodes else WRITES_STOPPED

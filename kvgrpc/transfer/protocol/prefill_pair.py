@@ -61,7 +61,7 @@ class PrefillPair:
         self.probe: RoomKey | None = None
 
     def serves_with(self, other: PrefillPair) -> bool:
-        """Whether both are ranks of one decode replica, to which the same prompts are owed."""
+        """Whether both pairs are ranks of one decode replica, which receives the same prompts."""
         mine, theirs = self.ref.rank, other.ref.rank
         same_replica = (mine.engine, mine.dp, mine.cp) == (theirs.engine, theirs.dp, theirs.cp)
         return same_replica and self.places == other.places
@@ -84,7 +84,7 @@ class PrefillPair:
         return SessionState.BROKEN if self.stream is None else SessionState.OPEN
 
     def welcome(self, stream: object, number: int, now: int) -> object | None:
-        """A newer stream; the one that it ends, if there is one (rule 2, one stream)."""
+        """Takes a newer stream. Returns the stream that it replaces, to be closed (rule 2, one stream)."""
         before, self.stream = self.stream, stream
         self.number = number
         self.heard_at, self.broken_at, self.lost = now, None, False

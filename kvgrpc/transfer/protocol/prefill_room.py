@@ -61,9 +61,9 @@ class Submission:
 
 
 class PrefillRoom:
-    """Made by whoever names the room first, a decode or a local sender (rule 10, ownership).
+    """The record of one room at prefill, made when a decode or a local sender first names it (rule 10, ownership).
 
-    Of the sender: ``claimed`` (it came, ever), ``handle``, ``chunks``, ``aux``. Of the decode that it is owed to:
+    Of the sender: ``claimed`` (it has come), ``handle``, ``chunks``, ``aux``. Of the decode that receives the room:
     ``owner``, ``want``, ``destination``, ``open_writes`` (submissions without an outcome), ``worst`` (how the others
     ended), ``done`` (pages in place), ``forgotten``. ``unclaimed``: an owner waits for a sender. ``progress``: pages
     moved since decode was told. ``siblings``: the records of all decode ranks that the sender owes, this one included.
@@ -145,7 +145,7 @@ class PrefillRoom:
         return PrefillEntry(self.key, self.state, self.writes, self.done.prefix, aux, self.failure, checksums)
 
     def join(self, siblings: tuple[PrefillRoom, ...], sender: PrefillRoom) -> None:
-        """Becomes one of the records of a sender, with the chunks that it gave so far."""
+        """Joins the records of a sender that owes the room to several decode ranks; takes the chunks given so far."""
         self._siblings = siblings
         if self is not sender:
             self.chunks, self.aux = sender.chunks.copy(), sender.aux
@@ -164,14 +164,14 @@ class PrefillRoom:
         return []
 
     def expect(self, pages: int | None, align: Align) -> None:
-        """``init``: how many pages come in all, and how they match decode's."""
+        """The sender's ``init``: how many pages it will send, and how their positions match decode's."""
         self.chunks.total = pages
         self.chunks.align = align
         if self.handle is not None and self.handle.poll is KVPoll.Bootstrapping:
             self.handle.turn(KVPoll.WaitingForInput)  # 12, poll: never Bootstrapping after init
 
     def send(self, chunk: Chunk, aux: bytes | None, at_most: int) -> list[Submission]:
-        """Pages that are computed; they wait while the destination is not known, at most ``at_most`` chunks."""
+        """Takes computed pages. At most ``at_most`` chunks wait while the destination is not known."""
         if aux is not None:
             self.aux = aux
         error = self.chunks.add(self.key, chunk, at_most)
@@ -183,7 +183,7 @@ class PrefillRoom:
     # Decode.
 
     def set_destination(self, destination: Destination, traceparent: str) -> list[Submission]:
-        """Decode said where to; saying something else later fails the room (rule 5, nothing goes back)."""
+        """Decode named its pages. A different destination later fails the room (rule 5, nothing goes back)."""
         if self.destination is None:
             self.destination = destination
             self.traceparent = traceparent
@@ -193,7 +193,7 @@ class PrefillRoom:
         return []
 
     def announce(self, traceparent: str = "") -> bool:
-        """Decode named the room without pages yet. True: its sender is there, and decode is to hear it."""
+        """Decode named the room, still without pages. True: the sender exists, and decode is to be told so."""
         self.traceparent = self.traceparent or traceparent
         if self.want is not WANT_ANNOUNCE or self.handle is None or self.state is not STATE_BOOTSTRAPPING:
             return False
@@ -225,7 +225,7 @@ class PrefillRoom:
             self.progress = True
 
     def engine_destroyed(self) -> bool:
-        """No write of ours is left anywhere: UNKNOWN becomes STOPPED. True: it did (rule 7, writes)."""
+        """No write of this process is left anywhere: UNKNOWN becomes STOPPED. True where it did (rule 7, writes)."""
         self.worst = max(self.worst, WRITES_STOPPED)
         if self.writes is not WRITES_UNKNOWN:
             return False

@@ -1,4 +1,4 @@
-"""What is due when: setting, moving and clearing cost the same however much waits. Pure."""
+"""Deadlines in ticks: setting, moving and clearing one takes the same time however many there are. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Deadlines(Generic[Key]):
         return len(self._ticks)
 
     def set(self, key: Key, tick: int) -> None:
-        """Due at ``tick``, which is to come, and no longer when it was due before."""
+        """Makes the key due at ``tick``, which must not have passed; an earlier setting of it is forgotten."""
         before = self._ticks.get(key)
         if before is not None:
             self._keys[before].pop(key, None)
@@ -37,7 +37,7 @@ class Deadlines(Generic[Key]):
             del self._keys[tick][key]
 
     def due(self, tick: int) -> Collection[Key]:
-        """The keys of this tick, each once, in the order in which they were set; they are due no more."""
+        """Removes and returns the keys that are due in this tick, each once, in the order in which they were set."""
         keys = self._keys.pop(tick, None)
         if keys is None:
             return ()

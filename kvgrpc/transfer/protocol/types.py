@@ -65,7 +65,7 @@ class RoomState(enum.IntEnum):
 
 
 class Writes(enum.IntEnum):
-    """May the writer still write into the room's pages? It only advances (rule 7, writes)."""
+    """Whether the writer may still write into the room's pages. The value only advances (rule 7, writes)."""
 
     OPEN = 1
     UNKNOWN = 2
@@ -155,7 +155,7 @@ class Handle:
         self.turn(KVPoll.Failed)
 
     def say_change(self) -> None:
-        """Calls ``on_change``, where somebody waits; nearly nobody does, so that is asked first."""
+        """Calls ``on_change`` where it is set, which is rare."""
         on_change = self.on_change
         if on_change is not None:
             if self.release_safe and (self.poll is POLL_SUCCESS or self.poll is POLL_FAILED):
@@ -165,8 +165,8 @@ class Handle:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A prefill rank that owes decode a part, where it listens ("host:port"), the layout of its engine (None: as ours),
-    and its first layer and how many it has (None: as ours).
+    """A prefill rank that owes decode a part of a room: where it listens ("host:port"), the layout of its engine, and
+    its first layer and number of layers; None: the same as ours.
     """
 
     ref: RankRef
@@ -293,7 +293,7 @@ LONGEST_TRACEPARENT = 55  # characters; what W3C allows
 
 
 def room_from_transfer_id(transfer_id: str) -> int:
-    """A stable room (1 to 2^63-1) of a string id, as vLLM's: the same on every host and in every version."""
+    """A room number (1 to 2^63-1) from a string id such as vLLM's: the same on every host and in every version."""
     digest = hashlib.sha256(transfer_id.encode()).digest()
     return (int.from_bytes(digest[:8], "big") & MAX_ROOM) or 1
 

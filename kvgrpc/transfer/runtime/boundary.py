@@ -1,4 +1,4 @@
-"""Everything that the rest of kvgrpc asks of a session runtime, and so what another implementation of it must give.
+"""The interface between a session runtime and the rest of kvgrpc: what another implementation must provide.
 
 ``PrefillManager`` and ``DecodeManager`` are the implementation in Python. What must hold behind the methods (order,
 frames of many, writes by evidence) is docs/session.md; docs/architecture.md says it in five lines.
@@ -40,7 +40,7 @@ class SenderHandle(TimedHandle):
 
 
 class Runtime(Protocol):
-    """Of one rank, of either role. A room's end at the engine reads the ``Handle`` that the runtime turns."""
+    """The runtime of one rank, prefill or decode. It updates the ``Handle`` that the engine's end of a room reads."""
 
     # Asked by senders and receivers, on engine threads. None blocks and none raises.
 
@@ -62,16 +62,16 @@ class Runtime(Protocol):
 
     @property
     def queue_full(self) -> bool:
-        """No more can be asked now."""
+        """Whether the command queue is full, so that no call can be taken now."""
 
     def overflow(self, key: RoomKey) -> Failure:
-        """What is said of a room then."""
+        """The failure of a room whose call the full command queue could not take."""
 
     def refusal(self, key: RoomKey) -> Failure | None:
-        """Why there can be no such room now."""
+        """Why no handle can be made for a room now; None: one can."""
 
     def give_way(self) -> None:
-        """An engine looked at an open room."""
+        """An engine polled an open room: the calling thread may lend its turn to the runtime's threads."""
 
     @property
     def on_change(self) -> Callable[[], None] | None:
@@ -104,14 +104,14 @@ class Runtime(Protocol):
         """How many rooms are in each state, those that are remembered after their end included."""
 
     def depths(self) -> Mapping[str, int]:
-        """What waits, is on its way, or is refused, by names of kvgrpc.observability.ranks.DEPTHS."""
+        """How much waits, is on its way, or was refused, by the names in kvgrpc.observability.ranks.DEPTHS."""
 
     def sessions(self) -> list[SessionRow]: ...
 
     async def page_of_rooms(
         self, after: RoomKey, count: int, wanted: Callable[[RoomRow], bool] | None = None
     ) -> tuple[list[RoomRow], int]:
-        """The first ``count`` wanted rooms behind ``after``, and how many rooms there are."""
+        """The first ``count`` rooms after ``after`` that are ``wanted``, and how many rooms there are in all."""
 
     def room(self, key: RoomKey) -> RoomRow | None: ...
 
@@ -144,16 +144,16 @@ class PrefillRuntime(Runtime, Protocol):
 
     @property
     def has_unknown_writes(self) -> bool:
-        """Whether a write may go on of which nobody knows: its memory may not be freed."""
+        """Whether a failed write may still be running. Memory that it reads or writes must not be freed then."""
 
     def close_worker(self, deadline: float) -> bool:
         """Ends the transfer thread; False when a write is still running."""
 
     def on_plane_closed(self) -> None:
-        """No write is left anywhere, those of which nobody knew included."""
+        """The data plane was closed: no write is left anywhere, also none whose outcome was unknown."""
 
     async def locate(self, keys: Sequence[RoomKey], timeout: float) -> list[RoomKey]:
-        """Those that have a sender here."""
+        """Which of the rooms have a sender here."""
 
 
 class DecodeRuntime(Runtime, Protocol):

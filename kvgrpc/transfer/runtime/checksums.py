@@ -54,7 +54,8 @@ class PeerPages:
     """What decode compares with: its own pages as one prefill rank writes them."""
 
     def __init__(self, prefill: Sequence[Pool], decode: Sequence[Pool]) -> None:
-        """Raises InvalidRequest for pools that cannot be paired. ``prefill``: of a rank that owes nothing none."""
+        """``prefill``: the pools of the rank that writes; none where it owes nothing. Raises InvalidRequest for pools
+        that do not match."""
         self._names = [pool.name for pool in decode]
         if prefill and len(prefill) != len(decode):
             raise InvalidRequest.of("welcome.pools", len(prefill), f"{len(decode)}, as many as ours")
@@ -65,7 +66,8 @@ class PeerPages:
     def compare(
         self, destination: Destination, told: bytes, peer: RankRef, me: RankRef, stop: Callable[[], bool]
     ) -> Failure | None:
-        """Why the pages are not those that were sent; None: they are, or ``stop`` said so."""
+        """The failure that names the first page which differs from what was sent; None: none does, or ``stop`` was
+        true."""
         if self._of_all.empty:
             return None
         expected = np.frombuffer(told[: len(told) // 4 * 4], "<u4")

@@ -102,7 +102,7 @@ class Loop(Protocol):
 
 
 class AnyRoom(Protocol):
-    """What the records of both cores have."""
+    """What a room's record has at either core."""
 
     @property
     def key(self) -> RoomKey: ...
@@ -125,7 +125,7 @@ Ended = TypeVar("Ended", bound=AnyRoom, covariant=True)
 
 
 class Core(Protocol[Record]):
-    """What both cores have."""
+    """What the managers ask of either core."""
 
     @property
     def rooms(self) -> dict[RoomKey, Record]: ...
@@ -204,11 +204,11 @@ class TransferManager(ABC, Generic[Record]):
 
     @property
     def queue_full(self) -> bool:
-        """The command queue has reached its bound: no more can be asked of the loop thread now."""
+        """Whether the command queue is full, so that the loop thread can take no further call now."""
         return len(self._commands) >= self._most_commands
 
     def overflow(self, key: RoomKey) -> Failure:
-        """What is said of a room then."""
+        """The failure of a room whose call the full command queue could not take."""
         waiting, limit = len(self._commands), self._most_commands
         error = TooManyRequests(
             f"room {key.room}: {waiting} calls wait for the loop thread",
@@ -288,10 +288,10 @@ class TransferManager(ABC, Generic[Record]):
     async def page_of_rooms(
         self, after: RoomKey, count: int, wanted: Callable[[RoomRow], bool] | None = None
     ) -> tuple[list[RoomRow], int]:
-        """The first ``count`` wanted rooms behind ``after``, in order, and how many rooms there are in all.
+        """The first ``count`` rooms after ``after`` that are ``wanted``, in order, and how many rooms there are in all.
 
-        Rooms are those of the core, and the last that failed and are over. However many there are, no turn of the loop
-        looks at more than some thousand.
+        These are the rooms of the core and the last failed ones that it has dropped. One turn of the loop looks at a
+        thousand or so at most.
         """
         self._pump()  # rooms may have been dropped since
         past = [key for key in self._past if key not in self.core.rooms]
@@ -333,7 +333,7 @@ class TransferManager(ABC, Generic[Record]):
         return self.config.bounds.held_pages
 
     def open_rooms(self) -> int:
-        """Rooms that have not ended. Any thread asks, and never waits."""
+        """How many rooms have not ended. Any thread may call it; it does not wait."""
         return self.core.open_rooms
 
     async def rooms_by_state(self) -> Mapping[str, int]:

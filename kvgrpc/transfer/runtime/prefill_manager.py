@@ -141,9 +141,9 @@ class PrefillManager(TransferManager[PrefillRoom]):
             session.over.set_result(None)
 
     async def locate(self, keys: Sequence[RoomKey], timeout: float) -> list[RoomKey]:
-        """Those that have a sender here; waits for the first, at most ``timeout`` seconds. On the loop thread.
+        """Which of the rooms have a sender here; waits up to ``timeout`` seconds for the first. On the loop thread.
 
-        Raises TooManyRequests, and ServerDraining where none has one and none will.
+        Raises TooManyRequests, and ServerDraining where no sender exists and none will be accepted.
         """
         found = self._with_sender(keys)
         if not found:
@@ -165,7 +165,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         return self.core.open_writes == 0, self.core.open_rooms
 
     def on_plane_closed(self) -> None:
-        """No write of ours is left anywhere, so writes of which nobody knew are stopped (rule 7, writes)."""
+        """No write of this process is left anywhere: UNKNOWN writes become STOPPED (rule 7, writes)."""
         self.core.on_engine_destroyed()
         self._pump()
 

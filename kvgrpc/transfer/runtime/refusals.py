@@ -1,4 +1,4 @@
-"""A dial that is refused: the proof that nobody writes any more (rule 4, proof of death), where it is one."""
+"""When a refused dial proves that the peer is dead and writes no more (rule 4, proof of death)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ NOTHING: Resolved = frozenset()
 
 
 class Refusals:
-    """Remembers what each peer's name stood for when the peer was welcomed: a name that means another address now may
-    be refused there while the peer lives. On one event loop.
+    """Remembers the addresses behind each peer's name at the time it welcomed us. Used on one event loop.
 
-    ``prove``: False where something else than the peer may refuse in its place; then only an answer with another epoch
-    is proof.
+    A name may mean other addresses later; a refusal there says nothing about the peer, which may live on. ``prove``:
+    False where a firewall or proxy may refuse in the peer's place: then only an answer with another epoch is proof.
     """
 
     def __init__(self, prove: bool = True) -> None:
@@ -51,7 +50,7 @@ class Refusals:
 
 
 async def behind(address: str) -> Resolved:
-    """What a name stands for now; NOTHING for a number, and where nobody answers in time."""
+    """The addresses behind a name now; NOTHING for an IP address, and when the lookup takes too long."""
     return NOTHING if _is_number(address) else await _resolve(address)
 
 

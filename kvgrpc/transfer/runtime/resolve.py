@@ -48,15 +48,15 @@ class Resolve(Protocol):
 
 
 class Changes(Protocol):
-    """The number of the newest change at the registry behind a ``bootstrap_addr``, once it is above ``since``, or after
-    ``timeout`` seconds. Never raises KvGrpcError.
+    """Waits until the newest change at the registry behind a ``bootstrap_addr`` is later than ``since``, at most
+    ``timeout`` seconds, and returns that change's number. Never raises KvGrpcError.
     """
 
     async def __call__(self, bootstrap_addr: str, since: int, timeout: float) -> int: ...
 
 
 async def no_changes(bootstrap_addr: str, since: int, timeout: float) -> int:
-    """Where no registry can be followed: something may have changed each time."""
+    """A ``Changes`` for ranks without a registry to follow: reports that something may have changed each time."""
     if since >= 0:
         await asyncio.sleep(timeout)
     return since + 1
@@ -81,8 +81,9 @@ class ReceiverRoom(DecodeRoom):
 
 
 class Routes:
-    """Binds rooms to their prefill ranks. On the loop thread, ``stands`` excepted; ``start`` runs a question beside it,
-    ``pump`` follows every answer.
+    """Binds rooms to their prefill ranks. Used on the loop thread, except ``stands``.
+
+    ``start`` runs a question to a registry as a task; ``pump`` is called after every answer.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Routes:
         self._closed = False
 
     def find(self, room: ReceiverRoom) -> None:
-        """Binds a new room at once where its session stands; else the registry is asked first."""
+        """Binds a new room at once where its session is up; else asks the registry first."""
         error = _route_error(room)
         if error is not None:
             self._fail(room, error)
@@ -120,8 +121,8 @@ class Routes:
             self._ask(room)
 
     def stands(self, room: ReceiverRoom) -> bool:
-        """Whether the sessions to all that owe the room stand. On any thread: it reads, and at most notes in ``owing``
-        what anybody would.
+        """Whether there are sessions to all ranks that owe the room. Any thread may call it: it only reads, and caches
+        in ``owing`` what any thread would compute.
         """
         engine = None if _route_error(room) is not None else self._engines.get(room.bootstrap_addr)
         if engine is None or _must_be_found(room, engine):
@@ -133,13 +134,13 @@ class Routes:
         return all(pair is not None and pair.up for pair in pairs)
 
     def find_anew(self, room: ReceiverRoom) -> None:
-        """The rank that was known is gone: somebody else may be there now."""
+        """Asks the registry again: the rank that was known is gone, and another may be in its place."""
         self._engines.pop(room.bootstrap_addr, None)
         self._ask(room)
 
     def await_restart(self, lost: RankRef) -> None:
-        """The rank is gone, or hangs. Whoever is at its place next gets a session before a request needs one: for some
-        minutes the registry is asked for it.
+        """The rank is gone, or hangs: asks the registry for its successor for some minutes, so that the successor has a
+        session before a request needs one.
         """
         for bootstrap_addr, engine in self._engines.items():
             for coordinates, target in engine.targets.items():

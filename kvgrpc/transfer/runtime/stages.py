@@ -9,8 +9,8 @@ from kvgrpc.transfer.protocol.types import POLL_TRANSFERRING, POLL_WAITING_FOR_I
 
 
 class Stages(NamedTuple):
-    """Seconds of a room that went well: until both sides were known, until there were pages to move, until they had
-    moved and the end was known here.
+    """How long the stages of a successful room took, in seconds: until both sides were known, from then until there
+    were pages to move, and from then until they had moved and the end was known here.
     """
 
     bootstrap: float

@@ -33,7 +33,7 @@ _CHUNKS_AT_ONCE = 4
 
 
 class PeerMemory:
-    """What decode said at Hello of its memory; attached by the worker at the first write.
+    """What decode said of its memory in its Hello; the worker attaches it at the first write.
 
     ``owes``: False where another rank writes the same bytes, and a write here is done at once. ``verify``: it wants a
     checksum of each page.
@@ -88,12 +88,12 @@ class TransferWorker:
 
     @property
     def healthy(self) -> bool:
-        """False when the thread is gone; whether it gets on, ``turns`` tells, which grow twice a second at least."""
+        """False when the thread is gone. ``turns`` grows at least twice a second while it makes progress."""
         return self._thread.is_alive() or self._stopping.is_set()
 
     @property
     def busy(self) -> bool:
-        """Something is to be started or to be looked at."""
+        """Whether there are writes to start or to poll."""
         return bool(self._running or self._waiting) or not self._jobs.empty()
 
     @property
