@@ -18,22 +18,14 @@ from kvgrpc.errors import InvalidRequest
 PREFIX = "KVGRPC_"
 CONFIG = "config"
 # Read elsewhere: by the command, by adapters of engines, by tests.
-OTHERS = ("server", "timeout", "log_level", CONFIG, "sglang", "vllm", "events_listen", "model_name", "store", "etcd")
-OTHER_PREFIXES = (
-    *(
-        "etcd_",
-        "prefetch_",
-        "storage_",
-        "test_",
-        "demo_",
-        "serve_",
-        "engines_",
-        "ranks_",
-        "sessions_",
-        "rooms_",
-        "room_",
-    ),
-    *("cancel_", "streams_", "events_", "info_", "health_", "drain_", "doctor_", "cache_", "index_", "topology_"),
+OTHERS = (
+    *("server", "timeout", "log_level", CONFIG, "sglang", "vllm", "events_listen", "model_name", "store", "test_seed"),
+    *("etcd", "etcd_prefix", "etcd_ca_file", "etcd_cert_file", "etcd_key_file"),
+)
+# Options of the command's subcommands: KVGRPC_ROOMS_HELD.
+COMMAND_PREFIXES = (
+    *("demo_", "serve_", "engines_", "ranks_", "sessions_", "rooms_", "room_", "cancel_", "streams_", "events_"),
+    *("prefetch_", "cache_", "topology_", "info_", "health_", "drain_", "doctor_"),
 )
 _LARGEST_FILE_BYTES = 1 << 20
 _NEAR = 0.8
@@ -61,7 +53,7 @@ def layered(kinds: Mapping[str, Any], keywords: Mapping[str, object], environmen
         if variable.startswith(PREFIX) and variable == variable.upper():
             if name in kinds:
                 found[name] = convert(name, text, kinds[name])
-            elif name not in OTHERS and not name.startswith(OTHER_PREFIXES):
+            elif name not in OTHERS:
                 _misspelt(variable, name, kinds)
     for name, value in keywords.items():
         if name not in kinds:
@@ -115,9 +107,12 @@ def _file(path: str) -> dict[str, Any]:
 
 
 def _misspelt(variable: str, name: str, kinds: Iterable[str]) -> None:
-    if difflib.get_close_matches(name, list(kinds), 1, _NEAR):
-        raise _unknown(variable, name, kinds)
-    _log.warning("%s is no setting of kvgrpc and has no effect", variable)
+    if difflib.get_close_matches(name, [*kinds, *OTHERS], 1, _NEAR):
+        raise _unknown(variable, name, [*kinds, *OTHERS])
+    if name.startswith(COMMAND_PREFIXES):
+        _log.info("%s is for the command kvgrpc, and has no effect on a rank", variable)
+    else:
+        _log.warning("%s is no setting of kvgrpc and has no effect", variable)
 
 
 def _unknown(field: str, name: str, kinds: Iterable[str]) -> InvalidRequest:

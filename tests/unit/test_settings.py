@@ -11,7 +11,7 @@ import pytest
 from kvgrpc.cli.main import COMMANDS
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.server import CallLimits, settings
-from kvgrpc.settings import OTHER_PREFIXES
+from kvgrpc.settings import COMMAND_PREFIXES
 from kvgrpc.transfer.protocol.types import Bounds
 
 needs_toml = pytest.mark.skipif(sys.version_info < (3, 11), reason="no TOML in the standard library")
@@ -47,6 +47,9 @@ def test_a_table_is_json_in_the_environment() -> None:
     [
         ({"KVGRPC_LISSTEN": "x"}, "KVGRPC_LISSTEN", "listen perhaps"),
         ({"KVGRPC_TOKEN_FILES": "s3cret"}, "KVGRPC_TOKEN_FILES", "token_file perhaps"),
+        ({"KVGRPC_EVENTS_LISTN": "x"}, "KVGRPC_EVENTS_LISTN", "events_listen perhaps"),
+        ({"KVGRPC_TIMEOUTT": "5"}, "KVGRPC_TIMEOUTT", "timeout perhaps"),
+        ({"KVGRPC_ETCD_PREFFIX": "/x/"}, "KVGRPC_ETCD_PREFFIX", "etcd_prefix perhaps"),
         ({"KVGRPC_START_TIMEOUT": "soon"}, "start_timeout", "a number"),
         ({"KVGRPC_MAX_FRAME_BYTES": "1.5"}, "max_frame_bytes", "a whole number"),
         ({"KVGRPC_INSECURE": "perhaps"}, "insecure", "true or false"),
@@ -78,11 +81,12 @@ def test_a_file_is_read_as_strictly(tmp_path: Path, content: str, field: str) ->
 
 
 def test_a_variable_that_is_like_nothing_of_ours_is_only_said(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert settings({}, {"KVGRPC_WHATEVER": "x", "KVGRPC_SGLANG": "backend", "KVGRPC_ROOMS_HELD": "1"}) == {}
-    (record,) = caplog.records
-    assert "KVGRPC_WHATEVER" in record.getMessage()
+    names = ("KVGRPC_WHATEVER", "KVGRPC_STORAGE_DIRR", "KVGRPC_ROOMS_HELD")
+    with caplog.at_level(logging.INFO):
+        assert settings({}, {name: "x" for name in names} | {"KVGRPC_SGLANG": "backend"}) == {}
+    said = [(record.levelname, record.getMessage().split()[0]) for record in caplog.records]
+    assert said == list(zip(("WARNING", "WARNING", "INFO"), names, strict=True))
 
 
 def test_variables_of_every_command_are_known() -> None:
-    assert {f"{name}_" for name in COMMANDS} <= set(OTHER_PREFIXES)
+    assert {f"{name}_" for name in COMMANDS} == set(COMMAND_PREFIXES)
