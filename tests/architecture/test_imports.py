@@ -113,7 +113,23 @@ def test_pure_files_import_only_pure_ones() -> None:
     assert impure == []
 
 
+def test_loading_the_pure_modules_loads_no_framework() -> None:
+    """With the packages around them, whose ``__init__`` is loaded too."""
+    frameworks = ("asyncio", "grpc", "google.protobuf", "zmq", "torch")
+    script = f"""
+import importlib, sys
+for module in {[module_of(path) for path in pure_sources()]!r}:
+    importlib.import_module(module)
+    loaded = [name for name in {frameworks!r} if name in sys.modules]
+    if loaded:
+        sys.exit(f"{{module}} loads {{loaded}}")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_pure_files_start_no_thread_and_open_no_socket() -> None:
+    # A lock is none of these: the journal is extended by one thread and read by others, and its lock makes it safe.
     active = {"asyncio", "threading", "queue", "socket", "selectors", "multiprocessing", "concurrent", "subprocess"}
     found = [
         f"{path.relative_to(ROOT)}:{line} imports {name}"
@@ -126,6 +142,10 @@ def test_pure_files_start_no_thread_and_open_no_socket() -> None:
 
 def pure_sources() -> list[Path]:
     return [path for path in SOURCES if placed(path, PURE)]
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def loaded_by(statement: str) -> list[str]:
