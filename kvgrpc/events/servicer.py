@@ -13,12 +13,11 @@ from kvgrpc.events.notifier import Notifier
 from kvgrpc.events.watch import WatchMode, watch
 from kvgrpc.events.wire import order_from_pb, part_to_pb, stream_to_pb
 from kvgrpc.model import raise_if
-from kvgrpc.paging import page_token, read_page_token
+from kvgrpc.paging import page_size, page_token, read_page_token
 from kvgrpc.v1 import event_service_pb2 as pb
 from kvgrpc.v1.event_service_pb2_grpc import EventServiceServicer
 
 MAX_WATCHES = 4096
-MAX_PAGE = 1000
 HEARTBEAT_SECONDS = 1.0
 RETRY_SECONDS = 1.0
 
@@ -53,7 +52,7 @@ class EventServicer(EventServiceServicer):
 
     async def ListStreams(self, request: pb.ListStreamsRequest, context: Any) -> pb.ListStreamsResponse:
         after = read_page_token("ListStreams", request.page_token)
-        size = min(request.page_size or MAX_PAGE, MAX_PAGE)
+        size = page_size(request.page_size)
         # Six digits order dp as a number.
         names = sorted((f"{engine}/{dp:06}", (engine, dp)) for engine, dp in self._streams)
         rest = [(name, key) for name, key in names if name > after]
