@@ -13,7 +13,8 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from kvgrpc.rpc.loop import LoopThread
+from kvgrpc.observability import metrics
+from kvgrpc.rpc.loop import LoopThread, background
 
 
 @pytest.fixture
@@ -28,6 +29,10 @@ def wait_until(condition: Callable[[], bool], deadline: float = 5.0) -> None:
     while not condition():
         assert time.monotonic() < end, "condition was not met in time"
         time.sleep(0.005)
+
+
+def counted_failures(task: str) -> float:
+    return metrics.REGISTRY.get_sample_value("kvgrpc_task_failures_total", {"task": task}) or 0.0
 
 
 async def value() -> int:
@@ -100,11 +105,13 @@ def test_a_task_that_fails_is_logged_once_and_makes_the_process_unhealthy(
     async def fail() -> None:
         raise KeyError("cause")
 
+    before = counted_failures("publisher")
     future = loop_thread.spawn(fail(), "publisher of dp 0")
     with pytest.raises(KeyError):
         future.result(5)
     assert not loop_thread.healthy
     assert loop_thread.failures == ("publisher of dp 0",)
+    assert counted_failures("publisher") == before + 1
     records = [record for record in caplog.records if "publisher of dp 0" in record.getMessage()]
     assert len(records) == 1
     assert records[0].exc_info and isinstance(records[0].exc_info[1], KeyError)
@@ -182,3 +189,20 @@ def test_a_task_that_fails_is_noticed_also_where_nobody_awaits_it(
     loop_thread.run(begin(), 5)
     wait_until(lambda: not loop_thread.healthy)
     assert loop_thread.failures == ("transfer-ticks of nobody",)
+
+
+def test_on_a_loop_of_the_callers_own_a_task_that_fails_is_logged_once_and_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def fail() -> None:
+        raise ValueError("a bug")
+
+    async def begin() -> None:
+        await asyncio.wait([background(fail(), "follower of prefill")])
+        # The supervisor is told of an end in a turn of the loop after it.
+        await asyncio.sleep(0)
+
+    before = counted_failures("follower")
+    asyncio.run(begin())
+    assert counted_failures("follower") == before + 1
+    assert [record.getMessage() for record in caplog.records] == ["background task follower of prefill failed"]
