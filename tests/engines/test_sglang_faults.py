@@ -15,8 +15,8 @@ from tests.engines.model import Reference
 from tests.engines.stages import LONG, ended_after, stop_prefill_at_every_stage
 
 pytestmark = pytest.mark.timeout(600)
-# docs/session.md rule 3: a peer that is gone is noticed in 1 s, a silent one after the idle timeout, 3 s; prefill waits
-# 1 s for decode to come back first. The rest is a scheduler step, and two cores.
+# docs/session.md rule 3, break and loss: a peer that is gone is noticed in 1 s, a silent one after the idle timeout,
+# 3 s; prefill waits 1 s for decode to come back first. The rest is a scheduler step, and two cores.
 GONE_SECONDS, SILENT_SECONDS = 2.5, 6.0
 
 

@@ -115,7 +115,7 @@ def _open_at_prefill(core: PrefillCore, pair: PrefillPair) -> Iterator[tuple[Roo
 
 
 def _over(room: DecodeRoom | PrefillRoom, part: DecodePart | None = None) -> bool:
-    """Or, at decode, it is another's now: of a room that prefill was never told of nothing is lost (3)."""
+    """Or, at decode, it is another's now: prefill was never told of the room: nothing is lost (3, break and loss)."""
     if room.ended or part is None or not isinstance(room, DecodeRoom):
         return room.ended
     return part.settled or room.part_of(part.pair) is not part

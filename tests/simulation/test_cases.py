@@ -97,7 +97,7 @@ def test_a_break_in_any_state_changes_nothing(stage: Stage, moment: int, lost: b
     sender = stage.send(request)
     stage.steps(moment)
     for link in list(stage.network.links):
-        # A decode that hears of it more than a second after prefill comes too late (3).
+        # A decode that hears of it more than a second after prefill comes too late (3, break and loss).
         stage.snap(link) if lost else stage.network.break_stream(link, learn=(0, stage.random.choice([0, 60, 999])))
     stage.until(lambda: sender.poll is receiver.poll is KVPoll.Success)
     stage.until_over()

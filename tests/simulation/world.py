@@ -166,7 +166,7 @@ class World:
         self.network.break_stream(link)
 
     def drain(self, prefill: PrefillProcess) -> None:
-        """Its successor starts elsewhere; it keeps its port until its data plane has no write left (4)."""
+        """Its successor starts elsewhere; it keeps its port until no write of its is left (4, proof of death)."""
         if prefill.state != "running" or prefill.draining:
             return
         self.note(prefill.ref, "drains")
@@ -204,7 +204,7 @@ class World:
         self._residues.append(Residue(f"connection {self._connections}", write, writer, self.now, cut, due))
 
     def connections(self, decode: DecodeProcess, writer: RankRef) -> frozenset[str]:
-        """Connections over which bytes of a killed incarnation are still to come (8)."""
+        """Connections over which bytes of a killed incarnation are still to come (8, pages by evidence)."""
         return frozenset(
             residue.connection
             for residue in self._residues
@@ -260,7 +260,8 @@ class World:
             self._retire(prefill, goodbye=True)
 
     def _check_counters(self) -> None:
-        for prefill in self.prefills:  # at decode it may be right: a record expired while the pair was cut off (11)
+        # At decode it may be right: a record expired while the pair was cut off (11, memory of the ended).
+        for prefill in self.prefills:
             if prefill.core.ignored_entries and not isinstance(prefill.core, LyingCore):
                 prefill.core.ignored_entries = 0
                 self.violate("decode's news went back", prefill.ref)

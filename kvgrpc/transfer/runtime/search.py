@@ -78,20 +78,20 @@ class RoomSearch:
             del self._batches[targets]
         asking = {self._ask(target, rooms): target for target in targets}
         renewing: asyncio.Task[Renewed] | None = None
-        unanswered: set[Target] = set()
+        no_answer: set[Target] = set()
         try:
-            while rooms and len(unanswered) < len(asking):
+            while rooms and len(no_answer) < len(asking):
                 waiting = [*asking, *([] if renewing is None else [renewing])]
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for answered in [call for call in asking if call.done()]:
                     target = asking.pop(answered)
-                    pause = self._take(rooms, target, answered.result(), unanswered)
+                    pause = self._take(rooms, target, answered.result(), no_answer)
                     asking[self._ask(target, rooms, pause)] = target
                 self._let_go(rooms, list(asking.values()))
                 if renewing is not None and renewing.done():
-                    self._replace(asking, unanswered, renewing.result(), rooms)
+                    self._replace(asking, no_answer, renewing.result(), rooms)
                     renewing = None
-                if unanswered and renewing is None and rooms:
+                if no_answer and renewing is None and rooms:
                     renewing = asyncio.ensure_future(self._renew_soon(next(iter(rooms.values()))))
             if rooms:
                 await asyncio.sleep(_PAUSE_SECONDS)
@@ -101,12 +101,12 @@ class RoomSearch:
         for room in rooms.values():
             self._again(room)
 
-    def _take(self, rooms: _Rooms, target: Target, keys: Sequence[RoomKey] | None, unanswered: set[Target]) -> float:
+    def _take(self, rooms: _Rooms, target: Target, keys: Sequence[RoomKey] | None, no_answer: set[Target]) -> float:
         """What a rank answered; the seconds until it is asked again. None: nothing."""
         if keys is None:
-            unanswered.add(target)
+            no_answer.add(target)
             return _PAUSE_SECONDS
-        unanswered.discard(target)
+        no_answer.discard(target)
         found = [room for key in keys if (room := rooms.pop(key, None)) is not None]
         for room in found:
             self._found(room, target)
@@ -120,11 +120,11 @@ class RoomSearch:
     def _replace(
         self,
         asking: dict[asyncio.Task[list[RoomKey] | None], Target],
-        unanswered: set[Target],
+        no_answer: set[Target],
         targets: Renewed,
         rooms: _Rooms,
     ) -> None:
-        """The registry said who is there now: unanswered ranks that are not are asked no more, new ones are."""
+        """The registry said who is there now: ranks without an answer that are gone are dropped, new ones are asked."""
         if targets is None:
             return
         if isinstance(targets, EngineNotFound):
@@ -132,8 +132,8 @@ class RoomSearch:
                 self._gone(rooms.popitem()[1], targets)
             return
         for call, target in list(asking.items()):
-            if target in unanswered and target not in targets:
-                unanswered.discard(target)
+            if target in no_answer and target not in targets:
+                no_answer.discard(target)
                 del asking[call]
                 call.cancel()
         for target in targets:

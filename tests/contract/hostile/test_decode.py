@@ -1,4 +1,4 @@
-"""Decode ranks that say nonsense, too much, or nothing: each hurts itself alone (rule 15)."""
+"""Decode ranks that say nonsense, too much, or nothing: each hurts itself alone (rule 15, hostile frames)."""
 
 from __future__ import annotations
 

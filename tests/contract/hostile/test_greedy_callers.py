@@ -1,4 +1,5 @@
-"""One caller that opens whatever it may: past its bound it is told so, and everybody else gets in (rule 15)."""
+"""One caller that opens whatever it may: past its bound it is told so, and all others get in (rule 15,
+hostile frames)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefill ranks that lie, as a real decode rank sees them: each hurts itself alone (rule 15)."""
+"""Prefill ranks that lie, as a real decode rank sees them: each hurts itself alone (rule 15, hostile frames)."""
 
 from __future__ import annotations
 

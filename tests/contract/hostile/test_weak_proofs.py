@@ -1,4 +1,5 @@
-"""A dial that is refused while the writer may live: what stands in its place must not give its pages back (rule 4)."""
+"""A dial that is refused while the writer may live: what stands in its place must not give its pages back
+(rule 4, proof of death)."""
 
 from __future__ import annotations
 

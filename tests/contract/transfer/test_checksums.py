@@ -1,4 +1,5 @@
-"""Checksums in a session, message by message (docs/session.md 14): who asks, what is said, what is wrong with it."""
+"""Checksums in a session, message by message (docs/session.md rule 14, aux and checksums): who asks, what is said,
+what is wrong with it."""
 
 from __future__ import annotations
 

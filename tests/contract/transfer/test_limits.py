@@ -134,7 +134,7 @@ def test_an_abort_waits_for_an_aux_row_that_is_being_written(
 
 
 class TestRefusedDials:
-    """The proof of a death (docs/session.md 4): nobody listens at any address that the name has."""
+    """A proof (docs/session.md rule 4, proof of death): nobody listens at any address that the name has."""
 
     async def test_nobody_at_either_address_of_a_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert await self.refuses(monkeypatch, listening=False)

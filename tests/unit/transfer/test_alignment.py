@@ -1,4 +1,4 @@
-"""Which page goes where when prefill sends another number of pages than decode wants (session.md 13)."""
+"""Which page goes where when prefill sends another number of pages than decode wants (session.md rule 13, chunks)."""
 
 from __future__ import annotations
 
