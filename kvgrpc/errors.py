@@ -151,50 +151,74 @@ class KvGrpcError(Exception):
 
 
 class RoomNotFound(KvGrpcError):
+    """There is no such room, or nobody local claimed it in time. Do not repeat the call."""
+
     reason, code = Reason.ROOM_NOT_FOUND, "NOT_FOUND"
 
 
 class RoomConflict(KvGrpcError):
+    """Another decode or local handle owns the room, or its pages changed. Retry the request with a new attempt."""
+
     reason, code = Reason.ROOM_CONFLICT, "ALREADY_EXISTS"
 
 
 class RoomCancelled(KvGrpcError):
+    """An engine, a peer or an operator cancelled the room (``metadata`` says who). Do not retry by yourself."""
+
     reason, code = Reason.ROOM_CANCELLED, "ABORTED"
 
 
 class RoomDeadline(KvGrpcError):
+    """A state of the room ran out of time. Retry the request with a new attempt."""
+
     reason, code = Reason.ROOM_DEADLINE, "ABORTED"
 
 
 class PeerLost(KvGrpcError):
+    """The other rank died, hung or was cut off. Retry the request elsewhere, or here once it is back."""
+
     reason, code = Reason.PEER_LOST, "ABORTED"
 
 
 class StaleEpoch(KvGrpcError):
+    """The named incarnation or lease is not the current one. Resolve or register again, then retry."""
+
     reason, code = Reason.STALE_EPOCH, "FAILED_PRECONDITION"
 
 
 class ParallelLayoutMismatch(KvGrpcError):
+    """The layouts or pools of two ranks do not fit together. Route elsewhere, or configure both alike."""
+
     reason, code = Reason.PARALLEL_LAYOUT_MISMATCH, "FAILED_PRECONDITION"
 
 
 class KvIndexOutOfRange(KvGrpcError):
+    """A page number outside its pool. Fix the caller."""
+
     reason, code = Reason.KV_INDEX_OUT_OF_RANGE, "OUT_OF_RANGE"
 
 
 class TransferFailed(KvGrpcError):
+    """The data plane could not write the pages. Retry the request with a new attempt."""
+
     reason, code = Reason.TRANSFER_FAILED, "ABORTED"
 
 
 class TooManyRequests(KvGrpcError):
+    """A bound was reached. Repeat the call after ``retry_after`` where there is one, else send less."""
+
     reason, code = Reason.TOO_MANY_REQUESTS, "RESOURCE_EXHAUSTED"
 
 
 class PagesHeld(KvGrpcError):
+    """Too many pages wait for proof that nobody writes to them any more. Wait, or send the request elsewhere."""
+
     reason, code = Reason.PAGES_HELD, "RESOURCE_EXHAUSTED"
 
 
 class InvalidRequest(KvGrpcError):
+    """A request with malformed content: ``metadata`` names field, value and rule. Fix the request."""
+
     @classmethod
     def of(cls, field: str, value: object, rule: str, **metadata: object) -> InvalidRequest:
         """``field`` must be what ``rule`` says, and is ``value``."""
@@ -209,14 +233,20 @@ class InvalidRequest(KvGrpcError):
 
 
 class ServerDraining(KvGrpcError):
+    """The server drains and takes nothing new. Go elsewhere, or come back later."""
+
     reason, code = Reason.SERVER_DRAINING, "UNAVAILABLE"
 
 
 class FrameTooLarge(KvGrpcError):
+    """A frame is larger than the receiver allowed. Ask for fewer pages, or raise ``max_frame_bytes``."""
+
     reason, code = Reason.FRAME_TOO_LARGE, "INVALID_ARGUMENT"
 
 
 class RegistrationShapeConflict(KvGrpcError):
+    """The same rank is registered with another shape. Fix the configuration, or deregister the other one."""
+
     reason, code = Reason.REGISTRATION_SHAPE_CONFLICT, "ALREADY_EXISTS"
 
 
@@ -227,50 +257,74 @@ class OldShapeStillLeased(RegistrationShapeConflict):
 
 
 class EngineNotFound(KvGrpcError):
+    """The registry has no such engine, or not all of its ranks are READY. Wait for it, or route elsewhere."""
+
     reason, code = Reason.ENGINE_NOT_FOUND, "NOT_FOUND"
 
 
 class WarmingUp(KvGrpcError):
+    """The registry restarted and may not know every engine yet. Ask again after ``retry_after``."""
+
     reason, code = Reason.WARMING_UP, "UNAVAILABLE"
 
 
 class WrongRank(KvGrpcError):
+    """A rank answered that is not the one that was looked for. Resolve again, or dial the address in ``metadata``."""
+
     reason, code = Reason.WRONG_RANK, "FAILED_PRECONDITION"
 
 
 class EventsCompacted(KvGrpcError):
+    """The events that were asked for are no longer kept. Rebuild the index, then read from the oldest."""
+
     reason, code = Reason.EVENTS_COMPACTED, "OUT_OF_RANGE"
 
 
 class EventsSequenceInFuture(KvGrpcError):
+    """Events were asked for that nobody published yet. Read from the next sequence in ``metadata``."""
+
     reason, code = Reason.EVENTS_SEQUENCE_IN_FUTURE, "OUT_OF_RANGE"
 
 
 class StaleLog(KvGrpcError):
+    """The cursor belongs to an earlier log, whose numbers mean nothing now. Rebuild from the current log."""
+
     reason, code = Reason.STALE_LOG, "ABORTED"
 
 
 class StreamNotFound(KvGrpcError):
+    """There is no such event stream here. Ask the rank of that engine and dp."""
+
     reason, code = Reason.STREAM_NOT_FOUND, "NOT_FOUND"
 
 
 class CredentialsInvalid(KvGrpcError):
+    """Credentials are missing or wrong. Refresh them, then retry once."""
+
     reason, code = Reason.CREDENTIALS_INVALID, "UNAUTHENTICATED"
 
 
 class PermissionDenied(KvGrpcError):
+    """The caller's role may not do this. Use credentials of an allowed role."""
+
     reason, code = Reason.PERMISSION_DENIED, "PERMISSION_DENIED"
 
 
 class FeatureDisabled(KvGrpcError):
+    """Built or started without this feature; ``metadata`` says how to enable it."""
+
     reason, code = Reason.FEATURE_DISABLED, "UNIMPLEMENTED"
 
 
 class AddressNotAllowed(KvGrpcError):
+    """An address that may not be dialled or bound, or cannot be right. Fix it, or allow it in the configuration."""
+
     reason, code = Reason.ADDRESS_NOT_ALLOWED, "INVALID_ARGUMENT"
 
 
 class Internal(KvGrpcError):
+    """A bug in kvgrpc. The server's log has the cause under the request id in ``metadata``: report it."""
+
     reason, code = Reason.INTERNAL, "INTERNAL"
 
     @staticmethod
@@ -281,42 +335,62 @@ class Internal(KvGrpcError):
 
 
 class PeerUnreachable(KvGrpcError):
+    """Nobody answered at an address in time. Check the address and the network, then retry."""
+
     reason, code = Reason.PEER_UNREACHABLE, "UNAVAILABLE"
 
 
 class CallTooLong(KvGrpcError):
+    """A call without a deadline took as long as the server allows. Repeat it with a deadline."""
+
     reason, code = Reason.CALL_TOO_LONG, "DEADLINE_EXCEEDED"
 
 
 class OperationNotFound(KvGrpcError):
+    """There is no such prefetch or backup here, or it ended long ago. Do not repeat the call."""
+
     reason, code = Reason.OPERATION_NOT_FOUND, "NOT_FOUND"
 
 
 class RequestIdReused(KvGrpcError):
+    """The request id was used for an operation with other pages. Use a new id."""
+
     reason, code = Reason.REQUEST_ID_REUSED, "ALREADY_EXISTS"
 
 
 class ChecksumMismatch(KvGrpcError):
+    """The pages that arrived differ from those sent. Retry with a new attempt; where it repeats, suspect memory."""
+
     reason, code = Reason.CHECKSUM_MISMATCH, "DATA_LOSS"
 
 
 class StorageFailed(KvGrpcError):
+    """The storage backend did not do what was asked. Compute the pages, or try again."""
+
     reason, code = Reason.STORAGE_FAILED, "UNAVAILABLE"
 
 
 class CopyFailed(KvGrpcError):
+    """A copy between device and host failed or came too late. Compute the pages."""
+
     reason, code = Reason.COPY_FAILED, "ABORTED"
 
 
 class PageStateInvalid(KvGrpcError):
+    """A pool's page was freed, read or filled by a caller that may not. A bug of the caller."""
+
     reason, code = Reason.PAGE_STATE_INVALID, "FAILED_PRECONDITION"
 
 
 class IdentityMismatch(KvGrpcError):
+    """The caller's token or certificate is for other ranks. Use the rank's own, or widen its scope at the server."""
+
     reason, code = Reason.IDENTITY_MISMATCH, "PERMISSION_DENIED"
 
 
 class StoreUnavailable(KvGrpcError):
+    """The registry does not reach its store. Ask again after ``retry_after``, or ask another replica."""
+
     reason, code = Reason.STORE_UNAVAILABLE, "UNAVAILABLE"
 
 

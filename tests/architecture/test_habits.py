@@ -112,15 +112,31 @@ def test_every_thread_is_known() -> None:
 
 
 def test_a_comment_that_cites_a_rule_names_it() -> None:
-    """Of docs/session.md: "(10, ownership)", not "(10)"."""
-    bare = re.compile(r"\((?:rules? )?(?:[1-9]|1[0-5])(?:, (?:[1-9]|1[0-5]))*\)|[Rr]ules? (?:[1-9]|1[0-5])\b(?![,)])")
+    """Of docs/session.md: "(10, ownership)" or "session.md rule 10, ownership", and never the bare number."""
+    bare = re.compile(
+        r"\((?:rules? )?(?:[1-9]|1[0-5])(?:, (?:[1-9]|1[0-5]))*\)|[Rr]ules? (?:[1-9]|1[0-5])\b(?![,)])"
+        r"|session\.md(?: rules?)? (?:[1-9]|1[0-5])\b(?!,)"
+    )
     found = []
-    for path in sorted((ROOT / "kvgrpc" / "transfer").rglob("*.py")):
+    for path, _ in (*sources("kvgrpc"), *sources("tests")):
         with path.open("rb") as file:
             for token in tokenize.tokenize(file.readline):
-                text = token.string if token.type in (tokenize.COMMENT, tokenize.STRING) else ""
-                found += [f"{path.name}:{token.start[0]} {cited.group()}" for cited in bare.finditer(text)]
+                # A call in an f-string is no citation.
+                said = token.type == tokenize.COMMENT or (token.type == tokenize.STRING and token.string[0] not in "fF")
+                cited = bare.finditer(token.string) if said else ()
+                found += [f"{path.relative_to(ROOT)}:{token.start[0]} {number.group()}" for number in cited]
     assert not found, "\n".join(found)
+
+
+def test_every_public_class_says_what_it_is() -> None:
+    silent = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for path, text in sources("kvgrpc")
+        if "v1" not in path.parts
+        for node in parsed(path, text).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and not ast.get_docstring(node)
+    ]
+    assert not silent, "\n".join(silent)
 
 
 # What has colons and is no address.

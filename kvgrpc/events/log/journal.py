@@ -1,8 +1,8 @@
 """The log of one event stream: encoded batches in sequence, bounded by batches, bytes and age.
 
-Pure: no thread of its own, the clock is injected. One thread extends it, any thread reads: for that alone it has a lock,
-the one thing of ``threading`` in a pure module. Batches that were not sent yet wait in the queue, so that nothing unsent
-can be evicted here.
+Pure: no thread of its own, the clock is injected. One thread extends it, any thread reads: only for that it has a lock,
+the one thing of ``threading`` in a pure module. Batches that were not sent yet wait in the queue, so that nothing
+unsent can be evicted here.
 """
 
 from __future__ import annotations

@@ -43,6 +43,8 @@ class _Done:
 
 
 class CpuLane:
+    """See ``Lane``, on a machine without an accelerator: a copy has ended when its call returns."""
+
     def current(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
@@ -66,6 +68,8 @@ class _Event:
 
 
 class CudaLane:
+    """See ``Lane``: a CUDA stream of its own on ``device``; raises what torch raises."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)

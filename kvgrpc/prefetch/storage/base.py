@@ -205,4 +205,5 @@ def _key_bytes(key: str) -> int:
 
 
 def page_bytes(page: PageBuffers) -> int:
+    """Bytes of one page, all of its buffers together."""
     return sum(nbytes for _, nbytes in page)
