@@ -225,10 +225,33 @@ def test_arrays_and_maps_may_stand_in_one_batch() -> None:
 
 
 def test_no_tokens_and_no_size_are_read() -> None:
-    fields = {"block_hashes": [1], "parent_block_hash": None, "token_ids": None, "block_size": None}
-    expected = BlockStored([1])
-    for event in ({"type": "BlockStored", **fields}, ["BlockStored", *fields.values()]):
-        assert decode_batch(msgpack.packb([1.0, [event], 0])).events == [expected]
+    for tokens, size in ((None, None), (None, 4), ([5, 6], None)):
+        fields = {"block_hashes": [1], "parent_block_hash": None, "token_ids": tokens, "block_size": size}
+        expected = BlockStored([1], None, tokens or [], size or 0)
+        for event in ({"type": "BlockStored", **fields}, ["BlockStored", *fields.values()]):
+            assert decode_batch(msgpack.packb([1.0, [event], 0])).events == [expected]
+
+
+@pytest.mark.parametrize(
+    ("behind_the_name", "group"),
+    [([None], None), ([None, None], None), ([None, None, 2], 2), ([None, [{"image": 1}]], None), ([None, [], 2], 2)],
+    ids=str,
+)
+def test_a_list_of_images_may_stand_before_the_group(behind_the_name: list[object], group: int | None) -> None:
+    """Dynamo's, in an array however short; nil for the tokens keeps it from the typed reader."""
+    event = ["BlockStored", [1], None, None, 4, None, "GPU", "adapter", *behind_the_name]
+    expected = BlockStored([1], None, [], 4, None, "GPU", "adapter", group_idx=group)
+    assert decode_batch(msgpack.packb([1.0, [event], 0])).events == [expected]
+
+
+def test_a_map_with_keys_of_others_has_no_field_more_than_one_without() -> None:
+    event = BlockStored([1], None, [5], 1, unknown_keys={"reason": "x"})
+    without = BlockStored([1], None, [5], 1)
+    for dialect in Dialect:
+        written, plain = (
+            msgpack.unpackb(encoder(dialect).encode(KVEventBatch(1.0, [e])))[1][0] for e in (event, without)
+        )
+        assert written == plain | {"reason": "x"}
 
 
 anything = st.recursive(
