@@ -258,6 +258,7 @@ def test_it_is_detached_while_its_threads_are_busy(settings: dict[str, object]) 
     pool = host_pool()
     storage = created(pool, **settings)
     stop, wrong = threading.Event(), []
+    rounds = dict.fromkeys((0, 4, 8), 0)
 
     def work(first: int) -> None:
         while not stop.is_set():
@@ -265,11 +266,12 @@ def test_it_is_detached_while_its_threads_are_busy(settings: dict[str, object]) 
                 storage.batch_set_v1(HASHES[first : first + 4], indices(*range(first, first + 4)))
                 storage.batch_get_v1(HASHES[first : first + 4], indices(*range(first, first + 4)))
                 storage.batch_exists(HASHES)
+                rounds[first] += 1
             except Exception as error:
                 wrong.append(error)
                 return
 
-    threads = [threading.Thread(target=work, args=(first,)) for first in (0, 4, 8)]
+    threads = [threading.Thread(target=work, args=(first,)) for first in rounds]
     for thread in threads:
         thread.start()
     for _ in range(3):
@@ -277,7 +279,11 @@ def test_it_is_detached_while_its_threads_are_busy(settings: dict[str, object]) 
     began = time.monotonic()
     storage.close()
     assert time.monotonic() - began < 10
-    time.sleep(0.05)  # the threads go on meanwhile
+    closed = dict(rounds)
+    end = time.monotonic() + 30
+    while not wrong and any(rounds[first] < closed[first] + 2 for first in rounds):
+        assert time.monotonic() < end, f"the threads do not go on: {rounds}, {closed} when it was closed"
+        time.sleep(0.01)
     stop.set()
     for thread in threads:
         thread.join(30)
