@@ -1,0 +1,119 @@
+"""How often a look at an open room lends the interpreter, and for how long. The clock is the test's; no time is measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from kvgrpc.transfer import KVPoll, KVReceiver, KVSender
+from kvgrpc.transfer.runtime import manager as module
+from tests.contract.transfer_peers import eventually, receiver_of, sender_of
+from tests.integration.rank_host import RankHost
+
+ROOMS = iter(range(80_000_000, 90_000_000))
+SLEEP, EVERY, FEW_ROOMS = 50e-6, 200e-6, 1024
+
+
+class Engine:
+    """Its thread looks at a room; ``slept``: when a look gave way, by a clock that only looks move."""
+
+    def __init__(self, host: RankHost, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.transfer = host.rank.transfer
+        self.now = time.monotonic()
+        self.work_waits = True
+        self.slept: list[float] = []
+        # Of the rank's own module alone: the rest of the process keeps its time.
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep))
+        monkeypatch.setattr(self.transfer, "_work_waits", lambda: self.work_waits)
+
+    def look(self, end: KVSender | KVReceiver, times: int = 1, step: float = 7e-6) -> int:
+        """How many of the looks gave way; ``step`` seconds go by with each."""
+        before = len(self.slept)
+        for _ in range(times):
+            end.poll()
+            self.now += step
+        return len(self.slept) - before
+
+    def run_what_was_posted(self) -> None:
+        eventually(lambda: not self.transfer._waking and not self.transfer._commands)
+
+    def _sleep(self, seconds: float) -> None:
+        assert seconds == SLEEP
+        self.slept.append(self.now)
+
+
+@pytest.fixture
+def sender(prefill: RankHost) -> Iterator[KVSender]:
+    sender = sender_of(prefill, next(ROOMS))
+    yield sender
+    sender.abort()
+
+
+@pytest.fixture
+def engine(prefill: RankHost, sender: KVSender, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    engine = Engine(prefill, monkeypatch)
+    engine.run_what_was_posted()
+    return engine
+
+
+def test_a_thousand_looks_give_way_once_in_200_us(engine: Engine, sender: KVSender) -> None:
+    assert engine.look(sender, 1000) == 35, "7 ms of looks: at once, then the first one after each 200 us"
+    assert all(later - earlier >= EVERY for earlier, later in zip(engine.slept, engine.slept[1:], strict=False))
+
+
+def test_the_first_look_after_a_call_gives_way_at_once(engine: Engine, sender: KVSender) -> None:
+    assert engine.look(sender) == 1
+    assert engine.look(sender, 20) == 0
+    sender.send([1])
+    assert engine.look(sender) == 1
+    engine.run_what_was_posted()
+    assert engine.look(sender, 20) == 0
+
+
+def test_nothing_gives_way_where_no_thread_of_ours_waits(engine: Engine, sender: KVSender) -> None:
+    engine.work_waits = False
+    assert engine.look(sender, 1000) == 0
+
+
+def test_nothing_gives_way_where_the_setting_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = RankHost("G", "PREFILL", {"poll_gives_way": False})
+    try:
+        engine, sender = Engine(host, monkeypatch), sender_of(host, next(ROOMS))
+        assert engine.look(sender, 1000) == 0
+        engine.run_what_was_posted()
+        sender.send([1])
+        assert engine.look(sender, 1000) == 0
+        sender.abort()
+    finally:
+        host.close(1.0)
+
+
+def test_nothing_gives_way_beside_more_than_1024_open_rooms(
+    prefill: RankHost, engine: Engine, sender: KVSender
+) -> None:
+    others = [sender_of(prefill, next(ROOMS)) for _ in range(FEW_ROOMS)]
+    try:
+        eventually(lambda: prefill.rank.transfer.open_rooms() == FEW_ROOMS + 1)
+        assert engine.look(sender, 1000) == 0
+        others.pop().abort()
+        eventually(lambda: prefill.rank.transfer.open_rooms() == FEW_ROOMS)
+        assert engine.look(sender, 1000) > 0
+    finally:
+        for each in others:
+            each.abort()
+
+
+def test_a_look_at_a_room_that_is_over_gives_no_way(
+    prefill: RankHost, decode: RankHost, engine: Engine, sender: KVSender
+) -> None:
+    receiver = receiver_of(decode, f"{prefill.rank.address}/P", sender.room)
+    receiver.init([1], 0)
+    sender.init(1, 0)
+    sender.send([2])
+    assert receiver.wait(20.0) is sender.wait(20.0) is KVPoll.Success
+    given_up = sender_of(prefill, next(ROOMS))
+    given_up.abort()
+    assert [engine.look(end, 1000) for end in (sender, given_up)] == [0, 0]
