@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import select
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
+from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.transfer import KVPoll
 from tests.contract.transfer_peers import eventually, receiver_of, sender_of
 from tests.integration.rank_host import RankHost
@@ -22,6 +25,37 @@ LONG = 15.0
 def pair_of(prefill: RankHost, decode: RankHost) -> tuple[Any, Any]:
     room = next(ROOMS)
     return receiver_of(decode, f"{prefill.rank.address}/P", room), sender_of(prefill, room)
+
+
+@contextlib.contextmanager
+def loop_that_stands() -> Iterator[None]:
+    """What shows meanwhile, the engine's thread has done itself."""
+    standing, go_on = threading.Event(), threading.Event()
+
+    def stand() -> None:
+        standing.set()
+        go_on.wait(LONG)
+
+    LoopThread.shared().loop.call_soon_threadsafe(stand)
+    assert standing.wait(LONG)
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+def test_a_receiver_whose_sessions_stand_may_allocate_when_it_is_made(prefill: RankHost, decode: RankHost) -> None:
+    first, sender = pair_of(prefill, decode)
+    assert first.wait(LONG, until=KVPoll.WaitingForInput) is KVPoll.WaitingForInput
+    first.abort()
+    sender.abort()
+    with loop_that_stands():
+        known = receiver_of(decode, f"{prefill.rank.address}/P", next(ROOMS))
+        stranger = receiver_of(decode, f"{prefill.rank.address}/nobody", next(ROOMS))
+        polls = known.poll(), stranger.poll()
+    known.abort()
+    stranger.abort()
+    assert polls == (KVPoll.WaitingForInput, KVPoll.Bootstrapping)
 
 
 def test_a_thread_waits_for_a_room_and_for_the_moment_to_allocate(prefill: RankHost, decode: RankHost) -> None:
