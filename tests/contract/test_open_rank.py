@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import mmap
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -275,6 +276,17 @@ def connects(address: str) -> bool:
     host, _, port = address.rpartition(":")
     with socket.socket() as probe:
         return probe.connect_ex((host, int(port))) == 0
+
+
+def test_the_switch_interval_is_the_processs_and_only_where_it_is_asked_for(plane: Any) -> None:
+    before = sys.getswitchinterval()
+    try:
+        with open_rank(config(plane)):
+            assert sys.getswitchinterval() == before
+        with open_rank(config(plane, switch_interval=0.000_5)):
+            assert sys.getswitchinterval() == pytest.approx(0.000_5)
+    finally:
+        sys.setswitchinterval(before)
 
 
 class TestRoles:
