@@ -11,7 +11,7 @@ from typing import Any
 
 from memory import Memory
 
-from kvgrpc.server import DecodeManager, KVPoll, KVReceiver, Rank, RankConfig, Role, open_decode
+from kvgrpc.server import DecodeRuntime, KVPoll, KVReceiver, Rank, RankConfig, Role, open_decode
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
             print(json.dumps(receive(rank, memory, json.loads(line))), flush=True)
 
 
-def receive(rank: Rank[DecodeManager], memory: Memory, request: dict[str, Any]) -> dict[str, Any]:
+def receive(rank: Rank[DecodeRuntime], memory: Memory, request: dict[str, Any]) -> dict[str, Any]:
     """One request from its room to its first token."""
     room, prompt, held = request["room"], request["prompt"], request["held"]
     pages = [32 + position for position in range(len(prompt))]

@@ -16,6 +16,7 @@ from kvgrpc.server.relay import EventRelay
 from kvgrpc.server.serving import serve
 from kvgrpc.transfer import Align, KVPoll, KVReceiver, KVSender, room_from_transfer_id
 from kvgrpc.transfer.aux import AuxBuffer
+from kvgrpc.transfer.runtime.boundary import DecodeRuntime, PrefillRuntime
 from kvgrpc.transfer.runtime.decode_manager import DecodeManager
 from kvgrpc.transfer.runtime.prefill_manager import PrefillManager
 
@@ -26,6 +27,7 @@ __all__ = [
     "ClientSecurity",
     "Closed",
     "DecodeManager",
+    "DecodeRuntime",
     "EventRelay",
     "IndexServer",
     "KVPoll",
@@ -36,6 +38,7 @@ __all__ = [
     "Pool",
     "PoolKind",
     "PrefillManager",
+    "PrefillRuntime",
     "Rank",
     "RankConfig",
     "Region",

@@ -41,6 +41,7 @@ from kvgrpc.server.servicer import ServerInfo, ServerServicer, limits_to_pb, ran
 from kvgrpc.server.status import RankStatus
 from kvgrpc.transfer.layout.topology import layers_of_pools, stages_of
 from kvgrpc.transfer.protocol.types import Target
+from kvgrpc.transfer.runtime.boundary import DecodeRuntime, PrefillRuntime, Runtime, prefill_of
 from kvgrpc.transfer.runtime.decode_manager import DecodeManager
 from kvgrpc.transfer.runtime.manager import TransferConfig
 from kvgrpc.transfer.runtime.prefill_manager import PrefillManager
@@ -82,7 +83,7 @@ class Closed:
     listening: bool = False
 
 
-Transfer = TypeVar("Transfer", bound=PrefillManager | DecodeManager)
+Transfer = TypeVar("Transfer", bound=Runtime)
 
 
 class Rank(Generic[Transfer]):
@@ -112,13 +113,15 @@ class Rank(Generic[Transfer]):
         self._prefetch_servicer: PrefetchServicer | None = None
         self._superseded_by: int | None = None
         self._closed: Closed | None = None
+        held_pages = min(config.bounds.held_pages, _quarter_of_the_pool(config))
+        self._bounds = replace(config.bounds, held_pages=held_pages)
         transfer = TransferConfig(
             ref,
             config.layout,
             config.pools,
             config.aux,
             config.timing,
-            replace(config.bounds, held_pages=min(config.bounds.held_pages, _quarter_of_the_pool(config))),
+            self._bounds,
             config.max_frame_bytes,
             model=config.model,
             refusal_proves_death=config.refusal_proves_death,
@@ -126,7 +129,7 @@ class Rank(Generic[Transfer]):
             tracing=config.tracing,
             poll_gives_way=config.poll_gives_way,
         )
-        manager: PrefillManager | DecodeManager
+        manager: Runtime
         if config.role is Role.PREFILL:
             manager = PrefillManager(transfer, plane, loop)
         else:
@@ -277,14 +280,15 @@ class Rank(Generic[Transfer]):
         finally:
             await asyncio.to_thread(self.events.shutdown, min(SHUTDOWN_SECONDS, time.left(0.85)))
             await self._close_cache(time.left(0.85))
-            if isinstance(self.transfer, DecodeManager):
+            prefill = prefill_of(self.transfer)
+            if prefill is None:
                 await self.transfer.stop()
             written = await self._end_writes(time)
-            if isinstance(self.transfer, PrefillManager):
+            if prefill is not None:
                 # After its data plane: its sessions still say which writes are over for certain.
                 if written and self._owns_plane:
-                    self.transfer.on_plane_closed()
-                await self.transfer.stop()
+                    prefill.on_plane_closed()
+                await prefill.stop()
             if self._listener is not None:
                 await self._listener.refuse()
             await self._let_go(written, time)
@@ -305,15 +309,15 @@ class Rank(Generic[Transfer]):
         """False where a write may be left. Who opened the data plane closes it: memory that it gave is theirs."""
         ended = await self._end_worker(time.left(0.9))
         if not self._owns_plane:
-            return ended and not (isinstance(self.transfer, PrefillManager) and self.transfer.has_unknown_writes)
+            prefill = prefill_of(self.transfer)
+            return ended and not (prefill is not None and prefill.has_unknown_writes)
         closed = await asyncio.to_thread(self.plane.close, time.left())
         # A thread that waited for the plane ends with it.
         return closed and (ended or await self._end_worker(time.left()))
 
     async def _end_worker(self, seconds: float) -> bool:
-        if isinstance(self.transfer, PrefillManager):
-            return await asyncio.to_thread(self.transfer.close_worker, seconds)
-        return True
+        prefill = prefill_of(self.transfer)
+        return prefill is None or await asyncio.to_thread(prefill.close_worker, seconds)
 
     async def _let_go(self, written: bool, time: ClosingTime) -> None:
         """Keeps the address bound until every write has ended: a refused dial tells a peer that nobody writes any more
@@ -361,7 +365,7 @@ class Rank(Generic[Transfer]):
             role=self.config.role,
             limits=ServerLimits(
                 calls=limits_to_pb(self.config.call_limits),
-                rank=rank_limits(self.transfer.config, self.plane),
+                rank=rank_limits(self.config.max_frame_bytes, self._bounds, self.plane),
                 registry=None if self._registry is None else self._registry.limits,
             ),
         )
@@ -450,12 +454,12 @@ class Rank(Generic[Transfer]):
         return open_channel(address, self.config.client_security, own_connection=True)
 
 
-def open_prefill(config: RankConfig) -> Rank[PrefillManager]:
+def open_prefill(config: RankConfig) -> Rank[PrefillRuntime]:
     """``open_rank`` of a prefill rank: ``KVSender(rank.transfer, …)`` type-checks. Another role is InvalidRequest."""
     return _open(config, Role.PREFILL)
 
 
-def open_decode(config: RankConfig) -> Rank[DecodeManager]:
+def open_decode(config: RankConfig) -> Rank[DecodeRuntime]:
     """``open_rank`` of a decode rank: ``KVReceiver(rank.transfer, …)`` type-checks. Another role is InvalidRequest."""
     return _open(config, Role.DECODE)
 

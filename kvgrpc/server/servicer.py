@@ -15,7 +15,6 @@ from kvgrpc.model import RankRef, Role
 from kvgrpc.rpc.interceptors import CallLimits
 from kvgrpc.rpc.loop import background
 from kvgrpc.transfer.protocol.types import Bounds
-from kvgrpc.transfer.runtime.manager import TransferConfig
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import server_service_pb2 as pb
 from kvgrpc.v1.server_service_pb2_grpc import ServerServiceServicer
@@ -43,11 +42,11 @@ class ServerInfo:
     limits: pb.ServerLimits = field(default_factory=pb.ServerLimits)
 
 
-def rank_limits(config: TransferConfig, plane: DataPlane) -> pb.RankLimits:
+def rank_limits(max_frame_bytes: int, bounds: Bounds, plane: DataPlane) -> pb.RankLimits:
     """The bounds of a rank, and of what is on its way to one peer."""
-    message = pb.RankLimits(max_frame_bytes=config.max_frame_bytes)
+    message = pb.RankLimits(max_frame_bytes=max_frame_bytes)
     for each in fields(Bounds):
-        setattr(message, f"max_{each.name}", min(getattr(config.bounds, each.name), 2**32 - 1))
+        setattr(message, f"max_{each.name}", min(getattr(bounds, each.name), 2**32 - 1))
     if isinstance(plane, Bounded):
         writes, nbytes = plane.limits_of_a_peer
         message.max_peer_writes_in_flight, message.max_peer_bytes_in_flight = writes, min(nbytes, 2**32 - 1)

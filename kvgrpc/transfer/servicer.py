@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import grpc
 
@@ -17,7 +17,7 @@ from kvgrpc.transfer import wire
 from kvgrpc.transfer.layout import engines
 from kvgrpc.transfer.protocol.failures import cancelled
 from kvgrpc.transfer.protocol.types import MAX_ROOM, RoomKey, RoomState
-from kvgrpc.transfer.runtime.boundary import PrefillRuntime, Runtime
+from kvgrpc.transfer.runtime.boundary import Runtime, prefill_of
 from kvgrpc.transfer.tables import RoomRow, SessionRow
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
@@ -48,7 +48,7 @@ class TransferServicer(TransferServiceServicer):
             message = await context.read()
             return message if isinstance(message, pb.SessionRequest) else None
 
-        prefill = _prefill(self._manager)
+        prefill = prefill_of(self._manager)
         if prefill is not None:
             await prefill.serve(read, context.write, caller_address(context.peer()))
             return
@@ -87,7 +87,7 @@ class TransferServicer(TransferServiceServicer):
         request: pb.LocateRoomsRequest,
         context: grpc.aio.ServicerContext[pb.LocateRoomsRequest, pb.LocateRoomsResponse],
     ) -> pb.LocateRoomsResponse:
-        prefill = _prefill(self._manager)
+        prefill = prefill_of(self._manager)
         if prefill is None:
             raise _decode_rank(self._manager, "senders are at prefill")
         if not 0 < len(request.rooms) <= MAX_LOCATED_ROOMS:
@@ -112,7 +112,7 @@ class TransferServicer(TransferServiceServicer):
         shape = manager.shape
         return pb.GetRankResponse(
             rank=rank_ref_to_pb(manager.ref),
-            role=_ROLES[Role.DECODE if _prefill(manager) is None else Role.PREFILL],
+            role=_ROLES[Role.DECODE if prefill_of(manager) is None else Role.PREFILL],
             layout=layout_to_pb(shape.layout),
             pools=[pool_to_pb(pool.without_addresses()) for pool in shape.pools],
             data_plane=shape.data_plane,
@@ -134,10 +134,6 @@ class TransferServicer(TransferServiceServicer):
 
 
 _ROLES = {Role.PREFILL: common_pb2.ROLE_PREFILL, Role.DECODE: common_pb2.ROLE_DECODE}
-
-
-def _prefill(manager: Runtime) -> PrefillRuntime | None:
-    return cast(PrefillRuntime, manager) if manager.role == "prefill" else None
 
 
 def _decode_rank(manager: Runtime, why: str) -> WrongRank:

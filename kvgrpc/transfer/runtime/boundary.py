@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import Failure
 from kvgrpc.model import RankRef
 from kvgrpc.transfer.aux import AuxRows
 from kvgrpc.transfer.layout.topology import Shape
-from kvgrpc.transfer.protocol.prefill_core import Chunk, PrefillRoom
+from kvgrpc.transfer.protocol.prefill_core import Chunk
 from kvgrpc.transfer.protocol.types import Align, Destination, RoomKey
 from kvgrpc.transfer.runtime.resolve import ReceiverRoom
 from kvgrpc.transfer.runtime.stages import TimedHandle
@@ -30,13 +30,13 @@ class Reader(Protocol):
 
 
 class SenderHandle(TimedHandle):
-    """A sender's handle, with the record that the runtime found or made for it."""
+    """A sender's handle. ``record``: what the runtime keeps with it, of a type of its own. Nobody else looks."""
 
     __slots__ = ("record",)
 
     def __init__(self) -> None:
         super().__init__()
-        self.record: PrefillRoom | None = None
+        self.record: Any = None
 
 
 class Runtime(Protocol):
@@ -154,6 +154,11 @@ class PrefillRuntime(Runtime, Protocol):
 
     async def locate(self, keys: Sequence[RoomKey], timeout: float) -> list[RoomKey]:
         """Which of the rooms have a sender here."""
+
+
+def prefill_of(runtime: Runtime) -> PrefillRuntime | None:
+    """The same, where it is a prefill rank's."""
+    return cast(PrefillRuntime, runtime) if runtime.role == "prefill" else None
 
 
 class DecodeRuntime(Runtime, Protocol):

@@ -100,7 +100,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
     def _take_chunk(
         self, handle: SenderHandle, chunk: Chunk, aux: bytes | None, expectation: tuple[int | None, Align] | None
     ) -> None:
-        record = handle.record
+        record: PrefillRoom | None = handle.record
         if record is None:
             return
         try:

@@ -1,4 +1,4 @@
-"""How often a look at an open room lends the interpreter, and for how long. The clock is the test's; no time is measured."""
+"""How often a look at an open room lends the interpreter, and for how long. The clock is the test's own."""
 
 from __future__ import annotations
 

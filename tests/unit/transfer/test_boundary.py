@@ -1,0 +1,143 @@
+"""Another runtime than ours: mypy reads here that the two Protocols are all it must have, and both ends run on it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from kvgrpc.dataplane.base import DataPlane
+from kvgrpc.errors import Failure, Reason
+from kvgrpc.model import RankId, RankRef
+from kvgrpc.rpc.loop import LoopThread
+from kvgrpc.server import DecodeRuntime, KVPoll, KVReceiver, KVSender, PrefillRuntime, Rank
+from kvgrpc.server.status import RankStatus
+from kvgrpc.transfer.aux import AuxRows
+from kvgrpc.transfer.layout.topology import Shape
+from kvgrpc.transfer.protocol.prefill_core import Chunk
+from kvgrpc.transfer.protocol.types import Align, Destination, RoomKey
+from kvgrpc.transfer.runtime.boundary import Reader, SenderHandle, prefill_of
+from kvgrpc.transfer.runtime.resolve import ReceiverRoom
+from kvgrpc.transfer.tables import RoomRow, SessionRow
+from kvgrpc.v1 import transfer_service_pb2 as pb
+
+
+class Foreign:
+    """Of no class of ours. ``asked``: what the engine's ends asked of it, in order; the rest nobody calls here."""
+
+    on_change: Callable[[], None] | None = None
+    queue_full = False
+    healthy = True
+    has_unknown_writes = False
+    held_pages = held_pages_limit = 0
+    plane: DataPlane
+    shape: Shape
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+        self.ref = RankRef(RankId("F"), 1)
+        self.pool_names = ("kv",)
+        self.aux = AuxRows(())
+        self.aborting = threading.Lock()
+        self.asked: list[str] = []
+
+    def refusal(self, key: RoomKey) -> Failure | None:
+        return None
+
+    def overflow(self, key: RoomKey) -> Failure:
+        return Failure(Reason.TOO_MANY_REQUESTS, "full")
+
+    def give_way(self) -> None:
+        self.asked.append("give_way")
+
+    def claim(self, key: RoomKey, handle: SenderHandle) -> None:
+        self.asked.append("claim")
+        handle.record = len(self.asked)  # whatever it likes
+
+    def send(
+        self, handle: SenderHandle, chunk: Chunk, aux: bytes | None, expectation: tuple[int | None, Align] | None
+    ) -> None:
+        self.asked.append(f"send {chunk.pages.tolist()}")
+
+    def stands(self, room: ReceiverRoom) -> bool:
+        return True
+
+    def open(self, room: ReceiverRoom) -> None:
+        self.asked.append("open")
+
+    def write(self, room: ReceiverRoom, destination: Destination, aux_index: int | None) -> None:
+        self.asked.append(f"write {destination.pages.tolist()}")
+
+    def fail(self, room: SenderHandle | ReceiverRoom, failure: Failure) -> None:
+        self.asked.append(f"fail {failure.reason.name}")
+
+    def fileno(self) -> int:
+        raise NotImplementedError
+
+    def open_rooms(self) -> int:
+        raise NotImplementedError
+
+    async def rooms_by_state(self) -> Mapping[str, int]:
+        raise NotImplementedError
+
+    def depths(self) -> Mapping[str, int]:
+        raise NotImplementedError
+
+    def sessions(self) -> list[SessionRow]:
+        raise NotImplementedError
+
+    async def page_of_rooms(
+        self, after: RoomKey, count: int, wanted: Callable[[RoomRow], bool] | None = None
+    ) -> tuple[list[RoomRow], int]:
+        raise NotImplementedError
+
+    def room(self, key: RoomKey) -> RoomRow | None:
+        raise NotImplementedError
+
+    def cancel(self, key: RoomKey, failure: Failure) -> bool:
+        raise NotImplementedError
+
+    def start(self) -> None:
+        raise NotImplementedError
+
+    async def drain(self, grace: float) -> tuple[bool, int]:
+        raise NotImplementedError
+
+    async def stop(self) -> None:
+        raise NotImplementedError
+
+    async def serve(
+        self, read: Reader, write: Callable[[pb.SessionResponse], Awaitable[None]], caller: str = ""
+    ) -> None:
+        raise NotImplementedError
+
+    def close_worker(self, deadline: float) -> bool:
+        raise NotImplementedError
+
+    def on_plane_closed(self) -> None:
+        raise NotImplementedError
+
+    async def locate(self, keys: Sequence[RoomKey], timeout: float) -> list[RoomKey]:
+        raise NotImplementedError
+
+
+def rank_of(rank: Rank[Foreign], loop: LoopThread) -> tuple[PrefillRuntime, DecodeRuntime, RankStatus]:
+    """For mypy alone: a rank may have it, it is of both roles, and what serves a rank takes it."""
+    return rank.transfer, rank.transfer, RankStatus("", loop, rank.transfer)
+
+
+def test_both_ends_of_a_hand_off_run_on_a_runtime_that_is_none_of_ours() -> None:
+    prefill, decode = Foreign("prefill"), Foreign("decode")
+    sender, receiver = KVSender(prefill, "", 1), KVReceiver(decode, "127.0.0.1:1", 1)
+    assert receiver.poll() is KVPoll.WaitingForInput
+    receiver.init([3, 4])
+    sender.init(2)
+    sender.send([1, 2])
+    sender.abort()
+    receiver.abort()
+    assert prefill.asked == ["claim", "send [1, 2]", "fail ROOM_CANCELLED"]
+    assert decode.asked == ["open", "give_way", "write [3, 4]", "fail ROOM_CANCELLED"]
+
+
+def test_the_role_says_whose_it_is() -> None:
+    prefill, decode = Foreign("prefill"), Foreign("decode")
+    assert (prefill_of(prefill), prefill_of(decode)) == (prefill, None)
