@@ -48,6 +48,8 @@ MAX_NAMES = 65_536
 ANSWER_SECONDS = 3.0
 # Over TCP four writes move at a time (25 us each, and 1 us for each KiB), 16 keep them busy. RDMA: estimated.
 IN_FLIGHT = {"tcp": Limits(16, 256, 64 << 20, first_bytes=4 << 20), "rdma": Limits(1024, 1024, 1 << 30)}
+# So many writes keep TCP busy for more than a millisecond, however small, and each poll takes time from the engine.
+_MANY_WRITES = 200
 _OVERLAP = -7
 _SESSION = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):[0-9]{1,5}")
 
@@ -56,7 +58,6 @@ class MooncakeDataPlane:
     """See DataPlane. ``transport``: "tcp" or "rdma"; ``session``: Mooncake's name of this engine, host:port."""
 
     name = "mooncake"
-    poll_interval = 0.0002
     quick_bytes = 0  # a write may have to connect first
 
     def __init__(self, host: str = "127.0.0.1", device: str = "") -> None:
@@ -159,6 +160,12 @@ class MooncakeDataPlane:
         peer = _Peer(queue, decoded)
         self._contact(peer)
         return peer
+
+    @property
+    def poll_interval(self) -> float:
+        """See DataPlane."""
+        many = self.transport == "tcp" and self._submitter.fewest_in_flight() >= _MANY_WRITES
+        return 0.0008 if many else 0.0002
 
     @property
     def limits_of_a_peer(self) -> tuple[int, int]:

@@ -100,14 +100,17 @@ class PeerQueue:
         if self.in_flight * 4 < self.limit:
             self.limit = min(self.limit * 2, self.limits.most_writes)
 
-    def ended(self, nbytes: int, done: bool) -> None:
-        """Counts the end of a write. After one that failed, writes go one at a time until one is done."""
-        self.in_flight -= 1
+    def done(self, writes: int, nbytes: int) -> None:
+        """Counts writes that ended well."""
+        self.in_flight -= writes
         self.bytes_in_flight -= nbytes
-        if not done:
-            self.limit = 1
-        elif self.limit < self.limits.writes:
-            self.limit = self.limits.writes
+        self.limit = max(self.limit, self.limits.writes)
+
+    def failed(self, writes: int, nbytes: int) -> None:
+        """Counts writes that did not. After them writes go one at a time until one is done."""
+        self.in_flight -= writes
+        self.bytes_in_flight -= nbytes
+        self.limit = 1
 
 
 class Submitter:
@@ -126,6 +129,11 @@ class Submitter:
             transfer = WindowTransfer(self, queue, columns)
             self.running.add(transfer)
         return transfer
+
+    def fewest_in_flight(self) -> int:
+        """Writes on their way to the peer, of those that are written to, that has the fewest."""
+        with self.lock:
+            return min([transfer.in_flight_of_peer for transfer in self.running], default=0)
 
     def drain(self, deadline: float) -> bool:
         """Stops everything and waits until ``deadline`` (of the clock) for what runs; True when nothing does."""
@@ -180,6 +188,10 @@ class WindowTransfer:
         self._result: Result | None = None
         queue.enter(len(self._nbytes), int(self._nbytes.sum()))
 
+    @property
+    def in_flight_of_peer(self) -> int:
+        return self._queue.in_flight
+
     def poll(self) -> Result | None:
         if self._result is None:
             with self._owner.lock:
@@ -221,42 +233,50 @@ class WindowTransfer:
         if not handles:
             return
         while handles:
-            handle, nbytes = handles[0]
-            status = check(handle)
+            status, done, nbytes = 1, 0, 0
+            while handles and (status := check(handles[0][0])) == 1:
+                nbytes += handles.popleft()[1]
+                done += 1
+            if done:
+                self._queue.done(done, nbytes)
+                self._done_bytes += nbytes
+                self._stalled = 0.0
             if status == 0:
                 return
-            handles.popleft()
-            self._queue.ended(nbytes, status == 1)
-            self._stalled = 0.0
-            if status == 1:
-                self._done_bytes += nbytes
-            elif status == -1:
-                self._fail(Outcome.FAILED_SRC_FREE, f"a write of {nbytes} bytes to {self._queue.session} failed")
-            else:
-                self._owner.lingering.append(handle)
-                self._fail(Outcome.FAILED_UNKNOWN, f"a write to {self._queue.session} has status {status}")
+            if status != 1:
+                self._reap_failed(*handles.popleft(), status)
         if self._failure is None and self._remaining():
             self._queue.grow()
 
+    def _reap_failed(self, handle: int, nbytes: int, status: int) -> None:
+        self._queue.failed(1, nbytes)
+        self._stalled = 0.0
+        if status == -1:
+            self._fail(Outcome.FAILED_SRC_FREE, f"a write of {nbytes} bytes to {self._queue.session} failed")
+        else:
+            self._owner.lingering.append(handle)
+            self._fail(Outcome.FAILED_UNKNOWN, f"a write to {self._queue.session} has status {status}")
+
     def _fill(self, engine: Engine) -> None:
-        queue, submit = self._queue, engine.transfer_submit_write
+        queue, waiting, handles, submit = self._queue, self._waiting, self._handles, engine.transfer_submit_write
         if not self._remaining():
             return
         if refusal := self._refusal():
             self._fail(Outcome.REJECTED, refusal)
             return
-        for _ in range(queue.allowance(len(self._handles))):
-            if not self._waiting and not self._take():
+        session = queue.session
+        for _ in range(queue.allowance(len(handles))):
+            if not waiting and not self._take():
                 return
-            source, destination, nbytes = self._waiting[0]
+            source, destination, nbytes = waiting[0]
             if not queue.fits(nbytes):
                 return
-            handle = submit(queue.session, source, destination, nbytes)
+            handle = submit(session, source, destination, nbytes)
             if handle in NO_HANDLE:
-                self._fail(Outcome.REJECTED, f"the engine refused a write of {nbytes} bytes to {queue.session}")
+                self._fail(Outcome.REJECTED, f"the engine refused a write of {nbytes} bytes to {session}")
                 return
-            self._waiting.popleft()
-            self._handles.append((handle, nbytes))
+            waiting.popleft()
+            handles.append((handle, nbytes))
             queue.in_flight += 1
             queue.bytes_in_flight += nbytes
 
@@ -292,8 +312,8 @@ class WindowTransfer:
     def _end(self, outcome: Outcome, detail: str) -> None:
         self._result = Result(outcome, detail, self._done_bytes)
         self._queue.active -= 1
-        for _, nbytes in self._handles:
-            self._queue.ended(nbytes, False)
+        if self._handles:
+            self._queue.failed(len(self._handles), sum(nbytes for _, nbytes in self._handles))
         self._handles.clear()
         self._waiting.clear()
         self._owner.running.discard(self)

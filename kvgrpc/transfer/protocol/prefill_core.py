@@ -51,7 +51,7 @@ __all__ = ["Chunk", "PrefillCore", "PrefillPair", "PrefillRoom", "PrefillWork", 
 class PrefillWork:
     """What the shell is to do, in this order.
 
-    ``submissions``: writes to start. ``stops``: rooms that ended while writes were open, no further write of theirs
+    ``submissions``: writes to start. ``stops``: rooms that ended while writes were open; no further write of theirs
     may start. ``gone``: pairs that were given up, whose memory the data plane is to forget. ``closes``: streams to end.
     ``tell``: pairs with something to say, each to be flushed when its stream has room. ``failed``: rooms that failed
     and are dropped, of which people may still ask why; the last 256. ``ended``: rooms that got their terminal state.
