@@ -1,13 +1,16 @@
-"""handoff.head_slice: a hand-off of prefill tp 4 to decode tp 2, and what the axis order of the pool makes of it.
+"""handoff.head_slice: hand-offs between ranks of unequal tp, and what the axis order of the pool makes of them.
 
-One decode rank and the two prefill ranks whose heads it holds, each in a process of its own: what happens in such an
-engine twice. The baseline writes the same descriptors with two bare engines at once.
+Two ranks of half of the heads and the one whose heads they hold, each in a process of its own: what happens twice in
+an engine of tp 4 beside one of tp 2. Two send to one, or (``.split``) one to two. The baseline writes the same descriptors
+with bare engines, from two prefills at once, to two decodes one after the other. ``limit.head_slice``: plan and data
+plane, and no session.
 """
 
 from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,14 +23,18 @@ from benchmarks.harness.plan import Plan
 from benchmarks.harness.rounds import Benchmark, Figures
 from benchmarks.harness.table import Metric, Target
 from benchmarks.harness.worker import Desk, Worker
+from kvgrpc.dataplane import open_plane
+from kvgrpc.dataplane.base import MemoryRange, Outcome
 from kvgrpc.model import Layout, Pool, PoolKind, Region
+from kvgrpc.transfer.layout.plan import geometry
 
 # tp 2 to 1 of a model with half the heads: the same ranks, pages and slices as tp 4 to 2 of one with 8.
-NAME, PREFILL_TP, HEADS = "handoff.head_slice", 2, 4
+SHARES, HEADS = 2, 4
 TOKENS, DIM_WORDS = 16, 32  # of eight bytes: 128 values of bfloat16
-AXES = {NAME: "token,head,dim", f"{NAME}.heads_first": "head,token,dim"}
+TOKENS_FIRST, HEADS_FIRST = "token,head,dim", "head,token,dim"
 SECONDS, NAP = 120.0, 1e-3  # as wherever much is moved (docs/performance.md)
 CALIBRATION = 4_096  # descriptors
+GATHER_BYTES = 64 << 20
 MIX = np.uint64(0x9E3779B97F4A7C15)
 Words = npt.NDArray[np.uint64]
 
@@ -51,9 +58,9 @@ class Shape:
         return self.regions * self.pages * self.page_bytes
 
     @property
-    def of_prefill(self) -> list[Shape]:
-        share = HEADS // PREFILL_TP
-        return [replace(self, start=tp * share, count=share) for tp in range(PREFILL_TP)]
+    def halves(self) -> list[Shape]:
+        share = HEADS // SHARES
+        return [replace(self, start=tp * share, count=share) for tp in range(SHARES)]
 
     def pool(self, address: int) -> Pool:
         size = self.page_bytes
@@ -84,72 +91,118 @@ class Shape:
         return np.random.default_rng(seed).permutation(self.pages).astype(np.uint32)
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """``split``: one prefill rank sends to two decode ranks. ``gather``: bytes of memory to gather slices in."""
+
+    name: str
+    shape: Shape
+    split: bool = False
+    gather: int = 0
+
+    @property
+    def prefills(self) -> list[Shape]:
+        return [self.shape] if self.split else self.shape.halves
+
+    @property
+    def decodes(self) -> list[Shape]:
+        return self.shape.halves if self.split else [self.shape]
+
+
 def benchmarks(plan: Plan) -> list[Benchmark]:
+    tokens_first, heads_first = (Shape(plan.regions, plan.slice_pages, axes) for axes in (TOKENS_FIRST, HEADS_FIRST))
+    return [
+        _benchmark(Row("handoff.head_slice", tokens_first), _Slices, 0.9),
+        _benchmark(Row("handoff.head_slice.heads_first", heads_first), _Slices, 0.9),
+        _benchmark(Row("handoff.head_slice.split", tokens_first, split=True, gather=GATHER_BYTES), _Slices, 3.0),
+        _benchmark(Row("handoff.head_slice.split.not_gathered", tokens_first, split=True), _Slices, None),
+        _benchmark(Row("limit.head_slice", tokens_first), _PlannedSlices, None),
+    ]
+
+
+def _benchmark(row: Row, ours: Callable[[Row], _Contender], target: float | None) -> Benchmark:
     missing = "" if mooncake_is_here() else "mooncake.engine cannot be imported"
-    return [_benchmark(name, Shape(plan.regions, plan.slice_pages, axes), missing) for name, axes in AXES.items()]
-
-
-def _benchmark(name: str, shape: Shape, missing: str) -> Benchmark:
-    metric = Metric(name, "GB/s", "higher", "raw Mooncake", Target(ratio=0.9))
-    return Benchmark((metric,), lambda: _Slices(name, shape), lambda: _RawSlices(name, shape), missing)
+    metric = Metric(row.name, "GB/s", "higher", "raw Mooncake", Target(ratio=target))
+    return Benchmark((metric,), lambda: ours(row), lambda: _RawSlices(row), missing)
 
 
 class _Contender:
-    def __init__(self, name: str, shape: Shape) -> None:
-        self._name, self._shape, self._generation = name, shape, 0
-        self._prefills = [Worker(f"slices-prefill-{tp}") for tp in range(PREFILL_TP)]
-        self._decode = Worker("slices-decode")
+    def __init__(self, row: Row) -> None:
+        self._row, self._generation = row, 0
+        self._prefills = [Worker(f"slices-prefill-{tp}") for tp, _ in enumerate(row.prefills)]
+        self._decodes = [Worker(f"slices-decode-{tp}") for tp, _ in enumerate(row.decodes)]
 
     def turn(self) -> Figures:
         self._generation += 1
         for worker in self._prefills:
             worker.call(_fill, self._generation)
-        self._decode.call(_poison)
+        for worker in self._decodes:
+            worker.call(_poison)
         took = self._move()
-        self._decode.call(_check, self._generation)
-        return {self._name: self._shape.nbytes / took / 1e9}
+        for worker in self._decodes:
+            worker.call(_check, self._generation)
+        return {self._row.name: self._row.shape.nbytes / took / 1e9}
 
     def _move(self) -> float:
         raise NotImplementedError
 
     def peak_rss(self) -> int:
-        return sum(worker.peak_rss() for worker in (*self._prefills, self._decode))
+        return sum(worker.peak_rss() for worker in (*self._prefills, *self._decodes))
 
     def close(self) -> None:
-        for worker in (self._decode, *self._prefills):
+        for worker in (*self._decodes, *self._prefills):
             worker.close()
 
 
 class _Slices(_Contender):
     """One room with all pages of the pool, scattered; from init at decode to Success there."""
 
-    def __init__(self, name: str, shape: Shape) -> None:
-        super().__init__(name, shape)
+    def __init__(self, row: Row) -> None:
+        super().__init__(row)
         self._registry = ""
-        for tp, (worker, part) in enumerate(zip(self._prefills, shape.of_prefill, strict=True)):
-            address = worker.call(_open_rank, part, "PREFILL", tp, PREFILL_TP, self._registry or "embedded")
+        for tp, (worker, part) in enumerate(zip(self._prefills, row.prefills, strict=True)):
+            layout = "PREFILL", tp, len(row.prefills)
+            address = worker.call(_open_rank, part, *layout, self._registry or "embedded", row.gather)
             self._registry = self._registry or address
-        self._decode.call(_open_rank, shape, "DECODE", 0, 1, "")
+        for tp, (worker, part) in enumerate(zip(self._decodes, row.decodes, strict=True)):
+            worker.call(_open_rank, part, "DECODE", tp, len(row.decodes), "", 0)
 
     def _move(self) -> float:
-        self._decode.call(_receiver, self._registry, self._generation)
+        for worker in self._decodes:
+            worker.call(_receiver, self._registry, self._generation)
         sending = [worker.begin(_send, self._generation) for worker in self._prefills]
-        took = self._decode.call(_receive)
+        took = max(one.result() for one in [worker.begin(_receive) for worker in self._decodes])
         for one in sending:
             one.result()
         return took
 
 
 class _RawSlices(_Contender):
-    def __init__(self, name: str, shape: Shape) -> None:
-        super().__init__(name, shape)
-        session, address = self._decode.call(_start_raw, shape)
-        for worker, part in zip(self._prefills, shape.of_prefill, strict=True):
+    def __init__(self, row: Row) -> None:
+        super().__init__(row)
+        targets = [
+            (*worker.call(_start_raw, part), part) for worker, part in zip(self._decodes, row.decodes, strict=True)
+        ]
+        for worker, part in zip(self._prefills, row.prefills, strict=True):
             worker.call(_start_raw, part)
-            worker.call(_aim_raw, session, address, shape)
+            worker.call(_aim_raw, targets)
 
     def _move(self) -> float:
         return max(one.result() for one in [worker.begin(_write_raw) for worker in self._prefills])
+
+
+class _PlannedSlices(_Contender):
+    """What a transfer thread does with a submission, by itself."""
+
+    def __init__(self, row: Row) -> None:
+        super().__init__(row)
+        (address, at), target = self._decodes[0].call(_start_plane, row.shape), row.shape
+        for worker, part in zip(self._prefills, row.prefills, strict=True):
+            worker.call(_start_plane, part)
+            worker.call(_aim_plane, address, target, at)
+
+    def _move(self) -> float:
+        return max(one.result() for one in [worker.begin(_write_planned) for worker in self._prefills])
 
 
 def _fill(desk: Desk, generation: int) -> None:
@@ -175,8 +228,7 @@ def _keep(desk: Desk, shape: Shape, address: int) -> None:
     desk.items["shape"], desk.items["address"], desk.items["view"] = shape, address, shape.view(address)
 
 
-def _open_rank(desk: Desk, shape: Shape, role: str, tp: int, tp_size: int, registry: str) -> str:
-    from kvgrpc.dataplane import open_plane
+def _open_rank(desk: Desk, shape: Shape, role: str, tp: int, tp_size: int, registry: str, gather: int) -> str:
     from kvgrpc.server import RankConfig, Role, open_rank
 
     plane = open_plane("mooncake")
@@ -189,6 +241,7 @@ def _open_rank(desk: Desk, shape: Shape, role: str, tp: int, tp_size: int, regis
         pools=(shape.pool(desk.items["address"]),),
         data_plane=plane,
         registry=registry,
+        gather_bytes=gather,
     )
     desk.items["rank"] = rank = open_rank(config)
     return str(rank.address)
@@ -231,17 +284,40 @@ def _start_raw(desk: Desk, shape: Shape) -> tuple[str, int]:
     return engine.session, desk.items["address"]
 
 
-def _aim_raw(desk: Desk, session: str, address: int, target: Shape) -> None:
+def _aim_raw(desk: Desk, targets: list[tuple[str, int, Shape]]) -> None:
     """The descriptors that kvgrpc plans; the fastest way to write them is found with a few."""
-    from kvgrpc.transfer.layout.plan import geometry
-
     shape: Shape = desk.items["shape"]
-    shapes = geometry([shape.pool(desk.items["address"])], [target.pool(address)])
-    columns = [column.tolist() for column in shapes.plan(shape.scattered(1), shape.scattered(2))]
-    desk.items["aim"] = session, tuple(columns)
-    desk.items["engine"].write(session, tuple(column[:CALIBRATION] for column in columns))
+    desk.items["aims"] = aims = []
+    for session, address, target in targets:
+        shapes = geometry([shape.pool(desk.items["address"])], [target.pool(address)])
+        columns = [column.tolist() for column in shapes.plan(shape.scattered(1), shape.scattered(2))]
+        aims.append((session, tuple(columns)))
+        desk.items["engine"].write(session, tuple(column[:CALIBRATION] for column in columns))
 
 
 def _write_raw(desk: Desk) -> float:
-    took: float = desk.items["engine"].write(*desk.items["aim"])
+    took: float = sum(desk.items["engine"].write(*aim) for aim in desk.items["aims"])
     return took
+
+
+def _start_plane(desk: Desk, shape: Shape) -> tuple[bytes, int]:
+    plane = desk.items["plane"] = open_plane("mooncake")
+    _keep(desk, shape, plane.allocate(shape.nbytes))
+    plane.register([MemoryRange(desk.items["address"], shape.nbytes)])
+    return plane.address(), desk.items["address"]
+
+
+def _aim_plane(desk: Desk, peer: bytes, target: Shape, address: int) -> None:
+    shape: Shape = desk.items["shape"]
+    desk.items["geometry"] = geometry([shape.pool(desk.items["address"])], [target.pool(address)])
+    desk.items["peer"] = desk.items["plane"].attach(peer)
+
+
+def _write_planned(desk: Desk) -> float:
+    plane, shape = desk.items["plane"], desk.items["shape"]
+    begin = time.perf_counter()
+    transfer = plane.submit(desk.items["peer"], *desk.items["geometry"].plan(shape.scattered(1), shape.scattered(2)))
+    while (result := transfer.poll()) is None:
+        time.sleep(plane.poll_interval)
+    assert result.outcome is Outcome.DONE, result
+    return time.perf_counter() - begin

@@ -88,15 +88,18 @@ class Peer(Protocol):
 class DataPlane(Protocol):
     """See the module. Both sides of a session must use planes of the same ``name``.
 
-    ``poll_interval``: the longest sleep between two rounds of polls, in seconds, that still keeps the plane busy; begin
-    with a shorter one. 0 where poll() itself does the work (shm): sleep only when nothing runs.
     ``quick_bytes``: a submission of at most this many bytes ends with its first poll() and waits for nobody, which
     takes less time than waking another thread (some 50 us). 0: no submission is that quick.
     """
 
     name: str
-    poll_interval: float
     quick_bytes: int
+
+    @property
+    def poll_interval(self) -> float:
+        """The longest sleep, in seconds, between two rounds of polls that keeps the plane busy now; begin with a
+        shorter one. 0 where poll() itself does the work (shm): then sleep only when nothing runs.
+        """
 
     def allocate(self, nbytes: int, location: str = "cpu:0") -> int:
         """Zeroed memory that this plane can move without a copy, page aligned; its address. Freed by close().

@@ -126,6 +126,7 @@ class Rank(Generic[Transfer]):
             model=config.model,
             refusal_proves_death=config.refusal_proves_death,
             verify=config.verify,
+            gather_bytes=config.gather_bytes,
             tracing=config.tracing,
             poll_gives_way=config.poll_gives_way,
         )

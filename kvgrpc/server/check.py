@@ -26,6 +26,7 @@ from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from kvgrpc.server.config import RankConfig
 from kvgrpc.transfer.aux import AuxBuffer
 from kvgrpc.transfer.protocol.types import Bounds, Timing
+from kvgrpc.transfer.runtime.gather import BLOCK_BYTES
 from kvgrpc.transfer.wire import smallest_frame
 
 # Below it the names and pools of an ordinary Hello would not fit.
@@ -40,7 +41,7 @@ _KINDS: tuple[tuple[str, type, str], ...] = (
     ("role", Role, 'Role.PREFILL or Role.DECODE (kvgrpc.server.settings reads "prefill" and "decode")'),
     ("layout", Layout, "a kvgrpc.model.Layout"),
     ("model", ModelIdentity, "a kvgrpc.model.ModelIdentity"),
-    *((name, SupportsIndex, "a whole number") for name in ("dp", "pp", "cp", "tp", "max_frame_bytes")),
+    *((name, SupportsIndex, "a whole number") for name in ("dp", "pp", "cp", "tp", "max_frame_bytes", "gather_bytes")),
     *((name, str, "text") for name in ("device", "listen", "advertise", "registry", "metrics_listen")),
     *((name, bool, "True or False") for name in ("engine_selects_dp", "refusal_proves_death", "verify", "tracing")),
     ("server_security", ServerSecurity, "a kvgrpc.rpc.security.ServerSecurity"),
@@ -162,6 +163,8 @@ def _out_of_range(config: RankConfig) -> Iterator[Violation]:
             yield Violation(name, f"a number of seconds above 0, at most {LONGEST_TIMEOUT_SECONDS:g}", seconds)
     if config.verify and (elsewhere := [pool.location for pool in config.pools if not pool.location.startswith("cpu")]):
         yield Violation("verify", "False where a pool is not in the memory of the CPU", ", ".join(elsewhere))
+    if config.gather_bytes and config.gather_bytes < BLOCK_BYTES:
+        yield Violation("gather_bytes", f"0, or at least {BLOCK_BYTES}, a decode rank's share", config.gather_bytes)
     yield from _wrong_lease_ttl(config.lease_ttl)
     yield from _wrong_switches(config)
     yield from _wrong_timing(config.timing)

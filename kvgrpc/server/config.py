@@ -51,6 +51,8 @@ class RankConfig:
             prefill, or its next incarnation, answers.
         verify: whether a checksum of each page travels with a hand-off and is compared before decode says Success,
             where both sides are set so; memory of the CPU only, and some 1 GB/s of one core on either side.
+        gather_bytes: memory of a prefill over TCP in which slices of pages are copied together for decode ranks of a
+            larger tp, 4 MiB for each of them and taken when it comes; 0: each slice is a write (docs/topology.md).
         tracing: whether each hand-off is a span of OpenTelemetry; the engine sets up an SDK with its exporter
             (docs/operations.md), and without opentelemetry-api there is none.
         start_timeout: seconds that opening may take, registration included.
@@ -91,6 +93,7 @@ class RankConfig:
     metrics_listen: str = ""
     refusal_proves_death: bool = True
     verify: bool = False
+    gather_bytes: int = 64 << 20
     tracing: bool = False
     start_timeout: float = 30.0
     resolve_timeout: float = 30.0
@@ -175,7 +178,7 @@ _KINDS: dict[str, Any] = {
         bool,
     ),
     **dict.fromkeys(("data_plane", "events", "server_security", "client_security"), object),
-    **dict.fromkeys(("dp", "pp", "cp", "tp", "engine_rank", "max_frame_bytes"), int),
+    **dict.fromkeys(("dp", "pp", "cp", "tp", "engine_rank", "max_frame_bytes", "gather_bytes"), int),
     "role": Role,
     "timing": Timing,
     "bounds": Bounds,

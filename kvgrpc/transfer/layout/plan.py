@@ -89,7 +89,7 @@ class Geometry:
         if not self._dense or len(source) == 1:
             first, lengths = np.arange(len(source)), np.ones(len(source), np.uint64)
         else:
-            first, lengths = _runs(source, destination, np.array(ends[:-1], np.intp))
+            first, lengths = page_runs(source, destination, np.array(ends[:-1], np.intp))
         sources = self._source + source[first].astype(np.uint64) * self._source_stride
         destinations = self._destination + destination[first].astype(np.uint64) * self._destination_stride
         nbytes = self._page_bytes * lengths
@@ -110,6 +110,17 @@ def geometry(source: Sequence[Pool], destination: Sequence[Pool]) -> Geometry:
         [region for _, theirs in pairs for region in theirs],
         min(pool.pages for pool in destination),
     )
+
+
+def page_runs(
+    source: U32Array, destination: U32Array, cuts: npt.NDArray[np.intp]
+) -> tuple[npt.NDArray[np.intp], U64Array]:
+    """Where each run begins that goes up by one on both sides, and how many pages it has; one begins at each cut."""
+    breaks = (source[1:] != source[:-1] + np.uint32(1)) | (destination[1:] != destination[:-1] + np.uint32(1))
+    breaks[cuts - 1] = True
+    first = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+    lengths = np.diff(first, append=len(source))
+    return first, lengths.astype(np.uint64)
 
 
 def joined(plans: Sequence[Plan]) -> Plan:
@@ -154,15 +165,6 @@ def check_first_page(first_page: int) -> None:
     """Raises InvalidRequest for what cannot be a logical page."""
     if not hasattr(first_page, "__index__") or not 0 <= first_page < 2**32:
         raise InvalidRequest.of("first_page", first_page, "0 to 2^32-1")
-
-
-def _runs(source: U32Array, destination: U32Array, cuts: npt.NDArray[np.intp]) -> tuple[npt.NDArray[np.intp], U64Array]:
-    """Where each run begins that goes up by one on both sides, and how many pages it has; one begins at each cut."""
-    breaks = (source[1:] != source[:-1] + np.uint32(1)) | (destination[1:] != destination[:-1] + np.uint32(1))
-    breaks[cuts - 1] = True
-    first = np.concatenate(([0], np.flatnonzero(breaks) + 1))
-    lengths = np.diff(first, append=len(source))
-    return first, lengths.astype(np.uint64)
 
 
 def _column(values: Sequence[int]) -> U64Array:

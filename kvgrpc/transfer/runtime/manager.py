@@ -76,6 +76,7 @@ class TransferConfig:
     model: ModelIdentity = UNKNOWN_MODEL
     refusal_proves_death: bool = True
     verify: bool = False
+    gather_bytes: int = 0
     tracing: bool = False
 
     def shape(self, data_plane: str) -> Shape:

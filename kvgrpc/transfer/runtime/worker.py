@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvgrpc.dataplane.base import DataPlane, Outcome, Peer, Result, Transfer
 from kvgrpc.model import Pool
@@ -22,6 +23,7 @@ from kvgrpc.transfer.protocol.failures import raised
 from kvgrpc.transfer.protocol.prefill_core import PrefillPair, PrefillRoom, Submission
 from kvgrpc.transfer.runtime.checksums import PageReader, Sums
 from kvgrpc.transfer.runtime.fair_queue import FairQueue
+from kvgrpc.transfer.runtime.gather import GatheredTransfer, PeerSlots, Staging
 
 logger = logging.getLogger(__name__)
 Outcomes = list[tuple[Submission, Result]]
@@ -39,7 +41,7 @@ class PeerMemory:
     checksum of each page.
     """
 
-    __slots__ = ("address", "geometry", "of_pool", "owes", "peer", "pools", "verify")
+    __slots__ = ("address", "gather", "geometry", "of_pool", "owes", "peer", "pools", "verify")
 
     def __init__(self, pools: Sequence[Pool], address: bytes, owes: bool = True, verify: bool = False) -> None:
         self.verify = verify
@@ -50,6 +52,8 @@ class PeerMemory:
         self.geometry: Geometry | None = None
         # Of each pool alone, for rooms whose pools have pages of their own.
         self.of_pool: list[Geometry] = []
+        # Where its slices are copied together before they are written.
+        self.gather: PeerSlots | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -61,11 +65,15 @@ class _Running:
 class TransferWorker:
     """Writes pages to peers on its own daemon thread. All methods are thread-safe and return at once, except close().
 
-    ``report`` is called on the worker thread with what ended; it must only append and wake.
+    ``report`` is called on the worker thread with what ended; it must only append and wake. ``gather_bytes``: bytes of
+    memory in which slices of pages are copied together.
     """
 
-    def __init__(self, plane: DataPlane, pools: Sequence[Pool], report: Callable[[Outcomes], None]) -> None:
+    def __init__(
+        self, plane: DataPlane, pools: Sequence[Pool], report: Callable[[Outcomes], None], gather_bytes: int = 0
+    ) -> None:
         self._plane = plane
+        self._staging = Staging(plane, pools, gather_bytes)
         self._pools = tuple(pools)
         self._report = report
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -207,14 +215,27 @@ class TransferWorker:
     def _start_group(self, group: Sequence[Submission]) -> None:
         memory = group[0].pair.peer
         assert isinstance(memory, PeerMemory) and memory.geometry is not None and memory.peer is not None
+        for submission in group if memory.verify else ():
+            submission.checksums = _checksums(memory, submission)
+        submit, gather = partial(self._submit, memory.peer), memory.gather
+        if gather is not None and gather.left and group[0].others is None:
+            for submission in group:
+                pages = submission.source, submission.destination
+                self._start(submission, partial(GatheredTransfer, gather, submit, *pages))
+            return
         if group[0].others is not None:
             plans = [_plan_of_pools(memory, submission) for submission in group]
         else:
             plans = memory.geometry.plans([(submission.source, submission.destination) for submission in group])
         for submission, plan in zip(group, plans, strict=True):
-            if memory.verify:
-                submission.checksums = _checksums(memory, submission)
-            self._start(submission, memory.peer, plan)
+            if len(plan.nbytes):
+                self._start(submission, partial(submit, plan))
+            else:
+                self._ended.append((submission, Result(Outcome.DONE)))
+
+    def _submit(self, peer: Peer, plan: Plan) -> Transfer:
+        self._submitted += len(plan.nbytes)
+        return self._plane.submit(peer, *plan)
 
     def _groups(self, submissions: Iterable[Submission]) -> Iterator[list[Submission]]:
         """Neighbours that are planned in one pass: short chunks for one peer. None waits for another's ``wait``."""
@@ -260,13 +281,9 @@ class TransferWorker:
             return False
         return True
 
-    def _start(self, submission: Submission, peer: Peer, plan: Plan) -> None:
-        if not len(plan.nbytes):
-            self._ended.append((submission, Result(Outcome.DONE)))
-            return
+    def _start(self, submission: Submission, begin: Callable[[], Transfer]) -> None:
         try:
-            self._submitted += len(plan.nbytes)
-            transfer = self._plane.submit(peer, *plan)
+            transfer = begin()
             result = transfer.poll()
         except Exception as error:
             logger.exception("the data plane raised on submit")
@@ -283,6 +300,7 @@ class TransferWorker:
             pools = zip(self._pools, memory.pools, strict=True) if memory.owes else ()
             memory.of_pool = [geometry([ours], [theirs]) for ours, theirs in pools]
             memory.peer = self._plane.attach(memory.address)
+            memory.gather = self._staging.open(memory.geometry)
 
     def _attach_early(self, pair: PrefillPair) -> None:
         if not pair.up or not isinstance(pair.peer, PeerMemory):
@@ -323,6 +341,8 @@ class TransferWorker:
         memory = pair.peer
         if isinstance(memory, PeerMemory) and memory.peer is not None:
             peer, memory.peer = memory.peer, None
+            if memory.gather is not None:
+                self._staging.close(memory.gather)
             try:
                 self._plane.detach(peer)
             except Exception:

@@ -1,0 +1,260 @@
+"""Slices that lie apart here and together at decode, copied together before they are written.
+
+Over TCP a write costs 25 us, whatever its size (docs/performance.md). Where decode has more tensor-parallel ranks than
+prefill and its pages keep the token before the head, what a decode rank gets of a page is a slice a token here and one
+run of bytes there: copied together first, it is one write (docs/topology.md has the figures).
+
+Each peer has a block of slots of its own, so that one that hangs holds nobody else's; one for which there is no block
+gets its slices one by one. A slot is used again when its write has ended for certain (session.md 7), and else never.
+Used by the transfer thread alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvgrpc.dataplane.base import DataPlane, MemoryRange, Outcome, Result, Transfer
+from kvgrpc.model import Pool
+from kvgrpc.transfer.layout.plan import Geometry, Plan, U32Array, U64Array, page_runs
+from kvgrpc.transfer.protocol.failures import raised
+
+logger = logging.getLogger(__name__)
+SLOT_BYTES = 1 << 20  # copied in one poll, which may take 2 ms
+SLOTS = 4
+BLOCK_BYTES = SLOTS * SLOT_BYTES
+_FEWEST_SLICES = 4
+_U8Array = npt.NDArray[np.uint8]
+
+
+class Staging:
+    """The memory in which a rank's slices are copied together: at most ``nbytes``, taken when a peer needs it.
+
+    None over shared memory, where a slice costs what its copy costs, over RDMA, where that was not measured, and for
+    pools in the memory of a device.
+    """
+
+    def __init__(self, plane: DataPlane, pools: Sequence[Pool], nbytes: int) -> None:
+        useful = getattr(plane, "transport", "") == "tcp" and all(pool.location.startswith("cpu") for pool in pools)
+        self._blocks_left = nbytes // BLOCK_BYTES if useful else 0
+        self._plane = plane
+        self._pages = min((pool.pages for pool in pools), default=0)
+        self._free: list[int] = []
+
+    def open(self, shape: Geometry) -> PeerSlots | None:
+        """For a peer whose slices lie together in its memory, as long as there is memory for it."""
+        slices = slices_of(shape, self._pages) if self._free or self._blocks_left else None
+        if slices is None:
+            return None
+        if not self._free:
+            self._free += self._block()
+        slots, self._free = self._free[:SLOTS], self._free[SLOTS:]
+        return PeerSlots(slices, slots) if slots else None
+
+    def close(self, slots: PeerSlots) -> None:
+        """The peer is gone: what is free of its slots is the next one's."""
+        self._free += slots.free
+        slots.free = []
+
+    def _block(self) -> list[int]:
+        self._blocks_left -= 1
+        try:
+            address = self._plane.allocate(BLOCK_BYTES)
+            self._plane.register([MemoryRange(address, BLOCK_BYTES)])
+        except (ValueError, MemoryError) as error:
+            logger.warning("slices for one more peer are written one by one, which is slower: %s", error)
+            return []
+        return [address + slot * SLOT_BYTES for slot in range(SLOTS)]
+
+
+class Piece(NamedTuple):
+    """Pages ``first_page`` to ``last_page`` (positions in the chunk) of runs ``first_run`` to ``last_run``; the last
+    are those behind them."""
+
+    first_run: int
+    last_run: int
+    first_page: int
+    last_page: int
+
+
+class Slices:
+    """How a page lies: in each of ``runs``, ``count`` slices of ``nbytes`` that follow each other at decode."""
+
+    def __init__(self, source: list[_U8Array], destination: U64Array, destination_stride: U64Array) -> None:
+        """``source``: of each run uint8[pages, count, nbytes]; the others uint64[runs], where page 0 of decode's run
+        begins and how far the next page is."""
+        self._source = source
+        self._destination, self._stride = destination, destination_stride
+        self.runs, self.run_bytes = len(source), source[0][0].size
+        self._dense = bool((destination_stride == self.run_bytes).all())
+
+    def pieces(self, pages: int) -> Iterator[Piece]:
+        """Each page of each run once, in pieces of at most SLOT_BYTES."""
+        blocks = max(1, -(-pages * self.run_bytes // SLOT_BYTES))
+        pages_at_once = max(1, min(-(-pages // blocks), SLOT_BYTES // self.run_bytes))
+        runs_at_once = max(1, SLOT_BYTES // (pages_at_once * self.run_bytes))
+        for run in range(0, self.runs, runs_at_once):
+            for page in range(0, pages, pages_at_once):
+                yield Piece(run, min(run + runs_at_once, self.runs), page, min(page + pages_at_once, pages))
+
+    def gather(self, piece: Piece, slot: int, source: U32Array, destination: U32Array) -> Plan:
+        """Copies the piece of a chunk into ``slot`` (an address) and says how it is written from there."""
+        source = source[piece.first_page : piece.last_page]
+        destination = destination[piece.first_page : piece.last_page]
+        views = self._source[piece.first_run : piece.last_run]
+        staged = _memory(slot, (len(views), len(source), *views[0].shape[1:]))
+        for to, view in zip(staged, views, strict=True):
+            to[...] = view[source]
+        runs = slice(piece.first_run, piece.last_run)
+        return self._plan(slot, self._destination[runs], self._stride[runs], destination)
+
+    def _plan(self, slot: int, begins: U64Array, strides: U64Array, pages: U32Array) -> Plan:
+        """Pages that follow each other at decode are one write: in the slot they do."""
+        own = np.arange(len(pages), dtype=np.uint32)
+        if self._dense and len(pages) > 1:
+            first, lengths = page_runs(own, pages, np.empty(0, np.intp))
+        else:
+            first, lengths = own.astype(np.intp), np.ones(len(pages), np.uint64)
+        of_run = np.arange(len(begins), dtype=np.uint64)[:, None] * np.uint64(len(pages) * self.run_bytes)
+        sources = np.uint64(slot) + of_run + first.astype(np.uint64) * np.uint64(self.run_bytes)
+        destinations = begins[:, None] + pages[first].astype(np.uint64) * strides[:, None]
+        nbytes = np.broadcast_to(lengths * np.uint64(self.run_bytes), sources.shape)
+        return Plan(sources.ravel(), destinations.ravel(), nbytes.ravel())
+
+
+def slices_of(shape: Geometry, pages: int) -> Slices | None:
+    """The slices of a pair, where four or more of them lie together at decode, in all of its pools alike; else None.
+
+    ``pages``: of our pools; reads no memory.
+    """
+    source, destination = shape.source, shape.destination
+    rows = len(source.address)
+    ends = (destination.address + destination.nbytes).ravel()
+    apart = np.flatnonzero(ends[:-1] != destination.address.ravel()[1:])
+    count = int(apart[0]) + 1 if len(apart) else rows
+    if count < _FEWEST_SLICES or rows % count:
+        return None
+    at, stride, nbytes = (column.reshape(-1, count) for column in source)
+    to, to_stride, _ = (column.reshape(-1, count) for column in destination)
+    size, step = int(nbytes[0, 0]), int(at[0, 1]) - int(at[0, 0])
+    alike = (nbytes == size).all() and (np.diff(to, axis=1) == size).all() and step >= size
+    alike = alike and (np.diff(at, axis=1) == np.uint64(max(step, 0))).all()
+    alike = alike and all((each == each[:, :1]).all() for each in (stride, to_stride))
+    if not alike or count * size > SLOT_BYTES:
+        return None
+    views = [
+        _memory(address, (pages, count, size), (of_page, step, 1))
+        for address, of_page in zip(at[:, 0].tolist(), stride[:, 0].tolist(), strict=True)
+    ]
+    return Slices(views, to[:, 0], to_stride[:, 0])
+
+
+def _memory(address: int, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> _U8Array:
+    """Memory of this process, which the caller keeps."""
+    span = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1 if strides else 0
+    memory = (ctypes.c_uint8 * (span or int(np.prod(shape)))).from_address(address)
+    array: _U8Array = np.ndarray(shape, np.uint8, np.ctypeslib.as_array(memory), 0, strides)
+    return array
+
+
+class PeerSlots:
+    """How one peer's slices lie, and the slots that are its own."""
+
+    __slots__ = ("free", "in_use", "slices")
+
+    def __init__(self, slices: Slices, free: list[int]) -> None:
+        self.slices, self.free = slices, free
+        self.in_use = 0
+
+    @property
+    def left(self) -> bool:
+        """Whether there is a slot, or will be."""
+        return bool(self.free or self.in_use)
+
+    def take(self) -> int:
+        self.in_use += 1
+        return self.free.pop()
+
+    def give_back(self, slot: int, certain: bool) -> None:
+        """``certain``: nothing reads it any more."""
+        self.in_use -= 1
+        if certain:
+            self.free.append(slot)
+
+
+class GatheredTransfer:
+    """See Transfer: one chunk, piece by piece, each copied when a slot of its peer is free."""
+
+    def __init__(
+        self, slots: PeerSlots, submit: Callable[[Plan], Transfer], source: U32Array, destination: U32Array
+    ) -> None:
+        self._slots, self._submit = slots, submit
+        self._source, self._destination = source, destination
+        self._pieces = slots.slices.pieces(len(source))
+        self._next = next(self._pieces, None)
+        self._running: list[tuple[int, Transfer]] = []
+        self._worst, self._nbytes = Result(Outcome.DONE), 0
+
+    def poll(self) -> Result | None:
+        """Copies one piece at most."""
+        self._reap()
+        if self._next is not None and self._slots.free:
+            self._begin(self._next)
+        elif self._next is not None and not self._slots.left:
+            self._fail(Result(Outcome.REJECTED, "no memory is left to gather slices in"))
+        if self._running or self._next is not None:
+            return None
+        return Result(self._worst.outcome, self._worst.detail, self._nbytes)
+
+    def stop(self) -> None:
+        if self._next is not None:
+            self._fail(Result(Outcome.REJECTED, "stopped"))
+        for _, transfer in self._running:
+            transfer.stop()
+
+    def _begin(self, piece: Piece) -> None:
+        slot = self._slots.take()
+        try:
+            plan = self._slots.slices.gather(piece, slot, self._source, self._destination)
+            transfer = self._submit(plan)
+        except Exception as error:
+            logger.exception("a gathered write could not begin")
+            self._slots.give_back(slot, certain=False)
+            self._fail(Result(Outcome.FAILED_UNKNOWN, raised(error)))
+            return
+        self._running.append((slot, transfer))
+        self._next = next(self._pieces, None)
+        self._reap()  # a write begins with its first poll
+
+    def _reap(self) -> None:
+        running, self._running = self._running, []
+        for slot, transfer in running:
+            result = _result(transfer)
+            if result is None:
+                self._running.append((slot, transfer))
+                continue
+            self._nbytes += result.nbytes
+            self._slots.give_back(slot, certain=result.outcome is not Outcome.FAILED_UNKNOWN)
+            if result.outcome is not Outcome.DONE:
+                self._fail(result)
+        if self._worst.outcome is not Outcome.DONE:
+            self.stop()
+
+    def _fail(self, result: Result) -> None:
+        """Nothing more is begun; the worst counts, and of equals the first."""
+        self._next = None
+        if result.outcome < self._worst.outcome:
+            self._worst = result
+
+
+def _result(transfer: Transfer) -> Result | None:
+    try:
+        return transfer.poll()
+    except Exception as error:
+        logger.exception("the data plane raised on poll")
+        return Result(Outcome.FAILED_UNKNOWN, raised(error))
