@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 
 from kvgrpc.model import Attention, Layout, ModelIdentity
-from kvgrpc.server import RegistryServer
+from kvgrpc.observability.metrics import REGISTRY
+from kvgrpc.server import RankConfig, RegistryServer
 from tests.integration.rank_host import LAYERS, RankHost
 
 TOKENS, HEADS, DIM = 16, 8, 16
 SUCCESS, FAILED, WAITING = 4, 0, 2
 AXES = "token,head,dim"
 LATENT = ModelIdentity("latent", attention=Attention.MLA)
+GATHER = RankConfig.__dataclass_fields__["gather_bytes"].default
 Open = Callable[..., list[RankHost]]
 NEEDS_MOONCAKE = pytest.mark.skipif(not find_spec("mooncake"), reason="install kvgrpc[mooncake-cpu] for it")
 
@@ -146,17 +148,29 @@ def test_a_verified_latent_cache_needs_nothing_of_those_who_owe_nothing(
     hand_off(prefill, decode, registry, 1)
 
 
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
-def test_over_mooncake_too(engine: Open, registry: str, prefill_tp: int, decode_tp: int) -> None:
+def writes() -> float:
+    """Of all ranks over Mooncake in this process."""
+    return REGISTRY.get_sample_value("kvgrpc_data_plane_descriptors_total", {"data_plane": "mooncake"}) or 0.0
+
+
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp", "gather_bytes", "writes_a_page"), [(2, 1, GATHER, 16), (1, 2, GATHER, 1), (1, 2, 0, 16)]
+)
+def test_over_mooncake_too(
+    engine: Open, registry: str, prefill_tp: int, decode_tp: int, gather_bytes: int, writes_a_page: int
+) -> None:
+    """Where prefill is the smaller one, the tokens of a page are gathered, and a page is a write a layer and rank."""
     pytest.importorskip("mooncake")
-    prefill = engine("P", "PREFILL", prefill_tp, data_plane="mooncake")
+    prefill = engine("P", "PREFILL", prefill_tp, data_plane="mooncake", gather_bytes=gather_bytes)
     decode = engine("D", "DECODE", decode_tp, data_plane="mooncake")
     for number, rank in enumerate(prefill):
         rank.fill(number)
         rank.aux[:] = prefill[0].aux
+    before, outside = writes(), cache_of(decode, AXES, [0, 9, 16])
     hand_off(prefill, decode, registry, 1)
-    axes = "token,head,dim"
-    assert (cache_of(prefill, axes, range(3, 9)) == cache_of(decode, axes, range(10, 16))).all()
+    assert (cache_of(prefill, AXES, range(3, 9)) == cache_of(decode, AXES, range(10, 16))).all()
+    assert (cache_of(decode, AXES, [0, 9, 16]) == outside).all()
+    assert 6 * LAYERS * writes_a_page <= writes() - before <= 2 * 6 * LAYERS * writes_a_page
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])

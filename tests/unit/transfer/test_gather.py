@@ -1,0 +1,294 @@
+"""Slices that lie together at decode: every byte arrives once, in few writes, from slots that nobody else reads."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvgrpc.dataplane.base import MemoryRange, Outcome, Result, Transfer
+from kvgrpc.model import Pool, PoolKind, Region
+from kvgrpc.transfer.layout.plan import Geometry, Plan, geometry
+from kvgrpc.transfer.runtime import gather
+from kvgrpc.transfer.runtime.gather import BLOCK_BYTES, SLOTS, GatheredTransfer, PeerSlots, Staging, slices_of
+
+TOKENS, HEADS, DIM, LAYERS, PAGES = 4, 4, 8, 3, 9
+RUN_BYTES = TOKENS * HEADS // 2 * DIM  # of half of the heads
+TOKENS_FIRST, HEADS_FIRST = "token,head,dim", "head,token,dim"
+DONE = Result(Outcome.DONE)
+
+
+class Rank:
+    """A pool of real memory: uint8[LAYERS, PAGES, bytes of a page and of a gap behind it]."""
+
+    def __init__(self, start: int, count: int, axes: str = TOKENS_FIRST, gap: int = 0) -> None:
+        page = TOKENS * count * DIM
+        self.memory = np.zeros((LAYERS, PAGES, page + gap), np.uint8)
+        self.heads = start, count
+        address = self.memory.ctypes.data
+        regions = tuple(
+            Region(layer, "kv", address + layer * self.memory.strides[0], page + gap, page) for layer in range(LAYERS)
+        )
+        self.pool = Pool("kv", PoolKind.KV, TOKENS, PAGES, "uint8", regions, axes, HEADS, start, count)
+
+    def fill(self) -> None:
+        self.memory[:] = np.random.default_rng(1).integers(1, 256, self.memory.shape)
+
+    def heads_of(self, start: int, count: int, pages: Any) -> Any:
+        """uint8[LAYERS, pages, TOKENS, count, DIM]"""
+        own_start, own = self.heads
+        held = self.memory[:, pages, : TOKENS * own * DIM].reshape(LAYERS, len(pages), TOKENS, own, DIM)
+        return held[:, :, :, start - own_start : start - own_start + count]
+
+
+class Write:
+    """Moves its bytes when it is told to end."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.stopped = plan, False
+        self.result: Result | None = None
+
+    def end(self, outcome: Outcome = Outcome.DONE) -> None:
+        self.result = Result(outcome, "", int(self.plan.nbytes.sum()) if outcome is Outcome.DONE else 0)
+        if outcome is Outcome.DONE:
+            for source, destination, nbytes in zip(*(column.tolist() for column in self.plan), strict=True):
+                ctypes.memmove(destination, source, nbytes)
+
+    def poll(self) -> Result | None:
+        return self.result
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+class Plane:
+    """Gives memory as a plane over ``transport`` does."""
+
+    def __init__(self, transport: str = "tcp") -> None:
+        self.transport = transport
+        self.blocks: list[Any] = []
+        self.registered: list[MemoryRange] = []
+        self.writes: list[Write] = []
+
+    def allocate(self, nbytes: int, location: str = "cpu:0") -> int:
+        self.blocks.append(np.zeros(nbytes, np.uint8))
+        return int(self.blocks[-1].ctypes.data)
+
+    def register(self, ranges: list[MemoryRange]) -> None:
+        self.registered += ranges
+
+    def submit(self, plan: Plan) -> Transfer:
+        self.writes.append(Write(plan))
+        return self.writes[-1]
+
+
+def staging(plane: Plane, rank: Rank, nbytes: int = 1 << 30) -> Staging:
+    return Staging(plane, [rank.pool], nbytes)  # type: ignore[arg-type]
+
+
+def pair(axes: str = TOKENS_FIRST, gap: int = 0) -> tuple[Rank, Rank, Geometry]:
+    """A prefill rank of all heads, and the second of two decode ranks."""
+    prefill, decode = Rank(0, HEADS, axes), Rank(HEADS // 2, HEADS // 2, axes, gap)
+    prefill.fill()
+    return prefill, decode, geometry([prefill.pool], [decode.pool])
+
+
+def run(transfer: GatheredTransfer, plane: Plane) -> Result:
+    for _ in range(10_000):
+        if (result := transfer.poll()) is not None:
+            return result
+        for write in plane.writes:
+            if write.result is None:
+                write.end()
+    raise AssertionError("no result")
+
+
+@pytest.fixture
+def small_slots(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of two pages of one run."""
+    monkeypatch.setattr(gather, "SLOT_BYTES", 2 * RUN_BYTES)
+    yield
+
+
+PAGE_PAIRS = st.tuples(st.permutations(range(PAGES)), st.permutations(range(PAGES)), st.integers(0, PAGES))
+
+
+@given(PAGE_PAIRS, st.sampled_from([1, 2, 3, 7, 100]), st.sampled_from([0, 16]))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_byte_arrives_once_and_no_other_is_touched(
+    monkeypatch: pytest.MonkeyPatch, pages: tuple[list[int], list[int], int], runs_in_a_slot: int, gap: int
+) -> None:
+    monkeypatch.setattr(gather, "SLOT_BYTES", runs_in_a_slot * RUN_BYTES)
+    prefill, decode, shape = pair(gap=gap)
+    source, destination = (np.array(each[: pages[2]], np.uint32) for each in pages[:2])
+    plane = Plane()
+    slots = staging(plane, prefill).open(shape)
+    assert slots is not None
+    result = run(GatheredTransfer(slots, plane.submit, source, destination), plane)
+    assert result == Result(Outcome.DONE, "", len(source) * LAYERS * RUN_BYTES)
+    written = sum(int(write.plan.nbytes.sum()) for write in plane.writes)
+    assert written == result.nbytes
+    assert (decode.heads_of(2, 2, destination) == prefill.heads_of(2, 2, source)).all()
+    assert np.count_nonzero(decode.memory) == result.nbytes
+    assert len(slots.free) == SLOTS
+
+
+def test_a_page_is_one_write_a_region_and_pages_that_follow_each_other_at_decode_are_one() -> None:
+    prefill, _, shape = pair()
+    plane = Plane()
+    slots = staging(plane, prefill).open(shape)
+    assert slots is not None
+    source = np.array([7, 0, 3, 1], np.uint32)
+    run(GatheredTransfer(slots, plane.submit, source, np.array([2, 3, 8, 5], np.uint32)), plane)
+    (write,) = plane.writes
+    assert write.plan.nbytes.tolist() == [2 * RUN_BYTES, RUN_BYTES, RUN_BYTES] * LAYERS
+    assert len(shape.plan(source, source).nbytes) == len(source) * LAYERS * TOKENS
+
+
+def test_only_what_lies_together_at_decode_and_apart_here_is_gathered() -> None:
+    whole, half = Rank(0, HEADS), Rank(0, HEADS // 2)
+    assert slices_of(geometry([whole.pool], [half.pool]), PAGES) is not None
+    assert slices_of(geometry([half.pool], [whole.pool]), PAGES) is None, "apart at decode"
+    assert slices_of(geometry([whole.pool], [Rank(0, HEADS).pool]), PAGES) is None, "whole pages"
+    assert slices_of(pair(HEADS_FIRST)[2], PAGES) is None, "one run here too"
+    assert slices_of(Geometry([], [], 0), PAGES) is None, "another rank sends the same bytes"
+
+
+def test_pools_that_are_not_sliced_alike_are_not_gathered() -> None:
+    whole, half = Rank(0, HEADS), Rank(0, HEADS // 2)
+    both = geometry([whole.pool, half.pool], [half.pool, half.pool])
+    assert slices_of(both, PAGES) is None
+
+
+@pytest.mark.parametrize("transport", ["rdma", ""])
+def test_only_over_tcp(transport: str) -> None:
+    prefill, _, shape = pair()
+    assert staging(Plane(transport), prefill).open(shape) is None
+
+
+def test_not_for_the_memory_of_a_device() -> None:
+    prefill, _, shape = pair()
+    elsewhere = Pool("kv", PoolKind.KV, TOKENS, PAGES, "uint8", prefill.pool.regions, location="cuda:0")
+    assert Staging(Plane(), [elsewhere], 1 << 30).open(shape) is None  # type: ignore[arg-type]
+
+
+def test_memory_is_taken_when_a_peer_needs_it_bounded_and_used_again() -> None:
+    prefill, _, shape = pair()
+    plane = Plane()
+    memory = staging(plane, prefill, 2 * BLOCK_BYTES + 1)
+    assert memory.open(pair(HEADS_FIRST)[2]) is None and not plane.blocks
+    first, second, third = (memory.open(shape) for _ in range(3))
+    assert first is not None and second is not None and third is None
+    assert [each.nbytes for each in plane.registered] == [BLOCK_BYTES] * 2
+    memory.close(first)
+    again = memory.open(shape)
+    assert again is not None and len(again.free) == SLOTS and not first.free
+    assert not set(again.free) & set(second.free)
+
+
+def test_without_memory_slices_go_one_by_one() -> None:
+    class Full(Plane):
+        def allocate(self, nbytes: int, location: str = "cpu:0") -> int:
+            raise MemoryError("none left")
+
+    prefill, _, shape = pair()
+    assert staging(Full(), prefill).open(shape) is None
+
+
+def begun(plane: Plane, prefill: Rank, shape: Geometry, pages: int = PAGES) -> tuple[GatheredTransfer, PeerSlots]:
+    slots = staging(plane, prefill).open(shape)
+    assert slots is not None
+    numbers = np.arange(pages, dtype=np.uint32)
+    return GatheredTransfer(slots, plane.submit, numbers, numbers[::-1].copy()), slots
+
+
+def addresses(plane: Plane) -> list[int]:
+    return [int(write.plan.source[0]) for write in plane.writes]
+
+
+@pytest.mark.usefixtures("small_slots")
+def test_a_slot_is_used_again_only_when_its_write_has_ended() -> None:
+    prefill, _, shape = pair()
+    plane = Plane()
+    transfer, _ = begun(plane, prefill, shape)
+    for _ in range(3 * SLOTS):
+        assert transfer.poll() is None
+    assert len(set(addresses(plane))) == SLOTS == len(plane.writes)
+    plane.writes[1].end()
+    for _ in range(3):
+        assert transfer.poll() is None
+    assert addresses(plane)[SLOTS:] == [addresses(plane)[1]]
+
+
+@pytest.mark.usefixtures("small_slots")
+@pytest.mark.parametrize("outcome", [Outcome.REJECTED, Outcome.FAILED_SRC_FREE, Outcome.FAILED_UNKNOWN])
+def test_a_failed_write_ends_it_when_the_others_have_ended(outcome: Outcome) -> None:
+    prefill, _, shape = pair()
+    plane = Plane()
+    transfer, slots = begun(plane, prefill, shape)
+    for _ in range(3):
+        transfer.poll()
+    plane.writes[1].end(outcome)
+    assert transfer.poll() is None and all(plane.writes[n].stopped for n in (0, 2))
+    plane.writes[0].end(Outcome.REJECTED)
+    plane.writes[2].end()
+    result = transfer.poll()
+    assert result is not None and result.outcome is min(outcome, Outcome.REJECTED)
+    assert result == transfer.poll() and len(plane.writes) == 3
+    certain = outcome is not Outcome.FAILED_UNKNOWN
+    assert (addresses(plane)[1] in slots.free) is certain and len(slots.free) == SLOTS - (not certain)
+
+
+@pytest.mark.usefixtures("small_slots")
+def test_stopped_it_begins_no_further_write() -> None:
+    prefill, _, shape = pair()
+    plane = Plane()
+    transfer, slots = begun(plane, prefill, shape)
+    transfer.poll()
+    transfer.stop()
+    assert transfer.poll() is None and plane.writes[0].stopped
+    plane.writes[0].end()
+    assert transfer.poll() == Result(Outcome.REJECTED, "stopped", 2 * RUN_BYTES)
+    assert len(slots.free) == SLOTS
+
+
+@pytest.mark.usefixtures("small_slots")
+def test_nobody_waits_for_slots_that_are_lost() -> None:
+    prefill, _, shape = pair()
+    plane = Plane()
+    transfer, slots = begun(plane, prefill, shape)
+    waiting = GatheredTransfer(slots, plane.submit, np.arange(3, dtype=np.uint32), np.arange(3, dtype=np.uint32))
+    for _ in range(SLOTS):
+        transfer.poll()
+    assert waiting.poll() is None and slots.left
+    for write in plane.writes:
+        write.end(Outcome.FAILED_UNKNOWN)
+    ended = transfer.poll()
+    assert ended is not None and ended.outcome is Outcome.FAILED_UNKNOWN
+    result = waiting.poll()
+    assert result is not None and result.outcome is Outcome.REJECTED and not slots.left
+
+
+@pytest.mark.parametrize("where", ["submit", "poll"])
+def test_a_plane_that_raises_fails_that_write_and_loses_its_slot(where: str) -> None:
+    class Broken(Write):
+        def poll(self) -> Result | None:
+            raise RuntimeError("a bug")
+
+    def submit(plan: Plan) -> Transfer:
+        if where == "submit":
+            raise RuntimeError("a bug")
+        return Broken(plan)
+
+    prefill, _, shape = pair()
+    slots = staging(Plane(), prefill).open(shape)
+    assert slots is not None
+    page = np.zeros(1, np.uint32)
+    result = GatheredTransfer(slots, submit, page, page).poll()
+    assert result is not None and result.outcome is Outcome.FAILED_UNKNOWN and "a bug" in result.detail
+    assert len(slots.free) == SLOTS - 1
