@@ -22,12 +22,17 @@ async def within(seconds: float, awaitable: Awaitable[T]) -> T:
         if not done:
             task.cancel()
             await asyncio.wait([task])
-            if task.cancelled():
+            if _was_cancelled(task):
                 raise asyncio.TimeoutError
     except asyncio.CancelledError:
         task.cancel()
         raise
     return task.result()
+
+
+def _was_cancelled(task: asyncio.Future[Any]) -> bool:
+    """A gather of several does not say that it was: it raises the cancellation."""
+    return task.cancelled() or isinstance(task.exception(), asyncio.CancelledError)
 
 
 def _look_at(task: asyncio.Future[Any]) -> None:

@@ -54,6 +54,18 @@ def test_what_ends_while_it_is_cancelled_for_its_time_gives_its_result() -> None
     asyncio.run(main())
 
 
+def test_several_that_are_past_their_time_are_one_time_out() -> None:
+    """A gather that is cancelled does not say that it was: it raises CancelledError."""
+
+    async def main() -> None:
+        answers = [asyncio.get_running_loop().create_future() for _ in range(2)]
+        with pytest.raises(asyncio.TimeoutError):
+            await within(0.01, asyncio.gather(*map(asyncio.shield, answers)))
+        assert not any(answer.done() for answer in answers)
+
+    asyncio.run(main())
+
+
 def test_a_cancellation_that_comes_together_with_the_result_is_not_lost() -> None:
     async def main() -> None:
         result: asyncio.Future[int] = asyncio.get_running_loop().create_future()
