@@ -1,6 +1,7 @@
 """A registry of 100,000 ranks in one process without sockets: what each rank, renewal, change and reader costs.
 
-``python -m benchmarks.scale [ranks]``; docs/scale.md reckons with its figures. Times are of the CPU.
+``python -m benchmarks.scale [ranks]``; docs/scale.md reckons with its figures. Times are of the CPU. With ``--etcd``
+what one etcd takes of them instead (scale_etcd.py), of 16,000 ranks unless told.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 
 import psutil
 
+from benchmarks.scale_etcd import measure_etcd
 from kvgrpc.model import Layout, Pool, PoolKind, RankId, RankRef, Region, Role
 from kvgrpc.registry.feed import Feed
 from kvgrpc.registry.model import Endpoints, EngineFilter, RankRow
@@ -20,7 +22,7 @@ from kvgrpc.registry.store.memory import MemoryRegistry
 from kvgrpc.registry.wire import PoolCache, row_to_pb, rows_to_register
 from kvgrpc.v1 import registry_service_pb2 as pb
 
-RANKS, TP, DP, REGIONS = 100_000, 8, 64, 64
+RANKS, RANKS_OF_ETCD, TP, DP, REGIONS = 100_000, 16_000, 8, 64, 64
 
 
 def rows_of(ranks: int) -> Iterator[list[RankRow]]:
@@ -97,8 +99,12 @@ async def measure(ranks: int) -> None:
 
 
 def say(what: str, value: float, unit: str) -> None:
-    print(f"{what:<45} {value:12,.1f} {unit}", flush=True)
+    print(f"{what:<55} {value:12,.1f} {unit}", flush=True)
 
 
 if __name__ == "__main__":
-    asyncio.run(measure(int(sys.argv[1]) if len(sys.argv) > 1 else RANKS))
+    given = [int(word) for word in sys.argv[1:] if word.isdigit()]
+    if "--etcd" in sys.argv[1:]:
+        asyncio.run(measure_etcd(list(rows_of(*(given or [RANKS_OF_ETCD]))), say))
+    else:
+        asyncio.run(measure(*(given or [RANKS])))

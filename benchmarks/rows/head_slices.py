@@ -1,9 +1,9 @@
 """handoff.head_slice: hand-offs between ranks of unequal tp, and what the axis order of the pool makes of them.
 
 Two ranks of half of the heads and the one whose heads they hold, each in a process of its own: what happens twice in
-an engine of tp 4 beside one of tp 2. Two send to one, or (``.split``) one to two. The baseline writes the same descriptors
-with bare engines, from two prefills at once, to two decodes one after the other. ``limit.head_slice``: plan and data
-plane, and no session.
+an engine of tp 4 beside one of tp 2. Two send to one, or (``.split``) one to two. The baseline writes the same
+descriptors with bare engines, from two prefills at once, to two decodes one after the other. ``limit.head_slice``: plan
+and data plane, and no session.
 """
 
 from __future__ import annotations

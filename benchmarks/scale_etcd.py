@@ -1,0 +1,127 @@
+"""What one etcd takes of a fleet: leases, transactions that register a process of 8 ranks, and renewals.
+
+``python -m benchmarks.scale --etcd [ranks]``, with registries' own client and transactions against a real etcd of its
+own. The rate is of one Python client beside it; what etcd itself needs of a CPU says how far it would go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+
+from kvgrpc.registry.model import RankRow
+from kvgrpc.registry.store.etcd.client import EtcdClient
+from kvgrpc.registry.store.etcd.keys import Keys
+from kvgrpc.registry.store.etcd.renewal import Renewal
+from kvgrpc.registry.store.etcd.transactions import registration
+from kvgrpc.registry.wire import PoolCache
+
+AT_ONCE, RENEWED_AT_ONCE, RENEWALS, TTL = 64, 200, 10, 600
+FIRST_LEASE = 1 << 40
+Say = Callable[[str, float, str], None]
+
+
+async def measure_etcd(nodes: Sequence[list[RankRow]], say: Say) -> None:
+    """``nodes``: the ranks of one process each."""
+    for fsync in (False, True):
+        with _running(fsync) as (address, process):
+            client = EtcdClient([address])
+            try:
+                await _measure(client, process, nodes, say, "with fsync" if fsync else "without fsync")
+            finally:
+                await client.close()
+
+
+async def _measure(
+    client: EtcdClient, process: psutil.Process, nodes: Sequence[list[RankRow]], say: Say, how: str
+) -> None:
+    leases = range(FIRST_LEASE, FIRST_LEASE + len(nodes))
+
+    async def timed(what: str, work: Awaitable[object], count: int) -> None:
+        def now() -> tuple[float, float, float]:
+            return time.perf_counter(), time.process_time(), sum(process.cpu_times()[:2])
+
+        began = now()
+        await work
+        seconds, own, its = (end - begin for end, begin in zip(now(), began, strict=True))
+        each = f"{its / count * 1e6:.0f} us of etcd's CPU each, {own / count * 1e6:.0f} us of ours"
+        say(f"etcd, {what}, {how}", count / seconds, f"a second; {each}")
+
+    view: Any = SimpleNamespace(fences={}, shapes={}, pools=PoolCache())
+    keys = Keys("scale")
+    requests = [
+        registration(keys, view, list(enumerate(node)), lease, {}) for node, lease in zip(nodes, leases, strict=True)
+    ]
+
+    async def register(number: int) -> None:
+        answer = await client.transact(requests[number])
+        assert answer.succeeded, "a row was there already"
+
+    await timed("leases granted", _each(lambda n: client.grant(leases[n], TTL), len(nodes)), len(nodes))
+    await timed(f"transactions of {len(requests[0].success)} puts", _each(register, len(nodes)), len(nodes))
+    renewal = Renewal(client)
+
+    async def renew() -> None:
+        for first in [*range(0, len(leases), RENEWED_AT_ONCE)] * RENEWALS:
+            assert not await renewal.renew(leases[first : first + RENEWED_AT_ONCE]), "a lease is gone"
+
+    await timed("leases renewed, one stream", renew(), len(leases) * RENEWALS)
+    await renewal.close()
+
+
+async def _each(call: Callable[[int], Awaitable[None]], count: int) -> None:
+    """``AT_ONCE`` of them at a time."""
+    numbers = iter(range(count))
+
+    async def worker() -> None:
+        for number in numbers:
+            await call(number)
+
+    await asyncio.gather(*(worker() for _ in range(AT_ONCE)))
+
+
+@contextlib.contextmanager
+def _running(fsync: bool) -> Iterator[tuple[str, psutil.Process]]:
+    """One member, its address and its process. Raises RuntimeError where etcd is not installed or does not start."""
+    if (etcd := shutil.which("etcd")) is None:
+        raise RuntimeError("etcd is not installed: .ci/setup etcd")
+    client, peer = (f"127.0.0.1:{_free_port()}" for _ in range(2))
+    with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "wb") as log:
+        command = [etcd, "--name", "only", "--data-dir", f"{folder}/data", *([] if fsync else ["--unsafe-no-fsync"])]
+        command += ["--listen-client-urls", f"http://{client}", "--advertise-client-urls", f"http://{client}"]
+        command += ["--listen-peer-urls", f"http://{peer}", "--initial-advertise-peer-urls", f"http://{peer}"]
+        process = subprocess.Popen([*command, "--initial-cluster", f"only=http://{peer}"], stdout=log, stderr=log)
+        try:
+            _wait_for(client, process)
+            yield client, psutil.Process(process.pid)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _wait_for(address: str, process: subprocess.Popen[bytes]) -> None:
+    host, port = address.split(":")
+    for _ in range(3_000):
+        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), 1):
+            return
+        if process.poll() is not None:
+            break
+        time.sleep(0.01)
+    raise RuntimeError(f"etcd does not answer at {address}")
+
+
+def _free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+        return port
