@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
     from kvgrpc.client import SyncClient
 
 _LOOK_SECONDS = 0.05
+
+
+def name_of_cache(client: SyncClient, engine: str, dp: int) -> dict[str, str | int]:
+    """Which cache is meant, for --json: where no engine is named, the only one of the process."""
+    if not engine and len(found := client.list_streams()) == 1:
+        engine, dp = found[0].engine, dp or found[0].dp
+    return {"engine": engine, "dp": dp}
 
 
 def names_a_cache(command: Any) -> Any:
@@ -73,7 +81,7 @@ def verify(client: SyncClient, as_json: bool, within: float, engine: str, dp: in
         blocks, fresh = follower.blocks, follower.freshness
     right = counts.digests_equal > 0 and not counts.digests_different
     if as_json:
-        told = {
+        told = name_of_cache(client, engine, dp) | {
             "equal": right,
             "digestsEqual": counts.digests_equal,
             "digestsDifferent": counts.digests_different,
@@ -100,24 +108,28 @@ def verify(client: SyncClient, as_json: bool, within: float, engine: str, dp: in
 def stats(client: SyncClient, as_json: bool, **stream: Any) -> None:
     """Count what a rank keeps of its events: batches, events and blocks by kind, bytes, and over how long."""
     from kvgrpc.cli.events import name_and_hashes, read_batch
-    from kvgrpc.client import Dropped, Payloads
+    from kvgrpc.client import Begin, Dropped, Payloads
     from kvgrpc.v1 import event_service_pb2
 
+    name: dict[str, str | int] = {}
     events, blocks = Counter[str](), Counter[str]()
     batches = nbytes = dropped = 0
     first = last = 0.0
     for part in client.watch(mode=event_service_pb2.WATCH_MODE_REPLAY, **stream):
+        if isinstance(part, Begin):
+            name = {"engine": part.stream.engine, "dp": part.stream.dp}
         if isinstance(part, Dropped):
             dropped += part.last_sequence - part.first_sequence + 1
         for payload in part.payloads if isinstance(part, Payloads) else ():
             moment, _, listed = read_batch(payload)
             batches, nbytes = batches + 1, nbytes + len(payload)
-            first, last = first or moment, max(last, moment)
-            for name, hashes in map(name_and_hashes, listed):
-                events[name] += 1
-                blocks[name] += len(hashes or ())
+            if math.isfinite(moment):
+                first, last = first or moment, max(last, moment)
+            for kind, hashes in map(name_and_hashes, listed):
+                events[kind] += 1
+                blocks[kind] += len(hashes or ())
     if as_json:
-        told = {
+        told = name | {
             "batches": batches,
             "bytes": nbytes,
             "droppedBatches": dropped,
@@ -128,7 +140,7 @@ def stats(client: SyncClient, as_json: bool, **stream: Any) -> None:
         return print(json.dumps(told))
     span = seconds(last - first) if batches else "-"
     title = f"{batches} batches of {size(nbytes)} within {span}, {dropped} dropped"
-    rows = [(name, count, blocks[name]) for name, count in sorted(events.items())]
+    rows = [(kind, count, blocks[kind]) for kind, count in sorted(events.items())]
     show_table(title, ("event", "#events", "#blocks"), rows, "no event is kept")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -125,16 +126,23 @@ def begin_as_text(stream: event_service_pb2.EventStream, first: int) -> str:
 
 
 def batch_as_json(sequence: int, payload: bytes, raw: bool) -> str:
-    if raw:
-        return json.dumps({"sequence": sequence, "payload": base64.b64encode(payload).decode()})
     moment, rank, listed = read_batch(payload)
-    return json.dumps({"sequence": sequence, "time": moment, "rank": rank, "events": listed}, default=plain)
+    if raw:
+        return json.dumps({"sequence": sequence, "rank": rank, "payload": base64.b64encode(payload).decode()})
+    return json.dumps({"sequence": sequence, "time": for_json(moment), "rank": rank, "events": for_json(listed)})
 
 
 def batch_as_text(sequence: int, payload: bytes) -> str:
     moment, _, listed = read_batch(payload)
-    clock = time.strftime("%H:%M:%S", time.localtime(moment)) + f".{int(moment % 1 * 1000):03d}"
-    return f"{sequence:>8}  {clock}  " + "; ".join(map(event_as_text, listed))
+    return f"{sequence:>8}  {clock_of(moment)}  " + "; ".join(map(event_as_text, listed))
+
+
+def clock_of(moment: float) -> str:
+    """The time of day; dashes where an engine wrote what no clock shows."""
+    try:
+        return time.strftime("%H:%M:%S", time.localtime(moment)) + f".{int(moment % 1 * 1000):03d}"
+    except (ValueError, OverflowError, OSError):
+        return "--:--:--.---"
 
 
 def event_as_text(event: Any) -> str:
@@ -159,15 +167,40 @@ def name_and_hashes(event: Any) -> tuple[str, list[Any] | None]:
 
 
 def read_batch(payload: bytes) -> tuple[float, int | None, list[Any]]:
-    """Time, rank and events of a batch of any dialect; a payload that is no batch is one event that says so."""
+    """Time, rank and events of a batch of any dialect. A payload that is no batch is one event that says so, and so is
+    an event that cannot be read beside others that can."""
     import msgspec
 
     try:
-        moment, listed, *more = msgspec.msgpack.decode(payload)
-        rank = more[0] if more and isinstance(more[0], int) else None
-        return float(moment), rank, list(listed)
-    except (msgspec.DecodeError, TypeError, ValueError):
+        moment, listed, *more = msgspec.msgpack.decode(payload, type=list[msgspec.Raw])
+        rank = msgspec.msgpack.decode(more[0]) if more else None
+        events = [read_event(bytes(raw)) for raw in msgspec.msgpack.decode(listed, type=list[msgspec.Raw])]
+        return msgspec.msgpack.decode(moment, type=float), rank if isinstance(rank, int) else None, events
+    except (msgspec.DecodeError, TypeError, ValueError, RecursionError):
         return 0.0, None, [["not a batch", [payload]]]
+
+
+def read_event(raw: bytes) -> Any:
+    """An event as plain values; one of a shape that nobody reads (nested without end, no UTF-8) as its bytes."""
+    import msgspec
+
+    try:
+        event = msgspec.msgpack.decode(raw)
+        for_json(event)
+        return event
+    except (msgspec.DecodeError, TypeError, ValueError, RecursionError):
+        return ["not readable", [raw]]
+
+
+def for_json(value: Any) -> Any:
+    """The same in what every JSON parser takes: bytes as hexadecimal text, a number that is none (NaN, inf) as null."""
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else plain(key): for_json(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [for_json(entry) for entry in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, str | int | None) else plain(value)
 
 
 def plain(value: object) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvgrpc.cli.connection import calls_an_index, json_option
-from kvgrpc.cli.contents import names_a_cache
+from kvgrpc.cli.contents import name_of_cache, names_a_cache
 from kvgrpc.cli.names import seconds_of
 from kvgrpc.cli.output import seconds, show_json, show_table
 from kvgrpc.cli.publisher import calls_a_publisher
@@ -33,9 +33,13 @@ def follow(client: SyncClient, as_json: bool, engine: str, dp: int, live: bool, 
     with client.follow(engine=engine, dp=dp, live=live) as follower:
         if once:
             follower.until_current()
-            return print(_standing(follower, as_json), flush=True)
+        name: dict[str, str | int] = {}
         while True:
-            print(_standing(follower, as_json), flush=True)
+            if as_json and not name and follower.freshness.log_id:
+                name = name_of_cache(client, engine, dp)
+            print(_standing(follower, name if as_json else None), flush=True)
+            if once:
+                return
             time.sleep(TELL_SECONDS)
 
 
@@ -139,10 +143,11 @@ def _fresh(freshness: index_service_pb2.Freshness) -> tuple[str, int, str]:
     return state, freshness.lag_batches, idle
 
 
-def _standing(follower: SyncEventFollower, as_json: bool) -> str:
+def _standing(follower: SyncEventFollower, name: dict[str, str | int] | None) -> str:
+    """One line: JSON with this name of the cache, or text."""
     fresh, counts, blocks = follower.freshness, follower.counts, follower.blocks
-    if as_json:
-        told = {
+    if name is not None:
+        told = name | {
             "state": fresh.state.value,
             "logId": fresh.log_id,
             "nextSequence": str(fresh.next_sequence),

@@ -225,7 +225,8 @@ class Client:
     ) -> AsyncIterator[WatchPart]:
         """One Watch, from Begin on. Where a connection breaks it goes on behind the last batch, with the same log.
 
-        ``typed``: messages instead of payloads, and then only events of these ``tiers`` and ``groups`` (empty: all).
+        ``typed``: messages instead of payloads, and then only events of these ``tiers`` and ``groups`` (empty: all). A
+        batch, or a part of a snapshot, that would be a message above 4 MiB comes as payload even then, unfiltered.
 
         Raises PeerUnreachable, or what a server said when it went, once nothing could be heard for ``timeout`` seconds,
         at least 3 (heartbeats come each second); at once what refuses the first call, and what another call cannot mend

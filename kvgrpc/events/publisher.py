@@ -22,15 +22,13 @@ from kvgrpc.events.base import SHUTDOWN_SECONDS, EventPublisher
 from kvgrpc.events.codec import BatchEncoder
 from kvgrpc.events.config import EventsConfig
 from kvgrpc.events.log.batch_queue import BatchQueue, Clear
-from kvgrpc.events.log.journal import Dropped, Journal
+from kvgrpc.events.log.journal import MAX_BATCH_BYTES, Dropped, Journal
 from kvgrpc.events.log.recorder import Recorder
 from kvgrpc.events.log.stream import EventStream
 from kvgrpc.model import RankRef
 from kvgrpc.observability import metrics
 from kvgrpc.observability.logging import worth_logging
 
-# What a gRPC client of any language takes in one message without being configured is 4 MiB.
-MAX_BATCH_BYTES = 4 * 2**20 - 64 * 1024
 IDLE_SECONDS = 1.0
 FAILED_PASS_SECONDS = 0.1
 # A pass takes at most IDLE_SECONDS when nothing is wrong.
@@ -96,6 +94,7 @@ class JournalingPublisher(EventPublisher):
             pub_endpoint=live.endpoint if live else "",
             topic=config.topic.encode(),
             replay_endpoint=replay_endpoint,
+            reader_lag=config.reader_lag_batches,
         )
         self._published = self._failed_batches = self._failed_sends = self._failed_passes = 0
         self._measured_bytes = 0

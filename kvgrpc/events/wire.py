@@ -10,7 +10,7 @@ import msgspec
 from kvgrpc.errors import Violation
 from kvgrpc.events.codec import decode_batch
 from kvgrpc.events.log.digest import StateDigest, hash_key, medium_key
-from kvgrpc.events.log.journal import Batches, Dropped
+from kvgrpc.events.log.journal import MAX_BATCH_BYTES, Batches, Dropped
 from kvgrpc.events.log.stream import StreamState
 from kvgrpc.events.model import (
     AllBlocksCleared,
@@ -26,7 +26,7 @@ from kvgrpc.model import raise_if
 from kvgrpc.v1 import event_service_pb2 as pb
 from kvgrpc.wire import rank_ref_to_pb
 
-# Some milliseconds to decode and build, and a message below 1 MiB.
+# Some milliseconds to decode and build, and a message far below 4 MiB: none is more than eleven times its payload.
 TYPED_CHUNK_BYTES = 128 * 1024
 HOST_MEDIA = frozenset(("CPU", "CPU_PINNED"))
 _MAX_TOKEN = 2**32 - 1
@@ -108,13 +108,7 @@ def part_to_pb(part: Part, form: Form) -> pb.WatchResponse:
     # Filled in place: a message that is handed to a constructor is copied, with all its payloads.
     response = pb.WatchResponse()
     if isinstance(part, Batches):
-        if form.typed:
-            response.typed.first_sequence = part.first
-            for payload in part.payloads:
-                _fill_batch(response.typed.batches.add(), payload, form)
-        else:
-            response.raw.first_sequence = part.first
-            response.raw.payloads.extend(part.payloads)
+        _fill_batches(response, part, form)
     elif isinstance(part, Heartbeat):
         response.heartbeat.next_sequence = part.next_sequence
         if part.state is not None:
@@ -139,15 +133,31 @@ def tier_of(medium: str | None) -> pb.Tier.ValueType:
     return pb.TIER_HOST if key in HOST_MEDIA else pb.TIER_STORAGE
 
 
+def _fill_batches(response: pb.WatchResponse, part: Batches, form: Form) -> None:
+    if form.typed:
+        response.typed.first_sequence = part.first
+        for payload in part.payloads:
+            _fill_batch(response.typed.batches.add(), payload, form)
+        if sum(map(len, part.payloads)) <= TYPED_CHUNK_BYTES or response.ByteSize() <= MAX_BATCH_BYTES:
+            return
+    # The oneof lets go of what was typed. A hash of one byte is eleven bytes there.
+    response.raw.first_sequence = part.first
+    response.raw.payloads.extend(part.payloads)
+
+
 def _fill_snapshot(message: pb.SnapshotPart, part: SnapshotPart, form: Form) -> None:
     message.next_sequence = part.snapshot.next_sequence
     message.index = part.index
     message.last = part.last
     message.total_blocks = part.snapshot.copies
+    too_large = False
     if form.typed:
         for event in _events_of(part.payload, form):
             _fill_event(message.events.add(), event)
-    else:
+        too_large = len(part.payload) > TYPED_CHUNK_BYTES and message.ByteSize() > MAX_BATCH_BYTES
+        if too_large:
+            del message.events[:]
+    if too_large or not form.typed:
         message.payloads.append(part.payload)
     if part.last:
         message.state.CopyFrom(digest_to_pb(part.snapshot.digest))

@@ -67,7 +67,9 @@ class _WatchEncodingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WatchEn
     WATCH_ENCODING_RAW: _WatchEncoding.ValueType  # 1
     """The exact bytes of the PUB payloads."""
     WATCH_ENCODING_TYPED: _WatchEncoding.ValueType  # 2
-    """Messages, one form for all engines."""
+    """Messages, one form for all engines. What would be a message above 4 MiB (one huge batch, or part of a snapshot), the
+    most that gRPC clients take unless configured, comes as RAW instead, unfiltered.
+    """
 
 class WatchEncoding(_WatchEncoding, metaclass=_WatchEncodingEnumTypeWrapper):
     """What batches look like."""
@@ -77,7 +79,9 @@ WATCH_ENCODING_UNSPECIFIED: WatchEncoding.ValueType  # 0
 WATCH_ENCODING_RAW: WatchEncoding.ValueType  # 1
 """The exact bytes of the PUB payloads."""
 WATCH_ENCODING_TYPED: WatchEncoding.ValueType  # 2
-"""Messages, one form for all engines."""
+"""Messages, one form for all engines. What would be a message above 4 MiB (one huge batch, or part of a snapshot), the
+most that gRPC clients take unless configured, comes as RAW instead, unfiltered.
+"""
 Global___WatchEncoding: _TypeAlias = WatchEncoding  # noqa: Y015
 
 class _Tier:
@@ -680,7 +684,9 @@ class SnapshotPart(_message.Message):
     """Copies of blocks in all parts together."""
     @_builtins.property
     def payloads(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """RAW: batches in the stream's own encoding, without a sequence."""
+        """RAW: batches of tagged maps, whatever the stream's own encoding is, without a sequence. In TYPED only where events would
+        be too large; then instead of them.
+        """
 
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvEvent]:
@@ -775,7 +781,7 @@ Global___TierDigest: _TypeAlias = TierDigest  # noqa: Y015
 
 @_typing.final
 class WatchHeartbeat(_message.Message):
-    """Sent each second without a batch."""
+    """Sent about each second, also between batches; not within a snapshot, and in a replay only where there is nothing to read."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -819,7 +825,7 @@ class WatchResponse(_message.Message):
 
     @_builtins.property
     def raw(self) -> Global___RawBatches:
-        """Batches."""
+        """Batches, RAW; in TYPED one that would be too large as a message."""
 
     @_builtins.property
     def dropped(self) -> Global___DroppedRange:
@@ -827,7 +833,7 @@ class WatchResponse(_message.Message):
 
     @_builtins.property
     def heartbeat(self) -> Global___WatchHeartbeat:
-        """Nothing new."""
+        """How far the log is."""
 
     @_builtins.property
     def typed(self) -> Global___TypedBatches:

@@ -17,11 +17,13 @@ from kvgrpc.client import Begin, Client, Heartbeat, Snapshot, TypedBatches
 from kvgrpc.client.cursor import Cursor
 from kvgrpc.errors import EventsCompacted, KvGrpcError, TooManyRequests
 from kvgrpc.events import EventServicer, EventStream, JournalingPublisher, KVEventBatch, decode_batch, open_publisher
+from kvgrpc.events.codec import Dialect
 from kvgrpc.events.log.digest import CHECKPOINT_BATCHES, mix
 from kvgrpc.events.log.journal import Batches
-from kvgrpc.events.log.recorder import MAX_SNAPSHOTS
+from kvgrpc.events.log.recorder import MAX_SNAPSHOTS, Recorder
 from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, Event, UnknownEvent
 from kvgrpc.events.watch import MAX_SNAPSHOTS_IN_A_ROW, SnapshotPart, Watch, WatchMode, WatchOrder
+from kvgrpc.events.wire import Form, part_to_pb
 from kvgrpc.model import RankId, RankRef
 from kvgrpc.rpc.interceptors import interceptors_of
 from kvgrpc.rpc.options import SERVER_OPTIONS
@@ -489,6 +491,25 @@ async def test_a_snapshot_of_nothing_is_one_empty_part() -> None:
         assert (part.next_sequence, part.total_blocks, list(part.state.tiers)) == (0, 0, [])
 
 
+@pytest.mark.parametrize("encoding", [pb.WATCH_ENCODING_RAW, TYPED])
+async def test_a_client_that_nobody_configured_heals_from_a_snapshot_of_blocks_that_say_much(encoding: Any) -> None:
+    """The stub's channel takes 4 MiB, as gRPC of every language does by itself."""
+    async with served() as events:
+        for first in range(0, 12_000, 4_000):
+            batch = [
+                BlockStored([n.to_bytes(32, "big")], None, [], 16, None, "GPU", extra_keys=[["x" * 500]])
+                for n in range(first, first + 4_000)
+            ]
+            assert events.publisher.publish(KVEventBatch(1.0, batch))
+        await until(lambda: events.publisher.counts.unsent == 0)
+        assert events.publisher.counts.dropped == 0
+        call = events.watch(SNAPSHOT, encoding=encoding)
+        await call.read()
+        parts = await snapshot_of(call)
+        typed = sum(len(event.stored.block_hashes) for part in parts for event in part.events)
+        assert typed + len(blocks_of(parts)) == parts[-1].total_blocks == 12_000
+
+
 async def test_a_snapshot_needs_no_journal() -> None:
     async with served(buffer_steps=0) as events:
         await publish(events, *(stored(number) for number in range(20)))
@@ -711,6 +732,55 @@ async def test_the_client_watches_typed_and_filtered_with_the_digest() -> None:
             while not isinstance(beat, Heartbeat):
                 beat = await anext(parts)
             assert beat.state is not None and [tier.blocks for tier in beat.state.tiers] == [2, 3]
+
+
+async def test_a_batch_that_would_be_too_large_as_a_message_comes_as_it_is_and_the_watch_goes_on() -> None:
+    """Hashes of a byte are eleven times as large in a message. The stub's channel takes 4 MiB, as any by itself."""
+    async with served() as events:
+        many = BlockStored([7] * 400_000, None, [], 16)
+        await publish(events, stored(1), many, stored(2))
+        call = events.watch(TAIL, encoding=TYPED)
+        messages = [await call.read() for _ in range(4)]
+        assert kinds(messages) == ["begin", "typed", "raw", "typed"]
+        assert (messages[2].raw.first_sequence, len(messages[2].raw.payloads)) == (1, 1)
+        assert decode_batch(messages[2].raw.payloads[0]).events == [many]
+        assert messages[3].typed.first_sequence == 2
+
+
+def test_a_part_that_would_be_too_large_as_a_message_has_its_payload() -> None:
+    payload = msgspec.msgpack.encode([1.0, [{"type": "BlockStored", "block_hashes": [7] * 400_000}], 0])
+    snapshot = Recorder(Dialect.VLLM, 0).snapshot(0)
+    message = part_to_pb(SnapshotPart(snapshot, 0, payload, False), Form(typed=True))
+    assert (list(message.snapshot.payloads), len(message.snapshot.events)) == ([payload], 0)
+    filtered = part_to_pb(SnapshotPart(snapshot, 0, payload, False), Form(typed=True, tiers=frozenset([pb.TIER_HOST])))
+    assert not filtered.snapshot.payloads and not filtered.snapshot.events
+
+
+@pytest.mark.parametrize("mode", [TAIL, SNAPSHOT])
+async def test_a_reader_behind_the_limit_of_the_publisher_is_sent_to_the_state(mode: pb.WatchMode.ValueType) -> None:
+    async with served(reader_lag_batches=10) as events:
+        await publish(events, *(stored(number) for number in range(30)))
+        reader = Watch(events.stream, WatchOrder(WatchMode(mode)))
+        if mode == SNAPSHOT:
+            part = await reader.next_part()
+            assert isinstance(part, SnapshotPart) and part.last
+        else:
+            # Without a cursor it begins where it is not sent away at once.
+            assert reader.cursor == 25
+            assert await reader.next_part() is not None
+        await publish(events, *(stored(number) for number in range(30, 40)))
+        part = await reader.next_part()
+        assert isinstance(part, Batches) and part.last == 39, "at the limit it still reads"
+        await publish(events, *(stored(number) for number in range(40, 51)))
+        if mode == SNAPSHOT:
+            part = await reader.next_part()
+            assert isinstance(part, SnapshotPart) and part.snapshot.next_sequence == 51
+        else:
+            with pytest.raises(EventsCompacted) as told:
+                await reader.next_part()
+            assert (told.value.metadata["requestedSequence"], told.value.metadata["oldestSequence"]) == ("40", "41")
+        # Who fills a gap has the whole journal.
+        assert (await events.read(from_sequence=0))[1].raw.first_sequence == 0
 
 
 def test_a_typed_watch_that_breaks_goes_on_behind_its_last_batch() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -12,7 +13,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-FILES = ("common", "error_reason", "event_service", "registry_service", "server_service", "transfer_service")
+FILES = sorted(path.stem for path in (Path(__file__).parents[2] / "protos" / "kvgrpc" / "v1").glob("*.proto"))
 
 
 @pytest.mark.parametrize("name", FILES)

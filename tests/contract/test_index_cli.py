@@ -72,6 +72,7 @@ def test_follow_says_what_a_cache_holds(rank: RankHost, kvgrpc: Any) -> None:
     code, out, _ = kvgrpc("events", "follow", "--once", "--json", "-s", rank.rank.address)
     told = json.loads(out)
     assert (told["state"], told["blocks"], told["nextSequence"]) == ("current", {"CPU": 1, "GPU": 3}, "3")
+    assert (told["engine"], told["dp"]) == ("P", 0)
 
 
 def test_snapshot_shows_what_a_cache_holds_and_ends(rank: RankHost, kvgrpc: Any) -> None:
@@ -88,7 +89,8 @@ def test_verify_compares_with_the_publishers_digest(rank: RankHost, kvgrpc: Any)
     code, out, _ = kvgrpc("events", "verify", "-s", rank.rank.address)
     assert code == 0 and out.startswith("equal: 1 in CPU, 3 in GPU")
     code, out, _ = kvgrpc("events", "verify", "--json", "-s", rank.rank.address)
-    assert code == 0 and json.loads(out)["equal"] is True
+    told = json.loads(out)
+    assert code == 0 and (told["equal"], told["engine"], told["dp"]) == (True, "P", 0)
 
 
 def test_verify_says_where_no_digest_comes(rank: RankHost, kvgrpc: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +105,7 @@ def test_verify_says_where_no_digest_comes(rank: RankHost, kvgrpc: Any, monkeypa
 def test_stats_counts_what_is_kept(rank: RankHost, kvgrpc: Any) -> None:
     code, out, _ = kvgrpc("events", "stats", "--json", "-s", rank.rank.address)
     told = json.loads(out)
+    assert (told["engine"], told["dp"]) == ("P", 0)
     assert code == 0 and (told["batches"], told["events"]["BlockStored"], told["blocks"]["BlockStored"]) == (3, 2, 4)
     code, out, _ = kvgrpc("events", "stats", "-s", rank.rank.address)
     assert code == 0 and "BlockStored" in out and "3 batches" in out

@@ -19,15 +19,18 @@ from kvgrpc.errors import TooManyRequests
 from kvgrpc.events.codec import BatchEncoder, Dialect, Encoding, decode_batch
 from kvgrpc.events.log.digest import CHECKPOINT_BATCHES, StateDigest
 from kvgrpc.events.log.journal import Dropped
-from kvgrpc.events.log.snapshot import CacheState, Cut, stored_event
-from kvgrpc.events.model import Event, KVEventBatch
+from kvgrpc.events.log.snapshot import Block, CacheState, Cut, stored_event
+from kvgrpc.events.model import BlockStored, KVEventBatch
 from kvgrpc.observability import metrics
 
 # What may wait to be folded: some milliseconds of work.
 WAITING_BATCHES = 256
 WAITING_BYTES = 1 * 2**20
-# A message of TYPED is about twice as large; what a gRPC client takes without being configured is 4 MiB.
+# What a part is aimed at, by an estimate, and what it is never above once encoded, unless it is one block: a gRPC
+# client that nobody configured takes 4 MiB, and would never heal beyond it.
 PART_BYTES = 512 * 1024
+MAX_PART_BYTES = 2**20
+_RUN_BYTES = 160
 _BLOCK_BYTES = 16
 # Snapshots that readers still read; each holds its encoded parts, and the shards that the state has changed since.
 # Where there are so many, one that nobody reads on, or that has been read for long, gives way to the next reader's.
@@ -39,6 +42,8 @@ LONGEST_SECONDS = 60.0
 _SLICE_BLOCKS = 512
 _PAUSE_SECONDS = 0.0001
 _RETRY_SECONDS = 1.0
+
+_Run = tuple[list[Block], BlockStored]
 
 
 class Recorder:
@@ -148,7 +153,7 @@ class Snapshot:
         self._encoder = encoder
         self._lock = threading.Lock()
         self._parts: list[bytes] = []
-        self._rest: Iterator[list[Event]] = _parts_of(cut)
+        self._rest = _parts_of(cut)
         self._complete = False
         self._given_up = False
         self.cut_at = self.read_at = time.monotonic()
@@ -175,19 +180,33 @@ class Snapshot:
             return self._parts[index], self._complete and index == len(self._parts) - 1
 
     def _encode_next(self) -> None:
-        events = next(self._rest, None)
+        runs = next(self._rest, None)
         # There is always one part, so that an empty state is said too.
-        self._complete = events is None
-        if events is not None or not self._parts:
-            self._parts.append(self._encoder.encode(KVEventBatch(time.time(), events or [])))
+        self._complete = runs is None
+        if runs is not None or not self._parts:
+            self._encode(runs or [])
+
+    def _encode(self, runs: list[_Run]) -> None:
+        """As one part, or as several where it comes out too large: nobody knows before what else blocks have to say."""
+        payload = self._encoder.encode(KVEventBatch(time.time(), [event for _, event in runs]))
+        if len(payload) <= MAX_PART_BYTES or sum(len(blocks) for blocks, _ in runs) <= 1:
+            self._parts.append(payload)
+            return
+        if len(runs) == 1:
+            # The half of a run is a run.
+            (blocks, _), middle = runs[0], len(runs[0][0]) // 2
+            runs = [(half, stored_event(half)) for half in (blocks[:middle], blocks[middle:])]
+        middle = len(runs) // 2
+        self._encode(runs[:middle])
+        self._encode(runs[middle:])
 
 
-def _parts_of(cut: Cut) -> Iterator[list[Event]]:
-    part: list[Event] = []
+def _parts_of(cut: Cut) -> Iterator[list[_Run]]:
+    part: list[_Run] = []
     size = blocks = 0
     for run in cut.runs():
-        part.append(stored_event(run))
-        size += sum(_BLOCK_BYTES + len(block.tokens) for block in run)
+        part.append((run, stored_event(run)))
+        size += _RUN_BYTES + sum(_BLOCK_BYTES + len(block.tokens) for block in run)
         blocks += len(run)
         if blocks >= _SLICE_BLOCKS:
             time.sleep(_PAUSE_SECONDS)

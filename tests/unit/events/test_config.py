@@ -63,6 +63,7 @@ def test_all_keys_are_read() -> None:
         "clear_first": False,
         "snapshots": False,
         "max_watches": 6,
+        "reader_lag_batches": 7,
         "journal_bytes": 4,
         "journal_age": 5.0,
     }

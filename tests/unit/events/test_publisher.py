@@ -16,9 +16,8 @@ import pytest
 
 from kvgrpc.events import EventsConfig, JournalingPublisher, decode_batch
 from kvgrpc.events import publisher as publishing
-from kvgrpc.events.log.journal import Batches, Dropped
+from kvgrpc.events.log.journal import MAX_BATCH_BYTES, Batches, Dropped
 from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
-from kvgrpc.events.publisher import MAX_BATCH_BYTES
 from kvgrpc.model import RankId, RankRef
 
 RANK = RankRef(RankId("engine", dp=1), 7)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from kvgrpc.events.codec import BatchEncoder, Dialect, Encoding, decode_batch
 from kvgrpc.events.log.digest import DigestCounter, StateDigest, hash_key, medium_key
-from kvgrpc.events.log.journal import Dropped
-from kvgrpc.events.log.recorder import WAITING_BATCHES, WAITING_BYTES, Recorder
+from kvgrpc.events.log.journal import MAX_BATCH_BYTES, Dropped
+from kvgrpc.events.log.recorder import MAX_PART_BYTES, WAITING_BATCHES, WAITING_BYTES, Recorder
 from kvgrpc.events.log.snapshot import RUN_BLOCKS, CacheState, Cut, stored_event
 from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, Event, KVEventBatch, UnknownEvent
 from kvgrpc.observability import metrics
@@ -212,8 +212,64 @@ def test_the_parts_together_are_the_state(blocks: int, size: int) -> None:
     assert model.digest(blocks) == snapshot.digest == recorder.digest(0)
 
 
-def encoded(event: Event) -> bytes:
-    return BatchEncoder(Dialect.VLLM, Encoding.MAP, 0).encode(KVEventBatch(0.0, [event]))
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"digest": True},
+        {"group_idx": 3, "kv_cache_spec_kind": "sliding_window", "session_id": "s" * 100},
+        {"digest": True, "extra_keys": [["x" * 300]], "cache_salt": "y" * 100},
+        {"unknown_keys": {"new": "z" * 200}},
+    ],
+    ids=["plain", "digests", "group_kind_session", "digests_extra_keys", "unknown_keys"],
+)
+def test_a_part_is_what_any_client_takes_whatever_blocks_say_of_themselves(shape: dict[str, Any]) -> None:
+    """One block in an event, without tokens: all that it says is beside what a part is measured by."""
+    fields = dict(shape)
+    wide = fields.pop("digest", False)
+    hashes = [number.to_bytes(32, "big") if wide else 2**62 + number for number in range(12_000)]
+    recorder = Recorder(Dialect.VLLM, 0)
+    recorder.add([encoded(*(BlockStored([block], None, [], 16, None, "GPU", **fields) for block in hashes))])
+    blocks, largest = sizes_of_parts(recorder)
+    assert blocks == 12_000 and largest <= MAX_PART_BYTES
+
+
+def test_a_part_is_what_any_client_takes_though_a_block_beside_others_is_as_large_as_a_batch_may_be() -> None:
+    recorder = Recorder(Dialect.VLLM, 0)
+    recorder.add([encoded(*(BlockStored([number], None, [100_000] * 16, 16) for number in range(1, 2_000)))])
+    recorder.add([encoded(BlockStored([2_000], None, [100_000] * 790_000, 790_000))])
+    blocks, largest = sizes_of_parts(recorder)
+    assert blocks == 2_000 and 3_900_000 < largest < MAX_BATCH_BYTES, "it is there, in a part of its own"
+
+
+def test_a_run_that_is_too_large_is_said_as_several() -> None:
+    recorder = Recorder(Dialect.VLLM, 0)
+    recorder.add(
+        [encoded(BlockStored([n + 1], n or None, [], 16, extra_keys=[["x" * 60_000]])) for n in range(RUN_BLOCKS)]
+    )
+    blocks, largest = sizes_of_parts(recorder)
+    assert blocks == RUN_BLOCKS and largest <= MAX_PART_BYTES
+
+
+def sizes_of_parts(recorder: Recorder) -> tuple[int, int]:
+    """Blocks of all parts, and the bytes of the largest; they come to the digest, and parents come first."""
+    snapshot, model, index, last = recorder.snapshot(0), Model(), 0, False
+    largest, told = 0, set[int]()
+    while not last:
+        payload, last = snapshot.part(index)
+        largest, index = max(largest, len(payload)), index + 1
+        events = decode_batch(payload).events
+        model.apply(events)
+        for event in events:
+            assert isinstance(event, BlockStored)
+            assert event.parent_block_hash is None or hash_key(event.parent_block_hash) in told
+            told.update(map(hash_key, event.block_hashes))
+    assert model.digest(snapshot.next_sequence) == snapshot.digest
+    return model.copies.total(), largest
+
+
+def encoded(*events: Event) -> bytes:
+    return BatchEncoder(Dialect.VLLM, Encoding.MAP, 0).encode(KVEventBatch(0.0, list(events)))
 
 
 def decoded(event: BlockStored) -> BlockStored:

@@ -95,7 +95,8 @@ const (
 	WatchEncoding_WATCH_ENCODING_UNSPECIFIED WatchEncoding = 0
 	// The exact bytes of the PUB payloads.
 	WatchEncoding_WATCH_ENCODING_RAW WatchEncoding = 1
-	// Messages, one form for all engines.
+	// Messages, one form for all engines. What would be a message above 4 MiB (one huge batch, or part of a snapshot), the
+	// most that gRPC clients take unless configured, comes as RAW instead, unfiltered.
 	WatchEncoding_WATCH_ENCODING_TYPED WatchEncoding = 2
 )
 
@@ -1357,7 +1358,8 @@ type SnapshotPart struct {
 	Last bool `protobuf:"varint,3,opt,name=last,proto3" json:"last,omitempty"`
 	// Copies of blocks in all parts together.
 	TotalBlocks uint64 `protobuf:"varint,4,opt,name=total_blocks,json=totalBlocks,proto3" json:"total_blocks,omitempty"`
-	// RAW: batches in the stream's own encoding, without a sequence.
+	// RAW: batches of tagged maps, whatever the stream's own encoding is, without a sequence. In TYPED only where events would
+	// be too large; then instead of them.
 	Payloads [][]byte `protobuf:"bytes,5,rep,name=payloads,proto3" json:"payloads,omitempty"`
 	// TYPED: events, filtered.
 	Events []*KvEvent `protobuf:"bytes,6,rep,name=events,proto3" json:"events,omitempty"`
@@ -1575,7 +1577,7 @@ func (x *TierDigest) GetMixedHashes() uint64 {
 	return 0
 }
 
-// Sent each second without a batch.
+// Sent about each second, also between batches; not within a snapshot, and in a replay only where there is nothing to read.
 type WatchHeartbeat struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Sequence that the next batch will get: whoever has all before it is current.
@@ -1749,7 +1751,7 @@ type WatchResponse_Begin struct {
 }
 
 type WatchResponse_Raw struct {
-	// Batches.
+	// Batches, RAW; in TYPED one that would be too large as a message.
 	Raw *RawBatches `protobuf:"bytes,2,opt,name=raw,proto3,oneof"`
 }
 
@@ -1759,7 +1761,7 @@ type WatchResponse_Dropped struct {
 }
 
 type WatchResponse_Heartbeat struct {
-	// Nothing new.
+	// How far the log is.
 	Heartbeat *WatchHeartbeat `protobuf:"bytes,4,opt,name=heartbeat,proto3,oneof"`
 }
 

@@ -700,7 +700,8 @@ export type SnapshotPart = Message<"kvgrpc.v1.SnapshotPart"> & {
   totalBlocks: string;
 
   /**
-   * RAW: batches in the stream's own encoding, without a sequence.
+   * RAW: batches of tagged maps, whatever the stream's own encoding is, without a sequence. In TYPED only where events would
+   * be too large; then instead of them.
    *
    * @generated from field: repeated bytes payloads = 5;
    */
@@ -800,7 +801,7 @@ export const TierDigestSchema: GenMessage<TierDigest> = /*@__PURE__*/
   messageDesc(file_kvgrpc_v1_event_service, 16);
 
 /**
- * Sent each second without a batch.
+ * Sent about each second, also between batches; not within a snapshot, and in a replay only where there is nothing to read.
  *
  * @generated from message kvgrpc.v1.WatchHeartbeat
  */
@@ -848,7 +849,7 @@ export type WatchResponse = Message<"kvgrpc.v1.WatchResponse"> & {
     case: "begin";
   } | {
     /**
-     * Batches.
+     * Batches, RAW; in TYPED one that would be too large as a message.
      *
      * @generated from field: kvgrpc.v1.RawBatches raw = 2;
      */
@@ -864,7 +865,7 @@ export type WatchResponse = Message<"kvgrpc.v1.WatchResponse"> & {
     case: "dropped";
   } | {
     /**
-     * Nothing new.
+     * How far the log is.
      *
      * @generated from field: kvgrpc.v1.WatchHeartbeat heartbeat = 4;
      */
@@ -965,7 +966,8 @@ export enum WatchEncoding {
   RAW = 1,
 
   /**
-   * Messages, one form for all engines.
+   * Messages, one form for all engines. What would be a message above 4 MiB (one huge batch, or part of a snapshot), the
+   * most that gRPC clients take unless configured, comes as RAW instead, unfiltered.
    *
    * @generated from enum value: WATCH_ENCODING_TYPED = 2;
    */
@@ -1040,6 +1042,7 @@ export const EventService: GenService<{
   /**
    * Reads one stream. The first message is begin; batches follow in sequence without a gap that is not told (as
    * dropped); REPLAY ends after end_sequence, or after the newest batch there is at the start.
+   * A publisher may bound how far a reader lies behind (reader_lag_batches): then TAIL without from_sequence begins nearer.
    * SNAPSHOT sends the whole state in parts, then the batches that follow it; when the log overtakes the reader there is
    * another snapshot, at most 3 before the reader has caught up once, then EVENTS_COMPACTED.
    * Never an empty success: a cursor that cannot be served is an error.
