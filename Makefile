@@ -33,8 +33,8 @@ test-all: lint clients  ## The same with the long tests.
 	@$(if $(ARGS),,$(MAKE) contract SLOW=yes)
 
 test-engines:  ## Real engines, prefill and decode, over kvgrpc: tokens, faults, restarts (ENGINES=vllm for one; ARGS as in test).
+	@for engine in $(ENGINES); do .ci/setup $$engine; done
 	@for engine in $(ENGINES); do \
-	  .ci/setup $$engine; \
 	  $(PYTEST) .venv-$$engine/bin/python -m pytest $(or $(ARGS),tests/engines $$([ $$engine = vllm ] || echo $(ENGINE_CLASSES))); \
 	done
 	@echo "kvgrpc engines: OK ($(ENGINES))"
