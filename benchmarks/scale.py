@@ -1,7 +1,8 @@
 """A registry of 100,000 ranks in one process without sockets: what each rank, renewal, change and reader costs.
 
-``python -m benchmarks.scale [ranks]``; docs/scale.md reckons with its figures. Times are of the CPU. With ``--etcd``
-what one etcd takes of them instead (scale_etcd.py), of 16,000 ranks unless told.
+``python -m benchmarks.scale [ranks]``; docs/scale.md reckons with its figures. Times are of the CPU.
+``--etcd [ranks]``: what one etcd takes of them instead (scale_etcd.py), of 16,000 ranks unless told.
+``--readers [readers]``: what each idle Watch of a stream of events costs its publisher.
 """
 
 from __future__ import annotations
@@ -11,18 +12,25 @@ import sys
 import time
 from collections.abc import Iterator
 
+import grpc
 import psutil
 
 from benchmarks.scale_etcd import measure_etcd
+from kvgrpc.events import EventServicer, open_publisher
 from kvgrpc.model import Layout, Pool, PoolKind, RankId, RankRef, Region, Role
 from kvgrpc.registry.feed import Feed
 from kvgrpc.registry.model import Endpoints, EngineFilter, RankRow
 from kvgrpc.registry.store.etcd.v1 import etcd_pb2
 from kvgrpc.registry.store.memory import MemoryRegistry
 from kvgrpc.registry.wire import PoolCache, row_to_pb, rows_to_register
+from kvgrpc.rpc.interceptors import interceptors_of
+from kvgrpc.rpc.options import OWN_CONNECTION, SERVER_OPTIONS
+from kvgrpc.rpc.security import ServerSecurity
+from kvgrpc.v1 import event_service_pb2 as events_pb
 from kvgrpc.v1 import registry_service_pb2 as pb
+from kvgrpc.v1.event_service_pb2_grpc import EventServiceStub, add_EventServiceServicer_to_server
 
-RANKS, RANKS_OF_ETCD, TP, DP, REGIONS = 100_000, 16_000, 8, 64, 64
+RANKS, RANKS_OF_ETCD, READERS, TP, DP, REGIONS = 100_000, 16_000, 2_000, 8, 64, 64
 
 
 def rows_of(ranks: int) -> Iterator[list[RankRow]]:
@@ -98,6 +106,35 @@ async def measure(ranks: int) -> None:
     say("a change on the wire", len(feed._log[-1]), "B a reader")
 
 
+async def measure_readers(readers: int) -> None:
+    """Readers that have read all, 100 on a connection; memory of this process, which has both ends."""
+    rank = RankRef(RankId("engine"), 1)
+    publisher = open_publisher({"publisher": "null"}, rank)
+    assert publisher.stream is not None
+    server = grpc.aio.server(interceptors=interceptors_of(ServerSecurity()), options=SERVER_OPTIONS)
+    servicer = EventServicer([publisher.stream], max_watches=readers)
+    add_EventServiceServicer_to_server(servicer, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    process, calls, channels = psutil.Process(), [], []
+    before = process.memory_info().rss
+    for number in range(readers):
+        if number % 100 == 0:
+            channels.append(grpc.aio.insecure_channel(address, options=OWN_CONNECTION))
+        calls.append(EventServiceStub(channels[-1]).Watch(events_pb.WatchRequest(mode=events_pb.WATCH_MODE_TAIL)))
+    for call in calls:
+        await call.read()
+    assert servicer.watches == readers
+    say("memory of a Watch, both its ends", (process.memory_info().rss - before) / readers, "B a reader")
+    began = time.process_time()
+    await asyncio.sleep(10.0)  # heartbeats, one a second
+    say("heartbeats, both ends", (time.process_time() - began) / 10 / readers * 1e6, "us a second and reader")
+    for channel in channels:
+        await channel.close()
+    await server.stop(0)
+    publisher.shutdown()
+
+
 def say(what: str, value: float, unit: str) -> None:
     print(f"{what:<55} {value:12,.1f} {unit}", flush=True)
 
@@ -106,5 +143,7 @@ if __name__ == "__main__":
     given = [int(word) for word in sys.argv[1:] if word.isdigit()]
     if "--etcd" in sys.argv[1:]:
         asyncio.run(measure_etcd(list(rows_of(*(given or [RANKS_OF_ETCD]))), say))
+    elif "--readers" in sys.argv[1:]:
+        asyncio.run(measure_readers(*(given or [READERS])))
     else:
         asyncio.run(measure(*(given or [RANKS])))

@@ -28,6 +28,7 @@ class Plan:
     prefetch_pages: int = 1_000
     publishes: int = 4_000
     replay_batches: int = 10_000
+    trace_requests: int | None = None
     index_blocks: int = 1_000_000
     index_queries: int = 300
     snapshot_blocks: int = 1_000_000
@@ -54,6 +55,7 @@ QUICK = Plan(
     publishes=100,
     snapshot_blocks=6_400,
     replay_batches=50,
+    trace_requests=100,
     index_blocks=8_192,
     index_queries=5,
     registry_ranks=80,

@@ -15,7 +15,7 @@ from benchmarks.harness.plan import Plan
 from benchmarks.harness.rounds import Benchmark, Figures
 from benchmarks.harness.table import Metric, Target
 from benchmarks.harness.worker import Desk, Worker
-from benchmarks.rows import event_payloads, live_during_replay
+from benchmarks.rows import event_payloads, event_trace, live_during_replay
 from benchmarks.rows.control import percentile
 from benchmarks.sides.streams import ProtocolName, PublisherSide, open_publisher, read
 
@@ -43,6 +43,7 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
         *(_replay(f"{REPLAY}.{size}", blocks, target, plan) for size, (blocks, target) in REPLAYED.items()),
         *live_during_replay.benchmarks(plan),
         *event_payloads.benchmarks(plan),
+        *event_trace.benchmarks(plan),
     ]
 
 

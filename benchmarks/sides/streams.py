@@ -64,6 +64,10 @@ class KvgrpcPublisher:
 
         return KVEventBatch(ts, [BlockStored([*hashes], None, tokens, len(tokens) // len(hashes))])
 
+    @property
+    def next_sequence(self) -> int:
+        return self._publisher.stream.next_sequence
+
     def wait_published(self, number: int) -> None:
         _until(lambda: self._publisher.counts.published >= number)
 

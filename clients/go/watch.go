@@ -14,7 +14,7 @@ import (
 
 const (
 	firstPause   = 100 * time.Millisecond
-	longestPause = 5 * time.Second
+	longestPause = 2 * time.Second
 	// Heartbeats come each second: a publisher that is idle for so long is taken for gone.
 	idleTimeout = 5 * time.Second
 )

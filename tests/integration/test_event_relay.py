@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +19,7 @@ from kvgrpc.cli.main import main
 from kvgrpc.client import EventFollower
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.events.live import relay as live_relay
-from kvgrpc.server import EventRelay
+from kvgrpc.server import EventRelay, IndexServer
 
 pytestmark = pytest.mark.timeout(60)
 END = b"\xff" * 8
@@ -260,6 +262,34 @@ def test_the_command_reads_an_engine_s_own_publisher(engine: EnginePublisher, kv
     assert "BlockStored" in kvgrpc("events", "snapshot", *where)
     assert json.loads(kvgrpc("events", "stats", "--json", *where))["batches"] == 2
     assert kvgrpc("events", "verify", *where).startswith("equal: 3 in GPU")
+
+
+def test_tail_shows_what_an_engine_s_pub_says_and_needs_no_replay(engine: EnginePublisher) -> None:
+    command = [sys.executable, "-m", "kvgrpc", "events", "tail", "--json", "-s", f"tcp://127.0.0.1:{engine.port}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as tail:
+        try:
+            engine.await_subscriber()
+            engine.store(7, 8)
+            assert tail.stdout is not None
+            while not (line := json.loads(tail.stdout.readline()))["events"][0].get("block_hashes"):
+                assert line["events"] == [{"type": "AllBlocksCleared"}]  # nobody knows what was before
+            assert (line["rank"], line["events"][0]["block_hashes"]) == (0, [7, 8])
+        finally:
+            tail.kill()
+
+
+def test_score_asks_an_index_that_follows_a_relay(engine: EnginePublisher, kvgrpc: Callable[..., str]) -> None:
+    engine.store(1, 2, 3)
+    with relayed(engine) as relay:
+        index = IndexServer(["127.0.0.1:0"], sources=[relay.address]).open()
+        try:
+            asked = ["events", "score", "--json", "-s", index.address, "--hash", "1", "--hash", "2", "--hash", "9"]
+            end = time.monotonic() + 30
+            while not (scores := json.loads(kvgrpc(*asked)).get("scores")):
+                assert time.monotonic() < end
+            assert (scores[0]["engine"], scores[0]["deviceBlocks"]) == ("sglang-1", 2)
+        finally:
+            index.close()
 
 
 def test_a_unix_socket_is_a_rank_and_no_publisher(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,8 +9,10 @@ import pytest
 
 from kvgrpc.client import EventFollower
 from kvgrpc.events.following.messages import FollowerState
-from tests.integration.test_events_faults import SECONDS, Publisher, healed, told
+from tests.integration.test_events_faults import SECONDS, Publisher, Report, healed, report, told
 from tests.support.link import Link
+
+__all__ = ["report"]
 
 # Their namespace is empty: every port is free.
 GRPC_PORT, PUB_PORT = 5700, 5557
@@ -28,7 +30,7 @@ def source(link: Link) -> Iterator[Publisher]:
 @pytest.mark.parametrize("live", [False, True], ids=["watch", "pub"])
 @pytest.mark.parametrize("long", [False, True], ids=["briefly", "beyond_silence"])
 async def test_a_follower_is_exact_after_the_network_was_cut(
-    link: Link, source: Publisher, long: bool, live: bool
+    link: Link, source: Publisher, long: bool, live: bool, report: Report
 ) -> None:
     async with EventFollower(source.address, live=live) as follower:
         await healed(follower, *await told(source, "serve 200"))
@@ -43,4 +45,4 @@ async def test_a_follower_is_exact_after_the_network_was_cut(
         link.mend()
         took = await healed(follower, content, next_sequence)
         assert follower.counts.new_logs == 0
-        print(f"\ncut {'beyond silence' if long else 'briefly'}, live={live}: exact {took:.2f} s after it was mended")
+        report(f"cut {'beyond silence' if long else 'briefly'}, live={live}: exact {took:.2f} s after it was mended")

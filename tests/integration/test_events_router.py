@@ -124,6 +124,36 @@ def test_a_strict_client_gets_the_first_batch_of_its_answer() -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "before"), [({"replay_shape": "seed"}, []), ({}, [b"kv"])], ids=["two_frames", "three_frames"]
+)
+def test_a_subscriber_fills_a_gap_by_the_calls_of_vllms_example(settings: dict[str, str], before: list[bytes]) -> None:
+    """SUB beside one REQ, which sends eight bytes when a number was passed over, and takes what a poll finds. The
+    answer begins with what is missing; its frames are those of ``replay_shape`` less the delimiter."""
+    with (
+        publisher(**settings) as opened,
+        client(opened, zmq.REQ) as replay,
+        zmq.Context() as context,
+        context.socket(zmq.SUB) as sub,
+    ):
+        sub.set(zmq.RCVTIMEO, 20_000)
+        sub.set(zmq.LINGER, 0)
+        sub.subscribe(b"kv")
+        sub.connect(opened.stream.pub_endpoint)
+        while not sub.poll(20):
+            publish(opened, raw(0))
+        publish(opened, raw(1), raw(2))
+        heard = [sub.recv_multipart()]
+        while heard[-1][2] != raw(2):
+            heard.append(sub.recv_multipart())
+        # The one before the last is what the network lost.
+        last, missing, now = (int.from_bytes(frames[1], "big") for frames in heard[-3:])
+        assert (missing, now) == (last + 1, last + 2)
+        replay.send((last + 1).to_bytes(8, "big"))
+        assert replay.poll(20_000)
+        assert replay.recv_multipart() == [*before, missing.to_bytes(8, "big"), raw(1)]
+
+
+@pytest.mark.parametrize(
     "request_frames",
     [[b""], [b"", b""], [b"", b"1"], [b"", b"x" * 9], [b"no delimiter", bytes(8)], [b"", bytes(8), b""], [b"x"] * 5],
     ids=str,

@@ -90,7 +90,7 @@ def digest_of(cache: PrefixCache, next_sequence: int) -> StateDigest:
     return counter.digest(next_sequence)
 
 
-def same(follower: EventFollower, cache: PrefixCache) -> None:
+def same(follower: EventFollower | SyncEventFollower, cache: PrefixCache) -> None:
     assert follower.blocks == {medium: len(hashes) for medium, hashes in cache.content.items()}
     for medium, hashes in cache.content.items():
         assert all(medium in follower.media_of(block) for block in hashes)
@@ -181,9 +181,14 @@ async def test_followers_of_every_kind_end_with_the_content_after_the_trace_at_r
         assert contents.digest() == digest_of(cache, upcoming)
         for follower in followers:
             same(follower, cache)
-        assert plain.blocks == wanted
+        await asyncio.to_thread(same, plain, cache)
+        await until(lambda: plain.counts.digests_equal > 0)
+        await until(lambda: all(source.counts.digests_equal > 0 for source in index.sources()))
         (source,) = index.sources()
-        assert source.blocks == wanted and source.counts.digests_different == 0
+        assert source.blocks == wanted
+        assert source.counts.digests_different == plain.counts.digests_different == 0
+        # All that the device holds, asked of the index block by block.
+        assert all(index.score([hash_key(block)])[0].device_blocks == 1 for block in cache.content["GPU"])
         if go is not None:
             places = " ".join(f"{{{medium} 0}}:{count}" for medium, count in sorted(wanted.items()))
             await go_says(go, f"map[{places}]", "digest equal: true")

@@ -70,7 +70,9 @@ class Engine:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("live", [False, True], ids=["tail", "pub"])
-async def test_killed_stopped_and_flooded_publishers_are_followed_exactly(live: bool) -> None:
+async def test_killed_stopped_and_flooded_publishers_are_followed_exactly(
+    live: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     engine = Engine()
     await engine.start(pause=0.002, keep=10_000)
     healed: dict[str, float] = {}
@@ -93,7 +95,8 @@ async def test_killed_stopped_and_flooded_publishers_are_followed_exactly(live: 
             begin = time.monotonic()
             await until(lambda: same(follower, truth))
             healed["behind the flood"] = time.monotonic() - begin
-            print(f"{'pub' if live else 'tail'}: healed in {healed}, {follower.counts}")
+            with capsys.disabled():
+                print(f"\n{'pub' if live else 'tail'}: healed in {healed}, {follower.counts}")
             assert follower.counts.new_logs == 2
             assert follower.counts.digests_different == 0
     finally:

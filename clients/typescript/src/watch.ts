@@ -33,7 +33,7 @@ export type WatchItem =
   | { kind: "current"; log: string; nextSequence: bigint; state: StateDigest | undefined };
 
 const FIRST_PAUSE_MS = 100;
-const LONGEST_PAUSE_MS = 5_000;
+const LONGEST_PAUSE_MS = 2_000;
 const LOST = new Set([ErrorReason.EVENTS_COMPACTED, ErrorReason.STALE_LOG, ErrorReason.EVENTS_SEQUENCE_IN_FUTURE]);
 
 const KEEPS_NONE = new Set([ErrorReason.FEATURE_DISABLED, ErrorReason.INVALID_REQUEST]);
