@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from kvgrpc.dataplane.base import Outcome
+from tests.soak.node import Engine
+from tests.soak.orders import NO_REASON, ROOM_SECONDS, Ended, Fault
 from tests.soak.router import Router
-from tests.soak.verdict import Plan, Result
+from tests.soak.verdict import KILLED, Plan, Result, Room
 
 NEEDS_MOONCAKE = pytest.mark.skipif(not find_spec("mooncake"), reason="install kvgrpc[mooncake-cpu] for it")
 
@@ -22,11 +27,11 @@ def soak(plan: Plan, logs: Path) -> Result:
     "data_plane", [pytest.param("shm", marks=pytest.mark.slow), pytest.param("mooncake", marks=NEEDS_MOONCAKE)]
 )
 def test_36_hand_offs_at_once_with_failing_writes_all_end_and_leave_nothing(data_plane: str, tmp_path: Path) -> None:
-    """The shape of SGLang's own manual liveness test: all end within 120 s, idle within 30 s after."""
-    result = soak(
-        Plan(rooms=36, seconds=0.1, in_flight=36, kill_every=1e9, fault_rate=0.12, data_plane=data_plane), tmp_path
-    )
+    """The shape of SGLang's own manual liveness test: all end within 120 s, idle within 30 s after, and nobody dies."""
+    plan = Plan(rooms=36, seconds=0.1, in_flight=36, kill_every=1e9, unknown_share=0.0, data_plane=data_plane)
+    result = soak(plan, tmp_path)
     assert result.problems == []
+    assert result.kills.total() + result.stops.total() == 0
     assert (result.rooms, sum(result.reasons.values())) == (36, 36)
     assert result.successes >= 15
     assert result.seconds < 150
@@ -40,3 +45,47 @@ def test_ranks_killed_every_second_cost_only_their_own_rooms(tmp_path: Path) -> 
     # A rank that a busy machine is slow to start puts off the next one.
     assert result.kills.total() + result.stops.total() >= 3
     assert result.successes >= 300
+
+
+@pytest.mark.parametrize("happened", [{}, {"cancelled": True}, {"disturbed": True}], ids=["nothing", "cancel", "kill"])
+@pytest.mark.parametrize("reason", ["INTERNAL", "INVALID_REQUEST", NO_REASON])
+def test_no_cancel_and_no_kill_excuses_a_reason_that_it_cannot_bring(happened: dict[str, bool], reason: str) -> None:
+    room = room_of("", "", **happened)
+    assert room.wrong() == []
+    room.ended["D.0"] = Ended(1, reason, 0.1)
+    assert room.wrong() == [f"room 1 of P and D: {reason} at D.0"]
+
+
+def test_each_reason_needs_what_brings_it() -> None:
+    write = Fault(Outcome.REJECTED, 0)
+    assert room_of("ROOM_CANCELLED", "ROOM_CANCELLED", cancelled=True).wrong() == []
+    assert len(room_of("ROOM_CANCELLED", "ROOM_CANCELLED", disturbed=True).wrong()) == 2
+    assert room_of(KILLED, "PEER_LOST", disturbed=True).wrong() == []
+    assert len(room_of("", "PEER_LOST", cancelled=True).wrong()) == 1
+    assert room_of("TRANSFER_FAILED", "TRANSFER_FAILED", fault=write).wrong() == []
+    assert "Success at D.0" in room_of("TRANSFER_FAILED", "", fault=write, cancelled=True).wrong()[0]
+
+
+def test_an_end_past_the_deadline_is_wrong() -> None:
+    room = room_of("", "", seconds=ROOM_SECONDS + 3.0)
+    assert [text.split(": ")[1] for text in room.wrong()] == [
+        f"Success at {name} after 23.0 s, its deadline is 20 s" for name in ("P.0", "D.0")
+    ]
+
+
+def test_a_soak_in_which_nobody_is_killed_is_not_ok() -> None:
+    result = Result(Plan(rooms=1000, seconds=30))
+    result.check_disturbances(39.0)
+    assert result.problems == ["0 kills and stops in 39 s, one every 3 s was to be"]
+    result.problems.clear()
+    result.kills["P.0"] += 1
+    result.check_disturbances(39.0)
+    assert result.problems == []
+
+
+def room_of(at_prefill: str, at_decode: str, seconds: float = 0.1, **happened: Any) -> Room:
+    """A room of one rank each that ended so."""
+    node: Any = SimpleNamespace
+    prefill, decode = Engine("P", "PREFILL", [node(name="P.0")]), Engine("D", "DECODE", [node(name="D.0")])
+    ended = {"P.0": Ended(1, at_prefill, seconds), "D.0": Ended(1, at_decode, seconds)}
+    return Room(1, prefill, decode, 0.0, 4, **{"cancelled": False, "fault": None, **happened}, ended=ended)

@@ -104,7 +104,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0, help="over which they are spread")
     parser.add_argument("--data-plane", action="append", choices=["shm", "mooncake"])
     parser.add_argument("--in-flight", type=int, default=24)
-    parser.add_argument("--kill-every", type=float, default=3.0, help="seconds, once all ranks are open")
+    parser.add_argument("--kill-every", type=float, default=3.0, help="seconds, while their role has another engine")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="where the figures go")
     options = parser.parse_args()

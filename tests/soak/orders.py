@@ -17,6 +17,7 @@ PAGE_WORDS = TOKENS * HEADS * DIM
 PAGE_BYTES = PAGE_WORDS * 8
 LARGEST_ROOM = 64  # pages
 ROOM_SECONDS = 20.0
+NO_REASON = "NO_REASON"
 # In which order the pools of a data plane keep a page: slices of heads in one run, or in one for each token.
 AXES = {"shm": "token,head,dim", "mooncake": "head,token,dim"}
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -97,7 +98,10 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """One rank's side of a room: "" is Success, else the reason. ``wrong``: what must never be, in words."""
+    """One rank's side of a room: "" is Success, NO_REASON a failure that says nothing, else the reason it gives.
+
+    ``wrong``: what must never be, in words.
+    """
 
     room: int
     reason: str
@@ -107,11 +111,15 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Of one rank: bytes, and counts. ``spoiled_pages``: free ones into which somebody wrote."""
+    """Of one rank: bytes, and counts. ``open_writes``: submissions without an outcome (prefill). ``spoiled_pages``:
+    free ones into which somebody wrote.
+    """
 
     resident: int
     threads: int
     descriptors: int
+    open_rooms: int
+    open_writes: int
     held_pages: int
     free_pages: int
     spoiled_pages: int

@@ -17,7 +17,6 @@ import psutil
 
 from kvgrpc.dataplane import open_plane
 from kvgrpc.dataplane.base import Outcome, Transfer
-from kvgrpc.errors import KvGrpcError
 from kvgrpc.model import Layout, Pool, PoolKind, Region, Role
 from kvgrpc.server import AuxBuffer, Rank, RankConfig, RegistryServer, open_rank
 from kvgrpc.transfer import KVPoll, KVReceiver, KVSender
@@ -29,6 +28,7 @@ from tests.soak.orders import (
     FAULTS,
     HEADS,
     LAYERS,
+    NO_REASON,
     PAGES,
     ROOM_SECONDS,
     SOUND_PAGES,
@@ -100,14 +100,17 @@ class SoakRank:
     def free_pages(self) -> Sequence[int]:
         return ()
 
+    def open_writes(self) -> int:
+        return 0
+
     def _take(self, order: object) -> None:
         if isinstance(order, Measure):
             process = psutil.Process()
-            held = self.rank.transfer.held_pages
             used = (process.memory_info().rss, process.num_threads(), process.num_fds())
+            is_open = (self.rank.transfer.open_rooms(), self.open_writes(), self.rank.transfer.held_pages)
             free = list(self.free_pages())
             spoiled = int((self.memory[:, free] != POISON).any(axis=(0, 2, 3, 4)).sum())
-            self.say(Resources(*used, held, len(free), spoiled))
+            self.say(Resources(*used, *is_open, len(free), spoiled))
         else:
             self.start(order)
 
@@ -143,6 +146,9 @@ class SoakPrefill(SoakRank):
         room.handle.close()
         self.say(Ended(room.order.room, _reason(room.handle), time.monotonic() - room.began))
         return True
+
+    def open_writes(self) -> int:
+        return int(self.rank.transfer.core.open_writes)
 
     def tend(self) -> None:
         now = time.monotonic()
@@ -278,4 +284,4 @@ def _reason(handle: KVSender | KVReceiver) -> str:
     if handle.poll() == KVPoll.Success:
         return ""
     failure = handle.failure
-    return KvGrpcError.__name__ if failure is None else failure.reason.name
+    return NO_REASON if failure is None else failure.reason.name

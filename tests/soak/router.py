@@ -31,15 +31,14 @@ from tests.soak.orders import (
 from tests.soak.verdict import KILLED, Plan, Result, Room
 
 OPEN_SECONDS = 60.0
-# Past a room's own deadline: for the tick, the peer's word and a busy machine.
+IDLE_SECONDS = 30.0
+# Past a room's own deadline, which a stop puts off: what is not over by then is lost.
 OVERDUE_SECONDS = ROOM_SECONDS + 15.0
 CANCELLED_SHARE = 0.1
 LONGEST_CANCEL = 0.02
 # Two kills, then a stop, which is shorter or longer than the idle timeout of 3 s.
 STOPPED_EVERY = 3
 SHORTEST_STOP, LONGEST_STOP = 0.3, 5.0
-# Of all failures: decode holds the pages of an unknown one until its writer is dead.
-UNKNOWN_SHARE = 0.1
 # What MC_TCP_LANES_PER_PEER is by default.
 MOONCAKE_LANES = 4
 # Before that connections are still being made.
@@ -78,8 +77,13 @@ class Router:
             self._until(self._all_open, OPEN_SECONDS, "not all ranks opened")
             self._soak()
             self._until(lambda: not self._rooms, OVERDUE_SECONDS, "rooms did not end")
-            self._kill_who_may_still_write()
-            self._until(self._is_idle, 30.0, "ranks were not idle 30 s after the last room")
+            if self.plan.unknown_share:
+                self._kill_who_may_still_write()
+            self._until(self._all_open, OPEN_SECONDS, "not all ranks opened again")
+            if not self._until(self._is_idle, IDLE_SECONDS, f"not idle {IDLE_SECONDS:.0f} s after the last room"):
+                self.result.problems += [
+                    f"{node.name}: {self._measured.get(node.name, [])[-1:]}" for node in self._ranks
+                ]
             self.result.check_share()
             if self.plan.rooms >= FLAT_FROM_ROOMS:
                 self._compare_resources()
@@ -97,10 +101,8 @@ class Router:
         while self.result.rooms < plan.rooms:
             self._listen()
             now = time.monotonic()
-            if not self._all_open():
+            if now >= kill_at and self._disturb_somebody(now):
                 kill_at = now + plan.kill_every
-            elif now >= kill_at:
-                self._disturb_somebody(now)
             if not measured and self.result.rooms > plan.rooms // 3:
                 self._measure()
                 measured = True
@@ -109,6 +111,7 @@ class Router:
                 self._start_room(now)
             else:
                 time.sleep(0.001)
+        self.result.check_disturbances(time.monotonic() - began)
         self._go_on()
 
     def _start_room(self, now: float) -> None:
@@ -142,7 +145,7 @@ class Router:
         draw = self._draw
         if draw.random() >= self.plan.fault_rate:
             return None
-        unknown = draw.random() < UNKNOWN_SHARE
+        unknown = draw.random() < self.plan.unknown_share
         tp = draw.randrange(prefill.tp)
         if unknown and prefill.nodes[tp] not in self._keepers:
             outcome = Outcome.FAILED_UNKNOWN
@@ -190,17 +193,38 @@ class Router:
         if room.is_over:
             self.result.settle(self._rooms.pop(room.number))
 
-    def _disturb_somebody(self, now: float) -> None:
-        victim = self._draw.choice(self._victims)
-        if (self.result.kills.total() + self.result.stops.total()) % STOPPED_EVERY == STOPPED_EVERY - 1:
+    def _disturb_somebody(self, now: float) -> bool:
+        """False where nobody can be spared, or the last one that was stopped still is."""
+        victims = [node for node in self._victims if self._can_be_spared(node)]
+        stop = (self.result.kills.total() + self.result.stops.total()) % STOPPED_EVERY == STOPPED_EVERY - 1
+        if not victims or (stop and self._stopped is not None):
+            return False
+        victim = self._draw.choice(victims)
+        if stop:
             self.result.stops[victim.name] += 1
             self._stopped = victim, now + self._draw.uniform(SHORTEST_STOP, LONGEST_STOP)
             victim.stop()
-            for room in self._rooms.values():
-                room.disturbed |= victim is self._registry or victim in (*room.prefill.nodes, *room.decode.nodes)
+            for room in self._rooms_of(victim):
+                room.disturbed = True
         else:
             self.result.kills[victim.name] += 1
             self._kill(victim)
+        return True
+
+    def _can_be_spared(self, node: Node) -> bool:
+        """It is there, and its role has another engine for new rooms meanwhile."""
+        others = [
+            engine.is_open
+            for engines in (self._prefills, self._decodes)
+            if any(node in engine.nodes for engine in engines)
+            for engine in engines
+            if node not in engine.nodes
+        ]
+        return node.is_open and all(others)
+
+    def _rooms_of(self, node: Node) -> list[Room]:
+        """None of the registry: hand-offs do not need it, but for a question about an engine that is new to a rank."""
+        return [room for room in self._rooms.values() if node in (*room.prefill.nodes, *room.decode.nodes)]
 
     def _go_on(self) -> None:
         if self._stopped is not None:
@@ -218,12 +242,9 @@ class Router:
                 self._kill(node)
 
     def _restart(self, node: Node) -> None:
-        """Its part of its rooms ended with it; every open room may have been disturbed where it is the registry."""
-        for room in list(self._rooms.values()):
-            if node in (*room.prefill.nodes, *room.decode.nodes):
-                room.ended.setdefault(node.name, Ended(room.number, KILLED, 0.0))
-            elif node is not self._registry:
-                continue
+        """Its part of its rooms ended with it."""
+        for room in self._rooms_of(node):
+            room.ended.setdefault(node.name, Ended(room.number, KILLED, 0.0))
             room.disturbed = True
             self._settle(room)
         node.start()
@@ -245,14 +266,18 @@ class Router:
         return all(node.is_open for node in (self._registry, *self._ranks))
 
     def _is_idle(self) -> bool:
-        """Whether every page came home in the ranks that live, as nobody had written to it."""
-        nodes = [node for engine in self._decodes for node in engine.nodes]
-        last = self._measure_now(nodes)
-        for node, one in zip(nodes, last, strict=False):
+        """Whether no rank has an open room or write, and every page came home as nobody had written to it."""
+        last = self._measure_now(self._ranks)
+        decode = {node.name for engine in self._decodes for node in engine.nodes}
+        for node, one in zip(self._ranks, last, strict=False):
             if one.spoiled_pages:
                 self.result.problems.append(f"{node.name}: {one.spoiled_pages} free pages were written")
                 return True
-        return bool(last) and all(one.held_pages == 0 and one.free_pages == PAGES for one in last)
+        return bool(last) and all(
+            (one.open_rooms, one.open_writes, one.held_pages) == (0, 0, 0)
+            and (one.free_pages == PAGES or node.name not in decode)
+            for node, one in zip(self._ranks, last, strict=True)
+        )
 
     def _measure(self) -> None:
         for node in self._keepers:
@@ -290,14 +315,15 @@ class Router:
         kills = sum(number for name, number in self.result.kills.items() if name != self._registry.name)
         return 8 + (MOONCAKE_LANES * kills if self.plan.data_plane == "mooncake" else 0)
 
-    def _until(self, condition: Callable[[], bool], seconds: float, otherwise: str) -> None:
+    def _until(self, condition: Callable[[], bool], seconds: float, otherwise: str) -> bool:
         end = time.monotonic() + seconds
         while not condition():
             self._listen()
             if time.monotonic() > end:
                 self.result.problems.append(f"{otherwise}: {list(self._rooms.values())[:3]}")
-                return
+                return False
             time.sleep(0.005)
+        return True
 
 
 def _free_port() -> int:

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from tests.soak.node import Engine
-from tests.soak.orders import LAYERS, PAGE_BYTES, Ended, Fault, Resources, heads_of
+from tests.soak.orders import LAYERS, PAGE_BYTES, ROOM_SECONDS, Ended, Fault, Resources, heads_of
 
 KILLED = "KILLED"  # the side's process was, so nobody was left to say how the room ended
 FAULT_SHARE = (0.08, 0.16)
@@ -16,12 +16,21 @@ SHARE_FROM_ROOMS = 300
 # wait for the evidence of others, and too many writes to its decode may have had an unknown end.
 SOUND = {"", "PAGES_HELD", "TOO_MANY_REQUESTS"}
 FAILED_BY_A_WRITE = "TRANSFER_FAILED"
+CANCELLED = "ROOM_CANCELLED"
+# What a kill or a stop of one of its processes may end a room with. A sender whose decode died before it named the room
+# waits until its deadline; so does a decode that found the successor of its prefill, to which nobody gave the room.
+DISTURBED = {KILLED, "PEER_LOST", "TRANSFER_FAILED", "ROOM_DEADLINE", "ROOM_NOT_FOUND"}
+# Past a room's deadline: for the tick, the peer's word and a busy machine.
+LATE_SECONDS = 2.0
+# A process that a busy machine is slow to start puts off the next kill, but not so long.
+LONGEST_PEACE = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``in_flight``: rooms at once. ``kill_every``: seconds between two kills or stops, from when all ranks are open
-    again. ``fault_rate``: of all rooms, how many name a page whose write fails.
+    """``in_flight``: rooms at once. ``kill_every``: seconds between two kills or stops, or longer, until somebody may
+    go. ``fault_rate``: of all rooms, how many name a page whose write fails; ``unknown_share``: of these, how many
+    with an unknown end, for which decode holds the pages until their writer is dead.
     """
 
     rooms: int
@@ -29,6 +38,7 @@ class Plan:
     in_flight: int = 24
     kill_every: float = 3.0
     fault_rate: float = 0.12
+    unknown_share: float = 0.1
     data_plane: str = "shm"
     seed: int = 1
 
@@ -61,11 +71,17 @@ class Room:
         return next((said.reason for said in self.at_decode if said.reason), "")
 
     def wrong(self) -> list[str]:
-        """What must not be, of a room that is over and to which nothing else happened than its fault."""
-        if self.cancelled or self.disturbed:
-            return []
-        allowed = SOUND if self.fault is None else {*SOUND, FAILED_BY_A_WRITE}
-        found = [f"{said.reason} at {name}" for name, said in self.ended.items() if said.reason not in allowed]
+        """What must not be, of a room that is over, whatever happened to it."""
+        allowed = self._allowed()
+        found = [
+            f"{said.reason or 'Success'} at {name}" for name, said in self.ended.items() if said.reason not in allowed
+        ]
+        if not self.disturbed:
+            found += [
+                f"{said.reason or 'Success'} at {name} after {said.seconds:.1f} s, its deadline is {ROOM_SECONDS:.0f} s"
+                for name, said in self.ended.items()
+                if said.seconds > ROOM_SECONDS + LATE_SECONDS
+            ]
         if self.fault is not None:
             found += [
                 f"Success at {node.name}, and a write of its pages failed"
@@ -73,6 +89,17 @@ class Room:
                 if self._is_written_by_the_fault(tp) and not self.ended[node.name].reason
             ]
         return [f"room {self.number} of {self.prefill.name} and {self.decode.name}: {one}" for one in found]
+
+    def _allowed(self) -> set[str]:
+        """The reasons that what happened to the room can bring: never INTERNAL, never none."""
+        allowed = set(SOUND)
+        if self.fault is not None:
+            allowed.add(FAILED_BY_A_WRITE)
+        if self.cancelled:
+            allowed.add(CANCELLED)
+        if self.disturbed:
+            allowed |= DISTURBED
+        return allowed
 
     def _is_written_by_the_fault(self, decode_tp: int) -> bool:
         assert self.fault is not None
@@ -104,13 +131,20 @@ class Result:
     def settle(self, room: Room) -> None:
         """A room is over."""
         self.problems += room.wrong()
-        self.longest_room = max(self.longest_room, *(said.seconds for said in room.at_decode))
+        self.longest_room = max(self.longest_room, *(said.seconds for said in room.ended.values()))
         self.reasons[room.reason or "SUCCESS"] += 1
         self.failed_by_it += room.fault is not None and room.reason == FAILED_BY_A_WRITE
         if not room.reason:
             self.successes += 1
             self.pairs[f"tp {room.prefill.tp} to {room.decode.tp}"] += 1
             self.bytes_checked += room.pages * PAGE_BYTES * LAYERS
+
+    def check_disturbances(self, seconds: float) -> None:
+        """Whether processes were killed and stopped all along, while rooms were given out for so long."""
+        total = self.kills.total() + self.stops.total()
+        if self.plan.kill_every < LONGEST_PEACE and total < int(seconds / LONGEST_PEACE):
+            meant = f"one every {self.plan.kill_every:g} s was to be"
+            self.problems.append(f"{total} kills and stops in {seconds:.0f} s, {meant}")
 
     def check_share(self) -> None:
         """Whether as many writes failed as were meant to."""
