@@ -22,7 +22,7 @@ def soak(plan: Plan, logs: Path) -> Result:
     return Router(plan, logs, lambda result, open_rooms: None).run()
 
 
-@pytest.mark.timeout(170)
+@pytest.mark.timeout(290)
 @pytest.mark.parametrize(
     "data_plane", [pytest.param("shm", marks=pytest.mark.slow), pytest.param("mooncake", marks=NEEDS_MOONCAKE)]
 )
@@ -38,7 +38,7 @@ def test_36_hand_offs_at_once_with_failing_writes_all_end_and_leave_nothing(data
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(170)
+@pytest.mark.timeout(290)
 def test_ranks_killed_every_second_cost_only_their_own_rooms(tmp_path: Path) -> None:
     result = soak(Plan(rooms=600, seconds=20, kill_every=1.0), tmp_path)
     assert result.problems == []
@@ -62,6 +62,8 @@ def test_each_reason_needs_what_brings_it() -> None:
     assert len(room_of("ROOM_CANCELLED", "ROOM_CANCELLED", disturbed=True).wrong()) == 2
     assert room_of(KILLED, "PEER_LOST", disturbed=True).wrong() == []
     assert len(room_of("", "PEER_LOST", cancelled=True).wrong()) == 1
+    assert room_of("ROOM_DEADLINE", "ROOM_DEADLINE", unanswered=True).wrong() == []
+    assert len(room_of("PEER_LOST", "PEER_LOST", unanswered=True).wrong()) == 2
     assert room_of("TRANSFER_FAILED", "TRANSFER_FAILED", fault=write).wrong() == []
     assert "Success at D.0" in room_of("TRANSFER_FAILED", "", fault=write, cancelled=True).wrong()[0]
 

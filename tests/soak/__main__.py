@@ -77,7 +77,8 @@ def _show(result: Result, console: Console) -> None:
     share = f"{result.injected} ({result.injected / result.rooms:.1%})"
     console.print(f"rooms whose write was made to fail: {share}, {result.failed_by_it} ended by it", markup=False)
     console.print(f"killed: {dict(result.kills)}; stopped: {dict(result.stops)}", markup=False)
-    console.print(f"longest room {result.longest_room:.2f} s", markup=False)
+    longest = f"{result.longest_room:.2f} s, of those with a process killed or stopped {result.longest_disturbed:.2f} s"
+    console.print(f"longest room {longest}", markup=False)
     for name, (first, last) in result.resources.items():
         console.print(
             f"{name}: {first.resident / 2**20:.0f} -> {last.resident / 2**20:.0f} MiB, "

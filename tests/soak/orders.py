@@ -100,7 +100,7 @@ class Opened:
 class Ended:
     """One rank's side of a room: "" is Success, NO_REASON a failure that says nothing, else the reason it gives.
 
-    ``wrong``: what must never be, in words.
+    ``seconds``: that the rank ran meanwhile. ``wrong``: what must never be, in words.
     """
 
     room: int

@@ -46,6 +46,7 @@ from tests.soak.orders import (
 
 POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
 STEP_SECONDS = 0.002
+LONGEST_STEP = Timing().tick_seconds
 AUX_BYTES, AUX_ROWS = 64, 256
 LATEST_SECONDS = 2.0  # until what was reported as unknown is written all the same
 
@@ -67,13 +68,17 @@ class SoakRank:
     def __init__(self, pipe: Connection, order: OpenRank) -> None:
         self.order = order
         self.running: list[Running] = []
+        self.clock = 0.0  # seconds that it ran: as the product's own deadlines, it does not age while it gets no turn
         self._pipe = pipe
         self._said: list[object] = []
         self.rank, self.plane, self.memory = _open(order)
         pipe.send([Opened(self.rank.address)])
 
     def run(self) -> None:
+        before = time.monotonic()
         while True:
+            now = time.monotonic()
+            self.clock, before = self.clock + min(now - before, LONGEST_STEP), now
             while self._pipe.poll(0):
                 for order in self._pipe.recv():
                     self._take(order)
@@ -116,7 +121,7 @@ class SoakRank:
 
     def _goes_on(self, room: Running) -> bool:
         after = room.order.cancel_after
-        if after is not None and time.monotonic() - room.began > after:
+        if after is not None and self.clock - room.began > after:
             room.handle.abort("the soak cancels it")
         return self.step(room)
 
@@ -133,7 +138,7 @@ class SoakPrefill(SoakRank):
 
     def start(self, order: Send) -> None:
         sender = KVSender(self.rank.transfer, "", order.room)
-        room = Running(order, sender, time.monotonic())
+        room = Running(order, sender, self.clock)
         self.running.append(room)
         sender.init(len(order.pages), order.room % AUX_ROWS)
         for first in range(0, len(order.pages), order.chunk):
@@ -144,7 +149,7 @@ class SoakPrefill(SoakRank):
         if poll not in (KVPoll.Success, KVPoll.Failed):
             return False
         room.handle.close()
-        self.say(Ended(room.order.room, _reason(room.handle), time.monotonic() - room.began))
+        self.say(Ended(room.order.room, _reason(room.handle), self.clock - room.began))
         return True
 
     def open_writes(self) -> int:
@@ -179,7 +184,7 @@ class SoakDecode(SoakRank):
         if not room.ended and poll in (KVPoll.Success, KVPoll.Failed):
             room.ended = True
             wrong = self._compared(room) if poll == KVPoll.Success else ""
-            self.say(Ended(room.order.room, _reason(room.handle), time.monotonic() - room.began, wrong))
+            self.say(Ended(room.order.room, _reason(room.handle), self.clock - room.began, wrong))
         if not (room.ended and room.handle.release_safe):
             return False
         room.handle.close()
@@ -197,7 +202,7 @@ class SoakDecode(SoakRank):
                 self.memory[:, pages] = POISON
             receiver = KVReceiver(self.rank.transfer, order.bootstrap, order.room)
             receiver.init(np.array(pages, np.int32), order.room % AUX_ROWS)
-            self.running.append(Running(order, receiver, time.monotonic(), pages))
+            self.running.append(Running(order, receiver, self.clock, pages))
 
     def _compared(self, room: Running) -> str:
         order = room.order

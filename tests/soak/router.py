@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvgrpc.dataplane.base import Outcome
+from kvgrpc.registry.model import DEFAULT_TTL
 from tests.soak import rank as rank_process
 from tests.soak.node import Engine, Node
 from tests.soak.orders import (
@@ -30,10 +31,10 @@ from tests.soak.orders import (
 )
 from tests.soak.verdict import KILLED, Plan, Result, Room
 
-OPEN_SECONDS = 60.0
+OPEN_SECONDS = 150.0  # seven processes, on a busy machine
 IDLE_SECONDS = 30.0
-# Past a room's own deadline, which a stop puts off: what is not over by then is lost.
-OVERDUE_SECONDS = ROOM_SECONDS + 15.0
+# Past a room's own deadline, which does not age while its processes get no turn: what is not over by then is lost.
+OVERDUE_SECONDS = ROOM_SECONDS + 40.0
 CANCELLED_SHARE = 0.1
 LONGEST_CANCEL = 0.02
 # Two kills, then a stop, which is shorter or longer than the idle timeout of 3 s.
@@ -62,6 +63,7 @@ class Router:
         self._next_seed = itertools.count(1)
         self._measured: dict[str, list[Resources]] = {}
         self._stopped: tuple[Node, float] | None = None
+        self._registry_until = 0.0  # it is away, or knows only some of the ranks
         self._address = f"127.0.0.1:{_free_port()}"
         self._registry = Node("registry", logs / "registry", rank_process.serve_registry, lambda: (self._address,))
         self._prefills = [self._engine("P1", "PREFILL", 1), self._engine("P2", "PREFILL", 2)]
@@ -72,9 +74,9 @@ class Router:
         self._victims = [self._registry, *(node for node in self._ranks if node not in self._keepers)]
 
     def run(self) -> Result:
-        began = time.monotonic()
         try:
             self._until(self._all_open, OPEN_SECONDS, "not all ranks opened")
+            began = time.monotonic()
             self._soak()
             self._until(lambda: not self._rooms, OVERDUE_SECONDS, "rooms did not end")
             if self.plan.unknown_share:
@@ -96,6 +98,7 @@ class Router:
     def _soak(self) -> None:
         plan, began = self.plan, time.monotonic()
         kill_at, measured = began + plan.kill_every, False
+        self._registry_until = 0.0  # all ranks are there
         pause = plan.seconds / plan.rooms
         next_room = began
         while self.result.rooms < plan.rooms:
@@ -130,6 +133,7 @@ class Router:
             self.result.injected += 1
         cancels = self._draw_cancel(prefill, decode)
         self._rooms[number] = Room(number, prefill, decode, now, count, bool(cancels), fault)
+        self._rooms[number].unanswered = now < self._registry_until
         chunk = draw.choice([count, 5])
         seeds = [self._seeds[node.name] for node in prefill.nodes for _ in heads_of(0, prefill.tp)]
         bootstrap = f"{self._address}/{prefill.name}"
@@ -173,6 +177,8 @@ class Router:
             if not node.process.is_alive():
                 self.result.problems.append(f"{node.name} ended by itself, exit code {node.process.exitcode}")
                 self._restart(node)
+        if not self._registry.is_open:
+            self._registry_until = time.monotonic() + DEFAULT_TTL
         if self._stopped is not None and time.monotonic() > self._stopped[1]:
             self._go_on()
         overdue = [room for room in self._rooms.values() if time.monotonic() - room.began > OVERDUE_SECONDS]
@@ -204,15 +210,16 @@ class Router:
             self.result.stops[victim.name] += 1
             self._stopped = victim, now + self._draw.uniform(SHORTEST_STOP, LONGEST_STOP)
             victim.stop()
-            for room in self._rooms_of(victim):
-                room.disturbed = True
+            self._mark_disturbed(victim)
         else:
             self.result.kills[victim.name] += 1
             self._kill(victim)
         return True
 
     def _can_be_spared(self, node: Node) -> bool:
-        """It is there, and its role has another engine for new rooms meanwhile."""
+        """It is there, and its role has another engine for new rooms meanwhile; the registry while no rank starts."""
+        if node is self._registry:
+            return self._all_open()
         others = [
             engine.is_open
             for engines in (self._prefills, self._decodes)
@@ -222,9 +229,16 @@ class Router:
         ]
         return node.is_open and all(others)
 
-    def _rooms_of(self, node: Node) -> list[Room]:
-        """None of the registry: hand-offs do not need it, but for a question about an engine that is new to a rank."""
-        return [room for room in self._rooms.values() if node in (*room.prefill.nodes, *room.decode.nodes)]
+    def _mark_disturbed(self, node: Node) -> list[Room]:
+        """The rooms that had a part there. The registry has none: it only leaves questions unanswered."""
+        if node is self._registry:
+            self._registry_until = time.monotonic() + DEFAULT_TTL
+            for room in self._rooms.values():
+                room.unanswered = True
+        rooms = [room for room in self._rooms.values() if node in (*room.prefill.nodes, *room.decode.nodes)]
+        for room in rooms:
+            room.disturbed = True
+        return rooms
 
     def _go_on(self) -> None:
         if self._stopped is not None:
@@ -243,9 +257,8 @@ class Router:
 
     def _restart(self, node: Node) -> None:
         """Its part of its rooms ended with it."""
-        for room in self._rooms_of(node):
+        for room in self._mark_disturbed(node):
             room.ended.setdefault(node.name, Ended(room.number, KILLED, 0.0))
-            room.disturbed = True
             self._settle(room)
         node.start()
 

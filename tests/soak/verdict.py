@@ -20,6 +20,8 @@ CANCELLED = "ROOM_CANCELLED"
 # What a kill or a stop of one of its processes may end a room with. A sender whose decode died before it named the room
 # waits until its deadline; so does a decode that found the successor of its prefill, to which nobody gave the room.
 DISTURBED = {KILLED, "PEER_LOST", "TRANSFER_FAILED", "ROOM_DEADLINE", "ROOM_NOT_FOUND"}
+# What an outage of the registry may: a question about an engine that is new to the rank waits until it is back.
+UNANSWERED = {"ROOM_DEADLINE"}
 # Past a room's deadline: for the tick, the peer's word and a busy machine.
 LATE_SECONDS = 2.0
 # A process that a busy machine is slow to start puts off the next kill, but not so long.
@@ -45,7 +47,9 @@ class Plan:
 
 @dataclass
 class Room:
-    """``ended``: by the name of the rank, of both engines."""
+    """``disturbed``: one of its processes was killed or stopped. ``unanswered``: the registry was, or warmed up, while
+    the room was open. ``ended``: by the name of the rank, of both engines.
+    """
 
     number: int
     prefill: Engine
@@ -55,6 +59,7 @@ class Room:
     cancelled: bool
     fault: Fault | None
     disturbed: bool = False
+    unanswered: bool = False
     ended: dict[str, Ended] = field(default_factory=dict)
 
     @property
@@ -76,7 +81,7 @@ class Room:
         found = [
             f"{said.reason or 'Success'} at {name}" for name, said in self.ended.items() if said.reason not in allowed
         ]
-        if not self.disturbed:
+        if not (self.disturbed or self.unanswered):
             found += [
                 f"{said.reason or 'Success'} at {name} after {said.seconds:.1f} s, its deadline is {ROOM_SECONDS:.0f} s"
                 for name, said in self.ended.items()
@@ -99,6 +104,8 @@ class Room:
             allowed.add(CANCELLED)
         if self.disturbed:
             allowed |= DISTURBED
+        if self.unanswered:
+            allowed |= UNANSWERED
         return allowed
 
     def _is_written_by_the_fault(self, decode_tp: int) -> bool:
@@ -125,13 +132,18 @@ class Result:
     stops: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     longest_room: float = 0.0
+    longest_disturbed: float = 0.0
     problems: list[str] = field(default_factory=list)
     resources: dict[str, tuple[Resources, Resources]] = field(default_factory=dict)
 
     def settle(self, room: Room) -> None:
         """A room is over."""
         self.problems += room.wrong()
-        self.longest_room = max(self.longest_room, *(said.seconds for said in room.ended.values()))
+        longest = max(said.seconds for said in room.ended.values())
+        if room.disturbed or room.unanswered:
+            self.longest_disturbed = max(self.longest_disturbed, longest)
+        else:
+            self.longest_room = max(self.longest_room, longest)
         self.reasons[room.reason or "SUCCESS"] += 1
         self.failed_by_it += room.fault is not None and room.reason == FAILED_BY_A_WRITE
         if not room.reason:
