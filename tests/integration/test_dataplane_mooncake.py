@@ -166,6 +166,30 @@ def test_a_peer_that_hangs_at_first_contact_stalls_nobody(
     assert wait(hangs).outcome is Outcome.DONE
 
 
+def test_a_peer_that_hangs_with_megabytes_on_their_way_to_it_stalls_nobody(
+    writer: Writer, lasting: PlaneProcess, mortal: PlaneProcess
+) -> None:
+    """Both were contacted before; the engine would wait ten seconds for progress at the one that hangs."""
+    plane: Any = writer.plane
+    healthy, stopped = plane.attach(lasting.address), plane.attach(mortal.address)
+    assert wait(writer.write(lasting, attached=healthy)).outcome is Outcome.DONE
+    assert wait(writer.write(mortal, attached=stopped)).outcome is Outcome.DONE
+    mortal.signal(signal.SIGSTOP)  # for as long as the others write
+    hangs = writer.write(mortal, NBYTES, attached=stopped)
+    until(lambda: hangs.poll() is None and plane.in_flight()[1] >= MIB)
+    began = time.monotonic()
+    for number in range(20):
+        assert wait(writer.write(lasting, MIB, number * MIB, healthy)).outcome is Outcome.DONE
+        assert hangs.poll() is None
+    took = time.monotonic() - began
+    print(f"20 writes of 1 MiB beside {plane.in_flight()[1] / MIB:.0f} MiB that hang: {took:.2f} s")
+    assert took < 5.0, "an idle machine takes 0.1 s"
+    mortal.signal(signal.SIGCONT)
+    assert wait(hangs, 20.0).outcome is Outcome.DONE
+    assert lasting.digest(0, 20 * MIB) == digest(writer.memory[: 20 * MIB])
+    assert mortal.digest(0, NBYTES) == digest(writer.memory)
+
+
 @pytest.mark.parametrize("nbytes", [4096, MIB], ids=["small", "large"])
 def test_a_peer_killed_during_a_write_is_known_soon(writer: Writer, mortal: PlaneProcess, nbytes: int) -> None:
     attached = writer.plane.attach(mortal.address)
