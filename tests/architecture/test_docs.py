@@ -67,17 +67,54 @@ def test_tests_that_the_page_of_events_names_exist() -> None:
 
 
 def test_each_defect_of_others_names_tests_that_exist() -> None:
-    """By file and function, `file.py::test_x`, then `test_y` of the same file."""
     table = (ROOT / "docs" / "lessons.md").read_text().split("## ")[0]
     rows = [line.split("|")[4] for line in table.splitlines() if re.match(r"\| (\d+|-) \|", line)]
     assert len(rows) > 25
     for row in rows:
-        cells = re.findall(r"`(?:([\w/]+\.py)::)?(test_\w+)`", row)
-        assert cells and cells[0][0], row
-        file = ""
-        for named, function in cells:
-            file = named or file
-            assert re.search(rf"def {function}\(", (ROOT / "tests" / file).read_text()), f"{file} has no {function}"
+        assert_names_tests_that_exist(row)
+
+
+def test_each_thing_that_the_seed_had_not_names_its_tests_or_is_not_built() -> None:
+    table = (ROOT / "docs" / "lessons.md").read_text().split("## What the seed's connector did not have")[1]
+    rows = [line.split("|")[2:4] for line in table.split("\n## ")[0].splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 20
+    for here, tests in rows:
+        if tests.strip() == "-":
+            assert here.startswith(" not built"), here
+        else:
+            assert_names_tests_that_exist(tests)
+
+
+def assert_names_tests_that_exist(cell: str) -> None:
+    """By file and function, `file.py::test_x`, then `test_y` of the same file; and by nothing else."""
+    named = re.findall(r"`(?:([\w/]+\.py)::)?(test_\w+)`", cell)
+    assert named and named[0][0] and cell.count("`") == 2 * len(named), cell
+    file = ""
+    for with_file, function in named:
+        file = with_file or file
+        assert re.search(rf"def {function}\(", (ROOT / "tests" / file).read_text()), f"{file} has no {function}"
+
+
+def test_each_defect_of_the_prefetching_seed_names_tests_that_exist() -> None:
+    """By a letter for their files, or a file's name, and for each of these by a part of the name of a test or class."""
+    section = (ROOT / "docs" / "prefetch.md").read_text().split("## What the seed did, and what we do")[1]
+    before, table = section.split("\n## ")[0].split("| # |")
+    paths = sorted((ROOT / "tests").rglob("test_*.py"), key=lambda path: "prefetch" in str(path.relative_to(ROOT)))
+    files = {path.name: path for path in paths}  # of two with one name that of prefetch
+    letters = {
+        letter: [files[name] for name in re.findall(r"test_\w+\.py", legend)]
+        for letter, legend in re.findall(r"\b([A-Z]):\s(.*?)(?=\b[A-Z]:\s|\Z)", before, re.DOTALL)
+    }
+    rows = [line.split("|")[4] for line in table.splitlines() if re.match(r"\| \d+ \|", line)]
+    assert len(rows) == 34 and len(letters) == 7
+    for row in rows:
+        places = re.findall(r"(?<![\w`])([A-Z]|test_\w+\.py) ((?:`[\w…]+`(?:, )?)+)", row)
+        assert places and row.count("`") - row.count(".py`") * 2 == sum(named.count("`") for _, named in places), row
+        for place, named in places:
+            text = "".join(path.read_text() for path in (letters[place] if place in letters else [files[place]]))
+            for part in re.findall(r"`([\w…]+)`", named):
+                begins = re.escape(part.rstrip("…"))
+                assert re.search(rf"(def test_\w*|class ){begins}", text), f"{place} has no test of {part}: {row}"
 
 
 def test_each_case_of_a_session_names_its_tests() -> None:
