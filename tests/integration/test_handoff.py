@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -385,7 +386,7 @@ def mapped_memory(pid: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("role", "seconds"), [("PREFILL", 1.0), ("DECODE", 2.0)])
-def test_of_three_kills_the_soonest_is_known_within_a_second_at_decode_and_two_at_prefill(
+def test_of_three_kills_the_median_is_known_within_a_second_at_decode_and_two_at_prefill(
     start: Start, role: str, seconds: float
 ) -> None:
     took = []
@@ -402,7 +403,7 @@ def test_of_three_kills_the_soonest_is_known_within_a_second_at_decode_and_two_a
         took.append(state[2] - killed)
         lives.end()
     print(f"{role} killed, known after {', '.join(f'{one:.2f}' for one in took)} s")
-    assert min(took) < seconds
+    assert statistics.median(took) < seconds
 
 
 def test_a_stopped_prefill_is_known_after_the_idle_timeout_and_its_pages_wait_for_its_word(

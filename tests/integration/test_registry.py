@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -17,9 +18,10 @@ import pytest
 import pytest_asyncio
 
 from kvgrpc.errors import EngineNotFound, WarmingUp
-from kvgrpc.model import Role
+from kvgrpc.model import Layout, RankId, RankRef, Role, new_epoch
+from kvgrpc.registry.client.registration import Registration
 from kvgrpc.registry.client.resolver import Resolver
-from kvgrpc.registry.model import EVERY_RANK, ResolvedEngine
+from kvgrpc.registry.model import EVERY_RANK, Endpoints, RankRow, ResolvedEngine
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.status import error_from
 from kvgrpc.v1 import registry_service_pb2 as pb
@@ -157,6 +159,30 @@ async def test_after_kill_and_restart_all_ranks_are_back_within_one_keepalive(
         assert after == before
         # The promise is one keepalive; the rest is for a busy machine. A channel's own backoff would take 5 s.
         assert took < KEEPALIVE + 2.0
+
+
+@pytest.mark.parametrize(
+    ("ends", "keepalives"), [(signal.SIGKILL, 0), (signal.SIGSTOP, 2)], ids=["killed-at-once", "hangs-two-keepalives"]
+)
+async def test_a_rank_says_that_its_registry_is_gone(cluster: Cluster, ends: signal.Signals, keepalives: int) -> None:
+    """A dead one ends the stream; one that hangs owes the answer to the next keepalive, which has one more to come."""
+    row = RankRow(
+        RankRef(RankId("Q"), new_epoch()), Role.PREFILL, Endpoints("127.0.0.1:9000"), Layout(), data_plane="shm"
+    )
+    registration = Registration(functools.partial(open_channel, own_connection=True), cluster.address, [row])
+    await registration.start(20)
+    assert registration.state == "registered"
+    cluster.registry.signal(ends)
+    began = time.monotonic()
+    while registration.state == "registered":
+        assert time.monotonic() < began + 20
+        await asyncio.sleep(0.005)
+    took = time.monotonic() - began
+    print(f"registry {ends.name}: the rank says so after {took:.2f} s of a TTL of {TTL:.0f} s")
+    assert (registration.state, registration.healthy) == ("retrying", True)
+    # The rest is for a busy machine.
+    assert took < keepalives * KEEPALIVE + 2.0
+    await registration.close()
 
 
 async def test_a_registry_that_was_restarted_says_so_for_one_ttl(cluster: Cluster, resolver: Resolver) -> None:
