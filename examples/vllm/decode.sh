@@ -5,6 +5,5 @@ export VLLM_HOST_IP=${VLLM_HOST_IP:-127.0.0.1} CUDA_VISIBLE_DEVICES=${CUDA_VISIB
 exec vllm serve "$@" --port "${DECODE_PORT:-8200}" --kv-transfer-config '{
   "kv_connector": "KvGrpcConnector",
   "kv_connector_module_path": "kvgrpc.engines.vllm",
-  "kv_role": "kv_consumer",
-  "kv_load_failure_policy": "recompute"
+  "kv_role": "kv_consumer"
 }'
