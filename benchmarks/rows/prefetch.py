@@ -116,7 +116,8 @@ def _open_cache(desk: Desk, pages: int, name: str, config: dict[str, object]) ->
     host = desk.items["host"]
     desk.items["backend"] = backend = open_backend(name, config)
     limits = PrefetchLimits(threshold_tokens=1, occupancy=1.0, operation_timeout=SECONDS, storage_timeout=SECONDS)
-    desk.items["controller"] = controller = CacheController(host, backend, str, limits=limits)
+    controller = CacheController(host, backend, lambda page_hash, extra_key: page_hash, limits=limits)
+    desk.items["controller"] = controller
     host.table.commit(taken)
     backup = controller.write_storage(desk.items["hashes"], taken)
     assert backup.wait(SECONDS) and backup.completed == pages

@@ -89,10 +89,13 @@ def purge(
     found = client.purge_pages(request)
     if as_json:
         return show_json(found)
-    counts = (found.device_pages, found.host_pages, found.storage_pages)
+    in_storage = found.storage_pages if found.HasField("storage_pages") else "unknown: this backend cannot count"
+    counts = (found.device_pages, found.host_pages, in_storage)
     fields: list[tuple[str, object]] = [
         (tier, count) for tier, count in zip(TIERS, counts, strict=True) if tier in tiers
     ]
+    if found.storage_known_only:
+        fields.append(("of storage", "only pages that device or host know; its keys tell no extra key"))
     show_record("Would go" if dry_run else "Went", [*fields, ("stay, in use", found.kept_pages)])
 
 

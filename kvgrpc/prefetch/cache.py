@@ -391,7 +391,7 @@ class TieredCache:
     def _back_up(self, last: Node, hashes: Sequence[str], pages: Pages) -> None:
         if self._controller is None or self._controller.storage is None or not self._backup:
             return
-        self._controller.write_storage(hashes, pages, tenant=last.extra_key)
+        self._controller.write_storage(hashes, pages, tenant=last.extra_key, extra_key=last.extra_key)
 
     def _write_through(self, nodes: Sequence[Node], used: int | None = None) -> None:
         if self.write_policy is WritePolicy.WRITE_BACK:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvgrpc.errors import FeatureDisabled, ServerDraining, WrongRank
 from kvgrpc.model import Layout, RankId, RankRef, Role
@@ -20,6 +21,23 @@ from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.prefetch.storage.base import StorageBackend
 from kvgrpc.prefetch.storage.keys import Keys, PageIdentity
+
+
+@dataclass(frozen=True, slots=True)
+class Purged:
+    """What a purge did, or would do.
+
+    Attributes:
+        near: pages of device and host that went, by tier.
+        storage: pages of storage that went; None: it cannot count what would go.
+        kept: pages that stay on device and host because they are in use or pinned.
+        known_only: of storage those pages alone that device and host knew: its keys tell no extra key.
+    """
+
+    near: dict[Tier, int]
+    storage: int | None
+    kept: int
+    known_only: bool
 
 
 class PrefetchManager:
@@ -72,7 +90,7 @@ class PrefetchManager:
             self.controller = CacheController(
                 self.host,
                 self.storage,
-                self.keys.of,
+                lambda page_hash, extra_key: self.keys.of(page_hash, extra_key=extra_key),
                 keeper=config.keeper if self.cache is None else self.cache,
                 agreement=self.agreement,
                 limits=config.limits,
@@ -166,36 +184,37 @@ class PrefetchManager:
         """What a request id began before, as long as that is remembered."""
         return self.controller.book.of_request(kind, request_id)
 
-    def lookup(self, hashes: Sequence[str], timeout: float, *, storage: bool = True) -> tuple[int, int, int]:
+    def lookup(
+        self, hashes: Sequence[str], timeout: float, *, extra_key: str = "", storage: bool = True
+    ) -> tuple[int, int, int]:
         """Leading pages on the device; on device or host; anywhere. Blocks for at most ``timeout`` seconds."""
         device, near = (0, 0) if self.cache is None else self.cache.leading_by_tier(hashes)
-        far = self.controller.count_in_storage(hashes[near:], timeout) if storage else 0
+        far = self.controller.count_in_storage(hashes[near:], timeout, extra_key) if storage else 0
         return device, near, near + far
 
-    def purge(
-        self, tiers: Sequence[Tier], extra_key: str | None, *, dry_run: bool, timeout: float
-    ) -> tuple[dict[Tier, int], int]:
-        """(pages that went by tier, pages that stay because they are in use). Blocks for about ``timeout`` seconds.
+    def purge(self, tiers: Sequence[Tier], extra_key: str | None, *, dry_run: bool, timeout: float) -> Purged:
+        """Drops what nobody uses, or counts it. Blocks for about ``timeout`` seconds.
 
-        Of storage those of this namespace go, whoever wrote them; with an ``extra_key``, which storage does not know,
+        Of storage the pages of this namespace go, whoever wrote them; with an ``extra_key`` that the keys do not tell,
         those that device and host know.
         """
-        if Tier.STORAGE in tiers and extra_key is None and self.storage is not None:
-            self._check_prefix()
-        gone: dict[Tier, int] = {}
-        kept = 0
+        in_storage = Tier.STORAGE in tiers and self.storage is not None
+        prefix = self._prefix_to_purge(extra_key) if in_storage else None
+        one_by_one = in_storage and prefix is None
+        cache = self.known_cache() if one_by_one or set(tiers) - {Tier.STORAGE} else self.cache
         known: list[str] = []
-        if extra_key is not None or set(tiers) != {Tier.STORAGE} or self.cache is not None:
-            cache = self.known_cache()
-            if Tier.STORAGE in tiers and not dry_run and (extra_key is not None or self._tells_for_storage):
-                known = cache.hashes(Tier.DEVICE, extra_key) + cache.hashes(Tier.HOST, extra_key)
-            for tier in (Tier.DEVICE, Tier.HOST):
-                if tier in tiers and (tier is Tier.HOST or self.copies is not None):
-                    hashes, stay = cache.purge(tier, extra_key, dry_run=dry_run)
-                    gone[tier], kept = len(hashes), kept + stay
-        if Tier.STORAGE in tiers and not dry_run:
-            gone[Tier.STORAGE] = self._purge_storage(list(dict.fromkeys(known)), extra_key, timeout)
-        return gone, kept
+        if cache is not None and (one_by_one or (in_storage and not dry_run and self._tells_for_storage)):
+            known = list(dict.fromkeys(cache.hashes(Tier.DEVICE, extra_key) + cache.hashes(Tier.HOST, extra_key)))
+        near: dict[Tier, int] = {}
+        kept = 0
+        for tier in (Tier.DEVICE, Tier.HOST):
+            if cache is not None and tier in tiers and (tier is Tier.HOST or self.copies is not None):
+                hashes, stay = cache.purge(tier, extra_key, dry_run=dry_run)
+                near[tier], kept = len(hashes), kept + stay
+        far: int | None = 0
+        if in_storage:
+            far = (self._count_in_storage if dry_run else self._purge_storage)(prefix, known, timeout)
+        return Purged(near, far, kept, one_by_one)
 
     def known_cache(self) -> TieredCache:
         """Raises FeatureDisabled where the engine has its own radix cache."""
@@ -286,7 +305,9 @@ class PrefetchManager:
         if self._draining and before is None:
             raise ServerDraining("this rank drains and begins nothing new", retry_after=1.0)
 
-    def _check_prefix(self) -> str:
+    def _prefix_to_purge(self, extra_key: str | None) -> str | None:
+        if extra_key is not None:
+            return self.keys.prefix_of(extra_key)
         if self.keys.prefix is None:
             raise FeatureDisabled(
                 f"keys of the mode {self.config.key_mode!r} do not tell this cache's pages from those of others",
@@ -294,16 +315,21 @@ class PrefetchManager:
             )
         return self.keys.prefix
 
-    def _purge_storage(self, known: list[str], extra_key: str | None, timeout: float) -> int:
-        if self.storage is None:
-            return 0
+    def _count_in_storage(self, prefix: str | None, known: list[str], timeout: float) -> int | None:
+        assert self.storage is not None
+        if prefix is None:
+            return self.controller.present_in_storage(known, timeout)
+        return self.storage.count(prefix, timeout)
+
+    def _purge_storage(self, prefix: str | None, known: list[str], timeout: float) -> int:
+        assert self.storage is not None
         try:
-            if extra_key is not None:
+            if prefix is None:
                 return self.controller.delete_from_storage(known, timeout)
-            return self.storage.clear(self._check_prefix(), timeout)
+            return self.storage.clear(prefix, timeout)
         finally:
             # Also when storage did not answer: nobody knows which of them are there yet.
-            if extra_key is not None or self._tells_for_storage:
+            if prefix is None or self._tells_for_storage:
                 self._tell_removed(known)
 
     @property

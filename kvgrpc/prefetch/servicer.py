@@ -74,7 +74,9 @@ class PrefetchServicer(PrefetchServiceServicer):
         hashes = await self._hashes(request.pages)
         storage = not request.without_storage
         seconds = _seconds_left(context)
-        device, near, far = await self._block(lambda: self._manager.lookup(hashes, seconds, storage=storage))
+        device, near, far = await self._block(
+            lambda: self._manager.lookup(hashes, seconds, extra_key=request.pages.extra_key, storage=storage)
+        )
         return pb.LookupResponse(
             asked_pages=len(hashes),
             device_pages=device,
@@ -201,12 +203,13 @@ class PrefetchServicer(PrefetchServiceServicer):
         tiers = wire.tiers_from_pb(list(request.tiers))
         extra_key = request.extra_key if request.HasField("extra_key") else None
         seconds, dry_run = _seconds_left(context), request.dry_run
-        gone, kept = await self._block(lambda: self._manager.purge(tiers, extra_key, dry_run=dry_run, timeout=seconds))
+        purged = await self._block(lambda: self._manager.purge(tiers, extra_key, dry_run=dry_run, timeout=seconds))
         return pb.PurgePagesResponse(
-            device_pages=gone.get(Tier.DEVICE, 0),
-            host_pages=gone.get(Tier.HOST, 0),
-            storage_pages=gone.get(Tier.STORAGE, 0),
-            kept_pages=kept,
+            device_pages=purged.near.get(Tier.DEVICE, 0),
+            host_pages=purged.near.get(Tier.HOST, 0),
+            storage_pages=purged.storage,
+            kept_pages=purged.kept,
+            storage_known_only=purged.known_only,
         )
 
     async def PinPages(self, request: pb.PinPagesRequest, context: Any) -> pb.PinPagesResponse:

@@ -274,8 +274,9 @@ class PromptPages(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     BIGRAM_FIELD_NUMBER: _builtins.int
     extra_key: _builtins.str
-    """Namespace within the model, such as a LoRA; part of the hash of the first page. Absent differs from empty. At most
-    1,024 characters, as the salt.
+    """Namespace within the model, such as a LoRA; part of the hash of the first page, and of the keys in storage: page
+    hashes without the extra key that they were made with are not found there. Absent differs from empty where there is
+    a salt. At most 1,024 characters, as the salt.
     """
     cache_salt: _builtins.str
     """Salt of a tenant; part of the hash of the first page."""
@@ -981,9 +982,7 @@ class PurgePagesRequest(_message.Message):
     EXTRA_KEY_FIELD_NUMBER: _builtins.int
     DRY_RUN_FIELD_NUMBER: _builtins.int
     extra_key: _builtins.str
-    """Only pages of this namespace within the model; absent: of all. Storage does not know it: of its pages those go that
-    device and host know.
-    """
+    """Only pages of this namespace within the model; empty: of those without one; absent: of all."""
     dry_run: _builtins.bool
     """Count only."""
     @_builtins.property
@@ -1022,27 +1021,35 @@ class PurgePagesResponse(_message.Message):
     HOST_PAGES_FIELD_NUMBER: _builtins.int
     STORAGE_PAGES_FIELD_NUMBER: _builtins.int
     KEPT_PAGES_FIELD_NUMBER: _builtins.int
+    STORAGE_KNOWN_ONLY_FIELD_NUMBER: _builtins.int
     device_pages: _builtins.int
     """Pages that went, or would go."""
     host_pages: _builtins.int
     """The same."""
     storage_pages: _builtins.int
-    """The same, as far as the backend counts."""
+    """The same; absent from a dry run where the backend cannot count without dropping."""
     kept_pages: _builtins.int
     """Pages that stay because they are in use or pinned."""
+    storage_known_only: _builtins.bool
+    """The storage keys of this cache (key mode sglang, sglang-seed) do not tell extra keys: of storage those pages went that
+    device and host knew, and others of the extra key may be there still.
+    """
     def __init__(
         self,
         *,
         device_pages: _builtins.int = ...,
         host_pages: _builtins.int = ...,
-        storage_pages: _builtins.int = ...,
+        storage_pages: _builtins.int | None = ...,
         kept_pages: _builtins.int = ...,
+        storage_known_only: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_storage_pages", b"_storage_pages", "storage_pages", b"storage_pages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_pages", b"device_pages", "host_pages", b"host_pages", "kept_pages", b"kept_pages", "storage_pages", b"storage_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_storage_pages", b"_storage_pages", "device_pages", b"device_pages", "host_pages", b"host_pages", "kept_pages", b"kept_pages", "storage_known_only", b"storage_known_only", "storage_pages", b"storage_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__storage_pages: _TypeAlias = _typing.Literal["storage_pages"]  # noqa: Y015
+    _WhichOneofArgType__storage_pages: _TypeAlias = _typing.Literal["_storage_pages", b"_storage_pages"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__storage_pages) -> _WhichOneofReturnType__storage_pages | None: ...
 
 Global___PurgePagesResponse: _TypeAlias = PurgePagesResponse  # noqa: Y015
 

@@ -90,7 +90,7 @@ class CacheRank:
     def store(self, hashes: Sequence[str], extra_key: str = "") -> None:
         """Storage has these pages, and nothing else has."""
         self.fill(hashes, extra_key)
-        operation = self.manager.start_backup(hashes)
+        operation = self.manager.start_backup(hashes, extra_key=extra_key)
         assert operation.wait(20)
         self.evict()
 

@@ -36,7 +36,7 @@ from kvgrpc.v1 import event_service_pb2
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceStub
 from tests.contract.cache_serving import LIMITS, SHAPE, CacheRank, bytes_of, hashes_of, open_cache_rank, prompt
-from tests.faults.storage import DOWN, Fault, FaultyBackend
+from tests.faults.storage import DOWN, Fault, FaultyBackend, memory_backend
 
 
 @pytest.fixture
@@ -271,12 +271,48 @@ class TestTheCache:
             dry_run=True,
         )
         counted = client.purge_pages(request)
-        assert (counted.host_pages, counted.storage_pages) == (6, 0)
+        assert (counted.host_pages, counted.storage_pages) == (6, 6)
         request.dry_run = False
         gone = client.purge_pages(request)
-        assert (gone.host_pages, gone.storage_pages) == (6, 6)
+        assert (gone.host_pages, gone.storage_pages, gone.storage_known_only) == (6, 6, False)
         assert client.lookup(pb.PromptPages(tokens=prompt(6), extra_key="lora")).storage_pages == 0
         assert client.lookup(pb.PromptPages(tokens=prompt(5))).host_pages == 5
+
+    def test_of_two_extra_keys_in_one_store_the_others_pages_stay(self, cache: CacheRank, client: SyncClient) -> None:
+        """Of the purged one also what device and host have evicted."""
+        for extra_key in ("lora-a", "lora-b", ""):
+            cache.store(hashes_of(prompt(6), extra_key), extra_key)
+        cache.fill(hashes_of(prompt(2), "lora-a"), "lora-a")
+        request = pb.PurgePagesRequest(
+            namespace=client.get_cache_info().namespace, tiers=[pb.CACHE_TIER_STORAGE], dry_run=True
+        )
+        assert client.purge_pages(request).storage_pages == 18
+        request.extra_key = "lora-a"
+        assert client.purge_pages(request).storage_pages == 6
+        request.dry_run = False
+        assert client.purge_pages(request).storage_pages == 6
+        found = [
+            client.lookup(pb.PromptPages(tokens=prompt(6), extra_key=each)).storage_pages
+            for each in ("lora-a", "lora-b", "")
+        ]
+        assert found == [2, 6, 6], "the host still has two"
+        by_hash = [bytes.fromhex(each) for each in hashes_of(prompt(6), "lora-b")]
+        assert client.lookup(pb.PromptPages(page_hashes=by_hash, extra_key="lora-b")).storage_pages == 6
+        assert client.lookup(pb.PromptPages(page_hashes=by_hash)).storage_pages == 0, "not without its extra key"
+
+    def test_a_backend_that_cannot_count_says_so(self, tmp_path: Path) -> None:
+        storage = memory_backend()
+        cache = open_cache_rank(tmp_path, storage)
+        cache.store(hashes_of(prompt(6)))
+        with SyncClient(cache.address) as client:
+            tiers = [pb.CACHE_TIER_STORAGE]
+            request = pb.PurgePagesRequest(namespace=client.get_cache_info().namespace, tiers=tiers, dry_run=True)
+            assert not client.purge_pages(request).HasField("storage_pages")
+            request.dry_run = False
+            gone = client.purge_pages(request)
+            assert gone.HasField("storage_pages") and gone.storage_pages == 6
+        cache.close()
+        assert storage.close(5.0)
 
     def test_of_two_models_that_share_storage_the_others_pages_stay(self, cache: CacheRank, tmp_path: Path) -> None:
         other = open_cache_rank(tmp_path, model="test/model-2")
@@ -302,7 +338,11 @@ class TestTheCache:
                 client.purge_pages(request)
             assert client.lookup(pb.PromptPages(tokens=prompt(6))).host_pages == 6, "nothing went"
             request.extra_key = ""
+            request.dry_run = True
             assert client.purge_pages(request).storage_pages == 6
+            request.dry_run = False
+            gone = client.purge_pages(request)
+            assert gone.storage_pages == 6 and gone.storage_known_only
         cache.close()
 
     def test_pinned_pages_stay_until_their_time(self, cache: CacheRank, client: SyncClient) -> None:
@@ -499,6 +539,20 @@ class TestCommands:
         last = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert (last["state"], last["completedPages"]) == ("OPERATION_STATE_DONE", 6)
         cache.assert_bytes(hashes_of(tokens))
+
+    @pytest.mark.parametrize(("storage", "words"), [("file", "storage 6"), (None, "storage unknown")])
+    def test_a_purge_that_only_counts_counts_storage_or_says_that_it_cannot(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], storage: str | None, words: str
+    ) -> None:
+        cannot = memory_backend()
+        cache = open_cache_rank(tmp_path, storage or cannot)
+        cache.store(hashes_of(prompt(6)))
+        with pytest.raises(SystemExit) as exit:
+            main(["cache", "purge", "-s", cache.address, "--tier", "storage", "--dry-run"])
+        assert not exit.value.code
+        assert words in " ".join(capsys.readouterr().out.split())
+        cache.close()
+        assert cannot.close(5.0)
 
     @pytest.mark.parametrize(
         ("arguments", "code", "words"),

@@ -232,7 +232,7 @@ class TestBackup:
         write = storage.write
 
         def broken(keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
-            bad = key_of(hashes[mine])
+            bad = key_of(hashes[mine], "")
             left = [index for index, key in enumerate(keys) if key != bad]
             done = dict(zip(left, write([keys[i] for i in left], [pages[i] for i in left], timeout), strict=True))
             return [done.get(index, failed("injected")) for index in range(len(keys))]

@@ -125,6 +125,9 @@ class FaultyBackend:
     def clear(self, prefix: str = "", timeout: float = 60.0) -> int:
         return self.inner.clear(prefix, timeout)
 
+    def count(self, prefix: str, timeout: float) -> int | None:
+        return self.inner.count(prefix, timeout)
+
     def on_removed(self, removed: Removed) -> Callable[[], None] | None:
         return self.inner.on_removed(removed)
 

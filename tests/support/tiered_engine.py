@@ -45,7 +45,9 @@ class Engine:
         device = DevicePool.allocate(SHAPE, self.device_pages)
         self.copies = CopyEngine(device, host, backend=IoBackend.DIRECT, on_ack=self.cache.on_ack)
         self.cache.copies = self.copies
-        self.controller = CacheController(host, self.storage, str, keeper=self.cache, limits=self.limits)
+        self.controller = CacheController(
+            host, self.storage, lambda page_hash, extra_key: page_hash, keeper=self.cache, limits=self.limits
+        )
         self.cache.attach(self.controller)
 
     def rows(self) -> list[torch.Tensor]:

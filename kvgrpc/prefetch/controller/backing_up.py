@@ -54,7 +54,7 @@ class Backup:
         book: OperationBook,
         host: HostPool,
         storage: StorageBackend,
-        key_of: Callable[[str], str],
+        key_of: Callable[[str, str], str],
         writes: Writes,
         agreement: Agreement,
         limits: PrefetchLimits,
@@ -176,7 +176,7 @@ class Backup:
             late = now - operation.others_since >= self._limits.agreement_timeout
             batch = operation.others[: self._limits.batch_pages]
         try:
-            keys = [self._key_of(operation.hashes[index]) for index in batch]
+            keys = [self._key_of(operation.hashes[index], operation.extra_key) for index in batch]
             there = dict(zip(batch, self._storage.contains(keys, self._limits.storage_timeout), strict=True))
         except Exception as error:
             self._note_failure(operation, f"{type(error).__name__}: {error}", "FAILED")
@@ -201,7 +201,7 @@ class Backup:
         self._book.changed(operation)
 
     def _call(self, operation: Operation, wanted: list[int]) -> list[PageResult]:
-        keys = [self._key_of(operation.hashes[index]) for index in wanted]
+        keys = [self._key_of(operation.hashes[index], operation.extra_key) for index in wanted]
         buffers = [self._host.page_buffers(int(operation.pages[index])) for index in wanted]
         try:
             results = self._storage.write(keys, buffers, self._limits.storage_timeout)

@@ -38,15 +38,16 @@ class CacheController:
     """Moves pages between one host pool and one storage backend. Thread-safe; no call waits but ``reset`` and
     ``close``.
 
-    ``key_of`` makes the storage key of a page hash (``kvgrpc.prefetch.storage.keys``). The host pool and the backend
-    are the caller's, who closes them after this. ``storage`` None: prefetches are declined, backups refused.
+    ``key_of`` makes the storage key of a page hash and an extra key (``kvgrpc.prefetch.storage.keys``). The host pool
+    and the backend are the caller's, who closes them after this. ``storage`` None: prefetches are declined, backups
+    refused.
     """
 
     def __init__(
         self,
         host: HostPool,
         storage: StorageBackend | None,
-        key_of: Callable[[str], str],
+        key_of: Callable[[str, str], str],
         *,
         keeper: Keeper | None = None,
         agreement: Agreement | None = None,
@@ -167,13 +168,20 @@ class CacheController:
         request_id: str = "",
         priority: int = 0,
         tenant: str = "",
+        extra_key: str = "",
         timeout: float | None = None,
     ) -> Operation:
         """Begins to write PRESENT host pages to storage; ``pages[i]`` holds ``hashes[i]``. They are read-locked until
         its end, which says what became of each. Raises as ``prefetch``, PageStateInvalid, FeatureDisabled (no storage).
         """
         operation = self.operation(
-            OperationKind.BACKUP, hashes, request_id=request_id, priority=priority, tenant=tenant, timeout=timeout
+            OperationKind.BACKUP,
+            hashes,
+            request_id=request_id,
+            priority=priority,
+            tenant=tenant,
+            extra_key=extra_key,
+            timeout=timeout,
         )
         if len(pages) != len(hashes):
             raise InvalidRequest.of("pages", f"{len(pages)} pages for {len(hashes)} hashes", "as many as hashes")
@@ -200,17 +208,30 @@ class CacheController:
             self._backup.start(operation)
         return kept
 
-    def count_in_storage(self, hashes: Sequence[str], timeout: float) -> int:
+    def count_in_storage(self, hashes: Sequence[str], timeout: float, extra_key: str = "") -> int:
         """Leading pages that storage has; blocks for at most ``timeout`` seconds. Raises StorageDown."""
         if self.storage is None or not hashes:
             return 0
-        return self.storage.count_leading([self._key_of(each) for each in hashes], timeout)
+        return self.storage.count_leading([self._key_of(each, extra_key) for each in hashes], timeout)
+
+    def present_in_storage(self, hashes: Sequence[str], timeout: float) -> int:
+        """How many of them storage has, in whatever order; blocks as ``count_in_storage``."""
+        return self._in_parts(hashes, timeout, lambda storage, keys, left: sum(storage.contains(keys, left)))
 
     def delete_from_storage(self, hashes: Sequence[str], timeout: float) -> int:
         """How many of them were there and are gone; blocks as ``count_in_storage``."""
-        if self.storage is None or not hashes:
-            return 0
-        return self.storage.delete([self._key_of(each) for each in hashes], timeout)
+        return self._in_parts(hashes, timeout, lambda storage, keys, left: storage.delete(keys, left))
+
+    def _in_parts(
+        self, hashes: Sequence[str], timeout: float, ask: Callable[[StorageBackend, list[str], float], int]
+    ) -> int:
+        """The sum of what storage answers about as many pages at a time as it takes."""
+        end, found = time.monotonic() + timeout, 0
+        for first in range(0, 0 if self.storage is None else len(hashes), MAX_PAGES):
+            assert self.storage is not None
+            keys = [self._key_of(each, "") for each in hashes[first : first + MAX_PAGES]]
+            found += ask(self.storage, keys, max(0.0, end - time.monotonic()))
+        return found
 
     def reset(self, timeout: float = 10.0) -> bool:
         """Ends every operation and forgets those that ended. The threads stay; False when something still moves

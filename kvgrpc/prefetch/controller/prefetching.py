@@ -45,7 +45,7 @@ class Prefetcher:
         book: OperationBook,
         host: HostPool,
         storage: StorageBackend,
-        key_of: Callable[[str], str],
+        key_of: Callable[[str, str], str],
         keeper: Keeper,
         agreement: Agreement,
         limits: PrefetchLimits,
@@ -146,7 +146,7 @@ class Prefetcher:
 
     def _count(self, operation: Operation) -> tuple[int, Stop, Failure | None]:
         """Leading pages in storage behind what is covered; one call for each batch, as long as all of it is there."""
-        keys = [self._key_of(each) for each in operation.hashes[operation.covered :]]
+        keys = [self._key_of(each, operation.extra_key) for each in operation.hashes[operation.covered :]]
         hit = 0
         for start in range(0, len(keys), self._limits.batch_pages):
             batch = keys[start : start + self._limits.batch_pages]
@@ -253,7 +253,8 @@ class Prefetcher:
 
     def _read(self, operation: Operation, first: int, batch: Pages) -> None:
         """Reads one batch; pages that may come at another try are asked for again, the others end the operation."""
-        keys = [self._key_of(each) for each in operation.hashes[operation.covered + first :][: len(batch)]]
+        hashes = operation.hashes[operation.covered + first :][: len(batch)]
+        keys = [self._key_of(each, operation.extra_key) for each in hashes]
         buffers = [self._host.page_buffers(int(page)) for page in batch]
         wanted = list(range(len(batch)))
         for attempt in range(self._limits.attempts):

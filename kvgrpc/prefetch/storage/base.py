@@ -119,8 +119,8 @@ class StorageBackend(Protocol):
     """Thread-safe. Every call ends within ``timeout`` seconds, and a little for its own bookkeeping.
 
     All calls raise InvalidRequest for arguments that make no sense (lengths that differ, empty pages or keys); only
-    ``count_leading``, ``contains``, ``delete`` and ``clear`` raise StorageDown. ``read`` and ``write`` answer with one
-    result a key, in the order of the keys, and begin nothing after ``timeout``.
+    ``count_leading``, ``contains``, ``delete``, ``clear``, ``count`` raise StorageDown. ``read`` and ``write`` answer
+    with one result a key, in the order of the keys, and begin nothing after ``timeout``.
     """
 
     name: str
@@ -150,6 +150,9 @@ class StorageBackend(Protocol):
     def clear(self, prefix: str = "", timeout: float = 60.0) -> int:
         """Drops the pages of this backend's own namespace whose keys begin with ``prefix``, and nothing of anybody
         else's; how many. Raises StorageDown when it did not come to all of them in time: a repeat goes on."""
+
+    def count(self, prefix: str, timeout: float) -> int | None:
+        """How many pages ``clear(prefix)`` would drop; None: this store does not say. Raises StorageDown."""
 
     def on_removed(self, removed: Removed) -> Callable[[], None] | None:
         """Calls it with the keys of pages that this process drops to make room or by ``clear``, on whatever thread;

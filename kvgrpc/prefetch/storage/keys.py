@@ -7,6 +7,7 @@ two engines that share a store exchange pages that do not fit: SGLang's own keys
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 import json
 import re
@@ -19,6 +20,7 @@ KV = "kv"
 """Name of the pool whose pages are a prefix by themselves; others (indexer, mamba, …) lie beside it."""
 
 _HASH = re.compile(r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
+_EXTRA = re.compile(r"(?<=/)extra-[0-9a-f]{16}/(?=kv/)")
 _NOT_PLAIN = re.compile(r"[^A-Za-z0-9._-]+")
 _STATE_POOLS = frozenset({"mamba"})  # different on each tp rank, also where the KV cache is replicated
 
@@ -79,7 +81,7 @@ class Keys:
         self.identity = identity
         if self.mode is KeyMode.SGLANG_SEED and (identity.pp_size, identity.cp_size, identity.dcp_size) != (1, 1, 1):
             raise InvalidRequest.of("key_mode", mode, "another one: sglang-seed tells ranks of pp and cp not apart")
-        self._of: Callable[[str, str], str] = {
+        self._of: Callable[[str, str, str], str] = {
             KeyMode.KVGRPC: self._kvgrpc,
             KeyMode.SGLANG: self._sglang,
             KeyMode.SGLANG_SEED: self._seed,
@@ -87,35 +89,41 @@ class Keys:
         self._prefixes = {shared: _prefix(identity, shared) for shared in (False, True)}
         self._suffixes = {shared: _sglang_suffix(identity, shared) for shared in (False, True)}
 
-    def of(self, page_hash: str, pool: str = KV) -> str:
-        """The key of a page of a pool."""
-        return self._of(page_hash, pool)
+    def of(self, page_hash: str, pool: str = KV, *, extra_key: str = "") -> str:
+        """The key of a page of a pool. ``extra_key``: the namespace within the model that its hash covers already; here
+        it makes that namespace a prefix."""
+        return self._of(page_hash, pool, extra_key)
 
     @property
     def prefix(self) -> str | None:
         """What the keys of all of this rank's pages begin with, and no others; None where only their ends tell."""
         return f"{self._prefixes[self._shared(KV)]}/" if self.mode is KeyMode.KVGRPC else None
 
+    def prefix_of(self, extra_key: str) -> str | None:
+        """The same of the KV pages of one extra key; empty: of those without one."""
+        return None if self.prefix is None else f"{self.prefix}{_extra(extra_key)}{KV}/"
+
     def hash_of(self, key: str) -> str | None:
         """The hash of one of this rank's pages; None for another's key."""
         found = _HASH.search(key)
-        return found[0] if found is not None and self.of(found[0]) == key else None
+        plain = _EXTRA.sub("", key, count=1) if self.mode is KeyMode.KVGRPC else key
+        return found[0] if found is not None and self.of(found[0]) == plain else None
 
-    def of_all(self, page_hashes: Iterable[str], pool: str = KV) -> list[str]:
-        return [self._of(page_hash, pool) for page_hash in page_hashes]
+    def of_all(self, page_hashes: Iterable[str], pool: str = KV, *, extra_key: str = "") -> list[str]:
+        return [self._of(page_hash, pool, extra_key) for page_hash in page_hashes]
 
     def _shared(self, pool: str) -> bool:
         """Whether the tp ranks share the page."""
         return self.identity.replicated and pool not in _STATE_POOLS
 
-    def _kvgrpc(self, page_hash: str, pool: str) -> str:
-        return f"{self._prefixes[self._shared(pool)]}/{pool}/{page_hash}"
+    def _kvgrpc(self, page_hash: str, pool: str, extra_key: str) -> str:
+        return f"{self._prefixes[self._shared(pool)]}/{_extra(extra_key)}{pool}/{page_hash}"
 
-    def _sglang(self, page_hash: str, pool: str) -> str:
+    def _sglang(self, page_hash: str, pool: str, extra_key: str) -> str:
         name = page_hash if pool == KV else f"{page_hash}.{pool}"
         return name + self._suffixes[self._shared(pool)]
 
-    def _seed(self, page_hash: str, pool: str) -> str:
+    def _seed(self, page_hash: str, pool: str, extra_key: str) -> str:
         if pool != KV:
             raise InvalidRequest.of("pool", pool, f"{KV!r}: sglang-seed has no others")
         one = self.identity.tp_size == 1 or self.identity.replicated
@@ -131,6 +139,14 @@ def _prefix(identity: PageIdentity, shared: bool) -> str:
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
     words = _NOT_PLAIN.sub("-", identity.model.rstrip("/").rpartition("/")[2])[:64].strip("-.") or "model"
     return f"{words}-{digest}"
+
+
+@functools.lru_cache(maxsize=1024)
+def _extra(extra_key: str) -> str:
+    """A digest: who may list a store need not learn the names of tenants."""
+    if not extra_key:
+        return ""
+    return f"extra-{hashlib.sha256(extra_key.encode(errors='surrogatepass')).hexdigest()[:16]}/"
 
 
 def _sglang_suffix(identity: PageIdentity, shared: bool) -> str:

@@ -57,6 +57,9 @@ class PageByPage(ABC):
         check_keys(keys)
         return sum(self._calls.ask(lambda number: self._drop(keys[number]), len(keys), timeout))
 
+    def count(self, prefix: str, timeout: float) -> int | None:
+        return None
+
     def on_removed(self, removed: Removed) -> Callable[[], None]:
         return self._removed.add(removed)
 

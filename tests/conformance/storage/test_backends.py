@@ -9,6 +9,7 @@ import pytest
 
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.prefetch.storage.base import OK, PageStatus, StorageBackend, StorageDown
+from kvgrpc.prefetch.storage.keys import Keys, PageIdentity
 from tests.conformance.storage.openers import OPENERS, PARAMS, SHARED
 from tests.conformance.storage.pages import Arena
 
@@ -137,6 +138,28 @@ def test_clear_drops_everything(backend: StorageBackend, arena: Arena) -> None:
     assert backend.clear() == 4
     assert backend.count_leading(keys(4), SECONDS) == 0
     assert backend.write(keys(4), arena.pages(0, 1, 2, 3), SECONDS) == [OK] * 4
+
+
+def test_of_two_extra_keys_in_one_store_one_is_counted_and_cleared(backend: StorageBackend, arena: Arena) -> None:
+    arena.fill_all()
+    ours = Keys("kvgrpc", PageIdentity(model="org/m", dtype="float16", layout="x", page_size=4))
+    hashes = {each: [f"{number:02x}{row:02x}" * 16 for number in range(4)] for row, each in enumerate(["", "a", "b"])}
+    for index, (extra_key, names) in enumerate(hashes.items()):
+        written = backend.write(
+            ours.of_all(names, extra_key=extra_key), arena.pages(*range(4 * index, 4 * index + 4)), SECONDS
+        )
+        assert written == [OK] * 4
+    for extra_key in ("a", ""):
+        prefix = ours.prefix_of(extra_key)
+        assert prefix is not None and backend.count(prefix, SECONDS) in (4, None)
+        assert backend.clear(prefix, SECONDS) == 4
+        assert backend.count(prefix, SECONDS) in (0, None)
+    left = {
+        extra_key: backend.count_leading(ours.of_all(names, extra_key=extra_key), SECONDS)
+        for extra_key, names in hashes.items()
+    }
+    assert left == {"": 0, "a": 0, "b": 4}
+    assert ours.prefix is not None and backend.count(ours.prefix, SECONDS) in (4, None)
 
 
 def test_of_two_models_in_one_store_one_is_cleared(backend: StorageBackend, arena: Arena) -> None:

@@ -60,7 +60,7 @@ class Rig:
         self.controller = CacheController(
             self.host,
             self.storage,
-            lambda page_hash: f"key-{page_hash}",
+            lambda page_hash, extra_key: f"key-{page_hash}",
             agreement=self.agreement,
             limits=self.limits,
             writes=self.writes,
@@ -362,7 +362,7 @@ class TestDeclining:
 
     def test_without_storage_it_declines(self) -> None:
         host = HostPool(SHAPE, 4)
-        controller = CacheController(host, None, str)
+        controller = CacheController(host, None, lambda page_hash, extra_key: page_hash)
         assert controller.prefetch(hashes(4)).stop is Stop.BACKEND_DOWN
         pages = host.table.take(1)
         assert not isinstance(pages, Short)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -51,19 +51,14 @@ class Rig:
         return [each for tier, what, pages in self.told if (tier, what) == (Tier.STORAGE, "removed") for each in pages]
 
 
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    made = Rig()
-    yield made
-    assert made.manager.close(SECONDS) and made.storage.close(SECONDS)
-
-
-def test_pages_that_may_be_gone_are_told_where_storage_does_not_answer(rig: Rig) -> None:
+def test_pages_that_may_be_gone_are_told_where_storage_does_not_answer() -> None:
+    rig = Rig(key_mode="sglang")
     rig.fill(hashes(3, "lora"), "lora")
     rig.storage.fault = lambda call, key: DOWN if call == "delete" else None
     with pytest.raises(StorageDown):
         rig.manager.purge([Tier.HOST, Tier.STORAGE], "lora", dry_run=False, timeout=SECONDS)
     assert sorted(rig.removed_from_storage()) == sorted(hashes(3, "lora"))
+    assert rig.manager.close(SECONDS) and rig.storage.close(SECONDS)
 
 
 def test_what_storage_dropped_after_the_time_of_a_clear_is_told_once() -> None:
@@ -104,23 +99,27 @@ def test_storage_works_for_no_listener_where_nobody_hears_of_its_pages() -> None
 
 
 @pytest.mark.parametrize(
-    ("tiers", "extra_key", "dry_run", "looks"),
+    ("tiers", "extra_key", "dry_run", "key_mode", "looks"),
     [
-        ([Tier.HOST], None, False, False),
-        ([Tier.HOST, Tier.STORAGE], None, True, False),
-        ([Tier.HOST, Tier.STORAGE], "lora", True, False),
-        ([Tier.HOST, Tier.STORAGE], None, False, False),
-        ([Tier.STORAGE], "lora", False, True),
+        ([Tier.HOST], None, False, "kvgrpc", False),
+        ([Tier.HOST, Tier.STORAGE], None, True, "kvgrpc", False),
+        ([Tier.HOST, Tier.STORAGE], "lora", True, "kvgrpc", False),
+        ([Tier.HOST, Tier.STORAGE], None, False, "kvgrpc", False),
+        ([Tier.STORAGE], "lora", False, "kvgrpc", False),
+        ([Tier.HOST], "lora", False, "sglang", False),
+        ([Tier.STORAGE], "lora", True, "sglang", True),
+        ([Tier.STORAGE], "lora", False, "sglang", True),
     ],
 )
 def test_names_of_pages_are_gathered_for_storage_that_has_no_others(
-    rig: Rig,
     monkeypatch: pytest.MonkeyPatch,
     tiers: list[Tier],
     extra_key: str | None,
     dry_run: bool,
+    key_mode: str,
     looks: bool,
 ) -> None:
+    rig = Rig(key_mode=key_mode)
     rig.fill(hashes(3, "lora"), "lora")
     asked, look = [], TieredCache.hashes
 
@@ -131,6 +130,7 @@ def test_names_of_pages_are_gathered_for_storage_that_has_no_others(
     monkeypatch.setattr(TieredCache, "hashes", noted)
     rig.manager.purge(tiers, extra_key, dry_run=dry_run, timeout=SECONDS)
     assert bool(asked) is looks
+    assert rig.manager.close(SECONDS) and rig.storage.close(SECONDS)
 
 
 class SaysNothing(FaultyBackend):

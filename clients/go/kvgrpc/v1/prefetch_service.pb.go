@@ -446,8 +446,9 @@ type PromptPages struct {
 	Tokens []uint64 `protobuf:"varint,1,rep,packed,name=tokens,proto3" json:"tokens,omitempty"`
 	// SGLang's chain of SHA-256, 32 bytes each, from the first page of the prompt on. At most 65,536.
 	PageHashes [][]byte `protobuf:"bytes,2,rep,name=page_hashes,json=pageHashes,proto3" json:"page_hashes,omitempty"`
-	// Namespace within the model, such as a LoRA; part of the hash of the first page. Absent differs from empty. At most
-	// 1,024 characters, as the salt.
+	// Namespace within the model, such as a LoRA; part of the hash of the first page, and of the keys in storage: page
+	// hashes without the extra key that they were made with are not found there. Absent differs from empty where there is
+	// a salt. At most 1,024 characters, as the salt.
 	ExtraKey *string `protobuf:"bytes,3,opt,name=extra_key,json=extraKey,proto3,oneof" json:"extra_key,omitempty"`
 	// Salt of a tenant; part of the hash of the first page.
 	CacheSalt *string `protobuf:"bytes,4,opt,name=cache_salt,json=cacheSalt,proto3,oneof" json:"cache_salt,omitempty"`
@@ -1816,8 +1817,7 @@ type PurgePagesRequest struct {
 	Namespace *CacheNamespace `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
 	// Which tiers; none is an error.
 	Tiers []CacheTier `protobuf:"varint,2,rep,packed,name=tiers,proto3,enum=kvgrpc.v1.CacheTier" json:"tiers,omitempty"`
-	// Only pages of this namespace within the model; absent: of all. Storage does not know it: of its pages those go that
-	// device and host know.
+	// Only pages of this namespace within the model; empty: of those without one; absent: of all.
 	ExtraKey *string `protobuf:"bytes,3,opt,name=extra_key,json=extraKey,proto3,oneof" json:"extra_key,omitempty"`
 	// Count only.
 	DryRun        bool `protobuf:"varint,4,opt,name=dry_run,json=dryRun,proto3" json:"dry_run,omitempty"`
@@ -1890,12 +1890,15 @@ type PurgePagesResponse struct {
 	DevicePages uint64 `protobuf:"varint,1,opt,name=device_pages,json=devicePages,proto3" json:"device_pages,omitempty"`
 	// The same.
 	HostPages uint64 `protobuf:"varint,2,opt,name=host_pages,json=hostPages,proto3" json:"host_pages,omitempty"`
-	// The same, as far as the backend counts.
-	StoragePages uint64 `protobuf:"varint,3,opt,name=storage_pages,json=storagePages,proto3" json:"storage_pages,omitempty"`
+	// The same; absent from a dry run where the backend cannot count without dropping.
+	StoragePages *uint64 `protobuf:"varint,3,opt,name=storage_pages,json=storagePages,proto3,oneof" json:"storage_pages,omitempty"`
 	// Pages that stay because they are in use or pinned.
-	KeptPages     uint64 `protobuf:"varint,4,opt,name=kept_pages,json=keptPages,proto3" json:"kept_pages,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	KeptPages uint64 `protobuf:"varint,4,opt,name=kept_pages,json=keptPages,proto3" json:"kept_pages,omitempty"`
+	// The storage keys of this cache (key mode sglang, sglang-seed) do not tell extra keys: of storage those pages went that
+	// device and host knew, and others of the extra key may be there still.
+	StorageKnownOnly bool `protobuf:"varint,5,opt,name=storage_known_only,json=storageKnownOnly,proto3" json:"storage_known_only,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *PurgePagesResponse) Reset() {
@@ -1943,8 +1946,8 @@ func (x *PurgePagesResponse) GetHostPages() uint64 {
 }
 
 func (x *PurgePagesResponse) GetStoragePages() uint64 {
-	if x != nil {
-		return x.StoragePages
+	if x != nil && x.StoragePages != nil {
+		return *x.StoragePages
 	}
 	return 0
 }
@@ -1954,6 +1957,13 @@ func (x *PurgePagesResponse) GetKeptPages() uint64 {
 		return x.KeptPages
 	}
 	return 0
+}
+
+func (x *PurgePagesResponse) GetStorageKnownOnly() bool {
+	if x != nil {
+		return x.StorageKnownOnly
+	}
+	return false
 }
 
 // Request of PinPages.
@@ -2666,14 +2676,16 @@ const file_kvgrpc_v1_prefetch_service_proto_rawDesc = "" +
 	"\textra_key\x18\x03 \x01(\tH\x00R\bextraKey\x88\x01\x01\x12\x17\n" +
 	"\adry_run\x18\x04 \x01(\bR\x06dryRunB\f\n" +
 	"\n" +
-	"_extra_key\"\xaa\x01\n" +
+	"_extra_key\"\xef\x01\n" +
 	"\x12PurgePagesResponse\x12%\n" +
 	"\fdevice_pages\x18\x01 \x01(\x04B\x020\x01R\vdevicePages\x12!\n" +
 	"\n" +
-	"host_pages\x18\x02 \x01(\x04B\x020\x01R\thostPages\x12'\n" +
-	"\rstorage_pages\x18\x03 \x01(\x04B\x020\x01R\fstoragePages\x12!\n" +
+	"host_pages\x18\x02 \x01(\x04B\x020\x01R\thostPages\x12,\n" +
+	"\rstorage_pages\x18\x03 \x01(\x04B\x020\x01H\x00R\fstoragePages\x88\x01\x01\x12!\n" +
 	"\n" +
-	"kept_pages\x18\x04 \x01(\x04B\x020\x01R\tkeptPages\"v\n" +
+	"kept_pages\x18\x04 \x01(\x04B\x020\x01R\tkeptPages\x12,\n" +
+	"\x12storage_known_only\x18\x05 \x01(\bR\x10storageKnownOnlyB\x10\n" +
+	"\x0e_storage_pages\"v\n" +
 	"\x0fPinPagesRequest\x12,\n" +
 	"\x05pages\x18\x01 \x01(\v2\x16.kvgrpc.v1.PromptPagesR\x05pages\x125\n" +
 	"\bduration\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\bduration\"g\n" +
@@ -2913,6 +2925,7 @@ func file_kvgrpc_v1_prefetch_service_proto_init() {
 	file_kvgrpc_v1_common_proto_init()
 	file_kvgrpc_v1_prefetch_service_proto_msgTypes[0].OneofWrappers = []any{}
 	file_kvgrpc_v1_prefetch_service_proto_msgTypes[18].OneofWrappers = []any{}
+	file_kvgrpc_v1_prefetch_service_proto_msgTypes[19].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{

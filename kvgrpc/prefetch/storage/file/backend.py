@@ -109,6 +109,19 @@ class FileBackend(PageByPage):
             raise self._calls.down(str(error)) from error
         return gone
 
+    def count(self, prefix: str, timeout: float) -> int:
+        if self._closed.is_set():
+            raise self._calls.down("it is closed")
+        deadline, found = time.monotonic() + timeout, 0
+        try:
+            for name, _, _ in self._folder.scan():
+                if time.monotonic() > deadline:
+                    raise self._calls.down(f"{found} pages were counted in {timeout:g} s, more are there")
+                found += not prefix or (self._key_in(name) or "").startswith(prefix)
+        except OSError as error:
+            raise self._calls.down(str(error)) from error
+        return found
+
     def stats(self) -> StorageStats:
         closed = self._closed.is_set()
         return self._tally.stats(

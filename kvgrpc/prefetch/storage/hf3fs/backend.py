@@ -103,6 +103,11 @@ class Hf3fsBackend(PageByPage):
         parts = [keys[start : start + _CLEARED_AT_ONCE] for start in range(0, len(keys), _CLEARED_AT_ONCE)]
         return sum(self._calls.ask(lambda number: self._drop_all(parts[number]), len(parts), timeout))
 
+    def count(self, prefix: str, timeout: float) -> int:
+        if self._calls.closed:
+            raise self._calls.down("it is closed")
+        return sum(key.startswith(prefix) for key in self._slots.keys())  # noqa: SIM118
+
     def stats(self) -> StorageStats:
         closed = self._calls.closed
         return self._tally.stats(

@@ -159,6 +159,9 @@ class MooncakeBackend:
             raise StorageDown(result_of(code).detail, self._config.master)
         return code
 
+    def count(self, prefix: str, timeout: float) -> None:
+        """Its client lists no keys."""
+
     def on_removed(self, removed: Removed) -> None:
         """The Store drops pages by itself, and does not say which."""
 

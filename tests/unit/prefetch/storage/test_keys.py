@@ -44,6 +44,20 @@ def test_own_keys_are_fixed_for_ever() -> None:
     assert Keys("kvgrpc", MLA).of(H, "indexer") == f"V3-b9b611db7440f6a5/indexer/{H}"
 
 
+def test_an_extra_key_is_a_prefix_of_its_own() -> None:
+    keys = Keys("kvgrpc", TP)
+    lora = keys.of(H, extra_key="lora-a")
+    assert lora == f"Llama-3-8B-fdf60e0f90dba3df/extra-397ec4008bb6db3b/kv/{H}"
+    prefixes = {extra_key: keys.prefix_of(extra_key) for extra_key in ("", "lora-a", "lora-b", "\ud800")}
+    for extra_key in prefixes:
+        key = keys.of(H, extra_key=extra_key)
+        assert [each for each, prefix in prefixes.items() if prefix and key.startswith(prefix)] == [extra_key]
+        assert keys.prefix is not None and key.startswith(keys.prefix) and keys.hash_of(key) == H
+    for mode in (KeyMode.SGLANG, KeyMode.SGLANG_SEED):
+        keys = Keys(mode, TP)
+        assert keys.of(H, extra_key="lora-a") == keys.of(H) and keys.prefix_of("lora-a") is None
+
+
 @pytest.mark.parametrize(
     "change",
     [
