@@ -1,6 +1,7 @@
 """prefetch.*: what is left of bare reads after the cache's controller; limit.prefetch.*: what its parts need alone.
 
-The limits are no claim about kvgrpc: their ratio is the most that prefetch.file could reach if the rest were free.
+The limits are no claim about kvgrpc: their ratio is the most that prefetch.file could reach if the rest were free, and
+prefetch.mooncake that of limit.prefetch.mooncake.backend: the process that has the Store's client, and no controller.
 """
 
 from __future__ import annotations
@@ -46,6 +47,13 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
             (_open_mooncake, _turn_controller),
             (_open_bare, _turn_bare),
             Target(ratio=0.9),
+            missing=missing,
+        ),
+        row(
+            f"{LIMIT}.mooncake.backend",
+            "bare batch_get_into",
+            (_open_mooncake, _turn_backend),
+            (_open_bare, _turn_bare),
             missing=missing,
         ),
     ]
