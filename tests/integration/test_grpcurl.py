@@ -18,6 +18,7 @@ import pytest
 
 from kvgrpc.client import SyncClient
 from kvgrpc.errors import EngineNotFound
+from tests.contract.cache_serving import CacheRank, hashes_of, open_cache_rank, prompt
 from tests.integration.rank_host import RankProcess
 
 ROOT = Path(__file__).parents[2]
@@ -103,7 +104,7 @@ class Answer:
 
 
 @pytest.fixture
-def ask(grpcurl: Path, running: Running) -> Any:
+def ask(grpcurl: Path) -> Any:
     def run(server: str, *words: str, data: object = None) -> Answer:
         arguments = ["-plaintext", "-max-time", "10", "-format-error"]
         if data is not None:
@@ -186,6 +187,56 @@ def test_nonsense_gets_a_typed_error(
         detail for detail in json.loads(refused.err)["details"] if detail["@type"].endswith("google.rpc.ErrorInfo")
     ]
     assert (info["reason"], info["domain"]) == (f"ERROR_REASON_{reason}", "kvgrpc.dev")
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[CacheRank]:
+    opened = open_cache_rank(tmp_path)
+    yield opened
+    opened.close()
+
+
+class TestTheCache:
+    def test_a_prompt_goes_to_storage_and_back_and_is_watched(self, ask: Any, cache: CacheRank) -> None:
+        def call(method: str, **data: object) -> Any:
+            return ask(cache.address, f"kvgrpc.v1.PrefetchService/{method}", data=data)
+
+        def ended(operation_id: str) -> Any:
+            messages = read_all(call("WatchOperations", operationIds=[operation_id]).out)
+            (last,) = [each for message in messages for each in message.get("operations", ()) if each.get("quiescent")]
+            return last
+
+        tokens = {"tokens": prompt(6, 1)}
+        hashes = hashes_of(prompt(6, 1))
+        cache.fill(hashes)
+        backup = call("StartBackup", pages=tokens, requestId="b").json["operation"]
+        done = ended(backup["operationId"])
+        assert (done["state"], done["completedPages"]) == ("OPERATION_STATE_DONE", 6)
+        assert (
+            call("StartBackup", pages=tokens, requestId="b").json["operation"]["operationId"] == backup["operationId"]
+        )
+        assert cache.evict() == 6
+        assert call("Lookup", pages=tokens).json == {"askedPages": 6, "storagePages": 6, "pageTokens": 4}
+        by_hash = {"pageHashes": [base64.b64encode(bytes.fromhex(each)).decode() for each in hashes]}
+        done = ended(call("StartPrefetch", pages=by_hash).json["operation"]["operationId"])
+        assert (done["state"], done["pageOutcomes"]) == ("OPERATION_STATE_DONE", ["PAGE_OUTCOME_OK"] * 6)
+        cache.assert_bytes(hashes)
+        info = call("GetCacheInfo").json
+        used = {tier["tier"]: int(tier["usedPages"]) for tier in info["tiers"]}
+        assert used == {"CACHE_TIER_HOST": 6, "CACHE_TIER_STORAGE": 6}
+        assert (info["storageBackend"], info["storageHealthy"]) == ("file", True)
+
+    def test_a_page_hash_of_a_wrong_length_is_named(self, ask: Any, cache: CacheRank) -> None:
+        pages = {"pageHashes": [base64.b64encode(bytes(length)).decode() for length in (32, 31)]}
+        refused = ask(cache.address, "kvgrpc.v1.PrefetchService/StartPrefetch", data={"pages": pages})
+        assert refused.code == 64 + 3
+        (info,) = [
+            each for each in json.loads(refused.err)["details"] if each["@type"].endswith("google.rpc.ErrorInfo")
+        ]
+        assert (info["reason"], info["metadata"]["field"]) == (
+            "ERROR_REASON_INVALID_REQUEST",
+            "pages.page_hashes[1]",
+        )
 
 
 def read_all(text: str) -> list[Any]:
