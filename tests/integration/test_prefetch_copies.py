@@ -21,7 +21,7 @@ from kvgrpc.prefetch.model import Short
 from kvgrpc.prefetch.pools.device import DevicePool
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.pages import Pages, as_pages
-from kvgrpc.prefetch.pools.shape import HostLayout, PageShape
+from kvgrpc.prefetch.pools.shape import Component, HostLayout, PageShape
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 DTYPES = {
@@ -37,6 +37,9 @@ SECONDS = 20.0
 def shape_of(kind: str, dtype: str) -> PageShape:
     if kind == "mha":
         return PageShape.mha(LAYERS, 4, 2, 8, dtype)
+    if kind == "state":
+        sizes = {"k": 64, "v": 64, "latent": 48, "indexer": 12, "state": 7}
+        return PageShape(LAYERS, 4, tuple(Component(*each) for each in sizes.items()), dtype)
     return PageShape.mla(LAYERS, 4, 20, dtype, indexer_bytes=3)
 
 
@@ -72,7 +75,7 @@ def copies() -> Iterator[CopyEngine]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", IoBackend)
 @pytest.mark.parametrize("layout", HostLayout)
-@pytest.mark.parametrize(("kind", "dtype"), [("mha", "bfloat16"), ("mla", "float8_e4m3fn")])
+@pytest.mark.parametrize(("kind", "dtype"), [("mha", "bfloat16"), ("mla", "float8_e4m3fn"), ("state", "float16")])
 def test_pages_come_back_as_they_were_and_touch_no_others(
     kind: str, dtype: str, layout: HostLayout, backend: IoBackend, device: str
 ) -> None:

@@ -14,18 +14,26 @@ from kvgrpc.prefetch.cache import TieredCache
 from kvgrpc.prefetch.copies.engine import CopyEngine
 from kvgrpc.prefetch.model import Short, WritePolicy
 from kvgrpc.prefetch.pools.device import DevicePool
-from kvgrpc.prefetch.pools.shape import HostLayout, PageShape
+from kvgrpc.prefetch.pools.shape import Component, HostLayout, PageShape
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from tests.contract.cache_serving import LIMITS, PAGE_TOKENS, CacheRank, hashes_of, open_cache_rank, prompt, until
 
 SHAPES = {
     "mha": PageShape.mha(layers=4, page_tokens=PAGE_TOKENS, heads=2, head_dim=16, dtype="bfloat16"),
     "mla": PageShape.mla(layers=4, page_tokens=PAGE_TOKENS, latent_dim=24, dtype="float8_e4m3fn", indexer_bytes=3),
+    # Whatever a page may have, and a state that does not divide into tokens.
+    "state": PageShape(
+        4, PAGE_TOKENS, tuple(map(Component, ("k", "v", "latent", "indexer", "state"), (64, 64, 48, 12, 7)))
+    ),
 }
 PAGES = 24
 
 
-@pytest.fixture(params=[("mha", layout) for layout in HostLayout] + [("mla", HostLayout.PAGE_FIRST)], ids=str)
+@pytest.fixture(
+    params=[("mha", layout) for layout in HostLayout]
+    + [("mla", HostLayout.PAGE_FIRST), ("state", HostLayout.PAGE_FIRST)],
+    ids=str,
+)
 def tiers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CacheRank]:
     kind, layout = request.param
     shape = SHAPES[kind]
