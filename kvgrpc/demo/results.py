@@ -106,7 +106,8 @@ class CacheResult:
 
 @dataclass(slots=True)
 class DemoResult:
-    """Everything. ``problem``: what kept the demo from its end, "" when nothing did."""
+    """Everything. ``problem``: what kept the demo from its end, "" when nothing did. ``set_up_seconds``: the part of
+    ``seconds`` until both ranks were open."""
 
     data_plane: str
     prompts: list[PromptResult] = field(default_factory=list)
@@ -116,6 +117,7 @@ class DemoResult:
     page_bytes: int = 0
     written_bytes: int = 0
     writing_seconds: float = 0.0
+    set_up_seconds: float = 0.0
     seconds: float = 0.0
     problem: str = ""
 
@@ -160,6 +162,7 @@ class DemoResult:
             "reason": self.difference,
             "dataPlane": self.data_plane,
             "seconds": round(self.seconds, 3),
+            "setUpSeconds": round(self.set_up_seconds, 3),
             "addresses": self.addresses,
             "pageBytes": self.page_bytes,
             "writtenBytes": self.written_bytes,

@@ -77,7 +77,7 @@ def run(options: DemoOptions) -> int:
         result.prompts = [PromptResult(prompt, room) for prompt, room in zip(asked, _rooms(len(asked)), strict=True)]
         with _storage(options.storage) as storage, Processes(KINDS) as processes:
             with view:
-                _Demo(options, processes, view, result, storage).run()
+                _Demo(options, processes, view, result, storage).run(began)
             result.seconds = time.monotonic() - began
             view.result(result)
             if options.keep_running:
@@ -114,9 +114,10 @@ class _Demo:
         self._offloaded: Offloaded | None = None
         self._resumed: Resumed | None = None
 
-    def run(self) -> None:
-        """Fills the result. Raises DemoFailed where a step cannot be done at all."""
+    def run(self, began: float) -> None:
+        """Fills the result. ``began``: moment of the start. Raises DemoFailed where a step cannot be done at all."""
         self._open()
+        self._result.set_up_seconds = time.monotonic() - began
         with ExitStack() as stack:
             checks = {rank: self._follow_events(rank, stack) for rank in RANKS}
             self._answer()

@@ -26,6 +26,9 @@ ROOT = Path(__file__).parents[2]
 # Four interpreters start, three of them with torch; a busy machine takes its time.
 DEMO_SECONDS = 150.0
 LEFT_SECONDS = 60.0
+# Both acts, once the ranks are open. Where nothing else runs the whole takes 23 s, of 40 that were promised; beside 20
+# other processes on two cores, and with nice 15, the acts alone took 41 s. Past this something waits for its deadline.
+ACTS_SECONDS = 90.0
 
 pytestmark = [
     pytest.mark.timeout(DEMO_SECONDS + 30),
@@ -140,6 +143,7 @@ def test_every_prompt_over_mooncake_is_answered_as_in_a_single_process() -> None
     assert cache["tokens"] == prompts[4]["tokens"]
     assert (cache["storage"], cache["hitRate"]) == ("file", 1.0)
     assert cache["foundPages"] == cache["askedPages"] == cache["pages"]
+    assert 0 < result["seconds"] - result["setUpSeconds"] < ACTS_SECONDS
     assert result["seconds"] > sum(cache[each] for each in ("copySeconds", "storeSeconds", "prefetchSeconds")) > 0
 
 
