@@ -30,6 +30,7 @@ def replicated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
     replica.close()
 
 
+@pytest.mark.timeout(180)
 class TestRanksThatFail:
     def test_a_rank_that_is_killed_while_it_reads_ends_it_at_once_for_all(self, replica: Replica) -> None:
         leader, other, victim = replica.ranks
