@@ -10,8 +10,9 @@ from tests.support.prefix_cache import requests
 from tests.support.tier_simulator import Hits, TierSimulator
 from tests.support.tiered_engine import Engine
 
-# A machine that stalls for seconds makes no page late: the simulator has no clock.
-LIMITS = PrefetchLimits(threshold_tokens=4, batch_pages=4, storage_timeout=60.0, operation_timeout=60.0)
+# The simulator has no clock, so a machine that stalls for seconds must make no page late; and to it a prefetch may have
+# all of the host.
+LIMITS = PrefetchLimits(threshold_tokens=4, batch_pages=4, occupancy=1.0, storage_timeout=60.0, operation_timeout=60.0)
 
 
 def replay(engine: Engine, pages: list[str]) -> Hits:

@@ -5,6 +5,8 @@ Least recently used ends go first; of the host those that are not on the device 
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -99,18 +101,23 @@ class TierSimulator:
         return path
 
     def _take(self, tier: str, wanted: int, kept: set[Page]) -> None:
+        def is_end(each: _Known) -> bool:
+            there = getattr(each, tier) and each.page not in kept
+            return there and not any(getattr(child, tier) for child in each.children.values())
+
+        def worth(each: _Known) -> tuple[bool, int, int, _Known]:
+            return tier == "host" and each.device, each.used, next(turn), each
+
+        turn = itertools.count()
+        ends = [worth(each) for each in self._pages.values() if is_end(each)] if wanted > self._room[tier] else []
+        heapq.heapify(ends)
         while wanted > self._room[tier]:
-            ends = [
-                each
-                for each in self._pages.values()
-                if getattr(each, tier)
-                and each.page not in kept
-                and not any(getattr(child, tier) for child in each.children.values())
-            ]
-            victim = min(ends, key=lambda each: (tier == "host" and each.device, each.used))
+            victim = heapq.heappop(ends)[-1]
             setattr(victim, tier, False)
             self._room[tier] += 1
             self._forget(victim)
+            if victim.parent is not None and is_end(victim.parent):
+                heapq.heappush(ends, worth(victim.parent))
         self._room[tier] -= wanted
 
     def _forget(self, known: _Known | None) -> None:
