@@ -5,7 +5,7 @@ prefill and its pages keep the token before the head, what a decode rank gets of
 run of bytes there: copied together first, it is one write (docs/topology.md has the figures).
 
 Each peer has a block of slots of its own, so that one that hangs holds nobody else's; one for which there is no block
-gets its slices one by one. A slot is used again when its write has ended for certain (session.md 7), and else never.
+gets its slices one by one. A slot is used again when its write has ended for certain (rule 7, writes), and else never.
 Used by the transfer thread alone.
 """
 

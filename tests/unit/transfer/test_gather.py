@@ -139,7 +139,7 @@ def test_every_byte_arrives_once_and_no_other_is_touched(
 
 
 def test_a_page_is_one_write_a_region_and_pages_that_follow_each_other_at_decode_are_one() -> None:
-    prefill, _, shape = pair()
+    prefill, _decode, shape = pair()
     plane = Plane()
     slots = staging(plane, prefill).open(shape)
     assert slots is not None
@@ -167,18 +167,18 @@ def test_pools_that_are_not_sliced_alike_are_not_gathered() -> None:
 
 @pytest.mark.parametrize("transport", ["rdma", ""])
 def test_only_over_tcp(transport: str) -> None:
-    prefill, _, shape = pair()
+    prefill, _decode, shape = pair()
     assert staging(Plane(transport), prefill).open(shape) is None
 
 
 def test_not_for_the_memory_of_a_device() -> None:
-    prefill, _, shape = pair()
+    prefill, _decode, shape = pair()
     elsewhere = Pool("kv", PoolKind.KV, TOKENS, PAGES, "uint8", prefill.pool.regions, location="cuda:0")
     assert Staging(Plane(), [elsewhere], 1 << 30).open(shape) is None  # type: ignore[arg-type]
 
 
 def test_memory_is_taken_when_a_peer_needs_it_bounded_and_used_again() -> None:
-    prefill, _, shape = pair()
+    prefill, _decode, shape = pair()
     plane = Plane()
     memory = staging(plane, prefill, 2 * BLOCK_BYTES + 1)
     assert memory.open(pair(HEADS_FIRST)[2]) is None and not plane.blocks
@@ -196,7 +196,7 @@ def test_without_memory_slices_go_one_by_one() -> None:
         def allocate(self, nbytes: int, location: str = "cpu:0") -> int:
             raise MemoryError("none left")
 
-    prefill, _, shape = pair()
+    prefill, _decode, shape = pair()
     assert staging(Full(), prefill).open(shape) is None
 
 
@@ -213,7 +213,7 @@ def addresses(plane: Plane) -> list[int]:
 
 @pytest.mark.usefixtures("small_slots")
 def test_a_slot_is_used_again_only_when_its_write_has_ended() -> None:
-    prefill, _, shape = pair()
+    prefill, _decode, shape = pair()
     plane = Plane()
     transfer, _ = begun(plane, prefill, shape)
     for _ in range(3 * SLOTS):
@@ -228,7 +228,7 @@ def test_a_slot_is_used_again_only_when_its_write_has_ended() -> None:
 @pytest.mark.usefixtures("small_slots")
 @pytest.mark.parametrize("outcome", [Outcome.REJECTED, Outcome.FAILED_SRC_FREE, Outcome.FAILED_UNKNOWN])
 def test_a_failed_write_ends_it_when_the_others_have_ended(outcome: Outcome) -> None:
-    prefill, _, shape = pair()
+    prefill, _decode, shape = pair()
     plane = Plane()
     transfer, slots = begun(plane, prefill, shape)
     for _ in range(3):
@@ -246,7 +246,7 @@ def test_a_failed_write_ends_it_when_the_others_have_ended(outcome: Outcome) -> 
 
 @pytest.mark.usefixtures("small_slots")
 def test_stopped_it_begins_no_further_write() -> None:
-    prefill, _, shape = pair()
+    prefill, _decode, shape = pair()
     plane = Plane()
     transfer, slots = begun(plane, prefill, shape)
     transfer.poll()
@@ -259,7 +259,7 @@ def test_stopped_it_begins_no_further_write() -> None:
 
 @pytest.mark.usefixtures("small_slots")
 def test_nobody_waits_for_slots_that_are_lost() -> None:
-    prefill, _, shape = pair()
+    prefill, _decode, shape = pair()
     plane = Plane()
     transfer, slots = begun(plane, prefill, shape)
     waiting = GatheredTransfer(slots, plane.submit, np.arange(3, dtype=np.uint32), np.arange(3, dtype=np.uint32))
@@ -285,7 +285,7 @@ def test_a_plane_that_raises_fails_that_write_and_loses_its_slot(where: str) -> 
             raise RuntimeError("a bug")
         return Broken(plan)
 
-    prefill, _, shape = pair()
+    prefill, _decode, shape = pair()
     slots = staging(Plane(), prefill).open(shape)
     assert slots is not None
     page = np.zeros(1, np.uint32)
