@@ -215,11 +215,12 @@ class CacheController:
         return self.storage.count_leading([self._key_of(each, extra_key) for each in hashes], timeout)
 
     def present_in_storage(self, hashes: Sequence[str], timeout: float) -> int:
-        """How many of them storage has, in whatever order; blocks as ``count_in_storage``."""
+        """How many of them storage has, in whatever order, by keys without an extra key; blocks as
+        ``count_in_storage``."""
         return self._in_parts(hashes, timeout, lambda storage, keys, left: sum(storage.contains(keys, left)))
 
     def delete_from_storage(self, hashes: Sequence[str], timeout: float) -> int:
-        """How many of them were there and are gone; blocks as ``count_in_storage``."""
+        """How many of them were there and are gone; as ``present_in_storage``."""
         return self._in_parts(hashes, timeout, lambda storage, keys, left: storage.delete(keys, left))
 
     def _in_parts(
