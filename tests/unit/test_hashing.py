@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.hashing import (
+    _cbor,
     block_hashes,
     event_seed,
     page_hashes,
@@ -161,3 +162,33 @@ def by_the_rules(tokens: list[int], page_size: int, after: bytes, bigram: bool) 
         after = digest.digest()
         found.append(after)
     return found
+
+
+@pytest.mark.parametrize("bigram", [False, True])
+def test_a_longer_prompt_begins_with_the_names_of_a_shorter_one(bigram: bool) -> None:
+    """Also where words need eight bytes, and where one page does and another does not."""
+    wide, narrow_max = 2**40, 2**32 - 1
+    prompt = [narrow_max, 1, 2, wide, 3, 4, narrow_max, 5, 6]
+    names = page_hashes(prompt, 2, bigram=bigram)
+    for pages in range(1, len(names)):
+        shorter = prompt[: 2 * pages + bigram]
+        assert page_hashes(shorter, 2, bigram=bigram) == names[:pages]
+    # Alone the first page is narrow: beside a wide one it has the same name.
+    assert page_hashes(prompt[: 2 + bigram], 2, bigram=bigram) == names[:1]
+
+
+def test_an_event_of_vllm_carries_the_last_eight_bytes_of_a_hash() -> None:
+    assert vllm_event_hash(bytes(range(32))) == 0x18191A1B1C1D1E1F
+
+
+# RFC 8949, appendix A, and the edges between the lengths of a number.
+CBOR = {
+    **{0: "00", 23: "17", 24: "1818", 100: "1864", 255: "18ff", 256: "190100", 1000: "1903e8", 65535: "19ffff"},
+    **{65536: "1a00010000", 1000000: "1a000f4240", 2**32 - 1: "1affffffff", 2**32: "1b0000000100000000"},
+    **{1000000000000: "1b000000e8d4a51000", 2**64 - 1: "1bffffffffffffffff"},
+}
+
+
+@pytest.mark.parametrize("number", CBOR)
+def test_numbers_in_canonical_cbor_take_the_fewest_bytes(number: int) -> None:
+    assert _cbor(number).hex() == CBOR[number]

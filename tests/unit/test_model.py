@@ -1,0 +1,121 @@
+"""What a rank, a layout and a pool may be, at the edges; every wrong field is named."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvgrpc.errors import InvalidRequest
+from kvgrpc.model import MAX_REGIONS, MAX_WORD_CHARS, Attention, Layout, ModelIdentity, Pool, PoolKind, RankId, Region
+from kvgrpc.model import check_pools as check
+
+REGION = Region(0, "k", 4096, 64, 64)
+POOL = Pool("kv", PoolKind.KV, 16, 4, "float16", (REGION,))
+NARROW = 2**32
+
+
+def pool(**changes: Any) -> Pool:
+    return dataclasses.replace(POOL, **changes)
+
+
+def region(**changes: Any) -> Pool:
+    return pool(regions=(REGION, dataclasses.replace(REGION, component="v", address=8192, **changes)))
+
+
+def wrong_fields(*pools: Pool) -> list[str]:
+    with pytest.raises(InvalidRequest) as refused:
+        check(pools)
+    return [violation.field for violation in refused.value.violations]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        (pool(name=""), "pools[0].name"),
+        (pool(name="n" * 129), "pools[0].name"),
+        (pool(pages=0), "pools[0].pages"),
+        (pool(pages=NARROW), "pools[0].pages"),
+        (pool(page_tokens=0), "pools[0].page_tokens"),
+        (pool(regions=()), "pools[0].regions"),
+        (pool(dtype="d" * (MAX_WORD_CHARS + 1)), "pools[0].dtype"),
+        (pool(axes="a" * 257), "pools[0].axes"),
+        (pool(location="l" * (MAX_WORD_CHARS + 1)), "pools[0].location"),
+        (pool(heads_total=NARROW), "pools[0].heads_total"),
+        (pool(head_start=-1), "pools[0].head_start"),
+        (pool(head_count=NARROW), "pools[0].head_count"),
+        (region(layer=NARROW), "pools[0].regions[1].layer"),
+        (region(layer=-1), "pools[0].regions[1].layer"),
+        (pool(regions=(dataclasses.replace(REGION, component=""),)), "pools[0].regions[0].component"),
+        (pool(regions=(REGION, dataclasses.replace(REGION, address=8192))), "pools[0].regions[1]"),
+        (region(page_bytes=0), "pools[0].regions[1].page_bytes"),
+        (region(page_bytes=65), "pools[0].regions[1].page_bytes"),
+        (pool(regions=(dataclasses.replace(REGION, address=0),)), "pools[0].regions[0].address"),
+        (pool(regions=(dataclasses.replace(REGION, address=2**64 - 4 * 64 + 1),)), "pools[0].regions[0].address"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_pool_that_cannot_be_right_names_the_field(wrong: Pool, field: str) -> None:
+    assert wrong_fields(wrong) == [field]
+
+
+def test_pools_have_names_of_their_own_and_a_bound_together() -> None:
+    assert wrong_fields(POOL, POOL) == ["pools[1].name"]
+    regions = tuple(
+        dataclasses.replace(REGION, layer=layer, address=4096 * (layer + 1)) for layer in range(MAX_REGIONS)
+    )
+    check([pool(regions=regions)])
+    assert wrong_fields(pool(regions=regions), pool(name="more")) == ["pools"]
+
+
+def test_what_is_just_right_is_taken() -> None:
+    check([pool(name="n" * 128, dtype="d" * MAX_WORD_CHARS, axes="a" * 256, location="l" * MAX_WORD_CHARS)])
+    check([pool(kind=PoolKind.STATE, page_tokens=0)])
+    check([pool(pages=NARROW - 1), pool(name="b", heads_total=NARROW - 1), pool(name="c", head_start=0, pages=1)])
+    check([region(layer=NARROW - 1, page_bytes=1)])
+    check([pool(regions=(dataclasses.replace(REGION, address=2**64 - 4 * 64),))])
+    check([pool(regions=(dataclasses.replace(REGION, address=1),))])
+    check([POOL.without_addresses()], addresses=False)
+    assert POOL.without_addresses().regions[0].address == 0
+
+
+def test_regions_may_lie_in_each_others_gaps_and_share_no_byte() -> None:
+    """The key and the value of one tensor: a page of each, in turns."""
+    key, value = Region(0, "k", 4096, 128, 64), Region(0, "v", 4160, 128, 64)
+    check([pool(regions=(key, value))])
+    check([pool(regions=(value, key))])
+    for page_bytes, start, stride in ((65, 4096, 128), (64, 4097, 128), (64, 4096, 64)):
+        crossing = dataclasses.replace(
+            key, page_bytes=page_bytes, address=start, page_stride_bytes=max(stride, page_bytes)
+        )
+        assert wrong_fields(pool(regions=(crossing, value)))
+    # The last byte of a page and the first one of the next pool of pages touch, and no more.
+    check([pool(regions=(REGION, Region(0, "v", 4096 + 4 * 64, 64, 64)))])
+    assert wrong_fields(pool(regions=(REGION, Region(0, "v", 4096 + 4 * 64 - 1, 64, 64))))
+
+
+@pytest.mark.parametrize("axis", ["dp", "pp", "cp", "tp"])
+def test_a_layout_has_the_ranks_below_each_of_its_sizes(axis: str) -> None:
+    layout = Layout(dp=2, pp=3, cp=5, tp=7)
+    assert layout.ranks == 210
+    last = RankId("engine", 1, 2, 4, 6)
+    assert last in layout
+    assert last._replace(**{axis: getattr(layout, axis)}) not in layout
+
+
+def test_models_differ_only_where_both_say_something() -> None:
+    model = ModelIdentity("m", "1", attention=Attention.MLA)
+    assert dict(model.items()) == {
+        **{"model.name": "m", "model.revision": "1", "model.cache_dtype": "", "model.attention": "MLA"}
+    }
+    assert dict(ModelIdentity().items())["model.attention"] == ""
+    assert model.differences(ModelIdentity("m", "2")) == {"model.revision": ("1", "2")}
+
+
+def test_a_pool_of_arrays_has_no_heads_unless_they_are_said() -> None:
+    made = Pool.from_arrays([np.zeros((4, 64), dtype=np.uint8)], page_tokens=16)
+    assert (made.heads_total, made.head_start, made.head_count) == (0, 0, 0)
+    one = Pool.from_arrays([np.zeros((1, 64), dtype=np.uint8)], page_tokens=16)
+    assert (one.pages, one.regions[0].page_stride_bytes) == (1, 64)
