@@ -62,3 +62,18 @@ def test_a_run_of_millions_of_pages_takes_no_memory_until_it_is_written() -> Non
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2**20
+
+
+def test_the_pages_of_all_pools_are_held() -> None:
+    of_pools = (Destination(np.arange(2, dtype=np.uint32)), Destination.of_runs([7], [5]))
+    first = np.arange(3, dtype=np.uint32)
+    assert Destination(first).held == 3
+    assert Destination(first, others=of_pools).held == 10
+
+
+def test_destinations_differ_where_one_of_them_alone_has_pools_of_its_own() -> None:
+    pages = np.arange(3, dtype=np.uint32)
+    plain, pooled = Destination(pages), Destination(pages, others=(Destination(pages),))
+    assert not plain.same(pooled) and not pooled.same(plain)
+    assert pooled.same(Destination(pages, others=(Destination.of_runs([0], [3]),)))
+    assert (plain.first_page, Destination.of_runs([0], [3]).first_page) == (0, 0)
