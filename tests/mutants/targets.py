@@ -17,7 +17,7 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
             ),
             *("unit/transfer/test_alignment.py", "unit/transfer/test_coverage.py", "unit/transfer/test_destination.py"),
             *("unit/transfer/test_deadlines.py", "unit/transfer/test_pending_rooms.py", "simulation/test_cases.py"),
-            *("unit/transfer/test_chunks.py", "simulation/test_rules.py"),
+            *("unit/transfer/test_chunks.py", "unit/transfer/test_decode_pair.py", "simulation/test_rules.py"),
         ),
     ),
     "layout": (
@@ -49,6 +49,7 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
         " prefetch/controller/fair_queue.py prefetch/eviction.py prefetch/storage/keys.py",
         (
             *("unit/test_hashing.py", "unit/test_net.py", "unit/test_arrays.py", "unit/test_flat_ranks.py"),
+            *("unit/test_model.py", "unit/test_paging.py"),
             *("unit/registry/test_parts.py", "unit/transfer/test_topology.py", "unit/transfer/test_plan.py"),
             *("unit/prefetch/test_queues.py", "unit/prefetch/storage/test_keys.py", "unit/prefetch/test_tree_uses.py"),
             *("simulation/test_agreement.py", "simulation/test_agreement_stalls.py"),

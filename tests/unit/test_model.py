@@ -119,3 +119,8 @@ def test_a_pool_of_arrays_has_no_heads_unless_they_are_said() -> None:
     assert (made.heads_total, made.head_start, made.head_count) == (0, 0, 0)
     one = Pool.from_arrays([np.zeros((1, 64), dtype=np.uint8)], page_tokens=16)
     assert (one.pages, one.regions[0].page_stride_bytes) == (1, 64)
+
+
+def test_pages_with_gaps_between_them_keep_their_stride() -> None:
+    two = Pool.from_arrays([np.zeros((4, 64), dtype=np.uint8)[::2]], page_tokens=16)
+    assert (two.pages, two.regions[0].page_stride_bytes, two.regions[0].page_bytes) == (2, 128, 64)

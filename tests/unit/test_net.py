@@ -15,6 +15,8 @@ from kvgrpc.net import (
     check_advertised,
     check_listen,
     check_target,
+    is_local,
+    is_wildcard,
     parse_bootstrap_addr,
     peer_is_local,
     split,
@@ -255,3 +257,32 @@ def test_a_server_binds_nothing_else(address: object) -> None:
 )
 def test_where_a_port_is_always_there_the_last_group_is_it(address: str, parts: tuple[str, str]) -> None:
     assert split_with_port(address) == parts
+
+
+@pytest.mark.parametrize(
+    ("address", "local"),
+    [
+        *(("unix:/run/kvgrpc.sock", True), ("localhost:1", True), ("127.0.0.9:1", True), ("[::1]:1", True)),
+        *(("10.0.0.1:1", False), ("0.0.0.0:1", False), ("prefill-0:1", False), ("[fe80::1]:1", False)),
+    ],
+)
+def test_only_loopback_and_unix_sockets_are_local(address: str, local: bool) -> None:
+    assert is_local(address) is local
+
+
+def test_wildcards_mean_every_address() -> None:
+    assert [is_wildcard(host) for host in ("0.0.0.0", "::", "127.0.0.1", "prefill-0")] == [True, True, False, False]
+
+
+def test_a_network_may_be_listed_by_any_address_in_it_and_a_host_by_its_name() -> None:
+    policy = AddressPolicy(allow=["10.1.2.3/16", "prefill-0"])
+    for allowed in ("10.1.9.9:1", "prefill-0:1"):
+        policy.check(parse_bootstrap_addr(allowed))
+    with pytest.raises(AddressNotAllowed):
+        policy.check(parse_bootstrap_addr("prefill-1:1"))
+
+
+@pytest.mark.parametrize("address", ["::1:50051", "fe80::1:8998", "a:1:2"])
+def test_bare_ipv6_is_not_advertised(address: str) -> None:
+    with pytest.raises(InvalidRequest):
+        check_advertised(address, field="grpc", peer_is_local=True)

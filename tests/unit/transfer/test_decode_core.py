@@ -158,6 +158,31 @@ class TestPoll:
         side.hear(stream, RoomState.SUCCESS, Writes.SETTLED)
         assert room.handle.poll is KVPoll.Success and room.handle.release_safe
 
+    def test_tables_follow_it_and_its_end_is_told_to_the_shell_once(self, side: Side) -> None:
+        side.ticks(3)
+        room, stream = side.writing(pages=4)
+        (part,) = room.parts.values()
+        assert (room.created_at, room.state, part.sender_seen) == (3, RoomState.WAITING_FOR_INPUT, False)
+        moving = PrefillEntry(KEY, RoomState.TRANSFERRING, Writes.OPEN, 3, b"", None)
+        earlier = PrefillEntry(KEY, RoomState.TRANSFERRING, Writes.OPEN, 1, b"", None)
+        side.core.on_frame(stream, [moving, earlier])
+        assert (room.state, part.pages_done, room.handle.pages_done) == (RoomState.TRANSFERRING, 3, 3)
+        assert part.sender_seen and part.told and side.take("ended") == []
+        side.hear(stream, RoomState.SUCCESS, Writes.SETTLED, aux=b"token")
+        assert (room.state, room.aux, room.handle.pages_done) == (RoomState.SUCCESS, None, 4)
+        assert side.take("ended") == [room] and side.take("ended") == []
+
+    def test_a_failed_one_keeps_no_aux_and_is_told_once(self, side: Side) -> None:
+        room, _ = side.writing()
+        side.core.fail(room, CANCELLED)
+        assert (room.state, room.aux, room.handle.failure) == (RoomState.FAILED, None, CANCELLED)
+        assert side.take("ended") == [room]
+
+    def test_progress_is_never_more_than_was_asked_for(self, side: Side) -> None:
+        room, stream = side.writing(pages=2)
+        side.core.on_frame(stream, [PrefillEntry(KEY, RoomState.TRANSFERRING, Writes.OPEN, 9, b"", None)])
+        assert room.handle.pages_done == 2
+
     def test_success_waits_until_the_writer_is_settled(self, side: Side) -> None:
         room, stream = side.writing()
         side.hear(stream, RoomState.SUCCESS, Writes.OPEN)
