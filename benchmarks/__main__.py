@@ -11,8 +11,8 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.harness.plan import FULL, QUICK, Plan
-from benchmarks.harness.quiet import MOST_FOREIGN, ForeignWork
-from benchmarks.harness.rounds import Benchmark, run
+from benchmarks.harness.quiet import run_quietly
+from benchmarks.harness.rounds import Benchmark
 from benchmarks.harness.table import Problem, Row, markdown, show, store
 from benchmarks.rows import (
     cache,
@@ -83,18 +83,14 @@ def all_benchmarks(plan: Plan) -> list[Benchmark]:
 def _measure(benchmark: Benchmark, rounds: int, rows: list[Row], console: Console, tries: int) -> Problem | None:
     if benchmark.missing:
         return Problem(benchmark.name, benchmark.missing, skipped=True)
-    for attempt in range(1, tries + 1):
-        foreign = ForeignWork()
-        try:
-            measured = run(benchmark, rounds)
-        except Exception as error:  # one that fails must not cost the others
-            return Problem(benchmark.name, f"{type(error).__name__}: {error}")
-        share = foreign.share()
-        if share <= MOST_FOREIGN:
-            break
-        next_step = "measuring again" if attempt < tries else "do not quote these figures"
-        console.print(f" [yellow]others took {share:.0%} of the machine: {next_step}[/]", end="", highlight=False)
-    rows.extend(measured)
+
+    def say(what: str) -> None:
+        console.print(f" [yellow]{what}[/]", end="", highlight=False)
+
+    try:
+        rows.extend(run_quietly(benchmark, rounds, tries, say))
+    except Exception as error:  # one that fails must not cost the others
+        return Problem(benchmark.name, f"{type(error).__name__}: {error}")
     return None
 
 

@@ -21,7 +21,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.harness.rounds import Benchmark, Figures, run
+from benchmarks.harness.quiet import adopt_orphans, run_quietly
+from benchmarks.harness.rounds import Benchmark, Figures
 from benchmarks.harness.table import Metric, Problem, Row, Target, markdown, show, store
 from benchmarks.harness.worker import peak_rss
 from tests.engines.engine import Pair, Request
@@ -37,10 +38,14 @@ BARE = "bare"
 BARE_ENVIRONMENT = {"KVGRPC_SGLANG": "off", "SGLANG_ON_CPU_PLUGIN": "benchmarks.baselines.sglang_bare:install"}
 TTFT, WIDE_TTFT = f"engine.{ENGINE}.ttft", f"engine.{ENGINE}.wide"
 LIMIT = "limit.sglang.ttft"
+# Times as fast as in-tree: p50, p99.
+TTFT_RATIOS = {"sglang": (1.1, 1.5), "vllm": (1.0, 1.0)}[ENGINE]
 DETECT, FIRST_REQUEST = f"engine.{ENGINE}.detect", f"engine.{ENGINE}.first_request"
 PROMPT_TOKENS, NEW_TOKENS = 100, 4
 TIMED_REQUESTS, UNCOUNTED_REQUESTS = 100, 4
 STARTS = 3
+# A row takes minutes, so one that others disturbed is measured again once.
+TRIES = 2
 WIDE_PROMPT_TOKENS, WIDE_REQUESTS, WIDE_CONCURRENCY = 128, 12, 4
 # How long a request is waited for whose prefill is dead; one that waits on is counted with it.
 DETECT_SECONDS = {"sglang": 60.0, "vllm": 30.0}[ENGINE]
@@ -176,8 +181,8 @@ def all_benchmarks(starts: int) -> list[Benchmark]:
     return [
         row(
             FirstToken,
-            Metric(TTFT, "ms", "lower", IN_TREE, Target(ratio=1.4)),
-            Metric(f"{TTFT}.p99", "ms", "lower", IN_TREE, Target(ratio=1)),
+            Metric(TTFT, "ms", "lower", IN_TREE, Target(ratio=TTFT_RATIOS[0])),
+            Metric(f"{TTFT}.p99", "ms", "lower", IN_TREE, Target(ratio=TTFT_RATIOS[1])),
             starts=starts,
         ),
         Benchmark(
@@ -189,7 +194,7 @@ def all_benchmarks(starts: int) -> list[Benchmark]:
         row(Wide, Metric(WIDE_TTFT, "ms", "lower", IN_TREE, Target(ratio=1)), starts=starts),
         row(
             Faults,
-            Metric(DETECT, "s", "lower", IN_TREE, Target(value=1)),
+            Metric(DETECT, "s", "lower", IN_TREE, Target(ratio=1, value=1)),
             Metric(FIRST_REQUEST, "ms", "lower", IN_TREE, Target(ratio=1)),
             warm_ups=0,
         ),
@@ -214,15 +219,17 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
+    console = Console() if sys.stdout.isatty() else Console(width=LOG_WIDTH)
+    adopt_orphans()
     rows: list[Row] = []
     problems: list[Problem] = []
     for benchmark in benchmarks(options.starts):
         if benchmark.matches(options.only):
             try:
-                rows += run(benchmark, options.rounds)
+                rows += run_quietly(benchmark, options.rounds, TRIES, console.print)
             except Exception as error:  # one that fails must not cost the others
                 problems.append(Problem(benchmark.name, f"{type(error).__name__}: {error}"))
-    show(rows, problems, Console() if sys.stdout.isatty() else Console(width=LOG_WIDTH))
+    show(rows, problems, console)
     if options.markdown:
         print(markdown(rows))
     store(rows, options.json)

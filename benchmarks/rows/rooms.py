@@ -205,14 +205,18 @@ def receive_first(desk: Desk, orders: Orders) -> float:
     return took
 
 
-def time_inits(desk: Desk, orders: Orders, burst: int) -> list[float]:
-    """Seconds of each ``init`` on the calling thread, in bursts as a scheduler's step would make them."""
+def time_inits(desk: Desk, orders: Orders, burst: int, apart: float) -> list[float]:
+    """Seconds of each ``init`` on the calling thread, in bursts as a scheduler's step would make them, each ``apart``
+    seconds after the rooms of the one before are done.
+    """
     side: DecodeSide = desk.items[SIDE]
     pages = _pages(orders, side)
     receivers: list[Receiver] = desk.items.pop(RECEIVERS)
     took = []
     for start in range(0, orders.rooms, burst):
         step = range(start, min(start + burst, orders.rooms))
+        if apart:
+            time.sleep(apart)
         for number in step:
             page, aux_index, init = pages[number], orders.aux_index(number), receivers[number].init
             begin = time.perf_counter()

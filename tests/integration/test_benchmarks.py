@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -17,6 +18,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.baselines.disaggregation import contiguous_groups
+from benchmarks.harness import quiet
 from benchmarks.harness.rounds import Benchmark, Figures, run
 from benchmarks.harness.table import Metric, Target
 from benchmarks.harness.worker import Desk, Worker, WorkerError
@@ -108,17 +110,71 @@ def test_workers_die_with_their_parent(tmp_path: Path) -> None:
             time.sleep(0.01)
 
 
+@pytest.mark.parametrize(
+    ("shares", "turns", "said"),
+    [
+        ([0.08], 1, []),
+        ([0.09, 0.08], 2, ["speed: others took 9% of the machine: measuring again"]),
+        ([0.5, 0.5], 2, ["measuring again", "do not quote these figures"]),
+    ],
+)
+def test_a_row_that_others_disturbed_is_measured_again_and_in_the_end_marked(
+    monkeypatch: pytest.MonkeyPatch, shares: list[float], turns: int, said: list[str]
+) -> None:
+    left, heard, ours = list(shares), [], _Fixed({"speed": 1.0})
+    monkeypatch.setattr(quiet, "ForeignWork", lambda: SimpleNamespace(share=lambda: left.pop(0)))
+    rows = quiet.run_quietly(_speed(ours), 1, 2, heard.append)
+    assert (len(rows), left, ours.turns) == (1, [], turns)
+    assert len(heard) == len(said) and all(map(str.endswith, heard, said))
+
+
+def test_what_others_used_is_the_machines_less_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 10.0])
+    monkeypatch.setattr(quiet, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    used, ours = iter([100.0, 115.0]), iter([40.0, 51.0])
+    monkeypatch.setattr(quiet, "_used", lambda: next(used))
+    monkeypatch.setattr(quiet, "_ours", lambda: next(ours))
+    assert quiet.ForeignWork().share() == pytest.approx(4 / 20)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others have no subreapers")
+def test_what_a_killed_engines_children_used_stays_ours() -> None:
+    burn = "import os, time\nwhile time.process_time() < 0.5: pass\nprint(os.getpid(), flush=True)\ntime.sleep(60)"
+    start = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {burn!r}]).wait()"
+    quiet.adopt_orphans()
+    try:
+        before = quiet._ours()
+        with subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE) as engine:
+            assert engine.stdout is not None
+            child = int(engine.stdout.readline())
+            engine.kill()
+        os.kill(child, signal.SIGKILL)
+        assert quiet._ours() - before >= 0.5
+        assert os.waitpid(child, 0) == (child, signal.SIGKILL)
+    finally:
+        quiet.adopt_orphans(False)
+
+
 class _Fixed:
+    turns = 0
+
     def __init__(self, figures: Figures) -> None:
         self._figures = figures
 
     def turn(self) -> Figures:
+        self.turns += 1
         return self._figures
 
     def peak_rss(self) -> int:
         return 1
 
     def close(self) -> None: ...
+
+
+def _speed(ours: _Fixed) -> Benchmark:
+    metric = Metric("speed", "GB/s", "higher", "baseline")
+    return Benchmark((metric,), lambda: ours, lambda: _Fixed({"speed": 1.0}), warm_ups=0)
 
 
 def _divide(desk: Desk, number: int) -> float:
