@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -226,7 +227,7 @@ def main() -> int:
     for benchmark in benchmarks(options.starts):
         if benchmark.matches(options.only):
             try:
-                rows += run_quietly(benchmark, options.rounds, TRIES, console.print)
+                rows += run_quietly(benchmark, options.rounds, TRIES, partial(console.print, benchmark.name))
             except Exception as error:  # one that fails must not cost the others
                 problems.append(Problem(benchmark.name, f"{type(error).__name__}: {error}"))
     show(rows, problems, console)

@@ -27,7 +27,7 @@ def run_quietly(benchmark: Benchmark, rounds: int, tries: int, say: Callable[[st
         if share <= MOST_FOREIGN:
             break
         next_step = "measuring again" if attempt < tries else "do not quote these figures"
-        say(f"{benchmark.name}: others took {share:.0%} of the machine: {next_step}")
+        say(f"others took {share:.0%} of the machine: {next_step}")
     return rows
 
 

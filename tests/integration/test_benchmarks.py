@@ -114,7 +114,7 @@ def test_workers_die_with_their_parent(tmp_path: Path) -> None:
     ("shares", "turns", "said"),
     [
         ([0.08], 1, []),
-        ([0.09, 0.08], 2, ["speed: others took 9% of the machine: measuring again"]),
+        ([0.09, 0.08], 2, ["others took 9% of the machine: measuring again"]),
         ([0.5, 0.5], 2, ["measuring again", "do not quote these figures"]),
     ],
 )
