@@ -121,7 +121,8 @@ def test_workers_die_with_their_parent(tmp_path: Path) -> None:
 def test_a_row_that_others_disturbed_is_measured_again_and_in_the_end_marked(
     monkeypatch: pytest.MonkeyPatch, shares: list[float], turns: int, said: list[str]
 ) -> None:
-    left, heard, ours = list(shares), [], _Fixed({"speed": 1.0})
+    heard: list[str] = []
+    left, ours = list(shares), _Fixed({"speed": 1.0})
     monkeypatch.setattr(quiet, "ForeignWork", lambda: SimpleNamespace(share=lambda: left.pop(0)))
     rows = quiet.run_quietly(_speed(ours), 1, 2, heard.append)
     assert (len(rows), left, ours.turns) == (1, [], turns)
