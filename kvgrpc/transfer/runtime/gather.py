@@ -134,18 +134,18 @@ def slices_of(shape: Geometry, pages: int) -> Slices | None:
     """
     source, destination = shape.source, shape.destination
     rows = len(source.address)
-    ends = (destination.address + destination.nbytes).ravel()
-    apart = np.flatnonzero(ends[:-1] != destination.address.ravel()[1:])
+    if rows < _FEWEST_SLICES:
+        return None
+    size, step = int(source.nbytes[0, 0]), int(source.address[1, 0]) - int(source.address[0, 0])
+    steps, own_steps = (np.diff(side.address.ravel()) for side in (destination, source))
+    apart = np.flatnonzero((steps != size) | (own_steps != own_steps[0]))
     count = int(apart[0]) + 1 if len(apart) else rows
-    if count < _FEWEST_SLICES or rows % count:
+    if count < _FEWEST_SLICES or rows % count or step < size or count * size > SLOT_BYTES:
         return None
     at, stride, nbytes = (column.reshape(-1, count) for column in source)
     to, to_stride, _ = (column.reshape(-1, count) for column in destination)
-    size, step = int(nbytes[0, 0]), int(at[0, 1]) - int(at[0, 0])
-    alike = (nbytes == size).all() and (np.diff(to, axis=1) == size).all() and step >= size
-    alike = alike and (np.diff(at, axis=1) == np.uint64(max(step, 0))).all()
-    alike = alike and all((each == each[:, :1]).all() for each in (stride, to_stride))
-    if not alike or count * size > SLOT_BYTES:
+    alike = (nbytes == size).all() and (np.diff(to, axis=1) == size).all() and (np.diff(at, axis=1) == step).all()
+    if not alike or not all((each == each[:, :1]).all() for each in (stride, to_stride)):
         return None
     views = [
         _memory(address, (pages, count, size), (of_page, step, 1))

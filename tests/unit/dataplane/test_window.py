@@ -336,3 +336,14 @@ def test_the_outcome_is_never_more_certain_than_the_writes(answers: list[int], s
     assert (result.outcome is Outcome.DONE) == (result.nbytes == 10 * len(answers))
     assert setup.queue.in_flight == setup.queue.bytes_in_flight == setup.queue.active == 0
     assert set(setup.submitter.lingering) == setup.engine.open
+
+
+def test_the_fewest_in_flight_are_those_of_the_peer_that_has_the_fewest() -> None:
+    setup = Setup(FakeEngine(lambda n: 0))
+    assert setup.submitter.fewest_in_flight() == 0
+    other = PeerQueue("127.0.0.1:15001", SMALL)
+    setup.submit(*[10] * 9).poll()
+    assert setup.submitter.fewest_in_flight() == setup.queue.in_flight == SMALL.writes
+    columns = (np.zeros(1, np.uint64), np.zeros(1, np.uint64), np.ones(1, np.uint64))
+    setup.submitter.submit(other, columns)
+    assert setup.submitter.fewest_in_flight() == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,10 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvgrpc.dataplane.base import MemoryRange, Outcome, Result, Transfer
-from kvgrpc.model import Pool, PoolKind, Region
+from kvgrpc.model import Pool, PoolKind, RankId, RankRef, Region
 from kvgrpc.transfer.layout.plan import Geometry, Plan, geometry
+from kvgrpc.transfer.protocol.prefill_core import PrefillPair, PrefillRoom, Submission
+from kvgrpc.transfer.protocol.types import RoomKey
 from kvgrpc.transfer.runtime import gather
 from kvgrpc.transfer.runtime.gather import BLOCK_BYTES, SLOTS, GatheredTransfer, PeerSlots, Staging, slices_of
+from kvgrpc.transfer.runtime.worker import PeerMemory, TransferWorker
 
 TOKENS, HEADS, DIM, LAYERS, PAGES = 4, 4, 8, 3, 9
 RUN_BYTES = TOKENS * HEADS // 2 * DIM  # of half of the heads
@@ -30,6 +34,7 @@ class Rank:
         page = TOKENS * count * DIM
         self.memory = np.zeros((LAYERS, PAGES, page + gap), np.uint8)
         self.heads = start, count
+        self.peer: Rank | None = None
         address = self.memory.ctypes.data
         regions = tuple(
             Region(layer, "kv", address + layer * self.memory.strides[0], page + gap, page) for layer in range(LAYERS)
@@ -95,6 +100,7 @@ def pair(axes: str = TOKENS_FIRST, gap: int = 0) -> tuple[Rank, Rank, Geometry]:
     """A prefill rank of all heads, and the second of two decode ranks."""
     prefill, decode = Rank(0, HEADS, axes), Rank(HEADS // 2, HEADS // 2, axes, gap)
     prefill.fill()
+    prefill.peer = decode  # whose memory stays as long as prefill's
     return prefill, decode, geometry([prefill.pool], [decode.pool])
 
 
@@ -157,6 +163,27 @@ def test_only_what_lies_together_at_decode_and_apart_here_is_gathered() -> None:
     assert slices_of(geometry([whole.pool], [Rank(0, HEADS).pool]), PAGES) is None, "whole pages"
     assert slices_of(pair(HEADS_FIRST)[2], PAGES) is None, "one run here too"
     assert slices_of(Geometry([], [], 0), PAGES) is None, "another rank sends the same bytes"
+
+
+def test_pages_of_another_engine_are_gathered_head_by_head_where_its_tokens_follow_each_other() -> None:
+    """Of SGLang's order (K and V apart, token by token) what vLLM keeps as head, K or V, token, dim."""
+    ours = [np.random.default_rng(n).integers(1, 256, (PAGES, TOKENS, HEADS, DIM), np.uint8) for n in range(2)]
+    theirs = np.zeros((PAGES, HEADS, 2, TOKENS, DIM), np.uint8)
+    kinds = PoolKind.KV, TOKENS, PAGES, "uint8"
+    regions = tuple(
+        Region(0, part, each.ctypes.data, each.strides[0], each[0].nbytes)
+        for part, each in zip("kv", ours, strict=True)
+    )
+    region = Region(0, "kv", theirs.ctypes.data, theirs.strides[0], theirs[0].nbytes)
+    prefill = Pool("kv", *kinds, regions, TOKENS_FIRST, HEADS, 0, HEADS)
+    decode = Pool("kv", *kinds, (region,), "head,kv,token,dim", HEADS, 0, HEADS)
+    shape, plane = geometry([prefill], [decode]), Plane()
+    slots = Staging(plane, [prefill], BLOCK_BYTES).open(shape)  # type: ignore[arg-type]
+    assert slots is not None
+    source, destination = np.array([4, 0, 2], np.uint32), np.array([1, 8, 3], np.uint32)
+    run(GatheredTransfer(slots, plane.submit, source, destination), plane)
+    assert (theirs[destination] == np.stack([each[source] for each in ours]).transpose(1, 3, 0, 2, 4)).all()
+    assert sum(len(write.plan.nbytes) for write in plane.writes) * TOKENS == len(shape.plan(source, destination).nbytes)
 
 
 def test_pools_that_are_not_sliced_alike_are_not_gathered() -> None:
@@ -292,3 +319,53 @@ def test_a_plane_that_raises_fails_that_write_and_loses_its_slot(where: str) -> 
     result = GatheredTransfer(slots, submit, page, page).poll()
     assert result is not None and result.outcome is Outcome.FAILED_UNKNOWN and "a bug" in result.detail
     assert len(slots.free) == SLOTS - 1
+
+
+class WholePlane(Plane):
+    """What a TransferWorker needs besides. Writes end at once."""
+
+    name, poll_interval, quick_bytes = "fake", 0.001, 0
+
+    def attach(self, address: bytes) -> object:
+        return address
+
+    def detach(self, peer: object) -> None:
+        pass
+
+    def submit(self, peer: object, *columns: Any) -> Transfer:  # type: ignore[override]
+        write = super().submit(Plan(*columns))
+        assert isinstance(write, Write)
+        write.end()
+        return write
+
+
+def test_the_transfer_thread_gathers_for_one_peer_after_the_other_in_the_same_memory() -> None:
+    prefill, plane, ended = Rank(0, HEADS), WholePlane(), list[tuple[Submission, Result]]()
+    prefill.fill()
+    worker = TransferWorker(plane, [prefill.pool], ended.extend, BLOCK_BYTES)  # type: ignore[arg-type]
+    pages = np.array([5, 2], np.uint32)
+    for turn in range(3):
+        decode = Rank(0, HEADS // 2)
+        pair = PrefillPair(RankRef(RankId("D"), turn), PeerMemory([decode.pool], b"there"), 0)
+        room = PrefillRoom(RoomKey(turn), RankRef(RankId("P"), 1), 0)
+        worker.submit([Submission(room, pair, pages, pages, 0, None)])
+        deadline = time.monotonic() + 20
+        while len(ended) <= turn:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert ended[turn][1] == Result(Outcome.DONE, "", 2 * LAYERS * RUN_BYTES)
+        assert len(plane.writes) == turn + 1 and len(plane.blocks) == 1
+        assert (decode.heads_of(0, 2, pages) == prefill.heads_of(0, 2, pages)).all()
+        worker.forget(pair)
+    assert worker.close(20)
+
+
+def test_the_transfer_thread_gathers_nothing_without_memory_for_it() -> None:
+    prefill, decode, plane, ended = Rank(0, HEADS), Rank(0, 2), WholePlane(), list[tuple[Submission, Result]]()
+    prefill.fill()
+    worker = TransferWorker(plane, [prefill.pool], ended.extend)  # type: ignore[arg-type]
+    pair = PrefillPair(RankRef(RankId("D"), 2), PeerMemory([decode.pool], b"there"), 0)
+    page = np.zeros(1, np.uint32)
+    worker.submit([Submission(PrefillRoom(RoomKey(1), RankRef(RankId("P"), 1), 0), pair, page, page, 0, None)])
+    assert worker.close(20) and [result.outcome for _, result in ended] == [Outcome.DONE]
+    assert len(plane.writes[0].plan.nbytes) == LAYERS * TOKENS and not plane.blocks
