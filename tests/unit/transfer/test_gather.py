@@ -332,7 +332,7 @@ class WholePlane(Plane):
     def detach(self, peer: object) -> None:
         pass
 
-    def submit(self, peer: object, *columns: Any) -> Transfer:  # type: ignore[override]
+    def submit(self, peer: object, *columns: Any) -> Transfer:
         write = super().submit(Plan(*columns))
         assert isinstance(write, Write)
         write.end()
