@@ -37,6 +37,7 @@ test-engines:  ## Real engines, prefill and decode, over kvgrpc: tokens, faults,
 	@for engine in $(ENGINES); do \
 	  $(PYTEST) .venv-$$engine/bin/python -m pytest $(or $(ARGS),tests/engines $$([ $$engine = vllm ] || echo $(ENGINE_CLASSES))); \
 	done
+	@$(if $(ARGS),,$(if $(filter vllm,$(ENGINES)),.ci/setup main; $(PYTEST) $(BIN)/python -m pytest $(ENGINE_CLASSES)))
 	@echo "kvgrpc engines: OK ($(ENGINES))"
 
 test-nixl:  ## The suites of storage backends with the real NIXL, in an environment of its own.

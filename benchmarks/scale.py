@@ -23,7 +23,7 @@ from kvgrpc.registry.model import Endpoints, EngineFilter, RankRow
 from kvgrpc.registry.store.etcd.v1 import etcd_pb2
 from kvgrpc.registry.store.memory import MemoryRegistry
 from kvgrpc.registry.wire import PoolCache, row_to_pb, rows_to_register
-from kvgrpc.rpc.interceptors import interceptors_of
+from kvgrpc.rpc.interceptors import Admission, CallLimits, interceptors_of
 from kvgrpc.rpc.options import OWN_CONNECTION, SERVER_OPTIONS
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.v1 import event_service_pb2 as events_pb
@@ -111,7 +111,8 @@ async def measure_readers(readers: int) -> None:
     rank = RankRef(RankId("engine"), 1)
     publisher = open_publisher({"publisher": "null"}, rank)
     assert publisher.stream is not None
-    server = grpc.aio.server(interceptors=interceptors_of(ServerSecurity()), options=SERVER_OPTIONS)
+    admission = Admission(CallLimits(watches_per_caller=readers))
+    server = grpc.aio.server(interceptors=interceptors_of(ServerSecurity(), admission), options=SERVER_OPTIONS)
     servicer = EventServicer([publisher.stream], max_watches=readers)
     add_EventServiceServicer_to_server(servicer, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

@@ -13,6 +13,7 @@ from tests.integration.test_events_faults import SECONDS, Publisher, Report, hea
 from tests.support.link import Link
 
 __all__ = ["report"]
+pytestmark = pytest.mark.timeout(400)  # processes start within it on a machine that does much else
 
 # Their namespace is empty: every port is free.
 GRPC_PORT, PUB_PORT = 5700, 5557

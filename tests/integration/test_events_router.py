@@ -130,7 +130,7 @@ def test_a_subscriber_fills_a_gap_by_the_calls_of_vllms_example(settings: dict[s
     """SUB beside one REQ, which sends eight bytes when a number was passed over, and takes what a poll finds. The
     answer begins with what is missing; its frames are those of ``replay_shape`` less the delimiter."""
     with (
-        publisher(**settings) as opened,
+        publisher(endpoint="tcp://127.0.0.1:0", **settings) as opened,
         client(opened, zmq.REQ) as replay,
         zmq.Context() as context,
         context.socket(zmq.SUB) as sub,
