@@ -22,6 +22,7 @@ from benchmarks.harness import quiet
 from benchmarks.harness.rounds import Benchmark, Figures, run
 from benchmarks.harness.table import Metric, Target
 from benchmarks.harness.worker import Desk, Worker, WorkerError
+from benchmarks.rows import liveness
 from benchmarks.sides.memory import Memory, Shape
 
 REPOSITORY = Path(__file__).parents[2]
@@ -63,6 +64,15 @@ def test_a_ratio_above_one_means_that_ours_is_better_either_way() -> None:
     assert (speed.runs, speed.spread) == (3, 0.0)
     assert speed.met
     assert not delay.met, "the ratio is reached, the value is not"
+
+
+def test_liveness_prints_all_times_of_all_turns_together(capsys: pytest.CaptureFixture[str]) -> None:
+    ours, baseline = liveness.Signalled(liveness.Ours), liveness.Signalled(liveness.Bare)
+    for turns in (ours, baseline):
+        assert turns.figures("liveness.detect", 1.0, [1.01, 1.03])["liveness.detect"] == pytest.approx(30.0)
+        turns.figures("liveness.detect", 2.0, [2.05])
+        turns.close()
+    assert capsys.readouterr().out == "| `liveness.detect` | 30 | 46 | 50 | 3 |\n"
 
 
 def test_a_wrong_byte_is_found() -> None:
