@@ -162,8 +162,8 @@ class TransferWorker:
             job = self._next_job()
             with self._turn:
                 self._take_jobs(job)
+                moved = self._poll()  # first: what a peer has room for is for those that wait for it already
                 self._start_some()
-                moved = self._poll()
                 ended, self._ended = self._ended, []
                 submitted, self._submitted = self._submitted, 0
                 self._over = self._stopping.is_set() and not self._running and not self._waiting

@@ -194,6 +194,45 @@ def test_a_peer_with_one_write_waits_two_turns_for_a_peer_with_ten_thousand(benc
     assert [each for each in order if each.pair is bench.pair][1:] == many, "each peer's in their order"
 
 
+def test_room_at_a_peer_is_for_the_write_that_waits_for_it_already(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = threading.Event()
+    took: list[int] = []
+
+    class Waiting(Write):
+        """Ends once there is room for it."""
+
+        def __init__(self, page: int) -> None:
+            super().__init__(None)
+            self.page = page
+
+        def poll(self) -> Result | None:
+            if self.result is None and room.is_set():
+                room.clear()
+                took.append(self.page)
+                self.result = DONE
+            return super().poll()
+
+    def submit(peer: object, source: Any, destination: Any, nbytes: Any) -> Write:
+        page = int(source[0] - 4096) // 16
+        return Write(DONE) if page == 1 else Waiting(page)
+
+    def report(ended: list[tuple[Submission, Result]]) -> None:
+        if not bench.ended:  # between two turns
+            bench.worker.submit([bench.submission(3)])
+            room.set()
+        bench.ended.extend(ended)
+
+    monkeypatch.setattr(bench.plane, "submit", submit)
+    monkeypatch.setattr(bench.worker, "_report", report)
+    bench.worker.submit([bench.submission(2), bench.submission(1)])
+    bench.until_ended(2)
+    assert took == [2]
+    room.set()
+    bench.until_ended(3)
+
+
 def test_a_peer_that_is_gone_is_detached_once(bench: Bench) -> None:
     bench.worker.submit([bench.submission()])
     bench.until_ended(1)
