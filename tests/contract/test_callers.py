@@ -19,8 +19,8 @@ from kvgrpc.rpc.security import ClientSecurity, ServerSecurity, parse_tokens
 from kvgrpc.server.listener import Listener
 from kvgrpc.v1 import common_pb2, registry_service_pb2
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
-from tests.contract.registry_serving import Served
 from tests.contract.serving import failure
+from tests.support.registry_serving import Served
 
 TOKENS = """
 rank:any

@@ -22,7 +22,7 @@ from kvgrpc.events import BlockStored, KVEventBatch
 from kvgrpc.rpc.security import ServerSecurity, parse_tokens
 from kvgrpc.server import RegistryServer
 from tests.contract.certificates import OPENSSL, Authority
-from tests.integration.rank_host import RankHost
+from tests.support.rank_host import RankHost
 
 HALF, STUCK = 2**63 - 25, 4242
 

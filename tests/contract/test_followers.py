@@ -33,7 +33,7 @@ from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.v1 import event_service_pb2 as events_pb
 from kvgrpc.v1 import index_service_pb2 as pb
 from kvgrpc.v1.index_service_pb2_grpc import add_IndexServiceServicer_to_server
-from tests.contract.publishing import Publishing, until
+from tests.support.publishing import Publishing, until
 
 LIVE: dict[str, Any] = {"publisher": "zmq", "endpoint": "tcp://127.0.0.1:0"}
 

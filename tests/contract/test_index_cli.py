@@ -23,7 +23,7 @@ from kvgrpc.events import BlockStored, KVEventBatch
 from kvgrpc.events.following.messages import FollowerCounts
 from kvgrpc.hashing import page_hashes, sglang_event_hash
 from kvgrpc.server import IndexServer
-from tests.integration.rank_host import RankHost
+from tests.support.rank_host import RankHost
 
 TOKENS = list(range(64))
 

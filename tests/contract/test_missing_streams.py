@@ -13,7 +13,7 @@ from kvgrpc.cli.main import main
 from kvgrpc.client import SyncClient
 from kvgrpc.model import Layout
 from kvgrpc.server import RegistryServer
-from tests.integration.rank_host import RankHost
+from tests.support.rank_host import RankHost
 
 
 def rank(registry: RegistryServer, dp: int, *, events: bool) -> RankHost:

@@ -35,8 +35,8 @@ from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.v1 import event_service_pb2
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceStub
-from tests.contract.cache_serving import LIMITS, SHAPE, CacheRank, bytes_of, hashes_of, open_cache_rank, prompt
-from tests.faults.storage import DOWN, Fault, FaultyBackend, memory_backend
+from tests.support.cache_serving import LIMITS, SHAPE, CacheRank, bytes_of, hashes_of, open_cache_rank, prompt
+from tests.support.faults.storage import DOWN, Fault, FaultyBackend, memory_backend
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from kvgrpc.prefetch.storage.base import PageBuffers, PageResult, failed
 from kvgrpc.rpc.status import error_from
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceStub
-from tests.contract.cache_serving import LIMITS, REPLICATED, SHAPE, CacheRank, hashes_of, open_cache_rank, prompt, until
+from tests.support.cache_serving import LIMITS, REPLICATED, SHAPE, CacheRank, hashes_of, open_cache_rank, prompt, until
 
 QUICK = replace(LIMITS, agreement_timeout=2.0)
 

@@ -25,7 +25,7 @@ from kvgrpc.registry.client.resolver import Resolver
 from kvgrpc.registry.model import RankRow, RankSelector
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.security import CallerRole, ClientSecurity, ServerSecurity, Token
-from tests.contract.registry_serving import TP2, Served, dial, until
+from tests.support.registry_serving import TP2, Served, dial, until
 from tests.unit.registry.builders import ranks, row
 
 

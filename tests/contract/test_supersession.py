@@ -9,7 +9,7 @@ import pytest
 
 from kvgrpc.server import RegistryServer
 from tests.contract.transfer_peers import eventually
-from tests.integration.rank_host import RankHost
+from tests.support.rank_host import RankHost
 
 
 @pytest.fixture

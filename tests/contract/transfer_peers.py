@@ -27,7 +27,7 @@ from kvgrpc.v1 import registry_service_pb2 as registry_pb
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
 from kvgrpc.wire import failure_from_pb, layout_to_pb, pool_to_pb, rank_ref_to_pb
-from tests.integration.rank_host import AUX_BYTES, LAYERS, PAGE_BYTES, PAGES, RankHost
+from tests.support.rank_host import AUX_BYTES, LAYERS, PAGE_BYTES, PAGES, RankHost
 
 SECONDS = 15.0
 METHOD = "/kvgrpc.v1.TransferService/Session"

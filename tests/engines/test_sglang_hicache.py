@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.storage import StorageBackendFactory
 
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.prefetch.storage.mooncake.local import LocalStore
-from tests.faults.storage import FAILED, HANG, FaultyBackend, memory_backend
+from tests.support.faults.storage import FAILED, HANG, FaultyBackend, memory_backend
 
 PAGE = 16
 PAGES = 12

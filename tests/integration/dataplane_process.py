@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from kvgrpc.dataplane import open_plane
 from kvgrpc.dataplane.base import DataPlane, MemoryRange, Peer, Result, U64Array
-from tests.faults.dataplane import wait
+from tests.support.faults.dataplane import wait
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,8 +17,8 @@ from kvgrpc.dataplane.mooncake.plane import MooncakeDataPlane
 from kvgrpc.errors import FeatureDisabled, InvalidRequest
 from kvgrpc.model import Pool, PoolKind, Region, Role
 from kvgrpc.server import RankConfig, open_rank
-from tests.faults.dataplane import wait
 from tests.integration.dataplane_process import PlaneProcess, digest, noise, u64, until, view
+from tests.support.faults.dataplane import wait
 
 MIB = 1 << 20
 NBYTES = 64 * MIB

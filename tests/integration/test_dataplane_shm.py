@@ -14,8 +14,8 @@ import pytest
 from kvgrpc.dataplane.base import MemoryRange, Outcome
 from kvgrpc.dataplane.shm.plane import ShmDataPlane
 from kvgrpc.errors import PeerUnreachable
-from tests.faults.dataplane import wait
 from tests.integration.dataplane_process import PlaneProcess, digest, noise, u64, until, view
+from tests.support.faults.dataplane import wait
 
 MIB = 1 << 20
 NBYTES = 64 * MIB

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.cache_serving import hashes_of, open_cache_rank, prompt
+from tests.support.cache_serving import hashes_of, open_cache_rank, prompt
 
 ROUTER = Path(__file__).parents[2] / "examples/engine/router.py"
 WARM = Path(__file__).parents[2] / "examples/prefetch/warm.py"

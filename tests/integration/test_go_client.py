@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvgrpc.server import IndexServer
-from tests.contract.publishing import Publishing
+from tests.support.publishing import Publishing
 
 EXAMPLE = Path(__file__).parents[2] / "clients" / "go" / "examples" / "tail"
 SEARCH = f"{os.environ.get('PATH', '')}:/usr/local/go/bin"

@@ -18,8 +18,8 @@ import pytest
 
 from kvgrpc.client import SyncClient
 from kvgrpc.errors import EngineNotFound
-from tests.contract.cache_serving import CacheRank, hashes_of, open_cache_rank, prompt
-from tests.integration.rank_host import RankProcess
+from tests.support.cache_serving import CacheRank, hashes_of, open_cache_rank, prompt
+from tests.support.rank_host import RankProcess
 
 ROOT = Path(__file__).parents[2]
 VERSION = "v1.9.4"

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from kvgrpc.model import Layout
-from tests.integration.rank_host import PAGES, RankProcess
+from tests.support.rank_host import PAGES, RankProcess
 
 FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = 0, 1, 2, 3, 4
 # A death is known within 1 s at decode and 2 s at prefill: tests/simulation holds them to that, in ticks. Here a busy

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.rank_host import PAGES, RankProcess
+from tests.support.rank_host import PAGES, RankProcess
 
 FAILED, SUCCESS = 0, 4
 ROOMS, PAGES_EACH = 10, 48

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvgrpc.server import ClientSecurity, ServerSecurity
-from tests.integration.rank_host import RankProcess
 from tests.support.link import Link
+from tests.support.rank_host import RankProcess
 
 FAILED, TRANSFERRING, SUCCESS = 0, 3, 4
 ROOMS = range(1, 9)

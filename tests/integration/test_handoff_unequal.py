@@ -13,7 +13,7 @@ import pytest
 from kvgrpc.model import Attention, Layout, ModelIdentity
 from kvgrpc.observability.metrics import REGISTRY
 from kvgrpc.server import RankConfig, RegistryServer
-from tests.integration.rank_host import LAYERS, RankHost
+from tests.support.rank_host import LAYERS, RankHost
 
 TOKENS, HEADS, DIM = 16, 8, 16
 SUCCESS, FAILED, WAITING = 4, 0, 2

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvgrpc.client import SyncClient
-from tests.integration.rank_host import LAYERS, PAGE_BYTES, RankProcess
+from tests.support.rank_host import LAYERS, PAGE_BYTES, RankProcess
 
 FAILED, TRANSFERRING, SUCCESS = 0, 3, 4
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))

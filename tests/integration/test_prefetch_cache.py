@@ -8,8 +8,8 @@ import random
 import pytest
 
 from kvgrpc.prefetch.model import Short, WritePolicy
-from tests.contract.cache_serving import until
-from tests.faults.storage import FAILED, Fault
+from tests.support.cache_serving import until
+from tests.support.faults.storage import FAILED, Fault
 from tests.support.tiered_engine import SECONDS, SHAPE, Engine
 
 

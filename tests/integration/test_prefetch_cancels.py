@@ -14,8 +14,8 @@ from kvgrpc.prefetch.agreement.votes import AloneAgreement, Decided, Stage, Vote
 from kvgrpc.prefetch.controller.operation import Operation
 from kvgrpc.prefetch.model import OperationKind, OperationState
 from kvgrpc.prefetch.storage.base import timed_out
-from tests.contract.cache_serving import CacheRank, hashes_of, open_cache_rank, prompt, until
-from tests.faults.storage import Fault, FaultyBackend, memory_backend
+from tests.support.cache_serving import CacheRank, hashes_of, open_cache_rank, prompt, until
+from tests.support.faults.storage import Fault, FaultyBackend, memory_backend
 from tests.support.tiered_engine import SECONDS
 
 

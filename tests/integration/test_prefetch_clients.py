@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.cache_serving import CacheRank, hashes_of, open_cache_rank, prompt
+from tests.support.cache_serving import CacheRank, hashes_of, open_cache_rank, prompt
 
 CLIENTS = Path(__file__).parents[2] / "clients"
 SEARCH = f"{os.environ.get('PATH', '')}:/usr/local/go/bin"

@@ -26,8 +26,8 @@ from kvgrpc.prefetch.model import (
 )
 from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.prefetch.storage.mooncake.local import LocalStore, master_command
-from tests.contract.cache_serving import until
-from tests.faults.storage import FaultyBackend
+from tests.support.cache_serving import until
+from tests.support.faults.storage import FaultyBackend
 from tests.support.tiered_engine import SECONDS, Engine
 
 LONGEST_REQUEST = 3.0

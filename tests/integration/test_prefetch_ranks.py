@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.contract.cache_serving import until
 from tests.support.agreement_rank import AGREEMENT_SECONDS, DOUBT_SECONDS, RANKS
+from tests.support.cache_serving import until
 from tests.support.replica import Replica
 
 

@@ -16,7 +16,7 @@ from kvgrpc.prefetch.model import Short, WritePolicy
 from kvgrpc.prefetch.pools.device import DevicePool
 from kvgrpc.prefetch.pools.shape import Component, HostLayout, PageShape
 from kvgrpc.v1 import prefetch_service_pb2 as pb
-from tests.contract.cache_serving import LIMITS, PAGE_TOKENS, CacheRank, hashes_of, open_cache_rank, prompt, until
+from tests.support.cache_serving import LIMITS, PAGE_TOKENS, CacheRank, hashes_of, open_cache_rank, prompt, until
 
 SHAPES = {
     "mha": PageShape.mha(layers=4, page_tokens=PAGE_TOKENS, heads=2, head_dim=16, dtype="bfloat16"),

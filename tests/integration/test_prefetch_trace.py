@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvgrpc.prefetch.model import PrefetchLimits, WritePolicy
-from tests.contract.cache_serving import until
+from tests.support.cache_serving import until
 from tests.support.prefix_cache import requests
 from tests.support.tier_simulator import Hits, TierSimulator
 from tests.support.tiered_engine import Engine

@@ -38,8 +38,8 @@ from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.common_pb2 import ROLE_PREFILL
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
 from kvgrpc.wire import rank_ref_to_pb
-from tests.contract.registry_serving import POOLS, TP2, dial, failure, request_of, until
 from tests.integration.etcd_serving import Etcd, free_port, needs_etcd, running_etcd
+from tests.support.registry_serving import POOLS, TP2, dial, failure, request_of, until
 from tests.unit.registry.builders import pool, ranks, row
 
 pytestmark = needs_etcd

@@ -9,7 +9,7 @@ import pytest
 
 from kvgrpc.model import Attention, Layout, ModelIdentity
 from kvgrpc.server import RegistryServer
-from tests.integration.rank_host import LAYERS, PAGE_BYTES, RankProcess
+from tests.support.rank_host import LAYERS, PAGE_BYTES, RankProcess
 
 pytestmark = pytest.mark.timeout(150)  # up to three ranks in processes of their own
 SUCCESS, FAILED = 4, 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.rank_host import PAGES, RankHost
+from tests.support.rank_host import PAGES, RankHost
 
 FAILED, SUCCESS = 0, 4
 NEEDS_MOONCAKE = pytest.mark.skipif(not find_spec("mooncake"), reason="install kvgrpc[mooncake-cpu] for it")

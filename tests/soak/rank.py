@@ -21,7 +21,6 @@ from kvgrpc.model import Layout, Pool, PoolKind, Region, Role
 from kvgrpc.server import AuxBuffer, Rank, RankConfig, RegistryServer, open_rank
 from kvgrpc.transfer import KVPoll, KVReceiver, KVSender
 from kvgrpc.transfer.protocol.types import Timing
-from tests.faults.dataplane import Fault, FaultyDataPlane, Submission
 from tests.soak.orders import (
     AXES,
     DIM,
@@ -43,6 +42,7 @@ from tests.soak.orders import (
     content,
     memory_at,
 )
+from tests.support.faults.dataplane import Fault, FaultyDataPlane, Submission
 
 POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
 STEP_SECONDS = 0.002

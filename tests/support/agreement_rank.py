@@ -18,8 +18,8 @@ from kvgrpc.model import Layout
 from kvgrpc.prefetch.agreement.votes import Stage
 from kvgrpc.prefetch.model import OperationKind
 from kvgrpc.prefetch.storage import open_backend
-from tests.contract.cache_serving import LIMITS, REPLICATED, SHAPE, CacheRank, hashes_of, open_cache_rank, prompt
-from tests.faults.storage import Fault, FaultyBackend
+from tests.support.cache_serving import LIMITS, REPLICATED, SHAPE, CacheRank, hashes_of, open_cache_rank, prompt
+from tests.support.faults.storage import Fault, FaultyBackend
 
 RANKS = 3
 AGREEMENT_SECONDS = 2.0

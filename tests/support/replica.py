@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.contract.cache_serving import until
 from tests.support.agreement_rank import AGREEMENT_SECONDS, RANKS
+from tests.support.cache_serving import until
 
 
 class RankProcess:

@@ -16,7 +16,7 @@ from kvgrpc.prefetch.model import PrefetchLimits, Short, WritePolicy
 from kvgrpc.prefetch.pools.device import DevicePool
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.shape import HostLayout, PageShape
-from tests.faults.storage import FaultyBackend, memory_backend
+from tests.support.faults.storage import FaultyBackend, memory_backend
 
 SHAPE = PageShape.mha(2, 4, 1, 8, "float16")
 SECONDS = 20.0

@@ -15,8 +15,8 @@ import pytest
 import kvgrpc.dataplane
 from kvgrpc.dataplane.base import DataPlane, MemoryRange, Outcome, Transfer
 from kvgrpc.errors import FeatureDisabled, PeerUnreachable
-from tests.faults.dataplane import wait
 from tests.integration.dataplane_process import PlaneProcess, digest, noise, u64, view
+from tests.support.faults.dataplane import wait
 
 MIB = 1 << 20
 NBYTES = 8 * MIB

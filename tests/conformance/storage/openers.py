@@ -14,7 +14,7 @@ import pytest
 from kvgrpc.errors import FeatureDisabled
 from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.prefetch.storage.base import StorageBackend
-from tests.faults.storage import FaultyBackend, memory_backend
+from tests.support.faults.storage import FaultyBackend, memory_backend
 
 
 def _mooncake(request: pytest.FixtureRequest, **settings: object) -> StorageBackend:

@@ -23,7 +23,7 @@ from tests.contract.transfer_peers import (
     memory,
     receiver_of,
 )
-from tests.integration.rank_host import RankHost
+from tests.support.rank_host import RankHost
 
 __all__ = ["memory"]
 

@@ -19,7 +19,7 @@ from kvgrpc.transfer import KVPoll
 from kvgrpc.transfer.protocol.types import Bounds, Timing
 from tests.contract.hostile.conftest import ROOMS, TIMING
 from tests.contract.transfer_peers import core_of, eventually, receiver_of, sender_of
-from tests.integration.rank_host import RankHost
+from tests.support.rank_host import RankHost
 
 SMALL_FRAME = 64 * 1024
 SECONDS = 30.0

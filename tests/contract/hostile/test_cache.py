@@ -33,9 +33,9 @@ from kvgrpc.v1 import index_service_pb2 as index_pb
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.index_service_pb2_grpc import IndexServiceStub
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceStub
-from tests.contract.cache_serving import LIMITS, CacheRank, open_cache_rank, prompt, until
 from tests.contract.hostile.http2 import DATA, Connection
-from tests.faults.storage import FaultyBackend
+from tests.support.cache_serving import LIMITS, CacheRank, open_cache_rank, prompt, until
+from tests.support.faults.storage import FaultyBackend
 
 TOKENS = "operator alice:a\noperator bob:b\nrank E:own\nrank other-*:other\nconsumer c:c\n"
 SECURITY = ServerSecurity(tokens=parse_tokens(TOKENS))

@@ -14,7 +14,7 @@ from kvgrpc.transfer import KVPoll
 from tests.contract.certificates import OPENSSL, Authority, Certificate
 from tests.contract.hostile.conftest import ROOMS, TIMING
 from tests.contract.transfer_peers import core_of, eventually, receiver_of, sender_of
-from tests.integration.rank_host import RankHost
+from tests.support.rank_host import RankHost
 
 pytestmark = pytest.mark.skipif(OPENSSL is None, reason="makes its certificates with openssl")
 

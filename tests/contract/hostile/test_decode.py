@@ -34,7 +34,7 @@ from tests.contract.transfer_peers import (
     eventually,
     session_tasks,
 )
-from tests.integration.rank_host import AUX_BYTES, PAGES, RankHost
+from tests.support.rank_host import AUX_BYTES, PAGES, RankHost
 
 Dial = Callable[..., DecodeClient]
 ROOMS = itertools.count(2_000_000)

@@ -15,7 +15,7 @@ from tests.contract.transfer_peers import (
     receiver_of,
     sender_of,
 )
-from tests.integration.rank_host import RankHost
+from tests.support.rank_host import RankHost
 
 ROOMS = itertools.count(4_000_000)
 

@@ -22,7 +22,7 @@ from kvgrpc.v1 import registry_service_pb2 as registry_pb
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from tests.contract.hostile.conftest import TIMING
 from tests.contract.transfer_peers import eventually
-from tests.integration.rank_host import RankHost
+from tests.support.rank_host import RankHost
 
 LIMITS = {
     "/kvgrpc.v1.EventService/Watch": 3,

@@ -14,7 +14,7 @@ from kvgrpc.transfer.protocol.types import Bounds
 from tests.contract.hostile.conftest import ROOMS, TIMING
 from tests.contract.hostile.test_weak_proofs import Serve, is_another, serve, told_where_to_write
 from tests.contract.transfer_peers import eventually, receiver_of
-from tests.integration.rank_host import RankHost
+from tests.support.rank_host import RankHost
 
 __all__ = ["serve"]
 TRANSFER = "kvgrpc.v1.TransferService"

@@ -12,7 +12,7 @@ from kvgrpc.model import MAX_EPOCH, RankRef
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity, parse_tokens
 from tests.contract.hostile.conftest import TIMING
 from tests.contract.transfer_peers import DecodeClient, Memory, closed_in_the_end, core_of
-from tests.integration.rank_host import RankHost
+from tests.support.rank_host import RankHost
 
 TOKENS = """
 rank:any

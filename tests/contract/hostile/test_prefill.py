@@ -35,7 +35,7 @@ from tests.contract.transfer_peers import (
     said,
     session_tasks,
 )
-from tests.integration.rank_host import RankHost
+from tests.support.rank_host import RankHost
 
 Serve = Callable[[Script], PrefillServer]
 ROOMS = itertools.count(3_000_000)

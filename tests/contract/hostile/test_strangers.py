@@ -19,7 +19,7 @@ from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.rpc.server import add_methods, new_server
 from tests.contract.hostile.http2 import DATA, GOAWAY, HEADERS, MAX_CONCURRENT_STREAMS, WINDOW_UPDATE, Connection, frame
 from tests.contract.transfer_peers import eventually
-from tests.integration.rank_host import RankHost
+from tests.support.rank_host import RankHost
 
 LIST_ROOMS = "/kvgrpc.v1.TransferService/ListRooms"
 REGISTER = "/kvgrpc.v1.RegistryService/Register"

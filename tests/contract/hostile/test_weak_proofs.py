@@ -16,7 +16,7 @@ from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from tests.contract.hostile.conftest import ROOMS, TIMING
 from tests.contract.transfer_peers import Memory, PrefillServer, closed_in_the_end, eventually, receiver_of
-from tests.integration.rank_host import RankHost
+from tests.support.rank_host import RankHost
 
 Serve = Callable[..., PrefillServer]
 

@@ -16,7 +16,7 @@ from tests.contract.transfer_peers import (
     closed_in_the_end,
     memory,
 )
-from tests.integration.rank_host import RankHost
+from tests.support.rank_host import RankHost
 
 __all__ = ["memory"]
 

@@ -26,7 +26,7 @@ from tests.contract.transfer_peers import (
     said,
     sender_of,
 )
-from tests.integration.rank_host import AUX_BYTES, RankHost
+from tests.support.rank_host import AUX_BYTES, RankHost
 
 ROOMS = iter(range(50_000, 10_000_000))
 Dial = Callable[..., DecodeClient]

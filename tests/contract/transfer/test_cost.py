@@ -19,7 +19,7 @@ import pytest
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.transfer import KVPoll
 from tests.contract.transfer_peers import eventually, receiver_of, sender_of
-from tests.integration.rank_host import AUX_ROWS, RankHost
+from tests.support.rank_host import AUX_ROWS, RankHost
 
 ROOMS = 256
 NUMBERS = iter(range(80_000_000, 90_000_000, ROOMS))

@@ -11,7 +11,7 @@ import pytest
 from kvgrpc.transfer import KVPoll, KVReceiver, KVSender
 from kvgrpc.transfer.runtime import manager as module
 from tests.contract.transfer_peers import eventually, receiver_of, sender_of
-from tests.integration.rank_host import RankHost
+from tests.support.rank_host import RankHost
 
 ROOMS = iter(range(80_000_000, 90_000_000))
 SLEEP, EVERY, FEW_ROOMS = 50e-6, 200e-6, 1024

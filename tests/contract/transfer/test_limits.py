@@ -17,7 +17,7 @@ from kvgrpc.transfer import KVPoll
 from kvgrpc.transfer.runtime import prefill_manager as prefill_module
 from kvgrpc.transfer.runtime.refusals import NOTHING, Refusals, behind
 from tests.contract.transfer_peers import eventually, receiver_of, sender_of
-from tests.integration.rank_host import PAGES, RankHost
+from tests.support.rank_host import PAGES, RankHost
 
 
 @pytest.fixture

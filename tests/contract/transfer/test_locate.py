@@ -17,7 +17,7 @@ from kvgrpc.transfer.runtime.search import ROOMS_TOGETHER
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
 from tests.contract.transfer_peers import eventually, receiver_of, sender_of
-from tests.integration.rank_host import RankHost
+from tests.support.rank_host import RankHost
 
 ROOMS = iter(range(20_000_000, 30_000_000))
 LONG = 20.0

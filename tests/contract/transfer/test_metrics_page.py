@@ -17,7 +17,7 @@ from kvgrpc.transfer import KVPoll
 from kvgrpc.transfer.protocol.types import RoomState, SessionState
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from tests.contract.transfer_peers import DecodeClient, eventually, receiver_of, sender_of
-from tests.integration.rank_host import RankHost
+from tests.support.rank_host import RankHost
 
 ROOMS = iter(range(700_000_000, 800_000_000))
 Dial = Callable[..., DecodeClient]

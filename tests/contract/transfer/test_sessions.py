@@ -37,8 +37,8 @@ from tests.contract.transfer_peers import (
     receiver_of,
     sender_of,
 )
-from tests.faults.dataplane import Fault
-from tests.integration.rank_host import AUX_BYTES, LAYERS, PAGES, RankHost
+from tests.support.faults.dataplane import Fault
+from tests.support.rank_host import AUX_BYTES, LAYERS, PAGES, RankHost
 
 ROOMS = iter(range(1_000, 10_000_000))
 Dial = Callable[..., DecodeClient]

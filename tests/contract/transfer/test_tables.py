@@ -38,7 +38,7 @@ from tests.contract.transfer_peers import (
     said,
     sender_of,
 )
-from tests.integration.rank_host import AUX_BYTES, LAYERS, PAGES, RankHost
+from tests.support.rank_host import AUX_BYTES, LAYERS, PAGES, RankHost
 
 ROOMS = iter(range(1_000, 10_000_000))
 Dial = Callable[..., DecodeClient]

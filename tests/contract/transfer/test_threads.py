@@ -22,7 +22,7 @@ import pytest
 
 from kvgrpc.transfer import KVPoll
 from tests.contract.transfer_peers import core_of, eventually, receiver_of, sender_of
-from tests.integration.rank_host import AUX_ROWS, PAGES, RankHost
+from tests.support.rank_host import AUX_ROWS, PAGES, RankHost
 
 THREADS = 3  # on each side
 OPEN_AT_ONCE = 8

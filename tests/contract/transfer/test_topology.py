@@ -11,7 +11,7 @@ from kvgrpc.client import SyncClient
 from kvgrpc.errors import InvalidRequest, ParallelLayoutMismatch
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
-from tests.integration.rank_host import RankHost
+from tests.support.rank_host import RankHost
 
 
 def shape(tp: int, heads: int = 8, **more: object) -> pb.EngineShape:

@@ -16,7 +16,7 @@ from typing import Any
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.transfer import KVPoll
 from tests.contract.transfer_peers import eventually, receiver_of, sender_of
-from tests.integration.rank_host import RankHost
+from tests.support.rank_host import RankHost
 
 ROOMS = iter(range(40_000_000, 50_000_000))
 LONG = 15.0

@@ -10,7 +10,7 @@ import pytest
 
 from kvgrpc.dataplane.base import DataPlane, Outcome, Transfer
 from kvgrpc.dataplane.shm.plane import ShmDataPlane
-from tests.faults.dataplane import Fault, FaultyDataPlane, NullDataPlane, wait
+from tests.support.faults.dataplane import Fault, FaultyDataPlane, NullDataPlane, wait
 
 
 class Setup:

@@ -22,7 +22,7 @@ from kvgrpc.dataplane.shm import segments
 from kvgrpc.dataplane.shm.copying import SLICE_BYTES
 from kvgrpc.dataplane.shm.plane import ShmDataPlane
 from kvgrpc.errors import FeatureDisabled, PeerUnreachable
-from tests.faults.dataplane import wait
+from tests.support.faults.dataplane import wait
 
 BLOCK = 1 << 16
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvgrpc.dataplane.base import Outcome, Result
 from kvgrpc.demo.processes.measured_plane import MeasuredPlane
-from tests.faults.dataplane import NullDataPlane
+from tests.support.faults.dataplane import NullDataPlane
 
 NO_WRITES = np.zeros(0, dtype=np.uint64)
 

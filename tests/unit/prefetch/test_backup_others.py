@@ -12,7 +12,7 @@ import pytest
 from kvgrpc.prefetch.agreement.votes import AloneAgreement, Decided, Stage, Vote
 from kvgrpc.prefetch.model import OperationKind, OperationState, PageOutcome, Stop
 from kvgrpc.prefetch.pools.pages import Pages
-from tests.faults.storage import Fault
+from tests.support.faults.storage import Fault
 from tests.unit.prefetch.test_controller import LIMITS, Rig, hashes, until
 
 BATCH = LIMITS.batch_pages

@@ -24,7 +24,7 @@ from kvgrpc.prefetch.controller.operation import Operation
 from kvgrpc.prefetch.model import OperationRow, OperationState, PageOutcome, PrefetchLimits, Short, Stop, StopPolicy
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.shape import PageShape
-from tests.faults.storage import BROKEN, DOWN, FAILED, HANG, Fault, FaultyBackend, memory_backend
+from tests.support.faults.storage import BROKEN, DOWN, FAILED, HANG, Fault, FaultyBackend, memory_backend
 
 SHAPE = PageShape.mha(2, 4, 1, 8, "float16")
 LIMITS = PrefetchLimits(threshold_tokens=4, batch_pages=4, storage_timeout=0.3, readers=2)

@@ -17,7 +17,7 @@ from kvgrpc.prefetch.model import Short, Tier
 from kvgrpc.prefetch.pools.shape import PageShape
 from kvgrpc.prefetch.storage.base import Removed, StorageDown
 from kvgrpc.prefetch.storage.flat import FlatBackend
-from tests.faults.storage import DOWN, FaultyBackend, MemoryStore, memory_backend
+from tests.support.faults.storage import DOWN, FaultyBackend, MemoryStore, memory_backend
 
 SHAPE = PageShape.mha(1, 4, 1, 8, "float16")
 SECONDS = 20.0

@@ -51,8 +51,8 @@ def test_a_config_that_is_not_right_is_refused(name: str, config: object, words:
 
 def test_a_third_party_backend_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     offered = [
-        metadata.EntryPoint("dictionary", "tests.faults.storage:from_config", "kvgrpc.storage"),
-        metadata.EntryPoint("broken", "tests.faults.nowhere:from_config", "kvgrpc.storage"),
+        metadata.EntryPoint("dictionary", "tests.support.faults.storage:from_config", "kvgrpc.storage"),
+        metadata.EntryPoint("broken", "tests.support.faults.nowhere:from_config", "kvgrpc.storage"),
     ]
     monkeypatch.setattr(metadata, "entry_points", lambda group: offered if group == "kvgrpc.storage" else [])
     backend = open_backend("dictionary", '{"threads": 1}')

@@ -105,7 +105,7 @@ class RankHost:
         import kvgrpc.dataplane
         from kvgrpc.model import Layout, Pool, PoolKind, Region, Role
         from kvgrpc.server import AuxBuffer, RankConfig, open_rank
-        from tests.faults.dataplane import Fault, FaultyDataPlane
+        from tests.support.faults.dataplane import Fault, FaultyDataPlane
 
         settings = dict(settings)
         name, slow = settings.pop("data_plane", "shm"), settings.pop("slow_seconds", {})
