@@ -125,7 +125,9 @@ class DataPlane(Protocol):
         """
 
     def detach(self, peer: Peer) -> None:
-        """Forgets a peer. Call it when all submissions to the peer have ended."""
+        """Forgets a peer: refuses further submissions to it. Those that run end as they would have, and what they need
+        of the peer stays until then.
+        """
 
     def submit(self, peer: Peer, source: U64Array, destination: U64Array, nbytes: U64Array) -> Transfer:
         """Starts writing ``nbytes[i]`` bytes from ``source[i]`` (own address) to ``destination[i]`` (peer's address).

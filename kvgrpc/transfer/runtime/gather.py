@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -44,7 +45,9 @@ class Staging:
         self._blocks_left = nbytes // BLOCK_BYTES if useful else 0
         self._plane = plane
         self._pages = min((pool.pages for pool in pools), default=0)
+        self._blocks: list[int] = []
         self._free: list[int] = []
+        self._lost: set[int] = set()  # slots that somebody may read for ever
 
     def open(self, shape: Geometry) -> PeerSlots | None:
         """For a peer whose slices lie together in its memory, as long as there is memory for it."""
@@ -53,23 +56,45 @@ class Staging:
             return None
         if not self._free:
             self._free += self._block()
-        slots, self._free = self._free[:SLOTS], self._free[SLOTS:]
-        return PeerSlots(slices, slots) if slots else None
+        slots = self._free[:SLOTS]
+        del self._free[:SLOTS]
+        return PeerSlots(slices, slots, self._lost) if slots else None
 
-    def close(self, slots: PeerSlots) -> None:
-        """The peer is gone: what is free of its slots is the next one's."""
+    def close_peer(self, slots: PeerSlots) -> None:
+        """The peer is gone: its slots are the next one's, those in use when their writes have ended."""
         self._free += slots.free
-        slots.free = []
+        slots.free, slots.closed = self._free, True
+
+    def close(self) -> None:
+        """Nothing runs any more: the next rank on the same plane takes the blocks that nobody reads."""
+        spare = [block for block in self._blocks if self._lost.isdisjoint(_slots_of(block))]
+        if spare:
+            _SPARE.setdefault(self._plane, []).extend(spare)
+        self._blocks, self._free, self._blocks_left = [], [], 0
 
     def _block(self) -> list[int]:
         self._blocks_left -= 1
         try:
-            address = self._plane.allocate(BLOCK_BYTES)
-            self._plane.register([MemoryRange(address, BLOCK_BYTES)])
+            spare = _SPARE.get(self._plane)
+            block = spare.pop() if spare else self._new_block()
         except (ValueError, MemoryError) as error:
             logger.warning("slices for one more peer are written one by one, which is slower: %s", error)
             return []
-        return [address + slot * SLOT_BYTES for slot in range(SLOTS)]
+        self._blocks.append(block)
+        return list(_slots_of(block))
+
+    def _new_block(self) -> int:
+        address = self._plane.allocate(BLOCK_BYTES)
+        self._plane.register([MemoryRange(address, BLOCK_BYTES)])
+        return address
+
+
+# Blocks that ranks of before had, by the plane that gave them: what is registered stays so until the plane is closed.
+_SPARE: weakref.WeakKeyDictionary[DataPlane, list[int]] = weakref.WeakKeyDictionary()
+
+
+def _slots_of(block: int) -> range:
+    return range(block, block + SLOTS * SLOT_BYTES, SLOT_BYTES)
 
 
 class Piece(NamedTuple):
@@ -165,16 +190,17 @@ def _memory(address: int, shape: tuple[int, ...], strides: tuple[int, ...] | Non
 class PeerSlots:
     """How one peer's slices lie, and the slots that are its own."""
 
-    __slots__ = ("free", "in_use", "slices")
+    __slots__ = ("_lost", "closed", "free", "in_use", "slices")
 
-    def __init__(self, slices: Slices, free: list[int]) -> None:
-        self.slices, self.free = slices, free
+    def __init__(self, slices: Slices, free: list[int], lost: set[int]) -> None:
+        self.slices, self.free, self._lost = slices, free, lost
         self.in_use = 0
+        self.closed = False
 
     @property
     def left(self) -> bool:
         """Whether there is a slot, or will be."""
-        return bool(self.free or self.in_use)
+        return not self.closed and bool(self.free or self.in_use)
 
     def take(self) -> int:
         self.in_use += 1
@@ -185,6 +211,8 @@ class PeerSlots:
         self.in_use -= 1
         if certain:
             self.free.append(slot)
+        else:
+            self._lost.add(slot)
 
 
 class GatheredTransfer:
@@ -203,10 +231,10 @@ class GatheredTransfer:
     def poll(self) -> Result | None:
         """Copies one piece at most."""
         self._reap()
-        if self._next is not None and self._slots.free:
-            self._begin(self._next)
-        elif self._next is not None and not self._slots.left:
+        if self._next is not None and not self._slots.left:
             self._fail(Result(Outcome.REJECTED, "no memory is left to gather slices in"))
+        elif self._next is not None and self._slots.free:
+            self._begin(self._next)
         if self._running or self._next is not None:
             return None
         return Result(self._worst.outcome, self._worst.detail, self._nbytes)
@@ -219,13 +247,15 @@ class GatheredTransfer:
 
     def _begin(self, piece: Piece) -> None:
         slot = self._slots.take()
+        submitted = False
         try:
             plan = self._slots.slices.gather(piece, slot, self._source, self._destination)
+            submitted = True
             transfer = self._submit(plan)
         except Exception as error:
             logger.exception("a gathered write could not begin")
-            self._slots.give_back(slot, certain=False)
-            self._fail(Result(Outcome.FAILED_UNKNOWN, raised(error)))
+            self._slots.give_back(slot, certain=not submitted)
+            self._fail(Result(Outcome.FAILED_UNKNOWN if submitted else Outcome.REJECTED, raised(error)))
             return
         self._running.append((slot, transfer))
         self._next = next(self._pieces, None)

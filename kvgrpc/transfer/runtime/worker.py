@@ -167,6 +167,8 @@ class TransferWorker:
                 ended, self._ended = self._ended, []
                 submitted, self._submitted = self._submitted, 0
                 self._over = self._stopping.is_set() and not self._running and not self._waiting
+                if self._over:
+                    self._staging.close()
             if ended or submitted:
                 self._count(ended, submitted)
             if ended:
@@ -269,12 +271,13 @@ class TransferWorker:
     def _may_start(self, submission: Submission) -> bool:
         """The room is open still, its pages are computed, and the peer's memory is known."""
         memory = submission.pair.peer
-        if submission.record.ended or not isinstance(memory, PeerMemory):
-            self._ended.append((submission, Result(Outcome.REJECTED, "the room ended before the write began")))
-            return False
         try:
-            if submission.wait is not None:
+            if submission.wait is not None and not submission.record.ended:
                 submission.wait()
+            # Also where it ended during the wait: a rank may have been closed meanwhile, and its pages be gone.
+            if submission.record.ended or not isinstance(memory, PeerMemory):
+                self._ended.append((submission, Result(Outcome.REJECTED, "the room ended before the write began")))
+                return False
             self._attach(memory)
         except Exception as error:  # a foreign callable, or an address that is not one: nothing was sent
             self._ended.append((submission, Result(Outcome.REJECTED, raised(error))))
@@ -342,7 +345,8 @@ class TransferWorker:
         if isinstance(memory, PeerMemory) and memory.peer is not None:
             peer, memory.peer = memory.peer, None
             if memory.gather is not None:
-                self._staging.close(memory.gather)
+                self._staging.close_peer(memory.gather)
+                memory.gather = None
             try:
                 self._plane.detach(peer)
             except Exception:

@@ -111,6 +111,18 @@ def test_a_stopped_submission_ends_and_says_what_is_certain(writer: Writer, peer
     assert (result.nbytes == count * 4096) == (result.outcome is Outcome.DONE)
 
 
+def test_a_peer_that_is_detached_gets_what_was_submitted_and_nothing_more(writer: Writer, peer: PlaneProcess) -> None:
+    attached = writer.plane.attach(peer.address)
+    columns = u64(writer.block, peer.block, NBYTES)
+    transfer = writer.plane.submit(attached, *columns)
+    transfer.poll()
+    writer.plane.detach(attached)
+    result = wait(transfer, SECONDS)
+    assert (result.outcome, result.nbytes) == (Outcome.DONE, NBYTES)
+    assert peer.digest(0, NBYTES) == digest(writer.memory)
+    assert wait(writer.plane.submit(attached, *columns), SECONDS).outcome is Outcome.REJECTED
+
+
 @pytest.mark.parametrize("nonsense", [b"", b"{}", b"\xff", b'{"plane":"another"}', b"\x00" * 70_000])
 def test_nonsense_is_no_address(writer: Writer, nonsense: bytes) -> None:
     with pytest.raises(ValueError):

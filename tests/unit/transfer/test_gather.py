@@ -212,10 +212,52 @@ def test_memory_is_taken_when_a_peer_needs_it_bounded_and_used_again() -> None:
     first, second, third = (memory.open(shape) for _ in range(3))
     assert first is not None and second is not None and third is None
     assert [each.nbytes for each in plane.registered] == [BLOCK_BYTES] * 2
-    memory.close(first)
+    memory.close_peer(first)
     again = memory.open(shape)
     assert again is not None and len(again.free) == SLOTS and not first.free
     assert not set(again.free) & set(second.free)
+
+
+def test_slots_of_a_peer_that_is_gone_are_the_next_ones_when_their_writes_have_ended() -> None:
+    prefill, _decode, shape = pair()
+    memory = staging(Plane(), prefill, BLOCK_BYTES)
+    first = memory.open(shape)
+    assert first is not None
+    in_use = [first.take() for _ in range(SLOTS)]
+    memory.close_peer(first)
+    assert not first.left and memory.open(shape) is None
+    for slot in in_use[1:]:
+        first.give_back(slot, certain=True)
+    first.give_back(in_use[0], certain=False)
+    again = memory.open(shape)
+    assert again is not None and sorted(again.free) == sorted(in_use[1:])
+
+
+def test_the_next_rank_on_a_plane_takes_the_memory_of_the_one_before_but_no_slot_that_somebody_may_read() -> None:
+    prefill, _decode, shape = pair()
+    plane = Plane()
+    for lost in (False, True, False):
+        memory = staging(plane, prefill, BLOCK_BYTES)
+        slots = memory.open(shape)
+        assert slots is not None
+        slots.give_back(slots.take(), certain=not lost)
+        memory.close()
+    assert len(plane.blocks) == len(plane.registered) == 2
+
+
+@pytest.mark.usefixtures("small_slots")
+def test_what_cannot_be_copied_is_rejected_and_its_slot_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, _decode, shape = pair()
+    plane = Plane()
+    transfer, slots = begun(plane, prefill, shape)
+
+    def full(*_: object) -> Plan:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(slots.slices, "gather", full)
+    result = transfer.poll()
+    assert result is not None and result.outcome is Outcome.REJECTED and "none left" in result.detail
+    assert len(slots.free) == SLOTS and not plane.writes
 
 
 def test_without_memory_slices_go_one_by_one() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvgrpc.dataplane.base import Outcome, Result
+from kvgrpc.errors import Failure, Reason
 from kvgrpc.model import Pool, PoolKind, RankId, RankRef, Region
 from kvgrpc.transfer.protocol.prefill_core import PrefillPair, PrefillRoom, Submission
 from kvgrpc.transfer.protocol.types import RoomKey
@@ -128,6 +129,18 @@ def test_a_wait_that_raises_fails_its_room_alone(bench: Bench, error: Exception)
 def test_a_room_that_ended_while_it_waited_is_not_written(bench: Bench) -> None:
     submission = bench.submission()
     submission.record.ended = True
+    bench.worker.submit([submission])
+    assert bench.until_ended(1) == [Outcome.REJECTED] and not bench.plane.writes
+
+
+def test_a_room_that_ended_during_its_own_wait_is_not_written_either(bench: Bench) -> None:
+    """Its rank may have been closed meanwhile, and its memory be gone."""
+    submission = bench.submission(1)
+
+    def wait() -> None:
+        submission.record.fail(Failure(Reason.ROOM_CANCELLED, "while it waited"))
+
+    submission.wait = wait
     bench.worker.submit([submission])
     assert bench.until_ended(1) == [Outcome.REJECTED] and not bench.plane.writes
 
