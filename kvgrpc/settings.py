@@ -27,6 +27,11 @@ COMMAND_PREFIXES = (
     *("demo_", "serve_", "engines_", "ranks_", "sessions_", "rooms_", "room_", "cancel_", "streams_", "events_"),
     *("prefetch_", "cache_", "topology_", "info_", "health_", "drain_", "doctor_"),
 )
+# Those of them that are as near to a setting as a misspelt one, and right for all that.
+COMMAND_OPTIONS = (
+    *("demo_data_plane", "health_cert_file", "info_server_name", "info_token_file"),
+    *("room_server_name", "room_token_file"),
+)
 _LARGEST_FILE_BYTES = 1 << 20
 _NEAR = 0.8
 _SHOWN = 200
@@ -80,6 +85,11 @@ def convert(name: str, value: object, kind: Any) -> Any:
         raise InvalidRequest.of(name, str(value)[:_SHOWN], _rule(kind)) from None
 
 
+def is_near(name: str, kinds: Iterable[str]) -> bool:
+    """Whether ``name`` is like one of ``kinds``, or of what is read elsewhere, but for a letter or a short word."""
+    return bool(difflib.get_close_matches(name, [*kinds, *OTHERS], 1, _NEAR))
+
+
 def _table(name: str, value: object, kind: Any) -> Any:
     if not isinstance(value, Mapping):
         raise ValueError(name)
@@ -107,7 +117,7 @@ def _file(path: str) -> dict[str, Any]:
 
 
 def _misspelt(variable: str, name: str, kinds: Iterable[str]) -> None:
-    if difflib.get_close_matches(name, [*kinds, *OTHERS], 1, _NEAR):
+    if name not in COMMAND_OPTIONS and is_near(name, kinds):
         raise _unknown(variable, name, [*kinds, *OTHERS])
     if name.startswith(COMMAND_PREFIXES):
         _log.info("%s is for the command kvgrpc, and has no effect on a rank", variable)

@@ -126,7 +126,7 @@ def settings(
     given = dict(mapping or {})
     # What only an engine knows is taken as it is.
     own = {name: given.pop(name) for name in _OF_THE_ENGINE if name in given and not isinstance(given[name], str)}
-    return _with_security(own | layered(_KINDS, given, environment))
+    return _with_security(own | layered(KINDS, given, environment))
 
 
 # Flat key -> fields of ServerSecurity, fields of ClientSecurity.
@@ -160,7 +160,8 @@ def _with_security(found: dict[str, Any]) -> dict[str, Any]:
 
 
 _OF_THE_ENGINE = frozenset({"pools", "layout", "dp", "pp", "cp", "tp", "engine_rank", "aux", "model"})
-_KINDS: dict[str, Any] = {
+# What may be set, and what it is converted to.
+KINDS: dict[str, Any] = {
     **dict.fromkeys(("engine", "device", "listen", "advertise", "registry", "metrics_listen"), str),
     **dict.fromkeys(("bootstrap_allow", "admin_listen"), tuple[str, ...]),
     **dict.fromkeys(("start_timeout", "resolve_timeout", "lease_ttl", "switch_interval"), float),

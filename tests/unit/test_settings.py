@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 
-from kvgrpc.cli.main import COMMANDS
+from kvgrpc.cli.main import COMMANDS, command
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.server import CallLimits, settings
-from kvgrpc.settings import COMMAND_PREFIXES
+from kvgrpc.server.config import KINDS
+from kvgrpc.settings import COMMAND_OPTIONS, COMMAND_PREFIXES, OTHERS, PREFIX, is_near
 from kvgrpc.transfer.protocol.types import Bounds
 
 needs_toml = pytest.mark.skipif(sys.version_info < (3, 11), reason="no TOML in the standard library")
@@ -90,3 +93,27 @@ def test_a_variable_that_is_like_nothing_of_ours_is_only_said(caplog: pytest.Log
 
 def test_variables_of_every_command_are_known() -> None:
     assert {f"{name}_" for name in COMMANDS} == set(COMMAND_PREFIXES)
+
+
+def test_a_variable_of_an_option_of_the_command_is_no_misspelt_setting(caplog: pytest.LogCaptureFixture) -> None:
+    """``kvgrpc --help`` promises it: an operator's own variables must not keep a rank beside him from its start."""
+    options = set(variables_of(command, PREFIX)) - {PREFIX + "VERSION"}
+    assert "KVGRPC_ROOM_TOKEN_FILE" in options
+    names = {name.removeprefix(PREFIX).lower() for name in options} - KINDS.keys() - set(OTHERS)
+    assert {name for name in names if is_near(name, KINDS)} == set(COMMAND_OPTIONS)
+    with caplog.at_level(logging.INFO):
+        assert settings({}, {PREFIX + name.upper(): "x" for name in names}) == {}
+    assert {record.levelname for record in caplog.records} == {"INFO"}
+
+
+def variables_of(found: click.Command, prefix: str) -> Iterator[str]:
+    """The variables that click reads by itself: of each option, under the names of its commands."""
+    for each in found.params:
+        if isinstance(each, click.Option) and each.name:
+            yield prefix + each.name.upper()
+    if isinstance(found, click.Group):
+        context = click.Context(found)
+        for name in found.list_commands(context):
+            below = found.get_command(context, name)
+            assert below is not None
+            yield from variables_of(below, f"{prefix}{name.upper().replace('-', '_')}_")
