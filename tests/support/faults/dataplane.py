@@ -32,7 +32,7 @@ class Fault:
     detail: str = "injected"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Submission:
     """One call of submit(), for assertions; the arrays are copies. ``began``: monotonic seconds."""
 
@@ -48,7 +48,8 @@ class FaultyDataPlane:
 
     For example ``FaultyDataPlane(plane, lambda n, _: Fault(Outcome.FAILED_UNKNOWN, late=True) if n == 2 else None)``.
     Read ``submissions`` for what was asked for (unless ``remember`` is False: they are copies). ``release``,
-    ``write_late`` and the attributes may be used from any thread.
+    ``write_late`` and the attributes may be used from any thread. A peer that is detached while a fault of its own may
+    still be written is so only afterwards: a rank that gave its peer up does not stop what is on its way.
     """
 
     def __init__(
@@ -62,11 +63,15 @@ class FaultyDataPlane:
         self.name = inner.name
         self.poll_interval = inner.poll_interval
         self.quick_bytes = 0  # faults hang where a quick plane would not
+        self.transport = getattr(inner, "transport", "")  # of Mooncake's plane, by which slices are gathered or not
         self.submissions: list[Submission] = []
         self._remember = remember
         self._submitted = 0
         self._released = threading.Event()
         self._late: list[Submission] = []
+        self._unfinished: set[Submission] = set()
+        self._leaving: list[Peer] = []
+        self._lock = threading.Lock()
 
     def release(self) -> None:
         """Lets everything that hangs, now or later, go on."""
@@ -82,8 +87,10 @@ class FaultyDataPlane:
 
     def start_late(self) -> list[Transfer]:
         """As ``write_late``, but only begins; whoever polls the transfers moves them. A peer may be gone by now."""
-        late, self._late = self._late, []
-        return [self.inner.submit(one.peer, one.source, one.destination, one.nbytes) for one in late]
+        with self._lock:
+            late, self._late = self._late, []
+            self._unfinished.update(late)
+        return [_LateTransfer(self, one) for one in late]
 
     def submit(self, peer: Peer, source: U64Array, destination: U64Array, nbytes: U64Array) -> Transfer:
         submission = Submission(peer, source.copy(), destination.copy(), nbytes.copy())
@@ -93,8 +100,8 @@ class FaultyDataPlane:
         self._submitted += 1
         if fault is None:
             return self.inner.submit(peer, source, destination, nbytes)
-        if fault.late:
-            self._late.append(submission)
+        with self._lock:
+            (self._late.append if fault.late else self._unfinished.add)(submission)
         return _FaultyTransfer(self, submission, fault)
 
     def allocate(self, nbytes: int, location: str = "cpu:0") -> int:
@@ -110,7 +117,10 @@ class FaultyDataPlane:
         return self.inner.attach(address)
 
     def detach(self, peer: Peer) -> None:
-        self.inner.detach(peer)
+        """At once, or when nothing of a fault is left that names the peer."""
+        with self._lock:
+            self._leaving.append(peer)
+        self._let_go()
 
     def connections_from(self, address: bytes) -> frozenset[str]:
         return self.inner.connections_from(address)
@@ -118,6 +128,20 @@ class FaultyDataPlane:
     def close(self, deadline: float) -> bool:
         self.release()
         return self.inner.close(deadline)
+
+    def _finish(self, submission: Submission) -> None:
+        """Nothing more of it will be written."""
+        with self._lock:
+            self._unfinished.discard(submission)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        with self._lock:
+            named = {id(submission.peer) for submission in (*self._late, *self._unfinished)}
+            idle = [peer for peer in self._leaving if id(peer) not in named]
+            self._leaving = [peer for peer in self._leaving if id(peer) in named]
+        for peer in idle:
+            self.inner.detach(peer)
 
 
 class _FaultyTransfer:
@@ -132,6 +156,8 @@ class _FaultyTransfer:
     def poll(self) -> Result | None:
         if self._result is None:
             self._result = self._move()
+            if self._result is not None and not self._fault.late:
+                self._plane._finish(self._submission)
         return self._result
 
     def stop(self) -> None:
@@ -162,6 +188,24 @@ class _FaultyTransfer:
             return result
         self._inner = inner.submit(s.peer, s.source, s.destination, s.nbytes)
         return self._inner.poll()
+
+
+class _LateTransfer:
+    """A write that was reported as failed."""
+
+    def __init__(self, plane: FaultyDataPlane, submission: Submission) -> None:
+        self._plane, self._submission = plane, submission
+        s = submission
+        self._inner = plane.inner.submit(s.peer, s.source, s.destination, s.nbytes)
+
+    def poll(self) -> Result | None:
+        result = self._inner.poll()
+        if result is not None:
+            self._plane._finish(self._submission)
+        return result
+
+    def stop(self) -> None:
+        self._inner.stop()
 
 
 class NullDataPlane:

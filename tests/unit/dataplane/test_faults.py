@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvgrpc.dataplane.base import DataPlane, Outcome, Transfer
+from kvgrpc.dataplane.base import DataPlane, Outcome, Transfer, U64Array
 from kvgrpc.dataplane.shm.plane import ShmDataPlane
 from tests.support.faults.dataplane import Fault, FaultyDataPlane, NullDataPlane, wait
 
@@ -21,8 +21,15 @@ class Setup:
         self.peer = self.plane.attach(self.plane.address())
 
     def write(self) -> Transfer:
+        return self.plane.submit(self.peer, *self._columns())
+
+    def direct(self) -> Transfer:
+        """Past all faults."""
+        return self.plane.inner.submit(self.peer, *self._columns())
+
+    def _columns(self) -> tuple[U64Array, U64Array, U64Array]:
         source, target, nbytes = (np.array([value], dtype=np.uint64) for value in (self.source, self.target, 16))
-        return self.plane.submit(self.peer, source, target, nbytes)
+        return source, target, nbytes
 
     @property
     def arrived(self) -> bool:
@@ -44,6 +51,33 @@ def test_bytes_arrive_late_after_a_reported_failure() -> None:
     assert setup.plane.write_late() == 1
     assert setup.arrived
     assert setup.plane.write_late() == 0
+
+
+def test_a_peer_that_was_given_up_is_still_written_late_and_detached_then() -> None:
+    """The rank detaches a peer that is lost; what was on its way to it lands all the same."""
+    setup = Setup(lambda number: Fault(Outcome.FAILED_UNKNOWN, late=True))
+    assert wait(setup.write()).outcome is Outcome.FAILED_UNKNOWN
+    setup.plane.detach(setup.peer)
+    assert setup.plane.write_late() == 1
+    assert setup.arrived
+    assert wait(setup.direct()).outcome is Outcome.REJECTED
+
+
+def test_a_write_that_is_held_up_keeps_its_peer_attached_until_it_ends() -> None:
+    setup = Setup(lambda number: Fault(hang=True) if number == 0 else None)
+    hanging = setup.write()
+    setup.plane.detach(setup.peer)
+    assert wait(setup.direct()).outcome is Outcome.DONE
+    setup.plane.release()
+    assert wait(hanging).outcome is Outcome.DONE
+    assert wait(setup.direct()).outcome is Outcome.REJECTED
+
+
+def test_a_peer_without_a_fault_is_detached_at_once() -> None:
+    setup = Setup(lambda number: None)
+    assert wait(setup.write()).outcome is Outcome.DONE
+    setup.plane.detach(setup.peer)
+    assert wait(setup.direct()).outcome is Outcome.REJECTED
 
 
 def test_a_hang_lasts_until_it_is_released_or_stopped() -> None:
