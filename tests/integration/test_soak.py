@@ -13,7 +13,7 @@ from kvgrpc.dataplane.base import Outcome
 from tests.soak.node import Engine
 from tests.soak.orders import NO_REASON, ROOM_SECONDS, Ended, Fault
 from tests.soak.router import Router
-from tests.soak.verdict import KILLED, Plan, Result, Room
+from tests.soak.verdict import KILLED, LATE_FROM_ROOMS, Plan, Result, Room
 
 NEEDS_MOONCAKE = pytest.mark.skipif(not find_spec("mooncake"), reason="install kvgrpc[mooncake-cpu] for it")
 
@@ -82,6 +82,19 @@ def test_a_soak_in_which_nobody_is_killed_is_not_ok() -> None:
     result.problems.clear()
     result.kills["P.0"] += 1
     result.check_disturbances(39.0)
+    assert result.problems == []
+
+
+def test_a_soak_in_which_no_write_lands_late_is_not_ok() -> None:
+    result = Result(Plan(rooms=1000, seconds=30))
+    for _ in range(LATE_FROM_ROOMS):
+        result.settle(room_of("TRANSFER_FAILED", "TRANSFER_FAILED", fault=Fault(Outcome.FAILED_UNKNOWN, 0)))
+    result.late_writes["REJECTED"] += 1
+    result.check_late_writes()
+    assert result.problems == ["of 6 rooms with an unknown write none landed late: {'REJECTED': 1}"]
+    result.problems.clear()
+    result.late_writes["DONE"] += 1
+    result.check_late_writes()
     assert result.problems == []
 
 

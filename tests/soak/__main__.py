@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvgrpc.dataplane.base import Outcome
 from tests.soak.router import Router
 from tests.soak.verdict import Plan, Result
 
@@ -74,8 +75,10 @@ def _show(result: Result, console: Console) -> None:
         table.add_row(reason, str(count), style="green" if reason == "SUCCESS" else "")
     console.print(table)
     console.print(f"whole and compared: {dict(sorted(result.pairs.items()))}", markup=False)
-    share = f"{result.injected} ({result.injected / result.rooms:.1%})"
+    share = f"{result.injected} ({result.injected / max(1, result.rooms):.1%})"
     console.print(f"rooms whose write was made to fail: {share}, {result.failed_by_it} ended by it", markup=False)
+    late = f"written late after an unknown end: {dict(result.late_writes)}, of {result.unknown} rooms"
+    console.print(late, markup=False)
     console.print(f"killed: {dict(result.kills)}; stopped: {dict(result.stops)}", markup=False)
     longest = f"{result.longest_room:.2f} s, of those with a process killed or stopped {result.longest_disturbed:.2f} s"
     console.print(f"longest room {longest}", markup=False)
@@ -94,8 +97,12 @@ def _summary(results: list[Result]) -> str:
         sum(one.total() for one in each) for each in zip(*((r.kills, r.stops) for r in results), strict=True)
     )
     planes = " and ".join(result.plan.data_plane for result in results)
-    ends = f"{good} with {checked:,} bytes checked, {injected} ({injected / rooms:.1%}) with an injected failure"
+    ends = (
+        f"{good} with {checked:,} bytes checked, {injected} ({injected / max(1, rooms):.1%}) with an injected failure"
+    )
     seconds = sum(result.seconds for result in results)
+    late = sum(result.late_writes[Outcome.DONE.name] for result in results)
+    ends += f", {late} late writes"
     return f"{rooms} hand-offs over {planes}, {ends}, {kills} kills, {stops} stops, {seconds:.0f} s"
 
 

@@ -110,6 +110,13 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
+class LateWrite:
+    """How a write ended that was reported as FAILED_UNKNOWN before."""
+
+    outcome: str
+
+
+@dataclass(frozen=True, slots=True)
 class Resources:
     """Of one rank: bytes, and counts. ``open_writes``: submissions without an outcome (prefill). ``spoiled_pages``:
     free ones into which somebody wrote.

@@ -33,6 +33,7 @@ from tests.soak.orders import (
     SOUND_PAGES,
     TOKENS,
     Ended,
+    LateWrite,
     Measure,
     Opened,
     OpenRank,
@@ -160,7 +161,13 @@ class SoakPrefill(SoakRank):
         if now >= self._late_at:
             self._late_at = now + self._draw.uniform(0.2, LATEST_SECONDS)
             self._late += self.plane.start_late()
-        self._late = [transfer for transfer in self._late if transfer.poll() is None]
+        running, self._late = self._late, []
+        for transfer in running:
+            result = transfer.poll()
+            if result is None:
+                self._late.append(transfer)
+            else:
+                self.say(LateWrite(result.outcome.name))
 
 
 class SoakDecode(SoakRank):

@@ -22,6 +22,7 @@ from tests.soak.orders import (
     SOUND_PAGES,
     Ended,
     Fault,
+    LateWrite,
     Measure,
     OpenRank,
     Receive,
@@ -87,6 +88,7 @@ class Router:
                     f"{node.name}: {self._measured.get(node.name, [])[-1:]}" for node in self._ranks
                 ]
             self.result.check_share()
+            self.result.check_late_writes()
             if self.plan.rooms >= FLAT_FROM_ROOMS:
                 self._compare_resources()
         finally:
@@ -172,6 +174,8 @@ class Router:
             for said in node.receive():
                 if isinstance(said, Ended):
                     self._note(node, said)
+                elif isinstance(said, LateWrite):
+                    self.result.late_writes[said.outcome] += 1
                 elif isinstance(said, Resources):
                     self._measured.setdefault(node.name, []).append(said)
             if not node.process.is_alive():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from kvgrpc.dataplane.base import Outcome
 from tests.soak.node import Engine
 from tests.soak.orders import LAYERS, PAGE_BYTES, ROOM_SECONDS, Ended, Fault, Resources, heads_of
 
@@ -12,6 +13,8 @@ KILLED = "KILLED"  # the side's process was, so nobody was left to say how the r
 FAULT_SHARE = (0.08, 0.16)
 # Of fewer rooms the share is chance.
 SHARE_FROM_ROOMS = 300
+# So many writes of an unknown end, of which none was written late: a rank that is killed at once writes none.
+LATE_FROM_ROOMS = 6
 # A room whose processes all lived, that nobody cancelled and whose writes did not fail may end so: too many pages may
 # wait for the evidence of others, and too many writes to its decode may have had an unknown end.
 SOUND = {"", "PAGES_HELD", "TOO_MANY_REQUESTS"}
@@ -117,7 +120,8 @@ class Room:
 @dataclass
 class Result:
     """``problems``: what must never be; empty means that the soak is OK. ``injected``: rooms whose write was to fail,
-    and ``failed_by_it``: those of them that ended so, and not by a cancel or a kill that came first.
+    and ``failed_by_it``: those of them that ended so, and not by a cancel or a kill that came first; ``unknown``: of
+    the latter those whose write was to land later all the same. ``late_writes``: how those ended, by their Outcome.
     """
 
     plan: Plan
@@ -125,9 +129,11 @@ class Result:
     successes: int = 0
     injected: int = 0
     failed_by_it: int = 0
+    unknown: int = 0
     bytes_checked: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     pairs: Counter[str] = field(default_factory=Counter)
+    late_writes: Counter[str] = field(default_factory=Counter)
     kills: Counter[str] = field(default_factory=Counter)
     stops: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
@@ -145,7 +151,9 @@ class Result:
         else:
             self.longest_room = max(self.longest_room, longest)
         self.reasons[room.reason or "SUCCESS"] += 1
-        self.failed_by_it += room.fault is not None and room.reason == FAILED_BY_A_WRITE
+        if room.fault is not None and room.reason == FAILED_BY_A_WRITE:
+            self.failed_by_it += 1
+            self.unknown += room.fault.outcome is Outcome.FAILED_UNKNOWN
         if not room.reason:
             self.successes += 1
             self.pairs[f"tp {room.prefill.tp} to {room.decode.tp}"] += 1
@@ -157,6 +165,13 @@ class Result:
         if self.plan.kill_every < LONGEST_PEACE and total < int(seconds / LONGEST_PEACE):
             meant = f"one every {self.plan.kill_every:g} s was to be"
             self.problems.append(f"{total} kills and stops in {seconds:.0f} s, {meant}")
+
+    def check_late_writes(self) -> None:
+        """Whether what had an unknown end landed: where it never does, no page is proven to wait for it."""
+        if self.unknown >= LATE_FROM_ROOMS and not self.late_writes[Outcome.DONE.name]:
+            self.problems.append(
+                f"of {self.unknown} rooms with an unknown write none landed late: {dict(self.late_writes)}"
+            )
 
     def check_share(self) -> None:
         """Whether as many writes failed as were meant to."""
