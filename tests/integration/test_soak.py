@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib.util import find_spec
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvgrpc.dataplane.base import Outcome
+from tests.soak import rank, router
 from tests.soak.node import Engine
 from tests.soak.orders import NO_REASON, ROOM_SECONDS, Ended, Fault
 from tests.soak.router import Router
@@ -45,6 +48,32 @@ def test_ranks_killed_every_second_cost_only_their_own_rooms(tmp_path: Path) -> 
     # A rank that a busy machine is slow to start puts off the next one.
     assert result.kills.total() + result.stops.total() >= 3
     assert result.successes >= 300
+
+
+def never_opens(pipe: Connection, *others: object) -> None:
+    """Instead of a rank or a registry: a process that says nothing."""
+    with suppress(EOFError):
+        pipe.recv()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("assumed", "problem"), [(False, "not all ranks opened"), (True, "no room could be given out")]
+)
+def test_a_soak_whose_ranks_do_not_open_says_so_and_ends(
+    assumed: bool, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``assumed``: they were open, and are so no more when the rooms are to be given out."""
+    for serve in ("serve_rank", "serve_registry"):
+        monkeypatch.setattr(rank, serve, never_opens)
+    for name in ("OPEN_SECONDS", "STUCK_SECONDS", "OVERDUE_SECONDS", "IDLE_SECONDS"):
+        monkeypatch.setattr(router, name, 0.2)
+    if assumed:
+        monkeypatch.setattr(Router, "_all_open", lambda self: True)
+    result = soak(Plan(rooms=5, seconds=0.1, kill_every=1e9, unknown_share=0.0), tmp_path)
+    assert result.rooms == 0
+    assert result.problems[0].startswith(problem)
+    assert bool(result.seconds) is assumed
 
 
 @pytest.mark.parametrize("happened", [{}, {"cancelled": True}, {"disturbed": True}], ids=["nothing", "cancel", "kill"])

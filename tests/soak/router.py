@@ -36,6 +36,8 @@ OPEN_SECONDS = 150.0  # seven processes, on a busy machine
 IDLE_SECONDS = 30.0
 # Past a room's own deadline, which does not age while its processes get no turn: what is not over by then is lost.
 OVERDUE_SECONDS = ROOM_SECONDS + 40.0
+# Rooms in flight and ranks that start hold up the next room for less than this.
+STUCK_SECONDS = OPEN_SECONDS + OVERDUE_SECONDS
 CANCELLED_SHARE = 0.1
 LONGEST_CANCEL = 0.02
 # Two kills, then a stop, which is shorter or longer than the idle timeout of 3 s.
@@ -76,25 +78,14 @@ class Router:
 
     def run(self) -> Result:
         try:
-            self._until(self._all_open, OPEN_SECONDS, "not all ranks opened")
-            began = time.monotonic()
-            self._soak()
-            self._until(lambda: not self._rooms, OVERDUE_SECONDS, "rooms did not end")
-            if self.plan.unknown_share:
-                self._kill_who_may_still_write()
-            self._until(self._all_open, OPEN_SECONDS, "not all ranks opened again")
-            if not self._until(self._is_idle, IDLE_SECONDS, f"not idle {IDLE_SECONDS:.0f} s after the last room"):
-                self.result.problems += [
-                    f"{node.name}: {self._measured.get(node.name, [])[-1:]}" for node in self._ranks
-                ]
-            self.result.check_share()
-            self.result.check_late_writes()
-            if self.plan.rooms >= FLAT_FROM_ROOMS:
-                self._compare_resources()
+            if self._until(self._all_open, OPEN_SECONDS, "not all ranks opened"):
+                began = time.monotonic()
+                self._soak()
+                self._wind_up()
+                self.result.seconds = time.monotonic() - began
         finally:
             for node in (self._registry, *self._ranks):
                 node.kill()
-        self.result.seconds = time.monotonic() - began
         return self.result
 
     def _soak(self) -> None:
@@ -103,9 +94,15 @@ class Router:
         self._registry_until = 0.0  # all ranks are there
         pause = plan.seconds / plan.rooms
         next_room = began
+        last_room, number = began, 0
         while self.result.rooms < plan.rooms:
             self._listen()
             now = time.monotonic()
+            if self.result.rooms > number:
+                last_room, number = now, self.result.rooms
+            elif now - last_room > STUCK_SECONDS:
+                self.result.problems.append(f"no room could be given out for {STUCK_SECONDS:.0f} s, after {number}")
+                break
             if now >= kill_at and self._disturb_somebody(now):
                 kill_at = now + plan.kill_every
             if not measured and self.result.rooms > plan.rooms // 3:
@@ -119,7 +116,21 @@ class Router:
         self.result.check_disturbances(time.monotonic() - began)
         self._go_on()
 
+    def _wind_up(self) -> None:
+        """What must hold after the last room, as soon as that is over."""
+        self._until(lambda: not self._rooms, OVERDUE_SECONDS, "rooms did not end")
+        if self.plan.unknown_share:
+            self._kill_who_may_still_write()
+        self._until(self._all_open, OPEN_SECONDS, "not all ranks opened again")
+        if not self._until(self._is_idle, IDLE_SECONDS, f"not idle {IDLE_SECONDS:.0f} s after the last room"):
+            self.result.problems += [f"{node.name}: {self._measured.get(node.name, [])[-1:]}" for node in self._ranks]
+        self.result.check_share()
+        self.result.check_late_writes()
+        if self.plan.rooms >= FLAT_FROM_ROOMS:
+            self._compare_resources()
+
     def _start_room(self, now: float) -> None:
+        """None where a role has no open engine."""
         draw = self._draw
         prefills, decodes = ([one for one in each if one.is_open] for each in (self._prefills, self._decodes))
         if not (prefills and decodes):

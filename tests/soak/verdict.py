@@ -175,6 +175,6 @@ class Result:
 
     def check_share(self) -> None:
         """Whether as many writes failed as were meant to."""
-        share = self.injected / self.rooms
+        share = self.injected / max(1, self.rooms)
         if self.rooms >= SHARE_FROM_ROOMS and not FAULT_SHARE[0] <= share <= FAULT_SHARE[1]:
             self.problems.append(f"writes of {share:.1%} of the rooms failed, {self.plan.fault_rate:.0%} were to")
