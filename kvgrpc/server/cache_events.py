@@ -16,6 +16,8 @@ from kvgrpc.prefetch.model import OperationKind, PageOutcome, Tier
 # SGLang's words for the tiers. The device's own events are the engine's.
 MEDIUMS = {Tier.HOST: "CPU_PINNED", Tier.STORAGE: "DISK"}
 _REMEMBERED = 65_536
+# A purge may drop millions of pages; a frame of events is not to grow with it.
+_PAGES_OF_AN_EVENT = 65_536
 
 
 class TierEvents:
@@ -36,10 +38,12 @@ class TierEvents:
         if what == "stored":
             self._publish(self._stored(hashes, before, medium))
             return
-        with self._lock:  # over both: what is asked for and told must not fall in between
-            if tier is Tier.STORAGE:
-                self._remember(hashes)
-            self._publish(BlockRemoved(_names(hashes), medium=medium))
+        for first in range(0, len(hashes), _PAGES_OF_AN_EVENT):
+            part = hashes[first : first + _PAGES_OF_AN_EVENT]
+            with self._lock:  # over both: what is asked for and told must not fall in between
+                if tier is Tier.STORAGE:
+                    self._remember(part)
+                self._publish(BlockRemoved(_names(part), medium=medium))
 
     def backup_ended(self, operation: Operation) -> None:
         """Tells of the pages that a backup wrote, a run of them as one event; for each change of an operation."""
