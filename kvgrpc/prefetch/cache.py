@@ -121,6 +121,7 @@ class TieredCache:
         cache's.
 
         Pages that were cached already under another number are freed. Cached pages of a ``match`` are passed again.
+        ``extra_key``: the one that the hashes began with; it is part of the keys under which storage gets the pages.
         """
         copies = self._copies()
         with self._lock:

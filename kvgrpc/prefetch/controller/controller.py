@@ -109,8 +109,9 @@ class CacheController:
         """Begins to bring the leading pages of ``hashes`` from storage; never waits, and always answers.
 
         A repeated ``request_id`` gives the operation that it began. All ranks of a replica use one ``operation_id``;
-        empty: a new one. ``timeout``: seconds until it ends with what it has. Raises InvalidRequest, RequestIdReused,
-        TooManyRequests; declines are states of the operation.
+        empty: a new one. ``extra_key``: the one that the hashes began with; storage has their pages under it.
+        ``timeout``: seconds until it ends with what it has. Raises InvalidRequest, RequestIdReused, TooManyRequests;
+        declines are states of the operation.
         """
         operation = self.operation(
             OperationKind.PREFETCH,
@@ -172,7 +173,8 @@ class CacheController:
         timeout: float | None = None,
     ) -> Operation:
         """Begins to write PRESENT host pages to storage; ``pages[i]`` holds ``hashes[i]``. They are read-locked until
-        its end, which says what became of each. Raises as ``prefetch``, PageStateInvalid, FeatureDisabled (no storage).
+        its end, which says what became of each. ``extra_key``: as for ``prefetch``, which finds them under the same one
+        only. Raises as ``prefetch``, PageStateInvalid, FeatureDisabled (no storage).
         """
         operation = self.operation(
             OperationKind.BACKUP,
