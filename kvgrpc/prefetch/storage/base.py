@@ -149,7 +149,7 @@ class StorageBackend(Protocol):
 
     def clear(self, prefix: str = "", timeout: float = 60.0) -> int:
         """Drops the pages of this backend's own namespace whose keys begin with ``prefix``, and nothing of anybody
-        else's; how many. Raises StorageDown when it did not come to all of them in time: a repeat goes on."""
+        else's; how many. Raises StorageDown when it did not come to all of them in time: repeats come on, and end."""
 
     def count(self, prefix: str, timeout: float) -> int | None:
         """How many pages ``clear(prefix)`` would drop; None: this store does not say. Raises StorageDown."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 from kvgrpc.prefetch.storage.base import Removed
@@ -13,6 +14,8 @@ logger = logging.getLogger(__name__)
 
 TOLD_AT_ONCE = 1024
 """Keys that are told together, where pages go one after the other."""
+TOLD_WITHIN_SECONDS = 0.05
+"""A key waits no longer for others: its page may be stored again meanwhile, which is told, too."""
 
 
 class Listeners:
@@ -44,14 +47,18 @@ class Listeners:
                 logger.error("what hears of dropped pages failed: %s", error, exc_info=error)
 
     @contextlib.contextmanager
-    def telling(self) -> Iterator[Callable[[str], None]]:
+    def telling(self) -> Iterator[Callable[[str | None], None]]:
         """Takes the keys of pages that go one after the other, and tells many at a time; the last ones at the end,
-        however that comes."""
+        however that comes. To be called for what stays too, with None: time goes by."""
         keys: list[str] = []
+        first = 0.0
 
-        def gone(key: str) -> None:
-            keys.append(key)
-            if len(keys) == TOLD_AT_ONCE:
+        def gone(key: str | None) -> None:
+            nonlocal first
+            if key:
+                first = first if keys else time.monotonic()
+                keys.append(key)
+            if keys and (len(keys) == TOLD_AT_ONCE or time.monotonic() - first >= TOLD_WITHIN_SECONDS):
                 self.tell(keys[:])
                 keys.clear()
 

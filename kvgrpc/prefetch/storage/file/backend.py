@@ -26,6 +26,7 @@ from kvgrpc.prefetch.storage.base import (
 from kvgrpc.prefetch.storage.file.folder import Folder, is_full
 from kvgrpc.prefetch.storage.file.formats import Format, Header, OwnFormat, SglangFormat, checksum
 from kvgrpc.prefetch.storage.file.io import Mover, Vectored, aligned, header_block
+from kvgrpc.prefetch.storage.file.rounds import Rounds
 from kvgrpc.prefetch.storage.file.usage import Usage
 from kvgrpc.prefetch.storage.flat import other_size
 from kvgrpc.prefetch.storage.memory import views
@@ -79,6 +80,7 @@ class FileBackend(PageByPage):
         self._direct = config.direct and _takes_direct(self._folder)
         if config.direct and not self._direct:
             logger.warning("storage %r: %s takes no O_DIRECT: pages go through the page cache", self.name, config.path)
+        self._rounds = Rounds(self._folder)
         self._usage = Usage(config.max_bytes or None)
         self._closed = threading.Event()
         super().__init__(config.path, config.threads)
@@ -91,21 +93,27 @@ class FileBackend(PageByPage):
         self._scanner.start()
 
     def clear(self, prefix: str = "", timeout: float = 60.0) -> int:
-        """Those of other processes that share the folder too. Each page's own header says its key."""
+        """Those of other processes that share the folder too. Each page's own header says its key.
+
+        A repeat goes on where the last one ran out of time, if that was within ``REMEMBERED_SECONDS``; each comes on by
+        one file at least.
+        """
         if self._closed.is_set():
             raise self._calls.down("it is closed")
         deadline, gone = time.monotonic() + timeout, 0
+        names = self._rounds.go_on(prefix)
         try:
             with self._removed.telling() as tell:
-                for name, _, _ in list(self._folder.scan()):
-                    if time.monotonic() > deadline:
-                        raise self._calls.down(f"{gone} pages were dropped in {timeout:g} s, more are there")
+                for name in names:
                     key = self._key_in(name) if prefix or self._removed else None
-                    if (not prefix or (key or "").startswith(prefix)) and self._remove(name):
-                        gone += 1
-                        if key:
-                            tell(key)
+                    dropped = (not prefix or (key or "").startswith(prefix)) and self._remove(name)
+                    gone += dropped
+                    tell(key if dropped else None)
+                    if time.monotonic() >= deadline:
+                        self._rounds.stop(prefix, names)
+                        raise self._calls.down(f"{gone} pages were dropped in {timeout:g} s; a repeat goes on")
         except OSError as error:
+            names.close()
             raise self._calls.down(str(error)) from error
         return gone
 
@@ -114,7 +122,7 @@ class FileBackend(PageByPage):
             raise self._calls.down("it is closed")
         deadline, found = time.monotonic() + timeout, 0
         try:
-            for name, _, _ in self._folder.scan():
+            for name in self._folder.names():
                 if time.monotonic() > deadline:
                     raise self._calls.down(f"{found} pages were counted in {timeout:g} s, more are there")
                 found += not prefix or (self._key_in(name) or "").startswith(prefix)
@@ -135,6 +143,7 @@ class FileBackend(PageByPage):
     def close(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout
         self._closed.set()
+        self._rounds.close()
         ended = self._calls.close(timeout)
         self._mover.close()
         self._scanner.join(max(0.0, deadline - time.monotonic()))
@@ -256,8 +265,7 @@ class FileBackend(PageByPage):
                 key = self._key_in(name) if self._removed else None
                 if self._folder.remove(name):
                     self._tally.add("evicted")
-                    if key:
-                        tell(key)
+                    tell(key)
 
     def _key_in(self, name: str) -> str | None:
         """The key of the page in a file; None when the file is gone, cannot be read, or says none."""

@@ -8,7 +8,7 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from kvgrpc.prefetch.storage.file.formats import Format
@@ -62,13 +62,26 @@ class Folder:
 
     def scan(self, clean: bool = False) -> Iterator[tuple[str, int, float]]:
         """(name, bytes, modification time) of every page; ``clean`` removes what killed writers left behind."""
+        for name, entry in self._entries(clean):
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            yield name, status.st_size, status.st_mtime
+
+    def names(self) -> Generator[str, None, None]:
+        """Of every page that is there all the while, found one after the other; open folders go with ``close``."""
+        for name, _ in self._entries(clean=False):
+            yield name
+
+    def _entries(self, clean: bool) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        """What is no plain file is no page."""
         for folder, prefix in self._folders():
             with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
                 for entry in entries:
                     if self._form.is_page(entry.name):
-                        with contextlib.suppress(FileNotFoundError):
-                            status = entry.stat(follow_symlinks=False)
-                            yield prefix + entry.name, status.st_size, status.st_mtime
+                        if entry.is_file(follow_symlinks=False):
+                            yield prefix + entry.name, entry
                     elif clean and entry.name.endswith(_TEMPORARY):
                         with contextlib.suppress(OSError):
                             if _abandoned(entry.name, entry.stat(follow_symlinks=False).st_mtime):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from inspect import GEN_CLOSED, GEN_SUSPENDED, getgeneratorstate
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvgrpc.prefetch.storage import listeners
 from kvgrpc.prefetch.storage.base import OK, StorageDown
+from kvgrpc.prefetch.storage.file import rounds
 from kvgrpc.prefetch.storage.file.backend import FileBackend, FileConfig
+from kvgrpc.prefetch.storage.listeners import Listeners
 from tests.conformance.storage.pages import Arena
 
 SECONDS = 20.0
@@ -43,7 +48,8 @@ class Rig:
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Rig:
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    monkeypatch.setattr(listeners, "TOLD_WITHIN_SECONDS", 600.0)
     return Rig(tmp_path)
 
 
@@ -68,6 +74,117 @@ def test_what_a_clear_dropped_before_it_failed_is_told(rig: Rig, monkeypatch: py
     with pytest.raises(StorageDown):
         rig.backend.clear("model/")
     assert len(rig.gone()) == 3 and rig.told_keys() == rig.gone() and len(rig.told) == 1
+    assert rig.backend.close(SECONDS)
+
+
+def test_a_key_waits_for_others_a_bounded_time_also_where_none_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, told = [100.0], list[str]()
+    monkeypatch.setattr(listeners, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    heard = Listeners()
+    heard.add(told.extend)
+    with heard.telling() as tell:
+        for key in ("a", "b", None):
+            tell(key)
+            assert told == []
+        now[0] += 2 * listeners.TOLD_WITHIN_SECONDS
+        tell(None)
+        assert told == ["a", "b"]
+        tell("c")
+        assert told == ["a", "b"], "its time begins with itself"
+    assert told == ["a", "b", "c"]
+
+
+def test_a_page_that_a_clear_dropped_is_told_before_the_clear_has_looked_at_all(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listeners, "TOLD_WITHIN_SECONDS", 0.0)
+    assert rig.backend.clear("model/") == COUNT
+    assert [len(keys) for keys in rig.told] == [1] * COUNT
+    assert rig.backend.close(SECONDS)
+
+
+class TestAFolderThatOneCallDoesNotComeThrough:
+    """Most of its pages are of others; a call has no time at all, and comes on by one file."""
+
+    FOREIGN, OWN = 300, 5
+
+    @pytest.fixture
+    def backend(self, tmp_path: Path) -> Iterator[FileBackend]:
+        backend, arena = FileBackend(FileConfig(path=str(tmp_path))), Arena(1, BLOCK, 1)
+        for key in self.foreign() + self.own():
+            assert backend.write([key], arena.pages(), SECONDS) == [OK]
+        yield backend
+        assert backend.close(SECONDS)
+
+    def foreign(self) -> list[str]:
+        return [f"foreign/{number}" for number in range(self.FOREIGN)]
+
+    def own(self) -> list[str]:
+        return [f"own/{number}" for number in range(self.OWN)]
+
+    def repeated(self, backend: FileBackend, prefix: str = "own/") -> int:
+        """Calls until one comes to the end."""
+        for calls in range(1, self.FOREIGN + self.OWN + 10):
+            try:
+                backend.clear(prefix, 0.0)
+                return calls
+            except StorageDown as error:
+                assert "a repeat goes on" in error.message
+        raise AssertionError("it never ends")
+
+    def test_repeats_end_and_drop_all_of_it_and_nothing_else(self, backend: FileBackend) -> None:
+        assert self.repeated(backend) == self.FOREIGN + self.OWN + 1
+        assert backend.contains(self.own(), SECONDS) == [False] * self.OWN
+        assert backend.contains(self.foreign(), SECONDS) == [True] * self.FOREIGN
+
+    def test_two_that_are_cleared_by_turns_both_end(self, backend: FileBackend) -> None:
+        left = {"own/": self.OWN, "foreign/1": 111}
+        for _ in range(self.FOREIGN + self.OWN + 1):
+            for prefix in left:
+                with contextlib.suppress(StorageDown):
+                    backend.clear(prefix, 0.0)
+        assert {prefix: backend.count(prefix, SECONDS) for prefix in left} == {"own/": 0, "foreign/1": 0}
+
+    def test_with_time_one_call_is_enough_before_and_after(self, backend: FileBackend) -> None:
+        assert backend.clear("own/", SECONDS) == self.OWN
+        assert backend.clear("own/", SECONDS) == 0
+        assert backend.write([self.own()[0]], Arena(1, BLOCK, 1).pages(), SECONDS) == [OK]
+        assert backend.clear("own/", SECONDS) == 1, "a clear that came to its end leaves nothing behind"
+
+    def test_one_that_nobody_went_on_with_begins_anew(
+        self, backend: FileBackend, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with pytest.raises(StorageDown):
+            backend.clear("foreign/", 0.0)
+        monkeypatch.setattr(rounds, "REMEMBERED_SECONDS", 0.0)
+        (gone,) = (key for key in self.foreign() if not backend.contains([key], SECONDS)[0])
+        assert backend.write([gone], Arena(1, BLOCK, 1).pages(), SECONDS) == [OK]
+        assert backend.clear("foreign/", SECONDS) == self.FOREIGN
+
+    def test_few_are_remembered_and_none_after_its_close(self, backend: FileBackend) -> None:
+        names = []
+        for number in range(40):
+            with pytest.raises(StorageDown):
+                backend.clear(f"nobody/{number}", 0.0)
+            names.append(backend._rounds._stopped[f"nobody/{number}"][1])
+        assert [getgeneratorstate(each) for each in names] == [GEN_CLOSED] * 24 + [GEN_SUSPENDED] * 16
+        assert backend.close(SECONDS), "which closes the folders that they have open"
+        assert {getgeneratorstate(each) for each in names} == {GEN_CLOSED}
+
+
+@pytest.mark.parametrize("thing", ["folder", "pipe", "link"])
+def test_what_is_no_plain_file_is_no_page_and_keeps_none_from_being_cleared(rig: Rig, thing: str) -> None:
+    path = Path(rig.backend._folder.path("00/nothing.kv"))
+    path.parent.mkdir(exist_ok=True)
+    if thing == "folder":
+        path.mkdir()
+    elif thing == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/etc/passwd")
+    assert rig.backend.count("", SECONDS) == COUNT
+    assert rig.backend.clear("model/", SECONDS) == COUNT
+    assert rig.backend.clear("", SECONDS) == 0 and os.path.lexists(path)
     assert rig.backend.close(SECONDS)
 
 
