@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +20,12 @@ from kvgrpc.prefetch.controller.operation import Operation
 from kvgrpc.prefetch.model import Namespace, OperationKind, Tier, TierUse
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.storage import open_backend
-from kvgrpc.prefetch.storage.base import StorageBackend
+from kvgrpc.prefetch.storage.base import StorageBackend, StorageDown
 from kvgrpc.prefetch.storage.keys import Keys, PageIdentity
+
+_DELETED_AT_ONCE = 1024
+# The rest is for what clears a whole prefix, which may be one quick call.
+_PART_FOR_KNOWN_PAGES = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,14 +201,16 @@ class PrefetchManager:
         """Drops what nobody uses, or counts it. Blocks for about ``timeout`` seconds.
 
         Of storage the pages of this namespace go, whoever wrote them; with an ``extra_key`` that the keys do not tell,
-        those that device and host know.
+        those that device and host know. Where the keys do tell it, these go first: storage may hold more than one call
+        comes to.
         """
         in_storage = Tier.STORAGE in tiers and self.storage is not None
         prefix = self._prefix_to_purge(extra_key) if in_storage else None
         one_by_one = in_storage and prefix is None
         cache = self.known_cache() if one_by_one or set(tiers) - {Tier.STORAGE} else self.cache
         known: list[str] = []
-        if cache is not None and (one_by_one or (in_storage and not dry_run and self._tells_for_storage)):
+        drops = in_storage and not dry_run
+        if cache is not None and (one_by_one or (drops and (extra_key is not None or self._tells_for_storage))):
             known = list(dict.fromkeys(cache.hashes(Tier.DEVICE, extra_key) + cache.hashes(Tier.HOST, extra_key)))
         near: dict[Tier, int] = {}
         kept = 0
@@ -212,8 +219,10 @@ class PrefetchManager:
                 hashes, stay = cache.purge(tier, extra_key, dry_run=dry_run)
                 near[tier], kept = len(hashes), kept + stay
         far: int | None = 0
-        if in_storage:
-            far = (self._count_in_storage if dry_run else self._purge_storage)(prefix, known, timeout)
+        if drops:
+            far = self._purge_storage(prefix, known, extra_key, timeout)
+        elif in_storage:
+            far = self._count_in_storage(prefix, known, timeout)
         return Purged(near, far, kept, one_by_one)
 
     def known_cache(self) -> TieredCache:
@@ -321,16 +330,34 @@ class PrefetchManager:
             return self.controller.present_in_storage(known, timeout)
         return self.storage.count(prefix, timeout)
 
-    def _purge_storage(self, prefix: str | None, known: list[str], timeout: float) -> int:
+    def _purge_storage(self, prefix: str | None, known: list[str], extra_key: str | None, timeout: float) -> int:
         assert self.storage is not None
+        end = time.monotonic() + timeout
         try:
             if prefix is None:
                 return self.controller.delete_from_storage(known, timeout)
-            return self.storage.clear(prefix, timeout)
+            gone = 0 if extra_key is None else self._delete_known(known, extra_key, timeout * _PART_FOR_KNOWN_PAGES)
+            return gone + self.storage.clear(prefix, max(0.0, end - time.monotonic()))
         finally:
             # Also when storage did not answer: nobody knows which of them are there yet.
             if prefix is None or self._tells_for_storage:
                 self._tell_removed(known)
+
+    def _delete_known(self, known: list[str], extra_key: str, timeout: float) -> int:
+        """As many as the time is enough for."""
+        end, gone = time.monotonic() + timeout, 0
+        with contextlib.suppress(StorageDown):  # what clears the rest says so, too
+            for first in range(0, len(known), _DELETED_AT_ONCE):
+                part = known[first : first + _DELETED_AT_ONCE]
+                left = end - time.monotonic()
+                if left <= 0:
+                    break
+                try:
+                    gone += self.controller.delete_from_storage(part, left, extra_key)
+                finally:
+                    if not self._tells_for_storage:
+                        self._tell_removed(part)
+        return gone
 
     @property
     def _tells_for_storage(self) -> bool:

@@ -37,6 +37,8 @@ _BYTES_OF_A_MESSAGE = 1 << 20
 _COALESCE_SECONDS = 0.02
 _ON_THE_LOOP_TOKENS = 4_096
 _STORAGE_SECONDS = 10.0
+# A purge may look at every page of a store.
+_PURGE_SECONDS = 60.0
 _MARGIN_SECONDS = 0.2
 T = TypeVar("T")
 
@@ -202,7 +204,7 @@ class PrefetchServicer(PrefetchServiceServicer):
             raise InvalidRequest.of("namespace", _one_line(request.namespace), f"this cache's, {_one_line(mine)}")
         tiers = wire.tiers_from_pb(list(request.tiers))
         extra_key = request.extra_key if request.HasField("extra_key") else None
-        seconds, dry_run = _seconds_left(context), request.dry_run
+        seconds, dry_run = _seconds_left(context, _PURGE_SECONDS), request.dry_run
         purged = await self._block(lambda: self._manager.purge(tiers, extra_key, dry_run=dry_run, timeout=seconds))
         return pb.PurgePagesResponse(
             device_pages=purged.near.get(Tier.DEVICE, 0),
@@ -311,10 +313,10 @@ async def _wait(wake: asyncio.Event, seconds: float) -> bool:
     return True
 
 
-def _seconds_left(context: Any) -> float:
+def _seconds_left(context: Any, most: float = _STORAGE_SECONDS) -> float:
     """What a call may take: a little less than its own deadline, so that the answer still arrives."""
     left = context.time_remaining()
-    return _STORAGE_SECONDS if left is None else max(0.01, min(_STORAGE_SECONDS, left - _MARGIN_SECONDS))
+    return most if left is None else max(0.01, min(most, left - _MARGIN_SECONDS))
 
 
 def _one_line(namespace: pb.CacheNamespace) -> str:

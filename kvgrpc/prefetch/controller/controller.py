@@ -221,18 +221,22 @@ class CacheController:
         ``count_in_storage``."""
         return self._in_parts(hashes, timeout, lambda storage, keys, left: sum(storage.contains(keys, left)))
 
-    def delete_from_storage(self, hashes: Sequence[str], timeout: float) -> int:
+    def delete_from_storage(self, hashes: Sequence[str], timeout: float, extra_key: str = "") -> int:
         """How many of them were there and are gone; as ``present_in_storage``."""
-        return self._in_parts(hashes, timeout, lambda storage, keys, left: storage.delete(keys, left))
+        return self._in_parts(hashes, timeout, lambda storage, keys, left: storage.delete(keys, left), extra_key)
 
     def _in_parts(
-        self, hashes: Sequence[str], timeout: float, ask: Callable[[StorageBackend, list[str], float], int]
+        self,
+        hashes: Sequence[str],
+        timeout: float,
+        ask: Callable[[StorageBackend, list[str], float], int],
+        extra_key: str = "",
     ) -> int:
         """The sum of what storage answers about as many pages at a time as it takes."""
         end, found = time.monotonic() + timeout, 0
         for first in range(0, 0 if self.storage is None else len(hashes), MAX_PAGES):
             assert self.storage is not None
-            keys = [self._key_of(each, "") for each in hashes[first : first + MAX_PAGES]]
+            keys = [self._key_of(each, extra_key) for each in hashes[first : first + MAX_PAGES]]
             found += ask(self.storage, keys, max(0.0, end - time.monotonic()))
         return found
 

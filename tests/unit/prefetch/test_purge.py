@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -46,6 +46,12 @@ class Rig:
         assert not isinstance(pages, Short)
         self.manager.host.table.commit(pages)
         self.manager.known_cache().keep(names, 0, pages, extra_key)
+
+    def store(self, names: Sequence[str], extra_key: str) -> None:
+        backend = self.storage.inner
+        assert isinstance(backend, FlatBackend)
+        for name in names:
+            backend._store.put(self.manager.keys.of(name, extra_key=extra_key), b"page")
 
     def removed_from_storage(self) -> list[str]:
         return [each for tier, what, pages in self.told if (tier, what) == (Tier.STORAGE, "removed") for each in pages]
@@ -105,13 +111,13 @@ def test_storage_works_for_no_listener_where_nobody_hears_of_its_pages() -> None
         ([Tier.HOST, Tier.STORAGE], None, True, "kvgrpc", False),
         ([Tier.HOST, Tier.STORAGE], "lora", True, "kvgrpc", False),
         ([Tier.HOST, Tier.STORAGE], None, False, "kvgrpc", False),
-        ([Tier.STORAGE], "lora", False, "kvgrpc", False),
+        ([Tier.STORAGE], "lora", False, "kvgrpc", True),
         ([Tier.HOST], "lora", False, "sglang", False),
         ([Tier.STORAGE], "lora", True, "sglang", True),
         ([Tier.STORAGE], "lora", False, "sglang", True),
     ],
 )
-def test_names_of_pages_are_gathered_for_storage_that_has_no_others(
+def test_names_of_pages_are_gathered_for_storage_that_has_no_others_or_where_they_go_first(
     monkeypatch: pytest.MonkeyPatch,
     tiers: list[Tier],
     extra_key: str | None,
@@ -146,3 +152,35 @@ def test_a_rank_tells_itself_what_it_purges_from_storage_that_says_nothing() -> 
     rig.manager.purge([Tier.STORAGE], None, dry_run=False, timeout=SECONDS)
     assert sorted(rig.removed_from_storage()) == sorted(hashes(3))
     assert rig.manager.close(SECONDS) and rig.storage.close(SECONDS)
+
+
+class TestPagesOfAnExtraKeyThatAreKnown:
+    @pytest.fixture
+    def rig(self) -> Iterator[Rig]:
+        rig = Rig()
+        rig.fill(hashes(3, "lora"), "lora")
+        rig.store(hashes(3, "lora"), "lora")
+        yield rig
+        assert rig.manager.close(SECONDS) and rig.storage.close(SECONDS)
+
+    def test_they_are_gone_and_told_where_storage_has_too_many_others_to_come_to_all(
+        self, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def too_many(prefix: str = "", timeout: float = 60.0) -> int:
+            raise StorageDown("others are there", "memory")
+
+        monkeypatch.setattr(rig.storage, "clear", too_many)
+        with pytest.raises(StorageDown):
+            rig.manager.purge([Tier.STORAGE], "lora", dry_run=False, timeout=SECONDS)
+        assert rig.manager.controller.count_in_storage(hashes(3, "lora"), SECONDS, "lora") == 0
+        assert sorted(rig.removed_from_storage()) == sorted(hashes(3, "lora"))
+
+    def test_they_are_counted_once(self, rig: Rig) -> None:
+        rig.store(hashes(2, "other"), "lora")  # nobody knows them any more
+        purged = rig.manager.purge([Tier.STORAGE], "lora", dry_run=False, timeout=SECONDS)
+        assert purged.storage == 5
+        assert sorted(rig.removed_from_storage()) == sorted(hashes(3, "lora") + hashes(2, "other"))
+
+    def test_storage_that_cannot_drop_them_one_by_one_is_cleared_all_the_same(self, rig: Rig) -> None:
+        rig.storage.fault = lambda call, key: DOWN if call == "delete" else None
+        assert rig.manager.purge([Tier.STORAGE], "lora", dry_run=False, timeout=SECONDS).storage == 3
