@@ -58,9 +58,6 @@ class EventsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The first batch of a log says AllBlocksCleared, for consumers that know nothing of logs."""
     max_watches: AtLeastOne = 4096
     """Readers that Watch serves at once; one costs about 30 KB, and 1 MiB where it does not read."""
-    reader_lag_batches: AtLeastOne | None = None
-    """How far a TAIL or SNAPSHOT reader may lie behind before it is sent to the state instead (EVENTS_COMPACTED, or
-    another snapshot). None: as far as the journal reaches. A REPLAY always has the whole journal."""
     snapshots: bool = True
     """Whether the present state is kept, for snapshots and digests: about 350 bytes for each block that is cached."""
     journal_bytes: AtLeastOne = KEPT_BYTES

@@ -94,7 +94,6 @@ class JournalingPublisher(EventPublisher):
             pub_endpoint=live.endpoint if live else "",
             topic=config.topic.encode(),
             replay_endpoint=replay_endpoint,
-            reader_lag=config.reader_lag_batches,
         )
         self._published = self._failed_batches = self._failed_sends = self._failed_passes = 0
         self._measured_bytes = 0

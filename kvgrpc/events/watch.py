@@ -133,7 +133,7 @@ class Watch:
         """Who names no cursor begins where the journal does. Its first part is taken at once: a busy publisher drops
         the oldest batch before the reader has even heard where it begins."""
         for left in reversed(range(_TRIES_FOR_THE_OLDEST)):
-            self.cursor = self._oldest_to_begin() if self._order.first is None else self._order.first
+            self.cursor = self.state.oldest_sequence if self._order.first is None else self._order.first
             if self._order.mode is WatchMode.REPLAY and self._order.last is None:
                 self.last = self.state.next_sequence - 1
             if self._order.first is not None or self.complete:
@@ -146,18 +146,7 @@ class Watch:
                     raise
             self.state = self._stream.state()
 
-    def _oldest_to_begin(self) -> int:
-        """Where a reader begins that does not say: with room to be overtaken by as much again as it lies behind."""
-        oldest, limit = self.state.oldest_sequence, self._lag_limit()
-        return oldest if limit is None else max(oldest, self.state.next_sequence - limit // 2)
-
-    def _lag_limit(self) -> int | None:
-        return None if self._order.mode is WatchMode.REPLAY else self._stream.reader_lag
-
     def _read(self) -> Batches | Dropped | None:
-        limit, upcoming = self._lag_limit(), self._stream.journal.next_sequence
-        if limit is not None and upcoming - self.cursor > limit:
-            raise compacted(self._stream.log_id, self.cursor, upcoming - limit, upcoming)
         return self._stream.journal.read(self.cursor, self.last, self._order.chunk_bytes)
 
     async def _part_of_snapshot(self) -> SnapshotPart:
@@ -167,8 +156,6 @@ class Watch:
             if self._snapshot is None:
                 # Old enough to be shared, young enough to be read before the journal overtakes it.
                 useful = (journal.oldest_sequence + journal.next_sequence) // 2
-                if self._stream.reader_lag is not None:
-                    useful = max(useful, journal.next_sequence - self._stream.reader_lag // 2)
                 self._snapshot = await asyncio.to_thread(recorder.snapshot, useful)
                 self._next_part = 0
                 self._snapshots_in_a_row += 1

@@ -64,7 +64,6 @@ class EventServiceServicer(object):
     def Watch(self, request, context):
         """Reads one stream. The first message is begin; batches follow in sequence without a gap that is not told (as
         dropped); REPLAY ends after end_sequence, or after the newest batch there is at the start.
-        A publisher may bound how far a reader lies behind (reader_lag_batches): then TAIL without from_sequence begins nearer.
         SNAPSHOT sends the whole state in parts, then the batches that follow it; when the log overtakes the reader there is
         another snapshot, at most 3 before the reader has caught up once, then EVENTS_COMPACTED.
         Never an empty success: a cursor that cannot be served is an error.

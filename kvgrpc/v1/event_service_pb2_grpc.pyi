@@ -46,7 +46,6 @@ class EventServiceStub:
     Watch: _grpc.UnaryStreamMultiCallable[_event_service_pb2.WatchRequest, _event_service_pb2.WatchResponse]
     """Reads one stream. The first message is begin; batches follow in sequence without a gap that is not told (as
     dropped); REPLAY ends after end_sequence, or after the newest batch there is at the start.
-    A publisher may bound how far a reader lies behind (reader_lag_batches): then TAIL without from_sequence begins nearer.
     SNAPSHOT sends the whole state in parts, then the batches that follow it; when the log overtakes the reader there is
     another snapshot, at most 3 before the reader has caught up once, then EVENTS_COMPACTED.
     Never an empty success: a cursor that cannot be served is an error.
@@ -70,7 +69,6 @@ class EventServiceAsyncStub(EventServiceStub):
     Watch: _aio.UnaryStreamMultiCallable[_event_service_pb2.WatchRequest, _event_service_pb2.WatchResponse]  # type: ignore[assignment]
     """Reads one stream. The first message is begin; batches follow in sequence without a gap that is not told (as
     dropped); REPLAY ends after end_sequence, or after the newest batch there is at the start.
-    A publisher may bound how far a reader lies behind (reader_lag_batches): then TAIL without from_sequence begins nearer.
     SNAPSHOT sends the whole state in parts, then the batches that follow it; when the log overtakes the reader there is
     another snapshot, at most 3 before the reader has caught up once, then EVENTS_COMPACTED.
     Never an empty success: a cursor that cannot be served is an error.
@@ -103,7 +101,6 @@ class EventServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_event_service_pb2.WatchResponse], _abc.AsyncIterator[_event_service_pb2.WatchResponse]]:
         """Reads one stream. The first message is begin; batches follow in sequence without a gap that is not told (as
         dropped); REPLAY ends after end_sequence, or after the newest batch there is at the start.
-        A publisher may bound how far a reader lies behind (reader_lag_batches): then TAIL without from_sequence begins nearer.
         SNAPSHOT sends the whole state in parts, then the batches that follow it; when the log overtakes the reader there is
         another snapshot, at most 3 before the reader has caught up once, then EVENTS_COMPACTED.
         Never an empty success: a cursor that cannot be served is an error.

@@ -756,33 +756,6 @@ def test_a_part_that_would_be_too_large_as_a_message_has_its_payload() -> None:
     assert not filtered.snapshot.payloads and not filtered.snapshot.events
 
 
-@pytest.mark.parametrize("mode", [TAIL, SNAPSHOT])
-async def test_a_reader_behind_the_limit_of_the_publisher_is_sent_to_the_state(mode: pb.WatchMode.ValueType) -> None:
-    async with served(reader_lag_batches=10) as events:
-        await publish(events, *(stored(number) for number in range(30)))
-        reader = Watch(events.stream, WatchOrder(WatchMode(mode)))
-        if mode == SNAPSHOT:
-            part = await reader.next_part()
-            assert isinstance(part, SnapshotPart) and part.last
-        else:
-            # Without a cursor it begins where it is not sent away at once.
-            assert reader.cursor == 25
-            assert await reader.next_part() is not None
-        await publish(events, *(stored(number) for number in range(30, 40)))
-        part = await reader.next_part()
-        assert isinstance(part, Batches) and part.last == 39, "at the limit it still reads"
-        await publish(events, *(stored(number) for number in range(40, 51)))
-        if mode == SNAPSHOT:
-            part = await reader.next_part()
-            assert isinstance(part, SnapshotPart) and part.snapshot.next_sequence == 51
-        else:
-            with pytest.raises(EventsCompacted) as told:
-                await reader.next_part()
-            assert (told.value.metadata["requestedSequence"], told.value.metadata["oldestSequence"]) == ("40", "41")
-        # Who fills a gap has the whole journal.
-        assert (await events.read(from_sequence=0))[1].raw.first_sequence == 0
-
-
 def test_a_typed_watch_that_breaks_goes_on_behind_its_last_batch() -> None:
     cursor = Cursor(pb.WatchRequest(mode=TAIL, encoding=TYPED))
     begin = pb.WatchBegin(stream=pb.EventStream(log_id="a" * 32, next_sequence=9), first_sequence=5)

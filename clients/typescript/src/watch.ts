@@ -107,11 +107,8 @@ export async function* watchEvents(client: Client<typeof EventService>, options:
         continue;
       }
       if (LOST.has(failure.reason)) {
+        // Never at once again: a small journal overtakes the same reader each time.
         next = undefined;
-        if (mode !== WatchMode.SNAPSHOT) {
-          continue;
-        }
-        // The log overtook several snapshots: not at once again.
       } else if (!mayRepeat(failure)) {
         throw error;
       }

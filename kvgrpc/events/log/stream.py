@@ -45,7 +45,6 @@ class EventStream:
         pub_endpoint: str = "",
         topic: bytes = b"",
         replay_endpoint: str = "",
-        reader_lag: int | None = None,
     ) -> None:
         self.publisher = publisher
         self.journal = journal
@@ -53,8 +52,6 @@ class EventStream:
         self.pub_endpoint = pub_endpoint
         self.topic = topic
         self.replay_endpoint = replay_endpoint
-        self.reader_lag = reader_lag
-        """Batches that a reader without an end may lie behind; None: as far as the journal reaches."""
         self._queue = queue
         self._listeners: tuple[Callable[[], None], ...] = ()
         self._end_listeners: tuple[Callable[[], None], ...] = ()

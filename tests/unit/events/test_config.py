@@ -63,7 +63,6 @@ def test_all_keys_are_read() -> None:
         "clear_first": False,
         "snapshots": False,
         "max_watches": 6,
-        "reader_lag_batches": 7,
         "journal_bytes": 4,
         "journal_age": 5.0,
     }
@@ -82,6 +81,7 @@ def test_all_keys_are_read() -> None:
     [
         ({"endpont": "tcp://*:1"}, "endpont"),
         (SimpleNamespace(endpont="tcp://*:1"), "endpont"),
+        ({"reader_lag_batches": 100}, "reader_lag_batches"),
         ({"hwm": 0}, "hwm"),
         ({"hwm": "many"}, "hwm"),
         ({"max_queue_size": 0}, "max_queue_size"),

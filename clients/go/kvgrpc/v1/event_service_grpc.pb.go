@@ -40,7 +40,6 @@ type EventServiceClient interface {
 	ListStreams(ctx context.Context, in *ListStreamsRequest, opts ...grpc.CallOption) (*ListStreamsResponse, error)
 	// Reads one stream. The first message is begin; batches follow in sequence without a gap that is not told (as
 	// dropped); REPLAY ends after end_sequence, or after the newest batch there is at the start.
-	// A publisher may bound how far a reader lies behind (reader_lag_batches): then TAIL without from_sequence begins nearer.
 	// SNAPSHOT sends the whole state in parts, then the batches that follow it; when the log overtakes the reader there is
 	// another snapshot, at most 3 before the reader has caught up once, then EVENTS_COMPACTED.
 	// Never an empty success: a cursor that cannot be served is an error.
@@ -100,7 +99,6 @@ type EventServiceServer interface {
 	ListStreams(context.Context, *ListStreamsRequest) (*ListStreamsResponse, error)
 	// Reads one stream. The first message is begin; batches follow in sequence without a gap that is not told (as
 	// dropped); REPLAY ends after end_sequence, or after the newest batch there is at the start.
-	// A publisher may bound how far a reader lies behind (reader_lag_batches): then TAIL without from_sequence begins nearer.
 	// SNAPSHOT sends the whole state in parts, then the batches that follow it; when the log overtakes the reader there is
 	// another snapshot, at most 3 before the reader has caught up once, then EVENTS_COMPACTED.
 	// Never an empty success: a cursor that cannot be served is an error.
