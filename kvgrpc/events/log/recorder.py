@@ -18,7 +18,7 @@ import msgspec
 from kvgrpc.errors import TooManyRequests
 from kvgrpc.events.codec import BatchEncoder, Dialect, Encoding, decode_batch
 from kvgrpc.events.log.digest import CHECKPOINT_BATCHES, StateDigest
-from kvgrpc.events.log.journal import Dropped
+from kvgrpc.events.log.journal import MAX_BATCH_BYTES, Dropped
 from kvgrpc.events.log.snapshot import Block, CacheState, Cut, stored_event
 from kvgrpc.events.model import BlockStored, KVEventBatch
 from kvgrpc.observability import metrics
@@ -26,8 +26,8 @@ from kvgrpc.observability import metrics
 # What may wait to be folded: some milliseconds of work.
 WAITING_BATCHES = 256
 WAITING_BYTES = 1 * 2**20
-# What a part is aimed at, by an estimate, and what it is never above once encoded, unless it is one block: a gRPC
-# client that nobody configured takes 4 MiB, and would never heal beyond it.
+# What a part is aimed at, by an estimate, and what it is not above once encoded, unless it is one run: that may be as
+# large as a batch. A gRPC client that nobody configured takes 4 MiB, and would never heal beyond it.
 PART_BYTES = 512 * 1024
 MAX_PART_BYTES = 2**20
 _RUN_BYTES = 160
@@ -188,8 +188,8 @@ class Snapshot:
 
     def _encode(self, runs: list[_Run]) -> None:
         """As one part, or as several where it comes out too large: nobody knows before what else blocks have to say."""
-        payload = self._encoder.encode(KVEventBatch(time.time(), [event for _, event in runs]))
-        if len(payload) <= MAX_PART_BYTES or sum(len(blocks) for blocks, _ in runs) <= 1:
+        payload = self._payload_of(runs)
+        if len(payload) <= MAX_PART_BYTES or (len(runs) == 1 and not self._is_halved(runs[0][0], len(payload))):
             self._parts.append(payload)
             return
         if len(runs) == 1:
@@ -199,6 +199,17 @@ class Snapshot:
         middle = len(runs) // 2
         self._encode(runs[:middle])
         self._encode(runs[middle:])
+
+    def _is_halved(self, blocks: list[Block], size: int) -> bool:
+        """Whether a run of this size is: each half says again what all blocks have in common, which may be most of it.
+        So only what no client takes, and not where one block alone is as bad."""
+        if size <= MAX_BATCH_BYTES or len(blocks) == 1:
+            return False
+        first = blocks[:1]
+        return len(self._payload_of([(first, stored_event(first))])) <= MAX_BATCH_BYTES
+
+    def _payload_of(self, runs: list[_Run]) -> bytes:
+        return self._encoder.encode(KVEventBatch(time.time(), [event for _, event in runs]))
 
 
 def _parts_of(cut: Cut) -> Iterator[list[_Run]]:

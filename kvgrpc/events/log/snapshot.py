@@ -219,27 +219,39 @@ def stored_event(run: list[Block]) -> BlockStored:
 
 
 def _runs(shards: tuple[dict[int, Block], ...]) -> Iterator[list[Block]]:
-    told: set[int] = set()
     several: list[Block] = []
-    run: list[Block] = []
-    size = 0
+    yield from _grouped(_in_order(shards, several))
+    copies = 1
+    while several:
+        yield from _grouped(several)
+        copies += 1
+        several = [block for block in several if block.copies > copies]
+
+
+def _in_order(shards: tuple[dict[int, Block], ...], several: list[Block]) -> Iterator[Block]:
+    """Each block once, parents first; what has several copies goes into ``several`` too."""
+    told: set[int] = set()
     for shard in shards:
         for key, block in shard.items():
             if key in told:
                 continue
             for ancestor in _path(shards, key, block, told):
-                size += len(ancestor.tokens)
-                if run and not (len(run) < RUN_BLOCKS and size < RUN_BYTES and _follows(run[-1], ancestor)):
-                    yield run
-                    run, size = [], len(ancestor.tokens)
-                run.append(ancestor)
                 if ancestor.copies > 1:
                     several.append(ancestor)
+                yield ancestor
+
+
+def _grouped(blocks: Iterable[Block]) -> Iterator[list[Block]]:
+    run: list[Block] = []
+    size = 0
+    for block in blocks:
+        size += len(block.tokens)
+        if run and not (len(run) < RUN_BLOCKS and size < RUN_BYTES and _follows(run[-1], block)):
+            yield run
+            run, size = [], len(block.tokens)
+        run.append(block)
     if run:
         yield run
-    for block in several:
-        for _ in range(block.copies - 1):
-            yield [block]
 
 
 def _path(shards: tuple[dict[int, Block], ...], key: int, block: Block, told: set[int]) -> list[Block]:
