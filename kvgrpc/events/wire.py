@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -28,6 +27,8 @@ from kvgrpc.wire import rank_ref_to_pb
 
 # Some milliseconds to decode and build, and a message far below 4 MiB: none is more than eleven times its payload.
 TYPED_CHUNK_BYTES = 128 * 1024
+# A hash is eleven bytes of a message, though it was one: of more hashes and events together no message is begun.
+MAX_TYPED_ITEMS = MAX_BATCH_BYTES // 11
 HOST_MEDIA = frozenset(("CPU", "CPU_PINNED"))
 _MAX_TOKEN = 2**32 - 1
 
@@ -134,15 +135,26 @@ def tier_of(medium: str | None) -> pb.Tier.ValueType:
 
 
 def _fill_batches(response: pb.WatchResponse, part: Batches, form: Form) -> None:
-    if form.typed:
-        response.typed.first_sequence = part.first
-        for payload in part.payloads:
-            _fill_batch(response.typed.batches.add(), payload, form)
-        if sum(map(len, part.payloads)) <= TYPED_CHUNK_BYTES or response.ByteSize() <= MAX_BATCH_BYTES:
-            return
-    # The oneof lets go of what was typed. A hash of one byte is eleven bytes there.
+    if form.typed and _fill_typed(response, part, form):
+        return
+    # The oneof lets go of what was typed.
     response.raw.first_sequence = part.first
     response.raw.payloads.extend(part.payloads)
+
+
+def _fill_typed(response: pb.WatchResponse, part: Batches, form: Form) -> bool:
+    """False: it is too much for one message."""
+    response.typed.first_sequence = part.first
+    for payload in part.payloads:
+        batch = _decoded(payload)
+        events = _events_of(batch, form)
+        if events is None:
+            return False
+        message = response.typed.batches.add()
+        message.time = batch.ts
+        for event in events:
+            _fill_event(message.events.add(), event)
+    return sum(map(len, part.payloads)) <= TYPED_CHUNK_BYTES or response.ByteSize() <= MAX_BATCH_BYTES
 
 
 def _fill_snapshot(message: pb.SnapshotPart, part: SnapshotPart, form: Form) -> None:
@@ -150,29 +162,21 @@ def _fill_snapshot(message: pb.SnapshotPart, part: SnapshotPart, form: Form) -> 
     message.index = part.index
     message.last = part.last
     message.total_blocks = part.snapshot.copies
-    too_large = False
-    if form.typed:
-        for event in _events_of(part.payload, form):
-            _fill_event(message.events.add(), event)
-        too_large = len(part.payload) > TYPED_CHUNK_BYTES and message.ByteSize() > MAX_BATCH_BYTES
-        if too_large:
-            del message.events[:]
-    if too_large or not form.typed:
+    events = _events_of(_decoded(part.payload), form) if form.typed else None
+    for event in events or ():
+        _fill_event(message.events.add(), event)
+    if events is None or message.ByteSize() > MAX_BATCH_BYTES:
+        del message.events[:]
         message.payloads.append(part.payload)
     if part.last:
         message.state.CopyFrom(digest_to_pb(part.snapshot.digest))
 
 
-def _fill_batch(message: pb.KvEventBatch, payload: bytes, form: Form) -> None:
-    batch = _decoded(payload)
-    message.time = batch.ts
-    for event in batch.events:
-        if form.lets_through(event):
-            _fill_event(message.events.add(), event)
-
-
-def _events_of(payload: bytes, form: Form) -> Iterable[Event]:
-    return (event for event in _decoded(payload).events if form.lets_through(event))
+def _events_of(batch: KVEventBatch, form: Form) -> list[Event] | None:
+    """Those that the filters let through; None: they are more than a message takes."""
+    events = [event for event in batch.events if form.lets_through(event)]
+    hashes = (len(event.block_hashes) for event in events if isinstance(event, BlockStored | BlockRemoved))
+    return events if len(events) + sum(hashes) <= MAX_TYPED_ITEMS else None
 
 
 def _decoded(payload: bytes) -> KVEventBatch:

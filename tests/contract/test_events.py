@@ -16,10 +16,18 @@ import pytest
 from kvgrpc.client import Begin, Client, Heartbeat, Snapshot, TypedBatches
 from kvgrpc.client.cursor import Cursor
 from kvgrpc.errors import EventsCompacted, KvGrpcError, TooManyRequests
-from kvgrpc.events import EventServicer, EventStream, JournalingPublisher, KVEventBatch, decode_batch, open_publisher
+from kvgrpc.events import (
+    EventServicer,
+    EventStream,
+    JournalingPublisher,
+    KVEventBatch,
+    decode_batch,
+    open_publisher,
+    wire,
+)
 from kvgrpc.events.codec import Dialect
 from kvgrpc.events.log.digest import CHECKPOINT_BATCHES, mix
-from kvgrpc.events.log.journal import Batches
+from kvgrpc.events.log.journal import MAX_BATCH_BYTES, Batches
 from kvgrpc.events.log.recorder import MAX_SNAPSHOTS, Recorder
 from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, Event, UnknownEvent
 from kvgrpc.events.watch import MAX_SNAPSHOTS_IN_A_ROW, SnapshotPart, Watch, WatchMode, WatchOrder
@@ -762,6 +770,36 @@ def test_a_typed_watch_that_breaks_goes_on_behind_its_last_batch() -> None:
     cursor.hear(pb.WatchResponse(begin=begin))
     cursor.hear(pb.WatchResponse(typed=pb.TypedBatches(first_sequence=5, batches=[pb.KvEventBatch()] * 2)))
     assert (cursor.request.from_sequence, cursor.request.encoding) == (7, TYPED)
+
+
+def test_what_no_message_would_hold_is_not_built_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of hashes of a byte took seconds, and became RAW then."""
+    monkeypatch.setattr(wire, "_fill_event", pytest.fail)
+    payload = msgspec.msgpack.encode([1.0, [{"type": "BlockStored", "block_hashes": [7] * 400_000}], 0])
+    typed = Form(typed=True)
+    assert part_to_pb(Batches(5, [payload]), typed).raw.payloads == [payload]
+    snapshot = Recorder(Dialect.VLLM, 0).snapshot(0)
+    assert part_to_pb(SnapshotPart(snapshot, 0, payload, False), typed).snapshot.payloads == [payload]
+    nothings = msgspec.msgpack.encode([1.0, [[]] * 400_000, 0])
+    assert part_to_pb(Batches(5, [nothings]), typed).raw.payloads == [nothings]
+
+
+@pytest.mark.parametrize("encoding", [pb.WATCH_ENCODING_RAW, TYPED])
+async def test_the_last_part_of_a_snapshot_may_be_as_large_as_a_batch_beside_the_longest_digest(encoding: Any) -> None:
+    """The stub's channel takes 4 MiB, as gRPC of every language does by itself."""
+    async with served() as events:
+        many = [BlockStored([number], None, [], 16, None, f"{number:0128}") for number in range(1_000)]
+        # A token is five bytes in either form.
+        tokens = [2**32 - 1] * ((MAX_BATCH_BYTES - 300) // 5)
+        large = BlockStored([1_000], None, tokens, len(tokens))
+        assert events.publisher.publish(KVEventBatch(1.0, many))
+        await publish(events, large)
+        assert events.publisher.counts.dropped == 0
+        call = events.watch(SNAPSHOT, encoding=encoding)
+        await call.read()
+        parts = await snapshot_of(call)
+        assert MAX_BATCH_BYTES < parts[-1].ByteSize() < 4 * 2**20
+        assert (parts[-1].total_blocks, len(parts[-1].state.tiers)) == (1_001, 1_001)
 
 
 @pytest.mark.parametrize(

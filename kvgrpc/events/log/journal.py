@@ -19,8 +19,9 @@ from kvgrpc.errors import EventsCompacted
 # One gRPC message of a replay: at 256 KiB large batches are read at 0.7 times the speed, above 1 MiB nothing is gained,
 # and encoding it holds up the event loop for about half a millisecond.
 CHUNK_BYTES = 2**20
-# What a gRPC client of any language takes in one message without being configured is 4 MiB.
-MAX_BATCH_BYTES = 4 * 2**20 - 64 * 1024
+# What a gRPC client of any language takes in one message without being configured is 4 MiB. The last part of a snapshot
+# may be as large as a batch, and has the digest of the state beside it, which is below 256 KiB.
+MAX_BATCH_BYTES = 4 * 2**20 - 320 * 1024
 # By default 10,000 batches of 27 KB are kept, the largest that engines send on average.
 KEPT_BATCHES = 10_000
 KEPT_BYTES = 512 * 2**20
