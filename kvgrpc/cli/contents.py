@@ -21,13 +21,6 @@ if TYPE_CHECKING:
 _LOOK_SECONDS = 0.05
 
 
-def name_of_cache(client: SyncClient, engine: str, dp: int) -> dict[str, str | int]:
-    """Which cache is meant, for --json: where no engine is named, the only one of the process."""
-    if not engine and len(found := client.list_streams()) == 1:
-        engine, dp = found[0].engine, dp or found[0].dp
-    return {"engine": engine, "dp": dp}
-
-
 def names_a_cache(command: Any) -> Any:
     """Gives a command the options that say which stream of a process is meant."""
     for option in (
@@ -78,10 +71,12 @@ def verify(client: SyncClient, as_json: bool, within: float, engine: str, dp: in
             if time.monotonic() > end:
                 break
             time.sleep(_LOOK_SECONDS)
-        blocks, fresh = follower.blocks, follower.freshness
+        blocks, fresh, (engine, dp) = follower.blocks, follower.freshness, follower.cache
     right = counts.digests_equal > 0 and not counts.digests_different
     if as_json:
-        told = name_of_cache(client, engine, dp) | {
+        told = {
+            "engine": engine,
+            "dp": dp,
             "equal": right,
             "digestsEqual": counts.digests_equal,
             "digestsDifferent": counts.digests_different,

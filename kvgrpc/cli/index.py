@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvgrpc.cli.connection import calls_an_index, json_option
-from kvgrpc.cli.contents import name_of_cache, names_a_cache
+from kvgrpc.cli.contents import names_a_cache
 from kvgrpc.cli.names import seconds_of
 from kvgrpc.cli.output import seconds, show_json, show_table
 from kvgrpc.cli.publisher import calls_a_publisher
@@ -33,11 +33,8 @@ def follow(client: SyncClient, as_json: bool, engine: str, dp: int, live: bool, 
     with client.follow(engine=engine, dp=dp, live=live) as follower:
         if once:
             follower.until_current()
-        name: dict[str, str | int] = {}
         while True:
-            if as_json and not name and follower.freshness.log_id:
-                name = name_of_cache(client, engine, dp)
-            print(_standing(follower, name if as_json else None), flush=True)
+            print(_standing_as_json(follower) if as_json else _standing(follower), flush=True)
             if once:
                 return
             time.sleep(TELL_SECONDS)
@@ -143,21 +140,25 @@ def _fresh(freshness: index_service_pb2.Freshness) -> tuple[str, int, str]:
     return state, freshness.lag_batches, idle
 
 
-def _standing(follower: SyncEventFollower, name: dict[str, str | int] | None) -> str:
-    """One line: JSON with this name of the cache, or text."""
+def _standing_as_json(follower: SyncEventFollower) -> str:
+    fresh, (engine, dp) = follower.freshness, follower.cache
+    told = {
+        "engine": engine,
+        "dp": dp,
+        "state": fresh.state.value,
+        "logId": fresh.log_id,
+        "nextSequence": str(fresh.next_sequence),
+        "lagBatches": str(fresh.lag),
+        "idle_time": fresh.idle_time,
+        "whole": fresh.whole,
+        "blocks": follower.blocks,
+        "lastError": str(follower.last_error or ""),
+    }
+    return json.dumps(told)
+
+
+def _standing(follower: SyncEventFollower) -> str:
     fresh, counts, blocks = follower.freshness, follower.counts, follower.blocks
-    if name is not None:
-        told = name | {
-            "state": fresh.state.value,
-            "logId": fresh.log_id,
-            "nextSequence": str(fresh.next_sequence),
-            "lagBatches": str(fresh.lag),
-            "idle_time": fresh.idle_time,
-            "whole": fresh.whole,
-            "blocks": blocks,
-            "lastError": str(follower.last_error or ""),
-        }
-        return json.dumps(told)
     held = ", ".join(f"{count} in {medium}" for medium, count in blocks.items()) or "no blocks"
     healed = f"{counts.snapshots} snapshots, {counts.replays} replays, {counts.new_logs} new logs"
     line = (

@@ -57,6 +57,8 @@ class EventFollower:
         self.address = address
         self.engine = engine
         self.dp = dp
+        self.cache = (engine, dp)
+        """Engine and dp as the publisher names them; what was asked for, until it has."""
         self.core = FollowerCore(index or BlockIndex(), _events, live=live)
         self._security = security or ClientSecurity()
         self._stamp: object = None
@@ -242,6 +244,7 @@ class EventFollower:
         core, now, kind = self.core, time.monotonic(), message.WhichOneof("kind")
         if kind == "begin":
             stream = message.begin.stream
+            self.cache = (stream.engine, stream.dp)
             if self._frames is not None:
                 self._frames.subscribe(stream.pub_endpoint, stream.topic)
             core.begun(number, stream.log_id, stream.next_sequence, message.begin.first_sequence, now)

@@ -50,6 +50,11 @@ class SyncEventFollower:
         self._loop.run(self._follower.close(), _ASK_SECONDS)
 
     @property
+    def cache(self) -> tuple[str, int]:
+        """As ``EventFollower.cache``."""
+        return self._follower.cache
+
+    @property
     def state(self) -> FollowerState:
         """As ``EventFollower.state``."""
         return self._follower.state

@@ -102,6 +102,30 @@ def test_verify_says_where_no_digest_comes(rank: RankHost, kvgrpc: Any, monkeypa
     assert code == 1 and out.startswith("DIFFERENT")
 
 
+@pytest.mark.parametrize("command", [("follow", "--once"), ("verify",)], ids=lambda command: command[0])
+def test_an_answer_that_is_known_is_said_though_the_publisher_goes(
+    command: tuple[str, ...], kvgrpc: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = RankHost("gone", "PREFILL", {"registry": "embedded", "events": {"publisher": "null"}})
+    host.rank.events.publish(KVEventBatch(time.time(), [BlockStored([1, 2], None, [], 16)]))
+    until(lambda: host.rank.events.counts.unsent == 0)
+    method = "until_current" if command[0] == "follow" else "close"
+    known = getattr(SyncEventFollower, method)
+
+    def and_then_it_goes(self: SyncEventFollower, *arguments: Any) -> None:
+        known(self, *arguments)
+        host.close(2.0)
+
+    monkeypatch.setattr(SyncEventFollower, method, and_then_it_goes)
+    try:
+        code, out, _ = kvgrpc("events", *command, "--json", "-s", host.rank.address)
+    finally:
+        host.close(2.0)
+    told = json.loads(out)
+    assert (code, told["blocks"], told["nextSequence"]) == (0, {"GPU": 2}, "2")
+    assert (told["engine"], told["dp"]) == ("gone", 0)
+
+
 def test_stats_counts_what_is_kept(rank: RankHost, kvgrpc: Any) -> None:
     code, out, _ = kvgrpc("events", "stats", "--json", "-s", rank.rank.address)
     told = json.loads(out)
