@@ -19,7 +19,7 @@ from kvgrpc.cli.main import main
 from kvgrpc.client import SyncClient
 from kvgrpc.client.sync_follower import SyncEventFollower
 from kvgrpc.errors import InvalidRequest
-from kvgrpc.events import BlockStored, KVEventBatch
+from kvgrpc.events import BlockStored, JournalingPublisher, KVEventBatch
 from kvgrpc.events.following.messages import FollowerCounts
 from kvgrpc.hashing import page_hashes, sglang_event_hash
 from kvgrpc.server import IndexServer
@@ -107,8 +107,10 @@ def test_an_answer_that_is_known_is_said_though_the_publisher_goes(
     command: tuple[str, ...], kvgrpc: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = RankHost("gone", "PREFILL", {"registry": "embedded", "events": {"publisher": "null"}})
-    host.rank.events.publish(KVEventBatch(time.time(), [BlockStored([1, 2], None, [], 16)]))
-    until(lambda: host.rank.events.counts.unsent == 0)
+    publisher = host.rank.events
+    assert isinstance(publisher, JournalingPublisher)
+    publisher.publish(KVEventBatch(time.time(), [BlockStored([1, 2], None, [], 16)]))
+    until(lambda: publisher.counts.unsent == 0)
     method = "until_current" if command[0] == "follow" else "close"
     known = getattr(SyncEventFollower, method)
 
