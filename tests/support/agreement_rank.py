@@ -6,9 +6,11 @@ Takes orders as lines of JSON, answers each with one; ends with its standard inp
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -153,7 +155,13 @@ def main() -> None:
     print(json.dumps({"address": rank.address}), flush=True)
     for line in sys.stdin:
         order = json.loads(line)
-        print(json.dumps(getattr(orders, order.pop("do"))(**order)), flush=True)
+        try:
+            print(json.dumps(getattr(orders, order.pop("do"))(**order)), flush=True)
+        except BaseException:
+            # The rank's own threads would keep the process, and who waits for the answer, for long.
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
     rank.close()
     storage.close(5.0)
 
