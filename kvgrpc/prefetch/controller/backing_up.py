@@ -6,6 +6,7 @@ all ranks hold each has its writer; the others look whether storage has them, an
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections.abc import Callable, Iterable
@@ -92,17 +93,20 @@ class Backup:
         self._vote(operation, Stage.HITS, operation.hit, Stop.NOT_PRESENT, self._agreed)
 
     def terminate(self, operation: Operation, stop: Stop = Stop.CANCELLED) -> None:
-        """No further batch is begun."""
+        """No further batch is begun; one that is written waits for the others' last word no longer than for a vote."""
         with self._book.lock:
             if operation.state.ended:
                 return
             agreeing = operation.state is OperationState.AGREEING
+            finishing = operation.finishing
             operation.cut = True
             operation.stop = operation.stop or stop
             operation.state = OperationState.ENDING
         if agreeing:
             self._vote(operation, Stage.COMPLETED, 0, operation.stop)
             self._end(operation, _end_of(operation, 0, False))
+        elif finishing:
+            self._alarms.after(self._limits.agreement_timeout, lambda: self.give_up(operation))
 
     def give_up(self, operation: Operation) -> None:
         """Ends one that waits for the other ranks' word on its last step, without it: this rank is closed or reset."""
@@ -244,7 +248,7 @@ class Backup:
             if operation.others:
                 self._alarms.after(_LOOK_AGAIN_SECONDS, lambda: self._put(operation))
                 return
-        if any(not event.is_set() for events in operation.lingering.values() for event in events):
+        if _lingers(operation):
             with self._book.lock:
                 operation.state = OperationState.ENDING
                 operation.cut = True
@@ -328,9 +332,21 @@ class Backup:
     def _failed(self, operations: list[Operation], error: Exception) -> None:
         for operation in operations:
             self._note_failure(operation, f"{type(error).__name__}: {error}", "FAILED")
+            if _lingers(operation):
+                with self._book.lock:
+                    operation.state = OperationState.ENDING
+                    operation.cut = True
+                again = functools.partial(self._failed, [operation], error)
+                self._alarms.after(_LOOK_AGAIN_SECONDS, again)
+                continue
             if operation.agrees:
                 self._vote(operation, Stage.COMPLETED, 0, Stop.PAGE_LOST)
             self._end(operation, OperationState.FAILED)
+
+
+def _lingers(operation: Operation) -> bool:
+    """Whether storage may still read one of its pages."""
+    return any(not event.is_set() for events in operation.lingering.values() for event in events)
 
 
 def _prefix(operation: Operation) -> int:

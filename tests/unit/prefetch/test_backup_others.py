@@ -12,7 +12,7 @@ import pytest
 from kvgrpc.prefetch.agreement.votes import AloneAgreement, Decided, Stage, Vote
 from kvgrpc.prefetch.model import OperationKind, OperationState, PageOutcome, Stop
 from kvgrpc.prefetch.pools.pages import Pages
-from tests.support.faults.storage import Fault
+from tests.support.faults.storage import HANG, Fault
 from tests.unit.prefetch.test_controller import LIMITS, Rig, hashes, until
 
 BATCH = LIMITS.batch_pages
@@ -147,3 +147,40 @@ class TestTheTimeOfTheOtherRanks:
         gate.open.set()
         assert rig.ended(backup).stop is Stop.CANCELLED
         assert noted.seconds[Stage.COMPLETED] == 5.0
+
+    def test_one_that_is_written_and_terminated_waits_for_a_rank_that_hangs_no_longer_than_for_a_vote(self) -> None:
+        class Hangs(AloneAgreement):
+            def vote(self, vote: Vote, timeout: float, decided: Decided) -> None:
+                if vote.stage is not Stage.COMPLETED:
+                    super().vote(vote, timeout, decided)
+
+        rig = Rig(replace(PATIENT, agreement_timeout=0.1, doubt_timeout=3600.0), agreement=Hangs())
+        backup = rig.controller.operation(OperationKind.BACKUP, OURS, timeout=3600.0)
+        backup.agrees = True
+        rig.controller.start_backup(backup, locked(rig, OURS))
+        until(lambda: backup.finishing)
+        rig.controller.terminate(backup)
+        assert (rig.ended(backup).state, backup.stop) == (OperationState.CANCELLED, Stop.CANCELLED)
+        assert backup.completed == 0, "what the others have, nobody said"
+        rig.close()
+
+
+def test_what_fails_lets_go_of_no_page_that_storage_may_still_read() -> None:
+    failed = threading.Event()
+
+    def writes(page_hash: str) -> bool:
+        if page_hash == OURS[BATCH]:
+            failed.set()
+            raise RuntimeError("injected")
+        return True
+
+    rig = Rig(writes=writes)
+    rig.fault("write", {OURS[0]: HANG})
+    operation = rig.controller.write_storage(OURS, rig.on_host(OURS))
+    assert failed.wait(SECONDS)
+    until(lambda: operation.state is OperationState.ENDING or operation.ended)
+    assert not operation.ended and rig.host.table.counts()["read"] == len(OURS)
+    rig.storage.release()
+    assert rig.ended(operation).state is OperationState.FAILED
+    assert rig.host.table.counts()["read"] == 0
+    rig.close()
