@@ -56,7 +56,8 @@ def never_opens(pipe: Connection, *others: object) -> None:
         pipe.recv()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.slow
+@pytest.mark.timeout(290)
 @pytest.mark.parametrize(
     ("assumed", "problem"), [(False, "not all ranks opened"), (True, "no room could be given out")]
 )
@@ -92,6 +93,7 @@ def test_each_reason_needs_what_brings_it() -> None:
     assert room_of(KILLED, "PEER_LOST", disturbed=True).wrong() == []
     assert len(room_of("", "PEER_LOST", cancelled=True).wrong()) == 1
     assert room_of("ROOM_DEADLINE", "ROOM_DEADLINE", unanswered=True).wrong() == []
+    assert room_of("ROOM_DEADLINE", "ROOM_DEADLINE", disturbed=True).wrong() == []
     assert len(room_of("PEER_LOST", "PEER_LOST", unanswered=True).wrong()) == 2
     assert room_of("TRANSFER_FAILED", "TRANSFER_FAILED", fault=write).wrong() == []
     assert "Success at D.0" in room_of("TRANSFER_FAILED", "", fault=write, cancelled=True).wrong()[0]
@@ -102,6 +104,51 @@ def test_an_end_past_the_deadline_is_wrong() -> None:
     assert [text.split(": ")[1] for text in room.wrong()] == [
         f"Success at {name} after 23.0 s, its deadline is 20 s" for name in ("P.0", "D.0")
     ]
+
+
+@pytest.mark.parametrize("happened", ["disturbed", "unanswered"])
+def test_ranks_that_have_met_do_not_wait_for_the_deadline(happened: str) -> None:
+    room = room_of("ROOM_DEADLINE", "ROOM_DEADLINE", **{happened: True})
+    assert room.wrong() == []
+    room.ended["D.0"] = Ended(1, "ROOM_DEADLINE", 20.0, since=19.0)
+    assert room.wrong() == ["room 1 of P and D: ROOM_DEADLINE at D.0"]
+
+
+def test_ranks_that_never_met_wait_for_the_deadline_and_not_longer() -> None:
+    room = room_of("ROOM_DEADLINE", "ROOM_DEADLINE", seconds=ROOM_SECONDS + 3.0, disturbed=True)
+    assert len(room.wrong()) == 2
+
+
+@pytest.mark.parametrize(("longest", "late"), [(0.5, 6.5), (4.0, 6.5), (4.0, 7.5)])
+def test_a_room_that_ends_too_long_after_a_kill_is_wrong_unless_all_rooms_are_slow(longest: float, late: float) -> None:
+    result = Result(Plan(rooms=1000, seconds=30))
+    result.settle(room_of("", "", seconds=longest))
+    for seconds in (late, 6.0):
+        room = room_of(KILLED, "PEER_LOST", disturbed=True)
+        room.ended["D.0"] = Ended(1, "PEER_LOST", seconds + 1.0, since=seconds)
+        result.settle(room)
+    result.check_outcomes()
+    allowed = 3.0 + max(3.0, longest)
+    text = f"room 1 of P and D: PEER_LOST {late} s after a process of it was killed or stopped, {allowed} s are allowed"
+    assert result.problems == ([text] if late > allowed else [])
+
+
+def test_a_soak_in_which_too_many_are_refused_or_too_few_succeed_is_not_ok() -> None:
+    def soaked(good: int, refused: int, cut_off: int) -> list[str]:
+        result = Result(Plan(rooms=1000, seconds=30), rooms=good + refused + cut_off)
+        for _ in range(good):
+            result.settle(room_of("", ""))
+        for _ in range(refused):
+            result.settle(room_of("TOO_MANY_REQUESTS", "TOO_MANY_REQUESTS"))
+        for _ in range(cut_off):
+            result.settle(room_of(KILLED, "PEER_LOST", disturbed=True))
+        result.check_outcomes()
+        return result.problems
+
+    assert soaked(360, 40, 320) == []
+    assert soaked(359, 41, 0) == ["41 of 400 rooms to which nothing was done were refused"]
+    assert soaked(399, 0, 401) == ["399 of 800 rooms succeeded"]
+    assert len(soaked(0, 1000, 0)) == 2
 
 
 def test_a_soak_in_which_nobody_is_killed_is_not_ok() -> None:

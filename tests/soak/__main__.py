@@ -82,6 +82,9 @@ def _show(result: Result, console: Console) -> None:
     console.print(f"killed: {dict(result.kills)}; stopped: {dict(result.stops)}", markup=False)
     longest = f"{result.longest_room:.2f} s, of those with a process killed or stopped {result.longest_disturbed:.2f} s"
     console.print(f"longest room {longest}", markup=False)
+    seconds, which = result.latest_loss
+    console.print(f"latest end after a kill or a stop {seconds:.2f} s: {which or 'none'}", markup=False)
+    console.print(f"refused: {result.refused} of {result.sound} rooms to which nothing was done", markup=False)
     for name, (first, last) in result.resources.items():
         console.print(
             f"{name}: {first.resident / 2**20:.0f} -> {last.resident / 2**20:.0f} MiB, "

@@ -92,6 +92,13 @@ class Measure:
 
 
 @dataclass(frozen=True, slots=True)
+class Disturbed:
+    """One of the processes of these rooms was killed or stopped just now."""
+
+    rooms: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Opened:
     address: str
 
@@ -100,13 +107,16 @@ class Opened:
 class Ended:
     """One rank's side of a room: "" is Success, NO_REASON a failure that says nothing, else the reason it gives.
 
-    ``seconds``: that the rank ran meanwhile. ``wrong``: what must never be, in words.
+    ``seconds``: that the rank ran meanwhile. ``wrong``: what must never be, in words. ``since``: of these, the seconds
+    since it knew that the other side is there, and since one of the room's processes was killed or stopped; None:
+    nothing said that the other side is there, so that it waited until its deadline.
     """
 
     room: int
     reason: str
     seconds: float
     wrong: str = ""
+    since: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from tests.soak.orders import (
     ROOM_SECONDS,
     SOUND_PAGES,
     TOKENS,
+    Disturbed,
     Ended,
     LateWrite,
     Measure,
@@ -54,13 +55,19 @@ LATEST_SECONDS = 2.0  # until what was reported as unknown is written all the sa
 
 @dataclass
 class Running:
-    """A room that this rank takes part in."""
+    """A room that this rank takes part in. ``met``, ``disturbed``: when, by the rank's clock; None: not so far."""
 
     order: Send | Receive
     handle: Any
     began: float
     pages: list[int] = field(default_factory=list)
     ended: bool = False
+    met: float | None = None
+    disturbed: float = 0.0
+
+    def ends(self, clock: float, wrong: str = "") -> Ended:
+        since = None if self.met is None else clock - max(self.met, self.disturbed)
+        return Ended(self.order.room, _reason(self.handle), clock - self.began, wrong, since)
 
 
 class SoakRank:
@@ -100,6 +107,10 @@ class SoakRank:
         """True once the room needs this rank no more."""
         raise NotImplementedError
 
+    def meets(self, handle: Any) -> bool:
+        """Whether all ranks of the other side that have a part in the room are known to be there."""
+        raise NotImplementedError
+
     def tend(self) -> None:
         """What is to be done beside the rooms."""
 
@@ -117,6 +128,10 @@ class SoakRank:
             free = list(self.free_pages())
             spoiled = int((self.memory[:, free] != POISON).any(axis=(0, 2, 3, 4)).sum())
             self.say(Resources(*used, *is_open, len(free), spoiled))
+        elif isinstance(order, Disturbed):
+            for room in self.running:
+                if room.order.room in order.rooms:
+                    room.disturbed = self.clock
         else:
             self.start(order)
 
@@ -124,6 +139,8 @@ class SoakRank:
         after = room.order.cancel_after
         if after is not None and self.clock - room.began > after:
             room.handle.abort("the soak cancels it")
+        if room.met is None and self.meets(room.handle):
+            room.met = self.clock
         return self.step(room)
 
 
@@ -150,8 +167,11 @@ class SoakPrefill(SoakRank):
         if poll not in (KVPoll.Success, KVPoll.Failed):
             return False
         room.handle.close()
-        self.say(Ended(room.order.room, _reason(room.handle), self.clock - room.began))
+        self.say(room.ends(self.clock))
         return True
+
+    def meets(self, handle: KVSender) -> bool:
+        return handle.decode_prefix_pages is not None
 
     def open_writes(self) -> int:
         return int(self.rank.transfer.core.open_writes)
@@ -191,7 +211,7 @@ class SoakDecode(SoakRank):
         if not room.ended and poll in (KVPoll.Success, KVPoll.Failed):
             room.ended = True
             wrong = self._compared(room) if poll == KVPoll.Success else ""
-            self.say(Ended(room.order.room, _reason(room.handle), self.clock - room.began, wrong))
+            self.say(room.ends(self.clock, wrong))
         if not (room.ended and room.handle.release_safe):
             return False
         room.handle.close()
@@ -199,6 +219,9 @@ class SoakDecode(SoakRank):
         self._free.extend(room.pages)
         self._start_waiting()
         return True
+
+    def meets(self, handle: KVReceiver) -> bool:
+        return handle.prefill_ready or handle.pages_done > 0
 
     def _start_waiting(self) -> None:
         while self._waiting and len(self._waiting[0].pages) <= len(self._free):

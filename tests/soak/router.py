@@ -20,6 +20,7 @@ from tests.soak.orders import (
     PAGES,
     ROOM_SECONDS,
     SOUND_PAGES,
+    Disturbed,
     Ended,
     Fault,
     LateWrite,
@@ -126,6 +127,7 @@ class Router:
             self.result.problems += [f"{node.name}: {self._measured.get(node.name, [])[-1:]}" for node in self._ranks]
         self.result.check_share()
         self.result.check_late_writes()
+        self.result.check_outcomes()
         if self.plan.rooms >= FLAT_FROM_ROOMS:
             self._compare_resources()
 
@@ -253,6 +255,8 @@ class Router:
         rooms = [room for room in self._rooms.values() if node in (*room.prefill.nodes, *room.decode.nodes)]
         for room in rooms:
             room.disturbed = True
+        for other in {other for room in rooms for other in (*room.prefill.nodes, *room.decode.nodes)}:
+            other.order(Disturbed([room.number for room in rooms]))
         return rooms
 
     def _go_on(self) -> None:

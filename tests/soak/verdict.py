@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from kvgrpc.dataplane.base import Outcome
+from kvgrpc.transfer.protocol.types import Timing
 from tests.soak.node import Engine
 from tests.soak.orders import LAYERS, PAGE_BYTES, ROOM_SECONDS, Ended, Fault, Resources, heads_of
 
@@ -17,16 +18,23 @@ SHARE_FROM_ROOMS = 300
 LATE_FROM_ROOMS = 6
 # A room whose processes all lived, that nobody cancelled and whose writes did not fail may end so: too many pages may
 # wait for the evidence of others, and too many writes to its decode may have had an unknown end.
-SOUND = {"", "PAGES_HELD", "TOO_MANY_REQUESTS"}
+REFUSED = {"PAGES_HELD", "TOO_MANY_REQUESTS"}
+SOUND = {""} | REFUSED
+LARGEST_REFUSED_SHARE = 0.1
+LEAST_SUCCESS_SHARE = 0.5
 FAILED_BY_A_WRITE = "TRANSFER_FAILED"
 CANCELLED = "ROOM_CANCELLED"
-# What a kill or a stop of one of its processes may end a room with. A sender whose decode died before it named the room
-# waits until its deadline; so does a decode that found the successor of its prefill, to which nobody gave the room.
-DISTURBED = {KILLED, "PEER_LOST", "TRANSFER_FAILED", "ROOM_DEADLINE", "ROOM_NOT_FOUND"}
-# What an outage of the registry may: a question about an engine that is new to the rank waits until it is back.
-UNANSWERED = {"ROOM_DEADLINE"}
+# What a kill or a stop of one of its processes may end a room with.
+DISTURBED = {KILLED, "PEER_LOST", "TRANSFER_FAILED", "ROOM_NOT_FOUND"}
+# What else it may, at a rank that never met the other side. A sender whose decode died before it named the room waits
+# until its deadline; so does a decode that found the successor of its prefill, to which nobody gave the room. An outage
+# of the registry may do nothing else: a question about an engine that is new to the rank waits until it is back.
+NEVER_MET = {"ROOM_DEADLINE"}
 # Past a room's deadline: for the tick, the peer's word and a busy machine.
 LATE_SECONDS = 2.0
+# Past the idle timeout of a room whose ranks had met when one of them was killed or stopped.
+LATE_LOSS_SECONDS = 3.0
+IDLE_TIMEOUT = Timing().idle_timeout * Timing().tick_seconds
 # A process that a busy machine is slow to start puts off the next kill, but not so long.
 LONGEST_PEACE = 20.0
 
@@ -80,16 +88,16 @@ class Room:
 
     def wrong(self) -> list[str]:
         """What must not be, of a room that is over, whatever happened to it."""
-        allowed = self._allowed()
         found = [
-            f"{said.reason or 'Success'} at {name}" for name, said in self.ended.items() if said.reason not in allowed
+            f"{said.reason or 'Success'} at {name}"
+            for name, said in self.ended.items()
+            if said.reason not in self._allowed(said)
         ]
-        if not (self.disturbed or self.unanswered):
-            found += [
-                f"{said.reason or 'Success'} at {name} after {said.seconds:.1f} s, its deadline is {ROOM_SECONDS:.0f} s"
-                for name, said in self.ended.items()
-                if said.seconds > ROOM_SECONDS + LATE_SECONDS
-            ]
+        found += [
+            f"{said.reason or 'Success'} at {name} after {said.seconds:.1f} s, its deadline is {ROOM_SECONDS:.0f} s"
+            for name, said in self.ended.items()
+            if said.seconds > ROOM_SECONDS + LATE_SECONDS and not (self.disturbed and said.since is not None)
+        ]
         if self.fault is not None:
             found += [
                 f"Success at {node.name}, and a write of its pages failed"
@@ -98,7 +106,25 @@ class Room:
             ]
         return [f"room {self.number} of {self.prefill.name} and {self.decode.name}: {one}" for one in found]
 
-    def _allowed(self) -> set[str]:
+    def latest(self) -> tuple[float, str]:
+        """Of the ranks that had met the other side when a process of the room was killed or stopped the one whose room
+        ended last: how many seconds later, and in words."""
+        ends = [
+            (
+                said.since,
+                f"room {self.number} of {self.prefill.name} and {self.decode.name}: {said.reason or 'Success'}",
+            )
+            for said in self.ended.values()
+            if said.since is not None
+        ]
+        return max(ends, default=(0.0, "")) if self.disturbed and not self.unanswered else (0.0, "")
+
+    @property
+    def is_sound(self) -> bool:
+        """Nothing was done to it."""
+        return not (self.disturbed or self.unanswered or self.cancelled) and self.fault is None
+
+    def _allowed(self, said: Ended) -> set[str]:
         """The reasons that what happened to the room can bring: never INTERNAL, never none."""
         allowed = set(SOUND)
         if self.fault is not None:
@@ -107,8 +133,8 @@ class Room:
             allowed.add(CANCELLED)
         if self.disturbed:
             allowed |= DISTURBED
-        if self.unanswered:
-            allowed |= UNANSWERED
+        if (self.disturbed or self.unanswered) and said.since is None:
+            allowed |= NEVER_MET
         return allowed
 
     def _is_written_by_the_fault(self, decode_tp: int) -> bool:
@@ -122,6 +148,8 @@ class Result:
     """``problems``: what must never be; empty means that the soak is OK. ``injected``: rooms whose write was to fail,
     and ``failed_by_it``: those of them that ended so, and not by a cancel or a kill that came first; ``unknown``: of
     the latter those whose write was to land later all the same. ``late_writes``: how those ended, by their Outcome.
+    ``sound``: rooms to which nothing was done, and ``refused``: those of them that were not taken. ``latest_loss``: the
+    longest time from a kill or a stop to the end of a room whose ranks had met, and which that was.
     """
 
     plan: Plan
@@ -139,6 +167,9 @@ class Result:
     seconds: float = 0.0
     longest_room: float = 0.0
     longest_disturbed: float = 0.0
+    sound: int = 0
+    refused: int = 0
+    latest_loss: tuple[float, str] = (0.0, "")
     problems: list[str] = field(default_factory=list)
     resources: dict[str, tuple[Resources, Resources]] = field(default_factory=dict)
 
@@ -150,6 +181,9 @@ class Result:
             self.longest_disturbed = max(self.longest_disturbed, longest)
         else:
             self.longest_room = max(self.longest_room, longest)
+        self.latest_loss = max(self.latest_loss, room.latest())
+        self.sound += room.is_sound
+        self.refused += room.is_sound and room.reason in REFUSED
         self.reasons[room.reason or "SUCCESS"] += 1
         if room.fault is not None and room.reason == FAILED_BY_A_WRITE:
             self.failed_by_it += 1
@@ -165,6 +199,23 @@ class Result:
         if self.plan.kill_every < LONGEST_PEACE and total < int(seconds / LONGEST_PEACE):
             meant = f"one every {self.plan.kill_every:g} s was to be"
             self.problems.append(f"{total} kills and stops in {seconds:.0f} s, {meant}")
+
+    def check_outcomes(self) -> None:
+        """Whether rooms mostly went well, and those that were cut off ended as soon as their ranks can know it.
+
+        A machine on which rooms that nobody disturbed take longer than ``LATE_LOSS_SECONDS`` is as slow to end others.
+        """
+        seconds, which = self.latest_loss
+        allowed = IDLE_TIMEOUT + max(LATE_LOSS_SECONDS, self.longest_room)
+        if seconds > allowed:
+            after = f"{seconds:.1f} s after a process of it was killed or stopped"
+            self.problems.append(f"{which} {after}, {allowed:.1f} s are allowed")
+        if self.rooms < SHARE_FROM_ROOMS:
+            return
+        if self.refused > LARGEST_REFUSED_SHARE * self.sound:
+            self.problems.append(f"{self.refused} of {self.sound} rooms to which nothing was done were refused")
+        if self.successes < LEAST_SUCCESS_SHARE * self.rooms:
+            self.problems.append(f"{self.successes} of {self.rooms} rooms succeeded")
 
     def check_late_writes(self) -> None:
         """Whether what had an unknown end landed: where it never does, no page is proven to wait for it."""
