@@ -9,14 +9,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvgrpc.dataplane.base import Outcome
 from tests.soak import rank, router
 from tests.soak.node import Engine
-from tests.soak.orders import NO_REASON, ROOM_SECONDS, Ended, Fault
+from tests.soak.orders import NO_REASON, ROOM_SECONDS, Ended, Fault, OpenRank, content
 from tests.soak.router import Router
 from tests.soak.verdict import KILLED, LATE_FROM_ROOMS, Plan, Result, Room
+from tests.support.faults.dataplane import Submission
 
 NEEDS_MOONCAKE = pytest.mark.skipif(not find_spec("mooncake"), reason="install kvgrpc[mooncake-cpu] for it")
 
@@ -75,6 +77,22 @@ def test_a_soak_whose_ranks_do_not_open_says_so_and_ends(
     assert result.rooms == 0
     assert result.problems[0].startswith(problem)
     assert bool(result.seconds) is assumed
+
+
+def test_a_write_of_a_cursed_page_fails_wherever_its_bytes_were_gathered() -> None:
+    """A slot of another size and order than the pool's: pages of one head, in between a cursed one."""
+    cursed = Fault(Outcome.FAILED_UNKNOWN, 1)
+    held = content(7, [1], [3, cursed.page, 900]), content(7, [1], [5])
+    source = np.array([each.ctypes.data for each in held], np.uint64)
+    nbytes = np.array([each.nbytes for each in held], np.uint64)
+    write = Submission(None, source, source, nbytes)  # type: ignore[arg-type]
+    assert rank.pages_read(write).tolist() == [3, 5, 900, cursed.page]
+    sound = Submission(None, source[1:], source[1:], nbytes[1:])  # type: ignore[arg-type]
+    for tp, fails in ((0, False), (1, True)):
+        curse = rank.Curse(OpenRank("P", "PREFILL", tp, 2, "", 7, "mooncake"))
+        found = curse(0, write)
+        assert (found is not None and found.late) is fails
+        assert curse(1, sound) is None
 
 
 @pytest.mark.parametrize("happened", [{}, {"cancelled": True}, {"disturbed": True}], ids=["nothing", "cancel", "kill"])

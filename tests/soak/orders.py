@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,10 @@ PAGE_BYTES = PAGE_WORDS * 8
 LARGEST_ROOM = 64  # pages
 ROOM_SECONDS = 20.0
 NO_REASON = "NO_REASON"
-# In which order the pools of a data plane keep a page: slices of heads in one run, or in one for each token.
-AXES = {"shm": "token,head,dim", "mooncake": "head,token,dim"}
-_MIX = np.uint64(0x9E3779B97F4A7C15)
+# So that what a head's rank gets of a page of all heads lies apart in it: over TCP it is gathered before it is written.
+AXES = "token,head,dim"
+_MIX = 0x9E3779B97F4A7C15
+_UNMIX = np.uint64(pow(_MIX, -1, 2**64))
 
 Words = npt.NDArray[np.uint64]
 
@@ -155,14 +156,16 @@ def content(seed: int, heads: Sequence[int], pages: Sequence[int]) -> Words:
         shape = [1] * 5
         shape[axis] = -1
         index = index * np.uint64(size) + np.asarray(values, np.uint64).reshape(shape)
-    words: Words = index * _MIX
+    words: Words = index * np.uint64(_MIX)
     return words
 
 
-def memory_at(address: int, heads: int, axes: str) -> Any:
-    """The pool's memory as uint64[LAYERS, PAGES, TOKENS, heads, DIM], however its pages are laid out."""
-    words = (ctypes.c_uint64 * (LAYERS * PAGES * TOKENS * heads * DIM)).from_address(address)
-    flat = np.ctypeslib.as_array(words)
-    if axes.startswith("token"):
-        return flat.reshape(LAYERS, PAGES, TOKENS, heads, DIM)
-    return flat.reshape(LAYERS, PAGES, heads, TOKENS, DIM).swapaxes(2, 3)
+def pages_of(words: Words) -> Words:
+    """Which page each word of ``content`` is of, wherever it lies by now."""
+    return words * _UNMIX // np.uint64(PAGE_WORDS) % np.uint64(PAGES)
+
+
+def memory_at(address: int, words: int) -> Words:
+    """uint64[words] of this process's memory, which the caller keeps."""
+    memory: Words = np.ctypeslib.as_array((ctypes.c_uint64 * words).from_address(address))
+    return memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import time
@@ -41,8 +42,10 @@ from tests.soak.orders import (
     Receive,
     Resources,
     Send,
+    Words,
     content,
     memory_at,
+    pages_of,
 )
 from tests.support.faults.dataplane import Fault, FaultyDataPlane, Submission
 
@@ -275,12 +278,11 @@ def _open(order: OpenRank) -> tuple[Rank[Any], FaultyDataPlane, Any]:
     page_bytes = TOKENS * len(order.heads) * DIM * 8
     address = inner.allocate(LAYERS * PAGES * page_bytes)
     aux = inner.allocate(AUX_BYTES * AUX_ROWS)
-    plane = FaultyDataPlane(inner, _Curse(order, address, page_bytes), remember=False)
+    plane = FaultyDataPlane(inner, Curse(order), remember=False)
     regions = tuple(
         Region(layer, "kv", address + layer * PAGES * page_bytes, page_bytes, page_bytes) for layer in range(LAYERS)
     )
-    axes = AXES[order.data_plane]
-    pool = Pool("kv", PoolKind.KV, TOKENS, PAGES, "float64", regions, axes, HEADS, order.heads.start, len(order.heads))
+    pool = Pool("kv", PoolKind.KV, TOKENS, PAGES, "float64", regions, AXES, HEADS, order.heads.start, len(order.heads))
     ticks = round(ROOM_SECONDS / Timing().tick_seconds)
     config = RankConfig(
         engine=order.engine,
@@ -293,26 +295,33 @@ def _open(order: OpenRank) -> tuple[Rank[Any], FaultyDataPlane, Any]:
         registry=order.registry if order.role == "PREFILL" else "",
         timing=Timing(room_deadline=ticks, unclaimed=ticks),
     )
-    return open_rank(config), plane, memory_at(address, len(order.heads), axes)
+    shape = LAYERS, PAGES, TOKENS, len(order.heads), DIM
+    return open_rank(config), plane, memory_at(address, math.prod(shape)).reshape(shape)
 
 
-class _Curse:
-    """Decides for each submission: what reads a cursed page of this rank fails, as the page says."""
+class Curse:
+    """Decides for each submission: what brings a cursed page of this rank fails, as the page says.
 
-    def __init__(self, order: OpenRank, address: int, page_bytes: int) -> None:
+    It reads the page off the bytes themselves: slices that were gathered do not lie in the pool.
+    """
+
+    def __init__(self, order: OpenRank) -> None:
         self._tp = order.tp
-        self._address, self._page_bytes = address, page_bytes
         self._draw = random.Random(order.seed)
 
     def __call__(self, number: int, submission: Submission) -> Fault | None:
-        # The last page of a run: sound ones may come before a cursed one, nothing of the room comes after it.
-        last = submission.source + submission.nbytes - np.uint64(self._address + 1)
-        for page in np.unique(last // np.uint64(self._page_bytes) % np.uint64(PAGES)):
-            fault = FAULTS[int(page) - SOUND_PAGES] if page >= SOUND_PAGES else None
+        for page in pages_read(submission).tolist():
+            fault = FAULTS[page - SOUND_PAGES] if page >= SOUND_PAGES else None
             if fault is not None and fault.tp == self._tp:
                 late = fault.outcome is Outcome.FAILED_UNKNOWN
                 return Fault(fault.outcome, delay=self._draw.choice([0.0, 0.05]), late=late)
         return None
+
+
+def pages_read(submission: Submission) -> Words:
+    """The pages of prefill's pool whose bytes are written, each once; no write has less than a token of a head."""
+    sources = zip(submission.source.tolist(), submission.nbytes.tolist(), strict=True)
+    return np.unique(pages_of(np.concatenate([memory_at(source, nbytes // 8)[::DIM] for source, nbytes in sources])))
 
 
 def _reason(handle: KVSender | KVReceiver) -> str:
