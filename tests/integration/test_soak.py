@@ -85,9 +85,9 @@ def test_a_write_of_a_cursed_page_fails_wherever_its_bytes_were_gathered() -> No
     held = content(7, [1], [3, cursed.page, 900]), content(7, [1], [5])
     source = np.array([each.ctypes.data for each in held], np.uint64)
     nbytes = np.array([each.nbytes for each in held], np.uint64)
-    write = Submission(None, source, source, nbytes)  # type: ignore[arg-type]
+    write = Submission(None, source, source, nbytes)
     assert rank.pages_read(write).tolist() == [3, 5, 900, cursed.page]
-    sound = Submission(None, source[1:], source[1:], nbytes[1:])  # type: ignore[arg-type]
+    sound = Submission(None, source[1:], source[1:], nbytes[1:])
     for tp, fails in ((0, False), (1, True)):
         curse = rank.Curse(OpenRank("P", "PREFILL", tp, 2, "", 7, "mooncake"))
         found = curse(0, write)

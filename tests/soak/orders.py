@@ -162,7 +162,8 @@ def content(seed: int, heads: Sequence[int], pages: Sequence[int]) -> Words:
 
 def pages_of(words: Words) -> Words:
     """Which page each word of ``content`` is of, wherever it lies by now."""
-    return words * _UNMIX // np.uint64(PAGE_WORDS) % np.uint64(PAGES)
+    pages: Words = words * _UNMIX // np.uint64(PAGE_WORDS) % np.uint64(PAGES)
+    return pages
 
 
 def memory_at(address: int, words: int) -> Words:

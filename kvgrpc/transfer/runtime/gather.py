@@ -138,6 +138,22 @@ class Slices:
         runs = slice(piece.first_run, piece.last_run)
         return self._plan(slot, self._destination[runs], self._stride[runs], destination)
 
+    def apart(self, piece: Piece, source: U32Array, destination: U32Array) -> Plan:
+        """The piece as it lies, a write for each slice: for where there is no slot."""
+        source = source[piece.first_page : piece.last_page]
+        destination = destination[piece.first_page : piece.last_page]
+        _, count, nbytes = self._source[0].shape
+        of_slice = np.arange(count, dtype=np.uint64)
+        sources, destinations = [], []
+        for run in range(piece.first_run, piece.last_run):
+            view, begin, stride = self._source[run], self._destination[run], self._stride[run]
+            of_page = np.uint64(view.ctypes.data) + source.astype(np.uint64) * np.uint64(view.strides[0])
+            to_page = begin + destination.astype(np.uint64) * stride
+            sources.append(of_page[:, None] + of_slice * np.uint64(view.strides[1]))
+            destinations.append(to_page[:, None] + of_slice * np.uint64(nbytes))
+        columns = np.ravel(sources), np.ravel(destinations)
+        return Plan(*columns, np.full(len(columns[0]), nbytes, np.uint64))
+
     def _plan(self, slot: int, begins: U64Array, strides: U64Array, pages: U32Array) -> Plan:
         """Pages that follow each other at decode are one write: in the slot they do."""
         own = np.arange(len(pages), dtype=np.uint32)
@@ -206,8 +222,10 @@ class PeerSlots:
         self.in_use += 1
         return self.free.pop()
 
-    def give_back(self, slot: int, certain: bool) -> None:
-        """``certain``: nothing reads it any more."""
+    def give_back(self, slot: int | None, certain: bool) -> None:
+        """``certain``: nothing reads it any more. None: there was no slot."""
+        if slot is None:
+            return
         self.in_use -= 1
         if certain:
             self.free.append(slot)
@@ -216,7 +234,8 @@ class PeerSlots:
 
 
 class GatheredTransfer:
-    """See Transfer: one chunk, piece by piece, each copied when a slot of its peer is free."""
+    """See Transfer: one chunk, piece by piece, each copied when a slot of its peer is free. Once the peer has none and
+    will have none, the rest goes slice by slice."""
 
     def __init__(
         self, slots: PeerSlots, submit: Callable[[Plan], Transfer], source: U32Array, destination: U32Array
@@ -225,15 +244,13 @@ class GatheredTransfer:
         self._source, self._destination = source, destination
         self._pieces = slots.slices.pieces(len(source))
         self._next = next(self._pieces, None)
-        self._running: list[tuple[int, Transfer]] = []
+        self._running: list[tuple[int | None, Transfer]] = []
         self._worst, self._nbytes = Result(Outcome.DONE), 0
 
     def poll(self) -> Result | None:
         """Copies one piece at most."""
         self._reap()
-        if self._next is not None and not self._slots.left:
-            self._fail(Result(Outcome.REJECTED, "no memory is left to gather slices in"))
-        elif self._next is not None and self._slots.free:
+        if self._next is not None and (self._slots.free or not self._slots.left):
             self._begin(self._next)
         if self._running or self._next is not None:
             return None
@@ -246,15 +263,15 @@ class GatheredTransfer:
             transfer.stop()
 
     def _begin(self, piece: Piece) -> None:
-        slot = self._slots.take()
-        submitted = False
+        slots, pages, submitted = self._slots, (self._source, self._destination), False
+        slot = slots.take() if slots.left else None
         try:
-            plan = self._slots.slices.gather(piece, slot, self._source, self._destination)
+            plan = slots.slices.apart(piece, *pages) if slot is None else slots.slices.gather(piece, slot, *pages)
             submitted = True
             transfer = self._submit(plan)
         except Exception as error:
             logger.exception("a gathered write could not begin")
-            self._slots.give_back(slot, certain=not submitted)
+            slots.give_back(slot, certain=not submitted)
             self._fail(Result(Outcome.FAILED_UNKNOWN if submitted else Outcome.REJECTED, raised(error)))
             return
         self._running.append((slot, transfer))

@@ -327,20 +327,24 @@ def test_stopped_it_begins_no_further_write() -> None:
 
 
 @pytest.mark.usefixtures("small_slots")
-def test_nobody_waits_for_slots_that_are_lost() -> None:
-    prefill, _decode, shape = pair()
+def test_where_all_slots_are_lost_the_rest_goes_slice_by_slice() -> None:
+    prefill, decode, shape = pair(gap=16)
     plane = Plane()
     transfer, slots = begun(plane, prefill, shape)
-    waiting = GatheredTransfer(slots, plane.submit, np.arange(3, dtype=np.uint32), np.arange(3, dtype=np.uint32))
+    source, destination = np.array([4, 0, 7], np.uint32), np.array([2, 8, 3], np.uint32)
+    waiting = GatheredTransfer(slots, plane.submit, source, destination)
     for _ in range(SLOTS):
         transfer.poll()
     assert waiting.poll() is None and slots.left
     for write in plane.writes:
         write.end(Outcome.FAILED_UNKNOWN)
     ended = transfer.poll()
-    assert ended is not None and ended.outcome is Outcome.FAILED_UNKNOWN
-    result = waiting.poll()
-    assert result is not None and result.outcome is Outcome.REJECTED and not slots.left
+    assert ended is not None and ended.outcome is Outcome.FAILED_UNKNOWN and not slots.left
+    del plane.writes[:]
+    assert run(waiting, plane) == Result(Outcome.DONE, "", 3 * LAYERS * RUN_BYTES)
+    assert sum(len(write.plan.nbytes) for write in plane.writes) == 3 * LAYERS * TOKENS
+    expected = prefill.heads_of(HEADS // 2, HEADS // 2, source)
+    assert (decode.heads_of(HEADS // 2, HEADS // 2, destination) == expected).all()
 
 
 @pytest.mark.parametrize("where", ["submit", "poll"])
