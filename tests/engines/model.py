@@ -1,13 +1,15 @@
-"""A tiny Llama with random weights, and what transformers' greedy decoding makes of a prompt."""
+"""Tiny models with random weights, and what transformers' greedy decoding makes of a prompt."""
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Cohere2Config, Cohere2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 VOCABULARY = 256
 # How far apart the two best logits must be, in parts of the spread: then another token is a wrong KV cache.
@@ -23,6 +25,8 @@ class Size:
 
 
 TINY = Size(layers=2, hidden=64, heads=4, kv_heads=2)  # 2 KiB of KV cache a token
+WINDOWED = Size(layers=4, hidden=64, heads=4, kv_heads=2)
+WINDOW = 64
 WIDE = Size(layers=8, hidden=256, heads=8, kv_heads=8)  # 32 KiB: 4 MiB for 128 tokens
 
 
@@ -33,29 +37,17 @@ class Case:
 
 
 class Reference:
-    """The model, written to ``folder``/model for engines to load."""
+    """A Llama, written to ``folder``/model for engines to load."""
 
     def __init__(self, folder: Path, size: Size = TINY, seed: int = 0) -> None:
         torch.manual_seed(seed)
-        config = LlamaConfig(
-            hidden_size=size.hidden,
-            intermediate_size=2 * size.hidden,
-            num_hidden_layers=size.layers,
-            num_attention_heads=size.heads,
-            num_key_value_heads=size.kv_heads,
-            head_dim=64,
-            vocab_size=VOCABULARY,
-            max_position_embeddings=8192,
-            rms_norm_eps=1e-5,
-            bos_token_id=1,
-            eos_token_id=2,
-            tie_word_embeddings=False,
-            initializer_range=0.3 if size.hidden <= 64 else 0.1,
-        )
-        self._model = LlamaForCausalLM(config).float().eval()
+        self._model = self._make(size).float().eval()
         self._draw = random.Random(seed)
         self.path = folder / "model"
         self._model.save_pretrained(self.path)
+
+    def _make(self, size: Size) -> Any:
+        return LlamaForCausalLM(LlamaConfig(head_dim=64, rms_norm_eps=1e-5, **_sizes(size)))
 
     def renamed(self, name: str) -> Path:
         """The same in a folder of another name, which is where it is from now on."""
@@ -84,3 +76,41 @@ class Reference:
             inputs = logits.argmax().view(1, 1)
             tokens.append(int(inputs))
         return tokens
+
+
+class WindowReference(Reference):
+    """A Cohere 2: every other layer sees the last ``WINDOW`` tokens alone, and in SGLang has a pool of its own."""
+
+    def __init__(self, folder: Path, seed: int = 0) -> None:
+        super().__init__(folder, WINDOWED, seed)
+
+    def for_sglang(self) -> WindowReference:
+        """Before SGLang loads it."""
+        file = self.path / "config.json"
+        config = json.loads(file.read_text())
+        # That pool is for models that SGLang knows for it, or that say so.
+        config.update(is_hybrid_swa=True, hybrid_layer_pattern=[1, 0] * (WINDOWED.layers // 2))
+        config["sliding_window"] = WINDOW - 1  # here it counts the tokens before the one that sees them
+        file.write_text(json.dumps(config))
+        return self
+
+    def _make(self, size: Size) -> Any:
+        kinds = ["sliding_attention", "full_attention"] * (size.layers // 2)
+        more = {"tie_word_embeddings": True, "pad_token_id": 0, "logit_scale": 1.0}
+        return Cohere2ForCausalLM(Cohere2Config(**{**_sizes(size), **more}, sliding_window=WINDOW, layer_types=kinds))
+
+
+def _sizes(size: Size) -> dict[str, Any]:
+    return {
+        "hidden_size": size.hidden,
+        "intermediate_size": 2 * size.hidden,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 8192,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.3 if size.hidden <= 64 else 0.1,
+    }

@@ -32,6 +32,7 @@ SERVED: dict[str, dict[str, Any]] = {
         "disaggregation_transfer_backend": "kvgrpc",
     },
     "serving": {"tokenizer_worker_num": 1},
+    "memory": {"enable_unified_memory": False},
 }
 # What is set; what the refusal names, why, and what to do.
 REFUSED = {
@@ -69,13 +70,13 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     return given
 
 
-def kv_args(*states: StateType) -> Any:
-    return SimpleNamespace(state_types=list(states))
+def kv_args(*states: StateType, layout: str | None = None) -> Any:
+    return SimpleNamespace(state_types=list(states), swa_kv_cache_layout=layout)
 
 
 def test_the_settings_have_the_names_of_sglangs_arguments() -> None:
     places = namespace_of(ServerArgs)
-    for where in ("disagg", "serving"):
+    for where in ("disagg", "serving", "memory"):
         assert {name: places.get(name) for name in SERVED[where]} == dict.fromkeys(SERVED[where], where)
     assert places["enable_memory_saver"] == "exec.features"
 
@@ -107,12 +108,29 @@ def test_several_tokenizers_are_served_by_the_route_over_sglangs_own_name(settin
     limits.check_supported(kv_args())
 
 
-@pytest.mark.parametrize("state", list(StateType), ids=lambda state: str(state.value))
-def test_every_state_beside_the_kv_cache_is_refused_by_its_name(
-    settings: dict[str, dict[str, Any]], state: StateType
+def test_sliding_windows_in_a_pool_of_their_own_are_served(settings: dict[str, dict[str, Any]]) -> None:
+    limits.check_supported(kv_args(StateType.SWA, layout="nhd"))
+    settings["memory"]["enable_unified_memory"] = True
+    with pytest.raises(FeatureDisabled, match=r"--enable-unified-memory with sliding windows: .*one buffer; leave it"):
+        limits.check_supported(kv_args(StateType.SWA, layout="nhd"))
+
+
+@pytest.mark.parametrize(
+    ("states", "layout"),
+    [
+        *(((state,), None) for state in StateType),
+        ((StateType.SWA,), "hnd"),
+        ((StateType.SWA, StateType.BLOCK_SCALE_SWA), "nhd"),
+        ((StateType.MAMBA, StateType.SWA), "nhd"),
+    ],
+    ids=lambda given: "+".join(state.value for state in given) if isinstance(given, tuple) else str(given),
+)
+def test_every_other_state_beside_the_kv_cache_is_refused_by_its_name(
+    settings: dict[str, dict[str, Any]], states: tuple[StateType, ...], layout: str | None
 ) -> None:
-    with pytest.raises(FeatureDisabled, match=rf"besides its KV cache \({state.value}\): the adapter does not yet"):
-        limits.check_supported(kv_args(state))
+    names = ", ".join(state.value for state in states)
+    with pytest.raises(FeatureDisabled, match=rf"state besides the KV cache \({names}\): .*sliding windows alone"):
+        limits.check_supported(kv_args(*states, layout=layout))
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang.srt.disaggregation.base.conn import StateType
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel, get_serving
+from sglang.srt.runtime_context import get_disagg, get_exec, get_memory, get_parallel, get_serving
 
 from kvgrpc.engines.sglang.plugin import BACKEND
 from kvgrpc.errors import FeatureDisabled
@@ -15,13 +16,19 @@ def check_supported(kv_args: Any) -> None:
     """Raises FeatureDisabled that names the first setting of SGLang which cannot be served, and what to do."""
     parallel, disagg = get_parallel(), get_disagg()
     serving = get_serving()
-    states = ", ".join(state.value for state in getattr(kv_args, "state_types", ()))
+    states = list(getattr(kv_args, "state_types", ()))
     refused = (
         (
-            bool(states),
-            f"the model has state besides its KV cache ({states})",
-            "the adapter does not yet hand over the page numbers that its pools have of their own",
+            bool(states) and not _is_plain_window(kv_args),
+            f"state besides the KV cache ({', '.join(state.value for state in states)})",
+            "of such pools the adapter hands over that of sliding windows alone, in pages of tokens and heads",
             "use another transfer backend",
+        ),
+        (
+            bool(states) and get_memory().enable_unified_memory,
+            "--enable-unified-memory with sliding windows",
+            "pages of both pools lie in one buffer",
+            "leave it out",
         ),
         (
             parallel.pp_size > 1,
@@ -89,3 +96,7 @@ def check_supported(kv_args: Any) -> None:
             raise FeatureDisabled(
                 f"kvgrpc does not serve {what}: {why}; {remedy}", metadata={"feature": what, "howToEnable": remedy}
             )
+
+
+def _is_plain_window(kv_args: Any) -> bool:
+    return list(kv_args.state_types) == [StateType.SWA] and bool(kv_args.swa_kv_cache_layout == "nhd")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
 from kvgrpc.engines.addresses import bracketed, loopback_for
 from kvgrpc.engines.identity import MODEL_NAME, identity
 from kvgrpc.engines.sglang.limits import check_supported
-from kvgrpc.engines.sglang.rank import Place, external_registry, rank_config
+from kvgrpc.engines.sglang.rank import SLIDING_WINDOW, Place, external_registry, rank_config
 from kvgrpc.model import Layout, Role
 from kvgrpc.server import open_rank
 
@@ -42,6 +43,7 @@ class KvGrpcManager(BaseKVManager):
         self.prefill_info_table = EveryPrefill()
         self.external_registry = external_registry()
         self.page_bytes = sum(args.kv_item_lens)
+        self._has_window = bool(args.state_types)
         self._deferred: dict[int, KVReceiver] = {}
         role = Role.PREFILL if disaggregation_mode is DisaggregationMode.PREFILL else Role.DECODE
         check_supported(args)
@@ -52,6 +54,15 @@ class KvGrpcManager(BaseKVManager):
 
     def register_to_bootstrap(self) -> None:
         """The rank registers itself, and again whenever its registry was restarted."""
+
+    def pages_of_pools(self, kv: Any, states: Sequence[Any] | None) -> Any:
+        """Page numbers as our ends take them: a list for the only pool, or one for each pool by its name.
+
+        ``states``: SGLang's, one of each pool besides the KV cache; None with all pages of a prompt but the last.
+        """
+        if not self._has_window:
+            return kv
+        return {"kv": kv, SLIDING_WINDOW: states[0]} if states else {"kv": kv}
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Always known; see EveryPrefill."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.engines.addresses import bracketed, engine_name, is_wildcard
 from kvgrpc.model import UNKNOWN_MODEL, Layout, ModelIdentity, Pool, PoolKind, Region, Role
 from kvgrpc.net import split
 from kvgrpc.server import AuxBuffer, RankConfig, settings
+
+SLIDING_WINDOW = "swa"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ def rank_config(kv_args: Any, place: Place, plane: DataPlane | None = None) -> R
         "layout": place.layout,
         "dp": place.dp,
         "tp": place.tp,
-        "pools": (kv_pool(kv_args, place),),
+        "pools": pools(kv_args, place),
         "model": place.model,
         "aux": aux_buffers(kv_args.aux_data_ptrs, kv_args.aux_data_lens, kv_args.aux_item_lens),
         # Decode is dialled by nobody, and its requests name their registry.
@@ -84,25 +86,45 @@ def _host(address: str) -> tuple[str, ...]:
     return (split(address)[0],) if address else ()
 
 
-def kv_pool(kv_args: Any, place: Place) -> Pool:
-    """The KV cache: one region an entry of ``kv_data_ptrs``, in SGLang's order, which both sides share.
+def pools(kv_args: Any, place: Place) -> tuple[Pool, ...]:
+    """The KV cache, and that of layers with a sliding window where SGLang keeps it apart, in pages of other numbers."""
+    kv = Entries(kv_args.kv_data_ptrs, kv_args.kv_data_lens, kv_args.kv_item_lens)
+    names = regions_of(len(kv.items), getattr(kv_args, "num_draft_entries", 0), place.kv_heads)
+    layout = getattr(kv_args, "kv_layout", None) or place.page_layout
+    found = [_pool("kv", kv, names, layout, place.kv_heads, kv_args, place)]
+    for state in range(len(getattr(kv_args, "state_types", ()))):  # limits.py lets windows alone through
+        swa = Entries(*(getattr(kv_args, f"state_{what}")[state] for what in ("data_ptrs", "data_lens", "item_lens")))
+        # Heads of another number or size than the model's others: then only equal sizes fit.
+        heads = place.kv_heads if set(swa.items) == set(kv.items) else 0
+        names = regions_of(len(swa.items), 0, place.kv_heads)
+        found.append(_pool(SLIDING_WINDOW, swa, names, kv_args.swa_kv_cache_layout, heads, kv_args, place))
+    return tuple(found)
 
-    A page of SGLang is ``page_size`` tokens; an item of an entry is one page, of MHA all heads of its tokens in turn.
-    """
-    lengths, items = kv_args.kv_data_lens, kv_args.kv_item_lens
-    names = regions_of(len(items), getattr(kv_args, "num_draft_entries", 0), place.kv_heads)
-    total, tp = place.kv_heads, place.layout.tp
+
+class Entries(NamedTuple):
+    """SGLang's lists of one pool: K of each layer, then V of each. An item is one page: all heads of each token."""
+
+    addresses: Sequence[int]
+    lengths: Sequence[int]
+    items: Sequence[int]
+
+
+def _pool(
+    name: str, entries: Entries, names: Sequence[tuple[int, str]], layout: str, total: int, kv_args: Any, place: Place
+) -> Pool:
+    """One region an entry, in SGLang's order, which both sides share; a page is ``page_size`` tokens."""
+    tp = place.layout.tp
     return Pool(
-        name="kv",
+        name=name,
         kind=PoolKind.KV,
         page_tokens=kv_args.page_size,
-        pages=min(length // item for length, item in zip(lengths, items, strict=True)),
+        pages=min(length // item for length, item in zip(entries.lengths, entries.items, strict=True)),
         dtype=place.model.cache_dtype or kv_args.kv_cache_dtype_str,
         regions=tuple(
             Region(layer, component, address, item, item)
-            for (layer, component), address, item in zip(names, kv_args.kv_data_ptrs, items, strict=True)
+            for (layer, component), address, item in zip(names, entries.addresses, entries.items, strict=True)
         ),
-        axes=_axes(getattr(kv_args, "kv_layout", None) or place.page_layout, total),
+        axes=_axes(layout, total),
         heads_total=total,
         head_start=place.tp * total // tp,
         head_count=max(total // tp, 1) if total else 0,

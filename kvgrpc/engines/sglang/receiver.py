@@ -63,7 +63,7 @@ class KvGrpcReceiver(BaseKVReceiver):
             self.abort(f"kvgrpc serves prefixes of whole pages and no {', '.join(unsupported) or decode_prefix_len}")
             return
         self._has_pages = True
-        self._receiver.init(kv_indices, aux_index, prefix_pages)
+        self._receiver.init(self.kv_mgr.pages_of_pools(kv_indices, state_indices), aux_index, prefix_pages)
 
     def failure_exception(self) -> None:
         """Raises the reason. Where another rank failed this one gives up too, so that its pages come back."""

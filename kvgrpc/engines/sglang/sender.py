@@ -51,10 +51,14 @@ class KvGrpcSender(BaseKVSender):
         state_indices: list[Any] | None = None,
         num_kv_tokens: int | None = None,
     ) -> None:
-        """Queues pages; the last ones, with the aux row, are known by the count of ``init``."""
+        """Queues pages; the last ones, with the aux row, are known by the count of ``init``.
+
+        ``state_indices``: with the last ones, pages of the sliding window.
+        """
         event, self._early_send_wait_event = self._early_send_wait_event, None
         self._pages_sent += len(kv_indices)
-        self._sender.send(kv_indices, wait=None if event is None else event.synchronize)
+        pages = self.kv_mgr.pages_of_pools(kv_indices, state_indices)
+        self._sender.send(pages, wait=None if event is None else event.synchronize)
 
     def failure_exception(self) -> None:
         """Raises the reason. Where another rank failed, SGLang gives this rank's pages up too: so does the sender."""

@@ -86,6 +86,26 @@ def test_with_mla_every_rank_holds_all() -> None:
     assert (pool.heads_total, pool.head_start, pool.head_count, pool.axes) == (0, 0, 0, "")
 
 
+@pytest.mark.parametrize(
+    ("item_bytes", "heads"), [(PAGE_BYTES, (8, 6, 2)), (2 * PAGE_BYTES, (0, 0, 0))], ids=["as others", "other heads"]
+)
+def test_layers_with_a_sliding_window_are_a_pool_of_their_own(item_bytes: int, heads: tuple[int, int, int]) -> None:
+    state = {
+        "state_types": ["swa"],
+        "state_data_ptrs": [[0x500000, 0x600000]],
+        "state_data_lens": [[6 * item_bytes] * 2],
+        "state_item_lens": [[item_bytes] * 2],
+        "swa_kv_cache_layout": "nhd",
+    }
+    kv, windows = rank_config(kv_args(**state), place(kv_heads=8)).pools
+    assert (kv.name, kv.pages, windows.name, windows.pages, windows.page_tokens) == ("kv", PAGES, "swa", 6, 16)
+    assert [(each.layer, each.component, each.address, each.page_bytes) for each in windows.regions] == [
+        (0, "k", 0x500000, item_bytes),
+        (0, "v", 0x600000, item_bytes),
+    ]
+    assert (windows.heads_total, windows.head_start, windows.head_count) == heads
+
+
 def test_the_model_is_told_to_the_other_side() -> None:
     assert rank_config(kv_args(), place()).model == MODEL
 
