@@ -34,6 +34,7 @@ class StreamEnd:
         self._channels: list[grpc.aio.Channel] = []
         self._heard = 0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._sending = asyncio.Lock()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def serve(self) -> int:
@@ -58,8 +59,9 @@ class StreamEnd:
         self._loop.call_soon_threadsafe(action)
 
     async def send(self, frame: bytes) -> None:
-        """On the loop thread, one at a time."""
-        await self._call.write(frame)
+        """On the loop thread. gRPC takes one at a time, and the answer may come before a write has returned."""
+        async with self._sending:
+            await self._call.write(frame)
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """On the loop thread."""

@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
+from benchmarks import stages
 from benchmarks.__main__ import main
 from benchmarks.baselines.disaggregation import contiguous_groups
 from benchmarks.harness import quiet
@@ -45,6 +46,17 @@ def test_rows_run_beside_their_baselines_and_results_have_the_documented_fields(
         better = row["value"] / row["baseline_value"]
         assert row["ratio"] == pytest.approx(better if row["better"] == "higher" else 1 / better)
         assert row["name"] in done.stdout
+
+
+@pytest.mark.timeout(120)
+def test_the_stages_of_a_room_are_told_in_their_order(capsys: pytest.CaptureFixture[str]) -> None:
+    assert stages.main(["handoff.control_latency", "--rooms", "3"]) == 0
+    said = capsys.readouterr().out
+    assert "3 rooms" in said
+    reached = [line.split("│")[3].strip() for line in said.splitlines() if line.startswith("│")]
+    at = [float(cell) for cell in reached if cell]
+    assert at[0] == 0.0 and at == sorted(at)
+    assert len(at) == len(stages.WARM), f"a stage that no room reached: was its function renamed?\n{said}"
 
 
 def test_an_unknown_row_is_an_error() -> None:
