@@ -271,16 +271,20 @@ class TieredCache:
 
     # Keeper of the controller.
 
-    def reserve(self, count: int) -> Pages | Short:
-        """Host pages, at the cost of what is worth least."""
+    def reserve(self, count: int, behind: Sequence[str]) -> Pages | Short:
+        """Host pages, at the cost of what is worth least, but of nothing that they stand behind."""
         with self._lock:
             pages = self.host.table.take(count)
             if isinstance(pages, Short):
-                self._evict_host(pages.missing)
+                kept = self._tree.lock_prefix(behind)
+                try:
+                    self._evict_host(pages.missing)
+                finally:
+                    self._tree.unlock(kept)
                 pages = self.host.table.take(count)
             return pages
 
-    def keep(self, hashes: Sequence[str], covered: int, pages: Pages, extra_key: str) -> None:
+    def keep(self, hashes: Sequence[str], covered: int, pages: Pages, extra_key: str) -> int:
         """Prefetched pages are in the tree from now on; what came twice, or stands on nothing any more, is freed."""
         with self._lock:
             spare = self._tree.insert_host(hashes, covered, pages.tolist(), extra_key=extra_key)
@@ -288,6 +292,7 @@ class TieredCache:
                 self.host.table.release(as_pages(spare))
             if len(spare) < len(pages):
                 self._tell_stored(Tier.HOST, hashes[covered:], hashes[covered - 1] if covered else "")
+            return self._tree.leading(hashes)[1]
 
     def pages_of(self, hashes: Sequence[str]) -> Pages:
         """Host pages of the leading hashes, read-locked; as many as the host has, whether the device has them or
@@ -402,21 +407,29 @@ class TieredCache:
                 self._write(node)
 
     def _write(self, node: Node) -> bool:
-        if self.copies is None or node.device is None or node.host is not None:
+        """Begins to copy it to the host, after what lies before it and is not there: behind a gap nobody finds it."""
+        if node.device is None or node.host is not None:
             return False
-        # Host pages stand behind those of the prefix before them, or nobody would ever find them.
-        if node.parent is not None and node.parent.parent is not None and node.parent.host is None:
-            self._write(node.parent)
-        room = self.reserve(len(node))
+        missing = [node]
+        while (before := missing[-1].parent) is not None and before.parent is not None and before.host is None:
+            missing.append(before)
+        return all(self._write_one(each) for each in reversed(missing))
+
+    def _write_one(self, node: Node) -> bool:
+        if self.copies is None or node.device is None:
+            return False
+        # Before there is room: that does not come from what lies before it. The ack unlocks it.
+        self._tree.lock(node)
+        room = self.reserve(len(node), ())
         if isinstance(room, Short):
+            self._tree.unlock(node)
             return False
         self._tree.set_host(node, room.tolist(), writing=True)
-        self._tree.lock(node)
         try:
             self.copies.write(node.device, node=node, priority=node.priority, host_pages=room)
         except Exception as error:
-            self._tree.unlock(node)
             self._tree.set_host(node, None)
+            self._tree.unlock(node)
             self.host.table.release(room)
             if isinstance(error, TooManyRequests):
                 return False

@@ -152,7 +152,7 @@ class PrefixTree:
         """Host pages of ``hashes[start:]``. What lies before must be cached; else nothing is kept. Returned: the
         spare."""
         _same_length(hashes[start:], pages)
-        if self._known(hashes) < start:
+        if self.match(hashes[:start], touch=False).pages < start:
             return list(pages)
         spare: list[int] = []
         done = 0
@@ -200,6 +200,13 @@ class PrefixTree:
         while node is not None and node is not self._root:
             node.locks += 1
             node = node.parent
+
+    def lock_prefix(self, hashes: Sequence[str]) -> Node | None:
+        """Locks what is cached of a prompt, and no page behind it; ``unlock`` takes what it returns. Not a use."""
+        path = self._path(hashes, split=True)
+        last = path[-1][0] if path else None
+        self.lock(last)
+        return last
 
     def unlock(self, node: Node | None) -> None:
         """Raises InvalidRequest for one that is not locked."""
@@ -275,9 +282,6 @@ class PrefixTree:
                 break
             node = child
         return path
-
-    def _known(self, hashes: Sequence[str]) -> int:
-        return sum(length for _, length in self._path(hashes, split=False))
 
     def _grow(self, hashes: Sequence[str], extra_key: str, priority: int, cut: int = 0) -> Iterator[Node]:
         """Nodes that are exactly ``hashes``, those that were missing made; a border lies at ``cut``."""

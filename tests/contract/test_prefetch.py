@@ -436,11 +436,12 @@ class EnginesTree:
     def leading(self, hashes: Sequence[str]) -> int:
         return next((index for index, each in enumerate(hashes) if each not in self.pages), len(hashes))
 
-    def reserve(self, count: int) -> Pages | Short:
+    def reserve(self, count: int, behind: Sequence[str]) -> Pages | Short:
         return self.host.table.take(count)
 
-    def keep(self, hashes: Sequence[str], covered: int, pages: Pages, extra_key: str) -> None:
+    def keep(self, hashes: Sequence[str], covered: int, pages: Pages, extra_key: str) -> int:
         self.pages.update(zip(hashes[covered:], pages.tolist(), strict=True))
+        return self.leading(hashes)
 
     def pages_of(self, hashes: Sequence[str]) -> Pages:
         pages = as_pages([self.pages[each] for each in hashes[: self.leading(hashes)]])

@@ -4,6 +4,7 @@ bytes."""
 from __future__ import annotations
 
 import random
+import sys
 
 import pytest
 
@@ -89,6 +90,46 @@ class TestWritePolicies:
         engine.copies.device.table.release(taken)
         engine.request(["a", "a b"])
         assert engine.loaded == 2
+        engine.close()
+
+    def test_a_write_never_costs_the_prefix_that_it_stands_behind(self) -> None:
+        engine = Engine(WritePolicy.WRITE_THROUGH_SELECTIVE, host_pages=4)
+        hashes = [f"{'x' * number}" for number in range(1, 7)]
+        engine.request(hashes[:4])
+        engine.request(hashes)
+        for end in (4, 6):
+            engine.cache.write_back(hashes[:end])
+            assert engine.copies.wait_idle(SECONDS)
+            until(lambda: not engine.controller.book.open())  # a backup's pages cannot go
+        engine.cache.evict_device(24)
+        assert engine.cache.leading_by_tier(hashes) == (0, 4)
+        engine.close()
+
+    def test_nothing_is_written_behind_a_prefix_that_has_no_room(self) -> None:
+        engine = Engine(WritePolicy.WRITE_BACK, host_pages=2)
+        engine.request(["a", "a b", "a b c"])
+        engine.request(["a", "a b", "a b c", "a b c d"])
+        engine.cache.evict_device(1)
+        assert engine.copies.wait_idle(SECONDS)
+        assert engine.copies.host.table.free_count == 2
+        engine.close()
+
+    def test_a_prefix_of_very_many_runs_is_written_as_one_of_few(self) -> None:
+        pages, most = 300, sys.getrecursionlimit()
+        engine = Engine(WritePolicy.WRITE_BACK, device_pages=pages, host_pages=pages)
+        taken = engine.cache.take_device(pages)
+        assert not isinstance(taken, Short)
+        hashes = [f"{number:04d}" for number in range(pages)]
+        for end in range(1, pages + 1):
+            engine.cache.insert(hashes[:end], taken[:end].tolist())
+        sys.setrecursionlimit(pages)
+        try:
+            assert engine.cache.take_device(1) == Short(1)
+        finally:
+            sys.setrecursionlimit(most)
+        assert engine.copies.wait_idle(SECONDS)
+        assert engine.copies.host.table.counts()["present"] == pages
+        until(lambda: not engine.controller.book.open())
         engine.close()
 
     def test_a_copy_on_its_way_survives_that_its_run_is_split(self) -> None:

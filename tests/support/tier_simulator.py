@@ -38,6 +38,7 @@ class TierSimulator:
 
     def __init__(self, device_pages: int, host_pages: int) -> None:
         self.hits = Hits()
+        self._host_pages = host_pages
         self._room = {"device": device_pages, "host": host_pages}
         self._pages: dict[Page, _Known] = {}
         self._storage: set[Page] = set()
@@ -62,14 +63,13 @@ class TierSimulator:
         self._storage.update(pages)
 
     def _prefetch(self, pages: Sequence[Page]) -> int:
-        covered = len(self._leading(pages))
-        wanted = 0
+        prefix = self._leading(pages)
+        covered, wanted = len(prefix), 0
         while covered + wanted < len(pages) and pages[covered + wanted] in self._storage:
             wanted += 1
-        self._take("host", wanted, set())
-        if len(self._leading(pages)) < covered:
-            self._room["host"] += wanted
-            return 0
+        # What comes stands behind the prefix, which stays; so fewer come where the host has no room for both.
+        wanted = min(wanted, self._host_pages - sum(each.host for each in prefix))
+        self._take("host", wanted, {each.page for each in prefix})
         for each in self._insert(pages[: covered + wanted])[covered:]:
             each.host = True
         return wanted

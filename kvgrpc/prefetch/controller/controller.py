@@ -57,12 +57,13 @@ class CacheController:
         self.host = host
         self.storage = storage
         self.limits = limits or PrefetchLimits()
-        self.keeper = keeper or CompletionQueue(host.table)
+        # Not ``or``: a keeper may have a length, and be empty.
+        self.keeper = CompletionQueue(host.table) if keeper is None else keeper
         self.book = OperationBook(self.limits)
         self._key_of = key_of
         self._closed = False
         self._alarms = Alarms("prefetch-alarms")
-        agreement = agreement or AloneAgreement()
+        agreement = AloneAgreement() if agreement is None else agreement
         self._prefetcher: Prefetcher | None = None
         self._backup: Backup | None = None
         if storage is not None:

@@ -21,11 +21,13 @@ class Keeper(Protocol):
     def leading(self, hashes: Sequence[str]) -> int:
         """How many pages from the first on need not come, because host or device has them."""
 
-    def reserve(self, count: int) -> Pages | Short:
-        """So many RESERVED host pages."""
+    def reserve(self, count: int, behind: Sequence[str]) -> Pages | Short:
+        """So many RESERVED host pages, for what comes behind the pages of ``behind``: room is not made by evicting any
+        of those, without which nobody would find what comes."""
 
-    def keep(self, hashes: Sequence[str], covered: int, pages: Pages, extra_key: str) -> None:
-        """PRESENT pages of ``hashes[covered:]`` are the keeper's from now on."""
+    def keep(self, hashes: Sequence[str], covered: int, pages: Pages, extra_key: str) -> int:
+        """PRESENT pages of ``hashes[covered:]`` are the keeper's from now on, whatever it answers: how many leading
+        pages of ``hashes`` are found now. Fewer than all: what the others stood behind was evicted meanwhile."""
 
     def pages_of(self, hashes: Sequence[str]) -> Pages:
         """The PRESENT host pages of the leading hashes, each read-locked in the pool's table: whoever asks ends
@@ -66,7 +68,7 @@ class CompletionQueue:
     def leading(self, hashes: Sequence[str]) -> int:
         return 0
 
-    def reserve(self, count: int) -> Pages | Short:
+    def reserve(self, count: int, behind: Sequence[str]) -> Pages | Short:
         pages = self._table.take(count)
         while isinstance(pages, Short):
             with self._lock:
@@ -77,10 +79,11 @@ class CompletionQueue:
             pages = self._table.take(count)
         return pages
 
-    def keep(self, hashes: Sequence[str], covered: int, pages: Pages, extra_key: str) -> None:
+    def keep(self, hashes: Sequence[str], covered: int, pages: Pages, extra_key: str) -> int:
         with self._lock:
             self._number += 1
             self._waiting[self._number] = Landed(tuple(hashes), covered, pages, extra_key)
+        return len(hashes)
 
     def pages_of(self, hashes: Sequence[str]) -> Pages:
         """What waits is known by the request it came for only."""

@@ -173,7 +173,7 @@ class Prefetcher:
         if decision.stop is Stop.RANK_ABSENT or wanted < min(least, len(operation.hashes)):
             self._withdraw(operation, decision.stop or Stop.BELOW_THRESHOLD)
             return
-        room, stop = self._room(wanted, least)
+        room, stop = self._room(wanted, least, operation.hashes[: operation.covered])
         if not len(room):
             self._withdraw(operation, stop)
             return
@@ -182,7 +182,7 @@ class Prefetcher:
             self._occupied += len(room)
         self._vote(operation, Stage.RESERVED, operation.covered + len(room), stop, self._begin_reading)
 
-    def _room(self, wanted: int, least: int) -> tuple[Pages, Stop]:
+    def _room(self, wanted: int, least: int, behind: Sequence[str]) -> tuple[Pages, Stop]:
         """Host pages, as many as there are up to ``wanted``, and why they are fewer; none where less than ``least``."""
         with self._book.lock:
             share, others = self.capacity() - self._occupied, self._occupied > 0
@@ -192,10 +192,11 @@ class Prefetcher:
             wanted, stop = share, Stop.RATE_LIMITED if others else Stop.CAPACITY
         if wanted < least:
             return _NONE.copy(), stop
-        pages = self._keeper.reserve(wanted)
+        pages = self._keeper.reserve(wanted, behind)
         if isinstance(pages, Short):
             stop = Stop.CAPACITY
-            pages = self._keeper.reserve(wanted - pages.missing) if wanted - pages.missing >= least else pages
+            fewer = wanted - pages.missing
+            pages = self._keeper.reserve(fewer, behind) if fewer >= least else pages
         return (_NONE.copy(), stop) if isinstance(pages, Short) else (pages, stop)
 
     def _withdraw(self, operation: Operation, stop: Stop) -> None:
@@ -354,29 +355,37 @@ class Prefetcher:
             self._lingering -= sum(map(len, operation.lingering.values()))
             operation.lingering.clear()
             completed = min(decision.pages, operation.prefix())
-            count = max(0, completed - operation.covered)
-            self._give_back(operation, count)
+            completed = max(operation.covered, completed)
+            self._give_back(operation, completed - operation.covered)
             pages, operation.pages = operation.pages, _NONE
-            operation.completed = operation.covered + count
-            operation.outcomes[count:] = [
-                PageOutcome.SKIPPED if outcome is PageOutcome.OK else outcome for outcome in operation.outcomes[count:]
-            ]
             self._occupied -= len(pages)
-        if len(pages):
-            self._keep(operation, pages)
-        stop = operation.stop or decision.stop
-        whole = operation.completed == operation.agreed and not operation.cut
-        state = OperationState.DONE if whole else _state_of(stop, count)
+        found = self._keep(operation, completed, pages) if len(pages) else completed
+        self._completed(operation, found)
+        stop = operation.stop or (Stop.PAGE_LOST if found < completed else decision.stop)
+        whole = found == operation.agreed and not operation.cut
+        state = OperationState.DONE if whole else _state_of(stop, max(0, found - operation.covered))
         self._over(operation, state, Stop.NONE if whole else stop)
 
-    def _keep(self, operation: Operation, pages: Pages) -> None:
+    def _keep(self, operation: Operation, completed: int, pages: Pages) -> int:
+        """How many leading pages of the request are found once the keeper has these."""
         self._host.table.commit(pages)
         try:
-            self._keeper.keep(operation.hashes[: operation.completed], operation.covered, pages, operation.extra_key)
+            found = self._keeper.keep(operation.hashes[:completed], operation.covered, pages, operation.extra_key)
         except Exception:
             # A keeper that raised took nothing.
             self._host.table.release(pages)
+            self._completed(operation, operation.covered)
             raise
+        return min(found, completed)
+
+    def _completed(self, operation: Operation, pages: int) -> None:
+        """So many leading pages are in place; those behind them that were read came in vain."""
+        with self._book.lock:
+            operation.completed = pages
+            count = max(0, pages - operation.covered)
+            operation.outcomes[count:] = [
+                PageOutcome.SKIPPED if outcome is PageOutcome.OK else outcome for outcome in operation.outcomes[count:]
+            ]
 
     # What the steps share.
 
