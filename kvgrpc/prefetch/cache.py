@@ -10,12 +10,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from kvgrpc.errors import FeatureDisabled, TooManyRequests
+from kvgrpc.errors import FeatureDisabled, InvalidRequest, TooManyRequests
 from kvgrpc.prefetch.model import Short, Tier, TierUse, WritePolicy
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.pages import Pages, as_pages
@@ -36,14 +36,17 @@ CacheListener = Callable[[Tier, str, Sequence[str], str], None]
 _HITS = {WritePolicy.WRITE_THROUGH: 1, WritePolicy.WRITE_THROUGH_SELECTIVE: 2}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Held:
     """A cached prefix that stays until ``TieredCache.release``: ``device`` pages from the front, then ``host``
-    pages."""
+    pages. The rest is the cache's own account of its loads."""
 
     device: tuple[int, ...]
     host: tuple[int, ...]
     node: Node | None
+    loading: int = 0
+    loaded: list[int] = field(default_factory=list)
+    released: bool = False
 
     @property
     def pages(self) -> int:
@@ -75,6 +78,8 @@ class TieredCache:
         self._listener = listener
         self._controller: CacheController | None = None
         self._tree = PrefixTree()
+        # Device pages that a load brings, or brought a second time: their request's until it is released.
+        self._loads: dict[int, Held] = {}
         self._lock = threading.RLock()
         self._counts = {name: 0 for name in ("device_hits", "host_hits", "misses", "evicted_device", "evicted_host")}
 
@@ -96,9 +101,12 @@ class TieredCache:
             return Held(found.device, found.host, found.last)
 
     def release(self, held: Held) -> None:
-        """Its pages may be evicted again. Once for each ``match``."""
+        """Its pages may be evicted again. Once for each ``match``: raises InvalidRequest."""
         with self._lock:
+            _check_open(held)
+            held.released = True
             self._tree.unlock(held.node)
+            self._free_loads(held)
 
     def take_device(self, count: int) -> Pages | Short:
         """So many device pages for the engine to compute into, RESERVED; evicts what is worth least.
@@ -120,47 +128,39 @@ class TieredCache:
         """The engine computed ``device_pages[i]`` as ``hashes[i]``, from the prompt's first page on: they are the
         cache's.
 
-        Pages that were cached already under another number are freed. Cached pages of a ``match`` are passed again.
+        Pages that were cached already under another number are freed, those of a load with its ``release``. Cached
+        pages of a ``match`` are passed again, and so are those of a ``load``, be its ack there or not.
         ``extra_key``: the one that the hashes began with; it is part of the keys under which storage gets the pages.
         """
         copies = self._copies()
+        if len(hashes) != len(device_pages):
+            raise InvalidRequest.of("pages", f"{len(device_pages)} pages for {len(hashes)} hashes", "as many as hashes")
         with self._lock:
             table = copies.device.table
             pages = as_pages(device_pages)
-            fresh = table.reserved_of(pages)
-            table.commit(fresh)
-            spare = as_pages(self._tree.insert_device(hashes, pages.tolist(), extra_key=extra_key, priority=priority))
-            if len(spare):
-                table.release(np.intersect1d(spare, fresh))
+            fresh = table.commit_reserved(pages)
+            spare = set(self._tree.insert_device(hashes, pages.tolist(), extra_key=extra_key, priority=priority))
+            table.release(as_pages([page for page in fresh.tolist() if page in spare and page not in self._loads]))
+            for page in self._loads.keys() & set(pages.tolist()) - spare:
+                del self._loads[page]
             self._tell_stored(Tier.DEVICE, hashes)
             if self.write_policy is WritePolicy.WRITE_THROUGH:
                 self._write_through(self._tree.match(hashes, touch=False).nodes, used=1)
 
     def load(self, held: Held, *, priority: int = 0) -> Pages | Short:
-        """Queues the host part of a match for the device; its device pages. ``start_loading`` begins, its ack ends
-        it."""
-        copies = self._copies()
+        """Queues the host part of a match for the device; the device pages of all of it, those included that came there
+        since the match. ``start_loading`` begins, its ack ends it. The pages stay until ``release``."""
         with self._lock:
-            nodes = []
-            node = held.node
-            while node is not None and node.parent is not None and node.device is None:
-                nodes.append(node)
-                node = node.parent
-            nodes.reverse()
-            count = sum(map(len, nodes))
-            device = self.take_device(count)
-            if isinstance(device, Short) or not count:
+            _check_open(held)
+            nodes = _last_nodes(held.node, len(held.host))
+            there = [page for node in nodes for page in node.device or ()]
+            host = as_pages([page for node in nodes if node.device is None for page in node.host or ()])
+            device = self.take_device(len(host))
+            if isinstance(device, Short):
                 return device
-            host = as_pages([page for node in nodes for page in node.host or ()])
-            last = nodes[-1]
-            self._tree.lock(last)
-            try:
-                copies.load(host, node=(last, tuple(nodes)), priority=priority, device_pages=device)
-            except Exception:
-                self._tree.unlock(last)
-                copies.device.table.release(device)
-                raise
-            return device
+            if len(host):
+                self._begin_load(held, host, device, priority)
+            return np.concatenate([as_pages(there), device])
 
     def start_loading(self) -> LayerSignal | None:
         """Begins all queued loads; what a forward pass waits on layer by layer."""
@@ -215,12 +215,16 @@ class TieredCache:
     def clear(self) -> None:
         """Gives every page back, whoever holds it; once nothing copies any more."""
         with self._lock:
-            nodes = list(self._tree.nodes())
-            for node in nodes:
+            for node in list(self._tree.nodes()):
                 if node.device is not None:
                     self._copies().device.table.release(as_pages(node.device))
                 if node.host is not None:
                     self.host.table.release(as_pages(node.host))
+                # Whoever holds it may release it yet: that must find nothing.
+                node.parent = node.device = node.host = None
+            if self._loads:
+                self._copies().device.table.release(as_pages(list(self._loads)))
+                self._loads.clear()
             self._tree = PrefixTree()
 
     # For operators and the service.
@@ -371,28 +375,50 @@ class TieredCache:
             self._back_up(written[-1], [each for part in written for each in part.hashes], ack.host_pages)
 
     def _loaded(self, ack: CopyAck) -> None:
-        assert isinstance(ack.node, tuple)
-        last, _ = ack.node
-        table = self._copies().device.table
-        if ack.ok:
-            # Nodes may have been split, so the chain is read anew; it is locked, so it is there.
-            chain: list[Node] = []
-            walk: Node | None = last
-            left = len(ack.device_pages)
-            while walk is not None and left > 0:
-                chain.insert(0, walk)
-                left -= len(walk)
-                walk = walk.parent
-            done = 0
-            for node in chain:
-                part = ack.device_pages[done : done + len(node)]
-                done += len(node)
-                if node.device is None:
-                    self._tree.set_device(node, part.tolist())
-                    self._tell(Tier.DEVICE, "stored", node.hashes, _before(node))
-                else:
-                    table.release(part)
-        self._tree.unlock(last)
+        held = ack.node
+        assert isinstance(held, Held)
+        held.loading -= 1
+        pages = ack.device_pages
+        # Nodes may have been split, so the chain is read anew; it is locked, so it is there.
+        for node in _last_nodes(held.node, len(pages)) if ack.ok else ():
+            part, pages = pages[: len(node)], pages[len(node) :]
+            if node.device is None:
+                # An insert that came before has settled the front of this load, and the copy engine then none of it.
+                self._copies().device.table.commit_reserved(part)
+                self._tree.set_device(node, part.tolist())
+                self._tell(Tier.DEVICE, "stored", node.hashes, _before(node))
+                self._forget_loads(held, part)
+        if not ack.ok:
+            self._forget_loads(held, pages)
+        self._tree.unlock(held.node)
+        if held.released:
+            self._free_loads(held)
+
+    def _begin_load(self, held: Held, host: Pages, device: Pages, priority: int) -> None:
+        copies = self._copies()
+        self._tree.lock(held.node)
+        try:
+            copies.load(host, node=held, priority=priority, device_pages=device)
+        except Exception:
+            self._tree.unlock(held.node)
+            copies.device.table.release(device)
+            raise
+        held.loading += 1
+        held.loaded += device.tolist()
+        self._loads.update(dict.fromkeys(device.tolist(), held))
+
+    def _forget_loads(self, held: Held, pages: Pages) -> None:
+        for page in pages.tolist():
+            if self._loads.get(page) is held:
+                del self._loads[page]
+
+    def _free_loads(self, held: Held) -> None:
+        """Gives back what a request loaded although another had brought it, once nothing of it moves."""
+        if not held.loading:
+            doubles = as_pages([page for page in held.loaded if self._loads.get(page) is held])
+            self._forget_loads(held, doubles)
+            if len(doubles):
+                self._copies().device.table.release(doubles)
 
     def _back_up(self, last: Node, hashes: Sequence[str], pages: Pages) -> None:
         if self._controller is None or self._controller.storage is None or not self._backup:
@@ -487,6 +513,21 @@ class TieredCache:
                 metadata={"feature": "device tier", "howToEnable": "give TieredCache a CopyEngine"},
             )
         return self.copies
+
+
+def _check_open(held: Held) -> None:
+    if held.released:
+        raise InvalidRequest.of("held", "one that was released", "a match that is not over")
+
+
+def _last_nodes(node: Node | None, pages: int) -> list[Node]:
+    """Those of the last so many pages of the prefix that ends with ``node``, in order."""
+    nodes: list[Node] = []
+    while node is not None and pages > 0:
+        nodes.append(node)
+        pages -= len(node)
+        node = node.parent
+    return nodes[::-1]
 
 
 def _before(node: Node) -> str:

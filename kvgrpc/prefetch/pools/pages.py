@@ -122,10 +122,12 @@ class PageTable:
         with self._lock:
             return bool(np.all(self._state[pages] == PageState.PRESENT))
 
-    def reserved_of(self, pages: Pages) -> Pages:
-        """Those of them that are RESERVED."""
+    def commit_reserved(self, pages: Pages) -> Pages:
+        """Those of them that are RESERVED, which are PRESENT from now on; the others must be that already."""
         with self._lock:
+            self._expect("commit", pages, (PageState.RESERVED, PageState.PRESENT))
             reserved: Pages = pages[self._state[pages] == PageState.RESERVED]
+            self._state[reserved] = PageState.PRESENT
             return reserved
 
     def all_reserved(self, pages: Pages) -> bool:
