@@ -132,6 +132,19 @@ def test_deleted_pages_are_gone_and_counted(backend: StorageBackend, arena: Aren
     assert statuses == [PageStatus.OK, PageStatus.MISSING, PageStatus.MISSING, PageStatus.OK]
 
 
+def test_what_is_counted_is_what_a_clear_drops(backend: StorageBackend, arena: Arena) -> None:
+    """Also where pages came twice, did not fit, or were deleted."""
+    arena.fill_all()
+    names = keys(4)
+    backend.write(names, arena.pages(0, 1, 2, 3), SECONDS)
+    backend.write([names[0], names[0]], arena.pages(4, 5), SECONDS)
+    assert backend.write([names[1]], [arena.pages(6)[0][:1]], SECONDS)[0].status is PageStatus.FAILED
+    assert backend.delete([names[2]], SECONDS) == 1
+    assert backend.count("", SECONDS) in (3, None)
+    assert backend.clear("", SECONDS) == 3
+    assert backend.count("", SECONDS) in (0, None)
+
+
 def test_clear_drops_everything(backend: StorageBackend, arena: Arena) -> None:
     arena.fill_all()
     backend.write(keys(4), arena.pages(0, 1, 2, 3), SECONDS)

@@ -51,8 +51,9 @@ class Slots:
             return slot.nbytes if slot is not None and slot.complete else None
 
     def keys(self) -> list[str]:
+        """Of complete pages: one that is being written may come to nothing."""
         with self._changed:
-            return list(self._pages)
+            return [key for key, slot in self._pages.items() if slot.complete]
 
     def read(self, key: str) -> Slot | None:
         """The slot of a complete page, which stays until ``end``; counts as a use."""

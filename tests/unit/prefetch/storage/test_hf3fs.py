@@ -99,6 +99,33 @@ def test_a_slot_that_is_read_is_nobody_elses(tmp_path: Path, monkeypatch: pytest
     assert backend.close(SECONDS)
 
 
+def test_a_page_that_is_being_written_counts_once_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, memory = opened(tmp_path), arena()
+    memory.fill_all()
+    assert backend.write(keys(0), memory.pages(0), SECONDS) == [OK]
+    begun, gate, write = threading.Event(), threading.Event(), LocalClient.write
+
+    def held(client: LocalClient, offset: int, pieces: Sequence[memoryview]) -> None:
+        begun.set()
+        assert gate.wait(SECONDS)
+        write(client, offset, pieces)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalClient, "write", held)
+        results: list[Any] = []
+        writing = threading.Thread(target=lambda: results.extend(backend.write(keys(1), memory.pages(1), SECONDS)))
+        writing.start()
+        assert begun.wait(SECONDS)
+        assert backend.contains(keys(0, 1), SECONDS) == [True, False]
+        assert (backend.count("page-", SECONDS), backend.stats().pages, backend.stats().nbytes) == (1, 1, NBYTES)
+        gate.set()
+        writing.join(SECONDS)
+    assert results == [OK]
+    assert (backend.count("page-", SECONDS), backend.stats().pages, backend.stats().nbytes) == (2, 2, 2 * NBYTES)
+    assert backend.clear("page-", SECONDS) == 2
+    assert backend.close(SECONDS)
+
+
 @pytest.mark.parametrize("cut", [0, 1, 4095, 4096, 4100, 4096 + NBYTES - 1, 4096 + NBYTES, 2 * 4096 + NBYTES - 1])
 def test_a_writer_that_is_killed_at_any_byte_leaves_the_page_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int
