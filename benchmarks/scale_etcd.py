@@ -7,13 +7,8 @@ own. The rate is of one Python client beside it; what etcd itself needs of a CPU
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import shutil
-import socket
-import subprocess
-import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +20,7 @@ from kvgrpc.registry.store.etcd.keys import Keys
 from kvgrpc.registry.store.etcd.renewal import Renewal
 from kvgrpc.registry.store.etcd.transactions import registration
 from kvgrpc.registry.wire import PoolCache
+from tests.support.etcd import running_etcd
 
 AT_ONCE, RENEWED_AT_ONCE, RENEWALS, TTL = 64, 200, 10, 600
 FIRST_LEASE = 1 << 40
@@ -34,10 +30,10 @@ Say = Callable[[str, float, str], None]
 async def measure_etcd(nodes: Sequence[list[RankRow]], say: Say) -> None:
     """``nodes``: the ranks of one process each."""
     for fsync in (False, True):
-        with _running(fsync) as (address, process):
-            client = EtcdClient([address])
+        with running_etcd(fsync=fsync) as etcd:
+            client = EtcdClient([etcd.address])
             try:
-                await _measure(client, process, nodes, say, "with fsync" if fsync else "without fsync")
+                await _measure(client, psutil.Process(etcd.pid), nodes, say, "with fsync" if fsync else "without fsync")
             finally:
                 await client.close()
 
@@ -88,40 +84,3 @@ async def _each(call: Callable[[int], Awaitable[None]], count: int) -> None:
             await call(number)
 
     await asyncio.gather(*(worker() for _ in range(AT_ONCE)))
-
-
-@contextlib.contextmanager
-def _running(fsync: bool) -> Iterator[tuple[str, psutil.Process]]:
-    """One member, its address and its process. Raises RuntimeError where etcd is not installed or does not start."""
-    if (etcd := shutil.which("etcd")) is None:
-        raise RuntimeError("etcd is not installed: .ci/setup etcd")
-    client, peer = (f"127.0.0.1:{_free_port()}" for _ in range(2))
-    with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "wb") as log:
-        command = [etcd, "--name", "only", "--data-dir", f"{folder}/data", *([] if fsync else ["--unsafe-no-fsync"])]
-        command += ["--listen-client-urls", f"http://{client}", "--advertise-client-urls", f"http://{client}"]
-        command += ["--listen-peer-urls", f"http://{peer}", "--initial-advertise-peer-urls", f"http://{peer}"]
-        process = subprocess.Popen([*command, "--initial-cluster", f"only=http://{peer}"], stdout=log, stderr=log)
-        try:
-            _wait_for(client, process)
-            yield client, psutil.Process(process.pid)
-        finally:
-            process.kill()
-            process.wait()
-
-
-def _wait_for(address: str, process: subprocess.Popen[bytes]) -> None:
-    host, port = address.split(":")
-    for _ in range(3_000):
-        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), 1):
-            return
-        if process.poll() is not None:
-            break
-        time.sleep(0.01)
-    raise RuntimeError(f"etcd does not answer at {address}")
-
-
-def _free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port

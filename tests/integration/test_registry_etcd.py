@@ -38,11 +38,11 @@ from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.common_pb2 import ROLE_PREFILL
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
 from kvgrpc.wire import rank_ref_to_pb
-from tests.integration.etcd_serving import Etcd, free_port, needs_etcd, running_etcd
+from tests.support.etcd import ETCD, Etcd, free_port, running_etcd
 from tests.support.registry_serving import POOLS, TP2, dial, failure, request_of, until
 from tests.unit.registry.builders import pool, ranks, row
 
-pytestmark = needs_etcd
+pytestmark = pytest.mark.skipif(ETCD is None, reason="etcd is not installed (Debian: etcd-server)")
 
 TTL = 2.0
 

@@ -1,4 +1,4 @@
-"""A real etcd in a process of its own, and registries over it."""
+"""A real etcd in a process of its own, for tests of registries over it and for what measures one."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ETCD = shutil.which("etcd")
-needs_etcd = pytest.mark.skipif(ETCD is None, reason="etcd is not installed (Debian: etcd-server)")
 
 
 class Etcd:
-    """One member that keeps its address and its data over restarts."""
+    """One member that keeps its address and its data over restarts. ``fsync`` False: what it says is on disk may not
+    be yet."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, fsync: bool = False) -> None:
         self._folder = folder
+        self._fsync = fsync
         self._client, self._peer = free_port(), free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -30,14 +29,22 @@ class Etcd:
     def address(self) -> str:
         return f"127.0.0.1:{self._client}"
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def start(self) -> Etcd:
-        assert ETCD is not None
+        """Returns once it answers. Raises RuntimeError where etcd is not installed or does not start."""
+        if ETCD is None:
+            raise RuntimeError("etcd is not installed: .ci/setup etcd")
         client, peer = f"http://{self.address}", f"http://127.0.0.1:{self._peer}"
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 [
                     ETCD,
-                    *("--name", "only", "--data-dir", str(self._folder / "data"), "--unsafe-no-fsync"),
+                    *("--name", "only", "--data-dir", str(self._folder / "data")),
+                    *(() if self._fsync else ("--unsafe-no-fsync",)),
                     *("--listen-client-urls", client, "--advertise-client-urls", client),
                     *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
                     *("--initial-cluster", f"only={peer}"),
@@ -47,8 +54,10 @@ class Etcd:
             )
         end = time.monotonic() + 30
         while not self._answers():
-            assert time.monotonic() < end and self._process.poll() is None, (self._folder / "log").read_text()[-2_000:]
-            time.sleep(0.02)
+            if time.monotonic() >= end or self._process.poll() is not None:
+                self.kill()
+                raise RuntimeError(f"etcd does not answer: {(self._folder / 'log').read_text()[-2_000:]}")
+            time.sleep(0.01)
         return self
 
     def kill(self) -> None:
@@ -76,9 +85,9 @@ class Etcd:
 
 
 @contextlib.contextmanager
-def running_etcd() -> Iterator[Etcd]:
+def running_etcd(*, fsync: bool = False) -> Iterator[Etcd]:
     with tempfile.TemporaryDirectory() as folder:
-        etcd = Etcd(Path(folder)).start()
+        etcd = Etcd(Path(folder), fsync=fsync).start()
         try:
             yield etcd
         finally:
