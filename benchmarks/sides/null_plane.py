@@ -6,20 +6,11 @@ import mmap
 from collections.abc import Sequence
 
 from benchmarks.baselines.engines import allocate
-from kvgrpc.dataplane.base import MemoryRange, Outcome, Peer, Result, Transfer, U64Array
+from kvgrpc.dataplane.base import EndedTransfer, MemoryRange, Outcome, Peer, Result, Transfer, U64Array
 
 
 class NullPeer:
     """Nobody's memory."""
-
-
-class NullTransfer:
-    """Done from the start, and moved nothing."""
-
-    def poll(self) -> Result | None:
-        return _DONE
-
-    def stop(self) -> None: ...
 
 
 class NullDataPlane:
@@ -28,6 +19,7 @@ class NullDataPlane:
     name = "null"
     poll_interval = 0.0
     quick_bytes = 2**63
+    gathers_slices = False
 
     def __init__(self) -> None:
         self._maps: list[mmap.mmap] = []
@@ -55,5 +47,4 @@ class NullDataPlane:
         return True
 
 
-_DONE = Result(Outcome.DONE)
-_TRANSFER = NullTransfer()
+_TRANSFER = EndedTransfer(Result(Outcome.DONE))

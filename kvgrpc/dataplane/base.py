@@ -15,7 +15,17 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Bounded", "DataPlane", "MemoryRange", "Outcome", "Peer", "Result", "Transfer", "U64Array"]
+__all__ = [
+    "Bounded",
+    "DataPlane",
+    "EndedTransfer",
+    "MemoryRange",
+    "Outcome",
+    "Peer",
+    "Result",
+    "Transfer",
+    "U64Array",
+]
 
 
 U64Array = npt.NDArray[np.uint64]
@@ -81,6 +91,20 @@ class Transfer(Protocol):
         """Starts no further write of this submission; the Result still comes from poll()."""
 
 
+class EndedTransfer:
+    """A submission that was over at once: refused, or done by the time it was made."""
+
+    __slots__ = ("_result",)
+
+    def __init__(self, result: Result) -> None:
+        self._result = result
+
+    def poll(self) -> Result | None:
+        return self._result
+
+    def stop(self) -> None: ...
+
+
 class Peer(Protocol):
     """The memory of one incarnation of a peer, as its data-plane address said. Opaque."""
 
@@ -90,10 +114,15 @@ class DataPlane(Protocol):
 
     ``quick_bytes``: a submission of at most this many bytes ends with its first poll() and waits for nobody, which
     takes less time than waking another thread (some 50 us). 0: no submission is that quick.
+    ``gathers_slices``: a descriptor costs this plane so much that slices which lie apart here and together at the peer
+    are copied together before they are written (docs/topology.md).
     """
 
     name: str
     quick_bytes: int
+
+    @property
+    def gathers_slices(self) -> bool: ...
 
     @property
     def poll_interval(self) -> float:

@@ -43,6 +43,7 @@ from kvgrpc.transfer.layout.topology import layers_of_pools, stages_of
 from kvgrpc.transfer.protocol.types import Target
 from kvgrpc.transfer.runtime.boundary import DecodeRuntime, PrefillRuntime, Runtime, prefill_of
 from kvgrpc.transfer.runtime.decode_manager import DecodeManager
+from kvgrpc.transfer.runtime.guarded import GuardedPlane
 from kvgrpc.transfer.runtime.manager import TransferConfig
 from kvgrpc.transfer.runtime.prefill_manager import PrefillManager
 from kvgrpc.transfer.runtime.resolve import PrefillEngine
@@ -312,7 +313,7 @@ class Rank(Generic[Transfer]):
         if not self._owns_plane:
             prefill = prefill_of(self.transfer)
             return ended and not (prefill is not None and prefill.has_unknown_writes)
-        closed = await asyncio.to_thread(self.plane.close, time.left())
+        closed = await asyncio.to_thread(GuardedPlane(self.plane).close, time.left())
         # A thread that waited for the plane ends with it.
         return closed and (ended or await self._end_worker(time.left()))
 

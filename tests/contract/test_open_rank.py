@@ -238,6 +238,20 @@ class TestClosing:
         assert not rank.close(1.0).listening
         assert not connects(rank.address)
 
+    def test_a_plane_that_raises_on_close_has_not_said_that_no_write_is_left(
+        self, lingering: Lingering, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rank = open_rank(replace(config(OfTheEngine()), data_plane="shm"))
+
+        def raises(deadline: float) -> bool:
+            raise OSError("a driver")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(lingering, "close", raises)
+            assert rank.close(1.0).listening and connects(rank.address)
+        lingering.gone = True
+        assert not rank.close(1.0).listening
+
     def test_all_steps_share_one_end(self, lingering: Lingering, monkeypatch: pytest.MonkeyPatch) -> None:
         rank = open_rank(replace(config(OfTheEngine()), data_plane="shm"))
         worker_of = rank.transfer.close_worker

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvgrpc.dataplane.base import MemoryRange, Outcome, Peer, Result, Transfer, U64Array
+from kvgrpc.dataplane.base import EndedTransfer, MemoryRange, Outcome, Peer, Result, Transfer, U64Array
 from kvgrpc.dataplane.mooncake.connections import (
     Connection,
     UnsentBytes,
@@ -168,6 +168,11 @@ class MooncakeDataPlane:
         return 0.0008 if many else 0.0002
 
     @property
+    def gathers_slices(self) -> bool:
+        """See DataPlane: over TCP a write takes 25 us, however short. Over RDMA it was not measured."""
+        return self.transport == "tcp"
+
+    @property
     def limits_of_a_peer(self) -> tuple[int, int]:
         """See Bounded; at least ``FEWEST`` writes, whatever their bytes."""
         limits = IN_FLIGHT[self.transport]
@@ -193,7 +198,7 @@ class MooncakeDataPlane:
             self._contact(attached)
             return self._submitter.submit(attached.queue, columns)
         except (ValueError, TypeError, OverflowError) as error:
-            return _Rejected(Result(Outcome.REJECTED, str(error)))
+            return EndedTransfer(Result(Outcome.REJECTED, str(error)))
 
     def connections_from(self, address: bytes) -> frozenset[str]:
         """See DataPlane; connections.py says what can be told. Reads the kernel's table, 2 us for each socket of it."""
@@ -347,17 +352,6 @@ class _Peer:
         self.queue = queue
         self.table = RangeTable(address.ranges)
         self.detached = False
-
-
-class _Rejected:
-    def __init__(self, result: Result) -> None:
-        self._result = result
-
-    def poll(self) -> Result | None:
-        return self._result
-
-    def stop(self) -> None:
-        pass
 
 
 def _transfer_engine() -> type[Any]:

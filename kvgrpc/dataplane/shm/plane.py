@@ -29,6 +29,7 @@ class ShmDataPlane:
     name = "shm"
     poll_interval = 0.0
     quick_bytes = HOLD_BYTES
+    gathers_slices = False  # a slice costs what its copy costs
 
     def __init__(self) -> None:
         """Raises FeatureDisabled where there is no memfd (not Linux)."""

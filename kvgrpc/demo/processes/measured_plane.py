@@ -17,6 +17,7 @@ class MeasuredPlane:
         self.name = inner.name
         self.poll_interval = inner.poll_interval
         self.quick_bytes = inner.quick_bytes
+        self.gathers_slices = inner.gathers_slices
         self.written_bytes = 0
         self.writing_seconds = 0.0
         self._inner = inner

@@ -14,16 +14,17 @@ from __future__ import annotations
 import ctypes
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvgrpc.dataplane.base import DataPlane, MemoryRange, Outcome, Result, Transfer
+from kvgrpc.dataplane.base import DataPlane, Outcome, Peer, Result, Transfer
 from kvgrpc.model import Pool
 from kvgrpc.transfer.layout.plan import Geometry, Plan, U32Array, U64Array, page_runs
-from kvgrpc.transfer.protocol.failures import raised
+from kvgrpc.transfer.runtime.guarded import GuardedPlane, attempt
 
 logger = logging.getLogger(__name__)
 SLOT_BYTES = 1 << 20  # copied in one poll, which may take 2 ms
@@ -36,12 +37,11 @@ _U8Array = npt.NDArray[np.uint8]
 class Staging:
     """The memory in which a rank's slices are copied together: at most ``nbytes``, taken when a peer needs it.
 
-    None over shared memory, where a slice costs what its copy costs, over RDMA, where that was not measured, and for
-    pools in the memory of a device.
+    None for a plane that says that gathering does not pay, and for pools in the memory of a device.
     """
 
-    def __init__(self, plane: DataPlane, pools: Sequence[Pool], nbytes: int) -> None:
-        useful = getattr(plane, "transport", "") == "tcp" and all(pool.location.startswith("cpu") for pool in pools)
+    def __init__(self, plane: GuardedPlane, pools: Sequence[Pool], nbytes: int) -> None:
+        useful = plane.gathers_slices and all(pool.location.startswith("cpu") for pool in pools)
         self._blocks_left = nbytes // BLOCK_BYTES if useful else 0
         self._plane = plane
         self._pages = min((pool.pages for pool in pools), default=0)
@@ -50,15 +50,23 @@ class Staging:
         self._lost: set[int] = set()  # slots that somebody may read for ever
 
     def open(self, shape: Geometry) -> PeerSlots | None:
-        """For a peer whose slices lie together in its memory, as long as there is memory for it."""
-        slices = slices_of(shape, self._pages) if self._free or self._blocks_left else None
-        if slices is None:
-            return None
-        if not self._free:
+        """For a peer whose slices lie together in its memory; None: it is no such, or nothing is gathered here."""
+        slices = slices_of(shape, self._pages) if self._blocks or self._blocks_left else None
+        return PeerSlots(slices, self._lost) if slices is not None else None
+
+    def fill(self, slots: PeerSlots) -> bool:
+        """Gives a peer what its share lacks, as far as there is any; whether it has a slot, or will have one.
+
+        At each chunk, because what others used may be free by now. A slot that was lost to a peer stays in its share,
+        so that one which hangs takes nobody else's.
+        """
+        lacks = 0 if slots.closed else slots.lacks
+        if lacks > len(self._free) and self._blocks_left:
             self._free += self._block()
-        slots = self._free[:SLOTS]
-        del self._free[:SLOTS]
-        return PeerSlots(slices, slots, self._lost) if slots else None
+        if lacks and self._free:
+            slots.free += self._free[:lacks]
+            del self._free[:lacks]
+        return slots.left
 
     def close_peer(self, slots: PeerSlots) -> None:
         """The peer is gone: its slots are the next one's, those in use when their writes have ended."""
@@ -69,24 +77,19 @@ class Staging:
         """Nothing runs any more: the next rank on the same plane takes the blocks that nobody reads."""
         spare = [block for block in self._blocks if self._lost.isdisjoint(_slots_of(block))]
         if spare:
-            _SPARE.setdefault(self._plane, []).extend(spare)
+            _SPARE.setdefault(self._plane.plane, []).extend(spare)
         self._blocks, self._free, self._blocks_left = [], [], 0
 
-    def _block(self) -> list[int]:
+    def _block(self) -> Iterable[int]:
+        spare = _SPARE.get(self._plane.plane)
+        block = spare.pop() if spare else self._plane.buffer(BLOCK_BYTES)
+        if block is None:
+            logger.warning("slices for more peers are written one by one, which is slower")
+            self._blocks_left = 0
+            return ()
         self._blocks_left -= 1
-        try:
-            spare = _SPARE.get(self._plane)
-            block = spare.pop() if spare else self._new_block()
-        except (ValueError, MemoryError) as error:
-            logger.warning("slices for one more peer are written one by one, which is slower: %s", error)
-            return []
         self._blocks.append(block)
-        return list(_slots_of(block))
-
-    def _new_block(self) -> int:
-        address = self._plane.allocate(BLOCK_BYTES)
-        self._plane.register([MemoryRange(address, BLOCK_BYTES)])
-        return address
+        return _slots_of(block)
 
 
 # Blocks that ranks of before had, by the plane that gave them: what is registered stays so until the plane is closed.
@@ -206,17 +209,23 @@ def _memory(address: int, shape: tuple[int, ...], strides: tuple[int, ...] | Non
 class PeerSlots:
     """How one peer's slices lie, and the slots that are its own."""
 
-    __slots__ = ("_lost", "closed", "free", "in_use", "slices")
+    __slots__ = ("_lost", "_lost_here", "closed", "free", "in_use", "slices")
 
-    def __init__(self, slices: Slices, free: list[int], lost: set[int]) -> None:
-        self.slices, self.free, self._lost = slices, free, lost
-        self.in_use = 0
+    def __init__(self, slices: Slices, lost: set[int]) -> None:
+        self.slices, self._lost = slices, lost
+        self.free: list[int] = []
+        self.in_use = self._lost_here = 0
         self.closed = False
 
     @property
     def left(self) -> bool:
         """Whether there is a slot, or will be."""
         return not self.closed and bool(self.free or self.in_use)
+
+    @property
+    def lacks(self) -> int:
+        """How many slots its share has less than it may have."""
+        return SLOTS - len(self.free) - self.in_use - self._lost_here
 
     def take(self) -> int:
         self.in_use += 1
@@ -231,6 +240,7 @@ class PeerSlots:
             self.free.append(slot)
         else:
             self._lost.add(slot)
+            self._lost_here += 1
 
 
 class GatheredTransfer:
@@ -238,9 +248,9 @@ class GatheredTransfer:
     will have none, the rest goes slice by slice."""
 
     def __init__(
-        self, slots: PeerSlots, submit: Callable[[Plan], Transfer], source: U32Array, destination: U32Array
+        self, plane: GuardedPlane, peer: Peer, slots: PeerSlots, source: U32Array, destination: U32Array
     ) -> None:
-        self._slots, self._submit = slots, submit
+        self._plane, self._peer, self._slots = plane, peer, slots
         self._source, self._destination = source, destination
         self._pieces = slots.slices.pieces(len(source))
         self._next = next(self._pieces, None)
@@ -260,28 +270,27 @@ class GatheredTransfer:
         if self._next is not None:
             self._fail(Result(Outcome.REJECTED, "stopped"))
         for _, transfer in self._running:
-            transfer.stop()
+            self._plane.stop(transfer)
 
     def _begin(self, piece: Piece) -> None:
-        slots, pages, submitted = self._slots, (self._source, self._destination), False
+        slots, pages = self._slots, (self._source, self._destination)
         slot = slots.take() if slots.left else None
-        try:
-            plan = slots.slices.apart(piece, *pages) if slot is None else slots.slices.gather(piece, slot, *pages)
-            submitted = True
-            transfer = self._submit(plan)
-        except Exception as error:
-            logger.exception("a gathered write could not begin")
-            slots.give_back(slot, certain=not submitted)
-            self._fail(Result(Outcome.FAILED_UNKNOWN if submitted else Outcome.REJECTED, raised(error)))
+        if slot is None:
+            plan = attempt(partial(slots.slices.apart, piece, *pages))
+        else:
+            plan = attempt(partial(slots.slices.gather, piece, slot, *pages))
+        if isinstance(plan, Result):
+            slots.give_back(slot, certain=True)
+            self._fail(plan)
             return
-        self._running.append((slot, transfer))
+        self._running.append((slot, self._plane.submit(self._peer, plan)))
         self._next = next(self._pieces, None)
         self._reap()  # a write begins with its first poll
 
     def _reap(self) -> None:
         running, self._running = self._running, []
         for slot, transfer in running:
-            result = _result(transfer)
+            result = self._plane.poll(transfer)
             if result is None:
                 self._running.append((slot, transfer))
                 continue
@@ -297,11 +306,3 @@ class GatheredTransfer:
         self._next = None
         if result.outcome < self._worst.outcome:
             self._worst = result
-
-
-def _result(transfer: Transfer) -> Result | None:
-    try:
-        return transfer.poll()
-    except Exception as error:
-        logger.exception("the data plane raised on poll")
-        return Result(Outcome.FAILED_UNKNOWN, raised(error))

@@ -19,7 +19,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
-from kvgrpc.dataplane.base import Bounded, DataPlane
+from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import Failure, Internal, Reason, ServerDraining, TooManyRequests
 from kvgrpc.model import UNKNOWN_MODEL, Layout, ModelIdentity, Pool, RankRef
 from kvgrpc.observability import metrics
@@ -39,6 +39,7 @@ from kvgrpc.transfer.protocol.types import (
     RoomState,
     Timing,
 )
+from kvgrpc.transfer.runtime.guarded import GuardedPlane
 from kvgrpc.transfer.runtime.stages import TimedHandle
 from kvgrpc.transfer.tables import RoomRow, SessionRow
 
@@ -160,6 +161,7 @@ class TransferManager(ABC, Generic[Record]):
     def __init__(self, config: TransferConfig, plane: DataPlane, loop: Loop) -> None:
         self.config = config
         self.plane = plane
+        self._guarded = GuardedPlane(plane)
         self.shape = config.shape(plane.name)
         self.pool_names = tuple(pool.name for pool in config.pools)
         self.own_pages = tuple(pool.pages for pool in config.pools)
@@ -347,7 +349,7 @@ class TransferManager(ABC, Generic[Record]):
         return {state.name.lower(): found[state] for state in RoomState}
 
     def depths(self) -> Mapping[str, int]:
-        writes, nbytes = self.plane.in_flight() if isinstance(self.plane, Bounded) else (0, 0)
+        writes, nbytes = self._guarded.in_flight()
         return {
             "commands_waiting": len(self._commands),
             "data_plane_writes_in_flight": writes,

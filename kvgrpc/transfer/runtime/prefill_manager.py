@@ -67,7 +67,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
     def __init__(self, config: TransferConfig, plane: DataPlane, loop: Loop) -> None:
         super().__init__(config, plane, loop)
         self.core = PrefillCore(config.ref, timing=config.timing, bounds=config.bounds, data_plane=plane.name)
-        self._worker = TransferWorker(plane, config.pools, self._report, config.gather_bytes)
+        self._worker = TransferWorker(self._guarded, config.pools, self._report, config.gather_bytes)
         self._turns, self._ticks_in_turn = 0, 0
         self._sessions: dict[PrefillPair, _Session] = {}
         self._sought = Waiters[RoomKey](

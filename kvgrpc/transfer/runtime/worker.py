@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvgrpc.dataplane.base import DataPlane, Outcome, Peer, Result, Transfer
+from kvgrpc.dataplane.base import Outcome, Peer, Result, Transfer
 from kvgrpc.model import Pool
 from kvgrpc.observability import metrics
 from kvgrpc.transfer.layout.plan import Geometry, Plan, geometry, joined
-from kvgrpc.transfer.protocol.failures import raised
 from kvgrpc.transfer.protocol.prefill_core import PrefillPair, PrefillRoom, Submission
 from kvgrpc.transfer.runtime.checksums import PageReader, Sums
 from kvgrpc.transfer.runtime.fair_queue import FairQueue
 from kvgrpc.transfer.runtime.gather import GatheredTransfer, PeerSlots, Staging
+from kvgrpc.transfer.runtime.guarded import GuardedPlane, attempt
 
 logger = logging.getLogger(__name__)
 Outcomes = list[tuple[Submission, Result]]
@@ -32,6 +32,7 @@ _SHORTEST_SLEEP = 0.000_02
 _SUBMISSIONS_AT_ONCE = 256
 _SHORT_CHUNK_PAGES = 16
 _CHUNKS_AT_ONCE = 4
+_TOO_LATE = Result(Outcome.REJECTED, "the room ended before the write began")
 
 
 class PeerMemory:
@@ -70,7 +71,7 @@ class TransferWorker:
     """
 
     def __init__(
-        self, plane: DataPlane, pools: Sequence[Pool], report: Callable[[Outcomes], None], gather_bytes: int = 0
+        self, plane: GuardedPlane, pools: Sequence[Pool], report: Callable[[Outcomes], None], gather_bytes: int = 0
     ) -> None:
         self._plane = plane
         self._staging = Staging(plane, pools, gather_bytes)
@@ -85,10 +86,10 @@ class TransferWorker:
         self._turn = threading.Lock()
         self._over = False
         # Children of the counters, because labels() costs more than the count.
-        self._bytes = metrics.DATA_PLANE_BYTES.labels(plane.name)
-        self._descriptors = metrics.DATA_PLANE_DESCRIPTORS.labels(plane.name)
-        self._submitted = 0
-        self._outcomes = [metrics.DATA_PLANE_SUBMISSIONS.labels(plane.name, outcome.name) for outcome in Outcome]
+        name = plane.plane.name
+        self._bytes = metrics.DATA_PLANE_BYTES.labels(name)
+        self._descriptors = metrics.DATA_PLANE_DESCRIPTORS.labels(name)
+        self._outcomes = [metrics.DATA_PLANE_SUBMISSIONS.labels(name, outcome.name) for outcome in Outcome]
         self.bytes_written = 0
         self.turns = 0
         self._thread = threading.Thread(target=self._work, name="kvgrpc-transfer", daemon=True)
@@ -125,7 +126,7 @@ class TransferWorker:
             running = len(self._running)
             self._start_all(submissions)
             ended, self._ended = self._ended, []
-            submitted, self._submitted = self._submitted, 0
+            submitted, self._plane.submitted = self._plane.submitted, 0
             if len(self._running) > running:
                 self._jobs.put(_look)
         finally:
@@ -165,7 +166,7 @@ class TransferWorker:
                 moved = self._poll()  # first: what a peer has room for is for those that wait for it already
                 self._start_some()
                 ended, self._ended = self._ended, []
-                submitted, self._submitted = self._submitted, 0
+                submitted, self._plane.submitted = self._plane.submitted, 0
                 self._over = self._stopping.is_set() and not self._running and not self._waiting
                 if self._over:
                     self._staging.close()
@@ -175,8 +176,8 @@ class TransferWorker:
                 self._report(ended)
             if moved or self._waiting:
                 sleep = _SHORTEST_SLEEP
-            elif self._running and self._plane.poll_interval:
-                time.sleep(min(sleep, self._plane.poll_interval))
+            elif self._running and (interval := self._plane.poll_interval):
+                time.sleep(min(sleep, interval))
                 sleep *= 2
 
     def _count(self, ended: Outcomes, submitted: int) -> None:
@@ -207,37 +208,26 @@ class TransferWorker:
 
     def _start_all(self, submissions: Sequence[Submission]) -> None:
         for group in self._groups(submissions):
-            try:
-                self._start_group(group)
-            except Exception as error:  # of planning: nothing was sent
-                logger.exception("%d writes could not be planned", len(group))
-                result = Result(Outcome.REJECTED, raised(error))
-                self._ended += [(submission, result) for submission in group]
+            planned = attempt(partial(self._planned, group))
+            if isinstance(planned, Result):
+                self._ended += [(submission, planned) for submission in group]
+                continue
+            for submission, plan in zip(group, planned, strict=True):
+                self._start(submission, plan)
 
-    def _start_group(self, group: Sequence[Submission]) -> None:
+    def _planned(self, group: Sequence[Submission]) -> Sequence[Plan | GatheredTransfer]:
+        """What is to be written for each of them; nothing is sent yet."""
         memory = group[0].pair.peer
         assert isinstance(memory, PeerMemory) and memory.geometry is not None and memory.peer is not None
         for submission in group if memory.verify else ():
             submission.checksums = _checksums(memory, submission)
-        submit, gather = partial(self._submit, memory.peer), memory.gather
-        if gather is not None and gather.left and group[0].others is None:
-            for submission in group:
-                pages = submission.source, submission.destination
-                self._start(submission, partial(GatheredTransfer, gather, submit, *pages))
-            return
         if group[0].others is not None:
-            plans = [_plan_of_pools(memory, submission) for submission in group]
-        else:
-            plans = memory.geometry.plans([(submission.source, submission.destination) for submission in group])
-        for submission, plan in zip(group, plans, strict=True):
-            if len(plan.nbytes):
-                self._start(submission, partial(submit, plan))
-            else:
-                self._ended.append((submission, Result(Outcome.DONE)))
-
-    def _submit(self, peer: Peer, plan: Plan) -> Transfer:
-        self._submitted += len(plan.nbytes)
-        return self._plane.submit(peer, *plan)
+            return [_plan_of_pools(memory, submission) for submission in group]
+        chunks = [(submission.source, submission.destination) for submission in group]
+        slots = memory.gather
+        if slots is not None and self._staging.fill(slots):
+            return [GatheredTransfer(self._plane, memory.peer, slots, *chunk) for chunk in chunks]
+        return memory.geometry.plans(chunks)
 
     def _groups(self, submissions: Iterable[Submission]) -> Iterator[list[Submission]]:
         """Neighbours that are planned in one pass: short chunks for one peer. None waits for another's ``wait``."""
@@ -248,11 +238,14 @@ class TransferWorker:
             if group and not (short and submission.pair.peer is group[0].pair.peer):
                 yield group
                 group = []
-            if self._may_start(submission):
-                group.append(submission)
-                if not short:
-                    yield group
-                    group = []
+            refusal = self._refusal(submission)
+            if refusal is not None:
+                self._ended.append((submission, refusal))
+                continue
+            group.append(submission)
+            if not short:
+                yield group
+                group = []
         if group:
             yield group
 
@@ -264,71 +257,66 @@ class TransferWorker:
         if submission.others is not None or memory.verify:
             return False
         geometry = memory.geometry if memory.peer is not None else None
-        # A plane that somebody else wrote may not have it yet.
-        quick_bytes: int = getattr(self._plane, "quick_bytes", 0)
-        return geometry is not None and count * geometry.bytes_of_a_page <= quick_bytes
+        return geometry is not None and count * geometry.bytes_of_a_page <= self._plane.quick_bytes
 
-    def _may_start(self, submission: Submission) -> bool:
-        """The room is open still, its pages are computed, and the peer's memory is known."""
+    def _refusal(self, submission: Submission) -> Result | None:
+        """None: the room is open still, its pages are computed, and the peer's memory is known."""
         memory = submission.pair.peer
-        try:
-            if submission.wait is not None and not submission.record.ended:
-                submission.wait()
-            # Also where it ended during the wait: a rank may have been closed meanwhile, and its pages be gone.
-            if submission.record.ended or not isinstance(memory, PeerMemory):
-                self._ended.append((submission, Result(Outcome.REJECTED, "the room ended before the write began")))
-                return False
-            self._attach(memory)
-        except Exception as error:  # a foreign callable, or an address that is not one: nothing was sent
-            self._ended.append((submission, Result(Outcome.REJECTED, raised(error))))
-            return False
-        return True
+        if submission.wait is not None and not submission.record.ended:
+            raised = attempt(submission.wait)
+            if isinstance(raised, Result):
+                return raised
+        # Also where it ended during the wait: a rank may have been closed meanwhile, and its pages be gone.
+        if submission.record.ended or not isinstance(memory, PeerMemory):
+            return _TOO_LATE
+        return None if memory.peer is not None else attempt(partial(self._attach, memory))
 
-    def _start(self, submission: Submission, begin: Callable[[], Transfer]) -> None:
-        try:
-            transfer = begin()
-            result = transfer.poll()
-        except Exception as error:
-            logger.exception("the data plane raised on submit")
-            result = Result(Outcome.FAILED_UNKNOWN, raised(error))
+    def _start(self, submission: Submission, planned: Plan | GatheredTransfer) -> None:
+        if isinstance(planned, GatheredTransfer):
+            transfer: Transfer = planned
+        elif len(planned.nbytes):
+            memory = submission.pair.peer
+            assert isinstance(memory, PeerMemory) and memory.peer is not None
+            transfer = self._plane.submit(memory.peer, planned)
+        else:
+            self._ended.append((submission, Result(Outcome.DONE)))
+            return
+        result = self._plane.poll(transfer)
         if result is None:
             self._running.append(_Running(submission, transfer))
         else:
             self.bytes_written += result.nbytes
             self._ended.append((submission, result))
 
-    def _attach(self, memory: PeerMemory) -> None:
-        if memory.peer is None:
-            memory.geometry = geometry(self._pools, memory.pools) if memory.owes else Geometry([], [], 0)
-            pools = zip(self._pools, memory.pools, strict=True) if memory.owes else ()
-            memory.of_pool = [geometry([ours], [theirs]) for ours, theirs in pools]
-            memory.peer = self._plane.attach(memory.address)
-            memory.gather = self._staging.open(memory.geometry)
+    def _attach(self, memory: PeerMemory) -> Result | None:
+        """Why it could not be attached; None: it was."""
+        memory.geometry = geometry(self._pools, memory.pools) if memory.owes else Geometry([], [], 0)
+        pools = zip(self._pools, memory.pools, strict=True) if memory.owes else ()
+        memory.of_pool = [geometry([ours], [theirs]) for ours, theirs in pools]
+        peer = self._plane.attach(memory.address)
+        if isinstance(peer, Result):
+            return peer
+        memory.peer = peer
+        memory.gather = self._staging.open(memory.geometry)
+        return None
 
     def _attach_early(self, pair: PrefillPair) -> None:
-        if not pair.up or not isinstance(pair.peer, PeerMemory):
+        if not pair.up or not isinstance(pair.peer, PeerMemory) or pair.peer.peer is not None:
             return
-        try:
-            self._attach(pair.peer)
-        except Exception as error:
-            logger.info("a peer's memory could not be attached yet: %s", error)
+        refusal = attempt(partial(self._attach, pair.peer))
+        if refusal is not None:
+            logger.info("a peer's memory could not be attached yet: %s", refusal.detail)
 
     def _poll(self) -> bool:
         if not self._running:
             return False
-        still = [running for running in self._running if not self._end(running, self._result(running))]
+        still = [running for running in self._running if not self._has_ended(running)]
         moved = len(still) != len(self._running)
         self._running = still
         return moved
 
-    def _result(self, running: _Running) -> Result | None:
-        try:
-            return running.transfer.poll()
-        except Exception as error:
-            logger.exception("the data plane raised on poll")
-            return Result(Outcome.FAILED_UNKNOWN, raised(error))
-
-    def _end(self, running: _Running, result: Result | None) -> bool:
+    def _has_ended(self, running: _Running) -> bool:
+        result = self._plane.poll(running.transfer)
         if result is None:
             return False
         self.bytes_written += result.nbytes
@@ -338,7 +326,7 @@ class TransferWorker:
     def _stop(self, record: PrefillRoom) -> None:
         for running in self._running:
             if running.submission.record is record:
-                running.transfer.stop()
+                self._plane.stop(running.transfer)
 
     def _forget(self, pair: PrefillPair) -> None:
         memory = pair.peer
@@ -347,10 +335,7 @@ class TransferWorker:
             if memory.gather is not None:
                 self._staging.close_peer(memory.gather)
                 memory.gather = None
-            try:
-                self._plane.detach(peer)
-            except Exception:
-                logger.exception("the data plane raised on detach")
+            self._plane.detach(peer)
 
 
 def _plan_of_pools(memory: PeerMemory, submission: Submission) -> Plan:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvgrpc.dataplane.base import DataPlane, MemoryRange, Outcome, Peer, Result, Transfer, U64Array
+from kvgrpc.dataplane.base import DataPlane, EndedTransfer, MemoryRange, Outcome, Peer, Result, Transfer, U64Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class FaultyDataPlane:
         self.name = inner.name
         self.poll_interval = inner.poll_interval
         self.quick_bytes = 0  # faults hang where a quick plane would not
-        self.transport = getattr(inner, "transport", "")  # of Mooncake's plane, by which slices are gathered or not
+        self.gathers_slices = inner.gathers_slices
         self.submissions: list[Submission] = []
         self._remember = remember
         self._submitted = 0
@@ -214,6 +214,7 @@ class NullDataPlane:
     name = "null"
     poll_interval = 0.0
     quick_bytes = 2**63
+    gathers_slices = False
 
     def __init__(self) -> None:
         self._blocks: list[mmap.mmap] = []
@@ -238,7 +239,7 @@ class NullDataPlane:
         pass
 
     def submit(self, peer: Peer, source: U64Array, destination: U64Array, nbytes: U64Array) -> Transfer:
-        return _Done(int(nbytes.sum()))
+        return EndedTransfer(Result(Outcome.DONE, "", int(nbytes.sum())))
 
     def connections_from(self, address: bytes) -> frozenset[str]:
         return frozenset()
@@ -246,19 +247,6 @@ class NullDataPlane:
     def close(self, deadline: float) -> bool:
         self._blocks.clear()
         return True
-
-
-class _Done:
-    __slots__ = ("_result",)
-
-    def __init__(self, nbytes: int) -> None:
-        self._result = Result(Outcome.DONE, "", nbytes)
-
-    def poll(self) -> Result | None:
-        return self._result
-
-    def stop(self) -> None:
-        pass
 
 
 def wait(transfer: Transfer, deadline: float = 10.0) -> Result:

@@ -17,6 +17,13 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         open_plane("tcp")
 
 
+@pytest.mark.parametrize(("transport", "pays"), [("tcp", True), ("rdma", False)])
+def test_mooncake_says_that_gathering_pays_where_each_write_costs(transport: str, pays: bool) -> None:
+    plane = mooncake.MooncakeDataPlane.__new__(mooncake.MooncakeDataPlane)  # no engine is needed to say it
+    plane.transport = transport
+    assert plane.gathers_slices is pays
+
+
 def test_the_package_loads_no_plane() -> None:
     script = (
         "import sys, kvgrpc.dataplane\n"

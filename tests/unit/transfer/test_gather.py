@@ -19,6 +19,7 @@ from kvgrpc.transfer.protocol.prefill_core import PrefillPair, PrefillRoom, Subm
 from kvgrpc.transfer.protocol.types import RoomKey
 from kvgrpc.transfer.runtime import gather
 from kvgrpc.transfer.runtime.gather import BLOCK_BYTES, SLOTS, GatheredTransfer, PeerSlots, Staging, slices_of
+from kvgrpc.transfer.runtime.guarded import GuardedPlane
 from kvgrpc.transfer.runtime.worker import PeerMemory, TransferWorker
 
 TOKENS, HEADS, DIM, LAYERS, PAGES = 4, 4, 8, 3, 9
@@ -72,10 +73,12 @@ class Write:
 
 
 class Plane:
-    """Gives memory as a plane over ``transport`` does."""
+    """Gives memory, and moves what it is told to."""
 
-    def __init__(self, transport: str = "tcp") -> None:
-        self.transport = transport
+    name, poll_interval, quick_bytes = "fake", 0.001, 0
+
+    def __init__(self, gathers_slices: bool = True) -> None:
+        self.gathers_slices = gathers_slices
         self.blocks: list[Any] = []
         self.registered: list[MemoryRange] = []
         self.writes: list[Write] = []
@@ -87,13 +90,29 @@ class Plane:
     def register(self, ranges: list[MemoryRange]) -> None:
         self.registered += ranges
 
-    def submit(self, plan: Plan) -> Transfer:
-        self.writes.append(Write(plan))
+    def submit(self, peer: object, *columns: Any) -> Transfer:
+        self.writes.append(Write(Plan(*columns)))
         return self.writes[-1]
 
 
-def staging(plane: Plane, rank: Rank, nbytes: int = 1 << 30) -> Staging:
-    return Staging(plane, [rank.pool], nbytes)  # type: ignore[arg-type]
+def guarded(plane: Plane) -> GuardedPlane:
+    return GuardedPlane(plane)  # type: ignore[arg-type]
+
+
+def staging(plane: Plane, pool: Pool, nbytes: int = 1 << 30) -> Staging:
+    return Staging(guarded(plane), [pool], nbytes)
+
+
+def opened(plane: Plane, pool: Pool, shape: Geometry, nbytes: int = 1 << 30) -> PeerSlots:
+    """A peer with its slots, of staging memory of its own."""
+    memory = staging(plane, pool, nbytes)
+    slots = memory.open(shape)
+    assert slots is not None and memory.fill(slots)
+    return slots
+
+
+def gathered(plane: Plane, slots: PeerSlots, source: Any, destination: Any) -> GatheredTransfer:
+    return GatheredTransfer(guarded(plane), object(), slots, source, destination)
 
 
 def pair(axes: str = TOKENS_FIRST, gap: int = 0) -> tuple[Rank, Rank, Geometry]:
@@ -133,9 +152,8 @@ def test_every_byte_arrives_once_and_no_other_is_touched(
     prefill, decode, shape = pair(gap=gap)
     source, destination = (np.array(each[: pages[2]], np.uint32) for each in pages[:2])
     plane = Plane()
-    slots = staging(plane, prefill).open(shape)
-    assert slots is not None
-    result = run(GatheredTransfer(slots, plane.submit, source, destination), plane)
+    slots = opened(plane, prefill.pool, shape)
+    result = run(gathered(plane, slots, source, destination), plane)
     assert result == Result(Outcome.DONE, "", len(source) * LAYERS * RUN_BYTES)
     written = sum(int(write.plan.nbytes.sum()) for write in plane.writes)
     assert written == result.nbytes
@@ -147,10 +165,9 @@ def test_every_byte_arrives_once_and_no_other_is_touched(
 def test_a_page_is_one_write_a_region_and_pages_that_follow_each_other_at_decode_are_one() -> None:
     prefill, _decode, shape = pair()
     plane = Plane()
-    slots = staging(plane, prefill).open(shape)
-    assert slots is not None
+    slots = opened(plane, prefill.pool, shape)
     source = np.array([7, 0, 3, 1], np.uint32)
-    run(GatheredTransfer(slots, plane.submit, source, np.array([2, 3, 8, 5], np.uint32)), plane)
+    run(gathered(plane, slots, source, np.array([2, 3, 8, 5], np.uint32)), plane)
     (write,) = plane.writes
     assert write.plan.nbytes.tolist() == [2 * RUN_BYTES, RUN_BYTES, RUN_BYTES] * LAYERS
     assert len(shape.plan(source, source).nbytes) == len(source) * LAYERS * TOKENS
@@ -178,10 +195,9 @@ def test_pages_of_another_engine_are_gathered_head_by_head_where_its_tokens_foll
     prefill = Pool("kv", *kinds, regions, TOKENS_FIRST, HEADS, 0, HEADS)
     decode = Pool("kv", *kinds, (region,), "head,kv,token,dim", HEADS, 0, HEADS)
     shape, plane = geometry([prefill], [decode]), Plane()
-    slots = Staging(plane, [prefill], BLOCK_BYTES).open(shape)  # type: ignore[arg-type]
-    assert slots is not None
+    slots = opened(plane, prefill, shape, BLOCK_BYTES)
     source, destination = np.array([4, 0, 2], np.uint32), np.array([1, 8, 3], np.uint32)
-    run(GatheredTransfer(slots, plane.submit, source, destination), plane)
+    run(gathered(plane, slots, source, destination), plane)
     assert (theirs[destination] == np.stack([each[source] for each in ours]).transpose(1, 3, 0, 2, 4)).all()
     assert sum(len(write.plan.nbytes) for write in plane.writes) * TOKENS == len(shape.plan(source, destination).nbytes)
 
@@ -192,54 +208,84 @@ def test_pools_that_are_not_sliced_alike_are_not_gathered() -> None:
     assert slices_of(both, PAGES) is None
 
 
-@pytest.mark.parametrize("transport", ["rdma", ""])
-def test_only_over_tcp(transport: str) -> None:
+def test_only_where_the_plane_says_that_it_pays() -> None:
     prefill, _decode, shape = pair()
-    assert staging(Plane(transport), prefill).open(shape) is None
+    assert staging(Plane(gathers_slices=False), prefill.pool).open(shape) is None
 
 
 def test_not_for_the_memory_of_a_device() -> None:
     prefill, _decode, shape = pair()
     elsewhere = Pool("kv", PoolKind.KV, TOKENS, PAGES, "uint8", prefill.pool.regions, location="cuda:0")
-    assert Staging(Plane(), [elsewhere], 1 << 30).open(shape) is None  # type: ignore[arg-type]
+    assert staging(Plane(), elsewhere).open(shape) is None
+
+
+def peers_of(memory: Staging, shape: Geometry, count: int) -> list[PeerSlots]:
+    """Peers that have asked for slots, one after the other."""
+    peers = [memory.open(shape) for _ in range(count)]
+    assert None not in peers
+    found = [peer for peer in peers if peer is not None]
+    for peer in found:
+        memory.fill(peer)
+    return found
 
 
 def test_memory_is_taken_when_a_peer_needs_it_bounded_and_used_again() -> None:
     prefill, _decode, shape = pair()
     plane = Plane()
-    memory = staging(plane, prefill, 2 * BLOCK_BYTES + 1)
+    memory = staging(plane, prefill.pool, 2 * BLOCK_BYTES + 1)
     assert memory.open(pair(HEADS_FIRST)[2]) is None and not plane.blocks
-    first, second, third = (memory.open(shape) for _ in range(3))
-    assert first is not None and second is not None and third is None
+    first, second, third = peers_of(memory, shape, 3)
+    assert (len(first.free), len(second.free), third.left) == (SLOTS, SLOTS, False)
     assert [each.nbytes for each in plane.registered] == [BLOCK_BYTES] * 2
     memory.close_peer(first)
-    again = memory.open(shape)
-    assert again is not None and len(again.free) == SLOTS and not first.free
-    assert not set(again.free) & set(second.free)
+    assert memory.fill(third) and len(third.free) == SLOTS and not first.free
+    assert not set(third.free) & set(second.free)
 
 
 def test_slots_of_a_peer_that_is_gone_are_the_next_ones_when_their_writes_have_ended() -> None:
     prefill, _decode, shape = pair()
-    memory = staging(Plane(), prefill, BLOCK_BYTES)
-    first = memory.open(shape)
-    assert first is not None
+    memory = staging(Plane(), prefill.pool, BLOCK_BYTES)
+    first, second = peers_of(memory, shape, 2)
     in_use = [first.take() for _ in range(SLOTS)]
     memory.close_peer(first)
-    assert not first.left and memory.open(shape) is None
+    assert not first.left and not memory.fill(second)
     for slot in in_use[1:]:
         first.give_back(slot, certain=True)
     first.give_back(in_use[0], certain=False)
-    again = memory.open(shape)
-    assert again is not None and sorted(again.free) == sorted(in_use[1:])
+    assert memory.fill(second) and sorted(second.free) == sorted(in_use[1:])
+
+
+def test_a_peer_that_came_when_there_was_little_has_its_whole_share_once_there_is_more() -> None:
+    """It had as many slots as were free when it came, for ever, however many lay idle later."""
+    prefill, _decode, shape = pair()
+    memory = staging(Plane(), prefill.pool, BLOCK_BYTES)
+    first, late = peers_of(memory, shape, 2)
+    in_use = [first.take() for _ in range(SLOTS)]
+    memory.close_peer(first)
+    first.give_back(in_use.pop(), certain=True)
+    assert memory.fill(late) and len(late.free) == 1
+    for slot in in_use:
+        first.give_back(slot, certain=True)
+    late.take()
+    assert memory.fill(late) and len(late.free) == SLOTS - 1, "the one in use is of its share"
+
+
+def test_a_peer_that_loses_its_slots_takes_nobody_elses() -> None:
+    prefill, _decode, shape = pair()
+    memory = staging(Plane(), prefill.pool, 3 * BLOCK_BYTES)
+    (hangs,) = peers_of(memory, shape, 1)
+    for _ in range(SLOTS):
+        hangs.give_back(hangs.take(), certain=False)
+    assert not memory.fill(hangs)
+    assert all(len(peer.free) == SLOTS for peer in peers_of(memory, shape, 2))
 
 
 def test_the_next_rank_on_a_plane_takes_the_memory_of_the_one_before_but_no_slot_that_somebody_may_read() -> None:
     prefill, _decode, shape = pair()
     plane = Plane()
     for lost in (False, True, False):
-        memory = staging(plane, prefill, BLOCK_BYTES)
-        slots = memory.open(shape)
-        assert slots is not None
+        memory = staging(plane, prefill.pool, BLOCK_BYTES)
+        (slots,) = peers_of(memory, shape, 1)
         slots.give_back(slots.take(), certain=not lost)
         memory.close()
     assert len(plane.blocks) == len(plane.registered) == 2
@@ -260,20 +306,25 @@ def test_what_cannot_be_copied_is_rejected_and_its_slot_is_free(monkeypatch: pyt
     assert len(slots.free) == SLOTS and not plane.writes
 
 
-def test_without_memory_slices_go_one_by_one() -> None:
+def test_memory_that_the_plane_has_not_is_asked_for_once() -> None:
     class Full(Plane):
+        asked = 0
+
         def allocate(self, nbytes: int, location: str = "cpu:0") -> int:
+            self.asked += 1
             raise MemoryError("none left")
 
     prefill, _decode, shape = pair()
-    assert staging(Full(), prefill).open(shape) is None
+    plane = Full()
+    memory = staging(plane, prefill.pool)
+    (slots,) = peers_of(memory, shape, 1)
+    assert not slots.left and not memory.fill(slots) and plane.asked == 1
 
 
 def begun(plane: Plane, prefill: Rank, shape: Geometry, pages: int = PAGES) -> tuple[GatheredTransfer, PeerSlots]:
-    slots = staging(plane, prefill).open(shape)
-    assert slots is not None
+    slots = opened(plane, prefill.pool, shape)
     numbers = np.arange(pages, dtype=np.uint32)
-    return GatheredTransfer(slots, plane.submit, numbers, numbers[::-1].copy()), slots
+    return gathered(plane, slots, numbers, numbers[::-1].copy()), slots
 
 
 def addresses(plane: Plane) -> list[int]:
@@ -332,7 +383,7 @@ def test_where_all_slots_are_lost_the_rest_goes_slice_by_slice() -> None:
     plane = Plane()
     transfer, slots = begun(plane, prefill, shape)
     source, destination = np.array([4, 0, 7], np.uint32), np.array([2, 8, 3], np.uint32)
-    waiting = GatheredTransfer(slots, plane.submit, source, destination)
+    waiting = gathered(plane, slots, source, destination)
     for _ in range(SLOTS):
         transfer.poll()
     assert waiting.poll() is None and slots.left
@@ -353,24 +404,23 @@ def test_a_plane_that_raises_fails_that_write_and_loses_its_slot(where: str) -> 
         def poll(self) -> Result | None:
             raise RuntimeError("a bug")
 
-    def submit(plan: Plan) -> Transfer:
-        if where == "submit":
-            raise RuntimeError("a bug")
-        return Broken(plan)
+    class BrokenPlane(Plane):
+        def submit(self, peer: object, *columns: Any) -> Transfer:
+            if where == "submit":
+                raise RuntimeError("a bug")
+            return Broken(Plan(*columns))
 
     prefill, _decode, shape = pair()
-    slots = staging(Plane(), prefill).open(shape)
-    assert slots is not None
+    plane = BrokenPlane()
+    slots = opened(plane, prefill.pool, shape)
     page = np.zeros(1, np.uint32)
-    result = GatheredTransfer(slots, submit, page, page).poll()
+    result = gathered(plane, slots, page, page).poll()
     assert result is not None and result.outcome is Outcome.FAILED_UNKNOWN and "a bug" in result.detail
     assert len(slots.free) == SLOTS - 1
 
 
 class WholePlane(Plane):
     """What a TransferWorker needs besides. Writes end at once."""
-
-    name, poll_interval, quick_bytes = "fake", 0.001, 0
 
     def attach(self, address: bytes) -> object:
         return address
@@ -379,7 +429,7 @@ class WholePlane(Plane):
         pass
 
     def submit(self, peer: object, *columns: Any) -> Transfer:
-        write = super().submit(Plan(*columns))
+        write = super().submit(peer, *columns)
         assert isinstance(write, Write)
         write.end()
         return write
@@ -388,7 +438,7 @@ class WholePlane(Plane):
 def test_the_transfer_thread_gathers_for_one_peer_after_the_other_in_the_same_memory() -> None:
     prefill, plane, ended = Rank(0, HEADS), WholePlane(), list[tuple[Submission, Result]]()
     prefill.fill()
-    worker = TransferWorker(plane, [prefill.pool], ended.extend, BLOCK_BYTES)  # type: ignore[arg-type]
+    worker = TransferWorker(guarded(plane), [prefill.pool], ended.extend, BLOCK_BYTES)
     pages = np.array([5, 2], np.uint32)
     for turn in range(3):
         decode = Rank(0, HEADS // 2)
@@ -409,7 +459,7 @@ def test_the_transfer_thread_gathers_for_one_peer_after_the_other_in_the_same_me
 def test_the_transfer_thread_gathers_nothing_without_memory_for_it() -> None:
     prefill, decode, plane, ended = Rank(0, HEADS), Rank(0, 2), WholePlane(), list[tuple[Submission, Result]]()
     prefill.fill()
-    worker = TransferWorker(plane, [prefill.pool], ended.extend)  # type: ignore[arg-type]
+    worker = TransferWorker(guarded(plane), [prefill.pool], ended.extend)
     pair = PrefillPair(RankRef(RankId("D"), 2), PeerMemory([decode.pool], b"there"), 0)
     page = np.zeros(1, np.uint32)
     worker.submit([Submission(PrefillRoom(RoomKey(1), RankRef(RankId("P"), 1), 0), pair, page, page, 0, None)])

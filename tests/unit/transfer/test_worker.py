@@ -15,6 +15,7 @@ from kvgrpc.errors import Failure, Reason
 from kvgrpc.model import Pool, PoolKind, RankId, RankRef, Region
 from kvgrpc.transfer.protocol.prefill_core import PrefillPair, PrefillRoom, Submission
 from kvgrpc.transfer.protocol.types import RoomKey
+from kvgrpc.transfer.runtime.guarded import GuardedPlane
 from kvgrpc.transfer.runtime.worker import PeerMemory, TransferWorker
 
 POOL = Pool("kv", PoolKind.KV, 1, 8, "uint8", (Region(0, "kv", 4096, 16, 16),))
@@ -68,10 +69,12 @@ class Plane:
 
 
 class Bench:
-    def __init__(self) -> None:
+    def __init__(self, quick_bytes: int = 0) -> None:
         self.plane = Plane()
+        self.plane.quick_bytes = quick_bytes
         self.ended: list[tuple[Submission, Result]] = []
-        self.worker = TransferWorker(self.plane, [POOL], self.ended.extend)  # type: ignore[arg-type]
+        guarded = GuardedPlane(self.plane)  # type: ignore[arg-type]
+        self.worker = TransferWorker(guarded, [POOL], self.ended.extend)
         self.pair = PrefillPair(DECODE, PeerMemory([POOL], b"there"), 0)
 
     def submission(self, room: int = 1, wait: Callable[[], None] | None = None) -> Submission:
@@ -101,6 +104,14 @@ class Bench:
 @pytest.fixture
 def bench() -> Iterator[Bench]:
     bench = Bench()
+    yield bench
+    assert bench.worker.close(10.0)
+
+
+@pytest.fixture
+def quick() -> Iterator[Bench]:
+    """Its plane writes a page at once."""
+    bench = Bench(quick_bytes=16)
     yield bench
     assert bench.worker.close(10.0)
 
@@ -150,6 +161,28 @@ def test_a_plane_that_raises_leaves_unknown_and_the_thread_goes_on(bench: Bench)
     bench.worker.submit([bench.submission(1)])
     assert bench.until_ended(1) == [Outcome.FAILED_UNKNOWN]
     bench.plane.next_result = DONE
+    bench.worker.submit([bench.submission(2)])
+    assert bench.until_ended(2)[1] is Outcome.DONE and bench.worker.healthy
+
+
+def test_a_plane_that_raises_wherever_it_is_asked_leaves_the_thread_alone(bench: Bench) -> None:
+    def raises(*_: object) -> None:
+        raise RuntimeError("driver")
+
+    plane: Any = bench.plane
+    plane.detach, plane.poll_interval, plane.next_result = raises, "soon", None
+    submission = bench.submission(1)
+    bench.worker.submit([submission])
+    deadline = time.monotonic() + 10
+    while not plane.writes:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    plane.writes[0][3].stop = raises
+    bench.worker.stop(submission.record)
+    bench.worker.forget(bench.pair)
+    plane.writes[0][3].result = "all of it"
+    assert bench.until_ended(1) == [Outcome.FAILED_UNKNOWN]
+    plane.next_result = DONE
     bench.worker.submit([bench.submission(2)])
     assert bench.until_ended(2)[1] is Outcome.DONE and bench.worker.healthy
 
@@ -283,51 +316,47 @@ def written_now(bench: Bench, submissions: list[Submission]) -> list[tuple[Submi
     return ended
 
 
-def test_a_quick_write_ends_where_it_was_asked_for(bench: Bench) -> None:
-    bench.plane.quick_bytes = 16
-    attached(bench)
-    submissions = [bench.submission(room) for room in (1, 2)]
-    assert written_now(bench, submissions) == [(each, DONE) for each in submissions]
-    assert [write[0] for write in bench.plane.writes] == [[4096 + 16], [4096 + 32]]
-    assert bench.plane.thread is threading.current_thread() and not bench.ended
+def test_a_quick_write_ends_where_it_was_asked_for(quick: Bench) -> None:
+    attached(quick)
+    submissions = [quick.submission(room) for room in (1, 2)]
+    assert written_now(quick, submissions) == [(each, DONE) for each in submissions]
+    assert [write[0] for write in quick.plane.writes] == [[4096 + 16], [4096 + 32]]
+    assert quick.plane.thread is threading.current_thread() and not quick.ended
 
 
-def test_a_quick_write_that_goes_on_is_looked_after_by_the_thread(bench: Bench) -> None:
-    bench.plane.quick_bytes = 16
-    attached(bench)
-    bench.plane.next_result = None
-    submission = bench.submission(1)
-    assert written_now(bench, [submission]) == []
-    bench.plane.writes[0][3].result = DONE
-    assert bench.until_ended(1) == [Outcome.DONE] and bench.ended[0][0] is submission
+def test_a_quick_write_that_goes_on_is_looked_after_by_the_thread(quick: Bench) -> None:
+    attached(quick)
+    quick.plane.next_result = None
+    submission = quick.submission(1)
+    assert written_now(quick, [submission]) == []
+    quick.plane.writes[0][3].result = DONE
+    assert quick.until_ended(1) == [Outcome.DONE] and quick.ended[0][0] is submission
 
 
-def test_what_may_take_long_is_left_to_the_thread(bench: Bench) -> None:
-    bench.plane.quick_bytes = 16
-    assert bench.worker.write_now([bench.submission(1)]) is None, "its peer is not attached yet"
-    attached(bench)
-    assert bench.worker.write_now([bench.submission(1, lambda: None)]) is None
-    assert bench.worker.write_now([bench.submission(room) for room in range(1, 6)]) is None
-    bench.plane.quick_bytes = 15
-    assert bench.worker.write_now([bench.submission(1)]) is None
-    assert not bench.plane.writes
+def test_what_may_take_long_is_left_to_the_thread(quick: Bench) -> None:
+    assert quick.worker.write_now([quick.submission(1)]) is None, "its peer is not attached yet"
+    attached(quick)
+    assert quick.worker.write_now([quick.submission(1, lambda: None)]) is None
+    assert quick.worker.write_now([quick.submission(room) for room in range(1, 6)]) is None
+    longer = quick.submission(1)
+    longer.source = longer.destination = np.array([1, 2], np.uint32)
+    assert quick.worker.write_now([longer]) is None
+    assert not quick.plane.writes
 
 
-def test_nobody_waits_for_a_thread_that_is_at_work(bench: Bench) -> None:
-    bench.plane.quick_bytes = 16
-    attached(bench)
-    leave = bench.hold()
-    assert bench.worker.write_now([bench.submission(2)]) is None
+def test_nobody_waits_for_a_thread_that_is_at_work(quick: Bench) -> None:
+    attached(quick)
+    leave = quick.hold()
+    assert quick.worker.write_now([quick.submission(2)]) is None
     leave.set()
-    assert bench.until_ended(1) == [Outcome.DONE]
-    assert bench.worker.close(10.0)
-    assert bench.worker.write_now([bench.submission(3)]) is None, "the thread is over"
+    assert quick.until_ended(1) == [Outcome.DONE]
+    assert quick.worker.close(10.0)
+    assert quick.worker.write_now([quick.submission(3)]) is None, "the thread is over"
 
 
-def test_a_room_that_ended_is_not_written_at_once_either(bench: Bench) -> None:
-    bench.plane.quick_bytes = 16
-    attached(bench)
-    submission = bench.submission(1)
+def test_a_room_that_ended_is_not_written_at_once_either(quick: Bench) -> None:
+    attached(quick)
+    submission = quick.submission(1)
     submission.record.ended = True
-    assert [result.outcome for _, result in written_now(bench, [submission])] == [Outcome.REJECTED]
-    assert not bench.plane.writes
+    assert [result.outcome for _, result in written_now(quick, [submission])] == [Outcome.REJECTED]
+    assert not quick.plane.writes
