@@ -126,6 +126,26 @@ def test_the_stages_of_a_room_are_measured_on_both_sides(ends: Callable[[int], E
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize(
+    ("pages", "nbytes"),
+    [({"kv": [20, 5], "state": [3]}, 2 * (2 * BYTES["kv"] + BYTES["state"])), ([2, 3], 2 * 2 * sum(BYTES.values()))],
+)
+def test_the_bytes_of_every_pool_are_counted(ends: Callable[[int], Ends], pages: Any, nbytes: int) -> None:
+    def counted() -> list[float]:
+        return [REGISTRY.get_sample_value("kvgrpc_hand_off_bytes_total", {"role": role}) or 0.0 for role in ROLES]
+
+    before = counted()
+    sender, receiver = ends(1)
+    receiver.init(pages)
+    sender.init(2)
+    sender.send(pages)
+    assert receiver.wait(10.0) is sender.wait(10.0) is KVPoll.Success, receiver.failure
+    deadline = time.monotonic() + 10.0
+    while [now - count for now, count in zip(counted(), before, strict=True)] != [nbytes, nbytes]:
+        assert time.monotonic() < deadline, counted()
+        time.sleep(0.01)
+
+
 def test_the_pages_of_each_pool_are_compared() -> None:
     prefill = HybridRank("P", Role.PREFILL, 1, registry="embedded", verify=True)
     decode = HybridRank("D", Role.DECODE, 2, verify=True)

@@ -188,7 +188,9 @@ class TransferManager(ABC, Generic[Record]):
         self.on_change: _Changes | None = None
         self._hand_offs = HandOffs(self.role, logger)
         self._spans = spans_of(self.role, config.ref) if config.tracing else None
-        self._page_bytes = sum(region.page_bytes for region in config.pools[0].regions)
+        # Of each pool, and of them all: one list of pages addresses every pool.
+        self._pool_page_bytes = tuple(sum(region.page_bytes for region in pool.regions) for pool in config.pools)
+        self._page_bytes = sum(self._pool_page_bytes)
 
     # For senders and receivers, on any thread.
 
@@ -453,9 +455,8 @@ class TransferManager(ABC, Generic[Record]):
         for room in work.ended:
             seconds = None if room.handle is None else now - room.handle.began
             if room.failure is None:
-                pages = 0 if room.destination is None else room.destination.count
                 stages = room.handle.stages(now) if isinstance(room.handle, TimedHandle) else None
-                self._hand_offs.succeeded(seconds, pages * self._page_bytes, stages)
+                self._hand_offs.succeeded(seconds, self._bytes_of(room), stages)
             else:
                 self._hand_offs.failed(*room.key[:2], room.failure, seconds)
             if self._spans is not None:
@@ -463,13 +464,23 @@ class TransferManager(ABC, Generic[Record]):
         for peer, how, rooms in work.lost:
             self._hand_offs.lost(self.ref, peer, how, rooms)
 
+    def _bytes_of(self, record: Record) -> int:
+        """Of all of its pages, in all pools of this rank."""
+        pages = record.destination
+        if pages is None:
+            return 0
+        if pages.others is None:
+            return pages.count * self._page_bytes
+        counts = pages.count, *(other.count for other in pages.others)
+        return sum(count * nbytes for count, nbytes in zip(counts, self._pool_page_bytes, strict=False))
+
     def _trace(self, spans: Spans, record: Record, now: float) -> None:
         row, handle = self._row(record), record.handle
         times = (now - row.age_seconds, 0.0, 0.0)
         if isinstance(handle, TimedHandle):
             times = handle.began, handle.ready_at, handle.moving_at
-        peers, nbytes = [part.peer for part in row.parts], row.pages * self._page_bytes
-        hand_off = HandOff(*row.key[:2], peers, *times, row.pages, nbytes, row.failure)
+        peers = [part.peer for part in row.parts]
+        hand_off = HandOff(*row.key[:2], peers, *times, row.pages, self._bytes_of(record), row.failure)
         spans.end(getattr(record, "span", None), row.traceparent, hand_off)
 
     def _look_at_conditions(self) -> None:
