@@ -23,18 +23,25 @@ from kvgrpc.server import EventRelay, IndexServer
 
 pytestmark = pytest.mark.timeout(60)
 END = b"\xff" * 8
+NAME = "engine-within"
 
 
 class EnginePublisher:
-    """PUB and ROUTER of one engine: what is ``kept``, from ``oldest`` on, can be asked for."""
+    """PUB and ROUTER of one engine: what is ``kept``, from ``oldest`` on, can be asked for. ``name``: over inproc."""
 
-    def __init__(self, port: int = 0, replay_port: int = 0) -> None:
-        self.context = zmq.Context()
+    def __init__(self, port: int = 0, replay_port: int = 0, *, name: str = "") -> None:
+        self.context = zmq.Context.instance() if name else zmq.Context()
         self.pub, self._router = self.context.socket(zmq.XPUB), self.context.socket(zmq.ROUTER)
         for socket in (self.pub, self._router):
             socket.setsockopt(zmq.LINGER, 0)
-        self.port = _bind(self.pub, port)
-        self.replay_port = _bind(self._router, replay_port)
+        if name:
+            self.endpoint, self.replay = f"inproc://{name}", f"inproc://{name}-replay"
+            self.pub.bind(self.endpoint)
+            self._router.bind(self.replay)
+        else:
+            self.port = _bind(self.pub, port)
+            self.replay_port = _bind(self._router, replay_port)
+            self.endpoint, self.replay = f"tcp://127.0.0.1:{self.port}", f"tcp://127.0.0.1:{self.replay_port}"
         self.kept: list[bytes] = []
         self.oldest = 0
         self._closing = False
@@ -55,8 +62,9 @@ class EnginePublisher:
     def close(self) -> None:
         self._closing = True
         self._thread.join()
-        self.pub.close()
-        self.context.term()
+        self._free(self.pub, self.endpoint)
+        if self.context is not zmq.Context.instance():
+            self.context.term()
 
     def _serve(self) -> None:
         while not self._closing:
@@ -66,7 +74,12 @@ class EnginePublisher:
                 for sequence, payload in list(enumerate(self.kept))[first:]:
                     self._router.send_multipart((who, b"", b"kv", sequence.to_bytes(8, "big"), payload))
                 self._router.send_multipart((who, b"", b"", END, b""))
-        self._router.close()
+        self._free(self._router, self.replay)
+
+    def _free(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
+        if endpoint.startswith("inproc:"):
+            socket.unbind(endpoint)  # closing it would give the name back a little later
+        socket.close()
 
 
 def _bind(socket: zmq.Socket[bytes], port: int) -> int:
@@ -78,8 +91,8 @@ def _bind(socket: zmq.Socket[bytes], port: int) -> int:
 
 @contextlib.contextmanager
 def relayed(engine: EnginePublisher, *, replay: bool = True) -> Iterator[EventRelay]:
-    router = f"tcp://127.0.0.1:{engine.replay_port}" if replay else ""
-    relay = EventRelay("127.0.0.1:0", f"tcp://127.0.0.1:{engine.port}", "sglang-1", topic="kv", replay=router).open()
+    router = engine.replay if replay else ""
+    relay = EventRelay("127.0.0.1:0", engine.endpoint, "sglang-1", topic="kv", replay=router).open()
     try:
         yield relay
     finally:
@@ -91,6 +104,14 @@ def engine() -> Iterator[EnginePublisher]:
     engine = EnginePublisher()
     yield engine
     if not engine.context.closed:
+        engine.close()
+
+
+@pytest.fixture
+def engine_within() -> Iterator[EnginePublisher]:
+    engine = EnginePublisher(name=NAME)
+    yield engine
+    if not engine.pub.closed:
         engine.close()
 
 
@@ -131,6 +152,38 @@ async def test_without_a_router_what_pub_lost_empties_the_cache(engine: EnginePu
         engine.store(1000, live=False)
         engine.store(1001)
         assert await blocks(relay, 1) == 1
+
+
+async def test_a_publisher_of_the_same_process_is_followed_over_one_connection(
+    engine_within: EnginePublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """libzmq says nothing of a connection over inproc: it must not be taken for one that never came about."""
+    monkeypatch.setattr(live_relay, "CONNECT_SECONDS", 0.2)
+    with relayed(engine_within, replay=False) as relay:
+        await asyncio.to_thread(engine_within.await_subscriber)
+        assert engine_within.pub.recv() == b"\x01kv"
+        for block in range(1, 6):
+            engine_within.store(block)
+            # A while in which it must not subscribe anew, five times its patience in all.
+            assert not await asyncio.to_thread(engine_within.pub.poll, 200)
+        assert await blocks(relay, 5) == 5
+
+
+async def test_a_publisher_of_the_same_process_that_began_again_is_followed(engine_within: EnginePublisher) -> None:
+    engine_within.store(1)
+    engine_within.store(2)
+    with relayed(engine_within) as relay:
+        assert await blocks(relay, 2) == 2
+        engine_within.close()
+        again = EnginePublisher(name=NAME)
+        try:
+            again.store(7, live=False)
+            assert await blocks(relay, 1) == 1
+            await asyncio.to_thread(again.await_subscriber)
+            again.store(8)
+            assert await blocks(relay, 2) == 2
+        finally:
+            again.close()
 
 
 async def test_a_name_that_resolves_later_is_found_then(

@@ -45,8 +45,9 @@ _log = logging.getLogger(__name__)
 class Relay:
     """One engine's events into ``publisher``, which stays its owner's. Its thread runs from ``open`` to ``close``.
 
-    ``endpoint``: of the engine's PUB, "tcp://10.0.0.1:5557"; ``replay``: of its ROUTER, "" where it has none, and then
-    what PUB loses is lost; ``topic``: only messages whose topic begins so.
+    ``endpoint``: of the engine's PUB, "tcp://10.0.0.1:5557", or "inproc://name" in ``zmq.Context.instance()``, whose
+    end only a ROUTER tells; ``replay``: of its ROUTER, "" where it has none, and then what PUB loses is lost;
+    ``topic``: only messages whose topic begins so.
     """
 
     def __init__(self, endpoint: str, publisher: EventPublisher, *, replay: str = "", topic: str = "") -> None:
@@ -113,7 +114,8 @@ class Relay:
         poller = zmq.Poller()
         poller.register(subscriber, zmq.POLLIN)
         poller.register(monitor, zmq.POLLIN)
-        self._connect_anew = connected = False
+        self._connect_anew = False
+        connected = self._endpoint.startswith("inproc:")  # of which libzmq reports neither a beginning nor an end
         until = time.monotonic() + CONNECT_SECONDS
         while not self._stopping.is_set() and not self._connect_anew and (connected or time.monotonic() < until):
             self._moved_at = time.monotonic()
