@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvgrpc.cli.batches import name_and_hashes, read_batch, show_batch
 from kvgrpc.cli.connection import json_option
 from kvgrpc.cli.output import seconds, show_table, size
 from kvgrpc.cli.publisher import calls_a_publisher
-from kvgrpc.observability.logging import one_line
+from kvgrpc.cli.standing import held, standing_fields
 
 if TYPE_CHECKING:
     from kvgrpc.client import SyncClient
@@ -39,17 +40,13 @@ def names_a_cache(command: Any) -> Any:
 @calls_a_publisher
 def snapshot(client: SyncClient, as_json: bool, **stream: Any) -> None:
     """Show what a rank's cache holds now, as the batches that would make it, then end."""
-    from kvgrpc.cli.events import batch_as_json, batch_as_text
     from kvgrpc.client import Snapshot
     from kvgrpc.v1 import event_service_pb2
 
     for part in client.watch(mode=event_service_pb2.WATCH_MODE_SNAPSHOT, **stream):
         if isinstance(part, Snapshot):
             for payload in part.payloads:
-                if as_json:
-                    print(batch_as_json(part.next_sequence, payload, raw=False), flush=True)
-                else:
-                    print(one_line(batch_as_text(part.next_sequence, payload)), flush=True)
+                show_batch(part.next_sequence, payload, as_json=as_json)
             if part.last:
                 return
 
@@ -71,26 +68,21 @@ def verify(client: SyncClient, as_json: bool, within: float, engine: str, dp: in
             if time.monotonic() > end:
                 break
             time.sleep(_LOOK_SECONDS)
-        blocks, fresh, (engine, dp) = follower.blocks, follower.freshness, follower.cache
+        standing, blocks, fresh = standing_fields(follower), follower.blocks, follower.freshness
     right = counts.digests_equal > 0 and not counts.digests_different
     if as_json:
         told = {
-            "engine": engine,
-            "dp": dp,
             "equal": right,
             "digestsEqual": counts.digests_equal,
             "digestsDifferent": counts.digests_different,
-            "logId": fresh.log_id,
-            "nextSequence": str(fresh.next_sequence),
-            "blocks": blocks,
         }
-        print(json.dumps(told))
+        print(json.dumps(standing | told))
     else:
-        held = ", ".join(f"{count} in {medium}" for medium, count in blocks.items()) or "no blocks"
         missing = "no digest came: is the publisher idle for good, or older than digests?"
         verdict = "equal" if right else "DIFFERENT" if counts.digests_different else missing
         click.secho(
-            f"{verdict}: {held}, log {fresh.log_id[:8]} up to {fresh.next_sequence}", fg=None if right else "red"
+            f"{verdict}: {held(blocks)}, log {fresh.log_id[:8]} up to {fresh.next_sequence}",
+            fg=None if right else "red",
         )
     if not right:
         raise SystemExit(1)
@@ -102,7 +94,6 @@ def verify(client: SyncClient, as_json: bool, within: float, engine: str, dp: in
 @calls_a_publisher
 def stats(client: SyncClient, as_json: bool, **stream: Any) -> None:
     """Count what a rank keeps of its events: batches, events and blocks by kind, bytes, and over how long."""
-    from kvgrpc.cli.events import name_and_hashes, read_batch
     from kvgrpc.client import Begin, Dropped, Payloads
     from kvgrpc.v1 import event_service_pb2
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import math
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvgrpc.cli.batches import show_batch
 from kvgrpc.cli.connection import calls_a_rank, json_option
 from kvgrpc.cli.contents import COMMANDS as CONTENTS
 from kvgrpc.cli.contents import names_a_cache
@@ -23,8 +21,6 @@ from kvgrpc.observability.logging import one_line
 if TYPE_CHECKING:
     from kvgrpc.client import SyncClient, WatchPart
     from kvgrpc.v1 import event_service_pb2
-
-SHOWN_HASHES = 4
 
 
 @click.command()
@@ -109,10 +105,7 @@ def show_parts(parts: Iterator[WatchPart], as_json: bool, raw: bool) -> None:
     for part in parts:
         if isinstance(part, Payloads):
             for sequence, payload in enumerate(part.payloads, part.first_sequence):
-                print(
-                    batch_as_json(sequence, payload, raw) if as_json else one_line(batch_as_text(sequence, payload)),
-                    flush=True,
-                )
+                show_batch(sequence, payload, as_json=as_json, raw=raw)
         elif isinstance(part, Dropped):
             told = {"dropped": [part.first_sequence, part.last_sequence], "cause": part.cause}
             text = f"{part.first_sequence:>8}  DROPPED up to {part.last_sequence}: {part.cause}"
@@ -123,85 +116,3 @@ def show_parts(parts: Iterator[WatchPart], as_json: bool, raw: bool) -> None:
 
 def begin_as_text(stream: event_service_pb2.EventStream, first: int) -> str:
     return f"stream {stream.engine} dp {stream.dp}, log {stream.log_id}: from {first}, next is {stream.next_sequence}"
-
-
-def batch_as_json(sequence: int, payload: bytes, raw: bool) -> str:
-    moment, rank, listed = read_batch(payload)
-    if raw:
-        return json.dumps({"sequence": sequence, "rank": rank, "payload": base64.b64encode(payload).decode()})
-    return json.dumps({"sequence": sequence, "time": for_json(moment), "rank": rank, "events": for_json(listed)})
-
-
-def batch_as_text(sequence: int, payload: bytes) -> str:
-    moment, _, listed = read_batch(payload)
-    return f"{sequence:>8}  {clock_of(moment)}  " + "; ".join(map(event_as_text, listed))
-
-
-def clock_of(moment: float) -> str:
-    """The time of day; dashes where an engine wrote what no clock shows."""
-    try:
-        return time.strftime("%H:%M:%S", time.localtime(moment)) + f".{int(moment % 1 * 1000):03d}"
-    except (ValueError, OverflowError, OSError):
-        return "--:--:--.---"
-
-
-def event_as_text(event: Any) -> str:
-    """Name and hashes of an event."""
-    name, hashes = name_and_hashes(event)
-    if hashes is None:
-        return name
-    shown = " ".join(plain(value) if isinstance(value, bytes) else str(value) for value in hashes[:SHOWN_HASHES])
-    return f"{name} {len(hashes)}: {shown}" + (" …" if len(hashes) > SHOWN_HASHES else "")
-
-
-def name_and_hashes(event: Any) -> tuple[str, list[Any] | None]:
-    """Of an event in either form: a positional array, or a tagged map. None: it has no hashes."""
-    name, hashes = (
-        (event.get("type", "?"), event.get("block_hashes"))
-        if isinstance(event, dict)
-        else (event[0], event[1] if len(event) > 1 else None)
-        if isinstance(event, list) and event
-        else ("?", None)
-    )
-    return str(name), hashes if isinstance(hashes, list) else None
-
-
-def read_batch(payload: bytes) -> tuple[float, int | None, list[Any]]:
-    """Time, rank and events of a batch of any dialect. A payload that is no batch is one event that says so, and so is
-    an event that cannot be read beside others that can."""
-    import msgspec
-
-    try:
-        moment, listed, *more = msgspec.msgpack.decode(payload, type=list[msgspec.Raw])
-        rank = msgspec.msgpack.decode(more[0]) if more else None
-        events = [read_event(bytes(raw)) for raw in msgspec.msgpack.decode(listed, type=list[msgspec.Raw])]
-        return msgspec.msgpack.decode(moment, type=float), rank if isinstance(rank, int) else None, events
-    except (msgspec.DecodeError, TypeError, ValueError, RecursionError):
-        return 0.0, None, [["not a batch", [payload]]]
-
-
-def read_event(raw: bytes) -> Any:
-    """An event as plain values; one of a shape that nobody reads (nested without end, no UTF-8) as its bytes."""
-    import msgspec
-
-    try:
-        event = msgspec.msgpack.decode(raw)
-        for_json(event)
-        return event
-    except (msgspec.DecodeError, TypeError, ValueError, RecursionError):
-        return ["not readable", [raw]]
-
-
-def for_json(value: Any) -> Any:
-    """The same in what every JSON parser takes: bytes as hexadecimal text, a number that is none (NaN, inf) as null."""
-    if isinstance(value, dict):
-        return {key if isinstance(key, str) else plain(key): for_json(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [for_json(entry) for entry in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if isinstance(value, str | int | None) else plain(value)
-
-
-def plain(value: object) -> str:
-    return value.hex() if isinstance(value, bytes) else str(value)

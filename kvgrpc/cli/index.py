@@ -14,6 +14,7 @@ from kvgrpc.cli.contents import names_a_cache
 from kvgrpc.cli.names import seconds_of
 from kvgrpc.cli.output import seconds, show_json, show_table
 from kvgrpc.cli.publisher import calls_a_publisher
+from kvgrpc.cli.standing import held, standing_fields
 
 if TYPE_CHECKING:
     from kvgrpc.client import SyncClient, SyncEventFollower
@@ -34,7 +35,7 @@ def follow(client: SyncClient, as_json: bool, engine: str, dp: int, live: bool, 
         if once:
             follower.until_current()
         while True:
-            print(_standing_as_json(follower) if as_json else _standing(follower), flush=True)
+            print(json.dumps(standing_fields(follower)) if as_json else _standing(follower), flush=True)
             if once:
                 return
             time.sleep(TELL_SECONDS)
@@ -140,28 +141,9 @@ def _fresh(freshness: index_service_pb2.Freshness) -> tuple[str, int, str]:
     return state, freshness.lag_batches, idle
 
 
-def _standing_as_json(follower: SyncEventFollower) -> str:
-    fresh, (engine, dp) = follower.freshness, follower.cache
-    told = {
-        "engine": engine,
-        "dp": dp,
-        "state": fresh.state.value,
-        "logId": fresh.log_id,
-        "nextSequence": str(fresh.next_sequence),
-        "lagBatches": str(fresh.lag),
-        "idle_time": fresh.idle_time,
-        "whole": fresh.whole,
-        "blocks": follower.blocks,
-        "lastError": str(follower.last_error or ""),
-    }
-    return json.dumps(told)
-
-
 def _standing(follower: SyncEventFollower) -> str:
-    fresh, counts, blocks = follower.freshness, follower.counts, follower.blocks
-    held = ", ".join(f"{count} in {medium}" for medium, count in blocks.items()) or "no blocks"
+    fresh, counts = follower.freshness, follower.counts
     healed = f"{counts.snapshots} snapshots, {counts.replays} replays, {counts.new_logs} new logs"
-    line = (
-        f"{fresh.state.value:<12} log {fresh.log_id[:8] or '-':<8} next {fresh.next_sequence} lag {fresh.lag}: {held}"
-    )
-    return f"{line} ({healed}, digests {counts.digests_equal} equal {counts.digests_different} not)"
+    known = f"{fresh.state.value:<12} log {fresh.log_id[:8] or '-':<8} next {fresh.next_sequence} lag {fresh.lag}"
+    digests = f"digests {counts.digests_equal} equal {counts.digests_different} not"
+    return f"{known}: {held(follower.blocks)} ({healed}, {digests})"

@@ -73,6 +73,7 @@ def test_follow_says_what_a_cache_holds(rank: RankHost, kvgrpc: Any) -> None:
     told = json.loads(out)
     assert (told["state"], told["blocks"], told["nextSequence"]) == ("current", {"CPU": 1, "GPU": 3}, "3")
     assert (told["engine"], told["dp"]) == ("P", 0)
+    assert not [key for key in told if "_" in key], "names as in the JSON of messages"
 
 
 def test_snapshot_shows_what_a_cache_holds_and_ends(rank: RankHost, kvgrpc: Any) -> None:
@@ -91,6 +92,7 @@ def test_verify_compares_with_the_publishers_digest(rank: RankHost, kvgrpc: Any)
     code, out, _ = kvgrpc("events", "verify", "--json", "-s", rank.rank.address)
     told = json.loads(out)
     assert code == 0 and (told["equal"], told["engine"], told["dp"]) == (True, "P", 0)
+    assert (told["blocks"], told["nextSequence"]) == ({"CPU": 1, "GPU": 3}, "3")
 
 
 def test_verify_says_where_no_digest_comes(rank: RankHost, kvgrpc: Any, monkeypatch: pytest.MonkeyPatch) -> None:
