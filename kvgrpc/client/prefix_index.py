@@ -13,6 +13,7 @@ from kvgrpc.errors import KvGrpcError
 from kvgrpc.events.following.messages import FollowerState
 from kvgrpc.events.following.prompts import sglang_hashes, vllm_hashes
 from kvgrpc.events.following.sources import CacheScore, Source, SourceTable
+from kvgrpc.observability.logging import RateLimited
 from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.security import ClientSecurity
 from kvgrpc.v1 import registry_service_pb2
@@ -20,6 +21,7 @@ from kvgrpc.v1 import registry_service_pb2
 __all__ = ["PrefixIndex", "sglang_hashes", "vllm_hashes"]
 
 FIND_SECONDS = 2.0
+LOG_SECONDS = 60.0
 _ANSWER_SECONDS = 5.0
 _Cache = tuple[str, int]
 
@@ -49,7 +51,7 @@ class PrefixIndex:
         self._security = security
         self._followers: dict[_Cache, tuple[EventFollower, str]] = {}
         self._finding: asyncio.Task[None] | None = None
-        self._complained = ""
+        self._lines = RateLimited(_log, lines=1, seconds=LOG_SECONDS)
 
     async def __aenter__(self) -> PrefixIndex:
         await self.start()
@@ -98,19 +100,20 @@ class PrefixIndex:
     async def _find_for_ever(self) -> None:
         while True:
             known = {address for _, address in self._followers.values()}
-            looks = [self._ask_source(address) for address in self._named if address not in known]
+            looks = {address: self._ask_source(address) for address in self._named if address not in known}
             if self._registry:
-                looks.append(self._ask_registry())
+                looks["the registry"] = self._ask_registry()
             found: dict[_Cache, str] = {}
-            answers = await asyncio.gather(*looks, return_exceptions=True)
-            for answer in answers:
+            answers = await asyncio.gather(*looks.values(), return_exceptions=True)
+            for asked, answer in zip(looks, answers, strict=True):
                 if isinstance(answer, KvGrpcError):
-                    self._complain(answer)
+                    self._lines.warning(f"{asked}: {answer.reason.name}", f"looking for caches: {answer}")
                 elif isinstance(answer, BaseException):
                     raise answer
                 else:
                     found |= answer
             await self._follow(found, all(isinstance(answer, dict) for answer in answers))
+            self._lines.flush()
             await asyncio.sleep(FIND_SECONDS)
 
     async def _ask_registry(self) -> dict[_Cache, str]:
@@ -122,11 +125,6 @@ class PrefixIndex:
     async def _ask_source(self, address: str) -> dict[_Cache, str]:
         async with Client(address, self._security, _ANSWER_SECONDS) as client:
             return {(stream.engine, stream.dp): address for stream in await client.list_streams()}
-
-    def _complain(self, error: KvGrpcError) -> None:
-        if str(error) != self._complained:
-            self._complained = str(error)
-            _log.warning("looking for caches: %s", error)
 
     async def _follow(self, found: dict[_Cache, str], complete: bool) -> None:
         for cache, address in found.items():

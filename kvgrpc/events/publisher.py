@@ -27,7 +27,7 @@ from kvgrpc.events.log.recorder import Recorder
 from kvgrpc.events.log.stream import EventStream
 from kvgrpc.model import RankRef
 from kvgrpc.observability import metrics
-from kvgrpc.observability.logging import worth_logging
+from kvgrpc.observability.logging import RateLimited, one_line
 
 IDLE_SECONDS = 1.0
 FAILED_PASS_SECONDS = 0.1
@@ -95,7 +95,8 @@ class JournalingPublisher(EventPublisher):
             topic=config.topic.encode(),
             replay_endpoint=replay_endpoint,
         )
-        self._published = self._failed_batches = self._failed_sends = self._failed_passes = 0
+        self._published = self._failed_sends = 0
+        self._lines = RateLimited(_log)
         self._measured_bytes = 0
         self._healthy = True
         self._fenced = False
@@ -162,10 +163,8 @@ class JournalingPublisher(EventPublisher):
                 self._healthy = True
             except Exception:
                 self._healthy = False
-                self._failed_passes += 1
                 metrics.TASK_FAILURES.labels("kvgrpc-publisher").inc()
-                if worth_logging(self._failed_passes):
-                    _log.exception("events: the publisher failed and goes on (%d times)", self._failed_passes)
+                self._lines.exception("a publisher that failed", "events: the publisher failed and goes on")
                 time.sleep(FAILED_PASS_SECONDS)
                 # What it had taken is lost; the next pass, which this makes begin at once, says so.
                 self._queue.drop(0)
@@ -182,6 +181,7 @@ class JournalingPublisher(EventPublisher):
             self._publish_group(taken.items)
         self._journal.evict_old()
         self._measure()
+        self._lines.flush()
         if self._recorder is not None:
             while self._queue.idle and self._recorder.fold():
                 pass
@@ -236,9 +236,9 @@ class JournalingPublisher(EventPublisher):
 
     def _hole(self, first: int, last: int, cause: str, why: str) -> Dropped:
         batches = last - first + 1
-        self._failed_batches += 1
-        if worth_logging(self._failed_batches):
-            _log.warning("events: %d batches from %d are dropped (%s): %s", batches, first, cause, why)
+        self._lines.warning(
+            f"drops ({cause})", lambda: f"events: {batches} batches from {first} are dropped ({cause}): {one_line(why)}"
+        )
         self._queue.drop(batches)
         metrics.EVENTS_DROPPED.labels(cause).inc(batches)
         return Dropped(first, last, cause)
@@ -250,8 +250,7 @@ class JournalingPublisher(EventPublisher):
             self._live.send(sequence, payload, batch)
         except Exception as error:
             self._failed_sends += 1
-            if worth_logging(self._failed_sends):
-                _log.warning("events: %d live sends failed; replay has them: %s", self._failed_sends, error)
+            self._lines.warning("live sends", f"events: a live send failed; replay has it: {error}")
 
     def _measure(self) -> None:
         kept = self._journal.kept_bytes

@@ -6,6 +6,7 @@ A library does not configure logging; ``configure`` is for our own programs (``k
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import unicodedata
 from collections.abc import Callable
@@ -27,13 +28,8 @@ def one_line(text: str, longest: int = LONGEST_LINE) -> str:
     return cut if cut.isprintable() else "".join(_shown(character) for character in cut)
 
 
-def worth_logging(count: int) -> bool:
-    """The first of a kind, then ever fewer: 1, 2, 4, 8, ..."""
-    return count & (count - 1) == 0
-
-
 class RateLimited:
-    """Records of a logger, at most ``lines`` of one key in ``seconds``; then how many were left out. For one thread.
+    """Records of a logger, at most ``lines`` of one key in ``seconds``; then how many were left out. Thread-safe.
 
     Keys are few and our own: names of reasons, not what a peer says.
     """
@@ -42,31 +38,43 @@ class RateLimited:
         self._logger = logger
         self._lines = lines
         self._seconds = seconds
+        self._lock = threading.Lock()
         self._windows: dict[str, _Window] = {}
 
-    def warning(self, key: str, text: str) -> None:
+    def warning(self, key: str, text: str | Callable[[], str]) -> None:
         self.say(logging.WARNING, key, text)
 
-    def say(self, level: int, key: str, text: str | Callable[[], str]) -> None:
+    def exception(self, key: str, text: str) -> None:
+        """The error that is being handled, with its traceback."""
+        self.say(logging.ERROR, key, text, exc_info=True)
+
+    def say(self, level: int, key: str, text: str | Callable[[], str], *, exc_info: bool = False) -> None:
         """``text``, or what makes it: thousands that are left out then cost nothing to word."""
-        now = time.monotonic()
-        window = self._windows.get(key)
-        if window is None or now >= window.end:
-            self._close(key)
-            window = self._windows[key] = _Window(now + self._seconds, level)
-        window.said += 1
-        if window.said <= self._lines:
-            self._logger.log(level, "%s", text if isinstance(text, str) else text())
+        now, ended = time.monotonic(), None
+        with self._lock:
+            window = self._windows.get(key)
+            if window is None or now >= window.end:
+                ended, window = window, _Window(now + self._seconds, level)
+                self._windows[key] = window
+            window.said += 1
+            shown = window.said <= self._lines
+        self._sum_up(key, ended)
+        if shown:
+            self._logger.log(level, "%s", text if isinstance(text, str) else text(), exc_info=exc_info)
 
     def flush(self) -> None:
         """Ends the windows whose time is over; cheap enough for every tick."""
-        if self._windows:
-            now = time.monotonic()
-            for key in [key for key, window in self._windows.items() if now >= window.end]:
-                self._close(key)
+        if not self._windows:
+            return
+        now = time.monotonic()
+        with self._lock:
+            over = [(key, window) for key, window in self._windows.items() if now >= window.end]
+            for key, _ in over:
+                del self._windows[key]
+        for key, window in over:
+            self._sum_up(key, window)
 
-    def _close(self, key: str) -> None:
-        window = self._windows.pop(key, None)
+    def _sum_up(self, key: str, window: _Window | None) -> None:
         if window is not None and window.said > self._lines:
             more = window.said - self._lines
             self._logger.log(window.level, "%d more like these of %s in %g s", more, key, self._seconds)

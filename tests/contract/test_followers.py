@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
@@ -21,6 +22,7 @@ from kvgrpc.client import (
     Snapshot,
     SyncEventFollower,
     SyncPrefixIndex,
+    prefix_index,
 )
 from kvgrpc.errors import InvalidRequest, PeerUnreachable, ServerDraining, StaleLog
 from kvgrpc.events.following.index import Match
@@ -197,6 +199,29 @@ async def test_nobody_there_is_said_and_tried_again() -> None:
                 await follower.until_current(0.3)
             await engine.serve()
             await follower.until_current()
+
+
+async def test_an_index_says_once_which_sources_do_not_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Several that fail in turn too: what was said of one is not forgotten over the other."""
+    monkeypatch.setattr(prefix_index, "FIND_SECONDS", 0.02)
+    looked: list[str] = []
+    ask = PrefixIndex._ask_source
+
+    async def counted(self: PrefixIndex, address: str) -> object:
+        looked.append(address)
+        return await ask(self, address)
+
+    monkeypatch.setattr(PrefixIndex, "_ask_source", counted)
+    with socket.socket() as first, socket.socket() as second:
+        for free in (first, second):
+            free.bind(("127.0.0.1", 0))  # nobody listens, and nobody else gets the port
+        sources = [f"127.0.0.1:{free.getsockname()[1]}" for free in (first, second)]
+        async with PrefixIndex(sources=sources):
+            await until(lambda: len(looked) >= 8)
+    told = [message for message in caplog.messages if "looking for caches" in message]
+    assert len(told) == 2 and all(any(source in message for message in told) for source in sources)
 
 
 async def test_one_index_over_several_engines() -> None:

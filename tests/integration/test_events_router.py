@@ -170,6 +170,16 @@ def test_a_malformed_request_is_answered_with_the_end_at_once(
         assert replies(socket, TOPIC)[0] == [(0, raw(0))]
 
 
+def test_a_client_of_malformed_requests_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with publisher() as opened, client(opened) as socket:
+        for _ in range(200):
+            socket.send_multipart([b"", b"nonsense of one who knows no sequence"])
+        for _ in range(200):
+            assert replies(socket, TOPIC)[0] == []
+    # Five, and where the ten seconds pass meanwhile five more and a count.
+    assert 0 < len(caplog.records) <= 11
+
+
 def test_what_is_not_kept_any_more_is_the_end_at_once_and_not_a_part_of_it(caplog: pytest.LogCaptureFixture) -> None:
     with publisher(buffer_steps=2) as opened, client(opened) as socket:
         publish(opened, *map(raw, range(5)))

@@ -7,7 +7,6 @@ its threads at once. docs/engines/sglang.md, section HiCache, has the flags.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -16,6 +15,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, 
 
 from kvgrpc.engines.sglang.compatibility import check_version
 from kvgrpc.errors import InvalidRequest
+from kvgrpc.observability.logging import RateLimited
 from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.prefetch.storage.base import MemoryRange, PageBuffers, PageResult, StorageBackend, StorageDown
 from kvgrpc.prefetch.storage.keys import KeyMode, Keys, PageIdentity
@@ -51,7 +51,8 @@ class KvGrpcStorage(HiCacheStorage):
         self._sglang = storage_config
         self._keys: Keys | None = None
         self._pools: dict[str, Any] = {}
-        self._silent_since = -_QUIET_SECONDS
+        # A store that is down is asked for every request.
+        self._lines = RateLimited(logger, lines=1, seconds=_QUIET_SECONDS)
         self._backend: StorageBackend = open_backend(self._settings.storage, self._settings.storage_config)
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
@@ -175,11 +176,7 @@ class KvGrpcStorage(HiCacheStorage):
         return [result.ok for result in results]
 
     def _complain(self, what: str) -> None:
-        """At most a line each 30 s: a store that is down is asked for every request."""
-        now = time.monotonic()
-        if now - self._silent_since >= _QUIET_SECONDS:
-            self._silent_since = now
-            logger.warning("kvgrpc: storage %r: %s", self._settings.storage, what)
+        self._lines.warning(self._settings.storage, f"kvgrpc: storage {self._settings.storage!r}: {what}")
 
 
 def _settle(results: Sequence[PageResult]) -> None:

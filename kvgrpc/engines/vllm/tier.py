@@ -30,6 +30,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvgrpc.engines.vllm.compatibility import check_vllm
 from kvgrpc.errors import InvalidRequest
+from kvgrpc.observability.logging import RateLimited
 from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.prefetch.storage.base import MemoryRange, PageBuffers, PageResult, StorageBackend
 from kvgrpc.prefetch.storage.keys import KeyMode, Keys, PageIdentity
@@ -79,7 +80,8 @@ class KvGrpcTier(SecondaryTierManager):
         self._readers = ThreadPoolExecutor(_THREADS, "kvgrpc-tier-read")
         self._writers = ThreadPoolExecutor(_THREADS, "kvgrpc-tier-write")
         self._running: dict[int, tuple[Future[list[bool]], TransferJob]] = {}
-        self._silent_since = -_QUIET_SECONDS
+        # A store that is down is asked for every request.
+        self._lines = RateLimited(logger, lines=1, seconds=_QUIET_SECONDS)
 
     # Questions.
 
@@ -168,11 +170,7 @@ class KvGrpcTier(SecondaryTierManager):
         return [self._keys.of(get_offload_block_hash(key).hex(), f"kv{get_offload_group_idx(key)}") for key in keys]
 
     def _complain(self, what: str) -> None:
-        """At most a line each 30 s: a store that is down is asked for every request."""
-        now = time.monotonic()
-        if now - self._silent_since >= _QUIET_SECONDS:
-            self._silent_since = now
-            logger.warning("kvgrpc: tier %s: %s", self.tier_type, what)
+        self._lines.warning(self.tier_type, f"kvgrpc: tier {self.tier_type}: {what}")
 
 
 class Lookups(AsyncLookupManager):

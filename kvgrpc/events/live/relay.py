@@ -20,7 +20,7 @@ from zmq.utils.monitor import recv_monitor_message
 from kvgrpc.events.base import EventPublisher
 from kvgrpc.events.model import AllBlocksCleared, KVEventBatch
 from kvgrpc.observability import metrics
-from kvgrpc.observability.logging import worth_logging
+from kvgrpc.observability.logging import RateLimited
 
 END = b"\xff" * 8
 POLL_MS = 200
@@ -64,7 +64,7 @@ class Relay:
         """Set once the ROUTER has said all that it had."""
         self._asked_at = float("-inf")
         self._moved_at = time.monotonic()
-        self._failures = 0
+        self._lines = RateLimited(_log, seconds=60.0)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="kvgrpc-events-relay", daemon=True)
 
@@ -85,6 +85,7 @@ class Relay:
 
     def _serve(self) -> None:
         while not self._stopping.is_set():
+            self._lines.flush()
             try:
                 self._ask()
                 with self._context.socket(zmq.SUB) as subscriber:
@@ -103,9 +104,7 @@ class Relay:
                     finally:
                         subscriber.disable_monitor()
             except Exception:
-                self._failures += 1
-                if worth_logging(self._failures):
-                    _log.exception("events: the relay of %s failed (%d times)", self._endpoint, self._failures)
+                self._lines.exception("a relay that failed", f"events: the relay of {self._endpoint} failed")
                 metrics.TASK_FAILURES.labels("kvgrpc-relay").inc()
                 self._stopping.wait(AGAIN_SECONDS)
 
@@ -119,6 +118,7 @@ class Relay:
         until = time.monotonic() + CONNECT_SECONDS
         while not self._stopping.is_set() and not self._connect_anew and (connected or time.monotonic() < until):
             self._moved_at = time.monotonic()
+            self._lines.flush()
             ready = dict(poller.poll(POLL_MS))
             if monitor in ready:
                 event = recv_monitor_message(monitor)["event"]
@@ -191,7 +191,8 @@ class Relay:
             self.asked.set()
         except TimeoutError:
             if not self._stopping.is_set():
-                _log.warning("events: the replay at %s did not answer to its end", self._replay)
+                text = f"events: the replay at {self._replay} did not answer to its end"
+                self._lines.warning("replays that did not end", text)
             if self._unsure_since is not None and time.monotonic() - self._unsure_since > GONE_SECONDS:
                 self._begin_again("it is gone")
         finally:
@@ -218,7 +219,8 @@ class Relay:
         self._ahead.clear()
 
     def _lost(self, why: str) -> None:
-        _log.warning("events: relay of %s: %s; the cache counts as empty", self._endpoint, why)
+        text = f"events: relay of {self._endpoint}: {why}; the cache counts as empty"
+        self._lines.warning("losses", text)
         rank = self._publisher.data_parallel_rank
         self._publisher.publish(KVEventBatch(time.time(), [AllBlocksCleared()], rank))
 

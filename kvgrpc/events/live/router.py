@@ -23,7 +23,7 @@ from kvgrpc.events.live.sockets import bound_address, open_socket
 from kvgrpc.events.log.journal import Dropped
 from kvgrpc.events.log.stream import EventStream
 from kvgrpc.observability import metrics
-from kvgrpc.observability.logging import worth_logging
+from kvgrpc.observability.logging import RateLimited
 
 END = b"\xff" * 8
 MAX_REPLAYS = 64
@@ -62,7 +62,7 @@ class ReplayRouter:
         self._replays: dict[bytes, _Replay] = {}
         self._stopping = threading.Event()
         self._healthy = True
-        self._failed_passes = 0
+        self._lines = RateLimited(_log)
         self._thread: threading.Thread | None = None
 
     @property
@@ -94,10 +94,8 @@ class ReplayRouter:
                     self._pass()
                     self._healthy = True
                 except Exception:
-                    self._failed_passes += 1
                     metrics.TASK_FAILURES.labels("kvgrpc-replay").inc()
-                    if worth_logging(self._failed_passes):
-                        _log.exception("events: the replay failed and goes on (%d times)", self._failed_passes)
+                    self._lines.exception("a replay that failed", "events: the replay failed and goes on")
                     self._healthy = False
                     self._replays.clear()
                     time.sleep(FAILED_PASS_SECONDS)
@@ -105,6 +103,7 @@ class ReplayRouter:
     def _pass(self) -> None:
         moved = [self._advance(client, replay) for client, replay in list(self._replays.items())]
         timeout = IDLE_MS if not moved else 0 if any(moved) else BLOCKED_MS
+        self._lines.flush()
         if self._socket.poll(timeout):
             self._begin(self._socket.recv_multipart(zmq.NOBLOCK))
 
@@ -126,7 +125,7 @@ class ReplayRouter:
 
     def _refuse(self, client: bytes, why: str) -> None:
         self._replays.pop(client, None)
-        _log.warning("events: nothing is replayed to a client of %s: %s", self.endpoint, why)
+        self._lines.warning("refusals", f"events: nothing is replayed to a client of {self.endpoint}: {why}")
         self._send(client, self._end)
 
     def _advance(self, client: bytes, replay: _Replay) -> bool:
@@ -156,7 +155,8 @@ class ReplayRouter:
 
     def _wait_for(self, client: bytes, replay: _Replay) -> bool:
         if time.monotonic() - replay.moved_at > STUCK_SECONDS and self._replays.pop(client, None) is not None:
-            _log.warning("events: a client of %s took nothing for %g s, and is left", self.endpoint, STUCK_SECONDS)
+            text = f"events: a client of {self.endpoint} took nothing for {STUCK_SECONDS:g} s, and is left"
+            self._lines.warning("clients that take nothing", text)
         return False
 
     def _read_more(self, replay: _Replay) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import time
 
 import pytest
 
 from kvgrpc.errors import Failure, Reason
 from kvgrpc.observability.hand_offs import STAGES, HandOffs
-from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.observability.metrics import REGISTRY
 from kvgrpc.transfer.runtime.stages import Stages, TimedHandle
 
@@ -74,37 +72,3 @@ def test_a_failed_room_writes_one_line_that_says_all(caplog: pytest.LogCaptureFi
         "room 8123 attempt 2 failed at decode after 0.250 s: TRANSFER_FAILED: "
         "the cable\\nis \\x1b[31mcut (seen first by P/dp0/pp0/cp0/tp0@5)"
     )
-
-
-def test_many_lines_of_one_reason_become_a_count(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    limited = RateLimited(logger, lines=3, seconds=10.0)
-    for number in range(1000):
-        limited.warning("PEER_LOST", f"room {number}")
-    limited.warning("ROOM_DEADLINE", "another reason has lines of its own")
-    limited.flush()
-    assert len(caplog.records) == 4
-    now = 111.0
-    limited.flush()
-    limited.flush()
-    assert caplog.records[-1].getMessage() == "997 more like these of PEER_LOST in 10 s"
-    assert len(caplog.records) == 5
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("plain words, ümlaut", "plain words, ümlaut"),
-        ("a\nb\r\tc", "a\\nb\\r\\tc"),
-        ("\x1b]0;title\x07", "\\x1b]0;title\\x07"),
-        ("\u202eevil\u200b", "\\u202eevil\\u200b"),
-        ("\udcff", "\\udcff"),
-        ("x" * 500, "x" * 397 + "..."),
-    ],
-)
-def test_text_of_others_is_one_printable_line(text: str, shown: str) -> None:
-    assert one_line(text) == shown
-    shown.encode()

@@ -21,6 +21,7 @@ import msgspec
 
 from kvgrpc.dataplane.mooncake.environment import DEFAULTS, for_a_process_of_ours
 from kvgrpc.net import split_with_port
+from kvgrpc.observability.logging import RateLimited
 from kvgrpc.prefetch.storage.base import StorageDown
 from kvgrpc.prefetch.storage.mooncake.codes import MASTER_DOWN
 from kvgrpc.prefetch.storage.mooncake.messages import Area, Call, Reply, Start, Wire
@@ -35,6 +36,7 @@ _START_SECONDS = 20.0
 _CONNECT_SECONDS = 1.0
 _SEND_SECONDS = 1
 _REAP_SECONDS = 10.0
+_LOG_SECONDS = 60.0
 # A hung owner's transfer ends (-800) well before the process would count as stuck.
 _ENVIRONMENT = {**DEFAULTS, "MC_TCP_PROGRESS_TIMEOUT_SEC": "2", "MC_TRANSFER_TIMEOUT": "5"}
 
@@ -157,16 +159,15 @@ class Link:
             process.kill()
 
     def _keep_alive(self) -> None:
-        warned, pause = "", _RETRY_SECONDS
+        pause, lines = _RETRY_SECONDS, RateLimited(logger, lines=1, seconds=_LOG_SECONDS)
         while not self._closed.is_set():
             self._started = self._connected = False
             why = self._run_one()
             if self._closed.is_set():
                 break
             self._set_down(why)
-            if why != warned:
-                logger.warning("storage 'mooncake': %s: %s", self.master, why)
-                warned = why
+            lines.flush()
+            lines.warning(why, f"storage 'mooncake': {self.master}: {why}")
             # A process that cannot start costs half a second of CPU each time; to ask a port costs nothing.
             pause = min(2 * pause, _MOST_RETRY_SECONDS) if self._started and not self._connected else _RETRY_SECONDS
             self._closed.wait(pause)
