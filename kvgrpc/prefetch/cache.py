@@ -6,6 +6,7 @@ It is the caller of every eviction: pools never make room by themselves. It coun
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 NODES_AT_ONCE = 256
 """Nodes that are looked at without a pause, where all of them are."""
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 # tier, hashes that came ("stored") or went ("removed"), in order, and the hash before the first.
 CacheListener = Callable[[Tier, str, Sequence[str], str], None]
@@ -397,15 +399,17 @@ class TieredCache:
     def _begin_load(self, held: Held, host: Pages, device: Pages, priority: int) -> None:
         copies = self._copies()
         self._tree.lock(held.node)
-        try:
-            copies.load(host, node=held, priority=priority, device_pages=device)
-        except Exception:
-            self._tree.unlock(held.node)
-            copies.device.table.release(device)
-            raise
         held.loading += 1
         held.loaded += device.tolist()
         self._loads.update(dict.fromkeys(device.tolist(), held))
+        try:
+            copies.load(host, node=held, priority=priority, device_pages=device)
+        except Exception:
+            held.loading -= 1
+            self._forget_loads(held, device)
+            self._tree.unlock(held.node)
+            copies.device.table.release(device)
+            raise
 
     def _forget_loads(self, held: Held, pages: Pages) -> None:
         for page in pages.tolist():
@@ -423,7 +427,12 @@ class TieredCache:
     def _back_up(self, last: Node, hashes: Sequence[str], pages: Pages) -> None:
         if self._controller is None or self._controller.storage is None or not self._backup:
             return
-        self._controller.write_storage(hashes, pages, tenant=last.extra_key, extra_key=last.extra_key)
+        try:
+            self._controller.write_storage(hashes, pages, tenant=last.extra_key, extra_key=last.extra_key)
+        except FeatureDisabled:
+            pass  # it was closed: what is copied yet stays on the host
+        except TooManyRequests as error:
+            _log.warning("pages that reached the host are not backed up (%d): %s", len(pages), error)
 
     def _write_through(self, nodes: Sequence[Node], used: int | None = None) -> None:
         if self.write_policy is WritePolicy.WRITE_BACK:
@@ -454,12 +463,13 @@ class TieredCache:
         try:
             self.copies.write(node.device, node=node, priority=node.priority, host_pages=room)
         except Exception as error:
+            # Whoever matches, inserts or wants room goes on without this copy.
             self._tree.set_host(node, None)
             self._tree.unlock(node)
             self.host.table.release(room)
-            if isinstance(error, TooManyRequests):
-                return False
-            raise
+            if not isinstance(error, TooManyRequests):
+                _log.error("a copy to the host could not be begun: %s", error, exc_info=error)
+            return False
         return True
 
     def _evict_device(self, count: int) -> int:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kvgrpc.prefetch.model import Short, WritePolicy
+from kvgrpc.prefetch.model import PrefetchLimits, Short, WritePolicy
 from tests.support.cache_serving import until
 from tests.support.faults.storage import FAILED, Fault
 from tests.support.tiered_engine import SECONDS, SHAPE, Engine
@@ -147,6 +147,46 @@ class TestWritePolicies:
             assert len(engine.copies.host.flat(int(page))) == SHAPE.page_bytes, page_hash
         engine.copies.host.table.end_read(pages)
         engine.close()
+
+
+def test_a_device_that_copies_nothing_costs_requests_no_page(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*arguments: object, **options: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    engine = Engine(WritePolicy.WRITE_THROUGH)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.copies, "write", broken)
+        for _ in range(2):
+            engine.request(["a", "a b"])
+    assert engine.copies.host.table.free_count == 40 and engine.cache.evict_device(24) == 2
+    assert "a copy to the host could not be begun" in caplog.text
+    engine.request(["a", "a b"])
+    assert engine.cache.evict_device(24) == 2
+    held = engine.cache.match(["a", "a b"])
+    monkeypatch.setattr(engine.copies, "load", broken)
+    with pytest.raises(RuntimeError):
+        engine.cache.load(held)
+    engine.cache.release(held)
+    until(lambda: not engine.controller.book.open())
+    assert engine.copies.device.table.free_count == 24 and engine.cache.evict_host(40) == 2
+    engine.close()
+
+
+def test_pages_that_cannot_be_backed_up_stay_on_the_host_and_break_no_ack(caplog: pytest.LogCaptureFixture) -> None:
+    limits = PrefetchLimits(threshold_tokens=4, operations=1)
+    engine = Engine(WritePolicy.WRITE_THROUGH, limits=limits)
+    engine.storage.fault = lambda call, key: Fault(delay=2.0) if call == "write" else None
+    engine.request(["a"])
+    engine.request(["b"])
+    engine.storage.fault = lambda call, key: None
+    assert engine.controller.close(SECONDS)
+    engine.request(["c"])
+    assert [engine.cache.leading([each]) for each in "abc"] == [1, 1, 1]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "not backed up (1)" in caplog.text
+    engine.close()
 
 
 def test_a_prefetch_beside_requests_that_compute_the_same_keeps_one_of_each_page() -> None:

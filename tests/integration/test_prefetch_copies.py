@@ -264,6 +264,32 @@ class TestEnds:
         assert copies.device.table.free_count == PAGES and copies.in_flight == 0
         assert copies.evict_host(host) == 2 and copies.host.close()
 
+    def test_a_load_after_the_end_is_refused_and_takes_nothing(self) -> None:
+        copies = engine(shape_of("mha", "float16"), HostLayout.LAYER_FIRST, IoBackend.DIRECT)
+        host = taken(copies.write(np.arange(2)))
+        assert copies.wait_idle(SECONDS) and copies.close(SECONDS)
+        with pytest.raises(TooManyRequests):
+            copies.load(host)
+        assert copies.device.table.free_count == PAGES and copies.in_flight == 0
+        assert copies.evict_host(host) == 2 and copies.host.close()
+
+    def test_a_device_that_says_nothing_of_its_streams_costs_no_page(
+        self, copies: CopyEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def broken() -> None:
+            raise RuntimeError("the device is gone")
+
+        host = taken(copies.write(np.arange(2)))
+        assert copies.wait_idle(SECONDS)
+        before = copies.host.table.counts(), copies.device.table.counts()
+        for direction in Direction:
+            monkeypatch.setattr(copies._lane[direction], "fence", broken)
+        with pytest.raises(RuntimeError):
+            copies.write(np.arange(2))
+        with pytest.raises(RuntimeError):
+            copies.load(host)
+        assert (copies.host.table.counts(), copies.device.table.counts()) == before
+
 
 def test_pieces_merge_in_order_of_host_pages() -> None:
     one = CopyOperation(1, Direction.DOWN, as_pages([5, 6]), as_pages([2, 9]))

@@ -114,7 +114,14 @@ class Backup:
             self._settle(operation, Decision(operation.operation_id, Stage.COMPLETED, 0, Stop.RANK_ABSENT))
 
     def stop(self, timeout: float) -> bool:
-        return self._worker.stop(timeout)
+        """As that of a prefetcher."""
+        stopped = self._worker.stop(timeout)
+        for operation in self._worker.clear():
+            with self._book.lock:
+                operation.cut = True
+            if not _lingers(operation):
+                self._end(operation, OperationState.CANCELLED, Stop.SHUT_DOWN)
+        return stopped
 
     def _put(self, operation: Operation) -> None:
         try:

@@ -70,12 +70,7 @@ class CompletionQueue:
 
     def reserve(self, count: int, behind: Sequence[str]) -> Pages | Short:
         pages = self._table.take(count)
-        while isinstance(pages, Short):
-            with self._lock:
-                if not self._waiting:
-                    return pages
-                _, oldest = self._waiting.popitem(last=False)
-            self._table.release(oldest.pages)
+        while isinstance(pages, Short) and self._give_up_oldest():
             pages = self._table.take(count)
         return pages
 
@@ -95,3 +90,13 @@ class CompletionQueue:
                     self._table.read(pages)
                     return pages
         return np.empty(0, dtype=np.int64)
+
+    def _give_up_oldest(self) -> bool:
+        """Of those that no backup reads."""
+        with self._lock:
+            for number, landed in self._waiting.items():
+                if len(self._table.unread(landed.pages)) == len(landed.pages):
+                    del self._waiting[number]
+                    self._table.release(landed.pages)
+                    return True
+        return False

@@ -118,10 +118,18 @@ class Prefetcher:
             self._put(self._queries, operation, partial(self._hand_over_now, absent))
 
     def stop(self, timeout: float) -> bool:
-        """Ends the threads; False when one was left behind. The operations have ended before."""
+        """Ends the threads; False when one was left behind. The operations have ended before, but for those that were
+        begun meanwhile and end with this."""
         end = time.monotonic() + timeout
         queries = self._queries.stop(timeout)
-        return self._reads.stop(max(0.0, end - time.monotonic())) and queries
+        stopped = self._reads.stop(max(0.0, end - time.monotonic())) and queries
+        for operation, _ in [*self._queries.clear(), *self._reads.clear()]:
+            with self._book.lock:
+                operation.cut = True
+                quiet = operation.in_flight == 0 and not operation.lingering
+            if quiet:
+                self._end(operation, OperationState.CANCELLED, Stop.SHUT_DOWN)
+        return stopped
 
     # The steps.
 

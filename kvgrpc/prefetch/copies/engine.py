@@ -56,6 +56,7 @@ class CopyEngine:
         self._queued: list[CopyOperation] = []
         self._acks: deque[CopyAck] = deque()
         self._in_flight = 0
+        self._closed = False
         self._idle = threading.Condition(self._lock)
         self._writer: Worker[CopyOperation] = Worker(
             "cache-write", self._write_all, self._writes_failed, most=MERGED_COPIES, limit=MAX_WAITING
@@ -87,10 +88,10 @@ class CopyEngine:
         """
         device = self._checked(device_pages)
         self._check_room()
+        fence = self._lane[Direction.DOWN].fence()
         host = self.host.table.take(len(device)) if host_pages is None else host_pages
         if isinstance(host, Short):
             return host
-        fence = self._lane[Direction.DOWN].fence()
         operation = CopyOperation(next(self._numbers), Direction.DOWN, device, host, node, priority, fence)
         with self._lock:
             self._in_flight += 1
@@ -120,17 +121,25 @@ class CopyEngine:
         host = as_pages(host_pages)
         given = None if device_pages is None else self._checked(device_pages)
         self._check_room()
+        fence = self._lane[Direction.UP].fence()
         self.host.table.read(host)
         device = self.device.table.take(len(host)) if given is None else given
         if isinstance(device, Short):
             self.host.table.end_read(host)
             return device
-        fence = self._lane[Direction.UP].fence()
         operation = CopyOperation(next(self._numbers), Direction.UP, device, host, node, priority, fence)
         with self._lock:
-            self._queued.append(operation)
-            self._in_flight += 1
-        return device
+            if not self._closed:
+                self._queued.append(operation)
+                self._in_flight += 1
+                return device
+        # Nobody would begin it or say its end.
+        self.host.table.end_read(host)
+        if given is None:
+            self.device.table.release(device)
+        raise TooManyRequests(
+            "the copy engine was closed", metadata={"limit": MAX_WAITING, "value": 1, "scope": "copies"}
+        )
 
     def start_loading(self) -> LayerSignal | None:
         """Begins all queued loads as one, layer by layer; what a forward pass waits on. None: nothing was queued."""
@@ -181,6 +190,8 @@ class CopyEngine:
     def close(self, timeout: float = 10.0) -> bool:
         """Ends the threads after what they do now; what waits is acknowledged as failed. False: one was left behind."""
         end = time.monotonic() + timeout
+        with self._lock:
+            self._closed = True
         error = CopyFailed("the copy engine was closed", metadata={"direction": "", "layer": ""})
         for worker in (self._writer, self._loader):
             # Nothing comes, and no write of several pieces comes back, once what waits is taken.

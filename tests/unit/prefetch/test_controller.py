@@ -318,6 +318,21 @@ class TestDeclining:
         rig.nothing_is_left()
         rig.close()
 
+    def test_what_landed_and_is_backed_up_makes_no_room(self) -> None:
+        rig = Rig(pages=16)
+        rig.stored(hashes(8))
+        rig.stored(hashes(8, "b"))
+        rig.stored(hashes(12, "c"))
+        for name in "ab":
+            assert rig.ended(rig.controller.prefetch(hashes(8, name))).state is OperationState.DONE
+        read = rig.queue.pages_of(hashes(8))
+        operation = rig.ended(rig.controller.prefetch(hashes(12, "c")))
+        assert (operation.state, operation.completed) == (OperationState.DONE, 8)
+        rig.host.table.end_read(read)
+        assert rig.take() == [*hashes(8), *hashes(8, "c")]
+        rig.nothing_is_left()
+        rig.close()
+
     def test_prefetches_hold_no_more_than_their_share(self, rig: Rig) -> None:
         names = rig.stored(hashes(40))
         rig.fault("read", {each: HANG for each in names[:1]})
@@ -680,6 +695,43 @@ class TestClosing:
         assert [call for call, _ in rig.storage.calls] == ["count"], "the one that was under way"
         assert all(operation.ended and operation.stop is Stop.SHUT_DOWN for operation in (first, *waiting))
         rig.nothing_is_left()
+
+    @pytest.mark.parametrize("kind", ["prefetch", "backup"])
+    def test_what_is_begun_while_it_closes_ends_and_leaves_nothing(self, kind: str) -> None:
+        """Begun between the end of all operations and that of the threads: as whoever was just past the check."""
+        rig = Rig()
+        names = rig.stored(hashes(4))
+        call = "count" if kind == "prefetch" else "write"
+        busy, may_end = threading.Event(), threading.Event()
+
+        def slow(which: str, key: str) -> None:
+            if which == call:
+                busy.set()
+                assert may_end.wait(20)
+
+        begun: list[Operation] = []
+        forget = rig.controller.book.forget_ended
+
+        def meanwhile() -> None:
+            forget()
+            rig.controller._closed = False
+            for number in range(2):
+                if kind == "prefetch":
+                    begun.append(rig.controller.prefetch(names))
+                else:
+                    begun.append(rig.controller.write_storage(pages := hashes(4, f"{number}"), rig.on_host(pages)))
+                assert busy.wait(20)
+            rig.controller._closed = True
+            threading.Timer(0.1, may_end.set).start()
+
+        rig.storage.fault = slow
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(rig.controller.book, "forget_ended", meanwhile)
+            assert rig.controller.close(20)
+        assert [operation.wait(20) for operation in begun] == [True, True]
+        assert (begun[1].state, begun[1].stop) == (OperationState.CANCELLED, Stop.SHUT_DOWN)
+        counts = rig.host.table.counts()
+        assert (counts["reserved"], counts["read"], rig.controller.occupied) == (0, 0, 0)
 
     def test_ids_of_operations_are_of_no_counter(self) -> None:
         names = hashes(4)
