@@ -11,9 +11,7 @@ from kvgrpc.errors import Failure
 from kvgrpc.transfer.handle import TransferHandle, as_int, room_key, whole_number
 from kvgrpc.transfer.layout.pools import check_distinct, pages_of_pools
 from kvgrpc.transfer.protocol.types import POLL_WAITING_FOR_INPUT, Destination
-from kvgrpc.transfer.runtime.boundary import DecodeRuntime
-from kvgrpc.transfer.runtime.resolve import ReceiverRoom
-from kvgrpc.transfer.runtime.stages import TimedHandle
+from kvgrpc.transfer.runtime.boundary import DecodeRuntime, EngineHandle, RoomRequest
 
 
 class KVReceiver(TransferHandle):
@@ -33,7 +31,7 @@ class KVReceiver(TransferHandle):
         traceparent: W3C trace context of the request.
     """
 
-    __slots__ = ("_initialised", "_manager", "_room", "_timed")
+    __slots__ = ("_initialised", "_manager", "_receiver")
     _engine = "decode"
 
     def __init__(
@@ -45,15 +43,15 @@ class KVReceiver(TransferHandle):
         prefill_dp_rank: int | None = None,
         traceparent: str = "",
     ) -> None:
-        key, handle = room_key(room, attempt), TimedHandle()
+        key, handle = room_key(room, attempt), EngineHandle()
         super().__init__(manager, key, handle)
-        self._manager, self._timed = manager, handle
+        self._manager, self._receiver = manager, handle
         self._initialised = False
-        self._room = ReceiverRoom(key, handle, bootstrap_addr, as_int(prefill_dp_rank), traceparent)
         if not self._refused(key):
-            if manager.stands(self._room):
+            request = RoomRequest(key, bootstrap_addr, as_int(prefill_dp_rank), traceparent)
+            if manager.stands(request):
                 handle.poll = POLL_WAITING_FOR_INPUT
-            manager.open(self._room)
+            manager.open(handle, request)
 
     def init(
         self, pages: npt.ArrayLike | Mapping[str, npt.ArrayLike], aux_index: int | None = None, first_page: int = 0
@@ -74,7 +72,7 @@ class KVReceiver(TransferHandle):
         if self._initialised or self.ended or self._queue_full():
             return
         self._initialised = True
-        self._timed.moving_at = time.monotonic()
+        self._receiver.moving_at = time.monotonic()
         try:
             first, others = pages_of_pools(pages, self._manager.pool_names)
             other_pools = None if others is None else tuple(map(Destination, others))
@@ -85,7 +83,7 @@ class KVReceiver(TransferHandle):
         except Exception as error:
             self._reject(error)
             return
-        self._manager.write(self._room, destination, aux_index)
+        self._manager.write(self._receiver, destination, aux_index)
 
     @property
     def release_safe(self) -> bool:
@@ -104,7 +102,7 @@ class KVReceiver(TransferHandle):
     def close(self) -> None:
         """See ``TransferHandle.close``. The room's pages stay held until ``release_safe``."""
         super().close()
-        self._room.open_handle = False
+        self._receiver.closed = True
 
     def _fail(self, failure: Failure) -> None:
-        self._manager.fail(self._room, failure)
+        self._manager.fail(self._receiver, failure)

@@ -9,9 +9,9 @@ import numpy.typing as npt
 from kvgrpc.errors import Failure, InvalidRequest
 from kvgrpc.transfer.handle import TransferHandle, room_key, whole_number
 from kvgrpc.transfer.layout.pools import pages_of_pools
-from kvgrpc.transfer.protocol.prefill_core import Chunk
+from kvgrpc.transfer.protocol.chunks import Chunk
 from kvgrpc.transfer.protocol.types import POLL_BOOTSTRAPPING, POLL_WAITING_FOR_INPUT, Align, KVPoll
-from kvgrpc.transfer.runtime.boundary import PrefillRuntime, SenderHandle
+from kvgrpc.transfer.runtime.boundary import EngineHandle, PrefillRuntime
 
 
 class KVSender(TransferHandle):
@@ -30,7 +30,7 @@ class KVSender(TransferHandle):
     _engine = "prefill"
 
     def __init__(self, manager: PrefillRuntime, bootstrap_addr: str = "", room: int = 0, attempt: int = 0) -> None:
-        handle = SenderHandle()
+        handle = EngineHandle()
         key = room_key(room, attempt)
         super().__init__(manager, key, handle)
         self._manager, self._sender = manager, handle

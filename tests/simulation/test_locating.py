@@ -14,7 +14,7 @@ from kvgrpc.errors import Failure, Reason, ServerDraining, TooManyRequests
 from kvgrpc.model import Layout, Pool, PoolKind, RankId, RankRef, Region
 from kvgrpc.rpc.waiters import Waiters
 from kvgrpc.transfer.protocol.types import RoomKey
-from kvgrpc.transfer.runtime.boundary import SenderHandle
+from kvgrpc.transfer.runtime.boundary import EngineHandle
 from kvgrpc.transfer.runtime.manager import TransferConfig
 from kvgrpc.transfer.runtime.prefill_manager import PrefillManager
 from tests.simulation.virtual_loop import run
@@ -42,7 +42,7 @@ class Locating:
         manager._sought = Waiters[RoomKey](WAITERS, "rooms sought", draining="drains")
         manager.start()
         calls = [asyncio.ensure_future(self._call()) for _ in range(CALLS)]
-        senders: dict[RoomKey, SenderHandle] = {}
+        senders: dict[RoomKey, EngineHandle] = {}
         attempts: dict[int, int] = {}
         while loop.time() < FOR:
             await asyncio.sleep(rnd.choice([0.0, 0.1, 0.5, 2.0]))  # virtual time
@@ -52,7 +52,7 @@ class Locating:
                 manager.fail(senders.pop(key), Failure(Reason.ROOM_CANCELLED, "the client is gone"))
                 attempts[room] = key.attempt + 1
             elif rnd.random() < 0.5:
-                senders[key] = SenderHandle()
+                senders[key] = EngineHandle()
                 manager.claim(key, senders[key])
             await asyncio.sleep(TICK)  # virtual time
             self._look()

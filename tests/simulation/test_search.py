@@ -31,6 +31,7 @@ from kvgrpc.transfer.protocol.types import (
     Want,
     Writes,
 )
+from kvgrpc.transfer.runtime.boundary import RoomRequest
 from kvgrpc.transfer.runtime.resolve import PrefillEngine, ReceiverRoom, Routes
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from tests.simulation.requests import WatchedHandle
@@ -292,7 +293,7 @@ class Hunt:
     def _open(self, key: RoomKey) -> None:
         fleet, rnd = self.fleet, self.fleet.random
         handle = WatchedHandle(lambda text: fleet.violations.append(f"{key}: {text}"))
-        room = ReceiverRoom(key, handle, ADDRESS, None, "")
+        room = ReceiverRoom(handle, RoomRequest(key, ADDRESS, None, ""))
         self.opened[key] = room, fleet.now
         assert fleet.core.open(room)
         fleet.core.write(room, Destination(np.arange(2, dtype=np.uint32)))

@@ -109,7 +109,6 @@ class DecodeRoom:
         "failure",
         "handle",
         "key",
-        "open_handle",
         "parts",
         "refused",
         "resolved_again",
@@ -134,7 +133,6 @@ class DecodeRoom:
         self.created_at = 0
         self.resolved_again = False
         self.refused = False
-        self.open_handle = True
 
     @property
     def page_count(self) -> int:

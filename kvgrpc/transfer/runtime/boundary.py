@@ -1,5 +1,8 @@
 """The interface between a session runtime and the rest of kvgrpc: what another implementation must provide.
 
+It names values (rooms, pages, chunks, rows of tables) and no record of a core: what a runtime keeps of a room is behind
+``EngineHandle.record``.
+
 ``PrefillManager`` and ``DecodeManager`` are the implementation in Python. What must hold behind the methods (order,
 frames of many, writes by evidence) is docs/session.md; docs/architecture.md says it in five lines.
 """
@@ -8,16 +11,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import Failure
 from kvgrpc.model import RankRef
 from kvgrpc.transfer.aux import AuxRows
 from kvgrpc.transfer.layout.topology import Shape
-from kvgrpc.transfer.protocol.prefill_core import Chunk
+from kvgrpc.transfer.protocol.chunks import Chunk
 from kvgrpc.transfer.protocol.types import Align, Destination, RoomKey
-from kvgrpc.transfer.runtime.resolve import ReceiverRoom
 from kvgrpc.transfer.runtime.stages import TimedHandle
 from kvgrpc.transfer.tables import RoomRow, SessionRow
 from kvgrpc.v1 import transfer_service_pb2 as pb
@@ -29,14 +31,28 @@ class Reader(Protocol):
     def __call__(self) -> Awaitable[pb.SessionRequest | None]: ...
 
 
-class SenderHandle(TimedHandle):
-    """A sender's handle. ``record``: what the runtime keeps with it, of a type of its own. Nobody else looks."""
+class EngineHandle(TimedHandle):
+    """The handle of a sender or a receiver. ``record``: what the runtime keeps with it, of a type of its own; nobody
+    else looks. ``closed``: the engine has dropped it.
+    """
 
-    __slots__ = ("record",)
+    __slots__ = ("closed", "record")
 
     def __init__(self) -> None:
         super().__init__()
+        self.closed = False
         self.record: Any = None
+
+
+class RoomRequest(NamedTuple):
+    """What an engine asks a receiver for: the room, the registry of its prefill, the dp rank if the router chose one,
+    and the trace context of the request. As the engine gave it: nothing of it was checked but the key.
+    """
+
+    key: RoomKey
+    bootstrap_addr: str
+    prefill_dp_rank: int | None
+    traceparent: str
 
 
 class Runtime(Protocol):
@@ -129,13 +145,13 @@ class Runtime(Protocol):
 class PrefillRuntime(Runtime, Protocol):
     """Senders give it rooms and pages, on engine threads; ``serve`` and ``locate`` are the servicer's."""
 
-    def claim(self, key: RoomKey, handle: SenderHandle) -> None: ...
+    def claim(self, key: RoomKey, handle: EngineHandle) -> None: ...
 
     def send(
-        self, handle: SenderHandle, chunk: Chunk, aux: bytes | None, expectation: tuple[int | None, Align] | None
+        self, handle: EngineHandle, chunk: Chunk, aux: bytes | None, expectation: tuple[int | None, Align] | None
     ) -> None: ...
 
-    def fail(self, handle: SenderHandle, failure: Failure) -> None: ...
+    def fail(self, handle: EngineHandle, failure: Failure) -> None: ...
 
     async def serve(
         self, read: Reader, write: Callable[[pb.SessionResponse], Awaitable[None]], caller: str = ""
@@ -164,11 +180,11 @@ def prefill_of(runtime: Runtime) -> PrefillRuntime | None:
 class DecodeRuntime(Runtime, Protocol):
     """Receivers give it rooms and pages, on engine threads."""
 
-    def stands(self, room: ReceiverRoom) -> bool:
+    def stands(self, request: RoomRequest) -> bool:
         """Whether pages may be allocated at once."""
 
-    def open(self, room: ReceiverRoom) -> None: ...
+    def open(self, handle: EngineHandle, request: RoomRequest) -> None: ...
 
-    def write(self, room: ReceiverRoom, destination: Destination, aux_index: int | None) -> None: ...
+    def write(self, handle: EngineHandle, destination: Destination, aux_index: int | None) -> None: ...
 
-    def fail(self, room: ReceiverRoom, failure: Failure) -> None: ...
+    def fail(self, handle: EngineHandle, failure: Failure) -> None: ...

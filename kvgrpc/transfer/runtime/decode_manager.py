@@ -20,6 +20,7 @@ from kvgrpc.transfer.layout import topology
 from kvgrpc.transfer.layout.plan import check_first_page, check_pages_of
 from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodePair, DecodeRoom, Stream
 from kvgrpc.transfer.protocol.types import DecodeEntry, Destination
+from kvgrpc.transfer.runtime.boundary import EngineHandle, RoomRequest
 from kvgrpc.transfer.runtime.checksums import PeerPages
 from kvgrpc.transfer.runtime.manager import (
     FRAMES_RECEIVED,
@@ -86,31 +87,35 @@ class DecodeManager(TransferManager[DecodeRoom]):
 
     # For receivers, on any thread: appended for the loop thread.
 
-    def stands(self, room: ReceiverRoom) -> bool:
+    def stands(self, request: RoomRequest) -> bool:
         """Whether the sessions that the room needs stand now, so that its pages may be allocated."""
-        return self._routes.stands(room)
+        return self._routes.stands(request)
 
-    def open(self, room: ReceiverRoom) -> None:
-        self.post(self._take_room, room)
+    def open(self, handle: EngineHandle, request: RoomRequest) -> None:
+        self.post(self._take_room, handle, request)
 
-    def write(self, room: ReceiverRoom, destination: Destination, aux_index: int | None) -> None:
-        self.post(self._take_destination, room, destination, aux_index)
+    def write(self, handle: EngineHandle, destination: Destination, aux_index: int | None) -> None:
+        self.post(self._take_destination, handle, destination, aux_index)
 
-    def fail(self, room: ReceiverRoom, failure: Failure) -> None:
-        self.post(self.core.fail, room, failure)
+    def fail(self, handle: EngineHandle, failure: Failure) -> None:
+        self.post(self._take_failure, handle, failure)
 
     # What they appended, on the loop thread.
 
-    def _take_room(self, room: ReceiverRoom) -> None:
+    def _take_room(self, handle: EngineHandle, request: RoomRequest) -> None:
         if self.draining or self.closed:
-            self._refuse_late(room.handle)
+            self._refuse_late(handle)
             return
+        room = handle.record = ReceiverRoom(handle, request)
         if self._spans is not None:  # prefill's spans are below ours
-            room.span, room.traceparent = self._spans.begin(room.traceparent, room.handle.began)
+            room.span, room.traceparent = self._spans.begin(room.traceparent, handle.began)
         if self.core.open(room) or room.refused:
             self._routes.find(room)
 
-    def _take_destination(self, room: ReceiverRoom, destination: Destination, aux_index: int | None) -> None:
+    def _take_destination(self, handle: EngineHandle, destination: Destination, aux_index: int | None) -> None:
+        room: ReceiverRoom | None = handle.record
+        if room is None:
+            return
         try:
             others = None if destination.others is None else [other.pages for other in destination.others]
             check_pages_of(destination.pages, others, self.own_pages, self.pool_names)
@@ -121,6 +126,10 @@ class DecodeManager(TransferManager[DecodeRoom]):
             self.core.fail(room, Failure.of(error, str(self.ref)))
             return
         self.core.write(room, destination, aux_index)
+
+    def _take_failure(self, handle: EngineHandle, failure: Failure) -> None:
+        if handle.record is not None:
+            self.core.fail(handle.record, failure)
 
     # Life.
 
@@ -183,7 +192,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
             parts,
             room.page_count,
             held,
-            room.open_handle,
+            isinstance(room.handle, EngineHandle) and not room.handle.closed,
             age,
             room.failure,
             room.traceparent,

@@ -39,8 +39,8 @@ from kvgrpc.transfer.protocol.types import (
     RoomState,
     Timing,
 )
+from kvgrpc.transfer.runtime.boundary import EngineHandle
 from kvgrpc.transfer.runtime.guarded import GuardedPlane
-from kvgrpc.transfer.runtime.stages import TimedHandle
 from kvgrpc.transfer.tables import RoomRow, SessionRow
 
 logger = logging.getLogger(__name__)
@@ -453,14 +453,17 @@ class TransferManager(ABC, Generic[Record]):
             del self._past[next(iter(self._past))]
         now = time.monotonic() if work.ended else 0.0
         for room in work.ended:
-            seconds = None if room.handle is None else now - room.handle.began
+            handle = room.handle
+            seconds = None if handle is None else now - handle.began
             if room.failure is None:
-                stages = room.handle.stages(now) if isinstance(room.handle, TimedHandle) else None
+                stages = handle.stages(now) if isinstance(handle, EngineHandle) else None
                 self._hand_offs.succeeded(seconds, self._bytes_of(room), stages)
             else:
                 self._hand_offs.failed(*room.key[:2], room.failure, seconds)
             if self._spans is not None:
                 self._trace(self._spans, room, now)
+            if isinstance(handle, EngineHandle):  # else each keeps the other until a full garbage collection
+                handle.record = None
         for peer, how, rooms in work.lost:
             self._hand_offs.lost(self.ref, peer, how, rooms)
 
@@ -477,7 +480,7 @@ class TransferManager(ABC, Generic[Record]):
     def _trace(self, spans: Spans, record: Record, now: float) -> None:
         row, handle = self._row(record), record.handle
         times = (now - row.age_seconds, 0.0, 0.0)
-        if isinstance(handle, TimedHandle):
+        if isinstance(handle, EngineHandle):
             times = handle.began, handle.ready_at, handle.moving_at
         peers = [part.peer for part in row.parts]
         hand_off = HandOff(*row.key[:2], peers, *times, row.pages, self._bytes_of(record), row.failure)

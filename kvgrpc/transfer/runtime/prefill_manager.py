@@ -24,9 +24,10 @@ from kvgrpc.rpc.within import within
 from kvgrpc.transfer import wire
 from kvgrpc.transfer.layout import topology
 from kvgrpc.transfer.layout.plan import check_pages_of
-from kvgrpc.transfer.protocol.prefill_core import Chunk, PrefillCore, PrefillPair, PrefillRoom
+from kvgrpc.transfer.protocol.chunks import Chunk
+from kvgrpc.transfer.protocol.prefill_core import PrefillCore, PrefillPair, PrefillRoom
 from kvgrpc.transfer.protocol.types import Align, RoomKey
-from kvgrpc.transfer.runtime.boundary import Reader, SenderHandle
+from kvgrpc.transfer.runtime.boundary import EngineHandle, Reader
 from kvgrpc.transfer.runtime.manager import (
     FRAMES_RECEIVED,
     FRAMES_SENT,
@@ -76,20 +77,20 @@ class PrefillManager(TransferManager[PrefillRoom]):
 
     # For senders, on any thread: appended for the loop thread.
 
-    def claim(self, key: RoomKey, handle: SenderHandle) -> None:
+    def claim(self, key: RoomKey, handle: EngineHandle) -> None:
         self.post(self._take_claim, key, handle)
 
     def send(
-        self, handle: SenderHandle, chunk: Chunk, aux: bytes | None, expectation: tuple[int | None, Align] | None
+        self, handle: EngineHandle, chunk: Chunk, aux: bytes | None, expectation: tuple[int | None, Align] | None
     ) -> None:
         self.post(self._take_chunk, handle, chunk, aux, expectation)
 
-    def fail(self, handle: SenderHandle, failure: Failure) -> None:
+    def fail(self, handle: EngineHandle, failure: Failure) -> None:
         self.post(self._take_failure, handle, failure)
 
     # What they appended, on the loop thread.
 
-    def _take_claim(self, key: RoomKey, handle: SenderHandle) -> None:
+    def _take_claim(self, key: RoomKey, handle: EngineHandle) -> None:
         if self.closed:
             self._refuse_late(handle)
             return
@@ -98,7 +99,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         self._sought.wake(key)
 
     def _take_chunk(
-        self, handle: SenderHandle, chunk: Chunk, aux: bytes | None, expectation: tuple[int | None, Align] | None
+        self, handle: EngineHandle, chunk: Chunk, aux: bytes | None, expectation: tuple[int | None, Align] | None
     ) -> None:
         record: PrefillRoom | None = handle.record
         if record is None:
@@ -112,7 +113,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
             self.core.expect(record, *expectation)
         self.core.send(record, chunk, aux)
 
-    def _take_failure(self, handle: SenderHandle, failure: Failure) -> None:
+    def _take_failure(self, handle: EngineHandle, failure: Failure) -> None:
         if handle.record is not None:
             self.core.fail(handle.record, failure)
 
@@ -441,9 +442,6 @@ class PrefillManager(TransferManager[PrefillRoom]):
             if session is not None:
                 session.wake()
         self._observe(work)
-        for room in work.ended:
-            if isinstance(room.handle, SenderHandle):  # else each keeps the other until a full garbage collection
-                room.handle.record = None
         if written:
             self._pump()
 

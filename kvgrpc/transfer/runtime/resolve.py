@@ -15,7 +15,8 @@ from kvgrpc.errors import EngineNotFound, Failure, Internal, InvalidRequest, KvG
 from kvgrpc.model import Layout, RankId, RankRef
 from kvgrpc.transfer.layout import topology
 from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodeRoom
-from kvgrpc.transfer.protocol.types import LONGEST_TRACEPARENT, Handle, RoomKey, Target, prefill_dp
+from kvgrpc.transfer.protocol.types import LONGEST_TRACEPARENT, Handle, Target, prefill_dp
+from kvgrpc.transfer.runtime.boundary import RoomRequest
 from kvgrpc.transfer.runtime.search import Renewed, RoomSearch
 
 logger = logging.getLogger(__name__)
@@ -63,20 +64,15 @@ async def no_changes(bootstrap_addr: str, since: int, timeout: float) -> int:
 
 
 class ReceiverRoom(DecodeRoom):
-    """A room with the way to its prefill: the registry's address, and the dp rank if the router chose one.
+    """A room with what says the way to its prefill. ``span``: where the rank traces, that of the hand-off."""
 
-    ``span``: where the rank traces, that of the hand-off.
-    """
+    __slots__ = ("request", "span")
 
-    __slots__ = ("bootstrap_addr", "prefill_dp_rank", "span")
-
-    def __init__(
-        self, key: RoomKey, handle: Handle, bootstrap_addr: str, prefill_dp_rank: int | None, traceparent: str
-    ) -> None:
+    def __init__(self, handle: Handle, request: RoomRequest) -> None:
+        traceparent = request.traceparent
         readable = isinstance(traceparent, str) and traceparent.isascii() and len(traceparent) <= LONGEST_TRACEPARENT
-        super().__init__(key, handle, traceparent if readable else "")
-        self.bootstrap_addr = bootstrap_addr
-        self.prefill_dp_rank = prefill_dp_rank
+        super().__init__(request.key, handle, traceparent if readable else "")
+        self.request = request
         self.span: Any = None
 
 
@@ -112,30 +108,30 @@ class Routes:
 
     def find(self, room: ReceiverRoom) -> None:
         """Binds a new room at once where its session is up; else asks the registry first."""
-        error = _route_error(room)
+        error = _route_error(room.request)
         if error is not None:
             self._fail(room, error)
             return
-        engine = self._engines.get(room.bootstrap_addr)
+        engine = self._engines.get(room.request.bootstrap_addr)
         if engine is None or not self._bind_to_known(room, engine):
             self._ask(room)
 
-    def stands(self, room: ReceiverRoom) -> bool:
+    def stands(self, request: RoomRequest) -> bool:
         """Whether there are sessions to all ranks that owe the room. Any thread may call it: it only reads, and caches
         in ``owing`` what any thread would compute.
         """
-        engine = None if _route_error(room) is not None else self._engines.get(room.bootstrap_addr)
-        if engine is None or _must_be_found(room, engine):
+        engine = None if _route_error(request) is not None else self._engines.get(request.bootstrap_addr)
+        if engine is None or _must_be_found(request, engine):
             return False
         try:
-            pairs = [self._core.pairs.get(target.ref) for target in self._targets(room, engine)]
+            pairs = [self._core.pairs.get(target.ref) for target in self._targets(request, engine)]
         except KvGrpcError:
             return False
         return all(pair is not None and pair.up for pair in pairs)
 
     def find_anew(self, room: ReceiverRoom) -> None:
         """Asks the registry again: the rank that was known is gone, and another may be in its place."""
-        self._engines.pop(room.bootstrap_addr, None)
+        self._engines.pop(room.request.bootstrap_addr, None)
         self._ask(room)
 
     def await_restart(self, lost: RankRef) -> None:
@@ -191,13 +187,13 @@ class Routes:
         a time of its own, and whoever joined late would have less of it.
         """
         now = asyncio.get_running_loop().time()
-        asked_at, waiting = self._questions.get(room.bootstrap_addr, (-_JOIN_WITHIN_SECONDS, []))
+        asked_at, waiting = self._questions.get(room.request.bootstrap_addr, (-_JOIN_WITHIN_SECONDS, []))
         if now - asked_at < _JOIN_WITHIN_SECONDS:
             waiting.append(room)
             return
         rooms = [room]
-        self._questions[room.bootstrap_addr] = now, rooms
-        self._start(self._answer(room.bootstrap_addr, rooms), f"resolve {room.bootstrap_addr}")
+        self._questions[room.request.bootstrap_addr] = now, rooms
+        self._start(self._answer(room.request.bootstrap_addr, rooms), f"resolve {room.request.bootstrap_addr}")
 
     async def _answer(self, bootstrap_addr: str, rooms: list[ReceiverRoom]) -> None:
         me, failure, engine = self._core.me, None, None
@@ -227,20 +223,20 @@ class Routes:
 
     def _bind(self, room: ReceiverRoom, engine: PrefillEngine) -> None:
         try:
-            if _must_be_found(room, engine):
+            if _must_be_found(room.request, engine):
                 self._look_for(room, engine)
             else:
-                self._core.bind(room, self._targets(room, engine))
+                self._core.bind(room, self._targets(room.request, engine))
         except KvGrpcError as error:
             self._fail(room, error)
 
     def _bind_to_known(self, room: ReceiverRoom, engine: PrefillEngine) -> bool:
         """False where no session to the rank stands: what is known of it may be old."""
         try:
-            if _must_be_found(room, engine):
+            if _must_be_found(room.request, engine):
                 self._look_for(room, engine)
                 return True
-            targets = self._targets(room, engine)
+            targets = self._targets(room.request, engine)
         except KvGrpcError:
             return False
         for target in targets:
@@ -255,7 +251,7 @@ class Routes:
         self._search.add(room, [self._targets_of(dp, engine)[0] for dp in range(engine.layout.dp)])
 
     def _on_found(self, room: DecodeRoom, target: Target) -> None:
-        engine = self._engines.get(room.bootstrap_addr) if isinstance(room, ReceiverRoom) else None
+        engine = self._engines.get(room.request.bootstrap_addr) if isinstance(room, ReceiverRoom) else None
         try:
             targets: Sequence[Target] = [target] if engine is None else self._targets_of(target.ref.rank.dp, engine)
             self._core.bind(room, targets)
@@ -274,22 +270,22 @@ class Routes:
         if not isinstance(room, ReceiverRoom):
             return None
         try:
-            engine = await self._resolve(room.bootstrap_addr, self._core.me.rank)
+            engine = await self._resolve(room.request.bootstrap_addr, self._core.me.rank)
             targets = [self._targets_of(dp, engine)[0] for dp in range(engine.layout.dp)]
         except EngineNotFound as error:
             return error
         except KvGrpcError:
             return None
-        self._remember(room.bootstrap_addr, engine)
+        self._remember(room.request.bootstrap_addr, engine)
         return targets
 
     def _on_no_answer(self, room: DecodeRoom) -> None:
         if isinstance(room, ReceiverRoom) and not room.ended:
             self.find_anew(room)
 
-    def _targets(self, room: ReceiverRoom, engine: PrefillEngine) -> Sequence[Target]:
-        dp = prefill_dp(room.key.room, engine.layout.dp) if room.prefill_dp_rank is None else room.prefill_dp_rank
-        return self._targets_of(dp, engine)
+    def _targets(self, request: RoomRequest, engine: PrefillEngine) -> Sequence[Target]:
+        dp = request.prefill_dp_rank
+        return self._targets_of(prefill_dp(request.key.room, engine.layout.dp) if dp is None else dp, engine)
 
     def _targets_of(self, dp: int, engine: PrefillEngine) -> Sequence[Target]:
         """Every rank that owes us a part, or is to hear of our rooms; the one that sends aux is first.
@@ -317,13 +313,13 @@ class Routes:
         self._core.fail(room, Failure.of(error, str(self._core.me)))
 
 
-def _must_be_found(room: ReceiverRoom, engine: PrefillEngine) -> bool:
-    return engine.engine_selects_dp and engine.layout.dp > 1 and room.prefill_dp_rank is None
+def _must_be_found(request: RoomRequest, engine: PrefillEngine) -> bool:
+    return engine.engine_selects_dp and engine.layout.dp > 1 and request.prefill_dp_rank is None
 
 
-def _route_error(room: ReceiverRoom) -> InvalidRequest | None:
+def _route_error(request: RoomRequest) -> InvalidRequest | None:
     """Why the engine's way to a prefill cannot be one: checked here, where many rooms ask one question together."""
-    address, dp = room.bootstrap_addr, room.prefill_dp_rank
+    address, dp = request.bootstrap_addr, request.prefill_dp_rank
     if not isinstance(address, str) or not address.isascii():
         return InvalidRequest.of("bootstrap_addr", address, "host:port, optionally /engine")
     if dp is not None and (type(dp) is not int or dp < 0):

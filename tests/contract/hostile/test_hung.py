@@ -9,7 +9,6 @@ import pytest
 
 from kvgrpc.client import SyncClient
 from kvgrpc.errors import Reason
-from kvgrpc.transfer import KVPoll
 from kvgrpc.transfer.protocol.types import Bounds
 from tests.contract.hostile.conftest import ROOMS, TIMING
 from tests.contract.hostile.test_weak_proofs import Serve, is_another, serve, told_where_to_write
@@ -29,12 +28,19 @@ def small() -> Iterator[RankHost]:
 
 
 def refused(decode: RankHost, bootstrap: str) -> bool:
-    receiver = receiver_of(decode, bootstrap, next(ROOMS))
+    room = next(ROOMS)
+    receiver = receiver_of(decode, bootstrap, room)
     # With a session that stands a receiver says WaitingForInput at once: only the loop thread knows of held pages.
-    eventually(lambda: receiver.ended or (receiver._room.bound and receiver.poll() is KVPoll.WaitingForInput))
+    with SyncClient(decode.rank.address) as client:
+        eventually(lambda: receiver.ended or is_bound(client, room))
     failure: Any = receiver.failure
     receiver.abort()
     return failure is not None and failure.reason is Reason.PAGES_HELD
+
+
+def is_bound(client: SyncClient, room: int) -> bool:
+    """Whether the rank has told the room to its prefill, or is about to."""
+    return any(row.room == room and row.parts for row in client.list_rooms())
 
 
 def test_one_that_hangs_is_refused_alone_and_two_are_said_by_the_health(

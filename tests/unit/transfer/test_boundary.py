@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
@@ -13,10 +15,10 @@ from kvgrpc.server import DecodeRuntime, KVPoll, KVReceiver, KVSender, PrefillRu
 from kvgrpc.server.status import RankStatus
 from kvgrpc.transfer.aux import AuxRows
 from kvgrpc.transfer.layout.topology import Shape
-from kvgrpc.transfer.protocol.prefill_core import Chunk
+from kvgrpc.transfer.protocol.chunks import Chunk
 from kvgrpc.transfer.protocol.types import Align, Destination, RoomKey
-from kvgrpc.transfer.runtime.boundary import Reader, SenderHandle, prefill_of
-from kvgrpc.transfer.runtime.resolve import ReceiverRoom
+from kvgrpc.transfer.runtime import boundary
+from kvgrpc.transfer.runtime.boundary import EngineHandle, Reader, RoomRequest, prefill_of
 from kvgrpc.transfer.tables import RoomRow, SessionRow
 from kvgrpc.v1 import transfer_service_pb2 as pb
 
@@ -49,25 +51,26 @@ class Foreign:
     def give_way(self) -> None:
         self.asked.append("give_way")
 
-    def claim(self, key: RoomKey, handle: SenderHandle) -> None:
+    def claim(self, key: RoomKey, handle: EngineHandle) -> None:
         self.asked.append("claim")
         handle.record = len(self.asked)  # whatever it likes
 
     def send(
-        self, handle: SenderHandle, chunk: Chunk, aux: bytes | None, expectation: tuple[int | None, Align] | None
+        self, handle: EngineHandle, chunk: Chunk, aux: bytes | None, expectation: tuple[int | None, Align] | None
     ) -> None:
         self.asked.append(f"send {chunk.pages.tolist()}")
 
-    def stands(self, room: ReceiverRoom) -> bool:
+    def stands(self, request: RoomRequest) -> bool:
         return True
 
-    def open(self, room: ReceiverRoom) -> None:
-        self.asked.append("open")
+    def open(self, handle: EngineHandle, request: RoomRequest) -> None:
+        self.asked.append(f"open {request.key.room} {request.bootstrap_addr}")
+        handle.record = request
 
-    def write(self, room: ReceiverRoom, destination: Destination, aux_index: int | None) -> None:
+    def write(self, handle: EngineHandle, destination: Destination, aux_index: int | None) -> None:
         self.asked.append(f"write {destination.pages.tolist()}")
 
-    def fail(self, room: SenderHandle | ReceiverRoom, failure: Failure) -> None:
+    def fail(self, handle: EngineHandle, failure: Failure) -> None:
         self.asked.append(f"fail {failure.reason.name}")
 
     def fileno(self) -> int:
@@ -135,7 +138,15 @@ def test_both_ends_of_a_hand_off_run_on_a_runtime_that_is_none_of_ours() -> None
     sender.abort()
     receiver.abort()
     assert prefill.asked == ["claim", "send [1, 2]", "fail ROOM_CANCELLED"]
-    assert decode.asked == ["open", "give_way", "write [3, 4]", "fail ROOM_CANCELLED"]
+    assert decode.asked == ["open 1 127.0.0.1:1", "give_way", "write [3, 4]", "fail ROOM_CANCELLED"]
+
+
+def test_the_boundary_names_values_and_no_record_of_a_core() -> None:
+    """A runtime in another language keeps records of its own."""
+    tree = ast.parse(inspect.getsource(boundary))
+    imported = {each.module for each in ast.walk(tree) if isinstance(each, ast.ImportFrom) and each.module}
+    ours = {name.removeprefix("kvgrpc.transfer.") for name in imported if name.startswith("kvgrpc.transfer.")}
+    assert ours == {"aux", "layout.topology", "protocol.chunks", "protocol.types", "runtime.stages", "tables"}
 
 
 def test_the_role_says_whose_it_is() -> None:
