@@ -54,6 +54,8 @@ from kvgrpc.wire import (
 logger = logging.getLogger(__name__)
 HELLO_WITHIN_SECONDS = 10.0
 _GOODBYE_WITHIN_SECONDS = 1.0
+# A stream that is to end gets so long for what is being written and its goodbye; a peer may read nothing.
+_END_WITHIN_SECONDS = 2.0
 _LONGEST_TURN_TICKS = 50
 MAX_SOUGHT_ROOMS = 65_536
 MOST_POOLS, MOST_AUX_BUFFERS = 64, 256
@@ -137,9 +139,9 @@ class PrefillManager(TransferManager[PrefillRoom]):
             await self._write(session)
         finally:
             reading.cancel()
+            session.ended()
             self._sessions_drop(session)
             self.core.on_end(session, session.ref)
-            session.over.set_result(None)
 
     async def locate(self, keys: Sequence[RoomKey], timeout: float) -> list[RoomKey]:
         """Which of the rooms have a sender here; waits up to ``timeout`` seconds for the first. On the loop thread.
@@ -456,7 +458,18 @@ class PrefillManager(TransferManager[PrefillRoom]):
 class _Session(SessionWriter):
     """One stream at prefill: whose it is, and how to write on it."""
 
-    __slots__ = ("caller", "failure", "max_frame_bytes", "over", "pool_pages", "ref", "verify", "write")
+    __slots__ = (
+        "_limit",
+        "_task",
+        "caller",
+        "failure",
+        "max_frame_bytes",
+        "over",
+        "pool_pages",
+        "ref",
+        "verify",
+        "write",
+    )
 
     def __init__(
         self,
@@ -472,13 +485,25 @@ class _Session(SessionWriter):
         self.caller = ""
         self.max_frame_bytes = 0
         self.verify = False
-        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.over: asyncio.Future[None] = loop.create_future()
+        self._task = asyncio.current_task()
+        self._limit: asyncio.TimerHandle | None = None
 
     def end(self, failure: Failure | None) -> None:
         """Says goodbye and ends the stream; the first cause counts."""
         if not self.closing:
             self.failure = failure
             self.close()
+            if self._task is not None and not self.over.done():
+                self._limit = asyncio.get_running_loop().call_later(_END_WITHIN_SECONDS, self._task.cancel)
+
+    def ended(self) -> None:
+        """Nothing more is written."""
+        self._task = None
+        if self._limit is not None:
+            self._limit.cancel()
+        self.over.set_result(None)
 
 
 async def _next(read: Reader) -> pb.SessionRequest | None:

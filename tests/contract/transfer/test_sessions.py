@@ -15,6 +15,7 @@ import pytest
 from kvgrpc.dataplane.base import Outcome
 from kvgrpc.errors import Reason
 from kvgrpc.model import Layout, RankId, RankRef
+from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.transfer import KVPoll
 from kvgrpc.transfer.protocol.types import Bounds, RoomKey, Timing
 from kvgrpc.v1 import common_pb2, error_reason_pb2
@@ -46,6 +47,41 @@ Dial = Callable[..., DecodeClient]
 
 def fails(sender: Any) -> None:
     eventually(lambda: sender.poll() is KVPoll.Failed)
+
+
+class Unread:
+    """A decode that says hello and reads no message but the first ``after``: whoever writes more waits for ever."""
+
+    def __init__(self, hello: pb.Hello, after: int) -> None:
+        self._first: list[pb.SessionRequest] = [pb.SessionRequest(hello=hello)]
+        self._left = after
+
+    async def read(self) -> pb.SessionRequest | None:
+        if self._first:
+            return self._first.pop()
+        await asyncio.Event().wait()
+        return None
+
+    async def write(self, message: pb.SessionResponse) -> None:
+        self._left -= 1
+        if self._left < 0:
+            await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_peer_that_reads_nothing_keeps_no_stream_once_it_was_given_up(
+    hasty: RankHost, memory: Memory, after: int
+) -> None:
+    """Welcome, or a heartbeat, waited for its window for ever, and with it a task and what it was to write."""
+    peer = Unread(DecodeClient(hasty, memory).hello(to=rank_ref_to_pb(hasty.rank.ref)), after)
+    manager: Any = hasty.rank.transfer
+
+    async def served() -> bool:
+        serving = asyncio.ensure_future(manager.serve(peer.read, peer.write))
+        done, _ = await asyncio.wait([serving], timeout=SECONDS)
+        return bool(done)
+
+    assert LoopThread.shared().run(served(), 2 * SECONDS)
 
 
 class TestHello:
