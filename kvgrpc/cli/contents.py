@@ -19,19 +19,26 @@ from kvgrpc.cli.standing import held, standing_fields
 if TYPE_CHECKING:
     from kvgrpc.client import SyncClient
 
+DP = click.IntRange(0, 2**32 - 1)
 _LOOK_SECONDS = 0.05
 
 
 def names_a_cache(command: Any) -> Any:
     """Gives a command the options that say which stream of a process is meant."""
     for option in (
-        click.option(
-            "--dp", type=click.IntRange(0), default=0, show_default=True, help="Which KV cache of the engine."
-        ),
+        click.option("--dp", type=DP, default=0, show_default=True, help="Which KV cache of the engine."),
         click.option("--engine", default="", help="Needed only where a process publishes several streams."),
     ):
         command = option(command)
     return command
+
+
+def check_served(client: SyncClient, engine: str, dp: int) -> None:
+    """Raises at once what a follower would wait for: that somebody answers, and has such a stream."""
+    from kvgrpc.v1 import event_service_pb2
+
+    for _ in client.watch(mode=event_service_pb2.WATCH_MODE_HEARTBEAT, engine=engine, dp=dp):
+        return
 
 
 @click.command()
@@ -60,7 +67,7 @@ def snapshot(client: SyncClient, as_json: bool, **stream: Any) -> None:
 @calls_a_publisher
 def verify(client: SyncClient, as_json: bool, within: float, engine: str, dp: int) -> None:
     """Follow a rank's events until its digest and ours were compared. Exit code 1: they differ, or nothing was said."""
-    client.list_streams()  # where nobody answers this says so at once; a follower waits for somebody to come back
+    check_served(client, engine, dp)
     end = time.monotonic() + within
     with client.follow(engine=engine, dp=dp) as follower:
         follower.until_current(within)

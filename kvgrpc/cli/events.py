@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from kvgrpc.client import SyncClient, WatchPart
     from kvgrpc.v1 import event_service_pb2
 
+SEQUENCE = click.IntRange(0, 2**64 - 1)
+
 
 @click.command()
 @json_option
@@ -67,7 +69,7 @@ def reads_a_stream(command: Any) -> Any:
         click.option(
             "--log", "log_id", default="", help="The log that --from counts in; an error if it is not current any more."
         ),
-        click.option("--from", "first", type=click.IntRange(0), help="First sequence; default: the oldest kept."),
+        click.option("--from", "first", type=SEQUENCE, help="First sequence; default: the oldest kept."),
     ):
         command = option(command)
     return names_a_cache(command)
@@ -86,7 +88,7 @@ def tail(client: SyncClient, as_json: bool, raw: bool, first: int | None, **stre
 
 
 @events.command()
-@click.option("--to", "last", type=click.IntRange(0), help="Last sequence, inclusive; default: the newest there is.")
+@click.option("--to", "last", type=SEQUENCE, help="Last sequence, inclusive; default: the newest there is.")
 @reads_a_stream
 @json_option
 @calls_a_publisher

@@ -9,6 +9,7 @@ INTERRUPTED = 130
 # As grpcurl does: 64 + the number of the status code.
 STATUS_EXIT = 64
 _LONGEST_MESSAGE = 1024
+_OF_A_FIELD = ("field", "rule", "value")
 
 NEXT_STEP = {
     Reason.ENGINE_NOT_FOUND: "`kvgrpc engines` lists what is registered.",
@@ -40,10 +41,12 @@ def explain(error: KvGrpcError, next_step: str = "") -> int:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     name = error.reason.name if error.reason else error.code
     console.print(Text.assemble((name, "bold red"), ": ", one_line(error.message, _LONGEST_MESSAGE)))
+    # The message has them of a wrong field.
+    said = _OF_A_FIELD if error.violations else ()
     for key, value in sorted(error.metadata.items()):
-        if value and error.reason:
+        if value and error.reason and key not in said:
             console.print(Text.assemble("  ", (one_line(key), "dim"), f" {one_line(value)}"))
-    for violation in error.violations:
+    for violation in error.violations[1:] and error.violations:
         console.print(
             Text.assemble("  ", (one_line(violation.field), "yellow"), f": {one_line(violation.description)}")
         )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvgrpc.cli.connection import calls_an_index, json_option
-from kvgrpc.cli.contents import names_a_cache
+from kvgrpc.cli.contents import check_served, names_a_cache
 from kvgrpc.cli.names import seconds_of
 from kvgrpc.cli.output import seconds, show_json, show_table
 from kvgrpc.cli.publisher import calls_a_publisher
@@ -31,6 +31,8 @@ TELL_SECONDS = 1.0
 @calls_a_publisher
 def follow(client: SyncClient, as_json: bool, engine: str, dp: int, live: bool, once: bool) -> None:
     """Keep the exact contents of a rank's cache, and say each second how they stand."""
+    if once:
+        check_served(client, engine, dp)
     with client.follow(engine=engine, dp=dp, live=live) as follower:
         if once:
             follower.until_current()
@@ -46,7 +48,9 @@ def follow(client: SyncClient, as_json: bool, engine: str, dp: int, live: bool, 
 @click.option(
     "--tokens", "prompt_file", type=click.Path(exists=True, dir_okay=False), help="File with token ids as a JSON array."
 )
-@click.option("--page-size", type=click.IntRange(1), default=1, show_default=True, help="With --tokens: of the engine.")
+@click.option(
+    "--page-size", type=click.IntRange(1, 2**32 - 1), default=1, show_default=True, help="With --tokens: of the engine."
+)
 @click.option("--cache-salt", default="", help="With --tokens: salt of the request.")
 @click.option("--bigram", is_flag=True, help="With --tokens: the SGLang engine decodes with EAGLE.")
 @click.option("--vllm-hash-seed", help="With --tokens: a vLLM engine, which was started with this PYTHONHASHSEED.")
@@ -102,6 +106,8 @@ def _request(
 ) -> index_service_pb2.ScoreRequest:
     from kvgrpc.v1 import index_service_pb2
 
+    if bool(hashes) == bool(prompt_file):
+        raise click.UsageError("name the beginning of a request by --hash or by --tokens, one of the two")
     request = index_service_pb2.ScoreRequest(engines=engines)
     if prompt_file is None:
         request.block_hashes.values.extend(_hash(text) for text in hashes)
@@ -118,17 +124,20 @@ def _request(
 
 def _hash(text: str) -> int:
     try:
-        return int(text, 0) & 0xFFFF_FFFF_FFFF_FFFF
+        value = int(text, 0)
     except ValueError:
         raise click.BadParameter(f"{text!r} is no integer", param_hint="--hash") from None
+    if not -(2**63) <= value < 2**64:
+        raise click.BadParameter(f"{text} has more than 64 bits", param_hint="--hash")
+    return value & 0xFFFF_FFFF_FFFF_FFFF
 
 
 def _tokens(path: str) -> list[int]:
     try:
         tokens = json.loads(Path(path).read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise click.BadParameter(f"{path} is no JSON: {error}", param_hint="--tokens") from None
-    if not isinstance(tokens, list) or not all(isinstance(token, int) and 0 <= token < 2**32 for token in tokens):
+    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 2**32 for token in tokens):
         raise click.BadParameter(f"{path} is no array of integers of 0 to 2^32-1", param_hint="--tokens")
     return tokens
 

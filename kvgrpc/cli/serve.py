@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvgrpc.cli.connection import DEFAULT_SERVER, FILE
+from kvgrpc.cli.contents import DP
 
 if TYPE_CHECKING:
     from kvgrpc.server import EventRelay, IndexServer, RegistryServer
@@ -205,7 +206,7 @@ def index(listen: str, ca_file: str | None, token_file: str | None, insecure: bo
     help="HOST:PORT (port 0: a free one) or unix:/path.",
 )
 @click.option("--engine", required=True, envvar="KVGRPC_ENGINE", help="Name of the engine whose events these are.")
-@click.option("--dp", type=click.IntRange(0), default=0, show_default=True, help="Its data-parallel rank.")
+@click.option("--dp", type=DP, default=0, show_default=True, help="Its data-parallel rank.")
 @click.option("--replay", default="", help="Its replay endpoint, tcp://HOST:PORT; without one, what PUB loses is lost.")
 @click.option("--topic", default="", help="Only messages whose topic begins so.")
 @click.option(

@@ -49,6 +49,11 @@ def _tcp(endpoint: str, rest: str, dp: int, bind: bool | None) -> Endpoint:
     return Endpoint(f"tcp://{joined(host, port)}", anywhere if bind is None else bind, ipv6=":" in host)
 
 
+def check_reached(endpoint: str) -> Endpoint:
+    """An endpoint that others bound, to connect to. Raises ValueError for what is none."""
+    return endpoint_of(endpoint, 0, bind=False)
+
+
 def check_apart(pub: str | None, replay: str | None) -> None:
     """Raises ValueError when PUB and ROUTER would be bound to one address."""
     if pub is not None and pub == replay and split_with_port(pub)[1] not in FREE_PORTS:

@@ -8,6 +8,7 @@ import msgspec
 
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.events import EventsConfig, JournalingPublisher
+from kvgrpc.events.endpoints import check_reached
 from kvgrpc.model import Layout, RankId, RankRef, check_rank, new_epoch
 from kvgrpc.rpc.interceptors import CallLimits
 from kvgrpc.rpc.security import ServerSecurity
@@ -38,11 +39,18 @@ class EventRelay:
         call_limits: CallLimits | None = None,
         events: object = None,
     ) -> None:
-        """Raises InvalidRequest for a name that is none, and for keys that cannot be."""
+        """Raises InvalidRequest for a name or an endpoint that is none, and for keys that cannot be."""
         from kvgrpc.events.live.relay import Relay  # loads zmq
 
         rank = RankRef(RankId(engine, dp), new_epoch())
         check_rank(rank, Layout(dp=dp + 1))
+        if dp >= 2**32:
+            raise InvalidRequest.of("dp", dp, "below 2^32")
+        for field, where in (("endpoint", endpoint), ("replay", replay or endpoint)):
+            try:
+                check_reached(where)
+            except ValueError as error:
+                raise InvalidRequest.of(field, where, f"an endpoint to connect to ({error})") from None
         try:
             config = EventsConfig.parse(events or {})
         except ValueError as error:

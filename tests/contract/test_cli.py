@@ -174,6 +174,34 @@ def test_a_refusal_says_what_to_do_next(
     assert ended.out == ""
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("replay", "--from", str(2**64)),
+        ("replay", "--to", str(2**64)),
+        ("tail", "--dp", str(2**32)),
+        ("follow", "--dp", str(2**32)),
+        ("stats", "--dp", "-1"),
+    ],
+    ids=str,
+)
+def test_a_number_that_no_message_holds_is_wrong_usage(
+    kvgrpc: Callable[..., Ended], handoff: Handoff, arguments: tuple[str, ...]
+) -> None:
+    ended = kvgrpc("events", *arguments, "-s", handoff.prefill_address)
+    assert (ended.code, ended.out) == (2, "") and arguments[1] in ended.err
+
+
+def test_a_wrong_field_is_told_once(kvgrpc: Callable[..., Ended], handoff: Handoff) -> None:
+    ended = kvgrpc("events", "replay", "--from", "1", "--to", "0", "-s", handoff.prefill_address)
+    assert ended.err.splitlines() == ["INVALID_REQUEST: end_sequence: must be at least from_sequence = 1, not 0"]
+
+
+def test_a_title_is_one_line_though_its_table_is_narrow(kvgrpc: Callable[..., Ended], handoff: Handoff) -> None:
+    out = kvgrpc("events", "stats", "-s", handoff.prefill_address).out
+    assert "dropped" in out.splitlines()[0]
+
+
 def test_nobody_there_is_said_within_the_timeout(kvgrpc: Callable[..., Ended]) -> None:
     began = time.monotonic()
     ended = kvgrpc("engines", "-s", "127.0.0.1:1", "--timeout", "0.3")

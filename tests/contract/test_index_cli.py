@@ -173,6 +173,42 @@ def test_what_score_cannot_read_is_said(index: IndexServer, kvgrpc: Any, tmp_pat
     assert code == 2 and "'x' is no integer" in err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "by --hash or by --tokens"),
+        (("--hash", "1", "--tokens", "PROMPT"), "by --hash or by --tokens"),
+        (("--hash", str(2**64)), "more than 64 bits"),
+        (("--hash", str(-(2**63) - 1)), "more than 64 bits"),
+        (("--tokens", "PROMPT", "--page-size", str(2**32)), "--page-size"),
+    ],
+    ids=str,
+)
+def test_a_question_that_cannot_be_meant_is_wrong_usage(
+    arguments: tuple[str, ...], says: str, index: IndexServer, kvgrpc: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "prompt").write_text("[1, 2]")
+    asked = [str(tmp_path / "prompt") if argument == "PROMPT" else argument for argument in arguments]
+    code, out, told = kvgrpc("events", "score", "-s", index.address, *asked)
+    assert (code, out) == (2, "") and says in told
+
+
+@pytest.mark.parametrize("text", ["[true]", "[" * 100_000])
+def test_a_file_without_tokens_is_wrong_usage(text: str, index: IndexServer, kvgrpc: Any, tmp_path: Path) -> None:
+    (tmp_path / "prompt").write_text(text)
+    code, _, told = kvgrpc("events", "score", "-s", index.address, "--tokens", str(tmp_path / "prompt"))
+    assert code == 2 and "--tokens" in told
+
+
+@pytest.mark.parametrize("command", [("follow", "--once"), ("verify",)], ids=lambda command: command[0])
+def test_a_stream_that_is_not_there_is_said_at_once(command: tuple[str, ...], rank: RankHost, kvgrpc: Any) -> None:
+    """A follower would wait for it, and tell of a rank that does not answer."""
+    began = time.monotonic()
+    code, _, told = kvgrpc("events", *command, "--dp", "3", "-s", rank.rank.address)
+    assert code == 64 + 5 and told.startswith("STREAM_NOT_FOUND")
+    assert time.monotonic() - began < 15, "not after the 30 s of a follower"
+
+
 def test_an_index_of_nothing_is_refused(kvgrpc: Any) -> None:
     code, _, err = kvgrpc("serve", "index")
     assert code == 2 and "name a --registry" in err

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -29,19 +30,20 @@ NAME = "engine-within"
 class EnginePublisher:
     """PUB and ROUTER of one engine: what is ``kept``, from ``oldest`` on, can be asked for. ``name``: over inproc."""
 
-    def __init__(self, port: int = 0, replay_port: int = 0, *, name: str = "") -> None:
+    def __init__(self, port: int = 0, replay_port: int = 0, *, host: str = "127.0.0.1", name: str = "") -> None:
         self.context = zmq.Context.instance() if name else zmq.Context()
         self.pub, self._router = self.context.socket(zmq.XPUB), self.context.socket(zmq.ROUTER)
         for socket in (self.pub, self._router):
             socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.IPV6, int(host == "[::1]"))
         if name:
             self.endpoint, self.replay = f"inproc://{name}", f"inproc://{name}-replay"
             self.pub.bind(self.endpoint)
             self._router.bind(self.replay)
         else:
-            self.port = _bind(self.pub, port)
-            self.replay_port = _bind(self._router, replay_port)
-            self.endpoint, self.replay = f"tcp://127.0.0.1:{self.port}", f"tcp://127.0.0.1:{self.replay_port}"
+            self.port = _bind(self.pub, host, port)
+            self.replay_port = _bind(self._router, host, replay_port)
+            self.endpoint, self.replay = f"tcp://{host}:{self.port}", f"tcp://{host}:{self.replay_port}"
         self.kept: list[bytes] = []
         self.oldest = 0
         self._closing = False
@@ -82,10 +84,10 @@ class EnginePublisher:
         socket.close()
 
 
-def _bind(socket: zmq.Socket[bytes], port: int) -> int:
+def _bind(socket: zmq.Socket[bytes], host: str, port: int) -> int:
     if not port:
-        return int(socket.bind_to_random_port("tcp://127.0.0.1"))
-    socket.bind(f"tcp://127.0.0.1:{port}")
+        return int(socket.bind_to_random_port(f"tcp://{host}"))
+    socket.bind(f"tcp://{host}:{port}")
     return port
 
 
@@ -283,6 +285,34 @@ async def test_messages_that_are_no_batches_are_passed_over(engine: EnginePublis
             engine.pub.send_multipart(frames)
         engine.store(2)
         assert await blocks(relay, 2) == 2
+
+
+async def test_an_engine_at_an_ipv6_address_is_followed() -> None:
+    engine = EnginePublisher(host="[::1]")
+    try:
+        with relayed(engine) as relay:
+            engine.store(1)
+            assert await blocks(relay, 1) == 1
+            await asyncio.to_thread(engine.await_subscriber)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"endpoint": "nonsense"}, "endpoint"),
+        ({"endpoint": "tcp://127.0.0.1:99999"}, "endpoint"),
+        ({"endpoint": "tcp://*:5557"}, "endpoint"),
+        ({"replay": "tcp://127.0.0.1:0"}, "replay"),
+        ({"dp": 2**32}, "dp"),
+    ],
+    ids=str,
+)
+def test_what_nobody_can_connect_to_is_refused(asked: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        EventRelay("127.0.0.1:0", **({"endpoint": "tcp://127.0.0.1:1", "engine": "sglang-1"} | asked))
+    assert refused.value.metadata["field"] == field
 
 
 def test_a_name_that_is_none_is_refused() -> None:

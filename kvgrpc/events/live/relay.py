@@ -18,6 +18,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from kvgrpc.events.base import EventPublisher
+from kvgrpc.events.endpoints import check_reached
 from kvgrpc.events.model import AllBlocksCleared, KVEventBatch
 from kvgrpc.observability import metrics
 from kvgrpc.observability.logging import RateLimited
@@ -98,7 +99,7 @@ class Relay:
                     subscriber.set(zmq.RECONNECT_IVL, -1)
                     subscriber.set(zmq.CONNECT_TIMEOUT, int(CONNECT_SECONDS * 1000))
                     monitor = subscriber.get_monitor_socket(_OVER | zmq.EVENT_CONNECTED)
-                    subscriber.connect(self._endpoint)
+                    _connect(subscriber, self._endpoint)
                     try:
                         self._follow(subscriber, monitor)
                     finally:
@@ -229,7 +230,7 @@ class Relay:
         with self._context.socket(zmq.DEALER) as dealer:
             dealer.set(zmq.LINGER, 0)
             dealer.set(zmq.RCVHWM, 0)
-            dealer.connect(self._replay)
+            _connect(dealer, self._replay)
             dealer.send_multipart((b"", first.to_bytes(8, "big")))
             while dealer.poll(ANSWER_MS) and not self._stopping.is_set():
                 self._moved_at = time.monotonic()
@@ -240,6 +241,12 @@ class Relay:
                 if message is not None:
                     yield message
         raise TimeoutError
+
+
+def _connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    # Without it an IPv6 address is taken, and nothing ever comes.
+    socket.set(zmq.IPV6, int(check_reached(endpoint).ipv6))
+    socket.connect(endpoint)
 
 
 def _read(frames: list[bytes]) -> tuple[int, bytes] | None:
