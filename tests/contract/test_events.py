@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, Eve
 from kvgrpc.events.watch import MAX_SNAPSHOTS_IN_A_ROW, SnapshotPart, Watch, WatchMode, WatchOrder
 from kvgrpc.events.wire import Form, part_to_pb
 from kvgrpc.model import RankId, RankRef
-from kvgrpc.rpc.interceptors import interceptors_of
+from kvgrpc.rpc.interceptors import Admission, CallLimits, interceptors_of
 from kvgrpc.rpc.options import SERVER_OPTIONS
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.rpc.status import error_from
@@ -81,13 +81,14 @@ class Served:
 
 @asynccontextmanager
 async def served(
-    *, dps: int = 1, max_watches: int = 256, heartbeat: float = 60.0, **settings: Any
+    *, dps: int = 1, max_watches: int = 256, watches_per_caller: int = 64, heartbeat: float = 60.0, **settings: Any
 ) -> AsyncIterator[Served]:
     publishers = [open_publisher({"publisher": "null", "clear_first": False} | settings, rank(dp)) for dp in range(dps)]
     assert all(isinstance(publisher, JournalingPublisher) for publisher in publishers)
     streams = [publisher.stream for publisher in publishers if publisher.stream is not None]
     servicer = EventServicer(streams, max_watches=max_watches, heartbeat_seconds=heartbeat)
-    server = grpc.aio.server(interceptors=interceptors_of(ServerSecurity()), options=SERVER_OPTIONS)
+    admission = Admission(CallLimits(watches_per_caller=watches_per_caller))
+    server = grpc.aio.server(interceptors=interceptors_of(ServerSecurity(), admission), options=SERVER_OPTIONS)
     add_EventServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -378,6 +379,34 @@ async def test_a_reader_that_does_not_read_holds_up_nobody() -> None:
         while len(caught_up) < len(sent):
             caught_up += (await idle.read()).raw.payloads
         assert caught_up == seen
+
+
+@pytest.mark.slow
+async def test_a_thousand_readers_that_do_not_read_hold_up_nobody() -> None:
+    """One that reads gets all, the publisher drops nothing, and each of the others gets all once it reads."""
+    readers, sent = 1_000, [b"%d" % number * 100 for number in range(1_000)]
+    async with served(max_watches=readers + 1, watches_per_caller=readers + 1) as events, AsyncExitStack() as stack:
+        idle = []
+        for number in range(readers):
+            if number % 100 == 0:
+                own = grpc.aio.insecure_channel(events.address, options=[("grpc.use_local_subchannel_pool", 1)])
+                stub: Any = EventServiceStub(await stack.enter_async_context(own))
+            idle.append(stub.Watch(pb.WatchRequest(mode=TAIL)))
+        for call in idle:
+            assert (await call.read()).HasField("begin")
+        busy = events.watch(TAIL)
+        await busy.read()
+        await events.publish(*sent)
+        wanted, seen = [said(word) for word in sent], list[bytes]()
+        while len(seen) < len(sent):
+            seen += (await busy.read()).raw.payloads
+        assert seen == wanted
+        assert events.servicer.watches == readers + 1 and events.publisher.counts.dropped == 0
+        for call in idle:
+            late: list[bytes] = []
+            while len(late) < len(sent):
+                late += (await call.read()).raw.payloads
+            assert late == wanted
 
 
 async def test_readers_are_bounded_and_one_that_leaves_makes_room() -> None:

@@ -191,6 +191,18 @@ async def test_what_live_frames_lost_is_read_again() -> None:
         assert follower.counts.snapshots == 1
 
 
+async def test_the_end_that_live_frames_lost_is_read_again() -> None:
+    """Nothing comes after it that would show the gap."""
+    async with Publishing(**LIVE) as engine, EventFollower(engine.address, live=True) as follower:
+        await engine.store([1])
+        await until(lambda: knows(follower, engine))
+        follower.core.live = lambda sequence, payload, now: None  # type: ignore[method-assign]
+        for block in range(2, 6):
+            await engine.store([block])
+        await until(lambda: knows(follower, engine))
+        assert (follower.counts.replays, follower.counts.snapshots) == (1, 1)
+
+
 async def test_nobody_there_is_said_and_tried_again() -> None:
     async with Publishing() as engine:
         await engine.hang_up()
