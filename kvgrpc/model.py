@@ -234,6 +234,11 @@ class Pool:
         heads = heads_total, head_start, head_count
         return cls(name, kind, page_tokens, first.rows, first.dtype, regions, axes, *heads, first.location)
 
+    @property
+    def page_bytes(self) -> int:
+        """Of one page in all regions."""
+        return sum(region.page_bytes for region in self.regions)
+
     def without_addresses(self) -> Pool:
         """The shape alone, as it is told to a registry and to people."""
         return replace(self, regions=tuple(replace(region, address=0) for region in self.regions))

@@ -48,7 +48,8 @@ class KVSender(TransferHandle):
 
         ``num_pages`` None: the ``send`` with ``is_last`` ends the room. Where decode asks for fewer pages than are
         sent, it gets the last ones with ``Align.TAIL``. With ``Align.HEAD`` it gets the first ones, or, where it holds
-        a prefix already, those behind the prefix.
+        a prefix already, those behind the prefix. Where pools have pages of their own, ``Align.TAIL`` is for each of
+        them, and nothing is written before the last ``send``; else the other pools get as many pages as decode wants.
         """
         self._initialised = True
         if self.ended:
@@ -77,7 +78,7 @@ class KVSender(TransferHandle):
             pages: int32[n] page numbers of this rank's pool (also a list or a CPU tensor), copied before return. Where
                 pools have pages of their own, a mapping of pool names to such lists, as in ``KVReceiver.init``.
                 ``index_slice`` counts the first pool's pages; those of the other pools follow the ones of earlier
-                calls, and there must be as many in the end as decode gave.
+                calls, and there must be as many in the end as decode gave, or with ``Align.TAIL`` as many or more.
             index_slice: positions of these pages in the room; None: after those that were sent before.
             is_last: whether this is the last call; None: it is when the count of ``init`` is reached. The aux row is
                 read in the last call.

@@ -189,7 +189,7 @@ class DecodeProcess(Process):
         succeeded = receiving.handle.poll is KVPoll.Success and receiving.handle.aborted is None
         if succeeded and self._is_honest(request):
             if not request.fits:
-                self.world.violate("SUCCESS, and the two sides said different pages of the second pool", room.key)
+                self.world.violate("SUCCESS, and the second pool's pages of the two sides do not fit", room.key)
             fleet = self.world.fleet
             writers = [number for number in self._sources(request) if not fleet.part(number, self.number).empty]
             for index, page in enumerate(receiving.pages or []):

@@ -45,13 +45,19 @@ class Request:
     def position(self, index: int) -> int:
         """Which of prefill's pages belongs into decode's page ``index``; those of the second pool come last."""
         if index >= self.pages:
-            return STATES + index - self.pages
+            return STATES + index - self.pages + self._more_states
         return index + (self.extra if self.prefix or self.align is Align.TAIL else 0)
 
     @property
     def fits(self) -> bool:
-        """Both sides know of the same pools and pages."""
-        return self.states[0] == self.states[1]
+        """Both sides know of the same pools and pages, or prefill of more where decode gets the last."""
+        return self.states[0] == self.states[1] or (self.align is Align.TAIL and self._more_states > 0)
+
+    @property
+    def _more_states(self) -> int:
+        """Pages of the second pool that prefill sends and decode does not want."""
+        wanted, sent = self.states
+        return 0 if wanted is None or sent is None else sent - wanted
 
 
 class WatchedHandle(Handle):

@@ -97,7 +97,7 @@ class Schedule(World):
         prefills, decodes = self._ranks()
         align = rnd.choice([Align.HEAD, Align.TAIL])
         extra, prefix = rnd.choice([0, 0, 1, 2]), rnd.random() < 0.5
-        states = self._states()
+        states = self._states(align)
         request = Request(RoomKey(room, attempt), prefills, room % 4, extra, align, prefix, decodes, states)
         for number in decodes:
             if rnd.random() < 0.95:
@@ -112,11 +112,15 @@ class Schedule(World):
         if rnd.random() < 0.15 and not attempt:
             self.at(rnd.randrange(40), lambda: self._request(1, room))
 
-    def _states(self) -> tuple[int | None, int | None]:
-        """Pages of the second pool, as decode and as prefill know them: most of the time of one mind."""
+    def _states(self, align: Align) -> tuple[int | None, int | None]:
+        """Pages of the second pool, as decode and as prefill know them: most of the time of one mind, or such that
+        decode wants the last of them.
+        """
         rnd = self.random
         known: tuple[int | None, ...] = (None, 0, 1, 2) if self.two_pools else (None,)
         one = rnd.choice(known)
+        if one is not None and align is Align.TAIL and rnd.random() < 0.5:
+            return one, one + rnd.choice([1, 2])
         return one, one if rnd.random() < 0.9 else rnd.choice(known)
 
     def _abort_decode(self, number: int, request: Request) -> None:

@@ -104,7 +104,7 @@ class Chunks:
 
     def place(self, destination: Destination) -> list[Placed]:
         """Where the chunks that waited go; positions that decode does not want are dropped."""
-        if not self._waiting:
+        if not self._waiting or (self._from_the_end and not self.last_seen):
             return []
         shift = self._shift(destination)
         if shift is None:
@@ -112,6 +112,11 @@ class Chunks:
         waiting, self._waiting = self._waiting, []
         placed = [self._place(chunk, destination, shift) for chunk in waiting]
         return [each for each in placed if each is not None]
+
+    @property
+    def _from_the_end(self) -> bool:
+        """Pages of other pools go to decode's last ones first: how many there are is known with the last chunk."""
+        return self.align is Align.TAIL and self._others is not None
 
     def _count_others(self, others: tuple[U32Array, ...]) -> None:
         counts = self._others = self._others or [[0, 0] for _ in others]
@@ -131,12 +136,19 @@ class Chunks:
 
     def _place_other(self, pool: int, pages: U32Array, destination: Destination) -> tuple[U32Array, U32Array]:
         assert self._others is not None
-        start = self._others[pool][1]
+        sent, start = self._others[pool]
         self._others[pool][1] += len(pages)
+        if self.align is Align.TAIL:
+            start -= sent - destination.count
+            unwanted = min(max(-start, 0), len(pages))
+            pages, start = np.ascontiguousarray(pages[unwanted:]), start + unwanted
         return pages, destination.slice(start, start + len(pages))
 
     def misfit(self, key: RoomKey, destination: Destination) -> KvGrpcError | None:
-        """What is wrong with the pages of the other pools, each of which must get as many as decode wants."""
+        """What is wrong with the pages of the other pools, each of which must get as many as decode wants.
+
+        With ``Align.TAIL`` more may be sent: decode gets the last ones.
+        """
         if destination.others is None and not self._others:
             return None
         per_pool = [chunk.others is not None for chunk in self._waiting]
@@ -144,7 +156,8 @@ class Chunks:
             text = "decode gave pages for each pool, so must send, and the other way round"
             return failures.bad_send(key, text, "pages", len(destination.others or ()) + 1)
         for pool, ((sent, _), wanted) in enumerate(zip(self._others or (), destination.others or (), strict=False), 1):
-            if sent > wanted.count or (self.last_seen and sent < wanted.count):
+            too_many = sent > wanted.count and self.align is Align.HEAD
+            if too_many or (self.last_seen and sent < wanted.count):
                 text = f"{sent} pages of pool {pool}, decode wants {wanted.count}"
                 return failures.bad_send(key, text, "pages", sent)
         return None

@@ -189,7 +189,7 @@ class TransferManager(ABC, Generic[Record]):
         self._hand_offs = HandOffs(self.role, logger)
         self._spans = spans_of(self.role, config.ref) if config.tracing else None
         # Of each pool, and of them all: one list of pages addresses every pool.
-        self._pool_page_bytes = tuple(sum(region.page_bytes for region in pool.regions) for pool in config.pools)
+        self._pool_page_bytes = tuple(pool.page_bytes for pool in config.pools)
         self._page_bytes = sum(self._pool_page_bytes)
 
     # For senders and receivers, on any thread.

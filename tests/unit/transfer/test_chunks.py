@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvgrpc.transfer.protocol.chunks import Chunk, Chunks
-from kvgrpc.transfer.protocol.types import Destination, RoomKey, U32Array
+from kvgrpc.transfer.protocol.types import Align, Destination, RoomKey, U32Array
 
 KEY = RoomKey(5)
 
@@ -58,6 +58,27 @@ def test_each_other_pool_gets_as_many_pages_as_decode_wants(sent: tuple[int, int
     assert (misfit is None) is fits
     if misfit is not None:
         assert f"{sent[0 if sent[0] == 1 else 1]} pages of pool" in misfit.message
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_with_the_tail_aligned_each_pool_gives_its_last_pages_once_all_are_known(ends: bool) -> None:
+    made = given((pages(1, 2), (pages(11, 12), pages(21))), (pages(3), (pages(13), pages(22))), ends=ends)
+    made.align, made.total = Align.TAIL, 3
+    destination = wanted(pages(102, 103), pages(113), pages(121, 122))
+    assert made.misfit(KEY, destination) is None and made.missing(KEY, destination) is None
+    placed = made.place(destination)
+    assert made.waiting is not ends
+    pools = [[(each.source, each.destination), *(each.others or ())] for each in placed]
+    moved = [[list(zip(source.tolist(), to.tolist(), strict=True)) for source, to in chunk] for chunk in pools]
+    first = [[(2, 102)], [], [(21, 121)]]
+    assert moved == ([first, [[(3, 103)], [(13, 113)], [(22, 122)]]] if ends else [])
+
+
+def test_with_the_tail_aligned_too_few_pages_of_a_pool_fail_the_room() -> None:
+    made = given((pages(1), (pages(11),)))
+    made.align = Align.TAIL
+    misfit = made.misfit(KEY, wanted(pages(101), pages(111, 112)))
+    assert misfit is not None and "1 pages of pool 1, decode wants 2" in misfit.message
 
 
 def test_both_sides_give_pages_for_each_pool_or_neither_does() -> None:
