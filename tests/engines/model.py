@@ -79,17 +79,20 @@ class Reference:
 
 
 class WindowReference(Reference):
-    """A Cohere 2: every other layer sees the last ``WINDOW`` tokens alone, and in SGLang has a pool of its own."""
+    """A Cohere 2: every other layer sees the last ``WINDOW`` tokens alone, of a pool of its own."""
 
     def __init__(self, folder: Path, seed: int = 0) -> None:
         super().__init__(folder, WINDOWED, seed)
 
     def for_sglang(self) -> WindowReference:
-        """Before SGLang loads it."""
+        """Before SGLang loads it. That pool is for models that SGLang knows for it, or that say so."""
+        return self.for_vllm(is_hybrid_swa=True, hybrid_layer_pattern=[1, 0] * (WINDOWED.layers // 2))
+
+    def for_vllm(self, **more: Any) -> WindowReference:
+        """Before vLLM loads it, where these layers are a group of their own."""
         file = self.path / "config.json"
         config = json.loads(file.read_text())
-        # That pool is for models that SGLang knows for it, or that say so.
-        config.update(is_hybrid_swa=True, hybrid_layer_pattern=[1, 0] * (WINDOWED.layers // 2))
+        config.update(more)
         config["sliding_window"] = WINDOW - 1  # here it counts the tokens before the one that sees them
         file.write_text(json.dumps(config))
         return self

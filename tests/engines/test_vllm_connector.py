@@ -7,6 +7,7 @@ import pickle
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,20 +17,31 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    RSWASpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import Request, RequestStatus
 
 from kvgrpc.engines.vllm import compatibility
 from kvgrpc.engines.vllm.bootstrap import Bootstrap
+from kvgrpc.engines.vllm.groups import Group, groups_of
 from kvgrpc.engines.vllm.handoffs import Handoffs, Receive, Send
 from kvgrpc.engines.vllm.limits import check_supported
-from kvgrpc.engines.vllm.rank import Place, bootstrap_address, kv_pool, model_of, rank_config
+from kvgrpc.engines.vllm.rank import Place, bootstrap_address, model_of, pools_of, rank_config
 from kvgrpc.engines.vllm.scheduler import Scheduler
 from kvgrpc.engines.vllm.stats import TransferStats
 from kvgrpc.errors import AddressNotAllowed, FeatureDisabled, InvalidRequest
 from kvgrpc.model import Attention, ModelIdentity, Role
 
 BLOCK = 16
+ONE_GROUP = (Group(0, "kv", BLOCK, False),)
+# As vLLM numbers them: one of windows, whose blocks are twice as large, before the other.
+TWO_GROUPS = (Group(1, "kv", BLOCK, False), Group(0, "swa-1", 2 * BLOCK, True))
 AT_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "x"}
 AT_DECODE: dict[str, Any] = {
     "do_remote_decode": False,
@@ -46,7 +58,11 @@ def request(params: dict[str, Any] | None, tokens: int = 40) -> Request:
 
 
 def blocks(*numbers: int) -> KVCacheBlocks:
-    return KVCacheBlocks(([KVCacheBlock(number) for number in numbers],))
+    return blocks_of_groups(numbers)
+
+
+def blocks_of_groups(*groups: Sequence[int]) -> KVCacheBlocks:
+    return KVCacheBlocks(tuple([KVCacheBlock(number) for number in numbers] for numbers in groups))
 
 
 def finished(params: dict[str, Any], status: RequestStatus) -> Request:
@@ -56,14 +72,31 @@ def finished(params: dict[str, Any], status: RequestStatus) -> Request:
 
 
 def test_decode_takes_the_blocks_behind_those_that_it_holds() -> None:
-    scheduler, wanted = Scheduler(False, BLOCK), request(AT_DECODE)
+    scheduler, wanted = Scheduler(False, ONE_GROUP), request(AT_DECODE)
     assert scheduler.tokens_elsewhere(wanted, computed=16) == 24
     scheduler.on_blocks(wanted, blocks(5, 9, 7, 8), elsewhere=24)  # 8 is for tokens to come
-    assert scheduler.take().receives == {"r": Receive("x", AT_DECODE["remote_bootstrap_addr"], "e", (9, 7), 1)}
+    assert scheduler.take().receives == {"r": Receive("x", AT_DECODE["remote_bootstrap_addr"], "e", {"kv": (9, 7)}, 1)}
+
+
+def test_with_windows_decode_takes_of_each_group_what_its_next_token_will_see() -> None:
+    scheduler, wanted = Scheduler(False, TWO_GROUPS), request(AT_DECODE, tokens=5 * BLOCK + 1)
+    assert scheduler.tokens_elsewhere(wanted, computed=BLOCK) == 4 * BLOCK  # it computes the last token itself
+    given = blocks_of_groups([0, 21, 22], [11, 12, 13, 14, 15, 16])  # 0: no block; 16 is for tokens to come
+    scheduler.on_blocks(wanted, given, elsewhere=4 * BLOCK)
+    receive = scheduler.take().receives["r"]
+    assert (receive.pages, receive.first_page) == ({"kv": (12, 13, 14, 15), "swa-1": (21, 22)}, 1)
+
+
+def test_with_windows_a_prompt_that_decode_holds_but_for_its_last_token_needs_nothing() -> None:
+    scheduler, wanted = Scheduler(False, TWO_GROUPS), request(AT_DECODE, tokens=2 * BLOCK + 1)
+    assert scheduler.tokens_elsewhere(wanted, computed=2 * BLOCK) == 0
+    scheduler.on_blocks(wanted, blocks_of_groups([0, 21], [11, 12, 13]), elsewhere=0)
+    receive = scheduler.take().receives["r"]
+    assert (receive.pages, receive.first_page) == ({}, 2)
 
 
 def test_decode_asks_once_and_computes_its_prompt_itself_when_it_was_preempted() -> None:
-    scheduler, wanted = Scheduler(False, BLOCK), request(AT_DECODE)
+    scheduler, wanted = Scheduler(False, ONE_GROUP), request(AT_DECODE)
     scheduler.on_blocks(wanted, blocks(1, 2, 3), elsewhere=40)
     scheduler.on_blocks(wanted, blocks(1, 2, 3), elsewhere=0)
     assert len(scheduler.take().receives) == 1
@@ -72,36 +105,75 @@ def test_decode_asks_once_and_computes_its_prompt_itself_when_it_was_preempted()
 
 
 def test_decode_that_loads_nothing_says_so_to_prefill() -> None:
-    scheduler = Scheduler(False, BLOCK)
+    scheduler = Scheduler(False, ONE_GROUP)
     scheduler.on_blocks(request(AT_DECODE), blocks(1, 2, 3), elsewhere=0)
-    assert scheduler.take().receives["r"] == Receive("x", AT_DECODE["remote_bootstrap_addr"], "e", (), 3)
+    assert scheduler.take().receives["r"] == Receive("x", AT_DECODE["remote_bootstrap_addr"], "e", {}, 3)
 
 
 def test_the_trace_of_a_request_goes_with_its_hand_off() -> None:
-    scheduler, wanted = Scheduler(False, BLOCK), request(AT_DECODE)
+    scheduler, wanted = Scheduler(False, ONE_GROUP), request(AT_DECODE)
     wanted.trace_headers = {"traceparent": "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01", "tracestate": "x=y"}
     scheduler.on_blocks(wanted, blocks(1, 2, 3), elsewhere=40)
     assert scheduler.take().receives["r"].traceparent == wanted.trace_headers["traceparent"]
 
 
 def test_a_request_that_ended_before_it_had_blocks_is_called_off_at_prefill() -> None:
-    scheduler = Scheduler(False, BLOCK)
-    assert not scheduler.on_finished(finished(AT_DECODE, RequestStatus.FINISHED_ABORTED), [])
+    scheduler = Scheduler(False, ONE_GROUP)
+    assert not scheduler.on_finished(finished(AT_DECODE, RequestStatus.FINISHED_ABORTED), ([],))
     assert scheduler.take().receives["r"].abort
 
 
 @pytest.mark.parametrize("status", [RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED])
 def test_prefill_keeps_the_blocks_of_a_prompt_that_it_computed(status: RequestStatus) -> None:
-    scheduler = Scheduler(True, BLOCK)
+    scheduler = Scheduler(True, ONE_GROUP)
     scheduler.on_blocks(request(AT_PREFILL), blocks(4, 5, 6), 0)
     assert scheduler.take().announced == {"r": "x"}
-    assert scheduler.on_finished(finished(AT_PREFILL, status), [4, 5, 6, 7])
-    assert scheduler.take().computed == {"r": Send("x", (4, 5, 6))}
+    assert scheduler.on_finished(finished(AT_PREFILL, status), ([4, 5, 6, 7],))
+    assert scheduler.take().computed == {"r": Send("x", {"kv": (4, 5, 6)})}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "own", "pages"),
+    [
+        (1, ([21], [11]), {"kv": (), "swa-1": ()}),
+        (2 * BLOCK, ([21], [11, 12]), {"kv": (11, 12), "swa-1": (21,)}),
+        (2 * BLOCK + 1, ([21, 22], [11, 12, 13]), {"kv": (11, 12), "swa-1": (21,)}),
+        (4 * BLOCK, ([0, 22], [11, 12, 13, 14]), {"kv": (11, 12, 13, 14), "swa-1": (22,)}),
+    ],
+)
+def test_with_windows_prefill_leaves_the_last_token_to_decode(
+    tokens: int, own: tuple[list[int], list[int]], pages: Any
+) -> None:
+    scheduler, asked = Scheduler(True, TWO_GROUPS), request(AT_PREFILL, tokens)
+    scheduler.on_new(asked)
+    computed = max(tokens - 1, 1)
+    assert asked.num_prompt_tokens == asked.num_tokens == len(asked.prompt_token_ids or ()) == computed
+    asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    assert scheduler.on_finished(asked, own)
+    assert scheduler.take().computed["r"].pages == pages
+
+
+def test_both_sides_hand_over_as_many_tokens_of_a_prompt_that_prefill_cannot_shorten() -> None:
+    """Its tokens are not known: the last block that decode wants is still the last one that prefill sends."""
+    scheduler, asked = Scheduler(True, TWO_GROUPS), request(AT_PREFILL, 2 * BLOCK + 1)
+    asked.prompt_embeds = torch.zeros(1)
+    scheduler.on_new(asked)
+    assert asked.num_prompt_tokens == 2 * BLOCK + 1
+    asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    assert scheduler.on_finished(asked, ([21, 22], [11, 12, 13]))
+    assert scheduler.take().computed["r"].pages == {"kv": (11, 12), "swa-1": (21,)}
+
+
+@pytest.mark.parametrize("params", [None, AT_DECODE])
+def test_requests_that_prefill_does_not_hand_over_keep_their_last_token(params: dict[str, Any] | None) -> None:
+    scheduler, ordinary = Scheduler(True, TWO_GROUPS), request(params)
+    scheduler.on_new(ordinary)
+    assert ordinary.num_prompt_tokens == 40
 
 
 def test_prefill_that_gives_up_lets_its_blocks_go() -> None:
-    scheduler = Scheduler(True, BLOCK)
-    assert not scheduler.on_finished(finished(AT_PREFILL, RequestStatus.FINISHED_ABORTED), [4, 5, 6])
+    scheduler = Scheduler(True, ONE_GROUP)
+    assert not scheduler.on_finished(finished(AT_PREFILL, RequestStatus.FINISHED_ABORTED), ([4, 5, 6],))
     assert scheduler.take().dropped == {"r": "x"}
 
 
@@ -117,25 +189,27 @@ def test_prefill_that_gives_up_lets_its_blocks_go() -> None:
 )
 @pytest.mark.parametrize("prefill", [True, False])
 def test_a_request_without_a_hand_off_is_left_to_vllm(params: dict[str, Any] | None, prefill: bool) -> None:
-    scheduler, ordinary = Scheduler(prefill, BLOCK), request(params)
+    scheduler, ordinary = Scheduler(prefill, ONE_GROUP), request(params)
     assert scheduler.tokens_elsewhere(ordinary, 0) == 0
     scheduler.on_blocks(ordinary, blocks(1, 2, 3), 0)
     ordinary.status = RequestStatus.FINISHED_LENGTH_CAPPED
-    assert not scheduler.on_finished(ordinary, [1, 2, 3])
+    assert not scheduler.on_finished(ordinary, ([1, 2, 3],))
     assert scheduler.take() == Handoffs()
 
 
 @pytest.mark.parametrize("value", [7, ["x"], {"a": 1}, True, 1.5])
 def test_parameters_of_any_type_raise_nothing(value: object) -> None:
     for role, base in ((True, AT_PREFILL), (False, AT_DECODE)):
-        scheduler, odd = Scheduler(role, BLOCK), request({name: value for name in base})
+        scheduler, odd = Scheduler(role, ONE_GROUP), request({name: value for name in base})
         scheduler.tokens_elsewhere(odd, 0)
         scheduler.on_blocks(odd, blocks(1, 2, 3), 40)
         pickle.loads(pickle.dumps(scheduler.take()))
 
 
 def test_handoffs_travel_to_workers() -> None:
-    handoffs = Handoffs({"a": "x"}, {"b": Send("w", (1, 2))}, {"c": "y"}, {"d": Receive("z", "h:1", "", (3,), 1, True)})
+    handoffs = Handoffs(
+        {"a": "x"}, {"b": Send("w", {"kv": (1, 2)})}, {"c": "y"}, {"d": Receive("z", "h:1", "", {"kv": (3,)}, 1, True)}
+    )
     assert pickle.loads(pickle.dumps(handoffs)) == handoffs
 
 
@@ -164,11 +238,15 @@ def engine(role: str = "kv_producer", extra: dict[str, Any] | None = None, **par
 
 
 def cache_config(*specs: Any, blocks: int = 8) -> KVCacheConfig:
-    return KVCacheConfig(blocks, [], [KVCacheGroupSpec(["l"], spec) for spec in specs], kv_cache_layout="LBHNC")
+    groups = [KVCacheGroupSpec([chr(ord("l") + number)], spec) for number, spec in enumerate(specs)]
+    return KVCacheConfig(blocks, [], groups, kv_cache_layout="LBHNC")
 
 
-def attention(kind: Any = FullAttentionSpec, **more: Any) -> Any:
-    return kind(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.float32, **more)
+def attention(kind: Any = FullAttentionSpec, heads: int = 4, **more: Any) -> Any:
+    return kind(block_size=BLOCK, num_kv_heads=heads, head_size=8, dtype=torch.float32, **more)
+
+
+WINDOW = attention(SlidingWindowSpec, sliding_window=64)
 
 
 @pytest.mark.parametrize(
@@ -177,8 +255,12 @@ def attention(kind: Any = FullAttentionSpec, **more: Any) -> Any:
         (engine("kv_both"), cache_config(attention()), "kv_both"),
         (engine(pipeline_parallel_size=2), cache_config(attention()), "pipeline parallelism"),
         (engine(data_parallel_size=2), cache_config(attention()), "data parallelism"),
-        (engine(), cache_config(attention(), attention()), "hybrid"),
-        (engine(), cache_config(attention(SlidingWindowSpec, sliding_window=64)), "hybrid"),
+        (
+            engine(),
+            cache_config(attention(), attention(ChunkedLocalAttentionSpec, attention_chunk_size=64)),
+            r"neither of full attention nor of a sliding window \(ChunkedLocalAttentionSpec\)",
+        ),
+        (engine(), cache_config(attention(RSWASpec, rswa_window=64)), "RSWASpec"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(config: Any, caches: Any, what: str) -> None:
@@ -186,10 +268,36 @@ def test_what_is_not_served_is_refused_by_name(config: Any, caches: Any, what: s
         check_supported(config, caches)
 
 
+@pytest.mark.parametrize("specs", [(WINDOW, attention()), (WINDOW,), (WINDOW, attention(), WINDOW, attention())])
+def test_each_group_of_layers_is_a_pool_and_those_that_see_all_tokens_come_first(specs: tuple[Any, ...]) -> None:
+    caches = cache_config(*specs)
+    check_supported(engine(), caches)
+    found = groups_of(caches)
+    assert [group.has_window for group in found] == sorted(spec is WINDOW for spec in specs)
+    assert [specs[group.index] is WINDOW for group in found] == [group.has_window for group in found]
+    assert [group.pool for group in found] == {
+        1: ["kv"],
+        2: ["kv", "swa-1"],
+        4: ["kv", "kv-1", "swa-2", "swa-3"],
+    }[len(specs)]
+    layers = {name: torch.zeros(8, 4, BLOCK, 16) for name in "lmno"[: len(specs)]}
+    for group, pool in zip(found, pools_of(layers, engine(), caches, 0), strict=True):
+        assert (pool.name, len(pool.regions), pool.head_count) == (group.pool, 1, 4)
+        assert pool.regions[0].address == layers["lmno"[group.index]].data_ptr()
+
+
+def test_layers_with_heads_of_another_number_are_for_equal_parallel_sizes_only() -> None:
+    layers = {"l": torch.zeros(8, 4, BLOCK, 16), "m": torch.zeros(8, 8, BLOCK, 8)}
+    caches = cache_config(attention(), attention(SlidingWindowSpec, heads=8, sliding_window=64))
+    assert [pool.heads_total for pool in pools_of(layers, engine(), caches, 0)] == [4, 0]
+
+
 def test_a_page_is_a_block_of_the_scheduler_also_where_kernels_use_smaller_ones() -> None:
-    check_supported(engine(), cache_config(attention()))
+    caches = cache_config(attention(heads=2))
+    check_supported(engine(), caches)
     layers = {name: torch.zeros(16, 2, BLOCK // 2, 16) for name in ("a", "b")}
-    pool = kv_pool({**layers, "shares b": layers["b"]}, engine(tensor_parallel_size=2), cache_config(attention()), 1)
+    caches.kv_cache_groups[0].layer_names[:] = ["a", "b", "shares b"]
+    (pool,) = pools_of({**layers, "shares b": layers["b"]}, engine(tensor_parallel_size=2), caches, 1)
     assert (pool.pages, pool.page_tokens, len(pool.regions)) == (8, BLOCK, 2)
     assert pool.regions[1].page_bytes == pool.regions[1].page_stride_bytes == 2 * 2 * (BLOCK // 2) * 16 * 4
     assert (pool.heads_total, pool.head_start, pool.head_count) == (4, 2, 2)
@@ -198,8 +306,8 @@ def test_a_page_is_a_block_of_the_scheduler_also_where_kernels_use_smaller_ones(
 
 @pytest.mark.parametrize(("tp", "heads"), [(0, (0, 1)), (3, (1, 1)), (7, (3, 1))])
 def test_with_fewer_heads_than_ranks_several_hold_the_same(tp: int, heads: tuple[int, int]) -> None:
-    layers = {"a": torch.zeros(8, 1, BLOCK, 16)}
-    pool = kv_pool(layers, engine(tensor_parallel_size=8), cache_config(attention()), tp)
+    layers = {"l": torch.zeros(8, 1, BLOCK, 16)}
+    (pool,) = pools_of(layers, engine(tensor_parallel_size=8), cache_config(attention(heads=1)), tp)
     assert (pool.head_start, pool.head_count) == heads
 
 
@@ -214,13 +322,13 @@ def test_with_fewer_heads_than_ranks_several_hold_the_same(tp: int, heads: tuple
 )
 def test_memory_that_is_not_block_behind_block_is_refused(cache: torch.Tensor) -> None:
     with pytest.raises(FeatureDisabled, match="KV cache of l"):
-        kv_pool({"l": cache}, engine(), cache_config(attention()), 0)
+        pools_of({"l": cache}, engine(), cache_config(attention()), 0)
 
 
 def rank(place: Place) -> Any:
-    pool = kv_pool({"l": torch.zeros(8, 2, BLOCK, 16)}, engine(), cache_config(attention()), 0)
+    (pool,) = pools_of({"l": torch.zeros(8, 4, BLOCK, 16)}, engine(), cache_config(attention()), 0)
     assert pool.axes == "head,token,dim"
-    return rank_config(place, pool, model_of(engine(), pool, place))
+    return rank_config(place, [pool], model_of(engine(), pool, place))
 
 
 def test_prefill_serves_its_registry_where_proxies_of_vllms_mooncake_connector_look() -> None:

@@ -5,7 +5,7 @@ No engine, no network: the rooms below do what a test says. test_vllm.py has the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +15,7 @@ from kvgrpc.engines.vllm import worker as module
 from kvgrpc.engines.vllm.handoffs import Handoffs, Receive, Send
 from kvgrpc.engines.vllm.worker import Worker
 from kvgrpc.errors import Failure, Reason
-from kvgrpc.transfer import KVPoll, room_from_transfer_id
+from kvgrpc.transfer import Align, KVPoll, room_from_transfer_id
 
 PAGE_BYTES = 100
 WHERE = "http://10.0.0.1:8998"
@@ -37,11 +37,11 @@ class Room:
     def ended(self) -> bool:
         return self.state in (KVPoll.Success, KVPoll.Failed)
 
-    def init(self, pages: Any, first_page: int = 0) -> None:
-        self.calls.append(("init", pages, first_page))
+    def init(self, pages: Any, first_page: int = 0, align: Align | None = None) -> None:
+        self.calls.append(("init", pages, align or first_page))
 
-    def send(self, pages: Sequence[int]) -> None:
-        self.calls.append(("send", tuple(pages)))
+    def send(self, pages: Mapping[str, Sequence[int]]) -> None:
+        self.calls.append(("send", pages))
 
     def abort(self, why: str = "") -> None:
         self.calls.append(("abort", why))
@@ -74,13 +74,16 @@ def rooms(monkeypatch: pytest.MonkeyPatch) -> dict[int, Room]:
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch, rooms: dict[int, Room]) -> Worker:
-    pool = SimpleNamespace(regions=[SimpleNamespace(page_bytes=PAGE_BYTES)])
+    return worker_with(monkeypatch, "kv")
+
+
+def worker_with(monkeypatch: pytest.MonkeyPatch, *pools: str) -> Worker:
     place = SimpleNamespace(external="", serves_registry=False, role=SimpleNamespace(name="PREFILL"))
     rank = SimpleNamespace(transfer=object(), ref="rank", address="127.0.0.1:1")
     for name, value in {
         "get_tensor_model_parallel_rank": 0,
         "Place": place,
-        "kv_pool": pool,
+        "pools_of": [SimpleNamespace(name=name, page_bytes=PAGE_BYTES) for name in pools],
         "model_of": None,
         "rank_config": None,
         "open_rank": rank,
@@ -94,7 +97,7 @@ def room(rooms: dict[int, Room], transfer_id: str) -> Room:
 
 
 def receive(*pages: int, abort: bool = False) -> Receive:
-    return Receive("x", WHERE, "e", tuple(pages), 1, abort)
+    return Receive("x", WHERE, "e", {"kv": pages}, 1, abort)
 
 
 def waiting(worker: Worker, rooms: dict[int, Room], *pages: int) -> Room:
@@ -109,8 +112,8 @@ NOTHING: tuple[set[str], set[str]] = (set(), set())
 def test_a_prompt_is_announced_then_sent_and_said_to_be_sent_once(worker: Worker, rooms: dict[int, Room]) -> None:
     worker.take_on(Handoffs(announced={"r": "x"}))
     assert worker.finished(()) == NOTHING
-    worker.take_on(Handoffs(computed={"r": Send("x", (4, 9))}))
-    assert room(rooms, "x").calls == [("init", 2, 0), ("send", (4, 9))]
+    worker.take_on(Handoffs(computed={"r": Send("x", {"kv": (4, 9)})}))
+    assert room(rooms, "x").calls == [("init", 2, Align.TAIL), ("send", {"kv": (4, 9)})]
     assert worker.finished({"r"}) == NOTHING  # vLLM is through with it long before its pages are
     room(rooms, "x").succeed()
     assert worker.finished(()) == ({"r"}, set())
@@ -120,7 +123,7 @@ def test_a_prompt_is_announced_then_sent_and_said_to_be_sent_once(worker: Worker
 
 @pytest.mark.parametrize("ending", ["success", "failure"])
 def test_prefill_keeps_pages_until_nobody_reads_them(worker: Worker, rooms: dict[int, Room], ending: str) -> None:
-    worker.take_on(Handoffs(computed={"r": Send("x", (4,))}))
+    worker.take_on(Handoffs(computed={"r": Send("x", {"kv": (4,)})}))
     sent = room(rooms, "x")
     if ending == "success":
         sent.state = KVPoll.Success
@@ -135,7 +138,7 @@ def test_prefill_keeps_pages_until_nobody_reads_them(worker: Worker, rooms: dict
 def test_a_prompt_that_is_announced_again_keeps_its_room(worker: Worker, rooms: dict[int, Room]) -> None:
     worker.take_on(Handoffs(announced={"r": "x"}))
     worker.take_on(Handoffs(announced={"r": "x"}))
-    worker.take_on(Handoffs(computed={"r": Send("x", (4,))}))
+    worker.take_on(Handoffs(computed={"r": Send("x", {"kv": (4,)})}))
     assert len(rooms) == 1
 
 
@@ -146,7 +149,7 @@ def test_a_failure_before_the_prompt_is_computed_is_no_news_until_vllm_gave_the_
     room(rooms, "x").fail(Reason.ROOM_CANCELLED)
     room(rooms, "x").release_safe = True
     assert worker.finished(()) == NOTHING
-    worker.take_on(Handoffs(computed={"r": Send("x", (4,))}))
+    worker.take_on(Handoffs(computed={"r": Send("x", {"kv": (4,)})}))
     assert worker.finished(()) == ({"r"}, set())
 
 
@@ -164,7 +167,7 @@ def test_a_prompt_that_prefill_gives_up_is_called_off_and_never_said_to_be_sent(
 def test_pages_that_came_are_said_to_be_there_once_and_counted(worker: Worker, rooms: dict[int, Room]) -> None:
     waited = waiting(worker, rooms, 7, 8)
     assert waited.where == "10.0.0.1:8998"
-    assert waited.calls == [("init", (7, 8), 1)]
+    assert waited.calls == [("init", {"kv": (7, 8)}, 1)]
     assert worker.finished(()) == NOTHING
     waited.succeed()
     assert worker.finished(()) == (set(), {"r"})
@@ -189,6 +192,29 @@ def test_a_failure_names_its_pages_at_once_and_the_request_when_they_are_quiet(
     assert worker.finished(()) == NOTHING and worker.take_failed_pages() == set()
     stats = worker.take_stats()
     assert stats is not None and stats.data["failed"] == {"PEER_LOST": 1}
+
+
+def test_of_several_groups_a_failure_names_its_request_because_vllm_takes_no_pages_of_them(
+    monkeypatch: pytest.MonkeyPatch, rooms: dict[int, Room]
+) -> None:
+    worker = worker_with(monkeypatch, "kv", "swa-1")
+    worker.take_on(Handoffs(receives={"r": Receive("x", WHERE, "e", {"kv": (7, 8), "swa-1": (3,)})}))
+    waited = room(rooms, "x")
+    waited.fail(Reason.PEER_LOST)
+    assert worker.finished(()) == NOTHING
+    assert worker.take_failed_requests() == {"r"} and worker.take_failed_pages() == set()
+    assert worker.take_failed_requests() == set()
+    waited.release_safe = True
+    assert worker.finished(()) == (set(), {"r"})
+
+
+def test_bytes_of_several_groups_are_counted(monkeypatch: pytest.MonkeyPatch, rooms: dict[int, Room]) -> None:
+    worker = worker_with(monkeypatch, "kv", "swa-1")
+    worker.take_on(Handoffs(computed={"r": Send("x", {"kv": (4, 5), "swa-1": (9,)})}))
+    room(rooms, "x").succeed()
+    assert worker.finished(()) == ({"r"}, set())
+    stats = worker.take_stats()
+    assert stats is not None and stats.data["bytes"] == 3 * PAGE_BYTES
 
 
 def test_a_hand_off_that_decode_needs_no_pages_of_ends_unsaid(worker: Worker, rooms: dict[int, Room]) -> None:
@@ -232,7 +258,7 @@ def test_a_request_that_never_had_pages_is_called_off_without_asking_for_any(
 
 def test_each_of_many_is_said_once_in_whatever_order_they_end(worker: Worker, rooms: dict[int, Room]) -> None:
     numbers = [str(number) for number in range(40)]
-    worker.take_on(Handoffs(computed={number: Send(f"x{number}", (int(number),)) for number in numbers}))
+    worker.take_on(Handoffs(computed={number: Send(f"x{number}", {"kv": (int(number),)}) for number in numbers}))
     said: list[str] = []
     for number in reversed(numbers):
         room(rooms, f"x{number}").succeed()

@@ -10,17 +10,21 @@ from importlib import metadata
 from kvgrpc.errors import FeatureDisabled
 
 VERSIONS = ("0.33.0",)
-_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1"
+_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+_CONNECTOR = f"{_BASE}.KVConnectorBase_V1"
 SIGNATURES: Mapping[str, str] = {
     f"{_CONNECTOR}.__init__": "self vllm_config role kv_cache_config",
     f"{_CONNECTOR}.get_required_kvcache_layout": "vllm_config",
+    f"{_CONNECTOR}.on_new_request": "self request",
     f"{_CONNECTOR}.get_num_new_matched_tokens": "self request num_computed_tokens",
     f"{_CONNECTOR}.update_state_after_alloc": "self request blocks num_external_tokens",
     f"{_CONNECTOR}.build_connector_meta": "self scheduler_output",
     f"{_CONNECTOR}.request_finished": "self request block_ids",
+    f"{_BASE}.SupportsHMA.request_finished_all_groups": "self request block_ids",
     f"{_CONNECTOR}.register_kv_caches": "self kv_caches",
     f"{_CONNECTOR}.start_load_kv": "self forward_context kwargs",
     f"{_CONNECTOR}.get_finished": "self finished_req_ids",
+    f"{_CONNECTOR}.get_transfer_results": "self finished_req_ids",
     f"{_CONNECTOR}.get_block_ids_with_load_errors": "self",
     f"{_CONNECTOR}.get_kv_connector_stats": "self",
     f"{_CONNECTOR}.build_kv_connector_stats": "data",

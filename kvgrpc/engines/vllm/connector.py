@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvgrpc.engines.vllm.compatibility import check_vllm
+from kvgrpc.engines.vllm.groups import groups_of
 from kvgrpc.engines.vllm.handoffs import Handoffs
 from kvgrpc.engines.vllm.limits import check_supported
 from kvgrpc.engines.vllm.scheduler import Scheduler
@@ -19,7 +25,7 @@ if TYPE_CHECKING:
     from kvgrpc.engines.vllm.worker import Worker
 
 
-class KvGrpcConnector(KVConnectorBase_V1):
+class KvGrpcConnector(KVConnectorBase_V1, SupportsHMA):
     """Hands KV caches over from engines with kv_role kv_producer to engines with kv_role kv_consumer.
 
     Raises FeatureDisabled, whose text says what to do, for a vLLM or a configuration that it was not made for.
@@ -31,8 +37,7 @@ class KvGrpcConnector(KVConnectorBase_V1):
         check_vllm()
         super().__init__(vllm_config, role, kv_cache_config)
         check_supported(vllm_config, kv_cache_config)
-        block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        self._scheduler = Scheduler(vllm_config.kv_transfer_config.is_kv_producer, block_tokens)
+        self._scheduler = Scheduler(vllm_config.kv_transfer_config.is_kv_producer, groups_of(kv_cache_config))
         self._worker: Worker | None = None
         if role is KVConnectorRole.SCHEDULER and vllm_config.kv_events_config is not None:
             # vLLM's scheduler makes its publisher after this. Only where events are published are they loaded.
@@ -51,6 +56,9 @@ class KvGrpcConnector(KVConnectorBase_V1):
 
     # In the scheduler.
 
+    def on_new_request(self, request: Any) -> None:
+        self._scheduler.on_new(request)
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         tokens = self._scheduler.tokens_elsewhere(request, num_computed_tokens)
         return tokens, tokens > 0
@@ -62,6 +70,11 @@ class KvGrpcConnector(KVConnectorBase_V1):
         return self._scheduler.take()
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.on_finished(request, block_ids), None
 
     # In a worker.
@@ -87,6 +100,12 @@ class KvGrpcConnector(KVConnectorBase_V1):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return (None, None) if self._worker is None else self._worker.finished(finished_req_ids)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        if self._worker is not None:
+            results.failed_recving = self._worker.take_failed_requests()
+        return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set() if self._worker is None else self._worker.take_failed_pages()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvgrpc.engines.vllm.groups import is_served
 from kvgrpc.errors import FeatureDisabled
 
 
 def check_supported(config: Any, kv_cache_config: Any) -> None:
     """Raises FeatureDisabled that names the first setting of vLLM which cannot be served, and what to do."""
     parallel, transfer = config.parallel_config, config.kv_transfer_config
-    groups = kv_cache_config.kv_cache_groups
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    kinds = [type(spec).__name__ for spec in specs if not is_served(spec)]
     refused = (
         (
             transfer.kv_role == "kv_both",
@@ -43,9 +45,9 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
             "use 1",
         ),
         (
-            len(groups) != 1 or not _is_full_attention(groups[0].kv_cache_spec),
-            "models whose KV cache is not one group of full attention (hybrid memory allocator, Mamba)",
-            "the adapter does not yet hand over the block numbers that each group has of its own",
+            bool(kinds),
+            f"models with layers that are neither of full attention nor of a sliding window ({', '.join(kinds)})",
+            "the adapter does not yet hand over what vLLM keeps of them",
             "use another kv_connector",
         ),
     )
@@ -54,10 +56,3 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
             raise FeatureDisabled(
                 f"kvgrpc does not serve {what}: {why}; {remedy}", metadata={"feature": what, "howToEnable": remedy}
             )
-
-
-def _is_full_attention(spec: Any) -> bool:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
-
-    specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
-    return all(isinstance(each, FullAttentionSpec) for each in specs)

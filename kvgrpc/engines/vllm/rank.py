@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from kvgrpc.engines.addresses import bracketed, engine_name, loopback_for
 from kvgrpc.engines.identity import MODEL_NAME, dtype_name, identity
+from kvgrpc.engines.vllm.groups import Group, groups_of, specs_of
 from kvgrpc.engines.vllm_plugin import LISTEN
 from kvgrpc.errors import FeatureDisabled, InvalidRequest
 from kvgrpc.events.config import keys_of
@@ -64,7 +65,7 @@ class Place:
         return keys_of(self.configured.pop("events", None))
 
 
-def rank_config(place: Place, pool: Pool, model: ModelIdentity) -> RankConfig:
+def rank_config(place: Place, pools: Sequence[Pool], model: ModelIdentity) -> RankConfig:
     """The rank to open: KVGRPC_… and kv_connector_extra_config over what vLLM says, but not over memory and place."""
     configured = dict(place.configured)
     defaults: dict[str, Any] = {
@@ -76,7 +77,7 @@ def rank_config(place: Place, pool: Pool, model: ModelIdentity) -> RankConfig:
         "role": place.role,
         "layout": Layout(tp=place.tp_size),
         "tp": place.tp,
-        "pools": (pool,),
+        "pools": tuple(pools),
         "model": model,
         # Decode is dialled by nobody, and its requests name their registry.
         "registry": (place.external or place.bootstrap) if place.role is Role.PREFILL else "",
@@ -85,35 +86,34 @@ def rank_config(place: Place, pool: Pool, model: ModelIdentity) -> RankConfig:
     return RankConfig(**{**defaults, **configured, **facts})
 
 
-def kv_pool(caches: Mapping[str, torch.Tensor], config: Any, kv_cache_config: Any, tp_rank: int) -> Pool:
-    """The KV cache: one region a layer, in vLLM's order, which both sides share; a page is a block of the scheduler.
+def pools_of(caches: Mapping[str, torch.Tensor], config: Any, kv_cache_config: Any, tp_rank: int) -> tuple[Pool, ...]:
+    """A pool for each group of layers. Several may have the same memory: each block is one group's at a time.
 
     Raises FeatureDisabled for a cache whose blocks are not dense, each layer by itself.
     """
-    blocks = kv_cache_config.num_blocks
-    layers = {cache.data_ptr(): cache for cache in caches.values()}  # layers may share one cache
     for name, cache in caches.items():
-        if cache.shape[0] % blocks or cache.stride(0) != cache[0].numel() or not _is_dense(cache[0]):
-            raise FeatureDisabled(
-                f"kvgrpc does not serve the KV cache of {name}, shape {tuple(cache.shape)}, strides {cache.stride()}: "
-                f"its {blocks} blocks do not lie one behind the other; use another attention backend or kv_connector",
-                metadata={"feature": "KV cache layout", "howToEnable": "another --attention-backend"},
-            )
-    page_bytes = {address: cache.nbytes // blocks for address, cache in layers.items()}
-    first = next(iter(caches.values()))
+        _check_dense(name, cache, kv_cache_config.num_blocks)
+    return tuple(_pool(group, caches, config, kv_cache_config, tp_rank) for group in groups_of(kv_cache_config))
+
+
+def _pool(group: Group, caches: Mapping[str, torch.Tensor], config: Any, kv_cache_config: Any, tp_rank: int) -> Pool:
+    """One region a layer, in vLLM's order, which both sides share; a page is a block of the scheduler."""
+    blocks, its = kv_cache_config.num_blocks, kv_cache_config.kv_cache_groups[group.index]
+    layers = {caches[name].data_ptr(): caches[name] for name in its.layer_names}  # some may share one cache
+    first = next(iter(layers.values()))
     return Pool(
-        name="kv",
+        name=group.pool,
         kind=PoolKind.KV,
-        page_tokens=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+        page_tokens=group.block_tokens,
         pages=blocks,
         dtype=dtype_name(config.cache_config.cache_dtype, first.dtype),
         regions=tuple(
-            Region(layer, "kv", address, page_bytes[address], page_bytes[address])
-            for layer, address in enumerate(page_bytes)
+            Region(layer, "kv", address, cache.nbytes // blocks, cache.nbytes // blocks)
+            for layer, (address, cache) in enumerate(layers.items())
         ),
         axes=_axes(kv_cache_config.kv_cache_layout or "", config, whole_kernel_blocks=first.shape[0] == blocks),
         location=f"cuda:{first.device.index}" if first.is_cuda else "cpu:0",
-        **_heads(config, tp_rank),
+        **_heads(config, tp_rank, [spec.num_kv_heads for spec in specs_of(its.kv_cache_spec)]),
     )
 
 
@@ -145,12 +145,26 @@ def _attention_backend(config: Any) -> str:
     return names.pop() if len(names) == 1 else ""
 
 
-def _heads(config: Any, tp_rank: int) -> dict[str, int]:
-    """Which KV heads the rank holds: an equal share, or copies where heads are fewer than ranks; none: MLA."""
+def _heads(config: Any, tp_rank: int, of_layers: Sequence[int]) -> dict[str, int]:
+    """Which KV heads the rank holds: an equal share, or copies where heads are fewer than ranks; none: MLA, and layers
+    with heads of another number than the model says (``of_layers``), which only equal parallel sizes hand over.
+    """
     if config.model_config.use_mla:
         return {}
     total, tp = config.model_config.get_total_num_kv_heads(), config.parallel_config.tensor_parallel_size
-    return {"heads_total": total, "head_start": tp_rank * total // tp, "head_count": max(total // tp, 1)}
+    count = max(total // tp, 1)
+    if set(of_layers) != {count}:
+        return {}
+    return {"heads_total": total, "head_start": tp_rank * total // tp, "head_count": count}
+
+
+def _check_dense(name: str, cache: torch.Tensor, blocks: int) -> None:
+    if cache.shape[0] % blocks or cache.stride(0) != cache[0].numel() or not _is_dense(cache[0]):
+        raise FeatureDisabled(
+            f"kvgrpc does not serve the KV cache of {name}, shape {tuple(cache.shape)}, strides {cache.stride()}: "
+            f"its {blocks} blocks do not lie one behind the other; use another attention backend or kv_connector",
+            metadata={"feature": "KV cache layout", "howToEnable": "another --attention-backend"},
+        )
 
 
 def _is_dense(block: torch.Tensor) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
-from kvgrpc.transfer import KVPoll, KVReceiver, KVSender
+from kvgrpc.engines.vllm.groups import KV, count_of
+from kvgrpc.engines.vllm.handoffs import Pages
+from kvgrpc.transfer import Align, KVPoll, KVReceiver, KVSender
 
 
 class Sending:
@@ -13,14 +14,14 @@ class Sending:
 
     def __init__(self, sender: KVSender) -> None:
         self.room = sender
-        self.pages: Sequence[int] = ()
+        self.pages: Pages = {}
         self.began = 0.0
         self._holds = False
 
-    def send(self, pages: Sequence[int]) -> None:
-        """All pages of the prompt. From now on vLLM holds them until ``over``."""
+    def send(self, pages: Pages) -> None:
+        """All of the prompt; decode wants the last ones of each pool. From now on vLLM holds them until ``over``."""
         self.pages, self.began, self._holds = pages, time.monotonic(), True
-        self.room.init(len(pages))
+        self.room.init(len(pages[KV]), align=Align.TAIL)
         self.room.send(pages)
 
     @property
@@ -32,7 +33,7 @@ class Sending:
 class Receiving:
     """Decode: with ``pages``, vLLM waits for them; without, prefill only hears that it need not."""
 
-    def __init__(self, receiver: KVReceiver, pages: Sequence[int], first_page: int, abort: bool) -> None:
+    def __init__(self, receiver: KVReceiver, pages: Pages, first_page: int, abort: bool) -> None:
         self.room = receiver
         self.pages = pages
         self.began = time.monotonic()
@@ -40,6 +41,11 @@ class Receiving:
         self.told_failure = False
         if not abort:
             receiver.init(pages, first_page=first_page)
+
+    @property
+    def awaited(self) -> bool:
+        """Whether vLLM waits for the end."""
+        return count_of(self.pages) > 0
 
     def give_up(self) -> None:
         """The request is over for vLLM."""

@@ -17,8 +17,9 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from kvgrpc.engines.addresses import registry_of
 from kvgrpc.engines.vllm.bootstrap import Bootstrap
+from kvgrpc.engines.vllm.groups import KV
 from kvgrpc.engines.vllm.handoffs import Handoffs, Receive
-from kvgrpc.engines.vllm.rank import Place, bootstrap_address, kv_pool, model_of, rank_config
+from kvgrpc.engines.vllm.rank import Place, bootstrap_address, model_of, pools_of, rank_config
 from kvgrpc.engines.vllm.rooms import Receiving, Sending
 from kvgrpc.engines.vllm.stats import TransferStats
 from kvgrpc.server import open_rank
@@ -35,18 +36,19 @@ class Worker:
     def __init__(self, config: Any, kv_cache_config: Any, caches: Mapping[str, torch.Tensor]) -> None:
         tp_rank = get_tensor_model_parallel_rank()
         place = Place(config, tp_rank, os.environ)
-        pool = kv_pool(caches, config, kv_cache_config, tp_rank)
+        pools = pools_of(caches, config, kv_cache_config, tp_rank)
         self._external = place.external
-        self._page_bytes = sum(region.page_bytes for region in pool.regions)
+        self._page_bytes = {pool.name: pool.page_bytes for pool in pools}
         self._sending: dict[str, Sending] = {}
         self._receiving: dict[str, Receiving] = {}
         self._failed_pages: set[int] = set()
+        self._failed_requests: set[str] = set()
         self._stats = TransferStats()
         self._bootstrap: Bootstrap | None = None
         if place.serves_registry:
             security, ttl = place.configured.get("server_security"), place.configured.get("lease_ttl", 10.0)
             self._bootstrap = Bootstrap(place.bootstrap, config.kv_transfer_config.engine_id, security, ttl).open()
-        self._rank = open_rank(rank_config(place, pool, model_of(config, pool, place)))
+        self._rank = open_rank(rank_config(place, pools, model_of(config, pools[0], place)))
         # A PrefillManager or a DecodeManager, as the rooms of this role expect.
         self._transfer: Any = self._rank.transfer
         logger.info("kvgrpc: %s rank %s listens on %s", place.role.name.lower(), self._rank.ref, self._rank.address)
@@ -82,6 +84,11 @@ class Worker:
         failed, self._failed_pages = self._failed_pages, set()
         return failed
 
+    def take_failed_requests(self) -> set[str]:
+        """The same where a page number alone does not say whose it is, because there are several groups of layers."""
+        failed, self._failed_requests = self._failed_requests, set()
+        return failed
+
     def take_stats(self) -> TransferStats | None:
         return self._stats.take()
 
@@ -99,16 +106,22 @@ class Worker:
             receiving.follow()
             if receiving.failed:
                 receiving.told_failure = True
-                self._failed_pages.update(receiving.pages)
+                self._fail(number, receiving)
                 self._count(number, receiving)
             if receiving.over:
                 del self._receiving[number]
                 if receiving.room.failure is None:
                     self._count(number, receiving)
                 receiving.room.close()
-                if receiving.pages:
+                if receiving.awaited:
                     waited_for.add(number)
         return waited_for
+
+    def _fail(self, number: str, receiving: Receiving) -> None:
+        if len(self._page_bytes) > 1:
+            self._failed_requests.add(number)
+        else:
+            self._failed_pages.update(receiving.pages.get(KV, ()))
 
     def _sending_of(self, number: str, transfer_id: str) -> Sending:
         """A request that was preempted is announced again."""
@@ -125,7 +138,8 @@ class Worker:
     def _count(self, number: str, handoff: Sending | Receiving) -> None:
         failure = handoff.room.failure
         if failure is None:
-            self._stats.succeeded(time.monotonic() - handoff.began, len(handoff.pages) * self._page_bytes)
+            nbytes = sum(len(pages) * self._page_bytes[pool] for pool, pages in handoff.pages.items())
+            self._stats.succeeded(time.monotonic() - handoff.began, nbytes)
         else:
             self._stats.failed(failure.reason.name)
             what = f"{failure.reason.name}: {failure.message} (seen by {failure.origin or 'this rank'})"

@@ -91,10 +91,18 @@ def cpu_attention_with_kv_cache(
         if not end - begin:
             continue
         held_keys, held_values = (_gather(each, blocks[number], length, query.shape[1]) for each in (keys, values))
-        # Token i of the new ones sees all up to itself.
-        seen = torch.arange(length) <= torch.arange(length - (end - begin), length)[:, None] if causal else None
+        seen = _seen(end - begin, length, causal, window)
         attended = scaled_dot_product_attention(new, held_keys, held_values, seen, scale=scale)
         result[begin:end] = attended.transpose(0, 1).to(out.dtype)
+
+
+def _seen(new: int, length: int, causal: bool, window: int) -> Tensor | None:
+    """Which tokens each of the last ``new`` ones sees: those up to itself, of a window as many as it is wide."""
+    if not causal:
+        return None
+    tokens, seeing = torch.arange(length), torch.arange(length - new, length)[:, None]
+    seen = tokens <= seeing
+    return seen & (tokens > seeing - window) if window > 0 else seen
 
 
 def _gather(cache: Tensor, blocks: Tensor, length: int, heads: int) -> Tensor:
