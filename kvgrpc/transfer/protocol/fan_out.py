@@ -36,7 +36,7 @@ class FanOut:
 class PlaceHandle(Handle):
     """What one record knows as its handle."""
 
-    __slots__ = ("_fan_out", "_poll", "_prefix_pages", "_release_safe")
+    __slots__ = ("_fan_out", "_pages_done", "_poll", "_prefix_pages", "_release_safe")
 
     def __init__(self, fan_out: FanOut) -> None:
         self._fan_out = fan_out
@@ -45,7 +45,7 @@ class PlaceHandle(Handle):
         self.aborted = None
         self.failure = None
         self.began = fan_out.handle.began
-        self.pages_done = 0
+        self._pages_done = 0
         self.on_change = None
 
     @property
@@ -75,6 +75,15 @@ class PlaceHandle(Handle):
         self._prefix_pages = pages
         if all(place.prefix_pages is not None for place in self._fan_out.places):
             self._fan_out.handle.prefix_pages = pages
+
+    @property
+    def pages_done(self) -> int:
+        return self._pages_done
+
+    @pages_done.setter
+    def pages_done(self, pages: int) -> None:
+        self._pages_done = pages
+        self._fan_out.update()
 
     def fail(self, failure: Failure) -> None:
         self.failure = failure

@@ -110,6 +110,20 @@ def test_it_waits_for_every_rank(side: Wide) -> None:
     assert fresh.poll is KVPoll.WaitingForInput
 
 
+def test_its_progress_is_that_of_the_rank_that_has_least(side: Wide) -> None:
+    side.both_named()
+    record, handle = side.claim()
+    side.send(record, 0, 1)
+    side.send(record, 1, 2)
+    submissions = side.take("submissions")
+    writes = {ref: [one for one in submissions if one.pair.ref == ref] for ref in (T0, T1)}
+    seen = []
+    for ref, number in ((T0, 0), (T0, 1), (T1, 0), (T1, 1)):
+        side.core.on_outcome(writes[ref][number], Outcome.DONE)
+        seen.append(handle.pages_done)
+    assert seen == [0, 0, 1, 2] and handle.poll is KVPoll.Transferring
+
+
 def test_the_first_rank_whose_write_fails_fails_the_room_for_all(side: Wide) -> None:
     side.both_named()
     record, handle = side.claim()
