@@ -35,7 +35,7 @@ from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.v1 import event_service_pb2
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceStub
-from tests.support.cache_serving import LIMITS, SHAPE, CacheRank, bytes_of, hashes_of, open_cache_rank, prompt
+from tests.support.cache_serving import LIMITS, SHAPE, CacheRank, bytes_of, hashes_of, open_cache_rank, prompt, until
 from tests.support.faults.storage import DOWN, Fault, FaultyBackend, memory_backend
 
 
@@ -540,6 +540,49 @@ class TestCommands:
         last = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert (last["state"], last["completedPages"]) == ("OPERATION_STATE_DONE", 6)
         cache.assert_bytes(hashes_of(tokens))
+
+    @pytest.mark.parametrize("how", ["start", "watch", "cancel"])
+    def test_an_operation_that_takes_its_time_is_followed_to_its_end(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+    ) -> None:
+        storage = FaultyBackend(memory_backend())
+        cache = open_cache_rank(tmp_path, storage)
+        tokens = prompt(6)
+        cache.store(hashes_of(tokens))
+        begun, may_end = threading.Event(), threading.Event()
+
+        def slow(call: str, key: str) -> None:
+            if call == "read":
+                begun.set()
+                assert may_end.wait(20)
+
+        def end_it() -> None:
+            """Once the command watches, or has cut the operation."""
+            assert begun.wait(20)
+            (operation,) = cache.manager.controller.book.open()
+            until(lambda: cache.manager.controller.book._listeners if how != "cancel" else operation.cut)
+            may_end.set()
+
+        storage.fault = slow
+        with SyncClient(cache.address) as client:
+            pages = pb.PromptPages(tokens=tokens)
+            started = None if how == "start" else client.start_prefetch(pages).operation_id
+            ender = threading.Thread(target=end_it)
+            ender.start()
+            with pytest.raises(SystemExit) as exit:
+                order = ["--tokens", ",".join(map(str, tokens))] if started is None else [started]
+                main(["prefetch", how, "-s", cache.address, *order])
+            ender.join(20)
+        words = " ".join(capsys.readouterr().out.split())
+        assert not exit.value.code
+        if how == "cancel":
+            assert "state CANCELLED why CANCELLED" in words
+        elif how == "watch":
+            assert words.endswith("prefetch DONE 6/6 pages")
+        else:
+            assert "state DONE" in words and "completed 6" in words
+        cache.close()
+        assert storage.close(5.0)
 
     @pytest.mark.parametrize(("storage", "words"), [("file", "storage 6"), (None, "storage unknown")])
     def test_a_purge_that_only_counts_counts_storage_or_says_that_it_cannot(
