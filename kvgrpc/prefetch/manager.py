@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from kvgrpc.errors import FeatureDisabled, ServerDraining, WrongRank
+from kvgrpc.errors import ServerDraining, WrongRank
 from kvgrpc.model import Layout, RankId, RankRef, Role
 from kvgrpc.prefetch.agreement.leader import LeaderAgreement
 from kvgrpc.prefetch.agreement.member import FindLeader, JoinedAgreement, OpenChannel, Spawn, StartOrder
@@ -19,30 +17,10 @@ from kvgrpc.prefetch.controller.controller import CacheController
 from kvgrpc.prefetch.controller.operation import Operation
 from kvgrpc.prefetch.model import Namespace, OperationKind, Tier, TierUse
 from kvgrpc.prefetch.pools.host import HostPool
+from kvgrpc.prefetch.purging import Purger, known_cache
 from kvgrpc.prefetch.storage import open_backend
-from kvgrpc.prefetch.storage.base import StorageBackend, StorageDown
+from kvgrpc.prefetch.storage.base import StorageBackend
 from kvgrpc.prefetch.storage.keys import Keys, PageIdentity
-
-_DELETED_AT_ONCE = 1024
-# The rest is for what clears a whole prefix, which may be one quick call.
-_PART_FOR_KNOWN_PAGES = 0.25
-
-
-@dataclass(frozen=True, slots=True)
-class Purged:
-    """What a purge did, or would do.
-
-    Attributes:
-        near: pages of device and host that went, by tier.
-        storage: pages of storage that went; None: it cannot count what would go.
-        kept: pages that stay on device and host because they are in use or pinned.
-        known_only: of storage those pages alone that device and host knew: its keys tell no extra key.
-    """
-
-    near: dict[Tier, int]
-    storage: int | None
-    kept: int
-    known_only: bool
 
 
 class PrefetchManager:
@@ -111,6 +89,8 @@ class PrefetchManager:
         self._end_listening = (
             None if self.storage is None or config.listener is None else self.storage.on_removed(self._storage_removed)
         )
+        tells_of_clears = config.listener is not None and self._end_listening is None
+        self.purger = Purger(self.cache, self.controller, self.keys, self._tell_removed, tells_of_clears)
         self.leader_address = config.leader
         self._draining = False
         self._closed = False
@@ -197,42 +177,9 @@ class PrefetchManager:
         far = self.controller.count_in_storage(hashes[near:], timeout, extra_key) if storage else 0
         return device, near, near + far
 
-    def purge(self, tiers: Sequence[Tier], extra_key: str | None, *, dry_run: bool, timeout: float) -> Purged:
-        """Drops what nobody uses, or counts it. Blocks for about ``timeout`` seconds.
-
-        Of storage the pages of this namespace go, whoever wrote them; with an ``extra_key`` that the keys do not tell,
-        those that device and host know. Where the keys do tell it, these go first: storage may hold more than one call
-        comes to.
-        """
-        in_storage = Tier.STORAGE in tiers and self.storage is not None
-        prefix = self._prefix_to_purge(extra_key) if in_storage else None
-        one_by_one = in_storage and prefix is None
-        cache = self.known_cache() if one_by_one or set(tiers) - {Tier.STORAGE} else self.cache
-        known: list[str] = []
-        drops = in_storage and not dry_run
-        if cache is not None and (one_by_one or (drops and (extra_key is not None or self._tells_for_storage))):
-            known = list(dict.fromkeys(cache.hashes(Tier.DEVICE, extra_key) + cache.hashes(Tier.HOST, extra_key)))
-        near: dict[Tier, int] = {}
-        kept = 0
-        for tier in (Tier.DEVICE, Tier.HOST):
-            if cache is not None and tier in tiers and (tier is Tier.HOST or self.copies is not None):
-                hashes, stay = cache.purge(tier, extra_key, dry_run=dry_run)
-                near[tier], kept = len(hashes), kept + stay
-        far: int | None = 0
-        if drops:
-            far = self._purge_storage(prefix, known, extra_key, timeout)
-        elif in_storage:
-            far = self._count_in_storage(prefix, known, timeout)
-        return Purged(near, far, kept, one_by_one)
-
     def known_cache(self) -> TieredCache:
         """Raises FeatureDisabled where the engine has its own radix cache."""
-        if self.cache is None:
-            raise FeatureDisabled(
-                "the engine keeps its own radix cache: purge and pin there",
-                metadata={"feature": "prefix tree", "howToEnable": "own_radix_cache=False"},
-            )
-        return self.cache
+        return known_cache(self.cache)
 
     def use(self) -> list[TierUse]:
         """How full the tiers are."""
@@ -313,56 +260,6 @@ class PrefetchManager:
             )
         if self._draining and before is None:
             raise ServerDraining("this rank drains and begins nothing new", retry_after=1.0)
-
-    def _prefix_to_purge(self, extra_key: str | None) -> str | None:
-        if extra_key is not None:
-            return self.keys.prefix_of(extra_key)
-        if self.keys.prefix is None:
-            raise FeatureDisabled(
-                f"keys of the mode {self.config.key_mode!r} do not tell this cache's pages from those of others",
-                metadata={"feature": "purge of storage", "howToEnable": "key_mode 'kvgrpc', or empty the store itself"},
-            )
-        return self.keys.prefix
-
-    def _count_in_storage(self, prefix: str | None, known: list[str], timeout: float) -> int | None:
-        assert self.storage is not None
-        if prefix is None:
-            return self.controller.present_in_storage(known, timeout)
-        return self.storage.count(prefix, timeout)
-
-    def _purge_storage(self, prefix: str | None, known: list[str], extra_key: str | None, timeout: float) -> int:
-        assert self.storage is not None
-        end = time.monotonic() + timeout
-        try:
-            if prefix is None:
-                return self.controller.delete_from_storage(known, timeout)
-            gone = 0 if extra_key is None else self._delete_known(known, extra_key, timeout * _PART_FOR_KNOWN_PAGES)
-            return gone + self.storage.clear(prefix, max(0.0, end - time.monotonic()))
-        finally:
-            # Also when storage did not answer: nobody knows which of them are there yet.
-            if prefix is None or self._tells_for_storage:
-                self._tell_removed(known)
-
-    def _delete_known(self, known: list[str], extra_key: str, timeout: float) -> int:
-        """As many as the time is enough for."""
-        end, gone = time.monotonic() + timeout, 0
-        with contextlib.suppress(StorageDown):  # what clears the rest says so, too
-            for first in range(0, len(known), _DELETED_AT_ONCE):
-                part = known[first : first + _DELETED_AT_ONCE]
-                left = end - time.monotonic()
-                if left <= 0:
-                    break
-                try:
-                    gone += self.controller.delete_from_storage(part, left, extra_key)
-                finally:
-                    if not self._tells_for_storage:
-                        self._tell_removed(part)
-        return gone
-
-    @property
-    def _tells_for_storage(self) -> bool:
-        """Whether somebody hears of what goes, and the backend does not say it."""
-        return self.config.listener is not None and self._end_listening is None
 
     def _storage_removed(self, keys: Sequence[str]) -> None:
         """On a thread of the backend: pages that it dropped, of this rank or of others."""

@@ -205,7 +205,9 @@ class PrefetchServicer(PrefetchServiceServicer):
         tiers = wire.tiers_from_pb(list(request.tiers))
         extra_key = request.extra_key if request.HasField("extra_key") else None
         seconds, dry_run = _seconds_left(context, _PURGE_SECONDS), request.dry_run
-        purged = await self._block(lambda: self._manager.purge(tiers, extra_key, dry_run=dry_run, timeout=seconds))
+        purged = await self._block(
+            lambda: self._manager.purger.purge(tiers, extra_key, dry_run=dry_run, timeout=seconds)
+        )
         return pb.PurgePagesResponse(
             device_pages=purged.near.get(Tier.DEVICE, 0),
             host_pages=purged.near.get(Tier.HOST, 0),

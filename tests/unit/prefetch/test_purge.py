@@ -62,7 +62,7 @@ def test_pages_that_may_be_gone_are_told_where_storage_does_not_answer() -> None
     rig.fill(hashes(3, "lora"), "lora")
     rig.storage.fault = lambda call, key: DOWN if call == "delete" else None
     with pytest.raises(StorageDown):
-        rig.manager.purge([Tier.HOST, Tier.STORAGE], "lora", dry_run=False, timeout=SECONDS)
+        rig.manager.purger.purge([Tier.HOST, Tier.STORAGE], "lora", dry_run=False, timeout=SECONDS)
     assert sorted(rig.removed_from_storage()) == sorted(hashes(3, "lora"))
     assert rig.manager.close(SECONDS) and rig.storage.close(SECONDS)
 
@@ -134,7 +134,7 @@ def test_names_of_pages_are_gathered_for_storage_that_has_no_others_or_where_the
         return look(cache, tier, extra_key)
 
     monkeypatch.setattr(TieredCache, "hashes", noted)
-    rig.manager.purge(tiers, extra_key, dry_run=dry_run, timeout=SECONDS)
+    rig.manager.purger.purge(tiers, extra_key, dry_run=dry_run, timeout=SECONDS)
     assert bool(asked) is looks
     assert rig.manager.close(SECONDS) and rig.storage.close(SECONDS)
 
@@ -149,7 +149,7 @@ class SaysNothing(FaultyBackend):
 def test_a_rank_tells_itself_what_it_purges_from_storage_that_says_nothing() -> None:
     rig = Rig(SaysNothing(memory_backend()))
     rig.fill(hashes(3))
-    rig.manager.purge([Tier.STORAGE], None, dry_run=False, timeout=SECONDS)
+    rig.manager.purger.purge([Tier.STORAGE], None, dry_run=False, timeout=SECONDS)
     assert sorted(rig.removed_from_storage()) == sorted(hashes(3))
     assert rig.manager.close(SECONDS) and rig.storage.close(SECONDS)
 
@@ -171,16 +171,16 @@ class TestPagesOfAnExtraKeyThatAreKnown:
 
         monkeypatch.setattr(rig.storage, "clear", too_many)
         with pytest.raises(StorageDown):
-            rig.manager.purge([Tier.STORAGE], "lora", dry_run=False, timeout=SECONDS)
+            rig.manager.purger.purge([Tier.STORAGE], "lora", dry_run=False, timeout=SECONDS)
         assert rig.manager.controller.count_in_storage(hashes(3, "lora"), SECONDS, "lora") == 0
         assert sorted(rig.removed_from_storage()) == sorted(hashes(3, "lora"))
 
     def test_they_are_counted_once(self, rig: Rig) -> None:
         rig.store(hashes(2, "other"), "lora")  # nobody knows them any more
-        purged = rig.manager.purge([Tier.STORAGE], "lora", dry_run=False, timeout=SECONDS)
+        purged = rig.manager.purger.purge([Tier.STORAGE], "lora", dry_run=False, timeout=SECONDS)
         assert purged.storage == 5
         assert sorted(rig.removed_from_storage()) == sorted(hashes(3, "lora") + hashes(2, "other"))
 
     def test_storage_that_cannot_drop_them_one_by_one_is_cleared_all_the_same(self, rig: Rig) -> None:
         rig.storage.fault = lambda call, key: DOWN if call == "delete" else None
-        assert rig.manager.purge([Tier.STORAGE], "lora", dry_run=False, timeout=SECONDS).storage == 3
+        assert rig.manager.purger.purge([Tier.STORAGE], "lora", dry_run=False, timeout=SECONDS).storage == 3
