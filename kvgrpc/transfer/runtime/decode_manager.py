@@ -206,6 +206,8 @@ class DecodeManager(TransferManager[DecodeRoom]):
         channel: grpc.aio.Channel | None = None
         try:
             session.resolved = await behind(stream.pair.address)
+            if session.closing:  # the lookup took so long that another dial replaced this one: nobody would end it
+                return
             channel = self._open_channel(stream.pair.address)
             session.call = TransferServiceStub(channel).Session()
             await session.call.write(self._hello(stream))

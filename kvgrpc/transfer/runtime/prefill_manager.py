@@ -267,7 +267,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         except asyncio.TimeoutError:
             late = InvalidRequest.of("hello", "nothing", f"the first message, within {HELLO_WITHIN_SECONDS:g} s")
             failure = Failure.of(late, str(self.ref))
-        await write(_goodbye(failure))
+        await _say(write, _goodbye(failure))
         return None
 
     def _open(self, first: pb.SessionRequest, write: Callable[[pb.SessionResponse], Awaitable[None]]) -> _Session:
@@ -387,8 +387,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
             elif session.heartbeat_due:
                 session.heartbeat_due = False
                 await session.write(_HEARTBEAT)
-        with contextlib.suppress(asyncio.TimeoutError):  # a peer that reads nothing
-            await within(_GOODBYE_WITHIN_SECONDS, session.write(_goodbye(session.failure)))
+        await _say(session.write, _goodbye(session.failure))
 
     def _attach(self, session: _Session) -> None:
         """Now, so that no write waits for it, and not before: only a session that stands proves somebody there."""
@@ -513,6 +512,12 @@ async def _next(read: Reader) -> pb.SessionRequest | None:
     except Exception as error:
         logger.debug("a session ended: %s", error)
         return None
+
+
+async def _say(write: Callable[[pb.SessionResponse], Awaitable[None]], goodbye: pb.SessionResponse) -> None:
+    """A peer may read nothing."""
+    with contextlib.suppress(asyncio.TimeoutError):
+        await within(_GOODBYE_WITHIN_SECONDS, write(goodbye))
 
 
 def _goodbye(failure: Failure | None) -> pb.SessionResponse:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 import time
@@ -16,8 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvgrpc.errors import Reason
+from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.transfer import KVPoll
+from kvgrpc.transfer.runtime import decode_manager
 from kvgrpc.transfer.runtime.manager import ENTRIES_IN_A_TURN
+from kvgrpc.transfer.runtime.refusals import NOTHING, Resolved
 from kvgrpc.v1 import common_pb2, error_reason_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
@@ -110,6 +114,30 @@ class TestPrefillsThatLie:
         receiver = self.meet(decode, server, room)
         eventually(lambda: receiver.poll() is KVPoll.Failed)
         assert session_tasks(decode) <= before + 3
+
+    def test_a_dial_that_was_given_up_during_its_lookup_is_not_made_later(
+        self, decode: RankHost, serve: Serve, room: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nobody knew of it any more: with a peer that answers nothing it stayed for good, and so did the next one."""
+        loop = LoopThread.shared().loop
+        answered: asyncio.Future[Resolved] = loop.create_future()
+
+        async def slow(address: str) -> Resolved:
+            return await asyncio.shield(answered)
+
+        def silent(server: PrefillServer, requests: Iterator[pb.SessionRequest]) -> Iterator[Any]:
+            for _ in requests:
+                continue
+            yield pb.SessionResponse()
+
+        before = session_tasks(decode)
+        monkeypatch.setattr(decode_manager, "behind", slow)
+        server = serve(silent)
+        self.fails(self.meet(decode, server, room), Reason.PEER_LOST)
+        eventually(lambda: all(pair.ref != server.ref for pair in core_of(decode).pairs.values()))
+        loop.call_soon_threadsafe(answered.set_result, NOTHING)
+        eventually(lambda: session_tasks(decode) <= before)
+        assert not server.sessions
 
     def test_one_that_speaks_rarely_and_said_so_is_healthy(self, decode: RankHost, serve: Serve, room: int) -> None:
         """Decode gives a silent peer up after 2 s; this one asked for 4 s, and for heartbeats each 0.1 s."""

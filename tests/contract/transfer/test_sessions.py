@@ -73,15 +73,24 @@ def test_a_peer_that_reads_nothing_keeps_no_stream_once_it_was_given_up(
     hasty: RankHost, memory: Memory, after: int
 ) -> None:
     """Welcome, or a heartbeat, waited for its window for ever, and with it a task and what it was to write."""
-    peer = Unread(DecodeClient(hasty, memory).hello(to=rank_ref_to_pb(hasty.rank.ref)), after)
-    manager: Any = hasty.rank.transfer
+    assert served(hasty, Unread(DecodeClient(hasty, memory).hello(), after))
 
-    async def served() -> bool:
+
+def test_nor_does_one_whose_hello_is_refused(hasty: RankHost, memory: Memory) -> None:
+    assert served(hasty, Unread(DecodeClient(hasty, memory).hello(aux_item_bytes=[1]), 0))
+
+
+def served(host: RankHost, peer: Unread) -> bool:
+    """Whether the stream of such a peer ends."""
+    manager: Any = host.rank.transfer
+
+    async def ends() -> bool:
         serving = asyncio.ensure_future(manager.serve(peer.read, peer.write))
         done, _ = await asyncio.wait([serving], timeout=SECONDS)
+        serving.cancel()
         return bool(done)
 
-    assert LoopThread.shared().run(served(), 2 * SECONDS)
+    return LoopThread.shared().run(ends(), 2 * SECONDS)
 
 
 class TestHello:
