@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 # Names of tiers that are told apart, those of today's engines in any case; blocks in others count for no prefix.
 MAX_MEDIA = 32
@@ -38,8 +38,7 @@ def tier_of(medium: str) -> Tier:
     return Tier.HOST if medium in ("CPU", "CPU_PINNED") else Tier.STORAGE
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """How many leading blocks of a request one cache holds.
 
     ``device`` of them lie on the device without a gap, ``host`` on device or host, ``storage`` anywhere at all; so

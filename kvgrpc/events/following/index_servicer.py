@@ -131,15 +131,12 @@ def _check_size(kind: str, tokens: int, name: str, size: int) -> None:
 def _scores_to_pb(scores: Sequence[CacheScore], blocks: int) -> pb.ScoreResponse:
     # Filled in place: a message that is handed to a constructor is copied.
     response = pb.ScoreResponse(blocks=blocks)
-    for score in scores:
-        message = response.scores.add()
-        message.engine, message.dp = score.engine, score.dp
-        message.device_blocks, message.host_blocks, message.blocks = (
-            score.device_blocks,
-            score.host_blocks,
-            score.blocks,
-        )
-        _fill_freshness(message.freshness, score.freshness)
+    add = response.scores.add
+    for engine, dp, device_blocks, host_blocks, blocks_anywhere, fresh in scores:
+        message = add()
+        message.engine, message.dp = engine, dp
+        message.device_blocks, message.host_blocks, message.blocks = device_blocks, host_blocks, blocks_anywhere
+        _fill_freshness(message.freshness, fresh)
     return response
 
 
@@ -163,9 +160,9 @@ def _source_to_pb(source: Source) -> pb.Source:
 
 
 def _fill_freshness(message: pb.Freshness, fresh: Freshness) -> None:
-    message.state, message.log_id = _STATES[fresh.state], fresh.log_id
-    message.next_sequence, message.lag_batches, message.whole = fresh.next_sequence, fresh.lag, fresh.whole
-    if fresh.idle_time is not None:
-        milliseconds = round(fresh.idle_time * 1000)
+    state, message.log_id, message.next_sequence, message.lag_batches, idle_time, message.whole = fresh
+    message.state = _STATES[state]
+    if idle_time is not None:
+        milliseconds, idle = round(idle_time * 1000), message.idle_time
         # FromMilliseconds costs more than all of the rest.
-        message.idle_time.seconds, message.idle_time.nanos = milliseconds // 1000, milliseconds % 1000 * 1_000_000
+        idle.seconds, idle.nanos = milliseconds // 1000, milliseconds % 1000 * 1_000_000
