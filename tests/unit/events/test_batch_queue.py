@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -98,6 +99,68 @@ def test_closing_wakes_the_reader() -> None:
     threading.Timer(0.05, queue.close).start()
     began = time.monotonic()
     assert not queue.take(10).items
+    assert time.monotonic() - began < 5
+
+
+def test_a_new_one_has_nothing_and_took_nothing() -> None:
+    queue = BatchQueue(10)
+    assert (queue.accepted, queue.dropped, queue.refused, queue.unsent, queue.next_sequence) == (0, 0, 0, 0, 0)
+    assert queue.idle and not queue.closed and numbered(queue) == []
+    assert numbered(BatchQueue(10, clear_first=True)) == [(0, Clear.CLEAR)]
+
+
+def test_it_counts_what_it_took_and_what_it_did_not() -> None:
+    queue = BatchQueue(2)
+    for name in "abcd":
+        queue.put(name)
+    assert (queue.accepted, queue.dropped, queue.unsent, queue.idle) == (2, 2, 4, False)
+    queue.drop(3)
+    queue.close()
+    queue.put("e")
+    queue.put("f")
+    assert (queue.accepted, queue.dropped, queue.refused, queue.closed) == (2, 5, 2, True)
+
+
+@pytest.mark.parametrize("what", ["a batch", "a clear", "its end"])
+def test_a_reader_waits_for_nothing_that_is_there_already(what: str) -> None:
+    queue = BatchQueue(10, clear_first=what == "a clear")
+    if what == "a batch":
+        queue.put("a")
+    elif what == "its end":
+        queue._closed = True  # as abandon leaves it, without a word to the reader
+    began = time.monotonic()
+    assert bool(queue.take(10).items) is (what != "its end")
+    assert time.monotonic() - began < 5
+
+
+def test_a_reader_of_an_empty_queue_waits_and_does_not_turn_in_a_circle() -> None:
+    queue = BatchQueue(10)
+    began = time.monotonic()
+    assert not queue.take(0.05).items
+    assert time.monotonic() - began >= 0.049
+
+
+def test_a_reader_that_waits_has_done_with_what_it_took() -> None:
+    queue = BatchQueue(1)
+    queue.put("a")
+    queue.take(0)
+    threading.Timer(0.05, queue.put, ("b",)).start()
+    began = time.monotonic()
+    while not (items := queue.take(10).items):
+        assert time.monotonic() - began < 5
+    assert list(items) == ["b"]
+
+
+def test_what_waits_can_be_forgotten_and_the_reader_hears_of_it() -> None:
+    queue = BatchQueue(10)
+    queue.put("a")
+    queue.drop(1)
+    queue.discard()
+    assert (queue.unsent, queue.closed, queue.put("b")) == (0, True, False)
+    waiting = BatchQueue(10)
+    threading.Timer(0.05, waiting.discard).start()
+    began = time.monotonic()
+    assert not waiting.take(10).items
     assert time.monotonic() - began < 5
 
 

@@ -139,3 +139,18 @@ def test_the_digest_of_the_most_places_fits_into_a_message() -> None:
         counter.add("\U0001f600" * (MAX_MEDIUM_BYTES // 4), 2**32 - 1 - group, [group], 1)
     assert not counter.admits("GPU", 0)
     assert digest_to_pb(counter.digest(2**63)).ByteSize() < 256 * 1024
+
+
+@pytest.mark.parametrize("medium", ["x" * 128, "é" * 64, "x" * 126 + "é"])
+def test_the_name_of_a_place_has_a_bound_in_bytes(medium: str) -> None:
+    counter = DigestCounter()
+    assert counter.admits(medium, 0) and not counter.admits(medium + "x", 0)
+
+
+def test_keys_wait_only_until_there_are_many() -> None:
+    counter, many = DigestCounter(), list(range(5_000))
+    counter.add("GPU", 0, many, len(many))
+    tier = counter._tiers["GPU", 0]
+    assert not tier._came
+    counter.remove("GPU", 0, many[1:], len(many) - 1)
+    assert not tier._went and counter.digest(0).tiers == (TierDigest("GPU", 0, 1, mix(0)),)

@@ -12,6 +12,7 @@ from kvgrpc.events.following.follower import FollowerCore
 from kvgrpc.events.following.index import BlockIndex
 from kvgrpc.events.following.messages import FollowerState, LiveBuffer, OpenWatch, Retry
 from kvgrpc.events.following.sources import SourceTable
+from kvgrpc.events.log.digest import CHECKPOINT_BATCHES, StateDigest
 from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored
 
 
@@ -124,6 +125,47 @@ class TestContents:
         contents.apply([BlockRemoved(block_hashes=[7], medium="GPU", group_idx=1)])
         assert contents.digest() == before
 
+    def test_the_same_blocks_come_again_after_it_was_cleared(self) -> None:
+        contents, fresh = CacheContents(BlockIndex()), CacheContents(BlockIndex())
+        again = [stored(1), stored(7, group=1)]
+        assert contents.next_sequence == contents.page_size == 0
+        contents.apply([*again, AllBlocksCleared(), *again])
+        fresh.apply(again)
+        assert contents.digest() == fresh.digest()
+
+    def test_a_page_has_a_token_at_least(self) -> None:
+        contents = CacheContents(BlockIndex())
+        contents.apply([stored(1, page_size=1), stored(2, page_size=0)])
+        assert contents.page_size == 1
+
+    def test_a_place_that_emptied_takes_nothing(self) -> None:
+        """An engine may name as many as it likes, one after the other."""
+        contents = CacheContents(BlockIndex())
+        for medium, group in (("GPU", None), ("GPU", 1), ("NEW", None)):
+            contents.apply([stored(7, medium=medium, group=group), BlockRemoved([7], medium, group)])
+            assert not contents._others and not contents.blocks._media
+
+    def test_a_group_that_emptied_takes_nothing_from_another(self) -> None:
+        contents = CacheContents(BlockIndex())
+        contents.apply([stored(1), stored(7, group=1), BlockRemoved([7], "GPU", 1)])
+        assert contents.blocks.counts() == {"GPU": 1}
+
+    def test_the_last_64_checkpoints_are_kept(self) -> None:
+        contents = CacheContents(BlockIndex())
+        for checkpoint in range(1, 65):
+            contents.advance(checkpoint * CHECKPOINT_BATCHES)
+        contents.advance(64 * CHECKPOINT_BATCHES + 1)
+        first, second = CHECKPOINT_BATCHES, 2 * CHECKPOINT_BATCHES
+        assert contents.digest_at(first) == StateDigest(first)
+        contents.advance(65 * CHECKPOINT_BATCHES)
+        assert (contents.digest_at(first), contents.digest_at(second)) == (None, StateDigest(second))
+
+    def test_a_moment_before_it_was_known_whole_is_none_to_compare_with(self) -> None:
+        contents = CacheContents(BlockIndex(), whole=False)
+        contents.advance(CHECKPOINT_BATCHES)
+        contents.advance(CHECKPOINT_BATCHES + 1)
+        assert contents.digest_at(CHECKPOINT_BATCHES) is None
+
 
 class TestSources:
     def test_who_holds_most_blocks_comes_first_and_of_equals_who_has_more_on_the_device(self) -> None:
@@ -152,10 +194,13 @@ class TestSources:
         assert (first.engine, first.dp, first.address, first.live, first.blocks) == ("A", 0, "a:1", True, {})
         assert (first.page_size, first.last_error, first.freshness.whole) == (0, "", False)
         assert (first.freshness.idle_time, first.freshness.state) == (None, FollowerState.CONNECTING)
+        assert (first.freshness.next_sequence, first.freshness.lag) == (0, 0)
         assert (second.blocks, second.page_size, second.live) == ({"DISK": 1, "GPU": 2}, 16, False)
         fresh = second.freshness
         assert (fresh.state, fresh.log_id, fresh.whole) == (FollowerState.CATCHING_UP, "log", True)
         assert (fresh.next_sequence, fresh.lag, fresh.idle_time) == (2, 3, pytest.approx(3.0))
+        core.known_next = 2
+        assert table.sources(14.0)[1].freshness.lag == 0
         assert table.sources(9.0)[1].freshness.idle_time == 0.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
@@ -127,6 +128,72 @@ def test_tiers_beyond_what_the_index_tells_apart_count_for_no_prefix_and_for_the
     assert contents.blocks.counts() == {"CPU": 1} and len(contents.digest().tiers) == 1
 
 
+def test_so_many_media_are_told_apart() -> None:
+    cache = BlockIndex().cache()
+    known = [cache.tells(medium) for medium in ("GPU", "CPU", "CPU_PINNED", "DISK", "STORAGE", "EXTERNAL")]
+    assert [*known, *(cache.tells(f"MEDIUM{number}") for number in range(MAX_MEDIA))] == [True] * MAX_MEDIA + [
+        False
+    ] * 6
+    assert cache.tells("GPU") and cache.tells("MEDIUM0")
+    with pytest.raises(ValueError, match="MEDIUM31"):
+        cache.stored("MEDIUM31", [1])
+
+
+def test_a_cache_answers_for_itself_whether_shown_or_not() -> None:
+    index = BlockIndex()
+    shown(index, gpu=[9])
+    cache = index.cache()
+    cache.stored(DEVICE, [1, 2])
+    cache.stored(HOST, [3])
+    assert cache.match([1, 2, 3, 4]) == Match(2, 3, 3)
+    assert cache.match([9]) == Match(0, 0, 0)
+    assert (cache.count(DEVICE), cache.count(STORAGE), cache.counts()) == (2, 0, {DEVICE: 2, HOST: 1})
+
+
+def test_the_room_of_a_cache_that_left_is_for_the_next_which_nobody_sees_before_it_is_shown() -> None:
+    index = BlockIndex()
+    for _ in range(10):
+        shown(index, gpu=[1]).drop()
+        cache = index.cache()
+        cache.stored(DEVICE, [2])
+        assert index.score([2]) == {}
+        cache.drop()
+    assert len(index._caches) == 1
+
+
+def test_a_large_cache_that_empties_is_swept_at_once_and_a_small_one_with_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(indexes, "LEAST_GARBAGE", 8)
+    index = BlockIndex()
+    shown(index, gpu=list(range(20))).drop()
+    assert index.blocks == 0
+    small = shown(index, gpu=list(range(5)))
+    small.drop()
+    assert index.blocks == 5
+
+
+def test_a_block_goes_with_its_last_holder_though_another_emptied_before() -> None:
+    index = BlockIndex()
+    ours, other = shown(index), shown(index, gpu=[1, 2])
+    ours.stored(DEVICE, [1, 2])
+    ours.removed(DEVICE, [1])
+    other.cleared()
+    assert ours.removed(DEVICE, [2]) == ([2], 1)
+    assert index.blocks == 1, "the other one's, until it is swept"
+
+
+def test_sets_that_became_the_same_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = BlockIndex()
+    ours, other = shown(index, gpu=[1]), shown(index, gpu=[2])
+    for _ in range(100):
+        other.cleared()
+        other.stored(DEVICE, [2])
+        ours.stored(DEVICE, [3])
+        ours.removed(DEVICE, [3])
+    assert len(index.tables()[1]) < 110
+
+
 @pytest.mark.parametrize("caches", [1, 70])
 def test_emptied_caches_leave_no_blocks_behind_for_long(monkeypatch: pytest.MonkeyPatch, caches: int) -> None:
     monkeypatch.setattr(indexes, "LEAST_GARBAGE", 8)
@@ -150,6 +217,20 @@ def test_sets_of_holders_that_no_block_has_are_forgotten(monkeypatch: pytest.Mon
         for cache in holders:
             cache.removed(DEVICE, [1])
     assert len(index.tables()[1]) < 100
+
+
+@pytest.mark.parametrize("what", ["stored", "removed"])
+def test_sets_are_forgotten_though_only_one_kind_of_event_comes(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    monkeypatch.setattr(indexes, "LEAST_GARBAGE", 8)
+    index, rng = BlockIndex(), random.Random(1)
+    caches = [shown(index) for _ in range(10)]
+    if what == "removed":
+        for cache in caches:
+            cache.stored(DEVICE, range(60))
+    for block in range(60):
+        for cache in rng.sample(caches, len(caches)):
+            getattr(cache, what)(DEVICE, [block])
+    assert len(index.tables()[1]) < 150
 
 
 blocks = st.lists(st.integers(0, 12), max_size=6)
@@ -232,6 +313,9 @@ def test_tokens_are_asked_for_by_the_hashes_of_their_whole_pages() -> None:
     assert sglang_hashes(tokens, 4) == names and all(0 <= name < 2**64 for name in names)
     assert sglang_hashes(tokens, 4, cache_salt="s") != names
     assert len(sglang_hashes(tokens[:8], 4, bigram=True)) == 1  # a pair needs one more token
+    five = sglang_hashes(tokens[:5], 4, bigram=True)
+    assert sglang_hashes(tokens[:8], 4, bigram=True) == five != sglang_hashes([*tokens[:4], 7], 4, bigram=True)
+    assert len(sglang_hashes(tokens, 1)) == 10
     assert sglang_hashes([], 4) == sglang_hashes(tokens[:3], 4) == []
     seeded = hashing.block_hashes(tokens, 4, hash_seed="0")
     assert vllm_hashes(tokens, 4, hash_seed="0") == [hashing.vllm_event_hash(block) for block in seeded]

@@ -137,6 +137,25 @@ def test_age_evicts_also_when_nothing_comes() -> None:
     assert (log.oldest_sequence, log.next_sequence, log.kept_bytes) == (1, 2, 1)
 
 
+def test_an_entry_is_kept_to_the_end_of_its_age() -> None:
+    clock = Clock()
+    log = journal(age=10, clock=clock)
+    log.extend([b"a"])
+    clock.now = 10
+    log.extend([])
+    assert log.oldest_sequence == 0
+    clock.now = 10.5
+    log.extend([])
+    assert log.oldest_sequence == 1
+
+
+def test_what_was_evicted_is_held_no_longer() -> None:
+    log = journal(batches=1)
+    log.extend([b"a" * 100, Dropped(1, 3, "encode"), b"b" * 100])
+    assert sum(len(entry) for entry in log._entries if isinstance(entry, bytes)) == log.kept_bytes == 100
+    assert not any(isinstance(entry, Dropped) for entry in log._entries) and not log._holes
+
+
 def test_a_hole_elsewhere_than_at_the_end_is_refused() -> None:
     with pytest.raises(ValueError, match="hole at 0"):
         journal().extend([Dropped(3, 4, "encode")])

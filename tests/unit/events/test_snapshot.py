@@ -11,10 +11,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvgrpc.errors import TooManyRequests
 from kvgrpc.events.codec import BatchEncoder, Dialect, Encoding, decode_batch
-from kvgrpc.events.log.digest import DigestCounter, StateDigest, hash_key, medium_key
+from kvgrpc.events.log.digest import CHECKPOINT_BATCHES, DigestCounter, StateDigest, hash_key, medium_key
 from kvgrpc.events.log.journal import MAX_BATCH_BYTES, Dropped
-from kvgrpc.events.log.recorder import MAX_PART_BYTES, WAITING_BATCHES, WAITING_BYTES, Recorder
+from kvgrpc.events.log.recorder import (
+    LONGEST_SECONDS,
+    MAX_PART_BYTES,
+    MAX_SNAPSHOTS,
+    STALLED_SECONDS,
+    WAITING_BATCHES,
+    WAITING_BYTES,
+    Recorder,
+    Snapshot,
+    SnapshotGivenUp,
+)
 from kvgrpc.events.log.snapshot import RUN_BLOCKS, CacheState, Cut, stored_event
 from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, Event, KVEventBatch, UnknownEvent
 from kvgrpc.observability import metrics
@@ -345,3 +356,82 @@ def test_events_that_nobody_here_knows_are_counted() -> None:
         pass
     assert counted() - before == 3
     assert recorder.snapshot(0).copies == 1
+
+
+def batches(recorder: Recorder, count: int, first: int = 0) -> None:
+    recorder.add([encoded(BlockStored([number], None, [], 1)) for number in range(first, first + count)])
+
+
+def test_so_many_batches_may_wait_to_be_folded() -> None:
+    recorder = Recorder(Dialect.VLLM, 0)
+    batches(recorder, WAITING_BATCHES)
+    recorder.catch_up()
+    assert len(recorder._waiting) == WAITING_BATCHES
+    batches(recorder, 1, WAITING_BATCHES)
+    recorder.catch_up()
+    assert not recorder._waiting and recorder.digest(0).next_sequence == WAITING_BATCHES + 1
+
+
+def test_a_reader_is_told_the_digest_of_a_moment_that_it_can_compare() -> None:
+    recorder = Recorder(Dialect.VLLM, 0)
+    assert recorder.digest(0) == StateDigest(0)
+    batches(recorder, CHECKPOINT_BATCHES + 6)
+    for _ in range(CHECKPOINT_BATCHES + 1):
+        assert recorder.fold()
+    assert recorder.digest(0).next_sequence == CHECKPOINT_BATCHES, "the latest is made when nothing waits"
+    while recorder.fold():
+        pass
+    latest = recorder.digest(CHECKPOINT_BATCHES + 6)
+    assert (latest.next_sequence, latest.tiers[0].blocks) == (CHECKPOINT_BATCHES + 6, CHECKPOINT_BATCHES + 6)
+    kept = recorder.digest(CHECKPOINT_BATCHES + 7)
+    assert (kept.next_sequence, kept.tiers[0].blocks) == (CHECKPOINT_BATCHES, CHECKPOINT_BATCHES)
+
+
+def read_by_others(recorder: Recorder) -> list[Snapshot]:
+    """As many snapshots as there may be, each of another moment and read by somebody just now."""
+    held = []
+    for number in range(MAX_SNAPSHOTS):
+        batches(recorder, 1, number)
+        held.append(recorder.snapshot(number + 1))
+        held[-1].part(0)
+    batches(recorder, 1, MAX_SNAPSHOTS)
+    return held
+
+
+def test_snapshots_that_readers_still_read_are_bounded() -> None:
+    recorder = Recorder(Dialect.VLLM, 0)
+    held = read_by_others(recorder)
+    with pytest.raises(TooManyRequests) as caught:
+        recorder.snapshot(MAX_SNAPSHOTS + 1)
+    assert (
+        caught.value.metadata == {"limit": "4", "value": "5", "scope": "snapshots"} and caught.value.retry_after == 1.0
+    )
+    assert recorder.snapshot(MAX_SNAPSHOTS) is held[-1] and recorder.snapshot(0) in held
+    assert [snapshot.part(0)[1] for snapshot in held] == [True] * MAX_SNAPSHOTS
+
+
+@pytest.mark.parametrize(("clock", "seconds"), [("read_at", STALLED_SECONDS), ("cut_at", LONGEST_SECONDS)])
+def test_one_that_nobody_reads_on_or_that_was_read_for_long_gives_way(clock: str, seconds: float) -> None:
+    recorder = Recorder(Dialect.VLLM, 0)
+    held = read_by_others(recorder)
+    setattr(held[2], clock, getattr(held[2], clock) - seconds + 1.0)
+    with pytest.raises(TooManyRequests):
+        recorder.snapshot(MAX_SNAPSHOTS + 1)
+    setattr(held[2], clock, getattr(held[2], clock) - 1.0)
+    new = recorder.snapshot(MAX_SNAPSHOTS + 1)
+    assert (new.next_sequence, new.copies, new.part(0)[1]) == (MAX_SNAPSHOTS + 1, MAX_SNAPSHOTS + 1, True)
+    for snapshot in held:
+        if snapshot is held[2]:
+            with pytest.raises(SnapshotGivenUp):
+                snapshot.part(0)
+            assert not snapshot._parts and not list(snapshot._rest), "what it held is free though its reader stays"
+        else:
+            assert snapshot.part(0)[1]
+
+
+def test_a_snapshot_knows_when_it_was_read_last() -> None:
+    recorder = Recorder(Dialect.VLLM, 0)
+    snapshot = recorder.snapshot(0)
+    snapshot.read_at = 0.0
+    snapshot.part(0)
+    assert snapshot.read_at >= snapshot.cut_at

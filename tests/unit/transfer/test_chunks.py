@@ -57,7 +57,8 @@ def test_each_other_pool_gets_as_many_pages_as_decode_wants(sent: tuple[int, int
     misfit = made.misfit(KEY, wanted(pages(7, 8), pages(5, 6), pages(9)))
     assert (misfit is None) is fits
     if misfit is not None:
-        assert f"{sent[0 if sent[0] == 1 else 1]} pages of pool" in misfit.message
+        pool = 1 if sent[0] == 1 else 2
+        assert f"{sent[pool - 1]} pages of pool {pool}, decode wants {3 - pool}" in misfit.message
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -98,5 +99,44 @@ def test_a_copy_goes_its_own_way() -> None:
     assert other.total is None and not other.last_seen
     two = wanted(pages(7, 8), pages(5, 6))
     assert made.misfit(KEY, two) is not None and other.misfit(KEY, two) is None
+    for each, moved in ((other, [[(11, 5), (12, 6)]]), (made, [[(11, 5), (12, 6)], [(13, 4)]])):
+        placed = each.place(wanted(pages(7, 8, 9), pages(5, 6, 4)))
+        pools = [one.others[0] for one in placed if one.others]
+        assert [list(zip(source.tolist(), to.tolist(), strict=True)) for source, to in pools] == moved
     refused = other.add(KEY, Chunk(pages(9), 1, False, None, (pages(),)), 16)
     assert refused is not None and "sent before" in refused.message
+
+
+def test_a_chunk_of_which_decode_wants_the_other_pools_alone_writes_no_page_of_the_first() -> None:
+    made = given((pages(1), (pages(),)), (pages(2, 3), (pages(11),)))
+    _, last = made.place(wanted(pages(101), pages(111)))
+    assert (len(last.source), len(last.destination)) == (0, 0)
+    assert [(source.tolist(), to.tolist()) for source, to in last.others or ()] == [([11], [111])]
+
+
+@pytest.mark.parametrize(("first_page", "expected"), [(0, {3: 103}), (2, {3: 101, 4: 102})])
+def test_of_a_chunk_at_the_end_decode_gets_what_it_wants(first_page: int, expected: dict[int, int]) -> None:
+    made = given((pages(1, 2), None), (pages(3, 4), None))
+    destination = Destination(pages(101, 102, 103)[: 3 if not first_page else 2], first_page)
+    *_, last = made.place(destination)
+    assert dict(zip(last.source.tolist(), last.destination.tolist(), strict=True)) == expected
+
+
+@pytest.mark.parametrize(
+    ("align", "first_page", "chunks", "page"),
+    [
+        (Align.TAIL, 0, [(0, 2)], 0),
+        (Align.HEAD, 0, [(0, 1), (2, 3)], 1),
+        (Align.HEAD, 4, [(0, 5), (6, 8)], 1),
+    ],
+)
+def test_what_will_not_come_is_named_by_its_place_among_decodes_pages(
+    align: Align, first_page: int, chunks: list[tuple[int, int]], page: int
+) -> None:
+    made = Chunks()
+    made.align = align
+    for start, stop in chunks:
+        numbers = np.arange(start, stop, dtype=np.uint32)
+        assert made.add(KEY, Chunk(numbers, start, stop == chunks[-1][1]), 16) is None
+    missing = made.missing(KEY, Destination(pages(7, 8, 9), first_page))
+    assert missing is not None and f"decode's page {page} of 3" in missing.message

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 
+import numpy as np
 import pytest
 
 from kvgrpc.dataplane.base import Outcome
 from kvgrpc.model import RankId, RankRef
 from kvgrpc.transfer.protocol.prefill_core import PrefillRoom
-from kvgrpc.transfer.protocol.types import Handle, KVPoll, RoomKey, RoomState, Want, Writes
+from kvgrpc.transfer.protocol.types import DecodeEntry, Destination, Handle, KVPoll, RoomKey, RoomState, Want, Writes
 from tests.unit.transfer.test_prefill_core import CANCELLED, KEY, TIMING, Side, reason
 
 T0, T1 = (RankRef(RankId("D", tp=tp), 7) for tp in range(2))
@@ -179,6 +180,76 @@ def test_each_place_has_one_owner_and_another_engine_gets_none(side: Wide) -> No
         (entry,) = side.core.flush(side.core.pairs[ref])
         assert entry.failure is not None and entry.failure.reason.name == "ROOM_CONFLICT"
     assert handle.poll is KVPoll.WaitingForInput
+
+
+@pytest.mark.parametrize("first", [T0, T1])
+def test_a_rank_of_another_engine_gets_none_though_its_place_is_free(side: Wide, first: RankRef) -> None:
+    """It has one place, and the room another that nobody named yet."""
+    side.name(ref=first)
+    side.name(key=RoomKey(6), ref=T0)
+    Side.hello(side, OTHER)
+    side.name(ref=OTHER)
+    (entry,) = side.core.flush(side.core.pairs[OTHER])
+    assert entry.failure is not None and entry.failure.reason.name == "ROOM_CONFLICT"
+
+
+def test_nor_do_several_ranks_get_the_room_of_one(side: Wide) -> None:
+    Side.hello(side, OTHER)
+    side.name(ref=OTHER)
+    side.name(ref=T1)
+    (entry,) = side.core.flush(side.core.pairs[T1])
+    assert entry.failure is not None and entry.failure.reason.name == "ROOM_CONFLICT"
+
+
+def test_a_room_of_one_rank_beside_goes_its_own_way(side: Wide) -> None:
+    side.both_named()
+    Side.hello(side, OTHER)
+    side.name(Want.ANNOUNCE, RoomKey(6), ref=OTHER)
+    side.name(Want.FORGET, RoomKey(6), ref=OTHER)
+    assert RoomKey(6) not in side.core.rooms and side.core._owners.places == {KEY: 2}
+
+
+def test_ranks_of_one_replica_belong_together_where_they_count_alike(side: Wide) -> None:
+    for ref in (T0, T1, LATER, OTHER):
+        side.hello(ref)
+    pairs = side.core.pairs
+    assert pairs[T0].serves_with(pairs[T1]) and not pairs[T0].serves_with(pairs[OTHER])
+    pairs[LATER].places = 4
+    assert not pairs[T0].serves_with(pairs[LATER])
+
+
+def test_how_many_ranks_there_are_is_known_as_long_as_one_has_a_record(side: Wide) -> None:
+    side.both_named()
+    side.name(Want.FORGET, ref=T0)
+    assert side.core._owners.places == {KEY: 2}
+    side.name(Want.FORGET, ref=T1)
+    assert side.core._owners.places == {} and side.core.open_rooms == 0
+
+
+def test_decodes_prefix_is_known_once_every_rank_named_its_pages(side: Wide) -> None:
+    _, handle = side.claim()
+    for ref, known in ((T0, None), (T1, 4)):
+        side.hello(ref)
+        destination = Destination(np.arange(3, dtype=np.uint32), 4)
+        side.core.on_frame(side.streams[ref], ref, [DecodeEntry(KEY, Want.WRITE, destination, 5000)])
+        assert handle.prefix_pages == known
+
+
+def test_the_engine_hears_of_each_change_and_the_shell_of_the_end_once(side: Wide) -> None:
+    side.both_named()
+    handle = Handle()
+    heard: list[tuple[KVPoll, bool]] = []
+    handle.on_change = lambda: heard.append((handle.poll, handle.release_safe))
+    record = side.core.claim(KEY, handle)
+    assert record is not None
+    side.core.expect(record, 3)
+    side.send(record, 0, 3, last=True)
+    side.end_writes()
+    assert heard == [
+        (KVPoll.WaitingForInput, False), (KVPoll.Transferring, False), (KVPoll.Transferring, True),
+        (KVPoll.Success, True),
+    ]  # fmt: skip
+    assert side.take("ended") == [record] and side.core.open_rooms == 0
 
 
 def test_a_rank_that_never_comes_ends_the_room_by_its_deadline(side: Wide) -> None:

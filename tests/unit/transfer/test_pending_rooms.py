@@ -31,6 +31,17 @@ def test_what_nobody_waits_for_rides_with_other_news_or_goes_with_the_tick() -> 
     pending.add_later(pair, RoomKey(3))
     pending.tick()
     assert pending.take_pairs() == [pair] and pending.take_pairs() == []
+    pending.tick()
+    assert pending.take_pairs() == [], "it was told already"
+
+
+def test_what_nobody_waits_for_goes_at_once_where_it_has_become_much() -> None:
+    pending, pair = PendingRooms[Pair](), Pair()
+    for room in range(1, 1024):
+        pending.add_later(pair, RoomKey(room))
+    assert pending.take_pairs() == []
+    pending.add_later(pair, RoomKey(1024))
+    assert pending.take_pairs() == [pair]
 
 
 def test_a_pair_without_a_stream_has_nobody_to_tell() -> None:
