@@ -16,6 +16,7 @@ import random
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import CodeType, ModuleType
 
 import hypothesis
@@ -36,13 +37,16 @@ PRELOADED = (hypothesis, msgspec, numpy)
 def main() -> int:
     options = _options()
     known = _known()
+    survived = _survivors(options.again) if options.again else set()
     unknown = 0
     for target in options.targets or TARGETS:
         mutants = [mutant for path in files_of(target) for mutant in mutants_of(path)]
         mutants = [mutant for mutant in mutants if re.search(options.only, _key(mutant))]
+        if options.again:
+            mutants = [mutant for mutant in mutants if _key(mutant) in survived - known]
         if options.sample:
             mutants = sorted(random.Random(options.seed).sample(mutants, min(options.sample, len(mutants))), key=_place)
-        tests = [str(ROOT / "tests" / name) for name in TARGETS[target][1]]
+        tests = [str(ROOT / "tests" / name) for name in options.tests or TARGETS[target][1]]
         warm = WarmTests(tests, LIMIT_SECONDS)
         if warm.verdict(None) != PASSED:
             sys.exit(f"{target}: the tests fail without any fault")
@@ -116,12 +120,22 @@ def _known() -> set[str]:
     return {line.strip() for line in lines if line.strip() and not line.startswith("#")}
 
 
+def _survivors(output: Path) -> set[str]:
+    """Of an earlier run, by what it printed."""
+    lines = [line for line in output.read_text().splitlines() if line.startswith("SURVIVES ")]
+    return {line.removeprefix("SURVIVES ").rpartition("   (line ")[0] for line in lines}
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("targets", nargs="*", choices=[*TARGETS, []], help=f"of {', '.join(TARGETS)}; none: all")
     parser.add_argument("--only", default="", help="a pattern that file and fault must match")
     parser.add_argument("--sample", type=int, default=0, help="so many faults of each target, by chance")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--again", type=Path, help="only what survives by this file, an earlier run's output, and is not known"
+    )
+    parser.add_argument("--tests", nargs="+", help="these below tests/ instead of the target's")
     return parser.parse_args()
 
 

@@ -18,6 +18,7 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
             *("unit/transfer/test_alignment.py", "unit/transfer/test_coverage.py", "unit/transfer/test_destination.py"),
             *("unit/transfer/test_deadlines.py", "unit/transfer/test_pending_rooms.py", "simulation/test_cases.py"),
             *("unit/transfer/test_chunks.py", "unit/transfer/test_decode_pair.py", "simulation/test_rules.py"),
+            "simulation/test_hostile.py",
         ),
     ),
     "layout": (
@@ -36,7 +37,10 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "following": (
         "events/following/*.py",
-        ("unit/events/test_following.py", "unit/events/test_index.py", "simulation/test_followers.py"),
+        (
+            *("unit/events/test_following.py", "unit/events/test_index.py", "unit/events/test_follower_core.py"),
+            *("unit/events/test_digest.py", "simulation/test_followers.py"),
+        ),
     ),
     "registry": ("registry/*.py", ("unit/registry",)),
     "tree": ("prefetch/tree.py", ("unit/prefetch/test_tree_uses.py", "unit/prefetch/test_tree.py")),

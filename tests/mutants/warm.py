@@ -114,12 +114,15 @@ class _Answering:
             if function is None:
                 os._exit(NOT_PATCHED)
             os._exit(self._run([item for item in session.items if self._reaches(item, mutant, function)]))
+        began = time.monotonic()
         status = ended_within(child, LONGEST_SECONDS if mutant is None else self._limit)
         self._learn(first=mutant is None)
         if mutant is None:
             # A loop without end is over in the time that the processor took for all, whatever else runs beside it.
             used = resource.getrusage(resource.RUSAGE_CHILDREN)
             self._cpu_seconds = 5 + int(3 * (used.ru_utime + used.ru_stime))
+            # What is only slow, on a busy machine, hangs not.
+            self._limit = max(self._limit, 3 * (time.monotonic() - began))
         if status is None:
             return HUNG
         return {0: PASSED, NOT_PATCHED: NOT_THIS_WAY}.get(os.waitstatus_to_exitcode(status), FAILED)
