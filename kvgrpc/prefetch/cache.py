@@ -514,7 +514,11 @@ class TieredCache:
 
     def _tell(self, tier: Tier, what: str, hashes: Sequence[str], before: str) -> None:
         if self._listener is not None and hashes:
-            self._listener(tier, what, hashes, before)
+            try:
+                self._listener(tier, what, hashes, before)
+            except Exception as error:
+                # The pages have changed hands already.
+                _log.error("a listener of the cache failed: %s", error, exc_info=error)
 
     def _copies(self) -> CopyEngine:
         if self.copies is None:

@@ -137,6 +137,18 @@ def test_a_keeper_that_raises_leaves_nothing_completed(rig: Rig, monkeypatch: py
     assert operation.outcomes == [PageOutcome.SKIPPED] * 4
 
 
+def test_a_listener_that_fails_changes_nothing(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(*arguments: object) -> None:
+        raise KeyError("a bug of whoever listens")
+
+    rig.cache._listener = broken
+    operation = rig.prefetch(hashes(8))
+    assert (operation.state, operation.completed) == (OperationState.DONE, 8)
+    assert rig.cache.evict_host(3) == 3 and rig.cache.leading(hashes(8)) == 5
+    assert rig.host.table.counts()["present"] == 5
+    assert caplog.text.count("a listener of the cache failed") == 2
+
+
 def test_host_pages_behind_a_run_that_is_nowhere_any_more_are_not_kept() -> None:
     tree = PrefixTree()
     assert tree.insert_device(["a"], [0]) == []
