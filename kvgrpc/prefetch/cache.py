@@ -111,7 +111,8 @@ class TieredCache:
             self._free_loads(held)
 
     def take_device(self, count: int) -> Pages | Short:
-        """So many device pages for the engine to compute into, RESERVED; evicts what is worth least.
+        """So many device pages for the engine to compute into, RESERVED; evicts what is worth least, or nothing where
+        that would not be enough.
 
         With ``WritePolicy.WRITE_BACK`` what goes is copied to the host first, and ``Short`` says to ask again when that
         is done. The engine gives them back with ``insert`` or to ``copies.device.table``.
@@ -120,7 +121,11 @@ class TieredCache:
         with self._lock:
             pages = copies.device.table.take(count)
             if isinstance(pages, Short):
-                self._evict_device(pages.missing)
+                victims = self._device_victims(pages.missing)
+                lacking = pages.missing - sum(map(len, victims))
+                if lacking > 0:
+                    return Short(lacking)
+                self._drop_from_device(victims)
                 pages = copies.device.table.take(count)
             return pages
 
@@ -176,12 +181,12 @@ class TieredCache:
     def evict_device(self, count: int) -> int:
         """Frees about so many device pages of what is worth least; how many."""
         with self._lock:
-            return self._evict_device(count)
+            return self._drop_from_device(self._device_victims(count))
 
     def evict_host(self, count: int) -> int:
         """The same for host pages."""
         with self._lock:
-            return self._evict_host(count)
+            return sum(map(self._drop_host, self._host_victims(count)))
 
     def pin(self, hashes: Sequence[str], seconds: float) -> int:
         """Keeps what device and host have of a prefix for so long; how many pages. 0 seconds end it."""
@@ -278,15 +283,21 @@ class TieredCache:
     # Keeper of the controller.
 
     def reserve(self, count: int, behind: Sequence[str]) -> Pages | Short:
-        """Host pages, at the cost of what is worth least, but of nothing that they stand behind."""
+        """Host pages, at the cost of what is worth least, but of nothing that they stand behind, and of nothing at all
+        where that would not be enough."""
         with self._lock:
             pages = self.host.table.take(count)
             if isinstance(pages, Short):
                 kept = self._tree.lock_prefix(behind)
                 try:
-                    self._evict_host(pages.missing)
+                    victims = self._host_victims(pages.missing)
                 finally:
                     self._tree.unlock(kept)
+                lacking = pages.missing - sum(map(len, victims))
+                if lacking > 0:
+                    return Short(lacking)
+                for node in victims:
+                    self._drop_host(node)
                 pages = self.host.table.take(count)
             return pages
 
@@ -472,10 +483,14 @@ class TieredCache:
             return False
         return True
 
-    def _evict_device(self, count: int) -> int:
+    def _device_victims(self, count: int) -> list[Node]:
+        return self._tree.device_victims(count, time.monotonic())
+
+    def _drop_from_device(self, victims: Sequence[Node]) -> int:
+        """How many pages that frees; what a write back copies first goes the next time."""
         freed = 0
         back = self.write_policy is WritePolicy.WRITE_BACK
-        for node in self._tree.device_victims(count, time.monotonic()):
+        for node in victims:
             if back and node.host is None:
                 self._write(node)
             # A write locks the node and all before it: their device pages are what it copies, or what it stands on.
@@ -492,14 +507,12 @@ class TieredCache:
         self._tell(Tier.DEVICE, "removed", hashes, before)
         return len(pages)
 
-    def _evict_host(self, count: int) -> int:
-        table = self.host.table
-
+    def _host_victims(self, count: int) -> list[Node]:
         def idle(node: Node) -> bool:
             pages = as_pages(node.host or [])
-            return len(table.unread(pages)) == len(pages)
+            return len(self.host.table.unread(pages)) == len(pages)
 
-        return sum(self._drop_host(node) for node in self._tree.host_victims(count, time.monotonic(), idle))
+        return self._tree.host_victims(count, time.monotonic(), idle)
 
     def _drop_host(self, node: Node) -> int:
         before, hashes = _before(node), list(node.hashes)
