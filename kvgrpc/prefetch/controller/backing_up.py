@@ -119,6 +119,7 @@ class Backup:
         for operation in self._worker.clear():
             with self._book.lock:
                 operation.cut = True
+            stopped = stopped and not _lingers(operation)
             if not _lingers(operation):
                 self._end(operation, OperationState.CANCELLED, Stop.SHUT_DOWN)
         return stopped

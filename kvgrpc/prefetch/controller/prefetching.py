@@ -127,6 +127,7 @@ class Prefetcher:
             with self._book.lock:
                 operation.cut = True
                 quiet = operation.in_flight == 0 and not operation.lingering
+            stopped = stopped and quiet
             if quiet:
                 self._end(operation, OperationState.CANCELLED, Stop.SHUT_DOWN)
         return stopped
