@@ -49,6 +49,11 @@ class PlaceHandle(Handle):
         self.on_change = None
 
     @property
+    def sender(self) -> Handle:
+        """The engine's."""
+        return self._fan_out.handle
+
+    @property
     def poll(self) -> KVPoll:
         return self._poll
 

@@ -137,9 +137,19 @@ class PrefillCore:
                 self._follow(each, each.send(chunk, aux, self.bounds.chunks_per_room))
 
     def fail(self, room: PrefillRoom, failure: Failure) -> None:
-        """Abort or cancel: the room is Failed at once, and no further write of it starts."""
-        if self.rooms.get(room.key) is room:
-            self._fail(room, failure)
+        """Abort or cancel: the room is Failed at once, and no further write of it starts, to whichever decode rank."""
+        for each in room.siblings:
+            if self.rooms.get(each.key) is each:
+                self._fail(each, failure)
+
+    def find(self, key: RoomKey) -> PrefillRoom | None:
+        """The room's record; where several decode ranks are owed the room, that of the first which is left."""
+        rooms, places = self.rooms, self._owners.places
+        room = rooms.get(key)
+        if room is None and key in places:
+            others = (rooms.get(key._replace(place=place)) for place in range(1, places[key]))
+            return next((each for each in others if each is not None), None)
+        return room
 
     def drain(self) -> None:
         """From now on refuses new rooms; rooms with a local sender go on (rule 4, proof of death)."""
@@ -484,7 +494,10 @@ class PrefillCore:
             self._moving[room.key] = room
         if room.ended:
             self.open_rooms -= 1
-            if not room.key.place:
+            if self._owners.places:
+                self._note_end(room)
+            else:
+                room.noted = True
                 self._work.ended.append(room)
             self._due.clear(room.key)
             if room.open_writes:
@@ -494,6 +507,18 @@ class PrefillCore:
             self._tell(room)
             if room.failure is not None:
                 self._fail_siblings(room, room.failure)
+
+    def _note_end(self, room: PrefillRoom) -> None:
+        """For people a room that several decode ranks are owed ends once, when it has ended for all of them."""
+        siblings = room.siblings
+        if len(siblings) == 1:
+            if not room.key.place:
+                room.noted = True
+                self._work.ended.append(room)
+        elif all(each.ended for each in siblings) and not any(each.noted for each in siblings):
+            ended = next((each for each in siblings if each.failure is not None), siblings[0])
+            ended.noted = True
+            self._work.ended.append(ended)
 
     def _refuse(self, room: PrefillRoom, error: KvGrpcError) -> None:
         self._fail(room, self._failure(error))
@@ -558,7 +583,7 @@ class PrefillCore:
     def _drop(self, room: PrefillRoom) -> None:
         del self.rooms[room.key]
         self.open_rooms -= not room.ended
-        if room.failure is not None and not room.key.place:
+        if room.failure is not None and (not room.key.place or room.siblings[0].failure is None):
             self._work.failed.append(room)
         if self._owners.places:
             self._owners.forget_places(room.key)

@@ -66,7 +66,8 @@ class PrefillRoom:
     Of the sender: ``claimed`` (it has come), ``handle``, ``chunks``, ``aux``. Of the decode that receives the room:
     ``owner``, ``want``, ``destination``, ``open_writes`` (submissions without an outcome), ``worst`` (how the others
     ended), ``done`` (pages in place), ``forgotten``. ``unclaimed``: an owner waits for a sender. ``progress``: pages
-    moved since decode was told. ``siblings``: the records of all decode ranks that the sender owes, this one included.
+    moved since decode was told. ``noted``: people were told of its end. ``siblings``: the records of all decode ranks
+    that the sender owes, this one included.
 
     The methods that start writes return them; the room has ended by itself when there is nothing to write or to wait
     for. What follows for the rank is the core's.
@@ -87,6 +88,7 @@ class PrefillRoom:
         "handle",
         "key",
         "me",
+        "noted",
         "open_writes",
         "owner",
         "progress",
@@ -120,13 +122,26 @@ class PrefillRoom:
         self.done = Coverage()
         self.checksums: list[tuple[tuple[U32Array, U32Array], ...]] | None = None
         self.progress = False
-        self.forgotten = False
+        self.forgotten = self.noted = False
         # None: it is the only one. A tuple with itself in it would keep every room until a full garbage collection.
         self._siblings: tuple[PrefillRoom, ...] | None = None
 
     @property
     def siblings(self) -> tuple[PrefillRoom, ...]:
         return self._siblings or (self,)
+
+    @property
+    def state_of_all(self) -> RoomState:
+        """The least that holds for all decode ranks that are owed it; FAILED where it failed for one."""
+        if self._siblings is None:
+            return self.state
+        failed = any(each.failure is not None for each in self._siblings)
+        return STATE_FAILED if failed else min(each.state for each in self._siblings)
+
+    @property
+    def failure_of_all(self) -> Failure | None:
+        """The first failure, at whichever decode rank."""
+        return next((each.failure for each in self.siblings if each.failure is not None), None)
 
     @property
     def sender_live(self) -> bool:

@@ -29,6 +29,7 @@ from kvgrpc.rpc.waking import Waker
 from kvgrpc.transfer.aux import AuxBuffer, AuxRows
 from kvgrpc.transfer.layout.topology import Shape
 from kvgrpc.transfer.protocol.failures import RETRY_SECONDS
+from kvgrpc.transfer.protocol.fan_out import PlaceHandle
 from kvgrpc.transfer.protocol.types import (
     PAST_FAILURES,
     Bounds,
@@ -299,8 +300,8 @@ class TransferManager(ABC, Generic[Record]):
         thousand or so at most.
         """
         self._pump()  # rooms may have been dropped since
-        past = [key for key in self._past if key not in self.core.rooms]
-        keys = [*(key for key in self.core.rooms if not key.place), *past]
+        past = [key for key in self._past if self._record(key) is None]
+        keys = [*self._keys(), *past]
 
         def is_wanted(key: RoomKey) -> bool:
             row = self._row_of(key)
@@ -322,7 +323,7 @@ class TransferManager(ABC, Generic[Record]):
 
     def cancel(self, key: RoomKey, failure: Failure) -> bool:
         """Fails the room; False when there is none."""
-        record = self.core.rooms.get(key)
+        record = self._record(key)
         if record is None:
             return False
         self.core.fail(record, failure)
@@ -343,11 +344,12 @@ class TransferManager(ABC, Generic[Record]):
 
     async def rooms_by_state(self) -> Mapping[str, int]:
         found: Counter[RoomState] = Counter()
-        rooms = [record for key, record in self.core.rooms.items() if not key.place]
-        for start in range(0, len(rooms), _ROOMS_LOOKED_AT_IN_A_TURN):
+        keys = self._keys()
+        for start in range(0, len(keys), _ROOMS_LOOKED_AT_IN_A_TURN):
             if start:
                 await asyncio.sleep(0)
-            found.update(room.state for room in rooms[start : start + _ROOMS_LOOKED_AT_IN_A_TURN])
+            records = map(self._record, keys[start : start + _ROOMS_LOOKED_AT_IN_A_TURN])
+            found.update(self._state(record) for record in records if record is not None)
         return {state.name.lower(): found[state] for state in RoomState}
 
     def depths(self) -> Mapping[str, int]:
@@ -391,8 +393,18 @@ class TransferManager(ABC, Generic[Record]):
     @abstractmethod
     def _tick(self) -> None: ...
 
+    def _keys(self) -> list[RoomKey]:
+        """Of all rooms that the core knows."""
+        return list(self.core.rooms)
+
+    def _record(self, key: RoomKey) -> Record | None:
+        return self.core.rooms.get(key)
+
+    def _state(self, record: Record) -> RoomState:
+        return record.state
+
     def _row_of(self, key: RoomKey) -> RoomRow | None:
-        record = self.core.rooms.get(key)
+        record = self._record(key)
         if record is not None:
             return self._row(record)
         return self._past_row(key) if key in self._past else None
@@ -454,6 +466,8 @@ class TransferManager(ABC, Generic[Record]):
         now = time.monotonic() if work.ended else 0.0
         for room in work.ended:
             handle = room.handle
+            if isinstance(handle, PlaceHandle):
+                handle = handle.sender
             seconds = None if handle is None else now - handle.began
             if room.failure is None:
                 stages = handle.stages(now) if isinstance(handle, EngineHandle) else None
@@ -479,6 +493,8 @@ class TransferManager(ABC, Generic[Record]):
 
     def _trace(self, spans: Spans, record: Record, now: float) -> None:
         row, handle = self._row(record), record.handle
+        if isinstance(handle, PlaceHandle):
+            handle = handle.sender
         times = (now - row.age_seconds, 0.0, 0.0)
         if isinstance(handle, EngineHandle):
             times = handle.began, handle.ready_at, handle.moving_at

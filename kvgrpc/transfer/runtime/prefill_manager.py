@@ -26,7 +26,7 @@ from kvgrpc.transfer.layout import topology
 from kvgrpc.transfer.layout.plan import check_pages_of
 from kvgrpc.transfer.protocol.chunks import Chunk
 from kvgrpc.transfer.protocol.prefill_core import PrefillCore, PrefillPair, PrefillRoom
-from kvgrpc.transfer.protocol.types import Align, RoomKey
+from kvgrpc.transfer.protocol.types import Align, RoomKey, RoomState
 from kvgrpc.transfer.runtime.boundary import EngineHandle, Reader
 from kvgrpc.transfer.runtime.manager import (
     FRAMES_RECEIVED,
@@ -228,24 +228,34 @@ class PrefillManager(TransferManager[PrefillRoom]):
             for pair in self.core.pairs.values()
         ]
 
+    def _keys(self) -> list[RoomKey]:
+        """One of each room, to however many decode ranks it is owed."""
+        return list({key._replace(place=0) if key.place else key: None for key in self.core.rooms})
+
+    def _record(self, key: RoomKey) -> PrefillRoom | None:
+        return self.core.find(key)
+
+    def _state(self, record: PrefillRoom) -> RoomState:
+        return record.state_of_all
+
     def _row(self, record: PrefillRoom) -> RoomRow:
         parts = tuple(
             PartRow(part.owner.ref, part.state, part.writes, part.pages_done)
             for part in record.siblings
             if part.owner is not None
         )
-        pages = 0 if record.destination is None else record.destination.count
+        pages = next((each.destination.count for each in record.siblings if each.destination is not None), 0)
         age = (self.core.now - record.created_at) * self.config.timing.tick_seconds
         return RoomRow(
-            record.key,
+            record.key._replace(place=0),
             Role.PREFILL,
-            record.state,
+            record.state_of_all,
             parts,
             pages,
-            record.ended and record.open_writes > 0,
-            record.sender_live,
+            any(each.ended and each.open_writes for each in record.siblings),
+            any(each.sender_live for each in record.siblings),
             age,
-            record.failure,
+            record.failure_of_all,
             record.traceparent,
         )
 

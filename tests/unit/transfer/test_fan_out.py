@@ -10,6 +10,7 @@ import pytest
 
 from kvgrpc.dataplane.base import Outcome
 from kvgrpc.model import RankId, RankRef
+from kvgrpc.transfer.protocol.fan_out import PlaceHandle
 from kvgrpc.transfer.protocol.prefill_core import PrefillRoom
 from kvgrpc.transfer.protocol.types import DecodeEntry, Destination, Handle, KVPoll, RoomKey, RoomState, Want, Writes
 from tests.unit.transfer.test_prefill_core import CANCELLED, KEY, TIMING, Side, reason
@@ -123,6 +124,61 @@ def test_its_progress_is_that_of_the_rank_that_has_least(side: Wide) -> None:
         side.core.on_outcome(writes[ref][number], Outcome.DONE)
         seen.append(handle.pages_done)
     assert seen == [0, 0, 1, 2] and handle.poll is KVPoll.Transferring
+
+
+def one_rank_done(side: Wide) -> tuple[PrefillRoom, Handle]:
+    """The first decode rank has all and has forgotten the room; the second one's write runs."""
+    side.both_named()
+    record, handle = side.claim()
+    side.send(record, 0, 3, last=True)
+    first = next(each for each in side.take("submissions") if each.pair.ref == T0)
+    side.core.on_outcome(first, Outcome.DONE)
+    side.name(Want.FORGET, ref=T0)
+    assert KEY not in side.core.rooms and not handle.release_safe
+    return record, handle
+
+
+def test_an_abort_ends_it_at_the_ranks_that_are_not_done_though_the_first_is(side: Wide) -> None:
+    record, _ = one_rank_done(side)
+    side.core.fail(record, CANCELLED)
+    left = side.core.find(KEY)
+    assert left is not None and left.failure == CANCELLED, "its decode would wait, and write on, to its deadline"
+
+
+def test_people_see_the_rank_that_is_not_done_though_the_first_is(side: Wide) -> None:
+    one_rank_done(side)
+    left = side.core.find(KEY)
+    assert left is not None and left.key.place == 1
+    assert left.state_of_all is RoomState.TRANSFERRING and left.failure_of_all is None
+
+
+@pytest.mark.parametrize("outcome", [Outcome.DONE, Outcome.REJECTED])
+def test_people_are_told_once_that_it_ended_and_how_it_did_for_all(side: Wide, outcome: Outcome) -> None:
+    """It was told as soon as the first rank was done: a room that failed later was counted as one that succeeded."""
+    side.both_named()
+    record, handle = side.claim()
+    side.send(record, 0, 3, last=True)
+    first, second = side.take("submissions")
+    side.core.on_outcome(first, Outcome.DONE)
+    assert not side.take("ended")
+    side.core.on_outcome(second, outcome)
+    (ended,) = side.take("ended")
+    failed = outcome is not Outcome.DONE
+    assert (ended.failure is not None) is failed is (handle.poll is KVPoll.Failed)
+    assert (record.state_of_all is RoomState.FAILED) is failed is (record.failure_of_all is not None)
+    assert isinstance(ended.handle, PlaceHandle) and ended.handle.sender is handle
+
+
+def test_the_failure_of_a_later_rank_is_remembered_when_all_have_forgotten_the_room(side: Wide) -> None:
+    side.both_named()
+    record, _ = side.claim()
+    side.send(record, 0, 3, last=True)
+    for submission, outcome in zip(side.take("submissions"), (Outcome.DONE, Outcome.REJECTED), strict=True):
+        side.core.on_outcome(submission, outcome)
+    for ref in (T0, T1):
+        side.name(Want.FORGET, ref=ref)
+    (failed,) = side.take("failed")
+    assert failed.failure is not None and not side.core.rooms
 
 
 def test_the_first_rank_whose_write_fails_fails_the_room_for_all(side: Wide) -> None:
