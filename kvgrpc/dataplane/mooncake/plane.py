@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 MAX_RANGES = 1024
 MAX_NAMES = 65_536
 ANSWER_SECONDS = 3.0
+# Peers that are contacted at once, a thread each, which one that hangs holds for a minute.
+MAX_CONTACTS = 256
 # Over TCP four writes move at a time (25 us each, and 1 us for each KiB), 16 keep them busy. RDMA: estimated.
 IN_FLIGHT = {"tcp": Limits(16, 256, 64 << 20, first_bytes=4 << 20), "rdma": Limits(1024, 1024, 1 << 30)}
 # So many writes keep TCP busy for more than a millisecond, however small, and each poll takes time from the engine.
@@ -287,6 +289,9 @@ class MooncakeDataPlane:
             return
         with self._lock:
             if queue.session in self._contacting or self._closed is not None:
+                return
+            if len(self._contacting) >= MAX_CONTACTS:
+                queue.refused = f"{MAX_CONTACTS} other peers are being contacted and did not answer yet"
                 return
             self._contacting.add(queue.session)
             queue.refused, queue.answer_by = "", self._submitter.clock() + ANSWER_SECONDS
