@@ -7,8 +7,10 @@ import logging
 import time
 from collections.abc import AsyncIterator
 
+import grpc
 import pytest
 import pytest_asyncio
+from google.protobuf.duration_pb2 import Duration
 
 from kvgrpc.errors import (
     CredentialsInvalid,
@@ -25,6 +27,8 @@ from kvgrpc.registry.client.resolver import Resolver
 from kvgrpc.registry.model import RankRow, RankSelector
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.security import CallerRole, ClientSecurity, ServerSecurity, Token
+from kvgrpc.v1 import registry_service_pb2 as pb
+from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceServicer, add_RegistryServiceServicer_to_server
 from tests.support.registry_serving import TP2, Served, dial, until
 from tests.unit.registry.builders import ranks, row
 
@@ -43,6 +47,28 @@ async def resolver() -> AsyncIterator[Resolver]:
     await made.close()
 
 
+class Hurried(RegistryServiceServicer):
+    """A registry that names ``ttl`` and counts how often it is asked."""
+
+    def __init__(self, ttl: Duration) -> None:
+        self.ttl = ttl
+        self.renewals = 0
+
+    async def Register(self, request: pb.RegisterRequest, context: object) -> pb.RegisterResponse:
+        leases = [pb.Lease(rank=each.rank, lease_id=number) for number, each in enumerate(request.rows, 1)]
+        return pb.RegisterResponse(leases=leases, ttl=self.ttl)
+
+    async def KeepAlive(
+        self, request_iterator: AsyncIterator[pb.KeepAliveRequest], context: object
+    ) -> AsyncIterator[pb.KeepAliveResponse]:
+        async for _ in request_iterator:
+            self.renewals += 1
+            yield pb.KeepAliveResponse(ttl=self.ttl)
+
+    async def Deregister(self, request: pb.DeregisterRequest, context: object) -> pb.DeregisterResponse:
+        return pb.DeregisterResponse()
+
+
 class TestRegistration:
     async def test_keeps_rows_registered_for_longer_than_their_ttl(self) -> None:
         brief = await Served(ttl=0.6).start()
@@ -56,6 +82,21 @@ class TestRegistration:
         assert (registration.state, registration.healthy) == ("closed", False)
         assert brief.registry.rows == 0
         await brief.stop()
+
+    @pytest.mark.parametrize("ttl", [Duration(), Duration(seconds=-1), Duration(nanos=1)])
+    async def test_a_registry_with_a_wrong_time_to_live_is_not_asked_without_a_pause(self, ttl: Duration) -> None:
+        """Each third of it is next to nothing: the loop of the rank did little else."""
+        told = Hurried(ttl)  # type: ignore[abstract]
+        server = grpc.aio.server()
+        add_RegistryServiceServicer_to_server(told, server)
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        registration = Registration(dial, address, ranks(TP2))
+        await registration.start(5)
+        await asyncio.sleep(0.5)  # a while in which it must not be asked often
+        assert registration.state == "registered" and told.renewals <= 10
+        await registration.close()
+        await server.stop(0)
 
     async def test_registers_thousands_of_rows_in_chunks(self, served: Served) -> None:
         registration = Registration(dial, served.address, ranks(Layout(dp=300, tp=8)))

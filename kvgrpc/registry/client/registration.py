@@ -32,6 +32,8 @@ MAX_REQUEST_BYTES = 1 << 20
 CALL_SECONDS = 5.0
 CLOSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 5.0
+# Whatever a registry says: it is asked each third of it.
+SHORTEST_TTL, LONGEST_TTL = 0.3, 600.0
 
 _KeepAliveCall = grpc.aio.StreamStreamCall[pb.KeepAliveRequest, pb.KeepAliveResponse]
 
@@ -176,14 +178,14 @@ class Registration:
         response = await call.read()  # the status of a call that has ended is raised here
         if not isinstance(response, pb.KeepAliveResponse):
             raise unreachable(self.address, "it ended the keepalive stream")
-        self._ttl = response.ttl.ToMicroseconds() / 1e6
+        self._ttl = _ttl(response)
         return [self._leases.pop(lease_id) for lease_id in response.unknown_lease_ids if lease_id in self._leases]
 
     async def _register(self, rows: Sequence[RankRow], timeout: float) -> None:
         for chunk, request in self._requests(rows):
             with domain_errors(self.address):
                 response = await self._stub().Register(request, timeout=timeout)
-            self._ttl = response.ttl.ToMicroseconds() / 1e6
+            self._ttl = _ttl(response)
             self._drop_leases({row.ref for row in chunk})
             self._leases |= {lease.lease_id: row for lease, row in zip(response.leases, chunk, strict=True)}
 
@@ -252,3 +254,9 @@ class Registration:
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close()
+
+
+def _ttl(response: pb.RegisterResponse | pb.KeepAliveResponse) -> float:
+    """In seconds, within reason; the usual one where the registry names none."""
+    said = response.ttl.ToMicroseconds() / 1e6
+    return min(max(said, SHORTEST_TTL), LONGEST_TTL) if said > 0 else DEFAULT_TTL
