@@ -60,7 +60,7 @@ class RateLimited:
             shown = window.said <= self._lines
         self._sum_up(key, ended)
         if shown:
-            self._logger.log(level, "%s", text if isinstance(text, str) else text(), exc_info=exc_info)
+            self._logger.log(level, "%s", text if isinstance(text, str) else text(), exc_info=exc_info or None)
 
     def flush(self) -> None:
         """Ends the windows whose time is over; cheap enough for every tick."""

@@ -34,6 +34,7 @@ def test_many_lines_of_one_reason_become_a_count(
     limited.flush()
     assert caplog.records[-1].getMessage() == "997 more like these of PEER_LOST in 10 s"
     assert len(caplog.records) == 5
+    assert all(record.exc_info is None for record in caplog.records)
 
 
 def test_the_next_line_of_a_kind_says_how_many_were_left_out_before_it(
