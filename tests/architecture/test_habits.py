@@ -50,6 +50,27 @@ def test_a_fixed_sleep_in_a_test_says_what_it_is() -> None:
     assert not unsaid, "\n".join(unsaid)
 
 
+def waits_for_what_it_is_given(function: ast.AST) -> bool:
+    """Whether it looks again and again at a condition that it was given."""
+    if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    given = {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}
+    looks = (node for loop in ast.walk(function) if isinstance(loop, ast.While) for node in ast.walk(loop.test))
+    return any(isinstance(look, ast.Call) and ast.unparse(look.func) in given for look in looks)
+
+
+def test_one_place_waits_for_conditions() -> None:
+    """tests/support/waiting.py: its deadline is one that a busy machine keeps, and its failure says how long it was."""
+    private = [
+        f"{path}:{function.name}"  # type: ignore[attr-defined]  # it is a function
+        for path, text in sources("tests")
+        if "while" in text and path.name != "waiting.py"
+        for function in parsed(path, text).body
+        if waits_for_what_it_is_given(function)
+    ]
+    assert not private, private
+
+
 # Tasks that the function which starts them awaits (or asks for their result) itself; all others go through
 # kvgrpc.rpc.loop, which logs and counts an exception that nobody expected.
 AWAITED_BY_WHO_STARTS_THEM = {

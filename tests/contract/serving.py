@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -177,11 +176,3 @@ async def failure(call: Awaitable[object]) -> KvGrpcError:
     except grpc.aio.AioRpcError as error:
         return error_from(error)
     raise AssertionError(f"the call did not fail but answered {answer!r}")
-
-
-async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    """Waits for a condition, with a deadline."""
-    end = asyncio.get_running_loop().time() + seconds
-    while not condition():
-        assert asyncio.get_running_loop().time() < end, "condition was not met in time"
-        await asyncio.sleep(0.005)

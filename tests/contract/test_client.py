@@ -35,6 +35,7 @@ from kvgrpc.v1 import transfer_service_pb2 as transfer_pb
 from kvgrpc.v1.event_service_pb2_grpc import EventServiceServicer, add_EventServiceServicer_to_server
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceServicer, add_RegistryServiceServicer_to_server
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceServicer, add_TransferServiceServicer_to_server
+from tests.support.waiting import until
 
 not_needed: Any = None  # methods that no test here calls
 
@@ -362,7 +363,4 @@ def signatures(of: type) -> dict[str, list[inspect.Parameter]]:
 
 
 async def until_ended(process: Process, watches: int) -> None:
-    end = time.monotonic() + 5
-    while process.events.watches_ended < watches:
-        assert time.monotonic() < end
-        await asyncio.sleep(0.005)
+    await until(lambda: process.events.watches_ended >= watches)

@@ -28,7 +28,8 @@ from kvgrpc.errors import (
 from kvgrpc.observability import metrics
 from kvgrpc.rpc.interceptors import ALLOWED, Admission, CallLimits, deadline
 from kvgrpc.rpc.status import DETAILS_KEY, error_from
-from tests.contract.serving import ARITIES, METHODS, SERVICE, Act, Context, failure, responses_of, serving, until
+from tests.contract.serving import ARITIES, METHODS, SERVICE, Act, Context, failure, responses_of, serving
+from tests.support.waiting import until
 
 REASONS = [reason for reason in Reason if reason]
 

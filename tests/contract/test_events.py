@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +38,7 @@ from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.rpc.status import error_from
 from kvgrpc.v1 import event_service_pb2 as pb
 from kvgrpc.v1.event_service_pb2_grpc import EventServiceStub, add_EventServiceServicer_to_server
+from tests.support.waiting import until
 
 REPLAY, TAIL, HEARTBEAT = pb.WATCH_MODE_REPLAY, pb.WATCH_MODE_TAIL, pb.WATCH_MODE_HEARTBEAT
 SNAPSHOT, TYPED = pb.WATCH_MODE_SNAPSHOT, pb.WATCH_ENCODING_TYPED
@@ -108,13 +108,6 @@ def said(word: bytes) -> bytes:
 
 def rank(dp: int = 0) -> RankRef:
     return RankRef(RankId("engine", dp=dp), 77)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "waited 20 s in vain"
-        await asyncio.sleep(0.001)
 
 
 def kinds(messages: list[pb.WatchResponse]) -> list[str | None]:

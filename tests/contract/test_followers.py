@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -35,7 +35,8 @@ from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.v1 import event_service_pb2 as events_pb
 from kvgrpc.v1 import index_service_pb2 as pb
 from kvgrpc.v1.index_service_pb2_grpc import add_IndexServiceServicer_to_server
-from tests.support.publishing import Publishing, until
+from tests.support.publishing import Publishing
+from tests.support.waiting import until
 
 LIVE: dict[str, Any] = {"publisher": "zmq", "endpoint": "tcp://127.0.0.1:0"}
 
@@ -286,7 +287,7 @@ class TestIndexService:
         async def known() -> bool:
             return await self.scores(client, asked) == [("a", 2), ("b", 1)]
 
-        await eventually(known)
+        await until(known)
         response = await client.score(asked)
         assert response.blocks == 3
         asked.max_scores = 1
@@ -318,7 +319,7 @@ class TestIndexService:
                 and await self.scores(client, pb.ScoreRequest(vllm=vllm)) == [("c", 2)]
             )
 
-        await eventually(known)
+        await until(known)
         assert (await client.score(pb.ScoreRequest(sglang=sglang))).blocks == 4
 
     @pytest.mark.parametrize(
@@ -423,10 +424,3 @@ async def test_the_same_for_plain_code() -> None:
                 assert [score.blocks for score in index.score([1, 2, 3])] == [2]
 
         await asyncio.to_thread(plain)
-
-
-async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
-    end = time.monotonic() + 20
-    while not await condition():
-        assert time.monotonic() < end
-        await asyncio.sleep(0.01)

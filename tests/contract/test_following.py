@@ -12,7 +12,8 @@ import pytest_asyncio
 from kvgrpc.model import Role
 from kvgrpc.registry.client import following
 from kvgrpc.registry.client.following import Following
-from tests.support.registry_serving import Served, dial, until
+from tests.support.registry_serving import Served, dial
+from tests.support.waiting import until
 from tests.unit.registry.builders import row
 
 

@@ -24,6 +24,7 @@ from kvgrpc.events.following.messages import FollowerCounts
 from kvgrpc.hashing import page_hashes, sglang_event_hash
 from kvgrpc.server import IndexServer
 from tests.support.rank_host import RankHost
+from tests.support.waiting import wait_until
 
 TOKENS = list(range(64))
 
@@ -42,7 +43,7 @@ def rank() -> Iterator[RankHost]:
 def index(rank: RankHost) -> Iterator[IndexServer]:
     server = IndexServer(["127.0.0.1:0"], registry=rank.rank.address).open()
     with SyncClient(server.address) as client:
-        until(lambda: [source.blocks.get("CPU") for source in client.list_sources()] == [1])
+        wait_until(lambda: [source.blocks.get("CPU") for source in client.list_sources()] == [1])
     yield server
     server.close()
 
@@ -56,13 +57,6 @@ def kvgrpc(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, 
         return int(ended.value.code or 0), out, err
 
     return run
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_follow_says_what_a_cache_holds(rank: RankHost, kvgrpc: Any) -> None:
@@ -112,7 +106,7 @@ def test_an_answer_that_is_known_is_said_though_the_publisher_goes(
     publisher = host.rank.events
     assert isinstance(publisher, JournalingPublisher)
     publisher.publish(KVEventBatch(time.time(), [BlockStored([1, 2], None, [], 16)]))
-    until(lambda: publisher.counts.unsent == 0)
+    wait_until(lambda: publisher.counts.unsent == 0)
     method = "until_current" if command[0] == "follow" else "close"
     known = getattr(SyncEventFollower, method)
 
@@ -230,7 +224,7 @@ def test_serve_index_says_where_it_listens_and_ends_on_sigterm(rank: RankHost) -
         assert process.stdout.readline().startswith("metrics at ")
         address = process.stdout.readline().removeprefix("kvgrpc index listens on ").strip()
         with SyncClient(address) as client:
-            until(lambda: [source.blocks.get("GPU") for source in client.list_sources()] == [3])
+            wait_until(lambda: [source.blocks.get("GPU") for source in client.list_sources()] == [3])
             assert client.health("kvgrpc.v1.IndexService") == "SERVING"
             assert "kvgrpc.v1.IndexService" in client.get_server_info().services
         process.send_signal(signal.SIGTERM)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -16,6 +15,7 @@ import grpc
 
 from kvgrpc.rpc.options import CHANNEL_OPTIONS, PING_MILLISECONDS, SERVER_OPTIONS, Options
 from kvgrpc.rpc.server import add_methods, new_server
+from tests.support.waiting import until
 
 METHOD = "/test.Quiet/Stream"
 PREFACE_BYTES = 24
@@ -130,10 +130,3 @@ async def channel_to(address: str, options: Options, stream: bool) -> AsyncItera
             await call.done_writing()
             assert await asyncio.wait_for(call.read(), WITHIN_SECONDS) is grpc.aio.EOF
         yield
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + WITHIN_SECONDS
-    while not condition():
-        assert time.monotonic() < end, "it did not come about in time"
-        await asyncio.sleep(0.02)

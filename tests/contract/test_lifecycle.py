@@ -31,7 +31,8 @@ from kvgrpc.server.listener import Listener
 from kvgrpc.server.servicer import ServerInfo, ServerServicer
 from kvgrpc.v1 import server_service_pb2
 from kvgrpc.v1.server_service_pb2_grpc import ServerServiceStub, add_ServerServiceServicer_to_server
-from tests.contract.serving import SERVICE, Context, Servicer, begin, failure, once, responses_of, serving, until
+from tests.contract.serving import SERVICE, Context, Servicer, begin, failure, once, responses_of, serving
+from tests.support.waiting import until
 
 SERVER_SERVICE = "kvgrpc.v1.ServerService"
 SERVING, NOT_SERVING = "SERVING", "NOT_SERVING"

@@ -35,8 +35,9 @@ from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.v1 import event_service_pb2
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceStub
-from tests.support.cache_serving import LIMITS, SHAPE, CacheRank, bytes_of, hashes_of, open_cache_rank, prompt, until
+from tests.support.cache_serving import LIMITS, SHAPE, CacheRank, bytes_of, hashes_of, open_cache_rank, prompt
 from tests.support.faults.storage import DOWN, Fault, FaultyBackend, memory_backend
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -560,7 +561,7 @@ class TestCommands:
             """Once the command watches, or has cut the operation."""
             assert begun.wait(20)
             (operation,) = cache.manager.controller.book.open()
-            until(lambda: cache.manager.controller.book._listeners if how != "cancel" else operation.cut)
+            wait_until(lambda: cache.manager.controller.book._listeners if how != "cancel" else operation.cut)
             may_end.set()
 
         storage.fault = slow

@@ -20,7 +20,8 @@ from kvgrpc.prefetch.storage.base import PageBuffers, PageResult, failed
 from kvgrpc.rpc.status import error_from
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceStub
-from tests.support.cache_serving import LIMITS, REPLICATED, SHAPE, CacheRank, hashes_of, open_cache_rank, prompt, until
+from tests.support.cache_serving import LIMITS, REPLICATED, SHAPE, CacheRank, hashes_of, open_cache_rank, prompt
+from tests.support.waiting import wait_until
 
 QUICK = replace(LIMITS, agreement_timeout=2.0)
 
@@ -62,7 +63,7 @@ def opened(folder: Path, **changes: Any) -> Iterator[Replica]:
     settings = {"layout": Layout(tp=2), "limits": QUICK, **changes}
     leader = open_cache_rank(folder, tp=0, **settings)
     other = open_cache_rank(folder, tp=1, leader=leader.address, **settings)
-    until(lambda: leader.manager.agreeing_ranks() == 2 and other.manager.agreeing_ranks() == 2)
+    wait_until(lambda: leader.manager.agreeing_ranks() == 2 and other.manager.agreeing_ranks() == 2)
     yield Replica(leader, other)
     other.close()
     leader.close()
@@ -70,7 +71,7 @@ def opened(folder: Path, **changes: Any) -> Iterator[Replica]:
 
 def nothing_is_locked(replica: Replica) -> None:
     for rank in (replica.leader, replica.other):
-        until(lambda rank=rank: not rank.manager.controller.book.open())  # type: ignore[misc]
+        wait_until(lambda rank=rank: not rank.manager.controller.book.open())  # type: ignore[misc]
         counts = rank.manager.host.table.counts()
         assert (counts["reserved"], counts["read"]) == (0, 0)
 
@@ -126,11 +127,11 @@ class TestAgreement:
         replica.store(hashes, hashes)
         manager = replica.leader.manager
         waiting = replica.prefetch(replica.leader, "one", hashes)
-        until(lambda: waiting.state is OperationState.AGREEING)
+        wait_until(lambda: waiting.state is OperationState.AGREEING)
         replica.other.close()
         assert waiting.wait(1.5), "it waited for the whole time of the agreement"
         assert waiting.stop is Stop.RANK_ABSENT
-        until(lambda: manager.agreeing_ranks() == 1)
+        wait_until(lambda: manager.agreeing_ranks() == 1)
         after = replica.prefetch(replica.leader, "two", hashes)
         assert after.wait(0.5) and after.stop is Stop.RANK_ABSENT
 
@@ -164,7 +165,7 @@ class TestAgreement:
             operation = client.start_prefetch(pb.PromptPages(tokens=prompt(10)))
             ended = client.terminate_prefetch(operation.operation_id)
             assert ended.quiescent
-        until(lambda: not replica.other.manager.controller.book.open())
+        wait_until(lambda: not replica.other.manager.controller.book.open())
         for rank in (replica.leader, replica.other):
             counts = rank.manager.host.table.counts()
             assert counts["reserved"] == 0 and rank.manager.controller.occupied == 0
@@ -261,7 +262,7 @@ class TestBackup:
 
         monkeypatch.setattr(storage, "write", slow)
         first = replica.leader.manager.start_backup(hashes)
-        until(lambda: first.finishing or first.ended)
+        wait_until(lambda: first.finishing or first.ended)
         assert not first.wait(QUICK.agreement_timeout + 0.2), "it has written, and did not wait for the other"
         gate.set()
         assert ends(first, replica.other.manager.controller.book.get(first.operation_id)) == [("DONE", 6)] * 2
@@ -271,7 +272,7 @@ class TestBackup:
         hashes = hashes_of(prompt(6))
         full.fill(hashes, hashes)
         full.other.close()
-        until(lambda: full.leader.manager.agreeing_ranks() == 1)
+        wait_until(lambda: full.leader.manager.agreeing_ranks() == 1)
         backup = full.client_backup(6)
         assert (backup.state, backup.stop) == (pb.OPERATION_STATE_DECLINED, pb.OPERATION_STOP_RANK_ABSENT)
 
@@ -281,7 +282,7 @@ class TestBackup:
         with SyncClient(full.leader.address) as client:
             backup = client.start_backup(pb.PromptPages(tokens=prompt(30)))
             assert client.terminate_prefetch(backup.operation_id).quiescent
-        until(lambda: not full.other.manager.controller.book.open())
+        wait_until(lambda: not full.other.manager.controller.book.open())
         nothing_is_locked(full)
 
 

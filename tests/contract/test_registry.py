@@ -28,7 +28,8 @@ from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
 from kvgrpc.v1.common_pb2 import Role as WireRole
 from kvgrpc.wire import rank_ref_to_pb
-from tests.support.registry_serving import POOLS, TP2, Served, failure, request_of, until
+from tests.support.registry_serving import POOLS, TP2, Served, failure, request_of
+from tests.support.waiting import until
 from tests.unit.registry.builders import pool, ranks, row
 
 

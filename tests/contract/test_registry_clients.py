@@ -29,7 +29,8 @@ from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.security import CallerRole, ClientSecurity, ServerSecurity, Token
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceServicer, add_RegistryServiceServicer_to_server
-from tests.support.registry_serving import TP2, Served, dial, until
+from tests.support.registry_serving import TP2, Served, dial
+from tests.support.waiting import until
 from tests.unit.registry.builders import ranks, row
 
 

@@ -18,7 +18,7 @@ from kvgrpc.client import SyncClient
 from kvgrpc.model import Pool, PoolKind, Region, Role
 from kvgrpc.server import Rank, RankConfig, RegistryServer, open_rank
 from kvgrpc.transfer import KVPoll, KVReceiver, KVSender
-from tests.contract.transfer_peers import eventually
+from tests.support.waiting import wait_until
 
 PAGES, PAGE_BYTES = 64, 4096
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -61,11 +61,11 @@ def ranks() -> Iterator[tuple[Rank[Any], Rank[Any]]]:
 def hand_off(prefill: Rank[Any], decode: Rank[Any], room: int) -> KVReceiver:
     receiver = KVReceiver(decode.transfer, prefill.address, room)
     sender = KVSender(prefill.transfer, prefill.address, room)
-    eventually(lambda: receiver.poll() is KVPoll.WaitingForInput)
+    wait_until(lambda: receiver.poll() is KVPoll.WaitingForInput)
     receiver.init(np.array([3, 4, 5], np.int32))
     sender.init(3)
     sender.send(np.array([10, 20, 30], np.int32))
-    eventually(lambda: receiver.ended and sender.ended)
+    wait_until(lambda: receiver.ended and sender.ended)
     return receiver
 
 
@@ -84,11 +84,11 @@ def test_a_rank_counts_its_hand_offs(ranks: tuple[Rank[Any], Rank[Any]]) -> None
     assert hand_off(prefill, decode, 7).poll() is KVPoll.Success
     for then, role in zip(before, ("prefill", "decode"), strict=True):
         after = [then[0] + 1, then[1] + 1, then[2] + 3 * PAGE_BYTES]
-        eventually(lambda role=role, after=after: values(role) == after)  # type: ignore[misc]
+        wait_until(lambda role=role, after=after: values(role) == after)  # type: ignore[misc]
     assert metric(prefill, "kvgrpc_sessions", role="prefill") >= 1
     assert metric(decode, "kvgrpc_sessions", role="decode", state="open") == 1
     assert metric(decode, "kvgrpc_pages_held_limit", role="decode") == PAGES // 4
-    eventually(lambda: metric(decode, "kvgrpc_rooms_open") == 0)
+    wait_until(lambda: metric(decode, "kvgrpc_rooms_open") == 0)
 
 
 def test_a_failed_room_is_counted_by_its_reason_and_writes_one_line(
@@ -99,11 +99,11 @@ def test_a_failed_room_is_counted_by_its_reason_and_writes_one_line(
     before = metric(decode, "kvgrpc_rooms_ended_total", **labels)
     with caplog.at_level(logging.INFO, "kvgrpc"):
         receiver = KVReceiver(decode.transfer, prefill.address, 8)
-        eventually(lambda: receiver.poll() is KVPoll.WaitingForInput)
+        wait_until(lambda: receiver.poll() is KVPoll.WaitingForInput)
         with SyncClient(decode.address) as client:
             client.cancel_room(8, cause="stuck\x1b[2J")
-        eventually(lambda: metric(decode, "kvgrpc_rooms_ended_total", **labels) == before + 1)
-        eventually(lambda: len(said_of_room_8(caplog)) >= 2)
+        wait_until(lambda: metric(decode, "kvgrpc_rooms_ended_total", **labels) == before + 1)
+        wait_until(lambda: len(said_of_room_8(caplog)) >= 2)
     lines = said_of_room_8(caplog)
     assert len(lines) == 2, lines
     assert "cancelled by 127.0.0.1:" in lines[0]
@@ -120,7 +120,7 @@ def test_a_lost_pair_writes_one_line(caplog: pytest.LogCaptureFixture) -> None:
     hand_off(prefill, decode, 9)
     with caplog.at_level(logging.INFO, "kvgrpc"):
         decode.close(2.0)
-        eventually(lambda: said_of_the_pair(caplog))
+        wait_until(lambda: said_of_the_pair(caplog))
         prefill.close(2.0)
     assert said_of_the_pair(caplog) == 1
 

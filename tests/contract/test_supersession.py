@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvgrpc.server import RegistryServer
-from tests.contract.transfer_peers import eventually
 from tests.support.rank_host import RankHost
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def test_a_rank_that_was_replaced_writes_one_line_with_both_incarnations_and_is_
     first = RankHost("S", "PREFILL", {"registry": registry.address})
     second = RankHost("S", "PREFILL", {"registry": registry.address})
     try:
-        eventually(lambda: first.rank.registration_state == "superseded" and not first.rank.healthy, 30)
+        wait_until(lambda: first.rank.registration_state == "superseded" and not first.rank.healthy, 30)
         assert second.rank.healthy
     finally:
         second.close(1.0)

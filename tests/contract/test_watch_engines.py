@@ -19,7 +19,8 @@ from kvgrpc.registry.mirror import EngineMirror
 from kvgrpc.registry.model import ResolvedEngine
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
-from tests.support.registry_serving import TP2, Served, failure, until
+from tests.support.registry_serving import TP2, Served, failure
+from tests.support.waiting import until
 from tests.unit.registry.builders import pool, ranks, row
 
 

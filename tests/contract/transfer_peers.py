@@ -28,6 +28,7 @@ from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
 from kvgrpc.wire import failure_from_pb, layout_to_pb, pool_to_pb, rank_ref_to_pb
 from tests.support.rank_host import AUX_BYTES, LAYERS, PAGE_BYTES, PAGES, RankHost
+from tests.support.waiting import wait_until
 
 SECONDS = 15.0
 METHOD = "/kvgrpc.v1.TransferService/Session"
@@ -305,16 +306,9 @@ def said(room: int, state: int, writes: int = SETTLED, **fields: Any) -> pb.Sess
     return pb.SessionResponse(rooms=[entry])
 
 
-def eventually(condition: Callable[[], object], seconds: float = SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that in time"
-        time.sleep(0.005)
-
-
 def named(host: RankHost, room: int) -> None:
     """Waits until the rank has heard of the room."""
-    eventually(lambda: RoomKey(room) in core_of(host).rooms)
+    wait_until(lambda: RoomKey(room) in core_of(host).rooms)
 
 
 def sender_of(host: RankHost, room: int) -> Any:

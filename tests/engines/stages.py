@@ -14,6 +14,7 @@ from kvgrpc.client import SyncClient
 from kvgrpc.v1 import transfer_service_pb2 as proto
 from tests.engines.engine import Engine, Pair, Request
 from tests.engines.model import Case, Reference
+from tests.support.waiting import wait_until
 
 STAGE_SECONDS = 30.0
 MOST_TRIES = 30
@@ -103,10 +104,3 @@ def room_of(engine: Engine, number: int) -> proto.Room | None:
 def rank_address(engine: Engine) -> str:
     (address,) = re.findall(rf"{engine.role} rank \S+ listens on ([^\s,]+)", engine.log())
     return str(address)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + STAGE_SECONDS
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)

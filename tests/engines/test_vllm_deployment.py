@@ -9,8 +9,9 @@ import pytest
 
 from tests.engines.engine import Request
 from tests.engines.model import Reference
-from tests.engines.stages import wait_for, wait_until
+from tests.engines.stages import wait_for
 from tests.engines.vllm_engine import BLOCK, CONNECTOR, ROLES, VllmPair
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(900)
 # Blocks of a request whose prefill is dead are quiet 2 s after that is known (docs/session.md, rule 8); its prompt is

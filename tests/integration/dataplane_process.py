@@ -13,8 +13,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ import numpy.typing as npt
 from kvgrpc.dataplane import open_plane
 from kvgrpc.dataplane.base import DataPlane, MemoryRange, Peer, Result, U64Array
 from tests.support.faults.dataplane import wait
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -95,7 +94,7 @@ class PlaneProcess:
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
         if number == signal.SIGSTOP:
-            until(lambda: Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+            wait_until(lambda: Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
 
     def kill(self) -> None:
         """kill -9, and waits until it is gone."""
@@ -107,14 +106,6 @@ class PlaneProcess:
         line = self.process.stdout.readline()
         assert line, "the process ended"
         return json.loads(line)
-
-
-def until(condition: Callable[[], bool], deadline: float = 20.0) -> None:
-    """Waits for a condition, at most ``deadline`` seconds."""
-    end = time.monotonic() + deadline
-    while not condition():
-        assert time.monotonic() < end, f"not within {deadline} s"
-        time.sleep(0.002)
 
 
 def main(name: str, nbytes: int) -> None:

@@ -17,8 +17,9 @@ from kvgrpc.dataplane.mooncake.plane import MooncakeDataPlane
 from kvgrpc.errors import FeatureDisabled, InvalidRequest
 from kvgrpc.model import Pool, PoolKind, Region, Role
 from kvgrpc.server import RankConfig, open_rank
-from tests.integration.dataplane_process import PlaneProcess, digest, noise, u64, until, view
+from tests.integration.dataplane_process import PlaneProcess, digest, noise, u64, view
 from tests.support.faults.dataplane import wait
+from tests.support.waiting import wait_until
 
 MIB = 1 << 20
 NBYTES = 64 * MIB
@@ -114,7 +115,7 @@ def test_a_stopped_submission_ends_soon_and_certain(writer: Writer, lasting: Pla
     count = 50_000
     columns = u64(np.full(count, writer.block), np.full(count, lasting.block), np.full(count, 4096))
     transfer = writer.plane.submit(writer.plane.attach(lasting.address), *columns)
-    until(lambda: transfer.poll() is not None or len(transfer._handles) > 0)  # type: ignore[attr-defined]
+    wait_until(lambda: transfer.poll() is not None or len(transfer._handles) > 0)  # type: ignore[attr-defined]
     transfer.stop()
     result = wait(transfer)
     assert result.outcome is Outcome.REJECTED
@@ -176,7 +177,7 @@ def test_a_peer_that_hangs_with_megabytes_on_their_way_to_it_stalls_nobody(
     assert wait(writer.write(mortal, attached=stopped)).outcome is Outcome.DONE
     mortal.signal(signal.SIGSTOP)  # for as long as the others write
     hangs = writer.write(mortal, NBYTES, attached=stopped)
-    until(lambda: hangs.poll() is None and plane.in_flight()[1] >= MIB)
+    wait_until(lambda: hangs.poll() is None and plane.in_flight()[1] >= MIB)
     began = time.monotonic()
     for number in range(20):
         assert wait(writer.write(lasting, MIB, number * MIB, healthy)).outcome is Outcome.DONE
@@ -245,13 +246,13 @@ def test_what_a_killed_writer_sent_counts_until_it_was_read(writer: Writer, mort
         assert killed.ask("write", address=mortal.address.decode(), block=mortal.block, seed=2)[0] == "DONE"
         mortal.signal(signal.SIGSTOP)
         killed.tell("write", address=mortal.address.decode(), block=mortal.block, seed=3)
-        until(lambda: any(each.unread for each in arriving(read_table(ports), ports, None)))
+        wait_until(lambda: any(each.unread for each in arriving(read_table(ports), ports, None)))
         assert not lingering(lambda: read_table(ports), lambda: False, ports, None), "in use"
         killed.kill()
         left = lingering(lambda: read_table(ports), lambda: False, ports, None)
         assert any(each.unread for each in left), "sent, not read, sender dead"
         mortal.signal(signal.SIGCONT)
-        until(lambda: mortal.ask("connections", address=killed.address.decode()) == [])
+        wait_until(lambda: mortal.ask("connections", address=killed.address.decode()) == [])
         assert not arriving(read_table(ports), ports, None)
 
 
@@ -266,7 +267,7 @@ def test_a_failed_write_is_reported_when_its_bytes_have_left_this_host(mortal: P
         assert impatient.ask("write", address=mortal.address.decode(), block=mortal.block, seed=2)[0] == "DONE"
         mortal.signal(signal.SIGSTOP)
         impatient.tell("write", address=mortal.address.decode(), block=mortal.block, seed=3)
-        until(lambda: len(unsent()) == 4)
+        wait_until(lambda: len(unsent()) == 4)
         assert sum(each.unsent for each in unsent()) > MIB
         time.sleep(0.3)  # in which it must not answer
         assert not impatient.has_answered()
@@ -303,14 +304,14 @@ def test_an_engine_of_somebody_else_is_used_and_left_alone(lasting: PlaneProcess
 def test_closing_with_writes_in_flight_leaves_none(mortal: PlaneProcess) -> None:
     closing = Writer()
     transfer = closing.write(mortal, NBYTES)
-    until(lambda: transfer.poll() is not None or len(transfer._handles) > 0)  # type: ignore[attr-defined]
+    wait_until(lambda: transfer.poll() is not None or len(transfer._handles) > 0)  # type: ignore[attr-defined]
     assert closing.plane.close(15.0)
     assert wait(transfer).outcome in (Outcome.REJECTED, Outcome.DONE), "what ran was waited for"
     assert wait(closing.write(mortal, attached=object())).outcome is Outcome.REJECTED
     with pytest.raises(ValueError, match="closed"):
         closing.plane.attach(mortal.address)
     ports = frozenset(msgspec.json.decode(mortal.address)["data_ports"])
-    until(lambda: not arriving(read_table(ports), ports, None))
+    wait_until(lambda: not arriving(read_table(ports), ports, None))
 
 
 def test_a_forked_child_is_refused_and_ends(writer: Writer, lasting: PlaneProcess, mortal: PlaneProcess) -> None:

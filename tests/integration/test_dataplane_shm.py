@@ -14,8 +14,9 @@ import pytest
 from kvgrpc.dataplane.base import MemoryRange, Outcome
 from kvgrpc.dataplane.shm.plane import ShmDataPlane
 from kvgrpc.errors import PeerUnreachable
-from tests.integration.dataplane_process import PlaneProcess, digest, noise, u64, until, view
+from tests.integration.dataplane_process import PlaneProcess, digest, noise, u64, view
 from tests.support.faults.dataplane import wait
+from tests.support.waiting import wait_until
 
 MIB = 1 << 20
 NBYTES = 64 * MIB
@@ -95,7 +96,7 @@ def test_nothing_is_left_of_killed_processes(plane: ShmDataPlane, source: int, p
     del attached
     gc.collect()
     # The last mapping goes, and with it the memory, once the thread that touches new memory has ended too.
-    until(lambda: not [fields for fields in mapped() if int(fields[4]) in inodes])
+    wait_until(lambda: not [fields for fields in mapped() if int(fields[4]) in inodes])
     assert {fields[4] for fields in mapped()} <= before, "only what this process had before"
 
 

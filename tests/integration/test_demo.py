@@ -10,8 +10,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import pytest
 
 from kvgrpc.client import SyncClient
 from kvgrpc.v1 import transfer_service_pb2 as pb
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 # Four interpreters start, three of them with torch; a busy machine takes its time.
@@ -77,7 +77,7 @@ class Demo:
                         found[command[-1]] = child
             return len(found) == 4
 
-        wait(all_there)
+        wait_until(all_there, LEFT_SECONDS)
         return found
 
     def end(self) -> None:
@@ -92,13 +92,6 @@ def running(*arguments: object, environment: dict[str, str] | None = None) -> It
         yield demo
     finally:
         demo.end()
-
-
-def wait(condition: Callable[[], bool], seconds: float = LEFT_SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds:.0f} s"
-        time.sleep(0.05)
 
 
 def gone(processes: dict[str, psutil.Process]) -> bool:
@@ -173,7 +166,7 @@ def test_servers_that_keep_running_can_be_looked_at_and_do_not_outlive_a_killed_
         look_at(printed[0][-1], printed[1][-1], printed[3][-1])
         children = demo.children()
         demo.signal(signal.SIGKILL)
-        wait(lambda: gone(children))
+        wait_until(lambda: gone(children), LEFT_SECONDS)
 
 
 def address_in(command: str) -> str:

@@ -21,6 +21,7 @@ from kvgrpc.client import EventFollower
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.events.live import relay as live_relay
 from kvgrpc.server import EventRelay, IndexServer
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 END = b"\xff" * 8
@@ -367,9 +368,8 @@ def test_score_asks_an_index_that_follows_a_relay(engine: EnginePublisher, kvgrp
         index = IndexServer(["127.0.0.1:0"], sources=[relay.address]).open()
         try:
             asked = ["events", "score", "--json", "-s", index.address, "--hash", "1", "--hash", "2", "--hash", "9"]
-            end = time.monotonic() + 30
-            while not (scores := json.loads(kvgrpc(*asked)).get("scores")):
-                assert time.monotonic() < end
+            wait_until(lambda: json.loads(kvgrpc(*asked)).get("scores"))
+            scores = json.loads(kvgrpc(*asked))["scores"]
             assert (scores[0]["engine"], scores[0]["deviceBlocks"]) == ("sglang-1", 2)
         finally:
             index.close()

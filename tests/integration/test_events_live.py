@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from kvgrpc.events import BlockRemoved, BlockStored, EventServicer, KVEventBatch
 from kvgrpc.model import RankId, RankRef
 from kvgrpc.v1 import event_service_pb2 as pb
 from kvgrpc.v1.event_service_pb2_grpc import EventServiceStub, add_EventServiceServicer_to_server
+from tests.support.waiting import wait_until
 
 Frames = tuple[bytes, bytes, bytes]
 
@@ -89,13 +90,6 @@ def receive(sub: zmq.Socket[bytes], last: int) -> list[Frames]:
         assert len(frames) == 3
         received.append((frames[0], frames[1], frames[2]))
     return received
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "waited 20 s in vain"
-        time.sleep(0.001)
 
 
 @asynccontextmanager
@@ -196,7 +190,7 @@ def test_a_subscriber_that_does_not_read_holds_up_nobody() -> None:
     with publisher(hwm=10) as opened, stuck_subscriber(opened):
         for _ in range(200):
             assert opened.publish_raw(raw(100_000))
-        wait_for(lambda: opened.counts.unsent == 0)
+        wait_until(lambda: opened.counts.unsent == 0)
         assert opened.counts.published == opened.stream.next_sequence
 
 
@@ -215,7 +209,7 @@ def test_shutdown_gives_up_on_a_subscriber_that_does_not_read() -> None:
     with publisher() as opened, stuck_subscriber(opened):
         for _ in range(500):
             opened.publish_raw(raw(100_000))
-        wait_for(lambda: opened.counts.unsent == 0)
+        wait_until(lambda: opened.counts.unsent == 0)
         began = time.monotonic()
         opened.shutdown(0.3)
         assert 0.2 < time.monotonic() - began < 8  # in vain it would be until the subscriber reads: for ever

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +14,7 @@ import zmq
 from kvgrpc.events import ZmqEventPublisher
 from kvgrpc.events.live import router as routing
 from kvgrpc.model import RankId, RankRef
+from tests.support.waiting import wait_until
 
 END = b"\xff" * 8
 SEED, TOPIC = "seed", "topic"
@@ -51,7 +51,7 @@ def binds(endpoint: str) -> bool:
 def publish(opened: ZmqEventPublisher, *payloads: bytes) -> None:
     for payload in payloads:
         assert opened.publish_raw(payload)
-    wait_for(lambda: opened.counts.unsent == 0)
+    wait_until(lambda: opened.counts.unsent == 0)
 
 
 @contextmanager
@@ -80,13 +80,6 @@ def replies(socket: zmq.Socket[bytes], shape: str) -> Reply:
         assert len(frames) == (3 if shape == SEED else 4)
         assert shape == SEED or frames[1] == b"kv"
         batches.append((int.from_bytes(frames[-2], "big"), frames[-1]))
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "waited 20 s in vain"
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize(
@@ -236,10 +229,10 @@ def test_a_client_that_takes_nothing_is_left(monkeypatch: pytest.MonkeyPatch, ca
     with publisher() as opened, client(opened, hwm=1) as stuck:
         publish(opened, *(raw(number, 50_000) for number in range(3_000)))
         ask(stuck, 0)
-        wait_for(lambda: "took nothing" in caplog.text)
+        wait_until(lambda: "took nothing" in caplog.text)
         router = opened._router
         assert router is not None
-        wait_for(lambda: not router._replays)
+        wait_until(lambda: not router._replays)
 
 
 def test_a_client_that_leaves_is_forgotten() -> None:
@@ -250,7 +243,7 @@ def test_a_client_that_leaves_is_forgotten() -> None:
             leaving.poll(20_000)
         router = opened._router
         assert router is not None
-        wait_for(lambda: not router._replays)
+        wait_until(lambda: not router._replays)
         assert opened.healthy
 
 
@@ -276,7 +269,7 @@ def test_one_bad_pass_ends_neither_the_thread_nor_the_next_replay(monkeypatch: p
 
         monkeypatch.setattr(opened._router, "_begin", fail_once)
         ask(socket, 0)
-        wait_for(lambda: opened._router is not None and opened._router._begin is begin)
+        wait_until(lambda: opened._router is not None and opened._router._begin is begin)
         ask(socket, 0)
         assert replies(socket, TOPIC)[0] == [(0, raw(0))]
         assert opened.healthy
@@ -286,14 +279,14 @@ def test_a_fenced_publisher_replays_no_more_and_frees_its_port() -> None:
     with publisher() as opened:
         endpoint = opened.stream.replay_endpoint
         opened.fence()
-        wait_for(
+        wait_until(
             lambda: (
                 opened._router is not None
                 and opened._router._thread is not None
                 and not opened._router._thread.is_alive()
             )
         )
-        wait_for(lambda: binds(endpoint))  # ZMQ closes what was bound in a thread of its own
+        wait_until(lambda: binds(endpoint))  # ZMQ closes what was bound in a thread of its own
 
 
 def test_an_endpoint_that_is_taken_leaves_no_socket_behind() -> None:

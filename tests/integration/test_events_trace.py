@@ -7,8 +7,9 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,11 @@ from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.server import EventRelay
 from kvgrpc.v1 import event_service_pb2 as pb
 from kvgrpc.v1.event_service_pb2_grpc import add_EventServiceServicer_to_server
+from tests.support import waiting
 from tests.support.prefix_cache import PrefixCache, hash_of, requests, timed_requests
 
 SECONDS = 40.0
+until = partial(waiting.until, seconds=SECONDS)
 SNAPSHOT = pb.WATCH_MODE_SNAPSHOT
 GO_SEARCH = f"{os.environ.get('PATH', '')}:/usr/local/go/bin"
 GO = shutil.which("go", path=GO_SEARCH)
@@ -282,10 +285,3 @@ async def go_says(process: asyncio.subprocess.Process, words: str) -> None:
     finally:
         process.kill()
         await process.wait()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    end = asyncio.get_running_loop().time() + SECONDS
-    while not condition():
-        assert asyncio.get_running_loop().time() < end, f"waited {SECONDS:g} s in vain"
-        await asyncio.sleep(0.02)

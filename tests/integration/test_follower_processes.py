@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,11 @@ from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.options import SERVER_OPTIONS
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.v1.event_service_pb2_grpc import add_EventServiceServicer_to_server
+from tests.support import waiting
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 60.0
+until = partial(waiting.until, seconds=SECONDS)
 HASHES, CAPACITY = 2000, 600
 
 
@@ -120,13 +123,6 @@ def same(follower: EventFollower, truth: dict[str, Any]) -> bool:
     found = {block for block in range(HASHES) if follower.media_of(block)}
     assert found == set(truth["held"])
     return follower.state is FollowerState.CURRENT
-
-
-async def until(condition: Any) -> None:
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end, f"waited {SECONDS:g} s in vain"
-        await asyncio.sleep(0.01)
 
 
 def free_port() -> int:

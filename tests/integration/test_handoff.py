@@ -18,6 +18,7 @@ import pytest
 
 from kvgrpc.model import Layout
 from tests.support.rank_host import PAGES, RankProcess
+from tests.support.waiting import wait_until
 
 FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = 0, 1, 2, 3, 4
 # A death is known within 1 s at decode and 2 s at prefill: tests/simulation holds them to that, in ticks. Here a busy
@@ -94,14 +95,14 @@ def test_1000_rooms_in_flight_end_right_and_leave_nothing(pair: tuple[RankProces
     prefill.call("wait", "senders", rooms, [SUCCESS])
     everything = list(range(PAGES - 2))
     assert decode.call("page_sums", everything) == prefill.call("page_sums", everything)
-    eventually(lambda: decode.call("rooms_open") == 0 and prefill.call("rooms_open") == 0)
+    wait_until(lambda: decode.call("rooms_open") == 0 and prefill.call("rooms_open") == 0)
 
 
 def sleep(process: RankProcess, decode: RankProcess) -> None:
     ref = process.call("reopen")
     assert ref != process.ref
     if process is not decode:  # decode meets it by itself
-        eventually(lambda: decode.call("peers").get(ref) == "OPEN")
+        wait_until(lambda: decode.call("peers").get(ref) == "OPEN")
 
 
 @NEEDS_MOONCAKE
@@ -297,7 +298,7 @@ def test_a_cancel_at_any_state_ends_both_sides_and_gives_the_pages_back(start: S
         prefill.call("send", 5, [1, 2])
         prefill.call("wait", "senders", [5], [FAILED])
         assert prefill.call("state", "senders", 5)[1] == "ROOM_CANCELLED"
-    eventually(lambda: decode.call("rooms_open") == 0)
+    wait_until(lambda: decode.call("rooms_open") == 0)
 
 
 # Faults.
@@ -340,7 +341,7 @@ def test_a_killed_peer_after_success_spares_the_room(pair: tuple[RankProcess, Ra
     prefill.call("send", 1, [1])
     decode.call("wait", "receivers", [1], [SUCCESS])
     prefill.kill()
-    eventually(lambda: decode.call("rooms_open") == 0)
+    wait_until(lambda: decode.call("rooms_open") == 0)
     assert decode.call("state", "receivers", 1) == (SUCCESS, "", True)
 
 
@@ -351,7 +352,7 @@ def test_decode_killed_fails_prefill_before_its_idle_timeout_and_it_serves_on(
     decode.call("receive", 1, prefill.address, [1])
     prefill.call("send", 1, [1], last=False)
     prefill.call("wait", "senders", [1], [3])
-    eventually(lambda: prefill.call("open_writes") == 0)  # else the write itself may fail first
+    wait_until(lambda: prefill.call("open_writes") == 0)  # else the write itself may fail first
     killed = decode.kill()
     (state,) = prefill.call("wait", "senders", [1], [FAILED]).values()
     assert state[1] == "PEER_LOST" and state[2] - killed < BELOW_IDLE_TIMEOUT
@@ -369,12 +370,12 @@ def test_the_memory_of_a_killed_decode_is_not_kept_by_prefill(start: Start) -> N
     decode.call("receive", 1, prefill.address, [1])
     prefill.call("send", 1, [2])
     decode.call("wait", "receivers", [1], [SUCCESS])
-    eventually(lambda: prefill.call("rooms_open") == 0)
+    wait_until(lambda: prefill.call("rooms_open") == 0)
     decode.call("receive", 2, prefill.address, [3])
-    eventually(lambda: prefill.call("rooms_open") == 1)
+    wait_until(lambda: prefill.call("rooms_open") == 1)
     assert mapped_memory(prefill.pid) > alone
     decode.kill()
-    eventually(lambda: mapped_memory(prefill.pid) == alone)
+    wait_until(lambda: mapped_memory(prefill.pid) == alone)
     prefill.call("send", 2, [3])
     prefill.call("wait", "senders", [2], [FAILED])  # it is remembered still
 
@@ -395,7 +396,7 @@ def test_of_three_kills_the_median_is_known_within_a_second_at_decode_and_two_at
         decode.call("receive", 1, prefill.address, [1])
         prefill.call("send", 1, [1], last=False)
         prefill.call("wait", "senders", [1], [TRANSFERRING])
-        eventually(partial(no_open_writes, prefill))
+        wait_until(partial(no_open_writes, prefill))
         dies, lives, handles = (prefill, decode, "receivers") if role == "PREFILL" else (decode, prefill, "senders")
         killed = dies.kill()
         (state,) = lives.call("wait", handles, [1], [FAILED]).values()
@@ -426,7 +427,7 @@ def test_a_stopped_decode_is_known_after_the_idle_timeout(pair: tuple[RankProces
     decode.call("receive", 1, prefill.address, [1])
     prefill.call("send", 1, [1], last=False)
     prefill.call("wait", "senders", [1], [3])
-    eventually(lambda: prefill.call("open_writes") == 0)
+    wait_until(lambda: prefill.call("open_writes") == 0)
     stopped = decode.stop()
     (state,) = prefill.call("wait", "senders", [1], [FAILED]).values()
     assert state[1] == "PEER_LOST" and 2.5 < state[2] - stopped < 15.0
@@ -525,7 +526,7 @@ def test_a_killed_registry_fails_no_hand_off_and_everybody_comes_back(start: Sta
         prefill.call("send_many", rooms[20:40], 4)
         decode.call("wait", "receivers", rooms, [SUCCESS])
         registry = registry_process(port)
-        eventually(lambda: prefill.call("registration") == "registered")
+        wait_until(lambda: prefill.call("registration") == "registered")
         stranger = start("D2", "DECODE").opened()
         stranger.call("receive", 99, f"127.0.0.1:{port}", [7])
         prefill.call("send", 99, [7])
@@ -552,15 +553,8 @@ def no_open_writes(prefill: RankProcess) -> bool:
     return bool(prefill.call("open_writes") == 0)
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.02)
-
-
 def prefill_sees(prefill: RankProcess, rooms: int) -> None:
-    eventually(lambda: prefill.call("rooms_open") >= rooms)
+    wait_until(lambda: prefill.call("rooms_open") >= rooms)
 
 
 def free_port() -> int:

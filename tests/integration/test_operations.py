@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvgrpc.client import SyncClient
 from tests.support.rank_host import LAYERS, PAGE_BYTES, RankProcess
+from tests.support.waiting import wait_until
 
 FAILED, TRANSFERRING, SUCCESS = 0, 3, 4
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -47,13 +47,6 @@ class Operator:
     def reads(self, *words: str) -> int:
         """How many lines of the log have all these words."""
         return sum(all(word in line for word in words) for line in self.log.read_text().splitlines())
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -102,15 +95,15 @@ def test_an_operator_sees_what_goes_well_what_fails_and_who_died(
 
     for each in (watched, at_prefill, at_decode):
         assert (each.ask("/livez"), each.ask("/readyz")) == (200, 200), each.name
-    eventually(lambda: watched.metric("kvgrpc_registry_rows") == 1)
+    wait_until(lambda: watched.metric("kvgrpc_registry_rows") == 1)
 
     decode.call("receive", 1, bootstrap, [1, 2, 3], wait_first=True)
     prefill.call("send", 1, [4, 5, 6])
     decode.call("wait", "receivers", [1], [SUCCESS])
     prefill.call("wait", "senders", [1], [SUCCESS])
     for each in (at_prefill, at_decode):
-        eventually(lambda each=each: each.metric("kvgrpc_rooms_ended_total", outcome="success") == 1)  # type: ignore[misc]
-        eventually(lambda each=each: each.metric("kvgrpc_hand_off_bytes_total") == 3 * LAYERS * PAGE_BYTES)  # type: ignore[misc]
+        wait_until(lambda each=each: each.metric("kvgrpc_rooms_ended_total", outcome="success") == 1)  # type: ignore[misc]
+        wait_until(lambda each=each: each.metric("kvgrpc_hand_off_bytes_total") == 3 * LAYERS * PAGE_BYTES)  # type: ignore[misc]
         assert each.metric("kvgrpc_hand_off_seconds_count") == 1
         assert each.metric("kvgrpc_sessions", state="open") == 1
 
@@ -118,8 +111,8 @@ def test_an_operator_sees_what_goes_well_what_fails_and_who_died(
     with SyncClient(decode.address) as client:
         client.cancel_room(2, cause="stuck")
     failed = {"outcome": "failed", "reason": "ROOM_CANCELLED"}
-    eventually(lambda: at_decode.metric("kvgrpc_rooms_ended_total", **failed) == 1)
-    eventually(lambda: at_decode.reads("room 2 failed at decode", "ROOM_CANCELLED") == 1)
+    wait_until(lambda: at_decode.metric("kvgrpc_rooms_ended_total", **failed) == 1)
+    wait_until(lambda: at_decode.reads("room 2 failed at decode", "ROOM_CANCELLED") == 1)
     assert at_decode.reads("room 2", "cancelled by 127.0.0.1:") == 1
 
     decode.call("receive", 3, bootstrap, [8, 9, 10], wait_first=True)
@@ -128,15 +121,15 @@ def test_an_operator_sees_what_goes_well_what_fails_and_who_died(
     assert at_decode.metric("kvgrpc_rooms_open") == 1
     prefill.stop()  # first: what a hung peer may still write stays held, and is shown
     decode.call("wait", "receivers", [3], [FAILED])
-    eventually(lambda: at_decode.metric("kvgrpc_pages_held") == 3)
+    wait_until(lambda: at_decode.metric("kvgrpc_pages_held") == 3)
     prefill.kill()
     decode.call("wait_release", [3])
-    eventually(lambda: at_decode.metric("kvgrpc_rooms_ended_total", outcome="failed", reason="PEER_LOST") == 1)
-    eventually(lambda: at_decode.reads("lost its pair with P/") == 1)
-    eventually(lambda: at_decode.metric("kvgrpc_pages_held") == 0)
+    wait_until(lambda: at_decode.metric("kvgrpc_rooms_ended_total", outcome="failed", reason="PEER_LOST") == 1)
+    wait_until(lambda: at_decode.reads("lost its pair with P/") == 1)
+    wait_until(lambda: at_decode.metric("kvgrpc_pages_held") == 0)
     assert at_decode.reads("room 3 failed at decode", "PEER_LOST") == 1
     assert (at_decode.ask("/livez"), at_decode.ask("/readyz")) == (200, 200), "a dead peer is nobody else's illness"
-    eventually(lambda: watched.metric("kvgrpc_registry_rows") == 0)  # its lease has run out
+    wait_until(lambda: watched.metric("kvgrpc_registry_rows") == 0)  # its lease has run out
 
     with SyncClient(decode.address) as client:
         client.drain(0.1)

@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from kvgrpc.prefetch.model import PrefetchLimits, Short, WritePolicy
-from tests.support.cache_serving import until
 from tests.support.faults.storage import FAILED, Fault
 from tests.support.tiered_engine import SECONDS, SHAPE, Engine
+from tests.support.waiting import wait_until
 
 
 def conversation(chance: random.Random) -> list[str]:
@@ -51,7 +51,7 @@ class TestWritePolicies:
         assert engine.cache.leading_by_tier(["a", "a b", "a b c"]) == (3, 3)
         assert engine.cache.evict_device(24) == 3
         assert engine.cache.leading_by_tier(["a", "a b", "a b c"]) == (0, 3)
-        until(lambda: engine.controller.count_in_storage(["a", "a b", "a b c"], 1.0) == 3)
+        wait_until(lambda: engine.controller.count_in_storage(["a", "a b", "a b c"], 1.0) == 3)
         engine.close()
 
     def test_selective_copies_what_is_used_again(self) -> None:
@@ -100,7 +100,7 @@ class TestWritePolicies:
         for end in (4, 6):
             engine.cache.write_back(hashes[:end])
             assert engine.copies.wait_idle(SECONDS)
-            until(lambda: not engine.controller.book.open())  # a backup's pages cannot go
+            wait_until(lambda: not engine.controller.book.open())  # a backup's pages cannot go
         engine.cache.evict_device(24)
         assert engine.cache.leading_by_tier(hashes) == (0, 4)
         engine.close()
@@ -129,7 +129,7 @@ class TestWritePolicies:
             sys.setrecursionlimit(most)
         assert engine.copies.wait_idle(SECONDS)
         assert engine.copies.host.table.counts()["present"] == pages
-        until(lambda: not engine.controller.book.open())
+        wait_until(lambda: not engine.controller.book.open())
         engine.close()
 
     def test_a_copy_on_its_way_survives_that_its_run_is_split(self) -> None:
@@ -197,7 +197,7 @@ def test_a_device_that_copies_nothing_costs_requests_no_page(
     with pytest.raises(RuntimeError):
         engine.cache.load(held)
     engine.cache.release(held)
-    until(lambda: not engine.controller.book.open())
+    wait_until(lambda: not engine.controller.book.open())
     assert engine.copies.device.table.free_count == 24 and engine.cache.evict_host(40) == 2
     engine.close()
 
@@ -221,7 +221,7 @@ def test_a_prefetch_beside_requests_that_compute_the_same_keeps_one_of_each_page
     engine = Engine(WritePolicy.WRITE_THROUGH)
     hashes = [f"{'x' * number}" for number in range(1, 9)]
     engine.request(hashes)
-    until(lambda: engine.controller.count_in_storage(hashes, 1.0) == 8)
+    wait_until(lambda: engine.controller.count_in_storage(hashes, 1.0) == 8)
     engine.cache.evict_device(24)
     engine.cache.evict_host(40)
     engine.storage.fault = lambda call, key: Fault(delay=0.05) if call == "read" else None

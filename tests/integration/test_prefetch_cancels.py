@@ -14,9 +14,10 @@ from kvgrpc.prefetch.agreement.votes import AloneAgreement, Decided, Stage, Vote
 from kvgrpc.prefetch.controller.operation import Operation
 from kvgrpc.prefetch.model import OperationKind, OperationState
 from kvgrpc.prefetch.storage.base import timed_out
-from tests.support.cache_serving import CacheRank, hashes_of, open_cache_rank, prompt, until
+from tests.support.cache_serving import CacheRank, hashes_of, open_cache_rank, prompt
 from tests.support.faults.storage import Fault, FaultyBackend, memory_backend
 from tests.support.tiered_engine import SECONDS
+from tests.support.waiting import wait_until
 
 
 class Gate:
@@ -92,7 +93,7 @@ class Cancels:
 
     def let_go_of_pages(self, operation: Operation, held: threading.Event) -> None:
         self.gate.opened.set()
-        until(lambda: operation.lingering and operation.state is OperationState.ENDING)
+        wait_until(lambda: operation.lingering and operation.state is OperationState.ENDING)
         assert not operation.wait(0.2), "the backend may still write there"
         counts = self.rank.manager.host.table.counts()
         assert counts["reserved"] + counts["read"] > 0
@@ -101,7 +102,7 @@ class Cancels:
     def cancel(self, operation: Operation, state: OperationState, let_go: Callable[[], None] | None = None) -> None:
         """Cancels it while it is in ``state``, then lets go what held it there."""
         let_go = let_go or self.let_go
-        until(lambda: operation.state is state)
+        wait_until(lambda: operation.state is state)
         if not self.by_client:
             self.controller.terminate(operation)
             assert not operation.ended
@@ -113,7 +114,7 @@ class Cancels:
                 target=lambda: answers.append(client.terminate_prefetch(operation.operation_id).quiescent)
             )
             call.start()
-            until(lambda: operation.cut)
+            wait_until(lambda: operation.cut)
             let_go()
             call.join(SECONDS)
             assert answers == [True], "the answer comes when nothing moves any more"
@@ -190,7 +191,7 @@ class TestCancelAtEveryState:
         cancels.storage.fault = cancels.gate.before("read", 5, cancels.hashes)
         operation = cancels.controller.prefetch(cancels.hashes)
         assert cancels.gate.reached.wait(SECONDS)
-        until(lambda: operation.completed == 4)
+        wait_until(lambda: operation.completed == 4)
         cancels.cancel(operation, OperationState.TRANSFERRING)
         cancels.check(operation)
         assert operation.completed >= 8, "the batch that was on its way is kept"
@@ -207,7 +208,7 @@ class TestCancelAtEveryState:
         held = cancels.hold("read", cancels.hashes[6])
         operation = cancels.controller.prefetch(cancels.hashes)
         assert cancels.gate.reached.wait(SECONDS)
-        until(lambda: operation.completed == 4)
+        wait_until(lambda: operation.completed == 4)
         cancels.cancel(operation, OperationState.TRANSFERRING, lambda: cancels.let_go_of_pages(operation, held))
         cancels.check(operation)
         assert operation.completed == 6, "what comes behind a page that did not is of no use"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from kvgrpc.prefetch.pools.device import DevicePool
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.pages import Pages, as_pages
 from kvgrpc.prefetch.pools.shape import Component, HostLayout, PageShape
+from tests.support.waiting import wait_until
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 DTYPES = {
@@ -346,7 +347,7 @@ class TestOrder:
             patched.setattr(pieces._lane[Direction.DOWN], "fence", Fence)
             taken(pieces.write([4, 5], node="not computed yet"))
         held.gate.set()
-        until(lambda: waited)
+        wait_until(lambda: waited)
         assert waited == [[[0, 1], [2, 3]]] and [ack.node for ack in pieces.acks()] == ["first", "second"]
         computed.set()
         assert pieces.wait_idle(SECONDS)
@@ -393,7 +394,7 @@ class TestOrder:
         held.begun.wait(SECONDS)
         closing = threading.Thread(target=pieces.close, args=(SECONDS,))
         closing.start()
-        until(lambda: pieces._writer._stopped)
+        wait_until(lambda: pieces._writer._stopped)
         held.gate.set()
         closing.join(SECONDS)
         (ack,) = pieces.acks()
@@ -409,7 +410,7 @@ class TestOrder:
             put(*item, again=again)
             if again:
                 back.set()
-                until(lambda: writer._stopped)
+                wait_until(lambda: writer._stopped)
 
         def stop_after_it(timeout: float) -> bool:
             held.gate.set()
@@ -633,10 +634,3 @@ def begin(copies: CopyEngine, direction: Direction, host: Pages) -> None:
         copies.start_loading()
     else:
         copies.write([8, 9])
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end, "condition was not met in time"
-        time.sleep(0.005)

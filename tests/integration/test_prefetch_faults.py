@@ -26,9 +26,9 @@ from kvgrpc.prefetch.model import (
 )
 from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.prefetch.storage.mooncake.local import LocalStore, master_command
-from tests.support.cache_serving import until
 from tests.support.faults.storage import FaultyBackend
 from tests.support.tiered_engine import SECONDS, Engine
+from tests.support.waiting import wait_until
 
 LONGEST_REQUEST = 3.0
 
@@ -195,7 +195,7 @@ def test_a_store_whose_part_is_killed_under_load_ends_every_operation_and_is_use
                 return False
             return come_back(engine, [names], set(names)) == len(names)
 
-        until(used_again, 90.0)
+        wait_until(used_again, 90.0)
         healed = time.monotonic() - began
         engine.close()
         assert storage.close(SECONDS)

@@ -14,8 +14,8 @@ from kvgrpc.errors import InvalidRequest, PageStateInvalid
 from kvgrpc.prefetch.cache import Held
 from kvgrpc.prefetch.model import Short, WritePolicy
 from kvgrpc.prefetch.pools.pages import Pages, PageState, as_pages
-from tests.support.cache_serving import until
 from tests.support.tiered_engine import SECONDS, SHAPE, Engine
+from tests.support.waiting import wait_until
 
 PROMPT = ["a", "a b", "a b c", "a b c d"]
 
@@ -130,7 +130,7 @@ def test_a_hold_is_released_once(engine: Engine) -> None:
 
 def test_a_hold_from_before_a_clear_keeps_and_frees_nothing(engine: Engine) -> None:
     held = engine.cache.match(PROMPT)
-    until(lambda: not engine.controller.book.open())  # as who clears has to
+    wait_until(lambda: not engine.controller.book.open())  # as who clears has to
     engine.cache.clear()
     engine.request(["b", "b c"])
     engine.cache.release(held)
@@ -196,7 +196,7 @@ def test_second_copies_go_with_a_clear(engine: Engine) -> None:
         assert not isinstance(engine.cache.load(each), Short)
     engine.cache.start_loading()
     assert engine.copies.wait_idle(SECONDS)
-    until(lambda: not engine.controller.book.open())
+    wait_until(lambda: not engine.controller.book.open())
     engine.cache.clear()
     assert engine.copies.device.table.free_count == 24
     for each in held:
@@ -262,5 +262,5 @@ def test_requests_at_the_same_time_have_their_own_bytes_from_match_to_release(po
         thread.join(60)
     assert sorted(done) == [0, 1, 2]
     assert engine.copies.wait_idle(SECONDS)
-    until(lambda: not engine.controller.book.open())
+    wait_until(lambda: not engine.controller.book.open())
     engine.close()

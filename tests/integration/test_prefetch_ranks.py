@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.agreement_rank import AGREEMENT_SECONDS, DOUBT_SECONDS, RANKS
-from tests.support.cache_serving import until
 from tests.support.replica import Replica
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ class TestRanksThatFail:
         # The other one's scheduler comes to it first, and the leader has to keep to its own time all the same.
         before = leader.ask("info")["ballots"]
         other.ask("prefetch", name="hangs", first=1, pages=8)
-        until(lambda: leader.ask("info")["ballots"] > before)
+        wait_until(lambda: leader.ask("info")["ballots"] > before)
         leader.ask("prefetch", name="hangs", first=1, pages=8)
         assert replica.ends("hangs", [leader, other]) == [("DECLINED", "RANK_ABSENT", 0)] * 2
         victim.process.send_signal(signal.SIGCONT)
@@ -128,7 +128,7 @@ class TestRanksThatFail:
         leader = replica.ranks[0]
         leader.ask("hold", call="read")
         name = str(leader.ask("start", first=1, pages=8)["name"])
-        until(lambda: leader.ask("last_votes", name=name)["votes"] == RANKS - 1)
+        wait_until(lambda: leader.ask("last_votes", name=name)["votes"] == RANKS - 1)
         return name
 
 

@@ -16,7 +16,8 @@ from kvgrpc.prefetch.model import Short, WritePolicy
 from kvgrpc.prefetch.pools.device import DevicePool
 from kvgrpc.prefetch.pools.shape import Component, HostLayout, PageShape
 from kvgrpc.v1 import prefetch_service_pb2 as pb
-from tests.support.cache_serving import LIMITS, PAGE_TOKENS, CacheRank, hashes_of, open_cache_rank, prompt, until
+from tests.support.cache_serving import LIMITS, PAGE_TOKENS, CacheRank, hashes_of, open_cache_rank, prompt
+from tests.support.waiting import wait_until
 
 SHAPES = {
     "mha": PageShape.mha(layers=4, page_tokens=PAGE_TOKENS, heads=2, head_dim=16, dtype="bfloat16"),
@@ -82,7 +83,7 @@ def test_a_prompt_leaves_all_tiers_but_storage_and_comes_back_layer_by_layer(tie
     before = content(copies, pages)
     cache.insert(hashes, pages.tolist())
     assert copies.wait_idle(20.0)
-    until(lambda: [row.state.name for row in tiers.manager.controller.book.all()] == ["DONE"])
+    wait_until(lambda: [row.state.name for row in tiers.manager.controller.book.all()] == ["DONE"])
     assert cache.evict_device(PAGES) == 20 and cache.evict_host(64) == 20
     for layer in range(copies.host.shape.layers):
         for component in copies.host.shape.components:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvgrpc.prefetch.model import PrefetchLimits, WritePolicy
-from tests.support.cache_serving import until
 from tests.support.prefix_cache import requests
 from tests.support.tier_simulator import Hits, TierSimulator
 from tests.support.tiered_engine import Engine
+from tests.support.waiting import wait_until
 
 # The simulator has no clock, so a machine that stalls for seconds must make no page late; and to it a prefetch may have
 # all of the host.
@@ -23,7 +23,7 @@ def replay(engine: Engine, pages: list[str]) -> Hits:
     on_device, cached = engine.cache.leading_by_tier(pages)
     loaded, computed = engine.loaded, engine.computed
     engine.request(pages)
-    until(lambda: all(row.state.ended for row in engine.controller.book.all()))
+    wait_until(lambda: all(row.state.ended for row in engine.controller.book.all()))
     assert engine.computed - computed == len(pages) - cached
     return Hits(on_device, engine.loaded - loaded, prefetched, engine.computed - computed)
 

@@ -39,7 +39,8 @@ from kvgrpc.v1.common_pb2 import ROLE_PREFILL
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
 from kvgrpc.wire import rank_ref_to_pb
 from tests.support.etcd import ETCD, Etcd, free_port, running_etcd
-from tests.support.registry_serving import POOLS, TP2, dial, failure, request_of, until
+from tests.support.registry_serving import POOLS, TP2, dial, failure, request_of
+from tests.support.waiting import until
 from tests.unit.registry.builders import pool, ranks, row
 
 pytestmark = pytest.mark.skipif(ETCD is None, reason="etcd is not installed (Debian: etcd-server)")
@@ -268,9 +269,9 @@ class TestFaults:
             etcd.kill()
             etcd.lose_everything()
             etcd.start()
-            await until(lambda: replica.store.warming_up_for == 0 and replica.known() == {row()}, within=30)
+            await until(lambda: replica.store.warming_up_for == 0 and replica.known() == {row()}, seconds=30)
             fresh = await Replica(etcd, "/lost/").start()
-            await until(lambda: fresh.known() == {row()}, within=30)
+            await until(lambda: fresh.known() == {row()}, seconds=30)
             await registration.close()
             await replica.stop()
             await fresh.stop()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 
 import psutil
 import pytest
@@ -15,8 +16,10 @@ from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.prefetch.storage.base import OK, PageResult, PageStatus, StorageBackend, StorageDown
 from kvgrpc.prefetch.storage.mooncake.local import LocalStore, master_command
 from tests.conformance.storage.pages import Arena
+from tests.support import waiting
 
 pytestmark = pytest.mark.timeout(150)
+wait_until = partial(waiting.wait_until, seconds=60.0)  # processes start
 SECONDS = 30.0
 PAGES = 16
 KEYS = [f"page-{number}" for number in range(PAGES)]
@@ -62,13 +65,6 @@ def child() -> psutil.Process:
     return found
 
 
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come"
-        time.sleep(0.05)
-
-
 def statuses(results: list[PageResult]) -> set[PageStatus]:
     return {result.status for result in results}
 
@@ -100,7 +96,7 @@ def test_without_a_master_it_opens_and_connects_when_there_is_one() -> None:
         assert time.monotonic() - began < 5, "answered at once"
         with store:
             store.add_owner()
-            until(lambda: backend.stats().healthy)
+            wait_until(lambda: backend.stats().healthy)
             assert backend.write(KEYS[:1], arena.pages(), SECONDS) == [OK]
     finally:
         assert backend.close(SECONDS)
@@ -118,7 +114,7 @@ def test_a_killed_master_costs_no_call_more_than_its_time_out(
             backend.count_leading(KEYS, 1.0)
         assert time.monotonic() - began < 4.0, "the client alone would block for 4.2 s a call"
         assert PageStatus.OK not in statuses(results) and PageStatus.MISSING not in statuses(results)
-    until(lambda: all(result.quiescent for result in results))
+    wait_until(lambda: all(result.quiescent for result in results))
     assert not backend.stats().healthy
 
 
@@ -130,9 +126,9 @@ def test_a_master_that_is_started_again_has_lost_its_pages_and_takes_new_ones(
     store.kill_master()
     backend.read(KEYS, arena.pages(), 1.0)
     store.start_master()
-    until(lambda: backend.stats().healthy)
+    wait_until(lambda: backend.stats().healthy)
     assert backend.count_leading(KEYS, SECONDS) == 0
-    until(lambda: works_again(backend, arena))
+    wait_until(lambda: works_again(backend, arena))
 
 
 @pytest.mark.slow
@@ -153,7 +149,7 @@ def test_of_two_owners_one_is_killed_and_the_others_pages_stay(
     second = backend.read(more, arena.pages(), 20.0)
     assert PageStatus.OK in statuses(second)
     assert all(arena.bytes(number) == written[number] for number, result in enumerate(second) if result.ok)
-    until(lambda: works_again(backend, arena))
+    wait_until(lambda: works_again(backend, arena))
 
 
 @pytest.mark.slow
@@ -171,7 +167,7 @@ def test_a_full_store_fails_pages_one_by_one_and_takes_others_later(store: Local
     there = backend.read(names, arena.pages(), SECONDS)
     assert statuses(there) <= {PageStatus.OK, PageStatus.MISSING}
     assert all(arena.bytes(number) == written[number] for number, result in enumerate(there) if result.ok)
-    until(lambda: backend.write(["later"], [arena.page(0)], SECONDS) == [OK])
+    wait_until(lambda: backend.write(["later"], [arena.page(0)], SECONDS) == [OK])
 
 
 @pytest.mark.slow
@@ -183,9 +179,9 @@ def test_a_process_that_hangs_gives_the_pages_back_when_it_is_killed(backend: St
     assert statuses(results) == {PageStatus.TIMEOUT}
     assert not any(result.quiescent for result in results), "it may go on at any time"
     assert backend.stats().in_use == PAGES
-    until(lambda: all(result.quiescent for result in results))
+    wait_until(lambda: all(result.quiescent for result in results))
     assert not hung.is_running()
-    until(lambda: backend.stats().healthy)
+    wait_until(lambda: backend.stats().healthy)
     assert works_again(backend, arena)
 
 
@@ -196,7 +192,7 @@ def test_pages_that_are_copied_are_free_at_once(backend: StorageBackend, arena: 
     child().send_signal(signal.SIGSTOP)
     results = backend.read(KEYS, private.pages(), 0.3)
     assert statuses(results) == {PageStatus.TIMEOUT} and all(result.quiescent for result in results)
-    until(lambda: backend.stats().healthy and works_again(backend, private))
+    wait_until(lambda: backend.stats().healthy and works_again(backend, private))
 
 
 @pytest.mark.slow
@@ -204,8 +200,8 @@ def test_a_killed_process_is_replaced(backend: StorageBackend, arena: Arena) -> 
     written = stored(backend, arena)
     for _ in range(3):
         child().kill()
-        until(lambda: not backend.stats().healthy)
-        until(lambda: backend.stats().healthy)
+        wait_until(lambda: not backend.stats().healthy)
+        wait_until(lambda: backend.stats().healthy)
         arena.clear()
         assert backend.read(KEYS, arena.pages(), SECONDS) == [OK] * PAGES, "the Store still has them"
         assert [arena.bytes(number) for number in range(PAGES)] == written
@@ -222,7 +218,7 @@ def test_a_hung_owner_ends_in_a_reason_and_not_in_a_hang(
     assert time.monotonic() - began < 6.0
     assert PageStatus.OK not in statuses(results)
     os.kill(store.owners[0].pid, signal.SIGCONT)
-    until(lambda: all(result.quiescent for result in results))
+    wait_until(lambda: all(result.quiescent for result in results))
 
     def back() -> bool:
         arena.clear()
@@ -230,7 +226,7 @@ def test_a_hung_owner_ends_in_a_reason_and_not_in_a_hang(
         assert all(arena.bytes(number) == written[number] for number, result in enumerate(there) if result.ok)
         return there == [OK] * PAGES
 
-    until(lambda: back() or works_again(backend, arena))
+    wait_until(lambda: back() or works_again(backend, arena))
 
 
 @pytest.mark.slow
@@ -262,7 +258,8 @@ def test_nothing_is_left_of_a_closed_backend(store: LocalStore) -> None:
 def test_a_process_that_cannot_start_says_why_and_is_not_started_without_end(store: LocalStore) -> None:
     backend = opened(store, segment_bytes=1 << 50, start_timeout=1)
     try:
-        until(lambda: "setup returned" in backend.stats().detail or "process did not start" in backend.stats().detail)
+        given_up = ("setup returned", "process did not start")
+        wait_until(lambda: any(words in backend.stats().detail for words in given_up))
         with pytest.raises(StorageDown, match=r"setup returned|did not start"):
             backend.count_leading(KEYS, 1.0)
     finally:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,11 +118,3 @@ def open_cache_rank(path: Path, storage: Any = "file", **changes: Any) -> CacheR
 
 
 _PREFETCH = set(PrefetchConfig.__dataclass_fields__)
-
-
-def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    """Waits for a condition, with a deadline."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "condition was not met in time"
-        time.sleep(0.005)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -16,6 +15,7 @@ from kvgrpc.rpc.interceptors import interceptors_of
 from kvgrpc.rpc.options import SERVER_OPTIONS
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.v1.event_service_pb2_grpc import add_EventServiceServicer_to_server
+from tests.support.waiting import until
 
 
 class Publishing:
@@ -84,11 +84,3 @@ class Publishing:
 
     def media_of(self, block: int) -> set[str]:
         return {medium for medium, copies in self.holds.items() if copies[block] > 0}
-
-
-async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    """Waits for a condition, with a deadline."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"waited {seconds} s in vain"
-        await asyncio.sleep(0.002)

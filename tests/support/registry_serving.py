@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 
 import grpc
 import pytest
@@ -96,10 +94,3 @@ async def failure(call: Awaitable[object]) -> KvGrpcError:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await call
     return error_from(refused.value)
-
-
-async def until(condition: Callable[[], bool], within: float = 20.0) -> None:
-    end = time.monotonic() + within
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        await asyncio.sleep(0.005)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.agreement_rank import AGREEMENT_SECONDS, RANKS
-from tests.support.cache_serving import until
+from tests.support.waiting import wait_until
 
 
 class RankProcess:
@@ -60,7 +60,7 @@ class RankProcess:
         return self.answer()
 
     def in_state(self, name: str, *states: str) -> None:
-        until(lambda: self.ask("state", name=name)["state"] in states)
+        wait_until(lambda: self.ask("state", name=name)["state"] in states)
 
     def kill(self) -> None:
         self.process.kill()
@@ -84,7 +84,7 @@ class Replica:
         self.all_there()
 
     def all_there(self) -> None:
-        until(lambda: all(rank.ask("info")["live"] == RANKS for rank in self.ranks))
+        wait_until(lambda: all(rank.ask("info")["live"] == RANKS for rank in self.ranks))
 
     def store(self, first: int, pages: int) -> None:
         for rank in self.ranks:

@@ -19,11 +19,11 @@ from tests.contract.transfer_peers import (
     Script,
     closed_in_the_end,
     core_of,
-    eventually,
     memory,
     receiver_of,
 )
 from tests.support.rank_host import RankHost
+from tests.support.waiting import wait_until
 
 __all__ = ["memory"]
 
@@ -56,11 +56,11 @@ def nobody_else_notices(prefill: RankHost, decode: RankHost, caplog: pytest.LogC
     """Around every test: a hand-off between honest ranks goes on, nothing was a bug, and nothing stays."""
     room = next(ROOMS)
     receiver = receiver_of(decode, f"{prefill.rank.address}/P", room)
-    eventually(lambda: receiver.poll() is KVPoll.WaitingForInput)
+    wait_until(lambda: receiver.poll() is KVPoll.WaitingForInput)
     yield
     receiver.init([1, 2, 3], 1)
     prefill.send(room, [4, 5, 6], aux_row=2)
-    eventually(lambda: receiver.poll() >= KVPoll.Success or receiver.failure is not None)
+    wait_until(lambda: receiver.poll() >= KVPoll.Success or receiver.failure is not None)
     assert receiver.failure is None
     assert np.array_equal(decode.memory[:, 1:4], prefill.memory[:, 4:7])
     assert decode.aux_row(1) == prefill.aux_row(2)
@@ -87,11 +87,11 @@ def serve(prefill: RankHost, memory: Memory) -> Iterator[Serve]:
 def nothing_of_all_this_stays(prefill: RankHost, decode: RankHost) -> Iterator[None]:
     """Around each file: what strangers named is forgotten in the end, and so are they."""
     yield
-    eventually(lambda: len(core_of(prefill).pairs) <= 1)
-    eventually(lambda: len(core_of(prefill).rooms) <= 1)
-    eventually(lambda: len(core_of(decode).pairs) <= 1)
-    eventually(lambda: len(core_of(decode).rooms) <= 1)
+    wait_until(lambda: len(core_of(prefill).pairs) <= 1)
+    wait_until(lambda: len(core_of(prefill).rooms) <= 1)
+    wait_until(lambda: len(core_of(decode).pairs) <= 1)
+    wait_until(lambda: len(core_of(decode).rooms) <= 1)
     transfer = cast(Any, prefill.rank.transfer)
-    eventually(lambda: len(transfer._sessions) <= 1)  # the call of a session ends after its pair was forgotten
+    wait_until(lambda: len(transfer._sessions) <= 1)  # the call of a session ends after its pair was forgotten
     assert core_of(prefill).open_writes == 0
     assert decode.rank.transfer.held_pages == 0

@@ -18,8 +18,9 @@ from kvgrpc.model import Layout
 from kvgrpc.transfer import KVPoll
 from kvgrpc.transfer.protocol.types import Bounds, Timing
 from tests.contract.hostile.conftest import ROOMS, TIMING
-from tests.contract.transfer_peers import core_of, eventually, receiver_of, sender_of
+from tests.contract.transfer_peers import core_of, receiver_of, sender_of
 from tests.support.rank_host import RankHost
+from tests.support.waiting import wait_until
 
 SMALL_FRAME = 64 * 1024
 SECONDS = 30.0
@@ -65,7 +66,7 @@ def hands_over(prefill: RankHost, decode: RankHost, bootstrap: str) -> None:
     receiver = receiver_of(decode, bootstrap, room)
     receiver.init([7, 8], 9)
     prefill.send(room, [1, 2], aux_row=3)
-    eventually(lambda: receiver.poll() is KVPoll.Success or receiver.failure is not None, SECONDS)
+    wait_until(lambda: receiver.poll() is KVPoll.Success or receiver.failure is not None, SECONDS)
     assert receiver.failure is None
     assert np.array_equal(decode.memory[:, 7:9], prefill.memory[:, 1:3])
     assert decode.aux_row(9) == prefill.aux_row(3)
@@ -89,11 +90,11 @@ class TestFrameLimits:
         for receiver in receivers:
             receiver.init([1], 0)
         senders = [sender_of(prefill, room) for room in rooms]
-        eventually(lambda: all(sender.poll() is KVPoll.WaitingForInput for sender in senders), SECONDS)
+        wait_until(lambda: all(sender.poll() is KVPoll.WaitingForInput for sender in senders), SECONDS)
         with standing_still(prefill):
             for sender in senders:
                 sender.abort("x" * 1000)  # 200 KB in all
-        eventually(lambda: all(receiver.poll() is KVPoll.Failed for receiver in receivers), SECONDS)
+        wait_until(lambda: all(receiver.poll() is KVPoll.Failed for receiver in receivers), SECONDS)
         assert {receiver.failure.reason for receiver in receivers} == {Reason.ROOM_CANCELLED}
         assert stream_to(prefill, decode) == 1, "the session went on"
         hands_over(prefill, decode, bootstrap)
@@ -111,10 +112,10 @@ class TestFrameLimits:
             for receiver in receivers:
                 receiver.init(np.arange(0, 512, 2), 0)  # 1 KB each, 200 KB in all
         senders = [sender_of(prefill, room) for room in rooms]
-        eventually(lambda: all(sender.poll() is KVPoll.WaitingForInput for sender in senders), SECONDS)
+        wait_until(lambda: all(sender.poll() is KVPoll.WaitingForInput for sender in senders), SECONDS)
         for receiver in receivers:
             receiver.abort()
-        eventually(lambda: all(receiver.release_safe for receiver in receivers), SECONDS)
+        wait_until(lambda: all(receiver.release_safe for receiver in receivers), SECONDS)
         assert stream_to(prefill, decode) == before, "the session went on"
 
     def test_an_aux_row_that_no_frame_could_carry_is_refused_before_anything_opens(self) -> None:
@@ -138,11 +139,11 @@ def test_a_room_that_decode_refuses_is_told_to_prefill_whose_sender_fails(prefil
     bootstrap = f"{prefill.rank.address}/P"
     first, refused = receiver_of(decode, bootstrap, next(ROOMS)), receiver_of(decode, bootstrap, next(ROOMS))
     sender = sender_of(prefill, refused.room)
-    eventually(lambda: refused.poll() is KVPoll.Failed and sender.poll() is KVPoll.Failed, SECONDS)
+    wait_until(lambda: refused.poll() is KVPoll.Failed and sender.poll() is KVPoll.Failed, SECONDS)
     assert refused.failure.reason is sender.failure.reason is Reason.TOO_MANY_REQUESTS
     assert refused.failure.metadata["limit"] == "1" and refused.release_safe
     assert sender.failure.origin == str(decode.rank.ref)
-    eventually(lambda: first.poll() is KVPoll.WaitingForInput, SECONDS)
+    wait_until(lambda: first.poll() is KVPoll.WaitingForInput, SECONDS)
     first.abort()
 
 
@@ -162,17 +163,17 @@ def test_a_room_that_comes_later_has_a_question_and_a_time_of_its_own(prefill: R
     routes._resolve = asked
     try:
         first = receiver_of(decode, unknown, next(ROOMS))
-        eventually(lambda: len(questions) == 1)
+        wait_until(lambda: len(questions) == 1)
         asked_at = loop.time()
-        eventually(lambda: loop.time() - asked_at > 0.3)  # the time within which rooms join is a quarter of a second
+        wait_until(lambda: loop.time() - asked_at > 0.3)  # the time within which rooms join is a quarter of a second
         late = receiver_of(decode, unknown, next(ROOMS))
-        eventually(lambda: len(questions) == 2)
+        wait_until(lambda: len(questions) == 2)
         nobody = EngineNotFound("nobody is there", metadata={"engine": "P", "role": "PREFILL", "missingRanks": ""})
         loop.call_soon_threadsafe(questions[0].set_exception, nobody)
-        eventually(lambda: first.poll() is KVPoll.Failed)
+        wait_until(lambda: first.poll() is KVPoll.Failed)
         assert first.failure.reason is Reason.ENGINE_NOT_FOUND
         loop.call_soon_threadsafe(questions[1].set_result, engine)
-        eventually(lambda: late.poll() is KVPoll.WaitingForInput)
+        wait_until(lambda: late.poll() is KVPoll.WaitingForInput)
     finally:
         routes._resolve = resolve
     late.abort()
@@ -187,15 +188,15 @@ def test_one_dp_rank_that_is_gone_fails_no_room_of_the_others(
     bootstrap = f"{first.rank.address}/G"
     met = receiver_of(decode, bootstrap, next(ROOMS))
     sender_of(first, met.room)
-    eventually(lambda: met.poll() is KVPoll.WaitingForInput, SECONDS)
+    wait_until(lambda: met.poll() is KVPoll.WaitingForInput, SECONDS)
     second.close(1.0)
     with caplog.at_level(logging.INFO, "kvgrpc.transfer.runtime.search"):
         late = receiver_of(decode, bootstrap, next(ROOMS))
         asking = f"asking {second.rank.ref} at"
-        eventually(lambda: asking in caplog.text or late.ended, SECONDS)  # it does not answer
+        wait_until(lambda: asking in caplog.text or late.ended, SECONDS)  # it does not answer
     assert late.failure is None
     sender = sender_of(first, late.room)
-    eventually(lambda: late.poll() is KVPoll.WaitingForInput, SECONDS)
+    wait_until(lambda: late.poll() is KVPoll.WaitingForInput, SECONDS)
     for each in (met, late, sender):
         each.abort()
 
@@ -217,13 +218,13 @@ def test_a_channel_that_cannot_be_made_fails_the_room_with_its_cause_and_leaves_
     with monkeypatch.context() as patched:
         patched.setattr(manager, "_open_channel", no_channel)
         receiver = receiver_of(decode, bootstrap, next(ROOMS))
-        eventually(lambda: receiver.poll() is KVPoll.Failed)
+        wait_until(lambda: receiver.poll() is KVPoll.Failed)
         known = isinstance(error, AddressNotAllowed)
         assert receiver.failure.reason is (Reason.ADDRESS_NOT_ALLOWED if known else Reason.INTERNAL)
         assert known or receiver.failure.metadata["requestId"] in caplog.text
-        eventually(lambda: not manager._sessions)
+        wait_until(lambda: not manager._sessions)
     receiver = receiver_of(decode, bootstrap, next(ROOMS))
-    eventually(lambda: receiver.poll() is KVPoll.WaitingForInput)
+    wait_until(lambda: receiver.poll() is KVPoll.WaitingForInput)
     receiver.abort()
     caplog.clear()  # the bug was the test's
 
@@ -246,7 +247,7 @@ def test_handles_made_while_a_rank_closes_end(
         made.append(make())
         time.sleep(0.01)
     made += [make() for _ in range(3)]
-    eventually(lambda: all(each.poll() is KVPoll.Failed for each in made))
+    wait_until(lambda: all(each.poll() is KVPoll.Failed for each in made))
     assert {each.failure.reason for each in made} == {Reason.SERVER_DRAINING}
 
 

@@ -34,8 +34,9 @@ from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.index_service_pb2_grpc import IndexServiceStub
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceStub
 from tests.contract.hostile.http2 import DATA, Connection
-from tests.support.cache_serving import LIMITS, CacheRank, open_cache_rank, prompt, until
+from tests.support.cache_serving import LIMITS, CacheRank, open_cache_rank, prompt
 from tests.support.faults.storage import FaultyBackend
+from tests.support.waiting import wait_until
 
 TOKENS = "operator alice:a\noperator bob:b\nrank E:own\nrank other-*:other\nconsumer c:c\n"
 SECURITY = ServerSecurity(tokens=parse_tokens(TOKENS))
@@ -169,7 +170,7 @@ class TestOneCallerAndTheOthers:
             assert error.metadata["scope"] == "cache operations of one caller"
             assert other.start_prefetch(pb.PromptPages(tokens=prompt(2, 9))).operation_id
             release.set()
-            until(lambda: not cache.manager.controller.book.open())
+            wait_until(lambda: not cache.manager.controller.book.open())
             assert greedy.start_prefetch(pb.PromptPages(tokens=prompt(2, 9))).operation_id
         cache.close()
 
@@ -200,7 +201,7 @@ class TestOneCallerAndTheOthers:
             tokens = [(b"authorization", b"Bearer a")]
             stream = slow.begin("/kvgrpc.v1.PrefetchService/WatchOperations", tokens)
             slow.message(stream, b"")
-            until(lambda: slow.of(DATA, stream))
+            wait_until(lambda: slow.of(DATA, stream))
             reader = stub_of(channel, "c").WatchOperations(pb.WatchOperationsRequest())
             assert next(reader).complete
             before = 0
@@ -245,7 +246,7 @@ class TestOneCallerAndTheOthers:
             request = pb.LookupRequest(pages=pb.PromptPages(tokens=prompt(3)))
             hanging = [threads.submit(stub_of(channel, "c").Lookup, request) for _ in range(24)]
             assert asked.acquire(timeout=20) and asked.acquire(timeout=20)
-            until(lambda: sum(each.done() for each in hanging) == 8)
+            wait_until(lambda: sum(each.done() for each in hanging) == 8)
             assert other.lookup(pb.PromptPages(tokens=prompt(2))).asked_pages == 2
             release.set()
             outcomes = [each.exception(20) for each in hanging]
@@ -297,12 +298,12 @@ class TestAgreement:
         with grpc.insecure_channel(cache.address) as channel:
             stream = stub_of(channel, "own").JoinAgreement(requests())
             last = ("9-4095", Stage.HITS)
-            until(lambda: last in leader._core._ballots)
+            wait_until(lambda: last in leader._core._ballots)
             assert leader._core.open_ballots <= 4_096
             assert len(leader._alarms._heap) <= 12
             go_on.set()
             stream.cancel()
-        until(lambda: leader.live == {RankId("E")})
+        wait_until(lambda: leader.live == {RankId("E")})
         with client_of(cache, "b") as client:
             assert client.health("kvgrpc.v1.PrefetchService") == "SERVING"
 

@@ -13,8 +13,9 @@ from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from kvgrpc.transfer import KVPoll
 from tests.contract.certificates import OPENSSL, Authority, Certificate
 from tests.contract.hostile.conftest import ROOMS, TIMING
-from tests.contract.transfer_peers import core_of, eventually, receiver_of, sender_of
+from tests.contract.transfer_peers import core_of, receiver_of, sender_of
 from tests.support.rank_host import RankHost
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(OPENSSL is None, reason="makes its certificates with openssl")
 
@@ -57,11 +58,11 @@ def test_a_session_dials_with_the_certificate_that_is_there_now(members: tuple[M
     prefill, decode = members
     bootstrap = f"{prefill.host.rank.address}/PT"
     refused = receiver_of(decode.host, bootstrap, next(ROOMS))
-    eventually(lambda: refused.poll() is KVPoll.Failed, 30)
+    wait_until(lambda: refused.poll() is KVPoll.Failed, 30)
     assert refused.failure.reason is Reason.IDENTITY_MISMATCH and "elsewhere" in refused.failure.message
     decode.carry("DT.decode.rank")
     welcome = receiver_of(decode.host, bootstrap, next(ROOMS))
-    eventually(lambda: welcome.poll() is not KVPoll.Bootstrapping, 30)
+    wait_until(lambda: welcome.poll() is not KVPoll.Bootstrapping, 30)
     assert welcome.failure is None
 
 
@@ -72,17 +73,17 @@ def test_a_session_that_broke_is_dialled_again_with_the_certificate_that_is_ther
     decode.carry("DT.decode.rank")
     room = next(ROOMS)
     receiver = receiver_of(decode.host, f"{prefill.host.rank.address}/PT", room)
-    eventually(lambda: receiver.poll() is KVPoll.WaitingForInput, 30)
+    wait_until(lambda: receiver.poll() is KVPoll.WaitingForInput, 30)
     decode.carry("elsewhere.decode.rank")
     transfer = decode.host.rank.transfer
     for session in list(transfer._sessions.values()):
         transfer._loop.call_soon_threadsafe(session.call.cancel)
-    eventually(lambda: receiver.poll() is KVPoll.Failed, 30)
+    wait_until(lambda: receiver.poll() is KVPoll.Failed, 30)
     assert receiver.failure.reason is Reason.IDENTITY_MISMATCH and "elsewhere" in receiver.failure.message
     decode.carry("DT.decode.rank")
     again = receiver_of(decode.host, f"{prefill.host.rank.address}/PT", next(ROOMS))
     sender = sender_of(prefill.host, again.room)
     again.init([1], 0)
-    eventually(lambda: sender.poll() is KVPoll.WaitingForInput, 30)
+    wait_until(lambda: sender.poll() is KVPoll.WaitingForInput, 30)
     again.abort()
-    eventually(lambda: not core_of(decode.host).rooms, 30)
+    wait_until(lambda: not core_of(decode.host).rooms, 30)

@@ -23,18 +23,9 @@ from kvgrpc.v1 import common_pb2, error_reason_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
 from kvgrpc.wire import pool_to_pb, rank_ref_to_pb
-from tests.contract.transfer_peers import (
-    FAILED,
-    SETTLED,
-    STOP,
-    SUCCESS,
-    DecodeClient,
-    Memory,
-    core_of,
-    eventually,
-    session_tasks,
-)
+from tests.contract.transfer_peers import FAILED, SETTLED, STOP, SUCCESS, DecodeClient, Memory, core_of, session_tasks
 from tests.support.rank_host import AUX_BYTES, PAGES, RankHost
+from tests.support.waiting import wait_until
 
 Dial = Callable[..., DecodeClient]
 ROOMS = itertools.count(2_000_000)
@@ -152,7 +143,7 @@ class TestEntriesOfDecode:
         prefill.send(first, [1])
         assert client.ended(first).state == SUCCESS
         client.send(forget_rooms=range(first, first + count))
-        eventually(lambda: not core_of(prefill).pairs[client.ref].answers)
+        wait_until(lambda: not core_of(prefill).pairs[client.ref].answers)
 
     def test_failures_of_a_megabyte_are_cut(self, dial: Dial, prefill: RankHost) -> None:
         client = dial().open()
@@ -315,7 +306,7 @@ class TestFramesOfDecode:
         last = client.ended(long)
         assert last.failure.reason == Reason.INVALID_REQUEST and "traceparent" in last.failure.metadata["field"]
         assert len(last.failure.SerializeToString()) < 1024
-        eventually(lambda: RoomKey(good) in core_of(prefill).rooms)
+        wait_until(lambda: RoomKey(good) in core_of(prefill).rooms)
         with grpc.insecure_channel(prefill.rank.address) as channel:  # past failures are remembered
             kept = TransferServiceStub(channel).GetRoom(pb.GetRoomRequest(room=long), timeout=20)
         assert kept.room.state == FAILED and not kept.room.traceparent
@@ -460,30 +451,30 @@ class TestSessionsOfDecode:
             client.dial(read=False)
         for client in sessions[100:]:
             client.dial(read=False).send(hello=client.hello())
-        eventually(lambda: len(core_of(prefill).pairs) >= 100)
+        wait_until(lambda: len(core_of(prefill).pairs) >= 100)
         for client in sessions:
             client.close()
-        eventually(lambda: len(core_of(prefill).pairs) < 10)
+        wait_until(lambda: len(core_of(prefill).pairs) < 10)
 
     def test_a_peer_that_never_reads_is_given_up_and_its_call_ends(self, dial: Dial, prefill: RankHost) -> None:
         transfer = cast(Any, prefill.rank.transfer)
         before = session_tasks(prefill)
         client = dial()
         client.dial(read=False).send(hello=client.hello())
-        eventually(lambda: client.ref in core_of(prefill).pairs)
+        wait_until(lambda: client.ref in core_of(prefill).pairs)
         first = next(ROOMS)
         for _ in range(4000):
             next(ROOMS)
         cause = common_pb2.Failure(reason=CANCELLED, message="x" * 1000)
         client.send(rooms=[pb.DecodeRoom(room=first + n, want=pb.WANT_STOP, failure=cause) for n in range(4000)])
-        eventually(lambda: client.ref not in core_of(prefill).pairs)
-        eventually(lambda: session_tasks(prefill) <= before)
+        wait_until(lambda: client.ref not in core_of(prefill).pairs)
+        wait_until(lambda: session_tasks(prefill) <= before)
         assert client.ref not in [pair.ref for pair in transfer._sessions]
 
     def test_a_newer_stream_ends_an_older_one_that_never_reads(self, dial: Dial, prefill: RankHost) -> None:
         client = dial()
         client.dial(read=False).send(hello=client.hello())
-        eventually(lambda: client.ref in core_of(prefill).pairs)
+        wait_until(lambda: client.ref in core_of(prefill).pairs)
         cause = common_pb2.Failure(reason=CANCELLED, message="x" * 1000)
         first = next(ROOMS)
         for _ in range(2000):

@@ -10,12 +10,9 @@ import pytest
 
 from kvgrpc.errors import Reason
 from kvgrpc.transfer import KVPoll, KVReceiver, KVSender
-from tests.contract.transfer_peers import (
-    eventually,
-    receiver_of,
-    sender_of,
-)
+from tests.contract.transfer_peers import receiver_of, sender_of
 from tests.support.rank_host import RankHost
+from tests.support.waiting import wait_until
 
 ROOMS = itertools.count(4_000_000)
 
@@ -38,14 +35,14 @@ class TestEnginesThatErr:
         for receiver in receivers:
             receiver.init([20], 4)
         senders = [sender_of(prefill, room) for room in rooms]
-        eventually(lambda: all(sender.poll() is KVPoll.WaitingForInput for sender in senders))
+        wait_until(lambda: all(sender.poll() is KVPoll.WaitingForInput for sender in senders))
         receivers[0].abort("\ud800")
         senders[1].abort("\udfff")
-        eventually(lambda: senders[0].failure is not None and receivers[1].failure is not None)
+        wait_until(lambda: senders[0].failure is not None and receivers[1].failure is not None)
         assert senders[0].failure.reason is receivers[1].failure.reason is Reason.ROOM_CANCELLED
         senders[2].init(1, 0)
         senders[2].send([1])
-        eventually(lambda: receivers[2].poll() is KVPoll.Success)
+        wait_until(lambda: receivers[2].poll() is KVPoll.Success)
 
     @pytest.mark.parametrize("first_page", [-1, 2**32, "x", 1.5, None, np.array([1, 2]), b"1"])
     def test_a_first_page_that_is_none_fails_that_room(
@@ -53,7 +50,7 @@ class TestEnginesThatErr:
     ) -> None:
         receiver = receiver_of(decode, f"{prefill.rank.address}/P", next(ROOMS))
         receiver.init([1], 0, first_page)
-        eventually(lambda: receiver.poll() is KVPoll.Failed)
+        wait_until(lambda: receiver.poll() is KVPoll.Failed)
         assert receiver.failure.reason is Reason.INVALID_REQUEST
 
     @pytest.mark.parametrize("attempt", [-1, 2**32, 1.5, None, "1"])
@@ -86,7 +83,7 @@ class TestEnginesThatErr:
         sender.init(*init)
         if send is not None:
             sender.send(*send)
-        eventually(lambda: sender.failure is not None and receiver.failure is not None)
+        wait_until(lambda: sender.failure is not None and receiver.failure is not None)
         for failure in (sender.failure, receiver.failure):
             assert failure.reason is Reason.INVALID_REQUEST
             assert failure.metadata["field"] == field
@@ -97,9 +94,9 @@ class TestEnginesThatErr:
         room = next(ROOMS)
         receiver, sender = receiver_of(decode, f"{prefill.rank.address}/P", room), sender_of(prefill, room)
         receiver.init([33], 6)
-        eventually(lambda: sender.poll() is KVPoll.WaitingForInput)
+        wait_until(lambda: sender.poll() is KVPoll.WaitingForInput)
         receiver.abort(why)
-        eventually(lambda: sender.poll() is KVPoll.Failed)
+        wait_until(lambda: sender.poll() is KVPoll.Failed)
         assert receiver.failure.reason is sender.failure.reason is Reason.ROOM_CANCELLED
         assert isinstance(receiver.failure.message, str) and receiver.failure.message == sender.failure.message
 
@@ -114,7 +111,7 @@ class TestEnginesThatErr:
         receiver.init([34], 7)
         sender.init(1, 0)
         sender.send([1], wait=wait)
-        eventually(lambda: receiver.poll() is KVPoll.Failed)
+        wait_until(lambda: receiver.poll() is KVPoll.Failed)
         assert receiver.failure.reason is Reason.TRANSFER_FAILED
         metadata = receiver.failure.metadata
         assert metadata.keys() == {"dataPlane", "outcome", "code"} and "Unprintable" in metadata["code"]
@@ -126,7 +123,7 @@ class TestEnginesThatErr:
     ) -> None:
         receiver = receiver_of(decode, f"{prefill.rank.address}/P", next(ROOMS))
         receiver.init(pages, 0)
-        eventually(lambda: receiver.poll() is KVPoll.Failed)
+        wait_until(lambda: receiver.poll() is KVPoll.Failed)
         assert receiver.failure.reason is Reason.INVALID_REQUEST and receiver.failure.metadata["field"] == "pages"
 
     def test_numbers_of_numpy_are_numbers(self, prefill: RankHost, decode: RankHost) -> None:
@@ -139,14 +136,14 @@ class TestEnginesThatErr:
         sender = KVSender(cast(Any, prefill.rank.transfer), address, cast(Any, room), cast(Any, one))
         sender.init(cast(Any, one), cast(Any, zero))
         sender.send([2], is_last=cast(Any, np.bool_(True)))
-        eventually(lambda: receiver.poll() is KVPoll.Success)
+        wait_until(lambda: receiver.poll() is KVPoll.Success)
 
     @pytest.mark.parametrize("dp_rank", [-1, 7, "x", np.array([1, 2])])
     def test_a_dp_rank_that_is_none_fails_that_room(self, prefill: RankHost, decode: RankHost, dp_rank: Any) -> None:
         receiver = KVReceiver(cast(Any, decode.rank.transfer), f"{prefill.rank.address}/P", next(ROOMS), 0, dp_rank)
-        eventually(lambda: receiver.failure is not None)
+        wait_until(lambda: receiver.failure is not None)
 
     @pytest.mark.parametrize("address", ["", "nonsense", "127.0.0.1:0", "127.0.0.1:99999", "\ud800:1", None, []])
     def test_an_address_that_is_none_fails_that_room(self, decode: RankHost, address: Any) -> None:
         receiver = receiver_of(decode, address, next(ROOMS))
-        eventually(lambda: receiver.failure is not None)
+        wait_until(lambda: receiver.failure is not None)

@@ -21,8 +21,8 @@ from kvgrpc.v1 import event_service_pb2, index_service_pb2, prefetch_service_pb2
 from kvgrpc.v1 import registry_service_pb2 as registry_pb
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from tests.contract.hostile.conftest import TIMING
-from tests.contract.transfer_peers import eventually
 from tests.support.rank_host import RankHost
+from tests.support.waiting import wait_until
 
 LIMITS = {
     "/kvgrpc.v1.EventService/Watch": 3,
@@ -90,7 +90,7 @@ class Caller:
         """A call that the server has let in."""
         before = self.open_calls(path)
         call = self.call(path)
-        eventually(lambda: self.open_calls(path) == before + 1 or call.done())
+        wait_until(lambda: self.open_calls(path) == before + 1 or call.done())
         assert not call.done(), call.code()
         return call
 
@@ -126,7 +126,7 @@ def test_one_caller_locks_nobody_else_out(asked: RankHost, path: str) -> None:
         for _ in range(limit):
             honest.hold(path)
         held[0].cancel()
-        eventually(lambda: greedy.open_calls(path) == limit - 1)
+        wait_until(lambda: greedy.open_calls(path) == limit - 1)
         greedy.hold(path)
 
 

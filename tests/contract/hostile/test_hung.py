@@ -12,8 +12,9 @@ from kvgrpc.errors import Reason
 from kvgrpc.transfer.protocol.types import Bounds
 from tests.contract.hostile.conftest import ROOMS, TIMING
 from tests.contract.hostile.test_weak_proofs import Serve, is_another, serve, told_where_to_write
-from tests.contract.transfer_peers import eventually, receiver_of
+from tests.contract.transfer_peers import receiver_of
 from tests.support.rank_host import RankHost
+from tests.support.waiting import wait_until
 
 __all__ = ["serve"]
 TRANSFER = "kvgrpc.v1.TransferService"
@@ -32,7 +33,7 @@ def refused(decode: RankHost, bootstrap: str) -> bool:
     receiver = receiver_of(decode, bootstrap, room)
     # With a session that stands a receiver says WaitingForInput at once: only the loop thread knows of held pages.
     with SyncClient(decode.rank.address) as client:
-        eventually(lambda: receiver.ended or is_bound(client, room))
+        wait_until(lambda: receiver.ended or is_bound(client, room))
     failure: Any = receiver.failure
     receiver.abort()
     return failure is not None and failure.reason is Reason.PAGES_HELD
@@ -56,11 +57,11 @@ def test_one_that_hangs_is_refused_alone_and_two_are_said_by_the_health(
         other = told_where_to_write(small, second)
         other.abort()
         assert refused(small, honest)
-        eventually(lambda: client.health(TRANSFER) == "NOT_SERVING")
+        wait_until(lambda: client.health(TRANSFER) == "NOT_SERVING")
         first.close()  # a refused dial is proof, and its pages come back
-        eventually(lambda: aborted.release_safe)
+        wait_until(lambda: aborted.release_safe)
         assert not refused(small, honest)
-        eventually(lambda: client.health(TRANSFER) == "SERVING")
+        wait_until(lambda: client.health(TRANSFER) == "SERVING")
         second.close()
         serve(is_another, second.address)
-        eventually(lambda: other.release_safe)
+        wait_until(lambda: other.release_safe)

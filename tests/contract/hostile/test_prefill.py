@@ -34,12 +34,12 @@ from tests.contract.transfer_peers import (
     PrefillServer,
     Script,
     core_of,
-    eventually,
     receiver_of,
     said,
     session_tasks,
 )
 from tests.support.rank_host import RankHost
+from tests.support.waiting import wait_until
 
 Serve = Callable[[Script], PrefillServer]
 ROOMS = itertools.count(3_000_000)
@@ -61,12 +61,12 @@ class TestPrefillsThatLie:
         return receiver
 
     def fails(self, receiver: Any, reason: Reason) -> Any:
-        eventually(lambda: receiver.poll() is KVPoll.Failed)
+        wait_until(lambda: receiver.poll() is KVPoll.Failed)
         assert receiver.failure.reason is reason, receiver.failure
         return receiver.failure
 
     def gives_back(self, receiver: Any) -> None:
-        eventually(lambda: receiver.release_safe)
+        wait_until(lambda: receiver.release_safe)
 
     def answering(self, *answers: Any) -> Script:
         """Welcomes, and sends the answers once it was told where to write; then it listens."""
@@ -112,7 +112,7 @@ class TestPrefillsThatLie:
         server = serve(script)
         before = session_tasks(decode)
         receiver = self.meet(decode, server, room)
-        eventually(lambda: receiver.poll() is KVPoll.Failed)
+        wait_until(lambda: receiver.poll() is KVPoll.Failed)
         assert session_tasks(decode) <= before + 3
 
     def test_a_dial_that_was_given_up_during_its_lookup_is_not_made_later(
@@ -134,9 +134,9 @@ class TestPrefillsThatLie:
         monkeypatch.setattr(decode_manager, "behind", slow)
         server = serve(silent)
         self.fails(self.meet(decode, server, room), Reason.PEER_LOST)
-        eventually(lambda: all(pair.ref != server.ref for pair in core_of(decode).pairs.values()))
+        wait_until(lambda: all(pair.ref != server.ref for pair in core_of(decode).pairs.values()))
         loop.call_soon_threadsafe(answered.set_result, NOTHING)
-        eventually(lambda: session_tasks(decode) <= before)
+        wait_until(lambda: session_tasks(decode) <= before)
         assert not server.sessions
 
     def test_one_that_speaks_rarely_and_said_so_is_healthy(self, decode: RankHost, serve: Serve, room: int) -> None:
@@ -161,7 +161,7 @@ class TestPrefillsThatLie:
             sessions = list(cast(Any, decode.rank.transfer)._sessions.items())
             return [session.heartbeat for stream, session in sessions if stream.pair.ref == server.ref]
 
-        eventually(lambda: paces() == [2])  # ticks; its own pace is 4
+        wait_until(lambda: paces() == [2])  # ticks; its own pace is 4
         loud.set()
         assert self.fails(receiver, Reason.ROOM_CANCELLED).message == "enough"
         assert server.sessions == 1
@@ -174,7 +174,7 @@ class TestPrefillsThatLie:
             yield from (pb.SessionResponse() for request in requests)
 
         receiver = receiver_of(decode, serve(script).bootstrap, room)
-        eventually(lambda: receiver.poll() is KVPoll.Failed)
+        wait_until(lambda: receiver.poll() is KVPoll.Failed)
         assert receiver.failure.reason is Reason.INVALID_REQUEST
 
     def test_it_talks_of_rooms_that_nobody_asked_for(
@@ -187,9 +187,9 @@ class TestPrefillsThatLie:
         )
         server = serve(self.answering(frame, said(room, FAILED, failure=common_pb2.Failure(message="last"))))
         mine = self.meet(decode, server, room)
-        eventually(lambda: mine.poll() is KVPoll.Failed)
+        wait_until(lambda: mine.poll() is KVPoll.Failed)
         assert receiver.poll() is not KVPoll.Success
-        eventually(lambda: len({number for each in server.heard for number in each.forget_rooms}) >= 3000)
+        wait_until(lambda: len({number for each in server.heard for number in each.forget_rooms}) >= 3000)
         receiver.abort()
 
     def test_it_goes_back(self, decode: RankHost, serve: Serve, room: int) -> None:
@@ -212,7 +212,7 @@ class TestPrefillsThatLie:
         )
         receiver = self.meet(decode, server, room)
         assert self.fails(receiver, Reason.TRANSFER_FAILED).message == "first"
-        eventually(lambda: receiver.release_safe)
+        wait_until(lambda: receiver.release_safe)
 
     def test_it_fails_without_a_failure(self, decode: RankHost, serve: Serve, room: int) -> None:
         receiver = self.meet(decode, serve(self.answering(said(room, FAILED))), room)
@@ -249,15 +249,15 @@ class TestPrefillsThatLie:
     def test_it_sends_bytes_that_are_no_message(self, decode: RankHost, serve: Serve, room: int) -> None:
         server = serve(self.answering(b"\xff\xff\xff"))
         receiver = self.meet(decode, server, room)
-        eventually(lambda: server.sessions >= 3)
+        wait_until(lambda: server.sessions >= 3)
         server.script = self.answering(said(room, SUCCESS, aux=b"z" * 64, pages_done=2))
-        eventually(lambda: receiver.poll() is KVPoll.Success)
+        wait_until(lambda: receiver.poll() is KVPoll.Success)
         assert decode.aux_row(3) == b"z" * 64
 
     def test_it_sends_a_frame_above_the_librarys_limit(self, decode: RankHost, serve: Serve, room: int) -> None:
         server = serve(self.answering(b"\x0a\x80\x80\x80\x10" + bytes(40 * MEGABYTE)))
         receiver = self.meet(decode, server, room)
-        eventually(lambda: server.sessions >= 2)
+        wait_until(lambda: server.sessions >= 2)
         receiver.abort()
         server.script = self.answering()
 
@@ -286,9 +286,9 @@ class TestPrefillsThatLie:
             yield pb.SessionResponse(goodbye=goodbye)
 
         receiver = self.meet(decode, serve(script), room)
-        eventually(lambda: receiver.poll() is KVPoll.Failed)
+        wait_until(lambda: receiver.poll() is KVPoll.Failed)
         assert receiver.failure.reason in (reason or 0, Reason.PEER_LOST)
-        eventually(lambda: receiver.release_safe)
+        wait_until(lambda: receiver.release_safe)
 
     def test_it_floods_and_others_have_their_turns_of_the_loop_between(
         self, decode: RankHost, serve: Serve, room: int, monkeypatch: pytest.MonkeyPatch
@@ -323,7 +323,7 @@ class TestPrefillsThatLie:
 
         server = serve(script)
         receivers = [self.meet(decode, server, next(ROOMS)) for _ in range(20)]
-        eventually(lambda: all(receiver.failure is not None for receiver in receivers))
+        wait_until(lambda: all(receiver.failure is not None for receiver in receivers))
         assert {receiver.failure.reason for receiver in receivers} == {Reason.FRAME_TOO_LARGE}
 
     @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
@@ -336,7 +336,7 @@ class TestPrefillsThatLie:
 
         server = serve(script)
         receiver = self.meet(decode, server, next(ROOMS))
-        eventually(lambda: server.sessions >= 1)
+        wait_until(lambda: server.sessions >= 1)
         receiver.abort()
         server.close()
-        eventually(lambda: receiver.release_safe)
+        wait_until(lambda: receiver.release_safe)

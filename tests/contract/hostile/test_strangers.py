@@ -18,8 +18,8 @@ from kvgrpc.rpc.options import LARGEST_REQUEST_BYTES, MAX_CALLS_OF_A_CONNECTION,
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.rpc.server import add_methods, new_server
 from tests.contract.hostile.http2 import DATA, GOAWAY, HEADERS, MAX_CONCURRENT_STREAMS, WINDOW_UPDATE, Connection, frame
-from tests.contract.transfer_peers import eventually
 from tests.support.rank_host import RankHost
+from tests.support.waiting import wait_until
 
 LIST_ROOMS = "/kvgrpc.v1.TransferService/ListRooms"
 REGISTER = "/kvgrpc.v1.RegistryService/Register"
@@ -30,13 +30,13 @@ UNIMPLEMENTED, RESOURCE_EXHAUSTED = b"12", b"8"
 @pytest.fixture
 def stranger(prefill: RankHost) -> Iterator[Connection]:
     with Connection(prefill.rank.address) as connection:
-        eventually(lambda: connection.of(WINDOW_UPDATE, 0))  # 4 MiB, which no test here fills
+        wait_until(lambda: connection.of(WINDOW_UPDATE, 0))  # 4 MiB, which no test here fills
         yield connection
 
 
 def status_comes(connection: Connection, stream: int, status: bytes) -> None:
     """As the server writes it the first time on a connection: a literal header."""
-    eventually(lambda: any(status in raw for raw in connection.of(HEADERS, stream)))
+    wait_until(lambda: any(status in raw for raw in connection.of(HEADERS, stream)))
 
 
 class TestPaths:
@@ -44,10 +44,10 @@ class TestPaths:
         for path in (b"/x/\xff", b"/kvgrpc.v1.TransferService/\xc3\x28", b"\xff", b""):
             stream = stranger.begin_raw(path)
             stranger.message(stream, b"")
-        eventually(lambda: len(stranger.of(HEADERS)) >= 3)
+        wait_until(lambda: len(stranger.of(HEADERS)) >= 3)
         stream = stranger.begin(LIST_ROOMS)
         stranger.message(stream, b"")
-        eventually(lambda: stranger.of(DATA, stream))
+        wait_until(lambda: stranger.of(DATA, stream))
 
     def test_methods_that_are_not_there_are_unimplemented(self, stranger: Connection) -> None:
         for path in ("/kvgrpc.v1.TransferService/Nothing", "/a.B/C", "nonsense"):
@@ -62,7 +62,7 @@ class TestHeaders:
             for _ in range(100):
                 stream = stranger.begin(LIST_ROOMS, [(b"traceparent", b"\xff" * 500)])
                 stranger.message(stream, b"")
-                eventually(lambda stream=stream: stranger.of(DATA, stream))  # type: ignore[misc]
+                wait_until(lambda stream=stream: stranger.of(DATA, stream))  # type: ignore[misc]
         said = [record for record in caplog.records if "UTF-8" in record.getMessage() or record.exc_info]
         assert len(said) <= 2, [record.getMessage() for record in said]
         assert all(record.exc_info is None and len(record.getMessage()) < 200 for record in said)
@@ -82,7 +82,7 @@ class TestBodies:
             stream = stranger.begin(path)
             head = struct.pack(">BI", 0, LARGEST_REQUEST_BYTES + 1)
             stranger.send(frame(DATA, 0, stream, head + bytes(100)))
-            eventually(lambda stream=stream: stranger.of(HEADERS, stream))  # type: ignore[misc]
+            wait_until(lambda stream=stream: stranger.of(HEADERS, stream))  # type: ignore[misc]
 
     def test_a_small_methods_request_is_refused_before_it_is_parsed(self, stranger: Connection) -> None:
         stream = stranger.begin(LIST_ROOMS)
@@ -92,7 +92,7 @@ class TestBodies:
 
 class TestConnections:
     def test_the_calls_of_one_connection_are_bounded(self, stranger: Connection) -> None:
-        eventually(lambda: stranger.settings().get(MAX_CONCURRENT_STREAMS) == MAX_CALLS_OF_A_CONNECTION)
+        wait_until(lambda: stranger.settings().get(MAX_CONCURRENT_STREAMS) == MAX_CALLS_OF_A_CONNECTION)
 
     @pytest.fixture
     async def hasty(self) -> AsyncIterator[str]:
@@ -116,7 +116,7 @@ class TestConnections:
 
     async def test_a_connection_without_calls_is_sent_away(self, hasty: str) -> None:
         with await asyncio.to_thread(Connection, hasty) as idle:
-            await asyncio.to_thread(eventually, lambda: idle.of(GOAWAY))
+            await asyncio.to_thread(wait_until, lambda: idle.of(GOAWAY))
 
     async def test_a_peer_that_answers_no_ping_is_gone_after_the_ping_timeout(self, hasty: str) -> None:
         with await asyncio.to_thread(Connection, hasty, answer_pings=False) as silent:

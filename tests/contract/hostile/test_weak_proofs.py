@@ -15,8 +15,9 @@ from kvgrpc.transfer.runtime.refusals import Refusals
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from tests.contract.hostile.conftest import ROOMS, TIMING
-from tests.contract.transfer_peers import Memory, PrefillServer, closed_in_the_end, eventually, receiver_of
+from tests.contract.transfer_peers import Memory, PrefillServer, closed_in_the_end, receiver_of
 from tests.support.rank_host import RankHost
+from tests.support.waiting import wait_until
 
 Serve = Callable[..., PrefillServer]
 
@@ -63,7 +64,7 @@ def proofs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def told_where_to_write(decode: RankHost, server: PrefillServer) -> Any:
     receiver = receiver_of(decode, server.bootstrap, next(ROOMS))
     receiver.init([10, 11], 3)
-    eventually(lambda: any(entry.want == pb.WANT_WRITE for each in server.heard for entry in each.rooms))
+    wait_until(lambda: any(entry.want == pb.WANT_WRITE for each in server.heard for entry in each.rooms))
     return receiver
 
 
@@ -71,7 +72,7 @@ def test_a_name_that_still_means_the_same_address_proves_the_death(decode: RankH
     server = serve(address="localhost:0")
     receiver = told_where_to_write(decode, server)
     server.close()
-    eventually(lambda: receiver.poll() is KVPoll.Failed and receiver.release_safe)
+    wait_until(lambda: receiver.poll() is KVPoll.Failed and receiver.release_safe)
 
 
 def test_a_name_that_means_another_address_now_gives_no_page_back(
@@ -86,10 +87,10 @@ def test_a_name_that_means_another_address_now_gives_no_page_back(
     with monkeypatch.context() as patched:
         patched.setattr(LoopThread.shared().loop, "getaddrinfo", elsewhere)
         server.close()
-        eventually(lambda: receiver.poll() is KVPoll.Failed and len(proofs) >= 4)
+        wait_until(lambda: receiver.poll() is KVPoll.Failed and len(proofs) >= 4)
         assert receiver.failure.reason is Reason.PEER_LOST
         assert not any(proofs) and not receiver.release_safe and decode.rank.transfer.held_pages == 2
-    eventually(lambda: receiver.release_safe)
+    wait_until(lambda: receiver.release_safe)
 
 
 def test_where_it_is_told_to_a_decode_believes_an_epoch_only(serve: Serve, proofs: list[bool]) -> None:
@@ -98,9 +99,9 @@ def test_where_it_is_told_to_a_decode_believes_an_epoch_only(serve: Serve, proof
         server = serve()
         receiver = told_where_to_write(decode, server)
         server.close()
-        eventually(lambda: receiver.poll() is KVPoll.Failed and len(proofs) >= 4)
+        wait_until(lambda: receiver.poll() is KVPoll.Failed and len(proofs) >= 4)
         assert not any(proofs) and not receiver.release_safe
         serve(is_another, server.address)
-        eventually(lambda: receiver.release_safe)
+        wait_until(lambda: receiver.release_safe)
     finally:
         decode.close(1.0)

@@ -21,12 +21,12 @@ from tests.contract.transfer_peers import (
     PrefillServer,
     Script,
     closed_in_the_end,
-    eventually,
     receiver_of,
     said,
     sender_of,
 )
 from tests.support.rank_host import AUX_BYTES, RankHost
+from tests.support.waiting import wait_until
 
 ROOMS = iter(range(50_000, 10_000_000))
 Dial = Callable[..., DecodeClient]
@@ -115,12 +115,12 @@ def test_other_bytes_are_checksum_mismatch(verifying_decode: RankHost, serve: Se
     server = serve(answers(wrong, memory))
     receiver = receiver_of(verifying_decode, server.bootstrap, next(ROOMS))
     receiver.init([5, 6], 0)
-    eventually(lambda: receiver.poll() is KVPoll.Failed)
+    wait_until(lambda: receiver.poll() is KVPoll.Failed)
     failure = receiver.failure
     assert failure.reason is Reason.CHECKSUM_MISMATCH
     assert (failure.metadata["pool"], failure.metadata["page"], failure.metadata["position"]) == ("kv", "6", "1")
     assert failure.metadata["actual"] == f"{crc(verifying_decode, 6):08x}"
-    eventually(lambda: receiver.release_safe)
+    wait_until(lambda: receiver.release_safe)
 
 
 def test_the_right_ones_are_success(verifying_decode: RankHost, serve: Serve, memory: Memory) -> None:
@@ -128,7 +128,7 @@ def test_the_right_ones_are_success(verifying_decode: RankHost, serve: Serve, me
     server = serve(answers(right, memory))
     receiver = receiver_of(verifying_decode, server.bootstrap, next(ROOMS))
     receiver.init([5, 6], 0)
-    eventually(lambda: receiver.poll() is KVPoll.Success)
+    wait_until(lambda: receiver.poll() is KVPoll.Success)
 
 
 @pytest.mark.parametrize("checksums", [b"", b"1234567", b"1234" * 3])
@@ -138,7 +138,7 @@ def test_another_number_of_them_is_invalid_request(
     server = serve(answers(checksums, memory))
     receiver = receiver_of(verifying_decode, server.bootstrap, next(ROOMS))
     receiver.init([5, 6], 0)
-    eventually(lambda: receiver.poll() is KVPoll.Failed)
+    wait_until(lambda: receiver.poll() is KVPoll.Failed)
     assert receiver.failure.reason is Reason.INVALID_REQUEST
     assert receiver.failure.metadata["field"] == "page_checksums"
 
@@ -157,6 +157,6 @@ def test_pools_that_would_read_beyond_ours_are_refused(
 
     receiver = receiver_of(verifying_decode, serve(script).bootstrap, next(ROOMS))
     receiver.init([5, 6], 0)
-    eventually(lambda: receiver.poll() is KVPoll.Failed)
+    wait_until(lambda: receiver.poll() is KVPoll.Failed)
     assert receiver.failure.reason is Reason.PARALLEL_LAYOUT_MISMATCH
     assert receiver.failure.metadata["mismatchedFields"] == "pools[0].regions[0].page_bytes"

@@ -18,8 +18,9 @@ import pytest
 
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.transfer import KVPoll
-from tests.contract.transfer_peers import eventually, receiver_of, sender_of
+from tests.contract.transfer_peers import receiver_of, sender_of
 from tests.support.rank_host import AUX_ROWS, RankHost
+from tests.support.waiting import wait_until
 
 ROOMS = 256
 NUMBERS = iter(range(80_000_000, 90_000_000, ROOMS))
@@ -49,7 +50,7 @@ def test_a_room_leaves_nothing_to_the_garbage_collector(prefill: RankHost, decod
     gc.disable()
     try:
         _hand_over(prefill, decode)
-        eventually(lambda: not decode.rank.transfer.open_rooms())
+        wait_until(lambda: not decode.rank.transfer.open_rooms())
         left = _unreachable()
     finally:
         gc.enable()
@@ -71,14 +72,14 @@ def _hand_over(prefill: RankHost, decode: RankHost) -> None:
     rooms = range(first, first + ROOMS)
     senders = [sender_of(prefill, room) for room in rooms]
     receivers = [receiver_of(decode, bootstrap, room) for room in rooms]
-    eventually(lambda: all(receiver.prefill_ready for receiver in receivers))  # so each room takes the same way
+    wait_until(lambda: all(receiver.prefill_ready for receiver in receivers))  # so each room takes the same way
     for number, receiver in enumerate(receivers):
         receiver.init([number], aux_index=number % AUX_ROWS)
     for number, sender in enumerate(senders):
         sender.init(1, aux_index=number % AUX_ROWS)
         sender.send([number])
     for end in (*receivers, *senders):
-        eventually(lambda end=end: end.ended)  # type: ignore[misc]
+        wait_until(lambda end=end: end.ended)  # type: ignore[misc]
         assert end.poll() is KVPoll.Success, end.failure
         end.close()
 

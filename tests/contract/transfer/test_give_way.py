@@ -10,8 +10,9 @@ import pytest
 
 from kvgrpc.transfer import KVPoll, KVReceiver, KVSender
 from kvgrpc.transfer.runtime import manager as module
-from tests.contract.transfer_peers import eventually, receiver_of, sender_of
+from tests.contract.transfer_peers import receiver_of, sender_of
 from tests.support.rank_host import RankHost
+from tests.support.waiting import wait_until
 
 ROOMS = iter(range(80_000_000, 90_000_000))
 SLEEP, EVERY, FEW_ROOMS = 50e-6, 200e-6, 1024
@@ -38,7 +39,7 @@ class Engine:
         return len(self.slept) - before
 
     def run_what_was_posted(self) -> None:
-        eventually(lambda: not self.transfer._waking and not self.transfer._commands)
+        wait_until(lambda: not self.transfer._waking and not self.transfer._commands)
 
     def _sleep(self, seconds: float) -> None:
         assert seconds == SLEEP
@@ -96,10 +97,10 @@ def test_nothing_gives_way_beside_more_than_1024_open_rooms(
 ) -> None:
     others = [sender_of(prefill, next(ROOMS)) for _ in range(FEW_ROOMS)]
     try:
-        eventually(lambda: prefill.rank.transfer.open_rooms() == FEW_ROOMS + 1)
+        wait_until(lambda: prefill.rank.transfer.open_rooms() == FEW_ROOMS + 1)
         assert engine.look(sender, 1000) == 0
         others.pop().abort()
-        eventually(lambda: prefill.rank.transfer.open_rooms() == FEW_ROOMS)
+        wait_until(lambda: prefill.rank.transfer.open_rooms() == FEW_ROOMS)
         assert engine.look(sender, 1000) > 0
     finally:
         for each in others:

@@ -16,8 +16,9 @@ from kvgrpc.model import RankId, RankRef
 from kvgrpc.transfer import KVPoll
 from kvgrpc.transfer.runtime import prefill_manager as prefill_module
 from kvgrpc.transfer.runtime.refusals import NOTHING, Refusals, behind
-from tests.contract.transfer_peers import eventually, receiver_of, sender_of
+from tests.contract.transfer_peers import receiver_of, sender_of
 from tests.support.rank_host import PAGES, RankHost
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def pair() -> Iterator[tuple[RankHost, RankHost]]:
 def received(pair: tuple[RankHost, RankHost], room: int) -> Any:
     prefill, decode = pair
     receiver = receiver_of(decode, f"{prefill.rank.address}/P", room)
-    eventually(lambda: receiver.poll() is not KVPoll.Bootstrapping)
+    wait_until(lambda: receiver.poll() is not KVPoll.Bootstrapping)
     return receiver
 
 
@@ -56,11 +57,11 @@ def test_a_room_that_the_peers_frames_cannot_carry_fails_alone(pair: tuple[RankH
     large.init(list(range(0, 40_000, 2)), 0)
     small.init([1], 1)
     prefill.send(2, [PAGES - 1], aux_row=1)
-    eventually(lambda: small.poll() is KVPoll.Success)
-    eventually(lambda: large.failure is not None)
+    wait_until(lambda: small.poll() is KVPoll.Success)
+    wait_until(lambda: large.failure is not None)
     assert large.failure.reason is Reason.FRAME_TOO_LARGE
     assert large.failure.metadata["limit"] == "65536"
-    eventually(lambda: large.release_safe)
+    wait_until(lambda: large.release_safe)
 
 
 def test_a_wait_that_never_returns_shows_in_the_ranks_health(
@@ -72,10 +73,10 @@ def test_a_wait_that_never_returns_shows_in_the_ranks_health(
     receiver.init([1], 0)
     sender.init(1, 0)
     sender.send([1], wait=go_on.wait)
-    eventually(lambda: not prefill.rank.healthy)
+    wait_until(lambda: not prefill.rank.healthy)
     go_on.set()
-    eventually(lambda: prefill.rank.healthy)
-    eventually(lambda: receiver.poll() is KVPoll.Success)
+    wait_until(lambda: prefill.rank.healthy)
+    wait_until(lambda: receiver.poll() is KVPoll.Success)
 
 
 def test_an_engine_that_asks_faster_than_the_loop_works_is_refused_by_the_room(
@@ -100,7 +101,7 @@ def test_an_engine_that_asks_faster_than_the_loop_works_is_refused_by_the_room(
     waiting = len(transfer._commands)
     held.set()
     assert waiting <= 4, "two calls, and the failures of those that were refused"
-    eventually(lambda: sender.failure is not None and receiver.failure is not None)
+    wait_until(lambda: sender.failure is not None and receiver.failure is not None)
     assert sender.failure.reason is Reason.TOO_MANY_REQUESTS
     assert sender.failure.retry_after == receiver.failure.retry_after == 1.0, "both sides know when to come again"
 

@@ -16,8 +16,9 @@ from kvgrpc.transfer import KVPoll
 from kvgrpc.transfer.runtime.search import ROOMS_TOGETHER
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
-from tests.contract.transfer_peers import eventually, receiver_of, sender_of
+from tests.contract.transfer_peers import receiver_of, sender_of
 from tests.support.rank_host import RankHost
+from tests.support.waiting import wait_until
 
 ROOMS = iter(range(20_000_000, 30_000_000))
 LONG = 20.0
@@ -71,7 +72,7 @@ class TestAnswers:
         found: list[int] = []
         asking = threading.Thread(target=lambda: found.extend(ask(stub, first, second)))
         asking.start()
-        eventually(lambda: rooms_sought(prefill) == 2, LONG)
+        wait_until(lambda: rooms_sought(prefill) == 2, LONG)
         sender = sender_of(prefill, second)
         asking.join(LONG)
         assert found == [second]
@@ -113,7 +114,7 @@ class TestSearch:
         bootstrap = f"{balanced[0].rank.address}/B"
         receivers = [receiver_of(decode, bootstrap, room) for room in rooms]
         senders = [sender_of(balanced[room // 2 % 2], room) for room in rooms]
-        eventually(lambda: all(receiver.poll() is KVPoll.WaitingForInput for receiver in receivers), LONG)
+        wait_until(lambda: all(receiver.poll() is KVPoll.WaitingForInput for receiver in receivers), LONG)
         for each in (*receivers, *senders):
             each.abort()
 
@@ -123,7 +124,7 @@ class TestSearch:
         given_up, wanted = (receiver_of(decode, f"{balanced[0].rank.address}/B", next(ROOMS)) for _ in range(2))
         given_up.abort()
         sender = sender_of(balanced[1], wanted.room)
-        eventually(lambda: wanted.poll() is KVPoll.WaitingForInput, LONG)
+        wait_until(lambda: wanted.poll() is KVPoll.WaitingForInput, LONG)
         assert given_up.poll() is KVPoll.Failed and given_up.release_safe
         wanted.abort()
         sender.abort()
@@ -132,7 +133,7 @@ class TestSearch:
         self, balanced: tuple[RankHost, RankHost], decode: RankHost
     ) -> None:
         lost = receiver_of(decode, f"{balanced[0].rank.address}/B", next(ROOMS), prefill_dp_rank=2)
-        eventually(lambda: lost.poll() is KVPoll.Failed)
+        wait_until(lambda: lost.poll() is KVPoll.Failed)
         assert lost.failure.reason is Reason.PARALLEL_LAYOUT_MISMATCH
         assert lost.failure.metadata["prefill_dp_rank"] == "below 2 != 2"
 
@@ -152,7 +153,7 @@ class TestDrain:
         errors: list[KvGrpcError] = []
         waiting = threading.Thread(target=lambda: errors.append(refusal(stub, absent)))
         waiting.start()
-        eventually(lambda: rooms_sought(leaving) == 1, LONG)
+        wait_until(lambda: rooms_sought(leaving) == 1, LONG)
         closing = threading.Thread(target=leaving.close, args=(8.0,))
         closing.start()
         waiting.join(LONG)

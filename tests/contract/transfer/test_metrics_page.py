@@ -16,8 +16,9 @@ from kvgrpc.rpc.interceptors import ALLOWED
 from kvgrpc.transfer import KVPoll
 from kvgrpc.transfer.protocol.types import RoomState, SessionState
 from kvgrpc.v1 import transfer_service_pb2 as pb
-from tests.contract.transfer_peers import DecodeClient, eventually, receiver_of, sender_of
+from tests.contract.transfer_peers import DecodeClient, receiver_of, sender_of
 from tests.support.rank_host import RankHost
+from tests.support.waiting import wait_until
 
 ROOMS = iter(range(700_000_000, 800_000_000))
 Dial = Callable[..., DecodeClient]
@@ -50,7 +51,7 @@ def hand_off(prefill: RankHost, decode: RankHost) -> None:
     sender = sender_of(prefill, room)
     sender.init(2, 0)
     sender.send([3, 4])
-    eventually(lambda: receiver.poll() is KVPoll.Success and sender.poll() is KVPoll.Success)
+    wait_until(lambda: receiver.poll() is KVPoll.Success and sender.poll() is KVPoll.Success)
 
 
 def stranger(prefill: RankHost, dial: Dial, name: str) -> None:
@@ -108,7 +109,7 @@ def test_every_part_of_a_hand_off_is_there() -> None:
 def test_rooms_are_counted_by_their_state(prefill: RankHost, decode: RankHost) -> None:
     before = value("kvgrpc_rooms", role="prefill", state="bootstrapping")
     senders: list[Any] = [sender_of(prefill, next(ROOMS)) for _ in range(5)]
-    eventually(lambda: value("kvgrpc_rooms", role="prefill", state="bootstrapping") == before + 5)
+    wait_until(lambda: value("kvgrpc_rooms", role="prefill", state="bootstrapping") == before + 5)
     for sender in senders:
         sender.abort()
-    eventually(lambda: value("kvgrpc_rooms", role="prefill", state="bootstrapping") == before)
+    wait_until(lambda: value("kvgrpc_rooms", role="prefill", state="bootstrapping") == before)

@@ -33,20 +33,20 @@ from tests.contract.transfer_peers import (
     DecodeClient,
     Memory,
     core_of,
-    eventually,
     named,
     receiver_of,
     sender_of,
 )
 from tests.support.faults.dataplane import Fault
 from tests.support.rank_host import AUX_BYTES, LAYERS, PAGES, RankHost
+from tests.support.waiting import wait_until
 
 ROOMS = iter(range(1_000, 10_000_000))
 Dial = Callable[..., DecodeClient]
 
 
 def fails(sender: Any) -> None:
-    eventually(lambda: sender.poll() is KVPoll.Failed)
+    wait_until(lambda: sender.poll() is KVPoll.Failed)
 
 
 class Unread:
@@ -125,7 +125,7 @@ class TestHello:
         with pytest.raises(ConnectionResetError):
             asyncio.run_coroutine_threadsafe(serving, manager._loop).result(SECONDS)
         dial(prefill).open()  # what is to be attached is attached in its order
-        eventually(lambda: contacted)
+        wait_until(lambda: contacted)
         assert contacted == [memory.plane.address()]
 
     def test_another_incarnation_is_stale_epoch_and_names_the_current(self, prefill: RankHost, dial: Dial) -> None:
@@ -241,7 +241,7 @@ class TestStreams:
             assert failure.reason is Reason.INVALID_REQUEST
             assert failure.metadata["field"] == "stream"
         client.close()
-        eventually(lambda: client.ref not in core_of(hasty).pairs)
+        wait_until(lambda: client.ref not in core_of(hasty).pairs)
         late = dial(hasty)
         late.ref = client.ref
         assert late.refused(stream=5).metadata["field"] == "stream"
@@ -268,7 +268,7 @@ class TestStreams:
 
         monkeypatch.setattr(core, "on_heard", listen)
         receiver = receiver_of(decode, f"{prefill.rank.address}/P", next(ROOMS))
-        eventually(lambda: len(heard) >= 7)
+        wait_until(lambda: len(heard) >= 7)
         assert np.median(np.diff(heard)) < 0.6
         receiver.abort()
 
@@ -277,7 +277,7 @@ class TestStreams:
         began = time.monotonic()  # before its last word, which silence is counted from
         client.write(room := next(ROOMS), [1, 2])
         sender = sender_of(hasty, room)
-        eventually(lambda: sender.poll() is KVPoll.Failed)
+        wait_until(lambda: sender.poll() is KVPoll.Failed)
         assert time.monotonic() - began > 0.8
         assert sender.failure.reason is Reason.PEER_LOST
         assert sender.failure.metadata == {"peer": str(client.ref), "how": "idle for 1000 ms"}
@@ -312,10 +312,10 @@ class TestStreams:
         client = dial(hasty).open()
         client.write(room := next(ROOMS), [1])
         sender = sender_of(hasty, room)
-        eventually(lambda: sender.poll() is KVPoll.WaitingForInput)
+        wait_until(lambda: sender.poll() is KVPoll.WaitingForInput)
         client.send(goodbye=pb.Goodbye())
         assert client.over() is None
-        eventually(lambda: sender.poll() is KVPoll.Failed)
+        wait_until(lambda: sender.poll() is KVPoll.Failed)
         assert "back within 500 ms of a break" in sender.failure.metadata["how"]
 
 
@@ -335,7 +335,7 @@ class TestRooms:
         untouched = np.setdiff1d(np.arange(PAGES), destination)
         assert not client.memory.bytes[:, untouched].any()
         client.want(room, FORGET)
-        eventually(lambda: RoomKey(room) not in core_of(prefill).rooms)
+        wait_until(lambda: RoomKey(room) not in core_of(prefill).rooms)
 
     def test_states_only_advance(self, prefill: RankHost, dial: Dial) -> None:
         client = dial(prefill).open()
@@ -381,7 +381,7 @@ class TestRooms:
         for _ in range(3):
             client.want(room, FORGET)
         client.send(forget_rooms=[room, room])
-        eventually(lambda: RoomKey(room) not in core_of(prefill).rooms)
+        wait_until(lambda: RoomKey(room) not in core_of(prefill).rooms)
 
     def test_changed_pages_are_a_conflict(self, prefill: RankHost, dial: Dial) -> None:
         for pages, first_page in (([1, 3], 0), ([1], 0), ([1, 2], 1)):
@@ -406,7 +406,7 @@ class TestRooms:
         last = client.ended(room)
         assert (last.state, last.writes) == (FAILED, SETTLED)
         assert (last.failure.reason, last.failure.message, last.failure.metadata) == (4, "why not", {"a": "b"})
-        eventually(lambda: sender.failure is not None)
+        wait_until(lambda: sender.failure is not None)
         assert (sender.failure.reason, sender.failure.message) == (Reason.ROOM_DEADLINE, "why not")
 
     def test_stop_of_an_unclaimed_room_is_stopped_not_settled(self, prefill: RankHost, dial: Dial) -> None:
@@ -416,7 +416,7 @@ class TestRooms:
         last = client.ended(room)
         assert (last.state, last.writes, last.failure.reason) == (FAILED, STOPPED, Reason.ROOM_CANCELLED)
         late = sender_of(prefill, room)
-        eventually(lambda: late.poll() is KVPoll.Failed)
+        wait_until(lambda: late.poll() is KVPoll.Failed)
         assert late.failure.reason is Reason.ROOM_CANCELLED
 
     def test_stop_after_success_changes_nothing(self, prefill: RankHost, dial: Dial) -> None:
@@ -443,12 +443,12 @@ class TestRooms:
         room = next(ROOMS)
         client.write(room, [1])
         sender = sender_of(prefill, room)
-        eventually(lambda: sender.poll() is KVPoll.WaitingForInput)
+        wait_until(lambda: sender.poll() is KVPoll.WaitingForInput)
         core = core_of(prefill)
         ignored = core.ignored_entries
         client.want(room, FORGET)
         client.want(next(ROOMS), FORGET)
-        eventually(lambda: core.ignored_entries > ignored)
+        wait_until(lambda: core.ignored_entries > ignored)
         client.write(room, [1])
         sender.init(1, 0)
         sender.send([5])
@@ -462,7 +462,7 @@ class TestRooms:
         assert "within 500 ms" in last.failure.message  # so that decode hears it before its own deadline
         assert (last.state, last.writes, last.failure.reason) == (FAILED, STOPPED, Reason.ROOM_NOT_FOUND)
         late = sender_of(prefill, room)
-        eventually(lambda: late.failure is not None)
+        wait_until(lambda: late.failure is not None)
         assert late.failure.reason is Reason.ROOM_NOT_FOUND
 
     def test_another_asker_gets_conflict_until_it_forgets_and_disturbs_nobody(
@@ -522,7 +522,7 @@ class TestRooms:
                 sender.init(1, 0)
                 sender.send([1])
                 entry = client.ended(room)
-                eventually(lambda: sender.ended)
+                wait_until(lambda: sender.ended)
                 return entry
 
             assert [hand_off(room).failure.reason for room in (1, 2)] == [Reason.TRANSFER_FAILED] * 2
@@ -533,7 +533,7 @@ class TestRooms:
             assert host.rank.transfer.depths()["unknown_writes"] == 2
             assert host.rank.transfer.depths()["peers_refused"] == 1
             rooms = itertools.count(4)
-            eventually(lambda: hand_off(next(rooms)).state == SUCCESS)
+            wait_until(lambda: hand_off(next(rooms)).state == SUCCESS)
             assert host.rank.transfer.depths()["peers_refused"] == 0
         finally:
             host.close(1.0)

@@ -32,20 +32,20 @@ from tests.contract.transfer_peers import (
     Memory,
     PrefillServer,
     core_of,
-    eventually,
     named,
     receiver_of,
     said,
     sender_of,
 )
 from tests.support.rank_host import AUX_BYTES, LAYERS, PAGES, RankHost
+from tests.support.waiting import wait_until
 
 ROOMS = iter(range(1_000, 10_000_000))
 Dial = Callable[..., DecodeClient]
 
 
 def all_are_gone(host: RankHost, rooms: Sequence[int]) -> None:
-    eventually(lambda: not core_of(host).rooms.keys() & set(map(RoomKey, rooms)))
+    wait_until(lambda: not core_of(host).rooms.keys() & set(map(RoomKey, rooms)))
 
 
 def lists_failed(stub: Any, rooms: Sequence[int], count: int) -> Callable[[], bool]:
@@ -81,7 +81,7 @@ class TestTables:
     def test_sessions_of_both_sides(self, prefill: RankHost, decode: RankHost, stub_of: Any) -> None:
         room = next(ROOMS)
         receiver = receiver_of(decode, f"{prefill.rank.address}/P", room)
-        eventually(lambda: receiver.poll() is KVPoll.WaitingForInput)
+        wait_until(lambda: receiver.poll() is KVPoll.WaitingForInput)
         receiver.init([1], 0)
         (session,) = stub_of(decode).ListSessions(pb.ListSessionsRequest(), timeout=5).sessions
         assert session.peer == rank_ref_to_pb(prefill.rank.ref)
@@ -149,7 +149,7 @@ class TestTables:
         rooms = [next(ROOMS) for _ in range(40)]
         for room in rooms:
             client.write(room, [1])
-        eventually(lambda: all(RoomKey(room) in core_of(prefill).rooms for room in rooms))
+        wait_until(lambda: all(RoomKey(room) in core_of(prefill).rooms for room in rooms))
         monkeypatch.setattr(manager, "_ROOMS_LOOKED_AT_IN_A_TURN", 8)
         turns = 0
 
@@ -234,14 +234,14 @@ class TestTables:
         receiver = receiver_of(decode, f"{prefill.rank.address}/P", room)
         receiver.init([4], 0)
         sender = sender_of(prefill, room)
-        eventually(lambda: sender.poll() is KVPoll.WaitingForInput)
+        wait_until(lambda: sender.poll() is KVPoll.WaitingForInput)
         stub = stub_of(request.getfixturevalue(side))
         answer = stub.CancelRoom(pb.CancelRoomRequest(room=room, cause="spring cleaning"), timeout=5).room
         assert (answer.state, answer.failure.reason) == (FAILED, Reason.ROOM_CANCELLED)
-        eventually(lambda: sender.failure is not None and receiver.failure is not None)
+        wait_until(lambda: sender.failure is not None and receiver.failure is not None)
         for handle in (sender, receiver):
             assert (handle.failure.message, handle.failure.metadata["by"]) == ("spring cleaning", "operator")
-        eventually(lambda: receiver.release_safe)
+        wait_until(lambda: receiver.release_safe)
 
     def test_why_the_last_rooms_failed_can_still_be_asked_when_they_are_over(
         self, prefill: RankHost, decode: RankHost, stub_of: Any
@@ -257,7 +257,7 @@ class TestTables:
             last = stub.GetRoom(pb.GetRoomRequest(room=rooms[-1]), timeout=5).room
             assert (last.state, last.failure.message) == (FAILED, f"no more of {rooms[-1]}")
             # The oldest went, once the session has no more to say of them.
-            eventually(lists_failed(stub, rooms, 256))
+            wait_until(lists_failed(stub, rooms, 256))
             cancelled = stub.CancelRoom(pb.CancelRoomRequest(room=rooms[-1], cause="late"), timeout=5).room
             assert cancelled.failure.message == f"no more of {rooms[-1]}"
 
@@ -289,7 +289,7 @@ class TestTables:
         try:
             receiver = receiver_of(decode, server.bootstrap, room)
             receiver.init([1, 2, 3], 0)
-            eventually(lambda: receiver.poll() is KVPoll.Failed)
+            wait_until(lambda: receiver.poll() is KVPoll.Failed)
             stub = stub_of(decode)
             rooms = stub.ListRooms(pb.ListRoomsRequest(held_only=True), timeout=5).rooms
             (held,) = [each for each in rooms if each.room == room]
@@ -300,8 +300,8 @@ class TestTables:
             server.script = settled
             server.end_sessions()
             say.set()
-            eventually(lambda: receiver.release_safe)
-            eventually(
+            wait_until(lambda: receiver.release_safe)
+            wait_until(
                 lambda: room not in [each.room for each in stub.ListRooms(pb.ListRoomsRequest(), timeout=5).rooms]
             )
         finally:

@@ -21,8 +21,9 @@ import numpy as np
 import pytest
 
 from kvgrpc.transfer import KVPoll
-from tests.contract.transfer_peers import core_of, eventually, receiver_of, sender_of
+from tests.contract.transfer_peers import core_of, receiver_of, sender_of
 from tests.support.rank_host import AUX_ROWS, PAGES, RankHost
+from tests.support.waiting import wait_until
 
 THREADS = 3  # on each side
 OPEN_AT_ONCE = 8
@@ -258,9 +259,9 @@ def hurried() -> Iterator[None]:
 
 def everything_is_over(prefill: RankHost, decode: RankHost) -> None:
     """Nothing is open, held, counted or remembered without need."""
-    eventually(lambda: not core_of(decode).rooms and not decode.rank.transfer.held_pages, 30)
+    wait_until(lambda: not core_of(decode).rooms and not decode.rank.transfer.held_pages, 30)
     core = core_of(prefill)
-    eventually(lambda: not core.open_writes and all(record.ended for record in list(core.rooms.values())), 30)
+    wait_until(lambda: not core.open_writes and all(record.ended for record in list(core.rooms.values())), 30)
     assert all(pair.unclaimed == 0 for pair in list(core.pairs.values()))  # the loop thread may change it meanwhile
     assert prefill.rank.healthy and decode.rank.healthy
     assert prefill.rank.transfer.errors == decode.rank.transfer.errors == 0

@@ -15,8 +15,9 @@ from typing import Any
 
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.transfer import KVPoll
-from tests.contract.transfer_peers import eventually, receiver_of, sender_of
+from tests.contract.transfer_peers import receiver_of, sender_of
 from tests.support.rank_host import RankHost
+from tests.support.waiting import wait_until
 
 ROOMS = iter(range(40_000_000, 50_000_000))
 LONG = 15.0
@@ -81,7 +82,7 @@ def test_a_sender_that_was_initialised_early_knows_when_decode_has_named_its_pag
     sender.init(2, 0)
     assert sender.poll() is KVPoll.WaitingForInput and sender.decode_prefix_pages is None
     receiver.init([1, 2], 0, first_page=3)
-    eventually(lambda: sender.decode_prefix_pages == 3)
+    wait_until(lambda: sender.decode_prefix_pages == 3)
     receiver.abort()
 
 
@@ -156,6 +157,6 @@ def test_a_handle_that_is_over_needs_no_garbage_collector(prefill: RankHost, dec
     try:
         prefill.senders.clear()
         del receiver, sender
-        eventually(lambda: [each() for each in gone] == [None, None])
+        wait_until(lambda: [each() for each in gone] == [None, None])
     finally:
         gc.enable()

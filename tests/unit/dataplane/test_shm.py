@@ -6,8 +6,7 @@ import ctypes
 import gc
 import itertools
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -23,6 +22,7 @@ from kvgrpc.dataplane.shm.copying import SLICE_BYTES
 from kvgrpc.dataplane.shm.plane import ShmDataPlane
 from kvgrpc.errors import FeatureDisabled, PeerUnreachable
 from tests.support.faults.dataplane import wait
+from tests.support.waiting import wait_until
 
 BLOCK = 1 << 16
 
@@ -210,13 +210,6 @@ def test_a_segment_that_could_shrink_is_refused(plane: Plane, monkeypatch: pytes
     os.close(descriptor)
 
 
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come to pass"
-        time.sleep(0.001)
-
-
 def test_a_detached_peer_takes_nothing_more_and_its_memory_is_unmapped(plane: Plane) -> None:
     def mappings() -> int:
         return Path("/proc/self/maps").read_text().count(f"kvgrpc-{plane._token}")
@@ -227,7 +220,7 @@ def test_a_detached_peer_takes_nothing_more_and_its_memory_is_unmapped(plane: Pl
     del plane.peer
     gc.collect()
     # The thread that touches the memory of a new peer knows it too, for as long as its round takes.
-    until(lambda: mappings() == 2)
+    wait_until(lambda: mappings() == 2)
 
 
 def test_closing_ends_everything_and_leaves_no_memory_behind() -> None:
@@ -242,7 +235,7 @@ def test_closing_ends_everything_and_leaves_no_memory_behind() -> None:
     del plane.peer, peer, transfer
     gc.collect()
     # The thread that touches the memory of a new peer may still be at it.
-    until(lambda: f"kvgrpc-{plane._token}" not in Path("/proc/self/maps").read_text())
+    wait_until(lambda: f"kvgrpc-{plane._token}" not in Path("/proc/self/maps").read_text())
 
 
 def test_the_address_is_small() -> None:

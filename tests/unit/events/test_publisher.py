@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from kvgrpc.events import publisher as publishing
 from kvgrpc.events.log.journal import MAX_BATCH_BYTES, Batches, Dropped
 from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from kvgrpc.model import RankId, RankRef
+from tests.support.waiting import wait_until
 
 RANK = RankRef(RankId("engine", dp=1), 7)
 
@@ -61,17 +62,10 @@ def removed(number: int) -> KVEventBatch:
     return KVEventBatch(float(number), [BlockRemoved([number])])
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "waited 20 s in vain"
-        time.sleep(0.001)
-
-
 def told(opened: JournalingPublisher) -> list[object]:
     """Everything published so far: payloads decoded, holes as they are."""
     stream = opened.stream
-    wait_for(lambda: opened.counts.unsent == 0)
+    wait_until(lambda: opened.counts.unsent == 0)
     parts: list[object] = []
     cursor = stream.state().oldest_sequence
     while part := stream.journal.read(cursor):
@@ -114,7 +108,7 @@ def test_raw_bytes_are_copied_from_a_buffer() -> None:
         opened.publish_raw(buffer)
         buffer[:] = b"second"
         live.gate.set()
-        wait_for(lambda: opened.counts.unsent == 0)
+        wait_until(lambda: opened.counts.unsent == 0)
         assert live.sent[1] == (1, payload)
 
 
@@ -147,7 +141,7 @@ def test_raw_bytes_that_are_no_batch_never_go_live() -> None:
 @pytest.mark.parametrize("encoding", ["array", "map"])
 def test_the_first_batch_of_a_log_clears_though_nothing_is_published(encoding: str) -> None:
     with publisher(live := Live(), clear_first=True, encoding=encoding) as opened:
-        wait_for(lambda: live.sent)
+        wait_until(lambda: live.sent)
         opened.publish(removed(0))
         first, second = told(opened)
         assert is_clear(first)
@@ -162,7 +156,7 @@ def test_a_fenced_publisher_stops_at_once_and_says_so() -> None:
             opened.publish(removed(number))
         opened.fence()
         live.gate.set()
-        wait_for(lambda: opened.stream.ended)
+        wait_until(lambda: opened.stream.ended)
         assert len(live.sent) <= 1
         assert not opened.publish(removed(0))
         assert not opened.healthy
@@ -200,7 +194,7 @@ def test_a_full_queue_is_a_hole_and_a_clear_and_blocks_nobody() -> None:
 def test_publish_waits_neither_for_a_snapshot_that_is_encoded_nor_for_the_state() -> None:
     with publisher() as opened:
         assert opened.publish(BATCH_OF_BLOCKS)
-        wait_for(lambda: opened.counts.unsent == 0)
+        wait_until(lambda: opened.counts.unsent == 0)
         recorder = opened.stream.recorder
         assert recorder is not None
         snapshot = recorder.snapshot(0)
@@ -210,7 +204,7 @@ def test_publish_waits_neither_for_a_snapshot_that_is_encoded_nor_for_the_state(
             engine.start()
             engine.join(20)
             assert not engine.is_alive()
-        wait_for(lambda: opened.counts.unsent == 0)
+        wait_until(lambda: opened.counts.unsent == 0)
         assert opened.stream.next_sequence == 1001
         assert snapshot.part(0)[1] and snapshot.next_sequence == 1
         assert recorder.snapshot(1001).copies == 0
@@ -242,19 +236,19 @@ def test_a_failed_pass_loses_what_it_held_and_says_so(monkeypatch: pytest.Monkey
         parts = told(opened)
         assert isinstance(parts[0], Dropped)
         assert any(is_clear(part) for part in parts)
-        wait_for(lambda: opened.healthy)
+        wait_until(lambda: opened.healthy)
 
 
 def test_a_transport_that_hangs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     with publisher(live := Live()) as opened:
         live.gate.clear()
         opened.publish(removed(0))
-        wait_for(lambda: opened.healthy)
+        wait_until(lambda: opened.healthy)
         monkeypatch.setattr(publishing, "STUCK_SECONDS", 0.01)
-        wait_for(lambda: not opened.healthy)
+        wait_until(lambda: not opened.healthy)
         monkeypatch.undo()
         live.gate.set()
-        wait_for(lambda: opened.counts.published == 1)
+        wait_until(lambda: opened.counts.published == 1)
         assert opened.healthy
 
 

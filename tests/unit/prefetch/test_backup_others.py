@@ -13,7 +13,8 @@ from kvgrpc.prefetch.agreement.votes import AloneAgreement, Decided, Stage, Vote
 from kvgrpc.prefetch.model import OperationKind, OperationState, PageOutcome, Stop
 from kvgrpc.prefetch.pools.pages import Pages
 from tests.support.faults.storage import HANG, Fault
-from tests.unit.prefetch.test_controller import LIMITS, Rig, hashes, until
+from tests.support.waiting import wait_until
+from tests.unit.prefetch.test_controller import LIMITS, Rig, hashes
 
 BATCH = LIMITS.batch_pages
 SECONDS = 20.0
@@ -72,7 +73,7 @@ def writes() -> Iterator[Rig]:
 
 def test_storage_is_asked_for_a_batch_at_a_time_until_that_is_there(waits: Rig) -> None:
     operation = waits.controller.write_storage(THEIRS, waits.on_host(THEIRS))
-    until(lambda: len(calls(waits, "count")) >= 5)
+    wait_until(lambda: len(calls(waits, "count")) >= 5)
     assert set(calls(waits, "count")) == {keys(THEIRS[:BATCH])}
     other = Rig(PATIENT, storage=waits.storage)
     other.ended(other.controller.write_storage(THEIRS, other.on_host(THEIRS)))
@@ -158,7 +159,7 @@ class TestTheTimeOfTheOtherRanks:
         backup = rig.controller.operation(OperationKind.BACKUP, OURS, timeout=3600.0)
         backup.agrees = True
         rig.controller.start_backup(backup, locked(rig, OURS))
-        until(lambda: backup.finishing)
+        wait_until(lambda: backup.finishing)
         rig.controller.terminate(backup)
         assert (rig.ended(backup).state, backup.stop) == (OperationState.CANCELLED, Stop.CANCELLED)
         assert backup.completed == 0, "what the others have, nobody said"
@@ -178,7 +179,7 @@ def test_what_fails_lets_go_of_no_page_that_storage_may_still_read() -> None:
     rig.fault("write", {OURS[0]: HANG})
     operation = rig.controller.write_storage(OURS, rig.on_host(OURS))
     assert failed.wait(SECONDS)
-    until(lambda: operation.state is OperationState.ENDING or operation.ended)
+    wait_until(lambda: operation.state is OperationState.ENDING or operation.ended)
     assert not operation.ended and rig.host.table.counts()["read"] == len(OURS)
     rig.storage.release()
     assert rig.ended(operation).state is OperationState.FAILED

@@ -25,6 +25,7 @@ from kvgrpc.prefetch.model import OperationRow, OperationState, PageOutcome, Pre
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.shape import PageShape
 from tests.support.faults.storage import BROKEN, DOWN, FAILED, HANG, Fault, FaultyBackend, memory_backend
+from tests.support.waiting import wait_until
 
 SHAPE = PageShape.mha(2, 4, 1, 8, "float16")
 LIMITS = PrefetchLimits(threshold_tokens=4, batch_pages=4, storage_timeout=0.3, readers=2)
@@ -36,13 +37,6 @@ def hashes(count: int, name: str = "a") -> list[str]:
 
 def content(page_hash: str) -> Any:
     return np.random.default_rng(list(page_hash.encode())).integers(0, 256, SHAPE.page_bytes, dtype=np.uint8)
-
-
-def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "condition was not met in time"
-        time.sleep(0.002)
 
 
 @dataclass
@@ -173,7 +167,7 @@ class TestPrefetch:
         names = rig.stored(hashes(8))
         rig.fault("read", {names[2]: HANG})
         operation = rig.controller.prefetch(names)
-        until(lambda: operation.finishing)
+        wait_until(lambda: operation.finishing)
         assert not operation.wait(0.2), "it ended while the backend may still write into its pages"
         assert rig.host.table.counts()["reserved"] == 8
         rig.storage.release()
@@ -337,7 +331,7 @@ class TestDeclining:
         names = rig.stored(hashes(40))
         rig.fault("read", {each: HANG for each in names[:1]})
         first = rig.controller.prefetch(names)
-        until(lambda: first.finishing)
+        wait_until(lambda: first.finishing)
         assert rig.controller.occupied == 32
         assert rig.ended(rig.controller.prefetch(hashes(8, "b"))).stop is Stop.RATE_LIMITED
         rig.storage.release()
@@ -350,7 +344,7 @@ class TestDeclining:
         names = rig.stored(hashes(30))
         rig.fault("read", {each: HANG for each in names[:1]})
         first = rig.controller.prefetch(names)
-        until(lambda: first.finishing)
+        wait_until(lambda: first.finishing)
         rig.fault("read", {})
         other = rig.stored(hashes(8, "b"))
         assert rig.controller.occupied == 30 and rig.controller.capacity == 32
@@ -430,8 +424,8 @@ class TestEndingEarly:
         # All but the first batch is slower than the operation's time.
         rig.storage.fault = lambda call, key: Fault() if call == "read" and key not in first and over.wait(20) else None
         operation = rig.controller.prefetch(names, timeout=2.0)
-        until(lambda: operation.completed == 4)
-        until(lambda: operation.cut)
+        wait_until(lambda: operation.completed == 4)
+        wait_until(lambda: operation.cut)
         over.set()
         rig.ended(operation)
         assert (operation.state, operation.stop) == (OperationState.EXPIRED, Stop.DEADLINE)
@@ -443,7 +437,7 @@ class TestEndingEarly:
         names = rig.stored(hashes(4))
         rig.fault("read", {names[2]: HANG})
         operation = rig.controller.prefetch(names, timeout=0.25)  # less than a call of storage may take
-        until(lambda: operation.finishing or operation.ended)
+        wait_until(lambda: operation.finishing or operation.ended)
         rig.storage.release()
         assert rig.ended(operation).state in (OperationState.EXPIRED, OperationState.DECLINED)
         assert operation.stop is Stop.DEADLINE
@@ -454,7 +448,7 @@ class TestEndingEarly:
         names = rig.stored(hashes(8))
         rig.storage.fault = lambda call, key: Fault(delay=0.05) if call == "read" else None
         waited = rig.controller.prefetch(names)
-        until(lambda: rig.controller.poll(waited, StopPolicy.WAIT_COMPLETE))
+        wait_until(lambda: rig.controller.poll(waited, StopPolicy.WAIT_COMPLETE))
         assert waited.completed == 8
         best = rig.controller.prefetch(names)
         assert rig.controller.poll(best, StopPolicy.BEST_EFFORT) is None
@@ -468,7 +462,7 @@ class TestEndingEarly:
         rig.storage.fault = lambda call, key: Fault(delay=0.1) if call == "read" else None
         operation = rig.controller.prefetch(names)
         began = time.monotonic()
-        until(lambda: rig.controller.poll(operation, StopPolicy.TIMEOUT))
+        wait_until(lambda: rig.controller.poll(operation, StopPolicy.TIMEOUT))
         assert operation.state is OperationState.EXPIRED
         assert time.monotonic() - began >= rig.controller.time_allowed(40)
         rig.take()
@@ -581,7 +575,7 @@ class TestBackup:
         pages = rig.on_host(names)
         rig.fault("write", {names[1]: HANG})
         operation = rig.controller.write_storage(names, pages)
-        until(lambda: operation.cut)
+        wait_until(lambda: operation.cut)
         assert len(rig.host.table.unread(pages)) == 0 and not operation.ended
         rig.storage.release()
         assert rig.ended(operation).outcomes[1] is PageOutcome.TIMEOUT
@@ -602,7 +596,7 @@ class TestBackup:
         mine = [writer_of(name, range(2)) == 0 for name in names]
         one, two = self.pair()
         first = one.controller.write_storage(names, one.on_host(names))
-        until(lambda: first.others)
+        wait_until(lambda: first.others)
         assert not first.ended, "nobody has written them yet"
         second = two.ended(two.controller.write_storage(names, two.on_host(names)))
         assert one.ended(first).outcomes == [PageOutcome.OK if own else PageOutcome.SKIPPED for own in mine]
@@ -617,7 +611,7 @@ class TestBackup:
         live = {0, 1}
         rig = Rig(writes=lambda page_hash: writer_of(page_hash, live) == 0)
         operation = rig.controller.write_storage(names, rig.on_host(names))
-        until(lambda: operation.others)
+        wait_until(lambda: operation.others)
         live.discard(1)
         assert rig.ended(operation).outcomes == [PageOutcome.OK] * 12
         rig.close()
@@ -639,7 +633,7 @@ class TestBackup:
         if end == "storage":
             rig.storage.fault = lambda call, key: DOWN if call == "count" else None
         operation = rig.controller.write_storage(names, pages, timeout=0.2 if end == "deadline" else 20.0)
-        until(lambda: operation.others or operation.ended)
+        wait_until(lambda: operation.others or operation.ended)
         if end == "cancel":
             rig.controller.terminate(operation)
         assert rig.ended(operation).outcomes[5] is PageOutcome.PENDING
@@ -685,11 +679,11 @@ class TestClosing:
         rig.storage.fault = lambda call, key: Fault() if not gate.wait(20.0) else None
         rig.storage.calls.clear()
         first = rig.controller.prefetch(names)
-        until(lambda: rig.storage.calls)
+        wait_until(lambda: rig.storage.calls)
         waiting = [rig.controller.prefetch(names) for _ in range(20)]
         resetting = threading.Thread(target=rig.controller.reset, args=(20,))
         resetting.start()
-        until(lambda: all(operation.cut for operation in (first, *waiting)))
+        wait_until(lambda: all(operation.cut for operation in (first, *waiting)))
         gate.set()
         resetting.join(20)
         assert [call for call, _ in rig.storage.calls] == ["count"], "the one that was under way"
@@ -791,7 +785,7 @@ class TestClosing:
         names = rig.stored(hashes(4))
         rig.fault("read", {names[0]: HANG})
         rig.controller.prefetch(names)
-        until(lambda: any(call == "read" for call, _ in rig.storage.calls))
+        wait_until(lambda: any(call == "read" for call, _ in rig.storage.calls))
         began = time.monotonic()
         assert not rig.controller.close(1.0)
         assert time.monotonic() - began < 10

@@ -8,13 +8,14 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 import pytest
 
 from kvgrpc.observability import metrics
 from kvgrpc.rpc.loop import LoopThread, background
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -22,13 +23,6 @@ def loop_thread() -> Iterator[LoopThread]:
     thread = LoopThread("test-loop")
     yield thread
     thread.close()
-
-
-def wait_until(condition: Callable[[], bool], deadline: float = 5.0) -> None:
-    end = time.monotonic() + deadline
-    while not condition():
-        assert time.monotonic() < end, "condition was not met in time"
-        time.sleep(0.005)
 
 
 def counted_failures(task: str) -> float:

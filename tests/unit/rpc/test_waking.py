@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.waking import Waker
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -21,23 +21,16 @@ def loop() -> Iterator[LoopThread]:
     thread.close()
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
 def test_a_burst_of_wakes_runs_the_callback_on_the_loop(loop: LoopThread) -> None:
     ran: list[str] = []
     waker = Waker(loop.loop, lambda: ran.append(threading.current_thread().name))
     for _ in range(100):
         waker.wake()
-    eventually(lambda: bool(ran))
+    wait_until(lambda: bool(ran))
     assert set(ran) == {"test-loop"} and len(ran) <= 100
     before = len(ran)
     waker.wake()
-    eventually(lambda: len(ran) > before)
+    wait_until(lambda: len(ran) > before)
 
 
 def test_what_waited_when_a_waker_closed_still_runs_once(loop: LoopThread) -> None:
@@ -49,7 +42,7 @@ def test_what_waited_when_a_waker_closed_still_runs_once(loop: LoopThread) -> No
         waker.close()
 
     loop.run(close(), 5)
-    eventually(lambda: bool(ran))
+    wait_until(lambda: bool(ran))
 
 
 def test_a_late_wake_writes_to_no_other_file(loop: LoopThread) -> None:
@@ -79,7 +72,7 @@ def test_a_waker_without_an_owner_leaves_no_descriptor(loop: LoopThread) -> None
     loop.run(_nothing(), 5)
     del waker
     gc.collect()
-    eventually(lambda: not _open(fd))
+    wait_until(lambda: not _open(fd))
 
 
 def test_a_wake_of_a_closed_loop_says_so() -> None:
@@ -91,7 +84,7 @@ def test_a_wake_of_a_closed_loop_says_so() -> None:
 
 
 def test_a_sleeping_loop_has_nothing_to_do_and_one_that_was_woken_has(loop: LoopThread) -> None:
-    eventually(lambda: not loop.work_waits)
+    wait_until(lambda: not loop.work_waits)
     entered, leave = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -102,7 +95,7 @@ def test_a_sleeping_loop_has_nothing_to_do_and_one_that_was_woken_has(loop: Loop
     assert entered.wait(10)
     assert loop.work_waits, "its thread is in the middle of a turn"
     leave.set()
-    eventually(lambda: not loop.work_waits)
+    wait_until(lambda: not loop.work_waits)
 
 
 def test_what_the_loop_did_not_see_yet_counts(loop: LoopThread) -> None:
@@ -111,7 +104,7 @@ def test_what_the_loop_did_not_see_yet_counts(loop: LoopThread) -> None:
     loop.run(_nothing(), 5)
     seen = 0
     for _ in range(50):
-        eventually(lambda: not loop.work_waits)
+        wait_until(lambda: not loop.work_waits)
         waker.wake()
         seen += loop.work_waits
     assert seen > 0
