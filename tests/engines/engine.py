@@ -19,7 +19,10 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.engines.model import Reference
 
 ROOT = Path(__file__).parents[2]
 LOCAL = "127.0.0.1"
@@ -305,6 +308,9 @@ class Pair:
         where = self._where(self.room() if room is None else room)
         return self.prefill.generate(prompt, 1, **where), (decode or self.decode).generate(prompt, new_tokens, **where)
 
+    def submit_to_prefill(self, prompt: list[int], room: int) -> Request:
+        return self.prefill.generate(prompt, 1, **self._where(room))
+
     def submit_to_decode(self, prompt: list[int], new_tokens: int, room: int | None = None) -> Request:
         """A request that prefill never hears of: decode waits for it."""
         return self.decode.generate(prompt, new_tokens, **self._where(self.room() if room is None else room))
@@ -312,6 +318,22 @@ class Pair:
     def number_of(self, room: int) -> int:
         """What kvgrpc calls the room."""
         return room
+
+    def reason_of(self, request: Request | None, room: int) -> str:
+        """Why it failed, as an operator finds it; "" where it did not."""
+        return (request and request.error) or ""
+
+    def check(self, reference: Reference, within: float = 0.0) -> None:
+        """The pair serves a request, and its tokens are right; again and again until then, counted from now."""
+        end = time.monotonic() + within
+        while True:
+            case, room = reference.case(100), self.room()
+            prefill, decode = self.submit(case.prompt, len(case.tokens), room)
+            assert prefill.wait() and decode.wait(), f"{self.prefill.log_tail()}\n{self.decode.log_tail()}"
+            if decode.error is None and prefill.error is None:
+                assert (prefill.tokens, decode.tokens) == (case.tokens[:1], case.tokens)
+                return
+            assert time.monotonic() < end, self.reason_of(decode, room) + self.reason_of(prefill, room)
 
     def _where(self, room: int) -> dict[str, Any]:
         return {"bootstrap_host": LOCAL, "bootstrap_port": self.bootstrap_port, "bootstrap_room": room}

@@ -22,57 +22,82 @@ LONG = 300
 
 
 @dataclass
-class Stages:
-    """Three requests of decode when prefill has stopped running (SIGSTOP).
+class Asked:
+    """A request as its router sees it. ``prefill`` and ``decode``: its halves; None: nobody has asked there yet."""
 
-    ``alone``: decode waits, and prefill knows its pages; nothing was asked of prefill's engine. ``under_way``: both
-    have it, and not all its pages were sent; of a pair that sends no chunks it was asked just before. ``computing``:
-    decode computes its tokens.
+    pair: Pair
+    case: Case
+    room: int
+    prefill: Request | None = None
+    decode: Request | None = None
+
+    @property
+    def number(self) -> int:
+        """What kvgrpc calls its room."""
+        return self.pair.number_of(self.room)
+
+    def ask_prefill(self) -> Request:
+        self.prefill = self.pair.submit_to_prefill(self.case.prompt, self.room)
+        return self.prefill
+
+    def ask_decode(self) -> Request:
+        self.decode = self.pair.submit_to_decode(self.case.prompt, len(self.case.tokens), self.room)
+        return self.decode
+
+    @property
+    def decode_ended(self) -> bool:
+        return self.decode is not None and self.decode.ended is not None
+
+
+@dataclass
+class Stages:
+    """Four requests when one side has stopped running (SIGSTOP), at the ``moment``.
+
+    ``alone``: decode waits, and prefill knows its pages; prefill's engine was not asked. ``early``: prefill was asked,
+    and decode was not. ``under_way``: both have it, and not all its pages were sent: of a pair that sends chunks some
+    were. ``computing``: decode computes its tokens.
     """
 
-    stopped: float
-    alone: Request
-    alone_room: int
-    under_way: Request
-    under_way_tokens: list[int]
-    computing: Request
-    computing_case: Case
+    moment: float
+    alone: Asked
+    early: Asked
+    under_way: Asked
+    computing: Asked
 
 
-def stop_prefill_at_every_stage(pair: Pair, reference: Reference) -> Stages:
-    room, computing_case = pair.room(), reference.case(100)
-    alone = pair.submit_to_decode(reference.case(100).prompt, 8, room)
-    wait_for(pair.prefill, pair.number_of(room), lambda found: found.pages > 0)
-    computing = None
+def stop_at_every_stage(pair: Pair, reference: Reference, role: str) -> Stages:
+    """Stops the engine of that role."""
+    stopping: Engine = getattr(pair, role)
+    witness = pair.decode if stopping is pair.prefill else pair.prefill
+    alone, early = (Asked(pair, reference.case(100), pair.room()) for _ in range(2))
+    alone.ask_decode()
+    wait_for(pair.prefill, alone.number, lambda found: found.pages > 0)
+    early.ask_prefill()
+    wait_for(pair.prefill, early.number, lambda found: found.local_handle)
+    computing: Asked | None = None
     for _ in range(MOST_TRIES):
-        if computing is None or computing.ended:
-            computing = decoding(pair, computing_case)
-        under_way_case, under_way_room = reference.case(400), pair.room()
-        requests = pair.submit(under_way_case.prompt, 8, under_way_room)
-        number = pair.number_of(under_way_room)
-        if pair.sends_chunks:
-            wait_for(pair.prefill, number, has_sent, requests[1])
-        stopped = pair.prefill.stop()
-        found = room_of(pair.decode, number) if pair.sends_chunks else None
-        unsent = not pair.sends_chunks or (found is not None and not is_over(found))
-        if unsent and computing.ended is None:
-            return Stages(stopped, alone, room, requests[1], under_way_case.tokens[:8], computing, computing_case)
-        pair.prefill.go_on()
-        for request in requests:
-            request.wait()
+        if computing is None or computing.decode_ended:
+            computing = decoding(pair, reference)
+        under_way = Asked(pair, reference.case(400), pair.room())
+        halves = under_way.ask_prefill(), under_way.ask_decode()
+        wait_for(pair.prefill, under_way.number, has_sent if pair.sends_chunks else has_met, under_way.decode)
+        moment = stopping.stop()
+        found = room_of(witness, under_way.number)
+        if found is not None and not is_over(found) and not computing.decode_ended:
+            return Stages(moment, alone, early, under_way, computing)
+        stopping.go_on()
+        for half in halves:
+            half.wait()
     raise AssertionError(f"no request was caught under way\n{pair.prefill.log_tail()}\n{pair.decode.log_tail()}")
 
 
-def ended_after(moment: float, *requests: Request) -> str:
-    """Seconds from then to the end of each."""
-    return ", ".join(f"{(request.ended or 0) - moment:.3f}" for request in requests)
-
-
-def decoding(pair: Pair, case: Case) -> Request:
-    """A long request whose first token decode has computed."""
-    _, decode = pair.submit(case.prompt, LONG)
+def decoding(pair: Pair, reference: Reference) -> Asked:
+    """A long request whose first token decode has computed; of its tokens the first are known."""
+    asked = Asked(pair, reference.case(100), pair.room())
+    asked.prefill, decode = pair.submit(asked.case.prompt, LONG, asked.room)
+    asked.decode = decode
     wait_until(lambda: decode.first is not None or decode.ended is not None)
-    return decode
+    return asked
 
 
 def is_over(room: proto.Room) -> bool:
@@ -81,6 +106,10 @@ def is_over(room: proto.Room) -> bool:
 
 def has_sent(room: proto.Room) -> bool:
     return is_over(room) or any(part.pages_done for part in room.parts)
+
+
+def has_met(room: proto.Room) -> bool:
+    return room.state not in (proto.ROOM_STATE_UNSPECIFIED, proto.ROOM_STATE_BOOTSTRAPPING) and room.pages > 0
 
 
 def wait_for(

@@ -95,9 +95,19 @@ class VllmPair(Pair):
             (decode or self.decode).generate(prompt, new_tokens, **self.at_decode(room)),
         )
 
+    def submit_to_prefill(self, prompt: list[int], room: int) -> Request:
+        return self.prefill.generate(prompt, 1, **self.at_prefill(room))
+
     def submit_to_decode(self, prompt: list[int], new_tokens: int, room: int | None = None) -> Request:
         """A request that prefill never hears of: decode waits for it."""
         return self.decode.generate(prompt, new_tokens, **self.at_decode(self.room() if room is None else room))
+
+    def reason_of(self, request: Request | None, room: int) -> str:
+        """vLLM tells its clients no reason: it is in the log of the engine that was asked."""
+        if request is None or request.error is None:
+            return ""
+        about = f"room {self.number_of(room)}: "
+        return "\n".join(line for line in request.engine.log().splitlines() if about in line)
 
     def number_of(self, room: int) -> int:
         return room_from_transfer_id(f"xfer-{room}")
