@@ -105,6 +105,10 @@ def test_what_was_evicted_is_an_error_that_says_where_to_go_on() -> None:
     }
 
 
+def test_batches_know_their_last_sequence() -> None:
+    assert Batches(4, [b"a", b"b", b"c"]).last == 6
+
+
 def test_what_is_not_there_yet_is_nothing() -> None:
     log = journal()
     assert log.read(0) is None

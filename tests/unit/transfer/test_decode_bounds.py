@@ -87,6 +87,12 @@ class TestBounds:
         side.core.fail(room, CANCELLED)
         assert side.open(SIX).failure is None and not side.core.refuses_all
 
+    def test_a_bound_of_no_held_pages_refuses_nobody_before_one_is_held(self) -> None:
+        side = Side(bounds=Bounds(held_pages=0))
+        room, _ = side.writing(pages=1)
+        side.core.fail(room, CANCELLED)
+        assert reason(side.open(SIX)) == "PAGES_HELD"
+
     @pytest.mark.parametrize(("pages", "all_refused"), [(2, False), (3, True)])
     def test_two_peers_past_it_refuse_all(self, pages: int, all_refused: bool) -> None:
         side = Side(bounds=Bounds(held_pages=2))
@@ -230,6 +236,42 @@ class TestBinding:
         side.welcome()
         assert side.said() == [DecodeEntry(KEY, Want.STOP, failure=CANCELLED)] and not room.parts
 
+    def test_one_that_ended_while_a_part_was_looked_for_anew_gets_no_part_any_more(self, side: Side) -> None:
+        room = side.open(KEY, P0, P1)
+        first, second = side.take("dials")
+        side.core.on_welcome(second)
+        side.core.write(room, Destination(np.arange(2, dtype=np.uint32)))
+        side.said()
+        side.core.on_goodbye(first, Failure(Reason.STALE_EPOCH, "restarted"))
+        side.core.fail(room, CANCELLED)
+        later = Target(RankRef(P0.ref.rank, 9), "host:1")
+        side.core.bind(room, (later, P1))
+        assert list(room.parts) == [P1.ref.rank] and not room.handle.release_safe
+        (third,) = side.welcome()
+        assert third.pair.ref == later.ref
+        said = side.said()
+        assert said and all((entry.want, entry.failure) == (Want.STOP, CANCELLED) for entry in said)
+        side.hear(second, RoomState.FAILED, Writes.SETTLED)
+        assert room.handle.release_safe
+
+    def test_a_new_room_of_a_lost_pair_dials_at_once_and_waits_no_longer_than_for_a_first_dial(
+        self, side: Side
+    ) -> None:
+        side.writing()
+        side.ticks(20 * TIMING.idle_timeout)
+        for stream in side.take("dials"):
+            side.core.on_end(stream)
+        side.ticks(1)
+        side.take("dials")
+        late = side.open(SIX)
+        dialled = []
+        for _ in range(TIMING.idle_timeout):
+            side.ticks(1)
+            dialled.append(bool(side.take("dials")))
+        assert late.failure is None and any(dialled[: TIMING.abandon_dial + 2])
+        side.ticks(1)
+        assert reason(late) == "PEER_LOST"
+
     def test_one_that_ended_after_it_is_told_once(self, side: Side) -> None:
         room = side.open()
         side.welcome()
@@ -246,6 +288,38 @@ class TestBinding:
         side.core.open(refused)
         side.core.bind(refused, (P0,))
         assert not stream.pair.refusals
+
+    @pytest.mark.parametrize("sender", [False, True])
+    def test_a_room_that_a_draining_prefill_knows_by_name_alone_goes_elsewhere(self, side: Side, sender: bool) -> None:
+        room = side.open()
+        (stream,) = side.welcome()
+        side.ticks(1, stream)
+        assert [entry.want for entry in side.said()] == [Want.ANNOUNCE]
+        if sender:
+            side.hear(stream, RoomState.WAITING_FOR_INPUT, Writes.OPEN)
+        side.core.on_goodbye(stream, Failure(Reason.SERVER_DRAINING, "drains"))
+        assert side.take("resolves") == ([] if sender else [room])
+
+    def test_a_rank_that_a_room_left_is_answered_forget(self, side: Side) -> None:
+        side.open()
+        (stream,) = side.welcome()
+        side.ticks(1, stream)
+        side.core.on_goodbye(stream, Failure(Reason.SERVER_DRAINING, "drains"))
+        assert side.core.flush(stream.pair) == [DecodeEntry(KEY, Want.FORGET)]
+
+    def test_a_frame_keeps_a_pair_alive_and_a_goodbye_without_a_reason_dials_again(self, side: Side) -> None:
+        _, stream = side.writing()
+        for _ in range(2 * TIMING.idle_timeout):
+            side.ticks(1)
+            side.core.on_frame(stream, [])
+        assert not stream.pair.lost and side.take("dials") == []
+        side.core.on_goodbye(stream, None)
+        assert len(side.take("dials")) == 1
+
+    def test_aux_goes_where_init_said(self, side: Side) -> None:
+        room = side.open()
+        side.core.write(room, Destination(np.arange(1, dtype=np.uint32)), 4)
+        assert room.aux_index == 4
 
     def test_a_dead_pair_is_not_welcomed_again(self, side: Side) -> None:
         room, stream = side.writing()

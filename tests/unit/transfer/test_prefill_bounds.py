@@ -263,6 +263,36 @@ class TestTold:
         side.ticks(TIMING.ended_record + 1)
         assert side.core.rooms[KEY] is record and handle.poll is KVPoll.WaitingForInput
 
+    def test_a_room_that_ended_while_pages_moved_is_told_again_once_all_writes_are_over(self, side: Side) -> None:
+        side.name()
+        record, _ = side.claim()
+        side.send(record, 0, 1)
+        side.send(record, 1, 3, last=True)
+        first, second = side.take("submissions")
+        side.core.fail(record, CANCELLED)
+        assert side.said()[KEY].writes is Writes.OPEN
+        side.core.on_outcome(first, Outcome.DONE)
+        assert side.said() == {}
+        side.ticks(TIMING.ended_record + 1)
+        assert side.core.rooms[KEY] is record, "its time begins with its last change"
+        side.core.on_outcome(second, Outcome.DONE)
+        assert side.said()[KEY].writes is Writes.SETTLED
+        side.core.on_end(side.streams.pop(D0), D0)
+        side.ticks(TIMING.ended_record)
+        assert not side.core.rooms
+
+    def test_what_was_unknown_is_remembered_anew_from_the_end_of_the_engine_on(self, side: Side) -> None:
+        _, _, submission = side.writing()
+        side.core.on_outcome(submission, Outcome.FAILED_UNKNOWN)
+        side.core.on_end(side.streams.pop(D0), D0)
+        side.ticks(TIMING.ended_record - 1)
+        side.core.on_engine_destroyed()
+        assert side.core.pairs[D0].unknown_writes == 0
+        side.ticks(TIMING.ended_record - 1)
+        assert KEY in side.core.rooms
+        side.ticks(1)
+        assert not side.core.rooms
+
     def test_checksums_go_with_success_in_the_order_of_decodes_pages(self, side: Side) -> None:
         stream = side.hello()
         numbers = [np.array(pages, np.uint32) for pages in ([12, 10, 11], [21, 20])]
