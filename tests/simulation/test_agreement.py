@@ -234,6 +234,15 @@ class TestDoubt:
         assert said.answered("op", Stage.COMPLETED) is not None
         assert said.answered("op", Stage.COMPLETED) is None, "once"
 
+    def test_what_nobody_waits_for_is_neither_said_again_nor_given_up(self) -> None:
+        said = SaidVotes(DOUBT)
+        for stage in Stage:
+            said.say(Vote("op", stage, 8), lambda decision: None)
+        said.say(Vote("other", Stage.COMPLETED, 8), lambda decision: None)
+        said.forget("op")
+        assert [vote.key for vote in said.undecided()] == ["other"]
+        assert said.answered("op", Stage.COMPLETED) is None
+
     def test_what_is_said_again_is_as_old_as_when_it_was_said_first(self) -> None:
         said = SaidVotes(DOUBT)
         said.heard_beat(3.0)

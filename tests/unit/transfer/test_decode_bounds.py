@@ -59,6 +59,7 @@ class TestEvidence:
 
     def test_the_settle_time_counts_from_the_first_word_that_it_stopped(self, side: Side) -> None:
         room, stream = side.writing()
+        side.ticks(2 * TIMING.settle, stream)
         side.hear(stream, RoomState.FAILED, Writes.STOPPED)
         for _ in range(TIMING.settle):
             side.ticks(1, stream)
@@ -66,6 +67,15 @@ class TestEvidence:
         assert not room.handle.release_safe
         side.ticks(1, stream)
         assert room.handle.release_safe
+
+    def test_pages_that_came_back_before_the_settle_time_are_looked_at_no_more(self, side: Side) -> None:
+        room, stream = side.writing()
+        side.hear(stream, RoomState.FAILED, Writes.STOPPED)
+        side.hear(stream, RoomState.FAILED, Writes.SETTLED)
+        assert room.handle.release_safe
+        side.ticks(1, stream)
+        assert [entry.want for entry in side.said()] == [Want.FORGET] and not side.core.rooms
+        side.ticks(2 * TIMING.settle, stream)
 
     def test_pages_stay_those_that_were_given_first(self, side: Side) -> None:
         room, _ = side.writing(pages=2)
@@ -315,6 +325,18 @@ class TestBinding:
         assert not stream.pair.lost and side.take("dials") == []
         side.core.on_goodbye(stream, None)
         assert len(side.take("dials")) == 1
+
+    def test_what_a_peer_calls_wrong_is_not_said_again(self, side: Side) -> None:
+        room, stream = side.writing()
+        side.ticks(5, stream)
+        side.core.on_goodbye(stream, Failure(Reason.INVALID_REQUEST, "no such field"))
+        assert reason(room) == "INVALID_REQUEST" and side.take("dials") == [] and stream.pair.lost
+        assert [lost.how for lost in side.take("lost")] == ["no such field"]
+
+    def test_a_stream_that_was_refused_is_over_and_is_not_to_be_closed(self, side: Side) -> None:
+        _, stream = side.writing()
+        side.core.on_refused(stream)
+        assert side.take("closes") == [] and stream.pair.stream is None
 
     def test_aux_goes_where_init_said(self, side: Side) -> None:
         room = side.open()
