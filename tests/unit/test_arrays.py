@@ -33,6 +33,12 @@ def test_keys_and_values_of_one_array_are_regions_of_their_own_with_a_stride() -
     assert pool.regions == (Region(5, "k", start, 512, 256), Region(5, "v", start + 256, 512, 256))
 
 
+def test_two_rows_that_are_apart_have_their_stride() -> None:
+    both = np.zeros((2, 2, 16, 4), np.float32)
+    pool = Pool.from_arrays({(0, "k"): both[:, 0]}, page_tokens=16)
+    assert pool.regions == (Region(0, "k", int(both.ctypes.data), 512, 256),)
+
+
 class Tensor:
     """What is asked of a torch tensor; tests/integration/test_arrays_torch.py asks a real one."""
 

@@ -16,6 +16,7 @@ from kvgrpc.transfer.protocol.types import (
     Handle,
     KVPoll,
     LostPair,
+    PrefillEntry,
     RoomKey,
     RoomState,
     Target,
@@ -309,6 +310,17 @@ class TestBinding:
             side.hear(stream, RoomState.WAITING_FOR_INPUT, Writes.OPEN)
         side.core.on_goodbye(stream, Failure(Reason.SERVER_DRAINING, "drains"))
         assert side.take("resolves") == ([] if sender else [room])
+
+    @pytest.mark.parametrize("named", [Reason.SERVER_DRAINING, Reason.TRANSFER_FAILED])
+    def test_so_does_one_that_it_refuses_by_name_because_it_drains(self, side: Side, named: Reason) -> None:
+        room = side.open()
+        (stream,) = side.welcome()
+        side.ticks(1, stream)
+        side.said()
+        refused = PrefillEntry(KEY, RoomState.FAILED, Writes.STOPPED, 0, b"", Failure(named, "no"))
+        side.core.on_frame(stream, [refused])
+        assert side.take("resolves") == ([room] if named is Reason.SERVER_DRAINING else [])
+        assert (room.failure is None) is (named is Reason.SERVER_DRAINING)
 
     def test_a_rank_that_a_room_left_is_answered_forget(self, side: Side) -> None:
         side.open()

@@ -78,6 +78,33 @@ class TestBounds:
             "limit": "2", "value": "2", "scope": "unclaimed rooms",
         }  # fmt: skip
 
+    def test_a_room_whose_sender_came_counts_no_more_among_the_unclaimed_of_all(self) -> None:
+        side = Side(bounds=Bounds(unclaimed=2))
+        for number in (1, 2):
+            side.name(key=RoomKey(number))
+        side.claim(RoomKey(1))
+        for number, ref in ((3, D1), (4, D0)):
+            side.name(key=RoomKey(number), ref=ref)
+        assert RoomKey(3) in side.core.rooms and RoomKey(4) not in side.core.rooms
+        assert side.core._owners.places == {}, "each has one owner"
+
+    def test_at_the_bound_of_unknown_writes_a_room_still_waits_and_past_it_none_that_writes_nothing(self) -> None:
+        side = Side(bounds=Bounds(unknown_writes=2))
+        side.name(key=RoomKey(9))
+        _, waiting = side.claim(RoomKey(9))
+        for number in (1, 2, 3):
+            assert waiting.failure is None
+            _, _, submission = side.writing(RoomKey(number))
+            side.core.on_outcome(submission, Outcome.FAILED_UNKNOWN)
+        assert reason(waiting) == "TOO_MANY_REQUESTS"
+        side.ticks(TIMING.probe)
+        _, _, submission = side.writing(RoomKey(4))
+        side.core.on_outcome(submission, Outcome.DONE)
+        assert side.core.pairs[D0].unknown_writes == 0
+        for number in (5, 6):
+            side.name(key=RoomKey(number))
+            assert side.claim(RoomKey(number))[1].failure is None
+
     def test_two_bounds_that_are_met_in_one_tick_are_two_failures(self) -> None:
         side = Side(bounds=Bounds(rooms=2, unclaimed_per_session=1))
         side.name(key=RoomKey(1))
