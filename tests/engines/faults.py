@@ -9,7 +9,8 @@ import time
 
 from tests.engines.engine import Engine, Pair, Request
 from tests.engines.model import Reference
-from tests.engines.stages import LONG, Asked, Stages, is_over, room_of, stop_at_every_stage, wait_until
+from tests.engines.stages import LONG, Asked, Stages, is_over, room_of, stop_at_every_stage
+from tests.support.waiting import wait_until
 
 # docs/session.md rule 3, break and loss: a peer that is gone is noticed in 1 s, a silent one after the idle timeout,
 # 3 s; prefill waits 1 s for decode to come back first. The rest is a scheduler step, and two cores.

@@ -155,7 +155,7 @@ def test_room_that_cannot_be_had_costs_nothing(policy: WritePolicy) -> None:
     engine.request(["a", "a b"])
     engine.cache.write_back(["a", "a b"])
     assert engine.copies.wait_idle(SECONDS)
-    until(lambda: not engine.controller.book.open())
+    wait_until(lambda: not engine.controller.book.open())
     held = engine.cache.match(["a"])
     assert engine.cache.take_device(9) == Short(2) and engine.cache.take_device(8) == Short(1)
     assert engine.cache.reserve(5, ()) == Short(2) and engine.cache.reserve(4, ()) == Short(1)
@@ -170,7 +170,7 @@ def test_room_that_cannot_be_had_costs_nothing(policy: WritePolicy) -> None:
 def test_a_write_that_has_no_room_costs_nothing() -> None:
     engine = Engine(WritePolicy.WRITE_THROUGH, host_pages=4)
     engine.request(["a", "a b"])
-    until(lambda: not engine.controller.book.open())
+    wait_until(lambda: not engine.controller.book.open())
     engine.request(["b" * number for number in range(1, 6)])
     engine.cache.evict_device(24)
     assert engine.cache.leading_by_tier(["a", "a b"]) == (0, 2)
