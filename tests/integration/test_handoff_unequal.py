@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -17,6 +16,7 @@ from kvgrpc.observability.metrics import REGISTRY
 from kvgrpc.server import RankConfig, RegistryServer
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from tests.support.rank_host import LAYERS, RankHost
+from tests.support.waiting import wait_until
 
 TOKENS, HEADS, DIM = 16, 8, 16
 SUCCESS, FAILED, WAITING = 4, 0, 2
@@ -81,13 +81,6 @@ def staged(engine: Open) -> Callable[..., list[RankHost]]:
     return open_staged
 
 
-def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def cache_of(ranks: Sequence[RankHost], axes: str, pages: Sequence[int]) -> Any:
     """What an engine holds of these pages: [layers, pages, tokens, heads, dim]."""
     parts = []
@@ -147,7 +140,7 @@ def test_a_room_of_two_decode_ranks_is_one_at_prefill_with_its_stages(engine: Op
     prefill, decode = engine("P", "PREFILL", 1), engine("D", "DECODE", 2)
     before = counted()
     hand_off(prefill, decode, registry, 1)
-    eventually(lambda: [now - count for now, count in zip(counted(), before, strict=True)] == [1, 1, 1, 1])
+    wait_until(lambda: [now - count for now, count in zip(counted(), before, strict=True)] == [1, 1, 1, 1])
 
 
 def test_an_operator_sees_and_ends_a_room_of_which_one_decode_rank_has_all(engine: Open, registry: str) -> None:
@@ -157,17 +150,17 @@ def test_an_operator_sees_and_ends_a_room_of_which_one_decode_rank_has_all(engin
     for rank in decode:
         rank.receive(1, registry, range(10, 16))
     transfer: Any = prefill.rank.transfer
-    eventually(lambda: sorted(key.place for key in transfer.core.rooms) == [0, 1])
+    wait_until(lambda: sorted(key.place for key in transfer.core.rooms) == [0, 1])
     prefill.send(1, range(3, 9))
     with SyncClient(prefill.rank.address) as client:
-        eventually(lambda: [key.place for key in transfer.core.rooms] == [1])
+        wait_until(lambda: [key.place for key in transfer.core.rooms] == [1])
         (listed,) = client.list_rooms()
         assert (listed.room, listed.state, listed.local_handle) == (1, pb.ROOM_STATE_TRANSFERRING, True)
         assert (client.get_room(1).pages, len(listed.parts)) == (6, 2)
         client.cancel_room(1, cause="stuck")
-        eventually(lambda: prefill.failure_of("senders", 1) is not None)
-        eventually(lambda: any(rank.failure_of("receivers", 1) is not None for rank in decode))
-        eventually(lambda: client.get_room(1).state == pb.ROOM_STATE_FAILED)
+        wait_until(lambda: prefill.failure_of("senders", 1) is not None)
+        wait_until(lambda: any(rank.failure_of("receivers", 1) is not None for rank in decode))
+        wait_until(lambda: client.get_room(1).state == pb.ROOM_STATE_FAILED)
 
 
 @pytest.mark.parametrize("axes", ["token,head,dim", "head,token,dim"])
