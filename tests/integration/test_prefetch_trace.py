@@ -28,7 +28,7 @@ def replay(engine: Engine, pages: list[str]) -> Hits:
     return Hits(on_device, engine.loaded - loaded, prefetched, engine.computed - computed)
 
 
-@pytest.mark.timeout(1_800)
+@pytest.mark.timeout(1_200)
 @pytest.mark.parametrize(
     ("device", "host", "served"),
     [

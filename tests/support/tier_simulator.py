@@ -5,8 +5,7 @@ Least recently used ends go first; of the host those that are not on the device 
 
 from __future__ import annotations
 
-import heapq
-import itertools
+from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +16,6 @@ Page = Hashable
 class _Known:
     page: Page
     parent: _Known | None
-    used: int = 0
     device: bool = False
     host: bool = False
     children: dict[Page, _Known] = field(default_factory=dict)
@@ -41,8 +39,9 @@ class TierSimulator:
         self._host_pages = host_pages
         self._room = {"device": device_pages, "host": host_pages}
         self._pages: dict[Page, _Known] = {}
+        # Of each tier, least recently used first, and of one path the last page first.
+        self._by_use: dict[str, OrderedDict[_Known, None]] = {"device": OrderedDict(), "host": OrderedDict()}
         self._storage: set[Page] = set()
-        self._clock = 0
 
     def request(self, pages: Sequence[Page]) -> None:
         """Prefetches what storage has, loads what the host has, computes the rest and writes it through."""
@@ -51,15 +50,14 @@ class TierSimulator:
         self._touch(known)
         on_device = sum(each.device for each in known)
         self._take("device", len(pages) - on_device, {each.page for each in known})
-        for each in known:
-            each.device = True
+        self._put("device", known)
         self.hits.device += on_device
         self.hits.host += len(known) - on_device
         self.hits.computed += len(pages) - len(known)
         path = self._insert(pages)
         self._take("host", sum(not each.host for each in path), set(pages))
-        for each in path:
-            each.device = each.host = True
+        self._put("device", path)
+        self._put("host", path)
         self._storage.update(pages)
 
     def _prefetch(self, pages: Sequence[Page]) -> int:
@@ -70,8 +68,7 @@ class TierSimulator:
         # What comes stands behind the prefix, which stays; so fewer come where the host has no room for both.
         wanted = min(wanted, self._host_pages - sum(each.host for each in prefix))
         self._take("host", wanted, {each.page for each in prefix})
-        for each in self._insert(pages[: covered + wanted])[covered:]:
-            each.host = True
+        self._put("host", self._insert(pages[: covered + wanted])[covered:])
         return wanted
 
     def _leading(self, pages: Sequence[Page]) -> list[_Known]:
@@ -84,9 +81,15 @@ class TierSimulator:
         return found
 
     def _touch(self, path: Sequence[_Known]) -> None:
-        self._clock += 1
-        for each in path:
-            each.used = self._clock
+        for each in reversed(path):
+            for by_use in self._by_use.values():
+                if each in by_use:
+                    by_use.move_to_end(each)
+
+    def _put(self, tier: str, path: Sequence[_Known]) -> None:
+        for each in reversed(path):
+            setattr(each, tier, True)
+            self._by_use[tier][each] = None
 
     def _insert(self, pages: Sequence[Page]) -> list[_Known]:
         path: list[_Known] = []
@@ -105,19 +108,15 @@ class TierSimulator:
             there = getattr(each, tier) and each.page not in kept
             return there and not any(getattr(child, tier) for child in each.children.values())
 
-        def worth(each: _Known) -> tuple[bool, int, int, _Known]:
-            return tier == "host" and each.device, each.used, next(turn), each
-
-        turn = itertools.count()
-        ends = [worth(each) for each in self._pages.values() if is_end(each)] if wanted > self._room[tier] else []
-        heapq.heapify(ends)
+        by_use = self._by_use[tier]
         while wanted > self._room[tier]:
-            victim = heapq.heappop(ends)[-1]
+            ends = (each for each in by_use if is_end(each))
+            victim = next((each for each in ends if tier == "device" or not each.device), None)
+            victim = victim or next(each for each in by_use if is_end(each))
             setattr(victim, tier, False)
+            del by_use[victim]
             self._room[tier] += 1
             self._forget(victim)
-            if victim.parent is not None and is_end(victim.parent):
-                heapq.heappush(ends, worth(victim.parent))
         self._room[tier] -= wanted
 
     def _forget(self, known: _Known | None) -> None:
