@@ -14,6 +14,8 @@ from kvgrpc.rpc.status import error_from
 
 # CANCELLED: past 1,000 calls that wait to be read, a server of the library drops some at random.
 _NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+# The longest time to live, for which another shape's rows may be in the way. No word of a registry silences us longer.
+LONGEST_RETRY_AFTER = 600.0
 
 
 @contextlib.contextmanager
@@ -37,9 +39,12 @@ def unreachable(address: str, why: str) -> PeerUnreachable:
 
 
 def pause_before(attempt: int, first: float, longest: float, error: KvGrpcError | None) -> float:
-    """Seconds until the next attempt (counted from 0): jittered and doubling; never sooner than the error asks for.
+    """Seconds until the next attempt (counted from 0): jittered and doubling; never sooner than the error asks for, up
+    to LONGEST_RETRY_AFTER.
 
     The jitter is wide, because all ranks of a cluster lose their registry at the same moment.
     """
-    pause = random.uniform(0.1, 1.0) * min(first * 2 ** min(attempt, 16), longest)
-    return pause if error is None or error.retry_after is None else error.retry_after + random.uniform(0.0, 0.1) * first
+    pause: float = random.uniform(0.1, 1.0) * min(first * 2 ** min(attempt, 16), longest)
+    if error is None or error.retry_after is None:
+        return pause
+    return min(error.retry_after, LONGEST_RETRY_AFTER) + random.uniform(0.0, 0.1) * first

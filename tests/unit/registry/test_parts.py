@@ -221,6 +221,8 @@ def test_pauses_double_up_to_the_longest_and_are_never_shorter_than_asked_for() 
     assert 7.0 <= min(pauses) < 7.02 < 7.08 < max(pauses) <= 7.1, (
         "ranks that were told the same do not all come at once"
     )
+    for_ever = WarmingUp("not yet", retry_after=1e9)
+    assert pause_before(0, 1.0, 5.0, for_ever) <= 600.1, "one wrong answer would keep a rank away for years"
 
 
 @pytest.mark.parametrize(
