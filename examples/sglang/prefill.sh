@@ -3,5 +3,5 @@
 set -euo pipefail
 model=$1; shift
 exec python -m sglang.launch_server --model-path "$model" --port "${PREFILL_PORT:-30000}" \
-  --disaggregation-mode prefill --disaggregation-transfer-backend kvgrpc \
+  --disaggregation-mode prefill --disaggregation-transfer-backend "${TRANSFER_BACKEND:-kvgrpc}" \
   --disaggregation-bootstrap-port "${BOOTSTRAP_PORT:-8998}" "$@"

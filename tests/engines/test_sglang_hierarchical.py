@@ -15,7 +15,9 @@ from tests.engines.engine import PAGE, Engine, Request, engine_arguments
 from tests.engines.model import Case, Reference
 
 pytestmark = pytest.mark.timeout(400)
-PROMPT = 8 * PAGE + 5
+PROMPT, LONG_PROMPT = 8 * PAGE + 5, 30 * PAGE
+HOST_RATIO = 2
+DEVICE_AND_HOST_TOKENS = (1 + HOST_RATIO) * 4096  # engine_arguments
 
 
 class Hierarchical(Engine):
@@ -34,7 +36,7 @@ def started(folder: Path, reference: Reference, **storage: Any) -> Engine:
     arguments = {
         **engine_arguments(reference.path, 1),
         "enable_hierarchical_cache": True,
-        "hicache_ratio": 2.0,
+        "hicache_ratio": float(HOST_RATIO),
         "hicache_io_backend": "direct",
         "hicache_mem_layout": "page_first_direct",
         "hicache_write_policy": "write_through",
@@ -96,6 +98,18 @@ def test_a_longer_prompt_takes_what_it_shares(engine: Engine, reference: Referen
     ask(engine, first)
     comes_back(engine, first, 8 * PAGE)
     comes_back(engine, reference.case(12 * PAGE + 1, prefix=first.prompt[: 6 * PAGE]), 12 * PAGE)
+
+
+def test_prompts_that_others_drove_out_of_device_and_host_come_back_from_the_store(
+    engine: Engine, reference: Reference
+) -> None:
+    cases = [reference.case(PROMPT) for _ in range(2)]
+    for case in cases:
+        assert ask(engine, case).cached == 0
+    for _ in range(DEVICE_AND_HOST_TOKENS // LONG_PROMPT + 4):
+        ask(engine, reference.case(LONG_PROMPT, new_tokens=1))
+    for case in cases:
+        assert ask(engine, case).cached == 8 * PAGE
 
 
 def test_a_store_that_dies_costs_its_hits_and_no_request(

@@ -23,23 +23,34 @@ WITHOUT_GPU = (
     " --max-running-requests 8 --context-length 512 --max-total-tokens 4096"
 ).split()
 
+# The environment and the options of either engine.
+ROUTES: dict[str, tuple[dict[str, str], list[str]]] = {
+    "backend kvgrpc": ({}, []),
+    # SGLang's tokenizer workers load no plug-ins: they must know the backend's name.
+    "two tokenizer workers": (
+        {"KVGRPC_SGLANG": "mooncake", "TRANSFER_BACKEND": "mooncake"},
+        ["--tokenizer-worker-num", "2"],
+    ),
+}
 
-@pytest.fixture(scope="module")
-def environment(folder: Path, reference: Reference) -> Iterator[dict[str, str]]:
+
+@pytest.fixture(scope="module", params=ROUTES)
+def environment(request: pytest.FixtureRequest, folder: Path, reference: Reference) -> Iterator[dict[str, str]]:
     """Of both engines, which are up, and of whoever asks them."""
+    variables, options = ROUTES[request.param]
     ports = {name: free_port() for name in ("PREFILL_PORT", "DECODE_PORT", "BOOTSTRAP_PORT")}
     environment = {
-        **Engine.environment(folder, {}, {}),
+        **Engine.environment(folder, {}, variables),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "BASE_GPU_ID": "0",  # counts NUMA nodes here
         **{name: str(port) for name, port in ports.items()},
     }
-    model = str(reference.path)
+    arguments = [str(reference.path), *WITHOUT_GPU, *options]
     scripts: list[Script] = []
     try:
-        scripts.append(Script("sglang/prefill.sh", [model, *WITHOUT_GPU], environment, folder))
+        scripts.append(Script("sglang/prefill.sh", arguments, environment, folder))
         without_backup = ("--disaggregation-decode-retraction-backup", "none")
-        scripts.append(Script("sglang/decode.sh", [model, *WITHOUT_GPU, *without_backup], environment, folder))
+        scripts.append(Script("sglang/decode.sh", [*arguments, *without_backup], environment, folder))
         scripts[0].wait_healthy(ports["PREFILL_PORT"])
         scripts[1].wait_healthy(ports["DECODE_PORT"])
         yield environment
