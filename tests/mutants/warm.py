@@ -46,7 +46,8 @@ class WarmTests:
             be_silent()
             os.close(ask)
             os.close(answer)
-            options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "--timeout", str(limit)]
+            # Of one test; a fork has a limit of its own, and the first run, which notes every call, may take long.
+            options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "--timeout", str(LONGEST_SECONDS)]
             with tempfile.TemporaryDirectory() as folder:
                 options += ["--basetemp", f"{folder}/tests"]
                 pytest.main([*options, *tests], plugins=[_Answering(asks, answers, Path(folder) / "noted", limit)])

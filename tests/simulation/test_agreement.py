@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvgrpc.prefetch.agreement.said import SaidVotes
-from kvgrpc.prefetch.agreement.votes import AgreementCore, Decision, Stage, Vote
+from kvgrpc.prefetch.agreement.votes import AgreementCore, AloneAgreement, Decision, Stage, Vote
 from kvgrpc.prefetch.model import Stop
 
 RANKS, OPERATIONS, TIMEOUT, OTHERS_TIMEOUT = 4, 30, 2.0, 30.0
@@ -234,6 +234,18 @@ class TestDoubt:
         assert said.answered("op", Stage.COMPLETED) is not None
         assert said.answered("op", Stage.COMPLETED) is None, "once"
 
+    def test_more_than_two_steps_at_once_are_a_sleep(self) -> None:
+        said, now = SaidVotes(DOUBT), 0.0
+        said.tick(now)
+        said.say(last(8, 0.0), lambda decision: None)
+        for _ in range(8):
+            now += 2.5 * said.step
+            assert said.tick(now) == []
+        awake = 0.0
+        while not said.tick(now):
+            now, awake = now + said.step, awake + said.step
+        assert awake == pytest.approx(DOUBT)
+
     def test_what_nobody_waits_for_is_neither_said_again_nor_given_up(self) -> None:
         said = SaidVotes(DOUBT)
         for stage in Stage:
@@ -249,3 +261,9 @@ class TestDoubt:
         said.say(last(8, 0.0), lambda decision: None)
         said.heard_beat(50.0)
         assert [vote.beat for vote in said.undecided()] == [3.0]
+
+
+def test_a_replica_of_one_rank_decides_by_itself() -> None:
+    told: list[Decision] = []
+    AloneAgreement().vote(Vote("op", Stage.COMPLETED, 8), 5.0, told.append)
+    assert told == [Decision("op", Stage.COMPLETED, 8)] and AloneAgreement().live is None

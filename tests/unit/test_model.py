@@ -73,6 +73,7 @@ def test_pools_have_names_of_their_own_and_a_bound_together() -> None:
 def test_what_is_just_right_is_taken() -> None:
     check([pool(name="n" * 128, dtype="d" * MAX_WORD_CHARS, axes="a" * 256, location="l" * MAX_WORD_CHARS)])
     check([pool(kind=PoolKind.STATE, page_tokens=0)])
+    check([pool(page_tokens=1)])
     check([pool(pages=NARROW - 1), pool(name="b", heads_total=NARROW - 1), pool(name="c", head_start=0, pages=1)])
     check([region(layer=NARROW - 1, page_bytes=1)])
     check([pool(regions=(dataclasses.replace(REGION, address=2**64 - 4 * 64),))])

@@ -318,6 +318,12 @@ def test_numbers_go_on_behind_what_could_not_be_published() -> None:
     assert recorder.snapshot(0).next_sequence == 8
 
 
+def test_what_came_after_a_hole_is_in_the_next_snapshot() -> None:
+    recorder = Recorder(Dialect.VLLM, 0)
+    recorder.add([Dropped(0, 3, "queue full"), encoded(BlockStored([1], None, [], 16))])
+    assert (recorder.snapshot(0).next_sequence, recorder.snapshot(0).copies) == (5, 1)
+
+
 def test_what_waits_is_folded_past_its_bytes_too() -> None:
     recorder = Recorder(Dialect.VLLM, 0)
     large = encoded(BlockStored([1], None, [7] * 20_000, 20_000))
@@ -419,6 +425,7 @@ def test_one_that_nobody_reads_on_or_that_was_read_for_long_gives_way(clock: str
         recorder.snapshot(MAX_SNAPSHOTS + 1)
     setattr(held[2], clock, getattr(held[2], clock) - 1.0)
     new = recorder.snapshot(MAX_SNAPSHOTS + 1)
+    assert len(recorder._snapshots) == MAX_SNAPSHOTS, "no other reader gets the one that is gone"
     assert (new.next_sequence, new.copies, new.part(0)[1]) == (MAX_SNAPSHOTS + 1, MAX_SNAPSHOTS + 1, True)
     for snapshot in held:
         if snapshot is held[2]:

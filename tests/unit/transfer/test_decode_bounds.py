@@ -350,6 +350,13 @@ class TestBinding:
         side.core.on_refused(stream)
         assert side.take("closes") == [] and stream.pair.stream is None
 
+    def test_checksums_are_kept_for_who_compares_them(self, side: Side) -> None:
+        room, stream = side.writing()
+        stream.pair.verify = True
+        said = PrefillEntry(KEY, RoomState.SUCCESS, Writes.SETTLED, 2, b"", None, b"12345678")
+        side.core.on_frame(stream, [said])
+        assert side.take("compares") == [room] and [part.checksums for part in room.to_compare] == [b"12345678"]
+
     def test_aux_goes_where_init_said(self, side: Side) -> None:
         room = side.open()
         side.core.write(room, Destination(np.arange(1, dtype=np.uint32)), 4)

@@ -18,6 +18,7 @@ from kvgrpc.transfer.protocol.types import (
     LostPair,
     RoomKey,
     RoomState,
+    SessionState,
     Want,
     Writes,
 )
@@ -104,6 +105,20 @@ class TestBounds:
         for number in (5, 6):
             side.name(key=RoomKey(number))
             assert side.claim(RoomKey(number))[1].failure is None
+
+    def test_a_probe_that_was_cancelled_while_it_writes_may_still_show_something(self) -> None:
+        side = Side(bounds=Bounds(unknown_writes=1))
+        for number in (1, 2):
+            _, _, submission = side.writing(RoomKey(number))
+            side.core.on_outcome(submission, Outcome.FAILED_UNKNOWN)
+        side.ticks(TIMING.probe)
+        record, _, submission = side.writing(RoomKey(3))
+        side.core.fail(record, CANCELLED)
+        side.name(key=RoomKey(4))
+        assert reason(claimed(side, RoomKey(4))) == "TOO_MANY_REQUESTS"
+        side.core.on_outcome(submission, Outcome.DONE)
+        side.name(key=RoomKey(5))
+        assert claimed(side, RoomKey(5)).failure is None
 
     def test_two_bounds_that_are_met_in_one_tick_are_two_failures(self) -> None:
         side = Side(bounds=Bounds(rooms=2, unclaimed_per_session=1))
@@ -435,6 +450,18 @@ class TestStreams:
         assert side.core.on_hello("stream", D0, ME, 1, "memory") is None
         pair = side.core.pairs[D0]
         assert (pair.peer, pair.verify, pair.number) == ("memory", False, 1)
+
+    def test_a_pair_has_its_time_to_come_back_from_the_break_on(self, side: Side) -> None:
+        side.name()
+        pair = side.core.pairs[D0]
+        states = [pair.state]
+        side.ticks(3 * TIMING.welcome_within)
+        side.core.on_end(side.streams.pop(D0), D0)
+        side.ticks(TIMING.welcome_within)
+        states.append(pair.state)
+        side.ticks(1)
+        states.append(pair.state)
+        assert states == [SessionState.OPEN, SessionState.BROKEN, SessionState.LOST]
 
     def test_a_number_that_was_used_says_which_was_the_newest(self, side: Side) -> None:
         side.hello()
