@@ -176,7 +176,7 @@ def test_the_registry_answers_where_the_proxy_looks_for_prefill(pair: VllmPair) 
 def test_the_bootstrap_port_tells_proxies_which_engine_is_there(pair: VllmPair) -> None:
     with urllib.request.urlopen(f"http://{LOCAL}:{pair.bootstrap_port}/query", timeout=5) as answer:
         ranks = json.load(answer)
-    assert {rank: entry["engine_id"] for rank, entry in ranks.items()} == {"0": f"prefill-{pair.bootstrap_port}"}
+    assert {rank: entry["engine_id"] for rank, entry in ranks.items()} == {"0": pair.engine_ids["prefill"]}
 
 
 def test_a_connection_that_says_nothing_sensible_harms_nobody(pair: VllmPair, reference: Reference) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,8 @@ class VllmPair(Pair):
         decode: Mapping[str, Any] | None = None,
     ) -> None:
         port = free_port()
+        self.engine_ids: dict[str, str] = {}
+        self._starts = itertools.count(1)
         common = vllm_arguments(model, tp)
         arguments = {
             role: {
@@ -72,7 +75,6 @@ class VllmPair(Pair):
                 **{name: value for name, value in (more or {}).items() if name != "transfer"},
                 "kv_transfer_config": {
                     "kv_role": ROLES[role],
-                    "engine_id": f"{role}-{port}",
                     **transfer,
                     **(more or {}).get("transfer", {}),
                 },
@@ -82,8 +84,11 @@ class VllmPair(Pair):
         self._open(folder, port, arguments, {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(port), **(environment or {})})
 
     def start(self, role: str, **more: Any) -> VllmEngine:
-        """One more engine of that role; the caller waits and closes."""
-        return VllmEngine(role, self._folder, {**self._arguments[role], **more}, self._environment)
+        """One more engine of that role, with an id of its own as vLLM gives it; the caller waits and closes."""
+        self.engine_ids[role] = f"{role}-{self.bootstrap_port}-{next(self._starts)}"
+        arguments = {**self._arguments[role], **more}
+        arguments["kv_transfer_config"] = {"engine_id": self.engine_ids[role], **arguments["kv_transfer_config"]}
+        return VllmEngine(role, self._folder, arguments, self._environment)
 
     def submit(
         self, prompt: list[int], new_tokens: int, room: int | None = None, decode: Engine | None = None
@@ -120,7 +125,7 @@ class VllmPair(Pair):
             "do_remote_decode": False,
             "do_remote_prefill": True,
             "transfer_id": f"xfer-{room}",
-            "remote_engine_id": f"prefill-{self.bootstrap_port}",
+            "remote_engine_id": self.engine_ids["prefill"],
             "remote_bootstrap_addr": f"http://{LOCAL}:{self.bootstrap_port}",
         }
 
