@@ -25,33 +25,39 @@ class Link:
 
     def __init__(self) -> None:
         self.name = f"kvgrpc{os.getpid()}"
-        self._here, there = f"kvg{os.getpid()}a", f"kvg{os.getpid()}b"
+        self._here, self._there = f"kvg{os.getpid()}a", f"kvg{os.getpid()}b"
         # Whose tests run beside these has another process id, and so other addresses of 10.128.0.0/10.
         subnet = (10 << 24) + (128 << 16) + 4 * (os.getpid() % (1 << 20))
-        self.own, self.host = (".".join(map(str, (subnet + last).to_bytes(4, "big"))) for last in (1, 2))
+        self._net, self.own, self.host = (".".join(map(str, (subnet + last).to_bytes(4, "big"))) for last in range(3))
+        # Without the link nothing may leave by the machine's own network, where somebody could answer.
+        self._guard = ("unreachable", f"{self._net}/30", "metric", "4096")
         ip("netns", "add", self.name)
         try:
-            ip("link", "add", self._here, "type", "veth", "peer", "name", there, "netns", self.name)
+            ip("route", "add", *self._guard)
+            ip("link", "add", self._here, "type", "veth", "peer", "name", self._there, "netns", self.name)
             ip("addr", "add", f"{self.own}/30", "dev", self._here)
-            ip("-n", self.name, "addr", "add", f"{self.host}/30", "dev", there)
-            for device in (there, "lo"):  # whoever lives there dials itself too
-                ip("-n", self.name, "link", "set", device, "up")
+            ip("-n", self.name, "addr", "add", f"{self.host}/30", "dev", self._there)
+            ip("-n", self.name, "link", "set", "lo", "up")  # whoever lives there dials itself too
+            ip("link", "set", self._here, "up")
             self.mend()
         except BaseException:
             self.remove()
             raise
 
     def cut(self) -> None:
-        ip("link", "set", self._here, "down")
+        """The far end goes down: what is sent is lost and nobody is told, as with a cable that is pulled."""
+        ip("-n", self.name, "link", "set", self._there, "down")
 
     def mend(self) -> None:
-        ip("link", "set", self._here, "up")
+        ip("-n", self.name, "link", "set", self._there, "up")
 
     def remove(self) -> None:
         # A namespace takes its devices with it some time later, and the next link has the same names.
         with contextlib.suppress(OSError):
             ip("link", "del", self._here)
         ip("netns", "del", self.name)
+        with contextlib.suppress(OSError):
+            ip("route", "del", *self._guard)
 
 
 def ip(*arguments: str) -> None:
