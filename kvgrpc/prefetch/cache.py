@@ -160,14 +160,13 @@ class TieredCache:
         with self._lock:
             _check_open(held)
             nodes = _last_nodes(held.node, len(held.host))
-            there = [page for node in nodes for page in node.device or ()]
             host = as_pages([page for node in nodes if node.device is None for page in node.host or ()])
             device = self.take_device(len(host))
             if isinstance(device, Short):
                 return device
             if len(host):
                 self._begin_load(held, host, device, priority)
-            return np.concatenate([as_pages(there), device])
+            return _filled_in(nodes, device)
 
     def start_loading(self) -> LayerSignal | None:
         """Begins all queued loads; what a forward pass waits on layer by layer."""
@@ -494,7 +493,8 @@ class TieredCache:
             if back and node.host is None:
                 self._write(node)
             # A write locks the node and all before it: their device pages are what it copies, or what it stands on.
-            if node.locks:
+            # Room for it may have split a node of these, whose front then stays, and so does what is before that.
+            if node.locks or node.device_children:
                 continue
             freed += self._drop_device(node)
         return freed
@@ -555,6 +555,18 @@ def _last_nodes(node: Node | None, pages: int) -> list[Node]:
         pages -= len(node)
         node = node.parent
     return nodes[::-1]
+
+
+def _filled_in(nodes: Sequence[Node], device: Pages) -> Pages:
+    """The device pages of all these nodes, in order: ``device`` are those of the ones that are not there yet."""
+    parts: list[Pages] = []
+    for node in nodes:
+        if node.device is None:
+            part, device = device[: len(node)], device[len(node) :]
+        else:
+            part = as_pages(node.device)
+        parts.append(part)
+    return np.concatenate(parts) if parts else device
 
 
 def _before(node: Node) -> str:

@@ -44,7 +44,39 @@ def test_every_page_that_a_request_uses_has_its_own_bytes(policy: WritePolicy, s
     engine.close()
 
 
+@pytest.mark.parametrize("seed", range(15, 21))
+def test_a_write_back_to_a_host_that_is_smaller_than_the_device_keeps_every_prefix_whole(seed: int) -> None:
+    chance = random.Random(seed)
+    engine = Engine(WritePolicy.WRITE_BACK, device_pages=16, host_pages=6)
+    for _ in range(60):
+        hashes = conversation(chance)
+        if chance.random() < 0.3:
+            engine.cache.write_back(hashes)
+        if chance.random() < 0.3:
+            engine.cache.evict_device(chance.randint(1, 8))
+        engine.request(hashes)
+        for node in engine.cache._tree.nodes():
+            before = node.parent
+            assert node.device is None or before is engine.cache._tree.root or (before and before.device is not None)
+    engine.close()
+
+
 class TestWritePolicies:
+    def test_room_for_a_write_back_that_cuts_a_prefix_costs_no_page_of_its_front(self) -> None:
+        engine = Engine(WritePolicy.WRITE_BACK, device_pages=8, host_pages=3)
+        hashes = ["d", "d e", "d e f"]
+        engine.request(["c"])
+        engine.request(hashes[:1])
+        engine.request(hashes)
+        assert engine.cache.write_back(hashes) == 3 and engine.copies.wait_idle(SECONDS)
+        wait_until(lambda: not engine.controller.book.open())  # a backup's pages cannot go
+        # "c" goes first, and takes the host page of "d e f".
+        assert engine.cache.take_device(8) == Short(3)
+        assert engine.copies.wait_idle(SECONDS)
+        assert engine.cache.leading_by_tier(hashes) == (2, 2)
+        engine.request(hashes[:2])
+        engine.close()
+
     def test_write_through_copies_at_once_and_backs_up(self) -> None:
         engine = Engine(WritePolicy.WRITE_THROUGH)
         engine.request(["a", "a b", "a b c"])
