@@ -47,7 +47,7 @@ class Held:
     host: tuple[int, ...]
     node: Node | None
     loading: int = 0
-    loaded: list[int] = field(default_factory=list)
+    loaded: set[int] = field(default_factory=set)
     released: bool = False
 
     @property
@@ -410,7 +410,7 @@ class TieredCache:
         copies = self._copies()
         self._tree.lock(held.node)
         held.loading += 1
-        held.loaded += device.tolist()
+        held.loaded.update(device.tolist())
         self._loads.update(dict.fromkeys(device.tolist(), held))
         try:
             copies.load(host, node=held, priority=priority, device_pages=device)
@@ -425,6 +425,7 @@ class TieredCache:
         for page in pages.tolist():
             if self._loads.get(page) is held:
                 del self._loads[page]
+            held.loaded.discard(page)
 
     def _free_loads(self, held: Held) -> None:
         """Gives back what a request loaded although another had brought it, once nothing of it moves."""

@@ -223,6 +223,21 @@ def test_a_load_that_fails_leaves_no_page(engine: Engine, monkeypatch: pytest.Mo
     assert engine.copies.device.table.counts()["present"] == 4
 
 
+def test_a_load_that_failed_and_came_second_when_tried_again_leaves_no_page(engine: Engine) -> None:
+    first, second = engine.cache.match(PROMPT), engine.cache.match(PROMPT)
+    failed = engine.cache.load(first)
+    assert engine.copies.wait_idle(SECONDS)  # which cancels it
+    ours, theirs = engine.cache.load(first), engine.cache.load(second, priority=-1)
+    assert not isinstance(failed, Short) and not isinstance(ours, Short) and not isinstance(theirs, Short)
+    assert set(ours) == set(failed)
+    engine.cache.start_loading()
+    assert engine.copies.wait_idle(SECONDS)
+    engine.cache.release(first)
+    engine.cache.release(second)
+    counts = engine.copies.device.table.counts()
+    assert (counts["present"], counts["reserved"]) == (4, 0)
+
+
 @pytest.mark.parametrize("policy", WritePolicy)
 def test_requests_at_the_same_time_have_their_own_bytes_from_match_to_release(policy: WritePolicy) -> None:
     engine = Engine(policy, device_pages=48, host_pages=32)
