@@ -19,7 +19,7 @@ import numpy as np
 from kvgrpc.errors import FeatureDisabled, InvalidRequest, TooManyRequests
 from kvgrpc.prefetch.model import Short, Tier, TierUse, WritePolicy
 from kvgrpc.prefetch.pools.host import HostPool
-from kvgrpc.prefetch.pools.pages import Pages, as_pages
+from kvgrpc.prefetch.pools.pages import Pages, PageState, as_pages
 from kvgrpc.prefetch.tree import Node, PrefixTree
 
 if TYPE_CHECKING:
@@ -127,6 +127,10 @@ class TieredCache:
                     return Short(lacking)
                 self._drop_from_device(victims)
                 pages = copies.device.table.take(count)
+            if not isinstance(pages, Short):
+                # Those of a load that failed are free before its ack comes here.
+                for page in self._loads.keys() & set(pages.tolist()):
+                    del self._loads[page]
             return pages
 
     def insert(
@@ -136,7 +140,8 @@ class TieredCache:
         cache's.
 
         Pages that were cached already under another number are freed, those of a load with its ``release``. Cached
-        pages of a ``match`` are passed again, and so are those of a ``load``, be its ack there or not.
+        pages of a ``match`` are passed again, and so are those of a ``load`` whose signal was waited on to the last
+        layer, be its ack there or not; those of a load that is still to bring a layer are refused (InvalidRequest).
         ``extra_key``: the one that the hashes began with; it is part of the keys under which storage gets the pages.
         """
         copies = self._copies()
@@ -145,6 +150,8 @@ class TieredCache:
         with self._lock:
             table = copies.device.table
             pages = as_pages(device_pages)
+            if copies.awaited(pages):
+                raise InvalidRequest.of("device_pages", "pages of a load that is on its way", "pages whose bytes came")
             fresh = table.commit_reserved(pages)
             spare = set(self._tree.insert_device(hashes, pages.tolist(), extra_key=extra_key, priority=priority))
             table.release(as_pages([page for page in fresh.tolist() if page in spare and page not in self._loads]))
@@ -401,7 +408,10 @@ class TieredCache:
                 self._tell(Tier.DEVICE, "stored", node.hashes, _before(node))
                 self._forget_loads(held, part)
         if not ack.ok:
-            self._forget_loads(held, pages)
+            # What an insert found to be spare is not free yet: it goes with its request, unless it stays for good.
+            table = self._copies().device.table
+            kept = {page for page in pages.tolist() if ack.quiescent and table.state(page) is PageState.PRESENT}
+            self._forget_loads(held, as_pages([page for page in pages.tolist() if page not in kept]))
         self._tree.unlock(held.node)
         if held.released:
             self._free_loads(held)

@@ -12,6 +12,7 @@ import pytest
 
 from kvgrpc.errors import InvalidRequest, PageStateInvalid
 from kvgrpc.prefetch.cache import Held
+from kvgrpc.prefetch.copies.operation import Direction
 from kvgrpc.prefetch.model import Short, WritePolicy
 from kvgrpc.prefetch.pools.pages import Pages, PageState, as_pages
 from tests.support.tiered_engine import SECONDS, SHAPE, Engine
@@ -236,6 +237,70 @@ def test_a_load_that_failed_and_came_second_when_tried_again_leaves_no_page(engi
     engine.cache.release(second)
     counts = engine.copies.device.table.counts()
     assert (counts["present"], counts["reserved"]) == (4, 0)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_pages_whose_load_has_not_brought_them_are_not_inserted(
+    engine: Engine, begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_fail = threading.Event()
+
+    def late(*arguments: Any) -> None:
+        assert may_fail.wait(SECONDS)
+        raise RuntimeError("the copy failed")
+
+    held = engine.cache.match(PROMPT)
+    with monkeypatch.context() as patched:
+        for path in engine.copies._path.values():
+            patched.setattr(path, "up", late)
+        pages = engine.cache.load(held)
+        assert not isinstance(pages, Short)
+        if begun:
+            engine.cache.start_loading()
+        with pytest.raises(InvalidRequest):
+            engine.cache.insert(PROMPT[:1], pages.tolist()[:1])
+        may_fail.set()
+        assert engine.copies.wait_idle(SECONDS)
+    assert engine.cache.leading_by_tier(PROMPT) == (0, 4)
+    engine.cache.release(held)
+    assert engine.copies.device.table.free_count == 24
+
+
+@pytest.mark.parametrize("second", [True, False])
+def test_a_load_that_fails_after_its_last_layer_was_queued_leaves_no_page(
+    engine: Engine, second: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of it was inserted before: as the prefix, or as a second copy of it."""
+    may_end = threading.Event()
+
+    class Failing:
+        def wait_on_stream(self) -> None:
+            pass
+
+        def wait_here(self) -> None:
+            if not may_end.is_set():
+                assert may_end.wait(SECONDS)
+                raise RuntimeError("the copy failed")
+
+    held, other = engine.cache.match(PROMPT), engine.cache.match(PROMPT)
+    before = engine.cache.take_device(4) if second else as_pages([])
+    assert not isinstance(before, Short)
+    if second:
+        for page, page_hash in zip(before, PROMPT, strict=True):
+            engine.compute(int(page), page_hash)
+    lane = engine.copies._lane[Direction.UP]
+    with monkeypatch.context() as patched:
+        patched.setattr(lane, "mark", Failing)
+        pages = loaded(engine, held)
+        if second:
+            engine.cache.insert(PROMPT, before.tolist())
+        engine.cache.insert(PROMPT[:2], pages.tolist()[:2])
+        may_end.set()
+        assert engine.copies.wait_idle(SECONDS)
+    engine.cache.release(held)
+    engine.cache.release(other)
+    counts = engine.copies.device.table.counts()
+    assert (counts["present"], counts["reserved"]) == (4 if second else 2, 0)
 
 
 @pytest.mark.parametrize("policy", WritePolicy)

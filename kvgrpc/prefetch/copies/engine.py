@@ -9,6 +9,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from kvgrpc.errors import CopyFailed, Failure, InvalidRequest, KvGrpcError, TooManyRequests
 from kvgrpc.prefetch.controller.worker import Worker
 from kvgrpc.prefetch.copies.layers import LayerSignal
@@ -54,6 +56,7 @@ class CopyEngine:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._queued: list[CopyOperation] = []
+        self._loads: set[CopyOperation] = set()
         self._acks: deque[CopyAck] = deque()
         self._in_flight = 0
         self._closed = False
@@ -131,6 +134,7 @@ class CopyEngine:
         with self._lock:
             if not self._closed:
                 self._queued.append(operation)
+                self._loads.add(operation)
                 self._in_flight += 1
                 return device
         # Nobody would begin it or say its end.
@@ -148,6 +152,8 @@ class CopyEngine:
         if not operations:
             return None
         signal = LayerSignal(self.host.shape.layers)
+        for operation in operations:
+            operation.signal = signal
         priority = operations[0].priority
         try:
             self._loader.put((operations, signal), priority)
@@ -156,6 +162,12 @@ class CopyEngine:
             for operation in operations:
                 self._acknowledge(operation, 0.0, error)
         return signal
+
+    def awaited(self, device_pages: Pages) -> bool:
+        """Whether a load of one of these pages is still to queue a layer of it."""
+        with self._lock:
+            coming = [each for each in self._loads if each.signal is None or each.signal.ready < each.signal.layers]
+        return any(np.isin(device_pages, each.device_pages).any() for each in coming)
 
     def acks(self) -> list[CopyAck]:
         """What ended since the call before, oldest first. Every copy is acknowledged once; who does not take the acks
@@ -339,7 +351,11 @@ class CopyEngine:
             self.host.table.settle(operation.host_pages, error is None)
         else:
             self.host.table.end_read(operation.host_pages)
-            self.device.table.settle(operation.device_pages, error is None)
+        with self._lock:
+            # At once: whoever takes pages of a load that failed has pages of no load.
+            self._loads.discard(operation)
+            if quiescent and not down:
+                self.device.table.settle(operation.device_pages, error is None)
         ack = CopyAck(
             operation.number,
             operation.node,

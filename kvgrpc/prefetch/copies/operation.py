@@ -13,6 +13,7 @@ from kvgrpc.errors import CopyFailed, Failure, KvGrpcError
 from kvgrpc.prefetch.pools.pages import Pages
 
 if TYPE_CHECKING:
+    from kvgrpc.prefetch.copies.layers import LayerSignal
     from kvgrpc.prefetch.copies.streams import Mark
 
 
@@ -52,8 +53,8 @@ class CopyAck:
 class CopyOperation:
     """Pages ``device_pages[i]`` and ``host_pages[i]`` belong together. A smaller ``priority`` is more urgent.
 
-    ``done``: leading pages that were copied, and ``seconds``: what that took; ``acknowledged``: its end was told. They
-    are the copying thread's.
+    ``signal``: of a load that was begun. ``done``: leading pages that were copied, and ``seconds``: what that took;
+    ``acknowledged``: its end was told. They are the copying thread's.
     """
 
     number: int
@@ -63,6 +64,7 @@ class CopyOperation:
     node: object = None
     priority: int = 0
     fence: Mark | None = None
+    signal: LayerSignal | None = None
     done: int = 0
     seconds: float = 0.0
     acknowledged: bool = False

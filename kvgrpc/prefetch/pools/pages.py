@@ -80,9 +80,15 @@ class PageTable:
             self._state[pages] = PageState.PRESENT
 
     def settle(self, pages: Pages, filled: bool) -> None:
-        """RESERVED pages are PRESENT, or go back. An engine's own pages are in no state here, and stay so."""
-        if len(pages) and self.all_reserved(pages):
-            self.commit(pages) if filled else self.release(pages)
+        """RESERVED pages are PRESENT, or those of them that still are RESERVED go back. An engine's own pages are in no
+        state here, and stay so."""
+        with self._lock:
+            reserved: Pages = pages[self._state[pages] == PageState.RESERVED]
+            self._expect("settle", reserved, (PageState.RESERVED,))
+            if not filled:
+                self._free_now(reserved)
+            elif len(reserved) == len(pages):
+                self._state[pages] = PageState.PRESENT
 
     def release(self, pages: Pages) -> None:
         """Gives back pages that nobody reads."""
@@ -91,9 +97,7 @@ class PageTable:
             if np.any(self._readers[pages] != 0):
                 page = int(pages[np.flatnonzero(self._readers[pages])[0]])
                 raise self._invalid("free", f"page {page}, which a copy reads", "pages that nobody reads")
-            self._state[pages] = PageState.FREE
-            self._free[self._free_count : self._free_count + len(pages)] = pages[::-1]
-            self._free_count += len(pages)
+            self._free_now(pages)
 
     def read(self, pages: Pages) -> None:
         """One reader more for each page, which must be PRESENT: it is not freed before ``end_read``."""
@@ -130,9 +134,10 @@ class PageTable:
             self._state[reserved] = PageState.PRESENT
             return reserved
 
-    def all_reserved(self, pages: Pages) -> bool:
-        with self._lock:
-            return bool(np.all(self._state[pages] == PageState.RESERVED))
+    def _free_now(self, pages: Pages) -> None:
+        self._state[pages] = PageState.FREE
+        self._free[self._free_count : self._free_count + len(pages)] = pages[::-1]
+        self._free_count += len(pages)
 
     def _expect(self, verb: str, pages: Pages, states: tuple[PageState, ...]) -> None:
         if not len(pages):
