@@ -112,7 +112,7 @@ class TieredCache:
 
     def take_device(self, count: int) -> Pages | Short:
         """So many device pages for the engine to compute into, RESERVED; evicts what is worth least, or nothing where
-        that would not be enough.
+        that would not be enough. ``Short`` may name fewer than lack where pins are in the way.
 
         With ``WritePolicy.WRITE_BACK`` what goes is copied to the host first, and ``Short`` says to ask again when that
         is done. The engine gives them back with ``insert`` or to ``copies.device.table``.
@@ -122,9 +122,8 @@ class TieredCache:
             pages = copies.device.table.take(count)
             if isinstance(pages, Short):
                 victims = self._device_victims(pages.missing)
-                lacking = pages.missing - sum(map(len, victims))
-                if lacking > 0:
-                    return Short(lacking)
+                if isinstance(victims, Short):
+                    return victims
                 self._drop_from_device(victims)
                 pages = copies.device.table.take(count)
             if not isinstance(pages, Short):
@@ -187,12 +186,12 @@ class TieredCache:
     def evict_device(self, count: int) -> int:
         """Frees about so many device pages of what is worth least; how many."""
         with self._lock:
-            return self._drop_from_device(self._device_victims(count))
+            return self._drop_from_device(self._tree.device_victims(count, time.monotonic()))
 
     def evict_host(self, count: int) -> int:
         """The same for host pages."""
         with self._lock:
-            return sum(map(self._drop_host, self._host_victims(count)))
+            return sum(map(self._drop_host, self._tree.host_victims(count, time.monotonic(), self._unread)))
 
     def pin(self, hashes: Sequence[str], seconds: float) -> int:
         """Keeps what device and host have of a prefix for so long; how many pages. 0 seconds end it."""
@@ -290,7 +289,7 @@ class TieredCache:
 
     def reserve(self, count: int, behind: Sequence[str]) -> Pages | Short:
         """Host pages, at the cost of what is worth least, but of nothing that they stand behind, and of nothing at all
-        where that would not be enough."""
+        where that would not be enough. ``Short`` may name fewer than lack where pins or readers are in the way."""
         with self._lock:
             pages = self.host.table.take(count)
             if isinstance(pages, Short):
@@ -299,9 +298,8 @@ class TieredCache:
                     victims = self._host_victims(pages.missing)
                 finally:
                     self._tree.unlock(kept)
-                lacking = pages.missing - sum(map(len, victims))
-                if lacking > 0:
-                    return Short(lacking)
+                if isinstance(victims, Short):
+                    return victims
                 for node in victims:
                     self._drop_host(node)
                 pages = self.host.table.take(count)
@@ -369,9 +367,7 @@ class TieredCache:
         """Whether its pages may go from a tier: nothing there stands on them, and nothing reads them."""
         if tier is Tier.DEVICE:
             return node.device is not None and node.device_children == spared[node]
-        pages = as_pages(node.host or [])
-        idle = len(self.host.table.unread(pages)) == len(pages)
-        return node.host is not None and node.host_children == spared[node] and idle
+        return node.host is not None and node.host_children == spared[node] and self._unread(node)
 
     def _written(self, ack: CopyAck) -> None:
         node = ack.node
@@ -493,8 +489,11 @@ class TieredCache:
             return False
         return True
 
-    def _device_victims(self, count: int) -> list[Node]:
-        return self._tree.device_victims(count, time.monotonic())
+    def _device_victims(self, count: int) -> list[Node] | Short:
+        """Nodes of so many pages. Where they are certainly fewer, that is said without a look at them."""
+        now = time.monotonic()
+        lacking = count - self._tree.most_victims(now, device=True)
+        return Short(lacking) if lacking > 0 else _enough(self._tree.device_victims(count, now), count)
 
     def _drop_from_device(self, victims: Sequence[Node]) -> int:
         """How many pages that frees; what a write back copies first goes the next time."""
@@ -518,12 +517,14 @@ class TieredCache:
         self._tell(Tier.DEVICE, "removed", hashes, before)
         return len(pages)
 
-    def _host_victims(self, count: int) -> list[Node]:
-        def idle(node: Node) -> bool:
-            pages = as_pages(node.host or [])
-            return len(self.host.table.unread(pages)) == len(pages)
+    def _host_victims(self, count: int) -> list[Node] | Short:
+        now = time.monotonic()
+        lacking = count - min(self._tree.most_victims(now, device=False), self.host.table.unread_count())
+        return Short(lacking) if lacking > 0 else _enough(self._tree.host_victims(count, now, self._unread), count)
 
-        return self._tree.host_victims(count, time.monotonic(), idle)
+    def _unread(self, node: Node) -> bool:
+        pages = as_pages(node.host or [])
+        return len(self.host.table.unread(pages)) == len(pages)
 
     def _drop_host(self, node: Node) -> int:
         before, hashes = _before(node), list(node.hashes)
@@ -566,6 +567,11 @@ def _last_nodes(node: Node | None, pages: int) -> list[Node]:
         pages -= len(node)
         node = node.parent
     return nodes[::-1]
+
+
+def _enough(victims: list[Node], count: int) -> list[Node] | Short:
+    lacking = count - sum(map(len, victims))
+    return Short(lacking) if lacking > 0 else victims
 
 
 def _filled_in(nodes: Sequence[Node], device: Pages) -> Pages:

@@ -75,6 +75,9 @@ class PrefixTree:
         self._pinned: dict[Node, None] = {}
         self._device_ends = EvictionQueue(device=True)
         self._host_ends = EvictionQueue(device=False)
+        # Pages of nodes that are not locked: no more of them can go.
+        self._idle_device = 0
+        self._idle_host = 0
 
     @property
     def root(self) -> Node:
@@ -93,6 +96,13 @@ class PrefixTree:
         """Pages that are pinned. Costs what was pinned, not what is there."""
         self._pinned = {node: None for node in self._pinned if node.pinned_until > now}
         return sum(map(len, self._pinned))
+
+    def most_victims(self, now: float, *, device: bool) -> int:
+        """No more pages than these can go from a tier; fewer where some lie before pinned ones, or the caller does not
+        want them to go. Costs what was pinned, not what is there."""
+        self.pinned_pages(now)
+        pinned = [each.device if device else each.host for each in self._pinned if not each.locks]
+        return (self._idle_device if device else self._idle_host) - sum(len(pages or ()) for pages in pinned)
 
     def nodes(self) -> Iterator[Node]:
         """All of them, parents before children."""
@@ -171,7 +181,9 @@ class PrefixTree:
         """Host pages of a node that is on the device; None takes them away (a copy that failed)."""
         had, node.host = node.host, None if pages is None else list(pages)
         node.writing = writing and pages is not None
-        _count(self._host_pages, node.extra_key, len(node.host or ()) - len(had or ()))
+        more = len(node.host or ()) - len(had or ())
+        _count(self._host_pages, node.extra_key, more)
+        self._idle_host += 0 if node.locks else more
         if node.host is not None:
             _same_length(node.hashes, node.host)
         if node.parent is not None:
@@ -187,7 +199,9 @@ class PrefixTree:
     def set_device(self, node: Node, pages: Sequence[int] | None) -> None:
         """The same for the device."""
         had, node.device = node.device, None if pages is None else list(pages)
-        _count(self._device_pages, node.extra_key, len(node.device or ()) - len(had or ()))
+        more = len(node.device or ()) - len(had or ())
+        _count(self._device_pages, node.extra_key, more)
+        self._idle_device += 0 if node.locks else more
         if node.device is not None:
             _same_length(node.hashes, node.device)
         if node.parent is not None:
@@ -198,6 +212,9 @@ class PrefixTree:
     def lock(self, node: Node | None) -> None:
         """Keeps the prefix that ends with the node, in the tiers where it is."""
         while node is not None and node is not self._root:
+            if not node.locks:
+                self._idle_device -= len(node.device or ())
+                self._idle_host -= len(node.host or ())
             node.locks += 1
             node = node.parent
 
@@ -214,6 +231,9 @@ class PrefixTree:
             if node.locks < 1:
                 raise InvalidRequest.of("node", node.hashes[-1][:16], "locked")
             node.locks -= 1
+            if not node.locks:
+                self._idle_device += len(node.device or ())
+                self._idle_host += len(node.host or ())
             self._may_go(node)
             node = node.parent
 

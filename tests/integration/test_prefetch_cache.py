@@ -55,6 +55,10 @@ def test_a_write_back_to_a_host_that_is_smaller_than_the_device_keeps_every_pref
         if chance.random() < 0.3:
             engine.cache.evict_device(chance.randint(1, 8))
         engine.request(hashes)
+        assert [engine.cache._tree.most_victims(0.0, device=device) for device in (True, False)] == [
+            sum(len(pages) for pages in there if pages)
+            for there in zip(*((node.device, node.host) for node in engine.cache._tree.nodes()), strict=True)
+        ]
         for node in engine.cache._tree.nodes():
             before = node.parent
             assert node.device is None or before is engine.cache._tree.root or (before and before.device is not None)

@@ -34,6 +34,7 @@ _OUTCOMES = {
     PageStatus.TIMEOUT: PageOutcome.TIMEOUT,
 }
 _LOOK_AGAIN_SECONDS = 0.05
+_TRIES_FOR_ROOM = 3  # a keeper may say that fewer lack than do, once
 _NONE: Pages = np.empty(0, dtype=np.int64)
 
 
@@ -199,14 +200,14 @@ class Prefetcher:
         if share < wanted:
             # Alone it would have the whole share: what lacks is what the others hold, as long as they hold it.
             wanted, stop = share, Stop.RATE_LIMITED if others else Stop.CAPACITY
-        if wanted < least:
-            return _NONE.copy(), stop
-        pages = self._keeper.reserve(wanted, behind)
-        if isinstance(pages, Short):
-            stop = Stop.CAPACITY
-            fewer = wanted - pages.missing
-            pages = self._keeper.reserve(fewer, behind) if fewer >= least else pages
-        return (_NONE.copy(), stop) if isinstance(pages, Short) else (pages, stop)
+        for _ in range(_TRIES_FOR_ROOM):
+            if wanted < least:
+                break
+            pages = self._keeper.reserve(wanted, behind)
+            if not isinstance(pages, Short):
+                return pages, stop
+            wanted, stop = wanted - max(1, pages.missing), Stop.CAPACITY
+        return _NONE.copy(), stop
 
     def _withdraw(self, operation: Operation, stop: Stop) -> None:
         """This rank reads nothing: it has what it has, and the others hear so for the steps that are left."""

@@ -119,6 +119,11 @@ class PageTable:
             idle: Pages = pages[(self._state[pages] == PageState.PRESENT) & (self._readers[pages] == 0)]
             return idle
 
+    def unread_count(self) -> int:
+        """Pages that are PRESENT and have no reader."""
+        with self._lock:
+            return int(np.count_nonzero((self._state == PageState.PRESENT) & (self._readers == 0)))
+
     def state(self, page: int) -> PageState:
         return PageState(int(self._state[page]))
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvgrpc.prefetch.cache import NODES_AT_ONCE, TieredCache
+from kvgrpc.prefetch.eviction import EvictionQueue
 from kvgrpc.prefetch.model import Short, Tier
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.shape import PageShape
@@ -56,6 +57,27 @@ def test_how_full_it_is_is_known_without_a_look_at_every_node(
         assert pinned(cache) == 4
         cache.pin(prompt(1), 0.0)
         assert pinned(cache) == 2
+
+
+def test_room_that_cannot_be_had_is_refused_without_a_look_at_what_is_there(
+    cache: TieredCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = cache.match(prompt(0)[:1])
+    cache.pin(prompt(3), 60.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(EvictionQueue, "victims", None)
+        assert cache.reserve(PAGES, ()) == Short(3)
+        assert cache.reserve(PAGES, prompt(1)) == Short(5)
+        read = [cache.pages_of(prompt(number)) for number in range(10, PROMPTS)]
+        assert cache.reserve(21, ()) == Short(1)
+    assert cache.reserve(20, ()) == Short(3)
+    for pages in read:
+        cache.host.table.end_read(pages)
+    cache.release(held)
+    cache.pin(prompt(3), 0.0)
+    room = cache.reserve(PAGES, ())
+    assert not isinstance(room, Short)
+    cache.host.table.release(room)
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
