@@ -119,8 +119,8 @@ class Backup:
         for operation in self._worker.clear():
             with self._book.lock:
                 operation.cut = True
-            stopped = stopped and not _lingers(operation)
-            if not _lingers(operation):
+            stopped = stopped and not operation.lingers
+            if not operation.lingers:
                 self._end(operation, OperationState.CANCELLED, Stop.SHUT_DOWN)
         return stopped
 
@@ -256,7 +256,7 @@ class Backup:
             if operation.others:
                 self._alarms.after(_LOOK_AGAIN_SECONDS, lambda: self._put(operation))
                 return
-        if _lingers(operation):
+        if operation.lingers:
             with self._book.lock:
                 operation.state = OperationState.ENDING
                 operation.cut = True
@@ -340,7 +340,7 @@ class Backup:
     def _failed(self, operations: list[Operation], error: Exception) -> None:
         for operation in operations:
             self._note_failure(operation, f"{type(error).__name__}: {error}", "FAILED")
-            if _lingers(operation):
+            if operation.lingers:
                 with self._book.lock:
                     operation.state = OperationState.ENDING
                     operation.cut = True
@@ -350,11 +350,6 @@ class Backup:
             if operation.agrees:
                 self._vote(operation, Stage.COMPLETED, 0, Stop.PAGE_LOST)
             self._end(operation, OperationState.FAILED)
-
-
-def _lingers(operation: Operation) -> bool:
-    """Whether storage may still read one of its pages."""
-    return any(not event.is_set() for events in operation.lingering.values() for event in events)
 
 
 def _prefix(operation: Operation) -> int:

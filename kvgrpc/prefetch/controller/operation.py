@@ -74,6 +74,11 @@ class Operation:
         """Whether it is in its last state: its pages are quiescent then."""
         return self.state.ended
 
+    @property
+    def lingers(self) -> bool:
+        """Whether a backend may still read or write one of its pages."""
+        return any(not event.is_set() for events in self.lingering.values() for event in events)
+
     def wait(self, timeout: float) -> bool:
         """Waits until it has ended and everybody was told so, for any thread but a controller's own."""
         return self.over.wait(timeout)

@@ -6,6 +6,7 @@ known what comes, and belong to the operation until nothing reads or writes them
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -61,7 +62,6 @@ class Prefetcher:
         self._limits = limits
         self._alarms = alarms
         self._occupied = 0
-        self._lingering = 0
         self._queries: Worker[Step] = Worker("prefetch-query", self._step, self._step_failed)
         self._reads: Worker[Step] = Worker("prefetch-read", self._step, self._step_failed, threads=limits.readers)
 
@@ -127,7 +127,7 @@ class Prefetcher:
         for operation, _ in [*self._queries.clear(), *self._reads.clear()]:
             with self._book.lock:
                 operation.cut = True
-                quiet = operation.in_flight == 0 and not operation.lingering
+                quiet = operation.in_flight == 0 and not operation.lingers
             stopped = stopped and quiet
             if quiet:
                 self._end(operation, OperationState.CANCELLED, Stop.SHUT_DOWN)
@@ -320,7 +320,6 @@ class Prefetcher:
                 )
             if result.released is not None and not result.quiescent:
                 # Nobody may have these bytes until the backend lets go of them.
-                self._lingering += 1
                 keep = operation.lingering.setdefault(page, [])
                 keep.append(result.released)
 
@@ -356,13 +355,12 @@ class Prefetcher:
         with self._book.lock:
             if operation.state.ended:
                 return
-            if any(not event.is_set() for events in operation.lingering.values() for event in events):
+            if operation.lingers:
                 self._alarms.after(
                     _LOOK_AGAIN_SECONDS,
                     lambda: self._put(self._queries, operation, partial(self._hand_over_now, decision)),
                 )
                 return
-            self._lingering -= sum(map(len, operation.lingering.values()))
             operation.lingering.clear()
             completed = min(decision.pages, operation.prefix())
             completed = max(operation.covered, completed)
@@ -386,7 +384,12 @@ class Prefetcher:
             self._host.table.release(pages)
             self._completed(operation, operation.covered)
             raise
-        return min(found, completed)
+        try:
+            return min(operator.index(found), completed)
+        except TypeError:
+            # It has the pages, and nobody knows of how many it says so.
+            self._completed(operation, operation.covered)
+            raise TypeError(f"the keeper's keep answered {found!r}, not a number of pages") from None
 
     def _completed(self, operation: Operation, pages: int) -> None:
         """So many leading pages are in place; those behind them that were read came in vain."""
@@ -464,12 +467,16 @@ class Prefetcher:
         """A bug of ours or of a backend ends this operation; pages that are still read stay reserved until they are
         not."""
         with self._book.lock:
+            if operation.state.ended:
+                return
             operation.failure = operation.failure or _failure_of(error, self._storage.name)
             reading = operation.state in (OperationState.TRANSFERRING, OperationState.ENDING)
             reading = reading and not operation.finishing
             operation.cut = operation.cut or reading
         if reading:
             self._finish_when_quiet(operation)
+        elif operation.lingers:
+            self._alarms.after(_LOOK_AGAIN_SECONDS, lambda: self._fail(operation, error))
         else:
             self._end(operation, OperationState.FAILED, Stop.NONE, operation.failure)
 

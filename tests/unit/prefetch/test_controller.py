@@ -176,6 +176,30 @@ class TestPrefetch:
         assert rig.take() == names[:2]
         rig.nothing_is_left()
 
+    def test_pages_that_the_backend_holds_stay_reserved_when_no_further_step_has_a_place(
+        self, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        names = rig.stored(hashes(8))
+        rig.fault("read", {names[2]: HANG})
+        assert rig.controller._prefetcher is not None
+        queries = rig.controller._prefetcher._queries
+        put, refused = queries.put, threading.Event()
+
+        def full(item: Any, *arguments: Any) -> None:
+            if item[0].finishing:
+                refused.set()
+                raise TooManyRequests("full", metadata={"limit": 1, "value": 2, "scope": "queries"})
+            put(item, *arguments)
+
+        monkeypatch.setattr(queries, "put", full)
+        operation = rig.controller.prefetch(names)
+        assert refused.wait(20)
+        assert not operation.wait(0.2), "it ended while the backend may still write into its pages"
+        assert rig.host.table.counts()["reserved"] == 8
+        rig.storage.release()
+        assert rig.ended(operation).state is OperationState.FAILED
+        rig.nothing_is_left()
+
     def test_storage_that_is_down_declines_and_the_next_one_goes_on(self, rig: Rig) -> None:
         names = rig.stored(hashes(6))
         rig.fault("count", {names[0]: DOWN})
@@ -688,6 +712,28 @@ class TestClosing:
         resetting.join(20)
         assert [call for call, _ in rig.storage.calls] == ["count"], "the one that was under way"
         assert all(operation.ended and operation.stop is Stop.SHUT_DOWN for operation in (first, *waiting))
+        rig.nothing_is_left()
+
+    def test_what_the_backend_has_let_go_of_ends_when_the_threads_stop(self, rig: Rig) -> None:
+        names, gate, busy = rig.stored(hashes(4)), threading.Event(), threading.Event()
+        rig.fault("read", {names[2]: HANG})
+        held = rig.controller.prefetch(names)
+        wait_until(lambda: held.finishing)
+
+        def wait(call: str, key: str) -> None:
+            busy.set()
+            assert gate.wait(20)
+
+        rig.storage.fault = wait
+        other = rig.controller.prefetch(names)
+        prefetcher = rig.controller._prefetcher
+        assert prefetcher is not None and busy.wait(20)
+        wait_until(lambda: prefetcher.waiting)
+        rig.storage.release()
+        assert not prefetcher.stop(0.1), "storage has the thread"
+        assert rig.ended(held).state is OperationState.CANCELLED
+        gate.set()
+        rig.ended(other)
         rig.nothing_is_left()
 
     @pytest.mark.parametrize("kind", ["prefetch", "backup"])

@@ -137,6 +137,19 @@ def test_a_keeper_that_raises_leaves_nothing_completed(rig: Rig, monkeypatch: py
     assert operation.outcomes == [PageOutcome.SKIPPED] * 4
 
 
+def test_a_keeper_that_does_not_say_what_it_found_leaves_nothing_completed(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.on_host(hashes(2))
+    keep = rig.cache.keep
+    monkeypatch.setattr(rig.cache, "keep", lambda *arguments: keep(*arguments) and None)
+    operation = rig.prefetch(hashes(6))
+    assert (operation.state, operation.completed) == (OperationState.FAILED, 2)
+    assert operation.outcomes == [PageOutcome.SKIPPED] * 4
+    assert operation.failure is not None and "keep answered None" in operation.failure.message
+    assert rig.host.table.counts()["present"] == 6, "it has them, whatever it answers"
+
+
 def test_a_listener_that_fails_changes_nothing(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     def broken(*arguments: object) -> None:
         raise KeyError("a bug of whoever listens")
