@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from kvgrpc.errors import FeatureDisabled, InvalidRequest, TooManyRequests
+from kvgrpc.observability.logging import RateLimited
 from kvgrpc.prefetch.model import Short, Tier, TierUse, WritePolicy
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.pages import Pages, PageState, as_pages
@@ -83,6 +84,7 @@ class TieredCache:
         # Device pages that a load brings, or brought a second time: their request's until it is released.
         self._loads: dict[int, Held] = {}
         self._lock = threading.RLock()
+        self._lines = RateLimited(_log)
         self._counts = {name: 0 for name in ("device_hits", "host_hits", "misses", "evicted_device", "evicted_host")}
 
     def attach(self, controller: CacheController) -> None:
@@ -449,7 +451,8 @@ class TieredCache:
         except FeatureDisabled:
             pass  # it was closed: what is copied yet stays on the host
         except TooManyRequests as error:
-            _log.warning("pages that reached the host are not backed up (%d): %s", len(pages), error)
+            text = f"pages that reached the host are not backed up ({len(pages)}): {error}"
+            self._lines.warning("backups that were refused", text)
 
     def _write_through(self, nodes: Sequence[Node], used: int | None = None) -> None:
         if self.write_policy is WritePolicy.WRITE_BACK:
@@ -485,7 +488,7 @@ class TieredCache:
             self._tree.unlock(node)
             self.host.table.release(room)
             if not isinstance(error, TooManyRequests):
-                _log.error("a copy to the host could not be begun: %s", error, exc_info=error)
+                self._lines.exception("copies to the host", f"a copy to the host could not be begun: {error}")
             return False
         return True
 
@@ -543,7 +546,7 @@ class TieredCache:
                 self._listener(tier, what, hashes, before)
             except Exception as error:
                 # The pages have changed hands already.
-                _log.error("a listener of the cache failed: %s", error, exc_info=error)
+                self._lines.exception("listeners", f"a listener of the cache failed: {error}")
 
     def _copies(self) -> CopyEngine:
         if self.copies is None:

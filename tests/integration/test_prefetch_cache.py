@@ -238,6 +238,23 @@ def test_a_device_that_copies_nothing_costs_requests_no_page(
     engine.close()
 
 
+def test_what_fails_at_every_request_is_logged_a_few_times(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*arguments: object, **options: object) -> None:
+        raise RuntimeError("not again")
+
+    engine = Engine(WritePolicy.WRITE_THROUGH)
+    engine.cache._listener = broken
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.copies, "write", broken)
+        for number in range(20):
+            engine.request([str(number)])
+    assert caplog.text.count("a copy to the host could not be begun") == 5
+    assert caplog.text.count("a listener of the cache failed") == 5
+    engine.close()
+
+
 def test_pages_that_cannot_be_backed_up_stay_on_the_host_and_break_no_ack(caplog: pytest.LogCaptureFixture) -> None:
     limits = PrefetchLimits(threshold_tokens=4, operations=1)
     engine = Engine(WritePolicy.WRITE_THROUGH, limits=limits)
