@@ -46,7 +46,7 @@ class PrefixIndex:
     ) -> None:
         self._table = SourceTable()
         self._registry = registry
-        self._named = tuple(sources)
+        self._named = tuple(dict.fromkeys(sources))
         self._live = live
         self._security = security
         self._followers: dict[_Cache, tuple[EventFollower, str]] = {}

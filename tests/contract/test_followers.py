@@ -237,6 +237,15 @@ async def test_an_index_says_once_which_sources_do_not_answer(
     assert len(told) == 2 and all(any(source in message for message in told) for source in sources)
 
 
+async def test_a_source_that_is_named_twice_is_asked_once(recwarn: pytest.WarningsRecorder) -> None:
+    async with Publishing("a") as engine:
+        await engine.store([1])
+        async with PrefixIndex(sources=[engine.address, engine.address]) as index:
+            await index.until_current(1)
+            assert [source.engine for source in index.sources()] == ["a"]
+    assert not [warning for warning in recwarn if "never awaited" in str(warning.message)]
+
+
 async def test_one_index_over_several_engines() -> None:
     async with Publishing("a") as first, Publishing("b", dp=1) as second:
         await first.store([1, 2, 3])

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from socket import AF_INET, AF_INET6
 from typing import Any
 
 import msgspec
@@ -297,6 +298,23 @@ async def test_an_engine_at_an_ipv6_address_is_followed() -> None:
             await asyncio.to_thread(engine.await_subscriber)
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize(("families", "expected"), [("6", 1), ("46", 0), ("4", 0), ("", 0)])
+def test_a_name_that_has_no_address_but_ipv6_is_reached_there(
+    families: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(host: str, port: str) -> list[tuple[int, str]]:
+        if not families:
+            raise OSError("no such name")
+        return [(AF_INET6 if each == "6" else AF_INET, host) for each in families]
+
+    monkeypatch.setattr(live_relay, "getaddrinfo", found)
+    subscriber: zmq.Socket[bytes]
+    with zmq.Context.instance().socket(zmq.SUB) as subscriber:
+        subscriber.set(zmq.LINGER, 0)
+        live_relay._connect(subscriber, "tcp://localhost:1")
+        assert subscriber.get(zmq.IPV6) == expected
 
 
 @pytest.mark.parametrize(

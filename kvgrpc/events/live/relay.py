@@ -13,13 +13,15 @@ import threading
 import time
 import zlib
 from collections.abc import Generator, Iterator
+from socket import AF_INET, getaddrinfo
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from kvgrpc.events.base import EventPublisher
-from kvgrpc.events.endpoints import check_reached
+from kvgrpc.events.endpoints import Endpoint, check_reached
 from kvgrpc.events.model import AllBlocksCleared, KVEventBatch
+from kvgrpc.net import split_with_port
 from kvgrpc.observability import metrics
 from kvgrpc.observability.logging import RateLimited
 
@@ -245,8 +247,20 @@ class Relay:
 
 def _connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
     # Without it an IPv6 address is taken, and nothing ever comes.
-    socket.set(zmq.IPV6, int(check_reached(endpoint).ipv6))
+    socket.set(zmq.IPV6, int(_needs_ipv6(check_reached(endpoint))))
     socket.connect(endpoint)
+
+
+def _needs_ipv6(endpoint: Endpoint) -> bool:
+    """Whether it is an IPv6 address, or a name that has no other: of one that has both, ZMQ would take the IPv6 one,
+    where an engine that bound "*" does not listen."""
+    if endpoint.ipv6 or not endpoint.address.startswith("tcp:"):
+        return endpoint.ipv6
+    host, port = split_with_port(endpoint.address.removeprefix("tcp://"))
+    try:
+        return AF_INET not in {found[0] for found in getaddrinfo(host, port)}
+    except OSError:
+        return False  # ZMQ says so, as often as it tries
 
 
 def _read(frames: list[bytes]) -> tuple[int, bytes] | None:
