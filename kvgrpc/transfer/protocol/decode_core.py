@@ -79,7 +79,7 @@ class DecodeCore:
         *,
         timing: Timing | None = None,
         bounds: Bounds | None = None,
-        connections: Callable[[DecodePair], frozenset[str]] = lambda pair: frozenset(),
+        connections: Callable[[DecodePair], frozenset[str] | None] = lambda pair: frozenset(),
         deliver_aux: Callable[[DecodeRoom], Failure | None] = lambda room: None,
     ) -> None:
         self.me = me

@@ -20,10 +20,10 @@ class HeldPages:
     ``rooms``: these rooms; ``pages``: how many pages they hold together; ``of_pair``: how many of these wait for the
     evidence of one writer. A room is looked at when there is news of it or when time alone may free it, so no call
     looks at all rooms. ``settle``: ticks after a proof in which bytes may still arrive. ``connections(pair)``: names
-    of the connections over which they would.
+    of the connections over which they would; None: nobody can tell now.
     """
 
-    def __init__(self, settle: int, connections: Callable[[DecodePair], frozenset[str]]) -> None:
+    def __init__(self, settle: int, connections: Callable[[DecodePair], frozenset[str] | None]) -> None:
         self.rooms: dict[RoomKey, DecodeRoom] = {}
         self.pages = 0
         self.of_pair: dict[DecodePair, int] = {}
@@ -87,10 +87,19 @@ class HeldPages:
             return False
         if part.stopped_at is not None:
             return True  # a plane says so only when no byte is left on its host (rule 7, writes)
-        pair = part.pair
-        return not pair.connections or not (pair.connections & self._open_connections(pair, now))
+        return not self._may_deliver(part.pair, now)
 
-    def _open_connections(self, pair: DecodePair, now: int) -> frozenset[str]:
+    def _may_deliver(self, pair: DecodePair, now: int) -> bool:
+        """A connection of the time of the proof may still stand. Not to know is no evidence, whenever it happens."""
+        at_proof = pair.connections
+        if at_proof is not None and not at_proof:
+            return False
+        open_now = self._open_connections(pair, now)
+        if at_proof is None:
+            at_proof = pair.connections = open_now  # what is left of that time is among these
+        return open_now is None or at_proof is None or not at_proof.isdisjoint(open_now)
+
+    def _open_connections(self, pair: DecodePair, now: int) -> frozenset[str] | None:
         """Asked at most once a tick, however many rooms wait for them to close."""
         if pair.open_connections_at != now:
             pair.open_connections_at = now

@@ -25,7 +25,8 @@ class DecodePair:
     ``up``: it welcomed us on the current stream. ``welcomed``: it did so at least once. ``lost``: it was given up.
     ``dead_at``: the tick at which it was proven dead (4, proof of death).
 
-    ``connections``: over which its bytes could still arrive when it was proven dead (rule 8, pages by evidence).
+    ``connections``: over which its bytes could still arrive when it was proven dead; None: nobody could tell yet (8,
+    pages by evidence).
     ``layout``: of its engine, ``layers``: its own; None: as ours. ``rooms``: what is not over yet; ``pending_rooms``:
     what is to be told. ``verify``: it sends checksums. ``refusals``: rooms that were refused here, of which the peer is
     told why until it answers.
@@ -70,8 +71,8 @@ class DecodePair:
         self.dead_at: int | None = None
         self.backoff = 0
         self.idle_timeout = 0
-        self.connections: frozenset[str] = frozenset()
-        self.open_connections: frozenset[str] = frozenset()
+        self.connections: frozenset[str] | None = frozenset()
+        self.open_connections: frozenset[str] | None = frozenset()
         self.open_connections_at = -1
         self.pending_rooms: dict[RoomKey, None] = {}
         self.rooms: set[RoomKey] = set()

@@ -439,14 +439,14 @@ class DecodeManager(TransferManager[DecodeRoom]):
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _connections(self, pair: DecodePair) -> frozenset[str]:
+    def _connections(self, pair: DecodePair) -> frozenset[str] | None:
         """Over which that peer's bytes could still arrive (rule 8, pages by evidence)."""
         address = self._data_addresses.get(pair.ref)
         return frozenset() if not address else self._guarded.connections_from(address)
 
     def _forget_addresses(self) -> None:
         for ref in [ref for ref in self._data_addresses if ref not in self.core.pairs]:
-            self._guarded.forget(self._data_addresses.pop(ref))
+            del self._data_addresses[ref]
             self._peer_pages.pop(ref, None)
         self._refusals.forget_all_but(self.core.pairs)
 

@@ -18,8 +18,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _LONGEST_SLEEP = 0.1
 _LONGEST_ANSWER = 200
-# Of a connection, where the plane could not say which there are.
-_SOME_CONNECTION = frozenset({"unknown"})
 
 
 def attempt(call: Callable[[], T]) -> T | Result:
@@ -44,7 +42,7 @@ class GuardedPlane:
         quick_bytes: object = getattr(plane, "quick_bytes", 0)
         self.quick_bytes = quick_bytes if isinstance(quick_bytes, int) else 0
         self.gathers_slices = getattr(plane, "gathers_slices", False) is True
-        self._not_told: set[bytes] = set()
+        self._tells_connections = True
 
     # On the transfer thread, or whoever writes in its place.
 
@@ -125,20 +123,17 @@ class GuardedPlane:
             return 0, 0
         return writes, nbytes
 
-    def connections_from(self, address: bytes) -> frozenset[str]:
-        """See DataPlane. One that raised about a peer once is not believed about it again: what it says later may be
-        without the connections that there were at its death."""
-        if address not in self._not_told:
-            try:
-                return frozenset(self.plane.connections_from(address))
-            except Exception:
-                logger.exception("the data plane raised on connections_from: the pages of that peer stay held")
-                self._not_told.add(address)
-        return _SOME_CONNECTION
-
-    def forget(self, address: bytes) -> None:
-        """Nobody will ask about that peer again."""
-        self._not_told.discard(address)
+    def connections_from(self, address: bytes) -> frozenset[str] | None:
+        """See DataPlane; None: it cannot tell now, and is asked each tick, so only the first of these is logged."""
+        try:
+            found = frozenset(self.plane.connections_from(address))
+        except Exception:
+            if self._tells_connections:
+                logger.exception("the data plane raised on connections_from: pages of dead peers stay held meanwhile")
+            self._tells_connections = False
+            return None
+        self._tells_connections = True
+        return found
 
     # On a thread of its own.
 

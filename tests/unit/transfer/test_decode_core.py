@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import numpy as np
 import pytest
 
+from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import Failure, Reason
 from kvgrpc.model import RankId, RankRef
 from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodePair, DecodeRoom, Stream
@@ -22,6 +26,7 @@ from kvgrpc.transfer.protocol.types import (
     Want,
     Writes,
 )
+from kvgrpc.transfer.runtime.guarded import GuardedPlane
 from tests.simulation.work import Work
 
 ME, KEY, TIMING = RankRef(RankId("D"), 1), RoomKey(5), Timing()
@@ -33,7 +38,7 @@ class Side:
     """A decode core, and the shell around it by hand."""
 
     def __init__(self, **settings: object) -> None:
-        self.connections: frozenset[str] = frozenset()
+        self.connections: frozenset[str] | None = frozenset()
         self.aux: list[bytes | None] = []
         self.aux_failure: Failure | None = None
         self.core = DecodeCore(
@@ -375,6 +380,42 @@ class TestProofOfDeath:
         self.prove(side, stream, "refused")
         side.ticks(5 * TIMING.settle)
         assert not room.handle.release_safe
+        side.connections = frozenset({"a later one"})
+        side.ticks(1)
+        assert room.handle.release_safe
+
+    def test_a_plane_that_cannot_tell_later_gives_no_evidence(self, side: Side) -> None:
+        """Through the guard: a plane that raised once answered other names than at the proof, and pages came back."""
+        named: frozenset[str] | None = frozenset({"host:1 -> us"})
+
+        def connections_from(address: bytes) -> frozenset[str]:
+            if named is None:
+                raise OSError("too many open files")
+            return named
+
+        plane = GuardedPlane(cast(DataPlane, SimpleNamespace(connections_from=connections_from)))
+        side.core = DecodeCore(
+            ME, connections=lambda pair: plane.connections_from(b"there"), deliver_aux=lambda room: None
+        )
+        side.take = Work(side.core).take
+        room, stream = side.writing()
+        self.prove(side, stream, "refused")
+        for answer in (named, None, named):
+            named = answer
+            side.ticks(2 * TIMING.settle)
+            assert not room.handle.release_safe
+        named = frozenset()
+        side.ticks(1)
+        assert room.handle.release_safe
+
+    def test_one_that_could_not_tell_at_the_proof_is_believed_when_it_can(self, side: Side) -> None:
+        room, stream = side.writing()
+        side.connections = None
+        self.prove(side, stream, "refused")
+        for connections in (None, frozenset({"host:1 -> us"}), None):
+            side.connections = connections
+            side.ticks(2 * TIMING.settle)
+            assert not room.handle.release_safe
         side.connections = frozenset({"a later one"})
         side.ticks(1)
         assert room.handle.release_safe
