@@ -16,16 +16,27 @@ class FanOut:
     def __init__(self, handle: Handle, places: int) -> None:
         self.handle = handle
         self.places = [PlaceHandle(self) for _ in range(places)]
+        self._behind = places  # those with the fewest pages done
 
     def update(self) -> None:
         """Brings the handle to the furthest state that all places reached; pages are free once nobody reads them."""
         handle = self.handle
         if not handle.release_safe and all(place.release_safe for place in self.places):
             handle.release()
-        handle.pages_done = min(place.pages_done for place in self.places)
         poll = min(place.poll for place in self.places)
         if handle.poll not in (KVPoll.Failed, KVPoll.Success) and poll > handle.poll:
             handle.turn(poll)
+
+    def count_pages(self, before: int) -> None:
+        """A place that had ``before`` pages done has more: the handle has the fewest of any. Looks at all places only
+        when the last with the fewest moves on."""
+        if before > self.handle.pages_done:
+            return
+        self._behind -= 1
+        if not self._behind:
+            done = [place.pages_done for place in self.places]
+            self.handle.pages_done = min(done)
+            self._behind = done.count(min(done))
 
     def fail(self, failure: Failure) -> None:
         """The first place that fails fails the room."""
@@ -87,8 +98,9 @@ class PlaceHandle(Handle):
 
     @pages_done.setter
     def pages_done(self, pages: int) -> None:
-        self._pages_done = pages
-        self._fan_out.update()
+        before, self._pages_done = self._pages_done, pages
+        if pages > before:
+            self._fan_out.count_pages(before)
 
     def fail(self, failure: Failure) -> None:
         self.failure = failure

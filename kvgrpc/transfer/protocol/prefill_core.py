@@ -458,8 +458,9 @@ class PrefillCore:
             self._fail_siblings(sender, failed)
 
     def _fail_siblings(self, room: PrefillRoom, failure: Failure) -> None:
+        """In one loop: they may be as many as recursion is deep."""
         for other in room.siblings:
-            self._fail(other, failure)
+            self._fail_alone(other, failure)
 
     # Rooms.
 
@@ -486,7 +487,13 @@ class PrefillCore:
         return room
 
     def _follow(self, room: PrefillRoom, submissions: Iterable[Submission] = ()) -> None:
-        """What follows for the rank from what an open room did: writes to start, progress to tell, its end."""
+        """What follows from what an open room did, for the rank and for the siblings of one that failed."""
+        self._note(room, submissions)
+        if room.ended and room.failure is not None:
+            self._fail_siblings(room, room.failure)
+
+    def _note(self, room: PrefillRoom, submissions: Iterable[Submission] = ()) -> None:
+        """For the rank: writes to start, progress to tell, its end."""
         for submission in submissions:
             self._work.submissions.append(submission)
             self.open_writes += 1
@@ -505,8 +512,6 @@ class PrefillCore:
             else:
                 self._keep(room)
             self._tell(room)
-            if room.failure is not None:
-                self._fail_siblings(room, room.failure)
 
     def _note_end(self, room: PrefillRoom) -> None:
         """For people a room that several decode ranks are owed ends once, when it has ended for all of them."""
@@ -524,13 +529,18 @@ class PrefillCore:
         self._fail(room, self._failure(error))
 
     def _fail(self, room: PrefillRoom, failure: Failure) -> None:
+        if not room.ended:
+            self._fail_alone(room, failure)
+            self._fail_siblings(room, failure)
+
+    def _fail_alone(self, room: PrefillRoom, failure: Failure) -> None:
         if room.ended:
             return
         if not room.claimed and room.owner is not None:
             # 11, memory of the ended: an older record of the room may have expired.
             room.worst = min(room.worst, self._unknown.without_record(room.owner.ref))
         room.fail(failure)
-        self._follow(room)
+        self._note(room)
 
     def _reject_ended(self, work: PrefillWork) -> None:
         """A write that the plane did not start yet never does once its room has ended (7, writes)."""

@@ -59,6 +59,8 @@ _END_WITHIN_SECONDS = 2.0
 _LONGEST_TURN_TICKS = 50
 MAX_SOUGHT_ROOMS = 65_536
 MOST_POOLS, MOST_AUX_BUFFERS = 64, 256
+# Of one replica, that name a room to one prefill rank: each has a record of every such room.
+MOST_DECODE_RANKS = 256
 
 
 class PrefillManager(TransferManager[PrefillRoom]):
@@ -291,6 +293,11 @@ class PrefillManager(TransferManager[PrefillRoom]):
         ref, layout = rank_ref_from_pb(hello.opener), layout_from_pb(hello.layout)
         check_rank(ref, layout, "hello.opener")
         check_speaker(ref, Role.DECODE, "hello.opener")
+        places = topology.decode_ranks_of(self.config.layout, layout)
+        if places > MOST_DECODE_RANKS:
+            raise InvalidRequest.of(
+                "hello.layout", layout, f"at most {MOST_DECODE_RANKS} ranks that one of ours writes to"
+            )
         pools = tuple(pool_from_pb(pool, f"hello.pools[{index}]") for index, pool in enumerate(hello.pools))
         check_pools(pools, "hello.pools")
         to = rank_ref_from_pb(hello.to)
@@ -315,7 +322,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
             raise error
         pair = self.core.pairs[ref]
         pair.sends_aux, pair.verify = part.aux, session.verify
-        pair.places = topology.decode_ranks_of(self.config.layout, layout)
+        pair.places = places
         pair.place = topology.place_of(ref.rank, self.config.layout, layout)
         self._sessions[pair] = session
         return session

@@ -374,6 +374,13 @@ class TestFramesOfDecode:
             assert client.kept[-1].ByteSize() < 10_000
             assert time.monotonic() - began < 10.0
 
+    @pytest.mark.parametrize("sizes", [{"tp": 2**30}, {"tp": 32, "pp": 9}])
+    def test_more_decode_ranks_than_a_room_may_have_are_refused(self, dial: Dial, sizes: dict[str, int]) -> None:
+        """Each room that a sender claimed got a record, a handle and an answer for every one of them."""
+        refused = dial().refused(layout=common_pb2.Layout(**{"dp": 1, "pp": 1, "cp": 1, "tp": 1, **sizes}))
+        assert (refused.reason, refused.metadata["field"]) == (Reason.INVALID_REQUEST, "hello.layout")
+        assert "at most 256" in refused.message
+
     def test_messages_after_goodbye_and_second_hellos_are_ignored(self, dial: Dial) -> None:
         client = dial().open()
         client.send(hello=client.hello(stream=9))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from kvgrpc.dataplane.base import Outcome
 from kvgrpc.model import RankId, RankRef
-from kvgrpc.transfer.protocol.fan_out import PlaceHandle
+from kvgrpc.transfer.protocol.fan_out import FanOut, PlaceHandle
 from kvgrpc.transfer.protocol.prefill_core import PrefillRoom
 from kvgrpc.transfer.protocol.types import DecodeEntry, Destination, Handle, KVPoll, RoomKey, RoomState, Want, Writes
 from tests.unit.transfer.test_prefill_core import CANCELLED, KEY, TIMING, Side, reason
@@ -351,3 +352,39 @@ def test_nothing_is_left_of_rooms_that_went_any_way() -> None:
             side.name(Want.FORGET, key=RoomKey(number), ref=ref)
         side.ticks(TIMING.ended_record + 2)
         assert side.core.rooms == {} and side.core._owners.places == {} and side.core.open_writes == 0
+
+
+def test_one_failure_ends_the_room_for_as_many_decode_ranks_as_there_may_be() -> None:
+    """Each place failed the next within its own call: some 330 were as deep as Python goes."""
+    side, places = Side(), 1_000
+    side.hello(T0)
+    pair = side.core.pairs[T0]
+    pair.place, pair.places = 0, places
+    side.name(ref=T0)
+    handle = Handle()
+    sender = side.core.claim(KEY, handle)
+    assert sender is not None and len(sender.siblings) == places
+    side.core.fail(side.core.rooms[KEY], CANCELLED)
+    assert handle.poll is KVPoll.Failed and all(each.failure is CANCELLED for each in sender.siblings)
+    assert side.core.open_rooms == 0 and len(side.take("ended")) == 1
+
+
+def test_all_places_are_looked_at_once_for_each_step_that_all_have_made() -> None:
+    looks = 0
+
+    class Counted(list[PlaceHandle]):
+        def __iter__(self) -> Iterator[PlaceHandle]:
+            nonlocal looks
+            looks += 1
+            return super().__iter__()
+
+    handle = Handle()
+    fan_out = FanOut(handle, 100)
+    places = fan_out.places
+    fan_out.places = Counted(places)
+    for before, pages in ((0, 3), (3, 8)):
+        for place in places:
+            assert handle.pages_done == before
+            place.pages_done = pages
+        assert handle.pages_done == pages
+    assert looks == 2
