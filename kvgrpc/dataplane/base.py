@@ -172,7 +172,8 @@ class DataPlane(Protocol):
         dead peers only: a living peer's own plane says FAILED_SRC_FREE when its bytes have left its host. The answer
         may name too many connections, never too few: of a peer on this host those that no living process uses, of a
         peer elsewhere all from its host. A later connection may have the name of one that is gone. Empty where the
-        plane has no connections (shm, RDMA): only the settle time protects the pages then. Never raises.
+        plane has no connections (shm, RDMA): only the settle time protects the pages then. Raises OSError where it
+        cannot tell now, which is no evidence; it is asked again.
         """
 
     def close(self, deadline: float) -> bool:

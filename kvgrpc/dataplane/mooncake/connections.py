@@ -77,13 +77,16 @@ def parse(text: str, ports: frozenset[int] | None = None) -> list[Connection]:
 
 
 def read_table(ports: frozenset[int] | None = None) -> list[Connection]:
-    """TCP sockets of this network namespace, listening ones too; about 1 us for each socket of the host."""
+    """TCP sockets of this network namespace, listening ones too; about 1 us for each socket of the host.
+
+    Raises OSError, as where no file can be opened: what was not read is no table without connections.
+    """
     rows = []
     for name in ("tcp", "tcp6"):
         try:
             with open(f"/proc/self/net/{name}") as table:
                 rows += parse(table.read(), ports)
-        except OSError:  # no IPv6
+        except FileNotFoundError:  # no IPv6
             continue
     return rows
 
@@ -150,7 +153,10 @@ class UnsentBytes:
 
     def __call__(self) -> bool:
         if self._ports and time.monotonic() - self._looked > 0.01:
-            table = read_table(self._ports)
+            try:
+                table = read_table(self._ports)
+            except OSError:  # asked again at the next poll
+                return True
             self._left = any(each.remote[1] in self._ports and each.inode == 0 and each.sends for each in table)
             self._looked = time.monotonic()
         return self._left

@@ -27,7 +27,6 @@ import numpy as np
 
 from kvgrpc.dataplane.base import EndedTransfer, MemoryRange, Outcome, Peer, Result, Transfer, U64Array
 from kvgrpc.dataplane.mooncake.connections import (
-    Connection,
     UnsentBytes,
     arriving,
     lingering,
@@ -225,13 +224,12 @@ class MooncakeDataPlane:
                 return self._closed
             self._closed = False
         drained = self._submitter.drain(end - min(1.0, deadline / 2))
-        held = socket_inodes(os.getpid()) or frozenset()
-        sending = {each.name for each in self._sending() if each.inode == 0 or each.inode in held}
+        sending = self._still_sending(socket_inodes(os.getpid()) or frozenset())
         gone = self._destroy(end) if self._owned else self._hand_back(drained)
         outcome = Outcome.FAILED_SRC_FREE if gone else Outcome.FAILED_UNKNOWN
         self._submitter.abandon(outcome, "the data plane was closed")
         # Closed by the engine, but not yet sent. What a process still holds is another plane's.
-        while gone and sending & {each.name for each in self._sending() if each.inode == 0}:
+        while gone and (sending is None or (left := self._still_sending()) is None or sending & left):
             if time.monotonic() >= end:
                 return False
             time.sleep(0.002)
@@ -315,10 +313,19 @@ class MooncakeDataPlane:
         here = (peer.process.boot, peer.process.network) == (self._identity.boot, self._identity.network)
         return frozenset(peer.addresses) - (frozenset() if here else {"127.0.0.1", "::1"})
 
-    def _sending(self) -> list[Connection]:
-        """Connections to data ports of peers over which bytes could still leave."""
+    def _still_sending(self, held: frozenset[int] = frozenset()) -> set[str] | None:
+        """Connections to data ports of peers over which bytes could still leave, and that no process has, or one with
+        these sockets; None: that cannot be told now."""
         ports = self._peer_ports
-        return [each for each in read_table(ports) if each.remote[1] in ports and each.sends] if ports else []
+        try:
+            table = read_table(ports) if ports else []
+        except OSError:
+            return None
+        return {
+            each.name
+            for each in table
+            if each.remote[1] in ports and each.sends and (each.inode == 0 or each.inode in held)
+        }
 
     def _destroy(self, end: float) -> bool:
         """Drops the last reference to the engine and looks whether its port is gone."""
@@ -337,7 +344,10 @@ class MooncakeDataPlane:
         """Unregisters what was registered here. True only when nothing of ours runs and nobody is connected."""
         self._engine.batch_unregister_memory(self._registered)
         self._engine = None
-        return drained and not arriving(read_table(self._data_ports), self._data_ports, None)
+        try:
+            return drained and not arriving(read_table(self._data_ports), self._data_ports, None)
+        except OSError:
+            return False
 
 
 class _Address(msgspec.Struct, frozen=True, tag="mooncake", tag_field="plane"):
@@ -403,7 +413,10 @@ def _may_be_ending(peer: _Address) -> bool:
 
 def _listens(port: int) -> bool:
     held = socket_inodes(os.getpid()) or frozenset()
-    return any(each.local[1] == port and each.inode in held for each in read_table(frozenset({port})))
+    try:
+        return any(each.local[1] == port and each.inode in held for each in read_table(frozenset({port})))
+    except OSError:  # not known: asked again
+        return True
 
 
 def _leak(plane: MooncakeDataPlane | None) -> None:

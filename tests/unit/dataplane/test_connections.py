@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
+from kvgrpc.dataplane.mooncake import connections
 from kvgrpc.dataplane.mooncake.connections import (
     CLOSE_WAIT,
     ESTABLISHED,
@@ -19,6 +22,7 @@ from kvgrpc.dataplane.mooncake.connections import (
     SYN_SENT,
     TIME_WAIT,
     Connection,
+    UnsentBytes,
     _local_of_trie,
     arriving,
     lingering,
@@ -160,3 +164,22 @@ def test_the_kernel_of_this_machine_writes_tables_that_can_be_read() -> None:
         assert rows[client.getsockname(), server.getsockname()].inode == os.fstat(client.fileno()).st_ino
         assert (waiting.state, waiting.inode, waiting.unread) == (ESTABLISHED, 0, 12)
         assert arriving(rows.values(), port, None) == [waiting]
+
+
+def test_a_table_that_cannot_be_read_is_none_without_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no file descriptor left a dead peer had no connections, and its pages came back while bytes arrived."""
+
+    def none_left(*_: object) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    def no_ipv6(name: str) -> Any:
+        if name.endswith("tcp6"):
+            raise FileNotFoundError(name)
+        return open(name)
+
+    monkeypatch.setattr(connections, "open", none_left, raising=False)
+    with pytest.raises(OSError, match="Too many"):
+        read_table()
+    assert UnsentBytes(PORTS)(), "may have some left"
+    monkeypatch.setattr(connections, "open", no_ipv6, raising=False)
+    assert isinstance(read_table(), list)
