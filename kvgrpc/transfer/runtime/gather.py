@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 SLOT_BYTES = 1 << 20  # copied in one poll, which may take 2 ms
 SLOTS = 4
 BLOCK_BYTES = SLOTS * SLOT_BYTES
+RETRY_SECONDS = 5.0
 _FEWEST_SLICES = 4
 _U8Array = npt.NDArray[np.uint8]
 
@@ -37,13 +39,17 @@ _U8Array = npt.NDArray[np.uint8]
 class Staging:
     """The memory in which a rank's slices are copied together: at most ``nbytes``, taken when a peer needs it.
 
-    None for a plane that says that gathering does not pay, and for pools in the memory of a device.
+    None for a plane that says that gathering does not pay, and for pools in the memory of a device. Where the plane has
+    none it is asked again after RETRY_SECONDS.
     """
 
-    def __init__(self, plane: GuardedPlane, pools: Sequence[Pool], nbytes: int) -> None:
+    def __init__(
+        self, plane: GuardedPlane, pools: Sequence[Pool], nbytes: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         useful = plane.gathers_slices and all(pool.location.startswith("cpu") for pool in pools)
         self._blocks_left = nbytes // BLOCK_BYTES if useful else 0
         self._plane = plane
+        self._clock, self._refused_until = clock, -1.0
         self._pages = min((pool.pages for pool in pools), default=0)
         self._blocks: list[int] = []
         self._free: list[int] = []
@@ -61,7 +67,7 @@ class Staging:
         so that one which hangs takes nobody else's.
         """
         lacks = 0 if slots.closed else slots.lacks
-        if lacks > len(self._free) and self._blocks_left:
+        if lacks > len(self._free) and self._blocks_left and self._clock() >= self._refused_until:
             self._free += self._block()
         if lacks and self._free:
             slots.free += self._free[:lacks]
@@ -77,15 +83,15 @@ class Staging:
         """Nothing runs any more: the next rank on the same plane takes the blocks that nobody reads."""
         spare = [block for block in self._blocks if self._lost.isdisjoint(_slots_of(block))]
         if spare:
-            _SPARE.setdefault(self._plane.plane, []).extend(spare)
+            _spare_of(self._plane.plane).extend(spare)
         self._blocks, self._free, self._blocks_left = [], [], 0
 
     def _block(self) -> Iterable[int]:
-        spare = _SPARE.get(self._plane.plane)
+        spare = _spare_of(self._plane.plane)
         block = spare.pop() if spare else self._plane.buffer(BLOCK_BYTES)
         if block is None:
-            logger.warning("slices for more peers are written one by one, which is slower")
-            self._blocks_left = 0
+            logger.warning("slices for more peers are written one by one meanwhile, which is slower")
+            self._refused_until = self._clock() + RETRY_SECONDS
             return ()
         self._blocks_left -= 1
         self._blocks.append(block)
@@ -94,6 +100,14 @@ class Staging:
 
 # Blocks that ranks of before had, by the plane that gave them: what is registered stays so until the plane is closed.
 _SPARE: weakref.WeakKeyDictionary[DataPlane, list[int]] = weakref.WeakKeyDictionary()
+
+
+def _spare_of(plane: DataPlane) -> list[int]:
+    """Nothing is remembered of a plane that somebody else wrote without a hash or weak references."""
+    try:
+        return _SPARE.setdefault(plane, [])
+    except TypeError:
+        return []
 
 
 def _slots_of(block: int) -> range:

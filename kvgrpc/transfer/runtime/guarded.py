@@ -43,6 +43,7 @@ class GuardedPlane:
         self.quick_bytes = quick_bytes if isinstance(quick_bytes, int) else 0
         self.gathers_slices = getattr(plane, "gathers_slices", False) is True
         self._tells_connections = True
+        self._unregistered: dict[int, int] = {}
 
     # On the transfer thread, or whoever writes in its place.
 
@@ -103,10 +104,13 @@ class GuardedPlane:
             logger.exception("the data plane raised on stop")
 
     def buffer(self, nbytes: int) -> int | None:
-        """Address of registered memory of the plane, which stays until it is closed; None: there is none."""
+        """Address of registered memory of the plane, which stays until it is closed; None: there is none now. What it
+        allocated and did not register is not allocated again."""
         try:
-            address = self.plane.allocate(nbytes)
+            address = self._unregistered.pop(nbytes, None) or self.plane.allocate(nbytes)
+            self._unregistered[nbytes] = address
             self.plane.register([MemoryRange(address, nbytes)])
+            del self._unregistered[nbytes]
         except Exception as error:
             logger.warning("no %d bytes of the data plane's memory: %s", nbytes, raised(error))
             return None

@@ -465,3 +465,51 @@ def test_the_transfer_thread_gathers_nothing_without_memory_for_it() -> None:
     worker.submit([Submission(PrefillRoom(RoomKey(1), RankRef(RankId("P"), 1), 0), pair, page, page, 0, None)])
     assert worker.close(20) and [result.outcome for _, result in ended] == [Outcome.DONE]
     assert len(plane.writes[0].plan.nbytes) == LAYERS * TOKENS and not plane.blocks
+
+
+def test_a_moment_without_memory_is_not_for_good() -> None:
+    class Short(Plane):
+        asked, short = 0, True
+
+        def allocate(self, nbytes: int, location: str = "cpu:0") -> int:
+            self.asked += 1
+            if self.short:
+                raise MemoryError("none now")
+            return super().allocate(nbytes, location)
+
+    plane, now = Short(), 100.0
+    prefill, _, shape = pair()
+    memory = Staging(guarded(plane), [prefill.pool], 1 << 30, lambda: now)
+    slots = memory.open(shape)
+    assert slots is not None
+    assert not any(memory.fill(slots) for _ in range(10)) and plane.asked == 1, "each chunk asks, the plane is spared"
+    plane.short = False
+    now += gather.RETRY_SECONDS - 0.1
+    assert not memory.fill(slots)
+    now += 0.2
+    assert memory.fill(slots) and plane.asked == 2
+
+
+class Unhashable(Plane):
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Slotted:
+    """Without weak references."""
+
+    __slots__ = ("allocate", "gathers_slices", "name", "register")
+
+    def __init__(self) -> None:
+        plane = Plane()
+        self.name, self.gathers_slices = plane.name, True
+        self.allocate, self.register = plane.allocate, plane.register
+
+
+@pytest.mark.parametrize("make", [Unhashable, Slotted])
+def test_a_plane_that_cannot_be_remembered_gathers_too(make: Any) -> None:
+    plane, (prefill, _, shape) = make(), pair()
+    memory = staging(plane, prefill.pool)
+    slots = memory.open(shape)
+    assert slots is not None and memory.fill(slots)
+    memory.close_peer(slots)
+    memory.close()

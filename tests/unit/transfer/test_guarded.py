@@ -114,6 +114,17 @@ def test_memory_that_is_refused_is_none() -> None:
     assert guard(allocate=lambda nbytes: 4096, register=lambda ranges: None).buffer(8) == 4096
 
 
+def test_memory_that_was_not_registered_is_not_allocated_again() -> None:
+    allocated, refuses = iter((4096, 8192)), iter((True, True, False, False))
+
+    def register(ranges: object) -> None:
+        if next(refuses):
+            raise OSError("not now")
+
+    plane = guard(allocate=lambda nbytes: next(allocated), register=register)
+    assert [plane.buffer(8) for _ in range(4)] == [None, None, 4096, 8192]
+
+
 def test_counts_that_raise_are_none() -> None:
     assert guard(in_flight=raises, limits_of_a_peer=(1, 1)).in_flight() == (0, 0)
     assert guard(in_flight=lambda: (2, 3), limits_of_a_peer=(1, 1)).in_flight() == (2, 3)
