@@ -93,6 +93,7 @@ class MooncakeDataPlane:
         self._blocks: list[mmap.mmap] = []
         self._queues: weakref.WeakValueDictionary[str, PeerQueue] = weakref.WeakValueDictionary()
         self._contacting: set[str] = set()
+        self._to_contact: dict[str, _Peer] = {}
         self._incarnation = secrets.token_hex(8)
         self._names: dict[str, tuple[str, int]] = {}
         self._peer_ports: frozenset[int] = frozenset()
@@ -145,7 +146,10 @@ class MooncakeDataPlane:
         return msgspec.json.encode(_Address(*who, self.session, self.transport, ports, ranges))
 
     def attach(self, address: bytes) -> Peer:
-        """See DataPlane: first contact goes on in the background; without an answer in 3 s submissions are refused."""
+        """See DataPlane: first contact goes on in the background; without an answer in 3 s submissions are refused.
+
+        So they are where MAX_CONTACTS others do not answer either and this one has no turn within 3 s.
+        """
         decoded = _decode(address)
         if decoded.transport != self.transport:
             both = f"the peer moves bytes over {decoded.transport}, this side over {self.transport}"
@@ -189,6 +193,9 @@ class MooncakeDataPlane:
         """See DataPlane. Mooncake keeps its connections to the peer until the peer or this engine ends."""
         if isinstance(peer, _Peer):
             peer.detached = True
+            with self._lock:
+                if self._to_contact.get(peer.queue.session) is peer:
+                    del self._to_contact[peer.queue.session]
 
     def submit(self, peer: Peer, source: U64Array, destination: U64Array, nbytes: U64Array) -> Transfer:
         """See DataPlane. A write that fails closes the connection it used (all bytes of it are out before it polls
@@ -286,13 +293,21 @@ class MooncakeDataPlane:
         if queue.ready:
             return
         with self._lock:
-            if queue.session in self._contacting or self._closed is not None:
+            session = queue.session
+            if session in self._contacting or session in self._to_contact or self._closed is not None:
                 return
-            if len(self._contacting) >= MAX_CONTACTS:
-                queue.refused = f"{MAX_CONTACTS} other peers are being contacted and did not answer yet"
-                return
-            self._contacting.add(queue.session)
             queue.refused, queue.answer_by = "", self._submitter.clock() + ANSWER_SECONDS
+            self._to_contact[session] = peer
+            self._contact_next()
+
+    def _contact_next(self) -> None:
+        """Of those that wait for it, if there may be one more. The caller holds the lock."""
+        if not self._to_contact or len(self._contacting) >= MAX_CONTACTS or self._closed is not None:
+            return
+        peer = self._to_contact.pop(next(iter(self._to_contact)))
+        queue = peer.queue
+        queue.answer_by = self._submitter.clock() + ANSWER_SECONDS
+        self._contacting.add(queue.session)
         arguments = (self._engine, queue, self._own.ranges[:1], peer.table.ranges[:1])
         threading.Thread(target=self._open, args=arguments, name="kvgrpc-mooncake-contact", daemon=True).start()
 
@@ -307,6 +322,7 @@ class MooncakeDataPlane:
         with self._lock:
             self._contacting.discard(queue.session)
             queue.ready, queue.refused = not refused, refused
+            self._contact_next()
 
     def _addresses_of(self, peer: _Address) -> frozenset[str]:
         """From where the peer may connect: not over our loopback when it lives in another network namespace."""

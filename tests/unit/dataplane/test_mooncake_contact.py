@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 
 import msgspec
@@ -14,6 +13,7 @@ from kvgrpc.dataplane.base import MemoryRange, Outcome, Peer, Result
 from kvgrpc.dataplane.mooncake import plane as mooncake
 from kvgrpc.dataplane.mooncake.start import StartedEngine
 from tests.support.faults.dataplane import wait
+from tests.support.waiting import wait_until
 
 ADDRESS, NBYTES = 1 << 20, 64
 
@@ -70,16 +70,38 @@ def write(plane: mooncake.MooncakeDataPlane, to: Peer) -> Result:
     return wait(plane.submit(to, one, one, np.array([NBYTES], np.uint64)))
 
 
-def test_past_the_bound_a_write_is_refused_at_once_and_tried_when_others_have_answered(
-    plane: mooncake.MooncakeDataPlane, engine: Hanging
+def test_past_the_bound_a_peer_waits_for_its_turn_and_its_write_is_refused_after_a_time(
+    plane: mooncake.MooncakeDataPlane, engine: Hanging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A decode that comes again and again with addresses that hang had a thread of prefill for each, for a minute."""
+    monkeypatch.setattr(mooncake, "ANSWER_SECONDS", 0.2)
     _first, _second, third = (peer(plane, number) for number in (1, 2, 3))
     refused = write(plane, third)
-    assert refused.outcome is Outcome.REJECTED and "being contacted" in refused.detail
+    assert refused.outcome is Outcome.REJECTED and "did not answer" in refused.detail
+    assert len(engine.probed) <= 2
+    monkeypatch.setattr(mooncake, "ANSWER_SECONDS", 20.0)
     engine.answers.set()
-    deadline = time.monotonic() + 20
-    while (result := write(plane, third)).outcome is not Outcome.DONE:
-        assert "being contacted" in result.detail and time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: write(plane, third).outcome is Outcome.DONE)
     assert sorted(engine.probed) == [f"10.0.0.{number}:15000" for number in (1, 2, 3)]
+
+
+def test_a_write_past_the_bound_goes_on_when_another_has_answered(
+    plane: mooncake.MooncakeDataPlane, engine: Hanging
+) -> None:
+    """A healthy peer lost its rooms at once, because others were slow to answer."""
+    _first, _second, third = (peer(plane, number) for number in (1, 2, 3))
+    one = np.array([ADDRESS], np.uint64)
+    transfer = plane.submit(third, one, one, np.array([NBYTES], np.uint64))
+    assert transfer.poll() is None
+    engine.answers.set()
+    assert wait(transfer).outcome is Outcome.DONE
+
+
+def test_nobody_contacts_a_peer_that_was_detached_before_its_turn(
+    plane: mooncake.MooncakeDataPlane, engine: Hanging
+) -> None:
+    _first, _second, third, fourth = (peer(plane, number) for number in (1, 2, 3, 4))
+    plane.detach(third)
+    engine.answers.set()
+    assert write(plane, fourth).outcome is Outcome.DONE
+    assert "10.0.0.3:15000" not in engine.probed
