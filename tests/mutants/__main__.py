@@ -112,7 +112,7 @@ def _place(mutant: Mutant) -> tuple[str, int]:
 
 def _key(mutant: Mutant) -> str:
     """Without the line, so that a known one stays known when others move."""
-    return f"{mutant.path.relative_to(ROOT).as_posix()} {mutant.what}"
+    return f"{mutant.path.relative_to(ROOT).as_posix()} {mutant.what}".rstrip()
 
 
 def _known() -> set[str]:
@@ -123,7 +123,7 @@ def _known() -> set[str]:
 def _survivors(output: Path) -> set[str]:
     """Of an earlier run, by what it printed."""
     lines = [line for line in output.read_text().splitlines() if line.startswith("SURVIVES ")]
-    return {line.removeprefix("SURVIVES ").rpartition("   (line ")[0] for line in lines}
+    return {line.removeprefix("SURVIVES ").rpartition("   (line ")[0].rstrip() for line in lines}
 
 
 def _options() -> argparse.Namespace:
