@@ -18,7 +18,7 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
             *("unit/transfer/test_alignment.py", "unit/transfer/test_coverage.py", "unit/transfer/test_destination.py"),
             *("unit/transfer/test_deadlines.py", "unit/transfer/test_pending_rooms.py", "simulation/test_cases.py"),
             *("unit/transfer/test_chunks.py", "unit/transfer/test_decode_pair.py", "simulation/test_rules.py"),
-            "simulation/test_hostile.py",
+            *("unit/transfer/test_types.py", "simulation/test_hostile.py"),
         ),
     ),
     "layout": (
@@ -56,6 +56,7 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
             *("unit/test_model.py", "unit/test_paging.py"),
             *("unit/registry/test_parts.py", "unit/transfer/test_topology.py", "unit/transfer/test_plan.py"),
             *("unit/prefetch/test_queues.py", "unit/prefetch/storage/test_keys.py", "unit/prefetch/test_tree_uses.py"),
+            *("unit/prefetch/test_tree.py", "unit/prefetch/test_votes.py"),
             *("simulation/test_agreement.py", "simulation/test_agreement_stalls.py"),
         ),
     ),

@@ -8,8 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvgrpc.errors import InvalidRequest
-from kvgrpc.model import MAX_REGIONS, MAX_WORD_CHARS, Attention, Layout, ModelIdentity, Pool, PoolKind, RankId, Region
+from kvgrpc.errors import InvalidRequest, Violation
+from kvgrpc.model import (
+    MAX_REGIONS,
+    MAX_WORD_CHARS,
+    Attention,
+    Layout,
+    ModelIdentity,
+    Pool,
+    PoolKind,
+    RankId,
+    Region,
+    raise_if,
+)
 from kvgrpc.model import check_pools as check
 
 REGION = Region(0, "k", 4096, 64, 64)
@@ -95,6 +106,27 @@ def test_regions_may_lie_in_each_others_gaps_and_share_no_byte() -> None:
     # The last byte of a page and the first one of the next pool of pages touch, and no more.
     check([pool(regions=(REGION, Region(0, "v", 4096 + 4 * 64, 64, 64)))])
     assert wrong_fields(pool(regions=(REGION, Region(0, "v", 4096 + 4 * 64 - 1, 64, 64))))
+
+
+def test_a_region_whose_pages_reach_into_another_ones_next_page_names_that_one() -> None:
+    key = dataclasses.replace(REGION, address=4096, page_bytes=100, page_stride_bytes=200)
+    value = dataclasses.replace(key, component="v", address=4196, page_bytes=101)
+    with pytest.raises(InvalidRequest) as refused:
+        check([pool(regions=(value, key))])
+    assert refused.value.metadata["field"] == "pools[0].regions[0].address"
+    assert refused.value.metadata["rule"].endswith("those of regions[1]")
+
+
+def test_of_regions_with_two_strides_the_later_one_is_refused() -> None:
+    key = dataclasses.replace(REGION, address=4096, page_bytes=10, page_stride_bytes=200)
+    value = dataclasses.replace(key, component="v", address=4196, page_stride_bytes=400)
+    assert wrong_fields(pool(regions=(key, value))) == ["pools[0].regions[1].address"]
+
+
+def test_what_is_wrong_is_said_with_its_value_where_it_has_one() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        raise_if([Violation("pages", "at least 1", 0), Violation("name", "there", None)])
+    assert refused.value.message == "pages: must be at least 1, not 0; name: must be there"
 
 
 @pytest.mark.parametrize("axis", ["dp", "pp", "cp", "tp"])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvgrpc.errors import EventsCompacted
-from kvgrpc.events.log.journal import Batches, Dropped, Journal, JournalLimits
+from kvgrpc.events.log.journal import _COMPACT_AT, Batches, Dropped, Journal, JournalLimits
 
 payloads = st.binary(min_size=1, max_size=40)
 # A payload, or a hole of so many sequences.
@@ -178,3 +178,14 @@ def test_each_log_has_its_own_id() -> None:
     assert first != second
     assert len(first) == 32
     assert int(first, 16) >= 0
+
+
+@pytest.mark.parametrize("kept", [10, _COMPACT_AT + 500])
+def test_what_is_gone_takes_no_room_for_long(kept: int) -> None:
+    """Room is made where that moves no more than it frees."""
+    log, most = journal(batches=kept), 0
+    for number in range(3 * (kept + _COMPACT_AT)):
+        log.extend([number.to_bytes(2, "big")])
+        most = max(most, len(log._entries))
+        assert log.oldest_sequence == max(0, number + 1 - kept)
+    assert most == kept - 1 + max(_COMPACT_AT, kept)

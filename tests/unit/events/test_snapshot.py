@@ -19,6 +19,7 @@ from kvgrpc.events.log.recorder import (
     LONGEST_SECONDS,
     MAX_PART_BYTES,
     MAX_SNAPSHOTS,
+    PART_BYTES,
     STALLED_SECONDS,
     WAITING_BATCHES,
     WAITING_BYTES,
@@ -26,7 +27,7 @@ from kvgrpc.events.log.recorder import (
     Snapshot,
     SnapshotGivenUp,
 )
-from kvgrpc.events.log.snapshot import RUN_BLOCKS, CacheState, Cut, stored_event
+from kvgrpc.events.log.snapshot import RUN_BLOCKS, RUN_BYTES, CacheState, Cut, stored_event
 from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, Event, KVEventBatch, UnknownEvent
 from kvgrpc.observability import metrics
 
@@ -442,3 +443,81 @@ def test_a_snapshot_knows_when_it_was_read_last() -> None:
     snapshot.read_at = 0.0
     snapshot.part(0)
     assert snapshot.read_at >= snapshot.cut_at
+
+
+@pytest.mark.parametrize(("tokens", "sizes"), [(RUN_BYTES // 3, [3, 3, 1]), (RUN_BYTES // 4, [3, 3, 1])])
+def test_a_run_has_fewer_bytes_of_tokens_than_its_bound(tokens: int, sizes: list[int]) -> None:
+    """Three thirds are a byte less than the bound, four quarters are the bound."""
+    count = tokens - (5 if tokens - 3 >= 2**16 else 3)
+    state = CacheState()
+    state.apply([BlockStored(list(range(1, 8)), None, [7] * (7 * count), count)])
+    assert {len(block.tokens) for block in next(state.cut().runs())} == {tokens}
+    assert [len(run) for run in state.cut().runs()] == sizes
+
+
+@pytest.mark.parametrize("size", [15, 16, 300, 2**15, 70_000])
+def test_tokens_come_back_however_many_a_block_has(size: int) -> None:
+    """As bytes: each kind of msgpack header is met, of a block and of all."""
+    state = CacheState()
+    state.apply([BlockStored([1, 2], None, [number % 128 for number in range(2 * size)], size)])
+    (run,) = state.cut().runs()
+    assert decoded(stored_event(run)).token_ids == [number % 128 for number in range(2 * size)]
+
+
+def test_a_child_about_which_other_things_are_said_is_an_event_of_its_own() -> None:
+    stored_events = [BlockStored([1], None, [], 16, 3), BlockStored([2], 1, [], 16, 4)]
+    state = CacheState()
+    state.apply(stored_events)
+    assert [decoded(stored_event(run)) for run in state.cut().runs()] == stored_events
+
+
+@pytest.mark.parametrize("extra", [{"extra_keys": [["a"], None]}, {"lookahead_token_ids": [[5], [6]]}])
+def test_what_is_said_of_each_block_comes_back_though_it_is_one_thing(extra: dict[str, Any]) -> None:
+    state = CacheState()
+    state.apply([BlockStored([1, 2], None, [], 16, **extra)])
+    (run,) = state.cut().runs()
+    assert decoded(stored_event(run)) == BlockStored([1, 2], None, [], 16, **extra)
+
+
+def test_what_is_not_said_of_each_block_is_left_out() -> None:
+    state = CacheState()
+    state.apply([BlockStored([1, 2], None, [], 16, extra_keys=[["a"]], lookahead_token_ids=[[5], [6]])])
+    (run,) = state.cut().runs()
+    assert decoded(stored_event(run)) == BlockStored([1, 2], None, [], 16, lookahead_token_ids=[[5], [6]])
+
+
+def test_a_change_after_a_cut_copies_a_shard_once() -> None:
+    state = CacheState()
+    state.apply([BlockStored([1], None, [], 16)])
+    cut = state.cut()
+    ((name, tier),) = state._tiers.items()
+    state.apply([BlockStored([1], None, [], 16)])
+    copied = list(tier._shards)
+    state.apply([BlockStored([1], None, [], 16)])
+    assert all(now is before for now, before in zip(tier._shards, copied, strict=True))
+    assert sum(now is not before for now, before in zip(copied, cut.tiers[name], strict=True)) == 1
+
+
+def test_parts_are_measured_before_they_are_encoded_and_others_run_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the estimate each of these events is a 512th of a part."""
+    pauses: list[float] = []
+    monkeypatch.setattr("kvgrpc.events.log.recorder.time.sleep", pauses.append)
+    count = PART_BYTES // 512 - 160 - 16 - 3
+    recorder = Recorder(Dialect.VLLM, 0)
+    recorder.add([encoded(BlockStored([number], None, [7] * count, count)) for number in range(1, 1536)])
+    snapshot, sizes, last = recorder.snapshot(0), list[int](), False
+    while not last:
+        payload, last = snapshot.part(len(sizes))
+        sizes.append(len(decode_batch(payload).events))
+        assert last or len(snapshot._parts) == len(sizes) + 1, "one more than is read, to know whether it is the last"
+    assert sizes == [512, 512, 511]
+    assert len(pauses) == 2, "one after each 512 blocks"
+    assert [snapshot.part(index)[1] for index in range(3)] == [False, False, True], "for the next reader too"
+
+
+def test_two_blocks_that_are_too_large_together_are_said_one_by_one() -> None:
+    large: list[Any] = [["x" * (2 * MAX_BATCH_BYTES // 3)]]
+    recorder = Recorder(Dialect.VLLM, 0)
+    recorder.add([encoded(BlockStored([n + 1], n or None, [], 16, extra_keys=large)) for n in range(2)])
+    blocks, largest = sizes_of_parts(recorder)
+    assert blocks == 2 and largest <= MAX_BATCH_BYTES

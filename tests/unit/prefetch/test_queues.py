@@ -21,6 +21,17 @@ def test_the_urgent_come_first_and_tenants_in_turn() -> None:
         queue.pop()
 
 
+def test_who_names_no_priority_waits_at_0_and_an_emptied_queue_is_as_a_new_one() -> None:
+    queue: FairQueue[str] = FairQueue()
+    queue.put("later", 1)
+    queue.put("now")
+    assert queue.clear() == ["now", "later"] and not len(queue)
+    with pytest.raises(IndexError):
+        queue.pop()
+    queue.put("next")
+    assert [queue.pop() for _ in range(len(queue))] == ["next"]
+
+
 def test_a_worker_outlives_whatever_its_items_do() -> None:
     done: list[int] = []
     failed: list[tuple[list[int], Exception]] = []

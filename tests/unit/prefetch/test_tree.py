@@ -174,6 +174,16 @@ def test_uses_without_number_leave_the_queues_small_and_in_order() -> None:
     assert [node.hashes for node in tree.device_victims(40, 0.0)] == [chain(names[n * 7 % 20]) for n in range(20)]
 
 
+def test_priorities_hold_however_often_the_queue_is_tidied() -> None:
+    tree, count = PrefixTree(), 200
+    for number in range(count):
+        tree.insert_device([f"{number}"], [number], priority=number * 37 % 101)
+    for number in range(3_000):
+        tree.match([f"{number * number % count}"])
+    going = tree.device_victims(count, 0.0)
+    assert len(going) == count and going == sorted(going, key=lambda node: (-node.priority, node.used))
+
+
 def test_a_call_looks_at_what_goes_and_not_at_what_stays() -> None:
     tree, asked = PrefixTree(), []
 

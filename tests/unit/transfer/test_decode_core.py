@@ -708,3 +708,84 @@ def test_nothing_is_left_of_rooms_that_are_over(side: Side) -> None:
     pair: DecodePair = stream.pair  # type: ignore[union-attr]
     assert not side.core.rooms and not pair.rooms and not pair.pending_rooms
     assert len(side.core._due) == 0 and not side.core._held.rooms
+
+
+def test_a_room_that_its_prefill_knows_by_name_fails_with_its_death(side: Side) -> None:
+    room = side.open()
+    (stream,) = side.welcome()
+    side.ticks(1, stream)
+    assert [entry.want for entry in side.said()] == [Want.ANNOUNCE]
+    side.core.on_end(stream)
+    side.ticks(1)
+    (again,) = side.take("dials")
+    side.core.on_refused(again)
+    assert reason(room) == "PEER_LOST" and side.take("resolves") == []
+
+
+def test_a_dial_that_nobody_answers_is_closed_before_the_next_and_with_its_pair(side: Side) -> None:
+    side.open()
+    (first,) = side.take("dials")
+    side.ticks(TIMING.abandon_dial + 1)
+    assert side.take("closes") == [first] and len(side.take("dials")) == 1
+    side.core.predial(P1)
+    (alone,) = side.take("dials")
+    side.ticks(TIMING.abandon_dial + 1)
+    assert alone in side.take("closes") and P1.ref not in side.core.pairs
+
+
+def test_others_hear_that_an_idle_peer_is_gone(side: Side) -> None:
+    side.core.predial(P0)
+    (stream,) = side.welcome()
+    side.core.on_end(stream)
+    side.ticks(1)
+    assert side.take("lost_peers") == [P0.ref] and not side.core.pairs
+
+
+def test_a_lost_pair_is_dialled_at_once_and_then_seldom_though_rooms_waited_for_it(side: Side) -> None:
+    _, stream = side.writing()
+    side.core.on_goodbye(stream, CANCELLED)
+    side.ticks(1)
+    assert len(side.take("dials")) == 1
+    side.open(RoomKey(6))
+    side.ticks(TIMING.idle_timeout + 2)
+    assert RoomKey(6) not in side.core.rooms and KEY in side.core.rooms
+    side.take("dials")
+    side.ticks(100)
+    assert 0 < len(side.take("dials")) < 10
+
+
+def test_nothing_is_left_of_a_room_that_ended_without_pages_when_its_peer_is_lost(side: Side) -> None:
+    room = side.open()
+    (stream,) = side.welcome()
+    side.ticks(1, stream)
+    side.said()
+    side.core.fail(room, CANCELLED)
+    assert [entry.want for entry in side.said()] == [Want.STOP] and side.core.rooms
+    side.core.on_goodbye(stream, CANCELLED)
+    assert not side.core.rooms
+
+
+def test_pages_are_in_place_when_prefill_says_so_and_decode_has_named_them(side: Side) -> None:
+    room, stream = side.writing()
+    side.hear(stream, RoomState.TRANSFERRING, Writes.OPEN)
+    assert room.handle.pages_done == 0
+    early = side.open(RoomKey(6))
+    side.core.on_frame(stream, [PrefillEntry(RoomKey(6), RoomState.TRANSFERRING, Writes.OPEN, 5, b"", None)])
+    assert early.handle.pages_done == 0
+
+
+def test_the_engine_hears_once_that_pages_move(side: Side) -> None:
+    room, stream = side.writing()
+    heard: list[KVPoll] = []
+    room.handle.on_change = lambda: heard.append(room.handle.poll)
+    for _ in range(2):
+        side.hear(stream, RoomState.TRANSFERRING, Writes.OPEN)
+    assert heard == [KVPoll.Transferring]
+
+
+def test_a_room_that_failed_keeps_no_aux(side: Side) -> None:
+    room, stream = side.writing(KEY, P0, P1)
+    side.hear(stream, RoomState.SUCCESS, Writes.SETTLED, aux=b"token")
+    assert room.aux == b"token"
+    side.core.fail(room, CANCELLED)
+    assert room.aux is None

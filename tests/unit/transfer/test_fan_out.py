@@ -388,3 +388,20 @@ def test_all_places_are_looked_at_once_for_each_step_that_all_have_made() -> Non
             place.pages_done = pages
         assert handle.pages_done == pages
     assert looks == 2
+
+
+def test_people_are_told_once_of_a_room_that_ended_before_all_met(side: Wide) -> None:
+    side.both_named()
+    side.name(Want.STOP, ref=T0)
+    (ended,) = side.take("ended")
+    assert ended.key.place == 0
+    side.core.claim(KEY, Handle())
+    assert all(room.ended for room in side.core.rooms.values()) and side.take("ended") == []
+
+
+def test_people_are_told_once_of_a_sender_that_ended_before_decode_came(side: Wide) -> None:
+    record, _ = side.claim()
+    side.core.fail(record, CANCELLED)
+    assert side.take("ended") == [record]
+    side.both_named()
+    assert all(room.ended for room in side.core.rooms.values()) and side.take("ended") == []

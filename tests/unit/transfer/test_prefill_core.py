@@ -693,3 +693,34 @@ def test_nothing_is_left_of_rooms_that_are_over(side: Side) -> None:
     pair, core = side.core.pairs[D0], side.core
     assert not core.rooms and not pair.rooms and not pair.pending_rooms and not pair.unclaimed and not pair.forgotten
     assert len(core._due) == 0 and not core._moving and not core._ended._since
+
+
+def test_rooms_that_meet_one_bound_share_one_failure_and_one_answer() -> None:
+    side = Side(bounds=Bounds(unclaimed_per_session=1))
+    for number in range(1, 4):
+        side.name(key=RoomKey(number))
+    answers = side.core.pairs[D0].answers
+    assert answers.keys() == {RoomKey(2), RoomKey(3)} and answers[RoomKey(2)] is answers[RoomKey(3)]
+    side.name(key=RoomKey(4), ref=D0)
+    assert answers[RoomKey(4)][0] is answers[RoomKey(2)][0]
+    assert side.core.find(RoomKey(4)) is None
+
+
+def test_a_room_that_decode_forgot_before_a_sender_came_makes_room_for_another() -> None:
+    side = Side(bounds=Bounds(unclaimed_per_session=1))
+    side.name(Want.ANNOUNCE)
+    side.name(Want.FORGET)
+    side.name(Want.ANNOUNCE, RoomKey(6))
+    assert not side.core.pairs[D0].answers and side.core.find(RoomKey(6)) is not None
+
+
+def test_progress_that_was_told_is_not_told_again(side: Side) -> None:
+    side.name()
+    record, _ = side.claim()
+    side.send(record, 0, 1)
+    side.done()
+    side.ticks(1)
+    assert side.said()[KEY].pages_done == 1
+    side.send(record, 1, 2)
+    side.ticks(1)
+    assert side.said() == {}

@@ -42,6 +42,8 @@ def test_own_keys_are_fixed_for_ever() -> None:
     """A change here loses every stored page: make a new mode instead."""
     assert Keys("kvgrpc", TP).of(H) == f"Llama-3-8B-fdf60e0f90dba3df/kv/{H}"
     assert Keys("kvgrpc", MLA).of(H, "indexer") == f"V3-b9b611db7440f6a5/indexer/{H}"
+    long = dataclasses.replace(TP, model="m" * 100)
+    assert Keys("kvgrpc", long).of(H).startswith("m" * 64 + "-")
 
 
 def test_an_extra_key_is_a_prefix_of_its_own() -> None:
