@@ -3,6 +3,7 @@ has two owners."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from collections.abc import Iterator
@@ -93,10 +94,9 @@ def test_what_came_to_the_device_since_the_match_is_part_of_a_load(engine: Engin
     assert engine.copies.device.table.counts()["present"] == 4
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_pages_that_the_engine_inserts_before_the_ack_of_their_load_stay_the_caches(
-    engine: Engine, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextlib.contextmanager
+def late_acks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """No load is acknowledged before the event is set."""
     may_end = threading.Event()
     end_read = engine.copies.host.table.end_read
 
@@ -106,6 +106,14 @@ def test_pages_that_the_engine_inserts_before_the_ack_of_their_load_stay_the_cac
 
     with monkeypatch.context() as patched:
         patched.setattr(engine.copies.host.table, "end_read", late)
+        yield may_end
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_pages_that_the_engine_inserts_before_the_ack_of_their_load_stay_the_caches(
+    engine: Engine, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with late_acks(engine, monkeypatch) as may_end:
         held = engine.cache.match(PROMPT)
         pages = loaded(engine, held)
         engine.cache.insert(PROMPT[:count], pages.tolist()[:count])
@@ -153,15 +161,7 @@ def test_pages_for_fewer_hashes_are_refused_and_stay_the_engines(engine: Engine)
 def test_a_second_copy_that_is_inserted_before_its_ack_is_freed_once(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_end = threading.Event()
-    end_read = engine.copies.host.table.end_read
-
-    def late(pages: Any) -> None:
-        assert may_end.wait(SECONDS)
-        end_read(pages)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(engine.copies.host.table, "end_read", late)
+    with late_acks(engine, monkeypatch) as may_end:
         first, second = engine.cache.match(PROMPT), engine.cache.match(PROMPT)
         ours, theirs = engine.cache.load(first), engine.cache.load(second)
         assert not isinstance(ours, Short) and not isinstance(theirs, Short)
