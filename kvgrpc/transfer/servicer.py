@@ -76,7 +76,10 @@ class TransferServicer(TransferServiceServicer):
             RoomKey(*after) if after else RoomKey(0), size + 1, None if everything else wanted
         )
         rooms = _that_fit(_room_to_pb(row) for row in rows[:size])
-        token = numbers_token(question, rows[len(rooms) - 1].key[:2]) if len(rows) > len(rooms) else ""
+        token = ""
+        if len(rows) > len(rooms):
+            last = rows[len(rooms) - 1].key
+            token = numbers_token(question, (last.room, last.attempt))
         return pb.ListRoomsResponse(rooms=rooms, next_page_token=token, total=total)
 
     async def GetRoom(self, request: pb.GetRoomRequest, context: object) -> pb.GetRoomResponse:
@@ -99,7 +102,9 @@ class TransferServicer(TransferServiceServicer):
         if len(request.cause) > _LONGEST_CAUSE:
             raise _invalid("cause", f"{len(request.cause)} characters", f"at most {_LONGEST_CAUSE} characters")
         row = self._find(request.room, request.attempt)
-        logger.info("room %d attempt %d: cancelled by %s", *row.key[:2], caller_address(context.peer()))
+        logger.info(
+            "room %d attempt %d: cancelled by %s", row.key.room, row.key.attempt, caller_address(context.peer())
+        )
         self._manager.cancel(row.key, cancelled(row.key, request.cause or "an operator cancelled it", "operator"))
         return pb.CancelRoomResponse(room=_room_to_pb(self._manager.room(row.key) or row))
 

@@ -7,7 +7,6 @@ frame itself raises InvalidRequest and ends the session (rule 15, hostile frames
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -42,8 +41,6 @@ MAX_PAGES = 2**24
 MOST_WAITING_ROOMS = 1024  # of one Hello
 _ENTRY_BYTES = 64
 _FAILURE_BYTES = 8192
-# A NamedTuple's own constructor is Python code; these are made by the hundred thousand.
-_new: Any = tuple.__new__
 _WANTS = {int(want): want for want in Want if want is not WANT_OPENED}
 _STATES = {int(state): state for state in RoomState}
 _WRITES = {int(writes): writes for writes in Writes}
@@ -108,7 +105,8 @@ def encode_requests(
     add, used = frame.rooms.add, 0
     forget: list[int] = []
     for entry in entries:
-        (room, attempt, _), want, destination, time_left_ms, failure, traceparent, _ = entry
+        room, attempt, want = entry.key.room, entry.key.attempt, entry.want
+        destination, failure, traceparent = entry.destination, entry.failure, entry.traceparent
         size = _ENTRY_BYTES + len(traceparent)
         if destination is not None:
             size += _destination_bytes(destination)
@@ -126,7 +124,7 @@ def encode_requests(
         if want is WANT_FORGET and not attempt:
             forget.append(room)
         elif want is WANT_WRITE and destination is not None:
-            message = add(room=room, attempt=attempt, want=2, time_left_ms=time_left_ms)
+            message = add(room=room, attempt=attempt, want=2, time_left_ms=entry.time_left_ms)
             if destination.first_page:
                 message.first_page = destination.first_page
             if traceparent:
@@ -137,7 +135,7 @@ def encode_requests(
         else:
             message = add(room=room, attempt=attempt, want=pb.Want.ValueType(want))
             if want is WANT_ANNOUNCE:
-                message.time_left_ms, message.traceparent = time_left_ms, traceparent
+                message.time_left_ms, message.traceparent = entry.time_left_ms, traceparent
             if failure is not None:
                 message.failure.CopyFrom(failure_to_pb(failure))
     if used:
@@ -161,10 +159,8 @@ def parse_request(
                 destination, error = _destination(message, pool_pages, most_pages, index), None
             except KvGrpcError as found:
                 destination, error = None, found
-            yield _new(
-                DecodeEntry,
-                (key, want, destination, message.time_left_ms, None, "" if error else message.traceparent, error),
-            )
+            traceparent = "" if error else message.traceparent
+            yield DecodeEntry(key, want, destination, message.time_left_ms, None, traceparent, error)
         elif want is WANT_ANNOUNCE:
             error = _trace_error(message, index)
             traceparent = "" if error else message.traceparent
@@ -178,21 +174,29 @@ def parse_request(
     for index, room in enumerate(frame.forget_rooms):
         if not 0 < room <= MAX_ROOM:
             raise _invalid(f"forget_rooms[{index}]", room, "1 to 2^63-1")
-        yield _new(DecodeEntry, (_new(RoomKey, (room, 0, 0)), WANT_FORGET, None, 0, None, "", None))
+        yield DecodeEntry(RoomKey(room), WANT_FORGET)
 
 
 def encode_responses(entries: Iterable[PrefillEntry], limit: int) -> Iterator[pb.SessionResponse]:
     """Encodes what prefill says to decode; see ``encode_requests``."""
     frame = pb.SessionResponse()
     add, used = frame.rooms.add, 0
-    for (room, attempt, _), state, writes, pages_done, aux, failure, checksums in entries:
+    for entry in entries:
+        key, aux, failure, checksums = entry.key, entry.aux, entry.failure, entry.checksums
         size = _ENTRY_BYTES + len(aux) + len(checksums) + (0 if failure is None else _FAILURE_BYTES)
         if used and used + size > limit:
             yield frame
             frame = pb.SessionResponse()
             add, used = frame.rooms.add, 0
         used += size
-        message = add(room=room, attempt=attempt, state=int(state), writes=int(writes), pages_done=pages_done, aux=aux)
+        message = add(
+            room=key.room,
+            attempt=key.attempt,
+            state=int(entry.state),
+            writes=int(entry.writes),
+            pages_done=entry.pages_done,
+            aux=aux,
+        )
         if checksums:
             message.page_checksums = checksums
         if failure is not None:
@@ -212,7 +216,7 @@ def parse_response(frame: pb.SessionResponse) -> Iterator[PrefillEntry]:
             raise _invalid(f"rooms[{index}].writes", message.writes, "a known value")
         failed = state is STATE_FAILED and message.HasField("failure")
         failure = failure_from_pb(message.failure) if failed else None
-        yield _new(PrefillEntry, (key, state, writes, message.pages_done, message.aux, failure, message.page_checksums))
+        yield PrefillEntry(key, state, writes, message.pages_done, message.aux, failure, message.page_checksums)
 
 
 def check_frame(frame: pb.SessionRequest | pb.SessionResponse, limit: int) -> None:
@@ -346,8 +350,7 @@ def _trace_error(message: pb.DecodeRoom, index: int) -> InvalidRequest | None:
 def _key(room: int, attempt: int, index: int) -> RoomKey:
     if not 0 < room <= MAX_ROOM:
         raise _invalid(f"rooms[{index}].room", room, "1 to 2^63-1")
-    key: RoomKey = _new(RoomKey, (room, attempt, 0))
-    return key
+    return RoomKey(room, attempt)
 
 
 def _invalid(field: str, value: object, rule: str) -> InvalidRequest:

@@ -127,7 +127,7 @@ def check_rooms_are_known(
     """What decode is over with stays over: no frame opens it at prefill once more, with pages to write to."""
     pair = prefill.core.pairs.get(decode.ref)
     for entry in entries:
-        record = prefill.core.rooms.get(entry.key._replace(place=pair.place if pair is not None else 0))
+        record = prefill.core.rooms.get(entry.key.at(pair.place if pair is not None else 0))
         if record is None or record.ended or record.destination is None:
             continue
         if record.owner is None or record.owner.ref != decode.ref:

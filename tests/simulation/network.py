@@ -7,6 +7,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from kvgrpc.errors import Failure, Reason
 from kvgrpc.transfer import wire
 from kvgrpc.transfer.protocol.decode_core import Stream
@@ -240,7 +242,7 @@ class Network:
 
     def _prefill_frames(self, entries: list[PrefillEntry]) -> list[PrefillEntry]:
         if not self._through_wire:  # which says nothing of places
-            return [entry._replace(key=entry.key._replace(place=0)) for entry in entries]
+            return [replace(entry, key=entry.key.at(0)) for entry in entries]
         read = [
             pb.SessionResponse.FromString(f.SerializeToString()) for f in wire.encode_responses(entries, FRAME_BYTES)
         ]

@@ -80,7 +80,7 @@ class Plane:
             if self._world.fleet.part(self._process.number, target.number).empty:
                 self._process.post(self._process.core.on_outcome, submission, Outcome.DONE, "another rank writes it")
                 continue
-            key = submission.record.key._replace(place=0)
+            key = submission.record.key.at(0)
             pairs = list(_pages_of(submission))
             self._left[submission] = len(pairs)
             for page, position in pairs:  # the page of prefill's pool says which position it holds

@@ -65,7 +65,7 @@ class Process:
         return bool(self._commands)
 
     def handle(self, key: RoomKey) -> WatchedHandle:
-        return WatchedHandle(lambda text: self.world.violate(f"{self.ref.rank.engine[0]}: {text}", key))
+        return WatchedHandle(complain=lambda text: self.world.violate(f"{self.ref.rank.engine[0]}: {text}", key))
 
     def cancelled(self) -> Failure:
         return Failure(Reason.ROOM_CANCELLED, f"{self.ref} cancelled", {}, str(self.ref))

@@ -60,30 +60,24 @@ class Request:
         return 0 if wanted is None or sent is None else sent - wanted
 
 
-class WatchedHandle(Handle):
+class WatchedHandle(Handle, eq=False, kw_only=True):
     """Exactly one terminal state, and nothing goes back."""
 
-    __slots__ = ("_complain",)
-
-    _complain: Callable[[str], None]
-
-    def __init__(self, complain: Callable[[str], None]) -> None:
-        object.__setattr__(self, "_complain", complain)
-        super().__init__()
+    complain: Callable[[str], None]
 
     @property
     def terminal(self) -> bool:
         return self.poll in (KVPoll.Failed, KVPoll.Success)
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name == "poll" and hasattr(self, "poll"):
+        if name == "poll":
             assert isinstance(value, KVPoll)
             if self.terminal:
-                self._complain(f"a handle that said {self.poll.name} says {value.name}")
+                self.complain(f"a handle that said {self.poll.name} says {value.name}")
             elif value is KVPoll.Failed and self.failure is None:
-                self._complain("a handle failed without a cause")
+                self.complain("a handle failed without a cause")
             elif value is not KVPoll.Failed and value < self.poll:
-                self._complain(f"a handle went back from {self.poll.name} to {value.name}")
-        if name == "release_safe" and value is False and getattr(self, "release_safe", False):
-            self._complain("pages that were given back are taken again")
+                self.complain(f"a handle went back from {self.poll.name} to {value.name}")
+        if name == "release_safe" and value is False and self.release_safe:
+            self.complain("pages that were given back are taken again")
         super().__setattr__(name, value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+from msgspec.structs import replace
 
 from kvgrpc.dataplane.base import Outcome
 from kvgrpc.transfer.protocol.types import Bounds, Destination, KVPoll, RoomKey, Want, Writes
@@ -221,7 +222,7 @@ def test_the_pages_of_a_write_never_change(stage: Stage) -> None:
     entry = room.entry(part_of(room), stage.decode.core.now, TIMING)
     assert entry is not None
     other = Destination(room.destination.pages[::-1].copy())
-    stage.prefill.core.on_frame(stage.link, stage.decode.ref, [entry._replace(destination=other)])
+    stage.prefill.core.on_frame(stage.link, stage.decode.ref, [replace(entry, destination=other)])
     assert failed(sender, "ROOM_CONFLICT")
     stage.until(lambda: failed(receiver, "ROOM_CONFLICT"))
     stage.until_over()

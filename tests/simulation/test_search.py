@@ -292,8 +292,8 @@ class Hunt:
 
     def _open(self, key: RoomKey) -> None:
         fleet, rnd = self.fleet, self.fleet.random
-        handle = WatchedHandle(lambda text: fleet.violations.append(f"{key}: {text}"))
-        room = ReceiverRoom(handle, RoomRequest(key, ADDRESS, None, ""))
+        handle = WatchedHandle(complain=lambda text: fleet.violations.append(f"{key}: {text}"))
+        room = ReceiverRoom.of(handle, RoomRequest(key, ADDRESS, None, ""))
         self.opened[key] = room, fleet.now
         assert fleet.core.open(room)
         fleet.core.write(room, Destination(np.arange(2, dtype=np.uint32)))

@@ -294,7 +294,8 @@ class MooncakeDataPlane:
             return
         with self._lock:
             session = queue.session
-            if session in self._contacting or session in self._to_contact or self._closed is not None:
+            contacted = queue.ready or session in self._contacting or session in self._to_contact
+            if contacted or self._closed is not None:
                 return
             queue.refused, queue.answer_by = "", self._submitter.clock() + ANSWER_SECONDS
             self._to_contact[session] = peer

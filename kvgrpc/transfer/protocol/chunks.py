@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from kvgrpc.errors import KvGrpcError
@@ -16,8 +16,7 @@ from kvgrpc.transfer.protocol.types import Align, Destination, RoomKey, U32Array
 Wait = Callable[[], None]
 
 
-@dataclass(slots=True, eq=False)
-class Chunk:
+class Chunk(msgspec.Struct, eq=False):
     """The pages of one ``send``: uint32 numbers in prefill's pool, for positions start, start + 1, … of the room.
 
     ``wait`` runs on the transfer thread before the pages are read (an engine's "forward is done" event). ``others``:
@@ -46,31 +45,28 @@ class Placed(NamedTuple):
     others: tuple[tuple[U32Array, U32Array], ...] | None = None
 
 
-class Chunks:
+class Chunks(msgspec.Struct, eq=False, gc=False):
     """The chunks of one room. ``total``: how many pages will be sent in all; None: known with the last chunk.
 
     Chunks wait here until the destination is known. Nothing here knows where the pages go: ``destination`` is an
-    argument.
+    argument. The garbage collector does not look at it: it is part of no cycle once its room has ended (``drop``).
     """
 
-    __slots__ = ("_covered", "_others", "_waiting", "align", "last_seen", "total")
-
-    def __init__(self) -> None:
-        self.align = Align.HEAD
-        self.total: int | None = None
-        self.last_seen = False
-        self._waiting: list[Chunk] = []
-        self._covered = Coverage()
-        # Pages that came for each of the other pools, and how many of them are placed.
-        self._others: list[list[int]] | None = None
+    align: Align = Align.HEAD
+    total: int | None = None
+    last_seen: bool = False
+    _waiting: list[Chunk] | None = None
+    _covered: Coverage = msgspec.field(default_factory=Coverage)
+    # Pages that came for each of the other pools, and how many of them are placed.
+    _others: list[list[int]] | None = None
 
     def copy(self) -> Chunks:
         """The same chunks for another destination; only while none was placed."""
         other = Chunks()
         other.align, other.total, other.last_seen = self.align, self.total, self.last_seen
-        for chunk in self._waiting:
+        for chunk in self._waiting or ():
             other._covered.add(chunk.start, len(chunk.pages))
-        other._waiting = list(self._waiting)
+        other._waiting = list(self._waiting or ())
         other._others = None if self._others is None else [list(counts) for counts in self._others]
         return other
 
@@ -82,8 +78,9 @@ class Chunks:
     def add(self, key: RoomKey, chunk: Chunk, at_most: int) -> KvGrpcError | None:
         """Takes a chunk of the engine. Returns what is wrong with it, and then takes nothing; None when it is right."""
         start, count = chunk.start, len(chunk.pages)
-        if len(self._waiting) >= at_most:
-            return failures.too_many("chunks of one room", at_most, len(self._waiting))
+        waiting = len(self._waiting) if self._waiting is not None else 0
+        if waiting >= at_most:
+            return failures.too_many("chunks of one room", at_most, waiting)
         if self.last_seen:
             return failures.bad_send(key, "pages were sent after the last chunk", "index_slice", start)
         if not self._covered.add(start, count):
@@ -99,7 +96,10 @@ class Chunks:
             self.last_seen = True
             if self.total is None:
                 self.total = stop
-        self._waiting.append(chunk)
+        if self._waiting is None:
+            self._waiting = [chunk]
+        else:
+            self._waiting.append(chunk)
         return None
 
     def place(self, destination: Destination) -> list[Placed]:
@@ -109,7 +109,7 @@ class Chunks:
         shift = self._shift(destination)
         if shift is None:
             return []
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting = self._waiting, None
         placed = [self._place(chunk, destination, shift) for chunk in waiting]
         return [each for each in placed if each is not None]
 
@@ -151,7 +151,7 @@ class Chunks:
         """
         if destination.others is None and not self._others:
             return None
-        per_pool = [chunk.others is not None for chunk in self._waiting]
+        per_pool = [chunk.others is not None for chunk in self._waiting or ()]
         if any(each is not (destination.others is not None) for each in per_pool):
             text = "decode gave pages for each pool, so must send, and the other way round"
             return failures.bad_send(key, text, "pages", len(destination.others or ()) + 1)
@@ -175,7 +175,7 @@ class Chunks:
 
     def drop(self) -> None:
         """The room ended: nothing more is placed."""
-        self._waiting = []
+        self._waiting = None
 
     def _shift(self, destination: Destination) -> int | None:
         """Which of our positions decode's first page is; None: not known yet, the total is open.

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
+import msgspec
 
-class Coverage:
+
+class Coverage(msgspec.Struct, eq=False):
     """``prefix`` positions from 0 on without a gap, and intervals beyond it: almost always none, because engines send
     from front to back."""
 
-    __slots__ = ("_beyond", "prefix")
-
-    def __init__(self) -> None:
-        self.prefix = 0
-        self._beyond: list[tuple[int, int]] | None = None
+    prefix: int = 0
+    _beyond: list[tuple[int, int]] | None = None
 
     @property
     def stop(self) -> int:

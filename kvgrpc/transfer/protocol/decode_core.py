@@ -335,7 +335,7 @@ class DecodeCore:
         elif part.state is STATE_TRANSFERRING:
             room.transfer()
             done = min(each.pages_done for each in room.parts.values())
-            room.handle.pages_done = min(done, room.page_count)
+            room.handle.note_done(min(done, room.page_count))
 
     def _part_ended(self, room: DecodeRoom, part: DecodePart, entry: PrefillEntry) -> None:
         """The first part that fails fails the room; SUCCESS needs every part that is owed (rule 9, fan-in)."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec import Struct, field
+
 from kvgrpc.errors import Failure
 from kvgrpc.model import RankId
 from kvgrpc.transfer.protocol.decode_pair import DecodePair
@@ -24,39 +26,29 @@ from kvgrpc.transfer.protocol.types import (
     KVPoll,
     PrefillEntry,
     RoomKey,
+    RoomState,
     Timing,
+    Writes,
 )
 
 
-class DecodePart:
+class DecodePart(Struct, eq=False, gc=False):
     """The part of one room that one prefill rank owes, as decode knows it.
 
     ``sender_seen``: the rank said that its sender exists. ``told``: the rank was told of the room, ``told_write``:
     where to write, ``forgot``: FORGET. ``stopped_at``: the tick at which it said STOPPED.
     """
 
-    __slots__ = (
-        "checksums",
-        "forgot",
-        "pages_done",
-        "pair",
-        "sender_seen",
-        "state",
-        "stopped_at",
-        "told",
-        "told_write",
-        "writes",
-    )
-
-    def __init__(self, pair: DecodePair) -> None:
-        self.pair = pair
-        self.state = STATE_BOOTSTRAPPING
-        self.writes = WRITES_OPEN
-        self.pages_done = 0
-        self.checksums = b""
-        self.told = self.told_write = self.sender_seen = False
-        self.forgot = False
-        self.stopped_at: int | None = None
+    pair: DecodePair
+    state: RoomState = STATE_BOOTSTRAPPING
+    writes: Writes = WRITES_OPEN
+    pages_done: int = 0
+    checksums: bytes = b""
+    told: bool = False
+    told_write: bool = False
+    sender_seen: bool = False
+    forgot: bool = False
+    stopped_at: int | None = None
 
     def take(self, entry: PrefillEntry) -> bool:
         """Takes news of this part. False: the news is older than what is known, and was not taken (rule 5, nothing
@@ -90,49 +82,29 @@ class DecodePart:
         return self.forgot or pair.dead_at is not None or (pair.lost and (self.settled or not self.told_write))
 
 
-class DecodeRoom:
+class DecodeRoom(Struct, eq=False, gc=False):
     """One hand-off at decode. It outlives its handle until its pages are proven free (6, ending; 8, pages by evidence).
 
     ``parts``: one for each prefill rank that owes something, all of them once ``bound``. ``refused``: it ended before,
     and is bound nevertheless, so that those who owe it hear why. ``compared``: its pages are being compared.
     """
 
-    __slots__ = (
-        "aux",
-        "aux_index",
-        "bound",
-        "compared",
-        "created_at",
-        "deadline",
-        "destination",
-        "ended",
-        "failure",
-        "handle",
-        "key",
-        "parts",
-        "refused",
-        "resolved_again",
-        "state",
-        "traceparent",
-    )
-
-    def __init__(self, key: RoomKey, handle: Handle, traceparent: str = "") -> None:
-        self.key = key
-        self.handle = handle
-        self.traceparent = traceparent
-        self.parts: dict[RankId, DecodePart] = {}
-        self.bound = False
-        self.compared = False
-        self.destination: Destination | None = None
-        self.state = STATE_BOOTSTRAPPING
-        self.ended = False
-        self.failure: Failure | None = None
-        self.aux: bytes | None = None
-        self.aux_index: int | None = None
-        self.deadline = 0
-        self.created_at = 0
-        self.resolved_again = False
-        self.refused = False
+    key: RoomKey
+    handle: Handle
+    traceparent: str = ""
+    parts: dict[RankId, DecodePart] = field(default_factory=dict)
+    bound: bool = False
+    compared: bool = False
+    destination: Destination | None = None
+    state: RoomState = STATE_BOOTSTRAPPING
+    ended: bool = False
+    failure: Failure | None = None
+    aux: bytes | None = None
+    aux_index: int | None = None
+    deadline: int = 0
+    created_at: int = 0
+    resolved_again: bool = False
+    refused: bool = False
 
     @property
     def page_count(self) -> int:
@@ -213,7 +185,7 @@ class DecodeRoom:
         self.state = STATE_SUCCESS
         self.ended = True
         self.aux = None
-        self.handle.pages_done = self.page_count
+        self.handle.note_done(self.page_count)
         self.handle.release_safe = True
         self.handle.turn(KVPoll.Success)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 U32Array = npt.NDArray[np.uint32]
 _Index = npt.NDArray[np.int64]
+_NO_PAGES: U32Array = np.empty(0, dtype=np.uint32)
+_NONE: _Index = np.empty(0, dtype=np.int64)
+_FEW = 16
 
 
-class Destination:
+class Destination(msgspec.Struct, eq=False):
     """``count`` pages (uint32, in the order of the prompt), after the ``first_page`` logical pages that decode has.
 
     ``others``: pages of the second pool, the third and so on, where each pool has its own; the first pool's positions
@@ -18,25 +22,23 @@ class Destination:
     Runs of a few bytes may name millions of pages: they take no memory until ``slice`` is asked for some.
     """
 
-    __slots__ = ("_ends", "_pages", "_starts", "count", "first_page", "others")
+    _pages: U32Array | None
+    first_page: int = 0
+    others: tuple[Destination, ...] | None = None
+    count: int = -1
+    _starts: _Index = _NONE
+    _ends: _Index = _NONE
 
-    def __init__(self, pages: U32Array, first_page: int = 0, others: tuple[Destination, ...] | None = None) -> None:
-        self._pages: U32Array | None = pages
-        self._starts: _Index = _NONE
-        self._ends: _Index = _NONE
-        self.count = len(pages)
-        self.first_page = first_page
-        self.others = others
+    def __post_init__(self) -> None:
+        if self._pages is not None:
+            self.count = len(self._pages)
 
     @classmethod
     def of_runs(cls, starts: npt.ArrayLike, lengths: npt.ArrayLike, first_page: int = 0) -> Destination:
         """Run i is the pages ``starts[i]``, ``starts[i] + 1``, …, ``lengths[i]`` of them; both below 2^32."""
-        made = cls(_NO_PAGES, first_page)
-        made._pages = None
-        made._starts = np.array(starts, np.int64)
-        made._ends = np.cumsum(np.array(lengths, np.int64))
-        made.count = int(made._ends[-1]) if len(made._ends) else 0
-        return made
+        ends = np.cumsum(np.array(lengths, np.int64))
+        count = int(ends[-1]) if len(ends) else 0
+        return cls(None, first_page, count=count, _starts=np.array(starts, np.int64), _ends=ends)
 
     @property
     def held(self) -> int:
@@ -124,8 +126,3 @@ def largest_of(pages: U32Array) -> int:
     """The largest of one page or more."""
     # A ufunc's reduction costs more than a handful of Python integers.
     return max(pages.tolist()) if len(pages) <= _FEW else int(pages.max())
-
-
-_NO_PAGES: U32Array = np.empty(0, dtype=np.uint32)
-_FEW = 16
-_NONE: _Index = np.empty(0, dtype=np.int64)

@@ -15,7 +15,7 @@ class FanOut:
 
     def __init__(self, handle: Handle, places: int) -> None:
         self.handle = handle
-        self.places = [PlaceHandle(self) for _ in range(places)]
+        self.places = [PlaceHandle(fan_out=self, began=handle.began) for _ in range(places)]
         self._behind = places  # those with the fewest pages done
 
     def update(self) -> None:
@@ -35,7 +35,7 @@ class FanOut:
         self._behind -= 1
         if not self._behind:
             done = [place.pages_done for place in self.places]
-            self.handle.pages_done = min(done)
+            self.handle.note_done(min(done))
             self._behind = done.count(min(done))
 
     def fail(self, failure: Failure) -> None:
@@ -44,65 +44,35 @@ class FanOut:
             self.handle.fail(failure)
 
 
-class PlaceHandle(Handle):
+class PlaceHandle(Handle, eq=False, kw_only=True):
     """What one record knows as its handle."""
 
-    __slots__ = ("_fan_out", "_pages_done", "_poll", "_prefix_pages", "_release_safe")
-
-    def __init__(self, fan_out: FanOut) -> None:
-        self._fan_out = fan_out
-        self._poll, self._release_safe = KVPoll.Bootstrapping, False
-        self._prefix_pages: int | None = None
-        self.aborted = None
-        self.failure = None
-        self.began = fan_out.handle.began
-        self._pages_done = 0
-        self.on_change = None
+    fan_out: FanOut
 
     @property
     def sender(self) -> Handle:
         """The engine's."""
-        return self._fan_out.handle
+        return self.fan_out.handle
 
-    @property
-    def poll(self) -> KVPoll:
-        return self._poll
+    def turn(self, poll: KVPoll) -> None:
+        self.poll = poll
+        self.fan_out.update()
 
-    @poll.setter
-    def poll(self, poll: KVPoll) -> None:
-        self._poll = poll
-        self._fan_out.update()
+    def release(self) -> None:
+        self.release_safe = True
+        self.fan_out.update()
 
-    @property
-    def release_safe(self) -> bool:
-        return self._release_safe
+    def note_prefix(self, pages: int) -> None:
+        self.prefix_pages = pages
+        if all(place.prefix_pages is not None for place in self.fan_out.places):
+            self.sender.note_prefix(pages)
 
-    @release_safe.setter
-    def release_safe(self, safe: bool) -> None:
-        self._release_safe = safe
-        self._fan_out.update()
-
-    @property
-    def prefix_pages(self) -> int | None:
-        return self._prefix_pages
-
-    @prefix_pages.setter
-    def prefix_pages(self, pages: int | None) -> None:
-        self._prefix_pages = pages
-        if all(place.prefix_pages is not None for place in self._fan_out.places):
-            self._fan_out.handle.prefix_pages = pages
-
-    @property
-    def pages_done(self) -> int:
-        return self._pages_done
-
-    @pages_done.setter
-    def pages_done(self, pages: int) -> None:
-        before, self._pages_done = self._pages_done, pages
+    def note_done(self, pages: int) -> None:
+        before, self.pages_done = self.pages_done, pages
         if pages > before:
-            self._fan_out.count_pages(before)
+            self.fan_out.count_pages(before)
 
     def fail(self, failure: Failure) -> None:
         self.failure = failure
-        self._poll = KVPoll.Failed
-        self._fan_out.fail(failure)
+        self.poll = KVPoll.Failed
+        self.fan_out.fail(failure)

@@ -32,8 +32,8 @@ class Ownership:
         if pair.places == 1 and not self.places:
             room = self._rooms.get(key)
             return room.owner if room is not None else None
-        for place in range(max(self.places.get(key._replace(place=0), 1), pair.places)):
-            room = self._rooms.get(key._replace(place=place))
+        for place in range(max(self.places.get(key.at(0), 1), pair.places)):
+            room = self._rooms.get(key.at(place))
             owner = room.owner if room is not None else None
             if owner is not None and (place == pair.place or not owner.serves_with(pair)):
                 return owner
@@ -65,7 +65,7 @@ class Ownership:
 
     def forget_places(self, key: RoomKey) -> None:
         """The last record of a room that several decode ranks named is gone."""
-        first = key._replace(place=0)
+        first = key.at(0)
         places = self.places.get(first, 0)
-        if places and not any(first._replace(place=place) in self._rooms for place in range(places)):
+        if places and not any(first.at(place) in self._rooms for place in range(places)):
             del self.places[first]

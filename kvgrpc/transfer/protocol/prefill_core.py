@@ -147,7 +147,7 @@ class PrefillCore:
         rooms, places = self.rooms, self._owners.places
         room = rooms.get(key)
         if room is None and key in places:
-            others = (rooms.get(key._replace(place=place)) for place in range(1, places[key]))
+            others = (rooms.get(key.at(place)) for place in range(1, places[key]))
             return next((each for each in others if each is not None), None)
         return room
 
@@ -299,7 +299,7 @@ class PrefillCore:
     def _apply(self, pair: PrefillPair, entry: DecodeEntry) -> None:
         key, want = entry.key, entry.want
         if pair.place:
-            key = key._replace(place=pair.place)
+            key = key.at(pair.place)
         room = self.rooms.get(key)
         if want is WANT_FORGET:
             self._forget(pair, key, room)
@@ -322,7 +322,7 @@ class PrefillCore:
         """What follows from the first time that a decode incarnation names a room (10, ownership)."""
         self._owners.own(pair, room)
         if pair.places > 1:
-            self._expect_places(room.key._replace(place=0), pair.places)
+            self._expect_places(room.key.at(0), pair.places)
         if not room.claimed:
             self._owners.wait_for_sender(pair, room)
             if not room.ended:  # as one of a Hello that was refused
@@ -447,7 +447,7 @@ class PrefillCore:
 
     def _spread(self, sender: PrefillRoom, fan_out: FanOut) -> None:
         """Makes the sender's chunks those of every place, and its handle that of all."""
-        keys = [sender.key._replace(place=place) for place in range(len(fan_out.places))]
+        keys = [sender.key.at(place) for place in range(len(fan_out.places))]
         rooms = tuple(self.rooms.get(key) or self._make(key) for key in keys)
         for room in rooms:
             room.join(rooms, sender)

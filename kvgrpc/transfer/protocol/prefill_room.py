@@ -5,9 +5,8 @@ Numbers in comments are the rules of docs/session.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
+from msgspec import Struct, field
 
 from kvgrpc.dataplane.base import Outcome
 from kvgrpc.errors import Failure, KvGrpcError
@@ -36,14 +35,15 @@ from kvgrpc.transfer.protocol.types import (
     RoomKey,
     RoomState,
     U32Array,
+    Want,
+    Writes,
 )
 
 # By Outcome: FAILED_UNKNOWN, FAILED_SRC_FREE, REJECTED, DONE (rule 7, writes).
 _WRITES_AFTER = (WRITES_UNKNOWN, WRITES_STOPPED, WRITES_SETTLED, WRITES_SETTLED)
 
 
-@dataclass(slots=True, eq=False)
-class Submission:
+class Submission(Struct, eq=False):
     """One write for the data plane: our page ``source[i]`` goes to the owner's ``destination[i]``, at start + i.
 
     ``others``: pages of the other pools, source and destination; None: those pages are every pool's.
@@ -60,7 +60,7 @@ class Submission:
     checksums: tuple[tuple[U32Array, U32Array], ...] | None = None
 
 
-class PrefillRoom:
+class PrefillRoom(Struct, eq=False):
     """The record of one room at prefill, made when a decode or a local sender first names it (rule 10, ownership).
 
     Of the sender: ``claimed`` (it has come), ``handle``, ``chunks``, ``aux``. Of the decode that receives the room:
@@ -73,58 +73,31 @@ class PrefillRoom:
     for. What follows for the rank is the core's.
     """
 
-    __slots__ = (
-        "_siblings",
-        "aux",
-        "checksums",
-        "chunks",
-        "claimed",
-        "created_at",
-        "destination",
-        "done",
-        "ended",
-        "failure",
-        "forgotten",
-        "handle",
-        "key",
-        "me",
-        "noted",
-        "open_writes",
-        "owner",
-        "progress",
-        "state",
-        "traceparent",
-        "unclaimed",
-        "want",
-        "worst",
-        "writes",
-    )
-
-    def __init__(self, key: RoomKey, me: RankRef, now: int) -> None:
-        self.key = key
-        self.me = me
-        self.created_at = now
-        self.handle: Handle | None = None
-        self.claimed = False
-        self.chunks = Chunks()
-        self.aux = b""
-        self.owner: PrefillPair | None = None
-        self.unclaimed = False
-        self.want = WANT_OPENED
-        self.destination: Destination | None = None
-        self.traceparent = ""
-        self.state = STATE_BOOTSTRAPPING
-        self.ended = False
-        self.failure: Failure | None = None
-        self.writes = WRITES_OPEN
-        self.worst = WRITES_SETTLED
-        self.open_writes = 0
-        self.done = Coverage()
-        self.checksums: list[tuple[tuple[U32Array, U32Array], ...]] | None = None
-        self.progress = False
-        self.forgotten = self.noted = False
-        # None: it is the only one. A tuple with itself in it would keep every room until a full garbage collection.
-        self._siblings: tuple[PrefillRoom, ...] | None = None
+    key: RoomKey
+    me: RankRef
+    created_at: int
+    handle: Handle | None = None
+    claimed: bool = False
+    chunks: Chunks = field(default_factory=Chunks)
+    aux: bytes = b""
+    owner: PrefillPair | None = None
+    unclaimed: bool = False
+    want: Want = WANT_OPENED
+    destination: Destination | None = None
+    traceparent: str = ""
+    state: RoomState = STATE_BOOTSTRAPPING
+    ended: bool = False
+    failure: Failure | None = None
+    writes: Writes = WRITES_OPEN
+    worst: Writes = WRITES_SETTLED
+    open_writes: int = 0
+    done: Coverage = field(default_factory=Coverage)
+    checksums: list[tuple[tuple[U32Array, U32Array], ...]] | None = None
+    progress: bool = False
+    forgotten: bool = False
+    noted: bool = False
+    # None: it is the only one. A tuple with itself in it would keep every room until a full garbage collection.
+    _siblings: tuple[PrefillRoom, ...] | None = None
 
     @property
     def siblings(self) -> tuple[PrefillRoom, ...]:
@@ -173,7 +146,7 @@ class PrefillRoom:
         self.claimed = True
         if not self.ended:
             return self._meet()
-        handle.release_safe = True
+        handle.release()
         if self.failure is not None:
             handle.fail(self.failure)
         return []
@@ -229,7 +202,7 @@ class PrefillRoom:
                     self.checksums = []
                 self.checksums.append(submission.checksums)
             if self.handle is not None:
-                self.handle.pages_done = self.done.prefix
+                self.handle.note_done(self.done.prefix)
         if self.ended:
             self._settle()
         elif outcome is not Outcome.DONE:
@@ -279,7 +252,7 @@ class PrefillRoom:
         if destination is None or handle is None:
             return []
         self.state = STATE_WAITING_FOR_INPUT
-        handle.prefix_pages = destination.first_page
+        handle.note_prefix(destination.first_page)
         handle.turn(KVPoll.WaitingForInput)
         return self._advance() if self.chunks.waiting else []
 

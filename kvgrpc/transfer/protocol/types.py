@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from msgspec import Struct
+
 from kvgrpc.errors import Failure, KvGrpcError
 from kvgrpc.model import Layout, RankRef
 from kvgrpc.transfer.protocol.destination import Destination as Destination
@@ -19,7 +21,7 @@ from kvgrpc.transfer.protocol.destination import U32Array as U32Array
 MAX_ROOM = 2**63 - 1
 
 
-class RoomKey(NamedTuple):
+class RoomKey(Struct, frozen=True, order=True, gc=False):
     """One hand-off: the router's room (1 to 2^63-1) and its attempt (0 unless the router retries).
 
     ``place``: at a prefill rank that owes the room to several decode ranks, which of them; no other side knows it.
@@ -28,6 +30,10 @@ class RoomKey(NamedTuple):
     room: int
     attempt: int = 0
     place: int = 0
+
+    def at(self, place: int) -> RoomKey:
+        """The same room for another decode rank that it is owed to."""
+        return RoomKey(self.room, self.attempt, place)
 
 
 class KVPoll(enum.IntEnum):
@@ -102,7 +108,7 @@ class Align(enum.Enum):
     TAIL = "tail"
 
 
-class Handle:
+class Handle(Struct, eq=False):
     """What an engine's sender or receiver reads: written by the core's thread, read by any thread without a lock.
 
     ``poll`` is terminal once Success or Failed; ``failure`` is set before ``poll`` turns Failed. ``release_safe``: no
@@ -112,28 +118,15 @@ class Handle:
     ``began``: when it was made (s). ``on_change`` is called after ``poll`` or ``release_safe`` changed.
     """
 
-    __slots__ = (
-        "aborted",
-        "began",
-        "failure",
-        "on_change",
-        "pages_done",
-        "poll",
-        "prefill_ready",
-        "prefix_pages",
-        "release_safe",
-    )
-
-    def __init__(self) -> None:
-        self.aborted: Failure | None = None
-        self.began = 0.0
-        self.poll = KVPoll.Bootstrapping
-        self.failure: Failure | None = None
-        self.release_safe = False
-        self.prefix_pages: int | None = None
-        self.pages_done = 0
-        self.prefill_ready = False
-        self.on_change: Callable[[], None] | None = None
+    aborted: Failure | None = None
+    began: float = 0.0
+    poll: KVPoll = KVPoll.Bootstrapping
+    failure: Failure | None = None
+    release_safe: bool = False
+    prefix_pages: int | None = None
+    pages_done: int = 0
+    prefill_ready: bool = False
+    on_change: Callable[[], None] | None = None
 
     def turn(self, poll: KVPoll) -> None:
         self.poll = poll
@@ -144,6 +137,12 @@ class Handle:
         self.release_safe = True
         if self.on_change is not None:
             self.say_change()
+
+    def note_prefix(self, pages: int) -> None:
+        self.prefix_pages = pages
+
+    def note_done(self, pages: int) -> None:
+        self.pages_done = pages
 
     def note_prefill_ready(self) -> None:
         self.prefill_ready = True
@@ -183,7 +182,7 @@ class LostPair(NamedTuple):
     rooms: int
 
 
-class DecodeEntry(NamedTuple):
+class DecodeEntry(Struct, frozen=True):
     """The latest state of one room at decode, as it travels. ``error``: what was wrong with it (15, hostile frames)."""
 
     key: RoomKey
@@ -195,7 +194,7 @@ class DecodeEntry(NamedTuple):
     error: KvGrpcError | None = None
 
 
-class PrefillEntry(NamedTuple):
+class PrefillEntry(Struct, frozen=True, gc=False):
     """The latest state of one part at prefill, as it travels."""
 
     key: RoomKey

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
+
+from msgspec import Struct
 
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import Failure
@@ -31,20 +33,16 @@ class Reader(Protocol):
     def __call__(self) -> Awaitable[pb.SessionRequest | None]: ...
 
 
-class EngineHandle(TimedHandle):
+class EngineHandle(TimedHandle, eq=False, gc=False):
     """The handle of a sender or a receiver. ``record``: what the runtime keeps with it, of a type of its own; nobody
     else looks. ``closed``: the engine has dropped it.
     """
 
-    __slots__ = ("closed", "record")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.closed = False
-        self.record: Any = None
+    closed: bool = False
+    record: Any = None
 
 
-class RoomRequest(NamedTuple):
+class RoomRequest(Struct, frozen=True, gc=False):
     """What an engine asks a receiver for: the room, the registry of its prefill, the dp rank if the router chose one,
     and the trace context of the request. As the engine gave it: nothing of it was checked but the key.
     """

@@ -106,7 +106,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
         if self.draining or self.closed:
             self._refuse_late(handle)
             return
-        room = handle.record = ReceiverRoom(handle, request)
+        room = handle.record = ReceiverRoom.of(handle, request)
         if self._spans is not None:  # prefill's spans are below ours
             room.span, room.traceparent = self._spans.begin(room.traceparent, handle.began)
         if self.core.open(room) or room.refused:

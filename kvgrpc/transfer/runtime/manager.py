@@ -473,7 +473,7 @@ class TransferManager(ABC, Generic[Record]):
                 stages = handle.stages(now) if isinstance(handle, EngineHandle) else None
                 self._hand_offs.succeeded(seconds, self._bytes_of(room), stages)
             else:
-                self._hand_offs.failed(*room.key[:2], room.failure, seconds)
+                self._hand_offs.failed(room.key.room, room.key.attempt, room.failure, seconds)
             if self._spans is not None:
                 self._trace(self._spans, room, now)
             if isinstance(handle, EngineHandle):  # else each keeps the other until a full garbage collection
@@ -499,7 +499,7 @@ class TransferManager(ABC, Generic[Record]):
         if isinstance(handle, EngineHandle):
             times = handle.began, handle.ready_at, handle.moving_at
         peers = [part.peer for part in row.parts]
-        hand_off = HandOff(*row.key[:2], peers, *times, row.pages, self._bytes_of(record), row.failure)
+        hand_off = HandOff(row.key.room, row.key.attempt, peers, *times, row.pages, self._bytes_of(record), row.failure)
         spans.end(getattr(record, "span", None), row.traceparent, hand_off)
 
     def _look_at_conditions(self) -> None:

@@ -232,7 +232,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
 
     def _keys(self) -> list[RoomKey]:
         """One of each room, to however many decode ranks it is owed."""
-        return list({key._replace(place=0) if key.place else key: None for key in self.core.rooms})
+        return list({key.at(0) if key.place else key: None for key in self.core.rooms})
 
     def _record(self, key: RoomKey) -> PrefillRoom | None:
         return self.core.find(key)
@@ -249,7 +249,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         pages = next((each.destination.count for each in record.siblings if each.destination is not None), 0)
         age = (self.core.now - record.created_at) * self.config.timing.tick_seconds
         return RoomRow(
-            record.key._replace(place=0),
+            record.key.at(0),
             Role.PREFILL,
             record.state_of_all,
             parts,

@@ -63,17 +63,18 @@ async def no_changes(bootstrap_addr: str, since: int, timeout: float) -> int:
     return since + 1
 
 
-class ReceiverRoom(DecodeRoom):
+class ReceiverRoom(DecodeRoom, eq=False, kw_only=True):
     """A room with what says the way to its prefill. ``span``: where the rank traces, that of the hand-off."""
 
-    __slots__ = ("request", "span")
+    request: RoomRequest
+    span: Any = None
 
-    def __init__(self, handle: Handle, request: RoomRequest) -> None:
+    @classmethod
+    def of(cls, handle: Handle, request: RoomRequest) -> ReceiverRoom:
+        """The room that the engine asked for."""
         traceparent = request.traceparent
         readable = isinstance(traceparent, str) and traceparent.isascii() and len(traceparent) <= LONGEST_TRACEPARENT
-        super().__init__(request.key, handle, traceparent if readable else "")
-        self.request = request
-        self.span: Any = None
+        return cls(request.key, handle, traceparent if readable else "", request=request)
 
 
 class Routes:

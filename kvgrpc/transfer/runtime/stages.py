@@ -18,16 +18,13 @@ class Stages(NamedTuple):
     transfer: float
 
 
-class TimedHandle(Handle):
+class TimedHandle(Handle, eq=False):
     """``ready_at``: when it said WaitingForInput; ``moving_at``: when it had pages to move: at decode the engine's, at
     prefill the first that were computed (s, monotonic; 0: not yet).
     """
 
-    __slots__ = ("moving_at", "ready_at")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ready_at = self.moving_at = 0.0
+    ready_at: float = 0.0
+    moving_at: float = 0.0
 
     def turn(self, poll: KVPoll) -> None:
         if poll is POLL_WAITING_FOR_INPUT:

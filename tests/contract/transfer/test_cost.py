@@ -26,6 +26,8 @@ ROOMS = 256
 NUMBERS = iter(range(80_000_000, 90_000_000, ROOMS))
 # Measured, and a seventh more. Whoever needs more of them measures control.throughput first, before and after.
 CALLS_ON_THE_LOOP, CALLS_OF_THE_ENGINES = 240, 85
+# Of both sides together: the two handles, prefill's record, and the table of decode's parts.
+COLLECTED_OBJECTS = 4
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,6 +57,26 @@ def test_a_room_leaves_nothing_to_the_garbage_collector(prefill: RankHost, decod
     finally:
         gc.enable()
     assert left < ROOMS / 10  # some are of grpc.aio, a few for each frame
+
+
+def test_an_open_room_is_few_objects_to_the_garbage_collector(prefill: RankHost, decode: RankHost) -> None:
+    """It looks at all of them again and again while rooms open: with 17 a room that took a third of the throughput."""
+    first, bootstrap = next(NUMBERS), prefill.rank.address
+    wait_until(lambda: not prefill.rank.transfer.core.rooms)  # those of the tests before
+    before = _collected()
+    senders = [sender_of(prefill, room) for room in range(first, first + ROOMS)]
+    receivers = [receiver_of(decode, bootstrap, room) for room in range(first, first + ROOMS)]
+    wait_until(lambda: all(receiver.prefill_ready for receiver in receivers))
+    objects = (_collected() - before) / ROOMS
+    for end in (*receivers, *senders):
+        end.close()
+    assert objects < COLLECTED_OBJECTS + 0.5, objects
+
+
+def _collected() -> int:
+    """How many objects the collector looks at; tuples of numbers are none once it saw them."""
+    gc.collect()
+    return len(gc.get_objects())
 
 
 def _unreachable() -> int:

@@ -94,7 +94,7 @@ def test_in_whichever_order_they_come_each_rank_gets_every_page_and_the_sender_e
     assert moved[T0] == moved[T1] == {10: 100, 11: 101, 12: 102}
     assert handle.release_safe
     for ref in (T0, T1):
-        side.core._pending.add(side.core.pairs[ref], KEY._replace(place=ref.rank.tp))
+        side.core._pending.add(side.core.pairs[ref], KEY.at(ref.rank.tp))
     said = {ref: side.core.flush(side.core.pairs[ref])[0] for ref in (T0, T1)}
     assert {(entry.state, entry.writes, entry.aux) for entry in said.values()} == {
         (RoomState.SUCCESS, Writes.SETTLED, b"aux")
@@ -385,7 +385,7 @@ def test_all_places_are_looked_at_once_for_each_step_that_all_have_made() -> Non
     for before, pages in ((0, 3), (3, 8)):
         for place in places:
             assert handle.pages_done == before
-            place.pages_done = pages
+            place.note_done(pages)
         assert handle.pages_done == pages
     assert looks == 2
 
