@@ -36,14 +36,14 @@ PRELOADED = (hypothesis, msgspec, numpy)
 
 def main() -> int:
     options = _options()
-    known = _known()
+    known = known_survivors()
     survived = _survivors(options.again) if options.again else set()
     unknown = 0
     for target in options.targets or TARGETS:
         mutants = [mutant for path in files_of(target) for mutant in mutants_of(path)]
-        mutants = [mutant for mutant in mutants if re.search(options.only, _key(mutant))]
+        mutants = [mutant for mutant in mutants if re.search(options.only, key_of(mutant))]
         if options.again:
-            mutants = [mutant for mutant in mutants if _key(mutant) in survived - known]
+            mutants = [mutant for mutant in mutants if key_of(mutant) in survived - known]
         if options.sample:
             mutants = sorted(random.Random(options.seed).sample(mutants, min(options.sample, len(mutants))), key=_place)
         tests = [str(ROOT / "tests" / name) for name in options.tests or TARGETS[target][1]]
@@ -59,9 +59,9 @@ def main() -> int:
                 verdict = _verdict(mutant, tests)
             if verdict != PASSED:
                 killed += 1
-            elif _key(mutant) not in known:
+            elif key_of(mutant) not in known:
                 unknown += 1
-                print(f"SURVIVES {_key(mutant)}   (line {mutant.line})", flush=True)
+                print(f"SURVIVES {key_of(mutant)}   (line {mutant.line})", flush=True)
         warm.close()
         print(f"{target}: {killed} of {len(mutants)} faults were noticed", flush=True)
     return 1 if unknown else 0
@@ -110,12 +110,12 @@ def _place(mutant: Mutant) -> tuple[str, int]:
     return str(mutant.path), mutant.line
 
 
-def _key(mutant: Mutant) -> str:
+def key_of(mutant: Mutant) -> str:
     """Without the line, so that a known one stays known when others move."""
     return f"{mutant.path.relative_to(ROOT).as_posix()} {mutant.what}".rstrip()
 
 
-def _known() -> set[str]:
+def known_survivors() -> set[str]:
     lines = KNOWN.read_text().splitlines() if KNOWN.exists() else []
     return {line.strip() for line in lines if line.strip() and not line.startswith("#")}
 
