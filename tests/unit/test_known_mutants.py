@@ -1,4 +1,4 @@
-"""What tests/mutants/known.txt excuses is there: a reason for a fault that is gone would excuse the next one like it."""
+"""What tests/mutants/known.txt excuses exists: the reason of a fault that is gone would excuse another like it."""
 
 from __future__ import annotations
 
