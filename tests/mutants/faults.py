@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
@@ -80,6 +81,8 @@ def _sites(tree: ast.AST, function: bool = False) -> Iterator[tuple[ast.stmt | a
                 continue
             if isinstance(child, ast.expr | ast.stmt) and function:
                 yield from ((child, what) for what in _faults(child))
+            if isinstance(child, ast.AnnAssign) and not function and _is_a_beginning(child.value):
+                yield child.value, "constant"
             if isinstance(child, ast.AST):
                 yield from _sites(child, function or isinstance(child, ast.FunctionDef))
 
@@ -99,6 +102,11 @@ def _faults(node: ast.AST) -> Iterator[str]:
         yield "left out"
     elif isinstance(node, ast.If | ast.IfExp) and isinstance(node.test, ast.Name | ast.Attribute | ast.Call):
         yield "turned round"
+
+
+def _is_a_beginning(value: ast.expr | None) -> TypeGuard[ast.Constant]:
+    """With what a field of a record begins: nothing yet. Other defaults are settings."""
+    return isinstance(value, ast.Constant) and type(value.value) in (int, bool) and value.value in (0, 1)
 
 
 def _is_a_call(node: ast.AST) -> bool:
