@@ -6,7 +6,18 @@ import pytest
 
 from kvgrpc.model import RankId, RankRef
 from kvgrpc.transfer.protocol import failures
-from kvgrpc.transfer.protocol.types import Handle, KVPoll, RoomKey, RoomState, Timing, room_from_transfer_id
+from kvgrpc.transfer.protocol.types import (
+    DecodeEntry,
+    Handle,
+    KVPoll,
+    PrefillEntry,
+    RoomKey,
+    RoomState,
+    Timing,
+    Want,
+    Writes,
+    room_from_transfer_id,
+)
 
 ROOM = RoomKey(7, 1)
 
@@ -15,6 +26,13 @@ def test_a_room_is_polled_as_far_as_it_is() -> None:
     assert [state.poll for state in RoomState] == [
         *(KVPoll.Bootstrapping, KVPoll.WaitingForInput, KVPoll.Transferring, KVPoll.Success, KVPoll.Failed)
     ]
+
+
+def test_a_room_without_more_is_the_first_attempt_and_an_entry_says_only_what_it_was_given() -> None:
+    assert RoomKey(7) == RoomKey(7, 0, 0)
+    assert DecodeEntry(ROOM, Want.STOP) == DecodeEntry(ROOM, Want.STOP, None, 0, None, "", None)
+    said = PrefillEntry(ROOM, RoomState.TRANSFERRING, Writes.OPEN)
+    assert said == PrefillEntry(ROOM, RoomState.TRANSFERRING, Writes.OPEN, 0, b"", None, b"")
 
 
 def test_milliseconds_are_told_in_whole_ticks_of_which_a_wait_has_one_at_least() -> None:
