@@ -14,7 +14,7 @@ from kvgrpc.model import RankId, RankRef
 from kvgrpc.transfer.protocol.fan_out import FanOut, PlaceHandle
 from kvgrpc.transfer.protocol.prefill_core import PrefillRoom
 from kvgrpc.transfer.protocol.types import DecodeEntry, Destination, Handle, KVPoll, RoomKey, RoomState, Want, Writes
-from tests.unit.transfer.test_prefill_core import CANCELLED, KEY, TIMING, Side, reason
+from tests.unit.transfer.prefill_side import CANCELLED, KEY, TIMING, Side, reason
 
 T0, T1 = (RankRef(RankId("D", tp=tp), 7) for tp in range(2))
 LATER = RankRef(RankId("D", tp=1), 9)

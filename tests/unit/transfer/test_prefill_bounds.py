@@ -22,15 +22,11 @@ from kvgrpc.transfer.protocol.types import (
     Want,
     Writes,
 )
-from tests.unit.transfer.test_prefill_core import CANCELLED, D0, D1, KEY, ME, TIMING, Side, reason
+from tests.unit.transfer.prefill_side import CANCELLED, D0, D1, KEY, ME, TIMING, Side, reason, side
 
+__all__ = ["side"]
 SIX, SEVEN = RoomKey(6), RoomKey(7)
 PAGES = Destination(np.arange(3, dtype=np.uint32))
-
-
-@pytest.fixture
-def side() -> Side:
-    return Side()
 
 
 def claimed(side: Side, key: RoomKey) -> Handle:
