@@ -12,7 +12,9 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             *("unit/transfer/test_prefill_rooms.py", "unit/transfer/test_prefill_writes.py"),
             *("unit/transfer/test_prefill_streams.py", "unit/transfer/test_prefill_records.py"),
-            *("unit/transfer/test_decode_core.py", "unit/transfer/test_fan_out.py"),
+            *("unit/transfer/test_decode_rooms.py", "unit/transfer/test_decode_loss.py"),
+            *("unit/transfer/test_decode_evidence.py", "unit/transfer/test_decode_checksums.py"),
+            "unit/transfer/test_fan_out.py",
             *("unit/transfer/test_alignment.py", "unit/transfer/test_coverage.py", "unit/transfer/test_destination.py"),
             *("unit/transfer/test_deadlines.py", "unit/transfer/test_pending_rooms.py", "simulation/test_cases.py"),
             *("unit/transfer/test_chunks.py", "unit/transfer/test_decode_pair.py", "simulation/test_rules.py"),

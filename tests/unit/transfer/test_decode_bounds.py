@@ -23,14 +23,10 @@ from kvgrpc.transfer.protocol.types import (
     Want,
     Writes,
 )
-from tests.unit.transfer.test_decode_core import CANCELLED, KEY, P0, P1, TIMING, Side, reason
+from tests.unit.transfer.decode_side import CANCELLED, KEY, P0, P1, TIMING, Side, reason, side
 
+__all__ = ["side"]
 SIX, SEVEN = RoomKey(6), RoomKey(7)
-
-
-@pytest.fixture
-def side() -> Side:
-    return Side()
 
 
 class TestEvidence:

@@ -1,0 +1,297 @@
+"""Whom decode dials, and when it gives a peer up (rule 3, break and loss); only a proof that the peer is dead gives
+back pages that it may still write (rule 4, proof of death)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+import pytest
+
+from kvgrpc.dataplane.base import DataPlane
+from kvgrpc.errors import Failure, Reason
+from kvgrpc.model import RankId, RankRef
+from kvgrpc.transfer.protocol.decode_core import DecodeCore, Stream
+from kvgrpc.transfer.protocol.types import Destination, KVPoll, RoomKey, RoomState, Target, Want, Writes
+from kvgrpc.transfer.runtime.guarded import GuardedPlane
+from tests.simulation.work import Work
+from tests.unit.transfer.decode_side import CANCELLED, KEY, ME, P0, P1, TIMING, Side, reason, side
+
+__all__ = ["side"]
+
+
+class TestBreaksAndLoss:
+    def test_a_peer_that_asked_for_a_longer_idle_timeout_gets_it(self, side: Side) -> None:
+        room = side.open()
+        (stream,) = side.take("dials")
+        side.core.on_welcome(stream, 2 * TIMING.idle_timeout)
+        side.ticks(2 * TIMING.idle_timeout)
+        assert room.handle.poll is KVPoll.WaitingForInput
+        side.ticks(1)
+        assert reason(room) == "PEER_LOST"
+
+    def test_a_break_redials_at_once_and_says_every_room_again(self, side: Side) -> None:
+        _, stream = side.writing()
+        side.ticks(5, stream)
+        side.core.on_end(stream)
+        (again,) = side.take("dials")
+        assert again.number > stream.number
+        side.core.on_welcome(again)
+        assert [entry.want for entry in side.said()] == [Want.WRITE]
+
+    def test_without_a_welcome_within_a_second_of_a_break_the_pair_is_lost(self, side: Side) -> None:
+        room, stream = side.writing()
+        side.ticks(5, stream)
+        side.core.on_end(stream)
+        side.ticks(TIMING.welcome_within)
+        assert room.handle.poll is KVPoll.WaitingForInput
+        side.ticks(1)
+        assert reason(room) == "PEER_LOST" and not room.handle.release_safe
+
+    def test_no_word_for_the_idle_timeout_loses_the_pair_and_ends_its_stream(self, side: Side) -> None:
+        room, stream = side.writing()
+        side.ticks(TIMING.idle_timeout)
+        assert room.handle.poll is KVPoll.WaitingForInput
+        side.ticks(1)
+        assert reason(room) == "PEER_LOST" and stream in side.take("closes")
+        side.hear(stream, RoomState.FAILED, Writes.SETTLED)
+        assert not room.handle.release_safe, "no later frame of it is applied"
+
+    def test_a_returning_peer_is_told_stop_and_its_word_gives_the_pages_back(self, side: Side) -> None:
+        room, _ = side.writing()
+        side.ticks(TIMING.idle_timeout + 1)
+        (again,) = side.welcome()
+        assert [entry.want for entry in side.said()] == [Want.STOP]
+        side.hear(again, RoomState.FAILED, Writes.SETTLED)
+        assert room.handle.release_safe
+        side.ticks(1)
+        assert [entry.want for entry in side.said()] == [Want.FORGET] and not side.core.rooms
+
+    def test_a_lost_pair_is_dialled_ever_more_seldom_while_pages_are_held(self, side: Side) -> None:
+        side.writing()
+        moments = []
+        for _ in range(600):
+            side.ticks(1)
+            for stream in side.take("dials"):
+                moments.append(side.core.now)
+                side.core.on_end(stream)
+        waits = np.diff(moments)
+        assert waits.max() == waits[-1] == TIMING.longest_backoff and (np.diff(waits) >= 0).all()
+
+    def test_streams_that_break_as_soon_as_they_are_welcomed_are_not_dialled_in_a_loop(self, side: Side) -> None:
+        _, stream = side.writing()
+        side.core.on_end(stream)
+        dials = 0
+        for _ in range(100):
+            side.ticks(1)
+            for again in side.take("dials"):
+                dials += 1
+                side.core.on_welcome(again)
+                side.core.on_end(again)
+        assert dials <= 30
+
+    def test_an_idle_pair_that_breaks_is_dropped(self, side: Side) -> None:
+        _, stream = side.writing()
+        side.hear(stream, RoomState.SUCCESS, Writes.SETTLED)
+        side.ticks(1)
+        side.said()
+        side.core.on_goodbye(stream, None)
+        side.ticks(1)
+        assert not side.core.pairs and not side.take("dials")
+
+
+def test_a_dial_that_nobody_answers_is_closed_before_the_next_and_with_its_pair(side: Side) -> None:
+    side.open()
+    (first,) = side.take("dials")
+    side.ticks(TIMING.abandon_dial + 1)
+    assert side.take("closes") == [first] and len(side.take("dials")) == 1
+    side.core.predial(P1)
+    (alone,) = side.take("dials")
+    side.ticks(TIMING.abandon_dial + 1)
+    assert alone in side.take("closes") and P1.ref not in side.core.pairs
+
+
+def test_others_hear_that_an_idle_peer_is_gone(side: Side) -> None:
+    side.core.predial(P0)
+    (stream,) = side.welcome()
+    side.core.on_end(stream)
+    side.ticks(1)
+    assert side.take("lost_peers") == [P0.ref] and not side.core.pairs
+
+
+def test_a_lost_pair_is_dialled_at_once_and_then_seldom_though_rooms_waited_for_it(side: Side) -> None:
+    _, stream = side.writing()
+    side.core.on_goodbye(stream, CANCELLED)
+    side.ticks(1)
+    assert len(side.take("dials")) == 1
+    side.open(RoomKey(6))
+    side.ticks(TIMING.idle_timeout + 2)
+    assert RoomKey(6) not in side.core.rooms and KEY in side.core.rooms
+    side.take("dials")
+    side.ticks(100)
+    assert 0 < len(side.take("dials")) < 10
+
+
+def test_nothing_is_left_of_a_room_that_ended_without_pages_when_its_peer_is_lost(side: Side) -> None:
+    room = side.open()
+    (stream,) = side.welcome()
+    side.ticks(1, stream)
+    side.said()
+    side.core.fail(room, CANCELLED)
+    assert [entry.want for entry in side.said()] == [Want.STOP] and side.core.rooms
+    side.core.on_goodbye(stream, CANCELLED)
+    assert not side.core.rooms
+
+
+class TestProofOfDeath:
+    def prove(self, side: Side, stream: Stream, how: str) -> None:
+        side.ticks(5, stream)
+        side.core.on_end(stream)
+        (again,) = side.take("dials")
+        if how == "refused":
+            side.core.on_refused(again)
+        else:
+            side.core.on_goodbye(again, Failure(Reason[how], "not me"))
+
+    @pytest.mark.parametrize("how", ["refused", "STALE_EPOCH", "WRONG_RANK"])
+    def test_pages_come_back_after_the_settle_time(self, side: Side, how: str) -> None:
+        room, stream = side.writing()
+        self.prove(side, stream, how)
+        assert reason(room) == "PEER_LOST"
+        side.ticks(TIMING.settle)
+        assert not room.handle.release_safe
+        side.ticks(1)
+        assert room.handle.release_safe and not side.core.rooms and not side.core.held_pages
+        side.ticks(1)
+        assert not side.core.pairs
+
+    def test_a_connection_that_stood_at_the_proof_holds_them_longer(self, side: Side) -> None:
+        room, stream = side.writing()
+        side.connections = frozenset({"host:1 -> us"})
+        self.prove(side, stream, "refused")
+        side.ticks(5 * TIMING.settle)
+        assert not room.handle.release_safe
+        side.connections = frozenset({"a later one"})
+        side.ticks(1)
+        assert room.handle.release_safe
+
+    def test_a_plane_that_cannot_tell_later_gives_no_evidence(self, side: Side) -> None:
+        """Through the guard: a plane that raised once answered other names than at the proof, and pages came back."""
+        named: frozenset[str] | None = frozenset({"host:1 -> us"})
+
+        def connections_from(address: bytes) -> frozenset[str]:
+            if named is None:
+                raise OSError("too many open files")
+            return named
+
+        plane = GuardedPlane(cast(DataPlane, SimpleNamespace(connections_from=connections_from)))
+        side.core = DecodeCore(
+            ME, connections=lambda pair: plane.connections_from(b"there"), deliver_aux=lambda room: None
+        )
+        side.take = Work(side.core).take
+        room, stream = side.writing()
+        self.prove(side, stream, "refused")
+        for answer in (named, None, named):
+            named = answer
+            side.ticks(2 * TIMING.settle)
+            assert not room.handle.release_safe
+        named = frozenset()
+        side.ticks(1)
+        assert room.handle.release_safe
+
+    def test_one_that_could_not_tell_at_the_proof_is_believed_when_it_can(self, side: Side) -> None:
+        room, stream = side.writing()
+        side.connections = None
+        self.prove(side, stream, "refused")
+        for connections in (None, frozenset({"host:1 -> us"}), None):
+            side.connections = connections
+            side.ticks(2 * TIMING.settle)
+            assert not room.handle.release_safe
+        side.connections = frozenset({"a later one"})
+        side.ticks(1)
+        assert room.handle.release_safe
+
+    def test_a_goodbye_is_none(self, side: Side) -> None:
+        room, stream = side.writing()
+        side.ticks(5, stream)
+        side.core.on_goodbye(stream, Failure(Reason.SERVER_DRAINING, "bye"))
+        assert room.handle.poll is not KVPoll.Failed and len(side.take("dials")) == 1
+
+    def test_a_new_room_on_it_fails_at_once(self, side: Side) -> None:
+        _, stream = side.writing()
+        self.prove(side, stream, "refused")
+        late = side.open(RoomKey(6))
+        assert reason(late) == "PEER_LOST" and late.handle.release_safe
+
+    def test_another_incarnation_before_the_first_welcome_means_resolve_again_once(self, side: Side) -> None:
+        room = side.open(KEY, P0, P1)
+        first, second = side.take("dials")
+        side.core.on_welcome(second)
+        side.core.on_goodbye(first, Failure(Reason.STALE_EPOCH, "restarted"))
+        assert side.take("resolves") == [room]
+        assert room.handle.poll is KVPoll.Bootstrapping, "one of its targets is open"
+        side.core.bind(room, (Target(RankRef(RankId("P0"), 9), "host:1"), P1))
+        (third,) = side.take("dials")
+        side.core.on_goodbye(third, Failure(Reason.STALE_EPOCH, "restarted again"))
+        assert not side.take("resolves") and reason(room) == "STALE_EPOCH"
+
+    def test_a_room_that_went_elsewhere_is_no_business_of_the_pair_that_it_left(self, side: Side) -> None:
+        """Its record is gone when that pair is lost, which looks at all of its rooms."""
+        room = side.open()
+        (old,) = side.welcome()
+        side.core.on_goodbye(old, Failure(Reason.SERVER_DRAINING, "drains"))
+        assert side.take("resolves") == [room] and not old.pair.rooms
+        side.core.bind(room, (P1,))
+        (new,) = [stream for stream in side.welcome() if stream.pair is not old.pair]
+        side.core.write(room, Destination(np.arange(2, dtype=np.uint32)))
+        side.said()
+        side.hear(new, RoomState.SUCCESS, Writes.SETTLED)
+        side.ticks(1, new)
+        side.said()
+        assert room.handle.poll is KVPoll.Success and not side.core.rooms
+        side.ticks(TIMING.idle_timeout + TIMING.welcome_within + 2, new)
+        assert old.pair.ref not in side.core.pairs
+
+    def test_while_a_target_is_resolved_again_the_others_alone_are_not_enough(self, side: Side) -> None:
+        room = side.open(KEY, P0, P1)
+        side.core.write(room, Destination(np.arange(2, dtype=np.uint32)))
+        first, second = side.take("dials")
+        side.core.on_goodbye(first, Failure(Reason.STALE_EPOCH, "restarted"))
+        side.core.on_welcome(second)
+        assert room.handle.poll is KVPoll.Bootstrapping, "ready only with all targets"
+        assert [entry.want for entry in side.said()] == [Want.WRITE]
+        side.hear(second, RoomState.SUCCESS, Writes.SETTLED)
+        assert room.handle.poll is KVPoll.Bootstrapping, "and arrived only with all"
+        side.core.bind(room, (Target(RankRef(RankId("P0"), 9), "host:1"), P1))
+        (third,) = side.welcome()
+        side.said()
+        side.hear(third, RoomState.SUCCESS, Writes.SETTLED)
+        assert room.handle.poll is KVPoll.Success
+
+    def test_redials_follow_after_200_ms_and_then_400_ms(self, side: Side) -> None:
+        room, stream = side.writing()
+        side.ticks(TIMING.idle_timeout - 1, stream)
+        side.ticks(2, stream)
+        side.core.on_end(stream)
+        (again,) = side.take("dials")
+        moments = [side.core.now]
+        side.core.on_end(again)
+        for _ in range(TIMING.welcome_within - 1):
+            side.ticks(1)
+            for each in side.take("dials"):
+                moments.append(side.core.now)
+                side.core.on_end(each)
+        assert np.diff(moments).tolist() == [2, 4] and room.handle.poll is not KVPoll.Failed
+
+
+def test_a_room_that_its_prefill_knows_by_name_fails_with_its_death(side: Side) -> None:
+    room = side.open()
+    (stream,) = side.welcome()
+    side.ticks(1, stream)
+    assert [entry.want for entry in side.said()] == [Want.ANNOUNCE]
+    side.core.on_end(stream)
+    side.ticks(1)
+    (again,) = side.take("dials")
+    side.core.on_refused(again)
+    assert reason(room) == "PEER_LOST" and side.take("resolves") == []
