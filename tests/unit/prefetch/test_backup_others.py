@@ -14,7 +14,7 @@ from kvgrpc.prefetch.model import OperationKind, OperationState, PageOutcome, St
 from kvgrpc.prefetch.pools.pages import Pages
 from tests.support.faults.storage import HANG, Fault
 from tests.support.waiting import wait_until
-from tests.unit.prefetch.test_controller import LIMITS, Rig, hashes
+from tests.unit.prefetch.controller_rig import LIMITS, Rig, hashes
 
 BATCH = LIMITS.batch_pages
 SECONDS = 20.0
