@@ -72,6 +72,11 @@ def test_a_pool_that_cannot_be_right_names_the_field(wrong: Pool, field: str) ->
     assert wrong_fields(wrong) == [field]
 
 
+def test_a_layout_without_sizes_is_one_rank_and_a_pool_without_heads_has_none() -> None:
+    assert Layout() == Layout(1, 1, 1, 1)
+    assert (POOL.heads_total, POOL.head_start, POOL.head_count) == (0, 0, 0)
+
+
 def test_pools_have_names_of_their_own_and_a_bound_together() -> None:
     assert wrong_fields(POOL, POOL) == ["pools[1].name"]
     regions = tuple(

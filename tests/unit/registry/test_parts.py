@@ -16,7 +16,7 @@ from kvgrpc.registry import wire
 from kvgrpc.registry.calls import domain_errors, pause_before
 from kvgrpc.registry.clock import MAX_STEP_SECONDS, RunningClock
 from kvgrpc.registry.engine import Engine, LeasedRow, Shape
-from kvgrpc.registry.model import Endpoints, RankRow, RankSelector, ResolvedEngine
+from kvgrpc.registry.model import Endpoints, EngineFilter, RankRow, RankSelector, ResolvedEngine
 from kvgrpc.rpc.status import trailing
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.wire import pool_to_pb
@@ -31,6 +31,12 @@ def test_the_running_clock_counts_what_it_ticks() -> None:
         clock.tick()
     real.now += 0.125
     assert clock() == pytest.approx(2.125)
+
+
+def test_a_rank_serves_events_or_selects_dp_only_where_it_says_so_and_a_filter_takes_pools() -> None:
+    plain = RankRow(row().ref, Role.PREFILL, Endpoints(), Layout())
+    assert not plain.serves_events and not plain.engine_selects_dp
+    assert EngineFilter().pools
 
 
 def test_the_running_clock_does_not_count_a_stop_of_its_process() -> None:

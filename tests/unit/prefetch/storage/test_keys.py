@@ -32,6 +32,14 @@ def test_sglang_keys_are_those_of_its_file_backend() -> None:
     assert sglang(MLA, dcp_rank=1, dcp_size=2) == "H_deepseek-V3_tp4_dcp1_2_page64"
 
 
+def test_whoever_says_no_sizes_is_the_only_rank() -> None:
+    alone = PageIdentity(model="m", dtype="bfloat16", layout="page_first", page_size=64)
+    assert alone == dataclasses.replace(
+        alone, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, cp_rank=0, cp_size=1, dcp_rank=0, dcp_size=1
+    )
+    assert sglang(alone) == "H_m_0_1"
+
+
 def test_seed_keys_have_the_rank_only() -> None:
     assert Keys(KeyMode.SGLANG_SEED, TP).of("H") == "H_1_4"
     assert Keys(KeyMode.SGLANG_SEED, MLA).of("H") == "H"
