@@ -8,7 +8,7 @@ Sans I/O, as decode_core.py. The shell (runtime/prefill_manager.py in the produc
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -109,7 +109,7 @@ class PrefillCore:
         error: KvGrpcError | None = None
         if room is None and len(self.rooms) >= self.bounds.rooms:
             error = failures.too_many("rooms", self.bounds.rooms, len(self.rooms))
-        elif room is not None and room.claimed:
+        elif self.has_sender(key):
             error = failures.conflict(key, f"a local sender of {self.me}")
         if error is not None:
             handle.release_safe = True
@@ -144,12 +144,13 @@ class PrefillCore:
 
     def find(self, key: RoomKey) -> PrefillRoom | None:
         """The room's record; where several decode ranks are owed the room, that of the first which is left."""
-        rooms, places = self.rooms, self._owners.places
-        room = rooms.get(key)
-        if room is None and key in places:
-            others = (rooms.get(key.at(place)) for place in range(1, places[key]))
-            return next((each for each in others if each is not None), None)
-        return room
+        room = self.rooms.get(key)
+        return next(self._later(key), None) if room is None else room
+
+    def has_sender(self, key: RoomKey) -> bool:
+        """Whether a local sender took the room. The first of its decode ranks may be done, and the others not."""
+        room = self.rooms.get(key)
+        return (room is not None and room.claimed) or any(each.claimed for each in self._later(key))
 
     def drain(self) -> None:
         """From now on refuses new rooms; rooms with a local sender go on (rule 4, proof of death)."""
@@ -216,6 +217,8 @@ class PrefillCore:
         """A decode whose Hello was refused waits for these rooms: their senders fail with the reason, also those that
         come later (1, opening)."""
         for key in keys:
+            if key in self._owners.places:  # one of several decode ranks has named it
+                continue
             room = self.rooms.get(key)
             if room is None and len(self.rooms) < self.bounds.rooms:
                 room = self._make(key)
@@ -480,6 +483,13 @@ class PrefillCore:
             self._due.clear(room.key)
         if self.draining:
             self._refuse(room, failures.draining(self.me))
+
+    def _later(self, key: RoomKey) -> Iterator[PrefillRoom]:
+        """The records of the room for all decode ranks that are owed it but the first."""
+        for place in range(1, self._owners.places.get(key, 1)):
+            room = self.rooms.get(key.at(place))
+            if room is not None:
+                yield room
 
     def _make(self, key: RoomKey) -> PrefillRoom:
         room = self.rooms[key] = PrefillRoom(key, self.me, self.now)

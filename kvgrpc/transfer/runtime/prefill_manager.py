@@ -420,8 +420,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
     # Between the core and the rest.
 
     def _with_sender(self, keys: Sequence[RoomKey]) -> list[RoomKey]:
-        rooms = self.core.rooms
-        return [key for key in keys if (record := rooms.get(key)) is not None and record.claimed]
+        return [key for key in keys if self.core.has_sender(key)]
 
     def _tick(self) -> None:
         self.core.tick()

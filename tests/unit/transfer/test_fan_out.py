@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvgrpc.dataplane.base import Outcome
+from kvgrpc.errors import ParallelLayoutMismatch
 from kvgrpc.model import RankId, RankRef
 from kvgrpc.transfer.protocol.fan_out import FanOut, PlaceHandle
 from kvgrpc.transfer.protocol.prefill_core import PrefillRoom
@@ -151,6 +152,51 @@ def test_people_see_the_rank_that_is_not_done_though_the_first_is(side: Wide) ->
     left = side.core.find(KEY)
     assert left is not None and left.key.place == 1
     assert left.state_of_all is RoomState.TRANSFERRING and left.failure_of_all is None
+
+
+def test_a_second_sender_disturbs_nobody_though_the_first_rank_is_done(side: Wide) -> None:
+    """The later ranks would be written what it sends, and the first sender would never end."""
+    side.both_named()
+    record, handle = side.claim()
+    side.send(record, 0, 3, last=True)
+    first, second = side.take("submissions")
+    side.core.on_outcome(first, Outcome.DONE)
+    side.name(Want.FORGET, ref=T0)
+    late = Handle()
+    assert side.core.claim(KEY, late) is None
+    assert reason(late) == "ROOM_CONFLICT" and late.release_safe
+    side.core.on_outcome(second, Outcome.DONE)
+    assert handle.poll is KVPoll.Success and handle.release_safe
+
+
+def test_a_rank_that_looks_for_the_sender_finds_it_though_the_first_rank_is_done(side: Wide) -> None:
+    """It would look until its deadline, for pages that wait for it."""
+    record, _ = side.claim()
+    side.name(ref=T0)
+    side.send(record, 0, 3, last=True)
+    assert side.end_writes() == 1
+    side.name(Want.FORGET, ref=T0)
+    assert KEY not in side.core.rooms and side.core.has_sender(KEY)
+    side.name(ref=T1)
+    assert side.end_writes() == 1
+    side.name(Want.FORGET, ref=T1)
+    assert not side.core.has_sender(KEY)
+
+
+@pytest.mark.parametrize("owner", [T0, T1])
+def test_a_hello_that_is_refused_fails_no_room_of_others_though_the_first_rank_is_done_or_to_come(
+    side: Wide, owner: RankRef
+) -> None:
+    side.name(ref=owner)
+    record, handle = side.claim()
+    side.send(record, 0, 3, last=True)
+    if owner == T0:
+        side.end_writes()
+        side.name(Want.FORGET, ref=T0)
+    side.core.on_refused_hello([KEY], ParallelLayoutMismatch("another layout"))
+    assert handle.poll is not KVPoll.Failed
+    left = side.core.find(KEY)
+    assert left is not None and left.failure is None
 
 
 @pytest.mark.parametrize("outcome", [Outcome.DONE, Outcome.REJECTED])
