@@ -135,13 +135,10 @@ class DecodeCore:
             room.parts[target.ref.rank] = DecodePart(pair)
             pair.rooms.add(room.key)
             pair.wait(self.now)
-            if pair.dead_at is not None:  # 5, nothing goes back: a new room on a pair proven dead fails at once
-                self._end(room, self._lost_failure(pair, "it was proven dead"))
-                return
-            held = self._held.of_pair.get(pair, 0)
-            if held > self.bounds.held_pages:
-                error = failures.pages_held(held, self.bounds.held_pages, self._settle_seconds, pair.ref)
-                self._end(room, self._failure(error))
+            failure = self._refusal_of(pair)
+            if failure is not None:
+                self._end(room, failure)
+                self._tell_refusal(room, targets)  # those behind it
                 return
         if len(room.parts) != len(targets):  # resolved again, and the engine came back with another layout
             self._end(room, self._failure(failures.other_ranks(room.key, [target.ref.rank for target in targets])))
@@ -315,6 +312,15 @@ class DecodeCore:
             return failures.too_many("rooms", self.bounds.rooms, len(self.rooms))
         if self.refuses_all:
             return failures.pages_held(self.held_pages, 2 * self.bounds.held_pages, self._settle_seconds)
+        return None
+
+    def _refusal_of(self, pair: DecodePair) -> Failure | None:
+        """Why this pair gets no new room."""
+        if pair.dead_at is not None:  # 5, nothing goes back: a new room on a pair proven dead fails at once
+            return self._lost_failure(pair, "it was proven dead")
+        held = self._held.of_pair.get(pair, 0)
+        if held > self.bounds.held_pages:
+            return self._failure(failures.pages_held(held, self.bounds.held_pages, self._settle_seconds, pair.ref))
         return None
 
     def _set_deadline(self, room: DecodeRoom) -> None:

@@ -100,6 +100,22 @@ class TestBounds:
         side.core.fail(room, CANCELLED)
         assert reason(side.open(SIX)) == "PAGES_HELD"
 
+    @pytest.mark.parametrize("first", [P0, P1])
+    def test_a_room_that_one_peer_may_not_have_is_told_to_all_that_owe_it(self, first: Target) -> None:
+        """Their senders would wait until their deadline."""
+        side = Side(bounds=Bounds(held_pages=2))
+        room, _ = side.writing(KEY, P0, pages=3)
+        side.open(SEVEN, P1)
+        side.welcome()
+        side.core.fail(room, CANCELLED)
+        side.said()
+        second = P1 if first is P0 else P0
+        assert reason(side.open(SIX, first, second)) == "PAGES_HELD"
+        told = {pair.ref: side.core.flush(pair) for pair in side.take("tell")}
+        assert {ref: [(each.key, each.want) for each in entries] for ref, entries in told.items()} == {
+            each.ref: [(SIX, Want.STOP)] for each in (P0, P1)
+        }
+
     @pytest.mark.parametrize(("pages", "all_refused"), [(2, False), (3, True)])
     def test_two_peers_past_it_refuse_all(self, pages: int, all_refused: bool) -> None:
         side = Side(bounds=Bounds(held_pages=2))
