@@ -315,6 +315,9 @@ class PrefillManager(TransferManager[PrefillRoom]):
         known = self.core.pairs.get(ref)
         if known is not None and isinstance(known.peer, PeerMemory) and known.peer.pools != pools:
             raise InvalidRequest.of("hello.pools", "others", "those that this incarnation said before")
+        place = topology.place_of(ref.rank, self.config.layout, layout)
+        if known is not None and (known.places, known.place) != (places, place):
+            raise InvalidRequest.of("hello.layout", layout, "the one that this incarnation said before")
         session.verify = self.config.verify and hello.verify
         memory = PeerMemory(pools, hello.data_plane_address, owes=not part.empty, verify=session.verify)
         error = self.core.on_hello(session, ref, to, hello.stream, memory)
@@ -322,8 +325,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
             raise error
         pair = self.core.pairs[ref]
         pair.sends_aux, pair.verify = part.aux, session.verify
-        pair.places = places
-        pair.place = topology.place_of(ref.rank, self.config.layout, layout)
+        pair.place, pair.places = place, places
         self._sessions[pair] = session
         return session
 

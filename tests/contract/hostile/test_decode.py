@@ -204,6 +204,14 @@ class TestEntriesOfDecode:
         other.ref = client.ref
         assert other.refused(stream=2, pools=[larger]).reason is Reason.INVALID_REQUEST
 
+    def test_so_is_a_layout_with_other_ranks_that_name_its_rooms(self, dial: Dial) -> None:
+        """A sender that had been aborted got its pages back while they were still written to it."""
+        client = dial().open()
+        other = dial()
+        other.ref = client.ref
+        refused = other.refused(stream=2, layout=common_pb2.Layout(dp=1, pp=2, cp=1, tp=1))
+        assert (refused.reason, refused.metadata["field"]) == (Reason.INVALID_REQUEST, "hello.layout")
+
 
 class TestFramesOfDecode:
     """Wrong as a whole: that session ends with a reason, and its pair may come back."""
