@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
 import subprocess
 import sys
@@ -29,7 +30,9 @@ from kvgrpc.registry.mirror import EngineMirror
 from kvgrpc.registry.model import EVERY_RANK, RankRow
 from kvgrpc.registry.servicer import RegistryServicer, add_registry_to_server
 from kvgrpc.registry.store.etcd import EtcdStore, view
+from kvgrpc.registry.store.etcd.client import EtcdClient
 from kvgrpc.registry.store.etcd.housekeeping import Housekeeping
+from kvgrpc.registry.store.etcd.v1 import etcd_pb2
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.interceptors import interceptors_of
 from kvgrpc.rpc.options import SERVER_OPTIONS
@@ -308,13 +311,74 @@ class TestFaults:
     async def test_a_value_that_is_no_row_takes_nothing_else_with_it(self, replicas: list[Replica]) -> None:
         here, there = replicas
         client, keys = here.store._client, here.store._keys
-        from kvgrpc.registry.store.etcd.v1 import etcd_pb2
 
         for key in (keys.rows + b"X/0/0/0/0", keys.rows + b"nonsense", keys.fences + b"X/0/0/0/0"):
             put = etcd_pb2.RequestOp(request_put=etcd_pb2.PutRequest(key=key, value=b"\xff\xfe"))
             await client.transact(etcd_pb2.TxnRequest(success=[put]))
         await here.register(row())
         await until(lambda: there.known() == {row()})
+
+    async def test_an_etcd_that_is_not_there_from_the_start_is_said_once_and_its_coming_too(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.INFO, "kvgrpc.registry")
+        with running_etcd() as etcd:
+            etcd.kill()
+            store = EtcdStore([etcd.address], prefix="/absent/")
+            await store.start(lambda changes: None)
+            await until(lambda: bool(caplog.messages))
+            await asyncio.sleep(1.0)  # in which it tries again some times
+            assert [record.levelname for record in caplog.records] == ["WARNING"]
+            assert f"etcd at {etcd.address} did not answer" in caplog.text
+            etcd.start()
+            await until(lambda: store.warming_up_for == 0)
+            assert caplog.messages[1:] == [f"etcd answers again, at {etcd.address}"]
+            await store.close()
+
+    async def test_a_registry_that_could_not_write_its_id_tries_again(
+        self, etcd: Etcd, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        transact = EtcdClient.transact
+        failed: list[etcd_pb2.TxnRequest] = []
+
+        async def fail_once(client: EtcdClient, request: etcd_pb2.TxnRequest) -> etcd_pb2.TxnResponse:
+            if not failed:
+                failed.append(request)
+                raise client.unavailable(client.address, "it was slow")
+            return await transact(client, request)
+
+        monkeypatch.setattr(EtcdClient, "transact", fail_once)
+        store = EtcdStore([etcd.address], prefix="/nameless/")
+        await store.start(lambda changes: None)
+        await until(lambda: store.registry_id != "")
+        await store.close()
+
+    async def test_rows_that_were_copied_without_their_leases_stop_nobody_from_following(
+        self, replicas: list[Replica], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """As `etcdctl make-mirror` writes them."""
+        here, there = replicas
+        client, keys = here.store._client, here.store._keys
+        await here.register(row("A"))
+        await here.register(row("B"))
+        _, found = await client.read(keys.rows)
+        await client.transact(etcd_pb2.TxnRequest(success=[_copied(each) for each in found]))
+        await until(lambda: all(view.knows_lease(0) for view in (here.store._view, there.store._view)))
+        (lease,) = (await here.register(row("A"))).leases
+        assert not (await here.store.keep_alive([lease.lease_id]))
+        await client.transact(etcd_pb2.TxnRequest(success=[_deleted(each) for each in found]))
+        await until(lambda: not there.known())
+        await here.register(row("C"))
+        await until(lambda: there.known() == {row("C")})
+        assert "following etcd failed" not in caplog.text
+
+
+def _copied(found: etcd_pb2.KeyValue) -> etcd_pb2.RequestOp:
+    return etcd_pb2.RequestOp(request_put=etcd_pb2.PutRequest(key=found.key, value=found.value))
+
+
+def _deleted(found: etcd_pb2.KeyValue) -> etcd_pb2.RequestOp:
+    return etcd_pb2.RequestOp(request_delete_range=etcd_pb2.DeleteRangeRequest(key=found.key))
 
 
 @pytest.mark.timeout(300)

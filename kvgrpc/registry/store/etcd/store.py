@@ -192,7 +192,8 @@ class EtcdStore:
 
     def _is_there(self, row: RankRow) -> bool:
         known = self._view.table.leased(row.ref.rank)
-        return known is not None and known.row == row
+        # One that somebody copied without its lease could never be renewed.
+        return known is not None and known.row == row and etcd_lease(known.lease_id) != 0
 
     def _are_there(self, rows: Sequence[RankRow]) -> bool:
         return all(map(self._is_there, rows))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from kvgrpc.errors import KvGrpcError
 from kvgrpc.model import RankId
 from kvgrpc.observability import metrics
+from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.registry import wire
 from kvgrpc.registry.model import RankRow, engine_differences
 from kvgrpc.registry.store.etcd.client import CALL_SECONDS, EtcdClient, WatchCall
@@ -48,6 +49,8 @@ class View:
         self._leases: dict[int, RankId] = {}
         self.pools = wire.PoolCache()
         self._moved: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._away = False
+        self._lines = RateLimited(_log)
 
     def knows_lease(self, lease: int) -> bool:
         return lease in self._leases
@@ -58,10 +61,9 @@ class View:
             try:
                 await self._follow_once()
             except KvGrpcError as error:
-                if self.current:
-                    _log.warning("what changes is not heard of until etcd answers again: %s", error.message)
+                self._say_it_is_away(error)
             except Exception:
-                _log.exception("following etcd failed")
+                self._lines.exception("following", "following etcd failed")
             self.current = False
             await asyncio.sleep(_PAUSE_SECONDS)
 
@@ -82,6 +84,8 @@ class View:
     async def _follow_once(self) -> None:
         if not self.revision:
             await self._load()
+        if not self.registry_id:
+            await self._client.transact(naming(self._keys, secrets.token_hex(8)))
         call = self._client.watch()
         try:
             await self._watch(call)
@@ -97,8 +101,6 @@ class View:
         self._apply([*(pb.Event(type=pb.Event.PUT, kv=key_value) for key_value in found), *map(self._gone, gone)])
         self._cluster = header.cluster_id
         self._move(header.revision)
-        if not self.registry_id:
-            await self._client.transact(naming(self._keys, secrets.token_hex(8)))
 
     async def _watch(self, call: WatchCall) -> None:
         with self._client.errors():
@@ -119,6 +121,7 @@ class View:
         asking = background(self._ask_for_progress(call), "etcd-progress")
         try:
             self.current = not created.canceled
+            self._say_it_is_back()
             await self._read_events(call, created)
         finally:
             asking.cancel()
@@ -195,7 +198,8 @@ class View:
         known = self.table.leased(rank)
         if known is None:
             return
-        del self._leases[known.lease_id]
+        # Rows that somebody copied without their leases have one number.
+        self._leases.pop(known.lease_id, None)
         if stored is not None and stored[0] == known.row:
             known.lease_id = stored[1]
             self._leases[known.lease_id] = known.row.ref.rank
@@ -213,6 +217,18 @@ class View:
             return
         self.table.add(row, lease, expires_at=float("inf"))
         self._leases[lease] = row.ref.rank
+
+    def _say_it_is_away(self, error: KvGrpcError) -> None:
+        """Once for each time, the start included: a registry without its store serves, and refuses every write."""
+        if not self._away:
+            why = one_line(error.message)
+            self._lines.warning("etcd", f"what changes is not heard of until etcd answers again: {why}")
+        self._away = True
+
+    def _say_it_is_back(self) -> None:
+        if self._away and self.current:
+            self._away = False
+            self._lines.say(logging.INFO, "etcd", f"etcd answers again, at {self._client.address}")
 
     def _gone(self, rank: RankId) -> pb.Event:
         return pb.Event(type=pb.Event.DELETE, kv=pb.KeyValue(key=self._keys.row(rank)))
