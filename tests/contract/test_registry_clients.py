@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import grpc
 import pytest
@@ -22,9 +23,10 @@ from kvgrpc.errors import (
     StaleEpoch,
 )
 from kvgrpc.model import Layout, Role
+from kvgrpc.registry.client import registration as registration_module
 from kvgrpc.registry.client.registration import Registration
 from kvgrpc.registry.client.resolver import Resolver
-from kvgrpc.registry.model import RankRow, RankSelector
+from kvgrpc.registry.model import Lease, RankRow, RankSelector
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.security import CallerRole, ClientSecurity, ServerSecurity, Token
 from kvgrpc.v1 import registry_service_pb2 as pb
@@ -68,6 +70,16 @@ class Hurried(RegistryServiceServicer):
 
     async def Deregister(self, request: pb.DeregisterRequest, context: object) -> pb.DeregisterResponse:
         return pb.DeregisterResponse()
+
+
+class Refusing(Hurried):
+    """A registry that takes rows and renews none."""
+
+    async def KeepAlive(
+        self, request_iterator: AsyncIterator[pb.KeepAliveRequest], context: Any
+    ) -> AsyncIterator[pb.KeepAliveResponse]:
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many\n2026-11-23 ERROR a line of somebody else's")
+        yield pb.KeepAliveResponse()
 
 
 class TestRegistration:
@@ -228,6 +240,44 @@ class TestRegistration:
         with pytest.raises(CredentialsInvalid):
             await Registration(dial, guarded.address, [row()]).start(5)
         await guarded.stop()
+
+    async def test_where_every_renewal_is_refused_it_registers_less_and_less_often(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """As past the bound of one caller's KeepAlive: thousands of ranks registered anew twice a second each."""
+        attempts: list[int] = []
+
+        def pause_before(attempt: int, *others: object) -> float:
+            attempts.append(attempt)
+            return 0.01
+
+        monkeypatch.setattr(registration_module, "pause_before", pause_before)
+        server = grpc.aio.server()
+        add_RegistryServiceServicer_to_server(Refusing(Duration(seconds=10)), server)  # type: ignore[abstract]
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        registration = Registration(dial, address, ranks(TP2))
+        await registration.start(5)
+        await until(lambda: len(attempts) >= 4)
+        assert attempts[:4] == [0, 1, 2, 3]
+        await registration.close()
+        await server.stop(0)
+        assert caplog.messages and all("\n" not in message for message in caplog.messages)
+
+    async def test_a_start_whose_answer_came_too_late_leaves_nothing_behind(
+        self, served: Served, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        register = served.store.register
+
+        async def slow(rows: Sequence[RankRow]) -> Sequence[Lease]:
+            leases = await register(rows)
+            await asyncio.sleep(30)
+            return leases
+
+        monkeypatch.setattr(served.store, "register", slow)
+        with pytest.raises(PeerUnreachable):
+            await Registration(dial, served.address, ranks(TP2)).start(0.5)
+        assert served.registry.rows == 0
 
     async def test_close_is_bounded_and_may_be_repeated(self) -> None:
         gone = await Served().start()

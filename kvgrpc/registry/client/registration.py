@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 import grpc
 
-from kvgrpc.errors import KvGrpcError, StaleEpoch
+from kvgrpc.errors import KvGrpcError, PeerUnreachable, StaleEpoch
 from kvgrpc.model import RankRef
+from kvgrpc.observability.logging import one_line
 from kvgrpc.registry import wire
 from kvgrpc.registry.calls import domain_errors, pause_before, unreachable
 from kvgrpc.registry.model import DEFAULT_TTL, RankRow
@@ -70,6 +71,9 @@ class Registration:
         self._on_superseded = on_superseded
         self._pools = wire.PoolCache()
         self._leases: dict[int, RankRow] = {}
+        # Rows of calls that got no answer: the registry may have them.
+        self._doubtful: set[RankRef] = set()
+        self._attempt = 0
         self._ttl = DEFAULT_TTL
         self._state: State = "starting"
         self._last_error: KvGrpcError | None = None
@@ -114,10 +118,10 @@ class Registration:
         while self._task is not None and not self._task.done():
             self._task.cancel()  # again, because wait_for swallows one that meets its end (before Python 3.12)
             await asyncio.wait({self._task}, timeout=0.1)
-        if self._leases:
+        if self._leases or self._doubtful:
             with contextlib.suppress(KvGrpcError):
                 await self._deregister()
-            self._leases = {}
+            self._leases, self._doubtful = {}, set()
         await self._hang_up()
 
     async def _register_until(self, deadline: float) -> None:
@@ -136,12 +140,11 @@ class Registration:
             attempt += 1
 
     async def _look_after(self) -> None:
-        attempt = 0
         while self._rows:
             try:
                 if self._state != "registered":
                     await self._register(self._rows, CALL_SECONDS)
-                    self._state, attempt = "registered", 0
+                    self._state = "registered"
                 await self._keep_alive()
             except StaleEpoch as error:
                 self._supersede(error)
@@ -151,9 +154,9 @@ class Registration:
             except Exception as error:
                 _log.exception("looking after the registration at %s failed", self.address)
                 self._note(unreachable(self.address, type(error).__name__))
-            await asyncio.sleep(self._pause(attempt))
+            await asyncio.sleep(self._pause(self._attempt))
             await self._hang_up()
-            attempt += 1
+            self._attempt += 1
 
     async def _keep_alive(self) -> NoReturn:
         """Renews until the stream ends, and raises why."""
@@ -164,6 +167,8 @@ class Registration:
             while True:
                 with domain_errors(self.address):
                     unknown = await within(max(self._ttl / 3, 1.0), self._renew(call))
+                # Not before: where every renewal is refused, ranks that register anew at once would be a storm.
+                self._attempt = 0
                 if unknown:
                     await self._register(unknown, CALL_SECONDS)
                 with contextlib.suppress(asyncio.TimeoutError):
@@ -183,10 +188,16 @@ class Registration:
 
     async def _register(self, rows: Sequence[RankRow], timeout: float) -> None:
         for chunk, request in self._requests(rows):
-            with domain_errors(self.address):
-                response = await self._stub().Register(request, timeout=timeout)
+            refs = {row.ref for row in chunk}
+            try:
+                with domain_errors(self.address):
+                    response = await self._stub().Register(request, timeout=timeout)
+            except (PeerUnreachable, asyncio.CancelledError):
+                self._doubtful |= refs
+                raise
             self._ttl = _ttl(response)
-            self._drop_leases({row.ref for row in chunk})
+            self._doubtful -= refs
+            self._drop_leases(refs)
             self._leases |= {lease.lease_id: row for lease, row in zip(response.leases, chunk, strict=True)}
 
     def _requests(self, rows: Sequence[RankRow]) -> Iterator[tuple[list[RankRow], pb.RegisterRequest]]:
@@ -205,7 +216,7 @@ class Registration:
             yield chunk, request
 
     async def _deregister(self) -> None:
-        refs = [row.ref for row in self._leases.values()]
+        refs = list({row.ref for row in self._leases.values()} | self._doubtful)
         requests = [
             pb.DeregisterRequest(ranks=map(rank_ref_to_pb, refs[first : first + wire.MAX_ROWS_PER_REQUEST]))
             for first in range(0, len(refs), wire.MAX_ROWS_PER_REQUEST)
@@ -221,7 +232,7 @@ class Registration:
         self._drop_leases({row.ref for row in gone})
         self._last_error = error
         self._state = "retrying" if self._rows else "superseded"
-        _log.warning("%s is superseded: %s", ", ".join(str(row.ref) for row in gone), error.message)
+        _log.warning("%s is superseded: %s", ", ".join(str(row.ref) for row in gone), one_line(error.message))
         if self._on_superseded is not None:
             try:
                 self._on_superseded(int(error.metadata.get("currentEpoch", 0)))
@@ -233,7 +244,7 @@ class Registration:
 
     def _note(self, error: KvGrpcError) -> None:
         if self._state == "registered":
-            _log.warning("registering at %s again: %s", self.address, error)
+            _log.warning("registering at %s again: %s", self.address, one_line(str(error)))
         self._state, self._last_error = "retrying", error
 
     def _pause(self, attempt: int) -> float:
