@@ -6,12 +6,15 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 
+import grpc
 import pytest
 import pytest_asyncio
 
 from kvgrpc.model import Role
 from kvgrpc.registry.client import following
 from kvgrpc.registry.client.following import Following
+from kvgrpc.v1 import registry_service_pb2 as pb
+from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceServicer, add_RegistryServiceServicer_to_server
 from tests.support.registry_serving import Served, dial
 from tests.support.waiting import until
 from tests.unit.registry.builders import row
@@ -72,3 +75,22 @@ async def test_a_registry_that_is_away_changes_nothing_and_its_return_is_news(fo
     again = await Served().start(first.port)
     assert await followed.change(again.address, "P", Role.PREFILL, known, 20.0) == known + 1
     await again.stop()
+
+
+async def test_a_stream_that_ends_at_once_is_not_asked_for_again_without_a_pause(followed: Following) -> None:
+    """By a proxy, or by what only calls itself a registry: the loop of the rank did nothing else."""
+    asked = 0
+
+    class Brief(RegistryServiceServicer):
+        async def WatchEngines(self, request: object, context: object) -> AsyncIterator[pb.WatchEnginesResponse]:
+            nonlocal asked
+            asked += 1
+            yield pb.WatchEnginesResponse()
+
+    server = grpc.aio.server()
+    add_RegistryServiceServicer_to_server(Brief(), server)  # type: ignore[abstract]
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    assert await followed.change(address, "P", Role.PREFILL, 0, 1.0) == 0
+    assert 1 <= asked <= 10
+    await server.stop(0)

@@ -11,7 +11,8 @@ import grpc
 
 from kvgrpc.errors import KvGrpcError
 from kvgrpc.model import Role
-from kvgrpc.registry.calls import domain_errors, pause_before
+from kvgrpc.observability.logging import one_line
+from kvgrpc.registry.calls import domain_errors, pause_before, unreachable
 from kvgrpc.rpc.channels import ChannelPool
 from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.within import within
@@ -71,7 +72,8 @@ class Following:
                         await self._read(followed, stream)
                     attempt = 0
                 except KvGrpcError as error:
-                    _log.info("following %s at %s: %s", followed.engine or followed.role.name, followed.address, error)
+                    name, why = followed.engine or followed.role.name, one_line(str(error))
+                    _log.info("following %s at %s: %s", name, followed.address, why)
                     await self._channels.hang_up(followed.address)
                     await asyncio.sleep(pause_before(attempt, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, error))
                     attempt += 1
@@ -80,7 +82,7 @@ class Following:
             stream.end()
 
     async def _read(self, followed: _Followed, stream: _Stream) -> None:
-        """Until nobody wants it any more, or the stream ends."""
+        """Until nobody wants it any more. Raises PeerUnreachable where the stream ends."""
         request = pb.WatchEnginesRequest(
             engine=followed.engine, role=common_pb2.Role.ValueType(followed.role), without_pools=True
         )
@@ -89,7 +91,8 @@ class Following:
             while stream.wanted:
                 message = await within(IDLE_TIMEOUT_SECONDS, call.read())
                 if not isinstance(message, pb.WatchEnginesResponse):
-                    break
+                    # A registry never ends one by itself: whoever does is not to be asked again without a pause.
+                    raise unreachable(followed.address, "it ended the stream")
                 if message.changes or message.state_complete:
                     stream.changed()
         finally:
