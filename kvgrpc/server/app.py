@@ -226,7 +226,13 @@ class Rank(Generic[Transfer]):
                 "a replica of several ranks needs prefetch.leader, or a registry to find it",
                 metadata={"engine": config.engine, "role": config.role.name, "missingRanks": ""},
             )
-        target = parse_bootstrap_addr(self.address if config.registry == "embedded" else config.registry).target
+        if config.registry == "embedded":
+            registry = self.address
+        elif self._registration is not None:
+            registry = self._registration.address  # of several replicas the one that answered last
+        else:
+            registry = replicas(config.registry)[0]
+        target = parse_bootstrap_addr(registry).target
         engine = await self._resolver.resolve(
             target, config.engine, config.role, [RankSelector(pp=0, tp=0)], config.resolve_timeout
         )

@@ -32,10 +32,12 @@ from kvgrpc.prefetch.model import Short
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.pages import Pages, as_pages
 from kvgrpc.prefetch.storage import open_backend
+from kvgrpc.server import RegistryServer
 from kvgrpc.v1 import event_service_pb2
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceStub
 from tests.support.cache_serving import LIMITS, SHAPE, CacheRank, bytes_of, hashes_of, open_cache_rank, prompt
+from tests.support.etcd import free_port
 from tests.support.faults.storage import DOWN, Fault, FaultyBackend, memory_backend
 from tests.support.waiting import wait_until
 
@@ -51,6 +53,16 @@ def cache(tmp_path: Path) -> Iterator[CacheRank]:
 def client(cache: CacheRank) -> Iterator[SyncClient]:
     with SyncClient(cache.address) as opened:
         yield opened
+
+
+def test_a_rank_with_several_registries_finds_the_leader_of_its_replica(tmp_path: Path) -> None:
+    """The first is not there: the one that has the rank's row is asked."""
+    registry = RegistryServer(["127.0.0.1:0"]).open()
+    cache = open_cache_rank(tmp_path, registry=f"127.0.0.1:{free_port()},{registry.address}")
+    rank: Any = cache.rank
+    assert rank._loop.run(rank._find_cache_leader(), 20.0) == cache.address
+    cache.close()
+    registry.close()
 
 
 def ended(client: SyncClient, operation: pb.CacheOperation) -> pb.CacheOperation:
