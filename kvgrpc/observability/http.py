@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
 from typing import Any
 
 from prometheus_client.exposition import choose_encoder
@@ -65,6 +66,10 @@ class _Server(ThreadingHTTPServer):
         self.checks = checks
         self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
         super().__init__((host, port), _Handler)
+
+    def server_bind(self) -> None:
+        """Without the look in DNS for this host's name, which waits for many seconds where no DNS answers."""
+        TCPServer.server_bind(self)
 
     def process_request(self, request: socket.socket, client_address: Any) -> None:  # type: ignore[override]
         if self._room.acquire(blocking=False):

@@ -96,3 +96,16 @@ def test_a_port_that_is_taken_or_none_is_refused_by_name(process: Process) -> No
     for nonsense in ("", "9090", "unix:/run/metrics", "127.0.0.1:99999"):
         with pytest.raises(InvalidRequest):
             StatusServer(nonsense, dict, dict)
+
+
+def test_no_name_is_looked_up_to_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where DNS does not answer, that took as long as it gives up: 10 s and more before a rank was open."""
+    asked: list[str] = []
+
+    def getfqdn(name: str = "") -> str:
+        asked.append(name)
+        return name
+
+    monkeypatch.setattr(socket, "getfqdn", getfqdn)
+    StatusServer("0.0.0.0:0", dict, dict).close()
+    assert asked == []
