@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvgrpc.cli.connection import calls_a_rank, json_option
+from kvgrpc.cli.connection import Seconds, calls_a_rank, json_option
 from kvgrpc.cli.names import incarnation_name
 from kvgrpc.cli.output import show_json, show_record, show_table, size
 from kvgrpc.cli.prompt_pages import names_pages
@@ -101,7 +101,7 @@ def purge(
 
 @cache.command()
 @click.option(
-    "--for", "duration", type=click.FloatRange(0.0, 3600.0), default=60.0, show_default=True, help="Seconds; 0 ends it."
+    "--for", "duration", type=Seconds(0.0, 3600.0), default=60.0, show_default=True, help="Seconds; 0 ends it."
 )
 @names_pages
 @json_option

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate
@@ -18,6 +19,17 @@ if TYPE_CHECKING:
 
 DEFAULT_SERVER = "127.0.0.1:8998"
 FILE = click.Path(exists=True, dir_okay=False)
+
+
+class Seconds(click.FloatRange):
+    """A range without NaN, which is neither below nor above a bound, and which no wait ends after."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = super().convert(value, param, ctx)
+        if math.isnan(found):
+            self.fail(f"{value} is no number of seconds.", param, ctx)
+        return found
+
 
 json_option = click.option("--json", "as_json", is_flag=True, help="JSON, one message a line, as grpcurl names fields.")
 
@@ -42,7 +54,7 @@ _OPTIONS = (
     ),
     click.option(
         "--timeout",
-        type=click.FloatRange(0.1, 3600.0),
+        type=Seconds(0.1, 3600.0),
         default=5.0,
         show_default=True,
         envvar="KVGRPC_TIMEOUT",

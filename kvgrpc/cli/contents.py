@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvgrpc.cli.batches import name_and_hashes, read_batch, show_batch
-from kvgrpc.cli.connection import json_option
+from kvgrpc.cli.connection import Seconds, json_option
 from kvgrpc.cli.output import seconds, show_table, size
 from kvgrpc.cli.publisher import calls_a_publisher
 from kvgrpc.cli.standing import held, standing_fields
@@ -59,9 +59,7 @@ def snapshot(client: SyncClient, as_json: bool, **stream: Any) -> None:
 
 
 @click.command()
-@click.option(
-    "--within", type=click.FloatRange(0.1), default=30.0, show_default=True, help="Seconds until it must be known."
-)
+@click.option("--within", type=Seconds(0.1), default=30.0, show_default=True, help="Seconds until it must be known.")
 @names_a_cache
 @json_option
 @calls_a_publisher

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvgrpc.cli.connection import calls_a_rank, json_option
+from kvgrpc.cli.connection import Seconds, calls_a_rank, json_option
 from kvgrpc.cli.names import reason_name, seconds_of
 from kvgrpc.cli.output import show_json, show_record, show_table, size
 from kvgrpc.cli.prompt_pages import names_pages
@@ -22,7 +22,7 @@ NOT_DONE = 1
 _ORDER = (
     click.option("--request-id", default="", help="Makes a repeat harmless; default: a new one."),
     click.option(
-        "--within", type=click.FloatRange(0.01, 3600.0), help="Seconds that it may take; default: the rank's own limit."
+        "--within", type=Seconds(0.01, 3600.0), help="Seconds that it may take; default: the rank's own limit."
     ),
     click.option("--priority", type=click.IntRange(-1000, 1000), default=0, show_default=True, help="Smaller: sooner."),
     click.option("--tenant", default="", help="Tenants of one priority are served in turn."),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvgrpc.cli.connection import DEFAULT_SERVER, FILE
+from kvgrpc.cli.connection import DEFAULT_SERVER, FILE, Seconds
 from kvgrpc.cli.contents import DP
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def serve() -> None:
 )
 @click.option(
     "--lease-ttl",
-    type=click.FloatRange(1.0, 600.0),
+    type=Seconds(1.0, 600.0),
     default=10.0,
     show_default=True,
     envvar="KVGRPC_LEASE_TTL",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvgrpc.cli.connection import calls_a_server, json_option
+from kvgrpc.cli.connection import Seconds, calls_a_server, json_option
 from kvgrpc.cli.names import incarnation_name, layout_name, role_name
 from kvgrpc.cli.output import seconds, show_json, show_record, show_table, size
 
@@ -89,7 +89,7 @@ def health(client: SyncClient, service: str | None) -> None:
 
 
 @click.command()
-@click.option("--grace", type=click.FloatRange(0.0, 600.0), default=30.0, show_default=True, help="Seconds for rooms.")
+@click.option("--grace", type=Seconds(0.0, 600.0), default=30.0, show_default=True, help="Seconds for rooms.")
 @json_option
 @calls_a_server
 def drain(client: SyncClient, grace: float, as_json: bool) -> None:
