@@ -38,12 +38,12 @@ class CallLimits:
     locates_per_caller: int = 1_024
     keepalives_per_caller: int = 1_024
 
-    def per_caller(self, path: str) -> tuple[int, str] | None:
-        """The bound of a method for one caller, and what it bounds; None: only that of all callers holds."""
+    def per_caller(self, path: str) -> tuple[int, str, str] | None:
+        """The bound of a method for one caller, what it bounds, and its name here; None: only that of all holds."""
         if path.startswith("/grpc.reflection."):
-            return self.reflections_per_caller, "reflection streams"
+            return self.reflections_per_caller, "reflection streams", "reflections_per_caller"
         name = _PER_CALLER.get(path)
-        return None if name is None else (getattr(self, name), path.rpartition("/")[2])
+        return None if name is None else (getattr(self, name), path.rpartition("/")[2], name)
 
 
 _PER_CALLER = {
@@ -89,14 +89,14 @@ class Admission:
         bound = self._limits.per_caller(method.path)
         if bound is None:
             return inner
-        limit, what = bound
+        limit, what, setting = bound
         counts = self._of_callers
 
         async def call(request: Any, context: Context) -> Any:
             name = caller().name
             key = what, name
             if counts[key] >= limit:
-                raise _too_many(limit, f"{what} of one caller", name)
+                raise _too_many(limit, f"{what} of one caller", setting, name)
             counts[key] += 1
             try:
                 return await inner(request, context)
@@ -112,7 +112,7 @@ class Admission:
             if self._refusing:
                 raise _draining()
             if self._unary >= self._limits.unary:
-                raise _too_many(self._limits.unary, "calls")
+                raise _too_many(self._limits.unary, "calls", "unary")
             self._unary += 1
             try:
                 return await inner(request, context)
@@ -126,7 +126,7 @@ class Admission:
             if self._ending:
                 raise _draining()
             if len(self._streams) >= self._limits.streams:
-                raise _too_many(self._limits.streams, "streams")
+                raise _too_many(self._limits.streams, "streams", "streams")
             task = asyncio.current_task()
             assert task is not None
             self._streams.add(task)
@@ -163,9 +163,11 @@ def _draining() -> ServerDraining:
     return ServerDraining("the server stops; go on elsewhere, or here when it is back")
 
 
-def _too_many(limit: int, scope: str, who: str = "") -> TooManyRequests:
+def _too_many(limit: int, scope: str, setting: str, who: str = "") -> TooManyRequests:
+    """A caller may be all ranks that share a token or come through one host: whoever is refused learns the setting."""
+    of = f" ({who})" if who else ""
     return TooManyRequests(
-        f"{limit} {scope} are open at this server" + (f" ({who})" if who else ""),
+        f"{limit} {scope} are open at this server{of}; its call_limits.{setting} (KVGRPC_CALL_LIMITS) is the bound",
         metadata={"limit": limit, "value": limit + 1, "scope": scope},
         retry_after=_RETRY_SECONDS,
     )

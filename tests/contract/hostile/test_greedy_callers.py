@@ -123,6 +123,7 @@ def test_one_caller_locks_nobody_else_out(asked: RankHost, path: str) -> None:
         assert isinstance(refused, TooManyRequests) and refused.retry_after
         assert (refused.metadata["limit"], refused.metadata["value"]) == (str(limit), str(limit + 1))
         assert refused.metadata["scope"].endswith("of one caller") and "rank a-*" in refused.message
+        assert "_per_caller (KVGRPC_CALL_LIMITS)" in refused.message
         for _ in range(limit):
             honest.hold(path)
         held[0].cancel()
