@@ -192,7 +192,7 @@ def check_advertised(address: str, *, field: str, peer_is_local: bool) -> None:
     Raises InvalidRequest for bad syntax, AddressNotAllowed for a wildcard, and for loopback from another host.
     """
     host, port = _with_default_port(address, default_port=None)
-    if host in ("", "*") and port is not None:
+    if host in ("", "*") and port is not None and not address.startswith("["):
         raise not_dialable(address, "a wildcard is no address to dial")
     normal = _normal_host(host)
     bare_ipv6 = address.count(":") > 1 and not address.startswith("[")

@@ -127,6 +127,13 @@ def test_a_wildcard_is_not_advertised_and_the_remedy_is_named(address: str) -> N
     assert refused.value.metadata == {"address": address, "configKey": "advertise"}
 
 
+@pytest.mark.parametrize("address", ["[10.0.0.1]:1", "[host]:1", "[]:1"])
+def test_brackets_around_what_is_no_ipv6_are_no_wildcard(address: str) -> None:
+    with pytest.raises(InvalidRequest, match="IPv6 in brackets") as refused:
+        check_advertised(address, field="grpc", peer_is_local=True)
+    assert refused.value.metadata["field"] == "grpc"
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "localhost:1", "[::1]:1"])
 def test_loopback_is_advertised_on_the_registry_s_own_host_only(address: str) -> None:
     check_advertised(address, field="grpc", peer_is_local=True)
