@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from kvgrpc.model import RankId, RankRef
 from kvgrpc.observability import metrics
+from kvgrpc.observability.logging import RateLimited
 from kvgrpc.registry.acceptance import MAX_ENGINES, MAX_ROWS, Acceptance
 from kvgrpc.registry.clock import TICK_SECONDS, RunningClock
 from kvgrpc.registry.engine import LeasedRow
@@ -18,6 +20,8 @@ from kvgrpc.registry.model import DEFAULT_TTL, Lease, RankRow
 from kvgrpc.registry.store.base import OnChange
 from kvgrpc.registry.table import EngineTable
 from kvgrpc.rpc.loop import background
+
+_log = logging.getLogger(__name__)
 
 
 class MemoryRegistry:
@@ -49,6 +53,7 @@ class MemoryRegistry:
         # The largest epoch of ranks that are gone: an older incarnation that wakes up later stays fenced.
         self._fences: OrderedDict[RankId, int] = OrderedDict()
         self._max_fences = max_rows
+        self._ran_out: list[RankRef] = []
         self._acceptance = Acceptance(
             self._table,
             lambda rank: self._fences.get(rank, 0),
@@ -114,7 +119,13 @@ class MemoryRegistry:
                 break
             self._remove(leased)
             expired.append(leased.row.ref)
+        self._ran_out += expired
         return tuple(expired)
+
+    def take_ran_out(self) -> list[RankRef]:
+        """The rows whose leases ran out since this was called last, whichever call found them so."""
+        ran_out, self._ran_out = self._ran_out, []
+        return ran_out
 
     def _remove_replaced(self, rows: Sequence[RankRow]) -> None:
         for row in rows:
@@ -159,6 +170,7 @@ class MemoryStore:
         )
         self._on_change: OnChange | None = None
         self._ticking: asyncio.Task[None] | None = None
+        self._lines = RateLimited(_log)
 
     @property
     def registry_id(self) -> str:
@@ -207,7 +219,12 @@ class MemoryStore:
     async def _tick(self) -> None:
         while True:
             self._clock.tick()
-            metrics.REGISTRY_EXPIRED.inc(len(self.registry.expire()))
+            self.registry.expire()
+            ran_out = self.registry.take_ran_out()
+            metrics.REGISTRY_EXPIRED.inc(len(ran_out))
+            for ref in ran_out:
+                self._lines.warning("leases", f"the lease of {ref} ran out: nobody renewed it for {self.ttl:g} s")
+            self._lines.flush()
             metrics.REGISTRY_ROWS.set(self.registry.rows)
             self._tell()
             await asyncio.sleep(TICK_SECONDS)

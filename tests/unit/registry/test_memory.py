@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,8 +19,9 @@ from kvgrpc.errors import (
     WarmingUp,
 )
 from kvgrpc.model import Attention, Layout, ModelIdentity, RankId, RankRef, Role
+from kvgrpc.observability import metrics
 from kvgrpc.registry.model import BEFORE_ALL, EVERY_RANK, EngineChange, EngineFilter, RankSelector, ResolvedEngine
-from kvgrpc.registry.store.memory import MemoryRegistry
+from kvgrpc.registry.store.memory import MemoryRegistry, MemoryStore
 from tests.unit.registry.builders import TTL, HandClock, pool, ranks, registry, row
 
 TP2 = Layout(tp=2)
@@ -440,3 +442,21 @@ def resolve(
 
 def changes(known: MemoryRegistry) -> list[EngineChange]:
     return known.table.take_changes()
+
+
+async def test_a_lease_that_ran_out_is_counted_and_said_whoever_noticed_it_first(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nearly always a reader does, of a registry that is asked more often than it looks by itself."""
+    store, now = MemoryStore(ttl=10.0), [0.0]
+    monkeypatch.setattr(store.registry, "_clock", lambda: now[0])
+    before = metrics.REGISTRY.get_sample_value("kvgrpc_registry_leases_expired_total")
+    assert before is not None
+    await store.register([row()])
+    now[0] = 20.0
+    assert store.table.rows == 0
+    await store.start(lambda changes: None)
+    await asyncio.sleep(0)  # its first look
+    assert metrics.REGISTRY.get_sample_value("kvgrpc_registry_leases_expired_total") == before + 1
+    assert caplog.messages == [f"the lease of {row().ref} ran out: nobody renewed it for 10 s"]
+    await store.close()
