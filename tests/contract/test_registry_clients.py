@@ -271,7 +271,7 @@ class TestRegistration:
 
         async def slow(rows: Sequence[RankRow]) -> Sequence[Lease]:
             leases = await register(rows)
-            await asyncio.sleep(30)
+            await asyncio.sleep(30)  # longer than the start waits: its answer never comes
             return leases
 
         monkeypatch.setattr(served.store, "register", slow)
