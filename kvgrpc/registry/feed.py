@@ -102,9 +102,11 @@ class Feed:
         return list(self._messages(EngineChange(engine) for engine in self._engines())) or [b""]
 
     def _engines(self) -> Sequence[ResolvedEngine]:
-        table = self._table()
-        found = table.list_engines(self._only.role, "", table.engines, rows=True)
-        return [engine for engine in found if self._only.takes(engine.name, engine.role)]
+        table, only = self._table(), self._only
+        if not only.engine:
+            return table.list_engines(only.role, "", table.engines, rows=True)
+        engine = table.engine(only.engine)
+        return [engine.view(engine.rows())] if engine is not None and only.takes(engine.name, engine.role) else []
 
     def _messages(self, changes: Iterable[EngineChange]) -> Iterator[bytes]:
         """Encoded messages of at most 1 MiB, as long as one row is not larger itself."""
