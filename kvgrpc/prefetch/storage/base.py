@@ -129,7 +129,7 @@ class StorageBackend(Protocol):
         """Host memory in which buffers will lie: what a zero-copy backend prepares once. Repeats are harmless.
 
         A backend that copies ignores it; buffers outside it work too, with a copy. Registered memory stays mapped until
-        ``close`` returned True.
+        ``close`` returned True, or until nothing moves in it any more and what comes in its place is registered.
         """
 
     def count_leading(self, keys: Sequence[str], timeout: float) -> int:

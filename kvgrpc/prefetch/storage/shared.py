@@ -12,10 +12,12 @@ _LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (...)(.) ([0-9a-f]+) ([0-9a-f]+):([
 
 @dataclass(frozen=True, slots=True)
 class SharedFile:
-    """Descriptor of this process, and where in its file the memory begins."""
+    """Descriptor of this process, where in its file the memory begins, and which file that is (device, inode): the
+    descriptor may be another one's one day, and the address too."""
 
     descriptor: int
     offset: int
+    file: tuple[int, int]
 
 
 def shared_file(address: int, nbytes: int) -> SharedFile | None:
@@ -27,9 +29,10 @@ def shared_file(address: int, nbytes: int) -> SharedFile | None:
                 continue
             if found[4] != "s" or address + nbytes > int(found[2], 16) or found[8] == "0":
                 return None
-            descriptor = _descriptor_of(os.makedev(int(found[6], 16), int(found[7], 16)), int(found[8]))
+            file = os.makedev(int(found[6], 16), int(found[7], 16)), int(found[8])
+            descriptor = _descriptor_of(*file)
             offset = int(found[5], 16) + address - int(found[1], 16)
-            return None if descriptor is None else SharedFile(descriptor, offset)
+            return None if descriptor is None else SharedFile(descriptor, offset, file)
     return None
 
 

@@ -68,6 +68,9 @@ class Child:
         try:
             descriptor = os.open(f"/proc/{area.pid}/fd/{area.file}", os.O_RDWR | os.O_CLOEXEC)
             try:
+                status = os.fstat(descriptor)
+                if (status.st_dev, status.st_ino) != area.inode:
+                    raise OSError(f"descriptor {area.file} is another file's by now")
                 memory = mmap.mmap(descriptor, area.nbytes, flags=mmap.MAP_SHARED, offset=area.offset)
             finally:
                 os.close(descriptor)

@@ -107,7 +107,7 @@ class Link:
     def share(self, memory: SharedFile, nbytes: int) -> int:
         """Makes shared memory known to this and every later process; its number. ``offset`` is page aligned."""
         with self._sending:
-            area = Area(len(self._areas) + 1, os.getpid(), memory.descriptor, memory.offset, nbytes)
+            area = Area(len(self._areas) + 1, os.getpid(), memory.descriptor, memory.offset, nbytes, memory.file)
             self._areas.append(area)
             if self._wire is not None and self.ready:
                 self._send(self._wire, area)
@@ -162,7 +162,10 @@ class Link:
         pause, lines = _RETRY_SECONDS, RateLimited(logger, lines=1, seconds=_LOG_SECONDS)
         while not self._closed.is_set():
             self._started = self._connected = False
-            why = self._run_one()
+            try:
+                why = self._run_one()
+            except Exception as error:  # no process can be made just now, for one
+                why = f"no process that talks to it ({type(error).__name__}: {error})"
             if self._closed.is_set():
                 break
             self._set_down(why)

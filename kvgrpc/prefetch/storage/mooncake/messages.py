@@ -26,13 +26,15 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Area(msgspec.Struct, frozen=True, tag=True):
-    """Shared memory that the child registers: descriptor ``file`` of process ``pid``, from ``offset`` on."""
+    """Shared memory that the child registers: descriptor ``file`` of process ``pid``, from ``offset`` on.
+    ``inode``: its (device, inode), without which the descriptor is another file's by now."""
 
     number: int
     pid: int
     file: int
     offset: int
     nbytes: int
+    inode: tuple[int, int]
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):

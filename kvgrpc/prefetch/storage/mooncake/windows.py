@@ -16,22 +16,20 @@ logger = logging.getLogger(__name__)
 
 
 class Windows:
-    """Registered ranges by address. Thread-safe; ranges are never forgotten."""
+    """Registered ranges by address. Thread-safe; a range is forgotten when other memory in its place is registered."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
         self._lock = threading.Lock()
         # (address, end, area, offset in the area), sorted; replaced as a whole, so that readers need no lock
         self._ranges: tuple[tuple[int, int, int, int], ...] = ()
+        # area -> the file, and where in it address 0 would lie
+        self._files: dict[int, tuple[tuple[int, int], int]] = {}
 
     def add(self, memory: Sequence[MemoryRange]) -> None:
         """Ranges that only this process can see are left out: their pages are copied."""
         with self._lock:
             for each in memory:
-                if any(
-                    start <= each.address and each.address + each.nbytes <= end for start, end, _, _ in self._ranges
-                ):
-                    continue
                 if self._share(each.address, each.nbytes) is None:
                     logger.debug("storage 'mooncake': %d bytes are no shared memory and will be copied", each.nbytes)
 
@@ -56,10 +54,18 @@ class Windows:
         return pieces
 
     def _share(self, address: int, nbytes: int) -> int | None:
-        found = shared_file(address, nbytes)
-        if found is None:
+        found, end = shared_file(address, nbytes), address + nbytes
+        # Memory that was unmapped leaves its address to other memory, which the old area does not show.
+        file = None if found is None else (found.file, found.offset - address)
+        ranges = [each for each in self._ranges if each[1] <= address or end <= each[0] or self._files[each[2]] == file]
+        self._ranges = tuple(ranges)
+        if found is None or file is None:
             return None
+        for first, last, area, _ in ranges:
+            if first <= address and end <= last:
+                return area
         inside = found.offset % mmap.ALLOCATIONGRANULARITY
-        area = self._link.share(SharedFile(found.descriptor, found.offset - inside), nbytes + inside)
-        self._ranges = tuple(sorted((*self._ranges, (address, address + nbytes, area, inside))))
+        area = self._link.share(SharedFile(found.descriptor, found.offset - inside, found.file), nbytes + inside)
+        self._files[area] = file
+        self._ranges = tuple(sorted((*ranges, (address, end, area, inside))))
         return area

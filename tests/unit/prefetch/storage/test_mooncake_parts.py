@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import socket
 import threading
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -16,9 +18,10 @@ from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.shape import HostLayout, PageShape
 from kvgrpc.prefetch.storage.base import MemoryRange, PageStatus, leading_pages
 from kvgrpc.prefetch.storage.mooncake import lost
+from kvgrpc.prefetch.storage.mooncake.child import Child
 from kvgrpc.prefetch.storage.mooncake.codes import is_lost, result_of
-from kvgrpc.prefetch.storage.mooncake.link import Pending
-from kvgrpc.prefetch.storage.mooncake.messages import Call, Reply, Wire
+from kvgrpc.prefetch.storage.mooncake.link import Link, Pending
+from kvgrpc.prefetch.storage.mooncake.messages import Area, Call, Reply, Start, Wire
 from kvgrpc.prefetch.storage.mooncake.staging import Staging
 from kvgrpc.prefetch.storage.mooncake.windows import Windows
 from kvgrpc.prefetch.storage.shared import SharedFile, shared_file
@@ -89,6 +92,27 @@ def test_messages_cross_and_nonsense_ends_the_connection() -> None:
     ours.close()
 
 
+def test_a_process_that_cannot_be_made_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No descriptors, no memory, no threads: that passes, and until then the store is merely away."""
+    tried: list[int] = []
+    again = threading.Event()
+
+    def no_process() -> None:
+        tried.append(1)
+        if len(tried) == 2:
+            again.set()
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("kvgrpc.prefetch.storage.mooncake.link._spawn", no_process)
+    monkeypatch.setattr("kvgrpc.prefetch.storage.mooncake.link._RETRY_SECONDS", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as master:
+        link = Link(Start("127.0.0.1", f"127.0.0.1:{master.getsockname()[1]}", "tcp", "", 0, 0, 1))
+        try:
+            assert again.wait(20) and "Too many open files" in link.down().message
+        finally:
+            assert link.close(20)
+
+
 def test_staging_memory_is_unmapped_only_when_nobody_is_in_it() -> None:
     staging = Staging(1 << 16, lanes=2)
     lane = staging.acquire(0.0)
@@ -137,6 +161,48 @@ class TestWindows:
         windows.add([MemoryRange(memory_address(private), 1 << 16)])
         assert windows.find(((memory_address(private), 4096),)) is None
 
+    def test_memory_that_comes_to_the_address_of_other_memory_is_seen_instead(self) -> None:
+        """A pool is unmapped, and the next one of a backend that stays open comes to lie where it was."""
+        size, link = 1 << 16, RecordedLink()
+        windows = Windows(link)  # type: ignore[arg-type]
+        place = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        address = memory_address(place)
+        for content in (b"a", b"b"):
+            descriptor = os.memfd_create("pages")
+            os.write(descriptor, content * size)
+            map_at(address, size, descriptor)
+            windows.add([MemoryRange(address, size)])
+            windows.add([MemoryRange(address + 4096, 4096)])
+            assert link.bytes_at(windows.find(((address + 4096, 8),)) or []) == content * 8
+            os.close(descriptor)
+        map_at(address, size, -1)
+        windows.add([MemoryRange(address, size)])
+        assert windows.find(((address, 8),)) is None, "what nobody else sees is copied"
+        link.close()
+
+    def test_a_descriptor_that_is_another_files_by_now_is_not_mapped(self) -> None:
+        """The other process was started anew, and the memory's own descriptor was closed and given away meanwhile."""
+        registered: list[int] = []
+
+        def register(address: int, nbytes: int) -> int:
+            registered.append(nbytes)
+            return 0
+
+        store = SimpleNamespace(register_buffer=register)
+        child = Child(Wire(socket.socketpair()[0]), store, threads=0)
+        descriptor, other = os.memfd_create("pages"), os.memfd_create("other")
+        for each in (descriptor, other):
+            os.ftruncate(each, 1 << 16)
+        status = os.fstat(descriptor)
+        area = Area(1, os.getpid(), descriptor, 0, 1 << 16, (status.st_dev, status.st_ino))
+        child._map(area)
+        assert registered == [1 << 16]
+        os.dup2(other, descriptor)
+        child._map(area)
+        assert registered == [1 << 16]
+        for each in (descriptor, other):
+            os.close(each)
+
 
 class RecordedLink:
     """Maps what it is told of, as the other process does."""
@@ -160,6 +226,16 @@ class RecordedLink:
 
 def memory_address(memory: mmap.mmap) -> int:
     return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
+
+
+def map_at(address: int, nbytes: int, descriptor: int) -> None:
+    """Puts a file, or with -1 memory of nobody else, where something else is mapped."""
+    kind = mmap.MAP_SHARED if descriptor >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    call = ctypes.CDLL(None, use_errno=True).mmap
+    call.restype = ctypes.c_void_p
+    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    fixed = 0x10
+    assert call(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, kind | fixed, descriptor, 0) == address
 
 
 @pytest.mark.parametrize("there", [0, 1, 63, 64, 65, 500])
