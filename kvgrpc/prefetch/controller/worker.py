@@ -92,6 +92,8 @@ class Worker(Generic[T]):
                 self._handle(items)
             except Exception as error:
                 self._record(items, error)
+            except BaseException as error:  # a panic of a library in Rust is none, and the thread is needed yet
+                self._record(items, RuntimeError(f"{type(error).__name__}: {error}"))
 
     def _take(self) -> list[T] | None:
         with self._wake:

@@ -17,7 +17,7 @@ class Unfinished:
     """An item without a result. ``released``: None: it was never begun. Otherwise set when its call ended."""
 
     released: threading.Event | None = None
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 class _Batch(Generic[T]):
@@ -86,7 +86,7 @@ class Workers:
             result: object
             try:
                 result = batch.function(number)
-            except Exception as error:
+            except BaseException as error:  # a panic of a library in Rust is no Exception, and the thread is needed yet
                 result = Unfinished(error=error)
             with self._changed:
                 if not batch.stopped:

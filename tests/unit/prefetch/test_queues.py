@@ -51,6 +51,30 @@ def test_a_worker_outlives_whatever_its_items_do() -> None:
     assert worker.healthy and worker.stop(5.0)
 
 
+def test_a_worker_outlives_what_is_no_exception() -> None:
+    """Such as a panic of a store's client that is written in Rust."""
+
+    class Panic(BaseException):
+        pass
+
+    def handle(items: list[int]) -> None:
+        raise Panic("index out of bounds")
+
+    failed: list[str] = []
+    both = threading.Event()
+
+    def note(items: list[int], error: Exception) -> None:
+        failed.append(f"{items[0]} {error}")
+        if len(failed) == 2:
+            both.set()
+
+    worker = Worker("test", handle, note)
+    for number in range(2):
+        worker.put(number)
+    assert both.wait(20) and failed == ["0 Panic: index out of bounds", "1 Panic: index out of bounds"]
+    assert worker.healthy and worker.stop(5.0)
+
+
 def test_a_full_or_closed_worker_says_so() -> None:
     holding, begun = threading.Event(), threading.Event()
 

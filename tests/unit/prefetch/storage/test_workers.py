@@ -29,6 +29,21 @@ def test_what_raises_is_its_own_failure_only(workers: Workers) -> None:
     assert isinstance(results[1], Unfinished) and isinstance(results[1].error, ZeroDivisionError)
 
 
+def test_a_thread_outlives_what_is_no_exception(workers: Workers) -> None:
+    """Such as a panic of a store's client that is written in Rust, or a cancelled task."""
+
+    class Panic(BaseException):
+        pass
+
+    def panic(number: int) -> None:
+        raise Panic(number)
+
+    for _ in range(3):
+        results = workers.run(panic, 2, LONG)
+        assert all(isinstance(each, Unfinished) and isinstance(each.error, Panic) for each in results)
+    assert workers.run(lambda number: number, 3, LONG) == [0, 1, 2]
+
+
 def test_what_hangs_is_left_and_says_when_it_ends(workers: Workers) -> None:
     gate, began = threading.Event(), []
 
