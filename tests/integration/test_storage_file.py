@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ import pytest
 
 from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.prefetch.storage.base import OK, PageStatus, StorageBackend, StorageDown
+from kvgrpc.prefetch.storage.file.folder import Folder
 from kvgrpc.prefetch.storage.file.formats import HEADER_BYTES, OwnFormat
 from tests.conformance.storage.openers import skip_without_nixl
 from tests.conformance.storage.pages import Arena
@@ -89,6 +91,31 @@ def test_a_writer_that_is_killed_leaves_whole_pages_and_nothing_else(name: str, 
             writer.send_signal(signal.SIGKILL)
     assert check_all(name, folder, kills, 64) >= said > 0
     assert not [path for path in files(folder) if path.suffix != ".kv"], "what killed writers left behind is removed"
+
+
+@pytest.mark.parametrize("of", ["our pid in an earlier life", "a pid that is another's by now"])
+def test_what_a_killed_writer_left_is_removed_although_its_pid_lives(name: str, folder: Path, of: str) -> None:
+    """In a container the next process has the same pid; after a restart of the machine any other may have it."""
+    host = socket.gethostname().replace("-", "_")
+    ours = of.startswith("our")
+    left = folder / "ab" / f".{host}-{os.getpid() if ours else os.getppid()}-0.tmp"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"half a page")
+    if not ours:
+        os.utime(left, (time.time() - 7200,) * 2)
+    backend = opened(name, folder)
+    assert not left.exists()
+    assert backend.close(SECONDS)
+
+
+def test_what_is_being_written_in_this_process_is_not_removed(folder: Path) -> None:
+    first, second = Folder(folder, OwnFormat()), Folder(folder, OwnFormat())
+    writing = [each.create("ab/page.kv") for each in (first, second)]
+    backend = opened("file", folder)
+    for descriptor, path in writing:
+        assert os.path.exists(path)
+        os.close(descriptor)
+    assert backend.close(SECONDS)
 
 
 def test_several_processes_share_a_folder(name: str, folder: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import itertools
 import os
+import secrets
 import socket
 import time
 from collections.abc import Generator, Iterator
@@ -16,6 +17,9 @@ from kvgrpc.prefetch.storage.file.formats import Format
 _TEMPORARY = ".tmp"
 _ABANDONED_SECONDS = 3600.0
 _HOST = socket.gethostname().replace("-", "_")
+# In a container a process has its predecessor's pid, again and again: this tells their files apart.
+_LIFE = secrets.token_hex(4)
+_numbers = itertools.count()
 
 
 class Folder:
@@ -25,7 +29,6 @@ class Folder:
         """Raises OSError when the folder cannot be made or written to."""
         self.root = str(root.absolute())
         self._form = form
-        self._numbers = itertools.count()
         os.makedirs(self.root, exist_ok=True)
         descriptor, path = self.create("")
         os.close(descriptor)
@@ -40,7 +43,7 @@ class Folder:
         In the page's own folder: through one for all, ext4 took 456 us of CPU for a file of 64 KiB instead of 129.
         """
         folder = os.path.dirname(self.path(name))
-        path = os.path.join(folder, f".{_HOST}-{os.getpid()}-{next(self._numbers)}{_TEMPORARY}")
+        path = os.path.join(folder, f".{_HOST}-{os.getpid()}-{_LIFE}-{next(_numbers)}{_TEMPORARY}")
         wanted = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flags
         try:
             return os.open(path, wanted, 0o644), path
@@ -98,12 +101,17 @@ class Folder:
 
 
 def _abandoned(name: str, modified: float) -> bool:
-    """Whether the process that wrote it is gone; of another host, whether it has been still for an hour."""
-    host, _, rest = name.removeprefix(".").partition("-")
-    pid = rest.partition("-")[0]
-    if host == _HOST and pid.isdigit():
-        return not os.path.exists(f"/proc/{pid}")
+    """Whether the process that wrote it is gone, or it has been still for an hour: another host's process is not seen,
+    and a pid may be another process's by now."""
+    host, pid, life, *_ = [*name.removeprefix(".").split("-"), "", ""]
+    if host == _HOST and pid.isdigit() and (not os.path.exists(f"/proc/{pid}") or _is_predecessor(int(pid), life)):
+        return True
     return time.time() - modified > _ABANDONED_SECONDS
+
+
+def _is_predecessor(pid: int, life: str) -> bool:
+    """Whether a process of our own pid that is not this one wrote it."""
+    return pid == os.getpid() and life != _LIFE
 
 
 def is_full(error: OSError) -> bool:
