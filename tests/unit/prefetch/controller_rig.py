@@ -30,6 +30,10 @@ def content(page_hash: str) -> Any:
     return np.random.default_rng(list(page_hash.encode())).integers(0, 256, SHAPE.page_bytes, dtype=np.uint8)
 
 
+class Panic(BaseException):
+    """As libraries in Rust raise it: no Exception."""
+
+
 @dataclass
 class Rig:
     """A controller over a backend whose faults a test decides."""

@@ -12,7 +12,7 @@ from kvgrpc.prefetch.controller.backing_up import writer_of
 from kvgrpc.prefetch.model import OperationState, PageOutcome
 from tests.support.faults.storage import BROKEN, DOWN, FAILED, HANG, FaultyBackend, memory_backend
 from tests.support.waiting import wait_until
-from tests.unit.prefetch.controller_rig import LIMITS, Rig, hashes, rig
+from tests.unit.prefetch.controller_rig import LIMITS, Panic, Rig, hashes, rig
 
 __all__ = ["rig"]
 
@@ -41,14 +41,15 @@ class TestBackup:
         assert (operation.state, operation.retries) == (OperationState.DONE, 1)
         rig.host.table.release(pages)
 
+    @pytest.mark.parametrize("bug", [ZeroDivisionError, Panic])
     def test_a_backend_that_raises_ends_that_backup_and_no_thread(
-        self, rig: Rig, monkeypatch: pytest.MonkeyPatch
+        self, rig: Rig, bug: type[BaseException], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         names = hashes(6)
         pages = rig.on_host(names)
 
         def broken(*arguments: Any) -> Any:
-            raise ZeroDivisionError("a bug of the backend")
+            raise bug("a bug of the backend")
 
         with monkeypatch.context() as patched:
             patched.setattr(rig.storage, "write", broken)

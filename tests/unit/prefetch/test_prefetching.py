@@ -13,7 +13,7 @@ from kvgrpc.prefetch.controller.operation import Operation
 from kvgrpc.prefetch.model import OperationRow, OperationState, PageOutcome, Stop
 from tests.support.faults.storage import BROKEN, DOWN, FAILED, HANG
 from tests.support.waiting import wait_until
-from tests.unit.prefetch.controller_rig import SHAPE, Rig, hashes, rig
+from tests.unit.prefetch.controller_rig import SHAPE, Panic, Rig, hashes, rig
 
 __all__ = ["rig"]
 
@@ -107,14 +107,15 @@ class TestPrefetch:
         assert rig.ended(rig.controller.prefetch(names)).state is OperationState.DONE
         rig.take()
 
+    @pytest.mark.parametrize("bug", [ZeroDivisionError, Panic])
     @pytest.mark.parametrize("call", ["count_leading", "read"])
     def test_a_backend_that_raises_ends_that_operation_and_no_thread(
-        self, rig: Rig, call: str, monkeypatch: pytest.MonkeyPatch
+        self, rig: Rig, call: str, bug: type[BaseException], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         names = rig.stored(hashes(6))
 
         def broken(*arguments: Any) -> Any:
-            raise ZeroDivisionError("a bug of the backend")
+            raise bug("a bug of the backend")
 
         with monkeypatch.context() as patched:
             patched.setattr(rig.storage, call, broken)
