@@ -81,7 +81,7 @@ class _End:
         self.memory = Memory(shape, lambda nbytes: allocate(nbytes, maps))
         regions = [Region(0, "k", address, shape.page_bytes, shape.page_bytes) for address in self.memory.regions]
         self._maps = maps
-        self._geometry = Geometry(regions, regions, shape.pages)
+        self._geometry = Geometry(regions, regions)
         size = shape.aux_items * shape.aux_item_bytes
         self._aux = memoryview((ctypes.c_char * size).from_address(self.memory.aux)).cast("B")
         self._row = shape.aux_item_bytes

@@ -52,8 +52,8 @@ class Geometry:
         "pages",
     )
 
-    def __init__(self, source: Sequence[Region], destination: Sequence[Region], pages: int) -> None:
-        """Regions match by position (topology.py has compared them); ``pages``: of the destination's pool."""
+    def __init__(self, source: Sequence[Region], destination: Sequence[Region]) -> None:
+        """Regions match by position (topology.py has compared them)."""
         self._source = _column([region.address for region in source])
         self._destination = _column([region.address for region in destination])
         self._source_stride = _column([region.page_stride_bytes for region in source])
@@ -61,7 +61,6 @@ class Geometry:
         self._page_bytes = _column([region.page_bytes for region in source])
         gapless = (self._source_stride == self._page_bytes) & (self._destination_stride == self._page_bytes)
         self._dense = bool(gapless.all())
-        self.pages = pages
         self.bytes_of_a_page = sum(region.page_bytes for region in source)
 
     @property
@@ -106,9 +105,7 @@ def geometry(source: Sequence[Pool], destination: Sequence[Pool]) -> Geometry:
     """
     pairs = [runs(*shared_layers(ours, theirs)) for ours, theirs in zip(source, destination, strict=True)]
     return Geometry(
-        [region for ours, _ in pairs for region in ours],
-        [region for _, theirs in pairs for region in theirs],
-        min(pool.pages for pool in destination),
+        [region for ours, _ in pairs for region in ours], [region for _, theirs in pairs for region in theirs]
     )
 
 

@@ -108,7 +108,7 @@ def mismatch(
 def _paired(prefill: Sequence[Pool], decode: Sequence[Pool]) -> Geometry:
     """What a peer says of its pools decides which of our bytes are read: it must fit."""
     if not prefill:
-        return Geometry([], [], 0)
+        return Geometry([], [])
     try:
         for theirs, ours in zip(prefill, decode, strict=True):
             first, second = runs(*shared_layers(theirs, ours))

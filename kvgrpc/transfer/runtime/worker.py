@@ -290,7 +290,7 @@ class TransferWorker:
 
     def _attach(self, memory: PeerMemory) -> Result | None:
         """Why it could not be attached; None: it was."""
-        memory.geometry = geometry(self._pools, memory.pools) if memory.owes else Geometry([], [], 0)
+        memory.geometry = geometry(self._pools, memory.pools) if memory.owes else Geometry([], [])
         pools = zip(self._pools, memory.pools, strict=True) if memory.owes else ()
         memory.of_pool = [geometry([ours], [theirs]) for ours, theirs in pools]
         peer = self._plane.attach(memory.address)

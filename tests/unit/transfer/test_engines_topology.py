@@ -152,6 +152,7 @@ def test_head_slices_cost_a_descriptor_for_each_token_where_tokens_come_first() 
 def test_of_copies_the_first_one_sends_and_the_others_owe_nothing() -> None:
     grouped = topology(Engine(Layout(tp=4), 2), Engine(Layout(tp=1), 2))
     assert [line.part.head_count for line in grouped] == [1, 0, 1, 0]
+    assert [line.descriptors > 0 for line in grouped] == [True, False, True, False]
     latent = topology(Engine(Layout(tp=4)), Engine(Layout(tp=2)))
     assert [(line.decode[3], line.part.empty) for line in latent] == [(0, False), (0, True), (1, False), (1, True)]
 
@@ -227,9 +228,11 @@ def test_models_that_differ_are_refused_with_the_field() -> None:
 def test_a_pool_of_which_a_copy_of_another_pool_would_send_heads_is_refused() -> None:
     """Of two ranks with one head of the first pool the second owes nothing: its heads of another pool would be lost."""
     layouts = Layout(tp=2), Layout(tp=1)
+    assert Engine(Layout()).shape((0, 0, 0, 0)).pools[0].heads_total == 0, "without heads it is MLA"
     with pytest.raises(ParallelLayoutMismatch) as refused:
         owed_part(*(with_second_pool(layout, 1, 2, rank) for layout, rank in zip(layouts, (1, 0), strict=True)))
     assert refused.value.metadata["mismatchedFields"] == "pools[1].heads_total"
+    assert "pools[0] with its 1 heads" in refused.value.metadata["pools[1].heads_total"]
     part = owed_part(*(with_second_pool(layout, 2, 4, rank) for layout, rank in zip(layouts, (1, 0), strict=True)))
     assert (part.head_start, part.head_count) == (1, 1)
 

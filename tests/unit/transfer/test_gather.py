@@ -179,7 +179,7 @@ def test_only_what_lies_together_at_decode_and_apart_here_is_gathered() -> None:
     assert slices_of(geometry([half.pool], [whole.pool]), PAGES) is None, "apart at decode"
     assert slices_of(geometry([whole.pool], [Rank(0, HEADS).pool]), PAGES) is None, "whole pages"
     assert slices_of(pair(HEADS_FIRST)[2], PAGES) is None, "one run here too"
-    assert slices_of(Geometry([], [], 0), PAGES) is None, "another rank sends the same bytes"
+    assert slices_of(Geometry([], []), PAGES) is None, "another rank sends the same bytes"
 
 
 def test_pages_of_another_engine_are_gathered_head_by_head_where_its_tokens_follow_each_other() -> None:

@@ -79,6 +79,10 @@ def test_each_pool_has_the_bounds_of_its_own() -> None:
     check_pages_of(pages[1], None, (8, 4), ("kv", "swa"))
     with pytest.raises(KvIndexOutOfRange):
         check_pages_of(pages[0], None, (8, 4), ("kv", "swa"))
+    check_pages_of(pages[0], None, (8,), ("kv",))
+    with pytest.raises(KvIndexOutOfRange) as refused:
+        check_pages_of(pages[0], None, (7,), ("kv",))
+    assert (refused.value.metadata["pool"], refused.value.metadata["pages"]) == ("kv", "7")
 
 
 @pytest.mark.parametrize("pages", [[], [4], [1, 2, 9], [9, 2, 1], [0, 2**32 - 1]])

@@ -54,7 +54,7 @@ def test_plan_moves_what_a_naive_loop_moves(
     source_pages, destination_pages = (sorted(side) for side in pages) if ascending else pages
     source = regions(1 << 20, layers, page_bytes, page_bytes + gap)
     destination = regions(1 << 30, layers, page_bytes, page_bytes + other_gap)
-    plan = Geometry(source, destination, PAGES).plan(
+    plan = Geometry(source, destination).plan(
         np.array(source_pages, dtype=np.uint32), np.array(destination_pages, dtype=np.uint32)
     )
     assert planned_bytes(plan) == naive_bytes(
@@ -63,39 +63,40 @@ def test_plan_moves_what_a_naive_loop_moves(
 
 
 def test_contiguous_on_both_sides_is_one_descriptor_a_region() -> None:
-    geometry = Geometry(regions(4096, 3, 8, 8), regions(1 << 30, 3, 8, 8), PAGES)
+    geometry = Geometry(regions(4096, 3, 8, 8), regions(1 << 30, 3, 8, 8))
     plan = geometry.plan(np.arange(10, 20, dtype=np.uint32), np.arange(30, 40, dtype=np.uint32))
     assert [len(column) for column in plan] == [3, 3, 3]
     assert plan.nbytes.tolist() == [80, 80, 80]
+    assert geometry.bytes_of_a_page == 24
 
 
 def test_two_pages_that_follow_each_other_are_one_descriptor_and_one_page_is_one() -> None:
-    geometry = Geometry(regions(4096, 1, 8, 8), regions(1 << 30, 1, 8, 8), PAGES)
+    geometry = Geometry(regions(4096, 1, 8, 8), regions(1 << 30, 1, 8, 8))
     for count in (1, 2, 3):
         pages = np.arange(7, 7 + count, dtype=np.uint32)
         assert geometry.plan(pages, pages).nbytes.tolist() == [8 * count]
 
 
 def test_a_gap_on_one_side_breaks_the_run() -> None:
-    geometry = Geometry(regions(4096, 1, 8, 8), regions(1 << 30, 1, 8, 8), PAGES)
+    geometry = Geometry(regions(4096, 1, 8, 8), regions(1 << 30, 1, 8, 8))
     plan = geometry.plan(np.array([1, 2, 3, 4], np.uint32), np.array([1, 2, 9, 10], np.uint32))
     assert plan.nbytes.tolist() == [16, 16]
 
 
 def test_padding_between_pages_is_never_written() -> None:
-    geometry = Geometry(regions(4096, 1, 8, 16), regions(1 << 30, 1, 8, 8), PAGES)
+    geometry = Geometry(regions(4096, 1, 8, 16), regions(1 << 30, 1, 8, 8))
     plan = geometry.plan(np.array([1, 2], np.uint32), np.array([1, 2], np.uint32))
     assert plan.nbytes.tolist() == [8, 8]
 
 
 def test_a_padded_destination_is_never_written_from_a_dense_source() -> None:
-    geometry = Geometry(regions(4096, 1, 8, 8), regions(1 << 30, 1, 8, 16), PAGES)
+    geometry = Geometry(regions(4096, 1, 8, 8), regions(1 << 30, 1, 8, 16))
     plan = geometry.plan(np.array([1, 2], np.uint32), np.array([1, 2], np.uint32))
     assert plan.nbytes.tolist() == [8, 8]
 
 
 def test_a_run_does_not_go_on_into_the_next_rooms_chunk() -> None:
-    geometry = Geometry(regions(4096, 1, 8, 8), regions(1 << 30, 1, 8, 8), PAGES)
+    geometry = Geometry(regions(4096, 1, 8, 8), regions(1 << 30, 1, 8, 8))
     first, second = (np.array(pages, np.uint32) for pages in ([1, 2], [3, 4]))
     plans = geometry.plans([(first, first), (second, second)])
     assert [plan.nbytes.tolist() for plan in plans] == [[16], [16]]
@@ -103,7 +104,7 @@ def test_a_run_does_not_go_on_into_the_next_rooms_chunk() -> None:
 
 
 def test_plans_are_joined_in_their_order_and_none_are_nothing() -> None:
-    geometry = Geometry(regions(4096, 1, 8, 8), regions(1 << 30, 1, 8, 8), PAGES)
+    geometry = Geometry(regions(4096, 1, 8, 8), regions(1 << 30, 1, 8, 8))
     plans = [geometry.plan(pages, pages) for pages in (np.array([5], np.uint32), np.array([1, 2], np.uint32))]
     together = joined(plans)
     assert together.source.tolist() == [4096 + 40, 4096 + 8]
@@ -124,7 +125,7 @@ def test_a_page_outside_the_pool_is_named() -> None:
 @settings(deadline=None)
 def test_chunks_that_are_planned_together_are_planned_as_each_by_itself(data: st.DataObject) -> None:
     page_stride = data.draw(st.sampled_from([8, 12]))
-    geometry = Geometry(regions(0, 2, 8, page_stride), regions(10**6, 2, 8, page_stride), PAGES)
+    geometry = Geometry(regions(0, 2, 8, page_stride), regions(10**6, 2, 8, page_stride))
     pages = st.lists(st.integers(0, PAGES - 1), min_size=1, max_size=6)
     chunks = []
     for source in data.draw(st.lists(pages, min_size=1, max_size=5)):

@@ -8,6 +8,7 @@ import pytest
 
 from kvgrpc.errors import ParallelLayoutMismatch
 from kvgrpc.model import Attention, Layout, ModelIdentity, Pool, PoolKind, RankId, Region
+from kvgrpc.transfer.layout.heads import runs
 from kvgrpc.transfer.layout.topology import Part, Shape, check_layers, owed_part, prefill_ranks
 
 POOL = Pool(
@@ -88,6 +89,27 @@ def test_shares_of_heads_that_no_size_makes_are_told_from_both_sides_whatever_po
     assert caught.value.metadata["pools"] == "['kv', 'swa'] != ['kv']"
 
 
+def test_half_of_the_heads_cannot_be_taken_from_a_pool_that_does_not_say_where_they_are() -> None:
+    """Its pages have the right size, and half of each would be of other heads."""
+    unsaid = replace(POOL, axes="")
+    half = replace(
+        unsaid, head_count=4, regions=tuple(replace(each, page_bytes=each.page_bytes // 2) for each in POOL.regions)
+    )
+    prefill, decode = replace(PREFILL, pools=(unsaid,)), replace(DECODE, layout=Layout(tp=2), pools=(half,))
+    with pytest.raises(ParallelLayoutMismatch) as caught:
+        owed_part(prefill, decode)
+    assert caught.value.metadata["mismatchedFields"] == "pools[0].axes"
+    with pytest.raises(ValueError, match="do not translate"):
+        runs(unsaid, half)
+
+
+def test_pools_without_common_heads_have_no_runs() -> None:
+    pool = replace(POOL, axes="head,token,dim", head_count=4)
+    first, last = replace(pool, head_start=0), replace(pool, head_start=4)
+    with pytest.raises(ValueError, match="heads 4 to 3"):
+        runs(first, last)
+
+
 def test_pools_without_heads_pair_with_equal_sizes_and_across_sizes_only_as_mla() -> None:
     latent = replace(POOL, heads_total=0, head_count=0)
     prefill, decode = replace(PREFILL, pools=(latent,)), replace(DECODE, pools=(latent,))
@@ -96,6 +118,7 @@ def test_pools_without_heads_pair_with_equal_sizes_and_across_sizes_only_as_mla(
     with pytest.raises(ParallelLayoutMismatch) as caught:
         owed_part(wider, decode)
     assert caught.value.metadata["mismatchedFields"] == "pools[0].heads_total"
+    assert caught.value.metadata["pools[0].heads_total"].startswith("0 != above 0")
     mla = ModelIdentity(attention=Attention.MLA)
     assert owed_part(replace(wider, model=mla), replace(decode, model=mla)) == Part(2, 2, 0, 0, True)
 

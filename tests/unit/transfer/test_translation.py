@@ -111,6 +111,14 @@ def test_axes_that_do_not_say_where_everything_is_are_refused_with_the_field(axe
     assert "pools[0].axes" in str(refused.value.metadata["mismatchedFields"])
 
 
+@pytest.mark.parametrize("wrong", [{"component": "state"}, {"page_bytes": 7}, {"page_bytes": 0}])
+def test_a_region_that_is_no_whole_number_of_keys_and_values_translates_to_nothing(wrong: dict[str, Any]) -> None:
+    source, target = Memory("token,head,dim").pool, Memory("head,kv,token,dim").pool
+    assert translates(source, target)
+    first, *rest = target.regions
+    assert not translates(source, replace(target, regions=(replace(first, **wrong), *rest)))
+
+
 def test_another_number_of_layers_or_tokens_is_refused() -> None:
     source, target = Memory("token,head,dim"), Memory("head,kv,token,dim")
     fewer = replace(target.pool, regions=target.pool.regions[:1])
