@@ -119,6 +119,14 @@ def test_a_region_that_is_no_whole_number_of_keys_and_values_translates_to_nothi
     assert not translates(source, replace(target, regions=(replace(first, **wrong), *rest)))
 
 
+def test_pages_with_bytes_that_no_head_accounts_for_translate_to_nothing_though_both_sides_have_them() -> None:
+    longer = [
+        replace(pool, regions=tuple(replace(each, page_bytes=each.page_bytes + 1) for each in pool.regions))
+        for pool in (Memory("token,head,dim").pool, Memory("head,token,dim").pool)
+    ]
+    assert not translates(*longer)
+
+
 def test_another_number_of_layers_or_tokens_is_refused() -> None:
     source, target = Memory("token,head,dim"), Memory("head,kv,token,dim")
     fewer = replace(target.pool, regions=target.pool.regions[:1])
