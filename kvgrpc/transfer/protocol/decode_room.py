@@ -87,6 +87,7 @@ class DecodeRoom(Struct, eq=False, gc=False):
 
     ``parts``: one for each prefill rank that owes something, all of them once ``bound``. ``refused``: it ended before,
     and is bound nevertheless, so that those who owe it hear why. ``compared``: its pages are being compared.
+    The garbage collector does not look at it: whoever lets its handle keep it ends that with the room.
     """
 
     key: RoomKey

@@ -35,7 +35,8 @@ class Reader(Protocol):
 
 class EngineHandle(TimedHandle, eq=False, gc=False):
     """The handle of a sender or a receiver. ``record``: what the runtime keeps with it, of a type of its own; nobody
-    else looks. ``closed``: the engine has dropped it.
+    else looks. ``closed``: the engine has dropped it. The runtime ends ``record`` with the room: the garbage collector
+    does not look at handles, of which there are thousands.
     """
 
     closed: bool = False
