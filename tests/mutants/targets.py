@@ -18,7 +18,8 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
             *("unit/transfer/test_alignment.py", "unit/transfer/test_coverage.py", "unit/transfer/test_destination.py"),
             *("unit/transfer/test_deadlines.py", "unit/transfer/test_pending_rooms.py", "simulation/test_cases.py"),
             *("unit/transfer/test_chunks.py", "unit/transfer/test_decode_pair.py", "simulation/test_rules.py"),
-            *("unit/transfer/test_types.py", "simulation/test_hostile.py"),
+            *("unit/transfer/test_types.py", "unit/transfer/test_prefill_bounds.py", "simulation/test_hostile.py"),
+            *("unit/transfer/test_prefill_memory.py", "unit/transfer/test_decode_bounds.py"),
         ),
     ),
     "layout": (
