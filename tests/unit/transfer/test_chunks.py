@@ -140,3 +140,20 @@ def test_what_will_not_come_is_named_by_its_place_among_decodes_pages(
         assert made.add(KEY, Chunk(numbers, start, stop == chunks[-1][1]), 16) is None
     missing = made.missing(KEY, Destination(pages(7, 8, 9), first_page))
     assert missing is not None and f"decode's page {page} of 3" in missing.message
+
+
+def test_one_chunk_may_wait_where_the_bound_is_one() -> None:
+    made = Chunks()
+    assert made.add(KEY, Chunk(pages(1), 0, False), 1) is None
+    refused = made.add(KEY, Chunk(pages(2), 1, False), 1)
+    assert refused is not None and refused.metadata["value"] == "1"
+
+
+def test_from_the_end_a_chunk_that_decode_wants_in_part_goes_to_the_first_of_its_pages() -> None:
+    made = given((pages(1, 2), (pages(11, 12, 13),)), (pages(3), (pages(14),)))
+    made.align = Align.TAIL
+    placed = made.place(wanted(pages(101, 102, 103), pages(111, 112)))
+    assert [[(source.tolist(), to.tolist()) for source, to in each.others or ()] for each in placed] == [
+        [([13], [111])],
+        [([14], [112])],
+    ]

@@ -77,3 +77,20 @@ def test_destinations_differ_where_one_of_them_alone_has_pools_of_its_own() -> N
     assert not plain.same(pooled) and not pooled.same(plain)
     assert pooled.same(Destination(pages, others=(Destination.of_runs([0], [3]),)))
     assert (plain.first_page, Destination.of_runs([0], [3]).first_page) == (0, 0)
+
+
+def test_destinations_are_the_same_only_where_each_pool_is() -> None:
+    def of(first: list[int], *others: list[int]) -> Destination:
+        made = [Destination(np.array(each, np.uint32)) for each in (first, *others)]
+        return Destination(np.array(first, np.uint32), others=tuple(made[1:]))
+
+    assert of([1, 2], [3], [4]).same(of([1, 2], [3], [4]))
+    for other in (of([1, 2], [3]), of([1, 2], [3], [5]), of([1, 9], [3], [4]), of([1, 2], [3], [4], [5])):
+        assert not of([1, 2], [3], [4]).same(other) and not other.same(of([1, 2], [3], [4]))
+
+
+def test_runs_are_the_same_only_where_they_begin_and_end_alike() -> None:
+    runs_of = Destination.of_runs
+    assert runs_of([0, 8], [2, 2]).same(runs_of([0, 8], [2, 2]))
+    assert not runs_of([0, 8], [2, 2]).same(runs_of([0, 9], [2, 2]))
+    assert not runs_of([0, 8], [2, 2]).same(runs_of([0, 8], [1, 3]))
