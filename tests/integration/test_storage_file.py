@@ -18,6 +18,7 @@ import pytest
 
 from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.prefetch.storage.base import OK, PageStatus, StorageBackend, StorageDown
+from kvgrpc.prefetch.storage.file import folder as folders
 from kvgrpc.prefetch.storage.file.folder import Folder
 from kvgrpc.prefetch.storage.file.formats import HEADER_BYTES, OwnFormat
 from tests.conformance.storage.openers import skip_without_nixl
@@ -101,10 +102,22 @@ def test_what_a_killed_writer_left_is_removed_although_its_pid_lives(name: str, 
     left = folder / "ab" / f".{host}-{os.getpid() if ours else os.getppid()}-0.tmp"
     left.parent.mkdir(parents=True)
     left.write_bytes(b"half a page")
-    if not ours:
-        os.utime(left, (time.time() - 7200,) * 2)
+    os.utime(left, (folders._BEGAN - 1.0 if ours else time.time() - 7200,) * 2)
     backend = opened(name, folder)
     assert not left.exists()
+    assert backend.close(SECONDS)
+
+
+def test_what_another_container_is_writing_is_not_removed_although_host_and_pid_are_ours(
+    name: str, folder: Path
+) -> None:
+    """Containers of one network have one name, and their engines often one pid."""
+    host = socket.gethostname().replace("-", "_")
+    writing = folder / "ab" / f".{host}-{os.getpid()}-0123abcd-0.tmp"
+    writing.parent.mkdir(parents=True)
+    writing.write_bytes(b"half a page")
+    backend = opened(name, folder)
+    assert writing.exists()
     assert backend.close(SECONDS)
 
 

@@ -19,6 +19,7 @@ _ABANDONED_SECONDS = 3600.0
 _HOST = socket.gethostname().replace("-", "_")
 # In a container a process has its predecessor's pid, again and again: this tells their files apart.
 _LIFE = secrets.token_hex(4)
+_BEGAN = time.time()
 _numbers = itertools.count()
 
 
@@ -104,14 +105,19 @@ def _abandoned(name: str, modified: float) -> bool:
     """Whether the process that wrote it is gone, or it has been still for an hour: another host's process is not seen,
     and a pid may be another process's by now."""
     host, pid, life, *_ = [*name.removeprefix(".").split("-"), "", ""]
-    if host == _HOST and pid.isdigit() and (not os.path.exists(f"/proc/{pid}") or _is_predecessor(int(pid), life)):
+    if (
+        host == _HOST
+        and pid.isdigit()
+        and (not os.path.exists(f"/proc/{pid}") or _is_predecessor(int(pid), life, modified))
+    ):
         return True
     return time.time() - modified > _ABANDONED_SECONDS
 
 
-def _is_predecessor(pid: int, life: str) -> bool:
-    """Whether a process of our own pid that is not this one wrote it."""
-    return pid == os.getpid() and life != _LIFE
+def _is_predecessor(pid: int, life: str, modified: float) -> bool:
+    """Whether a process of our own pid wrote it before this one began. One that writes later has our pid in another
+    container, which may share the host's name."""
+    return pid == os.getpid() and life != _LIFE and modified < _BEGAN
 
 
 def is_full(error: OSError) -> bool:
