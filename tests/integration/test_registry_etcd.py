@@ -372,6 +372,25 @@ class TestFaults:
         await until(lambda: there.known() == {row("C")})
         assert "following etcd failed" not in caplog.text
 
+    async def test_rows_that_were_copied_without_their_leases_go_where_all_is_read_again(
+        self, replicas: list[Replica]
+    ) -> None:
+        """They share one lease number: whoever counts them by it forgets all but one."""
+        here, there = replicas
+        client, keys = here.store._client, here.store._keys
+        await here.register(row("A"))
+        await here.register(row("B"))
+        _, found = await client.read(keys.rows)
+        await client.transact(etcd_pb2.TxnRequest(success=[_copied(each) for each in found]))
+        await until(lambda: there.store._view.knows_lease(0))
+        following = there.store._tasks[0]
+        following.cancel()
+        await asyncio.wait([following])
+        await client.transact(etcd_pb2.TxnRequest(success=[_deleted(each) for each in found]))
+        assert there.known() == {row("A"), row("B")}
+        await there.store._view._load()
+        assert not there.known()
+
 
 def _copied(found: etcd_pb2.KeyValue) -> etcd_pb2.RequestOp:
     return etcd_pb2.RequestOp(request_put=etcd_pb2.PutRequest(key=found.key, value=found.value))

@@ -97,7 +97,10 @@ class View:
         header, found = await self._client.read(self._keys.prefix)
         self.fences, self.shapes = {}, {}
         there = {key_value.key for key_value in found}
-        gone = [rank for rank in self._leases.values() if self._keys.row(rank) not in there]
+        # Of the table: rows that somebody copied without their leases share one of ours.
+        known = self.table.list_engines(None, "", self.table.engines, rows=True)
+        ranks = [row.ref.rank for engine in known for row in engine.rows]
+        gone = [rank for rank in ranks if self._keys.row(rank) not in there]
         self._apply([*(pb.Event(type=pb.Event.PUT, kv=key_value) for key_value in found), *map(self._gone, gone)])
         self._cluster = header.cluster_id
         self._move(header.revision)
