@@ -21,6 +21,7 @@ from kvgrpc.errors import (
     PeerUnreachable,
     RegistrationShapeConflict,
     StaleEpoch,
+    StoreUnavailable,
 )
 from kvgrpc.model import Layout, Role
 from kvgrpc.registry.client import registration as registration_module
@@ -276,6 +277,21 @@ class TestRegistration:
 
         monkeypatch.setattr(served.store, "register", slow)
         with pytest.raises(PeerUnreachable):
+            await Registration(dial, served.address, ranks(TP2)).start(0.5)
+        assert served.registry.rows == 0
+
+    async def test_a_start_whose_store_wrote_and_did_not_say_so_leaves_nothing_behind(
+        self, served: Served, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As an etcd that took a transaction, and did not answer or tell of it in time."""
+        register = served.store.register
+
+        async def unheard(rows: Sequence[RankRow]) -> Sequence[Lease]:
+            await register(rows)
+            raise StoreUnavailable("it does not say what changes", retry_after=1.0)
+
+        monkeypatch.setattr(served.store, "register", unheard)
+        with pytest.raises(StoreUnavailable):
             await Registration(dial, served.address, ranks(TP2)).start(0.5)
         assert served.registry.rows == 0
 

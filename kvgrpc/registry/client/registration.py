@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 import grpc
 
-from kvgrpc.errors import KvGrpcError, PeerUnreachable, StaleEpoch
+from kvgrpc.errors import KvGrpcError, PeerUnreachable, StaleEpoch, StoreUnavailable
 from kvgrpc.model import RankRef
 from kvgrpc.observability.logging import one_line
 from kvgrpc.registry import wire
@@ -71,7 +71,7 @@ class Registration:
         self._on_superseded = on_superseded
         self._pools = wire.PoolCache()
         self._leases: dict[int, RankRow] = {}
-        # Rows of calls that got no answer: the registry may have them.
+        # Rows of calls that got no answer, or whose store gave none: the registry may have them.
         self._doubtful: set[RankRef] = set()
         self._attempt = 0
         self._ttl = DEFAULT_TTL
@@ -192,7 +192,7 @@ class Registration:
             try:
                 with domain_errors(self.address):
                     response = await self._stub().Register(request, timeout=timeout)
-            except (PeerUnreachable, asyncio.CancelledError):
+            except (PeerUnreachable, StoreUnavailable, asyncio.CancelledError):
                 self._doubtful |= refs
                 raise
             self._ttl = _ttl(response)
