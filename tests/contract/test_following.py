@@ -94,3 +94,32 @@ async def test_a_stream_that_ends_at_once_is_not_asked_for_again_without_a_pause
     assert await followed.change(address, "P", Role.PREFILL, 0, 1.0) == 0
     assert 1 <= asked <= 10
     await server.stop(0)
+
+
+async def test_a_stream_that_stood_for_a_while_is_asked_for_again_soon(
+    followed: Following, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What changes meanwhile is heard of only then: the fifth time that a proxy ended it this took seconds."""
+    attempts: list[int] = []
+
+    def pause_before(attempt: int, *others: object) -> float:
+        attempts.append(attempt)
+        return 0.01
+
+    class Leisurely(RegistryServiceServicer):
+        async def WatchEngines(self, request: object, context: object) -> AsyncIterator[pb.WatchEnginesResponse]:
+            await asyncio.sleep(0.3)  # longer than what counts as standing
+            yield pb.WatchEnginesResponse()
+
+    monkeypatch.setattr(following, "pause_before", pause_before)
+    monkeypatch.setattr(following, "LONGEST_PAUSE_SECONDS", 0.1)
+    server = grpc.aio.server()
+    add_RegistryServiceServicer_to_server(Leisurely(), server)  # type: ignore[abstract]
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    change = asyncio.create_task(followed.change(address, "P", Role.PREFILL, 0, 20.0))
+    await until(lambda: len(attempts) >= 3)
+    assert attempts[:3] == [0, 0, 0]
+    change.cancel()
+    await asyncio.wait([change])
+    await server.stop(0)

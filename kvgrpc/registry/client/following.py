@@ -64,14 +64,16 @@ class Following:
         await self._channels.close()
 
     async def _follow(self, followed: _Followed, stream: _Stream) -> None:
-        attempt = 0
+        attempt, loop = 0, asyncio.get_running_loop()
         try:
             while stream.wanted:
+                began = loop.time()
                 try:
                     with domain_errors(followed.address):
                         await self._read(followed, stream)
-                    attempt = 0
                 except KvGrpcError as error:
+                    if loop.time() - began > LONGEST_PAUSE_SECONDS:  # it stood: whoever ended it does not always
+                        attempt = 0
                     name, why = followed.engine or followed.role.name, one_line(str(error))
                     _log.info("following %s at %s: %s", name, followed.address, why)
                     await self._channels.hang_up(followed.address)
