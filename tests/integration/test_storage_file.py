@@ -108,12 +108,13 @@ def test_what_a_killed_writer_left_is_removed_although_its_pid_lives(name: str, 
     assert backend.close(SECONDS)
 
 
-def test_what_another_container_is_writing_is_not_removed_although_host_and_pid_are_ours(
-    name: str, folder: Path
+@pytest.mark.parametrize("pid", [os.getpid(), 2**22 + 1], ids=["our pid", "a pid that is not here"])
+def test_what_another_container_is_writing_is_not_removed_although_the_host_name_is_ours(
+    name: str, folder: Path, pid: int
 ) -> None:
-    """Containers of one network have one name, and their engines often one pid."""
+    """Containers of one network have one name, and pids of their own, which are often the same."""
     host = socket.gethostname().replace("-", "_")
-    writing = folder / "ab" / f".{host}-{os.getpid()}-0123abcd-0.tmp"
+    writing = folder / "ab" / f".{host}-{pid}-1-0123abcd-0.tmp"
     writing.parent.mkdir(parents=True)
     writing.write_bytes(b"half a page")
     backend = opened(name, folder)
