@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import shutil
 import signal
 import socket
@@ -79,8 +80,11 @@ class Etcd:
         shutil.rmtree(self._folder / "data")
 
     def _answers(self) -> bool:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._client), 1):
-            return True
+        """Whether it has a leader: one that is killed before has written nothing, and never answers again."""
+        asking = http.client.HTTPConnection(self.address, timeout=1)
+        with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(asking):
+            asking.request("GET", "/health")
+            return b'"true"' in asking.getresponse().read()
         return False
 
 
