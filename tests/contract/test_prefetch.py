@@ -582,6 +582,7 @@ class TestCommands:
             started = None if how == "start" else client.start_prefetch(pages).operation_id
             ender = threading.Thread(target=end_it)
             ender.start()
+            assert how == "start" or begun.wait(20)  # one that is cut before it reads never reads
             with pytest.raises(SystemExit) as exit:
                 order = ["--tokens", ",".join(map(str, tokens))] if started is None else [started]
                 main(["prefetch", how, "-s", cache.address, *order])

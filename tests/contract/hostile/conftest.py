@@ -67,7 +67,9 @@ def nobody_else_notices(prefill: RankHost, decode: RankHost, caplog: pytest.LogC
     for host in (prefill, decode):
         assert host.rank.healthy
         assert cast(Any, host.rank.transfer).errors == 0
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+    # The library says itself what is no message; what a hostile peer sent last may be read only now.
+    ours = [record for record in caplog.records if record.name != "grpc._common"]
+    assert [record.getMessage() for record in ours if record.levelno >= logging.ERROR] == []
 
 
 @pytest.fixture
