@@ -8,7 +8,7 @@ import logging
 import random
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -358,11 +358,7 @@ class TestFaults:
     ) -> None:
         """As `etcdctl make-mirror` writes them."""
         here, there = replicas
-        client, keys = here.store._client, here.store._keys
-        await here.register(row("A"))
-        await here.register(row("B"))
-        _, found = await client.read(keys.rows)
-        await client.transact(etcd_pb2.TxnRequest(success=[_copied(each) for each in found]))
+        client, found = here.store._client, await _copied_rows(here)
         await until(lambda: all(view.knows_lease(0) for view in (here.store._view, there.store._view)))
         (lease,) = (await here.register(row("A"))).leases
         assert not (await here.store.keep_alive([lease.lease_id]))
@@ -377,11 +373,7 @@ class TestFaults:
     ) -> None:
         """They share one lease number: whoever counts them by it forgets all but one."""
         here, there = replicas
-        client, keys = here.store._client, here.store._keys
-        await here.register(row("A"))
-        await here.register(row("B"))
-        _, found = await client.read(keys.rows)
-        await client.transact(etcd_pb2.TxnRequest(success=[_copied(each) for each in found]))
+        client, found = here.store._client, await _copied_rows(here)
         await until(lambda: there.store._view.knows_lease(0))
         following = there.store._tasks[0]
         following.cancel()
@@ -390,6 +382,15 @@ class TestFaults:
         assert there.known() == {row("A"), row("B")}
         await there.store._view._load()
         assert not there.known()
+
+
+async def _copied_rows(replica: Replica) -> Sequence[etcd_pb2.KeyValue]:
+    """Two ranks register, and their rows lose their leases."""
+    await replica.register(row("A"))
+    await replica.register(row("B"))
+    _, found = await replica.store._client.read(replica.store._keys.rows)
+    await replica.store._client.transact(etcd_pb2.TxnRequest(success=[_copied(each) for each in found]))
+    return found
 
 
 def _copied(found: etcd_pb2.KeyValue) -> etcd_pb2.RequestOp:

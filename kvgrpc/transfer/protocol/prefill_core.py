@@ -461,7 +461,7 @@ class PrefillCore:
             self._fail_siblings(sender, failed)
 
     def _fail_siblings(self, room: PrefillRoom, failure: Failure) -> None:
-        """In one loop: they may be as many as recursion is deep."""
+        """The room itself is one of them. In one loop: they may be as many as recursion is deep."""
         for other in room.siblings:
             self._fail_alone(other, failure)
 
@@ -540,7 +540,6 @@ class PrefillCore:
 
     def _fail(self, room: PrefillRoom, failure: Failure) -> None:
         if not room.ended:
-            self._fail_alone(room, failure)
             self._fail_siblings(room, failure)
 
     def _fail_alone(self, room: PrefillRoom, failure: Failure) -> None:
