@@ -21,6 +21,7 @@ from kvgrpc.v1 import common_pb2, registry_service_pb2
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
 from tests.contract.serving import failure
 from tests.support.registry_serving import Served
+from tests.support.waiting import until
 
 TOKENS = """
 rank:any
@@ -72,6 +73,30 @@ class TestLimitsOfOneCaller:
 
             return error_from(error)
         return None
+
+    async def test_one_that_waits_for_engines_all_the_time_leaves_as_many_waits_to_others(self) -> None:
+        tokens = parse_tokens("rank d-*:greedy\nrank e-*:honest")
+        served = await Served(max_waiters=8, security=ServerSecurity(tokens=tokens)).start()
+        request = registry_service_pb2.ResolveRanksRequest(engine="P", role=common_pb2.ROLE_PREFILL, wait_ready=True)
+        async with (
+            open_channel(served.address, ClientSecurity(token="greedy")) as greedy,
+            open_channel(served.address, ClientSecurity(token="honest")) as honest,
+        ):
+            waiting = [RegistryServiceStub(greedy).ResolveRanks(request, timeout=30) for _ in range(4)]
+            await until(lambda: served.servicer._waiters.count == 4)
+            error = await failure(RegistryServiceStub(greedy).ResolveRanks(request, timeout=30))
+            assert isinstance(error, TooManyRequests) and error.retry_after
+            assert error.metadata == {
+                "limit": "4",
+                "value": "5",
+                "scope": "waiting ResolveRanks calls of one caller",
+            }
+            assert "rank d-*" in error.message
+            waiting.append(RegistryServiceStub(honest).ResolveRanks(request, timeout=30))
+            await until(lambda: served.servicer._waiters.count == 5)
+            for call in waiting:
+                call.cancel()
+        await served.stop()
 
     def test_callers_without_a_name_are_told_apart_by_their_hosts(self) -> None:
         unnamed, named = parse_tokens("consumer:x\nconsumer router:y")

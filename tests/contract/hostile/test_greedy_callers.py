@@ -131,6 +131,26 @@ def test_one_caller_locks_nobody_else_out(asked: RankHost, path: str) -> None:
         greedy.hold(path)
 
 
+def test_rooms_that_one_caller_seeks_leave_as_many_to_others(asked: RankHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One LocateRooms names 4,096: a few calls, far below their own bound, were all that a rank looks for."""
+    path = "/kvgrpc.v1.TransferService/LocateRooms"
+    sought = cast(Any, asked.rank.transfer)._sought
+    wait_until(lambda: sought.count == 0)
+    monkeypatch.setattr(sought, "_limit", 8)
+    with contextlib.ExitStack() as stack:
+        greedy, honest = Caller(asked, "greedy", "rank a-*"), Caller(asked, "honest", "rank b-*")
+        stack.callback(greedy.close)
+        stack.callback(honest.close)
+        for _ in range(4):
+            greedy.hold(path)
+        refused = greedy.refusal(path)
+        assert isinstance(refused, TooManyRequests) and refused.retry_after
+        assert refused.metadata == {"limit": "4", "value": "5", "scope": "rooms sought of one caller"}
+        assert "rank a-*" in refused.message
+        honest.call(path)
+        wait_until(lambda: sought.count == 5)
+
+
 def test_whatever_stays_open_has_a_bound_for_one_caller() -> None:
     files = (event_service_pb2, index_service_pb2, prefetch_service_pb2, registry_pb, server_service_pb2, pb)
     streams = {
