@@ -21,7 +21,7 @@ from kvgrpc.model import Layout, Pool, PoolKind, RankId, RankRef, Region, Role
 from kvgrpc.registry.feed import Feed
 from kvgrpc.registry.model import Endpoints, EngineFilter, RankRow
 from kvgrpc.registry.store.etcd.v1 import etcd_pb2
-from kvgrpc.registry.store.memory import MemoryRegistry
+from kvgrpc.registry.store.memory import MemoryRegistry, random_lease_ids
 from kvgrpc.registry.wire import PoolCache, row_to_pb, rows_to_register
 from kvgrpc.rpc.interceptors import Admission, CallLimits, interceptors_of
 from kvgrpc.rpc.options import OWN_CONNECTION, SERVER_OPTIONS
@@ -59,7 +59,12 @@ async def measure(ranks: int) -> None:
         pb.RegisterRequest(rows=[row_to_pb(row, pools) for row in node]).SerializeToString() for node in rows_of(ranks)
     ]
     registry = MemoryRegistry(
-        clock=time.monotonic, registry_id="r", first_lease_id=1 << 61, ttl=3_600.0, max_rows=ranks, max_engines=ranks
+        clock=time.monotonic,
+        registry_id="r",
+        lease_ids=random_lease_ids(),
+        ttl=3_600.0,
+        max_rows=ranks,
+        max_engines=ranks,
     )
     pools, before, began, leases = PoolCache(), process.memory_info().rss, time.process_time(), []
     for request in requests:

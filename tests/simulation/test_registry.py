@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +37,7 @@ class Callers:
         loop, rnd = asyncio.get_running_loop(), self.random
         store = MemoryStore(ttl=TTL)
         self.registry = store.registry = MemoryRegistry(
-            clock=loop.time, registry_id="r", first_lease_id=1, ttl=TTL, max_rows=1_000
+            clock=loop.time, registry_id="r", lease_ids=itertools.count(1), ttl=TTL, max_rows=1_000
         )
         self.servicer = RegistryServicer(store, max_waiters=WAITERS)
         await self.servicer.start()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvgrpc.model import RankId, RankRef
 from kvgrpc.observability import metrics
@@ -27,9 +26,9 @@ _log = logging.getLogger(__name__)
 class MemoryRegistry:
     """Soft state: what it knows is what ranks told it within the last ``ttl`` seconds. No clock or I/O of its own.
 
-    ``clock`` gives seconds that never go back. ``registry_id`` and ``first_lease_id`` must differ from run to run, so
-    that leases of an earlier run are unknown. Not thread-safe. The cost of a call grows with its rows or leases, never
-    with what the registry holds.
+    ``clock`` gives seconds that never go back. ``registry_id`` and ``lease_ids``, which never end, must differ from run
+    to run, so that leases of an earlier run are unknown. Not thread-safe. The cost of a call grows with its rows or
+    leases, never with what the registry holds.
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class MemoryRegistry:
         *,
         clock: Callable[[], float],
         registry_id: str,
-        first_lease_id: int,
+        lease_ids: Iterator[int],
         ttl: float = DEFAULT_TTL,
         max_rows: int = MAX_ROWS,
         max_engines: int = MAX_ENGINES,
@@ -46,7 +45,7 @@ class MemoryRegistry:
         self.ttl = ttl
         self._clock = clock
         self._started = clock()
-        self._lease_ids = itertools.count(first_lease_id)
+        self._lease_ids = lease_ids
         self._table = EngineTable()
         # One TTL for all leases, so the order of renewal is the order of expiry.
         self._leases: OrderedDict[int, LeasedRow] = OrderedDict()
@@ -137,11 +136,14 @@ class MemoryRegistry:
         now = self._clock()
         leased = self._table.leased(row.ref.rank)
         if leased is None:
-            leased = self._table.add(row, next(self._lease_ids), now + self.ttl)
+            leased = self._table.add(row, self._new_lease_id(), now + self.ttl)
             self._leases[leased.lease_id] = leased
             self._fences.pop(row.ref.rank, None)
         self._renew(leased, now)
         return Lease(row.ref, leased.lease_id)
+
+    def _new_lease_id(self) -> int:
+        return next(lease_id for lease_id in self._lease_ids if lease_id not in self._leases)
 
     def _renew(self, leased: LeasedRow, now: float) -> None:
         leased.expires_at = now + self.ttl
@@ -160,13 +162,19 @@ class MemoryRegistry:
             self._fences.popitem(last=False)
 
 
+def random_lease_ids() -> Iterator[int]:
+    """Whoever names a lease renews it, and no scope is asked for: so nobody can guess one, not from its own either."""
+    while True:
+        yield secrets.randbits(62) + 1
+
+
 class MemoryStore:
     """``MemoryRegistry`` as a ``Store``: with the clock of this process and a tick that lets leases run out."""
 
     def __init__(self, *, ttl: float = DEFAULT_TTL) -> None:
         self._clock = RunningClock()
         self.registry = MemoryRegistry(
-            clock=self._clock, registry_id=secrets.token_hex(8), first_lease_id=secrets.randbits(62) + 1, ttl=ttl
+            clock=self._clock, registry_id=secrets.token_hex(8), lease_ids=random_lease_ids(), ttl=ttl
         )
         self._on_change: OnChange | None = None
         self._ticking: asyncio.Task[None] | None = None

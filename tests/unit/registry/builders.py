@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from kvgrpc.model import Layout, ModelIdentity, Pool, PoolKind, RankId, RankRef, Region, Role
 from kvgrpc.registry.model import Endpoints, RankRow
 from kvgrpc.registry.store.memory import MemoryRegistry
@@ -19,7 +21,12 @@ class HandClock:
 
 def registry(clock: HandClock, *, warm: bool = True, max_rows: int = 1_000, max_engines: int = 100) -> MemoryRegistry:
     made = MemoryRegistry(
-        clock=clock, registry_id="r", first_lease_id=1, ttl=TTL, max_rows=max_rows, max_engines=max_engines
+        clock=clock,
+        registry_id="r",
+        lease_ids=itertools.count(1),
+        ttl=TTL,
+        max_rows=max_rows,
+        max_engines=max_engines,
     )
     if warm:
         clock.now += TTL

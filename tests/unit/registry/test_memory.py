@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -47,6 +48,18 @@ class TestRegister:
         leases = known.register(rows)
         assert [lease.ref for lease in leases] == [asked.ref for asked in rows]
         assert len({lease.lease_id for lease in leases}) == 2
+
+    async def test_nobody_guesses_the_lease_of_another_from_its_own(self) -> None:
+        """Whoever names a lease renews it: one that runs on keeps the row of a dead rank."""
+        store = MemoryStore()
+        ids = sorted(lease.lease_id for lease in await store.register(ranks(Layout(tp=64))))
+        assert ids[0] > 0 and ids[-1] < 2**63
+        assert min(later - earlier for earlier, later in itertools.pairwise(ids)) > 2**20
+
+    def test_a_number_that_a_lease_has_is_given_to_no_other(self, clock: HandClock) -> None:
+        drawn = iter([5, 5, 5, 6])
+        known = MemoryRegistry(clock=clock, registry_id="r", lease_ids=drawn, ttl=TTL)
+        assert [lease.lease_id for lease in known.register(ranks(TP2))] == [5, 6]
 
     def test_the_same_rows_again_keep_their_leases_and_renew_them(
         self, known: MemoryRegistry, clock: HandClock

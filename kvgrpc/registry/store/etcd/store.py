@@ -150,6 +150,7 @@ class EtcdStore:
         return await self._put_on_lease(rows, ())
 
     async def _put_on_lease(self, rows: Sequence[RankRow], engines: Sequence[str]) -> set[int]:
+        # Whoever names a lease renews it, and no scope is asked for: so nobody can guess one.
         lease = secrets.randbits(62 - INDEX_BITS) << INDEX_BITS or 1 << INDEX_BITS
         await self._client.grant(lease, math.ceil(self.ttl))
         try:
