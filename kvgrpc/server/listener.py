@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvgrpc.errors import AddressNotAllowed
+from kvgrpc.observability.logging import RateLimited
 from kvgrpc.rpc.interceptors import Admission, interceptors_of
 from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.options import LARGEST_REQUEST_BYTES, server_options
@@ -38,6 +39,7 @@ class Listener:
     ) -> None:
         self._checks = dict(health_checks or {})
         self._admission = admission or Admission()
+        self._refused = RateLimited(_log)
         self._health = health.HealthServicer()
         self._services: tuple[str, ...] = ()
         self._failing: set[str] = set()
@@ -71,7 +73,7 @@ class Listener:
         security = security or ServerSecurity()
         for address in addresses:
             security.check(address)
-        server = new_server(interceptors_of(security, self._admission), server_options(largest_request))
+        server = new_server(interceptors_of(security, self._admission, self._refused), server_options(largest_request))
         self._services = tuple(add_servicers(server))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         add_absent(server, server.paths)
@@ -125,6 +127,7 @@ class Listener:
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             self._look()
+            self._refused.flush()
 
     def _look(self) -> None:
         well = not self._draining

@@ -119,7 +119,7 @@ class TestWhoMaySpeakForARank:
         ],
     )
     async def test_rows_are_held_to_the_scope_of_the_token(
-        self, secret: str, engine: str, role: Role, may: bool
+        self, secret: str, engine: str, role: Role, may: bool, caplog: pytest.LogCaptureFixture
     ) -> None:
         served = await Served(security=ServerSecurity(tokens=parse_tokens(TOKENS))).start()
         row = registry_service_pb2.RankRow(
@@ -139,6 +139,8 @@ class TestWhoMaySpeakForARank:
                 assert isinstance(error, IdentityMismatch)
                 assert set(error.metadata) == {"rank", "caller", "scope"}
                 assert secret not in str(error.metadata) + error.message or secret == "one"
+                path = "/kvgrpc.v1.RegistryService/Register"
+                assert f"127.0.0.1 ({error.metadata['caller']}) was refused {path}: {error}" in caplog.messages
         await served.stop()
 
     @pytest.mark.parametrize(

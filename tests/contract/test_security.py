@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -22,6 +24,8 @@ from kvgrpc.errors import (
     PermissionDenied,
     Reason,
 )
+from kvgrpc.observability import metrics
+from kvgrpc.observability.logging import RateLimited
 from kvgrpc.rpc import reloading
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.interceptors import ALLOWED
@@ -31,6 +35,7 @@ from kvgrpc.server import settings
 from kvgrpc.server.listener import Listener
 from tests.contract.certificates import OPENSSL, Authority, Certificate
 from tests.contract.serving import failure, once
+from tests.support.waiting import until
 
 SECRETS = {role: f"secret-of-{role.value}" for role in CallerRole}
 TOKENS = tuple(Token(role, secret) for role, secret in SECRETS.items())
@@ -196,6 +201,42 @@ class TestRolesAndMethods:
             for path in ALLOWED:
                 await call(address, path)
             assert everything.reached == list(ALLOWED)
+
+
+class TestTheLog:
+    async def test_a_caller_that_is_refused_is_named_with_its_method_and_never_its_token(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        before = refusals_counted()
+        async with listening(WITH_TOKENS) as (address, _):
+            for token in ("a-secret-of-others", "", SECRETS[CallerRole.CONSUMER]):
+                await refusal(address, DRAIN, ClientSecurity(token=token))
+        assert [message for message in caplog.messages if "was refused" in message] == [
+            f"127.0.0.1 was refused {DRAIN}: CREDENTIALS_INVALID: the bearer token is not one of this server's",
+            f"127.0.0.1 was refused {DRAIN}: CREDENTIALS_INVALID: no credentials: send 'authorization: Bearer TOKEN', "
+            "or a client certificate with a name that ends in .rank, .consumer or .operator",
+            f"127.0.0.1 was refused {DRAIN}: PERMISSION_DENIED: {DRAIN} is for operator, not for consumer",
+        ]
+        assert "secret" not in caplog.text
+        assert refusals_counted() == [before[0] + 2, before[1] + 1]
+
+    async def test_many_that_are_refused_are_a_few_lines_and_a_number(self, caplog: pytest.LogCaptureFixture) -> None:
+        listener = Listener()
+        listener._refused = RateLimited(logging.getLogger("kvgrpc"), lines=2, seconds=0.5)
+        (address,) = await listener.start(Everything().add_to, ["127.0.0.1:0"], WITH_TOKENS)
+        channel: Any = open_channel(address)
+        async with channel:
+            await asyncio.gather(*(failure(channel.unary_unary(DRAIN)(b"", timeout=5)) for _ in range(20)))
+
+        def told() -> tuple[int, int]:
+            """Callers that have a line, and those that are a number: of one window of time, or of two."""
+            more = [message for message in caplog.messages if "more like these of CREDENTIALS_INVALID" in message]
+            named = sum("was refused" in message for message in caplog.messages)
+            return named, sum(int(message.split()[0]) for message in more)
+
+        await until(lambda: sum(told()) == 20)
+        assert told()[0] < 10
+        await listener.stop(0.0)
 
 
 class TestTokenFiles:
@@ -403,11 +444,14 @@ class TestTls:
                     assert error.metadata["role"] == role.value
 
     async def test_a_certificate_without_a_role_needs_a_token(
-        self, mutual: ServerSecurity, authority: Authority
+        self, mutual: ServerSecurity, authority: Authority, caplog: pytest.LogCaptureFixture
     ) -> None:
         certificate = authority.sign("nobody-in-particular", "DNS:rank.internal")
         async with listening(mutual) as (address, _):
-            assert isinstance(await refusal(address, DRAIN, self.of(authority, certificate)), CredentialsInvalid)
+            error = await refusal(address, DRAIN, self.of(authority, certificate))
+            assert isinstance(error, CredentialsInvalid)
+            assert error.message.endswith(": rank.internal, nobody-in-particular")
+            assert f"127.0.0.1 was refused {DRAIN}: {error}" in caplog.messages
             await call(address, DRAIN, self.of(authority, certificate, SECRETS[CallerRole.OPERATOR]))
 
     async def test_a_token_counts_before_the_certificate(self, mutual: ServerSecurity, authority: Authority) -> None:
@@ -433,6 +477,12 @@ class TestTls:
         return ClientSecurity(
             ca_file=authority.ca_file, cert_file=certificate.cert_file, key_file=certificate.key_file, token=token
         )
+
+
+def refusals_counted() -> list[float]:
+    reasons = (Reason.CREDENTIALS_INVALID, Reason.PERMISSION_DENIED)
+    samples = (metrics.REGISTRY.get_sample_value("kvgrpc_errors_total", {"reason": each.name}) for each in reasons)
+    return [sample or 0.0 for sample in samples]
 
 
 def names_in(error: KvGrpcError) -> set[str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-from kvgrpc.errors import CredentialsInvalid, PermissionDenied
+from kvgrpc.errors import CredentialsInvalid, IdentityMismatch, KvGrpcError, PermissionDenied
 from kvgrpc.net import caller_address, is_unix, split
-from kvgrpc.rpc.callers import CALLER, Caller
+from kvgrpc.observability.logging import RateLimited, one_line
+from kvgrpc.rpc.callers import CALLER, Caller, caller
 from kvgrpc.rpc.interceptors.call import Behaviour, Context, Layer, Method
 from kvgrpc.rpc.security import AUTHORIZATION, CallerRole, ServerSecurity, TokenTable
 
@@ -52,8 +54,11 @@ HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 _OPEN = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 
 
-def auth(security: ServerSecurity) -> Layer:
-    """Lets a call pass whose caller's role may make it. A method that nobody was given is for nobody."""
+def auth(security: ServerSecurity, refused: RateLimited) -> Layer:
+    """Lets a call pass whose caller's role may make it. A method that nobody was given is for nobody.
+
+    ``refused`` hears of each call that was not the caller's to make: what its servicer refuses for the rank, too.
+    """
     tokens = TokenTable(security)
 
     def layer(method: Method, inner: Behaviour) -> Behaviour:
@@ -62,20 +67,35 @@ def auth(security: ServerSecurity) -> Layer:
         allowed = EVERYBODY if method.path.startswith(_OPEN) else ALLOWED.get(method.path, frozenset())
 
         async def call(request: Any, context: Context) -> Any:
-            known = _authenticated(context, tokens)
-            if known.role not in allowed:
-                names = ", ".join(sorted(each.value for each in allowed)) or "nobody"
-                role = known.role.value if known.role is not None else "nobody"
-                raise PermissionDenied(
-                    f"{method.path} is for {names}, not for {role}",
-                    metadata={"method": method.path, "role": role, "allowed": names},
-                )
-            CALLER.set(known)
-            return await inner(request, context)
+            try:
+                CALLER.set(_authenticated(context, tokens))
+                _check_role(method, allowed)
+                return await inner(request, context)
+            except (CredentialsInvalid, PermissionDenied, IdentityMismatch) as error:
+                refused.warning(error.reason.name, partial(_line, method, context, error))
+                raise
 
         return call
 
     return layer
+
+
+def _check_role(method: Method, allowed: frozenset[CallerRole]) -> None:
+    known = caller().role
+    if known not in allowed:
+        names = ", ".join(sorted(each.value for each in allowed)) or "nobody"
+        role = known.value if known is not None else "nobody"
+        raise PermissionDenied(
+            f"{method.path} is for {names}, not for {role}",
+            metadata={"method": method.path, "role": role, "allowed": names},
+        )
+
+
+def _line(method: Method, context: Context, error: KvGrpcError) -> str:
+    """For the log: it has what the caller sent of names, never of secrets."""
+    name, host = caller().name, _host(context)
+    who = host if name in ("", host) else f"{host} ({name})"
+    return one_line(f"{who} was refused {method.path}: {error}")
 
 
 def _named(inner: Behaviour) -> Behaviour:
@@ -95,9 +115,16 @@ def _authenticated(context: Context, tokens: TokenTable) -> Caller:
             if token is not None:
                 return Caller.with_token(token, _host(context))
             raise CredentialsInvalid("the bearer token is not one of this server's", metadata={"scheme": "bearer"})
-    known = Caller.with_certificate(_names_in_certificate(context))
+    names = list(_names_in_certificate(context))
+    known = Caller.with_certificate(names)
     if known is not None:
         return known
+    if names:
+        raise CredentialsInvalid(
+            "no bearer token, and no name in the client certificate ends in .rank, .consumer or .operator: "
+            + ", ".join(names),
+            metadata={"scheme": "bearer"},
+        )
     raise CredentialsInvalid(
         "no credentials: send 'authorization: Bearer TOKEN', or a client certificate with a name that ends in "
         ".rank, .consumer or .operator",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any, TypeAlias, cast
 import grpc
 
 from kvgrpc.errors import FrameTooLarge
+from kvgrpc.observability.logging import RateLimited
 from kvgrpc.rpc.interceptors.admission import Admission
 from kvgrpc.rpc.interceptors.auth import auth
 from kvgrpc.rpc.interceptors.call import Behaviour, Context, Layer, Method
@@ -22,11 +24,18 @@ from kvgrpc.rpc.security import ServerSecurity
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
+_log = logging.getLogger(__name__)
 
-def interceptors_of(security: ServerSecurity, admission: Admission | None = None) -> list[grpc.aio.ServerInterceptor]:
-    """The interceptors of one server, in their order. Raises InvalidRequest for a token file that cannot be used."""
-    admission = admission or Admission()
-    return [_Interceptor((telemetry, errors, auth(security), admission.layer, deadline))]
+
+def interceptors_of(
+    security: ServerSecurity, admission: Admission | None = None, refused: RateLimited | None = None
+) -> list[grpc.aio.ServerInterceptor]:
+    """The interceptors of one server, in their order. Raises InvalidRequest for a token file that cannot be used.
+
+    ``refused``: where callers are named who may not call; whoever gives it flushes it.
+    """
+    admission, refused = admission or Admission(), refused or RateLimited(_log)
+    return [_Interceptor((telemetry, errors, auth(security, refused), admission.layer, deadline))]
 
 
 class _Interceptor(grpc.aio.ServerInterceptor):
