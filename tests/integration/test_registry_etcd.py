@@ -24,6 +24,7 @@ from kvgrpc.errors import (
     WarmingUp,
 )
 from kvgrpc.model import Layout, Role
+from kvgrpc.observability.logging import RateLimited
 from kvgrpc.registry import wire
 from kvgrpc.registry.client.registration import Registration
 from kvgrpc.registry.mirror import EngineMirror
@@ -333,6 +334,25 @@ class TestFaults:
             etcd.start()
             await until(lambda: store.warming_up_for == 0)
             assert caplog.messages[1:] == [f"etcd answers again, at {etcd.address}"]
+            await store.close()
+
+    async def test_lines_that_were_held_back_are_summed_up_while_etcd_answers_and_while_it_does_not(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(view, "PROGRESS_SECONDS", 0.2)
+        with running_etcd() as etcd:
+            store = EtcdStore([etcd.address], prefix="/held-back/")
+            await store.start(lambda changes: None)
+            await until(lambda: store.warming_up_for == 0)
+            lines = store._view._lines = RateLimited(logging.getLogger("kvgrpc.registry"), lines=1, seconds=1.0)
+            for _ in range(3):
+                lines.warning("answers", "it failed")
+            await until(lambda: "2 more like these of answers in 1 s" in caplog.text)
+            etcd.kill()
+            await until(lambda: store.warming_up_for > 0)
+            for _ in range(3):
+                lines.warning("silence", "it failed")
+            await until(lambda: "2 more like these of silence in 1 s" in caplog.text)
             await store.close()
 
     async def test_a_registry_that_could_not_write_its_id_tries_again(
