@@ -250,8 +250,9 @@ def new_epoch() -> int:
 
 
 def check_rank(rank: RankRef, layout: Layout, path: str = "rank") -> None:
-    """Raises InvalidRequest naming every field of an identity that cannot be right."""
+    """Raises InvalidRequest naming every field of an identity that cannot be right. The layout stands beside it."""
     violations = []
+    beside = path[: path.rfind(".") + 1]
     if not ENGINE_NAME.fullmatch(rank.rank.engine):
         violations.append(
             Violation(f"{path}.rank.engine", "1 to 128 characters of A-Z a-z 0-9 . _ -", rank.rank.engine)
@@ -261,9 +262,9 @@ def check_rank(rank: RankRef, layout: Layout, path: str = "rank") -> None:
     for name in ("dp", "pp", "cp", "tp"):
         size, coordinate = getattr(layout, name), getattr(rank.rank, name)
         if size < 1:
-            violations.append(Violation(f"layout.{name}", "at least 1", size))
+            violations.append(Violation(f"{beside}layout.{name}", "at least 1", size))
         elif not 0 <= coordinate < size:
-            violations.append(Violation(f"{path}.rank.{name}", f"below layout.{name} = {size}", coordinate))
+            violations.append(Violation(f"{path}.rank.{name}", f"below {beside}layout.{name} = {size}", coordinate))
     raise_if(violations)
 
 

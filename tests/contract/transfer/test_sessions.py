@@ -181,7 +181,7 @@ class TestHello:
             ({"stream": 0}, "stream"),
             ({"pools": [unkind]}, "hello.pools[0].kind"),
             ({"pools": [common_pb2.Pool(kind=common_pb2.POOL_KIND_KV)]}, "hello.pools[0].name"),
-            ({"layout": common_pb2.Layout()}, "layout.dp"),
+            ({"layout": common_pb2.Layout()}, "hello.layout.dp"),
             ({"opener": zero.opener}, "hello.opener.epoch"),
             ({"opener": nameless.opener}, "hello.opener.rank.engine"),
         ):

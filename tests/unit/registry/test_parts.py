@@ -131,7 +131,7 @@ def message_of(at: RankRow) -> pb.RankRow:
         (lambda m: m.rank.ClearField("epoch"), "rows[0].rank.epoch"),
         (lambda m: setattr(m.rank, "epoch", 2**53), "rows[0].rank.epoch"),
         (lambda m: setattr(m.rank.rank, "tp", 2), "rows[0].rank.rank.tp"),
-        (lambda m: setattr(m.layout, "pp", 0), "layout.pp"),
+        (lambda m: setattr(m.layout, "pp", 0), "rows[0].layout.pp"),
         (lambda m: setattr(m.layout, "pp", 65_537), "rows[0].layout"),
         (lambda m: m.ClearField("role"), "rows[0].role"),
         (lambda m: setattr(m, "role", 9), "rows[0].role"),
