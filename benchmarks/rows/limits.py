@@ -15,17 +15,19 @@ from benchmarks.baselines.contact import BareDecode, BarePrefill
 from benchmarks.baselines.engines import mooncake_is_here
 from benchmarks.baselines.raw import BareMooncake, Descriptors
 from benchmarks.baselines.stream import StreamEnd
+from benchmarks.baselines.wake import WokenLoop
 from benchmarks.harness.plan import Plan
 from benchmarks.harness.rounds import Benchmark, Contender, Figures
 from benchmarks.harness.table import Metric
 from benchmarks.harness.worker import Desk, Worker
-from benchmarks.rows.control import Throughput, many_rooms, percentile
+from benchmarks.rows.control import BURST, PAUSE, InitCost, Throughput, many_rooms, percentile
 from benchmarks.rows.handoff import CONTROL_PAUSE, ENGINE_STEP, PAGE_PAUSE, SEED, FirstContact, Latency
 from benchmarks.rows.rooms import WORK, Between, settle
 from benchmarks.sides.base import Setting
 from benchmarks.sides.memory import Shape
 
 ROOMS, CONTROL, PAGE = "limit.throughput", "limit.control_latency", "limit.latency"
+WAKE = "limit.init_cost"
 CONTACT, BUSY, TORCH = "limit.first_contact", "limit.busy_engine", "limit.torch_engine"
 END, ENGINE, MEMORY, ANSWERED = "end", "engine", "memory", "answered"
 
@@ -55,6 +57,11 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
             lambda: Throughput(bare, plan, ROOMS),
             lambda: Throughput(seed, plan, ROOMS),
         ),
+        Benchmark(
+            (Metric(WAKE, "us", "lower", "seed ZMQ send"), Metric(f"{WAKE}.p99", "us", "lower", "seed ZMQ send")),
+            lambda: BareWake(plan.timed_inits),
+            lambda: InitCost(seed, plan.timed_inits, WAKE, BURST),
+        ),
         stream(CONTROL, plan.control_rooms, CONTROL_PAUSE, Between.NAP),
         stream(BUSY, plan.busy_rooms, ENGINE_STEP, Between.PYTHON),
         stream(TORCH, plan.busy_rooms, ENGINE_STEP, Between.TORCH),
@@ -66,6 +73,25 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
         ),
         row(CONTACT, lambda: BareContact(plan), lambda: FirstContact(moving, plan.contacts, CONTACT), missing),
     ]
+
+
+class BareWake:
+    """An append and a wake of a loop that sleeps, in the bursts of ``control.init_cost``."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._worker = Worker("wake")
+        self._worker.call(_start_loop)
+
+    def turn(self) -> Figures:
+        took = self._worker.call(_time_wakes, self._number)
+        return {WAKE: percentile(took, 50) * 1e6, f"{WAKE}.p99": percentile(took, 99) * 1e6}
+
+    def peak_rss(self) -> int:
+        return self._worker.peak_rss()
+
+    def close(self) -> None:
+        self._worker.close()
 
 
 class BareStream:
@@ -135,6 +161,23 @@ class BareContact:
     def close(self) -> None:
         self._prefill.close()
         self._decode.close()
+
+
+def _start_loop(desk: Desk) -> None:
+    desk.items[END] = WokenLoop()
+    settle()
+
+
+def _time_wakes(desk: Desk, number: int) -> list[float]:
+    end: WokenLoop = desk.items[END]
+    took = []
+    for start in range(0, number, BURST):
+        for item in range(start, min(start + BURST, number)):
+            begin = time.perf_counter()
+            end.append(item)
+            took.append(time.perf_counter() - begin)
+        end.wait(PAUSE)
+    return took
 
 
 def _serve(desk: Desk) -> int:
