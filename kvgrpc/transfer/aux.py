@@ -46,7 +46,7 @@ class AuxRows:
     def check(self, index: int | None) -> None:
         """Raises InvalidRequest for a row that does not exist, and for None where the engine has aux buffers."""
         rows = self._rows
-        there = not rows if index is None else hasattr(index, "__index__") and 0 <= index < rows
+        there = not rows if index is None else type(index) is int and 0 <= index < rows
         if not there:
             buffers = len(self._views)
             rule = (

@@ -188,6 +188,17 @@ def whole_number(value: Any, field: str, below: int) -> int:
     return number
 
 
+def as_number(value: Any, field: str) -> int:
+    """A whole number of any library as an int: nothing of an engine's own goes to the loop, not to be compared either.
+
+    Raises InvalidRequest for anything else.
+    """
+    number = as_int(value)
+    if type(number) is not int:
+        raise InvalidRequest.of(field, value, "a whole number")
+    return number
+
+
 def as_int(value: Any) -> Any:
     """An int where the value is a whole number of any library, else the value."""
     if type(value) is int:

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import numpy.typing as npt
 
 from kvgrpc.errors import Failure
-from kvgrpc.transfer.handle import TransferHandle, as_int, room_key, whole_number
-from kvgrpc.transfer.layout.pools import check_distinct, pages_of_pools
-from kvgrpc.transfer.protocol.types import POLL_WAITING_FOR_INPUT, Destination
+from kvgrpc.transfer.handle import TransferHandle, as_int, as_number, room_key
+from kvgrpc.transfer.layout.pools import copy_of
+from kvgrpc.transfer.protocol.types import POLL_WAITING_FOR_INPUT
 from kvgrpc.transfer.runtime.boundary import DecodeRuntime, EngineHandle, RoomRequest
 
 
@@ -74,16 +74,13 @@ class KVReceiver(TransferHandle):
         self._initialised = True
         self._receiver.moving_at = time.monotonic()
         try:
-            first, others = pages_of_pools(pages, self._manager.pool_names)
-            other_pools = None if others is None else tuple(map(Destination, others))
-            destination = Destination(first, whole_number(first_page, "first_page", 2**32), other_pools)
-            for each in (destination, *(other_pools or ())):
-                check_distinct(each)
-            self._manager.aux.check(aux_index)
+            copied = copy_of(pages, self._manager.pool_names)
+            first = as_number(first_page, "first_page")
+            row = None if aux_index is None else as_number(aux_index, "aux_index")
         except Exception as error:
             self._reject(error)
             return
-        self._manager.write(self._receiver, destination, aux_index)
+        self._manager.write(self._receiver, copied, first, row)
 
     @property
     def release_safe(self) -> bool:

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 import numpy.typing as npt
 
 from kvgrpc.errors import Failure, InvalidRequest
-from kvgrpc.transfer.handle import TransferHandle, room_key, whole_number
-from kvgrpc.transfer.layout.pools import pages_of_pools
-from kvgrpc.transfer.protocol.chunks import Chunk
+from kvgrpc.transfer.handle import TransferHandle, as_number, room_key, whole_number
+from kvgrpc.transfer.layout.pools import copy_of, count_of
 from kvgrpc.transfer.protocol.types import POLL_BOOTSTRAPPING, POLL_WAITING_FOR_INPUT, Align, KVPoll
-from kvgrpc.transfer.runtime.boundary import EngineHandle, PrefillRuntime
+from kvgrpc.transfer.runtime.boundary import EngineHandle, PrefillRuntime, SentPages
 
 
 class KVSender(TransferHandle):
@@ -56,13 +55,14 @@ class KVSender(TransferHandle):
             return
         try:
             total = None if num_pages is None else whole_number(num_pages, "num_pages", 2**32)
+            row = None if aux_index is None else as_number(aux_index, "aux_index")
         except InvalidRequest as error:
             self._reject(error)
             return
         if not isinstance(align, Align):
             self._reject(InvalidRequest.of("align", align, "Align.HEAD or Align.TAIL", room=self.room))
         else:
-            self._total, self._aux_index = total, aux_index
+            self._total, self._aux_index = total, row
             self._expectation = total, align
 
     def send(
@@ -88,17 +88,17 @@ class KVSender(TransferHandle):
         if self.ended or self._queue_full():
             return
         try:
-            numbers, others = pages_of_pools(pages, self._manager.pool_names)
-            start = self._start(index_slice, len(numbers))
-            self._sent += len(numbers)
+            copied = copy_of(pages, self._manager.pool_names)
+            count = count_of(copied)
+            start = self._start(index_slice, count)
+            self._sent += count
             last = (self._total is not None and self._sent >= self._total) if is_last is None else bool(is_last)
             aux = self._manager.aux.read(self._aux_index) if last else None
         except Exception as error:
             self._reject(error)
             return
         expectation, self._expectation = self._expectation, None
-        chunk = Chunk(numbers, start, last, wait, others)
-        self._manager.send(self._sender, chunk, aux, expectation)
+        self._manager.send(self._sender, SentPages(copied, start, last, wait), aux, expectation)
 
     def poll(self) -> KVPoll:
         """See ``TransferHandle.poll``. At least WaitingForInput once ``init`` was called."""

@@ -199,5 +199,7 @@ def _place(chunk: Chunk, destination: Destination, shift: int) -> Placed | None:
     stop = stop if stop < destination.count else destination.count
     if first >= stop:
         return None
-    source = chunk.pages[first - start : stop - start]
-    return Placed(np.ascontiguousarray(source), destination.slice(first, stop), first, chunk.wait)
+    source = chunk.pages
+    if stop - first != len(source):
+        source = np.ascontiguousarray(source[first - start : stop - start])
+    return Placed(source, destination.slice(first, stop), first, chunk.wait)

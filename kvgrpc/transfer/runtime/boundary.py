@@ -19,9 +19,9 @@ from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import Failure
 from kvgrpc.model import RankRef
 from kvgrpc.transfer.aux import AuxRows
+from kvgrpc.transfer.layout.pools import CopiedPages
 from kvgrpc.transfer.layout.topology import Shape
-from kvgrpc.transfer.protocol.chunks import Chunk
-from kvgrpc.transfer.protocol.types import Align, Destination, RoomKey
+from kvgrpc.transfer.protocol.types import Align, RoomKey
 from kvgrpc.transfer.runtime.stages import TimedHandle
 from kvgrpc.transfer.tables import RoomRow, SessionRow
 from kvgrpc.v1 import transfer_service_pb2 as pb
@@ -52,6 +52,15 @@ class RoomRequest(Struct, frozen=True, gc=False):
     bootstrap_addr: str
     prefill_dp_rank: int | None
     traceparent: str
+
+
+class SentPages(Struct, gc=False):
+    """What one ``send`` said, as the engine said it: see ``KVSender.send``. ``start``: the first page's position."""
+
+    pages: CopiedPages
+    start: int
+    is_last: bool
+    wait: Callable[[], None] | None
 
 
 class Runtime(Protocol):
@@ -147,8 +156,9 @@ class PrefillRuntime(Runtime, Protocol):
     def claim(self, key: RoomKey, handle: EngineHandle) -> None: ...
 
     def send(
-        self, handle: EngineHandle, chunk: Chunk, aux: bytes | None, expectation: tuple[int | None, Align] | None
-    ) -> None: ...
+        self, handle: EngineHandle, sent: SentPages, aux: bytes | None, expectation: tuple[int | None, Align] | None
+    ) -> None:
+        """Pages that are computed. The runtime checks them, and fails the room for what cannot be."""
 
     def fail(self, handle: EngineHandle, failure: Failure) -> None: ...
 
@@ -184,6 +194,7 @@ class DecodeRuntime(Runtime, Protocol):
 
     def open(self, handle: EngineHandle, request: RoomRequest) -> None: ...
 
-    def write(self, handle: EngineHandle, destination: Destination, aux_index: int | None) -> None: ...
+    def write(self, handle: EngineHandle, pages: CopiedPages, first_page: int, aux_index: int | None) -> None:
+        """Where the room goes. The runtime checks it, and fails the room for what cannot be."""
 
     def fail(self, handle: EngineHandle, failure: Failure) -> None: ...

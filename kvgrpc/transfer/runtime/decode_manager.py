@@ -18,8 +18,9 @@ from kvgrpc.rpc.status import error_from
 from kvgrpc.transfer import wire
 from kvgrpc.transfer.layout import topology
 from kvgrpc.transfer.layout.plan import check_first_page, check_pages_of
+from kvgrpc.transfer.layout.pools import CopiedPages, destination_of
 from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodePair, DecodeRoom, Stream
-from kvgrpc.transfer.protocol.types import DecodeEntry, Destination
+from kvgrpc.transfer.protocol.types import DecodeEntry
 from kvgrpc.transfer.runtime.boundary import EngineHandle, RoomRequest
 from kvgrpc.transfer.runtime.checksums import PeerPages
 from kvgrpc.transfer.runtime.manager import (
@@ -94,8 +95,8 @@ class DecodeManager(TransferManager[DecodeRoom]):
     def open(self, handle: EngineHandle, request: RoomRequest) -> None:
         self.post(self._take_room, handle, request)
 
-    def write(self, handle: EngineHandle, destination: Destination, aux_index: int | None) -> None:
-        self.post(self._take_destination, handle, destination, aux_index)
+    def write(self, handle: EngineHandle, pages: CopiedPages, first_page: int, aux_index: int | None) -> None:
+        self.post(self._take_destination, handle, pages, first_page, aux_index)
 
     def fail(self, handle: EngineHandle, failure: Failure) -> None:
         self.post(self._take_failure, handle, failure)
@@ -112,14 +113,18 @@ class DecodeManager(TransferManager[DecodeRoom]):
         if self.core.open(room) or room.refused:
             self._routes.find(room)
 
-    def _take_destination(self, handle: EngineHandle, destination: Destination, aux_index: int | None) -> None:
+    def _take_destination(
+        self, handle: EngineHandle, copied: CopiedPages, first_page: int, aux_index: int | None
+    ) -> None:
         room: ReceiverRoom | None = handle.record
         if room is None:
             return
         try:
+            check_first_page(first_page)
+            destination = destination_of(copied, first_page)
+            self.aux.check(aux_index)
             others = None if destination.others is None else [other.pages for other in destination.others]
             check_pages_of(destination.pages, others, self.own_pages, self.pool_names)
-            check_first_page(destination.first_page)
             answer = wire.answer_bytes(destination, self.aux.row_bytes) if self.config.verify else 0
             wire.check_size(destination, self.config.max_frame_bytes, answer)
         except KvGrpcError as error:

@@ -24,10 +24,11 @@ from kvgrpc.rpc.within import within
 from kvgrpc.transfer import wire
 from kvgrpc.transfer.layout import topology
 from kvgrpc.transfer.layout.plan import check_pages_of
+from kvgrpc.transfer.layout.pools import pages_of_pools
 from kvgrpc.transfer.protocol.chunks import Chunk
 from kvgrpc.transfer.protocol.prefill_core import PrefillCore, PrefillPair, PrefillRoom
 from kvgrpc.transfer.protocol.types import Align, RoomKey, RoomState
-from kvgrpc.transfer.runtime.boundary import EngineHandle, Reader
+from kvgrpc.transfer.runtime.boundary import EngineHandle, Reader, SentPages
 from kvgrpc.transfer.runtime.manager import (
     FRAMES_RECEIVED,
     FRAMES_SENT,
@@ -85,9 +86,9 @@ class PrefillManager(TransferManager[PrefillRoom]):
         self.post(self._take_claim, key, handle)
 
     def send(
-        self, handle: EngineHandle, chunk: Chunk, aux: bytes | None, expectation: tuple[int | None, Align] | None
+        self, handle: EngineHandle, sent: SentPages, aux: bytes | None, expectation: tuple[int | None, Align] | None
     ) -> None:
-        self.post(self._take_chunk, handle, chunk, aux, expectation)
+        self.post(self._take_chunk, handle, sent, aux, expectation)
 
     def fail(self, handle: EngineHandle, failure: Failure) -> None:
         self.post(self._take_failure, handle, failure)
@@ -103,13 +104,15 @@ class PrefillManager(TransferManager[PrefillRoom]):
         self._sought.wake(key)
 
     def _take_chunk(
-        self, handle: EngineHandle, chunk: Chunk, aux: bytes | None, expectation: tuple[int | None, Align] | None
+        self, handle: EngineHandle, sent: SentPages, aux: bytes | None, expectation: tuple[int | None, Align] | None
     ) -> None:
         record: PrefillRoom | None = handle.record
         if record is None:
             return
+        pages, others = pages_of_pools(sent.pages)
+        chunk = Chunk(pages, sent.start, sent.is_last, sent.wait, others)
         try:
-            check_pages_of(chunk.pages, chunk.others, self.own_pages, self.pool_names)
+            check_pages_of(pages, others, self.own_pages, self.pool_names)
         except KvGrpcError as error:
             self.core.fail(record, Failure.of(error, str(self.ref)))
             return

@@ -44,7 +44,7 @@ class TestEnginesThatErr:
         senders[2].send([1])
         wait_until(lambda: receivers[2].poll() is KVPoll.Success)
 
-    @pytest.mark.parametrize("first_page", [-1, 2**32, "x", 1.5, None, np.array([1, 2]), b"1"])
+    @pytest.mark.parametrize("first_page", [-1, 2**32, "x", 1.5, None, np.array([1, 2]), b"1", Unprintable()])
     def test_a_first_page_that_is_none_fails_that_room(
         self, prefill: RankHost, decode: RankHost, first_page: Any
     ) -> None:
@@ -52,6 +52,14 @@ class TestEnginesThatErr:
         receiver.init([1], 0, first_page)
         wait_until(lambda: receiver.poll() is KVPoll.Failed)
         assert receiver.failure.reason is Reason.INVALID_REQUEST
+
+    @pytest.mark.parametrize("row", [-1, 2**40, "0", 1.5, np.array([1, 2]), Unprintable()])
+    def test_an_aux_row_that_is_none_fails_that_room(self, prefill: RankHost, decode: RankHost, row: Any) -> None:
+        receiver = receiver_of(decode, f"{prefill.rank.address}/P", next(ROOMS))
+        receiver.init([1], row)
+        wait_until(lambda: receiver.poll() is KVPoll.Failed)
+        assert receiver.failure.reason is Reason.INVALID_REQUEST
+        assert receiver.failure.metadata["field"] == ("arguments" if isinstance(row, Unprintable) else "aux_index")
 
     @pytest.mark.parametrize("attempt", [-1, 2**32, 1.5, None, "1"])
     def test_an_attempt_that_is_none_fails_that_room(self, prefill: RankHost, decode: RankHost, attempt: Any) -> None:

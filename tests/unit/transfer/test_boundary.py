@@ -14,11 +14,11 @@ from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.server import DecodeRuntime, KVPoll, KVReceiver, KVSender, PrefillRuntime, Rank
 from kvgrpc.server.status import RankStatus
 from kvgrpc.transfer.aux import AuxRows
+from kvgrpc.transfer.layout.pools import CopiedPages, pages_of_pools
 from kvgrpc.transfer.layout.topology import Shape
-from kvgrpc.transfer.protocol.chunks import Chunk
-from kvgrpc.transfer.protocol.types import Align, Destination, RoomKey
+from kvgrpc.transfer.protocol.types import Align, RoomKey
 from kvgrpc.transfer.runtime import boundary
-from kvgrpc.transfer.runtime.boundary import EngineHandle, Reader, RoomRequest, prefill_of
+from kvgrpc.transfer.runtime.boundary import EngineHandle, Reader, RoomRequest, SentPages, prefill_of
 from kvgrpc.transfer.tables import RoomRow, SessionRow
 from kvgrpc.v1 import transfer_service_pb2 as pb
 
@@ -56,9 +56,9 @@ class Foreign:
         handle.record = len(self.asked)  # whatever it likes
 
     def send(
-        self, handle: EngineHandle, chunk: Chunk, aux: bytes | None, expectation: tuple[int | None, Align] | None
+        self, handle: EngineHandle, sent: SentPages, aux: bytes | None, expectation: tuple[int | None, Align] | None
     ) -> None:
-        self.asked.append(f"send {chunk.pages.tolist()}")
+        self.asked.append(f"send {pages_of_pools(sent.pages)[0].tolist()}")
 
     def stands(self, request: RoomRequest) -> bool:
         return True
@@ -67,8 +67,8 @@ class Foreign:
         self.asked.append(f"open {request.key.room} {request.bootstrap_addr}")
         handle.record = request
 
-    def write(self, handle: EngineHandle, destination: Destination, aux_index: int | None) -> None:
-        self.asked.append(f"write {destination.pages.tolist()}")
+    def write(self, handle: EngineHandle, pages: CopiedPages, first_page: int, aux_index: int | None) -> None:
+        self.asked.append(f"write {pages_of_pools(pages)[0].tolist()}")
 
     def fail(self, handle: EngineHandle, failure: Failure) -> None:
         self.asked.append(f"fail {failure.reason.name}")
@@ -146,7 +146,7 @@ def test_the_boundary_names_values_and_no_record_of_a_core() -> None:
     tree = ast.parse(inspect.getsource(boundary))
     imported = {each.module for each in ast.walk(tree) if isinstance(each, ast.ImportFrom) and each.module}
     ours = {name.removeprefix("kvgrpc.transfer.") for name in imported if name.startswith("kvgrpc.transfer.")}
-    assert ours == {"aux", "layout.topology", "protocol.chunks", "protocol.types", "runtime.stages", "tables"}
+    assert ours == {"aux", "layout.pools", "layout.topology", "protocol.types", "runtime.stages", "tables"}
 
 
 def test_the_role_says_whose_it_is() -> None:
