@@ -22,6 +22,7 @@ from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.retry import may_repeat, repeated
 from kvgrpc.rpc.security import ClientSecurity
 from kvgrpc.rpc.status import error_from
+from kvgrpc.rpc.within import LONGEST_SECONDS, check_seconds
 from kvgrpc.v1 import (
     common_pb2,
     event_service_pb2,
@@ -45,7 +46,6 @@ T = TypeVar("T")
 _LEAST_IDLE_SECONDS = 3.0
 _RAW, _TYPED = event_service_pb2.WATCH_ENCODING_RAW, event_service_pb2.WATCH_ENCODING_TYPED
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
-LONGEST_TIMEOUT_SECONDS = 86_400.0
 _LEAST_ENGINE_IDLE_SECONDS = 15.0
 
 
@@ -59,8 +59,8 @@ class Client:
 
     def __init__(self, address: str, security: ClientSecurity | None = None, timeout: float = 10.0) -> None:
         self.address = check_target(address)
-        if not 0 < timeout <= LONGEST_TIMEOUT_SECONDS:
-            raise InvalidRequest.of("timeout", timeout, f"above 0 and at most {LONGEST_TIMEOUT_SECONDS:g} seconds")
+        if not 0 < timeout <= LONGEST_SECONDS:
+            raise InvalidRequest.of("timeout", timeout, f"above 0 and at most {LONGEST_SECONDS:g} seconds")
         self._timeout = timeout
         self._security = security or ClientSecurity()
         self._stamp: tuple[object, ...] = ()
@@ -320,6 +320,7 @@ class Client:
             request_id=request_id or uuid.uuid4().hex, pages=pages, priority=priority, tenant=tenant
         )
         if timeout is not None:
+            check_seconds("timeout", timeout)
             request.timeout.FromMicroseconds(round(timeout * 1e6))
         response = await self._read(PrefetchServiceStub(self._channel()).StartPrefetch, request)
         operation: prefetch_service_pb2.CacheOperation = response.operation
@@ -339,6 +340,7 @@ class Client:
             request_id=request_id or uuid.uuid4().hex, pages=pages, priority=priority, tenant=tenant
         )
         if timeout is not None:
+            check_seconds("timeout", timeout)
             request.timeout.FromMicroseconds(round(timeout * 1e6))
         response = await self._read(PrefetchServiceStub(self._channel()).StartBackup, request)
         operation: prefetch_service_pb2.CacheOperation = response.operation
@@ -392,6 +394,7 @@ class Client:
         self, pages: prefetch_service_pb2.PromptPages, seconds: float
     ) -> prefetch_service_pb2.PinPagesResponse:
         """Keeps the leading pages that device and host have from eviction; 0 seconds end it."""
+        check_seconds("seconds", seconds)
         request = prefetch_service_pb2.PinPagesRequest(pages=pages)
         request.duration.FromMicroseconds(round(seconds * 1e6))
         response: prefetch_service_pb2.PinPagesResponse = await self._read(
@@ -410,6 +413,7 @@ class Client:
 
     async def drain(self, grace: float = 30.0) -> server_service_pb2.DrainResponse:
         """Drains the process; returns when it is drained, at most some seconds after ``grace``."""
+        check_seconds("grace", grace)
         request = server_service_pb2.DrainRequest()
         request.grace.FromMilliseconds(round(grace * 1000))
         stub = ServerServiceStub(self._channel())

@@ -25,7 +25,7 @@ from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.security import ClientSecurity
 from kvgrpc.rpc.status import error_from
-from kvgrpc.rpc.within import within
+from kvgrpc.rpc.within import check_seconds, within
 from kvgrpc.v1 import event_service_pb2 as pb
 from kvgrpc.v1.event_service_pb2_grpc import EventServiceStub
 
@@ -143,6 +143,7 @@ class EventFollower:
 
         Raises PeerUnreachable after ``timeout`` seconds, with what failed last.
         """
+        check_seconds("timeout", timeout)
         end = time.monotonic() + timeout
         while self.state is not FollowerState.CURRENT:
             try:

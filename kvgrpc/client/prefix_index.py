@@ -16,6 +16,7 @@ from kvgrpc.events.following.sources import CacheScore, Source, SourceTable
 from kvgrpc.observability.logging import RateLimited
 from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.security import ClientSecurity
+from kvgrpc.rpc.within import check_seconds
 from kvgrpc.v1 import registry_service_pb2
 
 __all__ = ["PrefixIndex", "sglang_hashes", "vllm_hashes"]
@@ -91,6 +92,7 @@ class PrefixIndex:
 
     async def until_current(self, caches: int = 1, timeout: float = 30.0) -> None:
         """Waits until so many caches are current. Raises TimeoutError after ``timeout`` seconds."""
+        check_seconds("timeout", timeout)
         end = time.monotonic() + timeout
         while sum(source.freshness.state is FollowerState.CURRENT for source in self.sources()) < caches:
             if time.monotonic() >= end:

@@ -11,6 +11,7 @@ from kvgrpc.client.watch import WatchPart
 from kvgrpc.errors import PeerUnreachable
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.security import ClientSecurity
+from kvgrpc.rpc.within import check_seconds
 from kvgrpc.v1 import (
     common_pb2,
     event_service_pb2,
@@ -224,6 +225,7 @@ class SyncClient:
 
     def drain(self, grace: float = 30.0) -> server_service_pb2.DrainResponse:
         """As ``Client.drain``."""
+        check_seconds("grace", grace)
         return self._run(self._client.drain(grace), self._seconds + 2 * grace)
 
     def health(self, service: str = "") -> str:

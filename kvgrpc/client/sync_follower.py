@@ -12,6 +12,7 @@ from kvgrpc.events.following.messages import FollowerCounts, FollowerState
 from kvgrpc.events.following.sources import CacheScore, Freshness, Source
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.security import ClientSecurity
+from kvgrpc.rpc.within import check_seconds
 
 T = TypeVar("T")
 _ASK_SECONDS = 10.0
@@ -90,6 +91,7 @@ class SyncEventFollower:
 
     def until_current(self, timeout: float = 30.0) -> None:
         """As ``EventFollower.until_current``."""
+        check_seconds("timeout", timeout)
         self._loop.run(self._follower.until_current(timeout), timeout + _ASK_SECONDS)
 
 
@@ -132,6 +134,7 @@ class SyncPrefixIndex:
 
     def until_current(self, caches: int = 1, timeout: float = 30.0) -> None:
         """As ``PrefixIndex.until_current``."""
+        check_seconds("timeout", timeout)
         self._loop.run(self._index.until_current(caches, timeout), timeout + _ASK_SECONDS)
 
 

@@ -7,6 +7,7 @@ It is the caller of every eviction: pools never make room by themselves. It coun
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -196,7 +197,10 @@ class TieredCache:
             return sum(map(self._drop_host, self._tree.host_victims(count, time.monotonic(), self._unread)))
 
     def pin(self, hashes: Sequence[str], seconds: float) -> int:
-        """Keeps what device and host have of a prefix for so long; how many pages. 0 seconds end it."""
+        """Keeps what device and host have of a prefix for so long; how many pages. 0 seconds end it. Raises
+        InvalidRequest for NaN."""
+        if math.isnan(seconds):
+            raise InvalidRequest.of("seconds", seconds, "a number of seconds")
         with self._lock:
             return self._tree.pin(hashes, time.monotonic() + seconds if seconds > 0 else 0.0)
 

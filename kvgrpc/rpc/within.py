@@ -6,7 +6,17 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
+from kvgrpc.errors import InvalidRequest
+
 T = TypeVar("T")
+LONGEST_SECONDS = 86_400.0
+
+
+def check_seconds(field: str, seconds: float) -> None:
+    """Raises InvalidRequest for what is no time from 0 to a day. NaN is neither below nor above any bound, so whatever
+    waits for it ends at once or never."""
+    if not 0 <= seconds <= LONGEST_SECONDS:
+        raise InvalidRequest.of(field, seconds, f"0 to {LONGEST_SECONDS:g} seconds")
 
 
 async def within(seconds: float, awaitable: Awaitable[T]) -> T:

@@ -31,7 +31,7 @@ from kvgrpc.registry.store.memory import MemoryStore
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.interceptors import Admission
 from kvgrpc.rpc.loop import LoopThread, background
-from kvgrpc.rpc.within import within
+from kvgrpc.rpc.within import check_seconds, within
 from kvgrpc.server.check import check
 from kvgrpc.server.closing import ClosingTime
 from kvgrpc.server.config import RankConfig
@@ -172,8 +172,9 @@ class Rank(Generic[Transfer]):
         Blocks for about ``deadline`` seconds at most; repeating it is harmless, and looks again where a write may have
         been left. Pages that are still held then are reported: the engine must not free that memory while the process
         lives. A data plane that the caller opened stays open, with the memory that it gave: the caller may open another
-        rank on it, and closes it in the end.
+        rank on it, and closes it in the end. Raises InvalidRequest for a deadline that never comes.
         """
+        check_seconds("deadline", max(deadline, 0.0))
         if self._closed is None:
             self._closed = self._loop.run(self._close(ClosingTime(deadline)), deadline + _STUCK_SECONDS)
         elif self._closed.listening:

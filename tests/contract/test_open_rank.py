@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import math
 import mmap
 import socket
 import sys
@@ -215,6 +216,14 @@ class TestClosing:
             assert not connects(rank.address)
             assert bytes(memory) == b"\x07" * (PAGES * PAGE_BYTES)
         assert plane.close(1.0)
+
+    @pytest.mark.parametrize("deadline", [math.nan, math.inf, 1e308])
+    def test_a_deadline_that_never_comes_is_refused_and_nothing_is_closed(self, plane: Any, deadline: float) -> None:
+        rank = open_rank(config(plane))
+        with pytest.raises(InvalidRequest) as refused:
+            rank.close(deadline)
+        assert refused.value.metadata["field"] == "deadline" and connects(rank.address)
+        assert not rank.close(-1.0).listening, "time that is over is no reason to leave a rank open"
 
     def test_the_address_outlives_every_write(self, lingering: Lingering, caplog: pytest.LogCaptureFixture) -> None:
         plane = lingering

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvgrpc.client import Client, ClientSecurity, SyncClient
+from kvgrpc.client import (
+    Client,
+    ClientSecurity,
+    EventFollower,
+    PrefixIndex,
+    SyncClient,
+    SyncEventFollower,
+    SyncPrefixIndex,
+)
 from kvgrpc.errors import InvalidRequest, PeerUnreachable
 from kvgrpc.rpc import tls
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.security import CallerRole, ServerSecurity, Token
 from kvgrpc.rpc.tls import ServerCertificates
 from kvgrpc.server import RegistryServer
+from kvgrpc.v1.prefetch_service_pb2 import PromptPages
 from tests.contract.certificates import OPENSSL, Authority, Certificate, openssl
 from tests.contract.test_security import DRAIN, call, listening, refusal
 
@@ -40,6 +50,40 @@ class TestAddresses:
     @pytest.mark.parametrize("timeout", [0.0, -1.0, 1e308, float("inf"), float("nan")])
     def test_a_client_without_an_end(self, timeout: float) -> None:
         refused(lambda: SyncClient("127.0.0.1:1", timeout=timeout), "timeout", "seconds")
+
+    @pytest.mark.parametrize("seconds", [-1.0, 1e308, float("inf"), float("nan")])
+    def test_seconds_of_a_call_that_never_ends(self, seconds: float) -> None:
+        """Before anybody is asked: nobody listens here."""
+        pages = PromptPages(tokens=[1])
+        client = SyncClient("127.0.0.1:1")
+        calls: list[tuple[Callable[[], object], str]] = [
+            (lambda: client.drain(seconds), "grace"),
+            (lambda: client.pin_pages(pages, seconds), "seconds"),
+            (lambda: client.start_prefetch(pages, timeout=seconds), "timeout"),
+            (lambda: client.start_backup(pages, timeout=seconds), "timeout"),
+            (lambda: SyncEventFollower("127.0.0.1:1").until_current(seconds), "timeout"),
+            (lambda: SyncPrefixIndex(sources=["127.0.0.1:1"]).until_current(1, seconds), "timeout"),
+        ]
+        for ask, field in calls:
+            refused(ask, field, "0 to 86400 seconds")
+
+    @pytest.mark.parametrize("seconds", [-1.0, 1e308, float("inf"), float("nan")])
+    async def test_seconds_of_a_coroutine_that_never_ends(self, seconds: float) -> None:
+        pages = PromptPages(tokens=[1])
+        client = Client("127.0.0.1:1")
+        calls: list[tuple[Awaitable[object], str]] = [
+            (client.drain(seconds), "grace"),
+            (client.pin_pages(pages, seconds), "seconds"),
+            (client.start_prefetch(pages, timeout=seconds), "timeout"),
+            (client.start_backup(pages, timeout=seconds), "timeout"),
+            (EventFollower("127.0.0.1:1").until_current(seconds), "timeout"),
+            (PrefixIndex(sources=["127.0.0.1:1"]).until_current(1, seconds), "timeout"),
+        ]
+        for asked, field in calls:
+            with pytest.raises(InvalidRequest) as caught:
+                await asyncio.wait_for(asked, 20.0)
+            assert caught.value.metadata["field"] == field
+        await client.close()
 
     @pytest.mark.parametrize("address", ["localhost", "127.0.0.1:22222222", ""])
     def test_a_registry_at_no_address(self, address: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -249,6 +250,8 @@ class TestEnds:
         signal = copies.start_loading()
         assert signal is not None
         began = time.monotonic()
+        with pytest.raises(CopyFailed, match="within nan s"):
+            signal.wait(0, math.nan)
         with pytest.raises(CopyFailed) as refused:
             signal.wait(0, 0.05)
         assert refused.value.metadata == {"direction": "load", "layer": "0"} and time.monotonic() - began < SECONDS / 2

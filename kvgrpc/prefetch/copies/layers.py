@@ -41,7 +41,7 @@ class LayerSignal:
         with self._changed:
             while len(self._marks) <= layer and self._error is None:
                 left = end - time.monotonic()
-                if left <= 0:
+                if not left > 0:  # NaN seconds are over, too
                     raise CopyFailed(
                         f"layer {layer} did not come within {timeout:g} s; {len(self._marks)} of {self.layers} did",
                         metadata={"direction": "load", "layer": layer},

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from kvgrpc.errors import InvalidRequest
 from kvgrpc.prefetch.cache import NODES_AT_ONCE, TieredCache
 from kvgrpc.prefetch.eviction import EvictionQueue
 from kvgrpc.prefetch.model import Short, Tier
@@ -54,6 +56,9 @@ def test_how_full_it_is_is_known_without_a_look_at_every_node(
         patched.setattr(PrefixTree, "nodes", None)
         assert (cache.use()[0].used, pinned(cache)) == (PAGES, 4)
         cache.match(prompt(1)[:1])  # which splits it
+        assert pinned(cache) == 4
+        with pytest.raises(InvalidRequest, match="seconds"):
+            cache.pin(prompt(1), math.nan)
         assert pinned(cache) == 4
         cache.pin(prompt(1), 0.0)
         assert pinned(cache) == 2
