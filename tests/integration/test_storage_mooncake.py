@@ -13,8 +13,9 @@ import pytest
 
 from kvgrpc.errors import FeatureDisabled
 from kvgrpc.prefetch.storage import open_backend
-from kvgrpc.prefetch.storage.base import OK, PageResult, PageStatus, StorageBackend, StorageDown
+from kvgrpc.prefetch.storage.base import OK, PageResult, PageStatus, StorageBackend, StorageDown, Unregisters
 from kvgrpc.prefetch.storage.mooncake.local import LocalStore, master_command
+from kvgrpc.prefetch.storage.mooncake.windows import Windows
 from tests.conformance.storage.pages import Arena
 from tests.support import waiting
 
@@ -183,6 +184,58 @@ def test_a_process_that_hangs_gives_the_pages_back_when_it_is_killed(backend: St
     assert not hung.is_running()
     wait_until(lambda: backend.stats().healthy)
     assert works_again(backend, arena)
+
+
+def test_a_pool_that_was_closed_is_mapped_nowhere_and_one_in_use_until_nobody_uses_it(
+    backend: StorageBackend,
+) -> None:
+    assert isinstance(backend, Unregisters)
+    arena, other = (Arena(PAGES, shared=True) for _ in range(2))
+    for _ in range(3):
+        backend.register([arena.range, other.range])
+        assert shown_to_the_child(backend, arena) == 2
+        backend.unregister([arena.range])
+        assert shown_to_the_child(backend, other) == 1
+        assert works_again(backend, arena), "with a copy"
+        arena.clear()
+    backend.register([arena.range])
+    assert shown_to_the_child(backend, arena) == 2
+    child().send_signal(signal.SIGSTOP)
+    results = backend.read(KEYS, arena.pages(), 0.3)
+    assert statuses(results) == {PageStatus.TIMEOUT} and not any(result.quiescent for result in results)
+    backend.unregister([arena.range, other.range])
+    assert mapped_by(child()) == 2
+    child().send_signal(signal.SIGCONT)
+    wait_until(lambda: mapped_by(child()) == 0)
+    assert all(result.quiescent for result in results)
+    assert works_again(backend, other)
+
+
+def test_a_call_that_comes_to_a_range_after_its_end_copies(
+    backend: StorageBackend, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looked the range up just before."""
+    windows: Windows = backend._windows  # type: ignore[attr-defined]
+    found = {page: windows.find(page) for page in arena.pages()}
+    assert None not in found.values() and isinstance(backend, Unregisters)
+    backend.unregister([arena.range])
+    monkeypatch.setattr(windows, "find", found.get)
+    written = stored(backend, arena)
+    arena.clear()
+    assert backend.read(KEYS, arena.pages(), SECONDS) == [OK] * PAGES
+    assert [arena.bytes(number) for number in range(PAGES)] == written
+
+
+def shown_to_the_child(backend: StorageBackend, arena: Arena) -> int:
+    """Mappings, once a call has gone the way of those that were made or ended before it."""
+    assert works_again(backend, arena)
+    return mapped_by(child())
+
+
+def mapped_by(process: psutil.Process) -> int:
+    """How many times the memory of an arena is mapped there."""
+    with open(f"/proc/{process.pid}/maps") as maps:
+        return sum("/memfd:pages " in line for line in maps)
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from kvgrpc.prefetch.model import (
 )
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.pages import Pages, as_pages
-from kvgrpc.prefetch.storage.base import StorageBackend
+from kvgrpc.prefetch.storage.base import StorageBackend, Unregisters
 
 MAX_PAGES = 65_536
 """Pages of one operation."""
@@ -62,6 +62,7 @@ class CacheController:
         self.book = OperationBook(self.limits)
         self._key_of = key_of
         self._closed = False
+        self._registered = storage is not None
         self._alarms = Alarms("prefetch-alarms")
         agreement = AloneAgreement() if agreement is None else agreement
         self._prefetcher: Prefetcher | None = None
@@ -272,6 +273,11 @@ class CacheController:
         for part in (self._prefetcher, self._backup, self._alarms):
             if part is not None:
                 stopped = part.stop(max(0.1, end - time.monotonic())) and stopped
+        if stopped and self._registered:
+            # Once: what lies there afterwards is somebody else's.
+            self._registered = False
+            if isinstance(self.storage, Unregisters):
+                self.storage.unregister(self.host.ranges)
         return stopped
 
     def operation(

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from kvgrpc.dataplane.base import MemoryRange
 from kvgrpc.errors import InvalidRequest, PeerUnreachable
@@ -129,7 +129,8 @@ class StorageBackend(Protocol):
         """Host memory in which buffers will lie: what a zero-copy backend prepares once. Repeats are harmless.
 
         A backend that copies ignores it; buffers outside it work too, with a copy. Registered memory stays mapped until
-        ``close`` returned True, or until nothing moves in it any more and what comes in its place is registered.
+        ``close`` returned True, or until nothing moves in it any more and it is unregistered (``Unregisters``), or what
+        comes in its place is registered.
         """
 
     def count_leading(self, keys: Sequence[str], timeout: float) -> int:
@@ -166,6 +167,15 @@ class StorageBackend(Protocol):
 
         True when every buffer is released and no thread or process is left; False when something still hangs.
         """
+
+
+@runtime_checkable
+class Unregisters(Protocol):
+    """A StorageBackend that has more of registered memory than its address: a mapping in another process, say."""
+
+    def unregister(self, memory: Sequence[MemoryRange]) -> None:
+        """Gives up what it has of registered ranges that share bytes with these, once no call that was begun uses it.
+        Buffers there work on, with a copy. Repeats are harmless; never waits for a call."""
 
 
 def leading_pages(contains: Callable[[Sequence[str], float], list[bool]], keys: Sequence[str], timeout: float) -> int:

@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +17,23 @@ from kvgrpc.errors import FeatureDisabled
 from kvgrpc.observability import metrics
 from kvgrpc.prefetch.controller.operation import Operation
 from kvgrpc.prefetch.model import OperationState, Stop, StopPolicy
+from kvgrpc.prefetch.storage.base import MemoryRange, StorageBackend
 from tests.support.faults.storage import HANG, Fault, FaultyBackend, memory_backend
 from tests.support.waiting import wait_until
 from tests.unit.prefetch.controller_rig import LIMITS, Rig, hashes, rig
 
 __all__ = ["rig"]
+
+
+class Mapping(FaultyBackend):
+    """Shows registered memory to somebody else."""
+
+    def __init__(self, inner: StorageBackend) -> None:
+        super().__init__(inner)
+        self.unregistered: list[MemoryRange] = []
+
+    def unregister(self, memory: Sequence[MemoryRange]) -> None:
+        self.unregistered += memory
 
 
 class TestEndingEarly:
@@ -254,6 +267,19 @@ class TestClosing:
             rig.nothing_is_left()
             assert rig.host.close()
         assert threading.active_count() == threads
+
+    def test_a_closed_controller_takes_its_pool_out_of_the_backend_once_nothing_moves_there(self) -> None:
+        storage = Mapping(memory_backend())
+        rig = Rig(storage=storage)
+        names = rig.stored(hashes(4))
+        rig.fault("read", {names[0]: HANG})
+        rig.controller.prefetch(names)
+        wait_until(lambda: any(call == "read" for call, _ in storage.calls))
+        assert not rig.controller.close(0.5) and not storage.unregistered
+        for _ in range(2):
+            rig.close()
+            assert storage.unregistered == list(rig.host.ranges), "once: the next pool may lie there"
+        assert rig.host.close()
 
     def test_a_close_during_a_hang_is_bounded_and_says_that_something_is_left(self, rig: Rig) -> None:
         names = rig.stored(hashes(4))

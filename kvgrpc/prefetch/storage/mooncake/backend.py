@@ -31,7 +31,7 @@ from kvgrpc.prefetch.storage.base import (
 )
 from kvgrpc.prefetch.storage.flat import other_size
 from kvgrpc.prefetch.storage.mooncake.codes import EXISTS, EXPIRED, MASTER_DOWN, is_lost, result_of
-from kvgrpc.prefetch.storage.mooncake.link import Link, Pending
+from kvgrpc.prefetch.storage.mooncake.link import Link, NotShared, Pending
 from kvgrpc.prefetch.storage.mooncake.lost import Lost
 from kvgrpc.prefetch.storage.mooncake.messages import Reply, Start
 from kvgrpc.prefetch.storage.mooncake.staging import Lane, Staging
@@ -120,6 +120,9 @@ class MooncakeBackend:
 
     def register(self, memory: Sequence[MemoryRange]) -> None:
         self._windows.add(memory)
+
+    def unregister(self, memory: Sequence[MemoryRange]) -> None:
+        self._windows.remove(memory)
 
     def count_leading(self, keys: Sequence[str], timeout: float) -> int:
         return leading_pages(self.contains, keys, timeout)
@@ -210,7 +213,11 @@ class MooncakeBackend:
             for part in _parts(list(direct), pages):
                 if time.monotonic() >= deadline:
                     break
-                pending = self._call(what, keys, part, [direct[number] for number in part], deadline)
+                try:
+                    pending = self._call(what, keys, part, [direct[number] for number in part], deadline)
+                except NotShared:  # unregistered meanwhile
+                    staged += part
+                    continue
                 results.update(self._results(what, pending, keys, pages, part, pending.ended))
             while staged and time.monotonic() < deadline:
                 done = self._move_staged(what, keys, pages, staged, deadline)

@@ -22,7 +22,7 @@ import numpy as np
 
 from kvgrpc.net import split_with_port
 from kvgrpc.prefetch.storage.mooncake.codes import EXISTS, EXPIRED, INVALID, LEASE_ENDED, NOT_READY, TRANSFER_FAILED
-from kvgrpc.prefetch.storage.mooncake.messages import Area, Call, Reply, Start, Wire
+from kvgrpc.prefetch.storage.mooncake.messages import Area, Call, Gone, Reply, Start, Wire
 
 _POLL_SECONDS = 0.005
 _OTHERS_SECONDS = 1.0
@@ -56,10 +56,12 @@ class Child:
             threading.Thread(target=self._work, name=f"store-{number}", daemon=True).start()
 
     def serve(self) -> None:
-        decoder = msgspec.msgpack.Decoder(Area | Call)
+        decoder = msgspec.msgpack.Decoder(Area | Call | Gone)
         while (message := self._wire.receive(decoder)) is not None:
             if isinstance(message, Area):
                 self._map(message)
+            elif isinstance(message, Gone):
+                self._unmap(message.number)
             else:
                 self._calls.put(message)
 
@@ -83,6 +85,18 @@ class Child:
             print(f"area {area.number} cannot be registered: {code}", file=sys.stderr, flush=True)
             return
         self._areas[area.number] = _Mapped(memory, address)
+
+    def _unmap(self, number: int) -> None:
+        """Memory that the library does not let go of stays mapped: it may still be told to move bytes there."""
+        area = self._areas.get(number)
+        if area is None:
+            return
+        code = self._store.unregister_buffer(area.address)
+        if code != 0:
+            print(f"area {number} cannot be unregistered: {code}", file=sys.stderr, flush=True)
+            return
+        del self._areas[number]
+        area.memory.close()
 
     def _work(self) -> None:
         while True:

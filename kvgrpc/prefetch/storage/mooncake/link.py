@@ -24,7 +24,7 @@ from kvgrpc.net import split_with_port
 from kvgrpc.observability.logging import RateLimited
 from kvgrpc.prefetch.storage.base import StorageDown
 from kvgrpc.prefetch.storage.mooncake.codes import MASTER_DOWN
-from kvgrpc.prefetch.storage.mooncake.messages import Area, Call, Reply, Start, Wire
+from kvgrpc.prefetch.storage.mooncake.messages import Area, Call, Gone, Reply, Start, Wire
 from kvgrpc.prefetch.storage.shared import SharedFile
 
 logger = logging.getLogger(__name__)
@@ -41,12 +41,18 @@ _LOG_SECONDS = 60.0
 _ENVIRONMENT = {**DEFAULTS, "MC_TCP_PROGRESS_TIMEOUT_SEC": "2", "MC_TRANSFER_TIMEOUT": "5"}
 
 
-class Pending:
-    """A call on its way. ``ended``: the process has answered, or is dead, and touches no memory of the call."""
+class NotShared(Exception):
+    """A call names an area that is not shared any more."""
 
-    def __init__(self, deadline: float) -> None:
+
+class Pending:
+    """A call on its way. ``ended``: the process has answered, or is dead, and touches no memory of the call, which is
+    in ``areas``."""
+
+    def __init__(self, deadline: float, areas: frozenset[int] = frozenset()) -> None:
         self.ended = threading.Event()
         self.deadline = deadline
+        self.areas = areas
         self.reply: Reply | None = None
         self._lock = threading.Lock()
         self._then: list[Callable[[], None]] = []
@@ -84,7 +90,8 @@ class Link:
         self._changed = threading.Condition(self._lock)
         self._process: subprocess.Popen[bytes] | None = None
         self._wire: Wire | None = None
-        self._areas: list[Area] = []
+        self._areas: dict[int, Area] = {}
+        self._area_number = 0
         self._pending: dict[int, Pending] = {}
         self._number = 0
         self._started = self._connected = False
@@ -107,20 +114,43 @@ class Link:
     def share(self, memory: SharedFile, nbytes: int) -> int:
         """Makes shared memory known to this and every later process; its number. ``offset`` is page aligned."""
         with self._sending:
-            area = Area(len(self._areas) + 1, os.getpid(), memory.descriptor, memory.offset, nbytes, memory.file)
-            self._areas.append(area)
+            with self._lock:
+                self._area_number += 1
+                number = self._area_number
+                area = Area(number, os.getpid(), memory.descriptor, memory.offset, nbytes, memory.file)
+                self._areas[number] = area
             if self._wire is not None and self.ready:
                 self._send(self._wire, area)
-        return area.number
+        return number
+
+    def unshare(self, number: int) -> None:
+        """No later call may name this area; it is unmapped once those that are on their way and name it have ended."""
+        with self._lock:
+            del self._areas[number]
+            users = [pending for pending in self._pending.values() if number in pending.areas]
+        self._unmap_after(users, number)
+
+    def _unmap_after(self, users: list[Pending], number: int) -> None:
+        if users:
+            users.pop().then(lambda: self._unmap_after(users, number))
+            return
+        with self._sending:
+            # A process that is started later never hears of it.
+            if self._wire is not None and self.ready:
+                self._send(self._wire, Gone(number))
 
     def call(
         self, what: str, keys: list[str], deadline: float, buffers: list[list[tuple[int, int, int]]] | None = None
     ) -> Pending:
-        """Sends a call. Raises StorageDown when there is nobody to answer it."""
-        pending = Pending(deadline)
+        """Sends a call. Raises StorageDown when there is nobody to answer it, NotShared for buffers in an area that was
+        unshared."""
+        areas = frozenset(area for pieces in buffers or () for area, _, _ in pieces)
+        pending = Pending(deadline, areas)
         with self._lock:
             if self.detail or self._wire is None:
                 raise self.down()
+            if not areas <= self._areas.keys():
+                raise NotShared
             self._number += 1
             number, wire = self._number, self._wire
             self._pending[number] = pending
@@ -211,7 +241,9 @@ class Link:
 
     def _set_ready(self, wire: Wire) -> None:
         with self._sending:
-            for area in self._areas:
+            with self._lock:
+                areas = list(self._areas.values())
+            for area in areas:
                 wire.send(area)
             with self._changed:
                 self._wire = wire

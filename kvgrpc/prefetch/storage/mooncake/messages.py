@@ -37,6 +37,12 @@ class Area(msgspec.Struct, frozen=True, tag=True):
     inode: tuple[int, int]
 
 
+class Gone(msgspec.Struct, frozen=True, tag=True):
+    """An area that no call names any more, neither one on its way nor a later one: the child unmaps it."""
+
+    number: int
+
+
 class Call(msgspec.Struct, frozen=True, tag=True):
     """``what``: exist, get, put, remove or clear (then ``keys`` is one regular expression).
 

@@ -16,7 +16,8 @@ logger = logging.getLogger(__name__)
 
 
 class Windows:
-    """Registered ranges by address. Thread-safe; a range is forgotten when other memory in its place is registered."""
+    """Registered ranges by address. Thread-safe; a range is forgotten when it is removed, or when other memory in its
+    place is registered."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -32,6 +33,13 @@ class Windows:
             for each in memory:
                 if self._share(each.address, each.nbytes) is None:
                     logger.debug("storage 'mooncake': %d bytes are no shared memory and will be copied", each.nbytes)
+
+    def remove(self, memory: Sequence[MemoryRange]) -> None:
+        """Ranges that share bytes with these are found no more, and unmapped there when no call uses them."""
+        with self._lock:
+            for each in memory:
+                end = each.address + each.nbytes
+                self._replace([known for known in self._ranges if known[1] <= each.address or end <= known[0]])
 
     def share(self, address: int, nbytes: int) -> int:
         """The area of memory that is known to be shared. Raises MemoryError."""
@@ -58,7 +66,7 @@ class Windows:
         # Memory that was unmapped leaves its address to other memory, which the old area does not show.
         file = None if found is None else (found.file, found.offset - address)
         ranges = [each for each in self._ranges if each[1] <= address or end <= each[0] or self._files[each[2]] == file]
-        self._ranges = tuple(ranges)
+        self._replace(ranges)
         if found is None or file is None:
             return None
         for first, last, area, _ in ranges:
@@ -69,3 +77,11 @@ class Windows:
         self._files[area] = file
         self._ranges = tuple(sorted((*ranges, (address, end, area, inside))))
         return area
+
+    def _replace(self, ranges: Sequence[tuple[int, int, int, int]]) -> None:
+        """Some of the ranges are left; the areas of the others are given up."""
+        gone = {each[2] for each in self._ranges} - {each[2] for each in ranges}
+        self._ranges = tuple(ranges)
+        for area in gone:
+            del self._files[area]
+            self._link.unshare(area)

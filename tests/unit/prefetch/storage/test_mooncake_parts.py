@@ -7,7 +7,10 @@ import mmap
 import os
 import socket
 import threading
+import time
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,11 +23,14 @@ from kvgrpc.prefetch.storage.base import MemoryRange, PageStatus, leading_pages
 from kvgrpc.prefetch.storage.mooncake import lost
 from kvgrpc.prefetch.storage.mooncake.child import Child
 from kvgrpc.prefetch.storage.mooncake.codes import is_lost, result_of
-from kvgrpc.prefetch.storage.mooncake.link import Link, Pending
-from kvgrpc.prefetch.storage.mooncake.messages import Area, Call, Reply, Start, Wire
+from kvgrpc.prefetch.storage.mooncake.link import Link, NotShared, Pending
+from kvgrpc.prefetch.storage.mooncake.messages import Area, Call, Gone, Reply, Start, Wire
 from kvgrpc.prefetch.storage.mooncake.staging import Staging
 from kvgrpc.prefetch.storage.mooncake.windows import Windows
 from kvgrpc.prefetch.storage.shared import SharedFile, shared_file
+
+SECONDS = 20.0
+Connected = tuple[Link, Callable[[type[Any]], Any]]
 
 
 @pytest.mark.parametrize("code", [-704, -710, -712])
@@ -174,6 +180,7 @@ class TestWindows:
             windows.add([MemoryRange(address, size)])
             windows.add([MemoryRange(address + 4096, 4096)])
             assert link.bytes_at(windows.find(((address + 4096, 8),)) or []) == content * 8
+            assert link.areas == 1, "of the one before nothing is left"
             os.close(descriptor)
         map_at(address, size, -1)
         windows.add([MemoryRange(address, size)])
@@ -203,24 +210,149 @@ class TestWindows:
         for each in (descriptor, other):
             os.close(each)
 
+    def test_a_range_that_was_taken_out_is_copied_and_unmapped(self) -> None:
+        link = RecordedLink()
+        windows = Windows(link)  # type: ignore[arg-type]
+        hosts = [HostPool(PageShape.mha(3, 4, 2, 8, "float16"), 8) for _ in range(2)]
+        for host in hosts:
+            windows.add(host.ranges)
+            windows.add([MemoryRange(host.address + 4096, 64)])  # lies within
+        assert link.areas == 2
+        windows.remove(hosts[0].ranges)
+        windows.remove(hosts[0].ranges)
+        assert windows.find(hosts[0].page_buffers(0)) is None and link.areas == 1
+        assert windows.find(hosts[1].page_buffers(0)) is not None
+        windows.remove([MemoryRange(hosts[1].address + hosts[1].nbytes - 1, 1)])
+        assert windows.find(hosts[1].page_buffers(0)) is None, "a part of it is gone, so it is no range any more"
+        assert link.areas == 0
+        windows.add(hosts[0].ranges)
+        assert windows.find(hosts[0].page_buffers(0)) is not None and link.areas == 1
+        link.close()
+        assert all(host.close() for host in hosts)
+
+    def test_the_other_process_unmaps_what_it_is_told_is_gone(self) -> None:
+        registered: set[int] = set()
+
+        def register(address: int, nbytes: int) -> int:
+            registered.add(address)
+            return 0
+
+        def unregister(address: int) -> int:
+            registered.remove(address)
+            return 0
+
+        store = SimpleNamespace(register_buffer=register, unregister_buffer=unregister)
+        child = Child(Wire(socket.socketpair()[0]), store, threads=0)
+        descriptor = os.memfd_create("unmapped-when-gone")
+        os.ftruncate(descriptor, 1 << 16)
+        status = os.fstat(descriptor)
+        child._map(Area(1, os.getpid(), descriptor, 0, 1 << 16, (status.st_dev, status.st_ino)))
+        assert mappings("unmapped-when-gone") == len(registered) == 1
+        child._unmap(1)
+        child._unmap(1)
+        assert mappings("unmapped-when-gone") == len(registered) == 0
+        child._map(Area(2, os.getpid(), descriptor, 0, 1 << 16, (status.st_dev, status.st_ino)))
+        store.unregister_buffer = lambda address: -1
+        child._unmap(2)
+        assert mappings("unmapped-when-gone") == 1, "the library may still move bytes there"
+        os.close(descriptor)
+
+
+class TestSharing:
+    """What the other process is told of, and when it hears that it is over."""
+
+    def test_an_area_in_use_goes_when_the_last_call_that_names_it_has_ended(self, connected: Connected) -> None:
+        link, heard = connected
+        first, second = (link.share(SharedFile(5, 0, (0, 1)), 1 << 16) for _ in range(2))
+        assert [heard(Area).number for _ in range(2)] == [first, second]
+        deadline = time.monotonic() + SECONDS
+        for area in (first, first, second):
+            link.call("get", ["k"], deadline, [[(area, 0, 8)]])
+        numbers = [heard(Call).number for _ in range(3)]
+        link.unshare(first)
+        with pytest.raises(NotShared):
+            link.call("get", ["k"], deadline, [[(second, 0, 8), (first, 0, 8)]])
+        link._end(Reply(numbers[0], [8], [0]))
+        link._end(Reply(numbers[2], [8], [0]))
+        link.call("exist", ["k"], deadline)
+        assert heard(Call).what == "exist", "and nothing before it: a call is still in the area"
+        link._end(Reply(numbers[1], [8], [0]))
+        assert heard(Gone).number == first
+        link.unshare(second)
+        assert heard(Gone).number == second
+        assert link.share(SharedFile(5, 0, (0, 1)), 1 << 16) not in (first, second), "no number comes twice"
+
+    def test_a_process_that_died_is_told_nothing_and_the_next_one_hears_only_of_what_is_left(
+        self, connected: Connected
+    ) -> None:
+        link, _ = connected
+        gone, left = (link.share(SharedFile(5, 0, (0, 1)), 1 << 16) for _ in range(2))
+        pending = link.call("get", ["k"], time.monotonic() + SECONDS, [[(gone, 0, 8)]])
+        link.unshare(gone)
+        link._wire = None
+        pending.end(None)
+        ours, theirs = socket.socketpair()
+        link._set_ready(Wire(ours))
+        decoder = msgspec.msgpack.Decoder(Area | Call | Gone)
+        ours.shutdown(socket.SHUT_WR)
+        new = Wire(theirs)
+        assert [new.receive(decoder), new.receive(decoder)] == [link._areas[left], None]
+        new.close()
+
+
+@pytest.fixture
+def connected(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connected]:
+    """A link whose other process is this test: what it is told next."""
+    monkeypatch.setattr(Link, "_keep_alive", lambda link: None)
+    link = Link(Start("127.0.0.1", "127.0.0.1:1", "tcp", "", 0, 0, 1))
+    ours, theirs = socket.socketpair()
+    wire, decoder = Wire(theirs), msgspec.msgpack.Decoder(Area | Call | Gone)
+    theirs.settimeout(SECONDS)
+    link._set_ready(Wire(ours))
+
+    def heard(kind: type[Any]) -> Any:
+        message = wire.receive(decoder)
+        assert isinstance(message, kind)
+        return message
+
+    yield link, heard
+    assert link.close(SECONDS)
+    wire.close()
+    ours.close()
+
+
+def mappings(name: str) -> int:
+    """Of a memfd of this process, in it."""
+    with open("/proc/self/maps") as maps:
+        return sum(f"/memfd:{name} " in line for line in maps)
+
 
 class RecordedLink:
     """Maps what it is told of, as the other process does."""
 
     def __init__(self) -> None:
-        self._areas: list[mmap.mmap] = []
+        self._areas: dict[int, mmap.mmap] = {}
+        self._number = 0
+
+    @property
+    def areas(self) -> int:
+        return len(self._areas)
 
     def share(self, file: SharedFile, nbytes: int) -> int:
         descriptor = os.open(f"/proc/self/fd/{file.descriptor}", os.O_RDWR)
-        self._areas.append(mmap.mmap(descriptor, nbytes, offset=file.offset))
+        self._number += 1
+        self._areas[self._number] = mmap.mmap(descriptor, nbytes, offset=file.offset)
         os.close(descriptor)
-        return len(self._areas) - 1
+        return self._number
+
+    def unshare(self, number: int) -> None:
+        self._areas.pop(number).close()
 
     def bytes_at(self, pieces: list[tuple[int, int, int]]) -> bytes:
         return b"".join(self._areas[area][offset : offset + nbytes] for area, offset, nbytes in pieces)
 
     def close(self) -> None:
-        for area in self._areas:
+        for area in self._areas.values():
             area.close()
 
 
