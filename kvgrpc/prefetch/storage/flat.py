@@ -75,7 +75,7 @@ class FlatBackend(PageByPage):
         scatter(data, page)
         return OK
 
-    def _write(self, key: str, page: PageBuffers) -> PageResult:
+    def _write(self, key: str, page: PageBuffers, deadline: float) -> PageResult:
         size, wanted = self._store.size(key), page_bytes(page)
         if size is None:
             self._store.put(key, gather(page))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
@@ -50,7 +51,8 @@ class PageByPage(ABC):
 
     def write(self, keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
         check_batch(keys, pages)
-        moved = self._calls.move(lambda number: self._write(keys[number], pages[number]), len(keys), timeout)
+        deadline = time.monotonic() + timeout
+        moved = self._calls.move(lambda number: self._write(keys[number], pages[number], deadline), len(keys), timeout)
         return self._tally.write(moved)
 
     def delete(self, keys: Sequence[str], timeout: float) -> int:
@@ -71,7 +73,8 @@ class PageByPage(ABC):
     def _read(self, key: str, page: PageBuffers) -> PageResult: ...
 
     @abstractmethod
-    def _write(self, key: str, page: PageBuffers) -> PageResult: ...
+    def _write(self, key: str, page: PageBuffers, deadline: float) -> PageResult:
+        """``deadline``: of ``time.monotonic``, past which nobody waits for it any more."""
 
     @abstractmethod
     def _drop(self, key: str) -> bool:

@@ -188,7 +188,7 @@ class FileBackend(PageByPage):
             return False
         return not header.checksum or not self._config.checksum or header.checksum == checksum(pieces)
 
-    def _write(self, key: str, page: PageBuffers) -> PageResult:
+    def _write(self, key: str, page: PageBuffers, deadline: float) -> PageResult:
         name, nbytes = self._form.path(key), page_bytes(page)
         if name is None:
             return failed(f"{key[:80]!r} cannot be the name of a file in SGLang's format")

@@ -21,6 +21,7 @@ from kvgrpc.prefetch.storage.base import (
     check_keys,
     failed,
     page_bytes,
+    timed_out,
 )
 from kvgrpc.prefetch.storage.file.formats import HEADER_BYTES, Header, checksum
 from kvgrpc.prefetch.storage.file.io import header_block
@@ -145,11 +146,14 @@ class Hf3fsBackend(PageByPage):
             return failed(str(use.error), retryable=True)
         return OK if use.complete else MISSING
 
-    def _write(self, key: str, page: PageBuffers) -> PageResult:
+    def _write(self, key: str, page: PageBuffers, deadline: float) -> PageResult:
         nbytes = page_bytes(page)
         if nbytes > self._slot_bytes - HEADER_BYTES:
             return failed(f"the page has {nbytes} bytes, and page_bytes is {self._config.page_bytes}")
-        slot, gone = self._slots.claim(key, nbytes)
+        try:
+            slot, gone = self._slots.claim(key, nbytes, deadline)
+        except TimeoutError:
+            return timed_out("another write of the same page did not end in time")
         if slot is None:
             return failed(f"all {self._slots.count} slots are being read or written", retryable=True)
         if slot.complete:

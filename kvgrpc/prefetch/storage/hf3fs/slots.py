@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -65,12 +66,19 @@ class Slots:
             slot.users += 1
             return slot
 
-    def claim(self, key: str, nbytes: int) -> tuple[Slot | None, list[str]]:
+    def claim(self, key: str, nbytes: int, deadline: float) -> tuple[Slot | None, list[str]]:
         """A slot to write a page into, ended by ``end``, and the keys that went for it; (None, []) when all slots are
-        in use. One that is there already is given as ``complete``. Waits while somebody else writes the same page."""
+        in use. One that is there already is given as ``complete``.
+
+        Waits while somebody else writes the same page; raises TimeoutError when they do at ``deadline`` (of
+        ``time.monotonic``), for they may hang.
+        """
         with self._changed:
             while (slot := self._pages.get(key)) is not None and not slot.complete:
-                self._changed.wait()
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError
+                self._changed.wait(left)
             if slot is not None:
                 slot.users += 1
                 return slot, []

@@ -8,6 +8,7 @@ import random
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from kvgrpc.prefetch.storage.hf3fs.client import LocalClient
 from kvgrpc.prefetch.storage.hf3fs.slots import Slot, Slots
 from tests.conformance.storage.openers import hf3fs
 from tests.conformance.storage.pages import Arena
+from tests.support.waiting import wait_until
 
 SECONDS = 20.0
 NBYTES = 5000
@@ -240,7 +242,7 @@ def test_a_slot_never_has_two_pages() -> None:
             key = f"k{rng.randrange(6)}"
             choice = rng.randrange(4)
             if choice == 0 and not any(slot.key == key and not slot.complete for slot in using):
-                slot, _ = slots.claim(key, 10)
+                slot, _ = slots.claim(key, 10, 0.0)
                 using.extend([slot] if slot is not None else [])
             elif choice == 1 and (read := slots.read(key)) is not None:
                 using.append(read)
@@ -260,14 +262,47 @@ def test_a_slot_never_has_two_pages() -> None:
 
 def test_the_same_page_is_written_once_by_those_who_come_together() -> None:
     slots = Slots(2)
-    first, _ = slots.claim("k", 10)
+    first, _ = slots.claim("k", 10, time.monotonic() + SECONDS)
     assert first is not None and not first.complete
     found: list[Slot | None] = []
-    other = threading.Thread(target=lambda: found.append(slots.claim("k", 10)[0]))
+    other = threading.Thread(target=lambda: found.append(slots.claim("k", 10, time.monotonic() + SECONDS)[0]))
     other.start()
     slots.end(first, complete=True)
     other.join(SECONDS)
     assert found == [first] and first.complete
+
+
+def test_nobody_waits_for_a_write_of_the_same_page_longer_than_its_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That write may hang for good; the threads are needed for other pages."""
+    backend, memory = opened(tmp_path, threads=2), arena()
+    noise = memory.fill_all()
+    begun, gate, write = threading.Event(), threading.Event(), LocalClient.write
+
+    def hangs(client: LocalClient, offset: int, pieces: Sequence[memoryview]) -> None:
+        begun.set()
+        assert gate.wait(SECONDS)
+        write(client, offset, pieces)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalClient, "write", hangs)
+        first: list[Any] = []
+        writing = threading.Thread(target=lambda: first.extend(backend.write(keys(0), memory.pages(0), SECONDS)))
+        writing.start()
+        assert begun.wait(SECONDS)
+        (second,) = backend.write(keys(0), memory.pages(1), 0.2)
+        assert second.status is PageStatus.TIMEOUT and second.retryable
+        wait_until(lambda: second.quiescent)
+        (missing,) = backend.read(keys(1), memory.pages(8), SECONDS)
+        assert missing.status is PageStatus.MISSING, "a thread is free"
+        assert not first
+        gate.set()
+        writing.join(SECONDS)
+    assert first == [OK]
+    assert backend.write(keys(0), memory.pages(1), SECONDS) == [OK]
+    assert backend.read(keys(0), memory.pages(9), SECONDS) == [OK] and memory.bytes(9) == noise[0]
+    assert backend.close(SECONDS)
 
 
 class TestUsrbio:
