@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
-from kvgrpc.errors import ServerDraining, WrongRank
+from kvgrpc.errors import Failure, ServerDraining, StorageFailed, WrongRank
 from kvgrpc.model import Layout, RankId, RankRef, Role
+from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.prefetch.agreement.leader import LeaderAgreement
 from kvgrpc.prefetch.agreement.member import FindLeader, JoinedAgreement, OpenChannel, Spawn, StartOrder
 from kvgrpc.prefetch.agreement.votes import Agreement, AloneAgreement
@@ -17,10 +19,13 @@ from kvgrpc.prefetch.controller.controller import CacheController
 from kvgrpc.prefetch.controller.operation import Operation
 from kvgrpc.prefetch.model import Namespace, OperationKind, Tier, TierUse
 from kvgrpc.prefetch.pools.host import HostPool
+from kvgrpc.prefetch.pools.pages import Pages, as_pages
 from kvgrpc.prefetch.purging import Purger, known_cache
 from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.prefetch.storage.base import StorageBackend
 from kvgrpc.prefetch.storage.keys import Keys, PageIdentity
+
+_log = logging.getLogger(__name__)
 
 
 class PrefetchManager:
@@ -40,6 +45,7 @@ class PrefetchManager:
     ) -> None:
         self.config = config
         self.rank = rank
+        self._lines = RateLimited(_log)
         self.role = role
         self.layout = layout or Layout()
         self.namespace = _namespace(config, rank.rank, self.layout)
@@ -244,7 +250,20 @@ class PrefetchManager:
     def _back_up(self, operation: Operation) -> Operation:
         """This rank's part of a backup that all ranks of the replica make together."""
         operation.agrees = self.ranks > 1
-        return self.controller.start_backup(operation, self.controller.keeper.pages_of(operation.hashes))
+        return self.controller.start_backup(operation, self._present(operation))
+
+    def _present(self, operation: Operation) -> Pages:
+        """The leading pages that the host has, read-locked; none where the engine's own keeper fails to say: ranks that
+        do not lead ask it on the stream of their agreement, which goes on."""
+        try:
+            return as_pages(self.controller.keeper.pages_of(operation.hashes))
+        except Exception as error:
+            text = one_line(f"the keeper's pages_of: {type(error).__name__}: {error}")
+            self._lines.exception("keepers", f"{self.rank.rank}: {text}")
+            backend = "none" if self.storage is None else self.storage.name
+            failed = StorageFailed(text, metadata={"backend": backend, "status": "FAILED"})
+            operation.failure = operation.failure or Failure.of(failed)
+            return as_pages([])
 
     def _check_start(self, before: Operation | None) -> None:
         """``before``: what the same request began: to ask again what became of it is no start."""

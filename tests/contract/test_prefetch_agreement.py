@@ -13,7 +13,8 @@ import pytest
 
 from kvgrpc.client import SyncClient
 from kvgrpc.errors import InvalidRequest, StaleEpoch, WrongRank
-from kvgrpc.model import Layout
+from kvgrpc.model import Layout, RankId, RankRef
+from kvgrpc.prefetch.agreement.member import JoinedAgreement, StartOrder
 from kvgrpc.prefetch.controller.operation import Operation
 from kvgrpc.prefetch.model import OperationState, PageOutcome, Stop
 from kvgrpc.prefetch.storage.base import PageBuffers, PageResult, failed
@@ -221,6 +222,33 @@ class TestBackup:
         assert (backup.state, backup.stop) == (pb.OPERATION_STATE_DECLINED, pb.OPERATION_STOP_NOT_PRESENT)
         nothing_is_locked(full)
 
+    @pytest.mark.parametrize("who", ["leader", "other"])
+    def test_a_keeper_that_raises_has_none_of_them_and_ends_no_stream(
+        self, full: Replica, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, who: str
+    ) -> None:
+        """An engine's own radix cache, at any rank: the next backup finds the ranks together."""
+        hashes = hashes_of(prompt(9))
+        full.fill(hashes, hashes)
+        rank: CacheRank = getattr(full, who)
+
+        def raises(hashes: Sequence[str]) -> Any:
+            raise RuntimeError("a bug of the engine")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(rank.manager.controller.keeper, "pages_of", raises)
+            broken.setattr(rank.manager._lines, "_seconds", 600.0)
+            for _ in range(7):
+                backup = full.client_backup(9)
+                assert (backup.state, backup.stop) == (pb.OPERATION_STATE_DECLINED, pb.OPERATION_STOP_NOT_PRESENT)
+                there = rank.manager.controller.book.get(backup.operation_id)
+                assert ends(there) == [("DECLINED", 0)]
+                assert there.failure is not None and "pages_of: RuntimeError: a bug" in there.failure.message
+        logged = [record.getMessage() for record in caplog.records]
+        assert sum("a bug of the engine" in line for line in logged) == 5, "a few of them"
+        assert not any("no leader to agree with" in line for line in logged)
+        assert full.client_backup(9).state == pb.OPERATION_STATE_DONE
+        nothing_is_locked(full)
+
     def test_a_page_that_one_rank_cannot_write_is_completed_at_none(
         self, full: Replica, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -284,6 +312,23 @@ class TestBackup:
             assert client.terminate_prefetch(backup.operation_id).quiescent
         wait_until(lambda: not full.other.manager.controller.book.open())
         nothing_is_locked(full)
+
+
+def test_an_order_that_raises_takes_no_other_along() -> None:
+    """The leader's messages are read on one stream: what one order does to this rank's engine must not end it."""
+    joined = JoinedAgreement(RankRef(RankId("E", tp=1), 1), Layout(tp=2))
+    begun: list[str] = []
+
+    def begin(order: StartOrder) -> None:
+        begun.append(order.operation_id)
+        raise RuntimeError("a bug")
+
+    joined._begin = begin
+    kind = pb.OPERATION_KIND_BACKUP
+    joined._heard(pb.JoinAgreementResponse(starts=[pb.AgreementStart(operation_id=each, kind=kind) for each in "ab"]))
+    assert begun == ["a", "b"]
+    assert [(vote.key, vote.pages) for vote in joined._unsent] == [("a", 0), ("b", 0)], "the leader need not wait"
+    assert joined.close(5.0)
 
 
 class TestRoles:

@@ -15,6 +15,7 @@ import grpc
 
 from kvgrpc.errors import KvGrpcError
 from kvgrpc.model import Layout, RankId, RankRef
+from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.prefetch import wire
 from kvgrpc.prefetch.agreement.said import SaidVotes
 from kvgrpc.prefetch.agreement.votes import Decided, Decision, Stage, Vote
@@ -71,6 +72,7 @@ class JoinedAgreement:
         self._tasks: list[Any] = []
         self._connected = False
         self._begin: Callable[[StartOrder], None] = _nobody
+        self._lines = RateLimited(_log)
 
     @property
     def live(self) -> frozenset[RankId]:
@@ -212,9 +214,13 @@ class JoinedAgreement:
     def _order(self, order: StartOrder) -> None:
         try:
             self._begin(order)
-        except KvGrpcError as error:
-            # The leader hears of it as a rank that does not vote.
-            _log.warning("%s: operation %s cannot be begun here: %s", self._rank.rank, order.operation_id, error)
+        except Exception as error:
+            # The leader hears of it as a rank that has none of the pages, and the stream goes on.
+            bug = not isinstance(error, KvGrpcError)
+            text = f"{self._rank.rank}: operation {order.operation_id} cannot be begun here: "
+            text += one_line(f"{type(error).__name__}: {error}" if bug else str(error))
+            level, key = (logging.ERROR, "orders that raised") if bug else (logging.WARNING, "refused orders")
+            self._lines.say(level, key, text, exc_info=bug)
             if not order.terminated:
                 vote = Vote(order.operation_id, Stage.HITS, 0, Stop.RATE_LIMITED)
                 self.vote(vote, 1.0, lambda decision: None)

@@ -16,7 +16,8 @@ from kvgrpc.prefetch.pools.pages import Pages, PageTable
 
 
 class Keeper(Protocol):
-    """Thread-safe; called on the controller's threads, so that each call is short. It may evict, the pools never do."""
+    """Thread-safe; called on the controller's threads, and ``pages_of`` on the rank's event loop, so that each call is
+    short. It may evict, the pools never do."""
 
     def leading(self, hashes: Sequence[str]) -> int:
         """How many pages from the first on need not come, because host or device has them."""
