@@ -118,23 +118,27 @@ class TransferHandle(ABC):
     @contextlib.contextmanager
     def _woken(self, wake: Callable[[], object]) -> Iterator[None]:
         """``wake`` is called after each change from now on. Whoever waits looks first: a change may be over."""
-        lock = self._transfer.aborting
-        with lock:
+        with self._transfer.aborting:
             self._waiters = (*self._waiters, wake)
             self._handle.on_change = self._on_change
         try:
             yield
         finally:
-            with lock:
-                self._waiters = tuple(each for each in self._waiters if each is not wake)
-                if not self._waiters:
-                    self._handle.on_change = self._transfer.on_change
+            self._wake_no_more(wake)
+
+    def _wake_no_more(self, wake: Callable[[], object]) -> None:
+        with self._transfer.aborting:
+            self._waiters = tuple(each for each in self._waiters if each is not wake)
+            if not self._waiters:
+                self._handle.on_change = self._transfer.on_change
 
     def _on_change(self) -> None:
         """On the loop thread, mostly; the engine's where the room was refused at once."""
         for wake in self._waiters:
-            with contextlib.suppress(RuntimeError):  # the engine's asyncio loop is closed
+            try:
                 wake()
+            except RuntimeError:  # the engine's asyncio loop is closed: who waited there may never come to its end
+                self._wake_no_more(wake)
         on_change = self._transfer.on_change
         if on_change is not None:
             on_change()

@@ -110,6 +110,31 @@ def test_coroutines_wait_on_their_own_loop(prefill: RankHost, decode: RankHost) 
     assert asyncio.run(hand_off()) == [KVPoll.Success, KVPoll.Success]
 
 
+def test_a_loop_that_was_closed_while_it_waited_is_let_go_at_the_next_change(
+    prefill: RankHost, decode: RankHost
+) -> None:
+    """Whoever waited there never comes to its end, and pages that a peer never gives back have no last change."""
+    receiver = receiver_of(decode, f"{prefill.rank.address}/P", next(ROOMS))
+    loop = asyncio.new_event_loop()
+    waiting = loop.create_task(receiver.wait_async(LONG))
+    loop.run_until_complete(asyncio.sleep(0))
+    left = asyncio.all_tasks(loop)
+    loop.close()
+    assert len(receiver._waiters) == 1
+    sender = sender_of(prefill, receiver.room)
+    wait_until(lambda: not receiver._waiters)
+    assert receiver._handle.on_change != receiver._on_change, "what it listens to keeps it no more"
+    assert receiver.wait(LONG, until=KVPoll.WaitingForInput) is KVPoll.WaitingForInput
+    coroutine = waiting.get_coro()
+    assert coroutine is not None
+    coroutine.close()
+    assert not receiver._waiters
+    for each in left:
+        each._log_destroy_pending = False  # type: ignore[attr-defined]
+    receiver.abort()
+    sender.abort()
+
+
 def test_a_descriptor_is_readable_when_a_room_of_the_rank_changed(prefill: RankHost, decode: RankHost) -> None:
     fd = decode.rank.transfer.fileno()
     assert fd == decode.rank.transfer.fileno()
