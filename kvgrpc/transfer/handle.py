@@ -75,7 +75,7 @@ class TransferHandle(ABC):
         end, news = time.monotonic() + timeout, threading.Event()
         with self._woken(news.set):
             while not self._reached(until) and (left := end - time.monotonic()) > 0:
-                news.wait(left)
+                news.wait(min(left, threading.TIMEOUT_MAX))
                 news.clear()
         return self.poll()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import math
 import os
 import select
 import threading
@@ -12,6 +13,8 @@ import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
+
+import pytest
 
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.transfer import KVPoll
@@ -94,6 +97,19 @@ def test_a_wait_ends_with_its_time_and_says_what_is_so(prefill: RankHost, decode
     assert receiver.wait(0.0) is not KVPoll.Failed and not receiver._waiters
     receiver.abort()
     assert sender.wait(LONG) is KVPoll.Failed, "decode's abort is news of prefill's room"
+
+
+@pytest.mark.parametrize("timeout", [math.inf, 1e308])
+def test_a_wait_of_any_length_ends_with_its_room_and_raises_nothing(
+    prefill: RankHost, decode: RankHost, timeout: float
+) -> None:
+    receiver, sender = pair_of(prefill, decode)
+    abort = threading.Timer(0.1, receiver.abort)
+    abort.start()
+    assert receiver.wait(timeout) is KVPoll.Failed
+    assert receiver.wait(math.nan) is KVPoll.Failed
+    assert asyncio.run(sender.wait_async(timeout)) is KVPoll.Failed
+    abort.join()
 
 
 def test_coroutines_wait_on_their_own_loop(prefill: RankHost, decode: RankHost) -> None:
