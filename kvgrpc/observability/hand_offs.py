@@ -71,6 +71,13 @@ class HandOffs:
         text = f"{own} lost its pair with {peer}, {rooms} rooms: {one_line(how) or 'it said goodbye'}"
         self._lines.say(logging.WARNING if rooms else logging.INFO, "pair", text)
 
+    def refused(self, own: object, caller: str, failure: Failure) -> None:
+        """A stream of ``caller`` ("host:port") never became a session."""
+        reason = failure.reason.name if isinstance(failure.reason, Reason) else Reason.UNSPECIFIED.name
+        text = f"{own} refused a session of {one_line(caller)}: {reason}: {one_line(failure.message)}"
+        leaves = failure.reason is Reason.SERVER_DRAINING
+        self._lines.say(logging.INFO if leaves else logging.WARNING, f"refused sessions, {reason}", text)
+
     def flush(self) -> None:
         """Says what was left out, once its time is over; to be called now and then."""
         self._lines.flush()

@@ -132,7 +132,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         """One stream from Hello to Goodbye, of ``caller`` ("host:port"). Refusals travel in Goodbye (1, opening);
         undecodable bytes end it in the library.
         """
-        session = await self._greet(read, write)
+        session = await self._greet(read, write, caller)
         if session is None:
             return
         session.caller = caller
@@ -266,7 +266,9 @@ class PrefillManager(TransferManager[PrefillRoom]):
 
     # The session's two directions.
 
-    async def _greet(self, read: Reader, write: Callable[[pb.SessionResponse], Awaitable[None]]) -> _Session | None:
+    async def _greet(
+        self, read: Reader, write: Callable[[pb.SessionResponse], Awaitable[None]], caller: str
+    ) -> _Session | None:
         failure: Failure | None = None
         first: pb.SessionRequest | None = None
         try:
@@ -282,6 +284,8 @@ class PrefillManager(TransferManager[PrefillRoom]):
         except asyncio.TimeoutError:
             late = InvalidRequest.of("hello", "nothing", f"the first message, within {HELLO_WITHIN_SECONDS:g} s")
             failure = Failure.of(late, str(self.ref))
+        if failure is not None:
+            self._hand_offs.refused(self.ref, caller, failure)
         await _say(write, _goodbye(failure))
         return None
 

@@ -148,10 +148,14 @@ class TestHello:
         assert failure.reason is Reason.WRONG_RANK
         assert failure.metadata == {"expected": "PREFILL", "actual": "DECODE"}
 
-    def test_shapes_that_differ_are_named(self, prefill: RankHost, dial: Dial, memory: Memory) -> None:
+    def test_shapes_that_differ_are_named(
+        self, prefill: RankHost, dial: Dial, memory: Memory, caplog: pytest.LogCaptureFixture
+    ) -> None:
         pool = pool_to_pb(memory.pool)
         pool.page_tokens, pool.dtype = 32, "bfloat16"
         failure = dial(prefill).refused(pools=[pool], aux_item_bytes=[8], data_plane="mooncake")
+        assert f"{prefill.rank.ref} refused a session of 127.0.0.1:" in caplog.text
+        assert ": PARALLEL_LAYOUT_MISMATCH: " in caplog.text and "page_tokens" in caplog.text
         assert failure.reason is Reason.PARALLEL_LAYOUT_MISMATCH
         assert failure.metadata["mismatchedFields"].split(",") == [
             "pools[0].page_tokens",
