@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import ipaddress
 import re
+import secrets
 import urllib.parse
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ _IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 _IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 _UNIX = ("unix:", "unix-abstract:")
+# A socket of ours in the abstract namespace, between a port and a server behind it: "…/RANDOM/ipv4:host:port".
+_PASSED_ON = "kvgrpc-passed-on/"
 _WILDCARDS = ("", "*", "0.0.0.0", "::")
 _LONGEST_HOST = 253  # characters; what DNS allows
 _HOST_NAME = re.compile(r"(?=.{1,253}\Z)[a-z0-9_]([a-z0-9_-]{0,62})(\.[a-z0-9_][a-z0-9_-]{0,62})*\.?")
@@ -105,9 +108,23 @@ def advertised(bound: str, advertise: str) -> str:
 
 
 def caller_address(peer: str) -> str:
-    """ "host:port" of ServicerContext.peer(), IPv6 in brackets; "unix:…" and what is not known stay as they are."""
-    scheme, _, address = peer.partition(":")
+    """ "host:port" of ServicerContext.peer(), IPv6 in brackets; "unix:…" and what is not known stay as they are.
+
+    Where a port of ours passed the connection on, it is who came to that port.
+    """
+    scheme, _, address = _who_came(peer).partition(":")
     return urllib.parse.unquote(address) if scheme in ("ipv4", "ipv6") else peer
+
+
+def socket_passing_on(host: str, port: int) -> str:
+    """Address of a new Unix socket over which a server behind a port of ours sees who came to that port."""
+    family = "ipv6" if ":" in host else "ipv4"
+    return f"\0{_PASSED_ON}{secrets.token_hex(8)}/{family}:{joined(host, port)}"
+
+
+def _who_came(peer: str) -> str:
+    passed_on = peer.removeprefix(f"unix-abstract:{_PASSED_ON}")
+    return peer if passed_on == peer else passed_on.partition("/")[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +233,8 @@ def not_dialable(address: str, why: str) -> AddressNotAllowed:
 
 def peer_is_local(peer: str) -> bool:
     """Whether ``ServicerContext.peer()`` names this host: loopback or a UNIX socket. Unknown forms do not."""
-    return peer.startswith("unix:") or (peer.startswith(("ipv4:", "ipv6:")) and is_local(caller_address(peer)))
+    came = _who_came(peer)
+    return came.startswith("unix:") or (came.startswith(("ipv4:", "ipv6:")) and is_local(caller_address(came)))
 
 
 def is_loopback(host: str) -> bool:

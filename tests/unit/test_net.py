@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import urllib.parse
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +21,7 @@ from kvgrpc.net import (
     is_wildcard,
     parse_bootstrap_addr,
     peer_is_local,
+    socket_passing_on,
     split,
     split_with_port,
 )
@@ -148,6 +151,28 @@ def test_bad_syntax_is_an_invalid_request(address: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         check_advertised(address, field="rows[0].endpoints.grpc", peer_is_local=True)
     assert refused.value.violations[0].field == "rows[0].endpoints.grpc"
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "local"),
+    [
+        ("10.0.0.7", "10.0.0.7:4321", False),
+        ("127.0.0.1", "127.0.0.1:4321", True),
+        ("::1", "[::1]:4321", True),
+        ("fe80::1%eth0", "[fe80::1%eth0]:4321", False),
+    ],
+)
+def test_of_a_connection_that_was_passed_on_it_counts_where_it_came_from(host: str, address: str, local: bool) -> None:
+    # As gRPC names the other end: brackets and percent signs encoded.
+    name = urllib.parse.quote(socket_passing_on(host, 4321).removeprefix("\0"), safe=":/")
+    peer = f"unix-abstract:{name}"
+    assert caller_address(peer) == address
+    assert peer_is_local(peer) is local
+
+
+def test_a_unix_socket_that_nobody_named_for_others_is_local_as_it_is() -> None:
+    assert caller_address("unix:") == "unix:" and peer_is_local("unix:")
+    assert not peer_is_local("unix-abstract:kvgrpc-passed-on/nobody")
 
 
 def test_event_endpoints_follow_the_same_rules() -> None:

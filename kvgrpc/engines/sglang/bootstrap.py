@@ -20,5 +20,8 @@ class KvGrpcBootstrapServer(BaseKVBootstrapServer):
         self._server: RegistryServer | None = None
         if not external_registry():
             self._server = RegistryServer(
-                [f"{bracketed(host)}:{port}"], configured.get("server_security"), configured.get("lease_ttl", 10.0)
+                [f"{bracketed(host)}:{port}"],
+                configured.get("server_security"),
+                configured.get("lease_ttl", 10.0),
+                call_limits=configured.get("call_limits"),
             ).open()

@@ -2,7 +2,8 @@
 connector ask there, ``GET /query``, which engine is behind it.
 
 gRPC's server takes HTTP/2 only, so a listener in front of it looks at the first bytes of each connection: the question
-is answered, everything else goes to the registry byte by byte.
+is answered, everything else goes to the registry byte by byte. The registry still sees who came: what one caller may
+have, and whether a rank may advertise loopback, depends on that.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import contextlib
 import json
 import os
 import secrets
+import socket
 
 from kvgrpc.errors import AddressNotAllowed
-from kvgrpc.net import split
+from kvgrpc.net import socket_passing_on, split
+from kvgrpc.rpc.interceptors import CallLimits
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.rpc.within import within
@@ -33,13 +36,22 @@ class Bootstrap:
     ``open`` raises AddressNotAllowed for a port that is taken, or plaintext that others reach.
     """
 
-    def __init__(self, address: str, engine_id: str, security: ServerSecurity | None, lease_ttl: float) -> None:
+    def __init__(
+        self,
+        address: str,
+        engine_id: str,
+        security: ServerSecurity | None,
+        lease_ttl: float,
+        call_limits: CallLimits | None = None,
+    ) -> None:
         self._address = address
         self._security = security or ServerSecurity()
         self._answer = _http(json.dumps({"0": {"engine_id": engine_id, "worker_addr": {}}}))
         # In the abstract namespace, where a kill leaves nothing behind. It asks for the same proof as the port.
         self._path = f"kvgrpc-registry-{os.getpid()}-{secrets.token_hex(8)}"
-        self._registry = RegistryServer([f"unix-abstract:{self._path}"], self._security, lease_ttl)
+        self._registry = RegistryServer(
+            [f"unix-abstract:{self._path}"], self._security, lease_ttl, call_limits=call_limits
+        )
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.StreamWriter] = set()
 
@@ -89,7 +101,7 @@ class Bootstrap:
             writer.write(self._answer)
             await writer.drain()
             return
-        registry_reader, registry_writer = await asyncio.open_unix_connection("\0" + self._path, limit=_PIECE)
+        registry_reader, registry_writer = await self._dial(*writer.get_extra_info("peername")[:2])
         registry_writer.write(first)
         ways = [
             asyncio.ensure_future(_copy(reader, registry_writer)),
@@ -102,6 +114,18 @@ class Bootstrap:
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
             registry_writer.close()
+
+    async def _dial(self, host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection to the registry of whoever came from there."""
+        ours = socket.socket(socket.AF_UNIX)
+        try:
+            ours.setblocking(False)
+            ours.bind(socket_passing_on(host, port))
+            await asyncio.get_running_loop().sock_connect(ours, "\0" + self._path)
+            return await asyncio.open_unix_connection(sock=ours, limit=_PIECE)
+        except BaseException:
+            ours.close()
+            raise
 
 
 async def _rest_of_head(reader: asyncio.StreamReader) -> None:

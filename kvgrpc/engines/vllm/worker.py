@@ -47,7 +47,9 @@ class Worker:
         self._bootstrap: Bootstrap | None = None
         if place.serves_registry:
             security, ttl = place.configured.get("server_security"), place.configured.get("lease_ttl", 10.0)
-            self._bootstrap = Bootstrap(place.bootstrap, config.kv_transfer_config.engine_id, security, ttl).open()
+            limits = place.configured.get("call_limits")
+            engine_id = config.kv_transfer_config.engine_id
+            self._bootstrap = Bootstrap(place.bootstrap, engine_id, security, ttl, limits).open()
         self._rank = open_rank(rank_config(place, pools, model_of(config, pools[0], place)))
         # A PrefillManager or a DecodeManager, as the rooms of this role expect.
         self._transfer: Any = self._rank.transfer
