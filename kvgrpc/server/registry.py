@@ -65,10 +65,15 @@ class RegistryServer:
         self._loop = LoopThread.shared()
 
     def open(self) -> RegistryServer:
-        self._loop.run(self._open(), _START_SECONDS)
-        if self._metrics_listen:
-            self._status = StatusServer(self._metrics_listen, self._live, self._ready)
-            self.metrics_address = self._status.address
+        """A start that fails leaves nothing open."""
+        try:
+            self._loop.run(self._open(), _START_SECONDS)
+            if self._metrics_listen:
+                self._status = StatusServer(self._metrics_listen, self._live, self._ready)
+                self.metrics_address = self._status.address
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,3 +89,13 @@ async def test_a_rank_of_another_host_cannot_advertise_loopback(
     async with open_channel(from_elsewhere) as channel:
         error = await failure(RegistryServiceStub(channel).Register(request, timeout=5))
     assert isinstance(error, AddressNotAllowed) and "loopback" in error.message
+
+
+def test_a_port_that_is_taken_leaves_no_registry_behind(bootstrap: Any) -> None:
+    host, port = bootstrap._server.sockets[0].getsockname()
+    second = type(bootstrap)(f"{host}:{port}", "e", None, 10.0)
+    with pytest.raises(AddressNotAllowed, match="bootstrap_port"):
+        second.open()
+    with socket.socket(socket.AF_UNIX) as probe, pytest.raises(OSError):
+        probe.connect("\0" + second._path)
+    second.close()

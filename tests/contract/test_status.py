@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import logging
+import socket
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,8 +18,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import kvgrpc.dataplane
 from kvgrpc.client import SyncClient
+from kvgrpc.errors import AddressNotAllowed
 from kvgrpc.model import Pool, PoolKind, Region, Role
-from kvgrpc.server import Rank, RankConfig, RegistryServer, open_rank
+from kvgrpc.rpc.loop import LoopThread
+from kvgrpc.server import IndexServer, Rank, RankConfig, RegistryServer, open_rank
 from kvgrpc.transfer import KVPoll, KVReceiver, KVSender
 from tests.support.waiting import wait_until
 
@@ -159,3 +164,32 @@ def test_a_registry_answers_the_same_questions() -> None:
     assert ask(registry.metrics_address, "/readyz")[0] == 200
     assert "kvgrpc_registry_rows" in ask(registry.metrics_address, "/metrics")[1]
     registry.close()
+
+
+@pytest.mark.parametrize("kind", [RegistryServer, functools.partial(IndexServer, sources=["127.0.0.1:1"])])
+def test_a_start_that_failed_for_its_metrics_port_leaves_nothing_open(kind: Callable[..., Any]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        server = kind(["127.0.0.1:0"], metrics_listen=f"127.0.0.1:{other.getsockname()[1]}")
+        with pytest.raises(AddressNotAllowed, match="metrics_listen"):
+            server.open()
+    host, port = server.address.split(":")
+    with pytest.raises(OSError):
+        socket.create_connection((host, int(port)), 5.0)
+    server.close()
+
+
+def test_an_index_that_did_not_start_follows_nobody() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        server = IndexServer([f"127.0.0.1:{other.getsockname()[1]}"], sources=["127.0.0.1:1"])
+        before = indexes()
+        with pytest.raises(AddressNotAllowed, match="cannot listen"):
+            server.open()
+    assert indexes() == before
+    server.close()
+
+
+def indexes() -> int:
+    async def count() -> int:
+        return sum(task.get_name() == "prefix-index" for task in asyncio.all_tasks())
+
+    return LoopThread.shared().run(count(), 5.0)

@@ -58,7 +58,11 @@ class Bootstrap:
     def open(self) -> Bootstrap:
         self._security.check(self._address)
         self._registry.open()
-        LoopThread.shared().run(self._listen(), _START_SECONDS)
+        try:
+            LoopThread.shared().run(self._listen(), _START_SECONDS)
+        except BaseException:
+            self._registry.close()
+            raise
         return self
 
     def close(self) -> None:
