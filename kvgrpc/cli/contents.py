@@ -59,7 +59,9 @@ def snapshot(client: SyncClient, as_json: bool, **stream: Any) -> None:
 
 
 @click.command()
-@click.option("--within", type=Seconds(0.1), default=30.0, show_default=True, help="Seconds until it must be known.")
+@click.option(
+    "--within", type=Seconds(0.1, 3600.0), default=30.0, show_default=True, help="Seconds until it must be known."
+)
 @names_a_cache
 @json_option
 @calls_a_publisher

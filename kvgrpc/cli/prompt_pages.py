@@ -62,22 +62,30 @@ def _hash(text: str) -> bytes:
     return bytes.fromhex(text)
 
 
-def _tokens(text: str) -> list[int]:
+def _tokens(text: str, option: str = "--tokens") -> list[int]:
     words = re.split(r"[\s,]+", text.strip(" \t\r\n,"))
     wrong = next((word for word in words if not re.fullmatch(r"\d{1,19}", word) or int(word) >= 2**63), None)
     if wrong is not None:
-        raise click.BadParameter(f"{wrong[:40]!r} is no token: a whole number from 0 on", param_hint="--tokens")
+        raise click.BadParameter(f"{wrong[:40]!r} is no token: a whole number from 0 on", param_hint=option)
     return [int(word) for word in words]
 
 
 def _from_file(path: Path) -> list[int]:
-    with click.open_file(str(path)) as file:
-        text = file.read(_MAX_BYTES)
+    option = "--tokens-file"
+    try:
+        with click.open_file(str(path)) as file:
+            text = file.read(_MAX_BYTES + 1)
+    except UnicodeDecodeError as error:
+        raise click.BadParameter(f"{path} is no text: {error}", param_hint=option) from None
+    if len(text) > _MAX_BYTES:
+        raise click.BadParameter(f"{path} has more than {_MAX_BYTES} characters", param_hint=option)
     try:
         found = json.loads(text)
     except ValueError:
-        return _tokens(text)
+        return _tokens(text, option)
+    except RecursionError:
+        raise click.BadParameter(f"{path} is nested too deeply", param_hint=option) from None
     tokens = found.get("tokens") if isinstance(found, dict) else [found] if isinstance(found, int) else found
     if not isinstance(tokens, list) or not all(type(each) is int and 0 <= each < 2**63 for each in tokens):
-        raise click.BadParameter('not a list of tokens, nor {"tokens": [...]}', param_hint="--tokens-file")
+        raise click.BadParameter('not a list of tokens, nor {"tokens": [...]}', param_hint=option)
     return tokens

@@ -25,7 +25,7 @@ def read_layout(context: click.Context, parameter: click.Parameter, text: str) -
     sizes = dict.fromkeys(_SIZES, 1)
     for item in filter(None, text.split(",")):
         name, _, value = item.partition("=")
-        if name not in sizes or not value.isdigit() or not int(value):
+        if name not in sizes or not value.isdecimal() or not int(value):
             raise click.BadParameter(f"{item!r} is none of dp=N, pp=N, cp=N, tp=N", context, parameter)
         sizes[name] = int(value)
     return Layout(**sizes)

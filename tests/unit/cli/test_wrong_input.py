@@ -1,0 +1,45 @@
+"""What a command is given that it cannot take: wrong usage with the option's name, before anybody is asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvgrpc.cli import prompt_pages
+from kvgrpc.cli.main import main
+
+
+def ended_with(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[object, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return ended.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"\xa3\x01", "is no text"), (b"[" * 100_000, "nested too deeply"), (b"1 x", "'x' is no token")],
+)
+def test_a_file_without_tokens_is_named_by_its_option(
+    content: bytes, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tokens"
+    file.write_bytes(content)
+    code, said = ended_with(["prefetch", "lookup", "--tokens-file", str(file)], capsys)
+    assert code == 2 and words in said and "--tokens-file" in said
+
+
+def test_a_file_that_is_too_long_is_not_cut_in_silence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_pages, "_MAX_BYTES", 7)
+    file = tmp_path / "tokens"
+    file.write_text("1 2 3 45")
+    code, said = ended_with(["prefetch", "lookup", "--tokens-file", str(file)], capsys)
+    assert code == 2 and "more than 7 characters" in said
+
+
+@pytest.mark.parametrize("size", ["²", "0", "-1", "x"])
+def test_a_size_that_is_none_is_wrong_usage(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = ended_with(["topology", "--prefill", f"tp={size}", "--decode", "tp=1"], capsys)
+    assert code == 2 and f"tp={size}" in said
