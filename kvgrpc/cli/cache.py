@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvgrpc.cli.connection import Seconds, calls_a_rank, json_option
-from kvgrpc.cli.names import incarnation_name
+from kvgrpc.cli.names import incarnation_name, value_name
 from kvgrpc.cli.output import show_json, show_record, show_table, size
 from kvgrpc.cli.prompt_pages import names_pages
 
@@ -117,4 +117,4 @@ def pin(client: SyncClient, as_json: bool, pages: prefetch_service_pb2.PromptPag
 def tier_name(use: prefetch_service_pb2.CacheTierUse) -> str:
     from kvgrpc.v1 import prefetch_service_pb2 as pb
 
-    return pb.CacheTier.Name(use.tier).removeprefix("CACHE_TIER_").lower()
+    return value_name(pb.CacheTier, use.tier).lower()

@@ -11,7 +11,7 @@ import click
 
 from kvgrpc.cli.connection import calls_an_index, json_option
 from kvgrpc.cli.contents import check_served, names_a_cache
-from kvgrpc.cli.names import seconds_of
+from kvgrpc.cli.names import seconds_of, value_name
 from kvgrpc.cli.output import seconds, show_json, show_table
 from kvgrpc.cli.publisher import calls_a_publisher
 from kvgrpc.cli.standing import held, standing_fields
@@ -145,7 +145,7 @@ def _tokens(path: str) -> list[int]:
 def _fresh(freshness: index_service_pb2.Freshness) -> tuple[str, int, str]:
     from kvgrpc.v1 import index_service_pb2
 
-    state = index_service_pb2.SourceState.Name(freshness.state).removeprefix("SOURCE_STATE_").lower()
+    state = value_name(index_service_pb2.SourceState, freshness.state).lower()
     idle = seconds(seconds_of(freshness.idle_time)) if freshness.HasField("idle_time") else "-"
     return state, freshness.lag_batches, idle
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Any
 
 from kvgrpc.wire import rank_id_from_pb, rank_ref_from_pb
 
@@ -10,6 +11,15 @@ if TYPE_CHECKING:
     from google.protobuf.duration_pb2 import Duration
 
     from kvgrpc.v1 import common_pb2
+
+
+def value_name(kind: Any, value: int) -> str:
+    """ "SETTLED" for SESSION_STATE_SETTLED; a value of a newer version as "SESSION_STATE 9"."""
+    prefix = re.sub(r"(?<!^)(?=[A-Z])", "_", kind.DESCRIPTOR.name).upper()
+    try:
+        return str(kind.Name(value)).removeprefix(f"{prefix}_")
+    except ValueError:
+        return f"{prefix} {value}"
 
 
 def rank_name(ref: common_pb2.RankRef) -> str:
@@ -25,16 +35,13 @@ def incarnation_name(ref: common_pb2.RankRef) -> str:
 def role_name(role: common_pb2.Role.ValueType) -> str:
     from kvgrpc.v1 import common_pb2
 
-    return "" if not role else common_pb2.Role.Name(role).removeprefix("ROLE_").lower()
+    return "" if not role else value_name(common_pb2.Role, role).lower()
 
 
 def reason_name(failure: common_pb2.Failure) -> str:
     from kvgrpc.v1 import error_reason_pb2
 
-    try:
-        return error_reason_pb2.ErrorReason.Name(failure.reason).removeprefix("ERROR_REASON_")
-    except ValueError:  # of a newer version
-        return f"reason {failure.reason}"
+    return value_name(error_reason_pb2.ErrorReason, failure.reason)
 
 
 def layout_name(layout: common_pb2.Layout) -> str:

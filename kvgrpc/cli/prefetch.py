@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvgrpc.cli.connection import Seconds, calls_a_rank, json_option
-from kvgrpc.cli.names import reason_name, seconds_of
+from kvgrpc.cli.names import reason_name, seconds_of, value_name
 from kvgrpc.cli.output import show_json, show_record, show_table, size
 from kvgrpc.cli.prompt_pages import names_pages
 
@@ -231,19 +231,19 @@ def one_line(operation: prefetch_service_pb2.CacheOperation) -> str:
 def kind_name(operation: prefetch_service_pb2.CacheOperation) -> str:
     from kvgrpc.v1 import prefetch_service_pb2 as pb
 
-    return pb.OperationKind.Name(operation.kind).removeprefix("OPERATION_KIND_").lower()
+    return value_name(pb.OperationKind, operation.kind).lower()
 
 
 def state_name(operation: prefetch_service_pb2.CacheOperation) -> str:
     from kvgrpc.v1 import prefetch_service_pb2 as pb
 
-    return pb.OperationState.Name(operation.state).removeprefix("OPERATION_STATE_")
+    return value_name(pb.OperationState, operation.state)
 
 
 def stop_name(operation: prefetch_service_pb2.CacheOperation) -> str:
     from kvgrpc.v1 import prefetch_service_pb2 as pb
 
-    return pb.OperationStop.Name(operation.stop).removeprefix("OPERATION_STOP_") if operation.stop else ""
+    return value_name(pb.OperationStop, operation.stop) if operation.stop else ""
 
 
 def _share(count: int, whole: int) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvgrpc.cli.connection import calls_a_rank, json_option
-from kvgrpc.cli.names import incarnation_name, rank_name, reason_name, role_name, seconds_of
+from kvgrpc.cli.names import incarnation_name, rank_name, reason_name, role_name, seconds_of, value_name
 from kvgrpc.cli.output import seconds, show_json, show_record, show_table
 
 if TYPE_CHECKING:
@@ -134,16 +134,16 @@ def pages_done(room: transfer_service_pb2.Room) -> int:
 def session_state_name(state: transfer_service_pb2.SessionState.ValueType) -> str:
     from kvgrpc.v1 import transfer_service_pb2
 
-    return transfer_service_pb2.SessionState.Name(state).removeprefix("SESSION_STATE_")
+    return value_name(transfer_service_pb2.SessionState, state)
 
 
 def state_name(state: transfer_service_pb2.RoomState.ValueType) -> str:
     from kvgrpc.v1 import transfer_service_pb2
 
-    return transfer_service_pb2.RoomState.Name(state).removeprefix("ROOM_STATE_")
+    return value_name(transfer_service_pb2.RoomState, state)
 
 
 def writes_name(writes: transfer_service_pb2.Writes.ValueType) -> str:
     from kvgrpc.v1 import transfer_service_pb2
 
-    return transfer_service_pb2.Writes.Name(writes).removeprefix("WRITES_")
+    return value_name(transfer_service_pb2.Writes, writes)
