@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import click
@@ -9,6 +10,7 @@ import click
 from kvgrpc.cli.connection import calls_a_registry, json_option
 from kvgrpc.cli.names import incarnation_name, layout_name, model_name, rank_name, role_name
 from kvgrpc.cli.output import show_json, show_table, size
+from kvgrpc.errors import EngineNotFound
 from kvgrpc.observability.logging import one_line
 
 if TYPE_CHECKING:
@@ -85,8 +87,7 @@ def change_lines(change: pb.EngineChange) -> Iterator[str]:
 @calls_a_registry
 def ranks(client: SyncClient, engine: str | None, as_json: bool) -> None:
     """List the ranks of one ENGINE, or of all, and where they listen."""
-    names = [engine] if engine else [found.name for found in client.list_engines()]
-    engines_found = [client.get_engine(name) for name in names]
+    engines_found = [client.get_engine(engine)] if engine else list(all_engines(client))
     found = [row for at in engines_found for row in at.rows]
     if as_json:
         return show_json(*found)
@@ -105,6 +106,13 @@ def ranks(client: SyncClient, engine: str | None, as_json: bool) -> None:
     ]
     show_table(f"Ranks at {client.address}", columns, rows, "none is registered")
     warn_of_missing_streams(engines_found)
+
+
+def all_engines(client: SyncClient) -> Iterator[pb.Engine]:
+    """With their rows. One that has left since it was listed is passed over."""
+    for listed in client.list_engines():
+        with contextlib.suppress(EngineNotFound):
+            yield client.get_engine(listed.name)
 
 
 def warn_of_missing_streams(found: Iterable[pb.Engine]) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from kvgrpc.cli.registry import change_lines, missing_streams
+from types import SimpleNamespace
+from typing import Any
+
+from kvgrpc.cli.registry import all_engines, change_lines, missing_streams
+from kvgrpc.errors import EngineNotFound
 from kvgrpc.v1 import registry_service_pb2 as pb
 
 
@@ -12,3 +16,14 @@ def test_dp_ranks_whose_streams_are_missing_are_pointed_out() -> None:
     assert line.startswith("a: dp 1, 3 ")
     assert line in change_lines(pb.EngineChange(engine=engine))
     assert list(missing_streams(pb.Engine(name="a"))) == []
+
+
+def test_an_engine_that_left_since_it_was_listed_hides_no_other() -> None:
+    def get_engine(name: str) -> pb.Engine:
+        if name == "gone":
+            raise EngineNotFound("it left")
+        return pb.Engine(name=name)
+
+    names = ("a", "gone", "b")
+    client: Any = SimpleNamespace(list_engines=lambda: [pb.Engine(name=name) for name in names], get_engine=get_engine)
+    assert [engine.name for engine in all_engines(client)] == ["a", "b"]
