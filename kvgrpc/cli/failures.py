@@ -15,6 +15,7 @@ NEXT_STEP = {
     Reason.ENGINE_NOT_FOUND: "`kvgrpc engines` lists what is registered.",
     Reason.WARMING_UP: "The registry has just started; repeat this in a few seconds.",
     Reason.ROOM_NOT_FOUND: "`kvgrpc rooms` lists the rooms of a rank; a settled one is soon forgotten.",
+    Reason.OPERATION_NOT_FOUND: "`kvgrpc prefetch list` lists the operations of a rank.",
     Reason.STREAM_NOT_FOUND: "`kvgrpc streams` lists the streams of a rank; pp = cp = tp = 0 of each dp publishes.",
     Reason.EVENTS_COMPACTED: "These events are gone. Leave out --from to read from the oldest that is kept.",
     Reason.EVENTS_SEQUENCE_IN_FUTURE: "`kvgrpc streams` shows the next sequence.",
@@ -52,7 +53,8 @@ def explain(error: KvGrpcError, next_step: str = "") -> int:
         )
     if error.retry_after is not None:
         console.print(f"  It may be repeated after {error.retry_after:g} s.")
-    next_step = next_step or NEXT_STEP.get(error.reason) or NEXT_STEP_AFTER_FOREIGN.get(error.code, "")
+    of_reason = NEXT_STEP.get(error.reason, "") if error.reason else NEXT_STEP_AFTER_FOREIGN.get(error.code, "")
+    next_step = next_step or of_reason
     if next_step:
         console.print(Text(next_step, style="cyan"))
     return exit_code(error.code)

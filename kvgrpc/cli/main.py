@@ -48,9 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(explain(unheard.error, unheard.next_step))
     except KvGrpcError as error:
         sys.exit(explain(error))
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(0)
 
 
 class LazyGroup(click.Group):

@@ -638,6 +638,15 @@ class TestCommands:
         assert (exit.value.code or 0) == code
         assert words in capsys.readouterr().out
 
+    def test_an_operation_that_is_not_there_is_looked_for_in_the_list(
+        self, cache: CacheRank, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit):
+            main(["prefetch", "watch", "nobody", "-s", cache.address])
+        said = capsys.readouterr().err
+        assert said.startswith("OPERATION_NOT_FOUND: ") and "kvgrpc prefetch list" in said
+        assert "kvgrpc health" not in said
+
     def test_tokens_come_from_a_file_of_either_form(self, cache: CacheRank, tmp_path: Path) -> None:
         cache.fill(hashes_of(prompt(6)))
         for text in ("\n".join(map(str, prompt(6))), json.dumps(prompt(6)), json.dumps({"tokens": prompt(6)})):
