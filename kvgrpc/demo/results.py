@@ -40,15 +40,22 @@ class PromptResult:
         return bool(self.failure) or (self.finished and self.prefilled)
 
     @property
-    def handoff_seconds(self) -> float:
-        """From prefill's last send to decode's Success."""
-        return self.received_at - self.sent_at
+    def handoff_seconds(self) -> float | None:
+        """From prefill's last send to decode's Success; None where one of them did not come."""
+        return self.received_at - self.sent_at if self.received_at and self.sent_at else None
+
+    @property
+    def first_token_seconds(self) -> float | None:
+        """From the question to the first token; None where none came."""
+        return self.first_token_at - self.asked_at if self.first_token_at else None
 
     @property
     def difference(self) -> str:
         """What is not as in the single process, in words; "" when everything is."""
         if self.failure:
             return self.failure
+        if not (self.finished and self.reference_finished):
+            return "it was not answered to its end, or not by the single process"
         if self.tokens != self.reference_tokens:
             return f"token {_first_difference(self.tokens, self.reference_tokens) + 1} differs from the single process"
         if self.digest != self.reference_digest:
@@ -208,7 +215,7 @@ def _prompt_as_json(result: PromptResult) -> dict[str, Any]:
         "pagesReusedByDecode": result.reused_by_decode,
         "computeSeconds": result.compute_seconds,
         "handoffSeconds": result.handoff_seconds,
-        "firstTokenSeconds": result.first_token_at - result.asked_at,
+        "firstTokenSeconds": result.first_token_seconds,
     }
 
 

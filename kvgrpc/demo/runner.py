@@ -72,6 +72,7 @@ def run(options: DemoOptions) -> int:
     view = JsonView() if options.as_json else View()
     result = DemoResult(options.data_plane or "mooncake")
     began = time.monotonic()
+    shown = False
     try:
         asked = built_in() if options.prompts is None else from_file(options.prompts)
         result.prompts = [PromptResult(prompt, room) for prompt, room in zip(asked, _rooms(len(asked)), strict=True)]
@@ -80,13 +81,17 @@ def run(options: DemoOptions) -> int:
                 _Demo(options, processes, view, result, storage).run(began)
             result.seconds = time.monotonic() - began
             view.result(result)
+            shown = True
             if options.keep_running:
                 view.last(result)
                 view.servers(result)
                 _stay(processes)
     except (DemoFailed, PromptsInvalid, KvGrpcError) as error:
         result.problem = str(error)
-        if options.as_json:
+        if shown and options.as_json:
+            view.warn(result.problem)  # one object is all that programs read
+        elif options.as_json:
+            result.seconds = time.monotonic() - began
             view.result(result)
     except KeyboardInterrupt:
         view.warn("interrupted")

@@ -176,8 +176,8 @@ def _prompt_table(result: DemoResult) -> Table:
             f"{prompt.reused_by_prefill}/{prompt.reused_by_decode}",
             f"{prompt.pages_moved * result.page_bytes:,}",
             f"{prompt.compute_seconds * 1000:.0f} ms",
-            f"{prompt.handoff_seconds * 1000:.1f} ms",
-            f"{(prompt.first_token_at - prompt.asked_at) * 1000:.0f} ms",
+            "-" if prompt.handoff_seconds is None else f"{prompt.handoff_seconds * 1000:.1f} ms",
+            "-" if prompt.first_token_seconds is None else f"{prompt.first_token_seconds * 1000:.0f} ms",
             equal,
         )
     rate = f"{result.gigabytes_per_second:.2f} GB/s while writing"

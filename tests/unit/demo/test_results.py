@@ -37,6 +37,15 @@ def test_all_equal_is_ok() -> None:
     assert result.prompts[0].handoff_seconds == 0.5
 
 
+def test_what_did_not_come_has_no_time_and_is_not_equal() -> None:
+    """A process that dies ends the demo with prompts that nobody has answered."""
+    prompt = PromptResult(Prompt("title", (256, 65)), room=7, asked_at=1e6, sent_at=1e6)
+    result = DemoResult("shm", [prompt], problem="the decode process ended")
+    (told,) = result.as_json()["prompts"]
+    assert (told["equal"], told["handoffSeconds"], told["firstTokenSeconds"]) == (False, None, None)
+    assert "not answered" in told["difference"]
+
+
 def set_token(result: DemoResult) -> None:
     result.prompts[0].tokens[1] = 3
 
