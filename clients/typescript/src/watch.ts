@@ -1,7 +1,7 @@
 /** Follows one event stream for as long as the caller wants, over breaks and restarts. */
-import type { Client } from "@connectrpc/connect";
+import { type Client, Code } from "@connectrpc/connect";
 
-import { failureOf, mayRepeat } from "./errors.js";
+import { type Failure, failureOf, mayRepeat } from "./errors.js";
 import { decodeBatch, type EventBatch, type KVEvent } from "./events.js";
 import { type Cache } from "./cache.js";
 import { ErrorReason } from "./gen/kvgrpc/v1/error_reason_pb.js";
@@ -34,9 +34,15 @@ export type WatchItem =
 
 const FIRST_PAUSE_MS = 100;
 const LONGEST_PAUSE_MS = 2_000;
+/** Heartbeats come each second: a publisher from which nothing comes for so long is taken for gone. */
+const SILENCE_MS = 5_000;
 const LOST = new Set([ErrorReason.EVENTS_COMPACTED, ErrorReason.STALE_LOG, ErrorReason.EVENTS_SEQUENCE_IN_FUTURE]);
 
 const KEEPS_NONE = new Set([ErrorReason.FEATURE_DISABLED, ErrorReason.INVALID_REQUEST]);
+/** What a connection that breaks is called: a server that was killed is CANCELED, a reset connection ABORTED. */
+const BROKEN = new Set([Code.Canceled, Code.Aborted, Code.DeadlineExceeded]);
+/** The same of a call that had begun; before that it is a certificate, or no gRPC server at all. */
+const BROKEN_WITHIN = new Set([Code.Internal, Code.Unknown]);
 
 /**
  * `watchEvents` from a snapshot on, with a cache that hears every item before it is yielded. Where its digest differs from the
@@ -83,9 +89,11 @@ export async function* watchEvents(client: Client<typeof EventService>, options:
     const cursor = next === undefined ? {} : { logId: log, fromSequence: next.toString() };
     const fresh = next === undefined;
     const mode = fresh && snapshots ? WatchMode.SNAPSHOT : WatchMode.TAIL;
+    let begun = false;
     try {
-      const stream = client.watch({ engine, dp, mode, ...cursor }, signal ? { signal } : {});
+      const stream = untilSilent((ending) => client.watch({ engine, dp, mode, ...cursor }, { signal: ending }), signal);
       reading: for await (const response of stream) {
+        begun = true;
         for (const item of itemsOf(response, log, fresh)) {
           log = item.log;
           next = item.kind === "begin" && mode === WatchMode.SNAPSHOT ? undefined : after(item, next);
@@ -109,7 +117,7 @@ export async function* watchEvents(client: Client<typeof EventService>, options:
       if (LOST.has(failure.reason)) {
         // Never at once again: a small journal overtakes the same reader each time.
         next = undefined;
-      } else if (!mayRepeat(failure)) {
+      } else if (!mayRepeat(failure) && !isBreak(failure, begun)) {
         throw error;
       }
       pause = Math.max(pause, failure.retryAfterMs ?? 0);
@@ -117,6 +125,31 @@ export async function* watchEvents(client: Client<typeof EventService>, options:
     await sleep(pause * (0.5 + Math.random() / 2), signal);
     pause = Math.min(pause * 2, LONGEST_PAUSE_MS);
   }
+}
+
+/** What a call says, until it ends, or is ended: by `signal`, or where nothing came for SILENCE_MS while somebody waited. */
+async function* untilSilent<Message>(
+  call: (ending: AbortSignal) => AsyncIterable<Message>,
+  signal: AbortSignal | undefined,
+): AsyncGenerator<Message> {
+  const aborter = new AbortController();
+  const end = () => aborter.abort();
+  signal?.addEventListener("abort", end, { once: true });
+  let timer = setTimeout(end, SILENCE_MS);
+  try {
+    for await (const message of call(aborter.signal)) {
+      clearTimeout(timer);
+      yield message;
+      timer = setTimeout(end, SILENCE_MS);
+    }
+  } finally {
+    clearTimeout(timer);
+    signal?.removeEventListener("abort", end);
+  }
+}
+
+function isBreak(failure: Failure, begun: boolean): boolean {
+  return BROKEN.has(failure.code) || (begun && BROKEN_WITHIN.has(failure.code));
 }
 
 function* itemsOf(response: WatchResponse, log: string, fresh: boolean): Generator<WatchItem> {
@@ -172,7 +205,7 @@ function after(item: WatchItem, next: bigint | undefined): bigint | undefined {
 
 function sleep(milliseconds: number, signal: AbortSignal | undefined): Promise<void> {
   return new Promise((resolve) => {
-    const timer = setTimeout(done, milliseconds);
+    const timer = setTimeout(done, signal?.aborted ? 0 : milliseconds);
     signal?.addEventListener("abort", done, { once: true });
     function done(): void {
       clearTimeout(timer);

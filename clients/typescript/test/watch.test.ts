@@ -1,10 +1,10 @@
-/** What `watchEvents` does where the log goes on without it. */
+/** What `watchEvents` does where the log goes on without it, and where calls break. */
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import { Code, ConnectError, type Client } from "@connectrpc/connect";
 
-import { watchEvents } from "../src/index.js";
+import { watchEvents, type WatchItem } from "../src/index.js";
 import { ErrorInfoSchema } from "../src/gen/google/rpc/error_details_pb.js";
 import { type EventService } from "../src/gen/kvgrpc/v1/event_service_pb.js";
 
@@ -30,3 +30,74 @@ for (const snapshot of [false, true]) {
     assert.ok(pauses.every((pause) => pause > 40), `paused for ${pauses}`);
   });
 }
+
+/** One call after the other, each as its script says; what was asked for, too. */
+function scripted(...calls: ((signal: AbortSignal) => AsyncIterable<unknown>)[]) {
+  const requests: Record<string, unknown>[] = [];
+  const watch = (request: Record<string, unknown>, { signal }: { signal: AbortSignal }) => {
+    requests.push(request);
+    return calls[requests.length - 1]!(signal);
+  };
+  return { client: { watch } as unknown as Client<typeof EventService>, requests };
+}
+
+const began = (firstSequence: string) => ({ kind: { case: "begin", value: { stream: { logId: "a" }, firstSequence } } });
+const empty = new Uint8Array([0x93, 0, 0x90, 0]);
+const raw = (firstSequence: string) => ({ kind: { case: "raw", value: { firstSequence, payloads: [empty] } } });
+
+async function* broken(code: Code, ...messages: unknown[]) {
+  yield* messages;
+  throw new ConnectError("broken", code);
+}
+
+async function items(client: Client<typeof EventService>, count: number): Promise<WatchItem[]> {
+  const said: WatchItem[] = [];
+  for await (const item of watchEvents(client)) {
+    if (said.push(item) === count) {
+      break;
+    }
+  }
+  return said;
+}
+
+for (const code of [Code.Canceled, Code.Aborted, Code.DeadlineExceeded, Code.Internal, Code.Unknown, Code.Unavailable]) {
+  test(`a call that breaks with ${Code[code]} is gone on with behind its last batch`, async () => {
+    const { client, requests } = scripted(
+      () => broken(code, began("5"), raw("5")),
+      () => broken(code, began("6"), raw("6")),
+    );
+    await items(client, 4);
+    assert.deepEqual([requests[1]!["fromSequence"], requests[1]!["logId"]], ["6", "a"]);
+  });
+}
+
+for (const code of [Code.PermissionDenied, Code.NotFound, Code.Internal]) {
+  test(`a call that is refused with ${Code[code]} before it says anything is not repeated`, async () => {
+    const { client } = scripted(() => broken(code));
+    await assert.rejects(items(client, 1), (error) => error instanceof ConnectError && error.code === code);
+  });
+}
+
+test("a call from which nothing comes is ended and gone on with, and a reader that takes its time is not", async () => {
+  const { client, requests } = scripted(
+    async function* (signal) {
+      yield began("5");
+      yield raw("5");
+      await new Promise((resolve) => signal.addEventListener("abort", resolve));
+      throw new ConnectError("aborted", Code.Canceled);
+    },
+    async function* (signal) {
+      yield began("6");
+      yield raw("6");
+      assert.ok(!signal.aborted, "the time that the reader takes is not the publisher's");
+    },
+  );
+  let batches = 0;
+  for await (const item of watchEvents(client)) {
+    if (item.kind === "batch" && ++batches === 2) {
+      await new Promise((resolve) => setTimeout(resolve, 5_500));
+      break;
+    }
+  }
+  assert.deepEqual(requests.map((request) => request["fromSequence"]), [undefined, "6"]);
+});
