@@ -4,6 +4,10 @@ import type { DescService } from "@bufbuild/protobuf";
 import { createGrpcTransport } from "@connectrpc/connect-node";
 import type { SecureClientSessionOptions } from "node:http2";
 
+/** As kvgrpc's own clients; servers send away who pings more often than each 10 s. */
+const PING_INTERVAL_MS = 30_000;
+const PING_TIMEOUT_MS = 10_000;
+
 export interface ConnectOptions {
   /** A bearer token, for servers that ask for one. Goes over TLS only. */
   token?: string;
@@ -21,6 +25,9 @@ export function connect(address: string, options: ConnectOptions = {}): Transpor
   }
   return createGrpcTransport({
     baseUrl: `${options.tls ? "https" : "http"}://${address}`,
+    // A host that vanished closes nothing: without pings its connection would stand for a quarter of an hour.
+    pingIntervalMs: PING_INTERVAL_MS,
+    pingTimeoutMs: PING_TIMEOUT_MS,
     interceptors: options.token === undefined ? [] : [bearer(options.token)],
     ...(options.tls ? { nodeOptions: options.tls } : {}),
   });
