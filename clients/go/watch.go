@@ -9,6 +9,8 @@ import (
 	"math/rand/v2"
 	"time"
 
+	"google.golang.org/grpc/codes"
+
 	kvgrpcv1 "kvgrpc.dev/go/kvgrpc/v1"
 )
 
@@ -90,6 +92,8 @@ type watcher struct {
 	snapshots bool
 	stopped   bool
 	pause     time.Duration
+	// The present call said something.
+	begun bool
 	// The cursor: what comes next in which log. Known once a snapshot, or the beginning of a log, is complete.
 	known bool
 	logID string
@@ -100,6 +104,7 @@ type watcher struct {
 func (watch *watcher) once(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
+	watch.begun = false
 	call, err := watch.client.Watch(ctx, watch.request())
 	if err != nil {
 		return err
@@ -107,11 +112,14 @@ func (watch *watcher) once(ctx context.Context) error {
 	alive := time.AfterFunc(idleTimeout, cancel)
 	defer alive.Stop()
 	for !watch.stopped {
+		alive.Reset(idleTimeout)
 		message, err := call.Recv()
+		// What the reader takes for a message is not the publisher's silence.
+		alive.Stop()
 		if err != nil {
 			return err
 		}
-		alive.Reset(idleTimeout)
+		watch.begun = true
 		if err := watch.hear(message); err != nil {
 			return err
 		}
@@ -210,7 +218,8 @@ func (watch *watcher) mayGoOn(err error) bool {
 	case kvgrpcv1.ErrorReason_ERROR_REASON_EVENTS_COMPACTED,
 		kvgrpcv1.ErrorReason_ERROR_REASON_STALE_LOG,
 		kvgrpcv1.ErrorReason_ERROR_REASON_EVENTS_SEQUENCE_IN_FUTURE:
-		watch.known = false
+		// Another log may be that of a publisher that keeps snapshots.
+		watch.known, watch.snapshots = false, true
 		return true
 	case kvgrpcv1.ErrorReason_ERROR_REASON_FEATURE_DISABLED, kvgrpcv1.ErrorReason_ERROR_REASON_INVALID_REQUEST:
 		// A server that keeps no snapshot, or is older than snapshots.
@@ -219,6 +228,13 @@ func (watch *watcher) mayGoOn(err error) bool {
 		return tried
 	}
 	watch.pause = max(watch.pause, failure.RetryAfter)
-	// What the idle timeout cancelled comes back as CANCELLED: nobody else cancelled it.
-	return failure.MayRepeat() || failure.Code.String() == "Canceled"
+	switch failure.Code {
+	case codes.Canceled, codes.Aborted, codes.DeadlineExceeded:
+		// What the idle timeout cancelled, or somebody between us and the publisher.
+		return true
+	case codes.Internal, codes.Unknown:
+		// A stream that a proxy reset, a server that failed; before a call said anything it is what answers there.
+		return watch.begun
+	}
+	return failure.MayRepeat()
 }

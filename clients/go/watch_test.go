@@ -205,3 +205,64 @@ func TestWhatRepeatingCannotMendEndsAWatchWithItsReason(t *testing.T) {
 		t.Error("an error of another kind is no failure of a call")
 	}
 }
+
+func TestACallThatBreaksIsGoneOnWith(t *testing.T) {
+	for _, code := range []codes.Code{codes.Internal, codes.Unknown, codes.Aborted, codes.DeadlineExceeded, codes.Canceled} {
+		server := &script{calls: calls{
+			saying(status.Error(code, "broken"), begin("a", 1), snapshot(1, 0, true), batches(1, payload(1))),
+			saying(nil, begin("a", 2), batches(2, payload(1))),
+		}}
+		if _, err := watched(t, server.serve(t), 4); err != nil {
+			t.Error(code, err)
+		}
+	}
+}
+
+func TestACallThatIsRefusedBeforeItSaysAnythingIsNotRepeated(t *testing.T) {
+	for _, code := range []codes.Code{codes.Internal, codes.PermissionDenied, codes.Unimplemented} {
+		server := &script{calls: calls{saying(status.Error(code, "refused"))}}
+		if _, err := watched(t, server.serve(t), 1); status.Code(err) != code {
+			t.Error(code, err)
+		}
+	}
+}
+
+func TestTheTimeThatAReaderTakesIsNotThePublishers(t *testing.T) {
+	server := &script{calls: calls{func(call grpc.ServerStreamingServer[kvgrpcv1.WatchResponse]) error {
+		call.Send(begin("a", 1))
+		call.Send(snapshot(1, 0, false))
+		select {
+		case <-call.Context().Done():
+			return nil
+		case <-time.After(idleTimeout + time.Second):
+			return call.Send(snapshot(1, 1, true))
+		}
+	}}}
+	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+	defer cancel()
+	var said []string
+	for item := range Watch(ctx, server.serve(t), Stream{}) {
+		if events, isEvents := item.(Events); isEvents {
+			said = append(said, fmt.Sprint(events.Complete))
+			if events.Complete {
+				break
+			}
+			time.Sleep(idleTimeout + 500*time.Millisecond)
+		}
+	}
+	equal(t, said, []string{"false", "true"})
+}
+
+func TestANewLogMayHaveSnapshotsWhereTheOneBeforeHadNone(t *testing.T) {
+	server := &script{calls: calls{
+		saying(refusal(codes.Unimplemented, "FEATURE_DISABLED")),
+		saying(nil, begin("a", 3), batches(3, payload(1))),
+		saying(refusal(codes.Aborted, "STALE_LOG")),
+		saying(nil, begin("b", 9), snapshot(9, 0, true)),
+	}}
+	said, err := watched(t, server.serve(t), 4)
+	if err != nil {
+		t.Fatal(err)
+	}
+	equal(t, said, []string{"reset a false", "events 4 1 true", "reset b true", "events 9 1 true"})
+}

@@ -115,8 +115,9 @@ export async function* watchEvents(client: Client<typeof EventService>, options:
         continue;
       }
       if (LOST.has(failure.reason)) {
-        // Never at once again: a small journal overtakes the same reader each time.
+        // Never at once again: a small journal overtakes the same reader each time. Another log may have snapshots.
         next = undefined;
+        snapshots = options.snapshot ?? false;
       } else if (!mayRepeat(failure) && !isBreak(failure, begun)) {
         throw error;
       }

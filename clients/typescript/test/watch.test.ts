@@ -4,9 +4,9 @@ import { test } from "node:test";
 
 import { Code, ConnectError, type Client } from "@connectrpc/connect";
 
-import { watchEvents, type WatchItem } from "../src/index.js";
+import { watchEvents, type WatchItem, type WatchOptions } from "../src/index.js";
 import { ErrorInfoSchema } from "../src/gen/google/rpc/error_details_pb.js";
-import { type EventService } from "../src/gen/kvgrpc/v1/event_service_pb.js";
+import { type EventService, WatchMode } from "../src/gen/kvgrpc/v1/event_service_pb.js";
 
 for (const snapshot of [false, true]) {
   test(`a reader that the log overtakes each time pauses before each call, ${snapshot ? "with" : "without"} a snapshot`, async () => {
@@ -50,9 +50,15 @@ async function* broken(code: Code, ...messages: unknown[]) {
   throw new ConnectError("broken", code);
 }
 
-async function items(client: Client<typeof EventService>, count: number): Promise<WatchItem[]> {
+async function* refused(reason: string, ...messages: unknown[]) {
+  yield* messages;
+  const value = { reason: `ERROR_REASON_${reason}`, domain: "kvgrpc.dev" };
+  throw new ConnectError("refused", Code.Aborted, undefined, [{ desc: ErrorInfoSchema, value }]);
+}
+
+async function items(client: Client<typeof EventService>, count: number, options: WatchOptions = {}): Promise<WatchItem[]> {
   const said: WatchItem[] = [];
-  for await (const item of watchEvents(client)) {
+  for await (const item of watchEvents(client, options)) {
     if (said.push(item) === count) {
       break;
     }
@@ -100,4 +106,15 @@ test("a call from which nothing comes is ended and gone on with, and a reader th
     }
   }
   assert.deepEqual(requests.map((request) => request["fromSequence"]), [undefined, "6"]);
+});
+
+test("a new log may have snapshots where the one before had none", async () => {
+  const { client, requests } = scripted(
+    () => refused("FEATURE_DISABLED"),
+    () => refused("STALE_LOG", began("5")),
+    () => broken(Code.Unavailable, began("0")),
+  );
+  await items(client, 2, { snapshot: true });
+  const { SNAPSHOT, TAIL } = WatchMode;
+  assert.deepEqual(requests.map((request) => request["mode"]), [SNAPSHOT, TAIL, SNAPSHOT]);
 });
