@@ -132,7 +132,12 @@ class PrefixIndex:
         for cache, address in found.items():
             if cache not in self._followers or self._followers[cache][1] != address:
                 await self._unfollow(cache)
-                await self._begin(cache, address)
+                try:
+                    await self._begin(cache, address)
+                except KvGrpcError as error:
+                    # An address that may not be dialled, a certificate that is being replaced: no affair of the others.
+                    text = f"following dp{cache[1]} of {cache[0]}: {error}"
+                    self._lines.warning(f"following: {error.reason.name}", text)
         for cache, (follower, address) in list(self._followers.items()):
             gone = complete and cache not in found and address not in self._named
             if gone and follower.state is FollowerState.CONNECTING:

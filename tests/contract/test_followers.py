@@ -31,7 +31,7 @@ from kvgrpc.events.following.messages import FollowerState
 from kvgrpc.hashing import block_hashes, event_seed, page_hashes, sglang_event_hash, vllm_event_hash
 from kvgrpc.rpc.interceptors import interceptors_of
 from kvgrpc.rpc.options import SERVER_OPTIONS
-from kvgrpc.rpc.security import ServerSecurity
+from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from kvgrpc.v1 import event_service_pb2 as events_pb
 from kvgrpc.v1 import index_service_pb2 as pb
 from kvgrpc.v1.index_service_pb2_grpc import add_IndexServiceServicer_to_server
@@ -244,6 +244,26 @@ async def test_a_source_that_is_named_twice_is_asked_once(recwarn: pytest.Warnin
             await index.until_current(1)
             assert [source.engine for source in index.sources()] == ["a"]
     assert not [warning for warning in recwarn if "never awaited" in str(warning.message)]
+
+
+async def test_an_engine_that_may_not_be_dialled_ends_no_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that registered an address to which a token would go in plaintext."""
+    monkeypatch.setattr(prefix_index, "FIND_SECONDS", 0.02)
+    async with Publishing("a") as engine:
+        await engine.store([1])
+
+        async def registered(_: PrefixIndex) -> dict[tuple[str, int], str]:
+            return {("far", 0): "192.0.2.1:50051", ("a", 0): engine.address}
+
+        monkeypatch.setattr(PrefixIndex, "_ask_registry", registered)
+        async with PrefixIndex(registry="there", security=ClientSecurity(token="secret")) as index:
+            await index.until_current(1)
+            assert index.healthy
+            assert [source.engine for source in index.sources()] == ["a"]
+    [told] = [message for message in caplog.messages if "following dp0 of far" in message]
+    assert "192.0.2.1" in told
 
 
 async def test_one_index_over_several_engines() -> None:
