@@ -31,7 +31,7 @@ def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
     except RuntimeError:
         port = 0
     if port == 0:
-        raise _taken(address)
+        raise _unusable(address, path) if path else _taken(address)
     if path:
         os.chmod(path, _UNIX_MODE)
     return address if is_unix(address) else joined(split(address)[0], port)
@@ -91,6 +91,22 @@ def _is_free(family: int, where: Any) -> bool:
         except OSError as error:
             return error.errno == errno.EADDRNOTAVAIL
     return True
+
+
+def _unusable(address: str, path: str) -> AddressNotAllowed:
+    """The library writes to stderr why a file cannot be a socket, and does not say it."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.bind(path)
+        except OSError as error:
+            why = os.strerror(error.errno) if error.errno else str(error)
+        else:
+            os.unlink(path)
+            why = "the library refused it"
+    return AddressNotAllowed(
+        f"cannot listen on {address}: {why}; name a file in a folder that this process may write to",
+        metadata={"address": address, "configKey": "listen"},
+    )
 
 
 def _taken(address: str) -> AddressNotAllowed:

@@ -212,6 +212,16 @@ class TestUnixSockets:
             assert await responses_of(begin(channel, f"/{SERVICE}/UnaryUnary")) == ["hello"]
         await house.listener.stop(0.0)
 
+    @pytest.mark.parametrize(
+        ("name", "why"), [("nowhere/socket", "No such file"), ("a" * 120, "too long"), ("", "in use")]
+    )
+    async def test_a_file_that_cannot_be_made_is_refused_with_the_reason(
+        self, tmp_path: Path, name: str, why: str
+    ) -> None:
+        with pytest.raises(AddressNotAllowed, match=why) as refused:
+            await House().open(f"unix:{tmp_path}/{name}")
+        assert "port 0" not in refused.value.message
+
     async def test_a_file_that_is_no_socket_is_left_alone(self, tmp_path: Path) -> None:
         (tmp_path / "precious").write_text("data")
         with pytest.raises(AddressNotAllowed):
