@@ -13,6 +13,7 @@ from kvgrpc.errors import KvGrpcError
 from kvgrpc.events.following.messages import FollowerState
 from kvgrpc.events.following.prompts import sglang_hashes, vllm_hashes
 from kvgrpc.events.following.sources import CacheScore, Source, SourceTable
+from kvgrpc.net import check_target
 from kvgrpc.observability.logging import RateLimited
 from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.security import ClientSecurity
@@ -34,7 +35,8 @@ class PrefixIndex:
 
     Follows the caches of every engine whose events the registry says are served, and those of the ranks that
     ``sources`` names by the addresses of their gRPC. An engine that the registry does not list any more is followed as
-    long as it answers: a registry's silence proves nothing. All methods belong to one event loop.
+    long as it answers: a registry's silence proves nothing. All methods belong to one event loop. Raises InvalidRequest
+    for what is no address: it would look for it for ever.
     """
 
     def __init__(
@@ -45,6 +47,10 @@ class PrefixIndex:
         live: bool = False,
         security: ClientSecurity | None = None,
     ) -> None:
+        if registry:
+            check_target(registry, "registry")
+        for index, source in enumerate(sources):
+            check_target(source, f"sources[{index}]")
         self._table = SourceTable()
         self._registry = registry
         self._named = tuple(dict.fromkeys(sources))

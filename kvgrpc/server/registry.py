@@ -84,7 +84,8 @@ class RegistryServer:
 
     async def drain(self, grace: float) -> tuple[bool, int]:
         """A registry holds nothing that a drain would have to wait for."""
-        logger.info("the registry at %s drains", self.address)
+        if self.address:
+            logger.info("the registry at %s drains", self.address)
         self._servicer.drain()
         await self._listener.drain()
         return True, 0

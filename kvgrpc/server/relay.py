@@ -53,7 +53,7 @@ class EventRelay:
                 raise InvalidRequest.of(field, where, f"an endpoint to connect to ({error})") from None
         try:
             config = EventsConfig.parse(events or {})
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequest.of("events", str(events)[:200], str(error)) from None
         self._publisher = JournalingPublisher(rank, msgspec.structs.replace(config, publisher="null"))
         self._relay = Relay(endpoint, self._publisher, replay=replay, topic=topic)

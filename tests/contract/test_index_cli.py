@@ -210,6 +210,26 @@ def test_an_index_of_nothing_is_refused(kvgrpc: Any) -> None:
         IndexServer(["127.0.0.1:0"])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        (("--registry", "nonsense"), "registry"),
+        (("--registry", "10.0.0.1:8998,10.0.0.2:8998"), "registry"),
+        (("--source", "127.0.0.1:1", "--source", "127.0.0.1"), "sources[1]"),
+    ],
+    ids=str,
+)
+def test_an_index_of_what_is_no_address_does_not_start(arguments: tuple[str, ...], field: str, kvgrpc: Any) -> None:
+    """It would serve, and look for it for ever."""
+    code, _, err = kvgrpc("serve", "index", "--listen", "127.0.0.1:0", *arguments)
+    assert code == 64 + 3 and err.startswith(f"INVALID_REQUEST: {field}: ")
+
+
+def test_events_of_a_relay_that_are_nested_without_end_are_wrong(kvgrpc: Any) -> None:
+    code, _, err = kvgrpc("serve", "relay", "tcp://127.0.0.1:1", "--engine", "e", "--events", "[" * 10_000)
+    assert code == 64 + 3 and err.startswith("INVALID_REQUEST: events: ")
+
+
 def test_serve_index_says_where_it_listens_and_ends_on_sigterm(rank: RankHost) -> None:
     command = [sys.executable, "-m", "kvgrpc", "serve", "index", "--listen", "127.0.0.1:0"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVGRPC_")}
