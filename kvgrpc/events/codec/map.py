@@ -138,7 +138,7 @@ def read_map(values: dict[Any, Any]) -> Event | None:
             del known[key]
     unknown = {key: value for key, value in values.items() if key not in names and key != "type"}
     try:
-        event: Any = msgspec.convert(known | {"type": values["type"]}, kind)
+        event: Any = msgspec.convert(known | {"type": values["type"]}, kind, builtin_types=(bytes,))
     except msgspec.ValidationError:
         return None
     event.unknown_keys = unknown or None

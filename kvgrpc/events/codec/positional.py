@@ -147,7 +147,7 @@ def read_array(values: list[Any]) -> Event | None:
     if known is _AnyStored and len(fields) >= 4:
         fields[2:4] = [fields[2] if fields[2] is not None else [], fields[3] if fields[3] is not None else 0]
     try:
-        return event_of(msgspec.convert([values[0], *fields], known))
+        return event_of(msgspec.convert([values[0], *fields], known, builtin_types=(bytes,)))
     except msgspec.ValidationError:
         return None
 
