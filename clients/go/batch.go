@@ -95,7 +95,7 @@ var (
 // DecodeBatch reads a payload in any encoding and dialect. The error is ErrNotABatch; an event that cannot be read is an
 // UnknownEvent.
 func DecodeBatch(payload []byte) (Batch, error) {
-	reader := reader{payload}
+	reader := reader{rest: payload}
 	batch, err := reader.batch()
 	if err != nil || len(reader.rest) > 0 {
 		return Batch{}, fmt.Errorf("%w: [time, [event, ...], rank] was expected", ErrNotABatch)

@@ -8,10 +8,14 @@ import (
 )
 
 const (
-	// Batches are four deep; what nests deeper is hostile.
-	deepest = 32
+	// Batches are four deep; what nests deeper is hostile. No less than publishers read.
+	deepest = 500
 	// What is allocated on the word of a header alone.
 	most = 256
+	// The extension of that number is a time, of the years 1 to 9999.
+	timestamp = 0xff
+	earliest  = -62_135_596_800
+	latest    = 253_402_300_799
 )
 
 var errMsgpack = errors.New("no msgpack")
@@ -23,11 +27,13 @@ type strange struct{}
 // map[string]any and strange. What a header promises is never allocated before its bytes are there.
 type reader struct {
 	rest []byte
+	// How many keys of maps, one within the other, this is in.
+	keys int
 }
 
 // decodeMsgpack reads exactly one value.
 func decodeMsgpack(payload []byte) (any, error) {
-	reader := reader{payload}
+	reader := reader{rest: payload}
 	value, err := reader.value(0)
 	if err == nil && len(reader.rest) > 0 {
 		err = errMsgpack
@@ -211,8 +217,34 @@ func (reader *reader) text(size uint64) (any, error) {
 }
 
 func (reader *reader) extension(size uint64) (any, error) {
-	_, err := reader.take(size + 1)
+	taken, err := reader.take(size + 1)
+	if err != nil {
+		return nil, err
+	}
+	if taken[0] == timestamp {
+		err = checkTime(taken[1:])
+	} else if reader.keys > 0 {
+		err = errMsgpack
+	}
 	return strange{}, err
+}
+
+// checkTime refuses what publishers do, whose library makes a date of it.
+func checkTime(written []byte) error {
+	nanoseconds, seconds := uint64(0), int64(0)
+	switch len(written) {
+	case 4:
+	case 8:
+		nanoseconds = bigEndian(written) >> 34
+	case 12:
+		nanoseconds, seconds = bigEndian(written[:4]), int64(bigEndian(written[4:]))
+	default:
+		return errMsgpack
+	}
+	if nanoseconds > 999_999_999 || seconds < earliest || seconds > latest {
+		return errMsgpack
+	}
+	return nil
 }
 
 func (reader *reader) list(count uint64, depth int) (any, error) {
@@ -232,12 +264,15 @@ func (reader *reader) list(count uint64, depth int) (any, error) {
 }
 
 func (reader *reader) fields(count uint64, depth int) (any, error) {
-	if count > uint64(len(reader.rest)) {
+	// A map is no key, nor in one: publishers cannot read it.
+	if count > uint64(len(reader.rest)) || reader.keys > 0 {
 		return nil, errMsgpack
 	}
 	fields, isStrange := make(map[string]any, min(count, most)), false
 	for range count {
+		reader.keys++
 		key, err := reader.value(depth + 1)
+		reader.keys--
 		if err != nil {
 			return nil, err
 		}

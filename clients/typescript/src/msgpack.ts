@@ -12,8 +12,12 @@ export class Float {
 /** A value that is passed over: an extension, or a map with keys that are no text. */
 export const STRANGE = Symbol("strange");
 
-// Batches are four deep; what nests deeper is hostile.
-const DEEPEST = 32;
+// Batches are four deep; what nests deeper is hostile. No less than publishers read.
+const DEEPEST = 500;
+/** The extension of that number is a time, of the years 1 to 9999. */
+const TIMESTAMP = 0xff;
+const EARLIEST = -62_135_596_800n;
+const LATEST = 253_402_300_799n;
 
 const utf8 = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true });
 
@@ -21,6 +25,8 @@ export class Reader {
   readonly #bytes: Uint8Array;
   readonly #view: DataView;
   #at = 0;
+  /** How many keys of maps, one within the other, this is in. */
+  #keys = 0;
 
   constructor(bytes: Uint8Array) {
     this.#bytes = bytes;
@@ -88,8 +94,12 @@ export class Reader {
       case 0xdf:
         return this.#fields(this.#size(2 << (code - 0xde)), depth);
     }
-    const { size } = this.#extent(code);
-    this.#pass(size);
+    const extension = this.#slice(this.#extent(code).size);
+    if (extension[0] === TIMESTAMP) {
+      checkTime(extension.subarray(1));
+    } else if (this.#keys > 0) {
+      throw new RangeError("an extension is no key");
+    }
     return STRANGE;
   }
 
@@ -186,10 +196,15 @@ export class Reader {
 
   #fields(count: number, depth: number): unknown {
     this.#promise(2 * count);
+    if (this.#keys > 0) {
+      throw new RangeError("a map is no key, nor in one: publishers cannot read it");
+    }
     const fields: [string, unknown][] = [];
     let strange = false;
     for (let index = 0; index < count; index += 1) {
+      this.#keys += 1;
       const key = this.value(depth + 1);
+      this.#keys -= 1;
       const value = this.value(depth + 1);
       if (typeof key === "string") {
         fields.push([key, value]);
@@ -231,5 +246,16 @@ export class Reader {
     const begin = this.#at;
     this.#at += size;
     return begin;
+  }
+}
+
+/** Refuses what publishers do, whose library makes a date of it. */
+function checkTime(written: Uint8Array): void {
+  const view = new DataView(written.buffer, written.byteOffset, written.length);
+  const { length } = written;
+  const nanoseconds = length === 4 ? 0 : length === 8 ? view.getUint32(0) >>> 2 : length === 12 ? view.getUint32(0) : NaN;
+  const seconds = length === 12 ? view.getBigInt64(4) : 0n;
+  if (!(nanoseconds <= 999_999_999) || seconds < EARLIEST || seconds > LATEST) {
+    throw new RangeError("no time");
   }
 }

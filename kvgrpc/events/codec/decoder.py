@@ -17,6 +17,8 @@ from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, Eve
 # Mooncake writes milliseconds; as seconds they would lie in the year 5138 or later.
 _LATEST_SECONDS = 1e11
 _NAME_CHARACTERS = 100
+# What msgspec raises for one value or another, where it makes dates, text and keys of it.
+_UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError, TypeError, ValueError, OverflowError)
 
 
 class _Arrays(msgspec.Struct, array_like=True, gc=False):
@@ -36,7 +38,7 @@ class _Shape(msgspec.Struct, array_like=True, gc=False):
 
     ts: float
     events: list[msgspec.Raw]
-    rank: Any = None
+    rank: msgspec.Raw = msgspec.Raw(b"\xc0")
 
 
 _arrays = msgspec.msgpack.Decoder(_Arrays)
@@ -57,7 +59,8 @@ def decode_batch(payload: bytes) -> KVEventBatch:
             return KVEventBatch(_seconds(arrays.ts), [event_of(array) for array in arrays.events], arrays.rank)
         maps = _maps.decode(payload)
         return KVEventBatch(_seconds(maps.ts), maps.events, maps.rank)
-    except (msgspec.ValidationError, RecursionError, UnicodeDecodeError):
+    except _UNREADABLE:
+        # Not only what does not fit: a map whose key is a map, a date of the year 10000, within a field of one event.
         return _decode_one_by_one(payload)
 
 
@@ -68,8 +71,9 @@ def check_batch(payload: bytes) -> None:
 
 def _decode_one_by_one(payload: bytes) -> KVEventBatch:
     shape = _shape_of(payload)
-    rank = shape.rank if isinstance(shape.rank, int) else None
-    return KVEventBatch(_seconds(shape.ts), [_event(bytes(raw)) for raw in shape.events], rank)
+    rank = _value(bytes(shape.rank))
+    events = [_event(bytes(raw)) for raw in shape.events]
+    return KVEventBatch(_seconds(shape.ts), events, rank if isinstance(rank, int) else None)
 
 
 def _shape_of(payload: bytes) -> _Shape:
@@ -79,11 +83,16 @@ def _shape_of(payload: bytes) -> _Shape:
         raise msgspec.DecodeError(str(error)) from None
 
 
-def _event(raw: bytes) -> Event:
+def _value(raw: bytes) -> Any:
+    """None for what cannot be read."""
     try:
-        values = _anything.decode(raw)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, TypeError, ValueError, OverflowError):
-        return UnknownEvent("", raw)
+        return _anything.decode(raw)
+    except _UNREADABLE:
+        return None
+
+
+def _event(raw: bytes) -> Event:
+    values = _value(raw)
     event: Event | None = None
     name: object = None
     if isinstance(values, dict):
