@@ -94,6 +94,11 @@ export async function* watchEvents(client: Client<typeof EventService>, options:
       const stream = untilSilent((ending) => client.watch({ engine, dp, mode, ...cursor }, { signal: ending }), signal);
       reading: for await (const response of stream) {
         begun = true;
+        if (next !== undefined && response.kind.case === "raw" && BigInt(response.kind.value.firstSequence) !== next) {
+          // What lies between is lost, or would count twice: only the state, or the oldest batch, is a beginning.
+          next = undefined;
+          break;
+        }
         for (const item of itemsOf(response, log, fresh)) {
           log = item.log;
           next = item.kind === "begin" && mode === WatchMode.SNAPSHOT ? undefined : after(item, next);

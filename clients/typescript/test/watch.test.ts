@@ -4,6 +4,7 @@ import { test } from "node:test";
 
 import { Code, ConnectError, type Client } from "@connectrpc/connect";
 
+import * as everything from "../src/index.js";
 import { watchEvents, type WatchItem, type WatchOptions } from "../src/index.js";
 import { ErrorInfoSchema } from "../src/gen/google/rpc/error_details_pb.js";
 import { type EventService, WatchMode } from "../src/gen/kvgrpc/v1/event_service_pb.js";
@@ -117,4 +118,23 @@ test("a new log may have snapshots where the one before had none", async () => {
   await items(client, 2, { snapshot: true });
   const { SNAPSHOT, TAIL } = WatchMode;
   assert.deepEqual(requests.map((request) => request["mode"]), [SNAPSHOT, TAIL, SNAPSHOT]);
+});
+
+test("batches that do not follow the last one are a reason to begin again", async () => {
+  for (const first of ["4", "7"]) {
+    const { client, requests } = scripted(
+      async function* () {
+        yield* [began("5"), raw("5"), raw(first)];
+      },
+      () => broken(Code.Unavailable, began("5"), raw("5")),
+    );
+    const said = await items(client, 4);
+    assert.deepEqual(said.map((item) => item.kind), ["begin", "batch", "begin", "batch"], first);
+    assert.equal(requests[1]!["fromSequence"], undefined);
+  }
+});
+
+test("the package has every service", () => {
+  const services = Object.keys(everything).filter((name) => name.endsWith("Service"));
+  assert.deepEqual(services, ["EventService", "IndexService", "PrefetchService", "RegistryService", "ServerService", "TransferService"]);
 });
