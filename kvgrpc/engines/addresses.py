@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from kvgrpc.net import joined, split
+from kvgrpc.net import check_listen, joined, split
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -33,6 +33,9 @@ def bracketed(host: str) -> str:
 
 
 def for_rank(listen: str, dp: int) -> str:
-    """Each dp rank has its own port: that of dp 0 plus dp, unless any free one is asked for."""
+    """Each dp rank has its own port: that of dp 0 plus dp, unless any free one is asked for. Raises InvalidRequest."""
+    check_listen(listen, "events_listen", unix=not dp)
     host, port = split(listen)
-    return listen if port == "0" or not dp else joined(host, int(port) + dp)
+    if port == "0" or not dp:
+        return listen
+    return check_listen(joined(host, int(port) + dp), "events_listen")

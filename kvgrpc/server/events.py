@@ -9,6 +9,7 @@ import grpc
 import kvgrpc
 from kvgrpc.events import EventPublisher
 from kvgrpc.events.servicer import MAX_WATCHES, EventServicer
+from kvgrpc.net import check_listen
 from kvgrpc.rpc.interceptors import Admission, CallLimits
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.security import ServerSecurity
@@ -38,6 +39,8 @@ class EventServer:
         max_watches: int = MAX_WATCHES,
     ) -> None:
         check_call_limits(call_limits)
+        for address in listen:
+            check_listen(address)
         self.address = ""
         self._listen = tuple(listen)
         self._security = security or ServerSecurity()

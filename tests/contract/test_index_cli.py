@@ -252,3 +252,8 @@ def test_serve_index_says_where_it_listens_and_ends_on_sigterm(rank: RankHost) -
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_relay_names_what_it_cannot_listen_on(kvgrpc: Any) -> None:
+    code, _, err = kvgrpc("serve", "relay", "tcp://127.0.0.1:1", "--engine", "e", "--listen", "nonsense")
+    assert code == 64 + 3 and err.startswith("INVALID_REQUEST: listen: ")
