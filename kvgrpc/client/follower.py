@@ -143,7 +143,7 @@ class EventFollower:
 
         Raises PeerUnreachable after ``timeout`` seconds, with what failed last.
         """
-        check_seconds("timeout", timeout)
+        check_seconds("timeout", max(timeout, 0.0))
         end = time.monotonic() + timeout
         while self.state is not FollowerState.CURRENT:
             try:

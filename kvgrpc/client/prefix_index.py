@@ -98,7 +98,7 @@ class PrefixIndex:
 
     async def until_current(self, caches: int = 1, timeout: float = 30.0) -> None:
         """Waits until so many caches are current. Raises TimeoutError after ``timeout`` seconds."""
-        check_seconds("timeout", timeout)
+        check_seconds("timeout", max(timeout, 0.0))
         end = time.monotonic() + timeout
         while sum(source.freshness.state is FollowerState.CURRENT for source in self.sources()) < caches:
             if time.monotonic() >= end:

@@ -91,8 +91,8 @@ class SyncEventFollower:
 
     def until_current(self, timeout: float = 30.0) -> None:
         """As ``EventFollower.until_current``."""
-        check_seconds("timeout", timeout)
-        self._loop.run(self._follower.until_current(timeout), timeout + _ASK_SECONDS)
+        check_seconds("timeout", max(timeout, 0.0))
+        self._loop.run(self._follower.until_current(timeout), max(timeout, 0.0) + _ASK_SECONDS)
 
 
 class SyncPrefixIndex:
@@ -134,8 +134,8 @@ class SyncPrefixIndex:
 
     def until_current(self, caches: int = 1, timeout: float = 30.0) -> None:
         """As ``PrefixIndex.until_current``."""
-        check_seconds("timeout", timeout)
-        self._loop.run(self._index.until_current(caches, timeout), timeout + _ASK_SECONDS)
+        check_seconds("timeout", max(timeout, 0.0))
+        self._loop.run(self._index.until_current(caches, timeout), max(timeout, 0.0) + _ASK_SECONDS)
 
 
 def _on(loop: LoopThread, ask: Callable[[], T]) -> T:

@@ -214,6 +214,28 @@ async def test_nobody_there_is_said_and_tried_again() -> None:
             await follower.until_current()
 
 
+@pytest.mark.parametrize("seconds", [0.0, -1.0, -60.0])
+async def test_a_wait_whose_time_is_over_looks_once(seconds: float) -> None:
+    """Who waits for several gives each what is left of one time, and that is negative where it is over."""
+    async with Publishing() as engine, EventFollower(engine.address) as follower:
+        await follower.until_current()
+        await follower.until_current(seconds)
+    with pytest.raises(PeerUnreachable, match="not current"):
+        await EventFollower("127.0.0.1:1").until_current(seconds)
+    index = PrefixIndex(sources=["127.0.0.1:1"])
+    await index.until_current(0, seconds)
+    with pytest.raises(TimeoutError, match="caches are current"):
+        await index.until_current(1, seconds)
+
+    def plain() -> None:
+        with pytest.raises(PeerUnreachable, match="not current"):
+            SyncEventFollower("127.0.0.1:1").until_current(seconds)
+        with pytest.raises(TimeoutError, match="caches are current"):
+            SyncPrefixIndex(sources=["127.0.0.1:1"]).until_current(1, seconds)
+
+    await asyncio.to_thread(plain)
+
+
 async def test_an_index_says_once_which_sources_do_not_answer(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
