@@ -133,7 +133,10 @@ export async function* watchEvents(client: Client<typeof EventService>, options:
   }
 }
 
-/** What a call says, until it ends, or is ended: by `signal`, or where nothing came for SILENCE_MS while somebody waited. */
+/**
+ * What a call says, until it ends, or is ended: by `signal`, where nothing came for SILENCE_MS while somebody waited, or where
+ * nobody reads on.
+ */
 async function* untilSilent<Message>(
   call: (ending: AbortSignal) => AsyncIterable<Message>,
   signal: AbortSignal | undefined,
@@ -151,6 +154,8 @@ async function* untilSilent<Message>(
   } finally {
     clearTimeout(timer);
     signal?.removeEventListener("abort", end);
+    // Whoever leaves the loop leaves the call: the library goes on with one that nobody reads.
+    end();
   }
 }
 

@@ -109,6 +109,17 @@ test("a call from which nothing comes is ended and gone on with, and a reader th
   assert.deepEqual(requests.map((request) => request["fromSequence"]), [undefined, "6"]);
 });
 
+test("a call that its reader leaves is ended at the publisher, too", async () => {
+  const signals: AbortSignal[] = [];
+  const { client } = scripted(async function* (signal) {
+    signals.push(signal);
+    yield began("5");
+    yield raw("5");
+  });
+  await items(client, 1);
+  assert.deepEqual(signals.map((signal) => signal.aborted), [true]);
+});
+
 test("a new log may have snapshots where the one before had none", async () => {
   const { client, requests } = scripted(
     () => refused("FEATURE_DISABLED"),
