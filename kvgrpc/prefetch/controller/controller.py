@@ -6,6 +6,7 @@ An engine with its own radix cache uses it alone, with ``CompletionQueue`` or a 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -28,6 +29,8 @@ from kvgrpc.prefetch.model import (
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.pages import Pages, as_pages
 from kvgrpc.prefetch.storage.base import StorageBackend, Unregisters
+
+_log = logging.getLogger(__name__)
 
 MAX_PAGES = 65_536
 """Pages of one operation."""
@@ -277,7 +280,10 @@ class CacheController:
             # Once: what lies there afterwards is somebody else's.
             self._registered = False
             if isinstance(self.storage, Unregisters):
-                self.storage.unregister(self.host.ranges)
+                try:
+                    self.storage.unregister(self.host.ranges)
+                except Exception as error:  # an entry point's may mean something else: what comes after closes, too
+                    _log.error("%s: unregister: %s", self.storage.name, error, exc_info=error)
         return stopped
 
     def operation(
