@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import uvicorn
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 
 options = argparse.ArgumentParser(description=__doc__)
 options.add_argument("--port", type=int, default=8000)
@@ -27,7 +27,8 @@ arguments = options.parse_args()
 
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-    async with httpx.AsyncClient(timeout=None, trust_env=False) as client:
+    # An answer may take any time, an engine that is there accepts at once.
+    async with httpx.AsyncClient(timeout=httpx.Timeout(None, connect=5.0), trust_env=False) as client:
         app.state.client = client
         app.state.prefilling = set()
         yield
@@ -59,9 +60,13 @@ async def complete(request: Request) -> Response:
     task = asyncio.ensure_future(client.post(arguments.prefill + request.url.path, json=prefill))
     app.state.prefilling.add(task)
     task.add_done_callback(app.state.prefilling.discard)
-    answer = await client.send(
-        client.build_request("POST", arguments.decode + request.url.path, json=decode), stream=True
-    )
+    question = client.build_request("POST", arguments.decode + request.url.path, json=decode)
+    try:
+        answer = await client.send(question, stream=True)
+    except httpx.HTTPError as error:
+        task.cancel()
+        text = f"decode at {arguments.decode} cannot be reached: {type(error).__name__} {error}"
+        return JSONResponse({"error": {"message": text, "type": "BadGatewayError", "code": 502}}, 502)
     if answer.is_error:
         task.cancel()  # prefill need not compute what nobody decodes
 

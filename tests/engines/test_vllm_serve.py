@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import sys
+import urllib.error
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,3 +93,13 @@ def test_the_bootstrap_port_answers_proxies_and_people(served: Served) -> None:
     with SyncClient(f"{LOCAL}:{served.bootstrap}") as client:
         (engine,) = client.list_engines()
         assert engine.name == f"{LOCAL}-{served.bootstrap}"
+
+
+def test_a_decode_that_is_gone_is_told_to_the_client_at_once(served: Served, reference: Reference) -> None:
+    """The last test here: it kills decode."""
+    _, decode, _ = served.scripts
+    decode.signal(signal.SIGKILL)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        post(served.proxy, "/v1/completions", {"model": served.model, "prompt": reference.case(20).prompt}, 20.0)
+    assert refused.value.code == 502
+    assert f"decode at http://{LOCAL}:{served.decode} cannot be reached" in refused.value.read().decode()
