@@ -59,11 +59,12 @@ def opened(store: LocalStore, **settings: object) -> StorageBackend:
 
 
 def child() -> psutil.Process:
-    """The process that talks to the Store for us."""
-    (found,) = [
-        each for each in psutil.Process().children() if "kvgrpc.prefetch.storage.mooncake.child" in each.cmdline()
-    ]
-    return found
+    """The process that talks to the Store for us: the youngest, fixtures of other modules may have theirs."""
+    children = psutil.Process().children()
+    return max(
+        (each for each in children if "kvgrpc.prefetch.storage.mooncake.child" in each.cmdline()),
+        key=psutil.Process.create_time,
+    )
 
 
 def statuses(results: list[PageResult]) -> set[PageStatus]:
