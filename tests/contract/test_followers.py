@@ -280,7 +280,7 @@ async def test_an_engine_that_may_not_be_dialled_ends_no_other(
             return {("far", 0): "192.0.2.1:50051", ("a", 0): engine.address}
 
         monkeypatch.setattr(PrefixIndex, "_ask_registry", registered)
-        async with PrefixIndex(registry="there", security=ClientSecurity(token="secret")) as index:
+        async with PrefixIndex(registry="127.0.0.1:1", security=ClientSecurity(token="secret")) as index:
             await index.until_current(1)
             assert index.healthy
             assert [source.engine for source in index.sources()] == ["a"]
