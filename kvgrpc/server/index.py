@@ -10,23 +10,19 @@ import kvgrpc
 from kvgrpc.client.prefix_index import PrefixIndex
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.events.following.index_servicer import MAX_BLOCKS, MAX_TOKENS, IndexServicer
-from kvgrpc.net import check_listen
-from kvgrpc.observability.http import StatusServer
 from kvgrpc.rpc.interceptors import Admission, CallLimits
-from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
-from kvgrpc.server.check import check_call_limits
 from kvgrpc.server.listener import Listener
 from kvgrpc.server.servicer import ServerInfo, ServerServicer, limits_to_pb
+from kvgrpc.server.serving import ServerAlone
 from kvgrpc.v1.index_service_pb2_grpc import add_IndexServiceServicer_to_server
 from kvgrpc.v1.server_service_pb2 import IndexLimits, ServerLimits
 from kvgrpc.v1.server_service_pb2_grpc import add_ServerServiceServicer_to_server
 
 _SERVICES = ("kvgrpc.v1.IndexService", "kvgrpc.v1.ServerService")
-_START_SECONDS = 10.0
 
 
-class IndexServer:
+class IndexServer(ServerAlone):
     """An index on a port of its own. ``open`` and ``close`` block; ``address`` and ``metrics_address`` are as bound.
 
     It follows the caches of the engines at ``registry``, and of the ranks whose gRPC addresses ``sources`` names, with
@@ -48,39 +44,10 @@ class IndexServer:
     ) -> None:
         if not registry and not sources:
             raise InvalidRequest.of("registry", registry, "the address of a registry, or sources must name ranks")
-        for address in listen:
-            check_listen(address)
-        check_call_limits(call_limits)
-        self.address = ""
-        self.metrics_address = ""
-        self._metrics_listen = metrics_listen
-        self._status: StatusServer | None = None
-        self._closing = False
+        super().__init__(listen, security, metrics_listen, call_limits)
         self.index = PrefixIndex(registry=registry, sources=sources, live=live, security=client_security)
-        self._listen = tuple(listen)
-        self._security = security or ServerSecurity()
         self._servicer = IndexServicer(self.index)
-        self._call_limits = call_limits or CallLimits()
         self._listener = Listener({_SERVICES[0]: lambda: self.index.healthy}, Admission(self._call_limits))
-        self._loop = LoopThread.shared()
-
-    def open(self) -> IndexServer:
-        """A start that fails leaves nothing open."""
-        try:
-            self._loop.run(self._open(), _START_SECONDS)
-            if self._metrics_listen:
-                self._status = StatusServer(self._metrics_listen, self._live, self._ready)
-                self.metrics_address = self._status.address
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def close(self) -> None:
-        self._closing = True
-        self._loop.run(self._close(), _START_SECONDS)
-        if self._status is not None:
-            self._status.close()
 
     async def drain(self, grace: float) -> tuple[bool, int]:
         """An index holds nothing that a drain would have to wait for."""
@@ -90,9 +57,6 @@ class IndexServer:
 
     def _live(self) -> dict[str, bool]:
         return {"loop": self._loop.healthy, "index": self._closing or self.index.healthy}
-
-    def _ready(self) -> dict[str, bool]:
-        return {"loop": self._loop.healthy, **self._listener.serving()}
 
     async def _open(self) -> None:
         await self.index.start()

@@ -9,27 +9,25 @@ import grpc
 
 import kvgrpc
 from kvgrpc.errors import InvalidRequest
-from kvgrpc.net import check_advertised, check_listen
-from kvgrpc.observability.http import StatusServer
+from kvgrpc.net import check_advertised
 from kvgrpc.registry.servicer import RegistryServicer, add_registry_to_server
 from kvgrpc.registry.store.base import Store
 from kvgrpc.registry.store.memory import MemoryStore
 from kvgrpc.rpc.interceptors import Admission, CallLimits
-from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
-from kvgrpc.server.check import check_call_limits, check_lease_ttl
+from kvgrpc.server.check import check_lease_ttl
 from kvgrpc.server.listener import Listener
 from kvgrpc.server.servicer import ServerInfo, ServerServicer, limits_to_pb
+from kvgrpc.server.serving import ServerAlone
 from kvgrpc.v1.server_service_pb2 import ServerLimits
 from kvgrpc.v1.server_service_pb2_grpc import add_ServerServiceServicer_to_server
 
 logger = logging.getLogger(__name__)
 
 _SERVICES = ("kvgrpc.v1.RegistryService", "kvgrpc.v1.ServerService")
-_START_SECONDS = 10.0
 
 
-class RegistryServer:
+class RegistryServer(ServerAlone):
     """A registry on a port of its own. ``open`` and ``close`` block; ``address`` and ``metrics_address`` are as bound.
 
     ``metrics_listen``: "host:port" of ``/metrics``, ``/livez`` and ``/readyz``; empty: none. ``store``: where the rows
@@ -48,39 +46,10 @@ class RegistryServer:
         call_limits: CallLimits | None = None,
     ) -> None:
         check_lease_ttl(lease_ttl)
-        check_call_limits(call_limits)
-        for address in listen:
-            check_listen(address)
-        self.address = ""
-        self.metrics_address = ""
-        self._metrics_listen = metrics_listen
-        self._status: StatusServer | None = None
-        self._closing = False
-        self._listen = tuple(listen)
-        self._security = security or ServerSecurity()
+        super().__init__(listen, security, metrics_listen, call_limits)
         self._servicer = RegistryServicer(store or MemoryStore(ttl=lease_ttl))
         checks = {_SERVICES[0]: lambda: self._servicer.healthy}
-        self._call_limits = call_limits or CallLimits()
         self._listener = Listener(checks, Admission(self._call_limits))
-        self._loop = LoopThread.shared()
-
-    def open(self) -> RegistryServer:
-        """A start that fails leaves nothing open."""
-        try:
-            self._loop.run(self._open(), _START_SECONDS)
-            if self._metrics_listen:
-                self._status = StatusServer(self._metrics_listen, self._live, self._ready)
-                self.metrics_address = self._status.address
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def close(self) -> None:
-        self._closing = True
-        self._loop.run(self._close(), _START_SECONDS)
-        if self._status is not None:
-            self._status.close()
 
     async def drain(self, grace: float) -> tuple[bool, int]:
         """A registry holds nothing that a drain would have to wait for."""
@@ -92,9 +61,6 @@ class RegistryServer:
 
     def _live(self) -> dict[str, bool]:
         return {"loop": self._loop.healthy, "registry": self._closing or self._servicer.healthy}
-
-    def _ready(self) -> dict[str, bool]:
-        return {"loop": self._loop.healthy, **self._listener.serving()}
 
     async def _open(self) -> None:
         await self._servicer.start()

@@ -5,8 +5,19 @@ from __future__ import annotations
 import gc
 import signal
 import threading
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
+
+from kvgrpc.net import check_listen
+from kvgrpc.observability.http import StatusServer
+from kvgrpc.rpc.interceptors import CallLimits
+from kvgrpc.rpc.loop import LoopThread
+from kvgrpc.rpc.security import ServerSecurity
+from kvgrpc.server.check import check_call_limits
+from kvgrpc.server.listener import Listener
+
+_START_SECONDS = 10.0
 
 
 class OpenClose(Protocol):
@@ -18,6 +29,63 @@ class OpenClose(Protocol):
 
 
 Served = TypeVar("Served", bound=OpenClose)
+Alone = TypeVar("Alone", bound="ServerAlone")
+
+
+class ServerAlone(ABC):
+    """A service on a port of its own, and a status port beside it. ``open`` and ``close`` block."""
+
+    _listener: Listener
+
+    def __init__(
+        self,
+        listen: Sequence[str],
+        security: ServerSecurity | None,
+        metrics_listen: str,
+        call_limits: CallLimits | None,
+    ) -> None:
+        check_call_limits(call_limits)
+        for address in listen:
+            check_listen(address)
+        self.address = ""
+        self.metrics_address = ""
+        self._listen = tuple(listen)
+        self._security = security or ServerSecurity()
+        self._call_limits = call_limits or CallLimits()
+        self._metrics_listen = metrics_listen
+        self._status: StatusServer | None = None
+        self._closing = False
+        self._loop = LoopThread.shared()
+
+    def open(self: Alone) -> Alone:
+        """A start that fails leaves nothing open."""
+        try:
+            self._loop.run(self._open(), _START_SECONDS)
+            if self._metrics_listen:
+                self._status = StatusServer(self._metrics_listen, self._live, self._ready)
+                self.metrics_address = self._status.address
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def close(self) -> None:
+        self._closing = True
+        self._loop.run(self._close(), _START_SECONDS)
+        if self._status is not None:
+            self._status.close()
+
+    @abstractmethod
+    async def _open(self) -> None: ...
+
+    @abstractmethod
+    async def _close(self) -> None: ...
+
+    @abstractmethod
+    def _live(self) -> Mapping[str, bool]: ...
+
+    def _ready(self) -> dict[str, bool]:
+        return {"loop": self._loop.healthy, **self._listener.serving()}
 
 
 def serve(server: Served, on_ready: Callable[[Served], object] = lambda server: None) -> None:

@@ -9,7 +9,8 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -101,10 +102,9 @@ def test_a_slot_that_is_read_is_nobody_elses(tmp_path: Path, monkeypatch: pytest
     assert backend.close(SECONDS)
 
 
-def test_a_page_that_is_being_written_counts_once_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, memory = opened(tmp_path), arena()
-    memory.fill_all()
-    assert backend.write(keys(0), memory.pages(0), SECONDS) == [OK]
+@contextmanager
+def held_writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Writes wait for the second event; the first says that one has begun."""
     begun, gate, write = threading.Event(), threading.Event(), LocalClient.write
 
     def held(client: LocalClient, offset: int, pieces: Sequence[memoryview]) -> None:
@@ -114,6 +114,14 @@ def test_a_page_that_is_being_written_counts_once_it_is_whole(tmp_path: Path, mo
 
     with monkeypatch.context() as patched:
         patched.setattr(LocalClient, "write", held)
+        yield begun, gate
+
+
+def test_a_page_that_is_being_written_counts_once_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, memory = opened(tmp_path), arena()
+    memory.fill_all()
+    assert backend.write(keys(0), memory.pages(0), SECONDS) == [OK]
+    with held_writes(monkeypatch) as (begun, gate):
         results: list[Any] = []
         writing = threading.Thread(target=lambda: results.extend(backend.write(keys(1), memory.pages(1), SECONDS)))
         writing.start()
@@ -215,15 +223,7 @@ def test_what_a_clear_drops_is_told_once_also_when_its_time_is_over(
     assert backend.write(names, memory.pages(*range(8)), SECONDS) == [OK] * 8
     told: list[str] = []
     backend.on_removed(told.extend)
-    begun, gate, write = threading.Event(), threading.Event(), LocalClient.write
-
-    def held(client: LocalClient, offset: int, pieces: Sequence[memoryview]) -> None:
-        begun.set()
-        assert gate.wait(SECONDS)
-        write(client, offset, pieces)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(LocalClient, "write", held)
+    with held_writes(monkeypatch) as (begun, gate):
         while not begun.is_set():
             with pytest.raises(StorageDown):
                 backend.clear(timeout=0.2)
@@ -278,15 +278,7 @@ def test_nobody_waits_for_a_write_of_the_same_page_longer_than_its_caller(
     """That write may hang for good; the threads are needed for other pages."""
     backend, memory = opened(tmp_path, threads=2), arena()
     noise = memory.fill_all()
-    begun, gate, write = threading.Event(), threading.Event(), LocalClient.write
-
-    def hangs(client: LocalClient, offset: int, pieces: Sequence[memoryview]) -> None:
-        begun.set()
-        assert gate.wait(SECONDS)
-        write(client, offset, pieces)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(LocalClient, "write", hangs)
+    with held_writes(monkeypatch) as (begun, gate):
         first: list[Any] = []
         writing = threading.Thread(target=lambda: first.extend(backend.write(keys(0), memory.pages(0), SECONDS)))
         writing.start()
