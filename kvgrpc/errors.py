@@ -229,6 +229,13 @@ class InvalidRequest(KvGrpcError):
             violations=[Violation(field, rule)],
         )
 
+    def inside(self, where: str) -> InvalidRequest:
+        """The same of a field of ``where``, as ``of`` makes it; of ``where`` itself, where no field was named."""
+        old, rule = self.metadata["field"], self.metadata["rule"]
+        field = f"{where}.{old}" if old else where
+        metadata = {**self.metadata, "field": field}
+        return InvalidRequest(field + self.message[len(old) :], metadata=metadata, violations=[Violation(field, rule)])
+
     reason, code = Reason.INVALID_REQUEST, "INVALID_ARGUMENT"
 
 

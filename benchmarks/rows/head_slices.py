@@ -290,7 +290,7 @@ def _aim_raw(desk: Desk, targets: list[tuple[str, int, Shape]]) -> None:
     desk.items["aims"] = aims = []
     for session, address, target in targets:
         shapes = geometry([shape.pool(desk.items["address"])], [target.pool(address)])
-        columns = [column.tolist() for column in shapes.plan(shape.scattered(1), shape.scattered(2))]
+        columns = [column.tolist() for column in shapes.plan(shape.scattered(1), shape.scattered(2)).columns]
         aims.append((session, tuple(columns)))
         desk.items["engine"].write(session, tuple(column[:CALIBRATION] for column in columns))
 
@@ -316,7 +316,8 @@ def _aim_plane(desk: Desk, peer: bytes, target: Shape, address: int) -> None:
 def _write_planned(desk: Desk) -> float:
     plane, shape = desk.items["plane"], desk.items["shape"]
     begin = time.perf_counter()
-    transfer = plane.submit(desk.items["peer"], *desk.items["geometry"].plan(shape.scattered(1), shape.scattered(2)))
+    plan = desk.items["geometry"].plan(shape.scattered(1), shape.scattered(2))
+    transfer = plane.submit(desk.items["peer"], *plan.columns)
     while (result := transfer.poll()) is None:
         time.sleep(plane.poll_interval)
     assert result.outcome is Outcome.DONE, result

@@ -1,15 +1,18 @@
 """How hand-offs ended: what is counted of them, and the one line that a failed one writes.
 
-Counted in plain integers by the loop thread, read when somebody scrapes: a hot path pays for no lock.
+Counted in plain integers by the loop thread; durations wait for the next tick, or for somebody who scrapes, to find
+their buckets: a hot path pays for neither a lock nor a search.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -33,7 +36,7 @@ class HandOffs:
         self._sums = _SUMS[role]
         self._lines = RateLimited(logger)
 
-    def succeeded(self, seconds: float | None, nbytes: int, stages: Sequence[float] | None = None) -> None:
+    def succeeded(self, seconds: float | None, nbytes: int, stages: Sequence[float] = ()) -> None:
         """``seconds`` since the engine made its handle (None: it made none); ``nbytes``: of the room's pages;
         ``stages``: seconds of each of STAGES, but for the last.
         """
@@ -41,17 +44,13 @@ class HandOffs:
         sums.succeeded += 1
         sums.nbytes += nbytes
         if seconds is not None:
-            sums.seconds += seconds
-            sums.buckets[bisect_left(SECONDS, seconds)] += 1
-        for number, taken in enumerate(stages or ()):
-            sums.stage_seconds[number] += taken
-            sums.stage_buckets[number][bisect_left(SECONDS, taken)] += 1
+            sums.seconds.new.append(seconds)
+        for histogram, taken in zip(sums.stages, stages, strict=False):
+            histogram.new.append(taken)
 
     def notified(self, seconds: float, rooms: int) -> None:
         """News of so many rooms were handed to their stream, ``seconds`` after the first of them was there."""
-        sums = self._sums
-        sums.stage_seconds[_NOTIFY] += seconds * rooms
-        sums.stage_buckets[_NOTIFY][bisect_left(SECONDS, seconds)] += rooms
+        self._sums.stages[_NOTIFY].add(seconds, rooms)
 
     def failed(self, room: int, attempt: int, failure: Failure, seconds: float | None) -> None:
         reason = failure.reason.name if isinstance(failure.reason, Reason) else Reason.UNSPECIFIED.name
@@ -79,8 +78,10 @@ class HandOffs:
         self._lines.say(logging.INFO if leaves else logging.WARNING, f"refused sessions, {reason}", text)
 
     def flush(self) -> None:
-        """Says what was left out, once its time is over; to be called now and then."""
+        """Says what was left out, once its time is over, and sorts durations into their buckets: once a tick."""
         self._lines.flush()
+        for histogram in (self._sums.seconds, *self._sums.stages):
+            histogram.sort_in()
 
 
 class _Sums:
@@ -90,10 +91,37 @@ class _Sums:
         self.succeeded = 0
         self.failed: Counter[str] = Counter()
         self.nbytes = 0
-        self.seconds = 0.0
-        self.buckets = [0] * (len(SECONDS) + 1)
-        self.stage_seconds = [0.0] * len(STAGES)
-        self.stage_buckets = [[0] * (len(SECONDS) + 1) for _ in STAGES]
+        self.seconds = _Histogram()
+        self.stages = [_Histogram() for _ in STAGES]
+
+
+class _Histogram:
+    """Durations in SECONDS' buckets. ``new``: those that are in none yet; whoever appends there needs no lock."""
+
+    def __init__(self) -> None:
+        self.new: deque[float] = deque()
+        self._counts = np.zeros(len(SECONDS) + 1, np.int64)
+        self._sum = 0.0
+        self._lock = threading.Lock()
+
+    def add(self, seconds: float, times: int) -> None:
+        with self._lock:
+            self._counts[bisect_left(SECONDS, seconds)] += times
+            self._sum += seconds * times
+
+    def sort_in(self) -> None:
+        if self.new:
+            with self._lock:
+                found = [self.new.popleft() for _ in range(len(self.new))]
+                self._counts += np.bincount(np.searchsorted(SECONDS, found), minlength=len(self._counts))
+                self._sum += sum(found)
+
+    def cumulated(self) -> tuple[list[tuple[str, float]], float]:
+        """The buckets as prometheus_client takes them, and the sum."""
+        self.sort_in()
+        with self._lock:
+            counts, total = np.cumsum(self._counts).tolist(), self._sum
+        return [(bound, float(count)) for bound, count in zip((*map(str, SECONDS), "+Inf"), counts, strict=True)], total
 
 
 class _Collected(Collector):
@@ -112,22 +140,14 @@ class _Collected(Collector):
             labels=("role", "stage"),
         )
         for role, sums in _SUMS.items():
-            for name, buckets, seconds in zip(STAGES, sums.stage_buckets, sums.stage_seconds, strict=True):
-                stage.add_metric((role, name), _cumulated(list(buckets)), seconds)
+            for name, histogram in zip(STAGES, sums.stages, strict=True):
+                stage.add_metric((role, name), *histogram.cumulated())
             ended.add_metric((role, "success", ""), sums.succeeded)
             for reason, count in list(sums.failed.items()):
                 ended.add_metric((role, "failed", reason), count)
             nbytes.add_metric((role,), sums.nbytes)
-            took.add_metric((role,), _cumulated(list(sums.buckets)), sums.seconds)
+            took.add_metric((role,), *sums.seconds.cumulated())
         yield from (ended, nbytes, took, stage)
-
-
-def _cumulated(buckets: list[int]) -> list[tuple[str, float]]:
-    total, cumulated = 0, []
-    for bound, count in zip((*map(str, SECONDS), "+Inf"), buckets, strict=True):
-        total += count
-        cumulated.append((bound, float(total)))
-    return cumulated
 
 
 _SUMS = {role: _Sums() for role in ROLES}

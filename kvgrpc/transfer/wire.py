@@ -13,8 +13,7 @@ import numpy as np
 from kvgrpc.errors import FrameTooLarge, InvalidRequest, KvGrpcError
 from kvgrpc.model import RankId
 from kvgrpc.transfer.layout.engines import Engine, Owed
-from kvgrpc.transfer.layout.plan import check_destination
-from kvgrpc.transfer.layout.pools import check_distinct
+from kvgrpc.transfer.layout.plan import check_destination, check_inside
 from kvgrpc.transfer.layout.topology import Part
 from kvgrpc.transfer.protocol.types import (
     LONGEST_TRACEPARENT,
@@ -154,17 +153,16 @@ def parse_request(
     for index, message in enumerate(frame.rooms):
         key = _key(message.room, message.attempt, index)
         want = _WANTS.get(message.want)
-        if want is WANT_WRITE:
+        if want is WANT_WRITE or want is WANT_ANNOUNCE:
+            destination, traceparent, error = None, message.traceparent, None
             try:
-                destination, error = _destination(message, pool_pages, most_pages, index), None
+                if len(traceparent) > LONGEST_TRACEPARENT:
+                    raise _too_long(traceparent, index)
+                if want is WANT_WRITE:
+                    destination = _destination(message, pool_pages, most_pages, index)
             except KvGrpcError as found:
-                destination, error = None, found
-            traceparent = "" if error else message.traceparent
+                traceparent, error = "", found
             yield DecodeEntry(key, want, destination, message.time_left_ms, None, traceparent, error)
-        elif want is WANT_ANNOUNCE:
-            error = _trace_error(message, index)
-            traceparent = "" if error else message.traceparent
-            yield DecodeEntry(key, want, None, message.time_left_ms, None, traceparent, error)
         elif want is None:
             rule = "WANT_ANNOUNCE, WANT_WRITE, WANT_STOP or WANT_FORGET"
             raise _invalid(f"rooms[{index}].want", message.want, rule)
@@ -192,8 +190,8 @@ def encode_responses(entries: Iterable[PrefillEntry], limit: int) -> Iterator[pb
         message = add(
             room=key.room,
             attempt=key.attempt,
-            state=int(entry.state),
-            writes=int(entry.writes),
+            state=entry.state,
+            writes=entry.writes,
             pages_done=entry.pages_done,
             aux=aux,
         )
@@ -259,27 +257,27 @@ def too_large(destination: Destination, limit: int) -> FrameTooLarge:
     )
 
 
-def destination_of(message: PageSet, where: str, most: int = MAX_PAGES, first_page: int = 0) -> Destination:
+def destination_of(message: PageSet, most: int = MAX_PAGES, first_page: int = 0) -> Destination:
     """The pages of a PageSet; runs are not expanded. Raises InvalidRequest, also for more than ``most`` pages."""
     most = most if most < MAX_PAGES else MAX_PAGES
     raw = message.pages_u32_le
     if raw:
         if message.run_starts or message.run_lengths:
-            raise _invalid(f"{where}.run_starts", len(message.run_starts), "empty when pages_u32_le is given")
+            raise _invalid("run_starts", len(message.run_starts), "empty when pages_u32_le is given")
         if len(raw) % 4:
-            raise _invalid(f"{where}.pages_u32_le", len(raw), "a multiple of 4 bytes")
+            raise _invalid("pages_u32_le", len(raw), "a multiple of 4 bytes")
         if len(raw) > most * 4:
-            raise _invalid(f"{where}.pages_u32_le", len(raw), f"at most {most} pages")
-        return Destination(np.frombuffer(raw, dtype=_U32), first_page)
+            raise _invalid("pages_u32_le", len(raw), f"at most {most} pages")
+        return Destination(np.frombuffer(raw, _U32), first_page)
     if not message.run_starts and not message.run_lengths:
         return Destination(_NO_PAGES, first_page)
     starts = np.array(message.run_starts, dtype=np.uint64)
     lengths = np.array(message.run_lengths, dtype=np.uint64)
     if len(starts) != len(lengths):
-        raise _invalid(f"{where}.run_lengths", len(lengths), f"as many as run_starts ({len(starts)})")
+        raise _invalid("run_lengths", len(lengths), f"as many as run_starts ({len(starts)})")
     total = int(lengths.sum())
     if total > most or int((starts + lengths).max(initial=0)) > 2**32:
-        raise _invalid(f"{where}.run_lengths", total, f"at most {most} pages, each below 2^32")
+        raise _invalid("run_lengths", total, f"at most {most} pages, each below 2^32")
     return Destination.of_runs(starts, lengths, first_page)
 
 
@@ -307,19 +305,16 @@ def _destination(
     message: pb.DecodeRoom, pool_pages: Sequence[tuple[str, int]], most_pages: Sequence[int], index: int
 ) -> Destination:
     """One set addresses every pool with the same numbers; else there is one for each."""
-    error = _trace_error(message, index)
-    if error is not None:
-        raise error
     sets = message.pages
-    if len(sets) not in (1, len(pool_pages)):
-        rule = f"one set for all, or one for each of the {len(pool_pages)} pools"
-        raise _invalid(f"rooms[{index}].pages", len(sets), rule)
     if len(sets) == 1:
         most = most_pages[0] if len(most_pages) == 1 else min(most_pages, default=MAX_PAGES)
         destination = _pages_of(sets[0], pool_pages[0], most, index, 0, message.first_page)
         for name, count in pool_pages[1:]:
-            check_destination(destination, count, name)
+            check_inside(destination, count, name)
         return destination
+    if len(sets) != len(pool_pages):
+        rule = f"one set for all, or one for each of the {len(pool_pages)} pools"
+        raise _invalid(f"rooms[{index}].pages", len(sets), rule)
     first, *others = [
         _pages_of(page_set, pool, most_pages[number] if most_pages else MAX_PAGES, index, number, message.first_page)
         for number, (page_set, pool) in enumerate(zip(sets, pool_pages, strict=True))
@@ -331,20 +326,20 @@ def _destination(
 def _pages_of(
     page_set: PageSet, pool: tuple[str, int], most: int, index: int, number: int, first_page: int
 ) -> Destination:
-    where, (name, count) = f"rooms[{index}].pages[{number}]", pool
-    if page_set.pool != number:
-        raise _invalid(f"{where}.pool", page_set.pool, f"{number}, in the order of the Hello")
-    found = destination_of(page_set, where, count if count < most else most, 0 if number else first_page)
-    check_destination(found, count, name)
-    check_distinct(found, where)
+    name, count = pool
+    try:
+        if page_set.pool != number:
+            raise _invalid("pool", page_set.pool, f"{number}, in the order of the Hello")
+        found = destination_of(page_set, count if count < most else most, 0 if number else first_page)
+        check_destination(found, count, name, "")
+    except InvalidRequest as error:
+        raise error.inside(f"rooms[{index}].pages[{number}]") from None
     return found
 
 
-def _trace_error(message: pb.DecodeRoom, index: int) -> InvalidRequest | None:
-    if len(message.traceparent) <= LONGEST_TRACEPARENT:
-        return None
+def _too_long(traceparent: str, index: int) -> InvalidRequest:
     rule = f"at most {LONGEST_TRACEPARENT} characters"
-    return _invalid(f"rooms[{index}].traceparent", f"{len(message.traceparent)} characters", rule)
+    return _invalid(f"rooms[{index}].traceparent", f"{len(traceparent)} characters", rule)
 
 
 def _key(room: int, attempt: int, index: int) -> RoomKey:

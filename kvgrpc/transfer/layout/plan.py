@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from kvgrpc.errors import InvalidRequest, KvIndexOutOfRange
 from kvgrpc.model import Pool, Region
@@ -20,14 +21,20 @@ from kvgrpc.transfer.protocol.destination import Destination, largest_of
 
 U32Array = npt.NDArray[np.uint32]
 U64Array = npt.NDArray[np.uint64]
+Number = TypeVar("Number", np.uint32, np.uint64)
 
 
-class Plan(NamedTuple):
-    """Descriptors of one chunk, uint64[n] each: own addresses, the peer's addresses, bytes."""
+class Plan(Struct, eq=False):
+    """Descriptors of one chunk, uint64[n] each: own addresses, the peer's addresses, bytes. All regions of a run of
+    pages, then those of the next run."""
 
     source: U64Array
     destination: U64Array
     nbytes: U64Array
+
+    @property
+    def columns(self) -> tuple[U64Array, U64Array, U64Array]:
+        return self.source, self.destination, self.nbytes
 
 
 class Side(NamedTuple):
@@ -54,22 +61,22 @@ class Geometry:
 
     def __init__(self, source: Sequence[Region], destination: Sequence[Region]) -> None:
         """Regions match by position (topology.py has compared them)."""
-        self._source = _column([region.address for region in source])
-        self._destination = _column([region.address for region in destination])
-        self._source_stride = _column([region.page_stride_bytes for region in source])
-        self._destination_stride = _column([region.page_stride_bytes for region in destination])
-        self._page_bytes = _column([region.page_bytes for region in source])
+        self._source = _array([region.address for region in source])
+        self._destination = _array([region.address for region in destination])
+        self._source_stride = _array([region.page_stride_bytes for region in source])
+        self._destination_stride = _array([region.page_stride_bytes for region in destination])
+        self._page_bytes = _array([region.page_bytes for region in source])
         gapless = (self._source_stride == self._page_bytes) & (self._destination_stride == self._page_bytes)
         self._dense = bool(gapless.all())
         self.bytes_of_a_page = sum(region.page_bytes for region in source)
 
     @property
     def source(self) -> Side:
-        return Side(self._source, self._source_stride, self._page_bytes)
+        return Side(_column(self._source), _column(self._source_stride), _column(self._page_bytes))
 
     @property
     def destination(self) -> Side:
-        return Side(self._destination, self._destination_stride, self._page_bytes)
+        return Side(_column(self._destination), _column(self._destination_stride), _column(self._page_bytes))
 
     def plan(self, source: U32Array, destination: U32Array) -> Plan:
         """Descriptors that write page ``source[i]`` (uint32[n]) to page ``destination[i]`` in every region.
@@ -91,21 +98,22 @@ class Geometry:
             first, lengths = np.arange(len(source)), np.ones(len(source), np.uint64)
         else:
             first, lengths = page_runs(source, destination, np.array(ends[:-1], np.intp))
-        sources = self._source + source[first].astype(np.uint64) * self._source_stride
-        destinations = self._destination + destination[first].astype(np.uint64) * self._destination_stride
-        nbytes = self._page_bytes * lengths
-        cuts = [0, *np.searchsorted(first, ends).tolist()]
-        return [
-            Plan(sources[:, cut:end].ravel(), destinations[:, cut:end].ravel(), nbytes[:, cut:end].ravel())
-            for cut, end in itertools.pairwise(cuts)
-        ]
+        sources = (self._source + _column(source[first]).astype(np.uint64) * self._source_stride).ravel()
+        destinations = (
+            self._destination + _column(destination[first]).astype(np.uint64) * self._destination_stride
+        ).ravel()
+        nbytes = (self._page_bytes * _column(lengths)).ravel()
+        if len(chunks) == 1:
+            return [Plan(sources, destinations, nbytes)]
+        cuts = [0, *(np.searchsorted(first, ends) * len(self._source)).tolist()]
+        return [Plan(sources[cut:end], destinations[cut:end], nbytes[cut:end]) for cut, end in itertools.pairwise(cuts)]
 
     def _plan_of_page(self, source: int, destination: int) -> Plan:
         """Little code, because what a CPU has not run lately costs tens of us: rooms of a page come alone."""
         return Plan(
-            (self._source + self._source_stride * np.uint64(source)).ravel(),
-            (self._destination + self._destination_stride * np.uint64(destination)).ravel(),
-            self._page_bytes.ravel(),
+            self._source + self._source_stride * np.uint64(source),
+            self._destination + self._destination_stride * np.uint64(destination),
+            self._page_bytes,
         )
 
 
@@ -135,13 +143,13 @@ def joined(plans: Sequence[Plan]) -> Plan:
     if not plans:
         nothing = np.empty(0, np.uint64)
         return Plan(nothing, nothing, nothing)
-    return Plan(*map(np.concatenate, zip(*plans, strict=True)))
+    return Plan(*map(np.concatenate, zip(*(plan.columns for plan in plans), strict=True)))
 
 
 def check_pages(pages: U32Array, pool_pages: int, pool: str) -> None:
     """Raises KvIndexOutOfRange naming the first page that is not in the pool."""
     if len(pages) and largest_of(pages) >= pool_pages:
-        check_destination(Destination(pages), pool_pages, pool)
+        check_inside(Destination(pages), pool_pages, pool)
 
 
 def check_pages_of(
@@ -156,7 +164,27 @@ def check_pages_of(
         check_pages(each, count, pool)
 
 
-def check_destination(destination: Destination, pool_pages: int, pool: str) -> None:
+def check_destinations(destination: Destination, pool_pages: Sequence[int], pools: Sequence[str]) -> None:
+    """As ``check_destination``, for the pages of every pool."""
+    if destination.others is None:
+        check_destination(destination, pool_pages[0] if len(pool_pages) == 1 else min(pool_pages), pools[0])
+        return
+    for each, count, pool in zip((destination, *destination.others), pool_pages, pools, strict=True):
+        check_destination(each, count, pool)
+
+
+def check_destination(destination: Destination, pool_pages: int, pool: str, field: str = "pages") -> None:
+    """As ``check_pages``, and raises InvalidRequest for a page that occurs twice: the second page of the prompt would
+    overwrite the first."""
+    if destination.fits(pool_pages):
+        return
+    check_inside(destination, pool_pages, pool)
+    twice = destination.twice()
+    if twice is not None:
+        raise InvalidRequest.of(field, twice, "page numbers that are there once")
+
+
+def check_inside(destination: Destination, pool_pages: int, pool: str) -> None:
     """As ``check_pages``; runs are looked at as runs."""
     outside = destination.outside(pool_pages)
     if outside is not None:
@@ -174,5 +202,9 @@ def check_first_page(first_page: int) -> None:
         raise InvalidRequest.of("first_page", first_page, "0 to 2^32-1")
 
 
-def _column(values: Sequence[int]) -> U64Array:
-    return np.array(values, dtype=np.uint64).reshape(-1, 1)
+def _array(values: Sequence[int]) -> U64Array:
+    return np.array(values, dtype=np.uint64)
+
+
+def _column(values: npt.NDArray[Number]) -> npt.NDArray[Number]:
+    return values.reshape(-1, 1)

@@ -42,17 +42,13 @@ def count_of(copied: CopiedPages) -> int:
 def pages_of_pools(copied: CopiedPages) -> tuple[U32Array, tuple[U32Array, ...] | None]:
     """Of the first pool, and of the others; None: all have the same. A negative page is above every pool here, and
     whoever compares it with the pool's pages names it."""
-    first, *others = [np.frombuffer(each, np.uint32) if isinstance(each, bytes) else each for each in copied]
-    return first, tuple(others) if others else None
+    return _numbers(copied[0]), tuple(map(_numbers, copied[1:])) if len(copied) > 1 else None
 
 
 def destination_of(copied: CopiedPages, first_page: int) -> Destination:
-    """Raises InvalidRequest for a page that occurs twice."""
+    """As ``pages_of_pools``, where decode wants them."""
     first, others = pages_of_pools(copied)
-    destination = Destination(first, first_page, None if others is None else tuple(map(Destination, others)))
-    for each in (destination, *(destination.others or ())):
-        check_distinct(each)
-    return destination
+    return Destination(first, first_page, None if others is None else tuple(map(Destination, others)))
 
 
 def as_pages(pages: npt.ArrayLike) -> U32Array:
@@ -74,19 +70,17 @@ def as_pages(pages: npt.ArrayLike) -> U32Array:
         raise _not_pages(f"{type(error).__name__}: {error}") from error
 
 
-def check_distinct(pages: Destination, field: str = "pages") -> None:
-    """Raises InvalidRequest for a page that occurs twice: the second page of the prompt would overwrite the first."""
-    twice = pages.twice()
-    if twice is not None:
-        raise InvalidRequest.of(field, twice, "page numbers that are there once")
-
-
 def _copy(pages: npt.ArrayLike) -> bytes | U32Array:
     if type(pages) is np.ndarray and pages.dtype is _INT32 and pages.ndim == 1:
         return pages.tobytes()
     return as_pages(pages)
 
 
+def _numbers(copied: bytes | U32Array) -> U32Array:
+    return np.frombuffer(copied, _UINT32) if isinstance(copied, bytes) else copied
+
+
+_UINT32 = np.dtype(np.uint32)
 _INT32 = np.dtype(np.int32)
 _NO_PAGES = np.empty(0, dtype=np.uint32)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 from kvgrpc.errors import KvGrpcError
 from kvgrpc.transfer.protocol import failures
 from kvgrpc.transfer.protocol.coverage import Coverage
-from kvgrpc.transfer.protocol.types import Align, Destination, RoomKey, U32Array
+from kvgrpc.transfer.protocol.types import ALIGN_HEAD, ALIGN_TAIL, Align, Destination, RoomKey, U32Array
 
 Wait = Callable[[], None]
 
@@ -31,7 +30,7 @@ class Chunk(msgspec.Struct, eq=False):
     others: tuple[U32Array, ...] | None = None
 
 
-class Placed(NamedTuple):
+class Placed(msgspec.Struct, eq=False):
     """A chunk, or the part of it that decode wants: our page ``source[i]`` is written to decode's ``destination[i]``,
     which is at position start + i of decode's pages.
 
@@ -110,35 +109,41 @@ class Chunks(msgspec.Struct, eq=False, gc=False):
         if shift is None:
             return []
         waiting, self._waiting = self._waiting, None
-        placed = [self._place(chunk, destination, shift) for chunk in waiting]
-        return [each for each in placed if each is not None]
+        placed = []
+        for chunk in waiting:
+            wanted = _place(chunk, destination, shift)
+            if chunk.others is not None:
+                wanted = self._place_others(chunk, chunk.others, destination, wanted)
+            if wanted is not None:
+                placed.append(wanted)
+        return placed
 
     @property
     def _from_the_end(self) -> bool:
         """Pages of other pools go to decode's last ones first: how many there are is known with the last chunk."""
-        return self.align is Align.TAIL and self._others is not None
+        return self.align is ALIGN_TAIL and self._others is not None
 
     def _count_others(self, others: tuple[U32Array, ...]) -> None:
         counts = self._others = self._others or [[0, 0] for _ in others]
         for count, pages in zip(counts, others, strict=True):
             count[0] += len(pages)
 
-    def _place(self, chunk: Chunk, destination: Destination, shift: int) -> Placed | None:
-        if chunk.others is None:
-            return _place(chunk, destination, shift)
-        others = tuple(map(self._place_other, range(len(chunk.others)), chunk.others, destination.others or ()))
-        placed = _place(chunk, destination, shift)
-        if placed is not None:
-            return placed._replace(others=others)
-        if any(len(source) for source, _ in others):
-            return Placed(chunk.pages[:0], chunk.pages[:0], 0, chunk.wait, others)
-        return None
+    def _place_others(
+        self, chunk: Chunk, pages: tuple[U32Array, ...], destination: Destination, first: Placed | None
+    ) -> Placed | None:
+        """With the pages of the other pools; ``first``: what decode wants of the first pool's."""
+        others = tuple(map(self._place_other, range(len(pages)), pages, destination.others or ()))
+        if first is None and any(len(source) for source, _ in others):
+            first = Placed(chunk.pages[:0], chunk.pages[:0], 0, chunk.wait)
+        if first is not None:
+            first.others = others
+        return first
 
     def _place_other(self, pool: int, pages: U32Array, destination: Destination) -> tuple[U32Array, U32Array]:
         assert self._others is not None
         sent, start = self._others[pool]
         self._others[pool][1] += len(pages)
-        if self.align is Align.TAIL:
+        if self.align is ALIGN_TAIL:
             start -= sent - destination.count
             unwanted = min(max(-start, 0), len(pages))
             pages, start = np.ascontiguousarray(pages[unwanted:]), start + unwanted
@@ -156,7 +161,7 @@ class Chunks(msgspec.Struct, eq=False, gc=False):
             text = "decode gave pages for each pool, so must send, and the other way round"
             return failures.bad_send(key, text, "pages", len(destination.others or ()) + 1)
         for pool, ((sent, _), wanted) in enumerate(zip(self._others or (), destination.others or (), strict=False), 1):
-            too_many = sent > wanted.count and self.align is Align.HEAD
+            too_many = sent > wanted.count and self.align is ALIGN_HEAD
             if too_many or (self.last_seen and sent < wanted.count):
                 text = f"{sent} pages of pool {pool}, decode wants {wanted.count}"
                 return failures.bad_send(key, text, "pages", sent)
@@ -183,11 +188,11 @@ class Chunks(msgspec.Struct, eq=False, gc=False):
         Whoever sends more than decode wants, and decode has a prefix, sends the whole prompt.
         """
         first, wanted, total = destination.first_page, destination.count, self.total
-        if self.align is Align.HEAD and not first:
+        if self.align is ALIGN_HEAD and not first:
             return 0
         if total is None:
             return None
-        if self.align is Align.HEAD:
+        if self.align is ALIGN_HEAD:
             return first if total > wanted else 0
         return total - wanted
 

@@ -367,10 +367,12 @@ class DecodeCore:
 
     def _arrive(self, room: DecodeRoom) -> None:
         """All is in place; where it came with checksums they are compared first, once (14, aux and checksums)."""
-        if not room.compared and room.to_compare:
+        if room.compared:
+            return
+        if room.verified:
             room.compared = True
             self._work.compares.append(room)
-        elif not room.compared:
+        else:
             self._succeed(room)
 
     def _succeed(self, room: DecodeRoom) -> None:

@@ -8,6 +8,9 @@ from kvgrpc.errors import Failure
 from kvgrpc.model import RankId
 from kvgrpc.transfer.protocol.decode_pair import DecodePair
 from kvgrpc.transfer.protocol.types import (
+    POLL_SUCCESS,
+    POLL_TRANSFERRING,
+    POLL_WAITING_FOR_INPUT,
     STATE_BOOTSTRAPPING,
     STATE_FAILED,
     STATE_SUCCESS,
@@ -23,7 +26,6 @@ from kvgrpc.transfer.protocol.types import (
     DecodeEntry,
     Destination,
     Handle,
-    KVPoll,
     PrefillEntry,
     RoomKey,
     RoomState,
@@ -136,10 +138,17 @@ class DecodeRoom(Struct, eq=False, gc=False):
         return self.bound
 
     @property
+    def verified(self) -> bool:
+        """Some of its parts come with checksums of what was sent."""
+        for part in self.parts.values():
+            if part.pair.verify:
+                return self.has_pages
+        return False
+
+    @property
     def to_compare(self) -> list[DecodePart]:
         """Parts that came with checksums of what was sent (14, aux and checksums)."""
-        parts = [part for part in self.parts.values() if part.pair.verify]
-        return parts if parts and self.has_pages else []
+        return [part for part in self.parts.values() if part.pair.verify] if self.has_pages else []
 
     def part_of(self, pair: DecodePair) -> DecodePart | None:
         """The part that this incarnation owes, if it is the one that owes it."""
@@ -167,7 +176,7 @@ class DecodeRoom(Struct, eq=False, gc=False):
             return
         if all(part.pair.welcomed for part in self.parts.values()):
             self.state = STATE_WAITING_FOR_INPUT
-            self.handle.turn(KVPoll.WaitingForInput)
+            self.handle.turn(POLL_WAITING_FOR_INPUT)
 
     def note_ready(self) -> None:
         """One more sender exists; once all do, the handle says ``prefill_ready`` (12, poll)."""
@@ -180,7 +189,7 @@ class DecodeRoom(Struct, eq=False, gc=False):
         """Pages move."""
         if self.state < STATE_TRANSFERRING:
             self.state = STATE_TRANSFERRING
-            self.handle.turn(KVPoll.Transferring)
+            self.handle.turn(POLL_TRANSFERRING)
 
     def succeed(self) -> None:
         self.state = STATE_SUCCESS
@@ -188,7 +197,7 @@ class DecodeRoom(Struct, eq=False, gc=False):
         self.aux = None
         self.handle.note_done(self.page_count)
         self.handle.release_safe = True
-        self.handle.turn(KVPoll.Success)
+        self.handle.turn(POLL_SUCCESS)
 
     def fail(self, failure: Failure) -> None:
         """Fails the room; the handle turns Failed later, when all else about the end is known (rule 6, ending)."""

@@ -50,6 +50,14 @@ class Destination(msgspec.Struct, eq=False):
         """All of them."""
         return self.slice(0, self.count)
 
+    def fits(self, pages: int) -> bool:
+        """Whether this is a short list that names pages below ``pages`` only, and each once. False: look closer, with
+        ``outside`` and ``twice``."""
+        if self._pages is None or self.count > _FEW:
+            return False
+        numbers = self._pages.tolist()
+        return not numbers or (max(numbers) < pages and len(set(numbers)) == len(numbers))
+
     def outside(self, pages: int) -> tuple[int, int] | None:
         """(position, page) of the first page number that does not exist in a pool of ``pages`` pages; None: all do."""
         if not self.count:
@@ -71,10 +79,7 @@ class Destination(msgspec.Struct, eq=False):
         """A page that occurs more than once, None: no page does. Quick for page numbers in ascending order."""
         if self._pages is not None:
             pages = self._pages
-            if self.count <= _FEW:
-                if len(set(pages.tolist())) == self.count:
-                    return None
-            elif bool((pages[1:] > pages[:-1]).all()):
+            if bool((pages[1:] > pages[:-1]).all()):
                 return None
             ordered = np.sort(pages)
             again = ordered[1:][ordered[1:] == ordered[:-1]]
@@ -91,7 +96,7 @@ class Destination(msgspec.Struct, eq=False):
     def slice(self, first: int, stop: int) -> U32Array:
         """The page numbers at positions [first, stop), uint32; runs are expanded for these positions only."""
         if self._pages is not None:
-            return self._pages[first:stop]
+            return self._pages if not first and stop == self.count else self._pages[first:stop]
         if first >= stop:
             return _NO_PAGES
         from_run = int(np.searchsorted(self._ends, first, side="right"))

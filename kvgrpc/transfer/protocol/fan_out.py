@@ -7,7 +7,7 @@ a ``PlaceHandle`` where the others see the engine's handle.
 from __future__ import annotations
 
 from kvgrpc.errors import Failure
-from kvgrpc.transfer.protocol.types import Handle, KVPoll
+from kvgrpc.transfer.protocol.types import POLL_FAILED, POLL_SUCCESS, Handle, KVPoll
 
 
 class FanOut:
@@ -24,7 +24,7 @@ class FanOut:
         if not handle.release_safe and all(place.release_safe for place in self.places):
             handle.release()
         poll = min(place.poll for place in self.places)
-        if handle.poll not in (KVPoll.Failed, KVPoll.Success) and poll > handle.poll:
+        if handle.poll not in (POLL_FAILED, POLL_SUCCESS) and poll > handle.poll:
             handle.turn(poll)
 
     def count_pages(self, before: int) -> None:
@@ -40,7 +40,7 @@ class FanOut:
 
     def fail(self, failure: Failure) -> None:
         """The first place that fails fails the room."""
-        if self.handle.poll not in (KVPoll.Failed, KVPoll.Success):
+        if self.handle.poll not in (POLL_FAILED, POLL_SUCCESS):
             self.handle.fail(failure)
 
 
@@ -74,5 +74,5 @@ class PlaceHandle(Handle, eq=False, kw_only=True):
 
     def fail(self, failure: Failure) -> None:
         self.failure = failure
-        self.poll = KVPoll.Failed
+        self.poll = POLL_FAILED
         self.fan_out.fail(failure)

@@ -8,7 +8,7 @@ Sans I/O, as decode_core.py. The shell (runtime/prefill_manager.py in the produc
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -175,7 +175,7 @@ class PrefillCore:
         """
         entries = []
         for key in take_keys(pair):
-            answer = pair.answers.get(key)
+            answer = pair.answers.get(key) if pair.answers else None
             if answer is not None:
                 entries.append(PrefillEntry(key, STATE_FAILED, answer[1], failure=answer[0]))
                 continue
@@ -306,7 +306,7 @@ class PrefillCore:
         room = self.rooms.get(key)
         if want is WANT_FORGET:
             self._forget(pair, key, room)
-        elif key in pair.answers:
+        elif pair.answers and key in pair.answers:
             self._pending.add(pair, key)
         elif room is not None and room.owner is pair:
             self._want(pair, room, entry)
@@ -496,17 +496,17 @@ class PrefillCore:
         self.open_rooms += 1
         return room
 
-    def _follow(self, room: PrefillRoom, submissions: Iterable[Submission] = ()) -> None:
+    def _follow(self, room: PrefillRoom, submissions: Sequence[Submission] = ()) -> None:
         """What follows from what an open room did, for the rank and for the siblings of one that failed."""
         self._note(room, submissions)
         if room.ended and room.failure is not None:
             self._fail_siblings(room, room.failure)
 
-    def _note(self, room: PrefillRoom, submissions: Iterable[Submission] = ()) -> None:
+    def _note(self, room: PrefillRoom, submissions: Sequence[Submission] = ()) -> None:
         """For the rank: writes to start, progress to tell, its end."""
-        for submission in submissions:
-            self._work.submissions.append(submission)
-            self.open_writes += 1
+        if submissions:
+            self._work.submissions += submissions
+            self.open_writes += len(submissions)
         if room.progress:
             self._moving[room.key] = room
         if room.ended:

@@ -5,6 +5,8 @@ Numbers in comments are the rules of docs/session.md.
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 from msgspec import Struct, field
 
@@ -16,6 +18,10 @@ from kvgrpc.transfer.protocol.chunks import Chunk, Chunks, Wait
 from kvgrpc.transfer.protocol.coverage import Coverage
 from kvgrpc.transfer.protocol.prefill_pair import PrefillPair
 from kvgrpc.transfer.protocol.types import (
+    POLL_BOOTSTRAPPING,
+    POLL_SUCCESS,
+    POLL_TRANSFERRING,
+    POLL_WAITING_FOR_INPUT,
     STATE_BOOTSTRAPPING,
     STATE_FAILED,
     STATE_SUCCESS,
@@ -30,7 +36,6 @@ from kvgrpc.transfer.protocol.types import (
     Align,
     Destination,
     Handle,
-    KVPoll,
     PrefillEntry,
     RoomKey,
     RoomState,
@@ -39,6 +44,7 @@ from kvgrpc.transfer.protocol.types import (
     Writes,
 )
 
+_DONE: Final = Outcome.DONE  # reading it off its class costs more than the comparison
 # By Outcome: FAILED_UNKNOWN, FAILED_SRC_FREE, REJECTED, DONE (rule 7, writes).
 _WRITES_AFTER = (WRITES_UNKNOWN, WRITES_STOPPED, WRITES_SETTLED, WRITES_SETTLED)
 
@@ -155,8 +161,8 @@ class PrefillRoom(Struct, eq=False):
         """The sender's ``init``: how many pages it will send, and how their positions match decode's."""
         self.chunks.total = pages
         self.chunks.align = align
-        if self.handle is not None and self.handle.poll is KVPoll.Bootstrapping:
-            self.handle.turn(KVPoll.WaitingForInput)  # 12, poll: never Bootstrapping after init
+        if self.handle is not None and self.handle.poll is POLL_BOOTSTRAPPING:
+            self.handle.turn(POLL_WAITING_FOR_INPUT)  # 12, poll: never Bootstrapping after init
 
     def send(self, chunk: Chunk, aux: bytes | None, at_most: int) -> list[Submission]:
         """Takes computed pages. At most ``at_most`` chunks wait while the destination is not known."""
@@ -195,7 +201,7 @@ class PrefillRoom(Struct, eq=False):
         self.open_writes -= 1
         after = _WRITES_AFTER[outcome]
         self.worst = after if after < self.worst else self.worst
-        if outcome is Outcome.DONE:
+        if outcome is _DONE:
             self.done.add(submission.start, len(submission.destination))
             if submission.checksums is not None:
                 if self.checksums is None:
@@ -205,7 +211,7 @@ class PrefillRoom(Struct, eq=False):
                 self.handle.note_done(self.done.prefix)
         if self.ended:
             self._settle()
-        elif outcome is not Outcome.DONE:
+        elif outcome is not _DONE:
             self.refuse(failures.not_written(self.key, data_plane, outcome.name, detail))
         elif self._complete():
             self._end(STATE_SUCCESS)
@@ -253,7 +259,7 @@ class PrefillRoom(Struct, eq=False):
             return []
         self.state = STATE_WAITING_FOR_INPUT
         handle.note_prefix(destination.first_page)
-        handle.turn(KVPoll.WaitingForInput)
+        handle.turn(POLL_WAITING_FOR_INPUT)
         return self._advance() if self.chunks.waiting else []
 
     def _advance(self) -> list[Submission]:
@@ -265,13 +271,16 @@ class PrefillRoom(Struct, eq=False):
         if error is not None:
             self.refuse(error)
             return []
-        submissions = [Submission(self, owner, *placed) for placed in self.chunks.place(destination)]
+        submissions = []
+        for placed in self.chunks.place(destination):
+            where = placed.source, placed.destination, placed.start
+            submissions.append(Submission(self, owner, *where, placed.wait, placed.others))
         self.open_writes += len(submissions)
         if submissions and self.state is not STATE_TRANSFERRING:
             self.state = STATE_TRANSFERRING
             self.progress = True
             if self.handle is not None:
-                self.handle.turn(KVPoll.Transferring)
+                self.handle.turn(POLL_TRANSFERRING)
         elif not submissions and self._complete():
             self._end(STATE_SUCCESS)
         return submissions
@@ -294,7 +303,7 @@ class PrefillRoom(Struct, eq=False):
         if self.failure is not None:
             self.handle.fail(self.failure)
         else:
-            self.handle.turn(KVPoll.Success)
+            self.handle.turn(POLL_SUCCESS)
 
     def _settle(self) -> None:
         """Writes advance from OPEN once the state is terminal and none is open (rule 7, writes)."""

@@ -108,6 +108,10 @@ class Align(enum.Enum):
     TAIL = "tail"
 
 
+ALIGN_HEAD: Final = Align.HEAD
+ALIGN_TAIL: Final = Align.TAIL
+
+
 class Handle(Struct, eq=False):
     """What an engine's sender or receiver reads: written by the core's thread, read by any thread without a lock.
 
@@ -151,7 +155,7 @@ class Handle(Struct, eq=False):
 
     def fail(self, failure: Failure) -> None:
         self.failure = failure
-        self.turn(KVPoll.Failed)
+        self.turn(POLL_FAILED)
 
     def say_change(self) -> None:
         """Calls ``on_change`` where it is set, which is rare."""

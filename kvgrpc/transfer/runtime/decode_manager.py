@@ -17,7 +17,7 @@ from kvgrpc.model import RankRef, Role, check_pools
 from kvgrpc.rpc.status import error_from
 from kvgrpc.transfer import wire
 from kvgrpc.transfer.layout import topology
-from kvgrpc.transfer.layout.plan import check_first_page, check_pages_of
+from kvgrpc.transfer.layout.plan import check_destinations, check_first_page
 from kvgrpc.transfer.layout.pools import CopiedPages, destination_of
 from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodePair, DecodeRoom, Stream
 from kvgrpc.transfer.protocol.types import DecodeEntry
@@ -123,8 +123,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
             check_first_page(first_page)
             destination = destination_of(copied, first_page)
             self.aux.check(aux_index)
-            others = None if destination.others is None else [other.pages for other in destination.others]
-            check_pages_of(destination.pages, others, self.own_pages, self.pool_names)
+            check_destinations(destination, self.own_pages, self.pool_names)
             answer = wire.answer_bytes(destination, self.aux.row_bytes) if self.config.verify else 0
             wire.check_size(destination, self.config.max_frame_bytes, answer)
         except KvGrpcError as error:

@@ -74,7 +74,7 @@ class GuardedPlane:
     def submit(self, peer: Peer, plan: Plan) -> Transfer:
         self.submitted += len(plan.nbytes)
         try:
-            return self.plane.submit(peer, *plan)
+            return self.plane.submit(peer, plan.source, plan.destination, plan.nbytes)
         except Exception as error:
             logger.exception("the data plane raised on submit")
             return EndedTransfer(Result(Outcome.FAILED_UNKNOWN, raised(error)))

@@ -470,7 +470,7 @@ class TransferManager(ABC, Generic[Record]):
                 handle = handle.sender
             seconds = None if handle is None else now - handle.began
             if room.failure is None:
-                stages = handle.stages(now) if isinstance(handle, EngineHandle) else None
+                stages = handle.stages(now) if isinstance(handle, EngineHandle) else ()
                 self._hand_offs.succeeded(seconds, self._bytes_of(room), stages)
             else:
                 self._hand_offs.failed(room.key.room, room.key.attempt, room.failure, seconds)

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from typing import TypeAlias
 
 from kvgrpc.transfer.protocol.types import POLL_TRANSFERRING, POLL_WAITING_FOR_INPUT, Handle, KVPoll
 
-
-class Stages(NamedTuple):
-    """How long the stages of a successful room took, in seconds: until both sides were known, from then until there
-    were pages to move, and from then until they had moved and the end was known here.
-    """
-
-    bootstrap: float
-    wait: float
-    transfer: float
+# How long the stages of a successful room took, in seconds: until both sides were known, from then until there were
+# pages to move, and from then until they had moved and the end was known here.
+Stages: TypeAlias = "tuple[float, float, float]"
 
 
 class TimedHandle(Handle, eq=False):
@@ -40,4 +34,4 @@ class TimedHandle(Handle, eq=False):
         # Comparisons: max() costs ten times as much, and every room comes here.
         ready = ready if ready > began else began
         moving = moving if moving > ready else ready
-        return Stages(ready - began, moving - ready, now - moving)
+        return ready - began, moving - ready, now - moving

@@ -9,7 +9,7 @@ import pytest
 from kvgrpc.errors import Failure, Reason
 from kvgrpc.observability.hand_offs import STAGES, HandOffs
 from kvgrpc.observability.metrics import REGISTRY
-from kvgrpc.transfer.runtime.stages import Stages, TimedHandle
+from kvgrpc.transfer.runtime.stages import TimedHandle
 
 logger = logging.getLogger("kvgrpc.tests.hand_offs")
 
@@ -48,7 +48,7 @@ def test_each_stage_has_its_own_histogram() -> None:
         ]
 
     before = counts()
-    HandOffs("decode", logger).succeeded(0.06, 4096, Stages(0.02, 0.03, 0.01))
+    HandOffs("decode", logger).succeeded(0.06, 4096, (0.02, 0.03, 0.01))
     assert [now - then for now, then in zip(counts(), before, strict=True)] == [1, 0, 1, 0]
     HandOffs("decode", logger).notified(0.001, 5)
     assert [now - then for now, then in zip(counts(), before, strict=True)] == [1, 0, 1, 5]

@@ -54,6 +54,14 @@ def test_the_first_page_that_a_pool_does_not_have_is_found_without_making_any(
     assert Destination(np.array(pages, np.uint32)).outside(pool) == wrong
 
 
+@given(st.lists(st.integers(0, 20), max_size=18), st.integers(1, 21))
+def test_what_fits_at_a_glance_has_no_page_twice_and_none_outside(pages: list[int], pool: int) -> None:
+    destination = Destination(np.array(pages, np.uint32))
+    right = destination.outside(pool) is None and destination.twice() is None
+    assert destination.fits(pool) is (right and len(pages) <= 16)
+    assert not Destination.of_runs([0], [1]).fits(pool)  # runs are looked at as runs
+
+
 def test_a_run_of_millions_of_pages_takes_no_memory_until_it_is_written() -> None:
     tracemalloc.start()
     destinations = [Destination.of_runs([0], [2**24]) for _ in range(60)]

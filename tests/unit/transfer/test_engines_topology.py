@@ -60,7 +60,7 @@ def test_every_byte_arrives_exactly_once(both: tuple[Engine, Engine]) -> None:
             shape = geometry([source.pool], [memory.pool])
             plan = shape.plan(PAGES_SENT, PAGES_WANTED)
             assert len(plan.nbytes) <= 3 * line.descriptors
-            for origin, destination, nbytes in zip(*plan, strict=True):
+            for origin, destination, nbytes in zip(*plan.columns, strict=True):
                 start = int(destination) - memory.address
                 memory.bytes[start : start + int(nbytes)] = source.bytes[int(origin) - source.address :][: int(nbytes)]
                 written[start : start + int(nbytes)] += 1
@@ -92,7 +92,7 @@ def test_every_byte_of_every_pool_arrives_exactly_once(both: tuple[Engine, Engin
                 geometry([one.pool], [other.pool]) for one, other in zip(memories[line.prefill], pools, strict=True)
             ]
             plan = joined([shape.plan(*pages) for shape, pages in zip(shapes, sets, strict=True)])
-            for origin, destination, nbytes in zip(*plan, strict=True):
+            for origin, destination, nbytes in zip(*plan.columns, strict=True):
                 (source,) = (one for one in memories[line.prefill] if one.holds(int(origin)))
                 ((number, memory),) = ((n, one) for n, one in enumerate(pools) if one.holds(int(destination)))
                 start = int(destination) - memory.address

@@ -62,7 +62,7 @@ class Write:
     def end(self, outcome: Outcome = Outcome.DONE) -> None:
         self.result = Result(outcome, "", int(self.plan.nbytes.sum()) if outcome is Outcome.DONE else 0)
         if outcome is Outcome.DONE:
-            for source, destination, nbytes in zip(*(column.tolist() for column in self.plan), strict=True):
+            for source, destination, nbytes in zip(*(column.tolist() for column in self.plan.columns), strict=True):
                 ctypes.memmove(destination, source, nbytes)
 
     def poll(self) -> Result | None:

@@ -7,8 +7,14 @@ import pytest
 
 from kvgrpc.errors import InvalidRequest, KvIndexOutOfRange
 from kvgrpc.transfer import room_from_transfer_id
-from kvgrpc.transfer.layout.plan import check_first_page, check_pages, check_pages_of
-from kvgrpc.transfer.layout.pools import as_pages, check_distinct, copy_of, count_of, destination_of, pages_of_pools
+from kvgrpc.transfer.layout.plan import (
+    check_destination,
+    check_destinations,
+    check_first_page,
+    check_pages,
+    check_pages_of,
+)
+from kvgrpc.transfer.layout.pools import as_pages, copy_of, count_of, destination_of, pages_of_pools
 from kvgrpc.transfer.protocol.destination import Destination
 from kvgrpc.transfer.protocol.types import MAX_ROOM
 
@@ -91,19 +97,20 @@ def test_each_pool_has_the_bounds_of_its_own() -> None:
 @pytest.mark.parametrize("pages", [[3, 3], {"kv": [1], "swa": [2, 2]}])
 def test_no_pool_of_a_destination_has_a_page_twice(pages: object) -> None:
     with pytest.raises(InvalidRequest, match="there once"):
-        destination_of(copy_of(pages, ("kv", "swa")), 0)  # type: ignore[arg-type]
+        destination = destination_of(copy_of(pages, ("kv", "swa")), 0)  # type: ignore[arg-type]
+        check_destinations(destination, (4, 4), ("kv", "swa"))
 
 
 @pytest.mark.parametrize("pages", [[], [4], [1, 2, 9], [9, 2, 1], [0, 2**32 - 1]])
 def test_pages_in_any_order_are_distinct(pages: list[int]) -> None:
-    check_distinct(Destination(np.array(pages, np.uint32)))
+    check_destination(Destination(np.array(pages, np.uint32)), 2**32, "kv")
 
 
 @pytest.mark.parametrize(("pages", "twice"), [([3, 3], 3), ([1, 2, 2, 5], 2), ([7, 1, 7], 7)])
 def test_a_page_that_is_there_twice_is_named(pages: list[int], twice: int) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        check_distinct(Destination(np.array(pages, np.uint32)))
-    assert refused.value.metadata["value"] == str(twice)
+        check_destination(Destination(np.array(pages, np.uint32)), 2**32, "kv", "pages[0]")
+    assert (refused.value.metadata["field"], refused.value.metadata["value"]) == ("pages[0]", str(twice))
 
 
 def test_the_first_page_of_a_chunk_is_a_number_of_32_bits() -> None:

@@ -32,7 +32,7 @@ def naive_bytes(source: list[Region], destination: list[Region], pairs: list[tup
 
 def planned_bytes(plan: Plan) -> dict[int, int]:
     moved = {}
-    for source, destination, nbytes in zip(*(column.tolist() for column in plan), strict=True):
+    for source, destination, nbytes in zip(*(column.tolist() for column in plan.columns), strict=True):
         for byte in range(nbytes):
             assert destination + byte not in moved, "a byte is written twice"
             moved[destination + byte] = source + byte
@@ -65,7 +65,7 @@ def test_plan_moves_what_a_naive_loop_moves(
 def test_contiguous_on_both_sides_is_one_descriptor_a_region() -> None:
     geometry = Geometry(regions(4096, 3, 8, 8), regions(1 << 30, 3, 8, 8))
     plan = geometry.plan(np.arange(10, 20, dtype=np.uint32), np.arange(30, 40, dtype=np.uint32))
-    assert [len(column) for column in plan] == [3, 3, 3]
+    assert [len(column) for column in plan.columns] == [3, 3, 3]
     assert plan.nbytes.tolist() == [80, 80, 80]
     assert geometry.bytes_of_a_page == 24
 
@@ -110,7 +110,7 @@ def test_plans_are_joined_in_their_order_and_none_are_nothing() -> None:
     assert together.source.tolist() == [4096 + 40, 4096 + 8]
     assert together.destination.tolist() == [(1 << 30) + 40, (1 << 30) + 8]
     assert together.nbytes.tolist() == [8, 16]
-    assert [len(column) for column in joined([])] == [0, 0, 0]
+    assert [len(column) for column in joined([]).columns] == [0, 0, 0]
 
 
 def test_a_page_outside_the_pool_is_named() -> None:
@@ -133,4 +133,5 @@ def test_chunks_that_are_planned_together_are_planned_as_each_by_itself(data: st
         chunks.append((np.array(source, np.uint32), np.array(destination, np.uint32)))
     together = geometry.plans(chunks)
     for chunk, plan in zip(chunks, together, strict=True):
-        assert [column.tolist() for column in plan] == [column.tolist() for column in geometry.plan(*chunk)]
+        alone = geometry.plan(*chunk)
+        assert [column.tolist() for column in plan.columns] == [column.tolist() for column in alone.columns]

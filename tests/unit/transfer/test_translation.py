@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvgrpc.errors import ParallelLayoutMismatch
 from kvgrpc.model import Attention, Layout, ModelIdentity, Pool, RankId
-from kvgrpc.transfer.layout.plan import geometry
+from kvgrpc.transfer.layout.plan import Plan, geometry
 from kvgrpc.transfer.layout.topology import Shape, owed_part
 from kvgrpc.transfer.layout.translation import translated, translates
 
@@ -57,8 +57,8 @@ class Memory:
         return np.transpose(whole, [0, *(1 + rest.index(axis) for axis in ("token", "head", "dim"))])
 
 
-def copy(pieces: Any) -> None:
-    for source, destination, nbytes in zip(*pieces, strict=True):
+def copy(pieces: Plan) -> None:
+    for source, destination, nbytes in zip(*pieces.columns, strict=True):
         ctypes.memmove(int(destination), int(source), int(nbytes))
 
 
