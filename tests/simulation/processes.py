@@ -298,12 +298,11 @@ class PrefillProcess(Process):
 
     def _claim(self, sending: Sending) -> None:
         sending.record = self.core.claim(sending.request.key, sending.handle)
-        if sending.record is not None:
-            self.core.expect(sending.record, sending.request.total, sending.request.align)
 
     def _take_chunk(self, sending: Sending, chunk: Chunk, aux: bytes | None) -> None:
         if sending.record is not None:
-            self.core.send(sending.record, chunk, aux)
+            expectation = sending.request.total, sending.request.align
+            self.core.send(sending.record, chunk, aux, expectation)
 
     def _fail(self, sending: Sending, failure: Failure) -> None:
         if sending.record is not None:

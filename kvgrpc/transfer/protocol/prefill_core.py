@@ -124,16 +124,21 @@ class PrefillCore:
             self._spread(room, FanOut(handle, places))
         return room
 
-    def expect(self, room: PrefillRoom, pages: int | None, align: Align = Align.HEAD) -> None:
-        """The engine's ``init``: how many pages it will send in all (None: ``is_last`` says it)."""
+    def send(
+        self,
+        room: PrefillRoom,
+        chunk: Chunk,
+        aux: bytes | None = None,
+        expectation: tuple[int | None, Align] | None = None,
+    ) -> None:
+        """Takes pages that are computed; they wait until the destination is known (12, poll; 13, chunks).
+        ``expectation``: of the engine's ``init``, how many pages it will send in all (None: ``is_last`` says it), and
+        how they match decode's.
+        """
         for each in room.siblings:
             if not each.ended:
-                each.expect(pages, align)
-
-    def send(self, room: PrefillRoom, chunk: Chunk, aux: bytes | None = None) -> None:
-        """Takes pages that are computed; they wait until the destination is known (12, poll; 13, chunks)."""
-        for each in room.siblings:
-            if not each.ended:
+                if expectation is not None:
+                    each.expect(*expectation)
                 self._follow(each, each.send(chunk, aux, self.bounds.chunks_per_room))
 
     def fail(self, room: PrefillRoom, failure: Failure) -> None:

@@ -93,13 +93,13 @@ class DecodeManager(TransferManager[DecodeRoom]):
         return self._routes.stands(request)
 
     def open(self, handle: EngineHandle, request: RoomRequest) -> None:
-        self.post(self._take_room, handle, request)
+        self.post(DecodeManager._take_room, handle, request)
 
     def write(self, handle: EngineHandle, pages: CopiedPages, first_page: int, aux_index: int | None) -> None:
-        self.post(self._take_destination, handle, pages, first_page, aux_index)
+        self.post(DecodeManager._take_destination, handle, pages, first_page, aux_index)
 
     def fail(self, handle: EngineHandle, failure: Failure) -> None:
-        self.post(self._take_failure, handle, failure)
+        self.post(DecodeManager._take_failure, handle, failure)
 
     # What they appended, on the loop thread.
 

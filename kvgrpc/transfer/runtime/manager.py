@@ -180,7 +180,7 @@ class TransferManager(ABC, Generic[Record]):
         self._waker = Waker(self._loop, self._run)
         self._next_way = self._first_way = 0.0 if config.poll_gives_way else math.inf
         self._most_commands = config.commands
-        self._commands: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._commands: deque[tuple[Any, ...]] = deque()
         self._waking = False
         self._ticker: asyncio.Task[None] | None = None
         self._conditions: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
@@ -223,9 +223,11 @@ class TransferManager(ABC, Generic[Record]):
         )
         return Failure.of(error, str(self.ref))
 
-    def post(self, action: Callable[..., None], *arguments: Any) -> None:
-        """Appends a call for the loop thread and wakes it, at most once for all that waits."""
-        self._commands.append((action, arguments))
+    def post(self, *command: Any) -> None:
+        """Appends a call for the loop thread, a method of the class and its arguments, and wakes the loop, at most once
+        for all that waits. One tuple: thousands wait, and the garbage collector looks at each.
+        """
+        self._commands.append(command)
         if not self._waking:
             self._waking = True
             self._next_way = self._first_way  # the wake keeps the interpreter: the next look lends it
@@ -432,11 +434,11 @@ class TransferManager(ABC, Generic[Record]):
         self._waking = False
         commands = self._commands
         for _ in range(min(len(commands), _COMMANDS_AT_ONCE)):
-            action, arguments = commands.popleft()
+            command = commands.popleft()
             try:
-                action(*arguments)
+                command[0](self, *command[1:])
             except Exception:
-                self._count_error(f"{action.__name__} failed")
+                self._count_error(f"{command[0].__name__} failed")
         self._pump()
         if commands and not self._waking:
             self._waking = True

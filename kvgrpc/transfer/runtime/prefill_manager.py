@@ -83,15 +83,15 @@ class PrefillManager(TransferManager[PrefillRoom]):
     # For senders, on any thread: appended for the loop thread.
 
     def claim(self, key: RoomKey, handle: EngineHandle) -> None:
-        self.post(self._take_claim, key, handle)
+        self.post(PrefillManager._take_claim, key, handle)
 
     def send(
         self, handle: EngineHandle, sent: SentPages, aux: bytes | None, expectation: tuple[int | None, Align] | None
     ) -> None:
-        self.post(self._take_chunk, handle, sent, aux, expectation)
+        self.post(PrefillManager._take_chunk, handle, sent, aux, expectation)
 
     def fail(self, handle: EngineHandle, failure: Failure) -> None:
-        self.post(self._take_failure, handle, failure)
+        self.post(PrefillManager._take_failure, handle, failure)
 
     # What they appended, on the loop thread.
 
@@ -116,9 +116,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         except KvGrpcError as error:
             self.core.fail(record, Failure.of(error, str(self.ref)))
             return
-        if expectation is not None:
-            self.core.expect(record, *expectation)
-        self.core.send(record, chunk, aux)
+        self.core.send(record, chunk, aux, expectation)
 
     def _take_failure(self, handle: EngineHandle, failure: Failure) -> None:
         if handle.record is not None:
@@ -472,7 +470,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
             self._pump()
 
     def _report(self, ended: Outcomes) -> None:
-        self.post(self._take_outcomes, ended)
+        self.post(PrefillManager._take_outcomes, ended)
 
     def _take_outcomes(self, ended: Outcomes) -> None:
         for submission, result in ended:

@@ -54,8 +54,14 @@ class Side:
         handle = Handle()
         record = self.core.claim(key, handle)
         assert record is not None
-        self.core.expect(record, total, align)
+        self.expect(record, total, align)
         return record, handle
+
+    def expect(self, record: PrefillRoom, total: int | None, align: Align = Align.HEAD) -> None:
+        """As a ``send`` does that comes after ``init``."""
+        for each in record.siblings:
+            if not each.ended:
+                each.expect(total, align)
 
     def send(self, record: PrefillRoom, start: int, stop: int, last: bool = False, aux: bytes | None = None) -> None:
         """Position n of the room is page 100 + n."""

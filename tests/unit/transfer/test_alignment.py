@@ -22,7 +22,7 @@ def placed(wanted: list[int], first_page: int, total: int | None, sent: int, ali
     core.on_frame(stream, DECODE, [DecodeEntry(KEY, Want.WRITE, destination, 10_000)])
     record = core.claim(KEY, handle)
     assert record is not None
-    core.expect(record, total, align)
+    record.expect(total, align)
     for position in range(sent):
         core.send(record, Chunk(np.array([100 + position], np.uint32), position, position == sent - 1))
     moved: dict[int, int] = {}

@@ -55,7 +55,7 @@ def steps(side: Wide) -> dict[str, object]:
         made = side.core.claim(KEY, handle)
         assert made is not None
         record.append(made)
-        side.core.expect(made, 3)
+        side.expect(made, 3)
 
     return {
         "handle": handle,
@@ -345,7 +345,7 @@ def test_the_engine_hears_of_each_change_and_the_shell_of_the_end_once(side: Wid
     handle.on_change = lambda: heard.append((handle.poll, handle.release_safe))
     record = side.core.claim(KEY, handle)
     assert record is not None
-    side.core.expect(record, 3)
+    side.expect(record, 3)
     side.send(record, 0, 3, last=True)
     side.end_writes()
     assert heard == [
@@ -381,7 +381,7 @@ def test_nothing_is_left_of_rooms_that_went_any_way() -> None:
                 handles[number] = side.core.claim(key, handle), handle
                 record = handles[number][0]
                 if record is not None:
-                    side.core.expect(record, 3)
+                    side.expect(record, 3)
                     side.send(record, 0, 3, last=True)
             elif what == "abort":
                 record = handles.get(number, (None, None))[0]

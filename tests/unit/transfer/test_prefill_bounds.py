@@ -271,7 +271,7 @@ class TestTables:
         side.name()
         assert (record.state, side.core.pairs[D0].unclaimed) == (RoomState.WAITING_FOR_INPUT, 0)
         side.send(record, 0, 1)
-        side.core.expect(record, 3)
+        side.expect(record, 3)
         assert (record.state, handle.poll) == (RoomState.TRANSFERRING, KVPoll.Transferring), "init changes no state"
         side.core.fail(record, CANCELLED)
         assert (record.state, record.sender_live) == (RoomState.FAILED, False)
@@ -470,5 +470,5 @@ def test_a_chunk_that_comes_after_the_end_is_let_go(side: Side) -> None:
     record, handle = side.claim()
     side.core.fail(record, CANCELLED)
     side.core.send(record, Chunk(np.arange(1, dtype=np.uint32), 0, True))
-    side.core.expect(record, 9)
+    side.expect(record, 9)
     assert handle.failure == CANCELLED and record.chunks.total == 3 and not record.chunks.waiting

@@ -29,7 +29,7 @@ class TestPoll:
         handle = Handle()
         record = side.core.claim(KEY, handle)
         assert record is not None and handle.poll is KVPoll.Bootstrapping
-        side.core.expect(record, 3)
+        side.expect(record, 3)
         assert handle.poll is KVPoll.WaitingForInput, "never Bootstrapping after init"
         side.send(record, 0, 1)
         assert not side.take("submissions")
