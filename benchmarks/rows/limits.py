@@ -53,7 +53,10 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
     bare, seed = (dataclasses.replace(many, protocol=protocol) for protocol in ("bare", "seed"))
     return [
         Benchmark(
-            (Metric(ROOMS, "rooms/s", "higher", "seed managers"),),
+            (
+                Metric(ROOMS, "rooms/s", "higher", "seed managers"),
+                Metric(f"{ROOMS}.cpu", "us/room", "lower", "seed managers"),
+            ),
             lambda: Throughput(bare, plan, ROOMS),
             lambda: Throughput(seed, plan, ROOMS),
         ),

@@ -252,6 +252,11 @@ def note_resident(desk: Desk) -> None:
     desk.items[GENERATION] = _resident()
 
 
+def cpu_used(_: Desk) -> float:
+    """Seconds of CPU of this process so far."""
+    return time.process_time()
+
+
 def check_pages(desk: Desk, orders: Orders) -> None:
     """Compares every page and aux item of the turn with what prefill had."""
     side: DecodeSide = desk.items[SIDE]

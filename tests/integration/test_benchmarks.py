@@ -29,7 +29,7 @@ from benchmarks.sides.memory import Memory, Shape
 REPOSITORY = Path(__file__).parents[2]
 FIELDS = {"name", "unit", "value", "baseline", "baseline_value", "ratio", "better", "runs", "spread"}
 # One of each family that needs no Mooncake: both protocols' managers, a raw ceiling, both publishers.
-ROWS = ("control.throughput", "dataplane.shm.32KiB", "events.replay.300B", "index.memory")
+ROWS = ("control.throughput", "control.throughput.cpu", "dataplane.shm.32KiB", "events.replay.300B", "index.memory")
 
 
 @pytest.mark.timeout(230)
