@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
-from benchmarks import stages
+from benchmarks import stages, steps
 from benchmarks.__main__ import main
 from benchmarks.baselines.disaggregation import contiguous_groups
 from benchmarks.harness import quiet
@@ -57,6 +57,14 @@ def test_the_stages_of_a_room_are_told_in_their_order(capsys: pytest.CaptureFixt
     at = [float(cell) for cell in reached if cell]
     assert at[0] == 0.0 and at == sorted(at)
     assert len(at) == len(stages.WARM), f"a stage that no room reached: was its function renamed?\n{said}"
+
+
+def test_the_steps_of_a_room_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert steps.main(["--turns", "1"]) == 0
+    rows = [[cell.strip() for cell in line.split("│")[1:4]] for line in capsys.readouterr().out.splitlines()]
+    for process in ("prefill", "decode"):
+        *found, whole = [float(row[2]) for row in rows if row and row[0] == process]
+        assert min(found) > 0 and sum(found) == pytest.approx(whole, abs=0.1)
 
 
 def test_an_unknown_row_is_an_error() -> None:
