@@ -30,6 +30,26 @@ def test_page_sets_round_trip(numbers: list[int]) -> None:
     assert (read.pages.tolist(), read.first_page) == (numbers, 7)
 
 
+@pytest.mark.parametrize(
+    ("pages", "text"),
+    [
+        (PageSet(pool=2), "rooms[1].pages[0].pool: must be 0, in the order of the Hello, not 2"),
+        (PageSet(pages_u32_le=b"abc"), "rooms[1].pages[0].pages_u32_le: must be a multiple of 4 bytes, not 3"),
+        (PageSet(pages_u32_le=bytes(4), run_starts=[1]), "rooms[1].pages[0].run_starts: must be empty when"),
+        (PageSet(pages_u32_le=bytes(8)), "rooms[1].pages[0]: must be page numbers that are there once, not 0"),
+        (PageSet(run_starts=[1, 2]), "rooms[1].pages[0].run_lengths: must be as many as run_starts (2), not 0"),
+    ],
+)
+def test_what_is_wrong_with_pages_is_named_by_its_place_in_the_frame(pages: PageSet, text: str) -> None:
+    frame = pb.SessionRequest(rooms=[pb.DecodeRoom(room=room, want=pb.WANT_WRITE) for room in (1, 2)])
+    frame.rooms[0].pages.add()
+    frame.rooms[1].pages.append(pages)
+    right, wrong = wire.parse_request(frame, [("kv", 8)])
+    assert right.error is None and wrong.destination is None
+    assert isinstance(wrong.error, InvalidRequest) and wrong.error.message.startswith(text)
+    assert wrong.error.metadata["field"] == text.partition(":")[0] == wrong.error.violations[0].field
+
+
 def test_runs_only_where_they_are_at_most_one_for_eight_pages() -> None:
     runs, raw = PageSet(), PageSet()
     wire.fill_page_set(runs, np.arange(16, dtype=np.uint32))
