@@ -160,7 +160,7 @@ def _check_pages(world: World, decode: DecodeProcess) -> None:
     for key, receiving in decode.receiving.items():
         held += len(receiving.pages or [])
         if receiving.pages and receiving.told:
-            for part in receiving.room.parts.values():
+            for part in receiving.room.parts:
                 _check_held(world, decode, key, part, len(receiving.pages))
     if held + len(decode.free) + len(decode.free_states) != ALL_PAGES:
         world.violate("pages are gone", decode.ref)

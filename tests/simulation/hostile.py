@@ -164,7 +164,7 @@ def owed_by_others(decode: DecodeProcess, liar: RankRef) -> dict[RoomKey, tuple[
     return {
         key: (room.state, room.ended, room.failure, room.handle.poll, room.handle.release_safe, tuple(_parts_of(room)))
         for key, room in decode.core.rooms.items()
-        if liar not in [part.pair.ref for part in room.parts.values()]
+        if liar not in [part.pair.ref for part in room.parts]
     }
 
 
@@ -172,7 +172,7 @@ def _parts_of(room: object) -> Iterator[tuple[object, ...]]:
     from kvgrpc.transfer.protocol.decode_room import DecodeRoom
 
     assert isinstance(room, DecodeRoom)
-    for part in room.parts.values():
+    for part in room.parts:
         yield part.pair, part.state, part.writes, part.pages_done, part.forgot
 
 

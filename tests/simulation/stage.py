@@ -97,4 +97,4 @@ def failed(handle: WatchedHandle, reason: str) -> bool:
 
 def part_of(room: DecodeRoom, number: int = 0) -> DecodePart:
     """What prefill ``number`` owes."""
-    return next(part for rank, part in room.parts.items() if rank.engine == f"P{number}")
+    return next(part for part in room.parts if part.pair.ref.rank.engine == f"P{number}")

@@ -59,7 +59,7 @@ class _ByTime(HeldPages):
     def look(self, room: DecodeRoom, now: int) -> bool:
         over = super().look(room, now)
         if not over:
-            self._looks.set(room.key, now + 1)
+            self._looks.set(room, now + 1)
         return over
 
     def _evidence(self, room: DecodeRoom, part: DecodePart, now: int) -> bool:

@@ -167,7 +167,7 @@ def check_pages_of(
 def check_destinations(destination: Destination, pool_pages: Sequence[int], pools: Sequence[str]) -> None:
     """As ``check_destination``, for the pages of every pool."""
     if destination.others is None:
-        check_destination(destination, pool_pages[0] if len(pool_pages) == 1 else min(pool_pages), pools[0])
+        check_destination(destination, min(pool_pages), pools[0])
         return
     for each, count, pool in zip((destination, *destination.others), pool_pages, pools, strict=True):
         check_destination(each, count, pool)

@@ -93,7 +93,7 @@ class DecodeCore:
         self.ignored_entries = 0
         self._deliver_aux = deliver_aux
         self._held = self.held_pages_class(self.timing.settle, connections)
-        self._due: Deadlines[RoomKey] = Deadlines()
+        self._due: Deadlines[DecodeRoom] = Deadlines()
         self._streams = 0
         self._work = DecodeWork()
         self._pending: PendingRooms[DecodePair] = PendingRooms()
@@ -119,7 +119,7 @@ class DecodeCore:
         room.created_at = self.now
         self.rooms[room.key] = room
         self.open_rooms += 1
-        self._set_deadline(room)
+        self._due.set(room, self.now + self.timing.room_deadline)
         return True
 
     def bind(self, room: DecodeRoom, targets: Sequence[Target]) -> None:
@@ -128,11 +128,12 @@ class DecodeCore:
             self._tell_refusal(room, targets)
         if room.ended or self.rooms.get(room.key) is not room:
             return
+        bound = room.ranks
         for target in targets:
-            if target.ref.rank in room.parts:
+            if target.ref.rank in bound:
                 continue
             pair = self._pair(target)
-            room.parts[target.ref.rank] = DecodePart(pair)
+            room.parts = (*room.parts, DecodePart(pair))
             pair.rooms.add(room.key)
             pair.wait(self.now)
             failure = self._refusal_of(pair)
@@ -161,7 +162,7 @@ class DecodeCore:
             return
         room.destination = destination
         room.aux_index = aux_index
-        self._set_deadline(room)
+        self._due.set(room, self.now + self.timing.room_deadline)
         self._tell(room)
 
     def fail(self, room: DecodeRoom, failure: Failure) -> None:
@@ -282,10 +283,9 @@ class DecodeCore:
 
     def tick(self) -> None:
         self.now += 1
-        for key in self._due.due(self.now):
-            room = self.rooms[key]
+        for room in self._due.due(self.now):
             limit = self.timing.milliseconds(self.timing.room_deadline)
-            self._end(room, self._failure(failures.out_of_time(key, room.state.name, limit, "decode")))
+            self._end(room, self._failure(failures.out_of_time(room.key, room.state.name, limit, "decode")))
         for pair in list(self.pairs.values()):
             self._tick_pair(pair)
         for room in self._held.due(self.now):
@@ -297,8 +297,9 @@ class DecodeCore:
 
     def _tell_refusal(self, room: DecodeRoom, targets: Sequence[Target]) -> None:
         """Nothing is kept of a refused room but why, for as long as its prefill's pages would wait for it."""
+        told = room.ranks
         for target in targets:
-            if target.ref.rank in room.parts:
+            if target.ref.rank in told:
                 continue
             pair = self._pair(target)
             if room.failure is not None and len(pair.refusals) < REFUSALS_AT_MOST and pair.dead_at is None:
@@ -323,10 +324,6 @@ class DecodeCore:
             return self._failure(failures.pages_held(held, self.bounds.held_pages, self._settle_seconds, pair.ref))
         return None
 
-    def _set_deadline(self, room: DecodeRoom) -> None:
-        room.deadline = self.now + self.timing.room_deadline
-        self._due.set(room.key, room.deadline)
-
     def _apply(self, room: DecodeRoom, part: DecodePart, entry: PrefillEntry) -> None:
         stopped_before = part.writes is WRITES_STOPPED
         if not part.take(entry):
@@ -340,7 +337,7 @@ class DecodeCore:
             room.note_ready()
         elif part.state is STATE_TRANSFERRING:
             room.transfer()
-            done = min(each.pages_done for each in room.parts.values())
+            done = min(each.pages_done for each in room.parts)
             room.handle.note_done(min(done, room.page_count))
 
     def _part_ended(self, room: DecodeRoom, part: DecodePart, entry: PrefillEntry) -> None:
@@ -380,7 +377,7 @@ class DecodeCore:
         if failure is not None:
             self._end(room, failure)
         else:
-            self._due.clear(room.key)
+            self._due.clear(room)
             self.open_rooms -= 1
             room.succeed()
             self._work.ended.append(room)
@@ -390,13 +387,13 @@ class DecodeCore:
         nameless, self._nameless = self._nameless, []
         for room in nameless:
             if room.destination is None and not room.ended:
-                for part in room.parts.values():
+                for part in room.parts:
                     if not part.told:
                         self._pending.add(part.pair, room.key)
 
     def _tell(self, room: DecodeRoom) -> None:
         """All pairs of the room, now."""
-        for part in room.parts.values():
+        for part in room.parts:
             if not part.forgot:
                 self._pending.add(part.pair, room.key)
 
@@ -407,7 +404,7 @@ class DecodeCore:
         self.open_rooms -= 1
         room.fail(failure)
         room.refused = not room.bound  # who owes it is not known yet, and is told once it is
-        self._due.clear(room.key)
+        self._due.clear(room)
         self._tell(room)
         self._held.hold(room)
         self._look(room)
@@ -425,7 +422,7 @@ class DecodeCore:
             del self.rooms[room.key]
             if room.failure is not None:
                 self._work.failed.append(room)
-            for part in room.parts.values():
+            for part in room.parts:
                 part.pair.rooms.discard(room.key)
 
     # Pairs.
@@ -499,7 +496,7 @@ class DecodeCore:
     def _resolve_again(self, room: DecodeRoom, part: DecodePart) -> None:
         room.resolved_again = True
         room.bound = False
-        del room.parts[part.pair.ref.rank]
+        room.parts = tuple(each for each in room.parts if each is not part)
         part.pair.rooms.discard(room.key)
         self._work.resolves.append(room)
 

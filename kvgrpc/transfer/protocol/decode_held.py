@@ -29,7 +29,7 @@ class HeldPages:
         self.of_pair: dict[DecodePair, int] = {}
         self._settle = settle
         self._connections = connections
-        self._looks: Deadlines[RoomKey] = Deadlines()
+        self._looks: Deadlines[DecodeRoom] = Deadlines()
 
     def __contains__(self, key: RoomKey) -> bool:
         return key in self.rooms
@@ -46,17 +46,17 @@ class HeldPages:
     def look(self, room: DecodeRoom, now: int) -> bool:
         """True when every part gave evidence: the pages are held no more. Else notes when to look again."""
         again = 0
-        for part in room.parts.values():
+        for part in room.parts:
             if not self._evidence(room, part, now):
                 since = _proven_at(part)
                 if since is None:
                     return False  # only news can help
                 again = max(again, now + 1, since + self._settle + 1)
         if again:
-            self._looks.set(room.key, again)
+            self._looks.set(room, again)
             return False
         del self.rooms[room.key]
-        self._looks.clear(room.key)
+        self._looks.clear(room)
         self._count(room, -room.page_count)
         return True
 
@@ -66,11 +66,11 @@ class HeldPages:
 
     def due(self, now: int) -> list[DecodeRoom]:
         """Rooms to look at in this tick."""
-        return [self.rooms[key] for key in self._looks.due(now)]
+        return list(self._looks.due(now))
 
     def _count(self, room: DecodeRoom, pages: int) -> None:
         self.pages += pages
-        for part in room.parts.values():
+        for part in room.parts:
             if part.told_write:  # which never changes once the room has ended
                 self.of_pair[part.pair] = self.of_pair.get(part.pair, 0) + pages
                 if not self.of_pair[part.pair]:

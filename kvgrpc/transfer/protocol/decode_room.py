@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from kvgrpc.errors import Failure
 from kvgrpc.model import RankId
@@ -89,13 +89,15 @@ class DecodeRoom(Struct, eq=False, gc=False):
 
     ``parts``: one for each prefill rank that owes something, all of them once ``bound``. ``refused``: it ended before,
     and is bound nevertheless, so that those who owe it hear why. ``compared``: its pages are being compared.
+    ``deadline``: the tick by which it must have come further, and once it has ended that at which its pages are looked
+    at again; 0: none.
     The garbage collector does not look at it: whoever lets its handle keep it ends that with the room.
     """
 
     key: RoomKey
     handle: Handle
     traceparent: str = ""
-    parts: dict[RankId, DecodePart] = field(default_factory=dict)
+    parts: tuple[DecodePart, ...] = ()
     bound: bool = False
     compared: bool = False
     destination: Destination | None = None
@@ -123,7 +125,7 @@ class DecodeRoom(Struct, eq=False, gc=False):
     def over(self) -> bool:
         """It ended, and no part has anything left to say or to hear."""
         if self.ended:
-            for part in self.parts.values():
+            for part in self.parts:
                 if not part.over:
                     return False
         return self.ended
@@ -132,7 +134,7 @@ class DecodeRoom(Struct, eq=False, gc=False):
     def arrived(self) -> bool:
         """Every part that is owed is in place (rule 9, fan-in)."""
         if self.bound:
-            for part in self.parts.values():
+            for part in self.parts:
                 if not part.arrived:
                     return False
         return self.bound
@@ -140,7 +142,7 @@ class DecodeRoom(Struct, eq=False, gc=False):
     @property
     def verified(self) -> bool:
         """Some of its parts come with checksums of what was sent."""
-        for part in self.parts.values():
+        for part in self.parts:
             if part.pair.verify:
                 return self.has_pages
         return False
@@ -148,12 +150,19 @@ class DecodeRoom(Struct, eq=False, gc=False):
     @property
     def to_compare(self) -> list[DecodePart]:
         """Parts that came with checksums of what was sent (14, aux and checksums)."""
-        return [part for part in self.parts.values() if part.pair.verify] if self.has_pages else []
+        return [part for part in self.parts if part.pair.verify] if self.has_pages else []
 
     def part_of(self, pair: DecodePair) -> DecodePart | None:
         """The part that this incarnation owes, if it is the one that owes it."""
-        part = self.parts.get(pair.ref.rank)
-        return part if part is not None and part.pair is pair else None
+        for part in self.parts:
+            if part.pair is pair:
+                return part
+        return None
+
+    @property
+    def ranks(self) -> set[RankId]:
+        """Those that owe a part, as far as it is bound."""
+        return {part.pair.ref.rank for part in self.parts}
 
     def entry(self, part: DecodePart, now: int, timing: Timing) -> DecodeEntry:
         """What is to be told of one part now; notes that it was told."""
@@ -174,7 +183,7 @@ class DecodeRoom(Struct, eq=False, gc=False):
         """WaitingForInput once every target is resolved and welcomed, so that the scheduler may allocate (12, poll)."""
         if self.state is not STATE_BOOTSTRAPPING or not self.bound:
             return
-        if all(part.pair.welcomed for part in self.parts.values()):
+        if all(part.pair.welcomed for part in self.parts):
             self.state = STATE_WAITING_FOR_INPUT
             self.handle.turn(POLL_WAITING_FOR_INPUT)
 
@@ -182,7 +191,7 @@ class DecodeRoom(Struct, eq=False, gc=False):
         """One more sender exists; once all do, the handle says ``prefill_ready`` (12, poll)."""
         if not self.bound or self.handle.prefill_ready:
             return
-        if all(part.state >= STATE_WAITING_FOR_INPUT for part in self.parts.values()):
+        if all(part.state >= STATE_WAITING_FOR_INPUT for part in self.parts):
             self.handle.note_prefill_ready()
 
     def transfer(self) -> None:

@@ -91,7 +91,7 @@ class PrefillCore:
         self.ignored_entries = 0
         self._work = PrefillWork()
         self._pending: PendingRooms[PrefillPair] = PendingRooms()
-        self._due: Deadlines[RoomKey] = Deadlines()
+        self._due: Deadlines[PrefillRoom] = Deadlines()
         self._moving: dict[RoomKey, PrefillRoom] = {}
         self._ended = EndedRecords(self.timing.ended_record, self.bounds.ended_records)
         self._unknown = UnknownWrites(self.bounds.known_streams)
@@ -288,8 +288,8 @@ class PrefillCore:
 
     def tick(self) -> None:
         self.now += 1
-        for key in self._due.due(self.now):
-            self._run_out(self.rooms[key])
+        for room in self._due.due(self.now):
+            self._run_out(room)
         overdue = {self._expire(self.rooms[key], aged): None for key, aged in self._ended.take_over(self.now)}
         self._tell_progress()
         for late in overdue:
@@ -380,7 +380,7 @@ class PrefillCore:
         """A second less than decode waits, so that it hears the reason before its own deadline ends the room."""
         left = self.timing.ticks(entry.time_left_ms) if entry.time_left_ms else self.timing.unclaimed
         ticks = min(left - self.timing.welcome_within, self.timing.unclaimed)
-        self._due.set(room.key, self.now + max(1, ticks))
+        self._due.set(room, self.now + max(1, ticks))
 
     def _want(self, pair: PrefillPair, room: PrefillRoom, entry: DecodeEntry) -> None:
         want = entry.want
@@ -395,7 +395,7 @@ class PrefillCore:
             elif entry.destination is not None:
                 submissions = room.set_destination(entry.destination, entry.traceparent)
                 if room.claimed:
-                    self._due.clear(room.key)
+                    self._due.clear(room)
                 elif announced:
                     self._await_sender(room, entry)
                 self._follow(room, submissions)
@@ -480,12 +480,12 @@ class PrefillCore:
                 self._drop(room)
             return
         self._owners.wait_no_more(room)
-        self._due.set(room.key, self.now + self.timing.room_deadline)
+        self._due.set(room, self.now + self.timing.room_deadline)
         self._follow(room, room.claim(handle))
         if room.announce():
             self._tell(room)
         if room.destination is not None:
-            self._due.clear(room.key)
+            self._due.clear(room)
         if self.draining:
             self._refuse(room, failures.draining(self.me))
 
@@ -521,7 +521,7 @@ class PrefillCore:
             else:
                 room.noted = True
                 self._work.ended.append(room)
-            self._due.clear(room.key)
+            self._due.clear(room)
             if room.open_writes:
                 self._work.stops.append(room)
             else:
@@ -612,7 +612,7 @@ class PrefillCore:
         if self._owners.places:
             self._owners.forget_places(room.key)
         self._ended.drop(room.key)
-        self._due.clear(room.key)
+        self._due.clear(room)
         self._owners.wait_no_more(room)
         if room.owner is not None:
             room.owner.rooms.discard(room.key)

@@ -75,6 +75,8 @@ class PrefillRoom(Struct, eq=False):
     moved since decode was told. ``noted``: people were told of its end. ``siblings``: the records of all decode ranks
     that the sender owes, this one included.
 
+    ``deadline``: the tick until which it waits for its decode or its sender; 0: it has met them.
+
     The methods that start writes return them; the room has ended by itself when there is nothing to write or to wait
     for. What follows for the rank is the core's.
     """
@@ -82,6 +84,7 @@ class PrefillRoom(Struct, eq=False):
     key: RoomKey
     me: RankRef
     created_at: int
+    deadline: int = 0
     handle: Handle | None = None
     claimed: bool = False
     chunks: Chunks = field(default_factory=Chunks)

@@ -2,45 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
-from typing import Generic, TypeVar
+from collections.abc import Collection
+from typing import Generic, Protocol, TypeVar
 
-Key = TypeVar("Key", bound=Hashable)
+from kvgrpc.transfer.protocol.types import RoomKey
 
 
-class Deadlines(Generic[Key]):
-    """At most one tick for each key. The owner asks once a tick what is due, and skips no tick."""
+class HasDeadline(Protocol):
+    """``deadline``: the tick of its deadline, 0: it has none. Only ``Deadlines`` writes it."""
 
-    __slots__ = ("_keys", "_ticks")
+    deadline: int
+
+    @property
+    def key(self) -> RoomKey: ...
+
+
+Room = TypeVar("Room", bound=HasDeadline)
+
+
+class Deadlines(Generic[Room]):
+    """At most one tick for each room, which the room itself remembers. The owner asks once a tick what is due, and
+    skips no tick.
+    """
+
+    __slots__ = ("_due",)
 
     def __init__(self) -> None:
-        self._ticks: dict[Key, int] = {}
-        self._keys: dict[int, dict[Key, None]] = {}
+        self._due: dict[int, dict[RoomKey, Room]] = {}
 
     def __len__(self) -> int:
-        return len(self._ticks)
+        return sum(map(len, self._due.values()))
 
-    def set(self, key: Key, tick: int) -> None:
-        """Makes the key due at ``tick``, which must not have passed; an earlier setting of it is forgotten."""
-        before = self._ticks.get(key)
-        if before is not None:
-            self._keys[before].pop(key, None)
-        self._ticks[key] = tick
-        keys = self._keys.get(tick)
-        if keys is None:
-            keys = self._keys[tick] = {}
-        keys[key] = None
+    def set(self, room: Room, tick: int) -> None:
+        """Makes the room due at ``tick``, which must not have passed; an earlier setting of it is forgotten."""
+        self.clear(room)
+        room.deadline = tick
+        due = self._due.get(tick)
+        if due is None:
+            due = self._due[tick] = {}
+        due[room.key] = room
 
-    def clear(self, key: Key) -> None:
-        tick = self._ticks.pop(key, None)
-        if tick is not None:
-            del self._keys[tick][key]
+    def clear(self, room: Room) -> None:
+        if room.deadline:
+            del self._due[room.deadline][room.key]
+            room.deadline = 0
 
-    def due(self, tick: int) -> Collection[Key]:
-        """Removes and returns the keys that are due in this tick, each once, in the order in which they were set."""
-        keys = self._keys.pop(tick, None)
-        if keys is None:
+    def due(self, tick: int) -> Collection[Room]:
+        """Removes and returns the rooms that are due in this tick, each once, in the order in which they were set."""
+        due = self._due.pop(tick, None)
+        if due is None:
             return ()
-        for key in keys:
-            del self._ticks[key]
-        return keys
+        for room in due.values():
+            room.deadline = 0
+        return due.values()

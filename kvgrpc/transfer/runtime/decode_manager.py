@@ -186,7 +186,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
         ]
 
     def _row(self, room: DecodeRoom) -> RoomRow:
-        parts = tuple(PartRow(part.pair.ref, part.state, part.writes, part.pages_done) for part in room.parts.values())
+        parts = tuple(PartRow(part.pair.ref, part.state, part.writes, part.pages_done) for part in room.parts)
         held = room.ended and not room.handle.release_safe
         age = (self.core.now - room.created_at) * self.config.timing.tick_seconds
         return RoomRow(

@@ -269,7 +269,7 @@ class TestBinding:
         side.core.fail(room, CANCELLED)
         later = Target(RankRef(P0.ref.rank, 9), "host:1")
         side.core.bind(room, (later, P1))
-        assert list(room.parts) == [P1.ref.rank] and not room.handle.release_safe
+        assert room.ranks == {P1.ref.rank} and not room.handle.release_safe
         (third,) = side.welcome()
         assert third.pair.ref == later.ref
         said = side.said()

@@ -95,7 +95,7 @@ class TestPoll:
     def test_tables_follow_it_and_its_end_is_told_to_the_shell_once(self, side: Side) -> None:
         side.ticks(3)
         room, stream = side.writing(pages=4)
-        (part,) = room.parts.values()
+        (part,) = room.parts
         assert (room.created_at, room.state, part.sender_seen) == (3, RoomState.WAITING_FOR_INPUT, False)
         moving = PrefillEntry(KEY, RoomState.TRANSFERRING, Writes.OPEN, 3, b"", None)
         earlier = PrefillEntry(KEY, RoomState.TRANSFERRING, Writes.OPEN, 1, b"", None)
@@ -231,7 +231,7 @@ class TestNews:
         room, stream = side.writing()
         side.hear(stream, RoomState.FAILED, Writes.UNKNOWN)
         side.hear(stream, RoomState.FAILED, Writes.OPEN)
-        (part,) = room.parts.values()
+        (part,) = room.parts
         assert part.writes is Writes.UNKNOWN and side.core.ignored_entries == 1
 
     def test_a_room_it_does_not_know_is_answered_forget(self, side: Side) -> None:

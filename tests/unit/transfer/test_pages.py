@@ -94,6 +94,17 @@ def test_each_pool_has_the_bounds_of_its_own() -> None:
     assert (refused.value.metadata["pool"], refused.value.metadata["pages"]) == ("kv", "7")
 
 
+@pytest.mark.parametrize("count", [1, 40])
+def test_a_destination_is_inside_of_each_pool(count: int) -> None:
+    pages = list(range(count))
+    for_all, for_each = destination_of((as_pages(pages),), 0), destination_of((as_pages(pages), as_pages([7])), 0)
+    check_destinations(for_all, (count + 1, count), ("kv", "swa"))
+    check_destinations(for_each, (count, 8), ("kv", "swa"))
+    for wrong, sizes in ((for_all, (count, count - 1)), (for_each, (count - 1, 8)), (for_each, (count, 7))):
+        with pytest.raises(KvIndexOutOfRange):
+            check_destinations(wrong, sizes, ("kv", "swa"))
+
+
 @pytest.mark.parametrize("pages", [[3, 3], {"kv": [1], "swa": [2, 2]}])
 def test_no_pool_of_a_destination_has_a_page_twice(pages: object) -> None:
     with pytest.raises(InvalidRequest, match="there once"):
