@@ -15,7 +15,7 @@ from kvgrpc.transfer.protocol.types import ALIGN_HEAD, ALIGN_TAIL, Align, Destin
 Wait = Callable[[], None]
 
 
-class Chunk(msgspec.Struct, eq=False):
+class Chunk(msgspec.Struct, eq=False, gc=False):
     """The pages of one ``send``: uint32 numbers in prefill's pool, for positions start, start + 1, … of the room.
 
     ``wait`` runs on the transfer thread before the pages are read (an engine's "forward is done" event). ``others``:
@@ -30,7 +30,7 @@ class Chunk(msgspec.Struct, eq=False):
     others: tuple[U32Array, ...] | None = None
 
 
-class Placed(msgspec.Struct, eq=False):
+class Placed(msgspec.Struct, eq=False, gc=False):
     """A chunk, or the part of it that decode wants: our page ``source[i]`` is written to decode's ``destination[i]``,
     which is at position start + i of decode's pages.
 

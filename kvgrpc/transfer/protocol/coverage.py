@@ -7,7 +7,7 @@ from bisect import bisect_right
 import msgspec
 
 
-class Coverage(msgspec.Struct, eq=False):
+class Coverage(msgspec.Struct, eq=False, gc=False):
     """``prefix`` positions from 0 on without a gap, and intervals beyond it: almost always none, because engines send
     from front to back."""
 

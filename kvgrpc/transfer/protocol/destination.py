@@ -13,7 +13,7 @@ _NONE: _Index = np.empty(0, dtype=np.int64)
 _FEW = 16
 
 
-class Destination(msgspec.Struct, eq=False):
+class Destination(msgspec.Struct, eq=False, gc=False):
     """``count`` pages (uint32, in the order of the prompt), after the ``first_page`` logical pages that decode has.
 
     ``others``: pages of the second pool, the third and so on, where each pool has its own; the first pool's positions

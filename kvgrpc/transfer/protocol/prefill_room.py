@@ -49,7 +49,7 @@ _DONE: Final = Outcome.DONE  # reading it off its class costs more than the comp
 _WRITES_AFTER = (WRITES_UNKNOWN, WRITES_STOPPED, WRITES_SETTLED, WRITES_SETTLED)
 
 
-class Submission(Struct, eq=False):
+class Submission(Struct, eq=False, gc=False):
     """One write for the data plane: our page ``source[i]`` goes to the owner's ``destination[i]``, at start + i.
 
     ``others``: pages of the other pools, source and destination; None: those pages are every pool's.

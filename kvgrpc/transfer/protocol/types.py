@@ -186,7 +186,7 @@ class LostPair(NamedTuple):
     rooms: int
 
 
-class DecodeEntry(Struct, frozen=True):
+class DecodeEntry(Struct, frozen=True, gc=False):
     """The latest state of one room at decode, as it travels. ``error``: what was wrong with it (15, hostile frames)."""
 
     key: RoomKey
