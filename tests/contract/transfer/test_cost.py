@@ -125,7 +125,7 @@ def _hand_over(prefill: RankHost, decode: RankHost) -> None:
 
 
 def _give_up(prefill: RankHost, decode: RankHost) -> None:
-    """ROOMS rooms that end before anything is written: pages that wait refer to their sender, and decode's are wrong."""
+    """ROOMS rooms that end before anything is written: pages that wait refer to their sender, decode's are wrong."""
     first = next(NUMBERS)
     senders = [sender_of(prefill, room) for room in range(first, first + ROOMS)]
     receivers = [receiver_of(decode, prefill.rank.address, room) for room in range(first, first + ROOMS)]
