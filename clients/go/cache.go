@@ -23,7 +23,8 @@ type Place struct {
 
 // Cache is what one cache holds by what its events said. The zero value is an empty cache.
 //
-// A block that is stored twice is there until it is removed twice; what is removed and was not there changes nothing.
+// A block that is stored twice is there until it is removed twice; what is removed and was not there changes nothing. What it
+// shows while Hear is given a snapshot is the state before it, until the snapshot is complete.
 type Cache struct {
 	copies map[Place]map[uint64]int
 	mixed  map[Place]uint64
@@ -32,6 +33,9 @@ type Cache struct {
 	next    uint64
 	past    map[uint64][]*kvgrpcv1.TierDigest
 	partial bool
+	logID   string
+	// What a snapshot has said so far; nil outside of one.
+	shadow *Cache
 }
 
 // Apply takes the events of one batch, in order.

@@ -3,7 +3,6 @@ package kvgrpc
 import (
 	"context"
 	"iter"
-	"time"
 
 	kvgrpcv1 "kvgrpc.dev/go/kvgrpc/v1"
 )
@@ -27,20 +26,50 @@ const (
 )
 
 // Hear takes an item of a Watch, in order, and compares where it brings the publisher's digest.
+//
+// What a snapshot says is shown once it is complete and comes to its own digest; until then what was known before it is. A
+// snapshot that does not is Different, and changes nothing.
 func (cache *Cache) Hear(item Item) Verdict {
 	switch item := item.(type) {
+	case Void:
+		cache.forget()
 	case Reset:
-		cache.Clear()
-		cache.partial, cache.past = !item.Whole, nil
-	case Events:
-		cache.Apply(item.Events)
-		if item.Complete {
-			cache.advance(item.NextSequence)
+		if item.LogID != cache.logID {
+			cache.forget()
 		}
+		cache.logID = item.LogID
+		cache.shadow = &Cache{logID: item.LogID, partial: !item.Whole}
+	case Events:
+		return cache.hearEvents(item)
 	case Current:
 		return cache.Compare(item.State)
 	}
 	return Unknown
+}
+
+func (cache *Cache) hearEvents(item Events) Verdict {
+	told := cache
+	if cache.shadow != nil {
+		told = cache.shadow
+	}
+	told.Apply(item.Events)
+	if !item.Complete {
+		return Unknown
+	}
+	told.advance(item.NextSequence)
+	verdict := told.Compare(item.State)
+	switch {
+	case told == cache:
+	case verdict == Different:
+		cache.shadow = nil
+	default:
+		*cache = *told
+	}
+	return verdict
+}
+
+func (cache *Cache) forget() {
+	*cache = Cache{partial: true, logID: cache.logID}
 }
 
 // Compare says whether this was what it held at the moment of a publisher's digest: that of now, or of one of the last
@@ -83,34 +112,6 @@ func (cache *Cache) advance(next uint64) {
 // digest differs from the publisher's. What is yielded may be looked at in the cache until the next item is asked for.
 func Follow(ctx context.Context, client kvgrpcv1.EventServiceClient, stream Stream, cache *Cache) iter.Seq2[Item, error] {
 	return func(yield func(Item, error) bool) {
-		pause := firstPause
-		for differs := true; differs && ctx.Err() == nil; {
-			differs = false
-			for item, err := range Watch(ctx, client, stream) {
-				verdict := Unknown
-				if err == nil {
-					verdict = cache.Hear(item)
-				}
-				if differs = verdict == Different; differs {
-					// What it holds is no state of the publisher's: until the snapshot nothing is better.
-					cache.Clear()
-					cache.partial = true
-					break
-				}
-				if verdict == Equal {
-					pause = firstPause
-				}
-				if !yield(item, err) {
-					return
-				}
-			}
-			if differs {
-				select {
-				case <-ctx.Done():
-				case <-time.After(pause):
-				}
-				pause = min(2*pause, longestPause)
-			}
-		}
+		(&watcher{client: client, stream: stream, yield: yield, snapshots: true, cache: cache}).run(ctx)
 	}
 }

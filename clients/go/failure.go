@@ -45,7 +45,7 @@ func FailureOf(err error) (Failure, bool) {
 	return failure, true
 }
 
-// MayRepeat says whether the same call may succeed later.
+// MayRepeat says whether the same call may succeed later. A server names a time for nothing else, whatever the code.
 func (failure Failure) MayRepeat() bool {
-	return failure.Code == codes.Unavailable || failure.Code == codes.ResourceExhausted && failure.RetryAfter > 0
+	return failure.Code == codes.Unavailable || failure.RetryAfter > 0
 }

@@ -67,6 +67,8 @@ func watched(t *testing.T, client kvgrpcv1.EventServiceClient, count int) ([]str
 			return said, err
 		}
 		switch item := item.(type) {
+		case Void:
+			said = append(said, "void")
 		case Reset:
 			said = append(said, fmt.Sprintf("reset %s %t", item.LogID, item.Whole))
 		case Events:
@@ -159,11 +161,11 @@ func TestALogThatMovedOnIsReadFromASnapshot(t *testing.T) {
 			saying(refusal(codes.OutOfRange, reason)),
 			saying(nil, begin("b", 9), snapshot(9, 0, true)),
 		}}
-		said, err := watched(t, server.serve(t), 4)
+		said, err := watched(t, server.serve(t), 5)
 		if err != nil {
 			t.Fatal(reason, err)
 		}
-		equal(t, said, []string{"reset a true", "events 1 1 true", "reset b true", "events 9 1 true"})
+		equal(t, said, []string{"reset a true", "events 1 1 true", "void", "reset b true", "events 9 1 true"})
 		if server.requests[2].Mode != kvgrpcv1.WatchMode_WATCH_MODE_SNAPSHOT {
 			t.Error(server.requests[2])
 		}
@@ -175,11 +177,11 @@ func TestABatchThatCannotBeReadIsMadeUpForByASnapshot(t *testing.T) {
 		saying(nil, begin("a", 1), snapshot(1, 0, true), batches(1, []byte{0xc1})),
 		saying(nil, begin("a", 2), snapshot(2, 0, true)),
 	}}
-	said, err := watched(t, server.serve(t), 4)
+	said, err := watched(t, server.serve(t), 5)
 	if err != nil {
 		t.Fatal(err)
 	}
-	equal(t, said, []string{"reset a true", "events 1 1 true", "reset a true", "events 2 1 true"})
+	equal(t, said, []string{"reset a true", "events 1 1 true", "void", "reset a true", "events 2 1 true"})
 }
 
 func TestAServerWithoutSnapshotsIsReadFromItsOldestBatch(t *testing.T) {
@@ -187,11 +189,11 @@ func TestAServerWithoutSnapshotsIsReadFromItsOldestBatch(t *testing.T) {
 		saying(refusal(codes.Unimplemented, "FEATURE_DISABLED")),
 		saying(nil, begin("a", 3), batches(3, payload(1))),
 	}}
-	said, err := watched(t, server.serve(t), 2)
+	said, err := watched(t, server.serve(t), 3)
 	if err != nil {
 		t.Fatal(err)
 	}
-	equal(t, said, []string{"reset a false", "events 4 1 true"})
+	equal(t, said, []string{"reset a false", "events 3 0 true", "events 4 1 true"})
 }
 
 func TestWhatRepeatingCannotMendEndsAWatchWithItsReason(t *testing.T) {
@@ -260,9 +262,9 @@ func TestANewLogMayHaveSnapshotsWhereTheOneBeforeHadNone(t *testing.T) {
 		saying(refusal(codes.Aborted, "STALE_LOG")),
 		saying(nil, begin("b", 9), snapshot(9, 0, true)),
 	}}
-	said, err := watched(t, server.serve(t), 4)
+	said, err := watched(t, server.serve(t), 6)
 	if err != nil {
 		t.Fatal(err)
 	}
-	equal(t, said, []string{"reset a false", "events 4 1 true", "reset b true", "events 9 1 true"})
+	equal(t, said, []string{"reset a false", "events 3 0 true", "events 4 1 true", "void", "reset b true", "events 9 1 true"})
 }

@@ -30,13 +30,17 @@ const CHECKPOINTS = 64n;
 
 /**
  * Give it every item of a watch, in order. A block that is stored twice is there until it is removed twice; what is removed
- * and was not there changes nothing.
+ * and was not there changes nothing. What a snapshot says is shown once it is complete and comes to its own digest; until then
+ * what was known before it is.
  */
 export class Cache {
-  readonly #tiers = new Map<string, Tier>();
-  readonly #past = new Map<bigint, string>();
+  #tiers = new Map<string, Tier>();
+  #past = new Map<bigint, string>();
   #next = 0n;
   #whole = true;
+  #log = "";
+  /** What a snapshot has said so far. */
+  #shadow: Cache | undefined;
 
   /** Takes an item, and compares where it brings the publisher's digest. */
   hear(item: WatchItem): Verdict {
@@ -45,24 +49,23 @@ export class Cache {
         if (item.fresh) {
           this.#begin(item.sequence === 0n);
         }
+        this.#log = item.log;
         break;
       case "snapshot":
-        if (item.index === 0) {
-          this.#begin(true);
-        }
-        this.apply(item.events);
-        if (item.last) {
-          this.#advance(item.nextSequence);
-          return this.compare(item.state);
-        }
-        break;
+        return this.#hearPart(item);
       case "batch":
         this.apply(item.batch.events);
         this.#advance(item.sequence + 1n);
         break;
+      case "void":
+        this.forget();
+        break;
       case "unreadable":
-        // What it said is lost: this is no state of the cache until something clears it.
-        this.#begin(false);
+        if (this.#shadow === undefined) {
+          // What it said is lost: this is no state of the cache until something clears it.
+          this.forget();
+        }
+        this.#shadow = undefined;
         break;
       case "current":
         return this.compare(item.state);
@@ -120,7 +123,30 @@ export class Cache {
     return own === textOf(state.tiers) ? "equal" : "different";
   }
 
+  #hearPart(part: Extract<WatchItem, { kind: "snapshot" }>): Verdict {
+    if (part.index === 0) {
+      if (part.log !== this.#log) {
+        this.forget();
+        this.#log = part.log;
+      }
+      this.#shadow = new Cache();
+    }
+    const shadow = this.#shadow;
+    shadow?.apply(part.events);
+    if (shadow === undefined || !part.last) {
+      return "unknown";
+    }
+    this.#shadow = undefined;
+    shadow.#advance(part.nextSequence);
+    const verdict = shadow.compare(part.state);
+    if (verdict !== "different") {
+      [this.#tiers, this.#past, this.#next, this.#whole] = [shadow.#tiers, shadow.#past, shadow.#next, true];
+    }
+    return verdict;
+  }
+
   #begin(whole: boolean): void {
+    this.#shadow = undefined;
     this.#tiers.clear();
     this.#past.clear();
     this.#next = 0n;

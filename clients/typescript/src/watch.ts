@@ -3,9 +3,9 @@ import { type Client, Code } from "@connectrpc/connect";
 
 import { type Failure, failureOf, mayRepeat } from "./errors.js";
 import { decodeBatch, type EventBatch, type KVEvent } from "./events.js";
-import { type Cache } from "./cache.js";
+import { type Cache, type Verdict } from "./cache.js";
 import { ErrorReason } from "./gen/kvgrpc/v1/error_reason_pb.js";
-import { type EventService, type StateDigest, WatchMode, type WatchResponse } from "./gen/kvgrpc/v1/event_service_pb.js";
+import { type EventService, type SnapshotPart, type StateDigest, type WatchBegin, WatchMode, type WatchResponse } from "./gen/kvgrpc/v1/event_service_pb.js";
 
 export interface WatchOptions {
   /** Empty: the server publishes exactly one stream. */
@@ -20,93 +20,107 @@ export interface WatchOptions {
 }
 
 export type WatchItem =
-  /** Batches from here on are complete. `fresh`: whatever was known before is void (first contact, another log, a hole). */
+  /** `fresh`: whatever was known before is void (first contact, another log, reading from the oldest batch). */
   | { kind: "begin"; log: string; sequence: bigint; fresh: boolean }
-  /** A part of the state. Index 0: forget what is known. Once `last`, all before `nextSequence` is in, and comes to `state`. */
+  /**
+   * A part of the state. Index 0 begins one, from empty on. Once `last`, all before `nextSequence` is in, and comes to `state`;
+   * until then what was known is old, and was true: show it until then.
+   */
   | { kind: "snapshot"; log: string; nextSequence: bigint; events: KVEvent[]; index: number; last: boolean; state: StateDigest | undefined }
   | { kind: "batch"; log: string; sequence: bigint; batch: EventBatch }
-  /** A payload that is no batch: forget what is known, or ask again. */
+  /** What was known is no state of the cache any more (another log is current, a digest differs): forget it now. */
+  | { kind: "void"; log: string; cause: string }
+  /** A payload that is no batch: forget what is known, or ask again. Of a snapshot: forget what that said so far. */
   | { kind: "unreadable"; log: string; sequence: bigint; cause: string }
   /** The publisher lost these; AllBlocksCleared follows. */
   | { kind: "dropped"; log: string; firstSequence: bigint; lastSequence: bigint; cause: string }
-  /** All before `nextSequence` was told. `state`: the publisher's digest of the same or an earlier sequence, if it keeps one. */
-  | { kind: "current"; log: string; nextSequence: bigint; state: StateDigest | undefined };
+  /**
+   * All before `nextSequence` was told; the publisher has `lag` batches beyond: 0, but under load. `state`: the publisher's digest
+   * of the same or an earlier sequence, if it keeps one.
+   */
+  | { kind: "current"; log: string; nextSequence: bigint; lag: bigint; state: StateDigest | undefined };
 
 const FIRST_PAUSE_MS = 100;
 const LONGEST_PAUSE_MS = 2_000;
+/** After so long without a failure the next one is the first again. */
+const CALM_MS = 60_000;
+/** The most that a timer takes: beyond it Node fires at once. */
+const LONGEST_TIMER_MS = 2 ** 31 - 1;
 /** Heartbeats come each second: a publisher from which nothing comes for so long is taken for gone. */
 const SILENCE_MS = 5_000;
-const LOST = new Set([ErrorReason.EVENTS_COMPACTED, ErrorReason.STALE_LOG, ErrorReason.EVENTS_SEQUENCE_IN_FUTURE]);
-
+const ANOTHER_LOG = new Set([ErrorReason.STALE_LOG, ErrorReason.EVENTS_SEQUENCE_IN_FUTURE]);
 const KEEPS_NONE = new Set([ErrorReason.FEATURE_DISABLED, ErrorReason.INVALID_REQUEST]);
 /** What a connection that breaks is called: a server that was killed is CANCELED, a reset connection ABORTED. */
 const BROKEN = new Set([Code.Canceled, Code.Aborted, Code.DeadlineExceeded]);
-/** The same of a call that had begun; before that it is a certificate, or no gRPC server at all. */
+/** The same once a call has begun; before the first one does it is a certificate, or no gRPC server at all. */
 const BROKEN_WITHIN = new Set([Code.Internal, Code.Unknown]);
 
 /**
  * `watchEvents` from a snapshot on, with a cache that hears every item before it is yielded. Where its digest differs from the
- * publisher's it is emptied and begins again with a snapshot.
+ * publisher's it is emptied ("void") and begins again with a snapshot; a snapshot that differs is not shown.
  */
-export async function* followEvents(
+export function followEvents(
   client: Client<typeof EventService>,
   cache: Cache,
   options: Pick<WatchOptions, "engine" | "dp" | "signal"> = {},
 ): AsyncGenerator<WatchItem> {
-  let pause = FIRST_PAUSE_MS;
-  for (let differs = true; differs && !options.signal?.aborted; ) {
-    differs = false;
-    for await (const item of watchEvents(client, { ...options, snapshot: true })) {
-      const verdict = cache.hear(item);
-      if (verdict === "different") {
-        differs = true;
-        break;
-      }
-      pause = verdict === "equal" ? FIRST_PAUSE_MS : pause;
-      yield item;
-    }
-    if (differs) {
-      cache.forget();
-      await sleep(pause, options.signal);
-      pause = Math.min(pause * 2, LONGEST_PAUSE_MS);
-    }
-  }
+  return read(client, { ...options, snapshot: true }, (item) => cache.hear(item));
 }
 
 /**
  * Replays, then tails, without end. A break is resumed behind the last batch; where that cannot be (the log moved on, or
- * is another one), reading starts at the oldest batch again, or with a snapshot, and "begin" says `fresh`.
+ * is another one), reading starts at the oldest batch again, and "begin" says `fresh`, or with a snapshot.
  *
  * Ends when the signal aborts; throws what repeating cannot mend (no such stream, no permission).
  */
-export async function* watchEvents(client: Client<typeof EventService>, options: WatchOptions = {}): AsyncGenerator<WatchItem> {
-  const { engine = "", dp = 0, signal } = options;
-  let log = options.log ?? "";
-  let next = options.fromSequence;
-  let snapshots = options.snapshot ?? false;
+export function watchEvents(client: Client<typeof EventService>, options: WatchOptions = {}): AsyncGenerator<WatchItem> {
+  return read(client, options, () => "unknown");
+}
+
+/** Where a reader stands. */
+interface Cursor {
+  log: string;
+  /** The batch that comes next; undefined: nothing is known, or a snapshot is not complete. */
+  next: bigint | undefined;
+}
+
+/** What came cannot be gone on with: only the state, or the oldest batch, is a beginning. */
+class BeginAgain extends Error {
+  constructor(
+    cause: string,
+    /** What is known is no state of the cache any more; otherwise it is one of a moment ago. */
+    readonly isVoid: boolean,
+  ) {
+    super(cause);
+  }
+}
+
+async function* read(
+  client: Client<typeof EventService>,
+  options: WatchOptions,
+  hear: (item: WatchItem) => Verdict,
+): AsyncGenerator<WatchItem> {
+  const { engine = "", dp = 0, signal, snapshot = false } = options;
+  const cursor: Cursor = { log: options.log ?? "", next: options.fromSequence };
+  let snapshots = snapshot;
+  let begun = false;
   let pause = FIRST_PAUSE_MS;
+  let failedAt = -Infinity;
   while (!signal?.aborted) {
-    const cursor = next === undefined ? {} : { logId: log, fromSequence: next.toString() };
-    const fresh = next === undefined;
-    const mode = fresh && snapshots ? WatchMode.SNAPSHOT : WatchMode.TAIL;
-    let begun = false;
+    const from = cursor.next === undefined ? {} : { logId: cursor.log, fromSequence: cursor.next.toString() };
+    const mode = cursor.next === undefined && snapshots ? WatchMode.SNAPSHOT : WatchMode.TAIL;
+    let retryAfter = 0;
     try {
-      const stream = untilSilent((ending) => client.watch({ engine, dp, mode, ...cursor }, { signal: ending }), signal);
-      reading: for await (const response of stream) {
+      const stream = untilSilent((ending) => client.watch({ engine, dp, mode, ...from }, { signal: ending }), signal);
+      for await (const response of stream) {
         begun = true;
-        if (next !== undefined && response.kind.case === "raw" && BigInt(response.kind.value.firstSequence) !== next) {
-          // What lies between is lost, or would count twice: only the state, or the oldest batch, is a beginning.
-          next = undefined;
-          break;
-        }
-        for (const item of itemsOf(response, log, fresh)) {
-          log = item.log;
-          next = item.kind === "begin" && mode === WatchMode.SNAPSHOT ? undefined : after(item, next);
-          pause = item.kind === "current" ? FIRST_PAUSE_MS : pause;
+        for (const item of itemsOf(response, cursor, mode)) {
+          if (hear(item) === "different") {
+            throw new BeginAgain("a digest of the publisher's is not that of its events", item.kind === "current");
+          }
           yield item;
           if (snapshots && item.kind === "unreadable") {
-            next = undefined;
-            break reading;
+            throw new BeginAgain(item.cause, false);
           }
         }
       }
@@ -119,16 +133,30 @@ export async function* watchEvents(client: Client<typeof EventService>, options:
         snapshots = false;
         continue;
       }
-      if (LOST.has(failure.reason)) {
-        // Never at once again: a small journal overtakes the same reader each time. Another log may have snapshots.
-        next = undefined;
-        snapshots = options.snapshot ?? false;
+      const isVoid = error instanceof BeginAgain ? error.isVoid : ANOTHER_LOG.has(failure.reason);
+      if (isVoid || error instanceof BeginAgain || failure.reason === ErrorReason.EVENTS_COMPACTED) {
+        // Never at once again: a small journal overtakes the same reader each time.
+        cursor.next = undefined;
       } else if (!mayRepeat(failure) && !isBreak(failure, begun)) {
         throw error;
       }
-      pause = Math.max(pause, failure.retryAfterMs ?? 0);
+      if (isVoid) {
+        const item: WatchItem = { kind: "void", log: cursor.log, cause: failure.message };
+        cursor.log = "";
+        hear(item);
+        yield item;
+      }
+      retryAfter = failure.retryAfterMs ?? 0;
     }
-    await sleep(pause * (0.5 + Math.random() / 2), signal);
+    if (cursor.next === undefined) {
+      // Whoever answers next may keep snapshots.
+      snapshots = snapshot;
+    }
+    if (performance.now() - failedAt > CALM_MS) {
+      pause = FIRST_PAUSE_MS;
+    }
+    failedAt = performance.now();
+    await sleep(Math.max(pause * (0.5 + Math.random() / 2), retryAfter), signal);
     pause = Math.min(pause * 2, LONGEST_PAUSE_MS);
   }
 }
@@ -163,30 +191,60 @@ function isBreak(failure: Failure, begun: boolean): boolean {
   return BROKEN.has(failure.code) || (begun && BROKEN_WITHIN.has(failure.code));
 }
 
-function* itemsOf(response: WatchResponse, log: string, fresh: boolean): Generator<WatchItem> {
+/** What a message says, with the cursor behind it. Throws BeginAgain for what does not follow the cursor. */
+function* itemsOf(response: WatchResponse, cursor: Cursor, mode: WatchMode): Generator<WatchItem> {
   const { kind } = response;
   if (kind.case === "begin") {
-    yield { kind: "begin", log: kind.value.stream?.logId ?? "", sequence: BigInt(kind.value.firstSequence), fresh };
+    yield beginOf(kind.value, cursor, mode);
   } else if (kind.case === "raw") {
     let sequence = BigInt(kind.value.firstSequence);
+    const next = reached(cursor, sequence);
     for (const payload of kind.value.payloads) {
-      yield itemOf(payload, log, sequence);
+      if (sequence >= next) {
+        cursor.next = sequence + 1n;
+        yield itemOf(payload, cursor.log, sequence);
+      }
       sequence += 1n;
     }
   } else if (kind.case === "dropped") {
-    const { firstSequence, lastSequence, cause } = kind.value;
-    yield { kind: "dropped", log, firstSequence: BigInt(firstSequence), lastSequence: BigInt(lastSequence), cause };
-  } else if (kind.case === "heartbeat") {
-    yield { kind: "current", log, nextSequence: BigInt(kind.value.nextSequence), state: kind.value.state };
-  } else if (kind.case === "snapshot") {
-    const { index, last, state, payloads } = kind.value;
-    const nextSequence = BigInt(kind.value.nextSequence);
-    try {
-      const events = payloads.flatMap((payload) => decodeBatch(payload).events);
-      yield { kind: "snapshot", log, nextSequence, events, index, last, state };
-    } catch (error) {
-      yield { kind: "unreadable", log, sequence: nextSequence, cause: String(error) };
+    const firstSequence = BigInt(kind.value.firstSequence);
+    const lastSequence = BigInt(kind.value.lastSequence);
+    if (reached(cursor, firstSequence) <= lastSequence) {
+      cursor.next = lastSequence + 1n;
+      yield { kind: "dropped", log: cursor.log, firstSequence, lastSequence, cause: kind.value.cause };
     }
+  } else if (kind.case === "heartbeat" && cursor.next !== undefined) {
+    const ahead = BigInt(kind.value.nextSequence) - cursor.next;
+    const lag = ahead > 0n ? ahead : 0n;
+    yield { kind: "current", log: cursor.log, nextSequence: cursor.next, lag, state: kind.value.state };
+  } else if (kind.case === "snapshot" && (kind.value.index === 0 || cursor.next === undefined)) {
+    cursor.next = kind.value.last ? BigInt(kind.value.nextSequence) : undefined;
+    yield partOf(kind.value, cursor.log);
+  }
+}
+
+function beginOf({ stream, firstSequence }: WatchBegin, cursor: Cursor, mode: WatchMode): WatchItem {
+  const log = stream?.logId ?? "";
+  const isOther = log !== cursor.log;
+  if (isOther && cursor.log !== "" && cursor.next !== undefined) {
+    throw new BeginAgain(`log ${cursor.log} is over, ${log} is current`, true);
+  }
+  const fresh = mode === WatchMode.SNAPSHOT ? isOther : cursor.next === undefined;
+  const sequence = BigInt(firstSequence);
+  cursor.log = log;
+  if (mode === WatchMode.TAIL) {
+    cursor.next ??= sequence;
+  }
+  return { kind: "begin", log, sequence, fresh };
+}
+
+function partOf({ index, last, state, payloads, nextSequence }: SnapshotPart, log: string): WatchItem {
+  const next = BigInt(nextSequence);
+  try {
+    const events = payloads.flatMap((payload) => decodeBatch(payload).events);
+    return { kind: "snapshot", log, nextSequence: next, events, index, last, state };
+  } catch (error) {
+    return { kind: "unreadable", log, sequence: next, cause: String(error) };
   }
 }
 
@@ -198,25 +256,17 @@ function itemOf(payload: Uint8Array, log: string, sequence: bigint): WatchItem {
   }
 }
 
-function after(item: WatchItem, next: bigint | undefined): bigint | undefined {
-  switch (item.kind) {
-    case "begin":
-      return item.sequence;
-    case "batch":
-    case "unreadable":
-      return item.sequence + 1n;
-    case "dropped":
-      return item.lastSequence + 1n;
-    case "snapshot":
-      return item.last ? item.nextSequence : undefined;
-    case "current":
-      return next;
+/** The cursor, where nothing is missing between it and `first`. */
+function reached(cursor: Cursor, first: bigint): bigint {
+  if (cursor.next === undefined || first > cursor.next) {
+    throw new BeginAgain(`a Watch went from ${cursor.next} to ${first}`, false);
   }
+  return cursor.next;
 }
 
 function sleep(milliseconds: number, signal: AbortSignal | undefined): Promise<void> {
   return new Promise((resolve) => {
-    const timer = setTimeout(done, signal?.aborted ? 0 : milliseconds);
+    const timer = setTimeout(done, signal?.aborted ? 0 : Math.min(milliseconds, LONGEST_TIMER_MS));
     signal?.addEventListener("abort", done, { once: true });
     function done(): void {
       clearTimeout(timer);

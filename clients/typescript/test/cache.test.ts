@@ -47,7 +47,7 @@ test("a digest of the past is compared with its checkpoint", () => {
   const cache = cacheOfTheLog();
   assert.equal(states.length, 4);
   for (const state of states) {
-    assert.equal(cache.hear({ kind: "current", log: "a", nextSequence: 200n, state }), "equal", state.nextSequence);
+    assert.equal(cache.hear({ kind: "current", log: "a", nextSequence: 200n, lag: 0n, state }), "equal", state.nextSequence);
     const other = create(StateDigestSchema, { nextSequence: state.nextSequence, tiers: [] });
     assert.equal(cache.compare(other), "different");
   }
@@ -149,7 +149,7 @@ test("a follower begins with a snapshot, resumes behind the last batch, and begi
       break;
     }
   }
-  assert.deepEqual(kinds, ["begin", "snapshot", "snapshot", "batch", "begin", "current", "begin", "begin", "snapshot", "current"]);
+  assert.deepEqual(kinds, ["begin", "snapshot", "snapshot", "batch", "begin", "current", "begin", "void", "begin", "snapshot", "current"]);
   const asked = requests.map(({ mode, fromSequence }) => [mode, fromSequence]);
   const { SNAPSHOT, TAIL } = WatchMode;
   assert.deepEqual(asked, [[SNAPSHOT, undefined], [TAIL, "2"], [TAIL, "2"], [SNAPSHOT, undefined]]);

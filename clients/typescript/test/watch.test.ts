@@ -126,23 +126,21 @@ test("a new log may have snapshots where the one before had none", async () => {
     () => refused("STALE_LOG", began("5")),
     () => broken(Code.Unavailable, began("0")),
   );
-  await items(client, 2, { snapshot: true });
+  await items(client, 3, { snapshot: true });
   const { SNAPSHOT, TAIL } = WatchMode;
   assert.deepEqual(requests.map((request) => request["mode"]), [SNAPSHOT, TAIL, SNAPSHOT]);
 });
 
-test("batches that do not follow the last one are a reason to begin again", async () => {
-  for (const first of ["4", "7"]) {
-    const { client, requests } = scripted(
-      async function* () {
-        yield* [began("5"), raw("5"), raw(first)];
-      },
-      () => broken(Code.Unavailable, began("5"), raw("5")),
-    );
-    const said = await items(client, 4);
-    assert.deepEqual(said.map((item) => item.kind), ["begin", "batch", "begin", "batch"], first);
-    assert.equal(requests[1]!["fromSequence"], undefined);
-  }
+test("batches that lie behind a gap are a reason to begin again", async () => {
+  const { client, requests } = scripted(
+    async function* () {
+      yield* [began("5"), raw("5"), raw("7")];
+    },
+    () => broken(Code.Unavailable, began("5"), raw("5")),
+  );
+  const said = await items(client, 4);
+  assert.deepEqual(said.map((item) => item.kind), ["begin", "batch", "begin", "batch"]);
+  assert.equal(requests[1]!["fromSequence"], undefined);
 });
 
 test("the package has every service", () => {

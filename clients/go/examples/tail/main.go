@@ -34,6 +34,8 @@ func main() {
 			os.Exit(1)
 		}
 		switch item := item.(type) {
+		case kvgrpc.Void:
+			fmt.Printf("nothing is known: %v\n", item.Cause)
 		case kvgrpc.Reset:
 			fmt.Printf("log %s: from the beginning\n", item.LogID)
 		case kvgrpc.Events:
