@@ -303,14 +303,19 @@ class MooncakeDataPlane:
 
     def _contact_next(self) -> None:
         """Of those that wait for it, if there may be one more. The caller holds the lock."""
-        if not self._to_contact or len(self._contacting) >= MAX_CONTACTS or self._closed is not None:
-            return
-        peer = self._to_contact.pop(next(iter(self._to_contact)))
-        queue = peer.queue
-        queue.answer_by = self._submitter.clock() + ANSWER_SECONDS
-        self._contacting.add(queue.session)
-        arguments = (self._engine, queue, self._own.ranges[:1], peer.table.ranges[:1])
-        threading.Thread(target=self._open, args=arguments, name="kvgrpc-mooncake-contact", daemon=True).start()
+        while self._to_contact and len(self._contacting) < MAX_CONTACTS and self._closed is None:
+            peer = self._to_contact.pop(next(iter(self._to_contact)))
+            queue = peer.queue
+            queue.answer_by = self._submitter.clock() + ANSWER_SECONDS
+            arguments = (self._engine, queue, self._own.ranges[:1], peer.table.ranges[:1])
+            thread = threading.Thread(target=self._open, args=arguments, name="kvgrpc-mooncake-contact", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system has none left: the next submission asks again
+                queue.refused = f"no thread for the first contact with {queue.session}: {error}"
+            else:
+                self._contacting.add(queue.session)
+                return
 
     def _open(self, engine: Any, queue: PeerQueue, *ranges: tuple[tuple[int, int], ...]) -> None:
         try:
@@ -429,11 +434,13 @@ def _may_be_ending(peer: _Address) -> bool:
 
 
 def _listens(port: int) -> bool:
-    held = socket_inodes(os.getpid()) or frozenset()
+    """True too where it cannot be told now, as without a free file descriptor: it is asked again."""
+    held = socket_inodes(os.getpid())
     try:
-        return any(each.local[1] == port and each.inode in held for each in read_table(frozenset({port})))
-    except OSError:  # not known: asked again
+        table = read_table(frozenset({port}))
+    except OSError:
         return True
+    return held is None or any(each.local[1] == port and each.inode in held for each in table)
 
 
 def _leak(plane: MooncakeDataPlane | None) -> None:

@@ -127,7 +127,10 @@ class Submitter:
         """``columns``: source, destination, nbytes, range-checked. Nothing is sent before the first poll()."""
         with self.lock:
             transfer = WindowTransfer(self, queue, columns)
-            self.running.add(transfer)
+            if self.engine is None:  # closed since the caller looked: nobody would end it
+                transfer.abandon(Outcome.REJECTED, "the data plane is closed")
+            else:
+                self.running.add(transfer)
         return transfer
 
     def fewest_in_flight(self) -> int:

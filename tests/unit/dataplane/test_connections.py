@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvgrpc.dataplane.mooncake import connections
+from kvgrpc.dataplane.mooncake import connections, plane
 from kvgrpc.dataplane.mooncake.connections import (
     CLOSE_WAIT,
     ESTABLISHED,
@@ -183,3 +183,12 @@ def test_a_table_that_cannot_be_read_is_none_without_connections(monkeypatch: py
     assert UnsentBytes(PORTS)(), "may have some left"
     monkeypatch.setattr(connections, "open", no_ipv6, raising=False)
     assert isinstance(read_table(), list)
+
+
+def test_an_engine_counts_as_there_while_nobody_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a free file descriptor it counted as gone: its memory would have been given back under it."""
+    monkeypatch.setattr(plane, "socket_inodes", lambda pid: None)
+    monkeypatch.setattr(plane, "read_table", lambda ports: [])
+    assert plane._listens(15_000)
+    monkeypatch.setattr(plane, "socket_inodes", lambda pid: frozenset())
+    assert not plane._listens(15_000)

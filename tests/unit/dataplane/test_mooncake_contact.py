@@ -105,3 +105,20 @@ def test_nobody_contacts_a_peer_that_was_detached_before_its_turn(
     engine.answers.set()
     assert write(plane, fourth).outcome is Outcome.DONE
     assert "10.0.0.3:15000" not in engine.probed
+
+
+def test_a_peer_for_whom_there_was_no_thread_is_contacted_again(
+    plane: mooncake.MooncakeDataPlane, engine: Hanging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counted as one that is being contacted for good, and what was never sent ended as an unknown write."""
+    engine.answers.set()
+    with monkeypatch.context() as exhausted:
+        exhausted.setattr(threading.Thread, "start", no_thread)
+        first = peer(plane, 1)
+        refused = write(plane, first)
+    assert refused.outcome is Outcome.REJECTED and "can't start new thread" in refused.detail
+    wait_until(lambda: write(plane, first).outcome is Outcome.DONE)
+
+
+def no_thread(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")

@@ -347,3 +347,11 @@ def test_the_fewest_in_flight_are_those_of_the_peer_that_has_the_fewest() -> Non
     columns = (np.zeros(1, np.uint64), np.zeros(1, np.uint64), np.ones(1, np.uint64))
     setup.submitter.submit(other, columns)
     assert setup.submitter.fewest_in_flight() == 0
+
+
+def test_what_is_submitted_after_the_end_is_refused_at_once() -> None:
+    """A submission that had passed the plane's look at its own end was polled for ever."""
+    setup = Setup(FakeEngine())
+    setup.submitter.abandon(Outcome.FAILED_SRC_FREE, "the data plane was closed")
+    assert run(setup.submit(10), 1).outcome is Outcome.REJECTED
+    assert not setup.submitter.running and setup.queue.active == 0
