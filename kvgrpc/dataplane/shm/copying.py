@@ -93,7 +93,12 @@ class Copier:
         slice_bytes = min(2 * SLICE_BYTES, pieces.total - pieces.done(first))
         middle, last = (_after(pieces, first, nbytes) for nbytes in (slice_bytes // 2, slice_bytes))
         way = self._way(_small(pieces, shared=True))
-        there = second.submit(way, pieces, middle, last)
+        try:
+            there = second.submit(way, pieces, middle, last)
+        except RuntimeError:  # the system has no thread left, or Python is ending: one does it from now on
+            second.shutdown(wait=False, cancel_futures=True)  # it may have queued what another call would copy late
+            self._second = None
+            return self._watched(way, pieces, first, middle)
         try:
             here = self._watched(way, pieces, first, middle)
         finally:

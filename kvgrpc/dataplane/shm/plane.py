@@ -5,6 +5,7 @@ What the memory is and why it leaves nothing behind: segments.py. How it is copi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import threading
@@ -40,7 +41,7 @@ class ShmDataPlane:
             )
         self._token = secrets.token_hex(16)
         self._allocating = threading.Lock()
-        self._lock = threading.Lock()  # held while a slice is copied: nothing on the event loop takes it
+        self._lock = threading.Lock()  # held while a slice is copied
         self._segments: tuple[Segment, ...] = ()
         self._own = RangeTable(())
         self._copier = Copier()
@@ -79,7 +80,8 @@ class ShmDataPlane:
     def attach(self, address: bytes) -> Peer:
         """See DataPlane: maps the peer's segments here; they stay usable when the peer dies."""
         peer = _Peer(_decode(address))
-        threading.Thread(target=peer.touch, name="kvgrpc-shm-touch", daemon=True).start()
+        with contextlib.suppress(RuntimeError):  # no thread to be had: then the first copies take longer
+            threading.Thread(target=peer.touch, name="kvgrpc-shm-touch", daemon=True).start()
         return peer
 
     def detach(self, peer: Peer) -> None:

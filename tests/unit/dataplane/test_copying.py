@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -148,3 +149,23 @@ def test_it_notices_when_the_interpreter_is_busy(monkeypatch: pytest.MonkeyPatch
     copier.copy(pieces, 0)
     assert not copier._contended
     assert target.all()
+
+
+def test_without_a_second_thread_one_copies_and_nothing_is_copied_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write that nobody had begun ended as unknown, and its pages stayed held for good."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    copier = Copier()
+    assert copier._second is not None
+    executor = copier._second
+    source, target = np.ones(8 << 20, dtype=np.uint8), np.zeros(8 << 20, dtype=np.uint8)
+    pieces = pieces_of(source, target, [(n << 20, n << 20, 1 << 20) for n in range(8)])
+    with monkeypatch.context() as exhausted:
+        exhausted.setattr(threading.Thread, "start", no_thread)
+        copy_all(pieces, copier.copy)
+    assert target.all()
+    assert executor._work_queue.qsize() <= 1  # what ends its threads
+    copier.close()
+
+
+def no_thread(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")

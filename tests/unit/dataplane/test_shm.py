@@ -6,6 +6,7 @@ import ctypes
 import gc
 import itertools
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -257,3 +258,18 @@ def test_old_kernels_touch_memory_page_by_page(monkeypatch: pytest.MonkeyPatch) 
     segment = segments.create("test", 10_000)
     assert not view(segment.address, 10_000).any()
     segment.free()
+
+
+def test_a_peer_is_attached_without_a_thread_that_touches_its_memory(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It only saves the first copies time; its rooms failed for want of it."""
+
+    def no_thread(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    plane.views[0][:10] = 7
+    plane.peer = plane.attach(plane.address())
+    assert wait(plane.write((plane.blocks[0], plane.blocks[1], 10))).outcome is Outcome.DONE
+    assert (plane.views[1][:10] == 7).all()
