@@ -53,7 +53,11 @@ class BlockingCalls:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._end, name)
 
-        future = self._threads.submit(call)
+        try:
+            future = self._threads.submit(call)
+        except RuntimeError:  # the system has no thread left
+            self._end(name)
+            raise
         future.add_done_callback(ended)
         return await asyncio.wrap_future(future)
 

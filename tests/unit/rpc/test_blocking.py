@@ -88,3 +88,20 @@ async def test_what_a_call_raises_is_the_callers() -> None:
             await run_as("a", calls, fails)
         await ended(calls)
     calls.close()
+
+
+async def test_a_call_for_which_there_was_no_thread_leaves_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each took one for good: in the end every caller was refused."""
+    calls = BlockingCalls("test", "calls", threads=2, most=2, per_caller=1)
+
+    def no_thread(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as exhausted:
+        exhausted.setattr(threading.Thread, "start", no_thread)
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="new thread"):
+                await run_as("a", calls, lambda: 1)
+    assert not calls._calls and not calls._shares
+    assert await run_as("a", calls, lambda: 1) == 1
+    calls.close()
