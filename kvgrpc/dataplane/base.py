@@ -1,8 +1,8 @@
 """What a data plane is: one-sided writes from this process into the registered memory of a peer.
 
 A TransferWorker calls ``submit``, ``poll`` and ``stop``, one thread at a time; nobody else does, except the plane's own
-``close``.
-All other methods may be called from any thread. Only ``address`` and ``connections_from`` are called on the event loop.
+``close``. All other methods may be called from any thread. On the event loop ``address``, ``connections_from`` and
+``in_flight`` are called, and of submissions that are ``quick_bytes`` at most also ``submit`` and ``poll``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "MAX_ADDRESS_BYTES",
     "Bounded",
     "DataPlane",
     "EndedTransfer",
@@ -29,6 +30,9 @@ __all__ = [
 
 
 U64Array = npt.NDArray[np.uint64]
+
+# 4 MiB of ranges take 0.15 s to read, and are read again for each room, or in each tick.
+MAX_ADDRESS_BYTES = 64 * 1024
 
 
 class Outcome(enum.IntEnum):
@@ -144,7 +148,7 @@ class DataPlane(Protocol):
         """
 
     def address(self) -> bytes:
-        """What a peer needs to write to what is registered now; opaque, at most 64 KiB."""
+        """What a peer needs to write to what is registered now; opaque, at most MAX_ADDRESS_BYTES."""
 
     def attach(self, address: bytes) -> Peer:
         """Prepares writes to a peer without waiting for it; while the peer does not answer, submissions are REJECTED.

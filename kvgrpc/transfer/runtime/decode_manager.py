@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import grpc
 
-from kvgrpc.dataplane.base import DataPlane
+from kvgrpc.dataplane.base import MAX_ADDRESS_BYTES, DataPlane
 from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, Reason
 from kvgrpc.model import RankRef, Role, check_pools
 from kvgrpc.rpc.status import error_from
@@ -279,6 +279,9 @@ class DecodeManager(TransferManager[DecodeRoom]):
             raise InvalidRequest.of("welcome", "another", "said once")
         if answered != stream.pair.ref:
             raise InvalidRequest.of("welcome.rank", answered, f"{stream.pair.ref}, which was dialled")
+        size = len(welcome.data_plane_address)
+        if size > MAX_ADDRESS_BYTES:
+            raise InvalidRequest.of("welcome.data_plane_address", f"{size} bytes", f"at most {MAX_ADDRESS_BYTES}")
         self._data_addresses[stream.pair.ref] = welcome.data_plane_address
         self._refusals.welcomed(stream.pair.ref, session.resolved)
         session.max_frame_bytes = min(self.config.max_frame_bytes, welcome.max_frame_bytes or 2**63)

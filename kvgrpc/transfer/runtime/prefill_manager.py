@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from kvgrpc.dataplane.base import DataPlane
+from kvgrpc.dataplane.base import MAX_ADDRESS_BYTES, DataPlane
 from kvgrpc.errors import (
     Failure,
     InvalidRequest,
@@ -359,6 +359,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
             ("pools.regions", sum(len(pool.regions) for pool in hello.pools), MAX_REGIONS),
             ("aux_item_bytes", len(hello.aux_item_bytes), MOST_AUX_BUFFERS),
             ("waiting_rooms", len(hello.waiting_rooms), wire.MOST_WAITING_ROOMS),
+            ("data_plane_address", len(hello.data_plane_address), MAX_ADDRESS_BYTES),
         ):
             if size > limit:
                 raise InvalidRequest.of(f"hello.{field}", size, f"at most {limit}")

@@ -101,6 +101,16 @@ class TestPrefillsThatLie:
         failure = self.fails(self.meet(decode, serve(script), room), Reason.INVALID_REQUEST)
         assert failure.metadata["field"] == "welcome.rank"
 
+    def test_an_address_of_its_data_plane_without_end(self, decode: RankHost, serve: Serve, room: int) -> None:
+        """It was read on the loop in each tick in which a page of the dead peer was held."""
+
+        def script(server: PrefillServer, requests: Iterator[pb.SessionRequest]) -> Iterator[Any]:
+            yield server.welcome(data_plane_address=b"y" * 65_537)
+            yield from (pb.SessionResponse() for request in requests)
+
+        failure = self.fails(self.meet(decode, serve(script), room), Reason.INVALID_REQUEST)
+        assert failure.metadata["field"] == "welcome.data_plane_address"
+
     def test_it_welcomes_again_and_again(self, decode: RankHost, serve: Serve, room: int) -> None:
         def script(server: PrefillServer, requests: Iterator[pb.SessionRequest]) -> Iterator[Any]:
             for _ in range(50):
