@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -100,6 +101,8 @@ class Routes:
         self._start = start
         self._pump = pump
         self._engines: dict[str, PrefillEngine] = {}
+        # What is known of them is what was said before a rank was lost: for rooms on their way, never for new ones.
+        self._doubtful: set[str] = set()
         self._questions: dict[str, tuple[float, list[ReceiverRoom]]] = {}
         self._awaited: dict[tuple[str, Coordinates], asyncio.Task[None]] = {}
         self._search = RoomSearch(
@@ -113,7 +116,7 @@ class Routes:
         if error is not None:
             self._fail(room, error)
             return
-        engine = self._engines.get(room.request.bootstrap_addr)
+        engine = self._known(room.request.bootstrap_addr)
         if engine is None or not self._bind_to_known(room, engine):
             self._ask(room)
 
@@ -121,7 +124,7 @@ class Routes:
         """Whether there are sessions to all ranks that owe the room. Any thread may call it: it only reads, and caches
         in ``owing`` what any thread would compute.
         """
-        engine = None if _route_error(request) is not None else self._engines.get(request.bootstrap_addr)
+        engine = None if _route_error(request) is not None else self._known(request.bootstrap_addr)
         if engine is None or _must_be_found(request, engine):
             return False
         try:
@@ -132,7 +135,8 @@ class Routes:
 
     def find_anew(self, room: ReceiverRoom) -> None:
         """Asks the registry again: the rank that was known is gone, and another may be in its place."""
-        self._engines.pop(room.request.bootstrap_addr, None)
+        if room.request.bootstrap_addr in self._engines:
+            self._doubtful.add(room.request.bootstrap_addr)
         self._ask(room)
 
     def await_restart(self, lost: RankRef) -> None:
@@ -219,8 +223,14 @@ class Routes:
 
     def _remember(self, bootstrap_addr: str, engine: PrefillEngine) -> None:
         self._engines[bootstrap_addr] = engine
+        self._doubtful.discard(bootstrap_addr)
         if len(self._engines) > KNOWN_ENGINES:
-            del self._engines[next(iter(self._engines))]
+            oldest = next(iter(self._engines))
+            del self._engines[oldest]
+            self._doubtful.discard(oldest)
+
+    def _known(self, bootstrap_addr: str) -> PrefillEngine | None:
+        return None if bootstrap_addr in self._doubtful else self._engines.get(bootstrap_addr)
 
     def _bind(self, room: ReceiverRoom, engine: PrefillEngine) -> None:
         try:
@@ -252,17 +262,28 @@ class Routes:
         self._search.add(room, [self._targets_of(dp, engine)[0] for dp in range(engine.layout.dp)])
 
     def _on_found(self, room: DecodeRoom, target: Target) -> None:
-        engine = self._engines.get(room.request.bootstrap_addr) if isinstance(room, ReceiverRoom) else None
+        """Bound to all that owe it a part, or not yet: one that misses some would be whole without their bytes."""
+        assert isinstance(room, ReceiverRoom)
+        engine = self._engines.get(room.request.bootstrap_addr)
         try:
-            targets: Sequence[Target] = [target] if engine is None else self._targets_of(target.ref.rank.dp, engine)
-            self._core.bind(room, targets)
+            if engine is None:  # others were remembered in its place
+                self._ask(room)
+            else:
+                self._core.bind(room, self._targets_of(target.ref.rank.dp, engine))
         except KvGrpcError as error:
             self._fail(room, error)
         self._pump()
 
     def _on_over(self, room: DecodeRoom, targets: Sequence[Target]) -> None:
-        """It ended while it was looked for: wherever its sender is, it hears why."""
-        self._core.bind(room, targets)
+        """It ended while it was looked for: wherever its senders are, they hear why."""
+        assert isinstance(room, ReceiverRoom)
+        engine = self._engines.get(room.request.bootstrap_addr)
+        for target in targets:
+            of_its_dp: Sequence[Target] = [target]
+            if engine is not None:
+                with contextlib.suppress(KvGrpcError):  # an engine that came back as another one
+                    of_its_dp = self._targets_of(target.ref.rank.dp, engine)
+            self._core.bind(room, of_its_dp)
         self._pump()
 
     async def _targets_now(self, room: DecodeRoom) -> Renewed:
