@@ -14,6 +14,9 @@ from typing import NamedTuple
 MAX_MEDIA = 32
 _KNOWN_MEDIA = ("GPU", "CPU", "CPU_PINNED", "DISK", "STORAGE", "EXTERNAL")
 LEAST_GARBAGE = 4096
+# Emptied caches leave the sets of holders together: when there is one for so many sets, and never more than so many of
+# them. An engine may say in one batch that it was emptied a hundred thousand times.
+SETS_OF_A_CLEAR, MOST_STALE = 64, 64
 
 # The caches that hold a block, a bit for each, in one number for each medium; without the last ones that are 0.
 Holders = tuple[int, ...]
@@ -63,6 +66,8 @@ class BlockIndex:
         self._tiers = [tier_of(medium) for medium in _KNOWN_MEDIA]
         self._caches: list[BlockSet | None] = []
         self._shown = 0
+        # Places of caches that were emptied, which sets have still: nobody looks there, and no cache gets them.
+        self._stale = 0
         self._garbage = 0
         self._sweep_at = LEAST_GARBAGE
 
@@ -73,9 +78,7 @@ class BlockIndex:
 
     def cache(self) -> BlockSet:
         """Room for the contents of one more cache, which ``score`` does not see before it is shown."""
-        slot = self._caches.index(None) if None in self._caches else len(self._caches)
-        if slot == len(self._caches):
-            self._caches.append(None)
+        slot = self._free_slot()
         cache = self._caches[slot] = BlockSet(self, slot)
         return cache
 
@@ -122,20 +125,22 @@ class BlockIndex:
         """From now on ``score`` does not see it. For BlockSet."""
         self._shown &= ~(1 << slot)
 
-    def empty(self, slot: int, blocks: int) -> None:
-        """Nothing is in this cache any more: the sets lose it, and the blocks stay as they are. For BlockSet."""
+    def empty(self, slot: int, blocks: int) -> int:
+        """Nothing is in this cache any more: its slot from now on. Sets and blocks stay as they are. For BlockSet."""
         if not blocks:
-            return
-        others = ~(1 << slot)
-        self._holders = [_stripped([plane & others for plane in holders]) for holders in self._holders]
-        self._reach = [self._reach_of(holders) for holders in self._holders]
-        self._number_of = {}
-        for number, holders in enumerate(self._holders):
-            self._number_of.setdefault(holders, number)
-        self._forget_steps()
+            return slot
+        fresh = self._free_slot()
+        self._caches[fresh], self._caches[slot] = self._caches[slot], None
+        if self._shown >> slot & 1:
+            self.hide(slot)
+            self.show(fresh)
+        self._stale |= 1 << slot
         self._garbage += blocks
         if self._garbage > max(LEAST_GARBAGE, len(self._numbers) // 2):
             self._sweep()
+        elif (stale := self._stale.bit_count()) >= MOST_STALE or stale * SETS_OF_A_CLEAR >= len(self._holders):
+            self._strip()
+        return fresh
 
     def tidy(self) -> None:
         """Sets that no block has any more are forgotten now and then. For BlockSet, between two events."""
@@ -171,8 +176,27 @@ class BlockIndex:
             _note(end, left, len(hashes))
         return {slot: Match(ends[0][slot], ends[1][slot], longest) for slot, longest in ends[2].items()}
 
+    def _free_slot(self) -> int:
+        for slot, cache in enumerate(self._caches):
+            if cache is None and not self._stale >> slot & 1:
+                return slot
+        self._caches.append(None)
+        return len(self._caches) - 1
+
+    def _strip(self) -> None:
+        """The sets lose the caches that were emptied."""
+        others, self._stale = ~self._stale, 0
+        self._holders = [_stripped([plane & others for plane in holders]) for holders in self._holders]
+        self._reach = [self._reach_of(holders) for holders in self._holders]
+        self._number_of = {}
+        for number, holders in enumerate(self._holders):
+            self._number_of.setdefault(holders, number)
+        self._forget_steps()
+
     def _sweep(self) -> None:
         """Forgets blocks that nobody holds and sets that no block has."""
+        if self._stale:
+            self._strip()
         before = self._holders
         self._holders, self._reach, self._number_of = [_NOBODY], [_NOWHERE], {_NOBODY: 0}
         self._numbers = {
@@ -279,7 +303,7 @@ class BlockSet:
 
     def cleared(self) -> None:
         """Nothing is there any more."""
-        self._index.empty(self._slot, len(self))
+        self._slot = self._index.empty(self._slot, len(self))
         self._media.clear()
 
     def show(self, instead_of: BlockSet | None = None) -> None:
