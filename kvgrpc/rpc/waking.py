@@ -79,7 +79,8 @@ class Waker:
         self._fd = -1
         if _eventfd_write is not None:
             self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            weakref.finalize(self, os.close, self._fd)
+            # Not at the end of the process: handlers of the engine's own that run later still end their rooms.
+            weakref.finalize(self, os.close, self._fd).atexit = False
             loop.call_soon_threadsafe(loop.add_reader, self._fd, self._run)
 
     def wake(self) -> None:

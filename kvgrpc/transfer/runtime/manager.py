@@ -525,7 +525,7 @@ class _Changes:
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self.fd)
+        weakref.finalize(self, os.close, self.fd).atexit = False  # as that of a Waker
 
     def __call__(self) -> None:
         with contextlib.suppress(BlockingIOError):  # full: nobody looked for 2^64 changes

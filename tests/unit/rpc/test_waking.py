@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -126,3 +128,25 @@ def _open(fd: int) -> bool:
     except OSError:
         return False
     return True
+
+
+_AN_ENGINES_END = """
+import atexit, threading
+from kvgrpc.rpc.loop import LoopThread
+
+ran = threading.Event()
+
+def end():
+    waker.wake()
+    print(ran.wait(10))
+
+atexit.register(end)
+from kvgrpc.rpc.waking import Waker
+waker = Waker(LoopThread.shared().loop, ran.set)
+"""
+
+
+def test_a_handler_of_the_engines_own_at_the_end_of_the_process_is_heard() -> None:
+    """The descriptor was closed before handlers that were registered first: a wake was lost, or met another file."""
+    ended = subprocess.run([sys.executable, "-c", _AN_ENGINES_END], capture_output=True, text=True, timeout=60)
+    assert (ended.stdout, ended.returncode) == ("True\n", 0), ended.stderr
