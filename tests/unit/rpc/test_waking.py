@@ -138,7 +138,7 @@ ran = threading.Event()
 
 def end():
     waker.wake()
-    print(ran.wait(10))
+    print(ran.wait(timeout=10))
 
 atexit.register(end)
 from kvgrpc.rpc.waking import Waker
