@@ -278,15 +278,18 @@ class TestDeadline:
 
 class TestAdmission:
     @pytest.mark.parametrize(
-        ("method", "scope"), [("UnaryUnary", "calls"), *((name, "streams") for name in METHODS[1:])]
+        ("method", "limit", "scope"),
+        [("UnaryUnary", "2", "calls"), *((name, "1", "streams of one caller") for name in METHODS[1:])],
     )
-    async def test_past_the_bound_calls_are_refused_with_the_time_to_wait(self, method: str, scope: str) -> None:
-        async with serving(for_ever, admission=Admission(CallLimits(unary=2, streams=2))) as served:
+    async def test_past_the_bound_calls_are_refused_with_the_time_to_wait(
+        self, method: str, limit: str, scope: str
+    ) -> None:
+        async with serving(for_ever, admission=Admission(CallLimits(unary=2, streams=3))) as served:
             running = [served.start(method) for _ in range(2)]
             await until(lambda: len(served.servicer.begun) == 2)
             error = await served.failure(method)
             assert isinstance(error, TooManyRequests)
-            assert error.metadata == {"limit": "2", "value": "3", "scope": scope}
+            assert error.metadata == {"limit": limit, "value": "3", "scope": scope}
             assert error.retry_after is not None and error.retry_after > 0
             running[0].cancel()
             await until(lambda: len(served.servicer.ended) == 1)

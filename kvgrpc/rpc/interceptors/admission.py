@@ -10,6 +10,7 @@ from typing import Any
 from kvgrpc.errors import ServerDraining, TooManyRequests
 from kvgrpc.rpc.callers import caller
 from kvgrpc.rpc.interceptors.call import Behaviour, Context, Method
+from kvgrpc.rpc.shares import Shares
 
 _RETRY_SECONDS = 0.2
 # A server that is full can still be looked at, and drained. Watching health is a stream like others.
@@ -21,7 +22,8 @@ class CallLimits:
     """How many calls run at once at one server, of all callers and of one (``Caller.name``); past it TooManyRequests.
 
     Attributes:
-        unary, streams: of all callers.
+        unary: of all callers.
+        streams: of all callers; one may have as many as it leaves to others, so half where it is alone (``Shares``).
         watches_per_caller: of EventService.Watch, of RegistryService.WatchEngines, and of
             PrefetchService.WatchOperations.
         health_watches_per_caller: of Health/Watch.
@@ -63,6 +65,7 @@ class Admission:
         self._limits = limits or CallLimits()
         self._of_callers: Counter[tuple[str, str]] = Counter()
         self._unary = 0
+        self._shares = Shares(self._limits.streams, "streams", "call_limits.streams (KVGRPC_CALL_LIMITS)")
         self._streams: set[asyncio.Task[Any]] = set()
         self._ending = False
         self._refusing = False
@@ -125,10 +128,9 @@ class Admission:
         async def call(request: Any, context: Context) -> Any:
             if self._ending:
                 raise _draining()
-            if len(self._streams) >= self._limits.streams:
-                raise _too_many(self._limits.streams, "streams", "streams")
             task = asyncio.current_task()
             assert task is not None
+            name = self._shares.take()
             self._streams.add(task)
             try:
                 await _send_headers(context)
@@ -139,6 +141,7 @@ class Admission:
                 raise
             finally:
                 self._streams.discard(task)
+                self._shares.give_back(name)
 
         return call
 

@@ -13,10 +13,11 @@ import pytest
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
-from kvgrpc.errors import TooManyRequests
+from kvgrpc.errors import Reason, TooManyRequests
 from kvgrpc.rpc.interceptors import ALLOWED, CallLimits
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity, parse_tokens
 from kvgrpc.rpc.status import error_from
+from kvgrpc.server import KVPoll, KVReceiver
 from kvgrpc.v1 import event_service_pb2, index_service_pb2, prefetch_service_pb2, server_service_pb2
 from kvgrpc.v1 import registry_service_pb2 as registry_pb
 from kvgrpc.v1 import transfer_service_pb2 as pb
@@ -136,7 +137,7 @@ def test_rooms_that_one_caller_seeks_leave_as_many_to_others(asked: RankHost, mo
     path = "/kvgrpc.v1.TransferService/LocateRooms"
     sought = cast(Any, asked.rank.transfer)._sought
     wait_until(lambda: sought.count == 0)
-    monkeypatch.setattr(sought, "_limit", 8)
+    monkeypatch.setattr(sought._shares, "_limit", 8)
     with contextlib.ExitStack() as stack:
         greedy, honest = Caller(asked, "greedy", "rank a-*"), Caller(asked, "honest", "rank b-*")
         stack.callback(greedy.close)
@@ -151,6 +152,37 @@ def test_rooms_that_one_caller_seeks_leave_as_many_to_others(asked: RankHost, mo
         wait_until(lambda: sought.count == 5)
 
 
+def test_sessions_of_one_caller_leave_as_many_streams_to_others(
+    asked: RankHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session ends the older one of its pair, and whoever invents ranks has as many pairs as it likes."""
+    path = "/kvgrpc.v1.TransferService/Session"
+    shares = cast(Any, asked.rank)._listener._admission._shares
+    wait_until(lambda: not {"rank a-*", "rank b-*"} & set(shares._of_callers))
+    monkeypatch.setattr(shares, "_limit", 20)
+    with contextlib.ExitStack() as stack:
+        greedy = Caller(asked, "greedy", "rank a-*")
+        stack.callback(greedy.close)
+        held = 0
+        while not (call := greedy.call(path)).done():
+            wait_until(lambda: shares._of_callers["rank a-*"] > held or call.done())  # noqa: B023
+            held = shares._of_callers["rank a-*"]
+        refused = error_from(call.exception())
+        assert isinstance(refused, TooManyRequests) and refused.retry_after and 0 < held <= 10
+        assert (refused.metadata["scope"], refused.metadata["value"]) == ("streams of one caller", str(held + 1))
+        assert "rank a-*" in refused.message and "call_limits.streams (KVGRPC_CALL_LIMITS)" in refused.message
+        for name, token in (("a-decode", "greedy"), ("b-decode", "honest")):
+            decode = RankHost(name, "DECODE", {"timing": TIMING, "client_security": ClientSecurity(token=token)})
+            stack.callback(decode.close, 1.0)
+            receiver = KVReceiver(cast(Any, decode.rank.transfer), asked.rank.address, 77)
+            wait_until(lambda: receiver.poll() is not KVPoll.Bootstrapping)  # noqa: B023
+            if token == "honest":
+                assert receiver.poll() is KVPoll.WaitingForInput
+                continue
+            assert receiver.failure is not None and receiver.failure.reason is Reason.TOO_MANY_REQUESTS
+            assert receiver.failure.retry_after and "call_limits.streams" in receiver.failure.message
+
+
 def test_whatever_stays_open_has_a_bound_for_one_caller() -> None:
     files = (event_service_pb2, index_service_pb2, prefetch_service_pb2, registry_pb, server_service_pb2, pb)
     streams = {
@@ -160,7 +192,7 @@ def test_whatever_stays_open_has_a_bound_for_one_caller() -> None:
         for method in service.methods
         if method.server_streaming
     }
-    # One for a pair, one for a member: the newer ends the older.
+    # One for a pair, one for a member: the newer ends the older; in all, as many as their caller leaves to others.
     of_ranks = {"/kvgrpc.v1.TransferService/Session", "/kvgrpc.v1.PrefetchService/JoinAgreement"}
     limits = CallLimits()
     bounded = {path for path in ALLOWED if limits.per_caller(path) is not None}

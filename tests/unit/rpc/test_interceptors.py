@@ -10,8 +10,10 @@ from typing import Any
 import grpc
 import pytest
 
-from kvgrpc.errors import RoomNotFound
+from kvgrpc.errors import RoomNotFound, TooManyRequests
+from kvgrpc.rpc.callers import CALLER, Caller
 from kvgrpc.rpc.interceptors import Admission, CallLimits, interceptors_of
+from kvgrpc.rpc.interceptors.call import Method
 from kvgrpc.rpc.security import CallerRole, ServerSecurity, Token
 
 SESSION = "/kvgrpc.v1.TransferService/Session"
@@ -112,6 +114,38 @@ async def test_who_may_not_call_takes_no_place_and_reaches_nothing() -> None:
             await made.unary_unary("request", context)
         assert context.code() is code
     assert reached == []
+
+
+@pytest.mark.parametrize("path", [SESSION, "/kvgrpc.v1.PrefetchService/JoinAgreement"])
+async def test_streams_of_one_caller_leave_as_many_to_others(path: str) -> None:
+    opened: list[str] = []
+
+    async def stream(requests: Any, context: Any) -> None:
+        opened.append(requests)
+        await asyncio.Event().wait()
+
+    serve = Admission(CallLimits(streams=8)).layer(Method(path, streams=True), stream)
+
+    async def call(name: str) -> None:
+        CALLER.set(Caller(name))
+        context: Any = Context()
+        await serve(name, context)
+
+    tasks = [asyncio.create_task(call("greedy")) for _ in range(5)] + [asyncio.create_task(call("b"))]
+    done, standing = await asyncio.wait(tasks, timeout=5.0, return_when=asyncio.FIRST_COMPLETED)
+    (error,) = [task.exception() for task in done]
+    assert isinstance(error, TooManyRequests) and "call_limits.streams" in error.message
+    assert error.metadata == {"limit": "4", "value": "5", "scope": "streams of one caller"}
+    await asyncio.wait([*standing], timeout=0)
+    assert opened == ["greedy"] * 4 + ["b"]
+    tasks[0].cancel()
+    await asyncio.wait([tasks[0]])
+    again = asyncio.create_task(call("greedy"))
+    await asyncio.wait([again], timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
+    assert not again.done()
+    for task in [*standing, again]:
+        task.cancel()
+    await asyncio.wait([*standing, again])
 
 
 async def test_a_method_of_another_package_without_handler_is_left_to_the_library() -> None:

@@ -69,7 +69,7 @@ async def test_what_no_longer_waits_is_nobodys_share(end: str) -> None:
         for task in tasks:
             task.cancel()
     await asyncio.wait(tasks)
-    assert waiters.count == 0 and not waiters._of_callers
+    assert waiters.count == 0 and not waiters._shares._of_callers
     assert len(await take_all(waiters, "a")) == 50
     waiters.wake("x")
 
