@@ -11,6 +11,8 @@ _Index = npt.NDArray[np.int64]
 _NO_PAGES: U32Array = np.empty(0, dtype=np.uint32)
 _NONE: _Index = np.empty(0, dtype=np.int64)
 _FEW = 16
+# Marking pages in a table of the pool is quicker than sorting them from so many on, and up to so many places for each.
+_MANY, _SPREAD = 512, 32
 
 
 class Destination(msgspec.Struct, eq=False, gc=False):
@@ -76,10 +78,10 @@ class Destination(msgspec.Struct, eq=False, gc=False):
         return int(self._ends[run] - lengths[run]) + page - int(self._starts[run]), page
 
     def twice(self) -> int | None:
-        """A page that occurs more than once, None: no page does. Quick for page numbers in ascending order."""
+        """A page that occurs more than once, None: no page does."""
         if self._pages is not None:
             pages = self._pages
-            if bool((pages[1:] > pages[:-1]).all()):
+            if bool((pages[1:] > pages[:-1]).all()) or _are_distinct(pages):
                 return None
             ordered = np.sort(pages)
             again = ordered[1:][ordered[1:] == ordered[:-1]]
@@ -125,6 +127,15 @@ class Destination(msgspec.Struct, eq=False, gc=False):
 
     def _lengths(self) -> _Index:
         return np.diff(self._ends, prepend=0)
+
+
+def _are_distinct(pages: U32Array) -> bool:
+    """Whether no page occurs twice; False too where sorting them is quicker."""
+    if len(pages) < _MANY or (places := largest_of(pages) + 1) > _SPREAD * len(pages):
+        return False
+    marked = np.zeros(places, np.bool_)
+    marked[pages.astype(np.intp)] = True
+    return int(np.count_nonzero(marked)) == len(pages)
 
 
 def largest_of(pages: U32Array) -> int:

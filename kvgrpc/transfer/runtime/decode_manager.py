@@ -123,9 +123,9 @@ class DecodeManager(TransferManager[DecodeRoom]):
             check_first_page(first_page)
             destination = destination_of(copied, first_page)
             self.aux.check(aux_index)
-            check_destinations(destination, self.own_pages, self.pool_names)
             answer = wire.answer_bytes(destination, self.aux.row_bytes) if self.config.verify else 0
-            wire.check_size(destination, self.config.max_frame_bytes, answer)
+            wire.check_size(destination, self.config.max_frame_bytes, answer)  # bounds what is looked at next
+            check_destinations(destination, self.own_pages, self.pool_names)
         except KvGrpcError as error:
             self.core.fail(room, Failure.of(error, str(self.ref)))
             return
