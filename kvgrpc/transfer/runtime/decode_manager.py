@@ -98,9 +98,6 @@ class DecodeManager(TransferManager[DecodeRoom]):
     def write(self, handle: EngineHandle, pages: CopiedPages, first_page: int, aux_index: int | None) -> None:
         self.post(DecodeManager._take_destination, handle, pages, first_page, aux_index)
 
-    def fail(self, handle: EngineHandle, failure: Failure) -> None:
-        self.post(DecodeManager._take_failure, handle, failure)
-
     # What they appended, on the loop thread.
 
     def _take_room(self, handle: EngineHandle, request: RoomRequest) -> None:
@@ -130,10 +127,6 @@ class DecodeManager(TransferManager[DecodeRoom]):
             self.core.fail(room, Failure.of(error, str(self.ref)))
             return
         self.core.write(room, destination, aux_index)
-
-    def _take_failure(self, handle: EngineHandle, failure: Failure) -> None:
-        if handle.record is not None:
-            self.core.fail(handle.record, failure)
 
     # Life.
 

@@ -32,6 +32,8 @@ from kvgrpc.transfer.protocol.failures import RETRY_SECONDS
 from kvgrpc.transfer.protocol.fan_out import PlaceHandle
 from kvgrpc.transfer.protocol.types import (
     PAST_FAILURES,
+    POLL_FAILED,
+    POLL_SUCCESS,
     Bounds,
     Destination,
     Handle,
@@ -238,6 +240,10 @@ class TransferManager(ABC, Generic[Record]):
             except RuntimeError:  # the loop has ended with its process
                 self.closed = True
 
+    def fail(self, handle: EngineHandle, failure: Failure) -> None:
+        """The engine ends a room; appended for the loop thread."""
+        self.post(TransferManager._take_failure, handle, failure)
+
     def give_way(self) -> None:
         """Lends the interpreter to the threads that move rooms on, if one of them waits for it: for some microseconds,
         once after calls that gave them work, and else once in a while only, however often an engine looks. For a
@@ -438,11 +444,26 @@ class TransferManager(ABC, Generic[Record]):
             try:
                 command[0](self, *command[1:])
             except Exception:
-                self._count_error(f"{command[0].__name__} failed")
+                self._fail_room_of(command, self._count_error(f"{command[0].__name__} failed"))
         self._pump()
         if commands and not self._waking:
             self._waking = True
             self._loop.call_soon(self._run)
+
+    def _fail_room_of(self, command: tuple[Any, ...], failure: Failure) -> None:
+        """It is an engine's call, which failed: its room would wait for its deadline. Next, before what the engine said
+        later of that room."""
+        for handle in command:
+            if isinstance(handle, EngineHandle) and command[0] is not TransferManager._take_failure:
+                self._commands.appendleft((TransferManager._take_failure, handle, failure))
+
+    def _take_failure(self, handle: EngineHandle, failure: Failure) -> None:
+        if handle.record is not None:
+            self.core.fail(handle.record, failure)
+        if handle.poll is not POLL_FAILED and handle.poll is not POLL_SUCCESS:  # the core never had the room
+            handle.record = None
+            handle.release_safe = True
+            handle.fail(failure)
 
     async def _tick_for_ever(self) -> None:
         """One tick a period of our own running time: after a stop there is one, not hundreds (3, break and loss)."""

@@ -90,9 +90,6 @@ class PrefillManager(TransferManager[PrefillRoom]):
     ) -> None:
         self.post(PrefillManager._take_chunk, handle, sent, aux, expectation)
 
-    def fail(self, handle: EngineHandle, failure: Failure) -> None:
-        self.post(PrefillManager._take_failure, handle, failure)
-
     # What they appended, on the loop thread.
 
     def _take_claim(self, key: RoomKey, handle: EngineHandle) -> None:
@@ -117,10 +114,6 @@ class PrefillManager(TransferManager[PrefillRoom]):
             self.core.fail(record, Failure.of(error, str(self.ref)))
             return
         self.core.send(record, chunk, aux, expectation)
-
-    def _take_failure(self, handle: EngineHandle, failure: Failure) -> None:
-        if handle.record is not None:
-            self.core.fail(handle.record, failure)
 
     # A session, on the loop thread.
 
@@ -475,7 +468,10 @@ class PrefillManager(TransferManager[PrefillRoom]):
 
     def _take_outcomes(self, ended: Outcomes) -> None:
         for submission, result in ended:
-            self.core.on_outcome(submission, result.outcome, result.detail)
+            try:
+                self.core.on_outcome(submission, result.outcome, result.detail)
+            except Exception:
+                self.core.fail(submission.record, self._count_error("the end of a write could not be taken"))
 
 
 class _Session(SessionWriter):

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,6 +15,8 @@ from kvgrpc.client import SyncClient
 from kvgrpc.errors import Reason
 from kvgrpc.model import RankId, RankRef
 from kvgrpc.transfer import KVPoll
+from kvgrpc.transfer.protocol.prefill_core import PrefillCore
+from kvgrpc.transfer.runtime import decode_manager as decode_module
 from kvgrpc.transfer.runtime import prefill_manager as prefill_module
 from kvgrpc.transfer.runtime.refusals import NOTHING, Refusals, behind
 from tests.contract.transfer_peers import receiver_of, sender_of
@@ -104,6 +107,48 @@ def test_an_engine_that_asks_faster_than_the_loop_works_is_refused_by_the_room(
     wait_until(lambda: sender.failure is not None and receiver.failure is not None)
     assert sender.failure.reason is Reason.TOO_MANY_REQUESTS
     assert sender.failure.retry_after == receiver.failure.retry_after == 1.0, "both sides know when to come again"
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "ends"),
+    [
+        (decode_module, "ReceiverRoom", "receiver"),
+        (decode_module, "destination_of", "both"),
+        (PrefillCore, "claim", "sender"),
+        (prefill_module, "pages_of_pools", "both"),
+        (PrefillCore, "on_outcome", "both"),
+    ],
+)
+def test_memory_that_one_call_lacks_fails_its_room_at_once_and_no_other(
+    pair: tuple[RankHost, RankHost], monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, ends: str
+) -> None:
+    """It fails on the loop, where the engine does not hear of it, and both ends waited for the room's deadline."""
+    prefill, decode = pair
+
+    def no_memory(*_: object) -> None:
+        raise MemoryError
+
+    handles: dict[str, Any] = {"receiver": received(pair, 1)} if ends == "both" else {}
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, SimpleNamespace(of=no_memory) if name == "ReceiverRoom" else no_memory)
+        if ends == "receiver":
+            handles[ends] = receiver_of(decode, f"{prefill.rank.address}/P", 1)
+        if ends != "sender":
+            handles["receiver"].init([1], 0)
+        if ends != "receiver":
+            sender = handles["sender"] = sender_of(prefill, 1)
+            sender.init(1, 0)
+            sender.send([1])
+        for handle in handles.values():
+            wait_until(lambda: handle.poll() is KVPoll.Failed, 5.0)  # noqa: B023
+            assert handle.failure.reason is Reason.INTERNAL and handle.failure.metadata["requestId"]
+            if name != "on_outcome":  # else nobody knows that the write is over
+                wait_until(lambda: handle.release_safe)  # noqa: B023
+    assert prefill.rank.transfer.errors + decode.rank.transfer.errors == 1
+    later = received(pair, 2)
+    later.init([2], 1)
+    prefill.send(2, [2], aux_row=1)
+    wait_until(lambda: later.poll() is KVPoll.Success)
 
 
 def test_an_abort_waits_for_an_aux_row_that_is_being_written(
