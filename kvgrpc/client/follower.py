@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Iterable
 from functools import partial
@@ -141,9 +142,9 @@ class EventFollower:
     async def until_current(self, timeout: float = 30.0) -> None:
         """Waits until the contents are exact and nothing is known to be missing.
 
-        Raises PeerUnreachable after ``timeout`` seconds, with what failed last.
+        Raises PeerUnreachable after ``timeout`` seconds (``math.inf``: never), with what failed last.
         """
-        check_seconds("timeout", max(timeout, 0.0))
+        check_seconds("timeout", max(timeout, 0.0), math.inf)
         end = time.monotonic() + timeout
         while self.state is not FollowerState.CURRENT:
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Collection, Sequence
 
@@ -97,8 +98,8 @@ class PrefixIndex:
         return self._table.sources(time.monotonic())
 
     async def until_current(self, caches: int = 1, timeout: float = 30.0) -> None:
-        """Waits until so many caches are current. Raises TimeoutError after ``timeout`` seconds."""
-        check_seconds("timeout", max(timeout, 0.0))
+        """Waits until that many are current. Raises TimeoutError after ``timeout`` seconds (``math.inf``: never)."""
+        check_seconds("timeout", max(timeout, 0.0), math.inf)
         end = time.monotonic() + timeout
         while sum(source.freshness.state is FollowerState.CURRENT for source in self.sources()) < caches:
             if time.monotonic() >= end:

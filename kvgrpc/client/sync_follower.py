@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -91,7 +92,7 @@ class SyncEventFollower:
 
     def until_current(self, timeout: float = 30.0) -> None:
         """As ``EventFollower.until_current``."""
-        check_seconds("timeout", max(timeout, 0.0))
+        check_seconds("timeout", max(timeout, 0.0), math.inf)
         self._loop.run(self._follower.until_current(timeout), max(timeout, 0.0) + _ASK_SECONDS)
 
 
@@ -134,7 +135,7 @@ class SyncPrefixIndex:
 
     def until_current(self, caches: int = 1, timeout: float = 30.0) -> None:
         """As ``PrefixIndex.until_current``."""
-        check_seconds("timeout", max(timeout, 0.0))
+        check_seconds("timeout", max(timeout, 0.0), math.inf)
         self._loop.run(self._index.until_current(caches, timeout), max(timeout, 0.0) + _ASK_SECONDS)
 
 

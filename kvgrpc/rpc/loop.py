@@ -80,7 +80,7 @@ class LoopThread:
             raise RuntimeError("LoopThread.run was called on the loop thread itself: await the coroutine there")
         future = self._submit(coroutine)
         try:
-            return future.result(timeout)
+            return future.result(min(timeout, threading.TIMEOUT_MAX))
         except concurrent.futures.TimeoutError:
             if future.done():
                 raise

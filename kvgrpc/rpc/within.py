@@ -12,11 +12,11 @@ T = TypeVar("T")
 LONGEST_SECONDS = 86_400.0
 
 
-def check_seconds(field: str, seconds: float) -> None:
-    """Raises InvalidRequest for what is no time from 0 to a day. NaN is neither below nor above any bound, so whatever
-    waits for it ends at once or never."""
-    if not 0 <= seconds <= LONGEST_SECONDS:
-        raise InvalidRequest.of(field, seconds, f"0 to {LONGEST_SECONDS:g} seconds")
+def check_seconds(field: str, seconds: float, longest: float = LONGEST_SECONDS) -> None:
+    """Raises InvalidRequest for what is no time from 0 to ``longest``, a day; ``math.inf`` where somebody may wait for
+    ever. NaN is neither below nor above any bound, so whatever waits for it ends at once or never."""
+    if not 0 <= seconds <= longest:
+        raise InvalidRequest.of(field, seconds, f"0 to {longest:g} seconds")
 
 
 async def within(seconds: float, awaitable: Awaitable[T]) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import operator
 import threading
 import time
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, WrongRank
-from kvgrpc.rpc.within import within
+from kvgrpc.rpc.within import check_seconds, within
 from kvgrpc.transfer.protocol import failures
 from kvgrpc.transfer.protocol.types import MAX_ROOM, POLL_FAILED, POLL_SUCCESS, Handle, KVPoll, RoomKey
 from kvgrpc.transfer.runtime.boundary import Runtime
@@ -21,7 +22,8 @@ from kvgrpc.transfer.runtime.boundary import Runtime
 class TransferHandle(ABC):
     """For one engine thread at a time; ``poll``, ``failure``, ``release_safe`` and ``abort`` for any.
 
-    Every call is an append and a wake: it never blocks, and only ``failure_exception`` raises.
+    Every call is an append and a wake: it never blocks, and only ``failure_exception`` raises. ``wait`` blocks, and
+    refuses a time that is no number.
     """
 
     __slots__ = ("__weakref__", "_closed", "_handle", "_transfer", "_waiters", "attempt", "room")
@@ -67,11 +69,13 @@ class TransferHandle(ABC):
         return self._handle.pages_done
 
     def wait(self, timeout: float, until: KVPoll = KVPoll.Success) -> KVPoll:
-        """Blocks until ``poll`` is at least ``until``, or Failed; at most ``timeout`` seconds. Returns ``poll``.
+        """Blocks until ``poll`` is at least ``until``, or Failed; at most ``timeout`` seconds (``math.inf``: for ever).
+        Returns ``poll``. Raises InvalidRequest for NaN.
 
         With ``until=KVPoll.WaitingForInput`` a receiver waits until its pages may be allocated. Must not be called on
         the thread of kvgrpc's own loop.
         """
+        check_seconds("timeout", max(timeout, 0.0), math.inf)
         end, news = time.monotonic() + timeout, threading.Event()
         with self._woken(news.set):
             while not self._reached(until) and (left := end - time.monotonic()) > 0:
@@ -81,6 +85,7 @@ class TransferHandle(ABC):
 
     async def wait_async(self, timeout: float, until: KVPoll = KVPoll.Success) -> KVPoll:
         """As ``wait``, on the engine's own asyncio loop."""
+        check_seconds("timeout", max(timeout, 0.0), math.inf)
         loop, news = asyncio.get_running_loop(), asyncio.Event()
         end = loop.time() + timeout
         with self._woken(lambda: loop.call_soon_threadsafe(news.set)):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import socket
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import grpc
@@ -234,6 +236,26 @@ async def test_a_wait_whose_time_is_over_looks_once(seconds: float) -> None:
             SyncPrefixIndex(sources=["127.0.0.1:1"]).until_current(1, seconds)
 
     await asyncio.to_thread(plain)
+
+
+async def test_a_wait_may_be_for_ever_and_not_for_no_number() -> None:
+    async with Publishing() as engine, EventFollower(engine.address) as follower:
+        await follower.until_current(math.inf)
+        async with PrefixIndex(sources=[engine.address]) as index:
+            await index.until_current(1, math.inf)
+
+        def plain() -> None:
+            with SyncEventFollower(engine.address) as same, SyncPrefixIndex(sources=[engine.address]) as indexed:
+                same.until_current(math.inf)
+                indexed.until_current(1, math.inf)
+                for wait in (same.until_current, partial(indexed.until_current, 1)):
+                    with pytest.raises(InvalidRequest, match="timeout"):
+                        wait(math.nan)
+
+        await asyncio.to_thread(plain)
+        for each in (follower.until_current(math.nan), PrefixIndex(sources=["127.0.0.1:1"]).until_current(1, math.nan)):
+            with pytest.raises(InvalidRequest, match="timeout"):
+                await each
 
 
 async def test_an_index_says_once_which_sources_do_not_answer(

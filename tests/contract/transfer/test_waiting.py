@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from kvgrpc.errors import InvalidRequest
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.transfer import KVPoll
 from tests.contract.transfer_peers import receiver_of, sender_of
@@ -107,9 +108,18 @@ def test_a_wait_of_any_length_ends_with_its_room_and_raises_nothing(
     abort = threading.Timer(0.1, receiver.abort)
     abort.start()
     assert receiver.wait(timeout) is KVPoll.Failed
-    assert receiver.wait(math.nan) is KVPoll.Failed
     assert asyncio.run(sender.wait_async(timeout)) is KVPoll.Failed
     abort.join()
+
+
+def test_a_wait_for_no_number_is_refused(prefill: RankHost, decode: RankHost) -> None:
+    receiver, sender = pair_of(prefill, decode)
+    with pytest.raises(InvalidRequest, match="timeout"):
+        receiver.wait(math.nan)
+    with pytest.raises(InvalidRequest, match="timeout"):
+        asyncio.run(sender.wait_async(math.nan))
+    assert receiver.wait(-math.inf) is not KVPoll.Failed
+    receiver.abort()
 
 
 def test_coroutines_wait_on_their_own_loop(prefill: RankHost, decode: RankHost) -> None:
