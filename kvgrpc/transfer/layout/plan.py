@@ -189,9 +189,9 @@ def check_inside(destination: Destination, pool_pages: int, pool: str) -> None:
     outside = destination.outside(pool_pages)
     if outside is not None:
         position, page = outside
+        signed = f" ({page - 2**32} as int32)" if page >= 2**31 else ""  # as an engine gave it
         raise KvIndexOutOfRange(
-            f"page {page if page < 2**31 else page - 2**32} at position {position} is outside pool {pool!r} of "
-            f"{pool_pages} pages",
+            f"page {page}{signed} at position {position} is outside pool {pool!r} of {pool_pages} pages",
             metadata={"pool": pool, "page": page, "pages": pool_pages, "position": position},
         )
 
