@@ -98,7 +98,7 @@ class TestRefusals:
         self, prefill: RankHost, stub: TransferServiceStub, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         manager: Any = prefill.rank.transfer
-        monkeypatch.setattr(manager._sought, "_limit", 1)
+        monkeypatch.setattr(manager._sought._shares, "_limit", 1)
         error = refusal(stub, next(ROOMS), next(ROOMS))
         assert error.reason is Reason.TOO_MANY_REQUESTS
         assert error.metadata["scope"] == "rooms sought" and error.metadata["limit"] == "1"
