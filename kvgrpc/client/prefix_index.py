@@ -122,7 +122,6 @@ class PrefixIndex:
                 else:
                     found |= answer
             await self._follow(found, all(isinstance(answer, dict) for answer in answers))
-            self._lines.flush()
             await asyncio.sleep(FIND_SECONDS)
 
     async def _ask_registry(self) -> dict[_Cache, str]:

@@ -181,7 +181,6 @@ class JournalingPublisher(EventPublisher):
             self._publish_group(taken.items)
         self._journal.evict_old()
         self._measure()
-        self._lines.flush()
         if self._recorder is not None:
             while self._queue.idle and self._recorder.fold():
                 pass

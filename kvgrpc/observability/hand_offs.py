@@ -77,9 +77,8 @@ class HandOffs:
         leaves = failure.reason is Reason.SERVER_DRAINING
         self._lines.say(logging.INFO if leaves else logging.WARNING, f"refused sessions, {reason}", text)
 
-    def flush(self) -> None:
-        """Says what was left out, once its time is over, and sorts durations into their buckets: once a tick."""
-        self._lines.flush()
+    def sort_in(self) -> None:
+        """Sorts durations into their buckets: once a tick."""
         for histogram in (self._sums.seconds, *self._sums.stages):
             histogram.sort_in()
 

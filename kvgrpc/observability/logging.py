@@ -5,11 +5,16 @@ A library does not configure logging; ``configure`` is for our own programs (``k
 
 from __future__ import annotations
 
+import atexit
+import heapq
+import itertools
 import logging
+import os
 import threading
 import time
 import unicodedata
 from collections.abc import Callable
+from functools import partial
 
 LONGEST_LINE = 400  # characters of foreign text in one record
 
@@ -31,6 +36,7 @@ def one_line(text: str, longest: int = LONGEST_LINE) -> str:
 class RateLimited:
     """Records of a logger, at most ``lines`` of one key in ``seconds``; then how many were left out. Thread-safe.
 
+    That count comes by itself: when the time is over, before the next line of the key, or when the process ends.
     Keys are few and our own: names of reasons, not what a peer says.
     """
 
@@ -57,26 +63,24 @@ class RateLimited:
                 ended, window = window, _Window(now + self._seconds, level)
                 self._windows[key] = window
             window.said += 1
-            shown = window.said <= self._lines
-        self._sum_up(key, ended)
-        if shown:
+            beyond = window.said - self._lines
+        if ended is not None:
+            self._sum_up(key, ended)
+        if beyond <= 0:
             self._logger.log(level, "%s", text if isinstance(text, str) else text(), exc_info=exc_info or None)
+        elif beyond == 1:
+            _counts.owe(window.end, partial(self._end, key, window))
 
-    def flush(self) -> None:
-        """Ends the windows whose time is over; cheap enough for every tick."""
-        if not self._windows:
-            return
-        now = time.monotonic()
+    def _end(self, key: str, window: _Window) -> None:
         with self._lock:
-            over = [(key, window) for key, window in self._windows.items() if now >= window.end]
-            for key, _ in over:
-                del self._windows[key]
-        for key, window in over:
-            self._sum_up(key, window)
+            if self._windows.get(key) is not window:
+                return  # the next line has summed it up
+            del self._windows[key]
+        self._sum_up(key, window)
 
-    def _sum_up(self, key: str, window: _Window | None) -> None:
-        if window is not None and window.said > self._lines:
-            more = window.said - self._lines
+    def _sum_up(self, key: str, window: _Window) -> None:
+        more = window.said - self._lines
+        if more > 0:
             self._logger.log(window.level, "%d more like these of %s in %g s", more, key, self._seconds)
 
 
@@ -87,6 +91,58 @@ class _Window:
         self.end = end
         self.level = level
         self.said = 0
+
+
+class _Counts:
+    """Counts that are owed for lines left out. One thread of the process says them; it is there while any is owed."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Of a forked child: what is owed is its parent's, and so was the thread."""
+        self._changed = threading.Condition()
+        self._owed: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = itertools.count()
+        self._thread: threading.Thread | None = None
+
+    def owe(self, at: float, say: Callable[[], None]) -> None:
+        """Calls ``say`` at that time (``time.monotonic``), or when the process ends."""
+        with self._changed:
+            heapq.heappush(self._owed, (at, next(self._number), say))
+            self._changed.notify()
+            if self._thread is None or not self._thread.is_alive():
+                thread = threading.Thread(target=self._serve, name="kvgrpc-log", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:
+                    return  # no thread can be made now: whoever owes next tries again
+                self._thread = thread
+
+    def say_all(self) -> None:
+        with self._changed:
+            owed, self._owed = self._owed, []
+        for _, _, say in sorted(owed):
+            say()
+
+    def _serve(self) -> None:
+        while (say := self._next()) is not None:
+            say()
+
+    def _next(self) -> Callable[[], None] | None:
+        with self._changed:
+            while self._owed:
+                seconds = self._owed[0][0] - time.monotonic()
+                if seconds <= 0:
+                    return heapq.heappop(self._owed)[-1]
+                self._changed.wait(seconds)
+            self._thread = None
+            return None
+
+
+_counts = _Counts()
+os.register_at_fork(after_in_child=_counts.forget)
+atexit.register(_counts.say_all)
 
 
 def _shown(character: str) -> str:

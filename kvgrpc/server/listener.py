@@ -127,7 +127,6 @@ class Listener:
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             self._look()
-            self._refused.flush()
 
     def _look(self) -> None:
         well = not self._draining

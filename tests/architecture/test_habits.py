@@ -96,6 +96,7 @@ THREADS = {
     "events/live/router.py": "the replay; its stream's healthy",
     "events/publisher.py": "the publisher; its healthy",
     "observability/http.py": "the status page; a request that fails fails alone",
+    "observability/logging.py": "counts of lines left out; where one cannot be said, the next owed begins another",
     "prefetch/agreement/gloo.py": "the agreement; votes that it does not decide end by their deadline",
     "prefetch/controller/timers.py": "deadlines of operations; the controller's healthy",
     "prefetch/controller/worker.py": "storage operations; the controller's healthy",

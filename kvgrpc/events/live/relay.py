@@ -88,7 +88,6 @@ class Relay:
 
     def _serve(self) -> None:
         while not self._stopping.is_set():
-            self._lines.flush()
             try:
                 self._ask()
                 with self._context.socket(zmq.SUB) as subscriber:
@@ -121,7 +120,6 @@ class Relay:
         until = time.monotonic() + CONNECT_SECONDS
         while not self._stopping.is_set() and not self._connect_anew and (connected or time.monotonic() < until):
             self._moved_at = time.monotonic()
-            self._lines.flush()
             ready = dict(poller.poll(POLL_MS))
             if monitor in ready:
                 event = recv_monitor_message(monitor)["event"]

@@ -103,7 +103,6 @@ class ReplayRouter:
     def _pass(self) -> None:
         moved = [self._advance(client, replay) for client, replay in list(self._replays.items())]
         timeout = IDLE_MS if not moved else 0 if any(moved) else BLOCKED_MS
-        self._lines.flush()
         if self._socket.poll(timeout):
             self._begin(self._socket.recv_multipart(zmq.NOBLOCK))
 

@@ -232,7 +232,6 @@ class MemoryStore:
             metrics.REGISTRY_EXPIRED.inc(len(ran_out))
             for ref in ran_out:
                 self._lines.warning("leases", f"the lease of {ref} ran out: nobody renewed it for {self.ttl:g} s")
-            self._lines.flush()
             metrics.REGISTRY_ROWS.set(self.registry.rows)
             self._tell()
             await asyncio.sleep(TICK_SECONDS)

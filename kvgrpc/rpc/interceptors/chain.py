@@ -32,7 +32,7 @@ def interceptors_of(
 ) -> list[grpc.aio.ServerInterceptor]:
     """The interceptors of one server, in their order. Raises InvalidRequest for a token file that cannot be used.
 
-    ``refused``: where callers are named who may not call; whoever gives it flushes it.
+    ``refused``: where callers are named who may not call.
     """
     admission, refused = admission or Admission(), refused or RateLimited(_log)
     return [_Interceptor((telemetry, errors, auth(security, refused), admission.layer, deadline))]

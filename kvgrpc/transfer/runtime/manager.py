@@ -473,7 +473,7 @@ class TransferManager(ABC, Generic[Record]):
             try:
                 self._tick()
                 self._pump()
-                self._hand_offs.flush()
+                self._hand_offs.sort_in()
                 self._look_at_conditions()
             except Exception:
                 self._count_error("tick failed")

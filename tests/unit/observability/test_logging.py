@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvgrpc.observability.logging import RateLimited, one_line
+from kvgrpc.observability.logging import RateLimited, _Counts, one_line
+from tests.support.waiting import wait_until
 
 logger = logging.getLogger("kvgrpc.test")
 
@@ -18,29 +22,70 @@ def heard(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
 
-def test_many_lines_of_one_reason_become_a_count(
+def told(caplog: pytest.LogCaptureFixture, shown: str) -> tuple[int, int]:
+    """Lines of ``shown`` in the log, and those that are a number there."""
+    more = [text for text in caplog.messages if " more like these of " in text]
+    return caplog.messages.count(shown), sum(int(text.split()[0]) for text in more)
+
+
+def test_many_lines_of_one_reason_become_a_count_when_their_time_is_over(caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody says another, and nothing ticks."""
+    limited = RateLimited(logger, lines=3, seconds=2.0)
+    for _ in range(1000):
+        limited.warning("PEER_LOST", "a room")
+    limited.warning("ROOM_DEADLINE", "another reason has lines of its own")
+    wait_until(lambda: sum(told(caplog, "a room")) == 1000)
+    assert told(caplog, "a room")[0] < 30
+    assert "another reason has lines of its own" in caplog.messages
+    assert {text.split(" ", 1)[1] for text in caplog.messages if " more " in text} == {
+        "more like these of PEER_LOST in 2 s"
+    }
+    assert all(record.exc_info is None for record in caplog.records)
+
+
+def test_one_thread_says_counts_while_any_is_owed(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    limited = RateLimited(logger, lines=3, seconds=10.0)
-    for number in range(1000):
-        limited.warning("PEER_LOST", f"room {number}")
-    limited.warning("ROOM_DEADLINE", "another reason has lines of its own")
-    limited.flush()
-    assert len(caplog.records) == 4
-    now = 111.0
-    limited.flush()
-    limited.flush()
-    assert caplog.records[-1].getMessage() == "997 more like these of PEER_LOST in 10 s"
-    assert len(caplog.records) == 5
-    assert all(record.exc_info is None for record in caplog.records)
+    counts = _Counts()
+    monkeypatch.setattr("kvgrpc.observability.logging._counts", counts)
+    limited = [RateLimited(logger, lines=1, seconds=2.0) for _ in range(20)]
+    for each in limited:
+        each.warning("a kind", "said")
+    assert counts._thread is None
+    before = threading.active_count()
+    for each in limited:
+        each.warning("a kind", "said")
+    assert threading.active_count() <= before + 1 and counts._thread is not None
+    wait_until(lambda: sum(told(caplog, "said")) == 40)
+    wait_until(lambda: counts._thread is None)
+
+
+def test_a_process_that_ends_says_what_it_left_out() -> None:
+    code = (
+        "import logging; from kvgrpc.observability.logging import RateLimited; logging.basicConfig()\n"
+        "limited = RateLimited(logging.getLogger('kvgrpc'), lines=1, seconds=600)\n"
+        "for _ in range(8): limited.warning('a kind', 'said')"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stderr.splitlines() == ["WARNING:kvgrpc:said", "WARNING:kvgrpc:7 more like these of a kind in 600 s"]
+
+
+def test_a_forked_child_does_not_say_what_its_parent_left_out() -> None:
+    code = (
+        "import logging, os; from kvgrpc.observability.logging import RateLimited; logging.basicConfig()\n"
+        "limited = RateLimited(logging.getLogger('kvgrpc'), lines=1, seconds=600)\n"
+        "for _ in range(8): limited.warning('a kind', 'said')\n"
+        "child = os.fork()\n"
+        "if child: os.waitpid(child, 0)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stderr.count("7 more like these of a kind") == 1
 
 
 def test_the_next_line_of_a_kind_says_how_many_were_left_out_before_it(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who never flushes loses no count, and hears again of what lasts."""
+    """The lines of what lasts are in the order of what happened."""
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     limited = RateLimited(logger, lines=1, seconds=30.0)
@@ -72,12 +117,7 @@ def test_lines_from_many_threads_are_all_shown_or_counted(caplog: pytest.LogCapt
     with ThreadPoolExecutor(8) as threads:
         for _ in range(8):
             threads.submit(say)
-        for _ in range(200):
-            limited.flush()
-    while limited._windows:
-        limited.flush()
-    counted = sum(int(text.split()[0]) for text in caplog.messages if text != "said")
-    assert caplog.messages.count("said") + counted == 8 * 500
+    wait_until(lambda: sum(told(caplog, "said")) == 8 * 500)
 
 
 @pytest.mark.parametrize(

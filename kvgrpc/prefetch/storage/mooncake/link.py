@@ -199,7 +199,6 @@ class Link:
             if self._closed.is_set():
                 break
             self._set_down(why)
-            lines.flush()
             lines.warning(why, f"storage 'mooncake': {self.master}: {why}")
             # A process that cannot start costs half a second of CPU each time; to ask a port costs nothing.
             pause = min(2 * pause, _MOST_RETRY_SECONDS) if self._started and not self._connected else _RETRY_SECONDS

@@ -65,7 +65,6 @@ class View:
             except Exception:
                 self._lines.exception("following", "following etcd failed")
             self.current = False
-            self._lines.flush()
             await asyncio.sleep(_PAUSE_SECONDS)
 
     async def reached(self, revision: int, seconds: float) -> bool:
@@ -149,10 +148,9 @@ class View:
         self.revision = 0
 
     async def _ask_for_progress(self, call: WatchCall) -> None:
-        """So that a member which hangs is noticed: an answer comes even when nothing changes. The log's tick, too."""
+        """So that a member which hangs is noticed: an answer comes even when nothing changes."""
         while not call.done():
             await asyncio.sleep(PROGRESS_SECONDS)
-            self._lines.flush()
             try:
                 await call.write(pb.WatchRequest(progress_request=pb.WatchProgressRequest()))
             except (asyncio.InvalidStateError, Exception):
