@@ -174,7 +174,12 @@ def registry(
     envvar="KVGRPC_LISTEN",
     help="HOST:PORT (port 0: a free one) or unix:/path.",
 )
-@click.option("--registry", default="", envvar="KVGRPC_REGISTRY", help="Follow every engine that this registry lists.")
+@click.option(
+    "--registry",
+    default="",
+    envvar="KVGRPC_REGISTRY",
+    help="Follow every engine that this registry lists (replicas: with commas).",
+)
 @click.option(
     "--source", "sources", multiple=True, help="Follow the streams of the rank at this HOST:PORT; may be repeated."
 )

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Collection, Sequence
 
 from kvgrpc.client.aio import Client
@@ -34,7 +35,8 @@ _log = logging.getLogger(__name__)
 class PrefixIndex:
     """``async with PrefixIndex(registry="127.0.0.1:8998") as index: index.score(hashes)``.
 
-    Follows the caches of every engine whose events the registry says are served, and those of the ranks that
+    Follows the caches of every engine whose events the registry says are served (of several replicas, with commas
+    between them, the next is asked when one does not answer), and those of the ranks that
     ``sources`` names by the addresses of their gRPC. An engine that the registry does not list any more is followed as
     long as it answers: a registry's silence proves nothing. All methods belong to one event loop. Raises InvalidRequest
     for what is no address: it would look for it for ever.
@@ -48,12 +50,10 @@ class PrefixIndex:
         live: bool = False,
         security: ClientSecurity | None = None,
     ) -> None:
-        if registry:
-            check_target(registry, "registry")
+        self._registries = deque(check_target(address, "registry") for address in registry.split(",") if registry)
         for index, source in enumerate(sources):
             check_target(source, f"sources[{index}]")
         self._table = SourceTable()
-        self._registry = registry
         self._named = tuple(dict.fromkeys(sources))
         self._live = live
         self._security = security
@@ -110,7 +110,7 @@ class PrefixIndex:
         while True:
             known = {address for _, address in self._followers.values()}
             looks = {address: self._ask_source(address) for address in self._named if address not in known}
-            if self._registry:
+            if self._registries:
                 looks["the registry"] = self._ask_registry()
             found: dict[_Cache, str] = {}
             answers = await asyncio.gather(*looks.values(), return_exceptions=True)
@@ -126,8 +126,12 @@ class PrefixIndex:
 
     async def _ask_registry(self) -> dict[_Cache, str]:
         """The publishing rank of each cache: the one with pp = cp = tp = 0."""
-        async with Client(self._registry, self._security, _ANSWER_SECONDS) as client:
-            rows = [row for engine in await client.list_engines(include_rows=True) for row in engine.rows]
+        async with Client(self._registries[0], self._security, _ANSWER_SECONDS) as client:
+            try:
+                rows = [row for engine in await client.list_engines(include_rows=True) for row in engine.rows]
+            except KvGrpcError:
+                self._registries.rotate(-1)
+                raise
         return {_cache(row): row.endpoints.grpc for row in rows if _publishes(row) and row.endpoints.grpc}
 
     async def _ask_source(self, address: str) -> dict[_Cache, str]:

@@ -25,9 +25,9 @@ _SERVICES = ("kvgrpc.v1.IndexService", "kvgrpc.v1.ServerService")
 class IndexServer(ServerAlone):
     """An index on a port of its own. ``open`` and ``close`` block; ``address`` and ``metrics_address`` are as bound.
 
-    It follows the caches of the engines at ``registry``, and of the ranks whose gRPC addresses ``sources`` names, with
-    ``client_security``. ``metrics_listen``: "host:port" of ``/metrics``, ``/livez`` and ``/readyz``; "": none. Raises
-    InvalidRequest where neither is named, and for what is no address.
+    It follows the caches of the engines at ``registry`` (replicas with commas between them), and of the ranks whose
+    gRPC addresses ``sources`` names, with ``client_security``. ``metrics_listen``: "host:port" of ``/metrics``,
+    ``/livez`` and ``/readyz``; "": none. Raises InvalidRequest where neither is named, and for what is no address.
     """
 
     def __init__(

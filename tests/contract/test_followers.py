@@ -310,6 +310,31 @@ async def test_an_engine_that_may_not_be_dialled_ends_no_other(
     assert "192.0.2.1" in told
 
 
+async def test_an_index_asks_the_next_replica_of_a_registry_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefix_index, "FIND_SECONDS", 0.02)
+    away, asked = {"127.0.0.1:1"}, []
+
+    async def list_engines(client: Client, **_: object) -> list[object]:
+        asked.append(client.address)
+        if client.address in away:
+            raise PeerUnreachable("nobody answers", metadata={"address": client.address})
+        return []
+
+    monkeypatch.setattr(Client, "list_engines", list_engines)
+    async with PrefixIndex(registry="127.0.0.1:1,127.0.0.1:2"):
+        await until(lambda: asked[-3:] == ["127.0.0.1:2"] * 3)
+        away.symmetric_difference_update({"127.0.0.1:1", "127.0.0.1:2"})
+        await until(lambda: asked[-3:] == ["127.0.0.1:1"] * 3)
+    assert asked[0] == "127.0.0.1:1"
+
+
+def test_each_replica_of_an_indexs_registry_is_an_address() -> None:
+    with pytest.raises(InvalidRequest, match="registry"):
+        PrefixIndex(registry="127.0.0.1:1,nowhere")
+
+
 async def test_one_index_over_several_engines() -> None:
     async with Publishing("a") as first, Publishing("b", dp=1) as second:
         await first.store([1, 2, 3])
