@@ -33,6 +33,11 @@ RPC_IN_FLIGHT = _gauge("kvgrpc_rpc_in_flight", "Calls that run now.", "method")
 # reason: the name of the ErrorReason without its prefix.
 ERRORS = _counter("kvgrpc_errors", "Statuses that were sent as errors.", "reason")
 
+# Connections to the port in front of the registry of a vLLM prefill.
+BOOTSTRAP_REFUSED = _counter(
+    "kvgrpc_bootstrap_connections_refused", "Connections beyond what vLLM's bootstrap port takes."
+)
+
 # The process.
 TASK_FAILURES = _counter("kvgrpc_task_failures", "Background tasks that ended by an unexpected exception.", "task")
 LOOP_LAG_SECONDS = _gauge("kvgrpc_loop_lag_seconds", "How late the event loop last woke.")

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 import kvgrpc
 from kvgrpc.errors import AddressNotAllowed, TooManyRequests
 from kvgrpc.model import new_epoch
+from kvgrpc.observability import metrics
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.interceptors import CallLimits
 from kvgrpc.v1 import common_pb2, registry_service_pb2
@@ -89,6 +90,21 @@ async def test_a_rank_of_another_host_cannot_advertise_loopback(
     async with open_channel(from_elsewhere) as channel:
         error = await failure(RegistryServiceStub(channel).Register(request, timeout=5))
     assert isinstance(error, AddressNotAllowed) and "loopback" in error.message
+
+
+async def test_connections_that_are_too_many_are_said_and_counted(
+    bootstrap: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(type(bootstrap)._serve.__globals__, "_MOST_CONNECTIONS", 0)
+    before = metrics.BOOTSTRAP_REFUSED._value.get()
+    host, port = bootstrap._server.sockets[0].getsockname()
+    for _ in range(3):
+        reader, writer = await asyncio.open_connection(host, port)
+        assert await reader.read() == b""
+        writer.close()
+    assert metrics.BOOTSTRAP_REFUSED._value.get() == before + 3
+    told = [message for message in caplog.messages if "bootstrap port" in message]
+    assert told == [f"the bootstrap port {bootstrap._address} has 0 connections: one of 127.0.0.1 was closed"] * 3
 
 
 def test_a_port_that_is_taken_leaves_no_registry_behind(bootstrap: Any) -> None:

@@ -11,12 +11,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import secrets
 import socket
 
 from kvgrpc.errors import AddressNotAllowed
 from kvgrpc.net import socket_passing_on, split
+from kvgrpc.observability import metrics
+from kvgrpc.observability.logging import RateLimited
 from kvgrpc.rpc.interceptors import CallLimits
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.security import ServerSecurity
@@ -28,6 +31,8 @@ _MOST_CONNECTIONS = 1024
 _FIRST_BYTES_SECONDS = 5.0
 _PIECE = 64 * 1024
 _START_SECONDS = 10.0
+
+_log = logging.getLogger(__name__)
 
 
 class Bootstrap:
@@ -54,6 +59,7 @@ class Bootstrap:
         )
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.StreamWriter] = set()
+        self._lines = RateLimited(_log)
 
     def open(self) -> Bootstrap:
         self._security.check(self._address)
@@ -87,7 +93,7 @@ class Bootstrap:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._connections) >= _MOST_CONNECTIONS:
-            writer.close()
+            self._refuse(writer)
             return
         self._connections.add(writer)
         try:
@@ -97,6 +103,13 @@ class Bootstrap:
         finally:
             self._connections.discard(writer)
             writer.close()
+
+    def _refuse(self, writer: asyncio.StreamWriter) -> None:
+        metrics.BOOTSTRAP_REFUSED.inc()
+        host = writer.get_extra_info("peername")[0]
+        text = f"the bootstrap port {self._address} has {_MOST_CONNECTIONS} connections: one of {host} was closed"
+        self._lines.warning("connections that are too many", text)
+        writer.close()
 
     async def _answer_or_pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         first = await within(_FIRST_BYTES_SECONDS, reader.readexactly(len(_QUESTION)))
