@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import select
 import subprocess
 import sys
 import threading
@@ -16,6 +17,8 @@ from types import TracebackType
 from kvgrpc.demo.protocol import Close, ToProcess, ToRouter, encode, to_router
 
 CLOSE_SECONDS = 10.0
+# A process reads its pipe on a thread of its own, so that one that leaves it full has stopped.
+TELL_SECONDS = 10.0
 KEPT_LINES = 20
 
 
@@ -70,9 +73,12 @@ class _Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            bufsize=0,
             start_new_session=True,  # Ctrl-C in the terminal is for the router alone
             env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
         )
+        assert self._popen.stdin is not None
+        os.set_blocking(self._popen.stdin.fileno(), False)
         self._readers = [
             threading.Thread(target=target, name=f"demo-{kind}-{name}", daemon=True)
             for name, target in (("stdout", self._read_messages), ("stderr", self._read_lines))
@@ -81,10 +87,16 @@ class _Child:
             reader.start()
 
     def tell(self, message: ToProcess) -> None:
+        """Its end is heard from its stdout, and so is that of one that takes nothing: it is killed."""
         assert self._popen.stdin is not None
-        with suppress(BrokenPipeError):  # its end is heard from its stdout
-            self._popen.stdin.write(encode(message) + b"\n")
-            self._popen.stdin.flush()
+        pipe, left = self._popen.stdin.fileno(), memoryview(encode(message) + b"\n")
+        with suppress(BrokenPipeError):
+            while left:
+                if not select.select([], [pipe], [], TELL_SECONDS)[1]:
+                    self._last_lines.append(f"(it took no message for {TELL_SECONDS:g} s, and was killed)")
+                    return self._popen.kill()
+                with suppress(BlockingIOError):
+                    left = left[os.write(pipe, left) :]
 
     def end(self, deadline: float) -> None:
         assert self._popen.stdin is not None
