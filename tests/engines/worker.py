@@ -10,8 +10,10 @@ JSON lines on the inherited socket. In: the engine's arguments, then {"op": "gen
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -55,7 +57,6 @@ class Worker:
                 loop.call_soon_threadsafe(self._abort, str(message["id"]))
             else:
                 asyncio.run_coroutine_threadsafe(self._handle(message), loop)
-        os.killpg(0, signal.SIGKILL)  # whoever started us is gone, or gives up: so are we, and the engine's children
 
     async def _handle(self, message: dict[str, Any]) -> None:
         number, error, value = message["id"], None, None
@@ -103,9 +104,30 @@ class Worker:
             self._connection.sendall((json.dumps(message) + "\n").encode())
 
 
+def watch(connection: socket.socket) -> None:
+    """Kills this session once whoever started us is gone, or gives up: us, and the engine's children.
+
+    A process of another session does it, which nobody stops when all of this one is stopped. PR_SET_PDEATHSIG would end
+    us alone: the engine's processes have other parents.
+    """
+    worker = os.getpid()
+    if child := os.fork():
+        os.waitpid(child, 0)
+        return
+    os.setsid()
+    if os.fork() == 0:
+        gone = select.poll()
+        gone.register(connection, 0)  # POLLHUP is always told
+        gone.poll()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(worker, signal.SIGKILL)
+    os._exit(0)
+
+
 def main(kind: type[Worker]) -> None:
     inherited = socket.socket(fileno=int(sys.argv[1]))
     inherited.set_inheritable(False)
+    watch(inherited)
     kind(inherited).run()
 
 

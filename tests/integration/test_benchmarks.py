@@ -25,6 +25,7 @@ from benchmarks.harness.table import Metric, Target
 from benchmarks.harness.worker import Desk, Worker, WorkerError
 from benchmarks.rows import liveness
 from benchmarks.sides.memory import Memory, Shape
+from tests.support.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 FIELDS = {"name", "unit", "value", "baseline", "baseline_value", "ratio", "better", "runs", "spread"}
@@ -138,6 +139,52 @@ def test_workers_die_with_their_parent(tmp_path: Path) -> None:
         while psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < end, "the worker outlived its parent"
             time.sleep(0.01)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="engines are followed by their session in /proc")
+def test_engines_that_are_stopped_die_with_whoever_started_them(tmp_path: Path) -> None:
+    """The engine's own processes too, whose parent is not ours."""
+    (tmp_path / "idle_worker.py").write_text(
+        "import asyncio, subprocess, sys\n"
+        "from tests.engines.worker import Worker, main\n"
+        "class Idle(Worker):\n"
+        "    def _start(self, arguments):\n"
+        "        subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "        return asyncio.new_event_loop()\n"
+        "main(Idle)\n"
+    )
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import os, time\n"
+        "from pathlib import Path\n"
+        "from tests.engines.engine import Engine\n"
+        "class Idle(Engine):\n"
+        "    worker = 'idle_worker'\n"
+        "    environment = staticmethod(lambda folder, arguments, more: dict(os.environ))\n"
+        f"engine = Idle('prefill', Path({str(tmp_path)!r}), {{}}).wait_ready()\n"
+        "engine.stop()\n"
+        "print(*engine.pids(), flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{tmp_path}"}
+    parent = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment)
+    assert parent.stdout is not None
+    engines = [int(pid) for pid in parent.stdout.readline().split()]
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    try:
+        assert len(engines) == 2
+        wait_until(lambda: not any(map(lives, engines)))
+    finally:
+        for pid in filter(lives, engines):
+            os.kill(pid, signal.SIGKILL)
+
+
+def lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.parametrize(
