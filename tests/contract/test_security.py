@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import re
+import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -504,3 +508,35 @@ async def services(channel: Any) -> list[str]:
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     response = await stub.ServerReflectionInfo(once(request), timeout=5).read()
     return [service.name for service in response.list_services_response.service]
+
+
+@pytest.mark.skipif(OPENSSL is None, reason="makes its certificates with openssl")
+@pytest.mark.parametrize(("environment", "said"), [({}, True), ({"GRPC_VERBOSITY": "ERROR"}, False)])
+def test_a_refused_handshake_is_a_line_of_the_c_core_alone(
+    tmp_path: Path, environment: dict[str, str], said: bool
+) -> None:
+    """As docs/operations.md tells operators: no other place shows it."""
+    server = Authority(tmp_path).sign("localhost", "IP:127.0.0.1")
+    inherited = {key: value for key, value in os.environ.items() if key not in ("GRPC_VERBOSITY", "GRPC_TRACE")}
+    command = [sys.executable, "-m", "kvgrpc", "serve", "registry", "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(
+        [*command, "--cert-file", server.cert_file, "--key-file", server.key_file],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=inherited | environment,
+        text=True,
+    ) as registry:
+        assert registry.stdout is not None and registry.stderr is not None
+        try:
+            address = registry.stdout.readline().split()[-1]
+            host, port = address.rsplit(":", 1)
+            with socket.create_connection((host, int(port)), 10) as plaintext:
+                plaintext.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                plaintext.settimeout(20)
+                while plaintext.recv(4096):
+                    pass
+        finally:
+            registry.terminate()
+            _, stderr = registry.communicate(timeout=30)
+    assert ("Handshake failed with error SSL_ERROR_SSL" in stderr) is said
+    assert "127.0.0.1:" not in stderr.replace(address, "")
