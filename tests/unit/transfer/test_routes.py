@@ -108,7 +108,7 @@ async def test_a_room_that_is_found_while_its_engine_is_asked_for_anew_gets_all_
     decode.routes.find_anew(first)
     decode.rooms.set_result([second.key])
     await settle()
-    assert {part.pair.ref for part in second.parts.values()} == {RANKS[1, 0, 0, tp].ref for tp in (0, 1)}
+    assert {part.pair.ref for part in second.parts} == {RANKS[1, 0, 0, tp].ref for tp in (0, 1)}
 
 
 async def test_one_whose_engine_was_forgotten_meanwhile_is_resolved_anew(

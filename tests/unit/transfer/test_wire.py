@@ -37,7 +37,7 @@ def test_page_sets_round_trip(numbers: list[int]) -> None:
         (PageSet(pages_u32_le=b"abc"), "rooms[1].pages[0].pages_u32_le: must be a multiple of 4 bytes, not 3"),
         (PageSet(pages_u32_le=bytes(4), run_starts=[1]), "rooms[1].pages[0].run_starts: must be empty when"),
         (PageSet(pages_u32_le=bytes(8)), "rooms[1].pages[0]: must be page numbers that are there once, not 0"),
-        (PageSet(run_starts=[1, 2]), "rooms[1].pages[0].run_lengths: must be as many as run_starts (2), not 0"),
+        (PageSet(run_starts=[1, 2]), "rooms[1].pages[0].run_lengths: must be as many as run_starts"),
     ],
 )
 def test_what_is_wrong_with_pages_is_named_by_its_place_in_the_frame(pages: PageSet, text: str) -> None:
