@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
@@ -16,7 +17,8 @@ def check_seconds(field: str, seconds: float, longest: float = LONGEST_SECONDS) 
     """Raises InvalidRequest for what is no time from 0 to ``longest``, a day; ``math.inf`` where somebody may wait for
     ever. NaN is neither below nor above any bound, so whatever waits for it ends at once or never."""
     if not 0 <= seconds <= longest:
-        raise InvalidRequest.of(field, seconds, f"0 to {longest:g} seconds")
+        rule = "0 seconds or more" if longest == math.inf else f"0 to {longest:g} seconds"
+        raise InvalidRequest.of(field, seconds, rule)
 
 
 async def within(seconds: float, awaitable: Awaitable[T]) -> T:

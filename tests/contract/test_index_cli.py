@@ -214,7 +214,7 @@ def test_an_index_of_nothing_is_refused(kvgrpc: Any) -> None:
     ("arguments", "field"),
     [
         (("--registry", "nonsense"), "registry"),
-        (("--registry", "10.0.0.1:8998,10.0.0.2:8998"), "registry"),
+        (("--registry", "10.0.0.1:8998,10.0.0.2"), "registry"),
         (("--source", "127.0.0.1:1", "--source", "127.0.0.1"), "sources[1]"),
     ],
     ids=str,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import subprocess
 import sys
@@ -62,13 +63,14 @@ class TestAddresses:
             (lambda: client.start_prefetch(pages, timeout=seconds), "timeout"),
             (lambda: client.start_backup(pages, timeout=seconds), "timeout"),
         ]
-        if not seconds < 0:  # what is left of a time that is over
-            calls += [
-                (lambda: SyncEventFollower("127.0.0.1:1").until_current(seconds), "timeout"),
-                (lambda: SyncPrefixIndex(sources=["127.0.0.1:1"]).until_current(1, seconds), "timeout"),
-            ]
         for ask, field in calls:
             refused(ask, field, "0 to 86400 seconds")
+
+    def test_a_wait_for_no_number_of_seconds(self) -> None:
+        """One below 0 is what is left of a time that is over, and one without an end is the engine's to decide."""
+        refused(lambda: SyncEventFollower("127.0.0.1:1").until_current(math.nan), "timeout", "0 seconds or more")
+        index = SyncPrefixIndex(sources=["127.0.0.1:1"])
+        refused(lambda: index.until_current(1, math.nan), "timeout", "0 seconds or more")
 
     @pytest.mark.parametrize("seconds", [-1.0, 1e308, float("inf"), float("nan")])
     async def test_seconds_of_a_coroutine_that_never_ends(self, seconds: float) -> None:
@@ -80,7 +82,7 @@ class TestAddresses:
             (client.start_prefetch(pages, timeout=seconds), "timeout"),
             (client.start_backup(pages, timeout=seconds), "timeout"),
         ]
-        if not seconds < 0:
+        if math.isnan(seconds):
             calls += [
                 (EventFollower("127.0.0.1:1").until_current(seconds), "timeout"),
                 (PrefixIndex(sources=["127.0.0.1:1"]).until_current(1, seconds), "timeout"),
