@@ -1,7 +1,7 @@
 """How hand-offs ended: what is counted of them, and the one line that a failed one writes.
 
 Counted in plain integers by the loop thread; durations wait for the next tick, or for somebody who scrapes, to find
-their buckets: a hot path pays for neither a lock nor a search.
+their buckets: a room pays for neither a lock nor a search.
 """
 
 from __future__ import annotations

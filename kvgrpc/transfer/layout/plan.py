@@ -158,7 +158,8 @@ def check_pages_of(
     """As ``check_pages``: ``others`` are pages of the second pool, the third and so on; None: ``pages`` are every
     pool's."""
     if others is None:
-        check_pages(pages, pool_pages[0] if len(pool_pages) == 1 else min(pool_pages), pools[0])
+        least = min(pool_pages)
+        check_pages(pages, least, pools[pool_pages.index(least)])
         return
     for each, count, pool in zip((pages, *others), pool_pages, pools, strict=True):
         check_pages(each, count, pool)
@@ -167,7 +168,8 @@ def check_pages_of(
 def check_destinations(destination: Destination, pool_pages: Sequence[int], pools: Sequence[str]) -> None:
     """As ``check_destination``, for the pages of every pool."""
     if destination.others is None:
-        check_destination(destination, min(pool_pages), pools[0])
+        least = min(pool_pages)
+        check_destination(destination, least, pools[pool_pages.index(least)])
         return
     for each, count, pool in zip((destination, *destination.others), pool_pages, pools, strict=True):
         check_destination(each, count, pool)
@@ -176,7 +178,7 @@ def check_destinations(destination: Destination, pool_pages: Sequence[int], pool
 def check_destination(destination: Destination, pool_pages: int, pool: str, field: str = "pages") -> None:
     """As ``check_pages``, and raises InvalidRequest for a page that occurs twice: the second page of the prompt would
     overwrite the first."""
-    if destination.fits(pool_pages):
+    if destination.clearly_fits(pool_pages):
         return
     check_inside(destination, pool_pages, pool)
     twice = destination.twice()

@@ -133,6 +133,7 @@ class DecodeCore:
             if target.ref.rank in bound:
                 continue
             pair = self._pair(target)
+            bound.add(target.ref.rank)
             room.parts = (*room.parts, DecodePart(pair))
             pair.rooms.add(room.key)
             pair.wait(self.now)
@@ -301,6 +302,7 @@ class DecodeCore:
         for target in targets:
             if target.ref.rank in told:
                 continue
+            told.add(target.ref.rank)
             pair = self._pair(target)
             if room.failure is not None and len(pair.refusals) < REFUSALS_AT_MOST and pair.dead_at is None:
                 pair.refusals[room.key] = room.failure

@@ -150,7 +150,7 @@ class DecodeRoom(Struct, eq=False, gc=False):
     @property
     def to_compare(self) -> list[DecodePart]:
         """Parts that came with checksums of what was sent (14, aux and checksums)."""
-        return [part for part in self.parts if part.pair.verify] if self.has_pages else []
+        return [part for part in self.parts if part.pair.verify] if self.verified else []
 
     def part_of(self, pair: DecodePair) -> DecodePart | None:
         """The part that this incarnation owes, if it is the one that owes it."""

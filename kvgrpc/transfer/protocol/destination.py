@@ -52,7 +52,7 @@ class Destination(msgspec.Struct, eq=False, gc=False):
         """All of them."""
         return self.slice(0, self.count)
 
-    def fits(self, pages: int) -> bool:
+    def clearly_fits(self, pages: int) -> bool:
         """Whether this is a short list that names pages below ``pages`` only, and each once. False: look closer, with
         ``outside`` and ``twice``."""
         if self._pages is None or self.count > _FEW:

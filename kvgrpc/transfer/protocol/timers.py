@@ -9,7 +9,9 @@ from kvgrpc.transfer.protocol.types import RoomKey
 
 
 class HasDeadline(Protocol):
-    """``deadline``: the tick of its deadline, 0: it has none. Only ``Deadlines`` writes it."""
+    """``deadline``: the tick of its deadline, 0: it has none. Only ``Deadlines`` writes it; a room is in one of them
+    at a time.
+    """
 
     deadline: int
 

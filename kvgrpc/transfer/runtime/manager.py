@@ -225,11 +225,12 @@ class TransferManager(ABC, Generic[Record]):
         )
         return Failure.of(error, str(self.ref))
 
-    def post(self, *command: Any) -> None:
-        """Appends a call for the loop thread, a method of the class and its arguments, and wakes the loop, at most once
-        for all that waits. One tuple: thousands wait, and the garbage collector looks at each.
+    def post(self, action: Callable[..., None], *arguments: Any) -> None:
+        """Appends a call for the loop thread, and wakes the loop, at most once for all that waits. ``action``: a method
+        of the class, not of this object, so that a call is one tuple: thousands wait, and the garbage collector looks
+        at each.
         """
-        self._commands.append(command)
+        self._commands.append((action, *arguments))
         if not self._waking:
             self._waking = True
             self._next_way = self._first_way  # the wake keeps the interpreter: the next look lends it
@@ -439,16 +440,18 @@ class TransferManager(ABC, Generic[Record]):
     def _run(self) -> None:
         self._waking = False
         commands = self._commands
-        for _ in range(min(len(commands), _COMMANDS_AT_ONCE)):
-            command = commands.popleft()
-            try:
-                command[0](self, *command[1:])
-            except Exception:
-                self._fail_room_of(command, self._count_error(f"{command[0].__name__} failed"))
-        self._pump()
-        if commands and not self._waking:
-            self._waking = True
-            self._loop.call_soon(self._run)
+        try:
+            for _ in range(min(len(commands), _COMMANDS_AT_ONCE)):
+                command = commands.popleft()
+                try:
+                    command[0](self, *command[1:])
+                except Exception:
+                    self._fail_room_of(command, self._count_error(f"{command[0].__name__} failed"))
+            self._pump()
+        finally:  # without memory even counting an error fails, and those behind it wait
+            if commands and not self._waking:
+                self._waking = True
+                self._loop.call_soon(self._run)
 
     def _fail_room_of(self, command: tuple[Any, ...], failure: Failure) -> None:
         """It is an engine's call, which failed: its room would wait for its deadline. Next, before what the engine said
@@ -471,9 +474,9 @@ class TransferManager(ABC, Generic[Record]):
         while True:
             await asyncio.sleep(period)
             try:
+                self._hand_offs.sort_in()
                 self._tick()
                 self._pump()
-                self._hand_offs.sort_in()
                 self._look_at_conditions()
             except Exception:
                 self._count_error("tick failed")

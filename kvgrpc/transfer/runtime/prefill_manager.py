@@ -96,7 +96,13 @@ class PrefillManager(TransferManager[PrefillRoom]):
         if self.closed:
             self._refuse_late(handle)
             return
-        record = self.core.claim(key, handle)
+        try:
+            record = self.core.claim(key, handle)
+        except Exception:
+            taken = self.core.find(key)
+            if taken is not None and taken.handle is handle:  # it failed after the core had it: the room is to fail too
+                handle.record = taken
+            raise
         handle.record = None if record is None or record.ended else record
         self._sought.wake(key)
 
@@ -467,11 +473,14 @@ class PrefillManager(TransferManager[PrefillRoom]):
         self.post(PrefillManager._take_outcomes, ended)
 
     def _take_outcomes(self, ended: Outcomes) -> None:
+        failed: list[tuple[PrefillRoom, Failure]] = []
         for submission, result in ended:
             try:
                 self.core.on_outcome(submission, result.outcome, result.detail)
             except Exception:
-                self.core.fail(submission.record, self._count_error("the end of a write could not be taken"))
+                failed.append((submission.record, self._count_error("the end of a write could not be taken")))
+        for record, failure in failed:  # after all of them: one that cannot fail takes no other with it
+            self.core.fail(record, failure)
 
 
 class _Session(SessionWriter):

@@ -15,7 +15,7 @@ from kvgrpc.client import SyncClient
 from kvgrpc.errors import Reason
 from kvgrpc.model import RankId, RankRef
 from kvgrpc.transfer import KVPoll
-from kvgrpc.transfer.protocol.prefill_core import PrefillCore
+from kvgrpc.transfer.protocol.prefill_core import PrefillCore, PrefillRoom
 from kvgrpc.transfer.runtime import decode_manager as decode_module
 from kvgrpc.transfer.runtime import prefill_manager as prefill_module
 from kvgrpc.transfer.runtime.refusals import NOTHING, Refusals, behind
@@ -115,6 +115,7 @@ def test_an_engine_that_asks_faster_than_the_loop_works_is_refused_by_the_room(
         (decode_module, "ReceiverRoom", "receiver"),
         (decode_module, "destination_of", "both"),
         (PrefillCore, "claim", "sender"),
+        (PrefillRoom, "announce", "sender"),
         (prefill_module, "pages_of_pools", "both"),
         (PrefillCore, "on_outcome", "both"),
     ],

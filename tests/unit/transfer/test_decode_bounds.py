@@ -241,6 +241,12 @@ class TestBinding:
         (stream,) = side.welcome()
         assert stream.pair.idle_timeout == TIMING.idle_timeout
 
+    def test_a_rank_that_is_named_twice_owes_no_two_parts(self, side: Side) -> None:
+        room = DecodeRoom(KEY, Handle())
+        side.core.open(room)
+        side.core.bind(room, (P0, P0))
+        assert room.failure is not None and len(room.parts) == 1
+
     def test_an_engine_that_came_back_with_other_ranks_fails_the_room(self, side: Side) -> None:
         room = side.open(KEY, P0, P1)
         first, second = side.take("dials")

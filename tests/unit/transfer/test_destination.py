@@ -84,8 +84,8 @@ def test_the_first_page_that_a_pool_does_not_have_is_found_without_making_any(
 def test_what_fits_at_a_glance_has_no_page_twice_and_none_outside(pages: list[int], pool: int) -> None:
     destination = Destination(np.array(pages, np.uint32))
     right = destination.outside(pool) is None and destination.twice() is None
-    assert destination.fits(pool) is (right and len(pages) <= 16)
-    assert not Destination.of_runs([0], [1]).fits(pool)  # runs are looked at as runs
+    assert destination.clearly_fits(pool) is (right and len(pages) <= 16)
+    assert not Destination.of_runs([0], [1]).clearly_fits(pool)  # runs are looked at as runs
 
 
 def test_a_run_of_millions_of_pages_takes_no_memory_until_it_is_written() -> None:
