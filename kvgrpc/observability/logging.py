@@ -59,6 +59,8 @@ class RateLimited:
         now, ended = time.monotonic(), None
         with self._lock:
             window = self._windows.get(key)
+            if window is not None and window.process is not _counts.process:
+                window = None  # our parent's, who sums it up
             if window is None or now >= window.end:
                 ended, window = window, _Window(now + self._seconds, level)
                 self._windows[key] = window
@@ -85,22 +87,25 @@ class RateLimited:
 
 
 class _Window:
-    __slots__ = ("end", "level", "said")
+    __slots__ = ("end", "level", "process", "said")
 
     def __init__(self, end: float, level: int) -> None:
         self.end = end
         self.level = level
         self.said = 0
+        self.process = _counts.process
 
 
 class _Counts:
     """Counts that are owed for lines left out. One thread of the process says them; it is there while any is owed."""
 
     def __init__(self) -> None:
-        self.forget()
+        self.start_over()
 
-    def forget(self) -> None:
-        """Of a forked child: what is owed is its parent's, and so was the thread."""
+    def start_over(self) -> None:
+        """Nothing is owed: also not in a forked child, where it is its parent's, and so was the thread. ``process`` is
+        another object in each process."""
+        self.process = object()
         self._changed = threading.Condition()
         self._owed: list[tuple[float, int, Callable[[], None]]] = []
         self._number = itertools.count()
@@ -141,7 +146,7 @@ class _Counts:
 
 
 _counts = _Counts()
-os.register_at_fork(after_in_child=_counts.forget)
+os.register_at_fork(after_in_child=_counts.start_over)
 atexit.register(_counts.say_all)
 
 

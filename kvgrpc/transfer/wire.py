@@ -257,7 +257,7 @@ def too_large(destination: Destination, limit: int) -> FrameTooLarge:
     )
 
 
-def destination_of(message: PageSet, most: int = MAX_PAGES, first_page: int = 0) -> Destination:
+def destination_from_pb(message: PageSet, most: int = MAX_PAGES, first_page: int = 0) -> Destination:
     """The pages of a PageSet; runs are not expanded. Raises InvalidRequest, also for more than ``most`` pages."""
     most = most if most < MAX_PAGES else MAX_PAGES
     raw = message.pages_u32_le
@@ -330,7 +330,7 @@ def _pages_of(
     try:
         if page_set.pool != number:
             raise _invalid("pool", page_set.pool, f"{number}, in the order of the Hello")
-        found = destination_of(page_set, count if count < most else most, 0 if number else first_page)
+        found = destination_from_pb(page_set, count if count < most else most, 0 if number else first_page)
         check_destination(found, count, name, "")
     except InvalidRequest as error:
         raise error.inside(f"rooms[{index}].pages[{number}]") from None

@@ -7,7 +7,7 @@ Pages that follow each other at the source *and* at the destination become one d
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -22,6 +22,7 @@ from kvgrpc.transfer.protocol.destination import Destination, largest_of
 U32Array = npt.NDArray[np.uint32]
 U64Array = npt.NDArray[np.uint64]
 Number = TypeVar("Number", np.uint32, np.uint64)
+Pages = TypeVar("Pages")
 
 
 class Plan(Struct, eq=False):
@@ -152,27 +153,21 @@ def check_pages(pages: U32Array, pool_pages: int, pool: str) -> None:
         check_inside(Destination(pages), pool_pages, pool)
 
 
-def check_pages_of(
-    pages: U32Array, others: Sequence[U32Array] | None, pool_pages: Sequence[int], pools: Sequence[str]
+def check_each_pool(
+    check: Callable[[Pages, int, str], None],
+    first: Pages,
+    others: Sequence[Pages] | None,
+    pool_pages: Sequence[int],
+    pools: Sequence[str],
 ) -> None:
-    """As ``check_pages``: ``others`` are pages of the second pool, the third and so on; None: ``pages`` are every
-    pool's."""
+    """``check_pages`` or ``check_destination`` for every pool: ``others`` are of the second pool, the third and so on;
+    None: ``first`` is every pool's, and the smallest is the bound."""
     if others is None:
         least = min(pool_pages)
-        check_pages(pages, least, pools[pool_pages.index(least)])
+        check(first, least, pools[pool_pages.index(least)])
         return
-    for each, count, pool in zip((pages, *others), pool_pages, pools, strict=True):
-        check_pages(each, count, pool)
-
-
-def check_destinations(destination: Destination, pool_pages: Sequence[int], pools: Sequence[str]) -> None:
-    """As ``check_destination``, for the pages of every pool."""
-    if destination.others is None:
-        least = min(pool_pages)
-        check_destination(destination, least, pools[pool_pages.index(least)])
-        return
-    for each, count, pool in zip((destination, *destination.others), pool_pages, pools, strict=True):
-        check_destination(each, count, pool)
+    for each, count, pool in zip((first, *others), pool_pages, pools, strict=True):
+        check(each, count, pool)
 
 
 def check_destination(destination: Destination, pool_pages: int, pool: str, field: str = "pages") -> None:

@@ -17,7 +17,7 @@ from kvgrpc.model import RankRef, Role, check_pools
 from kvgrpc.rpc.status import error_from
 from kvgrpc.transfer import wire
 from kvgrpc.transfer.layout import topology
-from kvgrpc.transfer.layout.plan import check_destinations, check_first_page
+from kvgrpc.transfer.layout.plan import check_destination, check_each_pool, check_first_page
 from kvgrpc.transfer.layout.pools import CopiedPages, destination_of
 from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodePair, DecodeRoom, Stream
 from kvgrpc.transfer.protocol.types import DecodeEntry
@@ -122,7 +122,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
             self.aux.check(aux_index)
             answer = wire.answer_bytes(destination, self.aux.row_bytes) if self.config.verify else 0
             wire.check_size(destination, self.config.max_frame_bytes, answer)  # bounds what is looked at next
-            check_destinations(destination, self.own_pages, self.pool_names)
+            check_each_pool(check_destination, destination, destination.others, self.own_pages, self.pool_names)
         except KvGrpcError as error:
             self.core.fail(room, Failure.of(error, str(self.ref)))
             return

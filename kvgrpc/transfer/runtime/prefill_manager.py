@@ -23,7 +23,7 @@ from kvgrpc.rpc.waiters import Waiters
 from kvgrpc.rpc.within import within
 from kvgrpc.transfer import wire
 from kvgrpc.transfer.layout import topology
-from kvgrpc.transfer.layout.plan import check_pages_of
+from kvgrpc.transfer.layout.plan import check_each_pool, check_pages
 from kvgrpc.transfer.layout.pools import pages_of_pools
 from kvgrpc.transfer.protocol.chunks import Chunk
 from kvgrpc.transfer.protocol.prefill_core import PrefillCore, PrefillPair, PrefillRoom
@@ -115,7 +115,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         pages, others = pages_of_pools(sent.pages)
         chunk = Chunk(pages, sent.start, sent.is_last, sent.wait, others)
         try:
-            check_pages_of(pages, others, self.own_pages, self.pool_names)
+            check_each_pool(check_pages, pages, others, self.own_pages, self.pool_names)
         except KvGrpcError as error:
             self.core.fail(record, Failure.of(error, str(self.ref)))
             return

@@ -76,10 +76,14 @@ def test_a_forked_child_does_not_say_what_its_parent_left_out() -> None:
         "limited = RateLimited(logging.getLogger('kvgrpc'), lines=1, seconds=600)\n"
         "for _ in '12345678': limited.warning('a kind', 'said')\n"
         "child = os.fork()\n"
-        "if child: os.waitpid(child, 0)"
+        "if child: os.waitpid(child, 0)\n"
+        "else:\n"
+        "    for _ in '123': limited.warning('a kind', 'said by the child')\n"
     )
+    # What the child leaves out is said by its own end of Python.
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert ended.stderr.count("7 more like these of a kind") == 1
+    assert ended.stderr.count("said by the child") == ended.stderr.count("2 more like these of a kind") == 1
 
 
 def test_the_next_line_of_a_kind_says_how_many_were_left_out_before_it(

@@ -9,10 +9,9 @@ from kvgrpc.errors import InvalidRequest, KvIndexOutOfRange
 from kvgrpc.transfer import room_from_transfer_id
 from kvgrpc.transfer.layout.plan import (
     check_destination,
-    check_destinations,
+    check_each_pool,
     check_first_page,
     check_pages,
-    check_pages_of,
 )
 from kvgrpc.transfer.layout.pools import as_pages, copy_of, count_of, destination_of, pages_of_pools
 from kvgrpc.transfer.protocol.destination import Destination
@@ -84,16 +83,16 @@ def test_pages_are_of_all_pools_or_of_those_that_they_name() -> None:
 
 def test_each_pool_has_the_bounds_of_its_own() -> None:
     pages = [np.array(each, np.uint32) for each in ([7], [3], [])]
-    check_pages_of(pages[0], pages[1:], (8, 4, 1), ("kv", "swa", "index"))
+    check_each_pool(check_pages, pages[0], pages[1:], (8, 4, 1), ("kv", "swa", "index"))
     with pytest.raises(KvIndexOutOfRange) as refused:
-        check_pages_of(pages[0], pages[1:], (8, 3, 1), ("kv", "swa", "index"))
+        check_each_pool(check_pages, pages[0], pages[1:], (8, 3, 1), ("kv", "swa", "index"))
     assert (refused.value.metadata["pool"], refused.value.metadata["pages"]) == ("swa", "3")
-    check_pages_of(pages[1], None, (8, 4), ("kv", "swa"))
-    with pytest.raises(KvIndexOutOfRange):
-        check_pages_of(pages[0], None, (8, 4), ("kv", "swa"))
-    check_pages_of(pages[0], None, (8,), ("kv",))
+    check_each_pool(check_pages, pages[1], None, (8, 4), ("kv", "swa"))
+    with pytest.raises(KvIndexOutOfRange, match="outside pool 'swa' of 4 pages"):
+        check_each_pool(check_pages, pages[0], None, (8, 4), ("kv", "swa"))
+    check_each_pool(check_pages, pages[0], None, (8,), ("kv",))
     with pytest.raises(KvIndexOutOfRange) as refused:
-        check_pages_of(pages[0], None, (7,), ("kv",))
+        check_each_pool(check_pages, pages[0], None, (7,), ("kv",))
     assert (refused.value.metadata["pool"], refused.value.metadata["pages"]) == ("kv", "7")
 
 
@@ -101,18 +100,18 @@ def test_each_pool_has_the_bounds_of_its_own() -> None:
 def test_a_destination_is_inside_of_each_pool(count: int) -> None:
     pages = list(range(count))
     for_all, for_each = destination_of((as_pages(pages),), 0), destination_of((as_pages(pages), as_pages([7])), 0)
-    check_destinations(for_all, (count + 1, count), ("kv", "swa"))
-    check_destinations(for_each, (count, 8), ("kv", "swa"))
+    check_each_pool(check_destination, for_all, for_all.others, (count + 1, count), ("kv", "swa"))
+    check_each_pool(check_destination, for_each, for_each.others, (count, 8), ("kv", "swa"))
     for wrong, sizes in ((for_all, (count, count - 1)), (for_each, (count - 1, 8)), (for_each, (count, 7))):
         with pytest.raises(KvIndexOutOfRange):
-            check_destinations(wrong, sizes, ("kv", "swa"))
+            check_each_pool(check_destination, wrong, wrong.others, sizes, ("kv", "swa"))
 
 
 @pytest.mark.parametrize("pages", [[3, 3], {"kv": [1], "swa": [2, 2]}])
 def test_no_pool_of_a_destination_has_a_page_twice(pages: object) -> None:
     with pytest.raises(InvalidRequest, match="there once"):
         destination = destination_of(copy_of(pages, ("kv", "swa")), 0)  # type: ignore[arg-type]
-        check_destinations(destination, (4, 4), ("kv", "swa"))
+        check_each_pool(check_destination, destination, destination.others, (4, 4), ("kv", "swa"))
 
 
 @pytest.mark.parametrize("pages", [[], [4], [1, 2, 9], [9, 2, 1], [0, 2**32 - 1]])

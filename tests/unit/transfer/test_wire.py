@@ -26,7 +26,7 @@ keys = st.tuples(st.integers(1, 2**63 - 1), st.integers(0, 2**32 - 1)).map(lambd
 def test_page_sets_round_trip(numbers: list[int]) -> None:
     message = PageSet()
     wire.fill_page_set(message, np.array(numbers, dtype=np.uint32))
-    read = wire.destination_of(PageSet.FromString(message.SerializeToString()), first_page=7)
+    read = wire.destination_from_pb(PageSet.FromString(message.SerializeToString()), first_page=7)
     assert (read.pages.tolist(), read.first_page) == (numbers, 7)
 
 
