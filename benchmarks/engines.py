@@ -34,11 +34,10 @@ ENGINE = "sglang" if find_spec("sglang") else "vllm"
 RESULTS = Path(__file__).parent / f"results-engines-{ENGINE}.json"
 LOG_WIDTH = 170
 IN_TREE = {"sglang": "SGLang's Mooncake", "vllm": "vLLM's Mooncake"}[ENGINE]
-# A socket and nothing else (baselines/sglang_bare.py): no claim about kvgrpc, but the most that ttft could reach.
-BARE = "bare"
-BARE_ENVIRONMENT = {"KVGRPC_SGLANG": "off", "SGLANG_ON_CPU_PLUGIN": "benchmarks.baselines.sglang_bare:install"}
+# No claim about kvgrpc, but the most that ttft could reach: a socket and nothing else (baselines/sglang_bare.py), or a
+# bare stream of gRPC and bare writes of Mooncake (baselines/sglang_stream.py).
+LIMITS = {"bare": "limit.sglang.ttft", "stream": "limit.sglang.stream"}
 TTFT, WIDE_TTFT = f"engine.{ENGINE}.ttft", f"engine.{ENGINE}.wide"
-LIMIT = "limit.sglang.ttft"
 # Times as fast as in-tree: p50, p99.
 TTFT_RATIOS = {"sglang": (1.1, 1.5), "vllm": (1.0, 1.0)}[ENGINE]
 DETECT, FIRST_REQUEST = f"engine.{ENGINE}.detect", f"engine.{ENGINE}.first_request"
@@ -103,17 +102,16 @@ class Engines:
 
 
 class FirstToken(Engines):
-    """Requests one after another."""
+    """Requests one after another. ``name``: of the row."""
+
+    def __init__(self, name: str, backend: str) -> None:
+        super().__init__(backend)
+        self._name = name
 
     def work(self) -> Figures:
         self.one_by_one(UNCOUNTED_REQUESTS)
         took = sorted(self.one_by_one(TIMED_REQUESTS))
-        return {TTFT: statistics.median(took), f"{TTFT}.p99": took[int(0.99 * len(took))]}
-
-
-class BareFirstToken(FirstToken):
-    def work(self) -> Figures:
-        return {LIMIT: super().work()[TTFT]}
+        return {self._name: statistics.median(took), f"{self._name}.p99": took[int(0.99 * len(took))]}
 
 
 class Wide(Engines):
@@ -163,7 +161,10 @@ class Faults(Engines):
 def sglang_pair(folder: Path, model: Path, backend: str) -> Pair:
     """Every request is computed, and in one go."""
     alone = {"chunked_prefill_size": 512, "disable_radix_cache": True}
-    environment = BARE_ENVIRONMENT if backend == BARE else {}
+    environment = {}
+    if backend in LIMITS:
+        plugin = f"benchmarks.baselines.sglang_{backend}:install"
+        environment = {"KVGRPC_SGLANG": "off", "SGLANG_ON_CPU_PLUGIN": plugin}
     return Pair(folder, model, backend=backend, environment=environment, prefill=alone, decode=alone)
 
 
@@ -175,23 +176,18 @@ def vllm_pair(folder: Path, model: Path, backend: str) -> Pair:
 
 
 def benchmarks(starts: int = STARTS) -> list[Benchmark]:
-    return [each for each in all_benchmarks(starts) if ENGINE == "sglang" or each.name != LIMIT]
+    return [each for each in all_benchmarks(starts) if ENGINE == "sglang" or each.name not in LIMITS.values()]
 
 
 def all_benchmarks(starts: int) -> list[Benchmark]:
     return [
         row(
-            FirstToken,
+            partial(FirstToken, TTFT),
             Metric(TTFT, "ms", "lower", IN_TREE, Target(ratio=TTFT_RATIOS[0])),
             Metric(f"{TTFT}.p99", "ms", "lower", IN_TREE, Target(ratio=TTFT_RATIOS[1])),
             starts=starts,
         ),
-        Benchmark(
-            (Metric(LIMIT, "ms", "lower", IN_TREE),),
-            lambda: BareFirstToken(BARE),
-            lambda: BareFirstToken("mooncake"),
-            starts=starts,
-        ),
+        *(limit(name, backend, starts) for backend, name in LIMITS.items()),
         row(Wide, Metric(WIDE_TTFT, "ms", "lower", IN_TREE, Target(ratio=1)), starts=starts),
         row(
             Faults,
@@ -200,6 +196,11 @@ def all_benchmarks(starts: int) -> list[Benchmark]:
             warm_ups=0,
         ),
     ]
+
+
+def limit(name: str, backend: str, starts: int) -> Benchmark:
+    metrics = (Metric(name, "ms", "lower", IN_TREE), Metric(f"{name}.p99", "ms", "lower", IN_TREE))
+    return Benchmark(metrics, lambda: FirstToken(name, backend), lambda: FirstToken(name, "mooncake"), starts=starts)
 
 
 def row(side: Callable[[str], Engines], *metrics: Metric, warm_ups: int = 1, starts: int = 1) -> Benchmark:

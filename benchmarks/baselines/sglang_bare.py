@@ -13,6 +13,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -37,12 +38,17 @@ HEADER = struct.Struct("<QII")  # room, aux row, number of pages or bytes that f
 
 def install() -> None:
     """Adds the transfer backend "bare". Run by the stand-ins' plug-in where SGLANG_ON_CPU_PLUGIN names it."""
+    add_backend(BACKEND, BareManager)
+
+
+def add_backend(name: str, manager: type[BareManager]) -> None:
+    """Adds a transfer backend of this manager and the handles below."""
     from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
 
     utils = "sglang.srt.disaggregation.utils"
-    add_disagg_transfer_backend_choices([BACKEND])
-    HookRegistry.register(f"{utils}.TransferBackend", with_member(TransferBackend, BACKEND), HookType.REPLACE)
-    HookRegistry.register(f"{utils}.get_kv_class", _kv_class, HookType.AROUND)
+    add_disagg_transfer_backend_choices([name])
+    HookRegistry.register(f"{utils}.TransferBackend", with_member(TransferBackend, name), HookType.REPLACE)
+    HookRegistry.register(f"{utils}.get_kv_class", partial(_kv_class, name, manager), HookType.AROUND)
 
 
 class BareManager(BaseKVManager):
@@ -55,12 +61,33 @@ class BareManager(BaseKVManager):
     ) -> None:
         self.kv_args = args
         self.prefill_info_table = EveryPrefill()
-        self.wanted: dict[int, tuple[socket.socket, Any, int]] = {}
+        self.wanted: dict[int, Any] = {}
         self.receivers: dict[int, BareReceiver] = {}
+        self.start(disaggregation_mode is DisaggregationMode.PREFILL)
+
+    def start(self, is_prefill: bool) -> None:
         self._prefill: socket.socket | None = None
-        if disaggregation_mode is DisaggregationMode.PREFILL:
+        if is_prefill:
             server = socket.create_server(("127.0.0.1", get_disagg().disaggregation_bootstrap_port), reuse_port=True)
             _start(self._accept, server)
+
+    def want(self, receiver: BareReceiver) -> None:
+        """Decode, on its scheduler's thread: tells prefill into which pages."""
+        header = HEADER.pack(receiver.bootstrap_room, receiver.aux_row, len(receiver.pages))
+        self._dial(receiver.address).sendall(header + receiver.pages.tobytes())
+
+    def give(self, sender: BareSender) -> None:
+        """Prefill, on its scheduler's thread: sends what decode wants."""
+        peer, _, _ = self.wanted.pop(sender.room)
+        data = b"".join(ctypes.string_at(*row) for row in self.rows(sender.pages, sender.aux_row))
+        peer.sendall(HEADER.pack(sender.room, 0, len(data)) + data)
+
+    def is_given(self, sender: BareSender) -> bool:
+        """At each poll after ``give``."""
+        return True
+
+    def give_way(self) -> None:
+        """At each poll of an open room."""
 
     def register_to_bootstrap(self) -> None: ...
 
@@ -75,7 +102,7 @@ class BareManager(BaseKVManager):
         for address, nbytes in zip(args.aux_data_ptrs, args.aux_item_lens, strict=True):
             yield address + aux_row * nbytes, nbytes
 
-    def dial(self, address: str) -> socket.socket:
+    def _dial(self, address: str) -> socket.socket:
         if self._prefill is None:
             host, _, port = address.rpartition(":")
             self._prefill = socket.create_connection((host, int(port)))
@@ -112,27 +139,26 @@ class BareManager(BaseKVManager):
 
 class BareSender(BaseKVSender):
     def __init__(self, mgr: BareManager, bootstrap_addr: str, bootstrap_room: int, **ignored: Any) -> None:
-        self.kv_mgr, self._room = mgr, bootstrap_room
-        self._pages: list[Any] = []
-        self._sent, self._total, self._aux_row = False, 0, 0
+        self.kv_mgr, self.room = mgr, bootstrap_room
+        self.pages: list[Any] = []
+        self.aux_row = 0
+        self._sent, self._total = False, 0
         self._early_send_wait_event: Any = None
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
-        self._total, self._aux_row = num_kv_indices, aux_index or 0
+        self._total, self.aux_row = num_kv_indices, aux_index or 0
 
     def send(self, kv_indices: Any, state_indices: Any = None, num_kv_tokens: int | None = None) -> None:
-        self._pages.extend(kv_indices)
-        if len(self._pages) < self._total:
-            return
-        peer, _, _ = self.kv_mgr.wanted.pop(self._room)
-        data = b"".join(ctypes.string_at(*row) for row in self.kv_mgr.rows(self._pages, self._aux_row))
-        peer.sendall(HEADER.pack(self._room, 0, len(data)) + data)
-        self._sent = True
+        self.pages.extend(kv_indices)
+        if len(self.pages) == self._total:
+            self.kv_mgr.give(self)
+            self._sent = True
 
     def poll(self) -> int:
+        self.kv_mgr.give_way()
         if self._sent:
-            return int(KVPoll.Success)
-        known = self._room in self.kv_mgr.wanted
+            return int(KVPoll.Success if self.kv_mgr.is_given(self) else KVPoll.Transferring)
+        known = self.room in self.kv_mgr.wanted
         return int(KVPoll.WaitingForInput if known else KVPoll.Bootstrapping)
 
     def failure_exception(self) -> None: ...
@@ -147,7 +173,7 @@ class BareReceiver(BaseKVReceiver):
     abort_notified = False
 
     def __init__(self, mgr: BareManager, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
-        self.kv_mgr, self._address, self.bootstrap_room = mgr, bootstrap_addr, bootstrap_room or 0
+        self.kv_mgr, self.address, self.bootstrap_room = mgr, bootstrap_addr, bootstrap_room or 0
         self.state = KVPoll.Bootstrapping
         self.pages: Any = ()
         self.aux_row = 0
@@ -158,10 +184,11 @@ class BareReceiver(BaseKVReceiver):
     def send_metadata(self, kv_indices: Any, aux_index: int | None = None, *unused: Any, **ignored: Any) -> None:
         self.pages, self.aux_row = kv_indices.astype(np.int32), aux_index or 0
         self.kv_mgr.receivers[self.bootstrap_room] = self
-        header = HEADER.pack(self.bootstrap_room, self.aux_row, len(self.pages))
-        self.kv_mgr.dial(self._address).sendall(header + self.pages.tobytes())
+        self.kv_mgr.want(self)
 
     def poll(self) -> int:
+        if self.state is not KVPoll.Success:
+            self.kv_mgr.give_way()
         return int(self.state)
 
     def failure_exception(self) -> None: ...
@@ -171,14 +198,14 @@ class BareBootstrapServer(BaseKVBootstrapServer):
     def __init__(self, host: str, port: int) -> None: ...
 
 
-def _kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
+def _kv_class(name: str, manager: type[BareManager], original: Any, transfer_backend: Any, class_type: Any) -> Any:
     classes = {
-        "manager": BareManager,
+        "manager": manager,
         "sender": BareSender,
         "receiver": BareReceiver,
         "bootstrap_server": BareBootstrapServer,
     }
-    if transfer_backend.value != BACKEND or class_type.value not in classes:
+    if transfer_backend.value != name or class_type.value not in classes:
         return original(transfer_backend, class_type)
     return classes[class_type.value]
 

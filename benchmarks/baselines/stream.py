@@ -23,23 +23,26 @@ ANSWER = bytes(300)
 class StreamEnd:
     """One end, driven by one engine thread. ``wait`` looks each ``pause`` seconds, as an engine does.
 
-    ``take`` gets each frame, on the loop thread.
+    ``take`` gets each frame, on the loop thread. ``loop`` runs already; None: one of its own.
     """
 
-    def __init__(self, take: Callable[[bytes], None] = lambda frame: None) -> None:
+    def __init__(
+        self, take: Callable[[bytes], None] = lambda frame: None, loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
         self._take = take
-        self._loop = asyncio.new_event_loop()
+        self._loop = loop or asyncio.new_event_loop()
         self._call: Any = None
         self._server: Any = None
         self._channels: list[grpc.aio.Channel] = []
         self._heard = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._sending = asyncio.Lock()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        if loop is None:
+            threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
-    def serve(self) -> int:
+    def serve(self, port: int = 0) -> int:
         """The port."""
-        return asyncio.run_coroutine_threadsafe(self._serve(), self._loop).result(DEADLINE)
+        return asyncio.run_coroutine_threadsafe(self._serve(port), self._loop).result(DEADLINE)
 
     def connect(self, port: int) -> None:
         asyncio.run_coroutine_threadsafe(self._connect(port), self._loop).result(DEADLINE)
@@ -81,14 +84,14 @@ class StreamEnd:
     def heard(self) -> int:
         return self._heard
 
-    async def _serve(self) -> int:
+    async def _serve(self, port: int) -> int:
         self._server = grpc.aio.server()
         handler: Any = grpc.stream_stream_rpc_method_handler(self._read)
         answerer: Any = grpc.unary_unary_rpc_method_handler(_answer)
         service, method = METHOD[1:].split("/")
         handlers = {method: handler, QUESTION.rpartition("/")[2]: answerer}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
-        port: int = self._server.add_insecure_port("127.0.0.1:0")
+        port = self._server.add_insecure_port(f"127.0.0.1:{port}")
         await self._server.start()
         return port
 
