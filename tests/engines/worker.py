@@ -108,19 +108,23 @@ def watch(connection: socket.socket) -> None:
     """Kills this session once whoever started us is gone, or gives up: us, and the engine's children.
 
     A process of another session does it, which nobody stops when all of this one is stopped. PR_SET_PDEATHSIG would end
-    us alone: the engine's processes have other parents.
+    us alone: the engine's processes have other parents. It ends with us, because whoever started us waits until
+    the connection is closed, which it has too.
     """
     worker = os.getpid()
+    ended = os.pidfd_open(worker)
     if child := os.fork():
+        os.close(ended)
         os.waitpid(child, 0)
         return
     os.setsid()
     if os.fork() == 0:
         gone = select.poll()
         gone.register(connection, 0)  # POLLHUP is always told
-        gone.poll()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(worker, signal.SIGKILL)
+        gone.register(ended, select.POLLIN)
+        if connection.fileno() in dict(gone.poll()):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker, signal.SIGKILL)
     os._exit(0)
 
 
