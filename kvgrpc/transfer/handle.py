@@ -17,13 +17,14 @@ from kvgrpc.rpc.within import check_seconds, within
 from kvgrpc.transfer.protocol import failures
 from kvgrpc.transfer.protocol.types import MAX_ROOM, POLL_FAILED, POLL_SUCCESS, Handle, KVPoll, RoomKey
 from kvgrpc.transfer.runtime.boundary import Runtime
+from kvgrpc.transfer.runtime.stages import handle_lock
 
 
 class TransferHandle(ABC):
     """For one engine thread at a time; ``poll``, ``failure``, ``release_safe`` and ``abort`` for any.
 
-    Every call is an append and a wake: it never blocks, and only ``failure_exception`` raises. ``wait`` blocks, and
-    refuses a time that is no number.
+    No call waits for a peer or for the loop, and only ``failure_exception`` raises; ``poll`` may sleep for 50 us. ``wait``
+    blocks, and refuses a time that is no number.
     """
 
     __slots__ = ("__weakref__", "_closed", "_handle", "_transfer", "_waiters", "attempt", "room")
@@ -106,7 +107,9 @@ class TransferHandle(ABC):
         if not self.ended:
             message = failures.in_words(why) or f"the {self._engine} engine aborted it"
             failure = failures.cancelled(RoomKey(self.room, self.attempt), message, self._transfer.ref)
-            with self._transfer.aborting:
+            with handle_lock:
+                if self.ended:  # meanwhile, and another thread may have seen it
+                    return
                 self._handle.aborted = failure
             self._fail(failure)
 
@@ -123,7 +126,7 @@ class TransferHandle(ABC):
     @contextlib.contextmanager
     def _woken(self, wake: Callable[[], object]) -> Iterator[None]:
         """``wake`` is called after each change from now on. Whoever waits looks first: a change may be over."""
-        with self._transfer.aborting:
+        with handle_lock:
             self._waiters = (*self._waiters, wake)
             self._handle.on_change = self._on_change
         try:
@@ -132,7 +135,7 @@ class TransferHandle(ABC):
             self._wake_no_more(wake)
 
     def _wake_no_more(self, wake: Callable[[], object]) -> None:
-        with self._transfer.aborting:
+        with handle_lock:
             self._waiters = tuple(each for each in self._waiters if each is not wake)
             if not self._waiters:
                 self._handle.on_change = self._transfer.on_change

@@ -1,4 +1,4 @@
-"""The engine's end of a hand-off at decode. Every call is an append and a wake: it never blocks and never raises."""
+"""The engine's end of a hand-off at decode. Its calls append and wake: none waits for a peer, and none raises."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ frames of many, writes by evidence) is docs/session.md; docs/architecture.md say
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
@@ -79,10 +78,6 @@ class Runtime(Protocol):
 
     @property
     def aux(self) -> AuxRows: ...
-
-    @property
-    def aborting(self) -> threading.Lock:
-        """Held while an aux row is written and while an engine aborts."""
 
     @property
     def queue_full(self) -> bool:

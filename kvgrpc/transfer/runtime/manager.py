@@ -9,7 +9,6 @@ import itertools
 import logging
 import math
 import os
-import threading
 import time
 import uuid
 import weakref
@@ -44,6 +43,7 @@ from kvgrpc.transfer.protocol.types import (
 )
 from kvgrpc.transfer.runtime.boundary import EngineHandle
 from kvgrpc.transfer.runtime.guarded import GuardedPlane
+from kvgrpc.transfer.runtime.stages import handle_lock
 from kvgrpc.transfer.tables import RoomRow, SessionRow
 
 logger = logging.getLogger(__name__)
@@ -172,8 +172,6 @@ class TransferManager(ABC, Generic[Record]):
         self.draining = False
         self.errors = 0
         self.aux = AuxRows(config.aux)
-        # Held while an aux row is written and while an engine aborts: after its abort a row is the engine's again.
-        self.aborting = threading.Lock()
         self._pid = os.getpid()
         self._forks = _forks
         self._loop_thread = loop
@@ -263,7 +261,7 @@ class TransferManager(ABC, Generic[Record]):
         the rooms. Ask for it before the first room: of rooms that were made before it tells nothing. Linux; it is the
         manager's and ends with it.
         """
-        with self.aborting:
+        with handle_lock:
             if self.on_change is None:
                 self.on_change = _Changes()
         return self.on_change.fd

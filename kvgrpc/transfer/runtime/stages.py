@@ -1,11 +1,24 @@
-"""A handle that knows when its room came how far: what the histograms of stages are made of."""
+"""A handle that knows when its room came how far, and that ends once: by the loop, or by its engine's abort."""
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TypeAlias
 
-from kvgrpc.transfer.protocol.types import POLL_TRANSFERRING, POLL_WAITING_FOR_INPUT, Handle, KVPoll
+from kvgrpc.transfer.protocol.types import (
+    POLL_FAILED,
+    POLL_SUCCESS,
+    POLL_TRANSFERRING,
+    POLL_WAITING_FOR_INPUT,
+    Handle,
+    KVPoll,
+)
+
+# Held, for a microsecond, while the loop ends a room and while its engine aborts one: the first of them counts. Also
+# while an aux row is written, because after its abort a row is the engine's again, and while somebody begins or ends to
+# wait for news. One for all, because all of it is rare; a thread may take it once more in a signal handler.
+handle_lock = threading.RLock()
 
 # How long the stages of a successful room took, in seconds: until both sides were known, from then until there were
 # pages to move, and from then until they had moved and the end was known here.
@@ -25,7 +38,12 @@ class TimedHandle(Handle, eq=False):
             self.ready_at = time.monotonic()
         elif poll is POLL_TRANSFERRING and not self.moving_at:
             self.moving_at = time.monotonic()
-        self.poll = poll
+        if poll is POLL_SUCCESS or poll is POLL_FAILED:
+            with handle_lock:
+                if self.aborted is None or poll is POLL_FAILED:
+                    self.poll = poll
+        else:
+            self.poll = poll
         if self.on_change is not None:
             self.say_change()
 

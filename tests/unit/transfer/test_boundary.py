@@ -19,6 +19,7 @@ from kvgrpc.transfer.layout.topology import Shape
 from kvgrpc.transfer.protocol.types import Align, RoomKey
 from kvgrpc.transfer.runtime import boundary
 from kvgrpc.transfer.runtime.boundary import EngineHandle, Reader, RoomRequest, SentPages, prefill_of
+from kvgrpc.transfer.runtime.stages import handle_lock
 from kvgrpc.transfer.tables import RoomRow, SessionRow
 from kvgrpc.v1 import transfer_service_pb2 as pb
 
@@ -39,7 +40,6 @@ class Foreign:
         self.ref = RankRef(RankId("F"), 1)
         self.pool_names = ("kv",)
         self.aux = AuxRows(())
-        self.aborting = threading.Lock()
         self.asked: list[str] = []
 
     def refusal(self, key: RoomKey) -> Failure | None:
@@ -139,6 +139,31 @@ def test_both_ends_of_a_hand_off_run_on_a_runtime_that_is_none_of_ours() -> None
     receiver.abort()
     assert prefill.asked == ["claim", "send [1, 2]", "fail ROOM_CANCELLED"]
     assert decode.asked == ["open 1 127.0.0.1:1", "give_way", "write [3, 4]", "fail ROOM_CANCELLED"]
+
+
+def test_an_end_that_comes_during_an_abort_stays() -> None:
+    """Another thread of the engine may have seen it."""
+    decode = Foreign("decode")
+    receiver = KVReceiver(decode, "127.0.0.1:1", 1)
+    handle = receiver._handle
+    aborting = threading.Thread(target=receiver.abort)
+    with handle_lock:
+        aborting.start()
+        aborting.join(0.1)
+        assert aborting.is_alive()  # it has found the room open, or will find its end
+        handle.turn(KVPoll.Success)
+    aborting.join(10.0)
+    assert (receiver.poll(), receiver.failure) == (KVPoll.Success, None)
+    assert "fail ROOM_CANCELLED" not in decode.asked
+
+
+def test_an_abort_that_comes_before_the_end_stays() -> None:
+    sender = KVSender(Foreign("prefill"), "", 1)
+    handle = sender._handle
+    sender.abort("too late")
+    handle.turn(KVPoll.Success)
+    assert (sender.poll(), handle.poll) == (KVPoll.Failed, KVPoll.Bootstrapping)
+    assert sender.failure is not None and sender.failure.message == "too late"
 
 
 def test_the_boundary_names_values_and_no_record_of_a_core() -> None:
