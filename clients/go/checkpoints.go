@@ -110,8 +110,8 @@ func (cache *Cache) advance(next uint64) {
 
 // Follow is Watch with a cache that hears everything before it is yielded, and that begins again with a snapshot where its
 // digest differs from the publisher's. What is yielded may be looked at in the cache until the next item is asked for.
-func Follow(ctx context.Context, client kvgrpcv1.EventServiceClient, stream Stream, cache *Cache) iter.Seq2[Item, error] {
-	return func(yield func(Item, error) bool) {
+func Follow(ctx context.Context, client kvgrpcv1.EventServiceClient, stream Stream, cache *Cache) iter.Seq[Item] {
+	return func(yield func(Item) bool) {
 		(&watcher{client: client, stream: stream, yield: yield, snapshots: true, cache: cache}).run(ctx)
 	}
 }

@@ -131,10 +131,7 @@ func TestAFollowerWhoseDigestDiffersBeginsAgainWithASnapshot(t *testing.T) {
 	defer cancel()
 	var cache Cache
 	resets := 0
-	for item, err := range Follow(ctx, server.serve(t), Stream{Engine: "e"}, &cache) {
-		if err != nil {
-			t.Fatal(err)
-		}
+	for item := range Follow(ctx, server.serve(t), Stream{Engine: "e"}, &cache) {
 		if _, isReset := item.(Reset); isReset {
 			resets++
 		}

@@ -4,12 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"iter"
 	"math/rand/v2"
 	"time"
-
-	"google.golang.org/grpc/codes"
 
 	kvgrpcv1 "kvgrpc.dev/go/kvgrpc/v1"
 )
@@ -19,6 +16,8 @@ const (
 	longestPause = 2 * time.Second
 	// After so long without a failure the next one is the first again.
 	calm = time.Minute
+	// A publisher that asks for more time is asked again all the same.
+	longestAsked = time.Minute
 	// Heartbeats come each second: a publisher that is idle for so long is taken for gone.
 	idleTimeout = 5 * time.Second
 )
@@ -29,7 +28,7 @@ type Stream struct {
 	DP     uint32
 }
 
-// Item is a Void, Reset, Events or Current.
+// Item is a Void, Reset, Events, Current or Failed.
 type Item interface{ item() }
 
 // Void says that what was known is no state of the cache any more: another log is current, a batch cannot be read, or a
@@ -64,20 +63,32 @@ type Current struct {
 	Lag          uint64
 }
 
+// Failed says that a call broke, was refused or said what cannot be, and that another one follows after a pause: what is known
+// stays, unless Void came before. FailureOf(Cause) has the reason, where a server named one. Lasting is what time alone can
+// hardly mend (a wrong name, no permission): a person should hear of it. Whoever would rather end leaves.
+type Failed struct {
+	Cause   error
+	Lasting bool
+}
+
 func (Void) item()    {}
 func (Reset) item()   {}
 func (Events) item()  {}
 func (Current) item() {}
+func (Failed) item()  {}
 
-var errDiffers = errors.New("a digest of the publisher's is not that of its events")
+var (
+	errDiffers = errors.New("a digest of the publisher's is not that of its events")
+	errSilent  = fmt.Errorf("nothing came for %s", idleTimeout)
+	errLeft    = errors.New("nobody reads on")
+)
 
 // Watch follows a stream until ctx ends, over breaks and restarts.
 //
 // It begins with a snapshot, goes on behind the last batch where a connection broke, and takes another snapshot where the
-// log moved on or another one began; each snapshot begins with Reset. It yields an error, and ends, for what repeating
-// cannot mend (no such stream, no permission).
-func Watch(ctx context.Context, client kvgrpcv1.EventServiceClient, stream Stream) iter.Seq2[Item, error] {
-	return func(yield func(Item, error) bool) {
+// log moved on or another one began; each snapshot begins with Reset. No failure ends it: each pause begins with Failed.
+func Watch(ctx context.Context, client kvgrpcv1.EventServiceClient, stream Stream) iter.Seq[Item] {
+	return func(yield func(Item) bool) {
 		(&watcher{client: client, stream: stream, yield: yield, snapshots: true}).run(ctx)
 	}
 }
@@ -85,7 +96,7 @@ func Watch(ctx context.Context, client kvgrpcv1.EventServiceClient, stream Strea
 type watcher struct {
 	client    kvgrpcv1.EventServiceClient
 	stream    Stream
-	yield     func(Item, error) bool
+	yield     func(Item) bool
 	cache     *Cache
 	snapshots bool
 	stopped   bool
@@ -93,6 +104,8 @@ type watcher struct {
 	failedAt  time.Time
 	// A call said something, this one or one before it.
 	begun bool
+	// What the call asked for: to go on from the cursor, or a snapshot; neither is the oldest batch.
+	resumes, askedSnapshot bool
 	// The cursor: what comes next in which log. Known once a snapshot, or the beginning of a log, is complete.
 	known bool
 	logID string
@@ -105,30 +118,27 @@ func (watch *watcher) run(ctx context.Context) {
 		if watch.stopped || ctx.Err() != nil {
 			return
 		}
-		if !watch.mayGoOn(err) {
-			watch.yield(nil, err)
-			return
-		}
-		if watch.stopped {
-			return
+		pause := watch.failed(err)
+		if watch.stopped || pause == 0 {
+			continue
 		}
 		select {
 		case <-ctx.Done():
-		case <-time.After(watch.pause/2 + rand.N(watch.pause/2)):
+		case <-time.After(pause):
 		}
 	}
 }
 
 // once makes one call and tells what it says. The error is why it ended, never nil.
 func (watch *watcher) once(ctx context.Context) error {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
 	// The call itself waits for a connection: of somebody who never answers, too.
-	alive := time.AfterFunc(idleTimeout, cancel)
+	alive := time.AfterFunc(idleTimeout, func() { cancel(errSilent) })
 	defer alive.Stop()
 	call, err := watch.client.Watch(ctx, watch.request())
 	if err != nil {
-		return err
+		return orSilent(ctx, err)
 	}
 	for !watch.stopped {
 		alive.Reset(idleTimeout)
@@ -136,23 +146,32 @@ func (watch *watcher) once(ctx context.Context) error {
 		// What the reader takes for a message is not the publisher's silence.
 		alive.Stop()
 		if err != nil {
-			return err
+			return orSilent(ctx, err)
 		}
 		watch.begun = true
 		if err := watch.hear(message); err != nil {
 			return err
 		}
 	}
-	return context.Canceled
+	return errLeft
+}
+
+// orSilent names what we ended ourselves.
+func orSilent(ctx context.Context, err error) error {
+	if context.Cause(ctx) == errSilent {
+		return errSilent
+	}
+	return err
 }
 
 func (watch *watcher) request() *kvgrpcv1.WatchRequest {
 	request := &kvgrpcv1.WatchRequest{Engine: watch.stream.Engine, Dp: watch.stream.DP}
+	watch.resumes, watch.askedSnapshot = watch.known, watch.snapshots && !watch.known
 	switch {
 	case watch.known:
 		request.Mode, request.LogId = kvgrpcv1.WatchMode_WATCH_MODE_TAIL, watch.logID
 		request.FromSequence = &watch.next
-	case watch.snapshots:
+	case watch.askedSnapshot:
 		request.Mode = kvgrpcv1.WatchMode_WATCH_MODE_SNAPSHOT
 	default:
 		request.Mode = kvgrpcv1.WatchMode_WATCH_MODE_TAIL
@@ -282,7 +301,7 @@ func (watch *watcher) tell(item Item) error {
 		watch.known = false
 		return errDiffers
 	}
-	watch.stopped = !watch.yield(item, nil)
+	watch.stopped = !watch.yield(item)
 	return nil
 }
 
@@ -291,42 +310,37 @@ func (watch *watcher) void(cause error) {
 	_ = watch.tell(Void{cause})
 }
 
-// mayGoOn decides what the end of a call means, and how long to wait before the next.
-func (watch *watcher) mayGoOn(err error) bool {
+// failed decides what the end of a call means, and how long to wait before the next; docs/consumers.md has the table.
+func (watch *watcher) failed(err error) time.Duration {
+	failure, isStatus := FailureOf(err)
+	switch failure.Reason {
+	case kvgrpcv1.ErrorReason_ERROR_REASON_STALE_LOG, kvgrpcv1.ErrorReason_ERROR_REASON_EVENTS_SEQUENCE_IN_FUTURE:
+		watch.void(err)
+		watch.logID = ""
+		fallthrough
+	case kvgrpcv1.ErrorReason_ERROR_REASON_EVENTS_COMPACTED:
+		watch.known, watch.snapshots = false, true
+		if watch.resumes {
+			return 0
+		}
+		isStatus = false
+	}
+	if watch.askedSnapshot && failure.keepsNone() {
+		watch.snapshots = false
+		return 0
+	}
+	// Whoever answers next may keep snapshots.
+	watch.snapshots = watch.snapshots || !watch.known
+	_ = watch.tell(Failed{err, isStatus && failure.isLasting(watch.begun)})
+	return min(failure.RetryAfter, longestAsked) + watch.nextPause()
+}
+
+// nextPause doubles from failure to failure.
+func (watch *watcher) nextPause() time.Duration {
 	now := time.Now()
 	if now.Sub(watch.failedAt) > calm {
 		watch.pause = 0
 	}
 	watch.failedAt, watch.pause = now, min(max(2*watch.pause, firstPause), longestPause)
-	failure, isStatus := FailureOf(err)
-	switch failure.Reason {
-	case kvgrpcv1.ErrorReason_ERROR_REASON_STALE_LOG, kvgrpcv1.ErrorReason_ERROR_REASON_EVENTS_SEQUENCE_IN_FUTURE:
-		watch.void(err)
-		watch.logID, watch.snapshots = "", true
-		return true
-	case kvgrpcv1.ErrorReason_ERROR_REASON_EVENTS_COMPACTED:
-		watch.known, watch.snapshots = false, true
-		return true
-	case kvgrpcv1.ErrorReason_ERROR_REASON_FEATURE_DISABLED, kvgrpcv1.ErrorReason_ERROR_REASON_INVALID_REQUEST:
-		// A server that keeps no snapshot, or is older than snapshots.
-		tried := watch.snapshots && !watch.known
-		watch.snapshots = false
-		return tried
-	}
-	// Whoever answers next may keep snapshots.
-	watch.snapshots = watch.snapshots || !watch.known
-	if !isStatus {
-		return errors.Is(err, io.EOF) || errors.Is(err, context.Canceled) || !watch.known
-	}
-	// Half of a pause at least is waited.
-	watch.pause = max(watch.pause, 2*failure.RetryAfter)
-	switch failure.Code {
-	case codes.Canceled, codes.Aborted, codes.DeadlineExceeded:
-		// What the idle timeout cancelled, or somebody between us and the publisher.
-		return true
-	case codes.Internal, codes.Unknown:
-		// A stream that a proxy reset, a server that failed; before anything was ever said it is what answers there.
-		return watch.begun
-	}
-	return failure.MayRepeat()
+	return watch.pause/2 + rand.N(watch.pause/2)
 }

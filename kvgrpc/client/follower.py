@@ -41,8 +41,8 @@ class EventFollower:
 
     It reads a snapshot and then what follows, begins again where a connection broke, rebuilds where the log moved on
     without it or another one began, and compares with the publisher's digest. With ``live`` the batches come over ZMQ
-    PUB and Watches fill what PUB lost. It never gives up; ``state`` and ``last_error`` say how it stands. All methods
-    belong to one event loop; hashes are what events carry (integers of either sign, or digests).
+    PUB and Watches fill what PUB lost. It never gives up; ``state``, ``last_error`` and ``lasting`` say how it stands.
+    All methods belong to one event loop; hashes are what events carry (integers of either sign, or digests).
     """
 
     def __init__(
@@ -119,6 +119,11 @@ class EventFollower:
     def last_error(self) -> Exception | None:
         """Why something last failed; None: nothing did."""
         return self.core.last_error
+
+    @property
+    def lasting(self) -> bool:
+        """Whether a person is needed: a wrong name, no permission. It is repeated all the same, until it is mended."""
+        return self.core.lasting
 
     @property
     def blocks(self) -> dict[str, int]:

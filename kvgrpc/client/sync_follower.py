@@ -77,6 +77,11 @@ class SyncEventFollower:
         return self._follower.last_error
 
     @property
+    def lasting(self) -> bool:
+        """As ``EventFollower.lasting``."""
+        return self._follower.lasting
+
+    @property
     def blocks(self) -> dict[str, int]:
         """As ``EventFollower.blocks``."""
         return _on(self._loop, lambda: self._follower.blocks)

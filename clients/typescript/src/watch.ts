@@ -1,5 +1,5 @@
 /** Follows one event stream for as long as the caller wants, over breaks and restarts. */
-import { type Client, Code } from "@connectrpc/connect";
+import { type Client, Code, ConnectError } from "@connectrpc/connect";
 
 import { type Failure, failureOf, mayRepeat } from "./errors.js";
 import { decodeBatch, type EventBatch, type KVEvent } from "./events.js";
@@ -38,21 +38,25 @@ export type WatchItem =
    * All before `nextSequence` was told; the publisher has `lag` batches beyond: 0, but under load. `state`: the publisher's digest
    * of the same or an earlier sequence, if it keeps one.
    */
-  | { kind: "current"; log: string; nextSequence: bigint; lag: bigint; state: StateDigest | undefined };
+  | { kind: "current"; log: string; nextSequence: bigint; lag: bigint; state: StateDigest | undefined }
+  /**
+   * A call broke, was refused or said what cannot be; another one follows after a pause. What is known stays, unless "void" came
+   * before. `lasting`: time alone can hardly mend it (a wrong name, no permission): a person should hear of it.
+   */
+  | { kind: "failed"; log: string; failure: Failure; lasting: boolean };
 
 const FIRST_PAUSE_MS = 100;
 const LONGEST_PAUSE_MS = 2_000;
 /** After so long without a failure the next one is the first again. */
 const CALM_MS = 60_000;
-/** The most that a timer takes: beyond it Node fires at once. */
-const LONGEST_TIMER_MS = 2 ** 31 - 1;
+/** A publisher that asks for more time is asked again all the same. */
+const LONGEST_ASKED_MS = 60_000;
 /** Heartbeats come each second: a publisher from which nothing comes for so long is taken for gone. */
 const SILENCE_MS = 5_000;
 const ANOTHER_LOG = new Set([ErrorReason.STALE_LOG, ErrorReason.EVENTS_SEQUENCE_IN_FUTURE]);
-const KEEPS_NONE = new Set([ErrorReason.FEATURE_DISABLED, ErrorReason.INVALID_REQUEST]);
 /** What a connection that breaks is called: a server that was killed is CANCELED, a reset connection ABORTED. */
 const BROKEN = new Set([Code.Canceled, Code.Aborted, Code.DeadlineExceeded]);
-/** The same once a call has begun; before the first one does it is a certificate, or no gRPC server at all. */
+/** The same once somebody answered; before the first one does it is a certificate, or no gRPC server at all. */
 const BROKEN_WITHIN = new Set([Code.Internal, Code.Unknown]);
 
 /**
@@ -71,7 +75,7 @@ export function followEvents(
  * Replays, then tails, without end. A break is resumed behind the last batch; where that cannot be (the log moved on, or
  * is another one), reading starts at the oldest batch again, and "begin" says `fresh`, or with a snapshot.
  *
- * Ends when the signal aborts; throws what repeating cannot mend (no such stream, no permission).
+ * Ends when the signal aborts, and with no failure: each pause begins with "failed".
  */
 export function watchEvents(client: Client<typeof EventService>, options: WatchOptions = {}): AsyncGenerator<WatchItem> {
   return read(client, options, () => "unknown");
@@ -102,14 +106,14 @@ async function* read(
 ): AsyncGenerator<WatchItem> {
   const { engine = "", dp = 0, signal, snapshot = false } = options;
   const cursor: Cursor = { log: options.log ?? "", next: options.fromSequence };
+  const pauses = new Pauses();
   let snapshots = snapshot;
   let begun = false;
-  let pause = FIRST_PAUSE_MS;
-  let failedAt = -Infinity;
   while (!signal?.aborted) {
-    const from = cursor.next === undefined ? {} : { logId: cursor.log, fromSequence: cursor.next.toString() };
-    const mode = cursor.next === undefined && snapshots ? WatchMode.SNAPSHOT : WatchMode.TAIL;
-    let retryAfter = 0;
+    const resumes = cursor.next !== undefined;
+    const from = resumes ? { logId: cursor.log, fromSequence: `${cursor.next}` } : {};
+    const mode = !resumes && snapshots ? WatchMode.SNAPSHOT : WatchMode.TAIL;
+    let ended: unknown = new ConnectError("the publisher ended the Watch", Code.Aborted);
     try {
       const stream = untilSilent((ending) => client.watch({ engine, dp, mode, ...from }, { signal: ending }), signal);
       for await (const response of stream) {
@@ -125,39 +129,46 @@ async function* read(
         }
       }
     } catch (error) {
-      if (signal?.aborted) {
-        return;
-      }
-      const failure = failureOf(error);
-      if (mode === WatchMode.SNAPSHOT && KEEPS_NONE.has(failure.reason)) {
-        snapshots = false;
-        continue;
-      }
-      const isVoid = error instanceof BeginAgain ? error.isVoid : ANOTHER_LOG.has(failure.reason);
-      if (isVoid || error instanceof BeginAgain || failure.reason === ErrorReason.EVENTS_COMPACTED) {
-        // Never at once again: a small journal overtakes the same reader each time.
-        cursor.next = undefined;
-      } else if (!mayRepeat(failure) && !isBreak(failure, begun)) {
-        throw error;
-      }
-      if (isVoid) {
-        const item: WatchItem = { kind: "void", log: cursor.log, cause: failure.message };
-        cursor.log = "";
-        hear(item);
-        yield item;
-      }
-      retryAfter = failure.retryAfterMs ?? 0;
+      ended = error;
     }
-    if (cursor.next === undefined) {
-      // Whoever answers next may keep snapshots.
-      snapshots = snapshot;
+    if (signal?.aborted) {
+      return;
     }
-    if (performance.now() - failedAt > CALM_MS) {
-      pause = FIRST_PAUSE_MS;
+    const failure = failureOf(ended);
+    const isVoid = ended instanceof BeginAgain ? ended.isVoid : ANOTHER_LOG.has(failure.reason);
+    const movedOn = ANOTHER_LOG.has(failure.reason) || failure.reason === ErrorReason.EVENTS_COMPACTED;
+    if (movedOn || ended instanceof BeginAgain) {
+      cursor.next = undefined;
     }
-    failedAt = performance.now();
-    await sleep(Math.max(pause * (0.5 + Math.random() / 2), retryAfter), signal);
-    pause = Math.min(pause * 2, LONGEST_PAUSE_MS);
+    if (isVoid) {
+      const item: WatchItem = { kind: "void", log: cursor.log, cause: failure.message };
+      cursor.log = "";
+      hear(item);
+      yield item;
+    }
+    const keepsNone = mode === WatchMode.SNAPSHOT && isWithoutSnapshots(failure);
+    // Whoever answers next may keep snapshots.
+    snapshots = keepsNone ? false : snapshots || (snapshot && cursor.next === undefined);
+    if (!keepsNone && !(movedOn && resumes)) {
+      yield { kind: "failed", log: cursor.log, failure, lasting: !movedOn && !(ended instanceof BeginAgain) && isLasting(failure, begun) };
+      await sleep(Math.min(failure.retryAfterMs ?? 0, LONGEST_ASKED_MS) + pauses.next(), signal);
+    }
+  }
+}
+
+/** How long to wait, from failure to failure: twice as long each time, with jitter. */
+class Pauses {
+  #next = FIRST_PAUSE_MS;
+  #failedAt = -Infinity;
+
+  next(): number {
+    if (performance.now() - this.#failedAt > CALM_MS) {
+      this.#next = FIRST_PAUSE_MS;
+    }
+    this.#failedAt = performance.now();
+    const pause = this.#next;
+    this.#next = Math.min(pause * 2, LONGEST_PAUSE_MS);
+    return pause * (0.5 + Math.random() / 2);
   }
 }
 
@@ -171,14 +182,21 @@ async function* untilSilent<Message>(
 ): AsyncGenerator<Message> {
   const aborter = new AbortController();
   const end = () => aborter.abort();
+  let silent = false;
+  const giveUp = () => {
+    silent = true;
+    end();
+  };
   signal?.addEventListener("abort", end, { once: true });
-  let timer = setTimeout(end, SILENCE_MS);
+  let timer = setTimeout(giveUp, SILENCE_MS);
   try {
     for await (const message of call(aborter.signal)) {
       clearTimeout(timer);
       yield message;
-      timer = setTimeout(end, SILENCE_MS);
+      timer = setTimeout(giveUp, SILENCE_MS);
     }
+  } catch (error) {
+    throw silent ? new ConnectError(`nothing came for ${SILENCE_MS / 1000} s`, Code.DeadlineExceeded) : error;
   } finally {
     clearTimeout(timer);
     signal?.removeEventListener("abort", end);
@@ -187,8 +205,14 @@ async function* untilSilent<Message>(
   }
 }
 
-function isBreak(failure: Failure, begun: boolean): boolean {
-  return BROKEN.has(failure.code) || (begun && BROKEN_WITHIN.has(failure.code));
+/** Whether time alone can hardly mend it; docs/consumers.md has the table. */
+function isLasting(failure: Failure, begun: boolean): boolean {
+  return !mayRepeat(failure) && !BROKEN.has(failure.code) && !(begun && BROKEN_WITHIN.has(failure.code));
+}
+
+/** Whether a server refused a snapshot because it keeps none, or is older than snapshots. */
+function isWithoutSnapshots({ reason, metadata }: Failure): boolean {
+  return reason === ErrorReason.FEATURE_DISABLED || (reason === ErrorReason.INVALID_REQUEST && metadata["field"] === "mode");
 }
 
 /** What a message says, with the cursor behind it. Throws BeginAgain for what does not follow the cursor. */
@@ -266,7 +290,7 @@ function reached(cursor: Cursor, first: bigint): bigint {
 
 function sleep(milliseconds: number, signal: AbortSignal | undefined): Promise<void> {
   return new Promise((resolve) => {
-    const timer = setTimeout(done, signal?.aborted ? 0 : Math.min(milliseconds, LONGEST_TIMER_MS));
+    const timer = setTimeout(done, signal?.aborted ? 0 : milliseconds);
     signal?.addEventListener("abort", done, { once: true });
     function done(): void {
       clearTimeout(timer);

@@ -16,7 +16,14 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvgrpc.errors import EventsCompacted, EventsSequenceInFuture, FeatureDisabled, InvalidRequest, StaleLog
+from kvgrpc.errors import (
+    EventsCompacted,
+    EventsSequenceInFuture,
+    FeatureDisabled,
+    InvalidRequest,
+    KvGrpcError,
+    StaleLog,
+)
 from kvgrpc.events.following.contents import CacheContents
 from kvgrpc.events.following.index import BlockIndex
 from kvgrpc.events.following.messages import (
@@ -34,6 +41,10 @@ from kvgrpc.events.log.digest import StateDigest
 
 # An engine that nobody reaches must not attract requests for ever.
 HIDE_AFTER_SECONDS = 30.0
+# What connections that break are called; the second only once somebody answered, before it is what answers there.
+_BREAKS = frozenset({"UNAVAILABLE", "CANCELLED", "ABORTED", "DEADLINE_EXCEEDED"})
+_BREAKS_WITHIN = frozenset({"INTERNAL", "UNKNOWN"})
+_MOVED_ON = (StaleLog, EventsSequenceInFuture, EventsCompacted)
 
 Decode = Callable[[bytes], Iterable[object]]
 
@@ -42,6 +53,7 @@ Decode = Callable[[bytes], Iterable[object]]
 class _Watch:
     number: int
     mode: Mode
+    resumes: bool
     begun: bool = False
 
 
@@ -60,6 +72,7 @@ class FollowerCore:
         self.known_next = 0
         self.heard_at: float | None = None
         self.last_error: Exception | None = None
+        self.lasting = False
         self.counts = FollowerCounts()
         self._index = index
         self._decode = decode
@@ -133,7 +146,7 @@ class FollowerCore:
         watch = self._heard(number, now)
         if watch is None:
             return
-        watch.begun = True
+        watch.begun, self.lasting = True, False
         if log_id != self.log_id:
             self._new_log(log_id)
         self.known_next = max(self.known_next, upcoming)
@@ -261,28 +274,29 @@ class FollowerCore:
             self._open(Mode.TAIL)
 
     def _fail(self, error: Exception | None, now: float) -> None:
-        """A Watch ended, or said what cannot be."""
-        was_snapshot = self._main is not None and self._main.mode is Mode.SNAPSHOT
+        """A Watch ended, or said what cannot be. Nothing ends a follower: docs/consumers.md has the table."""
+        main = self._main
+        resumed = main is not None and main.resumes
+        was_snapshot = main is not None and main.mode is Mode.SNAPSHOT
         self.counts.failures += 1
         self.last_error = error
         self._close_all()
         self._drop_shadow()
         if isinstance(error, StaleLog | EventsSequenceInFuture):
             self._forget()
-            self._rebuild()
-        elif isinstance(error, EventsCompacted) and self._snapshots and not was_snapshot:
+        if resumed and isinstance(error, _MOVED_ON):
+            # Whoever answers next may keep snapshots.
+            self._snapshots = True
             self._rebuild()
         elif was_snapshot and self._snapshots and _keeps_none(error):
             self._snapshots = False
             self._rebuild()
         else:
-            if isinstance(error, EventsCompacted) and not was_snapshot:
-                self._forget()
-            # Whoever answers next may keep snapshots.
+            self.lasting = _is_lasting(error, heard=self.heard_at is not None)
             self._snapshots = self._snapshots or self.contents is None
             if self._shown and self._hide_at is None:
                 self._hide_at = now + HIDE_AFTER_SECONDS
-            self._retry.later(now)
+            self._retry.later(now, _asked_seconds(error))
 
     def _go_live(self) -> None:
         """Once it has caught up, PUB brings the rest."""
@@ -384,7 +398,7 @@ class FollowerCore:
 
     def _open(self, mode: Mode, log_id: str = "", first: int | None = None, last: int | None = None) -> _Watch:
         self._opened += 1
-        watch = _Watch(self._opened, mode)
+        watch = _Watch(self._opened, mode, resumes=bool(log_id))
         if mode is not Mode.REPLAY:
             self._main = watch
         self._commands.append(OpenWatch(watch.number, mode, log_id, first, last))
@@ -409,3 +423,17 @@ def _keeps_none(error: Exception | None) -> bool:
     if isinstance(error, InvalidRequest):
         return error.metadata.get("field") == "mode"
     return isinstance(error, FeatureDisabled)
+
+
+def _is_lasting(error: Exception | None, *, heard: bool) -> bool:
+    """Whether time alone can hardly mend it: a wrong name, no permission, another server."""
+    if not isinstance(error, KvGrpcError) or isinstance(error, _MOVED_ON) or error.retry_after is not None:
+        return False
+    if error.code in _BREAKS:
+        return False
+    return not (heard and error.code in _BREAKS_WITHIN)
+
+
+def _asked_seconds(error: Exception | None) -> float:
+    """How long the publisher asks to be left alone."""
+    return error.retry_after or 0.0 if isinstance(error, KvGrpcError) else 0.0

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 2.0
+# A publisher that asks for more time is asked again all the same.
+LONGEST_ASKED_SECONDS = 60.0
 # After so long without a failure the next one is the first again.
 CALM_SECONDS = 60.0
 # What PUB may bring while a hole before it is read again; beyond it the oldest are let go and read again too.
@@ -88,13 +90,14 @@ class Retry:
         self._failures = 0
         self._failed_at = float("-inf")
 
-    def later(self, now: float) -> None:
+    def later(self, now: float, asked: float = 0.0) -> None:
+        """``asked``: seconds that the publisher wants to be left alone, before the pause."""
         if now - self._failed_at > CALM_SECONDS:
             self._failures = 0
         pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2**self._failures)
         self._failures = min(self._failures + 1, 16)
         self._failed_at = now
-        self.at = now + pause * (0.5 + self._jitter() / 2)
+        self.at = now + min(asked, LONGEST_ASKED_SECONDS) + pause * (0.5 + self._jitter() / 2)
 
 
 class LiveBuffer:

@@ -154,13 +154,14 @@ class TestSnapshots:
         core.tick(10.0)
         assert core.take_commands() == [OpenWatch(3, Mode.SNAPSHOT)]
 
-    def test_one_that_has_contents_goes_on_with_them_and_asks_for_no_snapshot(self) -> None:
+    def test_one_that_has_contents_goes_on_with_them_until_it_is_behind(self) -> None:
         core = tailing(0)
         core.ended(2, BROKEN, 0.0)
         core.tick(10.0)
         assert core.take_commands() == [CloseWatch(2), OpenWatch(3, Mode.TAIL, "log", 0)]
         core.ended(3, EventsCompacted("too old"), 10.0)
-        assert core.contents is None and core.take_commands() == [CloseWatch(3)]
+        assert core.contents is not None
+        assert core.take_commands() == [CloseWatch(3), OpenWatch(4, Mode.SNAPSHOT)], "whoever answers may keep them now"
 
     def test_old_contents_go_where_no_snapshot_takes_their_place(self) -> None:
         core = rebuilt()
@@ -177,7 +178,9 @@ class TestLogs:
         core = rebuilt()
         core.ended(1, OTHER, 0.0)
         assert (core.contents, shown(core)) == (None, set())
-        assert core.take_commands() == [CloseWatch(1), OpenWatch(2, Mode.SNAPSHOT)]
+        assert core.take_commands() == [CloseWatch(1)]
+        core.tick(1.0)
+        assert core.take_commands() == [OpenWatch(2, Mode.SNAPSHOT)]
         core.begun(2, "other", 0, 0, 0.0)
         assert (core.state, core.counts.new_logs, core.log_id) == (FollowerState.CONNECTING, 1, "other")
         assert (core.known_next, core.lag) == (0, 0)

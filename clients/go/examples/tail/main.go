@@ -25,15 +25,20 @@ func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
 	defer stop()
 	events := kvgrpcv1.NewEventServiceClient(dial(os.Args[1]))
+	var index kvgrpcv1.IndexServiceClient
+	if len(os.Args) > 2 {
+		index = kvgrpcv1.NewIndexServiceClient(dial(os.Args[2]))
+	}
 	var cache kvgrpc.Cache
 	var first *kvgrpc.BlockHash
-	for item, err := range kvgrpc.Follow(ctx, events, kvgrpc.Stream{}, &cache) {
-		if err != nil {
-			failure, _ := kvgrpc.FailureOf(err)
-			fmt.Fprintln(os.Stderr, failure.Reason, err)
-			os.Exit(1)
-		}
+	for item := range kvgrpc.Follow(ctx, events, kvgrpc.Stream{}, &cache) {
 		switch item := item.(type) {
+		case kvgrpc.Failed:
+			failure, _ := kvgrpc.FailureOf(item.Cause)
+			fmt.Fprintln(os.Stderr, failure.Reason, item.Cause)
+			if item.Lasting {
+				os.Exit(1) // a router goes on, and tells a person
+			}
 		case kvgrpc.Void:
 			fmt.Printf("nothing is known: %v\n", item.Cause)
 		case kvgrpc.Reset:
@@ -48,17 +53,16 @@ func main() {
 		case kvgrpc.Current:
 			exact := cache.Compare(item.State) == kvgrpc.Equal
 			fmt.Printf("current at %d: %v, digest equal: %v\n", item.NextSequence, cache.Blocks(), exact)
-			if len(os.Args) > 2 && first != nil {
-				score(ctx, os.Args[2], *first)
+			if index != nil && first != nil {
+				score(ctx, index, *first)
 			}
 		}
 	}
 }
 
-func score(ctx context.Context, address string, hash kvgrpc.BlockHash) {
+func score(ctx context.Context, index kvgrpcv1.IndexServiceClient, hash kvgrpc.BlockHash) {
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()
-	index := kvgrpcv1.NewIndexServiceClient(dial(address))
 	hashes := &kvgrpcv1.BlockHashes{Values: []uint64{hash.Key()}}
 	answer, err := index.Score(ctx, &kvgrpcv1.ScoreRequest{
 		Prefix: &kvgrpcv1.ScoreRequest_BlockHashes{BlockHashes: hashes},
