@@ -11,6 +11,9 @@ for await (const item of watchEvents(clientOf(EventService, connect(address)))) 
   if (item.kind === "batch" || item.kind === "begin") {
     console.log(JSON.stringify(item, (_, value: unknown) => (typeof value === "bigint" ? value.toString() : value)));
   }
+  if (item.kind === "failed") {
+    console.error(item.failure.reasonName, item.failure.message);
+  }
   if (item.kind === "batch" && --left === 0) {
     break;
   }
