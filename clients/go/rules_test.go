@@ -215,6 +215,19 @@ func TestWhoReadsNoSnapshotBeginsEmptyAtTheOldestBatch(t *testing.T) {
 	equal(t, shownBy(t, client), []string{"kvgrpc.Reset: ", "events 2: 1", "kvgrpc.Reset: 1", "events 7: ", "events 8: 7"})
 }
 
+func TestABatchThatCannotBeReadIsPassedWhereNoSnapshotMakesUpForIt(t *testing.T) {
+	client := &scriptedClient{calls: []answers{
+		said(refusal(codes.Unimplemented, "FEATURE_DISABLED")),
+		said(broken, begin("a", 0), batches(0, storedPayload(1), []byte{0xc1}, storedPayload(3))),
+	}}
+	equal(t, shownBy(t, client), []string{
+		"kvgrpc.Reset: ", "events 0: ", "events 1: 1", "kvgrpc.Void: ", "kvgrpc.Reset: ", "events 2: ", "events 3: 3",
+	})
+	if next := client.requests[2].GetFromSequence(); next != 3 {
+		t.Error(client.requests[2])
+	}
+}
+
 func TestWhoeverAnswersAfterAFailureMayKeepSnapshots(t *testing.T) {
 	client := &scriptedClient{calls: []answers{said(refusal(codes.Unimplemented, "FEATURE_DISABLED")), said(broken), said(broken)}}
 	shownBy(t, client)

@@ -212,11 +212,16 @@ func (watch *watcher) hearBegin(begin *kvgrpcv1.WatchBegin) error {
 	if watch.known || watch.snapshots {
 		return nil
 	}
-	watch.known, watch.next = true, begin.FirstSequence
-	if err := watch.tell(Reset{watch.logID, begin.FirstSequence == 0}); err != nil {
+	return watch.beginAt(begin.FirstSequence, begin.FirstSequence == 0)
+}
+
+// beginAt begins empty where no snapshot is kept.
+func (watch *watcher) beginAt(next uint64, whole bool) error {
+	watch.known, watch.next = true, next
+	if err := watch.tell(Reset{watch.logID, whole}); err != nil {
 		return err
 	}
-	return watch.tell(Events{LogID: watch.logID, NextSequence: watch.next, Complete: true})
+	return watch.tell(Events{LogID: watch.logID, NextSequence: next, Complete: true})
 }
 
 func (watch *watcher) hearSnapshot(part *kvgrpcv1.SnapshotPart) error {
@@ -258,9 +263,15 @@ func (watch *watcher) hearBatches(raw *kvgrpcv1.RawBatches) error {
 		}
 		batch, err := DecodeBatch(payload)
 		if err != nil {
-			// What it said is lost: only a snapshot knows.
+			// What it said is lost: only a snapshot knows. Where none is kept, asking again says the same.
 			watch.void(err)
-			return err
+			if watch.snapshots {
+				return err
+			}
+			if err := watch.beginAt(raw.FirstSequence+uint64(index)+1, false); err != nil {
+				return err
+			}
+			continue
 		}
 		watch.next++
 		told := Events{LogID: watch.logID, NextSequence: watch.next, Events: batch.Events, Complete: true}

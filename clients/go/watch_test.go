@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"net"
+	"runtime"
 	"sync"
 	"testing"
 	"time"
@@ -225,4 +226,24 @@ func TestANewLogMayHaveSnapshotsWhereTheOneBeforeHadNone(t *testing.T) {
 	}}
 	said := watched(t, server.serve(t), 6)
 	equal(t, said, []string{"reset a false", "events 3 0 true", "events 4 1 true", "void", "reset b true", "events 9 1 true"})
+}
+
+func TestWhoLeavesLeavesNothingBehind(t *testing.T) {
+	server := &script{}
+	for range 50 {
+		server.calls = append(server.calls, saying(nil, begin("a", 1), snapshot(1, 0, true)))
+	}
+	client := server.serve(t)
+	watched(t, client, 1)
+	before := runtime.NumGoroutine()
+	for range 49 {
+		watched(t, client, 1)
+	}
+	for range 100 {
+		if runtime.NumGoroutine() <= before+2 {
+			return
+		}
+		time.Sleep(20 * time.Millisecond)
+	}
+	t.Error(before, runtime.NumGoroutine())
 }

@@ -160,6 +160,13 @@ test("who reads no snapshot begins empty at the oldest batch", async (t) => {
   assert.deepEqual(shown, ["begin: ", "snapshot: 1", "begin: ", "batch: 7"]);
 });
 
+test("a batch that cannot be read is passed where no snapshot makes up for it", async (t) => {
+  const oldest = { said: [begin("a", 0), raw(0, stored(1), noBatch, stored(3))], end: broken };
+  const { shown, requests } = await followed(t, refused("FEATURE_DISABLED"), oldest);
+  assert.deepEqual(shown, ["begin: ", "batch: 1", "unreadable: ", "batch: 3"]);
+  assert.equal(requests[2]!["fromSequence"], "3");
+});
+
 test("a follower that heard something goes on over a restart behind a proxy", async (t) => {
   const { shown } = await followed(
     t,

@@ -27,6 +27,7 @@ from kvgrpc.errors import (
 from kvgrpc.events.following.contents import CacheContents
 from kvgrpc.events.following.index import BlockIndex
 from kvgrpc.events.following.messages import (
+    LONGEST_PAUSE_SECONDS,
     CloseWatch,
     Command,
     FollowerCounts,
@@ -89,6 +90,7 @@ class FollowerCore:
         self._promised = 0
         self._retry = Retry(jitter)
         self._hide_at: float | None = None
+        self._moved_at = float("-inf")
 
     @property
     def state(self) -> FollowerState:
@@ -284,9 +286,9 @@ class FollowerCore:
         self._drop_shadow()
         if isinstance(error, StaleLog | EventsSequenceInFuture):
             self._forget()
-        if resumed and isinstance(error, _MOVED_ON):
-            # Whoever answers next may keep snapshots.
-            self._snapshots = True
+        if resumed and isinstance(error, _MOVED_ON) and now - self._moved_at > LONGEST_PAUSE_SECONDS:
+            # Not again and again: two publishers behind one address would. Whoever answers next may keep snapshots.
+            self._snapshots, self._moved_at = True, now
             self._rebuild()
         elif was_snapshot and self._snapshots and _keeps_none(error):
             self._snapshots = False
@@ -340,8 +342,13 @@ class FollowerCore:
             # What it said is lost, so what is shown is no state of the cache any more.
             self.counts.undecodable += 1
             self._forget()
-            self._fail(error, now)
-            return False
+            if self._snapshots:
+                self._fail(error, now)
+                return False
+            # Asking again says the same.
+            self.last_error = error
+            self._take_over(CacheContents(self._index, sequence + 1, whole=False))
+            return True
         contents.advance(sequence + 1)
         self.counts.batches += 1
         self.known_next = max(self.known_next, contents.next_sequence)

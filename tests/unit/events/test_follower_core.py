@@ -163,6 +163,14 @@ class TestSnapshots:
         assert core.contents is not None
         assert core.take_commands() == [CloseWatch(3), OpenWatch(4, Mode.SNAPSHOT)], "whoever answers may keep them now"
 
+    def test_a_batch_that_cannot_be_read_is_passed_where_no_snapshot_makes_up_for_it(self) -> None:
+        core = tailing(0)
+        core.batches(2, 0, [b"1", b"junk", b"3"], 0.0)
+        assert core.contents is not None
+        assert (shown(core), core.next_sequence, core.contents.whole) == ({3}, 3, False)
+        assert (core.counts.undecodable, core.take_commands()) == (1, [])
+        assert isinstance(core.last_error, msgspec.DecodeError)
+
     def test_old_contents_go_where_no_snapshot_takes_their_place(self) -> None:
         core = rebuilt()
         core.ended(1, BROKEN, 0.0)
@@ -174,6 +182,19 @@ class TestSnapshots:
 
 
 class TestLogs:
+    def test_two_publishers_at_one_address_are_not_asked_for_their_states_without_a_pause(self) -> None:
+        core = listening()
+        core.ended(2, OTHER, 0.0)
+        assert core.take_commands()[-1] == OpenWatch(3, Mode.SNAPSHOT)
+        core.begun(3, "other", 0, 0, 0.0)
+        core.snapshot(3, 0, 0, [], 0.0)
+        core.snapshot_complete(3, None, 0.0)
+        assert core.take_commands()[-1] == OpenWatch(4, Mode.HEARTBEAT, "other")
+        core.ended(4, OTHER, 0.1)
+        assert core.take_commands() == [CloseWatch(4)]
+        core.tick(3.0)
+        assert core.take_commands() == [OpenWatch(5, Mode.SNAPSHOT)]
+
     def test_nothing_of_another_log_is_shown(self) -> None:
         core = rebuilt()
         core.ended(1, OTHER, 0.0)
