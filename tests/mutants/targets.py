@@ -40,7 +40,7 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
         "events/following/*.py",
         (
             *("unit/events/test_following.py", "unit/events/test_index.py", "unit/events/test_follower_core.py"),
-            *("unit/events/test_digest.py", "simulation/test_followers.py"),
+            *("unit/events/test_digest.py", "unit/events/test_follower_failures.py", "simulation/test_followers.py"),
         ),
     ),
     "registry": ("registry/*.py", ("unit/registry",)),
