@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvgrpc.transfer.protocol.chunks import Chunk, Chunks
 from kvgrpc.transfer.protocol.types import Align, Destination, RoomKey, U32Array
@@ -19,7 +21,7 @@ def wanted(first: U32Array, *others: U32Array) -> Destination:
     return Destination(first, others=tuple(map(Destination, others)))
 
 
-def given(*chunks: tuple[U32Array, tuple[U32Array, ...] | None], ends: bool = True) -> Chunks:
+def chunks_of(*chunks: tuple[U32Array, tuple[U32Array, ...] | None], ends: bool = True) -> Chunks:
     made, start = Chunks(), 0
     for number, (first, others) in enumerate(chunks, 1):
         assert made.add(KEY, Chunk(first, start, ends and number == len(chunks), None, others), 16) is None
@@ -28,7 +30,7 @@ def given(*chunks: tuple[U32Array, tuple[U32Array, ...] | None], ends: bool = Tr
 
 
 def test_pages_of_the_other_pools_go_on_where_the_chunk_before_ended() -> None:
-    made = given((pages(1, 2), (pages(11), pages(21, 22))), (pages(3), (pages(12, 13), pages())))
+    made = chunks_of((pages(1, 2), (pages(11), pages(21, 22))), (pages(3), (pages(12, 13), pages())))
     destination = wanted(pages(101, 102, 103), pages(111, 112, 113), pages(121, 122))
     assert made.misfit(KEY, destination) is None and made.missing(KEY, destination) is None
     moved = [
@@ -39,7 +41,7 @@ def test_pages_of_the_other_pools_go_on_where_the_chunk_before_ended() -> None:
 
 
 def test_a_chunk_of_other_pools_alone_is_placed_and_one_of_nothing_is_not() -> None:
-    made = given((pages(1), (pages(),)), (pages(), (pages(11),)), (pages(), (pages(),)))
+    made = chunks_of((pages(1), (pages(),)), (pages(), (pages(11),)), (pages(), (pages(),)))
     placed = made.place(wanted(pages(101), pages(111)))
     assert [(each.source.tolist(), [to.tolist() for _, to in each.others or ()]) for each in placed] == [
         ([1], [[]]),
@@ -53,7 +55,7 @@ def test_a_chunk_of_other_pools_alone_is_placed_and_one_of_nothing_is_not() -> N
 )
 def test_each_other_pool_gets_as_many_pages_as_decode_wants(sent: tuple[int, int], ends: bool, fits: bool) -> None:
     others = [pages(*range(count)) for count in sent]
-    made = given((pages(1), (others[0][:1], others[1][:1])), (pages(2), (others[0][1:], others[1][1:])), ends=ends)
+    made = chunks_of((pages(1), (others[0][:1], others[1][:1])), (pages(2), (others[0][1:], others[1][1:])), ends=ends)
     misfit = made.misfit(KEY, wanted(pages(7, 8), pages(5, 6), pages(9)))
     assert (misfit is None) is fits
     if misfit is not None:
@@ -63,7 +65,7 @@ def test_each_other_pool_gets_as_many_pages_as_decode_wants(sent: tuple[int, int
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_with_the_tail_aligned_each_pool_gives_its_last_pages_once_all_are_known(ends: bool) -> None:
-    made = given((pages(1, 2), (pages(11, 12), pages(21))), (pages(3), (pages(13), pages(22))), ends=ends)
+    made = chunks_of((pages(1, 2), (pages(11, 12), pages(21))), (pages(3), (pages(13), pages(22))), ends=ends)
     made.align, made.total = Align.TAIL, 3
     destination = wanted(pages(102, 103), pages(113), pages(121, 122))
     assert made.misfit(KEY, destination) is None and made.missing(KEY, destination) is None
@@ -76,14 +78,14 @@ def test_with_the_tail_aligned_each_pool_gives_its_last_pages_once_all_are_known
 
 
 def test_with_the_tail_aligned_too_few_pages_of_a_pool_fail_the_room() -> None:
-    made = given((pages(1), (pages(11),)))
+    made = chunks_of((pages(1), (pages(11),)))
     made.align = Align.TAIL
     misfit = made.misfit(KEY, wanted(pages(101), pages(111, 112)))
     assert misfit is not None and "1 pages of pool 1, decode wants 2" in misfit.message
 
 
 def test_both_sides_give_pages_for_each_pool_or_neither_does() -> None:
-    for_all, for_each = given((pages(1), None)), given((pages(1), (pages(2),)))
+    for_all, for_each = chunks_of((pages(1), None)), chunks_of((pages(1), (pages(2),)))
     misfit = for_all.misfit(KEY, wanted(pages(7), pages(8)))
     assert misfit is not None and misfit.metadata["value"] == "2"
     assert for_each.misfit(KEY, Destination(pages(7))) is not None
@@ -92,7 +94,7 @@ def test_both_sides_give_pages_for_each_pool_or_neither_does() -> None:
 
 
 def test_a_copy_goes_its_own_way() -> None:
-    made = given((pages(1, 2), (pages(11, 12),)), ends=False)
+    made = chunks_of((pages(1, 2), (pages(11, 12),)), ends=False)
     other = made.copy()
     assert made.add(KEY, Chunk(pages(3), 2, True, None, (pages(13),)), 16) is None
     assert made.total == 3 and made.last_seen
@@ -108,7 +110,7 @@ def test_a_copy_goes_its_own_way() -> None:
 
 
 def test_a_chunk_of_which_decode_wants_the_other_pools_alone_writes_no_page_of_the_first() -> None:
-    made = given((pages(1), (pages(),)), (pages(2, 3), (pages(11),)))
+    made = chunks_of((pages(1), (pages(),)), (pages(2, 3), (pages(11),)))
     _, last = made.place(wanted(pages(101), pages(111)))
     assert (len(last.source), len(last.destination)) == (0, 0)
     assert [(source.tolist(), to.tolist()) for source, to in last.others or ()] == [([11], [111])]
@@ -116,10 +118,20 @@ def test_a_chunk_of_which_decode_wants_the_other_pools_alone_writes_no_page_of_t
 
 @pytest.mark.parametrize(("first_page", "expected"), [(0, {3: 103}), (2, {3: 101, 4: 102})])
 def test_of_a_chunk_at_the_end_decode_gets_what_it_wants(first_page: int, expected: dict[int, int]) -> None:
-    made = given((pages(1, 2), None), (pages(3, 4), None))
+    made = chunks_of((pages(1, 2), None), (pages(3, 4), None))
     destination = Destination(pages(101, 102, 103)[: 3 if not first_page else 2], first_page)
     *_, last = made.place(destination)
     assert dict(zip(last.source.tolist(), last.destination.tolist(), strict=True)) == expected
+
+
+@given(st.integers(0, 5), st.integers(1, 6), st.integers(1, 8))
+def test_of_any_chunk_the_positions_that_decode_has_go_to_its_pages(start: int, count: int, wants: int) -> None:
+    made = Chunks()
+    assert made.add(KEY, Chunk(np.arange(10 + start, 10 + start + count, dtype=np.uint32), start, True), 16) is None
+    placed = made.place(Destination(np.arange(100, 100 + wants, dtype=np.uint32)))
+    moved = [list(zip(each.source.tolist(), each.destination.tolist(), strict=True)) for each in placed]
+    expected = [(10 + position, 100 + position) for position in range(start, min(start + count, wants))]
+    assert moved == ([expected] if expected else [])
 
 
 @pytest.mark.parametrize(
@@ -150,7 +162,7 @@ def test_one_chunk_may_wait_where_the_bound_is_one() -> None:
 
 
 def test_from_the_end_a_chunk_that_decode_wants_in_part_goes_to_the_first_of_its_pages() -> None:
-    made = given((pages(1, 2), (pages(11, 12, 13),)), (pages(3), (pages(14),)))
+    made = chunks_of((pages(1, 2), (pages(11, 12, 13),)), (pages(3), (pages(14),)))
     made.align = Align.TAIL
     placed = made.place(wanted(pages(101, 102, 103), pages(111, 112)))
     assert [[(source.tolist(), to.tolist()) for source, to in each.others or ()] for each in placed] == [

@@ -37,6 +37,20 @@ class TestEvidence:
         side.ticks(1, stream)
         assert room.handle.release_safe
 
+    def test_a_room_that_gave_its_pages_back_sooner_frees_none_of_a_later_one_of_its_key(self, side: Side) -> None:
+        room, stream = side.writing()
+        side.hear(stream, RoomState.FAILED, Writes.STOPPED)
+        side.ticks(1, stream)
+        assert [entry.want for entry in side.said()] == [Want.FORGET]
+        side.hear(stream, RoomState.FAILED, Writes.SETTLED)
+        assert room.handle.release_safe and not side.core.held_pages
+        later = side.open()
+        side.core.write(later, Destination(np.arange(2, dtype=np.uint32)))
+        assert [entry.want for entry in side.said()] == [Want.WRITE]
+        side.core.fail(later, CANCELLED)
+        side.ticks(TIMING.settle + 1, stream)
+        assert not later.handle.release_safe and side.core.held_pages == 2
+
     @pytest.mark.parametrize("writes", [Writes.OPEN, Writes.UNKNOWN])
     def test_open_and_unknown_never(self, side: Side, writes: Writes) -> None:
         room, stream = side.writing()

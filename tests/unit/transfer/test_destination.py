@@ -6,7 +6,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvgrpc.transfer.protocol.destination import Destination
@@ -81,6 +81,8 @@ def test_the_first_page_that_a_pool_does_not_have_is_found_without_making_any(
 
 
 @given(st.lists(st.integers(0, 20), max_size=18), st.integers(1, 21))
+@example(list(range(16)), 16)
+@example(list(range(17)), 17)
 def test_what_fits_at_a_glance_has_no_page_twice_and_none_outside(pages: list[int], pool: int) -> None:
     destination = Destination(np.array(pages, np.uint32))
     right = destination.outside(pool) is None and destination.twice() is None
