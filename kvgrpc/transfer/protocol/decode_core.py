@@ -302,7 +302,6 @@ class DecodeCore:
         for target in targets:
             if target.ref.rank in told:
                 continue
-            told.add(target.ref.rank)
             pair = self._pair(target)
             if room.failure is not None and len(pair.refusals) < REFUSALS_AT_MOST and pair.dead_at is None:
                 pair.refusals[room.key] = room.failure
