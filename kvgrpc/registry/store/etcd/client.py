@@ -44,6 +44,13 @@ class EtcdClient:
     def address(self) -> str:
         return self._endpoints[self._at]
 
+    @property
+    def channel(self) -> grpc.aio.Channel:
+        """What the next call is made on."""
+        if self._channel is None:
+            self._channel = open_channel(self.address, self._security, own_connection=True)
+        return self._channel
+
     async def read(self, prefix: bytes) -> tuple[pb.ResponseHeader, list[pb.KeyValue]]:
         """All keys with the prefix, as they were at the revision that the header names."""
         found: list[pb.KeyValue] = []
@@ -78,9 +85,10 @@ class EtcdClient:
         return call
 
     @contextlib.contextmanager
-    def errors(self) -> Iterator[None]:
-        """What a call of grpc.aio raises as StoreUnavailable; the next call goes to the next member."""
-        address, channel = self.address, self._channel
+    def errors(self, channel: grpc.aio.Channel | None) -> Iterator[None]:
+        """What a call of grpc.aio raises as StoreUnavailable; the next call goes to the next member. ``channel``: the
+        one that the call was made on, which another call may have left since."""
+        address = self.address
         try:
             yield
         except asyncio.CancelledError:
@@ -89,10 +97,10 @@ class EtcdClient:
                 raise
             raise self.unavailable(address, "another call found that it does not answer") from None
         except grpc.aio.AioRpcError as error:
-            self._leave(address)
+            self._leave(channel)
             raise self.unavailable(address, error.details() or error.code().name) from None
         except (asyncio.TimeoutError, asyncio.InvalidStateError):
-            self._leave(address)
+            self._leave(channel)
             raise self.unavailable(address, "no answer in time") from None
 
     def unavailable(self, address: str, why: str) -> StoreUnavailable:
@@ -103,36 +111,31 @@ class EtcdClient:
         )
 
     async def close(self) -> None:
-        self._leave(self.address)
+        self._leave(self._channel)
         if self._leaving:
             await asyncio.wait(self._leaving)
 
     async def _call(self, method: str, request: Message, answer: type[Answer]) -> Answer:
-        call = self._open().unary_unary(
+        channel = self.channel
+        call = channel.unary_unary(
             f"/etcdserverpb.{method}",
             request_serializer=type(request).SerializeToString,
             response_deserializer=answer.FromString,
         )
-        with self.errors():
+        with self.errors(channel):
             response: Answer = await call(request, timeout=CALL_SECONDS)
         return response
 
     def _stream(self, method: str, request: type[Message], answer: type[Message]) -> Any:
-        return self._open().stream_stream(
+        return self.channel.stream_stream(
             f"/etcdserverpb.{method}",
             request_serializer=request.SerializeToString,
             response_deserializer=answer.FromString,
         )()
 
-    def _open(self) -> grpc.aio.Channel:
-        if self._channel is None:
-            self._channel = open_channel(self.address, self._security, own_connection=True)
-        return self._channel
-
-    def _leave(self, address: str) -> None:
-        """Once for all calls that failed at one member."""
-        channel = self._channel
-        if channel is None or address != self.address:
+    def _leave(self, channel: grpc.aio.Channel | None) -> None:
+        """Once for all calls that failed on one channel: a later one may lead to the same member."""
+        if channel is None or channel is not self._channel:
             return
         self._channel, self._at = None, (self._at + 1) % len(self._endpoints)
         task = background(channel.close(None), "etcd-leave")

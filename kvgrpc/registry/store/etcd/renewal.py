@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
+import grpc
+
 from kvgrpc.errors import KvGrpcError
 from kvgrpc.registry.store.etcd.client import CALL_SECONDS, EtcdClient, KeepAliveCall
 from kvgrpc.registry.store.etcd.v1 import etcd_pb2 as pb
@@ -23,6 +25,7 @@ class Renewal:
         self._asked: dict[int, asyncio.Future[int]] = {}
         self._waiting: list[int] = []
         self._writing: asyncio.Task[None] | None = None
+        self._channel: grpc.aio.Channel | None = None
         self._call: KeepAliveCall | None = None
         self._reading: asyncio.Task[None] | None = None
 
@@ -33,7 +36,7 @@ class Renewal:
         answers = [self._asked.get(lease) or self._ask(lease) for lease in wanted]
         if new:
             self._send(new)
-        with self._client.errors():
+        with self._client.errors(self._channel):
             seconds = await within(CALL_SECONDS, asyncio.gather(*map(asyncio.shield, answers)))
         return {lease for lease, left in zip(wanted, seconds, strict=True) if left <= 0}
 
@@ -51,25 +54,25 @@ class Renewal:
 
     def _send(self, leases: Iterable[int]) -> None:
         if self._call is None:
-            self._call = self._client.keep_alive()
-            self._reading = background(self._read(self._call), "etcd-leases")
+            self._channel, self._call = self._client.channel, self._client.keep_alive()
+            self._reading = background(self._read(self._channel, self._call), "etcd-leases")
         self._waiting.extend(leases)
         if self._writing is None or self._writing.done():
-            self._writing = background(self._write(self._call), "etcd-leases-asked")
+            self._writing = background(self._write(self._channel, self._call), "etcd-leases-asked")
 
-    async def _write(self, call: KeepAliveCall) -> None:
+    async def _write(self, channel: grpc.aio.Channel | None, call: KeepAliveCall) -> None:
         """Writes what waits, and what is added meanwhile: a stream takes one write at a time."""
         try:
-            with self._client.errors():
+            with self._client.errors(channel):
                 while self._waiting:
                     await call.write(pb.LeaseKeepAliveRequest(ID=self._waiting.pop()))
         except KvGrpcError as error:
             self._end(error)
 
-    async def _read(self, call: KeepAliveCall) -> None:
+    async def _read(self, channel: grpc.aio.Channel | None, call: KeepAliveCall) -> None:
         error: KvGrpcError = self._client.unavailable(self._client.address, "it ended the stream of leases")
         try:
-            with self._client.errors():
+            with self._client.errors(channel):
                 while isinstance(response := await call.read(), pb.LeaseKeepAliveResponse):
                     answer = self._asked.pop(response.ID, None)
                     if answer is not None and not answer.done():

@@ -98,10 +98,11 @@ class EtcdStore:
         await self._view.moved(_FIRST_READ_SECONDS)
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
         if self._tasks:
-            await asyncio.wait(self._tasks)
+            while not all(task.done() for task in self._tasks):
+                for task in self._tasks:
+                    task.cancel()  # again, where it was taken for that of a call whose channel was left
+                await asyncio.wait(self._tasks, timeout=0.1)
             await self._renewal.close()
             await self._client.close()
 

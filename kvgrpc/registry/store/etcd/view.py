@@ -7,6 +7,8 @@ import logging
 import secrets
 from collections.abc import Callable, Iterable
 
+import grpc
+
 from kvgrpc.errors import KvGrpcError
 from kvgrpc.model import RankId
 from kvgrpc.observability import metrics
@@ -86,9 +88,9 @@ class View:
             await self._load()
         if not self.registry_id:
             await self._client.transact(naming(self._keys, secrets.token_hex(8)))
-        call = self._client.watch()
+        channel, call = self._client.channel, self._client.watch()
         try:
-            await self._watch(call)
+            await self._watch(channel, call)
         finally:
             call.cancel()
 
@@ -105,8 +107,8 @@ class View:
         self._cluster = header.cluster_id
         self._move(header.revision)
 
-    async def _watch(self, call: WatchCall) -> None:
-        with self._client.errors():
+    async def _watch(self, channel: grpc.aio.Channel, call: WatchCall) -> None:
+        with self._client.errors(channel):
             start = pb.WatchCreateRequest(
                 key=self._keys.prefix,
                 range_end=after(self._keys.prefix),
@@ -125,12 +127,12 @@ class View:
         try:
             self.current = not created.canceled
             self._say_it_is_back()
-            await self._read_events(call, created)
+            await self._read_events(channel, call, created)
         finally:
             asking.cancel()
             await asyncio.wait([asking])
 
-    async def _read_events(self, call: WatchCall, created: pb.WatchResponse) -> None:
+    async def _read_events(self, channel: grpc.aio.Channel, call: WatchCall, created: pb.WatchResponse) -> None:
         events: list[pb.Event] = []
         response = created
         while not response.canceled:
@@ -139,7 +141,7 @@ class View:
                 self._apply(events)
                 self._move(events[-1].kv.mod_revision)
                 events = []
-            with self._client.errors():
+            with self._client.errors(channel):
                 read = await within(IDLE_TIMEOUT_SECONDS, call.read())
             if not isinstance(read, pb.WatchResponse):
                 raise self._client.unavailable(self._client.address, "it ended the watch")
