@@ -40,6 +40,8 @@ MAX_PAGES = 2**24
 MOST_WAITING_ROOMS = 1024  # of one Hello
 _ENTRY_BYTES = 64
 _FAILURE_BYTES = 8192
+# More runs than one for so many pages are a list: so no room has more of them than that part of its pool.
+_PAGES_OF_A_RUN = 8
 _WANTS = {int(want): want for want in Want if want is not WANT_OPENED}
 _STATES = {int(state): state for state in RoomState}
 _WRITES = {int(writes): writes for writes in Writes}
@@ -258,7 +260,8 @@ def too_large(destination: Destination, limit: int) -> FrameTooLarge:
 
 
 def destination_from_pb(message: PageSet, most: int = MAX_PAGES, first_page: int = 0) -> Destination:
-    """The pages of a PageSet; runs are not expanded. Raises InvalidRequest, also for more than ``most`` pages."""
+    """The pages of a PageSet; runs are not expanded. Raises InvalidRequest, also for more than ``most`` pages, and for
+    more runs than whoever keeps to the contract has of so many pages."""
     most = most if most < MAX_PAGES else MAX_PAGES
     raw = message.pages_u32_le
     if raw:
@@ -271,10 +274,14 @@ def destination_from_pb(message: PageSet, most: int = MAX_PAGES, first_page: int
         return Destination(np.frombuffer(raw, _U32), first_page)
     if not message.run_starts and not message.run_lengths:
         return Destination(_NO_PAGES, first_page)
-    starts = np.array(message.run_starts, dtype=np.uint64)
-    lengths = np.array(message.run_lengths, dtype=np.uint64)
-    if len(starts) != len(lengths):
-        raise _invalid("run_lengths", len(lengths), f"as many as run_starts ({len(starts)})")
+    runs = len(message.run_starts)
+    if runs != len(message.run_lengths):
+        raise _invalid("run_lengths", len(message.run_lengths), f"as many as run_starts ({runs})")
+    most_runs = -(-most // _PAGES_OF_A_RUN)
+    if runs > most_runs:
+        raise _invalid("run_starts", runs, f"at most {most_runs}, one for {_PAGES_OF_A_RUN} pages of {most}")
+    starts = np.array(message.run_starts, dtype=np.int64)
+    lengths = np.array(message.run_lengths, dtype=np.int64)
     total = int(lengths.sum())
     if total > most or int((starts + lengths).max(initial=0)) > 2**32:
         raise _invalid("run_lengths", total, f"at most {most} pages, each below 2^32")
@@ -284,9 +291,9 @@ def destination_from_pb(message: PageSet, most: int = MAX_PAGES, first_page: int
 def fill_page_set(message: PageSet, pages: U32Array) -> None:
     """Writes the pages as runs where there is at most one run for eight pages, else as raw numbers."""
     count = len(pages)
-    if count >= 8:
+    if count >= _PAGES_OF_A_RUN:
         first = np.concatenate(([0], np.flatnonzero(np.diff(pages.astype(np.int64)) != 1) + 1))
-        if len(first) * 8 <= count:
+        if len(first) * _PAGES_OF_A_RUN <= count:
             message.run_starts.extend(pages[first].tolist())
             message.run_lengths.extend(np.diff(first, append=count).tolist())
             return

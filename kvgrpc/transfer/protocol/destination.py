@@ -37,10 +37,10 @@ class Destination(msgspec.Struct, eq=False, gc=False):
 
     @classmethod
     def of_runs(cls, starts: npt.ArrayLike, lengths: npt.ArrayLike, first_page: int = 0) -> Destination:
-        """Run i is the pages ``starts[i]``, ``starts[i] + 1``, …, ``lengths[i]`` of them; both below 2^32."""
-        ends = np.cumsum(np.array(lengths, np.int64))
+        """Run i is the pages ``starts[i]``, ``starts[i] + 1``, …, ``lengths[i]`` of them, the last one below 2^32."""
+        ends = np.cumsum(np.asarray(lengths, np.int64))
         count = int(ends[-1]) if len(ends) else 0
-        return cls(None, first_page, count=count, _starts=np.array(starts, np.int64), _ends=ends)
+        return cls(None, first_page, count=count, _starts=np.asarray(starts, np.int64), _ends=ends)
 
     @property
     def held(self) -> int:
@@ -89,11 +89,18 @@ class Destination(msgspec.Struct, eq=False, gc=False):
         lengths = self._lengths()
         if len(lengths) < 2:
             return None
-        order = np.argsort(self._starts)
-        order = order[lengths[order] > 0]
-        starts = self._starts[order]
-        shared = starts[1:][starts[1:] < (starts + lengths[order])[:-1]]
-        return int(shared[0]) if len(shared) else None
+        firsts, lasts = self._starts, self._starts + lengths - 1
+        if bool((firsts > lasts).any()):
+            firsts, lasts = firsts[lengths > 0], lasts[lengths > 0]  # without the empty ones
+        if bool((firsts[1:] > lasts[:-1]).all()):
+            return None
+        # Where the n-th run begins, the n before it have ended: so it is of runs that share no page, and of no others,
+        # and nobody needs to know which last page is whose. numpy sorts 32 bits six times as fast as it makes an order.
+        firsts, lasts = firsts.astype(np.uint32), lasts.astype(np.uint32)
+        firsts.sort()
+        lasts.sort()
+        shared = firsts[1:] <= lasts[:-1]
+        return int(firsts[1 + int(shared.argmax())]) if bool(shared.any()) else None
 
     def slice(self, first: int, stop: int) -> U32Array:
         """The page numbers at positions [first, stop), uint32; runs are expanded for these positions only."""
@@ -103,7 +110,9 @@ class Destination(msgspec.Struct, eq=False, gc=False):
             return _NO_PAGES
         from_run = int(np.searchsorted(self._ends, first, side="right"))
         to_run = int(np.searchsorted(self._ends, stop, side="left")) + 1
-        begins = self._ends[from_run:to_run] - self._lengths()[from_run:to_run]
+        # A run begins where the one before it ends. Of these runs alone: a room may have many, and many slices.
+        before = int(self._ends[from_run - 1]) if from_run else 0
+        begins = np.concatenate(([before], self._ends[from_run : to_run - 1]))
         lengths = np.minimum(self._ends[from_run:to_run], stop) - np.maximum(begins, first)
         # A position of the room is a page of its run: what is added is the same all along a run.
         shifts = np.repeat(self._starts[from_run:to_run] - begins, lengths)

@@ -58,6 +58,28 @@ def test_runs_only_where_they_are_at_most_one_for_eight_pages() -> None:
     assert not raw.run_starts and len(raw.pages_u32_le) == 32
 
 
+@pytest.mark.parametrize(("pool", "allowed"), [(1, 1), (8, 1), (9, 2), (2**10, 128)])
+def test_runs_are_at_most_one_for_eight_pages_of_the_pool(pool: int, allowed: int) -> None:
+    """Empty runs, or short ones, would fill a frame with two million of them: no sender has so many of so few pages."""
+    empty = PageSet(run_starts=[0] * allowed, run_lengths=[0] * allowed)
+    assert wire.destination_from_pb(empty, pool).count == 0
+    empty.run_starts.append(0)
+    empty.run_lengths.append(0)
+    with pytest.raises(InvalidRequest, match=f"at most {allowed}, one for 8 pages of {pool}") as raised:
+        wire.destination_from_pb(empty, pool)
+    assert (raised.value.metadata["field"], raised.value.metadata["value"]) == ("run_starts", str(allowed + 1))
+
+
+def test_the_most_runs_that_a_sender_makes_of_a_pool_are_taken() -> None:
+    """Every page of the pool, in runs of eight, the last one first."""
+    starts = np.arange(128)[::-1] * 8
+    numbers = (starts[:, None] + np.arange(8)).ravel().astype(np.uint32)
+    message = PageSet()
+    wire.fill_page_set(message, numbers)
+    assert len(message.run_starts) == 128
+    assert wire.destination_from_pb(message, 1024).pages.tolist() == numbers.tolist()
+
+
 @given(st.lists(st.tuples(keys, pages, st.integers(0, 2**20)), max_size=8), st.integers(700, 4000))
 def test_decode_entries_round_trip_in_frames_of_any_size(
     rooms: list[tuple[RoomKey, list[int], int]], limit: int
