@@ -32,7 +32,7 @@ from kvgrpc.transfer.runtime.manager import (
     TransferConfig,
     TransferManager,
 )
-from kvgrpc.transfer.runtime.refusals import NOTHING, Refusals, behind
+from kvgrpc.transfer.runtime.refusals import NOTHING, Refusals
 from kvgrpc.transfer.runtime.resolve import Changes, ReceiverRoom, Resolve, Routes, no_changes
 from kvgrpc.transfer.runtime.session_writer import SessionWriter
 from kvgrpc.transfer.runtime.stages import handle_lock
@@ -151,6 +151,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
             _, late = await asyncio.wait(self._tasks, timeout=0.5)
             for task in late:
                 task.cancel()
+        self._refusals.close()
         await super().stop()
 
     @property
@@ -203,7 +204,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
         session = self._sessions[stream]
         channel: grpc.aio.Channel | None = None
         try:
-            session.resolved = await behind(stream.pair.address)
+            session.resolved = await self._refusals.behind(stream.pair.address)
             if session.closing:  # the lookup took so long that another dial replaced this one: nobody would end it
                 return
             channel = self._open_channel(stream.pair.address)

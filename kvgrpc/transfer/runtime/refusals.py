@@ -6,12 +6,18 @@ import asyncio
 import ipaddress
 import socket
 from collections.abc import Container
+from functools import partial
 
+from kvgrpc.errors import TooManyRequests
 from kvgrpc.model import RankRef
 from kvgrpc.net import split
+from kvgrpc.rpc.blocking import BlockingCalls
 from kvgrpc.rpc.within import within
 
 _PROBE_WITHIN_SECONDS = 1.0
+# Names that are looked up at a time, each on a thread that a resolver may let hang for half a minute, and those that
+# wait for one of the threads, a second at most.
+MAX_LOOKUPS, MAX_WAITING = 8, 1_024
 # Addresses and ports behind a name; empty: it is no name, or nobody knows what is behind it.
 Resolved = frozenset[tuple[str, int]]
 NOTHING: Resolved = frozenset()
@@ -22,11 +28,25 @@ class Refusals:
 
     A name may mean other addresses later; a refusal there says nothing about the peer, which may live on. ``prove``:
     False where a firewall or proxy may refuse in the peer's place: then only an answer with another epoch is proof.
+
+    Names are looked up on threads of their own: where a resolver hangs, nothing else waits, and nothing is known.
     """
 
     def __init__(self, prove: bool = True) -> None:
         self._prove = prove
         self._welcomed: dict[RankRef, Resolved] = {}
+        # All lookups are one caller's, which has half of the threads.
+        self._lookups = BlockingCalls(
+            "lookup", "lookups of names", threads=2 * MAX_LOOKUPS, most=MAX_WAITING, per_caller=MAX_WAITING
+        )
+
+    def close(self) -> None:
+        """Lets go of the threads."""
+        self._lookups.close()
+
+    async def behind(self, address: str) -> Resolved:
+        """The addresses behind a name now; NOTHING for an IP address, and when the lookup takes too long."""
+        return NOTHING if _is_number(address) else await self._resolve(address)
 
     def welcomed(self, ref: RankRef, resolved: Resolved) -> None:
         """``resolved``: what ``behind`` said before the dial."""
@@ -42,25 +62,26 @@ class Refusals:
 
         A peer that never welcomed us was never told where to write.
         """
-        found = await _resolve(address)
+        found = await self._resolve(address)
         if was_welcomed and (not self._prove or (not _is_number(address) and found != self._welcomed.get(ref))):
             return False
         answers = await asyncio.gather(*(_refuses_at(host, port) for host, port in found))
         return bool(answers) and all(answers)
 
+    async def _resolve(self, address: str) -> Resolved:
+        host, port = split(address)
+        if _is_number(address):
+            return frozenset({(host, int(port or 0))})
+        try:
+            found = await within(_PROBE_WITHIN_SECONDS, self._lookups.run(partial(_look_up, host, int(port or 0))))
+        # A RuntimeError: no thread is left, of the system's or, once this is closed, of these.
+        except (OSError, ValueError, asyncio.TimeoutError, TooManyRequests, RuntimeError):
+            return NOTHING
+        return found
 
-async def behind(address: str) -> Resolved:
-    """The addresses behind a name now; NOTHING for an IP address, and when the lookup takes too long."""
-    return NOTHING if _is_number(address) else await _resolve(address)
 
-
-async def _resolve(address: str) -> Resolved:
-    host, port = split(address)
-    asking = asyncio.get_running_loop().getaddrinfo(host, int(port or 0), type=socket.SOCK_STREAM)
-    try:
-        found = await within(_PROBE_WITHIN_SECONDS, asking)
-    except (OSError, ValueError, asyncio.TimeoutError):
-        return NOTHING
+def _look_up(host: str, port: int) -> Resolved:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return frozenset((str(where[0]), int(where[1])) for *_, where in found)
 
 

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from kvgrpc.errors import Reason
-from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.transfer import KVPoll
 from kvgrpc.transfer.runtime.refusals import Refusals
 from kvgrpc.v1 import common_pb2
@@ -81,11 +81,11 @@ def test_a_name_that_means_another_address_now_gives_no_page_back(
     server = serve(address="localhost:0")
     receiver = told_where_to_write(decode, server)
 
-    async def elsewhere(*_: object, **__: object) -> list[Any]:
+    def elsewhere(*_: object, **__: object) -> list[Any]:
         return [(2, 1, 6, "", ("127.0.0.77", 9))]
 
     with monkeypatch.context() as patched:
-        patched.setattr(LoopThread.shared().loop, "getaddrinfo", elsewhere)
+        patched.setattr(socket, "getaddrinfo", elsewhere)
         server.close()
         wait_until(lambda: receiver.poll() is KVPoll.Failed and len(proofs) >= 4)
         assert receiver.failure.reason is Reason.PEER_LOST

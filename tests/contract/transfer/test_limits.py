@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from kvgrpc.transfer import KVPoll
 from kvgrpc.transfer.protocol.prefill_core import PrefillCore, PrefillRoom
 from kvgrpc.transfer.runtime import decode_manager as decode_module
 from kvgrpc.transfer.runtime import prefill_manager as prefill_module
-from kvgrpc.transfer.runtime.refusals import NOTHING, Refusals, behind
+from kvgrpc.transfer.runtime.refusals import MAX_LOOKUPS, NOTHING, Refusals
 from tests.contract.transfer_peers import receiver_of, sender_of
 from tests.support.rank_host import PAGES, RankHost
 from tests.support.waiting import wait_until
@@ -200,7 +201,7 @@ class TestRefusedDials:
         for welcomed_at, proof in (("127.0.0.2", True), ("127.0.0.3", False), ("", False)):
             refusals = Refusals()
             refusals.welcomed(REF, frozenset({(welcomed_at, 9)}) if welcomed_at else NOTHING)
-            monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", names("127.0.0.2", port=9))
+            monkeypatch.setattr(socket, "getaddrinfo", names("127.0.0.2", port=9))
             assert await refusals.is_proof(REF, "a.example:9", was_welcomed=True) is proof
             assert await refusals.is_proof(REF, "127.0.0.2:9", was_welcomed=True), "a number means itself"
             assert await refusals.is_proof(REF, "a.example:9", was_welcomed=False), "it was never told where to write"
@@ -208,6 +209,33 @@ class TestRefusedDials:
     async def test_where_others_may_refuse_in_its_place_no_refusal_is_proof(self) -> None:
         assert not await Refusals(prove=False).is_proof(REF, "127.0.0.2:9", was_welcomed=True)
         assert await Refusals(prove=False).is_proof(REF, "127.0.0.2:9", was_welcomed=False)
+
+    async def test_a_resolver_that_hangs_holds_up_no_other_work_and_proves_nothing(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Checksums are compared, and what blocks is closed, on the threads that every part of a process shares."""
+        refusals, answered, running = Refusals(), threading.Event(), asyncio.get_running_loop()
+        with monkeypatch.context() as patched:
+            patched.setattr(socket, "getaddrinfo", lambda *_, **__: answered.wait(30.0) and [])
+            began = time.monotonic()
+            lookups = [asyncio.ensure_future(refusals.behind(f"p{index}.example:9")) for index in range(100)]
+            for _ in range(5):  # until they have begun
+                await asyncio.sleep(0)
+            try:
+                assert await asyncio.wait_for(running.run_in_executor(None, lambda: "compared"), 10.0) == "compared"
+                assert await refusals.is_proof(REF, "127.0.0.2:9", was_welcomed=True), "a number needs no resolver"
+                assert not any(lookup.done() for lookup in lookups), "they went on beside the lookups"
+                assert set(await asyncio.gather(*lookups)) == {NOTHING}
+                assert time.monotonic() - began < 10.0
+                assert not await refusals.is_proof(REF, "p0.example:9", was_welcomed=False)
+                assert refusals._lookups._calls == MAX_LOOKUPS  # those that hang, and no queue of those that gave up
+            finally:
+                answered.set()
+        with monkeypatch.context() as patched:
+            patched.setattr(socket, "getaddrinfo", names("127.0.0.2", port=9))
+            assert await refusals.behind("p0.example:9") == {("127.0.0.2", 9)}, "once it answers again"
+        refusals.close()
+        assert await refusals.behind("p0.example:9") == NOTHING
 
     async def test_of_peers_that_are_forgotten_nothing_is_kept(self) -> None:
         refusals = Refusals()
@@ -221,10 +249,10 @@ class TestRefusedDials:
         if not listening:
             server.close()
             await server.wait_closed()
-        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", names("127.0.0.1", "127.0.0.2", port=port))
+        monkeypatch.setattr(socket, "getaddrinfo", names("127.0.0.1", "127.0.0.2", port=port))
         began = time.monotonic()
         refusals, address = Refusals(), f"two.example:{port}"
-        refusals.welcomed(REF, await behind(address))
+        refusals.welcomed(REF, await refusals.behind(address))
         try:
             return await refusals.is_proof(REF, address, was_welcomed=True)
         finally:
@@ -238,7 +266,4 @@ REF = RankRef(RankId("P"), 1)
 def names(*addresses: str, port: int) -> Any:
     """A resolver to which every name means these."""
 
-    async def getaddrinfo(*_: object, **__: object) -> list[Any]:
-        return [(2, 1, 6, "", (address, port)) for address in addresses]
-
-    return getaddrinfo
+    return lambda *_, **__: [(2, 1, 6, "", (address, port)) for address in addresses]
