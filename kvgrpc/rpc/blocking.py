@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from kvgrpc.errors import TooManyRequests
 from kvgrpc.rpc.callers import caller
+from kvgrpc.rpc.shares import RETRY_SECONDS
 
-_RETRY_SECONDS = 1.0
 T = TypeVar("T")
 
 
@@ -91,5 +91,5 @@ class BlockingCalls:
         return TooManyRequests(
             f"{limit} {scope} wait already",
             metadata={"limit": limit, "value": limit + 1, "scope": scope},
-            retry_after=_RETRY_SECONDS,
+            retry_after=RETRY_SECONDS,
         )

@@ -7,6 +7,9 @@ from collections import Counter
 from kvgrpc.errors import TooManyRequests
 from kvgrpc.rpc.callers import caller
 
+# When whoever is refused a place may ask again: most are taken for less, and asking costs both sides a call.
+RETRY_SECONDS = 1.0
+
 
 class Shares:
     """Who has how many places. Lives on one event loop.
@@ -60,4 +63,4 @@ class Shares:
 
     def _too_many(self, text: str, limit: int, value: int, scope: str) -> TooManyRequests:
         metadata = {"limit": limit, "value": value, "scope": scope}
-        return TooManyRequests(text + self._setting, metadata=metadata, retry_after=1.0)
+        return TooManyRequests(text + self._setting, metadata=metadata, retry_after=RETRY_SECONDS)

@@ -27,6 +27,7 @@ from kvgrpc.errors import (
 )
 from kvgrpc.observability import metrics
 from kvgrpc.rpc.interceptors import ALLOWED, Admission, CallLimits, deadline
+from kvgrpc.rpc.shares import RETRY_SECONDS
 from kvgrpc.rpc.status import DETAILS_KEY, error_from
 from tests.contract.serving import ARITIES, METHODS, SERVICE, Act, Context, failure, responses_of, serving
 from tests.support.waiting import until
@@ -279,18 +280,18 @@ class TestDeadline:
 class TestAdmission:
     @pytest.mark.parametrize(
         ("method", "limit", "scope"),
-        [("UnaryUnary", "2", "calls"), *((name, "1", "streams of one caller") for name in METHODS[1:])],
+        [(name, "1", f"{'streams' if number else 'calls'} of one caller") for number, name in enumerate(METHODS)],
     )
     async def test_past_the_bound_calls_are_refused_with_the_time_to_wait(
         self, method: str, limit: str, scope: str
     ) -> None:
-        async with serving(for_ever, admission=Admission(CallLimits(unary=2, streams=3))) as served:
+        async with serving(for_ever, admission=Admission(CallLimits(unary=3, streams=3))) as served:
             running = [served.start(method) for _ in range(2)]
             await until(lambda: len(served.servicer.begun) == 2)
             error = await served.failure(method)
             assert isinstance(error, TooManyRequests)
             assert error.metadata == {"limit": limit, "value": "3", "scope": scope}
-            assert error.retry_after is not None and error.retry_after > 0
+            assert error.retry_after == RETRY_SECONDS
             running[0].cancel()
             await until(lambda: len(served.servicer.ended) == 1)
             running.append(served.start(method))  # a call that nobody holds is cancelled

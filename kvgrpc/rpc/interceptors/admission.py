@@ -10,9 +10,8 @@ from typing import Any
 from kvgrpc.errors import ServerDraining, TooManyRequests
 from kvgrpc.rpc.callers import caller
 from kvgrpc.rpc.interceptors.call import Behaviour, Context, Method
-from kvgrpc.rpc.shares import Shares
+from kvgrpc.rpc.shares import RETRY_SECONDS, Shares
 
-_RETRY_SECONDS = 0.2
 # A server that is full can still be looked at, and drained. Watching health is a stream like others.
 _NOT_COUNTED = ("/kvgrpc.v1.ServerService/", "/grpc.health.v1.Health/Check")
 
@@ -22,8 +21,8 @@ class CallLimits:
     """How many calls run at once at one server, of all callers and of one (``Caller.name``); past it TooManyRequests.
 
     Attributes:
-        unary: of all callers.
-        streams: of all callers; one may have as many as it leaves to others, so half where it is alone (``Shares``).
+        unary: of all callers; one may have as many as it leaves to others, so half where it is alone (``Shares``).
+        streams: of all callers; shared in the same way.
         watches_per_caller: of EventService.Watch, of RegistryService.WatchEngines, and of
             PrefetchService.WatchOperations.
         health_watches_per_caller: of Health/Watch.
@@ -64,7 +63,7 @@ class Admission:
     def __init__(self, limits: CallLimits | None = None) -> None:
         self._limits = limits or CallLimits()
         self._of_callers: Counter[tuple[str, str]] = Counter()
-        self._unary = 0
+        self._calls = Shares(self._limits.unary, "calls", "call_limits.unary (KVGRPC_CALL_LIMITS)")
         self._shares = Shares(self._limits.streams, "streams", "call_limits.streams (KVGRPC_CALL_LIMITS)")
         self._streams: set[asyncio.Task[Any]] = set()
         self._ending = False
@@ -114,13 +113,11 @@ class Admission:
         async def call(request: Any, context: Context) -> Any:
             if self._refusing:
                 raise _draining()
-            if self._unary >= self._limits.unary:
-                raise _too_many(self._limits.unary, "calls", "unary")
-            self._unary += 1
+            name = self._calls.take()
             try:
                 return await inner(request, context)
             finally:
-                self._unary -= 1
+                self._calls.give_back(name)
 
         return call
 
@@ -166,11 +163,10 @@ def _draining() -> ServerDraining:
     return ServerDraining("the server stops; go on elsewhere, or here when it is back")
 
 
-def _too_many(limit: int, scope: str, setting: str, who: str = "") -> TooManyRequests:
+def _too_many(limit: int, scope: str, setting: str, who: str) -> TooManyRequests:
     """A caller may be all ranks that share a token or come through one host: whoever is refused learns the setting."""
-    of = f" ({who})" if who else ""
     return TooManyRequests(
-        f"{limit} {scope} are open at this server{of}; its call_limits.{setting} (KVGRPC_CALL_LIMITS) is the bound",
+        f"{limit} {scope} are open at this server ({who}); its call_limits.{setting} (KVGRPC_CALL_LIMITS) is the bound",
         metadata={"limit": limit, "value": limit + 1, "scope": scope},
-        retry_after=_RETRY_SECONDS,
+        retry_after=RETRY_SECONDS,
     )

@@ -15,6 +15,7 @@ from kvgrpc.rpc.callers import CALLER, Caller
 from kvgrpc.rpc.interceptors import Admission, CallLimits, interceptors_of
 from kvgrpc.rpc.interceptors.call import Method
 from kvgrpc.rpc.security import CallerRole, ServerSecurity, Token
+from kvgrpc.rpc.shares import RETRY_SECONDS
 
 SESSION = "/kvgrpc.v1.TransferService/Session"
 GET_ROOM = "/kvgrpc.v1.TransferService/GetRoom"
@@ -116,15 +117,19 @@ async def test_who_may_not_call_takes_no_place_and_reaches_nothing() -> None:
     assert reached == []
 
 
-@pytest.mark.parametrize("path", [SESSION, "/kvgrpc.v1.PrefetchService/JoinAgreement"])
-async def test_streams_of_one_caller_leave_as_many_to_others(path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "scope"),
+    [(SESSION, "streams"), ("/kvgrpc.v1.PrefetchService/JoinAgreement", "streams"), (GET_ROOM, "calls")],
+)
+async def test_calls_of_one_caller_leave_as_many_to_others(path: str, scope: str) -> None:
     opened: list[str] = []
 
-    async def stream(requests: Any, context: Any) -> None:
+    async def stays(requests: Any, context: Any) -> None:
         opened.append(requests)
         await asyncio.Event().wait()
 
-    serve = Admission(CallLimits(streams=8)).layer(Method(path, streams=True), stream)
+    setting = "unary" if scope == "calls" else "streams"
+    serve = Admission(CallLimits(**{setting: 8})).layer(Method(path, streams=scope == "streams"), stays)
 
     async def call(name: str) -> None:
         CALLER.set(Caller(name))
@@ -134,8 +139,9 @@ async def test_streams_of_one_caller_leave_as_many_to_others(path: str) -> None:
     tasks = [asyncio.create_task(call("greedy")) for _ in range(5)] + [asyncio.create_task(call("b"))]
     done, standing = await asyncio.wait(tasks, timeout=5.0, return_when=asyncio.FIRST_COMPLETED)
     (error,) = [task.exception() for task in done]
-    assert isinstance(error, TooManyRequests) and "call_limits.streams" in error.message
-    assert error.metadata == {"limit": "4", "value": "5", "scope": "streams of one caller"}
+    assert isinstance(error, TooManyRequests) and f"call_limits.{setting} (KVGRPC_CALL_LIMITS)" in error.message
+    assert error.metadata == {"limit": "4", "value": "5", "scope": f"{scope} of one caller"}
+    assert error.retry_after == RETRY_SECONDS
     await asyncio.wait([*standing], timeout=0)
     assert opened == ["greedy"] * 4 + ["b"]
     tasks[0].cancel()
@@ -180,3 +186,19 @@ async def test_headers_that_can_no_longer_be_sent_when_a_stream_is_ended_are_not
     del call
     gc.collect()
     assert not [record for record in caplog.records if record.exc_info and "went away" in str(record.exc_info[1])]
+
+
+async def test_a_unary_call_gives_its_place_back_however_it_ends() -> None:
+    ends: list[BaseException | None] = [None, RoomNotFound("no such room"), asyncio.CancelledError()]
+
+    async def get_room(request: Any, context: Any) -> None:
+        if request is not None:
+            raise request
+
+    serve = Admission(CallLimits(unary=1)).layer(Method(GET_ROOM, streams=False), get_room)
+    context: Any = Context()
+    for end in ends * 2:
+        try:
+            await serve(end, context)
+        except (RoomNotFound, asyncio.CancelledError):
+            assert end is not None
