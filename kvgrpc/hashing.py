@@ -40,13 +40,16 @@ def page_hashes(tokens: Tokens, page_size: int, *, after: bytes = b"", bigram: b
     ``bigram`` (EAGLE) the tokens are read as n-1 overlapping pairs. A last page that is not full is hashed as it is:
     pass whole pages only where a cache holds nothing else. Raises InvalidRequest for a token outside 0 to 2^63-1.
     """
+    return list(each_page_hash(tokens, page_size, after=after, bigram=bigram))
+
+
+def each_page_hash(tokens: Tokens, page_size: int, *, after: bytes = b"", bigram: bool = False) -> Iterator[bytes]:
+    """As ``page_hashes``, one by one, for whoever has other things to do between them."""
     if page_size < 1:
         raise InvalidRequest.of("page_size", page_size, "at least 1")
-    hashes = []
     for page in _pages(tokens, page_size, bigram):
         after = hashlib.sha256(after + page).digest()
-        hashes.append(after)
-    return hashes
+        yield after
 
 
 def storage_seed(extra_key: str | None = None, cache_salt: str | None = None) -> bytes:
@@ -85,6 +88,23 @@ def block_hashes(
     compute them. ``algorithm`` is its ``--prefix-caching-hash-algo``: sha256 (the default) or sha256_cbor. The LoRA
     name is part of each block, the salt of the first. Raises InvalidRequest for what is none of these.
     """
+    return list(
+        each_block_hash(
+            tokens, block_size, hash_seed=hash_seed, algorithm=algorithm, lora_name=lora_name, cache_salt=cache_salt
+        )
+    )
+
+
+def each_block_hash(
+    tokens: Tokens,
+    block_size: int,
+    *,
+    hash_seed: str,
+    algorithm: str = "sha256",
+    lora_name: str | None = None,
+    cache_salt: str | None = None,
+) -> Iterator[bytes]:
+    """As ``block_hashes``, one by one, for whoever has other things to do between them."""
     if block_size < 1:
         raise InvalidRequest.of("block_size", block_size, "at least 1")
     if algorithm not in _SERIALIZERS:
@@ -92,13 +112,11 @@ def block_hashes(
     _check_tokens(tokens)
     serialize = _SERIALIZERS[algorithm]
     parent = hashlib.sha256(serialize(hash_seed)).digest()
-    hashes = []
     for start in range(0, len(tokens) - block_size + 1, block_size):
         extra = tuple(key for key in (lora_name, cache_salt if start == 0 else None) if key) or None
         block = tuple(map(int, tokens[start : start + block_size]))
         parent = hashlib.sha256(serialize((parent, block, extra))).digest()
-        hashes.append(parent)
-    return hashes
+        yield parent
 
 
 def vllm_event_hash(block_hash: bytes) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import asyncio
+import time
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 from kvgrpc import hashing
 from kvgrpc.errors import InvalidRequest, ServerDraining
 from kvgrpc.events.following.messages import FollowerState
-from kvgrpc.events.following.prompts import sglang_hashes, vllm_hashes
+from kvgrpc.events.following.prompts import each_sglang_hash
 from kvgrpc.events.following.sources import CacheScore, Freshness, Source
 from kvgrpc.paging import page_token, read_page_token
 from kvgrpc.rpc.blocking import BlockingCalls
@@ -20,9 +22,10 @@ MAX_BLOCKS = 65_536
 MAX_TOKENS = 2**20
 MAX_PAGE = 1000
 MAX_ENGINES = 1024
-# Up to 5 ms of SHA-256 in blocks of 16 tokens or more, 20 to 70 in blocks of one; longer prompts are hashed on threads,
-# so many of them at once, and of one caller.
-ON_THE_LOOP_TOKENS = 16_384
+# Up to 5 ms of SHA-256 in blocks of 16 tokens or more, 20 to 70 in blocks of one, of which a turn of the loop has its
+# share; longer prompts and blocks are hashed on threads, so many of them at once, and of one caller.
+ON_THE_LOOP_TOKENS, _ON_THE_LOOP_BLOCK = 16_384, 1_024
+_TURN_SECONDS = 0.002
 MAX_LARGE, MAX_LARGE_OF_A_CALLER = 32, 8
 _LIST = "ListSources"
 _STATES = {state: pb.SourceState.Value(f"SOURCE_STATE_{state.name}") for state in FollowerState}
@@ -41,6 +44,7 @@ class IndexServicer(IndexServiceServicer):
     def __init__(self, index: Scores) -> None:
         self._index = index
         self._draining = False
+        self._one_goes_on = asyncio.Lock()
         self._large = BlockingCalls(
             "index-hash", "scores of long prompts", threads=2, most=MAX_LARGE, per_caller=MAX_LARGE_OF_A_CALLER
         )
@@ -57,9 +61,7 @@ class IndexServicer(IndexServiceServicer):
         self._check_open()
         if len(request.engines) > MAX_ENGINES:
             raise InvalidRequest.of("engines", f"{len(request.engines)} names", f"at most {MAX_ENGINES}")
-        # A million tokens take seconds, which are not the other callers'.
-        large = _tokens_of(request) > ON_THE_LOOP_TOKENS
-        hashes = await self._large.run(lambda: _hashes(request)) if large else _hashes(request)
+        hashes = await self._hashes_of(request)
         scores = self._index.score(hashes, frozenset(request.engines), request.max_scores)
         return _scores_to_pb(scores, len(hashes))
 
@@ -71,6 +73,22 @@ class IndexServicer(IndexServiceServicer):
         token = page_token(_LIST, _place(found[size - 1])) if len(found) > size else ""
         return pb.ListSourcesResponse(sources=map(_source_to_pb, found[:size]), next_page_token=token)
 
+    async def _hashes_of(self, request: pb.ScoreRequest) -> Sequence[int]:
+        if request.WhichOneof("prefix") == "block_hashes":
+            return _given(request.block_hashes)
+        # A million tokens take seconds, which are not the other callers'.
+        if _is_large(request):
+            return await self._large.run(lambda: list(_hashes(request)))
+        found: list[int] = []
+        hashes = _hashes(request)
+        if not _hash_some(hashes, found):
+            async with self._one_goes_on:  # the turns of many would come one after the other
+                last = False
+                while not last:
+                    await asyncio.sleep(0)
+                    last = _hash_some(hashes, found)
+        return found
+
     def _check_open(self) -> None:
         if self._draining:
             raise ServerDraining("this index stops: ask another one")
@@ -80,14 +98,15 @@ def _place(source: Source) -> str:
     return f"{source.engine}\0{source.dp:010d}"
 
 
-def _hashes(request: pb.ScoreRequest) -> Sequence[int]:
-    """Unsigned 64-bit hashes of the request's blocks. Raises InvalidRequest."""
+def _given(hashes: pb.BlockHashes) -> Sequence[int]:
+    if len(hashes.values) > MAX_BLOCKS:
+        raise InvalidRequest.of("block_hashes.values", f"{len(hashes.values)} of them", f"at most {MAX_BLOCKS}")
+    return hashes.values
+
+
+def _hashes(request: pb.ScoreRequest) -> Iterator[int]:
+    """Unsigned 64-bit hashes of the blocks of a request's tokens. Raises InvalidRequest."""
     kind = request.WhichOneof("prefix")
-    if kind == "block_hashes":
-        values = request.block_hashes.values
-        if len(values) > MAX_BLOCKS:
-            raise InvalidRequest.of("block_hashes.values", f"{len(values)} of them", f"at most {MAX_BLOCKS}")
-        return values
     if kind == "sglang":
         return _sglang_hashes(request.sglang)
     if kind == "vllm":
@@ -95,22 +114,34 @@ def _hashes(request: pb.ScoreRequest) -> Sequence[int]:
     raise InvalidRequest.of("prefix", "absent", "one of block_hashes, sglang, vllm")
 
 
-def _tokens_of(request: pb.ScoreRequest) -> int:
-    return max(len(request.sglang.token_ids), len(request.vllm.token_ids))
+def _hash_some(hashes: Iterator[int], found: list[int]) -> bool:
+    """As many as a turn of the loop has time for; whether these were the last."""
+    end = time.monotonic() + _TURN_SECONDS
+    for one in hashes:
+        found.append(one)
+        if time.monotonic() > end:
+            return False
+    return True
 
 
-def _sglang_hashes(prompt: pb.SglangPrompt) -> list[int]:
+def _is_large(request: pb.ScoreRequest) -> bool:
+    sglang, vllm = request.sglang, request.vllm
+    tokens, block = max(len(sglang.token_ids), len(vllm.token_ids)), max(sglang.page_size, vllm.block_size)
+    return tokens > ON_THE_LOOP_TOKENS or min(block, tokens) > _ON_THE_LOOP_BLOCK
+
+
+def _sglang_hashes(prompt: pb.SglangPrompt) -> Iterator[int]:
     _check_size("sglang", len(prompt.token_ids), "page_size", prompt.page_size)
-    return sglang_hashes(prompt.token_ids, prompt.page_size, cache_salt=prompt.cache_salt, bigram=prompt.bigram)
+    return each_sglang_hash(prompt.token_ids, prompt.page_size, cache_salt=prompt.cache_salt, bigram=prompt.bigram)
 
 
-def _vllm_hashes(prompt: pb.VllmPrompt) -> list[int]:
+def _vllm_hashes(prompt: pb.VllmPrompt) -> Iterator[int]:
     _check_size("vllm", len(prompt.token_ids), "block_size", prompt.block_size)
     if prompt.algorithm not in ("", *hashing.BLOCK_HASH_ALGORITHMS):
         raise InvalidRequest.of(
             "vllm.algorithm", prompt.algorithm, f"one of {', '.join(hashing.BLOCK_HASH_ALGORITHMS)}"
         )
-    return vllm_hashes(
+    hashes = hashing.each_block_hash(
         prompt.token_ids,
         prompt.block_size,
         hash_seed=prompt.hash_seed,
@@ -118,6 +149,7 @@ def _vllm_hashes(prompt: pb.VllmPrompt) -> list[int]:
         lora_name=prompt.lora_name,
         cache_salt=prompt.cache_salt,
     )
+    return map(hashing.vllm_event_hash, hashes)
 
 
 def _check_size(kind: str, tokens: int, name: str, size: int) -> None:

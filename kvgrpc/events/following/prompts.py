@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from kvgrpc import hashing
 from kvgrpc.events.log.digest import hash_key
 from kvgrpc.hashing import Tokens
@@ -13,11 +15,16 @@ def sglang_hashes(tokens: Tokens, page_size: int, *, cache_salt: str = "", bigra
     ``bigram``: the engine drafts with EAGLE. Not those of an engine with ``format: dynamo`` or of a request with a LoRA
     adapter, which SGLang hashes once more: take them from the engine.
     """
+    return list(each_sglang_hash(tokens, page_size, cache_salt=cache_salt, bigram=bigram))
+
+
+def each_sglang_hash(tokens: Tokens, page_size: int, *, cache_salt: str = "", bigram: bool = False) -> Iterator[int]:
+    """As ``sglang_hashes``, one by one."""
     # Only whole pages are cached; a pair needs one more token.
     pages = (len(tokens) - bigram) // page_size if len(tokens) and page_size > 0 else 0
     whole = tokens[: pages * page_size + bigram] if pages > 0 else []
-    hashes = hashing.page_hashes(whole, page_size, after=hashing.event_seed(cache_salt), bigram=bigram)
-    return [hash_key(hashing.sglang_event_hash(one)) for one in hashes]
+    for one in hashing.each_page_hash(whole, page_size, after=hashing.event_seed(cache_salt), bigram=bigram):
+        yield hash_key(hashing.sglang_event_hash(one))
 
 
 def vllm_hashes(
@@ -33,7 +40,7 @@ def vllm_hashes(
 
     ``hash_seed``: the engine's PYTHONHASHSEED; ``algorithm``: its ``--prefix-caching-hash-algo``.
     """
-    hashes = hashing.block_hashes(
+    hashes = hashing.each_block_hash(
         tokens, block_size, hash_seed=hash_seed, algorithm=algorithm, lora_name=lora_name, cache_salt=cache_salt
     )
-    return [hashing.vllm_event_hash(one) for one in hashes]
+    return list(map(hashing.vllm_event_hash, hashes))

@@ -1,0 +1,107 @@
+"""What an index computes for one question leaves the loop to the others, and the answer is the same."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import pytest
+
+from kvgrpc.client import sglang_hashes, vllm_hashes
+from kvgrpc.errors import InvalidRequest
+from kvgrpc.events.following.index_servicer import ON_THE_LOOP_TOKENS, IndexServicer
+from kvgrpc.events.following.sources import CacheScore, Source
+from kvgrpc.v1 import index_service_pb2 as pb
+
+TOKENS = [token * 7919 % 130_000 for token in range(ON_THE_LOOP_TOKENS)]
+
+
+class Asked:
+    """An index that follows nobody, and notes which blocks it was asked for."""
+
+    def __init__(self) -> None:
+        self.hashes: list[list[int]] = []
+
+    def score(self, hashes: Sequence[int], engines: Collection[str] = (), most: int = 0) -> list[CacheScore]:
+        self.hashes.append(list(hashes))
+        return []
+
+    def sources(self) -> list[Source]:
+        return []
+
+
+async def score(servicer: IndexServicer, request: pb.ScoreRequest) -> pb.ScoreResponse:
+    context: Any = None
+    return await servicer.Score(request, context)
+
+
+def sglang(**more: Any) -> tuple[pb.ScoreRequest, list[int]]:
+    prompt = pb.SglangPrompt(token_ids=TOKENS, page_size=1, cache_salt="s", **more)
+    return pb.ScoreRequest(sglang=prompt), sglang_hashes(TOKENS, 1, cache_salt="s", **more)
+
+
+def vllm(size: int, algorithm: str) -> tuple[pb.ScoreRequest, list[int]]:
+    more: Any = {"hash_seed": "0", "algorithm": algorithm, "lora_name": "l", "cache_salt": "s"}
+    prompt = pb.VllmPrompt(token_ids=TOKENS, block_size=size, **more)
+    return pb.ScoreRequest(vllm=prompt), vllm_hashes(TOKENS, size, **more)
+
+
+@pytest.mark.parametrize(
+    ("request_", "hashes"),
+    [sglang(), sglang(bigram=True), vllm(1, "sha256"), vllm(1, "sha256_cbor"), vllm(16, "sha256_cbor")],
+)
+async def test_the_longest_prompt_of_the_loop_takes_many_turns_of_it(
+    request_: pb.ScoreRequest, hashes: list[int]
+) -> None:
+    """In one turn it takes 20 to 70 ms; sessions of the same process say each 300 ms that they live."""
+    index = Asked()
+    servicer, turns = IndexServicer(index), 0
+    asking = asyncio.ensure_future(score(servicer, request_))
+    while not asking.done():
+        turns += 1
+        await asyncio.sleep(0)
+    servicer.close()
+    assert asking.result().blocks == len(hashes) and index.hashes == [hashes]
+    assert turns > 3
+
+
+async def test_long_prompts_go_on_one_at_a_time_and_a_short_one_waits_for_none() -> None:
+    index = Asked()
+    servicer, (long, hashes) = IndexServicer(index), vllm(1, "sha256_cbor")
+    asking = [asyncio.ensure_future(score(servicer, long)) for _ in range(4)]
+    await asyncio.sleep(0)  # each begins
+    longest, before = 0.0, time.thread_time()
+    while not any(each.done() for each in asking):
+        await asyncio.sleep(0)
+        longest, before = max(longest, time.thread_time() - before), time.thread_time()
+    await score(servicer, pb.ScoreRequest(vllm=pb.VllmPrompt(token_ids=TOKENS[:16], block_size=16)))
+    assert len(index.hashes) == 2 and index.hashes[0] == hashes, "it was not before the other three"
+    await asyncio.gather(*asking)
+    servicer.close()
+    assert longest < 0.06, "the longest turn, in which four of them had none of their 70 ms"
+
+
+async def test_blocks_too_long_for_a_turn_are_hashed_on_threads() -> None:
+    index = Asked()
+    servicer, (request, hashes) = IndexServicer(index), vllm(ON_THE_LOOP_TOKENS, "sha256_cbor")
+    asking = asyncio.ensure_future(score(servicer, request))
+    await asyncio.sleep(0)
+    assert servicer._large._calls == 1
+    assert (await asking).blocks == 1 and index.hashes == [hashes]
+    servicer.close()
+
+
+async def test_what_is_no_question_is_refused_before_any_hash() -> None:
+    servicer = IndexServicer(Asked())
+    for request, field in (
+        (pb.ScoreRequest(), "prefix"),
+        (pb.ScoreRequest(vllm=pb.VllmPrompt(token_ids=[1], block_size=1, algorithm="md5")), "vllm.algorithm"),
+        (pb.ScoreRequest(sglang=pb.SglangPrompt(token_ids=[1])), "sglang.page_size"),
+        (pb.ScoreRequest(block_hashes=pb.BlockHashes(values=range(65_537))), "block_hashes.values"),
+    ):
+        with pytest.raises(InvalidRequest) as refused:
+            await score(servicer, request)
+        assert refused.value.metadata["field"] == field
+    servicer.close()
