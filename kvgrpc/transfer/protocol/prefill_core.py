@@ -255,7 +255,7 @@ class PrefillCore:
     def on_outcome(self, submission: Submission, outcome: Outcome, detail: str = "") -> None:
         """The data plane ended one submission (7, writes)."""
         room = submission.record
-        self.open_writes -= 1
+        self._count(submission, outcome)
         had_ended = room.ended
         room.end_write(submission, outcome, detail, self._data_plane)
         if outcome is _UNKNOWN or submission.pair.unknown_writes:
@@ -265,6 +265,24 @@ class PrefillCore:
         elif not room.open_writes:
             self._keep(room)
             self._tell(room)
+
+    def fail_write(self, submission: Submission, outcome: Outcome, failure: Failure) -> None:
+        """``on_outcome`` raised, wherever it was: the write is over all the same, and its room fails."""
+        self._count(submission, outcome)
+        room = submission.record
+        had_ended = room.ended
+        self.fail(room, failure)
+        if had_ended and not room.open_writes:
+            room.settle()
+            self._keep(room)
+            self._tell(room)
+
+    def _count(self, submission: Submission, outcome: Outcome) -> None:
+        """Once: a write that nobody counts holds the pages of its room until the pair is lost."""
+        if not submission.counted:
+            submission.counted = True
+            self.open_writes -= 1
+            submission.record.count_write(outcome)
 
     @property
     def has_unknown_writes(self) -> bool:

@@ -64,6 +64,7 @@ class Submission(Struct, eq=False, gc=False):
     others: tuple[tuple[U32Array, U32Array], ...] | None = None
     # Where the owner verifies, before DONE: of each pool decode's pages and the checksums of what goes there.
     checksums: tuple[tuple[U32Array, U32Array], ...] | None = None
+    counted: bool = False  # among those that ended
 
 
 class PrefillRoom(Struct, eq=False):
@@ -199,11 +200,14 @@ class PrefillRoom(Struct, eq=False):
 
     # The data plane.
 
-    def end_write(self, submission: Submission, outcome: Outcome, detail: str, data_plane: str) -> None:
-        """One write ended (rule 7, writes). ``data_plane``: the name of what wrote."""
+    def count_write(self, outcome: Outcome) -> None:
+        """One write ended (rule 7, writes)."""
         self.open_writes -= 1
         after = _WRITES_AFTER[outcome]
         self.worst = after if after < self.worst else self.worst
+
+    def end_write(self, submission: Submission, outcome: Outcome, detail: str, data_plane: str) -> None:
+        """What follows from the end of one write, which was counted. ``data_plane``: the name of what wrote."""
         if outcome is _DONE:
             self.done.add(submission.start, len(submission.destination))
             if submission.checksums is not None:
@@ -213,7 +217,7 @@ class PrefillRoom(Struct, eq=False):
             if self.handle is not None:
                 self.handle.note_done(self.done.prefix)
         if self.ended:
-            self._settle()
+            self.settle()
         elif outcome is not _DONE:
             self.refuse(failures.not_written(self.key, data_plane, outcome.name, detail))
         elif self._complete():
@@ -226,7 +230,7 @@ class PrefillRoom(Struct, eq=False):
         self.worst = max(self.worst, WRITES_STOPPED)
         if self.writes is not WRITES_UNKNOWN:
             return False
-        self._settle()
+        self.settle()
         return True
 
     # The end.
@@ -300,7 +304,7 @@ class PrefillRoom(Struct, eq=False):
         self.state = state
         self.ended = True
         self.chunks.drop()
-        self._settle()
+        self.settle()
         if self.handle is None:
             return
         if self.failure is not None:
@@ -308,7 +312,7 @@ class PrefillRoom(Struct, eq=False):
         else:
             self.handle.turn(POLL_SUCCESS)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Writes advance from OPEN once the state is terminal and none is open (rule 7, writes)."""
         if self.open_writes:
             return

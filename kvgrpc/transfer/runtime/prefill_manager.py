@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from kvgrpc.dataplane.base import MAX_ADDRESS_BYTES, DataPlane
+from kvgrpc.dataplane.base import MAX_ADDRESS_BYTES, DataPlane, Outcome
 from kvgrpc.errors import (
     Failure,
     InvalidRequest,
@@ -27,6 +27,7 @@ from kvgrpc.transfer.layout.plan import check_each_pool, check_pages
 from kvgrpc.transfer.layout.pools import pages_of_pools
 from kvgrpc.transfer.protocol.chunks import Chunk
 from kvgrpc.transfer.protocol.prefill_core import PrefillCore, PrefillPair, PrefillRoom
+from kvgrpc.transfer.protocol.prefill_room import Submission
 from kvgrpc.transfer.protocol.types import Align, RoomKey, RoomState
 from kvgrpc.transfer.runtime.boundary import EngineHandle, Reader, SentPages
 from kvgrpc.transfer.runtime.manager import (
@@ -473,14 +474,15 @@ class PrefillManager(TransferManager[PrefillRoom]):
         self.post(PrefillManager._take_outcomes, ended)
 
     def _take_outcomes(self, ended: Outcomes) -> None:
-        failed: list[tuple[PrefillRoom, Failure]] = []
+        failed: list[tuple[Submission, Outcome, Failure]] = []
         for submission, result in ended:
             try:
                 self.core.on_outcome(submission, result.outcome, result.detail)
             except Exception:
-                failed.append((submission.record, self._count_error("the end of a write could not be taken")))
-        for record, failure in failed:  # after all of them: one that cannot fail takes no other with it
-            self.core.fail(record, failure)
+                failure = self._count_error("the end of a write could not be taken")
+                failed.append((submission, result.outcome, failure))
+        for each in failed:  # after all of them: one that cannot fail takes no other with it
+            self.core.fail_write(*each)
 
 
 class _Session(SessionWriter):

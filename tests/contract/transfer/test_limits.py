@@ -144,8 +144,7 @@ def test_memory_that_one_call_lacks_fails_its_room_at_once_and_no_other(
         for handle in handles.values():
             wait_until(lambda: handle.poll() is KVPoll.Failed, 5.0)  # noqa: B023
             assert handle.failure.reason is Reason.INTERNAL and handle.failure.metadata["requestId"]
-            if name != "on_outcome":  # else nobody knows that the write is over
-                wait_until(lambda: handle.release_safe)  # noqa: B023
+            wait_until(lambda: handle.release_safe)  # noqa: B023
     assert prefill.rank.transfer.errors + decode.rank.transfer.errors == 1
     later = received(pair, 2)
     later.init([2], 1)

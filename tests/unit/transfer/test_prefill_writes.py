@@ -3,6 +3,8 @@ no more of them for a while (rule 8, a bound of unknown writes)."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvgrpc.dataplane.base import Outcome
@@ -48,6 +50,32 @@ class TestWrites:
         side.core.on_outcome(third, Outcome.DONE)
         assert side.said()[KEY].writes is writes
         assert handle.release_safe is (writes is not Writes.UNKNOWN) and side.core.open_writes == 0
+
+    @pytest.mark.parametrize("counted", [False, True])
+    @pytest.mark.parametrize("had_failed", [False, True])
+    @pytest.mark.parametrize(
+        ("outcome", "writes"), [(Outcome.DONE, Writes.SETTLED), (Outcome.FAILED_UNKNOWN, Writes.UNKNOWN)]
+    )
+    def test_an_end_that_could_not_be_taken_is_counted_once_and_told(
+        self, side: Side, counted: bool, had_failed: bool, outcome: Outcome, writes: Writes, monkeypatch: Any
+    ) -> None:
+        """Its memory was lacking: decode holds the pages of the room until it is told that nobody writes to them."""
+
+        def no_memory(*_: object) -> None:
+            raise MemoryError
+
+        record, handle, submission = side.writing()
+        if had_failed:
+            side.core.fail(record, CANCELLED)
+            assert side.said()[KEY].writes is Writes.OPEN
+        if counted:
+            with monkeypatch.context() as patched, pytest.raises(MemoryError):
+                patched.setattr(type(record), "end_write", no_memory)
+                side.core.on_outcome(submission, outcome)
+        side.core.fail_write(submission, outcome, CANCELLED)
+        assert side.said()[KEY].writes is writes and reason(handle) == "ROOM_CANCELLED"
+        assert handle.release_safe is (writes is not Writes.UNKNOWN)
+        assert side.core.open_writes == record.open_writes == 0
 
     def test_unknown_becomes_stopped_when_the_engine_is_destroyed(self, side: Side) -> None:
         _, handle, submission = side.writing()
