@@ -23,8 +23,8 @@ from kvgrpc.transfer.runtime.stages import handle_lock
 class TransferHandle(ABC):
     """For one engine thread at a time; ``poll``, ``failure``, ``release_safe`` and ``abort`` for any.
 
-    No call waits for a peer or for the loop, and only ``failure_exception`` raises; ``poll`` may sleep for 50 us. ``wait``
-    blocks, and refuses a time that is no number.
+    No call waits for a peer or for the loop, and only ``failure_exception`` raises; ``poll`` may sleep for 50 us.
+    ``wait`` blocks, and refuses a time that is no number.
     """
 
     __slots__ = ("__weakref__", "_closed", "_handle", "_transfer", "_waiters", "attempt", "room")
