@@ -16,6 +16,7 @@ from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
 
 from kvgrpc.engines.addresses import bracketed, loopback_for
 from kvgrpc.engines.identity import MODEL_NAME, identity
+from kvgrpc.engines.sglang.held import HeldRooms
 from kvgrpc.engines.sglang.limits import check_supported
 from kvgrpc.engines.sglang.rank import SLIDING_WINDOW, Place, external_registry, rank_config
 from kvgrpc.model import Layout, Role
@@ -44,7 +45,7 @@ class KvGrpcManager(BaseKVManager):
         self.external_registry = external_registry()
         self.page_bytes = sum(args.kv_item_lens)
         self._has_window = bool(args.state_types)
-        self._deferred: dict[int, KVReceiver] = {}
+        self._held = HeldRooms()
         role = Role.PREFILL if disaggregation_mode is DisaggregationMode.PREFILL else Role.DECODE
         check_supported(args)
         place = _place(role, args, bool(is_mla_backend))
@@ -71,14 +72,13 @@ class KvGrpcManager(BaseKVManager):
     # Decode: pages of failed requests, which SGLang keeps until every rank says that nobody writes to them any more.
 
     def defer_release(self, room: int, receiver: KVReceiver) -> None:
-        self._deferred[room] = receiver
+        self._held.add(room, receiver)
 
     def is_abort_release_safe(self, room: int, required_acks: int) -> bool:
-        receiver = self._deferred.get(room)
-        return receiver is None or receiver.release_safe
+        return self._held.safe(room)
 
     def clear_deferred_abort_state(self, room: int) -> None:
-        self._deferred.pop(room, None)
+        self._held.clear(room)
 
     def submit_prefill_recompute(self, receiver: Any, payload: Any) -> None:
         """A retracted request would use its room again, which names one hand-off for good."""
