@@ -30,6 +30,7 @@ SERVED: dict[str, dict[str, Any]] = {
         "enable_pd_role_switch": False,
         "disaggregation_decode_allocation_policy": "early",
         "disaggregation_transfer_backend": "kvgrpc",
+        "disaggregation_mode": "decode",
     },
     "serving": {"tokenizer_worker_num": 1},
     "memory": {"enable_unified_memory": False},
@@ -137,14 +138,23 @@ def test_every_other_state_beside_the_kv_cache_is_refused_by_its_name(
     ("variable", "value", "says"),
     [
         (envs.SGLANG_DISAGG_STAGING_BUFFER, True, "SGLANG_DISAGG_STAGING_BUFFER: .*; unset it"),
+        (envs.SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK, True, "DP_RANK at decode: .*; unset it at decode"),
         (envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE, False, "KV_RELEASE=0: .*used again.*; unset it"),
     ],
-    ids=["staging buffer", "no deferred release"],
+    ids=["staging buffer", "query of the dp rank", "no deferred release"],
 )
 def test_a_variable_of_sglang_that_is_not_served_is_refused(
     settings: dict[str, dict[str, Any]], variable: Any, value: bool, says: str
 ) -> None:
     with variable.override(value), pytest.raises(FeatureDisabled, match=says):
+        limits.check_supported(kv_args())
+
+
+def test_prefill_may_say_that_requests_go_to_dp_ranks_of_the_routers_choice(
+    settings: dict[str, dict[str, Any]],
+) -> None:
+    settings["disagg"]["disaggregation_mode"] = "prefill"
+    with envs.SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK.override(True):
         limits.check_supported(kv_args())
 
 

@@ -85,6 +85,12 @@ def check_supported(kv_args: Any) -> None:
             "unset it",
         ),
         (
+            disagg.disaggregation_mode == "decode" and envs.SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK.get(),
+            "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK at decode",
+            "SGLang would ask prefill's registry by HTTP; kvgrpc finds the dp rank by itself where prefill has it set",
+            "unset it at decode",
+        ),
+        (
             not envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get(),
             "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0",
             "pages would be used again while prefill may still write to them",
