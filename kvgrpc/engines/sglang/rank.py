@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.engines.addresses import bracketed, engine_name, is_wildcard
+from kvgrpc.engines.sglang.deadlines import deadlines
 from kvgrpc.model import UNKNOWN_MODEL, Layout, ModelIdentity, Pool, PoolKind, Region, Role
 from kvgrpc.net import split
 from kvgrpc.server import AuxBuffer, RankConfig, settings
@@ -67,6 +69,7 @@ def rank_config(kv_args: Any, place: Place, plane: DataPlane | None = None) -> R
         # Decode is dialled by nobody, and its requests name their registry.
         "registry": registry if place.role is Role.PREFILL else "",
         "engine_selects_dp": place.engine_selects_dp,
+        "timing": deadlines(place.role, configured, os.environ),
         "bootstrap_allow": (*configured.pop("bootstrap_allow", ()), *_host(external_registry())),
     }
     return RankConfig(**{**defaults, **configured, **facts})
