@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
+from kvgrpc.engines.sglang.clearing import Clearing
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.prefetch.storage.mooncake.local import LocalStore
 from tests.support.faults.storage import FAILED, HANG, FaultyBackend, memory_backend
@@ -252,6 +253,17 @@ def test_a_page_that_timed_out_is_not_given_back_before_it_is_quiet(tmp_path: Pa
     faulty.release()
     asking.join(30)
     assert answers == [[False]]
+
+
+def test_a_store_that_is_still_being_cleared_counts_as_empty(tmp_path: Path) -> None:
+    storage = created(host_pool(), storage="file", storage_config={"path": str(tmp_path)})
+    assert storage.batch_set_v1(HASHES[:4], indices(0, 1, 2, 3)) == [True] * 4
+    storage._clearing = Clearing(seconds=0.0, pause=1.0)
+    assert not storage.clear()
+    assert storage.batch_exists(HASHES) == 0
+    assert storage.batch_get_v1(HASHES[:4], indices(0, 1, 2, 3)) == [False] * 4
+    assert storage.batch_set_v1(HASHES[:4], indices(0, 1, 2, 3)) == [False] * 4
+    storage.close()
 
 
 def test_it_is_detached_while_its_threads_are_busy(settings: dict[str, object]) -> None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import msgspec
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 
+from kvgrpc.engines.sglang.clearing import Clearing
 from kvgrpc.engines.sglang.compatibility import check_version
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.observability.logging import RateLimited
@@ -53,6 +54,7 @@ class KvGrpcStorage(HiCacheStorage):
         self._pools: dict[str, Any] = {}
         # A store that is down is asked for every request.
         self._lines = RateLimited(logger, lines=1, seconds=_QUIET_SECONDS)
+        self._clearing = Clearing()
         self._backend: StorageBackend = open_backend(self._settings.storage, self._settings.storage_config)
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
@@ -114,15 +116,16 @@ class KvGrpcStorage(HiCacheStorage):
         return all(self._run("write", self._names(keys), [_flat(tensor) for tensor in values]))
 
     def clear(self) -> bool:
-        """Drops what the storage backend calls its own, also of other ranks; False when it could not."""
+        """Drops what the storage backend calls its own, also of other ranks; False when it could not, or did not come
+        to the end in the seconds for which SGLang's scheduler may be held: see Clearing."""
         try:
-            self._backend.clear()
-        except (StorageDown, InvalidRequest) as error:
+            return self._clearing.clear(self._backend)
+        except InvalidRequest as error:
             logger.error("kvgrpc: the storage was not cleared: %s", error)
             return False
-        return True
 
     def close(self) -> None:
+        self._clearing.stop()
         if not self._backend.close(_CLOSE_SECONDS):
             logger.error("kvgrpc: storage %r still hangs after %.0f s", self._settings.storage, _CLOSE_SECONDS)
 
@@ -136,6 +139,8 @@ class KvGrpcStorage(HiCacheStorage):
         return self._keys.of_all(hashes, pool)
 
     def _leading(self, names: list[str]) -> int:
+        if self._clearing.under_way:
+            return 0
         try:
             return self._backend.count_leading(names, self._settings.timeout)
         except StorageDown as error:
@@ -143,6 +148,8 @@ class KvGrpcStorage(HiCacheStorage):
             return 0
 
     def _contained(self, names: list[str]) -> list[bool]:
+        if self._clearing.under_way:
+            return [False] * len(names)
         try:
             return self._backend.contains(names, self._settings.timeout)
         except StorageDown as error:
@@ -167,6 +174,8 @@ class KvGrpcStorage(HiCacheStorage):
 
     def _run(self, what: str, names: list[str], pages: list[PageBuffers]) -> list[bool]:
         """Whether each page was moved. Returns only when nothing touches the pages any more: SGLang uses them again."""
+        if self._clearing.under_way:
+            return [False] * len(names)
         call = self._backend.read if what == "read" else self._backend.write
         results = call(names, pages, self._settings.timeout)
         _settle(results)
