@@ -32,15 +32,15 @@ class Clearing:
     def clear(self, backend: StorageBackend) -> bool:
         """True: all pages are gone. False: the rest goes on. Raises InvalidRequest where it cannot be cleared."""
         with self._lock:
-            if self.under_way:
+            # A thread that could not start, or that an error ended, leaves the store to the next call.
+            if self.under_way and self._thread is not None and self._thread.is_alive():
                 return False
             self.under_way = True
         try:
             backend.clear(timeout=self._seconds)
         except StorageDown as error:
             logger.warning("kvgrpc: the storage counts as empty while the rest of it is cleared: %s", error.message)
-            self._thread = threading.Thread(target=self._go_on, args=(backend,), name="kvgrpc-clear", daemon=True)
-            self._thread.start()
+            self._start(backend)
             return False
         except BaseException:
             self.under_way = False
@@ -54,6 +54,15 @@ class Clearing:
         if self._thread is not None:
             self._thread.join(self._seconds + 0.5)
         return self._thread is None or not self._thread.is_alive()
+
+    def _start(self, backend: StorageBackend) -> None:
+        thread = threading.Thread(target=self._go_on, args=(backend,), name="kvgrpc-clear", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            logger.error("kvgrpc: the storage counts as empty until it is cleared once more: %s", error)
+        else:
+            self._thread = thread
 
     def _go_on(self, backend: StorageBackend) -> None:
         while not self._stopped.wait(self._pause):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,3 +51,14 @@ def test_a_clear_that_never_ends_is_stopped(store: StorageBackend) -> None:
     began = time.monotonic()
     assert clearing.stop() and time.monotonic() - began < 5
     assert clearing.under_way, "nobody may find the pages"
+
+
+def test_a_machine_without_a_thread_left_is_asked_again(store: StorageBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    clearing = Clearing(seconds=0.0)
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    assert not clearing.clear(store) and clearing.under_way
+    assert any(clearing.clear(store) for _ in range(2 * PAGES))
+    assert not clearing.under_way and store.count("", 30) == 0
