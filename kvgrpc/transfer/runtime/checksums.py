@@ -31,6 +31,7 @@ class PageReader:
             for address, stride, nbytes in zip(*(column.ravel().tolist() for column in side), strict=True)
             if nbytes
         ]
+        self.page_bytes = sum([ctypes.sizeof(memory) for _, _, memory in self._regions])
 
     @property
     def empty(self) -> bool:

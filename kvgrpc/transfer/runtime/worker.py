@@ -20,10 +20,11 @@ from kvgrpc.model import Pool
 from kvgrpc.observability import metrics
 from kvgrpc.transfer.layout.plan import Geometry, Plan, geometry, joined
 from kvgrpc.transfer.protocol.prefill_core import PrefillPair, PrefillRoom, Submission
-from kvgrpc.transfer.runtime.checksums import PageReader, Sums
+from kvgrpc.transfer.runtime.checksums import PageReader
 from kvgrpc.transfer.runtime.fair_queue import FairQueue
 from kvgrpc.transfer.runtime.gather import GatheredTransfer, PeerSlots, Staging
 from kvgrpc.transfer.runtime.guarded import GuardedPlane, attempt
+from kvgrpc.transfer.runtime.summing import Sets, SummingQueue
 
 logger = logging.getLogger(__name__)
 Outcomes = list[tuple[Submission, Result]]
@@ -79,6 +80,7 @@ class TransferWorker:
         self._report = report
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting = FairQueue()
+        self._summing = SummingQueue()
         self._running: list[_Running] = []
         self._ended: Outcomes = []
         self._stopping = threading.Event()
@@ -97,18 +99,20 @@ class TransferWorker:
 
     @property
     def healthy(self) -> bool:
-        """False when the thread is gone. ``turns`` grows at least twice a second while it makes progress."""
+        """False when the thread is gone. ``turns`` grows at least twice a second while no call of the plane, and no
+        ``wait``, takes longer.
+        """
         return self._thread.is_alive() or self._stopping.is_set()
 
     @property
     def busy(self) -> bool:
         """Whether there are writes to start or to poll."""
-        return bool(self._running or self._waiting) or not self._jobs.empty()
+        return bool(self._running or self._waiting or self._summing) or not self._jobs.empty()
 
     @property
     def depths(self) -> tuple[int, int]:
         """Writes that wait for the thread, and writes that it looks after. Any thread may ask."""
-        return len(self._waiting), len(self._running)
+        return len(self._waiting) + len(self._summing), len(self._running)
 
     def submit(self, submissions: Sequence[Submission]) -> None:
         """Queues writes. Each is reported exactly once."""
@@ -167,14 +171,14 @@ class TransferWorker:
                 self._start_some()
                 ended, self._ended = self._ended, []
                 submitted, self._plane.submitted = self._plane.submitted, 0
-                self._over = self._stopping.is_set() and not self._running and not self._waiting
+                self._over = self._stopping.is_set() and not (self._running or self._waiting or self._summing)
                 if self._over:
                     self._staging.close()
             if ended or submitted:
                 self._count(ended, submitted)
             if ended:
                 self._report(ended)
-            if moved or self._waiting:
+            if moved or self._waiting or self._summing:
                 sleep = _SHORTEST_SLEEP
             elif self._running and (interval := self._plane.poll_interval):
                 time.sleep(min(sleep, interval))
@@ -188,7 +192,7 @@ class TransferWorker:
 
     def _next_job(self) -> Callable[[], None] | None:
         """Blocks only while there is nothing to move."""
-        idle = not self._running and not self._waiting
+        idle = not (self._running or self._waiting or self._summing)
         try:
             return self._jobs.get(timeout=0.5) if idle else self._jobs.get_nowait()
         except queue.Empty:
@@ -205,9 +209,21 @@ class TransferWorker:
     def _start_some(self) -> None:
         if self._waiting:
             self._start_all(self._waiting.take(_SUBMISSIONS_AT_ONCE))
+        if self._summing:
+            self._start_summed()
+
+    def _start_summed(self) -> None:
+        summed: list[Submission] = []
+        for submission, refusal in self._summing.go_on():
+            if refusal is None:
+                summed.append(submission)
+            else:
+                self._ended.append((submission, refusal))
+        self._start_all(summed)
 
     def _start_all(self, submissions: Sequence[Submission]) -> None:
         for group in self._groups(submissions):
+            self.turns += 1
             planned = attempt(partial(self._planned, group))
             if isinstance(planned, Result):
                 self._ended += [(submission, planned) for submission in group]
@@ -219,8 +235,6 @@ class TransferWorker:
         """What is to be written for each of them; nothing is sent yet."""
         memory = group[0].pair.peer
         assert isinstance(memory, PeerMemory) and memory.geometry is not None and memory.peer is not None
-        for submission in group if memory.verify else ():
-            submission.checksums = _checksums(memory, submission)
         if group[0].others is not None:
             return [_plan_of_pools(memory, submission) for submission in group]
         chunks = [(submission.source, submission.destination) for submission in group]
@@ -242,12 +256,23 @@ class TransferWorker:
             if refusal is not None:
                 self._ended.append((submission, refusal))
                 continue
+            if self._is_to_be_summed(submission):
+                continue
             group.append(submission)
             if not short:
                 yield group
                 group = []
         if group:
             yield group
+
+    def _is_to_be_summed(self, submission: Submission) -> bool:
+        """First: it comes back with its checksums, in a later turn."""
+        memory = submission.pair.peer
+        if not isinstance(memory, PeerMemory) or not memory.verify or submission.checksums is not None:
+            return False
+        submission.wait = None  # it is over
+        self._summing.add(submission, _sets_to_sum(memory, submission))
+        return True
 
     def _is_quick(self, submission: Submission) -> bool:
         """The plane says so, and nothing else is to be waited for."""
@@ -345,18 +370,16 @@ def _plan_of_pools(memory: PeerMemory, submission: Submission) -> Plan:
     return joined([shape.plan(source, destination) for shape, (source, destination) in pools if len(source)])
 
 
-def _checksums(memory: PeerMemory, submission: Submission) -> Sums:
-    """Of the pages as they are now, by the pages of decode that they go to."""
+def _sets_to_sum(memory: PeerMemory, submission: Submission) -> Sets:
+    """Of each pool what reads it, our pages, and those of decode that they go to."""
     if submission.others is None:
         shapes = [memory.geometry] if memory.geometry is not None else []
     else:
         shapes = list(memory.of_pool)
     sets = [(submission.source, submission.destination), *(submission.others or ())]
-    return tuple(
-        (destination, PageReader(shape.source).sums(source))
-        for shape, (source, destination) in zip(shapes, sets, strict=False)
-        if memory.owes
-    )
+    for shape, (source, destination) in zip(shapes, sets, strict=False):
+        if memory.owes:
+            yield PageReader(shape.source), source, destination
 
 
 def _look() -> None:
