@@ -98,6 +98,10 @@ class MooncakeDataPlane:
         self._names: dict[str, tuple[str, int]] = {}
         self._peer_ports: frozenset[int] = frozenset()
         self._closed: bool | None = None
+        self._closing = threading.Lock()
+        # What the first close found: nothing ran any more, the engine is gone, and over what it had bytes to send.
+        self._drained = self._gone = False
+        self._sending: set[str] | None = None
         if owned:
             this = weakref.ref(self)
             os.register_at_fork(after_in_child=lambda: _leak(this()))
@@ -224,26 +228,43 @@ class MooncakeDataPlane:
         return frozenset(each.name for each in found)
 
     def close(self, deadline: float) -> bool:
-        """See DataPlane. Destroying an engine holds the GIL for up to a second: it waits for its threads."""
+        """See DataPlane; a later call looks again at what an earlier one found left. Destroying an engine holds the GIL
+        for up to a second: it waits for its threads.
+        """
         end = time.monotonic() + deadline
+        if not self._closing.acquire(timeout=max(0.0, deadline)):
+            return False
+        try:
+            if not self._closed:
+                self._closed = self._close(end, end - min(1.0, deadline / 2))
+            return self._closed
+        finally:
+            self._closing.release()
+
+    def _close(self, end: float, drained_by: float) -> bool:
         with self._lock:
-            if self._closed is not None:
-                return self._closed
-            self._closed = False
-        drained = self._submitter.drain(end - min(1.0, deadline / 2))
-        sending = self._still_sending(socket_inodes(os.getpid()) or frozenset())
-        gone = self._destroy(end) if self._owned else self._hand_back(drained)
-        outcome = Outcome.FAILED_SRC_FREE if gone else Outcome.FAILED_UNKNOWN
+            first, self._closed = self._closed is None, False
+        if first:
+            self._drained = self._submitter.drain(drained_by)
+            held = socket_inodes(os.getpid())
+            self._sending = None if held is None else self._still_sending(held)
+        self._gone = self._gone or (self._destroy(end) if self._owned else self._hand_back())
+        outcome = Outcome.FAILED_SRC_FREE if self._gone else Outcome.FAILED_UNKNOWN
         self._submitter.abandon(outcome, "the data plane was closed")
-        # Closed by the engine, but not yet sent. What a process still holds is another plane's.
-        while gone and (sending is None or (left := self._still_sending()) is None or sending & left):
+        if not self._gone or not self._all_sent(end):
+            return False
+        self._blocks.clear()
+        return True
+
+    def _all_sent(self, end: float) -> bool:
+        """Waits for what the engine closed and has not sent yet. Another plane's: what a process still holds, and what
+        was not there before the engine went too, where that could be told.
+        """
+        while (left := self._still_sending()) is None or (left if self._sending is None else self._sending & left):
             if time.monotonic() >= end:
                 return False
             time.sleep(0.002)
-        if gone:
-            self._blocks.clear()
-        self._closed = gone
-        return gone
+        return True
 
     def _checked(
         self, peer: Peer, source: U64Array, destination: U64Array, nbytes: U64Array
@@ -353,7 +374,7 @@ class MooncakeDataPlane:
         """Drops the last reference to the engine and looks whether its port is gone."""
         port = int(split_with_port(self.session)[1])
         with self._submitter.lock:
-            last = [self._engine]
+            last = [self._engine]  # None where an earlier close took it
             self._engine = self._submitter.engine = None
         thread = threading.Thread(target=last.clear, name="kvgrpc-mooncake-close", daemon=True)
         thread.start()
@@ -362,12 +383,13 @@ class MooncakeDataPlane:
             time.sleep(0.002)
         return not alive
 
-    def _hand_back(self, drained: bool) -> bool:
+    def _hand_back(self) -> bool:
         """Unregisters what was registered here. True only when nothing of ours runs and nobody is connected."""
-        self._engine.batch_unregister_memory(self._registered)
-        self._engine = None
+        if self._engine is not None:
+            self._engine.batch_unregister_memory(self._registered)
+            self._engine = None
         try:
-            return drained and not arriving(read_table(self._data_ports), self._data_ports, None)
+            return self._drained and not arriving(read_table(self._data_ports), self._data_ports, None)
         except OSError:
             return False
 
