@@ -82,6 +82,14 @@ class Bounded(Protocol):
         """Writes and bytes that are on their way now, to all peers."""
 
 
+@runtime_checkable
+class TellsTogether(Protocol):
+    """Also implemented by a data plane to which one look at its connections tells of many peers."""
+
+    def connections_from_each(self, addresses: Sequence[bytes]) -> list[frozenset[str]]:
+        """``DataPlane.connections_from`` of each of them."""
+
+
 class Transfer(Protocol):
     """One submission on its way."""
 
@@ -177,7 +185,7 @@ class DataPlane(Protocol):
         may name too many connections, never too few: of a peer on this host those that no living process uses, of a
         peer elsewhere all from its host. A later connection may have the name of one that is gone. Empty where the
         plane has no connections (shm, RDMA): only the settle time protects the pages then. Raises OSError where it
-        cannot tell now, which is no evidence; it is asked again.
+        cannot tell now, which is no evidence; it is asked again. Called on a thread that may wait.
         """
 
     def close(self, deadline: float) -> bool:

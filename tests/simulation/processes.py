@@ -105,6 +105,7 @@ class DecodeProcess(Process):
         self.memory: list[dict[int, tuple[RoomKey, int]]] = [{} for _ in range(ALL_PAGES)]
         self.receiving: dict[RoomKey, Receiving] = {}
         self.unbound: list[tuple[DecodeRoom, Request]] = []
+        self.told_about: dict[DecodePair, frozenset[str]] = {}
 
     def begin(self, request: Request, late: bool = False) -> DecodeRoom | None:
         """The scheduler makes a receiver; pages follow once it says WaitingForInput. None: it has one of that key."""
@@ -207,8 +208,11 @@ class DecodeProcess(Process):
         """A prefill may say SUCCESS and have written nothing: nobody else's room is touched by that."""
         return not self.world.suspects.intersection(self._sources(request))
 
-    def _connections(self, pair: DecodePair) -> frozenset[str]:
-        return self.world.connections(self, pair.ref)
+    def _connections(self, pair: DecodePair) -> frozenset[str] | None:
+        """As they were when it was asked last: a thread looks meanwhile."""
+        told = self.told_about.get(pair)
+        self.told_about[pair] = self.world.connections(self, pair.ref)
+        return told
 
 
 @dataclass(eq=False)

@@ -29,9 +29,9 @@ from kvgrpc.dataplane.base import EndedTransfer, MemoryRange, Outcome, Peer, Res
 from kvgrpc.dataplane.mooncake.connections import (
     UnsentBytes,
     arriving,
-    lingering,
     local_addresses,
     read_table,
+    unheld,
 )
 from kvgrpc.dataplane.mooncake.start import StartedEngine, adopt_engine, start_engine
 from kvgrpc.dataplane.mooncake.window import NO_HANDLE, Limits, PeerQueue, Submitter
@@ -213,19 +213,26 @@ class MooncakeDataPlane:
             return EndedTransfer(Result(Outcome.REJECTED, str(error)))
 
     def connections_from(self, address: bytes) -> frozenset[str]:
-        """See DataPlane; connections.py says what can be told. Reads the kernel's table, 2 us for each socket of it."""
+        """See DataPlane; connections.py says what can be told. Reads the kernel's table twice, 6 to 24 us of CPU for
+        each socket of the host.
+        """
+        return self.connections_from_each([address])[0]
+
+    def connections_from_each(self, addresses: Sequence[bytes]) -> list[frozenset[str]]:
+        """See TellsTogether."""
         ports = self._data_ports
         if not ports:
-            return frozenset()
-        try:
-            peer = _decode(address) if address else None
-        except ValueError:
-            peer = None
-        addresses = self._addresses_of(peer) if peer else None
-        found = lingering(
-            lambda: read_table(ports), lambda: peer is not None and _may_be_ending(peer), ports, addresses
-        )
-        return frozenset(each.name for each in found)
+            return [frozenset() for _ in addresses]
+        peers = [_peer_at(address) for address in addresses]
+        before = read_table(ports)
+        unsure = [peer is not None and _may_be_ending(peer) for peer in peers]
+        after = read_table(ports)
+        found = []
+        for peer, was_unsure in zip(peers, unsure, strict=True):
+            ending = was_unsure or (peer is not None and _may_be_ending(peer))
+            linger = unheld(before, after, ending, ports, self._addresses_of(peer) if peer else None)
+            found.append(frozenset(each.name for each in linger))
+        return found
 
     def close(self, deadline: float) -> bool:
         """See DataPlane; a later call looks again at what an earlier one found left. Destroying an engine holds the GIL
@@ -429,6 +436,14 @@ def _decode(address: bytes) -> _Address:
     if not _SESSION.fullmatch(decoded.session):
         raise ValueError(f"not an address of data plane 'mooncake': session {decoded.session[:64]!r}")
     return decoded
+
+
+def _peer_at(address: bytes) -> _Address | None:
+    """None, any peer: no address, or nonsense."""
+    try:
+        return _decode(address) if address else None
+    except ValueError:
+        return None
 
 
 def _first_contact(

@@ -13,6 +13,9 @@ from kvgrpc.transfer.protocol.types import (
     RoomKey,
 )
 
+# To ask reads all sockets of the host: after each time it waits twice as long, at most so many ticks.
+_LONGEST_PAUSE = 32
+
 
 class HeldPages:
     """The rooms that ended while their pages are still held, until evidence that nobody writes to them any more.
@@ -20,7 +23,7 @@ class HeldPages:
     ``rooms``: these rooms; ``pages``: how many pages they hold together; ``of_pair``: how many of these wait for the
     evidence of one writer. A room is looked at when there is news of it or when time alone may free it, so no call
     looks at all rooms. ``settle``: ticks after a proof in which bytes may still arrive. ``connections(pair)``: names
-    of the connections over which they would; None: nobody can tell now.
+    of the connections over which they would, as they were at some time after the proof; None: nobody can tell yet.
     """
 
     def __init__(self, settle: int, connections: Callable[[DecodePair], frozenset[str] | None]) -> None:
@@ -42,6 +45,7 @@ class HeldPages:
         """The writer was proven dead. What its kernel still holds may arrive while its connections exist."""
         pair.dead_at = now
         pair.connections = self._connections(pair)
+        pair.next_ask_at, pair.ask_pause = now, 0
 
     def look(self, room: DecodeRoom, now: int) -> bool:
         """True when every part gave evidence: the pages are held no more. Else notes when to look again."""
@@ -51,7 +55,7 @@ class HeldPages:
                 since = _proven_at(part)
                 if since is None:
                     return False  # only news can help
-                again = max(again, now + 1, since + self._settle + 1)
+                again = max(again, now + 1, since + self._settle + 1, _next_ask_at(part))
         if again:
             self._looks.set(room, again)
             return False
@@ -100,11 +104,16 @@ class HeldPages:
         return open_now is None or at_proof is None or not at_proof.isdisjoint(open_now)
 
     def _open_connections(self, pair: DecodePair, now: int) -> frozenset[str] | None:
-        """Asked at most once a tick, however many rooms wait for them to close."""
-        if pair.open_connections_at != now:
-            pair.open_connections_at = now
+        """Asked ever less often, however many rooms wait for them to close, and about many pairs in the same ticks."""
+        if now >= pair.next_ask_at:
             pair.open_connections = self._connections(pair)
+            pair.ask_pause = min(pair.ask_pause * 2 or 1, _LONGEST_PAUSE)
+            pair.next_ask_at = now - now % pair.ask_pause + pair.ask_pause
         return pair.open_connections
+
+
+def _next_ask_at(part: DecodePart) -> int:
+    return part.pair.next_ask_at if part.stopped_at is None else 0
 
 
 def _proven_at(part: DecodePart) -> int | None:

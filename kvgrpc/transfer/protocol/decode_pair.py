@@ -26,7 +26,7 @@ class DecodePair:
     ``dead_at``: the tick at which it was proven dead (4, proof of death).
 
     ``connections``: over which its bytes could still arrive when it was proven dead; None: nobody could tell yet (8,
-    pages by evidence).
+    pages by evidence). ``open_connections``: what was told last, ``next_ask_at``: when it is asked again.
     ``layout``: of its engine, ``layers``: its own; None: as ours. ``rooms``: what is not over yet; ``pending_rooms``:
     what is to be told. ``verify``: it sends checksums. ``refusals``: rooms that were refused here, of which the peer is
     told why until it answers.
@@ -34,6 +34,7 @@ class DecodePair:
 
     __slots__ = (
         "address",
+        "ask_pause",
         "backoff",
         "broken_at",
         "connections",
@@ -44,9 +45,9 @@ class DecodePair:
         "layers",
         "layout",
         "lost",
+        "next_ask_at",
         "next_dial_at",
         "open_connections",
-        "open_connections_at",
         "pending_rooms",
         "ref",
         "refusals",
@@ -73,7 +74,7 @@ class DecodePair:
         self.idle_timeout = 0
         self.connections: frozenset[str] | None = frozenset()
         self.open_connections: frozenset[str] | None = frozenset()
-        self.open_connections_at = -1
+        self.next_ask_at = self.ask_pause = 0
         self.pending_rooms: dict[RoomKey, None] = {}
         self.rooms: set[RoomKey] = set()
         self.refusals: dict[RoomKey, Failure] = {}

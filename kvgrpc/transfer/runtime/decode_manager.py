@@ -23,6 +23,7 @@ from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodePair, DecodeR
 from kvgrpc.transfer.protocol.types import DecodeEntry
 from kvgrpc.transfer.runtime.boundary import EngineHandle, RoomRequest
 from kvgrpc.transfer.runtime.checksums import PeerPages
+from kvgrpc.transfer.runtime.dead_peers import DeadPeers
 from kvgrpc.transfer.runtime.manager import (
     FRAMES_RECEIVED,
     FRAMES_SENT,
@@ -80,6 +81,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
         )
         self._routes = Routes(self.core, self.shape, resolve, open_channel, self._begin, self._pump, changes)
         self._open_channel = open_channel
+        self._dead_peers = DeadPeers(self._guarded, self._begin)
         self._sessions: dict[Stream, _Session] = {}
         self._data_addresses: dict[RankRef, bytes] = {}
         self._peer_pages: dict[RankRef, PeerPages] = {}
@@ -442,14 +444,15 @@ class DecodeManager(TransferManager[DecodeRoom]):
         return task
 
     def _connections(self, pair: DecodePair) -> frozenset[str] | None:
-        """Over which that peer's bytes could still arrive (rule 8, pages by evidence)."""
+        """Over which that peer's bytes could still arrive (rule 8, pages by evidence); None: not known yet."""
         address = self._data_addresses.get(pair.ref)
-        return frozenset() if not address else self._guarded.connections_from(address)
+        return frozenset() if not address else self._dead_peers.connections(pair, address)
 
     def _forget_addresses(self) -> None:
         for ref in [ref for ref in self._data_addresses if ref not in self.core.pairs]:
             del self._data_addresses[ref]
             self._peer_pages.pop(ref, None)
+        self._dead_peers.forget(lambda pair: self.core.pairs.get(pair.ref) is pair)
         self._refusals.forget_all_but(self.core.pairs)
 
     def _deliver_aux(self, room: DecodeRoom) -> Failure | None:

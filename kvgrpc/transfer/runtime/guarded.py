@@ -7,10 +7,20 @@ REJECTED, because nothing was sent; from there on FAILED_UNKNOWN, because bytes 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from kvgrpc.dataplane.base import Bounded, DataPlane, EndedTransfer, MemoryRange, Outcome, Peer, Result, Transfer
+from kvgrpc.dataplane.base import (
+    Bounded,
+    DataPlane,
+    EndedTransfer,
+    MemoryRange,
+    Outcome,
+    Peer,
+    Result,
+    TellsTogether,
+    Transfer,
+)
 from kvgrpc.transfer.layout.plan import Plan
 from kvgrpc.transfer.protocol.failures import in_words, raised
 
@@ -127,19 +137,29 @@ class GuardedPlane:
             return 0, 0
         return writes, nbytes
 
+    # On a thread of its own.
+
     def connections_from(self, address: bytes) -> frozenset[str] | None:
-        """See DataPlane; None: it cannot tell now, and is asked each tick, so only the first of these is logged."""
+        """See DataPlane; None: it cannot tell now, and is asked again, so only the first of these is logged."""
+        return self.connections_from_each([address])[0]
+
+    def connections_from_each(self, addresses: Sequence[bytes]) -> Sequence[frozenset[str] | None]:
+        """Of each of them, in one look where the plane can."""
+        plane = self.plane
         try:
-            found = frozenset(self.plane.connections_from(address))
+            if isinstance(plane, TellsTogether):
+                found = [frozenset(names) for names in plane.connections_from_each(addresses)]
+                if len(found) != len(addresses):
+                    raise ValueError(f"{len(found)} answers about {len(addresses)} peers")
+            else:
+                found = [frozenset(plane.connections_from(address)) for address in addresses]
         except Exception:
             if self._tells_connections:
                 logger.exception("the data plane raised on connections_from: pages of dead peers stay held meanwhile")
             self._tells_connections = False
-            return None
+            return [None] * len(addresses)
         self._tells_connections = True
         return found
-
-    # On a thread of its own.
 
     def close(self, deadline: float) -> bool:
         """See DataPlane. False too where it does not say True: a write may be left."""

@@ -12,7 +12,7 @@ import pytest
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import Failure, Reason
 from kvgrpc.model import RankId, RankRef
-from kvgrpc.transfer.protocol.decode_core import DecodeCore, Stream
+from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodePair, Stream
 from kvgrpc.transfer.protocol.types import Destination, KVPoll, RoomKey, RoomState, Target, Want, Writes
 from kvgrpc.transfer.runtime.guarded import GuardedPlane
 from tests.simulation.work import Work
@@ -173,8 +173,42 @@ class TestProofOfDeath:
         side.ticks(5 * TIMING.settle)
         assert not room.handle.release_safe
         side.connections = frozenset({"a later one"})
-        side.ticks(1)
+        side.ticks(32)
         assert room.handle.release_safe
+
+    def test_it_is_asked_about_them_ever_less_often_and_about_several_at_once(self) -> None:
+        asked: list[int] = []
+
+        def connections(pair: DecodePair) -> frozenset[str]:
+            asked.append(side.core.now)
+            return frozenset({"it stays"})
+
+        side = Side()
+        side.core = DecodeCore(ME, connections=connections, deliver_aux=lambda room: None)
+        side.take = Work(side.core).take
+        for number in range(8):
+            target = Target(RankRef(RankId(f"P{number}"), 2), f"host:{number}")
+            room, stream = side.writing(RoomKey(number + 1), target)
+            self.prove(side, stream, "refused")
+            side.ticks(1)
+        asked.clear()
+        side.ticks(1000)
+        assert len(asked) <= 8 * (1000 // 32 + 6), "it reads the sockets of the whole host"
+        assert len({tick for tick in asked if tick > 300}) <= 1000 // 32
+        assert not room.handle.release_safe
+
+    def test_what_is_told_a_while_later_is_evidence_too(self) -> None:
+        """The answer is what a thread found after the question before."""
+        told: list[frozenset[str] | None] = [None, frozenset({"host:1 -> us"}), None, frozenset({"a later one"})]
+        side = Side()
+        side.core = DecodeCore(ME, connections=lambda pair: told.pop(0), deliver_aux=lambda room: None)
+        side.take = Work(side.core).take
+        room, stream = side.writing()
+        self.prove(side, stream, "refused")
+        side.ticks(TIMING.settle + 1)
+        assert len(told) == 2 and not room.handle.release_safe
+        side.ticks(8)
+        assert not told and room.handle.release_safe
 
     def test_a_plane_that_cannot_tell_later_gives_no_evidence(self, side: Side) -> None:
         """Through the guard: a plane that raised once answered other names than at the proof, and pages came back."""
@@ -197,7 +231,7 @@ class TestProofOfDeath:
             side.ticks(2 * TIMING.settle)
             assert not room.handle.release_safe
         named = frozenset()
-        side.ticks(1)
+        side.ticks(32)
         assert room.handle.release_safe
 
     def test_one_that_could_not_tell_at_the_proof_is_believed_when_it_can(self, side: Side) -> None:
@@ -209,7 +243,7 @@ class TestProofOfDeath:
             side.ticks(2 * TIMING.settle)
             assert not room.handle.release_safe
         side.connections = frozenset({"a later one"})
-        side.ticks(1)
+        side.ticks(32)
         assert room.handle.release_safe
 
     def test_a_goodbye_is_none(self, side: Side) -> None:
