@@ -177,13 +177,12 @@ class TestProofOfDeath:
         assert room.handle.release_safe
 
     def test_it_is_asked_about_them_ever_less_often_and_about_several_at_once(self) -> None:
-        asked: list[int] = []
+        side, asked = Side(), list[int]()
 
         def connections(pair: DecodePair) -> frozenset[str]:
             asked.append(side.core.now)
             return frozenset({"it stays"})
 
-        side = Side()
         side.core = DecodeCore(ME, connections=connections, deliver_aux=lambda room: None)
         side.take = Work(side.core).take
         for number in range(8):
