@@ -224,6 +224,8 @@ class TransferWorker:
     def _start_all(self, submissions: Sequence[Submission]) -> None:
         for group in self._groups(submissions):
             self.turns += 1
+            if self._are_to_be_summed(group):
+                continue
             planned = attempt(partial(self._planned, group))
             if isinstance(planned, Result):
                 self._ended += [(submission, planned) for submission in group]
@@ -256,8 +258,6 @@ class TransferWorker:
             if refusal is not None:
                 self._ended.append((submission, refusal))
                 continue
-            if self._is_to_be_summed(submission):
-                continue
             group.append(submission)
             if not short:
                 yield group
@@ -265,13 +265,14 @@ class TransferWorker:
         if group:
             yield group
 
-    def _is_to_be_summed(self, submission: Submission) -> bool:
-        """First: it comes back with its checksums, in a later turn."""
-        memory = submission.pair.peer
-        if not isinstance(memory, PeerMemory) or not memory.verify or submission.checksums is not None:
+    def _are_to_be_summed(self, group: Sequence[Submission]) -> bool:
+        """First: each comes back with its checksums, in a later turn."""
+        memory = group[0].pair.peer
+        if not isinstance(memory, PeerMemory) or not memory.verify or group[0].checksums is not None:
             return False
-        submission.wait = None  # it is over
-        self._summing.add(submission, _sets_to_sum(memory, submission))
+        for submission in group:
+            submission.wait = None  # it is over
+            self._summing.add(submission, _sets_to_sum(memory, submission))
         return True
 
     def _is_quick(self, submission: Submission) -> bool:
