@@ -73,7 +73,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     def slowly(self: PageReader, pages: U32Array) -> U32Array:
         began.set()
-        time.sleep(0.01)
+        time.sleep(0.01)  # the slow part
         return sums(self, pages)
 
     monkeypatch.setattr(PageReader, "sums", slowly)
@@ -117,9 +117,8 @@ def test_no_page_of_a_room_that_ended_is_read_any_more(bench: Bench, slow: threa
     bench.worker.submit([long])
     assert slow.wait(10)
     long.record.ended = True
-    began = time.monotonic()
-    assert bench.until(1) == [(1, Outcome.REJECTED)] and long.checksums is None
-    assert time.monotonic() - began < 0.3, "it took all of the checksums first"
+    assert bench.until(1) == [(1, Outcome.REJECTED)]
+    assert long.checksums is None, "it took all of the checksums first"
 
 
 def test_a_wait_is_called_once(bench: Bench) -> None:
