@@ -13,6 +13,8 @@ import pytest_asyncio
 from kvgrpc.model import Role
 from kvgrpc.registry.client import following
 from kvgrpc.registry.client.following import Following
+from kvgrpc.rpc.interceptors import CallLimits
+from kvgrpc.server import RegistryServer
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceServicer, add_RegistryServiceServicer_to_server
 from tests.support.registry_serving import Served, dial
@@ -123,3 +125,41 @@ async def test_a_stream_that_stood_for_a_while_is_asked_for_again_soon(
     change.cancel()
     await asyncio.wait([change])
     await server.stop(0)
+
+
+async def test_a_stream_that_is_refused_leaves_the_others_at_that_registry_alone(followed: Following) -> None:
+    """They share its channel: hung up for the one that its bounds refuse, all others missed what changed meanwhile."""
+    registry = RegistryServer(["127.0.0.1:0"], call_limits=CallLimits(watches_per_caller=1))
+    await asyncio.to_thread(registry.open)
+    try:
+        known = await followed.change(registry.address, "A", Role.PREFILL, 0, 10.0)
+        waiting = asyncio.ensure_future(followed.change(registry.address, "A", Role.PREFILL, known, 30.0))
+        await followed.change(registry.address, "B", Role.PREFILL, known, 3.0)  # refused, and refused again
+        assert not waiting.done()
+        (stream,) = (stream for place, stream in followed._streams.items() if place.engine == "A")
+        assert stream.task is not None and not stream.task.done()
+        waiting.cancel()
+    finally:
+        await asyncio.to_thread(registry.close)
+
+
+async def test_a_stream_that_begins_again_is_a_change_and_numbers_never_go_back(
+    served: Served, followed: Following, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks the registry between two waits may take longer than a stream lingers, and the first full state of
+    the next one had the number that it knew."""
+    monkeypatch.setattr(following, "LINGER_SECONDS", 0.0)
+    known = await followed.change(served.address, "P", Role.PREFILL, 0, 10.0)
+    await served.register(row("P"))  # a message, after which nobody wants the stream any more
+    await until(lambda: not followed._streams)
+    assert await followed.change(served.address, "P", Role.PREFILL, known, 5.0) > known
+
+
+async def test_a_connection_that_no_stream_uses_is_closed(
+    served: Served, followed: Following, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "LINGER_SECONDS", 0.0)
+    await followed.change(served.address, "P", Role.PREFILL, 0, 10.0)
+    assert followed._channels.is_connected(served.address)
+    await served.register(row("P"))
+    await until(lambda: not followed._channels.is_connected(served.address))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import grpc
 
-from kvgrpc.errors import KvGrpcError
+from kvgrpc.errors import KvGrpcError, PeerUnreachable
 from kvgrpc.model import Role
 from kvgrpc.observability.logging import one_line
 from kvgrpc.registry.calls import domain_errors, pause_before, unreachable
@@ -41,17 +41,20 @@ class Following:
     def __init__(self, open_channel: Callable[[str], grpc.aio.Channel]) -> None:
         self._channels = ChannelPool(open_channel)
         self._streams: dict[_Followed, _Stream] = {}
+        # Of all streams: one that begins again goes on behind every number that its engine's waiters know.
+        self._newest = 0
 
     async def change(self, address: str, engine: str, role: Role, since: int, timeout: float) -> int:
         """The number of the newest change of the engine, once it is above ``since``, or after ``timeout`` seconds.
 
-        Begins with 0, and a full state counts as a change. ``engine`` empty: any of the role. Never raises for a
-        registry that is away: then nothing changes.
+        ``since``: what an earlier call returned, 0 at first. Numbers never go back, and some are left out; a full state
+        counts as a change, also that of a stream that begins again. ``engine`` empty: any of the role. Never raises for
+        a registry that is away: then nothing changes.
         """
         followed = _Followed(address, engine, role)
         stream = self._streams.get(followed)
         if stream is None:
-            stream = self._streams[followed] = _Stream()
+            stream = self._streams[followed] = _Stream(self._newest)
             stream.task = background(self._follow(followed, stream), f"follow {engine} at {address}")
         return await stream.change(since, timeout)
 
@@ -76,12 +79,19 @@ class Following:
                         attempt = 0
                     name, why = followed.engine or followed.role.name, one_line(str(error))
                     _log.info("following %s at %s: %s", name, followed.address, why)
-                    await self._channels.hang_up(followed.address)
+                    if isinstance(error, PeerUnreachable):
+                        await self._hang_up(followed.address)
                     await asyncio.sleep(pause_before(attempt, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, error))
                     attempt += 1
         finally:
             del self._streams[followed]
             stream.end()
+        await self._hang_up(followed.address)
+
+    async def _hang_up(self, address: str) -> None:
+        """Unless another stream goes over the same channel: it would end, and miss what changes meanwhile."""
+        if not any(stream.reads for followed, stream in self._streams.items() if followed.address == address):
+            await self._channels.hang_up(address)
 
     async def _read(self, followed: _Followed, stream: _Stream) -> None:
         """Until nobody wants it any more. Raises PeerUnreachable where the stream ends."""
@@ -89,6 +99,7 @@ class Following:
             engine=followed.engine, role=common_pb2.Role.ValueType(followed.role), without_pools=True
         )
         call = RegistryServiceStub(self._channels.get(followed.address)).WatchEngines(request)
+        stream.reads = True
         try:
             while stream.wanted:
                 message = await within(IDLE_TIMEOUT_SECONDS, call.read())
@@ -96,18 +107,21 @@ class Following:
                     # A registry never ends one by itself: whoever does is not to be asked again without a pause.
                     raise unreachable(followed.address, "it ended the stream")
                 if message.changes or message.state_complete:
-                    stream.changed()
+                    self._newest += 1
+                    stream.changed(self._newest)
         finally:
+            stream.reads = False
             call.cancel()
 
 
 class _Stream:
-    """How often an engine changed since somebody began to follow it, and who waits for the next time."""
+    """The number of an engine's newest change, and who waits for the next one. ``reads``: it has a call open."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
         self.task: asyncio.Task[None] | None = None
+        self.reads = False
         self._loop = asyncio.get_running_loop()
-        self._number = 0
+        self._number = number
         self._news: asyncio.Future[None] = self._loop.create_future()
         self._waiting = 0
         self._wanted_until = 0.0
@@ -126,8 +140,8 @@ class _Stream:
             self._wanted_until = self._loop.time() + LINGER_SECONDS
         return self._number
 
-    def changed(self) -> None:
-        self._number += 1
+    def changed(self, number: int) -> None:
+        self._number = number
         self.end()
 
     def end(self) -> None:
