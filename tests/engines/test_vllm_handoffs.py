@@ -1,21 +1,25 @@
 """A worker's half of the connector over a scripted transfer: what vLLM is told of each request, and that once.
 
-No engine, no network: the rooms below do what a test says. test_vllm.py has the real ones.
+No engine, and but for the last test no network: the rooms below do what a test says. test_vllm.py has the real ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvgrpc.engines.vllm import worker as module
 from kvgrpc.engines.vllm.handoffs import Handoffs, Receive, Send
 from kvgrpc.engines.vllm.worker import Worker
 from kvgrpc.errors import Failure, Reason
-from kvgrpc.transfer import Align, KVPoll, room_from_transfer_id
+from kvgrpc.model import Role
+from kvgrpc.server import Pool, RankConfig, open_decode, open_prefill
+from kvgrpc.transfer import Align, KVPoll, KVSender, room_from_transfer_id
 
 PAGE_BYTES = 100
 WHERE = "http://10.0.0.1:8998"
@@ -44,7 +48,9 @@ class Room:
         self.calls.append(("send", pages))
 
     def abort(self, why: str = "") -> None:
-        self.calls.append(("abort", why))
+        if not self.ended:
+            self.calls.append(("abort", why))
+            self.fail(Reason.ROOM_CANCELLED)
 
     def close(self) -> None:
         self.calls.append("close")
@@ -77,9 +83,9 @@ def worker(monkeypatch: pytest.MonkeyPatch, rooms: dict[int, Room]) -> Worker:
     return worker_with(monkeypatch, "kv")
 
 
-def worker_with(monkeypatch: pytest.MonkeyPatch, *pools: str) -> Worker:
+def worker_with(monkeypatch: pytest.MonkeyPatch, *pools: str, rank: Any = None) -> Worker:
     place = SimpleNamespace(external="", serves_registry=False, role=SimpleNamespace(name="PREFILL"))
-    rank = SimpleNamespace(transfer=object(), ref="rank", address="127.0.0.1:1")
+    rank = rank or SimpleNamespace(transfer=object(), ref="rank", address="127.0.0.1:1")
     for name, value in {
         "get_tensor_model_parallel_rank": 0,
         "Place": place,
@@ -225,16 +231,10 @@ def test_a_hand_off_that_decode_needs_no_pages_of_ends_unsaid(worker: Worker, ro
     assert waited.calls[-1] == "close"
 
 
-def test_a_request_that_vllm_gave_up_is_called_off_when_prefill_is_known(
-    worker: Worker, rooms: dict[int, Room]
-) -> None:
+def test_a_request_that_vllm_gave_up_is_called_off_at_once(worker: Worker, rooms: dict[int, Room]) -> None:
     waited = waiting(worker, rooms, 7)
     assert worker.finished({"r"}) == NOTHING
-    assert ("abort", "") not in waited.calls
-    waited.state = KVPoll.WaitingForInput
-    assert worker.finished(()) == NOTHING
-    assert ("abort", "") in waited.calls
-    waited.fail(Reason.ROOM_CANCELLED)
+    assert waited.calls[1:] == [("abort", "decode gave the request up")]
     assert worker.finished(()) == NOTHING
     assert worker.take_failed_pages() == set(), "nobody waits for them any more"
     waited.release_safe = True
@@ -247,10 +247,8 @@ def test_a_request_that_never_had_pages_is_called_off_without_asking_for_any(
 ) -> None:
     worker.take_on(Handoffs(receives={"r": receive(abort=True)}))
     waited = room(rooms, "x")
-    waited.state = KVPoll.WaitingForInput
     assert worker.finished({"r"}) == NOTHING
-    assert waited.calls == [("abort", "")]
-    waited.fail(Reason.ROOM_CANCELLED)
+    assert waited.calls == [("abort", "decode gave the request up")]
     waited.release_safe = True
     assert worker.finished(()) == NOTHING
     assert waited.calls[-1] == "close"
@@ -264,3 +262,25 @@ def test_each_of_many_is_said_once_in_whatever_order_they_end(worker: Worker, ro
         room(rooms, f"x{number}").succeed()
         said += sorted(worker.finished(())[0])
     assert said == numbers[::-1]
+
+
+@pytest.mark.parametrize("pages", [(), (7,)], ids=["before it had pages", "with pages"])
+def test_prefill_hears_of_an_abort_at_first_contact_from_a_decode_that_makes_no_further_step(
+    monkeypatch: pytest.MonkeyPatch, pages: tuple[int, ...]
+) -> None:
+    """An engine without requests does not call us again: what waited for prefill to be known stayed undone."""
+    caches = {role: np.zeros((8, 64), np.uint8) for role in Role}
+    pools = {role: (Pool.from_arrays([caches[role]], page_tokens=16),) for role in Role}
+    configs = {role: RankConfig(engine=role.name, role=role, pools=pools[role]) for role in Role}
+    with open_prefill(replace(configs[Role.PREFILL], registry="embedded")) as prefill:
+        sender = KVSender(prefill.transfer, "", room_from_transfer_id("x"))
+        sender.init(1)
+        sender.send(np.array([3], np.int32))
+        worker = worker_with(monkeypatch, "kv", rank=open_decode(configs[Role.DECODE]))
+        asked = Receive("x", f"http://{prefill.address}", "e", {"kv": pages} if pages else {}, 0, abort=not pages)
+        worker.take_on(Handoffs(receives={"r": asked}))
+        worker.finished({"r"})
+        sender.wait(10.0)
+        assert sender.failure is not None and sender.failure.reason is Reason.ROOM_CANCELLED
+        assert sender.release_safe
+        worker.close()

@@ -6,7 +6,7 @@ import time
 
 from kvgrpc.engines.vllm.groups import KV, count_of
 from kvgrpc.engines.vllm.handoffs import Pages
-from kvgrpc.transfer import Align, KVPoll, KVReceiver, KVSender
+from kvgrpc.transfer import Align, KVReceiver, KVSender
 
 
 class Sending:
@@ -37,9 +37,11 @@ class Receiving:
         self.room = receiver
         self.pages = pages
         self.began = time.monotonic()
-        self.unwanted = abort
+        self.unwanted = False
         self.told_failure = False
-        if not abort:
+        if abort:
+            self.give_up()
+        else:
             receiver.init(pages, first_page=first_page)
 
     @property
@@ -48,13 +50,9 @@ class Receiving:
         return count_of(self.pages) > 0
 
     def give_up(self) -> None:
-        """The request is over for vLLM."""
+        """The request is over for vLLM. Prefill hears of it once it is known, also where no step follows this one."""
         self.unwanted = True
-
-    def follow(self) -> None:
-        """An abort waits until prefill is known: only then it hears of it, and gets its blocks back."""
-        if self.unwanted and self.room.poll() is not KVPoll.Bootstrapping:
-            self.room.abort()
+        self.room.abort("decode gave the request up")
 
     @property
     def failed(self) -> bool:

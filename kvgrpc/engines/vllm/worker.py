@@ -105,7 +105,6 @@ class Worker:
     def _received(self) -> set[str]:
         waited_for = set()
         for number, receiving in list(self._receiving.items()):
-            receiving.follow()
             if receiving.failed:
                 receiving.told_failure = True
                 self._fail(number, receiving)
