@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -39,6 +40,9 @@ logger = logging.getLogger("vllm." + __name__)
 _THREADS = 2
 _CLOSE_SECONDS = 5.0
 _QUIET_SECONDS = 30.0
+_POLL_SECONDS = 0.5
+# Memory of closed tiers whose stores hang: as long as somebody has a view of it, vLLM does not unmap it.
+_STILL_USED: list[object] = []
 
 
 class KvGrpcTier(SecondaryTierManager):
@@ -79,6 +83,7 @@ class KvGrpcTier(SecondaryTierManager):
         self._lookups = Lookups(tier_type, self.contained)
         self._readers = ThreadPoolExecutor(_THREADS, "kvgrpc-tier-read")
         self._writers = ThreadPoolExecutor(_THREADS, "kvgrpc-tier-write")
+        self._closing = threading.Event()
         self._running: dict[int, tuple[Future[list[bool]], TransferJob]] = {}
         # A store that is down is asked for every request.
         self._lines = RateLimited(logger, lines=1, seconds=_QUIET_SECONDS)
@@ -119,15 +124,32 @@ class KvGrpcTier(SecondaryTierManager):
         wait([future for future, _ in self._running.values()])
 
     def shutdown(self) -> None:
-        self._lookups.shutdown()
+        """Within _CLOSE_SECONDS, whatever the store does. Jobs that run have half of it to end as they should; memory
+        that a hung store may still write to stays mapped.
+        """
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        self._closing.set()
+        asking = threading.Thread(target=self._lookups.shutdown, name="kvgrpc-tier-close", daemon=True)
+        asking.start()
         for pool in (self._readers, self._writers):
-            pool.shutdown(wait=True, cancel_futures=True)
-        self._backend.close(_CLOSE_SECONDS)
+            pool.shutdown(wait=False, cancel_futures=True)
+        _, hung = wait([future for future, _ in self._running.values()], _CLOSE_SECONDS / 2)
+        closed = self._backend.close(max(0.0, deadline - time.monotonic()))
+        asking.join(max(0.0, deadline - time.monotonic()))
+        if not closed:
+            _STILL_USED.append(self._primary_kv_view.obj)
+        if hung or not closed or asking.is_alive():
+            left = f"{len(hung)} jobs{' and a question' if asking.is_alive() else ''}"
+            memory = "" if closed else ", and vLLM's host cache stays mapped: the store may still use it"
+            what = f"the store still hangs after {_CLOSE_SECONDS:g} s, with {left} under way{memory}"
+            logger.error("kvgrpc: tier %s is closed: %s", self.tier_type, what)
 
     # On the tier's own threads.
 
     def contained(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """Which chunks the store holds."""
+        if self._closing.is_set():
+            return [False] * len(keys)
         return self._backend.contains(self._names(keys), self._timeout)
 
     def _submit(self, pool: ThreadPoolExecutor, call: Callable[..., list[PageResult]], job: TransferJob) -> None:
@@ -137,16 +159,22 @@ class KvGrpcTier(SecondaryTierManager):
         self._running[job.job_id] = pool.submit(self._run, call, names, pages), job
 
     def _run(self, call: Callable[..., list[PageResult]], names: list[str], pages: Sequence[PageBuffers]) -> list[bool]:
-        """Returns only when the store uses the chunks no more: vLLM gives them to others."""
+        """Returns only when the store uses the chunks no more, for vLLM gives them to others, or the tier closes."""
         results = call(names, pages, self._timeout)
         for result in results:
             if result.released is not None:
-                while not result.released.wait(_QUIET_SECONDS):
-                    logger.error("kvgrpc: the store still uses chunks of a call that timed out")
+                self._wait_for(result.released)
         bad = next((result for result in results if result.detail), None)
         if bad is not None:
             self._complain(f"{names[results.index(bad)][-80:]}: {bad.detail}")
         return [result.ok for result in results]
+
+    def _wait_for(self, released: threading.Event) -> None:
+        say_at = time.monotonic() + _QUIET_SECONDS
+        while not released.wait(_POLL_SECONDS) and not self._closing.is_set():
+            if time.monotonic() >= say_at:
+                say_at += _QUIET_SECONDS
+                logger.error("kvgrpc: the store still uses chunks of a call that timed out")
 
     def _result(self, future: Future[list[bool]], job: TransferJob) -> JobResult:
         keys = list(job.keys)

@@ -1,0 +1,99 @@
+"""The end of the tier under a store that hangs. test_vllm_offloading.py has real engines."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.v1.kv_offload.base import ReqContext
+from vllm.v1.kv_offload.tiering.base import TransferJob
+
+from kvgrpc.engines.vllm import tier as module
+from kvgrpc.engines.vllm.tier import KvGrpcTier
+from kvgrpc.prefetch.storage.base import MemoryRange, PageBuffers, PageResult, timed_out
+from kvgrpc.prefetch.storage.keys import PageIdentity
+
+KEY = b"0" * 32 + b"\0\0\0\0"
+CHUNKS, CHUNK_BYTES = 4, 4096
+
+
+class Hung:
+    """A store whose calls time out, and which uses their buffers until ``released``."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+        self.asked = threading.Event()
+
+    def register(self, memory: Sequence[MemoryRange]) -> None: ...
+
+    def contains(self, keys: Sequence[str], timeout: float) -> list[bool]:
+        self.asked.set()
+        self.released.wait(timeout)
+        return [False] * len(keys)
+
+    def write(self, keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
+        return [timed_out("it hangs", self.released) for _ in keys]
+
+    def close(self, timeout: float) -> bool:
+        return self.released.wait(timeout)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Hung:
+    hung = Hung()
+    monkeypatch.setattr(module, "_CLOSE_SECONDS", 2.0)
+    monkeypatch.setattr(module, "open_backend", lambda *_: hung)
+    monkeypatch.setattr(
+        module, "identity_of", lambda *_: PageIdentity(model="m", dtype="float16", layout="l", page_size=16)
+    )
+    return hung
+
+
+def tier_over(memory: mmap.mmap) -> tuple[KvGrpcTier, memoryview]:
+    view = memoryview(np.frombuffer(memory, np.uint8).reshape(CHUNKS, CHUNK_BYTES))
+    made: Any = KvGrpcTier(SimpleNamespace(), view, "KvGrpcTier", "file", timeout=30.0)
+    made.submit_store(TransferJob(1, [KEY], np.array([2]), False, ReqContext(req_id="r")))
+    return made, view
+
+
+def close_within(tier: KvGrpcTier, seconds: float) -> float:
+    """How long it took; the thread is left where it takes longer."""
+    began, closing = time.monotonic(), threading.Thread(target=tier.shutdown, daemon=True)
+    closing.start()
+    closing.join(seconds)
+    assert not closing.is_alive(), f"shutdown takes longer than {seconds:g} s"
+    return time.monotonic() - began
+
+
+def test_a_store_that_hangs_does_not_hold_the_engines_end_and_keeps_the_memory_that_it_uses(
+    store: Hung, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = mmap.mmap(-1, CHUNKS * CHUNK_BYTES)
+    tier, view = tier_over(memory)
+    tier.lookup(KEY, ReqContext(req_id="r"))
+    tier.on_schedule_end(None)
+    assert store.asked.wait(5.0)
+    try:
+        close_within(tier, 6.0)
+        assert "still hangs" in caplog.text
+        view.release()  # as vLLM's primary tier does next
+        with pytest.raises(BufferError):  # which vLLM takes for: somebody still writes there
+            memory.close()
+    finally:
+        store.released.set()
+        module._STILL_USED.clear()
+
+
+def test_a_store_that_answers_is_closed_without_a_word(store: Hung, caplog: pytest.LogCaptureFixture) -> None:
+    memory = mmap.mmap(-1, CHUNKS * CHUNK_BYTES)
+    tier, _ = tier_over(memory)
+    store.released.set()
+    assert close_within(tier, 6.0) < 1.0
+    assert [line for line in caplog.records if line.levelno >= logging.ERROR] == [] and not module._STILL_USED
