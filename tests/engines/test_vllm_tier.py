@@ -57,7 +57,8 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Hung:
 
 
 def tier_over(memory: mmap.mmap) -> tuple[KvGrpcTier, memoryview]:
-    view = memoryview(np.frombuffer(memory, np.uint8).reshape(CHUNKS, CHUNK_BYTES))
+    chunks: Any = np.frombuffer(memory, np.uint8).reshape(CHUNKS, CHUNK_BYTES)
+    view = memoryview(chunks)
     made: Any = KvGrpcTier(SimpleNamespace(), view, "KvGrpcTier", "file", timeout=30.0)
     made.submit_store(TransferJob(1, [KEY], np.array([2]), False, ReqContext(req_id="r")))
     return made, view
