@@ -420,7 +420,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
                 self._routes.find_anew(room)
         for lost in work.lost_peers:
             self._routes.await_restart(lost)
-        for stream in work.dials:
+        for stream in () if self.closed else work.dials:  # a goodbye that answers ours is a break to the core
             self._sessions[stream] = _Session()
             self._begin(self._dial(stream), f"session {stream.pair.ref}")
         for stream in work.closes:

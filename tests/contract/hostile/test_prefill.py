@@ -26,6 +26,7 @@ from kvgrpc.v1 import common_pb2, error_reason_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
 from kvgrpc.wire import rank_ref_to_pb
+from tests.contract.hostile.conftest import TIMING
 from tests.contract.transfer_peers import (
     FAILED,
     OPEN,
@@ -124,6 +125,27 @@ class TestPrefillsThatLie:
         receiver = self.meet(decode, server, room)
         wait_until(lambda: receiver.poll() is KVPoll.Failed)
         assert session_tasks(decode) <= before + 3
+
+    def test_a_decode_that_closed_dials_nobody_again(self, serve: Serve, room: int) -> None:
+        """Its pages are held still, and the goodbye that answers its own looked like a break: the session that followed
+        outlived the rank."""
+
+        def script(server: PrefillServer, requests: Iterator[pb.SessionRequest]) -> Iterator[Any]:
+            yield server.welcome()
+            yield from (pb.SessionResponse() for _ in requests)
+            yield pb.SessionResponse(goodbye=pb.Goodbye())
+
+        server = serve(script)
+        closing = RankHost("D2", "DECODE", {"timing": TIMING})
+        before = session_tasks(closing)
+        receiver = self.meet(closing, server, room)
+        wait_until(lambda: any(request.rooms for request in server.heard))
+        time.sleep(10 * TIMING.tick_seconds)  # an early break would wait before its dial
+        closing.close(2.0)
+        assert receiver.failure is not None
+        time.sleep(0.5)
+        assert server.sessions == 1
+        assert session_tasks(closing) <= before
 
     def test_a_dial_that_was_given_up_during_its_lookup_is_not_made_later(
         self, decode: RankHost, serve: Serve, room: int, monkeypatch: pytest.MonkeyPatch
