@@ -16,9 +16,13 @@ from kvgrpc.observability.logging import one_line
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from kvgrpc.client import SyncClient
+    from google.protobuf.message import Message
+
+    from kvgrpc.client import Engines, SyncClient
     from kvgrpc.v1 import common_pb2
     from kvgrpc.v1 import registry_service_pb2 as pb
+
+WARMS_UP = "the registry warms up: more may be there"
 
 
 @click.command()
@@ -35,7 +39,7 @@ def engines(client: SyncClient, role: str | None, watch: bool, as_json: bool) ->
         return show_changes(client.watch_engines(role=wanted, without_pools=True), as_json)
     found = client.list_engines(role=wanted)
     if as_json:
-        return show_json(*found)
+        return show_with_warming_up(found, found)
     columns = ("engine", "role", "state", "#ranks", "layout", "model")
     rows = [
         (
@@ -49,6 +53,7 @@ def engines(client: SyncClient, role: str | None, watch: bool, as_json: bool) ->
         for engine in found
     ]
     show_table(f"Engines at {client.address}", columns, rows, "none is registered")
+    warn_of_warming_up(found)
     warn_of_missing_streams(found)
 
 
@@ -65,7 +70,7 @@ def show_changes(messages: Iterator[pb.WatchEnginesResponse], as_json: bool) -> 
             if message.state_complete:
                 print("that is all; now what changes", flush=True)
             if message.warming_up != warming_up:
-                print("the registry warms up: more may be there" if message.warming_up else "it knows everybody now")
+                print(WARMS_UP if message.warming_up else "it knows everybody now")
         warming_up = message.warming_up
 
 
@@ -87,10 +92,10 @@ def change_lines(change: pb.EngineChange) -> Iterator[str]:
 @calls_a_registry
 def ranks(client: SyncClient, engine: str | None, as_json: bool) -> None:
     """List the ranks of one ENGINE, or of all, and where they listen."""
-    engines_found = [client.get_engine(engine)] if engine else list(all_engines(client))
+    engines_found = with_rows(client, engine)
     found = [row for at in engines_found for row in at.rows]
     if as_json:
-        return show_json(*found)
+        return show_with_warming_up(engines_found, found)
     columns = ("rank", "role", "server", "events", "data plane", "pools", "#epoch")
     rows = [
         (
@@ -105,14 +110,34 @@ def ranks(client: SyncClient, engine: str | None, as_json: bool) -> None:
         for row in found
     ]
     show_table(f"Ranks at {client.address}", columns, rows, "none is registered")
+    warn_of_warming_up(engines_found)
     warn_of_missing_streams(engines_found)
 
 
-def all_engines(client: SyncClient) -> Iterator[pb.Engine]:
-    """With their rows. One that has left since it was listed is passed over."""
-    for listed in client.list_engines():
+def with_rows(client: SyncClient, name: str | None) -> Engines:
+    """The engine of this name, or all. One that has left since it was listed is passed over."""
+    from kvgrpc.client import Engines
+
+    if name:
+        return Engines([client.get_engine(name)])
+    listed, found = client.list_engines(), Engines()
+    found.warming_up = listed.warming_up
+    for engine in listed:
         with contextlib.suppress(EngineNotFound):
-            yield client.get_engine(listed.name)
+            found.append(client.get_engine(engine.name))
+    return found
+
+
+def show_with_warming_up(engines: Engines, messages: Iterable[Message]) -> None:
+    """What is there, a line each; then, of a registry that may not know everybody yet, a line that says so."""
+    show_json(*messages)
+    if engines.warming_up:
+        print('{"warmingUp":true}', flush=True)
+
+
+def warn_of_warming_up(found: Engines) -> None:
+    if found.warming_up:
+        click.secho(WARMS_UP, fg="yellow", err=True)
 
 
 def warn_of_missing_streams(found: Iterable[pb.Engine]) -> None:

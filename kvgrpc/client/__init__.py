@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from kvgrpc.client.aio import Client
+from kvgrpc.client.engines import Engines
 from kvgrpc.client.sync import SyncClient
 from kvgrpc.client.watch import Begin, Dropped, Heartbeat, Payloads, Snapshot, TypedBatches, WatchPart
 from kvgrpc.rpc.security import ClientSecurity
@@ -25,6 +26,7 @@ __all__ = [
     "Client",
     "ClientSecurity",
     "Dropped",
+    "Engines",
     "EventFollower",
     "Heartbeat",
     "Payloads",

@@ -13,6 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvgrpc.client.cursor import Cursor
+from kvgrpc.client.engines import Engines
 from kvgrpc.client.stall import StallDetector
 from kvgrpc.client.watch import WatchPart, part_of
 from kvgrpc.errors import InvalidRequest, KvGrpcError, PeerUnreachable
@@ -84,16 +85,19 @@ class Client:
 
     async def list_engines(
         self, *, role: common_pb2.Role.ValueType = common_pb2.ROLE_UNSPECIFIED, include_rows: bool = False
-    ) -> list[registry_service_pb2.Engine]:
-        """All engines, ordered by name."""
+    ) -> Engines:
+        """All engines, ordered by name; ``warming_up`` of the list says that there may be more."""
         stub = RegistryServiceStub(self._channel())
+        found = Engines()
 
         async def page(token: str) -> tuple[Iterable[registry_service_pb2.Engine], str]:
             request = registry_service_pb2.ListEnginesRequest(page_token=token, role=role, include_rows=include_rows)
             response = await self._read(stub.ListEngines, request)
+            found.warming_up |= response.warming_up
             return response.engines, response.next_page_token
 
-        return await _pages(page)
+        found.extend(await _pages(page))
+        return found
 
     async def get_engine(self, engine: str) -> registry_service_pb2.Engine:
         """One engine with all of its rows."""

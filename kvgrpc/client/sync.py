@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvgrpc.client.aio import Client
+from kvgrpc.client.engines import Engines
 from kvgrpc.client.watch import WatchPart
 from kvgrpc.errors import PeerUnreachable
 from kvgrpc.rpc.loop import LoopThread
@@ -55,7 +56,7 @@ class SyncClient:
 
     def list_engines(
         self, *, role: common_pb2.Role.ValueType = common_pb2.ROLE_UNSPECIFIED, include_rows: bool = False
-    ) -> list[registry_service_pb2.Engine]:
+    ) -> Engines:
         """As ``Client.list_engines``."""
         return self._run(self._client.list_engines(role=role, include_rows=include_rows))
 

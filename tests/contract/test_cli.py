@@ -110,6 +110,22 @@ def test_engines_can_be_asked_for_by_role(kvgrpc: Callable[..., Ended], handoff:
     assert [line["name"] for line in ended.lines] == ["D"]
 
 
+@pytest.mark.parametrize("command_name", ["engines", "ranks"])
+def test_a_registry_that_warms_up_is_not_believed_to_know_everybody(
+    kvgrpc: Callable[..., Ended], command_name: str
+) -> None:
+    registry = RegistryServer(["127.0.0.1:0"], lease_ttl=1.0).open()
+    try:
+        ended = kvgrpc(command_name, "-s", registry.address)
+        assert (ended.code, ended.err) == (0, "the registry warms up: more may be there\n")
+        assert kvgrpc(command_name, "-s", registry.address, "--json").lines == [{"warmingUp": True}]
+        time.sleep(1.1)
+        assert kvgrpc(command_name, "-s", registry.address).err == ""
+        assert kvgrpc(command_name, "-s", registry.address, "--json").lines == []
+    finally:
+        registry.close()
+
+
 def test_rooms_are_shown_on_prefill_and_on_decode(kvgrpc: Callable[..., Ended], handoff: Handoff) -> None:
     for address in (handoff.prefill_address, handoff.decode_address):
         rooms = kvgrpc("rooms", "-s", address, "--json")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from kvgrpc.cli.registry import all_engines, change_lines, missing_streams
+from kvgrpc.cli.registry import change_lines, missing_streams, with_rows
+from kvgrpc.client import Engines
 from kvgrpc.errors import EngineNotFound
 from kvgrpc.v1 import registry_service_pb2 as pb
 
@@ -25,5 +26,6 @@ def test_an_engine_that_left_since_it_was_listed_hides_no_other() -> None:
         return pb.Engine(name=name)
 
     names = ("a", "gone", "b")
-    client: Any = SimpleNamespace(list_engines=lambda: [pb.Engine(name=name) for name in names], get_engine=get_engine)
-    assert [engine.name for engine in all_engines(client)] == ["a", "b"]
+    listed = Engines(pb.Engine(name=name) for name in names)
+    client: Any = SimpleNamespace(list_engines=lambda: listed, get_engine=get_engine)
+    assert [engine.name for engine in with_rows(client, None)] == ["a", "b"]
