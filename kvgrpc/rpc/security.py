@@ -173,9 +173,10 @@ class TokenTable:
 
 def parse_tokens(text: str) -> tuple[Token, ...]:
     """Lines "role:secret", with a name or a scope before the colon: "consumer router-a:secret",
-    "rank prefill-* role=prefill:secret". Blank lines and # comments are skipped. Raises InvalidRequest naming the line.
+    "rank prefill-* role=prefill:secret". Blank lines and # comments are skipped. Raises InvalidRequest naming the line, also
+    for one that gives a secret another role, name or scope: who has it would be what the last line says.
     """
-    tokens = []
+    tokens: dict[str, tuple[int, Token]] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip() and not line.strip().startswith("#"):
             token = _token_of(line)
@@ -185,8 +186,11 @@ def parse_tokens(text: str) -> tuple[Token, ...]:
                     "ROLE [NAME]:SECRET with rank, consumer or operator, or rank ENGINES [role=prefill|decode]:SECRET"
                 )
                 raise InvalidRequest.of("tokens", f"line {number}", rule)
-            tokens.append(token)
-    return tuple(tokens)
+            first, before = tokens.setdefault(token.secret, (number, token))
+            if before != token:
+                same = f"the same on lines {first} and {number}"
+                raise InvalidRequest.of("tokens", same, "secrets that have one role, name and scope each")
+    return tuple(token for _, token in tokens.values())
 
 
 _ROLE_NAMES = {role.value for role in CallerRole}
