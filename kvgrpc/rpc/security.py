@@ -156,9 +156,14 @@ class TokenTable:
     """The tokens of a server, from its configuration and from the file that may change. Thread-safe."""
 
     def __init__(self, security: ServerSecurity) -> None:
-        """Raises InvalidRequest for a file that cannot be read or parsed."""
+        """Raises InvalidRequest for a file that cannot be read or parsed, or that lets nobody in. One that becomes
+        empty later takes all its tokens back.
+        """
         self._configured = security.tokens
         self._file = ReloadedFile(security.token_file, "tokens_file", parse_tokens) if security.token_file else None
+        if self._file is not None and not (self._file.value() or security.tokens or security.client_ca_file):
+            rule = "a file with a token, a line ROLE [NAME]:SECRET: without one nobody could call"
+            raise InvalidRequest.of("tokens_file", security.token_file, rule)
 
     def find(self, authorization: str) -> Token | None:
         """The token of "Bearer SECRET". Compares with every token, each in a time that tells nothing of it."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kvgrpc.errors import InvalidRequest
-from kvgrpc.rpc.security import parse_tokens
+from kvgrpc.rpc.security import ServerSecurity, Token, TokenTable, parse_tokens
 
 
 @pytest.mark.parametrize("other", ["consumer:hush", "operator boss:hush", "rank p-*:hush"])
@@ -18,3 +20,26 @@ def test_one_secret_has_one_role_name_and_scope(other: str) -> None:
 def test_a_line_that_is_there_twice_is_no_conflict() -> None:
     (token,) = parse_tokens("operator:hush\noperator: hush\n")
     assert token.secret == "hush"
+
+
+@pytest.mark.parametrize("content", ["", "# operator:hush\n"])
+def test_a_file_that_lets_nobody_in_is_refused_at_the_start(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text(content)
+    with pytest.raises(InvalidRequest) as refused:
+        TokenTable(ServerSecurity(token_file=str(file)))
+    assert str(file) in str(refused.value) and "hush" not in str(refused.value)
+    (other,) = parse_tokens("operator:other")
+    TokenTable(ServerSecurity(token_file=str(file), tokens=(other,)))
+    TokenTable(ServerSecurity(token_file=str(file), client_ca_file="ca.pem"))
+
+
+def test_a_file_that_becomes_empty_takes_its_tokens_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvgrpc.rpc.reloading.CHECK_SECONDS", 0.0)
+    file = tmp_path / "tokens"
+    file.write_text("operator:hush")
+    table = TokenTable(ServerSecurity(token_file=str(file)))
+    monkeypatch.setattr(table._file, "_next_look", 0.0)
+    assert isinstance(table.find("Bearer hush"), Token)
+    file.write_text("")
+    assert table.find("Bearer hush") is None
