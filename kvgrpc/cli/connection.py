@@ -106,13 +106,17 @@ def _with_client(function: Callable[Concatenate[SyncClient, ...], None], where: 
         **options: Any,
     ) -> None:
         from kvgrpc.client import ClientSecurity, SyncClient
+        from kvgrpc.rpc.security import checked_token
 
         check_target(server, "--server")
+        token = "" if token_file else os.environ.get("KVGRPC_TOKEN", "")
+        if token:
+            checked_token(token, "KVGRPC_TOKEN")
         security = ClientSecurity(
             ca_file=ca_file or "",
             cert_file=cert_file or "",
             key_file=key_file or "",
-            token="" if token_file else os.environ.get("KVGRPC_TOKEN", ""),
+            token=token,
             token_file=token_file or "",
             server_name=server_name,
             insecure=insecure,

@@ -7,6 +7,7 @@ in plaintext.
 from __future__ import annotations
 
 import enum
+import functools
 import hmac
 import re
 from collections.abc import Callable
@@ -145,10 +146,11 @@ class ClientSecurity:
     def token_source(self) -> Callable[[], str] | None:
         """Gives the token of the moment; None: there is none. Raises InvalidRequest for a file without one."""
         if self.token:
-            token = _one_token(self.token)
+            token = checked_token(self.token, "token")
             return lambda: token
         if self.token_file:
-            return ReloadedFile(self.token_file, "token_file", _one_token).value
+            parse = functools.partial(checked_token, field="token_file", file=self.token_file)
+            return ReloadedFile(self.token_file, "token_file", parse).value
         return None
 
 
@@ -217,11 +219,27 @@ def _token_of(line: str) -> Token | None:
     return Token(CallerRole(role), secret.strip(), "".join(scope), engine_role)
 
 
-def _one_token(text: str) -> str:
+def checked_token(text: str, field: str, file: str = "") -> str:
+    """The one word of ``text``. Raises InvalidRequest saying what is wrong with it, without showing it.
+
+    ``field``: the setting or variable that it comes from, ``file``: the file, if it comes from one.
+    """
     token = text.strip()
-    if not token or not token.isascii() or not token.isprintable() or " " in token:
-        raise InvalidRequest.of("token", "a secret", "one word of printable ASCII characters")
+    wrong = _wrong_with(token)
+    if wrong:
+        where = f"{file}: " if file else ""
+        raise InvalidRequest.of(field, where + wrong, "one word of printable ASCII characters")
     return token
+
+
+def _wrong_with(token: str) -> str:
+    if not token:
+        return "nothing"
+    if any(character.isspace() for character in token):
+        return "text with white space in it"
+    if not token.isascii():
+        return "text with characters that are not ASCII"
+    return "" if token.isprintable() else "text with control characters"
 
 
 def _not_allowed(text: str, address: str) -> KvGrpcError:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from kvgrpc.cli.main import main
 from kvgrpc.errors import InvalidRequest
-from kvgrpc.rpc.security import ServerSecurity, Token, TokenTable, parse_tokens
+from kvgrpc.rpc.security import ClientSecurity, ServerSecurity, Token, TokenTable, parse_tokens
 
 
 @pytest.mark.parametrize("other", ["consumer:hush", "operator boss:hush", "rank p-*:hush"])
@@ -43,3 +44,26 @@ def test_a_file_that_becomes_empty_takes_its_tokens_back(tmp_path: Path, monkeyp
     assert isinstance(table.find("Bearer hush"), Token)
     file.write_text("")
     assert table.find("Bearer hush") is None
+
+
+UNUSABLE = [(" ", "nothing"), ("hush hush", "white space"), ("hüsh", "not ASCII"), ("hu\x07sh", "control characters")]
+
+
+@pytest.mark.parametrize(("content", "wrong"), [("", "nothing"), *UNUSABLE])
+def test_a_file_without_a_usable_token_is_named(content: str, wrong: str, tmp_path: Path) -> None:
+    file = tmp_path / "own"
+    file.write_text(content)
+    with pytest.raises(InvalidRequest) as refused:
+        ClientSecurity(token_file=str(file)).token_source()
+    assert f"{file}: " in str(refused.value) and wrong in str(refused.value) and "sh" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("content", "wrong"), UNUSABLE)
+def test_a_variable_without_a_usable_token_is_named(
+    content: str, wrong: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVGRPC_TOKEN", content)
+    with pytest.raises(SystemExit):
+        main(["sessions"])
+    said = capsys.readouterr().err
+    assert said.startswith("INVALID_REQUEST: KVGRPC_TOKEN: ") and wrong in said and "sh" not in said
