@@ -127,10 +127,12 @@ class KvGrpcError(Exception):
 
     ``message`` says what happened and what to do about it; ``metadata`` holds the documented keys, ``retry_after`` the
     seconds after which the same call may be repeated (None: do not), ``violations`` the wrong fields of a request.
+    ``answered``: whether the status of a call said it; else it was found in this process.
     """
 
     reason: ClassVar[Reason] = Reason.UNSPECIFIED
     code: ClassVar[str] = "UNKNOWN"
+    answered = False
 
     def __init__(
         self,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from kvgrpc.errors import KvGrpcError, Reason
+from kvgrpc.errors import AddressNotAllowed, InvalidRequest, KvGrpcError, Reason
 from kvgrpc.observability.logging import one_line
 
 INTERRUPTED = 130
+WRONG_USAGE = 2
 # As grpcurl does: 64 + the number of the status code.
 STATUS_EXIT = 64
 _LONGEST_MESSAGE = 1024
@@ -57,10 +58,13 @@ def explain(error: KvGrpcError, next_step: str = "") -> int:
     next_step = next_step or of_reason
     if next_step:
         console.print(Text(next_step, style="cyan"))
-    return exit_code(error.code)
+    return exit_code(error)
 
 
-def exit_code(code: str) -> int:
+def exit_code(error: KvGrpcError) -> int:
+    """A server's refusal tells scripts its status code; what was wrong before one was asked is wrong usage."""
     import grpc
 
-    return STATUS_EXIT + int(grpc.StatusCode[code].value[0])
+    if isinstance(error, InvalidRequest | AddressNotAllowed) and not error.answered:
+        return WRONG_USAGE
+    return STATUS_EXIT + int(grpc.StatusCode[error.code].value[0])

@@ -54,7 +54,10 @@ def error_from(error: grpc.RpcError) -> KvGrpcError:
     code = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
     text = (error.details() if hasattr(error, "details") else "") or code.name
     known = _from_details(_details_in(error), code, text)
-    return known if known is not None else _with_code(KvGrpcError(text, metadata={"grpcCode": code.name}), code)
+    if known is None:
+        known = _with_code(KvGrpcError(text, metadata={"grpcCode": code.name}), code)
+    known.answered = True
+    return known
 
 
 def _details(error: KvGrpcError, value_bytes: int, violations: tuple[Violation, ...]) -> list[Message]:

@@ -43,3 +43,21 @@ def test_a_file_that_is_too_long_is_not_cut_in_silence(
 def test_a_size_that_is_none_is_wrong_usage(size: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, said = ended_with(["topology", "--prefill", f"tp={size}", "--decode", "tp=1"], capsys)
     assert code == 2 and f"tp={size}" in said
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["sessions", "-s", ""],
+        ["sessions", "-s", "host"],
+        ["sessions", "--cert-file", __file__],
+        ["serve", "registry", "--listen", "nonsense"],
+        ["serve", "registry", "--listen", "0.0.0.0:0"],
+    ],
+    ids=str,
+)
+def test_what_is_wrong_before_a_server_is_asked_is_wrong_usage(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, said = ended_with(arguments, capsys)
+    assert code == 2 and said.startswith(("INVALID_REQUEST: ", "ADDRESS_NOT_ALLOWED: "))
