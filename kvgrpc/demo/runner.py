@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import secrets
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -68,7 +69,11 @@ class DemoOptions:
 
 
 def run(options: DemoOptions) -> int:
-    """Runs the demo and returns the exit code: 0 when everything was equal, 1 when not, 130 after Ctrl-C."""
+    """Runs the demo and returns the exit code: 0 when everything was equal, 1 when not, 130 after Ctrl-C.
+
+    For the main thread of a process. SIGTERM ends it as Ctrl-C does, and its processes and its files with it.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     view = JsonView() if options.as_json else View()
     result = DemoResult(options.data_plane or "mooncake")
     began = time.monotonic()
@@ -280,7 +285,7 @@ def _prefetch(client: SyncClient, prompt: list[int], cache: CacheResult) -> None
 
 
 def _stay(processes: Processes) -> None:
-    """Until Ctrl-C, or until a process ends by itself."""
+    """Until Ctrl-C or SIGTERM, or until a process ends by itself."""
     with suppress(KeyboardInterrupt):
         while True:
             processes.receive(time.monotonic() + 3600.0)

@@ -231,3 +231,11 @@ def test_mooncake_that_cannot_load_gives_way_to_shm_when_nobody_asked_for_it(tmp
     assert code == 0
     assert "until then the demo runs over shm" in out
     assert "over shm" in out.splitlines()[-1]
+
+
+def test_sigterm_takes_the_files_along(tmp_path: Path) -> None:
+    with running("--keep-running", "--data-plane", "shm", environment={"TMPDIR": str(tmp_path)}) as demo:
+        wait_until(lambda: list(tmp_path.glob("kvgrpc-demo-*")), seconds=DEMO_SECONDS)
+        demo.signal(signal.SIGTERM)
+        code, _, _ = demo.ended()
+    assert (code, list(tmp_path.glob("kvgrpc-demo-*"))) == (130, [])
