@@ -47,6 +47,8 @@ class ServerAlone(ABC):
         check_call_limits(call_limits)
         for address in listen:
             check_listen(address)
+        if metrics_listen:
+            check_listen(metrics_listen, "metrics_listen", unix=False)
         self.address = ""
         self.metrics_address = ""
         self._listen = tuple(listen)

@@ -45,6 +45,14 @@ def test_a_size_that_is_none_is_wrong_usage(size: str, capsys: pytest.CaptureFix
     assert code == 2 and f"tp={size}" in said
 
 
+@pytest.mark.parametrize("server", [["registry"], ["index", "--source", "127.0.0.1:1"]], ids=str)
+def test_a_wrong_metrics_listen_is_refused_before_a_port_is_open(
+    server: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, said = ended_with(["serve", *server, "--listen", "127.0.0.1:0", "--metrics-listen", "x"], capsys)
+    assert code == 2 and "INVALID_REQUEST: metrics_listen: " in said and "drains" not in said
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
