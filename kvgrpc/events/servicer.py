@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ from kvgrpc.v1.event_service_pb2_grpc import EventServiceServicer
 MAX_WATCHES = 4096
 HEARTBEAT_SECONDS = 1.0
 RETRY_SECONDS = 1.0
+_SHOWN_STREAMS = 4
 
 
 class EventServicer(EventServiceServicer):
@@ -78,11 +80,19 @@ class EventServicer(EventServiceServicer):
             # dp 0 is also what was left out.
             key = (only.engine, request.dp or only.dp)
         if key not in self._streams:
+            engine, dp = key
             raise StreamNotFound(
-                f"no event stream of engine {request.engine!r} dp {request.dp} here: ask its rank with pp, cp, tp = 0",
+                f"no event stream of engine {engine!r} dp {dp} here, {self._what_is_here()}",
                 metadata={"engine": request.engine, "dp": request.dp},
             )
         return self._streams[key]
+
+    def _what_is_here(self) -> str:
+        if not self._streams:
+            return "and no other: ask its rank with pp, cp, tp = 0"
+        shown = [f"{engine} dp {dp}" for engine, dp in itertools.islice(self._streams, _SHOWN_STREAMS)]
+        more = len(self._streams) - len(shown)
+        return f"but {', '.join(shown)}{f' and {more} more' if more else ''}"
 
     @contextmanager
     def _admitted(self) -> Iterator[None]:

@@ -65,4 +65,15 @@ async def test_an_unknown_stream_is_refused(fields: dict[str, Any]) -> None:
 async def test_a_process_without_a_stream_says_so() -> None:
     async with served(dps=0) as events:
         assert not (await events.stub.ListStreams(pb.ListStreamsRequest())).streams
-        assert (await events.refusal()).reason.name == "STREAM_NOT_FOUND"
+        refused = await events.refusal()
+        assert refused.reason.name == "STREAM_NOT_FOUND" and "ask its rank with pp, cp, tp = 0" in refused.message
+
+
+async def test_who_asks_for_another_stream_is_told_which_there_are() -> None:
+    async with served(dps=6) as events:
+        said = (await events.refusal(engine="engine", dp=7)).message
+    here = "engine dp 0, engine dp 1, engine dp 2, engine dp 3 and 2 more"
+    assert said == f"no event stream of engine 'engine' dp 7 here, but {here}"
+    async with served() as events:
+        said = (await events.refusal(dp=7)).message
+    assert said == "no event stream of engine 'engine' dp 7 here, but engine dp 0"
