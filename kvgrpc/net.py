@@ -62,6 +62,14 @@ def is_unix(address: str) -> bool:
     return address.startswith(_UNIX)
 
 
+def unix_path(address: str) -> str:
+    """The file of "unix:path" or "unix:///path"; empty for any other address."""
+    if not address.startswith("unix:"):
+        return ""
+    path = address.removeprefix("unix:")
+    return path.removeprefix("//") if path.startswith("//") else path
+
+
 def is_wildcard(host: str) -> bool:
     """Whether binding it means every address of this host."""
     return host in _WILDCARDS

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
+import os
 import socket
 
 from kvgrpc.errors import PeerUnreachable
-from kvgrpc.net import is_unix, split
+from kvgrpc.net import is_unix, split, unix_path
 
 LOOK_SECONDS = 1.0
 # What a client of HTTP/2 says first, and an empty SETTINGS frame.
@@ -35,6 +36,9 @@ class Listens(enum.Enum):
 
 def next_step(address: str, *, with_tls: bool, where: str) -> str:
     """``where``: how to find a server of the kind that was asked."""
+    path = unix_path(address)
+    if path and os.path.isdir(path):
+        return f"{path} is a directory: name the socket in it."
     found = what_listens(address)
     if found is Listens.TLS and not with_tls:
         return (
@@ -106,11 +110,10 @@ def _connected(address: str) -> socket.socket:
     if not is_unix(address):
         host, port = split(address)
         return socket.create_connection((host, int(port)), LOOK_SECONDS)
-    path = address.removeprefix("unix:")
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(LOOK_SECONDS)
     try:
-        connection.connect(path.removeprefix("//") if path.startswith("//") else path)
+        connection.connect(unix_path(address))
     except OSError:
         connection.close()
         raise

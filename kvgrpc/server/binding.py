@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from kvgrpc.errors import AddressNotAllowed
-from kvgrpc.net import is_unix, joined, port_of, split
+from kvgrpc.net import is_unix, joined, port_of, split, unix_path
 
 _UNIX_MODE = 0o600
 
@@ -20,7 +20,7 @@ def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
 
     Looks names up (the library does so too). Raises AddressNotAllowed for an address that is taken or not of this host.
     """
-    path = _unix_path(address)
+    path = unix_path(address)
     if _somebody_listens(path) if path else not _all_free(address):
         raise _taken(address)
     try:
@@ -35,14 +35,6 @@ def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
     if path:
         os.chmod(path, _UNIX_MODE)
     return address if is_unix(address) else joined(split(address)[0], port)
-
-
-def _unix_path(address: str) -> str:
-    """The file of "unix:path" or "unix:///path"; empty for any other address."""
-    if not address.startswith("unix:"):
-        return ""
-    path = address.removeprefix("unix:")
-    return path.removeprefix("//") if path.startswith("//") else path
 
 
 def _somebody_listens(path: str) -> bool:
@@ -100,6 +92,7 @@ def _unusable(address: str, path: str) -> AddressNotAllowed:
             probe.bind(path)
         except OSError as error:
             why = os.strerror(error.errno) if error.errno else str(error)
+            why = "it is a directory" if os.path.isdir(path) else why  # "Address already in use" means a socket
         else:
             os.unlink(path)
             why = "the library refused it"

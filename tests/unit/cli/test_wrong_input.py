@@ -45,6 +45,15 @@ def test_a_size_that_is_none_is_wrong_usage(size: str, capsys: pytest.CaptureFix
     assert code == 2 and f"tp={size}" in said
 
 
+@pytest.mark.parametrize("slashes", ["", "//"])
+def test_a_directory_is_no_socket(slashes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    address = f"unix:{slashes}{tmp_path}"
+    code, said = ended_with(["serve", "registry", "--listen", address], capsys)
+    assert code == 2 and f"cannot listen on {address}: it is a directory" in said
+    code, said = ended_with(["sessions", "-s", address, "--timeout", "0.3"], capsys)
+    assert code == 64 + 14 and f"{tmp_path} is a directory" in said
+
+
 @pytest.mark.parametrize("server", [["registry"], ["index", "--source", "127.0.0.1:1"]], ids=str)
 def test_a_wrong_metrics_listen_is_refused_before_a_port_is_open(
     server: list[str], capsys: pytest.CaptureFixture[str]
