@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, get_origin
 
 import msgspec
@@ -116,9 +116,15 @@ def _file(path: str) -> dict[str, Any]:
     return dict(found)
 
 
-def _misspelt(variable: str, name: str, kinds: Iterable[str]) -> None:
-    if name not in COMMAND_OPTIONS and is_near(name, kinds):
+def refuse_misspelt(variable: str, kinds: Collection[str]) -> None:
+    """Raises InvalidRequest for a variable of the environment that is nearly one of ours, and none."""
+    name = variable.removeprefix(PREFIX).lower()
+    if name not in (*kinds, *OTHERS, *COMMAND_OPTIONS) and is_near(name, kinds):
         raise _unknown(variable, name, [*kinds, *OTHERS])
+
+
+def _misspelt(variable: str, name: str, kinds: Collection[str]) -> None:
+    refuse_misspelt(variable, kinds)
     if name.startswith(COMMAND_PREFIXES):
         _log.info("%s is for the command kvgrpc, and has no effect on a rank", variable)
     else:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import click
 
@@ -73,3 +74,17 @@ def command() -> None:
     Every option can be given as an environment variable: those of a connection as KVGRPC_SERVER or KVGRPC_TOKEN_FILE,
     any other with the name of its command, as KVGRPC_ROOMS_HELD.
     """
+    refuse_misspelt_variables(os.environ)
+
+
+def refuse_misspelt_variables(environment: Mapping[str, str]) -> None:
+    """As a rank does: a command would ask another server than the one that was meant, or listen elsewhere."""
+    from kvgrpc.settings import OTHERS, PREFIX, refuse_misspelt
+
+    ours = [name for name in environment if name.startswith(PREFIX) and name == name.upper()]
+    unsure = [name for name in ours if name.removeprefix(PREFIX).lower() not in OTHERS]
+    if unsure:
+        from kvgrpc.server.config import KINDS  # loads much of a rank
+
+        for variable in unsure:
+            refuse_misspelt(variable, KINDS)

@@ -78,3 +78,32 @@ def test_what_is_wrong_before_a_server_is_asked_is_wrong_usage(
 ) -> None:
     code, said = ended_with(arguments, capsys)
     assert code == 2 and said.startswith(("INVALID_REQUEST: ", "ADDRESS_NOT_ALLOWED: "))
+
+
+@pytest.mark.parametrize(
+    ("variable", "nearest", "arguments"),
+    [
+        ("KVGRPC_LISSTEN", "listen", ["serve", "registry", "--listen", "nonsense"]),
+        ("KVGRPC_SERVR", "server", ["sessions", "-s", "nonsense"]),
+    ],
+)
+def test_a_misspelt_variable_is_refused(
+    variable: str,
+    nearest: str,
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(variable, "a-secret")
+    code, said = ended_with(arguments, capsys)
+    assert code == 2 and said.startswith(f"INVALID_REQUEST: {variable}: must be {nearest} perhaps")
+    assert "a-secret" not in said
+
+
+@pytest.mark.parametrize("variable", ["KVGRPC_ROOM_TOKEN_FILE", "KVGRPC_SERVICE_HOST", "KVGRPC_TOKEN"])
+def test_a_variable_of_an_option_or_of_nobody_is_left_alone(
+    variable: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(variable, "x")
+    code, said = ended_with(["sessions", "-s", "nonsense"], capsys)
+    assert code == 2 and said.startswith("INVALID_REQUEST: --server: ")
