@@ -180,8 +180,10 @@ class TokenTable:
 
 def parse_tokens(text: str) -> tuple[Token, ...]:
     """Lines "role:secret", with a name or a scope before the colon: "consumer router-a:secret",
-    "rank prefill-* role=prefill:secret". Blank lines and # comments are skipped. Raises InvalidRequest naming the line, also
-    for one that gives a secret another role, name or scope: who has it would be what the last line says.
+    "rank prefill-* role=prefill:secret". Blank lines and # comments are skipped.
+
+    Raises InvalidRequest naming the line, also for one that gives a secret another role, name or scope: whoever has it
+    would be what the last line says.
     """
     tokens: dict[str, tuple[int, Token]] = {}
     for number, line in enumerate(text.splitlines(), 1):
