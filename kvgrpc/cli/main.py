@@ -34,6 +34,8 @@ COMMANDS = {
     "drain": "server:drain",
     "doctor": "doctor:doctor",
 }
+# Right in every environment, with no need to look further.
+OF_A_CONNECTION = ("token", "token_file", "ca_file", "cert_file", "key_file", "insecure")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -82,9 +84,9 @@ def refuse_misspelt_variables(environment: Mapping[str, str]) -> None:
     from kvgrpc.settings import OTHERS, PREFIX, refuse_misspelt
 
     ours = [name for name in environment if name.startswith(PREFIX) and name == name.upper()]
-    unsure = [name for name in ours if name.removeprefix(PREFIX).lower() not in OTHERS]
+    unsure = [name for name in ours if name.removeprefix(PREFIX).lower() not in (*OTHERS, *OF_A_CONNECTION)]
     if unsure:
-        from kvgrpc.server.config import KINDS  # loads much of a rank
+        from kvgrpc.server.config import KINDS  # loads much of a rank, which takes half a second of a busy CPU
 
         for variable in unsure:
             refuse_misspelt(variable, KINDS)

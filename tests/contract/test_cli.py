@@ -23,6 +23,7 @@ from kvgrpc.rpc.security import ServerSecurity, parse_tokens
 from kvgrpc.server import RegistryServer
 from tests.contract.certificates import OPENSSL, Authority
 from tests.support.rank_host import RankHost
+from tests.support.waiting import wait_until
 
 HALF, STUCK = 2**63 - 25, 4242
 
@@ -119,8 +120,7 @@ def test_a_registry_that_warms_up_is_not_believed_to_know_everybody(
         ended = kvgrpc(command_name, "-s", registry.address)
         assert (ended.code, ended.err) == (0, "the registry warms up: more may be there\n")
         assert kvgrpc(command_name, "-s", registry.address, "--json").lines == [{"warmingUp": True}]
-        time.sleep(1.1)
-        assert kvgrpc(command_name, "-s", registry.address).err == ""
+        wait_until(lambda: kvgrpc(command_name, "-s", registry.address).err == "")
         assert kvgrpc(command_name, "-s", registry.address, "--json").lines == []
     finally:
         registry.close()
