@@ -15,7 +15,10 @@ from kvgrpc.observability.metrics import REGISTRY
 
 @dataclass(frozen=True, slots=True)
 class RankGauges:
-    """One rank at one moment. ``sessions``, ``rooms``: how many are in each state; ``depths``: by names of DEPTHS."""
+    """One rank at one moment. ``sessions``, ``rooms``, ``registrations``: how many are in each state.
+
+    ``depths``: by names of DEPTHS.
+    """
 
     role: str
     rooms_open: int
@@ -24,6 +27,7 @@ class RankGauges:
     sessions: Mapping[str, int]
     rooms: Mapping[str, int]
     depths: Mapping[str, int]
+    registrations: Mapping[str, int]
 
 
 Read = Callable[[], RankGauges]
@@ -49,6 +53,7 @@ class _Collected(Collector):
         sums: dict[str, Counter[str]] = {}
         sessions: Counter[tuple[str, str]] = Counter()
         rooms: Counter[tuple[str, str]] = Counter()
+        registrations: Counter[tuple[str, str]] = Counter()
         for read in list(_WATCHED):
             with contextlib.suppress(RuntimeError, TimeoutError):
                 gauges = read()
@@ -57,6 +62,7 @@ class _Collected(Collector):
                 total.update({name: gauges.depths.get(name, 0) for name in DEPTHS})
                 sessions.update({(gauges.role, state): count for state, count in gauges.sessions.items()})
                 rooms.update({(gauges.role, state): count for state, count in gauges.rooms.items()})
+                registrations.update({(gauges.role, state): count for state, count in gauges.registrations.items()})
         for name, text in {**_TEXTS, **DEPTHS}.items():
             family = GaugeMetricFamily(f"kvgrpc_{name}", text, labels=("role",))
             for role, values in sums.items():
@@ -65,6 +71,7 @@ class _Collected(Collector):
         states = (
             ("sessions", "Pairs with ranks of the other side.", sessions),
             ("rooms", "Rooms that are known, those that are remembered or held after their end included.", rooms),
+            ("registrations", "Ranks, by what their registration is at.", registrations),
         )
         for name, text, counts in states:
             family = GaugeMetricFamily(f"kvgrpc_{name}", text, labels=("role", "state"))

@@ -137,7 +137,7 @@ class Rank(Generic[Transfer]):
         else:
             manager = DecodeManager(transfer, plane, loop, self._resolve, self._own_channel, self._changes)
         self.transfer = cast(Transfer, manager)
-        self._status = RankStatus(config.metrics_listen, loop, self.transfer)
+        self._status = RankStatus(config.metrics_listen, loop, self.transfer, lambda: self.registration_state)
         self._closing = False
         self._owns_plane = plane is not config.data_plane
 

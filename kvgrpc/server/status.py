@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from kvgrpc.observability.http import Checks, StatusServer
 from kvgrpc.observability.ranks import RankGauges, forget_rank, watch_rank
+from kvgrpc.registry.client.registration import STATES
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.transfer.protocol.types import SessionState
 from kvgrpc.transfer.runtime.boundary import Runtime
@@ -14,12 +16,17 @@ _READ_SECONDS = 1.0
 
 
 class RankStatus:
-    """Of one rank, from ``open`` to ``close``. ``listen``: "host:port" of the HTTP port, empty for none."""
+    """Of one rank, from ``open`` to ``close``. ``listen``: "host:port" of the HTTP port, empty for none;
+    ``registration``: what its registration is at, "none" without one.
+    """
 
-    def __init__(self, listen: str, loop: LoopThread, transfer: Runtime) -> None:
+    def __init__(
+        self, listen: str, loop: LoopThread, transfer: Runtime, registration: Callable[[], str] = lambda: "none"
+    ) -> None:
         self._listen = listen
         self._loop = loop
         self._transfer = transfer
+        self._registration = registration
         self._server: StatusServer | None = None
 
     def open(self, live: Checks, ready: Checks) -> None:
@@ -47,6 +54,9 @@ class RankStatus:
         transfer = self._transfer
         sessions = Counter({state.name.lower(): 0 for state in SessionState})
         sessions.update(row.state.name.lower() for row in transfer.sessions())
+        registrations = Counter(dict.fromkeys(("none", *STATES), 0))
+        registrations[self._registration()] += 1
         held, limit = transfer.held_pages, transfer.held_pages_limit
         open_rooms, depths = transfer.open_rooms(), transfer.depths()
-        return RankGauges(transfer.role, open_rooms, held, limit, sessions, await transfer.rooms_by_state(), depths)
+        rooms = await transfer.rooms_by_state()
+        return RankGauges(transfer.role, open_rooms, held, limit, sessions, rooms, depths, registrations)

@@ -130,6 +130,32 @@ def test_a_lost_pair_writes_one_line(caplog: pytest.LogCaptureFixture) -> None:
     assert said_of_the_pair(caplog) == 1
 
 
+def test_a_rank_whose_registry_is_away_says_so_on_its_page_and_when_it_is_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "kvgrpc.registry.client.registration")
+    registry = RegistryServer(["127.0.0.1:0"], lease_ttl=1.5).open()
+    rank = open_one("M", Role.PREFILL, registry=registry.address)
+
+    def registrations() -> dict[str, float]:
+        states = ("none", "starting", "registered", "retrying", "superseded")
+        return {state: metric(rank, "kvgrpc_registrations", role="prefill", state=state) for state in states}
+
+    expected = dict.fromkeys(registrations(), 0.0)
+    try:
+        assert registrations() == expected | {"registered": 1.0}
+        registry.close()
+        wait_until(lambda: registrations() == expected | {"retrying": 1.0})
+        registry = RegistryServer([registry.address], lease_ttl=1.5).open()
+        wait_until(lambda: registrations() == expected | {"registered": 1.0})
+    finally:
+        rank.close(2.0)
+        registry.close()
+    (away,) = [message for message in caplog.messages if message.startswith(f"registering at {registry.address} again")]
+    (back,) = [message for message in caplog.messages if message.startswith(f"registered at {registry.address} again")]
+    assert caplog.messages.index(away) < caplog.messages.index(back) and back.endswith(" s")
+
+
 def said_of_the_pair(caplog: pytest.LogCaptureFixture) -> int:
     return sum("lost its pair with D/" in record.getMessage() for record in list(caplog.records))
 

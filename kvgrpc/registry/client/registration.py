@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn, get_args
 
 import grpc
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceAsyncStub
 
 State = Literal["starting", "registered", "retrying", "superseded", "closed"]
+STATES: tuple[str, ...] = get_args(State)
 
 MAX_REQUEST_BYTES = 1 << 20
 CALL_SECONDS = 5.0
@@ -76,6 +77,7 @@ class Registration:
         self._attempt = 0
         self._ttl = DEFAULT_TTL
         self._state: State = "starting"
+        self._away_since = 0.0
         self._last_error: KvGrpcError | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -144,7 +146,7 @@ class Registration:
             try:
                 if self._state != "registered":
                     await self._register(self._rows, CALL_SECONDS)
-                    self._state = "registered"
+                    self._on_registered_again()
                 await self._keep_alive()
             except StaleEpoch as error:
                 self._supersede(error)
@@ -231,6 +233,8 @@ class Registration:
         self._rows = [row for row in self._rows if row not in gone]
         self._drop_leases({row.ref for row in gone})
         self._last_error = error
+        if self._state == "registered":
+            self._away_since = asyncio.get_running_loop().time()
         self._state = "retrying" if self._rows else "superseded"
         _log.warning("%s is superseded: %s", ", ".join(str(row.ref) for row in gone), one_line(error.message))
         if self._on_superseded is not None:
@@ -242,8 +246,14 @@ class Registration:
     def _drop_leases(self, refs: Set[RankRef]) -> None:
         self._leases = {lease_id: row for lease_id, row in self._leases.items() if row.ref not in refs}
 
+    def _on_registered_again(self) -> None:
+        self._state = "registered"
+        away = asyncio.get_running_loop().time() - self._away_since
+        _log.info("registered at %s again after %.1f s", self.address, away)
+
     def _note(self, error: KvGrpcError) -> None:
         if self._state == "registered":
+            self._away_since = asyncio.get_running_loop().time()
             _log.warning("registering at %s again: %s", self.address, one_line(str(error)))
         self._state, self._last_error = "retrying", error
 

@@ -12,6 +12,7 @@ from kvgrpc.errors import Reason
 from kvgrpc.observability.hand_offs import ROLES, STAGES
 from kvgrpc.observability.metrics import REGISTRY
 from kvgrpc.observability.ranks import DEPTHS
+from kvgrpc.registry.client.registration import STATES
 from kvgrpc.rpc.interceptors import ALLOWED
 from kvgrpc.transfer import KVPoll
 from kvgrpc.transfer.protocol.types import RoomState, SessionState
@@ -30,7 +31,7 @@ WORDS: dict[str, set[str]] = {
     "outcome": {"success", "failed", "DONE", "REJECTED", "FAILED_SRC_FREE", "FAILED_UNKNOWN"},
     "reason": {"", *(reason.name for reason in Reason)},
     "code": {code.name for code in grpc.StatusCode},
-    "state": {state.name.lower() for kind in (RoomState, SessionState) for state in kind},
+    "state": {*(state.name.lower() for kind in (RoomState, SessionState) for state in kind), "none", *STATES},
     "direction": {"sent", "received"},
 }
 
