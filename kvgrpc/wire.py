@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from google.protobuf.duration_pb2 import Duration
+
 from kvgrpc.errors import MAX_MESSAGE_CHARS, Failure, InvalidRequest, Reason
 from kvgrpc.model import Attention, Layout, ModelIdentity, Pool, PoolKind, RankId, RankRef, Region, Role
 from kvgrpc.v1 import common_pb2 as pb
 from kvgrpc.v1 import error_reason_pb2
+
+
+def seconds_from_pb(field: str, message: Duration, longest: float, *, above_zero: bool = False) -> float:
+    """Of a request. Raises InvalidRequest beyond 0 to ``longest``, and for nanos that no Duration of that sign has:
+    protobuf carries them all the same."""
+    seconds = message.seconds + message.nanos / 1e9
+    well_formed = message.seconds >= 0 and 0 <= message.nanos < 10**9
+    if not well_formed or seconds > longest or (above_zero and not seconds):
+        least = "above 0, at most" if above_zero else "0 to"
+        value = f"{message.seconds} s" + (f" {message.nanos:+} ns" if message.nanos else "")
+        raise InvalidRequest.of(field, value, f"{least} {longest:g} seconds, nanos 0 to 999999999")
+    return seconds
 
 
 def rank_id_to_pb(rank: RankId) -> pb.RankId:

@@ -10,7 +10,7 @@ from kvgrpc.prefetch.agreement.votes import Decision, Stage, Vote
 from kvgrpc.prefetch.controller.controller import MAX_PAGES
 from kvgrpc.prefetch.model import Namespace, OperationKind, OperationRow, Stop, Tier, TierUse
 from kvgrpc.v1 import prefetch_service_pb2 as pb
-from kvgrpc.wire import failure_to_pb
+from kvgrpc.wire import failure_to_pb, seconds_from_pb
 
 MAX_TOKENS = 1 << 20
 MAX_TEXT = 128
@@ -63,10 +63,7 @@ def timeout_from_pb(message: pb.StartPrefetchRequest | pb.StartBackupRequest) ->
     """Seconds; None when it was left out."""
     if not message.HasField("timeout"):
         return None
-    seconds = message.timeout.ToMicroseconds() / 1e6
-    if not 0 < seconds <= MAX_TIMEOUT:
-        raise InvalidRequest.of("timeout", seconds, f"above 0, at most {MAX_TIMEOUT:g} seconds")
-    return seconds
+    return seconds_from_pb("timeout", message.timeout, MAX_TIMEOUT, above_zero=True)
 
 
 def text_from_pb(field: str, text: str) -> str:

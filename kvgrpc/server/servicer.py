@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 from kvgrpc.dataplane.base import Bounded, DataPlane
-from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import RankRef, Role
 from kvgrpc.rpc.interceptors import CallLimits
 from kvgrpc.rpc.loop import background
@@ -18,7 +17,7 @@ from kvgrpc.transfer.protocol.types import Bounds
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import server_service_pb2 as pb
 from kvgrpc.v1.server_service_pb2_grpc import ServerServiceServicer
-from kvgrpc.wire import rank_ref_to_pb
+from kvgrpc.wire import rank_ref_to_pb, seconds_from_pb
 
 _DEFAULT_GRACE_SECONDS = 30.0
 _LONGEST_GRACE_SECONDS = 3600.0
@@ -85,9 +84,9 @@ class ServerServicer(ServerServiceServicer):
         return response
 
     async def Drain(self, request: pb.DrainRequest, context: object) -> pb.DrainResponse:
-        grace = request.grace.ToMilliseconds() / 1000 if request.HasField("grace") else _DEFAULT_GRACE_SECONDS
-        if not 0 <= grace <= _LONGEST_GRACE_SECONDS:
-            raise InvalidRequest.of("grace", f"{grace:g} s", f"0 to {_LONGEST_GRACE_SECONDS:g} seconds")
+        grace = _DEFAULT_GRACE_SECONDS
+        if request.HasField("grace"):
+            grace = seconds_from_pb("grace", request.grace, _LONGEST_GRACE_SECONDS)
         if self._draining is None or self._draining.done():
             self._draining = background(self._drainable.drain(grace), "kvgrpc-drain")
         # Shielded: a caller that goes away does not undo what it began.

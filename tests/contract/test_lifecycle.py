@@ -350,10 +350,14 @@ class TestDrain:
             assert all(answer.drained for answer in await asyncio.gather(*calls))
         assert house.machine.graces == [20.0]
 
-    @pytest.mark.parametrize("seconds", [-1, 3601])
-    async def test_a_grace_that_cannot_be_is_refused(self, house: House, channel: Any, seconds: int) -> None:
+    @pytest.mark.parametrize(
+        ("seconds", "nanos"), [(-1, 0), (3601, 0), (3600, 1), (10**12, 0), (1, -5), (0, -1), (0, 10**9), (-1, 5)]
+    )
+    async def test_a_grace_that_cannot_be_is_refused(
+        self, house: House, channel: Any, seconds: int, nanos: int
+    ) -> None:
         request = server_service_pb2.DrainRequest()
-        request.grace.seconds = seconds
+        request.grace.seconds, request.grace.nanos = seconds, nanos
         error = await failure(ServerServiceStub(channel).Drain(request, timeout=10))
         assert isinstance(error, InvalidRequest) and error.metadata["field"] == "grace"
         assert not house.machine.graces
