@@ -109,14 +109,14 @@ class PrefixIndex:
     async def _find_for_ever(self) -> None:
         while True:
             known = {address for _, address in self._followers.values()}
-            looks = {address: self._ask_source(address) for address in self._named if address not in known}
+            looks = [(address, self._ask_source(address)) for address in self._named if address not in known]
             if self._registries:
-                looks["the registry"] = self._ask_registry()
+                looks.append((self._registries[0], self._ask_registry()))
             found: dict[_Cache, str] = {}
-            answers = await asyncio.gather(*looks.values(), return_exceptions=True)
-            for asked, answer in zip(looks, answers, strict=True):
+            answers = await asyncio.gather(*(look for _, look in looks), return_exceptions=True)
+            for (asked, _), answer in zip(looks, answers, strict=True):
                 if isinstance(answer, KvGrpcError):
-                    self._lines.warning(f"{asked}: {answer.reason.name}", f"looking for caches: {answer}")
+                    self._lines.warning(f"{asked}: {answer.reason.name}", f"looking for caches at {asked}: {answer}")
                 elif isinstance(answer, BaseException):
                     raise answer
                 else:

@@ -34,6 +34,7 @@ from kvgrpc.hashing import block_hashes, event_seed, page_hashes, sglang_event_h
 from kvgrpc.rpc.interceptors import interceptors_of
 from kvgrpc.rpc.options import SERVER_OPTIONS
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
+from kvgrpc.server.events import EventServer
 from kvgrpc.v1 import event_service_pb2 as events_pb
 from kvgrpc.v1 import index_service_pb2 as pb
 from kvgrpc.v1.index_service_pb2_grpc import add_IndexServiceServicer_to_server
@@ -279,6 +280,22 @@ async def test_an_index_says_once_which_sources_do_not_answer(
             await until(lambda: len(looked) >= 8)
     told = [message for message in caplog.messages if "looking for caches" in message]
     assert len(told) == 2 and all(any(source in message for message in told) for source in sources)
+
+
+async def test_an_index_names_the_server_that_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rank where a registry is expected: what it answers does not say who it is."""
+    monkeypatch.setattr(prefix_index, "FIND_SECONDS", 0.02)
+    monkeypatch.setattr(prefix_index, "LOG_SECONDS", 0.2)
+    async with Publishing("a") as engine:
+        rank = await asyncio.to_thread(EventServer(engine.publisher, ["127.0.0.1:0"]).open)
+        async with PrefixIndex(registry=rank.address):
+            await until(lambda: any("more like these" in message for message in caplog.messages))
+        await asyncio.to_thread(rank.close)
+    lines = [message for message in caplog.messages if "FEATURE_DISABLED" in message]
+    assert lines[0].startswith(f"looking for caches at {rank.address}: FEATURE_DISABLED: ")
+    assert all(rank.address in line for line in lines)
 
 
 async def test_a_source_that_is_named_twice_is_asked_once(recwarn: pytest.WarningsRecorder) -> None:
