@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass
 
 from kvgrpc.net import joined, split_with_port
 
 WILDCARD_HOSTS = ("*", "::", "0.0.0.0")
 FREE_PORTS = ("0", "*")
+# What libzmq takes to connect to; it refuses the rest only then.
+_REACHED = re.compile(r"[0-9A-Za-z\[:][0-9A-Za-z.:%;_\[\]-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,10 @@ def _tcp(endpoint: str, rest: str, dp: int, bind: bool | None) -> Endpoint:
 
 def check_reached(endpoint: str) -> Endpoint:
     """An endpoint that others bound, to connect to. Raises ValueError for what is none."""
-    return endpoint_of(endpoint, 0, bind=False)
+    reached = endpoint_of(endpoint, 0, bind=False)
+    if endpoint.startswith("tcp://") and not _REACHED.fullmatch(endpoint.removeprefix("tcp://")):
+        raise ValueError(f"endpoint {endpoint!r}: must be tcp://host:port, the host of ASCII letters, digits, . - _ :")
+    return reached
 
 
 def check_apart(pub: str | None, replay: str | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
 
@@ -27,7 +27,7 @@ _SECONDS = 10.0
 class EventServer:
     """Serves ListStreams and Watch of one publisher. ``open`` and ``close`` block; ``address`` is what was bound.
 
-    The publisher stays its owner's, who shuts it down.
+    The publisher stays its owner's, who shuts it down. ``healthy``: of what fills it; without it, the publisher's.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class EventServer:
         security: ServerSecurity | None = None,
         call_limits: CallLimits | None = None,
         max_watches: int = MAX_WATCHES,
+        healthy: Callable[[], bool] | None = None,
     ) -> None:
         check_call_limits(call_limits)
         for address in listen:
@@ -47,7 +48,9 @@ class EventServer:
         stream = publisher.stream
         self._servicer = EventServicer([] if stream is None else [stream], max_watches=max_watches)
         self._call_limits = call_limits or CallLimits()
-        self._listener = Listener({_SERVICES[0]: lambda: publisher.healthy}, Admission(self._call_limits))
+        self._listener = Listener(
+            {_SERVICES[0]: healthy or (lambda: publisher.healthy)}, Admission(self._call_limits)
+        )
         self._loop = LoopThread.shared()
 
     def open(self) -> EventServer:

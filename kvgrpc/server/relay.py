@@ -57,7 +57,9 @@ class EventRelay:
             raise InvalidRequest.of("events", str(events)[:200], str(error)) from None
         self._publisher = JournalingPublisher(rank, msgspec.structs.replace(config, publisher="null"))
         self._relay = Relay(endpoint, self._publisher, replay=replay, topic=topic)
-        self._server = EventServer(self._publisher, [listen], security, call_limits, config.max_watches)
+        self._server = EventServer(
+            self._publisher, [listen], security, call_limits, config.max_watches, lambda: self._relay.healthy
+        )
 
     @property
     def address(self) -> str:
@@ -65,8 +67,12 @@ class EventRelay:
 
     def open(self) -> EventRelay:
         """Raises AddressNotAllowed for an address that is taken, or plaintext that others reach."""
-        self._server.open()
         self._relay.open()
+        try:
+            self._server.open()
+        except BaseException:
+            self._relay.close()
+            raise
         return self
 
     def asked(self, timeout: float) -> bool:
@@ -79,6 +85,6 @@ class EventRelay:
         return not self._publisher.counts.unsent
 
     def close(self) -> None:
-        self._relay.close()
         self._server.close()
+        self._relay.close()
         self._publisher.shutdown()

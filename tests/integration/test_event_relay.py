@@ -323,7 +323,10 @@ def test_a_name_that_has_no_address_but_ipv6_is_reached_there(
         ({"endpoint": "nonsense"}, "endpoint"),
         ({"endpoint": "tcp://127.0.0.1:99999"}, "endpoint"),
         ({"endpoint": "tcp://*:5557"}, "endpoint"),
+        ({"endpoint": "tcp://ü:5557"}, "endpoint"),
+        ({"endpoint": "tcp://a b:5557"}, "endpoint"),
         ({"replay": "tcp://127.0.0.1:0"}, "replay"),
+        ({"replay": "tcp://-a:5557"}, "replay"),
         ({"dp": 2**32}, "dp"),
     ],
     ids=str,
@@ -332,6 +335,17 @@ def test_what_nobody_can_connect_to_is_refused(asked: dict[str, Any], field: str
     with pytest.raises(InvalidRequest) as refused:
         EventRelay("127.0.0.1:0", **({"endpoint": "tcp://127.0.0.1:1", "engine": "sglang-1"} | asked))
     assert refused.value.metadata["field"] == field
+
+
+def test_what_zmq_refuses_later_is_one_line_and_not_serving(caplog: pytest.LogCaptureFixture) -> None:
+    relay = EventRelay("127.0.0.1:0", "ipc:///tmp/" + "x" * 200, "sglang-1").open()
+    try:
+        wait_until(lambda: not relay._server._listener.serving()["kvgrpc.v1.EventService"])
+        time.sleep(2.5)  # it tries again each second, and says nothing more
+    finally:
+        relay.close()
+    (line,) = [record for record in caplog.records if record.name == live_relay.__name__]
+    assert "cannot connect to ipc:///tmp/xxx" in line.getMessage() and line.exc_info is None
 
 
 def test_a_name_that_is_none_is_refused() -> None:

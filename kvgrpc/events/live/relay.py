@@ -63,6 +63,8 @@ class Relay:
         # What waits in the subscriber may be of a log that is over.
         self._connect_anew = False
         self._ahead: dict[int, int] = {}
+        # What ZMQ did not take when it was last tried.
+        self._refused: set[str] = set()
         self.asked = threading.Event()
         """Set once the ROUTER has said all that it had."""
         self._asked_at = float("-inf")
@@ -73,9 +75,9 @@ class Relay:
 
     @property
     def healthy(self) -> bool:
-        """False when its thread ended or hangs, or its publisher is not healthy."""
+        """False when its thread ended or hangs, ZMQ refuses an endpoint, or its publisher is not healthy."""
         moves = time.monotonic() - self._moved_at < STUCK_SECONDS
-        return self._thread.is_alive() and moves and self._publisher.healthy
+        return self._thread.is_alive() and moves and not self._refused and self._publisher.healthy
 
     def open(self) -> Relay:
         self._thread.start()
@@ -100,11 +102,14 @@ class Relay:
                     subscriber.set(zmq.RECONNECT_IVL, -1)
                     subscriber.set(zmq.CONNECT_TIMEOUT, int(CONNECT_SECONDS * 1000))
                     monitor = subscriber.get_monitor_socket(_OVER | zmq.EVENT_CONNECTED)
-                    _connect(subscriber, self._endpoint)
                     try:
+                        self._connect(subscriber, self._endpoint)
                         self._follow(subscriber, monitor)
                     finally:
                         subscriber.disable_monitor()
+            except _Refused:
+                self._moved_at = time.monotonic()
+                self._stopping.wait(AGAIN_SECONDS)
             except Exception:
                 self._lines.exception("a relay that failed", f"events: the relay of {self._endpoint} failed")
                 metrics.TASK_FAILURES.labels("kvgrpc-relay").inc()
@@ -230,7 +235,7 @@ class Relay:
         with self._context.socket(zmq.DEALER) as dealer:
             dealer.set(zmq.LINGER, 0)
             dealer.set(zmq.RCVHWM, 0)
-            _connect(dealer, self._replay)
+            self._connect(dealer, self._replay)
             dealer.send_multipart((b"", first.to_bytes(8, "big")))
             while dealer.poll(ANSWER_MS) and not self._stopping.is_set():
                 self._moved_at = time.monotonic()
@@ -242,11 +247,22 @@ class Relay:
                     yield message
         raise TimeoutError
 
+    def _connect(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
+        """Raises _Refused for what ZMQ does not take, such as a path that is too long; said once."""
+        try:
+            # Without it an IPv6 address is taken, and nothing ever comes.
+            socket.set(zmq.IPV6, int(_needs_ipv6(check_reached(endpoint))))
+            socket.connect(endpoint)
+        except (ValueError, zmq.ZMQError) as error:
+            if endpoint not in self._refused:
+                _log.error("events: the relay cannot connect to %s: %s", endpoint, error)
+            self._refused.add(endpoint)
+            raise _Refused from None
+        self._refused.discard(endpoint)
 
-def _connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    # Without it an IPv6 address is taken, and nothing ever comes.
-    socket.set(zmq.IPV6, int(_needs_ipv6(check_reached(endpoint))))
-    socket.connect(endpoint)
+
+class _Refused(Exception):
+    """ZMQ does not take an endpoint."""
 
 
 def _needs_ipv6(endpoint: Endpoint) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvgrpc.events.endpoints import Endpoint, endpoint_of
+from kvgrpc.events.endpoints import Endpoint, check_reached, endpoint_of
 
 
 @pytest.mark.parametrize(
@@ -75,3 +75,14 @@ def test_ipv6_is_seen() -> None:
 def test_nonsense_is_refused_by_name(endpoint: str, dp: int, bind: bool | None) -> None:
     with pytest.raises(ValueError, match="endpoint"):
         endpoint_of(endpoint, dp, bind)
+
+
+@pytest.mark.parametrize("host", ["ü", "a b", "-a", "a/b", "a\n"])
+def test_a_host_that_zmq_refuses_to_connect_to_is_refused_before(host: str) -> None:
+    with pytest.raises(ValueError, match="host"):
+        check_reached(f"tcp://{host}:5557")
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "[::1]", "[fe80::1%eth0]", "engine_0.svc-a", "127.0.0.1:0;10.0.0.1"])
+def test_what_zmq_connects_to_is_taken(host: str) -> None:
+    assert check_reached(f"tcp://{host}:5557").address.endswith(":5557")
