@@ -108,8 +108,18 @@ class LoopThread:
 
     @property
     def healthy(self) -> bool:
-        """False once a supervised task has failed, the thread has ended, or the loop is stuck for 5 s."""
-        return not self._failures and self._thread.is_alive() and self.lag < STUCK_AFTER
+        """False once a supervised task has failed, the thread has ended, or while the loop is stuck for 5 s."""
+        return not self.trouble
+
+    @property
+    def trouble(self) -> str:
+        """Why it is not healthy; empty while it is. A turn that was late is over: only the lateness now counts."""
+        if self._failures:
+            return f"the background task {self._failures[0]} failed"
+        if not self._thread.is_alive():
+            return "its thread has ended"
+        late = time.monotonic() - self._last_tick - LAG_INTERVAL
+        return f"the event loop has not turned for {late:.1f} s" if late >= STUCK_AFTER else ""
 
     @property
     def failures(self) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ from kvgrpc.rpc.within import check_seconds, within
 from kvgrpc.server.check import check
 from kvgrpc.server.closing import ClosingTime
 from kvgrpc.server.config import RankConfig
-from kvgrpc.server.listener import Listener
+from kvgrpc.server.listener import Check, Listener
 from kvgrpc.server.opening import cache_of, dialled_endpoint, plane_of, publisher_of, watch_limit
 from kvgrpc.server.servicer import ServerInfo, ServerServicer, limits_to_pb, rank_limits
 from kvgrpc.server.status import RankStatus
@@ -159,7 +159,7 @@ class Rank(Generic[Transfer]):
     @property
     def healthy(self) -> bool:
         """All of its threads and tasks run, and no newer incarnation took its place."""
-        return self._closed is None and all(check() for check in self._health_checks().values())
+        return self._closed is None and all(check() is True for check in self._health_checks().values())
 
     @property
     def metrics_address(self) -> str:
@@ -402,12 +402,16 @@ class Rank(Generic[Transfer]):
             stream is not None,
         )
 
-    def _health_checks(self) -> Mapping[str, Callable[[], bool]]:
+    def _unless_superseded(self, healthy: bool) -> bool | str:
+        epoch = self._superseded_by
+        return healthy if epoch is None else f"incarnation {epoch} took its place"
+
+    def _health_checks(self) -> Mapping[str, Check]:
         """What each service stands on: its threads and tasks, not only the port."""
-        checks: dict[str, Callable[[], bool]] = {
-            "kvgrpc.v1.TransferService": lambda: self.transfer.healthy and self._superseded_by is None,
-            "kvgrpc.v1.EventService": lambda: self.events.healthy and self._superseded_by is None,
-            "kvgrpc.v1.ServerService": lambda: self._loop.healthy,
+        checks: dict[str, Check] = {
+            "kvgrpc.v1.TransferService": lambda: self._unless_superseded(self.transfer.healthy),
+            "kvgrpc.v1.EventService": lambda: self._unless_superseded(self.events.healthy),
+            "kvgrpc.v1.ServerService": lambda: self._loop.trouble or True,
         }
         if self.prefetch is not None:
             prefetch = self.prefetch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import grpc
 
@@ -14,7 +14,7 @@ from kvgrpc.rpc.interceptors import Admission, CallLimits
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.server.check import check_call_limits
-from kvgrpc.server.listener import Listener
+from kvgrpc.server.listener import Check, Listener
 from kvgrpc.server.servicer import ServerInfo, ServerServicer, limits_to_pb
 from kvgrpc.v1.event_service_pb2_grpc import add_EventServiceServicer_to_server
 from kvgrpc.v1.server_service_pb2 import ServerLimits
@@ -37,7 +37,7 @@ class EventServer:
         security: ServerSecurity | None = None,
         call_limits: CallLimits | None = None,
         max_watches: int = MAX_WATCHES,
-        healthy: Callable[[], bool] | None = None,
+        healthy: Check | None = None,
     ) -> None:
         check_call_limits(call_limits)
         for address in listen:

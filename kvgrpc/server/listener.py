@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import grpc
@@ -11,7 +12,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvgrpc.errors import AddressNotAllowed
-from kvgrpc.observability.logging import RateLimited
+from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.rpc.interceptors import Admission, interceptors_of
 from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.options import LARGEST_REQUEST_BYTES, server_options
@@ -22,7 +23,12 @@ from kvgrpc.server.binding import bind
 
 _log = logging.getLogger(__name__)
 
+# True while a service is well; else False, or why it is not.
+Check = Callable[[], "bool | str"]
+
 _LOOK_SECONDS = 0.5
+# A look that comes so late finds what lay still with it, in a process that was stopped or starved.
+_LATE_SECONDS = 2.0
 _HARD_STOP_SECONDS = 3.0
 
 
@@ -31,18 +37,21 @@ class Listener:
 
     ``health_checks``, by the full name of a service, say what it stands on besides the port: its threads and tasks.
     They are asked twice a second on the event loop, so they only read. A service is SERVING while its check holds and
-    no drain began; the server (the empty name) while all of its services are.
+    no drain began; the server (the empty name) while all of its services are. A process that was stopped has not failed:
+    the first look after it takes nothing for failed that was well before.
     """
 
     def __init__(
-        self, health_checks: Mapping[str, Callable[[], bool]] | None = None, admission: Admission | None = None
+        self, health_checks: Mapping[str, Check] | None = None, admission: Admission | None = None
     ) -> None:
         self._checks = dict(health_checks or {})
         self._admission = admission or Admission()
         self._refused = RateLimited(_log)
         self._health = health.HealthServicer()
         self._services: tuple[str, ...] = ()
-        self._failing: set[str] = set()
+        # Since when, by service.
+        self._failing: dict[str, float] = {}
+        self._looked_at = time.monotonic()
         self._server: grpc.aio.Server | None = None
         self._looking: asyncio.Task[None] | None = None
         self._draining = False
@@ -86,6 +95,7 @@ class Listener:
             await server.start()
             await server.stop(0)
             raise
+        self._looked_at = time.monotonic()
         self._look()
         await server.start()
         self._server = server
@@ -129,22 +139,29 @@ class Listener:
             self._look()
 
     def _look(self) -> None:
+        now = time.monotonic()
+        late, self._looked_at = now - self._looked_at > _LATE_SECONDS, now
         well = not self._draining
         for service in self._services:
-            serving = not self._draining and self._holds(service)
+            serving = not self._draining and self._holds(service, late)
             well = well and serving
             self._health.set(service, serving)
         self._health.set("", well)
 
-    def _holds(self, service: str) -> bool:
-        check, why = self._checks.get(service), None
+    def _holds(self, service: str, late: bool) -> bool:
+        check, why, error = self._checks.get(service), "a thread or task of it has ended or hangs", None
         try:
-            holds = check is None or check()
-        except Exception as error:
-            holds, why = False, error
-        if holds:
-            self._failing.discard(service)
-        elif service not in self._failing:
-            self._failing.add(service)
-            _log.error("the health check of %s fails", service, exc_info=why)
+            answer = check is None or check()
+        except Exception as raised:
+            answer, error = f"{type(raised).__name__}: {one_line(str(raised))}", raised
+        holds = answer is True
+        since = self._failing.get(service)
+        if holds and since is not None:
+            del self._failing[service]
+            _log.info("the health check of %s holds again after %.1f s", service, self._looked_at - since)
+        elif not holds and since is None:
+            if late and error is None:
+                return True
+            self._failing[service] = self._looked_at
+            _log.error("the health check of %s fails: %s", service, answer or why, exc_info=error)
         return holds

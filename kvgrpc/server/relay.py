@@ -58,8 +58,11 @@ class EventRelay:
         self._publisher = JournalingPublisher(rank, msgspec.structs.replace(config, publisher="null"))
         self._relay = Relay(endpoint, self._publisher, replay=replay, topic=topic)
         self._server = EventServer(
-            self._publisher, [listen], security, call_limits, config.max_watches, lambda: self._relay.healthy
+            self._publisher, [listen], security, call_limits, config.max_watches, self._well
         )
+
+    def _well(self) -> bool | str:
+        return self._relay.healthy or "it does not read the engine's publisher"
 
     @property
     def address(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import stat
@@ -59,7 +60,7 @@ class House:
     """A listener with the real ServerService and the service of all arities."""
 
     def __init__(self, **options: Any) -> None:
-        self.well = True
+        self.well: bool | str = True
         options.setdefault("health_checks", {SERVICE: lambda: self.well})
         self.listener = Listener(**options)
         self.servicer = Servicer()
@@ -528,3 +529,28 @@ async def for_ever(context: Context) -> None:
 async def drain_statuses(call: Any) -> None:
     while await call.read() is not grpc.aio.EOF:
         pass
+
+
+async def test_a_process_that_was_stopped_has_not_failed(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    """What its checks look at lay still as long as it did."""
+    await asyncio.sleep(0.1)
+    house.well = "it lay still"
+    time.sleep(listener_module._LATE_SECONDS + 1.0)  # as a stop, the loop does not turn
+    await asyncio.sleep(0.2)
+    assert house.listener.serving()[SERVICE]
+    house.well = True
+    await asyncio.sleep(2 * listener_module._LOOK_SECONDS)
+    assert not [message for message in caplog.messages if "health check" in message]
+
+
+async def test_a_check_that_fails_says_why_and_when_it_holds_again(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, listener_module.__name__)
+    house.well = "its thread has ended"
+    await until(lambda: not house.listener.serving()[SERVICE])
+    house.well = True
+    await until(lambda: house.listener.serving()[SERVICE])
+    fails, holds = (message for message in caplog.messages if "health check" in message)
+    assert fails == f"the health check of {SERVICE} fails: its thread has ended"
+    assert holds.startswith(f"the health check of {SERVICE} holds again after ")
