@@ -48,9 +48,7 @@ class EventServer:
         stream = publisher.stream
         self._servicer = EventServicer([] if stream is None else [stream], max_watches=max_watches)
         self._call_limits = call_limits or CallLimits()
-        self._listener = Listener(
-            {_SERVICES[0]: healthy or (lambda: publisher.healthy)}, Admission(self._call_limits)
-        )
+        self._listener = Listener({_SERVICES[0]: healthy or (lambda: publisher.healthy)}, Admission(self._call_limits))
         self._loop = LoopThread.shared()
 
     def open(self) -> EventServer:

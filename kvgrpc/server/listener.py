@@ -37,13 +37,11 @@ class Listener:
 
     ``health_checks``, by the full name of a service, say what it stands on besides the port: its threads and tasks.
     They are asked twice a second on the event loop, so they only read. A service is SERVING while its check holds and
-    no drain began; the server (the empty name) while all of its services are. A process that was stopped has not failed:
-    the first look after it takes nothing for failed that was well before.
+    no drain began; the server (the empty name) while all of its services are. A process that was stopped has not
+    failed: the first look after that takes nothing for failed that was well before.
     """
 
-    def __init__(
-        self, health_checks: Mapping[str, Check] | None = None, admission: Admission | None = None
-    ) -> None:
+    def __init__(self, health_checks: Mapping[str, Check] | None = None, admission: Admission | None = None) -> None:
         self._checks = dict(health_checks or {})
         self._admission = admission or Admission()
         self._refused = RateLimited(_log)

@@ -57,9 +57,7 @@ class EventRelay:
             raise InvalidRequest.of("events", str(events)[:200], str(error)) from None
         self._publisher = JournalingPublisher(rank, msgspec.structs.replace(config, publisher="null"))
         self._relay = Relay(endpoint, self._publisher, replay=replay, topic=topic)
-        self._server = EventServer(
-            self._publisher, [listen], security, call_limits, config.max_watches, self._well
-        )
+        self._server = EventServer(self._publisher, [listen], security, call_limits, config.max_watches, self._well)
 
     def _well(self) -> bool | str:
         return self._relay.healthy or "it does not read the engine's publisher"
