@@ -103,7 +103,7 @@ class Relay:
                     subscriber.set(zmq.CONNECT_TIMEOUT, int(CONNECT_SECONDS * 1000))
                     monitor = subscriber.get_monitor_socket(_OVER | zmq.EVENT_CONNECTED)
                     try:
-                        self._connect(subscriber, self._endpoint)
+                        self._reach(subscriber, self._endpoint)
                         self._follow(subscriber, monitor)
                     finally:
                         subscriber.disable_monitor()
@@ -235,7 +235,7 @@ class Relay:
         with self._context.socket(zmq.DEALER) as dealer:
             dealer.set(zmq.LINGER, 0)
             dealer.set(zmq.RCVHWM, 0)
-            self._connect(dealer, self._replay)
+            self._reach(dealer, self._replay)
             dealer.send_multipart((b"", first.to_bytes(8, "big")))
             while dealer.poll(ANSWER_MS) and not self._stopping.is_set():
                 self._moved_at = time.monotonic()
@@ -247,12 +247,10 @@ class Relay:
                     yield message
         raise TimeoutError
 
-    def _connect(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
+    def _reach(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
         """Raises _Refused for what ZMQ does not take, such as a path that is too long; said once."""
         try:
-            # Without it an IPv6 address is taken, and nothing ever comes.
-            socket.set(zmq.IPV6, int(_needs_ipv6(check_reached(endpoint))))
-            socket.connect(endpoint)
+            _connect(socket, endpoint)
         except (ValueError, zmq.ZMQError) as error:
             if endpoint not in self._refused:
                 _log.error("events: the relay cannot connect to %s: %s", endpoint, error)
@@ -263,6 +261,12 @@ class Relay:
 
 class _Refused(Exception):
     """ZMQ does not take an endpoint."""
+
+
+def _connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    # Without it an IPv6 address is taken, and nothing ever comes.
+    socket.set(zmq.IPV6, int(_needs_ipv6(check_reached(endpoint))))
+    socket.connect(endpoint)
 
 
 def _needs_ipv6(endpoint: Endpoint) -> bool:

@@ -119,6 +119,24 @@ def test_a_loop_that_is_stuck_shows_its_lag(loop_thread: LoopThread) -> None:
     assert loop_thread.healthy
 
 
+def test_a_late_turn_is_over_when_the_loop_turns_again(
+    loop_thread: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a process that was stopped, and goes on."""
+    monkeypatch.setattr("kvgrpc.rpc.loop.STUCK_AFTER", 0.3)
+
+    async def late() -> tuple[float, bool]:
+        asyncio.get_running_loop().call_soon(time.sleep, 1.0)
+        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.02)  # the turn in which the loop measures, too
+        return loop_thread.lag, loop_thread.healthy
+
+    late_turn = loop_thread.spawn(late(), "late")
+    wait_until(lambda: "has not turned for" in loop_thread.trouble)
+    lag, healthy = late_turn.result(10)
+    assert lag > 0.3 and healthy
+
+
 def test_after_close_calls_are_refused_and_tasks_were_cancelled() -> None:
     thread = LoopThread("closing-loop")
     ended = threading.Event()
