@@ -533,13 +533,12 @@ async def drain_statuses(call: Any) -> None:
 
 async def test_a_process_that_was_stopped_has_not_failed(house: House, caplog: pytest.LogCaptureFixture) -> None:
     """What its checks look at lay still as long as it did."""
-    await asyncio.sleep(0.1)
     house.well = "it lay still"
     asyncio.get_running_loop().call_soon(time.sleep, listener_module._LATE_SECONDS + 1.0)  # as in a stop
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0.2)  # the first look after it
     assert house.listener.serving()[SERVICE]
     house.well = True
-    await asyncio.sleep(2 * listener_module._LOOK_SECONDS)
+    await asyncio.sleep(2 * listener_module._LOOK_SECONDS)  # looks that must find nothing
     assert not [message for message in caplog.messages if "health check" in message]
 
 

@@ -127,7 +127,7 @@ def test_a_late_turn_is_over_when_the_loop_turns_again(
 
     async def late() -> tuple[float, bool]:
         asyncio.get_running_loop().call_soon(time.sleep, 1.0)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # the late turn itself
         await asyncio.sleep(0.02)  # the turn in which the loop measures, too
         return loop_thread.lag, loop_thread.healthy
 
