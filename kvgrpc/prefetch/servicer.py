@@ -19,7 +19,7 @@ from kvgrpc.rpc.blocking import BlockingCalls
 from kvgrpc.rpc.within import within
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceServicer
-from kvgrpc.wire import rank_ref_to_pb
+from kvgrpc.wire import rank_ref_to_pb, seconds_from_pb
 
 MAX_WATCHES = 256
 MAX_WATCHED = 1_000
@@ -217,9 +217,7 @@ class PrefetchServicer(PrefetchServiceServicer):
         )
 
     async def PinPages(self, request: pb.PinPagesRequest, context: Any) -> pb.PinPagesResponse:
-        seconds = request.duration.ToMicroseconds() / 1e6
-        if not 0 <= seconds <= MAX_PIN_SECONDS:
-            raise InvalidRequest.of("duration", seconds, f"0 to {MAX_PIN_SECONDS:g} seconds")
+        seconds = seconds_from_pb("duration", request.duration, MAX_PIN_SECONDS)
         cache = self._manager.known_cache()
         pinned = cache.pin(await self._hashes(request.pages), seconds)
         response = pb.PinPagesResponse(pinned_pages=pinned)

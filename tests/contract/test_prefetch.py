@@ -368,6 +368,15 @@ class TestTheCache:
         with pytest.raises(InvalidRequest):
             client.pin_pages(pb.PromptPages(tokens=prompt(8)), 3601.0)
 
+    def test_a_time_of_two_signs_is_none(self, cache: CacheRank) -> None:
+        request = pb.PinPagesRequest(pages=pb.PromptPages(tokens=prompt(8)))
+        request.duration.seconds, request.duration.nanos = 1, -5
+        with grpc.insecure_channel(cache.address) as channel, pytest.raises(grpc.RpcError) as refused:
+            PrefetchServiceStub(channel).PinPages(request, timeout=10)
+        error: Any = refused.value
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "duration" in error.details() and "1 s -5 ns" in error.details()
+
     def test_storage_that_does_not_answer_is_told_and_the_rest_goes_on(self, tmp_path: Path) -> None:
         storage = FaultyBackend(open_backend("file", {"path": str(tmp_path)}))
         cache = open_cache_rank(tmp_path, storage)
