@@ -112,7 +112,7 @@ class TestTheCommand:
     @pytest.mark.parametrize("server", ["localhost", "127.0.0.1:22222222", ""])
     def test_a_server_that_is_no_address(self, server: str) -> None:
         ran = run("engines", "-s", server)
-        assert ran.returncode == 67 and "INVALID_REQUEST: --server: must be host:port" in ran.stderr
+        assert ran.returncode == 2 and "INVALID_REQUEST: --server: must be host:port" in ran.stderr
         assert "Traceback" not in ran.stderr
 
     def test_a_level_that_is_none(self) -> None:
@@ -130,7 +130,7 @@ class TestTheCommand:
     )
     def test_limits_that_are_none(self, what: tuple[str, ...], limits: str) -> None:
         ran = run("serve", *what, "--listen", "127.0.0.1:0", KVGRPC_CALL_LIMITS=limits, KVGRPC_REGISTRY="127.0.0.1:1")
-        assert ran.returncode == 67 and "INVALID_REQUEST: call_limits" in ran.stderr
+        assert ran.returncode == 2 and "INVALID_REQUEST: call_limits" in ran.stderr
         assert "Traceback" not in ran.stderr
 
     @pytest.mark.parametrize(
