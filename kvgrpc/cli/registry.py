@@ -16,8 +16,6 @@ from kvgrpc.observability.logging import one_line
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from google.protobuf.message import Message
-
     from kvgrpc.client import Engines, SyncClient
     from kvgrpc.v1 import common_pb2
     from kvgrpc.v1 import registry_service_pb2 as pb
@@ -39,7 +37,8 @@ def engines(client: SyncClient, role: str | None, watch: bool, as_json: bool) ->
         return show_changes(client.watch_engines(role=wanted, without_pools=True), as_json)
     found = client.list_engines(role=wanted)
     if as_json:
-        return show_with_warming_up(found, found)
+        show_json(*found)
+        return warn_of_warming_up(found)
     columns = ("engine", "role", "state", "#ranks", "layout", "model")
     rows = [
         (
@@ -95,7 +94,8 @@ def ranks(client: SyncClient, engine: str | None, as_json: bool) -> None:
     engines_found = with_rows(client, engine)
     found = [row for at in engines_found for row in at.rows]
     if as_json:
-        return show_with_warming_up(engines_found, found)
+        show_json(*found)
+        return warn_of_warming_up(engines_found)
     columns = ("rank", "role", "server", "events", "data plane", "pools", "#epoch")
     rows = [
         (
@@ -128,14 +128,8 @@ def with_rows(client: SyncClient, name: str | None) -> Engines:
     return found
 
 
-def show_with_warming_up(engines: Engines, messages: Iterable[Message]) -> None:
-    """What is there, a line each; then, of a registry that may not know everybody yet, a line that says so."""
-    show_json(*messages)
-    if engines.warming_up:
-        print('{"warmingUp":true}', flush=True)
-
-
 def warn_of_warming_up(found: Engines) -> None:
+    """On stderr also with ``--json``, whose lines are all of one kind."""
     if found.warming_up:
         click.secho(WARMS_UP, fg="yellow", err=True)
 

@@ -214,7 +214,7 @@ class TestUnixSockets:
         await house.listener.stop(0.0)
 
     @pytest.mark.parametrize(
-        ("name", "why"), [("nowhere/socket", "No such file"), ("a" * 120, "too long"), ("", "in use")]
+        ("name", "why"), [("nowhere/socket", "No such file"), ("a" * 120, "too long"), ("", "is a directory")]
     )
     async def test_a_file_that_cannot_be_made_is_refused_with_the_reason(
         self, tmp_path: Path, name: str, why: str
