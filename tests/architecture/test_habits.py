@@ -93,6 +93,7 @@ THREADS = {
     "demo/processes/live_events.py": "a demo",
     "demo/launch.py": "a demo",
     "engines/sglang/clearing.py": "a long clear; the storage counts as empty until a clear comes to its end",
+    "engines/vllm/tier.py": "closing the storage; waited for with a deadline",
     "events/live/relay.py": "the relay; its healthy",
     "events/live/router.py": "the replay; its stream's healthy",
     "events/publisher.py": "the publisher; its healthy",

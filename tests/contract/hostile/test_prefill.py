@@ -142,7 +142,7 @@ class TestPrefillsThatLie:
         time.sleep(10 * TIMING.tick_seconds)  # an early break would wait before its dial
         closing.close(2.0)
         assert receiver.failure is not None
-        time.sleep(0.5)
+        time.sleep(0.5)  # in which no other session must come
         assert server.sessions == 1
         assert session_tasks(closing) <= before
 
