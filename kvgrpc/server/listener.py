@@ -49,7 +49,7 @@ class Listener:
         self._services: tuple[str, ...] = ()
         # Since when, by service.
         self._failing: dict[str, float] = {}
-        self._looked_at = time.monotonic()
+        self._looked_at, self._late = time.monotonic(), False
         self._server: grpc.aio.Server | None = None
         self._looking: asyncio.Task[None] | None = None
         self._draining = False
@@ -138,15 +138,16 @@ class Listener:
 
     def _look(self) -> None:
         now = time.monotonic()
-        late, self._looked_at = now - self._looked_at > _LATE_SECONDS, now
+        was_late, self._late = self._late, now - self._looked_at > _LATE_SECONDS
+        excused, self._looked_at = self._late and not was_late, now
         well = not self._draining
         for service in self._services:
-            serving = not self._draining and self._holds(service, late)
+            serving = not self._draining and self._holds(service, excused)
             well = well and serving
             self._health.set(service, serving)
         self._health.set("", well)
 
-    def _holds(self, service: str, late: bool) -> bool:
+    def _holds(self, service: str, excused: bool) -> bool:
         check, why, error = self._checks.get(service), "a thread or task of it has ended or hangs", None
         try:
             answer = check is None or check()
@@ -158,7 +159,7 @@ class Listener:
             del self._failing[service]
             _log.info("the health check of %s holds again after %.1f s", service, self._looked_at - since)
         elif not holds and since is None:
-            if late and error is None:
+            if excused and error is None:
                 return True
             self._failing[service] = self._looked_at
             _log.error("the health check of %s fails: %s", service, answer or why, exc_info=error)

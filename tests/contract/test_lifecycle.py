@@ -542,6 +542,15 @@ async def test_a_process_that_was_stopped_has_not_failed(house: House, caplog: p
     assert not [message for message in caplog.messages if "health check" in message]
 
 
+async def test_one_whose_every_look_comes_late_is_not_excused_for_ever(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that holds the interpreter is no process that was stopped once."""
+    monkeypatch.setattr(listener_module, "_LATE_SECONDS", 0.0)
+    house.well = "its thread has ended"
+    await until(lambda: not house.listener.serving()[SERVICE])
+
+
 async def test_a_check_that_fails_says_why_and_when_it_holds_again(
     house: House, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -35,7 +35,7 @@ class Clearing:
             # A thread that could not start, or that an error ended, leaves the store to the next call.
             if self.under_way and self._thread is not None and self._thread.is_alive():
                 return False
-            self.under_way = True
+            is_left_over, self.under_way = self.under_way, True
         try:
             backend.clear(timeout=self._seconds)
         except StorageDown as error:
@@ -43,7 +43,7 @@ class Clearing:
             self._start(backend)
             return False
         except BaseException:
-            self.under_way = False
+            self.under_way = is_left_over
             raise
         self.under_way = False
         return True

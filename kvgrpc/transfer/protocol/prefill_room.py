@@ -301,9 +301,9 @@ class PrefillRoom(Struct, eq=False):
 
     def _end(self, state: RoomState) -> None:
         """One terminal state; the handle hears it last, when all else is known (rule 6, ending)."""
+        self.chunks.drop()
         self.state = state
         self.ended = True
-        self.chunks.drop()
         self.settle()
         if self.handle is None:
             return

@@ -40,7 +40,10 @@ class DeadPeers:
                 asked, self._asked = self._asked, {}
                 addresses = list(asked.values())
                 loop = asyncio.get_running_loop()
-                found = await loop.run_in_executor(None, self._plane.connections_from_each, addresses)
+                try:
+                    found = await loop.run_in_executor(None, self._plane.connections_from_each, addresses)
+                except RuntimeError:  # the system has no thread left: they are asked about again
+                    return
                 self._told.update(zip(asked, found, strict=True))
         finally:
             self._looking = False

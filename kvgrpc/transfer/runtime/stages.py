@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from typing import TypeAlias
@@ -19,6 +20,8 @@ from kvgrpc.transfer.protocol.types import (
 # while an aux row is written, because after its abort a row is the engine's again, and while somebody begins or ends to
 # wait for news. One for all, because all of it is rare; a thread may take it once more in a signal handler.
 handle_lock = threading.RLock()
+# A child would wait for ever for a lock that another thread had: it refuses handles, and ends those that it inherited.
+os.register_at_fork(before=handle_lock.acquire, after_in_parent=handle_lock.release, after_in_child=handle_lock.release)
 
 # How long the stages of a successful room took, in seconds: until both sides were known, from then until there were
 # pages to move, and from then until they had moved and the end was known here.

@@ -62,3 +62,21 @@ def test_a_machine_without_a_thread_left_is_asked_again(store: StorageBackend, m
     assert not clearing.clear(store) and clearing.under_way
     assert any(clearing.clear(store) for _ in range(2 * PAGES))
     assert not clearing.under_way and store.count("", 30) == 0
+
+
+def test_a_clear_that_cannot_go_on_leaves_what_is_left_to_nobody(
+    store: StorageBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def failing(timeout: float) -> None:
+        raise MemoryError
+
+    clearing = Clearing(seconds=0.0)
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    assert not clearing.clear(store) and clearing.under_way
+    monkeypatch.setattr(store, "clear", failing)
+    with pytest.raises(MemoryError):
+        clearing.clear(store)
+    assert clearing.under_way, "half of the pages are those of before"

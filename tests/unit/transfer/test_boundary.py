@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+import subprocess
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
@@ -164,6 +166,28 @@ def test_an_abort_that_comes_before_the_end_stays() -> None:
     handle.turn(KVPoll.Success)
     assert (sender.poll(), handle.poll) == (KVPoll.Failed, KVPoll.Bootstrapping)
     assert sender.failure is not None and sender.failure.message == "too late"
+
+
+def test_a_fork_during_the_end_of_a_room_leaves_a_child_that_can_end_its_handles() -> None:
+    code = (
+        "import os, sys, threading\n"
+        "from kvgrpc.transfer.protocol.types import POLL_FAILED\n"
+        "from kvgrpc.transfer.runtime.boundary import EngineHandle\n"
+        "from kvgrpc.transfer.runtime.stages import handle_lock\n"
+        "held, go_on = threading.Event(), threading.Event()\n"
+        "def end_a_room():\n"
+        "    with handle_lock:\n"
+        "        held.set()\n"
+        "        go_on.wait(0.2)\n"
+        "threading.Thread(target=end_a_room).start()\n"
+        "held.wait()\n"
+        "child = os.fork()\n"
+        "if child: sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+        "handle = EngineHandle()\n"
+        "handle.turn(POLL_FAILED)\n"
+        "os._exit(7)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 7
 
 
 def test_the_boundary_names_values_and_no_record_of_a_core() -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.model import RankId, RankRef
 from kvgrpc.transfer.protocol.decode_core import DecodePair
@@ -71,4 +73,22 @@ async def test_a_plane_that_raises_tells_nothing_and_is_asked_again() -> None:
         await asyncio.gather(*tasks)
     peers.forget(lambda pair: False)
     assert peers.connections(one, b"1") is None
+    await asyncio.gather(*tasks)
+
+
+async def test_without_a_thread_left_they_are_asked_about_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supervised task that fails makes its process unhealthy for good."""
+
+    def refused(*_: object) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    tasks: list[asyncio.Task[None]] = []
+    peers, one = peers_of(lambda addresses: [names(address) for address in addresses], tasks), pair(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio.get_running_loop(), "run_in_executor", refused)
+        assert peers.connections(one, b"1") is None
+        await asyncio.gather(*tasks)
+    assert peers.connections(one, b"1") is None
+    await asyncio.gather(*tasks)
+    assert peers.connections(one, b"1") == names(b"1")
     await asyncio.gather(*tasks)
