@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvgrpc.dataplane.base import MemoryRange, Outcome, Transfer
-from kvgrpc.dataplane.mooncake.connections import Connection, arriving, lingering, read_table
+from kvgrpc.dataplane.mooncake.connections import Connection, arriving, read_table, unheld
 from kvgrpc.dataplane.mooncake.plane import MooncakeDataPlane
 from kvgrpc.errors import FeatureDisabled, InvalidRequest
 from kvgrpc.model import Pool, PoolKind, Region, Role
@@ -247,9 +247,9 @@ def test_what_a_killed_writer_sent_counts_until_it_was_read(writer: Writer, mort
         mortal.signal(signal.SIGSTOP)
         killed.tell("write", address=mortal.address.decode(), block=mortal.block, seed=3)
         wait_until(lambda: any(each.unread for each in arriving(read_table(ports), ports, None)))
-        assert not lingering(lambda: read_table(ports), lambda: False, ports, None), "in use"
+        assert not unheld(read_table(ports), read_table(ports), False, ports, None), "in use"
         killed.kill()
-        left = lingering(lambda: read_table(ports), lambda: False, ports, None)
+        left = unheld(read_table(ports), read_table(ports), False, ports, None)
         assert any(each.unread for each in left), "sent, not read, sender dead"
         mortal.signal(signal.SIGCONT)
         wait_until(lambda: mortal.ask("connections", address=killed.address.decode()) == [])

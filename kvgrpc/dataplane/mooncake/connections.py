@@ -20,7 +20,7 @@ from __future__ import annotations
 import ipaddress
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 Endpoint = tuple[str, int]
@@ -104,23 +104,6 @@ def local_addresses() -> tuple[str, ...]:
     return tuple(sorted(set(found)))[:64]
 
 
-def lingering(
-    read: Callable[[], list[Connection]],
-    ending: Callable[[], bool],
-    ports: frozenset[int],
-    addresses: frozenset[str] | None,
-) -> list[Connection]:
-    """Connections to our ``ports`` from ``addresses`` (None: any) that still deliver and that no process here holds.
-
-    ``read`` gives the table, twice, because it is no snapshot; ``ending()`` says whether the peer's process may be in
-    the middle of closing its sockets, which then look held.
-    """
-    before = read()
-    unsure = ending()
-    after = read()
-    return unheld(before, after, unsure or ending(), ports, addresses)
-
-
 def unheld(
     before: Iterable[Connection],
     after: Sequence[Connection],
@@ -128,7 +111,11 @@ def unheld(
     ports: frozenset[int],
     addresses: frozenset[str] | None,
 ) -> list[Connection]:
-    """See ``lingering``: of two tables, and whether the peer's process may have been ending by the second."""
+    """Connections to our ``ports`` from ``addresses`` (None: any) that still deliver and that no process here holds.
+
+    ``before`` and ``after``: the table, read twice, because it is no snapshot. ``unsure``: the peer's process may be in
+    the middle of closing its sockets, which then look held.
+    """
     coming = arriving(after, ports, addresses)
     if unsure or not coming:
         return coming

@@ -19,8 +19,6 @@ from kvgrpc.transfer.layout.heads import runs, shared_layers
 from kvgrpc.transfer.layout.plan import Geometry, Side, geometry
 from kvgrpc.transfer.protocol.destination import Destination, U32Array
 
-Sums = tuple[tuple[U32Array, U32Array], ...]
-
 
 class PageReader:
     """Checksums of pages of one side of a pair; thread-safe."""

@@ -139,12 +139,10 @@ class GuardedPlane:
 
     # On a thread of its own.
 
-    def connections_from(self, address: bytes) -> frozenset[str] | None:
-        """See DataPlane; None: it cannot tell now, and is asked again, so only the first of these is logged."""
-        return self.connections_from_each([address])[0]
-
     def connections_from_each(self, addresses: Sequence[bytes]) -> Sequence[frozenset[str] | None]:
-        """Of each of them, in one look where the plane can."""
+        """See DataPlane, of each of them, in one look where the plane can. None: it cannot tell now, and is asked
+        again, so only the first of these is logged.
+        """
         plane = self.plane
         try:
             if isinstance(plane, TellsTogether):

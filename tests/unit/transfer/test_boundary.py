@@ -185,9 +185,11 @@ def test_a_fork_during_the_end_of_a_room_leaves_a_child_that_can_end_its_handles
         "if child: sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
         "handle = EngineHandle()\n"
         "handle.turn(POLL_FAILED)\n"
-        "os._exit(7)"
+        "print('ended in the child', flush=True)\n"
+        "os._exit(0)"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 7
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "ended in the child\n"), done.stderr
 
 
 def test_the_boundary_names_values_and_no_record_of_a_core() -> None:

@@ -220,7 +220,7 @@ class TestProofOfDeath:
 
         plane = GuardedPlane(cast(DataPlane, SimpleNamespace(connections_from=connections_from)))
         side.core = DecodeCore(
-            ME, connections=lambda pair: plane.connections_from(b"there"), deliver_aux=lambda room: None
+            ME, connections=lambda pair: plane.connections_from_each([b"there"])[0], deliver_aux=lambda room: None
         )
         side.take = Work(side.core).take
         room, stream = side.writing()

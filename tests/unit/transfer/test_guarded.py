@@ -135,9 +135,9 @@ def test_a_plane_that_raises_about_connections_says_nothing_and_is_logged_once(
 ) -> None:
     answers: dict[bytes, Callable[[], object]] = {b"a": raises, b"b": lambda: {"port 1"}, b"c": lambda: 3}
     plane = guard(connections_from=lambda address: answers[address]())
-    assert plane.connections_from(b"a") is None and plane.connections_from(b"c") is None
+    assert plane.connections_from_each([b"a"]) == plane.connections_from_each([b"c"]) == [None]
     assert len(caplog.records) == 1
-    assert plane.connections_from(b"b") == {"port 1"}
+    assert plane.connections_from_each([b"b", b"b"]) == [{"port 1"}, {"port 1"}]
 
 
 def test_what_comes_before_a_write_is_rejected_where_it_raises() -> None:
