@@ -161,7 +161,8 @@ def drop_poller_noise() -> None:
 
     A header that is not UTF-8 writes a traceback for each call, whoever sends it: that becomes one line in 10 s.
     Several loops of a process share one completion-queue poller; a loop that wakes after another one has read the
-    queue's socket reports BlockingIOError from PollerCompletionQueue, and nothing is lost by it.
+    queue's socket reports BlockingIOError from PollerCompletionQueue, and one that finds an answer for a loop that was
+    closed meanwhile RuntimeError. Nothing is lost by either.
     """
     for name, noise in (("asyncio", _PollerNoise), ("grpc._cython.cygrpc", _InvalidEncoding)):
         noisy = logging.getLogger(name)
@@ -172,7 +173,8 @@ def drop_poller_noise() -> None:
 class _PollerNoise(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        return not (isinstance(error, BlockingIOError) and "PollerCompletionQueue" in record.getMessage())
+        is_noise = isinstance(error, BlockingIOError) or str(error) == "Event loop is closed"
+        return not (is_noise and "PollerCompletionQueue" in record.getMessage())
 
 
 class _InvalidEncoding(logging.Filter):

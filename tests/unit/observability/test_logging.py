@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvgrpc.observability.logging import RateLimited, _Counts, one_line
+from kvgrpc.observability.logging import RateLimited, _Counts, drop_poller_noise, one_line
 from tests.support.waiting import wait_until
 
 logger = logging.getLogger("kvgrpc.test")
@@ -138,3 +138,20 @@ def test_lines_from_many_threads_are_all_shown_or_counted(caplog: pytest.LogCapt
 def test_text_of_others_is_one_printable_line(text: str, shown: str) -> None:
     assert one_line(text) == shown
     shown.encode()
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "is_said"),
+    [
+        ("PollerCompletionQueue._handle_events", BlockingIOError(), False),
+        ("PollerCompletionQueue._handle_events", RuntimeError("Event loop is closed"), False),
+        ("PollerCompletionQueue._handle_events", RuntimeError("another"), True),
+        ("Rank._look", RuntimeError("Event loop is closed"), True),
+    ],
+)
+def test_what_several_loops_of_grpc_say_of_each_other_is_hidden(
+    where: str, error: Exception, is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    drop_poller_noise()
+    logging.getLogger("asyncio").error("Exception in callback %s", where, exc_info=error)
+    assert bool(caplog.records) == is_said
