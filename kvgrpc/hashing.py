@@ -73,28 +73,6 @@ def sglang_event_hash(page_hash: bytes) -> int:
     return int.from_bytes(page_hash[:8], "big", signed=True)
 
 
-def block_hashes(
-    tokens: Tokens,
-    block_size: int,
-    *,
-    hash_seed: str,
-    algorithm: str = "sha256",
-    lora_name: str | None = None,
-    cache_salt: str | None = None,
-) -> list[bytes]:
-    """vLLM's hashes (32 bytes each) of the full blocks of a text-only prompt.
-
-    ``hash_seed`` is the PYTHONHASHSEED of the engine: without one its hashes are random in each process and nobody can
-    compute them. ``algorithm`` is its ``--prefix-caching-hash-algo``: sha256 (the default) or sha256_cbor. The LoRA
-    name is part of each block, the salt of the first. Raises InvalidRequest for what is none of these.
-    """
-    return list(
-        each_block_hash(
-            tokens, block_size, hash_seed=hash_seed, algorithm=algorithm, lora_name=lora_name, cache_salt=cache_salt
-        )
-    )
-
-
 def each_block_hash(
     tokens: Tokens,
     block_size: int,
@@ -104,7 +82,12 @@ def each_block_hash(
     lora_name: str | None = None,
     cache_salt: str | None = None,
 ) -> Iterator[bytes]:
-    """As ``block_hashes``, one by one, for whoever has other things to do between them."""
+    """vLLM's hashes (32 bytes each) of the full blocks of a text-only prompt, one by one.
+
+    ``hash_seed`` is the PYTHONHASHSEED of the engine: without one its hashes are random in each process and nobody can
+    compute them. ``algorithm`` is its ``--prefix-caching-hash-algo``: sha256 (the default) or sha256_cbor. The LoRA
+    name is part of each block, the salt of the first. Raises InvalidRequest for what is none of these.
+    """
     if block_size < 1:
         raise InvalidRequest.of("block_size", block_size, "at least 1")
     if algorithm not in _SERIALIZERS:

@@ -134,8 +134,8 @@ def _misspelt(variable: str, name: str, kinds: Collection[str]) -> None:
 def _unknown(field: str, name: str, kinds: Iterable[str]) -> InvalidRequest:
     """Without its value, which may be a token."""
     near = difflib.get_close_matches(name, list(kinds), 1, 0.6)
-    rule = f"{near[0]} perhaps, or another" if near else "one"
-    return InvalidRequest.of(field, field, f"{rule} of the settings {', '.join(sorted(kinds))}")
+    rule = f"{near[0]} perhaps" if near else f"one of the settings {', '.join(sorted(kinds))}"
+    return InvalidRequest.of(field, field, rule)
 
 
 def _rule(kind: Any) -> str:

@@ -30,7 +30,7 @@ from kvgrpc.errors import InvalidRequest, PeerUnreachable, ServerDraining, Stale
 from kvgrpc.events.following.index import Match
 from kvgrpc.events.following.index_servicer import MAX_BLOCKS, IndexServicer
 from kvgrpc.events.following.messages import FollowerState
-from kvgrpc.hashing import block_hashes, event_seed, page_hashes, sglang_event_hash, vllm_event_hash
+from kvgrpc.hashing import each_block_hash, event_seed, page_hashes, sglang_event_hash, vllm_event_hash
 from kvgrpc.rpc.interceptors import interceptors_of
 from kvgrpc.rpc.options import SERVER_OPTIONS
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
@@ -419,7 +419,7 @@ class TestIndexService:
         await a.store([sglang_event_hash(one) for one in page_hashes(tokens[:64], 16)])
         salted = page_hashes(tokens[:33], 16, after=event_seed("tenant"), bigram=True)
         await b.store([sglang_event_hash(one) for one in salted])
-        hashed = block_hashes(tokens, 32, hash_seed="0", algorithm="sha256_cbor", lora_name="adapter")
+        hashed = each_block_hash(tokens, 32, hash_seed="0", algorithm="sha256_cbor", lora_name="adapter")
         await c.store([vllm_event_hash(one) for one in hashed])
         sglang = pb.SglangPrompt(token_ids=tokens, page_size=16)
         eagle = pb.SglangPrompt(token_ids=tokens, page_size=16, cache_salt="tenant", bigram=True)

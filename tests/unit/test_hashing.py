@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.hashing import (
+    Tokens,
     _cbor,
-    block_hashes,
+    each_block_hash,
     event_seed,
     page_hashes,
     sglang_event_hash,
@@ -54,6 +55,10 @@ VLLM = {
 
 narrow = st.integers(0, 2**32 - 1)
 prompts = st.lists(narrow, max_size=40) | st.lists(narrow | st.integers(0, 2**63 - 1), max_size=40)
+
+
+def block_hashes(tokens: Tokens, block_size: int, **more: str) -> list[bytes]:
+    return list(each_block_hash(tokens, block_size, **{"hash_seed": "0", **more}))
 
 
 def hexes(hashes: Sequence[bytes]) -> list[str]:
@@ -98,7 +103,7 @@ def test_page_hashes_follow_the_rules(tokens: list[int], page_size: int, bigram:
 
 def test_numpy_tokens_have_the_same_names() -> None:
     assert page_hashes(np.arange(100), 16) == page_hashes(range(100), 16)
-    assert block_hashes(np.arange(100), 16, hash_seed="0") == block_hashes(range(100), 16, hash_seed="0")
+    assert block_hashes(np.arange(100), 16) == block_hashes(range(100), 16)
 
 
 @pytest.mark.parametrize("token", [-1, 2**63, 1.5, None, "1"])
@@ -106,14 +111,14 @@ def test_a_token_that_is_none_is_refused_by_its_place(token: object) -> None:
     with pytest.raises(InvalidRequest, match=r"tokens\[1\]: must be an integer of 0 to 2\^63-1"):
         page_hashes([7, token], 2)  # type: ignore[list-item]
     with pytest.raises(InvalidRequest, match=r"tokens\[1\]"):
-        block_hashes([7, token], 2, hash_seed="0")  # type: ignore[list-item]
+        block_hashes([7, token], 2)  # type: ignore[list-item]
 
 
 def test_a_page_holds_at_least_one_token() -> None:
     with pytest.raises(InvalidRequest, match="page_size"):
         page_hashes([1], 0)
     with pytest.raises(InvalidRequest, match="block_size"):
-        block_hashes([1], 0, hash_seed="0")
+        block_hashes([1], 0)
 
 
 def test_sglang_s_events_carry_the_first_eight_bytes_signed() -> None:
@@ -124,21 +129,19 @@ def test_sglang_s_events_carry_the_first_eight_bytes_signed() -> None:
 @pytest.mark.parametrize("algorithm", VLLM)
 def test_vllm_names_blocks_by_its_configured_hash(algorithm: str) -> None:
     plain, adapted = VLLM[algorithm]
-    assert hexes(block_hashes(range(1, 9), 4, hash_seed="0", algorithm=algorithm)) == plain
-    of_tenant = block_hashes(
-        [1, 2, 300, 70000], 2, hash_seed="0", algorithm=algorithm, lora_name="adapter", cache_salt="tenantA"
-    )
+    assert hexes(block_hashes(range(1, 9), 4, algorithm=algorithm)) == plain
+    of_tenant = block_hashes([1, 2, 300, 70000], 2, algorithm=algorithm, lora_name="adapter", cache_salt="tenantA")
     assert hexes(of_tenant) == adapted
 
 
 def test_vllm_names_full_blocks_only() -> None:
-    assert block_hashes([1, 2, 3], 2, hash_seed="0") == block_hashes([1, 2], 2, hash_seed="0")
-    assert block_hashes([1], 2, hash_seed="0") == []
+    assert block_hashes([1, 2, 3], 2) == block_hashes([1, 2], 2)
+    assert block_hashes([1], 2) == []
 
 
 def test_an_unknown_algorithm_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="algorithm: must be one of sha256, sha256_cbor, not 'xxhash'"):
-        block_hashes([1], 1, hash_seed="0", algorithm="xxhash")
+        block_hashes([1], 1, algorithm="xxhash")
 
 
 def test_vllm_s_events_carry_the_last_eight_bytes_unsigned() -> None:

@@ -342,7 +342,7 @@ def test_tokens_are_asked_for_by_the_hashes_of_their_whole_pages() -> None:
     assert sglang_hashes(tokens[:8], 4, bigram=True) == five != sglang_hashes([*tokens[:4], 7], 4, bigram=True)
     assert len(sglang_hashes(tokens, 1)) == 10
     assert sglang_hashes([], 4) == sglang_hashes(tokens[:3], 4) == []
-    seeded = hashing.block_hashes(tokens, 4, hash_seed="0")
+    seeded = list(hashing.each_block_hash(tokens, 4, hash_seed="0"))
     assert vllm_hashes(tokens, 4, hash_seed="0") == [hashing.vllm_event_hash(block) for block in seeded]
     with pytest.raises(InvalidRequest):
         sglang_hashes(tokens, 0)

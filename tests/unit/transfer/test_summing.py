@@ -19,6 +19,7 @@ from kvgrpc.transfer.runtime import summing
 from kvgrpc.transfer.runtime.checksums import PageReader
 from kvgrpc.transfer.runtime.guarded import GuardedPlane
 from kvgrpc.transfer.runtime.worker import PeerMemory, TransferWorker
+from tests.support.waiting import wait_until
 
 PAGES, PAGE_BYTES = 64, 1 << 20
 CACHE = np.arange(PAGES * PAGE_BYTES // 4, dtype=np.uint32).view(np.uint8).reshape(PAGES, PAGE_BYTES)
@@ -52,10 +53,7 @@ class Bench:
         return Submission(PrefillRoom(RoomKey(room), ME, 0), pair, source, source[::-1].copy(), 0)
 
     def until(self, count: int) -> list[tuple[int, Outcome]]:
-        deadline = time.monotonic() + 30
-        while len(self.ended) < count:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_until(lambda: len(self.ended) >= count)
         return [(submission.record.key.room, result.outcome) for submission, result in self.ended]
 
 

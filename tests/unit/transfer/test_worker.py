@@ -17,6 +17,7 @@ from kvgrpc.transfer.protocol.prefill_core import PrefillPair, PrefillRoom, Subm
 from kvgrpc.transfer.protocol.types import RoomKey
 from kvgrpc.transfer.runtime.guarded import GuardedPlane
 from kvgrpc.transfer.runtime.worker import PeerMemory, TransferWorker
+from tests.support.waiting import wait_until
 
 POOL = Pool("kv", PoolKind.KV, 1, 8, "uint8", (Region(0, "kv", 4096, 16, 16),))
 ME, DECODE = RankRef(RankId("P"), 1), RankRef(RankId("D"), 2)
@@ -94,10 +95,7 @@ class Bench:
         return leave
 
     def until_ended(self, count: int) -> list[Outcome]:
-        deadline = time.monotonic() + 10
-        while len(self.ended) < count:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_until(lambda: len(self.ended) >= count)
         return [result.outcome for _, result in self.ended]
 
 
