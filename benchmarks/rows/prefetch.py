@@ -116,8 +116,8 @@ def _content(page: int) -> Any:
 
 def _open_cache(desk: Desk, pages: int, name: str, config: dict[str, object]) -> None:
     """Storage has all pages, the host none."""
-    from kvgrpc.prefetch.controller.controller import CacheController
     from kvgrpc.prefetch.model import PrefetchLimits
+    from kvgrpc.prefetch.runtime.controller import CacheController
     from kvgrpc.prefetch.storage import open_backend
 
     taken = _open_pool(desk, pages)

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvgrpc.errors import InvalidRequest
-from kvgrpc.prefetch.agreement.votes import Agreement
 from kvgrpc.prefetch.model import PrefetchLimits, WritePolicy
 from kvgrpc.prefetch.pools.shape import HostLayout, PageShape
+from kvgrpc.prefetch.protocol.votes import Agreement
 from kvgrpc.prefetch.storage.base import StorageBackend
 
 if TYPE_CHECKING:
-    from kvgrpc.prefetch.cache import CacheListener
-    from kvgrpc.prefetch.controller.keeper import Keeper
     from kvgrpc.prefetch.pools.device import DevicePool
+    from kvgrpc.prefetch.tree.cache import CacheListener
+    from kvgrpc.prefetch.tree.keeper import Keeper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,19 +11,19 @@ from kvgrpc.model import Layout, RankId, RankRef, Role
 from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.prefetch.agreement.leader import LeaderAgreement
 from kvgrpc.prefetch.agreement.member import FindLeader, JoinedAgreement, OpenChannel, Spawn, StartOrder
-from kvgrpc.prefetch.agreement.votes import Agreement, AloneAgreement
-from kvgrpc.prefetch.cache import TieredCache
 from kvgrpc.prefetch.config import PrefetchConfig
-from kvgrpc.prefetch.controller.backing_up import Writes, every_page, writer_of
-from kvgrpc.prefetch.controller.controller import CacheController
-from kvgrpc.prefetch.controller.operation import Operation
 from kvgrpc.prefetch.model import Namespace, OperationKind, Tier, TierUse
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.pages import Pages, as_pages
+from kvgrpc.prefetch.protocol.operation import Operation
+from kvgrpc.prefetch.protocol.votes import Agreement, AloneAgreement
 from kvgrpc.prefetch.purging import Purger, known_cache
+from kvgrpc.prefetch.runtime.backing_up import Writes, every_page, writer_of
+from kvgrpc.prefetch.runtime.controller import CacheController
 from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.prefetch.storage.base import StorageBackend
 from kvgrpc.prefetch.storage.keys import Keys, PageIdentity
+from kvgrpc.prefetch.tree.cache import TieredCache
 
 _log = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvgrpc.errors import FeatureDisabled
-from kvgrpc.prefetch.cache import TieredCache
-from kvgrpc.prefetch.controller.controller import CacheController
 from kvgrpc.prefetch.model import Tier
+from kvgrpc.prefetch.runtime.controller import CacheController
 from kvgrpc.prefetch.storage.base import StorageBackend, StorageDown
 from kvgrpc.prefetch.storage.keys import Keys
+from kvgrpc.prefetch.tree.cache import TieredCache
 
 _DELETED_AT_ONCE = 1024
 # The rest is for what clears a whole prefix, which may be one quick call.

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 from kvgrpc.errors import FeatureDisabled, InvalidRequest, ServerDraining, StorageFailed, TooManyRequests
 from kvgrpc.paging import numbers_token, page_size, read_numbers_token
 from kvgrpc.prefetch import wire
-from kvgrpc.prefetch.controller.operation import Operation
-from kvgrpc.prefetch.controller.operations import MAX_OPEN_PAGES
 from kvgrpc.prefetch.manager import PrefetchManager
 from kvgrpc.prefetch.model import OperationKind, Tier
+from kvgrpc.prefetch.protocol.book import MAX_OPEN_PAGES
+from kvgrpc.prefetch.protocol.operation import Operation
 from kvgrpc.prefetch.shares import CallerShares
 from kvgrpc.rpc.blocking import BlockingCalls
 from kvgrpc.rpc.within import within

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvgrpc.errors import TooManyRequests
-from kvgrpc.prefetch.controller.operation import Operation
+from kvgrpc.prefetch.protocol.operation import Operation
 from kvgrpc.rpc.callers import caller
 
 _RETRY_SECONDS = 1.0

@@ -6,9 +6,9 @@ from google.protobuf.duration_pb2 import Duration
 
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.hashing import page_hashes, storage_seed
-from kvgrpc.prefetch.agreement.votes import Decision, Stage, Vote
-from kvgrpc.prefetch.controller.controller import MAX_PAGES
 from kvgrpc.prefetch.model import Namespace, OperationKind, OperationRow, Stop, Tier, TierUse
+from kvgrpc.prefetch.protocol.votes import Decision, Stage, Vote
+from kvgrpc.prefetch.runtime.controller import MAX_PAGES
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.wire import failure_to_pb, seconds_from_pb
 

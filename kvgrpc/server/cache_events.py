@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from kvgrpc.events import BlockRemoved, BlockStored, EventPublisher, KVEventBatch
 from kvgrpc.hashing import sglang_event_hash
-from kvgrpc.prefetch.controller.operation import Operation
 from kvgrpc.prefetch.model import OperationKind, PageOutcome, Tier
+from kvgrpc.prefetch.protocol.operation import Operation
 
 # SGLang's words for the tiers. The device's own events are the engine's.
 MEDIUMS = {Tier.HOST: "CPU_PINNED", Tier.STORAGE: "DISK"}

@@ -69,9 +69,9 @@ PURE = (
         "kvgrpc/events/following/prompts.py",
         "kvgrpc/events/following/sources.py",
     ),
-    *("kvgrpc/prefetch/tree.py", "kvgrpc/prefetch/eviction.py", "kvgrpc/prefetch/model.py"),
-    *("kvgrpc/prefetch/agreement/votes.py", "kvgrpc/prefetch/agreement/said.py"),
-    "kvgrpc/prefetch/controller/fair_queue.py",
+    *("kvgrpc/prefetch/tree/prefix_tree.py", "kvgrpc/prefetch/tree/eviction.py", "kvgrpc/prefetch/model.py"),
+    *("kvgrpc/prefetch/protocol/votes.py", "kvgrpc/prefetch/protocol/said.py"),
+    "kvgrpc/prefetch/protocol/fair_queue.py",
     *("kvgrpc/prefetch/storage/keys.py", "kvgrpc/prefetch/storage/file/formats.py"),
 )
 PURE_MAY_IMPORT = ("numpy", "msgspec")

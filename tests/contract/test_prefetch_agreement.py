@@ -15,8 +15,8 @@ from kvgrpc.client import SyncClient
 from kvgrpc.errors import InvalidRequest, StaleEpoch, WrongRank
 from kvgrpc.model import Layout, RankId, RankRef
 from kvgrpc.prefetch.agreement.member import JoinedAgreement, StartOrder
-from kvgrpc.prefetch.controller.operation import Operation
 from kvgrpc.prefetch.model import OperationState, PageOutcome, Stop
+from kvgrpc.prefetch.protocol.operation import Operation
 from kvgrpc.prefetch.storage.base import PageBuffers, PageResult, failed
 from kvgrpc.rpc.status import error_from
 from kvgrpc.v1 import prefetch_service_pb2 as pb

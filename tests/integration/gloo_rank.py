@@ -13,7 +13,7 @@ import time
 import torch.distributed as dist
 
 from kvgrpc.prefetch.agreement.gloo import GlooAgreement
-from kvgrpc.prefetch.agreement.votes import Decision, Stage, Vote
+from kvgrpc.prefetch.protocol.votes import Decision, Stage, Vote
 
 TIMEOUT = 3.0
 

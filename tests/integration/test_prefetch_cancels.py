@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvgrpc.client import SyncClient
-from kvgrpc.prefetch.agreement.votes import AloneAgreement, Decided, Stage, Vote
-from kvgrpc.prefetch.controller.operation import Operation
 from kvgrpc.prefetch.model import OperationKind, OperationState
+from kvgrpc.prefetch.protocol.operation import Operation
+from kvgrpc.prefetch.protocol.votes import AloneAgreement, Decided, Stage, Vote
 from kvgrpc.prefetch.storage.base import timed_out
 from tests.support.cache_serving import CacheRank, hashes_of, open_cache_rank, prompt
 from tests.support.faults.storage import Fault, FaultyBackend, memory_backend

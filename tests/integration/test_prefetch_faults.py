@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from kvgrpc.errors import FeatureDisabled
-from kvgrpc.prefetch.controller.operation import Operation
 from kvgrpc.prefetch.model import (
     OperationKind,
     OperationRow,
@@ -24,6 +23,7 @@ from kvgrpc.prefetch.model import (
     Stop,
     WritePolicy,
 )
+from kvgrpc.prefetch.protocol.operation import Operation
 from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.prefetch.storage.mooncake.local import LocalStore, master_command
 from tests.support.faults.storage import FaultyBackend

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from kvgrpc.errors import InvalidRequest, PageStateInvalid
-from kvgrpc.prefetch.cache import Held
 from kvgrpc.prefetch.copies.operation import Direction
 from kvgrpc.prefetch.model import Short, WritePolicy
 from kvgrpc.prefetch.pools.pages import Pages, PageState, as_pages
+from kvgrpc.prefetch.tree.cache import Held
 from tests.support.tiered_engine import SECONDS, SHAPE, Engine
 from tests.support.waiting import wait_until
 

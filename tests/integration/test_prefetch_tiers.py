@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from kvgrpc.client import SyncClient
-from kvgrpc.prefetch.cache import TieredCache
 from kvgrpc.prefetch.copies.engine import CopyEngine
 from kvgrpc.prefetch.model import Short, WritePolicy
 from kvgrpc.prefetch.pools.device import DevicePool
 from kvgrpc.prefetch.pools.shape import Component, HostLayout, PageShape
+from kvgrpc.prefetch.tree.cache import TieredCache
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from tests.support.cache_serving import LIMITS, PAGE_TOKENS, CacheRank, hashes_of, open_cache_rank, prompt
 from tests.support.waiting import wait_until

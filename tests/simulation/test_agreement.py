@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvgrpc.prefetch.agreement.said import SaidVotes
-from kvgrpc.prefetch.agreement.votes import AgreementCore, AloneAgreement, Decision, Stage, Vote
 from kvgrpc.prefetch.model import Stop
+from kvgrpc.prefetch.protocol.said import SaidVotes
+from kvgrpc.prefetch.protocol.votes import AgreementCore, AloneAgreement, Decision, Stage, Vote
 
 RANKS, OPERATIONS, TIMEOUT, OTHERS_TIMEOUT = 4, 30, 2.0, 30.0
 ABSENT = (0, Stop.RANK_ABSENT)

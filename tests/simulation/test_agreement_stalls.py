@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvgrpc.prefetch.agreement.said import SaidVotes
-from kvgrpc.prefetch.agreement.votes import AgreementCore, Decision, Stage, Vote
 from kvgrpc.prefetch.model import Stop
+from kvgrpc.prefetch.protocol.said import SaidVotes
+from kvgrpc.prefetch.protocol.votes import AgreementCore, Decision, Stage, Vote
 
 RANKS, OPERATIONS = 3, 12
 TIMEOUT, OTHERS_TIMEOUT, DOUBT = 5.0, 30.0, 60.0

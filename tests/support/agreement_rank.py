@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from kvgrpc.model import Layout
-from kvgrpc.prefetch.agreement.votes import Stage
 from kvgrpc.prefetch.model import OperationKind
+from kvgrpc.prefetch.protocol.votes import Stage
 from kvgrpc.prefetch.storage import open_backend
 from tests.support.cache_serving import LIMITS, REPLICATED, SHAPE, CacheRank, hashes_of, open_cache_rank, prompt
 from tests.support.faults.storage import Fault, FaultyBackend

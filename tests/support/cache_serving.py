@@ -13,11 +13,11 @@ import kvgrpc.dataplane
 from kvgrpc.hashing import page_hashes, storage_seed
 from kvgrpc.model import Pool, PoolKind, Region, Role
 from kvgrpc.prefetch.config import PrefetchConfig
-from kvgrpc.prefetch.controller.operation import Operation
 from kvgrpc.prefetch.manager import PrefetchManager
 from kvgrpc.prefetch.model import OperationKind, PrefetchLimits, Short
 from kvgrpc.prefetch.pools.host import Bytes
 from kvgrpc.prefetch.pools.shape import PageShape
+from kvgrpc.prefetch.protocol.operation import Operation
 from kvgrpc.server import Rank, RankConfig, open_rank
 
 PAGE_TOKENS = 4

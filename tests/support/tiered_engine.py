@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvgrpc.prefetch.cache import TieredCache
-from kvgrpc.prefetch.controller.controller import CacheController
 from kvgrpc.prefetch.copies.engine import CopyEngine
 from kvgrpc.prefetch.copies.paths import IoBackend
 from kvgrpc.prefetch.model import PrefetchLimits, Short, WritePolicy
 from kvgrpc.prefetch.pools.device import DevicePool
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.shape import HostLayout, PageShape
+from kvgrpc.prefetch.runtime.controller import CacheController
+from kvgrpc.prefetch.tree.cache import TieredCache
 from tests.support.faults.storage import FaultyBackend, memory_backend
 
 SHAPE = PageShape.mha(2, 4, 1, 8, "float16")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvgrpc.prefetch.tree import Node, PrefixTree
+from kvgrpc.prefetch.tree.prefix_tree import Node, PrefixTree
 
 
 def device_victims(tree: PrefixTree, count: int, now: float) -> list[list[str]]:

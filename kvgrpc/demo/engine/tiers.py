@@ -12,11 +12,11 @@ from kvgrpc.demo.engine.engine import Engine
 from kvgrpc.demo.protocol import Offload, Offloaded, Open, Resume, Resumed
 from kvgrpc.hashing import page_hashes
 from kvgrpc.prefetch.config import PrefetchConfig
-from kvgrpc.prefetch.controller.keeper import CompletionQueue
 from kvgrpc.prefetch.manager import PrefetchManager
 from kvgrpc.prefetch.model import PrefetchLimits, Short
 from kvgrpc.prefetch.pools.device import DevicePool
 from kvgrpc.prefetch.pools.shape import PageShape
+from kvgrpc.prefetch.tree.keeper import CompletionQueue
 
 SECONDS = 20.0
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from kvgrpc.model import RankId
-from kvgrpc.prefetch.agreement.votes import Decided, Decision, Vote
 from kvgrpc.prefetch.model import Stop
+from kvgrpc.prefetch.protocol.votes import Decided, Decision, Vote
 
 _log = logging.getLogger(__name__)
 

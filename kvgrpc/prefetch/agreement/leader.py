@@ -13,9 +13,9 @@ from typing import Any
 from kvgrpc.errors import InvalidRequest, StaleEpoch, TooManyRequests, WrongRank
 from kvgrpc.model import Layout, RankId, RankRef, Role
 from kvgrpc.prefetch import wire
-from kvgrpc.prefetch.agreement.votes import AgreementCore, Decided, Decision, Stage, Vote
-from kvgrpc.prefetch.controller.operation import Operation
-from kvgrpc.prefetch.controller.timers import Alarms
+from kvgrpc.prefetch.protocol.operation import Operation
+from kvgrpc.prefetch.protocol.votes import AgreementCore, Decided, Decision, Stage, Vote
+from kvgrpc.prefetch.threads.timers import Alarms
 from kvgrpc.rpc.callers import check_speaker
 from kvgrpc.rpc.within import within
 from kvgrpc.v1 import prefetch_service_pb2 as pb

@@ -17,10 +17,10 @@ from kvgrpc.errors import KvGrpcError
 from kvgrpc.model import Layout, RankId, RankRef
 from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.prefetch import wire
-from kvgrpc.prefetch.agreement.said import SaidVotes
-from kvgrpc.prefetch.agreement.votes import Decided, Decision, Stage, Vote
-from kvgrpc.prefetch.controller.timers import Alarms
 from kvgrpc.prefetch.model import OperationKind, Stop
+from kvgrpc.prefetch.protocol.said import SaidVotes
+from kvgrpc.prefetch.protocol.votes import Decided, Decision, Stage, Vote
+from kvgrpc.prefetch.threads.timers import Alarms
 from kvgrpc.rpc.status import error_from
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceStub

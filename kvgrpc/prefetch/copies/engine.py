@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvgrpc.errors import CopyFailed, Failure, InvalidRequest, KvGrpcError, TooManyRequests
-from kvgrpc.prefetch.controller.worker import Worker
 from kvgrpc.prefetch.copies.layers import LayerSignal
 from kvgrpc.prefetch.copies.operation import CopyAck, CopyOperation, Direction, Piece, copy_failed, merge
 from kvgrpc.prefetch.copies.paths import CopyPath, IoBackend
@@ -21,6 +20,7 @@ from kvgrpc.prefetch.model import Short
 from kvgrpc.prefetch.pools.device import DevicePool
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.pages import Pages, as_pages
+from kvgrpc.prefetch.threads.worker import Worker
 
 _log = logging.getLogger(__name__)
 

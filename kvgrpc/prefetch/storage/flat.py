@@ -18,7 +18,7 @@ from kvgrpc.prefetch.storage.base import (
     page_bytes,
 )
 from kvgrpc.prefetch.storage.memory import gather, scatter
-from kvgrpc.prefetch.storage.page_by_page import PageByPage
+from kvgrpc.prefetch.storage.paged import PageByPage
 
 
 class FlatStore(Protocol):

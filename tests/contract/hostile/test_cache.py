@@ -20,10 +20,10 @@ from kvgrpc.events.following import index_servicer
 from kvgrpc.model import Layout, RankId
 from kvgrpc.prefetch import servicer as servicer_module
 from kvgrpc.prefetch.agreement.leader import LeaderAgreement
-from kvgrpc.prefetch.agreement.votes import Stage
-from kvgrpc.prefetch.controller.operation import Operation
-from kvgrpc.prefetch.controller.operations import MAX_OPEN_PAGES, MAX_REMEMBERED_PAGES, OperationBook
 from kvgrpc.prefetch.model import OperationKind, OperationState, PageOutcome, PrefetchLimits
+from kvgrpc.prefetch.protocol.book import MAX_OPEN_PAGES, MAX_REMEMBERED_PAGES, OperationBook
+from kvgrpc.prefetch.protocol.operation import Operation
+from kvgrpc.prefetch.protocol.votes import Stage
 from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.rpc.interceptors import ALLOWED, CallLimits
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity, parse_tokens

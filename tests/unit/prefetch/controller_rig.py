@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvgrpc.prefetch.agreement.votes import Agreement
-from kvgrpc.prefetch.controller.controller import CacheController
-from kvgrpc.prefetch.controller.keeper import CompletionQueue
-from kvgrpc.prefetch.controller.operation import Operation
 from kvgrpc.prefetch.model import OperationState, PrefetchLimits, Short
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.shape import PageShape
+from kvgrpc.prefetch.protocol.operation import Operation
+from kvgrpc.prefetch.protocol.votes import Agreement
+from kvgrpc.prefetch.runtime.controller import CacheController
+from kvgrpc.prefetch.tree.keeper import CompletionQueue
 from tests.support.faults.storage import Fault, FaultyBackend, memory_backend
 
 SHAPE = PageShape.mha(2, 4, 1, 8, "float16")

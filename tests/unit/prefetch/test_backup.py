@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvgrpc.prefetch.controller.backing_up import writer_of
 from kvgrpc.prefetch.model import OperationState, PageOutcome
+from kvgrpc.prefetch.runtime.backing_up import writer_of
 from tests.support.faults.storage import BROKEN, DOWN, FAILED, HANG, FaultyBackend, memory_backend
 from tests.support.waiting import wait_until
 from tests.unit.prefetch.controller_rig import LIMITS, Panic, Rig, hashes, rig

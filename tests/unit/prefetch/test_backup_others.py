@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvgrpc.prefetch.agreement.votes import AloneAgreement, Decided, Stage, Vote
 from kvgrpc.prefetch.model import OperationKind, OperationState, PageOutcome, Stop
 from kvgrpc.prefetch.pools.pages import Pages
+from kvgrpc.prefetch.protocol.votes import AloneAgreement, Decided, Stage, Vote
 from tests.support.faults.storage import HANG, Fault
 from tests.support.waiting import wait_until
 from tests.unit.prefetch.controller_rig import LIMITS, Rig, hashes

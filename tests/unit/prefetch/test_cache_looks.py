@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from kvgrpc.errors import InvalidRequest
-from kvgrpc.prefetch.cache import NODES_AT_ONCE, TieredCache
-from kvgrpc.prefetch.eviction import EvictionQueue
 from kvgrpc.prefetch.model import Short, Tier
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.shape import PageShape
-from kvgrpc.prefetch.tree import PrefixTree
+from kvgrpc.prefetch.tree.cache import NODES_AT_ONCE, TieredCache
+from kvgrpc.prefetch.tree.eviction import EvictionQueue
+from kvgrpc.prefetch.tree.prefix_tree import PrefixTree
 
 PROMPTS = 3 * NODES_AT_ONCE
 PAGES = 2 * PROMPTS

@@ -15,8 +15,8 @@ import pytest
 
 from kvgrpc.errors import FeatureDisabled
 from kvgrpc.observability import metrics
-from kvgrpc.prefetch.controller.operation import Operation
 from kvgrpc.prefetch.model import OperationState, Stop, StopPolicy
+from kvgrpc.prefetch.protocol.operation import Operation
 from kvgrpc.prefetch.storage.base import MemoryRange, StorageBackend
 from tests.support.faults.storage import HANG, Fault, FaultyBackend, memory_backend
 from tests.support.waiting import wait_until

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from kvgrpc.errors import FeatureDisabled, InvalidRequest, OperationNotFound, RequestIdReused, TooManyRequests
-from kvgrpc.prefetch.controller.controller import CacheController
 from kvgrpc.prefetch.model import OperationState, Short, Stop
 from kvgrpc.prefetch.pools.host import HostPool
+from kvgrpc.prefetch.runtime.controller import CacheController
 from tests.support.faults.storage import HANG, Fault
 from tests.support.waiting import wait_until
 from tests.unit.prefetch.controller_rig import LIMITS, SHAPE, Rig, hashes, rig

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvgrpc.errors import TooManyRequests
-from kvgrpc.prefetch.controller.operation import Operation
 from kvgrpc.prefetch.model import OperationRow, OperationState, PageOutcome, Stop
+from kvgrpc.prefetch.protocol.operation import Operation
 from tests.support.faults.storage import BROKEN, DOWN, FAILED, HANG
 from tests.support.waiting import wait_until
 from tests.unit.prefetch.controller_rig import SHAPE, Panic, Rig, hashes, rig

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kvgrpc.prefetch.cache import TieredCache
-from kvgrpc.prefetch.controller.controller import CacheController
-from kvgrpc.prefetch.controller.keeper import CompletionQueue
-from kvgrpc.prefetch.controller.operation import Operation
 from kvgrpc.prefetch.model import OperationState, PageOutcome, PrefetchLimits, Short, Stop
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.pages import Pages
 from kvgrpc.prefetch.pools.shape import PageShape
-from kvgrpc.prefetch.tree import PrefixTree
+from kvgrpc.prefetch.protocol.operation import Operation
+from kvgrpc.prefetch.runtime.controller import CacheController
+from kvgrpc.prefetch.tree.cache import TieredCache
+from kvgrpc.prefetch.tree.keeper import CompletionQueue
+from kvgrpc.prefetch.tree.prefix_tree import PrefixTree
 from tests.support.faults.storage import FaultyBackend, memory_backend
 
 SHAPE = PageShape.mha(1, 4, 1, 8, "float16")

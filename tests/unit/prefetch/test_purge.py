@@ -10,13 +10,13 @@ import pytest
 
 from kvgrpc.hashing import page_hashes, storage_seed
 from kvgrpc.model import RankId, RankRef
-from kvgrpc.prefetch.cache import TieredCache
 from kvgrpc.prefetch.config import PrefetchConfig
 from kvgrpc.prefetch.manager import PrefetchManager
 from kvgrpc.prefetch.model import Short, Tier
 from kvgrpc.prefetch.pools.shape import PageShape
 from kvgrpc.prefetch.storage.base import Removed, StorageDown
 from kvgrpc.prefetch.storage.flat import FlatBackend
+from kvgrpc.prefetch.tree.cache import TieredCache
 from tests.support.faults.storage import DOWN, FaultyBackend, MemoryStore, memory_backend
 
 SHAPE = PageShape.mha(1, 4, 1, 8, "float16")

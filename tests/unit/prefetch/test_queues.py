@@ -7,9 +7,9 @@ import threading
 import pytest
 
 from kvgrpc.errors import TooManyRequests
-from kvgrpc.prefetch.controller.fair_queue import FairQueue
-from kvgrpc.prefetch.controller.timers import Alarms
-from kvgrpc.prefetch.controller.worker import Worker
+from kvgrpc.prefetch.protocol.fair_queue import FairQueue
+from kvgrpc.prefetch.threads.timers import Alarms
+from kvgrpc.prefetch.threads.worker import Worker
 
 
 def test_the_urgent_come_first_and_tenants_in_turn() -> None:

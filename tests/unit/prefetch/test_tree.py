@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvgrpc.errors import InvalidRequest
-from kvgrpc.prefetch.tree import Node, PrefixTree
+from kvgrpc.prefetch.tree.prefix_tree import Node, PrefixTree
 from tests.support import tree_scan
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvgrpc.errors import InvalidRequest
-from kvgrpc.prefetch.tree import PrefixTree
+from kvgrpc.prefetch.tree.prefix_tree import PrefixTree
 from tests.unit.prefetch.test_tree import chain
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvgrpc.prefetch.agreement.votes import AgreementCore, Decision, Stage, Vote
 from kvgrpc.prefetch.model import Stop
+from kvgrpc.prefetch.protocol.votes import AgreementCore, Decision, Stage, Vote
 
 
 def vote(key: str) -> Vote:

@@ -30,7 +30,7 @@ from kvgrpc.prefetch.storage.file.rounds import Rounds
 from kvgrpc.prefetch.storage.file.usage import Usage
 from kvgrpc.prefetch.storage.flat import other_size
 from kvgrpc.prefetch.storage.memory import views
-from kvgrpc.prefetch.storage.page_by_page import PageByPage
+from kvgrpc.prefetch.storage.paged import PageByPage
 from kvgrpc.prefetch.storage.settings import Nbytes, Seconds, Threads, read_settings
 
 logger = logging.getLogger(__name__)

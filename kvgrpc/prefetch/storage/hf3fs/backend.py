@@ -29,7 +29,7 @@ from kvgrpc.prefetch.storage.flat import other_size
 from kvgrpc.prefetch.storage.hf3fs.client import Client, LocalClient, UsrbioClient
 from kvgrpc.prefetch.storage.hf3fs.slots import Slot, Slots
 from kvgrpc.prefetch.storage.memory import views
-from kvgrpc.prefetch.storage.page_by_page import PageByPage
+from kvgrpc.prefetch.storage.paged import PageByPage
 from kvgrpc.prefetch.storage.settings import Threads, read_settings
 
 _PACKAGE = "hf3fs_fuse"

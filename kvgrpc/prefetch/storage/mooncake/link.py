@@ -25,7 +25,7 @@ from kvgrpc.observability.logging import RateLimited
 from kvgrpc.prefetch.storage.base import StorageDown
 from kvgrpc.prefetch.storage.mooncake.codes import MASTER_DOWN
 from kvgrpc.prefetch.storage.mooncake.messages import Area, Call, Gone, Reply, Start, Wire
-from kvgrpc.prefetch.storage.shared import SharedFile
+from kvgrpc.prefetch.storage.mooncake.shared import SharedFile
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from kvgrpc.prefetch.storage.base import MemoryRange, PageBuffers
 from kvgrpc.prefetch.storage.mooncake.link import Link
-from kvgrpc.prefetch.storage.shared import SharedFile, shared_file
+from kvgrpc.prefetch.storage.mooncake.shared import SharedFile, shared_file
 
 logger = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from kvgrpc.prefetch.storage.mooncake.child import Child
 from kvgrpc.prefetch.storage.mooncake.codes import is_lost, result_of
 from kvgrpc.prefetch.storage.mooncake.link import Link, NotShared, Pending
 from kvgrpc.prefetch.storage.mooncake.messages import Area, Call, Gone, Reply, Start, Wire
+from kvgrpc.prefetch.storage.mooncake.shared import SharedFile, shared_file
 from kvgrpc.prefetch.storage.mooncake.staging import Staging
 from kvgrpc.prefetch.storage.mooncake.windows import Windows
-from kvgrpc.prefetch.storage.shared import SharedFile, shared_file
 
 SECONDS = 20.0
 Connected = tuple[Link, Callable[[type[Any]], Any]]

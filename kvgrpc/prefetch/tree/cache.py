@@ -22,13 +22,13 @@ from kvgrpc.observability.logging import RateLimited
 from kvgrpc.prefetch.model import Short, Tier, TierUse, WritePolicy
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.pages import Pages, PageState, as_pages
-from kvgrpc.prefetch.tree import Node, PrefixTree
+from kvgrpc.prefetch.tree.prefix_tree import Node, PrefixTree
 
 if TYPE_CHECKING:
-    from kvgrpc.prefetch.controller.controller import CacheController
     from kvgrpc.prefetch.copies.engine import CopyEngine
     from kvgrpc.prefetch.copies.layers import LayerSignal
     from kvgrpc.prefetch.copies.operation import CopyAck
+    from kvgrpc.prefetch.runtime.controller import CacheController
 
 NODES_AT_ONCE = 256
 """Nodes that are looked at without a pause, where all of them are."""

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from kvgrpc.errors import Failure, OperationNotFound, RequestIdReused, TooManyRequests
 from kvgrpc.observability import metrics
-from kvgrpc.prefetch.controller.operation import Operation
 from kvgrpc.prefetch.model import OperationKind, OperationRow, OperationState, PrefetchLimits, Stop
+from kvgrpc.prefetch.protocol.operation import Operation
 
 _log = logging.getLogger(__name__)
 

@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable, Iterable
 
 from kvgrpc.errors import Failure, KvGrpcError, StorageFailed
-from kvgrpc.prefetch.agreement.votes import Agreement, Decision, Stage, Vote
-from kvgrpc.prefetch.controller.operation import Operation
-from kvgrpc.prefetch.controller.operations import OperationBook
-from kvgrpc.prefetch.controller.timers import Alarms
-from kvgrpc.prefetch.controller.worker import Worker
 from kvgrpc.prefetch.model import OperationKind, OperationState, PageOutcome, PrefetchLimits, Stop
 from kvgrpc.prefetch.pools.host import HostPool
+from kvgrpc.prefetch.protocol.book import OperationBook
+from kvgrpc.prefetch.protocol.operation import Operation
+from kvgrpc.prefetch.protocol.votes import Agreement, Decision, Stage, Vote
 from kvgrpc.prefetch.storage.base import PageResult, PageStatus, StorageBackend
+from kvgrpc.prefetch.threads.timers import Alarms
+from kvgrpc.prefetch.threads.worker import Worker
 
 Writes = Callable[[str], bool]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvgrpc.prefetch.tree import Node
+    from kvgrpc.prefetch.tree.prefix_tree import Node
 
 _Entry = tuple[tuple[float, ...], int, "Node"]
 _FEW = 64

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kvgrpc.prefetch.agreement.votes import Decided, Decision, Stage, Vote
 from kvgrpc.prefetch.model import Stop
+from kvgrpc.prefetch.protocol.votes import Decided, Decision, Stage, Vote
 
 _STEPS = 20
 

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from kvgrpc.errors import TooManyRequests
 from kvgrpc.observability import metrics
-from kvgrpc.prefetch.controller.fair_queue import FairQueue
+from kvgrpc.prefetch.protocol.fair_queue import FairQueue
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

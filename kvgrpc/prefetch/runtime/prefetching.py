@@ -15,16 +15,16 @@ from functools import partial
 import numpy as np
 
 from kvgrpc.errors import Failure, KvGrpcError, StorageFailed
-from kvgrpc.prefetch.agreement.votes import Agreement, Decision, Stage, Vote
-from kvgrpc.prefetch.controller.keeper import Keeper
-from kvgrpc.prefetch.controller.operation import Operation
-from kvgrpc.prefetch.controller.operations import OperationBook
-from kvgrpc.prefetch.controller.timers import Alarms
-from kvgrpc.prefetch.controller.worker import Worker
 from kvgrpc.prefetch.model import OperationState, PageOutcome, PrefetchLimits, Short, Stop
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.pages import Pages
+from kvgrpc.prefetch.protocol.book import OperationBook
+from kvgrpc.prefetch.protocol.operation import Operation
+from kvgrpc.prefetch.protocol.votes import Agreement, Decision, Stage, Vote
 from kvgrpc.prefetch.storage.base import PageResult, PageStatus, StorageBackend
+from kvgrpc.prefetch.threads.timers import Alarms
+from kvgrpc.prefetch.threads.worker import Worker
+from kvgrpc.prefetch.tree.keeper import Keeper
 
 Step = tuple[Operation, Callable[[], None]]
 

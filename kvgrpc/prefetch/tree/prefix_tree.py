@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvgrpc.errors import InvalidRequest
-from kvgrpc.prefetch.eviction import EvictionQueue
+from kvgrpc.prefetch.tree.eviction import EvictionQueue
 
 
 @dataclass(eq=False, slots=True)

@@ -1,7 +1,7 @@
 """The hierarchical cache's controller between host and storage: prefetch, backup, and what became of them.
 
 An engine with its own radix cache uses it alone, with ``CompletionQueue`` or a keeper of its own;
-``kvgrpc.prefetch.cache.TieredCache`` puts a prefix tree and device copies around it.
+``kvgrpc.prefetch.tree.cache.TieredCache`` puts a prefix tree and device copies around it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvgrpc.errors import FeatureDisabled, InvalidRequest
-from kvgrpc.prefetch.agreement.votes import Agreement, AloneAgreement
-from kvgrpc.prefetch.controller.backing_up import Backup, Writes, every_page
-from kvgrpc.prefetch.controller.keeper import CompletionQueue, Keeper
-from kvgrpc.prefetch.controller.operation import Operation
-from kvgrpc.prefetch.controller.operations import OperationBook
-from kvgrpc.prefetch.controller.prefetching import Prefetcher
-from kvgrpc.prefetch.controller.timers import Alarms
 from kvgrpc.prefetch.model import (
     OperationKind,
     OperationRow,
@@ -28,7 +21,14 @@ from kvgrpc.prefetch.model import (
 )
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.pages import Pages, as_pages
+from kvgrpc.prefetch.protocol.book import OperationBook
+from kvgrpc.prefetch.protocol.operation import Operation
+from kvgrpc.prefetch.protocol.votes import Agreement, AloneAgreement
+from kvgrpc.prefetch.runtime.backing_up import Backup, Writes, every_page
+from kvgrpc.prefetch.runtime.prefetching import Prefetcher
 from kvgrpc.prefetch.storage.base import StorageBackend, Unregisters
+from kvgrpc.prefetch.threads.timers import Alarms
+from kvgrpc.prefetch.tree.keeper import CompletionQueue, Keeper
 
 _log = logging.getLogger(__name__)
 

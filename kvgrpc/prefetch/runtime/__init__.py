@@ -1,0 +1,1 @@
+"""The shell that runs prefetches and backups."""

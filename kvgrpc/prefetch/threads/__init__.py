@@ -1,0 +1,1 @@
+"""The pool of threads and the timers of the cache."""
