@@ -185,16 +185,49 @@ def test_another_pages_file_under_this_name_is_missing(page: tuple[StorageBacken
     assert backend.read(["other"], [arena.page(1)], SECONDS)[0].status is PageStatus.MISSING
 
 
-@pytest.mark.parametrize("thing", ["folder", "link"])
-def test_what_is_no_file_is_that_pages_failure(page: tuple[StorageBackend, Arena, Path], thing: str) -> None:
+def put_there(path: Path, thing: str) -> None:
+    """What bears a page's name and is no plain file."""
+    path.parent.mkdir(exist_ok=True)
+    if thing == "folder":
+        path.mkdir()
+    elif thing == "link":
+        path.symlink_to("/etc/passwd")
+    elif thing == "FIFO":
+        os.mkfifo(path)
+    else:
+        with socket.socket(socket.AF_UNIX) as bound:
+            here = os.getcwd()
+            try:
+                os.chdir(path.parent)  # a path of a socket has 107 characters at most
+                bound.bind(path.name)
+            finally:
+                os.chdir(here)
+
+
+@pytest.mark.parametrize("thing", ["folder", "link", "FIFO", "socket"])
+def test_what_is_no_file_is_no_page(page: tuple[StorageBackend, Arena, Path], thing: str) -> None:
+    """It is missing, as what is torn; and the next write takes its place, but for a folder's."""
     backend, arena, path = page
     path.unlink()
-    path.mkdir() if thing == "folder" else path.symlink_to("/etc/passwd")
+    put_there(path, thing)
     arena.fill_all()
+    assert backend.contains(["k", "elsewhere"], SECONDS) == [False, False]
     results = backend.read(["k", "elsewhere"], arena.pages(), SECONDS)
-    assert [result.status for result in results][1] is PageStatus.MISSING
-    assert not results[0].ok
-    assert backend.write(["elsewhere"], [arena.page(1)], SECONDS) == [OK]
+    assert [result.status for result in results] == [PageStatus.MISSING] * 2
+    written = backend.write(["k", "elsewhere"], arena.pages(), SECONDS)
+    assert [result.ok for result in written] == [thing != "folder", True]
+
+
+def test_a_fifo_for_each_thread_ends_no_storage(name: str, folder: Path) -> None:
+    backend, arena = opened(name, folder, threads=4), Arena(1)
+    keys = [f"k{number}" for number in range(4)]
+    for each in keys:
+        put_there(folder / OwnFormat().path(each), "FIFO")
+    assert backend.count_leading(keys, SECONDS) == 0
+    assert backend.clear() == 0 and backend.count("", SECONDS) == 0
+    assert backend.write(["other"], arena.pages(), SECONDS) == [OK]
+    assert backend.stats().healthy
+    assert backend.close(SECONDS)
 
 
 def test_the_bound_holds_and_what_was_used_stays(name: str, folder: Path) -> None:
@@ -291,20 +324,27 @@ def test_a_full_disk_fails_the_pages_that_do_not_fit_and_no_other(name: str, sma
     assert backend.close(SECONDS)
 
 
-def test_a_disk_that_hangs_costs_a_time_out_and_gives_the_page_back_later(name: str, folder: Path) -> None:
+def test_a_disk_that_hangs_costs_a_time_out_and_gives_the_page_back_later(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend, arena = opened(name, folder, threads=1), Arena(3)
-    path = folder / OwnFormat().path("hangs")
-    path.parent.mkdir()
-    os.mkfifo(path)  # opening it for reading waits for a writer, as a disk that is gone would
+    answers, open_file = threading.Event(), Folder.open
+
+    def hang(self: Folder, path: str, flags: int = 0) -> int | None:
+        answers.wait(SECONDS)
+        return open_file(self, path, flags)
+
+    monkeypatch.setattr(Folder, "open", hang)
     first, second = backend.read(["hangs", "behind it"], arena.pages(0, 1), 0.2)
     assert first.status is PageStatus.TIMEOUT and first.released is not None and not first.quiescent
     assert second.status is PageStatus.TIMEOUT and second.quiescent, "it was never begun"
     with pytest.raises(StorageDown):
         backend.count_leading(["other"], 0.1)
-    assert backend.stats().in_use == 1
-    assert not backend.close(0.1)
-    writer = threading.Thread(target=lambda: os.close(os.open(path, os.O_WRONLY)))
-    writer.start()
+    stats = backend.stats()
+    assert stats.in_use == 1
+    assert (stats.healthy, stats.detail) == (False, "all of its threads hang in calls that outlived their time")
+    answers.set()
     assert first.released.wait(SECONDS)
-    writer.join()
+    assert backend.count_leading(["other"], SECONDS) == 0
+    assert backend.stats().healthy
     assert backend.close(SECONDS)

@@ -36,6 +36,13 @@ class PageCalls:
     def down(self, why: str) -> StorageDown:
         return StorageDown(f"storage {self._name!r} does not answer: {why}", self._address)
 
+    @property
+    def trouble(self) -> str:
+        """Why no call is answered now; empty when calls are."""
+        if self.closed:
+            return "closed"
+        return "all of its threads hang in calls that outlived their time" if self._workers.hung else ""
+
     def close(self, timeout: float) -> bool:
         """True when every thread has ended."""
         self.closed = True

@@ -54,7 +54,8 @@ class FlatBackend(PageByPage):
         return gone
 
     def stats(self) -> StorageStats:
-        return self._tally.stats(healthy=not self._calls.closed, detail="closed" if self._calls.closed else "")
+        trouble = self._calls.trouble
+        return self._tally.stats(healthy=not trouble, detail=trouble)
 
     def close(self, timeout: float) -> bool:
         return self._calls.close(timeout)

@@ -43,6 +43,8 @@ class Workers:
         self._changed = threading.Condition()
         self._batches: deque[_Batch[object]] = deque()
         self._closed = False
+        # Calls that outlived their batch.
+        self._left = 0
         self._threads = [
             threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True) for number in range(threads)
         ]
@@ -68,7 +70,14 @@ class Workers:
             for number in batch.running:
                 batch.left[number] = threading.Event()
                 batch.results[number] = Unfinished(batch.left[number])
+            self._left += len(batch.left)
             return list(batch.results)
+
+    @property
+    def hung(self) -> bool:
+        """Whether every thread is in a call that nobody waits for any more: nothing is begun until one ends."""
+        with self._changed:
+            return self._left >= len(self._threads)
 
     def close(self, timeout: float) -> bool:
         """Begins nothing more; True when every thread has ended within ``timeout``."""
@@ -95,6 +104,7 @@ class Workers:
                 batch.ended += 1
                 if number in batch.left:
                     batch.left.pop(number).set()
+                    self._left -= 1
                 if batch.ended == batch.count:
                     self._changed.notify_all()
 

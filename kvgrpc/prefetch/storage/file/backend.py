@@ -34,7 +34,6 @@ from kvgrpc.prefetch.storage.paged import PageByPage
 from kvgrpc.prefetch.storage.settings import Nbytes, Seconds, Threads, read_settings
 
 logger = logging.getLogger(__name__)
-_OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class FileConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,10 +130,10 @@ class FileBackend(PageByPage):
         return found
 
     def stats(self) -> StorageStats:
-        closed = self._closed.is_set()
+        trouble = "closed" if self._closed.is_set() else self._calls.trouble
         return self._tally.stats(
-            healthy=not closed,
-            detail="closed" if closed else "",
+            healthy=not trouble,
+            detail=trouble,
             pages=len(self._usage),
             nbytes=self._usage.nbytes,
             capacity=self._usage.capacity,
@@ -154,12 +153,12 @@ class FileBackend(PageByPage):
         if name is None:
             return MISSING
         try:
-            descriptor = os.open(self._folder.path(name), _OPEN | self._flags(page))
-        except FileNotFoundError:
-            self._usage.remove(name)
-            return MISSING
+            descriptor = self._folder.open(name, self._flags(page))
         except OSError as error:
             return failed(str(error), retryable=True)
+        if descriptor is None:
+            self._usage.remove(name)
+            return MISSING
         try:
             return self._read_open(descriptor, key, name, page)
         except OSError as error:
@@ -234,9 +233,8 @@ class FileBackend(PageByPage):
         name = self._form.path(key)
         if name is None:
             return None
-        try:
-            descriptor = os.open(self._folder.path(name), _OPEN)
-        except FileNotFoundError:
+        descriptor = self._folder.open(name)
+        if descriptor is None:
             return None
         try:
             nbytes = os.fstat(descriptor).st_size - self._form.header_bytes
@@ -270,8 +268,10 @@ class FileBackend(PageByPage):
     def _key_in(self, name: str) -> str | None:
         """The key of the page in a file; None when the file is gone, cannot be read, or says none."""
         try:
-            descriptor = os.open(self._folder.path(name), _OPEN)
+            descriptor = self._folder.open(name)
         except OSError:
+            return None
+        if descriptor is None:
             return None
         try:
             return self._form.key_of(name, os.pread(descriptor, self._form.header_bytes, 0))

@@ -8,6 +8,7 @@ import itertools
 import os
 import secrets
 import socket
+import stat
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ def _pid_space() -> str:
         return ""
 
 
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _TEMPORARY = ".tmp"
 _ABANDONED_SECONDS = 3600.0
 _HOST = socket.gethostname().replace("-", "_")
@@ -62,6 +64,23 @@ class Folder:
         except FileNotFoundError:
             os.makedirs(folder, exist_ok=True)
             return os.open(path, wanted, 0o644), path
+
+    def open(self, name: str, flags: int = 0) -> int | None:
+        """A page's descriptor, to read; None for what is not there, and for what is no plain file: that is no page.
+
+        Without O_NONBLOCK a FIFO of a page's name would keep its reader until somebody writes into it.
+        """
+        try:
+            descriptor = os.open(self.path(name), _READ | flags)
+        except OSError as error:
+            # In this order: no file, a file for its folder, a symbolic link, a socket or a FIFO of no device.
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO):
+                return None
+            raise
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+        return None
 
     def publish(self, temporary: str, name: str) -> None:
         """Gives a finished file its name; whoever opens it sees all of it."""

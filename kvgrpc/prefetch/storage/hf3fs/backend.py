@@ -110,10 +110,10 @@ class Hf3fsBackend(PageByPage):
         return sum(key.startswith(prefix) for key in self._slots.keys())  # noqa: SIM118
 
     def stats(self) -> StorageStats:
-        closed = self._calls.closed
+        trouble = self._calls.trouble
         return self._tally.stats(
-            healthy=not closed,
-            detail="closed" if closed else "",
+            healthy=not trouble,
+            detail=trouble,
             pages=len(self._slots),
             nbytes=self._slots.nbytes,
             capacity=self._slots.count * self._config.page_bytes,

@@ -62,6 +62,32 @@ def test_what_hangs_is_left_and_says_when_it_ends(workers: Workers) -> None:
     assert len(began) == 2
 
 
+def test_workers_that_all_hang_in_what_nobody_waits_for_say_so(workers: Workers) -> None:
+    gates = [threading.Event(), threading.Event()]
+    results = workers.run(lambda number: gates[number].wait(LONG), 2, 0.05)
+    assert workers.hung
+    gates[0].set()
+    first = results[0]
+    assert isinstance(first, Unfinished) and first.released is not None and first.released.wait(LONG)
+    assert not workers.hung, "one thread is there again"
+    gates[1].set()
+
+
+def test_a_thread_that_works_in_time_is_not_taken_for_hung(workers: Workers) -> None:
+    going, gate = threading.Semaphore(0), threading.Event()
+
+    def work(number: int) -> None:
+        going.release()
+        gate.wait(LONG)
+
+    batch = threading.Thread(target=workers.run, args=(work, 2, LONG))
+    batch.start()
+    assert going.acquire(timeout=LONG) and going.acquire(timeout=LONG)
+    assert not workers.hung
+    gate.set()
+    batch.join()
+
+
 def test_a_long_batch_does_not_hold_up_a_short_one(workers: Workers) -> None:
     going, gate = threading.Event(), threading.Event()
 
