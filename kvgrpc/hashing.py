@@ -33,21 +33,21 @@ class Tokens(Protocol):
     def __getitem__(self, at: slice, /) -> Any: ...
 
 
-def page_hashes(tokens: Tokens, page_size: int, *, after: bytes = b"", bigram: bool = False) -> list[bytes]:
+def page_hashes(tokens: Tokens, page_tokens: int, *, after: bytes = b"", bigram: bool = False) -> list[bytes]:
     """SGLang's page hashes (SHA-256, 32 bytes each), each over its page and the hash before it.
 
     ``after`` is the hash that the first page continues, or a seed (``storage_seed``, ``event_seed``); empty: none. With
     ``bigram`` (EAGLE) the tokens are read as n-1 overlapping pairs. A last page that is not full is hashed as it is:
     pass whole pages only where a cache holds nothing else. Raises InvalidRequest for a token outside 0 to 2^63-1.
     """
-    return list(each_page_hash(tokens, page_size, after=after, bigram=bigram))
+    return list(each_page_hash(tokens, page_tokens, after=after, bigram=bigram))
 
 
-def each_page_hash(tokens: Tokens, page_size: int, *, after: bytes = b"", bigram: bool = False) -> Iterator[bytes]:
+def each_page_hash(tokens: Tokens, page_tokens: int, *, after: bytes = b"", bigram: bool = False) -> Iterator[bytes]:
     """As ``page_hashes``, one by one, for whoever has other things to do between them."""
-    if page_size < 1:
-        raise InvalidRequest.of("page_size", page_size, "at least 1")
-    for page in _pages(tokens, page_size, bigram):
+    if page_tokens < 1:
+        raise InvalidRequest.of("page_tokens", page_tokens, "at least 1")
+    for page in _pages(tokens, page_tokens, bigram):
         after = hashlib.sha256(after + page).digest()
         yield after
 
@@ -107,21 +107,21 @@ def vllm_event_hash(block_hash: bytes) -> int:
     return int.from_bytes(block_hash[-8:], "big")
 
 
-def _pages(tokens: Tokens, page_size: int, bigram: bool) -> Iterator[bytes]:
+def _pages(tokens: Tokens, page_tokens: int, bigram: bool) -> Iterator[bytes]:
     """What SGLang hashes of each page: 4 little-endian bytes a word, or a mark and 8 where one word needs them."""
     try:
         words = array("I", tokens)
     except (OverflowError, TypeError):
-        yield from _wide_pages(tokens, page_size, bigram)
+        yield from _wide_pages(tokens, page_tokens, bigram)
         return
     if bigram:
         words = _pairs(words)
-        page_size *= 2
+        page_tokens *= 2
     if sys.byteorder == "big":
         words.byteswap()
     raw = memoryview(words.tobytes())
-    for start in range(0, len(raw), page_size * words.itemsize):
-        yield bytes(raw[start : start + page_size * words.itemsize])
+    for start in range(0, len(raw), page_tokens * words.itemsize):
+        yield bytes(raw[start : start + page_tokens * words.itemsize])
 
 
 def _pairs(words: array[int]) -> array[int]:
@@ -130,14 +130,14 @@ def _pairs(words: array[int]) -> array[int]:
     return pairs
 
 
-def _wide_pages(tokens: Tokens, page_size: int, bigram: bool) -> Iterator[bytes]:
+def _wide_pages(tokens: Tokens, page_tokens: int, bigram: bool) -> Iterator[bytes]:
     _check_tokens(tokens)
     words = [int(token) for token in tokens]
     if bigram:
         words = [word for pair in pairwise(words) for word in pair]
-        page_size *= 2
-    for start in range(0, len(words), page_size):
-        page = words[start : start + page_size]
+        page_tokens *= 2
+    for start in range(0, len(words), page_tokens):
+        page = words[start : start + page_tokens]
         if max(page) > _MAX_NARROW:
             yield _WIDE_MARK + struct.pack(f"<{len(page)}Q", *page)
         else:

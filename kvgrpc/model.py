@@ -27,6 +27,7 @@ __all__ = [
     "RankRef",
     "Region",
     "Role",
+    "Tier",
     "check_pools",
     "check_rank",
     "new_epoch",
@@ -49,6 +50,14 @@ class Role(enum.IntEnum):
 
     PREFILL = 1
     DECODE = 2
+
+
+class Tier(enum.IntEnum):
+    """Where a page, or block, is, the fastest first."""
+
+    DEVICE = 1
+    HOST = 2
+    STORAGE = 3
 
 
 class PoolKind(enum.IntEnum):

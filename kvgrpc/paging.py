@@ -9,13 +9,14 @@ from collections.abc import Sequence
 
 from kvgrpc.errors import InvalidRequest
 
+DEFAULT_PAGE = 100
 MAX_PAGE = 1000
 _CHECK_BYTES = 4
 
 
-def page_size(asked: int, default: int = MAX_PAGE) -> int:
-    """Entries on a page: ``default`` for 0; above the bound it is the bound (AIP-158)."""
-    return min(asked or default, MAX_PAGE)
+def page_size(asked: int) -> int:
+    """Entries on a page of any list: DEFAULT_PAGE for 0; above the bound it is the bound (AIP-158)."""
+    return min(asked or DEFAULT_PAGE, MAX_PAGE)
 
 
 def page_token(question: str, after: str) -> str:

@@ -71,8 +71,8 @@ def role_from_pb(value: int, path: str = "role") -> Role:
         raise InvalidRequest.of(path, value, "ROLE_PREFILL or ROLE_DECODE") from None
 
 
-def pool_to_pb(pool: Pool) -> pb.Pool:
-    return pb.Pool(
+def pool_to_pb(pool: Pool) -> pb.PagePool:
+    return pb.PagePool(
         name=pool.name,
         kind=pb.PoolKind.ValueType(pool.kind),
         page_tokens=pool.page_tokens,
@@ -84,7 +84,7 @@ def pool_to_pb(pool: Pool) -> pb.Pool:
         head_count=pool.head_count,
         location=pool.location,
         regions=[
-            pb.Region(
+            pb.PoolRegion(
                 layer=region.layer,
                 component=region.component,
                 address=region.address,
@@ -96,7 +96,7 @@ def pool_to_pb(pool: Pool) -> pb.Pool:
     )
 
 
-def pool_from_pb(message: pb.Pool, path: str = "pools[0]", *, addresses: bool = True) -> Pool:
+def pool_from_pb(message: pb.PagePool, path: str = "pools[0]", *, addresses: bool = True) -> Pool:
     """``addresses`` False: without those of its regions, which mean nothing outside their process."""
     try:
         kind = PoolKind(message.kind)

@@ -160,7 +160,7 @@ def _session(address: str, frame: Callable[[], Any]) -> None:
             pools=[pool_to_pb(pool)],
             data_plane="shm",
             data_plane_address=b"{}",
-            expected=pb.Part(layer_start=0, layer_count=1),
+            expected=pb.CachePart(layer_start=0, layer_count=1),
         )
         hello.to.CopyFrom(ServerServiceStub(channel).GetServerInfo(GetServerInfoRequest(), timeout=10).rank)
         hello.opener.CopyFrom(rank_ref_to_pb(RankRef(RankId("D"), new_epoch())))

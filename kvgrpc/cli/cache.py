@@ -31,7 +31,7 @@ def info(client: SyncClient, as_json: bool) -> None:
     found = client.get_cache_info()
     if as_json:
         return show_json(found)
-    namespace = found.namespace
+    namespace = found.cache_namespace
     storage = (found.storage_backend or "none") + ("" if found.storage_healthy else f" ({found.storage_detail})")
     fields: list[tuple[str, object]] = [
         ("model", namespace.model),
@@ -74,15 +74,16 @@ def purge(
     client: SyncClient, as_json: bool, tiers: tuple[str, ...], extra_key: str | None, dry_run: bool, yes: bool
 ) -> None:
     """Drop pages that nobody uses. Requests that need them compute them again."""
+    from kvgrpc.v1 import common_pb2
     from kvgrpc.v1 import prefetch_service_pb2 as pb
 
-    namespace = client.get_cache_info().namespace
+    namespace = client.get_cache_info().cache_namespace
     if not dry_run and not yes:
         what = f"the {' and '.join(tiers)} pages of {namespace.model} at {client.address}"
         click.confirm(f"Drop {what}?", abort=True, err=True)
     request = pb.PurgePagesRequest(
-        namespace=namespace,
-        tiers=[pb.CacheTier.Value(f"CACHE_TIER_{tier.upper()}") for tier in tiers],
+        cache_namespace=namespace,
+        tiers=[common_pb2.Tier.Value(f"TIER_{tier.upper()}") for tier in tiers],
         extra_key=extra_key,
         dry_run=dry_run,
     )
@@ -115,6 +116,7 @@ def pin(client: SyncClient, as_json: bool, pages: prefetch_service_pb2.PromptPag
 
 
 def tier_name(use: prefetch_service_pb2.CacheTierUse) -> str:
-    from kvgrpc.v1 import prefetch_service_pb2 as pb
 
-    return value_name(pb.CacheTier, use.tier).lower()
+    from kvgrpc.v1 import common_pb2
+
+    return value_name(common_pb2.Tier, use.tier).lower()

@@ -49,7 +49,11 @@ def follow(client: SyncClient, as_json: bool, engine: str, dp: int, live: bool, 
     "--tokens", "prompt_file", type=click.Path(exists=True, dir_okay=False), help="File with token ids as a JSON array."
 )
 @click.option(
-    "--page-size", type=click.IntRange(1, 2**32 - 1), default=1, show_default=True, help="With --tokens: of the engine."
+    "--page-tokens",
+    type=click.IntRange(1, 2**32 - 1),
+    default=1,
+    show_default=True,
+    help="With --tokens: of the engine.",
 )
 @click.option("--cache-salt", default="", help="With --tokens: salt of the request.")
 @click.option("--bigram", is_flag=True, help="With --tokens: the SGLang engine decodes with EAGLE.")
@@ -84,7 +88,7 @@ def sources(client: SyncClient, as_json: bool) -> None:
             source.engine,
             source.dp,
             source.address,
-            ", ".join(f"{medium} {count}" for medium, count in sorted(source.blocks.items())),
+            ", ".join(f"{held.medium} {held.blocks}" for held in source.blocks),
             *_fresh(source.freshness),
             source.freshness.log_id,
             source.freshness.next_sequence,
@@ -98,7 +102,7 @@ def sources(client: SyncClient, as_json: bool) -> None:
 def _request(
     hashes: tuple[str, ...],
     prompt_file: str | None,
-    page_size: int,
+    page_tokens: int,
     cache_salt: str,
     bigram: bool,
     vllm_hash_seed: str | None,
@@ -115,10 +119,14 @@ def _request(
     tokens = _tokens(prompt_file)
     if vllm_hash_seed is None:
         request.sglang.token_ids.extend(tokens)
-        request.sglang.page_size, request.sglang.cache_salt, request.sglang.bigram = page_size, cache_salt, bigram
+        request.sglang.page_tokens, request.sglang.cache_salt, request.sglang.bigram = page_tokens, cache_salt, bigram
     else:
         request.vllm.token_ids.extend(tokens)
-        request.vllm.block_size, request.vllm.cache_salt, request.vllm.hash_seed = page_size, cache_salt, vllm_hash_seed
+        request.vllm.page_tokens, request.vllm.cache_salt, request.vllm.hash_seed = (
+            page_tokens,
+            cache_salt,
+            vllm_hash_seed,
+        )
     return request
 
 
@@ -145,7 +153,7 @@ def _tokens(path: str) -> list[int]:
 def _fresh(freshness: index_service_pb2.Freshness) -> tuple[str, int, str]:
     from kvgrpc.v1 import index_service_pb2
 
-    state = value_name(index_service_pb2.SourceState, freshness.state).lower()
+    state = value_name(index_service_pb2.IndexSourceState, freshness.state).lower()
     idle = seconds(seconds_of(freshness.idle_time)) if freshness.HasField("idle_time") else "-"
     return state, freshness.lag_batches, idle
 

@@ -147,6 +147,6 @@ def missing_streams(engine: pb.Engine) -> Iterator[str]:
         yield f"{engine.name}: dp {lacking} publishes no events, though others do: is its configuration theirs?"
 
 
-def pool_summary(pool: common_pb2.Pool) -> str:
+def pool_summary(pool: common_pb2.PagePool) -> str:
     """ "kv 4096 x 2.0 MiB": pages, and the bytes of a page over all of its regions."""
     return f"{pool.name} {pool.pages} x {size(sum(region.page_bytes for region in pool.regions))}"

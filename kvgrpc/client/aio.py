@@ -105,7 +105,7 @@ class Client:
         whole: registry_service_pb2.Engine | None = None
         token = ""
         while whole is None or token:
-            request = registry_service_pb2.GetEngineRequest(engine=engine, page_token=token)
+            request = registry_service_pb2.GetEngineRequest(engine=engine, page_token=token, page_size=1000)
             response = await self._read(stub.GetEngine, request)
             token = response.next_page_token
             if whole is None:
@@ -212,7 +212,13 @@ class Client:
     async def list_streams(self) -> list[event_service_pb2.EventStream]:
         """The event streams of the process."""
         stub = EventServiceStub(self._channel())
-        return list((await self._read(stub.ListStreams, event_service_pb2.ListStreamsRequest())).streams)
+
+        async def page(token: str) -> tuple[Iterable[event_service_pb2.EventStream], str]:
+            request = event_service_pb2.ListStreamsRequest(page_token=token, page_size=1000)
+            response = await self._read(stub.ListStreams, request)
+            return response.streams, response.next_page_token
+
+        return await _pages(page)
 
     async def watch(
         self,
@@ -224,7 +230,7 @@ class Client:
         from_sequence: int | None = None,
         end_sequence: int | None = None,
         typed: bool = False,
-        tiers: Sequence[event_service_pb2.Tier.ValueType] = (),
+        tiers: Sequence[common_pb2.Tier.ValueType] = (),
         groups: Sequence[int] = (),
     ) -> AsyncIterator[WatchPart]:
         """One Watch, from Begin on. Where a connection breaks it goes on behind the last batch, with the same log.
@@ -288,12 +294,13 @@ class Client:
         response: index_service_pb2.ScoreResponse = await self._read(stub.Score, request)
         return response
 
-    async def list_sources(self) -> list[index_service_pb2.Source]:
+    async def list_sources(self) -> list[index_service_pb2.IndexSource]:
         """The caches that an index follows."""
         stub = IndexServiceStub(self._channel())
 
-        async def page(token: str) -> tuple[Iterable[index_service_pb2.Source], str]:
-            response = await self._read(stub.ListSources, index_service_pb2.ListSourcesRequest(page_token=token))
+        async def page(token: str) -> tuple[Iterable[index_service_pb2.IndexSource], str]:
+            request = index_service_pb2.ListSourcesRequest(page_token=token, page_size=1000)
+            response = await self._read(stub.ListSources, request)
             return response.sources, response.next_page_token
 
         return await _pages(page)

@@ -127,7 +127,7 @@ class SyncClient:
         from_sequence: int | None = None,
         end_sequence: int | None = None,
         typed: bool = False,
-        tiers: Sequence[event_service_pb2.Tier.ValueType] = (),
+        tiers: Sequence[common_pb2.Tier.ValueType] = (),
         groups: Sequence[int] = (),
     ) -> Iterator[WatchPart]:
         """As ``Client.watch``; blocks for each part (heartbeats come each second)."""
@@ -154,7 +154,7 @@ class SyncClient:
         """As ``Client.score``."""
         return self._run(self._client.score(request))
 
-    def list_sources(self) -> list[index_service_pb2.Source]:
+    def list_sources(self) -> list[index_service_pb2.IndexSource]:
         """As ``Client.list_sources``."""
         return self._run(self._client.list_sources())
 

@@ -22,6 +22,7 @@ from kvgrpc.events.model import (
 )
 from kvgrpc.events.watch import Begin, Heartbeat, Part, SnapshotPart, WatchMode, WatchOrder
 from kvgrpc.model import raise_if
+from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import event_service_pb2 as pb
 from kvgrpc.wire import rank_ref_to_pb
 
@@ -62,7 +63,9 @@ def order_from_pb(request: pb.WatchRequest) -> tuple[WatchOrder, Form]:
     for name, chosen in (("tiers", request.tiers), ("groups", request.groups)):
         if chosen and not typed:
             found.append(Violation(name, "empty unless encoding is WATCH_ENCODING_TYPED", list(chosen)))
-    if any(tier not in (pb.TIER_DEVICE, pb.TIER_HOST, pb.TIER_STORAGE) for tier in request.tiers):
+    if any(
+        tier not in (common_pb2.TIER_DEVICE, common_pb2.TIER_HOST, common_pb2.TIER_STORAGE) for tier in request.tiers
+    ):
         found.append(Violation("tiers", "TIER_DEVICE, TIER_HOST or TIER_STORAGE", list(request.tiers)))
     raise_if(found)
     order = WatchOrder(
@@ -99,7 +102,13 @@ def digest_to_pb(digest: StateDigest) -> pb.StateDigest:
     return pb.StateDigest(
         next_sequence=digest.next_sequence,
         tiers=[
-            pb.TierDigest(medium=tier.medium, group=tier.group, blocks=tier.blocks, mixed_hashes=tier.mixed_hashes)
+            pb.TierDigest(
+                tier=tier_of(tier.medium),
+                medium=tier.medium,
+                group=tier.group,
+                blocks=tier.blocks,
+                mixed_hashes=tier.mixed_hashes,
+            )
             for tier in digest.tiers
         ],
     )
@@ -126,12 +135,12 @@ def part_to_pb(part: Part, form: Form) -> pb.WatchResponse:
     return response
 
 
-def tier_of(medium: str | None) -> pb.Tier.ValueType:
+def tier_of(medium: str | None) -> common_pb2.Tier.ValueType:
     """Where an engine's medium lies."""
     key = medium_key(medium)
     if key == "GPU":
-        return pb.TIER_DEVICE
-    return pb.TIER_HOST if key in HOST_MEDIA else pb.TIER_STORAGE
+        return common_pb2.TIER_DEVICE
+    return common_pb2.TIER_HOST if key in HOST_MEDIA else common_pb2.TIER_STORAGE
 
 
 def _fill_batches(response: pb.WatchResponse, part: Batches, form: Form) -> None:
@@ -151,7 +160,7 @@ def _fill_typed(response: pb.WatchResponse, part: Batches, form: Form) -> bool:
         if events is None:
             return False
         message = response.typed.batches.add()
-        message.time = batch.ts
+        message.unix_seconds = batch.ts
         for event in events:
             _fill_event(message.events.add(), event)
     return sum(map(len, part.payloads)) <= TYPED_CHUNK_BYTES or response.ByteSize() <= MAX_BATCH_BYTES
@@ -209,7 +218,7 @@ def _fill_stored(message: pb.BlocksStored, event: BlockStored) -> None:
         message.token_ids.extend(event.token_ids)  # type: ignore[arg-type]  # what is no number raises
     except (TypeError, ValueError):
         del message.token_ids[:]
-    message.block_size = _unsigned(event.block_size)
+    message.page_tokens = _unsigned(event.block_size)
     message.tier = tier_of(event.medium)
     message.medium = event.medium or ""
     message.group = _unsigned(event.group_idx)

@@ -7,12 +7,12 @@ import time
 from collections.abc import Sequence
 
 from kvgrpc.errors import Failure, ServerDraining, StorageFailed, WrongRank
-from kvgrpc.model import Layout, RankId, RankRef, Role
+from kvgrpc.model import Layout, RankId, RankRef, Role, Tier
 from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.prefetch.agreement.leader import LeaderAgreement
 from kvgrpc.prefetch.agreement.member import FindLeader, JoinedAgreement, OpenChannel, Spawn, StartOrder
 from kvgrpc.prefetch.config import PrefetchConfig
-from kvgrpc.prefetch.model import Namespace, OperationKind, Tier, TierUse
+from kvgrpc.prefetch.model import Namespace, OperationKind, TierUse
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.pages import Pages, as_pages
 from kvgrpc.prefetch.protocol.operation import Operation

@@ -6,14 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from kvgrpc.errors import Failure, InvalidRequest
-
-
-class Tier(enum.IntEnum):
-    """Where pages are."""
-
-    DEVICE = 1
-    HOST = 2
-    STORAGE = 3
+from kvgrpc.model import Tier
 
 
 class OperationKind(enum.IntEnum):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvgrpc.errors import FeatureDisabled
-from kvgrpc.prefetch.model import Tier
+from kvgrpc.model import Tier
 from kvgrpc.prefetch.runtime.controller import CacheController
 from kvgrpc.prefetch.storage.base import StorageBackend, StorageDown
 from kvgrpc.prefetch.storage.keys import Keys

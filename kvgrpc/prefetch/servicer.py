@@ -8,10 +8,11 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TypeVar
 
 from kvgrpc.errors import FeatureDisabled, InvalidRequest, ServerDraining, StorageFailed, TooManyRequests
+from kvgrpc.model import Tier
 from kvgrpc.paging import numbers_token, page_size, read_numbers_token
 from kvgrpc.prefetch import wire
 from kvgrpc.prefetch.manager import PrefetchManager
-from kvgrpc.prefetch.model import OperationKind, Tier
+from kvgrpc.prefetch.model import OperationKind
 from kvgrpc.prefetch.protocol.book import MAX_OPEN_PAGES
 from kvgrpc.prefetch.protocol.operation import Operation
 from kvgrpc.prefetch.shares import CallerShares
@@ -29,7 +30,6 @@ HEARTBEAT_SECONDS = 1.0
 _THREADS = 4
 # One caller may have a quarter of the operations, and of their pages.
 _PART_OF_A_CALLER = 4
-_DEFAULT_PAGE = 100
 _OPERATIONS_OF_A_MESSAGE = 256
 # An operation of 65,536 pages says what became of each; clients of other languages take 4 MiB unless told otherwise.
 _BYTES_OF_A_MESSAGE = 1 << 20
@@ -164,7 +164,7 @@ class PrefetchServicer(PrefetchServiceServicer):
         rows = book.open() if request.open_only else book.all()
         rows = sorted((row for row in rows if after is None or row.number > after[0]), key=lambda row: row.number)
         response, left = pb.ListOperationsResponse(), _BYTES_OF_A_MESSAGE
-        for row in rows[: page_size(request.page_size, _DEFAULT_PAGE)]:
+        for row in rows[: page_size(request.page_size)]:
             message = self._to_pb(row, with_pages=False)
             left -= message.ByteSize()
             if left < 0 and response.operations:
@@ -181,7 +181,7 @@ class PrefetchServicer(PrefetchServiceServicer):
         uses = await self._block(manager.use)
         response = pb.GetCacheInfoResponse(
             rank=rank_ref_to_pb(manager.rank),
-            namespace=wire.namespace_to_pb(manager.namespace),
+            cache_namespace=wire.namespace_to_pb(manager.namespace),
             tiers=[wire.use_to_pb(use) for use in uses],
             write_policy=config.write_policy.value,
             stop_policy=config.limits.stop_policy.value,
@@ -200,8 +200,8 @@ class PrefetchServicer(PrefetchServiceServicer):
 
     async def PurgePages(self, request: pb.PurgePagesRequest, context: Any) -> pb.PurgePagesResponse:
         mine = wire.namespace_to_pb(self._manager.namespace)
-        if request.namespace != mine:
-            raise InvalidRequest.of("namespace", _one_line(request.namespace), f"this cache's, {_one_line(mine)}")
+        if request.cache_namespace != mine:
+            raise InvalidRequest.of("namespace", _one_line(request.cache_namespace), f"this cache's, {_one_line(mine)}")
         tiers = wire.tiers_from_pb(list(request.tiers))
         extra_key = request.extra_key if request.HasField("extra_key") else None
         seconds, dry_run = _seconds_left(context, _PURGE_SECONDS), request.dry_run

@@ -6,9 +6,11 @@ from google.protobuf.duration_pb2 import Duration
 
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.hashing import page_hashes, storage_seed
-from kvgrpc.prefetch.model import Namespace, OperationKind, OperationRow, Stop, Tier, TierUse
+from kvgrpc.model import Tier
+from kvgrpc.prefetch.model import Namespace, OperationKind, OperationRow, Stop, TierUse
 from kvgrpc.prefetch.protocol.votes import Decision, Stage, Vote
 from kvgrpc.prefetch.runtime.controller import MAX_PAGES
+from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.wire import failure_to_pb, seconds_from_pb
 
@@ -75,7 +77,7 @@ def text_from_pb(field: str, text: str) -> str:
 def tiers_from_pb(values: list[int]) -> list[Tier]:
     unknown = [value for value in values if value not in Tier._value2member_map_]
     if unknown or not values:
-        raise InvalidRequest.of("tiers", unknown or "none", "at least one of CACHE_TIER_DEVICE, _HOST, _STORAGE")
+        raise InvalidRequest.of("tiers", unknown or "none", "at least one of TIER_DEVICE, _HOST, _STORAGE")
     return [Tier(value) for value in values]
 
 
@@ -121,7 +123,7 @@ def namespace_to_pb(namespace: Namespace) -> pb.CacheNamespace:
 
 def use_to_pb(use: TierUse) -> pb.CacheTierUse:
     return pb.CacheTierUse(
-        tier=pb.CacheTier.ValueType(use.tier),
+        tier=common_pb2.Tier.ValueType(use.tier),
         pages=use.pages,
         used_pages=use.used,
         reserved_pages=use.reserved,

@@ -25,7 +25,6 @@ from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1 import registry_service_pb2_grpc
 from kvgrpc.v1.server_service_pb2 import RegistryLimits
 
-DEFAULT_PAGE = 100
 MAX_PAGE_BYTES = 1 << 20
 MAX_RESOLVED_BYTES = 3 << 20
 # Waiting calls must not use up what a server admits (4,096 unary calls), or no rank could register and end the wait.
@@ -153,7 +152,7 @@ class RegistryServicer(registry_service_pb2_grpc.RegistryServiceServicer):
         role = wire.optional_role(request.role)
         question = f"ListEngines {request.role} {request.include_rows}"
         after = read_page_token(question, request.page_token)
-        size = page_size(request.page_size, DEFAULT_PAGE)
+        size = page_size(request.page_size)
         engines = self.store.table.list_engines(role, after, size + 1, rows=request.include_rows)
         response = pb.ListEnginesResponse(warming_up=self.store.warming_up_for > 0)
         left = MAX_PAGE_BYTES

@@ -36,9 +36,9 @@ class PoolCache:
     def __init__(self, size: int = 1_024) -> None:
         self._size = size
         self._by_bytes: OrderedDict[bytes, Pool] = OrderedDict()
-        self._encoded: OrderedDict[int, tuple[Pool, common_pb2.Pool]] = OrderedDict()
+        self._encoded: OrderedDict[int, tuple[Pool, common_pb2.PagePool]] = OrderedDict()
 
-    def decode(self, message: common_pb2.Pool, path: str) -> Pool:
+    def decode(self, message: common_pb2.PagePool, path: str) -> Pool:
         """The checked shape of a pool, without addresses."""
         key = message.SerializeToString(deterministic=True)
         pool = self._by_bytes.get(key)
@@ -50,7 +50,7 @@ class PoolCache:
             self._by_bytes.move_to_end(key)
         return pool
 
-    def encode(self, pool: Pool) -> common_pb2.Pool:
+    def encode(self, pool: Pool) -> common_pb2.PagePool:
         known = self._encoded.get(id(pool))
         # The entry holds the pool itself, so its id cannot be another object's while it is here.
         if known is None:
@@ -106,8 +106,8 @@ def rows_to_register(request: pb.RegisterRequest, pools: PoolCache, *, peer_is_l
         yield row
 
 
-def leases_to_pb(leases: Iterable[Lease]) -> list[pb.Lease]:
-    return [pb.Lease(rank=wire.rank_ref_to_pb(lease.ref), lease_id=lease.lease_id) for lease in leases]
+def leases_to_pb(leases: Iterable[Lease]) -> list[pb.RankLease]:
+    return [pb.RankLease(rank=wire.rank_ref_to_pb(lease.ref), lease_id=lease.lease_id) for lease in leases]
 
 
 def lease_ids(request: pb.KeepAliveRequest) -> Sequence[int]:
@@ -181,7 +181,7 @@ def optional_role(value: int) -> Role | None:
     return wire.role_from_pb(value) if value else None
 
 
-def _pool_from_pb(message: common_pb2.Pool, path: str) -> Pool:
+def _pool_from_pb(message: common_pb2.PagePool, path: str) -> Pool:
     pool = wire.pool_from_pb(message, path, addresses=False)
     try:
         check_pools([pool], addresses=False)

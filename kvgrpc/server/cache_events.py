@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from kvgrpc.events import BlockRemoved, BlockStored, EventPublisher, KVEventBatch
 from kvgrpc.hashing import sglang_event_hash
-from kvgrpc.prefetch.model import OperationKind, PageOutcome, Tier
+from kvgrpc.model import Tier
+from kvgrpc.prefetch.model import OperationKind, PageOutcome
 from kvgrpc.prefetch.protocol.operation import Operation
 
 # SGLang's words for the tiers. The device's own events are the engine's.

@@ -25,7 +25,6 @@ from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceServicer
 from kvgrpc.wire import failure_to_pb, layout_to_pb, pool_to_pb, rank_ref_to_pb
 
 logger = logging.getLogger(__name__)
-_DEFAULT_PAGE = 100
 # Clients of other languages take 4 MiB unless told otherwise.
 MAX_PAGE_BYTES = 3 << 20
 _LONGEST_CAUSE = 256
@@ -58,7 +57,7 @@ class TransferServicer(TransferServiceServicer):
     async def ListSessions(self, request: pb.ListSessionsRequest, context: object) -> pb.ListSessionsResponse:
         after = read_page_token(_SESSIONS, request.page_token)
         rows = sorted((row for row in self._manager.sessions() if str(row.peer) > after), key=lambda row: str(row.peer))
-        size = page_size(request.page_size, _DEFAULT_PAGE)
+        size = page_size(request.page_size)
         token = page_token(_SESSIONS, str(rows[size - 1].peer)) if len(rows) > size else ""
         return pb.ListSessionsResponse(sessions=[_session_to_pb(row) for row in rows[:size]], next_page_token=token)
 
@@ -66,7 +65,7 @@ class TransferServicer(TransferServiceServicer):
         states = _states(request.states)
         question = f"ListRooms {sorted(map(int, states))} {request.held_only}"
         after = read_numbers_token(question, request.page_token, 2)
-        size = page_size(request.page_size, _DEFAULT_PAGE)
+        size = page_size(request.page_size)
 
         def wanted(row: RoomRow) -> bool:
             return (not states or row.state in states) and (row.held or not request.held_only)

@@ -66,8 +66,8 @@ def owed_to_pb(owed: Owed) -> pb.OwedPart:
     )
 
 
-def part_to_pb(part: Part) -> pb.Part:
-    return pb.Part(
+def part_to_pb(part: Part) -> pb.CachePart:
+    return pb.CachePart(
         layer_start=part.layer_start,
         layer_count=part.layer_count,
         head_start=part.head_start,
@@ -76,7 +76,7 @@ def part_to_pb(part: Part) -> pb.Part:
     )
 
 
-def part_from_pb(message: pb.Part) -> Part:
+def part_from_pb(message: pb.CachePart) -> Part:
     return Part(message.layer_start, message.layer_count, message.head_start, message.head_count, message.aux)
 
 

@@ -27,24 +27,26 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from kvgrpc.v1 import error_reason_pb2 as kvgrpc_dot_v1_dot_error__reason__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvgrpc/v1/common.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1ckvgrpc/v1/error_reason.proto\"`\n\x06RankId\x12\x16\n\x06\x65ngine\x18\x01 \x01(\tR\x06\x65ngine\x12\x0e\n\x02\x64p\x18\x02 \x01(\rR\x02\x64p\x12\x0e\n\x02pp\x18\x03 \x01(\rR\x02pp\x12\x0e\n\x02\x63p\x18\x04 \x01(\rR\x02\x63p\x12\x0e\n\x02tp\x18\x05 \x01(\rR\x02tp\"J\n\x07RankRef\x12%\n\x04rank\x18\x01 \x01(\x0b\x32\x11.kvgrpc.v1.RankIdR\x04rank\x12\x18\n\x05\x65poch\x18\x02 \x01(\x04\x42\x02\x30\x01R\x05\x65poch\"H\n\x06Layout\x12\x0e\n\x02\x64p\x18\x01 \x01(\rR\x02\x64p\x12\x0e\n\x02pp\x18\x02 \x01(\rR\x02pp\x12\x0e\n\x02\x63p\x18\x03 \x01(\rR\x02\x63p\x12\x0e\n\x02tp\x18\x04 \x01(\rR\x02tp\"\x98\x01\n\rModelIdentity\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12\x1a\n\x08revision\x18\x02 \x01(\tR\x08revision\x12\x1f\n\x0b\x63\x61\x63he_dtype\x18\x03 \x01(\tR\ncacheDtype\x12\x36\n\tattention\x18\x04 \x01(\x0e\x32\x18.kvgrpc.v1.AttentionKindR\tattention\"\xa1\x01\n\x06Region\x12\x14\n\x05layer\x18\x01 \x01(\rR\x05layer\x12\x1c\n\tcomponent\x18\x02 \x01(\tR\tcomponent\x12\x18\n\x07\x61\x64\x64ress\x18\x03 \x01(\x06R\x07\x61\x64\x64ress\x12*\n\x11page_stride_bytes\x18\x04 \x01(\x04R\x0fpageStrideBytes\x12\x1d\n\npage_bytes\x18\x05 \x01(\x04R\tpageBytes\"\xcc\x02\n\x04Pool\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12\'\n\x04kind\x18\x02 \x01(\x0e\x32\x13.kvgrpc.v1.PoolKindR\x04kind\x12\x1f\n\x0bpage_tokens\x18\x03 \x01(\rR\npageTokens\x12\x14\n\x05pages\x18\x04 \x01(\rR\x05pages\x12\x14\n\x05\x64type\x18\x05 \x01(\tR\x05\x64type\x12\x12\n\x04\x61xes\x18\x06 \x01(\tR\x04\x61xes\x12\x1f\n\x0bheads_total\x18\x07 \x01(\rR\nheadsTotal\x12\x1d\n\nhead_start\x18\x08 \x01(\rR\theadStart\x12\x1d\n\nhead_count\x18\t \x01(\rR\theadCount\x12\x1a\n\x08location\x18\n \x01(\tR\x08location\x12+\n\x07regions\x18\x0b \x03(\x0b\x32\x11.kvgrpc.v1.RegionR\x07regions\"\x7f\n\x07PageSet\x12\x12\n\x04pool\x18\x01 \x01(\rR\x04pool\x12 \n\x0cpages_u32_le\x18\x02 \x01(\x0cR\npagesU32Le\x12\x1d\n\nrun_starts\x18\x03 \x03(\rR\trunStarts\x12\x1f\n\x0brun_lengths\x18\x04 \x03(\rR\nrunLengths\"\xe6\x02\n\x07\x46\x61ilure\x12.\n\x06reason\x18\x01 \x01(\x0e\x32\x16.kvgrpc.v1.ErrorReasonR\x06reason\x12\x18\n\x07message\x18\x02 \x01(\tR\x07message\x12<\n\x08metadata\x18\x03 \x03(\x0b\x32 .kvgrpc.v1.Failure.MetadataEntryR\x08metadata\x12*\n\x06origin\x18\x04 \x01(\x0b\x32\x12.kvgrpc.v1.RankRefR\x06origin\x12.\n\x04time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x04time\x12:\n\x0bretry_after\x18\x06 \x01(\x0b\x32\x19.google.protobuf.DurationR\nretryAfter\x1a;\n\rMetadataEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x02\x38\x01*_\n\rAttentionKind\x12\x1e\n\x1a\x41TTENTION_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12\x41TTENTION_KIND_MHA\x10\x01\x12\x16\n\x12\x41TTENTION_KIND_MLA\x10\x02*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02*L\n\x08PoolKind\x12\x19\n\x15POOL_KIND_UNSPECIFIED\x10\x00\x12\x10\n\x0cPOOL_KIND_KV\x10\x01\x12\x13\n\x0fPOOL_KIND_STATE\x10\x02\x42\"Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvgrpc/v1/common.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1ckvgrpc/v1/error_reason.proto\"`\n\x06RankId\x12\x16\n\x06\x65ngine\x18\x01 \x01(\tR\x06\x65ngine\x12\x0e\n\x02\x64p\x18\x02 \x01(\rR\x02\x64p\x12\x0e\n\x02pp\x18\x03 \x01(\rR\x02pp\x12\x0e\n\x02\x63p\x18\x04 \x01(\rR\x02\x63p\x12\x0e\n\x02tp\x18\x05 \x01(\rR\x02tp\"J\n\x07RankRef\x12%\n\x04rank\x18\x01 \x01(\x0b\x32\x11.kvgrpc.v1.RankIdR\x04rank\x12\x18\n\x05\x65poch\x18\x02 \x01(\x04\x42\x02\x30\x01R\x05\x65poch\"H\n\x06Layout\x12\x0e\n\x02\x64p\x18\x01 \x01(\rR\x02\x64p\x12\x0e\n\x02pp\x18\x02 \x01(\rR\x02pp\x12\x0e\n\x02\x63p\x18\x03 \x01(\rR\x02\x63p\x12\x0e\n\x02tp\x18\x04 \x01(\rR\x02tp\"\x98\x01\n\rModelIdentity\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12\x1a\n\x08revision\x18\x02 \x01(\tR\x08revision\x12\x1f\n\x0b\x63\x61\x63he_dtype\x18\x03 \x01(\tR\ncacheDtype\x12\x36\n\tattention\x18\x04 \x01(\x0e\x32\x18.kvgrpc.v1.AttentionKindR\tattention\"\xa5\x01\n\nPoolRegion\x12\x14\n\x05layer\x18\x01 \x01(\rR\x05layer\x12\x1c\n\tcomponent\x18\x02 \x01(\tR\tcomponent\x12\x18\n\x07\x61\x64\x64ress\x18\x03 \x01(\x06R\x07\x61\x64\x64ress\x12*\n\x11page_stride_bytes\x18\x04 \x01(\x04R\x0fpageStrideBytes\x12\x1d\n\npage_bytes\x18\x05 \x01(\x04R\tpageBytes\"\xd4\x02\n\x08PagePool\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12\'\n\x04kind\x18\x02 \x01(\x0e\x32\x13.kvgrpc.v1.PoolKindR\x04kind\x12\x1f\n\x0bpage_tokens\x18\x03 \x01(\rR\npageTokens\x12\x14\n\x05pages\x18\x04 \x01(\rR\x05pages\x12\x14\n\x05\x64type\x18\x05 \x01(\tR\x05\x64type\x12\x12\n\x04\x61xes\x18\x06 \x01(\tR\x04\x61xes\x12\x1f\n\x0bheads_total\x18\x07 \x01(\rR\nheadsTotal\x12\x1d\n\nhead_start\x18\x08 \x01(\rR\theadStart\x12\x1d\n\nhead_count\x18\t \x01(\rR\theadCount\x12\x1a\n\x08location\x18\n \x01(\tR\x08location\x12/\n\x07regions\x18\x0b \x03(\x0b\x32\x15.kvgrpc.v1.PoolRegionR\x07regions\"\x7f\n\x07PageSet\x12\x12\n\x04pool\x18\x01 \x01(\rR\x04pool\x12 \n\x0cpages_u32_le\x18\x02 \x01(\x0cR\npagesU32Le\x12\x1d\n\nrun_starts\x18\x03 \x03(\rR\trunStarts\x12\x1f\n\x0brun_lengths\x18\x04 \x03(\rR\nrunLengths\"\xe6\x02\n\x07\x46\x61ilure\x12.\n\x06reason\x18\x01 \x01(\x0e\x32\x16.kvgrpc.v1.ErrorReasonR\x06reason\x12\x18\n\x07message\x18\x02 \x01(\tR\x07message\x12<\n\x08metadata\x18\x03 \x03(\x0b\x32 .kvgrpc.v1.Failure.MetadataEntryR\x08metadata\x12*\n\x06origin\x18\x04 \x01(\x0b\x32\x12.kvgrpc.v1.RankRefR\x06origin\x12.\n\x04time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x04time\x12:\n\x0bretry_after\x18\x06 \x01(\x0b\x32\x19.google.protobuf.DurationR\nretryAfter\x1a;\n\rMetadataEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x02\x38\x01*_\n\rAttentionKind\x12\x1e\n\x1a\x41TTENTION_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12\x41TTENTION_KIND_MHA\x10\x01\x12\x16\n\x12\x41TTENTION_KIND_MLA\x10\x02*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02*L\n\x08PoolKind\x12\x19\n\x15POOL_KIND_UNSPECIFIED\x10\x00\x12\x10\n\x0cPOOL_KIND_KV\x10\x01\x12\x13\n\x0fPOOL_KIND_STATE\x10\x02*N\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTIER_DEVICE\x10\x01\x12\r\n\tTIER_HOST\x10\x02\x12\x10\n\x0cTIER_STORAGE\x10\x03\x42?\n\rdev.kvgrpc.v1P\x01Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1\xaa\x02\tKvgrpc.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvgrpc.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
-  _globals['DESCRIPTOR']._serialized_options = b'Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1'
+  _globals['DESCRIPTOR']._serialized_options = b'\n\rdev.kvgrpc.v1P\001Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1\252\002\tKvgrpc.V1'
   _globals['_RANKREF'].fields_by_name['epoch']._loaded_options = None
   _globals['_RANKREF'].fields_by_name['epoch']._serialized_options = b'0\001'
   _globals['_FAILURE_METADATAENTRY']._loaded_options = None
   _globals['_FAILURE_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_ATTENTIONKIND']._serialized_start=1524
-  _globals['_ATTENTIONKIND']._serialized_end=1619
-  _globals['_ROLE']._serialized_start=1621
-  _globals['_ROLE']._serialized_end=1684
-  _globals['_POOLKIND']._serialized_start=1686
-  _globals['_POOLKIND']._serialized_end=1762
+  _globals['_ATTENTIONKIND']._serialized_start=1536
+  _globals['_ATTENTIONKIND']._serialized_end=1631
+  _globals['_ROLE']._serialized_start=1633
+  _globals['_ROLE']._serialized_end=1696
+  _globals['_POOLKIND']._serialized_start=1698
+  _globals['_POOLKIND']._serialized_end=1774
+  _globals['_TIER']._serialized_start=1776
+  _globals['_TIER']._serialized_end=1854
   _globals['_RANKID']._serialized_start=132
   _globals['_RANKID']._serialized_end=228
   _globals['_RANKREF']._serialized_start=230
@@ -53,14 +55,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LAYOUT']._serialized_end=378
   _globals['_MODELIDENTITY']._serialized_start=381
   _globals['_MODELIDENTITY']._serialized_end=533
-  _globals['_REGION']._serialized_start=536
-  _globals['_REGION']._serialized_end=697
-  _globals['_POOL']._serialized_start=700
-  _globals['_POOL']._serialized_end=1032
-  _globals['_PAGESET']._serialized_start=1034
-  _globals['_PAGESET']._serialized_end=1161
-  _globals['_FAILURE']._serialized_start=1164
-  _globals['_FAILURE']._serialized_end=1522
-  _globals['_FAILURE_METADATAENTRY']._serialized_start=1463
-  _globals['_FAILURE_METADATAENTRY']._serialized_end=1522
+  _globals['_POOLREGION']._serialized_start=536
+  _globals['_POOLREGION']._serialized_end=701
+  _globals['_PAGEPOOL']._serialized_start=704
+  _globals['_PAGEPOOL']._serialized_end=1044
+  _globals['_PAGESET']._serialized_start=1046
+  _globals['_PAGESET']._serialized_end=1173
+  _globals['_FAILURE']._serialized_start=1176
+  _globals['_FAILURE']._serialized_end=1534
+  _globals['_FAILURE_METADATAENTRY']._serialized_start=1475
+  _globals['_FAILURE_METADATAENTRY']._serialized_end=1534
 # @@protoc_insertion_point(module_scope)

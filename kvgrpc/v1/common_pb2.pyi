@@ -94,6 +94,34 @@ POOL_KIND_STATE: PoolKind.ValueType  # 2
 """Recurrent, sliding-window or other state with its own page numbers."""
 Global___PoolKind: _TypeAlias = PoolKind  # noqa: Y015
 
+class _Tier:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tier.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TIER_UNSPECIFIED: _Tier.ValueType  # 0
+    """Never sent."""
+    TIER_DEVICE: _Tier.ValueType  # 1
+    """The accelerator's memory; in events medium GPU, or none."""
+    TIER_HOST: _Tier.ValueType  # 2
+    """Memory of the host; in events medium CPU, CPU_PINNED."""
+    TIER_STORAGE: _Tier.ValueType  # 3
+    """Slower, or shared: the storage backend; in events every other medium (DISK, STORAGE, EXTERNAL, ...)."""
+
+class Tier(_Tier, metaclass=_TierEnumTypeWrapper):
+    """Where pages of a KV cache lie, which events call blocks: the one enum of tiers."""
+
+TIER_UNSPECIFIED: Tier.ValueType  # 0
+"""Never sent."""
+TIER_DEVICE: Tier.ValueType  # 1
+"""The accelerator's memory; in events medium GPU, or none."""
+TIER_HOST: Tier.ValueType  # 2
+"""Memory of the host; in events medium CPU, CPU_PINNED."""
+TIER_STORAGE: Tier.ValueType  # 3
+"""Slower, or shared: the storage backend; in events every other medium (DISK, STORAGE, EXTERNAL, ...)."""
+Global___Tier: _TypeAlias = Tier  # noqa: Y015
+
 @_typing.final
 class RankId(_message.Message):
     """Names one rank of one engine in KV coordinates: two ranks differ here exactly when they hold different parts of
@@ -235,7 +263,7 @@ class ModelIdentity(_message.Message):
 Global___ModelIdentity: _TypeAlias = ModelIdentity  # noqa: Y015
 
 @_typing.final
-class Region(_message.Message):
+class PoolRegion(_message.Message):
     """One block of memory of a pool."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -270,10 +298,10 @@ class Region(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Region: _TypeAlias = Region  # noqa: Y015
+Global___PoolRegion: _TypeAlias = PoolRegion  # noqa: Y015
 
 @_typing.final
-class Pool(_message.Message):
+class PagePool(_message.Message):
     """A set of regions that one page number addresses."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -310,7 +338,7 @@ class Pool(_message.Message):
     location: _builtins.str
     """Where the memory is, for example "cpu:0", "cuda:3"."""
     @_builtins.property
-    def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Region]:
+    def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolRegion]:
         """One for each layer and component."""
 
     def __init__(
@@ -326,7 +354,7 @@ class Pool(_message.Message):
         head_start: _builtins.int = ...,
         head_count: _builtins.int = ...,
         location: _builtins.str = ...,
-        regions: _abc.Iterable[Global___Region] | None = ...,
+        regions: _abc.Iterable[Global___PoolRegion] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -334,7 +362,7 @@ class Pool(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Pool: _TypeAlias = Pool  # noqa: Y015
+Global___PagePool: _TypeAlias = PagePool  # noqa: Y015
 
 @_typing.final
 class PageSet(_message.Message):

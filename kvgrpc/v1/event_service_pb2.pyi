@@ -67,7 +67,7 @@ class _WatchEncodingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WatchEn
     WATCH_ENCODING_RAW: _WatchEncoding.ValueType  # 1
     """The exact bytes of the PUB payloads."""
     WATCH_ENCODING_TYPED: _WatchEncoding.ValueType  # 2
-    """Messages, one form for all engines. What would be a message above 4 MiB (one huge batch, or part of a snapshot), the
+    """Messages, one form for all engines. A TYPED Watch may hold raw: what would be a message above 4 MiB (one huge batch, or part of a snapshot), the
     most that gRPC clients take unless configured, comes as RAW instead, unfiltered.
     """
 
@@ -79,38 +79,10 @@ WATCH_ENCODING_UNSPECIFIED: WatchEncoding.ValueType  # 0
 WATCH_ENCODING_RAW: WatchEncoding.ValueType  # 1
 """The exact bytes of the PUB payloads."""
 WATCH_ENCODING_TYPED: WatchEncoding.ValueType  # 2
-"""Messages, one form for all engines. What would be a message above 4 MiB (one huge batch, or part of a snapshot), the
+"""Messages, one form for all engines. A TYPED Watch may hold raw: what would be a message above 4 MiB (one huge batch, or part of a snapshot), the
 most that gRPC clients take unless configured, comes as RAW instead, unfiltered.
 """
 Global___WatchEncoding: _TypeAlias = WatchEncoding  # noqa: Y015
-
-class _Tier:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _TierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tier.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    TIER_UNSPECIFIED: _Tier.ValueType  # 0
-    """Never sent."""
-    TIER_DEVICE: _Tier.ValueType  # 1
-    """The accelerator's memory: medium GPU, or none."""
-    TIER_HOST: _Tier.ValueType  # 2
-    """The host's memory: medium CPU, CPU_PINNED."""
-    TIER_STORAGE: _Tier.ValueType  # 3
-    """Slower, or shared: every other medium (DISK, STORAGE, EXTERNAL, ...)."""
-
-class Tier(_Tier, metaclass=_TierEnumTypeWrapper):
-    """Where a block lies."""
-
-TIER_UNSPECIFIED: Tier.ValueType  # 0
-"""Never sent."""
-TIER_DEVICE: Tier.ValueType  # 1
-"""The accelerator's memory: medium GPU, or none."""
-TIER_HOST: Tier.ValueType  # 2
-"""The host's memory: medium CPU, CPU_PINNED."""
-TIER_STORAGE: Tier.ValueType  # 3
-"""Slower, or shared: every other medium (DISK, STORAGE, EXTERNAL, ...)."""
-Global___Tier: _TypeAlias = Tier  # noqa: Y015
 
 @_typing.final
 class EventStream(_message.Message):
@@ -191,7 +163,7 @@ class ListStreamsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """Streams on a page: 0 or more than 1000 means 1000."""
+    """At most this many; 0 means 100, more than 1,000 means 1,000."""
     page_token: _builtins.str
     """next_page_token of the page before, or empty for the first."""
     def __init__(
@@ -266,7 +238,7 @@ class WatchRequest(_message.Message):
     encoding: Global___WatchEncoding.ValueType
     """What batches and snapshots look like."""
     @_builtins.property
-    def tiers(self) -> _containers.RepeatedScalarFieldContainer[Global___Tier.ValueType]:
+    def tiers(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.Tier.ValueType]:
         """TYPED only: events of these tiers only; empty: of all. Batches without such events come too, with their sequence."""
 
     @_builtins.property
@@ -283,7 +255,7 @@ class WatchRequest(_message.Message):
         end_sequence: _builtins.int | None = ...,
         mode: Global___WatchMode.ValueType = ...,
         encoding: Global___WatchEncoding.ValueType = ...,
-        tiers: _abc.Iterable[Global___Tier.ValueType] | None = ...,
+        tiers: _abc.Iterable[_common_pb2.Tier.ValueType] | None = ...,
         groups: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_end_sequence", b"_end_sequence", "_from_sequence", b"_from_sequence", "end_sequence", b"end_sequence", "from_sequence", b"from_sequence"]  # noqa: Y015
@@ -391,10 +363,10 @@ class KvEventBatch(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    TIME_FIELD_NUMBER: _builtins.int
+    UNIX_SECONDS_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
-    time: _builtins.float
-    """Unix seconds, for people; order comes from the sequence."""
+    unix_seconds: _builtins.float
+    """Unix seconds as the engine wrote them, NaN and far dates too, for people; order comes from the sequence."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvEvent]:
         """Those that the filters let through."""
@@ -402,12 +374,12 @@ class KvEventBatch(_message.Message):
     def __init__(
         self,
         *,
-        time: _builtins.float = ...,
+        unix_seconds: _builtins.float = ...,
         events: _abc.Iterable[Global___KvEvent] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "unix_seconds", b"unix_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -492,7 +464,7 @@ class BlocksStored(_message.Message):
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     PARENT_BLOCK_HASH_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKENS_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
     MEDIUM_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
@@ -504,9 +476,9 @@ class BlocksStored(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     LOCALITY_FIELD_NUMBER: _builtins.int
     OWNERSHIP_FIELD_NUMBER: _builtins.int
-    block_size: _builtins.int
-    """Tokens in a block."""
-    tier: Global___Tier.ValueType
+    page_tokens: _builtins.int
+    """Tokens in a block, which is a page."""
+    tier: _common_pb2.Tier.ValueType
     """The tier."""
     medium: _builtins.str
     """What the engine calls it ("GPU", "CPU_PINNED", ...); empty: it named none, which means the device's."""
@@ -546,8 +518,8 @@ class BlocksStored(_message.Message):
         block_hashes: _abc.Iterable[Global___BlockHash] | None = ...,
         parent_block_hash: Global___BlockHash | None = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        block_size: _builtins.int = ...,
-        tier: Global___Tier.ValueType = ...,
+        page_tokens: _builtins.int = ...,
+        tier: _common_pb2.Tier.ValueType = ...,
         medium: _builtins.str = ...,
         group: _builtins.int = ...,
         lora_id: _builtins.int | None = ...,
@@ -561,7 +533,7 @@ class BlocksStored(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_lora_id", b"_lora_id", "_sliding_window", b"_sliding_window", "lora_id", b"lora_id", "parent_block_hash", b"parent_block_hash", "sliding_window", b"sliding_window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lora_id", b"_lora_id", "_sliding_window", b"_sliding_window", "block_hashes", b"block_hashes", "block_size", b"block_size", "cache_kind", b"cache_kind", "cache_salt", b"cache_salt", "group", b"group", "locality", b"locality", "lora_id", b"lora_id", "lora_name", b"lora_name", "medium", b"medium", "ownership", b"ownership", "parent_block_hash", b"parent_block_hash", "session_id", b"session_id", "sliding_window", b"sliding_window", "tier", b"tier", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lora_id", b"_lora_id", "_sliding_window", b"_sliding_window", "block_hashes", b"block_hashes", "cache_kind", b"cache_kind", "cache_salt", b"cache_salt", "group", b"group", "locality", b"locality", "lora_id", b"lora_id", "lora_name", b"lora_name", "medium", b"medium", "ownership", b"ownership", "page_tokens", b"page_tokens", "parent_block_hash", b"parent_block_hash", "session_id", b"session_id", "sliding_window", b"sliding_window", "tier", b"tier", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lora_id: _TypeAlias = _typing.Literal["lora_id"]  # noqa: Y015
     _WhichOneofArgType__lora_id: _TypeAlias = _typing.Literal["_lora_id", b"_lora_id"]  # noqa: Y015
@@ -584,7 +556,7 @@ class BlocksRemoved(_message.Message):
     TIER_FIELD_NUMBER: _builtins.int
     MEDIUM_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
-    tier: Global___Tier.ValueType
+    tier: _common_pb2.Tier.ValueType
     """The tier."""
     medium: _builtins.str
     """What the engine calls it."""
@@ -598,7 +570,7 @@ class BlocksRemoved(_message.Message):
         self,
         *,
         block_hashes: _abc.Iterable[Global___BlockHash] | None = ...,
-        tier: Global___Tier.ValueType = ...,
+        tier: _common_pb2.Tier.ValueType = ...,
         medium: _builtins.str = ...,
         group: _builtins.int = ...,
     ) -> None: ...
@@ -717,8 +689,10 @@ Global___SnapshotPart: _TypeAlias = SnapshotPart  # noqa: Y015
 
 @_typing.final
 class StateDigest(_message.Message):
-    """What is cached, in a few numbers, so that a follower can see that it holds the same. docs/events.md has the formula and
-    vectors.
+    """What is cached, in a few numbers, so that a follower can see that it holds the same. It stands for the state after
+    exactly the batches before next_sequence. Under load that is not the newest: the state lies behind, at a multiple of 64,
+    so a follower keeps its own digest at the last 64 multiples of 64 and compares at the sequence that it is told. One that
+    is too old or yet to come says nothing.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -751,21 +725,28 @@ class TierDigest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    TIER_FIELD_NUMBER: _builtins.int
     MEDIUM_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     MIXED_HASHES_FIELD_NUMBER: _builtins.int
+    tier: _common_pb2.Tier.ValueType
+    """The tier."""
     medium: _builtins.str
-    """What the engine calls the tier, in capitals; "GPU" where it named none."""
+    """What the engine calls it, in capitals; "GPU" where it named none. A tier may have several names, each its own entry."""
     group: _builtins.int
     """Cache group."""
     blocks: _builtins.int
     """Distinct blocks."""
     mixed_hashes: _builtins.int
-    """Sum of the mixed hashes of these blocks modulo 2^64, each as often as there are copies of the block."""
+    """Sum modulo 2^64 of mix(key) of each copy of these blocks; key is the 64 bits of BlockHash.
+    mix(x), in 64-bit arithmetic that wraps around: x += 0x9E3779B97F4A7C15; x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB; x ^ (x >> 31). mix(0) is 0xE220A8397B1DCDAF.
+    """
     def __init__(
         self,
         *,
+        tier: _common_pb2.Tier.ValueType = ...,
         medium: _builtins.str = ...,
         group: _builtins.int = ...,
         blocks: _builtins.int = ...,
@@ -773,7 +754,7 @@ class TierDigest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "group", b"group", "medium", b"medium", "mixed_hashes", b"mixed_hashes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "group", b"group", "medium", b"medium", "mixed_hashes", b"mixed_hashes", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -791,7 +772,7 @@ class WatchHeartbeat(_message.Message):
     """Sequence that the next batch will get: whoever has all before it is current."""
     @_builtins.property
     def state(self) -> Global___StateDigest:
-        """The state, where one is kept; under load it may be that of some batches before next_sequence."""
+        """The state, where one is kept; under load that of a multiple of 64 before next_sequence."""
 
     def __init__(
         self,

@@ -23,52 +23,53 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from kvgrpc.v1 import common_pb2 as kvgrpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkvgrpc/v1/index_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\")\n\x0b\x42lockHashes\x12\x1a\n\x06values\x18\x01 \x03(\x06\x42\x02\x30\x01R\x06values\"\x7f\n\x0cSglangPrompt\x12\x1b\n\ttoken_ids\x18\x01 \x03(\rR\x08tokenIds\x12\x1b\n\tpage_size\x18\x02 \x01(\rR\x08pageSize\x12\x1d\n\ncache_salt\x18\x03 \x01(\tR\tcacheSalt\x12\x16\n\x06\x62igram\x18\x04 \x01(\x08R\x06\x62igram\"\xbf\x01\n\nVllmPrompt\x12\x1b\n\ttoken_ids\x18\x01 \x03(\rR\x08tokenIds\x12\x1d\n\nblock_size\x18\x02 \x01(\rR\tblockSize\x12\x1b\n\thash_seed\x18\x03 \x01(\tR\x08hashSeed\x12\x1c\n\talgorithm\x18\x04 \x01(\tR\talgorithm\x12\x1b\n\tlora_name\x18\x05 \x01(\tR\x08loraName\x12\x1d\n\ncache_salt\x18\x06 \x01(\tR\tcacheSalt\"\xee\x01\n\x0cScoreRequest\x12;\n\x0c\x62lock_hashes\x18\x01 \x01(\x0b\x32\x16.kvgrpc.v1.BlockHashesH\x00R\x0b\x62lockHashes\x12\x31\n\x06sglang\x18\x02 \x01(\x0b\x32\x17.kvgrpc.v1.SglangPromptH\x00R\x06sglang\x12+\n\x04vllm\x18\x03 \x01(\x0b\x32\x15.kvgrpc.v1.VllmPromptH\x00R\x04vllm\x12\x18\n\x07\x65ngines\x18\x04 \x03(\tR\x07\x65ngines\x12\x1d\n\nmax_scores\x18\x05 \x01(\rR\tmaxScoresB\x08\n\x06prefix\"V\n\rScoreResponse\x12-\n\x06scores\x18\x01 \x03(\x0b\x32\x15.kvgrpc.v1.CacheScoreR\x06scores\x12\x16\n\x06\x62locks\x18\x02 \x01(\rR\x06\x62locks\"\xc6\x01\n\nCacheScore\x12\x16\n\x06\x65ngine\x18\x01 \x01(\tR\x06\x65ngine\x12\x0e\n\x02\x64p\x18\x02 \x01(\rR\x02\x64p\x12#\n\rdevice_blocks\x18\x03 \x01(\rR\x0c\x64\x65viceBlocks\x12\x1f\n\x0bhost_blocks\x18\x04 \x01(\rR\nhostBlocks\x12\x16\n\x06\x62locks\x18\x05 \x01(\rR\x06\x62locks\x12\x32\n\tfreshness\x18\x06 \x01(\x0b\x32\x14.kvgrpc.v1.FreshnessR\tfreshness\"\xec\x01\n\tFreshness\x12,\n\x05state\x18\x01 \x01(\x0e\x32\x16.kvgrpc.v1.SourceStateR\x05state\x12\x15\n\x06log_id\x18\x02 \x01(\tR\x05logId\x12\'\n\rnext_sequence\x18\x03 \x01(\x04\x42\x02\x30\x01R\x0cnextSequence\x12#\n\x0blag_batches\x18\x04 \x01(\x04\x42\x02\x30\x01R\nlagBatches\x12\x36\n\tidle_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationR\x08idleTime\x12\x14\n\x05whole\x18\x06 \x01(\x08R\x05whole\"P\n\x12ListSourcesRequest\x12\x1b\n\tpage_size\x18\x01 \x01(\rR\x08pageSize\x12\x1d\n\npage_token\x18\x02 \x01(\tR\tpageToken\"j\n\x13ListSourcesResponse\x12+\n\x07sources\x18\x01 \x03(\x0b\x32\x11.kvgrpc.v1.SourceR\x07sources\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\xe5\x03\n\x06Source\x12\x16\n\x06\x65ngine\x18\x01 \x01(\tR\x06\x65ngine\x12\x0e\n\x02\x64p\x18\x02 \x01(\rR\x02\x64p\x12\x18\n\x07\x61\x64\x64ress\x18\x03 \x01(\tR\x07\x61\x64\x64ress\x12\x12\n\x04live\x18\x04 \x01(\x08R\x04live\x12\x32\n\tfreshness\x18\x05 \x01(\x0b\x32\x14.kvgrpc.v1.FreshnessR\tfreshness\x12\x35\n\x06\x62locks\x18\x06 \x03(\x0b\x32\x1d.kvgrpc.v1.Source.BlocksEntryR\x06\x62locks\x12\x1b\n\tpage_size\x18\x07 \x01(\rR\x08pageSize\x12\x1c\n\tsnapshots\x18\x08 \x01(\rR\tsnapshots\x12\x18\n\x07replays\x18\t \x01(\rR\x07replays\x12\x19\n\x08new_logs\x18\n \x01(\rR\x07newLogs\x12#\n\rdigests_equal\x18\x0b \x01(\rR\x0c\x64igestsEqual\x12+\n\x11\x64igests_different\x18\x0c \x01(\rR\x10\x64igestsDifferent\x12\x1d\n\nlast_error\x18\r \x01(\tR\tlastError\x1a\x39\n\x0b\x42locksEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\x04R\x05value:\x02\x38\x01*\x9d\x01\n\x0bSourceState\x12\x1c\n\x18SOURCE_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17SOURCE_STATE_CONNECTING\x10\x01\x12\x1b\n\x17SOURCE_STATE_REBUILDING\x10\x02\x12\x1c\n\x18SOURCE_STATE_CATCHING_UP\x10\x03\x12\x18\n\x14SOURCE_STATE_CURRENT\x10\x04\x32\xa2\x01\n\x0cIndexService\x12?\n\x05Score\x12\x17.kvgrpc.v1.ScoreRequest\x1a\x18.kvgrpc.v1.ScoreResponse\"\x03\x90\x02\x01\x12Q\n\x0bListSources\x12\x1d.kvgrpc.v1.ListSourcesRequest\x1a\x1e.kvgrpc.v1.ListSourcesResponse\"\x03\x90\x02\x01\x42\"Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkvgrpc/v1/index_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvgrpc/v1/common.proto\")\n\x0b\x42lockHashes\x12\x1a\n\x06values\x18\x01 \x03(\x06\x42\x02\x30\x01R\x06values\"\x83\x01\n\x0cSglangPrompt\x12\x1b\n\ttoken_ids\x18\x01 \x03(\rR\x08tokenIds\x12\x1f\n\x0bpage_tokens\x18\x02 \x01(\rR\npageTokens\x12\x1d\n\ncache_salt\x18\x03 \x01(\tR\tcacheSalt\x12\x16\n\x06\x62igram\x18\x04 \x01(\x08R\x06\x62igram\"\xc1\x01\n\nVllmPrompt\x12\x1b\n\ttoken_ids\x18\x01 \x03(\rR\x08tokenIds\x12\x1f\n\x0bpage_tokens\x18\x02 \x01(\rR\npageTokens\x12\x1b\n\thash_seed\x18\x03 \x01(\tR\x08hashSeed\x12\x1c\n\talgorithm\x18\x04 \x01(\tR\talgorithm\x12\x1b\n\tlora_name\x18\x05 \x01(\tR\x08loraName\x12\x1d\n\ncache_salt\x18\x06 \x01(\tR\tcacheSalt\"\xee\x01\n\x0cScoreRequest\x12;\n\x0c\x62lock_hashes\x18\x01 \x01(\x0b\x32\x16.kvgrpc.v1.BlockHashesH\x00R\x0b\x62lockHashes\x12\x31\n\x06sglang\x18\x02 \x01(\x0b\x32\x17.kvgrpc.v1.SglangPromptH\x00R\x06sglang\x12+\n\x04vllm\x18\x03 \x01(\x0b\x32\x15.kvgrpc.v1.VllmPromptH\x00R\x04vllm\x12\x18\n\x07\x65ngines\x18\x04 \x03(\tR\x07\x65ngines\x12\x1d\n\nmax_scores\x18\x05 \x01(\rR\tmaxScoresB\x08\n\x06prefix\"V\n\rScoreResponse\x12-\n\x06scores\x18\x01 \x03(\x0b\x32\x15.kvgrpc.v1.CacheScoreR\x06scores\x12\x16\n\x06\x62locks\x18\x02 \x01(\rR\x06\x62locks\"\xc6\x01\n\nCacheScore\x12\x16\n\x06\x65ngine\x18\x01 \x01(\tR\x06\x65ngine\x12\x0e\n\x02\x64p\x18\x02 \x01(\rR\x02\x64p\x12#\n\rdevice_blocks\x18\x03 \x01(\rR\x0c\x64\x65viceBlocks\x12\x1f\n\x0bhost_blocks\x18\x04 \x01(\rR\nhostBlocks\x12\x16\n\x06\x62locks\x18\x05 \x01(\rR\x06\x62locks\x12\x32\n\tfreshness\x18\x06 \x01(\x0b\x32\x14.kvgrpc.v1.FreshnessR\tfreshness\"\xf1\x01\n\tFreshness\x12\x31\n\x05state\x18\x01 \x01(\x0e\x32\x1b.kvgrpc.v1.IndexSourceStateR\x05state\x12\x15\n\x06log_id\x18\x02 \x01(\tR\x05logId\x12\'\n\rnext_sequence\x18\x03 \x01(\x04\x42\x02\x30\x01R\x0cnextSequence\x12#\n\x0blag_batches\x18\x04 \x01(\x04\x42\x02\x30\x01R\nlagBatches\x12\x36\n\tidle_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationR\x08idleTime\x12\x14\n\x05whole\x18\x06 \x01(\x08R\x05whole\"P\n\x12ListSourcesRequest\x12\x1b\n\tpage_size\x18\x01 \x01(\rR\x08pageSize\x12\x1d\n\npage_token\x18\x02 \x01(\tR\tpageToken\"o\n\x13ListSourcesResponse\x12\x30\n\x07sources\x18\x01 \x03(\x0b\x32\x16.kvgrpc.v1.IndexSourceR\x07sources\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"e\n\nTierBlocks\x12#\n\x04tier\x18\x01 \x01(\x0e\x32\x0f.kvgrpc.v1.TierR\x04tier\x12\x16\n\x06medium\x18\x02 \x01(\tR\x06medium\x12\x1a\n\x06\x62locks\x18\x03 \x01(\x04\x42\x02\x30\x01R\x06\x62locks\"\xab\x03\n\x0bIndexSource\x12\x16\n\x06\x65ngine\x18\x01 \x01(\tR\x06\x65ngine\x12\x0e\n\x02\x64p\x18\x02 \x01(\rR\x02\x64p\x12\x18\n\x07\x61\x64\x64ress\x18\x03 \x01(\tR\x07\x61\x64\x64ress\x12\x12\n\x04live\x18\x04 \x01(\x08R\x04live\x12\x32\n\tfreshness\x18\x05 \x01(\x0b\x32\x14.kvgrpc.v1.FreshnessR\tfreshness\x12-\n\x06\x62locks\x18\x06 \x03(\x0b\x32\x15.kvgrpc.v1.TierBlocksR\x06\x62locks\x12\x1f\n\x0bpage_tokens\x18\x07 \x01(\rR\npageTokens\x12\x1c\n\tsnapshots\x18\x08 \x01(\rR\tsnapshots\x12\x18\n\x07replays\x18\t \x01(\rR\x07replays\x12\x19\n\x08new_logs\x18\n \x01(\rR\x07newLogs\x12#\n\rdigests_equal\x18\x0b \x01(\rR\x0c\x64igestsEqual\x12+\n\x11\x64igests_different\x18\x0c \x01(\rR\x10\x64igestsDifferent\x12\x1d\n\nlast_error\x18\r \x01(\tR\tlastError*\xc0\x01\n\x10IndexSourceState\x12\"\n\x1eINDEX_SOURCE_STATE_UNSPECIFIED\x10\x00\x12!\n\x1dINDEX_SOURCE_STATE_CONNECTING\x10\x01\x12!\n\x1dINDEX_SOURCE_STATE_REBUILDING\x10\x02\x12\"\n\x1eINDEX_SOURCE_STATE_CATCHING_UP\x10\x03\x12\x1e\n\x1aINDEX_SOURCE_STATE_CURRENT\x10\x04\x32\xa2\x01\n\x0cIndexService\x12?\n\x05Score\x12\x17.kvgrpc.v1.ScoreRequest\x1a\x18.kvgrpc.v1.ScoreResponse\"\x03\x90\x02\x01\x12Q\n\x0bListSources\x12\x1d.kvgrpc.v1.ListSourcesRequest\x1a\x1e.kvgrpc.v1.ListSourcesResponse\"\x03\x90\x02\x01\x42?\n\rdev.kvgrpc.v1P\x01Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1\xaa\x02\tKvgrpc.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvgrpc.v1.index_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
-  _globals['DESCRIPTOR']._serialized_options = b'Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1'
+  _globals['DESCRIPTOR']._serialized_options = b'\n\rdev.kvgrpc.v1P\001Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1\252\002\tKvgrpc.V1'
   _globals['_BLOCKHASHES'].fields_by_name['values']._loaded_options = None
   _globals['_BLOCKHASHES'].fields_by_name['values']._serialized_options = b'0\001'
   _globals['_FRESHNESS'].fields_by_name['next_sequence']._loaded_options = None
   _globals['_FRESHNESS'].fields_by_name['next_sequence']._serialized_options = b'0\001'
   _globals['_FRESHNESS'].fields_by_name['lag_batches']._loaded_options = None
   _globals['_FRESHNESS'].fields_by_name['lag_batches']._serialized_options = b'0\001'
-  _globals['_SOURCE_BLOCKSENTRY']._loaded_options = None
-  _globals['_SOURCE_BLOCKSENTRY']._serialized_options = b'8\001'
+  _globals['_TIERBLOCKS'].fields_by_name['blocks']._loaded_options = None
+  _globals['_TIERBLOCKS'].fields_by_name['blocks']._serialized_options = b'0\001'
   _globals['_INDEXSERVICE'].methods_by_name['Score']._loaded_options = None
   _globals['_INDEXSERVICE'].methods_by_name['Score']._serialized_options = b'\220\002\001'
   _globals['_INDEXSERVICE'].methods_by_name['ListSources']._loaded_options = None
   _globals['_INDEXSERVICE'].methods_by_name['ListSources']._serialized_options = b'\220\002\001'
-  _globals['_SOURCESTATE']._serialized_start=1890
-  _globals['_SOURCESTATE']._serialized_end=2047
-  _globals['_BLOCKHASHES']._serialized_start=76
-  _globals['_BLOCKHASHES']._serialized_end=117
-  _globals['_SGLANGPROMPT']._serialized_start=119
-  _globals['_SGLANGPROMPT']._serialized_end=246
-  _globals['_VLLMPROMPT']._serialized_start=249
-  _globals['_VLLMPROMPT']._serialized_end=440
-  _globals['_SCOREREQUEST']._serialized_start=443
-  _globals['_SCOREREQUEST']._serialized_end=681
-  _globals['_SCORERESPONSE']._serialized_start=683
-  _globals['_SCORERESPONSE']._serialized_end=769
-  _globals['_CACHESCORE']._serialized_start=772
-  _globals['_CACHESCORE']._serialized_end=970
-  _globals['_FRESHNESS']._serialized_start=973
-  _globals['_FRESHNESS']._serialized_end=1209
-  _globals['_LISTSOURCESREQUEST']._serialized_start=1211
-  _globals['_LISTSOURCESREQUEST']._serialized_end=1291
-  _globals['_LISTSOURCESRESPONSE']._serialized_start=1293
-  _globals['_LISTSOURCESRESPONSE']._serialized_end=1399
-  _globals['_SOURCE']._serialized_start=1402
-  _globals['_SOURCE']._serialized_end=1887
-  _globals['_SOURCE_BLOCKSENTRY']._serialized_start=1830
-  _globals['_SOURCE_BLOCKSENTRY']._serialized_end=1887
-  _globals['_INDEXSERVICE']._serialized_start=2050
-  _globals['_INDEXSERVICE']._serialized_end=2212
+  _globals['_INDEXSOURCESTATE']._serialized_start=1976
+  _globals['_INDEXSOURCESTATE']._serialized_end=2168
+  _globals['_BLOCKHASHES']._serialized_start=100
+  _globals['_BLOCKHASHES']._serialized_end=141
+  _globals['_SGLANGPROMPT']._serialized_start=144
+  _globals['_SGLANGPROMPT']._serialized_end=275
+  _globals['_VLLMPROMPT']._serialized_start=278
+  _globals['_VLLMPROMPT']._serialized_end=471
+  _globals['_SCOREREQUEST']._serialized_start=474
+  _globals['_SCOREREQUEST']._serialized_end=712
+  _globals['_SCORERESPONSE']._serialized_start=714
+  _globals['_SCORERESPONSE']._serialized_end=800
+  _globals['_CACHESCORE']._serialized_start=803
+  _globals['_CACHESCORE']._serialized_end=1001
+  _globals['_FRESHNESS']._serialized_start=1004
+  _globals['_FRESHNESS']._serialized_end=1245
+  _globals['_LISTSOURCESREQUEST']._serialized_start=1247
+  _globals['_LISTSOURCESREQUEST']._serialized_end=1327
+  _globals['_LISTSOURCESRESPONSE']._serialized_start=1329
+  _globals['_LISTSOURCESRESPONSE']._serialized_end=1440
+  _globals['_TIERBLOCKS']._serialized_start=1442
+  _globals['_TIERBLOCKS']._serialized_end=1543
+  _globals['_INDEXSOURCE']._serialized_start=1546
+  _globals['_INDEXSOURCE']._serialized_end=1973
+  _globals['_INDEXSERVICE']._serialized_start=2171
+  _globals['_INDEXSERVICE']._serialized_end=2333
 # @@protoc_insertion_point(module_scope)

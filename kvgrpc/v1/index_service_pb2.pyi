@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from kvgrpc.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -20,37 +21,37 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class _SourceState:
+class _IndexSourceState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
 
-class _SourceStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SourceState.ValueType], _builtins.type):
+class _IndexSourceStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_IndexSourceState.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
-    SOURCE_STATE_UNSPECIFIED: _SourceState.ValueType  # 0
+    INDEX_SOURCE_STATE_UNSPECIFIED: _IndexSourceState.ValueType  # 0
     """Never sent."""
-    SOURCE_STATE_CONNECTING: _SourceState.ValueType  # 1
+    INDEX_SOURCE_STATE_CONNECTING: _IndexSourceState.ValueType  # 1
     """Nobody answers: nothing is known, or what was exact when the connection broke. Forgotten after 30 s."""
-    SOURCE_STATE_REBUILDING: _SourceState.ValueType  # 2
+    INDEX_SOURCE_STATE_REBUILDING: _IndexSourceState.ValueType  # 2
     """A snapshot is on its way; until then nothing is known, or an older state of the same log."""
-    SOURCE_STATE_CATCHING_UP: _SourceState.ValueType  # 3
+    INDEX_SOURCE_STATE_CATCHING_UP: _IndexSourceState.ValueType  # 3
     """Exact as of next_sequence; later batches are known to be missing."""
-    SOURCE_STATE_CURRENT: _SourceState.ValueType  # 4
+    INDEX_SOURCE_STATE_CURRENT: _IndexSourceState.ValueType  # 4
     """Exact, as far as the publisher said when it was last heard."""
 
-class SourceState(_SourceState, metaclass=_SourceStateEnumTypeWrapper):
+class IndexSourceState(_IndexSourceState, metaclass=_IndexSourceStateEnumTypeWrapper):
     """How what is known of a cache relates to the cache."""
 
-SOURCE_STATE_UNSPECIFIED: SourceState.ValueType  # 0
+INDEX_SOURCE_STATE_UNSPECIFIED: IndexSourceState.ValueType  # 0
 """Never sent."""
-SOURCE_STATE_CONNECTING: SourceState.ValueType  # 1
+INDEX_SOURCE_STATE_CONNECTING: IndexSourceState.ValueType  # 1
 """Nobody answers: nothing is known, or what was exact when the connection broke. Forgotten after 30 s."""
-SOURCE_STATE_REBUILDING: SourceState.ValueType  # 2
+INDEX_SOURCE_STATE_REBUILDING: IndexSourceState.ValueType  # 2
 """A snapshot is on its way; until then nothing is known, or an older state of the same log."""
-SOURCE_STATE_CATCHING_UP: SourceState.ValueType  # 3
+INDEX_SOURCE_STATE_CATCHING_UP: IndexSourceState.ValueType  # 3
 """Exact as of next_sequence; later batches are known to be missing."""
-SOURCE_STATE_CURRENT: SourceState.ValueType  # 4
+INDEX_SOURCE_STATE_CURRENT: IndexSourceState.ValueType  # 4
 """Exact, as far as the publisher said when it was last heard."""
-Global___SourceState: _TypeAlias = SourceState  # noqa: Y015
+Global___IndexSourceState: _TypeAlias = IndexSourceState  # noqa: Y015
 
 @_typing.final
 class BlockHashes(_message.Message):
@@ -83,11 +84,11 @@ class SglangPrompt(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     BIGRAM_FIELD_NUMBER: _builtins.int
-    page_size: _builtins.int
-    """The engine's page size, in tokens."""
+    page_tokens: _builtins.int
+    """Tokens in a page of the engine."""
     cache_salt: _builtins.str
     """Salt of the request; empty: none."""
     bigram: _builtins.bool
@@ -100,13 +101,13 @@ class SglangPrompt(_message.Message):
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        page_size: _builtins.int = ...,
+        page_tokens: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
         bigram: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bigram", b"bigram", "cache_salt", b"cache_salt", "page_size", b"page_size", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bigram", b"bigram", "cache_salt", b"cache_salt", "page_tokens", b"page_tokens", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -119,13 +120,13 @@ class VllmPrompt(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKENS_FIELD_NUMBER: _builtins.int
     HASH_SEED_FIELD_NUMBER: _builtins.int
     ALGORITHM_FIELD_NUMBER: _builtins.int
     LORA_NAME_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
-    block_size: _builtins.int
-    """The engine's block size, in tokens."""
+    page_tokens: _builtins.int
+    """Tokens in a block of the engine."""
     hash_seed: _builtins.str
     """PYTHONHASHSEED of the engine. Without one its hashes are random, and nobody can compute them: send hashes."""
     algorithm: _builtins.str
@@ -142,7 +143,7 @@ class VllmPrompt(_message.Message):
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        block_size: _builtins.int = ...,
+        page_tokens: _builtins.int = ...,
         hash_seed: _builtins.str = ...,
         algorithm: _builtins.str = ...,
         lora_name: _builtins.str = ...,
@@ -150,7 +151,7 @@ class VllmPrompt(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "block_size", b"block_size", "cache_salt", b"cache_salt", "hash_seed", b"hash_seed", "lora_name", b"lora_name", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "cache_salt", b"cache_salt", "hash_seed", b"hash_seed", "lora_name", b"lora_name", "page_tokens", b"page_tokens", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -288,7 +289,7 @@ class Freshness(_message.Message):
     LAG_BATCHES_FIELD_NUMBER: _builtins.int
     IDLE_TIME_FIELD_NUMBER: _builtins.int
     WHOLE_FIELD_NUMBER: _builtins.int
-    state: Global___SourceState.ValueType
+    state: Global___IndexSourceState.ValueType
     """The state of the follower."""
     log_id: _builtins.str
     """The log of the stream; empty: none was read yet."""
@@ -307,7 +308,7 @@ class Freshness(_message.Message):
     def __init__(
         self,
         *,
-        state: Global___SourceState.ValueType = ...,
+        state: Global___IndexSourceState.ValueType = ...,
         log_id: _builtins.str = ...,
         next_sequence: _builtins.int = ...,
         lag_batches: _builtins.int = ...,
@@ -331,7 +332,7 @@ class ListSourcesRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """Sources on a page: 0 or more than 1000 means 1000."""
+    """At most this many; 0 means 100, more than 1,000 means 1,000."""
     page_token: _builtins.str
     """next_page_token of the page before, or empty for the first."""
     def __init__(
@@ -359,13 +360,13 @@ class ListSourcesResponse(_message.Message):
     next_page_token: _builtins.str
     """For the next page; empty on the last."""
     @_builtins.property
-    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___Source]:
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___IndexSource]:
         """The caches."""
 
     def __init__(
         self,
         *,
-        sources: _abc.Iterable[Global___Source] | None = ...,
+        sources: _abc.Iterable[Global___IndexSource] | None = ...,
         next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
@@ -377,30 +378,40 @@ class ListSourcesResponse(_message.Message):
 Global___ListSourcesResponse: _TypeAlias = ListSourcesResponse  # noqa: Y015
 
 @_typing.final
-class Source(_message.Message):
-    """One cache that is followed."""
+class TierBlocks(_message.Message):
+    """How many blocks one tier holds."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    @_typing.final
-    class BlocksEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
+    TIER_FIELD_NUMBER: _builtins.int
+    MEDIUM_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    tier: _common_pb2.Tier.ValueType
+    """The tier."""
+    medium: _builtins.str
+    """What the engine calls it, in capitals ("GPU", "CPU_PINNED", ...): a tier may have several names, each its own entry."""
+    blocks: _builtins.int
+    """Distinct blocks."""
+    def __init__(
+        self,
+        *,
+        tier: _common_pb2.Tier.ValueType = ...,
+        medium: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "medium", b"medium", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.int
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.int = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
+Global___TierBlocks: _TypeAlias = TierBlocks  # noqa: Y015
+
+@_typing.final
+class IndexSource(_message.Message):
+    """One cache that is followed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
 
     ENGINE_FIELD_NUMBER: _builtins.int
     DP_FIELD_NUMBER: _builtins.int
@@ -408,7 +419,7 @@ class Source(_message.Message):
     LIVE_FIELD_NUMBER: _builtins.int
     FRESHNESS_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
-    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKENS_FIELD_NUMBER: _builtins.int
     SNAPSHOTS_FIELD_NUMBER: _builtins.int
     REPLAYS_FIELD_NUMBER: _builtins.int
     NEW_LOGS_FIELD_NUMBER: _builtins.int
@@ -423,8 +434,8 @@ class Source(_message.Message):
     """Where its EventService is asked."""
     live: _builtins.bool
     """True where batches come over ZMQ PUB, and Watches fill what PUB lost."""
-    page_size: _builtins.int
-    """Tokens of a block as last told by an event; 0: not yet."""
+    page_tokens: _builtins.int
+    """Tokens in a block as last told by an event; 0: not yet."""
     snapshots: _builtins.int
     """Snapshots that were taken."""
     replays: _builtins.int
@@ -442,8 +453,8 @@ class Source(_message.Message):
         """How fresh its contents are."""
 
     @_builtins.property
-    def blocks(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Blocks by the engine's name of the tier ("GPU", "CPU_PINNED", ...)."""
+    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierBlocks]:
+        """Blocks of each tier that holds some, ordered by medium."""
 
     def __init__(
         self,
@@ -453,8 +464,8 @@ class Source(_message.Message):
         address: _builtins.str = ...,
         live: _builtins.bool = ...,
         freshness: Global___Freshness | None = ...,
-        blocks: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
-        page_size: _builtins.int = ...,
+        blocks: _abc.Iterable[Global___TierBlocks] | None = ...,
+        page_tokens: _builtins.int = ...,
         snapshots: _builtins.int = ...,
         replays: _builtins.int = ...,
         new_logs: _builtins.int = ...,
@@ -464,8 +475,8 @@ class Source(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["freshness", b"freshness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "digests_different", b"digests_different", "digests_equal", b"digests_equal", "dp", b"dp", "engine", b"engine", "freshness", b"freshness", "last_error", b"last_error", "live", b"live", "new_logs", b"new_logs", "page_size", b"page_size", "replays", b"replays", "snapshots", b"snapshots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "digests_different", b"digests_different", "digests_equal", b"digests_equal", "dp", b"dp", "engine", b"engine", "freshness", b"freshness", "last_error", b"last_error", "live", b"live", "new_logs", b"new_logs", "page_tokens", b"page_tokens", "replays", b"replays", "snapshots", b"snapshots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Source: _TypeAlias = Source  # noqa: Y015
+Global___IndexSource: _TypeAlias = IndexSource  # noqa: Y015

@@ -22,34 +22,6 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class _CacheTier:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _CacheTierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheTier.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    CACHE_TIER_UNSPECIFIED: _CacheTier.ValueType  # 0
-    """Never sent."""
-    CACHE_TIER_DEVICE: _CacheTier.ValueType  # 1
-    """Memory of the accelerator."""
-    CACHE_TIER_HOST: _CacheTier.ValueType  # 2
-    """Host memory of the engine's process."""
-    CACHE_TIER_STORAGE: _CacheTier.ValueType  # 3
-    """The storage backend."""
-
-class CacheTier(_CacheTier, metaclass=_CacheTierEnumTypeWrapper):
-    """A tier of the cache."""
-
-CACHE_TIER_UNSPECIFIED: CacheTier.ValueType  # 0
-"""Never sent."""
-CACHE_TIER_DEVICE: CacheTier.ValueType  # 1
-"""Memory of the accelerator."""
-CACHE_TIER_HOST: CacheTier.ValueType  # 2
-"""Host memory of the engine's process."""
-CACHE_TIER_STORAGE: CacheTier.ValueType  # 3
-"""The storage backend."""
-Global___CacheTier: _TypeAlias = CacheTier  # noqa: Y015
-
 class _OperationKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -274,7 +246,7 @@ class PromptPages(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     BIGRAM_FIELD_NUMBER: _builtins.int
     extra_key: _builtins.str
-    """Namespace within the model, such as a LoRA; part of the hash of the first page, and of the keys in storage: page
+    """Scope within the model, such as a LoRA; part of the hash of the first page, and of the keys in storage: page
     hashes without the extra key that they were made with are not found there. Absent differs from empty where there is
     a salt. At most 1,024 characters, as the salt.
     """
@@ -863,7 +835,7 @@ class CacheTierUse(_message.Message):
     RESERVED_PAGES_FIELD_NUMBER: _builtins.int
     PAGE_BYTES_FIELD_NUMBER: _builtins.int
     COUNTS_FIELD_NUMBER: _builtins.int
-    tier: Global___CacheTier.ValueType
+    tier: _common_pb2.Tier.ValueType
     """Which."""
     pages: _builtins.int
     """Pages that fit; 0 where only storage itself knows."""
@@ -880,7 +852,7 @@ class CacheTierUse(_message.Message):
     def __init__(
         self,
         *,
-        tier: Global___CacheTier.ValueType = ...,
+        tier: _common_pb2.Tier.ValueType = ...,
         pages: _builtins.int = ...,
         used_pages: _builtins.int = ...,
         reserved_pages: _builtins.int = ...,
@@ -902,7 +874,7 @@ class GetCacheInfoResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RANK_FIELD_NUMBER: _builtins.int
-    NAMESPACE_FIELD_NUMBER: _builtins.int
+    CACHE_NAMESPACE_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
     STORAGE_BACKEND_FIELD_NUMBER: _builtins.int
     STORAGE_HEALTHY_FIELD_NUMBER: _builtins.int
@@ -939,7 +911,7 @@ class GetCacheInfoResponse(_message.Message):
         """Who answers."""
 
     @_builtins.property
-    def namespace(self) -> Global___CacheNamespace:
+    def cache_namespace(self) -> Global___CacheNamespace:
         """What its pages are."""
 
     @_builtins.property
@@ -950,7 +922,7 @@ class GetCacheInfoResponse(_message.Message):
         self,
         *,
         rank: _common_pb2.RankRef | None = ...,
-        namespace: Global___CacheNamespace | None = ...,
+        cache_namespace: Global___CacheNamespace | None = ...,
         tiers: _abc.Iterable[Global___CacheTierUse] | None = ...,
         storage_backend: _builtins.str = ...,
         storage_healthy: _builtins.bool = ...,
@@ -963,9 +935,9 @@ class GetCacheInfoResponse(_message.Message):
         open_operations: _builtins.int = ...,
         agreeing_ranks: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "rank", b"rank"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache_namespace", b"cache_namespace", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreeing_ranks", b"agreeing_ranks", "namespace", b"namespace", "occupied_limit", b"occupied_limit", "occupied_pages", b"occupied_pages", "open_operations", b"open_operations", "rank", b"rank", "stop_policy", b"stop_policy", "storage_backend", b"storage_backend", "storage_detail", b"storage_detail", "storage_healthy", b"storage_healthy", "threshold_tokens", b"threshold_tokens", "tiers", b"tiers", "write_policy", b"write_policy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreeing_ranks", b"agreeing_ranks", "cache_namespace", b"cache_namespace", "occupied_limit", b"occupied_limit", "occupied_pages", b"occupied_pages", "open_operations", b"open_operations", "rank", b"rank", "stop_policy", b"stop_policy", "storage_backend", b"storage_backend", "storage_detail", b"storage_detail", "storage_healthy", b"storage_healthy", "threshold_tokens", b"threshold_tokens", "tiers", b"tiers", "write_policy", b"write_policy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -977,33 +949,33 @@ class PurgePagesRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    NAMESPACE_FIELD_NUMBER: _builtins.int
+    CACHE_NAMESPACE_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
     EXTRA_KEY_FIELD_NUMBER: _builtins.int
     DRY_RUN_FIELD_NUMBER: _builtins.int
     extra_key: _builtins.str
-    """Only pages of this namespace within the model; empty: of those without one; absent: of all."""
+    """Only pages of this scope within the model; empty: of those without one; absent: of all."""
     dry_run: _builtins.bool
     """Count only."""
     @_builtins.property
-    def namespace(self) -> Global___CacheNamespace:
+    def cache_namespace(self) -> Global___CacheNamespace:
         """Must be this cache's, so that nobody purges another than was meant."""
 
     @_builtins.property
-    def tiers(self) -> _containers.RepeatedScalarFieldContainer[Global___CacheTier.ValueType]:
+    def tiers(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.Tier.ValueType]:
         """Which tiers; none is an error."""
 
     def __init__(
         self,
         *,
-        namespace: Global___CacheNamespace | None = ...,
-        tiers: _abc.Iterable[Global___CacheTier.ValueType] | None = ...,
+        cache_namespace: Global___CacheNamespace | None = ...,
+        tiers: _abc.Iterable[_common_pb2.Tier.ValueType] | None = ...,
         extra_key: _builtins.str | None = ...,
         dry_run: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_extra_key", b"_extra_key", "extra_key", b"extra_key", "namespace", b"namespace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_extra_key", b"_extra_key", "cache_namespace", b"cache_namespace", "extra_key", b"extra_key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_extra_key", b"_extra_key", "dry_run", b"dry_run", "extra_key", b"extra_key", "namespace", b"namespace", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_extra_key", b"_extra_key", "cache_namespace", b"cache_namespace", "dry_run", b"dry_run", "extra_key", b"extra_key", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__extra_key: _TypeAlias = _typing.Literal["extra_key"]  # noqa: Y015
     _WhichOneofArgType__extra_key: _TypeAlias = _typing.Literal["_extra_key", b"_extra_key"]  # noqa: Y015
@@ -1239,7 +1211,7 @@ class AgreementStart(_message.Message):
     tenant: _builtins.str
     """As in StartPrefetch."""
     extra_key: _builtins.str
-    """Namespace within the model, for a later purge."""
+    """Scope within the model, for a later purge."""
     kind: Global___OperationKind.ValueType
     """What it does; unspecified: a prefetch."""
     @_builtins.property

@@ -158,9 +158,9 @@ class PrefetchServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PurgePages(self, request, context):
-        """Drops pages of this rank's cache that nobody uses, by tier, and says how many went. The namespace must be this
-        cache's own, and pages of others that share the storage stay. With dry_run nothing goes; storage cannot tell without
-        doing, and counts 0 then.
+        """Drops pages of this rank's cache that nobody uses, by tier, and says how many went. The cache_namespace must be this
+        cache's own, and pages of others that share the storage stay. With dry_run nothing goes: pages
+        are counted, of storage only where the backend can count without dropping.
         Roles: operator. Errors: INVALID_REQUEST, FEATURE_DISABLED, STORAGE_FAILED, PEER_UNREACHABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -72,9 +72,9 @@ class PrefetchServiceStub:
     Roles: rank, consumer, operator. Errors: none of its own.
     """
     PurgePages: _grpc.UnaryUnaryMultiCallable[_prefetch_service_pb2.PurgePagesRequest, _prefetch_service_pb2.PurgePagesResponse]
-    """Drops pages of this rank's cache that nobody uses, by tier, and says how many went. The namespace must be this
-    cache's own, and pages of others that share the storage stay. With dry_run nothing goes; storage cannot tell without
-    doing, and counts 0 then.
+    """Drops pages of this rank's cache that nobody uses, by tier, and says how many went. The cache_namespace must be this
+    cache's own, and pages of others that share the storage stay. With dry_run nothing goes: pages
+    are counted, of storage only where the backend can count without dropping.
     Roles: operator. Errors: INVALID_REQUEST, FEATURE_DISABLED, STORAGE_FAILED, PEER_UNREACHABLE.
     """
     PinPages: _grpc.UnaryUnaryMultiCallable[_prefetch_service_pb2.PinPagesRequest, _prefetch_service_pb2.PinPagesResponse]
@@ -132,9 +132,9 @@ class PrefetchServiceAsyncStub(PrefetchServiceStub):
     Roles: rank, consumer, operator. Errors: none of its own.
     """
     PurgePages: _aio.UnaryUnaryMultiCallable[_prefetch_service_pb2.PurgePagesRequest, _prefetch_service_pb2.PurgePagesResponse]  # type: ignore[assignment]
-    """Drops pages of this rank's cache that nobody uses, by tier, and says how many went. The namespace must be this
-    cache's own, and pages of others that share the storage stay. With dry_run nothing goes; storage cannot tell without
-    doing, and counts 0 then.
+    """Drops pages of this rank's cache that nobody uses, by tier, and says how many went. The cache_namespace must be this
+    cache's own, and pages of others that share the storage stay. With dry_run nothing goes: pages
+    are counted, of storage only where the backend can count without dropping.
     Roles: operator. Errors: INVALID_REQUEST, FEATURE_DISABLED, STORAGE_FAILED, PEER_UNREACHABLE.
     """
     PinPages: _aio.UnaryUnaryMultiCallable[_prefetch_service_pb2.PinPagesRequest, _prefetch_service_pb2.PinPagesResponse]  # type: ignore[assignment]
@@ -237,9 +237,9 @@ class PrefetchServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _prefetch_service_pb2.PurgePagesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_prefetch_service_pb2.PurgePagesResponse, _abc.Awaitable[_prefetch_service_pb2.PurgePagesResponse]]:
-        """Drops pages of this rank's cache that nobody uses, by tier, and says how many went. The namespace must be this
-        cache's own, and pages of others that share the storage stay. With dry_run nothing goes; storage cannot tell without
-        doing, and counts 0 then.
+        """Drops pages of this rank's cache that nobody uses, by tier, and says how many went. The cache_namespace must be this
+        cache's own, and pages of others that share the storage stay. With dry_run nothing goes: pages
+        are counted, of storage only where the backend can count without dropping.
         Roles: operator. Errors: INVALID_REQUEST, FEATURE_DISABLED, STORAGE_FAILED, PEER_UNREACHABLE.
         """
 

@@ -86,7 +86,7 @@ class RankRow(_message.Message):
         """Parallel sizes of its engine; equal in all of its rows."""
 
     @_builtins.property
-    def pools(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Pool]:
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PagePool]:
         """Shapes of its pools, with region addresses left at 0."""
 
     @_builtins.property
@@ -100,7 +100,7 @@ class RankRow(_message.Message):
         role: _common_pb2.Role.ValueType = ...,
         endpoints: Global___Endpoints | None = ...,
         layout: _common_pb2.Layout | None = ...,
-        pools: _abc.Iterable[_common_pb2.Pool] | None = ...,
+        pools: _abc.Iterable[_common_pb2.PagePool] | None = ...,
         data_plane: _builtins.str = ...,
         engine_selects_dp: _builtins.bool = ...,
         model: _common_pb2.ModelIdentity | None = ...,
@@ -214,7 +214,7 @@ class RegisterResponse(_message.Message):
     registry_id: _builtins.str
     """Changes whenever the registry starts: leases of another one are unknown here."""
     @_builtins.property
-    def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Lease]:
+    def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankLease]:
         """Leases, in the order of the rows."""
 
     @_builtins.property
@@ -224,7 +224,7 @@ class RegisterResponse(_message.Message):
     def __init__(
         self,
         *,
-        leases: _abc.Iterable[Global___Lease] | None = ...,
+        leases: _abc.Iterable[Global___RankLease] | None = ...,
         ttl: _duration_pb2.Duration | None = ...,
         registry_id: _builtins.str = ...,
     ) -> None: ...
@@ -237,7 +237,7 @@ class RegisterResponse(_message.Message):
 Global___RegisterResponse: _TypeAlias = RegisterResponse  # noqa: Y015
 
 @_typing.final
-class Lease(_message.Message):
+class RankLease(_message.Message):
     """A row's right to exist."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -262,7 +262,7 @@ class Lease(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Lease: _TypeAlias = Lease  # noqa: Y015
+Global___RankLease: _TypeAlias = RankLease  # noqa: Y015
 
 @_typing.final
 class KeepAliveRequest(_message.Message):
@@ -376,7 +376,7 @@ class GetEngineRequest(_message.Message):
     engine: _builtins.str
     """Name of the engine."""
     page_size: _builtins.int
-    """At most this many rows, and at most 1 MiB of them; 0 or more than 1,000 means 1,000."""
+    """At most this many rows, and at most 1 MiB of them; 0 means 100, more than 1,000 means 1,000."""
     page_token: _builtins.str
     """From the response before; empty at first."""
     def __init__(

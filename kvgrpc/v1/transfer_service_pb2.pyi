@@ -199,7 +199,7 @@ class Hello(_message.Message):
         """Parallel sizes of the opener's engine, from which both sides compute the same part."""
 
     @_builtins.property
-    def pools(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Pool]:
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PagePool]:
         """What may be written."""
 
     @_builtins.property
@@ -207,7 +207,7 @@ class Hello(_message.Message):
         """Bytes of each aux buffer item, in order; at most 64 KiB together."""
 
     @_builtins.property
-    def expected(self) -> Global___Part:
+    def expected(self) -> Global___CachePart:
         """Which part the opener expects of the other side; must equal what the other side computes."""
 
     @_builtins.property
@@ -227,11 +227,11 @@ class Hello(_message.Message):
         to: _common_pb2.RankRef | None = ...,
         stream: _builtins.int = ...,
         layout: _common_pb2.Layout | None = ...,
-        pools: _abc.Iterable[_common_pb2.Pool] | None = ...,
+        pools: _abc.Iterable[_common_pb2.PagePool] | None = ...,
         aux_item_bytes: _abc.Iterable[_builtins.int] | None = ...,
         data_plane: _builtins.str = ...,
         data_plane_address: _builtins.bytes = ...,
-        expected: Global___Part | None = ...,
+        expected: Global___CachePart | None = ...,
         max_frame_bytes: _builtins.int = ...,
         model: _common_pb2.ModelIdentity | None = ...,
         waiting_rooms: _abc.Iterable[Global___RoomKey] | None = ...,
@@ -246,7 +246,7 @@ class Hello(_message.Message):
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
-class Part(_message.Message):
+class CachePart(_message.Message):
     """What one prefill rank owes one decode rank for every room."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -281,7 +281,7 @@ class Part(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Part: _TypeAlias = Part  # noqa: Y015
+Global___CachePart: _TypeAlias = CachePart  # noqa: Y015
 
 @_typing.final
 class Welcome(_message.Message):
@@ -315,7 +315,7 @@ class Welcome(_message.Message):
         """Either side gives the pair up when it heard nothing for this long."""
 
     @_builtins.property
-    def pools(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Pool]:
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PagePool]:
         """With verify: the pools of the answerer, without addresses. From both sides' pools follows which bytes of a page
         travel, and in which order they are summed.
         """
@@ -329,7 +329,7 @@ class Welcome(_message.Message):
         idle_timeout: _duration_pb2.Duration | None = ...,
         data_plane_address: _builtins.bytes = ...,
         verify: _builtins.bool = ...,
-        pools: _abc.Iterable[_common_pb2.Pool] | None = ...,
+        pools: _abc.Iterable[_common_pb2.PagePool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "idle_timeout", b"idle_timeout", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1053,7 +1053,7 @@ class GetRankResponse(_message.Message):
         """Parallel sizes of its engine."""
 
     @_builtins.property
-    def pools(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Pool]:
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PagePool]:
         """Shapes of its pools, with region addresses left at 0."""
 
     @_builtins.property
@@ -1066,7 +1066,7 @@ class GetRankResponse(_message.Message):
         rank: _common_pb2.RankRef | None = ...,
         role: _common_pb2.Role.ValueType = ...,
         layout: _common_pb2.Layout | None = ...,
-        pools: _abc.Iterable[_common_pb2.Pool] | None = ...,
+        pools: _abc.Iterable[_common_pb2.PagePool] | None = ...,
         data_plane: _builtins.str = ...,
         aux_item_bytes: _abc.Iterable[_builtins.int] | None = ...,
         pages_held: _builtins.int = ...,
@@ -1171,7 +1171,7 @@ class OwedPart(_message.Message):
         """The rank that receives."""
 
     @_builtins.property
-    def part(self) -> Global___Part:
+    def part(self) -> Global___CachePart:
         """What it owes. No layers: nothing, but it hears of each room, so that its sender ends."""
 
     def __init__(
@@ -1179,7 +1179,7 @@ class OwedPart(_message.Message):
         *,
         prefill: _common_pb2.RankId | None = ...,
         decode: _common_pb2.RankId | None = ...,
-        part: Global___Part | None = ...,
+        part: Global___CachePart | None = ...,
         descriptors_per_page: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "part", b"part", "prefill", b"prefill"]  # noqa: Y015

@@ -18,6 +18,7 @@ from kvgrpc.events.log.recorder import Recorder
 from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, UnknownEvent
 from kvgrpc.events.watch import SnapshotPart
 from kvgrpc.events.wire import Form, part_to_pb
+from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import event_service_pb2 as pb
 from tests.contract.event_serving import REPLAY, SNAPSHOT, TAIL, TYPED, kinds, publish, served, snapshot_of, stored
 
@@ -42,14 +43,14 @@ async def test_typed_batches_have_one_form_for_all_engines() -> None:
         assert full.stored.parent_block_hash.value == 2**64 - 1
         assert list(full.stored.token_ids) == [10, 11]
         told = full.stored
-        assert (told.block_size, told.tier, told.medium, told.group) == (1, pb.TIER_HOST, "CPU_PINNED", 2)
+        assert (told.page_tokens, told.tier, told.medium, told.group) == (1, common_pb2.TIER_HOST, "CPU_PINNED", 2)
         assert (told.lora_id, told.lora_name, told.cache_salt) == (3, "adapter", "salt")
         assert (told.cache_kind, told.sliding_window, told.locality) == ("mamba", 64, "LOCAL")
         assert (told.ownership, told.session_id) == ("o", "s")
-        assert (removed.removed.tier, removed.removed.medium) == (pb.TIER_DEVICE, "")
+        assert (removed.removed.tier, removed.removed.medium) == (common_pb2.TIER_DEVICE, "")
         assert cleared.WhichOneof("kind") == "cleared"
         assert unknown.unknown == strange.raw
-        assert (list(pairs.stored.token_ids), pairs.stored.tier) == ([], pb.TIER_STORAGE)
+        assert (list(pairs.stored.token_ids), pairs.stored.tier) == ([], common_pb2.TIER_STORAGE)
         assert not pairs.stored.HasField("parent_block_hash")
 
 
@@ -57,10 +58,10 @@ async def test_typed_batches_have_one_form_for_all_engines() -> None:
     ("filters", "expected"),
     [
         ({}, [1, 2, 3, 4]),
-        ({"tiers": [pb.TIER_DEVICE]}, [1, 4]),
-        ({"tiers": [pb.TIER_HOST, pb.TIER_STORAGE]}, [2, 3]),
+        ({"tiers": [common_pb2.TIER_DEVICE]}, [1, 4]),
+        ({"tiers": [common_pb2.TIER_HOST, common_pb2.TIER_STORAGE]}, [2, 3]),
         ({"groups": [0]}, [1, 2, 3]),
-        ({"groups": [1], "tiers": [pb.TIER_DEVICE]}, [4]),
+        ({"groups": [1], "tiers": [common_pb2.TIER_DEVICE]}, [4]),
     ],
     ids=str,
 )
@@ -79,7 +80,7 @@ async def test_filters_leave_events_out_and_no_batch(filters: dict[str, Any], ex
 async def test_a_typed_snapshot_is_filtered_and_its_digest_is_not() -> None:
     async with served() as events:
         await publish(events, stored(1, 2), stored(3, medium="CPU"))
-        call = events.watch(SNAPSHOT, encoding=TYPED, tiers=[pb.TIER_HOST])
+        call = events.watch(SNAPSHOT, encoding=TYPED, tiers=[common_pb2.TIER_HOST])
         await call.read()
         (part,) = await snapshot_of(call)
         assert [event.stored.block_hashes[0].value for event in part.events] == [3]
@@ -90,7 +91,7 @@ async def test_a_typed_snapshot_is_filtered_and_its_digest_is_not() -> None:
 async def test_the_client_watches_typed_and_filtered_with_the_digest() -> None:
     async with served(heartbeat=0.02) as events, Client(events.address) as client:
         await publish(events, stored(1, 2), stored(3, medium="CPU"))
-        typed: dict[str, Any] = {"typed": True, "tiers": [pb.TIER_HOST]}
+        typed: dict[str, Any] = {"typed": True, "tiers": [common_pb2.TIER_HOST]}
         async with aclosing(client.watch(mode=SNAPSHOT, **typed)) as parts:  # type: ignore[type-var]
             begin, snapshot = await anext(parts), await anext(parts)
             assert isinstance(begin, Begin) and isinstance(snapshot, Snapshot) and snapshot.last
@@ -134,7 +135,9 @@ def test_a_part_that_would_be_too_large_as_a_message_has_its_payload() -> None:
     snapshot = Recorder(Dialect.VLLM, 0).snapshot(0)
     message = part_to_pb(SnapshotPart(snapshot, 0, payload, False), Form(typed=True))
     assert (list(message.snapshot.payloads), len(message.snapshot.events)) == ([payload], 0)
-    filtered = part_to_pb(SnapshotPart(snapshot, 0, payload, False), Form(typed=True, tiers=frozenset([pb.TIER_HOST])))
+    filtered = part_to_pb(
+        SnapshotPart(snapshot, 0, payload, False), Form(typed=True, tiers=frozenset([common_pb2.TIER_HOST]))
+    )
     assert not filtered.snapshot.payloads and not filtered.snapshot.events
 
 
@@ -154,7 +157,7 @@ def test_what_no_message_would_hold_is_not_built_first(monkeypatch: pytest.Monke
     ("fields", "field"),
     [
         ({"encoding": 9}, "encoding"),
-        ({"tiers": [pb.TIER_HOST]}, "tiers"),
+        ({"tiers": [common_pb2.TIER_HOST]}, "tiers"),
         ({"groups": [0]}, "groups"),
         ({"tiers": [0], "encoding": pb.WATCH_ENCODING_TYPED}, "tiers"),
         ({"tiers": [9], "encoding": pb.WATCH_ENCODING_TYPED}, "tiers"),

@@ -410,7 +410,7 @@ class TestIndexService:
         fresh = response.scores[0].freshness
         assert fresh.log_id == a.publisher.stream.log_id
         assert (fresh.next_sequence, fresh.lag_batches, fresh.whole) == (a.next_sequence, 0, True)
-        assert fresh.state == pb.SOURCE_STATE_CURRENT
+        assert fresh.state == pb.INDEX_SOURCE_STATE_CURRENT
         assert fresh.HasField("idle_time")
 
     async def test_tokens_are_hashed_as_the_engines_do(self, client: Client) -> None:
@@ -421,10 +421,10 @@ class TestIndexService:
         await b.store([sglang_event_hash(one) for one in salted])
         hashed = each_block_hash(tokens, 32, hash_seed="0", algorithm="sha256_cbor", lora_name="adapter")
         await c.store([vllm_event_hash(one) for one in hashed])
-        sglang = pb.SglangPrompt(token_ids=tokens, page_size=16)
-        eagle = pb.SglangPrompt(token_ids=tokens, page_size=16, cache_salt="tenant", bigram=True)
+        sglang = pb.SglangPrompt(token_ids=tokens, page_tokens=16)
+        eagle = pb.SglangPrompt(token_ids=tokens, page_tokens=16, cache_salt="tenant", bigram=True)
         vllm = pb.VllmPrompt(
-            token_ids=tokens, block_size=32, hash_seed="0", algorithm="sha256_cbor", lora_name="adapter"
+            token_ids=tokens, page_tokens=32, hash_seed="0", algorithm="sha256_cbor", lora_name="adapter"
         )
 
         async def known() -> bool:
@@ -442,10 +442,10 @@ class TestIndexService:
         [
             (pb.ScoreRequest(), "prefix"),
             (pb.ScoreRequest(block_hashes=pb.BlockHashes(values=[0] * (MAX_BLOCKS + 1))), "block_hashes.values"),
-            (pb.ScoreRequest(sglang=pb.SglangPrompt(token_ids=[1])), "sglang.page_size"),
-            (pb.ScoreRequest(sglang=pb.SglangPrompt(token_ids=[1] * 70_000, page_size=1)), "sglang.token_ids"),
-            (pb.ScoreRequest(vllm=pb.VllmPrompt(token_ids=[1])), "vllm.block_size"),
-            (pb.ScoreRequest(vllm=pb.VllmPrompt(token_ids=[1], block_size=1, algorithm="md5")), "vllm.algorithm"),
+            (pb.ScoreRequest(sglang=pb.SglangPrompt(token_ids=[1])), "sglang.page_tokens"),
+            (pb.ScoreRequest(sglang=pb.SglangPrompt(token_ids=[1] * 70_000, page_tokens=1)), "sglang.token_ids"),
+            (pb.ScoreRequest(vllm=pb.VllmPrompt(token_ids=[1])), "vllm.page_tokens"),
+            (pb.ScoreRequest(vllm=pb.VllmPrompt(token_ids=[1], page_tokens=1, algorithm="md5")), "vllm.algorithm"),
         ],
     )
     async def test_what_cannot_be_scored_is_refused_by_its_field(

@@ -23,6 +23,7 @@ from kvgrpc.events import BlockStored, JournalingPublisher, KVEventBatch
 from kvgrpc.events.following.messages import FollowerCounts
 from kvgrpc.hashing import page_hashes, sglang_event_hash
 from kvgrpc.server import IndexServer
+from kvgrpc.v1.index_service_pb2 import IndexSource
 from tests.support.rank_host import RankHost
 from tests.support.waiting import wait_until
 
@@ -39,11 +40,15 @@ def rank() -> Iterator[RankHost]:
     host.close(2.0)
 
 
+def held_in(source: IndexSource, medium: str) -> int:
+    return sum(held.blocks for held in source.blocks if held.medium == medium)
+
+
 @pytest.fixture(scope="module")
 def index(rank: RankHost) -> Iterator[IndexServer]:
     server = IndexServer(["127.0.0.1:0"], registry=rank.rank.address).open()
     with SyncClient(server.address) as client:
-        wait_until(lambda: [source.blocks.get("CPU") for source in client.list_sources()] == [1])
+        wait_until(lambda: [held_in(source, "CPU") for source in client.list_sources()] == [1])
     yield server
     server.close()
 
@@ -137,7 +142,9 @@ def test_an_index_finds_the_caches_at_a_registry(rank: RankHost, index: IndexSer
     code, out, _ = kvgrpc("events", "sources", "--json", "-s", index.address)
     source = json.loads(out)
     assert (code, source["engine"], source["address"]) == (0, "P", rank.rank.address)
-    assert (source["blocks"], source["pageSize"]) == ({"CPU": "1", "GPU": "3"}, 16)
+    host = {"tier": "TIER_HOST", "medium": "CPU", "blocks": "1"}
+    device = {"tier": "TIER_DEVICE", "medium": "GPU", "blocks": "3"}
+    assert (source["blocks"], source["pageTokens"]) == ([host, device], 16)
     code, out, _ = kvgrpc("events", "sources", "-s", index.address)
     assert code == 0 and "CPU 1, GPU 3" in out and "current" in out
 
@@ -145,7 +152,7 @@ def test_an_index_finds_the_caches_at_a_registry(rank: RankHost, index: IndexSer
 def test_score_says_who_holds_a_prompt(index: IndexServer, kvgrpc: Any, tmp_path: Path) -> None:
     prompt = tmp_path / "prompt.json"
     prompt.write_text(json.dumps([*TOKENS, 7, 7]))
-    asked = ("events", "score", "--tokens", str(prompt), "--page-size", "16", "-s", index.address)
+    asked = ("events", "score", "--tokens", str(prompt), "--page-tokens", "16", "-s", index.address)
     code, out, _ = kvgrpc(*asked, "--json")
     answer = json.loads(out)
     assert (code, answer["blocks"]) == (0, 4)
@@ -174,7 +181,7 @@ def test_what_score_cannot_read_is_said(index: IndexServer, kvgrpc: Any, tmp_pat
         (("--hash", "1", "--tokens", "PROMPT"), "by --hash or by --tokens"),
         (("--hash", str(2**64)), "more than 64 bits"),
         (("--hash", str(-(2**63) - 1)), "more than 64 bits"),
-        (("--tokens", "PROMPT", "--page-size", str(2**32)), "--page-size"),
+        (("--tokens", "PROMPT", "--page-tokens", str(2**32)), "--page-tokens"),
     ],
     ids=str,
 )
@@ -244,7 +251,7 @@ def test_serve_index_says_where_it_listens_and_ends_on_sigterm(rank: RankHost) -
         assert process.stdout.readline().startswith("metrics at ")
         address = process.stdout.readline().removeprefix("kvgrpc index listens on ").strip()
         with SyncClient(address) as client:
-            wait_until(lambda: [source.blocks.get("GPU") for source in client.list_sources()] == [3])
+            wait_until(lambda: [held_in(source, "GPU") for source in client.list_sources()] == [3])
             assert client.health("kvgrpc.v1.IndexService") == "SERVING"
             assert "kvgrpc.v1.IndexService" in client.get_server_info().services
         process.send_signal(signal.SIGTERM)

@@ -33,7 +33,7 @@ from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.pages import Pages, as_pages
 from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.server import RegistryServer
-from kvgrpc.v1 import event_service_pb2
+from kvgrpc.v1 import common_pb2, event_service_pb2
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceStub
 from tests.support.cache_serving import LIMITS, SHAPE, CacheRank, bytes_of, hashes_of, open_cache_rank, prompt
@@ -256,21 +256,25 @@ class TestTheCache:
         cache.store(hashes_of(prompt(6)))
         cache.fill(hashes_of(prompt(4, 1)))
         info = client.get_cache_info()
-        assert (info.namespace.model, info.namespace.dtype, info.namespace.page_tokens) == ("test/model", "float16", 4)
+        assert (info.cache_namespace.model, info.cache_namespace.dtype, info.cache_namespace.page_tokens) == (
+            "test/model",
+            "float16",
+            4,
+        )
         assert [(use.tier, use.used_pages) for use in info.tiers] == [
-            (pb.CACHE_TIER_HOST, 4),
-            (pb.CACHE_TIER_STORAGE, 6),
+            (common_pb2.TIER_HOST, 4),
+            (common_pb2.TIER_STORAGE, 6),
         ]
         assert info.storage_backend == "file" and info.storage_healthy and info.agreeing_ranks == 1
 
     def test_a_purge_needs_the_caches_own_namespace(self, client: SyncClient) -> None:
-        namespace = client.get_cache_info().namespace
+        namespace = client.get_cache_info().cache_namespace
         namespace.dtype = "bfloat16"
         with pytest.raises(InvalidRequest) as refused:
-            client.purge_pages(pb.PurgePagesRequest(namespace=namespace, tiers=[pb.CACHE_TIER_HOST]))
+            client.purge_pages(pb.PurgePagesRequest(cache_namespace=namespace, tiers=[common_pb2.TIER_HOST]))
         assert refused.value.metadata["field"] == "namespace"
         with pytest.raises(InvalidRequest):
-            client.purge_pages(pb.PurgePagesRequest(namespace=client.get_cache_info().namespace))
+            client.purge_pages(pb.PurgePagesRequest(cache_namespace=client.get_cache_info().cache_namespace))
 
     def test_a_purge_drops_one_extra_key_from_all_tiers_and_counts(self, cache: CacheRank, client: SyncClient) -> None:
         cache.fill(hashes_of(prompt(6), "lora"), "lora")
@@ -278,8 +282,8 @@ class TestTheCache:
         for pages in (pb.PromptPages(tokens=prompt(6), extra_key="lora"), pb.PromptPages(tokens=prompt(5))):
             ended(client, client.start_backup(pages))
         request = pb.PurgePagesRequest(
-            namespace=client.get_cache_info().namespace,
-            tiers=[pb.CACHE_TIER_HOST, pb.CACHE_TIER_STORAGE],
+            cache_namespace=client.get_cache_info().cache_namespace,
+            tiers=[common_pb2.TIER_HOST, common_pb2.TIER_STORAGE],
             extra_key="lora",
             dry_run=True,
         )
@@ -297,7 +301,7 @@ class TestTheCache:
             cache.store(hashes_of(prompt(6), extra_key), extra_key)
         cache.fill(hashes_of(prompt(2), "lora-a"), "lora-a")
         request = pb.PurgePagesRequest(
-            namespace=client.get_cache_info().namespace, tiers=[pb.CACHE_TIER_STORAGE], dry_run=True
+            cache_namespace=client.get_cache_info().cache_namespace, tiers=[common_pb2.TIER_STORAGE], dry_run=True
         )
         assert client.purge_pages(request).storage_pages == 18
         request.extra_key = "lora-a"
@@ -318,8 +322,10 @@ class TestTheCache:
         cache = open_cache_rank(tmp_path, storage)
         cache.store(hashes_of(prompt(6)))
         with SyncClient(cache.address) as client:
-            tiers = [pb.CACHE_TIER_STORAGE]
-            request = pb.PurgePagesRequest(namespace=client.get_cache_info().namespace, tiers=tiers, dry_run=True)
+            tiers = [common_pb2.TIER_STORAGE]
+            request = pb.PurgePagesRequest(
+                cache_namespace=client.get_cache_info().cache_namespace, tiers=tiers, dry_run=True
+            )
             assert not client.purge_pages(request).HasField("storage_pages")
             request.dry_run = False
             gone = client.purge_pages(request)
@@ -333,8 +339,8 @@ class TestTheCache:
         for rank in (cache, other):
             rank.store(hashes)
         with SyncClient(cache.address) as client:
-            namespace = client.get_cache_info().namespace
-            request = pb.PurgePagesRequest(namespace=namespace, tiers=[pb.CACHE_TIER_STORAGE])
+            namespace = client.get_cache_info().cache_namespace
+            request = pb.PurgePagesRequest(cache_namespace=namespace, tiers=[common_pb2.TIER_STORAGE])
             assert client.purge_pages(request).storage_pages == 6
         counts = [rank.manager.controller.count_in_storage(hashes, 5.0) for rank in (cache, other)]
         assert counts == [0, 6]
@@ -345,8 +351,8 @@ class TestTheCache:
         cache.store(hashes_of(prompt(6)))
         cache.fill(hashes_of(prompt(6)))
         with SyncClient(cache.address) as client:
-            tiers = [pb.CACHE_TIER_HOST, pb.CACHE_TIER_STORAGE]
-            request = pb.PurgePagesRequest(namespace=client.get_cache_info().namespace, tiers=tiers)
+            tiers = [common_pb2.TIER_HOST, common_pb2.TIER_STORAGE]
+            request = pb.PurgePagesRequest(cache_namespace=client.get_cache_info().cache_namespace, tiers=tiers)
             with pytest.raises(FeatureDisabled):
                 client.purge_pages(request)
             assert client.lookup(pb.PromptPages(tokens=prompt(6))).host_pages == 6, "nothing went"
@@ -426,10 +432,12 @@ class TestTheCache:
             assert (operation.covered_pages, operation.hit_pages, operation.completed_pages) == (4, 6, 10)
             for each in hashes:
                 assert (host.flat(keeper.pages[each]) == bytes_of(each)).all()
-            namespace = client.get_cache_info().namespace
+            namespace = client.get_cache_info().cache_namespace
             with pytest.raises(FeatureDisabled):
-                client.purge_pages(pb.PurgePagesRequest(namespace=namespace, tiers=[pb.CACHE_TIER_HOST]))
-            purged = client.purge_pages(pb.PurgePagesRequest(namespace=namespace, tiers=[pb.CACHE_TIER_STORAGE]))
+                client.purge_pages(pb.PurgePagesRequest(cache_namespace=namespace, tiers=[common_pb2.TIER_HOST]))
+            purged = client.purge_pages(
+                pb.PurgePagesRequest(cache_namespace=namespace, tiers=[common_pb2.TIER_STORAGE])
+            )
             assert purged.storage_pages == 10
         keeper.forget(hashes)
         assert host.table.free_count == host.pages
@@ -495,8 +503,8 @@ class TestEvents:
         hashes = hashes_of(prompt(6))
         cache.store(hashes)
         with SyncClient(cache.address) as client:
-            namespace = client.get_cache_info().namespace
-            client.purge_pages(pb.PurgePagesRequest(namespace=namespace, tiers=[pb.CACHE_TIER_STORAGE]))
+            namespace = client.get_cache_info().cache_namespace
+            client.purge_pages(pb.PurgePagesRequest(cache_namespace=namespace, tiers=[common_pb2.TIER_STORAGE]))
         assert on_disk(cache) == set()
         cache.close()
 

@@ -59,7 +59,7 @@ class Hurried(RegistryServiceServicer):
         self.renewals = 0
 
     async def Register(self, request: pb.RegisterRequest, context: object) -> pb.RegisterResponse:
-        leases = [pb.Lease(rank=each.rank, lease_id=number) for number, each in enumerate(request.rows, 1)]
+        leases = [pb.RankLease(rank=each.rank, lease_id=number) for number, each in enumerate(request.rows, 1)]
         return pb.RegisterResponse(leases=leases, ttl=self.ttl)
 
     async def KeepAlive(

@@ -87,7 +87,7 @@ class DecodeClient:
             aux_item_bytes=[AUX_BYTES],
             data_plane="shm",
             data_plane_address=self.memory.plane.address(),
-            expected=pb.Part(layer_start=0, layer_count=LAYERS, aux=True),
+            expected=pb.CachePart(layer_start=0, layer_count=LAYERS, aux=True),
         )
         hello.opener.CopyFrom(rank_ref_to_pb(self.ref))
         for field, value in changes.items():

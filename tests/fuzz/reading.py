@@ -57,4 +57,4 @@ def _follow(batch: KVEventBatch) -> None:
     rebuilt.apply(decode_batch(part).events)
     assert state.digest() == contents.digest() == rebuilt.digest()
     wire.digest_to_pb(state.digest()).SerializeToString()
-    index_service_pb2.Source(page_size=contents.page_size)
+    index_service_pb2.IndexSource(page_tokens=contents.page_tokens)

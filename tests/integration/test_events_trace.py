@@ -254,7 +254,7 @@ def event_of(message: pb.KvEvent) -> Event:
     if kind == "stored":
         said = message.stored
         hashes = [block.value for block in said.block_hashes]
-        return BlockStored(hashes, medium=said.medium, group_idx=said.group, block_size=said.block_size)
+        return BlockStored(hashes, medium=said.medium, group_idx=said.group, block_size=said.page_tokens)
     if kind == "removed":
         gone = message.removed
         return BlockRemoved([block.value for block in gone.block_hashes], gone.medium, gone.group)

@@ -72,7 +72,7 @@ async def test_the_example_follows_an_engine_and_asks_the_index(tail: Tail) -> N
     await engine.store([1, 2, 3])
     await engine.remove([2])
     await tail.until("map[{GPU 0}:2]", "digest equal: true")
-    await tail.until(": engine dp0 holds it", "SOURCE_STATE_CURRENT")
+    await tail.until(": engine dp0 holds it", "INDEX_SOURCE_STATE_CURRENT")
     before = engine.publisher.stream.log_id
     await engine.restart()
     await engine.store([7, 8, 9])

@@ -223,7 +223,7 @@ class TestTheCache:
         cache.assert_bytes(hashes)
         info = call("GetCacheInfo").json
         used = {tier["tier"]: int(tier["usedPages"]) for tier in info["tiers"]}
-        assert used == {"CACHE_TIER_HOST": 6, "CACHE_TIER_STORAGE": 6}
+        assert used == {"TIER_HOST": 6, "TIER_STORAGE": 6}
         assert (info["storageBackend"], info["storageHealthy"]) == ("file", True)
 
     def test_a_page_hash_of_a_wrong_length_is_named(self, ask: Any, cache: CacheRank) -> None:

@@ -97,8 +97,10 @@ def test_a_page_with_a_wide_token_is_hashed_in_eight_bytes() -> None:
 
 
 @given(prompts, st.integers(1, 20), st.booleans(), st.sampled_from([b"", bytes(32), event_seed("salt")]))
-def test_page_hashes_follow_the_rules(tokens: list[int], page_size: int, bigram: bool, after: bytes) -> None:
-    assert page_hashes(tokens, page_size, after=after, bigram=bigram) == by_the_rules(tokens, page_size, after, bigram)
+def test_page_hashes_follow_the_rules(tokens: list[int], page_tokens: int, bigram: bool, after: bytes) -> None:
+    assert page_hashes(tokens, page_tokens, after=after, bigram=bigram) == by_the_rules(
+        tokens, page_tokens, after, bigram
+    )
 
 
 def test_numpy_tokens_have_the_same_names() -> None:
@@ -115,7 +117,7 @@ def test_a_token_that_is_none_is_refused_by_its_place(token: object) -> None:
 
 
 def test_a_page_holds_at_least_one_token() -> None:
-    with pytest.raises(InvalidRequest, match="page_size"):
+    with pytest.raises(InvalidRequest, match="page_tokens"):
         page_hashes([1], 0)
     with pytest.raises(InvalidRequest, match="block_size"):
         block_hashes([1], 0)
@@ -148,13 +150,13 @@ def test_vllm_s_events_carry_the_last_eight_bytes_unsigned() -> None:
     assert vllm_event_hash(bytes(24) + b"\xff" * 8) == 2**64 - 1
 
 
-def by_the_rules(tokens: list[int], page_size: int, after: bytes, bigram: bool) -> list[bytes]:
+def by_the_rules(tokens: list[int], page_tokens: int, after: bytes, bigram: bool) -> list[bytes]:
     """One token at a time, as the rules are told; shares nothing with what is tested."""
     count = max(0, len(tokens) - bigram)
     found = []
-    for start in range(0, count, page_size):
+    for start in range(0, count, page_tokens):
         words: list[int] = []
-        for position in range(start, min(start + page_size, count)):
+        for position in range(start, min(start + page_tokens, count)):
             words += tokens[position : position + 2] if bigram else [tokens[position]]
         wide = any(word >= 2**32 for word in words)
         digest = hashlib.sha256(after)

@@ -11,11 +11,11 @@ from kvgrpc.paging import MAX_PAGE, numbers_token, page_size, page_token, read_n
 
 
 @pytest.mark.parametrize(
-    ("asked", "default", "size"),
-    [(0, MAX_PAGE, MAX_PAGE), (0, 50, 50), (7, 50, 7), (MAX_PAGE, 50, MAX_PAGE), (MAX_PAGE + 1, 50, MAX_PAGE)],
+    ("asked", "size"),
+    [(0, 100), (1, 1), (101, 101), (MAX_PAGE, MAX_PAGE), (MAX_PAGE + 1, MAX_PAGE), (2**32 - 1, MAX_PAGE)],
 )
-def test_a_page_has_what_was_asked_for_up_to_the_bound(asked: int, default: int, size: int) -> None:
-    assert page_size(asked, default) == size
+def test_a_page_has_what_was_asked_for_up_to_the_bound(asked: int, size: int) -> None:
+    assert page_size(asked) == size
 
 
 def test_a_token_continues_the_list_that_it_was_made_for() -> None:

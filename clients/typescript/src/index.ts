@@ -5,7 +5,7 @@ export * from "./events.js";
 export { followEvents, watchEvents, type WatchItem, type WatchOptions } from "./watch.js";
 export { ErrorReason } from "./gen/kvgrpc/v1/error_reason_pb.js";
 export { EventService } from "./gen/kvgrpc/v1/event_service_pb.js";
-export { IndexService, SourceState } from "./gen/kvgrpc/v1/index_service_pb.js";
+export { IndexService, IndexSourceState } from "./gen/kvgrpc/v1/index_service_pb.js";
 export { OperationState, OperationStop, PrefetchService } from "./gen/kvgrpc/v1/prefetch_service_pb.js";
 export { RegistryService } from "./gen/kvgrpc/v1/registry_service_pb.js";
 export { ServerService } from "./gen/kvgrpc/v1/server_service_pb.js";

@@ -18,14 +18,14 @@ _LARGEST_PAGE = 2**32 - 1
 class CacheContents:
     """The contents of one cache, part of an index from the moment it is shown. Belongs to one thread.
 
-    ``next_sequence``: all batches before it are in. ``page_size``: tokens of a block as last told, 0 before. ``whole``:
-    False where the log began before the first batch that was seen, and nothing cleared the cache since; then there may
-    be more blocks, and never fewer.
+    ``next_sequence``: all batches before it are in. ``page_tokens``: tokens of a block as last told, 0 before.
+    ``whole``: False where the log began before the first batch that was seen, and nothing cleared the cache since; then
+    there may be more blocks, and never fewer.
     """
 
     def __init__(self, index: BlockIndex, next_sequence: int = 0, *, whole: bool = True) -> None:
         self.next_sequence = next_sequence
-        self.page_size = 0
+        self.page_tokens = 0
         self.whole = whole
         self.blocks: BlockSet = index.cache()
         self._digest = DigestCounter()
@@ -41,7 +41,7 @@ class CacheContents:
         for event in events:
             if isinstance(event, BlockStored):
                 unknown += not self._stored(medium_key(event.medium), _group(event), _keys(event.block_hashes))
-                self.page_size = event.block_size if 0 < event.block_size <= _LARGEST_PAGE else self.page_size
+                self.page_tokens = event.block_size if 0 < event.block_size <= _LARGEST_PAGE else self.page_tokens
             elif isinstance(event, BlockRemoved):
                 self._removed(medium_key(event.medium), _group(event), _keys(event.block_hashes))
             elif isinstance(event, AllBlocksCleared):

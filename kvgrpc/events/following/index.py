@@ -6,9 +6,10 @@ Pure: no clock, thread or socket; belongs to one thread. A block that several ca
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+from kvgrpc.model import Tier
 
 # Names of tiers that are told apart, those of today's engines in any case; blocks in others count for no prefix.
 MAX_MEDIA = 32
@@ -24,14 +25,6 @@ Holders = tuple[int, ...]
 Reach = tuple[int, int, int]
 _NOBODY: Holders = ()
 _NOWHERE: Reach = (0, 0, 0)
-
-
-class Tier(enum.IntEnum):
-    """Where a block is, the fastest first; the numbers of the proto."""
-
-    DEVICE = 1
-    HOST = 2
-    STORAGE = 3
 
 
 def tier_of(medium: str) -> Tier:

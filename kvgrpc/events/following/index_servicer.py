@@ -9,18 +9,19 @@ from typing import Any, Protocol
 
 from kvgrpc import hashing
 from kvgrpc.errors import InvalidRequest, ServerDraining
+from kvgrpc.events.following.index import tier_of
 from kvgrpc.events.following.messages import FollowerState
 from kvgrpc.events.following.prompts import each_sglang_hash
 from kvgrpc.events.following.sources import CacheScore, Freshness, Source
-from kvgrpc.paging import page_token, read_page_token
+from kvgrpc.paging import page_size, page_token, read_page_token
 from kvgrpc.rpc.blocking import BlockingCalls
+from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import index_service_pb2 as pb
 from kvgrpc.v1.index_service_pb2_grpc import IndexServiceServicer
 
 MAX_BLOCKS = 65_536
 # What a request may carry; the server's own limit for a message lies above it.
 MAX_TOKENS = 2**20
-MAX_PAGE = 1000
 MAX_ENGINES = 1024
 # Up to 5 ms of SHA-256 in blocks of 16 tokens or more, 20 to 70 in blocks of one, of which a turn of the loop has its
 # share; longer prompts and blocks are hashed on threads, so many of them at once, and of one caller.
@@ -28,7 +29,7 @@ ON_THE_LOOP_TOKENS, _ON_THE_LOOP_BLOCK = 16_384, 1_024
 _TURN_SECONDS = 0.002
 MAX_LARGE, MAX_LARGE_OF_A_CALLER = 32, 8
 _LIST = "ListSources"
-_STATES = {state: pb.SourceState.Value(f"SOURCE_STATE_{state.name}") for state in FollowerState}
+_STATES = {state: pb.IndexSourceState.Value(f"INDEX_SOURCE_STATE_{state.name}") for state in FollowerState}
 
 
 class Scores(Protocol):
@@ -68,7 +69,7 @@ class IndexServicer(IndexServiceServicer):
     async def ListSources(self, request: pb.ListSourcesRequest, context: Any) -> pb.ListSourcesResponse:
         self._check_open()
         after = read_page_token(_LIST, request.page_token)
-        size = request.page_size if 0 < request.page_size <= MAX_PAGE else MAX_PAGE
+        size = page_size(request.page_size)
         found = [source for source in self._index.sources() if _place(source) > after]
         token = page_token(_LIST, _place(found[size - 1])) if len(found) > size else ""
         return pb.ListSourcesResponse(sources=map(_source_to_pb, found[:size]), next_page_token=token)
@@ -126,24 +127,24 @@ def _hash_some(hashes: Iterator[int], found: list[int]) -> bool:
 
 def _is_large(request: pb.ScoreRequest) -> bool:
     sglang, vllm = request.sglang, request.vllm
-    tokens, block = max(len(sglang.token_ids), len(vllm.token_ids)), max(sglang.page_size, vllm.block_size)
+    tokens, block = max(len(sglang.token_ids), len(vllm.token_ids)), max(sglang.page_tokens, vllm.page_tokens)
     return tokens > ON_THE_LOOP_TOKENS or min(block, tokens) > _ON_THE_LOOP_BLOCK
 
 
 def _sglang_hashes(prompt: pb.SglangPrompt) -> Iterator[int]:
-    _check_size("sglang", len(prompt.token_ids), "page_size", prompt.page_size)
-    return each_sglang_hash(prompt.token_ids, prompt.page_size, cache_salt=prompt.cache_salt, bigram=prompt.bigram)
+    _check_size("sglang", len(prompt.token_ids), "page_tokens", prompt.page_tokens)
+    return each_sglang_hash(prompt.token_ids, prompt.page_tokens, cache_salt=prompt.cache_salt, bigram=prompt.bigram)
 
 
 def _vllm_hashes(prompt: pb.VllmPrompt) -> Iterator[int]:
-    _check_size("vllm", len(prompt.token_ids), "block_size", prompt.block_size)
+    _check_size("vllm", len(prompt.token_ids), "page_tokens", prompt.page_tokens)
     if prompt.algorithm not in ("", *hashing.BLOCK_HASH_ALGORITHMS):
         raise InvalidRequest.of(
             "vllm.algorithm", prompt.algorithm, f"one of {', '.join(hashing.BLOCK_HASH_ALGORITHMS)}"
         )
     hashes = hashing.each_block_hash(
         prompt.token_ids,
-        prompt.block_size,
+        prompt.page_tokens,
         hash_seed=prompt.hash_seed,
         algorithm=prompt.algorithm or "sha256",
         lora_name=prompt.lora_name,
@@ -173,14 +174,17 @@ def _scores_to_pb(scores: Sequence[CacheScore], blocks: int) -> pb.ScoreResponse
     return response
 
 
-def _source_to_pb(source: Source) -> pb.Source:
-    message = pb.Source(
+def _source_to_pb(source: Source) -> pb.IndexSource:
+    message = pb.IndexSource(
         engine=source.engine,
         dp=source.dp,
         address=source.address,
         live=source.live,
-        blocks=source.blocks,
-        page_size=source.page_size,
+        blocks=[
+            pb.TierBlocks(tier=common_pb2.Tier.ValueType(tier_of(medium)), medium=medium, blocks=count)
+            for medium, count in sorted(source.blocks.items())
+        ],
+        page_tokens=source.page_tokens,
         snapshots=source.counts.snapshots,
         replays=source.counts.replays,
         new_logs=source.counts.new_logs,

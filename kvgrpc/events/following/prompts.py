@@ -9,21 +9,21 @@ from kvgrpc.events.log.digest import hash_key
 from kvgrpc.hashing import Tokens
 
 
-def sglang_hashes(tokens: Tokens, page_size: int, *, cache_salt: str = "", bigram: bool = False) -> list[int]:
+def sglang_hashes(tokens: Tokens, page_tokens: int, *, cache_salt: str = "", bigram: bool = False) -> list[int]:
     """Unsigned 64-bit hashes of the whole pages of a prompt, as SGLang's events name them (``format: default``).
 
     ``bigram``: the engine drafts with EAGLE. Not those of an engine with ``format: dynamo`` or of a request with a LoRA
     adapter, which SGLang hashes once more: take them from the engine.
     """
-    return list(each_sglang_hash(tokens, page_size, cache_salt=cache_salt, bigram=bigram))
+    return list(each_sglang_hash(tokens, page_tokens, cache_salt=cache_salt, bigram=bigram))
 
 
-def each_sglang_hash(tokens: Tokens, page_size: int, *, cache_salt: str = "", bigram: bool = False) -> Iterator[int]:
+def each_sglang_hash(tokens: Tokens, page_tokens: int, *, cache_salt: str = "", bigram: bool = False) -> Iterator[int]:
     """As ``sglang_hashes``, one by one."""
     # Only whole pages are cached; a pair needs one more token.
-    pages = (len(tokens) - bigram) // page_size if len(tokens) and page_size > 0 else 0
-    whole = tokens[: pages * page_size + bigram] if pages > 0 else []
-    for one in hashing.each_page_hash(whole, page_size, after=hashing.event_seed(cache_salt), bigram=bigram):
+    pages = (len(tokens) - bigram) // page_tokens if len(tokens) and page_tokens > 0 else 0
+    whole = tokens[: pages * page_tokens + bigram] if pages > 0 else []
+    for one in hashing.each_page_hash(whole, page_tokens, after=hashing.event_seed(cache_salt), bigram=bigram):
         yield hash_key(hashing.sglang_event_hash(one))
 
 

@@ -43,7 +43,7 @@ class Source:
     live: bool
     freshness: Freshness
     blocks: dict[str, int]
-    page_size: int
+    page_tokens: int
     counts: FollowerCounts
     last_error: str
 
@@ -102,7 +102,7 @@ class SourceTable:
             followed.live,
             freshness(core, now),
             {} if contents is None else contents.blocks.counts(),
-            0 if contents is None else contents.page_size,
+            0 if contents is None else contents.page_tokens,
             core.counts,
             "" if core.last_error is None else str(core.last_error),
         )

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from kvgrpc.errors import FeatureDisabled, InvalidRequest, TooManyRequests
+from kvgrpc.model import Tier
 from kvgrpc.observability.logging import RateLimited
-from kvgrpc.prefetch.model import Short, Tier, TierUse, WritePolicy
+from kvgrpc.prefetch.model import Short, TierUse, WritePolicy
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.pages import Pages, PageState, as_pages
 from kvgrpc.prefetch.tree.prefix_tree import Node, PrefixTree

@@ -327,7 +327,7 @@ class TestTheIndex:
             return hashes(request)
 
         monkeypatch.setattr(index_servicer, "_hashes", hashes_in_the_end)
-        long = index_pb.VllmPrompt(token_ids=range(1 << 20), block_size=16, algorithm="sha256_cbor")
+        long = index_pb.VllmPrompt(token_ids=range(1 << 20), page_tokens=16, algorithm="sha256_cbor")
         with grpc.insecure_channel(index.address) as channel, grpc.insecure_channel(index.address) as other:
             long_one = IndexServiceStub(channel).Score.future(index_pb.ScoreRequest(vllm=long), timeout=60)
             assert begun.wait(20)
@@ -338,7 +338,7 @@ class TestTheIndex:
             assert long_one.result().blocks == 65_536
 
     def test_many_at_once_of_one_caller_are_refused_with_a_time_to_come_again(self, index: IndexServer) -> None:
-        long = index_pb.ScoreRequest(sglang=index_pb.SglangPrompt(token_ids=range(1 << 19), page_size=16))
+        long = index_pb.ScoreRequest(sglang=index_pb.SglangPrompt(token_ids=range(1 << 19), page_tokens=16))
         with grpc.insecure_channel(index.address) as channel:
             calls = [IndexServiceStub(channel).Score.future(long, timeout=60) for _ in range(30)]
             errors = [error_from(cast(Any, each)) for each in calls if each.exception() is not None]

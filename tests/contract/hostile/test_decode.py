@@ -361,8 +361,10 @@ class TestFramesOfDecode:
         assert failure.metadata["rule"].startswith("memory of its own")
 
     def test_a_giant_hello_is_refused_at_once(self, dial: Dial) -> None:
-        pools = [common_pb2.Pool(name=str(number), kind=common_pb2.POOL_KIND_KV) for number in range(50_000)]
-        regions = common_pb2.Pool(name="kv", kind=common_pb2.POOL_KIND_KV, regions=[common_pb2.Region()] * 300_000)
+        pools = [common_pb2.PagePool(name=str(number), kind=common_pb2.POOL_KIND_KV) for number in range(50_000)]
+        regions = common_pb2.PagePool(
+            name="kv", kind=common_pb2.POOL_KIND_KV, regions=[common_pb2.PoolRegion()] * 300_000
+        )
         somebody = rank_ref_to_pb(RankRef(dial().ref.rank, 1))
         for reason, field, changes in (
             (Reason.INVALID_REQUEST, "hello.pools", {"pools": pools}),

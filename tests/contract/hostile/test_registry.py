@@ -48,7 +48,7 @@ async def test_the_largest_registration_takes_many_turns_of_the_loop_and_others_
         turns.append(in_this_turn)
         in_this_turn = 0
 
-    def counted(self: wire.PoolCache, message: common_pb2.Pool, path: str) -> Any:
+    def counted(self: wire.PoolCache, message: common_pb2.PagePool, path: str) -> Any:
         nonlocal in_this_turn
         if not in_this_turn:
             asyncio.get_running_loop().call_soon(end_of_turn)

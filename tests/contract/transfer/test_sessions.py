@@ -168,7 +168,7 @@ class TestHello:
     def test_sizes_and_parts_that_differ_are_named(self, prefill: RankHost, dial: Dial) -> None:
         failure = dial(prefill).refused(layout=layout_to_pb(Layout(cp=2)))
         assert failure.metadata["mismatchedFields"] == "layout.cp"
-        failure = dial(prefill).refused(expected=pb.Part(layer_count=LAYERS + 1, aux=True))
+        failure = dial(prefill).refused(expected=pb.CachePart(layer_count=LAYERS + 1, aux=True))
         assert failure.reason is Reason.PARALLEL_LAYOUT_MISMATCH
         assert failure.metadata["mismatchedFields"] == "part"
         assert dial(prefill).refused(pools=[]).metadata["pools"] == "['kv'] != []"
@@ -184,7 +184,7 @@ class TestHello:
         for changes, field in (
             ({"stream": 0}, "stream"),
             ({"pools": [unkind]}, "hello.pools[0].kind"),
-            ({"pools": [common_pb2.Pool(kind=common_pb2.POOL_KIND_KV)]}, "hello.pools[0].name"),
+            ({"pools": [common_pb2.PagePool(kind=common_pb2.POOL_KIND_KV)]}, "hello.pools[0].name"),
             ({"layout": common_pb2.Layout()}, "hello.layout.dp"),
             ({"opener": zero.opener}, "hello.opener.epoch"),
             ({"opener": nameless.opener}, "hello.opener.rank.engine"),

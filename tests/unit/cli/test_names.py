@@ -13,7 +13,7 @@ def test_a_value_is_shown_without_the_name_of_its_kind() -> None:
     assert rooms.session_state_name(transfer_service_pb2.SESSION_STATE_OPEN) == "OPEN"
     assert rooms.writes_name(transfer_service_pb2.WRITES_SETTLED) == "SETTLED"
     assert names.role_name(common_pb2.ROLE_PREFILL) == "prefill"
-    assert cache.tier_name(prefetch_service_pb2.CacheTierUse(tier=prefetch_service_pb2.CACHE_TIER_HOST)) == "host"
+    assert cache.tier_name(prefetch_service_pb2.CacheTierUse(tier=common_pb2.TIER_HOST)) == "host"
 
 
 def test_a_value_that_only_a_newer_server_knows_is_shown_by_its_number() -> None:
@@ -38,7 +38,7 @@ def test_a_value_that_only_a_newer_server_knows_is_shown_by_its_number() -> None
     freshness = index_service_pb2.Freshness.FromString(
         bytes((index_service_pb2.Freshness.DESCRIPTOR.fields_by_name["state"].number << 3, NEWER))
     )
-    assert index._fresh(freshness)[0] == f"source_state {NEWER}"
+    assert index._fresh(freshness)[0] == f"index_source_state {NEWER}"
 
 
 def test_a_reason_of_a_newer_server_is_shown_by_its_number() -> None:

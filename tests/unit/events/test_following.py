@@ -16,8 +16,8 @@ from kvgrpc.events.log.digest import CHECKPOINT_BATCHES, StateDigest
 from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored
 
 
-def stored(*hashes: int, medium: str = "GPU", group: int | None = None, page_size: int = 16) -> BlockStored:
-    return BlockStored(block_hashes=hashes, block_size=page_size, medium=medium, group_idx=group)
+def stored(*hashes: int, medium: str = "GPU", group: int | None = None, page_tokens: int = 16) -> BlockStored:
+    return BlockStored(block_hashes=hashes, block_size=page_tokens, medium=medium, group_idx=group)
 
 
 class TestRetry:
@@ -96,8 +96,8 @@ class TestLiveBuffer:
 class TestContents:
     def test_it_holds_the_blocks_of_full_attention_and_the_digest_counts_the_others(self) -> None:
         contents = CacheContents(BlockIndex())
-        contents.apply([stored(1, 2), stored(7, group=1, page_size=0)])
-        assert (contents.blocks.counts(), contents.page_size) == ({"GPU": 2}, 16)
+        contents.apply([stored(1, 2), stored(7, group=1, page_tokens=0)])
+        assert (contents.blocks.counts(), contents.page_tokens) == ({"GPU": 2}, 16)
         with_others = contents.digest()
         contents.apply([BlockRemoved(block_hashes=[7], medium="GPU", group_idx=1)])
         assert contents.digest() != with_others
@@ -128,15 +128,15 @@ class TestContents:
     def test_the_same_blocks_come_again_after_it_was_cleared(self) -> None:
         contents, fresh = CacheContents(BlockIndex()), CacheContents(BlockIndex())
         again = [stored(1), stored(7, group=1)]
-        assert contents.next_sequence == contents.page_size == 0
+        assert contents.next_sequence == contents.page_tokens == 0
         contents.apply([*again, AllBlocksCleared(), *again])
         fresh.apply(again)
         assert contents.digest() == fresh.digest()
 
     def test_a_page_has_a_token_at_least(self) -> None:
         contents = CacheContents(BlockIndex())
-        contents.apply([stored(1, page_size=1), stored(2, page_size=0)])
-        assert contents.page_size == 1
+        contents.apply([stored(1, page_tokens=1), stored(2, page_tokens=0)])
+        assert contents.page_tokens == 1
 
     def test_a_place_that_emptied_takes_nothing(self) -> None:
         """An engine may name as many as it likes, one after the other."""
@@ -192,10 +192,10 @@ class TestSources:
         table.add("A", 0, never, "a:1", live=True)
         first, second = table.sources(14.0)
         assert (first.engine, first.dp, first.address, first.live, first.blocks) == ("A", 0, "a:1", True, {})
-        assert (first.page_size, first.last_error, first.freshness.whole) == (0, "", False)
+        assert (first.page_tokens, first.last_error, first.freshness.whole) == (0, "", False)
         assert (first.freshness.idle_time, first.freshness.state) == (None, FollowerState.CONNECTING)
         assert (first.freshness.next_sequence, first.freshness.lag) == (0, 0)
-        assert (second.blocks, second.page_size, second.live) == ({"DISK": 1, "GPU": 2}, 16, False)
+        assert (second.blocks, second.page_tokens, second.live) == ({"DISK": 1, "GPU": 2}, 16, False)
         fresh = second.freshness
         assert (fresh.state, fresh.log_id, fresh.whole) == (FollowerState.CATCHING_UP, "log", True)
         assert (fresh.next_sequence, fresh.lag, fresh.idle_time) == (2, 3, pytest.approx(3.0))

@@ -38,13 +38,13 @@ async def score(servicer: IndexServicer, request: pb.ScoreRequest) -> pb.ScoreRe
 
 
 def sglang(**more: Any) -> tuple[pb.ScoreRequest, list[int]]:
-    prompt = pb.SglangPrompt(token_ids=TOKENS, page_size=1, cache_salt="s", **more)
+    prompt = pb.SglangPrompt(token_ids=TOKENS, page_tokens=1, cache_salt="s", **more)
     return pb.ScoreRequest(sglang=prompt), sglang_hashes(TOKENS, 1, cache_salt="s", **more)
 
 
 def vllm(size: int, algorithm: str) -> tuple[pb.ScoreRequest, list[int]]:
     more: Any = {"hash_seed": "0", "algorithm": algorithm, "lora_name": "l", "cache_salt": "s"}
-    prompt = pb.VllmPrompt(token_ids=TOKENS, block_size=size, **more)
+    prompt = pb.VllmPrompt(token_ids=TOKENS, page_tokens=size, **more)
     return pb.ScoreRequest(vllm=prompt), vllm_hashes(TOKENS, size, **more)
 
 
@@ -76,7 +76,7 @@ async def test_long_prompts_go_on_one_at_a_time_and_a_short_one_waits_for_none()
     while not any(each.done() for each in asking):
         await asyncio.sleep(0)
         longest, before = max(longest, time.thread_time() - before), time.thread_time()
-    await score(servicer, pb.ScoreRequest(vllm=pb.VllmPrompt(token_ids=TOKENS[:16], block_size=16)))
+    await score(servicer, pb.ScoreRequest(vllm=pb.VllmPrompt(token_ids=TOKENS[:16], page_tokens=16)))
     assert len(index.hashes) == 2 and index.hashes[0] == hashes, "it was not before the other three"
     await asyncio.gather(*asking)
     servicer.close()
@@ -97,8 +97,8 @@ async def test_what_is_no_question_is_refused_before_any_hash() -> None:
     servicer = IndexServicer(Asked())
     for request, field in (
         (pb.ScoreRequest(), "prefix"),
-        (pb.ScoreRequest(vllm=pb.VllmPrompt(token_ids=[1], block_size=1, algorithm="md5")), "vllm.algorithm"),
-        (pb.ScoreRequest(sglang=pb.SglangPrompt(token_ids=[1])), "sglang.page_size"),
+        (pb.ScoreRequest(vllm=pb.VllmPrompt(token_ids=[1], page_tokens=1, algorithm="md5")), "vllm.algorithm"),
+        (pb.ScoreRequest(sglang=pb.SglangPrompt(token_ids=[1])), "sglang.page_tokens"),
         (pb.ScoreRequest(block_hashes=pb.BlockHashes(values=range(65_537))), "block_hashes.values"),
     ):
         with pytest.raises(InvalidRequest) as refused:

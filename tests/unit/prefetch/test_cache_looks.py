@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from kvgrpc.errors import InvalidRequest
-from kvgrpc.prefetch.model import Short, Tier
+from kvgrpc.model import Tier
+from kvgrpc.prefetch.model import Short
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.shape import PageShape
 from kvgrpc.prefetch.tree.cache import NODES_AT_ONCE, TieredCache

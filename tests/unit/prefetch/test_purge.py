@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from kvgrpc.hashing import page_hashes, storage_seed
-from kvgrpc.model import RankId, RankRef
+from kvgrpc.model import RankId, RankRef, Tier
 from kvgrpc.prefetch.config import PrefetchConfig
 from kvgrpc.prefetch.manager import PrefetchManager
-from kvgrpc.prefetch.model import Short, Tier
+from kvgrpc.prefetch.model import Short
 from kvgrpc.prefetch.pools.shape import PageShape
 from kvgrpc.prefetch.storage.base import Removed, StorageDown
 from kvgrpc.prefetch.storage.flat import FlatBackend

@@ -184,6 +184,63 @@ func (PoolKind) EnumDescriptor() ([]byte, []int) {
 	return file_kvgrpc_v1_common_proto_rawDescGZIP(), []int{2}
 }
 
+// Where pages of a KV cache lie, which events call blocks: the one enum of tiers.
+type Tier int32
+
+const (
+	// Never sent.
+	Tier_TIER_UNSPECIFIED Tier = 0
+	// The accelerator's memory; in events medium GPU, or none.
+	Tier_TIER_DEVICE Tier = 1
+	// Memory of the host; in events medium CPU, CPU_PINNED.
+	Tier_TIER_HOST Tier = 2
+	// Slower, or shared: the storage backend; in events every other medium (DISK, STORAGE, EXTERNAL, ...).
+	Tier_TIER_STORAGE Tier = 3
+)
+
+// Enum value maps for Tier.
+var (
+	Tier_name = map[int32]string{
+		0: "TIER_UNSPECIFIED",
+		1: "TIER_DEVICE",
+		2: "TIER_HOST",
+		3: "TIER_STORAGE",
+	}
+	Tier_value = map[string]int32{
+		"TIER_UNSPECIFIED": 0,
+		"TIER_DEVICE":      1,
+		"TIER_HOST":        2,
+		"TIER_STORAGE":     3,
+	}
+)
+
+func (x Tier) Enum() *Tier {
+	p := new(Tier)
+	*p = x
+	return p
+}
+
+func (x Tier) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (Tier) Descriptor() protoreflect.EnumDescriptor {
+	return file_kvgrpc_v1_common_proto_enumTypes[3].Descriptor()
+}
+
+func (Tier) Type() protoreflect.EnumType {
+	return &file_kvgrpc_v1_common_proto_enumTypes[3]
+}
+
+func (x Tier) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use Tier.Descriptor instead.
+func (Tier) EnumDescriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_common_proto_rawDescGZIP(), []int{3}
+}
+
 // Names one rank of one engine in KV coordinates: two ranks differ here exactly when they hold different parts of
 // the KV cache, or copies of it. Attention parallel sizes count; a model-parallel rank maps to one of these.
 type RankId struct {
@@ -471,7 +528,7 @@ func (x *ModelIdentity) GetAttention() AttentionKind {
 }
 
 // One block of memory of a pool.
-type Region struct {
+type PoolRegion struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Global layer number.
 	Layer uint32 `protobuf:"varint,1,opt,name=layer,proto3" json:"layer,omitempty"`
@@ -487,20 +544,20 @@ type Region struct {
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *Region) Reset() {
-	*x = Region{}
+func (x *PoolRegion) Reset() {
+	*x = PoolRegion{}
 	mi := &file_kvgrpc_v1_common_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *Region) String() string {
+func (x *PoolRegion) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*Region) ProtoMessage() {}
+func (*PoolRegion) ProtoMessage() {}
 
-func (x *Region) ProtoReflect() protoreflect.Message {
+func (x *PoolRegion) ProtoReflect() protoreflect.Message {
 	mi := &file_kvgrpc_v1_common_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
@@ -512,40 +569,40 @@ func (x *Region) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use Region.ProtoReflect.Descriptor instead.
-func (*Region) Descriptor() ([]byte, []int) {
+// Deprecated: Use PoolRegion.ProtoReflect.Descriptor instead.
+func (*PoolRegion) Descriptor() ([]byte, []int) {
 	return file_kvgrpc_v1_common_proto_rawDescGZIP(), []int{4}
 }
 
-func (x *Region) GetLayer() uint32 {
+func (x *PoolRegion) GetLayer() uint32 {
 	if x != nil {
 		return x.Layer
 	}
 	return 0
 }
 
-func (x *Region) GetComponent() string {
+func (x *PoolRegion) GetComponent() string {
 	if x != nil {
 		return x.Component
 	}
 	return ""
 }
 
-func (x *Region) GetAddress() uint64 {
+func (x *PoolRegion) GetAddress() uint64 {
 	if x != nil {
 		return x.Address
 	}
 	return 0
 }
 
-func (x *Region) GetPageStrideBytes() uint64 {
+func (x *PoolRegion) GetPageStrideBytes() uint64 {
 	if x != nil {
 		return x.PageStrideBytes
 	}
 	return 0
 }
 
-func (x *Region) GetPageBytes() uint64 {
+func (x *PoolRegion) GetPageBytes() uint64 {
 	if x != nil {
 		return x.PageBytes
 	}
@@ -553,7 +610,7 @@ func (x *Region) GetPageBytes() uint64 {
 }
 
 // A set of regions that one page number addresses.
-type Pool struct {
+type PagePool struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Name on which both sides match, for example "kv", "swa", "mamba".
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
@@ -576,25 +633,25 @@ type Pool struct {
 	// Where the memory is, for example "cpu:0", "cuda:3".
 	Location string `protobuf:"bytes,10,opt,name=location,proto3" json:"location,omitempty"`
 	// One for each layer and component.
-	Regions       []*Region `protobuf:"bytes,11,rep,name=regions,proto3" json:"regions,omitempty"`
+	Regions       []*PoolRegion `protobuf:"bytes,11,rep,name=regions,proto3" json:"regions,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *Pool) Reset() {
-	*x = Pool{}
+func (x *PagePool) Reset() {
+	*x = PagePool{}
 	mi := &file_kvgrpc_v1_common_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *Pool) String() string {
+func (x *PagePool) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*Pool) ProtoMessage() {}
+func (*PagePool) ProtoMessage() {}
 
-func (x *Pool) ProtoReflect() protoreflect.Message {
+func (x *PagePool) ProtoReflect() protoreflect.Message {
 	mi := &file_kvgrpc_v1_common_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
@@ -606,82 +663,82 @@ func (x *Pool) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use Pool.ProtoReflect.Descriptor instead.
-func (*Pool) Descriptor() ([]byte, []int) {
+// Deprecated: Use PagePool.ProtoReflect.Descriptor instead.
+func (*PagePool) Descriptor() ([]byte, []int) {
 	return file_kvgrpc_v1_common_proto_rawDescGZIP(), []int{5}
 }
 
-func (x *Pool) GetName() string {
+func (x *PagePool) GetName() string {
 	if x != nil {
 		return x.Name
 	}
 	return ""
 }
 
-func (x *Pool) GetKind() PoolKind {
+func (x *PagePool) GetKind() PoolKind {
 	if x != nil {
 		return x.Kind
 	}
 	return PoolKind_POOL_KIND_UNSPECIFIED
 }
 
-func (x *Pool) GetPageTokens() uint32 {
+func (x *PagePool) GetPageTokens() uint32 {
 	if x != nil {
 		return x.PageTokens
 	}
 	return 0
 }
 
-func (x *Pool) GetPages() uint32 {
+func (x *PagePool) GetPages() uint32 {
 	if x != nil {
 		return x.Pages
 	}
 	return 0
 }
 
-func (x *Pool) GetDtype() string {
+func (x *PagePool) GetDtype() string {
 	if x != nil {
 		return x.Dtype
 	}
 	return ""
 }
 
-func (x *Pool) GetAxes() string {
+func (x *PagePool) GetAxes() string {
 	if x != nil {
 		return x.Axes
 	}
 	return ""
 }
 
-func (x *Pool) GetHeadsTotal() uint32 {
+func (x *PagePool) GetHeadsTotal() uint32 {
 	if x != nil {
 		return x.HeadsTotal
 	}
 	return 0
 }
 
-func (x *Pool) GetHeadStart() uint32 {
+func (x *PagePool) GetHeadStart() uint32 {
 	if x != nil {
 		return x.HeadStart
 	}
 	return 0
 }
 
-func (x *Pool) GetHeadCount() uint32 {
+func (x *PagePool) GetHeadCount() uint32 {
 	if x != nil {
 		return x.HeadCount
 	}
 	return 0
 }
 
-func (x *Pool) GetLocation() string {
+func (x *PagePool) GetLocation() string {
 	if x != nil {
 		return x.Location
 	}
 	return ""
 }
 
-func (x *Pool) GetRegions() []*Region {
+func (x *PagePool) GetRegions() []*PoolRegion {
 	if x != nil {
 		return x.Regions
 	}
@@ -877,15 +934,16 @@ const file_kvgrpc_v1_common_proto_rawDesc = "" +
 	"\brevision\x18\x02 \x01(\tR\brevision\x12\x1f\n" +
 	"\vcache_dtype\x18\x03 \x01(\tR\n" +
 	"cacheDtype\x126\n" +
-	"\tattention\x18\x04 \x01(\x0e2\x18.kvgrpc.v1.AttentionKindR\tattention\"\xa1\x01\n" +
-	"\x06Region\x12\x14\n" +
+	"\tattention\x18\x04 \x01(\x0e2\x18.kvgrpc.v1.AttentionKindR\tattention\"\xa5\x01\n" +
+	"\n" +
+	"PoolRegion\x12\x14\n" +
 	"\x05layer\x18\x01 \x01(\rR\x05layer\x12\x1c\n" +
 	"\tcomponent\x18\x02 \x01(\tR\tcomponent\x12\x18\n" +
 	"\aaddress\x18\x03 \x01(\x06R\aaddress\x12*\n" +
 	"\x11page_stride_bytes\x18\x04 \x01(\x04R\x0fpageStrideBytes\x12\x1d\n" +
 	"\n" +
-	"page_bytes\x18\x05 \x01(\x04R\tpageBytes\"\xcc\x02\n" +
-	"\x04Pool\x12\x12\n" +
+	"page_bytes\x18\x05 \x01(\x04R\tpageBytes\"\xd4\x02\n" +
+	"\bPagePool\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12'\n" +
 	"\x04kind\x18\x02 \x01(\x0e2\x13.kvgrpc.v1.PoolKindR\x04kind\x12\x1f\n" +
 	"\vpage_tokens\x18\x03 \x01(\rR\n" +
@@ -900,8 +958,8 @@ const file_kvgrpc_v1_common_proto_rawDesc = "" +
 	"\n" +
 	"head_count\x18\t \x01(\rR\theadCount\x12\x1a\n" +
 	"\blocation\x18\n" +
-	" \x01(\tR\blocation\x12+\n" +
-	"\aregions\x18\v \x03(\v2\x11.kvgrpc.v1.RegionR\aregions\"\x7f\n" +
+	" \x01(\tR\blocation\x12/\n" +
+	"\aregions\x18\v \x03(\v2\x15.kvgrpc.v1.PoolRegionR\aregions\"\x7f\n" +
 	"\aPageSet\x12\x12\n" +
 	"\x04pool\x18\x01 \x01(\rR\x04pool\x12 \n" +
 	"\fpages_u32_le\x18\x02 \x01(\fR\n" +
@@ -932,7 +990,13 @@ const file_kvgrpc_v1_common_proto_rawDesc = "" +
 	"\bPoolKind\x12\x19\n" +
 	"\x15POOL_KIND_UNSPECIFIED\x10\x00\x12\x10\n" +
 	"\fPOOL_KIND_KV\x10\x01\x12\x13\n" +
-	"\x0fPOOL_KIND_STATE\x10\x02B\"Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1b\x06proto3"
+	"\x0fPOOL_KIND_STATE\x10\x02*N\n" +
+	"\x04Tier\x12\x14\n" +
+	"\x10TIER_UNSPECIFIED\x10\x00\x12\x0f\n" +
+	"\vTIER_DEVICE\x10\x01\x12\r\n" +
+	"\tTIER_HOST\x10\x02\x12\x10\n" +
+	"\fTIER_STORAGE\x10\x03B?\n" +
+	"\rdev.kvgrpc.v1P\x01Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1\xaa\x02\tKvgrpc.V1b\x06proto3"
 
 var (
 	file_kvgrpc_v1_common_proto_rawDescOnce sync.Once
@@ -946,35 +1010,36 @@ func file_kvgrpc_v1_common_proto_rawDescGZIP() []byte {
 	return file_kvgrpc_v1_common_proto_rawDescData
 }
 
-var file_kvgrpc_v1_common_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
+var file_kvgrpc_v1_common_proto_enumTypes = make([]protoimpl.EnumInfo, 4)
 var file_kvgrpc_v1_common_proto_msgTypes = make([]protoimpl.MessageInfo, 9)
 var file_kvgrpc_v1_common_proto_goTypes = []any{
 	(AttentionKind)(0),            // 0: kvgrpc.v1.AttentionKind
 	(Role)(0),                     // 1: kvgrpc.v1.Role
 	(PoolKind)(0),                 // 2: kvgrpc.v1.PoolKind
-	(*RankId)(nil),                // 3: kvgrpc.v1.RankId
-	(*RankRef)(nil),               // 4: kvgrpc.v1.RankRef
-	(*Layout)(nil),                // 5: kvgrpc.v1.Layout
-	(*ModelIdentity)(nil),         // 6: kvgrpc.v1.ModelIdentity
-	(*Region)(nil),                // 7: kvgrpc.v1.Region
-	(*Pool)(nil),                  // 8: kvgrpc.v1.Pool
-	(*PageSet)(nil),               // 9: kvgrpc.v1.PageSet
-	(*Failure)(nil),               // 10: kvgrpc.v1.Failure
-	nil,                           // 11: kvgrpc.v1.Failure.MetadataEntry
-	(ErrorReason)(0),              // 12: kvgrpc.v1.ErrorReason
-	(*timestamppb.Timestamp)(nil), // 13: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),   // 14: google.protobuf.Duration
+	(Tier)(0),                     // 3: kvgrpc.v1.Tier
+	(*RankId)(nil),                // 4: kvgrpc.v1.RankId
+	(*RankRef)(nil),               // 5: kvgrpc.v1.RankRef
+	(*Layout)(nil),                // 6: kvgrpc.v1.Layout
+	(*ModelIdentity)(nil),         // 7: kvgrpc.v1.ModelIdentity
+	(*PoolRegion)(nil),            // 8: kvgrpc.v1.PoolRegion
+	(*PagePool)(nil),              // 9: kvgrpc.v1.PagePool
+	(*PageSet)(nil),               // 10: kvgrpc.v1.PageSet
+	(*Failure)(nil),               // 11: kvgrpc.v1.Failure
+	nil,                           // 12: kvgrpc.v1.Failure.MetadataEntry
+	(ErrorReason)(0),              // 13: kvgrpc.v1.ErrorReason
+	(*timestamppb.Timestamp)(nil), // 14: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),   // 15: google.protobuf.Duration
 }
 var file_kvgrpc_v1_common_proto_depIdxs = []int32{
-	3,  // 0: kvgrpc.v1.RankRef.rank:type_name -> kvgrpc.v1.RankId
+	4,  // 0: kvgrpc.v1.RankRef.rank:type_name -> kvgrpc.v1.RankId
 	0,  // 1: kvgrpc.v1.ModelIdentity.attention:type_name -> kvgrpc.v1.AttentionKind
-	2,  // 2: kvgrpc.v1.Pool.kind:type_name -> kvgrpc.v1.PoolKind
-	7,  // 3: kvgrpc.v1.Pool.regions:type_name -> kvgrpc.v1.Region
-	12, // 4: kvgrpc.v1.Failure.reason:type_name -> kvgrpc.v1.ErrorReason
-	11, // 5: kvgrpc.v1.Failure.metadata:type_name -> kvgrpc.v1.Failure.MetadataEntry
-	4,  // 6: kvgrpc.v1.Failure.origin:type_name -> kvgrpc.v1.RankRef
-	13, // 7: kvgrpc.v1.Failure.time:type_name -> google.protobuf.Timestamp
-	14, // 8: kvgrpc.v1.Failure.retry_after:type_name -> google.protobuf.Duration
+	2,  // 2: kvgrpc.v1.PagePool.kind:type_name -> kvgrpc.v1.PoolKind
+	8,  // 3: kvgrpc.v1.PagePool.regions:type_name -> kvgrpc.v1.PoolRegion
+	13, // 4: kvgrpc.v1.Failure.reason:type_name -> kvgrpc.v1.ErrorReason
+	12, // 5: kvgrpc.v1.Failure.metadata:type_name -> kvgrpc.v1.Failure.MetadataEntry
+	5,  // 6: kvgrpc.v1.Failure.origin:type_name -> kvgrpc.v1.RankRef
+	14, // 7: kvgrpc.v1.Failure.time:type_name -> google.protobuf.Timestamp
+	15, // 8: kvgrpc.v1.Failure.retry_after:type_name -> google.protobuf.Duration
 	9,  // [9:9] is the sub-list for method output_type
 	9,  // [9:9] is the sub-list for method input_type
 	9,  // [9:9] is the sub-list for extension type_name
@@ -993,7 +1058,7 @@ func file_kvgrpc_v1_common_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvgrpc_v1_common_proto_rawDesc), len(file_kvgrpc_v1_common_proto_rawDesc)),
-			NumEnums:      3,
+			NumEnums:      4,
 			NumMessages:   9,
 			NumExtensions: 0,
 			NumServices:   0,

@@ -95,7 +95,7 @@ const (
 	WatchEncoding_WATCH_ENCODING_UNSPECIFIED WatchEncoding = 0
 	// The exact bytes of the PUB payloads.
 	WatchEncoding_WATCH_ENCODING_RAW WatchEncoding = 1
-	// Messages, one form for all engines. What would be a message above 4 MiB (one huge batch, or part of a snapshot), the
+	// Messages, one form for all engines. A TYPED Watch may hold raw: what would be a message above 4 MiB (one huge batch, or part of a snapshot), the
 	// most that gRPC clients take unless configured, comes as RAW instead, unfiltered.
 	WatchEncoding_WATCH_ENCODING_TYPED WatchEncoding = 2
 )
@@ -139,63 +139,6 @@ func (x WatchEncoding) Number() protoreflect.EnumNumber {
 // Deprecated: Use WatchEncoding.Descriptor instead.
 func (WatchEncoding) EnumDescriptor() ([]byte, []int) {
 	return file_kvgrpc_v1_event_service_proto_rawDescGZIP(), []int{1}
-}
-
-// Where a block lies.
-type Tier int32
-
-const (
-	// Never sent.
-	Tier_TIER_UNSPECIFIED Tier = 0
-	// The accelerator's memory: medium GPU, or none.
-	Tier_TIER_DEVICE Tier = 1
-	// The host's memory: medium CPU, CPU_PINNED.
-	Tier_TIER_HOST Tier = 2
-	// Slower, or shared: every other medium (DISK, STORAGE, EXTERNAL, ...).
-	Tier_TIER_STORAGE Tier = 3
-)
-
-// Enum value maps for Tier.
-var (
-	Tier_name = map[int32]string{
-		0: "TIER_UNSPECIFIED",
-		1: "TIER_DEVICE",
-		2: "TIER_HOST",
-		3: "TIER_STORAGE",
-	}
-	Tier_value = map[string]int32{
-		"TIER_UNSPECIFIED": 0,
-		"TIER_DEVICE":      1,
-		"TIER_HOST":        2,
-		"TIER_STORAGE":     3,
-	}
-)
-
-func (x Tier) Enum() *Tier {
-	p := new(Tier)
-	*p = x
-	return p
-}
-
-func (x Tier) String() string {
-	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
-}
-
-func (Tier) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvgrpc_v1_event_service_proto_enumTypes[2].Descriptor()
-}
-
-func (Tier) Type() protoreflect.EnumType {
-	return &file_kvgrpc_v1_event_service_proto_enumTypes[2]
-}
-
-func (x Tier) Number() protoreflect.EnumNumber {
-	return protoreflect.EnumNumber(x)
-}
-
-// Deprecated: Use Tier.Descriptor instead.
-func (Tier) EnumDescriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_event_service_proto_rawDescGZIP(), []int{2}
 }
 
 // One event stream.
@@ -346,7 +289,7 @@ func (x *EventStream) GetState() *StateDigest {
 // Request of ListStreams.
 type ListStreamsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Streams on a page: 0 or more than 1000 means 1000.
+	// At most this many; 0 means 100, more than 1,000 means 1,000.
 	PageSize uint32 `protobuf:"varint,1,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	// next_page_token of the page before, or empty for the first.
 	PageToken     string `protobuf:"bytes,2,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
@@ -739,8 +682,8 @@ func (x *TypedBatches) GetBatches() []*KvEventBatch {
 // Events in the order in which they happened.
 type KvEventBatch struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Unix seconds, for people; order comes from the sequence.
-	Time float64 `protobuf:"fixed64,1,opt,name=time,proto3" json:"time,omitempty"`
+	// Unix seconds as the engine wrote them, NaN and far dates too, for people; order comes from the sequence.
+	UnixSeconds float64 `protobuf:"fixed64,1,opt,name=unix_seconds,json=unixSeconds,proto3" json:"unix_seconds,omitempty"`
 	// Those that the filters let through.
 	Events        []*KvEvent `protobuf:"bytes,2,rep,name=events,proto3" json:"events,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -777,9 +720,9 @@ func (*KvEventBatch) Descriptor() ([]byte, []int) {
 	return file_kvgrpc_v1_event_service_proto_rawDescGZIP(), []int{7}
 }
 
-func (x *KvEventBatch) GetTime() float64 {
+func (x *KvEventBatch) GetUnixSeconds() float64 {
 	if x != nil {
-		return x.Time
+		return x.UnixSeconds
 	}
 	return 0
 }
@@ -1008,8 +951,8 @@ type BlocksStored struct {
 	ParentBlockHash *BlockHash `protobuf:"bytes,2,opt,name=parent_block_hash,json=parentBlockHash,proto3" json:"parent_block_hash,omitempty"`
 	// Tokens of all blocks, where they are plain numbers; empty where the engine named none, or others (bigrams).
 	TokenIds []uint32 `protobuf:"varint,3,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
-	// Tokens in a block.
-	BlockSize uint32 `protobuf:"varint,4,opt,name=block_size,json=blockSize,proto3" json:"block_size,omitempty"`
+	// Tokens in a block, which is a page.
+	PageTokens uint32 `protobuf:"varint,4,opt,name=page_tokens,json=pageTokens,proto3" json:"page_tokens,omitempty"`
 	// The tier.
 	Tier Tier `protobuf:"varint,5,opt,name=tier,proto3,enum=kvgrpc.v1.Tier" json:"tier,omitempty"`
 	// What the engine calls it ("GPU", "CPU_PINNED", ...); empty: it named none, which means the device's.
@@ -1087,9 +1030,9 @@ func (x *BlocksStored) GetTokenIds() []uint32 {
 	return nil
 }
 
-func (x *BlocksStored) GetBlockSize() uint32 {
+func (x *BlocksStored) GetPageTokens() uint32 {
 	if x != nil {
-		return x.BlockSize
+		return x.PageTokens
 	}
 	return 0
 }
@@ -1448,8 +1391,10 @@ func (x *SnapshotPart) GetState() *StateDigest {
 	return nil
 }
 
-// What is cached, in a few numbers, so that a follower can see that it holds the same. docs/events.md has the formula and
-// vectors.
+// What is cached, in a few numbers, so that a follower can see that it holds the same. It stands for the state after
+// exactly the batches before next_sequence. Under load that is not the newest: the state lies behind, at a multiple of 64,
+// so a follower keeps its own digest at the last 64 multiples of 64 and compares at the sequence that it is told. One that
+// is too old or yet to come says nothing.
 type StateDigest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The state after all batches before this sequence.
@@ -1507,14 +1452,18 @@ func (x *StateDigest) GetTiers() []*TierDigest {
 // One tier and group of a state.
 type TierDigest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// What the engine calls the tier, in capitals; "GPU" where it named none.
-	Medium string `protobuf:"bytes,1,opt,name=medium,proto3" json:"medium,omitempty"`
+	// The tier.
+	Tier Tier `protobuf:"varint,1,opt,name=tier,proto3,enum=kvgrpc.v1.Tier" json:"tier,omitempty"`
+	// What the engine calls it, in capitals; "GPU" where it named none. A tier may have several names, each its own entry.
+	Medium string `protobuf:"bytes,2,opt,name=medium,proto3" json:"medium,omitempty"`
 	// Cache group.
-	Group uint32 `protobuf:"varint,2,opt,name=group,proto3" json:"group,omitempty"`
+	Group uint32 `protobuf:"varint,3,opt,name=group,proto3" json:"group,omitempty"`
 	// Distinct blocks.
-	Blocks uint64 `protobuf:"varint,3,opt,name=blocks,proto3" json:"blocks,omitempty"`
-	// Sum of the mixed hashes of these blocks modulo 2^64, each as often as there are copies of the block.
-	MixedHashes   uint64 `protobuf:"fixed64,4,opt,name=mixed_hashes,json=mixedHashes,proto3" json:"mixed_hashes,omitempty"`
+	Blocks uint64 `protobuf:"varint,4,opt,name=blocks,proto3" json:"blocks,omitempty"`
+	// Sum modulo 2^64 of mix(key) of each copy of these blocks; key is the 64 bits of BlockHash.
+	// mix(x), in 64-bit arithmetic that wraps around: x += 0x9E3779B97F4A7C15; x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
+	// x = (x ^ (x >> 27)) * 0x94D049BB133111EB; x ^ (x >> 31). mix(0) is 0xE220A8397B1DCDAF.
+	MixedHashes   uint64 `protobuf:"fixed64,5,opt,name=mixed_hashes,json=mixedHashes,proto3" json:"mixed_hashes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1547,6 +1496,13 @@ func (x *TierDigest) ProtoReflect() protoreflect.Message {
 // Deprecated: Use TierDigest.ProtoReflect.Descriptor instead.
 func (*TierDigest) Descriptor() ([]byte, []int) {
 	return file_kvgrpc_v1_event_service_proto_rawDescGZIP(), []int{16}
+}
+
+func (x *TierDigest) GetTier() Tier {
+	if x != nil {
+		return x.Tier
+	}
+	return Tier_TIER_UNSPECIFIED
 }
 
 func (x *TierDigest) GetMedium() string {
@@ -1582,7 +1538,7 @@ type WatchHeartbeat struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Sequence that the next batch will get: whoever has all before it is current.
 	NextSequence uint64 `protobuf:"varint,1,opt,name=next_sequence,json=nextSequence,proto3" json:"next_sequence,omitempty"`
-	// The state, where one is kept; under load it may be that of some batches before next_sequence.
+	// The state, where one is kept; under load that of a multiple of 64 before next_sequence.
 	State         *StateDigest `protobuf:"bytes,2,opt,name=state,proto3" json:"state,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1835,9 +1791,9 @@ const file_kvgrpc_v1_event_service_proto_rawDesc = "" +
 	"\bpayloads\x18\x02 \x03(\fR\bpayloads\"l\n" +
 	"\fTypedBatches\x12)\n" +
 	"\x0efirst_sequence\x18\x01 \x01(\x04B\x020\x01R\rfirstSequence\x121\n" +
-	"\abatches\x18\x02 \x03(\v2\x17.kvgrpc.v1.KvEventBatchR\abatches\"N\n" +
-	"\fKvEventBatch\x12\x12\n" +
-	"\x04time\x18\x01 \x01(\x01R\x04time\x12*\n" +
+	"\abatches\x18\x02 \x03(\v2\x17.kvgrpc.v1.KvEventBatchR\abatches\"]\n" +
+	"\fKvEventBatch\x12!\n" +
+	"\funix_seconds\x18\x01 \x01(\x01R\vunixSeconds\x12*\n" +
 	"\x06events\x18\x02 \x03(\v2\x12.kvgrpc.v1.KvEventR\x06events\"\xcf\x01\n" +
 	"\aKvEvent\x121\n" +
 	"\x06stored\x18\x01 \x01(\v2\x17.kvgrpc.v1.BlocksStoredH\x00R\x06stored\x124\n" +
@@ -1848,13 +1804,13 @@ const file_kvgrpc_v1_event_service_proto_rawDesc = "" +
 	"\tBlockHash\x12\x1a\n" +
 	"\x05value\x18\x01 \x01(\x06B\x020\x01H\x00R\x05value\x12\x18\n" +
 	"\x06digest\x18\x02 \x01(\fH\x00R\x06digestB\x06\n" +
-	"\x04kind\"\xb9\x04\n" +
+	"\x04kind\"\xbb\x04\n" +
 	"\fBlocksStored\x127\n" +
 	"\fblock_hashes\x18\x01 \x03(\v2\x14.kvgrpc.v1.BlockHashR\vblockHashes\x12@\n" +
 	"\x11parent_block_hash\x18\x02 \x01(\v2\x14.kvgrpc.v1.BlockHashR\x0fparentBlockHash\x12\x1b\n" +
-	"\ttoken_ids\x18\x03 \x03(\rR\btokenIds\x12\x1d\n" +
-	"\n" +
-	"block_size\x18\x04 \x01(\rR\tblockSize\x12#\n" +
+	"\ttoken_ids\x18\x03 \x03(\rR\btokenIds\x12\x1f\n" +
+	"\vpage_tokens\x18\x04 \x01(\rR\n" +
+	"pageTokens\x12#\n" +
 	"\x04tier\x18\x05 \x01(\x0e2\x0f.kvgrpc.v1.TierR\x04tier\x12\x16\n" +
 	"\x06medium\x18\x06 \x01(\tR\x06medium\x12\x14\n" +
 	"\x05group\x18\a \x01(\rR\x05group\x12 \n" +
@@ -1893,13 +1849,14 @@ const file_kvgrpc_v1_event_service_proto_rawDesc = "" +
 	"\x05state\x18\a \x01(\v2\x16.kvgrpc.v1.StateDigestR\x05state\"c\n" +
 	"\vStateDigest\x12'\n" +
 	"\rnext_sequence\x18\x01 \x01(\x04B\x020\x01R\fnextSequence\x12+\n" +
-	"\x05tiers\x18\x02 \x03(\v2\x15.kvgrpc.v1.TierDigestR\x05tiers\"}\n" +
+	"\x05tiers\x18\x02 \x03(\v2\x15.kvgrpc.v1.TierDigestR\x05tiers\"\xa2\x01\n" +
 	"\n" +
-	"TierDigest\x12\x16\n" +
-	"\x06medium\x18\x01 \x01(\tR\x06medium\x12\x14\n" +
-	"\x05group\x18\x02 \x01(\rR\x05group\x12\x1a\n" +
-	"\x06blocks\x18\x03 \x01(\x04B\x020\x01R\x06blocks\x12%\n" +
-	"\fmixed_hashes\x18\x04 \x01(\x06B\x020\x01R\vmixedHashes\"g\n" +
+	"TierDigest\x12#\n" +
+	"\x04tier\x18\x01 \x01(\x0e2\x0f.kvgrpc.v1.TierR\x04tier\x12\x16\n" +
+	"\x06medium\x18\x02 \x01(\tR\x06medium\x12\x14\n" +
+	"\x05group\x18\x03 \x01(\rR\x05group\x12\x1a\n" +
+	"\x06blocks\x18\x04 \x01(\x04B\x020\x01R\x06blocks\x12%\n" +
+	"\fmixed_hashes\x18\x05 \x01(\x06B\x020\x01R\vmixedHashes\"g\n" +
 	"\x0eWatchHeartbeat\x12'\n" +
 	"\rnext_sequence\x18\x01 \x01(\x04B\x020\x01R\fnextSequence\x12,\n" +
 	"\x05state\x18\x02 \x01(\v2\x16.kvgrpc.v1.StateDigestR\x05state\"\xc9\x02\n" +
@@ -1920,15 +1877,11 @@ const file_kvgrpc_v1_event_service_proto_rawDesc = "" +
 	"\rWatchEncoding\x12\x1e\n" +
 	"\x1aWATCH_ENCODING_UNSPECIFIED\x10\x00\x12\x16\n" +
 	"\x12WATCH_ENCODING_RAW\x10\x01\x12\x18\n" +
-	"\x14WATCH_ENCODING_TYPED\x10\x02*N\n" +
-	"\x04Tier\x12\x14\n" +
-	"\x10TIER_UNSPECIFIED\x10\x00\x12\x0f\n" +
-	"\vTIER_DEVICE\x10\x01\x12\r\n" +
-	"\tTIER_HOST\x10\x02\x12\x10\n" +
-	"\fTIER_STORAGE\x10\x032\xa4\x01\n" +
+	"\x14WATCH_ENCODING_TYPED\x10\x022\xa4\x01\n" +
 	"\fEventService\x12Q\n" +
 	"\vListStreams\x12\x1d.kvgrpc.v1.ListStreamsRequest\x1a\x1e.kvgrpc.v1.ListStreamsResponse\"\x03\x90\x02\x01\x12A\n" +
-	"\x05Watch\x12\x17.kvgrpc.v1.WatchRequest\x1a\x18.kvgrpc.v1.WatchResponse\"\x03\x90\x02\x010\x01B\"Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1b\x06proto3"
+	"\x05Watch\x12\x17.kvgrpc.v1.WatchRequest\x1a\x18.kvgrpc.v1.WatchResponse\"\x03\x90\x02\x010\x01B?\n" +
+	"\rdev.kvgrpc.v1P\x01Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1\xaa\x02\tKvgrpc.V1b\x06proto3"
 
 var (
 	file_kvgrpc_v1_event_service_proto_rawDescOnce sync.Once
@@ -1942,70 +1895,71 @@ func file_kvgrpc_v1_event_service_proto_rawDescGZIP() []byte {
 	return file_kvgrpc_v1_event_service_proto_rawDescData
 }
 
-var file_kvgrpc_v1_event_service_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
+var file_kvgrpc_v1_event_service_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
 var file_kvgrpc_v1_event_service_proto_msgTypes = make([]protoimpl.MessageInfo, 19)
 var file_kvgrpc_v1_event_service_proto_goTypes = []any{
 	(WatchMode)(0),              // 0: kvgrpc.v1.WatchMode
 	(WatchEncoding)(0),          // 1: kvgrpc.v1.WatchEncoding
-	(Tier)(0),                   // 2: kvgrpc.v1.Tier
-	(*EventStream)(nil),         // 3: kvgrpc.v1.EventStream
-	(*ListStreamsRequest)(nil),  // 4: kvgrpc.v1.ListStreamsRequest
-	(*ListStreamsResponse)(nil), // 5: kvgrpc.v1.ListStreamsResponse
-	(*WatchRequest)(nil),        // 6: kvgrpc.v1.WatchRequest
-	(*WatchBegin)(nil),          // 7: kvgrpc.v1.WatchBegin
-	(*RawBatches)(nil),          // 8: kvgrpc.v1.RawBatches
-	(*TypedBatches)(nil),        // 9: kvgrpc.v1.TypedBatches
-	(*KvEventBatch)(nil),        // 10: kvgrpc.v1.KvEventBatch
-	(*KvEvent)(nil),             // 11: kvgrpc.v1.KvEvent
-	(*BlockHash)(nil),           // 12: kvgrpc.v1.BlockHash
-	(*BlocksStored)(nil),        // 13: kvgrpc.v1.BlocksStored
-	(*BlocksRemoved)(nil),       // 14: kvgrpc.v1.BlocksRemoved
-	(*AllBlocksCleared)(nil),    // 15: kvgrpc.v1.AllBlocksCleared
-	(*DroppedRange)(nil),        // 16: kvgrpc.v1.DroppedRange
-	(*SnapshotPart)(nil),        // 17: kvgrpc.v1.SnapshotPart
-	(*StateDigest)(nil),         // 18: kvgrpc.v1.StateDigest
-	(*TierDigest)(nil),          // 19: kvgrpc.v1.TierDigest
-	(*WatchHeartbeat)(nil),      // 20: kvgrpc.v1.WatchHeartbeat
-	(*WatchResponse)(nil),       // 21: kvgrpc.v1.WatchResponse
-	(*RankRef)(nil),             // 22: kvgrpc.v1.RankRef
+	(*EventStream)(nil),         // 2: kvgrpc.v1.EventStream
+	(*ListStreamsRequest)(nil),  // 3: kvgrpc.v1.ListStreamsRequest
+	(*ListStreamsResponse)(nil), // 4: kvgrpc.v1.ListStreamsResponse
+	(*WatchRequest)(nil),        // 5: kvgrpc.v1.WatchRequest
+	(*WatchBegin)(nil),          // 6: kvgrpc.v1.WatchBegin
+	(*RawBatches)(nil),          // 7: kvgrpc.v1.RawBatches
+	(*TypedBatches)(nil),        // 8: kvgrpc.v1.TypedBatches
+	(*KvEventBatch)(nil),        // 9: kvgrpc.v1.KvEventBatch
+	(*KvEvent)(nil),             // 10: kvgrpc.v1.KvEvent
+	(*BlockHash)(nil),           // 11: kvgrpc.v1.BlockHash
+	(*BlocksStored)(nil),        // 12: kvgrpc.v1.BlocksStored
+	(*BlocksRemoved)(nil),       // 13: kvgrpc.v1.BlocksRemoved
+	(*AllBlocksCleared)(nil),    // 14: kvgrpc.v1.AllBlocksCleared
+	(*DroppedRange)(nil),        // 15: kvgrpc.v1.DroppedRange
+	(*SnapshotPart)(nil),        // 16: kvgrpc.v1.SnapshotPart
+	(*StateDigest)(nil),         // 17: kvgrpc.v1.StateDigest
+	(*TierDigest)(nil),          // 18: kvgrpc.v1.TierDigest
+	(*WatchHeartbeat)(nil),      // 19: kvgrpc.v1.WatchHeartbeat
+	(*WatchResponse)(nil),       // 20: kvgrpc.v1.WatchResponse
+	(*RankRef)(nil),             // 21: kvgrpc.v1.RankRef
+	(Tier)(0),                   // 22: kvgrpc.v1.Tier
 }
 var file_kvgrpc_v1_event_service_proto_depIdxs = []int32{
-	22, // 0: kvgrpc.v1.EventStream.publisher:type_name -> kvgrpc.v1.RankRef
-	18, // 1: kvgrpc.v1.EventStream.state:type_name -> kvgrpc.v1.StateDigest
-	3,  // 2: kvgrpc.v1.ListStreamsResponse.streams:type_name -> kvgrpc.v1.EventStream
+	21, // 0: kvgrpc.v1.EventStream.publisher:type_name -> kvgrpc.v1.RankRef
+	17, // 1: kvgrpc.v1.EventStream.state:type_name -> kvgrpc.v1.StateDigest
+	2,  // 2: kvgrpc.v1.ListStreamsResponse.streams:type_name -> kvgrpc.v1.EventStream
 	0,  // 3: kvgrpc.v1.WatchRequest.mode:type_name -> kvgrpc.v1.WatchMode
 	1,  // 4: kvgrpc.v1.WatchRequest.encoding:type_name -> kvgrpc.v1.WatchEncoding
-	2,  // 5: kvgrpc.v1.WatchRequest.tiers:type_name -> kvgrpc.v1.Tier
-	3,  // 6: kvgrpc.v1.WatchBegin.stream:type_name -> kvgrpc.v1.EventStream
-	10, // 7: kvgrpc.v1.TypedBatches.batches:type_name -> kvgrpc.v1.KvEventBatch
-	11, // 8: kvgrpc.v1.KvEventBatch.events:type_name -> kvgrpc.v1.KvEvent
-	13, // 9: kvgrpc.v1.KvEvent.stored:type_name -> kvgrpc.v1.BlocksStored
-	14, // 10: kvgrpc.v1.KvEvent.removed:type_name -> kvgrpc.v1.BlocksRemoved
-	15, // 11: kvgrpc.v1.KvEvent.cleared:type_name -> kvgrpc.v1.AllBlocksCleared
-	12, // 12: kvgrpc.v1.BlocksStored.block_hashes:type_name -> kvgrpc.v1.BlockHash
-	12, // 13: kvgrpc.v1.BlocksStored.parent_block_hash:type_name -> kvgrpc.v1.BlockHash
-	2,  // 14: kvgrpc.v1.BlocksStored.tier:type_name -> kvgrpc.v1.Tier
-	12, // 15: kvgrpc.v1.BlocksRemoved.block_hashes:type_name -> kvgrpc.v1.BlockHash
-	2,  // 16: kvgrpc.v1.BlocksRemoved.tier:type_name -> kvgrpc.v1.Tier
-	11, // 17: kvgrpc.v1.SnapshotPart.events:type_name -> kvgrpc.v1.KvEvent
-	18, // 18: kvgrpc.v1.SnapshotPart.state:type_name -> kvgrpc.v1.StateDigest
-	19, // 19: kvgrpc.v1.StateDigest.tiers:type_name -> kvgrpc.v1.TierDigest
-	18, // 20: kvgrpc.v1.WatchHeartbeat.state:type_name -> kvgrpc.v1.StateDigest
-	7,  // 21: kvgrpc.v1.WatchResponse.begin:type_name -> kvgrpc.v1.WatchBegin
-	8,  // 22: kvgrpc.v1.WatchResponse.raw:type_name -> kvgrpc.v1.RawBatches
-	16, // 23: kvgrpc.v1.WatchResponse.dropped:type_name -> kvgrpc.v1.DroppedRange
-	20, // 24: kvgrpc.v1.WatchResponse.heartbeat:type_name -> kvgrpc.v1.WatchHeartbeat
-	9,  // 25: kvgrpc.v1.WatchResponse.typed:type_name -> kvgrpc.v1.TypedBatches
-	17, // 26: kvgrpc.v1.WatchResponse.snapshot:type_name -> kvgrpc.v1.SnapshotPart
-	4,  // 27: kvgrpc.v1.EventService.ListStreams:input_type -> kvgrpc.v1.ListStreamsRequest
-	6,  // 28: kvgrpc.v1.EventService.Watch:input_type -> kvgrpc.v1.WatchRequest
-	5,  // 29: kvgrpc.v1.EventService.ListStreams:output_type -> kvgrpc.v1.ListStreamsResponse
-	21, // 30: kvgrpc.v1.EventService.Watch:output_type -> kvgrpc.v1.WatchResponse
-	29, // [29:31] is the sub-list for method output_type
-	27, // [27:29] is the sub-list for method input_type
-	27, // [27:27] is the sub-list for extension type_name
-	27, // [27:27] is the sub-list for extension extendee
-	0,  // [0:27] is the sub-list for field type_name
+	22, // 5: kvgrpc.v1.WatchRequest.tiers:type_name -> kvgrpc.v1.Tier
+	2,  // 6: kvgrpc.v1.WatchBegin.stream:type_name -> kvgrpc.v1.EventStream
+	9,  // 7: kvgrpc.v1.TypedBatches.batches:type_name -> kvgrpc.v1.KvEventBatch
+	10, // 8: kvgrpc.v1.KvEventBatch.events:type_name -> kvgrpc.v1.KvEvent
+	12, // 9: kvgrpc.v1.KvEvent.stored:type_name -> kvgrpc.v1.BlocksStored
+	13, // 10: kvgrpc.v1.KvEvent.removed:type_name -> kvgrpc.v1.BlocksRemoved
+	14, // 11: kvgrpc.v1.KvEvent.cleared:type_name -> kvgrpc.v1.AllBlocksCleared
+	11, // 12: kvgrpc.v1.BlocksStored.block_hashes:type_name -> kvgrpc.v1.BlockHash
+	11, // 13: kvgrpc.v1.BlocksStored.parent_block_hash:type_name -> kvgrpc.v1.BlockHash
+	22, // 14: kvgrpc.v1.BlocksStored.tier:type_name -> kvgrpc.v1.Tier
+	11, // 15: kvgrpc.v1.BlocksRemoved.block_hashes:type_name -> kvgrpc.v1.BlockHash
+	22, // 16: kvgrpc.v1.BlocksRemoved.tier:type_name -> kvgrpc.v1.Tier
+	10, // 17: kvgrpc.v1.SnapshotPart.events:type_name -> kvgrpc.v1.KvEvent
+	17, // 18: kvgrpc.v1.SnapshotPart.state:type_name -> kvgrpc.v1.StateDigest
+	18, // 19: kvgrpc.v1.StateDigest.tiers:type_name -> kvgrpc.v1.TierDigest
+	22, // 20: kvgrpc.v1.TierDigest.tier:type_name -> kvgrpc.v1.Tier
+	17, // 21: kvgrpc.v1.WatchHeartbeat.state:type_name -> kvgrpc.v1.StateDigest
+	6,  // 22: kvgrpc.v1.WatchResponse.begin:type_name -> kvgrpc.v1.WatchBegin
+	7,  // 23: kvgrpc.v1.WatchResponse.raw:type_name -> kvgrpc.v1.RawBatches
+	15, // 24: kvgrpc.v1.WatchResponse.dropped:type_name -> kvgrpc.v1.DroppedRange
+	19, // 25: kvgrpc.v1.WatchResponse.heartbeat:type_name -> kvgrpc.v1.WatchHeartbeat
+	8,  // 26: kvgrpc.v1.WatchResponse.typed:type_name -> kvgrpc.v1.TypedBatches
+	16, // 27: kvgrpc.v1.WatchResponse.snapshot:type_name -> kvgrpc.v1.SnapshotPart
+	3,  // 28: kvgrpc.v1.EventService.ListStreams:input_type -> kvgrpc.v1.ListStreamsRequest
+	5,  // 29: kvgrpc.v1.EventService.Watch:input_type -> kvgrpc.v1.WatchRequest
+	4,  // 30: kvgrpc.v1.EventService.ListStreams:output_type -> kvgrpc.v1.ListStreamsResponse
+	20, // 31: kvgrpc.v1.EventService.Watch:output_type -> kvgrpc.v1.WatchResponse
+	30, // [30:32] is the sub-list for method output_type
+	28, // [28:30] is the sub-list for method input_type
+	28, // [28:28] is the sub-list for extension type_name
+	28, // [28:28] is the sub-list for extension extendee
+	0,  // [0:28] is the sub-list for field type_name
 }
 
 func init() { file_kvgrpc_v1_event_service_proto_init() }
@@ -2039,7 +1993,7 @@ func file_kvgrpc_v1_event_service_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvgrpc_v1_event_service_proto_rawDesc), len(file_kvgrpc_v1_event_service_proto_rawDesc)),
-			NumEnums:      3,
+			NumEnums:      2,
 			NumMessages:   19,
 			NumExtensions: 0,
 			NumServices:   1,

@@ -42,7 +42,8 @@ type EventServiceClient interface {
 	// dropped); REPLAY ends after end_sequence, or after the newest batch there is at the start.
 	// SNAPSHOT sends the whole state in parts, then the batches that follow it; when the log overtakes the reader there is
 	// another snapshot, at most 3 before the reader has caught up once, then EVENTS_COMPACTED.
-	// Never an empty success: a cursor that cannot be served is an error.
+	// Never an empty success: a cursor that cannot be served is an error, and comes before begin: a Watch that answers
+	// STALE_LOG has said nothing else.
 	// Roles: rank, consumer, operator. Errors: STREAM_NOT_FOUND, STALE_LOG (ABORTED), EVENTS_COMPACTED (OUT_OF_RANGE, also
 	// when the log overtakes the reader), EVENTS_SEQUENCE_IN_FUTURE (OUT_OF_RANGE), INVALID_REQUEST, TOO_MANY_REQUESTS,
 	// FEATURE_DISABLED (a snapshot where none is kept), SERVER_DRAINING (UNAVAILABLE; read on from the cursor at another
@@ -101,7 +102,8 @@ type EventServiceServer interface {
 	// dropped); REPLAY ends after end_sequence, or after the newest batch there is at the start.
 	// SNAPSHOT sends the whole state in parts, then the batches that follow it; when the log overtakes the reader there is
 	// another snapshot, at most 3 before the reader has caught up once, then EVENTS_COMPACTED.
-	// Never an empty success: a cursor that cannot be served is an error.
+	// Never an empty success: a cursor that cannot be served is an error, and comes before begin: a Watch that answers
+	// STALE_LOG has said nothing else.
 	// Roles: rank, consumer, operator. Errors: STREAM_NOT_FOUND, STALE_LOG (ABORTED), EVENTS_COMPACTED (OUT_OF_RANGE, also
 	// when the log overtakes the reader), EVENTS_SEQUENCE_IN_FUTURE (OUT_OF_RANGE), INVALID_REQUEST, TOO_MANY_REQUESTS,
 	// FEATURE_DISABLED (a snapshot where none is kept), SERVER_DRAINING (UNAVAILABLE; read on from the cursor at another

@@ -25,63 +25,63 @@ const (
 )
 
 // How what is known of a cache relates to the cache.
-type SourceState int32
+type IndexSourceState int32
 
 const (
 	// Never sent.
-	SourceState_SOURCE_STATE_UNSPECIFIED SourceState = 0
+	IndexSourceState_INDEX_SOURCE_STATE_UNSPECIFIED IndexSourceState = 0
 	// Nobody answers: nothing is known, or what was exact when the connection broke. Forgotten after 30 s.
-	SourceState_SOURCE_STATE_CONNECTING SourceState = 1
+	IndexSourceState_INDEX_SOURCE_STATE_CONNECTING IndexSourceState = 1
 	// A snapshot is on its way; until then nothing is known, or an older state of the same log.
-	SourceState_SOURCE_STATE_REBUILDING SourceState = 2
+	IndexSourceState_INDEX_SOURCE_STATE_REBUILDING IndexSourceState = 2
 	// Exact as of next_sequence; later batches are known to be missing.
-	SourceState_SOURCE_STATE_CATCHING_UP SourceState = 3
+	IndexSourceState_INDEX_SOURCE_STATE_CATCHING_UP IndexSourceState = 3
 	// Exact, as far as the publisher said when it was last heard.
-	SourceState_SOURCE_STATE_CURRENT SourceState = 4
+	IndexSourceState_INDEX_SOURCE_STATE_CURRENT IndexSourceState = 4
 )
 
-// Enum value maps for SourceState.
+// Enum value maps for IndexSourceState.
 var (
-	SourceState_name = map[int32]string{
-		0: "SOURCE_STATE_UNSPECIFIED",
-		1: "SOURCE_STATE_CONNECTING",
-		2: "SOURCE_STATE_REBUILDING",
-		3: "SOURCE_STATE_CATCHING_UP",
-		4: "SOURCE_STATE_CURRENT",
+	IndexSourceState_name = map[int32]string{
+		0: "INDEX_SOURCE_STATE_UNSPECIFIED",
+		1: "INDEX_SOURCE_STATE_CONNECTING",
+		2: "INDEX_SOURCE_STATE_REBUILDING",
+		3: "INDEX_SOURCE_STATE_CATCHING_UP",
+		4: "INDEX_SOURCE_STATE_CURRENT",
 	}
-	SourceState_value = map[string]int32{
-		"SOURCE_STATE_UNSPECIFIED": 0,
-		"SOURCE_STATE_CONNECTING":  1,
-		"SOURCE_STATE_REBUILDING":  2,
-		"SOURCE_STATE_CATCHING_UP": 3,
-		"SOURCE_STATE_CURRENT":     4,
+	IndexSourceState_value = map[string]int32{
+		"INDEX_SOURCE_STATE_UNSPECIFIED": 0,
+		"INDEX_SOURCE_STATE_CONNECTING":  1,
+		"INDEX_SOURCE_STATE_REBUILDING":  2,
+		"INDEX_SOURCE_STATE_CATCHING_UP": 3,
+		"INDEX_SOURCE_STATE_CURRENT":     4,
 	}
 )
 
-func (x SourceState) Enum() *SourceState {
-	p := new(SourceState)
+func (x IndexSourceState) Enum() *IndexSourceState {
+	p := new(IndexSourceState)
 	*p = x
 	return p
 }
 
-func (x SourceState) String() string {
+func (x IndexSourceState) String() string {
 	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
 }
 
-func (SourceState) Descriptor() protoreflect.EnumDescriptor {
+func (IndexSourceState) Descriptor() protoreflect.EnumDescriptor {
 	return file_kvgrpc_v1_index_service_proto_enumTypes[0].Descriptor()
 }
 
-func (SourceState) Type() protoreflect.EnumType {
+func (IndexSourceState) Type() protoreflect.EnumType {
 	return &file_kvgrpc_v1_index_service_proto_enumTypes[0]
 }
 
-func (x SourceState) Number() protoreflect.EnumNumber {
+func (x IndexSourceState) Number() protoreflect.EnumNumber {
 	return protoreflect.EnumNumber(x)
 }
 
-// Deprecated: Use SourceState.Descriptor instead.
-func (SourceState) EnumDescriptor() ([]byte, []int) {
+// Deprecated: Use IndexSourceState.Descriptor instead.
+func (IndexSourceState) EnumDescriptor() ([]byte, []int) {
 	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{0}
 }
 
@@ -136,8 +136,8 @@ type SglangPrompt struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The tokens. Those above 2^32 - 1 have no place here: send hashes.
 	TokenIds []uint32 `protobuf:"varint,1,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
-	// The engine's page size, in tokens.
-	PageSize uint32 `protobuf:"varint,2,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
+	// Tokens in a page of the engine.
+	PageTokens uint32 `protobuf:"varint,2,opt,name=page_tokens,json=pageTokens,proto3" json:"page_tokens,omitempty"`
 	// Salt of the request; empty: none.
 	CacheSalt string `protobuf:"bytes,3,opt,name=cache_salt,json=cacheSalt,proto3" json:"cache_salt,omitempty"`
 	// True where the engine decodes with EAGLE: its pages are made of pairs of tokens.
@@ -183,9 +183,9 @@ func (x *SglangPrompt) GetTokenIds() []uint32 {
 	return nil
 }
 
-func (x *SglangPrompt) GetPageSize() uint32 {
+func (x *SglangPrompt) GetPageTokens() uint32 {
 	if x != nil {
-		return x.PageSize
+		return x.PageTokens
 	}
 	return 0
 }
@@ -209,8 +209,8 @@ type VllmPrompt struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The tokens.
 	TokenIds []uint32 `protobuf:"varint,1,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
-	// The engine's block size, in tokens.
-	BlockSize uint32 `protobuf:"varint,2,opt,name=block_size,json=blockSize,proto3" json:"block_size,omitempty"`
+	// Tokens in a block of the engine.
+	PageTokens uint32 `protobuf:"varint,2,opt,name=page_tokens,json=pageTokens,proto3" json:"page_tokens,omitempty"`
 	// PYTHONHASHSEED of the engine. Without one its hashes are random, and nobody can compute them: send hashes.
 	HashSeed string `protobuf:"bytes,3,opt,name=hash_seed,json=hashSeed,proto3" json:"hash_seed,omitempty"`
 	// Its --prefix-caching-hash-algo: "sha256" or "sha256_cbor"; empty: "sha256".
@@ -260,9 +260,9 @@ func (x *VllmPrompt) GetTokenIds() []uint32 {
 	return nil
 }
 
-func (x *VllmPrompt) GetBlockSize() uint32 {
+func (x *VllmPrompt) GetPageTokens() uint32 {
 	if x != nil {
-		return x.BlockSize
+		return x.PageTokens
 	}
 	return 0
 }
@@ -567,7 +567,7 @@ func (x *CacheScore) GetFreshness() *Freshness {
 type Freshness struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The state of the follower.
-	State SourceState `protobuf:"varint,1,opt,name=state,proto3,enum=kvgrpc.v1.SourceState" json:"state,omitempty"`
+	State IndexSourceState `protobuf:"varint,1,opt,name=state,proto3,enum=kvgrpc.v1.IndexSourceState" json:"state,omitempty"`
 	// The log of the stream; empty: none was read yet.
 	LogId string `protobuf:"bytes,2,opt,name=log_id,json=logId,proto3" json:"log_id,omitempty"`
 	// All batches of the log before this sequence are in.
@@ -613,11 +613,11 @@ func (*Freshness) Descriptor() ([]byte, []int) {
 	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{6}
 }
 
-func (x *Freshness) GetState() SourceState {
+func (x *Freshness) GetState() IndexSourceState {
 	if x != nil {
 		return x.State
 	}
-	return SourceState_SOURCE_STATE_UNSPECIFIED
+	return IndexSourceState_INDEX_SOURCE_STATE_UNSPECIFIED
 }
 
 func (x *Freshness) GetLogId() string {
@@ -658,7 +658,7 @@ func (x *Freshness) GetWhole() bool {
 // Request of ListSources.
 type ListSourcesRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Sources on a page: 0 or more than 1000 means 1000.
+	// At most this many; 0 means 100, more than 1,000 means 1,000.
 	PageSize uint32 `protobuf:"varint,1,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	// next_page_token of the page before, or empty for the first.
 	PageToken     string `protobuf:"bytes,2,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
@@ -714,7 +714,7 @@ func (x *ListSourcesRequest) GetPageToken() string {
 type ListSourcesResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The caches.
-	Sources []*Source `protobuf:"bytes,1,rep,name=sources,proto3" json:"sources,omitempty"`
+	Sources []*IndexSource `protobuf:"bytes,1,rep,name=sources,proto3" json:"sources,omitempty"`
 	// For the next page; empty on the last.
 	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -751,7 +751,7 @@ func (*ListSourcesResponse) Descriptor() ([]byte, []int) {
 	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{8}
 }
 
-func (x *ListSourcesResponse) GetSources() []*Source {
+func (x *ListSourcesResponse) GetSources() []*IndexSource {
 	if x != nil {
 		return x.Sources
 	}
@@ -765,8 +765,72 @@ func (x *ListSourcesResponse) GetNextPageToken() string {
 	return ""
 }
 
+// How many blocks one tier holds.
+type TierBlocks struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The tier.
+	Tier Tier `protobuf:"varint,1,opt,name=tier,proto3,enum=kvgrpc.v1.Tier" json:"tier,omitempty"`
+	// What the engine calls it, in capitals ("GPU", "CPU_PINNED", ...): a tier may have several names, each its own entry.
+	Medium string `protobuf:"bytes,2,opt,name=medium,proto3" json:"medium,omitempty"`
+	// Distinct blocks.
+	Blocks        uint64 `protobuf:"varint,3,opt,name=blocks,proto3" json:"blocks,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TierBlocks) Reset() {
+	*x = TierBlocks{}
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TierBlocks) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TierBlocks) ProtoMessage() {}
+
+func (x *TierBlocks) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TierBlocks.ProtoReflect.Descriptor instead.
+func (*TierBlocks) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *TierBlocks) GetTier() Tier {
+	if x != nil {
+		return x.Tier
+	}
+	return Tier_TIER_UNSPECIFIED
+}
+
+func (x *TierBlocks) GetMedium() string {
+	if x != nil {
+		return x.Medium
+	}
+	return ""
+}
+
+func (x *TierBlocks) GetBlocks() uint64 {
+	if x != nil {
+		return x.Blocks
+	}
+	return 0
+}
+
 // One cache that is followed.
-type Source struct {
+type IndexSource struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Name of the engine.
 	Engine string `protobuf:"bytes,1,opt,name=engine,proto3" json:"engine,omitempty"`
@@ -778,10 +842,10 @@ type Source struct {
 	Live bool `protobuf:"varint,4,opt,name=live,proto3" json:"live,omitempty"`
 	// How fresh its contents are.
 	Freshness *Freshness `protobuf:"bytes,5,opt,name=freshness,proto3" json:"freshness,omitempty"`
-	// Blocks by the engine's name of the tier ("GPU", "CPU_PINNED", ...).
-	Blocks map[string]uint64 `protobuf:"bytes,6,rep,name=blocks,proto3" json:"blocks,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
-	// Tokens of a block as last told by an event; 0: not yet.
-	PageSize uint32 `protobuf:"varint,7,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
+	// Blocks of each tier that holds some, ordered by medium.
+	Blocks []*TierBlocks `protobuf:"bytes,6,rep,name=blocks,proto3" json:"blocks,omitempty"`
+	// Tokens in a block as last told by an event; 0: not yet.
+	PageTokens uint32 `protobuf:"varint,7,opt,name=page_tokens,json=pageTokens,proto3" json:"page_tokens,omitempty"`
 	// Snapshots that were taken.
 	Snapshots uint32 `protobuf:"varint,8,opt,name=snapshots,proto3" json:"snapshots,omitempty"`
 	// Holes that were read again.
@@ -798,21 +862,21 @@ type Source struct {
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *Source) Reset() {
-	*x = Source{}
-	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[9]
+func (x *IndexSource) Reset() {
+	*x = IndexSource{}
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *Source) String() string {
+func (x *IndexSource) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*Source) ProtoMessage() {}
+func (*IndexSource) ProtoMessage() {}
 
-func (x *Source) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[9]
+func (x *IndexSource) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -823,96 +887,96 @@ func (x *Source) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use Source.ProtoReflect.Descriptor instead.
-func (*Source) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{9}
+// Deprecated: Use IndexSource.ProtoReflect.Descriptor instead.
+func (*IndexSource) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{10}
 }
 
-func (x *Source) GetEngine() string {
+func (x *IndexSource) GetEngine() string {
 	if x != nil {
 		return x.Engine
 	}
 	return ""
 }
 
-func (x *Source) GetDp() uint32 {
+func (x *IndexSource) GetDp() uint32 {
 	if x != nil {
 		return x.Dp
 	}
 	return 0
 }
 
-func (x *Source) GetAddress() string {
+func (x *IndexSource) GetAddress() string {
 	if x != nil {
 		return x.Address
 	}
 	return ""
 }
 
-func (x *Source) GetLive() bool {
+func (x *IndexSource) GetLive() bool {
 	if x != nil {
 		return x.Live
 	}
 	return false
 }
 
-func (x *Source) GetFreshness() *Freshness {
+func (x *IndexSource) GetFreshness() *Freshness {
 	if x != nil {
 		return x.Freshness
 	}
 	return nil
 }
 
-func (x *Source) GetBlocks() map[string]uint64 {
+func (x *IndexSource) GetBlocks() []*TierBlocks {
 	if x != nil {
 		return x.Blocks
 	}
 	return nil
 }
 
-func (x *Source) GetPageSize() uint32 {
+func (x *IndexSource) GetPageTokens() uint32 {
 	if x != nil {
-		return x.PageSize
+		return x.PageTokens
 	}
 	return 0
 }
 
-func (x *Source) GetSnapshots() uint32 {
+func (x *IndexSource) GetSnapshots() uint32 {
 	if x != nil {
 		return x.Snapshots
 	}
 	return 0
 }
 
-func (x *Source) GetReplays() uint32 {
+func (x *IndexSource) GetReplays() uint32 {
 	if x != nil {
 		return x.Replays
 	}
 	return 0
 }
 
-func (x *Source) GetNewLogs() uint32 {
+func (x *IndexSource) GetNewLogs() uint32 {
 	if x != nil {
 		return x.NewLogs
 	}
 	return 0
 }
 
-func (x *Source) GetDigestsEqual() uint32 {
+func (x *IndexSource) GetDigestsEqual() uint32 {
 	if x != nil {
 		return x.DigestsEqual
 	}
 	return 0
 }
 
-func (x *Source) GetDigestsDifferent() uint32 {
+func (x *IndexSource) GetDigestsDifferent() uint32 {
 	if x != nil {
 		return x.DigestsDifferent
 	}
 	return 0
 }
 
-func (x *Source) GetLastError() string {
+func (x *IndexSource) GetLastError() string {
 	if x != nil {
 		return x.LastError
 	}
@@ -923,20 +987,21 @@ var File_kvgrpc_v1_index_service_proto protoreflect.FileDescriptor
 
 const file_kvgrpc_v1_index_service_proto_rawDesc = "" +
 	"\n" +
-	"\x1dkvgrpc/v1/index_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\")\n" +
+	"\x1dkvgrpc/v1/index_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvgrpc/v1/common.proto\")\n" +
 	"\vBlockHashes\x12\x1a\n" +
-	"\x06values\x18\x01 \x03(\x06B\x020\x01R\x06values\"\x7f\n" +
+	"\x06values\x18\x01 \x03(\x06B\x020\x01R\x06values\"\x83\x01\n" +
 	"\fSglangPrompt\x12\x1b\n" +
-	"\ttoken_ids\x18\x01 \x03(\rR\btokenIds\x12\x1b\n" +
-	"\tpage_size\x18\x02 \x01(\rR\bpageSize\x12\x1d\n" +
+	"\ttoken_ids\x18\x01 \x03(\rR\btokenIds\x12\x1f\n" +
+	"\vpage_tokens\x18\x02 \x01(\rR\n" +
+	"pageTokens\x12\x1d\n" +
 	"\n" +
 	"cache_salt\x18\x03 \x01(\tR\tcacheSalt\x12\x16\n" +
-	"\x06bigram\x18\x04 \x01(\bR\x06bigram\"\xbf\x01\n" +
+	"\x06bigram\x18\x04 \x01(\bR\x06bigram\"\xc1\x01\n" +
 	"\n" +
 	"VllmPrompt\x12\x1b\n" +
-	"\ttoken_ids\x18\x01 \x03(\rR\btokenIds\x12\x1d\n" +
-	"\n" +
-	"block_size\x18\x02 \x01(\rR\tblockSize\x12\x1b\n" +
+	"\ttoken_ids\x18\x01 \x03(\rR\btokenIds\x12\x1f\n" +
+	"\vpage_tokens\x18\x02 \x01(\rR\n" +
+	"pageTokens\x12\x1b\n" +
 	"\thash_seed\x18\x03 \x01(\tR\bhashSeed\x12\x1c\n" +
 	"\talgorithm\x18\x04 \x01(\tR\talgorithm\x12\x1b\n" +
 	"\tlora_name\x18\x05 \x01(\tR\bloraName\x12\x1d\n" +
@@ -961,9 +1026,9 @@ const file_kvgrpc_v1_index_service_proto_rawDesc = "" +
 	"\vhost_blocks\x18\x04 \x01(\rR\n" +
 	"hostBlocks\x12\x16\n" +
 	"\x06blocks\x18\x05 \x01(\rR\x06blocks\x122\n" +
-	"\tfreshness\x18\x06 \x01(\v2\x14.kvgrpc.v1.FreshnessR\tfreshness\"\xec\x01\n" +
-	"\tFreshness\x12,\n" +
-	"\x05state\x18\x01 \x01(\x0e2\x16.kvgrpc.v1.SourceStateR\x05state\x12\x15\n" +
+	"\tfreshness\x18\x06 \x01(\v2\x14.kvgrpc.v1.FreshnessR\tfreshness\"\xf1\x01\n" +
+	"\tFreshness\x121\n" +
+	"\x05state\x18\x01 \x01(\x0e2\x1b.kvgrpc.v1.IndexSourceStateR\x05state\x12\x15\n" +
 	"\x06log_id\x18\x02 \x01(\tR\x05logId\x12'\n" +
 	"\rnext_sequence\x18\x03 \x01(\x04B\x020\x01R\fnextSequence\x12#\n" +
 	"\vlag_batches\x18\x04 \x01(\x04B\x020\x01R\n" +
@@ -973,18 +1038,24 @@ const file_kvgrpc_v1_index_service_proto_rawDesc = "" +
 	"\x12ListSourcesRequest\x12\x1b\n" +
 	"\tpage_size\x18\x01 \x01(\rR\bpageSize\x12\x1d\n" +
 	"\n" +
-	"page_token\x18\x02 \x01(\tR\tpageToken\"j\n" +
-	"\x13ListSourcesResponse\x12+\n" +
-	"\asources\x18\x01 \x03(\v2\x11.kvgrpc.v1.SourceR\asources\x12&\n" +
-	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\xe5\x03\n" +
-	"\x06Source\x12\x16\n" +
+	"page_token\x18\x02 \x01(\tR\tpageToken\"o\n" +
+	"\x13ListSourcesResponse\x120\n" +
+	"\asources\x18\x01 \x03(\v2\x16.kvgrpc.v1.IndexSourceR\asources\x12&\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"e\n" +
+	"\n" +
+	"TierBlocks\x12#\n" +
+	"\x04tier\x18\x01 \x01(\x0e2\x0f.kvgrpc.v1.TierR\x04tier\x12\x16\n" +
+	"\x06medium\x18\x02 \x01(\tR\x06medium\x12\x1a\n" +
+	"\x06blocks\x18\x03 \x01(\x04B\x020\x01R\x06blocks\"\xab\x03\n" +
+	"\vIndexSource\x12\x16\n" +
 	"\x06engine\x18\x01 \x01(\tR\x06engine\x12\x0e\n" +
 	"\x02dp\x18\x02 \x01(\rR\x02dp\x12\x18\n" +
 	"\aaddress\x18\x03 \x01(\tR\aaddress\x12\x12\n" +
 	"\x04live\x18\x04 \x01(\bR\x04live\x122\n" +
-	"\tfreshness\x18\x05 \x01(\v2\x14.kvgrpc.v1.FreshnessR\tfreshness\x125\n" +
-	"\x06blocks\x18\x06 \x03(\v2\x1d.kvgrpc.v1.Source.BlocksEntryR\x06blocks\x12\x1b\n" +
-	"\tpage_size\x18\a \x01(\rR\bpageSize\x12\x1c\n" +
+	"\tfreshness\x18\x05 \x01(\v2\x14.kvgrpc.v1.FreshnessR\tfreshness\x12-\n" +
+	"\x06blocks\x18\x06 \x03(\v2\x15.kvgrpc.v1.TierBlocksR\x06blocks\x12\x1f\n" +
+	"\vpage_tokens\x18\a \x01(\rR\n" +
+	"pageTokens\x12\x1c\n" +
 	"\tsnapshots\x18\b \x01(\rR\tsnapshots\x12\x18\n" +
 	"\areplays\x18\t \x01(\rR\areplays\x12\x19\n" +
 	"\bnew_logs\x18\n" +
@@ -992,19 +1063,17 @@ const file_kvgrpc_v1_index_service_proto_rawDesc = "" +
 	"\rdigests_equal\x18\v \x01(\rR\fdigestsEqual\x12+\n" +
 	"\x11digests_different\x18\f \x01(\rR\x10digestsDifferent\x12\x1d\n" +
 	"\n" +
-	"last_error\x18\r \x01(\tR\tlastError\x1a9\n" +
-	"\vBlocksEntry\x12\x10\n" +
-	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\x04R\x05value:\x028\x01*\x9d\x01\n" +
-	"\vSourceState\x12\x1c\n" +
-	"\x18SOURCE_STATE_UNSPECIFIED\x10\x00\x12\x1b\n" +
-	"\x17SOURCE_STATE_CONNECTING\x10\x01\x12\x1b\n" +
-	"\x17SOURCE_STATE_REBUILDING\x10\x02\x12\x1c\n" +
-	"\x18SOURCE_STATE_CATCHING_UP\x10\x03\x12\x18\n" +
-	"\x14SOURCE_STATE_CURRENT\x10\x042\xa2\x01\n" +
+	"last_error\x18\r \x01(\tR\tlastError*\xc0\x01\n" +
+	"\x10IndexSourceState\x12\"\n" +
+	"\x1eINDEX_SOURCE_STATE_UNSPECIFIED\x10\x00\x12!\n" +
+	"\x1dINDEX_SOURCE_STATE_CONNECTING\x10\x01\x12!\n" +
+	"\x1dINDEX_SOURCE_STATE_REBUILDING\x10\x02\x12\"\n" +
+	"\x1eINDEX_SOURCE_STATE_CATCHING_UP\x10\x03\x12\x1e\n" +
+	"\x1aINDEX_SOURCE_STATE_CURRENT\x10\x042\xa2\x01\n" +
 	"\fIndexService\x12?\n" +
 	"\x05Score\x12\x17.kvgrpc.v1.ScoreRequest\x1a\x18.kvgrpc.v1.ScoreResponse\"\x03\x90\x02\x01\x12Q\n" +
-	"\vListSources\x12\x1d.kvgrpc.v1.ListSourcesRequest\x1a\x1e.kvgrpc.v1.ListSourcesResponse\"\x03\x90\x02\x01B\"Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1b\x06proto3"
+	"\vListSources\x12\x1d.kvgrpc.v1.ListSourcesRequest\x1a\x1e.kvgrpc.v1.ListSourcesResponse\"\x03\x90\x02\x01B?\n" +
+	"\rdev.kvgrpc.v1P\x01Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1\xaa\x02\tKvgrpc.V1b\x06proto3"
 
 var (
 	file_kvgrpc_v1_index_service_proto_rawDescOnce sync.Once
@@ -1021,7 +1090,7 @@ func file_kvgrpc_v1_index_service_proto_rawDescGZIP() []byte {
 var file_kvgrpc_v1_index_service_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
 var file_kvgrpc_v1_index_service_proto_msgTypes = make([]protoimpl.MessageInfo, 11)
 var file_kvgrpc_v1_index_service_proto_goTypes = []any{
-	(SourceState)(0),            // 0: kvgrpc.v1.SourceState
+	(IndexSourceState)(0),       // 0: kvgrpc.v1.IndexSourceState
 	(*BlockHashes)(nil),         // 1: kvgrpc.v1.BlockHashes
 	(*SglangPrompt)(nil),        // 2: kvgrpc.v1.SglangPrompt
 	(*VllmPrompt)(nil),          // 3: kvgrpc.v1.VllmPrompt
@@ -1031,9 +1100,10 @@ var file_kvgrpc_v1_index_service_proto_goTypes = []any{
 	(*Freshness)(nil),           // 7: kvgrpc.v1.Freshness
 	(*ListSourcesRequest)(nil),  // 8: kvgrpc.v1.ListSourcesRequest
 	(*ListSourcesResponse)(nil), // 9: kvgrpc.v1.ListSourcesResponse
-	(*Source)(nil),              // 10: kvgrpc.v1.Source
-	nil,                         // 11: kvgrpc.v1.Source.BlocksEntry
+	(*TierBlocks)(nil),          // 10: kvgrpc.v1.TierBlocks
+	(*IndexSource)(nil),         // 11: kvgrpc.v1.IndexSource
 	(*durationpb.Duration)(nil), // 12: google.protobuf.Duration
+	(Tier)(0),                   // 13: kvgrpc.v1.Tier
 }
 var file_kvgrpc_v1_index_service_proto_depIdxs = []int32{
 	1,  // 0: kvgrpc.v1.ScoreRequest.block_hashes:type_name -> kvgrpc.v1.BlockHashes
@@ -1041,20 +1111,21 @@ var file_kvgrpc_v1_index_service_proto_depIdxs = []int32{
 	3,  // 2: kvgrpc.v1.ScoreRequest.vllm:type_name -> kvgrpc.v1.VllmPrompt
 	6,  // 3: kvgrpc.v1.ScoreResponse.scores:type_name -> kvgrpc.v1.CacheScore
 	7,  // 4: kvgrpc.v1.CacheScore.freshness:type_name -> kvgrpc.v1.Freshness
-	0,  // 5: kvgrpc.v1.Freshness.state:type_name -> kvgrpc.v1.SourceState
+	0,  // 5: kvgrpc.v1.Freshness.state:type_name -> kvgrpc.v1.IndexSourceState
 	12, // 6: kvgrpc.v1.Freshness.idle_time:type_name -> google.protobuf.Duration
-	10, // 7: kvgrpc.v1.ListSourcesResponse.sources:type_name -> kvgrpc.v1.Source
-	7,  // 8: kvgrpc.v1.Source.freshness:type_name -> kvgrpc.v1.Freshness
-	11, // 9: kvgrpc.v1.Source.blocks:type_name -> kvgrpc.v1.Source.BlocksEntry
-	4,  // 10: kvgrpc.v1.IndexService.Score:input_type -> kvgrpc.v1.ScoreRequest
-	8,  // 11: kvgrpc.v1.IndexService.ListSources:input_type -> kvgrpc.v1.ListSourcesRequest
-	5,  // 12: kvgrpc.v1.IndexService.Score:output_type -> kvgrpc.v1.ScoreResponse
-	9,  // 13: kvgrpc.v1.IndexService.ListSources:output_type -> kvgrpc.v1.ListSourcesResponse
-	12, // [12:14] is the sub-list for method output_type
-	10, // [10:12] is the sub-list for method input_type
-	10, // [10:10] is the sub-list for extension type_name
-	10, // [10:10] is the sub-list for extension extendee
-	0,  // [0:10] is the sub-list for field type_name
+	11, // 7: kvgrpc.v1.ListSourcesResponse.sources:type_name -> kvgrpc.v1.IndexSource
+	13, // 8: kvgrpc.v1.TierBlocks.tier:type_name -> kvgrpc.v1.Tier
+	7,  // 9: kvgrpc.v1.IndexSource.freshness:type_name -> kvgrpc.v1.Freshness
+	10, // 10: kvgrpc.v1.IndexSource.blocks:type_name -> kvgrpc.v1.TierBlocks
+	4,  // 11: kvgrpc.v1.IndexService.Score:input_type -> kvgrpc.v1.ScoreRequest
+	8,  // 12: kvgrpc.v1.IndexService.ListSources:input_type -> kvgrpc.v1.ListSourcesRequest
+	5,  // 13: kvgrpc.v1.IndexService.Score:output_type -> kvgrpc.v1.ScoreResponse
+	9,  // 14: kvgrpc.v1.IndexService.ListSources:output_type -> kvgrpc.v1.ListSourcesResponse
+	13, // [13:15] is the sub-list for method output_type
+	11, // [11:13] is the sub-list for method input_type
+	11, // [11:11] is the sub-list for extension type_name
+	11, // [11:11] is the sub-list for extension extendee
+	0,  // [0:11] is the sub-list for field type_name
 }
 
 func init() { file_kvgrpc_v1_index_service_proto_init() }
@@ -1062,6 +1133,7 @@ func file_kvgrpc_v1_index_service_proto_init() {
 	if File_kvgrpc_v1_index_service_proto != nil {
 		return
 	}
+	file_kvgrpc_v1_common_proto_init()
 	file_kvgrpc_v1_index_service_proto_msgTypes[3].OneofWrappers = []any{
 		(*ScoreRequest_BlockHashes)(nil),
 		(*ScoreRequest_Sglang)(nil),

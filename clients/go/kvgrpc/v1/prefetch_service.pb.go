@@ -25,63 +25,6 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// A tier of the cache.
-type CacheTier int32
-
-const (
-	// Never sent.
-	CacheTier_CACHE_TIER_UNSPECIFIED CacheTier = 0
-	// Memory of the accelerator.
-	CacheTier_CACHE_TIER_DEVICE CacheTier = 1
-	// Host memory of the engine's process.
-	CacheTier_CACHE_TIER_HOST CacheTier = 2
-	// The storage backend.
-	CacheTier_CACHE_TIER_STORAGE CacheTier = 3
-)
-
-// Enum value maps for CacheTier.
-var (
-	CacheTier_name = map[int32]string{
-		0: "CACHE_TIER_UNSPECIFIED",
-		1: "CACHE_TIER_DEVICE",
-		2: "CACHE_TIER_HOST",
-		3: "CACHE_TIER_STORAGE",
-	}
-	CacheTier_value = map[string]int32{
-		"CACHE_TIER_UNSPECIFIED": 0,
-		"CACHE_TIER_DEVICE":      1,
-		"CACHE_TIER_HOST":        2,
-		"CACHE_TIER_STORAGE":     3,
-	}
-)
-
-func (x CacheTier) Enum() *CacheTier {
-	p := new(CacheTier)
-	*p = x
-	return p
-}
-
-func (x CacheTier) String() string {
-	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
-}
-
-func (CacheTier) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvgrpc_v1_prefetch_service_proto_enumTypes[0].Descriptor()
-}
-
-func (CacheTier) Type() protoreflect.EnumType {
-	return &file_kvgrpc_v1_prefetch_service_proto_enumTypes[0]
-}
-
-func (x CacheTier) Number() protoreflect.EnumNumber {
-	return protoreflect.EnumNumber(x)
-}
-
-// Deprecated: Use CacheTier.Descriptor instead.
-func (CacheTier) EnumDescriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_prefetch_service_proto_rawDescGZIP(), []int{0}
-}
-
 // What an operation does.
 type OperationKind int32
 
@@ -119,11 +62,11 @@ func (x OperationKind) String() string {
 }
 
 func (OperationKind) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvgrpc_v1_prefetch_service_proto_enumTypes[1].Descriptor()
+	return file_kvgrpc_v1_prefetch_service_proto_enumTypes[0].Descriptor()
 }
 
 func (OperationKind) Type() protoreflect.EnumType {
-	return &file_kvgrpc_v1_prefetch_service_proto_enumTypes[1]
+	return &file_kvgrpc_v1_prefetch_service_proto_enumTypes[0]
 }
 
 func (x OperationKind) Number() protoreflect.EnumNumber {
@@ -132,7 +75,7 @@ func (x OperationKind) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use OperationKind.Descriptor instead.
 func (OperationKind) EnumDescriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_prefetch_service_proto_rawDescGZIP(), []int{1}
+	return file_kvgrpc_v1_prefetch_service_proto_rawDescGZIP(), []int{0}
 }
 
 // State of an operation. It ends in exactly one of those from DONE on.
@@ -208,11 +151,11 @@ func (x OperationState) String() string {
 }
 
 func (OperationState) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvgrpc_v1_prefetch_service_proto_enumTypes[2].Descriptor()
+	return file_kvgrpc_v1_prefetch_service_proto_enumTypes[1].Descriptor()
 }
 
 func (OperationState) Type() protoreflect.EnumType {
-	return &file_kvgrpc_v1_prefetch_service_proto_enumTypes[2]
+	return &file_kvgrpc_v1_prefetch_service_proto_enumTypes[1]
 }
 
 func (x OperationState) Number() protoreflect.EnumNumber {
@@ -221,7 +164,7 @@ func (x OperationState) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use OperationState.Descriptor instead.
 func (OperationState) EnumDescriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_prefetch_service_proto_rawDescGZIP(), []int{2}
+	return file_kvgrpc_v1_prefetch_service_proto_rawDescGZIP(), []int{1}
 }
 
 // Why an operation was declined or ended early.
@@ -301,11 +244,11 @@ func (x OperationStop) String() string {
 }
 
 func (OperationStop) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvgrpc_v1_prefetch_service_proto_enumTypes[3].Descriptor()
+	return file_kvgrpc_v1_prefetch_service_proto_enumTypes[2].Descriptor()
 }
 
 func (OperationStop) Type() protoreflect.EnumType {
-	return &file_kvgrpc_v1_prefetch_service_proto_enumTypes[3]
+	return &file_kvgrpc_v1_prefetch_service_proto_enumTypes[2]
 }
 
 func (x OperationStop) Number() protoreflect.EnumNumber {
@@ -314,7 +257,7 @@ func (x OperationStop) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use OperationStop.Descriptor instead.
 func (OperationStop) EnumDescriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_prefetch_service_proto_rawDescGZIP(), []int{3}
+	return file_kvgrpc_v1_prefetch_service_proto_rawDescGZIP(), []int{2}
 }
 
 // What became of one page.
@@ -366,11 +309,11 @@ func (x PageOutcome) String() string {
 }
 
 func (PageOutcome) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvgrpc_v1_prefetch_service_proto_enumTypes[4].Descriptor()
+	return file_kvgrpc_v1_prefetch_service_proto_enumTypes[3].Descriptor()
 }
 
 func (PageOutcome) Type() protoreflect.EnumType {
-	return &file_kvgrpc_v1_prefetch_service_proto_enumTypes[4]
+	return &file_kvgrpc_v1_prefetch_service_proto_enumTypes[3]
 }
 
 func (x PageOutcome) Number() protoreflect.EnumNumber {
@@ -379,7 +322,7 @@ func (x PageOutcome) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use PageOutcome.Descriptor instead.
 func (PageOutcome) EnumDescriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_prefetch_service_proto_rawDescGZIP(), []int{4}
+	return file_kvgrpc_v1_prefetch_service_proto_rawDescGZIP(), []int{3}
 }
 
 // Step of an operation that is agreed on.
@@ -423,11 +366,11 @@ func (x AgreementStage) String() string {
 }
 
 func (AgreementStage) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvgrpc_v1_prefetch_service_proto_enumTypes[5].Descriptor()
+	return file_kvgrpc_v1_prefetch_service_proto_enumTypes[4].Descriptor()
 }
 
 func (AgreementStage) Type() protoreflect.EnumType {
-	return &file_kvgrpc_v1_prefetch_service_proto_enumTypes[5]
+	return &file_kvgrpc_v1_prefetch_service_proto_enumTypes[4]
 }
 
 func (x AgreementStage) Number() protoreflect.EnumNumber {
@@ -436,7 +379,7 @@ func (x AgreementStage) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use AgreementStage.Descriptor instead.
 func (AgreementStage) EnumDescriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_prefetch_service_proto_rawDescGZIP(), []int{5}
+	return file_kvgrpc_v1_prefetch_service_proto_rawDescGZIP(), []int{4}
 }
 
 // Pages of a prompt, by its tokens or by its page hashes; give one of the two.
@@ -446,7 +389,7 @@ type PromptPages struct {
 	Tokens []uint64 `protobuf:"varint,1,rep,packed,name=tokens,proto3" json:"tokens,omitempty"`
 	// SGLang's chain of SHA-256, 32 bytes each, from the first page of the prompt on. At most 65,536.
 	PageHashes [][]byte `protobuf:"bytes,2,rep,name=page_hashes,json=pageHashes,proto3" json:"page_hashes,omitempty"`
-	// Namespace within the model, such as a LoRA; part of the hash of the first page, and of the keys in storage: page
+	// Scope within the model, such as a LoRA; part of the hash of the first page, and of the keys in storage: page
 	// hashes without the extra key that they were made with are not found there. Absent differs from empty where there is
 	// a salt. At most 1,024 characters, as the salt.
 	ExtraKey *string `protobuf:"bytes,3,opt,name=extra_key,json=extraKey,proto3,oneof" json:"extra_key,omitempty"`
@@ -1569,7 +1512,7 @@ func (x *CacheNamespace) GetPageTokens() uint32 {
 type CacheTierUse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Which.
-	Tier CacheTier `protobuf:"varint,1,opt,name=tier,proto3,enum=kvgrpc.v1.CacheTier" json:"tier,omitempty"`
+	Tier Tier `protobuf:"varint,1,opt,name=tier,proto3,enum=kvgrpc.v1.Tier" json:"tier,omitempty"`
 	// Pages that fit; 0 where only storage itself knows.
 	Pages uint64 `protobuf:"varint,2,opt,name=pages,proto3" json:"pages,omitempty"`
 	// Pages that are in use.
@@ -1614,11 +1557,11 @@ func (*CacheTierUse) Descriptor() ([]byte, []int) {
 	return file_kvgrpc_v1_prefetch_service_proto_rawDescGZIP(), []int{16}
 }
 
-func (x *CacheTierUse) GetTier() CacheTier {
+func (x *CacheTierUse) GetTier() Tier {
 	if x != nil {
 		return x.Tier
 	}
-	return CacheTier_CACHE_TIER_UNSPECIFIED
+	return Tier_TIER_UNSPECIFIED
 }
 
 func (x *CacheTierUse) GetPages() uint64 {
@@ -1662,7 +1605,7 @@ type GetCacheInfoResponse struct {
 	// Who answers.
 	Rank *RankRef `protobuf:"bytes,1,opt,name=rank,proto3" json:"rank,omitempty"`
 	// What its pages are.
-	Namespace *CacheNamespace `protobuf:"bytes,2,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	CacheNamespace *CacheNamespace `protobuf:"bytes,2,opt,name=cache_namespace,json=cacheNamespace,proto3" json:"cache_namespace,omitempty"`
 	// Tiers, device first; those that this rank does not have are left out.
 	Tiers []*CacheTierUse `protobuf:"bytes,3,rep,name=tiers,proto3" json:"tiers,omitempty"`
 	// Name of the storage backend; empty: none.
@@ -1726,9 +1669,9 @@ func (x *GetCacheInfoResponse) GetRank() *RankRef {
 	return nil
 }
 
-func (x *GetCacheInfoResponse) GetNamespace() *CacheNamespace {
+func (x *GetCacheInfoResponse) GetCacheNamespace() *CacheNamespace {
 	if x != nil {
-		return x.Namespace
+		return x.CacheNamespace
 	}
 	return nil
 }
@@ -1814,10 +1757,10 @@ func (x *GetCacheInfoResponse) GetAgreeingRanks() uint32 {
 type PurgePagesRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Must be this cache's, so that nobody purges another than was meant.
-	Namespace *CacheNamespace `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	CacheNamespace *CacheNamespace `protobuf:"bytes,1,opt,name=cache_namespace,json=cacheNamespace,proto3" json:"cache_namespace,omitempty"`
 	// Which tiers; none is an error.
-	Tiers []CacheTier `protobuf:"varint,2,rep,packed,name=tiers,proto3,enum=kvgrpc.v1.CacheTier" json:"tiers,omitempty"`
-	// Only pages of this namespace within the model; empty: of those without one; absent: of all.
+	Tiers []Tier `protobuf:"varint,2,rep,packed,name=tiers,proto3,enum=kvgrpc.v1.Tier" json:"tiers,omitempty"`
+	// Only pages of this scope within the model; empty: of those without one; absent: of all.
 	ExtraKey *string `protobuf:"bytes,3,opt,name=extra_key,json=extraKey,proto3,oneof" json:"extra_key,omitempty"`
 	// Count only.
 	DryRun        bool `protobuf:"varint,4,opt,name=dry_run,json=dryRun,proto3" json:"dry_run,omitempty"`
@@ -1855,14 +1798,14 @@ func (*PurgePagesRequest) Descriptor() ([]byte, []int) {
 	return file_kvgrpc_v1_prefetch_service_proto_rawDescGZIP(), []int{18}
 }
 
-func (x *PurgePagesRequest) GetNamespace() *CacheNamespace {
+func (x *PurgePagesRequest) GetCacheNamespace() *CacheNamespace {
 	if x != nil {
-		return x.Namespace
+		return x.CacheNamespace
 	}
 	return nil
 }
 
-func (x *PurgePagesRequest) GetTiers() []CacheTier {
+func (x *PurgePagesRequest) GetTiers() []Tier {
 	if x != nil {
 		return x.Tiers
 	}
@@ -2308,7 +2251,7 @@ type AgreementStart struct {
 	Priority int32 `protobuf:"zigzag32,4,opt,name=priority,proto3" json:"priority,omitempty"`
 	// As in StartPrefetch.
 	Tenant string `protobuf:"bytes,5,opt,name=tenant,proto3" json:"tenant,omitempty"`
-	// Namespace within the model, for a later purge.
+	// Scope within the model, for a later purge.
 	ExtraKey string `protobuf:"bytes,6,opt,name=extra_key,json=extraKey,proto3" json:"extra_key,omitempty"`
 	// What it does; unspecified: a prefetch.
 	Kind          OperationKind `protobuf:"varint,7,opt,name=kind,proto3,enum=kvgrpc.v1.OperationKind" json:"kind,omitempty"`
@@ -2641,9 +2584,9 @@ const file_kvgrpc_v1_prefetch_service_proto_rawDesc = "" +
 	"\x05dtype\x18\x02 \x01(\tR\x05dtype\x12\x16\n" +
 	"\x06layout\x18\x03 \x01(\tR\x06layout\x12\x1f\n" +
 	"\vpage_tokens\x18\x04 \x01(\rR\n" +
-	"pageTokens\"\xbb\x02\n" +
-	"\fCacheTierUse\x12(\n" +
-	"\x04tier\x18\x01 \x01(\x0e2\x14.kvgrpc.v1.CacheTierR\x04tier\x12\x18\n" +
+	"pageTokens\"\xb6\x02\n" +
+	"\fCacheTierUse\x12#\n" +
+	"\x04tier\x18\x01 \x01(\x0e2\x0f.kvgrpc.v1.TierR\x04tier\x12\x18\n" +
 	"\x05pages\x18\x02 \x01(\x04B\x020\x01R\x05pages\x12!\n" +
 	"\n" +
 	"used_pages\x18\x03 \x01(\x04B\x020\x01R\tusedPages\x12)\n" +
@@ -2653,10 +2596,10 @@ const file_kvgrpc_v1_prefetch_service_proto_rawDesc = "" +
 	"\x06counts\x18\x06 \x03(\v2#.kvgrpc.v1.CacheTierUse.CountsEntryR\x06counts\x1a9\n" +
 	"\vCountsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\x04R\x05value:\x028\x01\"\xb4\x04\n" +
+	"\x05value\x18\x02 \x01(\x04R\x05value:\x028\x01\"\xbf\x04\n" +
 	"\x14GetCacheInfoResponse\x12&\n" +
-	"\x04rank\x18\x01 \x01(\v2\x12.kvgrpc.v1.RankRefR\x04rank\x127\n" +
-	"\tnamespace\x18\x02 \x01(\v2\x19.kvgrpc.v1.CacheNamespaceR\tnamespace\x12-\n" +
+	"\x04rank\x18\x01 \x01(\v2\x12.kvgrpc.v1.RankRefR\x04rank\x12B\n" +
+	"\x0fcache_namespace\x18\x02 \x01(\v2\x19.kvgrpc.v1.CacheNamespaceR\x0ecacheNamespace\x12-\n" +
 	"\x05tiers\x18\x03 \x03(\v2\x17.kvgrpc.v1.CacheTierUseR\x05tiers\x12'\n" +
 	"\x0fstorage_backend\x18\x04 \x01(\tR\x0estorageBackend\x12'\n" +
 	"\x0fstorage_healthy\x18\x05 \x01(\bR\x0estorageHealthy\x12%\n" +
@@ -2669,10 +2612,10 @@ const file_kvgrpc_v1_prefetch_service_proto_rawDesc = "" +
 	" \x01(\x04B\x020\x01R\roccupiedLimit\x12)\n" +
 	"\x10threshold_tokens\x18\v \x01(\rR\x0fthresholdTokens\x12'\n" +
 	"\x0fopen_operations\x18\f \x01(\rR\x0eopenOperations\x12%\n" +
-	"\x0eagreeing_ranks\x18\r \x01(\rR\ragreeingRanks\"\xc1\x01\n" +
-	"\x11PurgePagesRequest\x127\n" +
-	"\tnamespace\x18\x01 \x01(\v2\x19.kvgrpc.v1.CacheNamespaceR\tnamespace\x12*\n" +
-	"\x05tiers\x18\x02 \x03(\x0e2\x14.kvgrpc.v1.CacheTierR\x05tiers\x12 \n" +
+	"\x0eagreeing_ranks\x18\r \x01(\rR\ragreeingRanks\"\xc7\x01\n" +
+	"\x11PurgePagesRequest\x12B\n" +
+	"\x0fcache_namespace\x18\x01 \x01(\v2\x19.kvgrpc.v1.CacheNamespaceR\x0ecacheNamespace\x12%\n" +
+	"\x05tiers\x18\x02 \x03(\x0e2\x0f.kvgrpc.v1.TierR\x05tiers\x12 \n" +
 	"\textra_key\x18\x03 \x01(\tH\x00R\bextraKey\x88\x01\x01\x12\x17\n" +
 	"\adry_run\x18\x04 \x01(\bR\x06dryRunB\f\n" +
 	"\n" +
@@ -2727,12 +2670,7 @@ const file_kvgrpc_v1_prefetch_service_proto_rawDesc = "" +
 	"terminated\x18\x04 \x03(\tR\n" +
 	"terminated\x12%\n" +
 	"\x04live\x18\x05 \x03(\v2\x11.kvgrpc.v1.RankIdR\x04live\x12\x16\n" +
-	"\x04beat\x18\x06 \x01(\x04B\x020\x01R\x04beat*k\n" +
-	"\tCacheTier\x12\x1a\n" +
-	"\x16CACHE_TIER_UNSPECIFIED\x10\x00\x12\x15\n" +
-	"\x11CACHE_TIER_DEVICE\x10\x01\x12\x13\n" +
-	"\x0fCACHE_TIER_HOST\x10\x02\x12\x16\n" +
-	"\x12CACHE_TIER_STORAGE\x10\x03*g\n" +
+	"\x04beat\x18\x06 \x01(\x04B\x020\x01R\x04beat*g\n" +
 	"\rOperationKind\x12\x1e\n" +
 	"\x1aOPERATION_KIND_UNSPECIFIED\x10\x00\x12\x1b\n" +
 	"\x17OPERATION_KIND_PREFETCH\x10\x01\x12\x19\n" +
@@ -2789,7 +2727,8 @@ const file_kvgrpc_v1_prefetch_service_proto_rawDesc = "" +
 	"\n" +
 	"PurgePages\x12\x1c.kvgrpc.v1.PurgePagesRequest\x1a\x1d.kvgrpc.v1.PurgePagesResponse\"\x03\x90\x02\x02\x12H\n" +
 	"\bPinPages\x12\x1a.kvgrpc.v1.PinPagesRequest\x1a\x1b.kvgrpc.v1.PinPagesResponse\"\x03\x90\x02\x02\x12V\n" +
-	"\rJoinAgreement\x12\x1f.kvgrpc.v1.JoinAgreementRequest\x1a .kvgrpc.v1.JoinAgreementResponse(\x010\x01B\"Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1b\x06proto3"
+	"\rJoinAgreement\x12\x1f.kvgrpc.v1.JoinAgreementRequest\x1a .kvgrpc.v1.JoinAgreementResponse(\x010\x01B?\n" +
+	"\rdev.kvgrpc.v1P\x01Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1\xaa\x02\tKvgrpc.V1b\x06proto3"
 
 var (
 	file_kvgrpc_v1_prefetch_service_proto_rawDescOnce sync.Once
@@ -2803,113 +2742,113 @@ func file_kvgrpc_v1_prefetch_service_proto_rawDescGZIP() []byte {
 	return file_kvgrpc_v1_prefetch_service_proto_rawDescData
 }
 
-var file_kvgrpc_v1_prefetch_service_proto_enumTypes = make([]protoimpl.EnumInfo, 6)
+var file_kvgrpc_v1_prefetch_service_proto_enumTypes = make([]protoimpl.EnumInfo, 5)
 var file_kvgrpc_v1_prefetch_service_proto_msgTypes = make([]protoimpl.MessageInfo, 29)
 var file_kvgrpc_v1_prefetch_service_proto_goTypes = []any{
-	(CacheTier)(0),                    // 0: kvgrpc.v1.CacheTier
-	(OperationKind)(0),                // 1: kvgrpc.v1.OperationKind
-	(OperationState)(0),               // 2: kvgrpc.v1.OperationState
-	(OperationStop)(0),                // 3: kvgrpc.v1.OperationStop
-	(PageOutcome)(0),                  // 4: kvgrpc.v1.PageOutcome
-	(AgreementStage)(0),               // 5: kvgrpc.v1.AgreementStage
-	(*PromptPages)(nil),               // 6: kvgrpc.v1.PromptPages
-	(*CacheOperation)(nil),            // 7: kvgrpc.v1.CacheOperation
-	(*LookupRequest)(nil),             // 8: kvgrpc.v1.LookupRequest
-	(*LookupResponse)(nil),            // 9: kvgrpc.v1.LookupResponse
-	(*StartPrefetchRequest)(nil),      // 10: kvgrpc.v1.StartPrefetchRequest
-	(*StartPrefetchResponse)(nil),     // 11: kvgrpc.v1.StartPrefetchResponse
-	(*WatchOperationsRequest)(nil),    // 12: kvgrpc.v1.WatchOperationsRequest
-	(*WatchOperationsResponse)(nil),   // 13: kvgrpc.v1.WatchOperationsResponse
-	(*TerminatePrefetchRequest)(nil),  // 14: kvgrpc.v1.TerminatePrefetchRequest
-	(*TerminatePrefetchResponse)(nil), // 15: kvgrpc.v1.TerminatePrefetchResponse
-	(*StartBackupRequest)(nil),        // 16: kvgrpc.v1.StartBackupRequest
-	(*StartBackupResponse)(nil),       // 17: kvgrpc.v1.StartBackupResponse
-	(*ListOperationsRequest)(nil),     // 18: kvgrpc.v1.ListOperationsRequest
-	(*ListOperationsResponse)(nil),    // 19: kvgrpc.v1.ListOperationsResponse
-	(*GetCacheInfoRequest)(nil),       // 20: kvgrpc.v1.GetCacheInfoRequest
-	(*CacheNamespace)(nil),            // 21: kvgrpc.v1.CacheNamespace
-	(*CacheTierUse)(nil),              // 22: kvgrpc.v1.CacheTierUse
-	(*GetCacheInfoResponse)(nil),      // 23: kvgrpc.v1.GetCacheInfoResponse
-	(*PurgePagesRequest)(nil),         // 24: kvgrpc.v1.PurgePagesRequest
-	(*PurgePagesResponse)(nil),        // 25: kvgrpc.v1.PurgePagesResponse
-	(*PinPagesRequest)(nil),           // 26: kvgrpc.v1.PinPagesRequest
-	(*PinPagesResponse)(nil),          // 27: kvgrpc.v1.PinPagesResponse
-	(*AgreementHello)(nil),            // 28: kvgrpc.v1.AgreementHello
-	(*AgreementVote)(nil),             // 29: kvgrpc.v1.AgreementVote
-	(*AgreementDecision)(nil),         // 30: kvgrpc.v1.AgreementDecision
-	(*AgreementStart)(nil),            // 31: kvgrpc.v1.AgreementStart
-	(*JoinAgreementRequest)(nil),      // 32: kvgrpc.v1.JoinAgreementRequest
-	(*JoinAgreementResponse)(nil),     // 33: kvgrpc.v1.JoinAgreementResponse
-	nil,                               // 34: kvgrpc.v1.CacheTierUse.CountsEntry
-	(*timestamppb.Timestamp)(nil),     // 35: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),       // 36: google.protobuf.Duration
-	(*Failure)(nil),                   // 37: kvgrpc.v1.Failure
+	(OperationKind)(0),                // 0: kvgrpc.v1.OperationKind
+	(OperationState)(0),               // 1: kvgrpc.v1.OperationState
+	(OperationStop)(0),                // 2: kvgrpc.v1.OperationStop
+	(PageOutcome)(0),                  // 3: kvgrpc.v1.PageOutcome
+	(AgreementStage)(0),               // 4: kvgrpc.v1.AgreementStage
+	(*PromptPages)(nil),               // 5: kvgrpc.v1.PromptPages
+	(*CacheOperation)(nil),            // 6: kvgrpc.v1.CacheOperation
+	(*LookupRequest)(nil),             // 7: kvgrpc.v1.LookupRequest
+	(*LookupResponse)(nil),            // 8: kvgrpc.v1.LookupResponse
+	(*StartPrefetchRequest)(nil),      // 9: kvgrpc.v1.StartPrefetchRequest
+	(*StartPrefetchResponse)(nil),     // 10: kvgrpc.v1.StartPrefetchResponse
+	(*WatchOperationsRequest)(nil),    // 11: kvgrpc.v1.WatchOperationsRequest
+	(*WatchOperationsResponse)(nil),   // 12: kvgrpc.v1.WatchOperationsResponse
+	(*TerminatePrefetchRequest)(nil),  // 13: kvgrpc.v1.TerminatePrefetchRequest
+	(*TerminatePrefetchResponse)(nil), // 14: kvgrpc.v1.TerminatePrefetchResponse
+	(*StartBackupRequest)(nil),        // 15: kvgrpc.v1.StartBackupRequest
+	(*StartBackupResponse)(nil),       // 16: kvgrpc.v1.StartBackupResponse
+	(*ListOperationsRequest)(nil),     // 17: kvgrpc.v1.ListOperationsRequest
+	(*ListOperationsResponse)(nil),    // 18: kvgrpc.v1.ListOperationsResponse
+	(*GetCacheInfoRequest)(nil),       // 19: kvgrpc.v1.GetCacheInfoRequest
+	(*CacheNamespace)(nil),            // 20: kvgrpc.v1.CacheNamespace
+	(*CacheTierUse)(nil),              // 21: kvgrpc.v1.CacheTierUse
+	(*GetCacheInfoResponse)(nil),      // 22: kvgrpc.v1.GetCacheInfoResponse
+	(*PurgePagesRequest)(nil),         // 23: kvgrpc.v1.PurgePagesRequest
+	(*PurgePagesResponse)(nil),        // 24: kvgrpc.v1.PurgePagesResponse
+	(*PinPagesRequest)(nil),           // 25: kvgrpc.v1.PinPagesRequest
+	(*PinPagesResponse)(nil),          // 26: kvgrpc.v1.PinPagesResponse
+	(*AgreementHello)(nil),            // 27: kvgrpc.v1.AgreementHello
+	(*AgreementVote)(nil),             // 28: kvgrpc.v1.AgreementVote
+	(*AgreementDecision)(nil),         // 29: kvgrpc.v1.AgreementDecision
+	(*AgreementStart)(nil),            // 30: kvgrpc.v1.AgreementStart
+	(*JoinAgreementRequest)(nil),      // 31: kvgrpc.v1.JoinAgreementRequest
+	(*JoinAgreementResponse)(nil),     // 32: kvgrpc.v1.JoinAgreementResponse
+	nil,                               // 33: kvgrpc.v1.CacheTierUse.CountsEntry
+	(*timestamppb.Timestamp)(nil),     // 34: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),       // 35: google.protobuf.Duration
+	(*Failure)(nil),                   // 36: kvgrpc.v1.Failure
+	(Tier)(0),                         // 37: kvgrpc.v1.Tier
 	(*RankRef)(nil),                   // 38: kvgrpc.v1.RankRef
 	(*Layout)(nil),                    // 39: kvgrpc.v1.Layout
 	(*RankId)(nil),                    // 40: kvgrpc.v1.RankId
 }
 var file_kvgrpc_v1_prefetch_service_proto_depIdxs = []int32{
-	1,  // 0: kvgrpc.v1.CacheOperation.kind:type_name -> kvgrpc.v1.OperationKind
-	2,  // 1: kvgrpc.v1.CacheOperation.state:type_name -> kvgrpc.v1.OperationState
-	3,  // 2: kvgrpc.v1.CacheOperation.stop:type_name -> kvgrpc.v1.OperationStop
-	35, // 3: kvgrpc.v1.CacheOperation.start_time:type_name -> google.protobuf.Timestamp
-	36, // 4: kvgrpc.v1.CacheOperation.took:type_name -> google.protobuf.Duration
-	4,  // 5: kvgrpc.v1.CacheOperation.page_outcomes:type_name -> kvgrpc.v1.PageOutcome
-	37, // 6: kvgrpc.v1.CacheOperation.failure:type_name -> kvgrpc.v1.Failure
-	6,  // 7: kvgrpc.v1.LookupRequest.pages:type_name -> kvgrpc.v1.PromptPages
-	6,  // 8: kvgrpc.v1.StartPrefetchRequest.pages:type_name -> kvgrpc.v1.PromptPages
-	36, // 9: kvgrpc.v1.StartPrefetchRequest.timeout:type_name -> google.protobuf.Duration
-	7,  // 10: kvgrpc.v1.StartPrefetchResponse.operation:type_name -> kvgrpc.v1.CacheOperation
-	7,  // 11: kvgrpc.v1.WatchOperationsResponse.operations:type_name -> kvgrpc.v1.CacheOperation
-	7,  // 12: kvgrpc.v1.TerminatePrefetchResponse.operation:type_name -> kvgrpc.v1.CacheOperation
-	6,  // 13: kvgrpc.v1.StartBackupRequest.pages:type_name -> kvgrpc.v1.PromptPages
-	36, // 14: kvgrpc.v1.StartBackupRequest.timeout:type_name -> google.protobuf.Duration
-	7,  // 15: kvgrpc.v1.StartBackupResponse.operation:type_name -> kvgrpc.v1.CacheOperation
-	7,  // 16: kvgrpc.v1.ListOperationsResponse.operations:type_name -> kvgrpc.v1.CacheOperation
-	0,  // 17: kvgrpc.v1.CacheTierUse.tier:type_name -> kvgrpc.v1.CacheTier
-	34, // 18: kvgrpc.v1.CacheTierUse.counts:type_name -> kvgrpc.v1.CacheTierUse.CountsEntry
+	0,  // 0: kvgrpc.v1.CacheOperation.kind:type_name -> kvgrpc.v1.OperationKind
+	1,  // 1: kvgrpc.v1.CacheOperation.state:type_name -> kvgrpc.v1.OperationState
+	2,  // 2: kvgrpc.v1.CacheOperation.stop:type_name -> kvgrpc.v1.OperationStop
+	34, // 3: kvgrpc.v1.CacheOperation.start_time:type_name -> google.protobuf.Timestamp
+	35, // 4: kvgrpc.v1.CacheOperation.took:type_name -> google.protobuf.Duration
+	3,  // 5: kvgrpc.v1.CacheOperation.page_outcomes:type_name -> kvgrpc.v1.PageOutcome
+	36, // 6: kvgrpc.v1.CacheOperation.failure:type_name -> kvgrpc.v1.Failure
+	5,  // 7: kvgrpc.v1.LookupRequest.pages:type_name -> kvgrpc.v1.PromptPages
+	5,  // 8: kvgrpc.v1.StartPrefetchRequest.pages:type_name -> kvgrpc.v1.PromptPages
+	35, // 9: kvgrpc.v1.StartPrefetchRequest.timeout:type_name -> google.protobuf.Duration
+	6,  // 10: kvgrpc.v1.StartPrefetchResponse.operation:type_name -> kvgrpc.v1.CacheOperation
+	6,  // 11: kvgrpc.v1.WatchOperationsResponse.operations:type_name -> kvgrpc.v1.CacheOperation
+	6,  // 12: kvgrpc.v1.TerminatePrefetchResponse.operation:type_name -> kvgrpc.v1.CacheOperation
+	5,  // 13: kvgrpc.v1.StartBackupRequest.pages:type_name -> kvgrpc.v1.PromptPages
+	35, // 14: kvgrpc.v1.StartBackupRequest.timeout:type_name -> google.protobuf.Duration
+	6,  // 15: kvgrpc.v1.StartBackupResponse.operation:type_name -> kvgrpc.v1.CacheOperation
+	6,  // 16: kvgrpc.v1.ListOperationsResponse.operations:type_name -> kvgrpc.v1.CacheOperation
+	37, // 17: kvgrpc.v1.CacheTierUse.tier:type_name -> kvgrpc.v1.Tier
+	33, // 18: kvgrpc.v1.CacheTierUse.counts:type_name -> kvgrpc.v1.CacheTierUse.CountsEntry
 	38, // 19: kvgrpc.v1.GetCacheInfoResponse.rank:type_name -> kvgrpc.v1.RankRef
-	21, // 20: kvgrpc.v1.GetCacheInfoResponse.namespace:type_name -> kvgrpc.v1.CacheNamespace
-	22, // 21: kvgrpc.v1.GetCacheInfoResponse.tiers:type_name -> kvgrpc.v1.CacheTierUse
-	21, // 22: kvgrpc.v1.PurgePagesRequest.namespace:type_name -> kvgrpc.v1.CacheNamespace
-	0,  // 23: kvgrpc.v1.PurgePagesRequest.tiers:type_name -> kvgrpc.v1.CacheTier
-	6,  // 24: kvgrpc.v1.PinPagesRequest.pages:type_name -> kvgrpc.v1.PromptPages
-	36, // 25: kvgrpc.v1.PinPagesRequest.duration:type_name -> google.protobuf.Duration
-	35, // 26: kvgrpc.v1.PinPagesResponse.until:type_name -> google.protobuf.Timestamp
+	20, // 20: kvgrpc.v1.GetCacheInfoResponse.cache_namespace:type_name -> kvgrpc.v1.CacheNamespace
+	21, // 21: kvgrpc.v1.GetCacheInfoResponse.tiers:type_name -> kvgrpc.v1.CacheTierUse
+	20, // 22: kvgrpc.v1.PurgePagesRequest.cache_namespace:type_name -> kvgrpc.v1.CacheNamespace
+	37, // 23: kvgrpc.v1.PurgePagesRequest.tiers:type_name -> kvgrpc.v1.Tier
+	5,  // 24: kvgrpc.v1.PinPagesRequest.pages:type_name -> kvgrpc.v1.PromptPages
+	35, // 25: kvgrpc.v1.PinPagesRequest.duration:type_name -> google.protobuf.Duration
+	34, // 26: kvgrpc.v1.PinPagesResponse.until:type_name -> google.protobuf.Timestamp
 	38, // 27: kvgrpc.v1.AgreementHello.member:type_name -> kvgrpc.v1.RankRef
 	38, // 28: kvgrpc.v1.AgreementHello.to:type_name -> kvgrpc.v1.RankRef
 	39, // 29: kvgrpc.v1.AgreementHello.layout:type_name -> kvgrpc.v1.Layout
-	5,  // 30: kvgrpc.v1.AgreementVote.stage:type_name -> kvgrpc.v1.AgreementStage
-	3,  // 31: kvgrpc.v1.AgreementVote.stop:type_name -> kvgrpc.v1.OperationStop
-	5,  // 32: kvgrpc.v1.AgreementDecision.stage:type_name -> kvgrpc.v1.AgreementStage
-	3,  // 33: kvgrpc.v1.AgreementDecision.stop:type_name -> kvgrpc.v1.OperationStop
-	36, // 34: kvgrpc.v1.AgreementStart.timeout:type_name -> google.protobuf.Duration
-	1,  // 35: kvgrpc.v1.AgreementStart.kind:type_name -> kvgrpc.v1.OperationKind
-	28, // 36: kvgrpc.v1.JoinAgreementRequest.hello:type_name -> kvgrpc.v1.AgreementHello
-	29, // 37: kvgrpc.v1.JoinAgreementRequest.votes:type_name -> kvgrpc.v1.AgreementVote
-	31, // 38: kvgrpc.v1.JoinAgreementResponse.starts:type_name -> kvgrpc.v1.AgreementStart
-	30, // 39: kvgrpc.v1.JoinAgreementResponse.decisions:type_name -> kvgrpc.v1.AgreementDecision
+	4,  // 30: kvgrpc.v1.AgreementVote.stage:type_name -> kvgrpc.v1.AgreementStage
+	2,  // 31: kvgrpc.v1.AgreementVote.stop:type_name -> kvgrpc.v1.OperationStop
+	4,  // 32: kvgrpc.v1.AgreementDecision.stage:type_name -> kvgrpc.v1.AgreementStage
+	2,  // 33: kvgrpc.v1.AgreementDecision.stop:type_name -> kvgrpc.v1.OperationStop
+	35, // 34: kvgrpc.v1.AgreementStart.timeout:type_name -> google.protobuf.Duration
+	0,  // 35: kvgrpc.v1.AgreementStart.kind:type_name -> kvgrpc.v1.OperationKind
+	27, // 36: kvgrpc.v1.JoinAgreementRequest.hello:type_name -> kvgrpc.v1.AgreementHello
+	28, // 37: kvgrpc.v1.JoinAgreementRequest.votes:type_name -> kvgrpc.v1.AgreementVote
+	30, // 38: kvgrpc.v1.JoinAgreementResponse.starts:type_name -> kvgrpc.v1.AgreementStart
+	29, // 39: kvgrpc.v1.JoinAgreementResponse.decisions:type_name -> kvgrpc.v1.AgreementDecision
 	40, // 40: kvgrpc.v1.JoinAgreementResponse.live:type_name -> kvgrpc.v1.RankId
-	8,  // 41: kvgrpc.v1.PrefetchService.Lookup:input_type -> kvgrpc.v1.LookupRequest
-	10, // 42: kvgrpc.v1.PrefetchService.StartPrefetch:input_type -> kvgrpc.v1.StartPrefetchRequest
-	12, // 43: kvgrpc.v1.PrefetchService.WatchOperations:input_type -> kvgrpc.v1.WatchOperationsRequest
-	14, // 44: kvgrpc.v1.PrefetchService.TerminatePrefetch:input_type -> kvgrpc.v1.TerminatePrefetchRequest
-	16, // 45: kvgrpc.v1.PrefetchService.StartBackup:input_type -> kvgrpc.v1.StartBackupRequest
-	18, // 46: kvgrpc.v1.PrefetchService.ListOperations:input_type -> kvgrpc.v1.ListOperationsRequest
-	20, // 47: kvgrpc.v1.PrefetchService.GetCacheInfo:input_type -> kvgrpc.v1.GetCacheInfoRequest
-	24, // 48: kvgrpc.v1.PrefetchService.PurgePages:input_type -> kvgrpc.v1.PurgePagesRequest
-	26, // 49: kvgrpc.v1.PrefetchService.PinPages:input_type -> kvgrpc.v1.PinPagesRequest
-	32, // 50: kvgrpc.v1.PrefetchService.JoinAgreement:input_type -> kvgrpc.v1.JoinAgreementRequest
-	9,  // 51: kvgrpc.v1.PrefetchService.Lookup:output_type -> kvgrpc.v1.LookupResponse
-	11, // 52: kvgrpc.v1.PrefetchService.StartPrefetch:output_type -> kvgrpc.v1.StartPrefetchResponse
-	13, // 53: kvgrpc.v1.PrefetchService.WatchOperations:output_type -> kvgrpc.v1.WatchOperationsResponse
-	15, // 54: kvgrpc.v1.PrefetchService.TerminatePrefetch:output_type -> kvgrpc.v1.TerminatePrefetchResponse
-	17, // 55: kvgrpc.v1.PrefetchService.StartBackup:output_type -> kvgrpc.v1.StartBackupResponse
-	19, // 56: kvgrpc.v1.PrefetchService.ListOperations:output_type -> kvgrpc.v1.ListOperationsResponse
-	23, // 57: kvgrpc.v1.PrefetchService.GetCacheInfo:output_type -> kvgrpc.v1.GetCacheInfoResponse
-	25, // 58: kvgrpc.v1.PrefetchService.PurgePages:output_type -> kvgrpc.v1.PurgePagesResponse
-	27, // 59: kvgrpc.v1.PrefetchService.PinPages:output_type -> kvgrpc.v1.PinPagesResponse
-	33, // 60: kvgrpc.v1.PrefetchService.JoinAgreement:output_type -> kvgrpc.v1.JoinAgreementResponse
+	7,  // 41: kvgrpc.v1.PrefetchService.Lookup:input_type -> kvgrpc.v1.LookupRequest
+	9,  // 42: kvgrpc.v1.PrefetchService.StartPrefetch:input_type -> kvgrpc.v1.StartPrefetchRequest
+	11, // 43: kvgrpc.v1.PrefetchService.WatchOperations:input_type -> kvgrpc.v1.WatchOperationsRequest
+	13, // 44: kvgrpc.v1.PrefetchService.TerminatePrefetch:input_type -> kvgrpc.v1.TerminatePrefetchRequest
+	15, // 45: kvgrpc.v1.PrefetchService.StartBackup:input_type -> kvgrpc.v1.StartBackupRequest
+	17, // 46: kvgrpc.v1.PrefetchService.ListOperations:input_type -> kvgrpc.v1.ListOperationsRequest
+	19, // 47: kvgrpc.v1.PrefetchService.GetCacheInfo:input_type -> kvgrpc.v1.GetCacheInfoRequest
+	23, // 48: kvgrpc.v1.PrefetchService.PurgePages:input_type -> kvgrpc.v1.PurgePagesRequest
+	25, // 49: kvgrpc.v1.PrefetchService.PinPages:input_type -> kvgrpc.v1.PinPagesRequest
+	31, // 50: kvgrpc.v1.PrefetchService.JoinAgreement:input_type -> kvgrpc.v1.JoinAgreementRequest
+	8,  // 51: kvgrpc.v1.PrefetchService.Lookup:output_type -> kvgrpc.v1.LookupResponse
+	10, // 52: kvgrpc.v1.PrefetchService.StartPrefetch:output_type -> kvgrpc.v1.StartPrefetchResponse
+	12, // 53: kvgrpc.v1.PrefetchService.WatchOperations:output_type -> kvgrpc.v1.WatchOperationsResponse
+	14, // 54: kvgrpc.v1.PrefetchService.TerminatePrefetch:output_type -> kvgrpc.v1.TerminatePrefetchResponse
+	16, // 55: kvgrpc.v1.PrefetchService.StartBackup:output_type -> kvgrpc.v1.StartBackupResponse
+	18, // 56: kvgrpc.v1.PrefetchService.ListOperations:output_type -> kvgrpc.v1.ListOperationsResponse
+	22, // 57: kvgrpc.v1.PrefetchService.GetCacheInfo:output_type -> kvgrpc.v1.GetCacheInfoResponse
+	24, // 58: kvgrpc.v1.PrefetchService.PurgePages:output_type -> kvgrpc.v1.PurgePagesResponse
+	26, // 59: kvgrpc.v1.PrefetchService.PinPages:output_type -> kvgrpc.v1.PinPagesResponse
+	32, // 60: kvgrpc.v1.PrefetchService.JoinAgreement:output_type -> kvgrpc.v1.JoinAgreementResponse
 	51, // [51:61] is the sub-list for method output_type
 	41, // [41:51] is the sub-list for method input_type
 	41, // [41:41] is the sub-list for extension type_name
@@ -2931,7 +2870,7 @@ func file_kvgrpc_v1_prefetch_service_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvgrpc_v1_prefetch_service_proto_rawDesc), len(file_kvgrpc_v1_prefetch_service_proto_rawDesc)),
-			NumEnums:      6,
+			NumEnums:      5,
 			NumMessages:   29,
 			NumExtensions: 0,
 			NumServices:   1,

@@ -69,9 +69,9 @@ type PrefetchServiceClient interface {
 	// Tells what the cache is made of and how full its tiers are.
 	// Roles: rank, consumer, operator. Errors: none of its own.
 	GetCacheInfo(ctx context.Context, in *GetCacheInfoRequest, opts ...grpc.CallOption) (*GetCacheInfoResponse, error)
-	// Drops pages of this rank's cache that nobody uses, by tier, and says how many went. The namespace must be this
-	// cache's own, and pages of others that share the storage stay. With dry_run nothing goes; storage cannot tell without
-	// doing, and counts 0 then.
+	// Drops pages of this rank's cache that nobody uses, by tier, and says how many went. The cache_namespace must be this
+	// cache's own, and pages of others that share the storage stay. With dry_run nothing goes: pages
+	// are counted, of storage only where the backend can count without dropping.
 	// Roles: operator. Errors: INVALID_REQUEST, FEATURE_DISABLED, STORAGE_FAILED, PEER_UNREACHABLE.
 	PurgePages(ctx context.Context, in *PurgePagesRequest, opts ...grpc.CallOption) (*PurgePagesResponse, error)
 	// Keeps the leading pages that device and host have from eviction until a time. A repeat moves the time.
@@ -240,9 +240,9 @@ type PrefetchServiceServer interface {
 	// Tells what the cache is made of and how full its tiers are.
 	// Roles: rank, consumer, operator. Errors: none of its own.
 	GetCacheInfo(context.Context, *GetCacheInfoRequest) (*GetCacheInfoResponse, error)
-	// Drops pages of this rank's cache that nobody uses, by tier, and says how many went. The namespace must be this
-	// cache's own, and pages of others that share the storage stay. With dry_run nothing goes; storage cannot tell without
-	// doing, and counts 0 then.
+	// Drops pages of this rank's cache that nobody uses, by tier, and says how many went. The cache_namespace must be this
+	// cache's own, and pages of others that share the storage stay. With dry_run nothing goes: pages
+	// are counted, of storage only where the backend can count without dropping.
 	// Roles: operator. Errors: INVALID_REQUEST, FEATURE_DISABLED, STORAGE_FAILED, PEER_UNREACHABLE.
 	PurgePages(context.Context, *PurgePagesRequest) (*PurgePagesResponse, error)
 	// Keeps the leading pages that device and host have from eviction until a time. A repeat moves the time.

@@ -91,7 +91,7 @@ type RankRow struct {
 	// Parallel sizes of its engine; equal in all of its rows.
 	Layout *Layout `protobuf:"bytes,4,opt,name=layout,proto3" json:"layout,omitempty"`
 	// Shapes of its pools, with region addresses left at 0.
-	Pools []*Pool `protobuf:"bytes,5,rep,name=pools,proto3" json:"pools,omitempty"`
+	Pools []*PagePool `protobuf:"bytes,5,rep,name=pools,proto3" json:"pools,omitempty"`
 	// Name of its data plane: "mooncake", "shm".
 	DataPlane string `protobuf:"bytes,6,opt,name=data_plane,json=dataPlane,proto3" json:"data_plane,omitempty"`
 	// True where the engine's own balancer chooses the dp rank of a request, and not room % dp: TransferService.LocateRooms
@@ -164,7 +164,7 @@ func (x *RankRow) GetLayout() *Layout {
 	return nil
 }
 
-func (x *RankRow) GetPools() []*Pool {
+func (x *RankRow) GetPools() []*PagePool {
 	if x != nil {
 		return x.Pools
 	}
@@ -368,7 +368,7 @@ func (x *RegisterRequest) GetRows() []*RankRow {
 type RegisterResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Leases, in the order of the rows.
-	Leases []*Lease `protobuf:"bytes,1,rep,name=leases,proto3" json:"leases,omitempty"`
+	Leases []*RankLease `protobuf:"bytes,1,rep,name=leases,proto3" json:"leases,omitempty"`
 	// How long a lease lives without a renewal. Renew at a third of it.
 	Ttl *durationpb.Duration `protobuf:"bytes,2,opt,name=ttl,proto3" json:"ttl,omitempty"`
 	// Changes whenever the registry starts: leases of another one are unknown here.
@@ -407,7 +407,7 @@ func (*RegisterResponse) Descriptor() ([]byte, []int) {
 	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{4}
 }
 
-func (x *RegisterResponse) GetLeases() []*Lease {
+func (x *RegisterResponse) GetLeases() []*RankLease {
 	if x != nil {
 		return x.Leases
 	}
@@ -429,7 +429,7 @@ func (x *RegisterResponse) GetRegistryId() string {
 }
 
 // A row's right to exist.
-type Lease struct {
+type RankLease struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Which rank and incarnation.
 	Rank *RankRef `protobuf:"bytes,1,opt,name=rank,proto3" json:"rank,omitempty"`
@@ -439,20 +439,20 @@ type Lease struct {
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *Lease) Reset() {
-	*x = Lease{}
+func (x *RankLease) Reset() {
+	*x = RankLease{}
 	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *Lease) String() string {
+func (x *RankLease) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*Lease) ProtoMessage() {}
+func (*RankLease) ProtoMessage() {}
 
-func (x *Lease) ProtoReflect() protoreflect.Message {
+func (x *RankLease) ProtoReflect() protoreflect.Message {
 	mi := &file_kvgrpc_v1_registry_service_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
@@ -464,19 +464,19 @@ func (x *Lease) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use Lease.ProtoReflect.Descriptor instead.
-func (*Lease) Descriptor() ([]byte, []int) {
+// Deprecated: Use RankLease.ProtoReflect.Descriptor instead.
+func (*RankLease) Descriptor() ([]byte, []int) {
 	return file_kvgrpc_v1_registry_service_proto_rawDescGZIP(), []int{5}
 }
 
-func (x *Lease) GetRank() *RankRef {
+func (x *RankLease) GetRank() *RankRef {
 	if x != nil {
 		return x.Rank
 	}
 	return nil
 }
 
-func (x *Lease) GetLeaseId() uint64 {
+func (x *RankLease) GetLeaseId() uint64 {
 	if x != nil {
 		return x.LeaseId
 	}
@@ -681,7 +681,7 @@ type GetEngineRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Name of the engine.
 	Engine string `protobuf:"bytes,1,opt,name=engine,proto3" json:"engine,omitempty"`
-	// At most this many rows, and at most 1 MiB of them; 0 or more than 1,000 means 1,000.
+	// At most this many rows, and at most 1 MiB of them; 0 means 100, more than 1,000 means 1,000.
 	PageSize uint32 `protobuf:"varint,2,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	// From the response before; empty at first.
 	PageToken     string `protobuf:"bytes,3,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
@@ -1335,19 +1335,19 @@ const file_kvgrpc_v1_registry_service_proto_rawDesc = "" +
 	"\tEndpoints\x12\x12\n" +
 	"\x04grpc\x18\x01 \x01(\tR\x04grpc\x12\x1d\n" +
 	"\n" +
-	"events_pub\x18\x02 \x01(\tR\teventsPub\"\xfc\x02\n" +
+	"events_pub\x18\x02 \x01(\tR\teventsPub\"\x86\x03\n" +
 	"\aRankRow\x12&\n" +
 	"\x04rank\x18\x01 \x01(\v2\x12.kvgrpc.v1.RankRefR\x04rank\x12#\n" +
 	"\x04role\x18\x02 \x01(\x0e2\x0f.kvgrpc.v1.RoleR\x04role\x122\n" +
 	"\tendpoints\x18\x03 \x01(\v2\x14.kvgrpc.v1.EndpointsR\tendpoints\x12)\n" +
-	"\x06layout\x18\x04 \x01(\v2\x11.kvgrpc.v1.LayoutR\x06layout\x12%\n" +
-	"\x05pools\x18\x05 \x03(\v2\x0f.kvgrpc.v1.PoolR\x05pools\x12\x1d\n" +
+	"\x06layout\x18\x04 \x01(\v2\x11.kvgrpc.v1.LayoutR\x06layout\x12)\n" +
+	"\x05pools\x18\x05 \x03(\v2\x13.kvgrpc.v1.PagePoolR\x05pools\x12\x1d\n" +
 	"\n" +
 	"data_plane\x18\x06 \x01(\tR\tdataPlane\x12*\n" +
 	"\x11engine_selects_dp\x18\b \x01(\bR\x0fengineSelectsDp\x12.\n" +
 	"\x05model\x18\t \x01(\v2\x18.kvgrpc.v1.ModelIdentityR\x05model\x12#\n" +
 	"\rserves_events\x18\n" +
-	" \x01(\bR\fservesEvents\"\xd8\x02\n" +
+	" \x01(\bR\fservesEventsJ\x04\b\a\x10\b\"\xd8\x02\n" +
 	"\x06Engine\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12#\n" +
 	"\x04role\x18\x02 \x01(\x0e2\x0f.kvgrpc.v1.RoleR\x04role\x12)\n" +
@@ -1359,13 +1359,13 @@ const file_kvgrpc_v1_registry_service_proto_rawDesc = "" +
 	"\x05model\x18\b \x01(\v2\x18.kvgrpc.v1.ModelIdentityR\x05model\x12*\n" +
 	"\x11dp_lacking_events\x18\t \x03(\rR\x0fdpLackingEvents\"9\n" +
 	"\x0fRegisterRequest\x12&\n" +
-	"\x04rows\x18\x01 \x03(\v2\x12.kvgrpc.v1.RankRowR\x04rows\"\x8a\x01\n" +
-	"\x10RegisterResponse\x12(\n" +
-	"\x06leases\x18\x01 \x03(\v2\x10.kvgrpc.v1.LeaseR\x06leases\x12+\n" +
+	"\x04rows\x18\x01 \x03(\v2\x12.kvgrpc.v1.RankRowR\x04rows\"\x8e\x01\n" +
+	"\x10RegisterResponse\x12,\n" +
+	"\x06leases\x18\x01 \x03(\v2\x14.kvgrpc.v1.RankLeaseR\x06leases\x12+\n" +
 	"\x03ttl\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\x03ttl\x12\x1f\n" +
 	"\vregistry_id\x18\x03 \x01(\tR\n" +
-	"registryId\"N\n" +
-	"\x05Lease\x12&\n" +
+	"registryId\"R\n" +
+	"\tRankLease\x12&\n" +
 	"\x04rank\x18\x01 \x01(\v2\x12.kvgrpc.v1.RankRefR\x04rank\x12\x1d\n" +
 	"\blease_id\x18\x02 \x01(\x04B\x020\x01R\aleaseId\"3\n" +
 	"\x10KeepAliveRequest\x12\x1f\n" +
@@ -1435,7 +1435,8 @@ const file_kvgrpc_v1_registry_service_proto_rawDesc = "" +
 	"\tGetEngine\x12\x1b.kvgrpc.v1.GetEngineRequest\x1a\x1c.kvgrpc.v1.GetEngineResponse\"\x03\x90\x02\x01\x12Q\n" +
 	"\vListEngines\x12\x1d.kvgrpc.v1.ListEnginesRequest\x1a\x1e.kvgrpc.v1.ListEnginesResponse\"\x03\x90\x02\x01\x12T\n" +
 	"\fResolveRanks\x12\x1e.kvgrpc.v1.ResolveRanksRequest\x1a\x1f.kvgrpc.v1.ResolveRanksResponse\"\x03\x90\x02\x01\x12Q\n" +
-	"\fWatchEngines\x12\x1e.kvgrpc.v1.WatchEnginesRequest\x1a\x1f.kvgrpc.v1.WatchEnginesResponse0\x01B\"Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1b\x06proto3"
+	"\fWatchEngines\x12\x1e.kvgrpc.v1.WatchEnginesRequest\x1a\x1f.kvgrpc.v1.WatchEnginesResponse0\x01B?\n" +
+	"\rdev.kvgrpc.v1P\x01Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1\xaa\x02\tKvgrpc.V1b\x06proto3"
 
 var (
 	file_kvgrpc_v1_registry_service_proto_rawDescOnce sync.Once
@@ -1456,7 +1457,7 @@ var file_kvgrpc_v1_registry_service_proto_goTypes = []any{
 	(*Engine)(nil),               // 2: kvgrpc.v1.Engine
 	(*RegisterRequest)(nil),      // 3: kvgrpc.v1.RegisterRequest
 	(*RegisterResponse)(nil),     // 4: kvgrpc.v1.RegisterResponse
-	(*Lease)(nil),                // 5: kvgrpc.v1.Lease
+	(*RankLease)(nil),            // 5: kvgrpc.v1.RankLease
 	(*KeepAliveRequest)(nil),     // 6: kvgrpc.v1.KeepAliveRequest
 	(*KeepAliveResponse)(nil),    // 7: kvgrpc.v1.KeepAliveResponse
 	(*DeregisterRequest)(nil),    // 8: kvgrpc.v1.DeregisterRequest
@@ -1474,7 +1475,7 @@ var file_kvgrpc_v1_registry_service_proto_goTypes = []any{
 	(*RankRef)(nil),              // 20: kvgrpc.v1.RankRef
 	(Role)(0),                    // 21: kvgrpc.v1.Role
 	(*Layout)(nil),               // 22: kvgrpc.v1.Layout
-	(*Pool)(nil),                 // 23: kvgrpc.v1.Pool
+	(*PagePool)(nil),             // 23: kvgrpc.v1.PagePool
 	(*ModelIdentity)(nil),        // 24: kvgrpc.v1.ModelIdentity
 	(*durationpb.Duration)(nil),  // 25: google.protobuf.Duration
 }
@@ -1483,16 +1484,16 @@ var file_kvgrpc_v1_registry_service_proto_depIdxs = []int32{
 	21, // 1: kvgrpc.v1.RankRow.role:type_name -> kvgrpc.v1.Role
 	0,  // 2: kvgrpc.v1.RankRow.endpoints:type_name -> kvgrpc.v1.Endpoints
 	22, // 3: kvgrpc.v1.RankRow.layout:type_name -> kvgrpc.v1.Layout
-	23, // 4: kvgrpc.v1.RankRow.pools:type_name -> kvgrpc.v1.Pool
+	23, // 4: kvgrpc.v1.RankRow.pools:type_name -> kvgrpc.v1.PagePool
 	24, // 5: kvgrpc.v1.RankRow.model:type_name -> kvgrpc.v1.ModelIdentity
 	21, // 6: kvgrpc.v1.Engine.role:type_name -> kvgrpc.v1.Role
 	22, // 7: kvgrpc.v1.Engine.layout:type_name -> kvgrpc.v1.Layout
 	1,  // 8: kvgrpc.v1.Engine.rows:type_name -> kvgrpc.v1.RankRow
 	24, // 9: kvgrpc.v1.Engine.model:type_name -> kvgrpc.v1.ModelIdentity
 	1,  // 10: kvgrpc.v1.RegisterRequest.rows:type_name -> kvgrpc.v1.RankRow
-	5,  // 11: kvgrpc.v1.RegisterResponse.leases:type_name -> kvgrpc.v1.Lease
+	5,  // 11: kvgrpc.v1.RegisterResponse.leases:type_name -> kvgrpc.v1.RankLease
 	25, // 12: kvgrpc.v1.RegisterResponse.ttl:type_name -> google.protobuf.Duration
-	20, // 13: kvgrpc.v1.Lease.rank:type_name -> kvgrpc.v1.RankRef
+	20, // 13: kvgrpc.v1.RankLease.rank:type_name -> kvgrpc.v1.RankRef
 	25, // 14: kvgrpc.v1.KeepAliveResponse.ttl:type_name -> google.protobuf.Duration
 	20, // 15: kvgrpc.v1.DeregisterRequest.ranks:type_name -> kvgrpc.v1.RankRef
 	2,  // 16: kvgrpc.v1.GetEngineResponse.engine:type_name -> kvgrpc.v1.Engine

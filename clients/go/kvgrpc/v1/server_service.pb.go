@@ -723,7 +723,7 @@ var File_kvgrpc_v1_server_service_proto protoreflect.FileDescriptor
 const file_kvgrpc_v1_server_service_proto_rawDesc = "" +
 	"\n" +
 	"\x1ekvgrpc/v1/server_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16kvgrpc/v1/common.proto\"\x16\n" +
-	"\x14GetServerInfoRequest\"\xb4\x02\n" +
+	"\x14GetServerInfoRequest\"\xba\x02\n" +
 	"\x15GetServerInfoResponse\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\tR\aversion\x12&\n" +
 	"\x04rank\x18\x02 \x01(\v2\x12.kvgrpc.v1.RankRefR\x04rank\x12#\n" +
@@ -733,7 +733,7 @@ const file_kvgrpc_v1_server_service_proto_rawDesc = "" +
 	"\n" +
 	"start_time\x18\a \x01(\v2\x1a.google.protobuf.TimestampR\tstartTime\x12\x1a\n" +
 	"\bdraining\x18\b \x01(\bR\bdraining\x12\x10\n" +
-	"\x03pid\x18\t \x01(\rR\x03pid\"\xcb\x01\n" +
+	"\x03pid\x18\t \x01(\rR\x03pidJ\x04\b\x05\x10\x06\"\xcb\x01\n" +
 	"\fServerLimits\x12+\n" +
 	"\x05calls\x18\x01 \x01(\v2\x15.kvgrpc.v1.CallLimitsR\x05calls\x12)\n" +
 	"\x04rank\x18\x02 \x01(\v2\x15.kvgrpc.v1.RankLimitsR\x04rank\x125\n" +
@@ -779,7 +779,8 @@ const file_kvgrpc_v1_server_service_proto_rawDesc = "" +
 	"open_rooms\x18\x02 \x01(\rR\topenRooms2\xa9\x01\n" +
 	"\rServerService\x12W\n" +
 	"\rGetServerInfo\x12\x1f.kvgrpc.v1.GetServerInfoRequest\x1a .kvgrpc.v1.GetServerInfoResponse\"\x03\x90\x02\x01\x12?\n" +
-	"\x05Drain\x12\x17.kvgrpc.v1.DrainRequest\x1a\x18.kvgrpc.v1.DrainResponse\"\x03\x90\x02\x02B\"Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1b\x06proto3"
+	"\x05Drain\x12\x17.kvgrpc.v1.DrainRequest\x1a\x18.kvgrpc.v1.DrainResponse\"\x03\x90\x02\x02B?\n" +
+	"\rdev.kvgrpc.v1P\x01Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1\xaa\x02\tKvgrpc.V1b\x06proto3"
 
 var (
 	file_kvgrpc_v1_server_service_proto_rawDescOnce sync.Once

@@ -288,7 +288,7 @@ type Hello struct {
 	// Parallel sizes of the opener's engine, from which both sides compute the same part.
 	Layout *Layout `protobuf:"bytes,4,opt,name=layout,proto3" json:"layout,omitempty"`
 	// What may be written.
-	Pools []*Pool `protobuf:"bytes,5,rep,name=pools,proto3" json:"pools,omitempty"`
+	Pools []*PagePool `protobuf:"bytes,5,rep,name=pools,proto3" json:"pools,omitempty"`
 	// Bytes of each aux buffer item, in order; at most 64 KiB together.
 	AuxItemBytes []uint32 `protobuf:"varint,6,rep,packed,name=aux_item_bytes,json=auxItemBytes,proto3" json:"aux_item_bytes,omitempty"`
 	// Data plane: "mooncake", "shm".
@@ -296,7 +296,7 @@ type Hello struct {
 	// Opaque address of the data plane.
 	DataPlaneAddress []byte `protobuf:"bytes,8,opt,name=data_plane_address,json=dataPlaneAddress,proto3" json:"data_plane_address,omitempty"`
 	// Which part the opener expects of the other side; must equal what the other side computes.
-	Expected *Part `protobuf:"bytes,9,opt,name=expected,proto3" json:"expected,omitempty"`
+	Expected *CachePart `protobuf:"bytes,9,opt,name=expected,proto3" json:"expected,omitempty"`
 	// Largest frame that the opener accepts, in bytes; 0: as large as what welcome says.
 	MaxFrameBytes uint64 `protobuf:"varint,10,opt,name=max_frame_bytes,json=maxFrameBytes,proto3" json:"max_frame_bytes,omitempty"`
 	// What the opener runs. Fields that either side leaves empty are not compared.
@@ -368,7 +368,7 @@ func (x *Hello) GetLayout() *Layout {
 	return nil
 }
 
-func (x *Hello) GetPools() []*Pool {
+func (x *Hello) GetPools() []*PagePool {
 	if x != nil {
 		return x.Pools
 	}
@@ -396,7 +396,7 @@ func (x *Hello) GetDataPlaneAddress() []byte {
 	return nil
 }
 
-func (x *Hello) GetExpected() *Part {
+func (x *Hello) GetExpected() *CachePart {
 	if x != nil {
 		return x.Expected
 	}
@@ -432,7 +432,7 @@ func (x *Hello) GetVerify() bool {
 }
 
 // What one prefill rank owes one decode rank for every room.
-type Part struct {
+type CachePart struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// First global layer.
 	LayerStart uint32 `protobuf:"varint,1,opt,name=layer_start,json=layerStart,proto3" json:"layer_start,omitempty"`
@@ -448,20 +448,20 @@ type Part struct {
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *Part) Reset() {
-	*x = Part{}
+func (x *CachePart) Reset() {
+	*x = CachePart{}
 	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[1]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *Part) String() string {
+func (x *CachePart) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*Part) ProtoMessage() {}
+func (*CachePart) ProtoMessage() {}
 
-func (x *Part) ProtoReflect() protoreflect.Message {
+func (x *CachePart) ProtoReflect() protoreflect.Message {
 	mi := &file_kvgrpc_v1_transfer_service_proto_msgTypes[1]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
@@ -473,40 +473,40 @@ func (x *Part) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use Part.ProtoReflect.Descriptor instead.
-func (*Part) Descriptor() ([]byte, []int) {
+// Deprecated: Use CachePart.ProtoReflect.Descriptor instead.
+func (*CachePart) Descriptor() ([]byte, []int) {
 	return file_kvgrpc_v1_transfer_service_proto_rawDescGZIP(), []int{1}
 }
 
-func (x *Part) GetLayerStart() uint32 {
+func (x *CachePart) GetLayerStart() uint32 {
 	if x != nil {
 		return x.LayerStart
 	}
 	return 0
 }
 
-func (x *Part) GetLayerCount() uint32 {
+func (x *CachePart) GetLayerCount() uint32 {
 	if x != nil {
 		return x.LayerCount
 	}
 	return 0
 }
 
-func (x *Part) GetHeadStart() uint32 {
+func (x *CachePart) GetHeadStart() uint32 {
 	if x != nil {
 		return x.HeadStart
 	}
 	return 0
 }
 
-func (x *Part) GetHeadCount() uint32 {
+func (x *CachePart) GetHeadCount() uint32 {
 	if x != nil {
 		return x.HeadCount
 	}
 	return 0
 }
 
-func (x *Part) GetAux() bool {
+func (x *CachePart) GetAux() bool {
 	if x != nil {
 		return x.Aux
 	}
@@ -530,7 +530,7 @@ type Welcome struct {
 	Verify bool `protobuf:"varint,6,opt,name=verify,proto3" json:"verify,omitempty"`
 	// With verify: the pools of the answerer, without addresses. From both sides' pools follows which bytes of a page
 	// travel, and in which order they are summed.
-	Pools         []*Pool `protobuf:"bytes,7,rep,name=pools,proto3" json:"pools,omitempty"`
+	Pools         []*PagePool `protobuf:"bytes,7,rep,name=pools,proto3" json:"pools,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -607,7 +607,7 @@ func (x *Welcome) GetVerify() bool {
 	return false
 }
 
-func (x *Welcome) GetPools() []*Pool {
+func (x *Welcome) GetPools() []*PagePool {
 	if x != nil {
 		return x.Pools
 	}
@@ -1978,7 +1978,7 @@ type GetRankResponse struct {
 	// Parallel sizes of its engine.
 	Layout *Layout `protobuf:"bytes,3,opt,name=layout,proto3" json:"layout,omitempty"`
 	// Shapes of its pools, with region addresses left at 0.
-	Pools []*Pool `protobuf:"bytes,4,rep,name=pools,proto3" json:"pools,omitempty"`
+	Pools []*PagePool `protobuf:"bytes,4,rep,name=pools,proto3" json:"pools,omitempty"`
 	// Data plane: "mooncake", "shm".
 	DataPlane string `protobuf:"bytes,5,opt,name=data_plane,json=dataPlane,proto3" json:"data_plane,omitempty"`
 	// Bytes of each aux buffer item.
@@ -2042,7 +2042,7 @@ func (x *GetRankResponse) GetLayout() *Layout {
 	return nil
 }
 
-func (x *GetRankResponse) GetPools() []*Pool {
+func (x *GetRankResponse) GetPools() []*PagePool {
 	if x != nil {
 		return x.Pools
 	}
@@ -2222,7 +2222,7 @@ type OwedPart struct {
 	// The rank that receives.
 	Decode *RankId `protobuf:"bytes,2,opt,name=decode,proto3" json:"decode,omitempty"`
 	// What it owes. No layers: nothing, but it hears of each room, so that its sender ends.
-	Part *Part `protobuf:"bytes,3,opt,name=part,proto3" json:"part,omitempty"`
+	Part *CachePart `protobuf:"bytes,3,opt,name=part,proto3" json:"part,omitempty"`
 	// Descriptors that each page costs the data plane, where its neighbours are not contiguous.
 	DescriptorsPerPage uint32 `protobuf:"varint,4,opt,name=descriptors_per_page,json=descriptorsPerPage,proto3" json:"descriptors_per_page,omitempty"`
 	unknownFields      protoimpl.UnknownFields
@@ -2273,7 +2273,7 @@ func (x *OwedPart) GetDecode() *RankId {
 	return nil
 }
 
-func (x *OwedPart) GetPart() *Part {
+func (x *OwedPart) GetPart() *CachePart {
 	if x != nil {
 		return x.Part
 	}
@@ -2337,24 +2337,24 @@ var File_kvgrpc_v1_transfer_service_proto protoreflect.FileDescriptor
 
 const file_kvgrpc_v1_transfer_service_proto_rawDesc = "" +
 	"\n" +
-	" kvgrpc/v1/transfer_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvgrpc/v1/common.proto\"\x8e\x04\n" +
+	" kvgrpc/v1/transfer_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvgrpc/v1/common.proto\"\x97\x04\n" +
 	"\x05Hello\x12*\n" +
 	"\x06opener\x18\x01 \x01(\v2\x12.kvgrpc.v1.RankRefR\x06opener\x12\"\n" +
 	"\x02to\x18\x02 \x01(\v2\x12.kvgrpc.v1.RankRefR\x02to\x12\x1a\n" +
 	"\x06stream\x18\x03 \x01(\x04B\x020\x01R\x06stream\x12)\n" +
-	"\x06layout\x18\x04 \x01(\v2\x11.kvgrpc.v1.LayoutR\x06layout\x12%\n" +
-	"\x05pools\x18\x05 \x03(\v2\x0f.kvgrpc.v1.PoolR\x05pools\x12$\n" +
+	"\x06layout\x18\x04 \x01(\v2\x11.kvgrpc.v1.LayoutR\x06layout\x12)\n" +
+	"\x05pools\x18\x05 \x03(\v2\x13.kvgrpc.v1.PagePoolR\x05pools\x12$\n" +
 	"\x0eaux_item_bytes\x18\x06 \x03(\rR\fauxItemBytes\x12\x1d\n" +
 	"\n" +
 	"data_plane\x18\a \x01(\tR\tdataPlane\x12,\n" +
-	"\x12data_plane_address\x18\b \x01(\fR\x10dataPlaneAddress\x12+\n" +
-	"\bexpected\x18\t \x01(\v2\x0f.kvgrpc.v1.PartR\bexpected\x12&\n" +
+	"\x12data_plane_address\x18\b \x01(\fR\x10dataPlaneAddress\x120\n" +
+	"\bexpected\x18\t \x01(\v2\x14.kvgrpc.v1.CachePartR\bexpected\x12&\n" +
 	"\x0fmax_frame_bytes\x18\n" +
 	" \x01(\x04R\rmaxFrameBytes\x12.\n" +
 	"\x05model\x18\v \x01(\v2\x18.kvgrpc.v1.ModelIdentityR\x05model\x127\n" +
 	"\rwaiting_rooms\x18\f \x03(\v2\x12.kvgrpc.v1.RoomKeyR\fwaitingRooms\x12\x16\n" +
-	"\x06verify\x18\r \x01(\bR\x06verify\"\x98\x01\n" +
-	"\x04Part\x12\x1f\n" +
+	"\x06verify\x18\r \x01(\bR\x06verify\"\x9d\x01\n" +
+	"\tCachePart\x12\x1f\n" +
 	"\vlayer_start\x18\x01 \x01(\rR\n" +
 	"layerStart\x12\x1f\n" +
 	"\vlayer_count\x18\x02 \x01(\rR\n" +
@@ -2363,15 +2363,15 @@ const file_kvgrpc_v1_transfer_service_proto_rawDesc = "" +
 	"head_start\x18\x03 \x01(\rR\theadStart\x12\x1d\n" +
 	"\n" +
 	"head_count\x18\x04 \x01(\rR\theadCount\x12\x10\n" +
-	"\x03aux\x18\x05 \x01(\bR\x03aux\"\xbd\x02\n" +
+	"\x03aux\x18\x05 \x01(\bR\x03aux\"\xc1\x02\n" +
 	"\aWelcome\x12&\n" +
 	"\x04rank\x18\x01 \x01(\v2\x12.kvgrpc.v1.RankRefR\x04rank\x12&\n" +
 	"\x0fmax_frame_bytes\x18\x02 \x01(\x04R\rmaxFrameBytes\x127\n" +
 	"\theartbeat\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\theartbeat\x12<\n" +
 	"\fidle_timeout\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\vidleTimeout\x12,\n" +
 	"\x12data_plane_address\x18\x05 \x01(\fR\x10dataPlaneAddress\x12\x16\n" +
-	"\x06verify\x18\x06 \x01(\bR\x06verify\x12%\n" +
-	"\x05pools\x18\a \x03(\v2\x0f.kvgrpc.v1.PoolR\x05pools\"7\n" +
+	"\x06verify\x18\x06 \x01(\bR\x06verify\x12)\n" +
+	"\x05pools\x18\a \x03(\v2\x13.kvgrpc.v1.PagePoolR\x05pools\"7\n" +
 	"\aGoodbye\x12,\n" +
 	"\afailure\x18\x01 \x01(\v2\x12.kvgrpc.v1.FailureR\afailure\"\x9e\x02\n" +
 	"\n" +
@@ -2467,12 +2467,12 @@ const file_kvgrpc_v1_transfer_service_proto_rawDesc = "" +
 	"\x05cause\x18\x03 \x01(\tR\x05cause\"9\n" +
 	"\x12CancelRoomResponse\x12#\n" +
 	"\x04room\x18\x01 \x01(\v2\x0f.kvgrpc.v1.RoomR\x04room\"\x10\n" +
-	"\x0eGetRankRequest\"\xbe\x02\n" +
+	"\x0eGetRankRequest\"\xc2\x02\n" +
 	"\x0fGetRankResponse\x12&\n" +
 	"\x04rank\x18\x01 \x01(\v2\x12.kvgrpc.v1.RankRefR\x04rank\x12#\n" +
 	"\x04role\x18\x02 \x01(\x0e2\x0f.kvgrpc.v1.RoleR\x04role\x12)\n" +
-	"\x06layout\x18\x03 \x01(\v2\x11.kvgrpc.v1.LayoutR\x06layout\x12%\n" +
-	"\x05pools\x18\x04 \x03(\v2\x0f.kvgrpc.v1.PoolR\x05pools\x12\x1d\n" +
+	"\x06layout\x18\x03 \x01(\v2\x11.kvgrpc.v1.LayoutR\x06layout\x12)\n" +
+	"\x05pools\x18\x04 \x03(\v2\x13.kvgrpc.v1.PagePoolR\x05pools\x12\x1d\n" +
 	"\n" +
 	"data_plane\x18\x05 \x01(\tR\tdataPlane\x12$\n" +
 	"\x0eaux_item_bytes\x18\x06 \x03(\rR\fauxItemBytes\x12\x1d\n" +
@@ -2488,11 +2488,11 @@ const file_kvgrpc_v1_transfer_service_proto_rawDesc = "" +
 	"pageTokens\"v\n" +
 	"\x12GetTopologyRequest\x120\n" +
 	"\aprefill\x18\x01 \x01(\v2\x16.kvgrpc.v1.EngineShapeR\aprefill\x12.\n" +
-	"\x06decode\x18\x02 \x01(\v2\x16.kvgrpc.v1.EngineShapeR\x06decode\"\xb9\x01\n" +
+	"\x06decode\x18\x02 \x01(\v2\x16.kvgrpc.v1.EngineShapeR\x06decode\"\xbe\x01\n" +
 	"\bOwedPart\x12+\n" +
 	"\aprefill\x18\x01 \x01(\v2\x11.kvgrpc.v1.RankIdR\aprefill\x12)\n" +
-	"\x06decode\x18\x02 \x01(\v2\x11.kvgrpc.v1.RankIdR\x06decode\x12#\n" +
-	"\x04part\x18\x03 \x01(\v2\x0f.kvgrpc.v1.PartR\x04part\x120\n" +
+	"\x06decode\x18\x02 \x01(\v2\x11.kvgrpc.v1.RankIdR\x06decode\x12(\n" +
+	"\x04part\x18\x03 \x01(\v2\x14.kvgrpc.v1.CachePartR\x04part\x120\n" +
 	"\x14descriptors_per_page\x18\x04 \x01(\rR\x12descriptorsPerPage\"@\n" +
 	"\x13GetTopologyResponse\x12)\n" +
 	"\x05parts\x18\x01 \x03(\v2\x13.kvgrpc.v1.OwedPartR\x05parts*_\n" +
@@ -2532,7 +2532,8 @@ const file_kvgrpc_v1_transfer_service_proto_rawDesc = "" +
 	"\n" +
 	"CancelRoom\x12\x1c.kvgrpc.v1.CancelRoomRequest\x1a\x1d.kvgrpc.v1.CancelRoomResponse\"\x03\x90\x02\x02\x12E\n" +
 	"\aGetRank\x12\x19.kvgrpc.v1.GetRankRequest\x1a\x1a.kvgrpc.v1.GetRankResponse\"\x03\x90\x02\x01\x12Q\n" +
-	"\vGetTopology\x12\x1d.kvgrpc.v1.GetTopologyRequest\x1a\x1e.kvgrpc.v1.GetTopologyResponse\"\x03\x90\x02\x01B\"Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1b\x06proto3"
+	"\vGetTopology\x12\x1d.kvgrpc.v1.GetTopologyRequest\x1a\x1e.kvgrpc.v1.GetTopologyResponse\"\x03\x90\x02\x01B?\n" +
+	"\rdev.kvgrpc.v1P\x01Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1\xaa\x02\tKvgrpc.V1b\x06proto3"
 
 var (
 	file_kvgrpc_v1_transfer_service_proto_rawDescOnce sync.Once
@@ -2554,7 +2555,7 @@ var file_kvgrpc_v1_transfer_service_proto_goTypes = []any{
 	(Writes)(0),                  // 2: kvgrpc.v1.Writes
 	(SessionState)(0),            // 3: kvgrpc.v1.SessionState
 	(*Hello)(nil),                // 4: kvgrpc.v1.Hello
-	(*Part)(nil),                 // 5: kvgrpc.v1.Part
+	(*CachePart)(nil),            // 5: kvgrpc.v1.CachePart
 	(*Welcome)(nil),              // 6: kvgrpc.v1.Welcome
 	(*Goodbye)(nil),              // 7: kvgrpc.v1.Goodbye
 	(*DecodeRoom)(nil),           // 8: kvgrpc.v1.DecodeRoom
@@ -2583,7 +2584,7 @@ var file_kvgrpc_v1_transfer_service_proto_goTypes = []any{
 	(*GetTopologyResponse)(nil),  // 31: kvgrpc.v1.GetTopologyResponse
 	(*RankRef)(nil),              // 32: kvgrpc.v1.RankRef
 	(*Layout)(nil),               // 33: kvgrpc.v1.Layout
-	(*Pool)(nil),                 // 34: kvgrpc.v1.Pool
+	(*PagePool)(nil),             // 34: kvgrpc.v1.PagePool
 	(*ModelIdentity)(nil),        // 35: kvgrpc.v1.ModelIdentity
 	(*durationpb.Duration)(nil),  // 36: google.protobuf.Duration
 	(*Failure)(nil),              // 37: kvgrpc.v1.Failure
@@ -2595,14 +2596,14 @@ var file_kvgrpc_v1_transfer_service_proto_depIdxs = []int32{
 	32, // 0: kvgrpc.v1.Hello.opener:type_name -> kvgrpc.v1.RankRef
 	32, // 1: kvgrpc.v1.Hello.to:type_name -> kvgrpc.v1.RankRef
 	33, // 2: kvgrpc.v1.Hello.layout:type_name -> kvgrpc.v1.Layout
-	34, // 3: kvgrpc.v1.Hello.pools:type_name -> kvgrpc.v1.Pool
-	5,  // 4: kvgrpc.v1.Hello.expected:type_name -> kvgrpc.v1.Part
+	34, // 3: kvgrpc.v1.Hello.pools:type_name -> kvgrpc.v1.PagePool
+	5,  // 4: kvgrpc.v1.Hello.expected:type_name -> kvgrpc.v1.CachePart
 	35, // 5: kvgrpc.v1.Hello.model:type_name -> kvgrpc.v1.ModelIdentity
 	21, // 6: kvgrpc.v1.Hello.waiting_rooms:type_name -> kvgrpc.v1.RoomKey
 	32, // 7: kvgrpc.v1.Welcome.rank:type_name -> kvgrpc.v1.RankRef
 	36, // 8: kvgrpc.v1.Welcome.heartbeat:type_name -> google.protobuf.Duration
 	36, // 9: kvgrpc.v1.Welcome.idle_timeout:type_name -> google.protobuf.Duration
-	34, // 10: kvgrpc.v1.Welcome.pools:type_name -> kvgrpc.v1.Pool
+	34, // 10: kvgrpc.v1.Welcome.pools:type_name -> kvgrpc.v1.PagePool
 	37, // 11: kvgrpc.v1.Goodbye.failure:type_name -> kvgrpc.v1.Failure
 	0,  // 12: kvgrpc.v1.DecodeRoom.want:type_name -> kvgrpc.v1.Want
 	38, // 13: kvgrpc.v1.DecodeRoom.pages:type_name -> kvgrpc.v1.PageSet
@@ -2637,13 +2638,13 @@ var file_kvgrpc_v1_transfer_service_proto_depIdxs = []int32{
 	32, // 42: kvgrpc.v1.GetRankResponse.rank:type_name -> kvgrpc.v1.RankRef
 	39, // 43: kvgrpc.v1.GetRankResponse.role:type_name -> kvgrpc.v1.Role
 	33, // 44: kvgrpc.v1.GetRankResponse.layout:type_name -> kvgrpc.v1.Layout
-	34, // 45: kvgrpc.v1.GetRankResponse.pools:type_name -> kvgrpc.v1.Pool
+	34, // 45: kvgrpc.v1.GetRankResponse.pools:type_name -> kvgrpc.v1.PagePool
 	33, // 46: kvgrpc.v1.EngineShape.layout:type_name -> kvgrpc.v1.Layout
 	28, // 47: kvgrpc.v1.GetTopologyRequest.prefill:type_name -> kvgrpc.v1.EngineShape
 	28, // 48: kvgrpc.v1.GetTopologyRequest.decode:type_name -> kvgrpc.v1.EngineShape
 	40, // 49: kvgrpc.v1.OwedPart.prefill:type_name -> kvgrpc.v1.RankId
 	40, // 50: kvgrpc.v1.OwedPart.decode:type_name -> kvgrpc.v1.RankId
-	5,  // 51: kvgrpc.v1.OwedPart.part:type_name -> kvgrpc.v1.Part
+	5,  // 51: kvgrpc.v1.OwedPart.part:type_name -> kvgrpc.v1.CachePart
 	30, // 52: kvgrpc.v1.GetTopologyResponse.parts:type_name -> kvgrpc.v1.OwedPart
 	10, // 53: kvgrpc.v1.TransferService.Session:input_type -> kvgrpc.v1.SessionRequest
 	15, // 54: kvgrpc.v1.TransferService.ListSessions:input_type -> kvgrpc.v1.ListSessionsRequest

@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file kvgrpc/v1/common.proto.
  */
 export const file_kvgrpc_v1_common: GenFile = /*@__PURE__*/
-  fileDesc("ChZrdmdycGMvdjEvY29tbW9uLnByb3RvEglrdmdycGMudjEiSAoGUmFua0lkEg4KBmVuZ2luZRgBIAEoCRIKCgJkcBgCIAEoDRIKCgJwcBgDIAEoDRIKCgJjcBgEIAEoDRIKCgJ0cBgFIAEoDSI9CgdSYW5rUmVmEh8KBHJhbmsYASABKAsyES5rdmdycGMudjEuUmFua0lkEhEKBWVwb2NoGAIgASgEQgIwASI4CgZMYXlvdXQSCgoCZHAYASABKA0SCgoCcHAYAiABKA0SCgoCY3AYAyABKA0SCgoCdHAYBCABKA0icQoNTW9kZWxJZGVudGl0eRIMCgRuYW1lGAEgASgJEhAKCHJldmlzaW9uGAIgASgJEhMKC2NhY2hlX2R0eXBlGAMgASgJEisKCWF0dGVudGlvbhgEIAEoDjIYLmt2Z3JwYy52MS5BdHRlbnRpb25LaW5kImoKBlJlZ2lvbhINCgVsYXllchgBIAEoDRIRCgljb21wb25lbnQYAiABKAkSDwoHYWRkcmVzcxgDIAEoBhIZChFwYWdlX3N0cmlkZV9ieXRlcxgEIAEoBBISCgpwYWdlX2J5dGVzGAUgASgEIusBCgRQb29sEgwKBG5hbWUYASABKAkSIQoEa2luZBgCIAEoDjITLmt2Z3JwYy52MS5Qb29sS2luZBITCgtwYWdlX3Rva2VucxgDIAEoDRINCgVwYWdlcxgEIAEoDRINCgVkdHlwZRgFIAEoCRIMCgRheGVzGAYgASgJEhMKC2hlYWRzX3RvdGFsGAcgASgNEhIKCmhlYWRfc3RhcnQYCCABKA0SEgoKaGVhZF9jb3VudBgJIAEoDRIQCghsb2NhdGlvbhgKIAEoCRIiCgdyZWdpb25zGAsgAygLMhEua3ZncnBjLnYxLlJlZ2lvbiJWCgdQYWdlU2V0EgwKBHBvb2wYASABKA0SFAoMcGFnZXNfdTMyX2xlGAIgASgMEhIKCnJ1bl9zdGFydHMYAyADKA0SEwoLcnVuX2xlbmd0aHMYBCADKA0ipQIKB0ZhaWx1cmUSJgoGcmVhc29uGAEgASgOMhYua3ZncnBjLnYxLkVycm9yUmVhc29uEg8KB21lc3NhZ2UYAiABKAkSMgoIbWV0YWRhdGEYAyADKAsyIC5rdmdycGMudjEuRmFpbHVyZS5NZXRhZGF0YUVudHJ5EiIKBm9yaWdpbhgEIAEoCzISLmt2Z3JwYy52MS5SYW5rUmVmEigKBHRpbWUYBSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEi4KC3JldHJ5X2FmdGVyGAYgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uGi8KDU1ldGFkYXRhRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4ASpfCg1BdHRlbnRpb25LaW5kEh4KGkFUVEVOVElPTl9LSU5EX1VOU1BFQ0lGSUVEEAASFgoSQVRURU5USU9OX0tJTkRfTUhBEAESFgoSQVRURU5USU9OX0tJTkRfTUxBEAIqPwoEUm9sZRIUChBST0xFX1VOU1BFQ0lGSUVEEAASEAoMUk9MRV9QUkVGSUxMEAESDwoLUk9MRV9ERUNPREUQAipMCghQb29sS2luZBIZChVQT09MX0tJTkRfVU5TUEVDSUZJRUQQABIQCgxQT09MX0tJTkRfS1YQARITCg9QT09MX0tJTkRfU1RBVEUQAkIiWiBrdmdycGMuZGV2L2dvL2t2Z3JwYy92MTtrdmdycGN2MWIGcHJvdG8z", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_kvgrpc_v1_error_reason]);
+  fileDesc("ChZrdmdycGMvdjEvY29tbW9uLnByb3RvEglrdmdycGMudjEiSAoGUmFua0lkEg4KBmVuZ2luZRgBIAEoCRIKCgJkcBgCIAEoDRIKCgJwcBgDIAEoDRIKCgJjcBgEIAEoDRIKCgJ0cBgFIAEoDSI9CgdSYW5rUmVmEh8KBHJhbmsYASABKAsyES5rdmdycGMudjEuUmFua0lkEhEKBWVwb2NoGAIgASgEQgIwASI4CgZMYXlvdXQSCgoCZHAYASABKA0SCgoCcHAYAiABKA0SCgoCY3AYAyABKA0SCgoCdHAYBCABKA0icQoNTW9kZWxJZGVudGl0eRIMCgRuYW1lGAEgASgJEhAKCHJldmlzaW9uGAIgASgJEhMKC2NhY2hlX2R0eXBlGAMgASgJEisKCWF0dGVudGlvbhgEIAEoDjIYLmt2Z3JwYy52MS5BdHRlbnRpb25LaW5kIm4KClBvb2xSZWdpb24SDQoFbGF5ZXIYASABKA0SEQoJY29tcG9uZW50GAIgASgJEg8KB2FkZHJlc3MYAyABKAYSGQoRcGFnZV9zdHJpZGVfYnl0ZXMYBCABKAQSEgoKcGFnZV9ieXRlcxgFIAEoBCLzAQoIUGFnZVBvb2wSDAoEbmFtZRgBIAEoCRIhCgRraW5kGAIgASgOMhMua3ZncnBjLnYxLlBvb2xLaW5kEhMKC3BhZ2VfdG9rZW5zGAMgASgNEg0KBXBhZ2VzGAQgASgNEg0KBWR0eXBlGAUgASgJEgwKBGF4ZXMYBiABKAkSEwoLaGVhZHNfdG90YWwYByABKA0SEgoKaGVhZF9zdGFydBgIIAEoDRISCgpoZWFkX2NvdW50GAkgASgNEhAKCGxvY2F0aW9uGAogASgJEiYKB3JlZ2lvbnMYCyADKAsyFS5rdmdycGMudjEuUG9vbFJlZ2lvbiJWCgdQYWdlU2V0EgwKBHBvb2wYASABKA0SFAoMcGFnZXNfdTMyX2xlGAIgASgMEhIKCnJ1bl9zdGFydHMYAyADKA0SEwoLcnVuX2xlbmd0aHMYBCADKA0ipQIKB0ZhaWx1cmUSJgoGcmVhc29uGAEgASgOMhYua3ZncnBjLnYxLkVycm9yUmVhc29uEg8KB21lc3NhZ2UYAiABKAkSMgoIbWV0YWRhdGEYAyADKAsyIC5rdmdycGMudjEuRmFpbHVyZS5NZXRhZGF0YUVudHJ5EiIKBm9yaWdpbhgEIAEoCzISLmt2Z3JwYy52MS5SYW5rUmVmEigKBHRpbWUYBSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEi4KC3JldHJ5X2FmdGVyGAYgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uGi8KDU1ldGFkYXRhRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4ASpfCg1BdHRlbnRpb25LaW5kEh4KGkFUVEVOVElPTl9LSU5EX1VOU1BFQ0lGSUVEEAASFgoSQVRURU5USU9OX0tJTkRfTUhBEAESFgoSQVRURU5USU9OX0tJTkRfTUxBEAIqPwoEUm9sZRIUChBST0xFX1VOU1BFQ0lGSUVEEAASEAoMUk9MRV9QUkVGSUxMEAESDwoLUk9MRV9ERUNPREUQAipMCghQb29sS2luZBIZChVQT09MX0tJTkRfVU5TUEVDSUZJRUQQABIQCgxQT09MX0tJTkRfS1YQARITCg9QT09MX0tJTkRfU1RBVEUQAipOCgRUaWVyEhQKEFRJRVJfVU5TUEVDSUZJRUQQABIPCgtUSUVSX0RFVklDRRABEg0KCVRJRVJfSE9TVBACEhAKDFRJRVJfU1RPUkFHRRADQj8KDWRldi5rdmdycGMudjFQAVoga3ZncnBjLmRldi9nby9rdmdycGMvdjE7a3ZncnBjdjGqAglLdmdycGMuVjFiBnByb3RvMw", [file_google_protobuf_duration, file_google_protobuf_timestamp, file_kvgrpc_v1_error_reason]);
 
 /**
  * Names one rank of one engine in KV coordinates: two ranks differ here exactly when they hold different parts of
@@ -185,9 +185,9 @@ export const ModelIdentitySchema: GenMessage<ModelIdentity> = /*@__PURE__*/
 /**
  * One block of memory of a pool.
  *
- * @generated from message kvgrpc.v1.Region
+ * @generated from message kvgrpc.v1.PoolRegion
  */
-export type Region = Message<"kvgrpc.v1.Region"> & {
+export type PoolRegion = Message<"kvgrpc.v1.PoolRegion"> & {
   /**
    * Global layer number.
    *
@@ -225,18 +225,18 @@ export type Region = Message<"kvgrpc.v1.Region"> & {
 };
 
 /**
- * Describes the message kvgrpc.v1.Region.
- * Use `create(RegionSchema)` to create a new message.
+ * Describes the message kvgrpc.v1.PoolRegion.
+ * Use `create(PoolRegionSchema)` to create a new message.
  */
-export const RegionSchema: GenMessage<Region> = /*@__PURE__*/
+export const PoolRegionSchema: GenMessage<PoolRegion> = /*@__PURE__*/
   messageDesc(file_kvgrpc_v1_common, 4);
 
 /**
  * A set of regions that one page number addresses.
  *
- * @generated from message kvgrpc.v1.Pool
+ * @generated from message kvgrpc.v1.PagePool
  */
-export type Pool = Message<"kvgrpc.v1.Pool"> & {
+export type PagePool = Message<"kvgrpc.v1.PagePool"> & {
   /**
    * Name on which both sides match, for example "kv", "swa", "mamba".
    *
@@ -310,16 +310,16 @@ export type Pool = Message<"kvgrpc.v1.Pool"> & {
   /**
    * One for each layer and component.
    *
-   * @generated from field: repeated kvgrpc.v1.Region regions = 11;
+   * @generated from field: repeated kvgrpc.v1.PoolRegion regions = 11;
    */
-  regions: Region[];
+  regions: PoolRegion[];
 };
 
 /**
- * Describes the message kvgrpc.v1.Pool.
- * Use `create(PoolSchema)` to create a new message.
+ * Describes the message kvgrpc.v1.PagePool.
+ * Use `create(PagePoolSchema)` to create a new message.
  */
-export const PoolSchema: GenMessage<Pool> = /*@__PURE__*/
+export const PagePoolSchema: GenMessage<PagePool> = /*@__PURE__*/
   messageDesc(file_kvgrpc_v1_common, 5);
 
 /**
@@ -522,4 +522,45 @@ export enum PoolKind {
  */
 export const PoolKindSchema: GenEnum<PoolKind> = /*@__PURE__*/
   enumDesc(file_kvgrpc_v1_common, 2);
+
+/**
+ * Where pages of a KV cache lie, which events call blocks: the one enum of tiers.
+ *
+ * @generated from enum kvgrpc.v1.Tier
+ */
+export enum Tier {
+  /**
+   * Never sent.
+   *
+   * @generated from enum value: TIER_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * The accelerator's memory; in events medium GPU, or none.
+   *
+   * @generated from enum value: TIER_DEVICE = 1;
+   */
+  DEVICE = 1,
+
+  /**
+   * Memory of the host; in events medium CPU, CPU_PINNED.
+   *
+   * @generated from enum value: TIER_HOST = 2;
+   */
+  HOST = 2,
+
+  /**
+   * Slower, or shared: the storage backend; in events every other medium (DISK, STORAGE, EXTERNAL, ...).
+   *
+   * @generated from enum value: TIER_STORAGE = 3;
+   */
+  STORAGE = 3,
+}
+
+/**
+ * Describes the enum kvgrpc.v1.Tier.
+ */
+export const TierSchema: GenEnum<Tier> = /*@__PURE__*/
+  enumDesc(file_kvgrpc_v1_common, 3);
 

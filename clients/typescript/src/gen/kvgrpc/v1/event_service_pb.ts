@@ -9,7 +9,7 @@
 
 import type { GenEnum, GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegenv2";
 import { enumDesc, fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
-import type { RankRef } from "./common_pb.js";
+import type { RankRef, Tier } from "./common_pb.js";
 import { file_kvgrpc_v1_common } from "./common_pb.js";
 import type { Message } from "@bufbuild/protobuf";
 
@@ -17,7 +17,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file kvgrpc/v1/event_service.proto.
  */
 export const file_kvgrpc_v1_event_service: GenFile = /*@__PURE__*/
-  fileDesc("Ch1rdmdycGMvdjEvZXZlbnRfc2VydmljZS5wcm90bxIJa3ZncnBjLnYxIrUCCgtFdmVudFN0cmVhbRIOCgZlbmdpbmUYASABKAkSCgoCZHAYAiABKA0SDgoGbG9nX2lkGAMgASgJEhsKD29sZGVzdF9zZXF1ZW5jZRgEIAEoBEICMAESGQoNbmV4dF9zZXF1ZW5jZRgFIAEoBEICMAESFAoMcHViX2VuZHBvaW50GAYgASgJEg0KBXRvcGljGAcgASgMEhsKD2Ryb3BwZWRfYmF0Y2hlcxgIIAEoBEICMAESGQoNam91cm5hbF9ieXRlcxgJIAEoBEICMAESJQoJcHVibGlzaGVyGAogASgLMhIua3ZncnBjLnYxLlJhbmtSZWYSFwoPcmVwbGF5X2VuZHBvaW50GAsgASgJEiUKBXN0YXRlGAwgASgLMhYua3ZncnBjLnYxLlN0YXRlRGlnZXN0IjsKEkxpc3RTdHJlYW1zUmVxdWVzdBIRCglwYWdlX3NpemUYASABKA0SEgoKcGFnZV90b2tlbhgCIAEoCSJXChNMaXN0U3RyZWFtc1Jlc3BvbnNlEicKB3N0cmVhbXMYASADKAsyFi5rdmdycGMudjEuRXZlbnRTdHJlYW0SFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIpwCCgxXYXRjaFJlcXVlc3QSDgoGZW5naW5lGAEgASgJEgoKAmRwGAIgASgNEg4KBmxvZ19pZBgDIAEoCRIeCg1mcm9tX3NlcXVlbmNlGAQgASgEQgIwAUgAiAEBEh0KDGVuZF9zZXF1ZW5jZRgFIAEoBEICMAFIAYgBARIiCgRtb2RlGAYgASgOMhQua3ZncnBjLnYxLldhdGNoTW9kZRIqCghlbmNvZGluZxgHIAEoDjIYLmt2Z3JwYy52MS5XYXRjaEVuY29kaW5nEh4KBXRpZXJzGAggAygOMg8ua3ZncnBjLnYxLlRpZXISDgoGZ3JvdXBzGAkgAygNQhAKDl9mcm9tX3NlcXVlbmNlQg8KDV9lbmRfc2VxdWVuY2UiUAoKV2F0Y2hCZWdpbhImCgZzdHJlYW0YASABKAsyFi5rdmdycGMudjEuRXZlbnRTdHJlYW0SGgoOZmlyc3Rfc2VxdWVuY2UYAiABKARCAjABIjoKClJhd0JhdGNoZXMSGgoOZmlyc3Rfc2VxdWVuY2UYASABKARCAjABEhAKCHBheWxvYWRzGAIgAygMIlQKDFR5cGVkQmF0Y2hlcxIaCg5maXJzdF9zZXF1ZW5jZRgBIAEoBEICMAESKAoHYmF0Y2hlcxgCIAMoCzIXLmt2Z3JwYy52MS5LdkV2ZW50QmF0Y2giQAoMS3ZFdmVudEJhdGNoEgwKBHRpbWUYASABKAESIgoGZXZlbnRzGAIgAygLMhIua3ZncnBjLnYxLkt2RXZlbnQirAEKB0t2RXZlbnQSKQoGc3RvcmVkGAEgASgLMhcua3ZncnBjLnYxLkJsb2Nrc1N0b3JlZEgAEisKB3JlbW92ZWQYAiABKAsyGC5rdmdycGMudjEuQmxvY2tzUmVtb3ZlZEgAEi4KB2NsZWFyZWQYAyABKAsyGy5rdmdycGMudjEuQWxsQmxvY2tzQ2xlYXJlZEgAEhEKB3Vua25vd24YBCABKAxIAEIGCgRraW5kIjoKCUJsb2NrSGFzaBITCgV2YWx1ZRgBIAEoBkICMAFIABIQCgZkaWdlc3QYAiABKAxIAEIGCgRraW5kIpoDCgxCbG9ja3NTdG9yZWQSKgoMYmxvY2tfaGFzaGVzGAEgAygLMhQua3ZncnBjLnYxLkJsb2NrSGFzaBIvChFwYXJlbnRfYmxvY2tfaGFzaBgCIAEoCzIULmt2Z3JwYy52MS5CbG9ja0hhc2gSEQoJdG9rZW5faWRzGAMgAygNEhIKCmJsb2NrX3NpemUYBCABKA0SHQoEdGllchgFIAEoDjIPLmt2Z3JwYy52MS5UaWVyEg4KBm1lZGl1bRgGIAEoCRINCgVncm91cBgHIAEoDRIYCgdsb3JhX2lkGAggASgDQgIwAUgAiAEBEhEKCWxvcmFfbmFtZRgJIAEoCRISCgpjYWNoZV9zYWx0GAogASgJEhIKCmNhY2hlX2tpbmQYCyABKAkSGwoOc2xpZGluZ193aW5kb3cYDCABKA1IAYgBARISCgpzZXNzaW9uX2lkGA0gASgJEhAKCGxvY2FsaXR5GA4gASgJEhEKCW93bmVyc2hpcBgPIAEoCUIKCghfbG9yYV9pZEIRCg9fc2xpZGluZ193aW5kb3cieQoNQmxvY2tzUmVtb3ZlZBIqCgxibG9ja19oYXNoZXMYASADKAsyFC5rdmdycGMudjEuQmxvY2tIYXNoEh0KBHRpZXIYAiABKA4yDy5rdmdycGMudjEuVGllchIOCgZtZWRpdW0YAyABKAkSDQoFZ3JvdXAYBCABKA0iEgoQQWxsQmxvY2tzQ2xlYXJlZCJUCgxEcm9wcGVkUmFuZ2USGgoOZmlyc3Rfc2VxdWVuY2UYASABKARCAjABEhkKDWxhc3Rfc2VxdWVuY2UYAiABKARCAjABEg0KBWNhdXNlGAMgASgJIr0BCgxTbmFwc2hvdFBhcnQSGQoNbmV4dF9zZXF1ZW5jZRgBIAEoBEICMAESDQoFaW5kZXgYAiABKA0SDAoEbGFzdBgDIAEoCBIYCgx0b3RhbF9ibG9ja3MYBCABKARCAjABEhAKCHBheWxvYWRzGAUgAygMEiIKBmV2ZW50cxgGIAMoCzISLmt2Z3JwYy52MS5LdkV2ZW50EiUKBXN0YXRlGAcgASgLMhYua3ZncnBjLnYxLlN0YXRlRGlnZXN0Ik4KC1N0YXRlRGlnZXN0EhkKDW5leHRfc2VxdWVuY2UYASABKARCAjABEiQKBXRpZXJzGAIgAygLMhUua3ZncnBjLnYxLlRpZXJEaWdlc3QiWQoKVGllckRpZ2VzdBIOCgZtZWRpdW0YASABKAkSDQoFZ3JvdXAYAiABKA0SEgoGYmxvY2tzGAMgASgEQgIwARIYCgxtaXhlZF9oYXNoZXMYBCABKAZCAjABIlIKDldhdGNoSGVhcnRiZWF0EhkKDW5leHRfc2VxdWVuY2UYASABKARCAjABEiUKBXN0YXRlGAIgASgLMhYua3ZncnBjLnYxLlN0YXRlRGlnZXN0IpgCCg1XYXRjaFJlc3BvbnNlEiYKBWJlZ2luGAEgASgLMhUua3ZncnBjLnYxLldhdGNoQmVnaW5IABIkCgNyYXcYAiABKAsyFS5rdmdycGMudjEuUmF3QmF0Y2hlc0gAEioKB2Ryb3BwZWQYAyABKAsyFy5rdmdycGMudjEuRHJvcHBlZFJhbmdlSAASLgoJaGVhcnRiZWF0GAQgASgLMhkua3ZncnBjLnYxLldhdGNoSGVhcnRiZWF0SAASKAoFdHlwZWQYBSABKAsyFy5rdmdycGMudjEuVHlwZWRCYXRjaGVzSAASKwoIc25hcHNob3QYBiABKAsyFy5rdmdycGMudjEuU25hcHNob3RQYXJ0SABCBgoEa2luZCqGAQoJV2F0Y2hNb2RlEhoKFldBVENIX01PREVfVU5TUEVDSUZJRUQQABIVChFXQVRDSF9NT0RFX1JFUExBWRABEhMKD1dBVENIX01PREVfVEFJTBACEhgKFFdBVENIX01PREVfSEVBUlRCRUFUEAMSFwoTV0FUQ0hfTU9ERV9TTkFQU0hPVBAEKmEKDVdhdGNoRW5jb2RpbmcSHgoaV0FUQ0hfRU5DT0RJTkdfVU5TUEVDSUZJRUQQABIWChJXQVRDSF9FTkNPRElOR19SQVcQARIYChRXQVRDSF9FTkNPRElOR19UWVBFRBACKk4KBFRpZXISFAoQVElFUl9VTlNQRUNJRklFRBAAEg8KC1RJRVJfREVWSUNFEAESDQoJVElFUl9IT1NUEAISEAoMVElFUl9TVE9SQUdFEAMypAEKDEV2ZW50U2VydmljZRJRCgtMaXN0U3RyZWFtcxIdLmt2Z3JwYy52MS5MaXN0U3RyZWFtc1JlcXVlc3QaHi5rdmdycGMudjEuTGlzdFN0cmVhbXNSZXNwb25zZSIDkAIBEkEKBVdhdGNoEhcua3ZncnBjLnYxLldhdGNoUmVxdWVzdBoYLmt2Z3JwYy52MS5XYXRjaFJlc3BvbnNlIgOQAgEwAUIiWiBrdmdycGMuZGV2L2dvL2t2Z3JwYy92MTtrdmdycGN2MWIGcHJvdG8z", [file_kvgrpc_v1_common]);
+  fileDesc("Ch1rdmdycGMvdjEvZXZlbnRfc2VydmljZS5wcm90bxIJa3ZncnBjLnYxIrUCCgtFdmVudFN0cmVhbRIOCgZlbmdpbmUYASABKAkSCgoCZHAYAiABKA0SDgoGbG9nX2lkGAMgASgJEhsKD29sZGVzdF9zZXF1ZW5jZRgEIAEoBEICMAESGQoNbmV4dF9zZXF1ZW5jZRgFIAEoBEICMAESFAoMcHViX2VuZHBvaW50GAYgASgJEg0KBXRvcGljGAcgASgMEhsKD2Ryb3BwZWRfYmF0Y2hlcxgIIAEoBEICMAESGQoNam91cm5hbF9ieXRlcxgJIAEoBEICMAESJQoJcHVibGlzaGVyGAogASgLMhIua3ZncnBjLnYxLlJhbmtSZWYSFwoPcmVwbGF5X2VuZHBvaW50GAsgASgJEiUKBXN0YXRlGAwgASgLMhYua3ZncnBjLnYxLlN0YXRlRGlnZXN0IjsKEkxpc3RTdHJlYW1zUmVxdWVzdBIRCglwYWdlX3NpemUYASABKA0SEgoKcGFnZV90b2tlbhgCIAEoCSJXChNMaXN0U3RyZWFtc1Jlc3BvbnNlEicKB3N0cmVhbXMYASADKAsyFi5rdmdycGMudjEuRXZlbnRTdHJlYW0SFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIpwCCgxXYXRjaFJlcXVlc3QSDgoGZW5naW5lGAEgASgJEgoKAmRwGAIgASgNEg4KBmxvZ19pZBgDIAEoCRIeCg1mcm9tX3NlcXVlbmNlGAQgASgEQgIwAUgAiAEBEh0KDGVuZF9zZXF1ZW5jZRgFIAEoBEICMAFIAYgBARIiCgRtb2RlGAYgASgOMhQua3ZncnBjLnYxLldhdGNoTW9kZRIqCghlbmNvZGluZxgHIAEoDjIYLmt2Z3JwYy52MS5XYXRjaEVuY29kaW5nEh4KBXRpZXJzGAggAygOMg8ua3ZncnBjLnYxLlRpZXISDgoGZ3JvdXBzGAkgAygNQhAKDl9mcm9tX3NlcXVlbmNlQg8KDV9lbmRfc2VxdWVuY2UiUAoKV2F0Y2hCZWdpbhImCgZzdHJlYW0YASABKAsyFi5rdmdycGMudjEuRXZlbnRTdHJlYW0SGgoOZmlyc3Rfc2VxdWVuY2UYAiABKARCAjABIjoKClJhd0JhdGNoZXMSGgoOZmlyc3Rfc2VxdWVuY2UYASABKARCAjABEhAKCHBheWxvYWRzGAIgAygMIlQKDFR5cGVkQmF0Y2hlcxIaCg5maXJzdF9zZXF1ZW5jZRgBIAEoBEICMAESKAoHYmF0Y2hlcxgCIAMoCzIXLmt2Z3JwYy52MS5LdkV2ZW50QmF0Y2giSAoMS3ZFdmVudEJhdGNoEhQKDHVuaXhfc2Vjb25kcxgBIAEoARIiCgZldmVudHMYAiADKAsyEi5rdmdycGMudjEuS3ZFdmVudCKsAQoHS3ZFdmVudBIpCgZzdG9yZWQYASABKAsyFy5rdmdycGMudjEuQmxvY2tzU3RvcmVkSAASKwoHcmVtb3ZlZBgCIAEoCzIYLmt2Z3JwYy52MS5CbG9ja3NSZW1vdmVkSAASLgoHY2xlYXJlZBgDIAEoCzIbLmt2Z3JwYy52MS5BbGxCbG9ja3NDbGVhcmVkSAASEQoHdW5rbm93bhgEIAEoDEgAQgYKBGtpbmQiOgoJQmxvY2tIYXNoEhMKBXZhbHVlGAEgASgGQgIwAUgAEhAKBmRpZ2VzdBgCIAEoDEgAQgYKBGtpbmQimwMKDEJsb2Nrc1N0b3JlZBIqCgxibG9ja19oYXNoZXMYASADKAsyFC5rdmdycGMudjEuQmxvY2tIYXNoEi8KEXBhcmVudF9ibG9ja19oYXNoGAIgASgLMhQua3ZncnBjLnYxLkJsb2NrSGFzaBIRCgl0b2tlbl9pZHMYAyADKA0SEwoLcGFnZV90b2tlbnMYBCABKA0SHQoEdGllchgFIAEoDjIPLmt2Z3JwYy52MS5UaWVyEg4KBm1lZGl1bRgGIAEoCRINCgVncm91cBgHIAEoDRIYCgdsb3JhX2lkGAggASgDQgIwAUgAiAEBEhEKCWxvcmFfbmFtZRgJIAEoCRISCgpjYWNoZV9zYWx0GAogASgJEhIKCmNhY2hlX2tpbmQYCyABKAkSGwoOc2xpZGluZ193aW5kb3cYDCABKA1IAYgBARISCgpzZXNzaW9uX2lkGA0gASgJEhAKCGxvY2FsaXR5GA4gASgJEhEKCW93bmVyc2hpcBgPIAEoCUIKCghfbG9yYV9pZEIRCg9fc2xpZGluZ193aW5kb3cieQoNQmxvY2tzUmVtb3ZlZBIqCgxibG9ja19oYXNoZXMYASADKAsyFC5rdmdycGMudjEuQmxvY2tIYXNoEh0KBHRpZXIYAiABKA4yDy5rdmdycGMudjEuVGllchIOCgZtZWRpdW0YAyABKAkSDQoFZ3JvdXAYBCABKA0iEgoQQWxsQmxvY2tzQ2xlYXJlZCJUCgxEcm9wcGVkUmFuZ2USGgoOZmlyc3Rfc2VxdWVuY2UYASABKARCAjABEhkKDWxhc3Rfc2VxdWVuY2UYAiABKARCAjABEg0KBWNhdXNlGAMgASgJIr0BCgxTbmFwc2hvdFBhcnQSGQoNbmV4dF9zZXF1ZW5jZRgBIAEoBEICMAESDQoFaW5kZXgYAiABKA0SDAoEbGFzdBgDIAEoCBIYCgx0b3RhbF9ibG9ja3MYBCABKARCAjABEhAKCHBheWxvYWRzGAUgAygMEiIKBmV2ZW50cxgGIAMoCzISLmt2Z3JwYy52MS5LdkV2ZW50EiUKBXN0YXRlGAcgASgLMhYua3ZncnBjLnYxLlN0YXRlRGlnZXN0Ik4KC1N0YXRlRGlnZXN0EhkKDW5leHRfc2VxdWVuY2UYASABKARCAjABEiQKBXRpZXJzGAIgAygLMhUua3ZncnBjLnYxLlRpZXJEaWdlc3QieAoKVGllckRpZ2VzdBIdCgR0aWVyGAEgASgOMg8ua3ZncnBjLnYxLlRpZXISDgoGbWVkaXVtGAIgASgJEg0KBWdyb3VwGAMgASgNEhIKBmJsb2NrcxgEIAEoBEICMAESGAoMbWl4ZWRfaGFzaGVzGAUgASgGQgIwASJSCg5XYXRjaEhlYXJ0YmVhdBIZCg1uZXh0X3NlcXVlbmNlGAEgASgEQgIwARIlCgVzdGF0ZRgCIAEoCzIWLmt2Z3JwYy52MS5TdGF0ZURpZ2VzdCKYAgoNV2F0Y2hSZXNwb25zZRImCgViZWdpbhgBIAEoCzIVLmt2Z3JwYy52MS5XYXRjaEJlZ2luSAASJAoDcmF3GAIgASgLMhUua3ZncnBjLnYxLlJhd0JhdGNoZXNIABIqCgdkcm9wcGVkGAMgASgLMhcua3ZncnBjLnYxLkRyb3BwZWRSYW5nZUgAEi4KCWhlYXJ0YmVhdBgEIAEoCzIZLmt2Z3JwYy52MS5XYXRjaEhlYXJ0YmVhdEgAEigKBXR5cGVkGAUgASgLMhcua3ZncnBjLnYxLlR5cGVkQmF0Y2hlc0gAEisKCHNuYXBzaG90GAYgASgLMhcua3ZncnBjLnYxLlNuYXBzaG90UGFydEgAQgYKBGtpbmQqhgEKCVdhdGNoTW9kZRIaChZXQVRDSF9NT0RFX1VOU1BFQ0lGSUVEEAASFQoRV0FUQ0hfTU9ERV9SRVBMQVkQARITCg9XQVRDSF9NT0RFX1RBSUwQAhIYChRXQVRDSF9NT0RFX0hFQVJUQkVBVBADEhcKE1dBVENIX01PREVfU05BUFNIT1QQBCphCg1XYXRjaEVuY29kaW5nEh4KGldBVENIX0VOQ09ESU5HX1VOU1BFQ0lGSUVEEAASFgoSV0FUQ0hfRU5DT0RJTkdfUkFXEAESGAoUV0FUQ0hfRU5DT0RJTkdfVFlQRUQQAjKkAQoMRXZlbnRTZXJ2aWNlElEKC0xpc3RTdHJlYW1zEh0ua3ZncnBjLnYxLkxpc3RTdHJlYW1zUmVxdWVzdBoeLmt2Z3JwYy52MS5MaXN0U3RyZWFtc1Jlc3BvbnNlIgOQAgESQQoFV2F0Y2gSFy5rdmdycGMudjEuV2F0Y2hSZXF1ZXN0Ghgua3ZncnBjLnYxLldhdGNoUmVzcG9uc2UiA5ACATABQj8KDWRldi5rdmdycGMudjFQAVoga3ZncnBjLmRldi9nby9rdmdycGMvdjE7a3ZncnBjdjGqAglLdmdycGMuVjFiBnByb3RvMw", [file_kvgrpc_v1_common]);
 
 /**
  * One event stream.
@@ -124,7 +124,7 @@ export const EventStreamSchema: GenMessage<EventStream> = /*@__PURE__*/
  */
 export type ListStreamsRequest = Message<"kvgrpc.v1.ListStreamsRequest"> & {
   /**
-   * Streams on a page: 0 or more than 1000 means 1000.
+   * At most this many; 0 means 100, more than 1,000 means 1,000.
    *
    * @generated from field: uint32 page_size = 1;
    */
@@ -341,11 +341,11 @@ export const TypedBatchesSchema: GenMessage<TypedBatches> = /*@__PURE__*/
  */
 export type KvEventBatch = Message<"kvgrpc.v1.KvEventBatch"> & {
   /**
-   * Unix seconds, for people; order comes from the sequence.
+   * Unix seconds as the engine wrote them, NaN and far dates too, for people; order comes from the sequence.
    *
-   * @generated from field: double time = 1;
+   * @generated from field: double unix_seconds = 1;
    */
-  time: number;
+  unixSeconds: number;
 
   /**
    * Those that the filters let through.
@@ -480,11 +480,11 @@ export type BlocksStored = Message<"kvgrpc.v1.BlocksStored"> & {
   tokenIds: number[];
 
   /**
-   * Tokens in a block.
+   * Tokens in a block, which is a page.
    *
-   * @generated from field: uint32 block_size = 4;
+   * @generated from field: uint32 page_tokens = 4;
    */
-  blockSize: number;
+  pageTokens: number;
 
   /**
    * The tier.
@@ -730,8 +730,10 @@ export const SnapshotPartSchema: GenMessage<SnapshotPart> = /*@__PURE__*/
   messageDesc(file_kvgrpc_v1_event_service, 14);
 
 /**
- * What is cached, in a few numbers, so that a follower can see that it holds the same. docs/events.md has the formula and
- * vectors.
+ * What is cached, in a few numbers, so that a follower can see that it holds the same. It stands for the state after
+ * exactly the batches before next_sequence. Under load that is not the newest: the state lies behind, at a multiple of 64,
+ * so a follower keeps its own digest at the last 64 multiples of 64 and compares at the sequence that it is told. One that
+ * is too old or yet to come says nothing.
  *
  * @generated from message kvgrpc.v1.StateDigest
  */
@@ -765,30 +767,39 @@ export const StateDigestSchema: GenMessage<StateDigest> = /*@__PURE__*/
  */
 export type TierDigest = Message<"kvgrpc.v1.TierDigest"> & {
   /**
-   * What the engine calls the tier, in capitals; "GPU" where it named none.
+   * The tier.
    *
-   * @generated from field: string medium = 1;
+   * @generated from field: kvgrpc.v1.Tier tier = 1;
+   */
+  tier: Tier;
+
+  /**
+   * What the engine calls it, in capitals; "GPU" where it named none. A tier may have several names, each its own entry.
+   *
+   * @generated from field: string medium = 2;
    */
   medium: string;
 
   /**
    * Cache group.
    *
-   * @generated from field: uint32 group = 2;
+   * @generated from field: uint32 group = 3;
    */
   group: number;
 
   /**
    * Distinct blocks.
    *
-   * @generated from field: uint64 blocks = 3 [jstype = JS_STRING];
+   * @generated from field: uint64 blocks = 4 [jstype = JS_STRING];
    */
   blocks: string;
 
   /**
-   * Sum of the mixed hashes of these blocks modulo 2^64, each as often as there are copies of the block.
+   * Sum modulo 2^64 of mix(key) of each copy of these blocks; key is the 64 bits of BlockHash.
+   * mix(x), in 64-bit arithmetic that wraps around: x += 0x9E3779B97F4A7C15; x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
+   * x = (x ^ (x >> 27)) * 0x94D049BB133111EB; x ^ (x >> 31). mix(0) is 0xE220A8397B1DCDAF.
    *
-   * @generated from field: fixed64 mixed_hashes = 4 [jstype = JS_STRING];
+   * @generated from field: fixed64 mixed_hashes = 5 [jstype = JS_STRING];
    */
   mixedHashes: string;
 };
@@ -814,7 +825,7 @@ export type WatchHeartbeat = Message<"kvgrpc.v1.WatchHeartbeat"> & {
   nextSequence: string;
 
   /**
-   * The state, where one is kept; under load it may be that of some batches before next_sequence.
+   * The state, where one is kept; under load that of a multiple of 64 before next_sequence.
    *
    * @generated from field: kvgrpc.v1.StateDigest state = 2;
    */
@@ -966,7 +977,7 @@ export enum WatchEncoding {
   RAW = 1,
 
   /**
-   * Messages, one form for all engines. What would be a message above 4 MiB (one huge batch, or part of a snapshot), the
+   * Messages, one form for all engines. A TYPED Watch may hold raw: what would be a message above 4 MiB (one huge batch, or part of a snapshot), the
    * most that gRPC clients take unless configured, comes as RAW instead, unfiltered.
    *
    * @generated from enum value: WATCH_ENCODING_TYPED = 2;
@@ -979,47 +990,6 @@ export enum WatchEncoding {
  */
 export const WatchEncodingSchema: GenEnum<WatchEncoding> = /*@__PURE__*/
   enumDesc(file_kvgrpc_v1_event_service, 1);
-
-/**
- * Where a block lies.
- *
- * @generated from enum kvgrpc.v1.Tier
- */
-export enum Tier {
-  /**
-   * Never sent.
-   *
-   * @generated from enum value: TIER_UNSPECIFIED = 0;
-   */
-  UNSPECIFIED = 0,
-
-  /**
-   * The accelerator's memory: medium GPU, or none.
-   *
-   * @generated from enum value: TIER_DEVICE = 1;
-   */
-  DEVICE = 1,
-
-  /**
-   * The host's memory: medium CPU, CPU_PINNED.
-   *
-   * @generated from enum value: TIER_HOST = 2;
-   */
-  HOST = 2,
-
-  /**
-   * Slower, or shared: every other medium (DISK, STORAGE, EXTERNAL, ...).
-   *
-   * @generated from enum value: TIER_STORAGE = 3;
-   */
-  STORAGE = 3,
-}
-
-/**
- * Describes the enum kvgrpc.v1.Tier.
- */
-export const TierSchema: GenEnum<Tier> = /*@__PURE__*/
-  enumDesc(file_kvgrpc_v1_event_service, 2);
 
 /**
  * Served by the rank that publishes: the one with pp = cp = tp = 0 of each dp. A stream is one independent KV cache =
@@ -1044,7 +1014,8 @@ export const EventService: GenService<{
    * dropped); REPLAY ends after end_sequence, or after the newest batch there is at the start.
    * SNAPSHOT sends the whole state in parts, then the batches that follow it; when the log overtakes the reader there is
    * another snapshot, at most 3 before the reader has caught up once, then EVENTS_COMPACTED.
-   * Never an empty success: a cursor that cannot be served is an error.
+   * Never an empty success: a cursor that cannot be served is an error, and comes before begin: a Watch that answers
+   * STALE_LOG has said nothing else.
    * Roles: rank, consumer, operator. Errors: STREAM_NOT_FOUND, STALE_LOG (ABORTED), EVENTS_COMPACTED (OUT_OF_RANGE, also
    * when the log overtakes the reader), EVENTS_SEQUENCE_IN_FUTURE (OUT_OF_RANGE), INVALID_REQUEST, TOO_MANY_REQUESTS,
    * FEATURE_DISABLED (a snapshot where none is kept), SERVER_DRAINING (UNAVAILABLE; read on from the cursor at another

@@ -8,13 +8,15 @@ import type { GenEnum, GenFile, GenMessage, GenService } from "@bufbuild/protobu
 import { enumDesc, fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
 import type { Duration } from "@bufbuild/protobuf/wkt";
 import { file_google_protobuf_duration } from "@bufbuild/protobuf/wkt";
+import type { Tier } from "./common_pb.js";
+import { file_kvgrpc_v1_common } from "./common_pb.js";
 import type { Message } from "@bufbuild/protobuf";
 
 /**
  * Describes the file kvgrpc/v1/index_service.proto.
  */
 export const file_kvgrpc_v1_index_service: GenFile = /*@__PURE__*/
-  fileDesc("Ch1rdmdycGMvdjEvaW5kZXhfc2VydmljZS5wcm90bxIJa3ZncnBjLnYxIiEKC0Jsb2NrSGFzaGVzEhIKBnZhbHVlcxgBIAMoBkICMAEiWAoMU2dsYW5nUHJvbXB0EhEKCXRva2VuX2lkcxgBIAMoDRIRCglwYWdlX3NpemUYAiABKA0SEgoKY2FjaGVfc2FsdBgDIAEoCRIOCgZiaWdyYW0YBCABKAgigAEKClZsbG1Qcm9tcHQSEQoJdG9rZW5faWRzGAEgAygNEhIKCmJsb2NrX3NpemUYAiABKA0SEQoJaGFzaF9zZWVkGAMgASgJEhEKCWFsZ29yaXRobRgEIAEoCRIRCglsb3JhX25hbWUYBSABKAkSEgoKY2FjaGVfc2FsdBgGIAEoCSK/AQoMU2NvcmVSZXF1ZXN0Ei4KDGJsb2NrX2hhc2hlcxgBIAEoCzIWLmt2Z3JwYy52MS5CbG9ja0hhc2hlc0gAEikKBnNnbGFuZxgCIAEoCzIXLmt2Z3JwYy52MS5TZ2xhbmdQcm9tcHRIABIlCgR2bGxtGAMgASgLMhUua3ZncnBjLnYxLlZsbG1Qcm9tcHRIABIPCgdlbmdpbmVzGAQgAygJEhIKCm1heF9zY29yZXMYBSABKA1CCAoGcHJlZml4IkYKDVNjb3JlUmVzcG9uc2USJQoGc2NvcmVzGAEgAygLMhUua3ZncnBjLnYxLkNhY2hlU2NvcmUSDgoGYmxvY2tzGAIgASgNIo0BCgpDYWNoZVNjb3JlEg4KBmVuZ2luZRgBIAEoCRIKCgJkcBgCIAEoDRIVCg1kZXZpY2VfYmxvY2tzGAMgASgNEhMKC2hvc3RfYmxvY2tzGAQgASgNEg4KBmJsb2NrcxgFIAEoDRInCglmcmVzaG5lc3MYBiABKAsyFC5rdmdycGMudjEuRnJlc2huZXNzIrMBCglGcmVzaG5lc3MSJQoFc3RhdGUYASABKA4yFi5rdmdycGMudjEuU291cmNlU3RhdGUSDgoGbG9nX2lkGAIgASgJEhkKDW5leHRfc2VxdWVuY2UYAyABKARCAjABEhcKC2xhZ19iYXRjaGVzGAQgASgEQgIwARIsCglpZGxlX3RpbWUYBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SDQoFd2hvbGUYBiABKAgiOwoSTGlzdFNvdXJjZXNSZXF1ZXN0EhEKCXBhZ2Vfc2l6ZRgBIAEoDRISCgpwYWdlX3Rva2VuGAIgASgJIlIKE0xpc3RTb3VyY2VzUmVzcG9uc2USIgoHc291cmNlcxgBIAMoCzIRLmt2Z3JwYy52MS5Tb3VyY2USFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJItkCCgZTb3VyY2USDgoGZW5naW5lGAEgASgJEgoKAmRwGAIgASgNEg8KB2FkZHJlc3MYAyABKAkSDAoEbGl2ZRgEIAEoCBInCglmcmVzaG5lc3MYBSABKAsyFC5rdmdycGMudjEuRnJlc2huZXNzEi0KBmJsb2NrcxgGIAMoCzIdLmt2Z3JwYy52MS5Tb3VyY2UuQmxvY2tzRW50cnkSEQoJcGFnZV9zaXplGAcgASgNEhEKCXNuYXBzaG90cxgIIAEoDRIPCgdyZXBsYXlzGAkgASgNEhAKCG5ld19sb2dzGAogASgNEhUKDWRpZ2VzdHNfZXF1YWwYCyABKA0SGQoRZGlnZXN0c19kaWZmZXJlbnQYDCABKA0SEgoKbGFzdF9lcnJvchgNIAEoCRotCgtCbG9ja3NFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAQ6AjgBKp0BCgtTb3VyY2VTdGF0ZRIcChhTT1VSQ0VfU1RBVEVfVU5TUEVDSUZJRUQQABIbChdTT1VSQ0VfU1RBVEVfQ09OTkVDVElORxABEhsKF1NPVVJDRV9TVEFURV9SRUJVSUxESU5HEAISHAoYU09VUkNFX1NUQVRFX0NBVENISU5HX1VQEAMSGAoUU09VUkNFX1NUQVRFX0NVUlJFTlQQBDKiAQoMSW5kZXhTZXJ2aWNlEj8KBVNjb3JlEhcua3ZncnBjLnYxLlNjb3JlUmVxdWVzdBoYLmt2Z3JwYy52MS5TY29yZVJlc3BvbnNlIgOQAgESUQoLTGlzdFNvdXJjZXMSHS5rdmdycGMudjEuTGlzdFNvdXJjZXNSZXF1ZXN0Gh4ua3ZncnBjLnYxLkxpc3RTb3VyY2VzUmVzcG9uc2UiA5ACAUIiWiBrdmdycGMuZGV2L2dvL2t2Z3JwYy92MTtrdmdycGN2MWIGcHJvdG8z", [file_google_protobuf_duration]);
+  fileDesc("Ch1rdmdycGMvdjEvaW5kZXhfc2VydmljZS5wcm90bxIJa3ZncnBjLnYxIiEKC0Jsb2NrSGFzaGVzEhIKBnZhbHVlcxgBIAMoBkICMAEiWgoMU2dsYW5nUHJvbXB0EhEKCXRva2VuX2lkcxgBIAMoDRITCgtwYWdlX3Rva2VucxgCIAEoDRISCgpjYWNoZV9zYWx0GAMgASgJEg4KBmJpZ3JhbRgEIAEoCCKBAQoKVmxsbVByb21wdBIRCgl0b2tlbl9pZHMYASADKA0SEwoLcGFnZV90b2tlbnMYAiABKA0SEQoJaGFzaF9zZWVkGAMgASgJEhEKCWFsZ29yaXRobRgEIAEoCRIRCglsb3JhX25hbWUYBSABKAkSEgoKY2FjaGVfc2FsdBgGIAEoCSK/AQoMU2NvcmVSZXF1ZXN0Ei4KDGJsb2NrX2hhc2hlcxgBIAEoCzIWLmt2Z3JwYy52MS5CbG9ja0hhc2hlc0gAEikKBnNnbGFuZxgCIAEoCzIXLmt2Z3JwYy52MS5TZ2xhbmdQcm9tcHRIABIlCgR2bGxtGAMgASgLMhUua3ZncnBjLnYxLlZsbG1Qcm9tcHRIABIPCgdlbmdpbmVzGAQgAygJEhIKCm1heF9zY29yZXMYBSABKA1CCAoGcHJlZml4IkYKDVNjb3JlUmVzcG9uc2USJQoGc2NvcmVzGAEgAygLMhUua3ZncnBjLnYxLkNhY2hlU2NvcmUSDgoGYmxvY2tzGAIgASgNIo0BCgpDYWNoZVNjb3JlEg4KBmVuZ2luZRgBIAEoCRIKCgJkcBgCIAEoDRIVCg1kZXZpY2VfYmxvY2tzGAMgASgNEhMKC2hvc3RfYmxvY2tzGAQgASgNEg4KBmJsb2NrcxgFIAEoDRInCglmcmVzaG5lc3MYBiABKAsyFC5rdmdycGMudjEuRnJlc2huZXNzIrgBCglGcmVzaG5lc3MSKgoFc3RhdGUYASABKA4yGy5rdmdycGMudjEuSW5kZXhTb3VyY2VTdGF0ZRIOCgZsb2dfaWQYAiABKAkSGQoNbmV4dF9zZXF1ZW5jZRgDIAEoBEICMAESFwoLbGFnX2JhdGNoZXMYBCABKARCAjABEiwKCWlkbGVfdGltZRgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhINCgV3aG9sZRgGIAEoCCI7ChJMaXN0U291cmNlc1JlcXVlc3QSEQoJcGFnZV9zaXplGAEgASgNEhIKCnBhZ2VfdG9rZW4YAiABKAkiVwoTTGlzdFNvdXJjZXNSZXNwb25zZRInCgdzb3VyY2VzGAEgAygLMhYua3ZncnBjLnYxLkluZGV4U291cmNlEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSJPCgpUaWVyQmxvY2tzEh0KBHRpZXIYASABKA4yDy5rdmdycGMudjEuVGllchIOCgZtZWRpdW0YAiABKAkSEgoGYmxvY2tzGAMgASgEQgIwASKpAgoLSW5kZXhTb3VyY2USDgoGZW5naW5lGAEgASgJEgoKAmRwGAIgASgNEg8KB2FkZHJlc3MYAyABKAkSDAoEbGl2ZRgEIAEoCBInCglmcmVzaG5lc3MYBSABKAsyFC5rdmdycGMudjEuRnJlc2huZXNzEiUKBmJsb2NrcxgGIAMoCzIVLmt2Z3JwYy52MS5UaWVyQmxvY2tzEhMKC3BhZ2VfdG9rZW5zGAcgASgNEhEKCXNuYXBzaG90cxgIIAEoDRIPCgdyZXBsYXlzGAkgASgNEhAKCG5ld19sb2dzGAogASgNEhUKDWRpZ2VzdHNfZXF1YWwYCyABKA0SGQoRZGlnZXN0c19kaWZmZXJlbnQYDCABKA0SEgoKbGFzdF9lcnJvchgNIAEoCSrAAQoQSW5kZXhTb3VyY2VTdGF0ZRIiCh5JTkRFWF9TT1VSQ0VfU1RBVEVfVU5TUEVDSUZJRUQQABIhCh1JTkRFWF9TT1VSQ0VfU1RBVEVfQ09OTkVDVElORxABEiEKHUlOREVYX1NPVVJDRV9TVEFURV9SRUJVSUxESU5HEAISIgoeSU5ERVhfU09VUkNFX1NUQVRFX0NBVENISU5HX1VQEAMSHgoaSU5ERVhfU09VUkNFX1NUQVRFX0NVUlJFTlQQBDKiAQoMSW5kZXhTZXJ2aWNlEj8KBVNjb3JlEhcua3ZncnBjLnYxLlNjb3JlUmVxdWVzdBoYLmt2Z3JwYy52MS5TY29yZVJlc3BvbnNlIgOQAgESUQoLTGlzdFNvdXJjZXMSHS5rdmdycGMudjEuTGlzdFNvdXJjZXNSZXF1ZXN0Gh4ua3ZncnBjLnYxLkxpc3RTb3VyY2VzUmVzcG9uc2UiA5ACAUI/Cg1kZXYua3ZncnBjLnYxUAFaIGt2Z3JwYy5kZXYvZ28va3ZncnBjL3YxO2t2Z3JwY3YxqgIJS3ZncnBjLlYxYgZwcm90bzM", [file_google_protobuf_duration, file_kvgrpc_v1_common]);
 
 /**
  * Hashes of blocks as events carry them, in the order of the request.
@@ -51,11 +53,11 @@ export type SglangPrompt = Message<"kvgrpc.v1.SglangPrompt"> & {
   tokenIds: number[];
 
   /**
-   * The engine's page size, in tokens.
+   * Tokens in a page of the engine.
    *
-   * @generated from field: uint32 page_size = 2;
+   * @generated from field: uint32 page_tokens = 2;
    */
-  pageSize: number;
+  pageTokens: number;
 
   /**
    * Salt of the request; empty: none.
@@ -93,11 +95,11 @@ export type VllmPrompt = Message<"kvgrpc.v1.VllmPrompt"> & {
   tokenIds: number[];
 
   /**
-   * The engine's block size, in tokens.
+   * Tokens in a block of the engine.
    *
-   * @generated from field: uint32 block_size = 2;
+   * @generated from field: uint32 page_tokens = 2;
    */
-  blockSize: number;
+  pageTokens: number;
 
   /**
    * PYTHONHASHSEED of the engine. Without one its hashes are random, and nobody can compute them: send hashes.
@@ -287,9 +289,9 @@ export type Freshness = Message<"kvgrpc.v1.Freshness"> & {
   /**
    * The state of the follower.
    *
-   * @generated from field: kvgrpc.v1.SourceState state = 1;
+   * @generated from field: kvgrpc.v1.IndexSourceState state = 1;
    */
-  state: SourceState;
+  state: IndexSourceState;
 
   /**
    * The log of the stream; empty: none was read yet.
@@ -342,7 +344,7 @@ export const FreshnessSchema: GenMessage<Freshness> = /*@__PURE__*/
  */
 export type ListSourcesRequest = Message<"kvgrpc.v1.ListSourcesRequest"> & {
   /**
-   * Sources on a page: 0 or more than 1000 means 1000.
+   * At most this many; 0 means 100, more than 1,000 means 1,000.
    *
    * @generated from field: uint32 page_size = 1;
    */
@@ -372,9 +374,9 @@ export type ListSourcesResponse = Message<"kvgrpc.v1.ListSourcesResponse"> & {
   /**
    * The caches.
    *
-   * @generated from field: repeated kvgrpc.v1.Source sources = 1;
+   * @generated from field: repeated kvgrpc.v1.IndexSource sources = 1;
    */
-  sources: Source[];
+  sources: IndexSource[];
 
   /**
    * For the next page; empty on the last.
@@ -392,11 +394,46 @@ export const ListSourcesResponseSchema: GenMessage<ListSourcesResponse> = /*@__P
   messageDesc(file_kvgrpc_v1_index_service, 8);
 
 /**
+ * How many blocks one tier holds.
+ *
+ * @generated from message kvgrpc.v1.TierBlocks
+ */
+export type TierBlocks = Message<"kvgrpc.v1.TierBlocks"> & {
+  /**
+   * The tier.
+   *
+   * @generated from field: kvgrpc.v1.Tier tier = 1;
+   */
+  tier: Tier;
+
+  /**
+   * What the engine calls it, in capitals ("GPU", "CPU_PINNED", ...): a tier may have several names, each its own entry.
+   *
+   * @generated from field: string medium = 2;
+   */
+  medium: string;
+
+  /**
+   * Distinct blocks.
+   *
+   * @generated from field: uint64 blocks = 3 [jstype = JS_STRING];
+   */
+  blocks: string;
+};
+
+/**
+ * Describes the message kvgrpc.v1.TierBlocks.
+ * Use `create(TierBlocksSchema)` to create a new message.
+ */
+export const TierBlocksSchema: GenMessage<TierBlocks> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_index_service, 9);
+
+/**
  * One cache that is followed.
  *
- * @generated from message kvgrpc.v1.Source
+ * @generated from message kvgrpc.v1.IndexSource
  */
-export type Source = Message<"kvgrpc.v1.Source"> & {
+export type IndexSource = Message<"kvgrpc.v1.IndexSource"> & {
   /**
    * Name of the engine.
    *
@@ -433,18 +470,18 @@ export type Source = Message<"kvgrpc.v1.Source"> & {
   freshness?: Freshness | undefined;
 
   /**
-   * Blocks by the engine's name of the tier ("GPU", "CPU_PINNED", ...).
+   * Blocks of each tier that holds some, ordered by medium.
    *
-   * @generated from field: map<string, uint64> blocks = 6;
+   * @generated from field: repeated kvgrpc.v1.TierBlocks blocks = 6;
    */
-  blocks: { [key: string]: bigint };
+  blocks: TierBlocks[];
 
   /**
-   * Tokens of a block as last told by an event; 0: not yet.
+   * Tokens in a block as last told by an event; 0: not yet.
    *
-   * @generated from field: uint32 page_size = 7;
+   * @generated from field: uint32 page_tokens = 7;
    */
-  pageSize: number;
+  pageTokens: number;
 
   /**
    * Snapshots that were taken.
@@ -490,58 +527,58 @@ export type Source = Message<"kvgrpc.v1.Source"> & {
 };
 
 /**
- * Describes the message kvgrpc.v1.Source.
- * Use `create(SourceSchema)` to create a new message.
+ * Describes the message kvgrpc.v1.IndexSource.
+ * Use `create(IndexSourceSchema)` to create a new message.
  */
-export const SourceSchema: GenMessage<Source> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_index_service, 9);
+export const IndexSourceSchema: GenMessage<IndexSource> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_index_service, 10);
 
 /**
  * How what is known of a cache relates to the cache.
  *
- * @generated from enum kvgrpc.v1.SourceState
+ * @generated from enum kvgrpc.v1.IndexSourceState
  */
-export enum SourceState {
+export enum IndexSourceState {
   /**
    * Never sent.
    *
-   * @generated from enum value: SOURCE_STATE_UNSPECIFIED = 0;
+   * @generated from enum value: INDEX_SOURCE_STATE_UNSPECIFIED = 0;
    */
   UNSPECIFIED = 0,
 
   /**
    * Nobody answers: nothing is known, or what was exact when the connection broke. Forgotten after 30 s.
    *
-   * @generated from enum value: SOURCE_STATE_CONNECTING = 1;
+   * @generated from enum value: INDEX_SOURCE_STATE_CONNECTING = 1;
    */
   CONNECTING = 1,
 
   /**
    * A snapshot is on its way; until then nothing is known, or an older state of the same log.
    *
-   * @generated from enum value: SOURCE_STATE_REBUILDING = 2;
+   * @generated from enum value: INDEX_SOURCE_STATE_REBUILDING = 2;
    */
   REBUILDING = 2,
 
   /**
    * Exact as of next_sequence; later batches are known to be missing.
    *
-   * @generated from enum value: SOURCE_STATE_CATCHING_UP = 3;
+   * @generated from enum value: INDEX_SOURCE_STATE_CATCHING_UP = 3;
    */
   CATCHING_UP = 3,
 
   /**
    * Exact, as far as the publisher said when it was last heard.
    *
-   * @generated from enum value: SOURCE_STATE_CURRENT = 4;
+   * @generated from enum value: INDEX_SOURCE_STATE_CURRENT = 4;
    */
   CURRENT = 4,
 }
 
 /**
- * Describes the enum kvgrpc.v1.SourceState.
+ * Describes the enum kvgrpc.v1.IndexSourceState.
  */
-export const SourceStateSchema: GenEnum<SourceState> = /*@__PURE__*/
+export const IndexSourceStateSchema: GenEnum<IndexSourceState> = /*@__PURE__*/
   enumDesc(file_kvgrpc_v1_index_service, 0);
 
 /**
