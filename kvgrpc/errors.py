@@ -19,6 +19,7 @@ __all__ = [
     "CallTooLong",
     "ChecksumMismatch",
     "CopyFailed",
+    "CredentialsExpired",
     "CredentialsInvalid",
     "EngineNotFound",
     "EventsCompacted",
@@ -56,6 +57,7 @@ __all__ = [
     "TransferFailed",
     "Violation",
     "WarmingUp",
+    "WrongAudience",
     "WrongRank",
     "exception_of",
 ]
@@ -99,6 +101,8 @@ class Reason(enum.IntEnum):
     PEER_UNREACHABLE = 28
     CALL_TOO_LONG = 29
     CHECKSUM_MISMATCH = 30
+    WRONG_AUDIENCE = 31
+    CREDENTIALS_EXPIRED = 32
     IDENTITY_MISMATCH = 35
     OPERATION_NOT_FOUND = 50
     REQUEST_ID_REUSED = 51
@@ -308,9 +312,21 @@ class StreamNotFound(KvGrpcError):
 
 
 class CredentialsInvalid(KvGrpcError):
-    """Credentials are missing or wrong. Refresh them, then retry once."""
+    """Credentials are missing or wrong. Use those of this server."""
 
     reason, code = Reason.CREDENTIALS_INVALID, "UNAUTHENTICATED"
+
+
+class WrongAudience(KvGrpcError):
+    """A token was made for another server. Dial it by a name of its own, or add the name to its ``audience``."""
+
+    reason, code = Reason.WRONG_AUDIENCE, "UNAUTHENTICATED"
+
+
+class CredentialsExpired(KvGrpcError):
+    """A token is older than the clocks of two hosts may differ, or of later than now. Make a new one."""
+
+    reason, code = Reason.CREDENTIALS_EXPIRED, "UNAUTHENTICATED"
 
 
 class PermissionDenied(KvGrpcError):

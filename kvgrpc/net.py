@@ -107,6 +107,16 @@ def check_listen(address: object, field: str = "listen", *, unix: bool = True) -
     raise InvalidRequest.of(field, address, f"{rule}, or unix:/path" if unix else rule)
 
 
+def target_of(address: str) -> str:
+    """What a token names that is sent to ``address``: the address in its one spelling (docs/security.md, tokens)."""
+    path = unix_path(address)
+    if path or is_unix(address):
+        return f"unix:{path}" if path else address
+    host, port = split_with_port(address)
+    number = port_of(port, lowest=0)
+    return joined(_normal_host(host) or host, port if number is None else number)
+
+
 def advertised(bound: str, advertise: str) -> str:
     """What peers dial: the advertised host with the bound port, unless the advertised one names its own."""
     if not advertise:
@@ -193,11 +203,19 @@ class AddressPolicy:
             metadata={"address": address.target, "configKey": "bootstrap_allow"},
         )
 
+    def trusts(self, target: str) -> bool:
+        """Whether "host:port" was configured or listed: loopback by itself is only what a request named."""
+        address = parse_bootstrap_addr(target)
+        return (address.host, address.port) in self._configured or self._lists(address.host)
+
     def _allows(self, host: str) -> bool:
+        return is_loopback(host) or self._lists(host)
+
+    def _lists(self, host: str) -> bool:
         ip = _ip(host)
         if ip is None:
-            return is_loopback(host) or host in self._names
-        return is_loopback(host) or any(ip.version == net.version and ip in net for net in self._networks)
+            return host in self._names
+        return any(ip.version == net.version and ip in net for net in self._networks)
 
     def _add(self, entry: str) -> None:
         try:

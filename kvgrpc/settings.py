@@ -25,7 +25,7 @@ OTHERS = (
 # Options of the command's subcommands: KVGRPC_ROOMS_HELD.
 COMMAND_PREFIXES = (
     *("demo_", "serve_", "engines_", "ranks_", "sessions_", "rooms_", "room_", "cancel_", "streams_", "events_"),
-    *("prefetch_", "cache_", "topology_", "info_", "health_", "drain_", "doctor_"),
+    *("prefetch_", "cache_", "topology_", "info_", "health_", "drain_", "token_", "doctor_"),
 )
 # Those of them that are as near to a setting as a misspelt one, and right for all that.
 COMMAND_OPTIONS = (

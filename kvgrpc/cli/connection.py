@@ -31,6 +31,8 @@ class Seconds(click.FloatRange):
         return found
 
 
+OF_THE_SECRET = "File with the secret that tokens are made with (or set KVGRPC_TOKEN)."
+
 json_option = click.option("--json", "as_json", is_flag=True, help="JSON, one message a line, as grpcurl names fields.")
 
 _OPTIONS = (
@@ -46,8 +48,9 @@ _OPTIONS = (
     click.option("--cert-file", type=FILE, envvar="KVGRPC_CERT_FILE", help="Our own certificate, for mTLS."),
     click.option("--key-file", type=FILE, envvar="KVGRPC_KEY_FILE", help="Key of our own certificate."),
     click.option("--server-name", default="", envvar="KVGRPC_SERVER_NAME", help="Name in the server's certificate."),
+    click.option("--token-file", type=FILE, envvar="KVGRPC_TOKEN_FILE", help=OF_THE_SECRET),
     click.option(
-        "--token-file", type=FILE, envvar="KVGRPC_TOKEN_FILE", help="File with a bearer token (or set KVGRPC_TOKEN)."
+        "--audience", default="", help="HOST:PORT that the token names, where --server leads there by a tunnel."
     ),
     click.option(
         "--insecure", is_flag=True, envvar="KVGRPC_INSECURE", help="A token may go to another host in plaintext."
@@ -61,6 +64,14 @@ _OPTIONS = (
         help="Seconds that an answer may take.",
     ),
 )
+
+
+def secret_of_the_environment() -> str:
+    """Of KVGRPC_TOKEN; empty: it is not set."""
+    from kvgrpc.rpc.security import checked_token
+
+    secret = os.environ.get("KVGRPC_TOKEN", "")
+    return checked_token(secret, "KVGRPC_TOKEN") if secret else ""
 
 
 def calls_a_registry(function: Callable[Concatenate[SyncClient, ...], None]) -> Callable[..., None]:
@@ -101,25 +112,25 @@ def _with_client(function: Callable[Concatenate[SyncClient, ...], None], where: 
         key_file: str | None,
         server_name: str,
         token_file: str | None,
+        audience: str,
         insecure: bool,
         timeout: float,
         **options: Any,
     ) -> None:
         from kvgrpc.client import ClientSecurity, SyncClient
-        from kvgrpc.rpc.security import checked_token
 
         check_target(server, "--server")
-        token = "" if token_file else os.environ.get("KVGRPC_TOKEN", "")
-        if token:
-            checked_token(token, "KVGRPC_TOKEN")
+        if audience:
+            check_target(audience, "--audience")
         security = ClientSecurity(
             ca_file=ca_file or "",
             cert_file=cert_file or "",
             key_file=key_file or "",
-            token=token,
+            token="" if token_file else secret_of_the_environment(),
             token_file=token_file or "",
             server_name=server_name,
             insecure=insecure,
+            audience=audience,
         )
         try:
             with SyncClient(server, security, timeout) as client:

@@ -22,6 +22,8 @@ NEXT_STEP = {
     Reason.EVENTS_SEQUENCE_IN_FUTURE: "`kvgrpc streams` shows the next sequence.",
     Reason.STALE_LOG: "Numbering has restarted. Leave out --log and --from to read the current log.",
     Reason.CREDENTIALS_INVALID: "Give --token-file, or a certificate with --cert-file and --key-file.",
+    Reason.WRONG_AUDIENCE: "Dial it as it calls itself, or give --audience where --server is a tunnel to it.",
+    Reason.CREDENTIALS_EXPIRED: "This command makes a token for each call, so the two clocks differ: set them.",
     Reason.PERMISSION_DENIED: "Use a token or certificate of a role that may do this: docs/operations.md lists them.",
     Reason.SERVER_DRAINING: "It is shutting down: ask another one.",
     Reason.FEATURE_DISABLED: "Is this the right server? `kvgrpc info` lists what it serves.",

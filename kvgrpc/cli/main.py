@@ -32,6 +32,7 @@ COMMANDS = {
     "info": "server:info",
     "health": "server:health",
     "drain": "server:drain",
+    "token": "token:token",
     "doctor": "doctor:doctor",
 }
 # Right in every environment, with no need to look further.

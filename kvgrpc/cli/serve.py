@@ -30,7 +30,14 @@ _OPTIONS = (
         "--tokens-file",
         type=FILE,
         envvar="KVGRPC_TOKENS_FILE",
-        help="Callers need a token of this file: a line each, rank:SECRET, consumer:SECRET or operator:SECRET.",
+        help="Callers prove a secret of this file: a line each, rank:SECRET, consumer:SECRET or operator:SECRET.",
+    ),
+    click.option(
+        "--audience",
+        default="",
+        metavar="HOST:PORT,...",
+        envvar="KVGRPC_AUDIENCE",
+        help="Tokens may name these: addresses by which clients dial it, besides --listen (a Service, a proxy).",
     ),
     click.option(
         "--health-without-token/--health-needs-token",
@@ -75,6 +82,7 @@ def serves(function: Callable[..., None]) -> Callable[..., None]:
         key_file: str | None,
         client_ca_file: str | None,
         tokens_file: str | None,
+        audience: str,
         health_without_token: bool,
         insecure: bool,
         call_limits: str,
@@ -94,6 +102,7 @@ def serves(function: Callable[..., None]) -> Callable[..., None]:
             token_file=tokens_file or "",
             health_without_token=health_without_token,
             insecure=insecure,
+            audience=convert("audience", audience, tuple[str, ...]),
         )
         limits = convert("call_limits", call_limits, CallLimits) if call_limits else None
         function(security=security, insecure=insecure, call_limits=limits, **options)
@@ -185,7 +194,7 @@ def registry(
 )
 @click.option("--live", is_flag=True, help="Take batches from ZMQ PUB; Watches fill what it lost.")
 @click.option("--ca-file", type=FILE, envvar="KVGRPC_CA_FILE", help="Call ranks with TLS; who signs them.")
-@click.option("--token-file", type=FILE, envvar="KVGRPC_TOKEN_FILE", help="Call ranks with the token in this file.")
+@click.option("--token-file", type=FILE, envvar="KVGRPC_TOKEN_FILE", help="Call ranks with the secret in this file.")
 @serves
 def index(listen: str, ca_file: str | None, token_file: str | None, insecure: bool, **options: Any) -> None:
     """Run an index: it follows the caches of many engines, and tells routers who holds the beginning of a request.

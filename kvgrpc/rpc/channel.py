@@ -36,20 +36,20 @@ def open_channel(
         channel = grpc.aio.insecure_channel(address, options=options)
     else:
         channel = grpc.aio.secure_channel(address, credentials, options=options)
-    token = security.token_source()
-    return channel if token is None else TokenChannel(channel, token)
+    header = security.header_source(address)
+    return channel if header is None else TokenChannel(channel, header)
 
 
 class TokenChannel(grpc.aio.Channel):
-    """A channel that sends the bearer token along with every call.
+    """A channel that sends a bearer token along with every call.
 
     Call credentials are silently dropped on a plaintext channel (grpc#19234), and the library's interceptors pass each
     message of a stream through a queue; this touches a call once, when it begins.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, token: Callable[[], str]) -> None:
+    def __init__(self, channel: grpc.aio.Channel, header: Callable[[], str]) -> None:
         self._channel = channel
-        self._token = token
+        self._header = header
 
     def unary_unary(self, method: str, *arguments: Any, **options: Any) -> Any:
         return self._with_token(self._channel.unary_unary(method, *arguments, **options))
@@ -83,7 +83,7 @@ class TokenChannel(grpc.aio.Channel):
 
     def _with_token(self, multi_callable: Callable[..., Any]) -> Callable[..., Any]:
         def begin(*arguments: Any, metadata: Any = None, **options: Any) -> Any:
-            headers = (*(metadata or ()), (AUTHORIZATION, f"Bearer {self._token()}"))
+            headers = (*(metadata or ()), (AUTHORIZATION, self._header()))
             return multi_callable(*arguments, metadata=headers, **options)
 
         return begin

@@ -1,4 +1,4 @@
-"""Who may talk to whom, and how: TLS, bearer tokens, and the three roles of callers.
+"""Who may talk to whom, and how: TLS, the secrets of tokens, and the three roles of callers.
 
 Structural: a server that others can reach and nothing protects exists only where ``insecure`` says so; so does a token
 in plaintext.
@@ -8,15 +8,24 @@ from __future__ import annotations
 
 import enum
 import functools
-import hmac
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import grpc
 
-from kvgrpc.errors import AddressNotAllowed, InvalidRequest, KvGrpcError
-from kvgrpc.net import is_local
+from kvgrpc.errors import (
+    AddressNotAllowed,
+    CredentialsExpired,
+    CredentialsInvalid,
+    InvalidRequest,
+    KvGrpcError,
+    WrongAudience,
+)
+from kvgrpc.net import check_target, is_local, target_of
+from kvgrpc.rpc import tokens
+from kvgrpc.rpc.audience import Audiences
 from kvgrpc.rpc.reloading import ReloadedFile, stamp_of
 from kvgrpc.rpc.tls import ServerCertificates, client_credentials
 
@@ -33,7 +42,7 @@ class CallerRole(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A bearer token and what its holder is.
+    """The secret that a caller makes its bearer tokens with, and what its holder is.
 
     ``name``: whose it is; of a rank's token the engines that its holder may speak for, "prefill-*", and
     ``engine_role``, "prefill" or "decode", as what. Empty: any.
@@ -53,11 +62,13 @@ class ServerSecurity:
         cert_file, key_file: its TLS certificate and key (PEM); empty: plaintext.
         client_ca_file: who signs client certificates; set: clients must have one, and a name in it ends in their role
             (``Caller.with_certificate``).
-        tokens: bearer tokens; none, no token_file and no client certificates: every caller has all roles.
+        tokens: secrets of callers; none, no token_file and no client certificates: every caller has all roles.
         token_file: more of them, a line each (``parse_tokens``); read again when it changes.
         insecure: a listener that others can reach without TLS, or without any proof of who calls, is meant.
         health_without_token: whether ``Health/Check`` answers callers that prove nothing, as a kubelet; with
             client_ca_file they still need a certificate to connect at all.
+        audience: addresses by which clients dial this server, besides those that it binds and advertises: of a Service,
+            a proxy, or replicas that share a name. Tokens for anything else are refused.
     """
 
     cert_file: str = ""
@@ -67,6 +78,7 @@ class ServerSecurity:
     token_file: str = ""
     insecure: bool = False
     health_without_token: bool = True
+    audience: tuple[str, ...] = ()
 
     @property
     def tls(self) -> bool:
@@ -84,6 +96,8 @@ class ServerSecurity:
             raise InvalidRequest.of(
                 "client_ca_file", self.client_ca_file, "given with cert_file and key_file: only TLS has certificates"
             )
+        for each in self.audience:
+            check_target(each, "audience")
         if self.insecure or is_local(address):
             return
         if not self.tls:
@@ -107,8 +121,11 @@ class ClientSecurity:
     Attributes:
         ca_file: who signs the server's certificate (PEM); set: TLS.
         cert_file, key_file: the client's own certificate (mTLS).
-        token, token_file: bearer token, or the file that holds it and nothing else; read again when it changes.
+        token, token_file: the secret that tokens are made with, or the file that holds it and nothing else; read again
+            when it changes. It is never sent.
         server_name: expected in the server's certificate when the address is not.
+        audience: what tokens name in place of the address that is dialled, for one server behind a tunnel; for a client
+            that dials several, each could use at the others what it gets.
         insecure: a token may travel in plaintext outside loopback.
     """
 
@@ -119,6 +136,7 @@ class ClientSecurity:
     token_file: str = ""
     server_name: str = ""
     insecure: bool = False
+    audience: str = ""
 
     @property
     def tls(self) -> bool:
@@ -143,11 +161,18 @@ class ClientSecurity:
         """Other once a file changed: a channel that was opened before has the old ones."""
         return tuple(stamp_of(path) for path in (self.ca_file, self.cert_file, self.key_file) if path)
 
-    def token_source(self) -> Callable[[], str] | None:
-        """Gives the token of the moment; None: there is none. Raises InvalidRequest for a file without one."""
+    def header_source(self, address: str) -> Callable[[], str] | None:
+        """Gives the authorization header of the moment for calls to ``address``; None: there is no secret.
+
+        Raises InvalidRequest for a file without one.
+        """
+        secret = self._secret_source()
+        return None if secret is None else tokens.HeaderSource(secret, target_of(self.audience or address))
+
+    def _secret_source(self) -> Callable[[], str] | None:
         if self.token:
-            token = checked_token(self.token, "token")
-            return lambda: token
+            secret = checked_token(self.token, "token")
+            return lambda: secret
         if self.token_file:
             parse = functools.partial(checked_token, field="token_file", file=self.token_file)
             return ReloadedFile(self.token_file, "token_file", parse).value
@@ -155,7 +180,7 @@ class ClientSecurity:
 
 
 class TokenTable:
-    """The tokens of a server, from its configuration and from the file that may change. Thread-safe."""
+    """The secrets of a server's callers, from its configuration and from the file that may change. Thread-safe."""
 
     def __init__(self, security: ServerSecurity) -> None:
         """Raises InvalidRequest for a file that cannot be read or parsed, or that lets nobody in. One that becomes
@@ -166,26 +191,66 @@ class TokenTable:
         if self._file is not None and not (self._file.value() or security.tokens or security.client_ca_file):
             rule = "a file with a token, a line ROLE [NAME]:SECRET: without one nobody could call"
             raise InvalidRequest.of("tokens_file", security.token_file, rule)
+        self._indexed: tuple[tuple[Token, ...], dict[str, Token]] = (), {}
 
-    def find(self, authorization: str) -> Token | None:
-        """The token of "Bearer SECRET". Compares with every token, each in a time that tells nothing of it."""
-        scheme, _, secret = authorization.partition(" ")
-        offered = secret.strip().encode(errors="replace")
-        found = None
-        for token in (*self._configured, *(self._file.value() if self._file is not None else ())):
-            if hmac.compare_digest(token.secret.encode(), offered):
-                found = token
-        return found if offered and scheme.lower() == "bearer" else None
+    def check(self, header: str, audiences: Audiences, peer: str) -> Token:
+        """Whose token the authorization ``header`` of ``peer`` has.
+
+        Raises CredentialsInvalid, for an unknown secret and a wrong proof alike; only who has proven a secret is told
+        more, by WrongAudience and CredentialsExpired.
+        """
+        offered = tokens.BearerToken.read(header)
+        token = self._by_key_id().get(offered.key_id)
+        secret = _NOBODYS_SECRET if token is None else token.secret
+        proven = offered.is_made_with(tokens.audience_key(secret, offered.target))
+        if token is None or not proven:
+            raise CredentialsInvalid(
+                "the token is made with no key of this server: compare token_file (KVGRPC_TOKEN_FILE) here with "
+                "tokens_file there",
+                metadata={"scheme": "bearer"},
+            )
+        if not audiences.include(offered.target, peer):
+            local = " (a loopback address and a Unix socket count on their own host only)"
+            raise WrongAudience(
+                f"the token is for {offered.target}, and this server is {audiences}"
+                f"{local if is_local(offered.target) else ''}: dial it so, or add the target to its setting audience "
+                "(--audience, KVGRPC_AUDIENCE)",
+                metadata={"target": offered.target, "audiences": audiences},
+            )
+        _check_age(offered.made_at)
+        return token
+
+    def _by_key_id(self) -> dict[str, Token]:
+        of_the_file = self._file.value() if self._file is not None else ()
+        indexed, found = self._indexed
+        if not found or indexed is not of_the_file:
+            found = {tokens.key_id(token.secret): token for token in (*self._configured, *of_the_file)}
+            self._indexed = of_the_file, found
+        return found
+
+
+_NOBODYS_SECRET = "so that an unknown key takes as long as a known one"
+
+
+def _check_age(made_at: int) -> None:
+    age = int(time.time()) - made_at
+    if abs(age) > tokens.CLOCK_SKEW_SECONDS:
+        when = f"{age} s ago" if age > 0 else f"{-age} s ahead"
+        raise CredentialsExpired(
+            f"the token is of {when} by this server's clock, and holds for {tokens.CLOCK_SKEW_SECONDS} s: make a new "
+            "one for each call; if that does not help, the clocks differ (set them by NTP)",
+            metadata={"ageSeconds": age, "limitSeconds": tokens.CLOCK_SKEW_SECONDS},
+        )
 
 
 def parse_tokens(text: str) -> tuple[Token, ...]:
     """Lines "role:secret", with a name or a scope before the colon: "consumer router-a:secret",
     "rank prefill-* role=prefill:secret". Blank lines and # comments are skipped.
 
-    Raises InvalidRequest naming the line, also for one that gives a secret another role, name or scope: whoever has it
-    would be what the last line says.
+    Raises InvalidRequest naming the line, also for a secret that is soon guessed from a token, and for a line that
+    gives one another role, name or scope: whoever has it would be what the last line says.
     """
-    tokens: dict[str, tuple[int, Token]] = {}
+    found: dict[str, tuple[int, Token]] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip() and not line.strip().startswith("#"):
             token = _token_of(line)
@@ -195,11 +260,14 @@ def parse_tokens(text: str) -> tuple[Token, ...]:
                     "ROLE [NAME]:SECRET with rank, consumer or operator, or rank ENGINES [role=prefill|decode]:SECRET"
                 )
                 raise InvalidRequest.of("tokens", f"line {number}", rule)
-            first, before = tokens.setdefault(token.secret, (number, token))
+            if len(token.secret) < tokens.SHORTEST_SECRET:
+                rule = f"a secret of at least {tokens.SHORTEST_SECRET} characters: openssl rand -hex 32"
+                raise InvalidRequest.of("tokens", f"line {number}", rule)
+            first, before = found.setdefault(token.secret, (number, token))
             if before != token:
                 same = f"the same on lines {first} and {number}"
                 raise InvalidRequest.of("tokens", same, "secrets that have one role, name and scope each")
-    return tuple(token for _, token in tokens.values())
+    return tuple(token for _, token in found.values())
 
 
 _ROLE_NAMES = {role.value for role in CallerRole}

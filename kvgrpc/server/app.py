@@ -14,7 +14,7 @@ import grpc
 
 import kvgrpc
 from kvgrpc.dataplane.base import DataPlane
-from kvgrpc.errors import EngineNotFound, InvalidRequest, StaleEpoch
+from kvgrpc.errors import CredentialsInvalid, EngineNotFound, InvalidRequest, StaleEpoch
 from kvgrpc.events import EventPublisher, NullEventPublisher
 from kvgrpc.events.base import SHUTDOWN_SECONDS
 from kvgrpc.events.servicer import EventServicer
@@ -104,8 +104,8 @@ class Rank(Generic[Transfer]):
         self.events: EventPublisher = NullEventPublisher(ref.rank.dp)
         self._loop = loop
         self._registry = RegistryServicer(MemoryStore(ttl=config.lease_ttl)) if config.registry == "embedded" else None
-        self._resolver = Resolver(self._own_channel)
-        self._following = Following(self._own_channel)
+        self._resolver = Resolver(self._channel_to_a_registry)
+        self._following = Following(self._channel_to_a_registry)
         self._policy = AddressPolicy(config.bootstrap_allow, _configured(config.registry))
         self._registration: Registration | None = None
         self._listener: Listener | None = None
@@ -199,15 +199,15 @@ class Rank(Generic[Transfer]):
             (config.listen, *config.admin_listen),
             config.server_security,
             config.max_frame_bytes + _BESIDES_A_FRAME_BYTES,
+            config.advertise,
         )
         self.address = advertised(bound[0], config.advertise)
         self._status.open(self._live, self._ready)
         if config.registry:
             embedded = config.registry == "embedded"
             registry = bound[0] if embedded else ",".join(replicas(config.registry))
-            self._registration = Registration(
-                self._own_channel, registry, [self._row()], on_superseded=self._on_superseded
-            )
+            channel = self._channel_to_ourselves if embedded else self._own_channel
+            self._registration = Registration(channel, registry, [self._row()], on_superseded=self._on_superseded)
             await self._registration.start(deadline)
         self._join_replica()
         self._say_where_it_is()
@@ -443,7 +443,16 @@ class Rank(Generic[Transfer]):
         address = parse_bootstrap_addr(bootstrap_addr)
         self._policy.check(address)
         resolve = partial(self._resolver.resolve, address.target, address.engine, Role.PREFILL)
-        engine = await resolve([RankSelector(pp=decode.pp)], self.config.resolve_timeout)
+        try:
+            engine = await resolve([RankSelector(pp=decode.pp)], self.config.resolve_timeout)
+        except CredentialsInvalid as error:
+            if self._trusts(address.target):
+                raise
+            raise CredentialsInvalid(
+                f"{error.message}; nothing was sent, because only a request named {address.target}: list its host in "
+                "bootstrap_allow (KVGRPC_BOOTSTRAP_ALLOW) if it is to be trusted",
+                metadata=error.metadata,
+            ) from None
         mine, theirs = self.config.layout.pp, engine.layout.pp
         if mine != theirs and not (mine % theirs and theirs % mine):
             stages = stages_of(decode.pp, mine, theirs)
@@ -465,6 +474,21 @@ class Rank(Generic[Transfer]):
 
     def _own_channel(self, address: str) -> grpc.aio.Channel:
         return open_channel(address, self.config.client_security, own_connection=True)
+
+    def _channel_to_ourselves(self, address: str) -> grpc.aio.Channel:
+        """It may be a wildcard, which is nobody's name."""
+        security = replace(self.config.client_security, audience=self.address)
+        return open_channel(address, security, own_connection=True)
+
+    def _channel_to_a_registry(self, address: str) -> grpc.aio.Channel:
+        """Nothing that a secret made goes where only a request said to go."""
+        security = self.config.client_security
+        if not self._trusts(address):
+            security = replace(security, token="", token_file="")
+        return open_channel(address, security, own_connection=True)
+
+    def _trusts(self, registry: str) -> bool:
+        return registry == self.address or self._policy.trusts(registry)
 
 
 def open_prefill(config: RankConfig) -> Rank[PrefillRuntime]:

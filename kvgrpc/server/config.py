@@ -118,9 +118,10 @@ def settings(
     """Keyword arguments of RankConfig: from ``mapping``, else ``KVGRPC_<KEY>`` of the environment, else the TOML file
     that ``KVGRPC_CONFIG`` names (see ``kvgrpc.settings.layered``).
 
-    TLS and tokens have flat keys: ``cert_file`` and ``key_file`` (the rank's own, on both sides), ``client_ca_file``
-    and ``tokens_file`` (who may call it), ``ca_file``, ``token_file`` and ``server_name`` (whom it calls, and as whom),
-    ``insecure``. Only keywords give what an engine alone knows: its memory and its coordinates. Raises InvalidRequest.
+    TLS and tokens have flat keys: ``cert_file`` and ``key_file`` (the rank's own, on both sides), ``client_ca_file``,
+    ``tokens_file`` and ``audience`` (who may call it, and by which names), ``ca_file``, ``token_file`` and
+    ``server_name`` (whom it calls, and as whom), ``insecure``. Only keywords give what an engine alone knows: its
+    memory and its coordinates. Raises InvalidRequest.
     """
     environment = os.environ if environment is None else environment
     given = dict(mapping or {})
@@ -139,6 +140,7 @@ _SECURITY: dict[str, tuple[str, str]] = {
     "token": ("", "token"),
     "token_file": ("", "token_file"),
     "server_name": ("", "server_name"),
+    "audience": ("audience", ""),
     "health_without_token": ("health_without_token", ""),
     "insecure": ("insecure", "insecure"),
 }
@@ -166,6 +168,7 @@ KINDS: dict[str, Any] = {
     **dict.fromkeys(("bootstrap_allow", "admin_listen"), tuple[str, ...]),
     **dict.fromkeys(("start_timeout", "resolve_timeout", "lease_ttl", "switch_interval"), float),
     **dict.fromkeys(_SECURITY, str),
+    "audience": tuple[str, ...],
     **dict.fromkeys(
         (
             "insecure",

@@ -12,7 +12,9 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvgrpc.errors import AddressNotAllowed
+from kvgrpc.net import advertised
 from kvgrpc.observability.logging import RateLimited, one_line
+from kvgrpc.rpc.audience import Audiences
 from kvgrpc.rpc.interceptors import Admission, interceptors_of
 from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.options import LARGEST_REQUEST_BYTES, server_options
@@ -69,9 +71,11 @@ class Listener:
         addresses: Sequence[str],
         security: ServerSecurity | None = None,
         largest_request: int = LARGEST_REQUEST_BYTES,
+        advertise: str = "",
     ) -> list[str]:
         """Binds all addresses and serves; returns them as bound. ``add_servicers`` returns the services' full names; it
         registers their methods, as generated code does. ``largest_request``: bytes; above it a call is refused unread.
+        ``advertise``: the host, or "host:port", by which others dial the first address; tokens may name it.
 
         The file of a Unix socket is for its owner only. Raises AddressNotAllowed for an address that nothing protects,
         and for one that is taken or not of this host (then nothing stays bound); InvalidRequest for a file of
@@ -80,7 +84,9 @@ class Listener:
         security = security or ServerSecurity()
         for address in addresses:
             security.check(address)
-        server = new_server(interceptors_of(security, self._admission, self._refused), server_options(largest_request))
+        audiences = Audiences(security.audience)
+        interceptors = interceptors_of(security, self._admission, self._refused, audiences)
+        server = new_server(interceptors, server_options(largest_request))
         self._services = tuple(add_servicers(server))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         add_absent(server, server.paths)
@@ -93,6 +99,10 @@ class Listener:
             await server.start()
             await server.stop(0)
             raise
+        for address in (*bound, *([advertised(bound[0], advertise)] if advertise else ())):
+            audiences.add(address)
+        if security.tokens or security.token_file:
+            _log.info("%s takes tokens for %s", bound[0], audiences)
         self._looked_at = time.monotonic()
         self._look()
         await server.start()

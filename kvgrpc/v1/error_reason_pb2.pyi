@@ -79,7 +79,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_STREAM_NOT_FOUND: _ErrorReason.ValueType  # 22
     """No such event stream here. Metadata: engine, dp."""
     ERROR_REASON_CREDENTIALS_INVALID: _ErrorReason.ValueType  # 23
-    """Missing or bad credentials. Metadata: scheme. Refresh them, then retry once."""
+    """Missing or bad credentials: no token, one of another secret or a plain secret, no certificate with a role. Metadata:
+    scheme. Use credentials of this server.
+    """
     ERROR_REASON_PERMISSION_DENIED: _ErrorReason.ValueType  # 24
     """The caller's role may not do this. Metadata: method, role, allowed."""
     ERROR_REASON_FEATURE_DISABLED: _ErrorReason.ValueType  # 25
@@ -97,6 +99,14 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_CHECKSUM_MISMATCH: _ErrorReason.ValueType  # 30
     """The pages that arrived are not those that were sent, of two ranks that verify. Metadata: peer, pool, page, position,
     expected, actual. Retry the request with a new attempt; where it repeats, the memory or the network is at fault.
+    """
+    ERROR_REASON_WRONG_AUDIENCE: _ErrorReason.ValueType  # 31
+    """A good token, made for another server. Metadata: target (of the token), audiences (of this server). Dial it by one of
+    its own, or add the target to its setting "audience".
+    """
+    ERROR_REASON_CREDENTIALS_EXPIRED: _ErrorReason.ValueType  # 32
+    """A good token of more than 60 s ago, or of later than now. Metadata: ageSeconds, limitSeconds. Make a new one; where
+    that does not help, set the clocks.
     """
     ERROR_REASON_IDENTITY_MISMATCH: _ErrorReason.ValueType  # 35
     """The caller's token or certificate is for other ranks than the one that it speaks for. Metadata: rank, caller, scope.
@@ -183,7 +193,9 @@ ERROR_REASON_STALE_LOG: ErrorReason.ValueType  # 21
 ERROR_REASON_STREAM_NOT_FOUND: ErrorReason.ValueType  # 22
 """No such event stream here. Metadata: engine, dp."""
 ERROR_REASON_CREDENTIALS_INVALID: ErrorReason.ValueType  # 23
-"""Missing or bad credentials. Metadata: scheme. Refresh them, then retry once."""
+"""Missing or bad credentials: no token, one of another secret or a plain secret, no certificate with a role. Metadata:
+scheme. Use credentials of this server.
+"""
 ERROR_REASON_PERMISSION_DENIED: ErrorReason.ValueType  # 24
 """The caller's role may not do this. Metadata: method, role, allowed."""
 ERROR_REASON_FEATURE_DISABLED: ErrorReason.ValueType  # 25
@@ -201,6 +213,14 @@ a deadline.
 ERROR_REASON_CHECKSUM_MISMATCH: ErrorReason.ValueType  # 30
 """The pages that arrived are not those that were sent, of two ranks that verify. Metadata: peer, pool, page, position,
 expected, actual. Retry the request with a new attempt; where it repeats, the memory or the network is at fault.
+"""
+ERROR_REASON_WRONG_AUDIENCE: ErrorReason.ValueType  # 31
+"""A good token, made for another server. Metadata: target (of the token), audiences (of this server). Dial it by one of
+its own, or add the target to its setting "audience".
+"""
+ERROR_REASON_CREDENTIALS_EXPIRED: ErrorReason.ValueType  # 32
+"""A good token of more than 60 s ago, or of later than now. Metadata: ageSeconds, limitSeconds. Make a new one; where
+that does not help, set the clocks.
 """
 ERROR_REASON_IDENTITY_MISMATCH: ErrorReason.ValueType  # 35
 """The caller's token or certificate is for other ranks than the one that it speaks for. Metadata: rank, caller, scope.

@@ -15,12 +15,13 @@ from kvgrpc.model import RankId, RankRef, Role, new_epoch
 from kvgrpc.rpc.callers import CALLER, Caller, check_speaker
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.interceptors import Admission, CallLimits
-from kvgrpc.rpc.security import ClientSecurity, ServerSecurity, parse_tokens
+from kvgrpc.rpc.security import ServerSecurity, parse_tokens
 from kvgrpc.server.listener import Listener
 from kvgrpc.v1 import common_pb2, registry_service_pb2
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
 from tests.contract.serving import failure
 from tests.support.registry_serving import Served
+from tests.support.secrets import proof, secret, tokens_of
 from tests.support.waiting import until
 
 TOKENS = """
@@ -46,16 +47,14 @@ class TestLimitsOfOneCaller:
 
     async def test_one_that_watches_too_much_locks_nobody_else_out(self) -> None:
         listener = Listener({}, Admission(CallLimits(health_watches_per_caller=2)))
-        (address,) = await listener.start(
-            lambda server: [], ["127.0.0.1:0"], ServerSecurity(tokens=parse_tokens(TOKENS))
-        )
-        async with open_channel(address, ClientSecurity(token="a")) as greedy:
+        (address,) = await listener.start(lambda server: [], ["127.0.0.1:0"], ServerSecurity(tokens=tokens_of(TOKENS)))
+        async with open_channel(address, proof("a")) as greedy:
             watches = [await self.watch(greedy), await self.watch(greedy)]
             error = await failure(self.watch(greedy))
             assert isinstance(error, TooManyRequests)
             assert error.metadata == {"limit": "2", "value": "3", "scope": "Watch of one caller"}
             assert "consumer router-a" in error.message and error.retry_after
-            async with open_channel(address, ClientSecurity(token="b")) as other:
+            async with open_channel(address, proof("b")) as other:
                 watches.append(await self.watch(other))
             watches[0].cancel()
             deadline = time.monotonic() + 20
@@ -75,12 +74,12 @@ class TestLimitsOfOneCaller:
         return None
 
     async def test_one_that_waits_for_engines_all_the_time_leaves_as_many_waits_to_others(self) -> None:
-        tokens = parse_tokens("rank d-*:greedy\nrank e-*:honest")
+        tokens = tokens_of("rank d-*:greedy\nrank e-*:honest")
         served = await Served(max_waiters=8, security=ServerSecurity(tokens=tokens)).start()
         request = registry_service_pb2.ResolveRanksRequest(engine="P", role=common_pb2.ROLE_PREFILL, wait_ready=True)
         async with (
-            open_channel(served.address, ClientSecurity(token="greedy")) as greedy,
-            open_channel(served.address, ClientSecurity(token="honest")) as honest,
+            open_channel(served.address, proof("greedy")) as greedy,
+            open_channel(served.address, proof("honest")) as honest,
         ):
             waiting = [RegistryServiceStub(greedy).ResolveRanks(request, timeout=30) for _ in range(4)]
             await until(lambda: served.servicer._waiters.count == 4)
@@ -99,14 +98,14 @@ class TestLimitsOfOneCaller:
         await served.stop()
 
     def test_callers_without_a_name_are_told_apart_by_their_hosts(self) -> None:
-        unnamed, named = parse_tokens("consumer:x\nconsumer router:y")
+        unnamed, named = tokens_of("consumer:x\nconsumer router:y")
         assert Caller.with_token(unnamed, "10.0.0.7").name == "10.0.0.7"
         assert Caller.with_token(named, "10.0.0.7").name == "consumer router"
 
 
 class TestWhoMaySpeakForARank:
     @pytest.mark.parametrize(
-        ("secret", "engine", "role", "may"),
+        ("name", "engine", "role", "may"),
         [
             ("any", "whoever", Role.DECODE, True),
             ("engines", "prefill-3", Role.DECODE, True),
@@ -119,9 +118,9 @@ class TestWhoMaySpeakForARank:
         ],
     )
     async def test_rows_are_held_to_the_scope_of_the_token(
-        self, secret: str, engine: str, role: Role, may: bool, caplog: pytest.LogCaptureFixture
+        self, name: str, engine: str, role: Role, may: bool, caplog: pytest.LogCaptureFixture
     ) -> None:
-        served = await Served(security=ServerSecurity(tokens=parse_tokens(TOKENS))).start()
+        served = await Served(security=ServerSecurity(tokens=tokens_of(TOKENS))).start()
         row = registry_service_pb2.RankRow(
             rank=common_pb2.RankRef(rank=common_pb2.RankId(engine=engine), epoch=new_epoch()),
             role=common_pb2.Role.ValueType(role),
@@ -130,7 +129,7 @@ class TestWhoMaySpeakForARank:
             data_plane="shm",
         )
         request = registry_service_pb2.RegisterRequest(rows=[row])
-        async with open_channel(served.address, ClientSecurity(token=secret)) as channel:
+        async with open_channel(served.address, proof(name)) as channel:
             call = RegistryServiceStub(channel).Register(request, timeout=5)
             if may:
                 await call
@@ -138,16 +137,16 @@ class TestWhoMaySpeakForARank:
                 error = await failure(call)
                 assert isinstance(error, IdentityMismatch)
                 assert set(error.metadata) == {"rank", "caller", "scope"}
-                assert secret not in str(error.metadata) + error.message or secret == "one"
+                assert secret(name) not in str(error.metadata) + error.message
                 path = "/kvgrpc.v1.RegistryService/Register"
                 assert f"127.0.0.1 ({error.metadata['caller']}) was refused {path}: {error}" in caplog.messages
         await served.stop()
 
     @pytest.mark.parametrize(
-        ("secret", "may"), [("any", True), ("engines", True), ("prefills", True), ("one", False), ("decodes", False)]
+        ("name", "may"), [("any", True), ("engines", True), ("prefills", True), ("one", False), ("decodes", False)]
     )
-    async def test_nobody_takes_another_ranks_row_away(self, secret: str, may: bool) -> None:
-        tokens = parse_tokens(f"{TOKENS}\nrank prefill-* role=decode:decodes")
+    async def test_nobody_takes_another_ranks_row_away(self, name: str, may: bool) -> None:
+        tokens = tokens_of(f"{TOKENS}\nrank prefill-* role=decode:decodes")
         served = await Served(security=ServerSecurity(tokens=tokens)).start()
         rank = common_pb2.RankRef(rank=common_pb2.RankId(engine="prefill-3"), epoch=new_epoch())
         row = registry_service_pb2.RankRow(
@@ -157,9 +156,9 @@ class TestWhoMaySpeakForARank:
             endpoints=registry_service_pb2.Endpoints(grpc="127.0.0.1:9"),
             data_plane="shm",
         )
-        async with open_channel(served.address, ClientSecurity(token="any")) as channel:
+        async with open_channel(served.address, proof("any")) as channel:
             await RegistryServiceStub(channel).Register(registry_service_pb2.RegisterRequest(rows=[row]), timeout=5)
-        async with open_channel(served.address, ClientSecurity(token=secret)) as channel:
+        async with open_channel(served.address, proof(name)) as channel:
             request = registry_service_pb2.DeregisterRequest(ranks=[rank])
             call = RegistryServiceStub(channel).Deregister(request, timeout=5)
             if may:
@@ -210,9 +209,9 @@ class TestWhoMaySpeakForARank:
 
     async def test_a_token_of_nobody_is_still_nobody(self) -> None:
         listener = Listener()
-        tokens = parse_tokens(TOKENS)
+        tokens = tokens_of(TOKENS)
         (address,) = await listener.start(lambda server: [], ["127.0.0.1:0"], ServerSecurity(tokens=tokens))
-        async with open_channel(address, ClientSecurity(token="prefill-*")) as channel:
+        async with open_channel(address, proof("prefill-*")) as channel:
             watch: Any = health_pb2_grpc.HealthStub(channel)
             error = await failure(watch.Watch(health_pb2.HealthCheckRequest(), timeout=5).read())
             assert isinstance(error, CredentialsInvalid)

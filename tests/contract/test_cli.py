@@ -19,10 +19,11 @@ import pytest
 
 from kvgrpc.cli.main import COMMANDS, command, main
 from kvgrpc.events import BlockStored, KVEventBatch
-from kvgrpc.rpc.security import ServerSecurity, parse_tokens
+from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.server import RegistryServer
 from tests.contract.certificates import OPENSSL, Authority
 from tests.support.rank_host import RankHost
+from tests.support.secrets import secret, tokens_of
 from tests.support.waiting import wait_until
 
 HALF, STUCK = 2**63 - 25, 4242
@@ -303,11 +304,11 @@ def test_wrong_usage_is_exit_code_2(kvgrpc: Callable[..., Ended]) -> None:
 
 
 def test_a_registry_with_tokens_lets_each_role_do_its_own(kvgrpc: Callable[..., Ended], tmp_path: Path) -> None:
-    security = ServerSecurity(tokens=parse_tokens("operator:o-secret\nconsumer:c-secret"))
+    security = ServerSecurity(tokens=tokens_of("operator:o\nconsumer:c"))
     registry = RegistryServer(["127.0.0.1:0"], security).open()
     operator, consumer = tmp_path / "operator", tmp_path / "consumer"
-    operator.write_text("o-secret\n")
-    consumer.write_text("c-secret\n")
+    operator.write_text(f"{secret('o')}\n")
+    consumer.write_text(f"{secret('c')}\n")
     try:
         assert kvgrpc("engines", "-s", registry.address).err.startswith("CREDENTIALS_INVALID")
         assert kvgrpc("engines", "-s", registry.address, "--token-file", str(consumer)).code == 0

@@ -40,7 +40,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     folder = tmp_path_factory.mktemp("security")
     authority = Authority(folder)
     tokens = folder / "tokens"
-    tokens.write_text("rank:secret-of-ranks\noperator:secret-of-operators\nconsumer:secret-of-consumers\n")
+    tokens.write_text("rank:the-secret-of-ranks\noperator:the-secret-of-operators\nconsumer:the-secret-of-consumers\n")
     return Files(authority.ca_file, authority.sign("ranks", "IP:127.0.0.1"), str(tokens))
 
 
@@ -59,6 +59,7 @@ class Member:
             "tokens_file": files.tokens,
             "token": token,
             "registry": registry,
+            "bootstrap_allow": "127.0.0.1",
         }
         self.rank: Rank[Any] = open_rank(
             RankConfig(
@@ -73,7 +74,7 @@ class Member:
 
 @pytest.fixture(scope="module")
 def prefill(files: Files) -> Iterator[Member]:
-    member = Member("P", Role.PREFILL, files, "secret-of-ranks", "embedded")
+    member = Member("P", Role.PREFILL, files, "the-secret-of-ranks", "embedded")
     yield member
     member.rank.close(2.0)
 
@@ -102,7 +103,7 @@ def ended(receiver: KVReceiver) -> KVPoll:
 
 
 def test_ranks_with_the_token_hand_over_through_tls(prefill: Member, files: Files) -> None:
-    decode = open_decode(files, "secret-of-ranks")
+    decode = open_decode(files, "the-secret-of-ranks")
     try:
         prefill.memory[:] = np.arange(PAGES * PAGE_BYTES, dtype=np.uint64).astype(np.uint8) + 7
         receiver = handed_over(prefill, decode, 1)
@@ -117,7 +118,7 @@ NO_RANKS = pytest.mark.parametrize(
     [
         ("", Reason.CREDENTIALS_INVALID),
         ("wrong", Reason.CREDENTIALS_INVALID),
-        ("secret-of-consumers", Reason.PERMISSION_DENIED),
+        ("the-secret-of-consumers", Reason.PERMISSION_DENIED),
     ],
 )
 
@@ -141,7 +142,7 @@ def test_the_session_says_so_where_the_registry_lets_everybody_in(files: Files, 
     certificate = files.certificate
     security = ServerSecurity(cert_file=certificate.cert_file, key_file=certificate.key_file)
     registry = RegistryServer(["127.0.0.1:0"], security).open()
-    prefill = Member("P", Role.PREFILL, files, "secret-of-ranks", registry.address)
+    prefill = Member("P", Role.PREFILL, files, "the-secret-of-ranks", registry.address)
     decode = open_decode(files, token)
     try:
         for room in range(1, 11):
@@ -160,10 +161,10 @@ def test_people_need_a_role_too(prefill: Member, files: Files) -> None:
     def client(token: str) -> SyncClient:
         return SyncClient(prefill.rank.address, ClientSecurity(ca_file=files.ca, token=token))
 
-    with client("secret-of-operators") as operator:
+    with client("the-secret-of-operators") as operator:
         assert operator.get_server_info().version
         assert operator.list_rooms() is not None
-    with client("secret-of-consumers") as consumer, pytest.raises(PermissionDenied):
+    with client("the-secret-of-consumers") as consumer, pytest.raises(PermissionDenied):
         consumer.list_rooms()
     with client("") as nobody, pytest.raises(CredentialsInvalid):
         nobody.get_server_info()

@@ -10,6 +10,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -35,10 +36,12 @@ from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.interceptors import ALLOWED
 from kvgrpc.rpc.security import CallerRole, ClientSecurity, ServerSecurity, Token
 from kvgrpc.rpc.server import add_methods
+from kvgrpc.rpc.tokens import authorization
 from kvgrpc.server import settings
 from kvgrpc.server.listener import Listener
 from tests.contract.certificates import OPENSSL, Authority, Certificate
 from tests.contract.serving import failure, once
+from tests.support.secrets import proof, secret
 from tests.support.waiting import until
 
 SECRETS = {role: f"secret-of-{role.value}" for role in CallerRole}
@@ -169,7 +172,8 @@ class TestRolesAndMethods:
     async def test_the_scheme_is_bearer_in_any_case(self, scheme: str) -> None:
         async with listening(WITH_TOKENS) as (address, _):
             channel: Any = open_channel(address)
-            header = f"{scheme} {SECRETS[CallerRole.OPERATOR]}".strip()
+            token = authorization(SECRETS[CallerRole.OPERATOR], address, int(time.time())).removeprefix("Bearer ")
+            header = f"{scheme} {token}".strip()
             answer = channel.unary_unary(DRAIN)(b"", metadata=(("authorization", header),), timeout=5)
             if scheme.lower() == "bearer":
                 await answer
@@ -216,9 +220,11 @@ class TestTheLog:
             for token in ("a-secret-of-others", "", SECRETS[CallerRole.CONSUMER]):
                 await refusal(address, DRAIN, ClientSecurity(token=token))
         assert [message for message in caplog.messages if "was refused" in message] == [
-            f"127.0.0.1 was refused {DRAIN}: CREDENTIALS_INVALID: the bearer token is not one of this server's",
-            f"127.0.0.1 was refused {DRAIN}: CREDENTIALS_INVALID: no credentials: send 'authorization: Bearer TOKEN', "
-            "or a client certificate with a name that ends in .rank, .consumer or .operator",
+            f"127.0.0.1 was refused {DRAIN}: CREDENTIALS_INVALID: the token is made with no key of this server: "
+            "compare token_file (KVGRPC_TOKEN_FILE) here with tokens_file there",
+            f"127.0.0.1 was refused {DRAIN}: CREDENTIALS_INVALID: no credentials: send the header that "
+            "`kvgrpc token TARGET` prints, or a client certificate with a name that ends in .rank, .consumer or "
+            ".operator",
             f"127.0.0.1 was refused {DRAIN}: PERMISSION_DENIED: {DRAIN} is for operator, not for consumer",
         ]
         assert "secret" not in caplog.text
@@ -250,18 +256,18 @@ class TestTokenFiles:
 
     async def test_a_servers_tokens_follow_the_file(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         file = tmp_path / "tokens"
-        file.write_text("# who may drain\n\noperator: first\n")
+        file.write_text(f"# who may drain\n\noperator: {secret('first')}\n")
         async with listening(ServerSecurity(token_file=str(file))) as (address, _):
-            await call(address, DRAIN, ClientSecurity(token="first"))
-            file.write_text("operator:second\nrank:third")
-            assert isinstance(await refusal(address, DRAIN, ClientSecurity(token="first")), CredentialsInvalid)
-            await call(address, DRAIN, ClientSecurity(token="second"))
-            assert isinstance(await refusal(address, DRAIN, ClientSecurity(token="third")), PermissionDenied)
-            for broken in ("operator:second\nnonsense-with-a-secret", "\udcff"):
+            await call(address, DRAIN, proof("first"))
+            file.write_text(f"operator:{secret('second')}\nrank:{secret('third')}")
+            assert isinstance(await refusal(address, DRAIN, proof("first")), CredentialsInvalid)
+            await call(address, DRAIN, proof("second"))
+            assert isinstance(await refusal(address, DRAIN, proof("third")), PermissionDenied)
+            for broken in (f"operator:{secret('second')}\nnonsense-with-a-secret", "\udcff"):
                 file.write_bytes(broken.encode(errors="surrogateescape"))
-                await call(address, DRAIN, ClientSecurity(token="second"))
+                await call(address, DRAIN, proof("second"))
             file.unlink()
-            await call(address, DRAIN, ClientSecurity(token="second"))
+            await call(address, DRAIN, proof("second"))
         assert sum("what it held before stays" in record.getMessage() for record in caplog.records) == 3
         assert "secret" not in caplog.text
 
@@ -347,7 +353,8 @@ class TestWhatNothingProtects:
             lambda: ClientSecurity(cert_file="x", ca_file="x").check("127.0.0.1:0"),
             lambda: ClientSecurity(cert_file="x", key_file="x").check("127.0.0.1:0"),
             lambda: ClientSecurity(ca_file="missing").credentials(),
-            lambda: ClientSecurity(token="two words").token_source(),
+            lambda: ClientSecurity(token="two words").header_source("127.0.0.1:1"),
+            lambda: ServerSecurity(audience=("nowhere",)).check("127.0.0.1:0"),
         ],
     )
     def test_half_a_configuration_is_refused(self, half: Callable[[], object]) -> None:

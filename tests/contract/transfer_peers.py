@@ -20,6 +20,8 @@ import pytest
 import kvgrpc.dataplane
 from kvgrpc.errors import Failure
 from kvgrpc.model import Layout, Pool, PoolKind, RankId, RankRef, Region, new_epoch
+from kvgrpc.net import target_of
+from kvgrpc.rpc.tokens import authorization
 from kvgrpc.transfer import KVReceiver, KVSender
 from kvgrpc.transfer.protocol.types import RoomKey
 from kvgrpc.v1 import common_pb2
@@ -75,7 +77,7 @@ class DecodeClient:
         self._responses: queue.SimpleQueue[pb.SessionResponse | None] = queue.SimpleQueue()
         self.kept: list[pb.SessionResponse] = []
         self.error: grpc.RpcError | None = None
-        self.token = ""
+        self.secret = self.header = ""
         self._call: Any = None
 
     def hello(self, **changes: Any) -> pb.Hello:
@@ -103,7 +105,10 @@ class DecodeClient:
             response_deserializer=pb.SessionResponse.FromString,
         )
         requests: Iterator[Any] = iter(self._requests.get, None)
-        metadata = (("authorization", f"Bearer {self.token}"),) if self.token else ()
+        header = self.header
+        if self.secret:
+            header = authorization(self.secret, target_of(self.address), int(time.time()))
+        metadata = (("authorization", header),) if header else ()
         self._call = method(requests, metadata=metadata)
         if read:
             threading.Thread(target=self._read, daemon=True).start()

@@ -15,6 +15,7 @@ from kvgrpc.registry import wire
 from kvgrpc.registry.model import RankRow
 from kvgrpc.registry.servicer import RegistryServicer, add_registry_to_server
 from kvgrpc.registry.store.memory import MemoryRegistry, MemoryStore
+from kvgrpc.rpc.audience import Audiences
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.interceptors import interceptors_of
 from kvgrpc.rpc.options import SERVER_OPTIONS
@@ -41,9 +42,12 @@ class Served:
         self.security = security or ServerSecurity()
 
     async def start(self, port: int = 0) -> Served:
-        self.server = grpc.aio.server(interceptors=interceptors_of(self.security), options=SERVER_OPTIONS)
+        audiences = Audiences()
+        interceptors = interceptors_of(self.security, audiences=audiences)
+        self.server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         add_registry_to_server(self.servicer, self.server)
         self.port = self.server.add_insecure_port(f"127.0.0.1:{port}")
+        audiences.add(self.address)
         await self.server.start()
         await self.servicer.start()
         self.channel = open_channel(self.address, own_connection=True)

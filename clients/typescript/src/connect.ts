@@ -4,31 +4,39 @@ import type { DescService } from "@bufbuild/protobuf";
 import { createGrpcTransport } from "@connectrpc/connect-node";
 import type { SecureClientSessionOptions } from "node:http2";
 
+import { authorization, SHORTEST_SECRET, targetOf } from "./token.js";
+
 /** As kvgrpc's own clients; servers send away who pings more often than each 10 s. */
 const PING_INTERVAL_MS = 30_000;
 const PING_TIMEOUT_MS = 10_000;
 
 export interface ConnectOptions {
-  /** A bearer token, for servers that ask for one. Goes over TLS only. */
-  token?: string;
+  /** What bearer tokens are made of, for servers that ask for one; it is never sent. Tokens go over TLS only. */
+  secret?: string;
   /** Certificates and keys as node:tls takes them; `{}` trusts the system's authorities. Absent: plaintext. */
   tls?: SecureClientSessionOptions;
 }
 
-/** `address`: "host:port". Throws TypeError for an address without a port, and for a token that would go in plaintext. */
+/**
+ * `address`: "host:port". Throws TypeError for an address without a port, a secret that is too short, and for tokens that
+ * would go in plaintext.
+ */
 export function connect(address: string, options: ConnectOptions = {}): Transport {
   if (!/^(\[[^\]]+\]|[^:/]+):\d{1,5}$/.test(address)) {
     throw new TypeError(`address ${JSON.stringify(address)}: "host:port" is needed`);
   }
-  if (options.token !== undefined && options.tls === undefined) {
-    throw new TypeError("token: it would travel in plaintext; give tls too");
+  if (options.secret !== undefined && options.tls === undefined) {
+    throw new TypeError("secret: tokens would travel in plaintext; give tls too");
+  }
+  if (options.secret !== undefined && options.secret.length < SHORTEST_SECRET) {
+    throw new TypeError(`secret: at least ${SHORTEST_SECRET} characters are needed`);
   }
   return createGrpcTransport({
     baseUrl: `${options.tls ? "https" : "http"}://${address}`,
     // A host that vanished closes nothing: without pings its connection would stand for a quarter of an hour.
     pingIntervalMs: PING_INTERVAL_MS,
     pingTimeoutMs: PING_TIMEOUT_MS,
-    interceptors: options.token === undefined ? [] : [bearer(options.token)],
+    interceptors: options.secret === undefined ? [] : [bearer(options.secret, targetOf(address))],
     ...(options.tls ? { nodeOptions: options.tls } : {}),
   });
 }
@@ -38,9 +46,9 @@ export function clientOf<Service extends DescService>(service: Service, transpor
   return createClient(service, transport);
 }
 
-function bearer(token: string): Interceptor {
+function bearer(secret: string, target: string): Interceptor {
   return (next) => (request) => {
-    request.header.set("authorization", `Bearer ${token}`);
+    request.header.set("authorization", authorization(secret, target, Math.floor(Date.now() / 1000)));
     return next(request);
   };
 }

@@ -1,5 +1,6 @@
 export { Cache, keyOf, type Verdict } from "./cache.js";
 export { clientOf, connect, type ConnectOptions } from "./connect.js";
+export { authorization, targetOf } from "./token.js";
 export { failureOf, mayRepeat, type Failure } from "./errors.js";
 export * from "./events.js";
 export { followEvents, watchEvents, type WatchItem, type WatchOptions } from "./watch.js";

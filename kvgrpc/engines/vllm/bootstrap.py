@@ -15,6 +15,7 @@ import logging
 import os
 import secrets
 import socket
+from dataclasses import replace
 
 from kvgrpc.errors import AddressNotAllowed
 from kvgrpc.net import socket_passing_on, split
@@ -50,7 +51,9 @@ class Bootstrap:
         call_limits: CallLimits | None = None,
     ) -> None:
         self._address = address
-        self._security = security or ServerSecurity()
+        security = security or ServerSecurity()
+        # The registry itself is bound elsewhere.
+        self._security = replace(security, audience=(*security.audience, address))
         self._answer = _http(json.dumps({"0": {"engine_id": engine_id, "worker_addr": {}}}))
         # In the abstract namespace, where a kill leaves nothing behind. It asks for the same proof as the port.
         self._path = f"kvgrpc-registry-{os.getpid()}-{secrets.token_hex(8)}"

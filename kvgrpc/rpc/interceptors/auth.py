@@ -6,9 +6,17 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from kvgrpc.errors import CredentialsInvalid, IdentityMismatch, KvGrpcError, PermissionDenied
+from kvgrpc.errors import (
+    CredentialsExpired,
+    CredentialsInvalid,
+    IdentityMismatch,
+    KvGrpcError,
+    PermissionDenied,
+    WrongAudience,
+)
 from kvgrpc.net import caller_address, is_unix, split
 from kvgrpc.observability.logging import RateLimited, one_line
+from kvgrpc.rpc.audience import Audiences
 from kvgrpc.rpc.callers import CALLER, Caller, caller
 from kvgrpc.rpc.interceptors.call import Behaviour, Context, Layer, Method
 from kvgrpc.rpc.security import AUTHORIZATION, CallerRole, ServerSecurity, TokenTable
@@ -54,7 +62,10 @@ HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 _OPEN = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 
 
-def auth(security: ServerSecurity, refused: RateLimited) -> Layer:
+_REFUSALS = (CredentialsInvalid, WrongAudience, CredentialsExpired, PermissionDenied, IdentityMismatch)
+
+
+def auth(security: ServerSecurity, refused: RateLimited, audiences: Audiences) -> Layer:
     """Lets a call pass whose caller's role may make it. A method that nobody was given is for nobody.
 
     ``refused`` hears of each call that was not the caller's to make: what its servicer refuses for the rank, too.
@@ -68,10 +79,10 @@ def auth(security: ServerSecurity, refused: RateLimited) -> Layer:
 
         async def call(request: Any, context: Context) -> Any:
             try:
-                CALLER.set(_authenticated(context, tokens))
+                CALLER.set(_authenticated(context, tokens, audiences))
                 _check_role(method, allowed)
                 return await inner(request, context)
-            except (CredentialsInvalid, PermissionDenied, IdentityMismatch) as error:
+            except _REFUSALS as error:
                 refused.warning(error.reason.name, partial(_line, method, context, error))
                 raise
 
@@ -108,13 +119,11 @@ def _named(inner: Behaviour) -> Behaviour:
     return call
 
 
-def _authenticated(context: Context, tokens: TokenTable) -> Caller:
+def _authenticated(context: Context, tokens: TokenTable, audiences: Audiences) -> Caller:
     for key, value in context.invocation_metadata() or ():
         if key == AUTHORIZATION:
-            token = tokens.find(value if isinstance(value, str) else value.decode(errors="replace"))
-            if token is not None:
-                return Caller.with_token(token, _host(context))
-            raise CredentialsInvalid("the bearer token is not one of this server's", metadata={"scheme": "bearer"})
+            header = value if isinstance(value, str) else value.decode(errors="replace")
+            return Caller.with_token(tokens.check(header, audiences, context.peer()), _host(context))
     names = list(_names_in_certificate(context))
     known = Caller.with_certificate(names)
     if known is not None:
@@ -126,8 +135,8 @@ def _authenticated(context: Context, tokens: TokenTable) -> Caller:
             metadata={"scheme": "bearer"},
         )
     raise CredentialsInvalid(
-        "no credentials: send 'authorization: Bearer TOKEN', or a client certificate with a name that ends in "
-        ".rank, .consumer or .operator",
+        "no credentials: send the header that `kvgrpc token TARGET` prints, or a client certificate with a name that "
+        "ends in .rank, .consumer or .operator",
         metadata={"scheme": "bearer"},
     )
 

@@ -13,6 +13,7 @@ import grpc
 
 from kvgrpc.errors import FrameTooLarge
 from kvgrpc.observability.logging import RateLimited
+from kvgrpc.rpc.audience import Audiences
 from kvgrpc.rpc.interceptors.admission import Admission
 from kvgrpc.rpc.interceptors.auth import auth
 from kvgrpc.rpc.interceptors.call import Behaviour, Context, Layer, Method
@@ -28,14 +29,19 @@ _log = logging.getLogger(__name__)
 
 
 def interceptors_of(
-    security: ServerSecurity, admission: Admission | None = None, refused: RateLimited | None = None
+    security: ServerSecurity,
+    admission: Admission | None = None,
+    refused: RateLimited | None = None,
+    audiences: Audiences | None = None,
 ) -> list[grpc.aio.ServerInterceptor]:
     """The interceptors of one server, in their order. Raises InvalidRequest for a token file that cannot be used.
 
-    ``refused``: where callers are named who may not call.
+    ``refused``: where callers are named who may not call. ``audiences``: the targets of the tokens that it takes; those
+    of ``security`` unless given.
     """
     admission, refused = admission or Admission(), refused or RateLimited(_log)
-    return [_Interceptor((telemetry, errors, auth(security, refused), admission.layer, deadline))]
+    authentication = auth(security, refused, audiences or Audiences(security.audience))
+    return [_Interceptor((telemetry, errors, authentication, admission.layer, deadline))]
 
 
 class _Interceptor(grpc.aio.ServerInterceptor):

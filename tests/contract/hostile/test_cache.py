@@ -26,7 +26,7 @@ from kvgrpc.prefetch.protocol.operation import Operation
 from kvgrpc.prefetch.protocol.votes import Stage
 from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.rpc.interceptors import ALLOWED, CallLimits
-from kvgrpc.rpc.security import ClientSecurity, ServerSecurity, parse_tokens
+from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.rpc.status import error_from
 from kvgrpc.server import IndexServer
 from kvgrpc.v1 import index_service_pb2 as index_pb
@@ -36,10 +36,11 @@ from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceStub
 from tests.contract.hostile.http2 import DATA, Connection
 from tests.support.cache_serving import LIMITS, CacheRank, open_cache_rank, prompt
 from tests.support.faults.storage import FaultyBackend
+from tests.support.secrets import bearer, proof, tokens_of
 from tests.support.waiting import wait_until
 
 TOKENS = "operator alice:a\noperator bob:b\nrank E:own\nrank other-*:other\nconsumer c:c\n"
-SECURITY = ServerSecurity(tokens=parse_tokens(TOKENS))
+SECURITY = ServerSecurity(tokens=tokens_of(TOKENS))
 
 
 @pytest.fixture
@@ -73,8 +74,8 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def client_of(cache: CacheRank, token: str) -> SyncClient:
-    return SyncClient(cache.address, security=ClientSecurity(token=token))
+def client_of(cache: CacheRank, name: str) -> SyncClient:
+    return SyncClient(cache.address, security=proof(name))
 
 
 def refusal(call: Any) -> KvGrpcError:
@@ -84,8 +85,8 @@ def refusal(call: Any) -> KvGrpcError:
     return error_from(refused.value)
 
 
-def stub_of(channel: grpc.Channel, token: str) -> Any:
-    headers = (("authorization", f"Bearer {token}"),)
+def stub_of(channel: grpc.Channel, cache: CacheRank, name: str) -> Any:
+    headers = (("authorization", bearer(name, cache.address)),)
     stub: Any = PrefetchServiceStub(channel)
 
     class WithToken:
@@ -136,7 +137,7 @@ class TestWhatIsKept:
             book.end(operation, OperationState.DECLINED)
         with grpc.insecure_channel(cache.address) as channel:
             told, sizes = 0, []
-            for message in stub_of(channel, "c").WatchOperations(pb.WatchOperationsRequest()):
+            for message in stub_of(channel, cache, "c").WatchOperations(pb.WatchOperationsRequest()):
                 if message.complete:
                     break
                 told += len(message.operations)
@@ -164,7 +165,7 @@ class TestOneCallerAndTheOthers:
                 greedy.start_prefetch(pb.PromptPages(tokens=prompt(2, number + 1)))
             with pytest.raises(grpc.RpcError) as refused:
                 request = pb.StartPrefetchRequest(pages=pb.PromptPages(tokens=prompt(2, 9)))
-                stub_of(channel, "a").StartPrefetch(request)
+                stub_of(channel, cache, "a").StartPrefetch(request)
             error = error_from(refused.value)
             assert isinstance(error, TooManyRequests) and error.retry_after
             assert error.metadata["scope"] == "cache operations of one caller"
@@ -176,7 +177,7 @@ class TestOneCallerAndTheOthers:
 
     def test_watches_of_one_caller_lock_out_neither_others_nor_who_ends_an_operation(self, cache: CacheRank) -> None:
         with grpc.insecure_channel(cache.address) as channel, client_of(cache, "b") as bob:
-            consumer, alice = stub_of(channel, "c"), stub_of(channel, "a")
+            consumer, alice = stub_of(channel, cache, "c"), stub_of(channel, cache, "a")
             watches = [consumer.WatchOperations(pb.WatchOperationsRequest()) for _ in range(2)]
             assert all(next(watch).complete for watch in watches)
             assert isinstance(refusal(consumer.WatchOperations(pb.WatchOperationsRequest())), TooManyRequests)
@@ -198,11 +199,11 @@ class TestOneCallerAndTheOthers:
                 book.end(operation, OperationState.DECLINED)
 
         with Connection(cache.address) as slow, grpc.insecure_channel(cache.address) as channel:
-            tokens = [(b"authorization", b"Bearer a")]
+            tokens = [(b"authorization", bearer("a", cache.address).encode())]
             stream = slow.begin("/kvgrpc.v1.PrefetchService/WatchOperations", tokens)
             slow.message(stream, b"")
             wait_until(lambda: slow.of(DATA, stream))
-            reader = stub_of(channel, "c").WatchOperations(pb.WatchOperationsRequest())
+            reader = stub_of(channel, cache, "c").WatchOperations(pb.WatchOperationsRequest())
             assert next(reader).complete
             before = 0
             for number in range(50):
@@ -244,7 +245,7 @@ class TestOneCallerAndTheOthers:
         ):
             # A stub's own calls: a Client comes again after the time that a refusal names.
             request = pb.LookupRequest(pages=pb.PromptPages(tokens=prompt(3)))
-            hanging = [threads.submit(stub_of(channel, "c").Lookup, request) for _ in range(24)]
+            hanging = [threads.submit(stub_of(channel, cache, "c").Lookup, request) for _ in range(24)]
             assert asked.acquire(timeout=20) and asked.acquire(timeout=20)
             wait_until(lambda: sum(each.done() for each in hanging) == 8)
             assert other.lookup(pb.PromptPages(tokens=prompt(2))).asked_pages == 2
@@ -266,19 +267,19 @@ class TestAgreement:
 
     def test_a_rank_speaks_for_itself_only(self, cache: CacheRank) -> None:
         with grpc.insecure_channel(cache.address) as channel:
-            error = refusal(stub_of(channel, "other").JoinAgreement(iter([self.hello(cache)])))
+            error = refusal(stub_of(channel, cache, "other").JoinAgreement(iter([self.hello(cache)])))
             assert isinstance(error, IdentityMismatch) and "other-*" in error.metadata["scope"]
             ahead = self.hello(cache, epoch=2**53 - 1)
-            error = refusal(stub_of(channel, "own").JoinAgreement(iter([ahead])))
+            error = refusal(stub_of(channel, cache, "own").JoinAgreement(iter([ahead])))
             assert isinstance(error, InvalidRequest) and error.metadata["field"] == "hello.member.epoch"
-            welcome = stub_of(channel, "own").JoinAgreement(iter([self.hello(cache)]))
+            welcome = stub_of(channel, cache, "own").JoinAgreement(iter([self.hello(cache)]))
             assert next(welcome).epoch
 
     def test_votes_with_names_of_megabytes_end_that_stream(self, cache: CacheRank) -> None:
         vote = pb.AgreementVote(operation_id="x" * (1 << 20), stage=pb.AGREEMENT_STAGE_HITS)
         with grpc.insecure_channel(cache.address) as channel:
             requests = iter([self.hello(cache), pb.JoinAgreementRequest(votes=[vote])])
-            error = refusal(stub_of(channel, "own").JoinAgreement(requests))
+            error = refusal(stub_of(channel, cache, "own").JoinAgreement(requests))
             assert isinstance(error, InvalidRequest) and error.metadata["field"] == "votes.operation_id"
 
     def test_a_flood_of_votes_keeps_one_alarm_and_so_many_ballots(self, cache: CacheRank) -> None:
@@ -296,7 +297,7 @@ class TestAgreement:
             go_on.wait(20)
 
         with grpc.insecure_channel(cache.address) as channel:
-            stream = stub_of(channel, "own").JoinAgreement(requests())
+            stream = stub_of(channel, cache, "own").JoinAgreement(requests())
             last = ("9-4095", Stage.HITS)
             wait_until(lambda: last in leader._core._ballots)
             assert leader._core.open_ballots <= 4_096
@@ -360,8 +361,7 @@ def test_every_method_survives_random_bytes(cache: CacheRank, index: IndexServer
             for path in (path for path in ALLOWED if f".{service}/" in path):
                 call: Any = channel.stream_stream(path)
                 for size in (0, 1, 5, 50, 5_000, 100_000):
-                    token = "own" if "Join" in path else "a"
-                    headers = (("authorization", f"Bearer {token}"),)
+                    headers = (("authorization", bearer("own" if "Join" in path else "a", address)),)
                     if "Watch" in path and not size:
                         continue  # a legal one, without end
                     try:

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2
 
 from kvgrpc.errors import Reason, TooManyRequests
 from kvgrpc.rpc.interceptors import ALLOWED, CallLimits
-from kvgrpc.rpc.security import ClientSecurity, ServerSecurity, parse_tokens
+from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.rpc.status import error_from
 from kvgrpc.server import KVPoll, KVReceiver
 from kvgrpc.v1 import event_service_pb2, index_service_pb2, prefetch_service_pb2, server_service_pb2
@@ -23,6 +23,7 @@ from kvgrpc.v1 import registry_service_pb2 as registry_pb
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from tests.contract.hostile.conftest import TIMING
 from tests.support.rank_host import RankHost
+from tests.support.secrets import bearer, proof, tokens_of
 from tests.support.waiting import wait_until
 
 LIMITS = {
@@ -49,8 +50,8 @@ def asked() -> Iterator[RankHost]:
     settings = {
         "registry": "embedded",
         "events": {"publisher": "null"},
-        "server_security": ServerSecurity(tokens=parse_tokens("rank P:own\nrank a-*:greedy\nrank b-*:honest")),
-        "client_security": ClientSecurity(token="own"),
+        "server_security": ServerSecurity(tokens=tokens_of("rank P:own\nrank a-*:greedy\nrank b-*:honest")),
+        "client_security": proof("own"),
         "call_limits": CallLimits(
             watches_per_caller=3,
             health_watches_per_caller=4,
@@ -69,7 +70,7 @@ class Caller:
 
     def __init__(self, host: RankHost, token: str, name: str) -> None:
         self._channel: Any = grpc.insecure_channel(host.rank.address, options=(("grpc.use_local_subchannel_pool", 1),))
-        self._metadata = (("authorization", f"Bearer {token}"),)
+        self._metadata = (("authorization", bearer(token, host.rank.address)),)
         self._counts = cast(Any, host.rank)._listener._admission._of_callers
         self._name = name
         self._open: list[tuple[Any, queue.SimpleQueue[bytes | None]]] = []
@@ -172,7 +173,8 @@ def test_sessions_of_one_caller_leave_as_many_streams_to_others(
         assert (refused.metadata["scope"], refused.metadata["value"]) == ("streams of one caller", str(held + 1))
         assert "rank a-*" in refused.message and "call_limits.streams (KVGRPC_CALL_LIMITS)" in refused.message
         for name, token in (("a-decode", "greedy"), ("b-decode", "honest")):
-            decode = RankHost(name, "DECODE", {"timing": TIMING, "client_security": ClientSecurity(token=token)})
+            trusted = {"client_security": proof(token), "bootstrap_allow": ("127.0.0.1",)}
+            decode = RankHost(name, "DECODE", {"timing": TIMING, **trusted})
             stack.callback(decode.close, 1.0)
             receiver = KVReceiver(cast(Any, decode.rank.transfer), asked.rank.address, 77)
             wait_until(lambda: receiver.poll() is not KVPoll.Bootstrapping)  # noqa: B023

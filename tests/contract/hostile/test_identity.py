@@ -9,10 +9,11 @@ import pytest
 
 from kvgrpc.errors import Failure, Reason
 from kvgrpc.model import MAX_EPOCH, RankRef
-from kvgrpc.rpc.security import ClientSecurity, ServerSecurity, parse_tokens
+from kvgrpc.rpc.security import ServerSecurity
 from tests.contract.hostile.conftest import TIMING
 from tests.contract.transfer_peers import DecodeClient, Memory, closed_in_the_end, core_of
 from tests.support.rank_host import RankHost
+from tests.support.secrets import proof, secret, tokens_of
 
 TOKENS = """
 rank:any
@@ -28,8 +29,8 @@ Dial = Callable[..., DecodeClient]
 def guarded() -> Iterator[RankHost]:
     """A prefill rank that asks who calls."""
     security = {
-        "server_security": ServerSecurity(tokens=parse_tokens(TOKENS)),
-        "client_security": ClientSecurity(token="any"),
+        "server_security": ServerSecurity(tokens=tokens_of(TOKENS)),
+        "client_security": proof("any"),
     }
     host = RankHost("G", "PREFILL", {"timing": TIMING, **security})
     yield host
@@ -40,7 +41,7 @@ def guarded() -> Iterator[RankHost]:
 def dial_as(guarded: RankHost, memory: Memory) -> Iterator[Dial]:
     def make(token: str, engine: str = "decode-7") -> DecodeClient:
         client = DecodeClient(guarded, memory, engine)
-        client.token = token
+        client.secret = secret(token)
         return client
 
     with closed_in_the_end(make) as making:

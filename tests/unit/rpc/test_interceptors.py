@@ -16,6 +16,7 @@ from kvgrpc.rpc.interceptors import Admission, CallLimits, interceptors_of
 from kvgrpc.rpc.interceptors.call import Method
 from kvgrpc.rpc.security import CallerRole, ServerSecurity, Token
 from kvgrpc.rpc.shares import RETRY_SECONDS
+from tests.support.secrets import bearer, secret
 
 SESSION = "/kvgrpc.v1.TransferService/Session"
 GET_ROOM = "/kvgrpc.v1.TransferService/GetRoom"
@@ -99,15 +100,17 @@ async def test_who_may_not_call_takes_no_place_and_reaches_nothing() -> None:
         reached.append(request)
         raise RoomNotFound("no such room")
 
-    tokens = (Token(CallerRole.OPERATOR, "good"), Token(CallerRole.CONSUMER, "other"))
-    (interceptor,) = interceptors_of(ServerSecurity(tokens=tokens), Admission(CallLimits(unary=0)))
+    tokens = (Token(CallerRole.OPERATOR, secret("good")), Token(CallerRole.CONSUMER, secret("other")))
+    security = ServerSecurity(tokens=tokens, audience=("10.0.0.7:9001",))
+    (interceptor,) = interceptors_of(security, Admission(CallLimits(unary=0)))
     handler: Any = grpc.unary_unary_rpc_method_handler(get_room)
     made = await wrapped(interceptor, GET_ROOM, handler)
     expected = [
         ((), grpc.StatusCode.UNAUTHENTICATED),
         ((("authorization", "Bearer bad"),), grpc.StatusCode.UNAUTHENTICATED),
-        ((("authorization", "Bearer other"),), grpc.StatusCode.PERMISSION_DENIED),
-        ((("authorization", "Bearer good"),), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        ((("authorization", bearer("good", "10.0.0.8:9001")),), grpc.StatusCode.UNAUTHENTICATED),
+        ((("authorization", bearer("other", "10.0.0.7:9001")),), grpc.StatusCode.PERMISSION_DENIED),
+        ((("authorization", bearer("good", "10.0.0.7:9001")),), grpc.StatusCode.RESOURCE_EXHAUSTED),
     ]
     for headers, code in expected:
         context = Context(*headers)

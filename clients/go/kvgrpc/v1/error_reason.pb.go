@@ -81,7 +81,8 @@ const (
 	ErrorReason_ERROR_REASON_STALE_LOG ErrorReason = 21
 	// No such event stream here. Metadata: engine, dp.
 	ErrorReason_ERROR_REASON_STREAM_NOT_FOUND ErrorReason = 22
-	// Missing or bad credentials. Metadata: scheme. Refresh them, then retry once.
+	// Missing or bad credentials: no token, one of another secret or a plain secret, no certificate with a role. Metadata:
+	// scheme. Use credentials of this server.
 	ErrorReason_ERROR_REASON_CREDENTIALS_INVALID ErrorReason = 23
 	// The caller's role may not do this. Metadata: method, role, allowed.
 	ErrorReason_ERROR_REASON_PERMISSION_DENIED ErrorReason = 24
@@ -99,6 +100,12 @@ const (
 	// The pages that arrived are not those that were sent, of two ranks that verify. Metadata: peer, pool, page, position,
 	// expected, actual. Retry the request with a new attempt; where it repeats, the memory or the network is at fault.
 	ErrorReason_ERROR_REASON_CHECKSUM_MISMATCH ErrorReason = 30
+	// A good token, made for another server. Metadata: target (of the token), audiences (of this server). Dial it by one of
+	// its own, or add the target to its setting "audience".
+	ErrorReason_ERROR_REASON_WRONG_AUDIENCE ErrorReason = 31
+	// A good token of more than 60 s ago, or of later than now. Metadata: ageSeconds, limitSeconds. Make a new one; where
+	// that does not help, set the clocks.
+	ErrorReason_ERROR_REASON_CREDENTIALS_EXPIRED ErrorReason = 32
 	// The caller's token or certificate is for other ranks than the one that it speaks for. Metadata: rank, caller, scope.
 	// Use the rank's own, or widen its scope at the server.
 	ErrorReason_ERROR_REASON_IDENTITY_MISMATCH ErrorReason = 35
@@ -152,6 +159,8 @@ var (
 		28: "ERROR_REASON_PEER_UNREACHABLE",
 		29: "ERROR_REASON_CALL_TOO_LONG",
 		30: "ERROR_REASON_CHECKSUM_MISMATCH",
+		31: "ERROR_REASON_WRONG_AUDIENCE",
+		32: "ERROR_REASON_CREDENTIALS_EXPIRED",
 		35: "ERROR_REASON_IDENTITY_MISMATCH",
 		50: "ERROR_REASON_OPERATION_NOT_FOUND",
 		51: "ERROR_REASON_REQUEST_ID_REUSED",
@@ -192,6 +201,8 @@ var (
 		"ERROR_REASON_PEER_UNREACHABLE":            28,
 		"ERROR_REASON_CALL_TOO_LONG":               29,
 		"ERROR_REASON_CHECKSUM_MISMATCH":           30,
+		"ERROR_REASON_WRONG_AUDIENCE":              31,
+		"ERROR_REASON_CREDENTIALS_EXPIRED":         32,
 		"ERROR_REASON_IDENTITY_MISMATCH":           35,
 		"ERROR_REASON_OPERATION_NOT_FOUND":         50,
 		"ERROR_REASON_REQUEST_ID_REUSED":           51,
@@ -233,7 +244,7 @@ var File_kvgrpc_v1_error_reason_proto protoreflect.FileDescriptor
 
 const file_kvgrpc_v1_error_reason_proto_rawDesc = "" +
 	"\n" +
-	"\x1ckvgrpc/v1/error_reason.proto\x12\tkvgrpc.v1*\xa7\n" +
+	"\x1ckvgrpc/v1/error_reason.proto\x12\tkvgrpc.v1*\xee\n" +
 	"\n" +
 	"\vErrorReason\x12\x1c\n" +
 	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12\x1f\n" +
@@ -267,7 +278,9 @@ const file_kvgrpc_v1_error_reason_proto_rawDesc = "" +
 	"\x15ERROR_REASON_INTERNAL\x10\x1b\x12!\n" +
 	"\x1dERROR_REASON_PEER_UNREACHABLE\x10\x1c\x12\x1e\n" +
 	"\x1aERROR_REASON_CALL_TOO_LONG\x10\x1d\x12\"\n" +
-	"\x1eERROR_REASON_CHECKSUM_MISMATCH\x10\x1e\x12\"\n" +
+	"\x1eERROR_REASON_CHECKSUM_MISMATCH\x10\x1e\x12\x1f\n" +
+	"\x1bERROR_REASON_WRONG_AUDIENCE\x10\x1f\x12$\n" +
+	" ERROR_REASON_CREDENTIALS_EXPIRED\x10 \x12\"\n" +
 	"\x1eERROR_REASON_IDENTITY_MISMATCH\x10#\x12$\n" +
 	" ERROR_REASON_OPERATION_NOT_FOUND\x102\x12\"\n" +
 	"\x1eERROR_REASON_REQUEST_ID_REUSED\x103\x12\x1f\n" +
