@@ -15,8 +15,8 @@ from kvgrpc.prefetch.manager import PrefetchManager
 from kvgrpc.prefetch.model import OperationKind
 from kvgrpc.prefetch.protocol.book import MAX_OPEN_PAGES
 from kvgrpc.prefetch.protocol.operation import Operation
-from kvgrpc.prefetch.shares import CallerShares
 from kvgrpc.rpc.blocking import BlockingCalls
+from kvgrpc.rpc.callers import caller
 from kvgrpc.rpc.within import within
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceServicer
@@ -321,3 +321,45 @@ def _seconds_left(context: Any, most: float = _STORAGE_SECONDS) -> float:
 
 def _one_line(namespace: pb.CacheNamespace) -> str:
     return f"{namespace.model} {namespace.dtype} {namespace.layout} {namespace.page_tokens}"
+
+
+_RETRY_SECONDS = 1.0
+
+
+class CallerShares:
+    """Open operations by who began them (``Caller.name``). Belongs to one event loop."""
+
+    def __init__(self, operations: int, pages: int) -> None:
+        self._operations, self._pages = operations, pages
+        self._open: dict[str, list[Operation]] = {}
+
+    def check(self, pages: int) -> None:
+        """Raises TooManyRequests where the caller has its share already."""
+        known = self._still_open(caller().name)
+        asked = sum(len(operation.hashes) for operation in known) + pages
+        if len(known) >= self._operations:
+            raise _too_many(self._operations, len(known) + 1, "cache operations of one caller")
+        if asked > self._pages:
+            raise _too_many(self._pages, asked, "pages of cache operations of one caller")
+
+    def add(self, operation: Operation) -> None:
+        """One that the caller began; a repeat of it counts once."""
+        known = self._still_open(caller().name)
+        if not operation.ended and operation not in known:
+            self._open.setdefault(caller().name, known).append(operation)
+
+    def _still_open(self, name: str) -> list[Operation]:
+        left = [operation for operation in self._open.get(name, ()) if not operation.ended]
+        if left:
+            self._open[name] = left
+        else:
+            self._open.pop(name, None)
+        return left
+
+
+def _too_many(limit: int, value: int, scope: str) -> TooManyRequests:
+    return TooManyRequests(
+        f"{scope}: {value}, at most {limit}",
+        metadata={"limit": limit, "value": value, "scope": scope},
+        retry_after=_RETRY_SECONDS,
+    )

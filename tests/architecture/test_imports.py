@@ -69,8 +69,8 @@ PURE = (
         "kvgrpc/events/following/prompts.py",
         "kvgrpc/events/following/sources.py",
     ),
-    *("kvgrpc/prefetch/tree/prefix_tree.py", "kvgrpc/prefetch/tree/eviction.py", "kvgrpc/prefetch/model.py"),
-    *("kvgrpc/prefetch/protocol/votes.py", "kvgrpc/prefetch/protocol/said.py"),
+    *("kvgrpc/prefetch/tree/prefix_tree.py", "kvgrpc/prefetch/model.py"),
+    "kvgrpc/prefetch/protocol/votes.py",
     "kvgrpc/prefetch/protocol/fair_queue.py",
     *("kvgrpc/prefetch/storage/keys.py", "kvgrpc/prefetch/storage/file/formats.py"),
 )

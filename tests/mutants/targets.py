@@ -50,8 +50,8 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("unit/events/test_codec.py", "unit/events/test_hostile.py", "unit/events/test_snapshot.py"),
     ),
     "rest": (
-        "hashing.py net.py paging.py arrays.py model.py prefetch/protocol/votes.py prefetch/protocol/said.py"
-        " prefetch/protocol/fair_queue.py prefetch/tree/eviction.py prefetch/storage/keys.py",
+        "hashing.py net.py paging.py arrays.py model.py prefetch/protocol/votes.py"
+        " prefetch/protocol/fair_queue.py prefetch/storage/keys.py",
         (
             *("unit/test_hashing.py", "unit/test_net.py", "unit/test_arrays.py", "unit/test_flat_ranks.py"),
             *("unit/test_model.py", "unit/test_paging.py"),

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvgrpc.prefetch.model import Stop
-from kvgrpc.prefetch.protocol.said import SaidVotes
-from kvgrpc.prefetch.protocol.votes import AgreementCore, AloneAgreement, Decision, Stage, Vote
+from kvgrpc.prefetch.protocol.votes import AgreementCore, AloneAgreement, Decision, PendingVotes, Stage, Vote
 
 RANKS, OPERATIONS, TIMEOUT, OTHERS_TIMEOUT = 4, 30, 2.0, 30.0
 ABSENT = (0, Stop.RANK_ABSENT)
@@ -215,7 +214,7 @@ class TestDoubt:
         assert core.vote(1, last(8, beat=0.0), 10 * DOUBT, 30.0) == [decision]
 
     def test_a_rank_gives_up_once_it_was_awake_for_the_whole_doubt(self) -> None:
-        said, now = SaidVotes(DOUBT), 0.0
+        said, now = PendingVotes(DOUBT), 0.0
         said.tick(now)
         said.say(last(8, 0.0), lambda decision: None)
         while not (given_up := said.tick(now)):
@@ -224,7 +223,7 @@ class TestDoubt:
         assert given_up == [Decision("op", Stage.COMPLETED, *ABSENT)]
 
     def test_a_sleep_is_no_time_and_what_came_meanwhile_is_heard_first(self) -> None:
-        said, now = SaidVotes(DOUBT), 0.0
+        said, now = PendingVotes(DOUBT), 0.0
         said.tick(now)
         said.say(last(8, 0.0), lambda decision: None)
         while now < DOUBT - 2 * said.step:
@@ -235,7 +234,7 @@ class TestDoubt:
         assert said.answered("op", Stage.COMPLETED) is None, "once"
 
     def test_more_than_two_steps_at_once_are_a_sleep(self) -> None:
-        said, now = SaidVotes(DOUBT), 0.0
+        said, now = PendingVotes(DOUBT), 0.0
         said.tick(now)
         said.say(last(8, 0.0), lambda decision: None)
         for _ in range(8):
@@ -247,7 +246,7 @@ class TestDoubt:
         assert awake == pytest.approx(DOUBT)
 
     def test_what_nobody_waits_for_is_neither_said_again_nor_given_up(self) -> None:
-        said = SaidVotes(DOUBT)
+        said = PendingVotes(DOUBT)
         for stage in Stage:
             said.say(Vote("op", stage, 8), lambda decision: None)
         said.say(Vote("other", Stage.COMPLETED, 8), lambda decision: None)
@@ -256,7 +255,7 @@ class TestDoubt:
         assert said.answered("op", Stage.COMPLETED) is None
 
     def test_what_is_said_again_is_as_old_as_when_it_was_said_first(self) -> None:
-        said = SaidVotes(DOUBT)
+        said = PendingVotes(DOUBT)
         said.heard_beat(3.0)
         said.say(last(8, 0.0), lambda decision: None)
         said.heard_beat(50.0)

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvgrpc.prefetch.model import Stop
-from kvgrpc.prefetch.protocol.said import SaidVotes
-from kvgrpc.prefetch.protocol.votes import AgreementCore, Decision, Stage, Vote
+from kvgrpc.prefetch.protocol.votes import AgreementCore, Decision, PendingVotes, Stage, Vote
 
 RANKS, OPERATIONS = 3, 12
 TIMEOUT, OTHERS_TIMEOUT, DOUBT = 5.0, 30.0, 60.0
@@ -30,7 +29,7 @@ class Process:
     """A rank, its work and its ends: pages by operation."""
 
     number: int
-    said: SaidVotes = field(default_factory=lambda: SaidVotes(DOUBT))
+    said: PendingVotes = field(default_factory=lambda: PendingVotes(DOUBT))
     ends: dict[str, int] = field(default_factory=dict)
     ended_at: dict[str, float] = field(default_factory=dict)
     awake_at: float = 0.0

@@ -18,9 +18,15 @@ from kvgrpc.engines.sglang.compatibility import check_version
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.observability.logging import RateLimited
 from kvgrpc.prefetch.storage import open_backend
-from kvgrpc.prefetch.storage.base import MemoryRange, PageBuffers, PageResult, StorageBackend, StorageDown
+from kvgrpc.prefetch.storage.base import (
+    MemoryRange,
+    PageBuffers,
+    PageResult,
+    StorageBackend,
+    StorageDown,
+    read_settings,
+)
 from kvgrpc.prefetch.storage.keys import KeyMode, Keys, PageIdentity
-from kvgrpc.prefetch.storage.settings import read_settings
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,7 @@ from kvgrpc.model import Layout, RankId, RankRef
 from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.prefetch import wire
 from kvgrpc.prefetch.model import OperationKind, Stop
-from kvgrpc.prefetch.protocol.said import SaidVotes
-from kvgrpc.prefetch.protocol.votes import Decided, Decision, Stage, Vote
+from kvgrpc.prefetch.protocol.votes import Decided, Decision, PendingVotes, Stage, Vote
 from kvgrpc.prefetch.threads.timers import Alarms
 from kvgrpc.rpc.status import error_from
 from kvgrpc.v1 import prefetch_service_pb2 as pb
@@ -63,7 +62,7 @@ class JoinedAgreement:
         self._rank = rank
         self._layout = layout
         self._lock = threading.Lock()
-        self._said = SaidVotes(doubt)
+        self._said = PendingVotes(doubt)
         self._unsent: list[Vote] = []
         self._live: frozenset[RankId] = frozenset({rank.rank})
         self._alarms = Alarms("agreement-alarms")

@@ -6,17 +6,19 @@ content hashes with an identity (``keys``), so the bytes under a key never chang
 
 from __future__ import annotations
 
+import ctypes
 import enum
+import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Annotated, Protocol, TypeAlias, TypeVar, runtime_checkable
 
-from kvgrpc.dataplane.base import MemoryRange
+import msgspec
+
+from kvgrpc.dataplane.base import MemoryRange as MemoryRange
 from kvgrpc.errors import InvalidRequest, PeerUnreachable
-
-__all__ = ["MemoryRange", "PageBuffers", "PageResult", "PageStatus", "StorageBackend", "StorageDown", "StorageStats"]
 
 PageBuffers: TypeAlias = tuple[tuple[int, int], ...]
 """One page: (address, bytes) of each of its buffers, in memory of this process; always in the same order."""
@@ -220,3 +222,58 @@ def _key_bytes(key: str) -> int:
 def page_bytes(page: PageBuffers) -> int:
     """Bytes of one page, all of its buffers together."""
     return sum(nbytes for _, nbytes in page)
+
+
+def view(address: int, nbytes: int) -> memoryview:
+    """The bytes at an address, without a copy; valid as long as the memory is mapped."""
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
+
+
+def views(page: PageBuffers) -> list[memoryview]:
+    return [view(address, nbytes) for address, nbytes in page]
+
+
+def gather(page: PageBuffers) -> bytes:
+    """A page's bytes in one piece."""
+    return b"".join(views(page))
+
+
+def scatter(data: bytes, page: PageBuffers) -> None:
+    """Puts one piece, which has the size of the page, into its buffers."""
+    offset = 0
+    for address, nbytes in page:
+        view(address, nbytes)[:] = memoryview(data)[offset : offset + nbytes]
+        offset += nbytes
+
+
+C = TypeVar("C", bound=msgspec.Struct)
+Nbytes = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
+Threads = Annotated[int, msgspec.Meta(ge=1, le=64)]
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", re.IGNORECASE)
+_FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def read_settings(kind: type[C], mapping: Mapping[str, object]) -> C:
+    """``mapping`` as ``kind``; keys that end in ``_bytes`` also take "64MB" (of 1,024). Raises InvalidRequest."""
+    for key in mapping:
+        if key not in kind.__struct_fields__:
+            raise InvalidRequest.of("storage_config", key, f"one of the keys {', '.join(kind.__struct_fields__)}")
+    found = {key: _size(key, value) if key.endswith("_bytes") else value for key, value in mapping.items()}
+    try:
+        return msgspec.convert(found, kind)
+    except msgspec.ValidationError as error:
+        key = str(error).rpartition("$.")[2].rstrip("`")
+        wrong = key if key in mapping else "storage_config"
+        raise InvalidRequest.of(
+            wrong, mapping.get(key, "not given"), f"as docs/storage.md says ({str(error).partition(' - at')[0]})"
+        ) from None
+
+
+def _size(key: str, value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    if (found := _SIZE.fullmatch(value)) is None:
+        raise InvalidRequest.of(key, value, 'a number of bytes, or text as "64MB" or "1.5 GiB"')
+    return int(float(found[1]) * _FACTORS[found[2].lower()])

@@ -15,9 +15,10 @@ from kvgrpc.prefetch.storage.base import (
     PageResult,
     StorageStats,
     failed,
+    gather,
     page_bytes,
+    scatter,
 )
-from kvgrpc.prefetch.storage.memory import gather, scatter
 from kvgrpc.prefetch.storage.paged import PageByPage
 
 

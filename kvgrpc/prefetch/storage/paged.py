@@ -2,22 +2,303 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import logging
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from kvgrpc.prefetch.storage.base import (
     MemoryRange,
     PageBuffers,
     PageResult,
+    PageStatus,
     Removed,
+    StorageDown,
+    StorageStats,
     check_batch,
     check_keys,
+    failed,
     leading_pages,
+    timed_out,
 )
-from kvgrpc.prefetch.storage.calls import PageCalls
-from kvgrpc.prefetch.storage.listeners import Listeners
-from kvgrpc.prefetch.storage.tally import Tally
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """An item without a result. ``released``: None: it was never begun. Otherwise set when its call ended."""
+
+    released: threading.Event | None = None
+    error: BaseException | None = None
+
+
+class _Batch(Generic[T]):
+    __slots__ = ("begun", "count", "ended", "function", "left", "results", "running", "stopped")
+
+    def __init__(self, function: Callable[[int], T], count: int) -> None:
+        self.function, self.count = function, count
+        self.begun = self.ended = 0
+        self.results: list[T | Unfinished] = [Unfinished()] * count
+        self.running: set[int] = set()
+        self.left: dict[int, threading.Event] = {}
+        self.stopped = False
+
+
+class Workers:
+    """``threads`` daemon threads that share out the items of batches, an item of each batch in turn.
+
+    Waiting batches are bounded by the callers: each waits for its own. Daemons, because a thread that hangs in the
+    kernel must not keep the interpreter from ending.
+    """
+
+    def __init__(self, name: str, threads: int) -> None:
+        self._changed = threading.Condition()
+        self._batches: deque[_Batch[object]] = deque()
+        self._closed = False
+        # Calls that outlived their batch.
+        self._left = 0
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True) for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def run(self, function: Callable[[int], T], count: int, timeout: float) -> list[T | Unfinished]:
+        """``function(i)`` for i below ``count``, in no fixed order; what has no result after ``timeout`` is Unfinished.
+
+        An item that was not begun by then never is; so is everything once the workers are closed.
+        """
+        if not count:
+            return []
+        batch = _Batch(function, count)
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            if not self._closed and timeout > 0:
+                self._batches.append(batch)  # type: ignore[arg-type]
+                self._changed.notify_all()
+                while batch.ended < count and not self._closed and (left := deadline - time.monotonic()) > 0:
+                    self._changed.wait(left)
+            batch.stopped = True
+            for number in batch.running:
+                batch.left[number] = threading.Event()
+                batch.results[number] = Unfinished(batch.left[number])
+            self._left += len(batch.left)
+            return list(batch.results)
+
+    @property
+    def hung(self) -> bool:
+        """Whether every thread is in a call that nobody waits for any more: nothing is begun until one ends."""
+        with self._changed:
+            return self._left >= len(self._threads)
+
+    def close(self, timeout: float) -> bool:
+        """Begins nothing more; True when every thread has ended within ``timeout``."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        deadline = time.monotonic() + timeout
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _work(self) -> None:
+        while (claimed := self._claim()) is not None:
+            batch, number = claimed
+            result: object
+            try:
+                result = batch.function(number)
+            except BaseException as error:  # a panic of a library in Rust is no Exception, and the thread is needed yet
+                result = Unfinished(error=error)
+            with self._changed:
+                if not batch.stopped:
+                    batch.results[number] = result
+                batch.running.discard(number)
+                batch.ended += 1
+                if number in batch.left:
+                    batch.left.pop(number).set()
+                    self._left -= 1
+                if batch.ended == batch.count:
+                    self._changed.notify_all()
+
+    def _claim(self) -> tuple[_Batch[object], int] | None:
+        """The next item, of the batch whose turn it is; None when closed."""
+        with self._changed:
+            while not self._closed:
+                while self._batches and (self._batches[0].stopped or self._batches[0].begun == self._batches[0].count):
+                    self._batches.popleft()
+                if not self._batches:
+                    self._changed.wait()
+                    continue
+                batch = self._batches[0]
+                self._batches.rotate(-1)
+                number = batch.begun
+                batch.begun += 1
+                batch.running.add(number)
+                return batch, number
+        return None
+
+
+class PageCalls:
+    """Of one backend, called ``name`` and found at ``address``. Thread-safe."""
+
+    def __init__(self, name: str, address: str, threads: int) -> None:
+        self._name, self._address = name, address
+        self._workers = Workers(f"kvgrpc-{name}", threads)
+        self.closed = False
+
+    def move(self, function: Callable[[int], PageResult], count: int, timeout: float) -> list[PageResult]:
+        """A result for each page: what ``function(i)`` said, or why it did not."""
+        results = self._workers.run(function, count, timeout)
+        return [self._result(each) if isinstance(each, Unfinished) else each for each in results]
+
+    def ask(self, function: Callable[[int], T], count: int, timeout: float) -> list[T]:
+        """Answers to all questions. Raises StorageDown: a missing answer must not look like a missing page."""
+        answers: list[T] = []
+        for answer in self._workers.run(function, count, timeout):
+            if isinstance(answer, Unfinished):
+                raise self.down(self._result(answer).detail)
+            answers.append(answer)
+        return answers
+
+    def down(self, why: str) -> StorageDown:
+        return StorageDown(f"storage {self._name!r} does not answer: {why}", self._address)
+
+    @property
+    def trouble(self) -> str:
+        """Why no call is answered now; empty when calls are."""
+        if self.closed:
+            return "closed"
+        return "all of its threads hang in calls that outlived their time" if self._workers.hung else ""
+
+    def close(self, timeout: float) -> bool:
+        """True when every thread has ended."""
+        self.closed = True
+        return self._workers.close(timeout)
+
+    def _result(self, unfinished: Unfinished) -> PageResult:
+        if unfinished.error is not None:
+            return failed(f"{type(unfinished.error).__name__}: {unfinished.error}", retryable=True)
+        if unfinished.released is not None:
+            return timed_out("begun, but it did not end in time", unfinished.released)
+        return failed("the backend is closed") if self.closed else timed_out("not begun in time")
+
+
+logger = logging.getLogger(__name__)
+
+TOLD_AT_ONCE = 1024
+"""Keys that are told together, where pages go one after the other."""
+TOLD_WITHIN_SECONDS = 0.05
+"""A key waits no longer for others: its page may be stored again meanwhile, which is told, too."""
+
+
+class Listeners:
+    """Thread-safe. One that raises is logged, and the others hear it all the same."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._all: tuple[Removed, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def add(self, removed: Removed) -> Callable[[], None]:
+        """Returns what ends it."""
+        with self._lock:
+            self._all = (*self._all, removed)
+
+        def end() -> None:
+            with self._lock:
+                self._all = tuple(each for each in self._all if each is not removed)
+
+        return end
+
+    def tell(self, keys: Sequence[str]) -> None:
+        for removed in self._all if keys else ():
+            try:
+                removed(keys)
+            except Exception as error:
+                logger.error("what hears of dropped pages failed: %s", error, exc_info=error)
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[Callable[[str | None], None]]:
+        """Takes the keys of pages that go one after the other, and tells many at a time; the last ones at the end,
+        however that comes. To be called for what stays too, with None: time goes by."""
+        keys: list[str] = []
+        first = 0.0
+
+        def gone(key: str | None) -> None:
+            nonlocal first
+            if key:
+                first = first if keys else time.monotonic()
+                keys.append(key)
+            if keys and (len(keys) == TOLD_AT_ONCE or time.monotonic() - first >= TOLD_WITHIN_SECONDS):
+                self.tell(keys[:])
+                keys.clear()
+
+        try:
+            yield gone
+        finally:
+            self.tell(keys)
+
+
+_FIELDS = {
+    PageStatus.OK: "hits",
+    PageStatus.MISSING: "misses",
+    PageStatus.FAILED: "failed",
+    PageStatus.TIMEOUT: "timeouts",
+}
+
+
+class Tally:
+    """Thread-safe. ``written`` is counted by ``add``: a page that was there already is OK, but not written."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._left: list[threading.Event] = []
+
+    def read(self, results: Sequence[PageResult]) -> list[PageResult]:
+        """Counts the results of a read and returns them."""
+        return self._count(results, PageStatus.OK)
+
+    def write(self, results: Sequence[PageResult]) -> list[PageResult]:
+        """Counts the results of a write and returns them."""
+        return self._count(results, None)
+
+    def add(self, name: str, number: int = 1) -> None:
+        with self._lock:
+            self._counts[name] += number
+
+    def idle(self, timeout: float) -> bool:
+        """Waits until all buffers are released; False if some still are not."""
+        return all(event.wait(timeout) for event in self._unreleased())
+
+    def stats(self, **present: object) -> StorageStats:
+        """``present``: what the backend knows of now."""
+        in_use = len(self._unreleased())
+        with self._lock:
+            return dataclasses.replace(StorageStats(in_use=in_use, **self._counts), **present)  # type: ignore[arg-type]
+
+    def _count(self, results: Sequence[PageResult], ok: PageStatus | None) -> list[PageResult]:
+        with self._lock:
+            for result in results:
+                if result.status is not PageStatus.OK or ok is not None:
+                    self._counts[_FIELDS[result.status]] += 1
+                if result.released is not None:
+                    self._left.append(result.released)
+        return list(results)
+
+    def _unreleased(self) -> list[threading.Event]:
+        with self._lock:
+            self._left = [event for event in self._left if not event.is_set()]
+            return list(self._left)
 
 
 class PageByPage(ABC):

@@ -15,8 +15,7 @@ from kvgrpc.prefetch.model import Short
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.shape import PageShape
 from kvgrpc.prefetch.tree.cache import NODES_AT_ONCE, TieredCache
-from kvgrpc.prefetch.tree.eviction import EvictionQueue
-from kvgrpc.prefetch.tree.prefix_tree import PrefixTree
+from kvgrpc.prefetch.tree.prefix_tree import EvictionQueue, PrefixTree
 
 PROMPTS = 3 * NODES_AT_ONCE
 PAGES = 2 * PROMPTS

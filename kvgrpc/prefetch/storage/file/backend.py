@@ -17,21 +17,22 @@ from kvgrpc.errors import InvalidRequest
 from kvgrpc.prefetch.storage.base import (
     MISSING,
     OK,
+    Nbytes,
     PageBuffers,
     PageResult,
+    Seconds,
     StorageStats,
+    Threads,
     failed,
     page_bytes,
+    read_settings,
+    views,
 )
-from kvgrpc.prefetch.storage.file.folder import Folder, is_full
+from kvgrpc.prefetch.storage.file.folder import Folder, ResumableScans, Usage, is_full
 from kvgrpc.prefetch.storage.file.formats import Format, Header, OwnFormat, SglangFormat, checksum
 from kvgrpc.prefetch.storage.file.io import Mover, Vectored, aligned, header_block
-from kvgrpc.prefetch.storage.file.rounds import Rounds
-from kvgrpc.prefetch.storage.file.usage import Usage
 from kvgrpc.prefetch.storage.flat import other_size
-from kvgrpc.prefetch.storage.memory import views
 from kvgrpc.prefetch.storage.paged import PageByPage
-from kvgrpc.prefetch.storage.settings import Nbytes, Seconds, Threads, read_settings
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class FileBackend(PageByPage):
         self._direct = config.direct and _takes_direct(self._folder)
         if config.direct and not self._direct:
             logger.warning("storage %r: %s takes no O_DIRECT: pages go through the page cache", self.name, config.path)
-        self._rounds = Rounds(self._folder)
+        self._rounds = ResumableScans(self._folder)
         self._usage = Usage(config.max_bytes or None)
         self._closed = threading.Event()
         super().__init__(config.path, config.threads)

@@ -9,8 +9,10 @@ import os
 import secrets
 import socket
 import stat
+import threading
 import time
-from collections.abc import Generator, Iterator
+from collections import OrderedDict
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 
 from kvgrpc.prefetch.storage.file.formats import Format
@@ -147,3 +149,144 @@ def _is_gone(pid: int, life: str) -> bool:
 
 def is_full(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+REMEMBERED_SECONDS = 300.0
+"""A round that nobody went on with for so long begins anew: a page that came meanwhile may lie behind it."""
+_MOST_REMEMBERED = 16
+
+
+class ResumableScans:
+    """Each round has a name, and none that is remembered is walked by two. Thread-safe."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._stopped: dict[str, tuple[float, Generator[str, None, None]]] = {}
+
+    def go_on(self, which: str) -> Generator[str, None, None]:
+        """Names of pages: those that the round did not come to before it stopped, else all."""
+        self._forget(time.monotonic() - REMEMBERED_SECONDS, _MOST_REMEMBERED)
+        with self._lock:
+            _, names = self._stopped.pop(which, (0.0, None))
+        return self._folder.names() if names is None else names
+
+    def stop(self, which: str, names: Generator[str, None, None]) -> None:
+        """Remembers where it stopped."""
+        with self._lock:
+            other = self._stopped.pop(which, None)
+            self._stopped[which] = time.monotonic(), names
+        if other is not None:
+            other[1].close()
+        self._forget(0.0, _MOST_REMEMBERED)
+
+    def close(self) -> None:
+        self._forget(time.monotonic(), 0)
+
+    def _forget(self, before: float, most: int) -> None:
+        """Those that stopped before then, and the oldest but so many; their folders are open until then."""
+        closed = []
+        with self._lock:
+            while self._stopped:
+                which, (stopped, names) = next(iter(self._stopped.items()))
+                if stopped >= before and len(self._stopped) <= most:
+                    break
+                del self._stopped[which]
+                closed.append(names)
+        for names in closed:
+            names.close()
+
+
+BLOCK = 4096
+TOUCH_SECONDS = 60.0
+
+
+class Usage:
+    """Least recently used first. Thread-safe; times are Unix seconds, names are paths under the root."""
+
+    def __init__(self, capacity: int | None) -> None:
+        self.capacity = capacity
+        self._lock = threading.Lock()
+        self._pages: OrderedDict[str, _Page] = OrderedDict()
+        self._nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def reserve(self, name: str, nbytes: int, now: float) -> list[str] | None:
+        """Counts a page that will be written; the names that have to go for it. None: larger than all there is."""
+        size = _blocks(nbytes)
+        with self._lock:
+            if self.capacity is not None and size > self.capacity:
+                return None
+            self._drop(name)
+            gone = []
+            while self.capacity is not None and self._nbytes + size > self.capacity and self._pages:
+                oldest = next(iter(self._pages))
+                self._drop(oldest)
+                gone.append(oldest)
+            self._put(name, size, now, now)
+            return gone
+
+    def used(self, name: str, nbytes: int, now: float) -> bool:
+        """Notes a read; whether the file's own time should be brought up to date (other processes go by that)."""
+        with self._lock:
+            page = self._pages.pop(name, None)
+            touched = page.touched if page else 0.0
+            stale = now - touched > TOUCH_SECONDS
+            if page:
+                self._nbytes -= page.size
+            self._put(name, _blocks(nbytes), now, now if stale else touched)
+            return stale
+
+    def remove(self, name: str) -> None:
+        with self._lock:
+            self._drop(name)
+
+    def replace(self, found: Mapping[str, tuple[int, float]], began: float) -> None:
+        """What a scan found: name -> (bytes, modification time). What we used since it ``began`` counts beside it."""
+        with self._lock:
+            known = self._pages
+            self._pages, self._nbytes = OrderedDict(), 0
+            pages = {name: _Page(_blocks(nbytes), time, time) for name, (nbytes, time) in found.items()}
+            for name, page in known.items():
+                if name in pages:
+                    pages[name].used = max(page.used, pages[name].used)
+                elif page.used >= began:
+                    pages[name] = page
+            for name in sorted(pages, key=lambda name: pages[name].used):
+                self._put(name, pages[name].size, pages[name].used, pages[name].touched)
+
+    def excess(self) -> list[str]:
+        """Names that have to go so that what is there fits; they are counted no more."""
+        gone = []
+        with self._lock:
+            while self.capacity is not None and self._nbytes > self.capacity:
+                oldest = next(iter(self._pages))
+                self._drop(oldest)
+                gone.append(oldest)
+        return gone
+
+    def _put(self, name: str, size: int, used: float, touched: float) -> None:
+        self._pages[name] = _Page(size, used, touched)
+        self._nbytes += size
+
+    def _drop(self, name: str) -> None:
+        page = self._pages.pop(name, None)
+        if page:
+            self._nbytes -= page.size
+
+
+class _Page:
+    __slots__ = ("size", "touched", "used")
+
+    def __init__(self, size: int, used: float, touched: float) -> None:
+        self.size, self.used, self.touched = size, used, touched
+
+
+def _blocks(nbytes: int) -> int:
+    return -(-nbytes // BLOCK) * BLOCK

@@ -18,19 +18,20 @@ from kvgrpc.prefetch.storage.base import (
     PageBuffers,
     PageResult,
     StorageStats,
+    Threads,
     check_keys,
     failed,
     page_bytes,
+    read_settings,
     timed_out,
+    views,
 )
 from kvgrpc.prefetch.storage.file.formats import HEADER_BYTES, Header, checksum
 from kvgrpc.prefetch.storage.file.io import header_block
 from kvgrpc.prefetch.storage.flat import other_size
 from kvgrpc.prefetch.storage.hf3fs.client import Client, LocalClient, UsrbioClient
 from kvgrpc.prefetch.storage.hf3fs.slots import Slot, Slots
-from kvgrpc.prefetch.storage.memory import views
 from kvgrpc.prefetch.storage.paged import PageByPage
-from kvgrpc.prefetch.storage.settings import Threads, read_settings
 
 _PACKAGE = "hf3fs_fuse"
 _INSTALL = (

@@ -7,6 +7,7 @@ import logging
 import re
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Literal
 
@@ -17,27 +18,59 @@ from kvgrpc.prefetch.storage.base import (
     MISSING,
     OK,
     MemoryRange,
+    Nbytes,
     PageBuffers,
     PageResult,
     Removed,
+    Seconds,
     StorageDown,
     StorageStats,
+    Threads,
     check_batch,
     check_keys,
     failed,
     leading_pages,
     page_bytes,
+    read_settings,
     timed_out,
 )
 from kvgrpc.prefetch.storage.flat import other_size
-from kvgrpc.prefetch.storage.mooncake.codes import EXISTS, EXPIRED, MASTER_DOWN, is_lost, result_of
 from kvgrpc.prefetch.storage.mooncake.link import Link, NotShared, Pending
-from kvgrpc.prefetch.storage.mooncake.lost import Lost
-from kvgrpc.prefetch.storage.mooncake.messages import Reply, Start
-from kvgrpc.prefetch.storage.mooncake.staging import Lane, Staging
-from kvgrpc.prefetch.storage.mooncake.windows import Windows
-from kvgrpc.prefetch.storage.settings import Nbytes, Seconds, Threads, read_settings
-from kvgrpc.prefetch.storage.tally import Tally
+from kvgrpc.prefetch.storage.mooncake.messages import EXISTS, EXPIRED, MASTER_DOWN, Reply, Start, is_lost, result_of
+from kvgrpc.prefetch.storage.mooncake.windows import Lane, Staging, Windows
+from kvgrpc.prefetch.storage.paged import Tally
+
+_MOST = 100_000
+
+
+class RecentlyUnreadable:
+    """Remembers keys for ``seconds``, the newest 100,000. Thread-safe.
+
+    An owner that was killed stays known to the master until client_ttl is over, and every read from it costs a second.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._until: OrderedDict[str, float] = OrderedDict()
+
+    def add(self, key: str) -> None:
+        with self._lock:
+            self._until[key] = time.monotonic() + self._seconds
+            self._until.move_to_end(key)
+            while len(self._until) > _MOST:
+                self._until.popitem(last=False)
+
+    def __contains__(self, key: str) -> bool:
+        if not self._until:
+            return False
+        with self._lock:
+            until = self._until.get(key)
+            if until is not None and until < time.monotonic():
+                del self._until[key]
+                return False
+            return until is not None
+
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +143,7 @@ class MooncakeBackend:
             )
         )
         self._windows = Windows(self._link)
-        self._lost = Lost(config.lost_seconds)
+        self._lost = RecentlyUnreadable(config.lost_seconds)
         self._tally = Tally()
         self._lock = threading.Lock()
         self._staging: tuple[Staging, int] | None = None

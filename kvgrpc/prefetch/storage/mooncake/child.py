@@ -21,8 +21,20 @@ import msgspec
 import numpy as np
 
 from kvgrpc.net import split_with_port
-from kvgrpc.prefetch.storage.mooncake.codes import EXISTS, EXPIRED, INVALID, LEASE_ENDED, NOT_READY, TRANSFER_FAILED
-from kvgrpc.prefetch.storage.mooncake.messages import Area, Call, Gone, Reply, Start, Wire
+from kvgrpc.prefetch.storage.mooncake.messages import (
+    EXISTS,
+    EXPIRED,
+    INVALID,
+    LEASE_ENDED,
+    NOT_READY,
+    TRANSFER_FAILED,
+    Area,
+    Call,
+    Gone,
+    Reply,
+    Start,
+    Wire,
+)
 
 _POLL_SECONDS = 0.005
 _OTHERS_SECONDS = 1.0

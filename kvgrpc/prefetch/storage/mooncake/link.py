@@ -23,9 +23,8 @@ from kvgrpc.dataplane.mooncake.environment import DEFAULTS, for_a_process_of_our
 from kvgrpc.net import split_with_port
 from kvgrpc.observability.logging import RateLimited
 from kvgrpc.prefetch.storage.base import StorageDown
-from kvgrpc.prefetch.storage.mooncake.codes import MASTER_DOWN
-from kvgrpc.prefetch.storage.mooncake.messages import Area, Call, Gone, Reply, Start, Wire
-from kvgrpc.prefetch.storage.mooncake.shared import SharedFile
+from kvgrpc.prefetch.storage.mooncake.messages import MASTER_DOWN, Area, Call, Gone, Reply, Start, Wire
+from kvgrpc.prefetch.storage.mooncake.windows import SharedFile
 
 logger = logging.getLogger(__name__)
 

@@ -3,14 +3,63 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
+import ctypes
 import logging
 import mmap
+import os
+import queue
+import re
 import threading
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kvgrpc.prefetch.storage.base import MemoryRange, PageBuffers
-from kvgrpc.prefetch.storage.mooncake.link import Link
-from kvgrpc.prefetch.storage.mooncake.shared import SharedFile, shared_file
+from kvgrpc.dataplane.shm import segments
+from kvgrpc.prefetch.storage.base import MemoryRange, PageBuffers, page_bytes
+
+if TYPE_CHECKING:
+    from kvgrpc.prefetch.storage.mooncake.link import Link
+
+_LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (...)(.) ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) (\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class SharedFile:
+    """Descriptor of this process, where in its file the memory begins, and which file that is (device, inode): the
+    descriptor may be another one's one day, and the address too."""
+
+    descriptor: int
+    offset: int
+    file: tuple[int, int]
+
+
+def shared_file(address: int, nbytes: int) -> SharedFile | None:
+    """The file behind this memory (a memfd, or one of /dev/shm), if all of it lies in one shared mapping of it."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            found = _LINE.match(line)
+            if found is None or not int(found[1], 16) <= address < int(found[2], 16):
+                continue
+            if found[4] != "s" or address + nbytes > int(found[2], 16) or found[8] == "0":
+                return None
+            file = os.makedev(int(found[6], 16), int(found[7], 16)), int(found[8])
+            descriptor = _descriptor_of(*file)
+            offset = int(found[5], 16) + address - int(found[1], 16)
+            return None if descriptor is None else SharedFile(descriptor, offset, file)
+    return None
+
+
+def _descriptor_of(device: int, inode: int) -> int | None:
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            path = os.readlink(f"/proc/self/fd/{name}")
+            status = os.fstat(int(name))
+            if path.startswith(("/memfd:", "/dev/shm/")) and (status.st_dev, status.st_ino) == (device, inode):
+                return int(name)
+    return None
+
 
 logger = logging.getLogger(__name__)
 
@@ -85,3 +134,71 @@ class Windows:
         for area in gone:
             del self._files[area]
             self._link.unshare(area)
+
+
+_ALIGNMENT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """The part of the memory that one call uses at a time."""
+
+    offset: int
+    nbytes: int
+
+
+class Staging:
+    """``lanes`` calls at once. Thread-safe."""
+
+    def __init__(self, nbytes: int, lanes: int) -> None:
+        """Raises MemoryError."""
+        size = max(_ALIGNMENT, nbytes // lanes // _ALIGNMENT * _ALIGNMENT)
+        self.segment = segments.create("storage", size * lanes)
+        self.lane_bytes = size
+        self._lanes = lanes
+        self._free: queue.SimpleQueue[Lane] = queue.SimpleQueue()
+        for number in range(lanes):
+            self._free.put(Lane(number * size, size))
+
+    def acquire(self, timeout: float) -> Lane | None:
+        try:
+            return self._free.get(timeout=max(0.0, timeout))
+        except queue.Empty:
+            return None
+
+    def release(self, lane: Lane) -> None:
+        self._free.put(lane)
+
+    def place(self, lane: Lane, pages: Sequence[PageBuffers]) -> list[int]:
+        """Offsets of as many of the pages as fit into the lane, from the first on."""
+        offsets, offset = [], lane.offset
+        for page in pages:
+            if offset + page_bytes(page) > lane.offset + lane.nbytes:
+                break
+            offsets.append(offset)
+            offset += -(-page_bytes(page) // 64) * 64
+        return offsets
+
+    def fill(self, offset: int, page: PageBuffers) -> None:
+        """Copies a page in, in one piece."""
+        target = self.segment.address + offset
+        for address, nbytes in page:
+            ctypes.memmove(target, address, nbytes)
+            target += nbytes
+
+    def empty(self, offset: int, page: PageBuffers) -> None:
+        """Copies a page out into its buffers."""
+        source = self.segment.address + offset
+        for address, nbytes in page:
+            ctypes.memmove(address, source, nbytes)
+            source += nbytes
+
+    def free(self, timeout: float) -> bool:
+        """Unmaps the memory once no call is in it; False when one still is. Nobody may acquire a lane any more."""
+        deadline = time.monotonic() + timeout
+        while self._lanes and self.acquire(deadline - time.monotonic()) is not None:
+            self._lanes -= 1
+        if self._lanes:
+            return False
+        self.segment.free()
+        return True

@@ -6,9 +6,9 @@ import importlib.util
 from collections.abc import Mapping
 
 from kvgrpc.errors import FeatureDisabled
+from kvgrpc.prefetch.storage.base import Seconds, read_settings
 from kvgrpc.prefetch.storage.file.backend import FileBackend, FileConfig
-from kvgrpc.prefetch.storage.nixl.mover import NixlMover
-from kvgrpc.prefetch.storage.settings import Seconds, read_settings
+from kvgrpc.prefetch.storage.nixl.agent import NixlMover
 
 _INSTALL = "pip install 'kvgrpc[nixl]'"
 

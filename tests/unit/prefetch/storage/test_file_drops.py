@@ -12,11 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvgrpc.prefetch.storage import listeners
+from kvgrpc.prefetch.storage import paged
 from kvgrpc.prefetch.storage.base import OK, StorageDown
-from kvgrpc.prefetch.storage.file import rounds
+from kvgrpc.prefetch.storage.file import folder as folder_module
 from kvgrpc.prefetch.storage.file.backend import FileBackend, FileConfig
-from kvgrpc.prefetch.storage.listeners import Listeners
+from kvgrpc.prefetch.storage.paged import Listeners
 from tests.conformance.storage.pages import Arena
 
 SECONDS = 20.0
@@ -49,12 +49,12 @@ class Rig:
 
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
-    monkeypatch.setattr(listeners, "TOLD_WITHIN_SECONDS", 600.0)
+    monkeypatch.setattr(paged, "TOLD_WITHIN_SECONDS", 600.0)
     return Rig(tmp_path)
 
 
 def test_what_a_clear_drops_is_told_many_at_a_time(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listeners, "TOLD_AT_ONCE", 4)
+    monkeypatch.setattr(paged, "TOLD_AT_ONCE", 4)
     assert rig.backend.clear("model/") == COUNT
     assert [len(keys) for keys in rig.told] == [4, 4, 2]
     assert rig.told_keys() == rig.gone() == rig.keys
@@ -79,14 +79,14 @@ def test_what_a_clear_dropped_before_it_failed_is_told(rig: Rig, monkeypatch: py
 
 def test_a_key_waits_for_others_a_bounded_time_also_where_none_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     now, told = [100.0], list[str]()
-    monkeypatch.setattr(listeners, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(paged, "time", SimpleNamespace(monotonic=lambda: now[0]))
     heard = Listeners()
     heard.add(told.extend)
     with heard.telling() as tell:
         for key in ("a", "b", None):
             tell(key)
             assert told == []
-        now[0] += 2 * listeners.TOLD_WITHIN_SECONDS
+        now[0] += 2 * paged.TOLD_WITHIN_SECONDS
         tell(None)
         assert told == ["a", "b"]
         tell("c")
@@ -97,7 +97,7 @@ def test_a_key_waits_for_others_a_bounded_time_also_where_none_follow(monkeypatc
 def test_a_page_that_a_clear_dropped_is_told_before_the_clear_has_looked_at_all(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listeners, "TOLD_WITHIN_SECONDS", 0.0)
+    monkeypatch.setattr(paged, "TOLD_WITHIN_SECONDS", 0.0)
     assert rig.backend.clear("model/") == COUNT
     assert [len(keys) for keys in rig.told] == [1] * COUNT
     assert rig.backend.close(SECONDS)
@@ -156,7 +156,7 @@ class TestAFolderThatOneCallDoesNotComeThrough:
     ) -> None:
         with pytest.raises(StorageDown):
             backend.clear("foreign/", 0.0)
-        monkeypatch.setattr(rounds, "REMEMBERED_SECONDS", 0.0)
+        monkeypatch.setattr(folder_module, "REMEMBERED_SECONDS", 0.0)
         (gone,) = (key for key in self.foreign() if not backend.contains([key], SECONDS)[0])
         assert backend.write([gone], Arena(1, BLOCK, 1).pages(), SECONDS) == [OK]
         assert backend.clear("foreign/", SECONDS) == self.FOREIGN

@@ -20,14 +20,11 @@ from kvgrpc.prefetch.model import Short
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.shape import HostLayout, PageShape
 from kvgrpc.prefetch.storage.base import MemoryRange, PageStatus, leading_pages
-from kvgrpc.prefetch.storage.mooncake import lost
+from kvgrpc.prefetch.storage.mooncake import backend as backend_module
 from kvgrpc.prefetch.storage.mooncake.child import Child
-from kvgrpc.prefetch.storage.mooncake.codes import is_lost, result_of
 from kvgrpc.prefetch.storage.mooncake.link import Link, NotShared, Pending
-from kvgrpc.prefetch.storage.mooncake.messages import Area, Call, Gone, Reply, Start, Wire
-from kvgrpc.prefetch.storage.mooncake.shared import SharedFile, shared_file
-from kvgrpc.prefetch.storage.mooncake.staging import Staging
-from kvgrpc.prefetch.storage.mooncake.windows import Windows
+from kvgrpc.prefetch.storage.mooncake.messages import Area, Call, Gone, Reply, Start, Wire, is_lost, result_of
+from kvgrpc.prefetch.storage.mooncake.windows import SharedFile, Staging, Windows, shared_file
 
 SECONDS = 20.0
 Connected = tuple[Link, Callable[[type[Any]], Any]]
@@ -64,13 +61,13 @@ def test_only_a_failed_transfer_means_that_a_page_may_be_lost() -> None:
 
 def test_lost_pages_are_remembered_for_a_while_and_not_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("kvgrpc.prefetch.storage.mooncake.lost.time.monotonic", lambda: now[0])
-    pages = lost.Lost(5.0)
+    monkeypatch.setattr("kvgrpc.prefetch.storage.mooncake.backend.time.monotonic", lambda: now[0])
+    pages = backend_module.RecentlyUnreadable(5.0)
     pages.add("a")
     assert "a" in pages and "b" not in pages
     now[0] = 105.1
     assert "a" not in pages
-    monkeypatch.setattr(lost, "_MOST", 3)
+    monkeypatch.setattr(backend_module, "_MOST", 3)
     for name in "abcd":
         pages.add(name)
     assert [name in pages for name in "abcd"] == [False, True, True, True]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvgrpc.prefetch.storage.file.usage import BLOCK, TOUCH_SECONDS, Usage
+from kvgrpc.prefetch.storage.file.folder import BLOCK, TOUCH_SECONDS, Usage
 
 
 def test_what_was_not_used_for_longest_goes_first() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvgrpc.prefetch.storage.workers import Unfinished, Workers
+from kvgrpc.prefetch.storage.paged import Unfinished, Workers
 
 LONG = 30.0
 
