@@ -28,6 +28,7 @@ COMMANDS = {
     "events": "events:events",
     "prefetch": "prefetch:prefetch",
     "cache": "cache:cache",
+    "pulls": "pulls:pulls",
     "topology": "topology:topology",
     "info": "server:info",
     "health": "server:health",

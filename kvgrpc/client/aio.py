@@ -29,6 +29,7 @@ from kvgrpc.v1 import (
     event_service_pb2,
     index_service_pb2,
     prefetch_service_pb2,
+    pull_service_pb2,
     registry_service_pb2,
     server_service_pb2,
     transfer_service_pb2,
@@ -36,6 +37,7 @@ from kvgrpc.v1 import (
 from kvgrpc.v1.event_service_pb2_grpc import EventServiceStub
 from kvgrpc.v1.index_service_pb2_grpc import IndexServiceStub
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceStub
+from kvgrpc.v1.pull_service_pb2_grpc import PullServiceStub
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
 from kvgrpc.v1.server_service_pb2_grpc import ServerServiceStub
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
@@ -391,6 +393,14 @@ class Client:
         stub = PrefetchServiceStub(self._channel())
         request = prefetch_service_pb2.GetCacheInfoRequest()
         response: prefetch_service_pb2.GetCacheInfoResponse = await self._read(stub.GetCacheInfo, request)
+        return response
+
+    async def list_pulls(self, *, open_only: bool = False) -> pull_service_pb2.ListPullsResponse:
+        """What the rank took from other engines' host caches and lent to them: in flight, then the last that ended."""
+        request = pull_service_pb2.ListPullsRequest(open_only=open_only)
+        response: pull_service_pb2.ListPullsResponse = await self._read(
+            PullServiceStub(self._channel()).ListPulls, request
+        )
         return response
 
     async def purge_pages(

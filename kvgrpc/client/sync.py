@@ -18,6 +18,7 @@ from kvgrpc.v1 import (
     event_service_pb2,
     index_service_pb2,
     prefetch_service_pb2,
+    pull_service_pb2,
     registry_service_pb2,
     server_service_pb2,
     transfer_service_pb2,
@@ -209,6 +210,10 @@ class SyncClient:
     def get_cache_info(self) -> prefetch_service_pb2.GetCacheInfoResponse:
         """As ``Client.get_cache_info``."""
         return self._run(self._client.get_cache_info())
+
+    def list_pulls(self, *, open_only: bool = False) -> pull_service_pb2.ListPullsResponse:
+        """As ``Client.list_pulls``."""
+        return self._run(self._client.list_pulls(open_only=open_only))
 
     def purge_pages(self, request: prefetch_service_pb2.PurgePagesRequest) -> prefetch_service_pb2.PurgePagesResponse:
         """As ``Client.purge_pages``."""

@@ -64,6 +64,10 @@ JOURNAL_BYTES = _gauge("kvgrpc_event_journal_bytes", "Bytes that the journals ke
 # The hierarchical cache. kind, state, stop: names of kvgrpc.prefetch.model.
 CACHE_OPERATIONS = _counter("kvgrpc_cache_operations", "Prefetches and backups that ended.", "kind", "state", "stop")
 
+# Pulls that ended. direction: "taken", "lent"; end: "OK", or the name of the ErrorReason.
+PULLS = _counter("kvgrpc_pulls", "Rooms between host caches that ended.", "direction", "end")
+PULLED_BYTES = _counter("kvgrpc_pulled_bytes", "Bytes of pages that came over them.", "direction")
+
 # The registry.
 REGISTRY_ROWS = _gauge("kvgrpc_registry_rows", "Rows that are registered, each with a lease that runs.")
 REGISTRY_WATCH_READERS = _gauge("kvgrpc_registry_watch_readers", "Streams of WatchEngines.")

@@ -15,10 +15,12 @@ DEFAULT_TTL = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where a rank listens: ``grpc`` as "host:port", ``events_pub`` as a ZMQ endpoint. Empty: not served."""
+    """Where a rank listens: ``grpc`` as "host:port", ``events_pub`` as a ZMQ endpoint, ``cache`` (PullService) as
+    "host:port". Empty: not served."""
 
     grpc: str = ""
     events_pub: str = ""
+    cache: str = ""
 
 
 @dataclass(frozen=True, slots=True)

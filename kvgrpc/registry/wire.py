@@ -66,7 +66,7 @@ def row_to_pb(row: RankRow, pools: PoolCache | None) -> pb.RankRow:
     return pb.RankRow(
         rank=wire.rank_ref_to_pb(row.ref),
         role=common_pb2.Role.ValueType(row.role),
-        endpoints=pb.Endpoints(grpc=row.endpoints.grpc, events_pub=row.endpoints.events_pub),
+        endpoints=pb.Endpoints(grpc=row.endpoints.grpc, events_pub=row.endpoints.events_pub, cache=row.endpoints.cache),
         layout=wire.layout_to_pb(row.layout),
         pools=[] if pools is None else [pools.encode(pool) for pool in row.pools],
         data_plane=row.data_plane,
@@ -81,7 +81,7 @@ def row_from_pb(message: pb.RankRow, pools: PoolCache, path: str = "row") -> Ran
     return RankRow(
         ref=wire.rank_ref_from_pb(message.rank),
         role=wire.role_from_pb(message.role, f"{path}.role"),
-        endpoints=Endpoints(message.endpoints.grpc, message.endpoints.events_pub),
+        endpoints=Endpoints(message.endpoints.grpc, message.endpoints.events_pub, message.endpoints.cache),
         layout=wire.layout_from_pb(message.layout),
         pools=tuple(pools.decode(pool, f"{path}.pools[{index}]") for index, pool in enumerate(message.pools)),
         data_plane=message.data_plane,
@@ -218,6 +218,8 @@ def _check_endpoints(row: RankRow, path: str, peer_is_local: bool) -> None:
         check_advertised(endpoints.grpc, field=f"{path}.grpc", peer_is_local=peer_is_local)
     elif row.role == Role.PREFILL:
         raise_if([Violation(f"{path}.grpc", "set on a prefill rank: decode dials it", endpoints.grpc)])
+    if endpoints.cache:
+        check_advertised(endpoints.cache, field=f"{path}.cache", peer_is_local=peer_is_local)
     if endpoints.events_pub:
         check_events_endpoint(endpoints.events_pub, field=f"{path}.events_pub", peer_is_local=peer_is_local)
 

@@ -65,8 +65,8 @@ def caller() -> Caller:
     return CALLER.get(_NOBODY)
 
 
-def check_speaker(ref: RankRef, role: Role, field: str) -> None:
-    """What somebody says who speaks for a rank, at ``field`` of the request.
+def check_speaker(ref: RankRef, role: Role | None, field: str) -> None:
+    """What somebody says who speaks for a rank, at ``field`` of the request. ``role``: None where any will do.
 
     Raises IdentityMismatch where the caller's token or certificate is another rank's, InvalidRequest for an epoch more
     than ten minutes ahead of our clock: it would fence every later incarnation.

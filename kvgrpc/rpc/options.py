@@ -28,6 +28,7 @@ _SMALL_SERVICES = (
     "ServerService",
     "IndexService",
     "PrefetchService",
+    "PullService",
 )
 _LARGE_METHODS = {
     "/kvgrpc.v1.RegistryService/Register": MAX_MESSAGE_BYTES,
@@ -40,6 +41,8 @@ _LARGE_METHODS = {
     "/kvgrpc.v1.PrefetchService/StartPrefetch": LARGEST_REQUEST_BYTES,
     "/kvgrpc.v1.PrefetchService/StartBackup": LARGEST_REQUEST_BYTES,
     "/kvgrpc.v1.PrefetchService/PinPages": LARGEST_REQUEST_BYTES,
+    "/kvgrpc.v1.PullService/CountPages": LARGEST_REQUEST_BYTES,
+    "/kvgrpc.v1.PullService/LendPages": LARGEST_REQUEST_BYTES,
 }
 
 Options = tuple[tuple[str, int | str], ...]

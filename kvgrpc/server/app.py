@@ -22,6 +22,7 @@ from kvgrpc.model import RankId, RankRef, Role, new_epoch
 from kvgrpc.net import AddressPolicy, advertised, parse_bootstrap_addr, replicas
 from kvgrpc.prefetch.manager import PrefetchManager
 from kvgrpc.prefetch.servicer import PrefetchServicer
+from kvgrpc.pull.peers import PeersBackend
 from kvgrpc.registry.client.following import Following
 from kvgrpc.registry.client.registration import Registration
 from kvgrpc.registry.client.resolver import Resolver
@@ -32,11 +33,12 @@ from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.interceptors import Admission
 from kvgrpc.rpc.loop import LoopThread, background
 from kvgrpc.rpc.within import check_seconds, within
+from kvgrpc.server.cache_peer import CachePeer
 from kvgrpc.server.check import check
 from kvgrpc.server.closing import ClosingTime
 from kvgrpc.server.config import RankConfig
 from kvgrpc.server.listener import Check, Listener
-from kvgrpc.server.opening import cache_of, dialled_endpoint, plane_of, publisher_of, watch_limit
+from kvgrpc.server.opening import cache_of, dialled_endpoint, peers_of, plane_of, publisher_of, watch_limit
 from kvgrpc.server.servicer import ServerInfo, ServerServicer, limits_to_pb, rank_limits
 from kvgrpc.server.status import RankStatus
 from kvgrpc.transfer.layout.topology import layers_of_pools, stages_of
@@ -50,6 +52,7 @@ from kvgrpc.transfer.runtime.resolve import PrefillEngine
 from kvgrpc.transfer.servicer import TransferServicer
 from kvgrpc.v1.event_service_pb2_grpc import add_EventServiceServicer_to_server
 from kvgrpc.v1.prefetch_service_pb2_grpc import add_PrefetchServiceServicer_to_server
+from kvgrpc.v1.pull_service_pb2_grpc import add_PullServiceServicer_to_server
 from kvgrpc.v1.server_service_pb2 import ServerLimits
 from kvgrpc.v1.server_service_pb2_grpc import add_ServerServiceServicer_to_server
 from kvgrpc.v1.transfer_service_pb2_grpc import add_TransferServiceServicer_to_server
@@ -112,6 +115,8 @@ class Rank(Generic[Transfer]):
         self._event_servicer: EventServicer | None = None
         self.prefetch: PrefetchManager | None = None
         self._prefetch_servicer: PrefetchServicer | None = None
+        self._peers: PeersBackend | None = None
+        self._cache_peer: CachePeer | None = None
         self._superseded_by: int | None = None
         self._closed: Closed | None = None
         held_pages = min(config.bounds.held_pages, _quarter_of_the_pool(config))
@@ -189,8 +194,14 @@ class Rank(Generic[Transfer]):
     async def _open(self, deadline: float) -> None:
         config = self.config
         self.events = await asyncio.to_thread(publisher_of, config, self.ref)
-        self.prefetch = await asyncio.to_thread(cache_of, config, self.ref, self.events)
+        self._peers = await asyncio.to_thread(peers_of, config)
+        self.prefetch = await asyncio.to_thread(cache_of, config, self.ref, self.events, self._peers)
         self.transfer.start()
+        if self.prefetch is not None and self._peers is not None and config.pull is not None:
+            self._cache_peer = await asyncio.to_thread(
+                CachePeer, config, config.pull, self.ref, self.prefetch, self._peers
+            )
+            await self._cache_peer.open()
         if self._registry is not None:
             await self._registry.start()
         self._listener = Listener(self._health_checks(), Admission(config.call_limits))
@@ -209,6 +220,8 @@ class Rank(Generic[Transfer]):
             channel = self._channel_to_ourselves if embedded else self._own_channel
             self._registration = Registration(channel, registry, [self._row()], on_superseded=self._on_superseded)
             await self._registration.start(deadline)
+            if self._cache_peer is not None:
+                self._cache_peer.follow(registry)
         self._join_replica()
         self._say_where_it_is()
 
@@ -277,6 +290,8 @@ class Rank(Generic[Transfer]):
             self._event_servicer.drain()
         if self._prefetch_servicer is not None:
             self._prefetch_servicer.drain()
+        if self._cache_peer is not None:
+            await self._cache_peer.drain(time.left(0.1))
         left_over = "nothing is left" if drained else f"{open_rooms} rooms and {self.transfer.held_pages} held pages"
         logger.log(logging.INFO if drained else logging.WARNING, "%s drained: %s", self.ref, left_over)
         return drained, open_rooms
@@ -311,8 +326,12 @@ class Rank(Generic[Transfer]):
     async def _close_cache(self, seconds: float) -> None:
         if self._prefetch_servicer is not None:
             self._prefetch_servicer.close()
+        if self._cache_peer is not None:
+            await self._cache_peer.close(ClosingTime(seconds * 0.5))
         if self.prefetch is not None and not await asyncio.to_thread(self.prefetch.close, seconds):
             logger.error("%s: a page of the cache may still move, so its memory stays; end the process", self.ref)
+        elif self._peers is not None:
+            await asyncio.to_thread(self._peers.close, seconds)
 
     async def _end_writes(self, time: ClosingTime) -> bool:
         """False where a write may be left. Who opened the data plane closes it: memory that it gave is theirs."""
@@ -364,6 +383,9 @@ class Rank(Generic[Transfer]):
             self._prefetch_servicer = PrefetchServicer(self.prefetch)
             add_PrefetchServiceServicer_to_server(self._prefetch_servicer, server)
             names.append("kvgrpc.v1.PrefetchService")
+        if self._cache_peer is not None:
+            add_PullServiceServicer_to_server(self._cache_peer.servicer, server)
+            names.append("kvgrpc.v1.PullService")
         if self._registry is not None:
             add_registry_to_server(self._registry, server)
             names.append("kvgrpc.v1.RegistryService")
@@ -392,7 +414,9 @@ class Rank(Generic[Transfer]):
             self.ref,
             config.role,
             Endpoints(
-                self.address, "" if stream is None else dialled_endpoint(stream.state().pub_endpoint, self.address)
+                self.address,
+                "" if stream is None else dialled_endpoint(stream.state().pub_endpoint, self.address),
+                "" if self._cache_peer is None else self._cache_peer.address,
             ),
             config.layout,
             tuple(pool.without_addresses() for pool in config.pools),
@@ -416,6 +440,9 @@ class Rank(Generic[Transfer]):
         if self.prefetch is not None:
             prefetch = self.prefetch
             checks["kvgrpc.v1.PrefetchService"] = lambda: prefetch.healthy
+        if self._cache_peer is not None:
+            peer = self._cache_peer
+            checks["kvgrpc.v1.PullService"] = lambda: peer.healthy
         if self._registry is not None:
             registry = self._registry
             checks["kvgrpc.v1.RegistryService"] = lambda: registry.healthy

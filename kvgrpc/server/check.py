@@ -156,6 +156,8 @@ def _out_of_range(config: RankConfig) -> Iterator[Violation]:
     elif config.max_frame_bytes < smallest_frame(aux_bytes):
         rule = f"at least {smallest_frame(aux_bytes)} bytes, because a room ends with {aux_bytes} bytes of aux"
         yield Violation("max_frame_bytes", rule, config.max_frame_bytes)
+    if config.pull is not None and config.prefetch is None:
+        yield Violation("pull", "None where there is no prefetch: pulls move pages of that cache", config.pull)
     if config.engine_rank is not None and any((config.dp, config.pp, config.cp, config.tp)):
         yield Violation("engine_rank", "None where dp, pp, cp or tp are given", config.engine_rank)
     for name in ("start_timeout", "resolve_timeout"):

@@ -10,6 +10,7 @@ from typing import Any
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.model import UNKNOWN_MODEL, Layout, ModelIdentity, Pool, RankId, Role
 from kvgrpc.prefetch.config import PrefetchConfig
+from kvgrpc.pull.model import PullConfig
 from kvgrpc.rpc.interceptors import CallLimits
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from kvgrpc.settings import layered
@@ -42,6 +43,7 @@ class RankConfig:
         engine_selects_dp: the balancer of a prefill engine chooses the dp rank of a request, and not room % dp.
         events: configuration of KV events (None, a JSON string, a mapping or an object); None: off.
         prefetch: the hierarchical cache of this rank; None: it has none.
+        pull: how that cache lends pages to other engines and takes theirs; None: it does neither.
         server_security, client_security: TLS, tokens; without them plaintext on loopback only.
         admin_listen: addresses that serve the same besides ``listen``, for people: "unix:/path".
         metrics_listen: "host:port" for Prometheus' ``/metrics`` and a kubelet's ``/livez`` and ``/readyz``, over HTTP;
@@ -87,6 +89,7 @@ class RankConfig:
     engine_selects_dp: bool = False
     events: object = None
     prefetch: PrefetchConfig | None = None
+    pull: PullConfig | None = None
     server_security: ServerSecurity = field(default_factory=ServerSecurity)
     client_security: ClientSecurity = field(default_factory=ClientSecurity)
     admin_listen: tuple[str, ...] = ()
@@ -186,5 +189,6 @@ KINDS: dict[str, Any] = {
     "role": Role,
     "timing": Timing,
     "bounds": Bounds,
+    "pull": PullConfig,
     "call_limits": CallLimits,
 }

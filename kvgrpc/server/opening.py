@@ -15,6 +15,8 @@ from kvgrpc.events.config import EventsConfig
 from kvgrpc.model import RankRef
 from kvgrpc.net import is_local, is_wildcard, joined, split
 from kvgrpc.prefetch.manager import PrefetchManager
+from kvgrpc.prefetch.storage import open_backend
+from kvgrpc.pull.peers import PeersBackend
 from kvgrpc.server.cache_events import TierEvents
 from kvgrpc.server.check import events_refused
 from kvgrpc.server.config import RankConfig
@@ -66,14 +68,33 @@ def publisher_of(config: RankConfig, rank: RankRef) -> EventPublisher:
         ) from error
 
 
-def cache_of(config: RankConfig, rank: RankRef, publisher: EventPublisher) -> PrefetchManager | None:
-    """The hierarchical cache of a rank, which tells its events to the rank's publisher.
+def peers_of(config: RankConfig) -> PeersBackend | None:
+    """The other engines that a rank pulls from, in front of its storage; whoever opens it closes it.
+
+    Raises InvalidRequest for what its storage cannot be, FeatureDisabled.
+    """
+    wanted = config.prefetch
+    if wanted is None or config.pull is None:
+        return None
+    if isinstance(wanted.storage, str):
+        return PeersBackend(open_backend(wanted.storage, wanted.storage_config), owns_storage=True)
+    return PeersBackend(wanted.storage)
+
+
+def cache_of(
+    config: RankConfig, rank: RankRef, publisher: EventPublisher, peers: PeersBackend | None = None
+) -> PrefetchManager | None:
+    """The hierarchical cache of a rank, which tells its events to the rank's publisher. ``peers`` take the place of its
+    storage, which they have behind them.
 
     Raises InvalidRequest for what its storage or device cannot be, FeatureDisabled.
     """
     wanted = config.prefetch
     if wanted is None:
         return None
+    if peers is not None:
+        backup = wanted.backup and wanted.storage is not None
+        wanted = replace(wanted, storage=peers, storage_config=None, backup=backup)
     events = TierEvents(publisher, wanted.shape.page_tokens)
     if wanted.listener is None and publisher.stream is not None:
         wanted = replace(wanted, listener=events.tell)

@@ -28,19 +28,23 @@ class Endpoints(_message.Message):
 
     GRPC_FIELD_NUMBER: _builtins.int
     EVENTS_PUB_FIELD_NUMBER: _builtins.int
+    CACHE_FIELD_NUMBER: _builtins.int
     grpc: _builtins.str
     """TransferService, EventService and ServerService of the rank. A prefill has it."""
     events_pub: _builtins.str
     """Live events on ZMQ PUB, for example "tcp://10.0.0.7:5557"."""
+    cache: _builtins.str
+    """Sessions of its host cache, where the rank lends pages of that (PullService). Not an address of the rank's other rooms."""
     def __init__(
         self,
         *,
         grpc: _builtins.str = ...,
         events_pub: _builtins.str = ...,
+        cache: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events_pub", b"events_pub", "grpc", b"grpc"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "events_pub", b"events_pub", "grpc", b"grpc"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -72,6 +72,7 @@ PURE = (
     *("kvgrpc/prefetch/tree/prefix_tree.py", "kvgrpc/prefetch/model.py"),
     "kvgrpc/prefetch/protocol/votes.py",
     "kvgrpc/prefetch/protocol/fair_queue.py",
+    "kvgrpc/pull/model.py",
     *("kvgrpc/prefetch/storage/keys.py", "kvgrpc/prefetch/storage/file/formats.py"),
 )
 PURE_MAY_IMPORT = ("numpy", "msgspec")

@@ -21,7 +21,7 @@ from kvgrpc.prefetch.pools.pages import Pages
 from kvgrpc.prefetch.protocol.book import OperationBook
 from kvgrpc.prefetch.protocol.operation import Operation
 from kvgrpc.prefetch.protocol.votes import Agreement, Decision, Stage, Vote
-from kvgrpc.prefetch.storage.base import PageResult, PageStatus, StorageBackend
+from kvgrpc.prefetch.storage.base import FindsByPrompt, PageResult, PageSource, PageStatus, StorageBackend
 from kvgrpc.prefetch.threads.timers import Alarms
 from kvgrpc.prefetch.threads.worker import Worker
 from kvgrpc.prefetch.tree.keeper import Keeper
@@ -164,7 +164,7 @@ class Prefetcher:
             if seconds <= 0 or operation.cut:
                 return hit, Stop.DEADLINE, None
             try:
-                found = self._storage.count_leading(batch, seconds)
+                found = self._source(operation, start).count_leading(batch, seconds)
             except Exception as error:
                 return hit, Stop.BACKEND_DOWN, _failure_of(error, self._storage.name)
             hit += found
@@ -272,7 +272,8 @@ class Prefetcher:
             seconds = min(self._limits.storage_timeout, operation.deadline - time.monotonic())
             if seconds <= 0 or (attempt and operation.cut):
                 break
-            results = self._call(wanted, keys, buffers, seconds)
+            source = self._source(operation, first + wanted[0])
+            results = self._call(source, wanted, keys, buffers, seconds)
             again = []
             for index, result in zip(wanted, results, strict=True):
                 self._note(operation, first + index, int(batch[index]), result)
@@ -291,11 +292,22 @@ class Prefetcher:
                 over = time.monotonic() >= operation.deadline
                 operation.stop = operation.stop or (Stop.DEADLINE if over else Stop.PAGE_LOST)
 
+    def _source(self, operation: Operation, first: int) -> PageSource:
+        """Where the pages from ``hashes[covered + first]`` on are read."""
+        if isinstance(self._storage, FindsByPrompt):
+            return self._storage.behind(operation.hashes[: operation.covered + first])
+        return self._storage
+
     def _call(
-        self, wanted: Sequence[int], keys: Sequence[str], buffers: Sequence[tuple[tuple[int, int], ...]], seconds: float
+        self,
+        source: PageSource,
+        wanted: Sequence[int],
+        keys: Sequence[str],
+        buffers: Sequence[tuple[tuple[int, int], ...]],
+        seconds: float,
     ) -> list[PageResult]:
         try:
-            results = self._storage.read([keys[i] for i in wanted], [buffers[i] for i in wanted], seconds)
+            results = source.read([keys[i] for i in wanted], [buffers[i] for i in wanted], seconds)
         except Exception as error:
             # A backend promises not to; one that breaks it has ended its reads with it.
             return [PageResult(PageStatus.FAILED, f"{type(error).__name__}: {error}", True)] * len(wanted)

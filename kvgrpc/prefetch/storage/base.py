@@ -171,6 +171,27 @@ class StorageBackend(Protocol):
         """
 
 
+class PageSource(Protocol):
+    """The part of a StorageBackend that a prefetch reads from."""
+
+    @property
+    def name(self) -> str: ...
+
+    def count_leading(self, keys: Sequence[str], timeout: float) -> int:
+        """See ``StorageBackend``."""
+
+    def read(self, keys: Sequence[str], pages: Sequence[PageBuffers], timeout: float) -> list[PageResult]:
+        """See ``StorageBackend``."""
+
+
+@runtime_checkable
+class FindsByPrompt(Protocol):
+    """A StorageBackend that finds a page by all that lies before it in its prompt, as another engine's cache does."""
+
+    def behind(self, prefix: Sequence[str]) -> PageSource:
+        """Where pages are read that come behind those with these page hashes, from the prompt's first page on."""
+
+
 @runtime_checkable
 class Unregisters(Protocol):
     """A StorageBackend that has more of registered memory than its address: a mapping in another process, say."""

@@ -54,6 +54,9 @@ ALLOWED: dict[str, frozenset[CallerRole]] = {
     "/kvgrpc.v1.PrefetchService/PurgePages": frozenset({OPERATOR}),
     "/kvgrpc.v1.PrefetchService/PinPages": frozenset({RANK, OPERATOR}),
     "/kvgrpc.v1.PrefetchService/JoinAgreement": frozenset({RANK}),
+    "/kvgrpc.v1.PullService/CountPages": frozenset({RANK}),
+    "/kvgrpc.v1.PullService/LendPages": frozenset({RANK}),
+    "/kvgrpc.v1.PullService/ListPulls": frozenset({RANK, OPERATOR}),
     "/kvgrpc.v1.ServerService/GetServerInfo": EVERYBODY,
     "/kvgrpc.v1.ServerService/Drain": frozenset({OPERATOR}),
 }

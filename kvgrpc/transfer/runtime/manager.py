@@ -20,7 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import Failure, Internal, Reason, ServerDraining, TooManyRequests
-from kvgrpc.model import UNKNOWN_MODEL, Layout, ModelIdentity, Pool, RankRef
+from kvgrpc.model import UNKNOWN_MODEL, Layout, ModelIdentity, Pool, RankRef, Role
 from kvgrpc.observability import metrics
 from kvgrpc.observability.hand_offs import HandOffs
 from kvgrpc.observability.tracing import HandOff, Spans, spans_of
@@ -82,6 +82,8 @@ class TransferConfig:
     verify: bool = False
     gather_bytes: int = 0
     tracing: bool = False
+    # Of whoever opens a session; None: any, as where caches lend to each other.
+    opener_role: Role | None = Role.DECODE
 
     def shape(self, data_plane: str) -> Shape:
         aux = tuple(buffer.item_bytes for buffer in self.aux)

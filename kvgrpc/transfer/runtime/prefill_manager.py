@@ -297,7 +297,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         self._check_sizes(hello)
         ref, layout = rank_ref_from_pb(hello.opener), layout_from_pb(hello.layout)
         check_rank(ref, layout, "hello.opener")
-        check_speaker(ref, Role.DECODE, "hello.opener")
+        check_speaker(ref, self.config.opener_role, "hello.opener")
         places = topology.decode_ranks_of(self.config.layout, layout)
         if places > MOST_DECODE_RANKS:
             raise InvalidRequest.of(

@@ -30,7 +30,9 @@ type Endpoints struct {
 	// TransferService, EventService and ServerService of the rank. A prefill has it.
 	Grpc string `protobuf:"bytes,1,opt,name=grpc,proto3" json:"grpc,omitempty"`
 	// Live events on ZMQ PUB, for example "tcp://10.0.0.7:5557".
-	EventsPub     string `protobuf:"bytes,2,opt,name=events_pub,json=eventsPub,proto3" json:"events_pub,omitempty"`
+	EventsPub string `protobuf:"bytes,2,opt,name=events_pub,json=eventsPub,proto3" json:"events_pub,omitempty"`
+	// Sessions of its host cache, where the rank lends pages of that (PullService). Not an address of the rank's other rooms.
+	Cache         string `protobuf:"bytes,3,opt,name=cache,proto3" json:"cache,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -75,6 +77,13 @@ func (x *Endpoints) GetGrpc() string {
 func (x *Endpoints) GetEventsPub() string {
 	if x != nil {
 		return x.EventsPub
+	}
+	return ""
+}
+
+func (x *Endpoints) GetCache() string {
+	if x != nil {
+		return x.Cache
 	}
 	return ""
 }
@@ -1331,11 +1340,12 @@ var File_kvgrpc_v1_registry_service_proto protoreflect.FileDescriptor
 
 const file_kvgrpc_v1_registry_service_proto_rawDesc = "" +
 	"\n" +
-	" kvgrpc/v1/registry_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvgrpc/v1/common.proto\">\n" +
+	" kvgrpc/v1/registry_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvgrpc/v1/common.proto\"T\n" +
 	"\tEndpoints\x12\x12\n" +
 	"\x04grpc\x18\x01 \x01(\tR\x04grpc\x12\x1d\n" +
 	"\n" +
-	"events_pub\x18\x02 \x01(\tR\teventsPub\"\x86\x03\n" +
+	"events_pub\x18\x02 \x01(\tR\teventsPub\x12\x14\n" +
+	"\x05cache\x18\x03 \x01(\tR\x05cache\"\x86\x03\n" +
 	"\aRankRow\x12&\n" +
 	"\x04rank\x18\x01 \x01(\v2\x12.kvgrpc.v1.RankRefR\x04rank\x12#\n" +
 	"\x04role\x18\x02 \x01(\x0e2\x0f.kvgrpc.v1.RoleR\x04role\x122\n" +

@@ -1,0 +1,46 @@
+"""``kvgrpc pulls``: pages that moved between the host caches of engines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from kvgrpc.cli.connection import calls_a_rank, json_option
+from kvgrpc.cli.names import incarnation_name, reason_name, value_name
+from kvgrpc.cli.output import seconds, show_json, show_table, size
+
+if TYPE_CHECKING:
+    from kvgrpc.client import SyncClient
+    from kvgrpc.v1 import pull_service_pb2
+
+
+@click.command()
+@click.option("--open", "open_only", is_flag=True, help="Only those that have not ended.")
+@json_option
+@calls_a_rank
+def pulls(client: SyncClient, as_json: bool, open_only: bool) -> None:
+    """Show what a rank took from other engines' caches, and lent to them: in flight, then the last that ended."""
+    found = client.list_pulls(open_only=open_only)
+    if as_json:
+        return show_json(found)
+    columns = ("room", "way", "other rank", "#pages", "#bytes", "#took", "#GB/s", "end")
+    title = f"Pulls of {client.address}, {found.lent_pages} of {found.lending_pages} staging pages lent"
+    show_table(title, columns, [_row(each) for each in found.pulls], "none")
+
+
+def _row(pull: pull_service_pb2.Pull) -> tuple[object, ...]:
+    from kvgrpc.v1 import pull_service_pb2 as pb
+
+    took = pull.took.ToMicroseconds() / 1e6
+    failed = reason_name(pull.failure) if pull.HasField("failure") else "ok"
+    return (
+        pull.room,
+        value_name(pb.PullDirection, pull.direction).lower(),
+        incarnation_name(pull.peer),
+        f"{pull.done_pages}/{pull.lent_pages}",
+        size(pull.bytes),
+        seconds(took) if took >= 1 else f"{took * 1e3:.1f}ms",
+        f"{pull.bytes / took / 1e9:.2f}" if took else "",
+        failed if pull.ended else "runs",
+    )

@@ -1,0 +1,90 @@
+"""What this rank took and lent: pulls in flight, and the last that ended."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from kvgrpc.errors import Failure
+from kvgrpc.model import RankRef
+from kvgrpc.observability import metrics
+from kvgrpc.observability.logging import RateLimited
+from kvgrpc.pull.model import PullDirection, PullRow
+
+REMEMBERED = 256
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """One pull while it runs. ``done`` may be written without a lock: it only grows."""
+
+    room: int
+    direction: PullDirection
+    peer: RankRef
+    address: str
+    asked: int
+    lent: int
+    done: int = 0
+    began_at: float = field(default_factory=time.time)
+    _began: float = field(default_factory=time.monotonic)
+    _took: float | None = None
+    _failure: Failure | None = None
+
+    def row(self, page_bytes: int) -> PullRow:
+        took = time.monotonic() - self._began if self._took is None else self._took
+        return PullRow(
+            self.room,
+            self.direction,
+            self.peer,
+            self.address,
+            self.asked,
+            self.lent,
+            self.done,
+            self.done * page_bytes,
+            self.began_at,
+            took,
+            self._took is not None,
+            self._failure,
+        )
+
+    def end(self, failure: Failure | None) -> None:
+        self._took, self._failure = time.monotonic() - self._began, failure
+
+
+class PullBook:
+    """Thread-safe. ``page_bytes``: of the pages that are pulled."""
+
+    def __init__(self, page_bytes: int) -> None:
+        self._page_bytes = page_bytes
+        self._lock = threading.Lock()
+        self._open: dict[tuple[PullDirection, int], Entry] = {}
+        self._ended: deque[Entry] = deque(maxlen=REMEMBERED)
+        self._lines = RateLimited(_log)
+
+    def begin(self, entry: Entry) -> None:
+        with self._lock:
+            self._open[entry.direction, entry.room] = entry
+
+    def end(self, entry: Entry, failure: Failure | None = None) -> None:
+        entry.end(failure)
+        with self._lock:
+            self._open.pop((entry.direction, entry.room), None)
+            self._ended.appendleft(entry)
+        direction = entry.direction.name.lower()
+        reason = "OK" if failure is None else failure.reason.name
+        metrics.PULLS.labels(direction, reason).inc()
+        metrics.PULLED_BYTES.labels(direction).inc(entry.done * self._page_bytes)
+        if failure is not None:
+            what = f"{entry.done} of {entry.lent} pages {direction} ({entry.peer})"
+            self._lines.warning(f"pulls that failed {direction}", f"pull {entry.room}: {what}: {failure.message}")
+
+    def rows(self, *, open_only: bool = False) -> list[PullRow]:
+        """Those in flight, oldest first, then those that ended, newest first."""
+        with self._lock:
+            entries = [*self._open.values(), *(() if open_only else self._ended)]
+        return [entry.row(self._page_bytes) for entry in entries]

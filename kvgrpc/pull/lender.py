@@ -1,0 +1,115 @@
+"""The holder's side of a pull: pages are copied out of the host cache and given to a room, as a prefill sends them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvgrpc.errors import TooManyRequests
+from kvgrpc.model import RankRef
+from kvgrpc.prefetch.storage.base import PageBuffers
+from kvgrpc.pull.book import Entry, PullBook
+from kvgrpc.pull.model import PullDirection
+from kvgrpc.pull.staging import Staging
+from kvgrpc.transfer import KVPoll, KVSender
+from kvgrpc.transfer.runtime.boundary import PrefillRuntime
+
+UNOPENED_SECONDS = 10.0
+"""A room that its taker does not open within this time ends."""
+_RETRY_SECONDS = 0.1
+_LOOK_SECONDS = 0.5
+
+
+class HostCache(Protocol):
+    """The cache that lends. Thread-safe."""
+
+    def count(self, hashes: Sequence[str]) -> int:
+        """Leading pages that the host has."""
+
+    def reading(self, hashes: Sequence[str]) -> contextlib.AbstractContextManager[Sequence[int]]:
+        """The leading pages that the host has; they are not evicted before the end of the context."""
+
+    def buffers(self, page: int) -> PageBuffers:
+        """Where the bytes of one of these pages are."""
+
+
+class Lender:
+    """Lends pages of one host cache. ``lend`` is for threads that may copy; ``settle`` for the loop.
+
+    The cache is held only while pages are copied: what a room sends are copies, so a taker that is slow or dead costs
+    staging memory and nothing of the cache. One taker has at most half of that memory.
+    """
+
+    def __init__(self, cache: HostCache, staging: Staging, manager: PrefillRuntime, book: PullBook) -> None:
+        self._cache = cache
+        self._staging = staging
+        self._manager = manager
+        self._book = book
+        self._lock = threading.Lock()
+        self._lent_to: Counter[RankRef] = Counter()
+        self._share = max(1, staging.lending.size // 2)
+
+    def count(self, hashes: Sequence[str]) -> int:
+        """Leading pages that could be lent, were there room for all of them."""
+        return self._cache.count(hashes)
+
+    def lend(self, hashes: Sequence[str], first: int, room: int, taker: RankRef) -> Loan | None:
+        """Copies ``hashes[first:]`` as far as the host has them and as there is room for. None: nothing is lent.
+
+        Raises TooManyRequests while everything that this taker may have, or that there is, is lent.
+        """
+        with self._cache.reading(hashes) as pages:
+            there = len(pages) - first
+            if there < 1:
+                return None
+            staged = self._take(taker, there)
+            for page, source in zip(staged, pages[first:], strict=False):
+                self._staging.copy_in(page, self._cache.buffers(source))
+        sender = KVSender(self._manager, room=room)
+        sender.init(len(staged))
+        sender.send(staged, is_last=True)
+        entry = Entry(room, PullDirection.LENT, taker, "", len(hashes) - first, len(staged))
+        self._book.begin(entry)
+        return Loan(sender, staged, entry)
+
+    async def settle(self, loan: Loan) -> None:
+        """Waits until the room has ended, and gives its pages back by evidence."""
+        sender, entry = loan.sender, loan.entry
+        await sender.wait_async(UNOPENED_SECONDS, KVPoll.Transferring)
+        if sender.decode_prefix_pages is None:
+            sender.abort(f"nobody opened the room within {UNOPENED_SECONDS:g} s")
+        while not sender.ended:
+            await sender.wait_async(_LOOK_SECONDS)
+            entry.done = sender.pages_done
+        entry.done = entry.lent if sender.failure is None else sender.pages_done
+        with self._lock:
+            self._lent_to -= Counter({entry.peer: entry.lent})
+        self._staging.lending.retire(loan.pages, lambda: sender.release_safe)
+        self._book.end(entry, sender.failure)
+
+    def _take(self, taker: RankRef, most: int) -> list[int]:
+        with self._lock:
+            share = self._share - self._lent_to[taker]
+            staged = self._staging.lending.take(min(most, share)) if share > 0 else []
+            if not staged:
+                lent = self._staging.lending.taken
+                raise TooManyRequests(
+                    f"{lent} pages are lent, {self._share - share} of them to {taker.rank}",
+                    metadata={"limit": self._share, "value": most, "scope": "lent pages"},
+                    retry_after=_RETRY_SECONDS,
+                )
+            self._lent_to[taker] += len(staged)
+            return staged
+
+
+@dataclass(eq=False, slots=True)
+class Loan:
+    """Pages on their way to one taker."""
+
+    sender: KVSender
+    pages: Sequence[int]
+    entry: Entry

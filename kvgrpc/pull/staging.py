@@ -1,0 +1,100 @@
+"""Memory that pulled pages go through: the only memory that peers of a pull can write to."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from kvgrpc.dataplane.base import DataPlane
+from kvgrpc.model import Pool, PoolKind, Region
+from kvgrpc.prefetch.storage.base import PageBuffers
+
+NAME = "host-cache"
+
+
+class Staging:
+    """``pages`` pages of one size, given out a few at a time. Thread-safe.
+
+    Half of them are for what is lent and half for what is taken, so that neither starves the other. Pages that a peer
+    may still write to, or that a write still reads, are ``retired``: they come back once ``release_safe`` says so.
+    """
+
+    def __init__(self, plane: DataPlane, pages: int, page_bytes: int, page_tokens: int, dtype: str) -> None:
+        """Takes the memory from the plane, which frees it. Raises ValueError, MemoryError."""
+        self.page_bytes = page_bytes
+        self._address = plane.allocate(pages * page_bytes)
+        region = Region(0, "kv", self._address, page_bytes, page_bytes)
+        self.pool = Pool(NAME, PoolKind.KV, page_tokens, pages, dtype, (region,))
+        half = pages // 2
+        self.lending = StagingPages(range(half))
+        self.landing = StagingPages(range(half, pages))
+
+    def copy_in(self, page: int, buffers: PageBuffers) -> None:
+        """A page of the cache into a staged one. The interpreter is free meanwhile."""
+        to = self._address + page * self.page_bytes
+        for address, nbytes in buffers:
+            ctypes.memmove(to, address, nbytes)
+            to += nbytes
+
+    def copy_out(self, page: int, buffers: PageBuffers) -> None:
+        """A staged page into one of the cache."""
+        source = self._address + page * self.page_bytes
+        for address, nbytes in buffers:
+            ctypes.memmove(address, source, nbytes)
+            source += nbytes
+
+
+class StagingPages:
+    """Free pages of one direction. Thread-safe."""
+
+    def __init__(self, pages: Sequence[int]) -> None:
+        self.size = len(pages)
+        self._free = list(reversed(pages))
+        self._retired: list[tuple[Callable[[], bool], list[int]]] = []
+        self._changed = threading.Condition()
+
+    @property
+    def taken(self) -> int:
+        """Pages that are out, those included that wait for evidence."""
+        with self._changed:
+            self._sweep()
+            return self.size - len(self._free)
+
+    def take(self, most: int, timeout: float = 0.0) -> list[int]:
+        """Up to ``most`` pages, at least one unless none comes back within ``timeout`` seconds."""
+        end = time.monotonic() + timeout
+        with self._changed:
+            while not self._free and not self._sweep():
+                left = end - time.monotonic()
+                if left <= 0:
+                    return []
+                self._changed.wait(min(left, _LOOK_SECONDS))
+            return [self._free.pop() for _ in range(min(most, len(self._free)))]
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        with self._changed:
+            self._free.extend(pages)
+            self._changed.notify()
+
+    def retire(self, pages: Sequence[int], release_safe: Callable[[], bool]) -> None:
+        """Gives pages back once ``release_safe`` says that nobody reads or writes them any more."""
+        with self._changed:
+            self._retired.append((release_safe, list(pages)))
+            self._sweep()
+
+    def _sweep(self) -> bool:
+        """Whether pages are free now. Under the lock."""
+        waiting = []
+        for release_safe, pages in self._retired:
+            if release_safe():
+                self._free.extend(pages)
+            else:
+                waiting.append((release_safe, pages))
+        self._retired = waiting
+        return bool(self._free)
+
+
+# Evidence comes from the loop, which tells nobody here.
+_LOOK_SECONDS = 0.01

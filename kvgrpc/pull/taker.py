@@ -1,0 +1,118 @@
+"""The taker's side of a pull: asks a holder to lend, receives as a decode does, copies into its own cache's pages."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+
+from kvgrpc.errors import Failure, KvGrpcError
+from kvgrpc.model import RankRef
+from kvgrpc.prefetch.storage.base import MISSING, OK, PageBuffers, PageResult, failed, timed_out
+from kvgrpc.pull.book import Entry, PullBook
+from kvgrpc.pull.model import Holder, Lent, PullDirection
+from kvgrpc.pull.staging import Staging
+from kvgrpc.transfer import KVReceiver
+from kvgrpc.transfer.protocol.types import MAX_ROOM
+from kvgrpc.transfer.runtime.boundary import DecodeRuntime
+
+Lend = Callable[[Holder, Sequence[str], int, int, float], Lent]
+"""Asks a holder for ``hashes[first:]`` in a room: (holder, hashes, first, room, timeout). Raises KvGrpcError."""
+
+_LOOK_SECONDS = 0.2
+
+
+class Taker:
+    """Takes pages from one holder at a time; thread-safe, its calls wait.
+
+    ``stall``: seconds without a further page after which a holder is given up. Its pages are staged, so nothing of the
+    cache waits for evidence about a holder that fell silent.
+    """
+
+    def __init__(self, manager: DecodeRuntime, staging: Staging, lend: Lend, book: PullBook, stall: float) -> None:
+        self._manager = manager
+        self._staging = staging
+        self._lend = lend
+        self._book = book
+        self._stall = stall
+
+    def take(
+        self, holder: Holder, hashes: Sequence[str], first: int, buffers: Sequence[PageBuffers], timeout: float
+    ) -> list[PageResult]:
+        """Fills ``buffers[i]`` with the page ``hashes[first + i]``; one result each, in order, a prefix of them OK."""
+        moved = time.monotonic()
+        end = moved + timeout
+        results: list[PageResult] = []
+        while len(results) < len(buffers):
+            at = first + len(results)
+            landing = self._staging.landing.take(len(hashes) - at, max(0.0, end - time.monotonic()))
+            if not landing:
+                results += [timed_out("no staging page came back in time")] * (len(buffers) - len(results))
+                break
+            count, failure = self._pull(holder, hashes[: at + len(landing)], at, landing, buffers[len(results) :], end)
+            results += [OK] * count
+            moved = time.monotonic() if count else moved
+            if failure is not None and failure.retry_after is not None and self._may_wait(failure, moved, end):
+                time.sleep(failure.retry_after)
+            elif count < len(landing) and (failure is not None or not count):
+                why = MISSING if failure is None else failed(failure.message)
+                results += [why] * (len(buffers) - len(results))
+        return results
+
+    def _may_wait(self, failure: Failure, moved: float, end: float) -> bool:
+        """Whether a holder that is busy may be asked again: it has lent something of late, and there is time."""
+        again = time.monotonic() + (failure.retry_after or 0.0)
+        return again < end and again - moved < self._stall
+
+    def _pull(
+        self,
+        holder: Holder,
+        hashes: Sequence[str],
+        first: int,
+        landing: list[int],
+        buffers: Sequence[PageBuffers],
+        end: float,
+    ) -> tuple[int, Failure | None]:
+        """One room: how many leading pages of ``landing`` came, and what went wrong."""
+        room = secrets.randbelow(MAX_ROOM) + 1
+        try:
+            lent = self._lend(holder, hashes, first, room, end - time.monotonic())
+        except KvGrpcError as error:
+            self._staging.landing.give_back(landing)
+            return 0, Failure.of(error)
+        used, spare = landing[: lent.pages], landing[lent.pages :]
+        self._staging.landing.give_back(spare)
+        if not used:
+            return 0, None
+        receiver = KVReceiver(self._manager, holder.sessions, room, prefill_dp_rank=lent.holder.rank.dp)
+        entry = self._entry(holder, lent.holder, room, len(landing), len(used))
+        try:
+            receiver.init(used)
+            self._wait(receiver, entry, end)
+            if receiver.failure is None:
+                for page, page_buffers in zip(used, buffers, strict=False):
+                    self._staging.copy_out(page, page_buffers)
+                entry.done = len(used)
+        finally:
+            receiver.close()
+            self._staging.landing.retire(used, lambda: receiver.release_safe)
+            self._book.end(entry, receiver.failure)
+        return (0, receiver.failure) if receiver.failure is not None else (len(used), None)
+
+    def _wait(self, receiver: KVReceiver, entry: Entry, end: float) -> None:
+        """Until the room has ended: at the latest when nothing came for as long as a holder may take, or at ``end``."""
+        moved = time.monotonic()
+        while not receiver.ended:
+            receiver.wait(_LOOK_SECONDS)
+            now = time.monotonic()
+            if receiver.pages_done > entry.done:
+                entry.done, moved = receiver.pages_done, now
+            elif now - moved >= self._stall:
+                receiver.abort(f"{entry.peer} sent nothing for {self._stall:g} s")
+            if now >= end:
+                receiver.abort("the time of the pull is over")
+
+    def _entry(self, holder: Holder, ref: RankRef, room: int, asked: int, lent: int) -> Entry:
+        entry = Entry(room, PullDirection.TAKEN, ref, holder.address, asked, lent)
+        self._book.begin(entry)
+        return entry

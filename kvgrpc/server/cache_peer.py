@@ -1,0 +1,201 @@
+"""A rank's host cache as peers see it: a port, a data plane and sessions of its own, for what it lends and takes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import grpc
+
+import kvgrpc
+from kvgrpc.dataplane import open_plane
+from kvgrpc.dataplane.base import DataPlane
+from kvgrpc.model import ModelIdentity, RankId, RankRef
+from kvgrpc.net import advertised, joined, split
+from kvgrpc.prefetch.manager import PrefetchManager
+from kvgrpc.prefetch.storage.base import PageBuffers
+from kvgrpc.pull.book import PullBook
+from kvgrpc.pull.holders import Holders
+from kvgrpc.pull.lender import Lender
+from kvgrpc.pull.model import Holder, Lent, PullConfig
+from kvgrpc.pull.peers import PeersBackend
+from kvgrpc.pull.servicer import PullServicer
+from kvgrpc.pull.staging import Staging
+from kvgrpc.pull.taker import Taker
+from kvgrpc.rpc.channel import open_channel
+from kvgrpc.rpc.interceptors import Admission
+from kvgrpc.rpc.loop import LoopThread, background
+from kvgrpc.server.closing import ClosingTime
+from kvgrpc.server.config import RankConfig
+from kvgrpc.server.listener import Listener
+from kvgrpc.server.servicer import ServerInfo, ServerServicer, limits_to_pb
+from kvgrpc.transfer.runtime.decode_manager import DecodeManager
+from kvgrpc.transfer.runtime.guarded import GuardedPlane
+from kvgrpc.transfer.runtime.manager import TransferConfig
+from kvgrpc.transfer.runtime.prefill_manager import PrefillManager
+from kvgrpc.transfer.runtime.resolve import PrefillEngine
+from kvgrpc.transfer.servicer import TransferServicer
+from kvgrpc.v1.server_service_pb2 import ServerLimits
+from kvgrpc.v1.server_service_pb2_grpc import add_ServerServiceServicer_to_server
+from kvgrpc.v1.transfer_service_pb2_grpc import add_TransferServiceServicer_to_server
+
+_log = logging.getLogger(__name__)
+_SERVICES = ("kvgrpc.v1.TransferService", "kvgrpc.v1.ServerService")
+_MARGIN_SECONDS = 0.5
+
+
+class CachePeer:
+    """Lends pages of a rank's host cache and takes pages of others. Belongs to the process's event loop.
+
+    Its sessions have an address of their own, because an address proves who writes (rule 4, proof of death), and a data
+    plane of their own, on which nothing but staging memory is registered: a peer that writes where it should not meets
+    no cache. ``servicer`` is served at the rank's own address.
+    """
+
+    def __init__(
+        self, config: RankConfig, pull: PullConfig, ref: RankRef, cache: PrefetchManager, backend: PeersBackend
+    ) -> None:
+        """Opens the data plane and takes the staging memory. Raises FeatureDisabled, MemoryError."""
+        self._config, self._pull, self._ref = config, pull, ref
+        self._backend = backend
+        self._loop = LoopThread.shared()
+        self.plane: DataPlane = _plane_like(config)
+        shape = cache.config.shape
+        staging = Staging(self.plane, pull.staging_pages, shape.page_bytes, shape.page_tokens, shape.dtype)
+        self.book = PullBook(shape.page_bytes)
+        self._keys, identity = cache.keys, cache.keys.identity
+        model = replace(config.model, name=config.model.name or identity.model)
+        self._holders = Holders(ref, model, identity, pull, self._open_channel)
+        transfer = _transfer_config(config, ref, staging, model)
+        self._sending = PrefillManager(transfer, self.plane, self._loop)
+        self._receiving = DecodeManager(transfer, self.plane, self._loop, self._resolve, self._open_channel)
+        self._lender = Lender(_HostCache(cache), staging, self._sending, self.book)
+        self._taker = Taker(self._receiving, staging, self._lend, self.book, pull.stall_timeout)
+        self.servicer = PullServicer(ref, config.layout, identity, self._lender, staging, self.book)
+        self._listener = Listener({_SERVICES[0]: lambda: self._sending.healthy}, Admission(config.call_limits))
+        self._following: asyncio.Task[None] | None = None
+        self.address = ""
+
+    @property
+    def healthy(self) -> bool:
+        return self._sending.healthy and self._receiving.healthy
+
+    async def open(self) -> None:
+        """Binds and serves. Raises AddressNotAllowed."""
+        self._sending.start()
+        self._receiving.start()
+        host = split(self._config.listen)[0]
+        listen = self._pull.listen or joined(host, 0)
+        bound = await self._listener.start(
+            self._add_servicers, (listen,), self._config.server_security, self._config.max_frame_bytes + 64 * 1024
+        )
+        public = split(self._config.advertise)[0] if self._config.advertise else ""
+        self.address = advertised(bound[0], public)
+
+    def follow(self, registry: str) -> None:
+        """Finds holders at the registry from now on, and takes pages from them."""
+        self._following = background(self._holders.follow(registry), "holders")
+        self._backend.connect(self._keys, self._taker, self._count)
+
+    async def drain(self, grace: float) -> tuple[bool, int]:
+        """Lends and takes nothing more; what is on its way has ``grace`` seconds."""
+        self._backend.disconnect()
+        self.servicer.drain()
+        await self._listener.drain()
+        drained = [await each.drain(grace / 2) for each in (self._sending, self._receiving)]
+        return all(nothing_left for nothing_left, _ in drained), sum(rooms for _, rooms in drained)
+
+    async def close(self, time: ClosingTime) -> bool:
+        """Ends every room and frees the staging memory; False where a write may be left: the port stays bound then."""
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait([self._following])
+        await self.drain(time.left(0.3))
+        await self._receiving.stop()
+        ended = await asyncio.to_thread(self._sending.close_worker, time.left(0.5))
+        written = await asyncio.to_thread(GuardedPlane(self.plane).close, time.left(0.7)) and ended
+        if written:
+            self._sending.on_plane_closed()
+        await self._sending.stop()
+        await self._listener.refuse()
+        if written:
+            await self._listener.stop(min(0.5, time.left()), time.left() + _MARGIN_SECONDS)
+        else:
+            _log.error("%s: a lent page may still be written, so %s stays bound", self._ref, self.address)
+        self.servicer.close()
+        await self._holders.close()
+        return written
+
+    # On threads of the cache's controller.
+
+    def _count(self, hashes: Sequence[str], timeout: float) -> tuple[Holder | None, int]:
+        try:
+            return self._loop.run(self._holders.best(hashes, timeout), timeout + _MARGIN_SECONDS)
+        except (TimeoutError, RuntimeError) as error:
+            _log.warning("%s: no holder was asked: %s", self._ref, error)
+            return None, 0
+
+    def _lend(self, holder: Holder, hashes: Sequence[str], first: int, room: int, timeout: float) -> Lent:
+        return self._loop.run(self._holders.lend(holder, hashes, first, room, timeout), timeout + _MARGIN_SECONDS)
+
+    async def _resolve(self, bootstrap_addr: str, decode: RankId) -> PrefillEngine:
+        return await self._holders.engine_at(bootstrap_addr)
+
+    def _open_channel(self, address: str) -> grpc.aio.Channel:
+        return open_channel(address, self._config.client_security, own_connection=True)
+
+    def _add_servicers(self, server: grpc.aio.Server) -> Sequence[str]:
+        add_TransferServiceServicer_to_server(TransferServicer(self._sending), server)
+        limits = ServerLimits(calls=limits_to_pb(self._config.call_limits))
+        info = ServerInfo(version=kvgrpc.__version__, services=_SERVICES, rank=self._ref, limits=limits)
+        add_ServerServiceServicer_to_server(ServerServicer(info, self, lambda: self._listener.draining), server)
+        return _SERVICES
+
+
+class _HostCache:
+    """The pages that a rank's cache has on its host, as a lender reads them."""
+
+    def __init__(self, cache: PrefetchManager) -> None:
+        self._keeper = cache.controller.keeper
+        self._host = cache.host
+
+    def count(self, hashes: Sequence[str]) -> int:
+        with self.reading(hashes) as pages:
+            return len(pages)
+
+    @contextlib.contextmanager
+    def reading(self, hashes: Sequence[str]) -> Iterator[Sequence[int]]:
+        pages = self._keeper.pages_of(hashes)
+        try:
+            yield pages.tolist()
+        finally:
+            self._host.table.end_read(pages)
+
+    def buffers(self, page: int) -> PageBuffers:
+        return self._host.page_buffers(page)
+
+
+def _plane_like(config: RankConfig) -> DataPlane:
+    name = config.data_plane if isinstance(config.data_plane, str) else config.data_plane.name
+    return open_plane(name, host=split(config.advertise or config.listen)[0], device=config.device)
+
+
+def _transfer_config(config: RankConfig, ref: RankRef, staging: Staging, model: ModelIdentity) -> TransferConfig:
+    return TransferConfig(
+        ref,
+        config.layout,
+        (staging.pool,),
+        timing=config.timing,
+        bounds=replace(config.bounds, held_pages=staging.landing.size),
+        max_frame_bytes=config.max_frame_bytes,
+        model=model,
+        refusal_proves_death=config.refusal_proves_death,
+        verify=config.verify,
+        opener_role=None,
+    )
+
+
+__all__ = ["CachePeer"]

@@ -1,0 +1,258 @@
+"""Pulls between real ranks: pages that one host cache has reach another one, with the right bytes or not at all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvgrpc.cli.main import main
+from kvgrpc.model import RankId, RankRef
+from kvgrpc.prefetch.model import OperationState
+from kvgrpc.pull import lender
+from kvgrpc.pull.model import PullConfig, PullDirection
+from kvgrpc.pull.wire import identity_to_pb
+from kvgrpc.rpc.status import error_from
+from kvgrpc.server import RegistryServer
+from kvgrpc.v1 import pull_service_pb2 as pb
+from kvgrpc.v1.pull_service_pb2_grpc import PullServiceStub
+from kvgrpc.wire import rank_ref_to_pb
+from tests.support.cache_serving import LIMITS, CacheRank, hashes_of, open_cache_rank, prompt
+from tests.support.waiting import wait_until
+
+PULL = PullConfig(staging_pages=16, answer_timeout=5.0)
+PATIENT = replace(LIMITS, storage_timeout=20.0)
+
+
+@pytest.fixture
+def registry() -> Iterator[str]:
+    server = RegistryServer(["127.0.0.1:0"]).open()
+    yield server.address
+    server.close()
+
+
+class Fleet:
+    """Ranks with caches at one registry."""
+
+    def __init__(self, registry: str, path: Path) -> None:
+        self.registry, self.path = registry, path
+        self.ranks: list[CacheRank] = []
+
+    def open(self, engine: str, storage: Any = None, **changes: Any) -> CacheRank:
+        settings: dict[str, Any] = {"pull": PULL, "limits": PATIENT, **changes}
+        rank = open_cache_rank(self.path, storage, engine=engine, registry=self.registry, **settings)
+        self.ranks.append(rank)
+        return rank
+
+    def pair(self) -> tuple[CacheRank, CacheRank]:
+        """A holder, and a taker that knows it."""
+        holder, taker = self.open("holder"), self.open("taker")
+        wait_until(lambda: bool(peer_of(taker)._holders.candidates()), 10.0)
+        return holder, taker
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+
+
+@pytest.fixture
+def fleet(registry: str, tmp_path: Path) -> Iterator[Fleet]:
+    opened = Fleet(registry, tmp_path)
+    yield opened
+    opened.close()
+
+
+def peer_of(rank: CacheRank) -> Any:
+    return rank.rank._cache_peer
+
+
+def pulled(rank: CacheRank, hashes: list[str]) -> Any:
+    """What became of a prefetch of these pages."""
+    operation = rank.manager.start_prefetch(hashes)
+    assert operation.wait(30.0)
+    return rank.manager.controller.book.row(operation)
+
+
+def nothing_is_lent(rank: CacheRank) -> bool:
+    staging = peer_of(rank)._lender._staging
+    return bool(staging.lending.taken == 0 and rank.manager.host.table.counts()["read"] == 0)
+
+
+def test_pages_of_another_engine_arrive_with_the_same_bytes(fleet: Fleet) -> None:
+    """More of them than may be lent at a time, so in several rooms."""
+    holder, taker = fleet.pair()
+    hashes = hashes_of(prompt(20))
+    holder.fill(hashes)
+    row = pulled(taker, hashes)
+    assert (row.state, row.completed) == (OperationState.DONE, 20)
+    taker.assert_bytes(hashes)
+    wait_until(lambda: nothing_is_lent(holder), 10.0)
+    taken = peer_of(taker).book.rows()
+    assert sum(each.done for each in taken) == 20 and not any(each.failure for each in taken)
+    assert {each.direction for each in peer_of(holder).book.rows()} == {PullDirection.LENT}
+
+
+def test_the_pages_behind_those_that_the_taker_has_are_pulled(fleet: Fleet) -> None:
+    holder, taker = fleet.pair()
+    hashes = hashes_of(prompt(12))
+    holder.fill(hashes)
+    taker.fill(hashes[:5])
+    row = pulled(taker, hashes)
+    assert (row.state, row.covered, row.completed) == (OperationState.DONE, 5, 12)
+    taker.assert_bytes(hashes)
+    assert sum(each.done for each in peer_of(taker).book.rows()) == 7
+
+
+def test_what_the_holder_lacks_comes_from_storage(fleet: Fleet, tmp_path: Path) -> None:
+    holder = fleet.open("holder")
+    taker = fleet.open("taker", "file")
+    wait_until(lambda: bool(peer_of(taker)._holders.candidates()), 10.0)
+    hashes = hashes_of(prompt(12))
+    taker.store(hashes)
+    holder.fill(hashes[:7])
+    row = pulled(taker, hashes)
+    assert (row.state, row.completed) == (OperationState.DONE, 12)
+    taker.assert_bytes(hashes)
+    assert sum(each.done for each in peer_of(taker).book.rows()) == 7
+
+
+def test_pages_that_are_evicted_between_question_and_answer_are_a_partial_prefetch(fleet: Fleet) -> None:
+    holder, taker = fleet.pair()
+    hashes = hashes_of(prompt(8))
+    holder.fill(hashes)
+    backend: Any = taker.rank._peers
+    keys, real, count = backend._connected
+
+    def count_then_evict(asked: Any, timeout: float) -> Any:
+        answer = count(asked, timeout)
+        holder.evict()
+        return answer
+
+    backend.connect(keys, real, count_then_evict)
+    row = pulled(taker, hashes)
+    assert (row.state, row.completed) == (OperationState.FAILED, 0)
+    assert taker.manager.host.table.counts()["reserved"] == 0
+
+
+def test_a_prompt_that_nobody_has_is_declined(fleet: Fleet) -> None:
+    _, taker = fleet.pair()
+    assert pulled(taker, hashes_of(prompt(8))).state is OperationState.DECLINED
+
+
+def test_engines_of_another_model_are_not_asked(fleet: Fleet) -> None:
+    holder = fleet.open("holder", model="test/other")
+    taker = fleet.open("taker")
+    hashes = hashes_of(prompt(8))
+    holder.fill(hashes)
+    wait_until(lambda: bool(peer_of(taker)._holders.candidates()), 10.0)
+    assert pulled(taker, hashes).state is OperationState.DECLINED
+    assert peer_of(taker).book.rows() == []
+
+
+def test_a_holder_that_closes_ends_a_pull_and_the_taker_goes_on(fleet: Fleet) -> None:
+    holder, taker = fleet.pair()
+    hashes = hashes_of(prompt(20))
+    holder.fill(hashes)
+    assert pulled(taker, hashes[:4]).state is OperationState.DONE
+    holder.close()
+    fleet.ranks.remove(holder)
+    began = time.monotonic()
+    row = pulled(taker, hashes)
+    assert row.state in (OperationState.DECLINED, OperationState.FAILED, OperationState.PARTIAL)
+    assert time.monotonic() - began < 10.0
+    assert taker.manager.host.table.counts()["reserved"] == 0
+    taker.assert_bytes(hashes[:4])
+
+
+def test_people_see_what_was_taken_and_lent(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+    holder, taker = fleet.pair()
+    hashes = hashes_of(prompt(4))
+    holder.fill(hashes)
+    assert pulled(taker, hashes).state is OperationState.DONE
+    for rank, way in ((holder, "lent"), (taker, "taken")):
+        wait_until(lambda: not peer_of(holder).book.rows(open_only=True), 10.0)
+        with pytest.raises(SystemExit) as ended:
+            main(["pulls", "-s", rank.address])
+        shown = capsys.readouterr().out
+        assert ended.value.code in (0, None) and way in shown and "4/4" in shown and "ok" in shown
+
+
+def refused(rank: CacheRank, **changes: Any) -> dict[str, str]:
+    """What a LendPages with a wrong field is answered."""
+    request = pb.LendPagesRequest(
+        identity=identity_to_pb(rank.manager.keys.identity),
+        page_hashes=[bytes(32)],
+        room=7,
+        taker=rank_ref_to_pb(rank.rank.ref),
+    )
+    for field, value in changes.items():
+        owner: Any = request.identity if field in ("dtype", "page_tokens") else request
+        owner.ClearField(field)
+        getattr(owner, field).extend(value) if isinstance(value, list) else setattr(owner, field, value)
+    with grpc.insecure_channel(rank.address) as channel, pytest.raises(grpc.RpcError) as error:
+        PullServiceStub(channel).LendPages(request, timeout=10.0)
+    return dict(error_from(error.value).metadata)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"dtype": "float64"}, "identity.dtype"),
+        ({"page_tokens": 5}, "identity.page_tokens"),
+        ({"room": 0}, "room"),
+        ({"room": 2**63}, "room"),
+        ({"first_page": 1}, "first_page"),
+        ({"page_hashes": [b"short"]}, "page_hashes[0]"),
+        ({"page_hashes": [bytes(32)] * 65_537}, "page_hashes"),
+    ],
+)
+def test_bad_input_is_refused_with_its_field(fleet: Fleet, changes: dict[str, Any], field: str) -> None:
+    assert refused(fleet.open("holder"), **changes)["field"] == field
+
+
+def test_a_room_that_nobody_opens_gives_its_pages_back(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lender, "UNOPENED_SECONDS", 0.5)
+    holder = fleet.open("holder")
+    hashes = hashes_of(prompt(3))
+    holder.fill(hashes)
+    request = pb.LendPagesRequest(
+        identity=identity_to_pb(holder.manager.keys.identity),
+        page_hashes=[bytes.fromhex(each) for each in hashes],
+        room=7,
+        taker=rank_ref_to_pb(holder.rank.ref),
+    )
+    with grpc.insecure_channel(holder.address) as channel:
+        assert PullServiceStub(channel).LendPages(request, timeout=10.0).lent_pages == 3
+    assert peer_of(holder).book.rows(open_only=True)
+    wait_until(lambda: nothing_is_lent(holder), 10.0)
+    (row,) = peer_of(holder).book.rows()
+    assert row.failure is not None and "nobody opened" in row.failure.message
+
+
+def test_one_taker_has_at_most_half_of_what_may_be_lent(fleet: Fleet) -> None:
+    holder = fleet.open("holder")
+    hashes = hashes_of(prompt(8))
+    holder.fill(hashes)
+    greedy, other = holder.rank.ref, RankRef(RankId("other"), holder.rank.ref.epoch)
+
+    def lend(stub: PullServiceStub, room: int, taker: RankRef) -> int:
+        request = pb.LendPagesRequest(
+            identity=identity_to_pb(holder.manager.keys.identity),
+            page_hashes=[bytes.fromhex(each) for each in hashes],
+            room=room,
+            taker=rank_ref_to_pb(taker),
+        )
+        return stub.LendPages(request, timeout=10.0).lent_pages
+
+    with grpc.insecure_channel(holder.address) as channel:
+        stub = PullServiceStub(channel)
+        assert lend(stub, 1, greedy) == 4
+        with pytest.raises(grpc.RpcError) as error:
+            lend(stub, 2, greedy)
+        assert error_from(error.value).retry_after is not None
+        assert lend(stub, 3, other) == 4
