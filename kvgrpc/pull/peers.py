@@ -23,7 +23,7 @@ from kvgrpc.prefetch.storage.base import (
     failed,
 )
 from kvgrpc.prefetch.storage.keys import Keys
-from kvgrpc.prefetch.storage.tally import Tally
+from kvgrpc.prefetch.storage.paged import Tally
 from kvgrpc.pull.model import Holder
 from kvgrpc.pull.taker import Taker
 

@@ -221,7 +221,7 @@ class Rank(Generic[Transfer]):
             self._registration = Registration(channel, registry, [self._row()], on_superseded=self._on_superseded)
             await self._registration.start(deadline)
             if self._cache_peer is not None:
-                self._cache_peer.follow(registry)
+                self._cache_peer.follow(self.address if embedded else registry)
         self._join_replica()
         self._say_where_it_is()
 

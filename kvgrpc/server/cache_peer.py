@@ -89,10 +89,14 @@ class CachePeer:
         self._receiving.start()
         host = split(self._config.listen)[0]
         listen = self._pull.listen or joined(host, 0)
-        bound = await self._listener.start(
-            self._add_servicers, (listen,), self._config.server_security, self._config.max_frame_bytes + 64 * 1024
-        )
         public = split(self._config.advertise)[0] if self._config.advertise else ""
+        bound = await self._listener.start(
+            self._add_servicers,
+            (listen,),
+            self._config.server_security,
+            self._config.max_frame_bytes + 64 * 1024,
+            public,
+        )
         self.address = advertised(bound[0], public)
 
     def follow(self, registry: str) -> None:
