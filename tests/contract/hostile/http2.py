@@ -50,17 +50,7 @@ class Connection:
     def begin_raw(self, path: bytes, more: Iterable[tuple[bytes, bytes]] = (), *, end: bool = False) -> int:
         """The same for a path of any bytes."""
         stream, self._next = self._next, self._next + 2
-        fields = [
-            (b":method", b"POST"),
-            (b":scheme", b"http"),
-            (b":path", path),
-            (b":authority", b"localhost"),
-            (b"content-type", b"application/grpc"),
-            (b"te", b"trailers"),
-            *more,
-        ]
-        block = b"".join(b"\x00" + _text(name) + _text(value) for name, value in fields)
-        self.send(frame(HEADERS, END_HEADERS | (END_STREAM if end else 0), stream, block))
+        self.send(frame(HEADERS, END_HEADERS | (END_STREAM if end else 0), stream, headers_of(path, more)))
         return stream
 
     def message(self, stream: int, payload: bytes, *, compressed: bool = False, end: bool = True) -> None:
@@ -110,6 +100,20 @@ class Connection:
 
 def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
     return len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload
+
+
+def headers_of(path: bytes, more: Iterable[tuple[bytes, bytes]] = ()) -> bytes:
+    """The head of a call, in HPACK; every field is a literal that no table keeps."""
+    fields = [
+        (b":method", b"POST"),
+        (b":scheme", b"http"),
+        (b":path", path),
+        (b":authority", b"localhost"),
+        (b"content-type", b"application/grpc"),
+        (b"te", b"trailers"),
+        *more,
+    ]
+    return b"".join(b"\x00" + _text(name) + _text(value) for name, value in fields)
 
 
 def _text(raw: bytes) -> bytes:
