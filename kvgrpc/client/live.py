@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvgrpc.errors import FeatureDisabled
+from kvgrpc.events.model import LARGEST_MESSAGE
 from kvgrpc.net import joined, split, split_with_port
 from kvgrpc.rpc.loop import background
 
@@ -63,6 +64,7 @@ class LiveFrames:
         socket = zmq.asyncio.Context.instance().socket(zmq.SUB)
         socket.linger = 0
         socket.rcvhwm = RECEIVED_FRAMES
+        socket.maxmsgsize = LARGEST_MESSAGE
         socket.ipv6 = True
         try:
             socket.subscribe(topic)

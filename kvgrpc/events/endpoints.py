@@ -10,6 +10,9 @@ from kvgrpc.net import joined, split_with_port
 
 WILDCARD_HOSTS = ("*", "::", "0.0.0.0")
 FREE_PORTS = ("0", "*")
+# Of what subscribers and askers send us, which is a topic or a number: ZMQ makes room for what a frame says that it
+# has, before a byte of it came, and asks nobody who they are.
+LARGEST_QUESTION = 64 * 1024
 # What libzmq takes to connect to; it refuses the rest only then.
 _REACHED = re.compile(r"[0-9A-Za-z\[:][0-9A-Za-z.:%;_\[\]-]*")
 

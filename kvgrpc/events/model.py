@@ -11,6 +11,9 @@ from kvgrpc.events.log.digest import DEVICE, medium_key
 
 BlockHash = int | bytes
 Token = int | str | list[int]
+# Of one frame of a publisher, many times what a journal takes (4 MiB): what is between is told as lost, and its
+# connection goes on.
+LARGEST_MESSAGE = 64 * 1024 * 1024
 # What a uint32 of the contract holds: an event of any other group cannot be read.
 Group = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from typing import Any
 
@@ -54,6 +55,13 @@ def test_beside_a_loopback_port_pub_binds_loopback_unless_told(events: object, m
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     monkeypatch.setattr(opening, "_ON_LOOPBACK", endpoint)
     assert endpoints(events=events) == (endpoint, endpoint)
+
+
+def test_beside_a_loopback_port_an_explicit_wildcard_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    port = free_port()
+    with caplog.at_level(logging.WARNING):
+        endpoints(events={"endpoint": f"tcp://*:{port}"})
+    assert f"tcp://0.0.0.0:{port} is bound for other hosts" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvgrpc.events.base import EventPublisher
 from kvgrpc.events.endpoints import Endpoint, check_reached
-from kvgrpc.events.model import AllBlocksCleared, KVEventBatch
+from kvgrpc.events.model import LARGEST_MESSAGE, AllBlocksCleared, KVEventBatch
 from kvgrpc.net import split_with_port
 from kvgrpc.observability import metrics
 from kvgrpc.observability.logging import RateLimited
@@ -95,6 +95,7 @@ class Relay:
                 with self._context.socket(zmq.SUB) as subscriber:
                     subscriber.set(zmq.LINGER, 0)
                     subscriber.set(zmq.RCVHWM, MOST_QUEUED)
+                    subscriber.set(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
                     subscriber.set(zmq.SUBSCRIBE, self._topic)
                     subscriber.set(zmq.HEARTBEAT_IVL, PING_MS)
                     subscriber.set(zmq.HEARTBEAT_TIMEOUT, int(GONE_SECONDS * 1000))
@@ -235,6 +236,7 @@ class Relay:
         with self._context.socket(zmq.DEALER) as dealer:
             dealer.set(zmq.LINGER, 0)
             dealer.set(zmq.RCVHWM, 0)
+            dealer.set(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
             self._reach(dealer, self._replay)
             dealer.send_multipart((b"", first.to_bytes(8, "big")))
             while dealer.poll(ANSWER_MS) and not self._stopping.is_set():

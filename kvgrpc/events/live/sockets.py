@@ -7,7 +7,7 @@ import logging
 
 import zmq
 
-from kvgrpc.events.endpoints import Endpoint, is_open_to_others
+from kvgrpc.events.endpoints import LARGEST_QUESTION, Endpoint, is_open_to_others
 
 # zmq lingers for this part of a deadline, and reports a little later.
 LINGER_SHARE = 0.9
@@ -26,6 +26,7 @@ def open_socket(kind: int, endpoint: Endpoint, hwm: int) -> zmq.Socket[bytes]:
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     socket.set(zmq.SNDHWM, hwm)
     socket.set(zmq.LINGER, 0)
+    socket.set(zmq.MAXMSGSIZE, LARGEST_QUESTION)
     socket.set(zmq.IPV6, int(endpoint.ipv6))
     try:
         if endpoint.bind:
