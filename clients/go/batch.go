@@ -24,7 +24,7 @@ type Batch struct {
 	Rank *int64
 }
 
-// Event is a BlockStored, BlockRemoved, AllBlocksCleared or UnknownEvent.
+// Event is a BlockStored, BlockRemoved, AllBlocksCleared, TierBlocksCleared or UnknownEvent.
 type Event interface{ event() }
 
 // BlockStored says that blocks came into a tier, each the child of the one before it.
@@ -54,18 +54,26 @@ type BlockRemoved struct {
 // AllBlocksCleared says that nothing is cached any more, in any tier.
 type AllBlocksCleared struct{}
 
+// TierBlocksCleared says that all blocks, of every group, left the tier that the engine calls Medium. Ownership names a secondary
+// tier, where the engine does; nobody counts blocks by it, so those of the others go too.
+type TierBlocksCleared struct {
+	Medium    string
+	Ownership string
+}
+
 // UnknownEvent is an event of a kind that this version does not know, or that it cannot read. The other events of its
-// batch count all the same.
+// batch count all the same. It may have been a removal, unless it calls itself a BlockStored: Cache.Doubtful says so.
 type UnknownEvent struct {
 	Name string
 	// Raw is the event as it was written, in msgpack.
 	Raw []byte
 }
 
-func (BlockStored) event()      {}
-func (BlockRemoved) event()     {}
-func (AllBlocksCleared) event() {}
-func (UnknownEvent) event()     {}
+func (BlockStored) event()       {}
+func (BlockRemoved) event()      {}
+func (AllBlocksCleared) event()  {}
+func (TierBlocksCleared) event() {}
+func (UnknownEvent) event()      {}
 
 // BlockHash is opaque: a 64-bit number, or a digest.
 type BlockHash struct {
@@ -89,7 +97,8 @@ var (
 		"block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys",
 		"group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality",
 	}
-	removedFields = []string{"block_hashes", "medium", "group_idx", "locality"}
+	removedFields     = []string{"block_hashes", "medium", "group_idx", "locality"}
+	tierClearedFields = []string{"medium", "ownership"}
 )
 
 // DecodeBatch reads a payload in any encoding and dialect. The error is ErrNotABatch; an event that cannot be read is an
@@ -177,6 +186,8 @@ func byName(name string, values []any) (map[string]any, error) {
 		names, needed = storedFields, 4
 	case "BlockRemoved":
 		names, needed = removedFields, 1
+	case "TierBlocksCleared":
+		names, needed = tierClearedFields, 1
 	}
 	if len(values) < needed {
 		return nil, errField
@@ -207,6 +218,8 @@ func fromFields(name string, fields map[string]any) (Event, error) {
 	switch name {
 	case "AllBlocksCleared":
 		return AllBlocksCleared{}, nil
+	case "TierBlocksCleared":
+		return tierCleared(fields)
 	case "BlockStored":
 		types = storedTypes
 	case "BlockRemoved":
@@ -258,6 +271,15 @@ func hashOf(value any) (BlockHash, bool) {
 		return BlockHash{Digest: hash}, true
 	}
 	return BlockHash{}, false
+}
+
+func tierCleared(fields map[string]any) (Event, error) {
+	medium, isNamed := fields["medium"].(string)
+	ownership, isText := fields["ownership"].(string)
+	if !isNamed || !isText && fields["ownership"] != nil {
+		return nil, errField
+	}
+	return TierBlocksCleared{Medium: medium, Ownership: ownership}, nil
 }
 
 func number(value any) (float64, bool) {

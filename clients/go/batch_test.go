@@ -90,6 +90,8 @@ func asCase(event Event) map[string]any {
 	switch event := event.(type) {
 	case AllBlocksCleared:
 		return map[string]any{"type": "AllBlocksCleared"}
+	case TierBlocksCleared:
+		return map[string]any{"type": "TierBlocksCleared", "medium": event.Medium}
 	case UnknownEvent:
 		return map[string]any{"type": "UnknownEvent", "name": event.Name}
 	case BlockRemoved:

@@ -34,6 +34,9 @@ type Cache struct {
 	past    map[uint64][]*kvgrpcv1.TierDigest
 	partial bool
 	logID   string
+	// With a batch from doubtAt on something may have been removed that cannot be read here.
+	doubtful bool
+	doubtAt  uint64
 	// What a snapshot has said so far; nil outside of one.
 	shadow *Cache
 }
@@ -49,13 +52,34 @@ func (cache *Cache) Apply(events []Event) {
 		case AllBlocksCleared:
 			cache.Clear()
 			cache.partial = false
+		case TierBlocksCleared:
+			cache.clearTier(placeOf(event.Medium, 0).Medium)
+		case UnknownEvent:
+			if event.Name != "BlockStored" {
+				cache.doubtful, cache.doubtAt = true, cache.next
+			}
 		}
 	}
 }
 
 // Clear empties it.
 func (cache *Cache) Clear() {
-	cache.copies, cache.mixed = nil, nil
+	cache.copies, cache.mixed, cache.doubtful = nil, nil, false
+}
+
+// Doubtful says that an event which cannot be read here may have been a removal: blocks that it shows may be gone. It ends with a
+// digest or snapshot of a publisher that can read it, or when everything is cleared.
+func (cache *Cache) Doubtful() bool {
+	return cache.doubtful
+}
+
+func (cache *Cache) clearTier(medium string) {
+	for place := range cache.copies {
+		if place.Medium == medium {
+			delete(cache.copies, place)
+			delete(cache.mixed, place)
+		}
+	}
 }
 
 // Holds says whether a block is in a place.

@@ -3,6 +3,7 @@ package kvgrpc
 import (
 	"encoding/hex"
 	"encoding/json"
+	"maps"
 	"os"
 	"path/filepath"
 	"testing"
@@ -92,5 +93,74 @@ func TestTiersAndGroupsBeyondTheBoundArePassedOverAsByThePublisher(t *testing.T)
 		if wanted := log.States[index]; len(cache.copies) != wanted.Places || blocks != wanted.Blocks || mixed != wanted.MixedHashes {
 			t.Errorf("batch %d: %d places, %d blocks, %d, and not %v", index, len(cache.copies), blocks, mixed, wanted)
 		}
+	}
+}
+
+func TestAClearOfOneTierAndWhatCannotBeReadLeaveWhatEveryReaderKnows(t *testing.T) {
+	text, err := os.ReadFile(filepath.Join(golden, "clears.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var steps []struct {
+		Name, Payload string
+		Held          []struct {
+			Medium string
+			Group  uint32
+			Blocks []uint64
+		}
+		Doubtful bool
+	}
+	if err := json.Unmarshal(text, &steps); err != nil || len(steps) < 10 {
+		t.Fatal(len(steps), err)
+	}
+	var cache Cache
+	cache.Hear(Reset{"a", true})
+	for index, step := range steps {
+		payload, _ := hex.DecodeString(step.Payload)
+		cache.hearAll(t, uint64(index), [][]byte{payload})
+		held := map[Place]int{}
+		for _, place := range step.Held {
+			held[Place{place.Medium, place.Group}] = len(place.Blocks)
+			for _, block := range place.Blocks {
+				if !cache.Holds(Place{place.Medium, place.Group}, BlockHash{Value: block}) {
+					t.Errorf("%s: %d is gone", step.Name, block)
+				}
+			}
+		}
+		if !maps.Equal(held, cache.Blocks()) || cache.Doubtful() != step.Doubtful {
+			t.Errorf("%s: %v, doubtful %v", step.Name, cache.Blocks(), cache.Doubtful())
+		}
+	}
+}
+
+func TestADigestOfAPublisherThatCanReadItEndsADoubt(t *testing.T) {
+	var cache Cache
+	cache.Hear(Reset{"a", true})
+	cache.Hear(Events{NextSequence: 1, Complete: true})
+	cache.Hear(Events{NextSequence: 2, Events: []Event{UnknownEvent{Name: "BlockMoved"}}, Complete: true})
+	for _, step := range []struct {
+		state    *kvgrpcv1.StateDigest
+		verdict  Verdict
+		doubtful bool
+	}{
+		{&kvgrpcv1.StateDigest{NextSequence: 2, Doubtful: true}, Equal, true},
+		{&kvgrpcv1.StateDigest{NextSequence: 2, Kind: 99}, Unknown, true},
+		{&kvgrpcv1.StateDigest{NextSequence: 0}, Unknown, true},
+		{&kvgrpcv1.StateDigest{NextSequence: 2, Kind: kvgrpcv1.DigestKind_DIGEST_KIND_MIX64_SUM}, Equal, false},
+	} {
+		if verdict := cache.Hear(Current{State: step.state}); verdict != step.verdict || cache.Doubtful() != step.doubtful {
+			t.Errorf("%v: %v, doubtful %v", step.state, verdict, cache.Doubtful())
+		}
+	}
+	// What its publisher could not read was read here.
+	of := &kvgrpcv1.StateDigest{NextSequence: 2, Doubtful: true, Tiers: []*kvgrpcv1.TierDigest{{Medium: "GPU", Blocks: 1}}}
+	if verdict := cache.Compare(of); verdict != Unknown {
+		t.Error(verdict)
+	}
+	// A snapshot of a publisher that cannot read it either is as doubtful as that.
+	cache.Hear(Reset{"a", true})
+	cache.Hear(Events{NextSequence: 3, Complete: true, State: &kvgrpcv1.StateDigest{NextSequence: 3, Doubtful: true}})
+	if !cache.Doubtful() {
+		t.Error("a doubtful snapshot")
 	}
 }

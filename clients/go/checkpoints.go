@@ -58,6 +58,10 @@ func (cache *Cache) hearEvents(item Events) Verdict {
 	}
 	told.advance(item.NextSequence)
 	verdict := told.Compare(item.State)
+	if told != cache && item.State.GetDoubtful() {
+		// Its publisher cannot read what came either.
+		told.doubtful, told.doubtAt = true, item.NextSequence
+	}
 	switch {
 	case told == cache:
 	case verdict == Different:
@@ -75,7 +79,7 @@ func (cache *Cache) forget() {
 // Compare says whether this was what it held at the moment of a publisher's digest: that of now, or of one of the last
 // checkpoints. It knows moments by what Hear was told.
 func (cache *Cache) Compare(state *kvgrpcv1.StateDigest) Verdict {
-	if state == nil || cache.partial {
+	if state == nil || cache.partial || state.Kind > kvgrpcv1.DigestKind_DIGEST_KIND_MIX64_SUM {
 		return Unknown
 	}
 	own, isKnown := cache.past[state.NextSequence]
@@ -86,7 +90,14 @@ func (cache *Cache) Compare(state *kvgrpcv1.StateDigest) Verdict {
 	case !isKnown:
 		return Unknown
 	case sameTiers(own, state.GetTiers()):
+		if !state.Doubtful && cache.doubtAt < state.NextSequence {
+			// Its publisher can read what came before, and the blocks are these.
+			cache.doubtful = false
+		}
 		return Equal
+	case state.Doubtful && !cache.doubtful:
+		// It counts blocks that may be gone, by an event that was read here.
+		return Unknown
 	}
 	return Different
 }

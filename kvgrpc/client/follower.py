@@ -22,6 +22,7 @@ from kvgrpc.events.following.index import BlockIndex, Match
 from kvgrpc.events.following.messages import CloseWatch, FollowerCounts, FollowerState, OpenWatch, ResetLive
 from kvgrpc.events.following.sources import Freshness, freshness
 from kvgrpc.events.log.digest import StateDigest, TierDigest, hash_key
+from kvgrpc.observability.logging import RateLimited
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.security import ClientSecurity
@@ -33,6 +34,7 @@ from kvgrpc.v1.event_service_pb2_grpc import EventServiceStub
 # Heartbeats come each second.
 IDLE_TIMEOUT_SECONDS = 5.0
 
+LOG_SECONDS = 60.0
 _log = logging.getLogger(__name__)
 
 
@@ -70,6 +72,8 @@ class EventFollower:
         self._timer: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
         self._frames = LiveFrames(address, self._on_frame) if live else None
+        self._lines = RateLimited(_log, lines=1, seconds=LOG_SECONDS)
+        self._doubts = 0
 
     async def __aenter__(self) -> EventFollower:
         await self.start()
@@ -164,6 +168,11 @@ class EventFollower:
 
     def _obey(self) -> None:
         """Does what the core wants, and wakes who waits."""
+        if self.core.counts.doubts != self._doubts:
+            self._doubts = self.core.counts.doubts
+            where = f"{self.address}, log {self.core.log_id}, before {self.core.next_sequence}"
+            text = f"{where}: an event that may have been a removal cannot be read: blocks that are shown may be gone"
+            self._lines.warning("doubtful", text)
         for command in self.core.take_commands():
             if isinstance(command, OpenWatch):
                 task = asyncio.ensure_future(self._watch(command))
@@ -273,9 +282,11 @@ def _events(payload: bytes) -> Iterable[object]:
     return decode_batch(payload).events
 
 
-def _digest(state: pb.StateDigest) -> StateDigest:
+def _digest(state: pb.StateDigest) -> StateDigest | None:
+    if state.kind not in (pb.DIGEST_KIND_UNSPECIFIED, pb.DIGEST_KIND_MIX64_SUM):
+        return None
     tiers = (TierDigest(tier.medium, tier.group, tier.blocks, tier.mixed_hashes) for tier in state.tiers)
-    return StateDigest(state.next_sequence, tuple(tiers))
+    return StateDigest(state.next_sequence, tuple(tiers), state.doubtful)
 
 
 def _named(error: grpc.aio.AioRpcError, address: str) -> KvGrpcError:

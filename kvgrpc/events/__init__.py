@@ -14,7 +14,14 @@ from kvgrpc.events.config import EventsConfig
 from kvgrpc.events.factory import EventPublisherFactory, open_publisher
 from kvgrpc.events.gate import owns_event_stream
 from kvgrpc.events.log.stream import EventStream
-from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, UnknownEvent
+from kvgrpc.events.model import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEventBatch,
+    TierBlocksCleared,
+    UnknownEvent,
+)
 from kvgrpc.events.publisher import JournalingPublisher, PublisherCounts
 
 if TYPE_CHECKING:
@@ -36,6 +43,7 @@ __all__ = [
     "KVEventBatch",
     "NullEventPublisher",
     "PublisherCounts",
+    "TierBlocksCleared",
     "UnknownEvent",
     "ZmqEventPublisher",
     "decode_batch",

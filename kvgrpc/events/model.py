@@ -73,14 +73,28 @@ class AllBlocksCleared(KVCacheEvent):
     unknown_keys: dict[str, Any] | None = msgspec.field(default=None, name="kvgrpc.unknown_keys")
 
 
+class TierBlocksCleared(KVCacheEvent):
+    """All blocks, of every group, left the tier that ``medium`` names; the others keep theirs."""
+
+    medium: str
+    ownership: str | None = None
+    """Which secondary tier it is about; nobody counts blocks by it, so those of the others go too."""
+    unknown_keys: dict[str, Any] | None = msgspec.field(default=None, name="kvgrpc.unknown_keys")
+
+
 class UnknownEvent(msgspec.Struct, frozen=True):
-    """An event that is none of the three, or that cannot be read: its bytes, and what it calls itself."""
+    """An event of another kind, or that cannot be read: its bytes, and what it calls itself."""
 
     name: str
     raw: bytes
 
+    @property
+    def may_remove(self) -> bool:
+        """Whether blocks may have gone with it: not with what only brings some."""
+        return self.name != BlockStored.__name__
 
-Event = BlockStored | BlockRemoved | AllBlocksCleared | UnknownEvent
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared | TierBlocksCleared | UnknownEvent
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, gc=False):
@@ -94,6 +108,6 @@ class KVEventBatch(msgspec.Struct, array_like=True, gc=False):
     data_parallel_rank: int | None = None
 
 
-def on_device(event: BlockStored | BlockRemoved) -> bool:
+def on_device(event: BlockStored | BlockRemoved | TierBlocksCleared) -> bool:
     """Whether it concerns the device tier."""
     return medium_key(event.medium) == DEVICE

@@ -18,6 +18,7 @@ from kvgrpc.events.model import (
     BlockStored,
     Event,
     KVEventBatch,
+    TierBlocksCleared,
     UnknownEvent,
 )
 from kvgrpc.events.watch import Begin, Heartbeat, Part, SnapshotPart, WatchMode, WatchOrder
@@ -44,6 +45,8 @@ class Form:
 
     def lets_through(self, event: Event) -> bool:
         """Whether the filters do; what concerns all tiers always passes."""
+        if isinstance(event, TierBlocksCleared):
+            return not self.tiers or tier_of(event.medium) in self.tiers
         if not isinstance(event, BlockStored | BlockRemoved):
             return True
         if self.groups and (event.group_idx or 0) not in self.groups:
@@ -101,6 +104,8 @@ def stream_to_pb(state: StreamState) -> pb.EventStream:
 def digest_to_pb(digest: StateDigest) -> pb.StateDigest:
     return pb.StateDigest(
         next_sequence=digest.next_sequence,
+        kind=pb.DIGEST_KIND_MIX64_SUM,
+        doubtful=digest.doubtful,
         tiers=[
             pb.TierDigest(
                 tier=tier_of(tier.medium),
@@ -205,7 +210,12 @@ def _fill_event(message: pb.KvEvent, event: Event) -> None:
         message.removed.medium = event.medium or ""
         message.removed.group = _unsigned(event.group_idx)
     elif isinstance(event, AllBlocksCleared):
-        message.cleared.SetInParent()
+        message.cleared.scope = pb.CLEAR_SCOPE_ALL
+    elif isinstance(event, TierBlocksCleared):
+        message.cleared.scope = pb.CLEAR_SCOPE_MEDIUM
+        message.cleared.tier = tier_of(event.medium)
+        message.cleared.medium = event.medium
+        message.cleared.ownership = event.ownership or ""
     else:
         message.unknown = event.raw
 

@@ -84,6 +84,50 @@ most that gRPC clients take unless configured, comes as RAW instead, unfiltered.
 """
 Global___WatchEncoding: _TypeAlias = WatchEncoding  # noqa: Y015
 
+class _ClearScope:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ClearScopeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ClearScope.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CLEAR_SCOPE_UNSPECIFIED: _ClearScope.ValueType  # 0
+    """As ALL. So is a value that a reader does not know: it then knows too little, never too much."""
+    CLEAR_SCOPE_ALL: _ClearScope.ValueType  # 1
+    """Everything, in every tier."""
+    CLEAR_SCOPE_MEDIUM: _ClearScope.ValueType  # 2
+    """All blocks, of every group, that lie in what the engine calls the medium; other tiers keep theirs."""
+
+class ClearScope(_ClearScope, metaclass=_ClearScopeEnumTypeWrapper):
+    """What a clear takes away."""
+
+CLEAR_SCOPE_UNSPECIFIED: ClearScope.ValueType  # 0
+"""As ALL. So is a value that a reader does not know: it then knows too little, never too much."""
+CLEAR_SCOPE_ALL: ClearScope.ValueType  # 1
+"""Everything, in every tier."""
+CLEAR_SCOPE_MEDIUM: ClearScope.ValueType  # 2
+"""All blocks, of every group, that lie in what the engine calls the medium; other tiers keep theirs."""
+Global___ClearScope: _TypeAlias = ClearScope  # noqa: Y015
+
+class _DigestKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DigestKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DigestKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DIGEST_KIND_UNSPECIFIED: _DigestKind.ValueType  # 0
+    """As MIX64_SUM."""
+    DIGEST_KIND_MIX64_SUM: _DigestKind.ValueType  # 1
+    """As TierDigest says."""
+
+class DigestKind(_DigestKind, metaclass=_DigestKindEnumTypeWrapper):
+    """How a digest was made."""
+
+DIGEST_KIND_UNSPECIFIED: DigestKind.ValueType  # 0
+"""As MIX64_SUM."""
+DIGEST_KIND_MIX64_SUM: DigestKind.ValueType  # 1
+"""As TierDigest says."""
+Global___DigestKind: _TypeAlias = DigestKind  # noqa: Y015
+
 @_typing.final
 class EventStream(_message.Message):
     """One event stream."""
@@ -396,7 +440,10 @@ class KvEvent(_message.Message):
     CLEARED_FIELD_NUMBER: _builtins.int
     UNKNOWN_FIELD_NUMBER: _builtins.int
     unknown: _builtins.bytes
-    """An event that this version of the server does not know: its msgpack bytes."""
+    """An event that this version of the server does not know, or cannot read: its msgpack bytes. It may be a removal: what
+    is known of the cache may be too much from here on, until all of it is cleared or a digest that is not doubtful, of
+    a sequence behind this batch, is equal.
+    """
     @_builtins.property
     def stored(self) -> Global___BlocksStored:
         """Blocks came into a tier."""
@@ -406,15 +453,15 @@ class KvEvent(_message.Message):
         """Blocks left a tier."""
 
     @_builtins.property
-    def cleared(self) -> Global___AllBlocksCleared:
-        """Nothing is cached any more, in any tier."""
+    def cleared(self) -> Global___BlocksCleared:
+        """All blocks of a scope left."""
 
     def __init__(
         self,
         *,
         stored: Global___BlocksStored | None = ...,
         removed: Global___BlocksRemoved | None = ...,
-        cleared: Global___AllBlocksCleared | None = ...,
+        cleared: Global___BlocksCleared | None = ...,
         unknown: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "kind", b"kind", "removed", b"removed", "stored", b"stored", "unknown", b"unknown"]  # noqa: Y015
@@ -583,25 +630,42 @@ class BlocksRemoved(_message.Message):
 Global___BlocksRemoved: _TypeAlias = BlocksRemoved  # noqa: Y015
 
 @_typing.final
-class AllBlocksCleared(_message.Message):
-    """Nothing is cached any more, in any tier."""
+class BlocksCleared(_message.Message):
+    """All blocks of a scope left the cache."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    SCOPE_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    MEDIUM_FIELD_NUMBER: _builtins.int
+    OWNERSHIP_FIELD_NUMBER: _builtins.int
+    scope: Global___ClearScope.ValueType
+    """Which blocks."""
+    tier: _common_pb2.Tier.ValueType
+    """With MEDIUM: the tier."""
+    medium: _builtins.str
+    """With MEDIUM: what the engine calls it; all readers go by this name, a to z as capitals, and nothing means "GPU"."""
+    ownership: _builtins.str
+    """Which secondary tier it is about, where the engine says; the blocks of the others go with it all the same."""
     def __init__(
         self,
+        *,
+        scope: Global___ClearScope.ValueType = ...,
+        tier: _common_pb2.Tier.ValueType = ...,
+        medium: _builtins.str = ...,
+        ownership: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["medium", b"medium", "ownership", b"ownership", "scope", b"scope", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___AllBlocksCleared: _TypeAlias = AllBlocksCleared  # noqa: Y015
+Global___BlocksCleared: _TypeAlias = BlocksCleared  # noqa: Y015
 
 @_typing.final
 class DroppedRange(_message.Message):
-    """Sequences that were taken but could not be published; AllBlocksCleared follows in the log, so that a follower
+    """Sequences that were taken but could not be published; a clear of everything follows in the log, so that a follower
     under-states the cache rather than lies.
     """
 
@@ -699,8 +763,16 @@ class StateDigest(_message.Message):
 
     NEXT_SEQUENCE_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    DOUBTFUL_FIELD_NUMBER: _builtins.int
     next_sequence: _builtins.int
     """The state after all batches before this sequence."""
+    kind: Global___DigestKind.ValueType
+    """How the numbers of the tiers were made. A reader that does not know the kind compares nothing."""
+    doubtful: _builtins.bool
+    """Since everything was last cleared an event came that the publisher does not know, or cannot read, and that may have been
+    a removal: blocks that are counted here, or are in its snapshot, may be gone.
+    """
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierDigest]:
         """Ordered by medium, then group; those without a block are left out."""
@@ -710,10 +782,12 @@ class StateDigest(_message.Message):
         *,
         next_sequence: _builtins.int = ...,
         tiers: _abc.Iterable[Global___TierDigest] | None = ...,
+        kind: Global___DigestKind.ValueType = ...,
+        doubtful: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_sequence", b"next_sequence", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["doubtful", b"doubtful", "kind", b"kind", "next_sequence", b"next_sequence", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

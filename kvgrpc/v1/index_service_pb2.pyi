@@ -37,6 +37,10 @@ class _IndexSourceStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Inde
     """Exact as of next_sequence; later batches are known to be missing."""
     INDEX_SOURCE_STATE_CURRENT: _IndexSourceState.ValueType  # 4
     """Exact, as far as the publisher said when it was last heard."""
+    INDEX_SOURCE_STATE_DOUBTFUL: _IndexSourceState.ValueType  # 5
+    """An event came that may have been a removal, and that nobody here can read: blocks that are counted may be gone. It ends
+    with a snapshot or digest of a publisher that can, or when everything is cleared.
+    """
 
 class IndexSourceState(_IndexSourceState, metaclass=_IndexSourceStateEnumTypeWrapper):
     """How what is known of a cache relates to the cache."""
@@ -51,6 +55,10 @@ INDEX_SOURCE_STATE_CATCHING_UP: IndexSourceState.ValueType  # 3
 """Exact as of next_sequence; later batches are known to be missing."""
 INDEX_SOURCE_STATE_CURRENT: IndexSourceState.ValueType  # 4
 """Exact, as far as the publisher said when it was last heard."""
+INDEX_SOURCE_STATE_DOUBTFUL: IndexSourceState.ValueType  # 5
+"""An event came that may have been a removal, and that nobody here can read: blocks that are counted may be gone. It ends
+with a snapshot or digest of a publisher that can, or when everything is cleared.
+"""
 Global___IndexSourceState: _TypeAlias = IndexSourceState  # noqa: Y015
 
 @_typing.final
@@ -298,8 +306,8 @@ class Freshness(_message.Message):
     lag_batches: _builtins.int
     """Batches that are known to be missing."""
     whole: _builtins.bool
-    """False where the log began before what could be read, no snapshot is served, and nothing was cleared since: there may
-    be more blocks than are known, never fewer.
+    """False in DOUBTFUL; and where the log began before what could be read, no snapshot is served, and nothing was cleared
+    since: there may be more blocks than are known then, never fewer.
     """
     @_builtins.property
     def idle_time(self) -> _duration_pb2.Duration:

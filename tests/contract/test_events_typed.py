@@ -12,15 +12,38 @@ import pytest
 from kvgrpc.client import Begin, Client, Heartbeat, Snapshot, TypedBatches
 from kvgrpc.client.cursor import Cursor
 from kvgrpc.events import decode_batch, wire
-from kvgrpc.events.codec import Dialect
+from kvgrpc.events.codec import BatchEncoder, Dialect, Encoding
 from kvgrpc.events.log.journal import Batches
 from kvgrpc.events.log.recorder import Recorder
-from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, UnknownEvent
+from kvgrpc.events.model import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    KVEventBatch,
+    TierBlocksCleared,
+    UnknownEvent,
+)
 from kvgrpc.events.watch import SnapshotPart
 from kvgrpc.events.wire import Form, part_to_pb
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import event_service_pb2 as pb
 from tests.contract.event_serving import REPLAY, SNAPSHOT, TAIL, TYPED, kinds, publish, served, snapshot_of, stored
+
+
+def test_a_clear_says_its_scope_and_passes_the_filter_of_its_tier() -> None:
+    events: list[Event] = [AllBlocksCleared(), TierBlocksCleared("gpu"), TierBlocksCleared("CPU", "kvcr")]
+    payload = BatchEncoder(Dialect.VLLM, Encoding.MAP, 0).encode(KVEventBatch(1.0, events))
+
+    def told(*tiers: int) -> list[pb.BlocksCleared]:
+        form = Form(typed=True, tiers=frozenset(tiers))
+        return [event.cleared for event in part_to_pb(Batches(0, [payload]), form).typed.batches[0].events]
+
+    everything = pb.BlocksCleared(scope=pb.CLEAR_SCOPE_ALL)
+    device = pb.BlocksCleared(scope=pb.CLEAR_SCOPE_MEDIUM, tier=common_pb2.TIER_DEVICE, medium="gpu")
+    host = pb.BlocksCleared(scope=pb.CLEAR_SCOPE_MEDIUM, tier=common_pb2.TIER_HOST, medium="CPU", ownership="kvcr")
+    assert told() == [everything, device, host]
+    assert told(common_pb2.TIER_HOST) == [everything, host]
 
 
 async def test_typed_batches_have_one_form_for_all_engines() -> None:

@@ -1,6 +1,6 @@
 /** What one cache holds by what its events said, and whether that is what its publisher has. */
 import type { BlockHash, KVEvent } from "./events.js";
-import type { StateDigest } from "./gen/kvgrpc/v1/event_service_pb.js";
+import { DigestKind, type StateDigest } from "./gen/kvgrpc/v1/event_service_pb.js";
 import type { WatchItem } from "./watch.js";
 
 export type Verdict =
@@ -39,6 +39,8 @@ export class Cache {
   #next = 0n;
   #whole = true;
   #log = "";
+  /** The last batch with which something may have been removed that cannot be read here. */
+  #doubtAt: bigint | undefined;
   /** What a snapshot has said so far. */
   #shadow: Cache | undefined;
 
@@ -84,6 +86,16 @@ export class Cache {
       } else if (event.type === "AllBlocksCleared") {
         this.#tiers.clear();
         this.#whole = true;
+        this.#doubtAt = undefined;
+      } else if (event.type === "TierBlocksCleared") {
+        const medium = mediumKey(event.medium);
+        for (const [name, tier] of this.#tiers) {
+          if (tier.medium === medium) {
+            this.#tiers.delete(name);
+          }
+        }
+      } else if (event.name !== "BlockStored") {
+        this.#doubtAt = this.#next;
       }
     }
   }
@@ -91,6 +103,14 @@ export class Cache {
   /** Whether a block is in a tier ("GPU", "CPU_PINNED", …) and group. */
   holds(hash: BlockHash, medium = "GPU", group = 0): boolean {
     return this.#tiers.get(nameOf(mediumKey(medium), group))?.copies.has(keyOf(hash)) ?? false;
+  }
+
+  /**
+   * An event that cannot be read here may have been a removal: blocks that it shows may be gone. It ends with a digest or snapshot of
+   * a publisher that can read it, or when everything is cleared.
+   */
+  get doubtful(): boolean {
+    return this.#doubtAt !== undefined;
   }
 
   /** Empties it: what it held is no state of its publisher's. It compares with nothing until it is whole again. */
@@ -112,7 +132,7 @@ export class Cache {
 
   /** Whether this was what it held at the moment of a publisher's digest: that of now, or of one of the last checkpoints. */
   compare(state: StateDigest | undefined): Verdict {
-    if (state === undefined || !this.#whole) {
+    if (state === undefined || !this.#whole || state.kind > DigestKind.MIX64_SUM) {
       return "unknown";
     }
     const moment = BigInt(state.nextSequence);
@@ -120,7 +140,15 @@ export class Cache {
     if (own === undefined) {
       return "unknown";
     }
-    return own === textOf(state.tiers) ? "equal" : "different";
+    if (own !== textOf(state.tiers)) {
+      // A doubtful one counts blocks that may be gone, by an event that was read here.
+      return state.doubtful && this.#doubtAt === undefined ? "unknown" : "different";
+    }
+    if (!state.doubtful && this.#doubtAt !== undefined && this.#doubtAt < moment) {
+      // Its publisher can read what came before, and the blocks are these.
+      this.#doubtAt = undefined;
+    }
+    return "equal";
   }
 
   #hearPart(part: Extract<WatchItem, { kind: "snapshot" }>): Verdict {
@@ -141,6 +169,8 @@ export class Cache {
     const verdict = shadow.compare(part.state);
     if (verdict !== "different") {
       [this.#tiers, this.#past, this.#next, this.#whole] = [shadow.#tiers, shadow.#past, shadow.#next, true];
+      // Its publisher may not be able to read what came either.
+      this.#doubtAt = part.state?.doubtful ? part.nextSequence : shadow.#doubtAt;
     }
     return verdict;
   }
@@ -151,6 +181,7 @@ export class Cache {
     this.#past.clear();
     this.#next = 0n;
     this.#whole = whole;
+    this.#doubtAt = undefined;
   }
 
   #advance(next: bigint): void {

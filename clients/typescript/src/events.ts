@@ -33,7 +33,18 @@ export interface AllBlocksCleared {
   type: "AllBlocksCleared";
 }
 
-/** An event of a kind that this version does not know. The other events of its batch count all the same. */
+/** All blocks, of every group, left the tier that the engine calls `medium`. */
+export interface TierBlocksCleared {
+  type: "TierBlocksCleared";
+  medium: string;
+  /** Which secondary tier it is about, where the engine says; nobody counts blocks by it, so those of the others go too. */
+  ownership: string | null;
+}
+
+/**
+ * An event of a kind that this version does not know, or that it cannot read. The other events of its batch count all the same. It
+ * may have been a removal, unless it calls itself a BlockStored: `Cache.doubtful` says so.
+ */
 export interface UnknownEvent {
   type: "UnknownEvent";
   name: string;
@@ -41,7 +52,7 @@ export interface UnknownEvent {
   raw: Uint8Array;
 }
 
-export type KVEvent = BlockStored | BlockRemoved | AllBlocksCleared | UnknownEvent;
+export type KVEvent = BlockStored | BlockRemoved | AllBlocksCleared | TierBlocksCleared | UnknownEvent;
 
 export interface EventBatch {
   /** Unix seconds of the publisher, for people: order comes from the sequence. */
@@ -66,6 +77,11 @@ const STORED = [
   "locality",
 ] as const;
 const REMOVED = ["block_hashes", "medium", "group_idx", "locality"] as const;
+const POSITIONS: Record<string, readonly string[]> = {
+  BlockStored: STORED,
+  BlockRemoved: REMOVED,
+  TierBlocksCleared: ["medium", "ownership"],
+};
 /** Seconds since 1970 stay below it for three thousand years; what is above is milliseconds. */
 const LARGEST_SECONDS = 1e11;
 
@@ -128,8 +144,8 @@ function decodeEvent(raw: Uint8Array): KVEvent {
 }
 
 function byName(name: string, values: unknown[]): Record<string, unknown> {
-  const names: readonly string[] = name === "BlockStored" ? STORED : name === "BlockRemoved" ? REMOVED : [];
-  const needed = name === "BlockStored" ? 4 : name === "BlockRemoved" ? 1 : 0;
+  const names: readonly string[] = POSITIONS[name] ?? [];
+  const needed = name === "BlockStored" ? 4 : names.length > 0 ? 1 : 0;
   if (values.length < needed) {
     throw new TypeError("too few fields");
   }
@@ -156,6 +172,13 @@ function byName(name: string, values: unknown[]): Record<string, unknown> {
 function fromFields(name: string, fields: Record<string, unknown>): KVEvent {
   if (name === "AllBlocksCleared") {
     return { type: name };
+  }
+  if (name === "TierBlocksCleared") {
+    const { medium, ownership = null } = fields;
+    if (!isText(medium) || (ownership !== null && !isText(ownership))) {
+      throw new TypeError("a tier that cannot be read");
+    }
+    return { type: name, medium: String(medium), ownership: ownership === null ? null : String(ownership) };
   }
   if (name === "BlockStored") {
     checkFields(fields, STORED_TYPES);

@@ -9,7 +9,7 @@ import { create, type MessageInitShape } from "@bufbuild/protobuf";
 import { createClient, createRouterTransport } from "@connectrpc/connect";
 
 import { Cache, decodeBatch, EventService, followEvents, keyOf, type WatchItem } from "../src/index.js";
-import { StateDigestSchema, WatchMode, type WatchRequest, type WatchResponseSchema } from "../src/gen/kvgrpc/v1/event_service_pb.js";
+import { type DigestKind, StateDigestSchema, WatchMode, type WatchRequest, type WatchResponseSchema } from "../src/gen/kvgrpc/v1/event_service_pb.js";
 
 const folder = join(dirname(fileURLToPath(import.meta.url)), "../../../../tests/conformance/events");
 const read = (name: string): unknown => JSON.parse(readFileSync(join(folder, name), "utf8"));
@@ -156,4 +156,38 @@ test("a follower begins with a snapshot, resumes behind the last batch, and begi
   const asked = requests.map(({ mode, fromSequence }) => [mode, fromSequence]);
   const { SNAPSHOT, TAIL } = WatchMode;
   assert.deepEqual(asked, [[SNAPSHOT, undefined], [TAIL, "2"], [TAIL, "2"], [SNAPSHOT, undefined]]);
+});
+
+test("a clear of one tier, and what cannot be read, leave what every reader knows", () => {
+  const steps = read("clears.json") as { name: string; payload: string; held: { medium: string; group: number; blocks: number[] }[]; doubtful: boolean }[];
+  assert.ok(steps.length > 10);
+  const cache = new Cache();
+  cache.hear(begin);
+  for (const [sequence, { name, payload, held, doubtful }] of steps.entries()) {
+    cache.hear(batchItem(payload, sequence));
+    assert.deepEqual(cache.blocks(), held.map((place) => ({ ...place, blocks: place.blocks.length })), name);
+    for (const { medium, group, blocks } of held) {
+      assert.ok(blocks.every((block) => cache.holds(BigInt(block), medium, group)), name);
+    }
+    assert.equal(cache.doubtful, doubtful, name);
+  }
+});
+
+test("a digest of a publisher that can read it ends a doubt", () => {
+  const cache = new Cache();
+  cache.hear(begin);
+  const unknown = { type: "UnknownEvent", name: "BlockMoved", raw: new Uint8Array() } as const;
+  cache.hear({ kind: "batch", log: "a", sequence: 0n, batch: { ts: 0, events: [], dataParallelRank: 0 } });
+  cache.hear({ kind: "batch", log: "a", sequence: 1n, batch: { ts: 0, events: [unknown], dataParallelRank: 0 } });
+  const told = (fields: MessageInitShape<typeof StateDigestSchema>) => cache.compare(create(StateDigestSchema, fields));
+  assert.deepEqual([told({ nextSequence: "2", doubtful: true }), cache.doubtful], ["equal", true]);
+  assert.deepEqual([told({ nextSequence: "2", kind: 99 as DigestKind }), cache.doubtful], ["unknown", true]);
+  assert.deepEqual([told({ nextSequence: "0" }), cache.doubtful], ["unknown", true]);
+  assert.deepEqual([told({ nextSequence: "2", kind: 1 }), cache.doubtful], ["equal", false]);
+  // What its publisher could not read was read here.
+  assert.equal(told({ nextSequence: "2", doubtful: true, tiers: [{ medium: "GPU", blocks: "1" }] }), "unknown");
+  // A snapshot of a publisher that cannot read it either is as doubtful as that.
+  const state = create(StateDigestSchema, { nextSequence: "3", doubtful: true });
+  cache.hear({ kind: "snapshot", log: "a", nextSequence: 3n, events: [], index: 0, last: true, state });
+  assert.ok(cache.doubtful);
 });

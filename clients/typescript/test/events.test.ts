@@ -32,6 +32,8 @@ function asCase(event: KVEvent): Record<string, unknown> {
   switch (event.type) {
     case "AllBlocksCleared":
       return { type: event.type };
+    case "TierBlocksCleared":
+      return { type: event.type, medium: event.medium };
     case "UnknownEvent":
       return { type: event.type, name: event.name };
     case "BlockRemoved":

@@ -12,7 +12,15 @@ import msgspec
 
 from kvgrpc.events.codec.map import read_map
 from kvgrpc.events.codec.positional import AnyArray, event_of, read_array
-from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, Event, KVEventBatch, UnknownEvent
+from kvgrpc.events.model import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    KVEventBatch,
+    TierBlocksCleared,
+    UnknownEvent,
+)
 
 # Mooncake writes milliseconds; as seconds they would lie in the year 5138 or later.
 _LATEST_SECONDS = 1e11
@@ -29,7 +37,7 @@ class _Arrays(msgspec.Struct, array_like=True, gc=False):
 
 class _Maps(msgspec.Struct, array_like=True, gc=False):
     ts: float
-    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared | TierBlocksCleared]
     rank: int | None = None
 
 

@@ -14,6 +14,7 @@ from kvgrpc.events.model import (
     BlockStored,
     Event,
     KVCacheEvent,
+    TierBlocksCleared,
     Token,
     UnknownEvent,
 )
@@ -71,7 +72,9 @@ class _Cleared(_Map, tag="AllBlocksCleared"):
     pass
 
 
-KNOWN: dict[str, type[KVCacheEvent]] = {kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
+KNOWN: dict[str, type[KVCacheEvent]] = {
+    kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared, TierBlocksCleared)
+}
 _NOT_IN_SGLANG = ("extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")
 _NOT_IN_SGLANG_STORED = (*_NOT_IN_SGLANG, "locality", "ownership", "lookahead_token_ids")
 _NOT_IN_SGLANG_REMOVED = ("group_idx", "locality", "ownership")
@@ -162,6 +165,9 @@ def _extended(known: _Map, event: BlockStored | BlockRemoved, missing: tuple[str
 def _cleared(event: object) -> object:
     if isinstance(event, AllBlocksCleared):
         return {"type": "AllBlocksCleared", **event.unknown_keys} if event.unknown_keys else _CLEARED
+    if isinstance(event, TierBlocksCleared):
+        owner = {} if event.ownership is None else {"ownership": event.ownership}
+        return {"type": "TierBlocksCleared", "medium": event.medium, **owner, **(event.unknown_keys or {})}
     if isinstance(event, UnknownEvent):
         return msgspec.Raw(event.raw)
     raise TypeError(f"an event is one of kvgrpc.events.model, not {type(event).__name__}")

@@ -15,6 +15,7 @@ from kvgrpc.events.model import (
     Event,
     Group,
     KVCacheEvent,
+    TierBlocksCleared,
     Token,
     UnknownEvent,
     on_device,
@@ -77,8 +78,18 @@ class _AnyCleared(_Array, tag="AllBlocksCleared", forbid_unknown_fields=True):
     pass
 
 
-AnyArray = _AnyStored | _AnyRemoved | _AnyCleared
-_ANY = {"BlockStored": _AnyStored, "BlockRemoved": _AnyRemoved, "AllBlocksCleared": _AnyCleared}
+class _AnyTierCleared(_Array, tag="TierBlocksCleared", forbid_unknown_fields=True):
+    medium: str
+    ownership: str | None = None
+
+
+AnyArray = _AnyStored | _AnyRemoved | _AnyCleared | _AnyTierCleared
+_ANY = {
+    "BlockStored": _AnyStored,
+    "BlockRemoved": _AnyRemoved,
+    "AllBlocksCleared": _AnyCleared,
+    "TierBlocksCleared": _AnyTierCleared,
+}
 _CLEARED = _Cleared()
 
 
@@ -93,7 +104,10 @@ def seed_000(event: Event) -> object | None:
         )
     if isinstance(event, BlockRemoved):
         return _Seed000Removed(event.block_hashes) if _is_plain(event) and on_device(event) else None
-    return _CLEARED if isinstance(event, AllBlocksCleared) else _other(event)
+    if isinstance(event, TierBlocksCleared) and not on_device(event):
+        return None
+    # Its readers know no clear but that of everything: they then know too little, never too much.
+    return _CLEARED if isinstance(event, AllBlocksCleared | TierBlocksCleared) else _other(event)
 
 
 def seed_001(event: Event) -> object | None:
@@ -106,7 +120,8 @@ def seed_001(event: Event) -> object | None:
         )
     if isinstance(event, BlockRemoved):
         return _Seed001Removed(event.block_hashes, event.medium) if _is_plain(event) else None
-    return _CLEARED if isinstance(event, AllBlocksCleared) else _other(event)
+    # Its readers know no clear but that of everything: they then know too little, never too much.
+    return _CLEARED if isinstance(event, AllBlocksCleared | TierBlocksCleared) else _other(event)
 
 
 def event_of(array: AnyArray) -> Event:
@@ -132,6 +147,8 @@ def event_of(array: AnyArray) -> Event:
         )
     if isinstance(array, _AnyRemoved):
         return BlockRemoved(array.block_hashes, array.medium, array.group_idx, array.locality)
+    if isinstance(array, _AnyTierCleared):
+        return TierBlocksCleared(array.medium, array.ownership)
     return AllBlocksCleared()
 
 

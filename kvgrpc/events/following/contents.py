@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from kvgrpc.events.following.index import BlockIndex, BlockSet
 from kvgrpc.events.log.digest import CHECKPOINT_BATCHES, DigestCounter, StateDigest, hash_key, medium_key
-from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored
+from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, TierBlocksCleared, UnknownEvent
 
 # Prefixes are matched in the group of full attention, which engines number first; the others hold parts of a sequence.
 PREFIX_GROUP = 0
@@ -20,13 +20,15 @@ class CacheContents:
 
     ``next_sequence``: all batches before it are in. ``page_tokens``: tokens of a block as last told, 0 before.
     ``whole``: False where the log began before the first batch that was seen, and nothing cleared the cache since; then
-    there may be more blocks, and never fewer.
+    there may be more blocks, and never fewer. ``doubtful_at``: the last batch with an event that cannot be read here
+    and that may have been a removal, so that there may be fewer; None: there was none since everything was cleared.
     """
 
     def __init__(self, index: BlockIndex, next_sequence: int = 0, *, whole: bool = True) -> None:
         self.next_sequence = next_sequence
         self.page_tokens = 0
         self.whole = whole
+        self.doubtful_at: int | None = None
         self.blocks: BlockSet = index.cache()
         self._digest = DigestCounter()
         self._checkpoints: dict[int, StateDigest] = {}
@@ -46,13 +48,17 @@ class CacheContents:
                 self._removed(medium_key(event.medium), _group(event), _keys(event.block_hashes))
             elif isinstance(event, AllBlocksCleared):
                 self.clear()
+            elif isinstance(event, TierBlocksCleared):
+                self._clear(medium_key(event.medium))
             else:
                 unknown += 1
+                if isinstance(event, UnknownEvent) and event.may_remove:
+                    self.doubtful_at = self.next_sequence
         return unknown
 
     def clear(self) -> None:
         """Nothing is cached any more."""
-        self.whole = True
+        self.whole, self.doubtful_at = True, None
         self.blocks.cleared()
         self._digest.clear()
         self._others.clear()
@@ -72,6 +78,11 @@ class CacheContents:
     def digest(self) -> StateDigest:
         """What a publisher with the same state says at ``next_sequence``."""
         return self._digest.digest(self.next_sequence)
+
+    def _clear(self, medium: str) -> None:
+        self.blocks.cleared(medium)
+        self._digest.clear(medium)
+        self._others = {key: copies for key, copies in self._others.items() if key[0] != medium}
 
     def _stored(self, medium: str, group: int, keys: Sequence[int]) -> bool:
         if not keys:

@@ -99,6 +99,8 @@ class FollowerCore:
             return FollowerState.REBUILDING
         if self._main is None or not self._main.begun or not self._shown:
             return FollowerState.CONNECTING
+        if self.contents is not None and self.contents.doubtful_at is not None:
+            return FollowerState.DOUBTFUL
         return FollowerState.CATCHING_UP if self.lag else FollowerState.CURRENT
 
     @property
@@ -208,6 +210,9 @@ class FollowerCore:
             self._fail(ValueError(f"the snapshot at {state.next_sequence} does not come to its own digest"), now)
             return
         self.counts.snapshots += 1
+        if state is not None and state.doubtful:
+            # Its publisher cannot read what came either.
+            shadow.doubtful_at = shadow.next_sequence
         self._take_over(shadow)
         self._go_live()
 
@@ -337,7 +342,9 @@ class FollowerCore:
             self._fail(ValueError(f"a Watch went from {contents.next_sequence} to {sequence}"), now)
             return False
         try:
+            doubtful_at = contents.doubtful_at
             self.counts.unknown += contents.apply(self._decode(payload))
+            self.counts.doubts += contents.doubtful_at not in (None, doubtful_at)
         except msgspec.DecodeError as error:
             # What it said is lost, so what is shown is no state of the cache any more.
             self.counts.undecodable += 1
@@ -365,6 +372,12 @@ class FollowerCore:
             return True
         if own == expected:
             self.counts.digests_equal += 1
+            if not expected.doubtful and contents.doubtful_at is not None:
+                # Its publisher can read what came before, and the blocks are these.
+                contents.doubtful_at = None if contents.doubtful_at < own.next_sequence else contents.doubtful_at
+            return True
+        if expected.doubtful and contents.doubtful_at is None:
+            # It counts blocks that may be gone, by an event that was read here.
             return True
         self.counts.digests_different += 1
         self._forget()

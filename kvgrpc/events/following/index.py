@@ -96,6 +96,13 @@ class BlockIndex:
             self._tiers.append(tier_of(medium))
         return plane
 
+    def blocks_of(self, slot: int, plane: int) -> list[int]:
+        """The blocks that one cache has in one medium. For BlockSet."""
+        theirs = {
+            number for number, planes in enumerate(self._holders) if plane < len(planes) and planes[plane] >> slot & 1
+        }
+        return [block for block, number in self._numbers.items() if number in theirs]
+
     def number_of(self, holders: Holders) -> int:
         """The number of a set of holders, made where it is new. For BlockSet."""
         holders = _stripped(list(holders))
@@ -294,10 +301,16 @@ class BlockSet:
         if place is not None and not place.count:
             del self._media[medium]
 
-    def cleared(self) -> None:
-        """Nothing is there any more."""
-        self._slot = self._index.empty(self._slot, len(self))
-        self._media.clear()
+    def cleared(self, medium: str | None = None) -> None:
+        """Nothing is there any more; of one medium. That looks at each block of the index where others hold some."""
+        if medium is None or set(self.counts()) <= {medium}:
+            self._slot = self._index.empty(self._slot, len(self))
+            self._media.clear()
+        elif self.count(medium):
+            place = self._media[medium]
+            place.copies.clear()
+            self.removed(medium, self._index.blocks_of(self._slot, place.plane))
+            self.forget(medium)
 
     def show(self, instead_of: BlockSet | None = None) -> None:
         """From now on the index answers with this, in one step in place of the other, which is dropped."""

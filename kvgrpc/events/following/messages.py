@@ -37,6 +37,8 @@ class FollowerState(enum.Enum):
     """Exact as of a moment ago: batches are known to be missing at the end."""
     CURRENT = "current"
     """Exact, as far as anybody was told."""
+    DOUBTFUL = "doubtful"
+    """An event that may have been a removal cannot be read here: blocks that are shown may be gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,7 @@ class FollowerCounts:
     digests_different: int = 0
     undecodable: int = 0
     unknown: int = 0
+    doubts: int = 0
     failures: int = 0
 
 

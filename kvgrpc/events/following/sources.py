@@ -115,4 +115,5 @@ def freshness(core: FollowerCore, now: float) -> Freshness:
     if contents is None:
         return Freshness(core.state, core.log_id, 0, known, idle_time, False)
     upcoming = contents.next_sequence
-    return Freshness(core.state, core.log_id, upcoming, max(0, known - upcoming), idle_time, contents.whole)
+    whole = contents.whole and contents.doubtful_at is None
+    return Freshness(core.state, core.log_id, upcoming, max(0, known - upcoming), idle_time, whole)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -39,10 +39,15 @@ class TierDigest:
 
 @dataclass(frozen=True, slots=True)
 class StateDigest:
-    """The state after all batches before ``next_sequence``; tiers without a block are left out, the others in order."""
+    """The state after all batches before ``next_sequence``; tiers without a block are left out, the others in order.
+
+    ``doubtful``: an event came that may have been a removal and that its publisher cannot read. It is not compared:
+    whoever passes over the same event comes to the same numbers.
+    """
 
     next_sequence: int
     tiers: tuple[TierDigest, ...] = ()
+    doubtful: bool = field(default=False, compare=False)
 
 
 def hash_key(block_hash: int | bytes) -> int:
@@ -105,16 +110,17 @@ class DigestCounter:
         short = len(medium) <= MAX_MEDIUM_BYTES // 4 or len(medium.encode()) <= MAX_MEDIUM_BYTES
         return short and len(self._tiers) < MAX_PLACES
 
-    def clear(self) -> None:
-        """Nothing is there any more."""
-        self._tiers.clear()
+    def clear(self, medium: str | None = None) -> None:
+        """Nothing is there any more; of one medium, in any group."""
+        self._tiers = {} if medium is None else {key: tier for key, tier in self._tiers.items() if key[0] != medium}
 
-    def digest(self, next_sequence: int) -> StateDigest:
+    def digest(self, next_sequence: int, *, doubtful: bool = False) -> StateDigest:
         """The digest as it stands."""
         ordered = sorted(self._tiers.items())
         return StateDigest(
             next_sequence,
             tuple(TierDigest(*names, tier.blocks, tier.mixed()) for names, tier in ordered),
+            doubtful,
         )
 
     def _tier(self, medium: str, group: int) -> _Tier:

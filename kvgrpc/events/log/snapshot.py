@@ -13,7 +13,15 @@ from typing import Any
 import msgspec
 
 from kvgrpc.events.log.digest import DigestCounter, StateDigest, hash_key, medium_key
-from kvgrpc.events.model import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event, Token
+from kvgrpc.events.model import (
+    AllBlocksCleared,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    TierBlocksCleared,
+    Token,
+)
 
 # A shard of a million blocks is copied in about a tenth of a millisecond.
 SHARDS = 256
@@ -64,6 +72,8 @@ class CacheState:
         self.next_sequence = 0
         self.copies = 0
         """Copies of all blocks together."""
+        self.doubtful = False
+        """An event came that may have been a removal and that cannot be read, and nothing cleared everything since."""
         self._digest = DigestCounter()
         self._tiers: dict[TierName, _Tier] = {}
 
@@ -79,15 +89,18 @@ class CacheState:
             elif isinstance(event, BlockRemoved):
                 self._remove(event)
             elif isinstance(event, AllBlocksCleared):
-                self._tiers, self.copies = {}, 0
+                self._tiers, self.copies, self.doubtful = {}, 0, False
                 self._digest.clear()
+            elif isinstance(event, TierBlocksCleared):
+                self._clear(medium_key(event.medium))
             else:
                 unknown += 1
+                self.doubtful = self.doubtful or event.may_remove
         return unknown
 
     def digest(self) -> StateDigest:
         """What it comes to."""
-        return self._digest.digest(self.next_sequence)
+        return self._digest.digest(self.next_sequence, doubtful=self.doubtful)
 
     def cut(self) -> Cut:
         """The state as it is now; takes microseconds, whatever its size."""
@@ -120,6 +133,12 @@ class CacheState:
         self.copies += len(hashes)
         self._digest.add(*name, keys, new)
         return True
+
+    def _clear(self, medium: str) -> None:
+        for name in [name for name in self._tiers if name[0] == medium]:
+            gone = self._tiers.pop(name)
+            self.copies -= sum(block.copies for shard in gone.share() for block in shard.values())
+        self._digest.clear(medium)
 
     def _remove(self, event: BlockRemoved) -> None:
         name = (medium_key(event.medium), event.group_idx or 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -11,8 +12,9 @@ from kvgrpc.errors import EventsCompacted, FeatureDisabled, InvalidRequest, Peer
 from kvgrpc.events.following.follower import HIDE_AFTER_SECONDS, FollowerCore
 from kvgrpc.events.following.index import BlockIndex
 from kvgrpc.events.following.messages import CloseWatch, FollowerState, Mode, OpenWatch, ResetLive
+from kvgrpc.events.following.sources import freshness
 from kvgrpc.events.log.digest import StateDigest, TierDigest, mix
-from kvgrpc.events.model import BlockStored
+from kvgrpc.events.model import BlockStored, UnknownEvent
 
 BROKEN = PeerUnreachable("broken")
 OTHER = StaleLog("another log")
@@ -21,6 +23,8 @@ OTHER = StaleLog("another log")
 def decode(payload: bytes) -> Iterable[object]:
     if payload == b"junk":
         raise msgspec.DecodeError("no batch")
+    if payload == b"moved":
+        return [UnknownEvent("BlockMoved", payload)]
     return [BlockStored([int(payload)], None, [], 16)]
 
 
@@ -456,3 +460,52 @@ class TestFailures:
         core.ended(1, BROKEN, 0.0)
         core.stop()
         assert (core.wake_at, caches(core)) == (None, 0)
+
+
+class TestDoubts:
+    """An event that cannot be read may be a removal: what is shown may be too much."""
+
+    def test_the_state_says_so_until_a_digest_of_somebody_who_can_read_it_is_equal(self) -> None:
+        core = rebuilt(upcoming=2)
+        core.batches(1, 2, [b"moved"], 0.0)
+        assert (core.state, core.counts.unknown, core.counts.doubts) == (FollowerState.DOUBTFUL, 1, 1)
+        core.batches(1, 3, [b"3"], 0.0)
+        core.heartbeat(1, 4, replace(digest(4, 1, 2, 3), doubtful=True), 0.0)
+        assert core.state is FollowerState.DOUBTFUL and core.counts.digests_equal == 1
+        core.heartbeat(1, 4, digest(4, 1, 2, 3), 0.0)
+        assert core.state is FollowerState.CURRENT and core.counts.doubts == 1
+
+    def test_a_digest_of_before_the_event_ends_no_doubt(self) -> None:
+        core = rebuilt(upcoming=2)
+        core.heartbeat(1, 3, None, 0.0)
+        core.batches(1, 2, [b"moved"], 0.0)
+        assert core.contents is not None
+        core.contents._checkpoints[2] = digest(2, 1, 2)
+        core.heartbeat(1, 3, digest(2, 1, 2), 0.0)
+        assert core.state is FollowerState.DOUBTFUL and core.counts.digests_equal == 1
+
+    def test_a_digest_that_differs_brings_a_snapshot_of_somebody_who_can_read_it(self) -> None:
+        core = rebuilt(upcoming=2)
+        core.batches(1, 2, [b"moved"], 0.0)
+        core.heartbeat(1, 3, digest(3, 2), 0.0)
+        core.tick(9.0)
+        assert [command for command in core.take_commands() if isinstance(command, OpenWatch)] == [
+            OpenWatch(2, Mode.SNAPSHOT)
+        ]
+        core.begun(2, "log", 3, 0, 9.0)
+        core.snapshot(2, 0, 3, [b"2"], 9.0)
+        core.snapshot_complete(2, digest(3, 2), 9.0)
+        assert core.state is FollowerState.CURRENT and shown(core) == {2}
+
+    def test_a_doubtful_snapshot_is_shown_and_stays_doubtful(self) -> None:
+        core = started()
+        core.begun(1, "log", 2, 0, 0.0)
+        core.snapshot(1, 0, 2, [b"1"], 0.0)
+        core.snapshot_complete(1, replace(digest(2, 1), doubtful=True), 0.0)
+        assert core.state is FollowerState.DOUBTFUL and shown(core) == {1}
+        assert not freshness(core, 0.0).whole
+
+    def test_a_doubtful_digest_that_differs_says_nothing_where_all_was_read(self) -> None:
+        core = rebuilt(upcoming=2)
+        core.heartbeat(1, 2, replace(digest(2, 1, 2, 3), doubtful=True), 0.0)
+        assert core.state is FollowerState.CURRENT and core.counts.digests_different == 0

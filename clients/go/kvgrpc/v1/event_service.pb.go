@@ -141,6 +141,108 @@ func (WatchEncoding) EnumDescriptor() ([]byte, []int) {
 	return file_kvgrpc_v1_event_service_proto_rawDescGZIP(), []int{1}
 }
 
+// What a clear takes away.
+type ClearScope int32
+
+const (
+	// As ALL. So is a value that a reader does not know: it then knows too little, never too much.
+	ClearScope_CLEAR_SCOPE_UNSPECIFIED ClearScope = 0
+	// Everything, in every tier.
+	ClearScope_CLEAR_SCOPE_ALL ClearScope = 1
+	// All blocks, of every group, that lie in what the engine calls the medium; other tiers keep theirs.
+	ClearScope_CLEAR_SCOPE_MEDIUM ClearScope = 2
+)
+
+// Enum value maps for ClearScope.
+var (
+	ClearScope_name = map[int32]string{
+		0: "CLEAR_SCOPE_UNSPECIFIED",
+		1: "CLEAR_SCOPE_ALL",
+		2: "CLEAR_SCOPE_MEDIUM",
+	}
+	ClearScope_value = map[string]int32{
+		"CLEAR_SCOPE_UNSPECIFIED": 0,
+		"CLEAR_SCOPE_ALL":         1,
+		"CLEAR_SCOPE_MEDIUM":      2,
+	}
+)
+
+func (x ClearScope) Enum() *ClearScope {
+	p := new(ClearScope)
+	*p = x
+	return p
+}
+
+func (x ClearScope) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (ClearScope) Descriptor() protoreflect.EnumDescriptor {
+	return file_kvgrpc_v1_event_service_proto_enumTypes[2].Descriptor()
+}
+
+func (ClearScope) Type() protoreflect.EnumType {
+	return &file_kvgrpc_v1_event_service_proto_enumTypes[2]
+}
+
+func (x ClearScope) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use ClearScope.Descriptor instead.
+func (ClearScope) EnumDescriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_event_service_proto_rawDescGZIP(), []int{2}
+}
+
+// How a digest was made.
+type DigestKind int32
+
+const (
+	// As MIX64_SUM.
+	DigestKind_DIGEST_KIND_UNSPECIFIED DigestKind = 0
+	// As TierDigest says.
+	DigestKind_DIGEST_KIND_MIX64_SUM DigestKind = 1
+)
+
+// Enum value maps for DigestKind.
+var (
+	DigestKind_name = map[int32]string{
+		0: "DIGEST_KIND_UNSPECIFIED",
+		1: "DIGEST_KIND_MIX64_SUM",
+	}
+	DigestKind_value = map[string]int32{
+		"DIGEST_KIND_UNSPECIFIED": 0,
+		"DIGEST_KIND_MIX64_SUM":   1,
+	}
+)
+
+func (x DigestKind) Enum() *DigestKind {
+	p := new(DigestKind)
+	*p = x
+	return p
+}
+
+func (x DigestKind) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (DigestKind) Descriptor() protoreflect.EnumDescriptor {
+	return file_kvgrpc_v1_event_service_proto_enumTypes[3].Descriptor()
+}
+
+func (DigestKind) Type() protoreflect.EnumType {
+	return &file_kvgrpc_v1_event_service_proto_enumTypes[3]
+}
+
+func (x DigestKind) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use DigestKind.Descriptor instead.
+func (DigestKind) EnumDescriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_event_service_proto_rawDescGZIP(), []int{3}
+}
+
 // One event stream.
 type EventStream struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -805,7 +907,7 @@ func (x *KvEvent) GetRemoved() *BlocksRemoved {
 	return nil
 }
 
-func (x *KvEvent) GetCleared() *AllBlocksCleared {
+func (x *KvEvent) GetCleared() *BlocksCleared {
 	if x != nil {
 		if x, ok := x.Kind.(*KvEvent_Cleared); ok {
 			return x.Cleared
@@ -838,12 +940,14 @@ type KvEvent_Removed struct {
 }
 
 type KvEvent_Cleared struct {
-	// Nothing is cached any more, in any tier.
-	Cleared *AllBlocksCleared `protobuf:"bytes,3,opt,name=cleared,proto3,oneof"`
+	// All blocks of a scope left.
+	Cleared *BlocksCleared `protobuf:"bytes,3,opt,name=cleared,proto3,oneof"`
 }
 
 type KvEvent_Unknown struct {
-	// An event that this version of the server does not know: its msgpack bytes.
+	// An event that this version of the server does not know, or cannot read: its msgpack bytes. It may be a removal: what
+	// is known of the cache may be too much from here on, until all of it is cleared or a digest that is not doubtful, of
+	// a sequence behind this batch, is equal.
 	Unknown []byte `protobuf:"bytes,4,opt,name=unknown,proto3,oneof"`
 }
 
@@ -1187,27 +1291,35 @@ func (x *BlocksRemoved) GetGroup() uint32 {
 	return 0
 }
 
-// Nothing is cached any more, in any tier.
-type AllBlocksCleared struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
+// All blocks of a scope left the cache.
+type BlocksCleared struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Which blocks.
+	Scope ClearScope `protobuf:"varint,1,opt,name=scope,proto3,enum=kvgrpc.v1.ClearScope" json:"scope,omitempty"`
+	// With MEDIUM: the tier.
+	Tier Tier `protobuf:"varint,2,opt,name=tier,proto3,enum=kvgrpc.v1.Tier" json:"tier,omitempty"`
+	// With MEDIUM: what the engine calls it; all readers go by this name, a to z as capitals, and nothing means "GPU".
+	Medium string `protobuf:"bytes,3,opt,name=medium,proto3" json:"medium,omitempty"`
+	// Which secondary tier it is about, where the engine says; the blocks of the others go with it all the same.
+	Ownership     string `protobuf:"bytes,4,opt,name=ownership,proto3" json:"ownership,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *AllBlocksCleared) Reset() {
-	*x = AllBlocksCleared{}
+func (x *BlocksCleared) Reset() {
+	*x = BlocksCleared{}
 	mi := &file_kvgrpc_v1_event_service_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *AllBlocksCleared) String() string {
+func (x *BlocksCleared) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*AllBlocksCleared) ProtoMessage() {}
+func (*BlocksCleared) ProtoMessage() {}
 
-func (x *AllBlocksCleared) ProtoReflect() protoreflect.Message {
+func (x *BlocksCleared) ProtoReflect() protoreflect.Message {
 	mi := &file_kvgrpc_v1_event_service_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
@@ -1219,12 +1331,40 @@ func (x *AllBlocksCleared) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use AllBlocksCleared.ProtoReflect.Descriptor instead.
-func (*AllBlocksCleared) Descriptor() ([]byte, []int) {
+// Deprecated: Use BlocksCleared.ProtoReflect.Descriptor instead.
+func (*BlocksCleared) Descriptor() ([]byte, []int) {
 	return file_kvgrpc_v1_event_service_proto_rawDescGZIP(), []int{12}
 }
 
-// Sequences that were taken but could not be published; AllBlocksCleared follows in the log, so that a follower
+func (x *BlocksCleared) GetScope() ClearScope {
+	if x != nil {
+		return x.Scope
+	}
+	return ClearScope_CLEAR_SCOPE_UNSPECIFIED
+}
+
+func (x *BlocksCleared) GetTier() Tier {
+	if x != nil {
+		return x.Tier
+	}
+	return Tier_TIER_UNSPECIFIED
+}
+
+func (x *BlocksCleared) GetMedium() string {
+	if x != nil {
+		return x.Medium
+	}
+	return ""
+}
+
+func (x *BlocksCleared) GetOwnership() string {
+	if x != nil {
+		return x.Ownership
+	}
+	return ""
+}
+
+// Sequences that were taken but could not be published; a clear of everything follows in the log, so that a follower
 // under-states the cache rather than lies.
 type DroppedRange struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1400,7 +1540,12 @@ type StateDigest struct {
 	// The state after all batches before this sequence.
 	NextSequence uint64 `protobuf:"varint,1,opt,name=next_sequence,json=nextSequence,proto3" json:"next_sequence,omitempty"`
 	// Ordered by medium, then group; those without a block are left out.
-	Tiers         []*TierDigest `protobuf:"bytes,2,rep,name=tiers,proto3" json:"tiers,omitempty"`
+	Tiers []*TierDigest `protobuf:"bytes,2,rep,name=tiers,proto3" json:"tiers,omitempty"`
+	// How the numbers of the tiers were made. A reader that does not know the kind compares nothing.
+	Kind DigestKind `protobuf:"varint,3,opt,name=kind,proto3,enum=kvgrpc.v1.DigestKind" json:"kind,omitempty"`
+	// Since everything was last cleared an event came that the publisher does not know, or cannot read, and that may have been
+	// a removal: blocks that are counted here, or are in its snapshot, may be gone.
+	Doubtful      bool `protobuf:"varint,4,opt,name=doubtful,proto3" json:"doubtful,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1447,6 +1592,20 @@ func (x *StateDigest) GetTiers() []*TierDigest {
 		return x.Tiers
 	}
 	return nil
+}
+
+func (x *StateDigest) GetKind() DigestKind {
+	if x != nil {
+		return x.Kind
+	}
+	return DigestKind_DIGEST_KIND_UNSPECIFIED
+}
+
+func (x *StateDigest) GetDoubtful() bool {
+	if x != nil {
+		return x.Doubtful
+	}
+	return false
 }
 
 // One tier and group of a state.
@@ -1794,11 +1953,11 @@ const file_kvgrpc_v1_event_service_proto_rawDesc = "" +
 	"\abatches\x18\x02 \x03(\v2\x17.kvgrpc.v1.KvEventBatchR\abatches\"]\n" +
 	"\fKvEventBatch\x12!\n" +
 	"\funix_seconds\x18\x01 \x01(\x01R\vunixSeconds\x12*\n" +
-	"\x06events\x18\x02 \x03(\v2\x12.kvgrpc.v1.KvEventR\x06events\"\xcf\x01\n" +
+	"\x06events\x18\x02 \x03(\v2\x12.kvgrpc.v1.KvEventR\x06events\"\xcc\x01\n" +
 	"\aKvEvent\x121\n" +
 	"\x06stored\x18\x01 \x01(\v2\x17.kvgrpc.v1.BlocksStoredH\x00R\x06stored\x124\n" +
-	"\aremoved\x18\x02 \x01(\v2\x18.kvgrpc.v1.BlocksRemovedH\x00R\aremoved\x127\n" +
-	"\acleared\x18\x03 \x01(\v2\x1b.kvgrpc.v1.AllBlocksClearedH\x00R\acleared\x12\x1a\n" +
+	"\aremoved\x18\x02 \x01(\v2\x18.kvgrpc.v1.BlocksRemovedH\x00R\aremoved\x124\n" +
+	"\acleared\x18\x03 \x01(\v2\x18.kvgrpc.v1.BlocksClearedH\x00R\acleared\x12\x1a\n" +
 	"\aunknown\x18\x04 \x01(\fH\x00R\aunknownB\x06\n" +
 	"\x04kind\"I\n" +
 	"\tBlockHash\x12\x1a\n" +
@@ -1833,8 +1992,12 @@ const file_kvgrpc_v1_event_service_proto_rawDesc = "" +
 	"\fblock_hashes\x18\x01 \x03(\v2\x14.kvgrpc.v1.BlockHashR\vblockHashes\x12#\n" +
 	"\x04tier\x18\x02 \x01(\x0e2\x0f.kvgrpc.v1.TierR\x04tier\x12\x16\n" +
 	"\x06medium\x18\x03 \x01(\tR\x06medium\x12\x14\n" +
-	"\x05group\x18\x04 \x01(\rR\x05group\"\x12\n" +
-	"\x10AllBlocksCleared\"x\n" +
+	"\x05group\x18\x04 \x01(\rR\x05group\"\x97\x01\n" +
+	"\rBlocksCleared\x12+\n" +
+	"\x05scope\x18\x01 \x01(\x0e2\x15.kvgrpc.v1.ClearScopeR\x05scope\x12#\n" +
+	"\x04tier\x18\x02 \x01(\x0e2\x0f.kvgrpc.v1.TierR\x04tier\x12\x16\n" +
+	"\x06medium\x18\x03 \x01(\tR\x06medium\x12\x1c\n" +
+	"\townership\x18\x04 \x01(\tR\townership\"x\n" +
 	"\fDroppedRange\x12)\n" +
 	"\x0efirst_sequence\x18\x01 \x01(\x04B\x020\x01R\rfirstSequence\x12'\n" +
 	"\rlast_sequence\x18\x02 \x01(\x04B\x020\x01R\flastSequence\x12\x14\n" +
@@ -1846,10 +2009,12 @@ const file_kvgrpc_v1_event_service_proto_rawDesc = "" +
 	"\ftotal_blocks\x18\x04 \x01(\x04B\x020\x01R\vtotalBlocks\x12\x1a\n" +
 	"\bpayloads\x18\x05 \x03(\fR\bpayloads\x12*\n" +
 	"\x06events\x18\x06 \x03(\v2\x12.kvgrpc.v1.KvEventR\x06events\x12,\n" +
-	"\x05state\x18\a \x01(\v2\x16.kvgrpc.v1.StateDigestR\x05state\"c\n" +
+	"\x05state\x18\a \x01(\v2\x16.kvgrpc.v1.StateDigestR\x05state\"\xaa\x01\n" +
 	"\vStateDigest\x12'\n" +
 	"\rnext_sequence\x18\x01 \x01(\x04B\x020\x01R\fnextSequence\x12+\n" +
-	"\x05tiers\x18\x02 \x03(\v2\x15.kvgrpc.v1.TierDigestR\x05tiers\"\xa2\x01\n" +
+	"\x05tiers\x18\x02 \x03(\v2\x15.kvgrpc.v1.TierDigestR\x05tiers\x12)\n" +
+	"\x04kind\x18\x03 \x01(\x0e2\x15.kvgrpc.v1.DigestKindR\x04kind\x12\x1a\n" +
+	"\bdoubtful\x18\x04 \x01(\bR\bdoubtful\"\xa2\x01\n" +
 	"\n" +
 	"TierDigest\x12#\n" +
 	"\x04tier\x18\x01 \x01(\x0e2\x0f.kvgrpc.v1.TierR\x04tier\x12\x16\n" +
@@ -1877,7 +2042,16 @@ const file_kvgrpc_v1_event_service_proto_rawDesc = "" +
 	"\rWatchEncoding\x12\x1e\n" +
 	"\x1aWATCH_ENCODING_UNSPECIFIED\x10\x00\x12\x16\n" +
 	"\x12WATCH_ENCODING_RAW\x10\x01\x12\x18\n" +
-	"\x14WATCH_ENCODING_TYPED\x10\x022\xa4\x01\n" +
+	"\x14WATCH_ENCODING_TYPED\x10\x02*V\n" +
+	"\n" +
+	"ClearScope\x12\x1b\n" +
+	"\x17CLEAR_SCOPE_UNSPECIFIED\x10\x00\x12\x13\n" +
+	"\x0fCLEAR_SCOPE_ALL\x10\x01\x12\x16\n" +
+	"\x12CLEAR_SCOPE_MEDIUM\x10\x02*D\n" +
+	"\n" +
+	"DigestKind\x12\x1b\n" +
+	"\x17DIGEST_KIND_UNSPECIFIED\x10\x00\x12\x19\n" +
+	"\x15DIGEST_KIND_MIX64_SUM\x10\x012\xa4\x01\n" +
 	"\fEventService\x12Q\n" +
 	"\vListStreams\x12\x1d.kvgrpc.v1.ListStreamsRequest\x1a\x1e.kvgrpc.v1.ListStreamsResponse\"\x03\x90\x02\x01\x12A\n" +
 	"\x05Watch\x12\x17.kvgrpc.v1.WatchRequest\x1a\x18.kvgrpc.v1.WatchResponse\"\x03\x90\x02\x010\x01B?\n" +
@@ -1895,71 +2069,76 @@ func file_kvgrpc_v1_event_service_proto_rawDescGZIP() []byte {
 	return file_kvgrpc_v1_event_service_proto_rawDescData
 }
 
-var file_kvgrpc_v1_event_service_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
+var file_kvgrpc_v1_event_service_proto_enumTypes = make([]protoimpl.EnumInfo, 4)
 var file_kvgrpc_v1_event_service_proto_msgTypes = make([]protoimpl.MessageInfo, 19)
 var file_kvgrpc_v1_event_service_proto_goTypes = []any{
 	(WatchMode)(0),              // 0: kvgrpc.v1.WatchMode
 	(WatchEncoding)(0),          // 1: kvgrpc.v1.WatchEncoding
-	(*EventStream)(nil),         // 2: kvgrpc.v1.EventStream
-	(*ListStreamsRequest)(nil),  // 3: kvgrpc.v1.ListStreamsRequest
-	(*ListStreamsResponse)(nil), // 4: kvgrpc.v1.ListStreamsResponse
-	(*WatchRequest)(nil),        // 5: kvgrpc.v1.WatchRequest
-	(*WatchBegin)(nil),          // 6: kvgrpc.v1.WatchBegin
-	(*RawBatches)(nil),          // 7: kvgrpc.v1.RawBatches
-	(*TypedBatches)(nil),        // 8: kvgrpc.v1.TypedBatches
-	(*KvEventBatch)(nil),        // 9: kvgrpc.v1.KvEventBatch
-	(*KvEvent)(nil),             // 10: kvgrpc.v1.KvEvent
-	(*BlockHash)(nil),           // 11: kvgrpc.v1.BlockHash
-	(*BlocksStored)(nil),        // 12: kvgrpc.v1.BlocksStored
-	(*BlocksRemoved)(nil),       // 13: kvgrpc.v1.BlocksRemoved
-	(*AllBlocksCleared)(nil),    // 14: kvgrpc.v1.AllBlocksCleared
-	(*DroppedRange)(nil),        // 15: kvgrpc.v1.DroppedRange
-	(*SnapshotPart)(nil),        // 16: kvgrpc.v1.SnapshotPart
-	(*StateDigest)(nil),         // 17: kvgrpc.v1.StateDigest
-	(*TierDigest)(nil),          // 18: kvgrpc.v1.TierDigest
-	(*WatchHeartbeat)(nil),      // 19: kvgrpc.v1.WatchHeartbeat
-	(*WatchResponse)(nil),       // 20: kvgrpc.v1.WatchResponse
-	(*RankRef)(nil),             // 21: kvgrpc.v1.RankRef
-	(Tier)(0),                   // 22: kvgrpc.v1.Tier
+	(ClearScope)(0),             // 2: kvgrpc.v1.ClearScope
+	(DigestKind)(0),             // 3: kvgrpc.v1.DigestKind
+	(*EventStream)(nil),         // 4: kvgrpc.v1.EventStream
+	(*ListStreamsRequest)(nil),  // 5: kvgrpc.v1.ListStreamsRequest
+	(*ListStreamsResponse)(nil), // 6: kvgrpc.v1.ListStreamsResponse
+	(*WatchRequest)(nil),        // 7: kvgrpc.v1.WatchRequest
+	(*WatchBegin)(nil),          // 8: kvgrpc.v1.WatchBegin
+	(*RawBatches)(nil),          // 9: kvgrpc.v1.RawBatches
+	(*TypedBatches)(nil),        // 10: kvgrpc.v1.TypedBatches
+	(*KvEventBatch)(nil),        // 11: kvgrpc.v1.KvEventBatch
+	(*KvEvent)(nil),             // 12: kvgrpc.v1.KvEvent
+	(*BlockHash)(nil),           // 13: kvgrpc.v1.BlockHash
+	(*BlocksStored)(nil),        // 14: kvgrpc.v1.BlocksStored
+	(*BlocksRemoved)(nil),       // 15: kvgrpc.v1.BlocksRemoved
+	(*BlocksCleared)(nil),       // 16: kvgrpc.v1.BlocksCleared
+	(*DroppedRange)(nil),        // 17: kvgrpc.v1.DroppedRange
+	(*SnapshotPart)(nil),        // 18: kvgrpc.v1.SnapshotPart
+	(*StateDigest)(nil),         // 19: kvgrpc.v1.StateDigest
+	(*TierDigest)(nil),          // 20: kvgrpc.v1.TierDigest
+	(*WatchHeartbeat)(nil),      // 21: kvgrpc.v1.WatchHeartbeat
+	(*WatchResponse)(nil),       // 22: kvgrpc.v1.WatchResponse
+	(*RankRef)(nil),             // 23: kvgrpc.v1.RankRef
+	(Tier)(0),                   // 24: kvgrpc.v1.Tier
 }
 var file_kvgrpc_v1_event_service_proto_depIdxs = []int32{
-	21, // 0: kvgrpc.v1.EventStream.publisher:type_name -> kvgrpc.v1.RankRef
-	17, // 1: kvgrpc.v1.EventStream.state:type_name -> kvgrpc.v1.StateDigest
-	2,  // 2: kvgrpc.v1.ListStreamsResponse.streams:type_name -> kvgrpc.v1.EventStream
+	23, // 0: kvgrpc.v1.EventStream.publisher:type_name -> kvgrpc.v1.RankRef
+	19, // 1: kvgrpc.v1.EventStream.state:type_name -> kvgrpc.v1.StateDigest
+	4,  // 2: kvgrpc.v1.ListStreamsResponse.streams:type_name -> kvgrpc.v1.EventStream
 	0,  // 3: kvgrpc.v1.WatchRequest.mode:type_name -> kvgrpc.v1.WatchMode
 	1,  // 4: kvgrpc.v1.WatchRequest.encoding:type_name -> kvgrpc.v1.WatchEncoding
-	22, // 5: kvgrpc.v1.WatchRequest.tiers:type_name -> kvgrpc.v1.Tier
-	2,  // 6: kvgrpc.v1.WatchBegin.stream:type_name -> kvgrpc.v1.EventStream
-	9,  // 7: kvgrpc.v1.TypedBatches.batches:type_name -> kvgrpc.v1.KvEventBatch
-	10, // 8: kvgrpc.v1.KvEventBatch.events:type_name -> kvgrpc.v1.KvEvent
-	12, // 9: kvgrpc.v1.KvEvent.stored:type_name -> kvgrpc.v1.BlocksStored
-	13, // 10: kvgrpc.v1.KvEvent.removed:type_name -> kvgrpc.v1.BlocksRemoved
-	14, // 11: kvgrpc.v1.KvEvent.cleared:type_name -> kvgrpc.v1.AllBlocksCleared
-	11, // 12: kvgrpc.v1.BlocksStored.block_hashes:type_name -> kvgrpc.v1.BlockHash
-	11, // 13: kvgrpc.v1.BlocksStored.parent_block_hash:type_name -> kvgrpc.v1.BlockHash
-	22, // 14: kvgrpc.v1.BlocksStored.tier:type_name -> kvgrpc.v1.Tier
-	11, // 15: kvgrpc.v1.BlocksRemoved.block_hashes:type_name -> kvgrpc.v1.BlockHash
-	22, // 16: kvgrpc.v1.BlocksRemoved.tier:type_name -> kvgrpc.v1.Tier
-	10, // 17: kvgrpc.v1.SnapshotPart.events:type_name -> kvgrpc.v1.KvEvent
-	17, // 18: kvgrpc.v1.SnapshotPart.state:type_name -> kvgrpc.v1.StateDigest
-	18, // 19: kvgrpc.v1.StateDigest.tiers:type_name -> kvgrpc.v1.TierDigest
-	22, // 20: kvgrpc.v1.TierDigest.tier:type_name -> kvgrpc.v1.Tier
-	17, // 21: kvgrpc.v1.WatchHeartbeat.state:type_name -> kvgrpc.v1.StateDigest
-	6,  // 22: kvgrpc.v1.WatchResponse.begin:type_name -> kvgrpc.v1.WatchBegin
-	7,  // 23: kvgrpc.v1.WatchResponse.raw:type_name -> kvgrpc.v1.RawBatches
-	15, // 24: kvgrpc.v1.WatchResponse.dropped:type_name -> kvgrpc.v1.DroppedRange
-	19, // 25: kvgrpc.v1.WatchResponse.heartbeat:type_name -> kvgrpc.v1.WatchHeartbeat
-	8,  // 26: kvgrpc.v1.WatchResponse.typed:type_name -> kvgrpc.v1.TypedBatches
-	16, // 27: kvgrpc.v1.WatchResponse.snapshot:type_name -> kvgrpc.v1.SnapshotPart
-	3,  // 28: kvgrpc.v1.EventService.ListStreams:input_type -> kvgrpc.v1.ListStreamsRequest
-	5,  // 29: kvgrpc.v1.EventService.Watch:input_type -> kvgrpc.v1.WatchRequest
-	4,  // 30: kvgrpc.v1.EventService.ListStreams:output_type -> kvgrpc.v1.ListStreamsResponse
-	20, // 31: kvgrpc.v1.EventService.Watch:output_type -> kvgrpc.v1.WatchResponse
-	30, // [30:32] is the sub-list for method output_type
-	28, // [28:30] is the sub-list for method input_type
-	28, // [28:28] is the sub-list for extension type_name
-	28, // [28:28] is the sub-list for extension extendee
-	0,  // [0:28] is the sub-list for field type_name
+	24, // 5: kvgrpc.v1.WatchRequest.tiers:type_name -> kvgrpc.v1.Tier
+	4,  // 6: kvgrpc.v1.WatchBegin.stream:type_name -> kvgrpc.v1.EventStream
+	11, // 7: kvgrpc.v1.TypedBatches.batches:type_name -> kvgrpc.v1.KvEventBatch
+	12, // 8: kvgrpc.v1.KvEventBatch.events:type_name -> kvgrpc.v1.KvEvent
+	14, // 9: kvgrpc.v1.KvEvent.stored:type_name -> kvgrpc.v1.BlocksStored
+	15, // 10: kvgrpc.v1.KvEvent.removed:type_name -> kvgrpc.v1.BlocksRemoved
+	16, // 11: kvgrpc.v1.KvEvent.cleared:type_name -> kvgrpc.v1.BlocksCleared
+	13, // 12: kvgrpc.v1.BlocksStored.block_hashes:type_name -> kvgrpc.v1.BlockHash
+	13, // 13: kvgrpc.v1.BlocksStored.parent_block_hash:type_name -> kvgrpc.v1.BlockHash
+	24, // 14: kvgrpc.v1.BlocksStored.tier:type_name -> kvgrpc.v1.Tier
+	13, // 15: kvgrpc.v1.BlocksRemoved.block_hashes:type_name -> kvgrpc.v1.BlockHash
+	24, // 16: kvgrpc.v1.BlocksRemoved.tier:type_name -> kvgrpc.v1.Tier
+	2,  // 17: kvgrpc.v1.BlocksCleared.scope:type_name -> kvgrpc.v1.ClearScope
+	24, // 18: kvgrpc.v1.BlocksCleared.tier:type_name -> kvgrpc.v1.Tier
+	12, // 19: kvgrpc.v1.SnapshotPart.events:type_name -> kvgrpc.v1.KvEvent
+	19, // 20: kvgrpc.v1.SnapshotPart.state:type_name -> kvgrpc.v1.StateDigest
+	20, // 21: kvgrpc.v1.StateDigest.tiers:type_name -> kvgrpc.v1.TierDigest
+	3,  // 22: kvgrpc.v1.StateDigest.kind:type_name -> kvgrpc.v1.DigestKind
+	24, // 23: kvgrpc.v1.TierDigest.tier:type_name -> kvgrpc.v1.Tier
+	19, // 24: kvgrpc.v1.WatchHeartbeat.state:type_name -> kvgrpc.v1.StateDigest
+	8,  // 25: kvgrpc.v1.WatchResponse.begin:type_name -> kvgrpc.v1.WatchBegin
+	9,  // 26: kvgrpc.v1.WatchResponse.raw:type_name -> kvgrpc.v1.RawBatches
+	17, // 27: kvgrpc.v1.WatchResponse.dropped:type_name -> kvgrpc.v1.DroppedRange
+	21, // 28: kvgrpc.v1.WatchResponse.heartbeat:type_name -> kvgrpc.v1.WatchHeartbeat
+	10, // 29: kvgrpc.v1.WatchResponse.typed:type_name -> kvgrpc.v1.TypedBatches
+	18, // 30: kvgrpc.v1.WatchResponse.snapshot:type_name -> kvgrpc.v1.SnapshotPart
+	5,  // 31: kvgrpc.v1.EventService.ListStreams:input_type -> kvgrpc.v1.ListStreamsRequest
+	7,  // 32: kvgrpc.v1.EventService.Watch:input_type -> kvgrpc.v1.WatchRequest
+	6,  // 33: kvgrpc.v1.EventService.ListStreams:output_type -> kvgrpc.v1.ListStreamsResponse
+	22, // 34: kvgrpc.v1.EventService.Watch:output_type -> kvgrpc.v1.WatchResponse
+	33, // [33:35] is the sub-list for method output_type
+	31, // [31:33] is the sub-list for method input_type
+	31, // [31:31] is the sub-list for extension type_name
+	31, // [31:31] is the sub-list for extension extendee
+	0,  // [0:31] is the sub-list for field type_name
 }
 
 func init() { file_kvgrpc_v1_event_service_proto_init() }
@@ -1993,7 +2172,7 @@ func file_kvgrpc_v1_event_service_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvgrpc_v1_event_service_proto_rawDesc), len(file_kvgrpc_v1_event_service_proto_rawDesc)),
-			NumEnums:      2,
+			NumEnums:      4,
 			NumMessages:   19,
 			NumExtensions: 0,
 			NumServices:   1,

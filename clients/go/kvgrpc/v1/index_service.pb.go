@@ -38,6 +38,9 @@ const (
 	IndexSourceState_INDEX_SOURCE_STATE_CATCHING_UP IndexSourceState = 3
 	// Exact, as far as the publisher said when it was last heard.
 	IndexSourceState_INDEX_SOURCE_STATE_CURRENT IndexSourceState = 4
+	// An event came that may have been a removal, and that nobody here can read: blocks that are counted may be gone. It ends
+	// with a snapshot or digest of a publisher that can, or when everything is cleared.
+	IndexSourceState_INDEX_SOURCE_STATE_DOUBTFUL IndexSourceState = 5
 )
 
 // Enum value maps for IndexSourceState.
@@ -48,6 +51,7 @@ var (
 		2: "INDEX_SOURCE_STATE_REBUILDING",
 		3: "INDEX_SOURCE_STATE_CATCHING_UP",
 		4: "INDEX_SOURCE_STATE_CURRENT",
+		5: "INDEX_SOURCE_STATE_DOUBTFUL",
 	}
 	IndexSourceState_value = map[string]int32{
 		"INDEX_SOURCE_STATE_UNSPECIFIED": 0,
@@ -55,6 +59,7 @@ var (
 		"INDEX_SOURCE_STATE_REBUILDING":  2,
 		"INDEX_SOURCE_STATE_CATCHING_UP": 3,
 		"INDEX_SOURCE_STATE_CURRENT":     4,
+		"INDEX_SOURCE_STATE_DOUBTFUL":    5,
 	}
 )
 
@@ -576,8 +581,8 @@ type Freshness struct {
 	LagBatches uint64 `protobuf:"varint,4,opt,name=lag_batches,json=lagBatches,proto3" json:"lag_batches,omitempty"`
 	// Since the publisher was last heard, which happens each second; absent: never.
 	IdleTime *durationpb.Duration `protobuf:"bytes,5,opt,name=idle_time,json=idleTime,proto3" json:"idle_time,omitempty"`
-	// False where the log began before what could be read, no snapshot is served, and nothing was cleared since: there may
-	// be more blocks than are known, never fewer.
+	// False in DOUBTFUL; and where the log began before what could be read, no snapshot is served, and nothing was cleared
+	// since: there may be more blocks than are known then, never fewer.
 	Whole         bool `protobuf:"varint,6,opt,name=whole,proto3" json:"whole,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1063,13 +1068,14 @@ const file_kvgrpc_v1_index_service_proto_rawDesc = "" +
 	"\rdigests_equal\x18\v \x01(\rR\fdigestsEqual\x12+\n" +
 	"\x11digests_different\x18\f \x01(\rR\x10digestsDifferent\x12\x1d\n" +
 	"\n" +
-	"last_error\x18\r \x01(\tR\tlastError*\xc0\x01\n" +
+	"last_error\x18\r \x01(\tR\tlastError*\xe1\x01\n" +
 	"\x10IndexSourceState\x12\"\n" +
 	"\x1eINDEX_SOURCE_STATE_UNSPECIFIED\x10\x00\x12!\n" +
 	"\x1dINDEX_SOURCE_STATE_CONNECTING\x10\x01\x12!\n" +
 	"\x1dINDEX_SOURCE_STATE_REBUILDING\x10\x02\x12\"\n" +
 	"\x1eINDEX_SOURCE_STATE_CATCHING_UP\x10\x03\x12\x1e\n" +
-	"\x1aINDEX_SOURCE_STATE_CURRENT\x10\x042\xa2\x01\n" +
+	"\x1aINDEX_SOURCE_STATE_CURRENT\x10\x04\x12\x1f\n" +
+	"\x1bINDEX_SOURCE_STATE_DOUBTFUL\x10\x052\xa2\x01\n" +
 	"\fIndexService\x12?\n" +
 	"\x05Score\x12\x17.kvgrpc.v1.ScoreRequest\x1a\x18.kvgrpc.v1.ScoreResponse\"\x03\x90\x02\x01\x12Q\n" +
 	"\vListSources\x12\x1d.kvgrpc.v1.ListSourcesRequest\x1a\x1e.kvgrpc.v1.ListSourcesResponse\"\x03\x90\x02\x01B?\n" +

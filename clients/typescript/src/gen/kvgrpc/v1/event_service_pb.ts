@@ -17,7 +17,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file kvgrpc/v1/event_service.proto.
  */
 export const file_kvgrpc_v1_event_service: GenFile = /*@__PURE__*/
-  fileDesc("Ch1rdmdycGMvdjEvZXZlbnRfc2VydmljZS5wcm90bxIJa3ZncnBjLnYxIrUCCgtFdmVudFN0cmVhbRIOCgZlbmdpbmUYASABKAkSCgoCZHAYAiABKA0SDgoGbG9nX2lkGAMgASgJEhsKD29sZGVzdF9zZXF1ZW5jZRgEIAEoBEICMAESGQoNbmV4dF9zZXF1ZW5jZRgFIAEoBEICMAESFAoMcHViX2VuZHBvaW50GAYgASgJEg0KBXRvcGljGAcgASgMEhsKD2Ryb3BwZWRfYmF0Y2hlcxgIIAEoBEICMAESGQoNam91cm5hbF9ieXRlcxgJIAEoBEICMAESJQoJcHVibGlzaGVyGAogASgLMhIua3ZncnBjLnYxLlJhbmtSZWYSFwoPcmVwbGF5X2VuZHBvaW50GAsgASgJEiUKBXN0YXRlGAwgASgLMhYua3ZncnBjLnYxLlN0YXRlRGlnZXN0IjsKEkxpc3RTdHJlYW1zUmVxdWVzdBIRCglwYWdlX3NpemUYASABKA0SEgoKcGFnZV90b2tlbhgCIAEoCSJXChNMaXN0U3RyZWFtc1Jlc3BvbnNlEicKB3N0cmVhbXMYASADKAsyFi5rdmdycGMudjEuRXZlbnRTdHJlYW0SFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIpwCCgxXYXRjaFJlcXVlc3QSDgoGZW5naW5lGAEgASgJEgoKAmRwGAIgASgNEg4KBmxvZ19pZBgDIAEoCRIeCg1mcm9tX3NlcXVlbmNlGAQgASgEQgIwAUgAiAEBEh0KDGVuZF9zZXF1ZW5jZRgFIAEoBEICMAFIAYgBARIiCgRtb2RlGAYgASgOMhQua3ZncnBjLnYxLldhdGNoTW9kZRIqCghlbmNvZGluZxgHIAEoDjIYLmt2Z3JwYy52MS5XYXRjaEVuY29kaW5nEh4KBXRpZXJzGAggAygOMg8ua3ZncnBjLnYxLlRpZXISDgoGZ3JvdXBzGAkgAygNQhAKDl9mcm9tX3NlcXVlbmNlQg8KDV9lbmRfc2VxdWVuY2UiUAoKV2F0Y2hCZWdpbhImCgZzdHJlYW0YASABKAsyFi5rdmdycGMudjEuRXZlbnRTdHJlYW0SGgoOZmlyc3Rfc2VxdWVuY2UYAiABKARCAjABIjoKClJhd0JhdGNoZXMSGgoOZmlyc3Rfc2VxdWVuY2UYASABKARCAjABEhAKCHBheWxvYWRzGAIgAygMIlQKDFR5cGVkQmF0Y2hlcxIaCg5maXJzdF9zZXF1ZW5jZRgBIAEoBEICMAESKAoHYmF0Y2hlcxgCIAMoCzIXLmt2Z3JwYy52MS5LdkV2ZW50QmF0Y2giSAoMS3ZFdmVudEJhdGNoEhQKDHVuaXhfc2Vjb25kcxgBIAEoARIiCgZldmVudHMYAiADKAsyEi5rdmdycGMudjEuS3ZFdmVudCKsAQoHS3ZFdmVudBIpCgZzdG9yZWQYASABKAsyFy5rdmdycGMudjEuQmxvY2tzU3RvcmVkSAASKwoHcmVtb3ZlZBgCIAEoCzIYLmt2Z3JwYy52MS5CbG9ja3NSZW1vdmVkSAASLgoHY2xlYXJlZBgDIAEoCzIbLmt2Z3JwYy52MS5BbGxCbG9ja3NDbGVhcmVkSAASEQoHdW5rbm93bhgEIAEoDEgAQgYKBGtpbmQiOgoJQmxvY2tIYXNoEhMKBXZhbHVlGAEgASgGQgIwAUgAEhAKBmRpZ2VzdBgCIAEoDEgAQgYKBGtpbmQimwMKDEJsb2Nrc1N0b3JlZBIqCgxibG9ja19oYXNoZXMYASADKAsyFC5rdmdycGMudjEuQmxvY2tIYXNoEi8KEXBhcmVudF9ibG9ja19oYXNoGAIgASgLMhQua3ZncnBjLnYxLkJsb2NrSGFzaBIRCgl0b2tlbl9pZHMYAyADKA0SEwoLcGFnZV90b2tlbnMYBCABKA0SHQoEdGllchgFIAEoDjIPLmt2Z3JwYy52MS5UaWVyEg4KBm1lZGl1bRgGIAEoCRINCgVncm91cBgHIAEoDRIYCgdsb3JhX2lkGAggASgDQgIwAUgAiAEBEhEKCWxvcmFfbmFtZRgJIAEoCRISCgpjYWNoZV9zYWx0GAogASgJEhIKCmNhY2hlX2tpbmQYCyABKAkSGwoOc2xpZGluZ193aW5kb3cYDCABKA1IAYgBARISCgpzZXNzaW9uX2lkGA0gASgJEhAKCGxvY2FsaXR5GA4gASgJEhEKCW93bmVyc2hpcBgPIAEoCUIKCghfbG9yYV9pZEIRCg9fc2xpZGluZ193aW5kb3cieQoNQmxvY2tzUmVtb3ZlZBIqCgxibG9ja19oYXNoZXMYASADKAsyFC5rdmdycGMudjEuQmxvY2tIYXNoEh0KBHRpZXIYAiABKA4yDy5rdmdycGMudjEuVGllchIOCgZtZWRpdW0YAyABKAkSDQoFZ3JvdXAYBCABKA0iEgoQQWxsQmxvY2tzQ2xlYXJlZCJUCgxEcm9wcGVkUmFuZ2USGgoOZmlyc3Rfc2VxdWVuY2UYASABKARCAjABEhkKDWxhc3Rfc2VxdWVuY2UYAiABKARCAjABEg0KBWNhdXNlGAMgASgJIr0BCgxTbmFwc2hvdFBhcnQSGQoNbmV4dF9zZXF1ZW5jZRgBIAEoBEICMAESDQoFaW5kZXgYAiABKA0SDAoEbGFzdBgDIAEoCBIYCgx0b3RhbF9ibG9ja3MYBCABKARCAjABEhAKCHBheWxvYWRzGAUgAygMEiIKBmV2ZW50cxgGIAMoCzISLmt2Z3JwYy52MS5LdkV2ZW50EiUKBXN0YXRlGAcgASgLMhYua3ZncnBjLnYxLlN0YXRlRGlnZXN0Ik4KC1N0YXRlRGlnZXN0EhkKDW5leHRfc2VxdWVuY2UYASABKARCAjABEiQKBXRpZXJzGAIgAygLMhUua3ZncnBjLnYxLlRpZXJEaWdlc3QieAoKVGllckRpZ2VzdBIdCgR0aWVyGAEgASgOMg8ua3ZncnBjLnYxLlRpZXISDgoGbWVkaXVtGAIgASgJEg0KBWdyb3VwGAMgASgNEhIKBmJsb2NrcxgEIAEoBEICMAESGAoMbWl4ZWRfaGFzaGVzGAUgASgGQgIwASJSCg5XYXRjaEhlYXJ0YmVhdBIZCg1uZXh0X3NlcXVlbmNlGAEgASgEQgIwARIlCgVzdGF0ZRgCIAEoCzIWLmt2Z3JwYy52MS5TdGF0ZURpZ2VzdCKYAgoNV2F0Y2hSZXNwb25zZRImCgViZWdpbhgBIAEoCzIVLmt2Z3JwYy52MS5XYXRjaEJlZ2luSAASJAoDcmF3GAIgASgLMhUua3ZncnBjLnYxLlJhd0JhdGNoZXNIABIqCgdkcm9wcGVkGAMgASgLMhcua3ZncnBjLnYxLkRyb3BwZWRSYW5nZUgAEi4KCWhlYXJ0YmVhdBgEIAEoCzIZLmt2Z3JwYy52MS5XYXRjaEhlYXJ0YmVhdEgAEigKBXR5cGVkGAUgASgLMhcua3ZncnBjLnYxLlR5cGVkQmF0Y2hlc0gAEisKCHNuYXBzaG90GAYgASgLMhcua3ZncnBjLnYxLlNuYXBzaG90UGFydEgAQgYKBGtpbmQqhgEKCVdhdGNoTW9kZRIaChZXQVRDSF9NT0RFX1VOU1BFQ0lGSUVEEAASFQoRV0FUQ0hfTU9ERV9SRVBMQVkQARITCg9XQVRDSF9NT0RFX1RBSUwQAhIYChRXQVRDSF9NT0RFX0hFQVJUQkVBVBADEhcKE1dBVENIX01PREVfU05BUFNIT1QQBCphCg1XYXRjaEVuY29kaW5nEh4KGldBVENIX0VOQ09ESU5HX1VOU1BFQ0lGSUVEEAASFgoSV0FUQ0hfRU5DT0RJTkdfUkFXEAESGAoUV0FUQ0hfRU5DT0RJTkdfVFlQRUQQAjKkAQoMRXZlbnRTZXJ2aWNlElEKC0xpc3RTdHJlYW1zEh0ua3ZncnBjLnYxLkxpc3RTdHJlYW1zUmVxdWVzdBoeLmt2Z3JwYy52MS5MaXN0U3RyZWFtc1Jlc3BvbnNlIgOQAgESQQoFV2F0Y2gSFy5rdmdycGMudjEuV2F0Y2hSZXF1ZXN0Ghgua3ZncnBjLnYxLldhdGNoUmVzcG9uc2UiA5ACATABQj8KDWRldi5rdmdycGMudjFQAVoga3ZncnBjLmRldi9nby9rdmdycGMvdjE7a3ZncnBjdjGqAglLdmdycGMuVjFiBnByb3RvMw", [file_kvgrpc_v1_common]);
+  fileDesc("Ch1rdmdycGMvdjEvZXZlbnRfc2VydmljZS5wcm90bxIJa3ZncnBjLnYxIrUCCgtFdmVudFN0cmVhbRIOCgZlbmdpbmUYASABKAkSCgoCZHAYAiABKA0SDgoGbG9nX2lkGAMgASgJEhsKD29sZGVzdF9zZXF1ZW5jZRgEIAEoBEICMAESGQoNbmV4dF9zZXF1ZW5jZRgFIAEoBEICMAESFAoMcHViX2VuZHBvaW50GAYgASgJEg0KBXRvcGljGAcgASgMEhsKD2Ryb3BwZWRfYmF0Y2hlcxgIIAEoBEICMAESGQoNam91cm5hbF9ieXRlcxgJIAEoBEICMAESJQoJcHVibGlzaGVyGAogASgLMhIua3ZncnBjLnYxLlJhbmtSZWYSFwoPcmVwbGF5X2VuZHBvaW50GAsgASgJEiUKBXN0YXRlGAwgASgLMhYua3ZncnBjLnYxLlN0YXRlRGlnZXN0IjsKEkxpc3RTdHJlYW1zUmVxdWVzdBIRCglwYWdlX3NpemUYASABKA0SEgoKcGFnZV90b2tlbhgCIAEoCSJXChNMaXN0U3RyZWFtc1Jlc3BvbnNlEicKB3N0cmVhbXMYASADKAsyFi5rdmdycGMudjEuRXZlbnRTdHJlYW0SFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIpwCCgxXYXRjaFJlcXVlc3QSDgoGZW5naW5lGAEgASgJEgoKAmRwGAIgASgNEg4KBmxvZ19pZBgDIAEoCRIeCg1mcm9tX3NlcXVlbmNlGAQgASgEQgIwAUgAiAEBEh0KDGVuZF9zZXF1ZW5jZRgFIAEoBEICMAFIAYgBARIiCgRtb2RlGAYgASgOMhQua3ZncnBjLnYxLldhdGNoTW9kZRIqCghlbmNvZGluZxgHIAEoDjIYLmt2Z3JwYy52MS5XYXRjaEVuY29kaW5nEh4KBXRpZXJzGAggAygOMg8ua3ZncnBjLnYxLlRpZXISDgoGZ3JvdXBzGAkgAygNQhAKDl9mcm9tX3NlcXVlbmNlQg8KDV9lbmRfc2VxdWVuY2UiUAoKV2F0Y2hCZWdpbhImCgZzdHJlYW0YASABKAsyFi5rdmdycGMudjEuRXZlbnRTdHJlYW0SGgoOZmlyc3Rfc2VxdWVuY2UYAiABKARCAjABIjoKClJhd0JhdGNoZXMSGgoOZmlyc3Rfc2VxdWVuY2UYASABKARCAjABEhAKCHBheWxvYWRzGAIgAygMIlQKDFR5cGVkQmF0Y2hlcxIaCg5maXJzdF9zZXF1ZW5jZRgBIAEoBEICMAESKAoHYmF0Y2hlcxgCIAMoCzIXLmt2Z3JwYy52MS5LdkV2ZW50QmF0Y2giSAoMS3ZFdmVudEJhdGNoEhQKDHVuaXhfc2Vjb25kcxgBIAEoARIiCgZldmVudHMYAiADKAsyEi5rdmdycGMudjEuS3ZFdmVudCKpAQoHS3ZFdmVudBIpCgZzdG9yZWQYASABKAsyFy5rdmdycGMudjEuQmxvY2tzU3RvcmVkSAASKwoHcmVtb3ZlZBgCIAEoCzIYLmt2Z3JwYy52MS5CbG9ja3NSZW1vdmVkSAASKwoHY2xlYXJlZBgDIAEoCzIYLmt2Z3JwYy52MS5CbG9ja3NDbGVhcmVkSAASEQoHdW5rbm93bhgEIAEoDEgAQgYKBGtpbmQiOgoJQmxvY2tIYXNoEhMKBXZhbHVlGAEgASgGQgIwAUgAEhAKBmRpZ2VzdBgCIAEoDEgAQgYKBGtpbmQimwMKDEJsb2Nrc1N0b3JlZBIqCgxibG9ja19oYXNoZXMYASADKAsyFC5rdmdycGMudjEuQmxvY2tIYXNoEi8KEXBhcmVudF9ibG9ja19oYXNoGAIgASgLMhQua3ZncnBjLnYxLkJsb2NrSGFzaBIRCgl0b2tlbl9pZHMYAyADKA0SEwoLcGFnZV90b2tlbnMYBCABKA0SHQoEdGllchgFIAEoDjIPLmt2Z3JwYy52MS5UaWVyEg4KBm1lZGl1bRgGIAEoCRINCgVncm91cBgHIAEoDRIYCgdsb3JhX2lkGAggASgDQgIwAUgAiAEBEhEKCWxvcmFfbmFtZRgJIAEoCRISCgpjYWNoZV9zYWx0GAogASgJEhIKCmNhY2hlX2tpbmQYCyABKAkSGwoOc2xpZGluZ193aW5kb3cYDCABKA1IAYgBARISCgpzZXNzaW9uX2lkGA0gASgJEhAKCGxvY2FsaXR5GA4gASgJEhEKCW93bmVyc2hpcBgPIAEoCUIKCghfbG9yYV9pZEIRCg9fc2xpZGluZ193aW5kb3cieQoNQmxvY2tzUmVtb3ZlZBIqCgxibG9ja19oYXNoZXMYASADKAsyFC5rdmdycGMudjEuQmxvY2tIYXNoEh0KBHRpZXIYAiABKA4yDy5rdmdycGMudjEuVGllchIOCgZtZWRpdW0YAyABKAkSDQoFZ3JvdXAYBCABKA0idwoNQmxvY2tzQ2xlYXJlZBIkCgVzY29wZRgBIAEoDjIVLmt2Z3JwYy52MS5DbGVhclNjb3BlEh0KBHRpZXIYAiABKA4yDy5rdmdycGMudjEuVGllchIOCgZtZWRpdW0YAyABKAkSEQoJb3duZXJzaGlwGAQgASgJIlQKDERyb3BwZWRSYW5nZRIaCg5maXJzdF9zZXF1ZW5jZRgBIAEoBEICMAESGQoNbGFzdF9zZXF1ZW5jZRgCIAEoBEICMAESDQoFY2F1c2UYAyABKAkivQEKDFNuYXBzaG90UGFydBIZCg1uZXh0X3NlcXVlbmNlGAEgASgEQgIwARINCgVpbmRleBgCIAEoDRIMCgRsYXN0GAMgASgIEhgKDHRvdGFsX2Jsb2NrcxgEIAEoBEICMAESEAoIcGF5bG9hZHMYBSADKAwSIgoGZXZlbnRzGAYgAygLMhIua3ZncnBjLnYxLkt2RXZlbnQSJQoFc3RhdGUYByABKAsyFi5rdmdycGMudjEuU3RhdGVEaWdlc3QihQEKC1N0YXRlRGlnZXN0EhkKDW5leHRfc2VxdWVuY2UYASABKARCAjABEiQKBXRpZXJzGAIgAygLMhUua3ZncnBjLnYxLlRpZXJEaWdlc3QSIwoEa2luZBgDIAEoDjIVLmt2Z3JwYy52MS5EaWdlc3RLaW5kEhAKCGRvdWJ0ZnVsGAQgASgIIngKClRpZXJEaWdlc3QSHQoEdGllchgBIAEoDjIPLmt2Z3JwYy52MS5UaWVyEg4KBm1lZGl1bRgCIAEoCRINCgVncm91cBgDIAEoDRISCgZibG9ja3MYBCABKARCAjABEhgKDG1peGVkX2hhc2hlcxgFIAEoBkICMAEiUgoOV2F0Y2hIZWFydGJlYXQSGQoNbmV4dF9zZXF1ZW5jZRgBIAEoBEICMAESJQoFc3RhdGUYAiABKAsyFi5rdmdycGMudjEuU3RhdGVEaWdlc3QimAIKDVdhdGNoUmVzcG9uc2USJgoFYmVnaW4YASABKAsyFS5rdmdycGMudjEuV2F0Y2hCZWdpbkgAEiQKA3JhdxgCIAEoCzIVLmt2Z3JwYy52MS5SYXdCYXRjaGVzSAASKgoHZHJvcHBlZBgDIAEoCzIXLmt2Z3JwYy52MS5Ecm9wcGVkUmFuZ2VIABIuCgloZWFydGJlYXQYBCABKAsyGS5rdmdycGMudjEuV2F0Y2hIZWFydGJlYXRIABIoCgV0eXBlZBgFIAEoCzIXLmt2Z3JwYy52MS5UeXBlZEJhdGNoZXNIABIrCghzbmFwc2hvdBgGIAEoCzIXLmt2Z3JwYy52MS5TbmFwc2hvdFBhcnRIAEIGCgRraW5kKoYBCglXYXRjaE1vZGUSGgoWV0FUQ0hfTU9ERV9VTlNQRUNJRklFRBAAEhUKEVdBVENIX01PREVfUkVQTEFZEAESEwoPV0FUQ0hfTU9ERV9UQUlMEAISGAoUV0FUQ0hfTU9ERV9IRUFSVEJFQVQQAxIXChNXQVRDSF9NT0RFX1NOQVBTSE9UEAQqYQoNV2F0Y2hFbmNvZGluZxIeChpXQVRDSF9FTkNPRElOR19VTlNQRUNJRklFRBAAEhYKEldBVENIX0VOQ09ESU5HX1JBVxABEhgKFFdBVENIX0VOQ09ESU5HX1RZUEVEEAIqVgoKQ2xlYXJTY29wZRIbChdDTEVBUl9TQ09QRV9VTlNQRUNJRklFRBAAEhMKD0NMRUFSX1NDT1BFX0FMTBABEhYKEkNMRUFSX1NDT1BFX01FRElVTRACKkQKCkRpZ2VzdEtpbmQSGwoXRElHRVNUX0tJTkRfVU5TUEVDSUZJRUQQABIZChVESUdFU1RfS0lORF9NSVg2NF9TVU0QATKkAQoMRXZlbnRTZXJ2aWNlElEKC0xpc3RTdHJlYW1zEh0ua3ZncnBjLnYxLkxpc3RTdHJlYW1zUmVxdWVzdBoeLmt2Z3JwYy52MS5MaXN0U3RyZWFtc1Jlc3BvbnNlIgOQAgESQQoFV2F0Y2gSFy5rdmdycGMudjEuV2F0Y2hSZXF1ZXN0Ghgua3ZncnBjLnYxLldhdGNoUmVzcG9uc2UiA5ACATABQj8KDWRldi5rdmdycGMudjFQAVoga3ZncnBjLmRldi9nby9rdmdycGMvdjE7a3ZncnBjdjGqAglLdmdycGMuVjFiBnByb3RvMw", [file_kvgrpc_v1_common]);
 
 /**
  * One event stream.
@@ -391,15 +391,17 @@ export type KvEvent = Message<"kvgrpc.v1.KvEvent"> & {
     case: "removed";
   } | {
     /**
-     * Nothing is cached any more, in any tier.
+     * All blocks of a scope left.
      *
-     * @generated from field: kvgrpc.v1.AllBlocksCleared cleared = 3;
+     * @generated from field: kvgrpc.v1.BlocksCleared cleared = 3;
      */
-    value: AllBlocksCleared;
+    value: BlocksCleared;
     case: "cleared";
   } | {
     /**
-     * An event that this version of the server does not know: its msgpack bytes.
+     * An event that this version of the server does not know, or cannot read: its msgpack bytes. It may be a removal: what
+     * is known of the cache may be too much from here on, until all of it is cleared or a digest that is not doubtful, of
+     * a sequence behind this batch, is equal.
      *
      * @generated from field: bytes unknown = 4;
      */
@@ -614,22 +616,49 @@ export const BlocksRemovedSchema: GenMessage<BlocksRemoved> = /*@__PURE__*/
   messageDesc(file_kvgrpc_v1_event_service, 11);
 
 /**
- * Nothing is cached any more, in any tier.
+ * All blocks of a scope left the cache.
  *
- * @generated from message kvgrpc.v1.AllBlocksCleared
+ * @generated from message kvgrpc.v1.BlocksCleared
  */
-export type AllBlocksCleared = Message<"kvgrpc.v1.AllBlocksCleared"> & {
+export type BlocksCleared = Message<"kvgrpc.v1.BlocksCleared"> & {
+  /**
+   * Which blocks.
+   *
+   * @generated from field: kvgrpc.v1.ClearScope scope = 1;
+   */
+  scope: ClearScope;
+
+  /**
+   * With MEDIUM: the tier.
+   *
+   * @generated from field: kvgrpc.v1.Tier tier = 2;
+   */
+  tier: Tier;
+
+  /**
+   * With MEDIUM: what the engine calls it; all readers go by this name, a to z as capitals, and nothing means "GPU".
+   *
+   * @generated from field: string medium = 3;
+   */
+  medium: string;
+
+  /**
+   * Which secondary tier it is about, where the engine says; the blocks of the others go with it all the same.
+   *
+   * @generated from field: string ownership = 4;
+   */
+  ownership: string;
 };
 
 /**
- * Describes the message kvgrpc.v1.AllBlocksCleared.
- * Use `create(AllBlocksClearedSchema)` to create a new message.
+ * Describes the message kvgrpc.v1.BlocksCleared.
+ * Use `create(BlocksClearedSchema)` to create a new message.
  */
-export const AllBlocksClearedSchema: GenMessage<AllBlocksCleared> = /*@__PURE__*/
+export const BlocksClearedSchema: GenMessage<BlocksCleared> = /*@__PURE__*/
   messageDesc(file_kvgrpc_v1_event_service, 12);
 
 /**
- * Sequences that were taken but could not be published; AllBlocksCleared follows in the log, so that a follower
+ * Sequences that were taken but could not be published; a clear of everything follows in the log, so that a follower
  * under-states the cache rather than lies.
  *
  * @generated from message kvgrpc.v1.DroppedRange
@@ -751,6 +780,21 @@ export type StateDigest = Message<"kvgrpc.v1.StateDigest"> & {
    * @generated from field: repeated kvgrpc.v1.TierDigest tiers = 2;
    */
   tiers: TierDigest[];
+
+  /**
+   * How the numbers of the tiers were made. A reader that does not know the kind compares nothing.
+   *
+   * @generated from field: kvgrpc.v1.DigestKind kind = 3;
+   */
+  kind: DigestKind;
+
+  /**
+   * Since everything was last cleared an event came that the publisher does not know, or cannot read, and that may have been
+   * a removal: blocks that are counted here, or are in its snapshot, may be gone.
+   *
+   * @generated from field: bool doubtful = 4;
+   */
+  doubtful: boolean;
 };
 
 /**
@@ -990,6 +1034,67 @@ export enum WatchEncoding {
  */
 export const WatchEncodingSchema: GenEnum<WatchEncoding> = /*@__PURE__*/
   enumDesc(file_kvgrpc_v1_event_service, 1);
+
+/**
+ * What a clear takes away.
+ *
+ * @generated from enum kvgrpc.v1.ClearScope
+ */
+export enum ClearScope {
+  /**
+   * As ALL. So is a value that a reader does not know: it then knows too little, never too much.
+   *
+   * @generated from enum value: CLEAR_SCOPE_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * Everything, in every tier.
+   *
+   * @generated from enum value: CLEAR_SCOPE_ALL = 1;
+   */
+  ALL = 1,
+
+  /**
+   * All blocks, of every group, that lie in what the engine calls the medium; other tiers keep theirs.
+   *
+   * @generated from enum value: CLEAR_SCOPE_MEDIUM = 2;
+   */
+  MEDIUM = 2,
+}
+
+/**
+ * Describes the enum kvgrpc.v1.ClearScope.
+ */
+export const ClearScopeSchema: GenEnum<ClearScope> = /*@__PURE__*/
+  enumDesc(file_kvgrpc_v1_event_service, 2);
+
+/**
+ * How a digest was made.
+ *
+ * @generated from enum kvgrpc.v1.DigestKind
+ */
+export enum DigestKind {
+  /**
+   * As MIX64_SUM.
+   *
+   * @generated from enum value: DIGEST_KIND_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * As TierDigest says.
+   *
+   * @generated from enum value: DIGEST_KIND_MIX64_SUM = 1;
+   */
+  MIX64_SUM = 1,
+}
+
+/**
+ * Describes the enum kvgrpc.v1.DigestKind.
+ */
+export const DigestKindSchema: GenEnum<DigestKind> = /*@__PURE__*/
+  enumDesc(file_kvgrpc_v1_event_service, 3);
 
 /**
  * Served by the rank that publishes: the one with pp = cp = tp = 0 of each dp. A stream is one independent KV cache =
