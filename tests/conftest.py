@@ -18,6 +18,12 @@ with contextlib.suppress(ImportError):  # the environment of an engine has no Hy
     )
     settings.load_profile("steady")
 
+with contextlib.suppress(ImportError):  # tests of packages in an environment without kvgrpc
+    from kvgrpc.observability import log_queue
+
+    # A test reads what was logged as soon as it was. Tests of the queue start one themselves.
+    log_queue.log_queue.start = lambda: None  # type: ignore[method-assign]
+
 
 @pytest.fixture(autouse=True)
 def no_settings_from_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:

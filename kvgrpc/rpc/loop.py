@@ -17,6 +17,7 @@ from collections.abc import Coroutine
 from typing import Any, ClassVar, TypeVar
 
 from kvgrpc.observability import metrics
+from kvgrpc.observability.log_queue import log_queue
 from kvgrpc.observability.logging import drop_poller_noise
 from kvgrpc.rpc.waking import WatchedSelector
 
@@ -58,6 +59,7 @@ class LoopThread:
         if shared is None:
             with cls._shared_lock:
                 if cls._shared is None:
+                    log_queue.start()  # the loop stands still while it logs
                     cls._shared = cls()
                 shared = cls._shared
         shared._check_process()

@@ -119,6 +119,7 @@ class Rank(Generic[Transfer]):
         self._cache_peer: CachePeer | None = None
         self._superseded_by: int | None = None
         self._closed: Closed | None = None
+        self._closing_task: asyncio.Task[Closed] | None = None
         held_pages = min(config.bounds.held_pages, _quarter_of_the_pool(config))
         self._bounds = replace(config.bounds, held_pages=held_pages)
         transfer = TransferConfig(
@@ -180,12 +181,10 @@ class Rank(Generic[Transfer]):
         rank on it, and closes it in the end. Raises InvalidRequest for a deadline that never comes.
         """
         check_seconds("deadline", max(deadline, 0.0))
-        if self._closed is None:
-            self._closed = self._loop.run(self._close(ClosingTime(deadline)), deadline + _STUCK_SECONDS)
-        elif self._closed.listening:
-            again = self._close_again(self._closed, ClosingTime(deadline))
-            self._closed = self._loop.run(again, deadline + _STUCK_SECONDS)
-        return self._closed
+        closed = self._closed
+        if closed is None or closed.listening:
+            closed = self._loop.run(self._close_once(ClosingTime(deadline)), deadline + _STUCK_SECONDS)
+        return closed
 
     async def drain(self, grace: float) -> tuple[bool, int]:
         """On the loop: refuses new work, waits ``grace`` seconds for what runs, and 5 s for the writes of the rest."""
@@ -295,6 +294,20 @@ class Rank(Generic[Transfer]):
         left_over = "nothing is left" if drained else f"{open_rooms} rooms and {self.transfer.held_pages} held pages"
         logger.log(logging.INFO if drained else logging.WARNING, "%s drained: %s", self.ref, left_over)
         return drained, open_rooms
+
+    async def _close_once(self, time: ClosingTime) -> Closed:
+        """A second caller, a signal handler perhaps that came in the middle, waits for the close that runs."""
+        if self._closing_task is None:
+            before = self._closed
+            step = self._close(time) if before is None else self._close_again(before, time)
+            self._closing_task = asyncio.create_task(step, name="rank-close")
+        task = self._closing_task
+        try:
+            self._closed = await asyncio.shield(task)
+        finally:
+            if task.done() and self._closing_task is task:
+                self._closing_task = None
+        return self._closed
 
     async def _close(self, time: ClosingTime) -> Closed:
         drained, open_rooms = False, 0

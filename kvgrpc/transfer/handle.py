@@ -15,9 +15,9 @@ from typing import Any
 from kvgrpc.errors import Failure, InvalidRequest, KvGrpcError, WrongRank
 from kvgrpc.rpc.within import check_seconds, within
 from kvgrpc.transfer.protocol import failures
-from kvgrpc.transfer.protocol.types import MAX_ROOM, POLL_FAILED, POLL_SUCCESS, Handle, KVPoll, RoomKey
+from kvgrpc.transfer.protocol.types import MAX_ROOM, POLL_FAILED, POLL_SUCCESS, KVPoll, RoomKey
 from kvgrpc.transfer.runtime.boundary import Runtime
-from kvgrpc.transfer.runtime.stages import handle_lock
+from kvgrpc.transfer.runtime.stages import TimedHandle, waiters_lock
 
 
 class TransferHandle(ABC):
@@ -30,7 +30,7 @@ class TransferHandle(ABC):
     __slots__ = ("__weakref__", "_closed", "_handle", "_transfer", "_waiters", "attempt", "room")
     _engine = ""
 
-    def __init__(self, manager: Runtime, key: RoomKey, handle: Handle) -> None:
+    def __init__(self, manager: Runtime, key: RoomKey, handle: TimedHandle) -> None:
         self.room, self.attempt = key.room, key.attempt
         self._transfer = manager
         self._handle = handle
@@ -107,11 +107,8 @@ class TransferHandle(ABC):
         if not self.ended:
             message = failures.in_words(why) or f"the {self._engine} engine aborted it"
             failure = failures.cancelled(RoomKey(self.room, self.attempt), message, self._transfer.ref)
-            with handle_lock:
-                if self.ended:  # meanwhile, and another thread may have seen it
-                    return
-                self._handle.aborted = failure
-            self._fail(failure)
+            if self._handle.give_up(failure):
+                self._fail(failure)
 
     def close(self) -> None:
         """Drops the handle; a room that has not ended is aborted. ``poll`` and ``failure`` stay readable."""
@@ -126,7 +123,7 @@ class TransferHandle(ABC):
     @contextlib.contextmanager
     def _woken(self, wake: Callable[[], object]) -> Iterator[None]:
         """``wake`` is called after each change from now on. Whoever waits looks first: a change may be over."""
-        with handle_lock:
+        with waiters_lock:
             self._waiters = (*self._waiters, wake)
             self._handle.on_change = self._on_change
         try:
@@ -134,11 +131,15 @@ class TransferHandle(ABC):
         finally:
             self._wake_no_more(wake)
 
-    def _wake_no_more(self, wake: Callable[[], object]) -> None:
-        with handle_lock:
+    def _wake_no_more(self, wake: Callable[[], object], patient: bool = True) -> None:
+        if not waiters_lock.acquire(blocking=patient):
+            return
+        try:
             self._waiters = tuple(each for each in self._waiters if each is not wake)
             if not self._waiters:
                 self._handle.on_change = self._transfer.on_change
+        finally:
+            waiters_lock.release()
 
     def _on_change(self) -> None:
         """On the loop thread, mostly; the engine's where the room was refused at once."""
@@ -146,7 +147,7 @@ class TransferHandle(ABC):
             try:
                 wake()
             except RuntimeError:  # the engine's asyncio loop is closed: who waited there may never come to its end
-                self._wake_no_more(wake)
+                self._wake_no_more(wake, patient=False)  # the next change tries again
         on_change = self._transfer.on_change
         if on_change is not None:
             on_change()

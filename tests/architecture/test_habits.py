@@ -83,6 +83,7 @@ AWAITED_BY_WHO_STARTS_THEM = {
     "rpc/loop.py": "the supervisor itself",
     "rpc/server.py": "the library awaits it when the server stops",
     "rpc/within.py": "what is waited for",
+    "server/app.py": "the closing of a rank, shielded: all who close it await it",
     "transfer/runtime/search.py": "questions of one search, cancelled with it",
 }
 # Each thread's own code survives what it is given, and shows in a health state; or it does one thing and ends.
@@ -98,6 +99,7 @@ THREADS = {
     "events/live/router.py": "the replay; its stream's healthy",
     "events/publisher.py": "the publisher; its healthy",
     "observability/http.py": "the status page; a request that fails fails alone",
+    "observability/log_queue.py": "hands records on; a handler that raises loses its record",
     "observability/logging.py": "counts of lines left out; where one cannot be said, the next owed begins another",
     "prefetch/agreement/gloo.py": "the agreement; votes that it does not decide end by their deadline",
     "prefetch/threads/timers.py": "deadlines of operations; the controller's healthy",

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 
 from kvgrpc.events.log.journal import Dropped
 
+# A batch is put within microseconds.
+_MOMENT_SECONDS = 0.1
+
 
 class Clear(enum.Enum):
     """Stands for an AllBlocksCleared that the publisher owes its followers."""
@@ -132,9 +135,12 @@ class BatchQueue:
             self._taken -= items
 
     def close(self) -> None:
-        """Refuses every batch from now on and wakes the reader, which finds what was put before."""
-        with self._lock:
-            self._closed = True
+        """Refuses every batch from now on and wakes the reader, which finds what was put before. Waits a moment only:
+        the lock may be that of a thread that a signal interrupted, and whose handler closes the publisher."""
+        held = self._lock.acquire(timeout=_MOMENT_SECONDS)
+        self._closed = True
+        if held:
+            self._lock.release()
         self._wake.put(None)
 
     def discard(self) -> None:

@@ -36,7 +36,7 @@ from kvgrpc.transfer.runtime.manager import (
 from kvgrpc.transfer.runtime.refusals import NOTHING, Refusals
 from kvgrpc.transfer.runtime.resolve import Changes, ReceiverRoom, Resolve, Routes, no_changes
 from kvgrpc.transfer.runtime.session_writer import SessionWriter
-from kvgrpc.transfer.runtime.stages import handle_lock
+from kvgrpc.transfer.runtime.stages import TimedHandle
 from kvgrpc.transfer.tables import PartRow, RoomRow, SessionRow
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
@@ -461,9 +461,11 @@ class DecodeManager(TransferManager[DecodeRoom]):
             return None
         if len(row) != self.aux.row_bytes:
             return Failure.of(InvalidRequest.of("aux", len(row), f"{self.aux.row_bytes} bytes"), str(self.ref))
-        with handle_lock:
-            if room.handle.aborted is None:
-                self.aux.write(index, row)
+        handle = room.handle
+        assert isinstance(handle, TimedHandle)
+        if handle.claim():  # after its abort a row is the engine's again
+            self.aux.write(index, row)
+            handle.yield_claim()
         return None
 
 

@@ -43,7 +43,7 @@ from kvgrpc.transfer.protocol.types import (
 )
 from kvgrpc.transfer.runtime.boundary import EngineHandle
 from kvgrpc.transfer.runtime.guarded import GuardedPlane
-from kvgrpc.transfer.runtime.stages import handle_lock
+from kvgrpc.transfer.runtime.stages import waiters_lock
 from kvgrpc.transfer.tables import RoomRow, SessionRow
 
 logger = logging.getLogger(__name__)
@@ -263,7 +263,7 @@ class TransferManager(ABC, Generic[Record]):
         the rooms. Ask for it before the first room: of rooms that were made before it tells nothing. Linux; it is the
         manager's and ends with it.
         """
-        with handle_lock:
+        with waiters_lock:
             if self.on_change is None:
                 self.on_change = _Changes()
         return self.on_change.fd

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import Failure, Reason
@@ -21,9 +22,9 @@ from kvgrpc.transfer.layout.topology import Shape
 from kvgrpc.transfer.protocol.types import Align, RoomKey
 from kvgrpc.transfer.runtime import boundary
 from kvgrpc.transfer.runtime.boundary import EngineHandle, Reader, RoomRequest, SentPages, prefill_of
-from kvgrpc.transfer.runtime.stages import handle_lock
 from kvgrpc.transfer.tables import RoomRow, SessionRow
 from kvgrpc.v1 import transfer_service_pb2 as pb
+from tests.support.waiting import wait_until
 
 
 class Foreign:
@@ -149,14 +150,62 @@ def test_an_end_that_comes_during_an_abort_stays() -> None:
     receiver = KVReceiver(decode, "127.0.0.1:1", 1)
     handle = receiver._handle
     aborting = threading.Thread(target=receiver.abort)
-    with handle_lock:
-        aborting.start()
-        aborting.join(0.1)
-        assert aborting.is_alive()  # it has found the room open, or will find its end
-        handle.turn(KVPoll.Success)
+    assert handle.claim()
+    aborting.start()
+    aborting.join(0.1)
+    assert aborting.is_alive()  # it has found the room open, and the loop about to end it
+    handle.poll = KVPoll.Success
     aborting.join(10.0)
     assert (receiver.poll(), receiver.failure) == (KVPoll.Success, None)
     assert "fail ROOM_CANCELLED" not in decode.asked
+
+
+def test_an_abort_that_comes_before_a_claim_ends_the_room_although_both_saw_each_other() -> None:
+    decode = Foreign("decode")
+    receiver = KVReceiver(decode, "127.0.0.1:1", 1)
+    handle = receiver._handle
+    aborting = threading.Thread(target=receiver.abort)
+    assert handle.claim()
+    aborting.start()
+    wait_until(lambda: handle.aborting is not None)
+    handle.turn(KVPoll.Success)
+    aborting.join(10.0)
+    assert receiver.poll() is KVPoll.Failed and "fail ROOM_CANCELLED" in decode.asked
+
+
+def test_an_end_that_was_seen_never_changes_however_threads_meet() -> None:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(300):
+            receiver = KVReceiver(Foreign("decode"), "127.0.0.1:1", 1)
+            seen: set[tuple[KVPoll, str]] = set()
+            start = threading.Barrier(4)
+
+            def look(receiver: KVReceiver = receiver, start: threading.Barrier = start, seen: Any = seen) -> None:
+                start.wait(10.0)
+                while not receiver.ended:
+                    pass
+                for _ in range(20):
+                    seen.add((receiver.poll(), receiver.failure.message if receiver.failure else ""))
+
+            def succeed(receiver: KVReceiver = receiver, start: threading.Barrier = start) -> None:
+                start.wait(10.0)
+                receiver._handle.turn(KVPoll.Success)
+
+            def abort(why: str, receiver: KVReceiver = receiver, start: threading.Barrier = start) -> None:
+                start.wait(10.0)
+                receiver.abort(why)
+
+            calls: list[tuple[Any, ...]] = [(look,), (succeed,), (abort, "one"), (abort, "another")]
+            threads = [threading.Thread(target=call, args=arguments) for call, *arguments in calls]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(10.0)
+            assert len(seen) == 1, seen
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_an_abort_that_comes_before_the_end_stays() -> None:
@@ -173,10 +222,10 @@ def test_a_fork_during_the_end_of_a_room_leaves_a_child_that_can_end_its_handles
         "import os, sys, threading\n"
         "from kvgrpc.transfer.protocol.types import POLL_FAILED\n"
         "from kvgrpc.transfer.runtime.boundary import EngineHandle\n"
-        "from kvgrpc.transfer.runtime.stages import handle_lock\n"
+        "from kvgrpc.transfer.runtime.stages import waiters_lock\n"
         "held, go_on = threading.Event(), threading.Event()\n"
         "def end_a_room():\n"
-        "    with handle_lock:\n"
+        "    with waiters_lock:\n"
         "        held.set()\n"
         "        go_on.wait(0.2)\n"
         "threading.Thread(target=end_a_room).start()\n"
