@@ -19,8 +19,10 @@ class Open(Message, frozen=True):
     data_plane: str
     registry: str
     storage: str = ""
-    """Backend of the storage tier; empty: the rank has no hierarchical cache."""
+    """Backend of the storage tier; empty: none."""
     storage_config: dict[str, str] = {}
+    pulls: bool = False
+    """It has a hierarchical cache, which lends pages to other engines and takes theirs."""
 
 
 class Compute(Message, frozen=True):

@@ -112,6 +112,30 @@ class CacheResult:
 
 
 @dataclass(slots=True)
+class PullResult:
+    """The third act: another engine answers the same conversation with the first one's pages."""
+
+    first_tokens: list[int]
+    pages: int
+    """Pages that the first engine has on its host."""
+    pulled_pages: int = 0
+    nbytes: int = 0
+    pull_seconds: float = 0.0
+    reused_pages: int = 0
+    first_token_seconds: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def difference(self) -> str:
+        """What went another way than it should; "" when all is well."""
+        if not 0 < self.pages == self.pulled_pages or not self.reused_pages:
+            return f"of {self.pages} pages {self.pulled_pages} were pulled and {self.reused_pages} reused"
+        if self.tokens != self.first_tokens:
+            return f"token {_first_difference(self.tokens, self.first_tokens) + 1} differs from the first answer"
+        return ""
+
+
+@dataclass(slots=True)
 class DemoResult:
     """Everything. ``problem``: what kept the demo from its end, "" when nothing did. ``set_up_seconds``: the part of
     ``seconds`` until both ranks were open."""
@@ -120,6 +144,7 @@ class DemoResult:
     prompts: list[PromptResult] = field(default_factory=list)
     events: list[EventResult] = field(default_factory=list)
     cache: CacheResult | None = None
+    pull: PullResult | None = None
     addresses: dict[str, str] = field(default_factory=dict)
     page_bytes: int = 0
     written_bytes: int = 0
@@ -145,6 +170,8 @@ class DemoResult:
                 return f"events of {stream.engine}: {stream.difference}"
         if self.cache is not None and self.cache.difference:
             return f"storage: {self.cache.difference}"
+        if self.pull is not None and self.pull.difference:
+            return f"pull: {self.pull.difference}"
         moved = sum(prompt.pages_moved for prompt in self.prompts) * self.page_bytes
         if moved != self.written_bytes:
             return f"{self.written_bytes} bytes were written, the pages that arrived have {moved}"
@@ -177,6 +204,7 @@ class DemoResult:
             "gigabytesPerSecond": self.gigabytes_per_second,
             "prompts": [_prompt_as_json(prompt) for prompt in self.prompts],
             "cache": None if self.cache is None else _cache_as_json(self.cache),
+            "pull": None if self.pull is None else {**asdict(self.pull), "equal": not self.pull.difference},
             "events": [{**asdict(stream), "equal": not stream.difference} for stream in self.events],
         }
 

@@ -35,7 +35,7 @@ from kvgrpc.demo.protocol import (
     Resumed,
     ToRouter,
 )
-from kvgrpc.demo.results import CacheResult, DemoResult, PromptResult, note
+from kvgrpc.demo.results import CacheResult, DemoResult, PromptResult, PullResult, note
 from kvgrpc.demo.view import JsonView, View
 from kvgrpc.errors import KvGrpcError, Reason
 from kvgrpc.prefetch.storage.mooncake.local import LocalStore
@@ -45,7 +45,8 @@ if importlib.util.find_spec("torch") is None:  # this process needs none, but th
     raise ModuleNotFoundError("No module named 'torch'", name="torch")
 
 RANKS = ("prefill", "decode")
-KINDS = ("registry", *RANKS, "reference")
+TAKER = "decode-2"
+KINDS = ("registry", *RANKS, TAKER, "reference")
 # Importing torch takes seconds, and much longer the first time on a cold disk.
 LOAD_SECONDS = 120.0
 OPEN_SECONDS = 60.0
@@ -122,7 +123,7 @@ class _Demo:
         self._reports: dict[str, Reported] = {}
         self._storage = storage
         self._offloaded: Offloaded | None = None
-        self._resumed: Resumed | None = None
+        self._resumed: dict[str, Resumed] = {}
 
     def run(self, began: float) -> None:
         """Fills the result. ``began``: moment of the start. Raises DemoFailed where a step cannot be done at all."""
@@ -154,9 +155,10 @@ class _Demo:
     def _open_ranks(self) -> None:
         self._refused.clear()
         for rank in RANKS:
-            storage = self._options.storage if rank == "decode" else ""
+            has_tiers = rank == "decode"
+            storage = self._options.storage if has_tiers else ""
             registry = self._opened["registry"].address
-            self._processes.tell(rank, Open(self._result.data_plane, registry, storage, self._storage))
+            self._processes.tell(rank, Open(self._result.data_plane, registry, storage, self._storage, has_tiers))
         self._until(lambda: (self._opened.keys() | self._refused.keys()).issuperset(RANKS), OPEN_SECONDS, "to open")
 
     def _may_do_without_mooncake(self) -> bool:
@@ -219,12 +221,34 @@ class _Demo:
         cache.copy_seconds, cache.store_seconds = self._offloaded.copy_seconds, self._offloaded.store_seconds
         with SyncClient(self._opened["decode"].address) as client:
             _prefetch(client, prompt, cache)
-        self._processes.tell("decode", Resume(prompt, ANSWER_TOKENS))
-        self._until(lambda: self._resumed is not None, ANSWER_SECONDS, "to answer again")
-        assert self._resumed is not None
-        cache.tokens, cache.loaded_pages = self._resumed.tokens, self._resumed.loaded_pages
-        cache.reused_pages = self._resumed.reused_pages
-        cache.first_token_seconds = self._resumed.first_token_seconds
+        self._from_another_engine(prompt, cache)
+        resumed = self._resume("decode", prompt)
+        cache.tokens, cache.loaded_pages = resumed.tokens, resumed.loaded_pages
+        cache.reused_pages = resumed.reused_pages
+        cache.first_token_seconds = resumed.first_token_seconds
+
+    def _from_another_engine(self, prompt: list[int], cache: CacheResult) -> None:
+        """What the first decode has on its host now, a second one takes, and answers with it."""
+        self._view.note("a second decode takes the same pages from the first one's host cache")
+        self._until(lambda: TAKER in self._loaded, LOAD_SECONDS, "to load")
+        registry = self._opened["registry"].address
+        self._processes.tell(TAKER, Open(self._result.data_plane, registry, pulls=True))
+        self._until(lambda: TAKER in self._opened or TAKER in self._refused, OPEN_SECONDS, "to open")
+        if TAKER in self._refused:
+            raise DemoFailed(f"{TAKER} cannot open: {self._refused[TAKER].message}")
+        address = self._result.addresses[TAKER] = self._opened[TAKER].address
+        pull = self._result.pull = PullResult(cache.first_tokens, cache.prefetched_pages)
+        with SyncClient(address) as client:
+            _pull(client, prompt, pull)
+        pull.nbytes = pull.pulled_pages * self._result.page_bytes
+        resumed = self._resume(TAKER, prompt)
+        pull.tokens, pull.reused_pages = resumed.tokens, resumed.reused_pages
+        pull.first_token_seconds = resumed.first_token_seconds
+
+    def _resume(self, rank: str, prompt: list[int]) -> Resumed:
+        self._processes.tell(rank, Resume(prompt, ANSWER_TOKENS))
+        self._until(lambda: rank in self._resumed, ANSWER_SECONDS, "to answer again")
+        return self._resumed[rank]
 
     def _request(self, prompt: PromptResult) -> Compute:
         bootstrap_addr = f"{self._opened['registry'].address}/prefill"
@@ -251,7 +275,7 @@ class _Demo:
         elif isinstance(message, Offloaded):
             self._offloaded = message
         elif isinstance(message, Resumed):
-            self._resumed = message
+            self._resumed[kind] = message
         else:
             prompt = self._by_room[message.room]
             note(prompt, kind, message)
@@ -276,12 +300,31 @@ def _prefetch(client: SyncClient, prompt: list[int], cache: CacheResult) -> None
     cache.asked_pages = found.asked_pages
     cache.found_after = (found.device_pages, found.host_pages, found.storage_pages)
     began = time.monotonic()
+    operation = _prefetched(client, pages)
+    cache.prefetch_seconds = time.monotonic() - began
+    cache.prefetched_pages = operation.completed_pages
+
+
+def _pull(client: SyncClient, prompt: list[int], pull: PullResult) -> None:
+    """The same order, to an engine without storage: what comes, comes from other engines. It hears of them from the
+    registry, so it is asked until it has."""
+    pages = prefetch_service_pb2.PromptPages(tokens=prompt)
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while client.lookup(pages).storage_pages < pull.pages and time.monotonic() < deadline:
+        time.sleep(0.02)
+    began = time.monotonic()
+    operation = _prefetched(client, pages)
+    pull.pull_seconds = time.monotonic() - began
+    pull.pulled_pages = operation.completed_pages
+
+
+def _prefetched(client: SyncClient, pages: prefetch_service_pb2.PromptPages) -> prefetch_service_pb2.CacheOperation:
+    """The end of a prefetch."""
     operation = client.start_prefetch(pages)
     for message in client.watch_operations([operation.operation_id]):
         for each in message.operations:
             operation = each
-    cache.prefetch_seconds = time.monotonic() - began
-    cache.prefetched_pages = operation.completed_pages
+    return operation
 
 
 def _stay(processes: Processes) -> None:

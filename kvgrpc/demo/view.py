@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvgrpc.demo.prompts import ANSWER_TOKENS
-from kvgrpc.demo.results import CacheResult, DemoResult, PromptResult
+from kvgrpc.demo.results import CacheResult, DemoResult, PromptResult, PullResult
 
 PIPE_WIDTH = 160
 REDRAWN_PER_SECOND = 12
@@ -83,6 +83,8 @@ class View:
             self._console.print(_event_table(result))
         if result.cache is not None:
             self._console.print(_cache_table(result.cache))
+        if result.pull is not None:
+            self._console.print(_pull_table(result.pull))
 
     def servers(self, result: DemoResult) -> None:
         """How to look at the servers that were left running."""
@@ -226,6 +228,23 @@ def _cache_table(cache: CacheResult) -> Table:
     table.add_section()
     equal = Text(cache.difference, style="red") if cache.difference else Text("the same tokens", style="green")
     table.add_row(f"answered again, {cache.reused_pages} pages reused", "", "", "", equal)
+    return table
+
+
+def _pull_table(pull: PullResult) -> Table:
+    title = "Pulled, not computed: a second decode answers it with the first one's pages"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("step")
+    for column in ("pages", "bytes", "time", "rate"):
+        table.add_column(column, justify="right")
+    rate = f"{pull.nbytes / pull.pull_seconds / 1e9:.2f} GB/s" if pull.pull_seconds else ""
+    asked = f"{pull.pull_seconds * 1000:.1f} ms"
+    table.add_row("host to host, ordered over gRPC", str(pull.pulled_pages), f"{pull.nbytes:,}", asked, rate)
+    first = f"{pull.first_token_seconds * 1000:.1f} ms"
+    table.add_row("host to device layer by layer, to the first token", str(pull.pulled_pages), "", first, "")
+    table.add_section()
+    equal = Text(pull.difference, style="red") if pull.difference else Text("the same tokens", style="green")
+    table.add_row(f"answered again, {pull.reused_pages} pages reused", "", "", "", equal)
     return table
 
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from kvgrpc.dataplane.base import DataPlane
+from kvgrpc.dataplane.base import DataPlane, MemoryRange
 from kvgrpc.model import Pool, PoolKind, Region
 from kvgrpc.prefetch.storage.base import PageBuffers
 
@@ -25,6 +25,7 @@ class Staging:
         """Takes the memory from the plane, which frees it. Raises ValueError, MemoryError."""
         self.page_bytes = page_bytes
         self._address = plane.allocate(pages * page_bytes)
+        plane.register([MemoryRange(self._address, pages * page_bytes)])
         region = Region(0, "kv", self._address, page_bytes, page_bytes)
         self.pool = Pool(NAME, PoolKind.KV, page_tokens, pages, dtype, (region,))
         half = pages // 2

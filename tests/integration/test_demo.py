@@ -178,7 +178,7 @@ def address_in(command: str) -> str:
 def look_at(registry: str, prefill: str, decode: str) -> None:
     """What an operator sees of a demo that has ended."""
     with SyncClient(registry) as client:
-        assert [engine.name for engine in client.list_engines()] == ["decode", "prefill"]
+        assert [engine.name for engine in client.list_engines()] == ["decode", "decode-2", "prefill"]
     for address, name in ((prefill, "prefill"), (decode, "decode")):
         with SyncClient(address) as client:
             assert client.health() == "SERVING"

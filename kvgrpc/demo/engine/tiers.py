@@ -22,7 +22,7 @@ SECONDS = 20.0
 
 
 def config_of(config: EngineConfig, engine: Engine, wanted: Open) -> PrefetchConfig:
-    """The engine's own pages as device tier, as many on the host, and the storage that is wanted.
+    """The engine's own pages as device tier, as many on the host, and the storage that is wanted, if any.
 
     The engine keeps its own prefix cache, so it uses the controller and the copies alone.
     """
@@ -36,8 +36,8 @@ def config_of(config: EngineConfig, engine: Engine, wanted: Open) -> PrefetchCon
         host_pages=config.pages,
         device=device,
         own_radix_cache=True,
-        storage=wanted.storage,
-        storage_config=wanted.storage_config,
+        storage=wanted.storage or None,
+        storage_config=wanted.storage_config if wanted.storage else None,
         limits=PrefetchLimits(threshold_tokens=config.page_tokens, occupancy=1.0),
     )
 

@@ -11,6 +11,7 @@ KINDS = {
     "registry": "kvgrpc.demo.processes.registry",
     "prefill": "kvgrpc.demo.processes.prefill",
     "decode": "kvgrpc.demo.processes.decode",
+    "decode-2": "kvgrpc.demo.processes.second_decode",
     "reference": "kvgrpc.demo.processes.reference",
 }
 

@@ -30,6 +30,7 @@ from kvgrpc.demo.protocol import (
 from kvgrpc.errors import Failure, KvGrpcError
 from kvgrpc.events import KVEventBatch
 from kvgrpc.model import Role
+from kvgrpc.pull.model import PullConfig
 from kvgrpc.server import Rank, RankConfig, open_rank
 
 EVENTS = {"publisher": "zmq", "endpoint": "tcp://127.0.0.1:0"}
@@ -110,7 +111,8 @@ def _open(name: str, role: Role, config: EngineConfig, router: Router, wanted: O
                 data_plane=plane,
                 registry=wanted.registry,
                 events=EVENTS,
-                prefetch=config_of(config, engine, wanted) if wanted.storage else None,
+                prefetch=config_of(config, engine, wanted) if wanted.storage or wanted.pulls else None,
+                pull=PullConfig() if wanted.pulls else None,
             )
         )
     except KvGrpcError as error:

@@ -1,0 +1,96 @@
+"""A rank with a cache that lends and takes, in a process of its own: ``ENGINE REGISTRY PLANE``.
+
+Takes orders as lines of JSON, answers each with one; ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvgrpc.prefetch.pools.shape import PageShape
+from kvgrpc.pull.model import PullConfig
+from tests.support import cache_serving
+from tests.support.cache_serving import LIMITS, PAGE_TOKENS, CacheRank, hashes_of, open_cache_rank, prompt
+
+# Pages large enough that a pull of many takes a while.
+PAGE = PageShape.mha(layers=8, page_tokens=PAGE_TOKENS, heads=8, head_dim=256, dtype="float16")
+HOST_PAGES = 2048
+STALL_SECONDS = 2.0
+
+
+class Orders:
+    """Each public method is an order; its answer is what can be said in JSON."""
+
+    def __init__(self, rank: CacheRank) -> None:
+        self._rank = rank
+
+    def fill(self, first: int, pages: int) -> dict[str, Any]:
+        """The host has the prompt."""
+        self._rank.fill(hashes_of(prompt(pages, first)))
+        return {}
+
+    def knows(self) -> dict[str, Any]:
+        """How many ranks it would ask."""
+        return {"holders": len(self._peer._holders.candidates())}
+
+    def pull(self, first: int, pages: int) -> dict[str, Any]:
+        """The prompt, as a scheduler orders it; what came has the right bytes."""
+        hashes = hashes_of(prompt(pages, first))
+        began = time.monotonic()
+        operation = self._rank.manager.start_prefetch(hashes)
+        assert operation.wait(60.0)
+        took = time.monotonic() - began
+        row = self._rank.manager.controller.book.row(operation)
+        self._rank.assert_bytes(hashes[: row.completed])
+        reserved = self._rank.manager.host.table.counts()["reserved"]
+        self._rank.evict()
+        return {"state": row.state.name, "completed": row.completed, "took": took, "reserved": reserved}
+
+    def lent(self) -> dict[str, Any]:
+        """Staging pages that are out, of either direction, and pages of the cache that somebody reads."""
+        staging = self._peer._lender._staging
+        read = self._rank.manager.host.table.counts()["read"]
+        return {"lending": staging.lending.taken, "landing": staging.landing.taken, "read": read}
+
+    @property
+    def _peer(self) -> Any:
+        return self._rank.rank._cache_peer
+
+
+def main() -> None:
+    engine, registry, plane = sys.argv[1:4]
+    cache_serving.SHAPE = PAGE
+    rank = open_cache_rank(
+        Path(),
+        storage=None,
+        plane_name=plane,
+        engine=engine,
+        registry=registry,
+        shape=PAGE,
+        host_pages=HOST_PAGES,
+        limits=replace(LIMITS, batch_pages=64, storage_timeout=20.0, occupancy=1.0),
+        pull=PullConfig(staging_pages=256, stall_timeout=STALL_SECONDS),
+    )
+    orders = Orders(rank)
+    print(json.dumps({"address": rank.address}), flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        try:
+            print(json.dumps(getattr(orders, order.pop("do"))(**order)), flush=True)
+        except BaseException:
+            # The rank's own threads would keep the process, and who waits for the answer, for long.
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+    rank.close()
+
+
+if __name__ == "__main__":
+    main()
