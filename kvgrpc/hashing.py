@@ -12,13 +12,15 @@ import pickle
 import struct
 import sys
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
 from kvgrpc.errors import InvalidRequest
 
 MAX_TOKEN = 2**63 - 1
+# What vLLM begins with where PYTHONHASHSEED is not set, for the sha256 kinds.
+VLLM_HASH_SEED = "vllm-none-hash"
 _MAX_NARROW = 2**32 - 1
 _WIDE_MARK = b"\xff"
 
@@ -53,58 +55,124 @@ def each_page_hash(tokens: Tokens, page_tokens: int, *, after: bytes = b"", bigr
 
 
 def storage_seed(extra_key: str | None = None, cache_salt: str | None = None) -> bytes:
-    """What the page hashes of a namespace in SGLang's storage begin with; empty for the common namespace."""
-    if not extra_key and not cache_salt:
-        return b""
-    named = b"sglang-cache-namespace-v1"
-    for part in (extra_key, cache_salt):
-        text = part.encode() if part is not None else b""
-        named += b"\x00" if part is None else b"\x01" + struct.pack("<Q", len(text)) + text
-    return hashlib.sha256(named).digest()
+    """What the page hashes of a namespace in SGLang's storage begin with; empty for the common namespace.
+
+    An empty key or salt is one too: None says that there is none. SGLang's requests make None of an empty salt.
+    """
+    return _namespace_seed(b"sglang-cache-namespace-v1", extra_key, cache_salt)
 
 
 def event_seed(cache_salt: str | None = None) -> bytes:
-    """What the hashes of a salt begin with in SGLang's events, which leave the extra key out; empty without a salt."""
-    return hashlib.sha256(b"sglang-cache-salt-v1\0" + cache_salt.encode()).digest() if cache_salt else b""
+    """What the page hashes of a salt begin with in SGLang's events; empty without a salt (an empty one is one)."""
+    return b"" if cache_salt is None else hashlib.sha256(b"sglang-cache-salt-v1\0" + cache_salt.encode()).digest()
 
 
-def sglang_event_hash(page_hash: bytes) -> int:
-    """The signed 64-bit number that SGLang's events carry for a page hash: its first eight bytes."""
-    return int.from_bytes(page_hash[:8], "big", signed=True)
+def event_namespace(extra_key: str | None = None, cache_salt: str | None = None) -> bytes:
+    """What SGLang (0.5.22 and newer) hashes into each number of its events: of a request with a LoRA adapter by its key
+    alone, with ``format: dynamo`` by key and salt. Empty: nothing. For ``sglang_event_hash``.
+    """
+    return _namespace_seed(b"sglang-kv-event-namespace-v1", extra_key, cache_salt)
+
+
+def sglang_event_hash(page_hash: bytes, namespace: bytes = b"") -> int:
+    """The signed 64-bit number that SGLang's events carry for a page hash: its first eight bytes, hashed once more with
+    the ``event_namespace`` where there is one."""
+    first = page_hash[:8]
+    return int.from_bytes((hashlib.sha256(namespace + first).digest() if namespace else first)[:8], "big", signed=True)
 
 
 def each_block_hash(
     tokens: Tokens,
     block_size: int,
     *,
-    hash_seed: str,
+    hash_seed: str = VLLM_HASH_SEED,
     algorithm: str = "sha256",
-    lora_name: str | None = None,
-    cache_salt: str | None = None,
+    lora: tuple[str, str] | None = None,
+    cache_salt: str = "",
+    multimodal: Sequence[tuple[str, int, int]] = (),
+    lookahead: int = 0,
 ) -> Iterator[bytes]:
-    """vLLM's hashes (32 bytes each) of the full blocks of a text-only prompt, one by one.
+    """vLLM's hashes (32 bytes each) of the full blocks of a prompt, one by one.
 
-    ``hash_seed`` is the PYTHONHASHSEED of the engine: without one its hashes are random in each process and nobody can
-    compute them. ``algorithm`` is its ``--prefix-caching-hash-algo``: sha256 (the default) or sha256_cbor. The LoRA
-    name is part of each block, the salt of the first. Raises InvalidRequest for what is none of these.
+    ``hash_seed`` is the PYTHONHASHSEED of the engine, where it has one. ``algorithm`` is its
+    ``--prefix-caching-hash-algo``: sha256 (the default) or sha256_cbor; xxhash begins with a random number in each
+    process. ``lora`` is name and path of the adapter, part of each block; the salt is part of the first, an empty one
+    is none. ``multimodal`` has identifier, first token and number of tokens of each image, in order; ``lookahead`` is
+    how many tokens behind a block its hash covers (a drafter's). Prompts given as embeddings have no such hashes.
+    Raises InvalidRequest for what is none of these.
     """
-    if block_size < 1:
-        raise InvalidRequest.of("block_size", block_size, "at least 1")
-    if algorithm not in _SERIALIZERS:
-        raise InvalidRequest.of("algorithm", algorithm, f"one of {', '.join(_SERIALIZERS)}")
-    _check_tokens(tokens)
+    _check_blocks(tokens, block_size, algorithm, multimodal, lookahead)
     serialize = _SERIALIZERS[algorithm]
-    parent = hashlib.sha256(serialize(hash_seed)).digest()
-    for start in range(0, len(tokens) - block_size + 1, block_size):
-        extra = tuple(key for key in (lora_name, cache_salt if start == 0 else None) if key) or None
-        block = tuple(map(int, tokens[start : start + block_size]))
-        parent = hashlib.sha256(serialize((parent, block, extra))).digest()
+    parent, first = hashlib.sha256(serialize(hash_seed)).digest(), 0
+    for start in range(0, len(tokens) - lookahead - block_size + 1, block_size):
+        end = start + block_size
+        while first < len(multimodal) and multimodal[first][1] + multimodal[first][2] <= start:
+            first += 1
+        extra = _extra_keys(lora, "" if start else cache_salt, multimodal, first, start, end + lookahead)
+        block = tuple(map(int, tokens[start : end + lookahead]))
+        keys = (extra, *block[block_size:]) if lookahead else extra
+        parent = hashlib.sha256(serialize((parent, block[:block_size], keys))).digest()
         yield parent
 
 
 def vllm_event_hash(block_hash: bytes) -> int:
     """The unsigned 64-bit number that vLLM's events carry for a block hash: its last eight bytes."""
     return int.from_bytes(block_hash[-8:], "big")
+
+
+def _namespace_seed(tag: bytes, extra_key: str | None, cache_salt: str | None) -> bytes:
+    if extra_key is None and cache_salt is None:
+        return b""
+    for part in (extra_key, cache_salt):
+        text = b"" if part is None else part.encode()
+        tag += b"\x00" if part is None else b"\x01" + struct.pack("<Q", len(text)) + text
+    return hashlib.sha256(tag).digest()
+
+
+def _check_blocks(
+    tokens: Tokens, block_size: int, algorithm: str, multimodal: Sequence[tuple[str, int, int]], lookahead: int
+) -> None:
+    if block_size < 1:
+        raise InvalidRequest.of("block_size", block_size, "at least 1")
+    if algorithm not in _SERIALIZERS:
+        raise InvalidRequest.of("algorithm", algorithm, f"one of {', '.join(_SERIALIZERS)}")
+    if lookahead < 0:
+        raise InvalidRequest.of("lookahead", lookahead, "at least 0")
+    end = 0
+    for index, (_, offset, length) in enumerate(multimodal):
+        if offset < end or length < 1:
+            raise InvalidRequest.of(
+                f"multimodal[{index}]", (offset, length), "in order, one behind the other, not empty"
+            )
+        end = offset + length
+    _check_tokens(tokens)
+
+
+def _extra_keys(
+    lora: tuple[str, str] | None,
+    cache_salt: str,
+    multimodal: Sequence[tuple[str, int, int]],
+    first: int,
+    start: int,
+    end: int,
+) -> tuple[tuple[str | int, ...], ...] | None:
+    """What else vLLM hashes of a block. Each string is an object of its own, as in the engine: pickle writes one that
+    it has written before as a reference."""
+    keys: list[tuple[str | int, ...]] = []
+    if lora is not None:
+        keys.append(("lora", _copied(lora[0]), _copied(lora[1])))
+    for index in range(first, len(multimodal)):
+        identifier, offset, _ = multimodal[index]
+        if offset >= end:
+            break
+        keys.append(("mm", _copied(identifier), offset - start))
+    if cache_salt:
+        keys.append(("cache_salt", _copied(cache_salt)))
+    return tuple(keys) or None
+
+
+def _copied(text: str) -> str:
+    return text.encode("utf-8", "surrogatepass").decode("utf-8", "surrogatepass")
 
 
 def _pages(tokens: Tokens, page_tokens: int, bigram: bool) -> Iterator[bytes]:
@@ -160,7 +228,7 @@ def _cbor(value: object) -> bytes:
     if value is None:
         return b"\xf6"
     if isinstance(value, int):
-        return _cbor_head(0, value)
+        return _cbor_head(0, value) if value >= 0 else _cbor_head(1, -1 - value)
     if isinstance(value, bytes):
         return _cbor_head(2, len(value)) + value
     if isinstance(value, str):

@@ -18,7 +18,7 @@ from benchmarks.rows.control import percentile
 from kvgrpc.events.following.follower import FollowerCore
 from kvgrpc.events.following.index_servicer import IndexServicer
 from kvgrpc.events.following.messages import Mode
-from kvgrpc.events.following.sources import CacheScore, Source, SourceTable
+from kvgrpc.events.following.sources import CacheScore, Question, Source, SourceTable, Wanted
 from kvgrpc.events.log.digest import mix
 from kvgrpc.rpc.interceptors import interceptors_of
 from kvgrpc.rpc.loop import LoopThread
@@ -175,7 +175,7 @@ def _ask_table(desk: Desk, queries: int) -> list[float]:
     table, asked, took = desk.items[TABLE], request(), []
     for _ in range(queries):
         begin = time.perf_counter()
-        scores = table.score(asked, (), 0.0)
+        scores = table.score(Question({0: asked}), Wanted(), 0.0)
         took.append(time.perf_counter() - begin)
         _check({score.engine: score.blocks for score in scores})
     return took
@@ -205,8 +205,14 @@ class _Table:
     def __init__(self, table: SourceTable) -> None:
         self._table = table
 
-    def score(self, hashes: list[int], engines: frozenset[str] = frozenset(), most: int = 0) -> list[CacheScore]:
-        return self._table.score(hashes, engines, 0.0, most)
+    def ask(self, question: Question, wanted: Wanted) -> list[CacheScore]:
+        return self._table.score(question, wanted, 0.0)
+
+    def page_sizes(self, wanted: Wanted, model: str = "") -> set[int]:
+        return self._table.page_sizes(wanted, model)
+
+    def not_followed(self) -> list[str]:
+        return []
 
     def sources(self) -> list[Source]:
         return self._table.sources(0.0)
@@ -217,7 +223,7 @@ def _serve(desk: Desk) -> str:
         server = desk.items["server"] = grpc.aio.server(
             interceptors=interceptors_of(ServerSecurity()), options=SERVER_OPTIONS
         )
-        add_IndexServiceServicer_to_server(IndexServicer(_Table(desk.items[TABLE])), server)  # type: ignore[arg-type]
+        add_IndexServiceServicer_to_server(IndexServicer(_Table(desk.items[TABLE])), server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         return f"127.0.0.1:{port}"
@@ -234,10 +240,11 @@ def _ask_service(desk: Desk, queries: int, most: int) -> list[float]:
     best = dict(sorted(expected().items(), key=lambda one: (-one[1], one[0]))[: most or None])
     for _ in range(queries):
         begin = time.perf_counter()
-        question = pb.ScoreRequest(block_hashes=pb.BlockHashes(values=asked), max_scores=most)
+        prompt = pb.ScorePrompt(block_hashes=pb.BlockHashes(values=asked))
+        question = pb.ScoreRequest(prompts=[prompt], max_scores=most)
         response = stub.Score(question, timeout=30)
         took.append(time.perf_counter() - begin)
-        _check({score.engine: score.blocks for score in response.scores}, best)
+        _check({score.engine: score.blocks for score in response.prompts[0].scores}, best)
     return took
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvgrpc.v1 import index_service_pb2
 
 TELL_SECONDS = 1.0
+STATES = ("connecting", "rebuilding", "catching_up", "current")
 
 
 @click.command()
@@ -50,14 +51,20 @@ def follow(client: SyncClient, as_json: bool, engine: str, dp: int, live: bool, 
 )
 @click.option(
     "--page-tokens",
-    type=click.IntRange(1, 2**32 - 1),
-    default=1,
+    type=click.IntRange(0, 2**32 - 1),
+    default=0,
     show_default=True,
-    help="With --tokens: of the engine.",
+    help="With --tokens: of the engines; 0: as each cache says.",
 )
 @click.option("--cache-salt", default="", help="With --tokens: salt of the request.")
 @click.option("--bigram", is_flag=True, help="With --tokens: the SGLang engine decodes with EAGLE.")
-@click.option("--vllm-hash-seed", help="With --tokens: a vLLM engine, which was started with this PYTHONHASHSEED.")
+@click.option("--extra-key", help="With --tokens: SGLang's extra key of the request.")
+@click.option("--lora-id", help="With --tokens: SGLang's id of the LoRA adapter.")
+@click.option("--dynamo", is_flag=True, help='With --tokens: SGLang\'s events have "format": "dynamo".')
+@click.option("--vllm", is_flag=True, help="With --tokens: vLLM engines.")
+@click.option("--vllm-hash-seed", help="With --tokens: vLLM engines, which were started with this PYTHONHASHSEED.")
+@click.option("--vllm-lora", nargs=2, metavar="NAME PATH", help="With --tokens: vLLM's LoRA adapter.")
+@click.option("--model", default="", help="Only caches of engines that run this model, as the registry names it.")
 @click.option("--engine", "engines", multiple=True, help="Only caches of this engine; may be repeated.")
 @json_option
 @calls_an_index
@@ -66,27 +73,43 @@ def score(client: SyncClient, as_json: bool, **options: Any) -> None:
     response = client.score(_request(**options))
     if as_json:
         return show_json(response)
-    columns = ("engine", "#dp", "#on device", "#to host", "#anywhere", "state", "#lag", "#idle")
+    columns = ("engine", "#dp", "#on device", "#to host", "#to disk", "#anywhere", "#page", "state", "#lag", "#idle")
+    (found,) = response.prompts
     rows = [
-        (each.engine, each.dp, each.device_blocks, each.host_blocks, each.blocks, *_fresh(each.freshness))
-        for each in response.scores
+        (
+            each.engine,
+            each.dp,
+            each.device_blocks,
+            each.host_blocks,
+            each.disk_blocks,
+            each.blocks,
+            each.page_tokens,
+            *_fresh(each.freshness),
+        )
+        for each in found.scores
     ]
-    show_table(f"{response.blocks} blocks at {client.address}", columns, rows, "no cache holds the first")
+    show_table(f"{found.blocks} blocks at {client.address}", columns, rows, "no cache holds the first")
 
 
 @click.command()
+@click.option("--state", "states", multiple=True, type=click.Choice(STATES), help="Only those; may be repeated.")
 @json_option
 @calls_an_index
-def sources(client: SyncClient, as_json: bool) -> None:
-    """List the caches that an index follows."""
-    found = client.list_sources()
+def sources(client: SyncClient, as_json: bool, states: tuple[str, ...]) -> None:
+    """List the caches that an index follows, and what it cannot follow."""
+    from kvgrpc.v1 import index_service_pb2
+
+    found = client.list_sources(
+        states=[index_service_pb2.IndexSourceState.Value(f"INDEX_SOURCE_STATE_{state.upper()}") for state in states]
+    )
     if as_json:
         return show_json(*found)
-    columns = ("engine", "#dp", "address", "blocks", "state", "#lag", "#idle", "log", "#next", "last error")
+    columns = ("engine", "#dp", "model", "address", "blocks", "state", "#lag", "#idle", "log", "#next", "last error")
     rows = [
         (
             source.engine,
             source.dp,
+            source.model,
             source.address,
             ", ".join(f"{held.medium} {held.blocks}" for held in source.blocks),
             *_fresh(source.freshness),
@@ -97,37 +120,42 @@ def sources(client: SyncClient, as_json: bool) -> None:
         for source in found
     ]
     show_table(f"Caches that {client.address} follows", columns, rows, "none yet")
+    for line in found.not_followed:
+        click.echo(f"not followed: {line}", err=True)
 
 
-def _request(
-    hashes: tuple[str, ...],
-    prompt_file: str | None,
-    page_tokens: int,
-    cache_salt: str,
-    bigram: bool,
-    vllm_hash_seed: str | None,
-    engines: tuple[str, ...],
-) -> index_service_pb2.ScoreRequest:
+def _request(hashes: tuple[str, ...], prompt_file: str | None, **more: Any) -> index_service_pb2.ScoreRequest:
     from kvgrpc.v1 import index_service_pb2
 
     if bool(hashes) == bool(prompt_file):
         raise click.UsageError("name the beginning of a request by --hash or by --tokens, one of the two")
-    request = index_service_pb2.ScoreRequest(engines=engines)
+    request = index_service_pb2.ScoreRequest(engines=more["engines"], with_freshness=True)
+    prompt = request.prompts.add(model=more["model"])
     if prompt_file is None:
-        request.block_hashes.values.extend(_hash(text) for text in hashes)
-        return request
-    tokens = _tokens(prompt_file)
-    if vllm_hash_seed is None:
-        request.sglang.token_ids.extend(tokens)
-        request.sglang.page_tokens, request.sglang.cache_salt, request.sglang.bigram = page_tokens, cache_salt, bigram
+        prompt.block_hashes.values.extend(_hash(text) for text in hashes)
+    elif more["vllm"] or more["vllm_hash_seed"] is not None or more["vllm_lora"]:
+        _fill_vllm(prompt.vllm, _tokens(prompt_file), **more)
     else:
-        request.vllm.token_ids.extend(tokens)
-        request.vllm.page_tokens, request.vllm.cache_salt, request.vllm.hash_seed = (
-            page_tokens,
-            cache_salt,
-            vllm_hash_seed,
-        )
+        _fill_sglang(prompt.sglang, _tokens(prompt_file), **more)
     return request
+
+
+def _fill_vllm(prompt: index_service_pb2.VllmPrompt, tokens: list[int], **more: Any) -> None:
+    prompt.token_ids.extend(tokens)
+    prompt.page_tokens, prompt.cache_salt = more["page_tokens"], more["cache_salt"]
+    prompt.hash_seed = more["vllm_hash_seed"] or ""
+    if more["vllm_lora"]:
+        prompt.lora.name, prompt.lora.path = more["vllm_lora"]
+
+
+def _fill_sglang(prompt: index_service_pb2.SglangPrompt, tokens: list[int], **more: Any) -> None:
+    prompt.token_ids.extend(tokens)
+    prompt.page_tokens, prompt.cache_salt, prompt.bigram = more["page_tokens"], more["cache_salt"], more["bigram"]
+    prompt.dynamo_format = more["dynamo"]
+    if more["extra_key"] is not None:
+        prompt.extra_key = more["extra_key"]
+    if more["lora_id"] is not None:
+        prompt.lora_id = more["lora_id"]
 
 
 def _hash(text: str) -> int:

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from kvgrpc.client.aio import Client
 from kvgrpc.client.engines import Engines
+from kvgrpc.client.sources import Sources
 from kvgrpc.client.sync import SyncClient
 from kvgrpc.client.watch import Begin, Dropped, Heartbeat, Payloads, Snapshot, TypedBatches, WatchPart
 from kvgrpc.rpc.security import ClientSecurity
 
 if TYPE_CHECKING:
     from kvgrpc.client.follower import EventFollower
-    from kvgrpc.client.prefix_index import PrefixIndex, sglang_hashes, vllm_hashes
+    from kvgrpc.client.prefix_index import PrefixIndex, Question, Wanted, sglang_hashes, sglang_lora_id, vllm_hashes
     from kvgrpc.client.sync_follower import SyncEventFollower, SyncPrefixIndex
 
 __all__ = [
@@ -31,19 +32,26 @@ __all__ = [
     "Heartbeat",
     "Payloads",
     "PrefixIndex",
+    "Question",
     "Snapshot",
+    "Sources",
     "SyncClient",
     "SyncEventFollower",
     "SyncPrefixIndex",
     "TypedBatches",
+    "Wanted",
     "WatchPart",
     "sglang_hashes",
+    "sglang_lora_id",
     "vllm_hashes",
 ]
 
 _LOADED_WHEN_NAMED = {
     "EventFollower": "follower",
     "PrefixIndex": "prefix_index",
+    "Question": "prefix_index",
+    "Wanted": "prefix_index",
+    "sglang_lora_id": "prefix_index",
     "SyncEventFollower": "sync_follower",
     "SyncPrefixIndex": "sync_follower",
     "sglang_hashes": "prefix_index",

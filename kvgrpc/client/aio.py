@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvgrpc.client.cursor import Cursor
 from kvgrpc.client.engines import Engines
+from kvgrpc.client.sources import Sources
 from kvgrpc.client.stall import StallDetector
 from kvgrpc.client.watch import WatchPart, part_of
 from kvgrpc.errors import InvalidRequest, KvGrpcError, PeerUnreachable
@@ -291,21 +292,25 @@ class Client:
     # The index.
 
     async def score(self, request: index_service_pb2.ScoreRequest) -> index_service_pb2.ScoreResponse:
-        """Who holds the beginning of a request, of an index (``kvgrpc serve index``)."""
+        """Who holds the beginnings of requests, of an index (``kvgrpc serve index``)."""
         stub = IndexServiceStub(self._channel())
         response: index_service_pb2.ScoreResponse = await self._read(stub.Score, request)
         return response
 
-    async def list_sources(self) -> list[index_service_pb2.IndexSource]:
-        """The caches that an index follows."""
+    async def list_sources(self, *, states: Sequence[index_service_pb2.IndexSourceState.ValueType] = ()) -> Sources:
+        """The caches that an index follows, in these states (none: in all)."""
         stub = IndexServiceStub(self._channel())
+        found = Sources()
 
         async def page(token: str) -> tuple[Iterable[index_service_pb2.IndexSource], str]:
-            request = index_service_pb2.ListSourcesRequest(page_token=token, page_size=1000)
-            response = await self._read(stub.ListSources, request)
+            request = index_service_pb2.ListSourcesRequest(page_token=token, page_size=1000, states=states)
+            response: index_service_pb2.ListSourcesResponse = await self._read(stub.ListSources, request)
+            found.counts = {count.state: count.sources for count in response.counts}
+            found.not_followed = list(response.not_followed)
             return response.sources, response.next_page_token
 
-        return await _pages(page)
+        found.extend(await _pages(page))
+        return found
 
     # The hierarchical cache.
 

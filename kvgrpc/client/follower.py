@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,8 @@ from kvgrpc.v1.event_service_pb2_grpc import EventServiceStub
 
 # Heartbeats come each second.
 IDLE_TIMEOUT_SECONDS = 5.0
+# Of batches and snapshots, folded in one turn of the loop: about a millisecond.
+FOLD_BYTES = 64 * 1024
 
 LOG_SECONDS = 60.0
 _log = logging.getLogger(__name__)
@@ -56,6 +58,7 @@ class EventFollower:
         live: bool = False,
         security: ClientSecurity | None = None,
         index: BlockIndex | None = None,
+        turn: asyncio.Lock | None = None,
     ) -> None:
         self.address = address
         self.engine = engine
@@ -64,6 +67,8 @@ class EventFollower:
         """Engine and dp as the publisher names them; what was asked for, until it has."""
         self.core = FollowerCore(index or BlockIndex(), _events, live=live)
         self._security = security or ClientSecurity()
+        # Shared by followers of one index: of all of them one folds in a turn of the loop, and Score comes between.
+        self._turn = turn or asyncio.Lock()
         self._stamp: object = None
         self._no_answer = False
         self._channel: grpc.aio.Channel | None = None
@@ -138,7 +143,7 @@ class EventFollower:
     def match(self, hashes: Iterable[int | bytes]) -> Match:
         """How many leading blocks of ``hashes`` the cache holds in which tiers."""
         contents = self.core.contents
-        nothing = Match(0, 0, 0)
+        nothing = Match(0, 0, 0, 0)
         if contents is None:
             return nothing
         return contents.blocks.match([hash_key(block) for block in hashes])
@@ -215,7 +220,8 @@ class EventFollower:
         try:
             async with contextlib.aclosing(self._messages(order)) as messages:
                 async for message in messages:
-                    self._hear(order.number, message)
+                    async with self._turn:
+                        await self._hear(order.number, message)
                     self._obey()
         except grpc.aio.AioRpcError as failure:
             error = _named(failure, self.address)
@@ -256,7 +262,7 @@ class EventFollower:
             stream.close()
             call.cancel()
 
-    def _hear(self, number: int, message: pb.WatchResponse) -> None:
+    async def _hear(self, number: int, message: pb.WatchResponse) -> None:
         core, now, kind = self.core, time.monotonic(), message.WhichOneof("kind")
         if kind == "begin":
             stream = message.begin.stream
@@ -265,7 +271,9 @@ class EventFollower:
                 self._frames.subscribe(stream.pub_endpoint, stream.topic)
             core.begun(number, stream.log_id, stream.next_sequence, message.begin.first_sequence, now)
         elif kind == "raw":
-            core.batches(number, message.raw.first_sequence, message.raw.payloads, now)
+            first = message.raw.first_sequence
+            async for begin, payloads in _slices(message.raw.payloads):
+                core.batches(number, first + begin, payloads, now)
         elif kind == "dropped":
             core.dropped(number, message.dropped.first_sequence, message.dropped.last_sequence, now)
         elif kind == "heartbeat":
@@ -273,9 +281,24 @@ class EventFollower:
             core.heartbeat(number, beat.next_sequence, _digest(beat.state) if beat.HasField("state") else None, now)
         elif kind == "snapshot":
             part = message.snapshot
-            core.snapshot(number, part.index, part.next_sequence, part.payloads, now)
+            async for begin, payloads in _slices(part.payloads):
+                # Only the first part of a snapshot begins one.
+                core.snapshot(number, part.index or begin, part.next_sequence, payloads, now)
             if part.last:
                 core.snapshot_complete(number, _digest(part.state) if part.HasField("state") else None, now)
+
+
+async def _slices(payloads: Sequence[bytes]) -> AsyncGenerator[tuple[int, Sequence[bytes]], None]:
+    """A message's payloads, as many at a time as a turn of the loop may take, and the number of the first; once at
+    least."""
+    begin, size = 0, 0
+    for end, payload in enumerate(payloads):
+        size += len(payload)
+        if size >= FOLD_BYTES and end + 1 < len(payloads):
+            yield begin, payloads[begin : end + 1]
+            begin, size = end + 1, 0
+            await asyncio.sleep(0)
+    yield begin, payloads[begin:]
 
 
 def _events(payload: bytes) -> Iterable[object]:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import random
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from kvgrpc.client.aio import Client
+from kvgrpc.client.engine_mirror import EngineMirror
 from kvgrpc.client.follower import EventFollower
 from kvgrpc.errors import KvGrpcError
 from kvgrpc.events.following.messages import FollowerState
-from kvgrpc.events.following.prompts import sglang_hashes, vllm_hashes
-from kvgrpc.events.following.sources import CacheScore, Source, SourceTable
+from kvgrpc.events.following.prompts import sglang_hashes, sglang_lora_id, vllm_hashes
+from kvgrpc.events.following.sources import CacheScore, Question, Source, SourceTable, Wanted
 from kvgrpc.net import check_target
 from kvgrpc.observability.logging import RateLimited
 from kvgrpc.rpc.loop import background
@@ -22,24 +25,34 @@ from kvgrpc.rpc.security import ClientSecurity
 from kvgrpc.rpc.within import check_seconds
 from kvgrpc.v1 import registry_service_pb2
 
-__all__ = ["PrefixIndex", "sglang_hashes", "vllm_hashes"]
+__all__ = ["PrefixIndex", "Question", "Wanted", "sglang_hashes", "sglang_lora_id", "vllm_hashes"]
 
-FIND_SECONDS = 2.0
+# Sources that were named are asked who they are so often, and engines that went are looked at.
+LOOK_SECONDS = 2.0
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 2.0
 LOG_SECONDS = 60.0
 _ANSWER_SECONDS = 5.0
+# Beginning to follow takes a channel and a call: so many in one turn of the loop.
+_BEGIN_AT_ONCE = 16
 _Cache = tuple[str, int]
 
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    address: str
+    model: str
+
+
 class PrefixIndex:
     """``async with PrefixIndex(registry="127.0.0.1:8998") as index: index.score(hashes)``.
 
-    Follows the caches of every engine whose events the registry says are served (of several replicas, with commas
-    between them, the next is asked when one does not answer), and those of the ranks that
+    Follows the caches of every engine whose events the registry says are served, as they come and go (WatchEngines; of
+    several replicas, with commas between them, the next is asked when one does not answer), and those of the ranks that
     ``sources`` names by the addresses of their gRPC. An engine that the registry does not list any more is followed as
-    long as it answers: a registry's silence proves nothing. All methods belong to one event loop. Raises InvalidRequest
-    for what is no address: it would look for it for ever.
+    long as it answers: a registry's silence proves nothing. What cannot be followed, ``not_followed`` says. All methods
+    belong to one event loop. Raises InvalidRequest for what is no address: it would look for it for ever.
     """
 
     def __init__(
@@ -57,8 +70,16 @@ class PrefixIndex:
         self._named = tuple(dict.fromkeys(sources))
         self._live = live
         self._security = security
-        self._followers: dict[_Cache, tuple[EventFollower, str]] = {}
-        self._finding: asyncio.Task[None] | None = None
+        self._mirror = EngineMirror()
+        self._followers: dict[_Cache, tuple[EventFollower, _Place]] = {}
+        # Of each engine at the registry, and of the sources that were named: where its caches are.
+        self._listed: dict[str, dict[_Cache, _Place]] = {}
+        self._found: dict[_Cache, _Place] = {}
+        self._gone: set[_Cache] = set()
+        # What is not followed, by what it is about.
+        self._lacking: dict[str, str] = {}
+        self._turn = asyncio.Lock()
+        self._tasks: list[asyncio.Task[None]] = []
         self._lines = RateLimited(_log, lines=1, seconds=LOG_SECONDS)
 
     async def __aenter__(self) -> PrefixIndex:
@@ -71,31 +92,47 @@ class PrefixIndex:
     @property
     def healthy(self) -> bool:
         """Whether it still looks for caches."""
-        return self._finding is not None and not self._finding.done()
+        return bool(self._tasks) and not any(task.done() for task in self._tasks)
 
     async def start(self) -> None:
         """Begins to look for caches and to follow them."""
-        self._finding = background(self._find_for_ever(), "prefix-index")
+        self._tasks = [background(self._look_for_ever(), "prefix-index")]
+        if self._registries:
+            self._tasks.append(background(self._watch_for_ever(), "prefix-index-engines"))
 
     async def close(self) -> None:
         """Ends all followers."""
-        if self._finding is not None:
-            self._finding.cancel()
-            await asyncio.gather(self._finding, return_exceptions=True)
-        for cache in list(self._followers):
-            await self._unfollow(cache)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(self._unfollow(cache) for cache in list(self._followers)))
 
-    def score(self, hashes: Sequence[int], engines: Collection[str] = (), most: int = 0) -> list[CacheScore]:
+    def score(
+        self, hashes: Sequence[int], engines: Collection[str] = (), most: int = 0, *, model: str = ""
+    ) -> list[CacheScore]:
         """The caches (of these engines; none named: of all) that hold the first block, those with most blocks first.
 
         At most ``most``; 0: all. Hashes are unsigned 64-bit: those of a prompt by ``sglang_hashes`` or ``vllm_hashes``,
-        ``kvgrpc.events.log.digest.hash_key`` of what events say.
+        ``kvgrpc.events.log.digest.hash_key`` of what events say. ``model``: only of engines that run it. Raises
+        InvalidRequest where none is named and the caches are of several: hashes do not tell them apart.
         """
-        return self._table.score(hashes, engines, time.monotonic(), most)
+        return self.ask(Question({0: hashes}, model), Wanted(engines, most))
+
+    def ask(self, question: Question, wanted: Wanted) -> list[CacheScore]:
+        """As ``score``, with all that can be asked."""
+        return self._table.score(question, wanted, time.monotonic())
+
+    def page_sizes(self, wanted: Wanted, model: str = "") -> set[int]:
+        """Tokens of a block of the caches that would be asked, where they told it."""
+        return self._table.page_sizes(wanted, model)
 
     def sources(self) -> list[Source]:
         """All caches that are followed, by engine and dp."""
         return self._table.sources(time.monotonic())
+
+    def not_followed(self) -> list[str]:
+        """What cannot be followed now, each with its reason: "ENGINE: why", "ADDRESS: why"."""
+        return [f"{what}: {why}" for what, why in sorted(self._lacking.items())]
 
     async def until_current(self, caches: int = 1, timeout: float = 30.0) -> None:
         """Waits until that many are current. Raises TimeoutError after ``timeout`` seconds (``math.inf``: never)."""
@@ -106,61 +143,130 @@ class PrefixIndex:
                 raise TimeoutError(f"not {caches} caches are current after {timeout:g} s")
             await asyncio.sleep(0.02)
 
-    async def _find_for_ever(self) -> None:
+    # What the registry says.
+
+    async def _watch_for_ever(self) -> None:
+        pause = FIRST_PAUSE_SECONDS
         while True:
-            known = {address for _, address in self._followers.values()}
-            looks = [(address, self._ask_source(address)) for address in self._named if address not in known]
-            if self._registries:
-                looks.append((self._registries[0], self._ask_registry()))
-            found: dict[_Cache, str] = {}
-            answers = await asyncio.gather(*(look for _, look in looks), return_exceptions=True)
-            for (asked, _), answer in zip(looks, answers, strict=True):
+            address, began = self._registries[0], time.monotonic()
+            try:
+                await self._watch(address)
+                why = "it ended the stream"
+            except KvGrpcError as error:
+                why = str(error)
+                self._lines.warning(f"{address}: {error.reason.name}", f"looking for caches at {address}: {error}")
+            self._lacking[address] = why
+            self._registries.rotate(-1)
+            pause = FIRST_PAUSE_SECONDS if time.monotonic() - began > LONGEST_PAUSE_SECONDS else pause
+            await asyncio.sleep(pause * (0.5 + random.random() / 2))
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    async def _watch(self, address: str) -> None:
+        async with Client(address, self._security, _ANSWER_SECONDS) as client:
+            async for message in client.watch_engines(without_pools=True):
+                self._lacking.pop(address, None)
+                for name in self._mirror.apply(message):
+                    await self._engine_changed(name)
+
+    async def _engine_changed(self, name: str) -> None:
+        """The publishing rank of each cache: the one with pp = cp = tp = 0."""
+        before, now = self._listed.pop(name, {}), {}
+        known = self._mirror.parts(name)
+        for about in [about for about in self._lacking if about == name or about.startswith(f"{name} dp")]:
+            del self._lacking[about]
+        if known is not None:
+            head, rows = known
+            for row in filter(_publishes, rows):
+                if row.endpoints.grpc:
+                    now[name, row.rank.rank.dp] = _Place(row.endpoints.grpc, head.model.name)
+                else:
+                    self._lack(f"{name} dp{row.rank.rank.dp}", "it serves events, and its row names no gRPC address")
+            self._listed[name] = now
+            if not now:
+                self._lack(name, f"none of its {head.registered_ranks} registered ranks serves events")
+            elif head.dp_lacking_events:
+                self._lack(name, f"dp ranks {_numbers(head.dp_lacking_events)} serve no events, others of it do")
+        self._gone |= before.keys() - now.keys()
+        self._gone -= now.keys()
+        await self._follow(now)
+
+    # Those that were named.
+
+    async def _look_for_ever(self) -> None:
+        while True:
+            known = {place.address for _, place in self._followers.values()}
+            asked = [address for address in self._named if address not in known]
+            answers = await asyncio.gather(*map(self._ask_source, asked), return_exceptions=True)
+            for address, answer in zip(asked, answers, strict=True):
                 if isinstance(answer, KvGrpcError):
-                    self._lines.warning(f"{asked}: {answer.reason.name}", f"looking for caches at {asked}: {answer}")
+                    self._lines.warning(
+                        f"{address}: {answer.reason.name}", f"looking for caches at {address}: {answer}"
+                    )
+                    self._lacking[address] = str(answer)
                 elif isinstance(answer, BaseException):
                     raise answer
+                elif answer:
+                    self._lacking.pop(address, None)
+                    self._found |= answer
+                    await self._follow(answer)
                 else:
-                    found |= answer
-            await self._follow(found, all(isinstance(answer, dict) for answer in answers))
-            await asyncio.sleep(FIND_SECONDS)
+                    self._lack(address, "it serves no stream of events")
+            await self._let_go()
+            await asyncio.sleep(LOOK_SECONDS)
 
-    async def _ask_registry(self) -> dict[_Cache, str]:
-        """The publishing rank of each cache: the one with pp = cp = tp = 0."""
-        async with Client(self._registries[0], self._security, _ANSWER_SECONDS) as client:
-            try:
-                rows = [row for engine in await client.list_engines(include_rows=True) for row in engine.rows]
-            except KvGrpcError:
-                self._registries.rotate(-1)
-                raise
-        return {_cache(row): row.endpoints.grpc for row in rows if _publishes(row) and row.endpoints.grpc}
-
-    async def _ask_source(self, address: str) -> dict[_Cache, str]:
+    async def _ask_source(self, address: str) -> dict[_Cache, _Place]:
         async with Client(address, self._security, _ANSWER_SECONDS) as client:
-            return {(stream.engine, stream.dp): address for stream in await client.list_streams()}
+            return {(stream.engine, stream.dp): _Place(address, "") for stream in await client.list_streams()}
 
-    async def _follow(self, found: dict[_Cache, str], complete: bool) -> None:
-        for cache, address in found.items():
-            if cache not in self._followers or self._followers[cache][1] != address:
-                await self._unfollow(cache)
-                try:
-                    await self._begin(cache, address)
-                except KvGrpcError as error:
-                    # An address that may not be dialled, a certificate that is being replaced: no affair of the others.
-                    text = f"following dp{cache[1]} of {cache[0]}: {error}"
-                    self._lines.warning(f"following: {error.reason.name}", text)
-        for cache, (follower, address) in list(self._followers.items()):
-            gone = complete and cache not in found and address not in self._named
-            if gone and follower.state is FollowerState.CONNECTING:
-                await self._unfollow(cache)
+    # Followers.
 
-    async def _begin(self, cache: _Cache, address: str) -> None:
+    async def _follow(self, places: dict[_Cache, _Place]) -> None:
+        begun = 0
+        for cache, place in places.items():
+            if cache in self._followers and self._followers[cache][1] == place:
+                continue
+            await self._unfollow(cache)
+            about = f"{cache[0]} dp{cache[1]}"
+            try:
+                await self._begin(cache, place)
+                self._lacking.pop(about, None)
+            except KvGrpcError as error:
+                # An address that may not be dialled, a certificate that is being replaced: no affair of the others.
+                self._lines.warning(f"following: {error.reason.name}", f"following dp{cache[1]} of {cache[0]}: {error}")
+                self._lacking[about] = str(error)
+            begun += 1
+            if not begun % _BEGIN_AT_ONCE:
+                await asyncio.sleep(0)
+
+    async def _let_go(self) -> None:
+        """Of what a registry lists no more, what does not answer either; and what could not be begun is tried again."""
+        if not self._mirror.warming_up:
+            for cache in list(self._gone):
+                follower = self._followers.get(cache)
+                if follower is None or follower[1].address in self._named:
+                    self._gone.discard(cache)
+                elif follower[0].state is FollowerState.CONNECTING:
+                    self._gone.discard(cache)
+                    await self._unfollow(cache)
+        for places in list(self._listed.values()):
+            missing = {cache: place for cache, place in places.items() if cache not in self._followers}
+            if missing:
+                await self._follow(missing)
+
+    async def _begin(self, cache: _Cache, place: _Place) -> None:
         engine, dp = cache
         follower = EventFollower(
-            address, engine=engine, dp=dp, live=self._live, security=self._security, index=self._table.index
+            place.address,
+            engine=engine,
+            dp=dp,
+            live=self._live,
+            security=self._security,
+            index=self._table.index,
+            turn=self._turn,
         )
         await follower.start()
-        self._followers[cache] = follower, address
-        self._table.add(engine, dp, follower.core, address, live=self._live)
+        self._followers[cache] = follower, place
+        self._table.add(engine, dp, follower.core, place.address, live=self._live, model=place.model)
 
     async def _unfollow(self, cache: _Cache) -> None:
         follower = self._followers.pop(cache, None)
@@ -168,11 +274,16 @@ class PrefixIndex:
             self._table.remove(*cache)
             await follower[0].close()
 
-
-def _cache(row: registry_service_pb2.RankRow) -> _Cache:
-    return row.rank.rank.engine, row.rank.rank.dp
+    def _lack(self, what: str, why: str) -> None:
+        if self._lacking.get(what) != why:
+            self._lines.warning(f"not followed: {why[:40]}", f"{what} is not followed: {why}")
+        self._lacking[what] = why
 
 
 def _publishes(row: registry_service_pb2.RankRow) -> bool:
     rank = row.rank.rank
     return row.serves_events and not (rank.pp or rank.cp or rank.tp)
+
+
+def _numbers(dp_ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, dp_ranks[:8])) + (", ..." if len(dp_ranks) > 8 else "")

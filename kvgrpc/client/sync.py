@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvgrpc.client.aio import Client
 from kvgrpc.client.engines import Engines
+from kvgrpc.client.sources import Sources
 from kvgrpc.client.watch import WatchPart
 from kvgrpc.errors import PeerUnreachable
 from kvgrpc.rpc.loop import LoopThread
@@ -155,9 +156,9 @@ class SyncClient:
         """As ``Client.score``."""
         return self._run(self._client.score(request))
 
-    def list_sources(self) -> list[index_service_pb2.IndexSource]:
+    def list_sources(self, *, states: Sequence[index_service_pb2.IndexSourceState.ValueType] = ()) -> Sources:
         """As ``Client.list_sources``."""
-        return self._run(self._client.list_sources())
+        return self._run(self._client.list_sources(states=states))
 
     def lookup(
         self, pages: prefetch_service_pb2.PromptPages, *, without_storage: bool = False

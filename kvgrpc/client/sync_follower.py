@@ -10,7 +10,7 @@ from kvgrpc.client.follower import EventFollower
 from kvgrpc.client.prefix_index import PrefixIndex
 from kvgrpc.events.following.index import Match
 from kvgrpc.events.following.messages import FollowerCounts, FollowerState
-from kvgrpc.events.following.sources import CacheScore, Freshness, Source
+from kvgrpc.events.following.sources import CacheScore, Freshness, Question, Source, Wanted
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.rpc.security import ClientSecurity
 from kvgrpc.rpc.within import check_seconds
@@ -130,9 +130,19 @@ class SyncPrefixIndex:
         """As ``PrefixIndex.close``."""
         self._loop.run(self._index.close(), _ASK_SECONDS)
 
-    def score(self, hashes: Sequence[int], engines: Collection[str] = (), most: int = 0) -> list[CacheScore]:
+    def score(
+        self, hashes: Sequence[int], engines: Collection[str] = (), most: int = 0, *, model: str = ""
+    ) -> list[CacheScore]:
         """As ``PrefixIndex.score``."""
-        return _on(self._loop, lambda: self._index.score(hashes, engines, most))
+        return _on(self._loop, lambda: self._index.score(hashes, engines, most, model=model))
+
+    def ask(self, question: Question, wanted: Wanted) -> list[CacheScore]:
+        """As ``PrefixIndex.ask``."""
+        return _on(self._loop, lambda: self._index.ask(question, wanted))
+
+    def not_followed(self) -> list[str]:
+        """As ``PrefixIndex.not_followed``."""
+        return _on(self._loop, self._index.not_followed)
 
     def sources(self) -> list[Source]:
         """As ``PrefixIndex.sources``."""

@@ -52,7 +52,7 @@ def _hashed(message: pb.PromptPages, page_tokens: int) -> tuple[str, ...]:
         raise InvalidRequest.of("pages.tokens", f"{count} tokens", f"at least one page of {page_tokens}")
     seed = storage_seed(
         message.extra_key if message.HasField("extra_key") else None,
-        message.cache_salt if message.HasField("cache_salt") else None,
+        message.cache_salt or None,  # as SGLang's requests have it; an empty extra key is one
     )
     tokens = message.tokens[: whole + 1 if message.bigram else whole]
     hashes = page_hashes(tokens, page_tokens, after=seed, bigram=message.bigram)

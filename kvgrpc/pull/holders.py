@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from kvgrpc.client.engine_mirror import EngineMirror
 from kvgrpc.errors import EngineNotFound, KvGrpcError
 from kvgrpc.model import Layout, ModelIdentity, RankRef
 from kvgrpc.observability.logging import RateLimited, one_line
@@ -17,8 +18,8 @@ from kvgrpc.prefetch.storage.keys import PageIdentity
 from kvgrpc.pull import wire
 from kvgrpc.pull.model import Holder, Lent, PullConfig
 from kvgrpc.registry.calls import domain_errors, pause_before, unreachable
-from kvgrpc.registry.mirror import EngineMirror
 from kvgrpc.registry.model import ResolvedEngine
+from kvgrpc.registry.wire import PoolCache, engine_from_pb
 from kvgrpc.rpc.channels import ChannelPool
 from kvgrpc.rpc.within import within
 from kvgrpc.transfer.protocol.types import Target
@@ -58,12 +59,14 @@ class Holders:
         self._config = config
         self._channels = ChannelPool(open_channel)
         self._mirror = EngineMirror()
+        self._engines: dict[str, ResolvedEngine] = {}
+        self._pools = PoolCache()
         self._known: dict[str, PrefillEngine] = {}
         self._lines = RateLimited(_log)
 
     def candidates(self) -> list[Holder]:
         """Whom one prompt is asked for, in random order: whoever is first has no more to do than the others."""
-        found = [holder for engine in self._mirror.engines.values() for holder in self._of(engine)]
+        found = [holder for engine in self._engines.values() for holder in self._of(engine)]
         random.shuffle(found)
         return found[: self._config.holders]
 
@@ -126,7 +129,12 @@ class Holders:
                 message = await within(_IDLE_SECONDS, call.read())
                 if not isinstance(message, registry_service_pb2.WatchEnginesResponse):
                     raise unreachable(address, "it ended the stream")
-                self._mirror.apply(message)
+                for name in self._mirror.apply(message):
+                    engine = self._mirror.engine(name)
+                    if engine is None:
+                        self._engines.pop(name, None)
+                    else:
+                        self._engines[name] = engine_from_pb(engine, self._pools)
         finally:
             call.cancel()
 

@@ -9,7 +9,8 @@ import grpc
 import kvgrpc
 from kvgrpc.client.prefix_index import PrefixIndex
 from kvgrpc.errors import InvalidRequest
-from kvgrpc.events.following.index_servicer import MAX_BLOCKS, MAX_TOKENS, IndexServicer
+from kvgrpc.events.following.index_servicer import IndexServicer
+from kvgrpc.events.following.questions import MAX_BLOCKS, MAX_PROMPTS, MAX_TOKENS
 from kvgrpc.rpc.interceptors import Admission, CallLimits
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from kvgrpc.server.listener import Listener
@@ -71,7 +72,7 @@ class IndexServer(ServerAlone):
 
     def _add_servicers(self, server: grpc.aio.Server) -> Sequence[str]:
         add_IndexServiceServicer_to_server(self._servicer, server)
-        index = IndexLimits(max_score_blocks=MAX_BLOCKS, max_score_tokens=MAX_TOKENS)
+        index = IndexLimits(max_score_blocks=MAX_BLOCKS, max_score_tokens=MAX_TOKENS, max_score_prompts=MAX_PROMPTS)
         limits = ServerLimits(calls=limits_to_pb(self._call_limits), index=index)
         info = ServerInfo(version=kvgrpc.__version__, services=_SERVICES, limits=limits)
         add_ServerServiceServicer_to_server(ServerServicer(info, self, lambda: self._listener.draining), server)

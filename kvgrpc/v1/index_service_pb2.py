@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from kvgrpc.v1 import common_pb2 as kvgrpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkvgrpc/v1/index_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvgrpc/v1/common.proto\")\n\x0b\x42lockHashes\x12\x1a\n\x06values\x18\x01 \x03(\x06\x42\x02\x30\x01R\x06values\"\x83\x01\n\x0cSglangPrompt\x12\x1b\n\ttoken_ids\x18\x01 \x03(\rR\x08tokenIds\x12\x1f\n\x0bpage_tokens\x18\x02 \x01(\rR\npageTokens\x12\x1d\n\ncache_salt\x18\x03 \x01(\tR\tcacheSalt\x12\x16\n\x06\x62igram\x18\x04 \x01(\x08R\x06\x62igram\"\xc1\x01\n\nVllmPrompt\x12\x1b\n\ttoken_ids\x18\x01 \x03(\rR\x08tokenIds\x12\x1f\n\x0bpage_tokens\x18\x02 \x01(\rR\npageTokens\x12\x1b\n\thash_seed\x18\x03 \x01(\tR\x08hashSeed\x12\x1c\n\talgorithm\x18\x04 \x01(\tR\talgorithm\x12\x1b\n\tlora_name\x18\x05 \x01(\tR\x08loraName\x12\x1d\n\ncache_salt\x18\x06 \x01(\tR\tcacheSalt\"\xee\x01\n\x0cScoreRequest\x12;\n\x0c\x62lock_hashes\x18\x01 \x01(\x0b\x32\x16.kvgrpc.v1.BlockHashesH\x00R\x0b\x62lockHashes\x12\x31\n\x06sglang\x18\x02 \x01(\x0b\x32\x17.kvgrpc.v1.SglangPromptH\x00R\x06sglang\x12+\n\x04vllm\x18\x03 \x01(\x0b\x32\x15.kvgrpc.v1.VllmPromptH\x00R\x04vllm\x12\x18\n\x07\x65ngines\x18\x04 \x03(\tR\x07\x65ngines\x12\x1d\n\nmax_scores\x18\x05 \x01(\rR\tmaxScoresB\x08\n\x06prefix\"V\n\rScoreResponse\x12-\n\x06scores\x18\x01 \x03(\x0b\x32\x15.kvgrpc.v1.CacheScoreR\x06scores\x12\x16\n\x06\x62locks\x18\x02 \x01(\rR\x06\x62locks\"\xc6\x01\n\nCacheScore\x12\x16\n\x06\x65ngine\x18\x01 \x01(\tR\x06\x65ngine\x12\x0e\n\x02\x64p\x18\x02 \x01(\rR\x02\x64p\x12#\n\rdevice_blocks\x18\x03 \x01(\rR\x0c\x64\x65viceBlocks\x12\x1f\n\x0bhost_blocks\x18\x04 \x01(\rR\nhostBlocks\x12\x16\n\x06\x62locks\x18\x05 \x01(\rR\x06\x62locks\x12\x32\n\tfreshness\x18\x06 \x01(\x0b\x32\x14.kvgrpc.v1.FreshnessR\tfreshness\"\xf1\x01\n\tFreshness\x12\x31\n\x05state\x18\x01 \x01(\x0e\x32\x1b.kvgrpc.v1.IndexSourceStateR\x05state\x12\x15\n\x06log_id\x18\x02 \x01(\tR\x05logId\x12\'\n\rnext_sequence\x18\x03 \x01(\x04\x42\x02\x30\x01R\x0cnextSequence\x12#\n\x0blag_batches\x18\x04 \x01(\x04\x42\x02\x30\x01R\nlagBatches\x12\x36\n\tidle_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationR\x08idleTime\x12\x14\n\x05whole\x18\x06 \x01(\x08R\x05whole\"P\n\x12ListSourcesRequest\x12\x1b\n\tpage_size\x18\x01 \x01(\rR\x08pageSize\x12\x1d\n\npage_token\x18\x02 \x01(\tR\tpageToken\"o\n\x13ListSourcesResponse\x12\x30\n\x07sources\x18\x01 \x03(\x0b\x32\x16.kvgrpc.v1.IndexSourceR\x07sources\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"e\n\nTierBlocks\x12#\n\x04tier\x18\x01 \x01(\x0e\x32\x0f.kvgrpc.v1.TierR\x04tier\x12\x16\n\x06medium\x18\x02 \x01(\tR\x06medium\x12\x1a\n\x06\x62locks\x18\x03 \x01(\x04\x42\x02\x30\x01R\x06\x62locks\"\xab\x03\n\x0bIndexSource\x12\x16\n\x06\x65ngine\x18\x01 \x01(\tR\x06\x65ngine\x12\x0e\n\x02\x64p\x18\x02 \x01(\rR\x02\x64p\x12\x18\n\x07\x61\x64\x64ress\x18\x03 \x01(\tR\x07\x61\x64\x64ress\x12\x12\n\x04live\x18\x04 \x01(\x08R\x04live\x12\x32\n\tfreshness\x18\x05 \x01(\x0b\x32\x14.kvgrpc.v1.FreshnessR\tfreshness\x12-\n\x06\x62locks\x18\x06 \x03(\x0b\x32\x15.kvgrpc.v1.TierBlocksR\x06\x62locks\x12\x1f\n\x0bpage_tokens\x18\x07 \x01(\rR\npageTokens\x12\x1c\n\tsnapshots\x18\x08 \x01(\rR\tsnapshots\x12\x18\n\x07replays\x18\t \x01(\rR\x07replays\x12\x19\n\x08new_logs\x18\n \x01(\rR\x07newLogs\x12#\n\rdigests_equal\x18\x0b \x01(\rR\x0c\x64igestsEqual\x12+\n\x11\x64igests_different\x18\x0c \x01(\rR\x10\x64igestsDifferent\x12\x1d\n\nlast_error\x18\r \x01(\tR\tlastError*\xe1\x01\n\x10IndexSourceState\x12\"\n\x1eINDEX_SOURCE_STATE_UNSPECIFIED\x10\x00\x12!\n\x1dINDEX_SOURCE_STATE_CONNECTING\x10\x01\x12!\n\x1dINDEX_SOURCE_STATE_REBUILDING\x10\x02\x12\"\n\x1eINDEX_SOURCE_STATE_CATCHING_UP\x10\x03\x12\x1e\n\x1aINDEX_SOURCE_STATE_CURRENT\x10\x04\x12\x1f\n\x1bINDEX_SOURCE_STATE_DOUBTFUL\x10\x05\x32\xa2\x01\n\x0cIndexService\x12?\n\x05Score\x12\x17.kvgrpc.v1.ScoreRequest\x1a\x18.kvgrpc.v1.ScoreResponse\"\x03\x90\x02\x01\x12Q\n\x0bListSources\x12\x1d.kvgrpc.v1.ListSourcesRequest\x1a\x1e.kvgrpc.v1.ListSourcesResponse\"\x03\x90\x02\x01\x42?\n\rdev.kvgrpc.v1P\x01Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1\xaa\x02\tKvgrpc.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkvgrpc/v1/index_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvgrpc/v1/common.proto\")\n\x0b\x42lockHashes\x12\x1a\n\x06values\x18\x01 \x03(\x06\x42\x02\x30\x01R\x06values\"\x82\x02\n\x0cSglangPrompt\x12\x1b\n\ttoken_ids\x18\x01 \x03(\rR\x08tokenIds\x12\x1f\n\x0bpage_tokens\x18\x02 \x01(\rR\npageTokens\x12\x1d\n\ncache_salt\x18\x03 \x01(\tR\tcacheSalt\x12\x16\n\x06\x62igram\x18\x04 \x01(\x08R\x06\x62igram\x12 \n\textra_key\x18\x05 \x01(\tH\x00R\x08\x65xtraKey\x88\x01\x01\x12\x1c\n\x07lora_id\x18\x06 \x01(\tH\x01R\x06loraId\x88\x01\x01\x12#\n\rdynamo_format\x18\x07 \x01(\x08R\x0c\x64ynamoFormatB\x0c\n\n_extra_keyB\n\n\x08_lora_id\"5\n\x0bLoraAdapter\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n\x04path\x18\x02 \x01(\tR\x04path\"i\n\x0eMultimodalItem\x12\x1e\n\nidentifier\x18\x01 \x01(\tR\nidentifier\x12\x1f\n\x0b\x66irst_token\x18\x02 \x01(\rR\nfirstToken\x12\x16\n\x06tokens\x18\x03 \x01(\rR\x06tokens\"\xd7\x02\n\nVllmPrompt\x12\x1b\n\ttoken_ids\x18\x01 \x03(\rR\x08tokenIds\x12\x1f\n\x0bpage_tokens\x18\x02 \x01(\rR\npageTokens\x12\x1b\n\thash_seed\x18\x03 \x01(\tR\x08hashSeed\x12\x1c\n\talgorithm\x18\x04 \x01(\tR\talgorithm\x12*\n\x04lora\x18\x05 \x01(\x0b\x32\x16.kvgrpc.v1.LoraAdapterR\x04lora\x12\x1d\n\ncache_salt\x18\x06 \x01(\tR\tcacheSalt\x12\x39\n\nmultimodal\x18\x07 \x03(\x0b\x32\x19.kvgrpc.v1.MultimodalItemR\nmultimodal\x12)\n\x10lookahead_tokens\x18\x08 \x01(\rR\x0flookaheadTokens\x12\x1f\n\x0bhash_tokens\x18\t \x01(\rR\nhashTokens\"\xca\x01\n\x0bScorePrompt\x12;\n\x0c\x62lock_hashes\x18\x01 \x01(\x0b\x32\x16.kvgrpc.v1.BlockHashesH\x00R\x0b\x62lockHashes\x12\x31\n\x06sglang\x18\x02 \x01(\x0b\x32\x17.kvgrpc.v1.SglangPromptH\x00R\x06sglang\x12+\n\x04vllm\x18\x03 \x01(\x0b\x32\x15.kvgrpc.v1.VllmPromptH\x00R\x04vllm\x12\x14\n\x05model\x18\x04 \x01(\tR\x05modelB\x08\n\x06prefix\"\xe0\x01\n\x0cScoreRequest\x12\x30\n\x07prompts\x18\x01 \x03(\x0b\x32\x16.kvgrpc.v1.ScorePromptR\x07prompts\x12\x18\n\x07\x65ngines\x18\x02 \x03(\tR\x07\x65ngines\x12\x1d\n\nmax_scores\x18\x03 \x01(\rR\tmaxScores\x12%\n\x0ewith_freshness\x18\x04 \x01(\x08R\rwithFreshness\x12>\n\rmax_staleness\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationR\x0cmaxStaleness\"B\n\rScoreResponse\x12\x31\n\x07prompts\x18\x01 \x03(\x0b\x32\x17.kvgrpc.v1.PromptScoresR\x07prompts\"U\n\x0cPromptScores\x12-\n\x06scores\x18\x01 \x03(\x0b\x32\x15.kvgrpc.v1.CacheScoreR\x06scores\x12\x16\n\x06\x62locks\x18\x02 \x01(\rR\x06\x62locks\"\x88\x02\n\nCacheScore\x12\x16\n\x06\x65ngine\x18\x01 \x01(\tR\x06\x65ngine\x12\x0e\n\x02\x64p\x18\x02 \x01(\rR\x02\x64p\x12#\n\rdevice_blocks\x18\x03 \x01(\rR\x0c\x64\x65viceBlocks\x12\x1f\n\x0bhost_blocks\x18\x04 \x01(\rR\nhostBlocks\x12\x1f\n\x0b\x64isk_blocks\x18\x05 \x01(\rR\ndiskBlocks\x12\x16\n\x06\x62locks\x18\x06 \x01(\rR\x06\x62locks\x12\x1f\n\x0bpage_tokens\x18\x07 \x01(\rR\npageTokens\x12\x32\n\tfreshness\x18\x08 \x01(\x0b\x32\x14.kvgrpc.v1.FreshnessR\tfreshness\"\xf1\x01\n\tFreshness\x12\x31\n\x05state\x18\x01 \x01(\x0e\x32\x1b.kvgrpc.v1.IndexSourceStateR\x05state\x12\x15\n\x06log_id\x18\x02 \x01(\tR\x05logId\x12\'\n\rnext_sequence\x18\x03 \x01(\x04\x42\x02\x30\x01R\x0cnextSequence\x12#\n\x0blag_batches\x18\x04 \x01(\x04\x42\x02\x30\x01R\nlagBatches\x12\x36\n\tidle_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationR\x08idleTime\x12\x14\n\x05whole\x18\x06 \x01(\x08R\x05whole\"\x85\x01\n\x12ListSourcesRequest\x12\x1b\n\tpage_size\x18\x01 \x01(\rR\x08pageSize\x12\x1d\n\npage_token\x18\x02 \x01(\tR\tpageToken\x12\x33\n\x06states\x18\x03 \x03(\x0e\x32\x1b.kvgrpc.v1.IndexSourceStateR\x06states\"\xcc\x01\n\x13ListSourcesResponse\x12\x30\n\x07sources\x18\x01 \x03(\x0b\x32\x16.kvgrpc.v1.IndexSourceR\x07sources\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\x12\x38\n\x06\x63ounts\x18\x03 \x03(\x0b\x32 .kvgrpc.v1.IndexSourceStateCountR\x06\x63ounts\x12!\n\x0cnot_followed\x18\x04 \x03(\tR\x0bnotFollowed\"d\n\x15IndexSourceStateCount\x12\x31\n\x05state\x18\x01 \x01(\x0e\x32\x1b.kvgrpc.v1.IndexSourceStateR\x05state\x12\x18\n\x07sources\x18\x02 \x01(\rR\x07sources\"e\n\nTierBlocks\x12#\n\x04tier\x18\x01 \x01(\x0e\x32\x0f.kvgrpc.v1.TierR\x04tier\x12\x16\n\x06medium\x18\x02 \x01(\tR\x06medium\x12\x1a\n\x06\x62locks\x18\x03 \x01(\x04\x42\x02\x30\x01R\x06\x62locks\"\xc1\x03\n\x0bIndexSource\x12\x16\n\x06\x65ngine\x18\x01 \x01(\tR\x06\x65ngine\x12\x0e\n\x02\x64p\x18\x02 \x01(\rR\x02\x64p\x12\x18\n\x07\x61\x64\x64ress\x18\x03 \x01(\tR\x07\x61\x64\x64ress\x12\x12\n\x04live\x18\x04 \x01(\x08R\x04live\x12\x32\n\tfreshness\x18\x05 \x01(\x0b\x32\x14.kvgrpc.v1.FreshnessR\tfreshness\x12-\n\x06\x62locks\x18\x06 \x03(\x0b\x32\x15.kvgrpc.v1.TierBlocksR\x06\x62locks\x12\x1f\n\x0bpage_tokens\x18\x07 \x01(\rR\npageTokens\x12\x1c\n\tsnapshots\x18\x08 \x01(\rR\tsnapshots\x12\x18\n\x07replays\x18\t \x01(\rR\x07replays\x12\x19\n\x08new_logs\x18\n \x01(\rR\x07newLogs\x12#\n\rdigests_equal\x18\x0b \x01(\rR\x0c\x64igestsEqual\x12+\n\x11\x64igests_different\x18\x0c \x01(\rR\x10\x64igestsDifferent\x12\x1d\n\nlast_error\x18\r \x01(\tR\tlastError\x12\x14\n\x05model\x18\x0e \x01(\tR\x05model*\xe1\x01\n\x10IndexSourceState\x12\"\n\x1eINDEX_SOURCE_STATE_UNSPECIFIED\x10\x00\x12!\n\x1dINDEX_SOURCE_STATE_CONNECTING\x10\x01\x12!\n\x1dINDEX_SOURCE_STATE_REBUILDING\x10\x02\x12\"\n\x1eINDEX_SOURCE_STATE_CATCHING_UP\x10\x03\x12\x1e\n\x1aINDEX_SOURCE_STATE_CURRENT\x10\x04\x12\x1f\n\x1bINDEX_SOURCE_STATE_DOUBTFUL\x10\x05\x32\xa2\x01\n\x0cIndexService\x12?\n\x05Score\x12\x17.kvgrpc.v1.ScoreRequest\x1a\x18.kvgrpc.v1.ScoreResponse\"\x03\x90\x02\x01\x12Q\n\x0bListSources\x12\x1d.kvgrpc.v1.ListSourcesRequest\x1a\x1e.kvgrpc.v1.ListSourcesResponse\"\x03\x90\x02\x01\x42?\n\rdev.kvgrpc.v1P\x01Z kvgrpc.dev/go/kvgrpc/v1;kvgrpcv1\xaa\x02\tKvgrpc.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,30 +46,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_INDEXSERVICE'].methods_by_name['Score']._serialized_options = b'\220\002\001'
   _globals['_INDEXSERVICE'].methods_by_name['ListSources']._loaded_options = None
   _globals['_INDEXSERVICE'].methods_by_name['ListSources']._serialized_options = b'\220\002\001'
-  _globals['_INDEXSOURCESTATE']._serialized_start=1976
-  _globals['_INDEXSOURCESTATE']._serialized_end=2201
+  _globals['_INDEXSOURCESTATE']._serialized_start=3011
+  _globals['_INDEXSOURCESTATE']._serialized_end=3236
   _globals['_BLOCKHASHES']._serialized_start=100
   _globals['_BLOCKHASHES']._serialized_end=141
   _globals['_SGLANGPROMPT']._serialized_start=144
-  _globals['_SGLANGPROMPT']._serialized_end=275
-  _globals['_VLLMPROMPT']._serialized_start=278
-  _globals['_VLLMPROMPT']._serialized_end=471
-  _globals['_SCOREREQUEST']._serialized_start=474
-  _globals['_SCOREREQUEST']._serialized_end=712
-  _globals['_SCORERESPONSE']._serialized_start=714
-  _globals['_SCORERESPONSE']._serialized_end=800
-  _globals['_CACHESCORE']._serialized_start=803
-  _globals['_CACHESCORE']._serialized_end=1001
-  _globals['_FRESHNESS']._serialized_start=1004
-  _globals['_FRESHNESS']._serialized_end=1245
-  _globals['_LISTSOURCESREQUEST']._serialized_start=1247
-  _globals['_LISTSOURCESREQUEST']._serialized_end=1327
-  _globals['_LISTSOURCESRESPONSE']._serialized_start=1329
-  _globals['_LISTSOURCESRESPONSE']._serialized_end=1440
-  _globals['_TIERBLOCKS']._serialized_start=1442
-  _globals['_TIERBLOCKS']._serialized_end=1543
-  _globals['_INDEXSOURCE']._serialized_start=1546
-  _globals['_INDEXSOURCE']._serialized_end=1973
-  _globals['_INDEXSERVICE']._serialized_start=2204
-  _globals['_INDEXSERVICE']._serialized_end=2366
+  _globals['_SGLANGPROMPT']._serialized_end=402
+  _globals['_LORAADAPTER']._serialized_start=404
+  _globals['_LORAADAPTER']._serialized_end=457
+  _globals['_MULTIMODALITEM']._serialized_start=459
+  _globals['_MULTIMODALITEM']._serialized_end=564
+  _globals['_VLLMPROMPT']._serialized_start=567
+  _globals['_VLLMPROMPT']._serialized_end=910
+  _globals['_SCOREPROMPT']._serialized_start=913
+  _globals['_SCOREPROMPT']._serialized_end=1115
+  _globals['_SCOREREQUEST']._serialized_start=1118
+  _globals['_SCOREREQUEST']._serialized_end=1342
+  _globals['_SCORERESPONSE']._serialized_start=1344
+  _globals['_SCORERESPONSE']._serialized_end=1410
+  _globals['_PROMPTSCORES']._serialized_start=1412
+  _globals['_PROMPTSCORES']._serialized_end=1497
+  _globals['_CACHESCORE']._serialized_start=1500
+  _globals['_CACHESCORE']._serialized_end=1764
+  _globals['_FRESHNESS']._serialized_start=1767
+  _globals['_FRESHNESS']._serialized_end=2008
+  _globals['_LISTSOURCESREQUEST']._serialized_start=2011
+  _globals['_LISTSOURCESREQUEST']._serialized_end=2144
+  _globals['_LISTSOURCESRESPONSE']._serialized_start=2147
+  _globals['_LISTSOURCESRESPONSE']._serialized_end=2351
+  _globals['_INDEXSOURCESTATECOUNT']._serialized_start=2353
+  _globals['_INDEXSOURCESTATECOUNT']._serialized_end=2453
+  _globals['_TIERBLOCKS']._serialized_start=2455
+  _globals['_TIERBLOCKS']._serialized_end=2556
+  _globals['_INDEXSOURCE']._serialized_start=2559
+  _globals['_INDEXSOURCE']._serialized_end=3008
+  _globals['_INDEXSERVICE']._serialized_start=3239
+  _globals['_INDEXSERVICE']._serialized_end=3401
 # @@protoc_insertion_point(module_scope)

@@ -95,12 +95,23 @@ class SglangPrompt(_message.Message):
     PAGE_TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     BIGRAM_FIELD_NUMBER: _builtins.int
+    EXTRA_KEY_FIELD_NUMBER: _builtins.int
+    LORA_ID_FIELD_NUMBER: _builtins.int
+    DYNAMO_FORMAT_FIELD_NUMBER: _builtins.int
     page_tokens: _builtins.int
-    """Tokens in a page of the engine."""
+    """Tokens in a page of the engine; 0: of each cache, as its events say."""
     cache_salt: _builtins.str
     """Salt of the request; empty: none."""
     bigram: _builtins.bool
     """True where the engine decodes with EAGLE: its pages are made of pairs of tokens."""
+    extra_key: _builtins.str
+    """Extra key of the request. Part of the hashes of a request with an adapter, and of all with dynamo_format."""
+    lora_id: _builtins.str
+    """SGLang's id of the LoRA adapter: of those that --lora-paths names the UUID 5 of "NAME\\0PATH" in the URL namespace, 32
+    hexadecimal digits. SGLang 0.5.22 and newer.
+    """
+    dynamo_format: _builtins.bool
+    """True where the engine's events are configured with "format": "dynamo"."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens. Those above 2^32 - 1 have no place here: send hashes."""
@@ -112,18 +123,84 @@ class SglangPrompt(_message.Message):
         page_tokens: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
         bigram: _builtins.bool = ...,
+        extra_key: _builtins.str | None = ...,
+        lora_id: _builtins.str | None = ...,
+        dynamo_format: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_extra_key", b"_extra_key", "_lora_id", b"_lora_id", "extra_key", b"extra_key", "lora_id", b"lora_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bigram", b"bigram", "cache_salt", b"cache_salt", "page_tokens", b"page_tokens", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_extra_key", b"_extra_key", "_lora_id", b"_lora_id", "bigram", b"bigram", "cache_salt", b"cache_salt", "dynamo_format", b"dynamo_format", "extra_key", b"extra_key", "lora_id", b"lora_id", "page_tokens", b"page_tokens", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__extra_key: _TypeAlias = _typing.Literal["extra_key"]  # noqa: Y015
+    _WhichOneofArgType__extra_key: _TypeAlias = _typing.Literal["_extra_key", b"_extra_key"]  # noqa: Y015
+    _WhichOneofReturnType__lora_id: _TypeAlias = _typing.Literal["lora_id"]  # noqa: Y015
+    _WhichOneofArgType__lora_id: _TypeAlias = _typing.Literal["_lora_id", b"_lora_id"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__extra_key) -> _WhichOneofReturnType__extra_key | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lora_id) -> _WhichOneofReturnType__lora_id | None: ...
 
 Global___SglangPrompt: _TypeAlias = SglangPrompt  # noqa: Y015
 
 @_typing.final
+class LoraAdapter(_message.Message):
+    """A LoRA adapter, as a vLLM engine was told of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name."""
+    path: _builtins.str
+    """Path."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        path: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoraAdapter: _TypeAlias = LoraAdapter  # noqa: Y015
+
+@_typing.final
+class MultimodalItem(_message.Message):
+    """An image, or another part of a prompt that is no text, as vLLM places it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDENTIFIER_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    identifier: _builtins.str
+    """vLLM's identifier of what it is: the hash of its content, or the caller's uuid."""
+    first_token: _builtins.int
+    """Its first placeholder token."""
+    tokens: _builtins.int
+    """Its placeholder tokens; at least 1."""
+    def __init__(
+        self,
+        *,
+        identifier: _builtins.str = ...,
+        first_token: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "identifier", b"identifier", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MultimodalItem: _TypeAlias = MultimodalItem  # noqa: Y015
+
+@_typing.final
 class VllmPrompt(_message.Message):
-    """The tokens of a text-only request and what else vLLM's hashes of its blocks depend on."""
+    """The tokens of a request and what else vLLM's hashes of its blocks depend on. A prompt of embeddings has no place here."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -131,21 +208,34 @@ class VllmPrompt(_message.Message):
     PAGE_TOKENS_FIELD_NUMBER: _builtins.int
     HASH_SEED_FIELD_NUMBER: _builtins.int
     ALGORITHM_FIELD_NUMBER: _builtins.int
-    LORA_NAME_FIELD_NUMBER: _builtins.int
+    LORA_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    MULTIMODAL_FIELD_NUMBER: _builtins.int
+    LOOKAHEAD_TOKENS_FIELD_NUMBER: _builtins.int
+    HASH_TOKENS_FIELD_NUMBER: _builtins.int
     page_tokens: _builtins.int
-    """Tokens in a block of the engine."""
+    """Tokens in a block of the engine; 0: of each cache, as its events say."""
     hash_seed: _builtins.str
-    """PYTHONHASHSEED of the engine. Without one its hashes are random, and nobody can compute them: send hashes."""
+    """PYTHONHASHSEED of the engine; empty: it is not set, and hashes begin with vLLM's own constant."""
     algorithm: _builtins.str
-    """Its --prefix-caching-hash-algo: "sha256" or "sha256_cbor"; empty: "sha256"."""
-    lora_name: _builtins.str
-    """Name of the LoRA adapter; empty: none."""
+    """Its --prefix-caching-hash-algo: "sha256" or "sha256_cbor"; empty: "sha256". Those of xxhash cannot be computed."""
     cache_salt: _builtins.str
     """Salt of the request; empty: none."""
+    lookahead_tokens: _builtins.int
+    """Tokens behind a block that its hash covers too, where a drafter needs it; at most 64."""
+    hash_tokens: _builtins.int
+    """Tokens in a step of its hashes, where blocks are several (models with more than one cache group); 0: a block."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens."""
+        """The tokens, placeholders included."""
+
+    @_builtins.property
+    def lora(self) -> Global___LoraAdapter:
+        """LoRA adapter; absent: none."""
+
+    @_builtins.property
+    def multimodal(self) -> _containers.RepeatedCompositeFieldContainer[Global___MultimodalItem]:
+        """Images and the like, in order, at most 1,024."""
 
     def __init__(
         self,
@@ -154,30 +244,34 @@ class VllmPrompt(_message.Message):
         page_tokens: _builtins.int = ...,
         hash_seed: _builtins.str = ...,
         algorithm: _builtins.str = ...,
-        lora_name: _builtins.str = ...,
+        lora: Global___LoraAdapter | None = ...,
         cache_salt: _builtins.str = ...,
+        multimodal: _abc.Iterable[Global___MultimodalItem] | None = ...,
+        lookahead_tokens: _builtins.int = ...,
+        hash_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "cache_salt", b"cache_salt", "hash_seed", b"hash_seed", "lora_name", b"lora_name", "page_tokens", b"page_tokens", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "cache_salt", b"cache_salt", "hash_seed", b"hash_seed", "hash_tokens", b"hash_tokens", "lookahead_tokens", b"lookahead_tokens", "lora", b"lora", "multimodal", b"multimodal", "page_tokens", b"page_tokens", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___VllmPrompt: _TypeAlias = VllmPrompt  # noqa: Y015
 
 @_typing.final
-class ScoreRequest(_message.Message):
-    """Request of Score."""
+class ScorePrompt(_message.Message):
+    """The beginning of one request; at most 65,536 blocks."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     SGLANG_FIELD_NUMBER: _builtins.int
     VLLM_FIELD_NUMBER: _builtins.int
-    ENGINES_FIELD_NUMBER: _builtins.int
-    MAX_SCORES_FIELD_NUMBER: _builtins.int
-    max_scores: _builtins.int
-    """At most so many scores, the best; 0: all. Each costs about 10 us."""
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Only caches of engines that run this model, by ModelIdentity.name at the registry; empty: of any, where all that are
+    asked run one. An engine whose model is not known is found without a name only.
+    """
     @_builtins.property
     def block_hashes(self) -> Global___BlockHashes:
         """As hashes, for whoever has them: 3 KB for 24,000 tokens in pages of 64."""
@@ -190,26 +284,65 @@ class ScoreRequest(_message.Message):
     def vllm(self) -> Global___VllmPrompt:
         """As tokens of a vLLM engine."""
 
-    @_builtins.property
-    def engines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Only caches of these engines; empty: of all."""
-
     def __init__(
         self,
         *,
         block_hashes: Global___BlockHashes | None = ...,
         sglang: Global___SglangPrompt | None = ...,
         vllm: Global___VllmPrompt | None = ...,
-        engines: _abc.Iterable[_builtins.str] | None = ...,
-        max_scores: _builtins.int = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "prefix", b"prefix", "sglang", b"sglang", "vllm", b"vllm"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "engines", b"engines", "max_scores", b"max_scores", "prefix", b"prefix", "sglang", b"sglang", "vllm", b"vllm"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "model", b"model", "prefix", b"prefix", "sglang", b"sglang", "vllm", b"vllm"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prefix: _TypeAlias = _typing.Literal["block_hashes", "sglang", "vllm"]  # noqa: Y015
     _WhichOneofArgType_prefix: _TypeAlias = _typing.Literal["prefix", b"prefix"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prefix) -> _WhichOneofReturnType_prefix | None: ...
+
+Global___ScorePrompt: _TypeAlias = ScorePrompt  # noqa: Y015
+
+@_typing.final
+class ScoreRequest(_message.Message):
+    """Request of Score."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPTS_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
+    MAX_SCORES_FIELD_NUMBER: _builtins.int
+    WITH_FRESHNESS_FIELD_NUMBER: _builtins.int
+    MAX_STALENESS_FIELD_NUMBER: _builtins.int
+    max_scores: _builtins.int
+    """Of each prompt at most so many scores, the best; 0: all. Each costs about 2 us."""
+    with_freshness: _builtins.bool
+    """True to be told how fresh each score is: as much again."""
+    @_builtins.property
+    def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScorePrompt]:
+        """1 to 1,024 prompts; together at most 65,536 blocks, 1,048,576 tokens."""
+
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Only caches of these engines, at most 1,024; empty: of all."""
+
+    @_builtins.property
+    def max_staleness(self) -> _duration_pb2.Duration:
+        """Only caches whose contents were known to be exact at most so long ago; absent: all."""
+
+    def __init__(
+        self,
+        *,
+        prompts: _abc.Iterable[Global___ScorePrompt] | None = ...,
+        engines: _abc.Iterable[_builtins.str] | None = ...,
+        max_scores: _builtins.int = ...,
+        with_freshness: _builtins.bool = ...,
+        max_staleness: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["max_staleness", b"max_staleness"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "max_scores", b"max_scores", "max_staleness", b"max_staleness", "prompts", b"prompts", "with_freshness", b"with_freshness"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ScoreRequest: _TypeAlias = ScoreRequest  # noqa: Y015
 
@@ -219,13 +352,37 @@ class ScoreResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PROMPTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptScores]:
+        """In the order of the prompts."""
+
+    def __init__(
+        self,
+        *,
+        prompts: _abc.Iterable[Global___PromptScores] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompts", b"prompts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreResponse: _TypeAlias = ScoreResponse  # noqa: Y015
+
+@_typing.final
+class PromptScores(_message.Message):
+    """Who holds the beginning of one request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
     SCORES_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     blocks: _builtins.int
-    """Blocks that were asked for: whole pages where tokens were sent."""
+    """Blocks that were asked for: whole pages where tokens were sent, those of the smallest where sizes were left open."""
     @_builtins.property
     def scores(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheScore]:
-        """The caches that hold the first block: most blocks anywhere first, then most on the device, then by engine and dp."""
+        """The caches that hold the first block: most tokens anywhere first, then most on the device, then by engine and dp."""
 
     def __init__(
         self,
@@ -239,11 +396,14 @@ class ScoreResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ScoreResponse: _TypeAlias = ScoreResponse  # noqa: Y015
+Global___PromptScores: _TypeAlias = PromptScores  # noqa: Y015
 
 @_typing.final
 class CacheScore(_message.Message):
-    """What one cache holds of a request. Leading blocks without a gap; device_blocks <= host_blocks <= blocks."""
+    """What one cache holds of a request. Leading blocks without a gap, as far as every cache group of the model has what it
+    needs of them: a sliding window its last blocks, a state the block in which they end.
+    device_blocks <= host_blocks <= disk_blocks <= blocks.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -251,7 +411,9 @@ class CacheScore(_message.Message):
     DP_FIELD_NUMBER: _builtins.int
     DEVICE_BLOCKS_FIELD_NUMBER: _builtins.int
     HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    DISK_BLOCKS_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    PAGE_TOKENS_FIELD_NUMBER: _builtins.int
     FRESHNESS_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
     """Name of the engine."""
@@ -261,11 +423,15 @@ class CacheScore(_message.Message):
     """Blocks that lie on the device."""
     host_blocks: _builtins.int
     """Blocks that lie on the device or the host."""
+    disk_blocks: _builtins.int
+    """Blocks that lie there or on a disk (medium DISK)."""
     blocks: _builtins.int
-    """Blocks that lie anywhere."""
+    """Blocks that lie anywhere, stores that engines share included."""
+    page_tokens: _builtins.int
+    """Tokens in one of its blocks as last told by an event; 0: not yet."""
     @_builtins.property
     def freshness(self) -> Global___Freshness:
-        """How fresh this is."""
+        """How fresh this is, where it was asked for."""
 
     def __init__(
         self,
@@ -274,12 +440,14 @@ class CacheScore(_message.Message):
         dp: _builtins.int = ...,
         device_blocks: _builtins.int = ...,
         host_blocks: _builtins.int = ...,
+        disk_blocks: _builtins.int = ...,
         blocks: _builtins.int = ...,
+        page_tokens: _builtins.int = ...,
         freshness: Global___Freshness | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["freshness", b"freshness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "device_blocks", b"device_blocks", "dp", b"dp", "engine", b"engine", "freshness", b"freshness", "host_blocks", b"host_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "device_blocks", b"device_blocks", "disk_blocks", b"disk_blocks", "dp", b"dp", "engine", b"engine", "freshness", b"freshness", "host_blocks", b"host_blocks", "page_tokens", b"page_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -339,19 +507,25 @@ class ListSourcesRequest(_message.Message):
 
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
     """At most this many; 0 means 100, more than 1,000 means 1,000."""
     page_token: _builtins.str
     """next_page_token of the page before, or empty for the first."""
+    @_builtins.property
+    def states(self) -> _containers.RepeatedScalarFieldContainer[Global___IndexSourceState.ValueType]:
+        """Only those in one of these states; empty: all."""
+
     def __init__(
         self,
         *,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        states: _abc.Iterable[Global___IndexSourceState.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -365,25 +539,63 @@ class ListSourcesResponse(_message.Message):
 
     SOURCES_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    NOT_FOLLOWED_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     """For the next page; empty on the last."""
     @_builtins.property
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___IndexSource]:
         """The caches."""
 
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedCompositeFieldContainer[Global___IndexSourceStateCount]:
+        """How many caches are in which state, whichever were asked for."""
+
+    @_builtins.property
+    def not_followed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What cannot be followed, and why, for people: "ENGINE: why"; at most 100 lines."""
+
     def __init__(
         self,
         *,
         sources: _abc.Iterable[Global___IndexSource] | None = ...,
         next_page_token: _builtins.str = ...,
+        counts: _abc.Iterable[Global___IndexSourceStateCount] | None = ...,
+        not_followed: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "sources", b"sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "next_page_token", b"next_page_token", "not_followed", b"not_followed", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListSourcesResponse: _TypeAlias = ListSourcesResponse  # noqa: Y015
+
+@_typing.final
+class IndexSourceStateCount(_message.Message):
+    """How many caches are in one state."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    state: Global___IndexSourceState.ValueType
+    """The state."""
+    sources: _builtins.int
+    """Caches."""
+    def __init__(
+        self,
+        *,
+        state: Global___IndexSourceState.ValueType = ...,
+        sources: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sources", b"sources", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IndexSourceStateCount: _TypeAlias = IndexSourceStateCount  # noqa: Y015
 
 @_typing.final
 class TierBlocks(_message.Message):
@@ -434,6 +646,7 @@ class IndexSource(_message.Message):
     DIGESTS_EQUAL_FIELD_NUMBER: _builtins.int
     DIGESTS_DIFFERENT_FIELD_NUMBER: _builtins.int
     LAST_ERROR_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
     """Name of the engine."""
     dp: _builtins.int
@@ -456,6 +669,8 @@ class IndexSource(_message.Message):
     """Times that they did not, and were rebuilt."""
     last_error: _builtins.str
     """Why it last failed, for people; empty: never."""
+    model: _builtins.str
+    """Name of the model that the registry knows its engine to run; empty: not known."""
     @_builtins.property
     def freshness(self) -> Global___Freshness:
         """How fresh its contents are."""
@@ -480,10 +695,11 @@ class IndexSource(_message.Message):
         digests_equal: _builtins.int = ...,
         digests_different: _builtins.int = ...,
         last_error: _builtins.str = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["freshness", b"freshness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "digests_different", b"digests_different", "digests_equal", b"digests_equal", "dp", b"dp", "engine", b"engine", "freshness", b"freshness", "last_error", b"last_error", "live", b"live", "new_logs", b"new_logs", "page_tokens", b"page_tokens", "replays", b"replays", "snapshots", b"snapshots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "digests_different", b"digests_different", "digests_equal", b"digests_equal", "dp", b"dp", "engine", b"engine", "freshness", b"freshness", "last_error", b"last_error", "live", b"live", "model", b"model", "new_logs", b"new_logs", "page_tokens", b"page_tokens", "replays", b"replays", "snapshots", b"snapshots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -54,10 +54,11 @@ class IndexServiceServicer(object):
     """
 
     def Score(self, request, context):
-        """Says how many leading blocks of one request each cache holds. Caches that hold none are left out.
-        Hashes depend on tokens and settings, not on the model: name the engines that serve it where there are several.
-        Roles: rank, consumer, operator. Errors: INVALID_REQUEST (no prefix, a prefix that is too long, settings that no
-        engine has), SERVER_DRAINING.
+        """Says of each prompt how many of its leading blocks each cache holds. Caches that hold none are left out.
+        Hashes depend on tokens and settings, not on the model: a prompt names its model where engines of several are followed.
+        Roles: rank, consumer, operator. Errors: INVALID_REQUEST (no prompt or too many, no prefix, one that is too long,
+        settings that no engine has, no model where the caches are of several), TOO_MANY_REQUESTS (long prompts of one
+        caller), SERVER_DRAINING.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

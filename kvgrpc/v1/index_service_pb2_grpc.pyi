@@ -36,10 +36,11 @@ class IndexServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> IndexServiceAsyncStub: ...
     Score: _grpc.UnaryUnaryMultiCallable[_index_service_pb2.ScoreRequest, _index_service_pb2.ScoreResponse]
-    """Says how many leading blocks of one request each cache holds. Caches that hold none are left out.
-    Hashes depend on tokens and settings, not on the model: name the engines that serve it where there are several.
-    Roles: rank, consumer, operator. Errors: INVALID_REQUEST (no prefix, a prefix that is too long, settings that no
-    engine has), SERVER_DRAINING.
+    """Says of each prompt how many of its leading blocks each cache holds. Caches that hold none are left out.
+    Hashes depend on tokens and settings, not on the model: a prompt names its model where engines of several are followed.
+    Roles: rank, consumer, operator. Errors: INVALID_REQUEST (no prompt or too many, no prefix, one that is too long,
+    settings that no engine has, no model where the caches are of several), TOO_MANY_REQUESTS (long prompts of one
+    caller), SERVER_DRAINING.
     """
     ListSources: _grpc.UnaryUnaryMultiCallable[_index_service_pb2.ListSourcesRequest, _index_service_pb2.ListSourcesResponse]
     """Lists the caches that are followed, ordered by engine and dp, paged.
@@ -54,10 +55,11 @@ class IndexServiceAsyncStub(IndexServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Score: _aio.UnaryUnaryMultiCallable[_index_service_pb2.ScoreRequest, _index_service_pb2.ScoreResponse]  # type: ignore[assignment]
-    """Says how many leading blocks of one request each cache holds. Caches that hold none are left out.
-    Hashes depend on tokens and settings, not on the model: name the engines that serve it where there are several.
-    Roles: rank, consumer, operator. Errors: INVALID_REQUEST (no prefix, a prefix that is too long, settings that no
-    engine has), SERVER_DRAINING.
+    """Says of each prompt how many of its leading blocks each cache holds. Caches that hold none are left out.
+    Hashes depend on tokens and settings, not on the model: a prompt names its model where engines of several are followed.
+    Roles: rank, consumer, operator. Errors: INVALID_REQUEST (no prompt or too many, no prefix, one that is too long,
+    settings that no engine has, no model where the caches are of several), TOO_MANY_REQUESTS (long prompts of one
+    caller), SERVER_DRAINING.
     """
     ListSources: _aio.UnaryUnaryMultiCallable[_index_service_pb2.ListSourcesRequest, _index_service_pb2.ListSourcesResponse]  # type: ignore[assignment]
     """Lists the caches that are followed, ordered by engine and dp, paged.
@@ -75,10 +77,11 @@ class IndexServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _index_service_pb2.ScoreRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_index_service_pb2.ScoreResponse, _abc.Awaitable[_index_service_pb2.ScoreResponse]]:
-        """Says how many leading blocks of one request each cache holds. Caches that hold none are left out.
-        Hashes depend on tokens and settings, not on the model: name the engines that serve it where there are several.
-        Roles: rank, consumer, operator. Errors: INVALID_REQUEST (no prefix, a prefix that is too long, settings that no
-        engine has), SERVER_DRAINING.
+        """Says of each prompt how many of its leading blocks each cache holds. Caches that hold none are left out.
+        Hashes depend on tokens and settings, not on the model: a prompt names its model where engines of several are followed.
+        Roles: rank, consumer, operator. Errors: INVALID_REQUEST (no prompt or too many, no prefix, one that is too long,
+        settings that no engine has, no model where the caches are of several), TOO_MANY_REQUESTS (long prompts of one
+        caller), SERVER_DRAINING.
         """
 
     @_abc_1.abstractmethod

@@ -294,19 +294,23 @@ class IndexLimits(_message.Message):
 
     MAX_SCORE_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_SCORE_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_SCORE_PROMPTS_FIELD_NUMBER: _builtins.int
     max_score_blocks: _builtins.int
-    """Blocks of one Score."""
+    """Blocks of one Score, of all its prompts."""
     max_score_tokens: _builtins.int
-    """Tokens of one Score."""
+    """Tokens of one Score, of all its prompts."""
+    max_score_prompts: _builtins.int
+    """Prompts of one Score."""
     def __init__(
         self,
         *,
         max_score_blocks: _builtins.int = ...,
         max_score_tokens: _builtins.int = ...,
+        max_score_prompts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_score_blocks", b"max_score_blocks", "max_score_tokens", b"max_score_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_score_blocks", b"max_score_blocks", "max_score_prompts", b"max_score_prompts", "max_score_tokens", b"max_score_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

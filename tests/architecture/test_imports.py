@@ -65,6 +65,7 @@ PURE = (
     *("kvgrpc/events/log/digest.py", "kvgrpc/events/following/index.py", "kvgrpc/events/following/contents.py"),
     *(
         "kvgrpc/events/following/follower.py",
+        "kvgrpc/events/following/groups.py",
         "kvgrpc/events/following/messages.py",
         "kvgrpc/events/following/prompts.py",
         "kvgrpc/events/following/sources.py",

@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
 from kvgrpc.client import (
     Client,
@@ -28,7 +29,7 @@ from kvgrpc.client import (
 )
 from kvgrpc.errors import InvalidRequest, PeerUnreachable, ServerDraining, StaleLog
 from kvgrpc.events.following.index import Match
-from kvgrpc.events.following.index_servicer import MAX_BLOCKS, IndexServicer
+from kvgrpc.events.following.index_servicer import IndexServicer
 from kvgrpc.events.following.messages import FollowerState
 from kvgrpc.hashing import each_block_hash, event_seed, page_hashes, sglang_event_hash, vllm_event_hash
 from kvgrpc.rpc.interceptors import interceptors_of
@@ -39,6 +40,7 @@ from kvgrpc.v1 import event_service_pb2 as events_pb
 from kvgrpc.v1 import index_service_pb2 as pb
 from kvgrpc.v1.index_service_pb2_grpc import add_IndexServiceServicer_to_server
 from tests.support.publishing import Publishing
+from tests.support.scoring import question
 from tests.support.waiting import until
 
 LIVE: dict[str, Any] = {"publisher": "zmq", "endpoint": "tcp://127.0.0.1:0"}
@@ -60,13 +62,13 @@ async def test_a_follower_knows_what_was_there_and_what_came() -> None:
         async with EventFollower(engine.address) as follower:
             await follower.until_current()
             assert knows(follower, engine)
-            assert follower.match([1, 2, 3, 4]) == Match(3, 3, 3)
+            assert follower.match([1, 2, 3, 4]) == Match(3, 3, 3, 3)
             assert follower.media_of(2**64 - 5) == {"CPU"}
             assert follower.blocks == {"CPU": 2, "GPU": 3}
             await engine.remove([1])
             await engine.store([4])
             await until(lambda: knows(follower, engine))
-            assert follower.match([1]) == Match(0, 0, 0)
+            assert follower.match([1]) == Match(0, 0, 0, 0)
             await engine.clear()
             await until(lambda: knows(follower, engine))
             assert follower.blocks == {}
@@ -80,7 +82,7 @@ async def test_a_follower_goes_on_where_a_connection_broke() -> None:
         await engine.hang_up()
         await engine.store([2])
         await until(lambda: follower.state is FollowerState.CONNECTING)
-        assert follower.match([1]) == Match(1, 1, 1)
+        assert follower.match([1]) == Match(1, 1, 1, 1)
         await engine.serve()
         await until(lambda: knows(follower, engine))
         assert follower.counts.snapshots == 1
@@ -94,7 +96,7 @@ async def test_another_log_is_another_cache() -> None:
         await engine.restart()
         await engine.store([3])
         await until(lambda: follower.freshness.log_id != before and knows(follower, engine))
-        assert follower.match([1]) == Match(0, 0, 0)
+        assert follower.match([1]) == Match(0, 0, 0, 0)
         assert follower.counts.new_logs == 1
 
 
@@ -263,7 +265,7 @@ async def test_an_index_says_once_which_sources_do_not_answer(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Several that fail in turn too: what was said of one is not forgotten over the other."""
-    monkeypatch.setattr(prefix_index, "FIND_SECONDS", 0.02)
+    monkeypatch.setattr(prefix_index, "LOOK_SECONDS", 0.02)
     looked: list[str] = []
     ask = PrefixIndex._ask_source
 
@@ -286,7 +288,8 @@ async def test_an_index_names_the_server_that_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A rank where a registry is expected: what it answers does not say who it is."""
-    monkeypatch.setattr(prefix_index, "FIND_SECONDS", 0.02)
+    for pause in ("FIRST_PAUSE_SECONDS", "LONGEST_PAUSE_SECONDS"):
+        monkeypatch.setattr(prefix_index, pause, 0.02)
     monkeypatch.setattr(prefix_index, "LOG_SECONDS", 0.2)
     async with Publishing("a") as engine:
         rank = await asyncio.to_thread(EventServer(engine.publisher, ["127.0.0.1:0"]).open)
@@ -311,7 +314,7 @@ async def test_an_engine_that_may_not_be_dialled_ends_no_other(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As one that registered an address to which a token would go in plaintext."""
-    monkeypatch.setattr(prefix_index, "FIND_SECONDS", 0.02)
+    monkeypatch.setattr(prefix_index, "LOOK_SECONDS", 0.02)
     async with Publishing("a") as engine:
         await engine.store([1])
 
@@ -330,7 +333,7 @@ async def test_an_engine_that_may_not_be_dialled_ends_no_other(
 async def test_an_index_asks_the_next_replica_of_a_registry_that_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prefix_index, "FIND_SECONDS", 0.02)
+    monkeypatch.setattr(prefix_index, "LOOK_SECONDS", 0.02)
     away, asked = {"127.0.0.1:1"}, []
 
     async def list_engines(client: Client, **_: object) -> list[object]:
@@ -364,7 +367,7 @@ async def test_one_index_over_several_engines() -> None:
                 ("b", 1, 2, 2, 4),
                 ("a", 0, 3, 3, 3),
             ]
-            assert found[0].freshness.log_id == second.publisher.stream.log_id
+            assert found[0].freshness is not None and found[0].freshness.log_id == second.publisher.stream.log_id
             assert [one.engine for one in index.score([1], engines=["a"])] == ["a"]
             assert index.score([9]) == []
             assert [one.engine for one in index.score([1, 2, 3, 4], most=1)] == ["b"]
@@ -391,19 +394,20 @@ class TestIndexService:
             await server.stop(0)
 
     async def scores(self, client: Client, request: pb.ScoreRequest) -> list[tuple[str, int]]:
-        return [(score.engine, score.blocks) for score in (await client.score(request)).scores]
+        (found,) = (await client.score(request)).prompts
+        return [(score.engine, score.blocks) for score in found.scores]
 
     async def test_hashes_are_scored(self, client: Client) -> None:
         a, b, _ = self.engines
         await a.store([1, -2])
         await b.store([1])
-        asked = pb.ScoreRequest(block_hashes=pb.BlockHashes(values=[1, 2**64 - 2, 3]))
+        asked = question(hashes=[1, 2**64 - 2, 3])
 
         async def known() -> bool:
             return await self.scores(client, asked) == [("a", 2), ("b", 1)]
 
         await until(known)
-        response = await client.score(asked)
+        (response,) = (await client.score(asked)).prompts
         assert response.blocks == 3
         asked.max_scores = 1
         assert await self.scores(client, asked) == [("a", 2)]
@@ -419,33 +423,44 @@ class TestIndexService:
         await a.store([sglang_event_hash(one) for one in page_hashes(tokens[:64], 16)])
         salted = page_hashes(tokens[:33], 16, after=event_seed("tenant"), bigram=True)
         await b.store([sglang_event_hash(one) for one in salted])
-        hashed = each_block_hash(tokens, 32, hash_seed="0", algorithm="sha256_cbor", lora_name="adapter")
+        hashed = each_block_hash(tokens, 32, hash_seed="0", algorithm="sha256_cbor", lora=("adapter", "/adapter"))
         await c.store([vllm_event_hash(one) for one in hashed])
         sglang = pb.SglangPrompt(token_ids=tokens, page_tokens=16)
         eagle = pb.SglangPrompt(token_ids=tokens, page_tokens=16, cache_salt="tenant", bigram=True)
         vllm = pb.VllmPrompt(
-            token_ids=tokens, page_tokens=32, hash_seed="0", algorithm="sha256_cbor", lora_name="adapter"
+            token_ids=tokens,
+            page_tokens=32,
+            hash_seed="0",
+            algorithm="sha256_cbor",
+            lora=pb.LoraAdapter(name="adapter", path="/adapter"),
         )
 
         async def known() -> bool:
             return (
-                await self.scores(client, pb.ScoreRequest(sglang=sglang)) == [("a", 4)]
-                and await self.scores(client, pb.ScoreRequest(sglang=eagle)) == [("b", 2)]
-                and await self.scores(client, pb.ScoreRequest(vllm=vllm)) == [("c", 2)]
+                await self.scores(client, question(sglang=sglang)) == [("a", 4)]
+                and await self.scores(client, question(sglang=eagle)) == [("b", 2)]
+                and await self.scores(client, question(vllm=vllm)) == [("c", 2)]
             )
 
         await until(known)
-        assert (await client.score(pb.ScoreRequest(sglang=sglang))).blocks == 4
+        assert (await client.score(question(sglang=sglang))).prompts[0].blocks == 4
 
     @pytest.mark.parametrize(
         ("request_", "field"),
         [
-            (pb.ScoreRequest(), "prefix"),
-            (pb.ScoreRequest(block_hashes=pb.BlockHashes(values=[0] * (MAX_BLOCKS + 1))), "block_hashes.values"),
-            (pb.ScoreRequest(sglang=pb.SglangPrompt(token_ids=[1])), "sglang.page_tokens"),
-            (pb.ScoreRequest(sglang=pb.SglangPrompt(token_ids=[1] * 70_000, page_tokens=1)), "sglang.token_ids"),
-            (pb.ScoreRequest(vllm=pb.VllmPrompt(token_ids=[1])), "vllm.page_tokens"),
-            (pb.ScoreRequest(vllm=pb.VllmPrompt(token_ids=[1], page_tokens=1, algorithm="md5")), "vllm.algorithm"),
+            (pb.ScoreRequest(), "prompts"),
+            (pb.ScoreRequest(prompts=[pb.ScorePrompt()] * 1025), "prompts"),
+            (question(), "prompts[0].prefix"),
+            (question(hashes=[0] * 65_537), "prompts[0].block_hashes.values"),
+            (question(sglang=pb.SglangPrompt(token_ids=[1] * 70_000, page_tokens=1)), "prompts[0].sglang.token_ids"),
+            (question(vllm=pb.VllmPrompt(token_ids=[1], page_tokens=1, algorithm="md5")), "prompts[0].vllm.algorithm"),
+            (
+                question(vllm=pb.VllmPrompt(multimodal=[pb.MultimodalItem(identifier="i", first_token=1)])),
+                "prompts[0].vllm.multimodal[0]",
+            ),
+            (question(vllm=pb.VllmPrompt(page_tokens=32, hash_tokens=12)), "prompts[0].vllm.hash_tokens"),
+            (question(vllm=pb.VllmPrompt(lookahead_tokens=65)), "prompts[0].vllm.lookahead_tokens"),
+            (pb.ScoreRequest(prompts=[pb.ScorePrompt()], max_staleness=Duration(seconds=-1)), "max_staleness"),
         ],
     )
     async def test_what_cannot_be_scored_is_refused_by_its_field(
@@ -532,7 +547,7 @@ async def test_the_same_for_plain_code() -> None:
         def plain() -> None:
             with SyncEventFollower(engine.address) as follower:
                 follower.until_current()
-                assert follower.match([1, 2, 3]) == Match(2, 2, 2)
+                assert follower.match([1, 2, 3]) == Match(2, 2, 2, 2)
                 assert follower.blocks == {"GPU": 2}
             with SyncPrefixIndex(sources=[engine.address]) as index:
                 index.until_current()

@@ -154,7 +154,7 @@ def test_score_says_who_holds_a_prompt(index: IndexServer, kvgrpc: Any, tmp_path
     prompt.write_text(json.dumps([*TOKENS, 7, 7]))
     asked = ("events", "score", "--tokens", str(prompt), "--page-tokens", "16", "-s", index.address)
     code, out, _ = kvgrpc(*asked, "--json")
-    answer = json.loads(out)
+    (answer,) = json.loads(out)["prompts"]
     assert (code, answer["blocks"]) == (0, 4)
     score = answer["scores"][0]
     assert (score["engine"], score["deviceBlocks"], score["hostBlocks"], score["blocks"]) == ("P", 3, 4, 4)

@@ -12,13 +12,14 @@ import pytest_asyncio
 
 from kvgrpc.cli.registry import show_changes
 from kvgrpc.client import Client
+from kvgrpc.client.engine_mirror import EngineMirror
 from kvgrpc.errors import InvalidRequest, ServerDraining, TooManyRequests
 from kvgrpc.model import Layout, Role
 from kvgrpc.registry import feed, watching, wire
-from kvgrpc.registry.mirror import EngineMirror
 from kvgrpc.registry.model import ResolvedEngine
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
+from tests.support.mirrored import known_engines
 from tests.support.registry_serving import TP2, Served, failure
 from tests.support.waiting import until
 from tests.unit.registry.builders import pool, ranks, row
@@ -76,7 +77,7 @@ class TestFullState:
         assert all(message.ByteSize() <= 1 << 20 for message in reader.messages)
         assert [message.state_begins for message in reader.messages] == [True, False, False]
         assert [message.state_complete for message in reader.messages] == [False, False, True]
-        assert reader.mirror.engines == shown(served)
+        assert known_engines(reader.mirror) == shown(served)
 
     async def test_what_was_known_stands_until_the_next_full_state_is_complete(self, served: Served) -> None:
         await served.register(row("P"))
@@ -91,9 +92,9 @@ class TestFullState:
         prefills = await Reader(served, role=ROLE_PREFILL).until_complete()
         decode = await Reader(served, engine="D", without_pools=True).until_complete()
         nobody = await Reader(served, engine="D", role=ROLE_PREFILL).until_complete()
-        assert prefills.mirror.engines == {"P": shown(served)["P"]}
-        assert [at.pools for at in decode.mirror.engines["D"].rows] == [()]
-        assert nobody.mirror.engines == {}
+        assert known_engines(prefills.mirror) == {"P": shown(served)["P"]}
+        assert [at.pools for at in known_engines(decode.mirror)["D"].rows] == [()]
+        assert known_engines(nobody.mirror) == {}
 
     async def test_a_role_that_is_none_is_invalid(self, served: Served) -> None:
         assert isinstance(await failure(Reader(served, role=7).read()), InvalidRequest)
@@ -104,16 +105,16 @@ class TestChanges:
         reader = await Reader(served).until_complete()
         await served.register(*ranks(TP2))
         await reader.until_ranks("P", 2)
-        assert reader.mirror.engines == shown(served)
+        assert known_engines(reader.mirror) == shown(served)
         await served.register(row(tp=1, epoch=2, layout=TP2, port=9))
-        while reader.mirror.engines != shown(served):
+        while known_engines(reader.mirror) != shown(served):
             await reader.read()
         served.registry.deregister([row(tp=0).ref])
         await reader.until_ranks("P", 1)
-        assert reader.mirror.engines == shown(served)
+        assert known_engines(reader.mirror) == shown(served)
         served.registry.deregister([row(tp=1, epoch=2).ref])
         await reader.until_ranks("P", 0)
-        assert reader.mirror.engines == {}
+        assert known_engines(reader.mirror) == {}
         assert reader.full_states == 1
 
     async def test_only_the_rows_that_changed_are_sent(self, served: Served) -> None:
@@ -137,7 +138,7 @@ class TestChanges:
         await first.until_ranks("P", 1)
         first.call.cancel()
         again = await Reader(served).until_complete()
-        assert again.mirror.engines == shown(served) and again.messages[0].state_begins
+        assert known_engines(again.mirror) == shown(served) and again.messages[0].state_begins
 
     async def test_ranks_whose_leases_ran_out_are_gone(self) -> None:
         brief = await Served(ttl=0.5).start()
@@ -186,7 +187,7 @@ class TestManyReaders:
         served.registry.deregister([row("P").ref])
         await first.until_ranks("P", 0)
         newcomer = await Reader(served).until_complete()
-        assert newcomer.mirror.engines == shown(served) and set(newcomer.mirror.engines) == {"Q", "R"}
+        assert known_engines(newcomer.mirror) == shown(served) and set(known_engines(newcomer.mirror)) == {"Q", "R"}
 
     async def test_their_number_is_bounded(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
         served.servicer._watching._max_watchers = 2
@@ -211,7 +212,7 @@ class TestManyReaders:
             await quick.read()
         (shared,) = served.servicer._watching._feeds.values()
         assert shared._log_bytes <= 100_000
-        while slow.mirror.engines != shown(served):
+        while known_engines(slow.mirror) != shown(served):
             await slow.read()
         assert slow.full_states > 1
         assert len(slow.messages) < 400

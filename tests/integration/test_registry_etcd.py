@@ -16,6 +16,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
+from kvgrpc.client.engine_mirror import EngineMirror
 from kvgrpc.errors import (
     OldShapeStillLeased,
     RegistrationShapeConflict,
@@ -27,7 +28,6 @@ from kvgrpc.model import Layout, Role
 from kvgrpc.observability.logging import RateLimited
 from kvgrpc.registry import wire
 from kvgrpc.registry.client.registration import Registration
-from kvgrpc.registry.mirror import EngineMirror
 from kvgrpc.registry.model import EVERY_RANK, RankRow
 from kvgrpc.registry.servicer import RegistryServicer, add_registry_to_server
 from kvgrpc.registry.store.etcd import EtcdStore, view
@@ -43,6 +43,7 @@ from kvgrpc.v1.common_pb2 import ROLE_PREFILL
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
 from kvgrpc.wire import rank_ref_to_pb
 from tests.support.etcd import ETCD, Etcd, free_port, running_etcd
+from tests.support.mirrored import known_engines
 from tests.support.registry_serving import POOLS, TP2, dial, failure, request_of
 from tests.support.waiting import until
 from tests.unit.registry.builders import pool, ranks, row
@@ -561,7 +562,7 @@ class Follower:
 
     @property
     def ranks(self) -> set[str]:
-        return {str(at.ref) for engine in self._mirror.engines.values() for at in engine.rows}
+        return {str(at.ref) for engine in known_engines(self._mirror).values() for at in engine.rows}
 
     async def close(self) -> None:
         self._task.cancel()

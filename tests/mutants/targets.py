@@ -65,7 +65,7 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
 # Parts of these folders that do I/O: tests of servers and processes notice their faults.
 NOT_PURE = {
     *("events/log/stream.py", "events/following/index_servicer.py", "registry/servicer.py", "registry/wire.py"),
-    *("registry/watching.py", "registry/feed.py", "registry/mirror.py", "registry/addresses.py"),
+    *("registry/watching.py", "registry/feed.py", "client/engine_mirror.py", "registry/addresses.py"),
 }
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +18,16 @@ from kvgrpc.hashing import (
     Tokens,
     _cbor,
     each_block_hash,
+    event_namespace,
     event_seed,
     page_hashes,
     sglang_event_hash,
     storage_seed,
     vllm_event_hash,
 )
+from tests.support.engine_hashes import our_numbers
+
+HASHES = Path(__file__).parents[1] / "conformance" / "events" / "hashes.json"
 
 # From SGLang 0.5.23's own C++ (the chain) and Python (the namespace).
 FIRST = "34fb5c825de7ca4aea6e712f19d439c1da0c92c37b423936c5f618545ca4fa1f"
@@ -31,33 +38,21 @@ BIGRAM = "ede8ef26a097f0fd889f9f39f6f5af921370630b164c4a4fa28eb716b2df9269"
 WIDE = "66af2f218931e670270f1b4ea79f49befb670188f60c94856ed7a1743298f181"
 # With vLLM's rules over the libraries that it uses: pickle, and cbor2 in canonical form.
 VLLM = {
-    "sha256": (
-        [
-            "762b2e7e1520febd3a0aedb7358e8602facf3924440e18538fce057e23bae91d",
-            "9e62b5a7ec298f33cb4c7d9e00b659874bb2432d23ad6879ad1746592a2b036b",
-        ],
-        [
-            "a3c763f0798d303779ead8fc0ad6cb6125377aa4f9a055b22097d983b442737b",
-            "3f61a85f744fb52a7478e64638f24f6c8c3eb92e24d1f1d04ac2bd47f248be2e",
-        ],
-    ),
-    "sha256_cbor": (
-        [
-            "c9d58ba695280d69b243e1e0df813136ca9196b286fb1a021e0b2e028ef071cb",
-            "24125b23e68883b5c2141db2959d48433fe6bde2f26bd914efad121d154ab2d6",
-        ],
-        [
-            "817741b45e581d027c56b1e52f54ce98438aca8f44dff52a13c54f451635f0ff",
-            "54b4f296c51ec81e89c746027d3ab54a907e95014bb65cdda3574ecee722b889",
-        ],
-    ),
+    "sha256": [
+        "762b2e7e1520febd3a0aedb7358e8602facf3924440e18538fce057e23bae91d",
+        "9e62b5a7ec298f33cb4c7d9e00b659874bb2432d23ad6879ad1746592a2b036b",
+    ],
+    "sha256_cbor": [
+        "c9d58ba695280d69b243e1e0df813136ca9196b286fb1a021e0b2e028ef071cb",
+        "24125b23e68883b5c2141db2959d48433fe6bde2f26bd914efad121d154ab2d6",
+    ],
 }
 
 narrow = st.integers(0, 2**32 - 1)
 prompts = st.lists(narrow, max_size=40) | st.lists(narrow | st.integers(0, 2**63 - 1), max_size=40)
 
 
-def block_hashes(tokens: Tokens, block_size: int, **more: str) -> list[bytes]:
+def block_hashes(tokens: Tokens, block_size: int, **more: Any) -> list[bytes]:
     return list(each_block_hash(tokens, block_size, **{"hash_seed": "0", **more}))
 
 
@@ -80,12 +75,40 @@ def test_sglang_names_a_namespace_in_storage_by_its_seed() -> None:
 
 
 def test_the_common_namespace_has_no_seed() -> None:
-    assert storage_seed() == storage_seed("", "") == event_seed() == event_seed("") == b""
+    assert storage_seed() == event_seed() == event_namespace() == b""
+
+
+def test_an_empty_key_or_salt_is_a_namespace_of_its_own() -> None:
+    seeds = [storage_seed(""), storage_seed(None, ""), storage_seed("", ""), event_seed(""), event_namespace("")]
+    assert len({b"", *seeds}) == 6
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_an_engine_s_own_classes_name_the_blocks_of_random_prompts_as_we_do(engine: str) -> None:
+    """LoRA, salts, empty strings, images, drafters: ``hashes.json`` is written by the classes of the wheels."""
+    cases = json.loads(HASHES.read_text())[engine]["cases"]
+    assert len(cases) == 150
+    for case in cases:
+        hashes = case.pop("hashes")
+        assert [f"{number:016x}" for number in our_numbers(engine, case)] == hashes, case
 
 
 def test_namespaces_differ_by_every_part() -> None:
     seeds = {storage_seed("a"), storage_seed(None, "a"), storage_seed("a", "b"), storage_seed("ab"), event_seed("a")}
     assert len(seeds) == 5
+
+
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ({"multimodal": [("a", 0, 2), ("b", 1, 1)]}, r"multimodal\[1\]"),
+        ({"multimodal": [("a", 0, 0)]}, r"multimodal\[0\]"),
+        ({"lookahead": -1}, "lookahead"),
+    ],
+)
+def test_what_no_prompt_of_vllm_has_is_refused(more: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest, match=field):
+        block_hashes([1, 2], 1, **more)
 
 
 def test_eagle_reads_pairs() -> None:
@@ -130,10 +153,10 @@ def test_sglang_s_events_carry_the_first_eight_bytes_signed() -> None:
 
 @pytest.mark.parametrize("algorithm", VLLM)
 def test_vllm_names_blocks_by_its_configured_hash(algorithm: str) -> None:
-    plain, adapted = VLLM[algorithm]
+    plain = VLLM[algorithm]
     assert hexes(block_hashes(range(1, 9), 4, algorithm=algorithm)) == plain
-    of_tenant = block_hashes([1, 2, 300, 70000], 2, algorithm=algorithm, lora_name="adapter", cache_salt="tenantA")
-    assert hexes(of_tenant) == adapted
+    of_tenant = block_hashes([1, 2, 300, 70000], 2, algorithm=algorithm, lora=("adapter", "/a"), cache_salt="tenantA")
+    assert len({*hexes(of_tenant), *hexes(block_hashes([1, 2, 300, 70000], 2, algorithm=algorithm))}) == 4
 
 
 def test_vllm_names_full_blocks_only() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
-from kvgrpc.events.following.index import BlockIndex, BlockSet
+from kvgrpc.events.following.groups import CacheGroup, usable
+from kvgrpc.events.following.index import BlockIndex, BlockSet, Match, Reached, reach_of
 from kvgrpc.events.log.digest import CHECKPOINT_BATCHES, DigestCounter, StateDigest, hash_key, medium_key
 from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, TierBlocksCleared, UnknownEvent
 
@@ -12,6 +14,7 @@ from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, Tie
 PREFIX_GROUP = 0
 # A heartbeat is compared with the past: so much of it is kept.
 _CHECKPOINTS = 64
+_MOST_GROUPS = 64
 _LARGEST_PAGE = 2**32 - 1
 
 
@@ -35,6 +38,20 @@ class CacheContents:
         # Copies of the blocks of other groups, and of tiers that the index does not tell apart: no prefix needs them,
         # and the digest counts them.
         self._others: dict[tuple[str, int], dict[int, int]] = {}
+        self._groups: dict[int, CacheGroup] = {}
+
+    def match(self, match: Match, hashes: Sequence[int], step: int) -> Match:
+        """What of a match of group 0 is of use, where the other groups of the model are here too.
+
+        ``hashes`` and ``step`` as in ``groups.usable``.
+        """
+        if not self._groups:
+            return match
+        found = [
+            usable(prefix, self.page_tokens, hashes, step, self._groups, partial(self._holds, reached))
+            for reached, prefix in zip(Reached, match, strict=True)
+        ]
+        return Match(*found)
 
     def apply(self, events: Iterable[object]) -> int:
         """What happened, in its order. How many events changed nothing because nobody here knows their kind, or because
@@ -43,7 +60,7 @@ class CacheContents:
         for event in events:
             if isinstance(event, BlockStored):
                 unknown += not self._stored(medium_key(event.medium), _group(event), _keys(event.block_hashes))
-                self.page_tokens = event.block_size if 0 < event.block_size <= _LARGEST_PAGE else self.page_tokens
+                self._learn(event)
             elif isinstance(event, BlockRemoved):
                 self._removed(medium_key(event.medium), _group(event), _keys(event.block_hashes))
             elif isinstance(event, AllBlocksCleared):
@@ -55,6 +72,25 @@ class CacheContents:
                 if isinstance(event, UnknownEvent) and event.may_remove:
                     self.doubtful_at = self.next_sequence
         return unknown
+
+    def _learn(self, event: BlockStored) -> None:
+        """Sizes and kinds, as the last event told them."""
+        size = event.block_size if 0 < event.block_size <= _LARGEST_PAGE else 0
+        group = _group(event)
+        if group == PREFIX_GROUP:
+            self.page_tokens = size or self.page_tokens
+        elif group in self._groups or len(self._groups) < _MOST_GROUPS:
+            known = self._groups.get(group)
+            kind = event.kv_cache_spec_kind or (known.kind if known else "")
+            window = event.kv_cache_spec_sliding_window or (known.window if known else 0)
+            self._groups[group] = CacheGroup(kind, window, size or (known.page_tokens if known else 0))
+
+    def _holds(self, reached: Reached, group: int, key: int) -> bool:
+        return any(
+            key in copies
+            for (medium, number), copies in self._others.items()
+            if number == group and reach_of(medium) <= reached
+        )
 
     def clear(self) -> None:
         """Nothing is cached any more."""

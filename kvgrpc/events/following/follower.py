@@ -91,6 +91,7 @@ class FollowerCore:
         self._retry = Retry(jitter)
         self._hide_at: float | None = None
         self._moved_at = float("-inf")
+        self._exact_at: float | None = None
 
     @property
     def state(self) -> FollowerState:
@@ -112,6 +113,11 @@ class FollowerCore:
     def lag(self) -> int:
         """Batches that are known to be missing."""
         return max(0, self.known_next - self.next_sequence)
+
+    @property
+    def exact_at(self) -> float | None:
+        """When the contents were last known to be those of the cache; None: never."""
+        return self.heard_at if self.state is FollowerState.CURRENT else self._exact_at
 
     @property
     def wake_at(self) -> float | None:
@@ -285,6 +291,7 @@ class FollowerCore:
         main = self._main
         resumed = main is not None and main.resumes
         was_snapshot = main is not None and main.mode is Mode.SNAPSHOT
+        self._exact_at = self.exact_at
         self.counts.failures += 1
         self.last_error = error
         self._close_all()
@@ -433,7 +440,7 @@ class FollowerCore:
     def _heard(self, number: int, now: float) -> _Watch | None:
         for watch in (self._main, self._fill):
             if watch is not None and watch.number == number:
-                self.heard_at = now
+                self._exact_at, self.heard_at = self.exact_at, now
                 return watch
         return None
 

@@ -6,6 +6,7 @@ Pure: no clock, thread or socket; belongs to one thread. A block that several ca
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -21,10 +22,10 @@ SETS_OF_A_CLEAR, MOST_STALE = 64, 64
 
 # The caches that hold a block, a bit for each, in one number for each medium; without the last ones that are 0.
 Holders = tuple[int, ...]
-# The caches that hold a block on the device, on device or host, anywhere.
-Reach = tuple[int, int, int]
+# The caches that hold a block on the device, on device or host, there or on a disk of their own, anywhere.
+Reach = tuple[int, int, int, int]
 _NOBODY: Holders = ()
-_NOWHERE: Reach = (0, 0, 0)
+_NOWHERE: Reach = (0, 0, 0, 0)
 
 
 def tier_of(medium: str) -> Tier:
@@ -34,15 +35,34 @@ def tier_of(medium: str) -> Tier:
     return Tier.HOST if medium in ("CPU", "CPU_PINNED") else Tier.STORAGE
 
 
+class Reached(enum.IntEnum):
+    """How far one has to reach for a block, the fastest first: of the proto's tiers the last is told in two."""
+
+    DEVICE = 0
+    HOST = 1
+    DISK = 2
+    STORE = 3
+
+
+def reach_of(medium: str) -> Reached:
+    """Where an engine's name for a medium (in capitals) lies."""
+    if medium == "GPU":
+        return Reached.DEVICE
+    if medium in ("CPU", "CPU_PINNED"):
+        return Reached.HOST
+    return Reached.DISK if medium == "DISK" else Reached.STORE
+
+
 class Match(NamedTuple):
     """How many leading blocks of a request one cache holds.
 
-    ``device`` of them lie on the device without a gap, ``host`` on device or host, ``storage`` anywhere at all; so
-    ``device <= host <= storage``.
+    ``device`` of them lie on the device without a gap, ``host`` on device or host, ``disk`` there or on a disk of its
+    own, ``storage`` anywhere at all; each is at least the one before it.
     """
 
     device: int
     host: int
+    disk: int
     storage: int
 
 
@@ -56,7 +76,7 @@ class BlockIndex:
         self._reach: list[Reach] = [_NOWHERE]
         self._number_of: dict[Holders, int] = {_NOBODY: 0}
         self._media = {medium: plane for plane, medium in enumerate(_KNOWN_MEDIA)}
-        self._tiers = [tier_of(medium) for medium in _KNOWN_MEDIA]
+        self._reached = [reach_of(medium) for medium in _KNOWN_MEDIA]
         self._caches: list[BlockSet | None] = []
         self._shown = 0
         # Places of caches that were emptied, which sets have still: nobody looks there, and no cache gets them.
@@ -75,9 +95,10 @@ class BlockIndex:
         cache = self._caches[slot] = BlockSet(self, slot)
         return cache
 
-    def score(self, hashes: Sequence[int]) -> dict[BlockSet, Match]:
-        """For each shown cache that holds the first block, how many leading blocks of ``hashes`` it holds."""
-        matches = self._matches(self._shown, hashes)
+    def score(self, hashes: Sequence[int], among: Iterable[BlockSet] | None = None) -> dict[BlockSet, Match]:
+        """For each shown cache (of these; None: of all) that holds the first block, how many leading blocks of
+        ``hashes`` it holds."""
+        matches = self._matches(self._shown if among is None else self._shown & _slots(among), hashes)
         return {
             cache: match
             for slot, match in matches.items()
@@ -93,7 +114,7 @@ class BlockIndex:
         plane = self._media.get(medium)
         if plane is None and len(self._media) < MAX_MEDIA:
             plane = self._media[medium] = len(self._media)
-            self._tiers.append(tier_of(medium))
+            self._reached.append(reach_of(medium))
         return plane
 
     def blocks_of(self, slot: int, plane: int) -> list[int]:
@@ -153,28 +174,35 @@ class BlockIndex:
         self._caches[slot] = None
 
     def _matches(self, slots: int, hashes: Sequence[int]) -> dict[int, Match]:
-        device = host = storage = slots
-        ends: tuple[dict[int, int], dict[int, int], dict[int, int]] = ({}, {}, {})
+        device = host = disk = storage = slots
+        ends: tuple[dict[int, int], ...] = ({}, {}, {}, {})
         before: int | None = -1
         for position, number in enumerate(map(self._numbers.get, hashes)):
             if number == before:
                 continue
             before = number
-            on_device, to_host, anywhere = _NOWHERE if number is None else self._reach[number]
+            on_device, to_host, to_disk, anywhere = _NOWHERE if number is None else self._reach[number]
             if device & ~on_device:
                 _note(ends[0], device & ~on_device, position)
                 device &= on_device
             if host & ~to_host:
                 _note(ends[1], host & ~to_host, position)
                 host &= to_host
+            if disk & ~to_disk:
+                _note(ends[2], disk & ~to_disk, position)
+                disk &= to_disk
             if storage & ~anywhere:
-                _note(ends[2], storage & ~anywhere, position)
+                _note(ends[3], storage & ~anywhere, position)
                 storage &= anywhere
             if not storage:
                 break
-        for end, left in zip(ends, (device, host, storage), strict=True):
+        for end, left in zip(ends, (device, host, disk, storage), strict=True):
             _note(end, left, len(hashes))
-        return {slot: Match(ends[0][slot], ends[1][slot], longest) for slot, longest in ends[2].items()}
+        on_device_of, to_host_of, to_disk_of, anywhere_of = ends
+        return {
+            slot: Match(on_device_of[slot], to_host_of[slot], to_disk_of[slot], longest)
+            for slot, longest in anywhere_of.items()
+        }
 
     def _free_slot(self) -> int:
         for slot, cache in enumerate(self._caches):
@@ -213,12 +241,11 @@ class BlockIndex:
                 cache.forget_steps()
 
     def _reach_of(self, holders: Holders) -> Reach:
-        device = host = storage = 0
-        for tier, plane in zip(self._tiers, holders, strict=False):
-            device |= plane if tier is Tier.DEVICE else 0
-            host |= plane if tier is not Tier.STORAGE else 0
-            storage |= plane
-        return device, host, storage
+        reach = [0, 0, 0, 0]
+        for nearest, plane in zip(self._reached, holders, strict=False):
+            for further in range(nearest, 4):
+                reach[further] |= plane
+        return reach[0], reach[1], reach[2], reach[3]
 
 
 class BlockSet:
@@ -232,6 +259,11 @@ class BlockSet:
         self._index = index
         self._slot = slot
         self._media: dict[str, _Medium] = {}
+
+    @property
+    def slot(self) -> int:
+        """Its place among the caches of the index, until it is emptied."""
+        return self._slot
 
     def __len__(self) -> int:
         """Placements: a block in two media counts twice."""
@@ -380,6 +412,13 @@ class _Medium:
         self.copies: dict[int, int] = {}
         self.joining: dict[int, int] = {}
         self.leaving: dict[int, int] = {}
+
+
+def _slots(caches: Iterable[BlockSet]) -> int:
+    slots = 0
+    for cache in caches:
+        slots |= 1 << cache.slot
+    return slots
 
 
 def _stripped(planes: list[int]) -> Holders:

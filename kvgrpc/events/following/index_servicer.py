@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from kvgrpc import hashing
-from kvgrpc.errors import InvalidRequest, ServerDraining
+from kvgrpc.errors import ServerDraining
 from kvgrpc.events.following.index import tier_of
 from kvgrpc.events.following.messages import FollowerState
-from kvgrpc.events.following.prompts import each_sglang_hash
-from kvgrpc.events.following.sources import CacheScore, Freshness, Source
+from kvgrpc.events.following.questions import Asked, Budget, asked_from_pb, wanted_from_pb
+from kvgrpc.events.following.sources import CacheScore, Freshness, Question, Source, Wanted
 from kvgrpc.paging import page_size, page_token, read_page_token
 from kvgrpc.rpc.blocking import BlockingCalls
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import index_service_pb2 as pb
 from kvgrpc.v1.index_service_pb2_grpc import IndexServiceServicer
 
-MAX_BLOCKS = 65_536
-# What a request may carry; the server's own limit for a message lies above it.
-MAX_TOKENS = 2**20
-MAX_ENGINES = 1024
+MAX_NOT_FOLLOWED = 100
 # Up to 5 ms of SHA-256 in blocks of 16 tokens or more, 20 to 70 in blocks of one, of which a turn of the loop has its
 # share; longer prompts and blocks are hashed on threads, so many of them at once, and of one caller.
 ON_THE_LOOP_TOKENS, _ON_THE_LOOP_BLOCK = 16_384, 1_024
@@ -35,8 +32,10 @@ _STATES = {state: pb.IndexSourceState.Value(f"INDEX_SOURCE_STATE_{state.name}") 
 class Scores(Protocol):
     """What answers; ``kvgrpc.client.PrefixIndex`` is one."""
 
-    def score(self, hashes: Sequence[int], engines: Collection[str] = (), most: int = 0) -> list[CacheScore]: ...
+    def ask(self, question: Question, wanted: Wanted) -> list[CacheScore]: ...
+    def page_sizes(self, wanted: Wanted, model: str = "") -> set[int]: ...
     def sources(self) -> list[Source]: ...
+    def not_followed(self) -> list[str]: ...
 
 
 class IndexServicer(IndexServiceServicer):
@@ -60,34 +59,49 @@ class IndexServicer(IndexServiceServicer):
 
     async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
         self._check_open()
-        if len(request.engines) > MAX_ENGINES:
-            raise InvalidRequest.of("engines", f"{len(request.engines)} names", f"at most {MAX_ENGINES}")
-        hashes = await self._hashes_of(request)
-        scores = self._index.score(hashes, frozenset(request.engines), request.max_scores)
-        return _scores_to_pb(scores, len(hashes))
+        wanted, budget, began = wanted_from_pb(request), Budget(), time.monotonic()
+        response = pb.ScoreResponse()
+        for index, prompt in enumerate(request.prompts):
+            sizes = self._index.page_sizes(wanted, prompt.model) if _leaves_sizes_open(prompt) else ()
+            asked = asked_from_pb(prompt, f"prompts[{index}]", sizes, budget)
+            chains = {0: asked.given} if asked.given is not None else await self._hashed(asked)
+            scores = self._index.ask(Question(chains, prompt.model, asked.step), wanted)
+            _fill_scores(response.prompts.add(), scores, _blocks(chains, asked.step, prompt))
+            if time.monotonic() - began > _TURN_SECONDS:
+                await asyncio.sleep(0)  # others' turn
+                began = time.monotonic()
+        return response
 
     async def ListSources(self, request: pb.ListSourcesRequest, context: Any) -> pb.ListSourcesResponse:
         self._check_open()
         after = read_page_token(_LIST, request.page_token)
         size = page_size(request.page_size)
-        found = [source for source in self._index.sources() if _place(source) > after]
-        token = page_token(_LIST, _place(found[size - 1])) if len(found) > size else ""
-        return pb.ListSourcesResponse(sources=map(_source_to_pb, found[:size]), next_page_token=token)
+        sources, states = self._index.sources(), frozenset(request.states)
+        found = [
+            source
+            for source in sources
+            if _place(source) > after and (not states or _STATES[source.freshness.state] in states)
+        ]
+        counts = Counter(_STATES[source.freshness.state] for source in sources)
+        return pb.ListSourcesResponse(
+            sources=map(_source_to_pb, found[:size]),
+            next_page_token=page_token(_LIST, _place(found[size - 1])) if len(found) > size else "",
+            counts=[pb.IndexSourceStateCount(state=state, sources=count) for state, count in sorted(counts.items())],
+            not_followed=self._index.not_followed()[:MAX_NOT_FOLLOWED],
+        )
 
-    async def _hashes_of(self, request: pb.ScoreRequest) -> Sequence[int]:
-        if request.WhichOneof("prefix") == "block_hashes":
-            return _given(request.block_hashes)
+    async def _hashed(self, asked: Asked) -> dict[int, list[int]]:
         # A million tokens take seconds, which are not the other callers'.
-        if _is_large(request):
-            return await self._large.run(lambda: list(_hashes(request)))
-        found: list[int] = []
-        hashes = _hashes(request)
-        if not _hash_some(hashes, found):
-            async with self._one_goes_on:  # the turns of many would come one after the other
-                last = False
-                while not last:
-                    await asyncio.sleep(0)
-                    last = _hash_some(hashes, found)
+        if asked.hashed_tokens > ON_THE_LOOP_TOKENS or min(asked.largest_block, asked.tokens) > _ON_THE_LOOP_BLOCK:
+            return await self._large.run(lambda: _all_hashes(asked))
+        found: dict[int, list[int]] = {size: [] for size in asked.chains}
+        for size, hashes in asked.chains.items():
+            if not _hash_some(hashes, found[size]):
+                async with self._one_goes_on:  # the turns of many would come one after the other
+                    last = False
+                    while not last:
+                        await asyncio.sleep(0)
+                        last = _hash_some(hashes, found[size])
         return found
 
     def _check_open(self) -> None:
@@ -99,20 +113,22 @@ def _place(source: Source) -> str:
     return f"{source.engine}\0{source.dp:010d}"
 
 
-def _given(hashes: pb.BlockHashes) -> Sequence[int]:
-    if len(hashes.values) > MAX_BLOCKS:
-        raise InvalidRequest.of("block_hashes.values", f"{len(hashes.values)} of them", f"at most {MAX_BLOCKS}")
-    return hashes.values
-
-
-def _hashes(request: pb.ScoreRequest) -> Iterator[int]:
-    """Unsigned 64-bit hashes of the blocks of a request's tokens. Raises InvalidRequest."""
-    kind = request.WhichOneof("prefix")
-    if kind == "sglang":
-        return _sglang_hashes(request.sglang)
+def _leaves_sizes_open(prompt: pb.ScorePrompt) -> bool:
+    kind = prompt.WhichOneof("prefix")
     if kind == "vllm":
-        return _vllm_hashes(request.vllm)
-    raise InvalidRequest.of("prefix", "absent", "one of block_hashes, sglang, vllm")
+        return not prompt.vllm.page_tokens and not prompt.vllm.hash_tokens
+    return kind == "sglang" and not prompt.sglang.page_tokens
+
+
+def _blocks(chains: dict[int, Sequence[int]] | dict[int, list[int]], step: int, prompt: pb.ScorePrompt) -> int:
+    if not chains:
+        return 0
+    hashes = len(chains[min(chains)])
+    return hashes // max(1, prompt.vllm.page_tokens // step) if step else hashes
+
+
+def _all_hashes(asked: Asked) -> dict[int, list[int]]:
+    return {size: list(hashes) for size, hashes in asked.chains.items()}
 
 
 def _hash_some(hashes: Iterator[int], found: list[int]) -> bool:
@@ -125,53 +141,22 @@ def _hash_some(hashes: Iterator[int], found: list[int]) -> bool:
     return True
 
 
-def _is_large(request: pb.ScoreRequest) -> bool:
-    sglang, vllm = request.sglang, request.vllm
-    tokens, block = max(len(sglang.token_ids), len(vllm.token_ids)), max(sglang.page_tokens, vllm.page_tokens)
-    return tokens > ON_THE_LOOP_TOKENS or min(block, tokens) > _ON_THE_LOOP_BLOCK
-
-
-def _sglang_hashes(prompt: pb.SglangPrompt) -> Iterator[int]:
-    _check_size("sglang", len(prompt.token_ids), "page_tokens", prompt.page_tokens)
-    return each_sglang_hash(prompt.token_ids, prompt.page_tokens, cache_salt=prompt.cache_salt, bigram=prompt.bigram)
-
-
-def _vllm_hashes(prompt: pb.VllmPrompt) -> Iterator[int]:
-    _check_size("vllm", len(prompt.token_ids), "page_tokens", prompt.page_tokens)
-    if prompt.algorithm not in ("", *hashing.BLOCK_HASH_ALGORITHMS):
-        raise InvalidRequest.of(
-            "vllm.algorithm", prompt.algorithm, f"one of {', '.join(hashing.BLOCK_HASH_ALGORITHMS)}"
-        )
-    hashes = hashing.each_block_hash(
-        prompt.token_ids,
-        prompt.page_tokens,
-        hash_seed=prompt.hash_seed,
-        algorithm=prompt.algorithm or "sha256",
-        lora_name=prompt.lora_name,
-        cache_salt=prompt.cache_salt,
-    )
-    return map(hashing.vllm_event_hash, hashes)
-
-
-def _check_size(kind: str, tokens: int, name: str, size: int) -> None:
-    if size < 1:
-        raise InvalidRequest.of(f"{kind}.{name}", size, "at least 1, the engine's own")
-    if tokens > MAX_TOKENS:
-        raise InvalidRequest.of(f"{kind}.token_ids", f"{tokens} of them", f"at most {MAX_TOKENS}")
-    if tokens // size > MAX_BLOCKS:
-        raise InvalidRequest.of(f"{kind}.token_ids", f"{tokens // size} blocks", f"at most {MAX_BLOCKS} blocks")
-
-
-def _scores_to_pb(scores: Sequence[CacheScore], blocks: int) -> pb.ScoreResponse:
+def _fill_scores(message: pb.PromptScores, scores: Sequence[CacheScore], blocks: int) -> None:
     # Filled in place: a message that is handed to a constructor is copied.
-    response = pb.ScoreResponse(blocks=blocks)
-    add = response.scores.add
-    for engine, dp, device_blocks, host_blocks, blocks_anywhere, fresh in scores:
-        message = add()
-        message.engine, message.dp = engine, dp
-        message.device_blocks, message.host_blocks, message.blocks = device_blocks, host_blocks, blocks_anywhere
-        _fill_freshness(message.freshness, fresh)
-    return response
+    message.blocks = blocks
+    add = message.scores.add
+    for engine, dp, device, host, disk, anywhere, page_tokens, fresh in scores:
+        score = add(
+            engine=engine,
+            dp=dp,
+            device_blocks=device,
+            host_blocks=host,
+            disk_blocks=disk,
+            blocks=anywhere,
+            page_tokens=page_tokens,
+        )
+        if fresh is not None:
+            _fill_freshness(score.freshness, fresh)
 
 
 def _source_to_pb(source: Source) -> pb.IndexSource:
@@ -191,6 +176,7 @@ def _source_to_pb(source: Source) -> pb.IndexSource:
         digests_equal=source.counts.digests_equal,
         digests_different=source.counts.digests_different,
         last_error=source.last_error,
+        model=source.model,
     )
     _fill_freshness(message.freshness, source.freshness)
     return message

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvgrpc.errors import InvalidRequest
+from kvgrpc.events.following.contents import CacheContents
 from kvgrpc.events.following.follower import FollowerCore
 from kvgrpc.events.following.index import BlockIndex
 from kvgrpc.events.following.messages import FollowerCounts, FollowerState
@@ -23,14 +25,42 @@ class Freshness(NamedTuple):
 
 
 class CacheScore(NamedTuple):
-    """How many leading blocks one cache holds: on the device, on device or host, anywhere."""
+    """How many leading blocks one cache holds: on the device, on device or host, there or on its disk, anywhere.
+
+    ``page_tokens``: tokens of one of its blocks, 0: not told yet. ``freshness``: None where nobody asked.
+    """
 
     engine: str
     dp: int
     device_blocks: int
     host_blocks: int
+    disk_blocks: int
     blocks: int
-    freshness: Freshness
+    page_tokens: int
+    freshness: Freshness | None
+
+
+class Question(NamedTuple):
+    """The beginning of one request.
+
+    ``chains``: its hashes by the tokens of a cache's block; under 0 for every cache that has no chain of its own. Of
+    these, block i of a cache of k steps to a block is hash (i+1)k-1. ``model``: only caches of engines that run it; "":
+    of any, if all that are asked run one.
+    """
+
+    chains: Mapping[int, Sequence[int]]
+    model: str = ""
+    step: int = 0
+
+
+class Wanted(NamedTuple):
+    """Which caches are told, and what of each: only those of these engines (none named: of all), the ``most`` best (0:
+    all), those that were exact at most ``max_staleness`` seconds ago (None: all)."""
+
+    engines: Collection[str] = ()
+    most: int = 0
+    freshness: bool = True
+    max_staleness: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +72,7 @@ class Source:
     address: str
     live: bool
     freshness: Freshness
+    model: str
     blocks: dict[str, int]
     page_tokens: int
     counts: FollowerCounts
@@ -53,6 +84,12 @@ class _Followed:
     core: FollowerCore
     address: str
     live: bool
+    model: str
+
+
+_Key = tuple[str, int]
+_Asked = tuple[_Key, _Followed, CacheContents]
+_Class = tuple[Sequence[int], int, dict[_Key, _Asked] | None]
 
 
 class SourceTable:
@@ -62,32 +99,71 @@ class SourceTable:
         self.index = BlockIndex()
         self._followed: dict[tuple[str, int], _Followed] = {}
 
-    def add(self, engine: str, dp: int, core: FollowerCore, address: str, *, live: bool) -> None:
+    def add(self, engine: str, dp: int, core: FollowerCore, address: str, *, live: bool, model: str = "") -> None:
         """Follows one more cache; in the place of the same one's earlier follower, which was stopped."""
-        self._followed[engine, dp] = _Followed(core, address, live)
+        self._followed[engine, dp] = _Followed(core, address, live, model)
 
     def remove(self, engine: str, dp: int) -> None:
         """The cache is not followed any more."""
         self._followed.pop((engine, dp), None)
 
-    def score(self, hashes: Sequence[int], engines: Collection[str], now: float, most: int = 0) -> list[CacheScore]:
-        """The caches (of these engines; none named: of all) that hold the first block, those with most blocks first.
+    def page_sizes(self, wanted: Wanted, model: str = "") -> set[int]:
+        """Tokens of a block of the caches that would be asked, where they told it."""
+        return {contents.page_tokens for _, _, contents in self._asked(wanted, model) if contents.page_tokens}
 
-        ``most``: at most so many; 0: all.
-        """
-        matches = self.index.score(hashes)
+    def score(self, question: Question, wanted: Wanted, now: float) -> list[CacheScore]:
+        """The caches that hold the first block, those with most tokens first. Raises InvalidRequest where no model is
+        named and the caches are of several."""
         found = []
-        for (engine, dp), followed in self._followed.items():
-            contents = followed.core.contents
-            match = None if contents is None else matches.get(contents.blocks)
-            if match is not None and (not engines or engine in engines):
-                found.append((-match.storage, -match.device, engine, dp, match.host, followed.core))
+        for hashes, stride, asked in self._classes(question, wanted):
+            strided = hashes if stride == 1 else hashes[stride - 1 :: stride]
+            matches = self.index.score(strided, None if asked is None else [each[2].blocks for each in asked.values()])
+            for key, followed, contents in self._asked(wanted, question.model) if asked is None else asked.values():
+                match = matches.get(contents.blocks)
+                if match is None:
+                    continue
+                match = contents.match(match, hashes, question.step)
+                if match.storage and not _is_stale(followed.core, wanted.max_staleness, now):
+                    tokens = match.storage * (contents.page_tokens or 1)
+                    found.append((-tokens, -match.device, key, match, contents.page_tokens, followed.core))
         # No two are of one engine and dp, so cores are never compared.
         found.sort()
         return [
-            CacheScore(engine, dp, -device, host, -blocks, freshness(core, now))
-            for blocks, device, engine, dp, host, core in found[: most or None]
+            CacheScore(*key, *match, page_tokens, freshness(core, now) if wanted.freshness else None)
+            for _, _, key, match, page_tokens, core in found[: wanted.most or None]
         ]
+
+    def _classes(self, question: Question, wanted: Wanted) -> Iterator[_Class]:
+        """The hashes that fit caches of one page size, every how many is a block, and these caches; None: all."""
+        if list(question.chains) == [0] and not question.step:
+            yield question.chains[0], 1, None
+            return
+        by_size: dict[int, dict[_Key, _Asked]] = {}
+        for asked in self._asked(wanted, question.model):
+            by_size.setdefault(asked[2].page_tokens, {})[asked[0]] = asked
+        for size, caches in by_size.items():
+            if size in question.chains:
+                yield question.chains[size], 1, caches
+            elif 0 in question.chains:
+                step = question.step or size or 1
+                if not size % step:
+                    yield question.chains[0], max(1, size // step), caches
+
+    def _asked(self, wanted: Wanted, model: str) -> Iterator[_Asked]:
+        models = set()
+        for key, followed in self._followed.items():
+            if wanted.engines and key[0] not in wanted.engines:
+                continue
+            if model:
+                if followed.model != model:
+                    continue
+            elif followed.model:
+                models.add(followed.model)
+                if len(models) > 1:
+                    named = " or ".join(sorted(models))
+                    raise InvalidRequest.of("model", "", f"the model's name: these caches are of {named}")
+            if followed.core.contents is not None:
+                yield key, followed, followed.core.contents
 
     def sources(self, now: float) -> list[Source]:
         """All caches, by engine and dp."""
@@ -101,11 +177,16 @@ class SourceTable:
             followed.address,
             followed.live,
             freshness(core, now),
+            followed.model,
             {} if contents is None else contents.blocks.counts(),
             0 if contents is None else contents.page_tokens,
             core.counts,
             "" if core.last_error is None else str(core.last_error),
         )
+
+
+def _is_stale(core: FollowerCore, most: float | None, now: float) -> bool:
+    return most is not None and (core.exact_at is None or now - core.exact_at > most)
 
 
 def freshness(core: FollowerCore, now: float) -> Freshness:

@@ -36,6 +36,7 @@ from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceStub
 from tests.contract.hostile.http2 import DATA, Connection
 from tests.support.cache_serving import LIMITS, CacheRank, open_cache_rank, prompt
 from tests.support.faults.storage import FaultyBackend
+from tests.support.scoring import question
 from tests.support.secrets import bearer, proof, tokens_of
 from tests.support.waiting import wait_until
 
@@ -320,26 +321,26 @@ class TestTheIndex:
     def test_while_a_million_tokens_are_hashed_others_are_served(
         self, index: IndexServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        begun, go_on, hashes = threading.Event(), threading.Event(), index_servicer._hashes
+        begun, go_on, hashes = threading.Event(), threading.Event(), index_servicer._all_hashes
 
-        def hashes_in_the_end(request: index_pb.ScoreRequest) -> Any:
+        def hashes_in_the_end(asked: Any) -> Any:
             begun.set()
             assert go_on.wait(60)
-            return hashes(request)
+            return hashes(asked)
 
-        monkeypatch.setattr(index_servicer, "_hashes", hashes_in_the_end)
+        monkeypatch.setattr(index_servicer, "_all_hashes", hashes_in_the_end)
         long = index_pb.VllmPrompt(token_ids=range(1 << 20), page_tokens=16, algorithm="sha256_cbor")
         with grpc.insecure_channel(index.address) as channel, grpc.insecure_channel(index.address) as other:
-            long_one = IndexServiceStub(channel).Score.future(index_pb.ScoreRequest(vllm=long), timeout=60)
+            long_one = IndexServiceStub(channel).Score.future(question(vllm=long), timeout=60)
             assert begun.wait(20)
             for _ in range(5):
                 IndexServiceStub(other).ListSources(index_pb.ListSourcesRequest(), timeout=20)
             assert not long_one.done()
             go_on.set()
-            assert long_one.result().blocks == 65_536
+            assert long_one.result().prompts[0].blocks == 65_536
 
     def test_many_at_once_of_one_caller_are_refused_with_a_time_to_come_again(self, index: IndexServer) -> None:
-        long = index_pb.ScoreRequest(sglang=index_pb.SglangPrompt(token_ids=range(1 << 19), page_tokens=16))
+        long = question(sglang=index_pb.SglangPrompt(token_ids=range(1 << 19), page_tokens=16))
         with grpc.insecure_channel(index.address) as channel:
             calls = [IndexServiceStub(channel).Score.future(long, timeout=60) for _ in range(30)]
             errors = [error_from(cast(Any, each)) for each in calls if each.exception() is not None]
@@ -347,7 +348,7 @@ class TestTheIndex:
         assert len(errors) <= 22
 
     def test_more_names_of_engines_than_there_are_engines(self, index: IndexServer) -> None:
-        request = index_pb.ScoreRequest(engines=[str(number) for number in range(100_000)])
+        request = question(hashes=[1], engines=[str(number) for number in range(100_000)])
         with grpc.insecure_channel(index.address) as channel, pytest.raises(grpc.RpcError) as refused:
             IndexServiceStub(channel).Score(request, timeout=20)
         error = error_from(refused.value)

@@ -5,19 +5,34 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from kvgrpc.errors import InvalidRequest
 from kvgrpc.events.codec import decode_batch
 from kvgrpc.events.following import messages
 from kvgrpc.events.following.contents import CacheContents
 from kvgrpc.events.following.follower import FollowerCore
 from kvgrpc.events.following.index import BlockIndex
 from kvgrpc.events.following.messages import FollowerState, LiveBuffer, OpenWatch, Retry
-from kvgrpc.events.following.sources import SourceTable
+from kvgrpc.events.following.sources import Question, SourceTable, Wanted
 from kvgrpc.events.log.digest import CHECKPOINT_BATCHES, StateDigest
 from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored
 
 
-def stored(*hashes: int, medium: str = "GPU", group: int | None = None, page_tokens: int = 16) -> BlockStored:
-    return BlockStored(block_hashes=hashes, block_size=page_tokens, medium=medium, group_idx=group)
+def stored(
+    *hashes: int,
+    medium: str = "GPU",
+    group: int | None = None,
+    page_tokens: int = 16,
+    kind: str | None = None,
+    window: int | None = None,
+) -> BlockStored:
+    return BlockStored(
+        block_hashes=hashes,
+        block_size=page_tokens,
+        medium=medium,
+        group_idx=group,
+        kv_cache_spec_kind=kind,
+        kv_cache_spec_sliding_window=window,
+    )
 
 
 class TestRetry:
@@ -174,15 +189,64 @@ class TestSources:
         follow(table, "B", 0, stored(1, 2, 3, medium="CPU"))
         follow(table, "B", 1, stored(1, 2), stored(3, medium="DISK"))
         follow(table, "C", 0, stored(2, 3))
+        asked = Question({0: [1, 2, 3]})
         found = [
-            (at.engine, at.dp, at.device_blocks, at.host_blocks, at.blocks) for at in table.score([1, 2, 3], (), 0.0)
+            (at.engine, at.dp, at.device_blocks, at.host_blocks, at.blocks) for at in table.score(asked, Wanted(), 0.0)
         ]
         assert found == [("B", 1, 2, 2, 3), ("B", 0, 0, 3, 3), ("A", 0, 1, 1, 1)]
-        assert [(at.engine, at.dp) for at in table.score([1, 2, 3], (), 0.0, most=1)] == [("B", 1)]
-        assert [at.engine for at in table.score([1, 2, 3], {"A", "C"}, 0.0)] == ["A"]
+        assert [(at.engine, at.dp) for at in table.score(asked, Wanted(most=1), 0.0)] == [("B", 1)]
+        assert [at.engine for at in table.score(asked, Wanted({"A", "C"}), 0.0)] == ["A"]
         table.remove("B", 1)
         table.remove("B", 7)
-        assert [(at.engine, at.dp) for at in table.score([1, 2, 3], (), 0.0)] == [("B", 0), ("A", 0)]
+        assert [(at.engine, at.dp) for at in table.score(asked, Wanted(), 0.0)] == [("B", 0), ("A", 0)]
+
+    def test_the_best_match_is_never_another_model_s_engine(self) -> None:
+        table, asked = SourceTable(), [1, 2, 3]
+        follow(table, "A", 0, stored(1), model="a")
+        follow(table, "B", 0, stored(1, 2, 3), model="b")
+        follow(table, "C", 0, stored(1, 2), model="")
+        assert [at.engine for at in table.score(Question({0: asked}, "a"), Wanted(), 0.0)] == ["A"]
+        assert table.score(Question({0: asked}, "c"), Wanted(), 0.0) == []
+        with pytest.raises(InvalidRequest, match="model: must be the model's name: these caches are of a or b"):
+            table.score(Question({0: asked}), Wanted(), 0.0)
+        assert [at.engine for at in table.score(Question({0: asked}), Wanted({"A", "C"}), 0.0)] == ["C", "A"]
+
+    def test_engines_of_different_page_sizes_answer_one_question(self) -> None:
+        table = SourceTable()
+        follow(table, "A", 0, stored(1, 2, page_tokens=16))
+        follow(table, "B", 0, stored(7, page_tokens=64))
+        follow(table, "C", 0, stored(1, 2, page_tokens=32))
+        assert table.page_sizes(Wanted()) == {16, 32, 64}
+        asked = Question({16: [1, 2, 3, 4], 64: [7]})
+        found = [(at.engine, at.blocks, at.page_tokens) for at in table.score(asked, Wanted(), 0.0)]
+        assert found == [("B", 1, 64), ("A", 2, 16)]  # by tokens
+
+    def test_hashes_in_finer_steps_than_blocks_are_those_of_the_blocks_ends(self) -> None:
+        table = SourceTable()
+        follow(table, "A", 0, stored(2, 4, page_tokens=32))
+        follow(table, "B", 0, stored(1, 2, 3, page_tokens=16))
+        found = table.score(Question({0: [1, 2, 3, 4, 5]}, step=16), Wanted(), 0.0)
+        assert [(at.engine, at.blocks) for at in found] == [("A", 2), ("B", 3)]
+
+    def test_what_was_not_exact_for_too_long_is_left_out(self) -> None:
+        table = SourceTable()
+        core = follow(table, "A", 0, stored(1), now=10.0)
+        asked = Question({0: [1]})
+        assert table.score(asked, Wanted(max_staleness=1.0), 11.0)
+        assert not table.score(asked, Wanted(max_staleness=1.0), 11.5)
+        core.heartbeat(1, 5, None, 12.0)  # it lags: last exact at 10
+        assert core.exact_at == 10.0 and not table.score(asked, Wanted(max_staleness=1.5), 12.0)
+        core.ended(1, None, 12.5)
+        assert core.exact_at == 10.0 and table.score(asked, Wanted(max_staleness=3.0), 12.5)
+        assert table.score(asked, Wanted(freshness=False), 12.5)[0].freshness is None
+
+    def test_a_window_that_is_gone_makes_a_prefix_useless_and_a_state_ends_it(self) -> None:
+        table = SourceTable()
+        follow(table, "A", 0, stored(1, 2, 3, 4), stored(2, 3, group=1, kind="sliding_window", window=33))
+        follow(table, "B", 0, stored(1, 2, 3, 4), stored(2, group=1, kind="mamba"))
+        follow(table, "C", 0, stored(1, 2, 3, 4), stored(1, 2, group=1, medium="CPU", kind="full_attention"))
+        found = table.score(Question({0: [1, 2, 3, 4]}), Wanted(), 0.0)
+        assert [(at.engine, at.device_blocks, at.blocks) for at in found] == [("A", 3, 3), ("B", 2, 2), ("C", 0, 2)]
 
     def test_each_source_says_how_fresh_it_is(self) -> None:
         table = SourceTable()
@@ -204,10 +268,12 @@ class TestSources:
         assert table.sources(9.0)[1].freshness.idle_time == 0.0
 
 
-def follow(table: SourceTable, engine: str, dp: int, *events: object, now: float = 0.0) -> FollowerCore:
+def follow(
+    table: SourceTable, engine: str, dp: int, *events: object, now: float = 0.0, model: str = ""
+) -> FollowerCore:
     """A follower that has read a snapshot of these events, one a batch, in a Watch that goes on with the log."""
     core = FollowerCore(table.index, lambda payload: [events[payload[0]]])
-    table.add(engine, dp, core, f"{engine}:{dp}", live=False)
+    table.add(engine, dp, core, f"{engine}:{dp}", live=False, model=model)
     core.start()
     core.begun(1, "log", len(events), 0, now)
     core.snapshot(1, 0, len(events), [bytes([number]) for number in range(len(events))], now)

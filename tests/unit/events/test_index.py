@@ -21,7 +21,7 @@ from kvgrpc.events.model import BlockRemoved, BlockStored
 
 DEVICE, HOST, STORAGE = "GPU", "CPU", "DISK"
 MEDIA = [DEVICE, HOST, "CPU_PINNED", STORAGE, "EXTERNAL"]
-TIERS = [[DEVICE], [DEVICE, HOST, "CPU_PINNED"], MEDIA]
+TIERS = [[DEVICE], MEDIA[:3], MEDIA[:4], MEDIA]
 
 
 def shown(
@@ -40,7 +40,7 @@ def test_every_cache_that_holds_the_beginning_is_told_with_its_tiers() -> None:
     fast = shown(index, gpu=[1, 2, 3])
     mixed = shown(index, gpu=[1, 3], cpu=[2], disk=[4])
     shown(index, gpu=[2, 3])
-    assert index.score([1, 2, 3, 4, 5]) == {fast: Match(3, 3, 3), mixed: Match(1, 3, 4)}
+    assert index.score([1, 2, 3, 4, 5]) == {fast: Match(3, 3, 3, 3), mixed: Match(1, 3, 4, 4)}
 
 
 def test_a_request_of_nothing_and_a_request_nobody_has_match_nobody() -> None:
@@ -53,7 +53,7 @@ def test_a_request_of_nothing_and_a_request_nobody_has_match_nobody() -> None:
 def test_a_hole_ends_the_match() -> None:
     index = BlockIndex()
     cache = shown(index, gpu=[1, 2, 4])
-    assert index.score([1, 2, 3, 4]) == {cache: Match(2, 2, 2)}
+    assert index.score([1, 2, 3, 4]) == {cache: Match(2, 2, 2, 2)}
 
 
 def test_a_block_that_is_stored_twice_is_there_until_it_is_removed_twice() -> None:
@@ -68,7 +68,7 @@ def test_what_is_removed_and_was_not_there_is_left_alone() -> None:
     index = BlockIndex()
     cache = shown(index, cpu=[1])
     cache.removed(DEVICE, [1, 2])
-    assert index.score([1]) == {cache: Match(0, 1, 1)}
+    assert index.score([1]) == {cache: Match(0, 1, 1, 1)}
     assert len(cache) == 1
 
 
@@ -84,10 +84,10 @@ def test_a_rebuilt_cache_takes_the_place_of_the_old_one_in_one_step() -> None:
     other = shown(index, gpu=[2])
     new = index.cache()
     new.stored(DEVICE, [2, 3])
-    assert index.score([1]) == {old: Match(1, 1, 1)}
+    assert index.score([1]) == {old: Match(1, 1, 1, 1)}
     new.show(instead_of=old)
     assert index.score([1]) == {}
-    assert index.score([2, 3]) == {new: Match(2, 2, 2), other: Match(1, 1, 1)}
+    assert index.score([2, 3]) == {new: Match(2, 2, 2, 2), other: Match(1, 1, 1, 1)}
 
 
 def test_a_cleared_cache_holds_nothing_and_can_be_filled_again() -> None:
@@ -96,10 +96,10 @@ def test_a_cleared_cache_holds_nothing_and_can_be_filled_again() -> None:
     other = shown(index, gpu=[1])
     cache.cleared()
     assert len(cache) == 0
-    assert index.score([1]) == {other: Match(1, 1, 1)}
+    assert index.score([1]) == {other: Match(1, 1, 1, 1)}
     cache.stored(DEVICE, [1])
     cache.removed(DEVICE, [1])
-    assert index.score([1]) == {other: Match(1, 1, 1)}
+    assert index.score([1]) == {other: Match(1, 1, 1, 1)}
 
 
 def test_only_changes_are_called_changes() -> None:
@@ -120,9 +120,9 @@ def test_tiers_beyond_what_the_index_tells_apart_count_for_no_prefix_and_for_the
         contents.apply(events)
         state.apply(events)
         assert contents.digest().tiers == state.digest().tiers
-    assert index.score([1]) == {contents.blocks: Match(0, 0, 1)}
+    assert index.score([1]) == {contents.blocks: Match(0, 0, 0, 1)}
     contents.apply([BlockStored([2**40], None, [], 1, medium="CPU")])  # those of today's engines are always told apart
-    assert index.score([2**40]) == {contents.blocks: Match(0, 1, 1)}
+    assert index.score([2**40]) == {contents.blocks: Match(0, 1, 1, 1)}
     for number in range(2 * MAX_MEDIA):
         contents.apply([BlockRemoved([1, number], f"MEDIUM{number}")])
     assert contents.blocks.counts() == {"CPU": 1} and len(contents.digest().tiers) == 1
@@ -145,8 +145,8 @@ def test_a_cache_answers_for_itself_whether_shown_or_not() -> None:
     cache = index.cache()
     cache.stored(DEVICE, [1, 2])
     cache.stored(HOST, [3])
-    assert cache.match([1, 2, 3, 4]) == Match(2, 3, 3)
-    assert cache.match([9]) == Match(0, 0, 0)
+    assert cache.match([1, 2, 3, 4]) == Match(2, 3, 3, 3)
+    assert cache.match([9]) == Match(0, 0, 0, 0)
     assert (cache.count(DEVICE), cache.count(STORAGE), cache.counts()) == (2, 0, {DEVICE: 2, HOST: 1})
 
 

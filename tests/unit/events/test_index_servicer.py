@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -12,8 +11,9 @@ import pytest
 from kvgrpc.client import sglang_hashes, vllm_hashes
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.events.following.index_servicer import ON_THE_LOOP_TOKENS, IndexServicer
-from kvgrpc.events.following.sources import CacheScore, Source
+from kvgrpc.events.following.sources import CacheScore, Question, Source, Wanted
 from kvgrpc.v1 import index_service_pb2 as pb
+from tests.support.scoring import question
 
 TOKENS = [token * 7919 % 130_000 for token in range(ON_THE_LOOP_TOKENS)]
 
@@ -24,11 +24,17 @@ class Asked:
     def __init__(self) -> None:
         self.hashes: list[list[int]] = []
 
-    def score(self, hashes: Sequence[int], engines: Collection[str] = (), most: int = 0) -> list[CacheScore]:
-        self.hashes.append(list(hashes))
+    def ask(self, question: Question, wanted: Wanted) -> list[CacheScore]:
+        self.hashes += map(list, question.chains.values())
         return []
 
+    def page_sizes(self, wanted: Wanted, model: str = "") -> set[int]:
+        return {4, 16}
+
     def sources(self) -> list[Source]:
+        return []
+
+    def not_followed(self) -> list[str]:
         return []
 
 
@@ -39,13 +45,13 @@ async def score(servicer: IndexServicer, request: pb.ScoreRequest) -> pb.ScoreRe
 
 def sglang(**more: Any) -> tuple[pb.ScoreRequest, list[int]]:
     prompt = pb.SglangPrompt(token_ids=TOKENS, page_tokens=1, cache_salt="s", **more)
-    return pb.ScoreRequest(sglang=prompt), sglang_hashes(TOKENS, 1, cache_salt="s", **more)
+    return question(sglang=prompt), sglang_hashes(TOKENS, 1, cache_salt="s", **more)
 
 
 def vllm(size: int, algorithm: str) -> tuple[pb.ScoreRequest, list[int]]:
-    more: Any = {"hash_seed": "0", "algorithm": algorithm, "lora_name": "l", "cache_salt": "s"}
-    prompt = pb.VllmPrompt(token_ids=TOKENS, page_tokens=size, **more)
-    return pb.ScoreRequest(vllm=prompt), vllm_hashes(TOKENS, size, **more)
+    more: Any = {"hash_seed": "0", "algorithm": algorithm, "cache_salt": "s"}
+    prompt = pb.VllmPrompt(token_ids=TOKENS, page_tokens=size, lora=pb.LoraAdapter(name="l", path="/l"), **more)
+    return question(vllm=prompt), vllm_hashes(TOKENS, size, lora=("l", "/l"), **more)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +69,7 @@ async def test_the_longest_prompt_of_the_loop_takes_many_turns_of_it(
         turns += 1
         await asyncio.sleep(0)
     servicer.close()
-    assert asking.result().blocks == len(hashes) and index.hashes == [hashes]
+    assert asking.result().prompts[0].blocks == len(hashes) and index.hashes == [hashes]
     assert turns > 3
 
 
@@ -76,7 +82,7 @@ async def test_long_prompts_go_on_one_at_a_time_and_a_short_one_waits_for_none()
     while not any(each.done() for each in asking):
         await asyncio.sleep(0)
         longest, before = max(longest, time.thread_time() - before), time.thread_time()
-    await score(servicer, pb.ScoreRequest(vllm=pb.VllmPrompt(token_ids=TOKENS[:16], page_tokens=16)))
+    await score(servicer, question(vllm=pb.VllmPrompt(token_ids=TOKENS[:16], page_tokens=16)))
     assert len(index.hashes) == 2 and index.hashes[0] == hashes, "it was not before the other three"
     await asyncio.gather(*asking)
     servicer.close()
@@ -89,17 +95,16 @@ async def test_blocks_too_long_for_a_turn_are_hashed_on_threads() -> None:
     asking = asyncio.ensure_future(score(servicer, request))
     await asyncio.sleep(0)
     assert servicer._large._calls == 1
-    assert (await asking).blocks == 1 and index.hashes == [hashes]
+    assert (await asking).prompts[0].blocks == 1 and index.hashes == [hashes]
     servicer.close()
 
 
 async def test_what_is_no_question_is_refused_before_any_hash() -> None:
     servicer = IndexServicer(Asked())
     for request, field in (
-        (pb.ScoreRequest(), "prefix"),
-        (pb.ScoreRequest(vllm=pb.VllmPrompt(token_ids=[1], page_tokens=1, algorithm="md5")), "vllm.algorithm"),
-        (pb.ScoreRequest(sglang=pb.SglangPrompt(token_ids=[1])), "sglang.page_tokens"),
-        (pb.ScoreRequest(block_hashes=pb.BlockHashes(values=range(65_537))), "block_hashes.values"),
+        (question(), "prompts[0].prefix"),
+        (question(vllm=pb.VllmPrompt(token_ids=[1], page_tokens=1, algorithm="md5")), "prompts[0].vllm.algorithm"),
+        (question(hashes=range(65_537)), "prompts[0].block_hashes.values"),
     ):
         with pytest.raises(InvalidRequest) as refused:
             await score(servicer, request)

@@ -64,14 +64,16 @@ func score(ctx context.Context, index kvgrpcv1.IndexServiceClient, hash kvgrpc.B
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()
 	hashes := &kvgrpcv1.BlockHashes{Values: []uint64{hash.Key()}}
+	prompt := &kvgrpcv1.ScorePrompt{Prefix: &kvgrpcv1.ScorePrompt_BlockHashes{BlockHashes: hashes}}
 	answer, err := index.Score(ctx, &kvgrpcv1.ScoreRequest{
-		Prefix: &kvgrpcv1.ScoreRequest_BlockHashes{BlockHashes: hashes},
+		Prompts:       []*kvgrpcv1.ScorePrompt{prompt},
+		WithFreshness: true,
 	})
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		return
 	}
-	for _, one := range answer.Scores {
+	for _, one := range answer.Prompts[0].Scores {
 		fmt.Printf("block %d: %s dp%d holds it, %s\n", hash.Key(), one.Engine, one.Dp, one.Freshness.State)
 	}
 }

@@ -141,12 +141,19 @@ type SglangPrompt struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The tokens. Those above 2^32 - 1 have no place here: send hashes.
 	TokenIds []uint32 `protobuf:"varint,1,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
-	// Tokens in a page of the engine.
+	// Tokens in a page of the engine; 0: of each cache, as its events say.
 	PageTokens uint32 `protobuf:"varint,2,opt,name=page_tokens,json=pageTokens,proto3" json:"page_tokens,omitempty"`
 	// Salt of the request; empty: none.
 	CacheSalt string `protobuf:"bytes,3,opt,name=cache_salt,json=cacheSalt,proto3" json:"cache_salt,omitempty"`
 	// True where the engine decodes with EAGLE: its pages are made of pairs of tokens.
-	Bigram        bool `protobuf:"varint,4,opt,name=bigram,proto3" json:"bigram,omitempty"`
+	Bigram bool `protobuf:"varint,4,opt,name=bigram,proto3" json:"bigram,omitempty"`
+	// Extra key of the request. Part of the hashes of a request with an adapter, and of all with dynamo_format.
+	ExtraKey *string `protobuf:"bytes,5,opt,name=extra_key,json=extraKey,proto3,oneof" json:"extra_key,omitempty"`
+	// SGLang's id of the LoRA adapter: of those that --lora-paths names the UUID 5 of "NAME\0PATH" in the URL namespace, 32
+	// hexadecimal digits. SGLang 0.5.22 and newer.
+	LoraId *string `protobuf:"bytes,6,opt,name=lora_id,json=loraId,proto3,oneof" json:"lora_id,omitempty"`
+	// True where the engine's events are configured with "format": "dynamo".
+	DynamoFormat  bool `protobuf:"varint,7,opt,name=dynamo_format,json=dynamoFormat,proto3" json:"dynamo_format,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -209,28 +216,174 @@ func (x *SglangPrompt) GetBigram() bool {
 	return false
 }
 
-// The tokens of a text-only request and what else vLLM's hashes of its blocks depend on.
+func (x *SglangPrompt) GetExtraKey() string {
+	if x != nil && x.ExtraKey != nil {
+		return *x.ExtraKey
+	}
+	return ""
+}
+
+func (x *SglangPrompt) GetLoraId() string {
+	if x != nil && x.LoraId != nil {
+		return *x.LoraId
+	}
+	return ""
+}
+
+func (x *SglangPrompt) GetDynamoFormat() bool {
+	if x != nil {
+		return x.DynamoFormat
+	}
+	return false
+}
+
+// A LoRA adapter, as a vLLM engine was told of it.
+type LoraAdapter struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Name.
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// Path.
+	Path          string `protobuf:"bytes,2,opt,name=path,proto3" json:"path,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LoraAdapter) Reset() {
+	*x = LoraAdapter{}
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LoraAdapter) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LoraAdapter) ProtoMessage() {}
+
+func (x *LoraAdapter) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LoraAdapter.ProtoReflect.Descriptor instead.
+func (*LoraAdapter) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *LoraAdapter) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *LoraAdapter) GetPath() string {
+	if x != nil {
+		return x.Path
+	}
+	return ""
+}
+
+// An image, or another part of a prompt that is no text, as vLLM places it.
+type MultimodalItem struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// vLLM's identifier of what it is: the hash of its content, or the caller's uuid.
+	Identifier string `protobuf:"bytes,1,opt,name=identifier,proto3" json:"identifier,omitempty"`
+	// Its first placeholder token.
+	FirstToken uint32 `protobuf:"varint,2,opt,name=first_token,json=firstToken,proto3" json:"first_token,omitempty"`
+	// Its placeholder tokens; at least 1.
+	Tokens        uint32 `protobuf:"varint,3,opt,name=tokens,proto3" json:"tokens,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *MultimodalItem) Reset() {
+	*x = MultimodalItem{}
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MultimodalItem) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MultimodalItem) ProtoMessage() {}
+
+func (x *MultimodalItem) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MultimodalItem.ProtoReflect.Descriptor instead.
+func (*MultimodalItem) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *MultimodalItem) GetIdentifier() string {
+	if x != nil {
+		return x.Identifier
+	}
+	return ""
+}
+
+func (x *MultimodalItem) GetFirstToken() uint32 {
+	if x != nil {
+		return x.FirstToken
+	}
+	return 0
+}
+
+func (x *MultimodalItem) GetTokens() uint32 {
+	if x != nil {
+		return x.Tokens
+	}
+	return 0
+}
+
+// The tokens of a request and what else vLLM's hashes of its blocks depend on. A prompt of embeddings has no place here.
 type VllmPrompt struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The tokens.
+	// The tokens, placeholders included.
 	TokenIds []uint32 `protobuf:"varint,1,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
-	// Tokens in a block of the engine.
+	// Tokens in a block of the engine; 0: of each cache, as its events say.
 	PageTokens uint32 `protobuf:"varint,2,opt,name=page_tokens,json=pageTokens,proto3" json:"page_tokens,omitempty"`
-	// PYTHONHASHSEED of the engine. Without one its hashes are random, and nobody can compute them: send hashes.
+	// PYTHONHASHSEED of the engine; empty: it is not set, and hashes begin with vLLM's own constant.
 	HashSeed string `protobuf:"bytes,3,opt,name=hash_seed,json=hashSeed,proto3" json:"hash_seed,omitempty"`
-	// Its --prefix-caching-hash-algo: "sha256" or "sha256_cbor"; empty: "sha256".
+	// Its --prefix-caching-hash-algo: "sha256" or "sha256_cbor"; empty: "sha256". Those of xxhash cannot be computed.
 	Algorithm string `protobuf:"bytes,4,opt,name=algorithm,proto3" json:"algorithm,omitempty"`
-	// Name of the LoRA adapter; empty: none.
-	LoraName string `protobuf:"bytes,5,opt,name=lora_name,json=loraName,proto3" json:"lora_name,omitempty"`
+	// LoRA adapter; absent: none.
+	Lora *LoraAdapter `protobuf:"bytes,5,opt,name=lora,proto3" json:"lora,omitempty"`
 	// Salt of the request; empty: none.
-	CacheSalt     string `protobuf:"bytes,6,opt,name=cache_salt,json=cacheSalt,proto3" json:"cache_salt,omitempty"`
+	CacheSalt string `protobuf:"bytes,6,opt,name=cache_salt,json=cacheSalt,proto3" json:"cache_salt,omitempty"`
+	// Images and the like, in order, at most 1,024.
+	Multimodal []*MultimodalItem `protobuf:"bytes,7,rep,name=multimodal,proto3" json:"multimodal,omitempty"`
+	// Tokens behind a block that its hash covers too, where a drafter needs it; at most 64.
+	LookaheadTokens uint32 `protobuf:"varint,8,opt,name=lookahead_tokens,json=lookaheadTokens,proto3" json:"lookahead_tokens,omitempty"`
+	// Tokens in a step of its hashes, where blocks are several (models with more than one cache group); 0: a block.
+	HashTokens    uint32 `protobuf:"varint,9,opt,name=hash_tokens,json=hashTokens,proto3" json:"hash_tokens,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *VllmPrompt) Reset() {
 	*x = VllmPrompt{}
-	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[2]
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -242,7 +395,7 @@ func (x *VllmPrompt) String() string {
 func (*VllmPrompt) ProtoMessage() {}
 
 func (x *VllmPrompt) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[2]
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -255,7 +408,7 @@ func (x *VllmPrompt) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VllmPrompt.ProtoReflect.Descriptor instead.
 func (*VllmPrompt) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{2}
+	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *VllmPrompt) GetTokenIds() []uint32 {
@@ -286,11 +439,11 @@ func (x *VllmPrompt) GetAlgorithm() string {
 	return ""
 }
 
-func (x *VllmPrompt) GetLoraName() string {
+func (x *VllmPrompt) GetLora() *LoraAdapter {
 	if x != nil {
-		return x.LoraName
+		return x.Lora
 	}
-	return ""
+	return nil
 }
 
 func (x *VllmPrompt) GetCacheSalt() string {
@@ -300,28 +453,161 @@ func (x *VllmPrompt) GetCacheSalt() string {
 	return ""
 }
 
-// Request of Score.
-type ScoreRequest struct {
+func (x *VllmPrompt) GetMultimodal() []*MultimodalItem {
+	if x != nil {
+		return x.Multimodal
+	}
+	return nil
+}
+
+func (x *VllmPrompt) GetLookaheadTokens() uint32 {
+	if x != nil {
+		return x.LookaheadTokens
+	}
+	return 0
+}
+
+func (x *VllmPrompt) GetHashTokens() uint32 {
+	if x != nil {
+		return x.HashTokens
+	}
+	return 0
+}
+
+// The beginning of one request; at most 65,536 blocks.
+type ScorePrompt struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The beginning of the request; at most 65,536 blocks.
+	// What it begins with.
 	//
 	// Types that are valid to be assigned to Prefix:
 	//
-	//	*ScoreRequest_BlockHashes
-	//	*ScoreRequest_Sglang
-	//	*ScoreRequest_Vllm
-	Prefix isScoreRequest_Prefix `protobuf_oneof:"prefix"`
-	// Only caches of these engines; empty: of all.
-	Engines []string `protobuf:"bytes,4,rep,name=engines,proto3" json:"engines,omitempty"`
-	// At most so many scores, the best; 0: all. Each costs about 10 us.
-	MaxScores     uint32 `protobuf:"varint,5,opt,name=max_scores,json=maxScores,proto3" json:"max_scores,omitempty"`
+	//	*ScorePrompt_BlockHashes
+	//	*ScorePrompt_Sglang
+	//	*ScorePrompt_Vllm
+	Prefix isScorePrompt_Prefix `protobuf_oneof:"prefix"`
+	// Only caches of engines that run this model, by ModelIdentity.name at the registry; empty: of any, where all that are
+	// asked run one. An engine whose model is not known is found without a name only.
+	Model         string `protobuf:"bytes,4,opt,name=model,proto3" json:"model,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ScorePrompt) Reset() {
+	*x = ScorePrompt{}
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ScorePrompt) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ScorePrompt) ProtoMessage() {}
+
+func (x *ScorePrompt) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ScorePrompt.ProtoReflect.Descriptor instead.
+func (*ScorePrompt) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *ScorePrompt) GetPrefix() isScorePrompt_Prefix {
+	if x != nil {
+		return x.Prefix
+	}
+	return nil
+}
+
+func (x *ScorePrompt) GetBlockHashes() *BlockHashes {
+	if x != nil {
+		if x, ok := x.Prefix.(*ScorePrompt_BlockHashes); ok {
+			return x.BlockHashes
+		}
+	}
+	return nil
+}
+
+func (x *ScorePrompt) GetSglang() *SglangPrompt {
+	if x != nil {
+		if x, ok := x.Prefix.(*ScorePrompt_Sglang); ok {
+			return x.Sglang
+		}
+	}
+	return nil
+}
+
+func (x *ScorePrompt) GetVllm() *VllmPrompt {
+	if x != nil {
+		if x, ok := x.Prefix.(*ScorePrompt_Vllm); ok {
+			return x.Vllm
+		}
+	}
+	return nil
+}
+
+func (x *ScorePrompt) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
+type isScorePrompt_Prefix interface {
+	isScorePrompt_Prefix()
+}
+
+type ScorePrompt_BlockHashes struct {
+	// As hashes, for whoever has them: 3 KB for 24,000 tokens in pages of 64.
+	BlockHashes *BlockHashes `protobuf:"bytes,1,opt,name=block_hashes,json=blockHashes,proto3,oneof"`
+}
+
+type ScorePrompt_Sglang struct {
+	// As tokens of an SGLang engine.
+	Sglang *SglangPrompt `protobuf:"bytes,2,opt,name=sglang,proto3,oneof"`
+}
+
+type ScorePrompt_Vllm struct {
+	// As tokens of a vLLM engine.
+	Vllm *VllmPrompt `protobuf:"bytes,3,opt,name=vllm,proto3,oneof"`
+}
+
+func (*ScorePrompt_BlockHashes) isScorePrompt_Prefix() {}
+
+func (*ScorePrompt_Sglang) isScorePrompt_Prefix() {}
+
+func (*ScorePrompt_Vllm) isScorePrompt_Prefix() {}
+
+// Request of Score.
+type ScoreRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// 1 to 1,024 prompts; together at most 65,536 blocks, 1,048,576 tokens.
+	Prompts []*ScorePrompt `protobuf:"bytes,1,rep,name=prompts,proto3" json:"prompts,omitempty"`
+	// Only caches of these engines, at most 1,024; empty: of all.
+	Engines []string `protobuf:"bytes,2,rep,name=engines,proto3" json:"engines,omitempty"`
+	// Of each prompt at most so many scores, the best; 0: all. Each costs about 2 us.
+	MaxScores uint32 `protobuf:"varint,3,opt,name=max_scores,json=maxScores,proto3" json:"max_scores,omitempty"`
+	// True to be told how fresh each score is: as much again.
+	WithFreshness bool `protobuf:"varint,4,opt,name=with_freshness,json=withFreshness,proto3" json:"with_freshness,omitempty"`
+	// Only caches whose contents were known to be exact at most so long ago; absent: all.
+	MaxStaleness  *durationpb.Duration `protobuf:"bytes,5,opt,name=max_staleness,json=maxStaleness,proto3" json:"max_staleness,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ScoreRequest) Reset() {
 	*x = ScoreRequest{}
-	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[3]
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -333,7 +619,7 @@ func (x *ScoreRequest) String() string {
 func (*ScoreRequest) ProtoMessage() {}
 
 func (x *ScoreRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[3]
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -346,39 +632,12 @@ func (x *ScoreRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ScoreRequest.ProtoReflect.Descriptor instead.
 func (*ScoreRequest) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{3}
+	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{6}
 }
 
-func (x *ScoreRequest) GetPrefix() isScoreRequest_Prefix {
+func (x *ScoreRequest) GetPrompts() []*ScorePrompt {
 	if x != nil {
-		return x.Prefix
-	}
-	return nil
-}
-
-func (x *ScoreRequest) GetBlockHashes() *BlockHashes {
-	if x != nil {
-		if x, ok := x.Prefix.(*ScoreRequest_BlockHashes); ok {
-			return x.BlockHashes
-		}
-	}
-	return nil
-}
-
-func (x *ScoreRequest) GetSglang() *SglangPrompt {
-	if x != nil {
-		if x, ok := x.Prefix.(*ScoreRequest_Sglang); ok {
-			return x.Sglang
-		}
-	}
-	return nil
-}
-
-func (x *ScoreRequest) GetVllm() *VllmPrompt {
-	if x != nil {
-		if x, ok := x.Prefix.(*ScoreRequest_Vllm); ok {
-			return x.Vllm
-		}
+		return x.Prompts
 	}
 	return nil
 }
@@ -397,45 +656,32 @@ func (x *ScoreRequest) GetMaxScores() uint32 {
 	return 0
 }
 
-type isScoreRequest_Prefix interface {
-	isScoreRequest_Prefix()
+func (x *ScoreRequest) GetWithFreshness() bool {
+	if x != nil {
+		return x.WithFreshness
+	}
+	return false
 }
 
-type ScoreRequest_BlockHashes struct {
-	// As hashes, for whoever has them: 3 KB for 24,000 tokens in pages of 64.
-	BlockHashes *BlockHashes `protobuf:"bytes,1,opt,name=block_hashes,json=blockHashes,proto3,oneof"`
+func (x *ScoreRequest) GetMaxStaleness() *durationpb.Duration {
+	if x != nil {
+		return x.MaxStaleness
+	}
+	return nil
 }
-
-type ScoreRequest_Sglang struct {
-	// As tokens of an SGLang engine.
-	Sglang *SglangPrompt `protobuf:"bytes,2,opt,name=sglang,proto3,oneof"`
-}
-
-type ScoreRequest_Vllm struct {
-	// As tokens of a vLLM engine.
-	Vllm *VllmPrompt `protobuf:"bytes,3,opt,name=vllm,proto3,oneof"`
-}
-
-func (*ScoreRequest_BlockHashes) isScoreRequest_Prefix() {}
-
-func (*ScoreRequest_Sglang) isScoreRequest_Prefix() {}
-
-func (*ScoreRequest_Vllm) isScoreRequest_Prefix() {}
 
 // Response of Score.
 type ScoreResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The caches that hold the first block: most blocks anywhere first, then most on the device, then by engine and dp.
-	Scores []*CacheScore `protobuf:"bytes,1,rep,name=scores,proto3" json:"scores,omitempty"`
-	// Blocks that were asked for: whole pages where tokens were sent.
-	Blocks        uint32 `protobuf:"varint,2,opt,name=blocks,proto3" json:"blocks,omitempty"`
+	// In the order of the prompts.
+	Prompts       []*PromptScores `protobuf:"bytes,1,rep,name=prompts,proto3" json:"prompts,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ScoreResponse) Reset() {
 	*x = ScoreResponse{}
-	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[4]
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -447,7 +693,7 @@ func (x *ScoreResponse) String() string {
 func (*ScoreResponse) ProtoMessage() {}
 
 func (x *ScoreResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[4]
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -460,24 +706,74 @@ func (x *ScoreResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ScoreResponse.ProtoReflect.Descriptor instead.
 func (*ScoreResponse) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{4}
+	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{7}
 }
 
-func (x *ScoreResponse) GetScores() []*CacheScore {
+func (x *ScoreResponse) GetPrompts() []*PromptScores {
+	if x != nil {
+		return x.Prompts
+	}
+	return nil
+}
+
+// Who holds the beginning of one request.
+type PromptScores struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The caches that hold the first block: most tokens anywhere first, then most on the device, then by engine and dp.
+	Scores []*CacheScore `protobuf:"bytes,1,rep,name=scores,proto3" json:"scores,omitempty"`
+	// Blocks that were asked for: whole pages where tokens were sent, those of the smallest where sizes were left open.
+	Blocks        uint32 `protobuf:"varint,2,opt,name=blocks,proto3" json:"blocks,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PromptScores) Reset() {
+	*x = PromptScores{}
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PromptScores) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PromptScores) ProtoMessage() {}
+
+func (x *PromptScores) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PromptScores.ProtoReflect.Descriptor instead.
+func (*PromptScores) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *PromptScores) GetScores() []*CacheScore {
 	if x != nil {
 		return x.Scores
 	}
 	return nil
 }
 
-func (x *ScoreResponse) GetBlocks() uint32 {
+func (x *PromptScores) GetBlocks() uint32 {
 	if x != nil {
 		return x.Blocks
 	}
 	return 0
 }
 
-// What one cache holds of a request. Leading blocks without a gap; device_blocks <= host_blocks <= blocks.
+// What one cache holds of a request. Leading blocks without a gap, as far as every cache group of the model has what it
+// needs of them: a sliding window its last blocks, a state the block in which they end.
+// device_blocks <= host_blocks <= disk_blocks <= blocks.
 type CacheScore struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Name of the engine.
@@ -488,17 +784,21 @@ type CacheScore struct {
 	DeviceBlocks uint32 `protobuf:"varint,3,opt,name=device_blocks,json=deviceBlocks,proto3" json:"device_blocks,omitempty"`
 	// Blocks that lie on the device or the host.
 	HostBlocks uint32 `protobuf:"varint,4,opt,name=host_blocks,json=hostBlocks,proto3" json:"host_blocks,omitempty"`
-	// Blocks that lie anywhere.
-	Blocks uint32 `protobuf:"varint,5,opt,name=blocks,proto3" json:"blocks,omitempty"`
-	// How fresh this is.
-	Freshness     *Freshness `protobuf:"bytes,6,opt,name=freshness,proto3" json:"freshness,omitempty"`
+	// Blocks that lie there or on a disk (medium DISK).
+	DiskBlocks uint32 `protobuf:"varint,5,opt,name=disk_blocks,json=diskBlocks,proto3" json:"disk_blocks,omitempty"`
+	// Blocks that lie anywhere, stores that engines share included.
+	Blocks uint32 `protobuf:"varint,6,opt,name=blocks,proto3" json:"blocks,omitempty"`
+	// Tokens in one of its blocks as last told by an event; 0: not yet.
+	PageTokens uint32 `protobuf:"varint,7,opt,name=page_tokens,json=pageTokens,proto3" json:"page_tokens,omitempty"`
+	// How fresh this is, where it was asked for.
+	Freshness     *Freshness `protobuf:"bytes,8,opt,name=freshness,proto3" json:"freshness,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *CacheScore) Reset() {
 	*x = CacheScore{}
-	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[5]
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -510,7 +810,7 @@ func (x *CacheScore) String() string {
 func (*CacheScore) ProtoMessage() {}
 
 func (x *CacheScore) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[5]
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -523,7 +823,7 @@ func (x *CacheScore) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CacheScore.ProtoReflect.Descriptor instead.
 func (*CacheScore) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{5}
+	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *CacheScore) GetEngine() string {
@@ -554,9 +854,23 @@ func (x *CacheScore) GetHostBlocks() uint32 {
 	return 0
 }
 
+func (x *CacheScore) GetDiskBlocks() uint32 {
+	if x != nil {
+		return x.DiskBlocks
+	}
+	return 0
+}
+
 func (x *CacheScore) GetBlocks() uint32 {
 	if x != nil {
 		return x.Blocks
+	}
+	return 0
+}
+
+func (x *CacheScore) GetPageTokens() uint32 {
+	if x != nil {
+		return x.PageTokens
 	}
 	return 0
 }
@@ -590,7 +904,7 @@ type Freshness struct {
 
 func (x *Freshness) Reset() {
 	*x = Freshness{}
-	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[6]
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -602,7 +916,7 @@ func (x *Freshness) String() string {
 func (*Freshness) ProtoMessage() {}
 
 func (x *Freshness) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[6]
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -615,7 +929,7 @@ func (x *Freshness) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Freshness.ProtoReflect.Descriptor instead.
 func (*Freshness) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{6}
+	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Freshness) GetState() IndexSourceState {
@@ -666,14 +980,16 @@ type ListSourcesRequest struct {
 	// At most this many; 0 means 100, more than 1,000 means 1,000.
 	PageSize uint32 `protobuf:"varint,1,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	// next_page_token of the page before, or empty for the first.
-	PageToken     string `protobuf:"bytes,2,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
+	PageToken string `protobuf:"bytes,2,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
+	// Only those in one of these states; empty: all.
+	States        []IndexSourceState `protobuf:"varint,3,rep,packed,name=states,proto3,enum=kvgrpc.v1.IndexSourceState" json:"states,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ListSourcesRequest) Reset() {
 	*x = ListSourcesRequest{}
-	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[7]
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -685,7 +1001,7 @@ func (x *ListSourcesRequest) String() string {
 func (*ListSourcesRequest) ProtoMessage() {}
 
 func (x *ListSourcesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[7]
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -698,7 +1014,7 @@ func (x *ListSourcesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSourcesRequest.ProtoReflect.Descriptor instead.
 func (*ListSourcesRequest) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{7}
+	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *ListSourcesRequest) GetPageSize() uint32 {
@@ -715,6 +1031,13 @@ func (x *ListSourcesRequest) GetPageToken() string {
 	return ""
 }
 
+func (x *ListSourcesRequest) GetStates() []IndexSourceState {
+	if x != nil {
+		return x.States
+	}
+	return nil
+}
+
 // Response of ListSources.
 type ListSourcesResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -722,13 +1045,17 @@ type ListSourcesResponse struct {
 	Sources []*IndexSource `protobuf:"bytes,1,rep,name=sources,proto3" json:"sources,omitempty"`
 	// For the next page; empty on the last.
 	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
+	// How many caches are in which state, whichever were asked for.
+	Counts []*IndexSourceStateCount `protobuf:"bytes,3,rep,name=counts,proto3" json:"counts,omitempty"`
+	// What cannot be followed, and why, for people: "ENGINE: why"; at most 100 lines.
+	NotFollowed   []string `protobuf:"bytes,4,rep,name=not_followed,json=notFollowed,proto3" json:"not_followed,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ListSourcesResponse) Reset() {
 	*x = ListSourcesResponse{}
-	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[8]
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -740,7 +1067,7 @@ func (x *ListSourcesResponse) String() string {
 func (*ListSourcesResponse) ProtoMessage() {}
 
 func (x *ListSourcesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[8]
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -753,7 +1080,7 @@ func (x *ListSourcesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSourcesResponse.ProtoReflect.Descriptor instead.
 func (*ListSourcesResponse) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{8}
+	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *ListSourcesResponse) GetSources() []*IndexSource {
@@ -768,6 +1095,75 @@ func (x *ListSourcesResponse) GetNextPageToken() string {
 		return x.NextPageToken
 	}
 	return ""
+}
+
+func (x *ListSourcesResponse) GetCounts() []*IndexSourceStateCount {
+	if x != nil {
+		return x.Counts
+	}
+	return nil
+}
+
+func (x *ListSourcesResponse) GetNotFollowed() []string {
+	if x != nil {
+		return x.NotFollowed
+	}
+	return nil
+}
+
+// How many caches are in one state.
+type IndexSourceStateCount struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The state.
+	State IndexSourceState `protobuf:"varint,1,opt,name=state,proto3,enum=kvgrpc.v1.IndexSourceState" json:"state,omitempty"`
+	// Caches.
+	Sources       uint32 `protobuf:"varint,2,opt,name=sources,proto3" json:"sources,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *IndexSourceStateCount) Reset() {
+	*x = IndexSourceStateCount{}
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *IndexSourceStateCount) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*IndexSourceStateCount) ProtoMessage() {}
+
+func (x *IndexSourceStateCount) ProtoReflect() protoreflect.Message {
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use IndexSourceStateCount.ProtoReflect.Descriptor instead.
+func (*IndexSourceStateCount) Descriptor() ([]byte, []int) {
+	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *IndexSourceStateCount) GetState() IndexSourceState {
+	if x != nil {
+		return x.State
+	}
+	return IndexSourceState_INDEX_SOURCE_STATE_UNSPECIFIED
+}
+
+func (x *IndexSourceStateCount) GetSources() uint32 {
+	if x != nil {
+		return x.Sources
+	}
+	return 0
 }
 
 // How many blocks one tier holds.
@@ -785,7 +1181,7 @@ type TierBlocks struct {
 
 func (x *TierBlocks) Reset() {
 	*x = TierBlocks{}
-	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[9]
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -797,7 +1193,7 @@ func (x *TierBlocks) String() string {
 func (*TierBlocks) ProtoMessage() {}
 
 func (x *TierBlocks) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[9]
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -810,7 +1206,7 @@ func (x *TierBlocks) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TierBlocks.ProtoReflect.Descriptor instead.
 func (*TierBlocks) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{9}
+	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *TierBlocks) GetTier() Tier {
@@ -862,14 +1258,16 @@ type IndexSource struct {
 	// Times that they did not, and were rebuilt.
 	DigestsDifferent uint32 `protobuf:"varint,12,opt,name=digests_different,json=digestsDifferent,proto3" json:"digests_different,omitempty"`
 	// Why it last failed, for people; empty: never.
-	LastError     string `protobuf:"bytes,13,opt,name=last_error,json=lastError,proto3" json:"last_error,omitempty"`
+	LastError string `protobuf:"bytes,13,opt,name=last_error,json=lastError,proto3" json:"last_error,omitempty"`
+	// Name of the model that the registry knows its engine to run; empty: not known.
+	Model         string `protobuf:"bytes,14,opt,name=model,proto3" json:"model,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *IndexSource) Reset() {
 	*x = IndexSource{}
-	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[10]
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -881,7 +1279,7 @@ func (x *IndexSource) String() string {
 func (*IndexSource) ProtoMessage() {}
 
 func (x *IndexSource) ProtoReflect() protoreflect.Message {
-	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[10]
+	mi := &file_kvgrpc_v1_index_service_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -894,7 +1292,7 @@ func (x *IndexSource) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IndexSource.ProtoReflect.Descriptor instead.
 func (*IndexSource) Descriptor() ([]byte, []int) {
-	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{10}
+	return file_kvgrpc_v1_index_service_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *IndexSource) GetEngine() string {
@@ -988,50 +1386,91 @@ func (x *IndexSource) GetLastError() string {
 	return ""
 }
 
+func (x *IndexSource) GetModel() string {
+	if x != nil {
+		return x.Model
+	}
+	return ""
+}
+
 var File_kvgrpc_v1_index_service_proto protoreflect.FileDescriptor
 
 const file_kvgrpc_v1_index_service_proto_rawDesc = "" +
 	"\n" +
 	"\x1dkvgrpc/v1/index_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvgrpc/v1/common.proto\")\n" +
 	"\vBlockHashes\x12\x1a\n" +
-	"\x06values\x18\x01 \x03(\x06B\x020\x01R\x06values\"\x83\x01\n" +
+	"\x06values\x18\x01 \x03(\x06B\x020\x01R\x06values\"\x82\x02\n" +
 	"\fSglangPrompt\x12\x1b\n" +
 	"\ttoken_ids\x18\x01 \x03(\rR\btokenIds\x12\x1f\n" +
 	"\vpage_tokens\x18\x02 \x01(\rR\n" +
 	"pageTokens\x12\x1d\n" +
 	"\n" +
 	"cache_salt\x18\x03 \x01(\tR\tcacheSalt\x12\x16\n" +
-	"\x06bigram\x18\x04 \x01(\bR\x06bigram\"\xc1\x01\n" +
+	"\x06bigram\x18\x04 \x01(\bR\x06bigram\x12 \n" +
+	"\textra_key\x18\x05 \x01(\tH\x00R\bextraKey\x88\x01\x01\x12\x1c\n" +
+	"\alora_id\x18\x06 \x01(\tH\x01R\x06loraId\x88\x01\x01\x12#\n" +
+	"\rdynamo_format\x18\a \x01(\bR\fdynamoFormatB\f\n" +
+	"\n" +
+	"_extra_keyB\n" +
+	"\n" +
+	"\b_lora_id\"5\n" +
+	"\vLoraAdapter\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
+	"\x04path\x18\x02 \x01(\tR\x04path\"i\n" +
+	"\x0eMultimodalItem\x12\x1e\n" +
+	"\n" +
+	"identifier\x18\x01 \x01(\tR\n" +
+	"identifier\x12\x1f\n" +
+	"\vfirst_token\x18\x02 \x01(\rR\n" +
+	"firstToken\x12\x16\n" +
+	"\x06tokens\x18\x03 \x01(\rR\x06tokens\"\xd7\x02\n" +
 	"\n" +
 	"VllmPrompt\x12\x1b\n" +
 	"\ttoken_ids\x18\x01 \x03(\rR\btokenIds\x12\x1f\n" +
 	"\vpage_tokens\x18\x02 \x01(\rR\n" +
 	"pageTokens\x12\x1b\n" +
 	"\thash_seed\x18\x03 \x01(\tR\bhashSeed\x12\x1c\n" +
-	"\talgorithm\x18\x04 \x01(\tR\talgorithm\x12\x1b\n" +
-	"\tlora_name\x18\x05 \x01(\tR\bloraName\x12\x1d\n" +
+	"\talgorithm\x18\x04 \x01(\tR\talgorithm\x12*\n" +
+	"\x04lora\x18\x05 \x01(\v2\x16.kvgrpc.v1.LoraAdapterR\x04lora\x12\x1d\n" +
 	"\n" +
-	"cache_salt\x18\x06 \x01(\tR\tcacheSalt\"\xee\x01\n" +
-	"\fScoreRequest\x12;\n" +
+	"cache_salt\x18\x06 \x01(\tR\tcacheSalt\x129\n" +
+	"\n" +
+	"multimodal\x18\a \x03(\v2\x19.kvgrpc.v1.MultimodalItemR\n" +
+	"multimodal\x12)\n" +
+	"\x10lookahead_tokens\x18\b \x01(\rR\x0flookaheadTokens\x12\x1f\n" +
+	"\vhash_tokens\x18\t \x01(\rR\n" +
+	"hashTokens\"\xca\x01\n" +
+	"\vScorePrompt\x12;\n" +
 	"\fblock_hashes\x18\x01 \x01(\v2\x16.kvgrpc.v1.BlockHashesH\x00R\vblockHashes\x121\n" +
 	"\x06sglang\x18\x02 \x01(\v2\x17.kvgrpc.v1.SglangPromptH\x00R\x06sglang\x12+\n" +
-	"\x04vllm\x18\x03 \x01(\v2\x15.kvgrpc.v1.VllmPromptH\x00R\x04vllm\x12\x18\n" +
-	"\aengines\x18\x04 \x03(\tR\aengines\x12\x1d\n" +
+	"\x04vllm\x18\x03 \x01(\v2\x15.kvgrpc.v1.VllmPromptH\x00R\x04vllm\x12\x14\n" +
+	"\x05model\x18\x04 \x01(\tR\x05modelB\b\n" +
+	"\x06prefix\"\xe0\x01\n" +
+	"\fScoreRequest\x120\n" +
+	"\aprompts\x18\x01 \x03(\v2\x16.kvgrpc.v1.ScorePromptR\aprompts\x12\x18\n" +
+	"\aengines\x18\x02 \x03(\tR\aengines\x12\x1d\n" +
 	"\n" +
-	"max_scores\x18\x05 \x01(\rR\tmaxScoresB\b\n" +
-	"\x06prefix\"V\n" +
-	"\rScoreResponse\x12-\n" +
+	"max_scores\x18\x03 \x01(\rR\tmaxScores\x12%\n" +
+	"\x0ewith_freshness\x18\x04 \x01(\bR\rwithFreshness\x12>\n" +
+	"\rmax_staleness\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\fmaxStaleness\"B\n" +
+	"\rScoreResponse\x121\n" +
+	"\aprompts\x18\x01 \x03(\v2\x17.kvgrpc.v1.PromptScoresR\aprompts\"U\n" +
+	"\fPromptScores\x12-\n" +
 	"\x06scores\x18\x01 \x03(\v2\x15.kvgrpc.v1.CacheScoreR\x06scores\x12\x16\n" +
-	"\x06blocks\x18\x02 \x01(\rR\x06blocks\"\xc6\x01\n" +
+	"\x06blocks\x18\x02 \x01(\rR\x06blocks\"\x88\x02\n" +
 	"\n" +
 	"CacheScore\x12\x16\n" +
 	"\x06engine\x18\x01 \x01(\tR\x06engine\x12\x0e\n" +
 	"\x02dp\x18\x02 \x01(\rR\x02dp\x12#\n" +
 	"\rdevice_blocks\x18\x03 \x01(\rR\fdeviceBlocks\x12\x1f\n" +
 	"\vhost_blocks\x18\x04 \x01(\rR\n" +
-	"hostBlocks\x12\x16\n" +
-	"\x06blocks\x18\x05 \x01(\rR\x06blocks\x122\n" +
-	"\tfreshness\x18\x06 \x01(\v2\x14.kvgrpc.v1.FreshnessR\tfreshness\"\xf1\x01\n" +
+	"hostBlocks\x12\x1f\n" +
+	"\vdisk_blocks\x18\x05 \x01(\rR\n" +
+	"diskBlocks\x12\x16\n" +
+	"\x06blocks\x18\x06 \x01(\rR\x06blocks\x12\x1f\n" +
+	"\vpage_tokens\x18\a \x01(\rR\n" +
+	"pageTokens\x122\n" +
+	"\tfreshness\x18\b \x01(\v2\x14.kvgrpc.v1.FreshnessR\tfreshness\"\xf1\x01\n" +
 	"\tFreshness\x121\n" +
 	"\x05state\x18\x01 \x01(\x0e2\x1b.kvgrpc.v1.IndexSourceStateR\x05state\x12\x15\n" +
 	"\x06log_id\x18\x02 \x01(\tR\x05logId\x12'\n" +
@@ -1039,19 +1478,25 @@ const file_kvgrpc_v1_index_service_proto_rawDesc = "" +
 	"\vlag_batches\x18\x04 \x01(\x04B\x020\x01R\n" +
 	"lagBatches\x126\n" +
 	"\tidle_time\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\bidleTime\x12\x14\n" +
-	"\x05whole\x18\x06 \x01(\bR\x05whole\"P\n" +
+	"\x05whole\x18\x06 \x01(\bR\x05whole\"\x85\x01\n" +
 	"\x12ListSourcesRequest\x12\x1b\n" +
 	"\tpage_size\x18\x01 \x01(\rR\bpageSize\x12\x1d\n" +
 	"\n" +
-	"page_token\x18\x02 \x01(\tR\tpageToken\"o\n" +
+	"page_token\x18\x02 \x01(\tR\tpageToken\x123\n" +
+	"\x06states\x18\x03 \x03(\x0e2\x1b.kvgrpc.v1.IndexSourceStateR\x06states\"\xcc\x01\n" +
 	"\x13ListSourcesResponse\x120\n" +
 	"\asources\x18\x01 \x03(\v2\x16.kvgrpc.v1.IndexSourceR\asources\x12&\n" +
-	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"e\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\x128\n" +
+	"\x06counts\x18\x03 \x03(\v2 .kvgrpc.v1.IndexSourceStateCountR\x06counts\x12!\n" +
+	"\fnot_followed\x18\x04 \x03(\tR\vnotFollowed\"d\n" +
+	"\x15IndexSourceStateCount\x121\n" +
+	"\x05state\x18\x01 \x01(\x0e2\x1b.kvgrpc.v1.IndexSourceStateR\x05state\x12\x18\n" +
+	"\asources\x18\x02 \x01(\rR\asources\"e\n" +
 	"\n" +
 	"TierBlocks\x12#\n" +
 	"\x04tier\x18\x01 \x01(\x0e2\x0f.kvgrpc.v1.TierR\x04tier\x12\x16\n" +
 	"\x06medium\x18\x02 \x01(\tR\x06medium\x12\x1a\n" +
-	"\x06blocks\x18\x03 \x01(\x04B\x020\x01R\x06blocks\"\xab\x03\n" +
+	"\x06blocks\x18\x03 \x01(\x04B\x020\x01R\x06blocks\"\xc1\x03\n" +
 	"\vIndexSource\x12\x16\n" +
 	"\x06engine\x18\x01 \x01(\tR\x06engine\x12\x0e\n" +
 	"\x02dp\x18\x02 \x01(\rR\x02dp\x12\x18\n" +
@@ -1068,7 +1513,8 @@ const file_kvgrpc_v1_index_service_proto_rawDesc = "" +
 	"\rdigests_equal\x18\v \x01(\rR\fdigestsEqual\x12+\n" +
 	"\x11digests_different\x18\f \x01(\rR\x10digestsDifferent\x12\x1d\n" +
 	"\n" +
-	"last_error\x18\r \x01(\tR\tlastError*\xe1\x01\n" +
+	"last_error\x18\r \x01(\tR\tlastError\x12\x14\n" +
+	"\x05model\x18\x0e \x01(\tR\x05model*\xe1\x01\n" +
 	"\x10IndexSourceState\x12\"\n" +
 	"\x1eINDEX_SOURCE_STATE_UNSPECIFIED\x10\x00\x12!\n" +
 	"\x1dINDEX_SOURCE_STATE_CONNECTING\x10\x01\x12!\n" +
@@ -1094,44 +1540,57 @@ func file_kvgrpc_v1_index_service_proto_rawDescGZIP() []byte {
 }
 
 var file_kvgrpc_v1_index_service_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_kvgrpc_v1_index_service_proto_msgTypes = make([]protoimpl.MessageInfo, 11)
+var file_kvgrpc_v1_index_service_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
 var file_kvgrpc_v1_index_service_proto_goTypes = []any{
-	(IndexSourceState)(0),       // 0: kvgrpc.v1.IndexSourceState
-	(*BlockHashes)(nil),         // 1: kvgrpc.v1.BlockHashes
-	(*SglangPrompt)(nil),        // 2: kvgrpc.v1.SglangPrompt
-	(*VllmPrompt)(nil),          // 3: kvgrpc.v1.VllmPrompt
-	(*ScoreRequest)(nil),        // 4: kvgrpc.v1.ScoreRequest
-	(*ScoreResponse)(nil),       // 5: kvgrpc.v1.ScoreResponse
-	(*CacheScore)(nil),          // 6: kvgrpc.v1.CacheScore
-	(*Freshness)(nil),           // 7: kvgrpc.v1.Freshness
-	(*ListSourcesRequest)(nil),  // 8: kvgrpc.v1.ListSourcesRequest
-	(*ListSourcesResponse)(nil), // 9: kvgrpc.v1.ListSourcesResponse
-	(*TierBlocks)(nil),          // 10: kvgrpc.v1.TierBlocks
-	(*IndexSource)(nil),         // 11: kvgrpc.v1.IndexSource
-	(*durationpb.Duration)(nil), // 12: google.protobuf.Duration
-	(Tier)(0),                   // 13: kvgrpc.v1.Tier
+	(IndexSourceState)(0),         // 0: kvgrpc.v1.IndexSourceState
+	(*BlockHashes)(nil),           // 1: kvgrpc.v1.BlockHashes
+	(*SglangPrompt)(nil),          // 2: kvgrpc.v1.SglangPrompt
+	(*LoraAdapter)(nil),           // 3: kvgrpc.v1.LoraAdapter
+	(*MultimodalItem)(nil),        // 4: kvgrpc.v1.MultimodalItem
+	(*VllmPrompt)(nil),            // 5: kvgrpc.v1.VllmPrompt
+	(*ScorePrompt)(nil),           // 6: kvgrpc.v1.ScorePrompt
+	(*ScoreRequest)(nil),          // 7: kvgrpc.v1.ScoreRequest
+	(*ScoreResponse)(nil),         // 8: kvgrpc.v1.ScoreResponse
+	(*PromptScores)(nil),          // 9: kvgrpc.v1.PromptScores
+	(*CacheScore)(nil),            // 10: kvgrpc.v1.CacheScore
+	(*Freshness)(nil),             // 11: kvgrpc.v1.Freshness
+	(*ListSourcesRequest)(nil),    // 12: kvgrpc.v1.ListSourcesRequest
+	(*ListSourcesResponse)(nil),   // 13: kvgrpc.v1.ListSourcesResponse
+	(*IndexSourceStateCount)(nil), // 14: kvgrpc.v1.IndexSourceStateCount
+	(*TierBlocks)(nil),            // 15: kvgrpc.v1.TierBlocks
+	(*IndexSource)(nil),           // 16: kvgrpc.v1.IndexSource
+	(*durationpb.Duration)(nil),   // 17: google.protobuf.Duration
+	(Tier)(0),                     // 18: kvgrpc.v1.Tier
 }
 var file_kvgrpc_v1_index_service_proto_depIdxs = []int32{
-	1,  // 0: kvgrpc.v1.ScoreRequest.block_hashes:type_name -> kvgrpc.v1.BlockHashes
-	2,  // 1: kvgrpc.v1.ScoreRequest.sglang:type_name -> kvgrpc.v1.SglangPrompt
-	3,  // 2: kvgrpc.v1.ScoreRequest.vllm:type_name -> kvgrpc.v1.VllmPrompt
-	6,  // 3: kvgrpc.v1.ScoreResponse.scores:type_name -> kvgrpc.v1.CacheScore
-	7,  // 4: kvgrpc.v1.CacheScore.freshness:type_name -> kvgrpc.v1.Freshness
-	0,  // 5: kvgrpc.v1.Freshness.state:type_name -> kvgrpc.v1.IndexSourceState
-	12, // 6: kvgrpc.v1.Freshness.idle_time:type_name -> google.protobuf.Duration
-	11, // 7: kvgrpc.v1.ListSourcesResponse.sources:type_name -> kvgrpc.v1.IndexSource
-	13, // 8: kvgrpc.v1.TierBlocks.tier:type_name -> kvgrpc.v1.Tier
-	7,  // 9: kvgrpc.v1.IndexSource.freshness:type_name -> kvgrpc.v1.Freshness
-	10, // 10: kvgrpc.v1.IndexSource.blocks:type_name -> kvgrpc.v1.TierBlocks
-	4,  // 11: kvgrpc.v1.IndexService.Score:input_type -> kvgrpc.v1.ScoreRequest
-	8,  // 12: kvgrpc.v1.IndexService.ListSources:input_type -> kvgrpc.v1.ListSourcesRequest
-	5,  // 13: kvgrpc.v1.IndexService.Score:output_type -> kvgrpc.v1.ScoreResponse
-	9,  // 14: kvgrpc.v1.IndexService.ListSources:output_type -> kvgrpc.v1.ListSourcesResponse
-	13, // [13:15] is the sub-list for method output_type
-	11, // [11:13] is the sub-list for method input_type
-	11, // [11:11] is the sub-list for extension type_name
-	11, // [11:11] is the sub-list for extension extendee
-	0,  // [0:11] is the sub-list for field type_name
+	3,  // 0: kvgrpc.v1.VllmPrompt.lora:type_name -> kvgrpc.v1.LoraAdapter
+	4,  // 1: kvgrpc.v1.VllmPrompt.multimodal:type_name -> kvgrpc.v1.MultimodalItem
+	1,  // 2: kvgrpc.v1.ScorePrompt.block_hashes:type_name -> kvgrpc.v1.BlockHashes
+	2,  // 3: kvgrpc.v1.ScorePrompt.sglang:type_name -> kvgrpc.v1.SglangPrompt
+	5,  // 4: kvgrpc.v1.ScorePrompt.vllm:type_name -> kvgrpc.v1.VllmPrompt
+	6,  // 5: kvgrpc.v1.ScoreRequest.prompts:type_name -> kvgrpc.v1.ScorePrompt
+	17, // 6: kvgrpc.v1.ScoreRequest.max_staleness:type_name -> google.protobuf.Duration
+	9,  // 7: kvgrpc.v1.ScoreResponse.prompts:type_name -> kvgrpc.v1.PromptScores
+	10, // 8: kvgrpc.v1.PromptScores.scores:type_name -> kvgrpc.v1.CacheScore
+	11, // 9: kvgrpc.v1.CacheScore.freshness:type_name -> kvgrpc.v1.Freshness
+	0,  // 10: kvgrpc.v1.Freshness.state:type_name -> kvgrpc.v1.IndexSourceState
+	17, // 11: kvgrpc.v1.Freshness.idle_time:type_name -> google.protobuf.Duration
+	0,  // 12: kvgrpc.v1.ListSourcesRequest.states:type_name -> kvgrpc.v1.IndexSourceState
+	16, // 13: kvgrpc.v1.ListSourcesResponse.sources:type_name -> kvgrpc.v1.IndexSource
+	14, // 14: kvgrpc.v1.ListSourcesResponse.counts:type_name -> kvgrpc.v1.IndexSourceStateCount
+	0,  // 15: kvgrpc.v1.IndexSourceStateCount.state:type_name -> kvgrpc.v1.IndexSourceState
+	18, // 16: kvgrpc.v1.TierBlocks.tier:type_name -> kvgrpc.v1.Tier
+	11, // 17: kvgrpc.v1.IndexSource.freshness:type_name -> kvgrpc.v1.Freshness
+	15, // 18: kvgrpc.v1.IndexSource.blocks:type_name -> kvgrpc.v1.TierBlocks
+	7,  // 19: kvgrpc.v1.IndexService.Score:input_type -> kvgrpc.v1.ScoreRequest
+	12, // 20: kvgrpc.v1.IndexService.ListSources:input_type -> kvgrpc.v1.ListSourcesRequest
+	8,  // 21: kvgrpc.v1.IndexService.Score:output_type -> kvgrpc.v1.ScoreResponse
+	13, // 22: kvgrpc.v1.IndexService.ListSources:output_type -> kvgrpc.v1.ListSourcesResponse
+	21, // [21:23] is the sub-list for method output_type
+	19, // [19:21] is the sub-list for method input_type
+	19, // [19:19] is the sub-list for extension type_name
+	19, // [19:19] is the sub-list for extension extendee
+	0,  // [0:19] is the sub-list for field type_name
 }
 
 func init() { file_kvgrpc_v1_index_service_proto_init() }
@@ -1140,10 +1599,11 @@ func file_kvgrpc_v1_index_service_proto_init() {
 		return
 	}
 	file_kvgrpc_v1_common_proto_init()
-	file_kvgrpc_v1_index_service_proto_msgTypes[3].OneofWrappers = []any{
-		(*ScoreRequest_BlockHashes)(nil),
-		(*ScoreRequest_Sglang)(nil),
-		(*ScoreRequest_Vllm)(nil),
+	file_kvgrpc_v1_index_service_proto_msgTypes[1].OneofWrappers = []any{}
+	file_kvgrpc_v1_index_service_proto_msgTypes[5].OneofWrappers = []any{
+		(*ScorePrompt_BlockHashes)(nil),
+		(*ScorePrompt_Sglang)(nil),
+		(*ScorePrompt_Vllm)(nil),
 	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
@@ -1151,7 +1611,7 @@ func file_kvgrpc_v1_index_service_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvgrpc_v1_index_service_proto_rawDesc), len(file_kvgrpc_v1_index_service_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   11,
+			NumMessages:   16,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -32,10 +32,11 @@ const (
 // Served by `kvgrpc serve index`, which follows the event stream of each (engine, dp) that it finds at a registry or was
 // named. What it says of a cache is a state that the cache really had; each answer says how fresh.
 type IndexServiceClient interface {
-	// Says how many leading blocks of one request each cache holds. Caches that hold none are left out.
-	// Hashes depend on tokens and settings, not on the model: name the engines that serve it where there are several.
-	// Roles: rank, consumer, operator. Errors: INVALID_REQUEST (no prefix, a prefix that is too long, settings that no
-	// engine has), SERVER_DRAINING.
+	// Says of each prompt how many of its leading blocks each cache holds. Caches that hold none are left out.
+	// Hashes depend on tokens and settings, not on the model: a prompt names its model where engines of several are followed.
+	// Roles: rank, consumer, operator. Errors: INVALID_REQUEST (no prompt or too many, no prefix, one that is too long,
+	// settings that no engine has, no model where the caches are of several), TOO_MANY_REQUESTS (long prompts of one
+	// caller), SERVER_DRAINING.
 	Score(ctx context.Context, in *ScoreRequest, opts ...grpc.CallOption) (*ScoreResponse, error)
 	// Lists the caches that are followed, ordered by engine and dp, paged.
 	// Roles: rank, consumer, operator. Errors: INVALID_REQUEST, SERVER_DRAINING.
@@ -77,10 +78,11 @@ func (c *indexServiceClient) ListSources(ctx context.Context, in *ListSourcesReq
 // Served by `kvgrpc serve index`, which follows the event stream of each (engine, dp) that it finds at a registry or was
 // named. What it says of a cache is a state that the cache really had; each answer says how fresh.
 type IndexServiceServer interface {
-	// Says how many leading blocks of one request each cache holds. Caches that hold none are left out.
-	// Hashes depend on tokens and settings, not on the model: name the engines that serve it where there are several.
-	// Roles: rank, consumer, operator. Errors: INVALID_REQUEST (no prefix, a prefix that is too long, settings that no
-	// engine has), SERVER_DRAINING.
+	// Says of each prompt how many of its leading blocks each cache holds. Caches that hold none are left out.
+	// Hashes depend on tokens and settings, not on the model: a prompt names its model where engines of several are followed.
+	// Roles: rank, consumer, operator. Errors: INVALID_REQUEST (no prompt or too many, no prefix, one that is too long,
+	// settings that no engine has, no model where the caches are of several), TOO_MANY_REQUESTS (long prompts of one
+	// caller), SERVER_DRAINING.
 	Score(context.Context, *ScoreRequest) (*ScoreResponse, error)
 	// Lists the caches that are followed, ordered by engine and dp, paged.
 	// Roles: rank, consumer, operator. Errors: INVALID_REQUEST, SERVER_DRAINING.

@@ -565,12 +565,14 @@ func (x *RegistryLimits) GetLeaseTtl() *durationpb.Duration {
 // Bounds of an index.
 type IndexLimits struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Blocks of one Score.
+	// Blocks of one Score, of all its prompts.
 	MaxScoreBlocks uint32 `protobuf:"varint,1,opt,name=max_score_blocks,json=maxScoreBlocks,proto3" json:"max_score_blocks,omitempty"`
-	// Tokens of one Score.
+	// Tokens of one Score, of all its prompts.
 	MaxScoreTokens uint32 `protobuf:"varint,2,opt,name=max_score_tokens,json=maxScoreTokens,proto3" json:"max_score_tokens,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// Prompts of one Score.
+	MaxScorePrompts uint32 `protobuf:"varint,3,opt,name=max_score_prompts,json=maxScorePrompts,proto3" json:"max_score_prompts,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *IndexLimits) Reset() {
@@ -613,6 +615,13 @@ func (x *IndexLimits) GetMaxScoreBlocks() uint32 {
 func (x *IndexLimits) GetMaxScoreTokens() uint32 {
 	if x != nil {
 		return x.MaxScoreTokens
+	}
+	return 0
+}
+
+func (x *IndexLimits) GetMaxScorePrompts() uint32 {
+	if x != nil {
+		return x.MaxScorePrompts
 	}
 	return 0
 }
@@ -767,10 +776,11 @@ const file_kvgrpc_v1_server_service_proto_rawDesc = "" +
 	"\rmax_page_size\x18\x01 \x01(\rR\vmaxPageSize\x12/\n" +
 	"\x14max_rows_per_request\x18\x02 \x01(\rR\x11maxRowsPerRequest\x123\n" +
 	"\x16max_leases_per_request\x18\x03 \x01(\rR\x13maxLeasesPerRequest\x126\n" +
-	"\tlease_ttl\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\bleaseTtl\"a\n" +
+	"\tlease_ttl\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\bleaseTtl\"\x8d\x01\n" +
 	"\vIndexLimits\x12(\n" +
 	"\x10max_score_blocks\x18\x01 \x01(\rR\x0emaxScoreBlocks\x12(\n" +
-	"\x10max_score_tokens\x18\x02 \x01(\rR\x0emaxScoreTokens\"?\n" +
+	"\x10max_score_tokens\x18\x02 \x01(\rR\x0emaxScoreTokens\x12*\n" +
+	"\x11max_score_prompts\x18\x03 \x01(\rR\x0fmaxScorePrompts\"?\n" +
 	"\fDrainRequest\x12/\n" +
 	"\x05grace\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\x05grace\"H\n" +
 	"\rDrainResponse\x12\x18\n" +

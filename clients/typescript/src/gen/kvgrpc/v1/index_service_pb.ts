@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file kvgrpc/v1/index_service.proto.
  */
 export const file_kvgrpc_v1_index_service: GenFile = /*@__PURE__*/
-  fileDesc("Ch1rdmdycGMvdjEvaW5kZXhfc2VydmljZS5wcm90bxIJa3ZncnBjLnYxIiEKC0Jsb2NrSGFzaGVzEhIKBnZhbHVlcxgBIAMoBkICMAEiWgoMU2dsYW5nUHJvbXB0EhEKCXRva2VuX2lkcxgBIAMoDRITCgtwYWdlX3Rva2VucxgCIAEoDRISCgpjYWNoZV9zYWx0GAMgASgJEg4KBmJpZ3JhbRgEIAEoCCKBAQoKVmxsbVByb21wdBIRCgl0b2tlbl9pZHMYASADKA0SEwoLcGFnZV90b2tlbnMYAiABKA0SEQoJaGFzaF9zZWVkGAMgASgJEhEKCWFsZ29yaXRobRgEIAEoCRIRCglsb3JhX25hbWUYBSABKAkSEgoKY2FjaGVfc2FsdBgGIAEoCSK/AQoMU2NvcmVSZXF1ZXN0Ei4KDGJsb2NrX2hhc2hlcxgBIAEoCzIWLmt2Z3JwYy52MS5CbG9ja0hhc2hlc0gAEikKBnNnbGFuZxgCIAEoCzIXLmt2Z3JwYy52MS5TZ2xhbmdQcm9tcHRIABIlCgR2bGxtGAMgASgLMhUua3ZncnBjLnYxLlZsbG1Qcm9tcHRIABIPCgdlbmdpbmVzGAQgAygJEhIKCm1heF9zY29yZXMYBSABKA1CCAoGcHJlZml4IkYKDVNjb3JlUmVzcG9uc2USJQoGc2NvcmVzGAEgAygLMhUua3ZncnBjLnYxLkNhY2hlU2NvcmUSDgoGYmxvY2tzGAIgASgNIo0BCgpDYWNoZVNjb3JlEg4KBmVuZ2luZRgBIAEoCRIKCgJkcBgCIAEoDRIVCg1kZXZpY2VfYmxvY2tzGAMgASgNEhMKC2hvc3RfYmxvY2tzGAQgASgNEg4KBmJsb2NrcxgFIAEoDRInCglmcmVzaG5lc3MYBiABKAsyFC5rdmdycGMudjEuRnJlc2huZXNzIrgBCglGcmVzaG5lc3MSKgoFc3RhdGUYASABKA4yGy5rdmdycGMudjEuSW5kZXhTb3VyY2VTdGF0ZRIOCgZsb2dfaWQYAiABKAkSGQoNbmV4dF9zZXF1ZW5jZRgDIAEoBEICMAESFwoLbGFnX2JhdGNoZXMYBCABKARCAjABEiwKCWlkbGVfdGltZRgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhINCgV3aG9sZRgGIAEoCCI7ChJMaXN0U291cmNlc1JlcXVlc3QSEQoJcGFnZV9zaXplGAEgASgNEhIKCnBhZ2VfdG9rZW4YAiABKAkiVwoTTGlzdFNvdXJjZXNSZXNwb25zZRInCgdzb3VyY2VzGAEgAygLMhYua3ZncnBjLnYxLkluZGV4U291cmNlEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSJPCgpUaWVyQmxvY2tzEh0KBHRpZXIYASABKA4yDy5rdmdycGMudjEuVGllchIOCgZtZWRpdW0YAiABKAkSEgoGYmxvY2tzGAMgASgEQgIwASKpAgoLSW5kZXhTb3VyY2USDgoGZW5naW5lGAEgASgJEgoKAmRwGAIgASgNEg8KB2FkZHJlc3MYAyABKAkSDAoEbGl2ZRgEIAEoCBInCglmcmVzaG5lc3MYBSABKAsyFC5rdmdycGMudjEuRnJlc2huZXNzEiUKBmJsb2NrcxgGIAMoCzIVLmt2Z3JwYy52MS5UaWVyQmxvY2tzEhMKC3BhZ2VfdG9rZW5zGAcgASgNEhEKCXNuYXBzaG90cxgIIAEoDRIPCgdyZXBsYXlzGAkgASgNEhAKCG5ld19sb2dzGAogASgNEhUKDWRpZ2VzdHNfZXF1YWwYCyABKA0SGQoRZGlnZXN0c19kaWZmZXJlbnQYDCABKA0SEgoKbGFzdF9lcnJvchgNIAEoCSrhAQoQSW5kZXhTb3VyY2VTdGF0ZRIiCh5JTkRFWF9TT1VSQ0VfU1RBVEVfVU5TUEVDSUZJRUQQABIhCh1JTkRFWF9TT1VSQ0VfU1RBVEVfQ09OTkVDVElORxABEiEKHUlOREVYX1NPVVJDRV9TVEFURV9SRUJVSUxESU5HEAISIgoeSU5ERVhfU09VUkNFX1NUQVRFX0NBVENISU5HX1VQEAMSHgoaSU5ERVhfU09VUkNFX1NUQVRFX0NVUlJFTlQQBBIfChtJTkRFWF9TT1VSQ0VfU1RBVEVfRE9VQlRGVUwQBTKiAQoMSW5kZXhTZXJ2aWNlEj8KBVNjb3JlEhcua3ZncnBjLnYxLlNjb3JlUmVxdWVzdBoYLmt2Z3JwYy52MS5TY29yZVJlc3BvbnNlIgOQAgESUQoLTGlzdFNvdXJjZXMSHS5rdmdycGMudjEuTGlzdFNvdXJjZXNSZXF1ZXN0Gh4ua3ZncnBjLnYxLkxpc3RTb3VyY2VzUmVzcG9uc2UiA5ACAUI/Cg1kZXYua3ZncnBjLnYxUAFaIGt2Z3JwYy5kZXYvZ28va3ZncnBjL3YxO2t2Z3JwY3YxqgIJS3ZncnBjLlYxYgZwcm90bzM", [file_google_protobuf_duration, file_kvgrpc_v1_common]);
+  fileDesc("Ch1rdmdycGMvdjEvaW5kZXhfc2VydmljZS5wcm90bxIJa3ZncnBjLnYxIiEKC0Jsb2NrSGFzaGVzEhIKBnZhbHVlcxgBIAMoBkICMAEiuQEKDFNnbGFuZ1Byb21wdBIRCgl0b2tlbl9pZHMYASADKA0SEwoLcGFnZV90b2tlbnMYAiABKA0SEgoKY2FjaGVfc2FsdBgDIAEoCRIOCgZiaWdyYW0YBCABKAgSFgoJZXh0cmFfa2V5GAUgASgJSACIAQESFAoHbG9yYV9pZBgGIAEoCUgBiAEBEhUKDWR5bmFtb19mb3JtYXQYByABKAhCDAoKX2V4dHJhX2tleUIKCghfbG9yYV9pZCIpCgtMb3JhQWRhcHRlchIMCgRuYW1lGAEgASgJEgwKBHBhdGgYAiABKAkiSQoOTXVsdGltb2RhbEl0ZW0SEgoKaWRlbnRpZmllchgBIAEoCRITCgtmaXJzdF90b2tlbhgCIAEoDRIOCgZ0b2tlbnMYAyABKA0i8gEKClZsbG1Qcm9tcHQSEQoJdG9rZW5faWRzGAEgAygNEhMKC3BhZ2VfdG9rZW5zGAIgASgNEhEKCWhhc2hfc2VlZBgDIAEoCRIRCglhbGdvcml0aG0YBCABKAkSJAoEbG9yYRgFIAEoCzIWLmt2Z3JwYy52MS5Mb3JhQWRhcHRlchISCgpjYWNoZV9zYWx0GAYgASgJEi0KCm11bHRpbW9kYWwYByADKAsyGS5rdmdycGMudjEuTXVsdGltb2RhbEl0ZW0SGAoQbG9va2FoZWFkX3Rva2VucxgIIAEoDRITCgtoYXNoX3Rva2VucxgJIAEoDSKoAQoLU2NvcmVQcm9tcHQSLgoMYmxvY2tfaGFzaGVzGAEgASgLMhYua3ZncnBjLnYxLkJsb2NrSGFzaGVzSAASKQoGc2dsYW5nGAIgASgLMhcua3ZncnBjLnYxLlNnbGFuZ1Byb21wdEgAEiUKBHZsbG0YAyABKAsyFS5rdmdycGMudjEuVmxsbVByb21wdEgAEg0KBW1vZGVsGAQgASgJQggKBnByZWZpeCKmAQoMU2NvcmVSZXF1ZXN0EicKB3Byb21wdHMYASADKAsyFi5rdmdycGMudjEuU2NvcmVQcm9tcHQSDwoHZW5naW5lcxgCIAMoCRISCgptYXhfc2NvcmVzGAMgASgNEhYKDndpdGhfZnJlc2huZXNzGAQgASgIEjAKDW1heF9zdGFsZW5lc3MYBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iOQoNU2NvcmVSZXNwb25zZRIoCgdwcm9tcHRzGAEgAygLMhcua3ZncnBjLnYxLlByb21wdFNjb3JlcyJFCgxQcm9tcHRTY29yZXMSJQoGc2NvcmVzGAEgAygLMhUua3ZncnBjLnYxLkNhY2hlU2NvcmUSDgoGYmxvY2tzGAIgASgNIrcBCgpDYWNoZVNjb3JlEg4KBmVuZ2luZRgBIAEoCRIKCgJkcBgCIAEoDRIVCg1kZXZpY2VfYmxvY2tzGAMgASgNEhMKC2hvc3RfYmxvY2tzGAQgASgNEhMKC2Rpc2tfYmxvY2tzGAUgASgNEg4KBmJsb2NrcxgGIAEoDRITCgtwYWdlX3Rva2VucxgHIAEoDRInCglmcmVzaG5lc3MYCCABKAsyFC5rdmdycGMudjEuRnJlc2huZXNzIrgBCglGcmVzaG5lc3MSKgoFc3RhdGUYASABKA4yGy5rdmdycGMudjEuSW5kZXhTb3VyY2VTdGF0ZRIOCgZsb2dfaWQYAiABKAkSGQoNbmV4dF9zZXF1ZW5jZRgDIAEoBEICMAESFwoLbGFnX2JhdGNoZXMYBCABKARCAjABEiwKCWlkbGVfdGltZRgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhINCgV3aG9sZRgGIAEoCCJoChJMaXN0U291cmNlc1JlcXVlc3QSEQoJcGFnZV9zaXplGAEgASgNEhIKCnBhZ2VfdG9rZW4YAiABKAkSKwoGc3RhdGVzGAMgAygOMhsua3ZncnBjLnYxLkluZGV4U291cmNlU3RhdGUinwEKE0xpc3RTb3VyY2VzUmVzcG9uc2USJwoHc291cmNlcxgBIAMoCzIWLmt2Z3JwYy52MS5JbmRleFNvdXJjZRIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkSMAoGY291bnRzGAMgAygLMiAua3ZncnBjLnYxLkluZGV4U291cmNlU3RhdGVDb3VudBIUCgxub3RfZm9sbG93ZWQYBCADKAkiVAoVSW5kZXhTb3VyY2VTdGF0ZUNvdW50EioKBXN0YXRlGAEgASgOMhsua3ZncnBjLnYxLkluZGV4U291cmNlU3RhdGUSDwoHc291cmNlcxgCIAEoDSJPCgpUaWVyQmxvY2tzEh0KBHRpZXIYASABKA4yDy5rdmdycGMudjEuVGllchIOCgZtZWRpdW0YAiABKAkSEgoGYmxvY2tzGAMgASgEQgIwASK4AgoLSW5kZXhTb3VyY2USDgoGZW5naW5lGAEgASgJEgoKAmRwGAIgASgNEg8KB2FkZHJlc3MYAyABKAkSDAoEbGl2ZRgEIAEoCBInCglmcmVzaG5lc3MYBSABKAsyFC5rdmdycGMudjEuRnJlc2huZXNzEiUKBmJsb2NrcxgGIAMoCzIVLmt2Z3JwYy52MS5UaWVyQmxvY2tzEhMKC3BhZ2VfdG9rZW5zGAcgASgNEhEKCXNuYXBzaG90cxgIIAEoDRIPCgdyZXBsYXlzGAkgASgNEhAKCG5ld19sb2dzGAogASgNEhUKDWRpZ2VzdHNfZXF1YWwYCyABKA0SGQoRZGlnZXN0c19kaWZmZXJlbnQYDCABKA0SEgoKbGFzdF9lcnJvchgNIAEoCRINCgVtb2RlbBgOIAEoCSrhAQoQSW5kZXhTb3VyY2VTdGF0ZRIiCh5JTkRFWF9TT1VSQ0VfU1RBVEVfVU5TUEVDSUZJRUQQABIhCh1JTkRFWF9TT1VSQ0VfU1RBVEVfQ09OTkVDVElORxABEiEKHUlOREVYX1NPVVJDRV9TVEFURV9SRUJVSUxESU5HEAISIgoeSU5ERVhfU09VUkNFX1NUQVRFX0NBVENISU5HX1VQEAMSHgoaSU5ERVhfU09VUkNFX1NUQVRFX0NVUlJFTlQQBBIfChtJTkRFWF9TT1VSQ0VfU1RBVEVfRE9VQlRGVUwQBTKiAQoMSW5kZXhTZXJ2aWNlEj8KBVNjb3JlEhcua3ZncnBjLnYxLlNjb3JlUmVxdWVzdBoYLmt2Z3JwYy52MS5TY29yZVJlc3BvbnNlIgOQAgESUQoLTGlzdFNvdXJjZXMSHS5rdmdycGMudjEuTGlzdFNvdXJjZXNSZXF1ZXN0Gh4ua3ZncnBjLnYxLkxpc3RTb3VyY2VzUmVzcG9uc2UiA5ACAUI/Cg1kZXYua3ZncnBjLnYxUAFaIGt2Z3JwYy5kZXYvZ28va3ZncnBjL3YxO2t2Z3JwY3YxqgIJS3ZncnBjLlYxYgZwcm90bzM", [file_google_protobuf_duration, file_kvgrpc_v1_common]);
 
 /**
  * Hashes of blocks as events carry them, in the order of the request.
@@ -53,7 +53,7 @@ export type SglangPrompt = Message<"kvgrpc.v1.SglangPrompt"> & {
   tokenIds: number[];
 
   /**
-   * Tokens in a page of the engine.
+   * Tokens in a page of the engine; 0: of each cache, as its events say.
    *
    * @generated from field: uint32 page_tokens = 2;
    */
@@ -72,6 +72,28 @@ export type SglangPrompt = Message<"kvgrpc.v1.SglangPrompt"> & {
    * @generated from field: bool bigram = 4;
    */
   bigram: boolean;
+
+  /**
+   * Extra key of the request. Part of the hashes of a request with an adapter, and of all with dynamo_format.
+   *
+   * @generated from field: optional string extra_key = 5;
+   */
+  extraKey?: string | undefined;
+
+  /**
+   * SGLang's id of the LoRA adapter: of those that --lora-paths names the UUID 5 of "NAME\0PATH" in the URL namespace, 32
+   * hexadecimal digits. SGLang 0.5.22 and newer.
+   *
+   * @generated from field: optional string lora_id = 6;
+   */
+  loraId?: string | undefined;
+
+  /**
+   * True where the engine's events are configured with "format": "dynamo".
+   *
+   * @generated from field: bool dynamo_format = 7;
+   */
+  dynamoFormat: boolean;
 };
 
 /**
@@ -82,45 +104,108 @@ export const SglangPromptSchema: GenMessage<SglangPrompt> = /*@__PURE__*/
   messageDesc(file_kvgrpc_v1_index_service, 1);
 
 /**
- * The tokens of a text-only request and what else vLLM's hashes of its blocks depend on.
+ * A LoRA adapter, as a vLLM engine was told of it.
+ *
+ * @generated from message kvgrpc.v1.LoraAdapter
+ */
+export type LoraAdapter = Message<"kvgrpc.v1.LoraAdapter"> & {
+  /**
+   * Name.
+   *
+   * @generated from field: string name = 1;
+   */
+  name: string;
+
+  /**
+   * Path.
+   *
+   * @generated from field: string path = 2;
+   */
+  path: string;
+};
+
+/**
+ * Describes the message kvgrpc.v1.LoraAdapter.
+ * Use `create(LoraAdapterSchema)` to create a new message.
+ */
+export const LoraAdapterSchema: GenMessage<LoraAdapter> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_index_service, 2);
+
+/**
+ * An image, or another part of a prompt that is no text, as vLLM places it.
+ *
+ * @generated from message kvgrpc.v1.MultimodalItem
+ */
+export type MultimodalItem = Message<"kvgrpc.v1.MultimodalItem"> & {
+  /**
+   * vLLM's identifier of what it is: the hash of its content, or the caller's uuid.
+   *
+   * @generated from field: string identifier = 1;
+   */
+  identifier: string;
+
+  /**
+   * Its first placeholder token.
+   *
+   * @generated from field: uint32 first_token = 2;
+   */
+  firstToken: number;
+
+  /**
+   * Its placeholder tokens; at least 1.
+   *
+   * @generated from field: uint32 tokens = 3;
+   */
+  tokens: number;
+};
+
+/**
+ * Describes the message kvgrpc.v1.MultimodalItem.
+ * Use `create(MultimodalItemSchema)` to create a new message.
+ */
+export const MultimodalItemSchema: GenMessage<MultimodalItem> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_index_service, 3);
+
+/**
+ * The tokens of a request and what else vLLM's hashes of its blocks depend on. A prompt of embeddings has no place here.
  *
  * @generated from message kvgrpc.v1.VllmPrompt
  */
 export type VllmPrompt = Message<"kvgrpc.v1.VllmPrompt"> & {
   /**
-   * The tokens.
+   * The tokens, placeholders included.
    *
    * @generated from field: repeated uint32 token_ids = 1;
    */
   tokenIds: number[];
 
   /**
-   * Tokens in a block of the engine.
+   * Tokens in a block of the engine; 0: of each cache, as its events say.
    *
    * @generated from field: uint32 page_tokens = 2;
    */
   pageTokens: number;
 
   /**
-   * PYTHONHASHSEED of the engine. Without one its hashes are random, and nobody can compute them: send hashes.
+   * PYTHONHASHSEED of the engine; empty: it is not set, and hashes begin with vLLM's own constant.
    *
    * @generated from field: string hash_seed = 3;
    */
   hashSeed: string;
 
   /**
-   * Its --prefix-caching-hash-algo: "sha256" or "sha256_cbor"; empty: "sha256".
+   * Its --prefix-caching-hash-algo: "sha256" or "sha256_cbor"; empty: "sha256". Those of xxhash cannot be computed.
    *
    * @generated from field: string algorithm = 4;
    */
   algorithm: string;
 
   /**
-   * Name of the LoRA adapter; empty: none.
+   * LoRA adapter; absent: none.
    *
-   * @generated from field: string lora_name = 5;
+   * @generated from field: kvgrpc.v1.LoraAdapter lora = 5;
    */
-  loraName: string;
+  lora?: LoraAdapter | undefined;
 
   /**
    * Salt of the request; empty: none.
@@ -128,6 +213,27 @@ export type VllmPrompt = Message<"kvgrpc.v1.VllmPrompt"> & {
    * @generated from field: string cache_salt = 6;
    */
   cacheSalt: string;
+
+  /**
+   * Images and the like, in order, at most 1,024.
+   *
+   * @generated from field: repeated kvgrpc.v1.MultimodalItem multimodal = 7;
+   */
+  multimodal: MultimodalItem[];
+
+  /**
+   * Tokens behind a block that its hash covers too, where a drafter needs it; at most 64.
+   *
+   * @generated from field: uint32 lookahead_tokens = 8;
+   */
+  lookaheadTokens: number;
+
+  /**
+   * Tokens in a step of its hashes, where blocks are several (models with more than one cache group); 0: a block.
+   *
+   * @generated from field: uint32 hash_tokens = 9;
+   */
+  hashTokens: number;
 };
 
 /**
@@ -135,18 +241,18 @@ export type VllmPrompt = Message<"kvgrpc.v1.VllmPrompt"> & {
  * Use `create(VllmPromptSchema)` to create a new message.
  */
 export const VllmPromptSchema: GenMessage<VllmPrompt> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_index_service, 2);
+  messageDesc(file_kvgrpc_v1_index_service, 4);
 
 /**
- * Request of Score.
+ * The beginning of one request; at most 65,536 blocks.
  *
- * @generated from message kvgrpc.v1.ScoreRequest
+ * @generated from message kvgrpc.v1.ScorePrompt
  */
-export type ScoreRequest = Message<"kvgrpc.v1.ScoreRequest"> & {
+export type ScorePrompt = Message<"kvgrpc.v1.ScorePrompt"> & {
   /**
-   * The beginning of the request; at most 65,536 blocks.
+   * What it begins with.
    *
-   * @generated from oneof kvgrpc.v1.ScoreRequest.prefix
+   * @generated from oneof kvgrpc.v1.ScorePrompt.prefix
    */
   prefix: {
     /**
@@ -175,18 +281,61 @@ export type ScoreRequest = Message<"kvgrpc.v1.ScoreRequest"> & {
   } | { case: undefined; value?: undefined };
 
   /**
-   * Only caches of these engines; empty: of all.
+   * Only caches of engines that run this model, by ModelIdentity.name at the registry; empty: of any, where all that are
+   * asked run one. An engine whose model is not known is found without a name only.
    *
-   * @generated from field: repeated string engines = 4;
+   * @generated from field: string model = 4;
+   */
+  model: string;
+};
+
+/**
+ * Describes the message kvgrpc.v1.ScorePrompt.
+ * Use `create(ScorePromptSchema)` to create a new message.
+ */
+export const ScorePromptSchema: GenMessage<ScorePrompt> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_index_service, 5);
+
+/**
+ * Request of Score.
+ *
+ * @generated from message kvgrpc.v1.ScoreRequest
+ */
+export type ScoreRequest = Message<"kvgrpc.v1.ScoreRequest"> & {
+  /**
+   * 1 to 1,024 prompts; together at most 65,536 blocks, 1,048,576 tokens.
+   *
+   * @generated from field: repeated kvgrpc.v1.ScorePrompt prompts = 1;
+   */
+  prompts: ScorePrompt[];
+
+  /**
+   * Only caches of these engines, at most 1,024; empty: of all.
+   *
+   * @generated from field: repeated string engines = 2;
    */
   engines: string[];
 
   /**
-   * At most so many scores, the best; 0: all. Each costs about 10 us.
+   * Of each prompt at most so many scores, the best; 0: all. Each costs about 2 us.
    *
-   * @generated from field: uint32 max_scores = 5;
+   * @generated from field: uint32 max_scores = 3;
    */
   maxScores: number;
+
+  /**
+   * True to be told how fresh each score is: as much again.
+   *
+   * @generated from field: bool with_freshness = 4;
+   */
+  withFreshness: boolean;
+
+  /**
+   * Only caches whose contents were known to be exact at most so long ago; absent: all.
+   *
+   * @generated from field: google.protobuf.Duration max_staleness = 5;
+   */
+  maxStaleness?: Duration | undefined;
 };
 
 /**
@@ -194,7 +343,7 @@ export type ScoreRequest = Message<"kvgrpc.v1.ScoreRequest"> & {
  * Use `create(ScoreRequestSchema)` to create a new message.
  */
 export const ScoreRequestSchema: GenMessage<ScoreRequest> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_index_service, 3);
+  messageDesc(file_kvgrpc_v1_index_service, 6);
 
 /**
  * Response of Score.
@@ -203,18 +352,11 @@ export const ScoreRequestSchema: GenMessage<ScoreRequest> = /*@__PURE__*/
  */
 export type ScoreResponse = Message<"kvgrpc.v1.ScoreResponse"> & {
   /**
-   * The caches that hold the first block: most blocks anywhere first, then most on the device, then by engine and dp.
+   * In the order of the prompts.
    *
-   * @generated from field: repeated kvgrpc.v1.CacheScore scores = 1;
+   * @generated from field: repeated kvgrpc.v1.PromptScores prompts = 1;
    */
-  scores: CacheScore[];
-
-  /**
-   * Blocks that were asked for: whole pages where tokens were sent.
-   *
-   * @generated from field: uint32 blocks = 2;
-   */
-  blocks: number;
+  prompts: PromptScores[];
 };
 
 /**
@@ -222,10 +364,40 @@ export type ScoreResponse = Message<"kvgrpc.v1.ScoreResponse"> & {
  * Use `create(ScoreResponseSchema)` to create a new message.
  */
 export const ScoreResponseSchema: GenMessage<ScoreResponse> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_index_service, 4);
+  messageDesc(file_kvgrpc_v1_index_service, 7);
 
 /**
- * What one cache holds of a request. Leading blocks without a gap; device_blocks <= host_blocks <= blocks.
+ * Who holds the beginning of one request.
+ *
+ * @generated from message kvgrpc.v1.PromptScores
+ */
+export type PromptScores = Message<"kvgrpc.v1.PromptScores"> & {
+  /**
+   * The caches that hold the first block: most tokens anywhere first, then most on the device, then by engine and dp.
+   *
+   * @generated from field: repeated kvgrpc.v1.CacheScore scores = 1;
+   */
+  scores: CacheScore[];
+
+  /**
+   * Blocks that were asked for: whole pages where tokens were sent, those of the smallest where sizes were left open.
+   *
+   * @generated from field: uint32 blocks = 2;
+   */
+  blocks: number;
+};
+
+/**
+ * Describes the message kvgrpc.v1.PromptScores.
+ * Use `create(PromptScoresSchema)` to create a new message.
+ */
+export const PromptScoresSchema: GenMessage<PromptScores> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_index_service, 8);
+
+/**
+ * What one cache holds of a request. Leading blocks without a gap, as far as every cache group of the model has what it
+ * needs of them: a sliding window its last blocks, a state the block in which they end.
+ * device_blocks <= host_blocks <= disk_blocks <= blocks.
  *
  * @generated from message kvgrpc.v1.CacheScore
  */
@@ -259,16 +431,30 @@ export type CacheScore = Message<"kvgrpc.v1.CacheScore"> & {
   hostBlocks: number;
 
   /**
-   * Blocks that lie anywhere.
+   * Blocks that lie there or on a disk (medium DISK).
    *
-   * @generated from field: uint32 blocks = 5;
+   * @generated from field: uint32 disk_blocks = 5;
+   */
+  diskBlocks: number;
+
+  /**
+   * Blocks that lie anywhere, stores that engines share included.
+   *
+   * @generated from field: uint32 blocks = 6;
    */
   blocks: number;
 
   /**
-   * How fresh this is.
+   * Tokens in one of its blocks as last told by an event; 0: not yet.
    *
-   * @generated from field: kvgrpc.v1.Freshness freshness = 6;
+   * @generated from field: uint32 page_tokens = 7;
+   */
+  pageTokens: number;
+
+  /**
+   * How fresh this is, where it was asked for.
+   *
+   * @generated from field: kvgrpc.v1.Freshness freshness = 8;
    */
   freshness?: Freshness | undefined;
 };
@@ -278,7 +464,7 @@ export type CacheScore = Message<"kvgrpc.v1.CacheScore"> & {
  * Use `create(CacheScoreSchema)` to create a new message.
  */
 export const CacheScoreSchema: GenMessage<CacheScore> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_index_service, 5);
+  messageDesc(file_kvgrpc_v1_index_service, 9);
 
 /**
  * How fresh the contents of one cache are.
@@ -335,7 +521,7 @@ export type Freshness = Message<"kvgrpc.v1.Freshness"> & {
  * Use `create(FreshnessSchema)` to create a new message.
  */
 export const FreshnessSchema: GenMessage<Freshness> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_index_service, 6);
+  messageDesc(file_kvgrpc_v1_index_service, 10);
 
 /**
  * Request of ListSources.
@@ -356,6 +542,13 @@ export type ListSourcesRequest = Message<"kvgrpc.v1.ListSourcesRequest"> & {
    * @generated from field: string page_token = 2;
    */
   pageToken: string;
+
+  /**
+   * Only those in one of these states; empty: all.
+   *
+   * @generated from field: repeated kvgrpc.v1.IndexSourceState states = 3;
+   */
+  states: IndexSourceState[];
 };
 
 /**
@@ -363,7 +556,7 @@ export type ListSourcesRequest = Message<"kvgrpc.v1.ListSourcesRequest"> & {
  * Use `create(ListSourcesRequestSchema)` to create a new message.
  */
 export const ListSourcesRequestSchema: GenMessage<ListSourcesRequest> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_index_service, 7);
+  messageDesc(file_kvgrpc_v1_index_service, 11);
 
 /**
  * Response of ListSources.
@@ -384,6 +577,20 @@ export type ListSourcesResponse = Message<"kvgrpc.v1.ListSourcesResponse"> & {
    * @generated from field: string next_page_token = 2;
    */
   nextPageToken: string;
+
+  /**
+   * How many caches are in which state, whichever were asked for.
+   *
+   * @generated from field: repeated kvgrpc.v1.IndexSourceStateCount counts = 3;
+   */
+  counts: IndexSourceStateCount[];
+
+  /**
+   * What cannot be followed, and why, for people: "ENGINE: why"; at most 100 lines.
+   *
+   * @generated from field: repeated string not_followed = 4;
+   */
+  notFollowed: string[];
 };
 
 /**
@@ -391,7 +598,35 @@ export type ListSourcesResponse = Message<"kvgrpc.v1.ListSourcesResponse"> & {
  * Use `create(ListSourcesResponseSchema)` to create a new message.
  */
 export const ListSourcesResponseSchema: GenMessage<ListSourcesResponse> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_index_service, 8);
+  messageDesc(file_kvgrpc_v1_index_service, 12);
+
+/**
+ * How many caches are in one state.
+ *
+ * @generated from message kvgrpc.v1.IndexSourceStateCount
+ */
+export type IndexSourceStateCount = Message<"kvgrpc.v1.IndexSourceStateCount"> & {
+  /**
+   * The state.
+   *
+   * @generated from field: kvgrpc.v1.IndexSourceState state = 1;
+   */
+  state: IndexSourceState;
+
+  /**
+   * Caches.
+   *
+   * @generated from field: uint32 sources = 2;
+   */
+  sources: number;
+};
+
+/**
+ * Describes the message kvgrpc.v1.IndexSourceStateCount.
+ * Use `create(IndexSourceStateCountSchema)` to create a new message.
+ */
+export const IndexSourceStateCountSchema: GenMessage<IndexSourceStateCount> = /*@__PURE__*/
+  messageDesc(file_kvgrpc_v1_index_service, 13);
 
 /**
  * How many blocks one tier holds.
@@ -426,7 +661,7 @@ export type TierBlocks = Message<"kvgrpc.v1.TierBlocks"> & {
  * Use `create(TierBlocksSchema)` to create a new message.
  */
 export const TierBlocksSchema: GenMessage<TierBlocks> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_index_service, 9);
+  messageDesc(file_kvgrpc_v1_index_service, 14);
 
 /**
  * One cache that is followed.
@@ -524,6 +759,13 @@ export type IndexSource = Message<"kvgrpc.v1.IndexSource"> & {
    * @generated from field: string last_error = 13;
    */
   lastError: string;
+
+  /**
+   * Name of the model that the registry knows its engine to run; empty: not known.
+   *
+   * @generated from field: string model = 14;
+   */
+  model: string;
 };
 
 /**
@@ -531,7 +773,7 @@ export type IndexSource = Message<"kvgrpc.v1.IndexSource"> & {
  * Use `create(IndexSourceSchema)` to create a new message.
  */
 export const IndexSourceSchema: GenMessage<IndexSource> = /*@__PURE__*/
-  messageDesc(file_kvgrpc_v1_index_service, 10);
+  messageDesc(file_kvgrpc_v1_index_service, 15);
 
 /**
  * How what is known of a cache relates to the cache.
@@ -597,10 +839,11 @@ export const IndexSourceStateSchema: GenEnum<IndexSourceState> = /*@__PURE__*/
  */
 export const IndexService: GenService<{
   /**
-   * Says how many leading blocks of one request each cache holds. Caches that hold none are left out.
-   * Hashes depend on tokens and settings, not on the model: name the engines that serve it where there are several.
-   * Roles: rank, consumer, operator. Errors: INVALID_REQUEST (no prefix, a prefix that is too long, settings that no
-   * engine has), SERVER_DRAINING.
+   * Says of each prompt how many of its leading blocks each cache holds. Caches that hold none are left out.
+   * Hashes depend on tokens and settings, not on the model: a prompt names its model where engines of several are followed.
+   * Roles: rank, consumer, operator. Errors: INVALID_REQUEST (no prompt or too many, no prefix, one that is too long,
+   * settings that no engine has, no model where the caches are of several), TOO_MANY_REQUESTS (long prompts of one
+   * caller), SERVER_DRAINING.
    *
    * @generated from rpc kvgrpc.v1.IndexService.Score
    */

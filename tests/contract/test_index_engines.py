@@ -1,0 +1,122 @@
+"""How an index finds what it follows: engines as they come and go at a registry, large ones too, and what it cannot."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+import pytest_asyncio
+
+from kvgrpc.client import PrefixIndex
+from kvgrpc.model import Layout, ModelIdentity, RankId, RankRef
+from kvgrpc.registry import wire
+from kvgrpc.registry.model import Endpoints, RankRow
+from kvgrpc.v1 import registry_service_pb2 as pb
+from tests.support.publishing import Publishing
+from tests.support.registry_serving import POOLS, Served
+from tests.support.waiting import until
+from tests.unit.registry.builders import pool, row
+
+
+@pytest_asyncio.fixture
+async def served() -> AsyncIterator[Served]:
+    made = (await Served().start()).grown_up()
+    yield made
+    await made.stop()
+
+
+def publishing(address: str, engine: str = "P", *, model: str = "", **more: object) -> RankRow:
+    port = int(address.rpartition(":")[2]) if address else 1
+    made = row(engine, port=port, model=ModelIdentity(name=model), **more)  # type: ignore[arg-type]
+    return replace(made, serves_events=True, endpoints=Endpoints(grpc=address))
+
+
+async def test_an_engine_of_320_dp_ranks_with_244_regions_is_followed_whole(served: Served) -> None:
+    """Its rows are 3 MiB: ListEngines left them out, and nobody said so."""
+    async with Publishing("P") as engine:
+        await engine.store([1, 2])
+        rows = [
+            publishing(engine.address, dp=dp, layout=Layout(dp=320), pools=(pool(layers=244),)) for dp in range(320)
+        ]
+        assert sum(wire.row_to_pb(each, POOLS).ByteSize() for each in rows) > 2**20
+        for begin in range(0, 320, 64):
+            await served.register(*rows[begin : begin + 64])
+        async with PrefixIndex(registry=served.address) as index:
+            await until(lambda: len(index.sources()) == 320)
+            await index.until_current(1)
+            assert [(score.engine, score.dp, score.blocks) for score in index.score([1, 2, 3])] == [("P", 0, 2)]
+            assert index.not_followed() == []
+
+
+async def test_engines_are_followed_as_they_come_and_go(served: Served) -> None:
+    async with PrefixIndex(registry=served.address) as index, Publishing("P") as first, Publishing("Q") as second:
+        await first.store([1])
+        await second.store([1, 2])
+        registered = await served.register(publishing(first.address, model="m"))
+        await until(lambda: [score.engine for score in index.score([1])] == ["P"])
+        await served.register(publishing(second.address, "Q", model="n"))
+        await until(lambda: len(index.sources()) == 2)
+        await until(lambda: [score.engine for score in index.score([1, 2], model="n")] == ["Q"])
+        assert [score.engine for score in index.score([1, 2], model="m")] == ["P"]
+        assert [source.model for source in index.sources()] == ["m", "n"]
+        await served.stub.Deregister(pb.DeregisterRequest(ranks=[registered.leases[0].rank]))
+        await until(lambda: index._gone == {("P", 0)})
+        assert len(index.score([1], model="m")) == 1, "it answers: a registry's silence proves nothing"
+        await first.hang_up()
+        await until(lambda: [source.engine for source in index.sources()] == ["Q"])
+        await first.serve()
+
+
+async def test_an_engine_that_moved_is_followed_where_it_is(served: Served) -> None:
+    async with PrefixIndex(registry=served.address) as index, Publishing("P") as old, Publishing("P") as new:
+        await old.store([1])
+        await new.store([1, 2])
+        await served.register(publishing(old.address))
+        await until(lambda: [score.blocks for score in index.score([1, 2])] == [1])
+        moved = publishing(new.address)
+        await served.register(replace(moved, ref=RankRef(moved.ref.rank, 2)))
+        await until(lambda: [score.blocks for score in index.score([1, 2])] == [2])
+
+
+async def test_what_cannot_be_followed_is_said(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    async with Publishing("P") as engine:
+        await served.register(
+            publishing(engine.address, layout=Layout(dp=2)),
+            replace(publishing(engine.address, dp=1, layout=Layout(dp=2)), serves_events=False),
+        )
+        await served.register(row("Q"))
+        async with PrefixIndex(registry=served.address, sources=["127.0.0.1:1"]) as index:
+            await until(lambda: len(index.not_followed()) == 3)
+            address, partly, silent = index.not_followed()
+            assert address.startswith("127.0.0.1:1: PEER_UNREACHABLE: nobody answered")
+            assert partly == "P: dp ranks 1 serve no events, others of it do"
+            assert silent == "Q: none of its 1 registered ranks serves events"
+            assert "Q is not followed: none of its 1 registered ranks serves events" in caplog.text
+
+
+async def test_the_next_registry_is_followed_where_one_dies(served: Served) -> None:
+    other = (await Served().start()).grown_up()
+    async with Publishing("P") as engine:
+        await engine.store([1])
+        for each in (served, other):
+            await each.register(publishing(engine.address))
+        async with PrefixIndex(registry=f"{served.address},{other.address}") as index:
+            await until(lambda: len(index.score([1])) == 1)
+            await served.server.stop(0)
+            await until(lambda: any(served.address in line for line in index.not_followed()))
+            await other.register(publishing(engine.address, "R"))
+            await until(lambda: [source.engine for source in index.sources()] == ["P", "R"])
+    await other.stop()
+
+
+async def test_the_rows_of_other_ranks_than_the_publishing_one_are_no_caches(served: Served) -> None:
+    async with Publishing("P") as engine:
+        rows = [publishing(engine.address, tp=tp, layout=Layout(tp=4)) for tp in range(4)]
+        await served.register(*rows)
+        async with PrefixIndex(registry=served.address) as index:
+            await until(lambda: len(index.sources()) == 1)
+            await asyncio.sleep(0)
+            assert [(source.engine, source.dp) for source in index.sources()] == [("P", 0)]
+            assert rows[0].ref.rank == RankId("P")

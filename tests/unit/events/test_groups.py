@@ -1,0 +1,60 @@
+"""Which prefix every group of a cache can use, beside the rule tried for each length."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvgrpc.events.following.groups import CacheGroup, usable
+
+PAGE = 16
+HASHES = list(range(100, 124))
+groups = st.dictionaries(
+    st.integers(1, 3),
+    st.builds(
+        CacheGroup,
+        st.sampled_from(["full_attention", "sliding_window", "mamba", "cross_attention", ""]),
+        st.sampled_from([1, 16, 17, 40, 100]),
+        st.sampled_from([0, PAGE, 2 * PAGE]),
+    ),
+    max_size=3,
+)
+
+
+@given(
+    st.integers(0, len(HASHES)),
+    groups,
+    st.dictionaries(st.integers(1, 3), st.sets(st.sampled_from(HASHES)), min_size=3),
+    st.booleans(),
+)
+def test_the_longest_prefix_that_all_groups_can_use_is_found(
+    prefix: int, needed: dict[int, CacheGroup], held: dict[int, set[int]], dense: bool
+) -> None:
+    if dense:
+        held = {number: set(HASHES) - blocks for number, blocks in held.items()}
+
+    def holds(group: int, block: int) -> bool:
+        return block in held[group]
+
+    right = next(
+        length
+        for length in range(prefix, -1, -1)
+        if all(_serves(length, group, held[number]) for number, group in needed.items())
+    )
+    assert usable(prefix, PAGE, HASHES, 0, needed, holds) == right
+
+
+def _serves(length: int, group: CacheGroup, held: set[int]) -> bool:
+    """Whether this group has what a prefix of so many blocks needs."""
+    size = (group.page_tokens or PAGE) // PAGE
+    ends = list(range(size, length + 1, size))
+    if group.kind == "cross_attention" or not length:
+        return True
+    if length % size:
+        return False
+    if group.kind == "mamba":
+        ends = ends[-1:]
+    elif group.kind == "sliding_window":
+        # The next token sees itself and window - 1 tokens before it.
+        ends = [end for end in ends if end * PAGE > length * PAGE - (group.window - 1)]
+    return all(HASHES[end - 1] in held for end in ends)
