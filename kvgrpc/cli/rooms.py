@@ -31,7 +31,7 @@ def sessions(client: SyncClient, as_json: bool) -> None:
     rows = [
         (
             incarnation_name(session.peer),
-            session_state_name(session.state),
+            _state_of(session),
             session.address,
             session.rooms,
             session.pending_rooms,
@@ -129,6 +129,13 @@ def failure_fields(failure: common_pb2.Failure) -> list[tuple[str, object]]:
 def pages_done(room: transfer_service_pb2.Room) -> int:
     """What all parts have: a page is done when every part of it is."""
     return min((part.pages_done for part in room.parts), default=0)
+
+
+def _state_of(session: transfer_service_pb2.Session) -> str:
+    name = session_state_name(session.state)
+    if not session.HasField("silent_since"):
+        return name
+    return f"{name} since {session.silent_since.ToDatetime():%H:%M:%S} UTC"
 
 
 def session_state_name(state: transfer_service_pb2.SessionState.ValueType) -> str:

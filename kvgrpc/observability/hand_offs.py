@@ -70,6 +70,14 @@ class HandOffs:
         text = f"{own} lost its pair with {peer}, {rooms} rooms: {one_line(how) or 'it said goodbye'}"
         self._lines.say(logging.WARNING if rooms else logging.INFO, "pair", text)
 
+    def silent(self, own: object, peer: object, silent: bool, seconds: float, rooms: int) -> None:
+        """A peer fell silent, or speaks again."""
+        if silent:
+            text = f"{own} heard nothing of {peer} for {seconds:.1f} s, {rooms} rooms: its connection stands, they wait"
+        else:
+            text = f"{own} hears {peer} again, {rooms} rooms"
+        self._lines.say(logging.WARNING if rooms and silent else logging.INFO, "silence", text)
+
     def refused(self, own: object, caller: str, failure: Failure) -> None:
         """A stream of ``caller`` ("host:port") never became a session."""
         reason = failure.reason.name if isinstance(failure.reason, Reason) else Reason.UNSPECIFIED.name

@@ -9,16 +9,21 @@ from typing import Any
 import grpc
 
 from kvgrpc.net import check_target
-from kvgrpc.rpc.options import CHANNEL_OPTIONS, OWN_CONNECTION, server_name
+from kvgrpc.rpc.options import CHANNEL_OPTIONS, OWN_CONNECTION, Pings, server_name, with_pings
 from kvgrpc.rpc.security import AUTHORIZATION, ClientSecurity
 
 
 def open_channel(
-    address: str, security: ClientSecurity | None = None, *, own_connection: bool = False
+    address: str,
+    security: ClientSecurity | None = None,
+    *,
+    own_connection: bool = False,
+    pings: Pings | None = None,
 ) -> grpc.aio.Channel:
     """A channel to "host:port" or "unix:/path", for the running event loop; connects when it is first used.
 
-    ``own_connection``: a TCP connection that no other channel shares. Raises AddressNotAllowed for a token that would
+    ``own_connection``: a TCP connection that no other channel shares. ``pings``: quicker ones than usual, of a server
+    that bears them. Raises AddressNotAllowed for a token that would
     travel in plaintext, InvalidRequest for what is no address, half a configuration and a file that cannot be used,
     RuntimeError outside an event loop.
     """
@@ -26,7 +31,7 @@ def open_channel(
     security = security or ClientSecurity()
     security.check(address)
     check_target(address)
-    options = CHANNEL_OPTIONS
+    options = with_pings(CHANNEL_OPTIONS, pings)
     if own_connection:
         options += OWN_CONNECTION
     if security.server_name:

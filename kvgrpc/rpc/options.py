@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from kvgrpc import __version__
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
@@ -17,6 +20,8 @@ IDLE_MILLISECONDS = 120_000
 PING_MILLISECONDS = 30_000
 PING_TIMEOUT_MILLISECONDS = 10_000
 SERVER_SHORTEST_PING_MILLISECONDS = 10_000
+# Of a rank, whose sessions ping quicker: the library once a second at most, which is ten times what it bears.
+RANK_SHORTEST_PING_MILLISECONDS = 100
 
 # Parsing a request holds the event loop. Of the unary methods only these may take all that the server takes; names of
 # services that are not here have a bound of their own at the server.
@@ -51,7 +56,8 @@ _BOTH: Options = (
     # A frame is at most 4 MiB and a page of a list less; decoding holds the event loop, so there is a bound at all.
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Either side finds the other's host or network gone; sessions and watches have quicker heartbeats of their own.
+    # Either side finds the other's host or network gone, or its process stopped: the library's threads ping and answer,
+    # also while the interpreter is held. Watches have quicker heartbeats of their own, sessions quicker pings.
     ("grpc.keepalive_time_ms", PING_MILLISECONDS),
     ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MILLISECONDS),
     # Without it an unanswered ping counts for a minute, whatever the line above says.
@@ -93,12 +99,38 @@ def largest_request(path: str) -> int:
     return _LARGE_METHODS.get(path, _SMALL_BYTES if service in _SMALL_SERVICES else MAX_MESSAGE_BYTES)
 
 
-def server_options(largest_request: int) -> Options:
-    """Of a server whose services need no request above ``largest_request`` bytes."""
-    return tuple(
-        (name, min(largest_request, MAX_MESSAGE_BYTES) if name == "grpc.max_receive_message_length" else value)
-        for name, value in SERVER_OPTIONS
+@dataclass(frozen=True, slots=True)
+class Pings:
+    """After how long without a byte a connection is pinged, and how long its answer may take (ms)."""
+
+    interval_ms: int
+    timeout_ms: int
+
+
+def server_options(largest_request: int, pings: Pings | None = None) -> Options:
+    """Of a server whose services need no request above ``largest_request`` bytes. ``pings``: of a rank's sessions."""
+    ours: dict[str, int] = {"grpc.max_receive_message_length": min(largest_request, MAX_MESSAGE_BYTES)}
+    if pings is not None:
+        ours["grpc.http2.min_ping_interval_without_data_ms"] = RANK_SHORTEST_PING_MILLISECONDS
+    return _replaced(with_pings(SERVER_OPTIONS, pings), ours)
+
+
+def with_pings(options: Options, pings: Pings | None) -> Options:
+    """The same with other pings; None: as they are."""
+    if pings is None:
+        return options
+    return _replaced(
+        options,
+        {
+            "grpc.keepalive_time_ms": pings.interval_ms,
+            "grpc.keepalive_timeout_ms": pings.timeout_ms,
+            "grpc.http2.ping_timeout_ms": pings.timeout_ms,
+        },
     )
+
+
+def _replaced(options: Options, by: Mapping[str, int]) -> Options:
+    return tuple((name, by.get(name, value)) for name, value in options)
 
 
 CHANNEL_OPTIONS: Options = (

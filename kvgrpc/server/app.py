@@ -32,6 +32,7 @@ from kvgrpc.registry.store.memory import MemoryStore
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.interceptors import Admission
 from kvgrpc.rpc.loop import LoopThread, background
+from kvgrpc.rpc.options import Pings
 from kvgrpc.rpc.within import check_seconds, within
 from kvgrpc.server.cache_peer import CachePeer
 from kvgrpc.server.check import check
@@ -127,7 +128,7 @@ class Rank(Generic[Transfer]):
             config.layout,
             config.pools,
             config.aux,
-            config.timing,
+            config.session_timing,
             self._bounds,
             config.max_frame_bytes,
             model=config.model,
@@ -141,7 +142,7 @@ class Rank(Generic[Transfer]):
         if config.role is Role.PREFILL:
             manager = PrefillManager(transfer, plane, loop)
         else:
-            manager = DecodeManager(transfer, plane, loop, self._resolve, self._own_channel, self._changes)
+            manager = DecodeManager(transfer, plane, loop, self._resolve, self._session_channel, self._changes)
         self.transfer = cast(Transfer, manager)
         self._status = RankStatus(config.metrics_listen, loop, self.transfer, lambda: self.registration_state)
         self._closing = False
@@ -210,6 +211,7 @@ class Rank(Generic[Transfer]):
             config.server_security,
             config.max_frame_bytes + _BESIDES_A_FRAME_BYTES,
             config.advertise,
+            self._pings,
         )
         self.address = advertised(bound[0], config.advertise)
         self._status.open(self._live, self._ready)
@@ -529,6 +531,15 @@ class Rank(Generic[Transfer]):
 
     def _trusts(self, registry: str) -> bool:
         return registry == self.address or self._policy.trusts(registry)
+
+    def _session_channel(self, address: str) -> grpc.aio.Channel:
+        """To a rank: a stopped process or a cut ends it within seconds (rule 3, break and loss)."""
+        return open_channel(address, self.config.client_security, own_connection=True, pings=self._pings)
+
+    @property
+    def _pings(self) -> Pings:
+        timing = self.config.session_timing
+        return Pings(timing.milliseconds(timing.ping_interval), timing.milliseconds(timing.ping_timeout))
 
 
 def open_prefill(config: RankConfig) -> Rank[PrefillRuntime]:

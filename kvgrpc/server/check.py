@@ -32,6 +32,8 @@ from kvgrpc.transfer.wire import smallest_frame
 # Below it the names and pools of an ordinary Hello would not fit.
 SMALLEST_FRAME_BYTES = 64 * 1024
 LONGEST_TIMEOUT_SECONDS = 86_400.0
+# Below it a peer that is busy for a moment would be taken for one that hangs.
+SHORTEST_SILENCE_SECONDS = 5.0
 SHORTEST_TICK_SECONDS, LONGEST_TICK_SECONDS = 0.001, 10.0
 SHORTEST_SWITCH_SECONDS, LONGEST_SWITCH_SECONDS = 0.000_01, 1.0
 SHORTEST_LEASE_SECONDS, LONGEST_LEASE_SECONDS = 1.0, 600.0
@@ -170,6 +172,7 @@ def _out_of_range(config: RankConfig) -> Iterator[Violation]:
     yield from _wrong_lease_ttl(config.lease_ttl)
     yield from _wrong_switches(config)
     yield from _wrong_timing(config.timing)
+    yield from _wrong_silence(config)
     for each in fields(Bounds):
         if not _is_count(value := getattr(config.bounds, each.name)):
             yield Violation(f"bounds.{each.name}", "a whole number, at least 1", value)
@@ -200,6 +203,15 @@ def _wrong_timing(timing: Timing) -> Iterator[Violation]:
             yield Violation(f"timing.{each.name}", f"a whole number of ticks, 1 to {most} (a day)", value)
         elif each.name == "idle_timeout" and _is_count(timing.heartbeat) and value <= timing.heartbeat:
             yield Violation("timing.idle_timeout", f"above timing.heartbeat = {timing.heartbeat}", value)
+
+
+def _wrong_silence(config: RankConfig) -> Iterator[Violation]:
+    seconds: Any = config.silent_timeout
+    if seconds == 0 and not isinstance(seconds, bool):
+        return
+    if not _is_positive(seconds) or not SHORTEST_SILENCE_SECONDS <= seconds <= LONGEST_TIMEOUT_SECONDS:
+        rule = f"0 (timing.idle_timeout), or {SHORTEST_SILENCE_SECONDS:g} to {LONGEST_TIMEOUT_SECONDS:g} seconds"
+        yield Violation("silent_timeout", rule, seconds)
 
 
 def _wrong_lease_ttl(seconds: Any) -> Iterator[Violation]:

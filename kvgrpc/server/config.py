@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvgrpc.dataplane.base import DataPlane
@@ -57,6 +57,9 @@ class RankConfig:
             larger tp, 4 MiB for each of them and taken when it comes; 0: each slice is a write (docs/topology.md).
         tracing: whether each hand-off is a span of OpenTelemetry; the engine sets up an SDK with its exporter
             (docs/operations.md), and without opentelemetry-api there is none.
+        silent_timeout: seconds after which a peer whose connection stands and that says nothing is given up, with its
+            rooms (its interpreter may be held, by a compiler for example); 0: ``timing.idle_timeout``, 60 s. Never
+            longer than a room may take.
         start_timeout: seconds that opening may take, registration included.
         resolve_timeout: seconds that a receiver's registry may take to answer READY.
         lease_ttl: seconds, of an embedded registry.
@@ -98,6 +101,7 @@ class RankConfig:
     verify: bool = False
     gather_bytes: int = 64 << 20
     tracing: bool = False
+    silent_timeout: float = 0.0
     start_timeout: float = 30.0
     resolve_timeout: float = 30.0
     lease_ttl: float = 10.0
@@ -107,6 +111,13 @@ class RankConfig:
     poll_gives_way: bool = True
     switch_interval: float = 0.0
     call_limits: CallLimits = field(default_factory=CallLimits)
+
+    @property
+    def session_timing(self) -> Timing:
+        """``timing`` with what has a setting of its own."""
+        if not self.silent_timeout:
+            return self.timing
+        return replace(self.timing, idle_timeout=self.timing.ticks(round(self.silent_timeout * 1000)))
 
     @property
     def rank(self) -> RankId:
@@ -169,7 +180,7 @@ _OF_THE_ENGINE = frozenset({"pools", "layout", "dp", "pp", "cp", "tp", "engine_r
 KINDS: dict[str, Any] = {
     **dict.fromkeys(("engine", "device", "listen", "advertise", "registry", "metrics_listen"), str),
     **dict.fromkeys(("bootstrap_allow", "admin_listen"), tuple[str, ...]),
-    **dict.fromkeys(("start_timeout", "resolve_timeout", "lease_ttl", "switch_interval"), float),
+    **dict.fromkeys(("silent_timeout", "start_timeout", "resolve_timeout", "lease_ttl", "switch_interval"), float),
     **dict.fromkeys(_SECURITY, str),
     "audience": tuple[str, ...],
     **dict.fromkeys(

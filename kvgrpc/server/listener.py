@@ -17,7 +17,7 @@ from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.rpc.audience import Audiences
 from kvgrpc.rpc.interceptors import Admission, interceptors_of
 from kvgrpc.rpc.loop import background
-from kvgrpc.rpc.options import LARGEST_REQUEST_BYTES, server_options
+from kvgrpc.rpc.options import LARGEST_REQUEST_BYTES, Pings, server_options
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.rpc.server import add_absent, new_server
 from kvgrpc.server import health
@@ -72,10 +72,12 @@ class Listener:
         security: ServerSecurity | None = None,
         largest_request: int = LARGEST_REQUEST_BYTES,
         advertise: str = "",
+        pings: Pings | None = None,
     ) -> list[str]:
         """Binds all addresses and serves; returns them as bound. ``add_servicers`` returns the services' full names; it
         registers their methods, as generated code does. ``largest_request``: bytes; above it a call is refused unread.
         ``advertise``: the host, or "host:port", by which others dial the first address; tokens may name it.
+        ``pings``: of connections, quicker than usual.
 
         The file of a Unix socket is for its owner only. Raises AddressNotAllowed for an address that nothing protects,
         and for one that is taken or not of this host (then nothing stays bound); InvalidRequest for a file of
@@ -86,7 +88,7 @@ class Listener:
             security.check(address)
         audiences = Audiences(security.audience)
         interceptors = interceptors_of(security, self._admission, self._refused, audiences)
-        server = new_server(interceptors, server_options(largest_request))
+        server = new_server(interceptors, server_options(largest_request, pings))
         self._services = tuple(add_servicers(server))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         add_absent(server, server.paths)

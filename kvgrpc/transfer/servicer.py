@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from kvgrpc.rpc.waiting import longest_wait
 from kvgrpc.transfer import wire
 from kvgrpc.transfer.layout import engines
 from kvgrpc.transfer.protocol.failures import cancelled
-from kvgrpc.transfer.protocol.types import MAX_ROOM, RoomKey, RoomState
+from kvgrpc.transfer.protocol.types import MAX_ROOM, RoomKey, RoomState, SessionState
 from kvgrpc.transfer.runtime.boundary import Runtime, prefill_of
 from kvgrpc.transfer.tables import RoomRow, SessionRow
 from kvgrpc.v1 import common_pb2
@@ -181,6 +182,8 @@ def _session_to_pb(row: SessionRow) -> pb.Session:
         pending_rooms=row.pending_rooms,
     )
     message.idle_time.FromMilliseconds(round(row.idle_seconds * 1000))
+    if row.state is SessionState.SILENT:
+        message.silent_since.FromNanoseconds(time.time_ns() - round(row.idle_seconds * 1e9))
     return message
 
 

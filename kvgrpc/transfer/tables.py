@@ -11,7 +11,8 @@ from kvgrpc.transfer.protocol.types import RoomKey, RoomState, SessionState, Wri
 
 @dataclass(frozen=True, slots=True)
 class SessionRow:
-    """One pair of incarnations, as one side knows it."""
+    """One pair of incarnations, as one side knows it. ``idle_seconds``: since something was heard, or of a silent peer
+    that was never heard, since its connection stands."""
 
     peer: RankRef
     address: str

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from kvgrpc.v1 import common_pb2 as _common_pb2
@@ -139,6 +140,8 @@ class _SessionStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SessionS
     """Given up: its rooms have failed."""
     SESSION_STATE_DEAD: _SessionState.ValueType  # 5
     """Given up, and the other side is proven dead. Decode only."""
+    SESSION_STATE_SILENT: _SessionState.ValueType  # 6
+    """A connection stands, and nothing was heard for ten heartbeats; nothing has failed yet."""
 
 class SessionState(_SessionState, metaclass=_SessionStateEnumTypeWrapper):
     """How a session is."""
@@ -155,6 +158,8 @@ SESSION_STATE_LOST: SessionState.ValueType  # 4
 """Given up: its rooms have failed."""
 SESSION_STATE_DEAD: SessionState.ValueType  # 5
 """Given up, and the other side is proven dead. Decode only."""
+SESSION_STATE_SILENT: SessionState.ValueType  # 6
+"""A connection stands, and nothing was heard for ten heartbeats; nothing has failed yet."""
 Global___SessionState: _TypeAlias = SessionState  # noqa: Y015
 
 @_typing.final
@@ -312,7 +317,7 @@ class Welcome(_message.Message):
 
     @_builtins.property
     def idle_timeout(self) -> _duration_pb2.Duration:
-        """Either side gives the pair up when it heard nothing for this long."""
+        """Either side gives the pair up when it heard nothing for this long, though the connection stands."""
 
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PagePool]:
@@ -564,6 +569,7 @@ class Session(_message.Message):
     ROOMS_FIELD_NUMBER: _builtins.int
     IDLE_TIME_FIELD_NUMBER: _builtins.int
     PENDING_ROOMS_FIELD_NUMBER: _builtins.int
+    SILENT_SINCE_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """Where the other side listens; at prefill, which does not dial, from where it calls, while a stream stands."""
     state: Global___SessionState.ValueType
@@ -582,6 +588,10 @@ class Session(_message.Message):
     def idle_time(self) -> _duration_pb2.Duration:
         """Time since something was heard, while this side ran."""
 
+    @_builtins.property
+    def silent_since(self) -> _timestamp_pb2.Timestamp:
+        """Where it is silent: since when, by this host's clock."""
+
     def __init__(
         self,
         *,
@@ -592,10 +602,11 @@ class Session(_message.Message):
         rooms: _builtins.int = ...,
         idle_time: _duration_pb2.Duration | None = ...,
         pending_rooms: _builtins.int = ...,
+        silent_since: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["idle_time", b"idle_time", "peer", b"peer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["idle_time", b"idle_time", "peer", b"peer", "silent_since", b"silent_since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "idle_time", b"idle_time", "peer", b"peer", "pending_rooms", b"pending_rooms", "rooms", b"rooms", "state", b"state", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "idle_time", b"idle_time", "peer", b"peer", "pending_rooms", b"pending_rooms", "rooms", b"rooms", "silent_since", b"silent_since", "state", b"state", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

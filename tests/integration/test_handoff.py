@@ -22,8 +22,8 @@ from tests.support.waiting import wait_until
 
 FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = 0, 1, 2, 3, 4
 # A death is known within 1 s at decode and 2 s at prefill: tests/simulation holds them to that, in ticks. Here a busy
-# machine may add to it, but not so much that it would be the idle timeout of 3 s that found out.
-BELOW_IDLE_TIMEOUT = 2.9
+# machine may add to it, but not so much that it would be an unanswered ping that found out, after 3 s.
+BELOW_A_PING = 2.7
 Start = Callable[..., RankProcess]
 
 
@@ -304,7 +304,7 @@ def test_a_cancel_at_any_state_ends_both_sides_and_gives_the_pages_back(start: S
 # Faults.
 
 
-def test_prefill_killed_before_a_transfer_fails_decode_before_its_idle_timeout(
+def test_prefill_killed_before_a_transfer_fails_decode_before_any_ping_could(
     pair: tuple[RankProcess, RankProcess],
 ) -> None:
     prefill, decode = pair
@@ -312,7 +312,7 @@ def test_prefill_killed_before_a_transfer_fails_decode_before_its_idle_timeout(
     prefill_sees(prefill, 1)
     killed = prefill.kill()
     (state,) = decode.call("wait", "receivers", [1], [FAILED]).values()
-    assert state[1] == "PEER_LOST" and state[2] - killed < BELOW_IDLE_TIMEOUT
+    assert state[1] == "PEER_LOST" and state[2] - killed < BELOW_A_PING
     decode.call("wait_release", [1])
 
 
@@ -327,7 +327,7 @@ def test_prefill_killed_during_a_transfer_holds_the_pages_until_they_are_safe(st
     decode.call("wait", "receivers", [1], [3])
     killed = prefill.kill()
     (state,) = decode.call("wait", "receivers", [1], [FAILED]).values()
-    assert state[1] == "PEER_LOST" and state[2] - killed < BELOW_IDLE_TIMEOUT
+    assert state[1] == "PEER_LOST" and state[2] - killed < BELOW_A_PING
     assert not decode.call("state", "receivers", 1)[2]
     assert decode.call("held_pages") == 2
     released = decode.call("wait_release", [1]) - killed
@@ -345,7 +345,7 @@ def test_a_killed_peer_after_success_spares_the_room(pair: tuple[RankProcess, Ra
     assert decode.call("state", "receivers", 1) == (SUCCESS, "", True)
 
 
-def test_decode_killed_fails_prefill_before_its_idle_timeout_and_it_serves_on(
+def test_decode_killed_fails_prefill_before_any_ping_could_and_it_serves_on(
     pair: tuple[RankProcess, RankProcess], start: Start
 ) -> None:
     prefill, decode = pair
@@ -355,7 +355,7 @@ def test_decode_killed_fails_prefill_before_its_idle_timeout_and_it_serves_on(
     wait_until(lambda: prefill.call("open_writes") == 0)  # else the write itself may fail first
     killed = decode.kill()
     (state,) = prefill.call("wait", "senders", [1], [FAILED]).values()
-    assert state[1] == "PEER_LOST" and state[2] - killed < BELOW_IDLE_TIMEOUT
+    assert state[1] == "PEER_LOST" and state[2] - killed < BELOW_A_PING
     again = start("D", "DECODE", data_plane=prefill.call("data_plane")).opened()
     again.call("receive", 2, prefill.address, [9])
     prefill.call("send", 2, [3])
@@ -407,7 +407,7 @@ def test_of_three_kills_the_median_is_known_within_a_second_at_decode_and_two_at
     assert statistics.median(took) < seconds
 
 
-def test_a_stopped_prefill_is_known_after_the_idle_timeout_and_its_pages_wait_for_its_word(
+def test_a_stopped_prefill_is_known_in_time_and_its_pages_wait_for_its_word(
     pair: tuple[RankProcess, RankProcess],
 ) -> None:
     prefill, decode = pair
@@ -415,14 +415,14 @@ def test_a_stopped_prefill_is_known_after_the_idle_timeout_and_its_pages_wait_fo
     prefill_sees(prefill, 1)
     stopped = prefill.stop()
     (state,) = decode.call("wait", "receivers", [1], [FAILED]).values()
-    assert state[1] == "PEER_LOST" and 2.5 < state[2] - stopped < 15.0
+    assert state[1] == "PEER_LOST" and 3.4 < state[2] - stopped < 15.0
     time.sleep(2.5)  # in which no page may come back
     assert not decode.call("state", "receivers", 1)[2], "silence is no evidence, however long"
     prefill.go_on()
     decode.call("wait_release", [1])
 
 
-def test_a_stopped_decode_is_known_after_the_idle_timeout(pair: tuple[RankProcess, RankProcess]) -> None:
+def test_a_stopped_decode_is_known_in_time(pair: tuple[RankProcess, RankProcess]) -> None:
     prefill, decode = pair
     decode.call("receive", 1, prefill.address, [1])
     prefill.call("send", 1, [1], last=False)
@@ -430,7 +430,7 @@ def test_a_stopped_decode_is_known_after_the_idle_timeout(pair: tuple[RankProces
     wait_until(lambda: prefill.call("open_writes") == 0)
     stopped = decode.stop()
     (state,) = prefill.call("wait", "senders", [1], [FAILED]).values()
-    assert state[1] == "PEER_LOST" and 2.5 < state[2] - stopped < 15.0
+    assert state[1] == "PEER_LOST" and 3.4 < state[2] - stopped < 15.0
     decode.go_on()
     decode.call("wait", "receivers", [1], [FAILED])
     decode.call("receive", 2, prefill.address, [2])

@@ -15,9 +15,9 @@ from tests.support.rank_host import RankProcess
 
 FAILED, TRANSFERRING, SUCCESS = 0, 3, 4
 ROOMS = range(1, 9)
-# The idle timeout of 3 s finds out, and a busy machine may add to it.
-SOONEST, LATEST = 2.5, 12.0
-# Far below the idle timeout, and far above what an append and a wake take on a busy machine.
+# Pings of gRPC find out within 3 s, and the next connection has 1 s; a busy machine may add to it.
+SOONEST, LATEST = 3.4, 4.5 + 3.0
+# Far below the time in which a peer is lost, and far above what an append and a wake take on a busy machine.
 A_CALL = 2.0
 Start = Callable[..., RankProcess]
 
@@ -80,12 +80,10 @@ def serve_on(prefill: RankProcess, decode: RankProcess) -> None:
 
 
 @pytest.mark.slow
-def test_a_cut_that_is_shorter_than_the_idle_timeout_fails_no_room(
-    link: Link, apart: tuple[RankProcess, RankProcess]
-) -> None:
+def test_a_cut_that_is_mended_in_time_fails_no_room(link: Link, apart: tuple[RankProcess, RankProcess]) -> None:
     half_way(*apart)
     link.cut()
-    time.sleep(1.0)  # the outage is the subject
+    time.sleep(2.0)  # the outage is the subject
     link.mend()
     complete(*apart)
 
@@ -110,7 +108,7 @@ def test_of_a_cut_hand_off_both_sides_hear_in_time_and_pages_come_back_when_it_i
     serve_on(prefill, decode)
 
 
-def test_rooms_of_two_processes_that_slept_longer_than_the_idle_timeout_go_on(start: Start) -> None:
+def test_rooms_of_two_processes_that_slept_for_long_go_on(start: Start) -> None:
     """A machine that is suspended: nobody may take the time for the other's silence."""
     prefill = start("P", "PREFILL", registry="embedded")
     decode = start("D", "DECODE")
@@ -118,7 +116,7 @@ def test_rooms_of_two_processes_that_slept_longer_than_the_idle_timeout_go_on(st
     half_way(prefill, decode)
     decode.stop()
     prefill.stop()
-    time.sleep(4.0)  # asleep for longer than the idle timeout is the subject
+    time.sleep(5.0)  # asleep for longer than it takes to lose a peer is the subject
     prefill.go_on()
     decode.go_on()
     complete(prefill, decode)

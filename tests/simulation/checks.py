@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 LATENCY = 5
 DECODE_KNOWS_OF_A_DEATH = 10
 PREFILL_KNOWS_OF_A_DEATH = 20
+# An unanswered ping ends the connection, and the next one does not come to be.
+KNOWS_OF_A_STOP = TIMING.ping_interval + TIMING.ping_timeout + TIMING.welcome_within
 
 
 @dataclass(eq=False)
@@ -56,7 +58,7 @@ class Promises:
     def after_stop_of_prefill(self, prefill: PrefillProcess) -> None:
         for link in self._standing(prefill):
             for key, kept in _open_at_decode(link):
-                self._promise("decode knows of a stopped prefill", key, TIMING.idle_timeout, kept, link.decode, prefill)
+                self._promise("decode knows of a stopped prefill", key, KNOWS_OF_A_STOP, kept, link.decode, prefill)
 
     def after_death_of_decode(self, decode: DecodeProcess) -> None:
         for link in self._standing(decode):

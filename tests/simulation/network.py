@@ -16,6 +16,7 @@ from kvgrpc.transfer.protocol.types import DecodeEntry, PrefillEntry
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from tests.simulation.checks import check_rooms_are_known
 from tests.simulation.hostile import LyingCore, owed_by_others
+from tests.simulation.processes import TIMING
 
 if TYPE_CHECKING:
     from tests.simulation.processes import DecodeProcess, PrefillProcess
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 # What arrives when: (tick, kind, content). Kinds: hello, welcome, goodbye, rooms, end.
 Queue = deque[tuple[int, str, Any]]
 FRAME_BYTES = 1 << 20
+# Ticks after which an unanswered ping ends a connection at the latest: it may have been sent just before the fault.
+PINGS = TIMING.ping_interval + TIMING.ping_timeout
 POOLS = [("kv", 1 << 16), ("state", 1 << 16)]
 
 
@@ -32,7 +35,7 @@ class Link:
     """One stream, from a decode to whoever listened at the address when the dial got through.
 
     ``broken``: nothing new enters it. A side that closed it sends nothing more, but may still be sent to. A ``slow``
-    one takes up to three seconds.
+    one takes up to three seconds. ``unanswered``: for how long pings were not, ``severed``: too long.
     """
 
     decode: DecodeProcess
@@ -45,6 +48,8 @@ class Link:
     prefill_closed: bool = False
     broken: bool = False
     slow: bool = False
+    unanswered: int = 0
+    severed: bool = False
 
     @property
     def standing(self) -> bool:
@@ -110,7 +115,9 @@ class Network:
         self._open_and_close()
         self._write()
         for link in list(self.links):
-            if (link.decode.number, link.address) in self.cuts:
+            if link.prefill is not None:
+                self._ping(link, link.prefill)
+            if (link.decode.number, link.address) in self.cuts and not link.severed:
                 continue
             if link.prefill is None:
                 self._connect(link)
@@ -150,6 +157,24 @@ class Network:
         elif link.decode.state == "running":
             self.links.remove(link)
             link.decode.core.on_refused(link.stream)
+
+    def _ping(self, link: Link, prefill: PrefillProcess) -> None:
+        """What the library's threads do on either side, also while the interpreter is held: a peer that is stopped or
+        cut off does not answer, and whoever runs ends the connection."""
+        decode, cut = link.decode, self.is_cut(link.decode, prefill)
+        alive = [process.state in ("running", "held") for process in (decode, prefill)]
+        if all(alive) and not cut:
+            link.unanswered = 0
+            if not link.broken and decode.state == "running":
+                decode.core.on_connected(link.stream)
+        elif any(alive) and not link.severed and (cut or not link.broken):
+            link.unanswered += 1
+            if link.unanswered > PINGS - self._random.randrange(TIMING.ping_interval):
+                link.broken = link.severed = True
+                for queue, answers in zip((link.to_decode, link.to_prefill), alive, strict=True):
+                    if answers or cut:  # else its kernel has what came before
+                        queue.clear()
+                    self._send(queue, "end", None, 0)
 
     def _deliver(self, link: Link, prefill: PrefillProcess) -> None:
         now = self._world.now

@@ -33,7 +33,10 @@ TIMING = Timing(room_deadline=300, unclaimed=300, ended_record=60)
 
 
 class Process:
-    """``state``: running, stopped (SIGSTOP) or dead. ``disturbances``: faults that touched it."""
+    """``state``: running, held (one of its threads holds the interpreter), stopped (SIGSTOP) or dead.
+
+    ``disturbances``: faults that touched it.
+    """
 
     def __init__(self, world: World, number: int, ref: RankRef) -> None:
         self.world = world

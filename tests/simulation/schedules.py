@@ -8,9 +8,9 @@ from functools import partial
 from kvgrpc.transfer.protocol.decode_core import DecodeCore
 from kvgrpc.transfer.protocol.prefill_core import PrefillCore
 from kvgrpc.transfer.protocol.types import Align, Bounds, RoomKey
-from tests.simulation.checks import check_end
+from tests.simulation.checks import LATENCY, check_end
 from tests.simulation.fleet import FLEETS, SINGLES
-from tests.simulation.processes import DecodeProcess, PrefillProcess
+from tests.simulation.processes import TIMING, DecodeProcess, PrefillProcess
 from tests.simulation.requests import Request
 from tests.simulation.world import World
 
@@ -30,19 +30,25 @@ FAULTS = (
     "kill decode",
     "drain",
     *["destroy engine"] * 2,
+    "hold prefill",
+    "hold decode",
 )
+HOLDS = ("hold prefill", "hold decode", "hold both")
 
 
 class Schedule(World):
     """One seed. Every fourth goes through the wire format, every third has tight bounds, every fifth has hostile peers,
-    of every five two have rooms with pages of two pools; layouts take turns."""
+    of every five two have rooms with pages of two pools; layouts take turns. In every seventh that has no hostile peers
+    nothing goes wrong but that interpreters are held.
+    """
 
     def __init__(
         self, seed: int, decode_core: type[DecodeCore] = DecodeCore, prefill_core: type[PrefillCore] = PrefillCore
     ) -> None:
-        bounds = TIGHT if seed % 3 == 0 else Bounds()
-        fleet = FLEETS[seed // 2 % len(FLEETS)]
         hostile = seed % 5 == 4
+        only_hold = seed % 7 == 3 and not hostile
+        bounds = TIGHT if seed % 3 == 0 and not only_hold else Bounds()
+        fleet = FLEETS[seed // 2 % len(FLEETS)]
         super().__init__(
             seed,
             decode_core,
@@ -53,8 +59,9 @@ class Schedule(World):
             rogues=2 if hostile else 0,
             liars=[2] if hostile and fleet is SINGLES else [],
         )
-        self.network.slow_share = 0.4
+        self.network.slow_share = 0.0 if only_hold else 0.4
         self.threads_wait = True
+        self.peers_only_hold = only_hold
         self.two_pools = seed % 5 in (1, 4)
         self._rooms = 0
 
@@ -144,7 +151,7 @@ class Schedule(World):
 
     def _fault(self) -> None:
         rnd = self.random
-        kind = rnd.choice(FAULTS)
+        kind = rnd.choice(HOLDS if self.peers_only_hold else FAULTS)
         decode = rnd.choice(self.decodes)
         alive = self.prefills or list(self.current)  # none where all were killed and none is back yet
         prefill = self.current[rnd.randrange(len(self.current))] if rnd.random() < 0.8 else rnd.choice(alive)
@@ -170,6 +177,10 @@ class Schedule(World):
         elif kind == "stop both":
             self.stop(decode, long)
             self.stop(prefill, long + rnd.randrange(5))
+        elif kind.startswith("hold"):
+            for process in (decode, prefill):
+                if kind.endswith(("both", "decode" if process is decode else "prefill")):
+                    self.hold(process, rnd.choice([5, 15, 50, 120, TIMING.silence - LATENCY]))
         elif kind == "cut":
             self.cut(decode, prefill, rnd.choice([5, 15, 50, 150]))
         elif kind == "kill prefill behind a cut":  # what its kernel still has arrives long after

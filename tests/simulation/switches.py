@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
 
 from kvgrpc.errors import Failure
+from kvgrpc.model import RankRef
 from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodePair, DecodePart, DecodeRoom, Stream
 from kvgrpc.transfer.protocol.decode_held import HeldPages
 from kvgrpc.transfer.protocol.prefill_core import PrefillCore, PrefillPair
+from kvgrpc.transfer.protocol.types import Timing
 
 
 def cores(off: Collection[int]) -> tuple[type[DecodeCore], type[PrefillCore]]:
@@ -16,6 +20,9 @@ def cores(off: Collection[int]) -> tuple[type[DecodeCore], type[PrefillCore]]:
     prefill: type[PrefillCore] = PrefillCore
     if 2 in off:
         decode, prefill = _DecodeWithout2, _PrefillWithout2
+    if 3 in off:
+        decode = type("DecodeWithout3", (_Without3, decode), {})
+        prefill = type("PrefillWithout3", (_Without3, prefill), {})
     if 4 in off:
         decode = type("DecodeWithout4", (_Without4, decode), {})
     if 8 in off:
@@ -38,6 +45,13 @@ class _PrefillWithout2(PrefillCore):
 
     def _current(self, pair: PrefillPair, stream: object) -> bool:
         return True
+
+
+class _Without3:
+    """A peer that says nothing for three seconds is lost, whatever its connection does."""
+
+    def __init__(self, me: RankRef, *, timing: Timing, **settings: Any) -> None:
+        super().__init__(me, timing=replace(timing, idle_timeout=timing.silent_after), **settings)  # type: ignore[call-arg]
 
 
 class _Without4(DecodeCore):

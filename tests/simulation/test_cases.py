@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvgrpc.transfer.protocol.types import KVPoll, RoomKey, RoomState, Want, Writes
-from tests.simulation.checks import LATENCY
+from tests.simulation.checks import KNOWS_OF_A_STOP, LATENCY
 from tests.simulation.processes import POOL_PAGES, TIMING
 from tests.simulation.requests import Request
 from tests.simulation.stage import FOREVER, KEY, SECOND, Stage, failed, part_of
@@ -149,7 +149,7 @@ def test_prefill_stopped_or_cut_off_and_later_continued(stage: Stage, kind: str)
     else:
         stage.cut(stage.decode, stage.prefill, FOREVER)
     passed = stage.until(lambda: failed(receiver, "PEER_LOST"))
-    assert TIMING.idle_timeout <= passed <= TIMING.idle_timeout + LATENCY
+    assert KNOWS_OF_A_STOP - 5 <= passed <= KNOWS_OF_A_STOP + LATENCY
     stage.steps(10 * SECOND)
     assert not receiver.release_safe, "silence is no evidence"
     stage.network.cuts.clear()

@@ -79,12 +79,74 @@ def test_a_connection_that_is_left_holds_the_pages_after_the_settle_time(stage: 
     stage.until_over()
 
 
-def test_a_first_dial_without_an_answer_fails_after_the_idle_timeout(stage: Stage) -> None:
+def test_a_first_dial_that_does_not_connect_fails_after_the_time_for_it(stage: Stage) -> None:
     stage.stop(stage.prefill, FOREVER)
     _, receiver = stage.receive(REQUEST)
     passed = stage.until(lambda: failed(receiver, "PEER_LOST"))
-    assert TIMING.idle_timeout <= passed <= TIMING.idle_timeout + LATENCY
+    assert TIMING.connect_within <= passed <= TIMING.connect_within + LATENCY
     assert receiver.release_safe, "nothing was ever asked of it"
+    stage.until_over()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode", "both"])
+@pytest.mark.parametrize("moment", [0, 1, 2, 3, 5, 8, 13, 20, 30])
+def test_a_peer_whose_interpreter_is_held_loses_no_room_at_whatever_stage(stage: Stage, moment: int, side: str) -> None:
+    request = Request(KEY, pages=3)
+    _, receiver = stage.receive(request)
+    sender = stage.send(request)
+    stage.steps(moment)
+    if side != "decode":
+        stage.hold(stage.prefill, 100)
+    if side != "prefill":
+        stage.hold(stage.decode, 100)
+    stage.until(lambda: sender.poll is receiver.poll is KVPoll.Success, 20 * SECOND)
+    stage.until_over()
+
+
+def test_a_break_while_prefills_interpreter_is_held_loses_no_room(stage: Stage) -> None:
+    _, receiver = stage.receive(REQUEST)
+    stage.until_named()
+    stage.hold(stage.prefill, 100)
+    stage.steps(SECOND)
+    stage.snap(stage.link)
+    stage.steps(5 * SECOND)
+    sender = stage.send(REQUEST)
+    stage.until(lambda: sender.poll is receiver.poll is KVPoll.Success, 20 * SECOND)
+
+
+def test_a_peer_that_is_silent_past_its_bound_is_lost(stage: Stage) -> None:
+    _, receiver = stage.receive(REQUEST)
+    stage.until_named()
+    stage.decode.core._due.clear(stage.decode.core.rooms[KEY])  # else it would be the deadline
+    stage.hold(stage.prefill, FOREVER)
+    passed = stage.until(lambda: failed(receiver, "PEER_LOST"), FOREVER)
+    assert TIMING.silence <= passed <= TIMING.silence + LATENCY
+    assert not receiver.release_safe, "it is alive, and may write"
+    stage.go_on(stage.prefill)
+    stage.until_over()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("kind", ["stop", "cut"])
+@pytest.mark.parametrize(("seconds", "survives"), [(3, True), (6, False)])
+def test_a_stop_or_a_cut_of_three_seconds_loses_no_room_and_one_of_six_does(
+    stage: Stage, seconds: int, survives: bool, kind: str, side: str
+) -> None:
+    _, receiver = stage.receive(REQUEST)
+    stage.prefill.lazy = True
+    sender = stage.send(REQUEST)
+    stage.until_named()
+    process = stage.prefill if side == "prefill" else stage.decode
+    if kind == "stop":
+        stage.stop(process, seconds * SECOND)
+    else:
+        stage.cut(stage.decode, stage.prefill, seconds * SECOND)
+    stage.steps(seconds * SECOND + 2 * SECOND)
+    stage.prefill.lazy = False
+    if survives:
+        stage.until(lambda: sender.poll is receiver.poll is KVPoll.Success)
+    else:
+        stage.until(lambda: failed(sender, "PEER_LOST") and failed(receiver, "PEER_LOST"))
     stage.until_over()
 
 

@@ -23,8 +23,9 @@ from tests.simulation.requests import Request, WatchedHandle
 
 
 class World:
-    """``violations`` says what broke, ``log`` how it came to it. ``calm``: data planes have no moods. ``threads_wait``:
-    what engine and transfer threads ask for comes to the loop thread later, between any two frames and ticks.
+    """``violations`` says what broke, ``log`` how it came to it. ``calm``: data planes have no moods.
+    ``peers_only_hold``: nothing happens to a process but that its interpreter is held. ``threads_wait``: what engine
+    and transfer threads ask for comes to the loop thread later, between any two frames and ticks.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class World:
         self.liars = self.suspects = frozenset(liars)
         self.random = random.Random(seed)
         self.now = 0
-        self.calm = False
+        self.calm = self.peers_only_hold = False
         self.threads_wait = False
         self.violations: list[tuple[int, str, object]] = []
         self.log: list[tuple[object, ...]] = []
@@ -147,11 +148,20 @@ class World:
                 self.promises.after_stop_of_prefill(process)
             self.at(ticks, lambda: self.go_on(process))
 
-    def go_on(self, process: Process) -> None:
-        if process.state == "stopped" and not process.stopped_forever:
+    def hold(self, process: Process, ticks: int) -> None:
+        """Its interpreter is held, by a compiler for example: it says and hears nothing, and its kernel, the library's
+        threads and its data plane go on."""
+        if process.state == "running":
             self._disturb(process)
+            process.state = "held"
+            self.note(process.ref, "held", ticks)
+            self.at(ticks, lambda: self.go_on(process))
+
+    def go_on(self, process: Process) -> None:
+        if process.state in ("stopped", "held") and not process.stopped_forever:
+            self._disturb(process)
+            self.note(process.ref, "goes on")
             process.state = "running"
-            self.note(process.ref, "SIGCONT")
 
     def cut(self, decode: DecodeProcess, prefill: PrefillProcess, ticks: int) -> None:
         self._disturb(decode)
@@ -216,6 +226,8 @@ class World:
         failure = handle.aborted or handle.failure
         cause = "ok" if failure is None else failure.reason.name
         self.outcomes[f"{process.ref.rank.engine[0]} {cause}"] += 1
+        if self.peers_only_hold and cause == "PEER_LOST":
+            self.violate("a room is lost to a peer that is alive", key)
         self.note(process.ref, "ended", key, cause)
 
     def violate(self, what: str, key: object) -> None:

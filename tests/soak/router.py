@@ -41,9 +41,9 @@ OVERDUE_SECONDS = ROOM_SECONDS + 40.0
 STUCK_SECONDS = OPEN_SECONDS + OVERDUE_SECONDS
 CANCELLED_SHARE = 0.1
 LONGEST_CANCEL = 0.02
-# Two kills, then a stop, which is shorter or longer than the idle timeout of 3 s.
+# Two kills, then a stop, after which its rooms go on, or which is long enough to lose them (4 s).
 STOPPED_EVERY = 3
-SHORTEST_STOP, LONGEST_STOP = 0.3, 5.0
+SHORTEST_STOP, LONGEST_STOP = 0.3, 7.0
 # What MC_TCP_LANES_PER_PEER is by default.
 MOONCAKE_LANES = 4
 # Before that connections are still being made.

@@ -32,9 +32,10 @@ DISTURBED = {KILLED, "PEER_LOST", "TRANSFER_FAILED", "ROOM_NOT_FOUND"}
 NEVER_MET = {"ROOM_DEADLINE"}
 # Past a room's deadline: for the tick, the peer's word and a busy machine.
 LATE_SECONDS = 2.0
-# Past the idle timeout of a room whose ranks had met when one of them was killed or stopped.
+# Past the loss of a stopped peer of a room whose ranks had met when one of them was killed or stopped.
 LATE_LOSS_SECONDS = 3.0
-IDLE_TIMEOUT = Timing().idle_timeout * Timing().tick_seconds
+_TIMING = Timing()
+UNREACHABLE = (_TIMING.ping_interval + _TIMING.ping_timeout + _TIMING.welcome_within) * _TIMING.tick_seconds
 # A process that a busy machine is slow to start puts off the next kill, but not so long.
 LONGEST_PEACE = 20.0
 
@@ -206,7 +207,7 @@ class Result:
         A machine on which rooms that nobody disturbed take longer than ``LATE_LOSS_SECONDS`` is as slow to end others.
         """
         seconds, which = self.latest_loss
-        allowed = IDLE_TIMEOUT + max(LATE_LOSS_SECONDS, self.longest_room)
+        allowed = UNREACHABLE + max(LATE_LOSS_SECONDS, self.longest_room)
         if seconds > allowed:
             after = f"{seconds:.1f} s after a process of it was killed or stopped"
             self.problems.append(f"{which} {after}, {allowed:.1f} s are allowed")

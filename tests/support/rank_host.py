@@ -143,6 +143,13 @@ class RankHost:
         self.senders: dict[tuple[int, int], Any] = {}
         self.receivers: dict[tuple[int, int], Any] = {}
 
+    def hold(self, seconds: float) -> None:
+        """One thread holds the interpreter, as a compiler or a C extension may; the libraries' own threads go on."""
+        ctypes.PyDLL(None).usleep(round(seconds * 1e6))
+
+    def session_states(self) -> list[str]:
+        return sorted(row.state.name for row in self.rank.transfer.sessions())
+
     def reopen(self) -> str:
         """The same rank anew, on the same memory and address, as after an engine's sleep; its incarnation."""
         from kvgrpc.server import open_rank

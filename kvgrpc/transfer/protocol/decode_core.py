@@ -18,6 +18,7 @@ from kvgrpc.transfer.protocol.decode_held import HeldPages
 from kvgrpc.transfer.protocol.decode_pair import DecodePair, Stream
 from kvgrpc.transfer.protocol.decode_room import DecodePart, DecodeRoom
 from kvgrpc.transfer.protocol.pending_rooms import PendingRooms, take_keys
+from kvgrpc.transfer.protocol.silence import SilentPair, note_silence
 from kvgrpc.transfer.protocol.timers import Deadlines
 from kvgrpc.transfer.protocol.types import (
     PAST_FAILURES,
@@ -51,6 +52,7 @@ class DecodeWork:
     to end. ``tell``: pairs with something to say, each to be flushed when its stream has room. ``failed``: rooms that
     failed and are dropped, of which people may still ask why; the last 256. ``ended``: rooms that got their terminal
     state. ``lost``: pairs that were given up. ``compares``: rooms whose pages are to be compared with their checksums.
+    ``silent``: pairs whose peer fell silent, or speaks again.
     """
 
     resolves: list[DecodeRoom] = field(default_factory=list)
@@ -62,6 +64,7 @@ class DecodeWork:
     ended: list[DecodeRoom] = field(default_factory=list)
     lost: list[LostPair] = field(default_factory=list)
     compares: list[DecodeRoom] = field(default_factory=list)
+    silent: list[SilentPair] = field(default_factory=list)
 
 
 class DecodeCore:
@@ -210,12 +213,17 @@ class DecodeCore:
 
     # What happened.
 
+    def on_connected(self, stream: Stream) -> None:
+        """The connection of the stream stands: there is a process that answers, whatever its interpreter does."""
+        if self._current(stream):
+            stream.pair.connect(self.now)
+
     def on_welcome(self, stream: Stream, idle_timeout: int | None = None) -> None:
         """The peer welcomed us on this stream. ``idle_timeout``: the one it asks for, in ticks; None: our own."""
         pair = stream.pair
         if not self._current(stream) or pair.dead_at is not None:
             return
-        pair.welcome(self.now, idle_timeout or self.timing.idle_timeout)
+        pair.welcome(self.now, min(idle_timeout or self.timing.idle_timeout, self.timing.room_deadline))
         for key in pair.rooms:
             self.rooms[key].refresh()
         self._pending.add_all(pair, (*pair.rooms, *pair.refusals))
@@ -506,6 +514,9 @@ class DecodeCore:
             how = pair.given_up(self.now, self.timing)
             if how:
                 self._lose(pair, how)
+        told = note_silence(pair, pair.heard_or_reached_at, len(pair.rooms), self.now, self.timing)
+        if told is not None:
+            self._work.silent.append(told)
         if pair.up:
             return
         if not pair.rooms and not pair.is_dialling(self.now, self.timing):

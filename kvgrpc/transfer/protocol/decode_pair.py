@@ -23,7 +23,9 @@ class DecodePair:
     """What decode knows of one incarnation of one prefill rank.
 
     ``up``: it welcomed us on the current stream. ``welcomed``: it did so at least once. ``lost``: it was given up.
-    ``dead_at``: the tick at which it was proven dead (4, proof of death).
+    ``dead_at``: the tick at which it was proven dead (4, proof of death). ``connected_at``: the tick since which the
+    connection of the current stream stands, before it is welcomed; ``reached_at``: until when an earlier one of the
+    present wait stood. ``silent``: it was told that nothing is heard.
 
     ``connections``: over which its bytes could still arrive when it was proven dead; None: nobody could tell yet (8,
     pages by evidence). ``open_connections``: what was told last, ``next_ask_at``: when it is asked again.
@@ -37,6 +39,7 @@ class DecodePair:
         "ask_pause",
         "backoff",
         "broken_at",
+        "connected_at",
         "connections",
         "dead_at",
         "dialled_at",
@@ -49,9 +52,11 @@ class DecodePair:
         "next_dial_at",
         "open_connections",
         "pending_rooms",
+        "reached_at",
         "ref",
         "refusals",
         "rooms",
+        "silent",
         "stream",
         "up",
         "up_since",
@@ -65,9 +70,11 @@ class DecodePair:
         self.address = target.address
         self.layout, self.layers = target.layout, target.layers
         self.stream: Stream | None = None
-        self.up = self.welcomed = self.lost = self.verify = False
+        self.up = self.welcomed = self.lost = self.verify = self.silent = False
         self.heard_at = self.dialled_at = self.next_dial_at = self.up_since = now
         self.broken_at: int | None = None
+        self.connected_at: int | None = None
+        self.reached_at = 0
         self.waiting_since: int | None = now
         self.dead_at: int | None = None
         self.backoff = 0
@@ -84,6 +91,8 @@ class DecodePair:
         """As tables show it."""
         if self.dead_at is not None:
             return SessionState.DEAD
+        if self.silent:
+            return SessionState.SILENT
         if self.up:
             return SessionState.OPEN
         if self.lost:
@@ -92,7 +101,7 @@ class DecodePair:
 
     def dial(self, number: int, now: int, timing: Timing) -> Stream:
         """A new stream, the only one that counts from now on."""
-        self.up = False
+        self.end_stream()
         self.stream = Stream(self, number)
         self.dialled_at = now
         longest = timing.longest_backoff if self.lost else timing.welcome_within // 2
@@ -100,22 +109,35 @@ class DecodePair:
         self.next_dial_at = now + self.backoff
         return self.stream
 
+    def connect(self, now: int) -> None:
+        """The peer's host and process answer on the current stream's connection; its interpreter did not yet."""
+        if not self.up and self.connected_at is None:
+            self.connected_at = now
+
+    @property
+    def heard_or_reached_at(self) -> int | None:
+        """Since when a peer whose connection stands is silent; None: no connection stands."""
+        return self.heard_at if self.up else self.connected_at
+
     def welcome(self, now: int, idle_timeout: int) -> None:
         """``idle_timeout``: after how many ticks without a word the peer is given up, as it said itself."""
         self.up = self.welcomed = True
         self.idle_timeout = idle_timeout
         self.lost = False
-        self.broken_at = self.waiting_since = None
+        self.broken_at = self.waiting_since = self.connected_at = None
         self.heard_at = self.up_since = now
 
     def broke(self, now: int, timing: Timing) -> None:
         """The stream ended; the next dial is due at once, unless streams break as soon as they are welcomed."""
-        if self.up and now - self.up_since > timing.idle_timeout:
+        if self.up and now - self.up_since > timing.connect_within:
             self.backoff = 0
             self.next_dial_at = now
+        # A front that takes every connection and ends it at once is no sign of the peer.
+        if self.connected_at is not None and now - self.connected_at > timing.welcome_within:
+            self.reached_at = now
         self.end_stream()
         if self.broken_at is None:
-            self.broken_at = now
+            self.broken_at = timing.break_counts_from(now, self.heard_at)
 
     def wait(self, now: int) -> None:
         """A room needs this pair, which is not up: it is given up unless welcomed in the time of a first dial."""
@@ -128,27 +150,42 @@ class DecodePair:
         """Nothing of the stream counts any more; the stream that is to be closed, if there is one."""
         stream, self.stream = self.stream, None
         self.up = False
+        self.connected_at = None
         return stream
 
     def is_dialling(self, now: int, timing: Timing) -> bool:
         """A dial is under way that may still be answered."""
-        return self.stream is not None and now - self.dialled_at <= timing.abandon_dial
+        return self.stream is not None and self._is_dialling_within(timing.abandon_dial, now, timing)
 
     def dial_is_due(self, now: int, timing: Timing) -> bool:
         """For a pair that is not up."""
         if self.stream is None:
             return now >= self.next_dial_at
-        return now - self.dialled_at > max(timing.abandon_dial, self.backoff if self.lost else 0)
+        within = max(timing.abandon_dial, self.backoff if self.lost else 0)
+        return not self._is_dialling_within(within, now, timing)
+
+    def _is_dialling_within(self, ticks: int, now: int, timing: Timing) -> bool:
+        if self.connected_at is not None:  # another dial would get no further
+            return now - self.connected_at <= timing.silence
+        return now - self.dialled_at <= ticks
 
     def given_up(self, now: int, timing: Timing) -> str:
         """How the pair was lost by now; empty: it was not (rule 3, break and loss)."""
         if self.up:
-            limit, what, over = self.idle_timeout, "idle for {} ms", now - self.heard_at > self.idle_timeout
-        elif self.waiting_since is not None and now - self.waiting_since > timing.idle_timeout:
-            limit, what, over = timing.idle_timeout, "no welcome within {} ms", True
-        elif self.broken_at is not None and self.welcomed and not self.lost:
-            limit, what = timing.welcome_within, "no welcome within {} ms of a break"
-            over = now - self.broken_at > timing.welcome_within
-        else:
-            return ""
-        return what.format(timing.milliseconds(limit)) if over else ""
+            silent = now - self.heard_at > self.idle_timeout
+            return _SILENT.format(timing.milliseconds(self.idle_timeout)) if silent else ""
+        how = ""
+        if self.waiting_since is not None:
+            how = self._unreached(self.waiting_since, timing.connect_within, "", now, timing)
+        if not how and self.broken_at is not None and self.welcomed and not self.lost:
+            how = self._unreached(self.broken_at, timing.welcome_within, " of a break", now, timing)
+        return how
+
+    def _unreached(self, since: int, limit: int, of_what: str, now: int, timing: Timing) -> str:
+        if now - since > timing.silence:
+            return _SILENT.format(timing.milliseconds(timing.silence))
+        over = self.connected_at is None and now - max(since, self.reached_at) > limit
+        return f"not reached within {timing.milliseconds(limit)} ms{of_what}" if over else ""
+
+
+_SILENT = "not a word for {} ms, though its connection stood"

@@ -23,6 +23,7 @@ from kvgrpc.transfer.protocol.pending_rooms import PendingRooms, take_keys
 from kvgrpc.transfer.protocol.prefill_memory import EndedRecords, StreamNumbers, UnknownWrites
 from kvgrpc.transfer.protocol.prefill_pair import PrefillPair
 from kvgrpc.transfer.protocol.prefill_room import PrefillRoom, Submission
+from kvgrpc.transfer.protocol.silence import SilentPair, note_silence
 from kvgrpc.transfer.protocol.timers import Deadlines
 from kvgrpc.transfer.protocol.types import (
     PAST_FAILURES,
@@ -55,7 +56,7 @@ class PrefillWork:
     may start. ``gone``: pairs that were given up, whose memory the data plane is to forget. ``closes``: streams to end.
     ``tell``: pairs with something to say, each to be flushed when its stream has room. ``failed``: rooms that failed
     and are dropped, of which people may still ask why; the last 256. ``ended``: rooms that got their terminal state.
-    ``lost``: the same pairs, as people are told of them.
+    ``lost``: the same pairs, as people are told of them. ``silent``: pairs whose peer fell silent, or speaks again.
     """
 
     submissions: list[Submission] = field(default_factory=list)
@@ -66,6 +67,7 @@ class PrefillWork:
     failed: deque[PrefillRoom] = field(default_factory=lambda: deque(maxlen=PAST_FAILURES))
     ended: list[PrefillRoom] = field(default_factory=list)
     lost: list[LostPair] = field(default_factory=list)
+    silent: list[SilentPair] = field(default_factory=list)
 
 
 class PrefillCore:
@@ -250,7 +252,7 @@ class PrefillCore:
         """The stream ended, with Goodbye or without: prefill cannot dial, and waits (3, break and loss)."""
         pair = self.pairs.get(ref)
         if pair is not None and pair.stream is stream:
-            pair.end_stream(self.now)
+            pair.end_stream(self.now, self.timing)
 
     def on_outcome(self, submission: Submission, outcome: Outcome, detail: str = "") -> None:
         """The data plane ended one submission (7, writes)."""
@@ -317,6 +319,10 @@ class PrefillCore:
             how = pair.given_up(self.now, self.timing)
             if how:
                 self._lose(pair, how)
+            said = pair.heard_at if pair.up else None
+            told = note_silence(pair, said, pair.open_rooms, self.now, self.timing)
+            if told is not None:
+                self._work.silent.append(told)
             if pair.lost and pair.stream is None and not pair.rooms:
                 del self.pairs[pair.ref]
 
@@ -614,7 +620,7 @@ class PrefillCore:
         """
         owner, unknown = room.owner, room.writes is WRITES_UNKNOWN
         remembered = owner is not None and owner.up and not room.forgotten
-        if remembered and (unknown or not aged):
+        if remembered and (unknown or not aged or (owner is not None and owner.silent)):  # who is held cannot forget
             self._keep(room)
             return None
         if owner is not None and unknown:
@@ -652,7 +658,7 @@ class PrefillCore:
             self._fail(self.rooms[key], failure)
 
     def _end_stream(self, pair: PrefillPair) -> None:
-        stream = pair.end_stream(self.now)
+        stream = pair.end_stream(self.now, self.timing)
         if stream is not None:
             self._work.closes.append(stream)
 

@@ -35,6 +35,7 @@ class PrefillPair:
         "ref",
         "rooms",
         "sends_aux",
+        "silent",
         "stream",
         "unclaimed",
         "unknown_writes",
@@ -51,7 +52,7 @@ class PrefillPair:
         self.stream: object | None = None
         self.heard_at = now
         self.broken_at: int | None = None
-        self.lost = False
+        self.lost = self.silent = False
         self.pending_rooms: dict[RoomKey, None] = {}
         self.answers: dict[RoomKey, tuple[Failure, Writes]] = {}
         self.rooms: set[RoomKey] = set()
@@ -81,7 +82,9 @@ class PrefillPair:
         """As tables show it."""
         if self.lost:
             return SessionState.LOST
-        return SessionState.BROKEN if self.stream is None else SessionState.OPEN
+        if self.stream is None:
+            return SessionState.BROKEN
+        return SessionState.SILENT if self.silent else SessionState.OPEN
 
     def welcome(self, stream: object, number: int, now: int) -> object | None:
         """Takes a newer stream. Returns the stream that it replaces, to be closed (rule 2, one stream)."""
@@ -90,10 +93,10 @@ class PrefillPair:
         self.heard_at, self.broken_at, self.lost = now, None, False
         return before
 
-    def end_stream(self, now: int) -> object | None:
+    def end_stream(self, now: int, timing: Timing) -> object | None:
         """Nothing of the stream counts any more; the stream that is to be closed, if there is one."""
         stream, self.stream = self.stream, None
-        self.broken_at = now
+        self.broken_at = timing.break_counts_from(now, self.heard_at)
         return stream
 
     def given_up(self, now: int, timing: Timing) -> str:
@@ -101,7 +104,8 @@ class PrefillPair:
         if self.lost:
             return ""
         if self.stream is not None:
-            idle = now - self.heard_at > timing.idle_timeout
-            return f"idle for {timing.milliseconds(timing.idle_timeout)} ms" if idle else ""
+            limit = timing.milliseconds(timing.silence)
+            silent = now - self.heard_at > timing.silence
+            return f"not a word for {limit} ms, though its connection stood" if silent else ""
         late = self.broken_at is not None and now - self.broken_at > timing.welcome_within
         return f"not back within {timing.milliseconds(timing.welcome_within)} ms of a break" if late else ""

@@ -218,6 +218,7 @@ class SessionState(enum.IntEnum):
     BROKEN = 3
     LOST = 4
     DEAD = 5
+    SILENT = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +229,12 @@ class Timing:
     Attributes:
         tick_seconds: length of a tick, in seconds. All others are whole numbers of ticks.
         heartbeat: something is said at least this often.
-        welcome_within: after a break the pair is given up unless it is welcomed again within this.
-        idle_timeout: a peer of which nothing was heard for this long is given up; so is a first dial.
+        ping_interval: after so long without a byte gRPC pings a connection (its C++ threads do, on either side, also
+            while the interpreter is held), ping_timeout: one that was not answered within this ends it. gRPC pings once
+            a second at most.
+        connect_within: a first dial gets so long to connect.
+        welcome_within: after a break the pair is given up unless it is connected again within this.
+        idle_timeout: a peer whose connection stands is given up after so long without a word, of Welcome too.
         settle: bytes that were on their way when a writer stopped may land for this long; then its pages come back.
         first_backoff: pause before the second dial; it doubles from dial to dial.
         longest_backoff: the longest pause between two dials of a pair that was given up.
@@ -242,8 +247,11 @@ class Timing:
 
     tick_seconds: float = 0.1
     heartbeat: int = 3
+    ping_interval: int = 10
+    ping_timeout: int = 20
+    connect_within: int = 30
     welcome_within: int = 10
-    idle_timeout: int = 30
+    idle_timeout: int = 600
     settle: int = 20
     first_backoff: int = 2
     longest_backoff: int = 50
@@ -252,6 +260,22 @@ class Timing:
     unclaimed: int = 3000
     ended_record: int = 600
     probe: int = 100
+
+    @property
+    def silence(self) -> int:
+        """How long a peer may be silent: never longer than a room may take."""
+        return min(self.idle_timeout, self.room_deadline)
+
+    @property
+    def silent_after(self) -> int:
+        """A peer of which so many heartbeats are missing is shown as silent."""
+        return 10 * self.heartbeat
+
+    def break_counts_from(self, now: int, heard_at: int) -> int:
+        """From when on a broken pair has its time to come back. gRPC pings at times of its own: where the peer had been
+        silent, the break came 2 to 3 s after its last word, and counts as if it were 3."""
+        unanswered = now - heard_at > self.ping_timeout // 2
+        return max(now, heard_at + self.ping_interval + self.ping_timeout) if unanswered else now
 
     def ticks(self, milliseconds: int) -> int:
         return max(1, round(milliseconds / 1000 / self.tick_seconds))

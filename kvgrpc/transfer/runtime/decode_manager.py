@@ -51,7 +51,7 @@ from kvgrpc.wire import (
 )
 
 logger = logging.getLogger(__name__)
-# A peer that asks for a longer idle timeout gets this much: past it a hung one would hold our rooms too long.
+# A peer that asks for a longer idle timeout than ours gets this much: past it a hung one would hold rooms too long.
 LONGEST_IDLE_TIMEOUT_MS = 60_000
 _Call = grpc.aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]
 
@@ -176,7 +176,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
                 pair.state,
                 pair.stream.number if pair.stream is not None else 0,
                 len(pair.rooms),
-                (self.core.now - pair.heard_at) * seconds,
+                (self.core.now - (pair.heard_or_reached_at or pair.heard_at)) * seconds,
                 len(pair.pending_rooms),
             )
             for pair in self.core.pairs.values()
@@ -209,7 +209,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
             session.resolved = await self._refusals.behind(stream.pair.address)
             if session.closing:  # the lookup took so long that another dial replaced this one: nobody would end it
                 return
-            channel = self._open_channel(stream.pair.address)
+            channel = session.channel = self._open_channel(stream.pair.address)
             session.call = TransferServiceStub(channel).Session()
             await session.call.write(self._hello(stream))
             await self._read(session, stream, session.call)
@@ -242,7 +242,9 @@ class DecodeManager(TransferManager[DecodeRoom]):
             self.core.on_goodbye(stream, Failure.of(known, stream.pair.address))
             return
         pair = stream.pair
-        if await self._refusals.is_proof(pair.ref, pair.address, was_welcomed=pair.welcomed):
+        if pair.up:  # the next dial, at once, will show whether somebody listens; after a cut a look takes a second
+            self.core.on_end(stream)
+        elif await self._refusals.is_proof(pair.ref, pair.address, was_welcomed=pair.welcomed):
             self.core.on_refused(stream)
         else:
             self.core.on_end(stream)
@@ -406,6 +408,9 @@ class DecodeManager(TransferManager[DecodeRoom]):
     # Between the core and the rest.
 
     def _tick(self) -> None:
+        for stream, session in self._sessions.items():
+            if session.writer is None and session.is_connected:
+                self.core.on_connected(stream)
         self.core.tick()
         if len(self._data_addresses) > len(self.core.pairs):
             self._forget_addresses()
@@ -472,15 +477,21 @@ class DecodeManager(TransferManager[DecodeRoom]):
 class _Session(SessionWriter):
     """One dialled stream."""
 
-    __slots__ = ("call", "heartbeat", "max_frame_bytes", "resolved", "writer")
+    __slots__ = ("call", "channel", "heartbeat", "max_frame_bytes", "resolved", "writer")
 
     def __init__(self) -> None:
         super().__init__()
+        self.channel: grpc.aio.Channel | None = None
         self.call: _Call | None = None
         self.resolved = NOTHING
         self.writer: asyncio.Task[None] | None = None
         self.max_frame_bytes = 0
         self.heartbeat = 1
+
+    @property
+    def is_connected(self) -> bool:
+        """The peer's library shook hands, which takes no interpreter; a stopped process does not get so far."""
+        return self.channel is not None and self.channel.get_state() is grpc.ChannelConnectivity.READY
 
     def cancel(self) -> None:
         """Ends the stream without a word: the core gave the pair up."""

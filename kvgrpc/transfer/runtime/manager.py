@@ -29,6 +29,7 @@ from kvgrpc.transfer.aux import AuxBuffer, AuxRows
 from kvgrpc.transfer.layout.topology import Shape
 from kvgrpc.transfer.protocol.failures import RETRY_SECONDS
 from kvgrpc.transfer.protocol.fan_out import PlaceHandle
+from kvgrpc.transfer.protocol.silence import SilentPair
 from kvgrpc.transfer.protocol.types import (
     PAST_FAILURES,
     POLL_FAILED,
@@ -153,6 +154,9 @@ class _Work(Protocol[Ended]):
 
     @property
     def lost(self) -> Sequence[LostPair]: ...
+
+    @property
+    def silent(self) -> Sequence[SilentPair]: ...
 
 
 class TransferManager(ABC, Generic[Record]):
@@ -506,6 +510,8 @@ class TransferManager(ABC, Generic[Record]):
                 handle.record = None
         for peer, how, rooms in work.lost:
             self._hand_offs.lost(self.ref, peer, how, rooms)
+        for pair in work.silent:
+            self._hand_offs.silent(self.ref, *pair)
 
     def _bytes_of(self, record: Record) -> int:
         """Of all of its pages, in all pools of this rank."""

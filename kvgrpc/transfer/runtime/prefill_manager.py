@@ -54,7 +54,6 @@ from kvgrpc.wire import (
 )
 
 logger = logging.getLogger(__name__)
-HELLO_WITHIN_SECONDS = 10.0
 _GOODBYE_WITHIN_SECONDS = 1.0
 # A stream that is to end gets so long for what is being written and its goodbye; a peer may read nothing.
 _END_WITHIN_SECONDS = 2.0
@@ -80,6 +79,11 @@ class PrefillManager(TransferManager[PrefillRoom]):
         self._sought = Waiters[RoomKey](
             MAX_SOUGHT_ROOMS, "rooms sought", draining=f"{self.ref} drains: a room without a sender gets none here"
         )
+
+    @property
+    def _hello_within(self) -> float:
+        """Seconds; a decode that dialled may be silent, as one that was welcomed may (3, break and loss)."""
+        return self.config.timing.silence * self.config.timing.tick_seconds
 
     # For senders, on any thread: appended for the loop thread.
 
@@ -270,7 +274,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         failure: Failure | None = None
         first: pb.SessionRequest | None = None
         try:
-            first = await within(HELLO_WITHIN_SECONDS, read())
+            first = await within(self._hello_within, read())
             if first is not None:
                 return self._open(first, write)
         except ParallelLayoutMismatch as error:
@@ -280,7 +284,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
         except KvGrpcError as error:
             failure = Failure.of(error, str(self.ref))
         except asyncio.TimeoutError:
-            late = InvalidRequest.of("hello", "nothing", f"the first message, within {HELLO_WITHIN_SECONDS:g} s")
+            late = InvalidRequest.of("hello", "nothing", f"the first message, within {self._hello_within:g} s")
             failure = Failure.of(late, str(self.ref))
         if failure is not None:
             self._hand_offs.refused(self.ref, caller, failure)

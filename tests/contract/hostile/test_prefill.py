@@ -298,7 +298,7 @@ class TestPrefillsThatLie:
             yield pb.SessionResponse()
 
         failure = self.fails(self.meet(decode, serve(script), room), Reason.PEER_LOST)
-        assert "no welcome" in failure.metadata["how"]
+        assert "not a word" in failure.metadata["how"]
 
     def test_it_only_breathes_before_welcome(self, decode: RankHost, serve: Serve, room: int) -> None:
         def script(server: PrefillServer, requests: Iterator[pb.SessionRequest]) -> Iterator[Any]:

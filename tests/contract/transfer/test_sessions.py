@@ -18,6 +18,7 @@ from kvgrpc.model import Layout, RankId, RankRef
 from kvgrpc.rpc.loop import LoopThread
 from kvgrpc.transfer import KVPoll
 from kvgrpc.transfer.protocol.types import Bounds, RoomKey, Timing
+from kvgrpc.transfer.runtime.prefill_manager import PrefillManager
 from kvgrpc.v1 import common_pb2, error_reason_pb2
 from kvgrpc.v1 import transfer_service_pb2 as pb
 from kvgrpc.wire import layout_to_pb, pool_to_pb, rank_ref_to_pb
@@ -99,7 +100,7 @@ class TestHello:
         welcome = client.kept[0].welcome
         assert welcome.rank == rank_ref_to_pb(prefill.rank.ref)
         assert welcome.max_frame_bytes == 4 << 20
-        assert (welcome.heartbeat.ToMilliseconds(), welcome.idle_timeout.ToMilliseconds()) == (300, 3000)
+        assert (welcome.heartbeat.ToMilliseconds(), welcome.idle_timeout.ToMilliseconds()) == (300, 60_000)
         assert welcome.data_plane_address == prefill.rank.plane.address()
 
     def test_the_data_plane_contacts_nobody_to_whom_welcome_could_not_be_said(
@@ -204,7 +205,7 @@ class TestHello:
             assert failure.metadata["field"] == "hello"
 
     def test_no_hello_in_time_is_refused(self, prefill: RankHost, dial: Dial, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("kvgrpc.transfer.runtime.prefill_manager.HELLO_WITHIN_SECONDS", 0.1)
+        monkeypatch.setattr(PrefillManager, "_hello_within", 0.1)
         client = dial(prefill).dial()
         assert client.goodbye().reason is Reason.INVALID_REQUEST
         assert client.over() is None
@@ -284,7 +285,10 @@ class TestStreams:
         wait_until(lambda: sender.poll() is KVPoll.Failed)
         assert time.monotonic() - began > 0.8
         assert sender.failure.reason is Reason.PEER_LOST
-        assert sender.failure.metadata == {"peer": str(client.ref), "how": "idle for 1000 ms"}
+        assert sender.failure.metadata == {
+            "peer": str(client.ref),
+            "how": "not a word for 1000 ms, though its connection stood",
+        }
         client.over()
 
     def test_heartbeats_keep_the_pair(self, hasty: RankHost, dial: Dial) -> None:

@@ -216,7 +216,7 @@ class TestTables:
         side.writing()
         side.open(SIX)
         side.ticks(TIMING.idle_timeout + 1)
-        assert side.take("lost") == [LostPair(P0.ref, "idle for 3000 ms", 2)]
+        assert side.take("lost") == [LostPair(P0.ref, "not a word for 60000 ms, though its connection stood", 2)]
         assert side.take("lost_peers") == [P0.ref]
         side.ticks(1)
         assert side.take("lost") == side.take("lost_peers") == [], "once"
@@ -287,14 +287,14 @@ class TestBinding:
         self, side: Side
     ) -> None:
         side.writing()
-        side.ticks(20 * TIMING.idle_timeout)
+        side.ticks(2 * TIMING.idle_timeout)
         for stream in side.take("dials"):
             side.core.on_end(stream)
         side.ticks(1)
         side.take("dials")
         late = side.open(SIX)
         dialled = []
-        for _ in range(TIMING.idle_timeout):
+        for _ in range(TIMING.connect_within):
             side.ticks(1)
             dialled.append(bool(side.take("dials")))
         assert late.failure is None and any(dialled[: TIMING.abandon_dial + 2])

@@ -13,7 +13,18 @@ from kvgrpc.dataplane.base import DataPlane
 from kvgrpc.errors import Failure, Reason
 from kvgrpc.model import RankId, RankRef
 from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodePair, Stream
-from kvgrpc.transfer.protocol.types import Destination, KVPoll, RoomKey, RoomState, Target, Want, Writes
+from kvgrpc.transfer.protocol.silence import SilentPair
+from kvgrpc.transfer.protocol.types import (
+    Destination,
+    KVPoll,
+    RoomKey,
+    RoomState,
+    SessionState,
+    Target,
+    Timing,
+    Want,
+    Writes,
+)
 from kvgrpc.transfer.runtime.guarded import GuardedPlane
 from tests.simulation.work import Work
 from tests.unit.transfer.decode_side import CANCELLED, KEY, ME, P0, P1, TIMING, Side, reason, side
@@ -69,7 +80,8 @@ class TestBreaksAndLoss:
         assert [entry.want for entry in side.said()] == [Want.FORGET] and not side.core.rooms
 
     def test_a_lost_pair_is_dialled_ever_more_seldom_while_pages_are_held(self, side: Side) -> None:
-        side.writing()
+        _, stream = side.writing()
+        side.core.on_end(stream)
         moments = []
         for _ in range(600):
             side.ticks(1)
@@ -78,6 +90,43 @@ class TestBreaksAndLoss:
                 side.core.on_end(stream)
         waits = np.diff(moments)
         assert waits.max() == waits[-1] == TIMING.longest_backoff and (np.diff(waits) >= 0).all()
+
+    def test_a_silent_peer_is_told_once_and_so_is_that_it_speaks_again(self, side: Side) -> None:
+        _, stream = side.writing()
+        side.ticks(TIMING.silent_after)
+        assert side.take("silent") == [] and stream.pair.state is SessionState.OPEN
+        side.ticks(100)
+        assert side.take("silent") == [SilentPair(P0.ref, True, 3.1, 1)] and stream.pair.state is SessionState.SILENT
+        side.core.on_heard(stream)
+        side.ticks(1)
+        assert side.take("silent") == [SilentPair(P0.ref, False, 0.1, 1)] and stream.pair.state is SessionState.OPEN
+
+    def test_one_that_was_reached_and_never_heard_is_silent_too(self, side: Side) -> None:
+        room = side.open()
+        (stream,) = side.take("dials")
+        side.core.on_connected(stream)
+        side.ticks(TIMING.silent_after + 1)
+        assert side.take("silent") == [SilentPair(P0.ref, True, 3.1, 1)]
+        side.ticks(TIMING.silence - TIMING.silent_after - 1)
+        assert not side.take("dials") and room.failure is None
+        side.core.on_welcome(stream)
+        assert room.handle.poll is KVPoll.WaitingForInput
+
+    def test_a_silent_peer_whose_connection_ends_is_no_longer_silent(self, side: Side) -> None:
+        _, stream = side.writing()
+        side.ticks(TIMING.silent_after + 1)
+        side.core.on_end(stream)
+        side.ticks(1)
+        assert len(side.take("silent")) == 1 and stream.pair.state is SessionState.BROKEN
+
+    def test_silence_never_lasts_longer_than_a_room_may_take(self) -> None:
+        side = Side(timing=Timing(room_deadline=50))
+        _, stream = side.writing()
+        side.core.on_welcome(stream, 10_000)
+        side.ticks(50)
+        assert not stream.pair.lost
+        side.ticks(1)
+        assert stream.pair.lost
 
     def test_streams_that_break_as_soon_as_they_are_welcomed_are_not_dialled_in_a_loop(self, side: Side) -> None:
         _, stream = side.writing()
@@ -304,8 +353,7 @@ class TestProofOfDeath:
 
     def test_redials_follow_after_200_ms_and_then_400_ms(self, side: Side) -> None:
         room, stream = side.writing()
-        side.ticks(TIMING.idle_timeout - 1, stream)
-        side.ticks(2, stream)
+        side.ticks(TIMING.connect_within + 1, stream)
         side.core.on_end(stream)
         (again,) = side.take("dials")
         moments = [side.core.now]

@@ -11,6 +11,7 @@ from kvgrpc.transfer.protocol.types import SessionState, Target, Timing
 TIMING = Timing()
 BEGIN = 1000
 IDLE = TIMING.idle_timeout
+LONG = TIMING.connect_within  # for which a stream stood
 
 
 @pytest.fixture
@@ -69,10 +70,10 @@ def test_pauses_double_from_the_first_to_the_longest(pair: DecodePair) -> None:
 def test_a_stream_that_stood_for_long_is_dialled_anew_at_once_one_that_did_not_is_not(pair: DecodePair) -> None:
     welcomed(pair)
     pause = pair.backoff
-    pair.broke(BEGIN + IDLE, TIMING)
+    pair.broke(BEGIN + LONG, TIMING)
     assert (pair.backoff, pair.next_dial_at) == (pause, BEGIN + pause)
-    again = welcomed(pair, BEGIN + 2 * IDLE)
-    broken_at = BEGIN + 3 * IDLE + 1
+    again = welcomed(pair, BEGIN + 2 * LONG)
+    broken_at = BEGIN + 3 * LONG + 1
     again.broke(broken_at, TIMING)
     assert (again.backoff, again.next_dial_at, again.up, again.stream) == (0, broken_at, False, None)
 
@@ -85,17 +86,53 @@ def test_a_dial_ends_what_stood_before_it(pair: DecodePair) -> None:
 def test_a_silent_peer_is_given_up_after_the_time_that_it_said_itself(pair: DecodePair) -> None:
     pair.welcome(BEGIN, 7)
     assert pair.given_up(BEGIN + 7, TIMING) == ""
-    assert pair.given_up(BEGIN + 8, TIMING) == f"idle for {TIMING.milliseconds(7)} ms"
+    assert pair.given_up(BEGIN + 8, TIMING) == "not a word for 700 ms, though its connection stood"
 
 
 def test_a_first_dial_and_a_break_have_times_of_their_own(pair: DecodePair) -> None:
-    assert pair.given_up(BEGIN + IDLE, TIMING) == ""
-    assert pair.given_up(BEGIN + IDLE + 1, TIMING) == f"no welcome within {TIMING.milliseconds(IDLE)} ms"
+    first = TIMING.connect_within
+    assert pair.given_up(BEGIN + first, TIMING) == ""
+    assert pair.given_up(BEGIN + first + 1, TIMING) == "not reached within 3000 ms"
     welcomed(pair, BEGIN + 1).broke(BEGIN + 10, TIMING)
     pair.broke(BEGIN + 12, TIMING)  # the first break counts
     last = BEGIN + 10 + TIMING.welcome_within
     assert pair.given_up(last, TIMING) == ""
     assert pair.given_up(last + 1, TIMING).endswith("of a break")
+
+
+def test_a_peer_whose_connection_stands_is_waited_for_as_long_as_one_that_was_welcomed(pair: DecodePair) -> None:
+    pair.dial(1, BEGIN, TIMING)
+    pair.connect(BEGIN + 1)
+    last = BEGIN + TIMING.silence
+    assert pair.given_up(last, TIMING) == "" and pair.given_up(last + 1, TIMING).startswith("not a word for 60000 ms")
+    assert pair.is_dialling(last, TIMING) and not pair.dial_is_due(last, TIMING), "another would get no further"
+    assert pair.dial_is_due(BEGIN + 1 + TIMING.silence + 1, TIMING)
+
+
+@pytest.mark.parametrize("connected_for", [TIMING.welcome_within, TIMING.welcome_within + 1])
+def test_a_connection_that_stood_gives_the_next_one_its_time_and_one_that_ended_at_once_does_not(
+    pair: DecodePair, connected_for: int
+) -> None:
+    welcomed(pair).broke(BEGIN + 5, TIMING)
+    pair.dial(2, BEGIN + 5, TIMING)
+    pair.connect(BEGIN + 6)
+    ended_at = BEGIN + 6 + connected_for
+    pair.broke(ended_at, TIMING)
+    stood = connected_for > TIMING.welcome_within
+    assert bool(pair.given_up(ended_at + 1, TIMING)) is not stood
+    assert pair.given_up(ended_at + TIMING.welcome_within + 1, TIMING).endswith("of a break")
+
+
+def test_a_break_that_comes_out_of_silence_counts_from_three_seconds_after_the_last_word(pair: DecodePair) -> None:
+    welcomed(pair).broke(BEGIN + TIMING.ping_timeout, TIMING)  # the ping went out just before the peer was stopped
+    last = BEGIN + TIMING.ping_interval + TIMING.ping_timeout + TIMING.welcome_within
+    assert pair.given_up(last, TIMING) == "" and pair.given_up(last + 1, TIMING).endswith("of a break")
+
+
+def test_a_room_that_comes_after_a_break_does_not_put_off_its_end(pair: DecodePair) -> None:
+    welcomed(pair).broke(BEGIN + 5, TIMING)
+    pair.wait(BEGIN + 10)
+    assert pair.given_up(BEGIN + 5 + TIMING.welcome_within + 1, TIMING).endswith("of a break")
 
 
 def test_a_room_gives_a_pair_that_is_not_up_the_time_of_a_first_dial_and_a_lost_one_a_dial_at_once(

@@ -256,7 +256,7 @@ class TestTables:
         side.name(Want.STOP, SIX)
         side.name(Want.FORGET, SIX)
         side.ticks(TIMING.idle_timeout + 1, heard=False)
-        assert side.take("lost") == [LostPair(D0, "idle for 3000 ms", 1)]
+        assert side.take("lost") == [LostPair(D0, "not a word for 60000 ms, though its connection stood", 1)]
 
     def test_an_ended_room_keeps_none_of_its_chunks(self, side: Side) -> None:
         record, _ = side.claim()

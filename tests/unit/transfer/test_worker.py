@@ -14,7 +14,7 @@ from kvgrpc.dataplane.base import Outcome, Result
 from kvgrpc.errors import Failure, Reason
 from kvgrpc.model import Pool, PoolKind, RankId, RankRef, Region
 from kvgrpc.transfer.protocol.prefill_core import PrefillPair, PrefillRoom, Submission
-from kvgrpc.transfer.protocol.types import RoomKey
+from kvgrpc.transfer.protocol.types import RoomKey, Timing
 from kvgrpc.transfer.runtime.guarded import GuardedPlane
 from kvgrpc.transfer.runtime.worker import PeerMemory, TransferWorker
 from tests.support.waiting import wait_until
@@ -215,7 +215,7 @@ def test_a_peer_is_attached_early_only_while_its_session_stands(bench: Bench) ->
     leave = bench.hold()
     bench.worker.attach(gone)
     bench.worker.attach(stands)
-    gone.end_stream(1)  # while the thread is busy
+    gone.end_stream(1, Timing())  # while the thread is busy
     leave.set()
     bench.worker.submit([bench.submission(2)])
     bench.until_ended(2)

@@ -12,6 +12,7 @@ import (
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
 	durationpb "google.golang.org/protobuf/types/known/durationpb"
+	timestamppb "google.golang.org/protobuf/types/known/timestamppb"
 	reflect "reflect"
 	sync "sync"
 	unsafe "unsafe"
@@ -227,6 +228,8 @@ const (
 	SessionState_SESSION_STATE_LOST SessionState = 4
 	// Given up, and the other side is proven dead. Decode only.
 	SessionState_SESSION_STATE_DEAD SessionState = 5
+	// A connection stands, and nothing was heard for ten heartbeats; nothing has failed yet.
+	SessionState_SESSION_STATE_SILENT SessionState = 6
 )
 
 // Enum value maps for SessionState.
@@ -238,6 +241,7 @@ var (
 		3: "SESSION_STATE_BROKEN",
 		4: "SESSION_STATE_LOST",
 		5: "SESSION_STATE_DEAD",
+		6: "SESSION_STATE_SILENT",
 	}
 	SessionState_value = map[string]int32{
 		"SESSION_STATE_UNSPECIFIED": 0,
@@ -246,6 +250,7 @@ var (
 		"SESSION_STATE_BROKEN":      3,
 		"SESSION_STATE_LOST":        4,
 		"SESSION_STATE_DEAD":        5,
+		"SESSION_STATE_SILENT":      6,
 	}
 )
 
@@ -522,7 +527,7 @@ type Welcome struct {
 	MaxFrameBytes uint64 `protobuf:"varint,2,opt,name=max_frame_bytes,json=maxFrameBytes,proto3" json:"max_frame_bytes,omitempty"`
 	// Something is sent at least this often, by both.
 	Heartbeat *durationpb.Duration `protobuf:"bytes,3,opt,name=heartbeat,proto3" json:"heartbeat,omitempty"`
-	// Either side gives the pair up when it heard nothing for this long.
+	// Either side gives the pair up when it heard nothing for this long, though the connection stands.
 	IdleTimeout *durationpb.Duration `protobuf:"bytes,4,opt,name=idle_timeout,json=idleTimeout,proto3" json:"idle_timeout,omitempty"`
 	// Opaque address of the answerer's data plane: tells which connections its bytes arrive over.
 	DataPlaneAddress []byte `protobuf:"bytes,5,opt,name=data_plane_address,json=dataPlaneAddress,proto3" json:"data_plane_address,omitempty"`
@@ -1033,7 +1038,9 @@ type Session struct {
 	// Time since something was heard, while this side ran.
 	IdleTime *durationpb.Duration `protobuf:"bytes,6,opt,name=idle_time,json=idleTime,proto3" json:"idle_time,omitempty"`
 	// Rooms that wait to be told to the other side.
-	PendingRooms  uint32 `protobuf:"varint,7,opt,name=pending_rooms,json=pendingRooms,proto3" json:"pending_rooms,omitempty"`
+	PendingRooms uint32 `protobuf:"varint,7,opt,name=pending_rooms,json=pendingRooms,proto3" json:"pending_rooms,omitempty"`
+	// Where it is silent: since when, by this host's clock.
+	SilentSince   *timestamppb.Timestamp `protobuf:"bytes,8,opt,name=silent_since,json=silentSince,proto3" json:"silent_since,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1115,6 +1122,13 @@ func (x *Session) GetPendingRooms() uint32 {
 		return x.PendingRooms
 	}
 	return 0
+}
+
+func (x *Session) GetSilentSince() *timestamppb.Timestamp {
+	if x != nil {
+		return x.SilentSince
+	}
+	return nil
 }
 
 // One part of a room, for people.
@@ -2337,7 +2351,7 @@ var File_kvgrpc_v1_transfer_service_proto protoreflect.FileDescriptor
 
 const file_kvgrpc_v1_transfer_service_proto_rawDesc = "" +
 	"\n" +
-	" kvgrpc/v1/transfer_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvgrpc/v1/common.proto\"\x97\x04\n" +
+	" kvgrpc/v1/transfer_service.proto\x12\tkvgrpc.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16kvgrpc/v1/common.proto\"\x97\x04\n" +
 	"\x05Hello\x12*\n" +
 	"\x06opener\x18\x01 \x01(\v2\x12.kvgrpc.v1.RankRefR\x06opener\x12\"\n" +
 	"\x02to\x18\x02 \x01(\v2\x12.kvgrpc.v1.RankRefR\x02to\x12\x1a\n" +
@@ -2404,7 +2418,7 @@ const file_kvgrpc_v1_transfer_service_proto_rawDesc = "" +
 	"\x0fSessionResponse\x12,\n" +
 	"\awelcome\x18\x01 \x01(\v2\x12.kvgrpc.v1.WelcomeR\awelcome\x12,\n" +
 	"\x05rooms\x18\x02 \x03(\v2\x16.kvgrpc.v1.PrefillRoomR\x05rooms\x12,\n" +
-	"\agoodbye\x18\x03 \x01(\v2\x12.kvgrpc.v1.GoodbyeR\agoodbye\"\x89\x02\n" +
+	"\agoodbye\x18\x03 \x01(\v2\x12.kvgrpc.v1.GoodbyeR\agoodbye\"\xc8\x02\n" +
 	"\aSession\x12&\n" +
 	"\x04peer\x18\x01 \x01(\v2\x12.kvgrpc.v1.RankRefR\x04peer\x12\x18\n" +
 	"\aaddress\x18\x02 \x01(\tR\aaddress\x12-\n" +
@@ -2412,7 +2426,8 @@ const file_kvgrpc_v1_transfer_service_proto_rawDesc = "" +
 	"\x06stream\x18\x04 \x01(\x04B\x020\x01R\x06stream\x12\x14\n" +
 	"\x05rooms\x18\x05 \x01(\rR\x05rooms\x126\n" +
 	"\tidle_time\x18\x06 \x01(\v2\x19.google.protobuf.DurationR\bidleTime\x12#\n" +
-	"\rpending_rooms\x18\a \x01(\rR\fpendingRooms\"\xa8\x01\n" +
+	"\rpending_rooms\x18\a \x01(\rR\fpendingRooms\x12=\n" +
+	"\fsilent_since\x18\b \x01(\v2\x1a.google.protobuf.TimestampR\vsilentSince\"\xa8\x01\n" +
 	"\bRoomPart\x12&\n" +
 	"\x04peer\x18\x01 \x01(\v2\x12.kvgrpc.v1.RankRefR\x04peer\x12*\n" +
 	"\x05state\x18\x02 \x01(\x0e2\x14.kvgrpc.v1.RoomStateR\x05state\x12)\n" +
@@ -2515,14 +2530,15 @@ const file_kvgrpc_v1_transfer_service_proto_rawDesc = "" +
 	"\vWRITES_OPEN\x10\x01\x12\x12\n" +
 	"\x0eWRITES_UNKNOWN\x10\x02\x12\x12\n" +
 	"\x0eWRITES_STOPPED\x10\x03\x12\x12\n" +
-	"\x0eWRITES_SETTLED\x10\x04*\xad\x01\n" +
+	"\x0eWRITES_SETTLED\x10\x04*\xc7\x01\n" +
 	"\fSessionState\x12\x1d\n" +
 	"\x19SESSION_STATE_UNSPECIFIED\x10\x00\x12\x1c\n" +
 	"\x18SESSION_STATE_CONNECTING\x10\x01\x12\x16\n" +
 	"\x12SESSION_STATE_OPEN\x10\x02\x12\x18\n" +
 	"\x14SESSION_STATE_BROKEN\x10\x03\x12\x16\n" +
 	"\x12SESSION_STATE_LOST\x10\x04\x12\x16\n" +
-	"\x12SESSION_STATE_DEAD\x10\x052\xfe\x04\n" +
+	"\x12SESSION_STATE_DEAD\x10\x05\x12\x18\n" +
+	"\x14SESSION_STATE_SILENT\x10\x062\xfe\x04\n" +
 	"\x0fTransferService\x12D\n" +
 	"\aSession\x12\x19.kvgrpc.v1.SessionRequest\x1a\x1a.kvgrpc.v1.SessionResponse(\x010\x01\x12T\n" +
 	"\fListSessions\x12\x1e.kvgrpc.v1.ListSessionsRequest\x1a\x1f.kvgrpc.v1.ListSessionsResponse\"\x03\x90\x02\x01\x12K\n" +
@@ -2550,47 +2566,48 @@ func file_kvgrpc_v1_transfer_service_proto_rawDescGZIP() []byte {
 var file_kvgrpc_v1_transfer_service_proto_enumTypes = make([]protoimpl.EnumInfo, 4)
 var file_kvgrpc_v1_transfer_service_proto_msgTypes = make([]protoimpl.MessageInfo, 28)
 var file_kvgrpc_v1_transfer_service_proto_goTypes = []any{
-	(Want)(0),                    // 0: kvgrpc.v1.Want
-	(RoomState)(0),               // 1: kvgrpc.v1.RoomState
-	(Writes)(0),                  // 2: kvgrpc.v1.Writes
-	(SessionState)(0),            // 3: kvgrpc.v1.SessionState
-	(*Hello)(nil),                // 4: kvgrpc.v1.Hello
-	(*CachePart)(nil),            // 5: kvgrpc.v1.CachePart
-	(*Welcome)(nil),              // 6: kvgrpc.v1.Welcome
-	(*Goodbye)(nil),              // 7: kvgrpc.v1.Goodbye
-	(*DecodeRoom)(nil),           // 8: kvgrpc.v1.DecodeRoom
-	(*PrefillRoom)(nil),          // 9: kvgrpc.v1.PrefillRoom
-	(*SessionRequest)(nil),       // 10: kvgrpc.v1.SessionRequest
-	(*SessionResponse)(nil),      // 11: kvgrpc.v1.SessionResponse
-	(*Session)(nil),              // 12: kvgrpc.v1.Session
-	(*RoomPart)(nil),             // 13: kvgrpc.v1.RoomPart
-	(*Room)(nil),                 // 14: kvgrpc.v1.Room
-	(*ListSessionsRequest)(nil),  // 15: kvgrpc.v1.ListSessionsRequest
-	(*ListSessionsResponse)(nil), // 16: kvgrpc.v1.ListSessionsResponse
-	(*ListRoomsRequest)(nil),     // 17: kvgrpc.v1.ListRoomsRequest
-	(*ListRoomsResponse)(nil),    // 18: kvgrpc.v1.ListRoomsResponse
-	(*GetRoomRequest)(nil),       // 19: kvgrpc.v1.GetRoomRequest
-	(*GetRoomResponse)(nil),      // 20: kvgrpc.v1.GetRoomResponse
-	(*RoomKey)(nil),              // 21: kvgrpc.v1.RoomKey
-	(*LocateRoomsRequest)(nil),   // 22: kvgrpc.v1.LocateRoomsRequest
-	(*LocateRoomsResponse)(nil),  // 23: kvgrpc.v1.LocateRoomsResponse
-	(*CancelRoomRequest)(nil),    // 24: kvgrpc.v1.CancelRoomRequest
-	(*CancelRoomResponse)(nil),   // 25: kvgrpc.v1.CancelRoomResponse
-	(*GetRankRequest)(nil),       // 26: kvgrpc.v1.GetRankRequest
-	(*GetRankResponse)(nil),      // 27: kvgrpc.v1.GetRankResponse
-	(*EngineShape)(nil),          // 28: kvgrpc.v1.EngineShape
-	(*GetTopologyRequest)(nil),   // 29: kvgrpc.v1.GetTopologyRequest
-	(*OwedPart)(nil),             // 30: kvgrpc.v1.OwedPart
-	(*GetTopologyResponse)(nil),  // 31: kvgrpc.v1.GetTopologyResponse
-	(*RankRef)(nil),              // 32: kvgrpc.v1.RankRef
-	(*Layout)(nil),               // 33: kvgrpc.v1.Layout
-	(*PagePool)(nil),             // 34: kvgrpc.v1.PagePool
-	(*ModelIdentity)(nil),        // 35: kvgrpc.v1.ModelIdentity
-	(*durationpb.Duration)(nil),  // 36: google.protobuf.Duration
-	(*Failure)(nil),              // 37: kvgrpc.v1.Failure
-	(*PageSet)(nil),              // 38: kvgrpc.v1.PageSet
-	(Role)(0),                    // 39: kvgrpc.v1.Role
-	(*RankId)(nil),               // 40: kvgrpc.v1.RankId
+	(Want)(0),                     // 0: kvgrpc.v1.Want
+	(RoomState)(0),                // 1: kvgrpc.v1.RoomState
+	(Writes)(0),                   // 2: kvgrpc.v1.Writes
+	(SessionState)(0),             // 3: kvgrpc.v1.SessionState
+	(*Hello)(nil),                 // 4: kvgrpc.v1.Hello
+	(*CachePart)(nil),             // 5: kvgrpc.v1.CachePart
+	(*Welcome)(nil),               // 6: kvgrpc.v1.Welcome
+	(*Goodbye)(nil),               // 7: kvgrpc.v1.Goodbye
+	(*DecodeRoom)(nil),            // 8: kvgrpc.v1.DecodeRoom
+	(*PrefillRoom)(nil),           // 9: kvgrpc.v1.PrefillRoom
+	(*SessionRequest)(nil),        // 10: kvgrpc.v1.SessionRequest
+	(*SessionResponse)(nil),       // 11: kvgrpc.v1.SessionResponse
+	(*Session)(nil),               // 12: kvgrpc.v1.Session
+	(*RoomPart)(nil),              // 13: kvgrpc.v1.RoomPart
+	(*Room)(nil),                  // 14: kvgrpc.v1.Room
+	(*ListSessionsRequest)(nil),   // 15: kvgrpc.v1.ListSessionsRequest
+	(*ListSessionsResponse)(nil),  // 16: kvgrpc.v1.ListSessionsResponse
+	(*ListRoomsRequest)(nil),      // 17: kvgrpc.v1.ListRoomsRequest
+	(*ListRoomsResponse)(nil),     // 18: kvgrpc.v1.ListRoomsResponse
+	(*GetRoomRequest)(nil),        // 19: kvgrpc.v1.GetRoomRequest
+	(*GetRoomResponse)(nil),       // 20: kvgrpc.v1.GetRoomResponse
+	(*RoomKey)(nil),               // 21: kvgrpc.v1.RoomKey
+	(*LocateRoomsRequest)(nil),    // 22: kvgrpc.v1.LocateRoomsRequest
+	(*LocateRoomsResponse)(nil),   // 23: kvgrpc.v1.LocateRoomsResponse
+	(*CancelRoomRequest)(nil),     // 24: kvgrpc.v1.CancelRoomRequest
+	(*CancelRoomResponse)(nil),    // 25: kvgrpc.v1.CancelRoomResponse
+	(*GetRankRequest)(nil),        // 26: kvgrpc.v1.GetRankRequest
+	(*GetRankResponse)(nil),       // 27: kvgrpc.v1.GetRankResponse
+	(*EngineShape)(nil),           // 28: kvgrpc.v1.EngineShape
+	(*GetTopologyRequest)(nil),    // 29: kvgrpc.v1.GetTopologyRequest
+	(*OwedPart)(nil),              // 30: kvgrpc.v1.OwedPart
+	(*GetTopologyResponse)(nil),   // 31: kvgrpc.v1.GetTopologyResponse
+	(*RankRef)(nil),               // 32: kvgrpc.v1.RankRef
+	(*Layout)(nil),                // 33: kvgrpc.v1.Layout
+	(*PagePool)(nil),              // 34: kvgrpc.v1.PagePool
+	(*ModelIdentity)(nil),         // 35: kvgrpc.v1.ModelIdentity
+	(*durationpb.Duration)(nil),   // 36: google.protobuf.Duration
+	(*Failure)(nil),               // 37: kvgrpc.v1.Failure
+	(*PageSet)(nil),               // 38: kvgrpc.v1.PageSet
+	(*timestamppb.Timestamp)(nil), // 39: google.protobuf.Timestamp
+	(Role)(0),                     // 40: kvgrpc.v1.Role
+	(*RankId)(nil),                // 41: kvgrpc.v1.RankId
 }
 var file_kvgrpc_v1_transfer_service_proto_depIdxs = []int32{
 	32, // 0: kvgrpc.v1.Hello.opener:type_name -> kvgrpc.v1.RankRef
@@ -2620,53 +2637,54 @@ var file_kvgrpc_v1_transfer_service_proto_depIdxs = []int32{
 	32, // 24: kvgrpc.v1.Session.peer:type_name -> kvgrpc.v1.RankRef
 	3,  // 25: kvgrpc.v1.Session.state:type_name -> kvgrpc.v1.SessionState
 	36, // 26: kvgrpc.v1.Session.idle_time:type_name -> google.protobuf.Duration
-	32, // 27: kvgrpc.v1.RoomPart.peer:type_name -> kvgrpc.v1.RankRef
-	1,  // 28: kvgrpc.v1.RoomPart.state:type_name -> kvgrpc.v1.RoomState
-	2,  // 29: kvgrpc.v1.RoomPart.writes:type_name -> kvgrpc.v1.Writes
-	39, // 30: kvgrpc.v1.Room.role:type_name -> kvgrpc.v1.Role
-	1,  // 31: kvgrpc.v1.Room.state:type_name -> kvgrpc.v1.RoomState
-	13, // 32: kvgrpc.v1.Room.parts:type_name -> kvgrpc.v1.RoomPart
-	36, // 33: kvgrpc.v1.Room.age:type_name -> google.protobuf.Duration
-	37, // 34: kvgrpc.v1.Room.failure:type_name -> kvgrpc.v1.Failure
-	12, // 35: kvgrpc.v1.ListSessionsResponse.sessions:type_name -> kvgrpc.v1.Session
-	1,  // 36: kvgrpc.v1.ListRoomsRequest.states:type_name -> kvgrpc.v1.RoomState
-	14, // 37: kvgrpc.v1.ListRoomsResponse.rooms:type_name -> kvgrpc.v1.Room
-	14, // 38: kvgrpc.v1.GetRoomResponse.room:type_name -> kvgrpc.v1.Room
-	21, // 39: kvgrpc.v1.LocateRoomsRequest.rooms:type_name -> kvgrpc.v1.RoomKey
-	21, // 40: kvgrpc.v1.LocateRoomsResponse.rooms:type_name -> kvgrpc.v1.RoomKey
-	14, // 41: kvgrpc.v1.CancelRoomResponse.room:type_name -> kvgrpc.v1.Room
-	32, // 42: kvgrpc.v1.GetRankResponse.rank:type_name -> kvgrpc.v1.RankRef
-	39, // 43: kvgrpc.v1.GetRankResponse.role:type_name -> kvgrpc.v1.Role
-	33, // 44: kvgrpc.v1.GetRankResponse.layout:type_name -> kvgrpc.v1.Layout
-	34, // 45: kvgrpc.v1.GetRankResponse.pools:type_name -> kvgrpc.v1.PagePool
-	33, // 46: kvgrpc.v1.EngineShape.layout:type_name -> kvgrpc.v1.Layout
-	28, // 47: kvgrpc.v1.GetTopologyRequest.prefill:type_name -> kvgrpc.v1.EngineShape
-	28, // 48: kvgrpc.v1.GetTopologyRequest.decode:type_name -> kvgrpc.v1.EngineShape
-	40, // 49: kvgrpc.v1.OwedPart.prefill:type_name -> kvgrpc.v1.RankId
-	40, // 50: kvgrpc.v1.OwedPart.decode:type_name -> kvgrpc.v1.RankId
-	5,  // 51: kvgrpc.v1.OwedPart.part:type_name -> kvgrpc.v1.CachePart
-	30, // 52: kvgrpc.v1.GetTopologyResponse.parts:type_name -> kvgrpc.v1.OwedPart
-	10, // 53: kvgrpc.v1.TransferService.Session:input_type -> kvgrpc.v1.SessionRequest
-	15, // 54: kvgrpc.v1.TransferService.ListSessions:input_type -> kvgrpc.v1.ListSessionsRequest
-	17, // 55: kvgrpc.v1.TransferService.ListRooms:input_type -> kvgrpc.v1.ListRoomsRequest
-	19, // 56: kvgrpc.v1.TransferService.GetRoom:input_type -> kvgrpc.v1.GetRoomRequest
-	22, // 57: kvgrpc.v1.TransferService.LocateRooms:input_type -> kvgrpc.v1.LocateRoomsRequest
-	24, // 58: kvgrpc.v1.TransferService.CancelRoom:input_type -> kvgrpc.v1.CancelRoomRequest
-	26, // 59: kvgrpc.v1.TransferService.GetRank:input_type -> kvgrpc.v1.GetRankRequest
-	29, // 60: kvgrpc.v1.TransferService.GetTopology:input_type -> kvgrpc.v1.GetTopologyRequest
-	11, // 61: kvgrpc.v1.TransferService.Session:output_type -> kvgrpc.v1.SessionResponse
-	16, // 62: kvgrpc.v1.TransferService.ListSessions:output_type -> kvgrpc.v1.ListSessionsResponse
-	18, // 63: kvgrpc.v1.TransferService.ListRooms:output_type -> kvgrpc.v1.ListRoomsResponse
-	20, // 64: kvgrpc.v1.TransferService.GetRoom:output_type -> kvgrpc.v1.GetRoomResponse
-	23, // 65: kvgrpc.v1.TransferService.LocateRooms:output_type -> kvgrpc.v1.LocateRoomsResponse
-	25, // 66: kvgrpc.v1.TransferService.CancelRoom:output_type -> kvgrpc.v1.CancelRoomResponse
-	27, // 67: kvgrpc.v1.TransferService.GetRank:output_type -> kvgrpc.v1.GetRankResponse
-	31, // 68: kvgrpc.v1.TransferService.GetTopology:output_type -> kvgrpc.v1.GetTopologyResponse
-	61, // [61:69] is the sub-list for method output_type
-	53, // [53:61] is the sub-list for method input_type
-	53, // [53:53] is the sub-list for extension type_name
-	53, // [53:53] is the sub-list for extension extendee
-	0,  // [0:53] is the sub-list for field type_name
+	39, // 27: kvgrpc.v1.Session.silent_since:type_name -> google.protobuf.Timestamp
+	32, // 28: kvgrpc.v1.RoomPart.peer:type_name -> kvgrpc.v1.RankRef
+	1,  // 29: kvgrpc.v1.RoomPart.state:type_name -> kvgrpc.v1.RoomState
+	2,  // 30: kvgrpc.v1.RoomPart.writes:type_name -> kvgrpc.v1.Writes
+	40, // 31: kvgrpc.v1.Room.role:type_name -> kvgrpc.v1.Role
+	1,  // 32: kvgrpc.v1.Room.state:type_name -> kvgrpc.v1.RoomState
+	13, // 33: kvgrpc.v1.Room.parts:type_name -> kvgrpc.v1.RoomPart
+	36, // 34: kvgrpc.v1.Room.age:type_name -> google.protobuf.Duration
+	37, // 35: kvgrpc.v1.Room.failure:type_name -> kvgrpc.v1.Failure
+	12, // 36: kvgrpc.v1.ListSessionsResponse.sessions:type_name -> kvgrpc.v1.Session
+	1,  // 37: kvgrpc.v1.ListRoomsRequest.states:type_name -> kvgrpc.v1.RoomState
+	14, // 38: kvgrpc.v1.ListRoomsResponse.rooms:type_name -> kvgrpc.v1.Room
+	14, // 39: kvgrpc.v1.GetRoomResponse.room:type_name -> kvgrpc.v1.Room
+	21, // 40: kvgrpc.v1.LocateRoomsRequest.rooms:type_name -> kvgrpc.v1.RoomKey
+	21, // 41: kvgrpc.v1.LocateRoomsResponse.rooms:type_name -> kvgrpc.v1.RoomKey
+	14, // 42: kvgrpc.v1.CancelRoomResponse.room:type_name -> kvgrpc.v1.Room
+	32, // 43: kvgrpc.v1.GetRankResponse.rank:type_name -> kvgrpc.v1.RankRef
+	40, // 44: kvgrpc.v1.GetRankResponse.role:type_name -> kvgrpc.v1.Role
+	33, // 45: kvgrpc.v1.GetRankResponse.layout:type_name -> kvgrpc.v1.Layout
+	34, // 46: kvgrpc.v1.GetRankResponse.pools:type_name -> kvgrpc.v1.PagePool
+	33, // 47: kvgrpc.v1.EngineShape.layout:type_name -> kvgrpc.v1.Layout
+	28, // 48: kvgrpc.v1.GetTopologyRequest.prefill:type_name -> kvgrpc.v1.EngineShape
+	28, // 49: kvgrpc.v1.GetTopologyRequest.decode:type_name -> kvgrpc.v1.EngineShape
+	41, // 50: kvgrpc.v1.OwedPart.prefill:type_name -> kvgrpc.v1.RankId
+	41, // 51: kvgrpc.v1.OwedPart.decode:type_name -> kvgrpc.v1.RankId
+	5,  // 52: kvgrpc.v1.OwedPart.part:type_name -> kvgrpc.v1.CachePart
+	30, // 53: kvgrpc.v1.GetTopologyResponse.parts:type_name -> kvgrpc.v1.OwedPart
+	10, // 54: kvgrpc.v1.TransferService.Session:input_type -> kvgrpc.v1.SessionRequest
+	15, // 55: kvgrpc.v1.TransferService.ListSessions:input_type -> kvgrpc.v1.ListSessionsRequest
+	17, // 56: kvgrpc.v1.TransferService.ListRooms:input_type -> kvgrpc.v1.ListRoomsRequest
+	19, // 57: kvgrpc.v1.TransferService.GetRoom:input_type -> kvgrpc.v1.GetRoomRequest
+	22, // 58: kvgrpc.v1.TransferService.LocateRooms:input_type -> kvgrpc.v1.LocateRoomsRequest
+	24, // 59: kvgrpc.v1.TransferService.CancelRoom:input_type -> kvgrpc.v1.CancelRoomRequest
+	26, // 60: kvgrpc.v1.TransferService.GetRank:input_type -> kvgrpc.v1.GetRankRequest
+	29, // 61: kvgrpc.v1.TransferService.GetTopology:input_type -> kvgrpc.v1.GetTopologyRequest
+	11, // 62: kvgrpc.v1.TransferService.Session:output_type -> kvgrpc.v1.SessionResponse
+	16, // 63: kvgrpc.v1.TransferService.ListSessions:output_type -> kvgrpc.v1.ListSessionsResponse
+	18, // 64: kvgrpc.v1.TransferService.ListRooms:output_type -> kvgrpc.v1.ListRoomsResponse
+	20, // 65: kvgrpc.v1.TransferService.GetRoom:output_type -> kvgrpc.v1.GetRoomResponse
+	23, // 66: kvgrpc.v1.TransferService.LocateRooms:output_type -> kvgrpc.v1.LocateRoomsResponse
+	25, // 67: kvgrpc.v1.TransferService.CancelRoom:output_type -> kvgrpc.v1.CancelRoomResponse
+	27, // 68: kvgrpc.v1.TransferService.GetRank:output_type -> kvgrpc.v1.GetRankResponse
+	31, // 69: kvgrpc.v1.TransferService.GetTopology:output_type -> kvgrpc.v1.GetTopologyResponse
+	62, // [62:70] is the sub-list for method output_type
+	54, // [54:62] is the sub-list for method input_type
+	54, // [54:54] is the sub-list for extension type_name
+	54, // [54:54] is the sub-list for extension extendee
+	0,  // [0:54] is the sub-list for field type_name
 }
 
 func init() { file_kvgrpc_v1_transfer_service_proto_init() }
