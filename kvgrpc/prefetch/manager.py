@@ -10,20 +10,22 @@ from kvgrpc.errors import Failure, ServerDraining, StorageFailed, WrongRank
 from kvgrpc.model import Layout, RankId, RankRef, Role, Tier
 from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.prefetch.agreement.leader import LeaderAgreement
-from kvgrpc.prefetch.agreement.member import FindLeader, JoinedAgreement, OpenChannel, Spawn, StartOrder
+from kvgrpc.prefetch.agreement.member import FindLeader, JoinedAgreement, OpenChannel, Spawn
 from kvgrpc.prefetch.config import PrefetchConfig
 from kvgrpc.prefetch.model import Namespace, OperationKind, TierUse
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.pages import Pages, as_pages
+from kvgrpc.prefetch.protocol.backup import IsWriter, every_page, writer_of
 from kvgrpc.prefetch.protocol.operation import Operation
+from kvgrpc.prefetch.protocol.order import Order
 from kvgrpc.prefetch.protocol.votes import Agreement, AloneAgreement
 from kvgrpc.prefetch.purging import Purger, known_cache
-from kvgrpc.prefetch.runtime.backing_up import Writes, every_page, writer_of
 from kvgrpc.prefetch.runtime.controller import CacheController
 from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.prefetch.storage.base import StorageBackend
 from kvgrpc.prefetch.storage.keys import Keys, PageIdentity
 from kvgrpc.prefetch.tree.cache import TieredCache
+from kvgrpc.prefetch.tree.keeper import leading_by_tier
 
 _log = logging.getLogger(__name__)
 
@@ -117,25 +119,17 @@ class PrefetchManager:
         """All of its threads live. Storage that is away does not count: the cache goes on without it."""
         return not self._closed and self.controller.healthy and (self.copies is None or self.copies.healthy)
 
-    def start_prefetch(
-        self,
-        hashes: Sequence[str],
-        *,
-        request_id: str = "",
-        priority: int = 0,
-        tenant: str = "",
-        extra_key: str = "",
-        timeout: float | None = None,
-    ) -> Operation:
-        """As ``CacheController.prefetch``, for all ranks of the replica. Raises WrongRank on any but the leading
-        one."""
-        before = self.began(OperationKind.PREFETCH, request_id)
+    def start(self, order: Order) -> Operation:
+        """Begins a prefetch or backup at all ranks of the replica, as ``CacheController`` does at one.
+
+        A backup writes the leading pages that the host of each has, and declines with NOT_PRESENT when one of them has
+        none. Raises WrongRank on any but the leading rank, ServerDraining.
+        """
+        before = self.began(order.kind, order.request_id)
         self._check_start(before)
-        operation = self.controller.prefetch(
-            hashes, request_id=request_id, priority=priority, tenant=tenant, extra_key=extra_key, timeout=timeout
-        )
-        if self.leader is not None and operation is not before and not operation.state.ended:
-            self.leader.tell_start(operation, operation.deadline - time.monotonic())
+        operation = self._begin(order)
+        if self.leader is not None and operation is not before and not operation.ended:
+            self.leader.tell_start(order, operation.deadline - time.monotonic())
         return operation
 
     def terminate(self, operation: Operation) -> None:
@@ -143,33 +137,6 @@ class PrefetchManager:
         self.controller.terminate(operation)
         if self.leader is not None:
             self.leader.tell_terminated(operation.operation_id)
-
-    def start_backup(
-        self,
-        hashes: Sequence[str],
-        *,
-        request_id: str = "",
-        priority: int = 0,
-        tenant: str = "",
-        extra_key: str = "",
-        timeout: float | None = None,
-    ) -> Operation:
-        """Writes the leading pages that the host has to storage, at all ranks of the replica; declines with NOT_PRESENT
-        when one of them has none. Raises WrongRank on any but the leading one."""
-        self._check_start(self.began(OperationKind.BACKUP, request_id))
-        operation = self.controller.operation(
-            OperationKind.BACKUP,
-            hashes,
-            request_id=request_id,
-            priority=priority,
-            tenant=tenant,
-            extra_key=extra_key,
-            timeout=timeout,
-        )
-        kept = self._back_up(operation)
-        if self.leader is not None and kept is operation and not operation.state.ended:
-            self.leader.tell_start(operation, operation.deadline - time.monotonic())
-        return kept
 
     def began(self, kind: OperationKind, request_id: str) -> Operation | None:
         """What a request id began before, as long as that is remembered."""
@@ -179,7 +146,7 @@ class PrefetchManager:
         self, hashes: Sequence[str], timeout: float, *, extra_key: str = "", storage: bool = True
     ) -> tuple[int, int, int]:
         """Leading pages on the device; on device or host; anywhere. Blocks for at most ``timeout`` seconds."""
-        device, near = (0, 0) if self.cache is None else self.cache.leading_by_tier(hashes)
+        device, near = leading_by_tier(self.controller.keeper, hashes)
         far = self.controller.count_in_storage(hashes[near:], timeout, extra_key) if storage else 0
         return device, near, near + far
 
@@ -213,7 +180,7 @@ class PrefetchManager:
     def connect(self, find_leader: FindLeader, open_channel: OpenChannel, spawn: Spawn) -> None:
         """Joins the leader of the replica, and again whenever that is lost. For ranks that do not lead."""
         if self.joined is not None:
-            self.joined.connect(find_leader, open_channel, spawn, self._begin_for_the_leader)
+            self.joined.connect(find_leader, open_channel, spawn, self._begin_for_the_leader, self._end_for_the_leader)
 
     def drain(self) -> None:
         """Takes no new starts from now on; what runs goes on."""
@@ -247,23 +214,24 @@ class PrefetchManager:
         self._closed = well
         return well
 
-    def _back_up(self, operation: Operation) -> Operation:
-        """This rank's part of a backup that all ranks of the replica make together."""
-        operation.agrees = self.ranks > 1
-        return self.controller.start_backup(operation, self._present(operation))
+    def _begin(self, order: Order) -> Operation:
+        """This rank's part of what all ranks of the replica do together."""
+        if order.kind is OperationKind.PREFETCH:
+            return self.controller.start_prefetch(order)
+        order.check()
+        pages, failure = self._present(order.hashes)
+        return self.controller.start_backup(order, pages, agrees=self.ranks > 1, failure=failure)
 
-    def _present(self, operation: Operation) -> Pages:
+    def _present(self, hashes: Sequence[str]) -> tuple[Pages, Failure | None]:
         """The leading pages that the host has, read-locked; none where the engine's own keeper fails to say: ranks that
         do not lead ask it on the stream of their agreement, which goes on."""
         try:
-            return as_pages(self.controller.keeper.pages_of(operation.hashes))
+            return as_pages(self.controller.keeper.pages_of(hashes)), None
         except Exception as error:
             text = one_line(f"the keeper's pages_of: {type(error).__name__}: {error}")
             self._lines.exception("keepers", f"{self.rank.rank}: {text}")
             backend = "none" if self.storage is None else self.storage.name
-            failed = StorageFailed(text, metadata={"backend": backend, "status": "FAILED"})
-            operation.failure = operation.failure or Failure.of(failed)
-            return as_pages([])
+            return as_pages([]), Failure.of(StorageFailed(text, metadata={"backend": backend, "status": "FAILED"}))
 
     def _check_start(self, before: Operation | None) -> None:
         """``before``: what the same request began: to ask again what became of it is no start."""
@@ -288,7 +256,7 @@ class PrefetchManager:
         if self.config.listener is not None and hashes:
             self.config.listener(Tier.STORAGE, "removed", hashes, "")
 
-    def _writes(self) -> Writes:
+    def _writes(self) -> IsWriter:
         if not self.namespace.replicated:
             return every_page
         own = self.rank.rank.tp
@@ -317,32 +285,12 @@ class PrefetchManager:
         self.joined = JoinedAgreement(self.rank, self.layout, doubt=self.config.limits.doubt_timeout)
         return self.joined
 
-    def _begin_for_the_leader(self, order: StartOrder) -> None:
-        if order.terminated:
-            self.controller.terminate(self.controller.book.get(order.operation_id))
-        elif self._draining:
-            return
-        elif order.kind is OperationKind.BACKUP:
-            self._back_up(
-                self.controller.operation(
-                    OperationKind.BACKUP,
-                    order.hashes,
-                    operation_id=order.operation_id,
-                    priority=order.priority,
-                    tenant=order.tenant,
-                    extra_key=order.extra_key,
-                    timeout=order.timeout,
-                )
-            )
-        else:
-            self.controller.prefetch(
-                order.hashes,
-                operation_id=order.operation_id,
-                priority=order.priority,
-                tenant=order.tenant,
-                extra_key=order.extra_key,
-                timeout=order.timeout,
-            )
+    def _begin_for_the_leader(self, order: Order) -> None:
+        if not self._draining:
+            self._begin(order)
+
+    def _end_for_the_leader(self, operation_id: str) -> None:
+        self.controller.terminate(self.controller.book.get(operation_id))
 
     def _close_parts(self, timeout: float) -> None:
         for agreement in (self.leader, self.joined):

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from kvgrpc.errors import Failure, InvalidRequest
 from kvgrpc.model import Tier
+
+Pages = npt.NDArray[np.int64]
+"""Numbers of pages of one pool."""
 
 
 class OperationKind(enum.IntEnum):
@@ -67,6 +74,53 @@ class PageOutcome(enum.IntEnum):
     FAILED = 3
     TIMEOUT = 4
     SKIPPED = 5
+
+
+class Released(Protocol):
+    """Says when a backend has let go of a page: a ``threading.Event``."""
+
+    def is_set(self) -> bool: ...
+
+    def wait(self, timeout: float | None = None) -> bool: ...
+
+
+class PageStatus(enum.Enum):
+    """What became of one page of a batch."""
+
+    OK = "ok"
+    MISSING = "missing"
+    FAILED = "failed"
+    TIMEOUT = "timeout"
+
+
+@dataclass(frozen=True, slots=True)
+class PageResult:
+    """The end of one page of a read or a write; the pages beside it have their own.
+
+    Attributes:
+        status: OK: all bytes are in place. MISSING (reads only): there is no complete page of this size under the key.
+            FAILED: the backend said why. TIMEOUT: it did not end in time, or was not begun.
+        detail: FAILED and TIMEOUT in words, for logs and for people.
+        retryable: whether the same call may succeed later; False where it never will.
+        released: None: the backend touches the page's buffers no more. Otherwise it still may, and this event is set
+            once it does not: until then nobody may use the buffers again.
+
+    After any status but OK, a read may have changed some bytes of the buffers.
+    """
+
+    status: PageStatus
+    detail: str = ""
+    retryable: bool = False
+    released: Released | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.status is PageStatus.OK
+
+    @property
+    def quiescent(self) -> bool:
+        """Whether the page's buffers may be used again now."""
+        return self.released is None or self.released.is_set()
 
 
 class StopPolicy(enum.Enum):

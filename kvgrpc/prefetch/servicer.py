@@ -88,31 +88,18 @@ class PrefetchServicer(PrefetchServiceServicer):
         )
 
     async def StartPrefetch(self, request: pb.StartPrefetchRequest, context: Any) -> pb.StartPrefetchResponse:
-        operation = await self._start(OperationKind.PREFETCH, request, self._manager.start_prefetch)
-        return pb.StartPrefetchResponse(operation=operation)
+        return pb.StartPrefetchResponse(operation=await self._start(OperationKind.PREFETCH, request))
 
     async def StartBackup(self, request: pb.StartBackupRequest, context: Any) -> pb.StartBackupResponse:
-        operation = await self._start(OperationKind.BACKUP, request, self._manager.start_backup)
-        return pb.StartBackupResponse(operation=operation)
+        return pb.StartBackupResponse(operation=await self._start(OperationKind.BACKUP, request))
 
     async def _start(
-        self,
-        kind: OperationKind,
-        request: pb.StartPrefetchRequest | pb.StartBackupRequest,
-        start: Callable[..., Operation],
+        self, kind: OperationKind, request: pb.StartPrefetchRequest | pb.StartBackupRequest
     ) -> pb.CacheOperation:
-        hashes = await self._hashes(request.pages)
-        request_id = wire.text_from_pb("request_id", request.request_id)
-        if self._manager.began(kind, request_id) is None:
-            self._shares.check(len(hashes))
-        operation = start(
-            hashes,
-            request_id=request_id,
-            priority=request.priority,
-            tenant=wire.text_from_pb("tenant", request.tenant) or request.pages.extra_key[: wire.MAX_TEXT],
-            extra_key=request.pages.extra_key,
-            timeout=wire.timeout_from_pb(request),
-        )
+        order = wire.order_from_pb(kind, request, await self._hashes(request.pages))
+        if self._manager.began(kind, order.request_id) is None:
+            self._shares.check(len(order.hashes))
+        operation = self._manager.start(order)
         self._shares.add(operation)
         return self._to_pb(operation)
 

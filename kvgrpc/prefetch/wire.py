@@ -8,8 +8,8 @@ from kvgrpc.errors import InvalidRequest
 from kvgrpc.hashing import page_hashes, storage_seed
 from kvgrpc.model import Tier
 from kvgrpc.prefetch.model import Namespace, OperationKind, OperationRow, Stop, TierUse
+from kvgrpc.prefetch.protocol.order import MAX_PAGES, MAX_TIMEOUT, Order
 from kvgrpc.prefetch.protocol.votes import Decision, Stage, Vote
-from kvgrpc.prefetch.runtime.controller import MAX_PAGES
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.wire import failure_to_pb, seconds_from_pb
@@ -18,7 +18,6 @@ MAX_TOKENS = 1 << 20
 MAX_TEXT = 128
 # Of extra_key and cache_salt, which are kept with the pages that they name.
 MAX_KEY_TEXT = 1024
-MAX_TIMEOUT = 3600.0
 _HASH_BYTES = 32
 
 
@@ -61,11 +60,24 @@ def _hashed(message: pb.PromptPages, page_tokens: int) -> tuple[str, ...]:
     return tuple(each.hex() for each in hashes)
 
 
-def timeout_from_pb(message: pb.StartPrefetchRequest | pb.StartBackupRequest) -> float | None:
-    """Seconds; None when it was left out."""
-    if not message.HasField("timeout"):
-        return None
-    return seconds_from_pb("timeout", message.timeout, MAX_TIMEOUT, above_zero=True)
+def order_from_pb(
+    kind: OperationKind, message: pb.StartPrefetchRequest | pb.StartBackupRequest, hashes: tuple[str, ...]
+) -> Order:
+    """``hashes``: those of its pages, which may have taken a while."""
+    timeout = None
+    request_id = text_from_pb("request_id", message.request_id)
+    tenant = text_from_pb("tenant", message.tenant)
+    if message.HasField("timeout"):
+        timeout = seconds_from_pb("timeout", message.timeout, MAX_TIMEOUT, above_zero=True)
+    return Order(
+        kind=kind,
+        hashes=hashes,
+        request_id=request_id,
+        priority=message.priority,
+        tenant=tenant or message.pages.extra_key[:MAX_TEXT],
+        extra_key=message.pages.extra_key,
+        timeout=timeout,
+    )
 
 
 def text_from_pb(field: str, text: str) -> str:

@@ -71,8 +71,7 @@ PURE = (
         "kvgrpc/events/following/sources.py",
     ),
     *("kvgrpc/prefetch/tree/prefix_tree.py", "kvgrpc/prefetch/model.py"),
-    "kvgrpc/prefetch/protocol/votes.py",
-    "kvgrpc/prefetch/protocol/fair_queue.py",
+    "kvgrpc/prefetch/protocol/",
     "kvgrpc/pull/model.py",
     *("kvgrpc/prefetch/storage/keys.py", "kvgrpc/prefetch/storage/file/formats.py"),
 )

@@ -14,9 +14,10 @@ import pytest
 from kvgrpc.client import SyncClient
 from kvgrpc.errors import InvalidRequest, StaleEpoch, WrongRank
 from kvgrpc.model import Layout, RankId, RankRef
-from kvgrpc.prefetch.agreement.member import JoinedAgreement, StartOrder
-from kvgrpc.prefetch.model import OperationState, PageOutcome, Stop
+from kvgrpc.prefetch.agreement.member import JoinedAgreement
+from kvgrpc.prefetch.model import OperationKind, OperationState, PageOutcome, Stop
 from kvgrpc.prefetch.protocol.operation import Operation
+from kvgrpc.prefetch.protocol.order import Order
 from kvgrpc.prefetch.storage.base import PageBuffers, PageResult, failed
 from kvgrpc.rpc.status import error_from
 from kvgrpc.v1 import prefetch_service_pb2 as pb
@@ -289,7 +290,7 @@ class TestBackup:
             return write(keys, pages, timeout)
 
         monkeypatch.setattr(storage, "write", slow)
-        first = replica.leader.manager.start_backup(hashes)
+        first = replica.leader.start(OperationKind.BACKUP, hashes)
         wait_until(lambda: first.finishing or first.ended)
         assert not first.wait(QUICK.agreement_timeout + 0.2), "it has written, and did not wait for the other"
         gate.set()
@@ -319,7 +320,7 @@ def test_an_order_that_raises_takes_no_other_along() -> None:
     joined = JoinedAgreement(RankRef(RankId("E", tp=1), 1), Layout(tp=2))
     begun: list[str] = []
 
-    def begin(order: StartOrder) -> None:
+    def begin(order: Order) -> None:
         begun.append(order.operation_id)
         raise RuntimeError("a bug")
 

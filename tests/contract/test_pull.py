@@ -13,7 +13,7 @@ import pytest
 
 from kvgrpc.cli.main import main
 from kvgrpc.model import RankId, RankRef
-from kvgrpc.prefetch.model import OperationState
+from kvgrpc.prefetch.model import OperationKind, OperationState
 from kvgrpc.pull import lender
 from kvgrpc.pull.model import PullConfig, PullDirection
 from kvgrpc.pull.wire import identity_to_pb
@@ -73,7 +73,7 @@ def peer_of(rank: CacheRank) -> Any:
 
 def pulled(rank: CacheRank, hashes: list[str]) -> Any:
     """What became of a prefetch of these pages."""
-    operation = rank.manager.start_prefetch(hashes)
+    operation = rank.start(OperationKind.PREFETCH, hashes)
     assert operation.wait(30.0)
     return rank.manager.controller.book.row(operation)
 

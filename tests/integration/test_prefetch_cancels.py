@@ -19,6 +19,8 @@ from tests.support.faults.storage import Fault, FaultyBackend, memory_backend
 from tests.support.tiered_engine import SECONDS
 from tests.support.waiting import wait_until
 
+NOTHING_MOVES = (OperationState.QUEUED, OperationState.QUERYING, OperationState.AGREEING)
+
 
 class Gate:
     """A backend's calls and an agreement's decisions, held until the test lets them go."""
@@ -103,6 +105,10 @@ class Cancels:
         """Cancels it while it is in ``state``, then lets go what held it there."""
         let_go = let_go or self.let_go
         wait_until(lambda: operation.state is state)
+        if state in NOTHING_MOVES:
+            self.cancel_at_once(operation)
+            let_go()
+            return
         if not self.by_client:
             self.controller.terminate(operation)
             assert not operation.ended
@@ -119,6 +125,15 @@ class Cancels:
             call.join(SECONDS)
             assert answers == [True], "the answer comes when nothing moves any more"
 
+    def cancel_at_once(self, operation: Operation) -> None:
+        """It ends while storage and the other ranks still keep silent: it waits for neither."""
+        if self.by_client:
+            with SyncClient(self.rank.address) as client:
+                assert client.terminate_prefetch(operation.operation_id).quiescent
+        else:
+            self.controller.terminate(operation)
+            assert operation.wait(SECONDS)
+
     def let_go(self) -> None:
         self.gate.opened.set()
         self.agreement.gate.opened.set()
@@ -128,7 +143,7 @@ class Cancels:
         assert operation.wait(SECONDS)
         row = self.controller.book.row(operation)
         assert (row.state.name, row.stop.name) == ("CANCELLED", "CANCELLED")
-        assert self.controller.book.wait_idle(SECONDS)
+        assert self.controller.wait_idle(SECONDS)
         counts = self.rank.manager.host.table.counts()
         assert (counts["reserved"], counts["read"], self.controller.occupied) == (0, 0, 0)
         self.storage.fault = lambda call, key: None
@@ -160,11 +175,12 @@ class TestCancelAtEveryState:
     def test_a_prefetch_that_is_queued(self, cancels: Cancels) -> None:
         other = hashes_of(prompt(4, first=7))
         cancels.storage.fault = cancels.gate.before("count", 0, other)
-        before = cancels.controller.prefetch(other)
+        before = [cancels.controller.prefetch(other) for _ in range(cancels.controller.limits.readers)]
         assert cancels.gate.reached.wait(SECONDS)
+        wait_until(lambda: all(each.state is OperationState.QUERYING for each in before))
         operation = cancels.controller.prefetch(cancels.hashes)
         cancels.cancel(operation, OperationState.QUEUED)
-        assert before.wait(SECONDS)
+        assert all(each.wait(SECONDS) for each in before)
         cancels.check(operation)
         assert operation.completed == 0
 
@@ -218,9 +234,9 @@ class TestCancelAtEveryState:
         cancels.rank.fill(first)
         cancels.rank.fill(second)
         cancels.storage.fault = cancels.gate.before("write", 0, first)
-        before = cancels.rank.manager.start_backup(first)
+        before = cancels.rank.start(OperationKind.BACKUP, first)
         assert cancels.gate.reached.wait(SECONDS)
-        operation = cancels.rank.manager.start_backup(second)
+        operation = cancels.rank.start(OperationKind.BACKUP, second)
         cancels.cancel(operation, OperationState.QUEUED)
         assert before.wait(SECONDS) and before.state is OperationState.DONE
         cancels.check(operation)
@@ -230,7 +246,7 @@ class TestCancelAtEveryState:
         names = hashes_of(prompt(12, first=9))
         cancels.rank.fill(names)
         cancels.storage.fault = cancels.gate.before("write", 5, names)
-        operation = cancels.rank.manager.start_backup(names)
+        operation = cancels.rank.start(OperationKind.BACKUP, names)
         assert cancels.gate.reached.wait(SECONDS)
         cancels.cancel(operation, OperationState.TRANSFERRING)
         cancels.check(operation)
@@ -244,7 +260,7 @@ class TestCancelAtEveryState:
         names = hashes_of(prompt(4, first=9))
         cancels.rank.fill(names)
         held = cancels.hold("write", names[2])
-        operation = cancels.rank.manager.start_backup(names)
+        operation = cancels.rank.start(OperationKind.BACKUP, names)
         assert cancels.gate.reached.wait(SECONDS)
         cancels.cancel(operation, OperationState.TRANSFERRING, lambda: cancels.let_go_of_pages(operation, held))
         cancels.check(operation)

@@ -62,7 +62,7 @@ def converse(engine: Engine, chance: random.Random, name: str, requests: int) ->
 
 def ended(engine: Engine) -> list[Operation]:
     """All operations, once none runs, in the order of their ends."""
-    assert engine.controller.book.wait_idle(SECONDS), "an operation hangs"
+    assert engine.controller.wait_idle(SECONDS), "an operation hangs"
     return engine.controller.book.all()
 
 
@@ -92,7 +92,7 @@ def come_back(engine: Engine, asked: list[list[str]], there: set[str]) -> int:
         engine.cache.evict_host(engine.host_pages)
         operation = engine.controller.prefetch(hashes[:leading])
         assert operation.wait(SECONDS)
-        assert (operation.state, operation.completed) == (OperationState.DONE, leading), operation.row()
+        assert (operation.state, operation.completed) == (OperationState.DONE, leading), operation
         before = engine.loaded
         engine.request(list(hashes[:leading]))
         assert engine.loaded - before == leading
@@ -214,7 +214,7 @@ def open_and_close(folder: Path, cycle: int) -> None:
     names = [f"conversation {cycle % 50} {number}" for number in range(6)]
     engine.request(names)
     if cycle % 3:
-        assert engine.controller.book.wait_idle(SECONDS)
+        assert engine.controller.wait_idle(SECONDS)
         engine.cache.evict_device(engine.device_pages)
         engine.cache.evict_host(engine.host_pages)
     engine.controller.prefetch(names, timeout=3600.0)

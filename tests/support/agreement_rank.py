@@ -55,7 +55,7 @@ class Orders:
 
     def back_up(self, first: int, pages: int) -> dict[str, Any]:
         """For all ranks, as a remote client's StartBackup."""
-        return {"name": self._rank.manager.start_backup(hashes_of(prompt(pages, first))).operation_id}
+        return {"name": self._rank.start(OperationKind.BACKUP, hashes_of(prompt(pages, first))).operation_id}
 
     def stored(self, first: int, pages: int) -> dict[str, Any]:
         """How much of the prompt storage has for this rank."""
@@ -96,7 +96,7 @@ class Orders:
 
     def start(self, first: int, pages: int) -> dict[str, Any]:
         """For all ranks, as a remote client's StartPrefetch."""
-        return {"name": self._rank.manager.start_prefetch(hashes_of(prompt(pages, first))).operation_id}
+        return {"name": self._rank.start(OperationKind.PREFETCH, hashes_of(prompt(pages, first))).operation_id}
 
     def prefetch(self, name: str, first: int, pages: int) -> dict[str, Any]:
         """As this rank's own scheduler."""

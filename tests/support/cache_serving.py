@@ -18,6 +18,7 @@ from kvgrpc.prefetch.model import OperationKind, PrefetchLimits, Short
 from kvgrpc.prefetch.pools.host import Bytes
 from kvgrpc.prefetch.pools.shape import PageShape
 from kvgrpc.prefetch.protocol.operation import Operation
+from kvgrpc.prefetch.protocol.order import Order
 from kvgrpc.server import Rank, RankConfig, open_rank
 
 PAGE_TOKENS = 4
@@ -69,8 +70,12 @@ class CacheRank:
     def back_up(self, hashes: Sequence[str]) -> Operation:
         """This rank's own write of pages that its host has, as a write policy begins it; other ranks are not asked."""
         controller = self.manager.controller
-        operation = controller.operation(OperationKind.BACKUP, hashes)
-        return controller.start_backup(operation, self.manager.known_cache().pages_of(hashes))
+        order = Order(kind=OperationKind.BACKUP, hashes=tuple(hashes))
+        return controller.start_backup(order, self.manager.known_cache().pages_of(hashes))
+
+    def start(self, kind: OperationKind, hashes: Sequence[str], extra_key: str = "") -> Operation:
+        """At all ranks of the replica, as a remote client starts it."""
+        return self.manager.start(Order(kind=kind, hashes=tuple(hashes), extra_key=extra_key))
 
     def evict(self) -> int:
         return self.manager.known_cache().evict_host(self.manager.host.pages)
@@ -89,7 +94,7 @@ class CacheRank:
     def store(self, hashes: Sequence[str], extra_key: str = "") -> None:
         """Storage has these pages, and nothing else has."""
         self.fill(hashes, extra_key)
-        operation = self.manager.start_backup(hashes, extra_key=extra_key)
+        operation = self.start(OperationKind.BACKUP, hashes, extra_key)
         assert operation.wait(20)
         self.evict()
 

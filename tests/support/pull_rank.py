@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvgrpc.prefetch.model import OperationKind
 from kvgrpc.prefetch.pools.shape import PageShape
 from kvgrpc.pull.model import PullConfig
 from tests.support import cache_serving
@@ -44,7 +45,7 @@ class Orders:
         """The prompt, as a scheduler orders it; what came has the right bytes."""
         hashes = hashes_of(prompt(pages, first))
         began = time.monotonic()
-        operation = self._rank.manager.start_prefetch(hashes)
+        operation = self._rank.start(OperationKind.PREFETCH, hashes)
         assert operation.wait(60.0)
         took = time.monotonic() - began
         row = self._rank.manager.controller.book.row(operation)

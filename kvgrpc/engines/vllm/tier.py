@@ -32,6 +32,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvgrpc.engines.vllm.compatibility import check_vllm
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.observability.logging import RateLimited
+from kvgrpc.prefetch.model import Released
 from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.prefetch.storage.base import MemoryRange, PageBuffers, PageResult, StorageBackend
 from kvgrpc.prefetch.storage.keys import KeyMode, Keys, PageIdentity
@@ -169,7 +170,7 @@ class KvGrpcTier(SecondaryTierManager):
             self._complain(f"{names[results.index(bad)][-80:]}: {bad.detail}")
         return [result.ok for result in results]
 
-    def _wait_for(self, released: threading.Event) -> None:
+    def _wait_for(self, released: Released) -> None:
         say_at = time.monotonic() + _QUIET_SECONDS
         while not released.wait(_POLL_SECONDS) and not self._closing.is_set():
             if time.monotonic() >= say_at:

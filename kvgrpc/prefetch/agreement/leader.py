@@ -13,7 +13,7 @@ from typing import Any
 from kvgrpc.errors import InvalidRequest, StaleEpoch, TooManyRequests, WrongRank
 from kvgrpc.model import Layout, RankId, RankRef, Role
 from kvgrpc.prefetch import wire
-from kvgrpc.prefetch.protocol.operation import Operation
+from kvgrpc.prefetch.protocol.order import Order
 from kvgrpc.prefetch.protocol.votes import AgreementCore, Decided, Decision, Stage, Vote
 from kvgrpc.prefetch.threads.timers import Alarms
 from kvgrpc.rpc.callers import check_speaker
@@ -65,18 +65,18 @@ class LeaderAgreement:
             for stage in Stage:
                 self._waiting.pop((key, stage), None)
 
-    def tell_start(self, operation: Operation, timeout: float) -> None:
-        """Every rank begins this operation."""
-        order = pb.AgreementStart(
-            operation_id=operation.operation_id,
-            page_hashes=[bytes.fromhex(each) for each in operation.hashes],
-            priority=operation.priority,
-            tenant=operation.tenant,
-            extra_key=operation.extra_key,
+    def tell_start(self, order: Order, timeout: float) -> None:
+        """Every rank begins this operation, and has so many seconds for it."""
+        start = pb.AgreementStart(
+            operation_id=order.operation_id,
+            page_hashes=[bytes.fromhex(each) for each in order.hashes],
+            priority=order.priority,
+            tenant=order.tenant,
+            extra_key=order.extra_key,
             timeout=wire.seconds_to_pb(timeout),
-            kind=pb.OperationKind.ValueType(operation.kind),
+            kind=pb.OperationKind.ValueType(order.kind),
         )
-        self._send(pb.JoinAgreementResponse(starts=[order]))
+        self._send(pb.JoinAgreementResponse(starts=[start]))
 
     def tell_terminated(self, operation_id: str) -> None:
         """Every rank ends it."""

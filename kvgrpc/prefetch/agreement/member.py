@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
@@ -17,7 +17,8 @@ from kvgrpc.errors import KvGrpcError
 from kvgrpc.model import Layout, RankId, RankRef
 from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.prefetch import wire
-from kvgrpc.prefetch.model import OperationKind, Stop
+from kvgrpc.prefetch.model import Stop
+from kvgrpc.prefetch.protocol.order import Order
 from kvgrpc.prefetch.protocol.votes import Decided, Decision, PendingVotes, Stage, Vote
 from kvgrpc.prefetch.threads.timers import Alarms
 from kvgrpc.rpc.status import error_from
@@ -34,20 +35,6 @@ Spawn = Callable[[Coroutine[Any, Any, None], str], Any]
 _LONGEST_PAUSE_SECONDS = 1.0
 _VOTES_OF_A_MESSAGE = 1_024
 _MOST_UNSENT = 16_384
-
-
-@dataclass(frozen=True, slots=True)
-class StartOrder:
-    """What the leader wants begun here, or (``terminated``) ended."""
-
-    operation_id: str
-    hashes: tuple[str, ...] = ()
-    timeout: float = 0.0
-    priority: int = 0
-    tenant: str = ""
-    extra_key: str = ""
-    kind: OperationKind = OperationKind.PREFETCH
-    terminated: bool = False
 
 
 class JoinedAgreement:
@@ -70,7 +57,8 @@ class JoinedAgreement:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[Any] = []
         self._connected = False
-        self._begin: Callable[[StartOrder], None] = _nobody
+        self._begin: Callable[[Order], None] = _nobody
+        self._terminate: Callable[[str], None] = _nobody
         self._lines = RateLimited(_log)
 
     @property
@@ -96,10 +84,18 @@ class JoinedAgreement:
             self._said.forget(key)
 
     def connect(
-        self, find_leader: FindLeader, open_channel: OpenChannel, spawn: Spawn, begin: Callable[[StartOrder], None]
+        self,
+        find_leader: FindLeader,
+        open_channel: OpenChannel,
+        spawn: Spawn,
+        begin: Callable[[Order], None],
+        terminate: Callable[[str], None],
     ) -> None:
-        """Dials the leader on the event loop, for as long as it takes, and again after each break."""
+        """Dials the leader on the event loop, for as long as it takes, and again after each break.
+
+        ``begin`` and ``terminate`` (an operation by its id) are called there, as the leader orders it."""
         self._begin = begin
+        self._terminate = terminate
         self._tasks = [
             spawn(self._stay_joined(find_leader, open_channel), f"prefetch-agreement {self._rank.rank}"),
             spawn(self._count_doubt(), f"prefetch-agreement-doubt {self._rank.rank}"),
@@ -191,38 +187,38 @@ class JoinedAgreement:
         if message.epoch:
             self._live = frozenset(map(rank_id_from_pb, message.live))
         for start in message.starts:
-            self._order(
-                StartOrder(
-                    start.operation_id,
-                    tuple(each.hex() for each in start.page_hashes),
-                    max(0.001, start.timeout.ToMicroseconds() / 1e6),
-                    start.priority,
-                    start.tenant,
-                    start.extra_key,
-                    wire.kind_from_pb(start.kind),
-                )
+            order = Order(
+                kind=wire.kind_from_pb(start.kind),
+                hashes=tuple(each.hex() for each in start.page_hashes),
+                operation_id=start.operation_id,
+                priority=start.priority,
+                tenant=start.tenant,
+                extra_key=start.extra_key,
+                timeout=max(0.001, start.timeout.ToMicroseconds() / 1e6),
             )
+            if not self._obey(start.operation_id, partial(self._begin, order)):
+                # The leader hears of it as a rank that has none of the pages.
+                self.vote(Vote(start.operation_id, Stage.HITS, 0, Stop.RATE_LIMITED), 1.0, lambda decision: None)
         for operation_id in message.terminated:
-            self._order(StartOrder(operation_id, terminated=True))
+            self._obey(operation_id, partial(self._terminate, operation_id))
         for decision in message.decisions:
             try:
                 self._decide(wire.decision_from_pb(decision))
             except KvGrpcError as error:
                 _log.warning("%s: a decision that cannot be read: %s", self._rank.rank, error)
 
-    def _order(self, order: StartOrder) -> None:
+    def _obey(self, operation_id: str, call: Callable[[], None]) -> bool:
+        """Whatever one order does to this rank, its stream goes on."""
         try:
-            self._begin(order)
+            call()
         except Exception as error:
-            # The leader hears of it as a rank that has none of the pages, and the stream goes on.
             bug = not isinstance(error, KvGrpcError)
-            text = f"{self._rank.rank}: operation {order.operation_id} cannot be begun here: "
+            text = f"{self._rank.rank}: operation {operation_id} cannot be begun or ended here: "
             text += one_line(f"{type(error).__name__}: {error}" if bug else str(error))
             level, key = (logging.ERROR, "orders that raised") if bug else (logging.WARNING, "refused orders")
             self._lines.say(level, key, text, exc_info=bug)
-            if not order.terminated:
-                vote = Vote(order.operation_id, Stage.HITS, 0, Stop.RATE_LIMITED)
-                self.vote(vote, 1.0, lambda decision: None)
+            return False
+        return True
 
     def _decide(self, decision: Decision) -> None:
         with self._lock:
@@ -236,8 +232,8 @@ class JoinedAgreement:
             loop.call_soon_threadsafe(wake.set)
 
 
-def _nobody(order: StartOrder) -> None:
+def _nobody(order: Order | str) -> None:
     """Before ``connect``."""
 
 
-__all__ = ["FindLeader", "JoinedAgreement", "OpenChannel", "Spawn", "StartOrder"]
+__all__ = ["FindLeader", "JoinedAgreement", "OpenChannel", "Spawn"]

@@ -11,12 +11,10 @@ import threading
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from kvgrpc.errors import PageStateInvalid
+from kvgrpc.prefetch.model import Pages as Pages
 from kvgrpc.prefetch.model import Short
-
-Pages = npt.NDArray[np.int64]
 
 
 class PageState(enum.IntEnum):

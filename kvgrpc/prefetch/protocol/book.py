@@ -1,15 +1,14 @@
-"""The operations of a controller: those that run, the last that ended, and who is told of changes. Thread-safe."""
+"""The operations of a controller: those that run, the last that ended, and who is told of changes. Pure, but for the
+lock and the clock that it is given."""
 
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
-from kvgrpc.errors import Failure, OperationNotFound, RequestIdReused, TooManyRequests
-from kvgrpc.observability import metrics
+from kvgrpc.errors import OperationNotFound, RequestIdReused, TooManyRequests
 from kvgrpc.prefetch.model import OperationKind, OperationRow, OperationState, PrefetchLimits, Stop
 from kvgrpc.prefetch.protocol.operation import Operation
 
@@ -22,10 +21,13 @@ MAX_REMEMBERED_PAGES = 1 << 20
 
 
 class OperationBook:
-    """``lock`` is the one lock of all operations: hold it while a field of one is read or changed."""
+    """``lock`` is the one lock of all operations, reentrant: hold it while a field of one is read or changed."""
 
-    def __init__(self, limits: PrefetchLimits) -> None:
-        self.lock = threading.RLock()
+    def __init__(
+        self, limits: PrefetchLimits, lock: AbstractContextManager[object], clock: Callable[[], float]
+    ) -> None:
+        self.lock = lock
+        self._clock = clock
         self._limits = limits
         self._open: OrderedDict[str, Operation] = OrderedDict()
         self._ended: OrderedDict[str, Operation] = OrderedDict()
@@ -36,7 +38,6 @@ class OperationBook:
         self._revision = 0
         self._number = 0
         self._by_change: OrderedDict[str, Operation] = OrderedDict()
-        self._idle = threading.Condition(self.lock)
 
     @property
     def revision(self) -> int:
@@ -47,14 +48,15 @@ class OperationBook:
 
         Raises RequestIdReused where that one asks for something else, TooManyRequests.
         """
+        order = operation.order
         with self.lock:
-            before = self._by_request.get((operation.kind, operation.request_id)) if operation.request_id else None
+            before = self._by_request.get((operation.kind, order.request_id)) if order.request_id else None
             if before is not None:
-                if not before.same_order(operation):
+                if not before.order.asks_the_same(order):
                     raise RequestIdReused(
-                        f"request {operation.request_id!r} began {before.operation_id} with other pages, priority, "
+                        f"request {order.request_id!r} began {before.operation_id} with other pages, priority, "
                         "tenant, extra key or timeout: use a new id",
-                        metadata={"requestId": operation.request_id, "operationId": before.operation_id},
+                        metadata={"requestId": order.request_id, "operationId": before.operation_id},
                     )
                 return before
             known = self._open.get(operation.operation_id) or self._ended.get(operation.operation_id)
@@ -69,9 +71,9 @@ class OperationBook:
             self._number += 1
             operation.number = self._number
             self._open[operation.operation_id] = operation
-            if operation.request_id:
-                self._by_request[operation.kind, operation.request_id] = operation
-        self.changed(operation)
+            if order.request_id:
+                self._by_request[operation.kind, order.request_id] = operation
+        self.tell(operation)
         return operation
 
     def get(self, operation_id: str) -> Operation:
@@ -102,7 +104,7 @@ class OperationBook:
     def row(self, operation: Operation, *, with_pages: bool = True) -> OperationRow:
         """The operation as it is at one moment."""
         with self.lock:
-            return operation.row(with_pages=with_pages)
+            return operation.row(self._clock(), with_pages=with_pages)
 
     def open(self) -> list[Operation]:
         with self.lock:
@@ -125,8 +127,8 @@ class OperationBook:
 
         return end
 
-    def changed(self, operation: Operation) -> None:
-        """Numbers the change and tells the listeners."""
+    def tell(self, operation: Operation) -> None:
+        """Numbers a change and tells the listeners."""
         with self.lock:
             self._revision += 1
             operation.revision = self._revision
@@ -141,34 +143,22 @@ class OperationBook:
             except Exception as error:
                 _log.error("a listener of operations failed: %s", error, exc_info=error)
 
-    def end(
-        self, operation: Operation, state: OperationState, stop: Stop = Stop.NONE, failure: Failure | None = None
-    ) -> bool:
-        """Its last state; False when it had one already. The caller has given its pages away by then."""
+    def end(self, operation: Operation, state: OperationState, stop: Stop = Stop.NONE) -> bool:
+        """Gives it its last state; False when it had one already. Its pages are given away by then."""
         with self.lock:
             if operation.state.ended:
                 return False
             operation.state = state
             operation.stop = operation.stop or stop
-            operation.failure = operation.failure or failure
-            operation.ended_at = time.monotonic()
+            operation.ended_at = self._clock()
             if self._open.pop(operation.operation_id, None) is not None:
                 self._open_pages -= len(operation.hashes)
             self._ended[operation.operation_id] = operation
             self._remembered_pages += len(operation.hashes)
             while len(self._ended) > self._limits.remembered or self._remembered_pages > MAX_REMEMBERED_PAGES:
                 self._forget(self._ended.popitem(last=False)[1])
-            if not self._open:
-                self._idle.notify_all()
-        metrics.CACHE_OPERATIONS.labels(operation.kind.name, state.name, operation.stop.name).inc()
-        self.changed(operation)
-        operation.over.set()
+        self.tell(operation)
         return True
-
-    def wait_idle(self, timeout: float) -> bool:
-        """Waits until no operation is open."""
-        with self.lock:
-            return self._idle.wait_for(lambda: not self._open, timeout)
 
     def forget_ended(self) -> None:
         """Drops the records of what ended, with their request ids."""
@@ -180,7 +170,7 @@ class OperationBook:
     def _forget(self, operation: Operation) -> None:
         self._remembered_pages -= len(operation.hashes)
         self._by_change.pop(operation.operation_id, None)
-        key = (operation.kind, operation.request_id)
+        key = (operation.kind, operation.order.request_id)
         if self._by_request.get(key) is operation:
             del self._by_request[key]
 

@@ -1,40 +1,61 @@
-"""The hierarchical cache's controller between host and storage: prefetch, backup, and what became of them.
+"""The controller between host and storage: it runs the operations of ``protocol/``, and does what they ask for.
 
 An engine with its own radix cache uses it alone, with ``CompletionQueue`` or a keeper of its own;
 ``kvgrpc.prefetch.tree.cache.TieredCache`` puts a prefix tree and device copies around it.
+
+Whatever happens to an operation is a step of it, under one lock and on the thread that learns it: steps are short and
+wait for nothing. The work that a step asks for is done by one thread, in order; what storage does (look-ups, reads,
+writes) by threads of their own, which no vote, hand-over or cancel waits for.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
-from kvgrpc.errors import FeatureDisabled, InvalidRequest
+from kvgrpc.errors import Failure, FeatureDisabled, InvalidRequest, KvGrpcError
+from kvgrpc.observability import metrics
 from kvgrpc.prefetch.model import (
     OperationKind,
     OperationRow,
-    OperationState,
     PrefetchLimits,
     Stop,
     StopPolicy,
 )
 from kvgrpc.prefetch.pools.host import HostPool
 from kvgrpc.prefetch.pools.pages import Pages, as_pages
+from kvgrpc.prefetch.protocol.backup import Backup, IsWriter, every_page
 from kvgrpc.prefetch.protocol.book import OperationBook
-from kvgrpc.prefetch.protocol.operation import Operation
-from kvgrpc.prefetch.protocol.votes import Agreement, AloneAgreement
-from kvgrpc.prefetch.runtime.backing_up import Backup, Writes, every_page
-from kvgrpc.prefetch.runtime.prefetching import Prefetcher
+from kvgrpc.prefetch.protocol.operation import (
+    End,
+    EndRead,
+    Keep,
+    Operation,
+    Release,
+    Reserve,
+    Say,
+    Wake,
+    Work,
+)
+from kvgrpc.prefetch.protocol.order import MAX_PAGES, Order
+from kvgrpc.prefetch.protocol.prefetch import HostShare, Prefetch
+from kvgrpc.prefetch.protocol.votes import Agreement, AloneAgreement, Decision
+from kvgrpc.prefetch.runtime.storage_threads import StorageThreads, StorageWork
 from kvgrpc.prefetch.storage.base import StorageBackend, Unregisters
 from kvgrpc.prefetch.threads.timers import Alarms
+from kvgrpc.prefetch.threads.worker import Worker
 from kvgrpc.prefetch.tree.keeper import CompletionQueue, Keeper
 
 _log = logging.getLogger(__name__)
-
-MAX_PAGES = 65_536
-"""Pages of one operation."""
-MAX_PRIORITY = 1_000
+T = TypeVar("T")
+_Todo = tuple[Operation, Work]
+# An alarm that is due later than this is dropped with its operation, so that it does not keep its pages' hashes.
+_KEPT_SECONDS = 1.0
 
 
 class CacheController:
@@ -55,50 +76,50 @@ class CacheController:
         keeper: Keeper | None = None,
         agreement: Agreement | None = None,
         limits: PrefetchLimits | None = None,
-        writes: Writes = every_page,
+        writes: IsWriter = every_page,
     ) -> None:
         self.host = host
         self.storage = storage
         self.limits = limits or PrefetchLimits()
         # Not ``or``: a keeper may have a length, and be empty.
         self.keeper = CompletionQueue(host.table) if keeper is None else keeper
-        self.book = OperationBook(self.limits)
+        self._lock = threading.RLock()
+        self._idle = threading.Condition(self._lock)
+        self.book = OperationBook(self.limits, self._lock, time.monotonic)
         self._key_of = key_of
+        self._is_writer = writes
+        self._agreement = AloneAgreement() if agreement is None else agreement
+        self._share = HostShare(max(1, int(host.pages * self.limits.occupancy)))
         self._closed = False
         self._registered = storage is not None
-        self._alarms = Alarms("prefetch-alarms")
-        agreement = AloneAgreement() if agreement is None else agreement
-        self._prefetcher: Prefetcher | None = None
-        self._backup: Backup | None = None
         if storage is not None:
             storage.register(host.ranges)
-            self._prefetcher = Prefetcher(
-                self.book,
-                host,
-                storage,
-                key_of,
-                self.keeper,
-                agreement,
-                self.limits,
-                self._alarms,
-            )
-            self._backup = Backup(self.book, host, storage, key_of, writes, agreement, self.limits, self._alarms)
+        self._wakes: dict[Operation, list[Callable[[], None]]] = {}
+        self._alarms = Alarms("prefetch-alarms")
+        self._threads = (
+            None
+            if storage is None
+            else StorageThreads(host, storage, self.keeper, key_of, self.limits, self._step, self._stumbled)
+        )
+        self._doer: Worker[_Todo] = Worker("cache-control", self._do_all, self._undone)
 
     @property
     def healthy(self) -> bool:
         """All of its threads live."""
-        parts = [part for part in (self._prefetcher, self._backup) if part is not None]
-        return not self._closed and self._alarms.healthy and all(part.healthy for part in parts)
+        parts = (self._threads, self._doer, self._alarms)
+        return not self._closed and all(part is None or part.healthy for part in parts)
 
     @property
     def occupied(self) -> int:
         """Host pages that prefetches hold which have not ended."""
-        return 0 if self._prefetcher is None else self._prefetcher.occupied
+        return self._share.held
 
     @property
     def capacity(self) -> int:
         """Host pages that prefetches may hold at a time; past it they are declined."""
-        return 0 if self._prefetcher is None else self._prefetcher.capacity()
+        return 0 if self.storage is None else self._share.pages
+
+    # What callers ask for.
 
     def prefetch(
         self,
@@ -118,29 +139,42 @@ class CacheController:
         ``timeout``: seconds until it ends with what it has. Raises InvalidRequest, RequestIdReused, TooManyRequests;
         declines are states of the operation.
         """
-        operation = self.operation(
-            OperationKind.PREFETCH,
-            hashes,
+        order = Order(
+            kind=OperationKind.PREFETCH,
+            hashes=tuple(hashes),
             request_id=request_id,
-            operation_id=operation_id,
             priority=priority,
             tenant=tenant,
             extra_key=extra_key,
             timeout=timeout,
         )
+        return self.start_prefetch(replace(order, operation_id=operation_id) if operation_id else order)
+
+    def start_prefetch(self, order: Order) -> Operation:
+        """Does the same with an order that is made already."""
+        self._check(order)
+        operation = Prefetch(
+            order,
+            self.limits,
+            self.host.shape.page_bytes,
+            time.monotonic(),
+            "none" if self.storage is None else self.storage.name,
+            threading.Event(),
+            page_tokens=self.host.shape.page_tokens,
+            share=self._share,
+        )
         kept = self.book.add(operation)
         if kept is operation:
-            if self._prefetcher is None:
-                self.book.end(operation, OperationState.DECLINED, Stop.BACKEND_DOWN)
-            else:
-                self._prefetcher.start(operation)
+            without = functools.partial(operation.decline, Stop.BACKEND_DOWN)
+            self._step(operation, without if self.storage is None else operation.begin, at_once=True)
         return kept
 
     def poll(self, operation: Operation, policy: StopPolicy | None = None) -> OperationRow | None:
         """For a scheduler that holds a request back for its prefetch: None while it should wait, then the end.
 
-        The policy says how long; once it says stop, the operation is cut, and its pages come after the batch that is on
-        its way. The time of ``StopPolicy.TIMEOUT`` begins with the first look that found it unfinished.
+        The policy says how long; once it says stop, the operation is cut: one that looks up or agrees ends at once,
+        the pages of another come after the batch that is on its way. The time of ``StopPolicy.TIMEOUT`` begins with the
+        first look that found it unfinished.
         """
         if operation.ended:
             return self.book.row(operation)
@@ -161,10 +195,7 @@ class CacheController:
 
     def terminate(self, operation: Operation, stop: Stop = Stop.CANCELLED) -> None:
         """Cuts an operation short. Its pages are quiescent, and its prefix usable, once it ``ended``; wait for that."""
-        if operation.kind is OperationKind.PREFETCH and self._prefetcher is not None:
-            self._prefetcher.terminate(operation, stop)
-        elif self._backup is not None:
-            self._backup.terminate(operation, stop)
+        self._step(operation, functools.partial(operation.terminate, stop, time.monotonic()))
 
     def write_storage(
         self,
@@ -181,38 +212,54 @@ class CacheController:
         its end, which says what became of each. ``extra_key``: as for ``prefetch``, which finds them under the same one
         only. Raises as ``prefetch``, PageStateInvalid, FeatureDisabled (no storage).
         """
-        operation = self.operation(
-            OperationKind.BACKUP,
-            hashes,
+        order = Order(
+            kind=OperationKind.BACKUP,
+            hashes=tuple(hashes),
             request_id=request_id,
             priority=priority,
             tenant=tenant,
             extra_key=extra_key,
             timeout=timeout,
         )
+        self._check(order)
         if len(pages) != len(hashes):
             raise InvalidRequest.of("pages", f"{len(pages)} pages for {len(hashes)} hashes", "as many as hashes")
         locked = as_pages(pages)
         self.host.table.read(locked)
-        return self.start_backup(operation, locked)
+        return self.start_backup(order, locked)
 
-    def start_backup(self, operation: Operation, locked: Pages) -> Operation:
-        """The same with leading pages of the operation's hashes that the caller has read-locked already.
+    def start_backup(
+        self, order: Order, locked: Pages, *, agrees: bool = False, failure: Failure | None = None
+    ) -> Operation:
+        """Does the same with leading pages of the order's hashes that the caller has read-locked already.
 
         One that ``agrees`` begins once all ranks of the replica have said how many they have: none is an answer, too.
+        ``failure``: why this rank has none.
         """
         try:
-            if self._backup is None:
+            self._check(order)
+            if self.storage is None:
                 raise no_storage()
-            operation.pages = locked
+            operation = Backup(
+                order,
+                self.limits,
+                self.host.shape.page_bytes,
+                time.monotonic(),
+                self.storage.name,
+                threading.Event(),
+                pages=locked,
+                failure=failure,
+                agrees=agrees,
+                is_writer=self._is_writer,
+            )
             kept = self.book.add(operation)
         except BaseException:
             self.host.table.end_read(locked)
             raise
-        if kept is not operation:
-            self.host.table.end_read(locked)
+        if kept is operation:
+            self._step(operation, operation.begin)
         else:
-            self._backup.start(operation)
+            self.host.table.end_read(locked)
         return kept
 
     def count_in_storage(self, hashes: Sequence[str], timeout: float, extra_key: str = "") -> int:
@@ -245,19 +292,23 @@ class CacheController:
             found += ask(self.storage, keys, max(0.0, end - time.monotonic()))
         return found
 
+    # Its end.
+
+    def wait_idle(self, timeout: float) -> bool:
+        """Waits until no operation is open."""
+        with self._idle:
+            return self._idle.wait_for(lambda: not self.book.open(), timeout)
+
     def reset(self, timeout: float = 10.0) -> bool:
         """Ends every operation and forgets those that ended. The threads stay; False when something still moves
         pages. Those that wait for the leading rank's last word wait for most of the time, then end with nothing."""
         for operation in self.book.open():
             self.terminate(operation, Stop.SHUT_DOWN)
-        idle = self.book.wait_idle(timeout * 0.7)
+        idle = self.wait_idle(timeout * 0.7)
         if not idle:
             for operation in self.book.open():
-                if operation.kind is OperationKind.BACKUP and self._backup is not None:
-                    self._backup.give_up(operation)
-                elif self._prefetcher is not None:
-                    self._prefetcher.give_up(operation)
-            idle = self.book.wait_idle(timeout * 0.3)
+                self._step(operation, operation.give_up)
+            idle = self.wait_idle(timeout * 0.3)
         self.book.forget_ended()
         return idle
 
@@ -272,10 +323,7 @@ class CacheController:
         if not self.reset(timeout * 0.7):
             # Its threads are what settles the pages that still move.
             return False
-        stopped = True
-        for part in (self._prefetcher, self._backup, self._alarms):
-            if part is not None:
-                stopped = part.stop(max(0.1, end - time.monotonic())) and stopped
+        stopped = self._stop_threads(end)
         if stopped and self._registered:
             # Once: what lies there afterwards is somebody else's.
             self._registered = False
@@ -286,44 +334,150 @@ class CacheController:
                     _log.error("%s: unregister: %s", self.storage.name, error, exc_info=error)
         return stopped
 
-    def operation(
-        self,
-        kind: OperationKind,
-        hashes: Sequence[str],
-        *,
-        request_id: str = "",
-        operation_id: str = "",
-        priority: int = 0,
-        tenant: str = "",
-        extra_key: str = "",
-        timeout: float | None = None,
-    ) -> Operation:
-        """One that is not begun. Raises InvalidRequest, FeatureDisabled."""
+    def _stop_threads(self, end: float) -> bool:
+        def left() -> float:
+            return max(0.1, end - time.monotonic())
+
+        stopped = self._threads is None or self._threads.stop(left())
+        # What was begun meanwhile, by whoever was just past the check.
+        for operation in self.book.open():
+            stopped = self._step(operation, operation.shut_down) is True and stopped
+        if not stopped:
+            # A later call comes on from here: until then somebody does what the threads that are left ask for.
+            return False
+        stopped = self._doer.stop(left())
+        for todo in self._doer.clear():
+            self._do(*todo)
+        return self._alarms.stop(left()) and stopped
+
+    def _check(self, order: Order) -> None:
+        """Raises InvalidRequest, FeatureDisabled."""
         if self._closed:
             raise FeatureDisabled(
                 "the cache controller was closed",
                 metadata={"feature": "prefetch", "howToEnable": "open the rank again"},
             )
-        if not 1 <= len(hashes) <= MAX_PAGES:
-            raise InvalidRequest.of("page_hashes", f"{len(hashes)} pages", f"1 to {MAX_PAGES} pages")
-        if abs(priority) > MAX_PRIORITY:
-            raise InvalidRequest.of("priority", priority, f"-{MAX_PRIORITY} to {MAX_PRIORITY}")
-        if timeout is not None and not 0 < timeout <= 3600:
-            raise InvalidRequest.of("timeout", timeout, "above 0, at most 3600 seconds")
-        seconds = self.limits.operation_timeout if timeout is None else timeout
-        operation = Operation(
-            kind,
-            tuple(hashes),
-            request_id,
-            priority,
-            tenant,
-            extra_key,
-            deadline=time.monotonic() + seconds,
-            timeout=timeout,
-        )
-        if operation_id:
-            operation.operation_id = operation_id
-        return operation
+        order.check()
+
+    # Steps of operations, and the work that they ask for.
+
+    def _step(self, operation: Operation, step: Callable[[], T], *, at_once: bool = False) -> T | None:
+        """Something happened to an operation: what the step answers, None where it failed.
+
+        ``at_once``: this thread does the work of an operation that nobody else knows, so that whoever is declined hears
+        it."""
+        answer: T | None = None
+        here: list[Work] = []
+        with self._lock:
+            try:
+                answer = step()
+            except Exception as error:
+                self._trip(operation, error)
+            work = operation.take_work()
+            while work:
+                each = work.pop(0)
+                if at_once and isinstance(each, End | Wake):
+                    here.append(each)
+                elif (refusal := self._hand_out(operation, each, here)) is not None:
+                    self._trip(operation, refusal)
+                    work += operation.take_work()
+            changed, operation.changed = operation.changed, False
+        if changed and not operation.ended:
+            self.book.tell(operation)
+        for each in here:
+            self._do(operation, each)
+        return answer
+
+    def _trip(self, operation: Operation, error: Exception) -> None:
+        _log.error("operation %s: %s", operation.operation_id, error, exc_info=error)
+        operation.on_error(error)
+
+    def _hand_out(self, operation: Operation, work: Work, here: list[Work]) -> KvGrpcError | None:
+        """Puts it where it is done; the error of a queue that takes no more. Under the lock: it is done in order."""
+        order = operation.order
+        if isinstance(work, StorageWork):
+            assert self._threads is not None
+            try:
+                self._threads.put(operation, work)
+            except KvGrpcError as error:
+                return error
+            return None
+        try:
+            # Never full: an operation has a few of these at a time, and operations are bounded.
+            self._doer.put((operation, work), order.priority, order.tenant, again=True)
+        except KvGrpcError:
+            here.append(work)  # the thread has ended: it is closed
+        return None
+
+    def _do_all(self, todos: list[_Todo]) -> None:
+        for operation, work in todos:
+            self._do(operation, work)
+
+    def _undone(self, todos: list[_Todo], error: Exception) -> None:
+        self._stumbled([operation for operation, _ in todos], error)
+
+    def _stumbled(self, operations: list[Operation], error: Exception) -> None:
+        """A thread met a bug of ours or of a backend."""
+        for operation in operations:
+            self._step(operation, functools.partial(operation.on_error, error))
+
+    def _do(self, operation: Operation, work: Work) -> None:
+        if isinstance(work, Release):
+            self.host.table.release(work.pages)
+        elif isinstance(work, EndRead):
+            self.host.table.end_read(work.pages)
+        elif isinstance(work, Say):
+            self._vote(operation, work)
+        elif isinstance(work, Wake):
+            self._wake(operation, work.seconds)
+        elif isinstance(work, End):
+            self._end(operation, work)
+        elif isinstance(work, Reserve) and isinstance(operation, Prefetch):
+            room = self.keeper.reserve(work.count, work.behind)
+            self._step(operation, functools.partial(operation.on_room, room))
+        elif isinstance(work, Keep) and isinstance(operation, Prefetch):
+            self._keep(operation, work)
+
+    def _vote(self, operation: Operation, work: Say) -> None:
+        def decided(decision: Decision) -> None:
+            if work.answered:
+                self._step(operation, functools.partial(operation.on_decided, decision))
+
+        self._agreement.vote(work.vote, work.seconds, decided)
+
+    def _wake(self, operation: Operation, seconds: float) -> None:
+        def tick() -> None:
+            self._step(operation, functools.partial(operation.tick, time.monotonic()))
+
+        drop = self._alarms.after(seconds, tick)
+        if seconds > _KEPT_SECONDS:
+            with self._lock:
+                if not operation.ended:
+                    self._wakes.setdefault(operation, []).append(drop)
+                    return
+            drop()
+
+    def _keep(self, operation: Prefetch, work: Keep) -> None:
+        self.host.table.commit(work.pages)
+        try:
+            found = self.keeper.keep(work.hashes, work.covered, work.pages, operation.order.extra_key)
+        except Exception:
+            # A keeper that raised took nothing.
+            self.host.table.release(work.pages)
+            raise
+        self._step(operation, functools.partial(operation.on_kept, found))
+
+    def _end(self, operation: Operation, work: End) -> None:
+        with self._lock:
+            wakes = self._wakes.pop(operation, [])
+        for drop in wakes:
+            drop()
+        if self.book.end(operation, work.state, work.stop):
+            metrics.CACHE_OPERATIONS.labels(operation.kind.name, work.state.name, operation.stop.name).inc()
+        self._agreement.forget(operation.operation_id)
+        operation.over.set()
+        with self._idle:
+            self._idle.notify_all()
 
 
 def no_storage() -> FeatureDisabled:

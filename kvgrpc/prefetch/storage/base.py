@@ -7,7 +7,6 @@ content hashes with an identity (``keys``), so the bytes under a key never chang
 from __future__ import annotations
 
 import ctypes
-import enum
 import re
 import threading
 import time
@@ -19,6 +18,8 @@ import msgspec
 
 from kvgrpc.dataplane.base import MemoryRange as MemoryRange
 from kvgrpc.errors import InvalidRequest, PeerUnreachable
+from kvgrpc.prefetch.model import PageResult as PageResult
+from kvgrpc.prefetch.model import PageStatus as PageStatus
 
 PageBuffers: TypeAlias = tuple[tuple[int, int], ...]
 """One page: (address, bytes) of each of its buffers, in memory of this process; always in the same order."""
@@ -28,45 +29,6 @@ Removed: TypeAlias = Callable[[Sequence[str]], None]
 
 MAX_KEY_BYTES = 1024
 MAX_BATCH_PAGES = 65_536
-
-
-class PageStatus(enum.Enum):
-    """What became of one page of a batch."""
-
-    OK = "ok"
-    MISSING = "missing"
-    FAILED = "failed"
-    TIMEOUT = "timeout"
-
-
-@dataclass(frozen=True, slots=True)
-class PageResult:
-    """The end of one page of a read or a write; the pages beside it have their own.
-
-    Attributes:
-        status: OK: all bytes are in place. MISSING (reads only): there is no complete page of this size under the key.
-            FAILED: the backend said why. TIMEOUT: it did not end in time, or was not begun.
-        detail: FAILED and TIMEOUT in words, for logs and for people.
-        retryable: whether the same call may succeed later; False where it never will.
-        released: None: the backend touches the page's buffers no more. Otherwise it still may, and this event is set
-            once it does not: until then nobody may use the buffers again.
-
-    After any status but OK, a read may have changed some bytes of the buffers.
-    """
-
-    status: PageStatus
-    detail: str = ""
-    retryable: bool = False
-    released: threading.Event | None = None
-
-    @property
-    def ok(self) -> bool:
-        return self.status is PageStatus.OK
-
-    @property
-    def quiescent(self) -> bool:
-        """Whether the page's buffers may be used again now."""
-        return self.released is None or self.released.is_set()
 
 
 OK = PageResult(PageStatus.OK)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from kvgrpc.prefetch.model import Released
 from kvgrpc.prefetch.storage.base import (
     MemoryRange,
     PageBuffers,
@@ -262,7 +263,7 @@ class Tally:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
-        self._left: list[threading.Event] = []
+        self._left: list[Released] = []
 
     def read(self, results: Sequence[PageResult]) -> list[PageResult]:
         """Counts the results of a read and returns them."""
@@ -295,7 +296,7 @@ class Tally:
                     self._left.append(result.released)
         return list(results)
 
-    def _unreleased(self) -> list[threading.Event]:
+    def _unreleased(self) -> list[Released]:
         with self._lock:
             self._left = [event for event in self._left if not event.is_set()]
             return list(self._left)

@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -33,6 +33,19 @@ class Keeper(Protocol):
     def pages_of(self, hashes: Sequence[str]) -> Pages:
         """The PRESENT host pages of the leading hashes, each read-locked in the pool's table: whoever asks ends
         that."""
+
+
+@runtime_checkable
+class KnowsTiers(Protocol):
+    """A keeper that can say more than ``leading``."""
+
+    def leading_by_tier(self, hashes: Sequence[str]) -> tuple[int, int]:
+        """(pages on the device, pages on device or host) from the front."""
+
+
+def leading_by_tier(keeper: Keeper, hashes: Sequence[str]) -> tuple[int, int]:
+    """The same of any keeper; one that does not tell tiers apart is believed to have nothing on the device."""
+    return keeper.leading_by_tier(hashes) if isinstance(keeper, KnowsTiers) else (0, keeper.leading(hashes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +80,13 @@ class CompletionQueue:
         return taken
 
     def leading(self, hashes: Sequence[str]) -> int:
-        return 0
+        """All of them, or none: what comes behind a part would stand on pages that may be given up by then."""
+        return len(hashes) if self.leading_by_tier(hashes)[1] == len(hashes) else 0
+
+    def leading_by_tier(self, hashes: Sequence[str]) -> tuple[int, int]:
+        """What waits, on the host; what was taken is the engine's to know."""
+        with self._lock:
+            return 0, max((_common(landed, hashes) for landed in self._waiting.values()), default=0)
 
     def reserve(self, count: int, behind: Sequence[str]) -> Pages | Short:
         pages = self._table.take(count)
@@ -101,3 +120,15 @@ class CompletionQueue:
                     self._table.release(landed.pages)
                     return True
         return False
+
+
+def _common(landed: Landed, hashes: Sequence[str]) -> int:
+    """Leading pages of a prompt that came with another one, or with the same. A hash covers everything before it."""
+    low, high = 0, 0 if landed.covered else min(len(landed.pages), len(hashes))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if landed.hashes[middle - 1] == hashes[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -6,6 +6,7 @@ import resource
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +24,7 @@ from kvgrpc.prefetch.agreement.leader import LeaderAgreement
 from kvgrpc.prefetch.model import OperationKind, OperationState, PageOutcome, PrefetchLimits
 from kvgrpc.prefetch.protocol.book import MAX_OPEN_PAGES, MAX_REMEMBERED_PAGES, OperationBook
 from kvgrpc.prefetch.protocol.operation import Operation
+from kvgrpc.prefetch.protocol.order import Order
 from kvgrpc.prefetch.protocol.votes import Stage
 from kvgrpc.prefetch.storage import open_backend
 from kvgrpc.rpc.interceptors import ALLOWED, CallLimits
@@ -110,19 +112,19 @@ class TestWhatIsKept:
         assert not cache.manager.controller.book.all()
 
     def test_the_pages_of_what_ended_are_bounded_not_only_its_number(self) -> None:
-        book = OperationBook(PrefetchLimits())
+        book = OperationBook(PrefetchLimits(), nullcontext(), lambda: 0.0)
         controller_pages = ["0" * 64] * 65_536
         kept: list[str] = []
         for _ in range(20):
-            operation = book.add(Operation(OperationKind.PREFETCH, tuple(controller_pages)))
+            operation = book.add(Operation(Order(kind=OperationKind.PREFETCH, hashes=tuple(controller_pages))))
             book.end(operation, OperationState.DECLINED)
             kept.append(operation.operation_id)
         assert sum(len(each.hashes) for each in book.all()) <= MAX_REMEMBERED_PAGES
         assert [each.operation_id for each in book.all()] == kept[-16:]
         for _ in range(16):
-            book.add(Operation(OperationKind.PREFETCH, tuple(controller_pages)))
+            book.add(Operation(Order(kind=OperationKind.PREFETCH, hashes=tuple(controller_pages))))
         with pytest.raises(TooManyRequests) as refused:
-            book.add(Operation(OperationKind.PREFETCH, ("0" * 64,)))
+            book.add(Operation(Order(kind=OperationKind.PREFETCH, hashes=("0" * 64,))))
         assert refused.value.metadata["limit"] == str(MAX_OPEN_PAGES)
         for operation in book.open():
             book.end(operation, OperationState.DECLINED)
@@ -133,7 +135,7 @@ class TestWhatIsKept:
         """Sixteen operations of 65,536 pages each, and what became of every page."""
         book = cache.manager.controller.book
         for _ in range(16):
-            operation = book.add(Operation(OperationKind.PREFETCH, ("0" * 64,) * 65_536))
+            operation = book.add(Operation(Order(kind=OperationKind.PREFETCH, hashes=("0" * 64,) * 65_536)))
             operation.outcomes = [PageOutcome.FAILED] * 65_536
             book.end(operation, OperationState.DECLINED)
         with grpc.insecure_channel(cache.address) as channel:
@@ -195,7 +197,7 @@ class TestOneCallerAndTheOthers:
 
         def tell_much() -> None:
             for _ in range(8):
-                operation = book.add(Operation(OperationKind.PREFETCH, ("0" * 64,) * 8_192))
+                operation = book.add(Operation(Order(kind=OperationKind.PREFETCH, hashes=("0" * 64,) * 8_192)))
                 operation.outcomes = [PageOutcome.FAILED] * 8_192
                 book.end(operation, OperationState.DECLINED)
 

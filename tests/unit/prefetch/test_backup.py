@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvgrpc.prefetch.model import OperationState, PageOutcome
-from kvgrpc.prefetch.runtime.backing_up import writer_of
+from kvgrpc.prefetch.protocol.backup import Backup, writer_of
 from tests.support.faults.storage import BROKEN, DOWN, FAILED, HANG, FaultyBackend, memory_backend
 from tests.support.waiting import wait_until
 from tests.unit.prefetch.controller_rig import LIMITS, Panic, Rig, hashes, rig
@@ -87,6 +87,7 @@ class TestBackup:
         mine = [writer_of(name, range(2)) == 0 for name in names]
         one, two = self.pair()
         first = one.controller.write_storage(names, one.on_host(names))
+        assert isinstance(first, Backup)
         wait_until(lambda: first.others)
         assert not first.ended, "nobody has written them yet"
         second = two.ended(two.controller.write_storage(names, two.on_host(names)))
@@ -102,6 +103,7 @@ class TestBackup:
         live = {0, 1}
         rig = Rig(writes=lambda page_hash: writer_of(page_hash, live) == 0)
         operation = rig.controller.write_storage(names, rig.on_host(names))
+        assert isinstance(operation, Backup)
         wait_until(lambda: operation.others)
         live.discard(1)
         assert rig.ended(operation).outcomes == [PageOutcome.OK] * 12
@@ -124,6 +126,7 @@ class TestBackup:
         if end == "storage":
             rig.storage.fault = lambda call, key: DOWN if call == "count" else None
         operation = rig.controller.write_storage(names, pages, timeout=0.2 if end == "deadline" else 20.0)
+        assert isinstance(operation, Backup)
         wait_until(lambda: operation.others or operation.ended)
         if end == "cancel":
             rig.controller.terminate(operation)

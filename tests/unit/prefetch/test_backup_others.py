@@ -11,6 +11,7 @@ import pytest
 
 from kvgrpc.prefetch.model import OperationKind, OperationState, PageOutcome, Stop
 from kvgrpc.prefetch.pools.pages import Pages
+from kvgrpc.prefetch.protocol.order import Order
 from kvgrpc.prefetch.protocol.votes import AloneAgreement, Decided, Stage, Vote
 from tests.support.faults.storage import HANG, Fault
 from tests.support.waiting import wait_until
@@ -132,17 +133,17 @@ class TestTheTimeOfTheOtherRanks:
     def test_they_may_write_until_the_operation_is_over_for_as_long_as_a_last_vote_counts(
         self, rig: Rig, noted: Noted, timeout: float, most: float
     ) -> None:
-        backup = rig.controller.operation(OperationKind.BACKUP, OURS, timeout=timeout)
-        backup.agrees = True
-        assert rig.ended(rig.controller.start_backup(backup, locked(rig, OURS))).state is OperationState.DONE
+        order = Order(kind=OperationKind.BACKUP, hashes=tuple(OURS), timeout=timeout)
+        assert (
+            rig.ended(rig.controller.start_backup(order, locked(rig, OURS), agrees=True)).state is OperationState.DONE
+        )
         assert noted.seconds[Stage.HITS] == 5.0
         assert 5.0 < noted.seconds[Stage.COMPLETED] <= most
 
     def test_they_have_the_time_of_a_vote_where_it_was_cut(self, rig: Rig, noted: Noted) -> None:
         gate = Gate(rig)
-        backup = rig.controller.operation(OperationKind.BACKUP, OURS, timeout=20.0)
-        backup.agrees = True
-        rig.controller.start_backup(backup, locked(rig, OURS))
+        order = Order(kind=OperationKind.BACKUP, hashes=tuple(OURS), timeout=20.0)
+        backup = rig.controller.start_backup(order, locked(rig, OURS), agrees=True)
         assert gate.begun.wait(SECONDS)
         rig.controller.terminate(backup)
         gate.open.set()
@@ -156,9 +157,8 @@ class TestTheTimeOfTheOtherRanks:
                     super().vote(vote, timeout, decided)
 
         rig = Rig(replace(PATIENT, agreement_timeout=0.1, doubt_timeout=3600.0), agreement=Hangs())
-        backup = rig.controller.operation(OperationKind.BACKUP, OURS, timeout=3600.0)
-        backup.agrees = True
-        rig.controller.start_backup(backup, locked(rig, OURS))
+        order = Order(kind=OperationKind.BACKUP, hashes=tuple(OURS), timeout=3600.0)
+        backup = rig.controller.start_backup(order, locked(rig, OURS), agrees=True)
         wait_until(lambda: backup.finishing)
         rig.controller.terminate(backup)
         assert (rig.ended(backup).state, backup.stop) == (OperationState.CANCELLED, Stop.CANCELLED)

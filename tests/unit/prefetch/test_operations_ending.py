@@ -151,30 +151,25 @@ class TestClosing:
         wait_until(lambda: all(operation.cut for operation in (first, *waiting)))
         gate.set()
         resetting.join(20)
-        assert [call for call, _ in rig.storage.calls] == ["count"], "the one that was under way"
+        assert [call for call, _ in rig.storage.calls] == ["count"] * LIMITS.readers, "those that were under way"
         assert all(operation.ended and operation.stop is Stop.SHUT_DOWN for operation in (first, *waiting))
         rig.nothing_is_left()
 
-    def test_what_the_backend_has_let_go_of_ends_when_the_threads_stop(self, rig: Rig) -> None:
-        names, gate, busy = rig.stored(hashes(4)), threading.Event(), threading.Event()
+    def test_what_the_backend_has_let_go_of_ends_while_storage_has_every_thread(self, rig: Rig) -> None:
+        names, gate = rig.stored(hashes(4)), threading.Event()
         rig.fault("read", {names[2]: HANG})
         held = rig.controller.prefetch(names)
         wait_until(lambda: held.finishing)
-
-        def wait(call: str, key: str) -> None:
-            busy.set()
-            assert gate.wait(20)
-
-        rig.storage.fault = wait
-        other = rig.controller.prefetch(names)
-        prefetcher = rig.controller._prefetcher
-        assert prefetcher is not None and busy.wait(20)
-        wait_until(lambda: prefetcher.waiting)
+        rig.storage.fault = lambda call, key: Fault() if not gate.wait(20) else None
+        others = [rig.controller.prefetch(names) for _ in range(LIMITS.readers + 1)]
+        wait_until(lambda: [each.state for each in others].count(OperationState.QUERYING) == LIMITS.readers)
         rig.storage.release()
-        assert not prefetcher.stop(0.1), "storage has the thread"
-        assert rig.ended(held).state is OperationState.CANCELLED
+        assert rig.ended(held).completed == 2, "its hand-over waits for no call of storage"
+        assert not gate.is_set()
         gate.set()
-        rig.ended(other)
+        for each in others:
+            rig.ended(each)
+        rig.take()
         rig.nothing_is_left()
 
     @pytest.mark.parametrize("kind", ["prefetch", "backup"])
@@ -248,7 +243,7 @@ class TestClosing:
     def test_what_was_forgotten_stays_so_when_its_last_change_is_told(self, rig: Rig) -> None:
         operation = rig.ended(rig.controller.prefetch(hashes(8)))
         assert rig.controller.reset()
-        rig.controller.book.changed(operation)
+        rig.controller.book.tell(operation)
         assert rig.controller.book.changed_since(0) == []
 
     @pytest.mark.slow

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvgrpc.errors import TooManyRequests
 from kvgrpc.prefetch.model import OperationRow, OperationState, PageOutcome, Stop
 from kvgrpc.prefetch.protocol.operation import Operation
 from tests.support.faults.storage import BROKEN, DOWN, FAILED, HANG
@@ -71,30 +70,6 @@ class TestPrefetch:
         rig.ended(operation)
         assert operation.outcomes[2] is PageOutcome.TIMEOUT and operation.completed == 2
         assert rig.take() == names[:2]
-        rig.nothing_is_left()
-
-    def test_pages_that_the_backend_holds_stay_reserved_when_no_further_step_has_a_place(
-        self, rig: Rig, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        names = rig.stored(hashes(8))
-        rig.fault("read", {names[2]: HANG})
-        assert rig.controller._prefetcher is not None
-        queries = rig.controller._prefetcher._queries
-        put, refused = queries.put, threading.Event()
-
-        def full(item: Any, *arguments: Any) -> None:
-            if item[0].finishing:
-                refused.set()
-                raise TooManyRequests("full", metadata={"limit": 1, "value": 2, "scope": "queries"})
-            put(item, *arguments)
-
-        monkeypatch.setattr(queries, "put", full)
-        operation = rig.controller.prefetch(names)
-        assert refused.wait(20)
-        assert not operation.wait(0.2), "it ended while the backend may still write into its pages"
-        assert rig.host.table.counts()["reserved"] == 8
-        rig.storage.release()
-        assert rig.ended(operation).state is OperationState.FAILED
         rig.nothing_is_left()
 
     def test_storage_that_is_down_declines_and_the_next_one_goes_on(self, rig: Rig) -> None:
