@@ -31,6 +31,7 @@ class Plan:
     trace_requests: int | None = None
     index_blocks: int = 1_000_000
     index_queries: int = 300
+    index_batches: int = 20_000
     snapshot_blocks: int = 1_000_000
     registry_ranks: int = 10_000
     registry_watchers: int = 1_000
@@ -57,7 +58,8 @@ QUICK = Plan(
     replay_batches=50,
     trace_requests=100,
     index_blocks=8_192,
-    index_queries=5,
+    index_queries=16,
+    index_batches=200,
     registry_ranks=80,
     registry_watchers=20,
 )

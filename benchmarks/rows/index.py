@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
+import msgspec
 import psutil
 
 from benchmarks.harness.plan import Plan
@@ -15,6 +16,7 @@ from benchmarks.harness.rounds import Benchmark, Figures
 from benchmarks.harness.table import Metric, Target
 from benchmarks.harness.worker import Desk, Worker
 from benchmarks.rows.control import percentile
+from kvgrpc.events.codec import decode_batch
 from kvgrpc.events.following.follower import FollowerCore
 from kvgrpc.events.following.index_servicer import IndexServicer
 from kvgrpc.events.following.messages import Mode
@@ -27,8 +29,11 @@ from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.v1 import index_service_pb2 as pb
 from kvgrpc.v1.index_service_pb2_grpc import IndexServiceStub, add_IndexServiceServicer_to_server
 
-SCORE, MEMORY = "index.score", "index.memory"
-DIRECT, BEST = f"{SCORE}.direct", f"{SCORE}.best8"
+SCORE, MEMORY, APPLY = "index.score", "index.memory", "index.apply"
+DIRECT, BEST, BATCH = f"{SCORE}.direct", f"{SCORE}.best8", f"{SCORE}.batch16"
+BATCH_PROMPTS = 16
+# Half of what the server is to answer in a second, asked at even distances: 500 single prompts, 1,000 in batches.
+PACED = {SCORE: 250, BATCH: 500}
 BASELINE = "a dict for each engine"
 ENGINES = 64
 REQUEST_BLOCKS = 512
@@ -47,6 +52,7 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
             metrics=(
                 Metric(SCORE, "queries/s", "higher", BASELINE, Target(ratio=0.5)),
                 Metric(f"{SCORE}.p50", "us", "lower", BASELINE),
+                Metric(f"{SCORE}.p99_paced", "us", "lower", BASELINE),
             ),
             ours=lambda: OverGrpc(blocks, queries, SCORE, most=0),
             baseline=lambda: InProcess(_fill_maps, _ask_maps, blocks, queries, SCORE),
@@ -55,6 +61,20 @@ def benchmarks(plan: Plan) -> list[Benchmark]:
             metrics=(Metric(BEST, "queries/s", "higher", BASELINE), Metric(f"{BEST}.p50", "us", "lower", BASELINE)),
             ours=lambda: OverGrpc(blocks, queries, BEST, most=8),
             baseline=lambda: InProcess(_fill_maps, _ask_maps, blocks, queries, BEST),
+        ),
+        Benchmark(
+            metrics=(
+                Metric(BATCH, "queries/s", "higher", BASELINE),
+                Metric(f"{BATCH}.p50", "us", "lower", BASELINE),
+                Metric(f"{BATCH}.p99_paced", "us", "lower", BASELINE),
+            ),
+            ours=lambda: OverGrpc(blocks, queries, BATCH, most=0, batch=BATCH_PROMPTS),
+            baseline=lambda: InProcess(_fill_maps, _ask_maps, blocks, queries, BATCH),
+        ),
+        Benchmark(
+            metrics=(Metric(APPLY, "batches/s", "higher", BASELINE),),
+            ours=lambda: Applying(_apply_to_table, plan.index_batches),
+            baseline=lambda: Applying(_apply_to_maps, plan.index_batches),
         ),
         Benchmark(
             metrics=(Metric(DIRECT, "queries/s", "higher", BASELINE), Metric(f"{DIRECT}.p50", "us", "lower", BASELINE)),
@@ -91,14 +111,21 @@ class InProcess:
 class OverGrpc:
     """The service in one process, a router in another that asks one question after the other."""
 
-    def __init__(self, blocks: int, queries: int, name: str, most: int) -> None:
+    def __init__(self, blocks: int, queries: int, name: str, most: int, batch: int = 1) -> None:
         self._server, self._router = Worker("index-server"), Worker("index-router")
-        self._queries, self._name, self._most = queries, name, most
+        self._queries, self._name, self._most, self._batch = queries, name, most, batch
         self._server.call(_fill_table, blocks)
         self._router.call(_dial, self._server.call(_serve))
 
     def turn(self) -> Figures:
-        return figures(self._router.call(_ask_service, self._queries, self._most), self._name)
+        calls = self._queries // self._batch or 1
+        took = self._router.call(_ask_service, calls, self._most, self._batch, 0.0)
+        found = {self._name: calls * self._batch / sum(took), f"{self._name}.p50": percentile(took, 50) * 1e6}
+        if self._name in PACED:
+            every = self._batch / PACED[self._name]
+            took = self._router.call(_ask_service, calls, self._most, self._batch, every)
+            found[f"{self._name}.p99_paced"] = percentile(took, 99) * 1e6
+        return found
 
     def peak_rss(self) -> int:
         return self._server.peak_rss() + self._router.peak_rss()
@@ -106,6 +133,23 @@ class OverGrpc:
     def close(self) -> None:
         self._router.close()
         self._server.close()
+
+
+class Applying:
+    """Batches of events of all engines in turn, decoded and folded."""
+
+    def __init__(self, apply: Callable[[Desk, int], float], batches: int) -> None:
+        self._worker = Worker("index-apply")
+        self._apply, self._batches = apply, batches
+
+    def turn(self) -> Figures:
+        return {APPLY: self._batches / self._worker.call(self._apply, self._batches)}
+
+    def peak_rss(self) -> int:
+        return self._worker.peak_rss()
+
+    def close(self) -> None:
+        self._worker.close()
 
 
 @dataclass
@@ -132,7 +176,8 @@ class Memory:
 
 
 def figures(took: list[float], name: str) -> Figures:
-    return {name: len(took) / sum(took), f"{name}.p50": percentile(took, 50) * 1e6}
+    found = {name: len(took) / sum(took), f"{name}.p50": percentile(took, 50) * 1e6}
+    return found | ({f"{name}.p99_paced": percentile(took, 99) * 1e6} if name in PACED else {})
 
 
 def request() -> list[int]:
@@ -169,6 +214,46 @@ def _fill_maps(desk: Desk, blocks: int) -> int:
     before = _resident()
     desk.items[MAPS] = {f"engine{engine}": dict.fromkeys(contents(engine, blocks), 1) for engine in range(ENGINES)}
     return _resident() - before
+
+
+def event_batches(count: int) -> list[bytes]:
+    """One request's 8 blocks stored, and as many of an earlier one removed, a batch."""
+    encode, rng = msgspec.msgpack.Encoder().encode, random.Random(1)
+    stored = [[rng.getrandbits(64) for _ in range(8)] for _ in range(count)]
+    gone = [[], *stored]
+    return [
+        encode([1.0, [["BlockRemoved", gone[at], "GPU"], ["BlockStored", new, None, [7] * 128, 16, None, "GPU"]], 0])
+        for at, new in enumerate(stored)
+    ]
+
+
+def _apply_to_table(desk: Desk, batches: int) -> float:
+    payloads, table = event_batches(batches), SourceTable()
+    cores = [FollowerCore(table.index, lambda payload: decode_batch(payload).events) for _ in range(ENGINES)]
+    for core in cores:
+        core.start()
+        core.begun(1, "log", 0, 0, 0.0)
+        core.snapshot(1, 0, 0, [], 0.0)
+        core.snapshot_complete(1, None, 0.0)
+    begin = time.perf_counter()
+    for at, payload in enumerate(payloads):
+        cores[at % ENGINES].batches(1, at // ENGINES, [payload], 0.0)
+    return time.perf_counter() - begin
+
+
+def _apply_to_maps(desk: Desk, batches: int) -> float:
+    payloads = event_batches(batches)
+    maps: list[dict[int, int]] = [{} for _ in range(ENGINES)]
+    begin = time.perf_counter()
+    for at, payload in enumerate(payloads):
+        blocks = maps[at % ENGINES]
+        for event in msgspec.msgpack.decode(payload)[1]:
+            if event[0] == "BlockStored":
+                blocks.update(dict.fromkeys(event[1], 1))
+            else:
+                for block in event[1]:
+                    blocks.pop(block, None)
+    return time.perf_counter() - begin
 
 
 def _ask_table(desk: Desk, queries: int) -> list[float]:
@@ -235,16 +320,19 @@ def _dial(desk: Desk, address: str) -> None:
     desk.items["stub"] = IndexServiceStub(grpc.insecure_channel(address))
 
 
-def _ask_service(desk: Desk, queries: int, most: int) -> list[float]:
+def _ask_service(desk: Desk, calls: int, most: int, batch: int, every: float) -> list[float]:
+    """How long each call took; with ``every``, from the moment at which it was due."""
     stub, asked, took = desk.items["stub"], request(), []
     best = dict(sorted(expected().items(), key=lambda one: (-one[1], one[0]))[: most or None])
-    for _ in range(queries):
-        begin = time.perf_counter()
+    due = time.perf_counter()
+    for _ in range(calls):
+        due = due + every if every else time.perf_counter()
+        time.sleep(max(0.0, due - time.perf_counter()))
         prompt = pb.ScorePrompt(block_hashes=pb.BlockHashes(values=asked))
-        question = pb.ScoreRequest(prompts=[prompt], max_scores=most)
+        question = pb.ScoreRequest(prompts=[prompt] * batch, max_scores=most)
         response = stub.Score(question, timeout=30)
-        took.append(time.perf_counter() - begin)
-        _check({score.engine: score.blocks for score in response.prompts[0].scores}, best)
+        took.append(time.perf_counter() - due)
+        _check({score.engine: score.blocks for score in response.prompts[-1].scores}, best)
     return took
 
 

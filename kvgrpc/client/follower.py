@@ -33,7 +33,7 @@ from kvgrpc.v1.event_service_pb2_grpc import EventServiceStub
 
 # Heartbeats come each second.
 IDLE_TIMEOUT_SECONDS = 5.0
-# Of batches and snapshots, folded in one turn of the loop: about a millisecond.
+# Of batches that wait, folded in one turn of the loop: about a millisecond.
 FOLD_BYTES = 64 * 1024
 
 LOG_SECONDS = 60.0
@@ -281,9 +281,8 @@ class EventFollower:
             core.heartbeat(number, beat.next_sequence, _digest(beat.state) if beat.HasField("state") else None, now)
         elif kind == "snapshot":
             part = message.snapshot
-            async for begin, payloads in _slices(part.payloads):
-                # Only the first part of a snapshot begins one.
-                core.snapshot(number, part.index or begin, part.next_sequence, payloads, now)
+            for _ in core.snapshot_slices(number, part.index, part.next_sequence, part.payloads, now):
+                await asyncio.sleep(0)
             if part.last:
                 core.snapshot_complete(number, _digest(part.state) if part.HasField("state") else None, now)
 

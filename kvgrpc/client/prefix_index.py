@@ -19,6 +19,7 @@ from kvgrpc.events.following.messages import FollowerState
 from kvgrpc.events.following.prompts import sglang_hashes, sglang_lora_id, vllm_hashes
 from kvgrpc.events.following.sources import CacheScore, Question, Source, SourceTable, Wanted
 from kvgrpc.net import check_target
+from kvgrpc.observability import metrics
 from kvgrpc.observability.logging import RateLimited
 from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.security import ClientSecurity
@@ -212,6 +213,7 @@ class PrefixIndex:
                 else:
                     self._lack(address, "it serves no stream of events")
             await self._let_go()
+            self._count()
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _ask_source(self, address: str) -> dict[_Cache, _Place]:
@@ -252,6 +254,19 @@ class PrefixIndex:
             missing = {cache: place for cache, place in places.items() if cache not in self._followers}
             if missing:
                 await self._follow(missing)
+
+    def _count(self) -> None:
+        """For whoever looks at this process's metrics; each look's time is its own."""
+        states: dict[FollowerState, int] = dict.fromkeys(FollowerState, 0)
+        lag = 0
+        for follower, _ in self._followers.values():
+            states[follower.core.state] += 1
+            lag += follower.core.lag
+        for state, count in states.items():
+            metrics.INDEX_SOURCES.labels(state.name).set(count)
+        metrics.INDEX_LAG.set(lag)
+        metrics.INDEX_BLOCKS.set(self._table.index.blocks)
+        metrics.INDEX_LACKING.set(len(self._lacking))
 
     async def _begin(self, cache: _Cache, place: _Place) -> None:
         engine, dp = cache

@@ -61,6 +61,14 @@ EVENTS_DROPPED = _counter("kvgrpc_event_batches_dropped", "Batches that could no
 EVENTS_UNKNOWN = _counter("kvgrpc_events_unknown", "Events in those batches of a kind that is not known.")
 JOURNAL_BYTES = _gauge("kvgrpc_event_journal_bytes", "Bytes that the journals keep.")
 
+# An index. state: of IndexSourceState without its prefix.
+INDEX_SOURCES = _gauge("kvgrpc_index_sources", "Caches that an index follows, by how they are known.", "state")
+INDEX_LACKING = _gauge("kvgrpc_index_not_followed", "Engines and addresses that an index cannot follow.")
+INDEX_LAG = _gauge("kvgrpc_index_lag_batches", "Batches that are known to be missing, of all caches.")
+INDEX_BLOCKS = _gauge("kvgrpc_index_blocks", "Different blocks that an index knows: about 100 bytes each.")
+INDEX_PROMPTS = _counter("kvgrpc_index_prompts", "Prompts that were scored.")
+INDEX_MISSES = _counter("kvgrpc_index_prompt_misses", "Prompts of which no cache held the first block.")
+
 # The hierarchical cache. kind, state, stop: names of kvgrpc.prefetch.model.
 CACHE_OPERATIONS = _counter("kvgrpc_cache_operations", "Prefetches and backups that ended.", "kind", "state", "stop")
 

@@ -11,7 +11,7 @@ old one is shown until then.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -42,6 +42,8 @@ from kvgrpc.events.log.digest import StateDigest
 
 # An engine that nobody reaches must not attract requests for ever.
 HIDE_AFTER_SECONDS = 30.0
+# Of a snapshot, folded in one step.
+SLICE_BLOCKS = 2048
 # What connections that break are called; the second only once somebody answered, before it is what answers there.
 _BREAKS = frozenset({"UNAVAILABLE", "CANCELLED", "ABORTED", "DEADLINE_EXCEEDED"})
 _BREAKS_WITHIN = frozenset({"INTERNAL", "UNKNOWN"})
@@ -191,16 +193,29 @@ class FollowerCore:
 
     def snapshot(self, number: int, part: int, next_sequence: int, payloads: Sequence[bytes], now: float) -> None:
         """A part of a snapshot, batches in all; part 0 begins one, whatever came before."""
+        for _ in self.snapshot_slices(number, part, next_sequence, payloads, now):
+            continue
+
+    def snapshot_slices(
+        self, number: int, part: int, next_sequence: int, payloads: Sequence[bytes], now: float
+    ) -> Iterator[None]:
+        """As ``snapshot``, in steps of a millisecond or two: between them others may have their turn. What else is told
+        meanwhile counts; a Watch that ends takes the rest of the part with it."""
         if self._heard(number, now) is None:
             return
         if part == 0:
             self._drop_shadow()
             self._shadow = CacheContents(self._index, next_sequence)
-        if self._shadow is None:
+        shadow = self._shadow
+        if shadow is None:
             return
         try:
             for payload in payloads:
-                self.counts.unknown += self._shadow.apply(self._decode(payload))
+                for events in _portions(self._decode(payload)):
+                    self.counts.unknown += shadow.apply(events)
+                    yield
+                    if self._shadow is not shadow:
+                        return
         except msgspec.DecodeError as error:
             self.counts.undecodable += 1
             self._fail(error, now)
@@ -443,6 +458,19 @@ class FollowerCore:
                 self._exact_at, self.heard_at = self.exact_at, now
                 return watch
         return None
+
+
+def _portions(events: Iterable[object]) -> Iterator[list[object]]:
+    """Events, so many blocks at a time as a turn may take."""
+    portion: list[object] = []
+    blocks = 0
+    for event in events:
+        portion.append(event)
+        blocks += len(getattr(event, "block_hashes", ()))
+        if blocks >= SLICE_BLOCKS:
+            yield portion
+            portion, blocks = [], 0
+    yield portion
 
 
 def _keeps_none(error: Exception | None) -> bool:

@@ -13,6 +13,7 @@ from kvgrpc.events.following.index import tier_of
 from kvgrpc.events.following.messages import FollowerState
 from kvgrpc.events.following.questions import Asked, Budget, asked_from_pb, wanted_from_pb
 from kvgrpc.events.following.sources import CacheScore, Freshness, Question, Source, Wanted
+from kvgrpc.observability import metrics
 from kvgrpc.paging import page_size, page_token, read_page_token
 from kvgrpc.rpc.blocking import BlockingCalls
 from kvgrpc.v1 import common_pb2
@@ -26,6 +27,7 @@ ON_THE_LOOP_TOKENS, _ON_THE_LOOP_BLOCK = 16_384, 1_024
 _TURN_SECONDS = 0.002
 MAX_LARGE, MAX_LARGE_OF_A_CALLER = 32, 8
 _LIST = "ListSources"
+_PROMPTS, _MISSES = metrics.INDEX_PROMPTS, metrics.INDEX_MISSES
 _STATES = {state: pb.IndexSourceState.Value(f"INDEX_SOURCE_STATE_{state.name}") for state in FollowerState}
 
 
@@ -66,6 +68,9 @@ class IndexServicer(IndexServiceServicer):
             asked = asked_from_pb(prompt, f"prompts[{index}]", sizes, budget)
             chains = {0: asked.given} if asked.given is not None else await self._hashed(asked)
             scores = self._index.ask(Question(chains, prompt.model, asked.step), wanted)
+            _PROMPTS.inc()
+            if not scores:
+                _MISSES.inc()
             _fill_scores(response.prompts.add(), scores, _blocks(chains, asked.step, prompt))
             if time.monotonic() - began > _TURN_SECONDS:
                 await asyncio.sleep(0)  # others' turn

@@ -9,7 +9,7 @@ from kvgrpc.errors import InvalidRequest
 from kvgrpc.events.codec import decode_batch
 from kvgrpc.events.following import messages
 from kvgrpc.events.following.contents import CacheContents
-from kvgrpc.events.following.follower import FollowerCore
+from kvgrpc.events.following.follower import SLICE_BLOCKS, FollowerCore
 from kvgrpc.events.following.index import BlockIndex
 from kvgrpc.events.following.messages import FollowerState, LiveBuffer, OpenWatch, Retry
 from kvgrpc.events.following.sources import Question, SourceTable, Wanted
@@ -180,6 +180,36 @@ class TestContents:
         contents.advance(CHECKPOINT_BATCHES)
         contents.advance(CHECKPOINT_BATCHES + 1)
         assert contents.digest_at(CHECKPOINT_BATCHES) is None
+
+
+class TestSlices:
+    def test_a_part_of_a_snapshot_is_folded_in_steps_between_which_others_are_answered(self) -> None:
+        events = [stored(*range(at, at + 256)) for at in range(0, 10 * SLICE_BLOCKS, 256)]
+        table = SourceTable()
+        core = FollowerCore(table.index, lambda payload: events)
+        follow(table, "B", 0, stored(1, 2))
+        core.start()
+        core.begun(1, "log", 1, 0, 0.0)
+        steps = core.snapshot_slices(1, 0, 1, [b"all"], 0.0)
+        answers = [len(table.score(Question({0: [1]}), Wanted(), 0.0)) for _ in steps]
+        assert answers == [1] * 11
+        core.snapshot_complete(1, None, 0.0)
+        assert core.contents is not None and core.contents.blocks.counts() == {"GPU": 10 * SLICE_BLOCKS}
+
+    def test_a_watch_that_ends_between_two_steps_takes_the_rest_with_it(self) -> None:
+        table = SourceTable()
+        core = FollowerCore(table.index, lambda payload: [stored(*range(2 * SLICE_BLOCKS)), stored(-1)])
+        core.start()
+        core.begun(1, "log", 1, 0, 0.0)
+        steps = core.snapshot_slices(1, 0, 1, [b"all"], 0.0)
+        next(steps)
+        core.ended(1, None, 0.0)
+        assert list(steps) == [] and core.contents is None
+        core.tick(10.0)
+        core.begun(2, "log", 1, 0, 10.0)
+        core.snapshot(2, 0, 1, [b"all"], 10.0)
+        core.snapshot_complete(2, None, 10.0)
+        assert core.contents is not None and core.contents.blocks.counts() == {"GPU": 2 * SLICE_BLOCKS + 1}
 
 
 class TestSources:

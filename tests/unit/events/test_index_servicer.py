@@ -12,6 +12,7 @@ from kvgrpc.client import sglang_hashes, vllm_hashes
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.events.following.index_servicer import ON_THE_LOOP_TOKENS, IndexServicer
 from kvgrpc.events.following.sources import CacheScore, Question, Source, Wanted
+from kvgrpc.observability import metrics
 from kvgrpc.v1 import index_service_pb2 as pb
 from tests.support.scoring import question
 
@@ -110,3 +111,23 @@ async def test_what_is_no_question_is_refused_before_any_hash() -> None:
             await score(servicer, request)
         assert refused.value.metadata["field"] == field
     servicer.close()
+
+
+async def test_prompts_and_those_that_nobody_holds_are_counted() -> None:
+    def counts() -> tuple[float | None, float | None]:
+        sample = metrics.REGISTRY.get_sample_value
+        return sample("kvgrpc_index_prompts_total"), sample("kvgrpc_index_prompt_misses_total")
+
+    servicer, before = IndexServicer(Asked()), counts()
+    await score(servicer, pb.ScoreRequest(prompts=question(hashes=[1]).prompts[:] * 3))
+    servicer.close()
+    assert counts() == tuple((each or 0) + 3 for each in before)
+
+
+async def test_a_prompt_that_leaves_sizes_open_is_hashed_for_each() -> None:
+    index = Asked()
+    servicer = IndexServicer(index)
+    answer = await score(servicer, question(sglang=pb.SglangPrompt(token_ids=TOKENS[:64])))
+    servicer.close()
+    assert index.hashes == [sglang_hashes(TOKENS[:64], 4), sglang_hashes(TOKENS[:64], 16)]
+    assert answer.prompts[0].blocks == 16
