@@ -30,16 +30,22 @@ def show_json(*messages: Message) -> None:
 
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], empty: str) -> None:
-    """Columns that begin with "#" are numbers and stand to the right. ``empty`` says it when there is no row."""
+    """As ``table_of``. ``empty`` says it when there is no row."""
+    table = table_of(columns, rows)
+    if not table.row_count:
+        return show(Text(f"{title}: {empty}", style="dim"))
+    show(Text(title, style="bold"))  # that of the table would be folded to its width
+    show(table)
+
+
+def table_of(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """Columns that begin with "#" are numbers and stand to the right."""
     table = Table(header_style="bold")
     for column in columns:
         table.add_column(column.removeprefix("#"), justify="right" if column.startswith("#") else "left")
     for row in rows:
         table.add_row(*(cell(value) for value in row))
-    if not table.row_count:
-        return show(Text(f"{title}: {empty}", style="dim"))
-    show(Text(title, style="bold"))  # that of the table would be folded to its width
-    show(table)
+    return table
 
 
 def show_record(title: str, fields: Iterable[tuple[str, object]]) -> None:

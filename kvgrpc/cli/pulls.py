@@ -7,26 +7,44 @@ from typing import TYPE_CHECKING
 import click
 
 from kvgrpc.cli.connection import calls_a_rank, json_option
+from kvgrpc.cli.fleet import fleet_option, show_fleet
 from kvgrpc.cli.names import incarnation_name, reason_name, value_name
 from kvgrpc.cli.output import seconds, show_json, show_table, size
+from kvgrpc.errors import FeatureDisabled
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvgrpc.client import SyncClient
+    from kvgrpc.client.aio import Client
     from kvgrpc.v1 import pull_service_pb2
 
 
 @click.command()
 @click.option("--open", "open_only", is_flag=True, help="Only those that have not ended.")
+@fleet_option
 @json_option
 @calls_a_rank
-def pulls(client: SyncClient, as_json: bool, open_only: bool) -> None:
+def pulls(client: SyncClient, as_json: bool, open_only: bool, fleet: bool) -> None:
     """Show what a rank took from other engines' caches, and lent to them: in flight, then the last that ended."""
+    if fleet:
+        return show_fleet(client, as_json, "Pulls", _COLUMNS, lambda rank: _pulls_of(rank, open_only), _row)
     found = client.list_pulls(open_only=open_only)
     if as_json:
         return show_json(found)
-    columns = ("room", "way", "other rank", "#pages", "#bytes", "#took", "#GB/s", "end")
     title = f"Pulls of {client.address}, {found.lent_pages} of {found.lending_pages} staging pages lent"
-    show_table(title, columns, [_row(each) for each in found.pulls], "none")
+    show_table(title, _COLUMNS, [_row(each) for each in found.pulls], "none")
+
+
+_COLUMNS = ("room", "way", "other rank", "#pages", "#bytes", "#took", "#GB/s", "end")
+
+
+async def _pulls_of(rank: Client, open_only: bool) -> Sequence[pull_service_pb2.Pull]:
+    """None where the rank has no cache that lends."""
+    try:
+        return (await rank.list_pulls(open_only=open_only)).pulls
+    except FeatureDisabled:
+        return ()
 
 
 def _row(pull: pull_service_pb2.Pull) -> tuple[object, ...]:

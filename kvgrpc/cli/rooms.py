@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 import click
 
 from kvgrpc.cli.connection import calls_a_rank, json_option
+from kvgrpc.cli.fleet import fleet_option, show_fleet
 from kvgrpc.cli.names import incarnation_name, rank_name, reason_name, role_name, seconds_of, value_name
 from kvgrpc.cli.output import seconds, show_json, show_record, show_table
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvgrpc.client import SyncClient
     from kvgrpc.v1 import common_pb2, transfer_service_pb2
 
@@ -20,57 +23,40 @@ ATTEMPT = click.option("--attempt", type=click.IntRange(0, 2**32 - 1), default=0
 
 
 @click.command()
+@fleet_option
 @json_option
 @calls_a_rank
-def sessions(client: SyncClient, as_json: bool) -> None:
+def sessions(client: SyncClient, as_json: bool, fleet: bool) -> None:
     """List the sessions of a rank: its pairs with ranks of the other side."""
+    columns = ("peer", "state", "address", "#rooms", "#waiting to be told", "#idle", "#stream")
+    if fleet:
+        return show_fleet(client, as_json, "Sessions", columns, lambda rank: rank.list_sessions(), session_row)
     found = client.list_sessions()
     if as_json:
         return show_json(*found)
-    columns = ("peer", "state", "address", "#rooms", "#waiting to be told", "#idle", "#stream")
-    rows = [
-        (
-            incarnation_name(session.peer),
-            _state_of(session),
-            session.address,
-            session.rooms,
-            session.pending_rooms,
-            seconds(seconds_of(session.idle_time)),
-            session.stream,
-        )
-        for session in found
-    ]
-    show_table(f"Sessions of {client.address}", columns, rows, "none")
+    show_table(f"Sessions of {client.address}", columns, map(session_row, found), "none")
 
 
 @click.command()
 @click.option("--state", "states", type=click.Choice(STATES), multiple=True, help="Only these; may be repeated.")
 @click.option("--held", is_flag=True, help="Only those whose pages wait for evidence that nobody writes to them.")
+@fleet_option
 @json_option
 @calls_a_rank
-def rooms(client: SyncClient, states: tuple[str, ...], held: bool, as_json: bool) -> None:
+def rooms(client: SyncClient, states: tuple[str, ...], held: bool, as_json: bool, fleet: bool) -> None:
     """List the rooms (hand-offs) of a rank."""
     from kvgrpc.v1 import transfer_service_pb2
 
     wanted = [transfer_service_pb2.RoomState.Value(f"ROOM_STATE_{state.upper()}") for state in states]
+    columns = ("#room", "#attempt", "state", "#pages done", "writes", "held", "#age", "failure")
+    if fleet:
+        return show_fleet(
+            client, as_json, "Rooms", columns, lambda rank: rank.list_rooms(states=wanted, held_only=held), room_row
+        )
     found = client.list_rooms(states=wanted, held_only=held)
     if as_json:
         return show_json(*found)
-    columns = ("#room", "#attempt", "state", "#pages done", "writes", "held", "#age", "failure")
-    rows = [
-        (
-            room.room,
-            room.attempt,
-            state_name(room.state),
-            f"{pages_done(room)}/{room.pages or '?'}",
-            " ".join(sorted({writes_name(part.writes) for part in room.parts})),
-            "held" if room.held else "",
-            seconds(seconds_of(room.age)),
-            reason_name(room.failure) if room.HasField("failure") else "",
-        )
-        for room in found
-    ]
-    show_table(f"Rooms of {client.address}", columns, rows, "none")
+    show_table(f"Rooms of {client.address}", columns, map(room_row, found), "none")
 
 
 @click.command()
@@ -94,6 +80,31 @@ def cancel(client: SyncClient, room: int, attempt: int, cause: str, as_json: boo
     """Cancel one ROOM; the other side is told. One that has ended stays as it is."""
     found = client.cancel_room(room, attempt, cause)
     show_json(found) if as_json else show_room(found)
+
+
+def session_row(session: transfer_service_pb2.Session) -> Sequence[object]:
+    return (
+        incarnation_name(session.peer),
+        _state_of(session),
+        session.address,
+        session.rooms,
+        session.pending_rooms,
+        seconds(seconds_of(session.idle_time)),
+        session.stream,
+    )
+
+
+def room_row(room: transfer_service_pb2.Room) -> Sequence[object]:
+    return (
+        room.room,
+        room.attempt,
+        state_name(room.state),
+        f"{pages_done(room)}/{room.pages or '?'}",
+        " ".join(sorted({writes_name(part.writes) for part in room.parts})),
+        "held" if room.held else "",
+        seconds(seconds_of(room.age)),
+        reason_name(room.failure) if room.HasField("failure") else "",
+    )
 
 
 def show_room(room: transfer_service_pb2.Room) -> None:

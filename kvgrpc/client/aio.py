@@ -180,6 +180,16 @@ class Client:
 
         return await _pages(page)
 
+    async def count_rooms(self, *, states: Sequence[transfer_service_pb2.RoomState.ValueType] = ()) -> int:
+        """How many rooms the rank knows, of these states or of all."""
+        if states:
+            return len(await self.list_rooms(states=states))
+        stub = TransferServiceStub(self._channel())
+        response: transfer_service_pb2.ListRoomsResponse = await self._read(
+            stub.ListRooms, transfer_service_pb2.ListRoomsRequest(page_size=1)
+        )
+        return response.total
+
     async def get_room(self, room: int, attempt: int = 0) -> transfer_service_pb2.Room:
         """One room with its parts."""
         request = transfer_service_pb2.GetRoomRequest(room=room, attempt=attempt)

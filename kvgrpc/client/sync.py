@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvgrpc.client.aio import Client
@@ -26,11 +26,14 @@ from kvgrpc.v1 import (
 )
 
 if TYPE_CHECKING:
+    from kvgrpc.client.fleet import RankAnswer
     from kvgrpc.client.sync_follower import SyncEventFollower
 
 T = TypeVar("T")
 _MARGIN_SECONDS = 5.0
 _ENGINE_MARGIN_SECONDS = 15.0
+# Each rank has its own timeout; thousands of them that do not answer are asked one after another.
+_FLEET_SECONDS = 600.0
 
 
 class SyncClient:
@@ -39,6 +42,7 @@ class SyncClient:
     def __init__(self, address: str, security: ClientSecurity | None = None, timeout: float = 10.0) -> None:
         self._client = Client(address, security, timeout)
         self._security = security
+        self._timeout = timeout
         self._seconds = timeout + _MARGIN_SECONDS
         self._loop = LoopThread.shared()
 
@@ -96,6 +100,17 @@ class SyncClient:
     ) -> list[transfer_service_pb2.Room]:
         """As ``Client.list_rooms``."""
         return self._run(self._client.list_rooms(states=states, held_only=held_only))
+
+    def count_rooms(self, *, states: Sequence[transfer_service_pb2.RoomState.ValueType] = ()) -> int:
+        """As ``Client.count_rooms``."""
+        return self._run(self._client.count_rooms(states=states))
+
+    def ask_ranks(self, call: Callable[[Client], Awaitable[T]]) -> list[RankAnswer[T]]:
+        """``Fleet.ask`` of the registry at this address: what ``call`` returns, or raises, for each of its ranks."""
+        from kvgrpc.client.fleet import Fleet
+
+        fleet = Fleet(self.address, self._security, self._timeout)
+        return self._loop.run(fleet.ask(call), _FLEET_SECONDS)
 
     def get_room(self, room: int, attempt: int = 0) -> transfer_service_pb2.Room:
         """As ``Client.get_room``."""
