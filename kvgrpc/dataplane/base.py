@@ -83,6 +83,15 @@ class Bounded(Protocol):
 
 
 @runtime_checkable
+class TellsClosed(Protocol):
+    """A DataPlane that remembers its end: a rank on it that its owner closed first knows that no write is left."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` returned True."""
+
+
+@runtime_checkable
 class TellsTogether(Protocol):
     """Also implemented by a data plane to which one look at its connections tells of many peers."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import sys
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,7 @@ from kvgrpc.rpc.options import Pings
 from kvgrpc.rpc.within import check_seconds, within
 from kvgrpc.server.cache_peer import CachePeer
 from kvgrpc.server.check import check
-from kvgrpc.server.closing import ClosingTime
+from kvgrpc.server.closing import ClosingTime, aside, close_at_exit, forget
 from kvgrpc.server.config import RankConfig
 from kvgrpc.server.listener import Check, Listener
 from kvgrpc.server.opening import cache_of, dialled_endpoint, peers_of, plane_of, publisher_of, watch_limit
@@ -179,7 +180,9 @@ class Rank(Generic[Transfer]):
         Blocks for about ``deadline`` seconds at most; repeating it is harmless, and looks again where a write may have
         been left. Pages that are still held then are reported: the engine must not free that memory while the process
         lives. A data plane that the caller opened stays open, with the memory that it gave: the caller may open another
-        rank on it, and closes it in the end. Raises InvalidRequest for a deadline that never comes.
+        rank on it, and closes it in the end. Where a write of it may be left (``Closed.listening``), peers get their
+        pages back once the caller has closed the plane and then the rank again. Raises InvalidRequest for a deadline
+        that never comes.
         """
         check_seconds("deadline", max(deadline, 0.0))
         closed = self._closed
@@ -297,6 +300,9 @@ class Rank(Generic[Transfer]):
         logger.log(logging.INFO if drained else logging.WARNING, "%s drained: %s", self.ref, left_over)
         return drained, open_rooms
 
+    def _close_at_exit(self, seconds: float) -> concurrent.futures.Future[Closed]:
+        return self._loop.spawn(self._close_once(ClosingTime(seconds)), "close at exit")
+
     async def _close_once(self, time: ClosingTime) -> Closed:
         """A second caller, a signal handler perhaps that came in the middle, waits for the close that runs."""
         if self._closing_task is None:
@@ -306,6 +312,8 @@ class Rank(Generic[Transfer]):
         task = self._closing_task
         try:
             self._closed = await asyncio.shield(task)
+            if not self._closed.listening:
+                forget(self)
         finally:
             if task.done() and self._closing_task is task:
                 self._closing_task = None
@@ -317,7 +325,7 @@ class Rank(Generic[Transfer]):
         try:
             drained, open_rooms = await self._drain(time.seconds * 0.5, time.seconds * 0.8)
         finally:
-            await asyncio.to_thread(self.events.shutdown, min(SHUTDOWN_SECONDS, time.left(0.85)))
+            await aside(self.events.shutdown, min(SHUTDOWN_SECONDS, time.left(0.85)))
             await self._close_cache(time.left(0.85))
             prefill = prefill_of(self.transfer)
             if prefill is None:
@@ -325,7 +333,7 @@ class Rank(Generic[Transfer]):
             written = await self._end_writes(time)
             if prefill is not None:
                 # After its data plane: its sessions still say which writes are over for certain.
-                if written and self._owns_plane:
+                if written and (self._owns_plane or GuardedPlane(self.plane).closed):
                     prefill.on_plane_closed()
                 await prefill.stop()
             if self._listener is not None:
@@ -343,24 +351,26 @@ class Rank(Generic[Transfer]):
             self._prefetch_servicer.close()
         if self._cache_peer is not None:
             await self._cache_peer.close(ClosingTime(seconds * 0.5))
-        if self.prefetch is not None and not await asyncio.to_thread(self.prefetch.close, seconds):
+        if self.prefetch is not None and not await aside(self.prefetch.close, seconds):
             logger.error("%s: a page of the cache may still move, so its memory stays; end the process", self.ref)
         elif self._peers is not None:
-            await asyncio.to_thread(self._peers.close, seconds)
+            await aside(self._peers.close, seconds)
 
     async def _end_writes(self, time: ClosingTime) -> bool:
         """False where a write may be left. Who opened the data plane closes it: memory that it gave is theirs."""
         ended = await self._end_worker(time.left(0.9))
         if not self._owns_plane:
+            if ended and GuardedPlane(self.plane).closed:
+                return True
             prefill = prefill_of(self.transfer)
             return ended and not (prefill is not None and prefill.has_unknown_writes)
-        closed = await asyncio.to_thread(GuardedPlane(self.plane).close, time.left())
+        closed = await aside(GuardedPlane(self.plane).close, time.left())
         # A thread that waited for the plane ends with it.
         return closed and (ended or await self._end_worker(time.left()))
 
     async def _end_worker(self, seconds: float) -> bool:
         prefill = prefill_of(self.transfer)
-        return prefill is None or await asyncio.to_thread(prefill.close_worker, seconds)
+        return prefill is None or await aside(prefill.close_worker, seconds)
 
     async def _let_go(self, written: bool, time: ClosingTime) -> None:
         """Keeps the address bound until every write has ended: a refused dial tells a peer that nobody writes any more
@@ -368,7 +378,7 @@ class Rank(Generic[Transfer]):
         if not written:
             logger.error("%s: a write may be left, so %s stays bound; end the process", self.ref, self.address)
         else:
-            await asyncio.to_thread(self._status.close)
+            await aside(self._status.close)
             if self._listener is not None:
                 await self._listener.stop(min(_STOP_GRACE_SECONDS, time.left()), time.left() + _LEAST_STOP_SECONDS)
         if self._registry is not None:
@@ -384,7 +394,7 @@ class Rank(Generic[Transfer]):
         await self.transfer.stop()
         if self._listener is not None:
             await self._listener.refuse()
-        await asyncio.to_thread(self.events.shutdown)
+        await aside(self.events.shutdown)
         await self._close_cache(time.left(0.5))
         await self._let_go(await self._end_worker(time.left(0.5)), time)
 
@@ -594,6 +604,7 @@ def _open_on(plane: DataPlane, config: RankConfig, loop: LoopThread) -> Rank[Any
             # Our clock is behind an earlier incarnation's: count on from it.
             epoch = int(error.metadata.get("currentEpoch", epoch)) + 1
         else:
+            close_at_exit(rank)
             return rank
 
 

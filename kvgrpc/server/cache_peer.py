@@ -28,7 +28,7 @@ from kvgrpc.pull.taker import Taker
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.interceptors import Admission
 from kvgrpc.rpc.loop import LoopThread, background
-from kvgrpc.server.closing import ClosingTime
+from kvgrpc.server.closing import ClosingTime, aside
 from kvgrpc.server.config import RankConfig
 from kvgrpc.server.listener import Listener
 from kvgrpc.server.servicer import ServerInfo, ServerServicer, limits_to_pb
@@ -119,8 +119,8 @@ class CachePeer:
             await asyncio.wait([self._following])
         await self.drain(time.left(0.3))
         await self._receiving.stop()
-        ended = await asyncio.to_thread(self._sending.close_worker, time.left(0.5))
-        written = await asyncio.to_thread(GuardedPlane(self.plane).close, time.left(0.7)) and ended
+        ended = await aside(self._sending.close_worker, time.left(0.5))
+        written = await aside(GuardedPlane(self.plane).close, time.left(0.7)) and ended
         if written:
             self._sending.on_plane_closed()
         await self._sending.stop()

@@ -1,11 +1,25 @@
-"""One end for all steps of a close."""
+"""How ranks end: one end for all steps of a close, and a close for those that are open when the process ends."""
 
 from __future__ import annotations
 
+import asyncio
+import atexit
+import concurrent.futures
+import logging
+import os
 import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 # What every step gets, even when the time is over, so that what needs no waiting is done.
 _LEAST_SECONDS = 0.1
+# For all ranks of the process together, and how much later than that one may be.
+EXIT_SECONDS, _LATE_SECONDS = 3.0, 1.0
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class ClosingTime:
@@ -18,3 +32,49 @@ class ClosingTime:
     def left(self, share: float = 1.0) -> float:
         """Seconds left until that share of the whole time is over, at least 0.1."""
         return max(_LEAST_SECONDS, self._began + self.seconds * share - time.monotonic())
+
+
+async def aside(function: Callable[..., T], *arguments: object) -> T:
+    """A step that blocks, on another thread; here where the process ends and none can be had. It has its own bound."""
+    call = partial(function, *arguments)
+    try:
+        running = asyncio.get_running_loop().run_in_executor(None, call)
+    except RuntimeError:
+        return call()
+    return await running
+
+
+class ClosesAtExit(Protocol):
+    """An opened rank."""
+
+    def _close_at_exit(self, seconds: float) -> concurrent.futures.Future[Any]: ...
+
+
+def close_at_exit(rank: ClosesAtExit) -> None:
+    """From now on, until ``forget``. A data plane whose threads run while the interpreter goes aborts the process."""
+    _open.add(rank)
+
+
+def forget(rank: ClosesAtExit) -> None:
+    _open.discard(rank)
+
+
+def _close_all() -> None:
+    ranks = list(_open)
+    if not ranks:
+        return
+    logger.info("%d ranks are open at the end of the process, and are closed", len(ranks))
+    try:
+        closing = [rank._close_at_exit(EXIT_SECONDS) for rank in ranks]
+    except RuntimeError as error:
+        logger.warning("ranks that were open at the end of the process could not be closed: %s", error)
+        return
+    _, late = concurrent.futures.wait(closing, EXIT_SECONDS + _LATE_SECONDS)
+    if late:
+        logger.warning("%d ranks were not closed within %g s of the process's end", len(late), EXIT_SECONDS)
+
+
+_open: weakref.WeakSet[ClosesAtExit] = weakref.WeakSet()
+# At import: what the engine registers after that comes before it, and finds its ranks open.
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_open.clear)

@@ -28,6 +28,7 @@ from kvgrpc.rpc.status import error_from
 from kvgrpc.server import CallLimits, Rank, RankConfig, app, open_decode, open_prefill, open_rank, opening
 from kvgrpc.transfer import KVPoll, KVReceiver, KVSender
 from kvgrpc.transfer.protocol.types import Bounds
+from kvgrpc.transfer.runtime.prefill_manager import PrefillManager
 from kvgrpc.v1 import server_service_pb2 as server_pb
 from kvgrpc.v1 import transfer_service_pb2 as transfer_pb
 from kvgrpc.v1.server_service_pb2_grpc import ServerServiceStub
@@ -216,6 +217,27 @@ class TestClosing:
             assert not connects(rank.address)
             assert bytes(memory) == b"\x07" * (PAGES * PAGE_BYTES)
         assert plane.close(1.0)
+
+    def test_a_write_that_was_lost_track_of_is_over_once_the_caller_has_closed_its_plane(
+        self, plane: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Peers hold its pages until a dial is refused: the address must not stay for ever."""
+        rank = open_rank(config(plane))
+        monkeypatch.setattr(PrefillManager, "has_unknown_writes", True)
+        assert rank.close(1.0).listening and connects(rank.address)
+        assert rank.close(1.0).listening, "a later look alone changes nothing"
+        assert plane.close(1.0)
+        assert not rank.close(1.0).listening and not connects(rank.address)
+
+    def test_a_plane_that_the_caller_closed_first_has_no_write_left(
+        self, plane: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rank = open_rank(config(plane))
+        told: list[bool] = []
+        monkeypatch.setattr(PrefillManager, "has_unknown_writes", True)
+        monkeypatch.setattr(rank.transfer, "on_plane_closed", lambda: told.append(True))
+        assert plane.close(1.0)
+        assert not rank.close(1.0).listening and told == [True]
 
     @pytest.mark.parametrize("deadline", [math.nan, math.inf, 1e308])
     def test_a_deadline_that_never_comes_is_refused_and_nothing_is_closed(self, plane: Any, deadline: float) -> None:

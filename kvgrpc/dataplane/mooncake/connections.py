@@ -29,6 +29,7 @@ ESTABLISHED, SYN_SENT, SYN_RECV, FIN_WAIT1, FIN_WAIT2, TIME_WAIT = 1, 2, 3, 4, 5
 CLOSE, CLOSE_WAIT, LAST_ACK, LISTEN, CLOSING = 7, 8, 9, 10, 11
 _CANNOT_RECEIVE = {LISTEN, SYN_SENT, TIME_WAIT, CLOSE}
 _CLOSED_HERE = {FIN_WAIT1, FIN_WAIT2, LAST_ACK, CLOSING}
+_LOOK_AGAIN_SECONDS = 0.01
 _NOTHING_TO_SEND = {LISTEN, SYN_SENT, SYN_RECV, FIN_WAIT2, TIME_WAIT, CLOSE}
 
 
@@ -140,7 +141,8 @@ def arriving(table: Iterable[Connection], ports: frozenset[int], addresses: froz
 class UnsentBytes:
     """Whether connections that this process closed, to these ports of any host, still have bytes to send.
 
-    Looks at most every 10 ms.
+    ``since`` (``time.monotonic``): what was closed before then counts for certain, however lately it looked. Else it
+    looks at most every 10 ms.
 
     After a time-out of the engine there are up to 4 MB in each, which arrive when a stopped peer goes on. The kernel
     gives them up when the peer's host resets the connection, or after minutes without an answer.
@@ -151,14 +153,15 @@ class UnsentBytes:
         self._looked = -1.0
         self._left = False
 
-    def __call__(self) -> bool:
-        if self._ports and time.monotonic() - self._looked > 0.01:
+    def __call__(self, since: float) -> bool:
+        now = time.monotonic()
+        if self._ports and (self._looked < since or now - self._looked > _LOOK_AGAIN_SECONDS):
             try:
                 table = read_table(self._ports)
             except OSError:  # asked again at the next poll
                 return True
             self._left = any(each.remote[1] in self._ports and each.inode == 0 and each.sends for each in table)
-            self._looked = time.monotonic()
+            self._looked = now  # when it began: what was closed meanwhile is seen by the next look
         return self._left
 
 

@@ -234,6 +234,11 @@ class MooncakeDataPlane:
             found.append(frozenset(each.name for each in linger))
         return found
 
+    @property
+    def closed(self) -> bool:
+        """See TellsClosed."""
+        return self._closed is True
+
     def close(self, deadline: float) -> bool:
         """See DataPlane; a later call looks again at what an earlier one found left. Destroying an engine holds the GIL
         for up to a second: it waits for its threads.
@@ -384,8 +389,12 @@ class MooncakeDataPlane:
             last = [self._engine]  # None where an earlier close took it
             self._engine = self._submitter.engine = None
         thread = threading.Thread(target=last.clear, name="kvgrpc-mooncake-close", daemon=True)
-        thread.start()
-        thread.join(max(end - time.monotonic(), 0.1))
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is about to end, or the system has none left
+            last.clear()
+        else:
+            thread.join(max(end - time.monotonic(), 0.1))
         while (alive := _listens(port)) and time.monotonic() < end:
             time.sleep(0.002)
         return not alive

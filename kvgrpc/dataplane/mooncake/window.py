@@ -58,7 +58,8 @@ class PeerQueue:
     """What is in flight to one peer, shared by all submissions to it.
 
     ``ready`` after first contact; ``refused``: why there was none; ``answer_by``: when to give up waiting for it.
-    ``unsent()``: whether connections that the engine closed, as it does with that of a failed write, have bytes left.
+    ``unsent(since)``: whether connections that the engine had closed by then, as it does with that of a failed write,
+    have bytes left.
     """
 
     __slots__ = (
@@ -66,7 +67,7 @@ class PeerQueue:
         *("refused", "session", "unsent"),
     )
 
-    def __init__(self, session: str, limits: Limits, unsent: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, session: str, limits: Limits, unsent: Callable[[float], bool] = lambda since: False) -> None:
         self.session = session
         self.unsent = unsent
         self.limits = limits
@@ -172,8 +173,8 @@ class WindowTransfer:
     """See Transfer."""
 
     __slots__ = (
-        *("_destination", "_done_bytes", "_failure", "_handles", "_last_poll", "_nbytes", "_next", "_owner"),
-        *("_queue", "_result", "_source", "_stalled", "_stopped", "_waiting"),
+        *("_destination", "_done_bytes", "_failed_at", "_failure", "_handles", "_last_poll", "_nbytes", "_next"),
+        *("_owner", "_queue", "_result", "_source", "_stalled", "_stopped", "_waiting"),
     )
 
     def __init__(self, owner: Submitter, queue: PeerQueue, columns: tuple[U64Array, U64Array, U64Array]) -> None:
@@ -186,6 +187,7 @@ class WindowTransfer:
         self._last_poll = owner.clock()
         self._stalled = 0.0
         self._done_bytes = 0
+        self._failed_at = 0.0
         self._failure: tuple[Outcome, str] | None = None
         self._stopped = False
         self._result: Result | None = None
@@ -253,6 +255,7 @@ class WindowTransfer:
 
     def _reap_failed(self, handle: int, nbytes: int, status: int) -> None:
         self._queue.failed(1, nbytes)
+        self._failed_at = time.monotonic()
         self._stalled = 0.0
         if status == -1:
             self._fail(Outcome.FAILED_SRC_FREE, f"a write of {nbytes} bytes to {self._queue.session} failed")
@@ -309,7 +312,7 @@ class WindowTransfer:
 
     def _end_failed(self, outcome: Outcome, detail: str) -> None:
         """Bytes of a failed write must have left this host: from then on a bounded time is enough for the peer."""
-        if outcome is not Outcome.FAILED_SRC_FREE or not self._queue.unsent():
+        if outcome is not Outcome.FAILED_SRC_FREE or not self._queue.unsent(self._failed_at):
             self._end(outcome, detail)
 
     def _end(self, outcome: Outcome, detail: str) -> None:

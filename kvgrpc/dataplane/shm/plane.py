@@ -104,6 +104,11 @@ class ShmDataPlane:
         """See DataPlane: a killed process writes nothing more, there is nothing to wait for."""
         return frozenset()
 
+    @property
+    def closed(self) -> bool:
+        """See TellsClosed."""
+        return self._closed
+
     def close(self, deadline: float) -> bool:
         """See DataPlane. At once, always True: no copy outlives this call, and peers write into their own mapping."""
         with self._allocating, self._lock:

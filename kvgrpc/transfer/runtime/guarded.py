@@ -18,6 +18,7 @@ from kvgrpc.dataplane.base import (
     Outcome,
     Peer,
     Result,
+    TellsClosed,
     TellsTogether,
     Transfer,
 )
@@ -54,6 +55,15 @@ class GuardedPlane:
         self.gathers_slices = getattr(plane, "gathers_slices", False) is True
         self._tells_connections = True
         self._unregistered: dict[int, int] = {}
+
+    @property
+    def closed(self) -> bool:
+        """Whether its owner closed it and no write is left; False where it does not say."""
+        try:
+            return isinstance(self.plane, TellsClosed) and self.plane.closed is True
+        except Exception:
+            logger.exception("the data plane does not say whether it is closed")
+            return False
 
     # On the transfer thread, or whoever writes in its place.
 

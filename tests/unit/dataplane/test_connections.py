@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -193,7 +194,7 @@ def test_a_table_that_cannot_be_read_is_none_without_connections(monkeypatch: py
     monkeypatch.setattr(connections, "open", none_left, raising=False)
     with pytest.raises(OSError, match="Too many"):
         read_table()
-    assert UnsentBytes(PORTS)(), "may have some left"
+    assert UnsentBytes(PORTS)(0.0), "may have some left"
     monkeypatch.setattr(connections, "open", no_ipv6, raising=False)
     assert isinstance(read_table(), list)
 
@@ -205,3 +206,20 @@ def test_an_engine_counts_as_there_while_nobody_can_tell(monkeypatch: pytest.Mon
     assert plane._listens(15_000)
     monkeypatch.setattr(plane, "socket_inodes", lambda pid: frozenset())
     assert not plane._listens(15_000)
+
+
+def test_bytes_of_a_write_that_failed_right_after_a_look_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the 10 ms in which it does not look again for what was known before."""
+    rows: list[Connection] = []
+    looks = []
+
+    def table(ports: frozenset[int]) -> list[Connection]:
+        looks.append(ports)
+        return rows
+
+    monkeypatch.setattr(connections, "read_table", table)
+    monkeypatch.setattr(connections, "_LOOK_AGAIN_SECONDS", 600.0)
+    unsent, first = UnsentBytes(PORTS), time.monotonic()
+    assert not unsent(first) and not unsent(first) and len(looks) == 1
+    rows.append(Connection(("127.0.0.1", 38402), ("127.0.0.1", 15764), FIN_WAIT1, 4 * 2**20, 0, 0))
+    assert unsent(time.monotonic()), "the engine closed its connection after the look"

@@ -135,7 +135,7 @@ def test_a_failed_write_stops_the_rest_and_waits_for_what_runs() -> None:
 def test_a_failure_is_reported_when_its_bytes_have_left_this_host() -> None:
     unsent = [True]
     setup = Setup(FakeEngine(lambda n: -1))
-    setup.queue.unsent = lambda: unsent[0]
+    setup.queue.unsent = lambda since: unsent[0]
     transfer = setup.submit(10)
     for _ in range(5):
         assert transfer.poll() is None
@@ -143,7 +143,7 @@ def test_a_failure_is_reported_when_its_bytes_have_left_this_host() -> None:
     unsent.append(False)
     assert run(transfer).outcome is Outcome.FAILED_SRC_FREE
     refused = Setup(FakeEngine(refuse=(0,)))
-    refused.queue.unsent = lambda: True
+    refused.queue.unsent = lambda since: True
     assert run(refused.submit(10), 1).outcome is Outcome.REJECTED, "other connections are not its business"
 
 
