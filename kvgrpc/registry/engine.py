@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from kvgrpc.registry.model import (
 
 NAMED_MISSING_RANKS = 8
 MAX_DP_LACKING_EVENTS = 64
+MAX_MISSING_RANKS = 64
 
 
 class Shape:
@@ -126,7 +128,7 @@ class Engine:
         others = (leased for rank, leased in self._leased.items() if rank not in without)
         return max(map(_epoch_of, others), default=0)
 
-    def view(self, rows: Sequence[RankRow] = ()) -> ResolvedEngine:
+    def view(self, rows: Sequence[RankRow] = (), missing: Sequence[RankId] = ()) -> ResolvedEngine:
         return ResolvedEngine(
             self.name,
             self.role,
@@ -136,6 +138,7 @@ class Engine:
             self.registered,
             self.shape.model,
             self._streams.lacking() if self.ready else (),
+            tuple(missing),
         )
 
     def rows(self) -> tuple[RankRow, ...]:
@@ -160,16 +163,17 @@ class Engine:
         rows = {row.ref.rank: row for selector in distinct for row in self._selected(selector)}
         return tuple(sorted(rows.values(), key=_coordinates_of_row))
 
+    def missing_ranks(self, most: int = MAX_MISSING_RANKS) -> list[RankId]:
+        """The first ranks of the layout that are not registered. Takes as long as the layout is large."""
+        left = min(self.shape.layout.ranks - self.registered, most)
+        ranks = EVERY_RANK.ranks(self.name, self.shape.layout)
+        return list(itertools.islice((rank for rank in ranks if rank not in self._leased), left))
+
     def missing(self) -> str:
         """Ranks of the layout that are not registered, for people: the first few, and how many more."""
         if self._missing is None:
             absent = self.shape.layout.ranks - self.registered
-            named: list[str] = []
-            for rank in EVERY_RANK.ranks(self.name, self.shape.layout):
-                if len(named) == min(absent, NAMED_MISSING_RANKS):
-                    break
-                if rank not in self._leased:
-                    named.append(str(rank).partition("/")[2])
+            named = [str(rank).partition("/")[2] for rank in self.missing_ranks(NAMED_MISSING_RANKS)]
             more = f" and {absent - len(named)} more" if absent > len(named) else ""
             self._missing = ", ".join(named) + more
         return self._missing

@@ -51,7 +51,8 @@ class ResolvedEngine:
     """One engine as the registry saw it at one moment, with those rows that were asked for.
 
     ``ready``: every distinct rank of the layout is registered, all with one layout. ``dp_lacking_events``: the first
-    dp ranks of a ready engine that lack a stream of events which others of it have.
+    dp ranks of a ready engine that lack a stream of events which others of it have. ``missing_ranks``: the first ranks
+    that keep it from READY, where one engine was asked for.
     """
 
     name: str
@@ -62,6 +63,7 @@ class ResolvedEngine:
     registered_ranks: int = 0
     model: ModelIdentity = UNKNOWN_MODEL
     dp_lacking_events: tuple[int, ...] = ()
+    missing_ranks: tuple[RankId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ class EngineTable:
         if not engine:
             raise_if([Violation("engine", "the name of an engine; ListEngines has them", engine)])
         found = self._engines.get(engine)
-        return found.view(found.rows_behind(after, limit)) if found is not None else None
+        return found.view(found.rows_behind(after, limit), found.missing_ranks()) if found is not None else None
 
     def list_engines(self, role: Role | None, after: str, limit: int, *, rows: bool) -> tuple[ResolvedEngine, ...]:
         """At most ``limit`` engines with names behind ``after``, ordered by name; with or without their rows."""

@@ -132,6 +132,7 @@ def engine_to_pb(engine: ResolvedEngine, rows: Iterable[pb.RankRow] = ()) -> pb.
         rows=rows,
         model=wire.model_to_pb(engine.model),
         dp_lacking_events=engine.dp_lacking_events,
+        missing_ranks=map(wire.rank_id_to_pb, engine.missing_ranks),
     )
 
 

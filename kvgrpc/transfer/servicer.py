@@ -64,6 +64,8 @@ class TransferServicer(TransferServiceServicer):
 
     async def ListRooms(self, request: pb.ListRoomsRequest, context: object) -> pb.ListRoomsResponse:
         states = _states(request.states)
+        if request.newest_failed:
+            return await self._newest_failed(request)
         question = f"ListRooms {sorted(map(int, states))} {request.held_only}"
         after = read_numbers_token(question, request.page_token, 2)
         size = page_size(request.page_size)
@@ -81,6 +83,13 @@ class TransferServicer(TransferServiceServicer):
             last = rows[len(rooms) - 1].key
             token = numbers_token(question, (last.room, last.attempt))
         return pb.ListRoomsResponse(rooms=rooms, next_page_token=token, total=total)
+
+    async def _newest_failed(self, request: pb.ListRoomsRequest) -> pb.ListRoomsResponse:
+        for name in ("states", "held_only", "page_token"):
+            if getattr(request, name):
+                raise _invalid(name, getattr(request, name), "empty with newest_failed")
+        rows, total = await self._manager.newest_failed(page_size(request.page_size))
+        return pb.ListRoomsResponse(rooms=_that_fit(map(_room_to_pb, rows)), total=total)
 
     async def GetRoom(self, request: pb.GetRoomRequest, context: object) -> pb.GetRoomResponse:
         return pb.GetRoomResponse(room=_room_to_pb(self._find(request.room, request.attempt)))

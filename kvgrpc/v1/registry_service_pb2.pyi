@@ -133,6 +133,7 @@ class Engine(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     DP_LACKING_EVENTS_FIELD_NUMBER: _builtins.int
+    MISSING_RANKS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
     role: _common_pb2.Role.ValueType
@@ -161,6 +162,10 @@ class Engine(_message.Message):
         others publish them; the first 64. A router never learns what those cache: is their configuration the others'?
         """
 
+    @_builtins.property
+    def missing_ranks(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.RankId]:
+        """Ranks of the layout that are not registered, which keep it from READY; the first 64, by coordinates. Of GetEngine only."""
+
     def __init__(
         self,
         *,
@@ -173,10 +178,11 @@ class Engine(_message.Message):
         rows: _abc.Iterable[Global___RankRow] | None = ...,
         model: _common_pb2.ModelIdentity | None = ...,
         dp_lacking_events: _abc.Iterable[_builtins.int] | None = ...,
+        missing_ranks: _abc.Iterable[_common_pb2.RankId] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dp_lacking_events", b"dp_lacking_events", "expected_ranks", b"expected_ranks", "layout", b"layout", "model", b"model", "name", b"name", "ready", b"ready", "registered_ranks", b"registered_ranks", "role", b"role", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dp_lacking_events", b"dp_lacking_events", "expected_ranks", b"expected_ranks", "layout", b"layout", "missing_ranks", b"missing_ranks", "model", b"model", "name", b"name", "ready", b"ready", "registered_ranks", b"registered_ranks", "role", b"role", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -780,12 +780,15 @@ class ListRoomsRequest(_message.Message):
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     STATES_FIELD_NUMBER: _builtins.int
     HELD_ONLY_FIELD_NUMBER: _builtins.int
+    NEWEST_FAILED_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
     """At most this many; 0 means 100, more than 1,000 means 1,000."""
     page_token: _builtins.str
     """From the response before; empty at first."""
     held_only: _builtins.bool
     """True for only those whose pages are held."""
+    newest_failed: _builtins.bool
+    """True for the rooms that failed last, the newest first: one page, without states, held_only and token."""
     @_builtins.property
     def states(self) -> _containers.RepeatedScalarFieldContainer[Global___RoomState.ValueType]:
         """Only rooms in one of these states; none: all."""
@@ -797,10 +800,11 @@ class ListRoomsRequest(_message.Message):
         page_token: _builtins.str = ...,
         states: _abc.Iterable[Global___RoomState.ValueType] | None = ...,
         held_only: _builtins.bool = ...,
+        newest_failed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_only", b"held_only", "page_size", b"page_size", "page_token", b"page_token", "states", b"states"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_only", b"held_only", "newest_failed", b"newest_failed", "page_size", b"page_size", "page_token", b"page_token", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

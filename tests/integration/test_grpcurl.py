@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import importlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,16 +16,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from google.protobuf.descriptor import FileDescriptor
+from google.protobuf.descriptor_pb2 import FileDescriptorSet
+from grpc_health.v1 import health_pb2
 
 from kvgrpc.client import SyncClient
 from kvgrpc.errors import EngineNotFound
+from kvgrpc.server import IndexServer
+from kvgrpc.v1.index_service_pb2 import INDEX_SOURCE_STATE_CURRENT
+from kvgrpc.v1.registry_service_pb2 import RankRow, RegisterRequest
+from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
 from tests.support.cache_serving import CacheRank, hashes_of, open_cache_rank, prompt
 from tests.support.rank_host import RankProcess
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 VERSION = "v1.9.4"
 ROOM = 2**63 - 1
+PROTOS = sorted(path.stem for path in (ROOT / "kvgrpc/v1").glob("*_pb2.py"))
 BATCHES = [b"\x93\x01\x90\x00", b"\x93\x02\x90\x00"]  # msgpack: [time, no events, rank]
 pytestmark = pytest.mark.timeout(400)  # building grpcurl takes a minute, once
 
@@ -187,6 +199,102 @@ def test_nonsense_gets_a_typed_error(
         detail for detail in json.loads(refused.err)["details"] if detail["@type"].endswith("google.rpc.ErrorInfo")
     ]
     assert (info["reason"], info["domain"]) == (f"ERROR_REASON_{reason}", "kvgrpc.dev")
+
+
+OPERATIONS = (ROOT / "docs/operations.md").read_text()
+QUESTIONS = OPERATIONS.split("<!-- questions -->")[1].split("<!-- end of questions -->")[0]
+LINES = {row.split("|")[1].strip(): row.split("`")[-2] for row in QUESTIONS.splitlines() if "grpcurl" in row}
+
+
+@pytest.fixture(scope="module")
+def index(running: Running) -> Iterator[str]:
+    server = IndexServer(["127.0.0.1:0"], registry=running.registry).open()
+    with SyncClient(server.address) as client:
+        wait_until(lambda: [source.freshness.state for source in client.list_sources()] == [INDEX_SOURCE_STATE_CURRENT])
+    yield server.address
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def protoset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The descriptors, for servers whose reflection may not be used."""
+    held = FileDescriptorSet()
+    pending = [importlib.import_module(f"kvgrpc.v1.{module}").DESCRIPTOR for module in PROTOS]
+    pending.append(health_pb2.DESCRIPTOR)
+    added: set[str] = set()
+
+    def add(file: FileDescriptor) -> None:
+        if file.name not in added:
+            added.add(file.name)
+            for dependency in file.dependencies:
+                add(dependency)
+            file.CopyToProto(held.file.add())
+
+    for file in pending:
+        add(file)
+    path = tmp_path_factory.mktemp("protoset") / "kvgrpc.protoset"
+    path.write_bytes(held.SerializeToString())
+    return path
+
+
+@pytest.fixture
+def typed(grpcurl: Path, running: Running, index: str) -> Any:
+    """What a line of docs/operations.md prints, with the addresses of here."""
+
+    def run(question: str, *options: str, engine: str = "P") -> Any:
+        (line,) = [line for name, line in LINES.items() if name.startswith(question)]
+        for name, address in (("REGISTRY", running.registry), ("RANK", running.prefill), ("INDEX", index)):
+            line = line.replace(f" {name} ", f" {address} ")
+        line = line.replace('"P"', f'"{engine}"')
+        words = [str(grpcurl), *options, "-max-time", "10", *shlex.split(line)[1:]]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+@pytest.mark.parametrize("question", LINES)
+def test_each_question_has_a_line_that_answers_with_and_without_reflection(
+    typed: Any, protoset: Path, question: str
+) -> None:
+    assert isinstance(typed(question), dict)
+    assert isinstance(typed(question, "-protoset", str(protoset)), dict)
+
+
+def test_what_operators_and_routers_ask_is_one_line(typed: Any, running: Running) -> None:
+    assert "sources" not in typed("which caches are stale")
+    with SyncClient(running.registry) as client:
+        (row,) = client.get_engine("P").rows
+    half = RankRow()
+    half.CopyFrom(row)
+    half.rank.rank.engine, half.layout.tp = "Q", 3
+    with grpc.insecure_channel(running.registry) as channel:
+        RegistryServiceStub(channel).Register(RegisterRequest(rows=[half]), timeout=10)
+        missing = typed("which ranks keep", engine="Q")["engine"]["missingRanks"]
+    assert [rank["tp"] for rank in missing] == [1, 2]
+    assert "missingRanks" not in typed("which ranks keep")["engine"]
+    assert [room["room"] for room in typed("which rooms are open")["rooms"]] == [str(ROOM)]
+
+
+def test_the_newest_failed_rooms_come_first(ask: Any, grpcurl: Path) -> None:
+    prefill = RankProcess("F", "PREFILL")
+    try:
+        address = prefill.opened().address
+        for room in (9, 3, 7):
+            prefill.call("send", room, [0], last=False)
+            with SyncClient(address) as client:
+                client.cancel_room(room)
+        listed = ask(address, "kvgrpc.v1.TransferService/ListRooms", data={"newestFailed": True, "pageSize": 2}).json
+        assert [(room["room"], room["failure"]["reason"]) for room in listed["rooms"]] == [
+            ("7", "ERROR_REASON_ROOM_CANCELLED"),
+            ("3", "ERROR_REASON_ROOM_CANCELLED"),
+        ], "not by number"
+        assert listed["total"] == 3
+        refused = ask(address, "kvgrpc.v1.TransferService/ListRooms", data={"newestFailed": True, "heldOnly": True})
+        assert refused.code == 64 + 3 and "held_only" in refused.err
+    finally:
+        prefill.end()
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import heapq
 import itertools
 import logging
 import math
+import operator
 import os
 import time
 import uuid
@@ -329,6 +330,19 @@ class TransferManager(ABC, Generic[Record]):
             found = heapq.nsmallest(count, found + (some if wanted is None else list(filter(is_wanted, some))))
         rows = [self._row_of(key) for key in found]
         return [row for row in rows if row is not None], len(keys)
+
+    async def newest_failed(self, count: int) -> tuple[list[RoomRow], int]:
+        """The ``count`` rooms of ``page_of_rooms`` that failed last, the newest first, and how many rooms there are."""
+        self._pump()
+        keys = [*self._keys(), *(key for key in self._past if self._record(key) is None)]
+        newest: list[tuple[float, RoomKey, RoomRow]] = []
+        for start in range(0, len(keys), _ROOMS_LOOKED_AT_IN_A_TURN):
+            if start:
+                await asyncio.sleep(0)
+            rows = map(self._row_of, keys[start : start + _ROOMS_LOOKED_AT_IN_A_TURN])
+            failed = [(row.failure.time, row.key, row) for row in rows if row is not None and row.failure is not None]
+            newest = heapq.nlargest(count, newest + failed, key=operator.itemgetter(0, 1))
+        return [row for _, _, row in newest], len(keys)
 
     def room(self, key: RoomKey) -> RoomRow | None:
         self._pump()

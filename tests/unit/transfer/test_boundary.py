@@ -91,6 +91,9 @@ class Foreign:
     def sessions(self) -> list[SessionRow]:
         raise NotImplementedError
 
+    async def newest_failed(self, count: int) -> tuple[list[RoomRow], int]:
+        raise NotImplementedError
+
     async def page_of_rooms(
         self, after: RoomKey, count: int, wanted: Callable[[RoomRow], bool] | None = None
     ) -> tuple[list[RoomRow], int]:

@@ -230,8 +230,10 @@ type Engine struct {
 	// Of a READY engine: dp ranks without a stream of KV events though others of it have one, or without live events though
 	// others publish them; the first 64. A router never learns what those cache: is their configuration the others'?
 	DpLackingEvents []uint32 `protobuf:"varint,9,rep,packed,name=dp_lacking_events,json=dpLackingEvents,proto3" json:"dp_lacking_events,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Ranks of the layout that are not registered, which keep it from READY; the first 64, by coordinates. Of GetEngine only.
+	MissingRanks  []*RankId `protobuf:"bytes,10,rep,name=missing_ranks,json=missingRanks,proto3" json:"missing_ranks,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Engine) Reset() {
@@ -323,6 +325,13 @@ func (x *Engine) GetModel() *ModelIdentity {
 func (x *Engine) GetDpLackingEvents() []uint32 {
 	if x != nil {
 		return x.DpLackingEvents
+	}
+	return nil
+}
+
+func (x *Engine) GetMissingRanks() []*RankId {
+	if x != nil {
+		return x.MissingRanks
 	}
 	return nil
 }
@@ -1357,7 +1366,7 @@ const file_kvgrpc_v1_registry_service_proto_rawDesc = "" +
 	"\x11engine_selects_dp\x18\b \x01(\bR\x0fengineSelectsDp\x12.\n" +
 	"\x05model\x18\t \x01(\v2\x18.kvgrpc.v1.ModelIdentityR\x05model\x12#\n" +
 	"\rserves_events\x18\n" +
-	" \x01(\bR\fservesEventsJ\x04\b\a\x10\b\"\xd8\x02\n" +
+	" \x01(\bR\fservesEventsJ\x04\b\a\x10\b\"\x90\x03\n" +
 	"\x06Engine\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12#\n" +
 	"\x04role\x18\x02 \x01(\x0e2\x0f.kvgrpc.v1.RoleR\x04role\x12)\n" +
@@ -1367,7 +1376,9 @@ const file_kvgrpc_v1_registry_service_proto_rawDesc = "" +
 	"\x05ready\x18\x06 \x01(\bR\x05ready\x12&\n" +
 	"\x04rows\x18\a \x03(\v2\x12.kvgrpc.v1.RankRowR\x04rows\x12.\n" +
 	"\x05model\x18\b \x01(\v2\x18.kvgrpc.v1.ModelIdentityR\x05model\x12*\n" +
-	"\x11dp_lacking_events\x18\t \x03(\rR\x0fdpLackingEvents\"9\n" +
+	"\x11dp_lacking_events\x18\t \x03(\rR\x0fdpLackingEvents\x126\n" +
+	"\rmissing_ranks\x18\n" +
+	" \x03(\v2\x11.kvgrpc.v1.RankIdR\fmissingRanks\"9\n" +
 	"\x0fRegisterRequest\x12&\n" +
 	"\x04rows\x18\x01 \x03(\v2\x12.kvgrpc.v1.RankRowR\x04rows\"\x8e\x01\n" +
 	"\x10RegisterResponse\x12,\n" +
@@ -1487,7 +1498,8 @@ var file_kvgrpc_v1_registry_service_proto_goTypes = []any{
 	(*Layout)(nil),               // 22: kvgrpc.v1.Layout
 	(*PagePool)(nil),             // 23: kvgrpc.v1.PagePool
 	(*ModelIdentity)(nil),        // 24: kvgrpc.v1.ModelIdentity
-	(*durationpb.Duration)(nil),  // 25: google.protobuf.Duration
+	(*RankId)(nil),               // 25: kvgrpc.v1.RankId
+	(*durationpb.Duration)(nil),  // 26: google.protobuf.Duration
 }
 var file_kvgrpc_v1_registry_service_proto_depIdxs = []int32{
 	20, // 0: kvgrpc.v1.RankRow.rank:type_name -> kvgrpc.v1.RankRef
@@ -1500,41 +1512,42 @@ var file_kvgrpc_v1_registry_service_proto_depIdxs = []int32{
 	22, // 7: kvgrpc.v1.Engine.layout:type_name -> kvgrpc.v1.Layout
 	1,  // 8: kvgrpc.v1.Engine.rows:type_name -> kvgrpc.v1.RankRow
 	24, // 9: kvgrpc.v1.Engine.model:type_name -> kvgrpc.v1.ModelIdentity
-	1,  // 10: kvgrpc.v1.RegisterRequest.rows:type_name -> kvgrpc.v1.RankRow
-	5,  // 11: kvgrpc.v1.RegisterResponse.leases:type_name -> kvgrpc.v1.RankLease
-	25, // 12: kvgrpc.v1.RegisterResponse.ttl:type_name -> google.protobuf.Duration
-	20, // 13: kvgrpc.v1.RankLease.rank:type_name -> kvgrpc.v1.RankRef
-	25, // 14: kvgrpc.v1.KeepAliveResponse.ttl:type_name -> google.protobuf.Duration
-	20, // 15: kvgrpc.v1.DeregisterRequest.ranks:type_name -> kvgrpc.v1.RankRef
-	2,  // 16: kvgrpc.v1.GetEngineResponse.engine:type_name -> kvgrpc.v1.Engine
-	21, // 17: kvgrpc.v1.ListEnginesRequest.role:type_name -> kvgrpc.v1.Role
-	2,  // 18: kvgrpc.v1.ListEnginesResponse.engines:type_name -> kvgrpc.v1.Engine
-	21, // 19: kvgrpc.v1.ResolveRanksRequest.role:type_name -> kvgrpc.v1.Role
-	14, // 20: kvgrpc.v1.ResolveRanksRequest.selectors:type_name -> kvgrpc.v1.RankSelector
-	2,  // 21: kvgrpc.v1.ResolveRanksResponse.engine:type_name -> kvgrpc.v1.Engine
-	21, // 22: kvgrpc.v1.WatchEnginesRequest.role:type_name -> kvgrpc.v1.Role
-	2,  // 23: kvgrpc.v1.EngineChange.engine:type_name -> kvgrpc.v1.Engine
-	20, // 24: kvgrpc.v1.EngineChange.gone:type_name -> kvgrpc.v1.RankRef
-	18, // 25: kvgrpc.v1.WatchEnginesResponse.changes:type_name -> kvgrpc.v1.EngineChange
-	3,  // 26: kvgrpc.v1.RegistryService.Register:input_type -> kvgrpc.v1.RegisterRequest
-	6,  // 27: kvgrpc.v1.RegistryService.KeepAlive:input_type -> kvgrpc.v1.KeepAliveRequest
-	8,  // 28: kvgrpc.v1.RegistryService.Deregister:input_type -> kvgrpc.v1.DeregisterRequest
-	10, // 29: kvgrpc.v1.RegistryService.GetEngine:input_type -> kvgrpc.v1.GetEngineRequest
-	12, // 30: kvgrpc.v1.RegistryService.ListEngines:input_type -> kvgrpc.v1.ListEnginesRequest
-	15, // 31: kvgrpc.v1.RegistryService.ResolveRanks:input_type -> kvgrpc.v1.ResolveRanksRequest
-	17, // 32: kvgrpc.v1.RegistryService.WatchEngines:input_type -> kvgrpc.v1.WatchEnginesRequest
-	4,  // 33: kvgrpc.v1.RegistryService.Register:output_type -> kvgrpc.v1.RegisterResponse
-	7,  // 34: kvgrpc.v1.RegistryService.KeepAlive:output_type -> kvgrpc.v1.KeepAliveResponse
-	9,  // 35: kvgrpc.v1.RegistryService.Deregister:output_type -> kvgrpc.v1.DeregisterResponse
-	11, // 36: kvgrpc.v1.RegistryService.GetEngine:output_type -> kvgrpc.v1.GetEngineResponse
-	13, // 37: kvgrpc.v1.RegistryService.ListEngines:output_type -> kvgrpc.v1.ListEnginesResponse
-	16, // 38: kvgrpc.v1.RegistryService.ResolveRanks:output_type -> kvgrpc.v1.ResolveRanksResponse
-	19, // 39: kvgrpc.v1.RegistryService.WatchEngines:output_type -> kvgrpc.v1.WatchEnginesResponse
-	33, // [33:40] is the sub-list for method output_type
-	26, // [26:33] is the sub-list for method input_type
-	26, // [26:26] is the sub-list for extension type_name
-	26, // [26:26] is the sub-list for extension extendee
-	0,  // [0:26] is the sub-list for field type_name
+	25, // 10: kvgrpc.v1.Engine.missing_ranks:type_name -> kvgrpc.v1.RankId
+	1,  // 11: kvgrpc.v1.RegisterRequest.rows:type_name -> kvgrpc.v1.RankRow
+	5,  // 12: kvgrpc.v1.RegisterResponse.leases:type_name -> kvgrpc.v1.RankLease
+	26, // 13: kvgrpc.v1.RegisterResponse.ttl:type_name -> google.protobuf.Duration
+	20, // 14: kvgrpc.v1.RankLease.rank:type_name -> kvgrpc.v1.RankRef
+	26, // 15: kvgrpc.v1.KeepAliveResponse.ttl:type_name -> google.protobuf.Duration
+	20, // 16: kvgrpc.v1.DeregisterRequest.ranks:type_name -> kvgrpc.v1.RankRef
+	2,  // 17: kvgrpc.v1.GetEngineResponse.engine:type_name -> kvgrpc.v1.Engine
+	21, // 18: kvgrpc.v1.ListEnginesRequest.role:type_name -> kvgrpc.v1.Role
+	2,  // 19: kvgrpc.v1.ListEnginesResponse.engines:type_name -> kvgrpc.v1.Engine
+	21, // 20: kvgrpc.v1.ResolveRanksRequest.role:type_name -> kvgrpc.v1.Role
+	14, // 21: kvgrpc.v1.ResolveRanksRequest.selectors:type_name -> kvgrpc.v1.RankSelector
+	2,  // 22: kvgrpc.v1.ResolveRanksResponse.engine:type_name -> kvgrpc.v1.Engine
+	21, // 23: kvgrpc.v1.WatchEnginesRequest.role:type_name -> kvgrpc.v1.Role
+	2,  // 24: kvgrpc.v1.EngineChange.engine:type_name -> kvgrpc.v1.Engine
+	20, // 25: kvgrpc.v1.EngineChange.gone:type_name -> kvgrpc.v1.RankRef
+	18, // 26: kvgrpc.v1.WatchEnginesResponse.changes:type_name -> kvgrpc.v1.EngineChange
+	3,  // 27: kvgrpc.v1.RegistryService.Register:input_type -> kvgrpc.v1.RegisterRequest
+	6,  // 28: kvgrpc.v1.RegistryService.KeepAlive:input_type -> kvgrpc.v1.KeepAliveRequest
+	8,  // 29: kvgrpc.v1.RegistryService.Deregister:input_type -> kvgrpc.v1.DeregisterRequest
+	10, // 30: kvgrpc.v1.RegistryService.GetEngine:input_type -> kvgrpc.v1.GetEngineRequest
+	12, // 31: kvgrpc.v1.RegistryService.ListEngines:input_type -> kvgrpc.v1.ListEnginesRequest
+	15, // 32: kvgrpc.v1.RegistryService.ResolveRanks:input_type -> kvgrpc.v1.ResolveRanksRequest
+	17, // 33: kvgrpc.v1.RegistryService.WatchEngines:input_type -> kvgrpc.v1.WatchEnginesRequest
+	4,  // 34: kvgrpc.v1.RegistryService.Register:output_type -> kvgrpc.v1.RegisterResponse
+	7,  // 35: kvgrpc.v1.RegistryService.KeepAlive:output_type -> kvgrpc.v1.KeepAliveResponse
+	9,  // 36: kvgrpc.v1.RegistryService.Deregister:output_type -> kvgrpc.v1.DeregisterResponse
+	11, // 37: kvgrpc.v1.RegistryService.GetEngine:output_type -> kvgrpc.v1.GetEngineResponse
+	13, // 38: kvgrpc.v1.RegistryService.ListEngines:output_type -> kvgrpc.v1.ListEnginesResponse
+	16, // 39: kvgrpc.v1.RegistryService.ResolveRanks:output_type -> kvgrpc.v1.ResolveRanksResponse
+	19, // 40: kvgrpc.v1.RegistryService.WatchEngines:output_type -> kvgrpc.v1.WatchEnginesResponse
+	34, // [34:41] is the sub-list for method output_type
+	27, // [27:34] is the sub-list for method input_type
+	27, // [27:27] is the sub-list for extension type_name
+	27, // [27:27] is the sub-list for extension extendee
+	0,  // [0:27] is the sub-list for field type_name
 }
 
 func init() { file_kvgrpc_v1_registry_service_proto_init() }

@@ -1460,7 +1460,9 @@ type ListRoomsRequest struct {
 	// Only rooms in one of these states; none: all.
 	States []RoomState `protobuf:"varint,3,rep,packed,name=states,proto3,enum=kvgrpc.v1.RoomState" json:"states,omitempty"`
 	// True for only those whose pages are held.
-	HeldOnly      bool `protobuf:"varint,4,opt,name=held_only,json=heldOnly,proto3" json:"held_only,omitempty"`
+	HeldOnly bool `protobuf:"varint,4,opt,name=held_only,json=heldOnly,proto3" json:"held_only,omitempty"`
+	// True for the rooms that failed last, the newest first: one page, without states, held_only and token.
+	NewestFailed  bool `protobuf:"varint,5,opt,name=newest_failed,json=newestFailed,proto3" json:"newest_failed,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1519,6 +1521,13 @@ func (x *ListRoomsRequest) GetStates() []RoomState {
 func (x *ListRoomsRequest) GetHeldOnly() bool {
 	if x != nil {
 		return x.HeldOnly
+	}
+	return false
+}
+
+func (x *ListRoomsRequest) GetNewestFailed() bool {
+	if x != nil {
+		return x.NewestFailed
 	}
 	return false
 }
@@ -2453,13 +2462,14 @@ const file_kvgrpc_v1_transfer_service_proto_rawDesc = "" +
 	"page_token\x18\x02 \x01(\tR\tpageToken\"n\n" +
 	"\x14ListSessionsResponse\x12.\n" +
 	"\bsessions\x18\x01 \x03(\v2\x12.kvgrpc.v1.SessionR\bsessions\x12&\n" +
-	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\x99\x01\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\xbe\x01\n" +
 	"\x10ListRoomsRequest\x12\x1b\n" +
 	"\tpage_size\x18\x01 \x01(\rR\bpageSize\x12\x1d\n" +
 	"\n" +
 	"page_token\x18\x02 \x01(\tR\tpageToken\x12,\n" +
 	"\x06states\x18\x03 \x03(\x0e2\x14.kvgrpc.v1.RoomStateR\x06states\x12\x1b\n" +
-	"\theld_only\x18\x04 \x01(\bR\bheldOnly\"x\n" +
+	"\theld_only\x18\x04 \x01(\bR\bheldOnly\x12#\n" +
+	"\rnewest_failed\x18\x05 \x01(\bR\fnewestFailed\"x\n" +
 	"\x11ListRoomsResponse\x12%\n" +
 	"\x05rooms\x18\x01 \x03(\v2\x0f.kvgrpc.v1.RoomR\x05rooms\x12&\n" +
 	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\x12\x14\n" +
