@@ -11,7 +11,6 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
-	"google.golang.org/grpc/keepalive"
 
 	kvgrpc "kvgrpc.dev/go"
 	kvgrpcv1 "kvgrpc.dev/go/kvgrpc/v1"
@@ -78,10 +77,8 @@ func score(ctx context.Context, index kvgrpcv1.IndexServiceClient, hash kvgrpc.B
 	}
 }
 
-func dial(address string) *grpc.ClientConn {
-	// A host that vanished closes nothing. Servers send away who pings more often than each 10 s.
-	pings := grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 30 * time.Second, Timeout: 10 * time.Second})
-	connection, err := grpc.NewClient(address, grpc.WithTransportCredentials(insecure.NewCredentials()), pings)
+func dial(address string) *kvgrpc.Connection {
+	connection, err := kvgrpc.Dial(address, grpc.WithTransportCredentials(insecure.NewCredentials()))
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
