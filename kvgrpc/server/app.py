@@ -33,7 +33,6 @@ from kvgrpc.registry.store.memory import MemoryStore
 from kvgrpc.rpc.channel import open_channel
 from kvgrpc.rpc.interceptors import Admission
 from kvgrpc.rpc.loop import LoopThread, background
-from kvgrpc.rpc.options import Pings
 from kvgrpc.rpc.within import check_seconds, within
 from kvgrpc.server.cache_peer import CachePeer
 from kvgrpc.server.check import check
@@ -68,6 +67,8 @@ _BESIDES_A_FRAME_BYTES = 64 * 1024
 # For the writes of rooms that a drain cancelled: their pages come back after the settle time of 2 s.
 _CANCELLED_WRITES_SECONDS = 5.0
 _ABANDON_SECONDS = 4.0
+# For a registry to name the successor of a rank that is dead; it may have died with it.
+_AT_ONCE_SECONDS = 1.0
 # A stop that takes longer is the library's fault, and is left behind.
 _LEAST_STOP_SECONDS = 0.5
 # How much later than its own end a close may be before the loop is taken for stuck.
@@ -214,7 +215,7 @@ class Rank(Generic[Transfer]):
             config.server_security,
             config.max_frame_bytes + _BESIDES_A_FRAME_BYTES,
             config.advertise,
-            self._pings,
+            config.session_pings,
         )
         self.address = advertised(bound[0], config.advertise)
         self._status.open(self._live, self._ready)
@@ -490,13 +491,14 @@ class Rank(Generic[Transfer]):
         # At once: two streams of one cache would be two truths.
         self.events.fence()
 
-    async def _resolve(self, bootstrap_addr: str, decode: RankId) -> PrefillEngine:
+    async def _resolve(self, bootstrap_addr: str, decode: RankId, at_once: bool = False) -> PrefillEngine:
         """The registry behind a request's address, if this rank may dial it (contract section 4)."""
         address = parse_bootstrap_addr(bootstrap_addr)
         self._policy.check(address)
-        resolve = partial(self._resolver.resolve, address.target, address.engine, Role.PREFILL)
+        resolve = partial(self._resolver.resolve, address.target, address.engine, Role.PREFILL, wait_ready=not at_once)
+        timeout = min(_AT_ONCE_SECONDS, self.config.resolve_timeout) if at_once else self.config.resolve_timeout
         try:
-            engine = await resolve([RankSelector(pp=decode.pp)], self.config.resolve_timeout)
+            engine = await resolve([RankSelector(pp=decode.pp)], timeout)
         except CredentialsInvalid as error:
             if self._trusts(address.target):
                 raise
@@ -509,7 +511,7 @@ class Rank(Generic[Transfer]):
         if mine != theirs and not (mine % theirs and theirs % mine):
             stages = stages_of(decode.pp, mine, theirs)
             selectors = [RankSelector(pp=pp) for pp in stages]
-            engine = await resolve(selectors, self.config.resolve_timeout, with_pools=True)
+            engine = await resolve(selectors, timeout, with_pools=True)
         targets = {
             row.ref.rank[1:]: Target(
                 row.ref, row.endpoints.grpc, engine.layout, layers_of_pools(row.pools) if row.pools else None
@@ -543,13 +545,8 @@ class Rank(Generic[Transfer]):
         return registry == self.address or self._policy.trusts(registry)
 
     def _session_channel(self, address: str) -> grpc.aio.Channel:
-        """To a rank: a stopped process or a cut ends it within seconds (rule 3, break and loss)."""
-        return open_channel(address, self.config.client_security, own_connection=True, pings=self._pings)
-
-    @property
-    def _pings(self) -> Pings:
-        timing = self.config.session_timing
-        return Pings(timing.milliseconds(timing.ping_interval), timing.milliseconds(timing.ping_timeout))
+        """To a rank, which bears quicker pings than a registry does."""
+        return open_channel(address, self.config.client_security, own_connection=True, pings=self.config.session_pings)
 
 
 def open_prefill(config: RankConfig) -> Rank[PrefillRuntime]:

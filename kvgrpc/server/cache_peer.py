@@ -71,7 +71,7 @@ class CachePeer:
         self._holders = Holders(ref, model, identity, pull, self._open_channel)
         transfer = _transfer_config(config, ref, staging, model)
         self._sending = PrefillManager(transfer, self.plane, self._loop)
-        self._receiving = DecodeManager(transfer, self.plane, self._loop, self._resolve, self._open_channel)
+        self._receiving = DecodeManager(transfer, self.plane, self._loop, self._resolve, self._session_channel)
         self._lender = Lender(_HostCache(cache), staging, self._sending, self.book)
         self._taker = Taker(self._receiving, staging, self._lend, self.book, pull.stall_timeout)
         self.servicer = PullServicer(ref, config.layout, identity, self._lender, staging, self.book)
@@ -96,6 +96,7 @@ class CachePeer:
             self._config.server_security,
             self._config.max_frame_bytes + 64 * 1024,
             public,
+            self._config.session_pings,
         )
         self.address = advertised(bound[0], public)
 
@@ -145,11 +146,15 @@ class CachePeer:
     def _lend(self, holder: Holder, hashes: Sequence[str], first: int, room: int, timeout: float) -> Lent:
         return self._loop.run(self._holders.lend(holder, hashes, first, room, timeout), timeout + _MARGIN_SECONDS)
 
-    async def _resolve(self, bootstrap_addr: str, decode: RankId) -> PrefillEngine:
+    async def _resolve(self, bootstrap_addr: str, decode: RankId, at_once: bool = False) -> PrefillEngine:
         return await self._holders.engine_at(bootstrap_addr)
 
     def _open_channel(self, address: str) -> grpc.aio.Channel:
         return open_channel(address, self._config.client_security, own_connection=True)
+
+    def _session_channel(self, address: str) -> grpc.aio.Channel:
+        pings = self._config.session_pings
+        return open_channel(address, self._config.client_security, own_connection=True, pings=pings)
 
     def _add_servicers(self, server: grpc.aio.Server) -> Sequence[str]:
         add_TransferServiceServicer_to_server(TransferServicer(self._sending), server)
@@ -192,7 +197,7 @@ def _transfer_config(config: RankConfig, ref: RankRef, staging: Staging, model: 
         ref,
         config.layout,
         (staging.pool,),
-        timing=config.timing,
+        timing=config.session_timing,
         bounds=replace(config.bounds, held_pages=staging.landing.size),
         max_frame_bytes=config.max_frame_bytes,
         model=model,

@@ -12,6 +12,7 @@ from kvgrpc.model import UNKNOWN_MODEL, Layout, ModelIdentity, Pool, RankId, Rol
 from kvgrpc.prefetch.config import PrefetchConfig
 from kvgrpc.pull.model import PullConfig
 from kvgrpc.rpc.interceptors import CallLimits
+from kvgrpc.rpc.options import Pings
 from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from kvgrpc.settings import layered
 from kvgrpc.transfer.aux import AuxBuffer
@@ -118,6 +119,12 @@ class RankConfig:
         if not self.silent_timeout:
             return self.timing
         return replace(self.timing, idle_timeout=self.timing.ticks(round(self.silent_timeout * 1000)))
+
+    @property
+    def session_pings(self) -> Pings:
+        """By which a session finds a peer stopped or cut off, within seconds (rule 3, break and loss)."""
+        timing = self.session_timing
+        return Pings(timing.milliseconds(timing.ping_interval), timing.milliseconds(timing.ping_timeout))
 
     @property
     def rank(self) -> RankId:

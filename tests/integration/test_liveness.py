@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.integration.test_handoff import free_port
 from tests.support.rank_host import RankProcess
 from tests.support.waiting import wait_until
 
@@ -112,3 +113,28 @@ def test_a_stop_of_six_seconds_fails_its_rooms_in_time_and_others_follow(start: 
     decode.call("receive", 20, prefill.address, [8])
     prefill.call("send", 20, [8])
     decode.call("wait", "receivers", [20], [SUCCESS])
+
+
+@pytest.mark.parametrize("own_registry", [True, False])
+def test_rooms_that_come_after_a_kill_of_prefill_fail_at_once_until_its_successor_is_there(
+    start: Start, own_registry: bool
+) -> None:
+    registry = "embedded" if own_registry else start("R", "PREFILL", registry="embedded").address
+    port = free_port()
+    settings = {"registry": registry, "listen": f"127.0.0.1:{port}"}
+    prefill, decode = start("P", "PREFILL", **settings), start("D", "DECODE")
+    bootstrap = prefill.address if own_registry else f"{registry}/P"
+    decode.call("receive", 1, bootstrap, [1])
+    prefill.call("send", 1, [1])
+    decode.call("wait", "receivers", [1], [SUCCESS])
+    prefill.kill()
+    wait_until(lambda: "OPEN" not in decode.call("session_states"))
+    for room in range(2, 6):
+        asked = time.monotonic()
+        decode.call("receive", room, bootstrap, [room])
+        (state,) = decode.call("wait", "receivers", [room], [FAILED]).values()
+        assert state[1] == "PEER_LOST" and state[2] - asked < 3.0, "it asks for a second at most"
+    again = start("P", "PREFILL", **settings)
+    decode.call("receive", 9, bootstrap, [9])
+    again.call("send", 9, [9])
+    decode.call("wait", "receivers", [9], [SUCCESS])

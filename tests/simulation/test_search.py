@@ -125,7 +125,7 @@ class Fleet:
 
     # What Routes asks.
 
-    async def resolve(self, bootstrap_addr: str, decode: RankId) -> PrefillEngine:
+    async def resolve(self, bootstrap_addr: str, decode: RankId, at_once: bool = False) -> PrefillEngine:
         if self.moody_registry and self.random.random() < 0.3:
             await asyncio.sleep(self.random.choice([0.0, 2.0]))  # virtual time
             raise self.random.choice([PeerUnreachable("no answer"), RuntimeError("a bug of a resolver")])

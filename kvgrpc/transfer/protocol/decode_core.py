@@ -47,7 +47,8 @@ __all__ = ["DecodeCore", "DecodePair", "DecodePart", "DecodeRoom", "DecodeWork",
 class DecodeWork:
     """What the shell is to do, in this order.
 
-    ``resolves``: rooms to be bound again, to all their targets. ``lost_peers``: peers that welcomed us once and to
+    ``dead``: peers whose address refused, so that nobody is to be told to ask there again. ``resolves``: rooms to be
+    bound again, to all their targets. ``lost_peers``: peers that welcomed us once and to
     which there is no session now; they or a successor may come back. ``dials``: streams to open. ``closes``: streams
     to end. ``tell``: pairs with something to say, each to be flushed when its stream has room. ``failed``: rooms that
     failed and are dropped, of which people may still ask why; the last 256. ``ended``: rooms that got their terminal
@@ -55,6 +56,7 @@ class DecodeWork:
     ``silent``: pairs whose peer fell silent, or speaks again.
     """
 
+    dead: list[RankRef] = field(default_factory=list)
     resolves: list[DecodeRoom] = field(default_factory=list)
     lost_peers: list[RankRef] = field(default_factory=list)
     dials: list[Stream] = field(default_factory=list)
@@ -271,6 +273,7 @@ class DecodeCore:
         elif not pair.welcomed:
             self._refuse(pair, failure, elsewhere=failure.reason is Reason.SERVER_DRAINING)
         elif failure.reason is Reason.SERVER_DRAINING:
+            pair.drained = True
             self._resolve_untold(pair, drains=True)
             self._break(pair)
         else:
@@ -281,6 +284,8 @@ class DecodeCore:
         pair = stream.pair
         if pair.stream is stream:
             pair.end_stream()
+            if not pair.drained:  # else its successor is on its way
+                self._work.dead.append(pair.ref)
             self._prove_dead(pair)
 
     def on_end(self, stream: Stream) -> None:

@@ -25,7 +25,7 @@ class DecodePair:
     ``up``: it welcomed us on the current stream. ``welcomed``: it did so at least once. ``lost``: it was given up.
     ``dead_at``: the tick at which it was proven dead (4, proof of death). ``connected_at``: the tick since which the
     connection of the current stream stands, before it is welcomed; ``reached_at``: until when an earlier one of the
-    present wait stood. ``silent``: it was told that nothing is heard.
+    present wait stood. ``silent``: it was told that nothing is heard. ``drained``: it said that it leaves.
 
     ``connections``: over which its bytes could still arrive when it was proven dead; None: nobody could tell yet (8,
     pages by evidence). ``open_connections``: what was told last, ``next_ask_at``: when it is asked again.
@@ -43,6 +43,7 @@ class DecodePair:
         "connections",
         "dead_at",
         "dialled_at",
+        "drained",
         "heard_at",
         "idle_timeout",
         "layers",
@@ -70,7 +71,7 @@ class DecodePair:
         self.address = target.address
         self.layout, self.layers = target.layout, target.layers
         self.stream: Stream | None = None
-        self.up = self.welcomed = self.lost = self.verify = self.silent = False
+        self.up = self.welcomed = self.lost = self.verify = self.silent = self.drained = False
         self.heard_at = self.dialled_at = self.next_dial_at = self.up_since = now
         self.broken_at: int | None = None
         self.connected_at: int | None = None

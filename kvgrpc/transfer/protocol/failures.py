@@ -73,6 +73,12 @@ def peer_lost(peer: RankRef, where: str, how: str) -> KvGrpcError:
     return PeerLost(f"{where} was given up: {how}", metadata={"peer": peer, "how": how})
 
 
+def no_successor(peer: RankRef) -> KvGrpcError:
+    """The rank that owes the room is dead, and its registry names nobody in its place, or is gone with it."""
+    how = "its address refused, and no successor is registered"
+    return PeerLost(f"prefill {peer} was given up: {how}", metadata={"peer": peer, "how": how})
+
+
 def other_ranks(key: RoomKey, ranks: Sequence[RankId]) -> KvGrpcError:
     """The engine that owes the room was found again with other ranks, while some of the old ones know the room."""
     text = f"room {key.room} attempt {key.attempt}: its prefill engine came back with another layout"

@@ -420,6 +420,8 @@ class DecodeManager(TransferManager[DecodeRoom]):
 
     def _pump(self) -> None:
         work = self.core.take_work()
+        for dead in work.dead:
+            self._routes.note_death(dead)
         for room in work.resolves:
             if isinstance(room, ReceiverRoom):
                 self._routes.find_anew(room)

@@ -15,6 +15,7 @@ import grpc
 from kvgrpc.errors import EngineNotFound, Failure, Internal, InvalidRequest, KvGrpcError
 from kvgrpc.model import Layout, RankId, RankRef
 from kvgrpc.transfer.layout import topology
+from kvgrpc.transfer.protocol import failures
 from kvgrpc.transfer.protocol.decode_core import DecodeCore, DecodeRoom
 from kvgrpc.transfer.protocol.types import LONGEST_TRACEPARENT, Handle, Target, prefill_dp
 from kvgrpc.transfer.runtime.boundary import RoomRequest
@@ -22,6 +23,7 @@ from kvgrpc.transfer.runtime.search import Renewed, RoomSearch
 
 logger = logging.getLogger(__name__)
 KNOWN_ENGINES = 4096
+KNOWN_DEAD = 65_536
 _JOIN_WITHIN_SECONDS = 0.25
 _AWAIT_SECONDS = 600.0
 _AWAIT_PAUSE_SECONDS = 1.0
@@ -44,9 +46,11 @@ class PrefillEngine:
 
 
 class Resolve(Protocol):
-    """Asks the registry behind a ``bootstrap_addr``, waiting until the engine is READY. Raises KvGrpcError."""
+    """Asks the registry behind a ``bootstrap_addr``, waiting until the engine is READY; ``at_once``: for a second at
+    most, and for whoever is there now. Raises KvGrpcError.
+    """
 
-    async def __call__(self, bootstrap_addr: str, decode: RankId) -> PrefillEngine: ...
+    async def __call__(self, bootstrap_addr: str, decode: RankId, at_once: bool = False) -> PrefillEngine: ...
 
 
 class Changes(Protocol):
@@ -103,7 +107,9 @@ class Routes:
         self._engines: dict[str, PrefillEngine] = {}
         # What is known of them is what was said before a rank was lost: for rooms on their way, never for new ones.
         self._doubtful: set[str] = set()
-        self._questions: dict[str, tuple[float, list[ReceiverRoom]]] = {}
+        # Incarnations whose address refused; none of them comes back.
+        self._dead: dict[RankRef, None] = {}
+        self._questions: dict[tuple[str, bool], tuple[float, list[ReceiverRoom]]] = {}
         self._awaited: dict[tuple[str, Coordinates], asyncio.Task[None]] = {}
         self._search = RoomSearch(
             open_channel, start, self._on_found, self._on_no_answer, self._targets_now, self._fail, self._on_over
@@ -138,6 +144,12 @@ class Routes:
         if room.request.bootstrap_addr in self._engines:
             self._doubtful.add(room.request.bootstrap_addr)
         self._ask(room)
+
+    def note_death(self, dead: RankRef) -> None:
+        """Rooms that need it are not to wait for a successor that nobody has promised."""
+        self._dead[dead] = None
+        if len(self._dead) > KNOWN_DEAD:
+            del self._dead[next(iter(self._dead))]
 
     def await_restart(self, lost: RankRef) -> None:
         """The rank is gone, or hangs: asks the registry for its successor for some minutes, so that the successor has a
@@ -192,19 +204,27 @@ class Routes:
         a time of its own, and whoever joined late would have less of it.
         """
         now = asyncio.get_running_loop().time()
-        asked_at, waiting = self._questions.get(room.request.bootstrap_addr, (-_JOIN_WITHIN_SECONDS, []))
+        at_once = self._dead_target(room, self._engines.get(room.request.bootstrap_addr)) is not None
+        question = room.request.bootstrap_addr, at_once
+        asked_at, waiting = self._questions.get(question, (-_JOIN_WITHIN_SECONDS, []))
         if now - asked_at < _JOIN_WITHIN_SECONDS:
             waiting.append(room)
             return
         rooms = [room]
-        self._questions[room.request.bootstrap_addr] = now, rooms
-        self._start(self._answer(room.request.bootstrap_addr, rooms), f"resolve {room.request.bootstrap_addr}")
+        self._questions[question] = now, rooms
+        self._start(self._answer(question, rooms), f"resolve {room.request.bootstrap_addr}")
 
-    async def _answer(self, bootstrap_addr: str, rooms: list[ReceiverRoom]) -> None:
+    async def _answer(self, question: tuple[str, bool], rooms: list[ReceiverRoom]) -> None:
+        bootstrap_addr, at_once = question
         me, failure, engine = self._core.me, None, None
+        before = self._engines.get(bootstrap_addr)
         try:
-            engine = await self._resolve(bootstrap_addr, me.rank)
-            self._remember(bootstrap_addr, engine)
+            if at_once:
+                engine = await self._resolve(bootstrap_addr, me.rank, at_once=True)
+            else:
+                engine = await self._resolve(bootstrap_addr, me.rank)
+            if not at_once or before is None or engine.targets.keys() >= before.targets.keys():
+                self._remember(bootstrap_addr, engine)
         except KvGrpcError as error:
             failure = Failure.of(error, str(me))
         except Exception as error:
@@ -212,14 +232,31 @@ class Routes:
             logger.exception("resolving %s failed, request id %s", bootstrap_addr, request_id)
             what = f"resolving {bootstrap_addr}: {type(error).__name__}"
             failure = Failure.of(Internal.of(what, request_id), str(me))
-        if self._questions.get(bootstrap_addr, (0.0, []))[1] is rooms:
-            del self._questions[bootstrap_addr]
+        if self._questions.get(question, (0.0, []))[1] is rooms:
+            del self._questions[question]
         for room in rooms:
-            if engine is not None:
+            dead = self._dead_target(room, engine or before) if at_once else None
+            if dead is not None:
+                self._fail(room, failures.no_successor(dead))
+            elif engine is not None:
                 self._bind(room, engine)
             elif failure is not None:
                 self._core.fail(room, failure)
         self._pump()
+
+    def _dead_target(self, room: ReceiverRoom, engine: PrefillEngine | None) -> RankRef | None:
+        """One that the room needs and that is dead, as far as is known; of an engine whose ranks are to be asked which
+        has the room, all must be."""
+        if engine is None or not self._dead:
+            return None
+        try:
+            if _must_be_found(room.request, engine):
+                known = [target.ref for target in engine.targets.values()]
+                return known[0] if known and all(ref in self._dead for ref in known) else None
+            targets = self._targets(room.request, engine)
+        except KvGrpcError:
+            return None
+        return next((target.ref for target in targets if target.ref in self._dead), None)
 
     def _remember(self, bootstrap_addr: str, engine: PrefillEngine) -> None:
         self._engines[bootstrap_addr] = engine

@@ -376,3 +376,17 @@ def test_a_room_that_its_prefill_knows_by_name_fails_with_its_death(side: Side) 
     (again,) = side.take("dials")
     side.core.on_refused(again)
     assert reason(room) == "PEER_LOST" and side.take("resolves") == []
+
+
+@pytest.mark.parametrize("drained", [False, True])
+def test_a_refused_address_is_told_as_dead_unless_its_rank_said_that_it_leaves(side: Side, drained: bool) -> None:
+    """Rooms that come before its successor is registered fail, or wait for it (rule 3, break and loss)."""
+    room, stream = side.writing()
+    if drained:
+        side.core.on_goodbye(stream, Failure(Reason.SERVER_DRAINING, "drains"))
+    else:
+        side.core.on_end(stream)
+    side.ticks(TIMING.first_backoff)
+    (again,) = side.take("dials")
+    side.core.on_refused(again)
+    assert side.take("dead") == ([] if drained else [P0.ref]) and reason(room) == "PEER_LOST"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from kvgrpc.errors import Failure, Reason
+from kvgrpc.errors import Failure, PeerUnreachable, Reason
 from kvgrpc.model import Layout, RankId, RankRef
 from kvgrpc.transfer.layout.topology import Shape
 from kvgrpc.transfer.protocol.decode_core import DecodeCore
@@ -31,6 +32,8 @@ class Decode:
 
     def __init__(self) -> None:
         self.registry_answers = True
+        self.asked_at_once = 0
+        self.now: PrefillEngine | None = None
         self.rooms: asyncio.Future[list[RoomKey]] = asyncio.get_running_loop().create_future()
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.core = DecodeCore(RankRef(RankId("D"), 1))
@@ -42,7 +45,12 @@ class Decode:
         assert self.core.open(room)
         return room
 
-    async def _resolve(self, bootstrap_addr: str, decode: RankId) -> PrefillEngine:
+    async def _resolve(self, bootstrap_addr: str, decode: RankId, at_once: bool = False) -> PrefillEngine:
+        if at_once:
+            self.asked_at_once += 1
+            if self.now is None:
+                raise PeerUnreachable("the registry died with it")
+            return self.now
         if not self.registry_answers:
             await asyncio.Event().wait()
         return ENGINE
@@ -153,3 +161,61 @@ async def test_a_room_that_ends_while_it_is_looked_for_is_told_to_every_rank_tha
     assert {pair.ref for pair in decode.core.pairs.values() if second.key in pair.refusals} == {
         target.ref for target in RANKS.values()
     }
+
+
+def chosen(decode: Decode, number: int) -> ReceiverRoom:
+    """A room whose dp rank a router chose."""
+    room = ReceiverRoom.of(Handle(), RoomRequest(RoomKey(number), REGISTRY, 1, ""))
+    assert decode.core.open(room)
+    return room
+
+
+@pytest.mark.parametrize("registered", ["nobody answers", "the dead one", "a rank is missing"])
+async def test_a_room_whose_prefill_is_dead_fails_at_once_while_nobody_is_in_its_place(
+    decode: Decode, registered: str
+) -> None:
+    """Each asked a refused address for 30 s."""
+    decode.routes.find(chosen(decode, 1))
+    await settle()
+    dead = RANKS[1, 0, 0, 1].ref
+    decode.routes.note_death(dead)
+    decode.core.pairs[dead].lost = True
+    decode.registry_answers = False
+    ranks = {place: target for place, target in RANKS.items() if target.ref != dead}
+    decode.now = {
+        "nobody answers": None,
+        "the dead one": ENGINE,
+        "a rank is missing": replace(ENGINE, targets=ranks, owing={}),
+    }[registered]
+    room = chosen(decode, 2)
+    decode.routes.find(room)
+    await settle()
+    assert decode.asked_at_once == 1 and room.failure is not None
+    expected = Reason.ENGINE_NOT_FOUND if registered == "a rank is missing" else Reason.PEER_LOST
+    assert room.failure.reason is expected
+    assert set(decode.routes._engines[REGISTRY].targets) == set(RANKS), "who is missing is looked for on"
+
+
+async def test_a_room_whose_prefill_is_dead_goes_to_its_successor_once_the_registry_names_it(decode: Decode) -> None:
+    decode.routes.find(chosen(decode, 1))
+    await settle()
+    for tp in (0, 1):
+        decode.routes.note_death(RANKS[1, 0, 0, tp].ref)
+        decode.core.pairs[RANKS[1, 0, 0, tp].ref].lost = True
+    again = {place: Target(RankRef(target.ref.rank, 2), target.address) for place, target in RANKS.items()}
+    decode.now = replace(ENGINE, targets=again, owing={})
+    room = chosen(decode, 2)
+    decode.routes.find(room)
+    await settle()
+    assert room.failure is None and {part.pair.ref.epoch for part in room.parts} == {2}
+    third = chosen(decode, 3)
+    decode.routes.find(third)
+    await settle()
+    assert decode.asked_at_once == 1 and third.failure is None, "the dead are not asked for again"
+
+
+async def test_the_dead_are_remembered_up_to_a_bound(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve, "KNOWN_DEAD", 2)
+    for epoch in (1, 2, 3):
+        decode.routes.note_death(RankRef(RankId("P"), epoch))
+    assert [ref.epoch for ref in decode.routes._dead] == [2, 3]
