@@ -7,7 +7,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TypeVar
 
-from kvgrpc.errors import FeatureDisabled, InvalidRequest, ServerDraining, StorageFailed, TooManyRequests
+from kvgrpc.errors import (
+    FeatureDisabled,
+    InvalidRequest,
+    PermissionDenied,
+    ServerDraining,
+    StorageFailed,
+    TooManyRequests,
+)
 from kvgrpc.model import Tier
 from kvgrpc.paging import numbers_token, page_size, read_numbers_token
 from kvgrpc.prefetch import wire
@@ -17,6 +24,7 @@ from kvgrpc.prefetch.protocol.book import MAX_OPEN_PAGES
 from kvgrpc.prefetch.protocol.operation import Operation
 from kvgrpc.rpc.blocking import BlockingCalls
 from kvgrpc.rpc.callers import caller
+from kvgrpc.rpc.security import CallerRole
 from kvgrpc.rpc.within import within
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.prefetch_service_pb2_grpc import PrefetchServiceServicer
@@ -97,9 +105,12 @@ class PrefetchServicer(PrefetchServiceServicer):
         self, kind: OperationKind, request: pb.StartPrefetchRequest | pb.StartBackupRequest
     ) -> pb.CacheOperation:
         order = wire.order_from_pb(kind, request, await self._hashes(request.pages))
-        if self._manager.began(kind, order.request_id) is None:
+        new = self._manager.began(kind, order.request_id) is None
+        if new:
             self._shares.check(len(order.hashes))
         operation = self._manager.start(order)
+        if new:
+            operation.owner = caller().name
         self._shares.add(operation)
         return self._to_pb(operation)
 
@@ -108,6 +119,7 @@ class PrefetchServicer(PrefetchServiceServicer):
     ) -> pb.TerminatePrefetchResponse:
         controller = self._manager.controller
         operation = controller.book.get(request.operation_id)
+        _check_owner(operation)
         with self._listening(operation) as wake:
             self._manager.terminate(operation)
             end = time.monotonic() + _seconds_left(context)
@@ -298,6 +310,16 @@ async def _wait(wake: asyncio.Event, seconds: float) -> bool:
         return False
     wake.clear()
     return True
+
+
+def _check_owner(operation: Operation) -> None:
+    """Only who began an operation may end it, and people. Raises PermissionDenied."""
+    known, path = caller(), "/kvgrpc.v1.PrefetchService/TerminatePrefetch"
+    if known.role is CallerRole.RANK and operation.owner != known.name:
+        raise PermissionDenied(
+            f"{operation.operation_id} is of another caller: it may be ended by that one, or by an operator",
+            metadata={"method": path, "role": known.role.value, "allowed": "operator, its own caller"},
+        )
 
 
 def _seconds_left(context: Any, most: float = _STORAGE_SECONDS) -> float:

@@ -32,6 +32,11 @@ class Caller:
     engines: str = ""
     engine_role: Role | None = None
 
+    def speaks_for(self, ref: RankRef, role: Role | None) -> bool:
+        """Whether that rank may be this caller. ``role``: None if unknown."""
+        matches = not self.engines or fnmatch.fnmatchcase(ref.rank.engine, self.engines)
+        return matches and (role is None or self.engine_role in (None, role))
+
     @classmethod
     def with_token(cls, token: Token, host: str) -> Caller:
         name = f"{token.role.value} {token.name}" if token.name else host
@@ -81,8 +86,7 @@ def check_speaker(ref: RankRef, role: Role | None, field: str) -> None:
 def check_scope(ref: RankRef, role: Role | None, field: str) -> None:
     """Raises IdentityMismatch where the caller's token or certificate is another rank's. ``role``: None if unknown."""
     known, engine = caller(), ref.rank.engine
-    matches = not known.engines or fnmatch.fnmatchcase(engine, known.engines)
-    if not matches or (role is not None and known.engine_role not in (None, role)):
+    if not known.speaks_for(ref, role):
         wanted = "" if known.engine_role is None else f", {known.engine_role.name.lower()} only"
         scope = f"{known.engines or '*'}{wanted}"
         what = "" if role is None else f"{role.name.lower()} of "

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy.typing as npt
 
 from kvgrpc.errors import Failure, InvalidRequest
+from kvgrpc.model import ENGINE_NAME
 from kvgrpc.transfer.handle import TransferHandle, as_number, room_key, whole_number
 from kvgrpc.transfer.layout.pools import copy_of, count_of
 from kvgrpc.transfer.protocol.types import POLL_BOOTSTRAPPING, POLL_WAITING_FOR_INPUT, Align, KVPoll
@@ -23,12 +24,16 @@ class KVSender(TransferHandle):
         bootstrap_addr: not used; accepted because engines pass it to both ends.
         room: chosen by the router, 1 to 2^63 - 1. Required.
         attempt: higher after the router retries with the same room.
+        decode: the engine that the router chose for the room, where this one knows: no other engine's decode gets its
+            pages then, or ends it (docs/session.md, rule 10). Empty: whichever decode names the room.
     """
 
     __slots__ = ("_aux_index", "_expectation", "_initialised", "_manager", "_sender", "_sent", "_total")
     _engine = "prefill"
 
-    def __init__(self, manager: PrefillRuntime, bootstrap_addr: str = "", room: int = 0, attempt: int = 0) -> None:
+    def __init__(
+        self, manager: PrefillRuntime, bootstrap_addr: str = "", room: int = 0, attempt: int = 0, decode: str = ""
+    ) -> None:
         handle = EngineHandle()
         key = room_key(room, attempt)
         super().__init__(manager, key, handle)
@@ -40,7 +45,9 @@ class KVSender(TransferHandle):
         self._sent = 0
         self._initialised = False
         if not self._refused(key):
-            manager.claim(key, handle)
+            manager.claim(key, handle, decode if isinstance(decode, str) else "")
+            if not isinstance(decode, str) or (decode and not ENGINE_NAME.fullmatch(decode)):
+                self._reject(InvalidRequest.of("decode", decode, "the name of an engine, or empty", room=self.room))
 
     def init(self, num_pages: int | None, aux_index: int | None = None, align: Align = Align.HEAD) -> None:
         """Says how many pages will be sent in all, and which aux row is sent with the last of them.

@@ -13,6 +13,8 @@ from kvgrpc.errors import Failure, InvalidRequest, RoomNotFound, WrongRank
 from kvgrpc.model import Role
 from kvgrpc.net import caller_address
 from kvgrpc.paging import numbers_token, page_size, page_token, read_numbers_token, read_page_token
+from kvgrpc.rpc.callers import caller
+from kvgrpc.rpc.security import CallerRole
 from kvgrpc.rpc.waiting import longest_wait
 from kvgrpc.transfer import wire
 from kvgrpc.transfer.layout import engines
@@ -71,9 +73,9 @@ class TransferServicer(TransferServiceServicer):
         size = page_size(request.page_size)
 
         def wanted(row: RoomRow) -> bool:
-            return (not states or row.state in states) and (row.held or not request.held_only)
+            return (not states or row.state in states) and (row.held or not request.held_only) and self._shows(row)
 
-        everything = not states and not request.held_only
+        everything = not states and not request.held_only and self._shows_all()
         rows, total = await self._manager.page_of_rooms(
             RoomKey(*after) if after else RoomKey(0), size + 1, None if everything else wanted
         )
@@ -126,7 +128,7 @@ class TransferServicer(TransferServiceServicer):
         shape = manager.shape
         return pb.GetRankResponse(
             rank=rank_ref_to_pb(manager.ref),
-            role=_ROLES[Role.DECODE if prefill_of(manager) is None else Role.PREFILL],
+            role=_ROLES[self._role],
             layout=layout_to_pb(shape.layout),
             pools=[pool_to_pb(pool.without_addresses()) for pool in shape.pools],
             data_plane=shape.data_plane,
@@ -139,12 +141,26 @@ class TransferServicer(TransferServiceServicer):
         if not 0 < room <= MAX_ROOM:
             raise _invalid("room", room, "1 to 2^63-1, as a router chooses it")
         row = self._manager.room(RoomKey(room, attempt))
-        if row is None:
+        if row is None or not self._shows(row):
             raise RoomNotFound(
                 f"room {room} attempt {attempt} is not known to {self._manager.ref}",
                 metadata={"room": room, "attempt": attempt},
             )
         return row
+
+    def _shows_all(self) -> bool:
+        """People see all rooms, and so does this rank; who knows a room's number may claim it (rule 10, ownership)."""
+        known = caller()
+        return known.role is not CallerRole.RANK or known.speaks_for(self._manager.ref, self._role)
+
+    def _shows(self, row: RoomRow) -> bool:
+        """A rank sees those that it has a part in."""
+        theirs = Role.PREFILL if self._role is Role.DECODE else Role.DECODE
+        return self._shows_all() or any(caller().speaks_for(part.peer, theirs) for part in row.parts)
+
+    @property
+    def _role(self) -> Role:
+        return Role.DECODE if prefill_of(self._manager) is None else Role.PREFILL
 
 
 _ROLES = {Role.PREFILL: common_pb2.ROLE_PREFILL, Role.DECODE: common_pb2.ROLE_DECODE}

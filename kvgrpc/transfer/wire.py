@@ -91,6 +91,11 @@ def waiting_rooms(first: pb.SessionRequest | None) -> list[RoomKey]:
     return [RoomKey(message.room, message.attempt) for message in waiting if 0 < message.room <= MAX_ROOM]
 
 
+def opener_engine(first: pb.SessionRequest | None) -> str:
+    """Whose Hello it is, as it says itself."""
+    return "" if first is None else first.hello.opener.rank.engine
+
+
 def room_keys_to_pb(keys: Iterable[RoomKey]) -> list[pb.RoomKey]:
     return [pb.RoomKey(room=key.room, attempt=key.attempt) for key in keys]
 

@@ -124,8 +124,8 @@ class PrefetchServiceServicer(object):
 
     def TerminatePrefetch(self, request, context):
         """Cuts an operation short and waits, up to the deadline of the call, until nothing moves its pages any more. What is in
-        place by then stays usable. One that has ended stays as it is.
-        Roles: rank, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST.
+        place by then stays usable. One that has ended stays as it is. For the caller that began it, and for operators.
+        Roles: rank, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST, PERMISSION_DENIED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -54,8 +54,8 @@ class PrefetchServiceStub:
     """
     TerminatePrefetch: _grpc.UnaryUnaryMultiCallable[_prefetch_service_pb2.TerminatePrefetchRequest, _prefetch_service_pb2.TerminatePrefetchResponse]
     """Cuts an operation short and waits, up to the deadline of the call, until nothing moves its pages any more. What is in
-    place by then stays usable. One that has ended stays as it is.
-    Roles: rank, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST.
+    place by then stays usable. One that has ended stays as it is. For the caller that began it, and for operators.
+    Roles: rank, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST, PERMISSION_DENIED.
     """
     StartBackup: _grpc.UnaryUnaryMultiCallable[_prefetch_service_pb2.StartBackupRequest, _prefetch_service_pb2.StartBackupResponse]
     """Begins to write the leading pages that the host has to storage and answers at once. Every rank of the replica writes
@@ -114,8 +114,8 @@ class PrefetchServiceAsyncStub(PrefetchServiceStub):
     """
     TerminatePrefetch: _aio.UnaryUnaryMultiCallable[_prefetch_service_pb2.TerminatePrefetchRequest, _prefetch_service_pb2.TerminatePrefetchResponse]  # type: ignore[assignment]
     """Cuts an operation short and waits, up to the deadline of the call, until nothing moves its pages any more. What is in
-    place by then stays usable. One that has ended stays as it is.
-    Roles: rank, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST.
+    place by then stays usable. One that has ended stays as it is. For the caller that began it, and for operators.
+    Roles: rank, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST, PERMISSION_DENIED.
     """
     StartBackup: _aio.UnaryUnaryMultiCallable[_prefetch_service_pb2.StartBackupRequest, _prefetch_service_pb2.StartBackupResponse]  # type: ignore[assignment]
     """Begins to write the leading pages that the host has to storage and answers at once. Every rank of the replica writes
@@ -195,8 +195,8 @@ class PrefetchServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_prefetch_service_pb2.TerminatePrefetchResponse, _abc.Awaitable[_prefetch_service_pb2.TerminatePrefetchResponse]]:
         """Cuts an operation short and waits, up to the deadline of the call, until nothing moves its pages any more. What is in
-        place by then stays usable. One that has ended stays as it is.
-        Roles: rank, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST.
+        place by then stays usable. One that has ended stays as it is. For the caller that began it, and for operators.
+        Roles: rank, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST, PERMISSION_DENIED.
         """
 
     @_abc_1.abstractmethod

@@ -104,7 +104,7 @@ class TransferServiceServicer(object):
 
     def ListRooms(self, request, context):
         """Lists the rooms of this rank, paged, ordered by room and attempt. A room that went well is soon over; the last 256
-        that failed stay.
+        that failed stay. A caller of role rank is told those that a rank of its scope has a part in, this one's all.
         Roles: rank, operator. Errors: INVALID_REQUEST.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -112,7 +112,7 @@ class TransferServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetRoom(self, request, context):
-        """Returns one room with its parts.
+        """Returns one room with its parts; to a caller of role rank as ListRooms does.
         Roles: rank, operator. Errors: ROOM_NOT_FOUND, INVALID_REQUEST.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

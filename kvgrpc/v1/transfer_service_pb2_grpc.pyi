@@ -48,11 +48,11 @@ class TransferServiceStub:
     """
     ListRooms: _grpc.UnaryUnaryMultiCallable[_transfer_service_pb2.ListRoomsRequest, _transfer_service_pb2.ListRoomsResponse]
     """Lists the rooms of this rank, paged, ordered by room and attempt. A room that went well is soon over; the last 256
-    that failed stay.
+    that failed stay. A caller of role rank is told those that a rank of its scope has a part in, this one's all.
     Roles: rank, operator. Errors: INVALID_REQUEST.
     """
     GetRoom: _grpc.UnaryUnaryMultiCallable[_transfer_service_pb2.GetRoomRequest, _transfer_service_pb2.GetRoomResponse]
-    """Returns one room with its parts.
+    """Returns one room with its parts; to a caller of role rank as ListRooms does.
     Roles: rank, operator. Errors: ROOM_NOT_FOUND, INVALID_REQUEST.
     """
     LocateRooms: _grpc.UnaryUnaryMultiCallable[_transfer_service_pb2.LocateRoomsRequest, _transfer_service_pb2.LocateRoomsResponse]
@@ -94,11 +94,11 @@ class TransferServiceAsyncStub(TransferServiceStub):
     """
     ListRooms: _aio.UnaryUnaryMultiCallable[_transfer_service_pb2.ListRoomsRequest, _transfer_service_pb2.ListRoomsResponse]  # type: ignore[assignment]
     """Lists the rooms of this rank, paged, ordered by room and attempt. A room that went well is soon over; the last 256
-    that failed stay.
+    that failed stay. A caller of role rank is told those that a rank of its scope has a part in, this one's all.
     Roles: rank, operator. Errors: INVALID_REQUEST.
     """
     GetRoom: _aio.UnaryUnaryMultiCallable[_transfer_service_pb2.GetRoomRequest, _transfer_service_pb2.GetRoomResponse]  # type: ignore[assignment]
-    """Returns one room with its parts.
+    """Returns one room with its parts; to a caller of role rank as ListRooms does.
     Roles: rank, operator. Errors: ROOM_NOT_FOUND, INVALID_REQUEST.
     """
     LocateRooms: _aio.UnaryUnaryMultiCallable[_transfer_service_pb2.LocateRoomsRequest, _transfer_service_pb2.LocateRoomsResponse]  # type: ignore[assignment]
@@ -155,7 +155,7 @@ class TransferServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_transfer_service_pb2.ListRoomsResponse, _abc.Awaitable[_transfer_service_pb2.ListRoomsResponse]]:
         """Lists the rooms of this rank, paged, ordered by room and attempt. A room that went well is soon over; the last 256
-        that failed stay.
+        that failed stay. A caller of role rank is told those that a rank of its scope has a part in, this one's all.
         Roles: rank, operator. Errors: INVALID_REQUEST.
         """
 
@@ -165,7 +165,7 @@ class TransferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _transfer_service_pb2.GetRoomRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_transfer_service_pb2.GetRoomResponse, _abc.Awaitable[_transfer_service_pb2.GetRoomResponse]]:
-        """Returns one room with its parts.
+        """Returns one room with its parts; to a caller of role rank as ListRooms does.
         Roles: rank, operator. Errors: ROOM_NOT_FOUND, INVALID_REQUEST.
         """
 

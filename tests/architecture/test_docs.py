@@ -120,7 +120,10 @@ def test_each_defect_of_the_prefetching_seed_names_tests_that_exist() -> None:
 def test_each_case_of_a_session_names_its_tests() -> None:
     cases = (ROOT / "docs" / "session.md").read_text().split("## Cases")[1].split("\n## ")[0]
     rows = [line for line in cases.splitlines() if line.startswith("| ")][1:]
-    text = "".join((ROOT / "tests" / "simulation" / file).read_text() for file in ("test_cases.py", "test_rules.py"))
+    text = "".join(
+        (ROOT / "tests" / "simulation" / file).read_text()
+        for file in ("test_cases.py", "test_rules.py", "test_hostile.py")
+    )
     named = [re.findall(r"`(test_\w+)`", row) for row in rows]
     assert len(rows) > 20 and [row for row, tests in zip(rows, named, strict=True) if not tests] == []
     assert [test for tests in named for test in tests if f"def {test}(" not in text] == []

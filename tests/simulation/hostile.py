@@ -1,7 +1,7 @@
 """Peers that keep no rule: a decode that dials and says anything, a prefill that answers anything. Nobody else suffers.
 
 What they say parses, or ends their session: it goes through the product's own wire format. They know every room of the
-others; the rooms that they are the first to name are theirs (10, ownership: who may name rooms is a matter of trust).
+others; the rooms that they are the first to name are theirs, unless their senders name an engine (10, ownership).
 """
 
 from __future__ import annotations
@@ -91,6 +91,9 @@ class RogueDecode:
         named = sorted(key for key, record in prefill.core.rooms.items() if record.owner is not None)
         if named and rnd.random() < 0.5:
             key = rnd.choice(named)
+        bound = sorted(prefill.core._owners.named)
+        if bound and rnd.random() < 0.3:
+            key = rnd.choice(bound)
         entry = pb.DecodeRoom(
             room=key.room, attempt=key.attempt, want=pb.Want.ValueType(rnd.choice([1, 2, 2, 3, 3, 4]))
         )

@@ -304,7 +304,10 @@ class PrefillProcess(Process):
     # On the loop thread.
 
     def _claim(self, sending: Sending) -> None:
-        sending.record = self.core.claim(sending.request.key, sending.handle)
+        request = sending.request
+        # Every other router says which decode it chose (10, ownership).
+        decode = self.world.fleet.decodes[request.decodes[0]].engine if request.key.room % 2 else ""
+        sending.record = self.core.claim(request.key, sending.handle, decode)
 
     def _take_chunk(self, sending: Sending, chunk: Chunk, aux: bytes | None) -> None:
         if sending.record is not None:

@@ -9,6 +9,7 @@ import pytest
 
 from kvgrpc.errors import Failure, Reason, RoomCancelled
 from kvgrpc.model import RankId, RankRef
+from kvgrpc.transfer.protocol.ownership import Ownership
 from kvgrpc.transfer.protocol.prefill_core import PrefillCore
 from kvgrpc.transfer.protocol.types import (
     Bounds,
@@ -53,6 +54,22 @@ def test_every_room_of_others_succeeds_beside_hostile_peers(seed: int) -> None:
         world.step()
     check_end(world)
     assert world.violations == []
+
+
+def test_rogues_would_take_rooms_if_it_did_not_count_which_engine_a_sender_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the test above would show nothing of it (10, ownership)."""
+    monkeypatch.setattr(Ownership, "may_name", lambda self, engine, key: True)
+    world = World(1, bounds=AMONG_ENEMIES, rogues=3)
+    world.calm = True
+    for room in range(1, 20, 2):
+        request = Request(RoomKey(room))
+        world.at(room, partial(world.begin_prefill, 0, request))
+        world.at(room + 40, partial(world.begin_decode, 0, request))
+    for _ in range(100):
+        world.step()
+    assert any("a rogue decode changed a room of others" in str(each) for each in world.violations)
 
 
 def test_a_decode_that_stops_rooms_and_forgets_none_is_refused_alone() -> None:

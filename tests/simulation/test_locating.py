@@ -53,7 +53,7 @@ class Locating:
                 attempts[room] = key.attempt + 1
             elif rnd.random() < 0.5:
                 senders[key] = EngineHandle()
-                manager.claim(key, senders[key])
+                manager.claim(key, senders[key], "")
             await asyncio.sleep(TICK)  # virtual time
             self._look()
         drained = await manager.drain(0.1)

@@ -138,7 +138,7 @@ class Operation:
 
     The pages of the prompt from ``covered`` on are its own, and ``outcomes`` begins there. It has ``ended`` only once
     all reads and writes of its pages were over. ``cut``: nothing more is begun. ``finishing``: its part is done, the
-    other ranks' last word is waited for.
+    other ranks' last word is waited for. ``owner``: the caller that began it; "": this rank or its engine did.
     """
 
     order: Order
@@ -147,6 +147,7 @@ class Operation:
     began: float = 0.0
     backend: str = "storage"
     over: Over = field(default_factory=_Nobody)
+    owner: str = ""
     state: OperationState = OperationState.QUEUED
     stop: Stop = Stop.NONE
     failure: Failure | None = None

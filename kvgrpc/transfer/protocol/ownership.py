@@ -12,7 +12,8 @@ from kvgrpc.transfer.protocol.types import Bounds, RoomKey
 class Ownership:
     """Over the core's own table of rooms (10, ownership).
 
-    ``places``: how many decode ranks name a room, where these are several, by the key of its sender.
+    ``places``: how many decode ranks name a room, where these are several, by the key of its sender; ``named``: the
+    engine whose decode a sender's room is for, where its engine said so.
     """
 
     def __init__(self, rooms: Mapping[RoomKey, PrefillRoom], bounds: Bounds) -> None:
@@ -20,11 +21,16 @@ class Ownership:
         self._bounds = bounds
         self._unclaimed = 0
         self.places: dict[RoomKey, int] = {}
+        self.named: dict[RoomKey, str] = {}
 
     def own(self, pair: PrefillPair, room: PrefillRoom) -> None:
         """Makes this decode incarnation the owner of the room at its place, as the first one that names it."""
-        room.owner = pair
+        room.owner, room.engine = pair, pair.ref.rank.engine
         pair.rooms.add(room.key)
+
+    def may_name(self, engine: str, key: RoomKey) -> bool:
+        """Whether the room's sender left it open which engine's decode gets it, or named this one."""
+        return self.named.get(key.at(0), engine) == engine
 
     def other_owner(self, pair: PrefillPair, key: RoomKey) -> PrefillPair | None:
         """The owner of the room, where this pair may not name the room too: another pair at the same place, or a pair
@@ -63,9 +69,9 @@ class Ownership:
             room.owner.unclaimed -= 1
             self._unclaimed -= 1
 
-    def forget_places(self, key: RoomKey) -> None:
-        """The last record of a room that several decode ranks named is gone."""
+    def forget(self, key: RoomKey) -> None:
+        """A record is gone: with the last one of a room goes how many decode ranks name it, and of which engine."""
         first = key.at(0)
-        places = self.places.get(first, 0)
-        if places and not any(first.at(place) in self._rooms for place in range(places)):
-            del self.places[first]
+        if not any(first.at(place) in self._rooms for place in range(self.places.get(first, 1))):
+            self.places.pop(first, None)
+            self.named.pop(first, None)

@@ -26,6 +26,7 @@ from kvgrpc.transfer.protocol.prefill_room import PrefillRoom, Submission
 from kvgrpc.transfer.protocol.silence import SilentPair, note_silence
 from kvgrpc.transfer.protocol.timers import Deadlines
 from kvgrpc.transfer.protocol.types import (
+    HARDLY_GUESSED,
     PAST_FAILURES,
     STATE_FAILED,
     WANT_ANNOUNCE,
@@ -104,9 +105,12 @@ class PrefillCore:
 
     # What the engine asks for.
 
-    def claim(self, key: RoomKey, handle: Handle) -> PrefillRoom | None:
-        """A local sender takes the room. None: its handle has failed, because the room has a sender already or cannot
-        be taken; a sender that came first is not disturbed (10, ownership)."""
+    def claim(self, key: RoomKey, handle: Handle, decode: str = "") -> PrefillRoom | None:
+        """A local sender takes the room, for whichever decode names it, or for the engine ``decode`` alone. None: its
+        handle has failed, because the room has a sender already or cannot be taken; a sender that came first is not
+        disturbed (10, ownership)."""
+        if decode and not self.has_sender(key):
+            self._take_back(key, decode)
         room = self.rooms.get(key)
         error: KvGrpcError | None = None
         if room is None and len(self.rooms) >= self.bounds.rooms:
@@ -119,6 +123,8 @@ class PrefillCore:
             return None
         if room is None:
             room = self._make(key)
+        if decode:
+            self._owners.named[key] = decode
         places = self._owners.places.get(key, 1)
         if places == 1:
             self._claim(room, handle)
@@ -220,16 +226,20 @@ class PrefillCore:
         self._pending.add_all(pair, (*unsettled, *pair.answers))
         return None
 
-    def on_refused_hello(self, keys: Iterable[RoomKey], error: KvGrpcError) -> None:
-        """A decode whose Hello was refused waits for these rooms: their senders fail with the reason, also those that
-        come later (1, opening)."""
+    def on_refused_hello(self, keys: Iterable[RoomKey], engine: str, error: KvGrpcError) -> None:
+        """A decode of ``engine`` whose Hello was refused waits for these rooms: their senders fail with the reason,
+        also those that come later (1, opening)."""
         for key in keys:
             if key in self._owners.places:  # one of several decode ranks has named it
+                continue
+            named = self._owners.named.get(key)
+            if named != engine if named else key.room < HARDLY_GUESSED:
                 continue
             room = self.rooms.get(key)
             if room is None and len(self.rooms) < self.bounds.rooms:
                 room = self._make(key)
             if room is not None and room.owner is None:
+                room.engine = engine
                 self._refuse(room, error)
 
     def on_heard(self, stream: object, ref: RankRef) -> None:
@@ -337,6 +347,8 @@ class PrefillCore:
             self._forget(pair, key, room)
         elif pair.answers and key in pair.answers:
             self._pending.add(pair, key)
+        elif self._owners.named and not self._owners.may_name(pair.ref.rank.engine, key):
+            self._answer_bound(pair, key)
         elif room is not None and room.owner is pair:
             self._want(pair, room, entry)
         elif (other := self._owners.other_owner(pair, key)) is not None:
@@ -465,6 +477,19 @@ class PrefillCore:
             last = self._last_answer = failure, writes  # shared: a frame may get 65,536 of them
         pair.answers[key] = last
         self._pending.add(pair, key)
+
+    def _answer_bound(self, pair: PrefillPair, key: RoomKey) -> None:
+        """It is told no name: whoever guesses at rooms learns nothing of them."""
+        self._answer(pair, key, self._failure(failures.conflict(key, "another decode, which its sender named")))
+
+    def _take_back(self, key: RoomKey, decode: str) -> None:
+        """Drops what decodes of other engines said of the room before its sender came (10, ownership)."""
+        for room in [each for each in (self.rooms.get(key), *self._later(key)) if each is not None]:
+            if room.engine not in ("", decode):
+                owner = room.owner
+                self._drop(room)
+                if owner is not None and not owner.lost:
+                    self._answer_bound(owner, room.key)
 
     # A sender that several decode ranks are owed (9, fan-in; 10, ownership).
 
@@ -633,8 +658,8 @@ class PrefillCore:
         self.open_rooms -= not room.ended
         if room.failure is not None and (not room.key.place or room.siblings[0].failure is None):
             self._work.failed.append(room)
-        if self._owners.places:
-            self._owners.forget_places(room.key)
+        if self._owners.places or self._owners.named:
+            self._owners.forget(room.key)
         self._ended.drop(room.key)
         self._due.clear(room)
         self._owners.wait_no_more(room)

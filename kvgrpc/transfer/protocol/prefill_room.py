@@ -71,10 +71,10 @@ class PrefillRoom(Struct, eq=False):
     """The record of one room at prefill, made when a decode or a local sender first names it (rule 10, ownership).
 
     Of the sender: ``claimed`` (it has come), ``handle``, ``chunks``, ``aux``. Of the decode that receives the room:
-    ``owner``, ``want``, ``destination``, ``open_writes`` (submissions without an outcome), ``worst`` (how the others
-    ended), ``done`` (pages in place), ``forgotten``. ``unclaimed``: an owner waits for a sender. ``progress``: pages
-    moved since decode was told. ``noted``: people were told of its end. ``siblings``: the records of all decode ranks
-    that the sender owes, this one included.
+    ``owner``, ``engine`` (of whoever named it first), ``want``, ``destination``, ``open_writes`` (submissions
+    without an outcome), ``worst`` (how the others ended), ``done`` (pages in place), ``forgotten``. ``unclaimed``:
+    an owner waits for a sender. ``progress``: pages moved since decode was told. ``noted``: people were told of its
+    end. ``siblings``: the records of all decode ranks that the sender owes, this one included.
 
     ``deadline``: the tick until which it waits for its decode or its sender; 0: it has met them.
 
@@ -91,6 +91,7 @@ class PrefillRoom(Struct, eq=False):
     chunks: Chunks = field(default_factory=Chunks)
     aux: bytes = b""
     owner: PrefillPair | None = None
+    engine: str = ""
     unclaimed: bool = False
     want: Want = WANT_OPENED
     destination: Destination | None = None

@@ -19,6 +19,8 @@ from kvgrpc.transfer.protocol.destination import Destination as Destination
 from kvgrpc.transfer.protocol.destination import U32Array as U32Array
 
 MAX_ROOM = 2**63 - 1
+# From here on a number was hardly guessed: one of 63 random bits is lower once in 32,768.
+HARDLY_GUESSED = 2**48
 
 
 class RoomKey(Struct, frozen=True, order=True, gc=False):

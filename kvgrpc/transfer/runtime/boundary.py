@@ -150,7 +150,8 @@ class Runtime(Protocol):
 class PrefillRuntime(Runtime, Protocol):
     """Senders give it rooms and pages, on engine threads; ``serve`` and ``locate`` are the servicer's."""
 
-    def claim(self, key: RoomKey, handle: EngineHandle) -> None: ...
+    def claim(self, key: RoomKey, handle: EngineHandle, decode: str) -> None:
+        """``decode``: the engine whose decode the room is for; "": whichever names it."""
 
     def send(
         self, handle: EngineHandle, sent: SentPages, aux: bytes | None, expectation: tuple[int | None, Align] | None

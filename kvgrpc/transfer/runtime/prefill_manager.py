@@ -87,8 +87,8 @@ class PrefillManager(TransferManager[PrefillRoom]):
 
     # For senders, on any thread: appended for the loop thread.
 
-    def claim(self, key: RoomKey, handle: EngineHandle) -> None:
-        self.post(PrefillManager._take_claim, key, handle)
+    def claim(self, key: RoomKey, handle: EngineHandle, decode: str) -> None:
+        self.post(PrefillManager._take_claim, key, handle, decode)
 
     def send(
         self, handle: EngineHandle, sent: SentPages, aux: bytes | None, expectation: tuple[int | None, Align] | None
@@ -97,12 +97,12 @@ class PrefillManager(TransferManager[PrefillRoom]):
 
     # What they appended, on the loop thread.
 
-    def _take_claim(self, key: RoomKey, handle: EngineHandle) -> None:
+    def _take_claim(self, key: RoomKey, handle: EngineHandle, decode: str) -> None:
         if self.closed:
             self._refuse_late(handle)
             return
         try:
-            record = self.core.claim(key, handle)
+            record = self.core.claim(key, handle, decode)
         except Exception:
             taken = self.core.find(key)
             if taken is not None and taken.handle is handle:  # it failed after the core had it: the room is to fail too
@@ -279,7 +279,7 @@ class PrefillManager(TransferManager[PrefillRoom]):
                 return self._open(first, write)
         except ParallelLayoutMismatch as error:
             failure = Failure.of(error, str(self.ref))
-            self.core.on_refused_hello(wire.waiting_rooms(first), error)
+            self.core.on_refused_hello(wire.waiting_rooms(first), wire.opener_engine(first), error)
             self._pump()
         except KvGrpcError as error:
             failure = Failure.of(error, str(self.ref))

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvgrpc.client import SyncClient
-from kvgrpc.errors import IdentityMismatch, InvalidRequest, KvGrpcError, TooManyRequests
+from kvgrpc.errors import IdentityMismatch, InvalidRequest, KvGrpcError, PermissionDenied, TooManyRequests
 from kvgrpc.events.following import index_servicer
 from kvgrpc.model import Layout, RankId
 from kvgrpc.prefetch import servicer as servicer_module
@@ -380,6 +380,20 @@ def test_every_method_survives_random_bytes(cache: CacheRank, index: IndexServer
                             or "Join" in path
                         ), (path, size, error)
     assert cache.manager.healthy
+
+
+def test_who_began_an_operation_ends_it_and_people_and_no_other_rank(cache: CacheRank, storage: FaultyBackend) -> None:
+    with client_of(cache, "own") as own, client_of(cache, "other") as other, client_of(cache, "a") as alice:
+        for ends in (own, alice):
+            operation = own.start_prefetch(pb.PromptPages(tokens=prompt(2)), request_id=f"of-{id(ends)}")
+            with pytest.raises(PermissionDenied) as refused:
+                other.terminate_prefetch(operation.operation_id)
+            assert refused.value.metadata["allowed"] == "operator, its own caller"
+            # Who repeats the request does not own it thereby.
+            other.start_prefetch(pb.PromptPages(tokens=prompt(2)), request_id=f"of-{id(ends)}")
+            with pytest.raises(PermissionDenied):
+                other.terminate_prefetch(operation.operation_id)
+            assert ends.terminate_prefetch(operation.operation_id).quiescent
 
 
 def test_pages_that_another_speaks_of_are_pages_of_the_cache(cache: CacheRank) -> None:

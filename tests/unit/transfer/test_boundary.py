@@ -54,7 +54,7 @@ class Foreign:
     def give_way(self) -> None:
         self.asked.append("give_way")
 
-    def claim(self, key: RoomKey, handle: EngineHandle) -> None:
+    def claim(self, key: RoomKey, handle: EngineHandle, decode: str) -> None:
         self.asked.append("claim")
         handle.record = len(self.asked)  # whatever it likes
 

@@ -193,7 +193,7 @@ def test_a_hello_that_is_refused_fails_no_room_of_others_though_the_first_rank_i
     if owner == T0:
         side.end_writes()
         side.name(Want.FORGET, ref=T0)
-    side.core.on_refused_hello([KEY], ParallelLayoutMismatch("another layout"))
+    side.core.on_refused_hello([KEY], owner.rank.engine, ParallelLayoutMismatch("another layout"))
     assert handle.poll is not KVPoll.Failed
     left = side.core.find(KEY)
     assert left is not None and left.failure is None

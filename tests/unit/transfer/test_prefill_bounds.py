@@ -10,6 +10,7 @@ from kvgrpc.errors import ParallelLayoutMismatch, Reason
 from kvgrpc.model import RankRef
 from kvgrpc.transfer.protocol.chunks import Chunk
 from kvgrpc.transfer.protocol.types import (
+    HARDLY_GUESSED,
     Bounds,
     DecodeEntry,
     Destination,
@@ -56,9 +57,10 @@ class TestBounds:
 
     def test_a_refused_hello_makes_no_room_past_it(self) -> None:
         side = Side(bounds=Bounds(rooms=1))
-        _, handle = side.claim()
-        side.core.on_refused_hello([SIX, KEY], ParallelLayoutMismatch("tp"))
-        assert list(side.core.rooms) == [KEY] and reason(handle) == "PARALLEL_LAYOUT_MISMATCH"
+        large, other = RoomKey(HARDLY_GUESSED), RoomKey(HARDLY_GUESSED + 1)
+        _, handle = side.claim(large)
+        side.core.on_refused_hello([other, large], "D9", ParallelLayoutMismatch("tp"))
+        assert list(side.core.rooms) == [large] and reason(handle) == "PARALLEL_LAYOUT_MISMATCH"
 
     def test_each_refusal_names_the_bound_that_it_met(self) -> None:
         side = Side(bounds=Bounds(rooms=3, unclaimed_per_session=1, unclaimed=2))
@@ -198,8 +200,9 @@ class TestTables:
         side.ticks(7)
         side.claim()
         side.name(key=SIX)
-        side.core.on_refused_hello([SEVEN], ParallelLayoutMismatch("tp"))
-        assert {key: room.created_at for key, room in side.core.rooms.items()} == {KEY: 7, SIX: 7, SEVEN: 7}
+        large = RoomKey(HARDLY_GUESSED)
+        side.core.on_refused_hello([large], "D9", ParallelLayoutMismatch("tp"))
+        assert {key: room.created_at for key, room in side.core.rooms.items()} == {KEY: 7, SIX: 7, large: 7}
 
     def test_a_sender_whose_decode_never_came_says_how_long_it_waited(self, side: Side) -> None:
         side.ticks(7)

@@ -9,6 +9,7 @@ import pytest
 from kvgrpc.dataplane.base import Outcome
 from kvgrpc.errors import InvalidRequest, ParallelLayoutMismatch, Reason
 from kvgrpc.transfer.protocol.types import (
+    HARDLY_GUESSED,
     Bounds,
     DecodeEntry,
     Destination,
@@ -121,28 +122,96 @@ class TestAnnounced:
         assert side.said()[RoomKey(6)].state is RoomState.FAILED
 
     def test_a_refused_hello_ends_the_senders_it_names_but_nobody_elses(self, side: Side) -> None:
-        _, waiting = side.claim()
-        owned = RoomKey(6)
+        mine, owned, later = (RoomKey(HARDLY_GUESSED + number) for number in range(3))
+        _, waiting = side.claim(mine)
         side.name(key=owned)
         _, other = side.claim(owned)
-        side.core.on_refused_hello([KEY, owned, RoomKey(7)], ParallelLayoutMismatch("tp"))
+        side.core.on_refused_hello([mine, owned, later], "D9", ParallelLayoutMismatch("tp"))
         assert reason(waiting) == "PARALLEL_LAYOUT_MISMATCH"
         assert other.poll is KVPoll.WaitingForInput
         late = Handle()
-        side.core.claim(RoomKey(7), late)
+        side.core.claim(later, late)
         assert reason(late) == "PARALLEL_LAYOUT_MISMATCH"
+
+    def test_a_refused_hello_ends_no_room_by_a_number_that_may_be_a_guess(self, side: Side) -> None:
+        _, handle = side.claim()
+        side.core.on_refused_hello([KEY, RoomKey(HARDLY_GUESSED - 1)], "D9", ParallelLayoutMismatch("tp"))
+        assert handle.poll is KVPoll.WaitingForInput and RoomKey(HARDLY_GUESSED - 1) not in side.core.rooms
+
+    def test_a_refused_hello_ends_a_room_whose_sender_named_its_engine_whatever_the_number(self, side: Side) -> None:
+        handle, other = Handle(), Handle()
+        side.core.claim(KEY, handle, "D9")
+        side.core.claim(RoomKey(HARDLY_GUESSED), other, "D0")
+        side.core.on_refused_hello([KEY, RoomKey(HARDLY_GUESSED)], "D9", ParallelLayoutMismatch("tp"))
+        assert reason(handle) == "PARALLEL_LAYOUT_MISMATCH" and other.failure is None
 
     def test_a_room_of_a_refused_hello_that_a_fitting_decode_names_disturbs_no_deadline(self, side: Side) -> None:
         """It has ended, and is dropped long before the time that a living one would wait for its sender."""
-        side.core.on_refused_hello([KEY], ParallelLayoutMismatch("tp"))
-        side.name(Want.WRITE, KEY)
-        side.name(Want.FORGET, KEY)
+        refused = RoomKey(HARDLY_GUESSED)
+        side.core.on_refused_hello([refused], "D9", ParallelLayoutMismatch("tp"))
+        side.name(Want.WRITE, refused)
+        side.name(Want.FORGET, refused)
         other = RoomKey(6)
         side.name(Want.WRITE, other)
         side.ticks(TIMING.unclaimed)
         late = Handle()
         side.core.claim(other, late)
         assert reason(late) == "ROOM_NOT_FOUND", "the other room's time ran out as ever"
+
+
+class TestARoomThatItsSenderBindsToAnEngine:
+    """D0 is the decode that the router chose; D1 says the room's number first."""
+
+    def bind(self, side: Side) -> Handle:
+        handle = Handle()
+        record = side.core.claim(KEY, handle, "D0")
+        assert record is not None
+        side.expect(record, 3)
+        side.send(record, 0, 3, last=True)
+        return handle
+
+    @pytest.mark.parametrize("want", [Want.ANNOUNCE, Want.WRITE, Want.STOP])
+    @pytest.mark.parametrize("first", ["sender", "stranger"])
+    def test_another_engine_gets_a_conflict_and_no_page_whoever_came_first(
+        self, side: Side, want: Want, first: str
+    ) -> None:
+        if first == "stranger":
+            side.name(want, ref=D1)
+            side.said(D1)
+        handle = self.bind(side)
+        if first == "sender":
+            side.name(want, ref=D1)
+        assert not side.take("submissions")
+        said = side.said(D1)[KEY]
+        assert (said.state, said.failure and said.failure.reason.name) == (RoomState.FAILED, "ROOM_CONFLICT")
+        assert "D0" not in str(said.failure)
+        side.name(ref=D0, pages=3)
+        (written,) = side.take("submissions")
+        assert written.pair.ref == D0
+        side.core.on_outcome(written, Outcome.DONE)
+        assert handle.poll is KVPoll.Success
+
+    def test_a_refused_hello_of_another_engine_leaves_no_mark_for_it(self, side: Side) -> None:
+        key = RoomKey(HARDLY_GUESSED)
+        side.core.on_refused_hello([key], "D1", ParallelLayoutMismatch("tp"))
+        handle = Handle()
+        assert side.core.claim(key, handle, "D0") is not None and handle.failure is None
+
+    def test_nothing_of_the_binding_stays_when_the_room_is_over(self, side: Side) -> None:
+        self.bind(side)
+        side.name(ref=D0, pages=3)
+        side.done()
+        side.name(Want.FORGET, ref=D0)
+        assert not side.core.rooms and not side.core._owners.named
+        side.name(ref=D1)
+        assert side.core.rooms[KEY].owner is side.core.pairs[D1]
+
+    def test_a_second_sender_binds_nothing(self, side: Side) -> None:
+        side.name(ref=D1)
+        side.claim()
+        late = Handle()
+        assert side.core.claim(KEY, late, "D0") is None
+        assert side.core.rooms[KEY].owner is side.core.pairs[D1]
 
 
 class TestOwnership:

@@ -55,8 +55,8 @@ type PrefetchServiceClient interface {
 	// Roles: rank, consumer, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST, TOO_MANY_REQUESTS, SERVER_DRAINING.
 	WatchOperations(ctx context.Context, in *WatchOperationsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchOperationsResponse], error)
 	// Cuts an operation short and waits, up to the deadline of the call, until nothing moves its pages any more. What is in
-	// place by then stays usable. One that has ended stays as it is.
-	// Roles: rank, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST.
+	// place by then stays usable. One that has ended stays as it is. For the caller that began it, and for operators.
+	// Roles: rank, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST, PERMISSION_DENIED.
 	TerminatePrefetch(ctx context.Context, in *TerminatePrefetchRequest, opts ...grpc.CallOption) (*TerminatePrefetchResponse, error)
 	// Begins to write the leading pages that the host has to storage and answers at once. Every rank of the replica writes
 	// its own part, as many pages as the host of each has; what counts as completed is in storage for all of them.
@@ -226,8 +226,8 @@ type PrefetchServiceServer interface {
 	// Roles: rank, consumer, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST, TOO_MANY_REQUESTS, SERVER_DRAINING.
 	WatchOperations(*WatchOperationsRequest, grpc.ServerStreamingServer[WatchOperationsResponse]) error
 	// Cuts an operation short and waits, up to the deadline of the call, until nothing moves its pages any more. What is in
-	// place by then stays usable. One that has ended stays as it is.
-	// Roles: rank, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST.
+	// place by then stays usable. One that has ended stays as it is. For the caller that began it, and for operators.
+	// Roles: rank, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST, PERMISSION_DENIED.
 	TerminatePrefetch(context.Context, *TerminatePrefetchRequest) (*TerminatePrefetchResponse, error)
 	// Begins to write the leading pages that the host has to storage and answers at once. Every rank of the replica writes
 	// its own part, as many pages as the host of each has; what counts as completed is in storage for all of them.

@@ -49,10 +49,10 @@ type TransferServiceClient interface {
 	// Roles: rank, operator. Errors: INVALID_REQUEST.
 	ListSessions(ctx context.Context, in *ListSessionsRequest, opts ...grpc.CallOption) (*ListSessionsResponse, error)
 	// Lists the rooms of this rank, paged, ordered by room and attempt. A room that went well is soon over; the last 256
-	// that failed stay.
+	// that failed stay. A caller of role rank is told those that a rank of its scope has a part in, this one's all.
 	// Roles: rank, operator. Errors: INVALID_REQUEST.
 	ListRooms(ctx context.Context, in *ListRoomsRequest, opts ...grpc.CallOption) (*ListRoomsResponse, error)
-	// Returns one room with its parts.
+	// Returns one room with its parts; to a caller of role rank as ListRooms does.
 	// Roles: rank, operator. Errors: ROOM_NOT_FOUND, INVALID_REQUEST.
 	GetRoom(ctx context.Context, in *GetRoomRequest, opts ...grpc.CallOption) (*GetRoomResponse, error)
 	// Tells which of these rooms have a sender at this prefill rank. Waits until one has, up to the deadline of the call:
@@ -180,10 +180,10 @@ type TransferServiceServer interface {
 	// Roles: rank, operator. Errors: INVALID_REQUEST.
 	ListSessions(context.Context, *ListSessionsRequest) (*ListSessionsResponse, error)
 	// Lists the rooms of this rank, paged, ordered by room and attempt. A room that went well is soon over; the last 256
-	// that failed stay.
+	// that failed stay. A caller of role rank is told those that a rank of its scope has a part in, this one's all.
 	// Roles: rank, operator. Errors: INVALID_REQUEST.
 	ListRooms(context.Context, *ListRoomsRequest) (*ListRoomsResponse, error)
-	// Returns one room with its parts.
+	// Returns one room with its parts; to a caller of role rank as ListRooms does.
 	// Roles: rank, operator. Errors: ROOM_NOT_FOUND, INVALID_REQUEST.
 	GetRoom(context.Context, *GetRoomRequest) (*GetRoomResponse, error)
 	// Tells which of these rooms have a sender at this prefill rank. Waits until one has, up to the deadline of the call:

@@ -1620,8 +1620,8 @@ export const PrefetchService: GenService<{
   },
   /**
    * Cuts an operation short and waits, up to the deadline of the call, until nothing moves its pages any more. What is in
-   * place by then stays usable. One that has ended stays as it is.
-   * Roles: rank, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST.
+   * place by then stays usable. One that has ended stays as it is. For the caller that began it, and for operators.
+   * Roles: rank, operator. Errors: OPERATION_NOT_FOUND, INVALID_REQUEST, PERMISSION_DENIED.
    *
    * @generated from rpc kvgrpc.v1.PrefetchService.TerminatePrefetch
    */

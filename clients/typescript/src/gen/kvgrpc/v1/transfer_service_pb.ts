@@ -1468,7 +1468,7 @@ export const TransferService: GenService<{
   },
   /**
    * Lists the rooms of this rank, paged, ordered by room and attempt. A room that went well is soon over; the last 256
-   * that failed stay.
+   * that failed stay. A caller of role rank is told those that a rank of its scope has a part in, this one's all.
    * Roles: rank, operator. Errors: INVALID_REQUEST.
    *
    * @generated from rpc kvgrpc.v1.TransferService.ListRooms
@@ -1479,7 +1479,7 @@ export const TransferService: GenService<{
     output: typeof ListRoomsResponseSchema;
   },
   /**
-   * Returns one room with its parts.
+   * Returns one room with its parts; to a caller of role rank as ListRooms does.
    * Roles: rank, operator. Errors: ROOM_NOT_FOUND, INVALID_REQUEST.
    *
    * @generated from rpc kvgrpc.v1.TransferService.GetRoom
