@@ -1,9 +1,10 @@
 /** A connection to a kvgrpc server. */
 import { createClient, type Client, type Interceptor, type Transport } from "@connectrpc/connect";
 import type { DescService } from "@bufbuild/protobuf";
-import { createGrpcTransport } from "@connectrpc/connect-node";
+import { createGrpcTransport, Http2SessionManager } from "@connectrpc/connect-node";
 import type { SecureClientSessionOptions } from "node:http2";
 
+import { Silence } from "./errors.js";
 import { authorization, SHORTEST_SECRET, targetOf } from "./token.js";
 
 /** As kvgrpc's own clients; servers send away who pings more often than each 10 s. */
@@ -31,19 +32,31 @@ export function connect(address: string, options: ConnectOptions = {}): Transpor
   if (options.secret !== undefined && options.secret.length < SHORTEST_SECRET) {
     throw new TypeError(`secret: at least ${SHORTEST_SECRET} characters are needed`);
   }
-  return createGrpcTransport({
-    baseUrl: `${options.tls ? "https" : "http"}://${address}`,
-    // A host that vanished closes nothing: without pings its connection would stand for a quarter of an hour.
-    pingIntervalMs: PING_INTERVAL_MS,
-    pingTimeoutMs: PING_TIMEOUT_MS,
-    interceptors: options.secret === undefined ? [] : [bearer(options.secret, targetOf(address))],
-    ...(options.tls ? { nodeOptions: options.tls } : {}),
-  });
+  const baseUrl = `${options.tls ? "https" : "http"}://${address}`;
+  // A host that vanished closes nothing: without pings its connection would stand for a quarter of an hour.
+  const pings = { pingIntervalMs: PING_INTERVAL_MS, pingTimeoutMs: PING_TIMEOUT_MS };
+  const sessionManager = new Http2SessionManager(baseUrl, pings, options.tls);
+  const bearers = options.secret === undefined ? [] : [bearer(options.secret, targetOf(address))];
+  return createGrpcTransport({ baseUrl, sessionManager, interceptors: [leftWhenSilent(sessionManager), ...bearers] });
 }
 
 /** A client of one service: `clientOf(RegistryService, connect("127.0.0.1:8998"))`. */
 export function clientOf<Service extends DescService>(service: Service, transport: Transport): Client<Service> {
   return createClient(service, transport);
+}
+
+/** A frozen process holds its connections open: one on which a watch heard nothing is left for a new one. */
+function leftWhenSilent(sessions: Http2SessionManager): Interceptor {
+  return (next) => (request) => {
+    const { signal } = request;
+    const leave = () => {
+      if (signal.reason instanceof Silence) {
+        sessions.abort(signal.reason);
+      }
+    };
+    signal.addEventListener("abort", leave, { once: true });
+    return next(request);
+  };
 }
 
 function bearer(secret: string, target: string): Interceptor {

@@ -7,6 +7,13 @@ import { ErrorReason } from "./gen/kvgrpc/v1/error_reason_pb.js";
 const DOMAIN = "kvgrpc.dev";
 const PREFIX = "ERROR_REASON_";
 
+/** A call from which nothing came although something was due: whoever is there is frozen, or gone. */
+export class Silence extends ConnectError {
+  constructor(milliseconds: number) {
+    super(`nothing came for ${milliseconds / 1000} s`, Code.DeadlineExceeded);
+  }
+}
+
 export interface Failure {
   code: Code;
   /** UNSPECIFIED: the status came from the library or the network, or from a newer server. docs/errors.md has the table. */

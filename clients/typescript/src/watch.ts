@@ -1,7 +1,7 @@
 /** Follows one event stream for as long as the caller wants, over breaks and restarts. */
 import { type Client, Code, ConnectError } from "@connectrpc/connect";
 
-import { type Failure, failureOf, mayRepeat } from "./errors.js";
+import { type Failure, failureOf, mayRepeat, Silence } from "./errors.js";
 import { decodeBatch, type EventBatch, type KVEvent } from "./events.js";
 import { type Cache, type Verdict } from "./cache.js";
 import { ErrorReason } from "./gen/kvgrpc/v1/error_reason_pb.js";
@@ -182,10 +182,11 @@ async function* untilSilent<Message>(
 ): AsyncGenerator<Message> {
   const aborter = new AbortController();
   const end = () => aborter.abort();
-  let silent = false;
+  let silence: Silence | undefined;
   const giveUp = () => {
-    silent = true;
-    end();
+    silence = new Silence(SILENCE_MS);
+    // The connection is left with it: see connect.
+    aborter.abort(silence);
   };
   signal?.addEventListener("abort", end, { once: true });
   let timer = setTimeout(giveUp, SILENCE_MS);
@@ -196,7 +197,7 @@ async function* untilSilent<Message>(
       timer = setTimeout(giveUp, SILENCE_MS);
     }
   } catch (error) {
-    throw silent ? new ConnectError(`nothing came for ${SILENCE_MS / 1000} s`, Code.DeadlineExceeded) : error;
+    throw silence ?? error;
   } finally {
     clearTimeout(timer);
     signal?.removeEventListener("abort", end);
