@@ -10,13 +10,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
 import kvgrpc
+from kvgrpc.cli.engine_findings import engine_findings
+from kvgrpc.cli.finding import Finding
 from kvgrpc.cli.output import show_table, size
+from kvgrpc.engines.compatibility import ENGINES
 from kvgrpc.errors import KvGrpcError
 
 CORE = (
@@ -35,23 +37,17 @@ DEFAULT_PORT = 8998
 PLANE_SECONDS = 30.0
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line: what was looked at, "ok", "missing" or "note", and what to know or to do."""
-
-    what: str
-    state: str
-    remark: str
-
-
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-def doctor(as_json: bool) -> None:
-    """Check the libraries, data planes and ports of this machine.
+@click.option(
+    "--engine", "engines", multiple=True, type=click.Choice(sorted(ENGINES)), help="Also what works with that engine."
+)
+def doctor(as_json: bool, engines: tuple[str, ...]) -> None:
+    """Check the libraries, data planes and ports of this machine, and an engine that kvgrpc was installed beside.
 
     Exit code 1 when something that every process needs is missing. What only some need (Mooncake, torch) is a note.
     """
-    findings = list(examine())
+    findings = [*examine(), *(finding for name in engines for finding in engine_findings(name))]
     if as_json:
         import json
 

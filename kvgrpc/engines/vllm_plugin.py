@@ -27,9 +27,9 @@ def register() -> None:
 
 def take_over(publishers: MutableMapping[str, Any]) -> None:
     """Puts ours under vLLM's own name, the only one that its configuration admits; harmless when repeated."""
-    from kvgrpc.engines.vllm.compatibility import check_version
+    from kvgrpc.engines.compatibility import EVENTS, VLLM, check
 
-    check_version()
+    check(VLLM, EVENTS)
     publishers["zmq"] = publisher
 
 

@@ -366,6 +366,39 @@ def test_doctor_survives_a_mooncake_that_does_not_open_and_shows_what_it_said(
     assert ended.err == heard
 
 
+def test_doctor_says_what_works_with_the_engine_that_is_installed(
+    kvgrpc: Callable[..., Ended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that nobody tried, of which the KV events alone are as they should be, and which talks while it is loaded."""
+    (tmp_path / "sglang-0.9.0.dist-info").mkdir()
+    (tmp_path / "sglang-0.9.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.9.0\n")
+    (tmp_path / "sglang/srt/disaggregation").mkdir(parents=True)
+    (tmp_path / "sglang/__init__.py").write_text("print('welcome')")
+    (tmp_path / "sglang/srt/disaggregation/kv_events.py").write_text(
+        "class EventPublisherFactory:\n    def register_publisher(name, made): ...\n"
+        "class EventPublisher:\n    def publish(self, events): ...\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    ended = kvgrpc("doctor", "--json", "--engine", "sglang")
+    found = {line["what"]: line for line in ended.lines}
+    assert ended.code == 1
+    assert found["sglang"]["state"] == "note" and "0.9.0, which kvgrpc was never run with" in found["sglang"]["remark"]
+    assert found["SGLang KV events"]["state"] == "ok"
+    assert found["SGLang hand-offs"]["state"] == "missing"
+    remark = found["SGLang hand-offs"]["remark"]
+    assert "it has no sglang.srt.disaggregation.utils.get_kv_class; and " in remark and remark.endswith(" more")
+
+
+def test_doctor_says_where_an_engine_comes_from(kvgrpc: Callable[..., Ended]) -> None:
+    ended = kvgrpc("doctor", "--json", "--engine", "vllm")
+    assert ended.code == 1
+    assert ended.lines[-1] == {
+        "what": "vllm",
+        "state": "missing",
+        "remark": "not installed here: pip install vllm==0.33.0",
+    }
+
+
 @pytest.mark.parametrize("line", documented_commands())
 def test_every_command_in_the_documents_exists_with_its_options(line: str) -> None:
     words = shlex.split(line, comments=True)[1:]

@@ -125,6 +125,10 @@ class Engine:
     def generate(self, prompt: list[int], new_tokens: int, **extra: Any) -> Request:
         return self._ask("generate", ids=prompt, n=new_tokens, extra=extra)
 
+    def generate_samples(self, prompt: list[int], new_tokens: int, samples: int, **extra: Any) -> Request:
+        """Of one request; its ``value`` has the tokens of each (SGLang)."""
+        return self._ask("samples", ids=prompt, n=new_tokens, samples=samples, extra=extra)
+
     def abort(self, request: Request) -> None:
         self._send({"op": "abort", "id": request.number})
 
@@ -307,6 +311,12 @@ class Pair:
         """The request at prefill, and at decode."""
         where = self._where(self.room() if room is None else room)
         return self.prefill.generate(prompt, 1, **where), (decode or self.decode).generate(prompt, new_tokens, **where)
+
+    def submit_samples(self, prompt: list[int], new_tokens: int, samples: int, room: int) -> tuple[Request, Request]:
+        """Parallel samples of one request, as a router sends them: the same body to both sides."""
+        where = self._where(room)
+        ask = self.prefill.generate_samples, self.decode.generate_samples
+        return ask[0](prompt, new_tokens, samples, **where), ask[1](prompt, new_tokens, samples, **where)
 
     def submit_to_prefill(self, prompt: list[int], room: int) -> Request:
         return self.prefill.generate(prompt, 1, **self._where(room))

@@ -69,6 +69,19 @@ def test_a_room_that_is_used_twice_fails_only_the_second(pair: Pair, reference: 
     assert "ROOM_CONFLICT" in second[0].failure() or "ROOM_CONFLICT" in second[1].failure()
 
 
+@pytest.mark.parametrize("samples", [2, 5])
+def test_parallel_samples_of_a_request_are_attempts_of_its_room(pair: Pair, reference: Reference, samples: int) -> None:
+    """As requests beside it are served, and with a room that nobody chose for them."""
+    case, other = reference.case(100), reference.case(64)
+    both = pair.submit_samples(case.prompt, 8, samples, pair.room())
+    beside = pair.submit(other.prompt, 8)
+    for request in both:
+        request.result()
+    assert both[1].value == [case.tokens[:8]] * samples
+    assert beside[1].result() == other.tokens[:8]
+    assert pair.prefill.is_empty() and pair.decode.is_empty()
+
+
 def test_room_zero_is_refused_with_a_reason(pair: Pair, reference: Reference) -> None:
     for request in pair.submit(reference.case(20).prompt, 8, 0):
         reason = request.failure(5)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,13 +29,15 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request, RequestStatus
 
-from kvgrpc.engines.vllm import compatibility
+import kvgrpc.engines.vllm
+from kvgrpc.engines.compatibility import HAND_OFFS, VLLM
 from kvgrpc.engines.vllm.bootstrap import Bootstrap
 from kvgrpc.engines.vllm.groups import Group, groups_of
 from kvgrpc.engines.vllm.handoffs import Handoffs, Receive, Send
 from kvgrpc.engines.vllm.limits import check_supported
 from kvgrpc.engines.vllm.rank import Place, bootstrap_address, model_of, pools_of, rank_config
-from kvgrpc.engines.vllm.scheduler import Scheduler
+from kvgrpc.engines.vllm.reached import reached
+from kvgrpc.engines.vllm.scheduler import UNUSED, Scheduler
 from kvgrpc.engines.vllm.stats import TransferStats
 from kvgrpc.errors import AddressNotAllowed, FeatureDisabled, InvalidRequest
 from kvgrpc.model import Attention, ModelIdentity, Role
@@ -119,7 +123,7 @@ def test_the_trace_of_a_request_goes_with_its_hand_off() -> None:
 
 def test_a_request_that_ended_before_it_had_blocks_is_called_off_at_prefill() -> None:
     scheduler = Scheduler(False, ONE_GROUP)
-    assert not scheduler.on_finished(finished(AT_DECODE, RequestStatus.FINISHED_ABORTED), ([],))
+    assert not scheduler.on_finished(finished(AT_DECODE, RequestStatus.FINISHED_ABORTED), ([],))[0]
     assert scheduler.take().receives["r"].abort
 
 
@@ -128,7 +132,7 @@ def test_prefill_keeps_the_blocks_of_a_prompt_that_it_computed(status: RequestSt
     scheduler = Scheduler(True, ONE_GROUP)
     scheduler.on_blocks(request(AT_PREFILL), blocks(4, 5, 6), 0)
     assert scheduler.take().announced == {"r": "x"}
-    assert scheduler.on_finished(finished(AT_PREFILL, status), ([4, 5, 6, 7],))
+    assert scheduler.on_finished(finished(AT_PREFILL, status), ([4, 5, 6, 7],))[0]
     assert scheduler.take().computed == {"r": Send("x", {"kv": (4, 5, 6)})}
 
 
@@ -149,7 +153,7 @@ def test_with_windows_prefill_leaves_the_last_token_to_decode(
     computed = max(tokens - 1, 1)
     assert asked.num_prompt_tokens == asked.num_tokens == len(asked.prompt_token_ids or ()) == computed
     asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
-    assert scheduler.on_finished(asked, own)
+    assert scheduler.on_finished(asked, own)[0]
     assert scheduler.take().computed["r"].pages == pages
 
 
@@ -160,7 +164,7 @@ def test_both_sides_hand_over_as_many_tokens_of_a_prompt_that_prefill_cannot_sho
     scheduler.on_new(asked)
     assert asked.num_prompt_tokens == 2 * BLOCK + 1
     asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
-    assert scheduler.on_finished(asked, ([21, 22], [11, 12, 13]))
+    assert scheduler.on_finished(asked, ([21, 22], [11, 12, 13]))[0]
     assert scheduler.take().computed["r"].pages == {"kv": (11, 12), "swa-1": (21,)}
 
 
@@ -173,7 +177,7 @@ def test_requests_that_prefill_does_not_hand_over_keep_their_last_token(params: 
 
 def test_prefill_that_gives_up_lets_its_blocks_go() -> None:
     scheduler = Scheduler(True, ONE_GROUP)
-    assert not scheduler.on_finished(finished(AT_PREFILL, RequestStatus.FINISHED_ABORTED), ([4, 5, 6],))
+    assert not scheduler.on_finished(finished(AT_PREFILL, RequestStatus.FINISHED_ABORTED), ([4, 5, 6],))[0]
     assert scheduler.take().dropped == {"r": "x"}
 
 
@@ -185,6 +189,7 @@ def test_prefill_that_gives_up_lets_its_blocks_go() -> None:
         {"do_remote_prefill": True},
         {**AT_DECODE, "transfer_id": ""},
         {**AT_DECODE, "remote_bootstrap_addr": 0},
+        {"do_remote_decode": False, "do_remote_prefill": False},
     ],
 )
 @pytest.mark.parametrize("prefill", [True, False])
@@ -193,8 +198,88 @@ def test_a_request_without_a_hand_off_is_left_to_vllm(params: dict[str, Any] | N
     assert scheduler.tokens_elsewhere(ordinary, 0) == 0
     scheduler.on_blocks(ordinary, blocks(1, 2, 3), 0)
     ordinary.status = RequestStatus.FINISHED_LENGTH_CAPPED
-    assert not scheduler.on_finished(ordinary, ([1, 2, 3],))
+    assert not scheduler.on_finished(ordinary, ([1, 2, 3],))[0]
     assert scheduler.take() == Handoffs()
+
+
+NIXL = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    **dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")),
+}
+REACHED = {"remote_bootstrap_addr": "http://10.0.0.1:8998", "remote_engine_id": "e"}
+
+
+def test_prefill_names_the_hand_off_where_the_proxy_does_not_and_answers_what_decode_needs() -> None:
+    prefill, decode = Scheduler(True, ONE_GROUP, reached=REACHED), Scheduler(False, ONE_GROUP)
+    asked = request(NIXL)
+    prefill.on_new(asked)
+    prefill.on_blocks(asked, blocks(4, 5, 6), elsewhere=0)
+    (announced,) = prefill.take().announced.values()
+    asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    held, answer = prefill.on_finished(asked, ([4, 5, 6],))
+    assert held and answer == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": announced,
+        **REACHED,
+    }
+    assert prefill.take().computed["r"].transfer_id == announced
+
+    wanted = request(answer)
+    assert decode.tokens_elsewhere(wanted, 0) == 40
+    decode.on_blocks(wanted, blocks(1, 2, 3), 40)
+    assert decode.take().receives["r"] == Receive(announced, "http://10.0.0.1:8998", "e", {"kv": (1, 2, 3)}, 0)
+    decode.on_output((), (), {"r"})
+    assert decode.on_finished(wanted, ([1, 2, 3],)) == (False, None) and decode.take_stats() is None
+
+
+def test_each_request_gets_a_hand_off_of_its_own() -> None:
+    prefill = Scheduler(True, ONE_GROUP, reached=REACHED)
+    names: set[str] = set()
+    for _ in range(2):
+        asked = request(NIXL)
+        prefill.on_blocks(asked, blocks(4), elsewhere=0)
+        names.update(prefill.take().announced.values())
+    assert len(names) == 2
+
+
+def test_an_engine_of_both_roles_gives_and_takes() -> None:
+    both = Scheduler(True, ONE_GROUP, decode=True, reached=REACHED)
+    both.on_blocks(request(NIXL), blocks(4), elsewhere=0)
+    assert len(both.take().announced) == 1
+    assert both.tokens_elsewhere(request(AT_DECODE), 0) == 40
+
+
+@pytest.mark.parametrize("params", [{**NIXL, "do_remote_prefill": True}, {**AT_DECODE, "remote_bootstrap_addr": ""}])
+def test_decode_says_in_its_answer_in_the_statistics_and_in_the_log_that_it_computed_a_prompt_again(
+    params: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    decode, wanted = Scheduler(False, ONE_GROUP), request(params)
+    for _ in range(2):
+        assert decode.tokens_elsewhere(wanted, 0) == 0
+    held, answer = decode.on_finished(wanted, ([1, 2, 3],))
+    assert not held and answer is not None and "remote_bootstrap_addr" in answer[UNUSED]
+    stats = decode.take_stats()
+    assert stats is not None and stats.reduce()["prefill unused parameters"] == 1
+    assert [line for line in caplog.messages if "request r does not use what prefill computed" in line][1:] == []
+
+
+@pytest.mark.parametrize("lost", [((2,), ()), ((), ("r",))], ids=["pages", "the request"])
+def test_a_hand_off_that_failed_is_told_too(lost: tuple[Sequence[int], Sequence[str]]) -> None:
+    decode, wanted, other = Scheduler(False, ONE_GROUP), request(AT_DECODE), request(AT_DECODE)
+    other.request_id = "other"
+    decode.on_blocks(wanted, blocks(1, 2, 3), 40)
+    decode.on_blocks(other, blocks(4, 5, 6), 40)
+    decode.on_output(*lost, ())
+    decode.on_output((), (), {"r", "other"})
+    decode.on_output((2, 4), (), ())  # others have these pages by now
+    assert decode.on_finished(other, ([4, 5, 6],)) == (False, None)
+    _, answer = decode.on_finished(wanted, ([1, 2, 3],))
+    assert answer is not None and "failed" in answer[UNUSED]
+    stats = decode.take_stats()
+    assert stats is not None and stats.data["unused"] == {"hand_off_failed": 1}
 
 
 @pytest.mark.parametrize("value", [7, ["x"], {"a": 1}, True, 1.5])
@@ -252,7 +337,6 @@ WINDOW = attention(SlidingWindowSpec, sliding_window=64)
 @pytest.mark.parametrize(
     ("config", "caches", "what"),
     [
-        (engine("kv_both"), cache_config(attention()), "kv_both"),
         (engine(pipeline_parallel_size=2), cache_config(attention()), "pipeline parallelism"),
         (engine(data_parallel_size=2), cache_config(attention()), "data parallelism"),
         (
@@ -339,6 +423,38 @@ def test_prefill_serves_its_registry_where_proxies_of_vllms_mooncake_connector_l
     assert config.listen == "127.0.0.1:0"
 
 
+def test_replicas_of_a_dense_model_have_the_next_bootstrap_ports() -> None:
+    """vLLM tells each that there is one replica, and its index."""
+    (first, second) = (Place(engine(data_parallel_index=index), 0, {}) for index in range(2))
+    assert (first.bootstrap, second.bootstrap) == ("127.0.0.1:8998", "127.0.0.1:8999")
+    assert rank(first).engine != rank(second).engine
+    check_supported(engine(data_parallel_index=1), cache_config(attention()))
+
+
+def test_a_worker_of_both_roles_has_two_ranks_and_the_ports_of_the_settings_once() -> None:
+    environment = {"KVGRPC_LISTEN": "127.0.0.1:9100", "KVGRPC_METRICS_LISTEN": "127.0.0.1:9101"}
+    config = engine("kv_both")
+    prefill, decode = (rank(Place(config, 0, environment, role)) for role in Place(config, 0, environment).roles)
+    assert (prefill.role, prefill.listen, prefill.registry) == (Role.PREFILL, "127.0.0.1:9100", "127.0.0.1:8998")
+    assert (decode.role, decode.listen, decode.registry) == (Role.DECODE, "127.0.0.1:0", "")
+    assert (prefill.metrics_listen, decode.metrics_listen) == ("127.0.0.1:9101", "")
+
+
+@pytest.mark.parametrize(
+    ("environment", "address"),
+    [
+        ({}, "127.0.0.1:8998"),
+        ({"VLLM_HOST_IP": "10.0.0.1"}, "10.0.0.1:8998"),
+        ({"VLLM_HOST_IP": "0.0.0.0", "KVGRPC_ADVERTISE": "10.0.0.2"}, "10.0.0.2:8998"),
+        ({"VLLM_HOST_IP": "0.0.0.0", "KVGRPC_ADVERTISE": "10.0.0.2:9"}, "10.0.0.2:8998"),
+    ],
+)
+def test_prefill_answers_the_address_that_others_dial(environment: dict[str, str], address: str) -> None:
+    config = engine()
+    config.kv_transfer_config.engine_id = "e"
+    assert reached(config, environment) == {"remote_bootstrap_addr": f"http://{address}", "remote_engine_id": "e"}
+
+
 def test_settings_come_from_extra_config_over_the_environment() -> None:
     extra = {"bootstrap_port": 9001, "device": "mlx5_0", "resolve_timeout": "5"}
     place = Place(engine(extra=extra), 0, {"VLLM_HOST_IP": "10.0.0.1", "KVGRPC_DEVICE": "tcp"})
@@ -393,19 +509,11 @@ def test_stats_add_up_and_travel_as_plain_values() -> None:
     assert taken is not None and not taken.is_empty() and one.take() is None
 
 
-def test_another_version_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    compatibility.check_vllm()
-    monkeypatch.setattr("kvgrpc.engines.vllm.compatibility.metadata.version", lambda name: "0.33.0+cu130")
-    compatibility.check_vllm()
-    monkeypatch.setattr("kvgrpc.engines.vllm.compatibility.metadata.version", lambda name: "0.34.0")
-    with pytest.raises(FeatureDisabled, match=r"version 0\.34\.0; install vllm==0\.33\.0"):
-        compatibility.check_vllm()
-
-
-def test_another_signature_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compatibility, "SIGNATURES", {f"{compatibility._CONNECTOR}.get_finished": "self"})
-    with pytest.raises(FeatureDisabled, match=r"get_finished takes \(self finished_req_ids\), not \(self\)"):
-        compatibility.check_vllm()
+def test_a_vllm_that_lacks_what_the_connector_needs_refuses_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = {**VLLM.needs, HAND_OFFS: {"vllm.distributed.kv_transfer.kv_connector.v1.base.Gone": ""}}
+    monkeypatch.setattr("kvgrpc.engines.vllm.VLLM", replace(VLLM, needs=needs))
+    with pytest.raises(FeatureDisabled, match=r"it has no vllm\.distributed\..*\.Gone; install vllm==0\.33\.0"):
+        _ = kvgrpc.engines.vllm.KvGrpcConnector
 
 
 @pytest.mark.timeout(300)

@@ -112,10 +112,13 @@ def waits_for_prefill(pair: VllmPair, prompt: list[int]) -> Request:
 @pytest.mark.parametrize(
     ("more", "what"),
     [
-        ({"transfer": {"kv_role": "kv_both"}}, "kvgrpc does not serve kv_role kv_both"),
+        (
+            {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
+            "kvgrpc does not serve pipeline parallel",
+        ),
         ({"transfer": {"kv_connector_extra_config": {"no_such_key": 1}}}, "no_such_key"),
     ],
-    ids=["a role that is not served", "a setting that does not exist"],
+    ids=["a way to run it that is not served", "a setting that does not exist"],
 )
 def test_an_engine_that_cannot_be_served_does_not_start(
     folder: Path, reference: Reference, more: dict[str, object], what: str

@@ -84,7 +84,7 @@ def worker(monkeypatch: pytest.MonkeyPatch, rooms: dict[int, Room]) -> Worker:
 
 
 def worker_with(monkeypatch: pytest.MonkeyPatch, *pools: str, rank: Any = None) -> Worker:
-    place = SimpleNamespace(external="", serves_registry=False, role=SimpleNamespace(name="PREFILL"))
+    place = SimpleNamespace(external="", serves_registry=False, roles=tuple(Role))
     rank = rank or SimpleNamespace(transfer=object(), ref="rank", address="127.0.0.1:1")
     for name, value in {
         "get_tensor_model_parallel_rank": 0,

@@ -82,10 +82,11 @@ def test_without_the_variable_vllms_publisher_stays(monkeypatch: pytest.MonkeyPa
     assert EventPublisherFactory._registry == before
 
 
-def test_another_vllm_ends_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vllm_without_what_the_publisher_needs_ends_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: "0.99.0")
+    monkeypatch.setattr("vllm.distributed.kv_events.EventPublisher.publish", lambda self: None)
     monkeypatch.setenv("KVGRPC_EVENTS_LISTEN", f"{LOCAL}:0")
-    with pytest.raises(FeatureDisabled, match=r"version 0\.99\.0; install vllm=="):
+    with pytest.raises(FeatureDisabled, match=r"vLLM 0\.99\.0: .*publish has no events; install vllm=="):
         vllm_plugin.register()
 
 

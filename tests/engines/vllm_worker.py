@@ -22,7 +22,8 @@ class VllmWorker(Worker):
     def _abort(self, number: str) -> None:
         self._running = asyncio.ensure_future(self._engine.abort(number))
 
-    async def _generate(self, message: dict[str, Any]) -> None:
+    async def _generate(self, message: dict[str, Any]) -> Any:
+        """What the answer says of the hand-off, which proxies pass on."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(
@@ -32,13 +33,15 @@ class VllmWorker(Worker):
             detokenize=False,
             extra_args={"kv_transfer_params": message["extra"]} if message["extra"] else None,
         )
-        number = str(message["id"])
+        number, answered = str(message["id"]), None
         async for output in self._engine.generate({"prompt_token_ids": message["ids"]}, sampling, number):
             (only,) = output.outputs
             if only.finish_reason in ("error", "abort"):
                 raise RuntimeError(f"finish_reason {only.finish_reason}")
             cached = output.num_cached_tokens
+            answered = output.kv_transfer_params or answered
             self._say(id=message["id"], t=time.monotonic(), tokens=list(only.token_ids), cached=cached)
+        return answered
 
     async def _used(self, message: dict[str, Any]) -> int:
         return 0

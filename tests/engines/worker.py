@@ -90,6 +90,14 @@ class Worker:
                 id=message["id"], t=time.monotonic(), tokens=output["output_ids"], cached=about.get("cached_tokens")
             )
 
+    async def _samples(self, message: dict[str, Any]) -> list[list[int]]:
+        """Tokens of each of several samples of one request."""
+        number = {"n": message["samples"], "max_new_tokens": message["n"], "temperature": 0, "ignore_eos": True}
+        outputs = await self._engine.async_generate(
+            input_ids=message["ids"], sampling_params=number, **message["extra"]
+        )
+        return [output["output_ids"] for output in outputs]
+
     async def _used(self, message: dict[str, Any]) -> int:
         """Tokens of the pool that are neither free nor in the prefix cache."""
         loads = await self._engine.tokenizer_manager.get_loads()

@@ -1,26 +1,40 @@
 """SGLang's prefill/decode disaggregation over kvgrpc: an entry point of SGLang's plug-in group. docs/engines/sglang.md.
 
-SGLang loads this module in every process it starts and only logs what goes wrong there, so nothing heavy is imported
-until ``register`` runs, and ``register`` ends the process where it cannot do its work.
+SGLang loads this module in every process it starts, also where nobody uses kvgrpc: there nothing of ours may end it.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+from collections.abc import Mapping, Sequence
 
 EX_CONFIG = 78
+_ROUTE, _NAME = "KVGRPC_SGLANG", "kvgrpc"
 
 
 def register() -> None:
-    """SGLang's plug-in function: makes the transfer backend known, or ends this process with one line that says why.
+    """SGLang's plug-in function: makes the names of kvgrpc known. Whether this SGLang has what they need is looked at
+    when it asks for one of them.
 
-    An SGLang that goes on without its plug-in would move KV caches over something that nobody asked for.
+    Where that fails and somebody asked for kvgrpc, it ends this process with one line that says why: SGLang only logs
+    what its plug-ins raise, and would move KV caches over something that nobody asked for. Else it is not in the way.
     """
     try:
         from kvgrpc.engines.sglang.plugin import install
 
         install(os.environ)
     except BaseException as error:
-        print(f"kvgrpc cannot serve this SGLang: {error or type(error).__name__}", file=sys.stderr, flush=True)
-        os._exit(EX_CONFIG)
+        why = f"kvgrpc cannot serve this SGLang: {error or type(error).__name__}"
+        if is_asked(os.environ, sys.argv):
+            print(why, file=sys.stderr, flush=True)
+            os._exit(EX_CONFIG)
+        logging.getLogger(__name__).info("%s; nobody asks for it", why)
+
+
+def is_asked(environment: Mapping[str, str], arguments: Sequence[str]) -> bool:
+    """Whether an operator names kvgrpc: by the route, as the transfer backend or as the publisher of KV events."""
+    if environment.get(_ROUTE, "off") != "off":
+        return True
+    return any(text == _NAME or text.endswith(f"={_NAME}") or f'"{_NAME}"' in text for text in arguments)

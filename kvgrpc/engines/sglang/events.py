@@ -15,6 +15,7 @@ from typing import Any
 from sglang.srt.disaggregation.kv_events import EventPublisher, EventPublisherFactory
 
 from kvgrpc.engines.addresses import engine_name, for_rank
+from kvgrpc.engines.compatibility import EVENTS, SGLANG, check
 from kvgrpc.events import EventsConfig, open_publisher
 from kvgrpc.events.config import keys_of
 from kvgrpc.model import RankId, RankRef, new_epoch
@@ -40,6 +41,7 @@ class KvGrpcPublisher(EventPublisher):
     """
 
     def __init__(self, attn_dp_rank: int, **sglang: Any) -> None:
+        check(SGLANG, EVENTS)
         configured = settings()
         more = configured.get("events")
         keys = {"publisher": "zmq", **sglang, **keys_of(more)}

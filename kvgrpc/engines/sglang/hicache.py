@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import msgspec
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 
+from kvgrpc.engines.compatibility import SGLANG, STORAGE, check
 from kvgrpc.engines.sglang.clearing import Clearing
-from kvgrpc.engines.sglang.compatibility import check_version
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.observability.logging import RateLimited
 from kvgrpc.prefetch.storage import open_backend
@@ -52,7 +52,7 @@ class KvGrpcStorage(HiCacheStorage):
 
     def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
         """Raises InvalidRequest, FeatureDisabled: SGLang then does not start, or refuses to attach."""
-        check_version()
+        check(SGLANG, STORAGE)
         given = {key: value for key, value in (storage_config.extra_config or {}).items() if key not in _LOADER_KEYS}
         self._settings = read_settings(HiCacheSettings, given)
         self._sglang = storage_config

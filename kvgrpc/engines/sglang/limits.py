@@ -25,7 +25,7 @@ def check_supported(kv_args: Any) -> None:
             "use another transfer backend",
         ),
         (
-            bool(states) and get_memory().enable_unified_memory,
+            bool(states) and has(get_memory(), "enable_unified_memory"),
             "--enable-unified-memory with sliding windows",
             "pages of both pools lie in one buffer",
             "leave it out",
@@ -43,26 +43,26 @@ def check_supported(kv_args: Any) -> None:
             "use --attn-cp-size 1",
         ),
         (
-            parallel.attn_dcp_size > 1,
+            has(parallel, "attn_dcp_size", 1) > 1,
             f"decode context parallelism {parallel.attn_dcp_size}",
             "a rank then holds some of a request's tokens",
             "use 1",
         ),
         (
-            parallel.enable_kv_cache_sharding,
+            has(parallel, "enable_kv_cache_sharding"),
             "KV cache sharding",
             "a rank then holds some of a request's layers",
             "switch it off",
         ),
         (
-            disagg.enable_pd_role_switch,
+            has(disagg, "enable_pd_role_switch"),
             "--enable-pd-role-switch",
             "a rank keeps the role that it was opened with",
             "start prefill and decode engines",
         ),
         (
-            disagg.disaggregation_decode_allocation_policy != "early",
-            f"--disaggregation-decode-allocation-policy {disagg.disaggregation_decode_allocation_policy}",
+            has(disagg, "disaggregation_decode_allocation_policy", "early") != "early",
+            "--disaggregation-decode-allocation-policy " + has(disagg, "disaggregation_decode_allocation_policy", ""),
             "decode names its pages before prefill has computed them",
             "use early",
         ),
@@ -79,13 +79,13 @@ def check_supported(kv_args: Any) -> None:
             "use --disaggregation-transfer-backend mooncake and KVGRPC_SGLANG=mooncake",
         ),
         (
-            envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
+            is_set("SGLANG_DISAGG_STAGING_BUFFER"),
             "SGLANG_DISAGG_STAGING_BUFFER",
             "heads are cut without a copy in between",
             "unset it",
         ),
         (
-            disagg.disaggregation_mode == "decode" and envs.SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK.get(),
+            disagg.disaggregation_mode == "decode" and is_set("SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK"),
             "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK at decode",
             "SGLang would ask prefill's registry by HTTP; kvgrpc finds the dp rank by itself where prefill has it set",
             "unset it at decode",
@@ -104,5 +104,22 @@ def check_supported(kv_args: Any) -> None:
             )
 
 
+def has(settings: Any, name: str, otherwise: Any = False) -> Any:
+    """What SGLang has there; ``otherwise`` in a version that does not have the feature yet."""
+    return getattr(settings, name, otherwise)
+
+
+def is_set(variable: str) -> bool:
+    known = getattr(envs, variable, None)
+    return known is not None and bool(known.get())
+
+
 def _is_plain_window(kv_args: Any) -> bool:
-    return list(kv_args.state_types) == [StateType.SWA] and bool(kv_args.swa_kv_cache_layout == "nhd")
+    """An SGLang that does not say how it lays out the pages of a window (0.5.21) may have no heads in them."""
+    layout = getattr(kv_args, "swa_kv_cache_layout", None)
+    return list(kv_args.state_types) == [StateType.SWA] and bool(layout == "nhd")
+
+
+def page_layout() -> str:
+    known = getattr(envs, "SGLANG_AITER_KV_CACHE_LAYOUT", None)
+    return "nhd" if known is None else str(known.get()).lower()

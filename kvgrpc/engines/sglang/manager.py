@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.disaggregation.base.conn import BaseKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import get_mooncake_transfer_engine
-from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_device, get_disagg, get_parallel, get_serving, process_model_config
 from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
 
 from kvgrpc.engines.addresses import bracketed, loopback_for
 from kvgrpc.engines.identity import MODEL_NAME, identity
 from kvgrpc.engines.sglang.held import HeldRooms
-from kvgrpc.engines.sglang.limits import check_supported
+from kvgrpc.engines.sglang.limits import check_supported, is_set, page_layout
 from kvgrpc.engines.sglang.rank import SLIDING_WINDOW, Place, external_registry, rank_config
 from kvgrpc.model import Layout, Role
 from kvgrpc.server import open_rank
@@ -46,6 +45,8 @@ class KvGrpcManager(BaseKVManager):
         self.page_bytes = sum(args.kv_item_lens)
         self._has_window = bool(args.state_types)
         self._held = HeldRooms()
+        # Of the room whose sender or receiver SGLang is about to make; see samples.py.
+        self.attempt = 0
         role = Role.PREFILL if disaggregation_mode is DisaggregationMode.PREFILL else Role.DECODE
         check_supported(args)
         place = _place(role, args, bool(is_mla_backend))
@@ -122,14 +123,14 @@ def _place(role: Role, kv_args: Any, mla: bool) -> Place:
         engine_selects_dp=role is Role.PREFILL and _engine_selects_dp(),
         model=identity(model.model_path, model.revision, kv_args.kv_cache_dtype_str, model.dtype, mla, name),
         kv_heads=0 if mla else model.get_total_num_kv_heads(),
-        page_layout=str(envs.SGLANG_AITER_KV_CACHE_LAYOUT.get()).lower(),
+        page_layout=page_layout(),
     )
 
 
 def _engine_selects_dp() -> bool:
     """Whether the dp controller of this engine has a mind of its own; SGLang's decode would ask for each room then."""
     follows = get_parallel().load_balance_method == "follow_bootstrap_room"
-    return not follows or bool(envs.SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK.get())
+    return not follows or is_set("SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK")
 
 
 def _shared_plane(host: str) -> DataPlane | None:

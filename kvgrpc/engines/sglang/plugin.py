@@ -6,7 +6,8 @@ import enum
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
-from kvgrpc.engines.sglang.compatibility import check_sglang
+from kvgrpc.engines.compatibility import EVENTS, HAND_OFFS, SGLANG, check, missing, refusal
+from kvgrpc.engines.sglang.samples import counting, naming_attempt, numbered
 from kvgrpc.errors import InvalidRequest
 
 ROUTE = "KVGRPC_SGLANG"
@@ -15,6 +16,22 @@ _UTILS = "sglang.srt.disaggregation.utils"
 _DECODE_QUEUE = "sglang.srt.disaggregation.decode.DecodeTransferQueue.__init__"
 RELEASE_TIMEOUT = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"
 _HOLD_SECONDS = 3600
+_ONE_OF_BATCH = "sglang.srt.managers.io_struct.GenerateReqInput.__getitem__"
+_NEW_RID = "sglang.srt.managers.io_struct.GenerateReqInput.regenerate_rid"
+_MAKE_ENDS = (
+    "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender",
+    "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue",
+)
+_HOOKED = (
+    "sglang.srt.plugins.hook_registry.HookRegistry.register",
+    "sglang.srt.arg_groups.choices.add_disagg_transfer_backend_choices",
+    f"{_UTILS}.TransferBackend",
+    f"{_UTILS}.get_kv_class",
+    _DECODE_QUEUE,
+    _ONE_OF_BATCH,
+    _NEW_RID,
+    *_MAKE_ENDS,
+)
 
 
 def install(environment: MutableMapping[str, str]) -> None:
@@ -22,14 +39,18 @@ def install(environment: MutableMapping[str, str]) -> None:
 
     ``KVGRPC_SGLANG`` in the environment: "backend" (the default) adds the transfer backend "kvgrpc"; "mooncake" takes
     the place of SGLang's own Mooncake backend, for the features of SGLang that ask for that name; "off" does nothing.
-    Raises FeatureDisabled for an SGLang that this adapter was not made for, InvalidRequest for another route.
+    Raises FeatureDisabled for an SGLang that lacks what the names themselves need, and with "mooncake", where nobody
+    would notice that it is SGLang's own, for one that lacks anything; InvalidRequest for another route.
     """
     route = environment.get(ROUTE, "backend")
     if route == "off":
         return
     if route not in ("backend", "mooncake"):
         raise InvalidRequest.of(ROUTE, route, "backend, mooncake or off")
-    check_sglang()
+    if route == "mooncake":
+        check(SGLANG, HAND_OFFS)
+    for gone in missing({name: SGLANG.needs[HAND_OFFS][name] for name in _HOOKED}):
+        raise refusal(SGLANG, gone)
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if route == "backend":
@@ -38,12 +59,23 @@ def install(environment: MutableMapping[str, str]) -> None:
 
         add_disagg_transfer_backend_choices([BACKEND])
         HookRegistry.register(f"{_UTILS}.TransferBackend", with_member(TransferBackend, BACKEND), HookType.REPLACE)
-    from kvgrpc.engines.sglang.events import register_publisher
-
-    register_publisher()
+    _register_publisher()
     ours = BACKEND if route == "backend" else "mooncake"
     HookRegistry.register(f"{_UTILS}.get_kv_class", class_chooser(ours), HookType.AROUND)
     HookRegistry.register(_DECODE_QUEUE, page_holder(ours, environment), HookType.BEFORE)
+    HookRegistry.register(_ONE_OF_BATCH, counting(lambda: serves(ours)), HookType.AFTER)
+    HookRegistry.register(_NEW_RID, numbered, HookType.AROUND)
+    for makes in _MAKE_ENDS:
+        HookRegistry.register(makes, naming_attempt, HookType.AROUND)
+
+
+def _register_publisher() -> None:
+    """A publisher of KV events is another feature: an SGLang without it refuses the name where somebody says it."""
+    if any(missing(SGLANG.needs[EVENTS])):
+        return
+    from kvgrpc.engines.sglang.events import register_publisher
+
+    register_publisher()
 
 
 def with_member(backends: type[enum.Enum], name: str) -> type[enum.Enum]:
@@ -55,7 +87,8 @@ def with_member(backends: type[enum.Enum], name: str) -> type[enum.Enum]:
 def class_chooser(backend: str) -> Callable[..., Any]:
     """A hook around SGLang's ``get_kv_class``: our classes for ``backend``, SGLang's for everything else.
 
-    SGLang asks for its FAKE sender and receiver for warm-up and health requests and pairs them with our manager.
+    SGLang asks for its FAKE sender and receiver for warm-up and health requests and pairs them with our manager. The
+    first question for ours is where this SGLang is looked at. Raises FeatureDisabled for one that lacks what they need.
     """
 
     def get_kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
@@ -75,15 +108,21 @@ def page_holder(backend: str, environment: MutableMapping[str, str]) -> Callable
     """
 
     def hold_pages(*arguments: Any, **more: Any) -> None:
-        from sglang.srt.runtime_context import get_disagg
-
-        if get_disagg().disaggregation_transfer_backend == backend:
+        if serves(backend):
             environment.setdefault(RELEASE_TIMEOUT, str(_HOLD_SECONDS))
 
     return hold_pages
 
 
+def serves(backend: str) -> bool:
+    """Whether that is the transfer backend of this engine."""
+    from sglang.srt.runtime_context import get_disagg
+
+    return bool(get_disagg().disaggregation_transfer_backend == backend)
+
+
 def _classes() -> dict[str, type]:
+    check(SGLANG, HAND_OFFS)
     from kvgrpc.engines.sglang.bootstrap import KvGrpcBootstrapServer
     from kvgrpc.engines.sglang.manager import KvGrpcManager
     from kvgrpc.engines.sglang.receiver import KvGrpcReceiver

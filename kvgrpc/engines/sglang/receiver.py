@@ -27,6 +27,7 @@ class KvGrpcReceiver(BaseKVReceiver):
         self.kv_mgr = mgr
         self.bootstrap_room = 0 if bootstrap_room is None else bootstrap_room
         self.abort_notified = False
+        self._attempt = mgr.attempt
         self._bootstrap_addr = bootstrap_addr
         self._receiver: KVReceiver | None = None
         self._aborted_early = False
@@ -39,6 +40,7 @@ class KvGrpcReceiver(BaseKVReceiver):
                 self.kv_mgr.transfer,
                 registry_of(self._bootstrap_addr, self.kv_mgr.external_registry),
                 self.bootstrap_room,
+                self._attempt,
                 prefill_dp_rank=None if prefill_dp_rank == self.bootstrap_room else prefill_dp_rank,
             )
 
@@ -59,6 +61,7 @@ class KvGrpcReceiver(BaseKVReceiver):
         if self._receiver is None:
             return
         prefix_pages, rest = divmod(decode_prefix_len or 0, self.kv_mgr.kv_args.page_size)
+        unsupported = {name: value for name, value in unsupported.items() if value is not None and value is not False}
         if rest or unsupported:
             self.abort(f"kvgrpc serves prefixes of whole pages and no {', '.join(unsupported) or decode_prefix_len}")
             return

@@ -23,10 +23,11 @@ class KvGrpcSender(BaseKVSender):
         mgr: KvGrpcManager,
         bootstrap_addr: str,
         bootstrap_room: int,
-        req_has_disagg_prefill_dp_rank: bool = False,
+        **unused: Any,
     ) -> None:
+        """``unused``: SGLang's own address of decode (until 0.5.21), and who chose the dp rank; we find both."""
         self.kv_mgr = mgr
-        self._sender = KVSender(mgr.transfer, bootstrap_addr, bootstrap_room)
+        self._sender = KVSender(mgr.transfer, bootstrap_addr, bootstrap_room, mgr.attempt)
         self._pages_sent = 0
         # SGLang sets a CUDA event here when the pages of the next send are still being computed.
         self._early_send_wait_event: Any = None

@@ -4,14 +4,18 @@ vLLM imports this module in every process it starts, and forks some of them afte
 nothing starts, before a worker registers its KV caches.
 """
 
-import contextlib
+from __future__ import annotations
 
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from typing import Any
 
-from kvgrpc.engines.vllm.connector import KvGrpcConnector
+from kvgrpc.engines.compatibility import HAND_OFFS, VLLM, check
 
-__all__ = ["KvGrpcConnector"]
 
-# MultiConnector finds the statistics of its connectors by their names alone.
-with contextlib.suppress(ValueError):
-    KVConnectorFactory.register_connector("KvGrpcConnector", __name__, "KvGrpcConnector")
+def __getattr__(name: str) -> Any:
+    """The connector, once somebody asks for it. Raises FeatureDisabled for a vLLM that lacks what it needs."""
+    if name != "KvGrpcConnector":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    check(VLLM, HAND_OFFS)  # before an import says less
+    from kvgrpc.engines.vllm.connector import KvGrpcConnector
+
+    return KvGrpcConnector

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
     KVConnectorTransferResults,
     SupportsHMA,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvgrpc.engines.vllm.compatibility import check_vllm
 from kvgrpc.engines.vllm.groups import groups_of
 from kvgrpc.engines.vllm.handoffs import Handoffs
 from kvgrpc.engines.vllm.limits import check_supported
+from kvgrpc.engines.vllm.reached import reached
 from kvgrpc.engines.vllm.scheduler import Scheduler
 from kvgrpc.engines.vllm.stats import TransferMetrics, TransferStats
 
@@ -26,18 +28,24 @@ if TYPE_CHECKING:
 
 
 class KvGrpcConnector(KVConnectorBase_V1, SupportsHMA):
-    """Hands KV caches over from engines with kv_role kv_producer to engines with kv_role kv_consumer.
+    """Hands KV caches over from engines with kv_role kv_producer to engines with kv_role kv_consumer; kv_both is both.
 
-    Raises FeatureDisabled, whose text says what to do, for a vLLM or a configuration that it was not made for.
+    Raises FeatureDisabled, whose text says what to do, for a configuration that it was not made for.
     """
 
-    _cache_hit_source = CacheHitSource.P2P
+    if hasattr(KVConnectorBase_V1, "_cache_hit_source"):  # since 0.32
+        _cache_hit_source = type(KVConnectorBase_V1._cache_hit_source)("p2p")
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        check_vllm()
         super().__init__(vllm_config, role, kv_cache_config)
         check_supported(vllm_config, kv_cache_config)
-        self._scheduler = Scheduler(vllm_config.kv_transfer_config.is_kv_producer, groups_of(kv_cache_config))
+        transfer = vllm_config.kv_transfer_config
+        self._scheduler = Scheduler(
+            transfer.is_kv_producer,
+            groups_of(kv_cache_config),
+            transfer.is_kv_consumer,
+            reached(vllm_config, os.environ) if transfer.is_kv_producer else None,
+        )
         self._worker: Worker | None = None
         if role is KVConnectorRole.SCHEDULER and vllm_config.kv_events_config is not None:
             # vLLM's scheduler makes its publisher after this. Only where events are published are they loaded.
@@ -75,7 +83,14 @@ class KvGrpcConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.on_finished(request, block_ids), None
+        return self._scheduler.on_finished(request, block_ids)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._scheduler.on_output(
+            connector_output.invalid_block_ids or (),
+            connector_output.failed_recving or (),
+            connector_output.finished_recving or (),
+        )
 
     # In a worker.
 
@@ -111,7 +126,8 @@ class KvGrpcConnector(KVConnectorBase_V1, SupportsHMA):
         return set() if self._worker is None else self._worker.take_failed_pages()
 
     def get_kv_connector_stats(self) -> TransferStats | None:
-        return None if self._worker is None else self._worker.take_stats()
+        """Of a worker, or of the scheduler."""
+        return self._scheduler.take_stats() if self._worker is None else self._worker.take_stats()
 
     def shutdown(self) -> None:
         if self._worker is not None:
@@ -132,3 +148,8 @@ class KvGrpcConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> TransferMetrics:
         return TransferMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+# MultiConnector finds the statistics of its connectors by their names alone.
+with contextlib.suppress(ValueError):
+    KVConnectorFactory.register_connector("KvGrpcConnector", "kvgrpc.engines.vllm", "KvGrpcConnector")

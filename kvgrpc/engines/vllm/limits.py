@@ -10,16 +10,10 @@ from kvgrpc.errors import FeatureDisabled
 
 def check_supported(config: Any, kv_cache_config: Any) -> None:
     """Raises FeatureDisabled that names the first setting of vLLM which cannot be served, and what to do."""
-    parallel, transfer = config.parallel_config, config.kv_transfer_config
+    parallel = config.parallel_config
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     kinds = [type(spec).__name__ for spec in specs if not is_served(spec)]
     refused = (
-        (
-            transfer.kv_role == "kv_both",
-            "kv_role kv_both",
-            "a rank has one role",
-            "start kv_producer and kv_consumer engines",
-        ),
         (
             parallel.pipeline_parallel_size > 1,
             "pipeline parallelism",
@@ -28,8 +22,8 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
         ),
         (
             parallel.data_parallel_size > 1,
-            "data parallelism in one engine",
-            "a request does not say which replica computed it",
+            "data parallelism of models with experts",
+            "its replicas step together, and a request does not say which of them computed it",
             "start an engine for each dp rank",
         ),
         (

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvgrpc.engines.addresses import bracketed, engine_name, loopback_for
+from kvgrpc.engines.addresses import bracketed, engine_name, is_wildcard, loopback_for
 from kvgrpc.engines.identity import MODEL_NAME, dtype_name, identity
 from kvgrpc.engines.vllm.groups import Group, groups_of, specs_of
 from kvgrpc.engines.vllm_plugin import LISTEN
@@ -19,6 +19,11 @@ from kvgrpc.net import split
 from kvgrpc.server import RankConfig, settings
 
 BOOTSTRAP_PORT, EVENTS_LISTEN, NAME_OF_MODEL = "bootstrap_port", "events_listen", "model_name"
+_ROLES = {
+    "kv_producer": (Role.PREFILL,),
+    "kv_consumer": (Role.DECODE,),
+    "kv_both": (Role.PREFILL, Role.DECODE),
+}
 # vllm/v1/attention/backends: what forward() makes of its cache.
 _CONTENT = {
     "CPU_ATTN": "head,kv,token,dim",
@@ -30,14 +35,16 @@ _CONTENT = {
 class Place:
     """Where a worker stands: role, rank and addresses, from vLLM's configuration and ours over it.
 
+    ``role``: which of the two ranks of a worker with kv_role kv_both; else what the kv_role says.
     ``host`` is what the rank binds: VLLM_HOST_IP, or loopback where nobody has said that others may come.
     ``bootstrap`` is "host:port" of the engine's own registry, "" at decode; ``external`` that of one for all engines.
+    Replicas of a dense model (--data-parallel-size) are engines of their own for vLLM: each has the next port.
     ``events_listen``: "host:port" where the scheduler's process serves KV events; "": vLLM publishes them itself.
     ``events``: keys of EventsConfig that vLLM's configuration does not admit.
     ``model_name``: what the operator calls the model, "" for its own name.
     """
 
-    def __init__(self, config: Any, tp_rank: int, environment: Mapping[str, str]) -> None:
+    def __init__(self, config: Any, tp_rank: int, environment: Mapping[str, str], role: Role | None = None) -> None:
         transfer, parallel = config.kv_transfer_config, config.parallel_config
         extra = dict(transfer.kv_connector_extra_config)
         port = extra.pop(BOOTSTRAP_PORT, environment.get("VLLM_MOONCAKE_BOOTSTRAP_PORT", "8998"))
@@ -45,18 +52,28 @@ class Place:
         self.model_name = str(extra.pop(NAME_OF_MODEL, environment.get(MODEL_NAME, "")))
         self.configured = settings(extra, environment)
         self.events = self._events()
-        self.role = Role.PREFILL if transfer.kv_role == "kv_producer" else Role.DECODE
+        self.roles = _ROLES[transfer.kv_role]
+        self.role = role or self.roles[0]
         self.tp, self.tp_size = tp_rank, parallel.tensor_parallel_size
         self.host = environment.get("VLLM_HOST_IP") or "127.0.0.1"
         self.external = str(self.configured.pop("registry", ""))
+        # vLLM says data_parallel_size 1 by now, and rank 0; the index stays.
+        replica = int(getattr(parallel, "data_parallel_index", 0) or 0)
         head = parallel.master_addr if parallel.nnodes > 1 else self.host
-        self.bootstrap = f"{bracketed(loopback_for(head))}:{_port(port)}" if self.role is Role.PREFILL else ""
+        self.bootstrap = f"{bracketed(loopback_for(head))}:{_port(port) + replica}" if self.role is Role.PREFILL else ""
         self.serves_registry = self.role is Role.PREFILL and not self.external and tp_rank == 0
 
     @property
     def name(self) -> str:
         """Of the engine: as requests name prefill, which must be found; decode is looked for by people only."""
         return engine_name(self.bootstrap or f"{self.host}-decode")
+
+    @property
+    def seen_bootstrap(self) -> str:
+        """``bootstrap`` as other machines dial it: what the rank advertises, where it listens on a wildcard."""
+        advertised = str(self.configured.get("advertise", ""))
+        host = (split(advertised)[0] if ":" in advertised else advertised) if is_wildcard(self.host) else ""
+        return f"{bracketed(host)}:{split(self.bootstrap)[1]}" if host else self.bootstrap
 
     def _events(self) -> dict[str, Any]:
         if not self.events_listen:
@@ -68,6 +85,9 @@ class Place:
 def rank_config(place: Place, pools: Sequence[Pool], model: ModelIdentity) -> RankConfig:
     """The rank to open: KVGRPC_… and kv_connector_extra_config over what vLLM says, but not over memory and place."""
     configured = dict(place.configured)
+    if place.role is not place.roles[0]:  # the worker's other rank has those ports
+        host = split(str(configured.get("listen", f"{bracketed(place.host)}:0")))[0]
+        configured = {**configured, "listen": f"{bracketed(host)}:0", "admin_listen": (), "metrics_listen": ""}
     defaults: dict[str, Any] = {
         "engine": place.name,
         "listen": f"{bracketed(place.host)}:0",

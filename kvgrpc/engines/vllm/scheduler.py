@@ -6,7 +6,8 @@ vLLM calls it on the EngineCore's thread and dies of whatever it raises, so requ
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -14,8 +15,13 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvgrpc.engines.vllm.groups import Group
 from kvgrpc.engines.vllm.handoffs import Handoffs, Pages, Receive, Send
+from kvgrpc.engines.vllm.stats import TransferStats
+from kvgrpc.observability.logging import RateLimited
 
 logger = logging.getLogger("vllm." + __name__)
+# What decode answers, beside its tokens, where it computed a prompt that prefill was to compute.
+UNUSED = "kvgrpc_prefill_unused"
+_QUIET_SECONDS = 30.0
 _COMPUTED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -23,17 +29,33 @@ class Scheduler:
     """Collects what happened to requests since the last step, for the workers.
 
     Args:
-        prefill: this engine computes prompts for others; else it decodes prompts that others computed.
+        prefill: this engine computes prompts for others.
         groups: of layers, in the order of our pools; a block of vLLM is a page of ours.
+        decode: it decodes prompts that others computed; None: it does where it does not compute them.
+        reached: parameters with which decode finds this prefill, for proxies that pass on what prefill answers.
     """
 
-    def __init__(self, prefill: bool, groups: Sequence[Group]) -> None:
+    def __init__(
+        self,
+        prefill: bool,
+        groups: Sequence[Group],
+        decode: bool | None = None,
+        reached: Mapping[str, str] | None = None,
+    ) -> None:
         self._prefill = prefill
+        self._decode = not prefill if decode is None else decode
+        self._reached = dict(reached or {})
         self._groups = groups
         self._has_window = any(group.has_window for group in groups)
         # Requests of prefill without the last token of their prompt.
         self._shortened: set[str] = set()
         self._next = Handoffs()
+        # At decode: pages that requests wait for, and why others have none from prefill.
+        self._awaited: dict[str, frozenset[int]] = {}
+        self._unused: dict[str, str] = {}
+        self._stats = TransferStats()
+        # A proxy that speaks another protocol does so for every request.
+        self._lines = RateLimited(logger, lines=1, seconds=_QUIET_SECONDS)
 
     def on_new(self, request: Request) -> None:
         """With windows prefill leaves the last token of a prompt to decode, which computes it in any case: vLLM gives
@@ -61,13 +83,26 @@ class Scheduler:
             own = self._pages(blocks.get_block_ids(), stop - elsewhere, stop) if elsewhere else {}
             held = (stop - elsewhere) // self._groups[0].block_tokens if elsewhere else self._groups[0].pages(stop)
             self._next.receives[number] = _receive(request, own, held)
+            self._awaited[number] = frozenset(page for pages in own.values() for page in pages)
             params["do_remote_prefill"] = False  # once; preempted later, it computes its prompt itself
         elif self._gives(request):
             self._next.announced[number] = str(params["transfer_id"])
 
-    def on_finished(self, request: Request, blocks: Sequence[Sequence[int]]) -> bool:
-        """Whether vLLM must keep the request's blocks, of each group, until its workers say that they were sent."""
+    def on_output(self, failed_pages: Iterable[int], failed_requests: Iterable[str], received: Iterable[str]) -> None:
+        """What the workers said of this step: vLLM fails requests that lost pages, or computes their prompts here."""
+        lost, named = frozenset(failed_pages), frozenset(failed_requests)
+        for number, pages in self._awaited.items():
+            if number in named or pages & lost:
+                self._leave(number, "hand_off_failed", "its hand-off failed: see the log of this engine's workers")
+        for number in received:
+            self._awaited.pop(number, None)
+
+    def on_finished(self, request: Request, blocks: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
+        """Whether vLLM must keep the request's blocks, of each group, until its workers say that they were sent; and
+        what the answer says of the hand-off.
+        """
         number, params = request.request_id, request.kv_transfer_params
+        self._awaited.pop(number, None)
         if self._wants(request):  # it never got blocks: prefill need not wait for it
             self._next.receives[number] = _receive(request, {}, 0, abort=True)
             params["do_remote_prefill"] = False
@@ -76,10 +111,14 @@ class Scheduler:
                 own = self._pages(blocks, 0, self._handed_over(request))
                 self._shortened.discard(number)
                 self._next.computed[number] = Send(str(params["transfer_id"]), own)
-                return True
+                return True, self._answer(params)
             self._shortened.discard(number)
             self._next.dropped[number] = str(params["transfer_id"])
-        return False
+        why = self._unused.pop(number, None)
+        return False, None if why is None else {UNUSED: why}
+
+    def take_stats(self) -> TransferStats | None:
+        return self._stats.take()
 
     def take(self) -> Handoffs:
         handoffs, self._next = self._next, Handoffs()
@@ -95,21 +134,46 @@ class Scheduler:
         return {group.pool: group.blocks_of(blocks, first, stop) for group in self._groups}
 
     def _wants(self, request: Request) -> bool:
-        return not self._prefill and _asks(request, "do_remote_prefill", "transfer_id", "remote_bootstrap_addr")
+        if not self._decode or not _asks(request, "do_remote_prefill"):
+            return False
+        missing = [name for name in _AT_DECODE if not request.kv_transfer_params.get(name)]
+        if missing:
+            request.kv_transfer_params["do_remote_prefill"] = False
+            why = f"do_remote_prefill comes without {', '.join(missing)}, which a prefill with kvgrpc answers"
+            self._leave(request.request_id, "parameters", why)
+        return not missing
 
     def _gives(self, request: Request) -> bool:
-        return self._prefill and _asks(request, "do_remote_decode", "transfer_id")
+        """Proxies of vLLM's Mooncake connector name the hand-off; those of NIXL leave that to prefill, which does."""
+        gives = self._prefill and _asks(request, "do_remote_decode")
+        if gives and not request.kv_transfer_params.get("transfer_id"):
+            request.kv_transfer_params["transfer_id"] = secrets.token_hex(16)
+        return gives
+
+    def _answer(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """What a proxy gives to decode as it is."""
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "transfer_id": str(params["transfer_id"]),
+            **self._reached,
+        }
+
+    def _leave(self, number: str, reason: str, why: str) -> None:
+        """Decode cannot use what prefill computed for the request: its answer, the statistics and the log say so."""
+        if number not in self._unused:
+            self._unused[number] = why
+            self._stats.left(reason)
+            text = f"kvgrpc: request {number} does not use what prefill computed: {why}"
+            self._lines.warning(reason, text)
 
 
-def _asks(request: Request, what: str, *needed: str) -> bool:
+_AT_DECODE = ("transfer_id", "remote_bootstrap_addr")
+
+
+def _asks(request: Request, what: str) -> bool:
     params = request.kv_transfer_params
-    if not isinstance(params, dict) or not params.get(what):
-        return False
-    missing = [name for name in needed if not params.get(name)]
-    if missing:
-        logger.warning("request %s says %s without %s: it stays here", request.request_id, what, ", ".join(missing))
-        params[what] = False
-    return not missing
+    return isinstance(params, dict) and bool(params.get(what))
 
 
 def _receive(request: Request, pages: Pages, first_page: int, abort: bool = False) -> Receive:

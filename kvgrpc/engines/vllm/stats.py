@@ -12,7 +12,8 @@ _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
 
 class TransferStats(KVConnectorStats):
     """Of one interval, in ``data``, of plain values: "seconds" of each hand-off that succeeded, at prefill from its
-    last page to the end, at decode from its pages to the end; "bytes" in all; "failed" by reason.
+    last page to the end, at decode from its pages to the end; "bytes" in all; "failed" by reason; "unused" by reason:
+    requests of decode that do not use what prefill computed for them.
     """
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
@@ -21,7 +22,7 @@ class TransferStats(KVConnectorStats):
             self.reset()
 
     def reset(self) -> None:
-        self.data: dict[str, Any] = {"seconds": [], "bytes": 0, "failed": {}}
+        self.data: dict[str, Any] = {"seconds": [], "bytes": 0, "failed": {}, "unused": {}}
 
     def succeeded(self, seconds: float, nbytes: int) -> None:
         self.data["seconds"].append(seconds)
@@ -29,6 +30,9 @@ class TransferStats(KVConnectorStats):
 
     def failed(self, reason: str) -> None:
         self.data["failed"][reason] = self.data["failed"].get(reason, 0) + 1
+
+    def left(self, reason: str) -> None:
+        self.data["unused"][reason] = self.data["unused"].get(reason, 0) + 1
 
     def take(self) -> TransferStats | None:
         """What was counted since the last call; None if nothing was."""
@@ -41,8 +45,9 @@ class TransferStats(KVConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> TransferStats:
         self.data["seconds"] += other.data["seconds"]
         self.data["bytes"] += other.data["bytes"]
-        for reason, count in other.data["failed"].items():
-            self.data["failed"][reason] = self.data["failed"].get(reason, 0) + count
+        for kind in ("failed", "unused"):
+            for reason, count in other.data[kind].items():
+                self.data[kind][reason] = self.data[kind].get(reason, 0) + count
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -53,10 +58,15 @@ class TransferStats(KVConnectorStats):
             "median ms": round(seconds[len(seconds) // 2] * 1e3, 3) if seconds else 0.0,
             "longest ms": round(seconds[-1] * 1e3, 3) if seconds else 0.0,
         }
-        return {**succeeded, **{f"failed {reason}": count for reason, count in self.data["failed"].items()}}
+        told = {
+            f"{said} {reason}": count
+            for said, kind in (("failed", "failed"), ("prefill unused", "unused"))
+            for reason, count in self.data[kind].items()
+        }
+        return {**succeeded, **told}
 
     def is_empty(self) -> bool:
-        return not self.data["seconds"] and not self.data["failed"]
+        return not self.data["seconds"] and not self.data["failed"] and not self.data["unused"]
 
 
 class TransferMetrics(KVConnectorPromMetrics):
@@ -84,6 +94,11 @@ class TransferMetrics(KVConnectorPromMetrics):
             documentation="Hand-offs of KV caches that failed, by reason (docs/errors.md of kvgrpc).",
             labelnames=[*labelnames, "reason"],
         )
+        self._unused = self._counter_cls(
+            name="vllm:kvgrpc_prefills_unused",
+            documentation="Requests of decode that do not use what prefill computed for them, by reason.",
+            labelnames=[*labelnames, "reason"],
+        )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for seconds in transfer_stats_data["seconds"]:
@@ -91,3 +106,5 @@ class TransferMetrics(KVConnectorPromMetrics):
         self._bytes[engine_idx].inc(transfer_stats_data["bytes"])
         for reason, count in transfer_stats_data["failed"].items():
             self._failed.labels(*self.per_engine_labelvalues[engine_idx], reason).inc(count)
+        for reason, count in transfer_stats_data["unused"].items():
+            self._unused.labels(*self.per_engine_labelvalues[engine_idx], reason).inc(count)

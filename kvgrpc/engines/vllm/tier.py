@@ -29,7 +29,7 @@ from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from kvgrpc.engines.vllm.compatibility import check_vllm
+from kvgrpc.engines.compatibility import STORAGE, VLLM, check
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.observability.logging import RateLimited
 from kvgrpc.prefetch.model import Released
@@ -71,7 +71,7 @@ class KvGrpcTier(SecondaryTierManager):
 
         Raises InvalidRequest, FeatureDisabled: vLLM then does not start.
         """
-        check_vllm()
+        check(VLLM, STORAGE)
         for name, value in unknown.items():
             raise InvalidRequest.of(name, value, "one of storage, storage_config, timeout, locality, backpressure")
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)

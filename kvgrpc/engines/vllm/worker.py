@@ -1,4 +1,4 @@
-"""The connector's half in each of vLLM's workers: one kvgrpc rank, and the hand-offs of its requests.
+"""The connector's half in each of vLLM's workers: a kvgrpc rank, with kv_both two, and the hand-offs of its requests.
 
 Made when vLLM has allocated the KV cache. After that vLLM calls it on the worker's thread, in every step: nothing but
 ``close`` blocks, and nothing raises.
@@ -22,7 +22,8 @@ from kvgrpc.engines.vllm.handoffs import Handoffs, Receive
 from kvgrpc.engines.vllm.rank import Place, bootstrap_address, model_of, pools_of, rank_config
 from kvgrpc.engines.vllm.rooms import Receiving, Sending
 from kvgrpc.engines.vllm.stats import TransferStats
-from kvgrpc.server import open_rank
+from kvgrpc.model import Role
+from kvgrpc.server import Rank, RankConfig, open_rank
 from kvgrpc.transfer import KVReceiver, KVSender, room_from_transfer_id
 
 logger = logging.getLogger("vllm." + __name__)
@@ -31,7 +32,7 @@ _CLOSE_SECONDS = 2.0
 
 
 class Worker:
-    """Blocks until the rank is open. Raises what open_rank raises, FeatureDisabled for memory that cannot be served."""
+    """Blocks until its ranks are open. Raises what open_rank raises, FeatureDisabled for memory it cannot serve."""
 
     def __init__(self, config: Any, kv_cache_config: Any, caches: Mapping[str, torch.Tensor]) -> None:
         tp_rank = get_tensor_model_parallel_rank()
@@ -50,13 +51,27 @@ class Worker:
             limits = place.configured.get("call_limits")
             engine_id = config.kv_transfer_config.engine_id
             self._bootstrap = Bootstrap(place.bootstrap, engine_id, security, ttl, limits).open()
-        self._rank = open_rank(rank_config(place, pools, model_of(config, pools[0], place)))
-        # A PrefillManager or a DecodeManager, as the rooms of this role expect.
-        self._transfer: Any = self._rank.transfer
-        logger.info("kvgrpc: %s rank %s listens on %s", place.role.name.lower(), self._rank.ref, self._rank.address)
+        self._ranks: list[Rank[Any]] = []
+        # A PrefillManager and a DecodeManager, as the rooms of each role expect.
+        self._transfers: dict[Role, Any] = {}
+        try:
+            for role in place.roles:
+                own = Place(config, tp_rank, os.environ, role)
+                self._open(role, rank_config(own, pools, model_of(config, pools[0], own)))
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, role: Role, config: RankConfig) -> None:
+        rank = open_rank(config)
+        self._ranks.append(rank)
+        self._transfers[role] = rank.transfer
+        logger.info("kvgrpc: %s rank %s listens on %s", role.name.lower(), rank.ref, rank.address)
 
     def close(self) -> None:
-        self._rank.close(_CLOSE_SECONDS)
+        end = time.monotonic() + _CLOSE_SECONDS
+        for rank in self._ranks:
+            rank.close(max(0.0, end - time.monotonic()))
         if self._bootstrap is not None:
             self._bootstrap.close()
 
@@ -127,13 +142,15 @@ class Worker:
     def _sending_of(self, number: str, transfer_id: str) -> Sending:
         """A request that was preempted is announced again."""
         if number not in self._sending:
-            self._sending[number] = Sending(KVSender(self._transfer, "", room_from_transfer_id(transfer_id)))
+            self._sending[number] = Sending(
+                KVSender(self._transfers[Role.PREFILL], "", room_from_transfer_id(transfer_id))
+            )
         return self._sending[number]
 
     def _receive(self, receive: Receive) -> Receiving:
         where = registry_of(bootstrap_address(receive.bootstrap_addr), self._external)
         room = room_from_transfer_id(receive.transfer_id)
-        receiver = KVReceiver(self._transfer, where, room, traceparent=receive.traceparent)
+        receiver = KVReceiver(self._transfers[Role.DECODE], where, room, traceparent=receive.traceparent)
         return Receiving(receiver, receive.pages, receive.first_page, receive.abort)
 
     def _count(self, number: str, handoff: Sending | Receiving) -> None:

@@ -6,14 +6,13 @@ import enum
 import os
 import subprocess
 import sys
-from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
 
-from kvgrpc.engines.sglang import EX_CONFIG, compatibility
+from kvgrpc.engines.sglang import EX_CONFIG, is_asked
 from kvgrpc.engines.sglang.plugin import RELEASE_TIMEOUT, class_chooser, install, page_holder, with_member
-from kvgrpc.errors import FeatureDisabled, InvalidRequest
+from kvgrpc.errors import InvalidRequest
 
 
 class Backend(enum.Enum):
@@ -56,24 +55,33 @@ def test_pages_of_a_failed_request_are_held_until_nobody_writes_to_them_unless_t
     assert environment.get(RELEASE_TIMEOUT) == seconds
 
 
-def test_an_unknown_version_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "version", lambda name: "0.9.0")
-    with pytest.raises(FeatureDisabled, match=r"version 0\.9\.0; install sglang==0\.5\.23 .*KVGRPC_SGLANG=off"):
-        compatibility.check_sglang()
+@pytest.mark.parametrize(
+    ("environment", "arguments", "asked"),
+    [
+        ({}, ["launch_server", "--model-path", "/models/kvgrpc-llama"], False),
+        ({"KVGRPC_SGLANG": "off"}, [], False),
+        ({"KVGRPC_SGLANG": "mooncake"}, [], True),
+        ({}, ["--disaggregation-transfer-backend", "kvgrpc"], True),
+        ({}, ["--disaggregation-transfer-backend=kvgrpc"], True),
+        ({}, ["--kv-events-config", '{"publisher": "kvgrpc"}'], True),
+    ],
+)
+def test_somebody_asks_for_kvgrpc_by_the_route_or_by_its_name(
+    environment: dict[str, str], arguments: list[str], asked: bool
+) -> None:
+    assert is_asked(environment, arguments) is asked
 
 
-def test_a_signature_that_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "version", lambda name: compatibility.VERSIONS[0])
-    monkeypatch.setattr(compatibility, "SIGNATURES", {"os.path.join": "a b"})
-    with pytest.raises(FeatureDisabled, match=r"os\.path\.join takes \(a p\), not \(a b\)"):
-        compatibility.check_sglang()
+def test_beside_an_sglang_that_lacks_what_it_needs_it_is_not_in_the_way_of_those_who_do_not_ask() -> None:
+    """There is no SGLang at all here."""
+    done = start()
+    assert (done.returncode, done.stdout, done.stderr) == (0, "SGLang goes on\n", "")
 
 
-def test_a_name_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "version", lambda name: compatibility.VERSIONS[0])
-    monkeypatch.setattr(compatibility, "SIGNATURES", {"os.path.gone": ""})
-    with pytest.raises(FeatureDisabled, match=r"it has no os\.path\.gone"):
-        compatibility.check_sglang()
+def test_who_asks_for_it_there_is_told_what_is_missing_and_what_to_do() -> None:
+    done = start("--disaggregation-transfer-backend", "kvgrpc")
+    assert (done.returncode, done.stdout) == (EX_CONFIG, "")
+    assert "it has no sglang.srt.plugins.hook_registry.HookRegistry.register; install sglang==" in done.stderr
 
 
 def test_an_unknown_route_is_refused() -> None:
@@ -93,9 +101,13 @@ def test_switched_off_it_does_nothing() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "SGLang goes on\n", "")
 
 
-def start(**environment: str) -> subprocess.CompletedProcess[str]:
+def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A process that loads the plug-in as SGLang does."""
     script = "from kvgrpc.engines.sglang import register; register(); print('SGLang goes on')"
     return subprocess.run(
-        [sys.executable, "-c", script], env={**os.environ, **environment}, capture_output=True, text=True, timeout=50
+        [sys.executable, "-c", script, *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=50,
     )

@@ -1,0 +1,57 @@
+"""What ``kvgrpc doctor --engine`` finds: which features of the adapter work with the engine that is installed here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from kvgrpc.cli.finding import Finding
+from kvgrpc.engines.compatibility import ENGINES, is_tried, missing, version_of
+
+# vLLM and SGLang import torch, on a cold disk.
+LOOK_SECONDS = 180.0
+# One thing that is missing is often the reason of others.
+_SHOWN = 3
+
+
+def engine_findings(name: str) -> list[Finding]:
+    """Looks in a process of its own: an engine's modules start what they like, and may end it."""
+    look = f"from kvgrpc.cli.engine_findings import print_findings; print_findings({name!r})"
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-c", look], capture_output=True, text=True, errors="replace", timeout=LOOK_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return [Finding(name, "missing", f"was not loaded within {LOOK_SECONDS:g} s")]
+    if ran.returncode:
+        sys.stderr.write(ran.stderr)
+        return [Finding(name, "missing", f"ended the process that loaded it (exit code {ran.returncode})")]
+    return [Finding(*each) for each in json.loads(ran.stdout.splitlines()[-1])]
+
+
+def print_findings(name: str) -> None:
+    """In that process: on its last line of stdout, whatever an engine prints while it is loaded."""
+    found = [list(each) for each in findings(name)]
+    with contextlib.suppress(BrokenPipeError):
+        print("\n" + json.dumps(found), flush=True)
+
+
+def findings(name: str) -> Iterator[tuple[str, str, str]]:
+    engine = ENGINES[name]
+    version, tried = version_of(engine), ", ".join(engine.tried)
+    if version == "of unknown version":
+        yield name, "missing", f"not installed here: pip install {name}=={engine.tried[-1]}"
+        return
+    if is_tried(engine):
+        yield name, "ok", f"{version}, which kvgrpc was run with"
+    else:
+        yield name, "note", f"{version}, which kvgrpc was never run with ({tried} were): it warns, and goes on"
+    for feature, needs in engine.needs.items():
+        gone = list(missing(needs))
+        more = f"; and {len(gone) - _SHOWN} more" if len(gone) > _SHOWN else ""
+        lacks = "missing", "; ".join(gone[:_SHOWN]) + more
+        state, remark = lacks if gone else ("ok", f"all {len(needs)} names that it needs")
+        yield f"{engine.title} {feature}", state, remark
