@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvgrpc.client import SyncClient
-from kvgrpc.errors import IdentityMismatch, InvalidRequest, KvGrpcError, PermissionDenied, TooManyRequests
+from kvgrpc.errors import IdentityMismatch, InvalidRequest, KvGrpcError, PermissionDenied, TooManyRequests, WrongRank
 from kvgrpc.events.following import index_servicer
 from kvgrpc.model import Layout, RankId
 from kvgrpc.prefetch import servicer as servicer_module
@@ -31,6 +31,7 @@ from kvgrpc.rpc.interceptors import ALLOWED, CallLimits
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.rpc.status import error_from
 from kvgrpc.server import IndexServer
+from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import index_service_pb2 as index_pb
 from kvgrpc.v1 import prefetch_service_pb2 as pb
 from kvgrpc.v1.index_service_pb2_grpc import IndexServiceStub
@@ -42,7 +43,9 @@ from tests.support.scoring import question
 from tests.support.secrets import bearer, proof, tokens_of
 from tests.support.waiting import wait_until
 
-TOKENS = "operator alice:a\noperator bob:b\nrank E:own\nrank other-*:other\nconsumer c:c\n"
+TOKENS = (
+    "operator alice:a\noperator bob:b\nrank E:own\nrank other-*:other\nrank E role=decode:wrong-side\nconsumer c:c\n"
+)
 SECURITY = ServerSecurity(tokens=tokens_of(TOKENS))
 
 
@@ -277,6 +280,36 @@ class TestAgreement:
             assert isinstance(error, InvalidRequest) and error.metadata["field"] == "hello.member.epoch"
             welcome = stub_of(channel, cache, "own").JoinAgreement(iter([self.hello(cache)]))
             assert next(welcome).epoch
+
+    @pytest.mark.parametrize(
+        ("name", "place", "refused"),
+        [
+            ("own", {"tp": 0}, WrongRank),  # the leader's own
+            ("own", {"tp": 2}, WrongRank),
+            ("own", {"tp": 1, "pp": 1}, WrongRank),
+            ("own", {"tp": 1, "dp": 1}, WrongRank),
+            ("other", {"tp": 1, "engine": "other-7"}, WrongRank),
+            ("other", {"tp": 1}, IdentityMismatch),
+            ("wrong-side", {"tp": 1}, IdentityMismatch),
+            ("c", {"tp": 1}, PermissionDenied),
+            ("a", {"tp": 1}, PermissionDenied),
+        ],
+    )
+    def test_a_forged_member_joins_nothing_and_has_no_vote(
+        self, cache: CacheRank, name: str, place: dict[str, Any], refused: type[KvGrpcError]
+    ) -> None:
+        forged = self.hello(cache)
+        forged.hello.member.rank.MergeFrom(common_pb2.RankId(**place))
+        if not place["tp"]:
+            forged.hello.member.rank.tp = 0
+        leader = cast(LeaderAgreement, cache.manager.leader)
+        before = leader.live
+        vote = pb.AgreementVote(operation_id="x", stage=pb.AGREEMENT_STAGE_HITS)
+        with grpc.insecure_channel(cache.address) as channel:
+            requests = iter([forged, pb.JoinAgreementRequest(votes=[vote])])
+            error = refusal(stub_of(channel, cache, name).JoinAgreement(requests))
+        assert isinstance(error, refused)
+        assert leader.live == before and not leader._core.open_ballots
 
     def test_votes_with_names_of_megabytes_end_that_stream(self, cache: CacheRank) -> None:
         vote = pb.AgreementVote(operation_id="x" * (1 << 20), stage=pb.AGREEMENT_STAGE_HITS)
