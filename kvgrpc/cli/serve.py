@@ -193,6 +193,7 @@ def registry(
     "--source", "sources", multiple=True, help="Follow the streams of the rank at this HOST:PORT; may be repeated."
 )
 @click.option("--live", is_flag=True, help="Take batches from ZMQ PUB; Watches fill what it lost.")
+@click.option("--saved", default="", metavar="FILE", help="Save what it knows there, and go on from it at a start.")
 @click.option("--ca-file", type=FILE, envvar="KVGRPC_CA_FILE", help="Call ranks with TLS; who signs them.")
 @click.option("--token-file", type=FILE, envvar="KVGRPC_TOKEN_FILE", help="Call ranks with the secret in this file.")
 @serves

@@ -111,9 +111,10 @@ class SyncPrefixIndex:
         sources: Sequence[str] = (),
         live: bool = False,
         security: ClientSecurity | None = None,
+        saved: str = "",
     ) -> None:
         self._loop = LoopThread.shared()
-        self._index = PrefixIndex(registry=registry, sources=sources, live=live, security=security)
+        self._index = PrefixIndex(registry=registry, sources=sources, live=live, security=security, saved=saved)
 
     def __enter__(self) -> SyncPrefixIndex:
         self.start()

@@ -27,8 +27,9 @@ class IndexServer(ServerAlone):
     """An index on a port of its own. ``open`` and ``close`` block; ``address`` and ``metrics_address`` are as bound.
 
     It follows the caches of the engines at ``registry`` (replicas with commas between them), and of the ranks whose
-    gRPC addresses ``sources`` names, with ``client_security``. ``metrics_listen``: "host:port" of ``/metrics``,
-    ``/livez`` and ``/readyz``; "": none. Raises InvalidRequest where neither is named, and for what is no address.
+    gRPC addresses ``sources`` names, with ``client_security``; ``saved`` is the file that a restart goes on from.
+    ``metrics_listen``: "host:port" of ``/metrics``, ``/livez`` and ``/readyz``; "": none. Raises InvalidRequest where
+    neither is named, and for what is no address.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class IndexServer(ServerAlone):
         registry: str = "",
         sources: Sequence[str] = (),
         live: bool = False,
+        saved: str = "",
         security: ServerSecurity | None = None,
         client_security: ClientSecurity | None = None,
         metrics_listen: str = "",
@@ -46,7 +48,7 @@ class IndexServer(ServerAlone):
         if not registry and not sources:
             raise InvalidRequest.of("registry", registry, "the address of a registry, or sources must name ranks")
         super().__init__(listen, security, metrics_listen, call_limits)
-        self.index = PrefixIndex(registry=registry, sources=sources, live=live, security=client_security)
+        self.index = PrefixIndex(registry=registry, sources=sources, live=live, security=client_security, saved=saved)
         self._servicer = IndexServicer(self.index)
         self._listener = Listener({_SERVICES[0]: lambda: self.index.healthy}, Admission(self._call_limits))
 

@@ -68,6 +68,7 @@ PURE = (
         "kvgrpc/events/following/groups.py",
         "kvgrpc/events/following/messages.py",
         "kvgrpc/events/following/prompts.py",
+        "kvgrpc/events/following/saved.py",
         "kvgrpc/events/following/sources.py",
     ),
     *("kvgrpc/prefetch/tree/prefix_tree.py", "kvgrpc/prefetch/model.py"),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from kvgrpc.client import PrefixIndex
+from kvgrpc.events.following.messages import FollowerState
 from kvgrpc.model import Layout, ModelIdentity, RankId, RankRef
 from kvgrpc.registry import wire
 from kvgrpc.registry.model import Endpoints, RankRow
@@ -120,3 +122,52 @@ async def test_the_rows_of_other_ranks_than_the_publishing_one_are_no_caches(ser
             await asyncio.sleep(0)
             assert [(source.engine, source.dp) for source in index.sources()] == [("P", 0)]
             assert rows[0].ref.rank == RankId("P")
+
+
+async def test_a_restarted_index_answers_from_what_it_saved_and_goes_on(tmp_path: Path) -> None:
+    path = str(tmp_path / "index")
+    async with Publishing("a") as first, Publishing("b") as second:
+        await first.store([1, 2])
+        await second.store([1, 2, 3], "CPU")
+        sources = [first.address, second.address]
+        async with PrefixIndex(sources=sources, saved=path) as index:
+            await index.until_current(2)
+            assert [score.blocks for score in index.score([1, 2, 3])] == [3, 2]
+        await first.store([3, 4])
+        await second.restart()
+        await second.store([1])
+        async with PrefixIndex(sources=sources, saved=path) as index:
+            await index.until_current(2)
+            assert [(score.engine, score.blocks) for score in index.score([1, 2, 3, 4])] == [("a", 4), ("b", 1)]
+            a, b = index.sources()
+            assert (a.counts.snapshots, b.counts.snapshots) == (0, 1), "the log of a went on, that of b did not"
+
+
+async def test_a_saved_index_is_asked_before_its_engines_answer(served: Served, tmp_path: Path) -> None:
+    path = str(tmp_path / "index")
+    async with Publishing("P") as engine:
+        await engine.store([1, 2])
+        await served.register(publishing(engine.address))
+        async with PrefixIndex(registry=served.address, saved=path) as index:
+            await index.until_current(1)
+        await engine.hang_up()
+        async with PrefixIndex(registry=served.address, saved=path) as index:
+            await until(lambda: [score.blocks for score in index.score([1, 2])] == [2])
+            assert index.sources()[0].freshness.state is FollowerState.CONNECTING
+            await engine.serve()
+            await index.until_current(1)
+            assert index.sources()[0].counts.snapshots == 0
+
+
+async def test_a_damaged_file_costs_its_snapshots_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "index"
+    path.write_bytes(b"nonsense")
+    async with Publishing("a") as engine:
+        await engine.store([1])
+        async with PrefixIndex(sources=[engine.address], saved=str(path)) as index:
+            await index.until_current(1)
+            assert [score.blocks for score in index.score([1])] == [1]
+            assert index.sources()[0].counts.snapshots == 1
+    assert "is no saved index" in caplog.text

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+
+import numpy as np
 
 from kvgrpc.events.following.groups import CacheGroup, usable
 from kvgrpc.events.following.index import BlockIndex, BlockSet, Match, Reached, reach_of
+from kvgrpc.events.following.saved import Place, SavedCache
 from kvgrpc.events.log.digest import CHECKPOINT_BATCHES, DigestCounter, StateDigest, hash_key, medium_key
 from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, TierBlocksCleared, UnknownEvent
 
@@ -14,6 +17,8 @@ from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, Tie
 PREFIX_GROUP = 0
 # A heartbeat is compared with the past: so much of it is kept.
 _CHECKPOINTS = 64
+# Folded in one step.
+SLICE_BLOCKS = 2048
 _MOST_GROUPS = 64
 _LARGEST_PAGE = 2**32 - 1
 
@@ -52,6 +57,34 @@ class CacheContents:
             for reached, prefix in zip(Reached, match, strict=True)
         ]
         return Match(*found)
+
+    def saved(self, engine: str, dp: int, log_id: str) -> SavedCache:
+        """What it is now, to be packed with the cut of its index."""
+        places = [
+            Place(medium, group, list(copies), {block: count for block, count in copies.items() if count > 1})
+            for (medium, group), copies in self._others.items()
+        ]
+        return SavedCache(
+            engine,
+            dp,
+            log_id,
+            self.digest(),
+            self.page_tokens,
+            dict(self._groups),
+            places,
+            self.blocks.slot,
+            self.blocks.media(),
+        )
+
+    def restore(self, saved: SavedCache) -> Iterator[None]:
+        """Takes what was saved, in steps between which others have their turn. ``digest`` says whether it is all."""
+        self.page_tokens, self._groups = saved.page_tokens, dict(saved.groups)
+        for medium, group, hashes, copies in saved.places:
+            for begin in range(0, len(hashes), SLICE_BLOCKS):
+                self._stored(medium, group, np.array(hashes[begin : begin + SLICE_BLOCKS], np.uint64).tolist())
+                yield
+            for block, count in copies.items():
+                self._stored(medium, group, [block] * (count - 1))
 
     def apply(self, events: Iterable[object]) -> int:
         """What happened, in its order. How many events changed nothing because nobody here knows their kind, or because
@@ -144,6 +177,19 @@ class CacheContents:
             self._others.pop((medium, group), None)
             if group == PREFIX_GROUP:
                 self.blocks.forget(medium)
+
+
+def portions(events: Iterable[object]) -> Iterator[list[object]]:
+    """Events, so many blocks at a time as a turn may take."""
+    portion: list[object] = []
+    blocks = 0
+    for event in events:
+        portion.append(event)
+        blocks += len(getattr(event, "block_hashes", ()))
+        if blocks >= SLICE_BLOCKS:
+            yield portion
+            portion, blocks = [], 0
+    yield portion
 
 
 def _group(event: object) -> int:

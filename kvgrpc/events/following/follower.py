@@ -24,7 +24,7 @@ from kvgrpc.errors import (
     KvGrpcError,
     StaleLog,
 )
-from kvgrpc.events.following.contents import CacheContents
+from kvgrpc.events.following.contents import CacheContents, portions
 from kvgrpc.events.following.index import BlockIndex
 from kvgrpc.events.following.messages import (
     LONGEST_PAUSE_SECONDS,
@@ -38,12 +38,11 @@ from kvgrpc.events.following.messages import (
     ResetLive,
     Retry,
 )
+from kvgrpc.events.following.saved import SavedCache
 from kvgrpc.events.log.digest import StateDigest
 
 # An engine that nobody reaches must not attract requests for ever.
 HIDE_AFTER_SECONDS = 30.0
-# Of a snapshot, folded in one step.
-SLICE_BLOCKS = 2048
 # What connections that break are called; the second only once somebody answered, before it is what answers there.
 _BREAKS = frozenset({"UNAVAILABLE", "CANCELLED", "ABORTED", "DEADLINE_EXCEEDED"})
 _BREAKS_WITHIN = frozenset({"INTERNAL", "UNKNOWN"})
@@ -131,6 +130,18 @@ class FollowerCore:
         commands, self._commands = self._commands, []
         return commands
 
+    def restore(self, log_id: str, contents: CacheContents) -> None:
+        """What was known of this log before; ahead of ``start``, which goes on from there."""
+        self.log_id = log_id
+        self._take_over(contents)
+
+    def saved(self, engine: str, dp: int) -> SavedCache | None:
+        """What may be known again later; None where it is not exact, or hidden."""
+        contents = self.contents
+        if contents is None or not self._shown or not contents.whole or contents.doubtful_at is not None:
+            return None
+        return contents.saved(engine, dp, self.log_id)
+
     def start(self) -> None:
         """Begins; once."""
         self._connect()
@@ -211,7 +222,7 @@ class FollowerCore:
             return
         try:
             for payload in payloads:
-                for events in _portions(self._decode(payload)):
+                for events in portions(self._decode(payload)):
                     self.counts.unknown += shadow.apply(events)
                     yield
                     if self._shadow is not shadow:
@@ -458,19 +469,6 @@ class FollowerCore:
                 self._exact_at, self.heard_at = self.exact_at, now
                 return watch
         return None
-
-
-def _portions(events: Iterable[object]) -> Iterator[list[object]]:
-    """Events, so many blocks at a time as a turn may take."""
-    portion: list[object] = []
-    blocks = 0
-    for event in events:
-        portion.append(event)
-        blocks += len(getattr(event, "block_hashes", ()))
-        if blocks >= SLICE_BLOCKS:
-            yield portion
-            portion, blocks = [], 0
-    yield portion
 
 
 def _keeps_none(error: Exception | None) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 from kvgrpc.model import Tier
@@ -19,6 +20,8 @@ LEAST_GARBAGE = 4096
 # Emptied caches leave the sets of holders together: when there is one for so many sets, and never more than so many of
 # them. An engine may say in one batch that it was emptied a hundred thousand times.
 SETS_OF_A_CLEAR, MOST_STALE = 64, 64
+# Blocks that come together are looked at together.
+_TOGETHER = 32
 
 # The caches that hold a block, a bit for each, in one number for each medium; without the last ones that are 0.
 Holders = tuple[int, ...]
@@ -137,6 +140,10 @@ class BlockIndex:
     def tables(self) -> tuple[dict[int, int], list[Holders]]:
         """Blocks -> numbers, and numbers -> holders. For BlockSet."""
         return self._numbers, self._holders
+
+    def cut(self) -> tuple[dict[int, int], list[Holders]]:
+        """Blocks -> numbers, and numbers -> holders, as they are now: a tenth of a second for six million."""
+        return dict(self._numbers), list(self._holders)
 
     def show(self, slot: int) -> None:
         """From now on ``score`` sees this cache. For BlockSet."""
@@ -277,14 +284,20 @@ class BlockSet:
         """Different blocks in each medium that has any."""
         return {name: medium.count for name, medium in sorted(self._media.items()) if medium.count}
 
+    def media(self) -> dict[str, tuple[int, dict[int, int]]]:
+        """Of each medium where it stands in Holders, and copies of the blocks that have more than one."""
+        return {name: (medium.plane, dict(medium.copies)) for name, medium in self._media.items() if medium.count}
+
     def tells(self, medium: str) -> bool:
         """Whether blocks in this medium can be here; for one index that never changes."""
         return self._index.plane(medium) is not None
 
-    def stored(self, medium: str, hashes: Iterable[int]) -> int:
+    def stored(self, medium: str, hashes: Sequence[int]) -> int:
         """A copy of each came; how many blocks were not there before."""
         numbers, _ = self._index.tables()
         place = self._place(medium)
+        if len(hashes) >= _TOGETHER and self._stored_together(place, hashes):
+            return len(hashes)
         steps, copies, appeared = place.joining, place.copies, 0
         for block in hashes:
             before = numbers.get(block, 0)
@@ -299,6 +312,19 @@ class BlockSet:
         place.count += appeared
         self._index.tidy()
         return appeared
+
+    def _stored_together(self, place: _Medium, hashes: Sequence[int]) -> bool:
+        """Where all have the same holders and we are none of them, as in most of a snapshot: a third of the time."""
+        numbers, _ = self._index.tables()
+        before = numbers.get(hashes[0], 0)
+        after = self._step(before, place.plane, present=True)
+        held = list(map(numbers.get, hashes, repeat(0)))
+        if after == before or held.count(before) != len(held) or len(set(hashes)) != len(held):
+            return False
+        numbers.update(zip(hashes, repeat(after)))
+        place.count += len(held)
+        self._index.tidy()
+        return True
 
     def removed(self, medium: str, hashes: Iterable[int]) -> tuple[list[int], int]:
         """A copy of each that was there went: those, and how many of the copies were the last."""

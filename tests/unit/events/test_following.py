@@ -8,8 +8,8 @@ import pytest
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.events.codec import decode_batch
 from kvgrpc.events.following import messages
-from kvgrpc.events.following.contents import CacheContents
-from kvgrpc.events.following.follower import SLICE_BLOCKS, FollowerCore
+from kvgrpc.events.following.contents import SLICE_BLOCKS, CacheContents
+from kvgrpc.events.following.follower import FollowerCore
 from kvgrpc.events.following.index import BlockIndex
 from kvgrpc.events.following.messages import FollowerState, LiveBuffer, OpenWatch, Retry
 from kvgrpc.events.following.sources import Question, SourceTable, Wanted

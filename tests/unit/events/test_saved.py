@@ -1,0 +1,78 @@
+"""What an index saves is what it knows again, and nothing that was damaged."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvgrpc.events.following.contents import CacheContents
+from kvgrpc.events.following.index import BlockIndex
+from kvgrpc.events.following.saved import Cut, SavedCache, pack, unpack
+from kvgrpc.events.model import BlockRemoved, BlockStored
+
+blocks = st.lists(st.integers(0, 30) | st.integers(2**63, 2**63 + 9), min_size=1, max_size=8)
+media = st.sampled_from(["GPU", "CPU", "DISK", "odd"])
+stored = st.builds(
+    lambda hashes, medium, group: BlockStored(
+        block_hashes=hashes,
+        block_size=16,
+        medium=medium,
+        group_idx=group,
+        kv_cache_spec_kind="mamba" if group else None,
+    ),
+    blocks,
+    media,
+    st.sampled_from([None, 0, 1]),
+)
+removed = st.builds(lambda hashes, medium: BlockRemoved(block_hashes=hashes, medium=medium), blocks, media)
+histories = st.lists(st.lists(stored | removed, max_size=12), min_size=1, max_size=4)
+
+
+def cut_of(histories: list[list[object]]) -> tuple[Cut, list[CacheContents]]:
+    index = BlockIndex()
+    caches = [CacheContents(index, 7) for _ in histories]
+    for contents, events in zip(caches, histories, strict=True):
+        contents.apply(events)
+    saved = [contents.saved("E", dp, "log") for dp, contents in enumerate(caches)]
+    return Cut(saved, *index.cut()), caches
+
+
+def restored(saved: SavedCache) -> CacheContents:
+    contents = CacheContents(BlockIndex(), saved.digest.next_sequence)
+    for _ in contents.restore(saved):
+        continue
+    return contents
+
+
+@given(histories)
+def test_every_cache_is_known_again(histories: list[list[object]]) -> None:
+    cut, caches = cut_of(histories)
+    found = unpack(b"".join(pack(cut)))
+    assert list(found) == [("E", dp) for dp in range(len(histories))]
+    for saved, contents in zip(found.values(), caches, strict=True):
+        again = restored(saved)
+        assert again.digest() == contents.digest() == saved.digest
+        assert (again.blocks.counts(), again.page_tokens) == (contents.blocks.counts(), contents.page_tokens)
+        for each in [*range(31), 2**63]:
+            assert again.blocks.media_of(each) == contents.blocks.media_of(each)
+        # Copies too: what is removed once is still there where there were two.
+        for medium in ("GPU", "CPU", "DISK", "ODD"):
+            events = [BlockRemoved(block_hashes=list(range(31)), medium=medium)]
+            again.apply(events)
+            contents.apply(events)
+        assert again.digest() == contents.digest()
+
+
+@pytest.mark.parametrize("damage", [0, 40, -1])
+def test_a_file_with_one_wrong_byte_is_none(damage: int) -> None:
+    data = bytearray(b"".join(pack(cut_of([[BlockStored(block_hashes=[1, 2], block_size=16)]])[0])))
+    data[damage] ^= 1
+    with pytest.raises(ValueError):
+        unpack(bytes(data))
+
+
+@pytest.mark.parametrize("data", [b"", b"\0\0\0\0", b"{}\n"])
+def test_what_is_no_saved_index_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError):
+        unpack(data)
