@@ -410,7 +410,9 @@ class KvEventBatch(_message.Message):
     UNIX_SECONDS_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     unix_seconds: _builtins.float
-    """Unix seconds as the engine wrote them, NaN and far dates too, for people; order comes from the sequence."""
+    """Unix seconds as the engine wrote them, NaN, infinities and far dates too (what is above 10^11 is taken for milliseconds),
+    for people; order comes from the sequence.
+    """
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvEvent]:
         """Those that the filters let through."""

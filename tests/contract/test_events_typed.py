@@ -3,6 +3,7 @@ digest that no filter changes."""
 
 from __future__ import annotations
 
+import math
 from contextlib import aclosing
 from typing import Any
 
@@ -29,6 +30,26 @@ from kvgrpc.events.wire import Form, part_to_pb
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import event_service_pb2 as pb
 from tests.contract.event_serving import REPLAY, SNAPSHOT, TAIL, TYPED, kinds, publish, served, snapshot_of, stored
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        (1.5, 1.5),
+        (-2e9, -2e9),
+        (99999999999.5, 99999999999.5),
+        (1.7e12, 1.7e9),
+        (math.inf, math.inf),
+        (-math.inf, -math.inf),
+    ],
+)
+def test_the_time_of_a_batch_comes_back_as_it_was_written(written: float, told: float) -> None:
+    def seconds(ts: float) -> float:
+        payload = BatchEncoder(Dialect.VLLM, Encoding.MAP, 0).encode(KVEventBatch(ts, []))
+        return part_to_pb(Batches(0, [payload]), Form(typed=True)).typed.batches[0].unix_seconds
+
+    assert seconds(written) == told
+    assert math.isnan(seconds(math.nan))
 
 
 def test_a_clear_says_its_scope_and_passes_the_filter_of_its_tier() -> None:

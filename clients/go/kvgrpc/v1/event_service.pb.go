@@ -784,7 +784,8 @@ func (x *TypedBatches) GetBatches() []*KvEventBatch {
 // Events in the order in which they happened.
 type KvEventBatch struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Unix seconds as the engine wrote them, NaN and far dates too, for people; order comes from the sequence.
+	// Unix seconds as the engine wrote them, NaN, infinities and far dates too (what is above 10^11 is taken for milliseconds),
+	// for people; order comes from the sequence.
 	UnixSeconds float64 `protobuf:"fixed64,1,opt,name=unix_seconds,json=unixSeconds,proto3" json:"unix_seconds,omitempty"`
 	// Those that the filters let through.
 	Events        []*KvEvent `protobuf:"bytes,2,rep,name=events,proto3" json:"events,omitempty"`

@@ -341,7 +341,8 @@ export const TypedBatchesSchema: GenMessage<TypedBatches> = /*@__PURE__*/
  */
 export type KvEventBatch = Message<"kvgrpc.v1.KvEventBatch"> & {
   /**
-   * Unix seconds as the engine wrote them, NaN and far dates too, for people; order comes from the sequence.
+   * Unix seconds as the engine wrote them, NaN, infinities and far dates too (what is above 10^11 is taken for milliseconds),
+   * for people; order comes from the sequence.
    *
    * @generated from field: double unix_seconds = 1;
    */
