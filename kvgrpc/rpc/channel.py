@@ -8,7 +8,8 @@ from typing import Any
 
 import grpc
 
-from kvgrpc.net import check_target
+from kvgrpc import forks
+from kvgrpc.net import check_target, split
 from kvgrpc.rpc.options import CHANNEL_OPTIONS, OWN_CONNECTION, Pings, server_name, with_pings
 from kvgrpc.rpc.security import AUTHORIZATION, ClientSecurity
 
@@ -41,6 +42,9 @@ def open_channel(
         channel = grpc.aio.insecure_channel(address, options=options)
     else:
         channel = grpc.aio.secure_channel(address, credentials, options=options)
+    host, port = split(address)
+    if port.isdigit():
+        forks.dials(channel, [(host, int(port))])  # of a name the child cannot tell the addresses
     header = security.header_source(address)
     return channel if header is None else TokenChannel(channel, header)
 

@@ -11,8 +11,9 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvgrpc import forks
 from kvgrpc.errors import AddressNotAllowed
-from kvgrpc.net import advertised
+from kvgrpc.net import advertised, split_with_port
 from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.rpc.audience import Audiences
 from kvgrpc.rpc.interceptors import Admission, interceptors_of
@@ -105,6 +106,7 @@ class Listener:
             audiences.add(address)
         if security.tokens or security.token_file:
             _log.info("%s takes tokens for %s", bound[0], audiences)
+        forks.listens(self, (int(port) for _, port in map(split_with_port, bound) if port.isdigit()))
         self._looked_at = time.monotonic()
         self._look()
         await server.start()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import statistics
 import subprocess
@@ -333,6 +335,38 @@ def test_prefill_killed_during_a_transfer_holds_the_pages_until_they_are_safe(st
     released = decode.call("wait_release", [1]) - killed
     assert released >= 2.0, "the settle time"
     assert decode.call("held_pages") == 0
+
+
+@BOTH_PLANES
+@pytest.mark.parametrize("dies", ["prefill", "decode"])
+def test_a_rank_that_dies_and_leaves_a_forked_child_is_known_dead_as_soon(
+    start: Start, monkeypatch: pytest.MonkeyPatch, data_plane: str, dies: str
+) -> None:
+    """The child had copies of its sockets: the port went on listening, and the connections of its writes stayed. Where
+    gRPC's own handlers of a fork run, which they do as it happens, they close those of gRPC, or end the child."""
+    monkeypatch.setenv("GRPC_ENABLE_FORK_SUPPORT", "0")
+    prefill = start("P", "PREFILL", registry="embedded", data_plane=data_plane)
+    decode = start("D", "DECODE", data_plane=data_plane)
+    prefill.opened(), decode.opened()
+    prefill.call("fill", 1)
+    bootstrap = f"{prefill.address}/P"
+    decode.call("receive", 1, bootstrap, list(range(8)))
+    prefill.call("send", 1, list(range(8)))
+    assert decode.call("wait", "receivers", [1], [SUCCESS])[1][0] == SUCCESS  # the data connections stand
+    decode.call("receive", 2, bootstrap, list(range(8)))
+    prefill.call("send", 2, list(range(4)), last=False)
+    wait_until(lambda: prefill.call("open_writes") == 0 and decode.call("state", "receivers", 2)[0] == TRANSFERRING)
+    dead, other, side = (prefill, decode, "receivers") if dies == "prefill" else (decode, prefill, "senders")
+    child = dead.call("fork")
+    try:
+        killed = time.monotonic()
+        os.kill(dead.pid, signal.SIGKILL)  # nobody waits for its end: the child has the pipe that would tell
+        poll, reason, moment = other.call("wait", side, [2], [FAILED])[2]
+        assert (poll, reason) == (FAILED, "PEER_LOST") and moment - killed < BELOW_A_PING
+        if dies == "prefill":
+            assert decode.call("wait_release", [2], 15.0) - killed < 8.0
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 def test_a_killed_peer_after_success_spares_the_room(pair: tuple[RankProcess, RankProcess]) -> None:

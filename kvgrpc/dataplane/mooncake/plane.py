@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvgrpc import forks
 from kvgrpc.dataplane.base import EndedTransfer, MemoryRange, Outcome, Peer, Result, Transfer, U64Array
 from kvgrpc.dataplane.mooncake.connections import (
     UnsentBytes,
@@ -103,6 +104,7 @@ class MooncakeDataPlane:
         self._drained = self._gone = False
         self._sending: set[str] | None = None
         if owned:
+            forks.listens(self, {*self._data_ports, int(split_with_port(self.session)[1])})
             this = weakref.ref(self)
             os.register_at_fork(after_in_child=lambda: _leak(this()))
 
@@ -166,6 +168,7 @@ class MooncakeDataPlane:
                 queue = PeerQueue(name, IN_FLIGHT[self.transport], UnsentBytes(frozenset(decoded.data_ports)))
                 self._queues[name] = queue
             self._peer_ports |= frozenset(decoded.data_ports)
+            forks.dials(self, [(forks.ANY_HOST, port) for port in self._peer_ports])
         peer = _Peer(queue, decoded)
         self._contact(peer)
         return peer
