@@ -107,7 +107,6 @@ THREADS = {
     "prefetch/storage/file/backend.py": "the scanner; a scan that fails is tried again",
     "prefetch/storage/mooncake/child.py": "the Store's own process, whose parent watches it",
     "prefetch/storage/mooncake/link.py": "the link to the Store's process; its calls end by their deadline",
-    "prefetch/storage/paged.py": "calls into storage; an item's error is its result",
     "rpc/loop.py": "the loop; its healthy",
     "transfer/runtime/worker.py": "the data plane's worker; the manager's healthy",
 }

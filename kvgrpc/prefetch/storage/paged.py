@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from kvgrpc.errors import TooManyRequests
 from kvgrpc.prefetch.model import Released
 from kvgrpc.prefetch.storage.base import (
     MemoryRange,
@@ -28,6 +30,7 @@ from kvgrpc.prefetch.storage.base import (
     leading_pages,
     timed_out,
 )
+from kvgrpc.prefetch.threads.worker import Worker
 
 T = TypeVar("T")
 
@@ -41,10 +44,10 @@ class Unfinished:
 
 
 class _Batch(Generic[T]):
-    __slots__ = ("begun", "count", "ended", "function", "left", "results", "running", "stopped")
+    __slots__ = ("begun", "count", "ended", "function", "left", "name", "results", "running", "stopped")
 
-    def __init__(self, function: Callable[[int], T], count: int) -> None:
-        self.function, self.count = function, count
+    def __init__(self, function: Callable[[int], T], count: int, name: str) -> None:
+        self.function, self.count, self.name = function, count, name
         self.begun = self.ended = 0
         self.results: list[T | Unfinished] = [Unfinished()] * count
         self.running: set[int] = set()
@@ -53,23 +56,19 @@ class _Batch(Generic[T]):
 
 
 class Workers:
-    """``threads`` daemon threads that share out the items of batches, an item of each batch in turn.
+    """Shares out the items of batches to a few threads, an item of each batch in turn.
 
-    Waiting batches are bounded by the callers: each waits for its own. Daemons, because a thread that hangs in the
-    kernel must not keep the interpreter from ending.
+    Waiting batches are bounded by the callers: each waits for its own.
     """
 
     def __init__(self, name: str, threads: int) -> None:
         self._changed = threading.Condition()
-        self._batches: deque[_Batch[object]] = deque()
         self._closed = False
         # Calls that outlived their batch.
         self._left = 0
-        self._threads = [
-            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True) for number in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = threads
+        self._numbers = itertools.count()
+        self._pool: Worker[_Batch[Any]] = Worker(name, self._work, self._nothing_more, threads=threads)
 
     def run(self, function: Callable[[int], T], count: int, timeout: float) -> list[T | Unfinished]:
         """``function(i)`` for i below ``count``, in no fixed order; what has no result after ``timeout`` is Unfinished.
@@ -78,14 +77,14 @@ class Workers:
         """
         if not count:
             return []
-        batch = _Batch(function, count)
+        batch = _Batch(function, count, str(next(self._numbers)))
         deadline = time.monotonic() + timeout
+        if timeout > 0:
+            for _ in range(min(count, self._threads)):
+                self._take_turns(batch)
         with self._changed:
-            if not self._closed and timeout > 0:
-                self._batches.append(batch)  # type: ignore[arg-type]
-                self._changed.notify_all()
-                while batch.ended < count and not self._closed and (left := deadline - time.monotonic()) > 0:
-                    self._changed.wait(left)
+            while batch.ended < count and not self._closed and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(left)
             batch.stopped = True
             for number in batch.running:
                 batch.left[number] = threading.Event()
@@ -97,53 +96,55 @@ class Workers:
     def hung(self) -> bool:
         """Whether every thread is in a call that nobody waits for any more: nothing is begun until one ends."""
         with self._changed:
-            return self._left >= len(self._threads)
+            return self._left >= self._threads
 
     def close(self, timeout: float) -> bool:
         """Begins nothing more; True when every thread has ended within ``timeout``."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        deadline = time.monotonic() + timeout
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        return self._pool.stop(timeout)
 
-    def _work(self) -> None:
-        while (claimed := self._claim()) is not None:
-            batch, number = claimed
-            result: object
-            try:
-                result = batch.function(number)
-            except BaseException as error:  # a panic of a library in Rust is no Exception, and the thread is needed yet
-                result = Unfinished(error=error)
-            with self._changed:
-                if not batch.stopped:
-                    batch.results[number] = result
-                batch.running.discard(number)
-                batch.ended += 1
-                if number in batch.left:
-                    batch.left.pop(number).set()
-                    self._left -= 1
-                if batch.ended == batch.count:
-                    self._changed.notify_all()
+    def _take_turns(self, batch: _Batch[Any]) -> None:
+        with contextlib.suppress(TooManyRequests):  # it was closed: the batch has no result
+            self._pool.put(batch, tenant=batch.name, again=True)
 
-    def _claim(self) -> tuple[_Batch[object], int] | None:
-        """The next item, of the batch whose turn it is; None when closed."""
+    def _work(self, batches: list[_Batch[Any]]) -> None:
+        """Items of a batch, until another one waits for its turn."""
+        for batch in batches:
+            while self._next(batch):
+                if self._pool.waiting:
+                    self._take_turns(batch)
+                    break
+
+    def _next(self, batch: _Batch[Any]) -> bool:
+        """Does one item, if there is one to begin; whether there was."""
         with self._changed:
-            while not self._closed:
-                while self._batches and (self._batches[0].stopped or self._batches[0].begun == self._batches[0].count):
-                    self._batches.popleft()
-                if not self._batches:
-                    self._changed.wait()
-                    continue
-                batch = self._batches[0]
-                self._batches.rotate(-1)
-                number = batch.begun
-                batch.begun += 1
-                batch.running.add(number)
-                return batch, number
-        return None
+            if self._closed or batch.stopped or batch.begun == batch.count:
+                return False
+            number = batch.begun
+            batch.begun += 1
+            batch.running.add(number)
+        result: object
+        try:
+            result = batch.function(number)
+        except BaseException as error:  # a panic of a library in Rust is no Exception
+            result = Unfinished(error=error)
+        with self._changed:
+            if not batch.stopped:
+                batch.results[number] = result
+            batch.running.discard(number)
+            batch.ended += 1
+            if number in batch.left:
+                batch.left.pop(number).set()
+                self._left -= 1
+            if batch.ended == batch.count:
+                self._changed.notify_all()
+        return True
+
+    @staticmethod
+    def _nothing_more(batches: list[_Batch[Any]], error: Exception) -> None:
+        """What an item raises is its result."""
 
 
 class PageCalls:
@@ -151,7 +152,7 @@ class PageCalls:
 
     def __init__(self, name: str, address: str, threads: int) -> None:
         self._name, self._address = name, address
-        self._workers = Workers(f"kvgrpc-{name}", threads)
+        self._workers = Workers(name, threads)
         self.closed = False
 
     def move(self, function: Callable[[int], PageResult], count: int, timeout: float) -> list[PageResult]:

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from kvgrpc.prefetch.copies.engine import CopyEngine
     from kvgrpc.prefetch.copies.layers import LayerSignal
     from kvgrpc.prefetch.copies.operation import CopyAck
-    from kvgrpc.prefetch.runtime.controller import CacheController
 
 NODES_AT_ONCE = 256
 """Nodes that are looked at without a pause, where all of them are."""
@@ -39,6 +38,16 @@ T = TypeVar("T")
 # tier, hashes that came ("stored") or went ("removed"), in order, and the hash before the first.
 CacheListener = Callable[[Tier, str, Sequence[str], str], None]
 _HITS = {WritePolicy.WRITE_THROUGH: 1, WritePolicy.WRITE_THROUGH_SELECTIVE: 2}
+
+
+class StorageWriter(Protocol):
+    """What a cache asks of a controller."""
+
+    @property
+    def storage(self) -> object | None: ...
+
+    def write_storage(self, hashes: Sequence[str], pages: Pages, *, tenant: str, extra_key: str) -> object:
+        """As ``CacheController``."""
 
 
 @dataclass(eq=False, slots=True)
@@ -81,7 +90,7 @@ class TieredCache:
         self._write_hits = _HITS.get(write_policy, 0) if write_hits is None else write_hits
         self._backup = backup
         self._listener = listener
-        self._controller: CacheController | None = None
+        self._writer: StorageWriter | None = None
         self._tree = PrefixTree()
         # Device pages that a load brings, or brought a second time: their request's until it is released.
         self._loads: dict[int, Held] = {}
@@ -89,9 +98,9 @@ class TieredCache:
         self._lines = RateLimited(_log)
         self._counts = {name: 0 for name in ("device_hits", "host_hits", "misses", "evicted_device", "evicted_host")}
 
-    def attach(self, controller: CacheController) -> None:
-        """The controller whose keeper this is."""
-        self._controller = controller
+    def attach(self, writer: StorageWriter) -> None:
+        """Who writes to storage what reaches the host: the controller whose keeper this is."""
+        self._writer = writer
 
     # For the engine's scheduler.
 
@@ -449,10 +458,10 @@ class TieredCache:
                 self._copies().device.table.release(doubles)
 
     def _back_up(self, last: Node, hashes: Sequence[str], pages: Pages) -> None:
-        if self._controller is None or self._controller.storage is None or not self._backup:
+        if self._writer is None or self._writer.storage is None or not self._backup:
             return
         try:
-            self._controller.write_storage(hashes, pages, tenant=last.extra_key, extra_key=last.extra_key)
+            self._writer.write_storage(hashes, pages, tenant=last.extra_key, extra_key=last.extra_key)
         except FeatureDisabled:
             pass  # it was closed: what is copied yet stays on the host
         except TooManyRequests as error:
