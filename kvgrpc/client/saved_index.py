@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from pathlib import Path
 
 from kvgrpc.events.following.saved import Cut, SavedCache, pack, unpack
@@ -16,6 +17,8 @@ class SavedIndex:
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
+        # A close does not wait for the thread of a save that it cancelled: both write the same new file.
+        self._one = threading.Lock()
 
     def read(self) -> dict[tuple[str, int], SavedCache]:
         """What was written last; nothing where there is no such file, or one that cannot be believed."""
@@ -31,10 +34,10 @@ class SavedIndex:
         """Takes the place of what was there in one step, or says in the log why not."""
         new = self._path.with_name(f"{self._path.name}.new")
         try:
-            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            with self._one, open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 file.writelines(pack(cut))
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(new, self._path)
+                os.replace(new, self._path)
         except OSError as error:
             _log.warning("the index is not saved to %s: %s", self._path, error)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvgrpc.client.saved_index import SavedIndex
 from kvgrpc.events.following.contents import CacheContents
 from kvgrpc.events.following.index import BlockIndex
 from kvgrpc.events.following.saved import Cut, SavedCache, pack, unpack
@@ -76,3 +81,24 @@ def test_a_file_with_one_wrong_byte_is_none(damage: int) -> None:
 def test_what_is_no_saved_index_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError):
         unpack(data)
+
+
+def test_saves_that_meet_come_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A close saves while the thread of an earlier save goes on."""
+    saved, cut = SavedIndex(str(tmp_path / "index")), cut_of([[BlockStored(block_hashes=[1, 2], block_size=16)]])[0]
+    second = threading.Thread(target=saved.write, args=(cut,))
+
+    def meet(file: int) -> None:
+        monkeypatch.undo()
+        second.start()
+        second.join(0.3)  # without a turn it is through by then
+
+    monkeypatch.setattr(os, "fsync", meet)
+    saved.write(cut)
+    second.join(60)
+    assert caplog.text == ""
+    assert list(saved.read()) == [("E", 0)]
+    assert [path.name for path in tmp_path.iterdir()] == ["index"]
+    assert (tmp_path / "index").stat().st_mode & 0o777 == 0o600
