@@ -102,7 +102,7 @@ SGLANG = Engine(
 VLLM = Engine(
     title="vLLM",
     package="vllm",
-    tried=("0.33.0",),
+    tried=("0.31.0", "0.33.0"),
     instead="use another kv_connector",
     needs={
         HAND_OFFS: {

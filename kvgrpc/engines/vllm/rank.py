@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvgrpc.engines.addresses import bracketed, engine_name, is_wildcard, loopback_for
+from kvgrpc.engines.addresses import bracketed, engine_name, loopback_for
 from kvgrpc.engines.identity import MODEL_NAME, dtype_name, identity
 from kvgrpc.engines.vllm.groups import Group, groups_of, specs_of
 from kvgrpc.engines.vllm_plugin import LISTEN
@@ -67,13 +67,6 @@ class Place:
     def name(self) -> str:
         """Of the engine: as requests name prefill, which must be found; decode is looked for by people only."""
         return engine_name(self.bootstrap or f"{self.host}-decode")
-
-    @property
-    def seen_bootstrap(self) -> str:
-        """``bootstrap`` as other machines dial it: what the rank advertises, where it listens on a wildcard."""
-        advertised = str(self.configured.get("advertise", ""))
-        host = (split(advertised)[0] if ":" in advertised else advertised) if is_wildcard(self.host) else ""
-        return f"{bracketed(host)}:{split(self.bootstrap)[1]}" if host else self.bootstrap
 
     def _events(self) -> dict[str, Any]:
         if not self.events_listen:

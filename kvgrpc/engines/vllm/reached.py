@@ -12,6 +12,6 @@ def reached(config: Any, environment: Mapping[str, str]) -> dict[str, str]:
     from kvgrpc.model import Role
 
     return {
-        "remote_bootstrap_addr": f"http://{Place(config, 0, environment, Role.PREFILL).seen_bootstrap}",
+        "remote_bootstrap_addr": f"http://{Place(config, 0, environment, Role.PREFILL).bootstrap}",
         "remote_engine_id": str(config.kv_transfer_config.engine_id),
     }
