@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kvgrpc.errors import IdentityMismatch, InvalidRequest
 from kvgrpc.model import RankRef, Role
+from kvgrpc.net import caller_address, is_unix, split
 from kvgrpc.rpc.security import CallerRole, Token
 
 MAX_CLOCK_SKEW_SECONDS = 600.0
@@ -63,11 +64,19 @@ class Caller:
 
 
 CALLER: ContextVar[Caller] = ContextVar("kvgrpc-caller")
+# ``ServicerContext.peer()`` of the call that runs now.
+PEER: ContextVar[str] = ContextVar("kvgrpc-peer")
 
 
 def caller() -> Caller:
     """Of the call that runs now; outside of one, somebody with every right."""
     return CALLER.get(_NOBODY)
+
+
+def origin() -> tuple[str, str]:
+    """The host and the connection that the call came by that runs now; both empty outside of one."""
+    address = caller_address(PEER.get(""))
+    return (address if is_unix(address) or not address else split(address)[0]), address
 
 
 def check_speaker(ref: RankRef, role: Role | None, field: str) -> None:

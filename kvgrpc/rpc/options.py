@@ -25,7 +25,7 @@ RANK_SHORTEST_PING_MILLISECONDS = 100
 
 # Parsing a request holds the event loop. Of the unary methods only these may take all that the server takes; names of
 # services that are not here have a bound of their own at the server.
-_SMALL_BYTES = 64 * 1024
+SMALL_BYTES = 64 * 1024
 _SMALL_SERVICES = (
     "RegistryService",
     "TransferService",
@@ -86,6 +86,9 @@ SERVER_OPTIONS: Options = (
     # What a stranger may hold at once on one connection, before anybody asked who it is. How long a call may take to
     # send its headers and its body the library cannot bound (docs/security.md): a front can.
     ("grpc.max_concurrent_streams", MAX_CALLS_OF_A_CONNECTION),
+    # What a call may send before anybody reads it stays 64 KiB: by default it grows with the connection to MiBs, for
+    # each of its calls. A request that is read has the window that it needs, and sessions send little.
+    ("grpc.http2.bdp_probe", 0),
     # Not max_connection_age: that cuts honest streams.
     ("grpc.max_connection_idle_ms", IDLE_MILLISECONDS),
 )
@@ -94,9 +97,9 @@ SERVER_OPTIONS: Options = (
 def largest_request(path: str) -> int:
     """Bytes of one request of a method, "/package.Service/Method"."""
     if path.startswith("/grpc."):
-        return _SMALL_BYTES
+        return SMALL_BYTES
     service = path.rpartition("/")[0].removeprefix("/kvgrpc.v1.")
-    return _LARGE_METHODS.get(path, _SMALL_BYTES if service in _SMALL_SERVICES else MAX_MESSAGE_BYTES)
+    return _LARGE_METHODS.get(path, SMALL_BYTES if service in _SMALL_SERVICES else MAX_MESSAGE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,66 +1,149 @@
-"""A bounded number of places that many callers take from: of all of them, and of one."""
+"""A bounded number of places that many callers take from, with the share of one caller, host and connection."""
 
 from __future__ import annotations
 
-from collections import Counter
+import asyncio
+from collections import Counter, deque
+from dataclasses import dataclass
 
 from kvgrpc.errors import TooManyRequests
-from kvgrpc.rpc.callers import caller
+from kvgrpc.rpc.callers import caller, origin
 
 # When whoever is refused a place may ask again: most are taken for less, and asking costs both sides a call.
 RETRY_SECONDS = 1.0
+# A host or a connection may have so many in any case: who has a share of nine should not get one.
+AT_LEAST = 16
+
+Account = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Places that somebody has: of which accounts, from the caller's name down."""
+
+    accounts: tuple[Account, ...]
+    places: int
 
 
 class Shares:
     """Who has how many places. Lives on one event loop.
 
     ``limit``: places there are; ``scope`` says of what, in a refusal, and ``setting`` which setting is the limit, where
-    one is.
+    one is. ``connections``: whether connections have accounts too; not for what outlives them. ``of_one``: the caller
+    whose places they all are; then its hosts and connections share them.
 
     One caller (``Caller.name``) may have as many as it leaves to others: half of the limit where it is alone, half of
     what is left where others are. A thousand ranks that share a token, or come through one proxy, are one caller: a
-    fixed share that is enough for them would let two or three take all, and this takes a dozen.
+    fixed share that is enough for them would let two or three take all, and this takes a dozen. By the same rule each
+    host leaves places to the others of its caller, and each connection to the others of its host: one process that
+    asks for all there is does not lock out those who share its token.
     """
 
-    def __init__(self, limit: int, scope: str, setting: str = "") -> None:
+    def __init__(
+        self, limit: int, scope: str, setting: str = "", *, connections: bool = True, of_one: str = ""
+    ) -> None:
         self._limit = limit
+        self._of_one = of_one
         self._scope = scope
         self._setting = f"; its {setting} is the bound" if setting else ""
-        self._of_callers: Counter[str] = Counter()
+        self._depth = 3 if connections else 2
+        self._of_callers: Counter[Account] = Counter()
+        self._waiting: dict[Account, deque[tuple[asyncio.Future[Taken], Taken]]] = {}
         self.count = 0
 
-    def take(self, places: int = 1) -> str:
-        """For the caller of the call that runs now; returns its name, for ``give_back``.
+    def of_caller(self, name: str) -> int:
+        return self._of_callers[(name,)]
+
+    def take(self, places: int = 1) -> Taken:
+        """For the caller of the call that runs now; returns what to give back.
 
         Raises TooManyRequests past the limit or the caller's share of it.
         """
-        name = caller().name
-        free, own = self._limit - self.count, self._of_callers[name]
-        if places > free:
-            raise self._too_many(
-                f"{self.count} {self._scope} are there already, {self._limit} are the most",
-                self._limit,
-                self.count + places,
-                self._scope,
-            )
-        if own + places > free:
-            raise self._too_many(
-                f"{own} {self._scope} are there already of one caller ({name}), which may have as many as it leaves "
-                f"to others: {free} are free",
-                free,
-                own + places,
-                f"{self._scope} of one caller",
-            )
-        self.count += places
-        self._of_callers[name] += places
-        return name
+        wanted = Taken(accounts_of_this_call()[: self._depth], places)
+        refusal = self._refusal(wanted)
+        if refusal is not None:
+            raise refusal
+        self._add(wanted)
+        return wanted
 
-    def give_back(self, name: str, places: int = 1) -> None:
+    async def take_in_turn(self, places: int) -> Taken:
+        """The same, but waits for its turn: connections that wait get one place after the other."""
+        wanted = Taken(accounts_of_this_call()[: self._depth], places)
+        if self._refusal(wanted) is None:
+            self._add(wanted)
+            return wanted
+        future: asyncio.Future[Taken] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(wanted.accounts[-1], deque()).append((future, wanted))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                self.give_back(wanted)  # it was given in the same turn
+            raise
+
+    def give_back(self, taken: Taken, places: int | None = None) -> None:
+        """All of it, or ``places`` of it."""
+        places = taken.places if places is None else places
         self.count -= places
-        self._of_callers[name] -= places
-        if not self._of_callers[name]:
-            del self._of_callers[name]
+        for account in taken.accounts:
+            self._of_callers[account] -= places
+            if not self._of_callers[account]:
+                del self._of_callers[account]
+        if self._waiting:
+            self._give_to_those_who_wait()
+
+    def _add(self, wanted: Taken) -> None:
+        self.count += wanted.places
+        for account in wanted.accounts:
+            self._of_callers[account] += wanted.places
+
+    def _give_to_those_who_wait(self) -> None:
+        for account in list(self._waiting):
+            queue = self._waiting.pop(account)
+            while queue and queue[0][0].done():
+                queue.popleft()  # its call is over
+            if queue and self._refusal(queue[0][1]) is None:
+                future, wanted = queue.popleft()
+                self._add(wanted)
+                future.set_result(wanted)
+            if queue:
+                self._waiting[account] = queue  # behind the others
+
+    def _refusal(self, wanted: Taken) -> TooManyRequests | None:
+        free, places = self._limit - self.count, wanted.places
+        if places > free:
+            whose = f" ({self._of_one})" if self._of_one else ""
+            text = f"{self.count} {self._scope} are there already{whose}, {self._limit} are the most"
+            return self._too_many(text, self._limit, self.count + places, self._scope)
+        share = free
+        for depth, account in enumerate(wanted.accounts):
+            own = self._of_callers[account]
+            if depth or not self._of_one:
+                if own + places > max(share, AT_LEAST if depth else 0):
+                    return self._past_its_share(account, own, places, share)
+                # What it could still take: each of these would be one less to take.
+                share = max((share - own) // 2, 0)
+        return None
+
+    def _past_its_share(self, account: Account, own: int, places: int, share: int) -> TooManyRequests:
+        who = "caller" if len(account) == 1 else "connection" if account[-1] == origin()[1] else "host"
+        text = (
+            f"{own} {self._scope} are there already of one {who} ({', '.join(account)}), which may have as many as it "
+            f"leaves to others: {share} are free"
+        )
+        return self._too_many(text, share, own + places, f"{self._scope} of one {who}")
 
     def _too_many(self, text: str, limit: int, value: int, scope: str) -> TooManyRequests:
         metadata = {"limit": limit, "value": value, "scope": scope}
         return TooManyRequests(text + self._setting, metadata=metadata, retry_after=RETRY_SECONDS)
+
+
+def accounts_of_this_call() -> tuple[Account, ...]:
+    """Of whoever makes it: the caller, its host where that is not its name, and its connection."""
+    name, (host, connection) = caller().name, origin()
+    accounts: list[Account] = [(name,)]
+    if host and host != name:
+        accounts.append((name, host))
+    if connection not in ("", host):  # of Unix sockets the library tells none apart
+        accounts.append((name, connection))
+    return tuple(accounts)

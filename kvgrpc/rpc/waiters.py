@@ -37,14 +37,14 @@ class Waiters(Generic[Key]):
         """
         if self._draining:
             raise self._refusal()
-        name = self._shares.take(len(keys))
+        taken = self._shares.take(len(keys))
         woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         for key in keys:
             self._waiting.setdefault(key, set()).add(woken)
         try:
             await asyncio.wait([woken], timeout=timeout)
         finally:
-            self._shares.give_back(name, len(keys))
+            self._shares.give_back(taken)
             for key in keys:
                 self._forget(key, woken)
         if woken.done():

@@ -15,6 +15,7 @@ from kvgrpc.net import caller_address
 from kvgrpc.paging import numbers_token, page_size, page_token, read_numbers_token, read_page_token
 from kvgrpc.rpc.callers import caller
 from kvgrpc.rpc.security import CallerRole
+from kvgrpc.rpc.turns import in_pieces
 from kvgrpc.rpc.waiting import longest_wait
 from kvgrpc.transfer import wire
 from kvgrpc.transfer.layout import engines
@@ -120,8 +121,9 @@ class TransferServicer(TransferServiceServicer):
         return pb.CancelRoomResponse(room=_room_to_pb(self._manager.room(row.key) or row))
 
     async def GetTopology(self, request: pb.GetTopologyRequest, context: object) -> pb.GetTopologyResponse:
-        owed = engines.topology(wire.engine_from_pb(request.prefill), wire.engine_from_pb(request.decode))
-        return pb.GetTopologyResponse(parts=map(wire.owed_to_pb, owed))
+        lines = engines.each_line(wire.engine_from_pb(request.prefill), wire.engine_from_pb(request.decode))
+        owed = engines.in_order(await in_pieces(lines))
+        return pb.GetTopologyResponse(parts=await in_pieces(map(wire.owed_to_pb, owed)))
 
     async def GetRank(self, request: pb.GetRankRequest, context: object) -> pb.GetRankResponse:
         manager = self._manager

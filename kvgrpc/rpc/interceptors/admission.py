@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from kvgrpc.errors import ServerDraining, TooManyRequests
+from kvgrpc.errors import ServerDraining
 from kvgrpc.rpc.callers import caller
 from kvgrpc.rpc.interceptors.call import Behaviour, Context, Method
-from kvgrpc.rpc.shares import RETRY_SECONDS, Shares
+from kvgrpc.rpc.options import LARGEST_REQUEST_BYTES, SMALL_BYTES
+from kvgrpc.rpc.shares import Shares
 
 # A server that is full can still be looked at, and drained. Watching health is a stream like others.
 _NOT_COUNTED = ("/kvgrpc.v1.ServerService/", "/grpc.health.v1.Health/Check")
+
+# Of requests above 64 KiB that are read or worked on: two of 4 MiB of one connection, eleven of one caller.
+MOST_BODY_BYTES = 96 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +67,10 @@ class Admission:
 
     def __init__(self, limits: CallLimits | None = None) -> None:
         self._limits = limits or CallLimits()
-        self._of_callers: Counter[tuple[str, str]] = Counter()
+        self._of_callers: dict[tuple[str, str], Shares] = {}
         self._calls = Shares(self._limits.unary, "calls", "call_limits.unary (KVGRPC_CALL_LIMITS)")
         self._shares = Shares(self._limits.streams, "streams", "call_limits.streams (KVGRPC_CALL_LIMITS)")
+        self._bodies = Shares(MOST_BODY_BYTES, "bytes of requests")
         self._streams: set[asyncio.Task[Any]] = set()
         self._ending = False
         self._refusing = False
@@ -80,6 +86,28 @@ class Admission:
         self._refusing = True
         self.end_streams()
 
+    @asynccontextmanager
+    async def body(self, largest: int) -> AsyncIterator[Callable[[int], None]]:
+        """Room for a request of a method that takes ``largest`` bytes, before any of them are read, until its call is
+        over; waits for its turn. Call what it gives with the bytes that were read: the rest is others' from then on."""
+        if largest <= SMALL_BYTES:
+            yield lambda read: None
+            return
+        # More than most servers take: what would be more of a connection's share never got in.
+        left = min(largest, LARGEST_REQUEST_BYTES)
+        taken = await self._bodies.take_in_turn(left)
+
+        def shrink(read: int) -> None:
+            nonlocal left
+            if read < left:
+                self._bodies.give_back(taken, left - read)
+                left = read
+
+        try:
+            yield shrink
+        finally:
+            self._bodies.give_back(taken, left)
+
     def layer(self, method: Method, inner: Behaviour) -> Behaviour:
         """Counts the call, or raises TooManyRequests with the time after which to try again."""
         if method.path.startswith(_NOT_COUNTED):
@@ -91,21 +119,21 @@ class Admission:
         bound = self._limits.per_caller(method.path)
         if bound is None:
             return inner
-        limit, what, setting = bound
-        counts = self._of_callers
+        limit, what, name = bound
+        setting = f"call_limits.{name} (KVGRPC_CALL_LIMITS)"
 
         async def call(request: Any, context: Context) -> Any:
-            name = caller().name
-            key = what, name
-            if counts[key] >= limit:
-                raise _too_many(limit, f"{what} of one caller", setting, name)
-            counts[key] += 1
+            key = what, caller().name
+            shares = self._of_callers.get(key)
+            if shares is None:
+                shares = self._of_callers[key] = Shares(limit, f"{what} of one caller", setting, of_one=key[1])
+            taken = shares.take()
             try:
                 return await inner(request, context)
             finally:
-                counts[key] -= 1
-                if not counts[key]:
-                    del counts[key]
+                shares.give_back(taken)
+                if not shares.count:
+                    self._of_callers.pop(key, None)
 
         return call
 
@@ -113,11 +141,11 @@ class Admission:
         async def call(request: Any, context: Context) -> Any:
             if self._refusing:
                 raise _draining()
-            name = self._calls.take()
+            taken = self._calls.take()
             try:
                 return await inner(request, context)
             finally:
-                self._calls.give_back(name)
+                self._calls.give_back(taken)
 
         return call
 
@@ -127,7 +155,7 @@ class Admission:
                 raise _draining()
             task = asyncio.current_task()
             assert task is not None
-            name = self._shares.take()
+            taken = self._shares.take()
             self._streams.add(task)
             try:
                 await _send_headers(context)
@@ -138,7 +166,7 @@ class Admission:
                 raise
             finally:
                 self._streams.discard(task)
-                self._shares.give_back(name)
+                self._shares.give_back(taken)
 
         return call
 
@@ -161,12 +189,3 @@ async def _send_headers(context: Context) -> None:
 
 def _draining() -> ServerDraining:
     return ServerDraining("the server stops; go on elsewhere, or here when it is back")
-
-
-def _too_many(limit: int, scope: str, setting: str, who: str) -> TooManyRequests:
-    """A caller may be all ranks that share a token or come through one host: whoever is refused learns the setting."""
-    return TooManyRequests(
-        f"{limit} {scope} are open at this server ({who}); its call_limits.{setting} (KVGRPC_CALL_LIMITS) is the bound",
-        metadata={"limit": limit, "value": limit + 1, "scope": scope},
-        retry_after=RETRY_SECONDS,
-    )

@@ -5,15 +5,16 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
 from typing import Any, TypeAlias, cast
 
 import grpc
 
-from kvgrpc.errors import FrameTooLarge
+from kvgrpc.errors import FrameTooLarge, InvalidRequest
 from kvgrpc.observability.logging import RateLimited
 from kvgrpc.rpc.audience import Audiences
+from kvgrpc.rpc.callers import PEER
 from kvgrpc.rpc.interceptors.admission import Admission
 from kvgrpc.rpc.interceptors.auth import auth
 from kvgrpc.rpc.interceptors.call import Behaviour, Context, Layer, Method
@@ -22,8 +23,10 @@ from kvgrpc.rpc.interceptors.errors import errors
 from kvgrpc.rpc.interceptors.telemetry import telemetry
 from kvgrpc.rpc.options import largest_request
 from kvgrpc.rpc.security import ServerSecurity
+from kvgrpc.rpc.turns import LARGE_BYTES, Turns
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Room = Callable[[int], AbstractAsyncContextManager[Callable[[int], None]]]
 
 _log = logging.getLogger(__name__)
 
@@ -41,12 +44,13 @@ def interceptors_of(
     """
     admission, refused = admission or Admission(), refused or RateLimited(_log)
     authentication = auth(security, refused, audiences or Audiences(security.audience))
-    return [_Interceptor((telemetry, errors, authentication, admission.layer, deadline))]
+    return [_Interceptor((telemetry, errors, authentication, admission.layer, deadline), admission.body)]
 
 
 class _Interceptor(grpc.aio.ServerInterceptor):
-    def __init__(self, layers: Sequence[Layer]) -> None:
+    def __init__(self, layers: Sequence[Layer], body: Room) -> None:
         self._layers = layers
+        self._body = body
         # Methods that exist, so bounded: what has no handler is not kept.
         self._wrapped: dict[str, tuple[Handler, Handler]] = {}
 
@@ -69,10 +73,11 @@ class _Interceptor(grpc.aio.ServerInterceptor):
         behaviour, make = _ARITIES[bool(handler.request_streaming), bool(handler.response_streaming)](handler)
         inner = _as_coroutine(behaviour, path)
         deserializer = handler.request_deserializer
-        if not handler.request_streaming and deserializer is not None:
-            # Decoded inside the layers: the library answers what it cannot decode with a status that is not ours and a
-            # stack trace in the log for each.
-            inner, deserializer = partial(_decoded, inner, deserializer, largest_request(path)), None
+        if not handler.request_streaming:
+            # Served as if requests were a stream, so that the layers come before the request is read: whoever may not
+            # call, or has its share already, sends no body. And decoded here: the library answers what it cannot decode
+            # with a status that is not ours and a stack trace in the log for each.
+            inner, deserializer = partial(_read, inner, deserializer or bytes, largest_request(path), self._body), None
         made: Handler = make(self._layered(inner, Method(path, streams)), deserializer, handler.response_serializer)
         return made
 
@@ -82,14 +87,15 @@ class _Interceptor(grpc.aio.ServerInterceptor):
 
         # The library looks for a coroutine function, and partial objects and the like do not always count as one.
         async def call(request: Any, context: Context) -> Any:
+            PEER.set(context.peer())
             return await behaviour(request, context)
 
         return call
 
 
 _ARITIES: dict[tuple[bool, bool], Callable[[Any], tuple[Any, Callable[..., Any]]]] = {
-    (False, False): lambda handler: (handler.unary_unary, grpc.unary_unary_rpc_method_handler),
-    (False, True): lambda handler: (handler.unary_stream, grpc.unary_stream_rpc_method_handler),
+    (False, False): lambda handler: (handler.unary_unary, grpc.stream_unary_rpc_method_handler),
+    (False, True): lambda handler: (handler.unary_stream, grpc.stream_stream_rpc_method_handler),
     (True, False): lambda handler: (handler.stream_unary, grpc.stream_unary_rpc_method_handler),
     (True, True): lambda handler: (handler.stream_stream, grpc.stream_stream_rpc_method_handler),
 }
@@ -110,10 +116,25 @@ async def _written(behaviour: Any, request: Any, context: Context) -> None:
             await context.write(response)
 
 
-async def _decoded(
-    behaviour: Behaviour, deserializer: Callable[[bytes], Any], limit: int, request: bytes, context: Context
+async def _read(
+    behaviour: Behaviour,
+    deserializer: Callable[[bytes], Any],
+    limit: int,
+    room: Room,
+    requests: Any,
+    context: Context,
 ) -> Any:
-    if len(request) > limit:
-        text = f"a request of {len(request)} bytes, at most {limit} are allowed"
-        raise FrameTooLarge(text, metadata={"limit": limit, "value": len(request)})
-    return await behaviour(deserializer(request), context)
+    """The one request of a call, and what is made of it. Raises InvalidRequest where there is none, FrameTooLarge."""
+    async with room(limit) as shrink:
+        request: Any = await context.read()
+        if request is grpc.aio.EOF:
+            raise InvalidRequest.of("request", "absent", "one message")
+        if len(request) > limit:
+            text = f"a request of {len(request)} bytes, at most {limit} are allowed"
+            raise FrameTooLarge(text, metadata={"limit": limit, "value": len(request)})
+        shrink(len(request))
+        if len(request) > LARGE_BYTES:
+            await Turns.of_this_loop().take()
+        decoded = deserializer(request)
+        del request
+        return await behaviour(decoded, context)

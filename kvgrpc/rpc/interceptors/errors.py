@@ -25,8 +25,11 @@ def errors(method: Method, inner: Behaviour) -> Behaviour:
         try:
             return await inner(request, context)
         except KvGrpcError as error:
-            await _refuse(context, error)
-        except DecodeError:
+            # Its frames have the request, and an abort while it is handled makes a cycle of it: MiB would stay until
+            # the collector of cycles finds them.
+            await _refuse(context, error.with_traceback(None))
+        except DecodeError as error:
+            error.__traceback__ = None
             await _refuse(context, InvalidRequest.of("request", "undecodable", "a message of this method's type"))
         except grpc.aio.InternalError as error:
             await _refuse_if_alive(method, context, error)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from kvgrpc.errors import InvalidRequest
 from kvgrpc.model import Attention, Layout, ModelIdentity, Pool, PoolKind, RankId, Region
@@ -11,7 +12,11 @@ from kvgrpc.transfer.layout.heads import runs, shared_layers
 from kvgrpc.transfer.layout.topology import Coordinates, Part, Shape, heads_of, mismatch, owed_part, prefill_ranks
 
 MOST_LINES = 8_192
-MOST_REGIONS = 65_536
+# Of an engine: of one pool's regions a rank has as many at most, and a page of more tokens nobody has.
+MOST_LAYERS = 4_096
+MOST_PAGE_TOKENS = 4_096
+# Lines times what each looks at, its layers and the tokens of a page: a second of computing.
+MOST_WORK = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,28 +66,51 @@ def topology(prefill: Engine, decode: Engine) -> list[Owed]:
 
     Raises ParallelLayoutMismatch, and InvalidRequest for engines with too many ranks.
     """
-    lines_expected = decode.layout.ranks // decode.layout.dp * prefill.layout.cp
-    lines_expected *= max(prefill.layout.tp // decode.layout.tp, 1) * max(prefill.layout.pp // decode.layout.pp, 1)
-    if lines_expected > MOST_LINES:
-        raise InvalidRequest.of("layout", lines_expected, f"small enough for {MOST_LINES} lines")
-    if decode.layers * decode.page_tokens > MOST_REGIONS:
-        rule = f"layers x page_tokens of at most {MOST_REGIONS}"
-        raise InvalidRequest.of("layers", decode.layers * decode.page_tokens, rule)
+    return in_order(each_line(prefill, decode))
+
+
+def in_order(lines: Iterable[Owed]) -> list[Owed]:
+    return sorted(lines, key=lambda line: (line.prefill, line.decode))
+
+
+def each_line(prefill: Engine, decode: Engine) -> Iterator[Owed]:
+    """The same, line by line as they are computed, some milliseconds each at most; raises at the first."""
+    _check_work(prefill, decode)
     for field, one, other in (("heads", prefill.heads, decode.heads), ("layers", prefill.layers, decode.layers)):
         if one != other:
             raise mismatch({field: (one, other)})
     stages = max(prefill.layout.pp, decode.layout.pp)
     if stages > decode.layers:
         raise InvalidRequest.of("layers", decode.layers, f"at least one for each of {stages} stages")
-    lines = []
     for pp, cp, tp in itertools.product(*map(range, (decode.layout.pp, decode.layout.cp, decode.layout.tp))):
         target = decode.shape((0, pp, cp, tp))
         for coordinates in prefill_ranks(target.rank, decode.layout, prefill.layout, 0):
             source = prefill.shape(coordinates)
             part = owed_part(source, target)
-            descriptors = 0 if part.empty else len(runs(*shared_layers(source.pools[0], target.pools[0]))[0])
-            lines.append(Owed(coordinates, (0, pp, cp, tp), part, descriptors))
-    return sorted(lines, key=lambda line: (line.prefill, line.decode))
+            yield Owed(coordinates, (0, pp, cp, tp), part, 0 if part.empty else _descriptors(source, target))
+
+
+def _check_work(prefill: Engine, decode: Engine) -> None:
+    lines = decode.layout.ranks // decode.layout.dp * prefill.layout.cp
+    lines *= max(prefill.layout.tp // decode.layout.tp, 1) * max(prefill.layout.pp // decode.layout.pp, 1)
+    if lines > MOST_LINES:
+        raise InvalidRequest.of("layout", lines, f"small enough for {MOST_LINES} lines")
+    for engine in (prefill, decode):
+        if engine.layers > MOST_LAYERS:
+            raise InvalidRequest.of("layers", engine.layers, f"at most {MOST_LAYERS}")
+        if engine.page_tokens > MOST_PAGE_TOKENS:
+            raise InvalidRequest.of("page_tokens", engine.page_tokens, f"at most {MOST_PAGE_TOKENS}")
+        work = lines * (-(-engine.layers // engine.layout.pp) + engine.page_tokens)
+        if work > MOST_WORK:
+            rule = f"lines ({lines}) x (layers of a stage + page_tokens) of at most {MOST_WORK}"
+            raise InvalidRequest.of("layout", work, rule)
+
+
+def _descriptors(source: Shape, target: Shape) -> int:
+    """Of one page: all layers of a made-up pool are alike, so one of them is looked at."""
+    ours, theirs = shared_layers(source.pools[0], target.pools[0])
+    one, other = (replace(pool, regions=pool.regions[:1]) for pool in (ours, theirs))
+    return len(runs(one, other)[0]) * len(ours.regions)
 
 
 def layers_of(layers: int, pp_size: int, pp: int) -> tuple[int, int]:

@@ -7,15 +7,17 @@ import socket
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable
 from types import TracebackType
 
 from kvgrpc.net import split
+from tests.support.waiting import wait_until
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 4, 6, 7, 8
 END_STREAM, ACK, END_HEADERS = 1, 1, 4
-MAX_CONCURRENT_STREAMS = 3
+MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE = 3, 4
 
 
 class Connection:
@@ -30,6 +32,7 @@ class Connection:
         self._answer_pings = answer_pings
         self._lock = threading.Lock()
         self._next = 1
+        self._sent: Counter[int] = Counter()
         self.send(PREFACE + frame(SETTINGS, 0, 0, b""))
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -54,12 +57,23 @@ class Connection:
         return stream
 
     def message(self, stream: int, payload: bytes, *, compressed: bool = False, end: bool = True) -> None:
-        """A whole message, in frames of 16 KiB; flow control is not looked at."""
+        """A whole message, in frames of 16 KiB, as the server's windows allow."""
         raw = struct.pack(">BI", compressed, len(payload)) + payload
         pieces = [raw[start : start + 16_384] for start in range(0, len(raw), 16_384)]
         for number, piece in enumerate(pieces):
             last = end and number == len(pieces) - 1
+            wait_until(lambda piece=piece: self._room(stream) >= len(piece))  # type: ignore[misc]
+            for window in (0, stream):
+                self._sent[window] += len(piece)
             self.send(frame(DATA, END_STREAM if last else 0, stream, piece))
+
+    def _room(self, stream: int) -> int:
+        """Bytes that the server takes now, of this stream and of all."""
+        initial = {0: 65_535, stream: self.settings().get(INITIAL_WINDOW_SIZE, 65_535)}
+        return min(
+            initial[window] + sum(int.from_bytes(raw, "big") for raw in self.of(WINDOW_UPDATE, window)) - sent
+            for window, sent in ((0, self._sent[0]), (stream, self._sent[stream]))
+        )
 
     def of(self, kind: int, stream: int | None = None) -> list[bytes]:
         """Payloads of one kind."""

@@ -17,7 +17,7 @@ from kvgrpc.rpc.interceptors import interceptors_of
 from kvgrpc.rpc.options import LARGEST_REQUEST_BYTES, MAX_CALLS_OF_A_CONNECTION, SERVER_OPTIONS
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.rpc.server import add_methods, new_server
-from tests.contract.hostile.http2 import DATA, GOAWAY, HEADERS, MAX_CONCURRENT_STREAMS, WINDOW_UPDATE, Connection, frame
+from tests.contract.hostile.http2 import DATA, GOAWAY, HEADERS, MAX_CONCURRENT_STREAMS, Connection, frame
 from tests.support.rank_host import RankHost
 from tests.support.waiting import wait_until
 
@@ -30,7 +30,7 @@ UNIMPLEMENTED, RESOURCE_EXHAUSTED = b"12", b"8"
 @pytest.fixture
 def stranger(prefill: RankHost) -> Iterator[Connection]:
     with Connection(prefill.rank.address) as connection:
-        wait_until(lambda: connection.of(WINDOW_UPDATE, 0))  # 4 MiB, which no test here fills
+        wait_until(connection.settings)
         yield connection
 
 

@@ -49,6 +49,9 @@ class Context:
     def code(self) -> grpc.StatusCode | None:
         return self._code
 
+    async def read(self) -> str:
+        return "request"
+
     async def send_initial_metadata(self, metadata: Any) -> None: ...
 
     async def abort(self, code: grpc.StatusCode, text: str, metadata: Any) -> None:
@@ -115,7 +118,7 @@ async def test_who_may_not_call_takes_no_place_and_reaches_nothing() -> None:
     for headers, code in expected:
         context = Context(*headers)
         with pytest.raises(Aborted):
-            await made.unary_unary("request", context)
+            await made.stream_unary(None, context)
         assert context.code() is code
     assert reached == []
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from kvgrpc.errors import InvalidRequest, ParallelLayoutMismatch
 from kvgrpc.model import Attention, Layout, ModelIdentity, Pool, Region
-from kvgrpc.transfer.layout.engines import Engine, layers_of, topology
+from kvgrpc.transfer.layout.engines import MOST_LAYERS, MOST_PAGE_TOKENS, Engine, layers_of, topology
+from kvgrpc.transfer.layout.heads import runs, shared_layers
 from kvgrpc.transfer.layout.plan import geometry, joined
 from kvgrpc.transfer.layout.topology import (
     Coordinates,
@@ -190,12 +191,13 @@ def test_a_topology_has_a_bound_that_is_told_before_it_is_made(
 ) -> None:
     both = Engine(prefill, 8, 4), Engine(decode, 8, 4)
     monkeypatch.setattr("kvgrpc.transfer.layout.engines.MOST_LINES", lines)
-    monkeypatch.setattr("kvgrpc.transfer.layout.engines.MOST_REGIONS", 4 * 16)
+    work = lines * (max(-(-4 // layout.pp) for layout in (prefill, decode)) + 16)
+    monkeypatch.setattr("kvgrpc.transfer.layout.engines.MOST_WORK", work)
     assert len(topology(*both)) == lines
-    monkeypatch.setattr("kvgrpc.transfer.layout.engines.MOST_REGIONS", 4 * 16 - 1)
+    monkeypatch.setattr("kvgrpc.transfer.layout.engines.MOST_WORK", work - 1)
     with pytest.raises(InvalidRequest) as refused:
         topology(*both)
-    assert (refused.value.metadata["field"], refused.value.metadata["value"]) == ("layers", "64")
+    assert (refused.value.metadata["field"], refused.value.metadata["value"]) == ("layout", str(work))
     monkeypatch.setattr("kvgrpc.transfer.layout.engines.MOST_LINES", lines - 1)
     with pytest.raises(InvalidRequest) as refused:
         topology(*both)
@@ -289,3 +291,25 @@ class Memory:
                 where = (head, token) if self.head_first else (token, head)
                 at = (number, page, *where, place)
                 self.array[at] = value
+
+
+@pytest.mark.parametrize(
+    ("engine", "field"),
+    [
+        (Engine(Layout(), layers=MOST_LAYERS + 1), "layers"),
+        (Engine(Layout(), page_tokens=MOST_PAGE_TOKENS + 1), "page_tokens"),
+    ],
+)
+def test_layers_and_tokens_that_nobody_has_are_refused(engine: Engine, field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        topology(engine, engine)
+    assert refused.value.metadata["field"] == field
+
+
+@pytest.mark.parametrize(("one", "other"), [("token,head,dim", "token,head,dim"), ("head,token,dim", "head,token,dim")])
+def test_descriptors_are_those_of_all_layers(one: str, other: str) -> None:
+    """Of made-up pools all layers are alike: one is looked at, and stands for the others."""
+    prefill, decode = Engine(Layout(tp=2), 8, 6, one, 4), Engine(Layout(tp=4, pp=2), 8, 6, other, 4)
+    for line in topology(prefill, decode):
+        source, target = prefill.shape(line.prefill), decode.shape(line.decode)
+        assert line.descriptors == len(runs(*shared_layers(source.pools[0], target.pools[0]))[0])

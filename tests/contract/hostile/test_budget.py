@@ -1,0 +1,137 @@
+"""What one caller costs: its requests' bytes before they are read, its work on the loop, its waits."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from kvgrpc.errors import InvalidRequest, TooManyRequests
+from kvgrpc.rpc.interceptors import CallLimits
+from kvgrpc.rpc.options import LARGEST_REQUEST_BYTES
+from kvgrpc.rpc.security import ServerSecurity
+from kvgrpc.rpc.status import error_from
+from kvgrpc.v1 import common_pb2
+from kvgrpc.v1 import transfer_service_pb2 as pb
+from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
+from tests.contract.hostile.conftest import TIMING
+from tests.contract.hostile.http2 import HEADERS, Connection
+from tests.contract.hostile.loop_turns import turns_of_the_loop
+from tests.contract.hostile.test_floods import hand_over, resident
+from tests.contract.hostile.test_greedy_callers import Caller
+from tests.support.rank_host import RankHost
+from tests.support.secrets import bearer, proof, tokens_of
+from tests.support.waiting import wait_until
+
+LONGEST_TURN_SECONDS = 0.05
+REGISTER = "/kvgrpc.v1.RegistryService/Register"
+KEEP_ALIVE = "/kvgrpc.v1.RegistryService/KeepAlive"
+
+
+def shape(tp: int, pp: int = 1, cp: int = 1, *, heads: int, layers: int, page_tokens: int) -> pb.EngineShape:
+    layout = common_pb2.Layout(dp=1, pp=pp, cp=cp, tp=tp)
+    return pb.EngineShape(layout=layout, heads=heads, layers=layers, page_tokens=page_tokens)
+
+
+def topology(one: pb.EngineShape, other: pb.EngineShape) -> pb.GetTopologyRequest:
+    return pb.GetTopologyRequest(prefill=one, decode=other)
+
+
+class TestTopology:
+    @pytest.fixture
+    def stub(self, prefill: RankHost) -> Iterator[TransferServiceStub]:
+        with grpc.insecure_channel(prefill.rank.address) as channel:
+            yield TransferServiceStub(channel)
+
+    @pytest.mark.parametrize(
+        "request_",
+        [
+            topology(*(shape(tp, heads=8_192, layers=8, page_tokens=8_192) for tp in (1, 8_192))),
+            topology(*(shape(tp, heads=64, layers=2**31, page_tokens=512) for tp in (1, 64))),
+            topology(*[shape(256, heads=64, layers=4_096, page_tokens=64)] * 2),
+        ],
+        ids=["lines", "layers", "lines of layers"],
+    )
+    def test_one_that_would_take_minutes_is_refused_before_any_of_it(
+        self, stub: TransferServiceStub, request_: pb.GetTopologyRequest
+    ) -> None:
+        assert request_.ByteSize() < 64
+        with turns_of_the_loop() as turns, pytest.raises(grpc.RpcError) as refused:
+            stub.GetTopology(request_, timeout=20)
+        assert isinstance(error_from(refused.value), InvalidRequest)
+        assert turns.longest < LONGEST_TURN_SECONDS
+
+    def test_the_largest_are_computed_in_pieces_and_rooms_go_on_between(
+        self, stub: TransferServiceStub, prefill: RankHost, decode: RankHost
+    ) -> None:
+        # 4,096 lines of 64 layers and 64 tokens each.
+        largest = topology(
+            shape(64, cp=64, heads=64, layers=64, page_tokens=64), shape(64, heads=64, layers=64, page_tokens=64)
+        )
+        hand_over(prefill, decode)
+        with turns_of_the_loop() as turns:
+            calls = [stub.GetTopology.future(largest, timeout=100) for _ in range(4)]
+            rooms = 0
+            while not all(call.done() for call in calls):
+                hand_over(prefill, decode)
+                rooms += 1
+        assert {len(call.result().parts) for call in calls} == {4_096}
+        assert rooms > 4 and turns.longest < LONGEST_TURN_SECONDS
+
+
+def test_large_requests_of_one_caller_wait_outside_until_there_is_room_for_them(
+    prefill: RankHost, decode: RankHost
+) -> None:
+    """200 of 4 MiB at once: read as they came, they were 800 MB."""
+    size = LARGEST_REQUEST_BYTES - 1_024
+    hand_over(prefill, decode)
+    before = most = resident()
+    asked = [sys.executable, "-m", "tests.contract.hostile.asking", prefill.rank.address, REGISTER, "200", str(size)]
+    with subprocess.Popen(asked, stdout=subprocess.PIPE, text=True) as caller, turns_of_the_loop() as turns:
+        while caller.poll() is None:
+            hand_over(prefill, decode)
+            most = max(most, resident())
+        assert caller.stdout is not None
+        assert caller.stdout.read() == "{'INVALID_ARGUMENT': 200}\n"
+    assert most - before < 384 << 20
+    assert turns.longest < LONGEST_TURN_SECONDS
+
+
+@pytest.fixture(scope="module")
+def shared_token() -> Iterator[RankHost]:
+    """A rank whose registry is called by many that have one token, from one host."""
+    security = ServerSecurity(tokens=tokens_of("rank S:own\nrank *:shared\nconsumer c:reads"))
+    limits = CallLimits(keepalives_per_caller=64)
+    host = RankHost("S", "PREFILL", {"timing": TIMING, "registry": "embedded", "server_security": security,
+                                     "call_limits": limits, "client_security": proof("own")})  # fmt: skip
+    yield host
+    host.close(1.0)
+
+
+def test_one_connection_leaves_places_to_others_of_its_host_and_token(shared_token: RankHost) -> None:
+    with contextlib.ExitStack() as stack:
+        greedy, honest = (Caller(shared_token, "shared", "rank *") for _ in range(2))
+        stack.callback(greedy.close)
+        stack.callback(honest.close)
+        for _ in range(16):
+            greedy.hold(KEEP_ALIVE)
+        refused = greedy.refusal(KEEP_ALIVE)
+        assert isinstance(refused, TooManyRequests) and refused.retry_after
+        assert refused.metadata["scope"] == "KeepAlive of one caller of one connection"
+        honest.hold(KEEP_ALIVE)
+
+
+@pytest.mark.parametrize(("token", "status"), [("wrong", b"16"), ("reads", b"7")])
+def test_who_may_not_call_is_told_so_before_a_byte_of_its_request(
+    shared_token: RankHost, token: str, status: bytes
+) -> None:
+    with Connection(shared_token.rank.address) as connection:
+        stream = connection.begin(REGISTER, [(b"authorization", bearer(token, shared_token.rank.address).encode())])
+        began = time.monotonic()
+        wait_until(lambda: any(status in raw for raw in connection.of(HEADERS, stream)))
+        assert time.monotonic() - began < 10
