@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from kvgrpc.errors import TooManyRequests
 from kvgrpc.rpc.callers import caller, origin
@@ -48,7 +49,7 @@ class Shares:
         self._setting = f"; its {setting} is the bound" if setting else ""
         self._depth = 3 if connections else 2
         self._of_callers: Counter[Account] = Counter()
-        self._waiting: dict[Account, deque[tuple[asyncio.Future[Taken], Taken]]] = {}
+        self._waiting: dict[tuple[Account, ...], deque[tuple[asyncio.Future[Taken], Taken]]] = {}
         self.count = 0
 
     def of_caller(self, name: str) -> int:
@@ -66,6 +67,17 @@ class Shares:
         self._add(wanted)
         return wanted
 
+    def take_instead(self, gone: Sequence[Taken], places: int) -> Taken:
+        """The same, where one place of each of ``gone`` goes back at the same time; a refusal changes nothing."""
+        for taken in gone:
+            self.give_back(taken, 1)
+        try:
+            return self.take(places)
+        except TooManyRequests:
+            for taken in gone:
+                self._add(replace(taken, places=1))
+            raise
+
     async def take_in_turn(self, places: int) -> Taken:
         """The same, but waits for its turn: connections that wait get one place after the other."""
         wanted = Taken(accounts_of_this_call()[: self._depth], places)
@@ -73,7 +85,7 @@ class Shares:
             self._add(wanted)
             return wanted
         future: asyncio.Future[Taken] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(wanted.accounts[-1], deque()).append((future, wanted))
+        self._waiting.setdefault(wanted.accounts[-1:], deque()).append((future, wanted))
         try:
             return await future
         except asyncio.CancelledError:
@@ -111,6 +123,8 @@ class Shares:
 
     def _refusal(self, wanted: Taken) -> TooManyRequests | None:
         free, places = self._limit - self.count, wanted.places
+        if not places:
+            return None
         if places > free:
             whose = f" ({self._of_one})" if self._of_one else ""
             text = f"{self.count} {self._scope} are there already{whose}, {self._limit} are the most"
@@ -139,8 +153,11 @@ class Shares:
 
 
 def accounts_of_this_call() -> tuple[Account, ...]:
-    """Of whoever makes it: the caller, its host where that is not its name, and its connection."""
+    """Of whoever makes it: the caller, its host where that is not its name, and its connection; none outside of calls,
+    where nobody is held to a share."""
     name, (host, connection) = caller().name, origin()
+    if not name:
+        return ()
     accounts: list[Account] = [(name,)]
     if host and host != name:
         accounts.append((name, host))

@@ -26,7 +26,7 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[Account, deque[asyncio.Future[None]]] = {}
+        self._waiting: dict[tuple[Account, ...], deque[asyncio.Future[None]]] = {}
         self._busy = False
         self._began = 0.0
 
@@ -42,7 +42,7 @@ class Turns:
         """Returns when the caller of the call that runs now may do one piece, until it awaits again."""
         if self._busy:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.setdefault(accounts_of_this_call()[-1], deque()).append(turn)
+            self._waiting.setdefault(accounts_of_this_call()[-1:], deque()).append(turn)
             await turn
         else:
             self._begin()

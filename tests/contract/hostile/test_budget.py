@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -17,7 +18,9 @@ from kvgrpc.rpc.options import LARGEST_REQUEST_BYTES
 from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.rpc.status import error_from
 from kvgrpc.v1 import common_pb2
+from kvgrpc.v1 import registry_service_pb2 as registry_pb
 from kvgrpc.v1 import transfer_service_pb2 as pb
+from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
 from tests.contract.hostile.conftest import TIMING
 from tests.contract.hostile.http2 import HEADERS, Connection
@@ -105,7 +108,7 @@ def test_large_requests_of_one_caller_wait_outside_until_there_is_room_for_them(
 @pytest.fixture(scope="module")
 def shared_token() -> Iterator[RankHost]:
     """A rank whose registry is called by many that have one token, from one host."""
-    security = ServerSecurity(tokens=tokens_of("rank S:own\nrank *:shared\nconsumer c:reads"))
+    security = ServerSecurity(tokens=tokens_of("rank S:own\nrank *:shared\nrank honest-*:honest\nconsumer c:reads"))
     limits = CallLimits(keepalives_per_caller=64)
     host = RankHost("S", "PREFILL", {"timing": TIMING, "registry": "embedded", "server_security": security,
                                      "call_limits": limits, "client_security": proof("own")})  # fmt: skip
@@ -124,6 +127,34 @@ def test_one_connection_leaves_places_to_others_of_its_host_and_token(shared_tok
         assert isinstance(refused, TooManyRequests) and refused.retry_after
         assert refused.metadata["scope"] == "KeepAlive of one caller of one connection"
         honest.hold(KEEP_ALIVE)
+
+
+def test_rows_and_engines_of_one_caller_leave_as_many_to_others(
+    shared_token: RankHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = cast(Any, shared_token.rank)._registry.store.registry
+    monkeypatch.setattr(known._row_shares, "_limit", 64)
+    with grpc.insecure_channel(shared_token.rank.address) as channel:
+
+        def register(engine: str, token: str) -> None:
+            request = registry_pb.RegisterRequest()
+            request.rows.add(
+                rank=common_pb2.RankRef(rank=common_pb2.RankId(engine=engine), epoch=1),
+                role=common_pb2.ROLE_DECODE,
+                layout=common_pb2.Layout(dp=1, pp=1, cp=1, tp=1),
+                endpoints=registry_pb.Endpoints(grpc="127.0.0.1:9"),
+                data_plane="shm",
+            )
+            metadata = (("authorization", bearer(token, shared_token.rank.address)),)
+            RegistryServiceStub(channel).Register(request, timeout=20, metadata=metadata)
+
+        with pytest.raises(grpc.RpcError) as refused:
+            for number in range(40):
+                register(f"greedy-{number}", "shared")
+        error = error_from(refused.value)
+        assert isinstance(error, TooManyRequests) and error.retry_after
+        assert error.metadata["scope"].startswith("rows of one")
+        register("honest-1", "honest")
 
 
 @pytest.mark.parametrize(("token", "status"), [("wrong", b"16"), ("reads", b"7")])
