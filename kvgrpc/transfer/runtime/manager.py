@@ -45,6 +45,7 @@ from kvgrpc.transfer.protocol.types import (
 )
 from kvgrpc.transfer.runtime.boundary import EngineHandle
 from kvgrpc.transfer.runtime.guarded import GuardedPlane
+from kvgrpc.transfer.runtime.past_rooms import PastRooms
 from kvgrpc.transfer.runtime.stages import waiters_lock
 from kvgrpc.transfer.tables import RoomRow, SessionRow
 
@@ -191,7 +192,7 @@ class TransferManager(ABC, Generic[Record]):
         self._waking = False
         self._ticker: asyncio.Task[None] | None = None
         self._conditions: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
-        self._past: dict[RoomKey, tuple[RoomRow, float]] = {}
+        self._past = PastRooms(PAST_FAILURES)
         # What the handles of rooms call; None, which costs a room nothing, until an engine asked for ``fileno``.
         self.on_change: _Changes | None = None
         self._hand_offs = HandOffs(self.role, logger)
@@ -502,11 +503,7 @@ class TransferManager(ABC, Generic[Record]):
     def _observe(self, work: _Work[Record]) -> None:
         """Counts what ended, says what failed, and keeps the last failures: people may still ask why."""
         for record in work.failed:
-            row = self._row(record)
-            self._past.pop(row.key, None)
-            self._past[row.key] = row, self._loop.time()
-        while len(self._past) > PAST_FAILURES:
-            del self._past[next(iter(self._past))]
+            self._past.keep(self._row(record), self._loop.time())
         now = time.monotonic() if work.ended else 0.0
         for room in work.ended:
             handle = room.handle
