@@ -47,6 +47,7 @@ test-nixl:  ## The suites of storage backends with the real NIXL, in an environm
 clients:  ## Clients in other languages: generated code, build, golden batches (each where its tools are).
 	@.ci/go
 	@.ci/typescript
+	@.ci/rust
 
 soak:  ## Thousands of hand-offs while ranks are killed, rooms cancelled, writes fail (SOAK=full: 20,000 in ten minutes).
 	@.ci/setup main
@@ -83,6 +84,7 @@ gen:  ## Generated code of all languages, and docs/errors.md, from protos/.
 	@.ci/generate .
 	@.ci/typescript gen
 	@.ci/go gen
+	@.ci/rust gen
 
 lint:  ## Style, types, which module may import which, protos, drift of generated files, broken promises.
 	@.ci/setup main

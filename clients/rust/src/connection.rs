@@ -1,0 +1,96 @@
+//! A channel to one kvgrpc process.
+
+use std::time::Duration;
+
+use tonic::service::interceptor::InterceptedService;
+use tonic::transport::{Channel, Endpoint};
+
+use crate::refusal::Refusal;
+use crate::token::{target_of, Authorize, SHORTEST_SECRET};
+
+/// A channel on which every call carries a token; the generated clients take it.
+pub type AuthorizedChannel = InterceptedService<Channel, Authorize>;
+
+/// How a process is dialled.
+#[derive(Clone, Default)]
+pub struct Options {
+    /// What tokens are made with; None: calls carry none.
+    pub secret: Option<String>,
+    /// What tokens name, where the address leads there by a tunnel; None: the address.
+    pub audience: Option<String>,
+    /// Tokens may go to another host in plaintext.
+    pub insecure: bool,
+    /// TLS; None: plaintext.
+    #[cfg(feature = "tls")]
+    pub tls: Option<tonic::transport::ClientTlsConfig>,
+}
+
+/// Why there is no channel, or no answer.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The address is none.
+    #[error("address {0:?}: \"host:port\" or \"unix:/path\" is needed")]
+    Address(String),
+    /// The secret can be guessed from the tokens that it makes.
+    #[error("the secret has {0} characters: at least 16 are needed (openssl rand -hex 32)")]
+    ShortSecret(usize),
+    /// A token would be readable on its way.
+    #[error("a token for {0} would travel in plaintext: use TLS, or set insecure in a network that you trust")]
+    Plaintext(String),
+    /// Nobody listens, or TLS fails.
+    #[error("{0} does not answer: {1}")]
+    Unreachable(String, tonic::transport::Error),
+    /// The server refused a call.
+    #[error(transparent)]
+    Refused(#[from] Refusal),
+}
+
+/// Opens a channel to "host:port" or "unix:/path", and waits until it stands.
+pub async fn connect(address: &str, options: Options) -> Result<AuthorizedChannel, Error> {
+    let target = target_of(address).ok_or_else(|| Error::Address(address.to_owned()))?;
+    if let Some(secret) = &options.secret {
+        if secret.chars().count() < SHORTEST_SECRET {
+            return Err(Error::ShortSecret(secret.chars().count()));
+        }
+        if !options.insecure && !is_encrypted(&options) && !is_local(&target) {
+            return Err(Error::Plaintext(target));
+        }
+    }
+    let unreachable = |error| Error::Unreachable(target.clone(), error);
+    let channel = endpoint(&target, &options).map_err(unreachable)?.connect().await.map_err(unreachable)?;
+    let named = options.audience.clone().unwrap_or_else(|| target.clone());
+    Ok(InterceptedService::new(channel, Authorize::new(options.secret, named)))
+}
+
+fn endpoint(target: &str, options: &Options) -> Result<Endpoint, tonic::transport::Error> {
+    let uri = match target.strip_prefix("unix:") {
+        Some(path) => format!("unix://{path}"),
+        None if is_encrypted(options) => format!("https://{target}"),
+        None => format!("http://{target}"),
+    };
+    let endpoint = Endpoint::from_shared(uri)?
+        .connect_timeout(Duration::from_secs(5))
+        .http2_keep_alive_interval(Duration::from_secs(30))
+        .keep_alive_timeout(Duration::from_secs(10))
+        .keep_alive_while_idle(true);
+    #[cfg(feature = "tls")]
+    if let Some(tls) = &options.tls {
+        return endpoint.tls_config(tls.clone());
+    }
+    Ok(endpoint)
+}
+
+#[cfg(feature = "tls")]
+fn is_encrypted(options: &Options) -> bool {
+    options.tls.is_some()
+}
+
+#[cfg(not(feature = "tls"))]
+fn is_encrypted(_: &Options) -> bool {
+    false
+}
+
+fn is_local(target: &str) -> bool {
+    let host = target.rsplit_once(':').map_or(target, |(host, _)| host);
+    target.starts_with("unix") || host == "localhost" || host == "[::1]" || host.starts_with("127.")
+}

@@ -1,0 +1,87 @@
+//! The bearer token: made for one target and one second from a secret that never travels (docs/security.md, tokens).
+
+use std::net::IpAddr;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use base64::Engine;
+use hmac::{Hmac, Mac};
+use sha2::Sha256;
+use tonic::metadata::AsciiMetadataValue;
+use tonic::service::Interceptor;
+use tonic::{Request, Status};
+
+const VERSION: &str = "kvgrpc1";
+
+/// How many characters a secret has at least: whoever gets a token can try secrets against it.
+pub const SHORTEST_SECRET: usize = 16;
+
+/// The value of the `authorization` header for calls to `target`, as [`target_of`] spells it, at a Unix second.
+pub fn authorization(secret: &str, target: &str, now: u64) -> String {
+    let id = hex(&mac(secret.as_bytes(), &format!("{VERSION} key id")));
+    let key = mac(secret.as_bytes(), &format!("{VERSION} audience {target}"));
+    let encoded = URL_SAFE_NO_PAD.encode(target);
+    let signed = format!("{VERSION}.{}.{now}.{encoded}", &id[..16]);
+    let proof = URL_SAFE_NO_PAD.encode(mac(&key, &signed));
+    format!("Bearer {signed}.{proof}")
+}
+
+/// What a token names that is sent to `address`: "host:port", "unix:/path" or "unix-abstract:name" in its one spelling.
+/// None: it is no address.
+pub fn target_of(address: &str) -> Option<String> {
+    if let Some(path) = address.strip_prefix("unix:") {
+        return Some(format!("unix:{}", path.strip_prefix("//").unwrap_or(path)));
+    }
+    if address.starts_with("unix-abstract:") {
+        return Some(address.to_owned());
+    }
+    let (host, port) = address.rsplit_once(':')?;
+    let port: u16 = port.parse().ok()?;
+    let host = host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(host);
+    if host.is_empty() {
+        return None;
+    }
+    match host.parse::<IpAddr>().map(|ip| ip.to_canonical()) {
+        Ok(IpAddr::V4(ip)) => Some(format!("{ip}:{port}")),
+        Ok(IpAddr::V6(ip)) => Some(format!("[{ip}]:{port}")),
+        Err(_) => {
+            let name = host.to_ascii_lowercase();
+            Some(format!("{}:{port}", name.strip_suffix('.').unwrap_or(&name)))
+        }
+    }
+}
+
+/// Puts a token of the moment on every call; none where there is no secret.
+#[derive(Clone)]
+pub struct Authorize {
+    secret_and_target: Option<(String, String)>,
+}
+
+impl Authorize {
+    pub(crate) fn new(secret: Option<String>, target: String) -> Self {
+        Self { secret_and_target: secret.map(|secret| (secret, target)) }
+    }
+}
+
+impl Interceptor for Authorize {
+    fn call(&mut self, mut request: Request<()>) -> Result<Request<()>, Status> {
+        if let Some((secret, target)) = &self.secret_and_target {
+            let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+            let header = authorization(secret, target, now);
+            let value = AsciiMetadataValue::try_from(header)
+                .map_err(|_| Status::invalid_argument("the address is no text of a header"))?;
+            request.metadata_mut().insert("authorization", value);
+        }
+        Ok(request)
+    }
+}
+
+fn mac(key: &[u8], text: &str) -> Vec<u8> {
+    let mut mac = Hmac::<Sha256>::new_from_slice(key).expect("HMAC takes keys of every length");
+    mac.update(text.as_bytes());
+    mac.finalize().into_bytes().to_vec()
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
