@@ -12,9 +12,9 @@ from tests.engines.model import Reference
 from tests.engines.stages import LONG, Asked, Stages, is_over, room_of, stop_at_every_stage
 from tests.support.waiting import wait_until
 
-# docs/session.md rule 3, break and loss: a peer that is gone is noticed in 1 s, a silent one after the idle timeout,
-# 3 s; prefill waits 1 s for decode to come back first. The rest is a scheduler step, and two cores.
-GONE_SECONDS, SILENT_SECONDS = 2.5, 6.0
+# docs/session.md rule 3, break and loss: a peer that is gone is noticed in 1 s, a stopped one after 4 s;
+# prefill waits 1 s for decode to come back first. The rest is a scheduler step, and two cores.
+GONE_SECONDS, STOPPED_SECONDS = 2.5, 6.5
 # A side that went on first has to hear what it missed.
 BACK_SECONDS = 15.0
 
@@ -41,7 +41,7 @@ def stop_at_every_stage_and_go_on(pair: Pair, reference: Reference, role: str) -
     pair.check(reference)
     now = stop_at_every_stage(pair, reference, role)
     try:
-        _ends(pair, now, role, SILENT_SECONDS)
+        _ends(pair, now, role, STOPPED_SECONDS)
         if role == "prefill":
             _computes_on(now.computing)
             assert not survivor.is_empty(1), "pages were given back that a stopped prefill may still write to"

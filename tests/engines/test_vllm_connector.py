@@ -108,6 +108,35 @@ def test_decode_asks_once_and_computes_its_prompt_itself_when_it_was_preempted()
     assert scheduler.take() == Handoffs()
 
 
+def test_a_request_that_waits_for_its_turn_is_named_at_once() -> None:
+    """Else prefill kept the blocks of what a killed decode had queued until their deadline."""
+    scheduler, wanted = Scheduler(False, ONE_GROUP), request(AT_DECODE)
+    scheduler.on_new(wanted)
+    assert scheduler.take() == Handoffs(queued={"r": Receive("x", AT_DECODE["remote_bootstrap_addr"], "e")})
+    scheduler.on_blocks(wanted, blocks(1, 2, 3), elsewhere=40)
+    assert scheduler.take().queued == {}
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_one_that_has_its_turn_in_the_same_step_is_said_once(ends: bool) -> None:
+    scheduler, wanted = Scheduler(False, ONE_GROUP), request(AT_DECODE)
+    scheduler.on_new(wanted)
+    if ends:
+        wanted.status = RequestStatus.FINISHED_ABORTED
+        scheduler.on_finished(wanted, ([],))
+    else:
+        scheduler.on_blocks(wanted, blocks(1, 2, 3), elsewhere=40)
+    said = scheduler.take()
+    assert (list(said.receives), said.queued) == (["r"], {})
+
+
+def test_what_others_ask_for_is_not_named() -> None:
+    for prefill, params in ((True, AT_PREFILL), (False, {}), (True, AT_DECODE)):
+        scheduler = Scheduler(prefill, ONE_GROUP)
+        scheduler.on_new(request(params))
+        assert scheduler.take() == Handoffs()
+
+
 def test_decode_that_loads_nothing_says_so_to_prefill() -> None:
     scheduler = Scheduler(False, ONE_GROUP)
     scheduler.on_blocks(request(AT_DECODE), blocks(1, 2, 3), elsewhere=0)

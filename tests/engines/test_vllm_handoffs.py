@@ -115,6 +115,34 @@ def waiting(worker: Worker, rooms: dict[int, Room], *pages: int) -> Room:
 NOTHING: tuple[set[str], set[str]] = (set(), set())
 
 
+def test_a_request_that_waits_for_blocks_has_a_room_without_pages_and_gets_them_later(
+    worker: Worker, rooms: dict[int, Room]
+) -> None:
+    worker.take_on(Handoffs(queued={"r": Receive("x", WHERE, "e")}))
+    assert room(rooms, "x").calls == [] and worker.finished(()) == NOTHING
+    made = waiting(worker, rooms, 7, 8)
+    assert made.calls == [("init", {"kv": (7, 8)}, 1)]
+    made.succeed()
+    assert worker.finished(()) == (set(), {"r"})
+
+
+def test_one_whose_prefill_died_meanwhile_fails_once_vllm_gave_it_blocks(
+    worker: Worker, rooms: dict[int, Room]
+) -> None:
+    worker.take_on(Handoffs(queued={"r": Receive("x", WHERE, "e")}))
+    room(rooms, "x").fail(Reason.PEER_LOST)
+    room(rooms, "x").release_safe = True
+    assert worker.finished(()) == NOTHING and worker.take_failed_pages() == set()
+    waiting(worker, rooms, 7, 8)
+    assert worker.finished(()) == (set(), {"r"}) and worker.take_failed_pages() == {7, 8}
+
+
+def test_one_that_is_given_up_before_it_had_blocks_is_called_off(worker: Worker, rooms: dict[int, Room]) -> None:
+    worker.take_on(Handoffs(queued={"r": Receive("x", WHERE, "e")}))
+    worker.take_on(Handoffs(receives={"r": receive(abort=True)}))
+    assert [call for call in room(rooms, "x").calls if call[0] != "init"] == [("abort", "decode gave the request up")]
+
+
 def test_a_prompt_is_announced_then_sent_and_said_to_be_sent_once(worker: Worker, rooms: dict[int, Room]) -> None:
     worker.take_on(Handoffs(announced={"r": "x"}))
     assert worker.finished(()) == NOTHING

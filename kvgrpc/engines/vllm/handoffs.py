@@ -40,10 +40,11 @@ class Send:
 @dataclass(slots=True)
 class Handoffs(KVConnectorMetadata):
     """By vLLM's request id. ``announced``: transfer ids whose prompts prefill begins to compute; ``dropped``: of those
-    that it will not compute.
+    that it will not compute; ``queued``: what came to decode and has no blocks yet.
     """
 
     announced: dict[str, str] = field(default_factory=dict)
     computed: dict[str, Send] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     receives: dict[str, Receive] = field(default_factory=dict)
+    queued: dict[str, Receive] = field(default_factory=dict)

@@ -61,7 +61,11 @@ class Scheduler:
         """With windows prefill leaves the last token of a prompt to decode, which computes it in any case: vLLM gives
         the block of the first token that it sees to others as soon as it is computed. The token that prefill then
         makes is not the prompt's next one.
+
+        Decode names the room at once: while the request waits for its turn, prefill hears when decode is gone.
         """
+        if self._wants(request):
+            self._next.queued[request.request_id] = _receive(request, {}, 0)
         alone = request.num_prompt_tokens < 2 or request.prompt_token_ids is None or request.prompt_embeds is not None
         if not self._has_window or alone or not self._gives(request) or request.get_skip_reading_prefix_cache():
             return
@@ -84,6 +88,7 @@ class Scheduler:
             held = (stop - elsewhere) // self._groups[0].block_tokens if elsewhere else self._groups[0].pages(stop)
             self._next.receives[number] = _receive(request, own, held)
             self._awaited[number] = frozenset(page for pages in own.values() for page in pages)
+            self._next.queued.pop(number, None)
             params["do_remote_prefill"] = False  # once; preempted later, it computes its prompt itself
         elif self._gives(request):
             self._next.announced[number] = str(params["transfer_id"])
@@ -105,6 +110,7 @@ class Scheduler:
         self._awaited.pop(number, None)
         if self._wants(request):  # it never got blocks: prefill need not wait for it
             self._next.receives[number] = _receive(request, {}, 0, abort=True)
+            self._next.queued.pop(number, None)
             params["do_remote_prefill"] = False
         elif self._gives(request):
             if request.status in _COMPUTED and any(blocks):

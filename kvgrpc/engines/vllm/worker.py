@@ -42,6 +42,8 @@ class Worker:
         self._page_bytes = {pool.name: pool.page_bytes for pool in pools}
         self._sending: dict[str, Sending] = {}
         self._receiving: dict[str, Receiving] = {}
+        # Rooms of requests that wait for blocks.
+        self._queued: dict[str, KVReceiver] = {}
         self._failed_pages: set[int] = set()
         self._failed_requests: set[str] = set()
         self._stats = TransferStats()
@@ -84,8 +86,11 @@ class Worker:
         for number, transfer_id in handoffs.dropped.items():
             self._sending_of(number, transfer_id).room.abort("prefill gave the request up")
             del self._sending[number]
+        for number, queued in handoffs.queued.items():
+            self._queued[number] = self._receiver(queued)
         for number, receive in handoffs.receives.items():
-            self._receiving[number] = self._receive(receive)
+            receiver = self._queued.pop(number, None) or self._receiver(receive)
+            self._receiving[number] = Receiving(receiver, receive.pages, receive.first_page, receive.abort)
 
     def finished(self, ended_requests: Collection[str]) -> tuple[set[str], set[str]]:
         """Requests whose pages were sent, and whose pages are no longer written to, each once.
@@ -147,11 +152,10 @@ class Worker:
             )
         return self._sending[number]
 
-    def _receive(self, receive: Receive) -> Receiving:
+    def _receiver(self, receive: Receive) -> KVReceiver:
         where = registry_of(bootstrap_address(receive.bootstrap_addr), self._external)
         room = room_from_transfer_id(receive.transfer_id)
-        receiver = KVReceiver(self._transfers[Role.DECODE], where, room, traceparent=receive.traceparent)
-        return Receiving(receiver, receive.pages, receive.first_page, receive.abort)
+        return KVReceiver(self._transfers[Role.DECODE], where, room, traceparent=receive.traceparent)
 
     def _count(self, number: str, handoff: Sending | Receiving) -> None:
         failure = handoff.room.failure
