@@ -38,6 +38,7 @@ from kvgrpc.rpc.security import ClientSecurity, ServerSecurity
 from kvgrpc.server.events import EventServer
 from kvgrpc.v1 import event_service_pb2 as events_pb
 from kvgrpc.v1 import index_service_pb2 as pb
+from kvgrpc.v1 import registry_service_pb2 as registry_pb
 from kvgrpc.v1.index_service_pb2_grpc import add_IndexServiceServicer_to_server
 from tests.support.publishing import Publishing
 from tests.support.scoring import question
@@ -318,10 +319,16 @@ async def test_an_engine_that_may_not_be_dialled_ends_no_other(
     async with Publishing("a") as engine:
         await engine.store([1])
 
-        async def registered(_: PrefixIndex) -> dict[tuple[str, int], str]:
-            return {("far", 0): "192.0.2.1:50051", ("a", 0): engine.address}
+        async def registered(_: Client, **__: object) -> AsyncIterator[registry_pb.WatchEnginesResponse]:
+            message = registry_pb.WatchEnginesResponse(state_begins=True, state_complete=True)
+            for name, address in (("far", "192.0.2.1:50051"), ("a", engine.address)):
+                row = registry_pb.RankRow(serves_events=True, endpoints=registry_pb.Endpoints(grpc=address))
+                row.rank.rank.engine = name
+                message.changes.add(engine=registry_pb.Engine(name=name, registered_ranks=1, rows=[row]))
+            yield message
+            await asyncio.Event().wait()
 
-        monkeypatch.setattr(PrefixIndex, "_ask_registry", registered)
+        monkeypatch.setattr(Client, "watch_engines", registered)
         async with PrefixIndex(registry="127.0.0.1:1", security=ClientSecurity(token="secret")) as index:
             await index.until_current(1)
             assert index.healthy
@@ -333,21 +340,21 @@ async def test_an_engine_that_may_not_be_dialled_ends_no_other(
 async def test_an_index_asks_the_next_replica_of_a_registry_that_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prefix_index, "LOOK_SECONDS", 0.02)
-    away, asked = {"127.0.0.1:1"}, []
+    for pause in ("FIRST_PAUSE_SECONDS", "LONGEST_PAUSE_SECONDS"):
+        monkeypatch.setattr(prefix_index, pause, 0.02)
+    asked: list[str] = []
 
-    async def list_engines(client: Client, **_: object) -> list[object]:
+    async def watch_engines(client: Client, **_: object) -> AsyncIterator[registry_pb.WatchEnginesResponse]:
         asked.append(client.address)
-        if client.address in away:
+        if client.address == "127.0.0.1:1":
             raise PeerUnreachable("nobody answers", metadata={"address": client.address})
-        return []
+        yield registry_pb.WatchEnginesResponse(state_begins=True, state_complete=True)
+        await asyncio.Event().wait()
 
-    monkeypatch.setattr(Client, "list_engines", list_engines)
-    async with PrefixIndex(registry="127.0.0.1:1,127.0.0.1:2"):
-        await until(lambda: asked[-3:] == ["127.0.0.1:2"] * 3)
-        away.symmetric_difference_update({"127.0.0.1:1", "127.0.0.1:2"})
-        await until(lambda: asked[-3:] == ["127.0.0.1:1"] * 3)
-    assert asked[0] == "127.0.0.1:1"
+    monkeypatch.setattr(Client, "watch_engines", watch_engines)
+    async with PrefixIndex(registry="127.0.0.1:1,127.0.0.1:2") as index:
+        await until(lambda: index._mirror.complete)
+    assert asked == ["127.0.0.1:1", "127.0.0.1:2"]
 
 
 def test_each_replica_of_an_indexs_registry_is_an_address() -> None:
