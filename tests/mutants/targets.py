@@ -49,6 +49,11 @@ TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
         "events/codec/*.py events/model.py",
         ("unit/events/test_codec.py", "unit/events/test_hostile.py", "unit/events/test_snapshot.py"),
     ),
+    "prefetch": (
+        "prefetch/protocol/prefetch.py prefetch/protocol/backup.py prefetch/protocol/operation.py"
+        " prefetch/protocol/order.py prefetch/protocol/book.py",
+        ("unit/prefetch/test_operations_alone.py", "simulation/prefetch/test_replicas.py"),
+    ),
     "rest": (
         "hashing.py net.py paging.py arrays.py model.py prefetch/protocol/votes.py"
         " prefetch/protocol/fair_queue.py prefetch/storage/keys.py",

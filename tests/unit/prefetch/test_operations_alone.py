@@ -4,6 +4,7 @@ what it costs."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from kvgrpc.prefetch.model import OperationKind, OperationState, PageOutcome, PrefetchLimits, Short, Stop
 from kvgrpc.prefetch.protocol.backup import Backup
+from kvgrpc.prefetch.protocol.book import OperationBook
 from kvgrpc.prefetch.protocol.operation import End, Keep, Operation, Release, Reserve, Say, Work
 from kvgrpc.prefetch.protocol.order import Order
 from kvgrpc.prefetch.protocol.prefetch import HostShare, Prefetch
@@ -211,3 +213,32 @@ def test_an_answer_that_nobody_waits_for_changes_nothing() -> None:
     operation.on_decided(Decision("op", Stage.HITS, 10))
     operation.on_decided(Decision("op", Stage.COMPLETED, 10))
     assert operation.state is OperationState.QUEUED and operation.take_work() == []
+
+
+def test_bytes_are_those_of_pages_that_came() -> None:
+    operation = reading(10)
+    operation.page_bytes = 7
+    batch = operation.take_batch(0.0)
+    assert batch is not None
+    operation.on_read(batch, [OK] * 6 + [failed("broken")] * 4, 0.0)
+    assert (operation.nbytes, operation.completed) == (42, 6)
+
+
+def test_a_backup_that_storage_still_reads_is_not_shut_down() -> None:
+    operation = Backup(order(OperationKind.BACKUP, 4), LIMITS, pages=np.arange(4))
+    operation.begin()
+    batch = operation.take_batch(0.0)
+    assert batch is not None and not operation.shut_down()
+    operation.on_written(batch, [OK] * 4, 0.0)
+    assert operation.shut_down()
+
+
+def test_a_book_tells_each_change_once_and_those_since_a_revision() -> None:
+    book = OperationBook(LIMITS, nullcontext(), lambda: 0.0)
+    told: list[OperationState] = []
+    book.listen(lambda operation: told.append(operation.state))
+    first, second = (book.add(Operation(Order(kind=OperationKind.BACKUP, hashes=("a",)))) for _ in range(2))
+    assert book.changed_since(first.revision) == [second]
+    assert book.end(first, OperationState.DONE) and not book.end(first, OperationState.FAILED)
+    assert told == [OperationState.QUEUED, OperationState.QUEUED, OperationState.DONE]
+    assert book.changed_since(second.revision) == [first]
