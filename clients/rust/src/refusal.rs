@@ -44,9 +44,7 @@ impl From<Status> for Refusal {
     fn from(status: Status) -> Self {
         let details = status.get_error_details();
         let info = details.error_info().filter(|info| info.domain == DOMAIN);
-        let reason = info
-            .and_then(|info| ErrorReason::from_str_name(&info.reason))
-            .unwrap_or(ErrorReason::Unspecified);
+        let reason = info.and_then(|info| ErrorReason::from_str_name(&info.reason)).unwrap_or(ErrorReason::Unspecified);
         Self {
             code: status.code(),
             message: status.message().to_owned(),
