@@ -16,7 +16,7 @@ import psutil
 
 from kvgrpc.registry.model import RankRow
 from kvgrpc.registry.store.etcd.client import EtcdClient
-from kvgrpc.registry.store.etcd.keys import Keys
+from kvgrpc.registry.store.etcd.keys import EtcdKeys
 from kvgrpc.registry.store.etcd.renewal import Renewal
 from kvgrpc.registry.store.etcd.transactions import registration
 from kvgrpc.registry.wire import PoolCache
@@ -54,7 +54,7 @@ async def _measure(
         say(f"etcd, {what}, {how}", count / seconds, f"a second; {each}")
 
     view: Any = SimpleNamespace(fences={}, shapes={}, pools=PoolCache())
-    keys = Keys("scale")
+    keys = EtcdKeys("scale")
     requests = [
         registration(keys, view, list(enumerate(node)), lease, {}) for node, lease in zip(nodes, leases, strict=True)
     ]

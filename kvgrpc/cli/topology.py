@@ -47,7 +47,7 @@ def topology(
     from kvgrpc.transfer.layout import engines
 
     count = 0 if mla else heads
-    sender, receiver = (engines.Engine(layout, count, layers, axes, page_tokens) for layout in (prefill, decode))
+    sender, receiver = (engines.EngineShape(layout, count, layers, axes, page_tokens) for layout in (prefill, decode))
     owed = engines.topology(sender, receiver)
     if as_json:
         for line in owed:

@@ -7,7 +7,7 @@ import os
 import threading
 from pathlib import Path
 
-from kvgrpc.events.following.saved import Cut, SavedCache, pack, unpack
+from kvgrpc.events.following.saved import SavedCache, SavedCut, pack, unpack
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class SavedIndex:
             _log.warning("%s is no saved index, all snapshots are taken anew: %s", self._path, error)
             return {}
 
-    def write(self, cut: Cut) -> None:
+    def write(self, cut: SavedCut) -> None:
         """Takes the place of what was there in one step, or says in the log why not."""
         new = self._path.with_name(f"{self._path.name}.new")
         try:

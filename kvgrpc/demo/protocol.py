@@ -34,7 +34,7 @@ class Compute(Message, frozen=True):
     answer_tokens: int
 
 
-class Clear(Message, frozen=True):
+class ClearCache(Message, frozen=True):
     """Router to a rank: empty the prefix cache (and say so in an event). Not answered."""
 
 
@@ -96,7 +96,7 @@ class Received(Message, frozen=True):
     digest: str
 
 
-class Token(Message, frozen=True):
+class AnswerToken(Message, frozen=True):
     """Decode or reference: the next token of an answer."""
 
     room: int
@@ -110,7 +110,7 @@ class Finished(Message, frozen=True):
     digest: str = ""
 
 
-class Failed(Message, frozen=True):
+class RoomFailed(Message, frozen=True):
     """Prefill or decode: the room failed. ``reason``: name of an ErrorReason."""
 
     room: int
@@ -145,8 +145,20 @@ class Resumed(Message, frozen=True):
     first_token_seconds: float
 
 
-ToProcess = Open | Compute | Clear | Report | Offload | Resume | Close
-ToRouter = Loaded | Opened | Refused | Prefilled | Received | Token | Finished | Failed | Reported | Offloaded | Resumed
+ToProcess = Open | Compute | ClearCache | Report | Offload | Resume | Close
+ToRouter = (
+    Loaded
+    | Opened
+    | Refused
+    | Prefilled
+    | Received
+    | AnswerToken
+    | Finished
+    | RoomFailed
+    | Reported
+    | Offloaded
+    | Resumed
+)
 
 to_process = msgspec.json.Decoder(ToProcess)
 to_router = msgspec.json.Decoder(ToRouter)

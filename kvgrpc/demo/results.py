@@ -8,7 +8,7 @@ from typing import Any
 
 from kvgrpc.demo.event_check import EventResult
 from kvgrpc.demo.prompts import Prompt
-from kvgrpc.demo.protocol import Failed, Finished, Prefilled, Received, Token
+from kvgrpc.demo.protocol import AnswerToken, Finished, Prefilled, Received, RoomFailed
 
 
 @dataclass(slots=True)
@@ -209,13 +209,13 @@ class DemoResult:
         }
 
 
-def note(result: PromptResult, kind: str, message: Prefilled | Received | Token | Finished | Failed) -> None:
+def note(result: PromptResult, kind: str, message: Prefilled | Received | AnswerToken | Finished | RoomFailed) -> None:
     """Puts down what the process ``kind`` said of the prompt."""
-    if isinstance(message, Token) and kind == "reference":
+    if isinstance(message, AnswerToken) and kind == "reference":
         result.reference_tokens.append(message.token)
     elif isinstance(message, Finished) and kind == "reference":
         result.reference_finished, result.reference_digest = True, message.digest
-    elif isinstance(message, Token):
+    elif isinstance(message, AnswerToken):
         result.first_token_at = result.first_token_at or time.monotonic()
         result.tokens.append(message.token)
     elif isinstance(message, Finished):
@@ -226,7 +226,7 @@ def note(result: PromptResult, kind: str, message: Prefilled | Received | Token 
     elif isinstance(message, Received):
         result.pages_moved, result.reused_by_decode = message.pages, message.reused_pages
         result.received_at, result.digest = message.received_at, message.digest
-    elif isinstance(message, Failed):
+    elif isinstance(message, RoomFailed):
         result.failure = result.failure or f"{kind} says {message.reason}: {message.message}"
 
 

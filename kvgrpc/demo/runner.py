@@ -21,7 +21,7 @@ from kvgrpc.demo.event_check import EventCheck
 from kvgrpc.demo.launch import DemoFailed, Processes
 from kvgrpc.demo.prompts import ANSWER_TOKENS, PromptsInvalid, built_in, from_file
 from kvgrpc.demo.protocol import (
-    Clear,
+    ClearCache,
     Compute,
     Loaded,
     Offload,
@@ -36,7 +36,7 @@ from kvgrpc.demo.protocol import (
     ToRouter,
 )
 from kvgrpc.demo.results import CacheResult, DemoResult, PromptResult, PullResult, note
-from kvgrpc.demo.view import JsonView, View
+from kvgrpc.demo.view import DemoView, JsonView
 from kvgrpc.errors import KvGrpcError, Reason
 from kvgrpc.prefetch.storage.mooncake.local import LocalStore
 from kvgrpc.v1 import prefetch_service_pb2
@@ -75,7 +75,7 @@ def run(options: DemoOptions) -> int:
     For the main thread of a process. SIGTERM ends it as Ctrl-C does, and its processes and its files with it.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    view = JsonView() if options.as_json else View()
+    view = JsonView() if options.as_json else DemoView()
     result = DemoResult(options.data_plane or "mooncake")
     began = time.monotonic()
     shown = False
@@ -110,7 +110,7 @@ class _Demo:
     """The steps, one after the other. Every message of the processes comes through ``_until``."""
 
     def __init__(
-        self, options: DemoOptions, processes: Processes, view: View, result: DemoResult, storage: dict[str, str]
+        self, options: DemoOptions, processes: Processes, view: DemoView, result: DemoResult, storage: dict[str, str]
     ) -> None:
         self._options = options
         self._processes = processes
@@ -167,7 +167,7 @@ class _Demo:
         )
 
     def _follow_events(self, rank: str, stack: ExitStack) -> EventCheck:
-        check = EventCheck(self._opened[rank].address, lambda: self._processes.tell(rank, Clear()))
+        check = EventCheck(self._opened[rank].address, lambda: self._processes.tell(rank, ClearCache()))
         stack.callback(check.close)
         return check
 

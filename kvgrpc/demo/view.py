@@ -24,7 +24,7 @@ PIPE_WIDTH = 160
 REDRAWN_PER_SECOND = 12
 
 
-class View:
+class DemoView:
     """For people, on stdout. A terminal gets a live display while it is open as a context; a pipe gets lines."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class View:
         self._live = Live(console=self._console, refresh_per_second=REDRAWN_PER_SECOND, get_renderable=self._render)
         self._terminal = terminal
 
-    def __enter__(self) -> View:
+    def __enter__(self) -> DemoView:
         if self._terminal:
             self._live.start()
         return self
@@ -108,7 +108,7 @@ class View:
         return Group(table, self._progress)
 
 
-class JsonView(View):
+class JsonView(DemoView):
     """For programs: nothing on stdout but one object."""
 
     def __init__(self) -> None:

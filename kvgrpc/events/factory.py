@@ -12,7 +12,7 @@ from kvgrpc.events.base import EventPublisher, NullEventPublisher
 from kvgrpc.events.codec import RANK_FIELDS
 from kvgrpc.events.config import EventsConfig
 from kvgrpc.events.gate import owns_event_stream
-from kvgrpc.events.log.batch_queue import Clear
+from kvgrpc.events.log.batch_queue import QueuedClear
 from kvgrpc.events.model import KVEventBatch
 from kvgrpc.events.publisher import JournalingPublisher
 from kvgrpc.model import RankRef
@@ -93,7 +93,7 @@ class _Forwarding:
     def send(self, sequence: int, payload: bytes, batch: object) -> None:
         if isinstance(batch, bytes):
             self._publisher.publish_raw(payload)
-        elif batch is Clear.CLEAR:
+        elif batch is QueuedClear.CLEAR:
             # Engines' own publishers take no bytes: what it is made of is written again as it was.
             moment, events, *_ = msgspec.msgpack.decode(payload)
             self._publisher.publish(KVEventBatch(moment, events, self._rank))

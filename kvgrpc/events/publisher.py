@@ -21,8 +21,8 @@ import msgspec
 from kvgrpc.events.base import SHUTDOWN_SECONDS, EventPublisher
 from kvgrpc.events.codec import BatchEncoder
 from kvgrpc.events.config import EventsConfig
-from kvgrpc.events.log.batch_queue import BatchQueue, Clear
-from kvgrpc.events.log.journal import MAX_BATCH_BYTES, Dropped, Journal
+from kvgrpc.events.log.batch_queue import BatchQueue, QueuedClear
+from kvgrpc.events.log.journal import MAX_BATCH_BYTES, DroppedRange, Journal
 from kvgrpc.events.log.recorder import Recorder
 from kvgrpc.events.log.stream import EventStream
 from kvgrpc.model import RankRef
@@ -192,19 +192,19 @@ class JournalingPublisher(EventPublisher):
         if recorded < first:
             self._record([self._hole(recorded, first - 1, "encode", "a failed pass")])
 
-    def _record(self, entries: list[bytes | Dropped]) -> None:
+    def _record(self, entries: list[bytes | DroppedRange]) -> None:
         self._journal.extend(entries)
         if self._recorder is not None:
             self._recorder.add(entries)
 
     def _publish_group(self, items: deque[object]) -> None:
         """Publishes some of them, and records them together."""
-        entries: list[bytes | Dropped] = []
+        entries: list[bytes | DroppedRange] = []
         sequence, size = self._journal.next_sequence, 0
         while items and len(entries) < GROUP_BATCHES and size < GROUP_BYTES:
             entry = self._publish_one(sequence, items.popleft())
             entries.append(entry)
-            if isinstance(entry, Dropped):
+            if isinstance(entry, DroppedRange):
                 sequence = entry.last + 1
             else:
                 sequence, size = sequence + 1, size + len(entry)
@@ -215,14 +215,14 @@ class JournalingPublisher(EventPublisher):
             self._recorder.catch_up()
         self._moved_at = time.monotonic()
         metrics.EVENT_BYTES.inc(size)
-        metrics.EVENT_BATCHES.inc(sum(not isinstance(entry, Dropped) for entry in entries))
+        metrics.EVENT_BATCHES.inc(sum(not isinstance(entry, DroppedRange) for entry in entries))
 
-    def _publish_one(self, sequence: int, item: object) -> bytes | Dropped:
-        if isinstance(item, Dropped):
+    def _publish_one(self, sequence: int, item: object) -> bytes | DroppedRange:
+        if isinstance(item, DroppedRange):
             metrics.EVENTS_DROPPED.labels(item.cause).inc(item.last - item.first + 1)
             return item
         try:
-            payload = self._encoder.clear() if item is Clear.CLEAR else self._encoder.encode(item)
+            payload = self._encoder.clear() if item is QueuedClear.CLEAR else self._encoder.encode(item)
         except msgspec.DecodeError as error:
             return self._hole(sequence, sequence, "not_a_batch", str(error))
         except Exception as error:
@@ -233,14 +233,14 @@ class JournalingPublisher(EventPublisher):
         self._published += 1
         return payload
 
-    def _hole(self, first: int, last: int, cause: str, why: str) -> Dropped:
+    def _hole(self, first: int, last: int, cause: str, why: str) -> DroppedRange:
         batches = last - first + 1
         self._lines.warning(
             f"drops ({cause})", lambda: f"events: {batches} batches from {first} are dropped ({cause}): {one_line(why)}"
         )
         self._queue.drop(batches)
         metrics.EVENTS_DROPPED.labels(cause).inc(batches)
-        return Dropped(first, last, cause)
+        return DroppedRange(first, last, cause)
 
     def _send(self, sequence: int, payload: bytes, batch: object) -> None:
         if self._live is None:

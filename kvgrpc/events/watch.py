@@ -16,8 +16,8 @@ from kvgrpc.errors import (
     Violation,
 )
 from kvgrpc.events.log.digest import StateDigest
-from kvgrpc.events.log.journal import CHUNK_BYTES, Batches, Dropped, compacted
-from kvgrpc.events.log.recorder import Snapshot, SnapshotGivenUp
+from kvgrpc.events.log.journal import CHUNK_BYTES, Batches, DroppedRange, compacted
+from kvgrpc.events.log.recorder import SnapshotCut, SnapshotGivenUp
 from kvgrpc.events.log.stream import EventStream, StreamState
 from kvgrpc.events.notifier import Notifier
 from kvgrpc.model import raise_if
@@ -52,7 +52,7 @@ class WatchOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
+class WatchBegins:
     """Where the stream stands, and where the reader begins."""
 
     state: StreamState
@@ -63,21 +63,21 @@ class Begin:
 class SnapshotPart:
     """One part of ``snapshot``, as the payload of a batch."""
 
-    snapshot: Snapshot
+    snapshot: SnapshotCut
     index: int
     payload: bytes
     last: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Heartbeat:
+class WatchHeartbeat:
     """The next batch will get this sequence; ``state`` is for who has read so far, or was told of a checkpoint."""
 
     next_sequence: int
     state: StateDigest | None = None
 
 
-Part = Begin | Batches | Dropped | SnapshotPart | Heartbeat
+Part = WatchBegins | Batches | DroppedRange | SnapshotPart | WatchHeartbeat
 
 
 class Watch:
@@ -91,19 +91,19 @@ class Watch:
         self.last = order.last
         self._stream = stream
         self._order = order
-        self._snapshot: Snapshot | None = None
+        self._snapshot: SnapshotCut | None = None
         self._next_part = 0
         self._snapshots_in_a_row = 0
         self._caught_up_at = 0
-        self._first: Batches | Dropped | None = None
+        self._first: Batches | DroppedRange | None = None
         if order.mode in (WatchMode.REPLAY, WatchMode.TAIL):
             self._begin_to_read()
 
-    def heartbeat(self) -> Heartbeat:
+    def heartbeat(self) -> WatchHeartbeat:
         """Where the stream is, and a digest that this reader can compare."""
         upcoming = self._stream.next_sequence
         read = self.cursor if self._order.mode is not WatchMode.HEARTBEAT else upcoming
-        return Heartbeat(upcoming, self._stream.digest(read))
+        return WatchHeartbeat(upcoming, self._stream.digest(read))
 
     @property
     def complete(self) -> bool:
@@ -146,7 +146,7 @@ class Watch:
                     raise
             self.state = self._stream.state()
 
-    def _read(self) -> Batches | Dropped | None:
+    def _read(self) -> Batches | DroppedRange | None:
         return self._stream.journal.read(self.cursor, self.last, self._order.chunk_bytes)
 
     async def _part_of_snapshot(self) -> SnapshotPart:
@@ -185,7 +185,7 @@ async def watch(
     ``notifier`` wakes when there is more to read, or ``draining`` has changed. Raises what the Watch RPC documents.
     """
     reader = Watch(stream, order)
-    yield Begin(reader.state, reader.cursor)
+    yield WatchBegins(reader.state, reader.cursor)
     clock = asyncio.get_running_loop().time
     heartbeat_at = clock() + heartbeat
     while not reader.complete:

@@ -9,7 +9,7 @@ import msgspec
 from kvgrpc.errors import Violation
 from kvgrpc.events.codec import decode_batch
 from kvgrpc.events.log.digest import StateDigest, hash_key, medium_key
-from kvgrpc.events.log.journal import MAX_BATCH_BYTES, Batches, Dropped
+from kvgrpc.events.log.journal import MAX_BATCH_BYTES, Batches, DroppedRange
 from kvgrpc.events.log.stream import StreamState
 from kvgrpc.events.model import (
     AllBlocksCleared,
@@ -21,7 +21,7 @@ from kvgrpc.events.model import (
     TierBlocksCleared,
     UnknownEvent,
 )
-from kvgrpc.events.watch import Begin, Heartbeat, Part, SnapshotPart, WatchMode, WatchOrder
+from kvgrpc.events.watch import Part, SnapshotPart, WatchBegins, WatchHeartbeat, WatchMode, WatchOrder
 from kvgrpc.model import raise_if
 from kvgrpc.v1 import common_pb2
 from kvgrpc.v1 import event_service_pb2 as pb
@@ -124,17 +124,17 @@ def part_to_pb(part: Part, form: Form) -> pb.WatchResponse:
     response = pb.WatchResponse()
     if isinstance(part, Batches):
         _fill_batches(response, part, form)
-    elif isinstance(part, Heartbeat):
+    elif isinstance(part, WatchHeartbeat):
         response.heartbeat.next_sequence = part.next_sequence
         if part.state is not None:
             response.heartbeat.state.CopyFrom(digest_to_pb(part.state))
-    elif isinstance(part, Dropped):
+    elif isinstance(part, DroppedRange):
         response.dropped.first_sequence = part.first
         response.dropped.last_sequence = part.last
         response.dropped.cause = part.cause
     elif isinstance(part, SnapshotPart):
         _fill_snapshot(response.snapshot, part, form)
-    elif isinstance(part, Begin):
+    elif isinstance(part, WatchBegins):
         response.begin.stream.CopyFrom(stream_to_pb(part.state))
         response.begin.first_sequence = part.first
     return response

@@ -13,7 +13,7 @@ from kvgrpc.errors import (
     Violation,
 )
 from kvgrpc.model import RankId, raise_if
-from kvgrpc.registry.engine import Engine, Shape
+from kvgrpc.registry.engine import RegisteredEngine, SharedShape
 from kvgrpc.registry.model import RankRow, conflict_metadata, row_differences
 from kvgrpc.registry.table import EngineTable
 
@@ -31,7 +31,7 @@ class Acceptance:
 
     table: EngineTable
     fence_of: Callable[[RankId], int]
-    old_shape_for: Callable[[Engine], float]
+    old_shape_for: Callable[[RegisteredEngine], float]
     ttl: float
     max_rows: int = MAX_ROWS
     max_engines: int = MAX_ENGINES
@@ -61,7 +61,7 @@ class Acceptance:
             raise _shape_conflict(rank, row_differences(leased.row, row), "this very incarnation registered otherwise")
 
     def _check_shape(self, name: str, rows: Sequence[RankRow]) -> None:
-        asked = Shape(rows[0].role, rows[0].layout, rows[0].model)
+        asked = SharedShape(rows[0].role, rows[0].layout, rows[0].model)
         for row in rows:
             differences = asked.differences(row)
             if differences:
@@ -77,7 +77,7 @@ class Acceptance:
                 raise self._other_shape(engine, rows, row, differences)
 
     def _other_shape(
-        self, engine: Engine, rows: Sequence[RankRow], row: RankRow, differences: dict[str, str]
+        self, engine: RegisteredEngine, rows: Sequence[RankRow], row: RankRow, differences: dict[str, str]
     ) -> OldShapeStillLeased | RegistrationShapeConflict:
         rank = row.ref.rank
         if engine.newest_epoch(without={row.ref.rank for row in rows}) >= row.ref.epoch:

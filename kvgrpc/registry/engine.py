@@ -25,7 +25,7 @@ MAX_DP_LACKING_EVENTS = 64
 MAX_MISSING_RANKS = 64
 
 
-class Shape:
+class SharedShape:
     """What all rows of an engine share: role, layout, model, and the shapes of the pools that they have in common."""
 
     def __init__(self, role: Role, layout: Layout, model: ModelIdentity) -> None:
@@ -71,15 +71,15 @@ class LeasedRow:
     row: RankRow
     lease_id: int
     expires_at: float
-    engine: Engine
+    engine: RegisteredEngine
 
 
-class Engine:
+class RegisteredEngine:
     """The rows of one engine. All have one role, layout and model, which the first of them brings."""
 
     def __init__(self, first: RankRow) -> None:
         self.name = first.ref.rank.engine
-        self.shape = Shape(first.role, first.layout, first.model)
+        self.shape = SharedShape(first.role, first.layout, first.model)
         self.last_renewal = 0.0
         self._leased: dict[RankId, LeasedRow] = {}
         self._ordered: tuple[RankRow, ...] | None = None

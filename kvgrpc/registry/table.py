@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvgrpc.errors import EngineNotFound, InvalidRequest, Violation, WarmingUp
 from kvgrpc.model import RankId, Role, raise_if
-from kvgrpc.registry.engine import Engine, LeasedRow
+from kvgrpc.registry.engine import LeasedRow, RegisteredEngine
 from kvgrpc.registry.model import EngineChange, RankRow, RankSelector, ResolvedEngine, absent
 
 
@@ -16,9 +16,9 @@ class EngineTable:
     """The rows of all engines. Not thread-safe. A question costs what its answer holds, never what the table holds."""
 
     def __init__(self) -> None:
-        self._engines: dict[str, Engine] = {}
+        self._engines: dict[str, RegisteredEngine] = {}
         self._names: list[str] = []
-        self._by_role: dict[Role, dict[str, Engine]] = {role: {} for role in Role}
+        self._by_role: dict[Role, dict[str, RegisteredEngine]] = {role: {} for role in Role}
         self._rows = 0
         self._touched: dict[str, _Touched] = {}
 
@@ -30,7 +30,7 @@ class EngineTable:
     def engines(self) -> int:
         return len(self._engines)
 
-    def engine(self, name: str) -> Engine | None:
+    def engine(self, name: str) -> RegisteredEngine | None:
         return self._engines.get(name)
 
     def leased(self, rank: RankId) -> LeasedRow | None:
@@ -117,7 +117,7 @@ class EngineTable:
             metadata=metadata | {"missingRanks": found.missing()},
         )
 
-    def _find(self, name: str, role: Role | None) -> Engine | None:
+    def _find(self, name: str, role: Role | None) -> RegisteredEngine | None:
         if name:
             engine = self._engines.get(name)
             return engine if engine is not None and role in (None, engine.role) else None
@@ -130,14 +130,14 @@ class EngineTable:
             raise InvalidRequest.of("engine", name, rule)
         return next(iter(candidates.values()), None)
 
-    def _add_engine(self, row: RankRow) -> Engine:
-        engine = Engine(row)
+    def _add_engine(self, row: RankRow) -> RegisteredEngine:
+        engine = RegisteredEngine(row)
         self._engines[engine.name] = engine
         self._by_role[engine.role][engine.name] = engine
         bisect.insort(self._names, engine.name)
         return engine
 
-    def _touch(self, rank: RankId, engine: Engine | None) -> None:
+    def _touch(self, rank: RankId, engine: RegisteredEngine | None) -> None:
         touched = self._touched.get(rank.engine)
         if touched is None:
             touched = self._touched[rank.engine] = _Touched(engine.view() if engine is not None else None)

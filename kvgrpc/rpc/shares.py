@@ -19,7 +19,7 @@ Account = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class TakenShare:
     """Places that somebody has: of which accounts, from the caller's name down."""
 
     accounts: tuple[Account, ...]
@@ -49,25 +49,25 @@ class Shares:
         self._setting = f"; its {setting} is the bound" if setting else ""
         self._depth = 3 if connections else 2
         self._of_callers: Counter[Account] = Counter()
-        self._waiting: dict[tuple[Account, ...], deque[tuple[asyncio.Future[Taken], Taken]]] = {}
+        self._waiting: dict[tuple[Account, ...], deque[tuple[asyncio.Future[TakenShare], TakenShare]]] = {}
         self.count = 0
 
     def of_caller(self, name: str) -> int:
         return self._of_callers[(name,)]
 
-    def take(self, places: int = 1) -> Taken:
+    def take(self, places: int = 1) -> TakenShare:
         """For the caller of the call that runs now; returns what to give back.
 
         Raises TooManyRequests past the limit or the caller's share of it.
         """
-        wanted = Taken(accounts_of_this_call()[: self._depth], places)
+        wanted = TakenShare(accounts_of_this_call()[: self._depth], places)
         refusal = self._refusal(wanted)
         if refusal is not None:
             raise refusal
         self._add(wanted)
         return wanted
 
-    def take_instead(self, gone: Sequence[Taken], places: int) -> Taken:
+    def take_instead(self, gone: Sequence[TakenShare], places: int) -> TakenShare:
         """The same, where one place of each of ``gone`` goes back at the same time; a refusal changes nothing."""
         for taken in gone:
             self.give_back(taken, 1)
@@ -78,13 +78,13 @@ class Shares:
                 self._add(replace(taken, places=1))
             raise
 
-    async def take_in_turn(self, places: int) -> Taken:
+    async def take_in_turn(self, places: int) -> TakenShare:
         """The same, but waits for its turn: connections that wait get one place after the other."""
-        wanted = Taken(accounts_of_this_call()[: self._depth], places)
+        wanted = TakenShare(accounts_of_this_call()[: self._depth], places)
         if self._refusal(wanted) is None:
             self._add(wanted)
             return wanted
-        future: asyncio.Future[Taken] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[TakenShare] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(wanted.accounts[-1:], deque()).append((future, wanted))
         try:
             return await future
@@ -93,7 +93,7 @@ class Shares:
                 self.give_back(wanted)  # it was given in the same turn
             raise
 
-    def give_back(self, taken: Taken, places: int | None = None) -> None:
+    def give_back(self, taken: TakenShare, places: int | None = None) -> None:
         """All of it, or ``places`` of it."""
         places = taken.places if places is None else places
         self.count -= places
@@ -104,7 +104,7 @@ class Shares:
         if self._waiting:
             self._give_to_those_who_wait()
 
-    def _add(self, wanted: Taken) -> None:
+    def _add(self, wanted: TakenShare) -> None:
         self.count += wanted.places
         for account in wanted.accounts:
             self._of_callers[account] += wanted.places
@@ -121,7 +121,7 @@ class Shares:
             if queue:
                 self._waiting[account] = queue  # behind the others
 
-    def _refusal(self, wanted: Taken) -> TooManyRequests | None:
+    def _refusal(self, wanted: TakenShare) -> TooManyRequests | None:
         free, places = self._limit - self.count, wanted.places
         if not places:
             return None

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvgrpc.errors import FrameTooLarge, InvalidRequest, KvGrpcError
 from kvgrpc.model import RankId
-from kvgrpc.transfer.layout.engines import Engine, Owed
+from kvgrpc.transfer.layout.engines import EngineShape, Owed
 from kvgrpc.transfer.layout.plan import check_destination, check_inside
 from kvgrpc.transfer.layout.topology import Part
 from kvgrpc.transfer.protocol.types import (
@@ -47,14 +47,14 @@ _STATES = {int(state): state for state in RoomState}
 _WRITES = {int(writes): writes for writes in Writes}
 
 
-def engine_from_pb(message: pb.EngineShape) -> Engine:
+def engine_from_pb(message: pb.EngineShape) -> EngineShape:
     """Raises InvalidRequest for sizes below 1."""
     layout = layout_from_pb(message.layout)
     for axis in ("dp", "pp", "cp", "tp"):
         if getattr(layout, axis) < 1:
             raise _invalid(f"layout.{axis}", getattr(layout, axis), "at least 1")
     axes = message.axes or "token,head,dim"
-    return Engine(layout, message.heads, message.layers or 1, axes, message.page_tokens or 16)
+    return EngineShape(layout, message.heads, message.layers or 1, axes, message.page_tokens or 16)
 
 
 def owed_to_pb(owed: Owed) -> pb.OwedPart:

@@ -179,3 +179,18 @@ def test_addresses_are_parsed_in_net_alone() -> None:
         path.relative_to(ROOT / "kvgrpc").as_posix() for path, text in sources("kvgrpc") if at_a_colon.search(text)
     }
     assert found == NO_ADDRESSES.keys()
+
+
+# Each engine's adapter has its own of them, and nobody meets two at once.
+NAMES_OF_TWO = {"KvGrpcPublisher", "Place", "Worker"}
+
+
+def test_a_class_name_means_one_thing() -> None:
+    homes: dict[str, list[str]] = {}
+    for path, text in sources("kvgrpc"):
+        if "v1" not in path.parts:
+            for node in parsed(path, text).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    twice = {name: found for name, found in homes.items() if len(found) > 1 and name not in NAMES_OF_TWO}
+    assert not twice, twice

@@ -12,7 +12,7 @@ from kvgrpc.events.codec.decoder import check_batch
 from kvgrpc.events.following.contents import CacheContents
 from kvgrpc.events.following.index import BlockIndex
 from kvgrpc.events.log.journal import Batches
-from kvgrpc.events.log.recorder import Snapshot
+from kvgrpc.events.log.recorder import SnapshotCut
 from kvgrpc.events.log.snapshot import CacheState
 from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, UnknownEvent
 from kvgrpc.v1 import index_service_pb2
@@ -47,7 +47,7 @@ def _follow(batch: KVEventBatch) -> None:
     state, contents, rebuilt = CacheState(), CacheContents(BlockIndex()), CacheContents(BlockIndex())
     state.apply(batch.events)
     contents.apply(batch.events)
-    snapshot = Snapshot(state.cut(), MAP)
+    snapshot = SnapshotCut(state.cut(), MAP)
     part, last = snapshot.part(0)
     index = 0
     while not last:

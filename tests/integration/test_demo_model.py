@@ -13,7 +13,7 @@ import torch
 
 from kvgrpc.dataplane import open_plane
 from kvgrpc.demo.engine.config import EngineConfig, ModelConfig
-from kvgrpc.demo.engine.engine import Engine, Run
+from kvgrpc.demo.engine.engine import DemoEngine, Run
 from kvgrpc.demo.engine.model import Llama
 from kvgrpc.demo.engine.page_allocator import OutOfPages
 from kvgrpc.demo.engine.paging import OwnMemory
@@ -25,12 +25,12 @@ ANSWER = ANSWER_TOKENS
 
 
 @pytest.fixture(scope="module")
-def single() -> Engine:
+def single() -> DemoEngine:
     """The engine that stands for the single process."""
-    return Engine(CONFIG, OwnMemory())
+    return DemoEngine(CONFIG, OwnMemory())
 
 
-def answer(engine: Engine, run: Run, token: int, count: int = ANSWER) -> list[int]:
+def answer(engine: DemoEngine, run: Run, token: int, count: int = ANSWER) -> list[int]:
     """The answer that begins with ``token``."""
     tokens = [token]
     while len(tokens) < count:
@@ -38,7 +38,7 @@ def answer(engine: Engine, run: Run, token: int, count: int = ANSWER) -> list[in
     return tokens
 
 
-def prefilled(engine: Engine, run: Run) -> int:
+def prefilled(engine: DemoEngine, run: Run) -> int:
     """Computes the whole prompt; the first token of the answer."""
     token = -1
     while not run.prompt_computed:
@@ -47,7 +47,7 @@ def prefilled(engine: Engine, run: Run) -> int:
     return token
 
 
-def in_one_process(engine: Engine, prompt: tuple[int, ...], count: int = ANSWER) -> tuple[list[int], str]:
+def in_one_process(engine: DemoEngine, prompt: tuple[int, ...], count: int = ANSWER) -> tuple[list[int], str]:
     """Answer, and digest of the prompt's KV cache."""
     run = engine.admit(prompt, count)
     token = -1
@@ -59,7 +59,7 @@ def in_one_process(engine: Engine, prompt: tuple[int, ...], count: int = ANSWER)
     return tokens, digest
 
 
-def hand_over(prefill: Engine, source: Run, decode: Engine, destination: Run) -> None:
+def hand_over(prefill: DemoEngine, source: Run, decode: DemoEngine, destination: Run) -> None:
     """What kvgrpc does: every page that decode does not have, in every region."""
     last = CONFIG.pages_for(len(source.prompt))
     for mine, theirs in zip(prefill.memory.pool.regions, decode.memory.pool.regions, strict=True):
@@ -70,7 +70,7 @@ def hand_over(prefill: Engine, source: Run, decode: Engine, destination: Run) ->
     decode.keep(destination)
 
 
-def served(prefill: Engine, decode: Engine, prompt: tuple[int, ...]) -> tuple[list[int], str]:
+def served(prefill: DemoEngine, decode: DemoEngine, prompt: tuple[int, ...]) -> tuple[list[int], str]:
     """As ``in_one_process``, by prefill and decode with their prefix caches."""
     source = prefill.admit_to_compute(prompt)
     token = prefilled(prefill, source)
@@ -134,7 +134,7 @@ def naive_logits(model: Llama, prompt: tuple[int, ...]) -> torch.Tensor:
     return normal(hidden) @ model.lm_head.weight.T
 
 
-def test_paged_and_chunked_is_the_model_by_its_definition(single: Engine) -> None:
+def test_paged_and_chunked_is_the_model_by_its_definition(single: DemoEngine) -> None:
     prompt = LONG[:270]
     with torch.inference_mode():
         naive = naive_logits(single.model, prompt)[-1]
@@ -146,8 +146,8 @@ def test_paged_and_chunked_is_the_model_by_its_definition(single: Engine) -> Non
     assert token == int(naive.argmax()) == int(whole.argmax())
 
 
-def test_handed_over_prompts_go_on_as_in_a_single_process_to_the_bit(single: Engine) -> None:
-    prefill, decode = Engine(CONFIG, OwnMemory()), Engine(CONFIG, OwnMemory())
+def test_handed_over_prompts_go_on_as_in_a_single_process_to_the_bit(single: DemoEngine) -> None:
+    prefill, decode = DemoEngine(CONFIG, OwnMemory()), DemoEngine(CONFIG, OwnMemory())
     # Other page numbers than the single process has, and another order.
     prefill.take_pages(3)
     decode.pages.release(reversed(decode.take_pages(40)))
@@ -158,9 +158,9 @@ def test_handed_over_prompts_go_on_as_in_a_single_process_to_the_bit(single: Eng
         assert served(prefill, decode, prompt) == in_one_process(single, prompt)
 
 
-def test_a_prefix_hit_is_whole_chunks_at_prefill_and_pages_at_decode(single: Engine) -> None:
+def test_a_prefix_hit_is_whole_chunks_at_prefill_and_pages_at_decode(single: DemoEngine) -> None:
     prompt = LONG[:600]
-    engine = Engine(CONFIG, OwnMemory())
+    engine = DemoEngine(CONFIG, OwnMemory())
     first = engine.admit_to_compute(prompt)
     prefilled(engine, first)
     again = engine.admit_to_compute(prompt)
@@ -171,7 +171,7 @@ def test_a_prefix_hit_is_whole_chunks_at_prefill_and_pages_at_decode(single: Eng
 
 
 def test_a_prompt_of_whole_chunks_that_is_all_cached_still_computes_its_last_chunk() -> None:
-    engine = Engine(CONFIG, OwnMemory())
+    engine = DemoEngine(CONFIG, OwnMemory())
     prompt = LONG[:512]
     token = prefilled(engine, engine.admit_to_compute(prompt))
     run = engine.admit_to_compute(prompt)
@@ -180,7 +180,7 @@ def test_a_prompt_of_whole_chunks_that_is_all_cached_still_computes_its_last_chu
 
 
 def test_a_full_pool_evicts_what_is_only_cached_and_refuses_what_does_not_fit() -> None:
-    engine = Engine(dataclasses.replace(CONFIG, pages=41), OwnMemory())
+    engine = DemoEngine(dataclasses.replace(CONFIG, pages=41), OwnMemory())
     run = engine.admit_to_compute(LONG[:320])
     prefilled(engine, run)
     engine.release(run)
@@ -192,7 +192,7 @@ def test_a_full_pool_evicts_what_is_only_cached_and_refuses_what_does_not_fit() 
     assert engine.cache.idle == 10
 
 
-def test_tokens_vary_and_depend_on_pages_everywhere_in_the_prompt(single: Engine) -> None:
+def test_tokens_vary_and_depend_on_pages_everywhere_in_the_prompt(single: DemoEngine) -> None:
     """Otherwise equal tokens would prove little: one page that is its neighbour's changes the answer almost always.
     (The demo compares the bytes of all pages too.)
     """
@@ -213,8 +213,11 @@ def test_tokens_vary_and_depend_on_pages_everywhere_in_the_prompt(single: Engine
 def test_the_pool_is_real_memory_of_a_data_plane() -> None:
     plane = open_plane("shm")
     try:
-        engine = Engine(dataclasses.replace(CONFIG, pages=40), plane)
-        assert in_one_process(engine, LONG[:100], 2)[0] == in_one_process(Engine(CONFIG, OwnMemory()), LONG[:100], 2)[0]
+        engine = DemoEngine(dataclasses.replace(CONFIG, pages=40), plane)
+        assert (
+            in_one_process(engine, LONG[:100], 2)[0]
+            == in_one_process(DemoEngine(CONFIG, OwnMemory()), LONG[:100], 2)[0]
+        )
         pool = engine.memory.pool
         assert len({region.address for region in pool.regions}) == 2 * CONFIG.model.layers
         assert engine.memory.bytes_per_page == sum(region.page_bytes for region in pool.regions) == 65_536

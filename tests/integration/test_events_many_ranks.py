@@ -18,7 +18,7 @@ import pytest
 import zmq
 
 from kvgrpc.events import BlockStored, JournalingPublisher, KVEventBatch, decode_batch, open_publisher
-from kvgrpc.events.log.journal import Dropped
+from kvgrpc.events.log.journal import DroppedRange
 from kvgrpc.model import RankId, RankRef, new_epoch
 
 ROOT = Path(__file__).parents[2]
@@ -154,7 +154,7 @@ def numbers_untold(publisher: JournalingPublisher) -> int:
     cursor = oldest = journal.oldest_sequence
     while part := journal.read(cursor):
         told += part.last - cursor + 1
-        if not isinstance(part, Dropped):
+        if not isinstance(part, DroppedRange):
             decode_batch(part.payloads[0])
         cursor = part.last + 1
     return publisher.stream.next_sequence - oldest - told

@@ -8,7 +8,7 @@ from functools import cache
 
 from kvgrpc.model import Layout, RankId
 from kvgrpc.transfer.layout import topology
-from kvgrpc.transfer.layout.engines import Engine
+from kvgrpc.transfer.layout.engines import EngineShape
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,6 @@ def _ranks(engine: str, layout: Layout) -> tuple[RankId, ...]:
 
 @cache
 def _part(fleet: Fleet, prefill: RankId, decode: RankId) -> topology.Part:
-    source = Engine(fleet.prefill, fleet.heads, fleet.layers).shape(prefill[1:])
-    target = Engine(fleet.decode, fleet.heads, fleet.layers).shape(decode[1:])
+    source = EngineShape(fleet.prefill, fleet.heads, fleet.layers).shape(prefill[1:])
+    target = EngineShape(fleet.decode, fleet.heads, fleet.layers).shape(decode[1:])
     return topology.owed_part(source, target)

@@ -31,7 +31,7 @@ _LONGEST_TICK = 1.0
 NO_HANDLE = (0, -1, 2**64 - 1)  # "refused" in different versions of Mooncake
 
 
-class Engine(Protocol):
+class MooncakeEngine(Protocol):
     """The two calls of mooncake.engine.TransferEngine that move bytes."""
 
     def transfer_submit_write(self, session: str, source: int, destination: int, nbytes: int, /) -> int:
@@ -117,8 +117,8 @@ class PeerQueue:
 class Submitter:
     """All submissions of one engine. Its transfers may be polled on one thread and drained on another."""
 
-    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
-        self.engine: Engine | None = engine
+    def __init__(self, engine: MooncakeEngine, clock: Callable[[], float] = time.monotonic) -> None:
+        self.engine: MooncakeEngine | None = engine
         self.clock = clock
         self.lock = threading.Lock()
         self.running: set[WindowTransfer] = set()
@@ -211,7 +211,7 @@ class WindowTransfer:
         """Terminal without asking the engine; the caller holds the owner's lock."""
         self._end(outcome if self._handles else Outcome.REJECTED, detail)
 
-    def _move(self, engine: Engine) -> None:
+    def _move(self, engine: MooncakeEngine) -> None:
         self._tick()
         self._reap(engine)
         if self._failure is None:
@@ -232,7 +232,7 @@ class WindowTransfer:
         self._stalled += min(now - self._last_poll, _LONGEST_TICK) if self._handles else 0.0
         self._last_poll = now
 
-    def _reap(self, engine: Engine) -> None:
+    def _reap(self, engine: MooncakeEngine) -> None:
         """In order: writes end nearly in order, and each question costs."""
         check, handles = engine.transfer_check_status, self._handles
         if not handles:
@@ -263,7 +263,7 @@ class WindowTransfer:
             self._owner.lingering.append(handle)
             self._fail(Outcome.FAILED_UNKNOWN, f"a write to {self._queue.session} has status {status}")
 
-    def _fill(self, engine: Engine) -> None:
+    def _fill(self, engine: MooncakeEngine) -> None:
         queue, waiting, handles, submit = self._queue, self._waiting, self._handles, engine.transfer_submit_write
         if not self._remaining():
             return

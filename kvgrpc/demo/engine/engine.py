@@ -34,7 +34,7 @@ class Run:
         return self.computed >= len(self.prompt)
 
 
-class Engine:
+class DemoEngine:
     """The engine. Nothing here is thread-safe: whoever made it calls it."""
 
     def __init__(self, config: EngineConfig, memory: Memory) -> None:

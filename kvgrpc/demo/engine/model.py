@@ -54,7 +54,7 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.input_layernorm = RmsNorm(config.hidden, config.norm_epsilon)
-        self.self_attn = Attention(config)
+        self.self_attn = SelfAttention(config)
         self.post_attention_layernorm = RmsNorm(config.hidden, config.norm_epsilon)
         self.mlp = SwiGlu(config)
 
@@ -64,7 +64,7 @@ class Layer(nn.Module):
         return output
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Grouped-query attention: several query heads share one head of the cache."""
 
     def __init__(self, config: ModelConfig) -> None:

@@ -8,7 +8,7 @@ import time
 import torch
 
 from kvgrpc.demo.engine.config import EngineConfig
-from kvgrpc.demo.engine.engine import Engine
+from kvgrpc.demo.engine.engine import DemoEngine
 from kvgrpc.demo.protocol import Offload, Offloaded, Open, Resume, Resumed
 from kvgrpc.hashing import page_hashes
 from kvgrpc.prefetch.config import PrefetchConfig
@@ -21,7 +21,7 @@ from kvgrpc.prefetch.tree.keeper import CompletionQueue
 SECONDS = 20.0
 
 
-def config_of(config: EngineConfig, engine: Engine, wanted: Open) -> PrefetchConfig:
+def config_of(config: EngineConfig, engine: DemoEngine, wanted: Open) -> PrefetchConfig:
     """The engine's own pages as device tier, as many on the host, and the storage that is wanted, if any.
 
     The engine keeps its own prefix cache, so it uses the controller and the copies alone.
@@ -46,7 +46,7 @@ class Tiers:
     """Device pages to storage and back, for the thread that owns the engine. Blocks: the engine does nothing else
     then."""
 
-    def __init__(self, engine: Engine, prefetch: PrefetchManager) -> None:
+    def __init__(self, engine: DemoEngine, prefetch: PrefetchManager) -> None:
         assert prefetch.copies is not None and isinstance(prefetch.controller.keeper, CompletionQueue)
         self._engine = engine
         self._controller = prefetch.controller

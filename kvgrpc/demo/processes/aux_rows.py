@@ -11,7 +11,7 @@ ROWS = 64
 _ROW = struct.Struct("<Qii")
 
 
-class AuxRows:
+class FreeAuxRows:
     """Rows in memory that kvgrpc reads at prefill and fills at decode. One thread."""
 
     def __init__(self) -> None:

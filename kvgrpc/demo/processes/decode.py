@@ -12,7 +12,7 @@ from kvgrpc.demo.engine.engine import Run
 from kvgrpc.demo.engine.page_allocator import OutOfPages
 from kvgrpc.demo.processes.child import Router
 from kvgrpc.demo.processes.rank import EngineRank, serve
-from kvgrpc.demo.protocol import Compute, Finished, Received, Token
+from kvgrpc.demo.protocol import AnswerToken, Compute, Finished, Received
 from kvgrpc.errors import Failure, Reason
 from kvgrpc.model import Role
 from kvgrpc.transfer import KVPoll, KVReceiver
@@ -110,7 +110,7 @@ class DecodeScheduler:
         if job not in self._generating:
             self._generating.append(job)
         job.token, job.told = token, job.told + 1
-        self._opened.router.tell(Token(job.request.room, token))
+        self._opened.router.tell(AnswerToken(job.request.room, token))
         if job.told == job.request.answer_tokens:
             self._generating.remove(job)
             self._release(job)

@@ -9,15 +9,14 @@ from typing import Any, Protocol
 
 from kvgrpc.dataplane import open_plane
 from kvgrpc.demo.engine.config import EngineConfig
-from kvgrpc.demo.engine.engine import Engine
+from kvgrpc.demo.engine.engine import DemoEngine
 from kvgrpc.demo.engine.tiers import Tiers, config_of
-from kvgrpc.demo.processes.aux_rows import AuxRows
+from kvgrpc.demo.processes.aux_rows import FreeAuxRows
 from kvgrpc.demo.processes.child import Router, RouterGone
 from kvgrpc.demo.processes.measured_plane import MeasuredPlane
 from kvgrpc.demo.protocol import (
-    Clear,
+    ClearCache,
     Compute,
-    Failed,
     Loaded,
     Offload,
     Open,
@@ -26,6 +25,7 @@ from kvgrpc.demo.protocol import (
     Report,
     Reported,
     Resume,
+    RoomFailed,
 )
 from kvgrpc.errors import Failure, KvGrpcError
 from kvgrpc.events import KVEventBatch
@@ -43,16 +43,16 @@ class EngineRank:
     """An engine and its opened rank; all of it belongs to the thread that opened it."""
 
     router: Router
-    engine: Engine
+    engine: DemoEngine
     rank: Rank[Any]
-    aux: AuxRows
+    aux: FreeAuxRows
     plane: MeasuredPlane
     tiers: Tiers | None
 
     def fail(self, room: int, failure: Failure | None) -> None:
         """Tells the router that a room failed."""
         reason, text = ("UNSPECIFIED", "no cause given") if failure is None else (failure.reason.name, failure.message)
-        self.router.tell(Failed(room, reason, text))
+        self.router.tell(RoomFailed(room, reason, text))
 
     def publish_events(self) -> None:
         """What happened in the prefix cache since the call before, as one batch."""
@@ -64,7 +64,7 @@ class EngineRank:
         return Reported(self.engine.cache.hashes(), self.plane.written_bytes, self.plane.writing_seconds)
 
 
-class Scheduler(Protocol):
+class DemoScheduler(Protocol):
     """What an engine does with its requests."""
 
     @property
@@ -79,7 +79,7 @@ class Scheduler(Protocol):
 
 
 def serve(
-    name: str, role: Role, config: EngineConfig, router: Router, scheduler: Callable[[EngineRank], Scheduler]
+    name: str, role: Role, config: EngineConfig, router: Router, scheduler: Callable[[EngineRank], DemoScheduler]
 ) -> None:
     """The process: opens the rank as the router says, serves it, and closes it when the router is gone."""
     opened = None
@@ -101,7 +101,7 @@ def serve(
 def _open(name: str, role: Role, config: EngineConfig, router: Router, wanted: Open) -> EngineRank | None:
     try:
         plane = MeasuredPlane(open_plane(wanted.data_plane))
-        engine, aux = Engine(config, plane), AuxRows()
+        engine, aux = DemoEngine(config, plane), FreeAuxRows()
         rank = open_rank(
             RankConfig(
                 engine=name,
@@ -123,13 +123,13 @@ def _open(name: str, role: Role, config: EngineConfig, router: Router, wanted: O
     return EngineRank(router, engine, rank, aux, plane, tiers)
 
 
-def _work(opened: EngineRank, scheduler: Scheduler) -> None:
+def _work(opened: EngineRank, scheduler: DemoScheduler) -> None:
     computed = False
     while True:
         message = opened.router.receive(0 if computed else POLL_SECONDS if scheduler.busy else None)
         if isinstance(message, Compute):
             scheduler.accept(message)
-        elif isinstance(message, Clear):
+        elif isinstance(message, ClearCache):
             opened.engine.cache.clear()
         elif isinstance(message, Report):
             opened.router.tell(opened.report())

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvgrpc.events.following.groups import CacheGroup, usable
 from kvgrpc.events.following.index import BlockIndex, BlockSet, Match, Reached, reach_of
-from kvgrpc.events.following.saved import Place, SavedCache
+from kvgrpc.events.following.saved import SavedCache, SavedPlace
 from kvgrpc.events.log.digest import CHECKPOINT_BATCHES, DigestCounter, StateDigest, hash_key, medium_key
 from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, TierBlocksCleared, UnknownEvent
 
@@ -61,7 +61,7 @@ class CacheContents:
     def saved(self, engine: str, dp: int, log_id: str) -> SavedCache:
         """What it is now, to be packed with the cut of its index."""
         places = [
-            Place(medium, group, list(copies), {block: count for block, count in copies.items() if count > 1})
+            SavedPlace(medium, group, list(copies), {block: count for block, count in copies.items() if count > 1})
             for (medium, group), copies in self._others.items()
         ]
         return SavedCache(

@@ -27,7 +27,7 @@ _KEYS_AT_ONCE = 65_536
 _Hashes = NDArray[np.uint64]
 
 
-class Place(NamedTuple):
+class SavedPlace(NamedTuple):
     """Blocks of one medium and group; ``copies`` of those with more than one copy."""
 
     medium: str
@@ -46,13 +46,13 @@ class SavedCache:
     digest: StateDigest
     page_tokens: int
     groups: dict[int, CacheGroup] = field(default_factory=dict)
-    places: list[Place] = field(default_factory=list)
+    places: list[SavedPlace] = field(default_factory=list)
     slot: int = 0
     media: dict[str, tuple[int, dict[int, int]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class SavedCut:
     """An index at one moment: its caches, and the blocks of group 0 with the numbers of their sets of holders."""
 
     caches: list[SavedCache]
@@ -60,7 +60,7 @@ class Cut:
     holders: Sequence[tuple[int, ...]]
 
 
-def pack(cut: Cut) -> Iterator[bytes]:
+def pack(cut: SavedCut) -> Iterator[bytes]:
     """The parts of the file. For a thread: it takes seconds for millions of blocks."""
     hashes, ends = _by_set(cut.numbers)
     members = _members(cut)
@@ -99,7 +99,7 @@ def unpack(data: bytes) -> dict[tuple[str, int], SavedCache]:
         places = []
         for medium, group, count, copies in each["places"]:
             hashes = np.frombuffer(body[at : at + 8 * count], "<u8")
-            places.append(Place(medium, group, hashes, {int(block): number for block, number in copies.items()}))
+            places.append(SavedPlace(medium, group, hashes, {int(block): number for block, number in copies.items()}))
             at += 8 * count
         tiers = tuple(TierDigest(*tier) for tier in each["tiers"])
         found[each["engine"], each["dp"]] = SavedCache(
@@ -150,7 +150,7 @@ def _by_set(numbers: Mapping[int, int]) -> tuple[_Hashes, dict[int, tuple[int, i
     return hashes[order], dict(zip(kinds.tolist(), zip(begins.tolist(), ends, strict=True), strict=True))
 
 
-def _members(cut: Cut) -> dict[tuple[int, int], list[int]]:
+def _members(cut: SavedCut) -> dict[tuple[int, int], list[int]]:
     """The sets that each cache is in, by its slot and a medium's plane."""
     members: dict[tuple[int, int], list[int]] = {}
     for number, planes in enumerate(cut.holders):

@@ -11,7 +11,7 @@ from kvgrpc.events.following.contents import CacheContents
 from kvgrpc.events.following.follower import FollowerCore
 from kvgrpc.events.following.index import BlockIndex
 from kvgrpc.events.following.messages import FollowerCounts, FollowerState
-from kvgrpc.events.following.saved import Cut
+from kvgrpc.events.following.saved import SavedCut
 
 
 class Freshness(NamedTuple):
@@ -170,11 +170,11 @@ class SourceTable:
         """All caches, by engine and dp."""
         return [self._source(*key, self._followed[key], now) for key in sorted(self._followed)]
 
-    def cut(self) -> Cut:
+    def cut(self) -> SavedCut:
         """All of it that may be known again later, as it is now."""
         numbers, holders = self.index.cut()
         saved = (followed.core.saved(*key) for key, followed in self._followed.items())
-        return Cut([cache for cache in saved if cache is not None], numbers, holders)
+        return SavedCut([cache for cache in saved if cache is not None], numbers, holders)
 
     def _source(self, engine: str, dp: int, followed: _Followed, now: float) -> Source:
         core, contents = followed.core, followed.core.contents

@@ -20,7 +20,7 @@ from kvgrpc.errors import EventsCompacted
 from kvgrpc.events.config import ReplayShape
 from kvgrpc.events.endpoints import Endpoint
 from kvgrpc.events.live.sockets import bound_address, open_socket
-from kvgrpc.events.log.journal import Dropped
+from kvgrpc.events.log.journal import DroppedRange
 from kvgrpc.events.log.stream import EventStream
 from kvgrpc.observability import metrics
 from kvgrpc.observability.logging import RateLimited
@@ -164,7 +164,7 @@ class ReplayRouter:
             if part is None:
                 replay.next = replay.last + 1
                 return
-            if not isinstance(part, Dropped):
+            if not isinstance(part, DroppedRange):
                 replay.ready = list(enumerate(part.payloads, part.first))
             replay.next = part.last + 1
 

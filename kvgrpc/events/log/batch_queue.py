@@ -13,13 +13,13 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 
-from kvgrpc.events.log.journal import Dropped
+from kvgrpc.events.log.journal import DroppedRange
 
 # A batch is put within microseconds.
 _MOMENT_SECONDS = 0.1
 
 
-class Clear(enum.Enum):
+class QueuedClear(enum.Enum):
     """Stands for an AllBlocksCleared that the publisher owes its followers."""
 
     CLEAR = enum.auto()
@@ -161,15 +161,15 @@ class BatchQueue:
             self._wake.get(timeout=timeout)
 
     def _put_clear(self) -> None:
-        self._items.append(Clear.CLEAR)
+        self._items.append(QueuedClear.CLEAR)
         self._next += 1
         self._clear_owed = False
 
     def _put_hole(self) -> None:
         first = self._next
-        if self._items and isinstance(self._items[-1], Dropped):
-            first = self._items.pop().first  # type: ignore[attr-defined]  # it is a Dropped
-        self._items.append(Dropped(first, self._next, "queue_full"))
+        if self._items and isinstance(self._items[-1], DroppedRange):
+            first = self._items.pop().first  # type: ignore[attr-defined]  # it is a DroppedRange
+        self._items.append(DroppedRange(first, self._next, "queue_full"))
         self._next += 1
         self._dropped += 1
         self._clear_owed = True

@@ -30,7 +30,7 @@ _COMPACT_AT = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
+class DroppedRange:
     """Sequences that were taken but have no batch, both ends inclusive."""
 
     first: int
@@ -69,7 +69,7 @@ class Journal:
         self._lock = Lock()
         self._next = 0
         # One entry is one batch or one hole. The lists run in parallel; what lies before _head is evicted.
-        self._entries: list[bytes | Dropped] = []
+        self._entries: list[bytes | DroppedRange] = []
         self._sequences: list[int] = []
         self._ends: list[int] = []
         self._times: list[float] = []
@@ -94,7 +94,7 @@ class Journal:
         """Bytes of the payloads that are kept."""
         return self._written - self._evicted
 
-    def extend(self, entries: Iterable[bytes | Dropped]) -> None:
+    def extend(self, entries: Iterable[bytes | DroppedRange]) -> None:
         """Appends payloads and holes, then evicts what is past a limit. A hole begins at ``next_sequence``."""
         now = self._clock()
         with self._lock:
@@ -107,7 +107,7 @@ class Journal:
         with self._lock:
             self._evict(self._clock())
 
-    def read(self, first: int, last: int | None = None, limit: int = CHUNK_BYTES) -> Batches | Dropped | None:
+    def read(self, first: int, last: int | None = None, limit: int = CHUNK_BYTES) -> Batches | DroppedRange | None:
         """What follows a cursor, up to ``last`` inclusive: a hole, or batches of at most ``limit`` bytes (but one).
 
         None: nothing is there yet. Raises EventsCompacted when ``first`` is not kept any more.
@@ -120,9 +120,9 @@ class Journal:
                 return None
             index = bisect_right(self._sequences, first, lo=self._head) - 1
             entry = self._entries[index]
-            if isinstance(entry, Dropped):
+            if isinstance(entry, DroppedRange):
                 until = entry.last if last is None else min(entry.last, last)
-                return Dropped(max(entry.first, first), until, entry.cause)
+                return DroppedRange(max(entry.first, first), until, entry.cause)
             stop = self._end_of_chunk(index, first, last, limit)
             # No hole lies between index and stop.
             return Batches(first, self._entries[index:stop])  # type: ignore[arg-type]
@@ -140,9 +140,9 @@ class Journal:
     def _oldest(self) -> int:
         return self._sequences[self._head] if self._head < len(self._sequences) else self._next
 
-    def _append(self, entry: bytes | Dropped, now: float) -> None:
+    def _append(self, entry: bytes | DroppedRange, now: float) -> None:
         first = self._next
-        if isinstance(entry, Dropped):
+        if isinstance(entry, DroppedRange):
             if entry.first != first or entry.last < first:
                 raise ValueError(f"a hole at {first} cannot be {entry.first} to {entry.last}")
             self._holes.append(first)
@@ -162,7 +162,7 @@ class Journal:
             or self._written - self._evicted > limits.bytes
             or now - self._times[head] > limits.age
         ):
-            if isinstance(self._entries[head], Dropped):
+            if isinstance(self._entries[head], DroppedRange):
                 self._holes.pop(0)
             self._evicted = self._ends[head]
             self._entries[head] = b""

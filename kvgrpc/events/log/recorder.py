@@ -18,8 +18,8 @@ import msgspec
 from kvgrpc.errors import TooManyRequests
 from kvgrpc.events.codec import BatchEncoder, Dialect, Encoding, decode_batch
 from kvgrpc.events.log.digest import CHECKPOINT_BATCHES, StateDigest
-from kvgrpc.events.log.journal import MAX_BATCH_BYTES, Dropped
-from kvgrpc.events.log.snapshot import Block, CacheState, Cut, stored_event
+from kvgrpc.events.log.journal import MAX_BATCH_BYTES, DroppedRange
+from kvgrpc.events.log.snapshot import CachedBlock, CacheState, Cut, stored_event
 from kvgrpc.events.model import BlockStored, KVEventBatch
 from kvgrpc.observability import metrics
 
@@ -43,7 +43,7 @@ _SLICE_BLOCKS = 512
 _PAUSE_SECONDS = 0.0001
 _RETRY_SECONDS = 1.0
 
-_Run = tuple[list[Block], BlockStored]
+_Run = tuple[list[CachedBlock], BlockStored]
 
 
 class Recorder:
@@ -54,11 +54,11 @@ class Recorder:
         self._rank = rank
         self._lock = threading.Lock()
         self._state = CacheState()
-        self._waiting: deque[bytes | Dropped] = deque()
+        self._waiting: deque[bytes | DroppedRange] = deque()
         # The first is written by the publisher's thread alone, the second under the lock.
         self._added_bytes = self._folded_bytes = 0
         self._digest = self._checkpoint = self._state.digest()
-        self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
+        self._snapshots: weakref.WeakSet[SnapshotCut] = weakref.WeakSet()
 
     def digest(self, next_sequence: int) -> StateDigest:
         """One that a reader who has all before ``next_sequence`` can compare: the latest, if it has not passed it yet;
@@ -66,10 +66,10 @@ class Recorder:
         latest = self._digest
         return latest if latest.next_sequence >= next_sequence else self._checkpoint
 
-    def add(self, entries: Sequence[bytes | Dropped]) -> None:
+    def add(self, entries: Sequence[bytes | DroppedRange]) -> None:
         """What was published, in sequence. For the publisher's thread; an append."""
         self._waiting.extend(entries)
-        self._added_bytes += sum(len(entry) for entry in entries if not isinstance(entry, Dropped))
+        self._added_bytes += sum(len(entry) for entry in entries if not isinstance(entry, DroppedRange))
 
     def catch_up(self) -> None:
         """Folds what waits, if it is too much. For the publisher's thread."""
@@ -88,7 +88,7 @@ class Recorder:
                 self._digest = self._state.digest()
             return True
 
-    def snapshot(self, oldest_useful: int) -> Snapshot:
+    def snapshot(self, oldest_useful: int) -> SnapshotCut:
         """A snapshot at ``oldest_useful`` or later: the one that others read, or a new one. May take milliseconds.
 
         Raises TooManyRequests when others read too many older ones just now.
@@ -105,7 +105,7 @@ class Recorder:
                     metadata={"limit": MAX_SNAPSHOTS, "value": len(self._snapshots) + 1, "scope": "snapshots"},
                     retry_after=_RETRY_SECONDS,
                 )
-            snapshot = Snapshot(self._state.cut(), BatchEncoder(self._dialect, Encoding.MAP, self._rank))
+            snapshot = SnapshotCut(self._state.cut(), BatchEncoder(self._dialect, Encoding.MAP, self._rank))
             self._snapshots.add(snapshot)
             return snapshot
 
@@ -129,7 +129,7 @@ class Recorder:
         except IndexError:
             return False
         state = self._state
-        if isinstance(entry, Dropped):
+        if isinstance(entry, DroppedRange):
             state.next_sequence = entry.last + 1
             return True
         self._folded_bytes += len(entry)
@@ -143,7 +143,7 @@ class SnapshotGivenUp(Exception):
     """A snapshot was not read on for so long that others needed its place."""
 
 
-class Snapshot:
+class SnapshotCut:
     """A cut in parts, each encoded once for all readers, by the one that comes to it first. Thread-safe."""
 
     def __init__(self, cut: Cut, encoder: BatchEncoder) -> None:
@@ -200,7 +200,7 @@ class Snapshot:
         self._encode(runs[:middle])
         self._encode(runs[middle:])
 
-    def _is_halved(self, blocks: list[Block], size: int) -> bool:
+    def _is_halved(self, blocks: list[CachedBlock], size: int) -> bool:
         """Whether a run of this size is: each half says again what all blocks have in common, which may be most of it.
         So only what no client takes, and not where one block alone is as bad."""
         if size <= MAX_BATCH_BYTES or len(blocks) == 1:

@@ -50,7 +50,7 @@ class About(msgspec.Struct, frozen=True, gc=False):
     unknown_keys: dict[str, Any] | None
 
 
-class Block(msgspec.Struct, frozen=True, gc=False):
+class CachedBlock(msgspec.Struct, frozen=True, gc=False):
     """One block in one tier and group.
 
     ``tokens``: a msgpack array, b"" where the event did not give each block its own. ``extra``: its entries of
@@ -126,7 +126,7 @@ class CacheState:
             if known is None:
                 new += 1
                 extra = extras[index] if extras else None
-                tier.put(key, Block(block_hash, parent, tokens[index] if tokens else b"", about, extra, 1))
+                tier.put(key, CachedBlock(block_hash, parent, tokens[index] if tokens else b"", about, extra, 1))
             else:
                 tier.put(key, _with_copies(known, known.copies + 1))
             parent = block_hash
@@ -170,9 +170,9 @@ class Cut:
     next_sequence: int
     copies: int
     digest: StateDigest
-    tiers: dict[TierName, tuple[dict[int, Block], ...]]
+    tiers: dict[TierName, tuple[dict[int, CachedBlock], ...]]
 
-    def runs(self) -> Iterator[list[Block]]:
+    def runs(self) -> Iterator[list[CachedBlock]]:
         """All blocks, those of a tier and group together, parents before children.
 
         The blocks of a run follow each other, parent by child, and are about the same; a run has at most RUN_BLOCKS of
@@ -189,30 +189,30 @@ class _Tier:
 
     def __init__(self) -> None:
         # One empty shard is shared until something comes into it.
-        self._shards: list[dict[int, Block]] = [{}] * SHARDS
+        self._shards: list[dict[int, CachedBlock]] = [{}] * SHARDS
         self._shared = bytearray(b"\x01") * SHARDS
 
-    def get(self, key: int) -> Block | None:
+    def get(self, key: int) -> CachedBlock | None:
         return self._shards[key % SHARDS].get(key)
 
-    def put(self, key: int, block: Block) -> None:
+    def put(self, key: int, block: CachedBlock) -> None:
         self._own(key % SHARDS)[key] = block
 
     def remove(self, key: int) -> None:
         del self._own(key % SHARDS)[key]
 
-    def share(self) -> tuple[dict[int, Block], ...]:
+    def share(self) -> tuple[dict[int, CachedBlock], ...]:
         self._shared = bytearray(b"\x01") * SHARDS
         return tuple(self._shards)
 
-    def _own(self, index: int) -> dict[int, Block]:
+    def _own(self, index: int) -> dict[int, CachedBlock]:
         if self._shared[index]:
             self._shards[index] = self._shards[index].copy()
             self._shared[index] = 0
         return self._shards[index]
 
 
-def stored_event(run: list[Block]) -> BlockStored:
+def stored_event(run: list[CachedBlock]) -> BlockStored:
     """The event that says a run. Its ``token_ids`` are msgspec.Raw, which an encoder writes as they are."""
     first, about = run[0], run[0].about
     extras = [block.extra for block in run] if first.extra is not None else None
@@ -237,8 +237,8 @@ def stored_event(run: list[Block]) -> BlockStored:
     )
 
 
-def _runs(shards: tuple[dict[int, Block], ...]) -> Iterator[list[Block]]:
-    several: list[Block] = []
+def _runs(shards: tuple[dict[int, CachedBlock], ...]) -> Iterator[list[CachedBlock]]:
+    several: list[CachedBlock] = []
     yield from _grouped(_in_order(shards, several))
     copies = 1
     while several:
@@ -247,7 +247,7 @@ def _runs(shards: tuple[dict[int, Block], ...]) -> Iterator[list[Block]]:
         several = [block for block in several if block.copies > copies]
 
 
-def _in_order(shards: tuple[dict[int, Block], ...], several: list[Block]) -> Iterator[Block]:
+def _in_order(shards: tuple[dict[int, CachedBlock], ...], several: list[CachedBlock]) -> Iterator[CachedBlock]:
     """Each block once, parents first; what has several copies goes into ``several`` too."""
     told: set[int] = set()
     for shard in shards:
@@ -260,8 +260,8 @@ def _in_order(shards: tuple[dict[int, Block], ...], several: list[Block]) -> Ite
                 yield ancestor
 
 
-def _grouped(blocks: Iterable[Block]) -> Iterator[list[Block]]:
-    run: list[Block] = []
+def _grouped(blocks: Iterable[CachedBlock]) -> Iterator[list[CachedBlock]]:
+    run: list[CachedBlock] = []
     size = 0
     for block in blocks:
         size += len(block.tokens)
@@ -273,10 +273,12 @@ def _grouped(blocks: Iterable[Block]) -> Iterator[list[Block]]:
         yield run
 
 
-def _path(shards: tuple[dict[int, Block], ...], key: int, block: Block, told: set[int]) -> list[Block]:
+def _path(
+    shards: tuple[dict[int, CachedBlock], ...], key: int, block: CachedBlock, told: set[int]
+) -> list[CachedBlock]:
     """The block and those of its ancestors that are there and were not told, the oldest first. Ends in a circle too."""
     path = []
-    current: Block | None = block
+    current: CachedBlock | None = block
     while current is not None and key not in told:
         told.add(key)
         path.append(current)
@@ -288,7 +290,7 @@ def _path(shards: tuple[dict[int, Block], ...], key: int, block: Block, told: se
     return path
 
 
-def _follows(before: Block, block: Block) -> bool:
+def _follows(before: CachedBlock, block: CachedBlock) -> bool:
     return (
         block.parent == before.block_hash
         and (block.about is before.about or block.about == before.about)
@@ -297,8 +299,8 @@ def _follows(before: Block, block: Block) -> bool:
     )
 
 
-def _with_copies(block: Block, copies: int) -> Block:
-    return Block(block.block_hash, block.parent, block.tokens, block.about, block.extra, copies)
+def _with_copies(block: CachedBlock, copies: int) -> CachedBlock:
+    return CachedBlock(block.block_hash, block.parent, block.tokens, block.about, block.extra, copies)
 
 
 def _about(event: BlockStored) -> About:

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvgrpc.errors import CopyFailed, Failure, InvalidRequest, KvGrpcError, TooManyRequests
 from kvgrpc.prefetch.copies.layers import LayerSignal
-from kvgrpc.prefetch.copies.operation import CopyAck, CopyOperation, Direction, Piece, copy_failed, merge
+from kvgrpc.prefetch.copies.operation import CopyAck, CopyOperation, CopyPiece, Direction, copy_failed, merge
 from kvgrpc.prefetch.copies.paths import CopyPath, IoBackend
 from kvgrpc.prefetch.copies.streams import open_lane, pin, unpin
 from kvgrpc.prefetch.model import Short
@@ -253,7 +253,7 @@ class CopyEngine:
         """One piece of what waits, the most urgent first, as one copy; what is left goes back into the queue."""
         began = time.monotonic()
         lane, path = self._lane[Direction.DOWN], self._path[Direction.DOWN]
-        pieces: list[tuple[CopyOperation, Piece]] = []
+        pieces: list[tuple[CopyOperation, CopyPiece]] = []
         room = self._piece_pages
         for operation in operations:
             if room <= 0:

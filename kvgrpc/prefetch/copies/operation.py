@@ -69,14 +69,14 @@ class CopyOperation:
     seconds: float = 0.0
     acknowledged: bool = False
 
-    def next_piece(self, most: int) -> Piece:
+    def next_piece(self, most: int) -> CopyPiece:
         """The next pages to copy, at most so many."""
         part = slice(self.done, self.done + most)
-        return Piece(self.device_pages[part], self.host_pages[part])
+        return CopyPiece(self.device_pages[part], self.host_pages[part])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class CopyPiece:
     """Pages of one operation that are copied at a time; only the whole is acknowledged."""
 
     device_pages: Pages
@@ -91,7 +91,7 @@ def copy_failed(direction: Direction, error: Exception) -> KvGrpcError:
     return CopyFailed(text, metadata={"direction": direction.value, "layer": ""})
 
 
-def merge(pieces: Sequence[Piece | CopyOperation]) -> tuple[Pages, Pages]:
+def merge(pieces: Sequence[CopyPiece | CopyOperation]) -> tuple[Pages, Pages]:
     """(device pages, host pages) of all, in order of host pages, so that adjacent ones are copied as one."""
     device = np.concatenate([piece.device_pages for piece in pieces])
     host = np.concatenate([piece.host_pages for piece in pieces])

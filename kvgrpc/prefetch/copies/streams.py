@@ -21,7 +21,7 @@ class Mark(Protocol):
         """What this thread queues from now on comes after it; does not block."""
 
 
-class Lane(Protocol):
+class CopyLane(Protocol):
     """A queue of work of its own on a device."""
 
     def current(self) -> AbstractContextManager[Any]:
@@ -43,7 +43,7 @@ class _Done:
 
 
 class CpuLane:
-    """See ``Lane``, on a machine without an accelerator: a copy has ended when its call returns."""
+    """See ``CopyLane``, on a machine without an accelerator: a copy has ended when its call returns."""
 
     def current(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -68,7 +68,7 @@ class _Event:
 
 
 class CudaLane:
-    """See ``Lane``: a CUDA stream of its own on ``device``; raises what torch raises."""
+    """See ``CopyLane``: a CUDA stream of its own on ``device``; raises what torch raises."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -84,7 +84,7 @@ class CudaLane:
         return _Event(self._stream.record_event(), self._device)
 
 
-def open_lane(device: torch.device) -> Lane:
+def open_lane(device: torch.device) -> CopyLane:
     return CudaLane(device) if device.type == "cuda" else CpuLane()
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvgrpc.dataplane.base import MemoryRange
 from kvgrpc.errors import InvalidRequest, PageStateInvalid
 from kvgrpc.prefetch.pools.pages import Pages, PageTable
-from kvgrpc.prefetch.pools.shape import Block, HostLayout, PageShape, block_of
+from kvgrpc.prefetch.pools.shape import ComponentBlock, HostLayout, PageShape, block_of
 
 Bytes = npt.NDArray[np.uint8]
 _ALIGNMENT = 4096
@@ -114,7 +114,7 @@ class HostPool:
         return self._map is None
 
 
-def _pieces(block: Block, start: int, page: int, layers: int) -> list[tuple[int, int]]:
+def _pieces(block: ComponentBlock, start: int, page: int, layers: int) -> list[tuple[int, int]]:
     address = start + page * block.page_stride
     if block.page_stride == layers * block.component.layer_bytes:
         return [(address, block.page_stride)]

@@ -87,7 +87,7 @@ def dtype_bytes(dtype: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ComponentBlock:
     """The memory of one component in a host pool: bytes from its start.
 
     Layer ``l`` of page ``p`` begins at ``p * page_stride + l * layer_stride``, and is ``rows`` pieces of ``row_bytes``,
@@ -103,17 +103,17 @@ class Block:
     row_stride: int
 
 
-def block_of(component: Component, shape: PageShape, layout: HostLayout, pages: int) -> Block:
+def block_of(component: Component, shape: PageShape, layout: HostLayout, pages: int) -> ComponentBlock:
     """Where the bytes of a component lie."""
     layer, layers = component.layer_bytes, shape.layers
     whole = pages * layers * layer
     if layout is HostLayout.LAYER_FIRST:
-        return Block(component, whole, layer, pages * layer, 1, layer, layer)
+        return ComponentBlock(component, whole, layer, pages * layer, 1, layer, layer)
     if layout is HostLayout.PAGE_FIRST and layer % shape.page_tokens == 0:
         token = layer // shape.page_tokens
-        return Block(component, whole, layers * layer, token, shape.page_tokens, token, layers * token)
+        return ComponentBlock(component, whole, layers * layer, token, shape.page_tokens, token, layers * token)
     # State that does not divide into tokens has no order of tokens either.
-    return Block(component, whole, layers * layer, layer, 1, layer, layer)
+    return ComponentBlock(component, whole, layers * layer, layer, 1, layer, layer)
 
 
 def _count(name: str, value: int) -> int:

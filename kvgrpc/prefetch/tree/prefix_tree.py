@@ -135,7 +135,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class CachedPrefix:
     """The longest cached prefix: ``device`` pages from the front, then ``host`` pages. ``nodes`` hold them, in
     order."""
 
@@ -200,7 +200,7 @@ class PrefixTree:
             yield node
             waiting.extend(node.children.values())
 
-    def match(self, hashes: Sequence[str], *, touch: bool = True) -> Match:
+    def match(self, hashes: Sequence[str], *, touch: bool = True) -> CachedPrefix:
         """What is cached of a prompt. ``touch`` counts it as a use: recency and hits; nodes are split where it ends."""
         path = self._path(hashes, split=touch)
         device: list[int] = []
@@ -220,7 +220,7 @@ class PrefixTree:
                 node.used = self._clock
                 node.hits += 1
                 self._may_go(node)
-        return Match(tuple(nodes), tuple(device), tuple(host))
+        return CachedPrefix(tuple(nodes), tuple(device), tuple(host))
 
     def leading(self, hashes: Sequence[str]) -> tuple[int, int]:
         """(pages on the device, pages on device or host) from the front; changes nothing."""

@@ -20,7 +20,7 @@ from kvgrpc.registry.model import DEFAULT_TTL, Lease, RankRow
 from kvgrpc.registry.store.base import OnChange
 from kvgrpc.registry.table import EngineTable
 from kvgrpc.rpc.loop import background
-from kvgrpc.rpc.shares import Shares, Taken
+from kvgrpc.rpc.shares import Shares, TakenShare
 
 _log = logging.getLogger(__name__)
 
@@ -58,8 +58,8 @@ class MemoryRegistry:
         # Who registered them: of rows and engines each caller, and each of its hosts, leaves as many to others.
         self._row_shares = Shares(max_rows, "rows", connections=False)
         self._engine_shares = Shares(max_engines, "engines", connections=False)
-        self._row_owners: dict[int, Taken] = {}
-        self._engine_owners: dict[str, Taken] = {}
+        self._row_owners: dict[int, TakenShare] = {}
+        self._engine_owners: dict[str, TakenShare] = {}
         self._acceptance = Acceptance(
             self._table,
             lambda rank: self._fences.get(rank, 0),
@@ -134,7 +134,7 @@ class MemoryRegistry:
         ran_out, self._ran_out = self._ran_out, []
         return ran_out
 
-    def _take_places(self, rows: Sequence[RankRow]) -> tuple[Taken, Taken]:
+    def _take_places(self, rows: Sequence[RankRow]) -> tuple[TakenShare, TakenShare]:
         """For the rows and engines that are not there yet, or are another incarnation's. Raises TooManyRequests."""
         held = [(row, self._table.leased(row.ref.rank)) for row in rows]
         replaced = [leased for row, leased in held if leased is not None and leased.row.ref.epoch < row.ref.epoch]
@@ -155,7 +155,7 @@ class MemoryRegistry:
                 del self._row_owners[leased.lease_id]  # its place went back already
                 self._drop(leased)
 
-    def _take(self, row: RankRow, owner: tuple[Taken, Taken]) -> Lease:
+    def _take(self, row: RankRow, owner: tuple[TakenShare, TakenShare]) -> Lease:
         now = self._clock()
         leased = self._table.leased(row.ref.rank)
         if leased is None:

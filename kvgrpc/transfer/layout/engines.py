@@ -20,7 +20,7 @@ MOST_WORK = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class EngineShape:
     """What a topology needs to know. ``heads``: key and value heads of the whole model; 0: MLA, each rank holds all."""
 
     layout: Layout
@@ -61,7 +61,7 @@ class Owed:
     descriptors: int
 
 
-def topology(prefill: Engine, decode: Engine) -> list[Owed]:
+def topology(prefill: EngineShape, decode: EngineShape) -> list[Owed]:
     """What the ranks of one prefill replica owe those of one decode replica, ordered by prefill and decode.
 
     Raises ParallelLayoutMismatch, and InvalidRequest for engines with too many ranks.
@@ -73,7 +73,7 @@ def in_order(lines: Iterable[Owed]) -> list[Owed]:
     return sorted(lines, key=lambda line: (line.prefill, line.decode))
 
 
-def each_line(prefill: Engine, decode: Engine) -> Iterator[Owed]:
+def each_line(prefill: EngineShape, decode: EngineShape) -> Iterator[Owed]:
     """The same, line by line as they are computed, some milliseconds each at most; raises at the first."""
     _check_work(prefill, decode)
     for field, one, other in (("heads", prefill.heads, decode.heads), ("layers", prefill.layers, decode.layers)):
@@ -90,7 +90,7 @@ def each_line(prefill: Engine, decode: Engine) -> Iterator[Owed]:
             yield Owed(coordinates, (0, pp, cp, tp), part, 0 if part.empty else _descriptors(source, target))
 
 
-def _check_work(prefill: Engine, decode: Engine) -> None:
+def _check_work(prefill: EngineShape, decode: EngineShape) -> None:
     lines = decode.layout.ranks // decode.layout.dp * prefill.layout.cp
     lines *= max(prefill.layout.tp // decode.layout.tp, 1) * max(prefill.layout.pp // decode.layout.pp, 1)
     if lines > MOST_LINES:

@@ -17,7 +17,7 @@ ROOMS_AT_ONCE = 1024
 _LATER_AT_MOST = 1024
 
 
-class Peer(Protocol):
+class PeerToTell(Protocol):
     """One pair of incarnations. ``up``: a stream stands that counts."""
 
     pending_rooms: dict[RoomKey, None]
@@ -26,7 +26,7 @@ class Peer(Protocol):
     def up(self) -> bool: ...
 
 
-P = TypeVar("P", bound=Peer)
+P = TypeVar("P", bound=PeerToTell)
 
 
 class PendingRooms(Generic[P]):
@@ -68,7 +68,7 @@ class PendingRooms(Generic[P]):
         return [pair for pair in pairs if pair.up]
 
 
-def take_keys(pair: Peer, most: int = ROOMS_AT_ONCE) -> list[RoomKey]:
+def take_keys(pair: PeerToTell, most: int = ROOMS_AT_ONCE) -> list[RoomKey]:
     """The oldest ``most`` of its pending rooms, which are pending no more: in pieces, so that one peer's thousands hold
     up nobody's ten."""
     pending = pair.pending_rooms

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from kvgrpc.transfer.protocol.prefill_core import PrefillPair, Submission
 
 
-class FairQueue:
+class SubmissionQueue:
     """However many wait for one peer, another one's first is taken in the next turn, as long as ``most`` peers wait."""
 
     def __init__(self) -> None:

@@ -36,7 +36,7 @@ _FEWEST_SLICES = 4
 _U8Array = npt.NDArray[np.uint8]
 
 
-class Staging:
+class GatherStaging:
     """The memory in which a rank's slices are copied together: at most ``nbytes``, taken when a peer needs it.
 
     None for a plane that says that gathering does not pay, and for pools in the memory of a device. Where the plane has

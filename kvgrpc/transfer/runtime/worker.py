@@ -21,8 +21,8 @@ from kvgrpc.observability import metrics
 from kvgrpc.transfer.layout.plan import Geometry, Plan, geometry, joined
 from kvgrpc.transfer.protocol.prefill_core import PrefillPair, PrefillRoom, Submission
 from kvgrpc.transfer.runtime.checksums import PageReader
-from kvgrpc.transfer.runtime.fair_queue import FairQueue
-from kvgrpc.transfer.runtime.gather import GatheredTransfer, PeerSlots, Staging
+from kvgrpc.transfer.runtime.fair_queue import SubmissionQueue
+from kvgrpc.transfer.runtime.gather import GatheredTransfer, GatherStaging, PeerSlots
 from kvgrpc.transfer.runtime.guarded import GuardedPlane, attempt
 from kvgrpc.transfer.runtime.summing import Sets, SummingQueue
 
@@ -75,11 +75,11 @@ class TransferWorker:
         self, plane: GuardedPlane, pools: Sequence[Pool], report: Callable[[Outcomes], None], gather_bytes: int = 0
     ) -> None:
         self._plane = plane
-        self._staging = Staging(plane, pools, gather_bytes)
+        self._staging = GatherStaging(plane, pools, gather_bytes)
         self._pools = tuple(pools)
         self._report = report
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._waiting = FairQueue()
+        self._waiting = SubmissionQueue()
         self._summing = SummingQueue()
         self._running: list[_Running] = []
         self._ended: Outcomes = []

@@ -9,7 +9,12 @@ from kvgrpc.demo import protocol as p
 
 @pytest.mark.parametrize(
     "message",
-    [p.Open("shm", "127.0.0.1:1"), p.Compute(2**63 - 1, "127.0.0.1:1/prefill", [256, 65], 32), p.Clear(), p.Close()],
+    [
+        p.Open("shm", "127.0.0.1:1"),
+        p.Compute(2**63 - 1, "127.0.0.1:1/prefill", [256, 65], 32),
+        p.ClearCache(),
+        p.Close(),
+    ],
 )
 def test_to_a_process(message: p.ToProcess) -> None:
     line = p.encode(message)
@@ -22,7 +27,7 @@ def test_to_a_process(message: p.ToProcess) -> None:
     [
         p.Loaded(),
         p.Received(2**63 - 1, 3, 1, 0.1, "d"),
-        p.Failed(1, "PEER_LOST", "two\nlines"),
+        p.RoomFailed(1, "PEER_LOST", "two\nlines"),
         p.Reported([-1], 2, 0.5),
     ],
 )

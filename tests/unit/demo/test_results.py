@@ -8,7 +8,7 @@ import pytest
 
 from kvgrpc.demo.event_check import EventResult
 from kvgrpc.demo.prompts import Prompt
-from kvgrpc.demo.protocol import Failed, Finished, Prefilled, Received, Token
+from kvgrpc.demo.protocol import AnswerToken, Finished, Prefilled, Received, RoomFailed
 from kvgrpc.demo.results import CacheResult, DemoResult, PromptResult, note
 
 
@@ -18,11 +18,11 @@ def a_result() -> DemoResult:
     for kind, message in (
         ("prefill", Prefilled(7, reused_pages=0, compute_seconds=0.1, sent_at=10.0)),
         ("decode", Received(7, pages=2, reused_pages=0, received_at=10.5, digest="d")),
-        ("decode", Token(7, 1)),
-        ("decode", Token(7, 2)),
+        ("decode", AnswerToken(7, 1)),
+        ("decode", AnswerToken(7, 2)),
         ("decode", Finished(7)),
-        ("reference", Token(7, 1)),
-        ("reference", Token(7, 2)),
+        ("reference", AnswerToken(7, 1)),
+        ("reference", AnswerToken(7, 2)),
         ("reference", Finished(7, digest="d")),
     ):
         note(prompt, kind, message)
@@ -67,8 +67,8 @@ def set_event(result: DemoResult) -> None:
 
 
 def fail_room(result: DemoResult) -> None:
-    note(result.prompts[0], "decode", Failed(7, "PEER_LOST", "prefill is gone"))
-    note(result.prompts[0], "prefill", Failed(7, "ROOM_CANCELLED", "later"))
+    note(result.prompts[0], "decode", RoomFailed(7, "PEER_LOST", "prefill is gone"))
+    note(result.prompts[0], "prefill", RoomFailed(7, "ROOM_CANCELLED", "later"))
 
 
 def went_through_storage(result: DemoResult) -> CacheResult:

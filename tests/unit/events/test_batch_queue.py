@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvgrpc.events.log.batch_queue import BatchQueue, Clear
-from kvgrpc.events.log.journal import Dropped
+from kvgrpc.events.log.batch_queue import BatchQueue, QueuedClear
+from kvgrpc.events.log.journal import DroppedRange
 
 
 def numbered(queue: BatchQueue) -> list[tuple[int, object]]:
@@ -19,7 +19,7 @@ def numbered(queue: BatchQueue) -> list[tuple[int, object]]:
     result, sequence = [], taken.first
     for item in taken.items:
         result.append((sequence, item))
-        sequence = item.last + 1 if isinstance(item, Dropped) else sequence + 1
+        sequence = item.last + 1 if isinstance(item, DroppedRange) else sequence + 1
     return result
 
 
@@ -36,7 +36,7 @@ def test_numbers_follow_each_other_over_takes() -> None:
 def test_full_is_one_hole_followed_by_a_clear() -> None:
     queue = BatchQueue(2)
     assert [queue.put(name) for name in "abcd"] == [True, True, False, False]
-    assert numbered(queue) == [(0, "a"), (1, "b"), (2, Dropped(2, 3, "queue_full")), (4, Clear.CLEAR)]
+    assert numbered(queue) == [(0, "a"), (1, "b"), (2, DroppedRange(2, 3, "queue_full")), (4, QueuedClear.CLEAR)]
     assert queue.dropped == 2
 
 
@@ -49,7 +49,7 @@ def test_what_was_taken_counts_until_it_is_settled() -> None:
     queue.settle(2)
     assert queue.unsent == 2
     assert queue.put("d")
-    assert numbered(queue) == [(2, Dropped(2, 2, "queue_full")), (3, Clear.CLEAR), (4, "d")]
+    assert numbered(queue) == [(2, DroppedRange(2, 2, "queue_full")), (3, QueuedClear.CLEAR), (4, "d")]
 
 
 def test_an_owed_clear_takes_the_next_number() -> None:
@@ -57,14 +57,14 @@ def test_an_owed_clear_takes_the_next_number() -> None:
     queue.put("a")
     queue.drop(1)
     queue.put("b")
-    assert numbered(queue) == [(0, "a"), (1, Clear.CLEAR), (2, "b")]
+    assert numbered(queue) == [(0, "a"), (1, QueuedClear.CLEAR), (2, "b")]
 
 
 def test_an_owed_clear_needs_no_further_batch() -> None:
     queue = BatchQueue(10)
     queue.drop(1)
     assert queue.unsent == 1
-    assert numbered(queue) == [(0, Clear.CLEAR)]
+    assert numbered(queue) == [(0, QueuedClear.CLEAR)]
     assert numbered(queue) == []
 
 
@@ -106,7 +106,7 @@ def test_a_new_one_has_nothing_and_took_nothing() -> None:
     queue = BatchQueue(10)
     assert (queue.accepted, queue.dropped, queue.refused, queue.unsent, queue.next_sequence) == (0, 0, 0, 0, 0)
     assert queue.idle and not queue.closed and numbered(queue) == []
-    assert numbered(BatchQueue(10, clear_first=True)) == [(0, Clear.CLEAR)]
+    assert numbered(BatchQueue(10, clear_first=True)) == [(0, QueuedClear.CLEAR)]
 
 
 def test_it_counts_what_it_took_and_what_it_did_not() -> None:
@@ -183,12 +183,12 @@ def test_every_number_is_told_once_and_each_hole_is_cleared(limit: int, steps: l
     expected = 0
     for position, (sequence, item) in enumerate(told):
         assert sequence == expected
-        expected = item.last + 1 if isinstance(item, Dropped) else sequence + 1
-        if isinstance(item, Dropped):
-            assert told[position + 1][1] is Clear.CLEAR
+        expected = item.last + 1 if isinstance(item, DroppedRange) else sequence + 1
+        if isinstance(item, DroppedRange):
+            assert told[position + 1][1] is QueuedClear.CLEAR
     assert expected == queue.next_sequence
     batches = [item for _, item in told if isinstance(item, int)]
-    holes = [item.last - item.first + 1 for _, item in told if isinstance(item, Dropped)]
+    holes = [item.last - item.first + 1 for _, item in told if isinstance(item, DroppedRange)]
     assert batches == sorted(batches)
     assert len(batches) + sum(holes) == published
 

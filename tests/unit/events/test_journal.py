@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvgrpc.errors import EventsCompacted
-from kvgrpc.events.log.journal import _COMPACT_AT, Batches, Dropped, Journal, JournalLimits
+from kvgrpc.events.log.journal import _COMPACT_AT, Batches, DroppedRange, Journal, JournalLimits
 
 payloads = st.binary(min_size=1, max_size=40)
 # A payload, or a hole of so many sequences.
@@ -26,12 +26,12 @@ class NaiveLog:
 
     def __init__(self, limits: JournalLimits) -> None:
         self.limits = limits
-        self.kept: list[tuple[int, bytes | Dropped]] = []
+        self.kept: list[tuple[int, bytes | DroppedRange]] = []
         self.next = 0
 
-    def append(self, entry: bytes | Dropped) -> None:
+    def append(self, entry: bytes | DroppedRange) -> None:
         self.kept.append((self.next, entry))
-        self.next = entry.last + 1 if isinstance(entry, Dropped) else self.next + 1
+        self.next = entry.last + 1 if isinstance(entry, DroppedRange) else self.next + 1
 
     def evict(self) -> None:
         while self.kept and (len(self.kept) > self.limits.batches or self.size() > self.limits.bytes):
@@ -48,10 +48,10 @@ class NaiveLog:
         """One value for each sequence: its payload, or why it has none."""
         told: list[bytes | str] = []
         for begin, entry in self.kept:
-            end = entry.last if isinstance(entry, Dropped) else begin
+            end = entry.last if isinstance(entry, DroppedRange) else begin
             for sequence in range(max(begin, first), min(end, last) + 1):
                 assert first + len(told) == sequence
-                told.append(entry.cause if isinstance(entry, Dropped) else entry)
+                told.append(entry.cause if isinstance(entry, DroppedRange) else entry)
         return told
 
 
@@ -79,9 +79,11 @@ def test_it_reads_like_a_naive_list(
     log, naive = journal(batches, size), NaiveLog(JournalLimits(batches, size))
     while appended:
         count = data.draw(st.integers(1, len(appended)))
-        group: list[bytes | Dropped] = []
+        group: list[bytes | DroppedRange] = []
         for entry in appended[:count]:
-            group.append(Dropped(naive.next, naive.next + entry - 1, "encode") if isinstance(entry, int) else entry)
+            group.append(
+                DroppedRange(naive.next, naive.next + entry - 1, "encode") if isinstance(entry, int) else entry
+            )
             naive.append(group[-1])
         appended = appended[count:]
         log.extend(group)
@@ -125,9 +127,9 @@ def test_a_payload_above_the_chunk_comes_alone() -> None:
 
 def test_a_reader_inside_a_hole_is_told_the_rest_of_it() -> None:
     log = journal()
-    log.extend([Dropped(0, 9, "queue_full"), b"clear"])
-    assert log.read(4) == Dropped(4, 9, "queue_full")
-    assert log.read(4, last=6) == Dropped(4, 6, "queue_full")
+    log.extend([DroppedRange(0, 9, "queue_full"), b"clear"])
+    assert log.read(4) == DroppedRange(4, 9, "queue_full")
+    assert log.read(4, last=6) == DroppedRange(4, 6, "queue_full")
 
 
 def test_age_evicts_also_when_nothing_comes() -> None:
@@ -155,14 +157,14 @@ def test_an_entry_is_kept_to_the_end_of_its_age() -> None:
 
 def test_what_was_evicted_is_held_no_longer() -> None:
     log = journal(batches=1)
-    log.extend([b"a" * 100, Dropped(1, 3, "encode"), b"b" * 100])
+    log.extend([b"a" * 100, DroppedRange(1, 3, "encode"), b"b" * 100])
     assert sum(len(entry) for entry in log._entries if isinstance(entry, bytes)) == log.kept_bytes == 100
-    assert not any(isinstance(entry, Dropped) for entry in log._entries) and not log._holes
+    assert not any(isinstance(entry, DroppedRange) for entry in log._entries) and not log._holes
 
 
 def test_a_hole_elsewhere_than_at_the_end_is_refused() -> None:
     with pytest.raises(ValueError, match="hole at 0"):
-        journal().extend([Dropped(3, 4, "encode")])
+        journal().extend([DroppedRange(3, 4, "encode")])
 
 
 def test_long_logs_keep_only_what_the_limits_say() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from kvgrpc.events import EventsConfig, JournalingPublisher, decode_batch
 from kvgrpc.events import publisher as publishing
-from kvgrpc.events.log.journal import MAX_BATCH_BYTES, Batches, Dropped
+from kvgrpc.events.log.journal import MAX_BATCH_BYTES, Batches, DroppedRange
 from kvgrpc.events.model import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from kvgrpc.model import RankId, RankRef
 from tests.support.waiting import wait_until
@@ -119,9 +119,9 @@ def test_what_cannot_be_encoded_is_a_hole_and_a_clear(nonsense: object) -> None:
         assert opened.publish_raw(nonsense)  # type: ignore[arg-type]
         opened.publish(removed(1))
         parts = told(opened)
-        assert [part for part in parts if isinstance(part, Dropped)] == [
-            Dropped(0, 0, "encode"),
-            Dropped(1, 1, "encode"),
+        assert [part for part in parts if isinstance(part, DroppedRange)] == [
+            DroppedRange(0, 0, "encode"),
+            DroppedRange(1, 1, "encode"),
         ]
         assert any(is_clear(part) for part in parts[2:])
         assert any(part == KVEventBatch(1.0, [BlockRemoved([1])], 1) for part in parts)
@@ -133,7 +133,7 @@ def test_raw_bytes_that_are_no_batch_never_go_live() -> None:
     with publisher(live := Live()) as opened:
         opened.publish_raw(b"\xc1\xff")
         hole, clear = told(opened)
-        assert hole == Dropped(0, 0, "not_a_batch")
+        assert hole == DroppedRange(0, 0, "not_a_batch")
         assert is_clear(clear)
         assert [sequence for sequence, _ in live.sent] == [1]
 
@@ -169,7 +169,7 @@ def test_a_batch_that_no_client_could_receive_is_a_hole_and_a_clear() -> None:
     with publisher() as opened:
         opened.publish_raw(msgspec.msgpack.encode([1.0, [b"x" * MAX_BATCH_BYTES], 0]))
         hole, clear = told(opened)
-        assert hole == Dropped(0, 0, "too_large")
+        assert hole == DroppedRange(0, 0, "too_large")
         assert is_clear(clear)
 
 
@@ -183,7 +183,7 @@ def test_a_full_queue_is_a_hole_and_a_clear_and_blocks_nobody() -> None:
         assert taken == [True] * 4 + [False] * 6
         live.gate.set()
         parts = told(opened)
-        assert parts[4] == Dropped(4, 9, "queue_full")
+        assert parts[4] == DroppedRange(4, 9, "queue_full")
         assert is_clear(parts[5])
         assert opened.publish(removed(10))
         assert told(opened)[-1] == KVEventBatch(10.0, [BlockRemoved([10])], 1)
@@ -234,7 +234,7 @@ def test_a_failed_pass_loses_what_it_held_and_says_so(monkeypatch: pytest.Monkey
         live.gate.set()
         opened.publish(removed(3))
         parts = told(opened)
-        assert isinstance(parts[0], Dropped)
+        assert isinstance(parts[0], DroppedRange)
         assert any(is_clear(part) for part in parts)
         wait_until(lambda: opened.healthy)
 

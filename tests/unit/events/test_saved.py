@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvgrpc.client.saved_index import SavedIndex
 from kvgrpc.events.following.contents import CacheContents
 from kvgrpc.events.following.index import BlockIndex
-from kvgrpc.events.following.saved import Cut, SavedCache, pack, unpack
+from kvgrpc.events.following.saved import SavedCache, SavedCut, pack, unpack
 from kvgrpc.events.model import BlockRemoved, BlockStored
 
 blocks = st.lists(st.integers(0, 30) | st.integers(2**63, 2**63 + 9), min_size=1, max_size=8)
@@ -34,13 +34,13 @@ removed = st.builds(lambda hashes, medium: BlockRemoved(block_hashes=hashes, med
 histories = st.lists(st.lists(stored | removed, max_size=12), min_size=1, max_size=4)
 
 
-def cut_of(histories: list[list[object]]) -> tuple[Cut, list[CacheContents]]:
+def cut_of(histories: list[list[object]]) -> tuple[SavedCut, list[CacheContents]]:
     index = BlockIndex()
     caches = [CacheContents(index, 7) for _ in histories]
     for contents, events in zip(caches, histories, strict=True):
         contents.apply(events)
     saved = [contents.saved("E", dp, "log") for dp, contents in enumerate(caches)]
-    return Cut(saved, *index.cut()), caches
+    return SavedCut(saved, *index.cut()), caches
 
 
 def restored(saved: SavedCache) -> CacheContents:

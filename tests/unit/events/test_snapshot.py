@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvgrpc.errors import TooManyRequests
 from kvgrpc.events.codec import BatchEncoder, Dialect, Encoding, decode_batch
 from kvgrpc.events.log.digest import CHECKPOINT_BATCHES, DigestCounter, StateDigest, hash_key, medium_key
-from kvgrpc.events.log.journal import MAX_BATCH_BYTES, Dropped
+from kvgrpc.events.log.journal import MAX_BATCH_BYTES, DroppedRange
 from kvgrpc.events.log.recorder import (
     LONGEST_SECONDS,
     MAX_PART_BYTES,
@@ -24,7 +24,7 @@ from kvgrpc.events.log.recorder import (
     WAITING_BATCHES,
     WAITING_BYTES,
     Recorder,
-    Snapshot,
+    SnapshotCut,
     SnapshotGivenUp,
 )
 from kvgrpc.events.log.snapshot import RUN_BLOCKS, RUN_BYTES, CacheState, Cut, stored_event
@@ -315,13 +315,13 @@ def decoded(event: BlockStored) -> BlockStored:
 
 def test_numbers_go_on_behind_what_could_not_be_published() -> None:
     recorder = Recorder(Dialect.VLLM, 0)
-    recorder.add([encoded(BlockStored([1], None, [], 16)), Dropped(1, 7, "queue full")])
+    recorder.add([encoded(BlockStored([1], None, [], 16)), DroppedRange(1, 7, "queue full")])
     assert recorder.snapshot(0).next_sequence == 8
 
 
 def test_what_came_after_a_hole_is_in_the_next_snapshot() -> None:
     recorder = Recorder(Dialect.VLLM, 0)
-    recorder.add([Dropped(0, 3, "queue full"), encoded(BlockStored([1], None, [], 16))])
+    recorder.add([DroppedRange(0, 3, "queue full"), encoded(BlockStored([1], None, [], 16))])
     assert (recorder.snapshot(0).next_sequence, recorder.snapshot(0).copies) == (5, 1)
 
 
@@ -394,7 +394,7 @@ def test_a_reader_is_told_the_digest_of_a_moment_that_it_can_compare() -> None:
     assert (kept.next_sequence, kept.tiers[0].blocks) == (CHECKPOINT_BATCHES, CHECKPOINT_BATCHES)
 
 
-def read_by_others(recorder: Recorder) -> list[Snapshot]:
+def read_by_others(recorder: Recorder) -> list[SnapshotCut]:
     """As many snapshots as there may be, each of another moment and read by somebody just now."""
     held = []
     for number in range(MAX_SNAPSHOTS):

@@ -15,7 +15,7 @@ from kvgrpc.paging import numbers_token, page_token, read_numbers_token, read_pa
 from kvgrpc.registry import wire
 from kvgrpc.registry.calls import domain_errors, pause_before
 from kvgrpc.registry.clock import MAX_STEP_SECONDS, RunningClock
-from kvgrpc.registry.engine import Engine, LeasedRow, Shape
+from kvgrpc.registry.engine import LeasedRow, RegisteredEngine, SharedShape
 from kvgrpc.registry.feed import Feed
 from kvgrpc.registry.model import Endpoints, EngineFilter, RankRow, RankSelector, ResolvedEngine
 from kvgrpc.rpc.status import trailing
@@ -180,7 +180,7 @@ def test_a_request_has_1_to_1024_rows(count: int) -> None:
 def test_a_pool_of_an_engine_may_change_when_its_last_holder_has_gone() -> None:
     first, second = row(dp=0, pools=(pool(),), layout=Layout(dp=2)), row(dp=1, pools=(pool(),), layout=Layout(dp=2))
     other = row(dp=1, pools=(pool(page_tokens=32),), layout=Layout(dp=2))
-    shape = Shape(Role.PREFILL, Layout(dp=2), first.model)
+    shape = SharedShape(Role.PREFILL, Layout(dp=2), first.model)
     shape.add(first)
     shape.add(second)
     shape.remove(second)
@@ -193,7 +193,7 @@ def test_a_pool_of_an_engine_may_change_when_its_last_holder_has_gone() -> None:
 
 def test_a_shape_covers_rows_of_its_engine_that_bring_no_new_pool() -> None:
     known = row(pools=(pool(),))
-    shape = Shape(known.role, known.layout, known.model)
+    shape = SharedShape(known.role, known.layout, known.model)
     shape.add(known)
     assert shape.covers(known) and shape.covers(row())
     assert not shape.covers(row(pools=(pool("swa"),)))
@@ -202,7 +202,7 @@ def test_a_shape_covers_rows_of_its_engine_that_bring_no_new_pool() -> None:
 
 
 def test_the_newest_epoch_of_an_engine_is_that_of_the_rows_it_has() -> None:
-    engine = Engine(row(dp=0, epoch=5, layout=Layout(dp=3)))
+    engine = RegisteredEngine(row(dp=0, epoch=5, layout=Layout(dp=3)))
     leased = [
         LeasedRow(row(dp=dp, epoch=epoch, layout=Layout(dp=3)), dp, 0.0, engine) for dp, epoch in [(0, 5), (1, 9)]
     ]
@@ -271,13 +271,13 @@ async def test_a_reader_of_one_engine_costs_what_that_has_whatever_else_is_there
     looked: list[str] = []
     for name in ("A", "B", "C"):
         known.register([row(name)])
-    rows = Engine.rows
+    rows = RegisteredEngine.rows
 
-    def counted(engine: Engine) -> tuple[RankRow, ...]:
+    def counted(engine: RegisteredEngine) -> tuple[RankRow, ...]:
         looked.append(engine.name)
         return rows(engine)
 
-    monkeypatch.setattr(Engine, "rows", counted)
+    monkeypatch.setattr(RegisteredEngine, "rows", counted)
     for only, names in (
         (EngineFilter("B"), ["B"]),
         (EngineFilter("B", Role.DECODE), []),

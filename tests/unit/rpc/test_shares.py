@@ -9,7 +9,7 @@ import pytest
 
 from kvgrpc.errors import TooManyRequests
 from kvgrpc.rpc.callers import CALLER, PEER, Caller
-from kvgrpc.rpc.shares import AT_LEAST, Shares, Taken
+from kvgrpc.rpc.shares import AT_LEAST, Shares, TakenShare
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def be(name: str, peer: str) -> None:
     PEER.set(peer)
 
 
-def take_all(shares: Shares, name: str, peer: str, places: int = 1) -> list[Taken]:
+def take_all(shares: Shares, name: str, peer: str, places: int = 1) -> list[TakenShare]:
     be(name, peer)
     found = []
     while True:
@@ -94,7 +94,7 @@ async def test_who_waits_gets_its_turn_and_connections_one_place_after_the_other
     shares = Shares(64, "bytes")
     order: list[str] = []
 
-    async def one(name: str, peer: str) -> Taken:
+    async def one(name: str, peer: str) -> TakenShare:
         be(name, peer)
         taken = await shares.take_in_turn(16)
         order.append(peer)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvgrpc.errors import InvalidRequest, ParallelLayoutMismatch
 from kvgrpc.model import Attention, Layout, ModelIdentity, Pool, Region
-from kvgrpc.transfer.layout.engines import MOST_LAYERS, MOST_PAGE_TOKENS, Engine, layers_of, topology
+from kvgrpc.transfer.layout.engines import MOST_LAYERS, MOST_PAGE_TOKENS, EngineShape, layers_of, topology
 from kvgrpc.transfer.layout.heads import runs, shared_layers
 from kvgrpc.transfer.layout.plan import geometry, joined
 from kvgrpc.transfer.layout.topology import (
@@ -32,7 +32,7 @@ PAGES_SENT, PAGES_WANTED = np.array([3, 1, 2], np.uint32), np.array([0, 4, 2], n
 
 
 @st.composite
-def engines(draw: st.DrawFn) -> tuple[Engine, Engine]:
+def engines(draw: st.DrawFn) -> tuple[EngineShape, EngineShape]:
     prefill_pp, decode_pp = draw(st.sampled_from([(1, 1), (2, 2), (3, 3), (2, 1), (1, 2), (4, 2), (2, 4), (3, 1)]))
     cp = draw(st.sampled_from([1, 2]))
     prefill = Layout(dp=draw(SIZES), pp=prefill_pp, cp=cp, tp=draw(SIZES))
@@ -40,13 +40,13 @@ def engines(draw: st.DrawFn) -> tuple[Engine, Engine]:
     heads, layers, axes = draw(st.sampled_from([0, 1, 2, 8, 16])), draw(st.integers(3, 7)), draw(AXES)
     if prefill_pp != decode_pp:  # of stages of equal shares the small ones lie within the large ones
         layers = max(prefill_pp, decode_pp) * draw(st.sampled_from([1, 2]))
-    made = [Engine(layout, heads, layers, axes, TOKENS) for layout in (prefill, decode)]
+    made = [EngineShape(layout, heads, layers, axes, TOKENS) for layout in (prefill, decode)]
     return made[0], made[1]
 
 
 @given(engines())
 @settings(max_examples=150, deadline=None)
-def test_every_byte_arrives_exactly_once(both: tuple[Engine, Engine]) -> None:
+def test_every_byte_arrives_exactly_once(both: tuple[EngineShape, EngineShape]) -> None:
     """Real memories, real plans: each decode rank is written to by all who owe it, then compared with what it wants."""
     prefill, decode = both
     memories = {at: Memory(prefill, at) for at in ranks(prefill.layout, dp=1)}
@@ -75,7 +75,9 @@ def test_every_byte_arrives_exactly_once(both: tuple[Engine, Engine]) -> None:
 
 @given(engines(), AXES, st.sampled_from([1, 2]))
 @settings(max_examples=50, deadline=None)
-def test_every_byte_of_every_pool_arrives_exactly_once(both: tuple[Engine, Engine], axes: str, times: int) -> None:
+def test_every_byte_of_every_pool_arrives_exactly_once(
+    both: tuple[EngineShape, EngineShape], axes: str, times: int
+) -> None:
     """A second pool with pages, axes and heads of its own, and a page set of its own: one write of both pools."""
     first = both
     assume(times == 1 or not 0 < both[0].heads < max(engine.layout.tp for engine in both))
@@ -112,7 +114,9 @@ def test_every_byte_of_every_pool_arrives_exactly_once(both: tuple[Engine, Engin
 
 
 @given(engines())
-def test_every_prefill_rank_is_named_by_as_many_decode_ranks_as_it_expects(both: tuple[Engine, Engine]) -> None:
+def test_every_prefill_rank_is_named_by_as_many_decode_ranks_as_it_expects(
+    both: tuple[EngineShape, EngineShape],
+) -> None:
     """Also one that owes nothing: its sender waits for them."""
     prefill, decode = both
     if prefill.layout.cp == decode.layout.cp > 1:
@@ -127,7 +131,7 @@ def test_every_prefill_rank_is_named_by_as_many_decode_ranks_as_it_expects(both:
 
 
 @given(engines())
-def test_exactly_one_rank_sends_aux_to_each_decode_rank(both: tuple[Engine, Engine]) -> None:
+def test_exactly_one_rank_sends_aux_to_each_decode_rank(both: tuple[EngineShape, EngineShape]) -> None:
     prefill, decode = both
     lines = topology(prefill, decode)
     for target in ranks(decode.layout, dp=1):
@@ -139,22 +143,22 @@ def test_exactly_one_rank_sends_aux_to_each_decode_rank(both: tuple[Engine, Engi
 
 def test_equal_layouts_are_pairs_of_equal_ranks() -> None:
     layout = Layout(dp=2, pp=2, tp=4)
-    lines = topology(Engine(layout, 8, 4), Engine(layout, 8, 4))
+    lines = topology(EngineShape(layout, 8, 4), EngineShape(layout, 8, 4))
     assert [(line.prefill, line.decode) for line in lines] == [(at, at) for at in ranks(layout, dp=1)]
     assert {line.descriptors for line in lines} == {2}
 
 
 def test_head_slices_cost_a_descriptor_for_each_token_where_tokens_come_first() -> None:
     for axes, expected in (("head,token,dim", 4), ("token,head,dim", 4 * 16)):
-        lines = topology(Engine(Layout(tp=4), 8, 4, axes), Engine(Layout(tp=2), 8, 4, axes))
+        lines = topology(EngineShape(Layout(tp=4), 8, 4, axes), EngineShape(Layout(tp=2), 8, 4, axes))
         assert {line.descriptors for line in lines} == {expected}
 
 
 def test_of_copies_the_first_one_sends_and_the_others_owe_nothing() -> None:
-    grouped = topology(Engine(Layout(tp=4), 2), Engine(Layout(tp=1), 2))
+    grouped = topology(EngineShape(Layout(tp=4), 2), EngineShape(Layout(tp=1), 2))
     assert [line.part.head_count for line in grouped] == [1, 0, 1, 0]
     assert [line.descriptors > 0 for line in grouped] == [True, False, True, False]
-    latent = topology(Engine(Layout(tp=4)), Engine(Layout(tp=2)))
+    latent = topology(EngineShape(Layout(tp=4)), EngineShape(Layout(tp=2)))
     assert [(line.decode[3], line.part.empty) for line in latent] == [(0, False), (0, True), (1, False), (1, True)]
 
 
@@ -166,15 +170,15 @@ def test_layouts_of_which_neither_divides_the_other_are_refused_with_the_field()
         (Layout(cp=4), Layout(cp=2), "layout.cp"),
     ):
         with pytest.raises(ParallelLayoutMismatch) as refused:
-            topology(Engine(one, 6, 3), Engine(other, 6, 3))
+            topology(EngineShape(one, 6, 3), EngineShape(other, 6, 3))
         assert refused.value.metadata["mismatchedFields"] == field
     with pytest.raises(ParallelLayoutMismatch) as refused:  # stages of 3 and 3 layers, and of 2, 2, 1 and 1
-        topology(Engine(Layout(pp=2), 6, 6), Engine(Layout(pp=4), 6, 6))
+        topology(EngineShape(Layout(pp=2), 6, 6), EngineShape(Layout(pp=4), 6, 6))
     assert refused.value.metadata["mismatchedFields"] == "pools[0].layers"
     with pytest.raises(InvalidRequest):
-        topology(Engine(Layout(pp=2)), Engine(Layout()))
+        topology(EngineShape(Layout(pp=2)), EngineShape(Layout()))
     with pytest.raises(InvalidRequest):
-        topology(Engine(Layout(tp=1)), Engine(Layout(tp=1 << 20)))
+        topology(EngineShape(Layout(tp=1)), EngineShape(Layout(tp=1 << 20)))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +193,7 @@ def test_layouts_of_which_neither_divides_the_other_are_refused_with_the_field()
 def test_a_topology_has_a_bound_that_is_told_before_it_is_made(
     monkeypatch: pytest.MonkeyPatch, prefill: Layout, decode: Layout, lines: int
 ) -> None:
-    both = Engine(prefill, 8, 4), Engine(decode, 8, 4)
+    both = EngineShape(prefill, 8, 4), EngineShape(decode, 8, 4)
     monkeypatch.setattr("kvgrpc.transfer.layout.engines.MOST_LINES", lines)
     work = lines * (max(-(-4 // layout.pp) for layout in (prefill, decode)) + 16)
     monkeypatch.setattr("kvgrpc.transfer.layout.engines.MOST_WORK", work)
@@ -205,15 +209,15 @@ def test_a_topology_has_a_bound_that_is_told_before_it_is_made(
 
 
 def test_a_stage_has_one_layer_at_least() -> None:
-    assert len(topology(Engine(Layout(pp=4), 8, 4), Engine(Layout(pp=2), 8, 4))) == 4
+    assert len(topology(EngineShape(Layout(pp=4), 8, 4), EngineShape(Layout(pp=2), 8, 4))) == 4
     for prefill, decode in ((4, 2), (2, 4)):
         with pytest.raises(InvalidRequest) as refused:
-            topology(Engine(Layout(pp=prefill), 8, 3), Engine(Layout(pp=decode), 8, 3))
+            topology(EngineShape(Layout(pp=prefill), 8, 3), EngineShape(Layout(pp=decode), 8, 3))
         assert refused.value.metadata["field"] == "layers"
 
 
 def test_models_that_differ_are_refused_with_the_field() -> None:
-    prefill, decode = Engine(Layout(), 8).shape((0, 0, 0, 0)), Engine(Layout(), 8).shape((0, 0, 0, 0))
+    prefill, decode = EngineShape(Layout(), 8).shape((0, 0, 0, 0)), EngineShape(Layout(), 8).shape((0, 0, 0, 0))
     llama = ModelIdentity("llama", "main", "bfloat16", Attention.MHA)
     for field, other in (
         ("model.name", replace(llama, name="qwen")),
@@ -230,7 +234,7 @@ def test_models_that_differ_are_refused_with_the_field() -> None:
 def test_a_pool_of_which_a_copy_of_another_pool_would_send_heads_is_refused() -> None:
     """Of two ranks with one head of the first pool the second owes nothing: its heads of another pool would be lost."""
     layouts = Layout(tp=2), Layout(tp=1)
-    assert Engine(Layout()).shape((0, 0, 0, 0)).pools[0].heads_total == 0, "without heads it is MLA"
+    assert EngineShape(Layout()).shape((0, 0, 0, 0)).pools[0].heads_total == 0, "without heads it is MLA"
     with pytest.raises(ParallelLayoutMismatch) as refused:
         owed_part(*(with_second_pool(layout, 1, 2, rank) for layout, rank in zip(layouts, (1, 0), strict=True)))
     assert refused.value.metadata["mismatchedFields"] == "pools[1].heads_total"
@@ -240,7 +244,10 @@ def test_a_pool_of_which_a_copy_of_another_pool_would_send_heads_is_refused() ->
 
 
 def with_second_pool(layout: Layout, heads: int, more_heads: int, tp: int) -> Shape:
-    first, second = Engine(layout, heads).shape((0, 0, 0, tp)), Engine(layout, more_heads).shape((0, 0, 0, tp))
+    first, second = (
+        EngineShape(layout, heads).shape((0, 0, 0, tp)),
+        EngineShape(layout, more_heads).shape((0, 0, 0, tp)),
+    )
     return replace(first, pools=(*first.pools, replace(second.pools[0], name="state")))
 
 
@@ -261,7 +268,7 @@ def ranks(layout: Layout, dp: int) -> list[Coordinates]:
 class Memory:
     """The pool of one rank in real memory: one region a layer, DIM bytes a token and head (or token)."""
 
-    def __init__(self, engine: Engine, at: Coordinates) -> None:
+    def __init__(self, engine: EngineShape, at: Coordinates) -> None:
         shape = engine.shape(at)
         (pool,) = shape.pools
         self.layers = len(pool.regions)
@@ -296,11 +303,11 @@ class Memory:
 @pytest.mark.parametrize(
     ("engine", "field"),
     [
-        (Engine(Layout(), layers=MOST_LAYERS + 1), "layers"),
-        (Engine(Layout(), page_tokens=MOST_PAGE_TOKENS + 1), "page_tokens"),
+        (EngineShape(Layout(), layers=MOST_LAYERS + 1), "layers"),
+        (EngineShape(Layout(), page_tokens=MOST_PAGE_TOKENS + 1), "page_tokens"),
     ],
 )
-def test_layers_and_tokens_that_nobody_has_are_refused(engine: Engine, field: str) -> None:
+def test_layers_and_tokens_that_nobody_has_are_refused(engine: EngineShape, field: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         topology(engine, engine)
     assert refused.value.metadata["field"] == field
@@ -309,7 +316,7 @@ def test_layers_and_tokens_that_nobody_has_are_refused(engine: Engine, field: st
 @pytest.mark.parametrize(("one", "other"), [("token,head,dim", "token,head,dim"), ("head,token,dim", "head,token,dim")])
 def test_descriptors_are_those_of_all_layers(one: str, other: str) -> None:
     """Of made-up pools all layers are alike: one is looked at, and stands for the others."""
-    prefill, decode = Engine(Layout(tp=2), 8, 6, one, 4), Engine(Layout(tp=4, pp=2), 8, 6, other, 4)
+    prefill, decode = EngineShape(Layout(tp=2), 8, 6, one, 4), EngineShape(Layout(tp=4, pp=2), 8, 6, other, 4)
     for line in topology(prefill, decode):
         source, target = prefill.shape(line.prefill), decode.shape(line.decode)
         assert line.descriptors == len(runs(*shared_layers(source.pools[0], target.pools[0]))[0])

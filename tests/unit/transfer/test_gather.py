@@ -18,7 +18,7 @@ from kvgrpc.transfer.layout.plan import Geometry, Plan, geometry
 from kvgrpc.transfer.protocol.prefill_core import PrefillPair, PrefillRoom, Submission
 from kvgrpc.transfer.protocol.types import RoomKey
 from kvgrpc.transfer.runtime import gather
-from kvgrpc.transfer.runtime.gather import BLOCK_BYTES, SLOTS, GatheredTransfer, PeerSlots, Staging, slices_of
+from kvgrpc.transfer.runtime.gather import BLOCK_BYTES, SLOTS, GatheredTransfer, GatherStaging, PeerSlots, slices_of
 from kvgrpc.transfer.runtime.guarded import GuardedPlane
 from kvgrpc.transfer.runtime.worker import PeerMemory, TransferWorker
 
@@ -99,8 +99,8 @@ def guarded(plane: Plane) -> GuardedPlane:
     return GuardedPlane(plane)  # type: ignore[arg-type]
 
 
-def staging(plane: Plane, pool: Pool, nbytes: int = 1 << 30) -> Staging:
-    return Staging(guarded(plane), [pool], nbytes)
+def staging(plane: Plane, pool: Pool, nbytes: int = 1 << 30) -> GatherStaging:
+    return GatherStaging(guarded(plane), [pool], nbytes)
 
 
 def opened(plane: Plane, pool: Pool, shape: Geometry, nbytes: int = 1 << 30) -> PeerSlots:
@@ -219,7 +219,7 @@ def test_not_for_the_memory_of_a_device() -> None:
     assert staging(Plane(), elsewhere).open(shape) is None
 
 
-def peers_of(memory: Staging, shape: Geometry, count: int) -> list[PeerSlots]:
+def peers_of(memory: GatherStaging, shape: Geometry, count: int) -> list[PeerSlots]:
     """Peers that have asked for slots, one after the other."""
     peers = [memory.open(shape) for _ in range(count)]
     assert None not in peers
@@ -479,7 +479,7 @@ def test_a_moment_without_memory_is_not_for_good() -> None:
 
     plane, now = Short(), 100.0
     prefill, _, shape = pair()
-    memory = Staging(guarded(plane), [prefill.pool], 1 << 30, lambda: now)
+    memory = GatherStaging(guarded(plane), [prefill.pool], 1 << 30, lambda: now)
     slots = memory.open(shape)
     assert slots is not None
     assert not any(memory.fill(slots) for _ in range(10)) and plane.asked == 1, "each chunk asks, the plane is spared"

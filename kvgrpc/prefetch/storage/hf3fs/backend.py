@@ -29,7 +29,7 @@ from kvgrpc.prefetch.storage.base import (
 from kvgrpc.prefetch.storage.file.formats import HEADER_BYTES, Header, checksum
 from kvgrpc.prefetch.storage.file.io import header_block
 from kvgrpc.prefetch.storage.flat import other_size
-from kvgrpc.prefetch.storage.hf3fs.client import Client, LocalClient, UsrbioClient
+from kvgrpc.prefetch.storage.hf3fs.client import Hf3fsClient, LocalClient, UsrbioClient
 from kvgrpc.prefetch.storage.hf3fs.slots import Slot, Slots
 from kvgrpc.prefetch.storage.paged import PageByPage
 
@@ -227,7 +227,7 @@ class Hf3fsBackend(PageByPage):
     def _offset(self, number: int) -> int:
         return HEADER_BYTES + number * self._slot_bytes
 
-    def _open_client(self, path: str) -> Client:
+    def _open_client(self, path: str) -> Hf3fsClient:
         if self._config.client == "local":
             return LocalClient(self._descriptor)
         try:

@@ -14,7 +14,7 @@ from kvgrpc.prefetch.storage.file.io import move_all
 _MODULE = "hf3fs_fuse.io"
 
 
-class Client(Protocol):
+class Hf3fsClient(Protocol):
     """Of one open file. Called by several threads at once, each with places and memory of its own. Raises OSError."""
 
     def read(self, offset: int, pieces: Sequence[memoryview]) -> int:

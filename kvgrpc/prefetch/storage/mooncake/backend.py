@@ -37,7 +37,7 @@ from kvgrpc.prefetch.storage.base import (
 from kvgrpc.prefetch.storage.flat import other_size
 from kvgrpc.prefetch.storage.mooncake.link import Link, NotShared, Pending
 from kvgrpc.prefetch.storage.mooncake.messages import EXISTS, EXPIRED, MASTER_DOWN, Reply, Start, is_lost, result_of
-from kvgrpc.prefetch.storage.mooncake.windows import Lane, Staging, Windows
+from kvgrpc.prefetch.storage.mooncake.windows import StoreLane, StoreStaging, Windows
 from kvgrpc.prefetch.storage.paged import Tally
 
 _MOST = 100_000
@@ -146,7 +146,7 @@ class MooncakeBackend:
         self._lost = RecentlyUnreadable(config.lost_seconds)
         self._tally = Tally()
         self._lock = threading.Lock()
-        self._staging: tuple[Staging, int] | None = None
+        self._staging: tuple[StoreStaging, int] | None = None
         self._closed = False
         if not self._link.wait_ready(config.start_timeout):
             logger.warning("storage 'mooncake': %s; going on without it until it answers", self._link.down().message)
@@ -346,13 +346,13 @@ class MooncakeBackend:
             return OK
         return result_of(code)
 
-    def _staged_through(self) -> tuple[Staging, int]:
+    def _staged_through(self) -> tuple[StoreStaging, int]:
         """The staging memory and its area. Raises StorageDown when closed, MemoryError."""
         with self._lock:
             if self._closed:
                 raise self._link.down()
             if self._staging is None:
-                staging = Staging(self._config.staging_bytes, self._config.threads)
+                staging = StoreStaging(self._config.staging_bytes, self._config.threads)
                 area = self._windows.share(staging.segment.address, staging.segment.nbytes)
                 self._staging = staging, area
                 logger.info("storage 'mooncake': pages are copied through %d bytes", self._config.staging_bytes)
@@ -373,7 +373,7 @@ def _parts(numbers: list[int], pages: Sequence[PageBuffers]) -> Iterator[list[in
         yield part
 
 
-def _release(staging: Staging, lane: Lane, pending: Pending | None) -> None:
+def _release(staging: StoreStaging, lane: StoreLane, pending: Pending | None) -> None:
     """A lane that the other process may still use is free when it does not."""
     if pending is None:
         staging.release(lane)

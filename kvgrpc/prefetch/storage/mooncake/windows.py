@@ -140,14 +140,14 @@ _ALIGNMENT = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class StoreLane:
     """The part of the memory that one call uses at a time."""
 
     offset: int
     nbytes: int
 
 
-class Staging:
+class StoreStaging:
     """``lanes`` calls at once. Thread-safe."""
 
     def __init__(self, nbytes: int, lanes: int) -> None:
@@ -156,20 +156,20 @@ class Staging:
         self.segment = segments.create("storage", size * lanes)
         self.lane_bytes = size
         self._lanes = lanes
-        self._free: queue.SimpleQueue[Lane] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[StoreLane] = queue.SimpleQueue()
         for number in range(lanes):
-            self._free.put(Lane(number * size, size))
+            self._free.put(StoreLane(number * size, size))
 
-    def acquire(self, timeout: float) -> Lane | None:
+    def acquire(self, timeout: float) -> StoreLane | None:
         try:
             return self._free.get(timeout=max(0.0, timeout))
         except queue.Empty:
             return None
 
-    def release(self, lane: Lane) -> None:
+    def release(self, lane: StoreLane) -> None:
         self._free.put(lane)
 
-    def place(self, lane: Lane, pages: Sequence[PageBuffers]) -> list[int]:
+    def place(self, lane: StoreLane, pages: Sequence[PageBuffers]) -> list[int]:
         """Offsets of as many of the pages as fit into the lane, from the first on."""
         offsets, offset = [], lane.offset
         for page in pages:

@@ -29,7 +29,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 50e-6, 2e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class NixlFailed:
     """Why a page was not moved."""
 
     why: str
@@ -47,7 +47,7 @@ class Agent:
     def usable(self) -> bool:
         return self._nixl is not None
 
-    def move(self, operation: str, descriptor: int, pieces: Sequence[memoryview], timeout: float) -> Failed | None:
+    def move(self, operation: str, descriptor: int, pieces: Sequence[memoryview], timeout: float) -> NixlFailed | None:
         """``operation``: "READ" or "WRITE", between the pieces and the start of a file; None when all was moved.
 
         After a failure the agent is ended and nothing touches the pieces any more.
@@ -57,7 +57,7 @@ class Agent:
             self._move(operation, descriptor, _ranges(pieces), deadline)
             return None
         except Exception as error:  # NIXL's share no class
-            failed = Failed(f"{type(error).__name__}: {error}", isinstance(error, TimeoutError))
+            failed = NixlFailed(f"{type(error).__name__}: {error}", isinstance(error, TimeoutError))
         self.close()
         return failed
 

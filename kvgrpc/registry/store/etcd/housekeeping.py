@@ -10,8 +10,8 @@ from collections.abc import Callable
 from kvgrpc.errors import KvGrpcError
 from kvgrpc.registry.store.etcd import transactions
 from kvgrpc.registry.store.etcd.client import EtcdClient
-from kvgrpc.registry.store.etcd.keys import Keys
-from kvgrpc.registry.store.etcd.view import View
+from kvgrpc.registry.store.etcd.keys import EtcdKeys
+from kvgrpc.registry.store.etcd.view import EtcdView
 
 LOOK_SECONDS = 60.0
 FORGET_SECONDS = 3_600.0
@@ -23,7 +23,9 @@ _log = logging.getLogger(__name__)
 class Housekeeping:
     """Every registry does it: a key that another one removed before, or that was written again, is left alone."""
 
-    def __init__(self, client: EtcdClient, keys: Keys, view: View, forget_seconds: float = FORGET_SECONDS) -> None:
+    def __init__(
+        self, client: EtcdClient, keys: EtcdKeys, view: EtcdView, forget_seconds: float = FORGET_SECONDS
+    ) -> None:
         self._client = client
         self._keys = keys
         self._view = view

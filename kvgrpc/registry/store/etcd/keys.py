@@ -15,7 +15,7 @@ INDEX_BITS = 10
 _INDEX_MASK = (1 << INDEX_BITS) - 1
 
 
-class Keys:
+class EtcdKeys:
     """The keys below one prefix, "/kvgrpc/registry/" unless several registries share an etcd."""
 
     def __init__(self, prefix: str) -> None:

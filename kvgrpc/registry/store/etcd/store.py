@@ -16,11 +16,11 @@ from kvgrpc.registry.store.base import OnChange
 from kvgrpc.registry.store.etcd import transactions
 from kvgrpc.registry.store.etcd.client import EtcdClient
 from kvgrpc.registry.store.etcd.housekeeping import Housekeeping
-from kvgrpc.registry.store.etcd.keys import INDEX_BITS, Keys, etcd_lease
+from kvgrpc.registry.store.etcd.keys import INDEX_BITS, EtcdKeys, etcd_lease
 from kvgrpc.registry.store.etcd.renewal import Renewal
 from kvgrpc.registry.store.etcd.transactions import NO_FENCE
 from kvgrpc.registry.store.etcd.v1 import etcd_pb2 as pb
-from kvgrpc.registry.store.etcd.view import View
+from kvgrpc.registry.store.etcd.view import EtcdView
 from kvgrpc.registry.table import EngineTable
 from kvgrpc.rpc.loop import background
 from kvgrpc.rpc.security import ClientSecurity
@@ -55,7 +55,7 @@ class EtcdStore:
         self.ttl = ttl
         self._endpoints = tuple(endpoints)
         self._security = security
-        self._keys = Keys(prefix)
+        self._keys = EtcdKeys(prefix)
         self._on_change: OnChange | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._reshaping = asyncio.Lock()
@@ -81,7 +81,7 @@ class EtcdStore:
         self._on_change = on_change
         self._client = EtcdClient(self._endpoints, self._security)
         self._renewal = Renewal(self._client)
-        self._view = View(self._client, self._keys, self._tell)
+        self._view = EtcdView(self._client, self._keys, self._tell)
         self._acceptance = Acceptance(
             self._view.table,
             lambda rank: self._view.fences.get(rank, NO_FENCE).epoch,

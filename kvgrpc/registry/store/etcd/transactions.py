@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 from kvgrpc.model import RankId
 from kvgrpc.registry import wire
 from kvgrpc.registry.acceptance import by_engine
-from kvgrpc.registry.engine import Engine
+from kvgrpc.registry.engine import RegisteredEngine
 from kvgrpc.registry.model import RankRow
-from kvgrpc.registry.store.etcd.keys import Keys, after
+from kvgrpc.registry.store.etcd.keys import EtcdKeys, after
 from kvgrpc.registry.store.etcd.v1 import etcd_pb2 as pb
 from kvgrpc.registry.table import EngineTable
 from kvgrpc.registry.wire import PoolCache
@@ -46,7 +46,7 @@ def reshapes(view: Known, rows: Sequence[RankRow]) -> list[str]:
     return [name for name, group in by_engine(rows).items() if not _covered(view.table.engine(name), group)]
 
 
-def reshaping(keys: Keys, view: Known, engine: str, rows: Sequence[RankRow]) -> pb.TxnRequest:
+def reshaping(keys: EtcdKeys, view: Known, engine: str, rows: Sequence[RankRow]) -> pb.TxnRequest:
     """Makes way for rows of another shape: whatever else joins the engine meanwhile makes one of the two fail.
 
     Rows of another role, layout or model go; acceptance has seen that each of them is replaced.
@@ -62,7 +62,7 @@ def reshaping(keys: Keys, view: Known, engine: str, rows: Sequence[RankRow]) -> 
 
 
 def registration(
-    keys: Keys, view: Known, rows: Sequence[tuple[int, RankRow]], lease: int, shapes: Mapping[str, int]
+    keys: EtcdKeys, view: Known, rows: Sequence[tuple[int, RankRow]], lease: int, shapes: Mapping[str, int]
 ) -> pb.TxnRequest:
     """Puts rows (with their index on the lease), unless a rank or the shape of an engine changed meanwhile.
 
@@ -81,7 +81,7 @@ def registration(
     return request
 
 
-def removal(keys: Keys, rows: Iterable[RankRow], revisions: Iterable[int]) -> pb.TxnRequest:
+def removal(keys: EtcdKeys, rows: Iterable[RankRow], revisions: Iterable[int]) -> pb.TxnRequest:
     """Removes rows, unless one of their ranks registered again meanwhile."""
     request = pb.TxnRequest()
     for row, revision in zip(rows, revisions, strict=True):
@@ -90,7 +90,7 @@ def removal(keys: Keys, rows: Iterable[RankRow], revisions: Iterable[int]) -> pb
     return request
 
 
-def naming(keys: Keys, registry_id: str) -> pb.TxnRequest:
+def naming(keys: EtcdKeys, registry_id: str) -> pb.TxnRequest:
     """The registry's id, unless it has one."""
     return pb.TxnRequest(compare=[_unchanged(keys.id, 0)], success=[_put(keys.id, registry_id.encode())])
 
@@ -110,7 +110,7 @@ def chunks(rows: Sequence[RankRow]) -> Iterator[list[tuple[int, RankRow]]]:
         yield numbered[first : first + ROWS_PER_TRANSACTION]
 
 
-def _covered(engine: Engine | None, rows: Sequence[RankRow]) -> bool:
+def _covered(engine: RegisteredEngine | None, rows: Sequence[RankRow]) -> bool:
     return engine is not None and all(engine.shape.covers(row) for row in rows)
 
 

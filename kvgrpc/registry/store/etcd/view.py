@@ -16,7 +16,7 @@ from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.registry import wire
 from kvgrpc.registry.model import RankRow, engine_differences
 from kvgrpc.registry.store.etcd.client import CALL_SECONDS, EtcdClient, WatchCall
-from kvgrpc.registry.store.etcd.keys import Keys, after, lease_id
+from kvgrpc.registry.store.etcd.keys import EtcdKeys, after, lease_id
 from kvgrpc.registry.store.etcd.transactions import Fence, naming
 from kvgrpc.registry.store.etcd.v1 import etcd_pb2 as pb
 from kvgrpc.registry.table import EngineTable
@@ -31,13 +31,13 @@ _PAUSE_SECONDS = 0.2
 _log = logging.getLogger(__name__)
 
 
-class View:
+class EtcdView:
     """A table of rows that follows etcd, with the fences and shapes beside them. Belongs to one event loop.
 
     ``current``: it follows now. What it knew stands while it does not.
     """
 
-    def __init__(self, client: EtcdClient, keys: Keys, on_change: Callable[[], None]) -> None:
+    def __init__(self, client: EtcdClient, keys: EtcdKeys, on_change: Callable[[], None]) -> None:
         self.table = EngineTable()
         self.fences: dict[RankId, Fence] = {}
         self.shapes: dict[str, int] = {}

@@ -24,7 +24,7 @@ from kvgrpc.prefetch.storage.mooncake import backend as backend_module
 from kvgrpc.prefetch.storage.mooncake.child import Child
 from kvgrpc.prefetch.storage.mooncake.link import Link, NotShared, Pending
 from kvgrpc.prefetch.storage.mooncake.messages import Area, Call, Gone, Reply, Start, Wire, is_lost, result_of
-from kvgrpc.prefetch.storage.mooncake.windows import SharedFile, Staging, Windows, shared_file
+from kvgrpc.prefetch.storage.mooncake.windows import SharedFile, StoreStaging, Windows, shared_file
 
 SECONDS = 20.0
 Connected = tuple[Link, Callable[[type[Any]], Any]]
@@ -117,7 +117,7 @@ def test_a_process_that_cannot_be_made_is_tried_again(monkeypatch: pytest.Monkey
 
 
 def test_staging_memory_is_unmapped_only_when_nobody_is_in_it() -> None:
-    staging = Staging(1 << 16, lanes=2)
+    staging = StoreStaging(1 << 16, lanes=2)
     lane = staging.acquire(0.0)
     assert lane is not None and not staging.free(0.0)
     threading.Timer(0.05, staging.release, [lane]).start()
