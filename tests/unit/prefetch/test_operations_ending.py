@@ -146,6 +146,7 @@ class TestClosing:
         first = rig.controller.prefetch(names)
         wait_until(lambda: rig.storage.calls)
         waiting = [rig.controller.prefetch(names) for _ in range(20)]
+        wait_until(lambda: len(rig.storage.calls) == LIMITS.readers)
         resetting = threading.Thread(target=rig.controller.reset, args=(20,))
         resetting.start()
         wait_until(lambda: all(operation.cut for operation in (first, *waiting)))
@@ -191,7 +192,8 @@ class TestClosing:
         def meanwhile() -> None:
             forget()
             rig.controller._closed = False
-            for number in range(2):
+            # One more than there are threads: the last waits.
+            for number in range(1 + (LIMITS.readers if kind == "prefetch" else LIMITS.writers)):
                 if kind == "prefetch":
                     begun.append(rig.controller.prefetch(names))
                 else:
@@ -204,8 +206,8 @@ class TestClosing:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(rig.controller.book, "forget_ended", meanwhile)
             assert rig.controller.close(20)
-        assert [operation.wait(20) for operation in begun] == [True, True]
-        assert (begun[1].state, begun[1].stop) == (OperationState.CANCELLED, Stop.SHUT_DOWN)
+        assert all(operation.wait(20) for operation in begun)
+        assert (begun[-1].state, begun[-1].stop) == (OperationState.CANCELLED, Stop.SHUT_DOWN)
         counts = rig.host.table.counts()
         assert (counts["reserved"], counts["read"], rig.controller.occupied) == (0, 0, 0)
 
