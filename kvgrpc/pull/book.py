@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 
 from kvgrpc.errors import Failure
 from kvgrpc.model import RankRef
@@ -15,6 +16,7 @@ from kvgrpc.observability.logging import RateLimited
 from kvgrpc.pull.model import PullDirection, PullRow
 
 REMEMBERED = 256
+MAX_OPEN_SHOWN = 1_024
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +86,7 @@ class PullBook:
             self._lines.warning(f"pulls that failed {direction}", f"pull {entry.room}: {what}: {failure.message}")
 
     def rows(self, *, open_only: bool = False) -> list[PullRow]:
-        """Those in flight, oldest first, then those that ended, newest first."""
+        """Those in flight, oldest first, 1,024 of them at most, then those that ended, newest first."""
         with self._lock:
-            entries = [*self._open.values(), *(() if open_only else self._ended)]
+            entries = [*islice(self._open.values(), MAX_OPEN_SHOWN), *(() if open_only else self._ended)]
         return [entry.row(self._page_bytes) for entry in entries]

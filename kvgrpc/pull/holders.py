@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
 
 from kvgrpc.client.engine_mirror import EngineMirror
-from kvgrpc.errors import EngineNotFound, KvGrpcError
-from kvgrpc.model import Layout, ModelIdentity, RankRef
+from kvgrpc.errors import EngineNotFound, InvalidRequest, KvGrpcError, ServerDraining
+from kvgrpc.model import Layout, ModelIdentity, RankRef, check_rank
 from kvgrpc.observability.logging import RateLimited, one_line
 from kvgrpc.prefetch.storage.keys import PageIdentity
 from kvgrpc.pull import wire
 from kvgrpc.pull.model import Holder, Lent, PullConfig
 from kvgrpc.registry.calls import domain_errors, pause_before, unreachable
 from kvgrpc.registry.model import ResolvedEngine
-from kvgrpc.registry.wire import PoolCache, engine_from_pb
+from kvgrpc.registry.wire import MAX_ENGINE_RANKS, PoolCache, engine_from_pb
 from kvgrpc.rpc.channels import ChannelPool
 from kvgrpc.rpc.within import within
 from kvgrpc.transfer.protocol.types import Target
@@ -58,6 +59,9 @@ class Holders:
         self._identity = wire.identity_to_pb(identity)
         self._config = config
         self._channels = ChannelPool(open_channel)
+        # Calls under way, by address; and the registry that is read.
+        self._in_use: Counter[str] = Counter()
+        self._closed = False
         self._mirror = EngineMirror()
         self._engines: dict[str, ResolvedEngine] = {}
         self._pools = PoolCache()
@@ -91,6 +95,7 @@ class Holders:
         seconds = max(0.001, min(timeout, self._config.answer_timeout))
         answer = await self._call(holder, lambda stub: stub.LendPages(request, timeout=seconds))
         lent = wire.lent_from_pb(answer, len(hashes) - first)
+        self._check(holder, lent)
         self._remember(holder, lent.holder, lent.layout)
         return lent
 
@@ -119,11 +124,14 @@ class Holders:
                 attempt += 1
 
     async def close(self) -> None:
+        """Threads that still take pages are told; they would open channels that nobody closes."""
+        self._closed = True
         await self._channels.close()
 
     async def _read(self, address: str) -> None:
         request = registry_service_pb2.WatchEnginesRequest(without_pools=True)
         call = RegistryServiceStub(self._channels.get(address)).WatchEngines(request)
+        self._in_use[address] += 1
         try:
             while True:
                 message = await within(_IDLE_SECONDS, call.read())
@@ -136,6 +144,7 @@ class Holders:
                     else:
                         self._engines[name] = engine_from_pb(engine, self._pools)
         finally:
+            self._in_use[address] -= 1
             call.cancel()
 
     def _of(self, engine: ResolvedEngine) -> Iterator[Holder]:
@@ -159,8 +168,26 @@ class Holders:
         return int(answer.host_pages)
 
     async def _call(self, holder: Holder, call: Callable[[Any], Any]) -> Any:
-        with domain_errors(holder.address):
-            return await call(PullServiceStub(self._channels.get(holder.address)))
+        if self._closed:
+            raise ServerDraining(f"{self._ref} takes nothing more")
+        address = holder.address
+        self._in_use[address] += 1
+        try:
+            with domain_errors(address):
+                return await call(PullServiceStub(self._channels.get(address)))
+        finally:
+            self._in_use[address] -= 1
+            await self._channels.trim(+self._in_use)
+
+    def _check(self, holder: Holder, lent: Lent) -> None:
+        """A holder speaks for its own engine, and for the part of it that was asked: what it says is believed next, and
+        sizes that it makes up would be counted out. Raises InvalidRequest."""
+        check_rank(lent.holder, lent.layout, "holder")
+        rank, own = lent.holder.rank, self._ref.rank
+        if (rank.engine, rank.pp, rank.cp, rank.tp) != (holder.engine, own.pp, own.cp, own.tp):
+            raise InvalidRequest.of("holder", rank, f"a rank of {holder.engine} with pp, cp and tp of {own}")
+        if lent.layout.ranks > MAX_ENGINE_RANKS:
+            raise InvalidRequest.of("layout", lent.layout, f"at most {MAX_ENGINE_RANKS} ranks")
 
     def _remember(self, holder: Holder, ref: RankRef, layout: Layout) -> None:
         target = Target(ref, holder.sessions, layout)

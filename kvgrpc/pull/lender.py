@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvgrpc.errors import TooManyRequests
+from kvgrpc.errors import ServerDraining, TooManyRequests
 from kvgrpc.model import RankRef
 from kvgrpc.prefetch.storage.base import PageBuffers
 from kvgrpc.pull.book import Entry, PullBook
@@ -67,9 +67,16 @@ class Lender:
             if there < 1:
                 return None
             staged = self._take(taker, there)
-            for page, source in zip(staged, pages[first:], strict=False):
-                self._staging.copy_in(page, self._cache.buffers(source))
-        sender = KVSender(self._manager, room=room)
+            try:
+                for page, source in zip(staged, pages[first:], strict=False):
+                    if not self._staging.copy_in(page, self._cache.buffers(source)):
+                        raise ServerDraining("the cache is closing and lends nothing more", retry_after=1.0)
+            except BaseException:
+                self._staging.lending.give_back(staged)
+                self._forget(taker, len(staged))
+                raise
+        # A prompt's pages: without this word whoever knows the number of the room may name it.
+        sender = KVSender(self._manager, room=room, decode=taker.rank.engine)
         sender.init(len(staged))
         sender.send(staged, is_last=True)
         entry = Entry(room, PullDirection.LENT, taker, "", len(hashes) - first, len(staged))
@@ -79,17 +86,23 @@ class Lender:
     async def settle(self, loan: Loan) -> None:
         """Waits until the room has ended, and gives its pages back by evidence."""
         sender, entry = loan.sender, loan.entry
-        await sender.wait_async(UNOPENED_SECONDS, KVPoll.Transferring)
-        if sender.decode_prefix_pages is None:
-            sender.abort(f"nobody opened the room within {UNOPENED_SECONDS:g} s")
-        while not sender.ended:
-            await sender.wait_async(_LOOK_SECONDS)
-            entry.done = sender.pages_done
-        entry.done = entry.lent if sender.failure is None else sender.pages_done
+        try:
+            await sender.wait_async(UNOPENED_SECONDS, KVPoll.Transferring)
+            if sender.decode_prefix_pages is None:
+                sender.abort(f"nobody opened the room within {UNOPENED_SECONDS:g} s")
+            while not sender.ended:
+                await sender.wait_async(_LOOK_SECONDS)
+                entry.done = sender.pages_done
+        finally:  # cancelled too: the pages of a room that nobody looks after any more are nobody's
+            sender.close()
+            entry.done = entry.lent if sender.failure is None else sender.pages_done
+            self._forget(entry.peer, entry.lent)
+            self._staging.lending.retire(loan.pages, lambda: sender.release_safe)
+            self._book.end(entry, sender.failure)
+
+    def _forget(self, taker: RankRef, pages: int) -> None:
         with self._lock:
-            self._lent_to -= Counter({entry.peer: entry.lent})
-        self._staging.lending.retire(loan.pages, lambda: sender.release_safe)
-        self._book.end(entry, sender.failure)
+            self._lent_to -= Counter({taker: pages})
 
     def _take(self, taker: RankRef, most: int) -> list[int]:
         with self._lock:

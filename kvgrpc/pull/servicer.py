@@ -12,11 +12,12 @@ from kvgrpc.prefetch.storage.keys import PageIdentity
 from kvgrpc.pull import wire
 from kvgrpc.pull.book import PullBook
 from kvgrpc.pull.lender import Lender
-from kvgrpc.pull.model import Lent
+from kvgrpc.pull.model import Lent, PullRow
 from kvgrpc.pull.staging import Staging
 from kvgrpc.rpc.blocking import BlockingCalls
-from kvgrpc.rpc.callers import check_speaker
+from kvgrpc.rpc.callers import caller, check_speaker
 from kvgrpc.rpc.loop import background
+from kvgrpc.rpc.security import CallerRole
 from kvgrpc.v1 import pull_service_pb2 as pb
 from kvgrpc.v1.pull_service_pb2_grpc import PullServiceServicer
 from kvgrpc.wire import rank_ref_from_pb
@@ -65,7 +66,7 @@ class PullServicer(PullServiceServicer):
         return wire.lent_to_pb(Lent(pages, self._ref, self._layout))
 
     async def ListPulls(self, request: pb.ListPullsRequest, context: Any) -> pb.ListPullsResponse:
-        rows = self._book.rows(open_only=request.open_only)
+        rows = [row for row in self._book.rows(open_only=request.open_only) if self._shows(row)]
         return pb.ListPullsResponse(
             pulls=map(wire.row_to_pb, rows),
             lending_pages=self._staging.lending.size,
@@ -80,6 +81,11 @@ class PullServicer(PullServiceServicer):
             return 0
         loop.call_soon_threadsafe(lambda: background(self._lender.settle(loan), f"loan {request.room}"))
         return len(loan.pages)
+
+    def _shows(self, row: PullRow) -> bool:
+        """A rank sees those that it has a part in, as of rooms: who knows a room's number may name it."""
+        known = caller()
+        return known.role is not CallerRole.RANK or any(known.speaks_for(ref, None) for ref in (self._ref, row.peer))
 
     def _check_open(self) -> None:
         if self._draining:

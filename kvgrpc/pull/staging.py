@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvgrpc.dataplane.base import DataPlane, MemoryRange
 from kvgrpc.model import Pool, PoolKind, Region
@@ -19,6 +20,7 @@ class Staging:
 
     Half of them are for what is lent and half for what is taken, so that neither starves the other. Pages that a peer
     may still write to, or that a write still reads, are ``retired``: they come back once ``release_safe`` says so.
+    The plane's close frees the memory, so it comes after ``close``.
     """
 
     def __init__(self, plane: DataPlane, pages: int, page_bytes: int, page_tokens: int, dtype: str) -> None:
@@ -31,20 +33,48 @@ class Staging:
         half = pages // 2
         self.lending = StagingPages(range(half))
         self.landing = StagingPages(range(half, pages))
+        self._copies = 0
+        self._closed = False
+        self._idle = threading.Condition()
 
-    def copy_in(self, page: int, buffers: PageBuffers) -> None:
-        """A page of the cache into a staged one. The interpreter is free meanwhile."""
-        to = self._address + page * self.page_bytes
-        for address, nbytes in buffers:
-            ctypes.memmove(to, address, nbytes)
-            to += nbytes
+    def copy_in(self, page: int, buffers: PageBuffers) -> bool:
+        """A page of the cache into a staged one; False, and nothing is read, once it is closed. The interpreter is free
+        meanwhile."""
+        with self._copying() as may:
+            to = self._address + page * self.page_bytes
+            for address, nbytes in buffers if may else ():
+                ctypes.memmove(to, address, nbytes)
+                to += nbytes
+        return may
 
-    def copy_out(self, page: int, buffers: PageBuffers) -> None:
-        """A staged page into one of the cache."""
-        source = self._address + page * self.page_bytes
-        for address, nbytes in buffers:
-            ctypes.memmove(address, source, nbytes)
-            source += nbytes
+    def copy_out(self, page: int, buffers: PageBuffers) -> bool:
+        """A staged page into one of the cache; False, and nothing is written, once it is closed."""
+        with self._copying() as may:
+            source = self._address + page * self.page_bytes
+            for address, nbytes in buffers if may else ():
+                ctypes.memmove(address, source, nbytes)
+                source += nbytes
+        return may
+
+    def close(self, seconds: float) -> bool:
+        """Gives out and copies nothing more; False where a copy still runs after ``seconds``: its memory must stay."""
+        self.lending.close()
+        self.landing.close()
+        with self._idle:
+            self._closed = True
+            return self._idle.wait_for(lambda: not self._copies, seconds)
+
+    @contextlib.contextmanager
+    def _copying(self) -> Iterator[bool]:
+        with self._idle:
+            may = not self._closed
+            self._copies += may
+        try:
+            yield may
+        finally:
+            with self._idle:
+                self._copies -= may
+                self._idle.notify_all()
 
 
 class StagingPages:
@@ -55,6 +85,7 @@ class StagingPages:
         self._free = list(reversed(pages))
         self._retired: list[tuple[Callable[[], bool], list[int]]] = []
         self._changed = threading.Condition()
+        self._closed = False
 
     @property
     def taken(self) -> int:
@@ -67,12 +98,18 @@ class StagingPages:
         """Up to ``most`` pages, at least one unless none comes back within ``timeout`` seconds."""
         end = time.monotonic() + timeout
         with self._changed:
-            while not self._free and not self._sweep():
+            while self._closed or (not self._free and not self._sweep()):
                 left = end - time.monotonic()
-                if left <= 0:
+                if left <= 0 or self._closed:
                     return []
                 self._changed.wait(min(left, _LOOK_SECONDS))
             return [self._free.pop() for _ in range(min(most, len(self._free)))]
+
+    def close(self) -> None:
+        """Nobody gets a page any more, or waits for one."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
     def give_back(self, pages: Sequence[int]) -> None:
         with self._changed:

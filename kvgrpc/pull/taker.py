@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 
-from kvgrpc.errors import Failure, KvGrpcError
+from kvgrpc.errors import Failure, KvGrpcError, ServerDraining
 from kvgrpc.model import RankRef
 from kvgrpc.prefetch.storage.base import MISSING, OK, PageBuffers, PageResult, failed, timed_out
 from kvgrpc.pull.book import Entry, PullBook
@@ -80,6 +80,9 @@ class Taker:
         except KvGrpcError as error:
             self._staging.landing.give_back(landing)
             return 0, Failure.of(error)
+        except BaseException:
+            self._staging.landing.give_back(landing)
+            raise
         used, spare = landing[: lent.pages], landing[lent.pages :]
         self._staging.landing.give_back(spare)
         if not used:
@@ -89,15 +92,17 @@ class Taker:
         try:
             receiver.init(used)
             self._wait(receiver, entry, end)
-            if receiver.failure is None:
-                for page, page_buffers in zip(used, buffers, strict=False):
-                    self._staging.copy_out(page, page_buffers)
-                entry.done = len(used)
+            failure = receiver.failure
+            if failure is None:
+                pairs = zip(used, buffers, strict=False)
+                if not all(self._staging.copy_out(page, page_buffers) for page, page_buffers in pairs):
+                    failure = Failure.of(ServerDraining("the cache is closing and takes nothing more"))
+                entry.done = len(used) if failure is None else 0
         finally:
             receiver.close()
             self._staging.landing.retire(used, lambda: receiver.release_safe)
             self._book.end(entry, receiver.failure)
-        return (0, receiver.failure) if receiver.failure is not None else (len(used), None)
+        return (0, failure) if failure is not None else (len(used), None)
 
     def _wait(self, receiver: KVReceiver, entry: Entry, end: float) -> None:
         """Until the room has ended: at the latest when nothing came for as long as a holder may take, or at ``end``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ import grpc
 import kvgrpc
 from kvgrpc.dataplane import open_plane
 from kvgrpc.dataplane.base import DataPlane
+from kvgrpc.errors import PeerUnreachable
 from kvgrpc.model import ModelIdentity, RankId, RankRef
 from kvgrpc.net import advertised, joined, split
 from kvgrpc.prefetch.manager import PrefetchManager
@@ -45,6 +47,8 @@ from kvgrpc.v1.transfer_service_pb2_grpc import add_TransferServiceServicer_to_s
 _log = logging.getLogger(__name__)
 _SERVICES = ("kvgrpc.v1.TransferService", "kvgrpc.v1.ServerService")
 _MARGIN_SECONDS = 0.5
+# Of the loop: it was busy, or it ended with the process.
+_LATE = (TimeoutError, concurrent.futures.TimeoutError, concurrent.futures.CancelledError)
 
 
 class CachePeer:
@@ -66,6 +70,7 @@ class CachePeer:
         shape = cache.config.shape
         staging = Staging(self.plane, pull.staging_pages, shape.page_bytes, shape.page_tokens, shape.dtype)
         self.book = PullBook(shape.page_bytes)
+        self._staging = staging
         self._keys, identity = cache.keys, cache.keys.identity
         model = replace(config.model, name=config.model.name or identity.model)
         self._holders = Holders(ref, model, identity, pull, self._open_channel)
@@ -121,7 +126,9 @@ class CachePeer:
         await self.drain(time.left(0.3))
         await self._receiving.stop()
         ended = await aside(self._sending.close_worker, time.left(0.5))
-        written = await aside(GuardedPlane(self.plane).close, time.left(0.7)) and ended
+        # Threads of the cache and of calls copy from and to memory that the plane's close frees.
+        copied = await aside(self._staging.close, time.left(0.6))
+        written = copied and await aside(GuardedPlane(self.plane).close, time.left(0.7)) and ended
         if written:
             self._sending.on_plane_closed()
         await self._sending.stop()
@@ -139,12 +146,17 @@ class CachePeer:
     def _count(self, hashes: Sequence[str], timeout: float) -> tuple[Holder | None, int]:
         try:
             return self._loop.run(self._holders.best(hashes, timeout), timeout + _MARGIN_SECONDS)
-        except (TimeoutError, RuntimeError) as error:
+        except (*_LATE, RuntimeError) as error:
             _log.warning("%s: no holder was asked: %s", self._ref, error)
             return None, 0
 
     def _lend(self, holder: Holder, hashes: Sequence[str], first: int, room: int, timeout: float) -> Lent:
-        return self._loop.run(self._holders.lend(holder, hashes, first, room, timeout), timeout + _MARGIN_SECONDS)
+        seconds = max(0.0, timeout) + _MARGIN_SECONDS
+        try:
+            return self._loop.run(self._holders.lend(holder, hashes, first, room, timeout), seconds)
+        except (*_LATE, RuntimeError) as error:
+            text = f"{holder.engine} at {holder.address} was not asked: {error or type(error).__name__}"
+            raise PeerUnreachable(text, metadata={"address": holder.address}) from None
 
     async def _resolve(self, bootstrap_addr: str, decode: RankId, at_once: bool = False) -> PrefillEngine:
         return await self._holders.engine_at(bootstrap_addr)

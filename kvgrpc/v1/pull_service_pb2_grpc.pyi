@@ -43,14 +43,14 @@ class PullServiceStub:
     """
     LendPages: _grpc.UnaryUnaryMultiCallable[_pull_service_pb2.LendPagesRequest, _pull_service_pb2.LendPagesResponse]
     """Copies pages of the prompt out of the cache and gives them to a room, whose receiver the caller opens next. What is
-    lent may be fewer pages than were asked for, or none; that is an answer, not an error. A room that nobody opens
-    within ten seconds ends, and so does one whose taker dies.
+    lent may be fewer pages than were asked for, or none; that is an answer, not an error. The room is for the engine of
+    the taker alone. One that nobody opens within ten seconds ends, and so does one whose taker dies.
     Roles: rank. Errors: INVALID_REQUEST, TOO_MANY_REQUESTS (everything that may be lent is lent), IDENTITY_MISMATCH (the
     taker is another rank than the caller), SERVER_DRAINING.
     """
     ListPulls: _grpc.UnaryUnaryMultiCallable[_pull_service_pb2.ListPullsRequest, _pull_service_pb2.ListPullsResponse]
     """Lists pulls, those in flight first and then the last 256 that ended, newest first: what this rank took from others
-    and what it lent to them.
+    and what it lent to them. A caller of role rank is told those that a rank of its scope has a part in, this one's all.
     Roles: rank, operator. Errors: none of its own.
     """
 
@@ -69,14 +69,14 @@ class PullServiceAsyncStub(PullServiceStub):
     """
     LendPages: _aio.UnaryUnaryMultiCallable[_pull_service_pb2.LendPagesRequest, _pull_service_pb2.LendPagesResponse]  # type: ignore[assignment]
     """Copies pages of the prompt out of the cache and gives them to a room, whose receiver the caller opens next. What is
-    lent may be fewer pages than were asked for, or none; that is an answer, not an error. A room that nobody opens
-    within ten seconds ends, and so does one whose taker dies.
+    lent may be fewer pages than were asked for, or none; that is an answer, not an error. The room is for the engine of
+    the taker alone. One that nobody opens within ten seconds ends, and so does one whose taker dies.
     Roles: rank. Errors: INVALID_REQUEST, TOO_MANY_REQUESTS (everything that may be lent is lent), IDENTITY_MISMATCH (the
     taker is another rank than the caller), SERVER_DRAINING.
     """
     ListPulls: _aio.UnaryUnaryMultiCallable[_pull_service_pb2.ListPullsRequest, _pull_service_pb2.ListPullsResponse]  # type: ignore[assignment]
     """Lists pulls, those in flight first and then the last 256 that ended, newest first: what this rank took from others
-    and what it lent to them.
+    and what it lent to them. A caller of role rank is told those that a rank of its scope has a part in, this one's all.
     Roles: rank, operator. Errors: none of its own.
     """
 
@@ -104,8 +104,8 @@ class PullServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_pull_service_pb2.LendPagesResponse, _abc.Awaitable[_pull_service_pb2.LendPagesResponse]]:
         """Copies pages of the prompt out of the cache and gives them to a room, whose receiver the caller opens next. What is
-        lent may be fewer pages than were asked for, or none; that is an answer, not an error. A room that nobody opens
-        within ten seconds ends, and so does one whose taker dies.
+        lent may be fewer pages than were asked for, or none; that is an answer, not an error. The room is for the engine of
+        the taker alone. One that nobody opens within ten seconds ends, and so does one whose taker dies.
         Roles: rank. Errors: INVALID_REQUEST, TOO_MANY_REQUESTS (everything that may be lent is lent), IDENTITY_MISMATCH (the
         taker is another rank than the caller), SERVER_DRAINING.
         """
@@ -117,7 +117,7 @@ class PullServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_pull_service_pb2.ListPullsResponse, _abc.Awaitable[_pull_service_pb2.ListPullsResponse]]:
         """Lists pulls, those in flight first and then the last 256 that ended, newest first: what this rank took from others
-        and what it lent to them.
+        and what it lent to them. A caller of role rank is told those that a rank of its scope has a part in, this one's all.
         Roles: rank, operator. Errors: none of its own.
         """
 

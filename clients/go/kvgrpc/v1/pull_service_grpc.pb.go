@@ -39,13 +39,13 @@ type PullServiceClient interface {
 	// SERVER_DRAINING.
 	CountPages(ctx context.Context, in *CountPagesRequest, opts ...grpc.CallOption) (*CountPagesResponse, error)
 	// Copies pages of the prompt out of the cache and gives them to a room, whose receiver the caller opens next. What is
-	// lent may be fewer pages than were asked for, or none; that is an answer, not an error. A room that nobody opens
-	// within ten seconds ends, and so does one whose taker dies.
+	// lent may be fewer pages than were asked for, or none; that is an answer, not an error. The room is for the engine of
+	// the taker alone. One that nobody opens within ten seconds ends, and so does one whose taker dies.
 	// Roles: rank. Errors: INVALID_REQUEST, TOO_MANY_REQUESTS (everything that may be lent is lent), IDENTITY_MISMATCH (the
 	// taker is another rank than the caller), SERVER_DRAINING.
 	LendPages(ctx context.Context, in *LendPagesRequest, opts ...grpc.CallOption) (*LendPagesResponse, error)
 	// Lists pulls, those in flight first and then the last 256 that ended, newest first: what this rank took from others
-	// and what it lent to them.
+	// and what it lent to them. A caller of role rank is told those that a rank of its scope has a part in, this one's all.
 	// Roles: rank, operator. Errors: none of its own.
 	ListPulls(ctx context.Context, in *ListPullsRequest, opts ...grpc.CallOption) (*ListPullsResponse, error)
 }
@@ -101,13 +101,13 @@ type PullServiceServer interface {
 	// SERVER_DRAINING.
 	CountPages(context.Context, *CountPagesRequest) (*CountPagesResponse, error)
 	// Copies pages of the prompt out of the cache and gives them to a room, whose receiver the caller opens next. What is
-	// lent may be fewer pages than were asked for, or none; that is an answer, not an error. A room that nobody opens
-	// within ten seconds ends, and so does one whose taker dies.
+	// lent may be fewer pages than were asked for, or none; that is an answer, not an error. The room is for the engine of
+	// the taker alone. One that nobody opens within ten seconds ends, and so does one whose taker dies.
 	// Roles: rank. Errors: INVALID_REQUEST, TOO_MANY_REQUESTS (everything that may be lent is lent), IDENTITY_MISMATCH (the
 	// taker is another rank than the caller), SERVER_DRAINING.
 	LendPages(context.Context, *LendPagesRequest) (*LendPagesResponse, error)
 	// Lists pulls, those in flight first and then the last 256 that ended, newest first: what this rank took from others
-	// and what it lent to them.
+	// and what it lent to them. A caller of role rank is told those that a rank of its scope has a part in, this one's all.
 	// Roles: rank, operator. Errors: none of its own.
 	ListPulls(context.Context, *ListPullsRequest) (*ListPullsResponse, error)
 	mustEmbedUnimplementedPullServiceServer()

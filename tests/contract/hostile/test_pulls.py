@@ -1,0 +1,154 @@
+"""Pulls among ranks: a lent room is its taker's, what a holder says is checked, and no page is out for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvgrpc.errors import Reason
+from kvgrpc.model import Layout, RankId, RankRef
+from kvgrpc.pull.model import Holder, PullConfig
+from kvgrpc.pull.wire import identity_to_pb
+from kvgrpc.rpc.loop import LoopThread
+from kvgrpc.rpc.security import ServerSecurity
+from kvgrpc.server import RegistryServer
+from kvgrpc.transfer import KVReceiver
+from kvgrpc.transfer.protocol.types import KVPoll
+from kvgrpc.v1 import pull_service_pb2 as pb
+from kvgrpc.v1.pull_service_pb2_grpc import PullServiceStub
+from kvgrpc.wire import rank_ref_to_pb
+from tests.contract.test_pull import PATIENT, Fleet, nothing_is_lent, peer_of, pulled
+from tests.support.cache_serving import CacheRank, hashes_of, prompt
+from tests.support.secrets import bearer, proof, tokens_of
+from tests.support.waiting import wait_until
+
+ROOM = 2**61 + 7
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    server = RegistryServer(["127.0.0.1:0"]).open()
+    opened = Fleet(server.address, tmp_path)
+    yield opened
+    opened.close()
+    server.close()
+
+
+def lend(holder: CacheRank, hashes: list[str], taker: RankRef, name: str = "") -> int:
+    request = pb.LendPagesRequest(
+        identity=identity_to_pb(holder.manager.keys.identity),
+        page_hashes=[bytes.fromhex(each) for each in hashes],
+        room=ROOM,
+        taker=rank_ref_to_pb(taker),
+    )
+    with grpc.insecure_channel(holder.address) as channel:
+        metadata = (("authorization", bearer(name, holder.address)),) if name else ()
+        return int(PullServiceStub(channel).LendPages(request, timeout=10.0, metadata=metadata).lent_pages)
+
+
+def opened_by(taker: CacheRank, holder: CacheRank, pages: int) -> KVReceiver:
+    """The room that was lent, as a rank opens it that knows its number."""
+    peer = peer_of(taker)
+    sessions = peer_of(holder).address
+    peer._holders._remember(Holder("holder", holder.address, sessions), holder.rank.ref, Layout())
+    receiver = KVReceiver(peer._receiving, sessions, ROOM, prefill_dp_rank=0)
+    receiver.init(peer._staging.landing.take(pages))
+    receiver.wait(10.0)
+    return receiver
+
+
+def test_a_lent_room_is_opened_by_its_taker_alone(fleet: Fleet) -> None:
+    holder, taker, thief = fleet.open("holder"), fleet.open("taker"), fleet.open("thief")
+    hashes = hashes_of(prompt(3))
+    holder.fill(hashes)
+    assert lend(holder, hashes, taker.rank.ref) == 3
+    stolen = opened_by(thief, holder, 3)
+    assert stolen.failure is not None and stolen.failure.reason is Reason.ROOM_CONFLICT
+    assert opened_by(taker, holder, 3).poll() is KVPoll.Success
+
+
+def test_a_rank_is_told_its_own_pulls_alone(fleet: Fleet) -> None:
+    tokens = "rank holder:holder\nrank taker:taker\nrank thief:thief\nrank:any\noperator boss:boss"
+    security = {"server_security": ServerSecurity(tokens=tokens_of(tokens)), "client_security": proof("holder")}
+    holder = fleet.open("holder", **security)
+    hashes = hashes_of(prompt(3))
+    holder.fill(hashes)
+    taker = RankRef(RankId("taker"), holder.rank.ref.epoch)
+    assert lend(holder, hashes, taker, "taker") == 3
+    with grpc.insecure_channel(holder.address) as channel:
+        for name, expected in (("thief", []), *((each, [ROOM]) for each in ("taker", "holder", "any", "boss"))):
+            metadata = (("authorization", bearer(name, holder.address)),)
+            answer = PullServiceStub(channel).ListPulls(pb.ListPullsRequest(), timeout=10.0, metadata=metadata)
+            assert [row.room for row in answer.pulls] == expected, name
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"),
+    [
+        ("_layout", Layout(0, 0, 0, 0)),
+        ("_layout", Layout(tp=2**20)),
+        ("_ref", RankRef(RankId("somebody"), 1)),
+        ("_ref", RankRef(RankId("holder", tp=1), 1)),
+        ("_ref", RankRef(RankId("holder"), 0)),
+    ],
+)
+def test_a_holder_that_says_to_be_another_or_of_any_size_is_not_believed(
+    fleet: Fleet, attribute: str, value: Any
+) -> None:
+    holder, taker = fleet.pair()
+    hashes = hashes_of(prompt(4))
+    holder.fill(hashes)
+    setattr(peer_of(holder).servicer, attribute, value)
+    assert pulled(taker, hashes).completed == 0
+    assert not peer_of(taker).book.rows() and not peer_of(taker)._holders._known
+    assert peer_of(taker)._staging.landing.taken == 0
+
+
+def test_a_loop_that_is_late_costs_no_landing_page(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    holder = fleet.open("holder")
+    taker = fleet.open("taker", limits=replace(PATIENT, storage_timeout=1.0))
+    wait_until(lambda: bool(peer_of(taker)._holders.candidates()), 10.0)
+    hashes = hashes_of(prompt(4))
+    holder.fill(hashes)
+    asked: list[Any] = []
+
+    async def never(*arguments: Any) -> None:
+        asked.append(arguments)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(peer_of(taker)._holders, "lend", never)
+    assert pulled(taker, hashes).completed == 0
+    assert asked
+    wait_until(lambda: peer_of(taker)._staging.landing.taken == 0, 5.0)
+
+
+def test_a_loan_that_nobody_settles_any_more_gives_its_pages_back(fleet: Fleet) -> None:
+    holder = fleet.open("holder")
+    hashes = hashes_of(prompt(3))
+    holder.fill(hashes)
+    assert lend(holder, hashes, holder.rank.ref) == 3
+
+    async def cancel() -> None:
+        (task,) = (each for each in asyncio.all_tasks() if each.get_name() == f"loan {ROOM}")
+        task.cancel()
+
+    LoopThread.shared().run(cancel(), 5.0)
+    wait_until(lambda: nothing_is_lent(holder), 5.0)
+    assert not peer_of(holder)._lender._lent_to
+    assert not peer_of(holder).book.rows(open_only=True)
+
+
+def test_the_memory_of_a_copy_that_runs_outlives_the_close(fleet: Fleet) -> None:
+    rank = fleet.open("holder", pull=PullConfig(staging_pages=16))
+    peer = peer_of(rank)
+    with peer._staging._copying() as may:
+        assert may
+        rank.rank.close(1.0)
+        assert not peer.plane.closed
+    assert not peer._staging.copy_out(0, ((0, 1),))

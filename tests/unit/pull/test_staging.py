@@ -1,0 +1,105 @@
+"""Staging memory: its pages come back whatever happens, and nothing of it is touched once it is closed."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from kvgrpc.errors import ServerDraining
+from kvgrpc.model import RankId, RankRef
+from kvgrpc.prefetch.storage.base import PageBuffers
+from kvgrpc.pull.book import PullBook
+from kvgrpc.pull.lender import Lender
+from kvgrpc.pull.staging import Staging
+from tests.support.waiting import wait_until
+
+PAGE_BYTES = 64
+
+
+class _Plane:
+    def __init__(self) -> None:
+        self.memory: Any = None
+
+    def allocate(self, nbytes: int) -> int:
+        self.memory = ctypes.create_string_buffer(nbytes)
+        return ctypes.addressof(self.memory)
+
+    def register(self, ranges: Sequence[Any]) -> None:
+        pass
+
+
+class _Cache:
+    """A page whose buffers cannot be told, while it is ``broken``."""
+
+    def __init__(self) -> None:
+        self.broken = True
+        self.page = ctypes.create_string_buffer(PAGE_BYTES)
+
+    def count(self, hashes: Sequence[str]) -> int:
+        return len(hashes)
+
+    @contextmanager
+    def reading(self, hashes: Sequence[str]) -> Iterator[Sequence[int]]:
+        yield range(len(hashes))
+
+    def buffers(self, page: int) -> PageBuffers:
+        if self.broken:
+            raise RuntimeError("a bug")
+        return ((ctypes.addressof(self.page), PAGE_BYTES),)
+
+
+@pytest.fixture
+def staging() -> Staging:
+    return Staging(_Plane(), 8, PAGE_BYTES, 4, "x")  # type: ignore[arg-type]
+
+
+def test_close_waits_for_a_copy_and_none_begins_after_it(staging: Staging) -> None:
+    page = ctypes.create_string_buffer(PAGE_BYTES)
+    go, began = threading.Event(), threading.Event()
+
+    def slowly() -> Iterator[tuple[int, int]]:
+        began.set()
+        assert go.wait(10.0)
+        yield ctypes.addressof(page), PAGE_BYTES
+
+    copying = threading.Thread(target=lambda: staging.copy_out(5, slowly()))  # type: ignore[arg-type]
+    copying.start()
+    assert began.wait(10.0)
+    assert not staging.close(0.05)
+    go.set()
+    assert staging.close(10.0)
+    copying.join(10.0)
+    assert not staging.copy_out(5, ((0, PAGE_BYTES),)) and not staging.copy_in(0, ((0, PAGE_BYTES),))
+
+
+def test_whoever_waits_for_a_page_hears_of_the_close(staging: Staging) -> None:
+    assert len(staging.landing.take(4)) == 4
+    got: list[list[int]] = []
+    waiting = threading.Thread(target=lambda: got.append(staging.landing.take(1, 60.0)))
+    waiting.start()
+    wait_until(waiting.is_alive)
+    began = time.monotonic()
+    staging.close(1.0)
+    waiting.join(10.0)
+    assert got == [[]] and time.monotonic() - began < 10.0
+    assert staging.lending.take(1, 60.0) == []
+
+
+def test_pages_of_a_loan_that_could_not_be_copied_are_free_again(staging: Staging) -> None:
+    cache, taker = _Cache(), RankRef(RankId("taker"), 1)
+    lender = Lender(cache, staging, object(), PullBook(PAGE_BYTES))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError):
+        lender.lend(["a", "b"], 0, 1, taker)
+    assert staging.lending.taken == 0 and not lender._lent_to
+    cache.broken = False
+    with staging._idle:
+        staging._closed = True
+    with pytest.raises(ServerDraining):
+        lender.lend(["a", "b"], 0, 1, taker)
+    assert staging.lending.taken == 0 and not lender._lent_to
