@@ -44,6 +44,7 @@ from kvgrpc.v1.server_service_pb2_grpc import ServerServiceStub
 from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
 
 if TYPE_CHECKING:
+    from kvgrpc.client.fleet import RankAnswer
     from kvgrpc.client.follower import EventFollower
 
 T = TypeVar("T")
@@ -189,6 +190,12 @@ class Client:
             stub.ListRooms, transfer_service_pb2.ListRoomsRequest(page_size=1)
         )
         return response.total
+
+    async def ask_ranks(self, call: Callable[[Client], Awaitable[T]]) -> list[RankAnswer[T]]:
+        """``Fleet.ask`` of the registry at this address: what ``call`` returns, or raises, for each of its ranks."""
+        from kvgrpc.client.fleet import Fleet
+
+        return await Fleet(self.address, self._security, self._timeout).ask(call)
 
     async def get_room(self, room: int, attempt: int = 0) -> transfer_service_pb2.Room:
         """One room with its parts."""

@@ -42,7 +42,6 @@ class SyncClient:
     def __init__(self, address: str, security: ClientSecurity | None = None, timeout: float = 10.0) -> None:
         self._client = Client(address, security, timeout)
         self._security = security
-        self._timeout = timeout
         self._seconds = timeout + _MARGIN_SECONDS
         self._loop = LoopThread.shared()
 
@@ -106,11 +105,8 @@ class SyncClient:
         return self._run(self._client.count_rooms(states=states))
 
     def ask_ranks(self, call: Callable[[Client], Awaitable[T]]) -> list[RankAnswer[T]]:
-        """``Fleet.ask`` of the registry at this address: what ``call`` returns, or raises, for each of its ranks."""
-        from kvgrpc.client.fleet import Fleet
-
-        fleet = Fleet(self.address, self._security, self._timeout)
-        return self._loop.run(fleet.ask(call), _FLEET_SECONDS)
+        """As ``Client.ask_ranks``."""
+        return self._loop.run(self._client.ask_ranks(call), _FLEET_SECONDS)
 
     def get_room(self, room: int, attempt: int = 0) -> transfer_service_pb2.Room:
         """As ``Client.get_room``."""

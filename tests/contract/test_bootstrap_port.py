@@ -21,6 +21,7 @@ from kvgrpc.rpc.interceptors import CallLimits
 from kvgrpc.v1 import common_pb2, registry_service_pb2
 from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
 from tests.contract.serving import failure
+from tests.support.etcd import free_port
 
 CAME_FROM = "127.0.0.2"
 
@@ -33,7 +34,9 @@ def bootstrap() -> Iterator[Any]:
     assert specification is not None and specification.loader is not None
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
-    opened = module.Bootstrap("127.0.0.1:0", "e", None, 10.0, CallLimits(health_watches_per_caller=1)).open()
+    opened = module.Bootstrap(
+        f"127.0.0.1:{free_port()}", "e", None, 10.0, CallLimits(health_watches_per_caller=1)
+    ).open()
     yield opened
     opened.close()
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import grpc
 import pytest
 
 from kvgrpc.net import split
@@ -36,7 +37,11 @@ from tests.contract.transfer_peers import receiver_of
 from tests.support.rank_host import RankHost
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(120)
+OLD_GRPC = tuple(map(int, grpc.__version__.split(".")[:2])) < (1, 85)
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(OLD_GRPC, reason=f"grpcio {grpc.__version__} does not hold them: docs/security.md, floods"),
+]
 
 PRIORITY, RST_STREAM, PUSH_PROMISE, CONTINUATION, UNKNOWN = 2, 3, 5, 9, 99
 INITIAL_WINDOW, HEADER_TABLE = 4, 1
