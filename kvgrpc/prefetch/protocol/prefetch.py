@@ -129,6 +129,11 @@ class Prefetch(Operation):
     def on_room(self, pages: Pages | Short) -> None:
         """The keeper's answer to ``Reserve``."""
         asked, self._asked = self._asked, 0
+        if self.closing:
+            # A bug ended it meanwhile; nobody else knows of this room.
+            if not isinstance(pages, Short) and len(pages):
+                self._work.append(Release(pages))
+            return
         if isinstance(pages, Short):
             self._why_fewer = Stop.CAPACITY
             self._leave() if self.cut else self._ask_for_room(asked - max(1, pages.missing))
@@ -178,7 +183,7 @@ class Prefetch(Operation):
     def on_kept(self, found: object) -> None:
         """So many leading pages of the prompt are found, now that the keeper has these."""
         try:
-            pages = min(operator.index(found), self._handed)  # type: ignore[arg-type]
+            pages = max(0, min(operator.index(found), self._handed))  # type: ignore[arg-type]
         except TypeError:
             # It has the pages, and nobody knows of how many it says so.
             self.on_error(TypeError(f"the keeper's keep answered {found!r}, not a number of pages"))
@@ -279,6 +284,9 @@ class Prefetch(Operation):
     def _begin_reading(self, decision: Decision) -> None:
         count = decision.pages - self.covered
         if count < 1:
+            if decision.pages:
+                # Others have less of it than is covered here: they read, and count on what this rank has.
+                self._say_only(Stage.COMPLETED, self.covered, decision.stop)
             self._close(OperationState.DECLINED, decision.stop or Stop.CAPACITY)
             return
         # What some rank had no room for is a reason, though all that was agreed may come.

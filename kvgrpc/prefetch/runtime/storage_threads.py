@@ -145,7 +145,9 @@ class StorageThreads:
             call = source.read if reading else self._storage.write
             keys = [self._key(operation, hashes[first + index]) for index in batch.indices]
             buffers = [self._host.page_buffers(int(pages[index])) for index in batch.indices]
-            results = call(keys, buffers, seconds)
+            results = list(call(keys, buffers, seconds))
+            if not all(isinstance(each, PageResult) for each in results):
+                raise TypeError(f"{self._storage.name} answered what is no PageResult")
         except BaseException as error:  # a panic of a library in Rust is no Exception
             return failed_pages(error, len(batch.indices))
         if len(results) != len(keys):

@@ -242,3 +242,40 @@ def test_a_book_tells_each_change_once_and_those_since_a_revision() -> None:
     assert book.end(first, OperationState.DONE) and not book.end(first, OperationState.FAILED)
     assert told == [OperationState.QUEUED, OperationState.QUEUED, OperationState.DONE]
     assert book.changed_since(second.revision) == [first]
+
+
+def test_room_that_comes_after_a_bug_ended_it_goes_back() -> None:
+    operation = prefetch(4)
+    found(operation, 4)
+    agreed(operation)
+    assert work(operation, Reserve).count == 4
+    operation.on_error(RuntimeError("a bug"))
+    assert work(operation, End).state is OperationState.FAILED
+    operation.on_room(np.arange(4))
+    assert list(work(operation, Release).pages) == [0, 1, 2, 3]
+
+
+def test_a_rank_that_has_what_the_others_read_says_so_at_their_last_vote() -> None:
+    """Another rank has room for two pages only, of which this one has four: it reads none, and is counted on."""
+    operation = prefetch(8)
+    assert operation.take_look_up()
+    operation.on_covered(4)
+    operation.on_found(4, Stop.NONE, None)
+    agreed(operation)
+    reserved(operation)
+    agreed(operation, 2, Stop.CAPACITY)
+    asked = operation.take_work()
+    votes = [each.vote for each in asked if isinstance(each, Say)]
+    assert [(vote.stage, vote.pages) for vote in votes] == [(Stage.COMPLETED, 4)]
+    assert [each for each in asked if isinstance(each, End)] == [End(OperationState.DECLINED, Stop.CAPACITY)]
+    assert sum(len(each.pages) for each in asked if isinstance(each, Release)) == 4
+
+
+@pytest.mark.parametrize("stop", [Stop.RANK_ABSENT, Stop.CAPACITY])
+def test_nobody_is_told_of_a_last_step_that_nobody_takes(stop: Stop) -> None:
+    operation = prefetch(8)
+    found(operation, 8)
+    agreed(operation)
+    reserved(operation)
+    agreed(operation, 0, stop)
+    assert [type(each) for each in operation.take_work()] == [Release, End]

@@ -51,6 +51,20 @@ class TestPrefetch:
         assert rig.take() == names[:5]
         rig.nothing_is_left()
 
+    @pytest.mark.parametrize("answer", [None, 7, [True] * 4, [None] * 4])
+    def test_a_backend_that_answers_nonsense_ends_what_asked_it(self, rig: Rig, answer: object) -> None:
+        names = rig.stored(hashes(4))
+        rig.storage.read = lambda keys, pages, timeout: answer  # type: ignore[method-assign, assignment, return-value]
+        operation = rig.ended(rig.controller.prefetch(names))
+        assert (operation.state, operation.stop) == (OperationState.FAILED, Stop.PAGE_LOST)
+        assert operation.failure is not None and "TypeError" in operation.failure.message
+        rig.storage.write = lambda keys, pages, timeout: answer  # type: ignore[method-assign, assignment, return-value]
+        pages = rig.on_host(names)
+        written = rig.ended(rig.controller.write_storage(names, pages))
+        assert (written.state, written.completed) == (OperationState.FAILED, 0)
+        rig.host.table.release(pages)
+        rig.nothing_is_left()
+
     def test_a_first_page_that_is_lost_leaves_nothing(self, rig: Rig) -> None:
         names = rig.stored(hashes(10))
         rig.fault("read", {names[0]: BROKEN})
