@@ -95,6 +95,8 @@ class PrefixIndex:
         self._saved: dict[_Cache, SavedCache] = {}
         self._forget_saved_at = 0.0
         self._turn = asyncio.Lock()
+        # Both tasks that look begin followers, and one may take a while to begin: none is begun twice.
+        self._beginning = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
         self._lines = RateLimited(_log, lines=1, seconds=LOG_SECONDS)
 
@@ -140,10 +142,15 @@ class PrefixIndex:
 
     async def _restore(self, core: FollowerCore, saved: SavedCache) -> None:
         contents = CacheContents(self._table.index, saved.digest.next_sequence)
-        async with self._turn:
-            for _ in contents.restore(saved):
-                await asyncio.sleep(0)
-        if contents.digest() == saved.digest:
+        try:
+            async with self._turn:
+                for _ in contents.restore(saved):
+                    await asyncio.sleep(0)
+            whole = contents.digest() == saved.digest
+        except Exception as error:  # whoever wrote the file: the index goes on without
+            _log.debug("what was saved of dp%d of %s: %r", saved.dp, saved.engine, error)
+            whole = False
+        if whole:
             core.restore(saved.log_id, contents)
         else:
             contents.blocks.drop()
@@ -264,6 +271,10 @@ class PrefixIndex:
     # Followers.
 
     async def _follow(self, places: dict[_Cache, _Place]) -> None:
+        async with self._beginning:
+            await self._follow_each(places)
+
+    async def _follow_each(self, places: dict[_Cache, _Place]) -> None:
         begun = 0
         for cache, place in places.items():
             if cache in self._followers and self._followers[cache][1] == place:

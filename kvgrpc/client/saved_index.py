@@ -26,8 +26,8 @@ class SavedIndex:
             return unpack(self._path.read_bytes())
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            _log.warning("%s is no saved index, all snapshots are taken anew: %s", self._path, error)
+        except Exception as error:  # whatever lies there, the index starts
+            _log.warning("%s is no saved index, all snapshots are taken anew: %r", self._path, error)
             return {}
 
     def write(self, cut: SavedCut) -> None:

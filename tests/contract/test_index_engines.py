@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from kvgrpc.client import PrefixIndex
+from kvgrpc.client import PrefixIndex, prefix_index
+from kvgrpc.client.follower import EventFollower
+from kvgrpc.events.following.contents import CacheContents
 from kvgrpc.events.following.messages import FollowerState
+from kvgrpc.events.following.saved import SavedCache
 from kvgrpc.model import Layout, ModelIdentity, RankId, RankRef
 from kvgrpc.registry import wire
 from kvgrpc.registry.model import Endpoints, RankRow
@@ -157,6 +162,58 @@ async def test_a_saved_index_is_asked_before_its_engines_answer(served: Served, 
             await engine.serve()
             await index.until_current(1)
             assert index.sources()[0].counts.snapshots == 0
+
+
+async def test_a_cache_that_takes_long_to_restore_is_followed_once(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next look found it missing meanwhile and followed it too; that follower nobody ever closed."""
+    path, made, restore = str(tmp_path / "index"), [], CacheContents.restore
+
+    class Counted(EventFollower):
+        def __init__(self, *args: Any, **named: Any) -> None:
+            super().__init__(*args, **named)
+            made.append(self)
+
+    def slow(contents: CacheContents, saved: SavedCache) -> Iterator[None]:
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            yield
+        yield from restore(contents, saved)
+
+    async with Publishing("P") as engine:
+        await engine.store([1, 2])
+        await served.register(publishing(engine.address))
+        async with PrefixIndex(registry=served.address, saved=path) as index:
+            await index.until_current(1)
+        monkeypatch.setattr(CacheContents, "restore", slow)
+        monkeypatch.setattr(prefix_index, "EventFollower", Counted)
+        monkeypatch.setattr(prefix_index, "LOOK_SECONDS", 0.02)
+        async with PrefixIndex(registry=served.address, saved=path) as index:
+            await index.until_current(1)
+            await until(lambda: index.sources()[0].counts.snapshots == 0)
+            assert len(made) == 1
+
+
+async def test_a_cache_that_cannot_be_restored_is_followed_from_its_snapshot(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "index")
+
+    def breaks(contents: CacheContents, saved: SavedCache) -> Iterator[None]:
+        yield
+        raise MemoryError("made up")
+
+    async with Publishing("P") as engine:
+        await engine.store([1, 2])
+        await served.register(publishing(engine.address))
+        async with PrefixIndex(registry=served.address, saved=path) as index:
+            await index.until_current(1)
+        monkeypatch.setattr(CacheContents, "restore", breaks)
+        async with PrefixIndex(registry=served.address, saved=path) as index:
+            await index.until_current(1)
+            assert [score.blocks for score in index.score([1, 2])] == [2]
+            assert index.healthy
 
 
 async def test_a_damaged_file_costs_its_snapshots_and_nothing_else(

@@ -22,6 +22,8 @@ from kvgrpc.events.log.digest import StateDigest, TierDigest
 
 _MAGIC = "kvgrpc index 1"
 _CRC_BYTES = 4
+# Engines have a few copies of a block, not thousands.
+_MOST_COPIES = 2**20
 # Taken out of a dictionary at once: a step of about 3 ms that no other thread interrupts.
 _KEYS_AT_ONCE = 65_536
 _Hashes = NDArray[np.uint64]
@@ -99,6 +101,8 @@ def unpack(data: bytes) -> dict[tuple[str, int], SavedCache]:
         places = []
         for medium, group, count, copies in each["places"]:
             hashes = np.frombuffer(body[at : at + 8 * count], "<u8")
+            if max(copies.values(), default=0) > _MOST_COPIES:
+                raise ValueError(f"a block with more than {_MOST_COPIES} copies")
             places.append(SavedPlace(medium, group, hashes, {int(block): number for block, number in copies.items()}))
             at += 8 * count
         tiers = tuple(TierDigest(*tier) for tier in each["tiers"])
@@ -107,8 +111,11 @@ def unpack(data: bytes) -> dict[tuple[str, int], SavedCache]:
             each["dp"],
             each["log_id"],
             StateDigest(each["next_sequence"], tiers),
-            each["page_tokens"],
-            {int(number): CacheGroup(*group) for number, group in each["groups"].items()},
+            int(each["page_tokens"]),
+            {
+                int(number): CacheGroup(str(kind), int(window), int(size))
+                for number, (kind, window, size) in each["groups"].items()
+            },
             places,
         )
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import zlib
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,25 @@ def test_a_file_with_one_wrong_byte_is_none(damage: int) -> None:
 def test_what_is_no_saved_index_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError):
         unpack(data)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"[]",
+        b"[" * 100_000,
+        b'{"magic": "kvgrpc index 1", "caches": [{"places": [["GPU", 0, 0, []]]}]}',
+        b'{"magic": "kvgrpc index 1", "caches": [{"places": [["GPU", 0, 0, {"1": 10000000000}]]}]}',
+    ],
+)
+def test_a_file_that_somebody_made_up_is_no_saved_index(
+    head: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its checksum is right; three of these raised before what the start of an index did not expect."""
+    path = tmp_path / "index"
+    path.write_bytes(head + b"\n" + zlib.crc32(head + b"\n").to_bytes(4, "little"))
+    assert SavedIndex(str(path)).read() == {}
+    assert "is no saved index" in caplog.text
 
 
 def test_saves_that_meet_come_one_after_the_other(
