@@ -37,13 +37,18 @@ def usable(
     step = step or page_tokens or 1
     unit = max(1, (page_tokens or step) // step)
     position = prefix * unit
-    needs = [
-        (number, group, max(1, (group.page_tokens or page_tokens) // step))
-        for number, group in groups.items()
-        if group.kind not in _NEEDLESS
-    ]
+    needs: list[tuple[int, CacheGroup, int]] = []
+    sizes = [unit]
+    for number, group in groups.items():
+        size = max(1, (group.page_tokens or page_tokens) // step)
+        if group.kind in _STATES or (group.kind in _WINDOWS and group.window):
+            needs.append((number, group, size))
+        elif group.kind not in _NEEDLESS:
+            # All of what is held here is held of any shorter prefix: it is looked at once.
+            position = _all_of(position, number, size, hashes, holds)
+            sizes.append(size)
     while position > 0:
-        least = position
+        least = min(position - position % size for size in sizes)
         for number, group, size in needs:
             least = min(least, _usable(position, number, group, size, step, hashes, holds))
         least -= least % unit
@@ -60,12 +65,16 @@ def _usable(
     position -= position % size
     if group.kind in _STATES:
         return position if not position or holds(number, hashes[position - 1]) else position - size
-    if group.kind in _WINDOWS and group.window:
-        needed = -(-(group.window - 1) // (size * step))
-        for end in range(position, max(0, position - needed * size), -size):
-            if not holds(number, hashes[end - 1]):
-                return end - size
-        return position
+    needed = -(-(group.window - 1) // (size * step))
+    for end in range(position, max(0, position - needed * size), -size):
+        if not holds(number, hashes[end - 1]):
+            return end - size
+    return position
+
+
+def _all_of(position: int, number: int, size: int, hashes: Sequence[int], holds: Holds) -> int:
+    """The longest prefix up to ``position`` of which a group of full attention has all."""
+    position -= position % size
     for end in range(size, position + 1, size):
         if not holds(number, hashes[end - 1]):
             return end - size

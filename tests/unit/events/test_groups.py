@@ -58,3 +58,18 @@ def _serves(length: int, group: CacheGroup, held: set[int]) -> bool:
         # The next token sees itself and window - 1 tokens before it.
         ends = [end for end in ends if end * PAGE > length * PAGE - (group.window - 1)]
     return all(HASHES[end - 1] in held for end in ends)
+
+
+def test_a_long_prompt_is_looked_at_a_few_times_and_not_once_for_each_length() -> None:
+    """A state that is nowhere, beside a group that has all: two million looks at 2,000 blocks, on the index's loop."""
+    hashes = list(range(2000))
+    looks = 0
+
+    def holds(group: int, block: int) -> bool:
+        nonlocal looks
+        looks += 1
+        return group == 1
+
+    needed = {1: CacheGroup("full_attention", 0, PAGE), 2: CacheGroup("mamba", 0, PAGE)}
+    assert usable(len(hashes), PAGE, hashes, 0, needed, holds) == 0
+    assert looks <= 3 * len(hashes)
