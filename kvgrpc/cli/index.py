@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvgrpc.v1 import index_service_pb2
 
 TELL_SECONDS = 1.0
-STATES = ("connecting", "rebuilding", "catching_up", "current")
+STATES = ("connecting", "rebuilding", "catching_up", "current", "doubtful")
 
 
 @click.command()

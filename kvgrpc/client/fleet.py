@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvgrpc.client.aio import Client
-from kvgrpc.errors import KvGrpcError
+from kvgrpc.errors import EngineNotFound, KvGrpcError
 from kvgrpc.rpc.security import ClientSecurity
 from kvgrpc.v1 import registry_service_pb2
 
@@ -40,9 +41,10 @@ class Fleet:
         places = asyncio.Semaphore(ASKED_AT_ONCE)
 
         async def one(row: registry_service_pb2.RankRow) -> RankAnswer[T]:
-            async with places, Client(row.endpoints.grpc, self._security, self._timeout) as client:
+            async with places:
                 try:
-                    return RankAnswer(row, await call(client))
+                    async with Client(row.endpoints.grpc, self._security, self._timeout) as client:
+                        return RankAnswer(row, await call(client))
                 except KvGrpcError as error:
                     return RankAnswer(row, error=error)
 
@@ -50,5 +52,8 @@ class Fleet:
 
     async def _rows(self) -> list[registry_service_pb2.RankRow]:
         async with Client(self._address, self._security, self._timeout) as registry:
-            engines = await registry.list_engines()
-            return [row for engine in engines for row in (await registry.get_engine(engine.name)).rows]
+            rows: list[registry_service_pb2.RankRow] = []
+            for engine in await registry.list_engines():
+                with contextlib.suppress(EngineNotFound):  # it went meanwhile
+                    rows += (await registry.get_engine(engine.name)).rows
+            return rows

@@ -46,6 +46,9 @@ class LogQueue(QueueHandler):
 
     def stop(self, seconds: float = _LAST_SECONDS) -> bool:
         """Waits for what was logged, and lets records go their own way again; not where still nobody reads."""
+        if self._thread is None or not self._thread.is_alive():
+            self.give_way()  # a forked child has nobody to wait for
+            return True
         written = threading.Event()
         self._records.put(written)
         if not written.wait(seconds):
@@ -62,9 +65,13 @@ class LogQueue(QueueHandler):
         """Without the lock of handlers: a signal may interrupt whoever has it."""
         if self._records.qsize() >= self._limit:
             self.dropped += 1
-        else:
+            return True
+        try:
             record.msg, record.args = record.getMessage(), None  # what it names may change until it is written
-            self._records.put(record)
+        except Exception:
+            self.handleError(record)  # as every handler: whoever logs hears nothing of it
+            return True
+        self._records.put(record)
         return True
 
     def _serve(self) -> None:

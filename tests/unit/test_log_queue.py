@@ -121,3 +121,37 @@ def test_a_full_pipe_stops_no_loop() -> None:
     finally:
         os.close(read)
         os.close(write)
+
+
+def test_a_line_that_cannot_be_said_is_nobodys_failure(
+    lines: LogQueue, pipe: Pipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is logged where something failed already, by a thread that must go on."""
+
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("it cannot say what it is")
+
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    pipe.reads.set()
+    _log.error("failed: %s", Mute())
+    _log.error("%d pages", "many")
+    _log.error("goes on")
+    wait_until(lambda: pipe.lines == ["goes on"])
+
+
+def test_a_forked_child_ends_without_waiting_for_a_thread_that_it_has_not() -> None:
+    code = (
+        "import os, sys, time\n"
+        "from kvgrpc.observability import log_queue\n"
+        "lines = log_queue.log_queue\n"
+        "lines.start()\n"
+        "child = os.fork()\n"
+        "if not child: os._exit(0 if lines.stop(30.0) else 1)\n"
+        "began = time.monotonic()\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), time.monotonic() - began < 15.0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": "."}
+    )
+    assert (done.stdout, done.stderr) == ("0 True\n", ""), done

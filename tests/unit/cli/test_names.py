@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvgrpc.cli import cache, index, names, prefetch, rooms
+from kvgrpc.cli.index import STATES
 from kvgrpc.v1 import common_pb2, index_service_pb2, prefetch_service_pb2, transfer_service_pb2
 
 NEWER = 99
@@ -45,3 +46,8 @@ def test_a_reason_of_a_newer_server_is_shown_by_its_number() -> None:
     number = common_pb2.Failure.DESCRIPTOR.fields_by_name["reason"].number
     failure = common_pb2.Failure.FromString(bytes((number << 3, NEWER)))
     assert names.reason_name(failure) == f"ERROR_REASON {NEWER}"
+
+
+def test_every_state_of_a_source_can_be_asked_for() -> None:
+    known = {f"INDEX_SOURCE_STATE_{state.upper()}" for state in STATES}
+    assert known == {*index_service_pb2.IndexSourceState.keys()} - {"INDEX_SOURCE_STATE_UNSPECIFIED"}
