@@ -25,8 +25,8 @@ def walks() -> list[tuple[str, str, list[str]]]:
     return found
 
 
-def test_a_room_an_event_and_a_registration_are_walked() -> None:
-    assert [name for name, _, _ in walks()] == ["A room", "An event", "A registration"]
+def test_each_capability_is_walked() -> None:
+    assert [name for name, _, _ in walks()] == ["A room", "An event", "A registration", "A prefetch", "A pull"]
 
 
 @pytest.mark.parametrize(("name", "base", "files"), walks(), ids=lambda value: value if isinstance(value, str) else "")
