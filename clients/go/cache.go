@@ -37,6 +37,9 @@ type Cache struct {
 	// With a batch from doubtAt on something may have been removed that cannot be read here.
 	doubtful bool
 	doubtAt  uint64
+	// Tokens in a block as last told, 0 before; and what the other groups than the first are.
+	pageTokens int
+	groups     map[uint32]cacheGroup
 	// What a snapshot has said so far; nil outside of one.
 	shadow *Cache
 }
@@ -47,6 +50,7 @@ func (cache *Cache) Apply(events []Event) {
 		switch event := event.(type) {
 		case BlockStored:
 			cache.store(placeOf(event.Medium, event.Group), event.Hashes)
+			cache.learn(event)
 		case BlockRemoved:
 			cache.remove(placeOf(event.Medium, event.Group), event.Hashes)
 		case AllBlocksCleared:

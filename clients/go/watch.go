@@ -94,10 +94,13 @@ func Watch(ctx context.Context, client kvgrpcv1.EventServiceClient, stream Strea
 }
 
 type watcher struct {
-	client    kvgrpcv1.EventServiceClient
-	stream    Stream
-	yield     func(Item) bool
-	cache     *Cache
+	client kvgrpcv1.EventServiceClient
+	stream Stream
+	yield  func(Item) bool
+	// Hears every item before it is yielded, and finds differences; nil: nobody.
+	cache interface{ Hear(Item) Verdict }
+	// What PrefixIndex sees of calls; nil: nobody looks.
+	observer  observer
 	snapshots bool
 	stopped   bool
 	pause     time.Duration
@@ -110,6 +113,12 @@ type watcher struct {
 	known bool
 	logID string
 	next  uint64
+}
+
+// observer is told of calls before what they say is made items: a call begins, and each message of it.
+type observer interface {
+	called()
+	came(*kvgrpcv1.WatchResponse)
 }
 
 func (watch *watcher) run(ctx context.Context) {
@@ -136,6 +145,9 @@ func (watch *watcher) once(ctx context.Context) error {
 	// The call itself waits for a connection: of somebody who never answers, too.
 	alive := time.AfterFunc(idleTimeout, func() { cancel(errSilent) })
 	defer alive.Stop()
+	if watch.observer != nil {
+		watch.observer.called()
+	}
 	call, err := watch.client.Watch(ctx, watch.request())
 	if err != nil {
 		return orSilent(ctx, err)
@@ -149,6 +161,9 @@ func (watch *watcher) once(ctx context.Context) error {
 			return orSilent(ctx, err)
 		}
 		watch.begun = true
+		if watch.observer != nil {
+			watch.observer.came(message)
+		}
 		if err := watch.hear(message); err != nil {
 			return err
 		}
