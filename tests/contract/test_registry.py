@@ -27,8 +27,9 @@ from kvgrpc.registry import wire
 from kvgrpc.v1 import registry_service_pb2 as pb
 from kvgrpc.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
 from kvgrpc.v1.common_pb2 import Role as WireRole
+from kvgrpc.v1.registry_service_pb2_grpc import RegistryServiceStub
 from kvgrpc.wire import rank_ref_to_pb
-from tests.support.registry_serving import POOLS, TP2, Served, failure, request_of
+from tests.support.registry_serving import POOLS, TP2, Served, dial, failure, request_of
 from tests.support.waiting import until
 from tests.unit.registry.builders import pool, ranks, row
 
@@ -311,9 +312,13 @@ class TestResolveRanks:
             served.registry.deregister([first.ref, second.ref])
         assert min(took) < 0.1
 
-    async def test_a_thousand_calls_wait_and_are_all_woken(self, served: Served) -> None:
+    async def test_a_thousand_calls_wait_and_are_all_woken(self) -> None:
+        """Of one host, over four connections: one alone has 512 of the calls at most."""
+        served = (await Served(max_waiters=8_192).start()).grown_up()
         request = pb.ResolveRanksRequest(engine="P", role=ROLE_PREFILL, wait_ready=True)
-        waiting = [asyncio.ensure_future(served.stub.ResolveRanks(request, timeout=30)) for _ in range(1_000)]
+        channels = [dial(served.address) for _ in range(4)]
+        stubs = [RegistryServiceStub(channel) for channel in channels]
+        waiting = [asyncio.ensure_future(stubs[n % 4].ResolveRanks(request, timeout=30)) for n in range(1_000)]
         await until(lambda: served.servicer._waiters.count == 1_000)
         started = time.monotonic()
         await served.register(row())
@@ -321,6 +326,9 @@ class TestResolveRanks:
         assert time.monotonic() - started < 15  # a call that is not woken waits for its deadline, 30 s
         assert all(response.engine.ready for response in responses)
         assert served.servicer._waiters.count == 0
+        for channel in channels:
+            await channel.close()
+        await served.stop()
 
     async def answer_in_time(self, served: Served, request: pb.ResolveRanksRequest) -> KvGrpcError:
         """It comes 250 ms before the deadline, too late on a busy machine: then it is asked for again."""
