@@ -91,7 +91,8 @@ class TransferServicer(TransferServiceServicer):
         for name in ("states", "held_only", "page_token"):
             if getattr(request, name):
                 raise _invalid(name, getattr(request, name), "empty with newest_failed")
-        rows, total = await self._manager.newest_failed(page_size(request.page_size))
+        wanted = None if self._shows_all() else self._shows
+        rows, total = await self._manager.newest_failed(page_size(request.page_size), wanted)
         return pb.ListRoomsResponse(rooms=_that_fit(map(_room_to_pb, rows)), total=total)
 
     async def GetRoom(self, request: pb.GetRoomRequest, context: object) -> pb.GetRoomResponse:

@@ -127,7 +127,9 @@ class Runtime(Protocol):
 
     def sessions(self) -> list[SessionRow]: ...
 
-    async def newest_failed(self, count: int) -> tuple[list[RoomRow], int]: ...
+    async def newest_failed(
+        self, count: int, wanted: Callable[[RoomRow], bool] | None = None
+    ) -> tuple[list[RoomRow], int]: ...
 
     async def page_of_rooms(
         self, after: RoomKey, count: int, wanted: Callable[[RoomRow], bool] | None = None

@@ -420,7 +420,7 @@ class DecodeManager(TransferManager[DecodeRoom]):
 
     def _pump(self) -> None:
         work = self.core.take_work()
-        for dead in work.dead:
+        for dead in work.dead if self.config.refusal_proves_death else ():
             self._routes.note_death(dead)
         for room in work.resolves:
             if isinstance(room, ReceiverRoom):

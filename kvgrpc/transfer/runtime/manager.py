@@ -332,7 +332,9 @@ class TransferManager(ABC, Generic[Record]):
         rows = [self._row_of(key) for key in found]
         return [row for row in rows if row is not None], len(keys)
 
-    async def newest_failed(self, count: int) -> tuple[list[RoomRow], int]:
+    async def newest_failed(
+        self, count: int, wanted: Callable[[RoomRow], bool] | None = None
+    ) -> tuple[list[RoomRow], int]:
         """The ``count`` rooms of ``page_of_rooms`` that failed last, the newest first, and how many rooms there are."""
         self._pump()
         keys = [*self._keys(), *(key for key in self._past if self._record(key) is None)]
@@ -340,8 +342,9 @@ class TransferManager(ABC, Generic[Record]):
         for start in range(0, len(keys), _ROOMS_LOOKED_AT_IN_A_TURN):
             if start:
                 await asyncio.sleep(0)
-            rows = map(self._row_of, keys[start : start + _ROOMS_LOOKED_AT_IN_A_TURN])
-            failed = [(row.failure.time, row.key, row) for row in rows if row is not None and row.failure is not None]
+            found = map(self._row_of, keys[start : start + _ROOMS_LOOKED_AT_IN_A_TURN])
+            rows = [row for row in found if row is not None and (wanted is None or wanted(row))]
+            failed = [(row.failure.time, row.key, row) for row in rows if row.failure is not None]
             newest = heapq.nlargest(count, newest + failed, key=operator.itemgetter(0, 1))
         return [row for _, _, row in newest], len(keys)
 

@@ -24,6 +24,8 @@ from kvgrpc.transfer.runtime.search import Renewed, RoomSearch
 logger = logging.getLogger(__name__)
 KNOWN_ENGINES = 4096
 KNOWN_DEAD = 65_536
+# A registry that names one for longer hears of it: a lease of a rank that died is over by then, or soon.
+_DEATH_STANDS_SECONDS = 30.0
 _JOIN_WITHIN_SECONDS = 0.25
 _AWAIT_SECONDS = 600.0
 _AWAIT_PAUSE_SECONDS = 1.0
@@ -107,8 +109,8 @@ class Routes:
         self._engines: dict[str, PrefillEngine] = {}
         # What is known of them is what was said before a rank was lost: for rooms on their way, never for new ones.
         self._doubtful: set[str] = set()
-        # Incarnations whose address refused; none of them comes back.
-        self._dead: dict[RankRef, None] = {}
+        # Incarnations whose address refused, and when.
+        self._dead: dict[RankRef, float] = {}
         self._questions: dict[tuple[str, bool], tuple[float, list[ReceiverRoom]]] = {}
         self._awaited: dict[tuple[str, Coordinates], asyncio.Task[None]] = {}
         self._search = RoomSearch(
@@ -147,7 +149,7 @@ class Routes:
 
     def note_death(self, dead: RankRef) -> None:
         """Rooms that need it are not to wait for a successor that nobody has promised."""
-        self._dead[dead] = None
+        self._dead[dead] = asyncio.get_running_loop().time()
         if len(self._dead) > KNOWN_DEAD:
             del self._dead[next(iter(self._dead))]
 
@@ -223,6 +225,7 @@ class Routes:
                 engine = await self._resolve(bootstrap_addr, me.rank, at_once=True)
             else:
                 engine = await self._resolve(bootstrap_addr, me.rank)
+            self._doubt_deaths(engine)
             if not at_once or before is None or engine.targets.keys() >= before.targets.keys():
                 self._remember(bootstrap_addr, engine)
         except KvGrpcError as error:
@@ -257,6 +260,15 @@ class Routes:
         except KvGrpcError:
             return None
         return next((target.ref for target in targets if target.ref in self._dead), None)
+
+    def _doubt_deaths(self, engine: PrefillEngine) -> None:
+        """A rank that its registry names long after its address refused is dialled again: somebody renews its lease, so
+        that something in front of it may have refused, as it does while a container starts."""
+        now = asyncio.get_running_loop().time() if self._dead else 0.0
+        for target in engine.targets.values() if self._dead else ():
+            noted = self._dead.get(target.ref)
+            if noted is not None and now - noted > _DEATH_STANDS_SECONDS:
+                del self._dead[target.ref]
 
     def _remember(self, bootstrap_addr: str, engine: PrefillEngine) -> None:
         self._engines[bootstrap_addr] = engine

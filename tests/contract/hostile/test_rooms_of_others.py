@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import grpc
 import pytest
 
 from kvgrpc.client import SyncClient
@@ -13,11 +14,12 @@ from kvgrpc.rpc.security import ServerSecurity
 from kvgrpc.transfer import KVPoll, KVSender
 from kvgrpc.transfer.protocol.types import HARDLY_GUESSED
 from kvgrpc.v1 import transfer_service_pb2 as pb
+from kvgrpc.v1.transfer_service_pb2_grpc import TransferServiceStub
 from kvgrpc.wire import failure_from_pb, layout_to_pb
 from tests.contract.hostile.conftest import ROOMS, TIMING
 from tests.contract.transfer_peers import FAILED, DecodeClient, Memory, closed_in_the_end, named, sender_of
 from tests.support.rank_host import RankHost
-from tests.support.secrets import proof, secret, tokens_of
+from tests.support.secrets import bearer, proof, secret, tokens_of
 from tests.support.waiting import wait_until
 
 TOKENS = """
@@ -74,6 +76,26 @@ def test_a_rank_is_told_its_own_rooms_alone(guarded: RankHost, dial_as: Dial) ->
     with SyncClient(guarded.rank.address, proof("seven")) as seven:
         assert seven.get_room(mine).room == mine
     waiting.abort()
+
+
+def failed_seen_by(name: str, guarded: RankHost) -> set[int]:
+    address = guarded.rank.address
+    with grpc.insecure_channel(address) as channel:
+        request = pb.ListRoomsRequest(newest_failed=True)
+        metadata = (("authorization", bearer(name, address)),)
+        answer = TransferServiceStub(channel).ListRooms(request, timeout=10.0, metadata=metadata)
+    return {row.room for row in answer.rooms}
+
+
+def test_a_rank_is_told_its_own_failed_rooms_alone(guarded: RankHost, dial_as: Dial) -> None:
+    mine, unowned = next(ROOMS), next(ROOMS)
+    dial_as("seven", "decode-7").open().write(mine, [1])
+    named(guarded, mine)
+    for room in (mine, unowned):
+        sender_of(guarded, room).abort()
+    wait_until(lambda: failed_seen_by("boss", guarded) >= {mine, unowned})
+    for name, expected in (("evil", set[int]()), ("seven", {mine}), ("any", {mine, unowned})):
+        assert failed_seen_by(name, guarded) & {mine, unowned} == expected, name
 
 
 @pytest.mark.parametrize("first", ["thief", "sender"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -105,3 +106,17 @@ def test_where_it_is_told_to_a_decode_believes_an_epoch_only(serve: Serve, proof
         wait_until(lambda: receiver.release_safe)
     finally:
         decode.close(1.0)
+
+
+@pytest.mark.parametrize("proves", [True, False])
+def test_an_address_whose_refusal_proves_nothing_is_not_remembered_as_dead(
+    decode: RankHost, serve: Serve, monkeypatch: pytest.MonkeyPatch, proves: bool
+) -> None:
+    """A proxy refuses in front of a prefill that is just coming up; all its rooms failed from then on."""
+    manager: Any = decode.rank.transfer
+    monkeypatch.setattr(manager, "config", replace(manager.config, refusal_proves_death=proves))
+    server = serve()
+    server.close()
+    receiver = receiver_of(decode, server.bootstrap, next(ROOMS))
+    wait_until(lambda: receiver.poll() is KVPoll.Failed)
+    assert (server.ref in manager._routes._dead) is proves

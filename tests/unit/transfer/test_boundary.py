@@ -91,7 +91,9 @@ class Foreign:
     def sessions(self) -> list[SessionRow]:
         raise NotImplementedError
 
-    async def newest_failed(self, count: int) -> tuple[list[RoomRow], int]:
+    async def newest_failed(
+        self, count: int, wanted: Callable[[RoomRow], bool] | None = None
+    ) -> tuple[list[RoomRow], int]:
         raise NotImplementedError
 
     async def page_of_rooms(

@@ -219,3 +219,21 @@ async def test_the_dead_are_remembered_up_to_a_bound(decode: Decode, monkeypatch
     for epoch in (1, 2, 3):
         decode.routes.note_death(RankRef(RankId("P"), epoch))
     assert [ref.epoch for ref in decode.routes._dead] == [2, 3]
+
+
+async def test_one_that_its_registry_names_long_after_it_refused_is_dialled_again(
+    decode: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy may have refused in its place; it got no room for as long as it lived."""
+    monkeypatch.setattr(resolve, "_DEATH_STANDS_SECONDS", -1.0)
+    alive = RANKS[1, 0, 0, 1].ref
+    decode.routes.find(chosen(decode, 1))
+    await settle()
+    decode.routes.note_death(alive)
+    decode.core._drop_pair(decode.core.pairs[alive])
+    decode.now = ENGINE
+    room = chosen(decode, 2)
+    decode.routes.find(room)
+    await settle()
+    assert room.failure is None and alive in {part.pair.ref for part in room.parts}
+    assert alive not in decode.routes._dead
