@@ -1,0 +1,39 @@
+"""``make test-clients`` says which languages were checked, and fails where one of them does."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / ".ci" / "clients"
+
+
+def run(tmp_path: Path, **bodies: str) -> subprocess.CompletedProcess[str]:
+    """The script beside languages' own that do so much."""
+    folder = tmp_path / ".ci"
+    folder.mkdir()
+    shutil.copy(SCRIPT, folder)
+    for language in ("go", "rust", "typescript"):
+        path = folder / language
+        path.write_text(f"#!/bin/sh\n{bodies.get(language, 'echo ok')}\n")
+        path.chmod(0o755)
+    return subprocess.run([folder / "clients"], capture_output=True, text=True, timeout=30)
+
+
+def test_all_are_named(tmp_path: Path) -> None:
+    assert run(tmp_path).stdout.splitlines() == ["kvgrpc clients: OK (go rust typescript)"]
+
+
+def test_one_without_tools_is_said_to_be_skipped(tmp_path: Path) -> None:
+    done = run(tmp_path, rust="echo 'clients/rust: not checked, there is no cargo here'")
+    assert done.stdout.splitlines() == ["kvgrpc clients: skipped (rust)", "kvgrpc clients: OK (go typescript)"]
+    assert "there is no cargo here" in done.stderr and done.returncode == 0
+
+
+@pytest.mark.parametrize("language", ["go", "rust", "typescript"])
+def test_one_that_fails_fails_all(tmp_path: Path, language: str) -> None:
+    done = run(tmp_path, **{language: "exit 3"})
+    assert done.returncode == 3 and "OK" not in done.stdout
