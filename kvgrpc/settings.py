@@ -26,13 +26,14 @@ OTHERS = (
 COMMAND_PREFIXES = (
     *("demo_", "serve_", "engines_", "ranks_", "sessions_", "rooms_", "room_", "cancel_", "streams_", "events_"),
     *("prefetch_", "cache_", "topology_", "info_", "health_", "drain_", "token_", "doctor_"),
-    *("why_", "caches_", "pulls_", "top_"),
+    *("why_", "caches_", "pulls_", "top_", "view_"),
 )
 # Those of them that are as near to a setting as a misspelt one, and right for all that.
 COMMAND_OPTIONS = (
     *("demo_data_plane", "health_cert_file", "info_server_name", "info_token_file"),
     *("room_server_name", "room_token_file"),
     *("top_audience", "top_cert_file", "top_insecure", "top_key_file", "top_server_name", "top_token_file"),
+    *("view_server_name", "view_token_file"),
     *("why_audience", "why_cert_file", "why_insecure", "why_key_file", "why_server_name", "why_token_file"),
 )
 _LARGEST_FILE_BYTES = 1 << 20

@@ -32,6 +32,7 @@ COMMANDS = {
     "caches": "fleet:caches",
     "pulls": "pulls:pulls",
     "top": "fleet:top",
+    "view": "view.command:view",
     "topology": "topology:topology",
     "info": "server:info",
     "health": "server:health",

@@ -166,10 +166,22 @@ class Client:
 
         return await _pages(page)
 
+    async def list_newest_failed_rooms(self, most: int = 256) -> list[transfer_service_pb2.Room]:
+        """The rooms that failed last at the rank, the newest first; at most ``most`` of them."""
+        request = transfer_service_pb2.ListRoomsRequest(newest_failed=True, page_size=most)
+        response: transfer_service_pb2.ListRoomsResponse = await self._read(
+            TransferServiceStub(self._channel()).ListRooms, request
+        )
+        return list(response.rooms)
+
     async def list_rooms(
-        self, *, states: Sequence[transfer_service_pb2.RoomState.ValueType] = (), held_only: bool = False
+        self,
+        *,
+        states: Sequence[transfer_service_pb2.RoomState.ValueType] = (),
+        held_only: bool = False,
+        most_pages: int | None = None,
     ) -> list[transfer_service_pb2.Room]:
-        """The rooms of the rank, ordered by room and attempt."""
+        """The rooms of the rank, ordered by room and attempt; ``most_pages``: only the first pages of 1,000 rooms."""
         stub = TransferServiceStub(self._channel())
 
         async def page(token: str) -> tuple[Iterable[transfer_service_pb2.Room], str]:
@@ -179,7 +191,7 @@ class Client:
             response = await self._read(stub.ListRooms, request)
             return response.rooms, response.next_page_token
 
-        return await _pages(page)
+        return await _pages(page, most_pages)
 
     async def count_rooms(self, *, states: Sequence[transfer_service_pb2.RoomState.ValueType] = ()) -> int:
         """How many rooms the rank knows, of these states or of all."""
@@ -191,11 +203,16 @@ class Client:
         )
         return response.total
 
-    async def ask_ranks(self, call: Callable[[Client], Awaitable[T]]) -> list[RankAnswer[T]]:
-        """``Fleet.ask`` of the registry at this address: what ``call`` returns, or raises, for each of its ranks."""
+    async def ask_ranks(
+        self, call: Callable[[Client], Awaitable[T]], timeout: float | None = None
+    ) -> list[RankAnswer[T]]:
+        """``Fleet.ask`` of the registry at this address: what ``call`` returns, or raises, for each of its ranks.
+
+        ``timeout``: seconds that one answer may take, where that is not the client's.
+        """
         from kvgrpc.client.fleet import Fleet
 
-        return await Fleet(self.address, self._security, self._timeout).ask(call)
+        return await Fleet(self.address, self._security, timeout or self._timeout).ask(call)
 
     async def get_room(self, room: int, attempt: int = 0) -> transfer_service_pb2.Room:
         """One room with its parts."""
@@ -516,12 +533,13 @@ class Client:
         return known
 
 
-async def _pages(page: Callable[[str], Awaitable[tuple[Iterable[T], str]]]) -> list[T]:
+async def _pages(page: Callable[[str], Awaitable[tuple[Iterable[T], str]]], most_pages: int | None = None) -> list[T]:
     found: list[T] = []
-    token = ""
+    token, pages = "", 0
     while True:
         rows, token = await page(token)
         found.extend(rows)
-        if not token:
+        pages += 1
+        if not token or pages == most_pages:
             return found
         await asyncio.sleep(0)

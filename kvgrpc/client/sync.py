@@ -94,19 +94,27 @@ class SyncClient:
         """As ``Client.list_sessions``."""
         return self._run(self._client.list_sessions())
 
+    def list_newest_failed_rooms(self, most: int = 256) -> list[transfer_service_pb2.Room]:
+        """As ``Client.list_newest_failed_rooms``."""
+        return self._run(self._client.list_newest_failed_rooms(most))
+
     def list_rooms(
-        self, *, states: Sequence[transfer_service_pb2.RoomState.ValueType] = (), held_only: bool = False
+        self,
+        *,
+        states: Sequence[transfer_service_pb2.RoomState.ValueType] = (),
+        held_only: bool = False,
+        most_pages: int | None = None,
     ) -> list[transfer_service_pb2.Room]:
         """As ``Client.list_rooms``."""
-        return self._run(self._client.list_rooms(states=states, held_only=held_only))
+        return self._run(self._client.list_rooms(states=states, held_only=held_only, most_pages=most_pages))
 
     def count_rooms(self, *, states: Sequence[transfer_service_pb2.RoomState.ValueType] = ()) -> int:
         """As ``Client.count_rooms``."""
         return self._run(self._client.count_rooms(states=states))
 
-    def ask_ranks(self, call: Callable[[Client], Awaitable[T]]) -> list[RankAnswer[T]]:
+    def ask_ranks(self, call: Callable[[Client], Awaitable[T]], timeout: float | None = None) -> list[RankAnswer[T]]:
         """As ``Client.ask_ranks``."""
-        return self._loop.run(self._client.ask_ranks(call), _FLEET_SECONDS)
+        return self._loop.run(self._client.ask_ranks(call, timeout), _FLEET_SECONDS)
 
     def get_room(self, room: int, attempt: int = 0) -> transfer_service_pb2.Room:
         """As ``Client.get_room``."""

@@ -88,6 +88,8 @@ AWAITED_BY_WHO_STARTS_THEM = {
 }
 # Each thread's own code survives what it is given, and shows in a health state; or it does one thing and ends.
 THREADS = {
+    "cli/view/server.py": "the page; a request that fails fails alone",
+    "cli/view/looking.py": "looks at the fleet; what fails is said on the page",
     "dataplane/mooncake/plane.py": "one contact; closing the engine",
     "dataplane/shm/plane.py": "one peer's pages are touched once",
     "demo/processes/child.py": "a demo",

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 import pytest
 
 from kvgrpc.net import split
+from kvgrpc.observability import bounded_http
 from kvgrpc.observability import http as status_http
 from kvgrpc.observability.http import StatusServer
 from tests.support.waiting import wait_until
 
-SLOW = 2 * status_http.MOST_CONNECTIONS
+SLOW = 2 * bounded_http.MOST_CONNECTIONS
 PROBE_SECONDS = 1.0  # what a kubelet gives a probe, unless told otherwise
 
 
@@ -45,7 +46,7 @@ def slow(port: tuple[str, int], path: str, *, whole: bool = False) -> socket.soc
 
 def test_slow_heads_keep_no_probe_out(port: tuple[str, int]) -> None:
     with contextlib.ExitStack() as stack:
-        end = time.monotonic() + 3 * status_http.HEAD_SECONDS
+        end = time.monotonic() + 3 * bounded_http.HEAD_SECONDS
         answers: list[int] = []
         while time.monotonic() < end:
             for _ in range(SLOW):

@@ -12,8 +12,8 @@ import pytest
 
 from kvgrpc.errors import AddressNotAllowed, InvalidRequest
 from kvgrpc.net import split
+from kvgrpc.observability import bounded_http, metrics
 from kvgrpc.observability import http as status_http
-from kvgrpc.observability import metrics
 from kvgrpc.observability.http import StatusServer
 
 
@@ -77,7 +77,7 @@ def test_connections_that_say_nothing_keep_nobody_out_for_ever(
     monkeypatch.setattr(status_http, "CONNECTION_SECONDS", 0.5)
     host, port = split(process.server.address)
     with contextlib.ExitStack() as stack:
-        for _ in range(3 * status_http.MOST_CONNECTIONS):
+        for _ in range(3 * bounded_http.MOST_CONNECTIONS):
             silent = stack.enter_context(socket.create_connection((host, int(port)), 5))
             silent.sendall(b"GET /livez HTTP/1.1\r\n")
         end = time.monotonic() + 20

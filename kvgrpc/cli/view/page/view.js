@@ -1,0 +1,198 @@
+// Reads /events and shows each state. All text comes from other processes: it is only ever set as text.
+
+import { draw, inFlight, signature } from "/graph.js";
+
+const STATES = ["BOOTSTRAPPING", "WAITING_FOR_INPUT", "TRANSFERRING", "SUCCESS", "FAILED"];
+const STALE_SECONDS = 10;
+const at = (id) => document.getElementById(id);
+
+let shown = null, heard = 0, drawn = "", silentBefore = null;
+
+function make(tag, className, ...children) {
+  const made = document.createElement(tag);
+  if (className) made.className = className;
+  made.append(...children);
+  return made;
+}
+
+// Changes only what differs: a selection, a focus and a reader's place stay.
+function setText(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+function fillRows(body, rows, ifNone) {
+  const columns = body.parentElement.tHead.rows[0].cells;
+  const cells = rows.length ? rows : [[ifNone, ...Array(columns.length - 1).fill("")]];
+  while (body.rows.length > cells.length) body.deleteRow(-1);
+  cells.forEach((row, i) => {
+    const line = body.rows[i] || body.insertRow();
+    row.forEach((cell, j) => {
+      const [text, style] = Array.isArray(cell) ? cell : [cell, ""];
+      const place = line.cells[j] || line.insertCell();
+      setText(place, String(text));
+      const className = `${columns[j].className} ${rows.length ? style : "dim"}`.trim();
+      if (place.className !== className) place.className = className;
+    });
+  });
+}
+
+// Of parts that are not text: built anew only when what they show has changed.
+function show(element, value, build) {
+  const key = JSON.stringify(value);
+  if (element.dataset.key === key) return;
+  element.dataset.key = key;
+  element.replaceChildren(...build(value));
+}
+
+const sum = (items, of) => items.reduce((total, item) => total + (of(item) || 0), 0);
+const words = (state) => state.toLowerCase().replaceAll("_", " ");
+
+function size(bytes) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+  let unit = 0;
+  while (bytes >= 1024 && unit < units.length - 1) { bytes /= 1024; unit += 1; }
+  return `${bytes < 10 && unit ? bytes.toFixed(1) : Math.round(bytes)} ${units[unit]}`;
+}
+
+function tiles(state, ranks) {
+  const answering = ranks.filter((rank) => rank.answers);
+  const open = state.links.filter((link) => link.state === "OPEN").length;
+  const notOpen = state.links.length - open;
+  const decode = state.engines.filter((engine) => engine.role === "decode").flatMap((engine) => engine.ranks);
+  const failed = sum(answering, (rank) => rank.rooms.FAILED);
+  show(at("tiles"), [
+    ["ranks that answer", `${state.ranks.all - state.ranks.silent} / ${state.ranks.all}`, state.ranks.silent > 0],
+    ["sessions open", notOpen ? `${open} / ${open + notOpen}` : `${open}`, notOpen > 0],
+    ["rooms in flight at decode", sum(decode, inFlight), false],
+    ["failed, still known", failed, failed > 0],
+    ["held pages", sum(answering, (rank) => rank.held_pages), false],
+    ["pulls in flight", state.pulls.length, false],
+  ], (all) => all.map(([name, value, bad]) => make("div", bad ? "is-bad" : "", make("dt", "", name), make("dd", "", String(value)))));
+}
+
+function rooms(state) {
+  const counted = state.engines.map((engine) => {
+    const states = {};
+    for (const rank of engine.ranks)
+      for (const [name, n] of Object.entries(rank.rooms || {})) states[name] = (states[name] || 0) + n;
+    const unseen = sum(engine.ranks, (rank) => (rank.answers ? rank.rooms_all - sum(Object.values(rank.rooms), (n) => n) : 0));
+    return [engine.name, engine.role, states, Math.max(0, unseen)];
+  });
+  show(at("rooms"), counted, (all) => all.length ? all.flatMap(([name, role, states, unseen]) => {
+    const bar = make("div", "bar");
+    const list = make("ul", "states");
+    bar.setAttribute("aria-hidden", "true");
+    for (const state of [...STATES, ...Object.keys(states).filter((each) => !STATES.includes(each))]) {
+      const n = states[state] || 0;
+      const style = `s${STATES.indexOf(state) + 1 || 1}`;
+      if (!n) continue;
+      const part = make("i", style);
+      part.style.flexGrow = n;
+      bar.append(part);
+      list.append(make("li", "", make("i", style), `${n} ${words(state)}`));
+    }
+    if (unseen) list.append(make("li", "dim", `${unseen} more`));
+    if (!list.children.length) list.append(make("li", "dim", "no rooms"));
+    return [make("h3", "", `${name} (${role || "?"})`), bar, list];
+  }) : [make("p", "dim", "No engine is registered.")]);
+}
+
+function caches(ranks) {
+  const tiers = ranks.flatMap((rank) => (rank.cache ? rank.cache.tiers.map((tier) => ({ rank: rank.name, ...tier })) : []));
+  const faults = ranks.filter((rank) => rank.cache && rank.cache.storage && rank.cache.storage_fault);
+  show(at("caches"), [tiers, faults.map((rank) => [rank.name, rank.cache.storage, rank.cache.storage_fault])], ([all, broken]) => {
+    if (!all.length && !broken.length) return [make("p", "dim", "No rank serves a cache.")];
+    return [...all.map((tier) => {
+      const used = Number(tier.used), pages = Number(tier.pages);
+      const meter = make("meter");
+      meter.max = pages || 1; meter.value = pages ? used : 0;
+      meter.setAttribute("aria-label", `${tier.tier} of ${tier.rank}, pages in use`);
+      const share = pages ? `${Math.round((100 * used) / pages)} %` : `${used}`;
+      return make("div", "fill", make("span", "", `${tier.rank} ${tier.tier}`), meter, make("span", "n", `${share}, ${size(used * tier.page_bytes)}`));
+    }), ...broken.map(([name, storage, why]) => make("p", "bad", `${name}: ${storage} does not answer: ${why}`))];
+  });
+}
+
+function pulls(state) {
+  show(at("pulls"), state.pulls, (all) => all.length ? all.map((pull) => {
+    const bar = make("progress");
+    bar.max = pull.pages || 1; bar.value = pull.done;
+    bar.setAttribute("aria-label", `room ${pull.room} at ${pull.rank}, pages that arrived`);
+    return make("div", "fill", make("span", "", `${pull.rank} ${pull.way} ${pull.peer}`), bar, make("span", "n", `${pull.done}/${pull.pages}, ${size(pull.bytes)}`));
+  }) : [make("p", "dim", "None.")]);
+}
+
+function tables(state, ranks) {
+  fillRows(at("ranks"), ranks.map((rank) => rank.answers
+    ? [rank.name, ["answers", "good"], rank.sessions, [rank.not_open, rank.not_open ? "bad" : ""], rank.rooms_all, rank.held_pages, rank.address]
+    : [[rank.name, "bad"], [`no answer: ${words(rank.why)}`, "bad"], "", "", "", "", rank.address]), "none is registered");
+  fillRows(at("failed"), state.failed.map((room) => [
+    room.time ? new Date(room.time * 1000).toLocaleTimeString() : "",
+    room.attempt ? `${room.room} (attempt ${room.attempt})` : room.room, [room.reason, "bad"], room.message, room.rank,
+  ]), "none");
+}
+
+function tell(silent) {
+  if (silentBefore !== null) {
+    const gone = silent.filter((name) => !silentBefore.includes(name));
+    const back = silentBefore.filter((name) => !silent.includes(name));
+    const said = [gone.length ? `No answer from ${gone.slice(0, 5).join(", ")}.` : "", back.length ? `${back.slice(0, 5).join(", ")}: answers again, or left.` : ""];
+    if (gone.length || back.length) setText(at("told"), said.join(" ").trim());
+  }
+  silentBefore = silent;
+}
+
+function graph() {
+  const root = at("graph");
+  const width = Math.max(260, Math.floor(root.parentElement.clientWidth - 30));
+  const now = signature(shown, width);
+  if (now === drawn) return;
+  drawn = now;
+  const missing = draw(root, shown, width) + shown.links_left_out;
+  const silent = shown.ranks.silent;
+  const unshown = shown.ranks.all - shown.ranks.shown;
+  setText(at("graph-said"), [
+    `${shown.ranks.all} ranks, ${silent || "none"} without an answer, ${shown.links.length} sessions. The numbers are rooms in flight.`,
+    missing ? `${missing} sessions are not drawn.` : "", unshown ? `${unshown} ranks are not shown.` : "",
+  ].join(" ").trim());
+}
+
+function notice(text) {
+  const element = at("notice");
+  setText(element, text);
+  element.hidden = !text;
+}
+
+function take(state) {
+  heard = Date.now();
+  if (state.error) return notice(`The registry was not read: ${state.error}. What you see is older.`);
+  notice(state.warming_up ? "The registry has just started: there may be more ranks than these." : "");
+  shown = state;
+  const ranks = state.engines.flatMap((engine) => engine.ranks);
+  setText(at("registry"), state.registry);
+  document.title = `${state.ranks.silent ? `(${state.ranks.silent} silent) ` : ""}kvgrpc ${state.registry}`;
+  tell(ranks.filter((rank) => !rank.answers).map((rank) => rank.name));
+  tiles(state, ranks);
+  graph();
+  rooms(state);
+  tables(state, ranks);
+  caches(ranks);
+  pulls(state);
+}
+
+function link(className, text) {
+  at("link").className = className;
+  setText(at("link"), text);
+}
+
+const events = new EventSource("/events");
+events.onmessage = (message) => { take(JSON.parse(message.data)); link("live", "live"); };
+// A refusal (too many watch) closes it for good; a connection that broke is tried again by the browser.
+events.onerror = () => link("lost", events.readyState === EventSource.CLOSED
+  ? "kvgrpc view refused: too many watch, or it wants a password; load the page again"
+  : "kvgrpc view does not answer; trying again");
+setInterval(() => {
+  const age = (Date.now() - heard) / 1000;
+  if (heard && age > STALE_SECONDS && events.readyState === EventSource.OPEN) link("waits", `nothing new for ${Math.round(age)} s`);
+}, 1000);
+new ResizeObserver(() => { if (shown) graph(); }).observe(at("graph").parentElement);

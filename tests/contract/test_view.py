@@ -1,0 +1,267 @@
+"""``kvgrpc view``: what the page is told of a fleet with a dead rank, and whom its server answers."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from kvgrpc.cli.main import main
+from kvgrpc.cli.view import server as view_server
+from kvgrpc.cli.view.looking import Looking
+from kvgrpc.cli.view.server import ViewServer, page_files
+from kvgrpc.cli.view.state import look_at_fleet
+from kvgrpc.client import SyncClient
+from kvgrpc.server import RegistryServer
+from tests.support.rank_host import RankHost, RankProcess
+from tests.support.waiting import wait_until
+
+HALF, LONELY = 2**63 - 31, 78
+SECRET = "of-the-page"
+State = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def registry() -> Iterator[str]:
+    """A prefill and a decode with a room on its way between them, a room that failed, and a prefill that is dead."""
+    server = RegistryServer(["127.0.0.1:0"], lease_ttl=600.0).open()
+    prefill = RankHost("P", "PREFILL", {"registry": server.address})
+    decode = RankHost("D", "DECODE", {"registry": server.address})
+    dead = RankProcess("X", "PREFILL", registry=server.address).opened()
+    prefill.fill(1)
+    decode.receive(HALF, f"{server.address}/P", range(8))
+    prefill.send(HALF, range(8, 15), last=False)
+    decode.wait("receivers", [HALF], [3])
+    decode.receive(LONELY, f"{server.address}/P", range(8, 12))
+    decode.receivers[LONELY, 0].abort("<b>the test gave it up</b>")
+    wait_until(lambda: decode.receivers[LONELY, 0].ended)
+    dead.kill()
+    yield server.address
+    decode.close(2.0)
+    prefill.close(2.0)
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def looking(registry: str) -> Iterator[Looking]:
+    with SyncClient(registry, timeout=2.0) as client, Looking(lambda: look_at_fleet(client), 0.2) as looking:
+        yield looking
+
+
+@pytest.fixture(scope="module")
+def page(looking: Looking) -> Iterator[str]:
+    with ViewServer("127.0.0.1:0", looking) as server:
+        yield server.address
+
+
+def ask(address: str, path: str = "/", headers: dict[str, str] | None = None) -> tuple[int, bytes]:
+    """The status and the body; ``headers`` replace those that a browser on the page sends."""
+    connection = http.client.HTTPConnection(address, timeout=10.0)
+    connection.putrequest("GET", path, skip_host=True, skip_accept_encoding=True)
+    for name, value in ({"Host": address} | (headers or {})).items():
+        if value:
+            connection.putheader(name, value)
+    connection.endheaders()
+    response = connection.getresponse()
+    try:
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def watch(address: str) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection(address, timeout=10.0)
+    connection.request("GET", "/events")
+    response = connection.getresponse()
+    assert (response.status, response.headers["Content-Type"]) == (200, "text/event-stream; charset=utf-8")
+    return response
+
+
+def next_state(response: http.client.HTTPResponse) -> State:
+    while not (line := response.readline()).startswith(b"data: "):
+        assert line, "the stream ended"
+    found: State = json.loads(line.removeprefix(b"data: "))
+    return found
+
+
+@pytest.fixture
+def state(page: str) -> State:
+    status, body = ask(page, "/state")
+    assert status == 200
+    found: State = json.loads(body)
+    return found
+
+
+def ranks_of(state: State) -> dict[str, State]:
+    return {rank["name"][0]: rank for engine in state["engines"] for rank in engine["ranks"]}
+
+
+def test_the_state_has_a_hand_off_from_both_sides(state: State) -> None:
+    ranks = ranks_of(state)
+    assert [ranks[name]["rooms"].get("TRANSFERRING") for name in "PD"] == [1, 1]
+    (link,) = state["links"]
+    assert (link["ends"], link["state"]) == (["D/dp0/pp0/cp0/tp0", "P/dp0/pp0/cp0/tp0"], "OPEN")
+    assert link["rooms"] >= 1
+
+
+def test_the_state_has_a_dead_rank(state: State) -> None:
+    ranks = ranks_of(state)
+    assert {name: rank["answers"] for name, rank in ranks.items()} == {"P": True, "D": True, "X": False}
+    assert ranks["X"]["why"] == "PEER_UNREACHABLE"
+    assert state["ranks"] == {"all": 3, "shown": 3, "silent": 1}
+    assert state["took"] < 3.0
+
+
+def test_the_state_has_the_newest_failed_room_with_its_reason(state: State) -> None:
+    failed = next(room for room in state["failed"] if room["rank"].startswith("D"))
+    assert (failed["room"], failed["reason"]) == (str(LONELY), "ROOM_CANCELLED")
+    assert "the test gave it up" in failed["message"]
+
+
+def test_events_come_one_after_the_other(page: str) -> None:
+    with watch(page) as response:
+        first, second = next_state(response), next_state(response)
+    assert first["at"] < second["at"]
+    assert ranks_of(second).keys() == {"P", "D", "X"}
+
+
+def test_a_registry_that_is_away_is_said_and_looked_for_again() -> None:
+    server = RegistryServer(["127.0.0.1:0"]).open()
+    with SyncClient(server.address, timeout=0.3) as client, Looking(lambda: look_at_fleet(client), 0.1) as looking:
+        first = looking.after(0, 10.0)
+        assert first is not None
+        server.close()
+
+        def error() -> str:
+            found = looking.after(0, 10.0)
+            return "" if found is None else json.loads(found[1]).get("error", "")
+
+        wait_until(lambda: "PeerUnreachable" in error())
+
+
+def test_nobody_is_asked_while_nobody_watches() -> None:
+    looks: list[float] = []
+
+    def look() -> State:
+        looks.append(time.monotonic())
+        return {}
+
+    with Looking(look, 0.01) as looking:
+        assert looking.after(0, 5.0) is not None
+        wait_until(lambda: time.monotonic() - looks[-1] > 1.0)
+        looked = len(looks)
+        found = looking.after(0, 5.0)
+        assert found is not None
+        assert found[0] > looked, "what was seen for somebody who has left is shown again"
+
+
+@pytest.mark.parametrize("path", ["/", "/view.js", "/state", "/events"])
+@pytest.mark.parametrize(
+    ("headers", "field"),
+    [
+        ({"Host": "evil.example"}, "Host"),
+        ({"Host": "127.0.0.1.evil.example:8080"}, "Host"),
+        ({"Host": "10.0.0.1"}, "Host"),
+        ({"Host": ""}, "Host"),
+        ({"Origin": "http://evil.example"}, "Origin"),
+        ({"Origin": "null"}, "Origin"),
+        ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}, "Sec-Fetch-Site"),
+    ],
+)
+def test_another_site_is_refused(page: str, path: str, headers: dict[str, str], field: str) -> None:
+    status, body = ask(page, path, headers)
+    assert (status, body.decode().partition(":")[0]) == (403, field)
+
+
+@pytest.mark.parametrize("host", ["localhost:9", "127.0.0.1:9000", "[::1]:9000"])
+def test_a_tunnel_has_a_port_of_its_own(page: str, host: str) -> None:
+    assert ask(page, "/", {"Host": host, "Origin": f"http://{host}"})[0] == 200
+
+
+def test_a_link_elsewhere_may_lead_to_the_page(page: str) -> None:
+    assert ask(page, "/", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"})[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/server.py", "/../server.py", "//etc/passwd", "/%2e%2e/server.py", "/page/view.js"])
+def test_nothing_but_the_page_is_served(page: str, path: str) -> None:
+    assert ask(page, path)[0] == 404
+
+
+def test_a_name_is_called_by_whom_it_was_allowed(looking: Looking) -> None:
+    with ViewServer("127.0.0.1:0", looking, names=["fleet.example"]) as server:
+        assert ask(server.address, "/", {"Host": "Fleet.example:80"})[0] == 200
+        assert ask(server.address, "/", {"Host": "other.example"})[0] == 403
+
+
+@pytest.mark.parametrize("path", ["/", "/view.css", "/state", "/events"])
+def test_a_token_is_the_password(looking: Looking, path: str) -> None:
+    with ViewServer("127.0.0.1:0", looking, SECRET) as server:
+        wrong = {"Authorization": "Basic " + base64.b64encode(b"me:another").decode()}
+        for headers in ({}, wrong, {"Authorization": "Basic ?"}, {"Authorization": f"Bearer {SECRET}"}):
+            assert ask(server.address, path, headers)[0] == 401
+        right = {"Authorization": "Basic " + base64.b64encode(f"me:{SECRET}".encode()).decode()}
+        if path != "/events":  # which would go on
+            assert ask(server.address, path, right)[0] == 200
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", ":0", "10.0.0.1:0"])
+def test_listening_for_other_hosts_needs_a_token(
+    registry: str, listen: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["view", "-s", registry, "--listen", listen])
+    assert ended.value.code == 2
+    assert "--view-token-file" in capsys.readouterr().err
+
+
+def test_a_slow_watcher_holds_up_no_other(looking: Looking, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that begins to watch and reads nothing, and one that sends its request byte by byte."""
+    monkeypatch.setattr(view_server._PageHandler, "timeout", 0.3)
+    big = Looking(lambda: {"filling": "x" * (8 << 20)}, 0.05)
+    with big, ViewServer("127.0.0.1:0", big) as server, ExitStack() as stack:
+        host, port = server.address.rsplit(":", 1)
+        for _ in range(view_server.MOST_WATCHERS):
+            slow = stack.enter_context(socket.create_connection((host, int(port)), 5.0))
+            slow.sendall(f"GET /events HTTP/1.1\r\nHost: {server.address}\r\n\r\n".encode())
+        half = stack.enter_context(socket.create_connection((host, int(port)), 5.0))
+        half.sendall(b"GET / HT")
+        assert ask(server.address)[0] == 200
+        # Each gives its place back once a write to it has waited for too long.
+        wait_until(lambda: ask(server.address, "/state")[0] == 200)
+
+
+def test_one_watcher_too_many_is_asked_to_come_again(page: str) -> None:
+    with ExitStack() as stack:
+        for _ in range(view_server.MOST_WATCHERS):
+            next_state(stack.enter_context(watch(page)))
+        assert ask(page, "/state")[0] == 503
+        assert ask(page)[0] == 200
+    wait_until(lambda: ask(page, "/state")[0] == 200)
+
+
+class Links(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.found += [value for name, value in attributes if name in ("src", "href") and value]
+
+
+def test_the_page_is_in_the_package_and_asks_no_other_host() -> None:
+    files = page_files()
+    links = Links()
+    links.feed(files["/"][0].decode())
+    assert [link for link in links.found if link not in files and link != "data:,"] == []
+    for path, (content, _) in files.items():
+        text = content.decode().replace("http://www.w3.org/2000/svg", "")
+        assert "//" not in "".join(line.partition("// ")[0] for line in text.splitlines()), path
+        assert "innerHTML" not in text
