@@ -127,8 +127,8 @@ function tables(state, ranks) {
     ? [rank.name, ["answers", "good"], rank.sessions, [rank.not_open, rank.not_open ? "bad" : ""], rank.rooms_all, rank.held_pages, rank.address]
     : [[rank.name, "bad"], [`no answer: ${words(rank.why)}`, "bad"], "", "", "", "", rank.address]), "none is registered");
   fillRows(at("failed"), state.failed.map((room) => [
-    room.time ? new Date(room.time * 1000).toLocaleTimeString() : "",
     room.attempt ? `${room.room} (attempt ${room.attempt})` : room.room, [room.reason, "bad"], room.message, room.rank,
+    room.time ? new Date(room.time * 1000).toLocaleTimeString() : "",
   ]), "none");
 }
 
@@ -144,7 +144,7 @@ function tell(silent) {
 
 function graph() {
   const root = at("graph");
-  const width = Math.max(260, Math.floor(root.parentElement.clientWidth - 30));
+  const width = Math.max(260, Math.floor(root.parentElement.clientWidth));
   const now = signature(shown, width);
   if (now === drawn) return;
   drawn = now;
