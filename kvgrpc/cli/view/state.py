@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvgrpc.v1 import registry_service_pb2
 
 # A rank that is slower shows as one that does not answer: a killed one turns red within two seconds.
-ANSWER_SECONDS = 1.0
+ANSWER_SECONDS = 0.8
 # Rooms that are looked at, of one rank; the rest are counted without their states.
 MOST_ROOM_PAGES = 5
 MOST_RANKS = 1000
