@@ -15,6 +15,7 @@ from kvgrpc.engines.compatibility import ENGINES, is_tried, missing, version_of
 LOOK_SECONDS = 180.0
 # One thing that is missing is often the reason of others.
 _SHOWN = 3
+_ANSWER = "kvgrpc found: "
 
 
 def engine_findings(name: str) -> list[Finding]:
@@ -26,17 +27,18 @@ def engine_findings(name: str) -> list[Finding]:
         )
     except subprocess.TimeoutExpired:
         return [Finding(name, "missing", f"was not loaded within {LOOK_SECONDS:g} s")]
-    if ran.returncode:
+    lines = [line for line in ran.stdout.splitlines() if line.startswith(_ANSWER)]
+    if ran.returncode or not lines:
         sys.stderr.write(ran.stderr)
         return [Finding(name, "missing", f"ended the process that loaded it (exit code {ran.returncode})")]
-    return [Finding(*each) for each in json.loads(ran.stdout.splitlines()[-1])]
+    return [Finding(*each) for each in json.loads(lines[-1].removeprefix(_ANSWER))]
 
 
 def print_findings(name: str) -> None:
-    """In that process: on its last line of stdout, whatever an engine prints while it is loaded."""
+    """In that process: on a line of stdout of its own, whatever an engine prints while it is loaded, and at its end."""
     found = [list(each) for each in findings(name)]
     with contextlib.suppress(BrokenPipeError):
-        print("\n" + json.dumps(found), flush=True)
+        print("\n" + _ANSWER + json.dumps(found), flush=True)
 
 
 def findings(name: str) -> Iterator[tuple[str, str, str]]:

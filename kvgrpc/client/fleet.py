@@ -14,7 +14,7 @@ from kvgrpc.rpc.security import ClientSecurity
 from kvgrpc.v1 import registry_service_pb2
 
 T = TypeVar("T")
-ASKED_AT_ONCE = 32
+ASKED_AT_ONCE = 128
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,7 +147,9 @@ class PrefetchManager:
     ) -> tuple[int, int, int]:
         """Leading pages on the device; on device or host; anywhere. Blocks for at most ``timeout`` seconds."""
         device, near = leading_by_tier(self.controller.keeper, hashes)
-        far = self.controller.count_in_storage(hashes[near:], timeout, extra_key) if storage else 0
+        if not storage:
+            return device, near, near
+        far = self.controller.count_in_storage(hashes[near:], timeout, extra_key, behind=hashes[:near])
         return device, near, near + far
 
     def known_cache(self) -> TieredCache:

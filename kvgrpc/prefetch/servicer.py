@@ -200,7 +200,8 @@ class PrefetchServicer(PrefetchServiceServicer):
     async def PurgePages(self, request: pb.PurgePagesRequest, context: Any) -> pb.PurgePagesResponse:
         mine = wire.namespace_to_pb(self._manager.namespace)
         if request.cache_namespace != mine:
-            raise InvalidRequest.of("namespace", _one_line(request.cache_namespace), f"this cache's, {_one_line(mine)}")
+            theirs = _one_line(request.cache_namespace)
+            raise InvalidRequest.of("cache_namespace", theirs, f"this cache's, {_one_line(mine)}")
         tiers = wire.tiers_from_pb(list(request.tiers))
         extra_key = request.extra_key if request.HasField("extra_key") else None
         seconds, dry_run = _seconds_left(context, _PURGE_SECONDS), request.dry_run

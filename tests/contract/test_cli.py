@@ -389,6 +389,26 @@ def test_doctor_says_what_works_with_the_engine_that_is_installed(
     assert "it has no sglang.srt.disaggregation.utils.get_kv_class; and " in remark and remark.endswith(" more")
 
 
+@pytest.mark.parametrize(
+    ("engine", "remark"),
+    [
+        ("import os; os._exit(0)", "ended the process that loaded it (exit code 0)"),
+        ("import atexit; atexit.register(print, 'bye')", "1.0"),
+    ],
+)
+def test_doctor_survives_an_engine_that_ends_it_in_order_or_has_the_last_word(
+    engine: str, remark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kvgrpc: Callable[..., Ended]
+) -> None:
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").write_text(engine)
+    (tmp_path / "sglang-1.0.dist-info").mkdir()
+    (tmp_path / "sglang-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 1.0\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    ended = kvgrpc("doctor", "--json", "--engine", "sglang")
+    found = [json.loads(line) for line in ended.out.splitlines()]
+    assert [each for each in found if each["what"] == "sglang" and remark in each["remark"]], found
+
+
 def test_doctor_says_where_an_engine_comes_from(kvgrpc: Callable[..., Ended]) -> None:
     ended = kvgrpc("doctor", "--json", "--engine", "vllm")
     assert ended.code == 1

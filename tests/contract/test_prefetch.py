@@ -272,7 +272,7 @@ class TestTheCache:
         namespace.dtype = "bfloat16"
         with pytest.raises(InvalidRequest) as refused:
             client.purge_pages(pb.PurgePagesRequest(cache_namespace=namespace, tiers=[common_pb2.TIER_HOST]))
-        assert refused.value.metadata["field"] == "namespace"
+        assert refused.value.metadata["field"] == "cache_namespace"
         with pytest.raises(InvalidRequest):
             client.purge_pages(pb.PurgePagesRequest(cache_namespace=client.get_cache_info().cache_namespace))
 

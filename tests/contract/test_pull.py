@@ -108,6 +108,15 @@ def test_the_pages_behind_those_that_the_taker_has_are_pulled(fleet: Fleet) -> N
     assert sum(each.done for each in peer_of(taker).book.rows()) == 7
 
 
+def test_a_lookup_counts_the_pages_of_others_behind_those_that_are_here(fleet: Fleet) -> None:
+    """Without what lies before them nobody knew them, and a router heard that a prefetch would bring nothing."""
+    holder, taker = fleet.pair()
+    hashes = hashes_of(prompt(12))
+    holder.fill(hashes)
+    taker.fill(hashes[:5])
+    assert taker.manager.lookup(hashes, 5.0) == (0, 5, 12)
+
+
 def test_what_the_holder_lacks_comes_from_storage(fleet: Fleet, tmp_path: Path) -> None:
     holder = fleet.open("holder")
     taker = fleet.open("taker", "file")

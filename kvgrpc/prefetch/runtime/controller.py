@@ -46,7 +46,7 @@ from kvgrpc.prefetch.protocol.order import MAX_PAGES, Order
 from kvgrpc.prefetch.protocol.prefetch import HostShare, Prefetch
 from kvgrpc.prefetch.protocol.votes import Agreement, AloneAgreement, Decision
 from kvgrpc.prefetch.runtime.storage_threads import StorageThreads, StorageWork
-from kvgrpc.prefetch.storage.base import StorageBackend, Unregisters
+from kvgrpc.prefetch.storage.base import StorageBackend, Unregisters, source_behind
 from kvgrpc.prefetch.threads.timers import Alarms
 from kvgrpc.prefetch.threads.worker import Worker
 from kvgrpc.prefetch.tree.keeper import CompletionQueue, Keeper
@@ -262,11 +262,15 @@ class CacheController:
             self.host.table.end_read(locked)
         return kept
 
-    def count_in_storage(self, hashes: Sequence[str], timeout: float, extra_key: str = "") -> int:
-        """Leading pages that storage has; blocks for at most ``timeout`` seconds. Raises StorageDown."""
+    def count_in_storage(
+        self, hashes: Sequence[str], timeout: float, extra_key: str = "", *, behind: Sequence[str] = ()
+    ) -> int:
+        """Leading pages that storage has, ``behind`` those before them in their prompt; blocks for at most ``timeout``
+        seconds. Raises StorageDown."""
         if self.storage is None or not hashes:
             return 0
-        return self.storage.count_leading([self._key_of(each, extra_key) for each in hashes], timeout)
+        keys = [self._key_of(each, extra_key) for each in hashes]
+        return source_behind(self.storage, behind).count_leading(keys, timeout)
 
     def present_in_storage(self, hashes: Sequence[str], timeout: float) -> int:
         """How many of them storage has, in whatever order, by keys without an extra key; blocks as

@@ -21,7 +21,7 @@ from kvgrpc.prefetch.protocol.operation import (
     failure_of,
 )
 from kvgrpc.prefetch.protocol.prefetch import Prefetch
-from kvgrpc.prefetch.storage.base import FindsByPrompt, PageSource, StorageBackend
+from kvgrpc.prefetch.storage.base import PageSource, StorageBackend, source_behind
 from kvgrpc.prefetch.threads.worker import Worker
 from kvgrpc.prefetch.tree.keeper import Keeper
 
@@ -157,9 +157,7 @@ class StorageThreads:
 
     def _source(self, operation: Operation, first: int) -> PageSource:
         """Where the pages are that come behind the first so many of its prompt."""
-        if isinstance(self._storage, FindsByPrompt):
-            return self._storage.behind(operation.hashes[:first])
-        return self._storage
+        return source_behind(self._storage, operation.hashes[:first])
 
     def _key(self, operation: Operation, page_hash: str) -> str:
         return self._key_of(page_hash, operation.order.extra_key)

@@ -154,6 +154,11 @@ class FindsByPrompt(Protocol):
         """Where pages are read that come behind those with these page hashes, from the prompt's first page on."""
 
 
+def source_behind(storage: StorageBackend, prefix: Sequence[str]) -> PageSource:
+    """Where pages are read and counted that come behind those with these hashes in their prompt."""
+    return storage.behind(prefix) if isinstance(storage, FindsByPrompt) else storage
+
+
 @runtime_checkable
 class Unregisters(Protocol):
     """A StorageBackend that has more of registered memory than its address: a mapping in another process, say."""
