@@ -74,9 +74,12 @@ def secret_of_the_environment() -> str:
     return checked_token(secret, "KVGRPC_TOKEN") if secret else ""
 
 
+_OF_A_REGISTRY = "`kvgrpc serve registry` starts a registry; --server HOST:PORT names one."
+
+
 def calls_a_registry(function: Callable[Concatenate[SyncClient, ...], None]) -> Callable[..., None]:
     """Gives a command the options of a connection; it gets the client that they make as its first argument."""
-    return _with_client(function, "`kvgrpc serve registry` starts a registry; --server HOST:PORT names one.")
+    return _with_client(function, _OF_A_REGISTRY)
 
 
 def calls_a_rank(function: Callable[Concatenate[SyncClient, ...], None]) -> Callable[..., None]:
@@ -136,7 +139,8 @@ def _with_client(function: Callable[Concatenate[SyncClient, ...], None], where: 
             with SyncClient(server, security, timeout) as client:
                 function(client, *arguments, **options)
         except PeerUnreachable as error:
-            raise NoAnswer(error, next_step(server, with_tls=security.tls, where=where)) from error
+            asked = _OF_A_REGISTRY if options.get("fleet") else where
+            raise NoAnswer(error, next_step(server, with_tls=security.tls, where=asked)) from error
 
     for option in reversed(_OPTIONS):
         run = option(run)

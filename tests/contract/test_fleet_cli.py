@@ -98,3 +98,10 @@ def test_why_for_programs(kvgrpc: Run, registry: str) -> None:
     _, out, _ = kvgrpc("why", str(HALF), "--json", "-s", registry, "--timeout", "2")
     lines = [json.loads(line) for line in out.splitlines()]
     assert {line["rank"][0] for line in lines if "room" in line} == {"D", "P"}
+
+
+def test_a_fleet_whose_registry_does_not_answer_is_told_where_registries_come_from(kvgrpc: Run) -> None:
+    for command in (("rooms", "--fleet"), ("caches",)):
+        code, _, err = kvgrpc(*command, "-s", "127.0.0.1:1", "--timeout", "0.5")
+        assert code == 64 + 14 and "`kvgrpc serve registry` starts a registry" in err, err
+        assert "lists where ranks listen" not in err
