@@ -41,7 +41,7 @@ class Lender:
     """Lends pages of one host cache. ``lend`` is for threads that may copy; ``settle`` for the loop.
 
     The cache is held only while pages are copied: what a room sends are copies, so a taker that is slow or dead costs
-    staging memory and nothing of the cache. One taker has at most half of that memory.
+    staging memory and nothing of the cache. One engine has at most half of that memory.
     """
 
     def __init__(self, cache: HostCache, staging: Staging, manager: PrefillRuntime, book: PullBook) -> None:
@@ -50,7 +50,8 @@ class Lender:
         self._manager = manager
         self._book = book
         self._lock = threading.Lock()
-        self._lent_to: Counter[RankRef] = Counter()
+        # By engine: a rank chooses its own epoch and coordinates, each of which would have a share.
+        self._lent_to: Counter[str] = Counter()
         self._share = max(1, staging.lending.size // 2)
 
     def count(self, hashes: Sequence[str]) -> int:
@@ -102,20 +103,20 @@ class Lender:
 
     def _forget(self, taker: RankRef, pages: int) -> None:
         with self._lock:
-            self._lent_to -= Counter({taker: pages})
+            self._lent_to -= Counter({taker.rank.engine: pages})
 
     def _take(self, taker: RankRef, most: int) -> list[int]:
         with self._lock:
-            share = self._share - self._lent_to[taker]
+            share = self._share - self._lent_to[taker.rank.engine]
             staged = self._staging.lending.take(min(most, share)) if share > 0 else []
             if not staged:
                 lent = self._staging.lending.taken
                 raise TooManyRequests(
-                    f"{lent} pages are lent, {self._share - share} of them to {taker.rank}",
+                    f"{lent} pages are lent, {self._share - share} of them to {taker.rank.engine}",
                     metadata={"limit": self._share, "value": most, "scope": "lent pages"},
                     retry_after=_RETRY_SECONDS,
                 )
-            self._lent_to[taker] += len(staged)
+            self._lent_to[taker.rank.engine] += len(staged)
             return staged
 
 

@@ -243,7 +243,7 @@ def test_a_room_that_nobody_opens_gives_its_pages_back(fleet: Fleet, monkeypatch
     assert row.failure is not None and "nobody opened" in row.failure.message
 
 
-def test_one_taker_has_at_most_half_of_what_may_be_lent(fleet: Fleet) -> None:
+def test_one_engine_has_at_most_half_of_what_may_be_lent(fleet: Fleet) -> None:
     holder = fleet.open("holder")
     hashes = hashes_of(prompt(8))
     holder.fill(hashes)
@@ -261,7 +261,8 @@ def test_one_taker_has_at_most_half_of_what_may_be_lent(fleet: Fleet) -> None:
     with grpc.insecure_channel(holder.address) as channel:
         stub = PullServiceStub(channel)
         assert lend(stub, 1, greedy) == 4
-        with pytest.raises(grpc.RpcError) as error:
-            lend(stub, 2, greedy)
-        assert error_from(error.value).retry_after is not None
+        for again in (greedy, RankRef(greedy.rank, 1), RankRef(greedy.rank._replace(dp=7), 1)):
+            with pytest.raises(grpc.RpcError) as error:
+                lend(stub, 2, again)
+            assert error_from(error.value).retry_after is not None
         assert lend(stub, 3, other) == 4
