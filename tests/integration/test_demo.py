@@ -66,7 +66,7 @@ class Demo:
         self._popen.send_signal(number)
 
     def children(self) -> dict[str, psutil.Process]:
-        """Its processes by kind, once all four are there."""
+        """Its processes by kind, once all five are there."""
         found: dict[str, psutil.Process] = {}
 
         def all_there() -> bool:
@@ -75,7 +75,7 @@ class Demo:
                     command = child.cmdline()
                     if "kvgrpc.demo.processes.main" in command:
                         found[command[-1]] = child
-            return len(found) == 4
+            return len(found) == 5
 
         wait_until(all_there, LEFT_SECONDS)
         return found

@@ -400,8 +400,8 @@ def test_score_asks_an_index_that_follows_a_relay(engine: EnginePublisher, kvgrp
         index = IndexServer(["127.0.0.1:0"], sources=[relay.address]).open()
         try:
             asked = ["events", "score", "--json", "-s", index.address, "--hash", "1", "--hash", "2", "--hash", "9"]
-            wait_until(lambda: json.loads(kvgrpc(*asked)).get("scores"))
-            scores = json.loads(kvgrpc(*asked))["scores"]
+            wait_until(lambda: json.loads(kvgrpc(*asked))["prompts"][0].get("scores"))
+            scores = json.loads(kvgrpc(*asked))["prompts"][0]["scores"]
             assert (scores[0]["engine"], scores[0]["deviceBlocks"]) == ("sglang-1", 2)
         finally:
             index.close()

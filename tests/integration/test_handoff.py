@@ -194,16 +194,17 @@ def test_a_wrong_layout_is_refused_with_the_differing_fields(start: Start) -> No
     prefill = start("P", "PREFILL", registry="embedded", pool={"page_tokens": 32, "dtype": "bfloat16"})
     decode = start("D", "DECODE")
     prefill.opened(), decode.opened()
-    prefill.call("send", 1, [1])
-    decode.call("receive", 1, prefill.address, [1])
-    decode.call("wait", "receivers", [1], [FAILED])
-    reason, text, metadata = decode.call("failure_of", "receivers", 1)
+    room = 2**48 + 1  # as routers draw them: a small number that anybody guesses is not failed by a stranger
+    prefill.call("send", room, [1])
+    decode.call("receive", room, prefill.address, [1])
+    decode.call("wait", "receivers", [room], [FAILED])
+    reason, text, metadata = decode.call("failure_of", "receivers", room)
     assert reason == "PARALLEL_LAYOUT_MISMATCH"
     assert metadata["mismatchedFields"] == "pools[0].page_tokens,pools[0].dtype"
     assert metadata["pools[0].page_tokens"] == "32 != 16" and "bfloat16" in text
-    assert decode.call("state", "receivers", 1)[2]
-    prefill.call("wait", "senders", [1], [FAILED])
-    assert prefill.call("failure_of", "senders", 1)[2]["mismatchedFields"] == metadata["mismatchedFields"]
+    assert decode.call("state", "receivers", room)[2]
+    prefill.call("wait", "senders", [room], [FAILED])
+    assert prefill.call("failure_of", "senders", room)[2]["mismatchedFields"] == metadata["mismatchedFields"]
 
 
 def test_a_page_outside_the_pool_fails_that_room_alone(pair: tuple[RankProcess, RankProcess]) -> None:
