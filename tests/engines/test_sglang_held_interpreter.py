@@ -1,4 +1,4 @@
-"""A real SGLang engine that holds its interpreter for 10 s at prefill: no request is lost."""
+"""A real SGLang engine that holds its interpreter for 10 s, on either side: no request is lost."""
 
 from __future__ import annotations
 
@@ -22,5 +22,8 @@ def pair(folder: Path, reference: Reference) -> Iterator[Pair]:
     pair.close()
 
 
-def test_a_prefill_whose_interpreter_is_held_loses_no_request_at_any_stage(pair: Pair, reference: Reference) -> None:
-    hold_at_every_stage(pair, reference, "prefill")
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_side_whose_interpreter_is_held_loses_no_request_at_any_stage(
+    pair: Pair, reference: Reference, role: str
+) -> None:
+    hold_at_every_stage(pair, reference, role)
