@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import click
 
 from kvgrpc.cli.connection import calls_a_registry, json_option
-from kvgrpc.cli.failures import NEXT_STEP
 from kvgrpc.cli.fleet import unanswered
 from kvgrpc.cli.names import incarnation_name, rank_name, role_name
 from kvgrpc.cli.output import show_record, show_table
@@ -22,6 +21,23 @@ if TYPE_CHECKING:
     from kvgrpc.client.aio import Client
     from kvgrpc.client.fleet import RankAnswer
     from kvgrpc.v1 import transfer_service_pb2
+
+# Of a room that failed; what is said of a call that was refused with the same reason is another thing.
+NEXT_STEPS = {
+    Reason.ROOM_CANCELLED: "Whoever is named in `by` gave the request up: its engine's log says why.",
+    Reason.ROOM_NOT_FOUND: "Prefill never got the request: look at its own log and queue, and at what the router sent.",
+    Reason.ROOM_CONFLICT: "The router used a room and attempt twice: it needs a new attempt, or a new room.",
+    Reason.ROOM_DEADLINE: "One side waited in vain: the state of the other one above says for what.",
+    Reason.PEER_LOST: "Try again at another rank; `kvgrpc sessions --fleet` shows whether the pair is back.",
+    Reason.TRANSFER_FAILED: "Try again; where it repeats between two hosts, look at their data plane and network.",
+    Reason.CHECKSUM_MISMATCH: "Try again; where it repeats between two hosts, suspect their memory or network.",
+    Reason.TOO_MANY_REQUESTS: "Try again after the time given, or at another rank at once; `scope` says what is full.",
+    Reason.PAGES_HELD: "Pages wait for evidence: `kvgrpc rooms --held --fleet` shows them and whom they wait for.",
+    Reason.SERVER_DRAINING: "The rank leaves: try again at another one.",
+    Reason.ENGINE_NOT_FOUND: "`kvgrpc engines` lists what is registered, and which ranks an engine lacks.",
+    Reason.PARALLEL_LAYOUT_MISMATCH: "The two engines do not fit: the fields above differ, in their configurations.",
+    Reason.KV_INDEX_OUT_OF_RANGE: "The engine named a page that its pool does not have: a bug of its adapter.",
+}
 
 
 @click.command()
@@ -56,9 +72,8 @@ def why(client: SyncClient, room: int, attempt: int, as_json: bool) -> None:
     first = _first_failure(found)
     if first is not None:
         show_record("Its cause, as the first rank saw it", [("at", first[0]), *failure_fields(first[1].failure)])
-        step = NEXT_STEP.get(Reason(first[1].failure.reason)) if _known(first[1]) else None
-        if step:
-            click.secho(step, fg="cyan")
+        reason = Reason(first[1].failure.reason) if _known(first[1]) else Reason.UNSPECIFIED
+        click.secho(f"{NEXT_STEPS.get(reason, '')} docs/my-room-failed.md has more.".strip(), fg="cyan")
 
 
 def _row(answer: RankAnswer[transfer_service_pb2.Room | None]) -> Sequence[object]:
